@@ -3,15 +3,19 @@
 // A place that is not valid is not written. last: PAGED: of the last token of a sequence.
 struct Destination { Place place; bool valid, last; };
 
-// PAGED: the new tokens of a sequence are its last ones. Tokens after the last sequence, and those of a sequence
-// without a length, are padding. Where a table leads out of a tensor, the token's thread that `counts` adds an error.
-// Numbers are unsigned, so those below zero are far too large. Arguments: `Params`; other kernels have no tables.
+// PAGED: the new tokens of a sequence are its last ones. BATCH_INDICES: lengths are the tokens' positions. Tokens after
+// the last sequence, of a negative sequence, and of one without a length, are padding. Where a table leads out of a
+// tensor, the token's thread that `counts` adds an error. Numbers are unsigned, so those below zero are far too large.
+// Arguments: `Params`; other kernels have no tables.
 template <typename Arguments>
 __device__ __forceinline__ Destination destination_in_pages(const Arguments& p, long long token, bool counts) {
     using Count = unsigned long long;
     long long sequence;
-    Count left;                                          // tokens of the sequence from this one on
-    if constexpr (CU_SEQLENS_Q) {
+    Count left = 0;                                      // tokens of the sequence from this one on
+    if constexpr (BATCH_INDICES) {
+        sequence = p.batch_indices[token];
+        if (sequence < 0) return {};
+    } else if constexpr (CU_SEQLENS_Q) {
         sequence = find_between(p.cu_seqlens_q, 0, p.sequences, token + 1);
         if (sequence >= p.sequences) return {};
         left = static_cast<Count>(p.cu_seqlens_q[sequence + 1]) - token;
@@ -20,18 +24,26 @@ __device__ __forceinline__ Destination destination_in_pages(const Arguments& p, 
         sequence = index / count;
         left = count - index % count;
     }
-    Count first, pages = p.page_table_width, length;     // the first page's place in the table; pages of the sequence
+    const bool known = !BATCH_INDICES || sequence < p.sequences;
+    const Count width = p.page_table_width;
+    Count first, pages;                                  // the first page's place in the table; pages of the sequence
     if constexpr (PAGE_INDPTR) {
-        first = p.page_indptr[sequence];
-        pages = static_cast<Count>(p.page_indptr[sequence + 1]) - first;
-        length = pages ? (pages - 1) * PAGE_SIZE + p.last_page_len[sequence] : 0;
+        first = known ? p.page_indptr[sequence] : 0;
+        pages = known ? static_cast<Count>(p.page_indptr[sequence + 1]) - first : 0;
     } else {
         first = static_cast<Count>(sequence) * p.page_table_stride;
-        length = p.seq_lens[sequence];
+        pages = known ? width : 0;
     }
-    if (length == 0) return {};
-    const Count position = length - left, number = position / PAGE_SIZE, at = first + number;
-    const Count width = p.page_table_width;
+    Count position, length = ~Count{0};
+    if constexpr (BATCH_INDICES) {
+        position = p.lengths[token];
+    } else {
+        length = p.lengths[sequence];                    // PAGE_INDPTR: of its last page
+        if constexpr (PAGE_INDPTR) length = pages ? (pages - 1) * PAGE_SIZE + length : 0;
+        if (length == 0) return {};
+        position = length - left;
+    }
+    const Count number = position / PAGE_SIZE, at = first + number;
     if (position < length && number < pages && (!PAGE_INDPTR || (first < width && at < width))) {
         const Count page = p.page_table[at];
         const Place found = {static_cast<int>(page), static_cast<int>(position % PAGE_SIZE)};

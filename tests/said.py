@@ -31,7 +31,10 @@ _OF = {
         "k_mean_square",
     ),
     "cache": ("k_cache", "v_cache", "slot_mapping", "k_scale", "v_scale", "rotate_k"),
-    "pages": ("page_table", "page_indptr", "last_page_len", "seq_lens", "cu_seqlens_q", "clear_page", "errors"),
+    "pages": (
+        *("page_table", "page_indptr", "last_page_len", "seq_lens", "cu_seqlens_q", "batch_indices", "cache_positions"),
+        *("clear_page", "errors"),
+    ),
 }
 
 

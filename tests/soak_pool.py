@@ -309,7 +309,7 @@ def cache_job(case: CacheCase, in_place: bool = False, norm: bool = False) -> Jo
 
 def pages_job(draw: random.Random) -> Job:
     """Store k and v in the pages of sequences of random lengths, full of noise; spare tokens belong to none."""
-    ragged, counts, clear, scaled = (draw.random() < 0.5 for _ in range(4))
+    ragged, counts, clear, scaled, placed = (draw.random() < 0.5 for _ in range(5))
     index_dtype, rows = draw.choice((torch.int32, torch.int64)), 4
 
     def made(device: str, seed: int) -> Call:
@@ -327,14 +327,24 @@ def pages_job(draw: random.Random) -> Job:
             found = {"page_table": table, "seq_lens": torch.tensor(lengths)}
         if counts:
             found["cu_seqlens_q"] = torch.tensor([0, *accumulate(new)])
+        ids = torch.tensor([at for n, end in zip(new, lengths) for at in range(end - n, end)] + [0] * spare)
+        if placed:
+            own_of = [number for number, n in enumerate(new) for _ in range(n)] + [-1] * spare
+            found = {name: x for name, x in found.items() if name in ("page_table", "page_indptr")}
+            found |= {"batch_indices": torch.tensor(own_of), "cache_positions": ids}
         words = {name: x.to(index_dtype).to(device) for name, x in found.items()}
         q, k, v = (noise(generator, (sum(new) + spare, n, 64), torch.bfloat16, device) for n in (4, 2, 2))
         dtype = torch.float8_e4m3fn if scaled else torch.bfloat16
         caches = [noise(generator, (len(own) + 2, rows, 2, 64), torch.float32, "cpu").to(dtype) for _ in range(2)]
         k_cache, v_cache = (x.to(device) for x in caches)
-        ids = torch.tensor([at for n, end in zip(new, lengths) for at in range(end - n, end)] + [0] * spare)
         errors = torch.zeros(1, dtype=torch.int32, device=device)
-        words |= {"k_cache": k_cache, "v_cache": v_cache, "errors": errors, "clear_page": clear, "layout": "thd"}
+        words |= {
+            "k_cache": k_cache,
+            "v_cache": v_cache,
+            "errors": errors,
+            "clear_page": clear and not placed,
+            "layout": "thd",
+        }
         words |= {"k_scale": 0.02, "v_scale": 0.02} if scaled else {}
         words |= {"position_ids": ids.to(device), "cos_sin_cache": noise(generator, (25, 64), torch.float32, device)}
         return lambda: [kv_cache(q, k, v, **words), k_cache, v_cache, errors]

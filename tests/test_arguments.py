@@ -43,7 +43,7 @@ from .said import KINDS
 TENSORS = ("q", "k", "v", "qkv", "cos", "sin", "cos_sin_cache", "freqs", "freqs_cis", "position_ids", "cu_seqlens",
            "start_positions", "k_cache", "v_cache", "slot_mapping", "q_weight", "k_weight", "q_bias", "k_bias", "bias",
            "q_mean_square", "k_mean_square", "q_out", "k_out", "v_out", "page_table", "page_indptr", "last_page_len",
-           "seq_lens", "cu_seqlens_q", "errors")  # fmt: skip
+           "seq_lens", "cu_seqlens_q", "batch_indices", "cache_positions", "errors")  # fmt: skip
 SEQUENCES = ("first", "second")
 INTS = ("rotary_dim", "rotary_offset", "max_seqlen", "cp_size", "cp_rank", "q_per_group", "unrotated")
 FLAGS = ("interleaved", "interleaved_out", "mrope_interleaved", "inverse", "packed_table", "check", "rotate_k",
@@ -53,8 +53,10 @@ NUMBERS = ("mscale", "eps")
 WORDS = ("layout", "rounding", "norm_rounding", "norm_kind", "of", "order")
 SCALES = ("q_scale", "k_scale", "v_scale", "q_factor")
 SECTIONS = ("mrope_section",)
-FLAT = ("slot_mapping", "errors")  # any axes
-PAGED = ("page_table", "page_indptr", "last_page_len", "seq_lens", "cu_seqlens_q", "errors", "clear_page")
+PLACES = ("batch_indices", "cache_positions")
+LENGTHS = ("last_page_len", "seq_lens", "cache_positions")
+FLAT = ("slot_mapping", "errors", *PLACES)  # any axes
+PAGED = ("page_table", "page_indptr", "last_page_len", "seq_lens", "cu_seqlens_q", *PLACES, "errors", "clear_page")
 KNOWN = {*TENSORS, *SEQUENCES, *INTS, *FLAGS, *NUMBERS, *WORDS, *SCALES, *SECTIONS}
 
 OPERATIONS: dict[str, Any] = {
@@ -213,7 +215,7 @@ def kinds_of_tensors(parameter: str, plain: Tensor, cell: Cell) -> Iterator[tupl
     ]  # fmt: skip
     if parameter in (  # never read on the host
         *("cu_seqlens", "position_ids", "start_positions", "slot_mapping"),
-        *("page_table", "page_indptr", "last_page_len", "seq_lens", "cu_seqlens_q"),
+        *("page_table", "page_indptr", "last_page_len", "seq_lens", "cu_seqlens_q", *PLACES),
     ):
         for name, value in (("unsorted", plain.flip(0)), ("far", plain + 2**40), ("negative", plain - 2**40)):
             yield f"{name}", value.contiguous(), "survived"
@@ -280,6 +282,9 @@ def context(cell: Cell, parameter: str) -> tuple[Args, Any] | None:
             "cu_seqlens_q": torch.tensor([0, 3, 6]),
             "errors": torch.zeros(1, dtype=torch.int32),
         }
+        if parameter in PLACES:
+            of_tokens = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([1, 2, 3, 0, 1, 2])
+            tables = {"page_table": tables["page_table"], **dict(zip(PLACES, of_tokens))}
         changes = {name: x.to(cell.device) for name, x in tables.items()} | {"slot_mapping": DROP}
         changes |= {name: cell.rand(5, 2, 1, D, seed=8) for name in ("k_cache", "v_cache")}
         plain = True if parameter == "clear_page" else changes[parameter]
@@ -426,6 +431,7 @@ def parameters() -> list[tuple[Function, str]]:
         )
         norm += ("v_norm",) if "kv_cache" in f.name or "packed" in f.name else ()
         names += ["bias"] if "packed" in f.name else []
+        names = [word for name in names for word in (LENGTHS if name == "lengths" else (name,))]
         words = [*names, *sorted(op.tables), *op.words, *(norm if op.norm else ())]
         without = {"launch", "norm", "out_dtype", "shifts", *(("interleaved_out", "q_scale") if f.in_place else ())}
         without |= {"inverse"} if f.name == "norm_fp8" else set()  # it goes with hadamard alone

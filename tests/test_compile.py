@@ -192,13 +192,16 @@ LARGEST += [
 ]  # fmt: skip
 
 
-def paged(ragged: bool, page_size: int = 16, normed: bool = False, **own: Any) -> list[RopeSpec]:
+def paged(ragged: bool, page_size: int = 16, normed: bool = False, placed: bool = False, **own: Any) -> list[RopeSpec]:
     """Kernels with a page table, for ids and a cache of other calls."""
     q, k, v, weight = (torch.empty(9, n, 128, dtype=torch.bfloat16, device="meta") for n in (32, 8, 8, 1))
     caches = torch.empty(2, 99, page_size, 8, 128, dtype=torch.float8_e4m3fn, device="meta")
     table, lens, offsets = (torch.empty(size, dtype=torch.int32, device="meta") for size in ((9, 9), 9, 10))
-    lengths = {"page_indptr": offsets, "last_page_len": lens} if ragged else {"seq_lens": lens}
-    pages = Pages(table[0] if ragged else table, **lengths, cu_seqlens_q=offsets, errors=lens[:1], **own)
+    words = {"page_indptr": offsets, "last_page_len": lens} if ragged else {"seq_lens": lens}
+    words |= {"cu_seqlens_q": offsets}
+    if placed:
+        words = {"page_indptr": offsets, "batch_indices": lens, "cache_positions": lens}
+    pages = Pages(table[0] if ragged else table, **words, errors=lens[:1], **own)
     cache = KVCache(*caches, pages, k_scale=1.0, v_scale=1.0)
     rows = torch.empty(999, 128, device="meta")
     norm = Norm(weight[0, 0], weight[0, 0], rounding="twice") if normed else None
@@ -207,7 +210,12 @@ def paged(ragged: bool, page_size: int = 16, normed: bool = False, **own: Any) -
     return specs
 
 
-LARGEST += [paged(False), paged(True, clear_page=True), paged(True, 48, normed=True, clear_page=True)]
+LARGEST += [
+    paged(False),
+    paged(True, placed=True),
+    paged(True, clear_page=True),
+    paged(True, 48, normed=True, clear_page=True),
+]
 DEFAULT = default_specs()
 PREWARM = list(dict.fromkeys([*DEFAULT, *itertools.chain.from_iterable(LARGEST)]))
 SWEPT = ("sm_80", "sm_90")  # get every spec; the other architectures get the default ones

@@ -195,7 +195,7 @@ def problems(draw: Any) -> RopeProblem:
         mrope_section=sections, mrope_interleaved=bool(sections) and draw(FLAG),
         slot_mapping_dtype=pick(*INDEX_DTYPES) if kind == "cache" and not paged else None,
         page_table_dtype=pick(*INDEX_DTYPES) if paged else None, page_indptr=paged and draw(FLAG),
-        cu_seqlens_q=paged and draw(FLAG), clear_page=paged and draw(FLAG),
+        cu_seqlens_q=paged and draw(FLAG), batch_indices=paged and draw(FLAG), clear_page=paged and draw(FLAG),
         page_size=pick(16, 784) if paged else pick(0, 16, 784) if kind == "cache" else 0,
         rotate_k=kind == "cache" and not mixed and draw(FLAG),
         q_out=fp8_form if fp8 else dtype, kv_out=fp8_form if fp8 or (kind == "cache" and draw(FLAG)) else dtype,

@@ -37,6 +37,7 @@ BASE = RopeProblem(
     page_table_dtype=None,
     page_indptr=False,
     cu_seqlens_q=False,
+    batch_indices=False,
     clear_page=False,
     kv_per_group=1,
     v_per_k=1,

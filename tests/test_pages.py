@@ -35,6 +35,7 @@ class Form:
     counts: bool = True  # cu_seqlens_q is given
     dtype: torch.dtype = torch.int32
     batched: bool = False  # (B, S, H, D)
+    placed: bool = False  # each token names its sequence and its position there
     order: str = "NHD"  # NHD | HND | one (k and v in one page) | one HND
     words: dict[str, Any] = field(default_factory=dict)
 
@@ -58,6 +59,10 @@ FORMS = {
         table="page_indices",
         dtype=torch.int64,
     ),
+    "placed": Form("FlashInfer's batch_indices and positions", table="page_indices", spare=2, placed=True),
+    "placed-rows": Form("rows of the batch, by a block table", new=(2, 2, 2), batched=True, placed=True),
+    "placed-padding": Form("no sequence", lengths=(), new=(), table="page_indices", spare=3, placed=True),
+    "placed-far": Form("int64", lengths=(9, 0, 13), new=(4, 0, 1), dtype=torch.int64, placed=True),
     "full pages": Form("the last row of a page, and the first of the next", lengths=(8, 9, 4), new=(5, 6, 4)),
     "HND": Form("heads before the rows of a page", order="HND", table="page_indices"),
     "one cache": Form("k and v in one page, (pages, 2, rows, H, D)", order="one", table="page_indices"),
@@ -122,7 +127,12 @@ def made(form: Form, device: str, fp8: bool = False, dtype: torch.dtype = torch.
         found["page_table"] = torch.tensor([page for own in pages for page in own], dtype=torch.long)
         found["page_indptr"] = torch.tensor([0, *(len(own) for own in pages)]).cumsum(0)
         found["last_page_len"] = torch.tensor([(length - 1) % ROWS + 1 if length else 0 for length in form.lengths])
-    if form.counts:
+    if form.placed:
+        found = {name: x for name, x in found.items() if name in ("page_table", "page_indptr")}
+        own = [n for n, new in enumerate(form.new) for _ in range(new)]
+        found["batch_indices"] = torch.tensor([*own, *[-1] * form.spare], dtype=torch.long)
+        found["cache_positions"] = torch.tensor(ids, dtype=torch.long)
+    elif form.counts:
         found["cu_seqlens_q"] = torch.tensor([0, *form.new]).cumsum(0)
     tokens = len(places)
     shape = (len(form.lengths), tokens // len(form.lengths)) if form.batched else (tokens,)
@@ -242,6 +252,13 @@ WILD: dict[str, tuple[str, Callable[[dict[str, Tensor]], None], int]] = {
     "offsets past the pages": ("flashinfer", lambda t: t["page_indptr"].add_(1000), 11),
     "offsets before the pages": ("flashinfer", lambda t: t["page_indptr"].sub_(1000), 11),
     "far offsets": ("flashinfer-empty", lambda t: t["page_indptr"].mul_(FAR).add_(FAR), 12),
+    "a sequence past the last": ("placed-rows", lambda t: t["batch_indices"].fill_(4), 6),
+    "far sequences": ("placed-far", lambda t: t["batch_indices"].fill_(FAR), 5),
+    "a position past the pages": ("placed", lambda t: t["cache_positions"].add_(1000), 11),
+    "positions below 0": ("placed-far", lambda t: t["cache_positions"].fill_(-1), 5),
+    "the farthest positions": ("placed-far", lambda t: t["cache_positions"].fill_(2**63 - 1), 5),
+    "a page past the last of a token": ("placed", lambda t: t["page_table"].fill_(PAGES), 11),
+    "offsets past the pages of a token": ("placed", lambda t: t["page_indptr"].add_(1000), 11),
     "falling offsets": ("flashinfer", lambda t: t["page_indptr"].neg_(), 11),
 }
 
@@ -260,7 +277,7 @@ def test_wild_tables_write_nothing_and_are_counted(name: str, device: str) -> No
     run(m, {})  # without a counter
     stored = int((m.caches[0] != before).any(-1).any(-1).sum())
     assert stored == sum(place is not None for place in m.places) - count
-    if stored == 0:
+    if stored == 0 and not FORMS[form].placed:
         run(m, {"clear_page": True})
         assert torch.equal(m.caches[0], before)
     with pytest.raises(InvalidInput, match=f"lead {count} tokens out"):
@@ -305,6 +322,17 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"seq_lens": torch.zeros(3, dtype=INT)},
         "seq_lens is .* None beside page_indptr and last_page_len",
     ),
+    "a length beside places": (
+        "placed",
+        {"seq_lens": torch.zeros(3, dtype=INT)},
+        "seq_lens is .* None beside batch_indices and cache_positions",
+    ),
+    "offsets beside places": ("placed", {"cu_seqlens_q": torch.zeros(4, dtype=INT)}, "cu_seqlens_q is .* None beside"),
+    "sequences without positions": ("placed", {"cache_positions": None}, "cache_positions is None"),
+    "positions without sequences": ("placed-rows", {"batch_indices": None}, "batch_indices is None"),
+    "too few positions": ("placed", {"cache_positions": torch.zeros(3, dtype=INT)}, r"\(3,\) for 13 tokens"),
+    "strided sequences": ("placed", {"batch_indices": torch.zeros(26, dtype=INT)[::2]}, "it must be contiguous"),
+    "a page to clear": ("placed", {"clear_page": True}, "clear_page is True; it must be False beside batch_indices"),
     "a flat block table": ("vllm", {"page_table": torch.zeros(9, dtype=INT)}, "page_table has shape \\(9,\\)"),
     "a table of pages with two axes": ("flashinfer", {"page_table": torch.zeros(3, 4, dtype=INT)}, "must be one axis"),
     "floats": ("vllm", {"seq_lens": torch.zeros(3)}, "seq_lens is torch.float32"),

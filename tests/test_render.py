@@ -175,6 +175,7 @@ def test_ingredients_follow_every_field_and_file() -> None:
     changes |= {"table_step": 2, "v_dim": 64, "scales_q": True, "prefixed": True, "shifts": True}
     changes |= {"head_scales": True, "added_bias": True, "gated": True}
     changes |= {"page_table_dtype": "int64", "page_indptr": True, "cu_seqlens_q": True, "clear_page": True}
+    changes |= {"batch_indices": True}
     changes |= {"kv_per_group": 2, "v_per_k": 8, "convert_v": True}
     norms_own = {
         "norm_rounding": "none",

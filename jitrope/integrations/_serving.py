@@ -131,16 +131,6 @@ def indexer_q(
     return values, weights.float() * scale * factor
 
 
-def slots_of(indices: Tensor, indptr: Tensor, requests: Tensor, positions: Tensor, page_size: int) -> Tensor:
-    """The slot of each token; -1 for a token of no request."""
-    if not indices.numel():
-        return torch.full_like(requests, -1)
-    number = positions // page_size  # the page's index within its request
-    place = indptr.index_select(0, requests.clamp(min=0)).add_(number).clamp_(0, indices.numel() - 1)
-    slots = torch.add(positions, indices.index_select(0, place) - number, alpha=page_size)
-    return slots.masked_fill_(requests < 0, -1)
-
-
 _AXES: Any = WeakTensorKeyDictionary()
 """The sections and their order of each map of axes, or None."""
 

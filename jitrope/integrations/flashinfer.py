@@ -25,7 +25,7 @@ from ..ops.stand_ins import constant
 from ..ops.values import Mrope, Norm, Packed
 from ..plan.views import FORMATS, FP8
 from . import _host, vllm
-from ._serving import frequencies, latent_cache, packed, prepare, slots_of, unit
+from ._serving import frequencies, latent_cache, packed, prepare, unit
 
 _FP8_MAX = torch.finfo(FP8).max
 
@@ -132,9 +132,9 @@ def rope_quantize_fp8_append_paged_kv_cache(
         raise InvalidInput(f"paged_kv_cache is {had}; it must have pages of page_size={page_size} rows in {dtype}")
     words: dict[str, Any] = {"quantize": Quantize(unit("quant_scale_q", quant_scale_q), dtype=dtype)}
     units: Any = dict.fromkeys(("k_scale", "v_scale"), unit("quant_scale_kv", quant_scale_kv))
-    slots = slots_of(kv_indices, kv_indptr, batch_indices, positions, page_size)
+    pages = Pages(kv_indices, kv_indptr, batch_indices=batch_indices, cache_positions=positions)
     if not latent:
-        cache = KVCache(caches[0], caches[1], slots, **units)
+        cache = KVCache(caches[0], caches[1], pages, **units)
         q, k = (x if rest is None else torch.cat((x, rest), -1) for x, rest in ((q_rope, q_nope), (k_rope, k_nope)))
         words.update(cache=cache, rotary_dim=q_rope.shape[-1])
         whole = prepare(q, k, v, cos_sin_cache, pos_ids, is_neox, **words)[0]
@@ -145,7 +145,7 @@ def rope_quantize_fp8_append_paged_kv_cache(
         raise InvalidInput("with k_rope (T, R), v must be None, and k_nope and q_nope must be given")
     k, v, k_cache, v_cache = latent_cache("k_nope", k_rope, k_nope, caches[1], caches[0])
     rest = prepare(q_nope, None, None, None, pos_ids, is_neox, out=(q_nope_out, None, None), **words)[0]
-    words["cache"] = KVCache(k_cache, v_cache, slots, **units)
+    words["cache"] = KVCache(k_cache, v_cache, pages, **units)
     return prepare(q_rope, k, v, cos_sin_cache, pos_ids, is_neox, out=(q_rope_out, None, None), **words)[0], rest
 
 

@@ -13,14 +13,14 @@ from ..plan.views import BLOCK_SCALES, Tensors
 from .fit import Fail, check_integers, sizes_of
 from .values import Value
 
-PAGE_TENSORS = ("page_table?", "page_indptr?", "last_page_len?", "seq_lens?", "cu_seqlens_q?", "errors?")
+PAGE_TENSORS = ("page_table?", "page_indptr?", "lengths?", "cu_seqlens_q?", "batch_indices?", "errors?")
 
 
 class Pages(Value):
     """The pages of each sequence in a `KVCache`, as FlashInfer (arXiv:2501.01005) and vLLM keep them.
 
-    The new tokens are the last ones of each sequence: the lengths count them. The token at position p of its sequence
-    goes to row p % rows of page number p // rows.
+    The new tokens are the last ones of each sequence, whose lengths count them, or each token names its sequence and
+    its position there. The token at position p of its sequence goes to row p % rows of page number p // rows.
 
     >>> q, (k, v) = torch.randn(2, 8, 64), torch.randn(2, 2, 1, 64)
     >>> k_cache, v_cache = torch.zeros(2, 4, 16, 1, 64)  # 4 pages of 16 rows
@@ -42,10 +42,12 @@ class Pages(Value):
         cu_seqlens_q: (N + 1): offsets of the new tokens of each sequence, ascending from 0 (vLLM's query_start_loc,
             FlashInfer's append_indptr). Tokens after the last sequence are padding. None: each sequence has equally
             many new tokens, as in a decode step.
+        batch_indices, cache_positions: of each token, (B, S) or flat, in place of lengths and cu_seqlens_q: its
+            sequence, and its position there (FlashInfer's batch_indices and positions). A negative sequence is padding.
         clear_page: write zeros to the rest of the last page of each sequence with new tokens too.
         errors: an int32 tensor of one element. The kernel adds the number of tokens whose page is outside of the cache,
-            or whose position is outside of the table. Nothing is stored for them, nor for those of a sequence without
-            a length (padding), which are not counted.
+            or whose sequence or position is outside of the table. Nothing is stored for them, nor for those of a
+            sequence without a length (padding), which are not counted.
 
     Raises:
         InvalidInput: an argument has a wrong type, or an argument is missing.
@@ -59,19 +61,33 @@ class Pages(Value):
         *,
         seq_lens: Tensor | None = None,
         cu_seqlens_q: Tensor | None = None,
+        batch_indices: Tensor | None = None,
+        cache_positions: Tensor | None = None,
         clear_page: bool = False,
         errors: Tensor | None = None,
     ) -> None:
-        given = dict(zip(PAGE_TENSORS, (page_table, page_indptr, last_page_len, seq_lens, cu_seqlens_q, errors)))
-        named = {label.rstrip("?"): x for label, x in given.items()}
-        ragged = page_indptr is not None or last_page_len is not None
-        if ragged and seq_lens is not None:
-            refuse("Pages", "seq_lens", seq_lens, "None beside page_indptr and last_page_len")
-        needed = ("page_table", "page_indptr", "last_page_len") if ragged else ("page_table", "seq_lens")
-        self.tensors = {
-            label: tensor("Pages", label, x) for label, x in named.items() if x is not None or label in needed
-        }
+        needed: tuple[str, ...] = ("seq_lens",)
+        if batch_indices is not None or cache_positions is not None:
+            needed = ("batch_indices", "cache_positions")
+        elif page_indptr is not None or last_page_len is not None:
+            needed = ("page_indptr", "last_page_len")
+        lengths = {"last_page_len": last_page_len, "seq_lens": seq_lens, "cache_positions": cache_positions}
+        without = [*lengths, *["cu_seqlens_q"] * ("batch_indices" in needed)]
+        given = {"page_table": page_table, "page_indptr": page_indptr, **lengths, "cu_seqlens_q": cu_seqlens_q}
+        self.tensors = {}
+        for label, x in {**given, "batch_indices": batch_indices, "errors": errors}.items():
+            if x is not None and label in without and label not in needed:
+                refuse("Pages", label, x, f"None beside {' and '.join(needed)}")
+            if x is not None or label in ("page_table", *needed):
+                self.tensors["lengths" if label in lengths else label] = tensor("Pages", label, x)
         self.words = {"clear_page": True} if flag("Pages", "clear_page", clear_page) else {}
+        if self.words and batch_indices is not None:
+            refuse("Pages", "clear_page", True, "False beside batch_indices")
+
+
+def _lengths_of(t: Tensors) -> str:
+    """The user's name for the lengths."""
+    return "cache_positions" if "batch_indices" in t else "last_page_len" if "page_indptr" in t else "seq_lens"
 
 
 def slots_of(cache: Tensor) -> int:
@@ -93,45 +109,41 @@ def indexed(x: Tensor) -> Tensor:
 def check_slots(tensors: Tensors, options: Options, fail: Fail) -> None:
     """Refuse slots that do not fit the tokens."""
     q, slot_mapping = tensors["q"], tensors["slot_mapping"]
-    check_integers("slot_mapping", slot_mapping, q, fail)
-    if not slot_mapping.is_contiguous():
-        fail(f"slot_mapping has strides {slot_mapping.stride()}; it must be contiguous")
     batch, seqlen, *_ = sizes_of(q, options.layout)
-    if slot_mapping.numel() != batch * seqlen:
-        fail(f"slot_mapping has shape {tuple(slot_mapping.shape)} for {batch * seqlen} tokens")
+    check_integers("slot_mapping", slot_mapping, q, fail)
+    check_tokens("slot_mapping", slot_mapping, batch * seqlen, fail)
+
+
+def check_tokens(label: str, x: Tensor, tokens: int, fail: Fail) -> None:
+    """Refuse an argument that is not one contiguous entry for each token."""
+    if not x.is_contiguous():
+        fail(f"{label} has strides {x.stride()}; it must be contiguous")
+    if x.numel() != tokens:
+        fail(f"{label} has shape {tuple(x.shape)} for {tokens} tokens")
 
 
 def check_pages(tensors: Tensors, options: Options, fail: Fail) -> None:
     """Refuse a page table that does not fit its cache, its lengths and the tokens."""
     q, table = tensors["q"], tensors["page_table"]
     batch, seqlen, *_ = sizes_of(q, options.layout)
-    ragged = "page_indptr" in tensors
-    lengths = "last_page_len" if ragged else "seq_lens"
-    given = {
-        label: tensors[label] for label in ("page_table", "page_indptr", lengths, "cu_seqlens_q") if label in tensors
-    }
-    for label, x in given.items():
+    ragged, placed = "page_indptr" in tensors, "batch_indices" in tensors
+    for name in ("page_table", "page_indptr", "lengths", "cu_seqlens_q", "batch_indices"):
+        if name not in tensors:
+            continue
+        label, x = _lengths_of(tensors) if name == "lengths" else name, tensors[name]
         check_integers(label, x, q, fail)
         if x.dtype != table.dtype:
             fail(f"{label} is {x.dtype} but page_table is {table.dtype}; they must match")
-        axes = 2 if label == "page_table" and not ragged else 1
+        if placed and name in ("lengths", "batch_indices"):
+            check_tokens(label, x, batch * seqlen, fail)
+            continue
+        axes = 2 if name == "page_table" and not ragged else 1
         if x.dim() != axes:
-            wanted = "(N, max_pages) with seq_lens" if axes == 2 else "one axis"
+            wanted = "(N, max_pages) without page_indptr" if axes == 2 else "one axis"
             fail(f"{label} has shape {tuple(x.shape)}; it must be {wanted}")
         if x.shape[-1] > 1 and x.stride(-1) != 1:
             fail(f"{label} has strides {x.stride()}; its last axis must be contiguous")
-    sizes = {label: x.shape[0] for label, x in tensors.items() if x.dim()}  # len would make a symbol a number
-    count = sizes[lengths]
-    for label in ("page_indptr", "cu_seqlens_q"):
-        if label in tensors and sizes[label] != count + 1:
-            fail(f"{label} has {sizes[label]} entries and {lengths} has {count}; {label} must have one more")
-    if not ragged and sizes["page_table"] < count:
-        fail(f"page_table has {sizes['page_table']} rows and seq_lens has {count} entries; it must have as many rows")
-    if "cu_seqlens" in tensors and sizes["cu_seqlens"] != count + 1:
-        fail(f"cu_seqlens has {sizes['cu_seqlens']} entries and {lengths} has {count}; it must have one more")
-    tokens = batch * seqlen
-    if "cu_seqlens_q" not in tensors and tokens and (not count or tokens % count):
-        fail(f"{lengths} has {count} entries for {tokens} tokens; pass cu_seqlens_q")
+    _check_counts(tensors, batch * seqlen, fail)
     if tensors["k_cache"].dim() != 4:
         fail(f"k_cache has shape {tuple(tensors['k_cache'].shape)}; with a page table it must be (pages, rows, H, D)")
     errors = tensors.get("errors")
@@ -140,13 +152,62 @@ def check_pages(tensors: Tensors, options: Options, fail: Fail) -> None:
         fail(f"{had}; it must be one int32 number on q's device")
 
 
+def _check_counts(tensors: Tensors, tokens: int, fail: Fail) -> None:
+    """Refuse tables, lengths and offsets of different numbers of sequences."""
+    sizes = {name: x.shape[0] for name, x in tensors.items() if x.dim()}  # len would make a symbol a number
+    if "batch_indices" in tensors:
+        label, count = "page_table", sizes["page_indptr"] - 1 if "page_indptr" in sizes else sizes["page_table"]
+    else:
+        label, count = _lengths_of(tensors), sizes["lengths"]
+        if "page_indptr" not in sizes and sizes["page_table"] < count:
+            had = f"page_table has {sizes['page_table']} rows and seq_lens has {count} entries"
+            fail(f"{had}; it must have as many rows")
+        if "cu_seqlens_q" not in sizes and tokens and (not count or tokens % count):
+            fail(f"{label} has {count} entries for {tokens} tokens; pass cu_seqlens_q")
+    for name in ("page_indptr", "cu_seqlens_q", "cu_seqlens"):
+        if name in sizes and sizes[name] != count + 1:
+            fail(f"{name} has {sizes[name]} entries and {label} has {count}; {name} must have one more")
+
+
 def slots_of_pages(t: Tensors, tokens: int, pages: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """(the slot of each token, -1 for none; whether it is an error; whether it is its sequence's last token)."""
-    token = torch.arange(tokens, device=t["page_table"].device)
-    table, lengths = t["page_table"].long(), t["last_page_len" if "page_indptr" in t else "seq_lens"].long()
+    table = t["page_table"].long()
+    count = len(t["page_indptr"]) - 1 if "page_indptr" in t else len(table)
+    token = torch.arange(tokens, device=table.device)
+    sequence, position, padding, last = _given_places(t) if "batch_indices" in t else _last_places(t, token, rows)
+    if count == 0:
+        return torch.full_like(token, -1), ~padding, last
+    known, sequence = (sequence >= 0) & (sequence < count), sequence.clamp(0, count - 1)
+    if "page_indptr" in t:
+        first = t["page_indptr"].long()[sequence]
+        width = t["page_indptr"].long()[sequence + 1] - first
+    else:
+        first, width = sequence * table.shape[1], torch.full_like(token, table.shape[1])
+    at = first + position // rows
+    inside = known & (position >= 0) & (position // rows < width)
+    inside = inside & (first >= 0) & (at >= 0) & (at < table.numel())
+    entries = torch.cat((table.flatten(), table.new_full((1,), -1)))
+    page = entries[at.where(inside, table.numel())]
+    inside = (page >= 0) & (page < pages)
+    slots = torch.where(inside & ~padding, page * rows + position % rows, -1)
+    return slots, ~inside & ~padding, last
+
+
+def _given_places(t: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(each token's sequence, its position there, whether it is padding, False)."""
+    sequence, position = (t[name].flatten().long() for name in ("batch_indices", "lengths"))
+    return sequence, position, sequence < 0, torch.zeros_like(sequence, dtype=torch.bool)
+
+
+def _last_places(t: Tensors, token: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same for sequences whose last tokens are the new ones, and whether a token is its sequence's last.
+
+    A token without a position has -1.
+    """
+    lengths = t["lengths"].long()
     none = torch.zeros_like(token, dtype=torch.bool)
     if len(lengths) == 0:
-        return torch.full_like(token, -1), none, none
+        return token, token, ~none, none
     if "cu_seqlens_q" in t:
         ends = t["cu_seqlens_q"].long()[1:]
         sequence = torch.searchsorted(ends.contiguous(), token, right=True)
@@ -154,24 +215,14 @@ def slots_of_pages(t: Tensors, tokens: int, pages: int, rows: int) -> tuple[Tens
         sequence = sequence.clamp(max=len(ends) - 1)
         left = ends[sequence] - token
     else:
-        new = max(1, tokens // len(lengths))
+        new = max(1, len(token) // len(lengths))
         sequence, left, padding = token // new, new - token % new, none
+    length = lengths[sequence]
     if "page_indptr" in t:
-        first, end = t["page_indptr"].long()[sequence], t["page_indptr"].long()[sequence + 1]
-        width = end - first
-        length = torch.where(width == 0, 0, (width - 1) * rows + lengths[sequence])
-    else:
-        width = torch.full_like(token, table.shape[1])
-        first, length = sequence * width, lengths[sequence]
-    position = length - left
-    at = first + position // rows
-    inside = (position >= 0) & (position < length) & (position // rows < width)
-    inside = inside & (first >= 0) & (at >= 0) & (at < table.numel())
-    entries = torch.cat((table.flatten(), table.new_full((1,), -1)))
-    page = entries[at.where(inside, table.numel())]
-    padding, inside = padding | (length == 0), (page >= 0) & (page < pages)
-    slots = torch.where(inside & ~padding, page * rows + position % rows, -1)
-    return slots, ~inside & ~padding, left == 1
+        width = t["page_indptr"].long().diff()[sequence]
+        length = torch.where(width == 0, 0, (width - 1) * rows + length)
+    position = torch.where(left > 0, length - left, -1)
+    return sequence, position, padding | (length == 0), left == 1
 
 
 def store_in_pages(t: Tensors, tokens: int, clear: bool) -> Tensor:

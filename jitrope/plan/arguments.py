@@ -89,7 +89,7 @@ OPTIONAL: dict[str, tuple[tuple[Argument, ...], tuple[Argument, ...]]] = {
     "head_scales": ((), (_argument("ScaleStrides", "scale_strides", "q_scale k_scale v_scale"),)),
     "paged": (
         (
-            *_each("const PageIndex*", "page_table page_indptr last_page_len seq_lens cu_seqlens_q"),
+            *_each("const PageIndex*", "page_table page_indptr lengths cu_seqlens_q batch_indices"),
             _argument("int*", "errors"),
         ),
         (*_each("long long", "page_table_stride page_table_width page_count new_tokens"),),

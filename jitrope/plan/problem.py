@@ -107,8 +107,9 @@ class _Call:
         self.v_per_k = max(1, v_heads // max(1, self.k_heads))
         self.heads = self.q_heads + self.k_heads + v_heads
         self.heads += options.v_dim > 0 and options.inverse  # the sum over k's heads
-        of = next((tensors[name] for name in ("last_page_len", "seq_lens") if name in tensors), None)
-        self.sequences = len(tensors["cu_seqlens"]) - 1 if "cu_seqlens" in tensors else 0 if of is None else len(of)
+        offsets = next((tensors[name] for name in ("cu_seqlens", "page_indptr") if name in tensors), None)
+        rows = tensors.get("page_table" if "batch_indices" in tensors else "lengths", ())
+        self.sequences = len(rows) if offsets is None else len(offsets) - 1
         self.pages, self.page_size = self.views[4].shape[:2] if self.cached else (0, 0)
 
     def _view(self, name: str) -> Tensor:
@@ -173,6 +174,7 @@ class _Call:
             "page_size": self.page_size if self.pages > 1 or self.paged else 0,
             "page_indptr": "page_indptr" in self.tensors,
             "cu_seqlens_q": "cu_seqlens_q" in self.tensors,
+            "batch_indices": "batch_indices" in self.tensors,
             "copy_v": self.inputs[2] is not None,
             "convert_v": views.converts_v(self.tensors, o.dynamic_v),
             "batch_inner": self.batch > 1 and self.seqlen > 1 and self.views[0].stride(0) < self.views[0].stride(1),
