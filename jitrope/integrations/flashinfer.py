@@ -136,9 +136,10 @@ def rope_quantize_fp8_append_paged_kv_cache(
     if not latent:
         cache = KVCache(caches[0], caches[1], pages, **units)
         q, k = (x if rest is None else torch.cat((x, rest), -1) for x, rest in ((q_rope, q_nope), (k_rope, k_nope)))
-        words.update(cache=cache, rotary_dim=q_rope.shape[-1])
+        width = q_rope.shape[-1]
+        words.update(cache=cache, rotary_dim=width)
         whole = prepare(q, k, v, cos_sin_cache, pos_ids, is_neox, **words)[0]
-        found = zip((q_rope_out, q_nope_out), whole.tensor_split([q_rope.shape[-1]], -1))
+        found = zip((q_rope_out, q_nope_out), whole.split_with_sizes((width, whole.shape[-1] - width), -1))
         q, rest = (x if out is None else out.copy_(x) for out, x in found)
         return q, rest
     if v is not None or k_nope is None or q_nope is None:
