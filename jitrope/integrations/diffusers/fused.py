@@ -87,19 +87,16 @@ def _attend(processor: Any, q: Tensor, k: Tensor | None, v: Tensor, **words: Any
     return exchanged(attend, q, k, v, **words) if q.dim() == 5 else attend(q, k, v, **words)
 
 
-def _prepared(processor: Any, mask: Any, norms: Norms, qkv: Parts, rope: Words, *, fresh: bool) -> Parts:
-    """q and k normalised and rotated, and v."""
-    if ranks := ranks_of(processor, _names(processor)["dispatch_attention_fn"], mask, qkv):
-        return sent(norms, [qkv], rope, ranks)
-    q, k = norm_rope(norms, *qkv[:2], rope, fresh=fresh)
-    return q, k, qkv[2]
-
-
-def _joined(processor: Any, mask: Any, norms: Norms, first: Parts, second: Parts, rope: Words) -> Parts:
-    """q, k and v of two streams, normalised, rotated and joined."""
-    if ranks := ranks_of(processor, _names(processor)["dispatch_attention_fn"], mask, first, second):
-        return sent(norms, [first, second], rope, ranks)
-    return joint(norms, first, second, rope)
+def _prepared(
+    processor: Any, mask: Any, norms: Norms, streams: Sequence[Parts], rope: Words, *, fresh: bool = False
+) -> Parts:
+    """q and k of one or two streams normalised and rotated, and v; two are joined."""
+    if ranks := ranks_of(processor, _names(processor)["dispatch_attention_fn"], mask, *streams):
+        return sent(norms, streams, rope, ranks)
+    (q, k, v), *second = streams
+    if second:
+        return joint(norms, (q, k, v), second[0], rope)
+    return *norm_rope(norms, q, k, rope, fresh=fresh), v
 
 
 def _attended(processor: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **words: Any) -> Any:
@@ -154,13 +151,11 @@ def _flux(self: Any, attn: Any, image: Tensor, text: Any, mask: Any, tables: Any
     norms = _norms(attn, image, *added, "q", "k")
     projected = _heads(_names(self)["_get_qkv_projections"](attn, image, text), attn, 6 if added else 3)
     images, texts = projected[:3], projected[3:]
-    tokens = sum(parts[0].shape[1] for parts in (images, texts) if parts)
+    streams = [parts for parts in (texts, images) if parts]
+    tokens = sum(parts[0].shape[1] for parts in streams)
     rope = options(forms.SHARED, images[0], pair(tables), tokens)
-    if added:
-        q, k, v = _joined(self, mask, norms, texts, images, rope)
-    else:
-        q, k, v = _prepared(self, mask, norms, images, rope, fresh=_fresh(attn))
-    del projected, images, texts  # attention needs memory
+    q, k, v = _prepared(self, mask, norms, streams, rope, fresh=_fresh(attn))
+    del projected, images, texts, streams  # attention needs memory
     out = _attended(self, q, k, v, mask)
     if text is None:
         return _out(attn, out) if second else out
@@ -181,7 +176,7 @@ def _flux2_parallel(self: Any, attn: Any, x: Tensor, mask: Any, tables: Any) -> 
     local = qkv_mlp.shape[-1] * qkv_dim // (qkv_dim + attn.mlp_hidden_dim * attn.mlp_mult_factor)
     projected, mlp = torch.split(qkv_mlp, [local, qkv_mlp.shape[-1] - local], dim=-1)
     qkv = _heads(projected.chunk(3, dim=-1), attn)
-    q, k, v = _prepared(self, mask, norms, qkv, options(forms.SHARED, qkv[0], pair(tables)), fresh=False)
+    q, k, v = _prepared(self, mask, norms, [qkv], options(forms.SHARED, qkv[0], pair(tables)))
     out = _attended(self, q, k, v, mask)
     return attn.to_out(torch.cat([out, attn.mlp_act_fn(mlp)], dim=-1))
 
@@ -199,7 +194,7 @@ def _qwen(self: Any, attn: Any, image: Tensor, text: Any, text_mask: Any, mask: 
     norms = _norms(attn, image, "added_q", "added_k", "q", "k")
     texts, images = _heads(_added_qkv(attn, text), attn), _heads(_qkv(attn, image), attn)
     ropes = [options(forms.QWEN, x[0], (table,)) for x, table in zip((images, texts), pair(tables))]
-    q, k, v = _joined(self, mask, norms, texts, images, beside(ropes[1], ropes[0]))
+    q, k, v = _prepared(self, mask, norms, [texts, images], beside(ropes[1], ropes[0]))
     del texts, images
     out = _attended(self, q, k, v, mask)
     text, image = out[:, : text.shape[1]], out[:, text.shape[1] :]
@@ -220,7 +215,7 @@ def _wan(self: Any, attn: Any, x: Tensor, text: Any, mask: Any, tables: Any) -> 
     q, k, v = _split(_names(self)["_get_qkv_projections"](attn, x, text), attn)
     rope: Words = {} if tables is None else options(forms.WAN, q, forms.of_pairs(*pair(tables)))
     if text is None:
-        q, k, v = _prepared(self, mask, norms, (q, k, v), rope, fresh=_fresh(attn))
+        q, k, v = _prepared(self, mask, norms, [(q, k, v)], rope, fresh=_fresh(attn))
     else:
         q, k = norm_rope(norms, q, k, rope, fresh=_fresh(attn))
     parallel = {} if text is None else {"parallel_config": None}
@@ -241,7 +236,7 @@ def _ltx(self: Any, attn: Any, x: Tensor, text: Any, mask: Any, tables: Any) -> 
     norms = _norms(attn, x, "q", "k", across_heads=True)
     q, k, v = _split(_qkv(attn, x, source), attn)
     rope: Words = {} if tables is None else options(forms.LTX, q, _split(pair(tables), attn))
-    q, k, v = _prepared(self, mask, norms, (q, k, v), rope, fresh=_fresh(attn))
+    q, k, v = _prepared(self, mask, norms, [(q, k, v)], rope, fresh=_fresh(attn))
     return _out(attn, _attended(self, q, k, v, mask))
 
 
@@ -278,7 +273,7 @@ def _hunyuan(self: Any, attn: Any, image: Tensor, text: Any, mask: Any, tables: 
 def _z_image(self: Any, attn: Any, x: Tensor, _: Any, mask: Any, table: Any) -> Any:
     norms = _norms(attn, x, "q", "k")
     qkv = _split(_qkv(attn, x), attn)
-    q, k, v = _prepared(self, mask, norms, qkv, options(forms.COMPLEX_ROWS, qkv[0], (table,)), fresh=_fresh(attn))
+    q, k, v = _prepared(self, mask, norms, [qkv], options(forms.COMPLEX_ROWS, qkv[0], (table,)), fresh=_fresh(attn))
     if mask is not None and mask.ndim == 2:
         mask = mask[:, None, None, :]
     return _out(attn, _attended(self, q, k, v, mask))
