@@ -8,6 +8,7 @@ norm without a rotation, and all that jitrope refuses, is computed by the host's
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -53,20 +54,16 @@ class Plan:
         return Pass(self)
 
 
+VIEWS = ("transpose", "permute", "view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "to")
+
+
 class _Later:
     """A tensor that is computed later. A method that gives a view is kept (`_viewed`), and applied to the tensor."""
 
-
-def _view(name: str) -> Function:
-    def method(self: Any, *arguments: Any, **words: Any) -> Any:
-        return self._viewed(name, arguments, words)
-
-    return method
-
-
-VIEWS = ("transpose", "permute", "view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "to")
-for _name in VIEWS:
-    setattr(_Later, _name, _view(_name))
+    def __getattr__(self, name: str) -> Function:
+        if name not in VIEWS:
+            raise AttributeError(name)
+        return partial(self._viewed, name)
 
 
 class Norming:
@@ -93,7 +90,7 @@ class Normed(_Later):
         """The same view of the source."""
         return _replay(self.norming.source, self.steps)  # type: ignore[no-any-return]
 
-    def _viewed(self, name: str, arguments: tuple[Any, ...], words: dict[str, Any]) -> Any:
+    def _viewed(self, name: str, *arguments: Any, **words: Any) -> Any:
         heads: int | None = -1
         if self.norming.out is None and isinstance(self.norming.source, Tensor):
             before = self.x
@@ -153,7 +150,7 @@ class Turned(_Later):
     def __init__(self, run: Pass, turn: Turn, index: int, steps: tuple[Step, ...] = ()) -> None:
         self.run, self.turn, self.index, self.steps = run, turn, index, steps
 
-    def _viewed(self, name: str, arguments: tuple[Any, ...], words: dict[str, Any]) -> Turned:
+    def _viewed(self, name: str, *arguments: Any, **words: Any) -> Turned:
         return Turned(self.run, self.turn, self.index, (*self.steps, (name, arguments, words)))
 
 

@@ -255,10 +255,7 @@ def _same(host: Function, v: Variant, shape: Shape, **words: Any) -> bool | None
             return None
     except Exception:  # on any error the host does not compute this
         return None
-    try:
-        ours = replacement(host, v._replace(axis=shape[2]))(*arguments)
-    except InvalidInput:
-        return False
+    ours = replacement(host, v._replace(axis=shape[2]))(*arguments)
     return equal(ours, want, tolerance=0.05 if "dtypes" in words else 0.0)  # in bf16 roundings differ
 
 
