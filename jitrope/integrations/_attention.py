@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from types import FunctionType
@@ -80,9 +80,7 @@ def fuse(cls: type, modules: list[nn.Module], report: _host.Report) -> str:
             plan, code = _made(forward, modules, places, report.host)
         except ValueError as error:
             return _ROPE_ONLY + str(error)
-        alias = _alias(forward)
-        forward.__globals__[alias] = plan  # stays there, for a forward that runs while it is restored
-        report.recode(forward, code, plan, partial(_restore, forward, forward.__code__, plan))
+        report.recode(forward, code, plan)
     else:
         for name, forms in plan.norms.items():
             plan.norms[name] = tuple(dict.fromkeys((*forms, *_forms(modules, name)[0])))
@@ -90,19 +88,10 @@ def fuse(cls: type, modules: list[nn.Module], report: _host.Report) -> str:
     return f"{FUSED}{', the norm last' if plan.after else ''} ({'; '.join(sorted(forms_of))})"
 
 
-def _alias(forward: FunctionType) -> str:
-    return "_jitrope_" + re.sub(r"\W", "_", forward.__qualname__)
-
-
 def plan_of(forward: Any) -> Plan | None:
     """The plan of a forward that is rewritten now."""
     placed = _host.placed.get(_unwrapped(forward))
     return placed.what if placed is not None and isinstance(placed.what, Plan) else None
-
-
-def _restore(forward: FunctionType, code: Any, plan: Plan) -> None:
-    plan.active = False
-    forward.__code__ = code
 
 
 def turned(layer: Any, rope: Function, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
@@ -129,14 +118,6 @@ def turned(layer: Any, rope: Function, q: Tensor, k: Tensor, cos: Tensor, sin: T
         last = [normed(x, heads) for x, heads in zip(both(q, k), (q, k))]
         return tuple([run.real(x) for x in last])
     return run.real(both(normed(q, q), normed(k, k)))
-
-
-def forwards(module: Any) -> Iterator[FunctionType]:
-    """The functions with the code of the forwards of a file's classes."""
-    for cls in list(vars(module).values()):
-        function = _unwrapped(vars(cls).get("forward")) if isinstance(cls, type) else None
-        if function is not None:
-            yield function
 
 
 def _forms(modules: list[nn.Module], name: str) -> tuple[dict[NormForm, nn.Module], dict[type, str]]:
@@ -173,10 +154,11 @@ def _made(forward: FunctionType, modules: list[nn.Module], places: dict[str, Pla
             raise ValueError(min(unknown.values()))
         raise ValueError("its norms are not directly before or after rope" if norms or unknown else _NO_NORM)
     ropes = {name: Rope(names(place.original), place.what) for name, place in places.items()}
-    plan = Plan(host, norms, ropes, order == "after")
+    plan, alias = Plan(host, norms, ropes, order == "after"), "_jitrope_" + re.sub(r"\W", "_", forward.__qualname__)
     some = {form: (name, norm) for name, forms in found.items() for form, norm in forms.items()}
     _try(plan, {name: place.original for name, place in places.items()}, some)
-    return plan, source.rewritten(norms, _alias(forward))
+    forward.__globals__[alias] = plan  # stays there, for a forward that runs while it is restored
+    return plan, source.rewritten(norms, alias)
 
 
 # ---- the trial -----------------------------------------------------------------------------------------

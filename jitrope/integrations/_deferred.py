@@ -39,7 +39,6 @@ class Plan:
     Attributes:
         after: the norms follow the rotation.
         across: norms may be across heads.
-        active: False after `disable`, for forwards that still run.
     """
 
     host: str
@@ -47,7 +46,6 @@ class Plan:
     ropes: dict[str, Rope]
     after: bool = False
     across: bool = False
-    active: bool = True
 
     def begin(self) -> Pass:
         """The pass of a forward that begins."""
@@ -176,7 +174,7 @@ class Pass:
     def norm(self, name: str, module: nn.Module, x: Any) -> Any:
         """The norm of x by a module, later if a launch can compute it."""
         source, viewed = (x.turn.q, x.steps) if isinstance(x, Turned) else (x, ())
-        if self.plan.active and isinstance(source, Tensor) and not viewed:
+        if isinstance(source, Tensor) and not viewed:
             forms = [form for form in self.plan.norms[name] if form.fits(module)]
             try:
                 if not forms:
@@ -203,7 +201,7 @@ class Pass:
         except (InvalidInput, TypeError):
             return self._call(function, arguments, words)
         heads = (turn.q,) if turn.single else (turn.q, turn.k)
-        if not self.plan.active or not all(map(self._waits, heads)):
+        if not all(map(self._waits, heads)):
             return self._call(function, arguments, words)
         self.turns.append(turn)
         made = tuple([Turned(self, turn, i) for i in range(len(heads))])

@@ -107,10 +107,10 @@ def _device(*arguments: Any) -> str:
 
 
 class Placed(NamedTuple):
-    """The host, the name and the original of a replaced function, what stands in its place, and what puts it back."""
+    """The host, the place and the original of a replaced function, what stands in its place, and what puts it back."""
 
     host: str
-    name: str
+    where: str
     original: Any
     what: Any
     undo: Function
@@ -133,11 +133,13 @@ class Report:
         host: the name of the library.
         replaced: by the name of a function, a description of its replacement.
         left: by the name of a function, the reason why it was not replaced.
+        verb: what was done with the functions; "registered" in a host with a registry.
     """
 
     host: str
     replaced: dict[str, Any] = field(default_factory=dict)
     left: dict[str, Any] = field(default_factory=dict)
+    verb: str = "replaced"
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
@@ -155,7 +157,8 @@ class Report:
 
     def replace(self, module: ModuleType, name: str, ours: Function, what: Any) -> None:
         """Replace a module's function wherever it is held. An already replaced one does not change."""
-        self.replaced[f"{module.__name__}.{name}"] = what
+        where = f"{module.__name__}.{name}"
+        self.replaced[where] = what
         host, original = self.host, getattr(module, name)
         if original in placed:
             return
@@ -166,15 +169,15 @@ class Report:
 
         function.__name__ = function.__qualname__ = name
         function.__module__ = module.__name__  # so that it is pickled as the host's
-        self._place(function, Placed(host, name, original, what, partial(_exchange, name, function, original)))
+        self.place(function, where, partial(_exchange, name, function, original), what, original)
         setattr(module, name, function)
         if original is not None:
             _exchange(name, original, function)
 
     def replace_method(self, cls: type, name: str, made: Callable[[Function], Function], what: Any) -> None:
         """Replace a method of a class by `made(method)`. An already replaced one does not change."""
-        original = getattr(cls, name)
-        self.replaced[f"{cls.__module__}.{cls.__qualname__}.{name}"] = what
+        where, original = f"{cls.__module__}.{cls.__qualname__}.{name}", getattr(cls, name)
+        self.replaced[where] = what
         if original in placed:
             return
         function, inherited = wraps(original)(made(original)), name not in vars(cls)
@@ -188,17 +191,19 @@ class Report:
             else:
                 setattr(cls, name, original)
 
-        self._place(function, Placed(self.host, f"{cls.__qualname__}.{name}", original, what, undo))
+        self.place(function, where, undo, what, original)
         setattr(cls, name, function)
 
-    def recode(self, function: FunctionType, code: CodeType, what: Any, undo: Callable[[], None]) -> None:
-        """Give a function of the host another code until `undo`."""
+    def recode(self, function: FunctionType, code: CodeType, what: Any) -> None:
+        """Give a function of the host another code."""
         original, function.__code__ = function.__code__, code
-        self._place(function, Placed(self.host, function.__name__, original, what, undo))
+        where = f"{function.__module__}.{function.__qualname__}"
+        self.place(function, where, partial(setattr, function, "__code__", original), what, original)
 
-    def _place(self, function: Function, place: Placed) -> None:
-        placed[function] = place
-        self._undo.append(partial(restore, [function]))
+    def place(self, ours: Any, where: str, undo: Function, what: Any = "jitrope", original: Any = None) -> None:
+        """Note that ours is at a place of the host until `undo`."""
+        placed[ours] = Placed(self.host, where, original, what, undo)
+        self._undo.append(partial(restore, [ours]))
 
     def __enter__(self: R) -> R:
         return self
@@ -223,29 +228,16 @@ class Report:
 
     def _active(self) -> bool:
         """Whether one of the functions is replaced now."""
-        return any(f"{ours.__module__}.{place.name}" in self.replaced for ours, place in list(placed.items()))
+        return any(place.where in self.replaced for place in list(placed.values()))
 
     def _replaced(self) -> str:
         left = f", {len(self.left)} left alone" if self.left else ""
-        return f"{counted(len(self.replaced), 'function')} replaced{left}"
+        return f"{counted(len(self.replaced), 'function')} {self.verb}{left}"
 
     def table(self) -> str:
         """A line for each function: its name and its replacement, or why it was left alone."""
         rows = [f"{name}: {what}" for name, what in self.replaced.items()]
         return "\n".join([*rows, *(f"{name}: left alone: {why}" for name, why in self.left.items())])
-
-
-@dataclass(repr=False)
-class Registered(Report):
-    """The report of a host with a registry, in which no function is replaced. there: whether ours are in it now."""
-
-    there: Callable[[], bool] = bool
-
-    def _active(self) -> bool:
-        return self.there()
-
-    def _replaced(self) -> str:
-        return super()._replaced().replace("replaced", "registered")
 
 
 def with_code(function: FunctionType, code: CodeType, **names: Any) -> FunctionType:

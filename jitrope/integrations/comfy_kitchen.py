@@ -10,7 +10,6 @@ interleaved pairs or halves (`apply_rope_split_half`), returned or in place (`ap
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from contextvars import ContextVar
 from functools import partial
@@ -188,7 +187,7 @@ def enable() -> _host.Report:
     """
     registry, rules = _registry(), _host.load(HOST, f"{HOST}.constraints")
     known = registry.list_backends()["eager"]["capabilities"]
-    report = _host.Registered(HOST, there=lambda: bool(registry.is_available(BACKEND)))
+    report = _host.Report(HOST, verb="registered")
     report.replaced = {f"{HOST}.{name}": "jitrope" for name in FUNCTIONS if name in known}
     report.left = {f"{HOST}.{name}": "this version has no such function" for name in FUNCTIONS if name not in known}
     if not report.replaced:
@@ -199,23 +198,21 @@ def enable() -> _host.Report:
     def taken(arguments: Mapping[str, object]) -> Any:
         return rules.ValidationResult.fail("__backend__", "left to others") if _leaving.get() else allowed
 
+    def undo() -> None:
+        registry.disable(BACKEND)
+        registry.set_priority(_others(registry))
+
     allowed = rules.ValidationResult.ok()
     calls = {name: partial(_host.take, HOST, ours, partial(_next, name)) for name, ours in FUNCTIONS.items()}
     rule = rules.FunctionConstraints(call_rules=(taken,))
     registry.register(BACKEND, SimpleNamespace(**calls), {name: rule for name in FUNCTIONS if name in known})
     registry.enable(BACKEND)
     registry.set_priority([BACKEND, *_others(registry)])
-    report._undo.append(disable)
+    report.place(taken, min(report.replaced), undo)
     return report
 
 
-def disable() -> None:
-    """Undo `enable`: the registry uses its own backends."""
-    if HOST not in sys.modules:
-        return
-    registry = _registry()
-    registry.disable(BACKEND)
-    registry.set_priority(_others(registry))
+disable = _host.disabler(__name__)
 
 
 def _others(registry: Any) -> list[str]:

@@ -9,7 +9,6 @@ The class in the register has the methods of `lightx2v.common.ops.rope.template.
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from typing import Any
 
@@ -103,23 +102,15 @@ def enable() -> _host.Report:
         ImportError: lightx2v cannot be imported.
         JitropeError: this version of it has no register of rope types.
     """
-    register = _register()
+    register = getattr(_host.load(HOST, "lightx2v.utils.registry_factory"), "ROPE_REGISTER", None)
+    if register is None:
+        raise JitropeError(f"this version of {HOST} has no register of rope types")
     template = _host.load(HOST, "lightx2v.common.ops.rope.template").RopeTemplate
-    report = _host.Registered(HOST, {f"rope_type {NAME}": "jitrope"}, there=lambda: NAME in register)
+    report = _host.Report(HOST, {f"rope_type {NAME}": "jitrope"}, verb="registered")
     if NAME not in register:
-        register[NAME] = _made(template, register)
-        report._undo.append(disable)
+        ours = register[NAME] = _made(template, register)
+        report.place(ours, f"rope_type {NAME}", partial(register.pop, NAME, None))
     return report
 
 
-def disable() -> None:
-    """Undo `enable`."""
-    if HOST in sys.modules:
-        _register().pop(NAME, None)
-
-
-def _register() -> Any:
-    found = getattr(_host.load(HOST, "lightx2v.utils.registry_factory"), "ROPE_REGISTER", None)
-    if found is None:
-        raise JitropeError(f"this version of {HOST} has no register of rope types")
-    return found
+disable = _host.disabler(__name__)

@@ -15,7 +15,6 @@ import ast
 import copy
 import importlib
 import re
-from functools import partial
 from itertools import chain, pairwise
 from types import FunctionType
 from typing import Any
@@ -144,7 +143,7 @@ def _recode(forward: FunctionType, report: _host.Report) -> None:
     if not _paired(tree):
         raise ValueError("it does not rotate q, then k, in statements that jitrope knows")
     forward.__globals__[_NAME] = _rotated  # stays there, for a forward that runs while it is restored
-    report.recode(forward, source.code_of(tree), "q and k", partial(setattr, forward, "__code__", forward.__code__))
+    report.recode(forward, source.code_of(tree), "q and k")
 
 
 def _paired(tree: ast.AST) -> bool:

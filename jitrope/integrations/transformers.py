@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from ..base.arguments import flag, refuse
 from ..base.errors import InvalidInput, JitropeError
 from . import _host
-from ._attention import FUSED, NAMES, attention, forwards, fuse
+from ._attention import FUSED, NAMES, attention, fuse
 from ._variants import PAIR, Variant, recognise, replaced, replacement, rotate
 
 calls = _host.calls["transformers"]
@@ -163,9 +163,9 @@ def disable(model: nn.Module | None = None) -> None:
     """
     ours = [function for function, place in list(_host.placed.items()) if place.host == "transformers"]
     if model is not None:
-        files = _files("disable", model)
-        held = {id(function) for module in files for function in (*vars(module).values(), *forwards(module))}
-        ours = [function for function in ours if id(function) in held]
+        files = {module.__name__: module for module in _files("disable", model)}
+        held = {id(value) for module in files.values() for value in vars(module).values()}
+        ours = [function for function in ours if id(function) in held or function.__module__ in files]
     _host.restore(ours)
 
 
