@@ -11,7 +11,6 @@ from typing import Any
 
 from ..base.spec import ACCESSES, C_TYPES, DTYPES, INDEX_DTYPES, MAX_THREADS, Spec, check_fields, refuse_unless
 from . import arguments, options
-from .names import name_of
 from .options import MAX_HEAD_DIM, NormOptions, transformed
 
 ROPE_KINDS = ("rope", "qk_norm_rope", "qk_norm_rope_backward")
@@ -185,8 +184,43 @@ class RopeSpec(Compiled, Spec):
 
     @property
     def name(self) -> str:
-        """A readable name: see `names.name_of`."""
-        return name_of(self)
+        """A readable name. Kernels that differ only in a detail may share it."""
+        pairings = [("halves", "interleaved")[flag] for flag in (self.interleaved, self.interleaved_out)]
+        qkv = f"qkv{self.q_per_group}" if self.copy_v and not self.v_dim else ""
+        parts = [
+            self.kind,
+            self.dtype,
+            f"d{self.head_dim}" + (f"r{self.rotary_dim}" if self.rotary_dim != self.head_dim else ""),
+            "_to_".join(dict.fromkeys(pairings)),
+            f"{self.table_dtype}_{'full' if self.full_width else 'half'}_{'freqs' if self.freqs else 'table'}"
+            + ("_per_head" if self.per_head else ""),
+            "backward" if self.inverse else "forward",
+            "in_place" if self.in_place else "",
+            "packed" if self.cu_seqlens_dtype else "",
+            f"cp{self.cp_size}" if self.cp_size > 1 else "",
+            "ids" + (f"{len(self.mrope_section)}" if self.mrope_section else "") if self.position_ids_dtype else "",
+            "shifts" if self.shifts else "",
+            f"cache_{self.kv_out}" if self.cached else qkv,
+            f"to_{self.q_out}" + "_v" * self.convert_v if self.q_out != self.dtype else "",
+            f"latent_v{self.v_dim}" if self.v_dim else "",
+            self.rounding if self.rounding != "fp32" else "",
+            f"round_{self.norm_rounding}" if self.norm else "",
+            self.norm_kind if self.norm_kind != "rms_norm" else "",
+            f"hadamard_{self.hadamard}" if self.hadamard else "",
+            "dynamic" if self.dynamic else "",
+            f"group{self.group}" if self.group else "",
+            self.scale_out if self.scale_out != "fp32" else "",
+            "swizzled" if self.swizzled else "",
+            "per_row" if self.per_row else "",
+            "after_rope" if self.after_rope else "",
+            "" if self.norm_q == self.norm_k else "of_q" if self.norm_q else "of_k",
+            "v_norm" if self.v_norm and not self.latent_norm else "",
+            "_".join(map(str, ("across", *self.row_heads))) if self.across_heads else "",
+            "two_streams" if self.two_streams else "",
+            *self.stages,
+            self.launch,
+        ]
+        return "_".join(part for part in parts if part)
 
     @property
     def stages(self) -> tuple[str, ...]:
