@@ -45,10 +45,6 @@ class Into(Operation):
     def written(self, options: Options) -> tuple[str, ...]:
         return (*self.base.written(options), *self.labels)
 
-    def unrotated(self, name: str, tensors: Tensors, options: Options) -> tuple[Options, Tensors]:
-        """The options and the tensors of a call without a table, as those of the operation."""
-        return self.base.unrotated(name, tensors, options)
-
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
         if options.dynamic_v and "v_out" not in tensors:
             raise InvalidInput(f"{name}: copy_v=False does not go with v=True of quantize; leave copy_v out")

@@ -164,8 +164,14 @@ class Operation:
         return self.function != "apply_rope" and (bool(self.stage) or "q_factor" in tensors)
 
     def unrotated(self, name: str, tensors: Tensors, options: Options) -> tuple[Options, Tensors]:
-        """The options and the tensors of a call without a table: every token comes before those of the tables."""
-        return changed(options, unrotated=ALL_TOKENS), self.with_one_row(name, tensors, options)
+        """The options and the tensors of a call without a table: every token comes before those of the tables.
+
+        With a norm they are rotated by angles of zero instead, if one row of a table can stand for all positions.
+        """
+        one_row_fits = self.norm and "cu_seqlens" not in tensors and options.cp_size <= 1
+        if not one_row_fits or options.interleaved != options.interleaved_out:
+            options = changed(options, unrotated=ALL_TOKENS)
+        return options, self.with_one_row(name, tensors, options)
 
     def with_one_row(self, name: str, tensors: Tensors, options: Options) -> Tensors:
         """The tensors, with tables that rotate nothing: one row, expanded."""
@@ -204,15 +210,9 @@ class Operation:
 
 
 class Normed(Operation):
-    """An operation that normalises q, k or v. Without a table it rotates nothing."""
+    """An operation that normalises q, k or v."""
 
     norm = True
-
-    def unrotated(self, name: str, tensors: Tensors, options: Options) -> tuple[Options, Tensors]:
-        other_pairs = options.interleaved != options.interleaved_out  # refused
-        if other_pairs or "cu_seqlens" in tensors or options.cp_size > 1:  # a table would need rows for their positions
-            return super().unrotated(name, tensors, options)
-        return options, self.with_one_row(name, tensors, options)
 
     def saved(self, tensors: Tensors, options: Options) -> Tensors:
         return dict(tensors)

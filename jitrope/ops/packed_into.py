@@ -40,9 +40,6 @@ class PackedInto(Operation):
     def written(self, options: Options) -> tuple[str, ...]:
         return self.into_given.written(options)
 
-    def unrotated(self, name: str, tensors: Tensors, options: Options) -> tuple[Options, Tensors]:
-        return self.into_given.unrotated(name, tensors, options)
-
     def separate(self, tensors: Tensors, options: Options) -> Tensors:
         """Tensors as a call on separate q, k and v has them. Only their shapes, dtypes and devices are right."""
         heads = shaped_parts(tensors["qkv"], options)
