@@ -40,9 +40,7 @@ def chosen(name: str, norm: Any, cache: Any, quantize: Any, hadamard: Any) -> tu
         words, stage = quantize.words, "dynamic" if dynamic and quantize.per == "token" else "quantize"
     if cache is not None:
         stage = "cache dynamic" if dynamic else "cache"
-    whole_heads = (
-        norm is not None or "hadamard" in words or (cache is not None and getattr(cache, "whole_heads", False))
-    )
+    whole_heads = norm is not None or "hadamard" in words or getattr(cache, "whole_heads", False)
     plain, normed = PREPARED[stage]
     return normed if whole_heads else plain, words
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..base import config
-from ..base.arguments import flag, number, refuse, whole, wholes, word
+from ..base.arguments import flag, number, refuse, whole, word
 from ..base.errors import InvalidInput
 from ..plan import options
 from ..plan.options import Options, changed, rotated
@@ -23,11 +23,8 @@ _WORDS = {
     "layout": tuple(options.LAYOUT_AXES),
     "rounding": options.ROUNDINGS,
     "order": tuple(options.QKV_ORDERS),
-    "out_dtype": options.SCALED_DTYPES,
-    "scale_out": options.SCALE_DTYPES,
-    "scale_fmt": options.SCALE_FMTS,
-    "hadamard": options.HADAMARDS,
 }
+"""The keywords that are words. Other words come from values, which checked them."""
 _TIMES_WIDTH = {"cos_sin_cache": 1, "freqs_cis": 2}
 """Tables whose width determines rotary_dim, by which factor."""
 _PACKED = "positions=jitrope.Packed(cu_seqlens, ...)"
@@ -193,13 +190,11 @@ def rotates_heads(tensors: Mapping[str, Tensor], words: Mapping[str, Any], head_
 
 def _typed(name: str, label: str, value: Any) -> Any:
     default = Options._field_defaults[label]
-    if label in ("norm", "launch") or (value is None and label in ("interleaved_out", "rotary_dim", "max_seqlen")):
-        return value  # checked elsewhere
     if label in _WORDS:
         return word(name, label, value, _WORDS[label])
-    if label == "mrope_section":
-        return wholes(name, label, value, 0)
     kinds: dict[type, Callable[..., Any]] = {bool: flag, int: whole, float: number}
+    if type(default) not in kinds or (value is None and label in ("interleaved_out", "rotary_dim", "max_seqlen")):
+        return value  # checked elsewhere
     return kinds[type(default)](name, label, value)
 
 
