@@ -17,7 +17,7 @@ from .into import given_out, is_dense, items_of_out, joins_k
 from .kv_cache import KVCache
 from .operation import Operation
 from .operations import NORM_OF_V, PREPARED, QK_NORM_ROPE, QK_NORM_ROPE_SCALES, QKV_NORM_ROPE, norm_of_v
-from .packed_into import PackedInto, fresh_outputs
+from .projections import PackedInto, fresh_outputs
 from .quantize import DynamicQuantize, Quantize, Scaled, hadamard_words
 from .values import Norm, Positions, Ulysses, scales
 from .watch import sharded

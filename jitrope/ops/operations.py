@@ -10,17 +10,15 @@ from ..plan.options import LAYOUT_AXES, NO_NORM, NormOptions, Options, changed, 
 from ..plan.problem import Views
 from ..plan.views import BLOCK_SCALES, FORMATS, MEANS, Tensors, cache_view, head_view, joined
 from . import checks, operation, reference
-from .by_rank import ByRank
 from .fit import sizes_of
 from .formats import empty_elements, empty_scale
-from .into import Into, ScaledInto, joins_k, refuse_other_v
+from .into import ByRank, Into, ScaledInto, joins_k, refuse_other_v
 from .joint import QK_NORM_ROPE_JOINT
 from .kv_cache import check_one_format
 from .latent import ROPE_LATENT, ROPE_LATENT_BACKWARD, ROPE_LATENT_INTO
 from .operation import BIASES, NORMED, PLACED, ROTATION, WEIGHTS, Call, Normed, Operation, empty_like, rotated_back
-from .packed_into import PackedInto
 from .pages import PAGE_TENSORS
-from .projections import QKV_NORM, QKV_NORM_BACKWARD, ROPE_QKV, ROPE_QKV_BACKWARD
+from .projections import QKV_NORM, QKV_NORM_BACKWARD, ROPE_QKV, ROPE_QKV_BACKWARD, PackedInto
 from .stand_ins import weight_sums
 from .words import resolved
 
