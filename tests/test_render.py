@@ -277,15 +277,19 @@ def test_the_host_and_the_kernel_count_the_same_words(spec: RopeSpec, stages: tu
             compiler.compile_source(changed, "sm_90")
 
 
-def test_words_take_every_field_in_any_order() -> None:
-    sizes = {x.field: arguments.WORDS_OF.get(x.c_type, 1) * len(x.names) for x in arguments.WORDS}
-    numbers = iter(range(sum(sizes.values())))
-    given = {field: [next(numbers) for _ in range(count)] for field, count in sizes.items()}
+def test_words_take_every_name_in_any_order() -> None:
+    sizes = {name: arguments.WORDS_OF.get(x.c_type) for x in arguments.WORDS for name in x.names}
+    numbers = iter(range(sum(size or 1 for size in sizes.values())))
+    given = {name: [next(numbers) for _ in range(size)] if size else next(numbers) for name, size in sizes.items()}
     shuffled = dict(reversed(given.items()))
-    assert arguments.words(shuffled, norm=False) == list(range(sum(sizes.values())))
-    for wrong in ({**given, "more": 1}, {**given, "tokens": [1, 2]}, {k: v for k, v in given.items() if k != "batch"}):
-        with pytest.raises(AssertionError):
-            arguments.words(wrong, norm=False)
+    words = list(range(sum(size or 1 for size in sizes.values())))
+    assert arguments.words(shuffled, norm=False) == words
+    without_k = {name: x for name, x in given.items() if name != "k"}
+    assert arguments.words(without_k, norm=False) == words[:5] + [0] * 5 + words[10:]
+    with pytest.raises(AssertionError):
+        arguments.words({**given, "q": [1, 2]}, norm=False)
+    with pytest.raises(KeyError):
+        arguments.words({name: x for name, x in given.items() if name != "batch"}, norm=False)
 
 
 def test_missing_constant_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

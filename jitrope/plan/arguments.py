@@ -7,12 +7,12 @@ the front and more words at the end, and a kernel with a stage of `OPTIONAL` has
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
 
 class Argument(NamedTuple):
-    """A field of the struct. names: the names of its elements; a field with several names is an array."""
+    """A field of the struct. names: of its elements, tensors or numbers; a field with several names is an array."""
 
     c_type: str
     field: str
@@ -44,8 +44,9 @@ ADDRESSES = (
 WORDS = (
     _argument("Strides", "in_stride", "q k v"),
     _argument("Strides", "out_stride", "q_out k_out v_out"),
-    *_each("TableStrides", "cos_stride sin_stride"),
-    _argument("IdStrides", "ids_stride"),
+    _argument("TableStrides", "cos_stride", "cos"),
+    _argument("TableStrides", "sin_stride", "sin"),
+    _argument("IdStrides", "ids_stride", "position_ids"),
     *_each("long long", "tokens batch seqlen q_heads k_heads sequences table_rows cp_rank slot_count"),
     _argument("Scalars", "scalars"),
 )
@@ -68,7 +69,7 @@ NORM_WORDS = (
     _argument("long long", "split"),
 )
 OPTIONAL: dict[str, tuple[tuple[Argument, ...], tuple[Argument, ...]]] = {
-    "scales_q": ((_argument("const float*", "q_factor"),), (_argument("Strides", "factor_stride"),)),
+    "scales_q": ((_argument("const float*", "q_factor"),), (_argument("Strides", "factor_stride", "q_factor"),)),
     "prefixed": ((), (_argument("long long", "unrotated"),)),
     "given_means": (
         (_argument("const float*", "mean_square", "q_mean_square k_mean_square"),),
@@ -78,9 +79,9 @@ OPTIONAL: dict[str, tuple[tuple[Argument, ...], tuple[Argument, ...]]] = {
         (_argument("const T*", "added", "q_added k_added v_added"),),
         (_argument("Strides", "added_stride", "q_added k_added v_added"),),
     ),
-    "dynamic_v": ((_argument("void*", "v_scale_out"),), (_argument("Strides", "v_scale_stride"),)),
+    "dynamic_v": ((_argument("void*", "v_scale_out"),), (_argument("Strides", "v_scale_stride", "v_scale_out"),)),
     "latent_norm": ((_argument("const void*", "v_weight"),), ()),
-    "v_gradient": ((_argument("const T*", "dv"),), (_argument("Strides", "dv_stride"),)),
+    "v_gradient": ((_argument("const T*", "dv"),), (_argument("Strides", "dv_stride", "dv"),)),
     "gated": ((_argument("void*", "gate_out"),), ()),
     "block_cache": (
         (_argument("void*", "block_scale", "k_block_scale v_block_scale"),),
@@ -98,8 +99,6 @@ OPTIONAL: dict[str, tuple[tuple[Argument, ...], tuple[Argument, ...]]] = {
 """The addresses and the words of a stage, by its flag in the spec."""
 
 _COMMENT_COLUMN = 57
-
-Word = int | Sequence["Word"]
 
 
 def _addresses(norm: bool, stages: Collection[str]) -> tuple[Argument, ...]:
@@ -122,17 +121,20 @@ def declarations(norm: bool, stages: Collection[str] = ()) -> str:
     lines = []
     for c_type, field, names in (*_addresses(norm, stages), *_words(norm, stages)):
         line = f"    {c_type} {field}{f'[{len(names)}]' if len(names) > 1 else ''};"
-        lines.append(line if names == (field,) else f"{line:{_COMMENT_COLUMN}}// {', '.join(names)}")
+        lines.append(line if len(names) == 1 else f"{line:{_COMMENT_COLUMN}}// {', '.join(names)}")
     return "\n".join(lines)
 
 
-def words(given: Mapping[str, Word], norm: bool, stages: Collection[str] = ()) -> list[int]:
-    """The words after the addresses, in order. given: one value for each field of the struct."""
-    flat = {field: _flat(value) for field, value in given.items()}
-    sizes = {x.field: WORDS_OF.get(x.c_type, 1) * len(x.names) for x in _words(norm, stages)}
-    assert {field: len(value) for field, value in flat.items()} == sizes
-    return [word for field in sizes for word in flat[field]]
+def words(given: Mapping[str, Any], norm: bool, stages: Collection[str] = ()) -> list[int]:
+    """The words after the addresses, in order. given: the strides of tensors, and numbers, by name.
 
-
-def _flat(value: Word) -> list[int]:
-    return [value] if isinstance(value, int) else [word for part in value for word in _flat(part)]
+    The strides of a tensor that is not given are zeros.
+    """
+    found: list[int] = []
+    for argument in _words(norm, stages):
+        size = WORDS_OF.get(argument.c_type)
+        for name in argument.names:
+            strides = [given[name]] if size is None else given.get(name, [0] * size)
+            assert len(strides) == (size or 1), name
+            found += strides
+    return found
