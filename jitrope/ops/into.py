@@ -171,8 +171,7 @@ class ByRank(Into):
             made = {name: by_rank(x, layout_of(name, options), ranks) for name, x in made.items()}
         return {name: x.clone(memory_format=torch.contiguous_format) for name, x in made.items()}  # v may be a view
 
-    def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
-        return Operation.on_cpu(self, tensors, options)
+    on_cpu = Operation.on_cpu
 
     def saved(self, tensors: Tensors, options: Options) -> Tensors:
         return {name: x for name, x in self.base.saved(tensors, options).items() if name != "v"}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..plan import views
-from ..plan.options import LAYOUT_AXES, NormOptions, Options, changed, norm_of, rotated
+from ..plan.options import NormOptions, Options, changed, norm_of, rotated
 from ..plan.problem import DTYPE_NAMES
 from ..plan.views import FP8S, Tensors, canonical, joined, table_pair, table_view
 from .formats import divided, empty_elements, of_heads, row_scales, scaled_elements, stored_scale, with_hadamard
@@ -211,8 +211,9 @@ def normed(
             y = y + bias.float()
         if norm.rounding != "none":
             y = y.to(x.dtype)
-    y = _as_laid_out(y.view(view.shape), layout)
-    return torch.empty_like(x, dtype=y.dtype).copy_(y)
+    out = torch.empty_like(x, dtype=y.dtype)
+    canonical(out, layout).copy_(y.view(view.shape))
+    return out
 
 
 def _centred(rows: Tensor, norm: NormOptions, mean_square: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -284,7 +285,8 @@ def qk_norm_rope_backward(t: Tensors, o: Options) -> Tensors:
             g = scale * g
         elif norm.takes(name):
             g = scale * (g - y * (g * y).mean(-1, keepdim=True) - (g.mean(-1, keepdim=True) if layer else 0))
-        dx = _as_laid_out(g.view(canonical(x, o.layout).shape), o.layout)
+        dx = torch.empty_like(x, dtype=torch.float32)
+        canonical(dx, o.layout).copy_(g.view(canonical(x, o.layout).shape))
         dx = rotate(dx, t, back, out_dtype=torch.float32) if after_rope else dx if spare is None else _cleared(dx, t, o)
         out[name] = torch.empty_like(t[name]).copy_(dx)
     return out
@@ -299,15 +301,6 @@ def gradient_of_mean(mean: Tensor, x: Tensor, dx: Tensor, eps: float, layout: st
     both = torch.where(dx == 0, 0, dx.float() * x.float())
     total = canonical(both, layout).sum((-2, -1))
     return total.view(mean.shape) * (-0.5 / (mean + eps))
-
-
-def _as_laid_out(view: Tensor, layout: str) -> Tensor:
-    """The inverse of `canonical`."""
-    batch, *rest = LAYOUT_AXES[layout]
-    if batch is None:
-        return view[0]
-    order = (batch, *rest)
-    return view.permute([order.index(axis) for axis in range(4)])
 
 
 # ---- fp8 and caches --------------------------------------------------------------------------------
