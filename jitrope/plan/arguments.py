@@ -24,7 +24,6 @@ def _argument(c_type: str, field: str, names: str = "") -> Argument:
 
 
 def _each(c_type: str, names: str) -> list[Argument]:
-    """A field for each of the names."""
     return [_argument(c_type, name) for name in names.split()]
 
 

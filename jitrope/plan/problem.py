@@ -122,7 +122,6 @@ class _Call:
             self.ids = ids.flatten(1).unsqueeze(1)
 
     def _count(self) -> None:
-        """Count the tokens and the heads."""
         (q, k, v), options, tensors = self.inputs, self.options, self.tensors
         self.batch, self.seqlen, groups, self.q_per_group, _ = self.named["q_out"].shape  # of both streams
         self.head_dim = q.shape[-1]  # an item of an output may hold two elements
