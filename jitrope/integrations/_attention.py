@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from types import FunctionType
@@ -81,10 +82,13 @@ def fuse(cls: type, modules: list[nn.Module], report: _host.Report) -> str:
         except ValueError as error:
             return _ROPE_ONLY + str(error)
         report.recode(forward, code, plan)
+        found = plan.norms
     else:
-        for name, forms in plan.norms.items():
-            plan.norms[name] = tuple(dict.fromkeys((*forms, *_forms(modules, name)[0])))
-    forms_of = {str(form) for forms in plan.norms.values() for form in forms}
+        try:
+            found = _extended(plan, modules, places)
+        except ValueError as error:
+            return _ROPE_ONLY + str(error)
+    forms_of = {str(form) for forms in found.values() for form in forms}
     return f"{FUSED}{', the norm last' if plan.after else ''} ({'; '.join(sorted(forms_of))})"
 
 
@@ -153,12 +157,31 @@ def _made(forward: FunctionType, modules: list[nn.Module], places: dict[str, Pla
         if source.order([*norms, *unknown]):
             raise ValueError(min(unknown.values()))
         raise ValueError("its norms are not directly before or after rope" if norms or unknown else _NO_NORM)
-    ropes = {name: Rope(names(place.original), place.what) for name, place in places.items()}
-    plan, alias = Plan(host, norms, ropes, order == "after"), "_jitrope_" + re.sub(r"\W", "_", forward.__qualname__)
+    ours = _ropes(forward)
+    ropes = {name: Rope(names(p.original), p.what, p.original, ours[name]) for name, p in places.items()}
+    plan = Plan(host, norms, ropes, order == "after")
+    alias = re.sub(r"\W", "_", f"_jitrope_{forward.__qualname__}_{id(forward)}")
     some = {form: (name, norm) for name, forms in found.items() for form, norm in forms.items()}
     _try(plan, {name: place.original for name, place in places.items()}, some)
     forward.__globals__[alias] = plan  # stays there, for a forward that runs while it is restored
     return plan, source.rewritten(norms, alias)
+
+
+def _extended(plan: Plan, modules: list[nn.Module], places: dict[str, Placed]) -> dict[str, tuple[NormForm, ...]]:
+    """The forms of another model's norms, which the plan gets. Raises ValueError with the reason why it has none."""
+    called = {name: _forms(modules, name) for name in plan.norms}
+    found = {name: tuple(forms) for name, (forms, _) in called.items() if forms}
+    if not found:
+        raise ValueError(min((why for _, reasons in called.values() for why in reasons.values()), default=_NO_NORM))
+    own = {form: (name, norm) for name, (forms, _) in called.items() for form, norm in forms.items()}
+    some = {form: norm for form, norm in own.items() if form not in plan.norms[norm[0]]}
+    if some:
+        trial = replace(plan, norms=found)
+        _try(trial, {name: place.original for name, place in places.items()}, some)
+        plan.across &= trial.across
+    for name, forms in found.items():
+        plan.norms[name] = tuple(dict.fromkeys((*plan.norms[name], *forms)))
+    return found
 
 
 # ---- the trial -----------------------------------------------------------------------------------------

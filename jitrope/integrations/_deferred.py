@@ -26,10 +26,12 @@ Step = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 class Rope(NamedTuple):
-    """A rope function that is known: the names of its parameters, and its variant."""
+    """A rope function that is known: the names of its parameters, its variant, the host's and ours in its place."""
 
     names: tuple[str, ...]
     variant: Variant
+    host: Function
+    ours: Function
 
 
 @dataclass
@@ -196,8 +198,12 @@ class Pass:
 
     def rope(self, name: str, function: Function, *arguments: Any, **words: Any) -> Any:
         """A call of a rope function, later if the launch of a norm can do it too."""
+        rope = self.plan.ropes[name]
+        if function is not rope.host and function is not rope.ours:
+            _host.note_unfused(self.plan.host, f"{name} was replaced after enable")
+            return self._call(function, arguments, words)
         try:
-            turn = Turn(self.plan.ropes[name], function, arguments, words)
+            turn = Turn(rope, function, arguments, words)
         except (InvalidInput, TypeError):
             return self._call(function, arguments, words)
         heads = (turn.q,) if turn.single else (turn.q, turn.k)

@@ -105,13 +105,13 @@ def form_of(module: nn.Module) -> NormForm:
     return form
 
 
-def _known(cls: type, module: nn.Module) -> NormForm | None:
+def _known(cls: Any, module: nn.Module) -> NormForm | None:
     kind, total = _KNOWN.get(f"{cls.__module__}.{cls.__qualname__}", ("", False))
     if not kind:
         return None
     centre = getattr(module, "zero_centered_gamma", None)
     fixed = () if centre is None else (("zero_centered_gamma", centre),)
-    return NormForm(cls, "eps", kind, "once", bool(centre), fixed=fixed, total=total)
+    return NormForm(cls, "eps", kind, "once", bool(centre), forward=cls.forward, fixed=fixed, total=total)
 
 
 def norm_of(norms: dict[str, nn.Module], x: Tensor, **words: Any) -> Norm:

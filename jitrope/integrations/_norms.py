@@ -17,12 +17,26 @@ from torch import Tensor, nn
 from ..api import prepare_qkv
 from ..base.errors import InvalidInput
 from ..ops.values import Norm
+from ..ops.watch import hooks_of_all
 
 PROBE_DIM = 8  # of a copy's weight
 _PLAIN = (bool, int, float, str, tuple, list, type(None))
 # A torch.nn.RMSNorm without an eps uses that of its computing type, which is fp32 for fp32, fp16 and bf16
 # (its documentation, and ATen's rms_norm on CPU and CUDA).
 DEFAULT_EPS = torch.finfo(torch.float32).eps
+_OF_NO_MATTER = {*dir(nn.Module), *vars(nn.Module()), "weight", "bias", "_is_hf_initialized"}  # for a norm's arithmetic
+
+
+class Held(NamedTuple):
+    """An attribute that is compared by identity, such as a configuration."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Held) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 class NormForm(NamedTuple):
@@ -34,7 +48,8 @@ class NormForm(NamedTuple):
     rounding: str
     zero_centered: bool
     mixed: bool = False  # with an fp32 weight the result keeps the dtype and the bits of x's norm
-    fixed: tuple[tuple[str, Any], ...] = ()  # other plain attributes, which must be the same
+    forward: Any = None  # the class's, when it was found
+    fixed: tuple[tuple[str, Any], ...] = ()  # other attributes, which must be the same
     sizes: tuple[str, ...] = ()  # the attributes that are the width of its weight
     autocast: tuple[str, ...] = ()  # types of devices on which autocast leaves its results as they are
     total: bool = False  # it divides by the root of the sum of squares, not of their mean
@@ -45,7 +60,13 @@ class NormForm(NamedTuple):
 
     def fits(self, module: nn.Module) -> bool:
         """Whether a module is of this form."""
-        return type(module) is self.cls and all(getattr(module, name) == value for name, value in self.fixed)
+        if type(module) is not self.cls or self.cls.forward is not self.forward:
+            return False
+        for name, value in self.fixed:
+            found = getattr(module, name, self)
+            if found is not value.value if isinstance(value, Held) else found != value:
+                return False
+        return True
 
     def words(self, module: nn.Module) -> dict[str, Any]:
         """The words of `jitrope.Norm` for a module of this form."""
@@ -61,7 +82,7 @@ def parameters_of(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
     with one axis.
     """
     weight, bias = unhooked(module)
-    if not all(x is None or type(x) in (nn.Parameter, Tensor) for x in (weight, bias)):
+    if not all(x is None or type(x) in (nn.Parameter, Tensor) or hasattr(x, "fake_mode") for x in (weight, bias)):
         raise InvalidInput("a norm's weight is not a plain tensor")
     return weight, bias
 
@@ -83,6 +104,8 @@ def unhooked(module: nn.Module, wrapped: bool = False, noun: str = "a norm") -> 
     own, parameters = module.__dict__, module._parameters
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         raise InvalidInput(f"{noun} has hooks")
+    if hooks_of_all():
+        raise InvalidInput("there are hooks of all modules")
     if "forward" in own and not wrapped:
         raise InvalidInput(f"{noun} has its own forward")
     weight, bias = own.get("weight", parameters.get("weight")), own.get("bias", parameters.get("bias"))
@@ -107,11 +130,12 @@ def recognise(module: nn.Module) -> NormForm | str:
         weight = unhooked(module)[0]  # it may be sharded now
     except InvalidInput as error:
         return f"{name}: {error.args[0]}"
-    others = set(module._parameters) | set(module._buffers) | set(module._modules)
-    if others - {"weight", "bias"}:
+    if {*module._parameters, *module._buffers, *module._modules} - {"weight", "bias"}:
         return f"{name} has other parameters than a weight and a bias"
     width = PROBE_DIM if weight is None else weight.shape[0]
     plain = {k: v for k, v in vars(module).items() if k != "training" and k[0] != "_" and isinstance(v, _PLAIN)}
+    others = {k: v for k, v in vars(module).items() if k not in _OF_NO_MATTER}
+    others = {k: v if isinstance(v, _PLAIN) and not isinstance(v, list) else Held(v) for k, v in others.items()}
     sizes = tuple(k for k, v in plain.items() if type(v) is not bool and v in (width, (width,)))
     with torch.no_grad():
         for eps, kind, rounding, zero_centered in product(
@@ -120,8 +144,9 @@ def recognise(module: nn.Module) -> NormForm | str:
             ("once", "twice"),
             (False, True),
         ):
-            fixed = tuple((k, v) for k, v in plain.items() if k not in sizes and k != eps)
+            fixed = tuple((k, v) for k, v in others.items() if k not in sizes and k != eps)
             form = NormForm(type(module), eps, kind, rounding, zero_centered, fixed=fixed, sizes=sizes)
+            form = form._replace(forward=type(module).forward)
             if _same(form, module):
                 bf16, fp32 = torch.bfloat16, torch.float32
                 form = form._replace(mixed=weight is not None and _alike(form, small(form, module, fp32), bf16))

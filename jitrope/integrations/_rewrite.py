@@ -44,9 +44,7 @@ class Source:
             raise ValueError(_NOT_THE_CODE if lines else "its source is not there")
         self.tree = found[0]
         self.me = self.tree.args.args[0].arg if self.tree.args.args else ""
-        same = ("co_code", "co_names", "co_varnames", "co_freevars")
-        code = self._compiled(self.tree)
-        if any(getattr(code, name) != getattr(function.__code__, name) for name in same):
+        if _text(self._compiled(self.tree)) != _text(function.__code__):
             raise ValueError(_NOT_THE_CODE)
 
     def modules(self) -> list[str]:
@@ -116,6 +114,12 @@ class Source:
         given = {**dict(zip(names, call.args)), **{word.arg or "": word.value for word in call.keywords}}
         heads = [name for name in names if name in (*OF_Q, *OF_K)]
         return [given[name] for name in heads] if all(name in given for name in heads) else []
+
+
+def _text(code: CodeType) -> tuple[Any, ...]:
+    """All of a code that follows from its source, but for the code of functions in it."""
+    constants = [repr(x) for x in code.co_consts if not isinstance(x, CodeType)]
+    return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
 
 
 def _statement(text: str, place: ast.stmt) -> ast.stmt:

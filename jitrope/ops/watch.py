@@ -53,6 +53,10 @@ def wants_grad(*tensors: Any) -> bool:
     return grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 
+hooks_of_all: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
+"""Whether a hook of every module is registered."""
+
+
 def sharded(tensors: Iterable[Any]) -> bool:
     """Whether one of the tensors is a DTensor, found without importing the class."""
     return any(type(x) is not Tensor and hasattr(x, "device_mesh") for x in tensors)

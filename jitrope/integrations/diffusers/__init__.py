@@ -28,7 +28,7 @@ from ...base.errors import JitropeError
 from .. import _host
 from .fused import FUSED, INLINE
 from .sites import SITES
-from .twins import host_of, is_twin, replaced_by, twin, version
+from .twins import host_of, is_twin, replaced_by, rope_replaced_by, twin, version
 
 __all__ = ["Report", "disable", "enable"]
 
@@ -56,12 +56,12 @@ class Report(_host.Report):
     left: Counter[str] = field(default_factory=Counter)
     fused: Counter[str] = field(default_factory=Counter)
     notes: dict[str, str] = field(default_factory=dict)
-    _parts: list[weakref.ref[Any]] = field(default_factory=list, repr=False)
+    _models: list[weakref.ref[nn.Module]] = field(default_factory=list, repr=False)
 
     def _active(self) -> bool:
         """Whether one of the processors is replaced now, or none exists any more."""
-        parts = [part for ref in self._parts if (part := ref()) is not None]
-        return not parts or any(host_of(type(part)) is not type(part) for part in parts)
+        models = [model for ref in self._models if (model := ref()) is not None]
+        return not models or any(host_of(type(part)) is not type(part) for model in models for part in _parts(model))
 
     def _replaced(self) -> str:
         fused, alone, left = self.fused.total(), (self.replaced - self.fused).total(), self.left.total()
@@ -101,6 +101,9 @@ def enable(model_or_pipeline: Any, *, fuse_norm: bool = True) -> Report:
     report, fuse_norm = Report(), flag("enable", "fuse_norm", fuse_norm)
     seen: Counter[str] = Counter()
     for model in _models("enable", model_or_pipeline):
+        report._models.append(weakref.ref(model))
+        before = [weakref.ref(part) for part in _parts(model) if is_twin(type(part))]
+        report._undo.append(partial(_give_back_all, weakref.ref(model), before))
         parts = [(host_of(type(part)), _replace(part, fuse_norm, report)) for part in _parts(model)]
         left = [host for host, replaced in parts if not replaced]
         names = Counter(host.__name__ for host in left)
@@ -140,10 +143,7 @@ def disable(model_or_pipeline: Any) -> None:
         InvalidInput: model_or_pipeline is no model and has none.
     """
     for model in _models("disable", model_or_pipeline):
-        set_aside = getattr(model, "original_attn_processors", None) or {}  # kept by `fuse_qkv_projections`
-        for part in (*_parts(model), *set_aside.values()):
-            if is_twin(type(part)):
-                part.__class__ = host_of(type(part))
+        _give_back_all(weakref.ref(model), [])
 
 
 def reloaded(make: Callable[..., Any], host: type, fused: bool, *arguments: Any) -> Any:
@@ -198,7 +198,6 @@ def _replace(part: Any, fuse_norm: bool, report: Report) -> bool:
     if type(part) is not cls and (type(part) is host or is_twin(type(part))):
         report._undo.append(partial(_give_back, weakref.ref(part), type(part)))
         part.__class__ = cls
-    report._parts.append(weakref.ref(part))
     report.replaced[name] += 1
     if fused:
         report.fused[name] += 1
@@ -208,6 +207,8 @@ def _replace(part: Any, fuse_norm: bool, report: Report) -> bool:
 def _twin(host: Any, attribute: str, fuse_norm: bool) -> tuple[type | None, bool, str]:
     """(twin class or None, whether norm and rope are one launch in it, note)."""
     name, original, other = host.__name__, getattr(host, attribute), replaced_by(host, attribute)
+    if rope := rope_replaced_by(host, attribute, SITES.get(name, ())):
+        return None, False, f"its rope function is {rope}'s"
     ours, call, note = INLINE.get(name) or (FUSED.get(name) if fuse_norm else None), None, ""
     if ours is not None and other:
         note = f"its {attribute} is {other}'s: not fused"
@@ -226,6 +227,16 @@ def _twin(host: Any, attribute: str, fuse_norm: bool) -> tuple[type | None, bool
     if cls._jitrope_missed:
         note = f"{cls._jitrope_missed}; calls that are not fused are the host's"
     return cls, call is not None and name in FUSED, note
+
+
+def _give_back_all(ref: weakref.ref[nn.Module], kept: list[weakref.ref[Any]]) -> None:
+    """Restore all parts of a model but those kept, also parts that the host made since as it makes its own."""
+    model: Any = ref()
+    if model is not None:
+        set_aside = getattr(model, "original_attn_processors", None) or {}  # kept by `fuse_qkv_projections`
+        for part in (*_parts(model), *set_aside.values()):
+            if is_twin(type(part)) and all(known() is not part for known in kept):
+                part.__class__ = host_of(type(part))
 
 
 def _give_back(ref: weakref.ref[Any], cls: type) -> None:

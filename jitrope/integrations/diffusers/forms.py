@@ -56,9 +56,16 @@ class Form(NamedTuple):
     by: Callable[..., Any] | None = None
 
 
-def rope_of(form: Form, host: Callable[..., Any]) -> Callable[..., Any]:
-    """Return our function for a host's, with the same arguments."""
-    return functools.partial(_host.or_else("diffusers", "jitrope", form.by or _rotate, _left), form, host)
+def rope_of(form: Form, host: Callable[..., Any], now: Callable[[], Any] | None = None) -> Callable[..., Any]:
+    """Return our function for a host's, with the same arguments. now: what has the host's name, if that may change."""
+    ours = functools.partial(_host.or_else("diffusers", "jitrope", form.by or _rotate, _left), form, host)
+
+    def function(*arguments: Any, **words: Any) -> Any:
+        if now is None or now() is host:
+            return ours(*arguments, **words)
+        return _left(f"{host.__name__} was replaced after enable", form, now(), *arguments, **words)
+
+    return function
 
 
 def _left(reason: str, form: Form, host: Callable[..., Any], *arguments: Any, **words: Any) -> Any:

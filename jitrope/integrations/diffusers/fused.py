@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ...api import apply_rope
 from ...base.errors import InvalidInput
+from ...ops.watch import hooks_of_all
 from .. import _host
 from . import forms
 from .forms import WORDS, options, pair
@@ -61,6 +62,8 @@ def _ours(function: Callable[..., Any], names: str, fingerprints: str, who: str 
         given = {**dict(zip(known, arguments)), **words}
         if len(arguments) > len(known) or any(name not in known for name in words):
             raise InvalidInput(WORDS)
+        if any(now() is not theirs for now, theirs in getattr(type(self), "_jitrope_ropes", ())):
+            raise InvalidInput("its rope function was replaced after enable")
         return function(self, attn, *[given.get(name) for name in known]), count
 
     whole = _host.or_else("diffusers", who, call, _left)
@@ -131,8 +134,10 @@ def _norms(attn: Any, x: Tensor, *names: str, **words: Any) -> Norms:
 
 def _fresh(attn: Any) -> bool:
     """Whether no other code holds the projections q and k: they are not views of a packed one, and no hook ran."""
-    packed = getattr(attn, "fused_projections", False)
-    return not (packed or attn.to_q._forward_hooks or attn.to_k._forward_hooks)
+    if getattr(attn, "fused_projections", False) or hooks_of_all():
+        return False
+    linears = attn.to_q, attn.to_k  # other classes, and those with their own `forward`, may keep what they return
+    return all(type(x) is torch.nn.Linear and not (x._forward_hooks or "forward" in x.__dict__) for x in linears)
 
 
 def _out(attn: Any, x: Tensor) -> Tensor:

@@ -46,6 +46,28 @@ def replaced_by(host: Any, attribute: str) -> str:
     return "" if module.split(".")[0] == "diffusers" else module
 
 
+def rope_replaced_by(host: Any, attribute: str, sites: tuple[Site, ...]) -> str:
+    """The module of the other library whose function has the name of the host's rope, or ""."""
+    for site in sites:
+        rope = _holder(getattr(host, attribute), site.name).get(site.name)
+        module = str(getattr(rope, "__globals__", {}).get("__name__", "diffusers"))  # of a wrapper its own
+        if module.split(".")[0] not in ("diffusers", "jitrope"):
+            return module
+    return ""
+
+
+def _holder(function: Any, name: str) -> dict[str, Any]:
+    """The module's names that a name in a function's code means, also if the function imports it."""
+    names: dict[str, Any] = function.__globals__
+    return names if name in names else vars(sys.modules["diffusers.models.embeddings"])
+
+
+def _now(holder: dict[str, Any], name: str) -> tuple[Callable[[], Any], Any]:
+    """A function that returns what the host's module has under a name, as code that torch.compile guards; and that."""
+    code = compile(f"lambda: {name}", "<jitrope>", "eval").co_consts[0]
+    return FunctionType(code, holder if name in holder else {name: None}), holder.get(name)
+
+
 def version() -> str:
     """diffusers' version."""
     return str(importlib.import_module("diffusers").__version__)
@@ -59,6 +81,7 @@ def twin(host: Any, attribute: str, original: Any, sites: tuple[Site, ...], call
     there is no `_jitrope_rope`, and `_jitrope_missed` is the reason.
     """
     members: dict[str, Any] = {"_jitrope_host": host, "__module__": host.__module__, "_jitrope_missed": ""}
+    members["_jitrope_ropes"] = tuple([_now(_holder(original, site.name), site.name) for site in sites])
     redirected = original
     try:
         for site in sites:
@@ -126,11 +149,12 @@ def _redirected(function: Any, site: Site, host: Any) -> Any:
             function, code.replace(co_consts=tuple(stub if c is nested else c for c in code.co_consts))
         )
     # If the function imports the name, its alias must be in the module that has the name.
-    holder = names if name in names else vars(sys.modules["diffusers.models.embeddings"])
+    holder = _holder(function, name)
     if name not in code.co_names or name not in holder:
         raise missed
-    theirs = holder[name]
-    holder[alias] = _redirected(theirs, site._replace(through=""), host) if site.through else rope_of(site.form, theirs)
+    now, theirs = _now(holder, name)
+    through = site._replace(through="")
+    holder[alias] = _redirected(theirs, through, host) if site.through else rope_of(site.form, theirs, now)
     return _host.with_code(function, code.replace(co_names=tuple(alias if n == name else n for n in code.co_names)))
 
 
