@@ -35,7 +35,7 @@ class Form:
     counts: bool = True  # cu_seqlens_q is given
     dtype: torch.dtype = torch.int32
     batched: bool = False  # (B, S, H, D)
-    placed: bool = False  # each token names its sequence and its position there
+    placed: bool = False  # the sequence and the position of each token are given
     order: str = "NHD"  # NHD | HND | one (k and v in one page) | one HND
     words: dict[str, Any] = field(default_factory=dict)
 

@@ -1,9 +1,13 @@
-"""What users change in a host's models around `enable`: it has the effect that it has without jitrope."""
+"""Changes that users make in a host's models around `enable`: they have the effect that they have without jitrope."""
 
 from __future__ import annotations
 
 import gc
+import linecache
+import sys
+import types
 from collections.abc import Iterator
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -56,6 +60,7 @@ def of_diffusers(name: str) -> tuple[Any, Any]:
 
 
 def doubled(function: Any) -> Any:
+    @wraps(function)
     def patched(*arguments: Any, **words: Any) -> Any:
         out = function(*arguments, **words)
         return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
@@ -90,14 +95,16 @@ class Config:
 
 
 class Norm(nn.Module):
-    """An RMSNorm whose weights have an offset, in a private attribute or in a configuration."""
+    """An RMSNorm whose weights have an offset: in an attribute, of the class if it is 0, or in a configuration."""
+
+    _offset = 0
 
     def __init__(self, offset: float, by_config: bool) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(0.2 * torch.randn(8)), 1e-6
         if by_config:
             self.config = Config(offset)
-        else:
+        elif offset:
             self._offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
@@ -185,9 +192,6 @@ class Attention(nn.Module):
         q, k = apply_rotary_pos_emb(q, k, cos, sin)
         return q @ k.transpose(2, 3)
 """
-    import linecache
-    import types
-
     names = types.ModuleType("transformers_modules.cells")
     vars(names).update(nn=nn, host=qwen3, apply_rotary_pos_emb=qwen3.apply_rotary_pos_emb)
     made = []
@@ -199,8 +203,6 @@ class Attention(nn.Module):
         made.append(vars(names)["Attention"]())
     given = torch.randn(1, 3, 2, 8), torch.randn(1, 3, 8), torch.randn(1, 3, 8)
     want = [layer(*given) for layer in made]
-    import sys
-
     sys.modules[names.__name__] = names
     try:
         for layer in made:
@@ -278,7 +280,7 @@ def test_a_patch_of_diffusers(what: str, first: bool, fuse_norm: bool, monkeypat
     assert report.reasons.total() > 0 or (what == "norm" and not fuse_norm)
 
 
-def test_processors_that_the_host_makes_anew_are_restored() -> None:
+def test_processors_that_the_host_makes_later_are_restored() -> None:
     model, inputs = of_diffusers("FluxTransformer2DModel")
     want = {name: type(x) for name, x in model.attn_processors.items()}
     with on_diffusers.enable(model) as report:
@@ -288,3 +290,22 @@ def test_processors_that_the_host_makes_anew_are_restored() -> None:
         assert "(disabled)" not in repr(report)
     assert {name: type(x) for name, x in model.attn_processors.items()} == want
     assert "(disabled)" in repr(report)
+
+
+def test_a_callable_in_place_of_rope(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = of_diffusers("FluxTransformer2DModel")
+    monkeypatch.setattr(flux, "apply_rotary_emb", partial(doubled(flux.apply_rotary_emb)))
+    with pytest.raises(_host.JitropeError, match="its rope function is functools's"):
+        on_diffusers.enable(model)
+
+
+def test_a_patch_of_a_rope_that_a_model_does_not_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wan's rope is in its processor, and `embeddings` has another one of its name."""
+    from diffusers.models import embeddings
+
+    model, inputs = of_diffusers("WanTransformer3DModel")
+    want = zoo.forward(model, inputs)
+    monkeypatch.setattr(embeddings, "apply_rotary_emb", doubled(embeddings.apply_rotary_emb))
+    with on_diffusers.enable(model) as report:
+        torch.testing.assert_close(zoo.forward(model, inputs), want)
+        assert report.calls["fused"] > 0

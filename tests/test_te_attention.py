@@ -240,7 +240,7 @@ def test_compiled(te: Any) -> None:
     freqs = transformer_engine.RotaryPositionEmbedding(32)(24)
     with transformer_engine.enable() as report:
         want = results(layer, x, rotary_pos_emb=freqs)
-        layer.compile(backend="eager")
+        layer.compile(backend="eager", fullgraph=True)
         got = results(layer, x, rotary_pos_emb=freqs)
     assert report.calls == {"jitrope": 0, "host": 0, "fused": 2}
     for a, b in zip(got, want):

@@ -18,7 +18,7 @@ from jitrope.integrations import _host, transformer_engine
 from .hosts import missing
 
 pytestmark = pytest.mark.gpu
-LAYOUTS = ("sbhd", "bshd", "thd")
+LAYOUTS, DTYPES = ("sbhd", "bshd", "thd"), (torch.float32, torch.bfloat16)
 TOKENS, BATCH, WIDTH, HEADS, GROUPS, HEAD_DIM = 48, 2, 256, 8, 2, 64
 
 
@@ -49,17 +49,18 @@ def assert_alike(got: list[Tensor], want: list[Tensor], unit: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "size", "interleaved", "part", "starts", "dtype"),
-    product(LAYOUTS, (1, 2), (False, True), (1.0, 0.5), (False, True), (torch.float32, torch.bfloat16)),
+    ("layout", "sharing", "interleaved", "part", "dtype"),
+    product(LAYOUTS, ("alone", "starts", "two ranks"), (False, True), (1.0, 0.5), DTYPES),
     ids=str,
 )
 def test_rope_beside_its_kernel(
-    te: Any, layout: str, size: int, interleaved: bool, part: float, starts: bool, dtype: torch.dtype
+    te: Any, layout: str, sharing: str, interleaved: bool, part: float, dtype: torch.dtype
 ) -> None:
     """Results and gradients are those of its CUDA kernel within a rounding."""
     from transformer_engine.pytorch.attention import rope
 
     torch.manual_seed(0)
+    size = 2 if sharing == "two ranks" else 1
     t = torch.randn(*lead(layout), HEADS, HEAD_DIM, device="cuda", dtype=dtype, requires_grad=True)
     freqs = rope.RotaryPositionEmbedding(HEAD_DIM, part, interleaved=interleaved)(4 * TOKENS * BATCH).cuda()
     ours = transformer_engine.RotaryPositionEmbedding(HEAD_DIM, part, interleaved=interleaved)(4 * TOKENS * BATCH)
@@ -67,7 +68,7 @@ def test_rope_beside_its_kernel(
     words: dict[str, Any] = {"tensor_format": layout, "interleaved": interleaved, "cp_size": size, "cp_rank": size - 1}
     if layout == "thd":
         words["cu_seqlens"] = offsets(size)
-    if starts and size == 1:  # its kernel takes no starts with context parallelism
+    if sharing == "starts":
         words["start_positions"] = torch.tensor([3, 0], dtype=torch.int32, device="cuda")
     both = [
         f(t, freqs, fused=True, **words) for f in (transformer_engine.apply_rotary_pos_emb, rope.apply_rotary_pos_emb)

@@ -301,7 +301,7 @@ def megatron_spec(te: bool) -> Any:
 
     if te:
         need_gpu()
-        importlib.import_module("transformer_engine.pytorch")  # raises ImportError without it
+        importlib.import_module("transformer_engine.pytorch")
         return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
     spec: Any = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = Sdpa

@@ -124,7 +124,7 @@ def rows(name: str, modes: tuple[str, ...], smoke: bool) -> Iterator[Row]:
         try:
             version = getattr(importlib.import_module(host.package), "__version__", "")
             pair = stack.enter_context(host.make(smoke))
-        except ImportError as error:
+        except (ImportError, FileNotFoundError) as error:  # the second: TransformerEngine without its compiled part
             say(f"{name} is left out: {host.package} cannot be imported ({error})")
             return
         library = f"{host.package.split('.')[0]} {version or pair.version}".strip()

@@ -85,7 +85,7 @@ def fuse(cls: type, modules: list[nn.Module], report: _host.Report) -> str:
         found = plan.norms
     else:
         try:
-            found = _extended(plan, modules, places)
+            found = _extended(plan, forward, modules, places)
         except ValueError as error:
             return _ROPE_ONLY + str(error)
     forms_of = {str(form) for forms in found.values() for form in forms}
@@ -167,8 +167,12 @@ def _made(forward: FunctionType, modules: list[nn.Module], places: dict[str, Pla
     return plan, source.rewritten(norms, alias)
 
 
-def _extended(plan: Plan, modules: list[nn.Module], places: dict[str, Placed]) -> dict[str, tuple[NormForm, ...]]:
+def _extended(
+    plan: Plan, forward: FunctionType, modules: list[nn.Module], places: dict[str, Placed]
+) -> dict[str, tuple[NormForm, ...]]:
     """The forms of another model's norms, which the plan gets. Raises ValueError with the reason why it has none."""
+    ours = _ropes(forward)  # a rope function of another file may have been restored and replaced again
+    plan.ropes = {name: rope._replace(ours=ours[name]) for name, rope in plan.ropes.items()}
     called = {name: _forms(modules, name) for name in plan.norms}
     found = {name: tuple(forms) for name, (forms, _) in called.items() if forms}
     if not found:

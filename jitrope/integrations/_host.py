@@ -266,7 +266,7 @@ def load(host: str, module_name: str) -> ModuleType:
     """A module of a host. Raises ImportError if it cannot be imported."""
     try:
         return importlib.import_module(module_name)
-    except ImportError as error:
+    except (ImportError, FileNotFoundError) as error:  # the second: TransformerEngine without its compiled part
         raise ImportError(f"{host} cannot be imported ({error}); install it into this Python") from error
 
 

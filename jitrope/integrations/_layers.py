@@ -95,7 +95,8 @@ def form_of(module: nn.Module) -> NormForm:
     found = _forms.setdefault(cls, [])
     form = next((form for form in found if form.fits(module)), None) or _refused.get(module)
     if form is None:
-        form = _known(cls, module) or recognise(module)
+        changed = any(form.forward is not cls.forward for form in found)
+        form = (None if changed else _known(cls, module)) or recognise(module)
         if isinstance(form, str):
             _refused[module] = form
         else:

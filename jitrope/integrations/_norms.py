@@ -24,7 +24,7 @@ _PLAIN = (bool, int, float, str, tuple, list, type(None))
 # A torch.nn.RMSNorm without an eps uses that of its computing type, which is fp32 for fp32, fp16 and bf16
 # (its documentation, and ATen's rms_norm on CPU and CUDA).
 DEFAULT_EPS = torch.finfo(torch.float32).eps
-_OF_NO_MATTER = {*dir(nn.Module), *vars(nn.Module()), "weight", "bias", "_is_hf_initialized"}  # for a norm's arithmetic
+_WITHOUT_EFFECT = {*dir(nn.Module), *vars(nn.Module()), "weight", "bias", "_is_hf_initialized"}
 
 
 class Held(NamedTuple):
@@ -134,7 +134,9 @@ def recognise(module: nn.Module) -> NormForm | str:
         return f"{name} has other parameters than a weight and a bias"
     width = PROBE_DIM if weight is None else weight.shape[0]
     plain = {k: v for k, v in vars(module).items() if k != "training" and k[0] != "_" and isinstance(v, _PLAIN)}
-    others = {k: v for k, v in vars(module).items() if k not in _OF_NO_MATTER}
+    of_classes = [vars(base).items() for base in reversed(type(module).__mro__)]
+    given = {k: v for each in of_classes for k, v in each if k[:2] != "__" and isinstance(v, _PLAIN)} | vars(module)
+    others = {k: v for k, v in given.items() if k not in _WITHOUT_EFFECT}
     others = {k: v if isinstance(v, _PLAIN) and not isinstance(v, list) else Held(v) for k, v in others.items()}
     sizes = tuple(k for k, v in plain.items() if type(v) is not bool and v in (width, (width,)))
     with torch.no_grad():

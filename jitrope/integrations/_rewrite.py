@@ -118,7 +118,8 @@ class Source:
 
 def _text(code: CodeType) -> tuple[Any, ...]:
     """All of a code that follows from its source, but for the code of functions in it."""
-    constants = [repr(x) for x in code.co_consts if not isinstance(x, CodeType)]
+    others = [x for x in code.co_consts if not isinstance(x, CodeType)]
+    constants = [sorted(map(repr, x)) if isinstance(x, frozenset) else repr(x) for x in others]
     return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
 
 

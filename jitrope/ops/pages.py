@@ -19,8 +19,8 @@ PAGE_TENSORS = ("page_table?", "page_indptr?", "lengths?", "cu_seqlens_q?", "bat
 class Pages(Value):
     """The pages of each sequence in a `KVCache`, as FlashInfer (arXiv:2501.01005) and vLLM keep them.
 
-    The new tokens are the last ones of each sequence, whose lengths count them, or each token names its sequence and
-    its position there. The token at position p of its sequence goes to row p % rows of page number p // rows.
+    The new tokens are the last ones of each sequence, whose lengths count them; or the sequence and the position of
+    each token are given. The token at position p of its sequence goes to row p % rows of page number p // rows.
 
     >>> q, (k, v) = torch.randn(2, 8, 64), torch.randn(2, 2, 1, 64)
     >>> k_cache, v_cache = torch.zeros(2, 4, 16, 1, 64)  # 4 pages of 16 rows
@@ -33,9 +33,9 @@ class Pages(Value):
     True
 
     Args:
-        page_table: vLLM's block_table, (N or more, max_pages), with seq_lens; or FlashInfer's page_indices of all
-            sequences, one after the other, (n), with page_indptr and last_page_len. All tensors are int32, or all
-            int64, on q's device. The host does not read them.
+        page_table: vLLM's block_table, (N or more, max_pages); beside batch_indices and `Packed` exactly N. Or, with
+            page_indptr, FlashInfer's page_indices of all sequences, one after the other, (n). All tensors are int32, or
+            all int64, on q's device. The host does not read them.
         page_indptr: (N + 1): the pages of sequence i are page_table[page_indptr[i] : page_indptr[i + 1]].
         last_page_len: (N): rows of each sequence's last page that are in use, with the new tokens.
         seq_lens: (N): the length of each sequence, with the new tokens.
@@ -44,13 +44,14 @@ class Pages(Value):
             many new tokens, as in a decode step.
         batch_indices, cache_positions: of each token, (B, S) or flat, in place of lengths and cu_seqlens_q: its
             sequence, and its position there (FlashInfer's batch_indices and positions). A negative sequence is padding.
-        clear_page: write zeros to the rest of the last page of each sequence with new tokens too.
+        clear_page: write zeros to the rest of the last page of each sequence with new tokens too; not with
+            batch_indices.
         errors: an int32 tensor of one element. The kernel adds the number of tokens whose page is outside of the cache,
             or whose sequence or position is outside of the table. Nothing is stored for them, nor for those of a
             sequence without a length (padding), which are not counted.
 
     Raises:
-        InvalidInput: an argument has a wrong type, or an argument is missing.
+        InvalidInput: an argument has a wrong type, is missing, or does not go with another.
     """
 
     def __init__(

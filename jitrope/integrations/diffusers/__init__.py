@@ -103,7 +103,7 @@ def enable(model_or_pipeline: Any, *, fuse_norm: bool = True) -> Report:
     for model in _models("enable", model_or_pipeline):
         report._models.append(weakref.ref(model))
         before = [weakref.ref(part) for part in _parts(model) if is_twin(type(part))]
-        report._undo.append(partial(_give_back_all, weakref.ref(model), before))
+        report._undo.append(partial(_undo, weakref.ref(model), before))
         parts = [(host_of(type(part)), _replace(part, fuse_norm, report)) for part in _parts(model)]
         left = [host for host, replaced in parts if not replaced]
         names = Counter(host.__name__ for host in left)
@@ -143,7 +143,7 @@ def disable(model_or_pipeline: Any) -> None:
         InvalidInput: model_or_pipeline is no model and has none.
     """
     for model in _models("disable", model_or_pipeline):
-        _give_back_all(weakref.ref(model), [])
+        _give_back_all(model, [])
 
 
 def reloaded(make: Callable[..., Any], host: type, fused: bool, *arguments: Any) -> Any:
@@ -229,14 +229,18 @@ def _twin(host: Any, attribute: str, fuse_norm: bool) -> tuple[type | None, bool
     return cls, call is not None and name in FUSED, note
 
 
-def _give_back_all(ref: weakref.ref[nn.Module], kept: list[weakref.ref[Any]]) -> None:
-    """Restore all parts of a model but those kept, also parts that the host made since as it makes its own."""
-    model: Any = ref()
+def _undo(ref: weakref.ref[nn.Module], kept: list[weakref.ref[Any]]) -> None:
+    model = ref()
     if model is not None:
-        set_aside = getattr(model, "original_attn_processors", None) or {}  # kept by `fuse_qkv_projections`
-        for part in (*_parts(model), *set_aside.values()):
-            if is_twin(type(part)) and all(known() is not part for known in kept):
-                part.__class__ = host_of(type(part))
+        _give_back_all(model, kept)
+
+
+def _give_back_all(model: Any, kept: list[weakref.ref[Any]]) -> None:
+    """Restore all parts of a model but those kept, and those that the host has made since."""
+    set_aside = getattr(model, "original_attn_processors", None) or {}  # kept by `fuse_qkv_projections`
+    for part in (*_parts(model), *set_aside.values()):
+        if is_twin(type(part)) and all(known() is not part for known in kept):
+            part.__class__ = host_of(type(part))
 
 
 def _give_back(ref: weakref.ref[Any], cls: type) -> None:

@@ -57,7 +57,7 @@ class Form(NamedTuple):
 
 
 def rope_of(form: Form, host: Callable[..., Any], now: Callable[[], Any] | None = None) -> Callable[..., Any]:
-    """Return our function for a host's, with the same arguments. now: what has the host's name, if that may change."""
+    """Return our function for a host's, with the same arguments. now: returns what has its name now."""
     ours = functools.partial(_host.or_else("diffusers", "jitrope", form.by or _rotate, _left), form, host)
 
     def function(*arguments: Any, **words: Any) -> Any:

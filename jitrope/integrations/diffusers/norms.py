@@ -51,8 +51,9 @@ def norm_of(module: Any) -> tuple[Tensor | None, float, str]:
     rounding = _NORM_ROUNDING.get((type(module).__module__, type(module).__name__))
     if rounding is None:
         raise InvalidInput("there is no norm" if module is None else f"a norm is {type(module).__name__}")
-    if type(module).forward.__module__ != type(module).__module__:
-        raise InvalidInput(f"the forward of {type(module).__name__} is {type(module).forward.__module__}'s")
+    forward = type(module).forward
+    if hasattr(forward, "__wrapped__") or forward.__module__ != type(module).__module__:
+        raise InvalidInput(f"the forward of {type(module).__name__} was replaced")
     weight, bias = parameters_of(module)
     if bias is not None:
         raise InvalidInput("a norm has a bias")

@@ -50,7 +50,10 @@ def rope_replaced_by(host: Any, attribute: str, sites: tuple[Site, ...]) -> str:
     """The module of the other library whose function has the name of the host's rope, or ""."""
     for site in sites:
         rope = _holder(getattr(host, attribute), site.name).get(site.name)
-        module = str(getattr(rope, "__globals__", {}).get("__name__", "diffusers"))  # of a wrapper its own
+        if rope is None:  # it is defined in the method
+            continue
+        names = getattr(rope, "__globals__", {"__name__": type(rope).__module__})  # of a wrapper its own
+        module = str(names.get("__name__"))
         if module.split(".")[0] not in ("diffusers", "jitrope"):
             return module
     return ""
@@ -59,11 +62,12 @@ def rope_replaced_by(host: Any, attribute: str, sites: tuple[Site, ...]) -> str:
 def _holder(function: Any, name: str) -> dict[str, Any]:
     """The module's names that a name in a function's code means, also if the function imports it."""
     names: dict[str, Any] = function.__globals__
-    return names if name in names else vars(sys.modules["diffusers.models.embeddings"])
+    known = name in names or name not in function.__code__.co_names
+    return names if known else vars(sys.modules["diffusers.models.embeddings"])
 
 
 def _now(holder: dict[str, Any], name: str) -> tuple[Callable[[], Any], Any]:
-    """A function that returns what the host's module has under a name, as code that torch.compile guards; and that."""
+    """(A function that returns the value of a name in the host's module, as torch.compile can guard it; the value)."""
     code = compile(f"lambda: {name}", "<jitrope>", "eval").co_consts[0]
     return FunctionType(code, holder if name in holder else {name: None}), holder.get(name)
 
