@@ -53,8 +53,11 @@ def wants_grad(*tensors: Any) -> bool:
     return grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 
-hooks_of_all: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
-"""Whether a hook of every module is registered."""
+def hooks_of_all() -> bool:
+    """Whether a hook of every module is registered."""
+    own = torch.nn.modules.module
+    forward = own._global_forward_hooks or own._global_forward_pre_hooks
+    return bool(forward or own._global_backward_hooks or own._global_backward_pre_hooks)
 
 
 def sharded(tensors: Iterable[Any]) -> bool:
