@@ -134,10 +134,9 @@ def rope_quantize_fp8_append_paged_kv_cache(
     units: Any = dict.fromkeys(("k_scale", "v_scale"), unit("quant_scale_kv", quant_scale_kv))
     pages = Pages(kv_indices, kv_indptr, batch_indices=batch_indices, cache_positions=positions)
     if not latent:
-        cache = KVCache(caches[0], caches[1], pages, **units)
         q, k = (x if rest is None else torch.cat((x, rest), -1) for x, rest in ((q_rope, q_nope), (k_rope, k_nope)))
         width = q_rope.shape[-1]
-        words.update(cache=cache, rotary_dim=width)
+        words.update(cache=KVCache(caches[0], caches[1], pages, **units), rotary_dim=width)
         whole = prepare(q, k, v, cos_sin_cache, pos_ids, is_neox, **words)[0]
         found = zip((q_rope_out, q_nope_out), whole.split_with_sizes((width, whole.shape[-1] - width), -1))
         q, rest = (x if out is None else out.copy_(x) for out, x in found)
