@@ -69,7 +69,7 @@ def _holder(function: Any, name: str) -> dict[str, Any]:
 def _now(holder: dict[str, Any], name: str) -> tuple[Callable[[], Any], Any]:
     """(A function that returns the value of a name in the host's module, as torch.compile can guard it; the value)."""
     code = compile(f"lambda: {name}", "<jitrope>", "eval").co_consts[0]
-    return FunctionType(code, holder if name in holder else {name: None}), holder.get(name)
+    return FunctionType(code, holder), holder[name]
 
 
 def version() -> str:
@@ -85,7 +85,8 @@ def twin(host: Any, attribute: str, original: Any, sites: tuple[Site, ...], call
     there is no `_jitrope_rope`, and `_jitrope_missed` is the reason.
     """
     members: dict[str, Any] = {"_jitrope_host": host, "__module__": host.__module__, "_jitrope_missed": ""}
-    members["_jitrope_ropes"] = tuple([_now(_holder(original, site.name), site.name) for site in sites])
+    holders = [(_holder(original, site.name), site.name) for site in sites]  # not of ropes that the method defines
+    members["_jitrope_ropes"] = tuple([_now(names, name) for names, name in holders if name in names])
     redirected = original
     try:
         for site in sites:
