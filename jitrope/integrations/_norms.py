@@ -24,7 +24,8 @@ _PLAIN = (bool, int, float, str, tuple, list, type(None))
 # A torch.nn.RMSNorm without an eps uses that of its computing type, which is fp32 for fp32, fp16 and bf16
 # (its documentation, and ATen's rms_norm on CPU and CUDA).
 DEFAULT_EPS = torch.finfo(torch.float32).eps
-_WITHOUT_EFFECT = {*dir(nn.Module), *vars(nn.Module()), "weight", "bias", "_is_hf_initialized"}
+_OF_HOSTS = {"_is_hf_initialized", "_param_init", "_sharding_config"}  # of transformers and torchtitan
+_WITHOUT_EFFECT = {*dir(nn.Module), *vars(nn.Module()), "weight", "bias", *_OF_HOSTS}
 
 
 class Held(NamedTuple):
