@@ -250,6 +250,26 @@ def test_omni_layer(omni: Any, device: str, neox: bool, wide: bool) -> None:
                 assert all(map(near, omni.rope.apply_rope_to_qk(ours, q, k, tables), want))
             assert omni.rope.apply_rope_to_qk(ours, q, k, None) == (q, k)
         assert report.calls == {"jitrope": 5, "host": 0}
+        x = torch.ones(B, S, 4, D, dtype=torch.bfloat16, device=device)
+        got, want = (f(x, cos, sin) for f in (vllm_omni.apply_rotary_emb_torch, omni.rope.apply_rotary_emb_torch))
+        assert got.dtype == want.dtype
+
+
+def test_omni_layers_of_users(omni: Any) -> None:
+    """A subclass of RotaryEmbedding, and a layer with a hook, are called."""
+
+    class Own(omni.rope.RotaryEmbedding):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    hooked = omni.rope.RotaryEmbedding(False)
+    hooked.register_forward_hook(lambda module, given, result: given[0] + 1)
+    q, k = random(B, S, 4, D), random(B, S, 2, D)
+    with vllm_omni.enable() as report:
+        for rope in (Own(False), hooked):
+            got = omni.rope.apply_rope_to_qk(rope, q, k, table(S, D).chunk(2, -1))
+            assert all(torch.equal(x, y + 1) for x, y in zip(got, (q, k)))
+    assert set(report.reasons) == {"rope is a Own, which is not the host's", "rope has hooks"}
 
 
 @pytest.mark.parametrize("device", DEVICES)

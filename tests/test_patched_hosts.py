@@ -26,6 +26,7 @@ from diffusers.models.transformers import transformer_flux as flux  # noqa: E402
 from jitrope.integrations import _host  # noqa: E402
 from jitrope.integrations import diffusers as on_diffusers  # noqa: E402
 from jitrope.integrations import transformers as on_transformers  # noqa: E402
+from jitrope.integrations import xfuser as on_xdit  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -309,3 +310,15 @@ def test_a_patch_of_a_rope_that_a_model_does_not_call(monkeypatch: pytest.Monkey
     with on_diffusers.enable(model) as report:
         torch.testing.assert_close(zoo.forward(model, inputs), want)
         assert report.calls["fused"] > 0
+
+
+def test_a_model_that_was_enabled_beside_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """xDiT's drop-in replaces a rope function of diffusers, which is the host's again afterwards."""
+    monkeypatch.setitem(sys.modules, "xfuser", types.ModuleType("xfuser"))
+    model, inputs = of_diffusers("FluxTransformer2DModel")
+    with on_xdit.enable(), on_diffusers.enable(model):
+        want = zoo.forward(model, inputs)
+    with on_diffusers.enable(model) as report:
+        torch.testing.assert_close(zoo.forward(model, inputs), want)
+        assert report.calls["fused"] > 0
+        assert not report.reasons

@@ -158,8 +158,11 @@ def test_sglang_norm_rope_and_gate(axes: str | None, gate: bool, device: str) ->
     ids = IDS if axes is None else torch.stack((IDS, IDS.flip(0), IDS.roll(3)))
     rows = cache[IDS] if axes is None else pick_rows(cache, ids, [6, 5, 5], axes == "in turn")
     given = [x.to(device) for x in (q_gate.flatten(1), k.flatten(1), *weights, cache, ids)]
-    map_ = None if axes is None else torch.tensor(AXES[axes], device=device)
-    for _ in range(2):  # the map is read once
+    map_ = None if axes is None else torch.zeros(16, dtype=torch.int64, device=device)
+    if axes is not None:
+        sglang.fused_qk_gemma_rmsnorm_rope_gate(*given, 1e-6, HQ, HK, D, 32, gate, map_)
+        map_.copy_(torch.tensor(AXES[axes]))
+    for _ in range(2):  # the map is read once after it was written
         q, keys, copy = sglang.fused_qk_gemma_rmsnorm_rope_gate(*given, 1e-6, HQ, HK, D, 32, gate, map_)
         assert near(q, turn(normed(q_gate[:, :, 0], 1 + weights[0]), rows, True).flatten(1))
         assert near(keys, turn(normed(k, 1 + weights[1]), rows, True).flatten(1))
@@ -331,6 +334,7 @@ def test_rope_quantize_append(form: str, outs: bool, device: str) -> None:
     assert near(found[0], in_fp8(turn(q_rope, rows, True), 0.5), 0.13)
     assert near(found[1], in_fp8(q_nope, 0.5), 0.13)
     assert all(out is None or got.data_ptr() == out.data_ptr() for got, out in zip(found, given))
+    assert all(x.is_contiguous() for x in found)
     turned = turn(k_rope.view(T, -1, D), rows, True)
     k = turned[:, 0] if mla else torch.cat((turned, k_nope), -1)
     for stored, x in zip(pages, (k_nope, k) if mla else (k, v)):

@@ -163,7 +163,7 @@ class Report:
         if original in placed:
             return
 
-        @wraps(ours if original is None else original, updated=())
+        @wraps(ours if original is None else original)
         def function(*arguments: Any, **words: Any) -> Any:
             return take(host, ours, original, *arguments, **words)
 

@@ -132,20 +132,23 @@ def indexer_q(
 
 
 _AXES: Any = WeakTensorKeyDictionary()
-"""The sections and their order of each map of axes, or None."""
+"""Of each map of axes its version, and its sections and their order, or None."""
 
 
 def sections(axis_map: Tensor) -> tuple[tuple[int, ...], bool]:
     """The number of pairs of each axis, and whether they interleave, from the axis of each pair."""
-    graph = axis_map.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if torch.compiler.is_compiling() or (graph and axis_map not in _AXES):
-        raise InvalidInput("mrope_axis_map must be read; call the function before the CUDA graph, and not compiled")
-    if axis_map not in _AXES:
+    unread = "mrope_axis_map must be read; call the function before the CUDA graph, and not compiled"
+    if torch.compiler.is_compiling():
+        raise InvalidInput(unread)
+    version = 0 if axis_map.is_inference() else axis_map._version
+    if _AXES.get(axis_map, (-1,))[0] != version:
+        if axis_map.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise InvalidInput(unread)
         axes = axis_map.tolist()
         counts = tuple([axes.count(axis) for axis in range(3)])
         mixed = [pair % 3 if pair // 3 < counts[pair % 3] else 0 for pair in range(len(axes))]
-        _AXES[axis_map] = (counts, axes == mixed) if axes in (mixed, sorted(axes)) else None
-    found: tuple[tuple[int, ...], bool] | None = _AXES[axis_map]
+        _AXES[axis_map] = version, (counts, axes == mixed) if axes in (mixed, sorted(axes)) else None
+    found: tuple[tuple[int, ...], bool] | None = _AXES[axis_map][1]
     if found is None:
         raise InvalidInput("mrope_axis_map has another order of axes than whole sections, or axes in turn")
     return found

@@ -139,7 +139,7 @@ def rope_quantize_fp8_append_paged_kv_cache(
         words.update(cache=KVCache(caches[0], caches[1], pages, **units), rotary_dim=width)
         whole = prepare(q, k, v, cos_sin_cache, pos_ids, is_neox, **words)[0]
         found = zip((q_rope_out, q_nope_out), whole.split_with_sizes((width, whole.shape[-1] - width), -1))
-        q, rest = (x if out is None else out.copy_(x) for out, x in found)
+        q, rest = (x.contiguous() if out is None else out.copy_(x) for out, x in found)
         return q, rest
     if v is not None or k_nope is None or q_nope is None:
         raise InvalidInput("with k_rope (T, R), v must be None, and k_nope and q_nope must be given")

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ..api import apply_rope
 from ..base.errors import InvalidInput
 from ..ops.values import Norm
 from . import _host
+from ._norms import unhooked
 from ._serving import prepare
 
 
@@ -55,11 +57,13 @@ def apply_rotary_emb(
 def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate the first R elements of each head of x, (B, S, H, D) or (S, H, D), by cos and sin, (S, R / 2).
 
-    The tables may be (B, S, R / 2) too. The errors are those of `apply_rotary_emb`.
+    The tables may be (B, S, R / 2) too. The result has the dtype that x and cos promote to. The errors are those of
+    `apply_rotary_emb`.
 
     >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
     >>> x = jitrope_vllm_omni.apply_rotary_emb_torch(torch.randn(1, 16, 8, 64), cos, sin)
     """
+    x = x.to(torch.promote_types(x.dtype, cos.dtype))
     return _rotate(x, None, cos, sin, interleaved, 2 * cos.shape[-1])[0]
 
 
@@ -85,6 +89,10 @@ def apply_rope_to_qk(
     """
     if image_rotary_emb is None:
         return query, key
+    if isinstance(rope, nn.Module):  # it is not called
+        unhooked(rope, noun="rope")
+        if type(rope).__module__ != f"{_LAYERS}.rope":
+            raise InvalidInput(f"rope is a {type(rope).__name__}, which is not the host's")
     cos, sin = (table[0] if table.dim() == 3 else table for table in image_rotary_emb)
     query, rotated = _rotate(query, key, cos, sin, rope.interleaved, cos.shape[-1] * (1 + rope.half_head_dim))
     return query, rotated

@@ -7,6 +7,7 @@ host's, in every version.
 from __future__ import annotations
 
 import functools
+import itertools
 import importlib
 import sys
 from collections.abc import Callable
@@ -77,13 +78,18 @@ def version() -> str:
     return str(importlib.import_module("diffusers").__version__)
 
 
-@functools.cache
 def twin(host: Any, attribute: str, original: Any, sites: tuple[Site, ...], call: Any = None) -> type:
     """Make a subclass of `host` whose method `attribute`, now `original`, calls our ropes, or is `call`.
 
     Raises JitropeError if the rope function's name is not in the method's code. With a `call` it may be missing: then
     there is no `_jitrope_rope`, and `_jitrope_missed` is the reason.
     """
+    ropes = [_holder(original, site.name).get(site.name) for site in sites]
+    return _twin(host, attribute, original, sites, call, *ropes)
+
+
+@functools.cache
+def _twin(host: Any, attribute: str, original: Any, sites: tuple[Site, ...], call: Any, *ropes: Any) -> type:
     members: dict[str, Any] = {"_jitrope_host": host, "__module__": host.__module__, "_jitrope_missed": ""}
     holders = [(_holder(original, site.name), site.name) for site in sites]  # not of ropes that the method defines
     members["_jitrope_ropes"] = tuple([_now(names, name) for names, name in holders if name in names])
@@ -138,11 +144,14 @@ def _register(host: Any, cls: Any) -> None:
         pass
 
 
+_numbers = itertools.count()
+
+
 def _redirected(function: Any, site: Site, host: Any) -> Any:
     """The function, with the site's name referring to our rope."""
     code, names = function.__code__, function.__globals__
     name = site.through or site.name
-    alias = f"_jitrope_{host.__name__}_{name}"
+    alias = f"_jitrope_{host.__name__}_{name}_{next(_numbers)}"  # another twin may have another rope
     missed = JitropeError(f"diffusers {version()}: {host.__name__} does not call {name}")
     nested = next((c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name), None)
     if nested is not None:
