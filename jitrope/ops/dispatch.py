@@ -106,8 +106,9 @@ class _Known(torch.autograd.Function):
     """A known call that returns fresh tensors."""
 
     @staticmethod
-    def forward(ctx: Any, known: Known, tensors: Tensors, *xs: Tensor) -> Any:
-        outputs = known.run(tensors)
+    def forward(ctx: Any, known: Known, tensors: Tensors, outputs: Tensors | None, *xs: Tensor) -> Any:
+        if outputs is None:
+            outputs = known.run(tensors)
         ctx.known = known
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*[tensors[name] for name in known.saved])
@@ -120,7 +121,7 @@ class _Known(torch.autograd.Function):
         given = {name: grad for name, grad in zip(known.results, grads) if grad is not None}
         tensors = {**canonical(saved), **known.stand_ins}
         found = known.op.gradient(call, tensors, given, known.options) if given else {}
-        return None, None, *[found.get(name) for name in known.heads]
+        return None, None, None, *[found.get(name) for name in known.heads]
 
 
 class _Learned(torch.autograd.Function):
@@ -156,9 +157,9 @@ class _Written(torch.autograd.Function):
         return None, None, None, None, *library.gradients(ctx, grads)
 
 
-def record(known: Known, tensors: Tensors) -> Tensors:
-    """Return the results of a known call, recorded for backward."""
-    return dict(zip(known.results, _apply(known, tensors, *[tensors[name] for name in known.heads])))
+def record(known: Known, tensors: Tensors, outputs: Tensors | None = None) -> Tensors:
+    """Return the results of a known call, recorded for backward. outputs: those of a launch that was enqueued."""
+    return dict(zip(known.results, _apply(known, tensors, outputs, *[tensors[name] for name in known.heads])))
 
 
 _apply = watch.apply_of(_Known)

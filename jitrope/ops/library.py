@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..plan.options import NormOptions, Options, changed
+from ..plan.options import NormOptions, Options, changed, norm_of
 from ..plan.views import TABLE_NAMES, Tensors, table_pair
 from . import launch, planning, watch
 from .checks import TABLES
@@ -20,12 +20,11 @@ from .operations import OPERATIONS
 
 _TABLES = ", ".join(f"Tensor{'?' * (name != 'cos')} {name}" for name in TABLE_NAMES)
 _TYPES = {bool: "bool", int: "int", float: "float", str: "str", tuple: "int[]"}
-_NORM = ", ".join(
-    f"{_TYPES[type(value)]} {'norm_' if name in Options._fields else ''}{name}"
-    for name, value in NormOptions._field_defaults.items()
-)
-_COUNTS = {"unrotated": "SymInt", "max_seqlen": "SymInt"}
+_NORM = {"norm_" * (name in Options._fields) + name: value for name, value in NormOptions._field_defaults.items()}
+_COUNTS = ("max_seqlen", "unrotated")
 """Words that change from call to call, so that torch.compile and export keep them as symbols."""
+_NUMBERS = ("rotary_dim", *_COUNTS)
+"""The first words of an op, which are always passed: a symbol is not compared with a default."""
 _ROTATED = "rotated"
 """The argument for a k that is rotated in place and stored in a cache; the argument "k" is never written."""
 
@@ -53,10 +52,13 @@ def _schema(op: Operation, inplace: bool) -> str:
         bare, mark = name.rstrip("?"), "?" * name.endswith("?")
         alias = f"({ascii_letters[len(tensors)]}!)" if bare in written else ""
         tensors.append(f"Tensor{alias}{mark} {bare}")
-    options = [f"{_COUNTS.get(name, _TYPES[type(Options._field_defaults[name])])} {name}" for name in _fields(op)]
+    words = [
+        f"{'SymInt' if name in _COUNTS else _TYPES[type(value)]} {name}={_default(value)}"
+        for name, value in _WORDS[op.name].items()
+    ]
     results = "()" if inplace else ", ".join(["Tensor"] * len(op.results))
     returns = results if inplace or len(op.results) == 1 else f"({results})"
-    arguments = ", ".join([*tensors, _TABLES, *options, *([_NORM] if op.norm else [])])
+    arguments = ", ".join([*tensors, _TABLES, *words])
     return f"{name_of(op, inplace)}({arguments}) -> {returns}"
 
 
@@ -65,14 +67,24 @@ def name_of(op: Operation, inplace: bool) -> str:
     return op.name + "_" * inplace
 
 
-def _fields(op: Operation) -> list[str]:
-    return [name for name in Options._fields if name in (*op.options, "table")]
+def _default(value: Any) -> str:
+    return str(list(value)) if isinstance(value, tuple) else repr(value).replace("'", '"')
+
+
+def _words(op: Operation) -> dict[str, Any]:
+    """The words of an op and their defaults, the frequent ones first.
+
+    Neither we nor torch pass the last ones if they have their defaults. AOTInductor has no empty lists.
+    """
+    options = {name: x for name, x in Options._field_defaults.items() if name in (*op.options, "table")}
+    first = {name: options[name] for name in _NUMBERS if name in options}
+    return {**first, **(_NORM if op.norm else {}), **options, "mrope_section": (0,)}
 
 
 def arguments(op: Operation, tensors: Tensors, options: Options) -> tuple[Any, ...]:
     """The arguments of torch's op.
 
-    Complex tables are passed as real views, because Inductor has no complex numbers. AOTInductor has no empty lists.
+    Complex tables are passed as real views, because Inductor has no complex numbers.
     """
     tensors = dict(tensors)
     if options.table == "freqs_cis":
@@ -85,9 +97,11 @@ def arguments(op: Operation, tensors: Tensors, options: Options) -> tuple[Any, .
         options = changed(options, mrope_section=(0,))
     if options.rotate_k:
         tensors[_ROTATED] = tensors["k"]
-    values = dict(zip(Options._fields, options))
-    norm = options.norm if op.norm and options.norm is not None else ()
-    return (*[tensors.get(name) for name in _GIVEN[op.name]], *[values[name] for name in _fields(op)], *norm)
+    values = {**dict(zip(_NORM, norm_of(options))), **dict(zip(Options._fields, options))}
+    words = [*_WORDS[op.name]]
+    while words[-1] not in _NUMBERS and values[words[-1]] == _WORDS[op.name][words[-1]]:
+        words.pop()
+    return (*[tensors.get(name) for name in _GIVEN[op.name]], *[values[name] for name in words])
 
 
 def read(op: Operation, arguments: Sequence[Any], inplace: bool = False) -> tuple[Tensors, Options]:
@@ -110,16 +124,16 @@ def _named(names: Sequence[str], arguments: Sequence[Any]) -> Tensors:
 
 
 _GIVEN = {op.name: (*[name.rstrip("?") for name in _names(op)], *TABLE_NAMES) for op in OPERATIONS}
+_WORDS = {op.name: _words(op) for op in OPERATIONS}
+"""The words of each op, in its order, with their defaults."""
 
 
 def _options(op: Operation, inplace: bool, *words: Any) -> Options:
-    fields = _fields(op)
-    values = dict(zip(fields, words))
+    values = {**_WORDS[op.name], **dict(zip(_WORDS[op.name], words))}
+    norm = NormOptions(*[values.pop(name) for name in _NORM]) if op.norm else None
     sections = tuple(values["mrope_section"])
     values = {"interleaved_out": values["interleaved"], **values, "mrope_section": sections[sections == (0,) :]}
-    if op.norm:
-        values["norm"] = NormOptions(*words[len(fields) :])
-    return Options(**values, inplace=inplace)
+    return Options(**values, norm=norm, inplace=inplace)
 
 
 _known_options = lru_cache(maxsize=1024)(_options)
@@ -170,11 +184,13 @@ def _launches(op: Operation, inplace: bool, recorded: Callable[..., Any] | None 
     skip torch's Python layer of autograd, which takes longer than the launch.
     """
     names = _GIVEN[op.name]
-    first, sections = len(names), len(names) + _fields(op).index("mrope_section")
+    first, sections = len(names), [*_WORDS[op.name]].index("mrope_section")
 
     def call(keys: Any, *given: Any) -> Any:
-        tensors = _named(names, given)
-        key = (op, inplace, *tensors, *given[first:sections], *given[sections], *given[sections + 1 :])
+        tensors, words = _named(names, given), given[first:]
+        if len(words) > sections:  # torch passes a list
+            words = (*words[:sections], tuple(words[sections]), *words[sections + 1 :])
+        key = (op, inplace, *tensors, words)
         try:
             recent = () if watch.watched() else launch.local.recent.get(key, ())
         except TypeError:  # a symbolic number has no hash

@@ -66,7 +66,8 @@ def text(form: Form) -> str:
         bits = [f"{name}_at" for name in names]
         other = f"({' | '.join(bits)}) & 15" if form.aligned else f"({' & 15, '.join(bits)} & 15,) != alignments"
         lines.append(f"if {other}: return None")
-    if form.recorded:
+    launched_first = form.like and not form.finished
+    if form.recorded and not launched_first:
         lines.append("if grad_enabled(): return record(known, tensors)")
     if form.close:
         distances = [f"{name}_at - {form.close[0]}_at" for name in form.close[1:]]
@@ -89,6 +90,8 @@ def text(form: Form) -> str:
         lines.append("else: elsewhere()")
     if form.written:
         lines.append(f"written(({', '.join(form.written)},))")
+    if form.recorded and launched_first:
+        lines.append(f"if grad_enabled(): return record(known, tensors, {made})")
     lines.append(f"return finish({made}, tensors, options)" if form.finished else f"return {made}")
     body = "\n        ".join(lines)
     taken = "known, op, options, blocks, pack, args, device, enqueue, fixed, reach, apart, matches, alignments, record"

@@ -80,15 +80,16 @@ def _rows(call: Mapping[str, Any]) -> list[Row]:
 
 
 def _rule(op: Any, outputs: Sequence[str]) -> Callable[..., Any]:
-    names = [argument.name for argument in op._schema.arguments]
+    defaults = {argument.name: argument.default_value for argument in op._schema.arguments}
 
     def output(label: str, row: Row) -> Any:
         summed = label.endswith(("_weight", "_bias")) and label in row and row[label[0]].is_shard()
         return Partial() if summed else row.get(label, Replicate())
 
     def rule(*arguments: Any) -> Any:
-        rows = _rows(dict(zip(names, arguments)))
-        return [([output(label, row) for label in outputs], [row.get(name) for name in names]) for row in rows]
+        given = dict(zip(defaults, arguments))
+        rows = _rows({**defaults, **given})
+        return [([output(label, row) for label in outputs], [row.get(name) for name in given]) for row in rows]
 
     return rule
 
