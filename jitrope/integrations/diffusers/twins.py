@@ -7,8 +7,8 @@ host's, in every version.
 from __future__ import annotations
 
 import functools
-import itertools
 import importlib
+import itertools
 import sys
 from collections.abc import Callable
 from inspect import CO_VARARGS, CO_VARKEYWORDS
