@@ -49,7 +49,7 @@ __device__ __forceinline__ Row row_of(const Params& p, const Place& place, long 
         return row;
     }
     const int rank = static_cast<int>(p.cp_rank);
-    long long row;
+    unsigned long long row;  // wild first positions may wrap
     if constexpr (PACKED) {
         if (sequence == p.sequences) return {0, {}, true};
         const CuSeqlens first = p.cu_seqlens[sequence], end = p.cu_seqlens[sequence + 1];
@@ -60,7 +60,7 @@ __device__ __forceinline__ Row row_of(const Params& p, const Place& place, long 
     if constexpr (START_POSITIONS) row += p.start_positions[PACKED ? sequence : place.batch];
     if constexpr (PACKED_TABLE) row += p.cu_seqlens[sequence];
     if constexpr (PREFIXED) row -= unrotated_of<PREFIXED>(p);
-    return {place.batch, {row}, false};
+    return {place.batch, {static_cast<long long>(row)}, false};
 }
 
 // The same, where each thread searches for the sequence of its token.

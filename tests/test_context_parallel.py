@@ -315,6 +315,43 @@ def test_math_backend_alone(dtype: torch.dtype) -> None:
         torch.testing.assert_close(result.row_max.amax(1).double(), want[5], rtol=0, atol=1e-5)
 
 
+def test_autocast_does_not_change_attention() -> None:
+    q, k, v = (torch.randn(10, 2, 8, requires_grad=True) for _ in range(3))
+    schedule, found = Schedule(torch.tensor([0, 6, 10]), 10), []
+    for on in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            out = all_gather_attention(q, k, v, schedule, backend="math")
+            found.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    for x, y in zip(*found):
+        assert torch.equal(x, y)
+
+
+def test_a_partition_of_inference_mode_serves_training() -> None:
+    part = Partition(torch.tensor([0, 7, 10]), 10, cp_size=2, cp_rank=0)
+    with torch.inference_mode():
+        rows = part.shard(torch.arange(10))
+    x = torch.randn(10, 3, requires_grad=True)
+    x[part.indices].sum().backward()
+    assert x.grad is not None
+    assert x.grad[:, 0].nonzero().flatten().tolist() == rows.tolist()
+
+
+@pytest.mark.parametrize("made", ["before", "inside"])
+def test_a_compiled_function_cuts_a_batch(made: str) -> None:
+    def partition() -> Partition:
+        return Partition(torch.tensor([0, 7, 10]), 10, cp_size=2, cp_rank=0)
+
+    part, x = partition(), torch.randn(10, 3, requires_grad=True)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        own = part if made == "before" else partition()
+        return own.shard(x) * own.position_ids[:, None]
+
+    got = torch.compile(call, backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(got, call(x))
+    assert torch.equal(*(torch.autograd.grad(out.sum(), x)[0] for out in (got, call(x))))
+
+
 @pytest.mark.parametrize("seed", range(24))
 def test_blocks_of_flex(seed: int) -> None:
     """The listed blocks are those with a visible score, and whole blocks have no other. Compiled kernels use them."""

@@ -607,6 +607,17 @@ def test_a_norm_with_fp8_outputs_has_the_bits_of_two_calls(norm: dict) -> None:
         assert torch.equal(a.view(torch.uint8), reference.divided(b, scale, "fp8").view(torch.uint8))
 
 
+def test_an_fp8_cache_in_place_returns_the_given_v() -> None:
+    """In a known call too."""
+    (q, k, v), table = torch.randn(3, 1, 3, 2, 16, device=DEVICE), torch.randn(8, 16, device=DEVICE)
+    caches = torch.zeros(2, 8, 2, 16, device=DEVICE).to(torch.float8_e4m3fn)
+    cache = jitrope.KVCache(*caches, torch.arange(3, device=DEVICE), k_scale=0.3, v_scale=0.7)
+    for _ in range(2):
+        out = jitrope.prepare_qkv(q, k, v, cos_sin_cache=table, cache=cache, inplace=True)
+        assert out[0] is q
+        assert out[2] is v
+
+
 @pytest.mark.hardware
 def test_scales_that_are_numbers_are_filled_once() -> None:
     """Not again in a CUDA graph, where each would be a launch of every replay."""

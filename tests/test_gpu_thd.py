@@ -120,6 +120,26 @@ def test_corrections(seed: int, step: tuple[str, str, str]) -> None:
             torch.testing.assert_close(got.cpu(), want, rtol=rtol, atol=1e-5, equal_nan=True)
 
 
+@pytest.mark.parametrize("name", ["valid", "grad", "out", "lse"])
+def test_writes_are_seen_by_autograd(name: str) -> None:
+    """A tensor that a backward needs must not change."""
+    cu_seqlens, lse = offsets((6, 4)).to(DEVICE), torch.zeros(1, 10, device=DEVICE)
+    leaf = torch.ones((1, 10) if name == "lse" else (10, 1, 1), device=DEVICE, requires_grad=True)
+    x = leaf * 1
+    squares, step = (x * x).sum(), torch.ones_like(x)
+    with torch.no_grad():
+        if name == "valid":
+            thd.copy_valid_tokens_from_per_split_to_rank_local(x, step, cu_seqlens, cu_seqlens)
+        elif name == "grad":
+            thd.grad_correction(x, step, cu_seqlens, "copy", "add")
+        elif name == "out":
+            thd.out_correction(x, step, lse, lse, cu_seqlens, only_second_half=False, lse_packed=True)
+        else:
+            thd.second_half_lse_correction(x, lse[:, :5].contiguous(), cu_seqlens, lse_packed=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.backward()
+
+
 @pytest.mark.hardware
 @pytest.mark.parametrize("count", [1, 2401, 20_000, 300_000])
 def test_any_number_of_sequences(count: int) -> None:

@@ -288,6 +288,17 @@ def test_the_gradient_of_a_mean_alone(device: str) -> None:
     torch.testing.assert_close(dq, want, rtol=1e-4, atol=1e-5)
 
 
+def test_tokens_after_the_last_sequence_give_a_mean_no_gradient() -> None:
+    """Not NaN either, where they and eps are 0."""
+    q = torch.randn(4, 2, 8)
+    q[3] = 0
+    q.requires_grad_()
+    norm = Norm(torch.ones(16), across_heads=True, eps=0.0, mean_squares=(q.square().mean((-2, -1)), None))
+    words = {"freqs": torch.rand(8, 4), "positions": jitrope.Packed(torch.tensor([0, 3]))}
+    jitrope.prepare_qkv(q, None, None, norm=norm, **words)[0].sum().backward()
+    assert not q.grad[3].any()
+
+
 def test_prewarmed_in_words_is_the_kernel_of_a_call() -> None:
     norm = {"q_weight": "bf16", "k_weight": "bf16", "across_heads": True, "mean_squares": "fp32"}
     described = specs_of(function="prepare_qkv", heads=[10, 10], norm=norm)

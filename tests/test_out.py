@@ -277,6 +277,26 @@ def test_a_like_call_with_other_tensors_is_not_looked_at_again(kind: str, monkey
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("label", ["q_weight", "cos_sin_cache", "bias"])
+def test_outputs_that_share_memory_with_other_tensors_are_refused_in_a_replay_too(label: str) -> None:
+    given = {"q_weight": (16,), "cos_sin_cache": (64, 16), "bias": (96,)}
+    given = {name: torch.randn(shape, device=DEVICE) for name, shape in given.items()}
+    qkv, memory = torch.randn(1, 64, 2, 3 * 16, device=DEVICE), torch.zeros(64 * 2 * 16, device=DEVICE)
+
+    def call(q_weight: Tensor, cos_sin_cache: Tensor, bias: Tensor) -> None:
+        words = {"cos_sin_cache": cos_sin_cache, "out": (memory.view(1, 64, 2, 16), None, None)}
+        if label == "bias":
+            jitrope.prepare_packed_qkv(qkv, q_per_group=1, bias=bias, **words)
+        else:
+            jitrope.prepare_qkv(qkv[..., :16], None, None, norm=Norm(q_weight), **words)
+
+    call(**given)
+    given[label] = memory[: given[label].numel()].view_as(given[label])
+    with pytest.raises(InvalidInput, match=f"out's q and {label} share memory"):
+        call(**given)
+
+
+@pytest.mark.gpu
 def test_a_copied_v_that_shares_memory_is_refused_in_a_replay_too() -> None:
     """v is copied after the launch here, because k is stored as fp8."""
     args, words = heads_of("quantize", DEVICE)

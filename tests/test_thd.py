@@ -437,3 +437,33 @@ def test_refusals(name: str) -> None:
     call, message = REFUSED[name]
     with pytest.raises(jitrope.InvalidInput, match=message):
         call()
+
+
+def test_functions_without_a_gradient_refuse_tensors_that_require_one() -> None:
+    x, lse, cu_seqlens = torch.ones(10, 1, 1, requires_grad=True), torch.zeros(1, 10), offsets((6, 4))
+    calls = {
+        "x": lambda x: thd.read_half_tensor(x, cu_seqlens, 0),
+        "out": lambda x: thd.copy_valid_tokens_from_per_split_to_rank_local(x, x, cu_seqlens, cu_seqlens),
+        "grad": lambda x: thd.grad_correction(x, x.detach(), cu_seqlens, "copy", "add"),
+        "out_per_step": lambda x: thd.out_correction(x.detach(), x, lse, lse, cu_seqlens, False, True),
+        "lse": lambda x: thd.read_second_half_lse(x[:, 0].T, cu_seqlens, True, 5),
+        "lse_per_step": lambda x: thd.second_half_lse_correction(lse, x[:5, 0].T, cu_seqlens, True),
+    }
+    for label, call in calls.items():
+        with pytest.raises(jitrope.InvalidInput, match=f": {label} requires a gradient, which"):
+            call(x)
+        with torch.no_grad():
+            call(x.clone())
+
+
+def test_a_pair_is_reordered_in_a_compiled_function() -> None:
+    pair, cu_seqlens = [torch.randn(10, 2, requires_grad=True) for _ in range(2)], offsets((6, 4))
+
+    def call(*pair: torch.Tensor):
+        return thd.sequence_order_to_cp_rank_order(pair, cu_seqlens, 2)
+
+    want, got = call(*pair), torch.compile(call, backend="aot_eager", fullgraph=True)(*pair)
+    for x, y in zip(got, want):
+        assert torch.equal(x, y)
+    for x, y in zip(*(torch.autograd.grad(sum(n * x.sum() for n, x in enumerate(out)), pair) for out in (got, want))):
+        assert torch.equal(x, y)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import re
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,8 @@ def test_a_value_may_be_kept_copied_pickled_and_printed(name: str) -> None:
     assert text.startswith(f"{type(value).__name__}(")
     assert "\n" not in text
     assert "tensor([" not in text  # shapes, no numbers
+    shown = set(re.findall(r"(?<=[(, ])([a-z_]+)=", text))
+    assert shown <= set(inspect.signature(type(value)).parameters)
 
 
 @pytest.mark.parametrize("name", VALUES)

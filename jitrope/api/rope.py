@@ -248,7 +248,9 @@ def prepare_qkv(
     if found:
         out = {**out, **found}
     first, second = (result(out, "q"), result(out, "k")) if dynamic else (out["q"], out.get("k"))
-    return first, second if cache is None else k if "rotate_k" in asked else None, result(out, "v") if "v" in out else v
+    if cache is not None:
+        return first, k if "rotate_k" in asked else None, v
+    return first, second, result(out, "v") if "v" in out else v
 
 
 @with_words(JointWords)

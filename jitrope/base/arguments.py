@@ -124,7 +124,7 @@ def items(function: str, label: str, value: Any, must: str) -> list[Any]:
     try:
         if not isinstance(value, (str, bytes)):
             return list(value)
-    except TypeError:
+    except (RuntimeError, TypeError):  # the first: a nested tensor
         pass
     refuse(function, label, value, must)
 

@@ -87,7 +87,7 @@ def rotation_of(rope: Any, q: Tensor, k: Tensor, schedule: Schedule) -> Rotation
     shape = schedule.shape
     if shape.rule == "dual_chunk" or shape.cp_size == 1:  # the kernel finds the positions from the offsets
         asked.update(cp_size=shape.cp_size, cp_rank=shape.cp_rank)
-        positions = {"cu_seqlens": schedule.offsets}
+        positions = {"cu_seqlens": schedule.offsets.contiguous()}
     else:
         positions = {"position_ids": schedule.position_ids}
     options, tensors = resolved(ROPE, {"q": q, "k": k, **tables, **positions}, asked, NAME)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from ..thd import ops as thd_ops
 from ..thd.reference import Segments
 from .groups import all_ranks_rows
 from .interface import Varlen
-from .shards import Partition
+from .shards import Partition, kept
 
 
 class Schedule(Partition):
@@ -104,12 +103,12 @@ class Schedule(Partition):
     def _words(self) -> list[str]:
         return [*super()._words(), f"window ({self.mask.left}, {self.mask.right})"]
 
-    @cached_property
+    @kept
     def segments(self) -> Segments:
         """The tables of rows, on the device."""
         return thd_ops.segments(self.cu_seqlens, self.cu_seqlens_padded, self.shape, self.mask)
 
-    @cached_property
+    @kept
     def exchange(self) -> Rows | None:
         """rows[source][rank]: the number of rows that each rank sends to each; None: all ranks gather all rows."""
         return self.shape.exchange(self.mask)
@@ -130,7 +129,7 @@ class Schedule(Partition):
         """The number of rows of keys that this rank receives from each."""
         return [rows[self.shape.cp_rank] for rows in self._rows]
 
-    @cached_property
+    @kept
     def sum_rows(self) -> Tensor:
         """(cp_size, rows) int32: the places of each row's gradients among the gradients that this rank receives."""
         sent_rows = self.segments.sent_rows
@@ -142,7 +141,7 @@ class Schedule(Partition):
         if self.exchange is None:
             return 0.0
         size = self.shape.cp_size
-        moved = sum(map(sum, self.exchange)) - sum(self.exchange[rank][rank] for rank in range(size))
+        moved: int = sum(map(sum, self.exchange)) - sum(self.exchange[rank][rank] for rank in range(size))
         return 1 - moved / (size * (size - 1) * self.shape.capacity)
 
     @property

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable
+from contextlib import nullcontext
 from math import prod
 from typing import Any, cast
 
@@ -13,11 +14,31 @@ from torch.distributed import ProcessGroup
 
 from ..base import arguments
 from ..ops.fit import MAX_TOKENS, failing
+from ..ops.watch import is_compiling
 from ..plan.partition import RULES
 from ..thd import cp_rank_order_to_sequence_order
 from ..thd import ops as thd_ops
 from ..thd.reference import Shape
 from .groups import Ranks, all_gather, all_ranks_rows, all_to_all, ranks_of
+
+
+class kept:
+    """A property that is computed once, as a plain tensor in inference mode too.
+
+    `functools.cached_property` has a lock before Python 3.12, which torch.compile cannot trace.
+    """
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function, self.name, self.__doc__ = function, function.__name__, function.__doc__
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        if instance is None:
+            return self
+        if self.name not in instance.__dict__:
+            usual = is_compiling() or not torch.is_inference_mode_enabled()
+            with nullcontext() if usual else torch.inference_mode(False):
+                instance.__dict__[self.name] = self.function(instance)
+        return instance.__dict__[self.name]
 
 
 class Partition:
@@ -86,23 +107,23 @@ class Partition:
         """Tokens of this rank."""
         return self.shape.rows
 
-    @cached_property
+    @kept
     def indices(self) -> Tensor:
         """The token of the batch for each row: (rows), int32."""
         return thd_ops.table("to_ranks", self.offsets, self.shape)
 
-    @cached_property
+    @kept
     def position_ids(self) -> Tensor:
         """The position of each row in its sequence: (rows), int32, for `apply_rope`."""
         return thd_ops.table("positions", self.offsets, self.shape)
 
-    @cached_property
+    @kept
     def local_cu_seqlens(self) -> Tensor:
         """The offsets (N + 1) of the sequences, with padding, in this rank's rows. They have the given dtype."""
         local: Tensor = self.shape.local(self.offsets)
         return local
 
-    @cached_property
+    @kept
     def _own_rows(self) -> Tensor:
         """The row of each token on this rank, or -1: (T)."""
         row = thd_ops.table("to_sequences", self.offsets, self.shape) - self.shape.cp_rank * self.shape.capacity
@@ -115,7 +136,7 @@ class Partition:
             InvalidInput: x does not have T rows.
         """
         self._check("shard", x, self.shape.tokens, f"the batch has T={self.shape.tokens} tokens")
-        rows: Tensor = _Shard.apply(x, self)
+        rows: Tensor = _Shard.apply(x, self.indices, self._own_rows if x.requires_grad else None)
         return rows
 
     def unshard(self, x: Tensor) -> Tensor:
@@ -152,15 +173,15 @@ def taken(x: Tensor, index: Tensor | None, rows: int) -> Tensor:
 
 class _Shard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, part: Partition) -> Tensor:
-        ctx.part = part
-        return taken(x, part.indices, part.rows)
+    def forward(ctx: Any, x: Tensor, indices: Tensor, own_rows: Tensor | None) -> Tensor:
+        ctx.save_for_backward(own_rows)
+        return taken(x, indices, len(indices))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        part: Partition = ctx.part
-        return taken(gradient, part._own_rows, part.shape.tokens), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (own_rows,) = ctx.saved_tensors
+        return taken(gradient, own_rows, len(own_rows)), None, None
 
 
 class _AllRows(torch.autograd.Function):

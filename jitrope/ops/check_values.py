@@ -8,11 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..plan import partition
 from ..plan.options import LAYOUT_AXES, Options
 from ..plan.views import TABLE_NAMES, Tensors, table_pair
 from .fit import SWAPPED, Fail, failing, label_of_table, rows_of, sizes_of
 from .pages import slots_of, slots_of_pages
-from .rows import table_rows
+from .rows import RULE, table_rows
 
 
 def check_values(name: str, tensors: Tensors, options: Options) -> None:
@@ -44,8 +45,10 @@ def _check_offsets(q: Tensor, cu_seqlens: Tensor, options: Options, fail: Fail) 
     if first != 0 or falls:
         had = f"falls from {int(cu_seqlens[falls[0]])} to {int(cu_seqlens[falls[0] + 1])}" if falls else f"is {first}"
         fail(f"cu_seqlens[{falls[0] + 1 if falls else 0}] {had}; cu_seqlens must ascend from 0")
-    if options.cp_size == 1 and last > tokens:
-        fail(f"cu_seqlens ends at {last}, but q has {tokens} tokens")
+    rows = partition.local_rows(last, options.cp_rank, options.cp_size, RULE)
+    if rows > tokens:
+        of_rank = "" if options.cp_size == 1 else f", {rows} of them on this rank"
+        fail(f"cu_seqlens ends at {last}{of_rank}, but q has {tokens} tokens")
 
 
 def _check_positions(q: Tensor, tables: Tensors, options: Options, fail: Fail) -> None:

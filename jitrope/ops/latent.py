@@ -21,7 +21,7 @@ def check_latent(name: str, tensors: Tensors, options: Options) -> None:
     if q.dim() == k_pe.dim() == len(layout) and q.shape[-1] < k_pe.shape[-1]:
         fail(f"q is {named(q, layout)} but k_pe {named(k_pe, layout)}; q's heads end in as many rotated elements")
     for label, x in (("kv", kv), ("k_pe", k_pe)):
-        as_wide = x.dim() == len(layout) == q.dim()  # its own width is checked below
+        as_wide = x.dim() == len(layout) == q.dim() and x.shape[-1] > 0  # its own width is checked below
         like = x[..., :1].expand(*x.shape[:-1], q.shape[-1]) if as_wide else x
         check_heads(q, like, options, fail, "q", label)
     check(name, {"q": q, **{label: tensors[label] for label in TABLE_NAMES if label in tensors}}, options)

@@ -168,6 +168,8 @@ def _plan(known: Known, tensors: Tensors, statics: Tensors) -> None:
     device, places = next(iter(tensors.values())).device, op.places(options)
     known.finished = op.finishes(named, options)
     near = {name: extent(named[name]) for name in (*places, *BLOCK_SCALES) if name in named}
+    if any(name.endswith("_out") for name in op.mutated):  # the caller's, which may share memory with any other
+        near = {name: extent(x) for name, x in zip(known.names, named.values())}
     known.reach = max(near.values())
     close = tuple([name for name in near if name in known.names])
     if len(close) > 1 and any(name in close for name in op.written(options)):

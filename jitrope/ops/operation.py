@@ -205,8 +205,9 @@ class Operation:
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         """The gradients of the inputs. grads: gradients of the results, at least one."""
-        what = "second derivative" if self.norm and self.differentiable else "gradient"
-        raise JitropeError(f"{self.function or self.name} has no {what}")
+        if self.norm and self.differentiable:
+            raise JitropeError("a norm of q or k has no second derivative")
+        raise JitropeError(f"{self.function or self.name} has no gradient")
 
 
 class Normed(Operation):

@@ -85,6 +85,9 @@ class Pages(Value):
         if self.words and batch_indices is not None:
             refuse("Pages", "clear_page", True, "False beside batch_indices")
 
+    def _argument(self, name: str) -> str:
+        return _lengths_of(self.tensors) if name == "lengths" else name
+
 
 def _lengths_of(t: Tensors) -> str:
     """The user's name for the lengths."""

@@ -305,7 +305,7 @@ class PackedInto(Operation):
         if "bias" in tensors and norm_of(options).of == "v":
             fail("the norm has of='v', which does not go with bias")
         written = {self.label(x): tensors[x] for x in self.written(options) if x in tensors}
-        require_apart(name, written, {"qkv": tensors["qkv"]})
+        require_apart(name, written, {x: tensors[x] for x in ("qkv", "bias") if x in tensors})
         self.into_given.check(name, self.separate(tensors, options), options)
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:

@@ -300,7 +300,8 @@ def gradient_of_mean(mean: Tensor, x: Tensor, dx: Tensor, eps: float, layout: st
     """
     both = torch.where(dx == 0, 0, dx.float() * x.float())
     total = canonical(both, layout).sum((-2, -1))
-    return total.view(mean.shape) * (-0.5 / (mean + eps))
+    total = total.view(mean.shape)
+    return torch.where(total == 0, 0, total * (-0.5 / (mean + eps)))
 
 
 # ---- fp8 and caches --------------------------------------------------------------------------------

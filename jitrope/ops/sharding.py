@@ -61,7 +61,7 @@ def _unsharded(call: Mapping[str, Any]) -> dict[str, str]:
     counted = call.get("cp_size", 1) > 1 or call["cu_seqlens"] is not None or call["start_positions"] is not None
     counted = counted or 0 < call.get("unrotated", 0) < ALL_TOKENS
     words = "cu_seqlens, start_positions, unrotated and cp_size"
-    seq = {"seq": f"{words} count tokens of whole sequences; pass position_ids instead"}
+    seq = {"seq": f"{words} count tokens of whole sequences; pass positions as ids instead"}
     heads = {"heads": "across_heads does not go with sharded heads"}
     return {**(seq if counted else {}), **(heads if call.get("across_heads") else {})}
 

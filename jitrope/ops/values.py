@@ -30,8 +30,13 @@ class Value:
     words: dict[str, Any]
 
     def __repr__(self) -> str:
-        parts = [f"{name}={shown(x)}" for name, x in (*self.tensors.items(), *self.words.items())]
+        given = {self._argument(name): x for name, x in (*self.tensors.items(), *self.words.items())}
+        parts = [f"{name}={shown(x)}" for name, x in given.items() if name]
         return f"{type(self).__name__}({', '.join(parts)})"
+
+    def _argument(self, name: str) -> str:
+        """The argument for a tensor or a word; "" if the class implies it."""
+        return "" if name in ("layout", "shifts") else "ranks" if name == "ulysses_degree" else name
 
 
 class Positions(Value):
@@ -58,7 +63,7 @@ class Packed(Positions):
 
     Args:
         cu_seqlens: int32 or int64 offsets (N + 1) of N sequences, on q's device, ascending from 0. The host does not
-            read them. Tokens after the last sequence become zero; in place they do not change, unless a bias is
+            read them. Tokens after the last sequence become zero; in place they do not change, except that a bias is
             added. Tokens past the end of the table become NaN.
         max_seqlen: the length of the longest sequence, if known on the host.
         start_positions: int32 or int64, (N): the position of the first token of each sequence; default 0.
@@ -333,7 +338,7 @@ def _scale(name: str, label: str, scale: float | Tensor, like: Tensor) -> Tensor
 
 def divisor(name: str, label: str, scale: Any) -> None:
     """Refuse a scale to divide by that is a number, but not one above 0 in fp32."""
-    if not isinstance(scale, Tensor) and scale_number(name, label, scale) < 2.0**-149:
+    if not isinstance(scale, Tensor) and scale_number(name, label, scale) <= 2.0**-150:  # fp32 rounds it to 0
         refuse(name, label, scale, "above 0 in fp32")
 
 

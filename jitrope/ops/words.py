@@ -80,7 +80,8 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name
     """
     name = name or op.function
     for label in (*asked, *[label for label in tensors if label not in op.names]):
-        if label not in op.words and label not in op.tables:
+        default = label in asked and asked[label] == Options._field_defaults.get(label)
+        if label not in op.words and label not in op.tables and not default:
             hint = "; pass positions as a tensor of ids" if label in ("cu_seqlens", "max_seqlen") else ""
             raise InvalidInput(f"{name}: {op.label(label)} does not go with {op.stage or 'this function'}{hint}")
     kind = _check_tensors(op, tensors, asked, name)

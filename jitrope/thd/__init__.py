@@ -6,6 +6,9 @@ function is one launch, also for two tensors, and none waits for the GPU. `jitro
 the rows of each rank. The halves and corrections are for ring attention (arXiv:2310.01889), which joins softmaxes
 over parts of the keys by their log-sum-exp (FlashAttention, arXiv:2205.14135 and 2307.08691).
 
+The two functions that reorder rows have a gradient. The others have none, and refuse tensors that require one: call
+them in a `torch.autograd.Function`.
+
 cu_seqlens are the offsets of the sequences in the whole batch, (B + 1) int32 or int64, ascending from 0. "Of a rank"
 means offsets in the rows of one rank. They include any padding between sequences. In shapes, T is the number of tokens
 of the batch or of the rank, and B the number of sequences.
@@ -22,7 +25,16 @@ from ..base import arguments
 from ..ops.fit import failing
 from ..plan.partition import RULES
 from . import ops as thd_ops
-from .checks import check_lse, check_offsets, check_step, fail_of, require_written, rows_of, shape_of
+from .checks import (
+    check_lse,
+    check_offsets,
+    check_step,
+    fail_of,
+    fail_without_gradient,
+    require_written,
+    rows_of,
+    shape_of,
+)
 from .corrections import Correction
 from .reference import Move, Shape
 
@@ -52,7 +64,8 @@ class _Reordered(torch.autograd.Function):
     """Tensors in the other order; the backward restores the order of gradients."""
 
     @staticmethod
-    def forward(ctx: Any, map: str, cu_seqlens: Tensor, shape: Shape, *xs: Tensor) -> Any:
+    def forward(ctx: Any, map: str, cu_seqlens: Tensor, shape: Shape, x: Tensor, y: Tensor | None = None) -> Any:
+        xs = (x,) if y is None else (x, y)  # torch.compile cannot trace `*xs` here
         ctx.map, ctx.shape = map, shape
         ctx.save_for_backward(cu_seqlens)
         rows = shape.all_rows if map == "to_ranks" else shape.tokens
@@ -185,7 +198,7 @@ def copy_valid_tokens_from_per_split_to_rank_local(
         InvalidInput: the arguments do not fit together; nothing was written.
     """
     name = "copy_valid_tokens_from_per_split_to_rank_local"
-    fail = fail_of(name, out=out, x=x, cu_seqlens_padded=cu_seqlens_padded, cu_seqlens=cu_seqlens)
+    fail = fail_without_gradient(name, out=out, x=x, cu_seqlens_padded=cu_seqlens_padded, cu_seqlens=cu_seqlens)
     if out.dim() <= 0 or out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
         fail(f"out is {arguments.shown(out)}, x {arguments.shown(x)}; they must be (T, ...) and alike")
     for label, offsets in (("cu_seqlens_padded", cu_seqlens_padded), ("cu_seqlens", cu_seqlens)):
@@ -216,7 +229,7 @@ def read_half_tensor(x: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
         InvalidInput: the arguments do not fit together.
     """
     name = "read_half_tensor"
-    fail = fail_of(name, x=x, cu_seqlens=cu_seqlens)
+    fail = fail_without_gradient(name, x=x, cu_seqlens=cu_seqlens)
     half_idx = arguments.whole(name, "half_idx", half_idx)
     if half_idx not in (0, 1):
         fail(f"half_idx is {half_idx!r}; it must be 0 or 1")
@@ -251,7 +264,7 @@ def second_half_lse_correction(lse: Tensor, lse_per_step: Tensor, cu_seqlens: Te
         InvalidInput: the arguments do not fit together; nothing was written.
     """
     name = "second_half_lse_correction"
-    fail = fail_of(name, lse=lse, lse_per_step=lse_per_step, cu_seqlens=cu_seqlens)
+    fail = fail_without_gradient(name, lse=lse, lse_per_step=lse_per_step, cu_seqlens=cu_seqlens)
     packed = arguments.flag(name, "lse_packed", lse_packed)
     rows = check_lse(packed, cu_seqlens, fail, lse=lse, lse_per_step=lse_per_step)
     _correct(Correction("lse", "nothing", "add", packed, cu_seqlens, rows, lse=lse, lse_step=lse_per_step))
@@ -274,7 +287,7 @@ def read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, lse_packed: bool, seco
         InvalidInput: the arguments do not fit together.
     """
     name = "read_second_half_lse"
-    fail = fail_of(name, lse=lse, cu_seqlens=cu_seqlens)
+    fail = fail_without_gradient(name, lse=lse, cu_seqlens=cu_seqlens)
     packed = arguments.flag(name, "lse_packed", lse_packed)
     columns = arguments.whole(name, "second_half_lse_seqlen", second_half_lse_seqlen, 0)
     rows = check_lse(packed, cu_seqlens, fail, lse=lse)
@@ -312,7 +325,7 @@ def out_correction(
     """
     name = "out_correction"
     both = {"lse": lse, "lse_per_step": lse_per_step}
-    fail = fail_of(name, out=out, out_per_step=out_per_step, **both, cu_seqlens=cu_seqlens)
+    fail = fail_without_gradient(name, out=out, out_per_step=out_per_step, **both, cu_seqlens=cu_seqlens)
     first = "nothing" if arguments.flag(name, "only_second_half", only_second_half) else "add"
     packed = arguments.flag(name, "lse_packed", lse_packed)
     check_step("out", out, out_per_step, cu_seqlens, first, "add", fail)
@@ -341,7 +354,7 @@ def grad_correction(grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, fir
         InvalidInput: the arguments do not fit together; nothing was written.
     """
     name = "grad_correction"
-    fail = fail_of(name, grad=grad, grad_per_step=grad_per_step, cu_seqlens=cu_seqlens)
+    fail = fail_without_gradient(name, grad=grad, grad_per_step=grad_per_step, cu_seqlens=cu_seqlens)
     first = CORRECTIONS[arguments.word(name, "first_half", first_half, CORRECTIONS)]
     second = CORRECTIONS[arguments.word(name, "second_half", second_half, CORRECTIONS)]
     for label, x in (("grad", grad), ("grad_per_step", grad_per_step)):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..base import arguments
 from ..ops.fit import MAX_TOKENS, Fail, failing, is_float
+from ..ops.watch import wants_grad
 from .reference import Shape
 
 
@@ -17,6 +18,15 @@ def fail_of(name: str, **tensors: Any) -> Fail:
     for label, x in tensors.items():
         arguments.tensor(name, label, x)
     return failing(name)
+
+
+def fail_without_gradient(name: str, **tensors: Any) -> Fail:
+    """As `fail_of`, for a function without a gradient."""
+    fail = fail_of(name, **tensors)
+    for label, x in tensors.items():
+        if wants_grad(x):
+            fail(f"{label} requires a gradient, which this function does not have; call it under torch.no_grad()")
+    return fail
 
 
 def check_offsets(label: str, cu_seqlens: Tensor, x: Tensor, fail: Fail, rows: str = "x") -> None:

@@ -32,6 +32,11 @@ class Correction(NamedTuple):
     lse: Tensor | None = None
     lse_step: Tensor | None = None
 
+    @property
+    def written(self) -> Tensor | None:
+        """The tensor that changes."""
+        return {"lse": self.lse, "read_lse": self.lse_step}.get(self.quantity, self.out)
+
 
 def halves(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(sequence, position, whether in the second half, row among the rows of its half) for each row of a rank's shard.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..ops.enqueue import Call, enqueue
+from ..ops.watch import written
 from ..plan.partition import Mask
 from . import reference
 from .corrections import Correction, correct
@@ -29,6 +30,7 @@ class Operation(NamedTuple):
     fresh: Callable[..., Tensor] | None
     reference: Callable[..., object]  # plain torch
     calls: Callable[..., list[Call] | None]  # the launches on a GPU; None: use plain torch there too
+    written: Callable[..., Sequence[Any]] = lambda *words: ()  # the tensors that it overwrites
 
 
 _SHAPE = "int tokens, int sequences, int cp_size, int cp_rank, str rule"
@@ -51,6 +53,7 @@ OPERATIONS = (
         None,
         reference.move,
         rows_calls,
+        lambda given: given.outputs,
     ),
     Operation(
         f"cp_segments(Tensor cu_seqlens, Tensor? cu_seqlens_padded, int left, int right, {_SHAPE}) -> Tensor",
@@ -65,6 +68,7 @@ OPERATIONS = (
         None,
         correct,
         correction_calls,
+        lambda given: [given.written],
     ),
 )
 
@@ -89,6 +93,7 @@ def on_gpu(op: Operation, *given: Any) -> Tensor | None:
         return _on_cpu(op, *given)
     for call in calls:
         enqueue(call)
+    written(op.written(*words))
     return made[0] if made else None
 
 
