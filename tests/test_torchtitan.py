@@ -715,6 +715,96 @@ def test_norms_removed_after_the_layer_was_built(host: Any, counted: dict[str, i
             layer(x, None, IDS)
 
 
+PATCHES = {
+    "RMSNorm.forward": "a norm was replaced or changed after the layer was built",
+    "CosSinRoPE.forward": "a method of CosSinRoPE was replaced",
+    "CosSinRoPE.apply_rotary_emb": "a method of CosSinRoPE was replaced",
+    "CosSinRoPE._reshape_cache": "a method of CosSinRoPE was replaced",
+    "GQAttention.forward": "GQAttention.forward was replaced",
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("patch", PATCHES)
+def test_a_patch_of_a_class(
+    host: Any, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch, patch: str, compiled: bool
+) -> None:
+    """The user's method is called, and the layer is fused again when it is gone."""
+    from torchtitan.models.common import attention, nn_modules
+
+    x, layers = torch.randn(2, 12, 256), [attention_of(small("qwen3", o).layers["0"]) for o in (False, True)]
+    run = torch.compile(layers[1], backend="aot_eager", fullgraph=True) if compiled else layers[1]
+    name, _, method = patch.partition(".")
+    cls = next(getattr(module, name) for module in (host, attention, nn_modules) if hasattr(module, name))
+    static, function = isinstance(vars(cls).get(method), staticmethod), doubled(getattr(cls, method))
+    fused = run(x, None, IDS)
+    assert counted["fused"] == 1
+    monkeypatch.setattr(cls, method, staticmethod(function) if static else function)
+    want = layers[0](x, None, IDS)
+    assert not torch.equal(want, fused)
+    assert torch.equal(run(x, None, IDS), want)
+    assert f"not fused: {PATCHES[patch]}" in torchtitan.reasons
+    assert counted["fused"] == 1
+    monkeypatch.undo()
+    assert torch.equal(run(x, None, IDS), fused)
+    assert counted["fused"] == 1 if compiled else 2  # the compiled one needs no new trace
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Our classes are made again, as in a process that patches before it applies the overrides."""
+    torchtitan._subclass.cache_clear()
+    yield
+    torchtitan._subclass.cache_clear()
+
+
+@pytest.mark.parametrize("patch", [patch for patch in PATCHES if patch != "RMSNorm.forward"])
+def test_a_patch_before_our_class_is_made(
+    host: Any, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch, fresh: None, patch: str
+) -> None:
+    from torchtitan.models.common import attention
+
+    name, _, method = patch.partition(".")
+    cls = getattr(host, name, None) or getattr(attention, name)
+    static, function = isinstance(vars(cls).get(method), staticmethod), doubled(getattr(cls, method))
+    monkeypatch.setattr(cls, method, staticmethod(function) if static else function)
+    x, layers = torch.randn(2, 12, 256), [attention_of(small("qwen3", o).layers["0"]) for o in (False, True)]
+    want, got = (layer(x, None, IDS) for layer in layers)
+    assert torch.equal(got, want)
+    assert f"not fused: {PATCHES[patch]}" in torchtitan.reasons
+
+
+@pytest.mark.parametrize("name", ["forward", "apply_rotary_emb", "_reshape_cache"])
+@pytest.mark.parametrize("of", ["class", "module"])
+def test_a_patch_of_a_rope_alone(
+    host: Any, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch, of: str, name: str
+) -> None:
+    ropes, q = pair(host, "CosSinRoPE"), torch.randn(1, 6, 2, 32)
+    for place in [host.CosSinRoPE] if of == "class" else ropes:
+        function = doubled(getattr(place, name))
+        monkeypatch.setattr(place, name, staticmethod(function) if name == "apply_rotary_emb" else function)
+    theirs, ours = (rope(q, q) for rope in ropes)
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_a_rope_of_the_user(host: Any, counted: dict[str, int]) -> None:
+    """In place of a layer's own, and as a subclass of ours."""
+
+    def apply_rotary_emb(query: Tensor, key: Tensor, rope_cache: Tensor) -> tuple[Tensor, Tensor]:
+        return 2 * query, key
+
+    own = {"apply_rotary_emb": staticmethod(apply_rotary_emb)}
+    x, layers = torch.randn(2, 12, 256), [attention_of(small("qwen3", o).layers["0"]) for o in (False, True)]
+    for layer in layers:
+        layer.rope = type("Own", (host.CosSinRoPE,), own)(layer.rope.config)
+    want = layers[0](x, None, IDS)
+    assert torch.equal(layers[1](x, None, IDS), want)
+    assert torchtitan.reasons == {"not fused: rope was replaced after the layer was built": 1}
+    layers[1].rope = type("Own", (torchtitan.CosSinRoPE,), own)(layers[1].rope.config)
+    assert torch.equal(layers[1](x, None, IDS), want)
+    assert counted == {"host": 1}
+
+
 def test_overrides_are_exact(host: Any) -> None:
     """Those of ropes take no subclass, because it computes something else; that of attention does. Configs pickle."""
     from torchtitan.config.override import _REGISTRY
