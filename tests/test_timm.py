@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -313,9 +314,14 @@ def test_other_versions_of_the_function(monkeypatch: pytest.MonkeyPatch) -> None
     """Before 1.0.31 the result had the dtype that x and the tables promote to; before 1.0.16 tables were for images."""
     module = importlib.import_module("timm.layers.pos_embed_sincos")
 
+    def of_timm(function: Any) -> Any:
+        return _host.with_code(function, function.__code__, __name__=module.__name__)
+
+    @of_timm
     def promoted(x: Tensor, sin_emb: Tensor, cos_emb: Tensor, half: bool = False) -> Tensor:
         return x * cos_emb + (module.rope_rotate_half if half else module.rot)(x) * sin_emb
 
+    @of_timm
     def images(x: Tensor, sin_emb: Tensor, cos_emb: Tensor) -> Tensor:
         return x * cos_emb.unsqueeze(1) + module.rot(x) * sin_emb.unsqueeze(1)
 
@@ -326,12 +332,60 @@ def test_other_versions_of_the_function(monkeypatch: pytest.MonkeyPatch) -> None
     assert out.dtype == torch.float32
     assert torch.equal(out, promoted(x, sin, cos))
     assert report.calls == {"jitrope": 1, "host": 0}
-    for other in (images, lambda x, sin_emb, cos_emb, half=False: x):
+    for other in (images, of_timm(lambda x, sin_emb, cos_emb, half=False: x)):
         monkeypatch.setattr(module, "apply_rot_embed", other)
         with pytest.raises(integration.JitropeError, match="has other results"):
             integration.enable()
         assert module.apply_rot_embed is other
         assert not _host.placed
+
+
+def doubled(function: Any) -> Any:
+    @wraps(function)
+    def patched(*arguments: Any, **words: Any) -> Tensor:
+        return 2 * function(*arguments, **words)
+
+    return patched
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", ["apply_rot_embed_cat", "apply_rot_embed"])
+def test_a_function_of_the_user(name: str, when: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is called, as without jitrope, and q and k are one launch again when it is gone."""
+    eva, module = (importlib.import_module(f"timm.{at}") for at in ("models.eva", "layers.pos_embed_sincos"))
+    layer, x = eva.EvaAttention(32, num_heads=4, num_prefix_tokens=1, norm_layer=nn.LayerNorm), torch.randn(2, 10, 32)
+    emb = torch.randn(9, 4).repeat_interleave(2, -1).repeat(1, 2)
+    torch.compiler.reset()
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    stock = layer(x, emb)
+
+    def patch() -> None:
+        for holder in (eva, module):
+            if hasattr(holder, name):
+                monkeypatch.setattr(holder, name, doubled(getattr(holder, name)))
+
+    patch()
+    want = layer(x, emb)
+    assert not torch.equal(want, stock)
+    if when == "before" and name == "apply_rot_embed":
+        with pytest.raises(integration.JitropeError, match=f"apply_rot_embed is {__name__}'s"):
+            integration.enable()
+        return
+    if when == "after":
+        monkeypatch.undo()
+    with integration.enable() as report:
+        if when == "after":
+            assert torch.equal(run(x, emb), stock)
+            assert report.calls == {"jitrope": 1, "host": 0}
+            patch()
+        assert torch.equal(run(x, emb), want)
+        assert report.reasons == {"apply_rot_embed_cat or apply_rot_embed was replaced": 1}
+        if when == "after":
+            monkeypatch.undo()
+            before = report.calls["jitrope"]
+            assert torch.equal(run(x, emb), stock)
+            assert report.calls["jitrope"] == before + (not compiled)  # the compiled one needs no new trace
 
 
 def test_a_forward_that_jitrope_does_not_know_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

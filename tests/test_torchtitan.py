@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -622,7 +622,7 @@ def test_a_norm_that_is_resharded_is_called(host: Any) -> None:
     norm = small("qwen3", True).layers["0"].attention.q_norm
     form = _layers.form_of(norm)
     query = torch.randn(2, 12, 16, 128)
-    weights = partial(torchtitan._weights, (norm,), form, form.words(norm), query)
+    weights = partial(torchtitan._weights, (norm,), form, form.words(norm), True, query)
     assert weights()[0] is norm.weight
     norm.forward = norm.forward
     with pytest.raises(jitrope.InvalidInput, match="a norm has its own forward"):
@@ -642,6 +642,167 @@ class ShardingConfigs:
         local_map=None,
     )  # fmt: skip
     moves = SimpleNamespace(**{**vars(here), "out_dst_shardings": 3})
+
+
+# ---- what users change, before a layer is built or after ------------------------------------------------
+
+
+def doubled(function: Any) -> Any:
+    @wraps(function)
+    def patched(*arguments: Any, **words: Any) -> Any:
+        out = function(*arguments, **words)
+        return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
+
+    return patched
+
+
+class Twice(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def wrapped(norm: Any) -> Any:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    return checkpoint_wrapper(norm)
+
+
+def of_a_subclass(norm: Any) -> Any:
+    norm.__class__ = type("Softer", (type(norm),), {"forward": doubled(type(norm).forward)})
+    return norm
+
+
+def without_weight(norm: Any) -> Any:
+    norm.weight = None
+    return norm
+
+
+CHANGES: dict[str, Any] = {
+    "wrapped": wrapped,
+    "parametrised": lambda norm: torch.nn.utils.parametrize.register_parametrization(norm, "weight", Twice()),
+    "another class": of_a_subclass,
+    "another module": lambda _: Twice(),
+    "without a weight": without_weight,
+}
+
+
+@pytest.mark.parametrize(("name", "change"), [("qwen3_5", "wrapped"), *product(["qwen3"], CHANGES)])
+def test_a_norm_changed_after_the_layer_was_built(host: Any, counted: dict[str, int], name: str, change: str) -> None:
+    """It is called, and rope is still jitrope's; its weight gets the gradient that it gets from the host."""
+    x, results = torch.randn(2, 12, 256), []
+    for override in (False, True):
+        layer = attention_of(small(name, override).layers["0"])
+        layer.q_norm, layer.k_norm = CHANGES[change](layer.q_norm), CHANGES[change](layer.k_norm)
+        results.append([layer(x, None, None)])
+        results[-1][0].square().sum().backward()
+        results[-1] += [p.grad for p in layer.parameters()]
+    assert torch.equal(results[1][0], results[0][0])
+    for a, b in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(a, b)
+    assert counted == {"jitrope": 1, "host": 0}
+    assert torchtitan.reasons == {"not fused: a norm was replaced or changed after the layer was built": 1}
+
+
+def test_norms_removed_after_the_layer_was_built(host: Any, counted: dict[str, int]) -> None:
+    x, layers = torch.randn(2, 12, 256), [attention_of(small("qwen3", o).layers["0"]) for o in (False, True)]
+    for layer in layers:
+        layer.q_norm = layer.k_norm = None
+    assert torch.equal(layers[1](x, None, IDS), layers[0](x, None, IDS))
+    assert counted == {"jitrope": 1}
+    for layer in layers:
+        layer.q_norm = torch.nn.Identity()
+        with pytest.raises(AssertionError):
+            layer(x, None, IDS)
+
+
+PATCHES = {
+    "RMSNorm.forward": "a norm was replaced or changed after the layer was built",
+    "CosSinRoPE.forward": "a method of CosSinRoPE was replaced",
+    "CosSinRoPE.apply_rotary_emb": "a method of CosSinRoPE was replaced",
+    "CosSinRoPE._reshape_cache": "a method of CosSinRoPE was replaced",
+    "GQAttention.forward": "GQAttention.forward was replaced",
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("patch", PATCHES)
+def test_a_patch_of_a_class(
+    host: Any, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch, patch: str, compiled: bool
+) -> None:
+    """The user's method is called, and the layer is fused again when it is gone."""
+    from torchtitan.models.common import attention, nn_modules
+
+    x, layers = torch.randn(2, 12, 256), [attention_of(small("qwen3", o).layers["0"]) for o in (False, True)]
+    run = torch.compile(layers[1], backend="aot_eager", fullgraph=True) if compiled else layers[1]
+    name, _, method = patch.partition(".")
+    cls = next(getattr(module, name) for module in (host, attention, nn_modules) if hasattr(module, name))
+    static, function = isinstance(vars(cls).get(method), staticmethod), doubled(getattr(cls, method))
+    fused = run(x, None, IDS)
+    assert counted["fused"] == 1
+    monkeypatch.setattr(cls, method, staticmethod(function) if static else function)
+    want = layers[0](x, None, IDS)
+    assert not torch.equal(want, fused)
+    assert torch.equal(run(x, None, IDS), want)
+    assert f"not fused: {PATCHES[patch]}" in torchtitan.reasons
+    assert counted["fused"] == 1
+    monkeypatch.undo()
+    assert torch.equal(run(x, None, IDS), fused)
+    assert counted["fused"] == 1 if compiled else 2  # the compiled one needs no new trace
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Our classes are made again, as in a process that patches before it applies the overrides."""
+    torchtitan._subclass.cache_clear()
+    yield
+    torchtitan._subclass.cache_clear()
+
+
+@pytest.mark.parametrize("patch", [patch for patch in PATCHES if patch != "RMSNorm.forward"])
+def test_a_patch_before_our_class_is_made(
+    host: Any, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch, fresh: None, patch: str
+) -> None:
+    from torchtitan.models.common import attention
+
+    name, _, method = patch.partition(".")
+    cls = getattr(host, name, None) or getattr(attention, name)
+    static, function = isinstance(vars(cls).get(method), staticmethod), doubled(getattr(cls, method))
+    monkeypatch.setattr(cls, method, staticmethod(function) if static else function)
+    x, layers = torch.randn(2, 12, 256), [attention_of(small("qwen3", o).layers["0"]) for o in (False, True)]
+    want, got = (layer(x, None, IDS) for layer in layers)
+    assert torch.equal(got, want)
+    assert f"not fused: {PATCHES[patch]}" in torchtitan.reasons
+
+
+@pytest.mark.parametrize("name", ["forward", "apply_rotary_emb", "_reshape_cache"])
+@pytest.mark.parametrize("of", ["class", "module"])
+def test_a_patch_of_a_rope_alone(
+    host: Any, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch, of: str, name: str
+) -> None:
+    ropes, q = pair(host, "CosSinRoPE"), torch.randn(1, 6, 2, 32)
+    for place in [host.CosSinRoPE] if of == "class" else ropes:
+        function = doubled(getattr(place, name))
+        monkeypatch.setattr(place, name, staticmethod(function) if name == "apply_rotary_emb" else function)
+    theirs, ours = (rope(q, q) for rope in ropes)
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_a_rope_of_the_user(host: Any, counted: dict[str, int]) -> None:
+    """In place of a layer's own, and as a subclass of ours."""
+
+    def apply_rotary_emb(query: Tensor, key: Tensor, rope_cache: Tensor) -> tuple[Tensor, Tensor]:
+        return 2 * query, key
+
+    own = {"apply_rotary_emb": staticmethod(apply_rotary_emb)}
+    x, layers = torch.randn(2, 12, 256), [attention_of(small("qwen3", o).layers["0"]) for o in (False, True)]
+    for layer in layers:
+        layer.rope = type("Own", (host.CosSinRoPE,), own)(layer.rope.config)
+    want = layers[0](x, None, IDS)
+    assert torch.equal(layers[1](x, None, IDS), want)
+    assert torchtitan.reasons == {"not fused: rope was replaced after the layer was built": 1}
+    layers[1].rope = type("Own", (torchtitan.CosSinRoPE,), own)(layers[1].rope.config)
+    assert torch.equal(layers[1](x, None, IDS), want)
+    assert counted == {"host": 1}
 
 
 def test_overrides_are_exact(host: Any) -> None:

@@ -249,6 +249,17 @@ def with_code(function: FunctionType, code: CodeType, **names: Any) -> FunctionT
     return copy
 
 
+def module_of(function: Any) -> str:
+    """The name of the module with a function's code; of a wrapper its own."""
+    names = getattr(function, "__globals__", {"__name__": type(function).__module__})
+    return str(names.get("__name__"))
+
+
+def own(package: str, function: Any) -> Any:
+    """A function, or None if its code is not of this package, because it was replaced."""
+    return function if module_of(function).split(".")[0] == package else None
+
+
 def counted(count: int, noun: str) -> str:
     """`1 call`, `2 calls`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -24,7 +24,8 @@ _PLAIN = (bool, int, float, str, tuple, list, type(None))
 # A torch.nn.RMSNorm without an eps uses that of its computing type, which is fp32 for fp32, fp16 and bf16
 # (its documentation, and ATen's rms_norm on CPU and CUDA).
 DEFAULT_EPS = torch.finfo(torch.float32).eps
-_OF_HOSTS = {"_is_hf_initialized", "_param_init", "_sharding_config"}  # of transformers and torchtitan
+_OF_TORCHTITAN = {"_param_init", "_parallelized", "_pos_arg_list", "_sharding_config"}
+_OF_HOSTS = {"_is_hf_initialized", *_OF_TORCHTITAN}
 _WITHOUT_EFFECT = {*dir(nn.Module), *vars(nn.Module()), "weight", "bias", *_OF_HOSTS}
 
 

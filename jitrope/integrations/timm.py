@@ -15,8 +15,9 @@ import ast
 import copy
 import importlib
 import re
+from functools import partial
 from itertools import chain, pairwise
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ def enable() -> _host.Report:
 
     Raises:
         ImportError: timm is not installed.
-        JitropeError: this version of timm has another `apply_rot_embed`, or none; nothing was replaced.
+        JitropeError: this version of timm has another `apply_rot_embed`, or none, or it was replaced; jitrope has
+            replaced nothing.
     """
     host = getattr(_host.load("timm", _MODULE), "apply_rot_embed", None)
     report = _host.enable("timm", {f"{_MODULE}:apply_rot_embed": apply_rot_embed if host is None else _like(host)})
@@ -84,6 +86,8 @@ disable = _host.disabler(__name__)
 def _like(host: _host.Function) -> _host.Function:
     """Our function with the dtype of the host's results, found by a call with tables for each head."""
     host = _host.placed[host].original if host in _host.placed else host
+    if not _host.own("timm", host):
+        raise JitropeError(f"apply_rot_embed is {_host.module_of(host)}'s, not timm's: it was replaced before enable")
     x = torch.arange(48, dtype=torch.bfloat16, device="cpu").view(2, 2, 3, 4) / 10
     sin, cos = x[0].float().sin(), x[1].float().cos()
     for ours in (apply_rot_embed, _promoted):
@@ -130,31 +134,35 @@ _ROTATION = re.compile(
 )
 """A statement that rotates x, whole or behind its first tokens, as `ast.unparse` writes it."""
 
-_NAME = "_jitrope_rotated"
-"""The name of `_rotated` in timm's modules."""
+_NAME, _CALLED = "_jitrope_rotated", "apply_rot_embed_cat"
+"""The names of `_of_timm` in timm's modules, and of the function that they call."""
 
 
 def _recode(forward: FunctionType, report: _host.Report) -> None:
     """Change the code of a forward. Raises ValueError with the reason if it cannot be changed."""
-    if forward in _host.placed:
-        return
-    source = Source(forward, {})
-    tree = copy.deepcopy(source.tree)
-    if not _paired(tree):
-        raise ValueError("it does not rotate q, then k, in statements that jitrope knows")
-    forward.__globals__[_NAME] = _rotated  # stays there, for a forward that runs while it is restored
-    report.recode(forward, source.code_of(tree), "q and k")
+    module, code = importlib.import_module(_MODULE), None
+    if forward not in _host.placed:
+        source = Source(forward, {})
+        tree = copy.deepcopy(source.tree)
+        if not _paired(tree):
+            raise ValueError("it does not rotate q, then k, in statements that jitrope knows")
+        code = source.code_of(tree)
+    stock = _host.own("timm", getattr(module, _CALLED, None))
+    # It stays there, for a forward that runs while it is restored.
+    forward.__globals__[_NAME] = partial(_of_timm, module, stock, module.apply_rot_embed)
+    if code is not None:
+        report.recode(forward, code, "q and k")
 
 
 def _paired(tree: ast.AST) -> bool:
-    """Put a call of `_rotated` before two statements that rotate q, then k. They stay, for calls that it refuses."""
+    """Put a call of `_of_timm` before two statements that rotate q, then k. They stay, for calls that it refuses."""
     found = False
     for node in list(ast.walk(tree)):
         body = getattr(node, "body", None)
         for i, two in enumerate(pairwise(body) if isinstance(body, list) else ()):
             q, k = map(_read, two)
             if q and k and q[1:] == k[1:]:
-                call = f"{_NAME}({q[0]}, {k[0]}, {', '.join(q[1:])})"
+                call = f"{_NAME}({_CALLED}, {q[0]}, {k[0]}, {', '.join(q[1:])})"
                 made: Any = ast.parse(f"_made = {call}\nif _made is None: pass\nelse: {q[0]}, {k[0]} = _made").body
                 made[1].body = list(two)
                 for part in chain.from_iterable(map(ast.walk, made)):
@@ -169,6 +177,14 @@ def _read(statement: ast.stmt) -> tuple[str, ...]:
     """(x, the number of its first tokens, the tensor whose dtype it gets, the other arguments), or ()."""
     match = _ROTATION.fullmatch(ast.unparse(statement))
     return (match[1], match[2] or "0", match[4], match[3]) if match else ()
+
+
+def _of_timm(host: ModuleType, stock: Any, ours: Any, called: Any, *heads: Any, **words: Any) -> list[Tensor] | None:
+    """`_rotated`, if `called` is timm's `stock` and host's `apply_rot_embed` is ours; None if the user replaced one."""
+    if called is not stock or host.apply_rot_embed is not ours:
+        _host.note("timm", "host", "apply_rot_embed_cat or apply_rot_embed was replaced")
+        return None
+    return _rotated(*heads, **words)
 
 
 def _rotated(q: Tensor, k: Tensor, first: int, like: Tensor, emb: Tensor, half: bool = False) -> list[Tensor] | None:

@@ -110,6 +110,9 @@ def _rotate(
     size: of the part of each head that the host rotates.
     function: of the module's configuration, query, key, table, weights and, if they are given, positions.
     """
+    host, forward, parts = rope._original
+    if host.forward is not forward or any(n in rope.__dict__ or getattr(type(rope), n) is not f for n, f in parts):
+        raise InvalidInput(f"a method of {host.__name__} was replaced")
     if size != rope.config.dim:  # the host broadcasts a smaller table or refuses it
         raise InvalidInput("the heads and the table have different sizes")
     cache, given = _local(rope.cache), () if positions is None else (positions,)
@@ -122,11 +125,15 @@ def _local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def _weights(norms: tuple[Any, ...], form: NormForm, words: dict[str, Any], query: Tensor) -> tuple[Tensor, ...]:
-    """The weights of norms of a form for heads like query."""
+def _weights(
+    norms: tuple[Any, ...], form: NormForm, words: dict[str, Any], affine: bool, query: Tensor
+) -> tuple[Tensor, ...]:
+    """The weights of norms of a form for heads like query. affine: whether each has one."""
     found: list[Tensor] = []
     for norm in norms:
         weight, bias = unhooked(norm, wrapped=_moves_nothing(norm))
+        if not form.fits(norm) or (weight is not None) != affine:
+            raise InvalidInput("a norm was replaced or changed after the layer was built")
         check_results((form,), weight, query)
         if bias is not None or form.words(norm) != words:
             raise InvalidInput("the norms of q and k differ, or have a bias")
@@ -209,23 +216,31 @@ def _rope_methods(host: Any) -> dict[str, Any]:
         return _host.take("torchtitan", ours, theirs, query, key, positions)
 
     check = getattr(sys.modules[host.__module__], "_maybe_check_max_pos", None)  # not in all versions
-    return {"forward": forward, "_check": staticmethod(check) if check else None}
+    names = ("apply_rotary_emb", "_reshape_cache", "_compute_mrope_cache", "_rotate_half")  # what the forward calls
+    parts = [(name, _host.own("torchtitan", getattr(host, name))) for name in names if hasattr(host, name)]
+    original = (host, _host.own("torchtitan", host.forward), parts)
+    return {"forward": forward, "_check": staticmethod(check) if check else None, "_original": original}
 
 
 def _attention_methods(host: Any) -> dict[str, Any]:
-    theirs = _without_copies(host.forward)
+    original = _host.own("torchtitan", host.forward)
+    theirs = _without_copies(original)
 
     def built(self: Any, config: Any) -> None:
         host.__init__(self, config)
         self._norm_form = form = _form(self)
         if form is not None:  # we keep no module, because a pipeline copies the layer
-            affine = sum(getattr(norm, "weight", None) is not None for norm in (self.q_norm, self.k_norm))
-            self._norm_words = form.words(self.q_norm)
-            self._norm_and_rotate = _rotation(_FUNCTIONS[type(self.rope).__name__], affine, self._norm_words)
+            self._rope_class, self._norm_words = type(self.rope), form.words(self.q_norm)
+            self._norm_affine = getattr(self.q_norm, "weight", None) is not None
+            function = _FUNCTIONS[type(self.rope).__name__]
+            self._norm_and_rotate = _rotation(function, 2 * self._norm_affine, self._norm_words)
 
     @wraps(host.forward)  # torchtitan reads the names of its arguments
     def forward(self: Any, *arguments: Any, **words: Any) -> Any:
-        if self._norm_form is None:
+        if None in (self._norm_form, self.q_norm, self.k_norm):
+            return host.forward(self, *arguments, **words)
+        if host.forward is not original:
+            _host.note_unfused("torchtitan", f"{host.__name__}.forward was replaced")
             return host.forward(self, *arguments, **words)
         whole = {"q_norm": _as_it_is, "k_norm": _as_it_is, "rotary_dim": self.head_dim}
         return theirs(AsSelf(self, rope=partial(_FUSED, self), **whole), *arguments, **words)
@@ -281,8 +296,11 @@ def _rotated_size(layer: Any) -> int:
 
 
 def _fused(layer: Any, query: Tensor, key: Tensor, positions: Any = None) -> Any:
+    if type(layer.rope) is not layer._rope_class:
+        raise InvalidInput("rope was replaced after the layer was built")
     unhooked(layer.rope, _moves_nothing(layer.rope), "rope")  # we do not call it
-    weights = _weights((layer.q_norm, layer.k_norm), layer._norm_form, layer._norm_words, query)
+    norms = (layer.q_norm, layer.k_norm)
+    weights = _weights(norms, layer._norm_form, layer._norm_words, layer._norm_affine, query)
     return _rotate(layer.rope, _rotated_size(layer), layer._norm_and_rotate, query, key, positions, weights), 1
 
 

@@ -53,8 +53,7 @@ def rope_replaced_by(host: Any, attribute: str, sites: tuple[Site, ...]) -> str:
         rope = _holder(getattr(host, attribute), site.name).get(site.name)
         if rope is None:  # it is defined in the method
             continue
-        names = getattr(rope, "__globals__", {"__name__": type(rope).__module__})  # of a wrapper its own
-        module = str(names.get("__name__"))
+        module = _host.module_of(rope)
         if module.split(".")[0] not in ("diffusers", "jitrope"):
             return module
     return ""
