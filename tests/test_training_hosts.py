@@ -219,6 +219,18 @@ def test_te_packed_qkv(te: Any, device: str, tensor_format: str, cp: int, interl
     assert_alike(ours, host, qkv)
 
 
+def test_te_packed_qkv_is_one_graph() -> None:
+    """With one table and with two."""
+    freqs, qkv = transformer_engine.RotaryPositionEmbedding(16)(8), torch.randn(8, 2, 2, 64)
+    tables = {"one": freqs.to(qkv.device), "two": 2 * freqs.to(qkv.device)}
+    rope = transformer_engine.apply_fused_qkv_rotary_pos_emb
+    compiled = torch.compile(rope, backend="aot_eager", fullgraph=True)
+    for name in tables:
+        given = qkv, tables["one"], tables[name], [32, 16, 16]
+        for got, want in zip(compiled(*given), rope(*given), strict=True):
+            torch.testing.assert_close(got, want)
+
+
 def test_te_refusals() -> None:
     t, freqs = torch.ones(4, 2, 8), torch.zeros(4, 1, 1, 8)
     with pytest.raises(jitrope.InvalidInput, match="cu_seqlens is None"):

@@ -157,7 +157,7 @@ def apply_fused_qkv_rotary_pos_emb(
         )
     words = _words(tensor_format, start_positions, interleaved, cu_seqlens, cp_size, cp_rank)
     if k_width == v_width and _same(q_freqs, k_freqs):
-        words |= {"freqs": q_freqs.float(), "rotary_dim": q_freqs.shape[-1], "q_per_group": q_width // k_width}
+        words.update(freqs=q_freqs.float(), rotary_dim=q_freqs.shape[-1], q_per_group=q_width // k_width)
         q, k, v = prepare_packed_qkv(qkv, **words)
         return q, k, v
     q, k, v = qkv.split(qkv_split_arg_list, -1)
@@ -179,7 +179,9 @@ def _words(
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
+    if a is b or torch.compiler.is_compiling():  # addresses cannot be compared while tracing
+        return a is b
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
 # ---- MultiheadAttention with norms of q and k ----------------------------------------------------------
