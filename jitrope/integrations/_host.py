@@ -180,7 +180,10 @@ class Report:
         self.replaced[where] = what
         if original in placed:
             return
-        function, inherited = wraps(original)(made(original)), name not in vars(cls)
+        function, inherited = made(original), name not in vars(cls)
+        if inherited:
+            function = _unless_replaced(cls, name, function)
+        function = wraps(original)(function)
         function.__module__ = cls.__module__
 
         def undo() -> None:
@@ -238,6 +241,18 @@ class Report:
         """A line for each function: its name and its replacement, or why it was left alone."""
         rows = [f"{name}: {what}" for name, what in self.replaced.items()]
         return "\n".join([*rows, *(f"{name}: left alone: {why}" for name, why in self.left.items())])
+
+
+def _unless_replaced(cls: type, name: str, ours: Function) -> Function:
+    """Ours in place of an inherited method, until someone replaces that of the base."""
+    base = next(base for base in cls.__mro__ if name in vars(base))
+    original = vars(base)[name]
+
+    def function(*arguments: Any, **words: Any) -> Any:
+        now = getattr(base, name)
+        return (ours if now is original else now)(*arguments, **words)
+
+    return function
 
 
 def with_code(function: FunctionType, code: CodeType, **names: Any) -> FunctionType:
