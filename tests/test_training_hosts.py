@@ -531,6 +531,27 @@ def test_contexts_undo_only_themselves(layer: Any) -> None:
     assert layer.apply_rotary_pos_emb is host
 
 
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_function_of_two_hosts(monkeypatch: pytest.MonkeyPatch, last: int) -> None:
+    """As TransformerEngine's in Megatron: it stays replaced until both are disabled."""
+
+    def rope() -> str:
+        return "host"
+
+    hosts = ["host_a", "host_b"]
+    modules = [stand_in(monkeypatch, name) for name in hosts]
+    for module in modules:
+        module.rope = rope
+    ours = types.FunctionType((lambda: "jitrope").__code__, {}, "rope")
+    reports = [_host.enable(name, _host.named(name, ours)) for name in hosts]
+    _host.disabler(hosts[1 - last])()
+    assert [module.rope() for module in modules] == ["jitrope"] * 2
+    with reports[last]:
+        pass
+    assert [module.rope for module in modules] == [rope] * 2
+    assert not _host.placed
+
+
 def test_a_call_that_outlives_enable_reaches_the_host(rope_utils: Any) -> None:
     """Another thread may hold the function since before `disable`."""
     with megatron.enable():

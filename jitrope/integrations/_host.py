@@ -107,9 +107,9 @@ def _device(*arguments: Any) -> str:
 
 
 class Placed(NamedTuple):
-    """The host, the place and the original of a replaced function, what stands in its place, and what puts it back."""
+    """The hosts, the place and the original of a replaced function, what stands in its place, and what puts it back."""
 
-    host: str
+    hosts: list[str]  # two if both have the function
     where: str
     original: Any
     what: Any
@@ -161,6 +161,9 @@ class Report:
         self.replaced[where] = what
         host, original = self.host, getattr(module, name)
         if original in placed:
+            if host not in (hosts := placed[original].hosts):
+                hosts.append(host)
+                self._undo.append(partial(restore, host, [original]))
             return
 
         @wraps(ours if original is None else original, updated=())
@@ -205,8 +208,8 @@ class Report:
 
     def place(self, ours: Any, where: str, undo: Function, what: Any = "jitrope", original: Any = None) -> None:
         """Note that ours is at a place of the host until `undo`."""
-        placed[ours] = Placed(self.host, where, original, what, undo)
-        self._undo.append(partial(restore, [ours]))
+        placed[ours] = Placed([self.host], where, original, what, undo)
+        self._undo.append(partial(restore, self.host, [ours]))
 
     def __enter__(self: R) -> R:
         return self
@@ -332,17 +335,21 @@ def disabler(module: str) -> Callable[[], None]:
 
     def disable() -> None:
         """Undo `enable`."""
-        restore([ours for ours, place in placed.items() if place.host == module.split(".")[-1]])
+        restore(module.split(".")[-1], list(placed))
 
     disable.__module__, disable.__qualname__ = module, "disable"
     return disable
 
 
-def restore(functions: Iterable[Function]) -> None:
-    """Undo replacements. Calls that still run reach the host's own function as before."""
+def restore(host: str, functions: Iterable[Function]) -> None:
+    """Undo a host's replacements. Calls that still run reach the host's own function as before."""
     for function in functions:
-        if (place := placed.pop(function, None)) is not None:
-            place.undo()
+        place = placed.get(function)
+        if place is not None and host in place.hosts:
+            place.hosts.remove(host)
+            if not place.hosts:
+                del placed[function]
+                place.undo()
 
 
 def _exchange(name: str, before: Any, after: Any) -> None:
