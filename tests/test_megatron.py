@@ -430,6 +430,68 @@ def test_self_attention_that_is_not_fused(core: Any, ranks: Any, name: str) -> N
     torch.testing.assert_close(got, layer(x, None, **words)[0], rtol=1e-4, atol=1e-4)
 
 
+def doubled(function: Any) -> Any:
+    def patched(*arguments: Any, **words: Any) -> Any:
+        out = function(*arguments, **words)
+        return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
+
+    return patched
+
+
+PATCHES = {  # the place in the host, and the reason why norms are not fused
+    "rope": ("apply_rotary_pos_emb", "not fused: apply_rotary_pos_emb was replaced"),
+    "norm": ("L2Norm.forward", "not fused: L2Norm: jitrope has no norm with its results"),
+    "method": ("SelfAttention.get_query_key_value_tensors", "get_query_key_value_tensors"),
+    "method of a layer": ("layer", "not fused: SelfAttention has its own get_query_key_value_tensors"),
+    "forward": ("Attention.forward", ""),
+}
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_patch(core: Any, ranks: Any, monkeypatch: pytest.MonkeyPatch, name: str, first: bool) -> None:
+    """Before or after `enable`, and before the first call, it has the effect that it has without jitrope."""
+    from megatron.core.transformer import torch_norm
+
+    norm, (where, reason) = torch_norm.L2Norm, PATCHES[name]
+    monkeypatch.setattr(norm, "_norm", eager(norm._norm))  # it would compile for seconds
+    monkeypatch.setattr(_layers, "_forms", {})
+    layer, x, words = self_attention(ranks, "L2Norm"), torch.randn(6, 2, 64), {"rotary_pos_emb": megatron_freqs(6, 32)}
+    place, _, last = where.rpartition(".")
+    holder = {"": core.attention, "L2Norm": norm}.get(place) or getattr(core.attention, place)
+    if where == "layer":
+        holder, last = layer, "get_query_key_value_tensors"
+    with monkeypatch.context() as patch:
+        patch.setattr(layer.config, "apply_rope_fusion", False)
+        patch.setattr(holder, last, doubled(getattr(holder, last)))
+        want = layer(x, None, **words)[0]
+    if first:
+        monkeypatch.setattr(holder, last, doubled(getattr(holder, last)))
+    with megatron.enable() as report:
+        if not first:
+            monkeypatch.setattr(holder, last, doubled(getattr(holder, last)))
+        torch.testing.assert_close(layer(x, None, **words)[0], want, rtol=1e-4, atol=1e-4)
+        assert report.calls["fused"] == 0
+        assert reason in str(report) + report.table()
+        monkeypatch.undo()
+
+
+def test_compiled_self_attention(core: Any, ranks: Any, enabled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one graph, and a rope function that is replaced later is called."""
+    layer, x, words = self_attention(ranks, "RMSNorm"), torch.randn(6, 2, 64), {"rotary_pos_emb": megatron_freqs(6, 32)}
+    with torch.no_grad():
+        want = layer(x, None, **words)[0]
+        layer.compile(backend="eager", fullgraph=True)
+        torch.testing.assert_close(layer(x, None, **words)[0], want)
+        assert enabled.calls == {"jitrope": 0, "host": 0, "fused": 2}
+        with monkeypatch.context() as patch:
+            patch.setattr(core.attention, "apply_rotary_pos_emb", lambda t, *_, **__: t)
+            got = layer(x, None, **words)[0]
+            layer._compiled_call_impl = None
+            torch.testing.assert_close(got, layer(x, None, **words)[0])
+    assert not torch.allclose(got, want)
+
+
 def test_self_attention_is_restored(core: Any, ranks: Any) -> None:
     cls = core.attention.SelfAttention
     before = cls.forward

@@ -127,6 +127,52 @@ def test_norms_of_one_class_with_other_arithmetic(by_config: bool) -> None:
     assert report.calls["fused"] >= 1
 
 
+class Scaled(qwen3.Qwen3RMSNorm):
+    """A norm with what a user may add: a scale, and a gain in a buffer; in training it doubles its result."""
+
+    doubles = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x) * getattr(self, "scale", 1.0)
+        y = y * self.gain if hasattr(self, "gain") else y
+        return 2 * y if self.doubles and self.training else y
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["scale", "gain"])
+def test_what_is_added_to_a_norm_after_enable(name: str, compiled: bool) -> None:
+    if compiled and torch.__version__ < "2.13" and name == "scale":
+        pytest.skip("this torch cannot trace the names of a module")
+    run = Qwen3()
+    for layer in run.layers:
+        layer.q_norm.__class__ = Scaled
+    norm = run.layers[1].q_norm
+    with on_transformers.enable(run.model) as report:
+        fused = run()
+        assert report.calls["fused"] == 2
+        if compiled:
+            run.model.compile(backend="eager", fullgraph=True)
+            torch.testing.assert_close(run(), fused)
+        norm.register_buffer(name, torch.tensor(3.0)) if name == "gain" else setattr(norm, name, 3.0)
+        got = run()
+        assert report.reasons == {"not fused: q_norm is another Scaled than in the model that was enabled": 1}
+    run.model._compiled_call_impl = None
+    torch.testing.assert_close(got, run())
+    assert not torch.allclose(got, fused)
+
+
+def test_a_norm_with_other_results_in_training() -> None:
+    run = Qwen3()
+    for layer in run.layers:
+        layer.q_norm.__class__ = Scaled
+        layer.q_norm.doubles = True
+    want = run.model.train() and run()
+    with on_transformers.enable(run.model.eval()) as report:
+        run.model.train()
+        torch.testing.assert_close(run(), want)
+    assert report.calls["fused"] == 0
+
+
 class Unknown(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.tanh()

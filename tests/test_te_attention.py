@@ -6,6 +6,7 @@ and attention in plain torch, after the published formulas. Its own code decides
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jitrope.integrations import _host, transformer_engine
+from jitrope.integrations import _host, _layers, transformer_engine
 
 from .devices import devices
 from .hosts import HOSTS, Absent, missing
@@ -285,6 +286,45 @@ def test_what_is_not_fused(te: Any, monkeypatch: pytest.MonkeyPatch, name: str) 
         layer(torch.randn(24, 64), **words)
     assert report.calls == {"jitrope": 0 if name == "no table" else 2, "host": 0}
     assert report.reasons == ({} if LEFT[name] is None else {f"not fused: {LEFT[name]}": 1})
+
+
+def doubled(function: Any) -> Any:
+    return functools.wraps(function)(lambda *arguments, **words: 2 * function(*arguments, **words))
+
+
+PATCHES = {
+    "rope": "not fused: apply_rotary_pos_emb was replaced",
+    "norm": "not fused: RMSNorm: jitrope has no norm with its results",
+}
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_patch(te: Any, monkeypatch: pytest.MonkeyPatch, name: str, first: bool) -> None:
+    """Before or after `enable`, and before the first call, it has the effect that it has without jitrope."""
+    monkeypatch.setattr(_layers, "_forms", {})
+    layer, x = layer_of(te, "RMSNorm", True, torch.float32), torch.randn(12, 2, 64)
+    freqs, rope = transformer_engine.RotaryPositionEmbedding(32)(24), "apply_rotary_pos_emb"
+    plain = functools.partial(getattr(te, rope), fused=False)  # the fused one is compiled code
+
+    def unfused(*arguments: Any, fused: bool = True, **words: Any) -> Tensor:
+        return plain(*arguments, **words)
+
+    holder, last, mine = te, rope, doubled(unfused)
+    if name == "norm":
+        holder, last = type(layer.q_norm), "forward"
+        mine = doubled(holder.forward)
+    with monkeypatch.context() as patch:
+        patch.setattr(te, rope, unfused)
+        patch.setattr(holder, last, mine)
+        want = layer(x, rotary_pos_emb=freqs)
+    if first:
+        monkeypatch.setattr(holder, last, mine)
+    with transformer_engine.enable() as report:
+        monkeypatch.setattr(holder, last, mine)
+        torch.testing.assert_close(layer(x, rotary_pos_emb=freqs), want)
+    assert report.calls["fused"] == 0
+    assert report.reasons == {PATCHES[name]: 1}
 
 
 def test_it_is_restored(te: Any) -> None:

@@ -219,6 +219,18 @@ def test_te_packed_qkv(te: Any, device: str, tensor_format: str, cp: int, interl
     assert_alike(ours, host, qkv)
 
 
+def test_te_packed_qkv_is_one_graph() -> None:
+    """With one table and with two."""
+    freqs, qkv = transformer_engine.RotaryPositionEmbedding(16)(8), torch.randn(8, 2, 2, 64)
+    tables = {"one": freqs.to(qkv.device), "two": 2 * freqs.to(qkv.device)}
+    rope = transformer_engine.apply_fused_qkv_rotary_pos_emb
+    compiled = torch.compile(rope, backend="aot_eager", fullgraph=True)
+    for name in tables:
+        given = qkv, tables["one"], tables[name], [32, 16, 16]
+        for got, want in zip(compiled(*given), rope(*given), strict=True):
+            torch.testing.assert_close(got, want)
+
+
 def test_te_refusals() -> None:
     t, freqs = torch.ones(4, 2, 8), torch.zeros(4, 1, 1, 8)
     with pytest.raises(jitrope.InvalidInput, match="cu_seqlens is None"):
@@ -517,6 +529,27 @@ def test_contexts_undo_only_themselves(layer: Any) -> None:
         deepspeed.disable()
         assert layer.apply_rotary_pos_emb is host
     assert layer.apply_rotary_pos_emb is host
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_function_of_two_hosts(monkeypatch: pytest.MonkeyPatch, last: int) -> None:
+    """As TransformerEngine's in Megatron: it stays replaced until both are disabled."""
+
+    def rope() -> str:
+        return "host"
+
+    hosts = ["host_a", "host_b"]
+    modules = [stand_in(monkeypatch, name) for name in hosts]
+    for module in modules:
+        module.rope = rope
+    ours = types.FunctionType((lambda: "jitrope").__code__, {}, "rope")
+    reports = [_host.enable(name, _host.named(name, ours)) for name in hosts]
+    _host.disabler(hosts[1 - last])()
+    assert [module.rope() for module in modules] == ["jitrope"] * 2
+    with reports[last]:
+        pass
+    assert [module.rope for module in modules] == [rope] * 2
+    assert not _host.placed
 
 
 def test_a_call_that_outlives_enable_reaches_the_host(rope_utils: Any) -> None:

@@ -177,12 +177,13 @@ class Pass:
         """The norm of x by a module, later if a launch can compute it."""
         source, viewed = (x.turn.q, x.steps) if isinstance(x, Turned) else (x, ())
         if isinstance(source, Tensor) and not viewed:
-            forms = [form for form in self.plan.norms[name] if form.fits(module)]
             try:
+                weight = parameters_of(module)[0]
+                forms = [form for form in self.plan.norms[name] if form.fits(module)]
                 if not forms:
                     was = f"another {type(module).__name__} than in the model that was enabled"
                     raise InvalidInput(f"{name} is {was}")
-                check_results(forms, parameters_of(module)[0], source)
+                check_results(forms, weight, source)
             except InvalidInput as error:
                 self._tell(error.args[0])
             else:

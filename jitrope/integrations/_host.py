@@ -107,9 +107,9 @@ def _device(*arguments: Any) -> str:
 
 
 class Placed(NamedTuple):
-    """The host, the place and the original of a replaced function, what stands in its place, and what puts it back."""
+    """The hosts, the place and the original of a replaced function, what stands in its place, and what puts it back."""
 
-    host: str
+    hosts: list[str]  # two if both have the function
     where: str
     original: Any
     what: Any
@@ -161,6 +161,9 @@ class Report:
         self.replaced[where] = what
         host, original = self.host, getattr(module, name)
         if original in placed:
+            if host not in (hosts := placed[original].hosts):
+                hosts.append(host)
+                self._undo.append(partial(restore, host, [original]))
             return
 
         @wraps(ours if original is None else original)
@@ -180,7 +183,10 @@ class Report:
         self.replaced[where] = what
         if original in placed:
             return
-        function, inherited = wraps(original)(made(original)), name not in vars(cls)
+        function, inherited = made(original), name not in vars(cls)
+        if inherited:
+            function = _unless_replaced(cls, name, function)
+        function = wraps(original)(function)
         function.__module__ = cls.__module__
 
         def undo() -> None:
@@ -202,8 +208,8 @@ class Report:
 
     def place(self, ours: Any, where: str, undo: Function, what: Any = "jitrope", original: Any = None) -> None:
         """Note that ours is at a place of the host until `undo`."""
-        placed[ours] = Placed(self.host, where, original, what, undo)
-        self._undo.append(partial(restore, [ours]))
+        placed[ours] = Placed([self.host], where, original, what, undo)
+        self._undo.append(partial(restore, self.host, [ours]))
 
     def __enter__(self: R) -> R:
         return self
@@ -238,6 +244,18 @@ class Report:
         """A line for each function: its name and its replacement, or why it was left alone."""
         rows = [f"{name}: {what}" for name, what in self.replaced.items()]
         return "\n".join([*rows, *(f"{name}: left alone: {why}" for name, why in self.left.items())])
+
+
+def _unless_replaced(cls: type, name: str, ours: Function) -> Function:
+    """Ours in place of an inherited method, until someone replaces that of the base."""
+    base = next(base for base in cls.__mro__ if name in vars(base))
+    original = vars(base)[name]
+
+    def function(*arguments: Any, **words: Any) -> Any:
+        now = getattr(base, name)
+        return (ours if now is original else now)(*arguments, **words)
+
+    return function
 
 
 def with_code(function: FunctionType, code: CodeType, **names: Any) -> FunctionType:
@@ -328,17 +346,21 @@ def disabler(module: str) -> Callable[[], None]:
 
     def disable() -> None:
         """Undo `enable`."""
-        restore([ours for ours, place in placed.items() if place.host == module.split(".")[-1]])
+        restore(module.split(".")[-1], list(placed))
 
     disable.__module__, disable.__qualname__ = module, "disable"
     return disable
 
 
-def restore(functions: Iterable[Function]) -> None:
-    """Undo replacements. Calls that still run reach the host's own function as before."""
+def restore(host: str, functions: Iterable[Function]) -> None:
+    """Undo a host's replacements. Calls that still run reach the host's own function as before."""
     for function in functions:
-        if (place := placed.pop(function, None)) is not None:
-            place.undo()
+        place = placed.get(function)
+        if place is not None and host in place.hosts:
+            place.hosts.remove(host)
+            if not place.hosts:
+                del placed[function]
+                place.undo()
 
 
 def _exchange(name: str, before: Any, after: Any) -> None:

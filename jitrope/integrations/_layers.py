@@ -85,6 +85,13 @@ def without_rope(
     return made
 
 
+def of_host(cls: Any, name: str) -> bool:
+    """Whether a class has a method as it, or a base, was defined."""
+    method = getattr(cls, name)
+    modules = [base.__module__ for base in cls.__mro__]
+    return getattr(method, "__module__", None) in modules and not hasattr(method, "__wrapped__")
+
+
 def form_of(module: nn.Module) -> NormForm:
     """The form of a norm. A class is tried once, and so is each module without a known form.
 
@@ -95,8 +102,7 @@ def form_of(module: nn.Module) -> NormForm:
     found = _forms.setdefault(cls, [])
     form = next((form for form in found if form.fits(module)), None) or _refused.get(module)
     if form is None:
-        changed = any(form.forward is not cls.forward for form in found)
-        form = (None if changed else _known(cls, module)) or recognise(module)
+        form = _known(cls, module) or recognise(module)
         if isinstance(form, str):
             _refused[module] = form
         else:
@@ -108,7 +114,7 @@ def form_of(module: nn.Module) -> NormForm:
 
 def _known(cls: Any, module: nn.Module) -> NormForm | None:
     kind, total = _KNOWN.get(f"{cls.__module__}.{cls.__qualname__}", ("", False))
-    if not kind:
+    if not kind or not of_host(cls, "forward"):
         return None
     centre = getattr(module, "zero_centered_gamma", None)
     fixed = () if centre is None else (("zero_centered_gamma", centre),)

@@ -25,8 +25,9 @@ _PLAIN = (bool, int, float, str, tuple, list, type(None))
 # (its documentation, and ATen's rms_norm on CPU and CUDA).
 DEFAULT_EPS = torch.finfo(torch.float32).eps
 _OF_TORCHTITAN = {"_param_init", "_parallelized", "_pos_arg_list", "_sharding_config"}
-_OF_HOSTS = {"_is_hf_initialized", *_OF_TORCHTITAN}
-_WITHOUT_EFFECT = {*dir(nn.Module), *vars(nn.Module()), "weight", "bias", *_OF_HOSTS}
+_OF_OTHERS = {"_is_hf_initialized", "_is_fsdp_managed_module", "_fsdp_use_orig_params"}  # transformers, FSDP
+_WITHOUT_EFFECT = {*dir(nn.Module), *vars(nn.Module()), "weight", "bias", *_OF_TORCHTITAN, *_OF_OTHERS}
+_LISTED = torch.__version__ >= "2.13"  # Dynamo can trace all names of a module
 
 
 class Held(NamedTuple):
@@ -55,6 +56,7 @@ class NormForm(NamedTuple):
     sizes: tuple[str, ...] = ()  # the attributes that are the width of its weight
     autocast: tuple[str, ...] = ()  # types of devices on which autocast leaves its results as they are
     total: bool = False  # it divides by the root of the sum of squares, not of their mean
+    names: frozenset[str] | None = None  # the attributes that it may have; None: any
 
     def __str__(self) -> str:
         kinds = {"rms_norm": "RMSNorm", "layer_norm": "LayerNorm"}
@@ -64,6 +66,10 @@ class NormForm(NamedTuple):
         """Whether a module is of this form."""
         if type(module) is not self.cls or self.cls.forward is not self.forward:
             return False
+        if self.names is not None:
+            listed = _LISTED or not torch.compiler.is_compiling()
+            if _has_others(module) or (listed and not self.names.issuperset(module.__dict__)):
+                return False
         for name, value in self.fixed:
             found = getattr(module, name, self)
             if found is not value.value if isinstance(value, Held) else found != value:
@@ -75,6 +81,11 @@ class NormForm(NamedTuple):
         eps = getattr(module, self.eps)
         own = {"kind": self.kind, "rounding": self.rounding, "zero_centered": self.zero_centered}
         return {**own, "eps": DEFAULT_EPS if eps is None else eps}
+
+
+def _has_others(module: nn.Module) -> bool:
+    """Whether a norm has parameters, buffers or modules that are no weight and bias."""
+    return not {*module._parameters, *module._buffers, *module._modules} <= {"weight", "bias"}
 
 
 def parameters_of(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
@@ -132,7 +143,7 @@ def recognise(module: nn.Module) -> NormForm | str:
         weight = unhooked(module)[0]  # it may be sharded now
     except InvalidInput as error:
         return f"{name}: {error.args[0]}"
-    if {*module._parameters, *module._buffers, *module._modules} - {"weight", "bias"}:
+    if _has_others(module):
         return f"{name} has other parameters than a weight and a bias"
     width = PROBE_DIM if weight is None else weight.shape[0]
     plain = {k: v for k, v in vars(module).items() if k != "training" and k[0] != "_" and isinstance(v, _PLAIN)}
@@ -140,6 +151,7 @@ def recognise(module: nn.Module) -> NormForm | str:
     given = {k: v for each in of_classes for k, v in each if k[:2] != "__" and isinstance(v, _PLAIN)} | vars(module)
     others = {k: v for k, v in given.items() if k not in _WITHOUT_EFFECT}
     others = {k: v if isinstance(v, _PLAIN) and not isinstance(v, list) else Held(v) for k, v in others.items()}
+    names = frozenset({*others, *_WITHOUT_EFFECT})
     sizes = tuple(k for k, v in plain.items() if type(v) is not bool and v in (width, (width,)))
     with torch.no_grad():
         for eps, kind, rounding, zero_centered in product(
@@ -150,7 +162,7 @@ def recognise(module: nn.Module) -> NormForm | str:
         ):
             fixed = tuple((k, v) for k, v in others.items() if k not in sizes and k != eps)
             form = NormForm(type(module), eps, kind, rounding, zero_centered, fixed=fixed, sizes=sizes)
-            form = form._replace(forward=type(module).forward)
+            form = form._replace(forward=type(module).forward, names=names)
             if _same(form, module):
                 bf16, fp32 = torch.bfloat16, torch.float32
                 form = form._replace(mixed=weight is not None and _alike(form, small(form, module, fp32), bf16))
@@ -176,9 +188,10 @@ def small(form: NormForm, module: nn.Module, dtype: torch.dtype, width: int = PR
 
 
 def _same(form: NormForm, module: nn.Module) -> bool:
-    """Whether a form has a module's bits, also with another eps."""
-    for dtype in (torch.float32, torch.bfloat16):
+    """Whether a form has a module's bits, in training too, and also with another eps."""
+    for dtype, training in product((torch.float32, torch.bfloat16), (False, True)):
         probe = small(form, module, dtype)
+        probe.__dict__["training"] = training
         if not _alike(form, probe, dtype):
             return False
         probe.__dict__[form.eps] = 0.01

@@ -23,7 +23,7 @@ from ..api import apply_rope, prepare_mla_qkv, prepare_packed_qkv, prepare_qkv
 from ..base.errors import InvalidInput
 from ..ops.values import Packed
 from . import _host, transformer_engine
-from ._layers import AsSelf, norm_of, without_rope
+from ._layers import AsSelf, norm_of, of_host, without_rope
 
 
 def fused_apply_rotary_pos_emb(
@@ -207,14 +207,18 @@ def _rotate(t: Tensor, freqs: Tensor, interleaved: bool, mla: bool = False, **wo
 # ---- SelfAttention with norms of q and k ---------------------------------------------------------------
 
 
-def _refusals(layer: Any, given: dict[str, Any]) -> dict[str, bool]:
-    """The reasons why norms are not fused, and whether they hold."""
+def _refusals(rope: Any, qkv: Any, layer: Any, given: dict[str, Any]) -> dict[str, bool]:
+    """The reasons why norms are not fused, and whether they hold.
+
+    rope: jitrope's function in the host. qkv: the host's method.
+    """
     config, norms = layer.config, {type(x).__name__ for x in (layer.q_layernorm, layer.k_layernorm)}
-    host = _host_module().SelfAttention
+    own_qkv = _QKV in layer.__dict__ or getattr(type(layer), _QKV) is not qkv
     no_rope = config.no_rope_freq and config.no_rope_freq[layer.layer_number - 1]
     return {
         "": bool(no_rope or not config.apply_rope_fusion or norms & {"NoneType", "IdentityOp"}),
-        f"{type(layer).__name__} has its own {_QKV}": getattr(type(layer), _QKV) is not getattr(host, _QKV),
+        f"{type(layer).__name__} has its own {_QKV}": own_qkv,
+        "apply_rotary_pos_emb was replaced": _host_module().apply_rotary_pos_emb is not rope,
         "inference": given.get("inference_context") is not None or given.get("inference_params") is not None,
         "test_mode": config.test_mode,
     }
@@ -320,10 +324,14 @@ def enable() -> _host.Report:
     """
     report = _host.enable("megatron", {**_host.named(_ROPE_UTILS, *_HOOKS), **_OPTIONAL}, _OPTIONAL)
     cls, what = _host_module().SelfAttention, "norms of q and k and rope fused"
-    if "split_qkv" in inspect.signature(getattr(cls, _QKV)).parameters:
-        report.replace_method(cls, "forward", without_rope("megatron", _refusals, _cu_seqlens, _stand_in), what)
-    else:
+    rope, qkv = _host.load("megatron", _ROPE_UTILS).apply_rotary_pos_emb, getattr(cls, _QKV)
+    if not of_host(cls, _QKV):
+        report.left[f"{_ATTENTION}.SelfAttention.forward"] = f"{_QKV} was replaced"
+    elif "split_qkv" not in inspect.signature(qkv).parameters:
         report.left[f"{_ATTENTION}.SelfAttention.forward"] = "this version splits QKV itself"
+    else:
+        refusals = partial(_refusals, rope, qkv)
+        report.replace_method(cls, "forward", without_rope("megatron", refusals, _cu_seqlens, _stand_in), what)
     return report
 
 

@@ -157,7 +157,7 @@ def apply_fused_qkv_rotary_pos_emb(
         )
     words = _words(tensor_format, start_positions, interleaved, cu_seqlens, cp_size, cp_rank)
     if k_width == v_width and _same(q_freqs, k_freqs):
-        words |= {"freqs": q_freqs.float(), "rotary_dim": q_freqs.shape[-1], "q_per_group": q_width // k_width}
+        words.update(freqs=q_freqs.float(), rotary_dim=q_freqs.shape[-1], q_per_group=q_width // k_width)
         q, k, v = prepare_packed_qkv(qkv, **words)
         return q, k, v
     q, k, v = qkv.split(qkv_split_arg_list, -1)
@@ -179,7 +179,9 @@ def _words(
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
+    if a is b or torch.compiler.is_compiling():  # addresses cannot be compared while tracing
+        return a is b
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
 # ---- MultiheadAttention with norms of q and k ----------------------------------------------------------
@@ -216,10 +218,11 @@ def _host_module() -> Any:
     return multi_head_attention
 
 
-def _refusals(layer: Any, given: dict[str, Any]) -> dict[str, bool]:
-    """The reasons why norms are not fused, and whether they hold."""
+def _refusals(rope: Any, layer: Any, given: dict[str, Any]) -> dict[str, bool]:
+    """The reasons why norms are not fused, and whether they hold. rope: jitrope's function in the host."""
     return {
         "": layer.q_norm is None,
+        "apply_rotary_pos_emb was replaced": _host_module().apply_rotary_pos_emb is not rope,
         "cross attention": layer.attention_type != "self",
         "inference": given.get("inference_params") is not None,
         "fp8": _host_module().FP8GlobalStateManager.is_fp8_enabled(),
@@ -261,9 +264,8 @@ def _separate(
 
 
 _FUSED = _host.or_else("transformer_engine", "fused", _fused, _separate)
-_FUNCTIONS = _host.named(
-    "transformer_engine.pytorch.attention.rope", apply_rotary_pos_emb, apply_fused_qkv_rotary_pos_emb
-)
+_ROPE = "transformer_engine.pytorch.attention.rope"
+_FUNCTIONS = _host.named(_ROPE, apply_rotary_pos_emb, apply_fused_qkv_rotary_pos_emb)
 
 
 def enable() -> _host.Report:
@@ -273,7 +275,8 @@ def enable() -> _host.Report:
     fused. Raises ImportError without TransformerEngine.
     """
     report = _host.enable("transformer_engine", _FUNCTIONS)
-    made = without_rope("transformer_engine", _refusals, _cu_seqlens, _stand_in)
+    rope = _host.load("transformer_engine", _ROPE).apply_rotary_pos_emb
+    made = without_rope("transformer_engine", partial(_refusals, rope), _cu_seqlens, _stand_in)
     report.replace_method(_host_module().MultiheadAttention, "forward", made, "norms of q and k and rope fused")
     return report
 

@@ -161,12 +161,12 @@ def disable(model: nn.Module | None = None) -> None:
     Raises:
         InvalidInput: model is not a model.
     """
-    ours = [function for function, place in list(_host.placed.items()) if place.host == "transformers"]
+    ours = list(_host.placed)
     if model is not None:
         files = {module.__name__: module for module in _files("disable", model)}
         held = {id(value) for module in files.values() for value in vars(module).values()}
         ours = [function for function in ours if id(function) in held or function.__module__ in files]
-    _host.restore(ours)
+    _host.restore("transformers", ours)
 
 
 def _files(caller: str, model: nn.Module | None) -> Iterator[ModuleType]:
