@@ -34,11 +34,11 @@ class kept:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         if instance is None:
             return self
-        if self.name not in instance.__dict__:
-            usual = is_compiling() or not torch.is_inference_mode_enabled()
-            with nullcontext() if usual else torch.inference_mode(False):
-                instance.__dict__[self.name] = self.function(instance)
-        return instance.__dict__[self.name]
+        usual = is_compiling() or not torch.is_inference_mode_enabled()
+        with nullcontext() if usual else torch.inference_mode(False):
+            value = self.function(instance)
+        setattr(instance, self.name, value)  # it is found before this object from now on
+        return value
 
 
 class Partition:
