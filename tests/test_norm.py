@@ -1115,6 +1115,8 @@ def test_refusals_name_the_argument_and_write_nothing(name: str, function) -> No
 def test_a_norm_does_not_take_inverse() -> None:
     with pytest.raises(jitrope.InvalidInput, match="inverse does not go with norm"):
         norm_rope(**arguments(), inverse=True)
+    with pytest.raises(jitrope.InvalidInput, match="inverse does not go with norm"):
+        norm_rope(**arguments(), inverse=torch.tensor([True, False]))
     norm_rope(**arguments(), inverse=False)
 
 

@@ -546,10 +546,19 @@ def test_a_function_of_two_hosts(monkeypatch: pytest.MonkeyPatch, last: int) -> 
     reports = [_host.enable(name, _host.named(name, ours)) for name in hosts]
     _host.disabler(hosts[1 - last])()
     assert [module.rope() for module in modules] == ["jitrope"] * 2
+    assert ["(disabled)" in str(report) for report in reports] == [last == 1, last == 0]
     with reports[last]:
         pass
     assert [module.rope for module in modules] == [rope] * 2
     assert not _host.placed
+
+
+def test_a_compiled_function_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is replaced in compiled code too."""
+    module = stand_in(monkeypatch, "host_c")
+    module.rope = torch.compile(lambda x: x + 1, backend="eager")
+    with _host.enable("host_c", {"host_c:rope": lambda x: x + 100}):
+        assert torch.compile(lambda x: module.rope(x), backend="eager")(torch.zeros(1)) == 100
 
 
 def test_a_call_that_outlives_enable_reaches_the_host(rope_utils: Any) -> None:

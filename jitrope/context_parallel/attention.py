@@ -42,7 +42,7 @@ def all_gather_attention(
 
     One collective sends keys and values, and one sends their gradients back. All rows are gathered or, for windows much
     shorter than the sequences, only the rows that some query sees (`Schedule.saving`). Gradients are sent in the dtype
-    of the inputs, and added up in fp32. This does not wait for the device.
+    of the inputs, and added up in fp32. Autocast changes nothing. This does not wait for the device.
 
     >>> q, (k, v) = torch.randn(10, 8, 64), torch.randn(2, 10, 2, 64)
     >>> schedule = Schedule(torch.tensor([0, 7, 10]), 10)  # of torch's default group; here of one process

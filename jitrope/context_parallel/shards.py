@@ -23,7 +23,7 @@ from .groups import Ranks, all_gather, all_ranks_rows, all_to_all, ranks_of
 
 
 class kept:
-    """A property that is computed once, as a plain tensor in inference mode too.
+    """A property that is computed once; in inference mode as a plain tensor, unless a compiled function computes it.
 
     `functools.cached_property` has a lock before Python 3.12, which torch.compile cannot trace.
     """

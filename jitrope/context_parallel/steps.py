@@ -77,7 +77,7 @@ def attend_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Resul
 
 
 def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Backends compute in the dtypes of their inputs, as their docstrings say."""
+    """A context without autocast on x's device: backends compute in the dtypes of their inputs."""
     on = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
     return torch.autocast(x.device.type, enabled=False) if on else nullcontext()
 

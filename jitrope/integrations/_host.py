@@ -107,10 +107,9 @@ def _device(*arguments: Any) -> str:
 
 
 class Placed(NamedTuple):
-    """The hosts, the place and the original of a replaced function, what stands in its place, and what puts it back."""
+    """The hosts and the original of a replaced function, what stands in its place, and what puts it back."""
 
-    hosts: list[str]  # two if both have the function
-    where: str
+    hosts: dict[str, str]  # the place in each; two if both have the function
     original: Any
     what: Any
     undo: Function
@@ -162,11 +161,12 @@ class Report:
         host, original = self.host, getattr(module, name)
         if original in placed:
             if host not in (hosts := placed[original].hosts):
-                hosts.append(host)
+                hosts[host] = where
                 self._undo.append(partial(restore, host, [original]))
             return
 
-        @wraps(ours if original is None else original)
+        # Marks of the original, such as torch.compile's, would lead Dynamo to the host's function.
+        @wraps(ours if original is None else original, updated=())
         def function(*arguments: Any, **words: Any) -> Any:
             return take(host, ours, original, *arguments, **words)
 
@@ -208,7 +208,7 @@ class Report:
 
     def place(self, ours: Any, where: str, undo: Function, what: Any = "jitrope", original: Any = None) -> None:
         """Note that ours is at a place of the host until `undo`."""
-        placed[ours] = Placed([self.host], where, original, what, undo)
+        placed[ours] = Placed({self.host: where}, original, what, undo)
         self._undo.append(partial(restore, self.host, [ours]))
 
     def __enter__(self: R) -> R:
@@ -234,7 +234,7 @@ class Report:
 
     def _active(self) -> bool:
         """Whether one of the functions is replaced now."""
-        return any(place.where in self.replaced for place in list(placed.values()))
+        return any(place.hosts.get(self.host) in self.replaced for place in list(placed.values()))
 
     def _replaced(self) -> str:
         left = f", {len(self.left)} left alone" if self.left else ""
@@ -274,7 +274,7 @@ def module_of(function: Any) -> str:
 
 
 def own(package: str, function: Any) -> Any:
-    """A function, or None if its code is not of this package, because it was replaced."""
+    """A function, or None if its code is not of this package, because it was replaced or decorated."""
     return function if module_of(function).split(".")[0] == package else None
 
 
@@ -357,7 +357,7 @@ def restore(host: str, functions: Iterable[Function]) -> None:
     for function in functions:
         place = placed.get(function)
         if place is not None and host in place.hosts:
-            place.hosts.remove(host)
+            del place.hosts[host]
             if not place.hosts:
                 del placed[function]
                 place.undo()

@@ -27,6 +27,7 @@ DEFAULT_EPS = torch.finfo(torch.float32).eps
 _OF_TORCHTITAN = {"_param_init", "_parallelized", "_pos_arg_list", "_sharding_config"}
 _OF_OTHERS = {"_is_hf_initialized", "_is_fsdp_managed_module", "_fsdp_use_orig_params"}  # transformers, FSDP
 _WITHOUT_EFFECT = {*dir(nn.Module), *vars(nn.Module()), "weight", "bias", *_OF_TORCHTITAN, *_OF_OTHERS}
+_AFFINE = frozenset(("weight", "bias"))
 _LISTED = torch.__version__ >= "2.13"  # Dynamo can trace all names of a module
 
 
@@ -85,7 +86,8 @@ class NormForm(NamedTuple):
 
 def _has_others(module: nn.Module) -> bool:
     """Whether a norm has parameters, buffers or modules that are no weight and bias."""
-    return not {*module._parameters, *module._buffers, *module._modules} <= {"weight", "bias"}
+    own = module.__dict__
+    return bool(own["_buffers"] or own["_modules"]) or not _AFFINE.issuperset(own["_parameters"])
 
 
 def parameters_of(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:

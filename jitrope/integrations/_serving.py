@@ -136,7 +136,10 @@ _AXES: Any = WeakTensorKeyDictionary()
 
 
 def sections(axis_map: Tensor) -> tuple[tuple[int, ...], bool]:
-    """The number of pairs of each axis, and whether they interleave, from the axis of each pair."""
+    """The number of pairs of each axis, and whether they interleave, from the axis of each pair.
+
+    It is read again after a write, except a map of inference mode.
+    """
     unread = "mrope_axis_map must be read; call the function before the CUDA graph, and not compiled"
     if torch.compiler.is_compiling():
         raise InvalidInput(unread)

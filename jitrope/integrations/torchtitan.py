@@ -133,7 +133,7 @@ def _weights(
     for norm in norms:
         weight, bias = unhooked(norm, wrapped=_moves_nothing(norm))
         if not form.fits(norm) or (weight is not None) != affine:
-            raise InvalidInput("a norm was replaced or changed after the layer was built")
+            raise InvalidInput("a norm was replaced or changed after the layer was built, or one alone has a weight")
         check_results((form,), weight, query)
         if bias is not None or form.words(norm) != words:
             raise InvalidInput("the norms of q and k differ, or have a bias")

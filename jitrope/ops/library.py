@@ -24,7 +24,10 @@ _NORM = {"norm_" * (name in Options._fields) + name: value for name, value in No
 _COUNTS = ("max_seqlen", "unrotated")
 """Words that change from call to call, so that torch.compile and export keep them as symbols."""
 _NUMBERS = ("rotary_dim", *_COUNTS)
-"""The first words of an op, which are always passed: a symbol is not compared with a default."""
+"""The first words of an op, which are always passed: a symbol is not compared with a default.
+
+The first of them is an `int`, because torch caches an op's sharding by all arguments from its first int on.
+"""
 _ROTATED = "rotated"
 """The argument for a k that is rotated in place and stored in a cache; the argument "k" is never written."""
 
@@ -72,9 +75,9 @@ def _default(value: Any) -> str:
 
 
 def _words(op: Operation) -> dict[str, Any]:
-    """The words of an op and their defaults, the frequent ones first.
+    """The words of an op and their defaults: the numbers, those of a norm, and the others.
 
-    Neither we nor torch pass the last ones if they have their defaults. AOTInductor has no empty lists.
+    Neither we nor torch pass words behind the last one that is not a default. AOTInductor has no empty lists.
     """
     options = {name: x for name, x in Options._field_defaults.items() if name in (*op.options, "table")}
     first = {name: options[name] for name in _NUMBERS if name in options}

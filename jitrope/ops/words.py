@@ -80,8 +80,7 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name
     """
     name = name or op.function
     for label in (*asked, *[label for label in tensors if label not in op.names]):
-        default = label in asked and asked[label] == Options._field_defaults.get(label)
-        if label not in op.words and label not in op.tables and not default:
+        if label not in op.words and label not in op.tables and not _is_default(label, asked.get(label)):
             hint = "; pass positions as a tensor of ids" if label in ("cu_seqlens", "max_seqlen") else ""
             raise InvalidInput(f"{name}: {op.label(label)} does not go with {op.stage or 'this function'}{hint}")
     kind = _check_tensors(op, tensors, asked, name)
@@ -95,6 +94,12 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name
     except TypeError:  # a word without a hash
         found = _resolved(op, name, kind, words, *widths)
     return (found, full) if cos is not None else op.unrotated(name, full, found)
+
+
+def _is_default(label: str, value: Any) -> bool:
+    """Whether a word has its default. An array is never one: it has no single answer to ==."""
+    default = Options._field_defaults.get(label)
+    return value is not None and type(value) is type(default) and value == default
 
 
 def _check_tensors(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name: str) -> str:

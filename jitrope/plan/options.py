@@ -64,7 +64,7 @@ class NormOptions(NamedTuple):
 class Options(NamedTuple):
     """The words of a call, as `apply_rope` describes them."""
 
-    rotary_dim: int = 0  # first: torch caches an op's sharding by all arguments from its first int on
+    rotary_dim: int = 0
     layout: str = "bshd"
     interleaved: bool = False
     interleaved_out: bool = False
