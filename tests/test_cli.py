@@ -20,6 +20,7 @@ import torch
 
 from jitrope import CompileError, InvalidInput
 from jitrope.base import config
+from jitrope.base.errors import JitropeError
 from jitrope.integrations import sglang, vllm
 from jitrope.integrations import transformers as drop_in
 from jitrope.jit import compiler, kernels, render
@@ -551,6 +552,41 @@ def test_a_batch_invariant_server(jitrope, tmp_path: Path) -> None:
     assert not set(specs) <= set(usual)
     names = [[kernel["name"] for kernel in json.loads(text)["kernels"]] for text in listed]
     assert names == [[spec.name for spec in specs] for specs in (usual, found)]
+
+
+def test_a_server_of_a_model_with_positions_along_several_axes(tmp_path: Path) -> None:
+    """In vLLM's call and in SGLang's."""
+    pytest.importorskip("transformers")
+    config = {"model_type": "qwen2_vl", "hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config["rope_scaling"] = {"type": "mrope", "mrope_section": [16, 24, 24]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    empty = partial(torch.empty, device="meta", dtype=torch.bfloat16)
+    q, k, rows, ids = empty(9, 512), empty(9, 256), empty(3, 9, 64), torch.empty(3, 9, dtype=torch.int64, device="meta")
+    with planning() as specs:
+        vllm.triton_mrope(q, k, rows, rows, [16, 24, 24], 128, 128, False)
+        sglang.triton_mrope_fused(
+            q, k, empty(99, 128, dtype=torch.float32), ids, [16, 24, 24], 128, 128, False, False, True, None
+        )
+    assert len(specs) == 4
+    assert set(specs) < set(specs_of_server(tmp_path, "bf16"))
+
+
+def test_one_head_of_k_and_defaults_that_a_file_leaves_out(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    falcon = {"model_type": "falcon", "hidden_size": 512, "num_attention_heads": 8, "multi_query": True}
+    (tmp_path / "config.json").write_text(json.dumps(falcon))
+    x = torch.empty(9, 9 * 64, dtype=torch.bfloat16, device="meta")
+    with planning() as specs:
+        table, ids = torch.empty(99, 64, device="meta"), torch.empty(9, dtype=torch.int64, device="meta")
+        vllm.rotary_embedding(ids, *x.split([512, 64], 1), 64, table, True)
+    assert set(specs) < set(specs_of_server(tmp_path, "bf16"))
+    gemma = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "hidden_size": 2560}}
+    (tmp_path / "config.json").write_text(json.dumps(gemma))
+    assert specs_of_server(tmp_path, "bf16")
+    latent = {"model_type": "minicpm3", "kv_lora_rank": 256}
+    (tmp_path / "config.json").write_text(json.dumps(latent))
+    with pytest.raises(JitropeError, match="minicpm3 models have multi-head latent attention"):
+        specs_of_model(tmp_path, "bf16")
 
 
 def test_prewarm_of_the_language_model_in_a_larger_one(tmp_path: Path) -> None:

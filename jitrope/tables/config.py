@@ -27,7 +27,8 @@ def from_config(
     Args:
         config: the function reads rope_parameters (or the older rope_scaling and rope_theta), head_dim
             (or hidden_size and num_attention_heads), partial_rotary_factor, max_position_embeddings,
-            original_max_position_embeddings and, in a dict, qk_rope_head_dim for multi-head latent attention.
+            original_max_position_embeddings and, in a dict, rotary_dim, and qk_rope_head_dim for multi-head latent
+            attention. A file may leave out defaults of its class, such as rope_theta: pass the object then.
         layer_type: the type of layer, if rope_parameters has one entry for each type; else None.
         seq_len: for "dynamic" and "longrope"; the other types do not depend on it.
         head_dim: replaces the configuration's value, for a dict that has it under another name.
@@ -60,6 +61,8 @@ def from_config(
         if found[name] is not None:
             arguments.number("from_config", name, found[name], least(name))
     rope_type = found.get("rope_type") or found.get("type") or "default"
+    if rope_type == "mrope":  # in Qwen2-VL's file; its positions have several axes
+        rope_type = "default"
     arguments.word("from_config", "rope_type", rope_type, ROPE_TYPES)
     if rope_type in ("yarn", "longrope") and longest and trained:
         found.setdefault("factor", longest / trained)
@@ -97,8 +100,12 @@ def _rotary_dim(config: Any, rope_type: str, head_dim: int | None, partial: floa
     if head_dim is None and isinstance(config, Mapping):
         if _get(config, "global_head_dim") or _get(config, "per_layer_config"):
             raise InvalidInput("from_config: config has heads of several sizes; pass head_dim, or transformers' object")
-        if _get(config, "qk_rope_head_dim"):
-            return arguments.whole("from_config", "config's qk_rope_head_dim", config["qk_rope_head_dim"])
+        for name in ("qk_rope_head_dim", *(["rotary_dim"] if partial == 1 and rope_type != "proportional" else [])):
+            if _get(config, name):
+                return arguments.whole("from_config", f"config's {name}", config[name])
+        other = next((name for name in ("kv_channels", "attention_head_dim", "d_kv") if _get(config, name)), None)
+        if other is not None and not _get(config, "head_dim"):
+            raise InvalidInput(f"from_config: config has no head_dim, but {other}; pass head_dim={config[other]}")
     head_dim = head_dim or _get(config, "head_dim")
     if head_dim is None:
         sizes = [_get(config, name) for name in ("hidden_size", "num_attention_heads")]

@@ -118,9 +118,12 @@ class RopeType(NamedTuple):
         return {**dict.fromkeys(self.needed), **self.optional}
 
 
-def _powers(p: Any, theta: Any = None) -> Tensor:
-    """theta^(2i / dim) for each pair i, (dim / 2,) fp32. theta: a number or a tensor of one, by default p.theta."""
-    exponents = torch.arange(0, p.dim, 2, device=p.device).float() / p.dim
+def _powers(p: Any, theta: Any = None, end: int | None = None) -> Tensor:
+    """theta^(2i / dim) for each pair i, (dim / 2,) fp32. theta: a number or a tensor of one, by default p.theta.
+
+    end: the number of elements in the pairs, in place of dim. A power's last bit depends on how many torch computes.
+    """
+    exponents = torch.arange(0, p.dim if end is None else end, 2, device=p.device).float() / p.dim
     powers: Tensor = (p.theta if theta is None else theta) ** exponents
     return powers
 
@@ -202,7 +205,7 @@ def _proportional(p: Any) -> Found:
     if not 0 <= p.partial_rotary_factor <= 1:
         raise InvalidInput(f"inv_freq: partial_rotary_factor is {p.partial_rotary_factor}; it must be from 0 to 1")
     rotated = int(p.partial_rotary_factor * p.dim // 2)
-    frequencies = 1.0 / _powers(p)[:rotated]
+    frequencies = 1.0 / _powers(p, end=2 * rotated)
     return torch.nn.functional.pad(frequencies, (0, p.dim // 2 - rotated)) / p.factor, 1.0
 
 

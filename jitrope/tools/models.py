@@ -121,17 +121,30 @@ def _of_transformer(path: Path, data: dict[str, Any], dtype: torch.dtype | None)
     return [*specs]
 
 
-def _of_language_model(path: Path, data: dict[str, Any], dtype: torch.dtype | None) -> list[Spec]:
+def _configuration(path: Path, data: dict[str, Any]) -> Any:
+    """transformers' object for a file with this table. It has the defaults that the file leaves out."""
     if "model_type" not in data:
         had = "it has neither model_type nor _class_name"
         raise InvalidInput(f"{path} is no configuration of transformers or diffusers: {had}")
-    from ..integrations import transformers as drop_in  # it imports Dynamo, which takes seconds
-
     library = _library("transformers")
     try:
-        whole = library.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        return library.AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (ImportError, OSError, ValueError, TypeError) as error:
         raise InvalidInput(f"cannot read {path}: {_short(error)}") from error
+
+
+def _heads(config: Any) -> tuple[int, int]:
+    """The heads of q, and those of k: one in Falcon's multi-query attention."""
+    heads = config.num_attention_heads
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        return heads, 1
+    return heads, getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
+
+
+def _of_language_model(path: Path, data: dict[str, Any], dtype: torch.dtype | None) -> list[Spec]:
+    whole = _configuration(path, data)
+    from ..integrations import transformers as drop_in  # it imports Dynamo, which takes seconds
+
     config = whole.get_text_config()
     kind = config.model_type.replace("-", "_").removesuffix("_text").removesuffix("_text_model")
     named = dtype or next(filter(None, (getattr(c, "dtype", None) for c in (config, whole))), None)
@@ -152,6 +165,8 @@ def _of_language_model(path: Path, data: dict[str, Any], dtype: torch.dtype | No
     if others:
         unknown = f"the file of {kind} models has {', '.join(others)} too, and which one a layer calls is not known"
         raise JitropeError(f"{unknown}; {RECORD}")
+    if getattr(config, "kv_lora_rank", None):
+        raise JitropeError(f"{kind} models have multi-head latent attention, whose calls are not known; {RECORD}")
     if not specs:
         raise JitropeError(f"jitrope does not replace the rope of {kind} models; {RECORD}")
     if config is not whole:
@@ -194,9 +209,8 @@ def _call(file: Any, config: Any, dtype: torch.dtype, batch: int, tables: tuple[
     """
     from ..integrations._attention import turned
 
-    heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    counts = heads, getattr(config, "num_key_value_heads", None) or heads
+    counts = _heads(config)
+    size = getattr(config, "head_dim", None) or config.hidden_size // counts[0]
     shapes = [(batch, _TOKENS, count, size) for count in counts]
     leaves = [torch.empty(s, dtype=dtype, device="meta", requires_grad=True) for s in shapes]
     with torch.enable_grad():
@@ -273,15 +287,17 @@ def specs_of_server(path: Path, dtype: str | None = None, ranks: int = 1, ids: S
     tensor parallelism has its part of the heads. ids: the dtypes of positions and slots, of `IDS`, in all pairs. With
     `configure(batch_invariant=True)` the kernels are those of that setting. The errors are those of `specs_of_model`.
     """
-    name = "specs_of_server"
-    found = read(_files(path)[0])
+    name, file = "specs_of_server", _files(path)[0]
+    found = read(file)
     if "_class_name" in found:
         known = "--serve is for transformers models; leave it out, or record a run of that server"
         raise InvalidInput(f"{path} has a {found['_class_name']} of diffusers: {known}")
     config = {**found, **(found.get("text_config") or {})}
-    heads, ranks = config.get("num_attention_heads", 0), whole(name, "ranks", ranks, 1)
-    of_k = config.get("num_key_value_heads") or heads
+    ranks = whole(name, "ranks", ranks, 1)
     latent = bool(config.get("kv_lora_rank") and config.get("qk_rope_head_dim"))
+    heads, of_k = (
+        (config.get("num_attention_heads", 0),) * 2 if latent else _heads(_configuration(file, found).get_text_config())
+    )
     if not heads or heads % ranks or (of_k % ranks and ranks % of_k and not latent):
         raise InvalidInput(f"{path} names {heads} heads of q and {of_k} of k, which {ranks} ranks cannot share")
     ids = [word(name, "ids", x, IDS) for x in items(name, "ids", ids, f"a list of {' and '.join(IDS)}")]
@@ -290,7 +306,9 @@ def specs_of_server(path: Path, dtype: str | None = None, ranks: int = 1, ids: S
     else:
         counts = [heads // ranks, max(1, of_k // ranks)]
         models = [spec for spec in specs_of_model(path, dtype) if isinstance(spec, RopeSpec) and not spec.inverse]
-        some = [call for spec in models for call in _served_calls(spec, counts, ids)]
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        axes = {label: rope[label] for label in ("mrope_section", "mrope_interleaved") if rope.get(label)}
+        some = [call for spec in models for call in _served_calls(spec, counts, ids, axes)]
     calls = {repr(call): call for call in some}
     return list(dict.fromkeys(spec for call in calls.values() for spec in specs_of_each(call)))
 
@@ -321,15 +339,18 @@ def _served_tables(dtype: str, ids: Sequence[str]) -> dict[str, Any]:
     return {**words, "table": "cos_sin_cache", "table_dtype": list(dict.fromkeys(("fp32", dtype)))}
 
 
-def _served_calls(model: RopeSpec, heads: list[int], ids: Sequence[str]) -> list[dict[str, Any]]:
-    """A server's calls for a kernel of the model's forward, in the words of `specs_of`; a list is several calls."""
+def _served_calls(model: RopeSpec, heads: list[int], ids: Sequence[str], axes: dict[str, Any]) -> list[dict[str, Any]]:
+    """A server's calls for a kernel of the model's forward, in the words of `specs_of`; a list is several calls.
+
+    axes: the words of positions along several axes, if the model has them.
+    """
     words = {"heads": heads, **_served_tables(model.dtype, ids)}
     words |= {name: getattr(model, name) for name in ("head_dim", "rotary_dim", "interleaved")}
-    if model.mrope_section:
-        axes = {"mrope_section": list(model.mrope_section), "mrope_interleaved": model.mrope_interleaved}
-        words["positions"] = [{"position_ids": x, **axes} for x in ids]
     caches, rope = _served_caches(model.dtype, ids), {**words, "inplace": True}
     found = [{**rope, "function": "apply_rope"}, {**rope, "cache": caches}]
+    if axes:  # SGLang's call, and vLLM's with its own rows of gathered tables
+        found.append({**found[0], "positions": [{"position_ids": x, **axes} for x in ids]})
+        found.append({**found[0], "positions": {"position_ids": IDS[0], **axes}, "table": "cos_sin"})
     if model.norm_kind == "rms_norm" and not (model.across_heads or model.after_rope):
         norm = dict.fromkeys(("q_weight", "k_weight"), model.weight_dtype) if model.weight_dtype else {}
         once = {**norm, "rounding": "once", "zero_centered": model.zero_centered}
