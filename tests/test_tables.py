@@ -175,10 +175,11 @@ def test_phi3_takes_its_factor_from_the_lengths() -> None:
 
 
 def test_published_files_of_other_models() -> None:
-    """MiniMax-M2's has rotary_dim, and Qwen2-VL's an older name of the default type."""
+    """MiniMax-M2's has rotary_dim, Qwen2-VL's an older name of the default type, JetMoe's another name of head_dim."""
     sizes = {"hidden_size": 3072, "num_attention_heads": 24, "rope_theta": 1e6}
     section = {"type": "mrope", "mrope_section": [16, 24, 24]}
-    for own, pairs in (({"head_dim": 128, "rotary_dim": 64}, 32), ({"rope_scaling": section}, 64)):
+    heads = {"head_dim": 128, "rotary_dim": 64}
+    for own, pairs in ((heads, 32), ({"rope_scaling": section}, 64), ({"kv_channels": 96}, 48)):
         found, factor = tables.from_config({**sizes, **own})
         assert torch.equal(found, tables.inv_freq(rotary_dim=2 * pairs, theta=1e6)[0])
         assert factor == 1
@@ -391,7 +392,6 @@ REFUSALS = {
     "part": (refused("proportional", partial_rotary_factor=2), "partial_rotary_factor is 2; it must be from 0 to 1"),
     "no-config": (refused_config(hidden_size=8), "from_config: config has none of rope_parameters, rope_scaling"),
     "no-head": (refused_config(rope_theta=1e4), "config has neither head_dim nor hidden_size"),
-    "other-head": (refused_config(rope_theta=1e4, kv_channels=128), "no head_dim, but kv_channels; pass head_dim=128"),
     "layers": (
         refused_config(head_dim=8, rope_parameters={"full": {}, "sliding": {}}),
         "layer_type is None; allowed is 'full' or 'sliding'",
