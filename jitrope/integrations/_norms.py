@@ -28,7 +28,6 @@ _OF_TORCHTITAN = {"_param_init", "_parallelized", "_pos_arg_list", "_sharding_co
 _OF_OTHERS = {"_is_hf_initialized", "_is_fsdp_managed_module", "_fsdp_use_orig_params"}  # transformers, FSDP
 _WITHOUT_EFFECT = {*dir(nn.Module), *vars(nn.Module()), "weight", "bias", *_OF_TORCHTITAN, *_OF_OTHERS}
 _AFFINE = frozenset(("weight", "bias"))
-_LISTED = torch.__version__ >= "2.13"  # Dynamo can trace all names of a module
 
 
 class Held(NamedTuple):
@@ -68,7 +67,7 @@ class NormForm(NamedTuple):
         if type(module) is not self.cls or self.cls.forward is not self.forward:
             return False
         if self.names is not None:
-            listed = _LISTED or not torch.compiler.is_compiling()
+            listed = not torch.compiler.is_compiling()  # not each torch can trace all names of a module
             if _has_others(module) or (listed and not self.names.issuperset(module.__dict__)):
                 return False
         for name, value in self.fixed:
