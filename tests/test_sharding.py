@@ -413,7 +413,7 @@ def refused_beside_q() -> None:
     refuses("allowed are", call, by_heads, place(q, [R]), *table(B, S, 8, D // 2))
     counted: tuple[dict[str, Any], ...] = ({"start_positions": torch.zeros(B, dtype=torch.int64)}, {"cp_size": 2})
     for arguments in counted:
-        refuses("count tokens of whole.*position_ids", call, seq, None, *table(2 * S, D // 2), **arguments)
+        refuses("count tokens of whole.*positions as ids", call, seq, None, *table(2 * S, D // 2), **arguments)
     packed = place(heads(4, layout="thd"), [Shard(0)])
     lengths = {"layout": "thd", "cu_seqlens": torch.tensor([0, 4, 8])}
     refuses("count tokens of whole sequences", call, packed, None, cos, sin, **lengths)
