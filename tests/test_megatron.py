@@ -21,7 +21,7 @@ import jitrope
 from jitrope.integrations import _host, _layers, megatron
 
 from .devices import devices
-from .hosts import HOSTS, group, missing
+from .hosts import HOSTS, doubled, group, missing
 from .test_training_hosts import megatron_freqs
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -430,14 +430,6 @@ def test_self_attention_that_is_not_fused(core: Any, ranks: Any, name: str) -> N
     torch.testing.assert_close(got, layer(x, None, **words)[0], rtol=1e-4, atol=1e-4)
 
 
-def doubled(function: Any) -> Any:
-    def patched(*arguments: Any, **words: Any) -> Any:
-        out = function(*arguments, **words)
-        return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
-
-    return patched
-
-
 PATCHES = {  # the place in the host, and the reason why norms are not fused
     "rope": ("apply_rotary_pos_emb", "not fused: apply_rotary_pos_emb was replaced"),
     "norm": ("L2Norm.forward", "not fused: L2Norm: jitrope has no norm with its results"),
@@ -463,13 +455,13 @@ def test_a_patch(core: Any, ranks: Any, monkeypatch: pytest.MonkeyPatch, name: s
         holder, last = layer, "get_query_key_value_tensors"
     with monkeypatch.context() as patch:
         patch.setattr(layer.config, "apply_rope_fusion", False)
-        patch.setattr(holder, last, doubled(getattr(holder, last)))
+        patch.setattr(holder, last, doubled(getattr(holder, last), named=False))
         want = layer(x, None, **words)[0]
     if first:
-        monkeypatch.setattr(holder, last, doubled(getattr(holder, last)))
+        monkeypatch.setattr(holder, last, doubled(getattr(holder, last), named=False))
     with megatron.enable() as report:
         if not first:
-            monkeypatch.setattr(holder, last, doubled(getattr(holder, last)))
+            monkeypatch.setattr(holder, last, doubled(getattr(holder, last), named=False))
         torch.testing.assert_close(layer(x, None, **words)[0], want, rtol=1e-4, atol=1e-4)
         assert report.calls["fused"] == 0
         assert reason in str(report) + report.table()

@@ -7,7 +7,7 @@ import linecache
 import sys
 import types
 from collections.abc import Iterator
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from . import diffusion_zoo as zoo
-from .hosts import missing
+from .hosts import doubled, missing
 
 transformers = pytest.importorskip("transformers", reason="pip install transformers")
 diffusers = pytest.importorskip("diffusers", reason="pip install diffusers")
@@ -58,15 +58,6 @@ def of_diffusers(name: str) -> tuple[Any, Any]:
     if name not in zoo.MODELS:
         missing("pip install -U diffusers")
     return zoo.prepared(zoo.MODELS[name])
-
-
-def doubled(function: Any) -> Any:
-    @wraps(function)
-    def patched(*arguments: Any, **words: Any) -> Any:
-        out = function(*arguments, **words)
-        return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
-
-    return patched
 
 
 # ---- transformers --------------------------------------------------------------------------------------
@@ -309,7 +300,7 @@ def test_a_patch_of_diffusers(what: str, first: bool, fuse_norm: bool, monkeypat
         want = zoo.forward(model, inputs)
         if first:
             if what == "rope":
-                with pytest.raises(_host.JitropeError, match=f"its rope function is {__name__}'s"):
+                with pytest.raises(_host.JitropeError, match=f"its rope function is {doubled.__module__}'s"):
                     on_diffusers.enable(model, fuse_norm=fuse_norm)
                 return
             on_diffusers.enable(model, fuse_norm=fuse_norm)

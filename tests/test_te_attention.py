@@ -21,7 +21,7 @@ from torch import Tensor
 from jitrope.integrations import _host, _layers, transformer_engine
 
 from .devices import devices
-from .hosts import HOSTS, Absent, missing
+from .hosts import HOSTS, Absent, doubled, missing
 
 PYTORCH = "transformer_engine.pytorch"
 FILE = "transformer_engine.pytorch.attention.multi_head_attention"
@@ -286,10 +286,6 @@ def test_what_is_not_fused(te: Any, monkeypatch: pytest.MonkeyPatch, name: str) 
         layer(torch.randn(24, 64), **words)
     assert report.calls == {"jitrope": 0 if name == "no table" else 2, "host": 0}
     assert report.reasons == ({} if LEFT[name] is None else {f"not fused: {LEFT[name]}": 1})
-
-
-def doubled(function: Any) -> Any:
-    return functools.wraps(function)(lambda *arguments, **words: 2 * function(*arguments, **words))
 
 
 PATCHES = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from functools import wraps
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from jitrope.integrations import _host
 from jitrope.integrations import timm as integration
 
 from .devices import DEVICES
-from .hosts import timm
+from .hosts import doubled, timm
 
 SMALL = {"img_size": 32, "depth": 2, "embed_dim": 64, "num_heads": 4, "num_classes": 5}
 SAM = {
@@ -340,14 +339,6 @@ def test_other_versions_of_the_function(monkeypatch: pytest.MonkeyPatch) -> None
         assert not _host.placed
 
 
-def doubled(function: Any) -> Any:
-    @wraps(function)
-    def patched(*arguments: Any, **words: Any) -> Tensor:
-        return 2 * function(*arguments, **words)
-
-    return patched
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", ["apply_rot_embed_cat", "apply_rot_embed"])
@@ -369,7 +360,7 @@ def test_a_function_of_the_user(name: str, when: str, compiled: bool, monkeypatc
     want = layer(x, emb)
     assert not torch.equal(want, stock)
     if when == "before" and name == "apply_rot_embed":
-        with pytest.raises(integration.JitropeError, match=f"apply_rot_embed is {__name__}'s"):
+        with pytest.raises(integration.JitropeError, match=f"apply_rot_embed is {doubled.__module__}'s"):
             integration.enable()
         return
     if when == "after":

@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ import jitrope
 from jitrope.integrations import _layers, torchtitan
 
 from .devices import DEVICES, devices
-from .hosts import group, missing, triton
+from .hosts import doubled, group, missing, triton
 
 OURS = [f"jitrope.integrations.torchtitan.{name}" for name in ("cos_sin_rope", "complex_rope")]
 ATTENTION = "jitrope.integrations.torchtitan.attention"
@@ -645,15 +645,6 @@ class ShardingConfigs:
 
 
 # ---- what users change, before a layer is built or after ------------------------------------------------
-
-
-def doubled(function: Any) -> Any:
-    @wraps(function)
-    def patched(*arguments: Any, **words: Any) -> Any:
-        out = function(*arguments, **words)
-        return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
-
-    return patched
 
 
 class Twice(torch.nn.Module):
