@@ -88,7 +88,7 @@ class Known:
         self.pointers, self.fixed, self.kept = (), [], ()
         self.close: tuple[str, ...] = ()  # tensors that must not share memory
         self.apart: set[tuple[int, ...]] = set()  # distances between them without shared memory
-        self.unguarded: Callable[..., Tensors | None] | None = None
+        self.unguarded: Callable[..., Any] | None = None
 
     @property
     def form(self) -> Form:
@@ -97,17 +97,18 @@ class Known:
         own = (self.names, self.pointers, self.results, self.options.inplace, like)
         return Form(*own, self.finished, self.close, self.written, aligned=not any(self.alignments))
 
-    def written_out(self, form: Form, matches: Any = None, record: Any = None) -> Callable[..., Tensors | None]:
-        """A function that enqueues a call; its arguments are a dict of the tensors, and then each tensor."""
+    def written_out(self, form: Form, matches: Any = None, record: Any = None, outputs: Any = None) -> Any:
+        """A function that enqueues a call; `Form` has its arguments."""
         launched = (self.pack, self.args, self.device, self.enqueue) if self.pointers else (None,) * 4
-        own = (self.fixed, self.reach, self.apart, matches, self.alignments, record)
-        return maker(form)(self, self.op, self.options, self.blocks, *launched, *own)
+        own = (self.fixed, self.reach, self.apart, self.alignments)
+        return maker(form)(self, self.op, self.options, self.blocks, *launched, *own, matches, record, outputs)
 
     def run(self, tensors: Tensors) -> Tensors:
         """Enqueue a call of this kind on torch's current stream, and return its results by name."""
         if self.unguarded is None:
             self.unguarded = self.written_out(self.form)
-        return self.unguarded(tensors, *tensors.values())  # type: ignore[return-value]
+        results: Tensors = self.unguarded(tensors, *tensors.values())
+        return results
 
     def elsewhere(self) -> None:
         """Enqueue on the current stream of the kernel's device, which is not torch's current device."""
@@ -227,12 +228,13 @@ def keep_in_mind(
     tensors: Tensors,
     key: Any,
     record: Callable[[Known, Tensors], Tensors] | None = None,
-    outputs: Callable[[Tensors, Tensors], Any] | None = None,
+    outputs: Callable[[Tensors], Any] | None = None,
+    arguments: tuple[str, ...] = (),
 ) -> None:
     """Keep a plain call for the fast path, with gradients enabled only if it computes all that its tensors require.
 
-    record: records such a call; None: it is not for the fast path. outputs: makes the call's outputs of its results and
-    tensors; by default they are the results.
+    record: records such a call; None: it is not for the fast path. arguments: those of torch's op, for a call of it;
+    then outputs makes its outputs of the results.
     """
     wants = {name for name, x in tensors.items() if x.requires_grad}
     computed = known.op.differentiable and not known.options.inplace and wants <= {*known.op.names} - {*TABLES}
@@ -243,20 +245,16 @@ def keep_in_mind(
     if matches is None or (known.kept and watch.capturing(xs[0])):
         return
     form = known.form._replace(
-        twice=again, guarded=True, recorded=bool(wants) and records, unrecorded=bool(wants) and not records
+        twice=again,
+        guarded=True,
+        recorded=bool(wants) and records,
+        unrecorded=bool(wants) and not records,
+        arguments=arguments,
+        outputs=outputs is not None,
     )
     if len(local.recent) >= MAX_RECENT and key not in local.recent:
         del local.recent[next(iter(local.recent))]
     with contextlib.suppress(TypeError):  # a word without a hash
         kinds = local.recent.setdefault(key, [])
-        replay = known.written_out(form, matches, record)
-        kinds.insert(0, replay if outputs is None else _followed(replay, outputs))
+        kinds.insert(0, known.written_out(form, matches, record, outputs))
         del kinds[MAX_RECENT_KINDS:]
-
-
-def _followed(replay: Callable[..., Tensors | None], outputs: Callable[[Tensors, Tensors], Any]) -> Callable[..., Any]:
-    def call(tensors: Tensors, *xs: Tensor) -> Any:
-        results = replay(tensors, *xs)
-        return None if results is None else outputs(results, tensors)
-
-    return call

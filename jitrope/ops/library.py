@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
+from operator import itemgetter
 from string import ascii_letters
 from typing import Any
 
@@ -186,59 +187,71 @@ def _launches(op: Operation, inplace: bool, recorded: Callable[..., Any] | None 
     recorded: makes the implementation of calls that autograd records, or that more than autograd watches. All others
     skip torch's Python layer of autograd, which takes longer than the launch.
     """
-    names = _GIVEN[op.name]
+    name, names = name_of(op, inplace), _GIVEN[op.name]
     first, sections = len(names), [*_WORDS[op.name]].index("mrope_section")
+    silent = inplace or not op.results
 
     def call(keys: Any, *given: Any) -> Any:
-        tensors, words = _named(names, given), given[first:]
+        words = given[first:]
         if len(words) > sections:  # torch passes a list
             words = (*words[:sections], tuple(words[sections]), *words[sections + 1 :])
-        key = (op, inplace, *tensors, words)
         try:
-            recent = () if watch.watched() else launch.local.recent.get(key, ())
-        except TypeError:  # a symbolic number has no hash
+            recent = () if watch.watched() else launch.local.recent[name, words]
+        except (KeyError, TypeError):  # a symbolic number has no hash
             recent = ()
         for replay in recent:
-            out = replay(tensors, *tensors.values())
+            out = replay(*given[:first])
             if out is not None:
-                return None if inplace else _returned(out)
+                return None if silent else out
+        tensors = _named(names, given)
         plain, wants = watch.plain(tensors), watch.wants_grad(*tensors.values())
         if recorded is not None and (wants or not plain):
             return recorded()(keys, *given)
         tensors, options = read(op, given, inplace)
+        key = (name, words, *tensors)
         known = launch.find(key, tensors) or launch.prepare(op, tensors, tensors, key, options)
-        outputs = partial(_as_outputs, op, op.made(tensors, options))
+        outputs = None if silent else _outputs(op, op.made(tensors, options))
         if plain and not wants:
-            launch.keep_in_mind(known, tensors, key, outputs=None if inplace else outputs)
+            launch.keep_in_mind(known, tensors, (name, words), outputs=outputs, arguments=_parameters(names, given))
         results = known.run(tensors)
-        return None if inplace else _returned(outputs(results, tensors))
+        return None if outputs is None else outputs(results)
 
     return call
+
+
+def _parameters(names: Sequence[str], given: Sequence[Any]) -> tuple[str, ...]:
+    """The names of an op's tensors in a replay's source. The last that stands for k has its name."""
+    found = [name if x is not None else f"no_{name}" for name, x in zip(names, given)]
+    if _ROTATED in found:
+        found = ["k" if name == _ROTATED else name + "_again" * (name == "k") for name in found]
+    return tuple(found)
 
 
 def _implementation(op: Operation, inplace: bool, run: Run) -> Callable[..., Any]:
     def call(*given: Any) -> Any:
         tensors, options = read(op, given, inplace)
         results = run(op, tensors, options)
-        return None if inplace else _returned(_as_outputs(op, op.made(tensors, options), results, tensors))
+        return _outputs(op, op.made(tensors, options))(results) if op.results and not inplace else None
 
     return call
 
 
-def _as_outputs(op: Operation, made: Container[str], results: Tensors, tensors: Tensors) -> tuple[Tensor, ...]:
-    """The outputs of an op. A missing result is empty, and no output may share memory with another.
+def _outputs(op: Operation, made: Sequence[str]) -> Callable[[Tensors], Any]:
+    """A function that makes an op's outputs, or its one output, of its results."""
+    return itemgetter(*op.results) if op.function and len(made) == len(op.results) else partial(_completed, op, made)
+
+
+def _completed(op: Operation, made: Sequence[str], results: Tensors) -> Any:
+    """The outputs of an op, or its one output. A missing one is empty, and none may share memory with another.
 
     Only the gradients of weights and biases share memory, parts of one tensor of sums.
     """
     if not op.function:
         parts = [name for name in op.results if name.endswith(("_weight", "_bias"))]
         results = {**results, **{name: results[name].clone() for name in parts[1:] if name in results}}
-    some = next(iter(tensors.values()))
-    return tuple([results[name] if name in made and name in results else some.new_empty(0) for name in op.results])
-
-
-def _returned(outputs: tuple[Tensor, ...]) -> Any:
-    return outputs[0] if len(outputs) == 1 else outputs or None
+    some = next(iter(results.values()))
+    outputs = [results[name] if name in made and name in results else some.new_empty(0) for name in op.results]
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
 def _fakes(op: Operation, tensors: Tensors, options: Options) -> Tensors:

@@ -32,6 +32,8 @@ class Form(NamedTuple):
         close: tensors that must not share memory. written: tensors whose versions are incremented.
         guarded: the call returns None for another kind of call. aligned: all addresses are multiples of 16.
         recorded: the call is recorded if gradients are enabled. unrecorded: it returns None then.
+        arguments: the names of the function's arguments, those of torch's op; one that is not given starts with "no_".
+            (): a dict of the tensors, and then each tensor. outputs: it returns the op's outputs, not results by name.
     """
 
     names: tuple[str, ...]
@@ -47,6 +49,8 @@ class Form(NamedTuple):
     aligned: bool = True
     recorded: bool = False
     unrecorded: bool = False
+    arguments: tuple[str, ...] = ()
+    outputs: bool = False
 
 
 def text(form: Form) -> str:
@@ -55,6 +59,10 @@ def text(form: Form) -> str:
     lines: list[str] = []
     if form.unrecorded:
         lines.append("if grad_enabled(): return None")
+    if form.arguments:
+        absent = [f"{name} is not None" for name in form.arguments if name.startswith("no_")]
+        lines.append(f"if {' or '.join([*[f'{name} is None' for name in names], *absent])}: return None")
+        lines.append(f"tensors = {{{', '.join(f'{name!r}: {name}' for name in names)}}}")
     if form.guarded:
         given = dict.fromkeys(names) | {name: f"{name}.detach()" for name, _ in form.twice}
         lines += [f"if {name} is not {earlier}: return None" for name, earlier in form.twice]
@@ -92,13 +100,15 @@ def text(form: Form) -> str:
         lines.append(f"written(({', '.join(form.written)},))")
     if form.recorded and launched_first:
         lines.append(f"if grad_enabled(): return record(known, tensors, {made})")
-    lines.append(f"return finish({made}, tensors, options)" if form.finished else f"return {made}")
+    if form.finished:
+        made = f"finish({made}, tensors, options)"
+    lines.append(f"return outputs({made})" if form.outputs else f"return {made}")
     body = "\n        ".join(lines)
-    taken = "known, op, options, blocks, pack, args, device, enqueue, fixed, reach, apart, matches, alignments, record"
+    taken = "known, op, options, blocks, pack, args, device, enqueue, fixed, reach, apart, alignments"
     return (
-        f"def make({taken}):\n    fresh, finish, keep_apart, elsewhere = "
+        f"def make({taken}, matches, record, outputs):\n    fresh, finish, keep_apart, elsewhere = "
         "op.fresh, op.finish, known.keep_apart, known.elsewhere\n"
-        f"    def call(tensors, {', '.join(names)}):\n        {body}\n    return call\n"
+        f"    def call({', '.join(form.arguments or ('tensors', *names))}):\n        {body}\n    return call\n"
     )
 
 
