@@ -95,25 +95,26 @@ def triton() -> Iterator[None]:
 def xdit() -> Iterator[None]:
     """xDiT, installed or, without a GPU, its wheel.
 
-    Its import asks for Triton, DistVAE and a version of CUDA. FLUX.1 on a CPU needs none of them.
+    Without a GPU its import asks for Triton, DistVAE and a version of CUDA, and FLUX.1 needs none of them.
     """
     diffusers = pytest.importorskip("diffusers", reason="xDiT runs models of diffusers")
-    wheels = sorted(HOSTS.glob("xfuser-*.whl"))
+    before = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
-            patch.setattr(sys, "path", [*sys.path, *map(str, wheels)])
+            patch.setattr(sys, "path", [*sys.path, *map(str, HOSTS.glob("xfuser-*.whl"))])
+            patch.setattr(torch.backends.cudnn, "is_available", lambda: False)
+            patch.setattr(torch.version, "cuda", None)
             _put_stand_ins(patch, _XDIT_NEEDS)
         if importlib.util.find_spec("xfuser") is None:
             missing("pip install xfuser, or without a GPU: pip download --no-deps -d build/hosts xfuser==0.7.0")
-        diffusers.FluxTransformer2DModel  # noqa: B018 - imported now, with the version of CUDA that torch has
-        before = set(sys.modules)
+        assert diffusers.FluxTransformer2DModel  # imported before there is a version of CUDA
         with pytest.MonkeyPatch.context() as importing:
             importing.setattr(torch.version, "cuda", torch.version.cuda or "13.0")
             importlib.import_module("xfuser.model_executor.models.transformers.transformer_flux")
         yield
-        for name in set(sys.modules) - before:
-            if name.startswith("xfuser"):
-                del sys.modules[name]
+    for name in set(sys.modules) - before:
+        if name.startswith("xfuser"):
+            del sys.modules[name]
 
 
 @contextmanager

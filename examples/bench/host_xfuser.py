@@ -16,7 +16,7 @@ import torch
 
 from . import diffusion
 from .harness import DEVICE
-from .host_models import Host, Pair, Side, keeping, one_rank
+from .host_models import Host, Pair, Side, keeping, need_gpu, one_rank
 
 
 @contextmanager
@@ -40,12 +40,15 @@ def groups() -> Iterator[None]:
 def pair(smoke: bool) -> Iterator[Pair]:
     """FLUX.1 as `bench diffusion` builds it, in xDiT's class."""
     from diffusers.models import embeddings
+    from xfuser import envs
     from xfuser.config import xFuserArgs
     from xfuser.core.distributed import get_runtime_state, initialize_runtime_state
     from xfuser.model_executor.models.transformers import transformer_flux as xdit
 
     from jitrope.integrations import xfuser as integration
 
+    if envs.get_device_name() != DEVICE:
+        need_gpu()
     flux, cls = diffusion.MODELS["flux"], xdit.xFuserFlux1Transformer2DWrapper
     transformer, words, _ = diffusion.build(flux, (1, 1) if smoke else flux.blocks, smoke)
     words["return_dict"] = False

@@ -252,8 +252,9 @@ SECTION = Section(
     host, which works longer with jitrope's functions than with theirs. xDiT runs its own class of FLUX.1, with its
     attention processors and its choice of attention, on one rank, which sends nothing. DeepSpeed has no layers: these
     are as wide as Llama 3 8B's, written for the bench with its `DistributedAttention`, whose exchange of heads and
-    tokens is copies on one rank, and torch's attention. The plot has one kind of each model; the tables have all, with
-    the slowest.
+    tokens is copies on one rank, and torch's attention. Compiled, this exchange is eager, behind graph breaks: torch
+    2.11 would trace it without its gradient. The plot has one kind of each model; the tables have all, with the
+    slowest.
     """,
     "jitrope bench hosts",
     (
