@@ -60,10 +60,20 @@ class Absent(types.ModuleType):
 
 
 _DELTA = "fla.ops.gated_delta_rule"
+_XDIT_NEEDS = {"triton": ("triton", "triton.language"), "distvae": ("distvae.vae",)}
 _NEED_TRITON = {
     "triton": ("triton", "triton.language"),
     "fla": ("fla.modules.conv.triton.ops", _DELTA, f"{_DELTA}.chunk", f"{_DELTA}.fused_recurrent"),
 }
+
+
+def _put_stand_ins(patch: pytest.MonkeyPatch, needed: dict[str, tuple[str, ...]]) -> None:
+    """Stand-ins for the modules of packages that are not installed."""
+    importlib.import_module("torch._inductor.compile_fx")  # else it would take the stand-in for the real Triton
+    for package, names in needed.items():
+        if importlib.util.find_spec(package) is None:
+            for name in names:
+                patch.setitem(sys.modules, name, Absent(name))
 
 
 @contextmanager
@@ -73,16 +83,38 @@ def triton() -> Iterator[None]:
     torch's CPU build has no Triton, and flash-linear-attention (of Qwen 3.5's other layers) needs it. torch 2.11 has
     no `DataParallelMeshDims`, which torchtitan 0.3 imports; a single process does not use it.
     """
-    importlib.import_module("torch._inductor.compile_fx")  # else it would take the stand-in for the real one
     fsdp = importlib.import_module("torch.distributed.fsdp")
     with pytest.MonkeyPatch.context() as patch:
-        for package, names in _NEED_TRITON.items():
-            if importlib.util.find_spec(package) is None:
-                for name in names:
-                    patch.setitem(sys.modules, name, Absent(name))
+        _put_stand_ins(patch, _NEED_TRITON)
         if not hasattr(fsdp, "DataParallelMeshDims"):
             patch.setattr(fsdp, "DataParallelMeshDims", object, raising=False)
         yield
+
+
+@contextmanager
+def xdit() -> Iterator[None]:
+    """xDiT, installed or, without a GPU, its wheel.
+
+    Without a GPU its import asks for Triton, DistVAE and a version of CUDA, and FLUX.1 needs none of them.
+    """
+    diffusers = pytest.importorskip("diffusers", reason="xDiT runs models of diffusers")
+    before = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr(sys, "path", [*sys.path, *map(str, HOSTS.glob("xfuser-*.whl"))])
+            patch.setattr(torch.backends.cudnn, "is_available", lambda: False)
+            patch.setattr(torch.version, "cuda", None)
+            _put_stand_ins(patch, _XDIT_NEEDS)
+        if importlib.util.find_spec("xfuser") is None:
+            missing("pip install xfuser, or without a GPU: pip download --no-deps -d build/hosts xfuser==0.7.0")
+        assert diffusers.FluxTransformer2DModel  # imported before there is a version of CUDA
+        with pytest.MonkeyPatch.context() as importing:
+            importing.setattr(torch.version, "cuda", torch.version.cuda or "13.0")
+            importlib.import_module("xfuser.model_executor.models.transformers.transformer_flux")
+        yield
+    for name in set(sys.modules) - before:
+        if name.startswith("xfuser"):
+            del sys.modules[name]
 
 
 @contextmanager

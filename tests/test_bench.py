@@ -55,7 +55,7 @@ from examples.bench import (
 from jitrope.integrations import _host
 
 from . import fresh
-from .hosts import missing, stand_in, timm, triton
+from .hosts import missing, stand_in, timm, triton, xdit
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "examples" / "results"
@@ -209,9 +209,9 @@ def test_a_smoke_run_of_hosts(name: str) -> None:
         timm()
     elif (package in NEED_GPU or name == "megatron-te-train") and not torch.cuda.is_available():
         pytest.skip("the kernels of its library need a GPU")
-    elif find_spec(package) is None:
+    elif package != "xfuser" and find_spec(package) is None:
         missing(f"pip install {package}")
-    with triton() if package == "torchtitan" else nullcontext():
+    with {"torchtitan": triton, "xfuser": xdit}.get(package, nullcontext)():
         done = bench("hosts", "--only", name, "--smoke", "--json")
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)["rows"]

@@ -80,11 +80,24 @@ def share(model: nn.Module, weights_of: nn.Module) -> None:
         x.data = y.data
 
 
-def keeping(cls: Any, **functions: Any) -> Any:
-    """A class like cls whose `forward` keeps these functions, whatever replaces them in its module."""
+def keeping(cls: Any, method: str = "forward", **functions: Any) -> Any:
+    """A class like cls, of which a method keeps these functions, whatever replaces them in its module."""
     from jitrope.integrations._host import with_code
 
-    return type(cls.__name__, (cls,), {"forward": with_code(cls.forward, cls.forward.__code__, **functions)})
+    found = getattr(cls, method)
+    return type(cls.__name__, (cls,), {method: with_code(found, found.__code__, **functions)})
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist: Any = torch.distributed
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 # ---- transformers --------------------------------------------------------------------------------------
@@ -281,18 +294,16 @@ class Sdpa(nn.Module):
 
 
 @contextmanager
-def one_rank() -> Iterator[None]:
-    """A process group of this process alone, with Megatron's groups in it."""
+def groups() -> Iterator[None]:
+    """Megatron's groups, all of this process alone."""
     from megatron.core import parallel_state
 
-    dist: Any = torch.distributed
-    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        parallel_state.initialize_model_parallel()
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+    with one_rank():
+        try:
+            parallel_state.initialize_model_parallel()
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
 
 
 def megatron_spec(te: bool) -> Any:
@@ -336,7 +347,7 @@ def megatron_pair(te: bool, smoke: bool) -> Iterator[Pair]:
     words |= {"normalization": "RMSNorm", "qk_layernorm": True, "gated_linear_unit": True, "activation_func": F.silu}
     spec = megatron_spec(te)
     kept: Any = attention_with_rope_of_te() if te else None
-    with one_rank(), integration.enable() as report:
+    with groups(), integration.enable() as report:
         if te:
             model_parallel_cuda_manual_seed(0)
         stock, ours = (

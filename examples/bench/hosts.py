@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import gc
 import importlib
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from functools import partial
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
-from . import host_comfy, host_flashinfer, host_models, host_sglang, host_te, host_vllm
+from . import host_comfy, host_deepspeed, host_flashinfer, host_models, host_sglang, host_te, host_vllm, host_xfuser
 from .harness import DEVICE, in_rounds, stream_time
 from .host_models import COUNTS, Pair, Side
 from .plots import Plot
@@ -29,7 +30,16 @@ from .sections import Row, Section, Table, grouped, of, span
 
 HOSTS = {
     name: host
-    for module in (host_models, host_te, host_comfy, host_vllm, host_sglang, host_flashinfer)
+    for module in (
+        host_models,
+        host_te,
+        host_deepspeed,
+        host_xfuser,
+        host_comfy,
+        host_vllm,
+        host_sglang,
+        host_flashinfer,
+    )
     for name, host in module.HOSTS.items()
 }
 TOLERANCE = 2**-4
@@ -122,9 +132,11 @@ def rows(name: str, modes: tuple[str, ...], smoke: bool) -> Iterator[Row]:
         torch.cuda.empty_cache()
     with ExitStack() as stack:
         try:
-            version = getattr(importlib.import_module(host.package), "__version__", "")
-            pair = stack.enter_context(host.make(smoke))
-        except (ImportError, FileNotFoundError) as error:  # the second: TransformerEngine without its compiled part
+            with redirect_stdout(sys.stderr):  # rows go to stdout, and the log of xDiT too
+                version = getattr(importlib.import_module(host.package), "__version__", "")
+                pair = stack.enter_context(host.make(smoke))
+        # The others: TransformerEngine without its compiled part, xDiT without a GPU.
+        except (ImportError, FileNotFoundError, NotImplementedError) as error:
             say(f"{name} is left out: {host.package} cannot be imported ({error})")
             return
         library = f"{host.package.split('.')[0]} {version or pair.version}".strip()
@@ -237,8 +249,12 @@ SECTION = Section(
     `--enable-fused-qk-norm-rope` puts one op for norms and rope. FlashInfer has no layers: these are as wide as
     Qwen3-32B's, written for the bench with its norms, rope, cache, FlashAttention 2 and activation. Its function for
     norms, rope and cache takes 64 and 8 heads, which Qwen3-32B has. An eager decode step of these three waits for the
-    host, which works longer with jitrope's functions than with theirs. The plot has one kind of each model; the tables
-    have all, with the slowest.
+    host, which works longer with jitrope's functions than with theirs. xDiT runs its own class of FLUX.1, with its
+    attention processors and its choice of attention, on one rank, which sends nothing. DeepSpeed has no layers: these
+    are as wide as Llama 3 8B's, written for the bench with its `DistributedAttention`, whose exchange of heads and
+    tokens is copies on one rank, and torch's attention. Compiled, this exchange is eager, behind graph breaks: torch
+    2.11 would trace it without its gradient. The plot has one kind of each model; the tables have all, with the
+    slowest.
     """,
     "jitrope bench hosts",
     (
