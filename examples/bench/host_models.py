@@ -81,7 +81,7 @@ def share(model: nn.Module, weights_of: nn.Module) -> None:
 
 
 def keeping(cls: Any, method: str = "forward", **functions: Any) -> Any:
-    """A class like cls, of which a method keeps these functions, whatever replaces them in its module."""
+    """A class like cls with a method that keeps these functions, whatever replaces them in its module."""
     from jitrope.integrations._host import with_code
 
     found = getattr(cls, method)
