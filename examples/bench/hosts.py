@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
-from . import host_comfy, host_flashinfer, host_models, host_sglang, host_te, host_vllm
+from . import host_comfy, host_flashinfer, host_models, host_sglang, host_te, host_vllm, host_vllm_omni
 from .harness import DEVICE, in_rounds, stream_time
 from .host_models import COUNTS, Pair, Side
 from .plots import Plot
@@ -29,7 +29,7 @@ from .sections import Row, Section, Table, grouped, of, span
 
 HOSTS = {
     name: host
-    for module in (host_models, host_te, host_comfy, host_vllm, host_sglang, host_flashinfer)
+    for module in (host_models, host_te, host_comfy, host_vllm, host_sglang, host_flashinfer, host_vllm_omni)
     for name, host in module.HOSTS.items()
 }
 TOLERANCE = 2**-4
