@@ -237,7 +237,9 @@ SECTION = Section(
     `--enable-fused-qk-norm-rope` puts one op for norms and rope. FlashInfer has no layers: these are as wide as
     Qwen3-32B's, written for the bench with its norms, rope, cache, FlashAttention 2 and activation. Its function for
     norms, rope and cache takes 64 and 8 heads, which Qwen3-32B has. An eager decode step of these three waits for the
-    host, which works longer with jitrope's functions than with theirs. The plot has one kind of each model; the tables
+    host, which works longer with jitrope's functions than with theirs. vLLM-Omni's models run as in one of its workers,
+    but with torch's attention; compiled, each block is compiled for sizes that may change, as the worker does it.
+    jitrope takes their rope, and their norms stay vLLM's. The plot has one kind of each model; the tables
     have all, with the slowest.
     """,
     "jitrope bench hosts",
