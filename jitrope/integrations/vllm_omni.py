@@ -4,8 +4,8 @@
 >>> report = jitrope_vllm_omni.enable()  # in the workers, before the model is made
 >>> jitrope_vllm_omni.disable()
 
-The signatures are those of `vllm_omni.diffusion.layers` (0.30.0; 0.24.0 has them too, but no fused functions), and of
-FlashAttention's `apply_rotary_emb`, which vLLM contains and the layer `RotaryEmbedding` calls on a GPU.
+The signatures are those of `vllm_omni.diffusion.layers` (0.30.0; 0.24.0 has the same, without the fused functions), and
+of FlashAttention's `apply_rotary_emb`, which vLLM contains and the layer `RotaryEmbedding` calls on a GPU.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def apply_rope_to_qk(
 
     Args:
         rope: the host's layer `RotaryEmbedding`, with interleaved, the pairs are neighbours, and half_head_dim, the
-            tables have one column for each pair; without half_head_dim, as before 0.28, they have.
+            tables have one column for each pair. Before 0.28 layers lack half_head_dim, and it is true for them.
         query, key: (B, S, H, D) or (S, H, D).
         image_rotary_emb: (cos, sin), (S, R / 2) or (S, R) each, or with a batch axis, whose first row is read; or
             None, then q and k are returned. The host rounds them to q's dtype; here they are read in fp32, to which
