@@ -197,7 +197,7 @@ def test_a_smoke_run(command: str) -> None:
             assert row["by"][:7] != "jitrope" or row["jitrope calls"] + row["fused calls"] > 0
 
 
-NEED_GPU = ("transformer_engine", "vllm", "sglang", "flashinfer")
+NEED_GPU = ("transformer_engine", "vllm", "vllm_omni", "sglang", "flashinfer")
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import sys
 import types
 import zipfile
 from itertools import product
@@ -246,10 +247,10 @@ def test_omni_layer(omni: Any, device: str, neox: bool, wide: bool) -> None:
         with vllm_omni.enable() as report:
             ours = omni.rope.RotaryEmbedding(neox, half_head_dim=not wide)
             assert all(near(ours(x, cos, sin), y) for x, y in zip((q, k), want))
-            for tables in ((cos, sin), (cos[None], sin[None])):
+            for tables in ((cos, sin), (cos[None], sin[None]), (cos.double(), sin.double())):  # FLUX has fp64
                 assert all(map(near, omni.rope.apply_rope_to_qk(ours, q, k, tables), want))
             assert omni.rope.apply_rope_to_qk(ours, q, k, None) == (q, k)
-        assert report.calls == {"jitrope": 5, "host": 0}
+        assert report.calls == {"jitrope": 6, "host": 0}
         if not wide:
             x = q.bfloat16()
             got, want = (f(x, cos, sin) for f in (vllm_omni.apply_rotary_emb_torch, omni.rope.apply_rotary_emb_torch))
@@ -272,6 +273,22 @@ def test_omni_layers_of_users(omni: Any) -> None:
             got = omni.rope.apply_rope_to_qk(rope, q, k, table(S, D).chunk(2, -1))
             assert all(torch.equal(x, y + 1) for x, y in zip(got, (q, k)))
     assert set(report.reasons) == {"rope is a Own, which is not the host's", "rope has hooks"}
+
+
+def test_omni_of_earlier_versions(omni: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.24.0 has no fused functions, and its layer no half_head_dim: its tables have a column for each pair."""
+    for name in ("fused_qk_rope", "fused_qk_norm_rope"):
+        monkeypatch.setitem(sys.modules, f"{LAYERS}.{name}", None)
+    (q, k), tables = random(2, B, S, 4, D), table(S, D).chunk(2, -1)
+    rope = omni.rope.RotaryEmbedding(False)
+    want = [rope(x, *tables) for x in (q, k)]
+    del rope.half_head_dim
+    with vllm_omni.enable() as report:
+        assert all(map(near, omni.rope.apply_rope_to_qk(rope, q, k, tables), want))
+    assert report.calls == {"jitrope": 1, "host": 0}
+    assert {name.rpartition(".")[2] for name in report.replaced} == {
+        "apply_rotary_emb", "apply_rotary_emb_torch", "apply_rope_to_qk"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("device", DEVICES)

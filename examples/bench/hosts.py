@@ -21,7 +21,17 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
-from . import host_comfy, host_deepspeed, host_flashinfer, host_models, host_sglang, host_te, host_vllm, host_xfuser
+from . import (
+    host_comfy,
+    host_deepspeed,
+    host_flashinfer,
+    host_models,
+    host_sglang,
+    host_te,
+    host_vllm,
+    host_vllm_omni,
+    host_xfuser,
+)
 from .harness import DEVICE, in_rounds, stream_time
 from .host_models import COUNTS, Pair, Side
 from .plots import Plot
@@ -36,6 +46,7 @@ HOSTS = {
         host_deepspeed,
         host_xfuser,
         host_comfy,
+        host_vllm_omni,
         host_vllm,
         host_sglang,
         host_flashinfer,
@@ -253,8 +264,10 @@ SECTION = Section(
     attention processors and its choice of attention, on one rank, which sends nothing. DeepSpeed has no layers: these
     are as wide as Llama 3 8B's, written for the bench with its `DistributedAttention`, whose exchange of heads and
     tokens is copies on one rank, and torch's attention. Compiled, this exchange is eager, behind graph breaks: torch
-    2.11 would trace it without its gradient. The plot has one kind of each model; the tables have all, with the
-    slowest.
+    2.11 would trace it without its gradient. vLLM-Omni's models run as in one
+    of its workers, but with torch's attention; compiled, each block is compiled for sizes that may change, as the worker
+    does it. jitrope takes their rope, and their norms stay vLLM's. The plot has one kind of each model; the tables have
+    all, with the slowest.
     """,
     "jitrope bench hosts",
     (

@@ -4,8 +4,8 @@
 >>> report = jitrope_vllm_omni.enable()  # in the workers, before the model is made
 >>> jitrope_vllm_omni.disable()
 
-The signatures are those of `vllm_omni.diffusion.layers` (0.30.0), and of FlashAttention's `apply_rotary_emb`, which
-vLLM contains and the layer `RotaryEmbedding` calls on a GPU.
+The signatures are those of `vllm_omni.diffusion.layers` (0.30.0; 0.24.0 has the same, without the fused functions), and
+of FlashAttention's `apply_rotary_emb`, which vLLM contains and the layer `RotaryEmbedding` calls on a GPU.
 """
 
 from __future__ import annotations
@@ -79,10 +79,11 @@ def apply_rope_to_qk(
 
     Args:
         rope: the host's layer `RotaryEmbedding`, with interleaved, the pairs are neighbours, and half_head_dim, the
-            tables have one column for each pair.
+            tables have one column for each pair. Before 0.28 layers lack half_head_dim, and it is true for them.
         query, key: (B, S, H, D) or (S, H, D).
         image_rotary_emb: (cos, sin), (S, R / 2) or (S, R) each, or with a batch axis, whose first row is read; or
-            None, then q and k are returned. The host rounds them to q's dtype; here they stay fp32.
+            None, then q and k are returned. The host rounds them to q's dtype; here they are read in fp32, to which
+            fp64 is rounded, as FLUX has it.
 
     Returns:
         (query, key) rotated, in fp32 arithmetic rounded once. The errors are those of `apply_rotary_emb`.
@@ -94,7 +95,10 @@ def apply_rope_to_qk(
         if type(rope).__module__ != f"{_LAYERS}.rope":
             raise InvalidInput(f"rope is a {type(rope).__name__}, which is not the host's")
     cos, sin = (table[0] if table.dim() == 3 else table for table in image_rotary_emb)
-    query, rotated = _rotate(query, key, cos, sin, rope.interleaved, cos.shape[-1] * (1 + rope.half_head_dim))
+    if cos.dtype == torch.float64:
+        cos, sin = cos.float(), sin.float()
+    half = getattr(rope, "half_head_dim", True)
+    query, rotated = _rotate(query, key, cos, sin, rope.interleaved, cos.shape[-1] * (1 + half))
     return query, rotated
 
 
@@ -154,12 +158,11 @@ def _rotate(q: Tensor, k: Any, cos: Tensor, sin: Tensor, interleaved: bool, widt
 
 _LAYERS = "vllm_omni.diffusion.layers"
 _FLASH = _host.named("vllm.vllm_flash_attn.layers.rotary", apply_rotary_emb)
-_FUNCTIONS = {
-    **_FLASH,
-    **_host.named(f"{_LAYERS}.rope", apply_rotary_emb_torch, apply_rope_to_qk),
+_FUSED = {  # 0.24.0 has neither
     **_host.named(f"{_LAYERS}.fused_qk_rope", fused_qk_rope),
     **_host.named(f"{_LAYERS}.fused_qk_norm_rope", fused_qk_norm_rope),
 }
+_FUNCTIONS = {**_FLASH, **_host.named(f"{_LAYERS}.rope", apply_rotary_emb_torch, apply_rope_to_qk), **_FUSED}
 
 
 def enable() -> _host.Report:
@@ -168,7 +171,7 @@ def enable() -> _host.Report:
     Calls that jitrope refuses go to the host's own functions. Raises ImportError without vLLM-Omni, and JitropeError if
     this version lacks a function.
     """
-    return _host.enable("vllm_omni", _FUNCTIONS, _FLASH)
+    return _host.enable("vllm_omni", _FUNCTIONS, {**_FLASH, **_FUSED})
 
 
 disable = _host.disabler(__name__)
