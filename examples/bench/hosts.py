@@ -264,10 +264,9 @@ SECTION = Section(
     attention processors and its choice of attention, on one rank, which sends nothing. DeepSpeed has no layers: these
     are as wide as Llama 3 8B's, written for the bench with its `DistributedAttention`, whose exchange of heads and
     tokens is copies on one rank, and torch's attention. Compiled, this exchange is eager, behind graph breaks: torch
-    2.11 would trace it without its gradient. vLLM-Omni's models run as in one
-    of its workers, but with torch's attention; compiled, each block is compiled for sizes that may change, as the worker
-    does it. jitrope takes their rope, and their norms stay vLLM's. The plot has one kind of each model; the tables have
-    all, with the slowest.
+    2.11 would trace it without its gradient. vLLM-Omni's models run as in one of its workers, but with torch's
+    attention; compiled, each block is compiled for sizes that may change, as the worker does it. jitrope takes their
+    rope, and their norms stay vLLM's. The plot has one kind of each model; the tables have all, with the slowest.
     """,
     "jitrope bench hosts",
     (
