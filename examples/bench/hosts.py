@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
-from . import host_comfy, host_flashinfer, host_models, host_sglang, host_te, host_vllm
+from . import host_comfy, host_flashinfer, host_models, host_sglang, host_sglang_diffusion, host_te, host_vllm
 from .harness import DEVICE, in_rounds, stream_time
 from .host_models import COUNTS, Pair, Side
 from .plots import Plot
@@ -29,7 +29,7 @@ from .sections import Row, Section, Table, grouped, of, span
 
 HOSTS = {
     name: host
-    for module in (host_models, host_te, host_comfy, host_vllm, host_sglang, host_flashinfer)
+    for module in (host_models, host_te, host_comfy, host_vllm, host_sglang, host_sglang_diffusion, host_flashinfer)
     for name, host in module.HOSTS.items()
 }
 TOLERANCE = 2**-4
@@ -234,11 +234,12 @@ SECTION = Section(
     norms and rope, which its compiler puts there with `enable_qk_norm_rope_fusion`, stands against jitrope's; without
     it jitrope takes rope alone. SGLang's layers of Qwen3 run with FlashAttention 3 and pages of one token; in "rope and
     cache" and "fused op" their attention is that of SGLang's Qwen3-MoE, where rope fills the cache too, or where
-    `--enable-fused-qk-norm-rope` puts one op for norms and rope. FlashInfer has no layers: these are as wide as
-    Qwen3-32B's, written for the bench with its norms, rope, cache, FlashAttention 2 and activation. Its function for
-    norms, rope and cache takes 64 and 8 heads, which Qwen3-32B has. An eager decode step of these three waits for the
-    host, which works longer with jitrope's functions than with theirs. The plot has one kind of each model; the tables
-    have all, with the slowest.
+    `--enable-fused-qk-norm-rope` puts one op for norms and rope. SGLang's FLUX.1 is a model of its diffusion part, with
+    FlashAttention 3 and SGLang's op for norms and rope; torch compiles it, and each attention breaks the graph.
+    FlashInfer has no layers: these are as wide as Qwen3-32B's, written for the bench with its norms, rope, cache,
+    FlashAttention 2 and activation. Its function for norms, rope and cache takes 64 and 8 heads, which Qwen3-32B has.
+    An eager decode step of vLLM, SGLang and FlashInfer waits for the host, which works longer with jitrope's functions
+    than with theirs. The plot has one kind of each model; the tables have all, with the slowest.
     """,
     "jitrope bench hosts",
     (
