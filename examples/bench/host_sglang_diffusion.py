@@ -1,7 +1,8 @@
 """A diffusion transformer of SGLang for `bench hosts`: with SGLang's own kernels, and with jitrope enabled.
 
 Both sides have the same weights and the attention that SGLang chooses, FlashAttention 3 on an H100. A step first puts
-its functions into SGLang's modules. Compiled, the whole model is, as `--enable-torch-compile` does it.
+its functions into SGLang's modules. `--enable-torch-compile` compiles the whole model too, but in another mode, which
+tries more kernels.
 """
 
 from __future__ import annotations
