@@ -27,6 +27,7 @@ from . import (
     host_flashinfer,
     host_models,
     host_sglang,
+    host_sglang_diffusion,
     host_te,
     host_vllm,
     host_vllm_omni,
@@ -45,8 +46,9 @@ HOSTS = {
         host_te,
         host_deepspeed,
         host_xfuser,
-        host_comfy,
         host_vllm_omni,
+        host_sglang_diffusion,
+        host_comfy,
         host_vllm,
         host_sglang,
         host_flashinfer,
@@ -257,16 +259,18 @@ SECTION = Section(
     norms and rope, which its compiler puts there with `enable_qk_norm_rope_fusion`, stands against jitrope's; without
     it jitrope takes rope alone. SGLang's layers of Qwen3 run with FlashAttention 3 and pages of one token; in "rope and
     cache" and "fused op" their attention is that of SGLang's Qwen3-MoE, where rope fills the cache too, or where
-    `--enable-fused-qk-norm-rope` puts one op for norms and rope. FlashInfer has no layers: these are as wide as
-    Qwen3-32B's, written for the bench with its norms, rope, cache, FlashAttention 2 and activation. Its function for
-    norms, rope and cache takes 64 and 8 heads, which Qwen3-32B has. An eager decode step of these three waits for the
-    host, which works longer with jitrope's functions than with theirs. xDiT runs its own class of FLUX.1, with its
-    attention processors and its choice of attention, on one rank, which sends nothing. DeepSpeed has no layers: these
-    are as wide as Llama 3 8B's, written for the bench with its `DistributedAttention`, whose exchange of heads and
-    tokens is copies on one rank, and torch's attention. Compiled, this exchange is eager, behind graph breaks: torch
-    2.11 would trace it without its gradient. vLLM-Omni's models run as in one of its workers, but with torch's
-    attention; compiled, each block is compiled for sizes that may change, as the worker does it. jitrope takes their
-    rope, and their norms stay vLLM's. The plot has one kind of each model; the tables have all, with the slowest.
+    `--enable-fused-qk-norm-rope` puts one op for norms and rope. SGLang's FLUX.1 is a model of its diffusion part, with
+    FlashAttention 3 and SGLang's op for norms and rope; torch compiles it, and each attention breaks the graph.
+    FlashInfer has no layers: these are as wide as Qwen3-32B's, written for the bench with its norms, rope, cache,
+    FlashAttention 2 and activation. Its function for norms, rope and cache takes 64 and 8 heads, which Qwen3-32B has.
+    An eager decode step of vLLM, SGLang and FlashInfer waits for the host, which works longer with jitrope's functions
+    than with theirs. xDiT runs its own class of FLUX.1, with its attention processors and its choice of attention, on
+    one rank, which sends nothing. DeepSpeed has no layers: these are as wide as Llama 3 8B's, written for the bench
+    with its `DistributedAttention`, whose exchange of heads and tokens is copies on one rank, and torch's attention.
+    Compiled, this exchange is eager, behind graph breaks: torch 2.11 would trace it without its gradient. vLLM-Omni's
+    models run as in one of its workers, but with torch's attention; compiled, each block is compiled for sizes that may
+    change, as the worker does it. jitrope takes their rope, and their norms stay vLLM's. The plot has one kind of each
+    model; the tables have all, with the slowest.
     """,
     "jitrope bench hosts",
     (
