@@ -119,14 +119,37 @@ def test_a_bundle_that_would_lack_a_kernel_is_not_written(cache: KernelCache, tm
     assert str(caught.value).count(" sm_20: ") == 2
     with pytest.raises(CacheError, match="no kernels to bundle"):
         bundle.write(tmp_path / "a.tar", [], 1)
-    for path in (tmp_path / "no" / "a.tar", tmp_path, tmp_path / ("x" * 300)):
-        with pytest.raises(CacheError, match=r"^cannot write the bundle .*$"):
-            bundle.write(path, KERNELS[1:2], 1)
+    os.mkfifo(tmp_path / "pipe")  # a device would be replaced by a file
+    (tmp_path / "stdout").symlink_to("pipe")
+    for path in ("no/a.tar", "a.tar/b.tar", ".", "x" * 300, "pipe", "stdout"):
+        with pytest.raises(CacheError, match=rf"^cannot write {tmp_path / path}: .*$"):
+            bundle.write(tmp_path / path, KERNELS[1:2], 1)
     assert (tmp_path / "a.tar").read_text() == "before"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.tar", "kernels"]
+    assert (tmp_path / "pipe").is_fifo()
+    assert (tmp_path / "stdout").is_symlink()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.tar", "kernels", "pipe", "stdout"]
+
+
+def test_a_link_to_a_bundle_stays_a_link(cache: KernelCache, tmp_path: Path) -> None:
+    (tmp_path / "current.tar").symlink_to("1.tar")
+    bundle.write(tmp_path / "current.tar", KERNELS[:1], 1)
+    assert (tmp_path / "current.tar").is_symlink()
+    assert (tmp_path / "1.tar").is_file()
 
 
 # ---- loading -------------------------------------------------------------------------------------
+
+
+def test_a_bundle_may_be_replaced_while_a_process_uses_it(cache: KernelCache, tmp_path: Path, monkeypatch) -> None:
+    """A process without a compiler finds the kernels of both bundles, which lie at other places in the new one."""
+    bundle.write(tmp_path / "live.tar", KERNELS[2:3], 1)
+    bundle.write(tmp_path / "new.tar", KERNELS, 1)
+    monkeypatch.setenv("JITROPE_CACHE_DIR", str(tmp_path / "empty"))
+    monkeypatch.setenv("JITROPE_SYSTEM_CACHE", str(tmp_path / "live.tar"))
+    monkeypatch.setenv("JITROPE_NO_COMPILE", "1")
+    assert not kernels.build(*KERNELS[2]).compiled
+    os.replace(tmp_path / "new.tar", tmp_path / "live.tar")
+    assert not any(kernels.build(*kernel).compiled for kernel in KERNELS)
 
 
 HOSTILE = "\x1b[31mred \x1b]0;title\x07 \x9b31m\u202e"

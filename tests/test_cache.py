@@ -554,6 +554,42 @@ def test_a_relative_cache_where_the_working_folder_is_gone(tmp_path: Path, monke
         recording.add(config.record_file(), [SPEC])
 
 
+def test_a_cache_with_a_name_that_is_too_long(tmp_path: Path, monkeypatch, caplog) -> None:
+    """As a folder that this user may not enter: the kernel stays in memory."""
+    monkeypatch.setenv("JITROPE_CACHE_DIR", str(tmp_path / ("x" * 300)))
+    found = kernels.build(SPEC, "sm_90")
+    assert (found.compiled, found.kept) == (True, False)
+    assert "kernels stay in memory" in caplog.text
+
+
+def test_an_entry_that_is_removed_while_it_is_written_again(tmp_path: Path, monkeypatch) -> None:
+    """Another process removes the entry between the failed rename and the look at it."""
+    cache, rename, failed = KernelCache(tmp_path), os.rename, []
+
+    def once(source: Path, target: Path) -> None:
+        if not failed:
+            failed.append(target)
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", once)
+    assert cache.store(KEY, "text", DATA, {})
+    assert failed
+    assert cache.holds(KEY)
+
+
+def test_a_recording_replaces_no_device(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CacheError, match="pipe: it is not a file"):
+        recording.add(tmp_path / "pipe", [SPEC])
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_file_of_calls_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "calls.json").write_text('{"call": [{"heads": [32, 8]}]}', encoding="utf-8-sig")
+    assert read_calls(tmp_path / "calls.json") == specs_of(heads=[32, 8])
+
+
 def test_a_home_folder_that_nobody_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("JITROPE_CACHE_DIR", "~nobody-of-this-name/k")

@@ -179,15 +179,15 @@ def test_an_architecture_and_a_dtype_can_be_written_in_several_ways(jitrope, wri
             assert jitrope(*arguments, "--json").stdout == want
     assert [prewarming.architecture(x) for x in ("10.0", "12.1a", "sm_90a", "9", "hopper", 90)] == [
         "sm_100",
-        "sm_121a",
-        "sm_90a",
+        None,  # no GPU looks for these two
+        None,
         "sm_9",
         None,
         None,
     ]
 
 
-@pytest.mark.parametrize("written", ["12", "sm_9", "3.5", "hopper"])
+@pytest.mark.parametrize("written", ["12", "sm_9", "3.5", "hopper", "9.0a"])
 def test_a_number_that_no_architecture_has_is_refused_without_nvrtc(
     jitrope, monkeypatch: pytest.MonkeyPatch, written: str
 ) -> None:
@@ -314,6 +314,23 @@ def test_a_source_renders_again_by_the_command_at_its_head(jitrope, tmp_path: Pa
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout == text, done.stderr
+
+
+@pytest.mark.parametrize(("where", "code", "text"), [
+    (">&-", 0, "0 kernels"), ("> /dev/full", 1, "error: [Errno 28] No space left on device"), ("> out", 0, "0 kernels"),
+])  # fmt: skip
+def test_a_stdout_that_takes_no_text(tmp_path: Path, where: str, code: int, text: str) -> None:
+    """It is closed, on a full disk, or has another encoding than the path of the cache."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    environment["JITROPE_CACHE_DIR"] = str(tmp_path / "ü")
+    command = f"{sys.executable} -m jitrope cache ls {'--json' * (code > 0)} {where}"
+    done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.startswith(text)
+    assert done.stderr.count("\n") == 1
+    command = f"{sys.executable} -m jitrope doctor --json > out"
+    done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
 
 
 MROPE = {"position_ids": "int64", "mrope_section": [16, 24, 24]}

@@ -467,6 +467,45 @@ def test_calls_of_every_form_are_known_again(name: str, in_place: bool, monkeypa
             monkeypatch.setattr(dispatch, "_call", lambda *_: pytest.fail("looked at again"))
 
 
+@pytest.mark.parametrize("function", ["user", "op"])
+def test_a_plan_from_before_a_change_is_not_used_after_it(function: str, monkeypatch) -> None:
+    """`configure` is called in another thread while a first call is planned."""
+    q, k, cos, sin, _ = make(case_named("halves"), DEVICE)
+    tensors, words = (q, k, cos, sin), op_arguments(ROPE, (q, k), (cos, sin), Options(rotary_dim=q.shape[-1]))
+    call = (lambda: jitrope.apply_rope(*tensors)) if function == "user" else lambda: torch.ops.jitrope.rope(*words)
+    planned, plan_call = [], runtime.plan_call
+
+    def plan(*arguments: Any) -> Any:
+        planned.append(arguments)
+        if len(planned) == 1:
+            jitrope.configure(batch_invariant=True)
+        return plan_call(*arguments)
+
+    monkeypatch.setattr(runtime, "plan_call", plan)
+    runtime.local.known, runtime.local.recent = {}, {}
+    try:
+        for _ in range(3):
+            call()
+    finally:
+        jitrope.configure(batch_invariant=False)
+    assert len(planned) == 2
+
+
+def test_a_hook_of_saved_tensors_that_fails_is_called_once() -> None:
+    q, k, cos, sin, _ = make(case_named("halves"), DEVICE)
+    q.requires_grad_()
+    jitrope.apply_rope(q, k, cos, sin)
+    seen = []
+
+    def pack(x: torch.Tensor) -> Any:
+        seen.append(x)
+        raise KeyError("of the user")
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), pytest.raises(KeyError, match="of the user"):
+        jitrope.apply_rope(q, k, cos, sin)
+    assert len(seen) == 1
+
+
 def reference_of(case: tuple, words: dict) -> tuple:
     q, k, *tables = case
     (q, k, *rest), options = lower((q, k, *(tables or [None, None]), {"interleaved": False, **words}))

@@ -173,7 +173,7 @@ def cupy_import_environment() -> Iterator[None]:
     At import CuPy makes its own kernel cache folder or fails; it never changes the folder later. jitrope caches kernels
     itself, so CuPy gets another existing folder, unless the user chose one.
     """
-    if "CUPY_CACHE_DIR" in os.environ or _home_takes_cupy():
+    if os.environ.get("CUPY_CACHE_DIR") or _home_takes_cupy():
         yield
         return
     os.environ["CUPY_CACHE_DIR"] = _folder_for_cupy()

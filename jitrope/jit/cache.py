@@ -175,14 +175,16 @@ class KernelCache(Listing):
             if not self._usable():
                 return False
             entry.write(temporary, files)
-            try:
-                os.rename(temporary, path)
-            except OSError:
-                if not os.path.lexists(path):
-                    raise
-                if not self._is(path, files):
-                    self._remove(path)
+            for tries_left in (2, 1, 0):  # another process may put an entry there, or remove it, at any time
+                try:
                     os.rename(temporary, path)
+                    break
+                except OSError:
+                    if not tries_left:
+                        raise
+                    if os.path.lexists(path) and self._is(path, files):
+                        break
+                    self._remove(path)
         except OSError as error:
             self._warn("write", f"cannot write the kernel cache {self.root} ({reason(error)}); kernels stay in memory")
             return False
@@ -298,8 +300,8 @@ def _older(paths: list[Path], seconds: float) -> list[Path]:
 
 
 def _delete(path: Path) -> None:
-    """Delete a file, a folder or a link; links are not followed."""
-    if path.is_symlink() or path.is_file():
+    """Delete a file, a folder or a link, if that is possible; links are not followed."""
+    if os.path.islink(path) or os.path.isfile(path):  # these never raise OSError, unlike the methods of a path
         with contextlib.suppress(OSError):
             path.unlink()
     else:

@@ -8,8 +8,10 @@ import json
 import os
 import re
 import stat
+import uuid
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -196,6 +198,33 @@ def untrusted(folder: Path) -> str | None:
     return "can be written by other users" if writable_by_others(info) else None
 
 
+def refuse_device(path: Path) -> None:
+    """Raise CacheError if there is something else than a file, such as a device or a folder."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise CacheError(f"cannot write {path}: it is not a file")
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A new file, which replaces the one at a path at the end. The path may be a link to a file.
+
+    Raises CacheError, and changes nothing, if it cannot be written, or is a device.
+    """
+    refuse_device(path)
+    temporary = None
+    try:
+        target = Path(os.path.realpath(path))
+        temporary = target.parent / f".jitrope-{uuid.uuid4().hex}"
+        yield temporary
+        os.replace(temporary, target)
+    except OSError as error:
+        raise CacheError(f"cannot write {path}: {reason(error)}") from error
+    finally:
+        with suppress(OSError):
+            if temporary is not None:
+                temporary.unlink()
+
+
 # ---- all entries of a folder or bundle -----------------------------------------------------------
 
 
@@ -231,7 +260,8 @@ class Listing:
             except OtherFormat:
                 continue
             except (OSError, CacheError, *DAMAGE) as error:
-                bad.append((path, reason(error)))
+                if os.path.lexists(path) or self.root.is_file():  # else it was removed since
+                    bad.append((path, reason(error)))
         return good, bad
 
     def entries(self) -> list[Entry]:

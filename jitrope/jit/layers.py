@@ -5,17 +5,16 @@ from __future__ import annotations
 import io
 import json
 import os
+import stat
 import tarfile
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ..base.errors import CacheError
 from . import entry
-from .entry import DAMAGE, FILES, FORMAT, NAME, Key, Listing, Read, reason
+from .entry import DAMAGE, FILES, FORMAT, NAME, Key, Listing, Read, reason, replaced
 
 MANIFEST = "manifest.json"
 
@@ -31,6 +30,7 @@ class Layer(Listing):
     def __init__(self, path: Path, warn: Callable[[str, str], None]) -> None:
         self.root = path
         self._warn = warn
+        self._opened: tuple[Any, Bundle | None] = None, None  # with the file's identity
 
     def read(self, key: Key) -> dict[str, bytes] | None:
         """The files of the key's entry, checked, or None. An entry of this machine's compiler comes first."""
@@ -48,21 +48,27 @@ class Layer(Listing):
                 self._warn(str(path), f"{path.name} in the system cache {self.root} is not usable ({error})")
         return None
 
-    @cached_property
     def _bundle(self) -> Bundle | None:
-        return Bundle(self.root) if self.root.is_file() else None
+        """The bundle that is there now: it may be replaced while this process runs."""
+        now = self.root.stat()
+        if entry.writable_by_others(now):
+            raise CacheError(f"{self.root} can be written by other users")
+        identity = now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns
+        if self._opened[0] != identity:
+            self._opened = identity, Bundle(self.root) if stat.S_ISREG(now.st_mode) else None
+        return self._opened[1]
 
     def _paths(self) -> list[Path]:
         try:
-            if entry.writable_by_others(self.root.stat()):
-                raise CacheError(f"{self.root} can be written by other users")
-            names = self._bundle.kernels if self._bundle else os.listdir(self.root)
+            bundle = self._bundle()
+            names = bundle.kernels if bundle else os.listdir(self.root)
         except OSError as error:
             raise CacheError(f"cannot read {self.root}: {reason(error)}") from error
         return [self.root / name for name in sorted(names) if NAME.fullmatch(name)]
 
     def _read(self, path: Path) -> Read:
-        return self._bundle.read(path.name) if self._bundle else entry.read(path)
+        bundle = self._bundle()
+        return bundle.read(path.name) if bundle else entry.read(path)
 
 
 class Bundle:
@@ -126,8 +132,7 @@ def write_bundle(path: Path, entries: Mapping[str, Mapping[str, bytes]]) -> None
     Raises CacheError: the file cannot be written.
     """
     manifest = {"format": FORMAT, "kernels": sorted(entries)}
-    temporary = path.parent / f".jitrope-{uuid.uuid4().hex}"
-    try:
+    with replaced(path) as temporary:
         with open(temporary, "xb") as file, tarfile.open(fileobj=file, mode="w") as tar:
             _add(tar, MANIFEST, json.dumps(manifest, indent=1).encode())
             for folder in sorted(entries):
@@ -135,10 +140,6 @@ def write_bundle(path: Path, entries: Mapping[str, Mapping[str, bytes]]) -> None
                 for name in FILES:
                     _add(tar, f"{folder}/{name}", entries[folder][name])
         temporary.chmod(temporary.stat().st_mode & ~0o022)  # a group-writable layer would not be used
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise CacheError(f"cannot write the bundle {path}: {reason(error)}") from error
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes | None) -> None:

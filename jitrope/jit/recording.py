@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from ..base import arguments
 from ..base.config import log, record_file
 from ..base.errors import CacheError
 from ..base.spec import Spec
+from .entry import refuse_device, replaced
 
 LOCK_SECONDS = 10.0
 """Seconds to wait for another process that writes the file. After that the file is written without the lock."""
@@ -134,22 +134,20 @@ def add(path: Path, specs: Iterable[Spec]) -> None:
     wanted = [spec.to_dict() for spec in specs]
     if not _missing(_read(path), wanted):
         return
-    temporary = path.parent / f".jitrope-{uuid.uuid4().hex}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_name(f".{path.name}.lock")):
+        with _locked(path.with_name(f".{path.name}.lock")), replaced(path) as temporary:
             data = _read(path)
             data["spec"] = [*data.get("spec", ()), *_missing(data, wanted)]
             temporary.write_text(json.dumps(data, indent=1) + "\n")
-            os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise CacheError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _read(path: Path) -> dict[str, Any]:
+    refuse_device(path)
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")
         data = json.loads(text) if text.strip() else {}  # `mktemp` and `touch` make empty files
     except FileNotFoundError:
         return {}

@@ -39,7 +39,7 @@ def _texts(name: str) -> dict[str, str]:
     """The texts of a template and of all files that it includes, directly or not, by name."""
     for folder in TEMPLATE_PATHS:
         if (path := folder / name).is_file():
-            text = path.read_text()
+            text = path.read_text(encoding="utf-8")
             break
     else:
         folders = " and ".join(map(str, TEMPLATE_PATHS))

@@ -45,12 +45,13 @@ def call(op: Operation, tensors: Tensors, asked: Asked, key: Any = None) -> Tens
         if key is None:
             key = (op, *tensors, *asked.items()) if type(asked) is dict else (op, *tensors, asked)
         try:
-            for known in local.recent[key]:
-                out: Tensors | None = known(tensors, *tensors.values())
-                if out is not None:
-                    return out
-        except (AttributeError, KeyError, TypeError):  # the check refuses non-tensors and words without a hash
-            pass
+            recent = local.recent[key]
+        except (KeyError, TypeError):  # the check refuses words without a hash
+            recent = []
+        for known in recent:
+            out: Tensors | None = known(tensors, *tensors.values())
+            if out is not None:
+                return out
     return _call(op, tensors, asked, key)
 
 

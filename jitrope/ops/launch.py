@@ -77,7 +77,7 @@ class Known:
     args: ctypes.Array[ctypes.c_int64]
 
     def __init__(self, op: Operation, options: Options, given: Tensors) -> None:
-        self.op, self.options = op, options
+        self.op, self.options, self.home = op, options, local  # which `configure` may replace while this is planned
         self.names = tuple(given)
         self.written = tuple([name for name in op.written(options) if name in given])
         self.alignments = tuple([x.data_ptr() & 15 for x in given.values()])
@@ -150,10 +150,10 @@ def prepare(op: Operation, given: Tensors, tensors: Tensors, key: Any, options: 
     _plan(known, {**tensors, **statics}, statics)
     if statics and (watch.watched() or watch.transformed() or watch.capturing(next(iter(given.values())))):
         return known  # its tensors are not those that calls share: those of a capture belong to its graph
-    if len(local.known) >= MAX_LAUNCHES:
-        local.known.clear()
+    if len(known.home.known) >= MAX_LAUNCHES:
+        known.home.known.clear()
     with contextlib.suppress(TypeError):  # a word without a hash
-        local.known[(key, *map(_kind, given.values()))] = known
+        known.home.known[(key, *map(_kind, given.values()))] = known
     return known
 
 
@@ -252,9 +252,10 @@ def keep_in_mind(
         arguments=arguments,
         outputs=outputs is not None,
     )
-    if len(local.recent) >= MAX_RECENT and key not in local.recent:
-        del local.recent[next(iter(local.recent))]
+    recent = known.home.recent
+    if len(recent) >= MAX_RECENT and key not in recent:
+        del recent[next(iter(recent))]
     with contextlib.suppress(TypeError):  # a word without a hash
-        kinds = local.recent.setdefault(key, [])
+        kinds = recent.setdefault(key, [])
         kinds.insert(0, known.written_out(form, matches, record, outputs))
         del kinds[MAX_RECENT_KINDS:]

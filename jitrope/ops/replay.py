@@ -67,8 +67,9 @@ def text(form: Form) -> str:
         given = dict.fromkeys(names) | {name: f"{name}.detach()" for name, _ in form.twice}
         lines += [f"if {name} is not {earlier}: return None" for name, earlier in form.twice]
         # A nested tensor makes a guard abort the process. A guard refuses a tensor that is given twice.
-        lines.append(f"if {' or '.join(f'{name}.is_nested' for name in names)}: return None")
-        lines.append(f"if not matches({', '.join(given[name] or name for name in names)}): return None")
+        lines.append(f"try:\n            if {' or '.join(f'{name}.is_nested' for name in names)}: return None")
+        lines.append(f"    if not matches({', '.join(given[name] or name for name in names)}): return None")
+        lines.append("except (AttributeError, TypeError): return None")  # a non-tensor, which the check refuses
     lines += [f"{name}_at = {name}.data_ptr()" for name in names]
     if form.guarded:  # a guard does not check addresses
         bits = [f"{name}_at" for name in names]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import io
 import itertools
 import os
 import runpy
@@ -46,6 +47,8 @@ def _command(name: str, *takes: options.Option) -> Callable[[Callable[[Options],
 
 def main() -> None:
     """The console script. Errors of jitrope have no traceback; with --json they are {"error": ...} on stdout."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # paths may have any letters
     try:
         if sys.argv[1:2] == ["bench"]:
             return bench(sys.argv[2:])
@@ -62,7 +65,9 @@ def main() -> None:
         else:
             say(f"error: {error}")
         sys.exit(1)
-    except BrokenPipeError:  # as in `jitrope render | head`: Python must not write the rest at exit
+    except OSError as error:  # of stdout: Python must not write the rest at exit
+        if not isinstance(error, BrokenPipeError):  # as in `jitrope render | head`
+            say(f"error: {error}")
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt:

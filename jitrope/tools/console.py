@@ -170,7 +170,7 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 def paragraph(start: str, text: str) -> list[str]:
     """The lines of a text after a start. On a terminal they are wrapped to its width; elsewhere it is one line."""
-    room = shutil.get_terminal_size().columns - len(start) if sys.stdout.isatty() else 0
+    room = shutil.get_terminal_size().columns - len(start) if sys.stdout and sys.stdout.isatty() else 0
     lines = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) if room >= 20 else [text]
     return [start + (lines or [""])[0], *(" " * len(start) + line for line in lines[1:])]
 

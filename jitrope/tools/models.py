@@ -86,7 +86,7 @@ def _files(path: Path) -> list[Path]:
 def read(file: Path) -> dict[str, Any]:
     """A file of JSON as a table. Raises InvalidInput if it cannot be read."""
     try:
-        data = json.loads(file.read_text())
+        data = json.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         hint = "" if file.exists() else "; nothing is downloaded: pass a config.json or its folder"
         raise InvalidInput(f"cannot read {file}: {_short(error)}{hint}") from error
@@ -129,7 +129,7 @@ def _configuration(path: Path, data: dict[str, Any]) -> Any:
     library = _library("transformers")
     try:
         return library.AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (ImportError, OSError, ValueError, TypeError) as error:
+    except Exception as error:  # of transformers, for values that it does not expect
         raise InvalidInput(f"cannot read {path}: {_short(error)}") from error
 
 
@@ -158,7 +158,7 @@ def _of_language_model(path: Path, data: dict[str, Any], dtype: torch.dtype | No
             for tables in [] if others else _tables(file, config, named):
                 for batch, layer in product(_BATCHES, layers or [None]):
                     _call(file, config, named, batch, tables, layer)
-    except (ImportError, AttributeError, KeyError, TypeError, RuntimeError, InvalidInput) as error:
+    except (ImportError, AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise JitropeError(f"the rope of {kind} models is not known ({_short(error)}); {RECORD}") from error
     except JitropeError as error:
         raise JitropeError(f"{kind} models have no rope function that jitrope replaces; {RECORD}") from error

@@ -29,8 +29,8 @@ from .described import Described
 
 __all__ = ["DEFAULT_CALLS", "Built", "default_specs", "prewarm", "read_calls", "specs_of"]
 
-_ARCH = re.compile(r"(?:sm_?)?([1-9]\d*)([af]?)|([1-9]\d*)\.(\d)([af]?)")
-"""Ways to write an architecture. The compiler checks that the architecture exists."""
+_ARCH = re.compile(r"(?:sm_?)?([1-9]\d*)|([1-9]\d*)\.(\d)")
+"""Ways to write an architecture, without "a" or "f", as a GPU looks for it. The compiler checks that it exists."""
 
 # Popular models. q and k go together, except for hosts that rotate them one by one.
 _WEIGHTS = {"q_weight": "bf16", "k_weight": "bf16"}
@@ -140,7 +140,7 @@ def read_calls(path: Path) -> list[Spec]:
     """
     path = arguments.path("read_calls", "path", path)
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise InvalidInput(f"cannot read {path}: {error}") from error
     if not text.strip():  # an empty recording
