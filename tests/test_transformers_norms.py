@@ -258,6 +258,18 @@ class Parent(Layer):
         return apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), cos, sin)
 
 
+class Starred(Layer):
+    """A tuple of other values is spread between norm and rope."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q, k = self.heads(x)
+        q, k, *_ = self.q_norm(q), self.k_norm(k), x, x
+        first, *others = x, 2 * x, 3 * x
+        both = (cos, sin)
+        q, k, last = *apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), *both), x
+        return q, k, first, others, last
+
+
 CODE = {  # the launches, or why the class is left
     "nested": (Nested, 1),
     "tuples": (Tuples, 1),
@@ -269,6 +281,7 @@ CODE = {  # the launches, or why the class is left
     "last": (Last, 1),
     "sliced": (Sliced, "its norms are not directly"),
     "parent": (Parent, 1),
+    "starred": (Starred, 1),
     "two-eps": (lambda: Nested(1e-2), 0),
 }
 

@@ -130,6 +130,14 @@ def _statement(text: str, place: ast.stmt) -> ast.stmt:
     return made
 
 
+def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
+    """The parts of a tuple of targets with their values, if the values are a tuple of as many; else none."""
+    if not isinstance(target, ast.Tuple) or not isinstance(value, ast.Tuple) or len(target.elts) != len(value.elts):
+        return []
+    starred = any(isinstance(part, ast.Starred) for part in (*target.elts, *value.elts))
+    return [] if starred else list(zip(target.elts, value.elts))
+
+
 class _Names:
     """The names that may hold a deferred result: of these norms, and of rope functions if asked; before a line."""
 
@@ -149,9 +157,7 @@ class _Names:
             if self.later(value):
                 self.names.add(target.id)
         elif isinstance(target, ast.Tuple):
-            same = isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts)
-            parts = value.elts if same else [value] * len(target.elts)  # type: ignore[attr-defined]
-            for part, given in zip(target.elts, parts):
+            for part, given in _pairs(target, value) or [(part, value) for part in target.elts]:
                 self._assign(part, given)
 
     def later(self, node: ast.AST) -> bool:
@@ -199,9 +205,8 @@ class _Rewriter(ast.NodeTransformer):
         return node
 
     def _kept_for(self, targets: list[ast.expr], value: ast.expr) -> Any:
-        if len(targets) == 1 and isinstance(targets[0], ast.Tuple) and isinstance(value, ast.Tuple):
-            pairs = zip(targets[0].elts, value.elts)
-            value.elts = [self._kept_for([target], part) for target, part in pairs]
+        if len(targets) == 1 and (pairs := _pairs(targets[0], value)):
+            value.elts = [self._kept_for([target], part) for target, part in pairs]  # type: ignore[attr-defined]
             return value
         parts = [part for t in targets for part in (t.elts if isinstance(t, ast.Tuple) else [t])]
         return self.kept(value) if all(isinstance(part, ast.Name) for part in parts) else self.visit(value)
