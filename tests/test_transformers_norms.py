@@ -212,6 +212,89 @@ class InPlace(Layer):
         return q, k
 
 
+class Copies(Layer):
+    """Copies of the results are changed, also through views of them, and by a function."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q, k = self.heads(x)
+        q, k = apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), cos, sin)
+        v = self.k_norm(k).transpose(1, 2).reshape(2, 12, 8)
+        v[:, 0] = 0
+        q = q.to(torch.float64)
+        q.mul_(0.5)
+        part = q.transpose(1, 2)
+        change(part)
+        k = k.transpose(1, 2).reshape(2, 12, 8)
+        k[..., 0] *= 2
+        return q, k, v, part
+
+
+def change(x: Tensor) -> None:
+    x[:, 0] = 0
+
+
+class Buffer(Layer):
+    """One buffer holds q, then k, then other values."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q, k = (y.detach() for y in self.heads(x))
+        buffer = q.clone()
+        q = self.q_norm(buffer)
+        buffer.copy_(k)
+        k = self.k_norm(buffer)
+        torch.add(buffer, 1, out=buffer)
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        buffer[:] = 0
+        return q, k, buffer
+
+
+class Tables(Layer):
+    """The tables, and the normalised q, are changed after the call."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        (q, k), cos, sin = self.heads(x), cos.clone(), sin.clone()
+        q = self.q_norm(q)
+        turned = apply_rotary_pos_emb(q, self.k_norm(k), cos, sin)
+        F.relu(cos, inplace=True)
+        sin *= 0
+        q.zero_()
+        return turned, q
+
+
+class TablesLast(Layer):
+    """The tables are changed, and a rotated tensor has another use than its norm, which comes last."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        (q, k), cos = self.heads(x), cos.clone()
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        q_last, k_last = self.q_norm(q), self.k_norm(k)
+        k_last = k_last + 1
+        cos.zero_()
+        return q, q_last, k_last
+
+
+class NoGrad(Layer):
+    """The norms have no gradient."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q, k = self.heads(x)
+        with torch.no_grad():
+            q, k = self.q_norm(q), self.k_norm(k)
+        return apply_rotary_pos_emb(q, k, cos, sin)
+
+
+class NoGradMode(Layer):
+    """The rotated tensors have a gradient, what follows has none."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q, k = self.heads(x)
+        q, k = apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), cos, sin)
+        torch.set_grad_enabled(False)
+        twice = 2 * q
+        torch.set_grad_enabled(True)
+        return q, k, twice
+
+
 class Between(Layer):
     """The normalised tensors are changed."""
 
@@ -276,6 +359,12 @@ CODE = {  # the launches, or why the class is left
     "views": (Views, 1),
     "branches": (Branches, 1),
     "in-place": (InPlace, 1),
+    "copies": (Copies, 1),
+    "buffer": (Buffer, 0),
+    "tables": (Tables, 1),
+    "tables-last": (TablesLast, "a tensor is changed in place"),
+    "no-grad": (NoGrad, "a norm, rope or its result is in a `with` statement"),
+    "no-grad-mode": (NoGradMode, 1),
     "between": (Between, 0),
     "twice": (Twice, 0),
     "last": (Last, 1),
@@ -304,6 +393,7 @@ def test_code(name: str) -> None:
     flat = [torch.utils._pytree.tree_leaves(result) for result in (got, want)]
     assert len(flat[0]) == len(flat[1])
     assert all(torch.equal(a, b) for a, b in zip(*flat))
+    assert [x.requires_grad for x in flat[0]] == [x.requires_grad for x in flat[1]]
 
 
 def test_code_that_cannot_be_rewritten() -> None:
