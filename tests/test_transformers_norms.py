@@ -89,6 +89,7 @@ def hooked(module: nn.Module) -> nn.Module:
     return module
 
 
+OF_JIT = "a norm is scripted or traced by torch.jit"
 RECOGNISED = {
     "torch": (lambda: nn.RMSNorm(8, 1e-5), "RMSNorm, rounded once"),
     "torch-default-eps": (lambda: nn.RMSNorm(8), "RMSNorm, rounded once"),
@@ -105,6 +106,7 @@ RECOGNISED = {
     "linear": (lambda: nn.Linear(8, 8), "Linear: a norm's weight must have one axis"),
     "batch": (lambda: nn.BatchNorm1d(8), "BatchNorm1d has other parameters than a weight and a bias"),
     "identity": (nn.Identity, "Identity: jitrope has no norm with its results"),
+    "traced": (lambda: torch.jit.trace(nn.LayerNorm(8), torch.ones(8)), f"TopLevelTracedModule: {OF_JIT}"),
     "hooked": (lambda: hooked(Qwen3RMSNorm(16)), "Qwen3RMSNorm: a norm has hooks"),
 }
 
@@ -430,6 +432,13 @@ def test_report(qwen3: nn.Module) -> None:
 def test_rope_alone(qwen3: nn.Module) -> None:
     with torch.no_grad():
         assert fused_calls(qwen3, zoo.run(qwen3), fuse_norm=False) == {"jitrope": 2, "host": 0}
+
+
+def test_an_error_undoes_enable(qwen3: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integration, "fuse", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        integration.enable(qwen3)
+    assert not _host.placed
 
 
 def test_code_is_swapped_and_restored(qwen3: nn.Module) -> None:
