@@ -539,6 +539,31 @@ def test_another_model_of_the_class() -> None:
                 assert report.calls["fused"] > 0
 
 
+def test_a_norm_that_is_no_module() -> None:
+    """It is not fused in its own model; and it is called where another model of the class is fused."""
+    first, second = Nested(), Nested()
+    norm = second.q_norm
+    del second.q_norm
+    second.q_norm = lambda x: 2 * norm(x)
+    given = torch.randn(2, 6, 16), *torch.randn(2, 2, 6, 8)
+    want = second(*given)
+    with integration.enable(first) as report:
+        assert all(map(torch.equal, second(*given), want))
+        first(*given)
+    assert report.calls == {"jitrope": 1, "host": 0, "fused": 1}
+
+
+@pytest.mark.parametrize("fuse_norm", [False, True])
+def test_torch_fx(fuse_norm: bool) -> None:
+    """A layer that torch.fx traces is the host's."""
+    layer, given = Nested(), (torch.randn(2, 6, 16), *torch.randn(2, 2, 6, 8))
+    want = layer(*given)
+    with integration.enable(layer, fuse_norm=fuse_norm) as report:
+        traced = torch.fx.symbolic_trace(layer)
+    assert all(map(torch.equal, traced(*given), want))
+    assert report.reasons == {"torch.fx traces the call": 1}
+
+
 def test_tensors_are_let_go(qwen3: nn.Module) -> None:
     """Attention runs without the tensors before the norm, as in the host's code."""
     alive = []

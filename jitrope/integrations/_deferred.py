@@ -194,10 +194,10 @@ class Pass:
     turns: list[Turn] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
 
-    def norm(self, name: str, module: nn.Module, x: Any) -> Any:
-        """The norm of x by a module, later if a launch can compute it."""
+    def norm(self, name: str, module: Function, x: Any) -> Any:
+        """The norm of x by a module, later if a launch can compute it. Another function is called."""
         source, viewed = (x.turn.q, x.steps) if isinstance(x, Turned) else (x, ())
-        if isinstance(source, Tensor) and not viewed:
+        if isinstance(source, Tensor) and not viewed and isinstance(module, nn.Module):
             try:
                 weight = parameters_of(module)[0]
                 forms = [form for form in self.plan.norms[name] if form.fits(module)]
