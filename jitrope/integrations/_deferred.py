@@ -70,11 +70,11 @@ class _Later:
     before: Any = None
     made: Tensor | None = None
 
-    def of(self, whole: Tensor) -> Tensor:
+    def of(self, whole: Any) -> Any:
         """The tensor, from that without any step."""
         if self.made is None:
             self.made = whole if self.before is None else _replay(self.before.of(whole), self.steps[-1:])
-        return self.made  # type: ignore[no-any-return]
+        return self.made
 
     def then(self, view: Any) -> Any:
         """Note that a view is one step further."""

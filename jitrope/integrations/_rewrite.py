@@ -3,8 +3,8 @@
 `self.q_norm(x)` becomes `_pass.norm("q_norm", self.q_norm, x)`, and `apply_rotary_pos_emb(q, k, cos, sin)` becomes
 `_pass.rope("apply_rotary_pos_emb", apply_rotary_pos_emb, q, k, cos, sin)`. Their results may be deferred (`_deferred`).
 A name to which such a result, or a view of it, is assigned anywhere may hold one too. These expressions stay where they
-are assigned to names, viewed, normalised or rotated. Everywhere else they become `_pass.real(...)`. `_pass.settled` comes
-before code that changes tensors, which may be those that a pending launch reads. All else stays.
+are assigned to names, viewed, normalised or rotated. Everywhere else they become `_pass.real(...)`. `_pass.settled`
+comes before code that changes tensors, which may be those that a pending launch reads. All else stays.
 """
 
 from __future__ import annotations
