@@ -336,6 +336,45 @@ def test_fp64_is_the_hosts() -> None:
     assert all("torch.float64" in reason for reason in report.reasons)
 
 
+@pytest.mark.parametrize(
+    ("name", "double"),
+    [
+        ("FluxTransformer2DModel", False),
+        ("FluxTransformer2DModel", True),
+        ("Flux2Transformer2DModel", False),
+        ("QwenImageTransformer2DModel", False),
+        ("WanTransformer3DModel", True),
+        ("LTXVideoTransformer3DModel", True),
+        ("HunyuanVideoTransformer3DModel", False),
+        ("ZImageTransformer2DModel", False),
+    ],
+)
+def test_refused_tables_do_not_repeat_the_projections(name, double) -> None:
+    """Without tables, and with those in fp64, hooks of projections run once, as in the host."""
+    model, inputs = prepared(name)
+
+    def changed(_, arguments, words):
+        def refused(key, x):
+            tables = isinstance(x, tuple) or key.endswith(("rotary_emb", "freqs_cis"))
+            return (tuple(y.double() for y in x) if double else None) if tables and x is not None else x
+
+        return tuple(refused("", x) for x in arguments), {key: refused(key, x) for key, x in words.items()}
+
+    seen = []
+    for attention in attentions(model):
+        attention.register_forward_pre_hook(changed, with_kwargs=True)
+        for module in attention.children():
+            if isinstance(module, torch.nn.Linear):
+                module.register_forward_hook(lambda *_: seen.append(1))
+    with torch.no_grad():
+        zoo.forward(model, inputs)
+        stock = len(seen)
+        with integration.enable(model) as report:
+            zoo.forward(model, inputs)
+    assert report.reasons
+    assert len(seen) == 2 * stock > 0
+
+
 def test_without_a_twin_of_the_rope_the_host_is_called() -> None:
     """A class with only our `__call__`: calls that jitrope refuses go to the host's own code."""
     model, inputs = prepared("FluxTransformer2DModel")

@@ -89,6 +89,7 @@ def hooked(module: nn.Module) -> nn.Module:
     return module
 
 
+OF_JIT = "a norm is scripted or traced by torch.jit"
 RECOGNISED = {
     "torch": (lambda: nn.RMSNorm(8, 1e-5), "RMSNorm, rounded once"),
     "torch-default-eps": (lambda: nn.RMSNorm(8), "RMSNorm, rounded once"),
@@ -105,6 +106,7 @@ RECOGNISED = {
     "linear": (lambda: nn.Linear(8, 8), "Linear: a norm's weight must have one axis"),
     "batch": (lambda: nn.BatchNorm1d(8), "BatchNorm1d has other parameters than a weight and a bias"),
     "identity": (nn.Identity, "Identity: jitrope has no norm with its results"),
+    "traced": (lambda: torch.jit.trace(nn.LayerNorm(8), torch.ones(8)), f"TopLevelTracedModule: {OF_JIT}"),
     "hooked": (lambda: hooked(Qwen3RMSNorm(16)), "Qwen3RMSNorm: a norm has hooks"),
 }
 
@@ -212,6 +214,89 @@ class InPlace(Layer):
         return q, k
 
 
+class Copies(Layer):
+    """Copies of the results are changed, also through views of them, and by a function."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q, k = self.heads(x)
+        q, k = apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), cos, sin)
+        v = self.k_norm(k).transpose(1, 2).reshape(2, 12, 8)
+        v[:, 0] = 0
+        q = q.to(torch.float64)
+        q.mul_(0.5)
+        part = q.transpose(1, 2)
+        change(part)
+        k = k.transpose(1, 2).reshape(2, 12, 8)
+        k[..., 0] *= 2
+        return q, k, v, part
+
+
+def change(x: Tensor) -> None:
+    x[:, 0] = 0
+
+
+class Buffer(Layer):
+    """One buffer holds q, then k, then other values."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q, k = (y.detach() for y in self.heads(x))
+        buffer = q.clone()
+        q = self.q_norm(buffer)
+        buffer.copy_(k)
+        k = self.k_norm(buffer)
+        torch.add(buffer, 1, out=buffer)
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        buffer[:] = 0
+        return q, k, buffer
+
+
+class Tables(Layer):
+    """The tables, and the normalised q, are changed after the call."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        (q, k), cos, sin = self.heads(x), cos.clone(), sin.clone()
+        q = self.q_norm(q)
+        turned = apply_rotary_pos_emb(q, self.k_norm(k), cos, sin)
+        F.relu(cos, inplace=True)
+        sin *= 0
+        q.zero_()
+        return turned, q
+
+
+class TablesLast(Layer):
+    """The tables are changed, and a rotated tensor has another use than its norm, which comes last."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        (q, k), cos = self.heads(x), cos.clone()
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        q_last, k_last = self.q_norm(q), self.k_norm(k)
+        k_last = k_last + 1
+        cos.zero_()
+        return q, q_last, k_last
+
+
+class NoGrad(Layer):
+    """The norms have no gradient."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q, k = self.heads(x)
+        with torch.no_grad():
+            q, k = self.q_norm(q), self.k_norm(k)
+        return apply_rotary_pos_emb(q, k, cos, sin)
+
+
+class NoGradMode(Layer):
+    """The rotated tensors have a gradient, what follows has none."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q, k = self.heads(x)
+        q, k = apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), cos, sin)
+        torch.set_grad_enabled(False)
+        twice = 2 * q
+        torch.set_grad_enabled(True)
+        return q, k, twice
+
+
 class Between(Layer):
     """The normalised tensors are changed."""
 
@@ -258,17 +343,36 @@ class Parent(Layer):
         return apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), cos, sin)
 
 
+class Starred(Layer):
+    """A tuple of other values is spread between norm and rope."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q, k = self.heads(x)
+        q, k, *_ = self.q_norm(q), self.k_norm(k), x, x
+        first, *others = x, 2 * x, 3 * x
+        both = (cos, sin)
+        q, k, last = *apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), *both), x
+        return q, k, first, others, last
+
+
 CODE = {  # the launches, or why the class is left
     "nested": (Nested, 1),
     "tuples": (Tuples, 1),
     "views": (Views, 1),
     "branches": (Branches, 1),
     "in-place": (InPlace, 1),
+    "copies": (Copies, 1),
+    "buffer": (Buffer, 0),
+    "tables": (Tables, 1),
+    "tables-last": (TablesLast, "a tensor is changed in place"),
+    "no-grad": (NoGrad, "a norm, rope or its result is in a `with` statement"),
+    "no-grad-mode": (NoGradMode, 1),
     "between": (Between, 0),
     "twice": (Twice, 0),
     "last": (Last, 1),
     "sliced": (Sliced, "its norms are not directly"),
     "parent": (Parent, 1),
+    "starred": (Starred, 1),
     "two-eps": (lambda: Nested(1e-2), 0),
 }
 
@@ -291,6 +395,7 @@ def test_code(name: str) -> None:
     flat = [torch.utils._pytree.tree_leaves(result) for result in (got, want)]
     assert len(flat[0]) == len(flat[1])
     assert all(torch.equal(a, b) for a, b in zip(*flat))
+    assert [x.requires_grad for x in flat[0]] == [x.requires_grad for x in flat[1]]
 
 
 def test_code_that_cannot_be_rewritten() -> None:
@@ -327,6 +432,13 @@ def test_report(qwen3: nn.Module) -> None:
 def test_rope_alone(qwen3: nn.Module) -> None:
     with torch.no_grad():
         assert fused_calls(qwen3, zoo.run(qwen3), fuse_norm=False) == {"jitrope": 2, "host": 0}
+
+
+def test_an_error_undoes_enable(qwen3: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integration, "fuse", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        integration.enable(qwen3)
+    assert not _host.placed
 
 
 def test_code_is_swapped_and_restored(qwen3: nn.Module) -> None:
@@ -425,6 +537,31 @@ def test_another_model_of_the_class() -> None:
             with integration.enable(second):
                 assert torch.equal(zoo.run(second), want)
                 assert report.calls["fused"] > 0
+
+
+def test_a_norm_that_is_no_module() -> None:
+    """It is not fused in its own model; and it is called where another model of the class is fused."""
+    first, second = Nested(), Nested()
+    norm = second.q_norm
+    del second.q_norm
+    second.q_norm = lambda x: 2 * norm(x)
+    given = torch.randn(2, 6, 16), *torch.randn(2, 2, 6, 8)
+    want = second(*given)
+    with integration.enable(first) as report:
+        assert all(map(torch.equal, second(*given), want))
+        first(*given)
+    assert report.calls == {"jitrope": 1, "host": 0, "fused": 1}
+
+
+@pytest.mark.parametrize("fuse_norm", [False, True])
+def test_torch_fx(fuse_norm: bool) -> None:
+    """A layer that torch.fx traces is the host's."""
+    layer, given = Nested(), (torch.randn(2, 6, 16), *torch.randn(2, 2, 6, 8))
+    want = layer(*given)
+    with integration.enable(layer, fuse_norm=fuse_norm) as report:
+        traced = torch.fx.symbolic_trace(layer)
+    assert all(map(torch.equal, traced(*given), want))
+    assert report.reasons == {"torch.fx traces the call": 1}
 
 
 def test_tensors_are_let_go(qwen3: nn.Module) -> None:

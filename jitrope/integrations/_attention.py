@@ -163,8 +163,9 @@ def _made(forward: FunctionType, modules: list[nn.Module], places: dict[str, Pla
     alias = re.sub(r"\W", "_", f"_jitrope_{forward.__qualname__}_{id(forward)}")
     some = {form: (name, norm) for name, forms in found.items() for form, norm in forms.items()}
     _try(plan, {name: place.original for name, place in places.items()}, some)
+    code = source.rewritten(norms, alias, plan.after)
     forward.__globals__[alias] = plan  # stays there, for a forward that runs while it is restored
-    return plan, source.rewritten(norms, alias)
+    return plan, code
 
 
 def _extended(

@@ -58,7 +58,28 @@ VIEWS = ("transpose", "permute", "view", "reshape", "unsqueeze", "squeeze", "fla
 
 
 class _Later:
-    """A tensor that is computed later. A method that gives a view is kept (`_viewed`), and applied to the tensor."""
+    """A tensor that is computed later. A method that gives a view is kept (`_viewed`), and applied to the tensor.
+
+    Attributes:
+        steps: the methods, and their arguments.
+        before: the same without the last step, if there is one.
+        made: the tensor, which is made once, because it may be a copy that is then changed in place.
+    """
+
+    steps: tuple[Step, ...]
+    before: Any = None
+    made: Tensor | None = None
+
+    def of(self, whole: Any) -> Any:
+        """The tensor, from that without any step."""
+        if self.made is None:
+            self.made = whole if self.before is None else _replay(self.before.of(whole), self.steps[-1:])
+        return self.made
+
+    def then(self, view: Any) -> Any:
+        """Note that a view is one step further."""
+        view.before = self
+        return view
 
     def __getattr__(self, name: str) -> Function:
         if name not in VIEWS:
@@ -97,7 +118,7 @@ class Normed(_Later):
             heads = _heads(self.heads, name, arguments, before, getattr(before, name)(*arguments, **words))
         if heads is None or words or self.norming.out is not None:
             return getattr(self.run.real(self), name)(*arguments, **words)
-        return Normed(self.run, self.norming, (*self.steps, (name, arguments, words)), heads)
+        return self.then(Normed(self.run, self.norming, (*self.steps, (name, arguments, words)), heads))
 
 
 def _heads(heads: int, name: str, arguments: tuple[Any, ...], before: Tensor, x: Tensor) -> int | None:
@@ -150,8 +171,8 @@ class Turned(_Later):
     def __init__(self, run: Pass, turn: Turn, index: int, steps: tuple[Step, ...] = ()) -> None:
         self.run, self.turn, self.index, self.steps = run, turn, index, steps
 
-    def _viewed(self, name: str, *arguments: Any, **words: Any) -> Turned:
-        return Turned(self.run, self.turn, self.index, (*self.steps, (name, arguments, words)))
+    def _viewed(self, name: str, *arguments: Any, **words: Any) -> Any:
+        return self.then(Turned(self.run, self.turn, self.index, (*self.steps, (name, arguments, words))))
 
 
 def _replay(x: Any, steps: tuple[Step, ...]) -> Any:
@@ -173,10 +194,10 @@ class Pass:
     turns: list[Turn] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
 
-    def norm(self, name: str, module: nn.Module, x: Any) -> Any:
-        """The norm of x by a module, later if a launch can compute it."""
+    def norm(self, name: str, module: Function, x: Any) -> Any:
+        """The norm of x by a module, later if a launch can compute it. Another function is called."""
         source, viewed = (x.turn.q, x.steps) if isinstance(x, Turned) else (x, ())
-        if isinstance(source, Tensor) and not viewed:
+        if isinstance(source, Tensor) and not viewed and isinstance(module, nn.Module):
             try:
                 weight = parameters_of(module)[0]
                 forms = [form for form in self.plan.norms[name] if form.fits(module)]
@@ -223,6 +244,15 @@ class Pass:
     def _call(self, function: Function, arguments: Any, words: Any) -> Any:
         return function(*[self.real(x) for x in arguments], **{name: self.real(x) for name, x in words.items()})
 
+    def settled(self, function: Any) -> Any:
+        """A function that may change tensors, or a mode of torch: what is pending is computed before."""
+        for turn in self.turns:
+            if turn.pending:
+                self._settle(turn)
+        for norming in self.norms:
+            self.real(Normed(self, norming))
+        return function
+
     def real(self, x: Any) -> Any:
         """A tensor; everything else as it is."""
         if isinstance(x, tuple):
@@ -230,7 +260,7 @@ class Pass:
         if isinstance(x, Turned):
             while x.turn.pending:
                 self._settle(x.turn)
-            return _replay(x.turn.out[x.index], x.steps)
+            return x.of(x.turn.out[x.index])
         if isinstance(x, Normed):
             norming = x.norming
             source = norming.source
@@ -239,7 +269,7 @@ class Pass:
             if norming.out is None:
                 norming.finish(norming.module(self.real(norming.source)))
             self.norms = [other for other in self.norms if other is not norming]
-            return _replay(norming.out, x.steps)
+            return x.of(norming.out)
         return x
 
     def _settle(self, turn: Turn) -> None:

@@ -92,8 +92,8 @@ def _has_others(module: nn.Module) -> bool:
 def parameters_of(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
     """A norm's weight and bias. Raises InvalidInput if the module must be called.
 
-    It must if it has hooks or its own `forward` (both serve to offload), or a weight or bias that is not a plain tensor
-    with one axis.
+    It must if it has hooks or its own `forward` (both serve to offload), a weight or bias that is not a plain tensor
+    with one axis, or if torch.jit made it.
     """
     weight, bias = unhooked(module)
     if not all(x is None or type(x) in (nn.Parameter, Tensor) or hasattr(x, "fake_mode") for x in (weight, bias)):
@@ -116,6 +116,8 @@ def unhooked(module: nn.Module, wrapped: bool = False, noun: str = "a norm") -> 
     """As `parameters_of`, but weight and bias of any kind. wrapped: its own `forward` does what its class's does."""
     # The module's own attribute access takes microseconds. Flat-parameter sharding puts plain tensors into `__dict__`.
     own, parameters = module.__dict__, module._parameters
+    if not isinstance(parameters, dict):
+        raise InvalidInput(f"{noun} is scripted or traced by torch.jit")
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         raise InvalidInput(f"{noun} has hooks")
     if hooks_of_all():

@@ -3,7 +3,8 @@
 `self.q_norm(x)` becomes `_pass.norm("q_norm", self.q_norm, x)`, and `apply_rotary_pos_emb(q, k, cos, sin)` becomes
 `_pass.rope("apply_rotary_pos_emb", apply_rotary_pos_emb, q, k, cos, sin)`. Their results may be deferred (`_deferred`).
 A name to which such a result, or a view of it, is assigned anywhere may hold one too. These expressions stay where they
-are assigned to names, viewed, normalised or rotated. Everywhere else they become `_pass.real(...)`. All else stays.
+are assigned to names, viewed, normalised or rotated. Everywhere else they become `_pass.real(...)`. `_pass.settled`
+comes before code that changes tensors, which may be those that a pending launch reads. All else stays.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import ast
 import copy
 import linecache
 import math
+import re
 from collections.abc import Iterable
 from types import CodeType
 from typing import Any
@@ -20,6 +22,9 @@ from ._deferred import VIEWS
 from ._variants import OF_K, OF_Q
 
 _PASS = "_jitrope_pass"
+_SETTLE = f"{_PASS}.settled(None)"
+_CHANGES = re.compile(r"_$|set_|enter_context")
+"""The names of methods and functions that change a tensor (`mul_`), or a mode of torch."""
 _NOT_THE_CODE = "its loaded code is not that of its source"
 
 
@@ -64,9 +69,11 @@ class Source:
                 found = "after"
         return found
 
-    def rewritten(self, norms: Iterable[str], plan: str) -> CodeType:
-        """The function's code with a `Pass` of the plan with this global name."""
+    def rewritten(self, norms: Iterable[str], plan: str, after: bool) -> CodeType:
+        """The function's code with a `Pass` of the plan with this global name. after: the norms follow rope."""
         tree = _Rewriter(self, _Names(self, norms, True)).visit(copy.deepcopy(self.tree))
+        if after and f"{_PASS}.settled" in ast.unparse(tree):  # a rotation may be computed again, for another use
+            raise ValueError("a tensor is changed in place, and the norms are after rope")
         tree.body = [_statement(f"{_PASS} = {plan}.begin()", tree.body[0]), *tree.body]
         return self.code_of(tree)
 
@@ -130,6 +137,14 @@ def _statement(text: str, place: ast.stmt) -> ast.stmt:
     return made
 
 
+def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
+    """The parts of a tuple of targets with their values, if the values are a tuple of as many; else none."""
+    if not isinstance(target, ast.Tuple) or not isinstance(value, ast.Tuple) or len(target.elts) != len(value.elts):
+        return []
+    starred = any(isinstance(part, ast.Starred) for part in (*target.elts, *value.elts))
+    return [] if starred else list(zip(target.elts, value.elts))
+
+
 class _Names:
     """The names that may hold a deferred result: of these norms, and of rope functions if asked; before a line."""
 
@@ -149,9 +164,7 @@ class _Names:
             if self.later(value):
                 self.names.add(target.id)
         elif isinstance(target, ast.Tuple):
-            same = isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts)
-            parts = value.elts if same else [value] * len(target.elts)  # type: ignore[attr-defined]
-            for part, given in zip(target.elts, parts):
+            for part, given in _pairs(target, value) or [(part, value) for part in target.elts]:
                 self._assign(part, given)
 
     def later(self, node: ast.AST) -> bool:
@@ -192,26 +205,41 @@ class _Rewriter(ast.NodeTransformer):
             made = node
         return ast.copy_location(made, node)
 
-    def visit_Assign(self, node: ast.Assign) -> ast.Assign:
-        """A deferred result may be assigned to names."""
-        node.value = self._kept_for(node.targets, node.value)
-        node.targets = [self.visit(target) for target in node.targets]
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        """All is computed before a call that may change a tensor, or a mode of torch."""
+        self.generic_visit(node)
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if _CHANGES.search(name) or any(word.arg in ("out", "inplace") for word in node.keywords):
+            node.func = ast.copy_location(_call("settled", node.func), node.func)
         return node
 
+    def visit_With(self, node: ast.With) -> Any:
+        """A context may change a mode of torch, so nothing is deferred into it or out of it."""
+        if any(map(self.names.later, ast.walk(node))):
+            raise ValueError("a norm, rope or its result is in a `with` statement")
+        return self.generic_visit(node)
+
+    def visit_Assign(self, node: ast.Assign) -> list[ast.stmt]:
+        """A deferred result may be assigned to names. All is computed before a part of a tensor is assigned."""
+        parts = [part for target in node.targets for part in ast.walk(target)]
+        inside = any(isinstance(x, (ast.Subscript, ast.Attribute)) and isinstance(x.ctx, ast.Store) for x in parts)
+        node.value = self.visit(node.value) if inside else self._kept_for(node.targets, node.value)
+        node.targets = [self.visit(target) for target in node.targets]
+        return [*([_statement(_SETTLE, node)] if inside else []), node]
+
     def _kept_for(self, targets: list[ast.expr], value: ast.expr) -> Any:
-        if len(targets) == 1 and isinstance(targets[0], ast.Tuple) and isinstance(value, ast.Tuple):
-            pairs = zip(targets[0].elts, value.elts)
-            value.elts = [self._kept_for([target], part) for target, part in pairs]
+        if len(targets) == 1 and (pairs := _pairs(targets[0], value)):
+            value.elts = [self._kept_for([target], part) for target, part in pairs]  # type: ignore[attr-defined]
             return value
         parts = [part for t in targets for part in (t.elts if isinstance(t, ast.Tuple) else [t])]
         return self.kept(value) if all(isinstance(part, ast.Name) for part in parts) else self.visit(value)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> list[ast.stmt]:
-        """A name that is changed in place must hold a tensor."""
+        """A name that is changed in place must hold a tensor. All else is computed before."""
         self.generic_visit(node)
-        before: list[ast.stmt] = []
+        before = [_statement(_SETTLE, node)]
         if isinstance(node.target, ast.Name) and node.target.id in self.names.names:
-            before = [_statement(f"{node.target.id} = {_PASS}.real({node.target.id})", node)]
+            before.append(_statement(f"{node.target.id} = {_PASS}.real({node.target.id})", node))
         return [*before, node]
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from ..api import apply_rope
 from ..base.errors import InvalidInput
@@ -122,6 +123,8 @@ def read(known: tuple[str, ...], *arguments: Any, **words: Any) -> Read:
     Raises InvalidInput if an argument is missing, or jitrope does not know it.
     """
     given = {**dict(zip(known, arguments)), **words}
+    if any(isinstance(x, Proxy) for x in given.values()):
+        raise InvalidInput("torch.fx traces the call")
     q, pair = given.pop(known[0], None), known[1] in OF_K
     k = given.pop(known[1], None) if pair else None
     if pair and k is None:

@@ -115,7 +115,8 @@ def enable(model: nn.Module | None = None, *, fuse_norm: bool = True) -> Report:
     Args:
         model: its files are searched; None: all loaded model files, without their norms.
         fuse_norm: True: the norms of q, k and v are in the launch of rope, in the attention classes of the model where
-            a trial gives the host's bits. False: only rope is replaced.
+            a trial gives the host's bits. False: only rope is replaced; norms that are fused already stay so until
+            `disable`.
 
     Returns:
         A report: `replaced` (each function's name and variant), `left` (functions that are not replaced, and why),
@@ -136,8 +137,18 @@ def enable(model: nn.Module | None = None, *, fuse_norm: bool = True) -> Report:
         for name, function in list(vars(module).items())
         if NAMES.fullmatch(name) and callable(function)
     ]
-    variants = {f: _host.placed[f].what if f in _host.placed else recognise(f) for _, _, f in found}
     report = Report()
+    try:
+        _place(report, model, found, fuse_norm)
+    except BaseException:
+        report.__exit__()
+        raise
+    return report
+
+
+def _place(report: Report, model: nn.Module | None, found: list[tuple[ModuleType, str, Any]], fuse_norm: bool) -> None:
+    """Replace the functions that were found, and fuse the norms of the model's attention classes."""
+    variants = {f: _host.placed[f].what if f in _host.placed else recognise(f) for _, _, f in found}
     for module, name, function in found:
         variant = variants[function]
         if isinstance(variant, str):
@@ -152,7 +163,6 @@ def enable(model: nn.Module | None = None, *, fuse_norm: bool = True) -> Report:
         raise JitropeError(f"{where} no rope function that jitrope can replace{why}{hint}")
     for cls, modules in attention(model).items() if model is not None and fuse_norm else ():
         report.attention[f"{cls.__module__}.{cls.__name__}"] = fuse(cls, modules, report)
-    return report
 
 
 def disable(model: nn.Module | None = None) -> None:

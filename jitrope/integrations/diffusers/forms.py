@@ -111,9 +111,11 @@ def options(form: Form, q: Tensor, tables: Tables, tokens: int | None = None) ->
 
 
 def pair(tables: Any) -> Tables:
-    """The host's (cos, sin)."""
+    """The host's (cos, sin). It may be asked for before the projections, which the host would compute again."""
     if not isinstance(tables, (tuple, list)) or len(tables) != 2:
         raise InvalidInput(WORDS)
+    if getattr(tables[0], "dtype", None) == torch.float64:
+        raise InvalidInput("cos is torch.float64")
     return tables
 
 

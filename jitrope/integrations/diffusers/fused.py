@@ -153,12 +153,12 @@ def _out(attn: Any, x: Tensor) -> Tensor:
 def _flux(self: Any, attn: Any, image: Tensor, text: Any, mask: Any, tables: Any, second: bool = False) -> Any:
     """FLUX or FLUX.2, of one or two streams. FLUX copies the streams before their output projections."""
     added = () if attn.added_kv_proj_dim is None else ("added_q", "added_k")
-    norms = _norms(attn, image, *added, "q", "k")
+    norms, tables = _norms(attn, image, *added, "q", "k"), pair(tables)
     projected = _heads(_names(self)["_get_qkv_projections"](attn, image, text), attn, 6 if added else 3)
     images, texts = projected[:3], projected[3:]
     streams = [parts for parts in (texts, images) if parts]
     tokens = sum(parts[0].shape[1] for parts in streams)
-    rope = options(forms.SHARED, images[0], pair(tables), tokens)
+    rope = options(forms.SHARED, images[0], tables, tokens)
     q, k, v = _prepared(self, mask, norms, streams, rope, fresh=_fresh(attn))
     del projected, images, texts, streams  # attention needs memory
     out = _attended(self, q, k, v, mask)
@@ -175,13 +175,13 @@ _flux2 = functools.partial(_flux, second=True)
 
 def _flux2_parallel(self: Any, attn: Any, x: Tensor, mask: Any, tables: Any) -> Any:
     """q, k and v are strided views of one projection, which also gives the MLP's input."""
-    norms = _norms(attn, x, "q", "k")
+    norms, tables = _norms(attn, x, "q", "k"), pair(tables)
     qkv_mlp = attn.to_qkv_mlp_proj(x)
     qkv_dim = 3 * attn.inner_dim
     local = qkv_mlp.shape[-1] * qkv_dim // (qkv_dim + attn.mlp_hidden_dim * attn.mlp_mult_factor)
     projected, mlp = torch.split(qkv_mlp, [local, qkv_mlp.shape[-1] - local], dim=-1)
     qkv = _heads(projected.chunk(3, dim=-1), attn)
-    q, k, v = _prepared(self, mask, norms, [qkv], options(forms.SHARED, qkv[0], pair(tables)))
+    q, k, v = _prepared(self, mask, norms, [qkv], options(forms.SHARED, qkv[0], tables))
     out = _attended(self, q, k, v, mask)
     return attn.to_out(torch.cat([out, attn.mlp_act_fn(mlp)], dim=-1))
 
@@ -196,9 +196,9 @@ def _qwen(self: Any, attn: Any, image: Tensor, text: Any, text_mask: Any, mask: 
     if text_mask is not None:
         ones = torch.ones(image.shape[:2], dtype=torch.bool, device=image.device)
         mask = torch.cat([text_mask, ones], dim=1)[:, None, None, :]
-    norms = _norms(attn, image, "added_q", "added_k", "q", "k")
+    norms, tables = _norms(attn, image, "added_q", "added_k", "q", "k"), pair(tables)
     texts, images = _heads(_added_qkv(attn, text), attn), _heads(_qkv(attn, image), attn)
-    ropes = [options(forms.QWEN, x[0], (table,)) for x, table in zip((images, texts), pair(tables))]
+    ropes = [options(forms.QWEN, x[0], (table,)) for x, table in zip((images, texts), tables)]
     q, k, v = _prepared(self, mask, norms, [texts, images], beside(ropes[1], ropes[0]))
     del texts, images
     out = _attended(self, q, k, v, mask)
@@ -214,11 +214,12 @@ _WAN_TEXT = 512  # text tokens after those of an image, a constant of the host t
 def _wan(self: Any, attn: Any, x: Tensor, text: Any, mask: Any, tables: Any) -> Any:
     """With an image, a second attention uses its keys and values, and the results are added."""
     norms, norms_of_image, image = _norms(attn, x, "q", "k", across_heads=True), None, None
+    tables = None if tables is None else forms.of_pairs(*pair(tables))
     if attn.add_k_proj is not None:
         norms_of_image, length = _norms(attn, x, "added_k", across_heads=True), text.shape[1] - _WAN_TEXT
         image, text = text[:, :length], text[:, length:]
     q, k, v = _split(_names(self)["_get_qkv_projections"](attn, x, text), attn)
-    rope: Words = {} if tables is None else options(forms.WAN, q, forms.of_pairs(*pair(tables)))
+    rope: Words = {} if tables is None else options(forms.WAN, q, tables)
     if text is None:
         q, k, v = _prepared(self, mask, norms, [(q, k, v)], rope, fresh=_fresh(attn))
     else:
@@ -238,9 +239,10 @@ def _ltx(self: Any, attn: Any, x: Tensor, text: Any, mask: Any, tables: Any) -> 
     if mask is not None:
         mask = attn.prepare_attention_mask(mask, source.shape[1], source.shape[0])
         mask = mask.view(source.shape[0], attn.heads, -1, mask.shape[-1])
+    tables = None if tables is None else _split(pair(tables), attn)
     norms = _norms(attn, x, "q", "k", across_heads=True)
     q, k, v = _split(_qkv(attn, x, source), attn)
-    rope: Words = {} if tables is None else options(forms.LTX, q, _split(pair(tables), attn))
+    rope: Words = {} if tables is None else options(forms.LTX, q, tables)
     q, k, v = _prepared(self, mask, norms, [(q, k, v)], rope, fresh=_fresh(attn))
     return _out(attn, _attended(self, q, k, v, mask))
 
@@ -251,16 +253,16 @@ def _ltx(self: Any, attn: Any, x: Tensor, text: Any, mask: Any, tables: Any) -> 
 def _hunyuan(self: Any, attn: Any, image: Tensor, text: Any, mask: Any, tables: Any) -> Any:
     """The text is projected by its own weights, or together with the image."""
     added = ("added_q", "added_k") if text is not None and attn.add_q_proj is not None else ()
-    norms = _norms(attn, image, "q", "k", *added)
+    norms, tables = _norms(attn, image, "q", "k", *added), pair(tables)
     if added:
         images, texts = _split(_qkv(attn, image), attn), _split(_added_qkv(attn, text), attn)
-        rope = options(forms.SHARED, images[0], pair(tables))
+        rope = options(forms.SHARED, images[0], tables)
         q, k, v = joint(norms, images, texts, beside(rope, no_turn(rope, text.shape[1])))
         del images, texts
     else:
         q, k, v = _split(_qkv(attn, image if text is None else torch.cat([image, text], dim=1)), attn)
         fused = norm_rope if text is None else norm_rope_front
-        q, k = fused(norms, q, k, options(forms.SHARED, q, pair(tables), image.shape[1]), fresh=_fresh(attn))
+        q, k = fused(norms, q, k, options(forms.SHARED, q, tables, image.shape[1]), fresh=_fresh(attn))
     out = _attended(self, q, k, v, mask)
     if text is None:
         return out, None
@@ -276,6 +278,8 @@ def _hunyuan(self: Any, attn: Any, image: Tensor, text: Any, mask: Any, tables: 
 
 
 def _z_image(self: Any, attn: Any, x: Tensor, _: Any, mask: Any, table: Any) -> Any:
+    if table is None:
+        raise InvalidInput(WORDS)
     norms = _norms(attn, x, "q", "k")
     qkv = _split(_qkv(attn, x), attn)
     q, k, v = _prepared(self, mask, norms, [qkv], options(forms.COMPLEX_ROWS, qkv[0], (table,)), fresh=_fresh(attn))
