@@ -513,7 +513,7 @@ NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?")
 
 def cases() -> Iterator[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
     """The rows of each case, and all rows of its file."""
-    keys = ("part", "case", "model", "heads", "tokens", "sequences", "batch")
+    keys = ("part", "case", "host", "model", "heads", "tokens", "sequences", "batch")
     for name in FILES:
         rows = kept(name)
         for case in dict.fromkeys(tuple(row.get(key) for key in keys) for row in rows):
