@@ -285,6 +285,32 @@ class NoGrad(Layer):
         return apply_rotary_pos_emb(q, k, cos, sin)
 
 
+class NoGradCount(Layer):
+    """Something else is changed without a gradient, in a block and in a function."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q, k = self.heads(x)
+        seen = torch.zeros(1)
+        q, k = apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), cos, sin)
+        with torch.no_grad():
+            seen.add_(1)
+            seen[0] += 1
+        return q, k, seen
+
+
+class NoGradFunction(Layer):
+    """A function inside of it has its own mode."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        @torch.no_grad()
+        def count(seen: Tensor) -> Tensor:
+            return seen.add_(1)
+
+        q, k = self.heads(x)
+        q, k = apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), cos, sin)
+        return q, k, count(torch.zeros(1))
+
+
 class NoGradMode(Layer):
     """The rotated tensors have a gradient, what follows has none."""
 
@@ -366,6 +392,8 @@ CODE = {  # the launches, or why the class is left
     "tables": (Tables, 1),
     "tables-last": (TablesLast, "a tensor is changed in place"),
     "no-grad": (NoGrad, "a norm, rope or its result is in a `with` statement"),
+    "no-grad-count": (NoGradCount, 1),
+    "no-grad-function": (NoGradFunction, "a function inside of it changes a tensor in place"),
     "no-grad-mode": (NoGradMode, 1),
     "between": (Between, 0),
     "twice": (Twice, 0),

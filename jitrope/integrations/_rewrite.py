@@ -72,6 +72,9 @@ class Source:
     def rewritten(self, norms: Iterable[str], plan: str, after: bool) -> CodeType:
         """The function's code with a `Pass` of the plan with this global name. after: the norms follow rope."""
         tree = _Rewriter(self, _Names(self, norms, True)).visit(copy.deepcopy(self.tree))
+        inner = [x for x in ast.walk(tree) if isinstance(x, (ast.FunctionDef, ast.Lambda)) and x is not tree]
+        if any(f"{_PASS}.settled" in ast.unparse(x) for x in inner):  # it may run in a mode of its own
+            raise ValueError("a function inside of it changes a tensor in place")
         if after and f"{_PASS}.settled" in ast.unparse(tree):  # a rotation may be computed again, for another use
             raise ValueError("a tensor is changed in place, and the norms are after rope")
         tree.body = [_statement(f"{_PASS} = {plan}.begin()", tree.body[0]), *tree.body]
@@ -217,7 +220,8 @@ class _Rewriter(ast.NodeTransformer):
         """A context may change a mode of torch, so nothing is deferred into it or out of it."""
         if any(map(self.names.later, ast.walk(node))):
             raise ValueError("a norm, rope or its result is in a `with` statement")
-        return self.generic_visit(node)
+        self.generic_visit(node)
+        return [_statement(_SETTLE, node), node] if f"{_PASS}.settled" in ast.unparse(node) else node
 
     def visit_Assign(self, node: ast.Assign) -> list[ast.stmt]:
         """A deferred result may be assigned to names. All is computed before a part of a tensor is assigned."""

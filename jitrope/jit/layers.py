@@ -68,7 +68,15 @@ class Layer(Listing):
 
     def _read(self, path: Path) -> Read:
         bundle = self._bundle()
-        return bundle.read(path.name) if bundle else entry.read(path)
+        if bundle is None:
+            return entry.read(path)
+        try:
+            return bundle.read(path.name)
+        except CacheError:
+            now = self._bundle()
+            if now in (None, bundle):
+                raise
+            return now.read(path.name)  # type: ignore[union-attr]
 
 
 class Bundle:

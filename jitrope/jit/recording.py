@@ -136,7 +136,8 @@ def add(path: Path, specs: Iterable[Spec]) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_name(f".{path.name}.lock")), replaced(path) as temporary:
+        target = Path(os.path.realpath(path))  # processes that record through a link and its target share a lock
+        with _locked(target.with_name(f".{target.name}.lock")), replaced(target) as temporary:
             data = _read(path)
             data["spec"] = [*data.get("spec", ()), *_missing(data, wanted)]
             temporary.write_text(json.dumps(data, indent=1) + "\n")

@@ -53,10 +53,9 @@ class Form(NamedTuple):
     outputs: bool = False
 
 
-def text(form: Form) -> str:
-    """The source of `make`, a function that makes a known call of this form."""
-    names, results = form.names, form.results
-    lines: list[str] = []
+def _checks(form: Form) -> list[str]:
+    """The lines that return None for a call of another kind, and read the addresses."""
+    names, lines = form.names, []
     if form.unrecorded:
         lines.append("if grad_enabled(): return None")
     if form.arguments:
@@ -75,6 +74,12 @@ def text(form: Form) -> str:
         bits = [f"{name}_at" for name in names]
         other = f"({' | '.join(bits)}) & 15" if form.aligned else f"({' & 15, '.join(bits)} & 15,) != alignments"
         lines.append(f"if {other}: return None")
+    return lines
+
+
+def text(form: Form) -> str:
+    """The source of `make`, a function that makes a known call of this form."""
+    names, results, lines = form.names, form.results, _checks(form)
     launched_first = form.like and not form.finished
     if form.recorded and not launched_first:
         lines.append("if grad_enabled(): return record(known, tensors)")
