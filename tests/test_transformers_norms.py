@@ -263,6 +263,31 @@ class Tables(Layer):
         return turned, q
 
 
+class TablesAgain(Layer):
+    """The tables are changed in other ways behind the rotation."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        cos = cos.clone()
+        q, k = self.heads(x)
+        q, k = apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), cos, sin)
+        cos[0]: Tensor = sin[0]
+        q_again, k_again = apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), cos, sin)
+        nn.functional.relu(cos, True)
+        return q, k, q_again, k_again
+
+
+class TablesInALoop(Layer):
+    """A loop fills the tables behind the rotation."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        cos = cos.clone()
+        q, k = self.heads(x)
+        q, k = apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), cos, sin)
+        for cos[0] in sin:
+            pass
+        return q, k
+
+
 class TablesLast(Layer):
     """The tables are changed, and a rotated tensor has another use than its norm, which comes last."""
 
@@ -321,6 +346,24 @@ class NoGradMode(Layer):
         twice = 2 * q
         torch.set_grad_enabled(True)
         return q, k, twice
+
+
+class Before(Layer):
+    """Results and views of them are used after what comes between: a mode, changes of them and of a norm's source."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        heads = self.heads(x)
+        q, k = self.q_norm(heads[0]), self.k_norm(heads[1])
+        turned = apply_rotary_pos_emb(q, k, cos, sin)
+        q_turned, k_turned = turned
+        wide, flat = q_turned.to(torch.float64), k_turned.transpose(1, 2)
+        shown = q.transpose(1, 2)
+        torch.set_grad_enabled(False)
+        again = k_turned.transpose(1, 2)
+        torch.set_grad_enabled(True)
+        q_turned *= 2
+        heads[1].mul_(2)
+        return wide, flat, again, shown, k
 
 
 class Between(Layer):
@@ -390,11 +433,14 @@ CODE = {  # the launches, or why the class is left
     "copies": (Copies, 1),
     "buffer": (Buffer, 0),
     "tables": (Tables, 1),
+    "tables-again": (TablesAgain, 1),
+    "tables-in-a-loop": (TablesInALoop, "a loop assigns to a part of a tensor"),
     "tables-last": (TablesLast, "a tensor is changed in place"),
     "no-grad": (NoGrad, "a norm, rope or its result is in a `with` statement"),
     "no-grad-count": (NoGradCount, 1),
     "no-grad-function": (NoGradFunction, "a function inside of it changes a tensor in place"),
     "no-grad-mode": (NoGradMode, 1),
+    "before": (Before, 1),
     "between": (Between, 0),
     "twice": (Twice, 0),
     "last": (Last, 1),

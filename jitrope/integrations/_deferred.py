@@ -49,9 +49,9 @@ class Plan:
     after: bool = False
     across: bool = False
 
-    def begin(self) -> Pass:
-        """The pass of a forward that begins."""
-        return Pass(self)
+    def begin(self, settles: bool) -> Pass:
+        """The pass of a forward that begins. settles: its code calls `Pass.settled`."""
+        return Pass(self, settles=settles)
 
 
 VIEWS = ("transpose", "permute", "view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "to")
@@ -66,6 +66,7 @@ class _Later:
         made: the tensor, which is made once, because it may be a copy that is then changed in place.
     """
 
+    run: Pass
     steps: tuple[Step, ...]
     before: Any = None
     made: Tensor | None = None
@@ -79,7 +80,7 @@ class _Later:
     def then(self, view: Any) -> Any:
         """Note that a view is one step further."""
         view.before = self
-        return view
+        return self.run.noted(view)
 
     def __getattr__(self, name: str) -> Function:
         if name not in VIEWS:
@@ -183,13 +184,19 @@ def _replay(x: Any, steps: tuple[Step, ...]) -> Any:
 
 @dataclass
 class Pass:
-    """What is pending in one forward. strict: for trials, a launch that jitrope refuses raises, and none is counted.
+    """What is pending in one forward.
 
-    told: the reasons noted so far.
+    Attributes:
+        strict: for trials, a launch that jitrope refuses raises, and none is counted.
+        settles: `settled` may be called, so all results are noted.
+        results: the results since it was called.
+        told: the reasons noted so far.
     """
 
     plan: Plan
     strict: bool = False
+    settles: bool = False
+    results: list[Any] = field(default_factory=list)
     norms: list[Norming] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
@@ -209,7 +216,7 @@ class Pass:
                 self._tell(error.args[0])
             else:
                 self.norms.append(Norming(module, forms[0], x))
-                return Normed(self, self.norms[-1])
+                return self.noted(Normed(self, self.norms[-1]))
         return module(self.real(x))
 
     def _tell(self, reason: str) -> None:
@@ -232,7 +239,7 @@ class Pass:
         if not all(map(self._waits, heads)):
             return self._call(function, arguments, words)
         self.turns.append(turn)
-        made = tuple([Turned(self, turn, i) for i in range(len(heads))])
+        made = tuple([self.noted(Turned(self, turn, i)) for i in range(len(heads))])
         return made[0] if turn.single else made
 
     def _waits(self, x: Any) -> bool:
@@ -245,13 +252,20 @@ class Pass:
         return function(*[self.real(x) for x in arguments], **{name: self.real(x) for name, x in words.items()})
 
     def settled(self, function: Any) -> Any:
-        """A function that may change tensors, or a mode of torch: what is pending is computed before."""
+        """A function that may change tensors, or a mode of torch: all results are computed before, rotations first."""
         for turn in self.turns:
             if turn.pending:
                 self._settle(turn)
-        for norming in self.norms:
-            self.real(Normed(self, norming))
+        for result in self.results:
+            self.real(result)
+        self.results = []
         return function
+
+    def noted(self, result: Any) -> Any:
+        """A new result, which `settled` computes if it is called later."""
+        if self.settles:
+            self.results.append(result)
+        return result
 
     def real(self, x: Any) -> Any:
         """A tensor; everything else as it is."""

@@ -75,9 +75,10 @@ class Source:
         inner = [x for x in ast.walk(tree) if isinstance(x, (ast.FunctionDef, ast.Lambda)) and x is not tree]
         if any(f"{_PASS}.settled" in ast.unparse(x) for x in inner):  # it may run in a mode of its own
             raise ValueError("a function inside of it changes a tensor in place")
-        if after and f"{_PASS}.settled" in ast.unparse(tree):  # a rotation may be computed again, for another use
+        settles = f"{_PASS}.settled" in ast.unparse(tree)
+        if after and settles:  # a rotation may be computed again, for another use
             raise ValueError("a tensor is changed in place, and the norms are after rope")
-        tree.body = [_statement(f"{_PASS} = {plan}.begin()", tree.body[0]), *tree.body]
+        tree.body = [_statement(f"{_PASS} = {plan}.begin({settles})", tree.body[0]), *tree.body]
         return self.code_of(tree)
 
     def code_of(self, tree: ast.FunctionDef) -> CodeType:
@@ -148,6 +149,12 @@ def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]
     return [] if starred else list(zip(target.elts, value.elts))
 
 
+def _is_part(target: ast.expr) -> bool:
+    """Whether a target assigns to a part of a tensor, or to an attribute."""
+    stored = [x for x in ast.walk(target) if isinstance(getattr(x, "ctx", None), ast.Store)]
+    return any(isinstance(x, (ast.Subscript, ast.Attribute)) for x in stored)
+
+
 class _Names:
     """The names that may hold a deferred result: of these norms, and of rope functions if asked; before a line."""
 
@@ -212,7 +219,8 @@ class _Rewriter(ast.NodeTransformer):
         """All is computed before a call that may change a tensor, or a mode of torch."""
         self.generic_visit(node)
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-        if _CHANGES.search(name) or any(word.arg in ("out", "inplace") for word in node.keywords):
+        flags = [x for x in node.args if isinstance(x, ast.Constant) and x.value is True]  # perhaps `inplace`
+        if flags or _CHANGES.search(name) or any(word.arg in ("out", "inplace") for word in node.keywords):
             node.func = ast.copy_location(_call("settled", node.func), node.func)
         return node
 
@@ -225,11 +233,22 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_Assign(self, node: ast.Assign) -> list[ast.stmt]:
         """A deferred result may be assigned to names. All is computed before a part of a tensor is assigned."""
-        parts = [part for target in node.targets for part in ast.walk(target)]
-        inside = any(isinstance(x, (ast.Subscript, ast.Attribute)) and isinstance(x.ctx, ast.Store) for x in parts)
+        inside = any(map(_is_part, node.targets))
         node.value = self.visit(node.value) if inside else self._kept_for(node.targets, node.value)
         node.targets = [self.visit(target) for target in node.targets]
         return [*([_statement(_SETTLE, node)] if inside else []), node]
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> list[ast.stmt]:
+        """All is computed before a part of a tensor is assigned."""
+        self.generic_visit(node)
+        return [*([_statement(_SETTLE, node)] if _is_part(node.target) else []), node]
+
+    def visit_For(self, node: ast.For) -> ast.For:
+        """A loop may not assign to parts of tensors."""
+        if _is_part(node.target):
+            raise ValueError("a loop assigns to a part of a tensor")
+        self.generic_visit(node)
+        return node
 
     def _kept_for(self, targets: list[ast.expr], value: ast.expr) -> Any:
         if len(targets) == 1 and (pairs := _pairs(targets[0], value)):
