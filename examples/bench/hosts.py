@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, redirect_stdout
 from functools import partial
+from types import ModuleType
 from typing import Annotated, Any
 
 import torch
@@ -146,16 +147,22 @@ def rows(name: str, modes: tuple[str, ...], smoke: bool) -> Iterator[Row]:
     with ExitStack() as stack:
         try:
             with redirect_stdout(sys.stderr):  # rows go to stdout, and the log of xDiT too
-                version = getattr(importlib.import_module(host.package), "__version__", "")
+                version = getattr(_imported(host.package), "__version__", "")
                 pair = stack.enter_context(host.make(smoke))
-        # The others: TransformerEngine without its compiled part, xDiT without a GPU.
-        except (ImportError, FileNotFoundError, NotImplementedError) as error:
+        except (ImportError, FileNotFoundError) as error:  # the second: TransformerEngine without its compiled part
             say(f"{name} is left out: {host.package} cannot be imported ({error})")
             return
         library = f"{host.package.split('.')[0]} {version or pair.version}".strip()
         head = {"host": library, "model": host.model, "step": host.step}
         for mode in modes:
             yield from measured(pair, {**head, "mode": mode}, smoke)
+
+
+def _imported(package: str) -> ModuleType:
+    try:
+        return importlib.import_module(package)
+    except NotImplementedError as error:  # xDiT without a GPU
+        raise ImportError(str(error)) from error
 
 
 def measured(pair: Pair, head: Row, smoke: bool) -> Iterator[Row]:
