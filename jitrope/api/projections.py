@@ -124,7 +124,7 @@ def prepare_packed_qkv(
             Gemma 3 in vLLM and SGLang; Megatron's qk_layernorm). The gradient of qkv, the weights and the biases is one
             launch, and deterministic; in place there is none. across_heads is refused. With v_norm v is normalised in
             the same launch, in place too; its gradient is in the launch of the others. A norm cannot be combined with
-            `Shifts` and inverse.
+            inverse.
         q_per_group: heads of q for each head of k.
         order: "grouped": each of the G groups has q_per_group heads of q, one of k and one of v (Megatron, InternLM2,
             Falcon); with q_per_group 1 that is q, k and v of each head in turn (GPT-NeoX, BLOOM). "qkv": all heads of
@@ -137,12 +137,12 @@ def prepare_packed_qkv(
             only if the bias is contiguous. v and the gate are written too, and in place all of qkv is. Its gradient is
             the sum of qkv's over the tokens, by torch.
         cache, quantize, hadamard, out: as in `prepare_qkv`, in the same launch and also with a bias; then there is no
-            gradient. They cannot be combined with inplace, inverse, `Ulysses`, rotate_k, per="head" and, with a bias,
-            "qkv_gated".
+            gradient. `Ulysses`, rotate_k, per="head" and per="kv_head" are refused, and so are inplace, inverse with a
+            cache, and "qkv_gated" with a bias.
         inplace: rotate q and k inside qkv and return it, for attention that takes packed input or views. v stays,
             unless it is normalised or gets a bias.
-        The other arguments are those of `apply_rope`. Tables for each head are refused. Without a table nothing is
-            rotated.
+        The other arguments are those of `apply_rope`. `Shifts` and tables for each head are refused. Without a table
+            nothing is rotated.
 
     Returns:
         q (B, S, G q_per_group, D), k and v (B, S, G, D), contiguous, unless v is a view. For tokens after the last
@@ -240,8 +240,8 @@ def prepare_mla_qkv(
         interleaved, interleaved_out: DeepSeek's checkpoints have interleaved pairs; their reference code, and
             `fused_apply_mla_rope_for_q` and `fused_apply_mla_rope_for_kv` of Megatron-core, rotate them into halves.
         The other arguments are those of `apply_rope`. q_scale multiplies whole heads of q (the softmax's scale, with
-            DeepSeek's YaRN). unrotated goes with one pairing. Tables for each head are refused. Without a table nothing
-            is rotated (Kimi Linear).
+            DeepSeek's YaRN). unrotated goes with one pairing. `Shifts` and tables for each head are refused. Without a
+            table nothing is rotated (Kimi Linear).
 
     Returns:
         q like the input, k (B, S, Hk, D) and v (B, S, Hk, Dv), contiguous. For tokens after the last sequence q and k

@@ -55,7 +55,8 @@ def apply_rope(
     """Rotate q and k by position-dependent angles, in one launch.
 
     Pair i of a head, (x0, x1), becomes (x0 cos_i - x1 sin_i, x1 cos_i + x0 sin_i); see RoFormer, arXiv:2104.09864,
-    equation 34. The backward rotates the gradient back. A table that requires a gradient gets one, from plain torch.
+    equation 34. The backward rotates the gradient back. A table that requires a gradient gets one, from one more
+    launch, or with q_scale or rounding="complex128" from plain torch.
 
     >>> q, k = torch.randn(1, 16, 8, 64), torch.randn(1, 16, 2, 64)
     >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
@@ -84,30 +85,30 @@ def apply_rope(
         interleaved_out: the pairing of the output; default: that of the input. Multi-head latent attention rotates
             interleaved pairs into halves. q and k have the bits of a call that keeps their pairs, in the other order,
             also with a norm behind the rotation, whose weights are in the order of the input. A Hadamard transform and
-            groups with a scale are of the head as it is written. A different pairing needs half-width tables, and
-            cannot be in place (inplace, rotate_k).
+            groups that share a scale apply to the head as it is written. A different pairing needs half-width tables,
+            and cannot be in place (inplace, rotate_k).
         rotary_dim: the number of rotated elements of a head; must be even. Default: D - rotary_offset, for tables of
             that width or half of it.
         rotary_offset: the first rotated element of a head. The elements outside are not changed.
         inverse: rotate by the negative angles, with the exact arithmetic of the gradient.
         unrotated: the number of first tokens of each sequence that are not rotated, such as class and register tokens
-            (DINOv3, EVA-02, Perception Encoder). The token after them takes row 0 of the table. It goes with no ids,
-            packed_table and interleaved_out.
+            (DINOv3, EVA-02, Perception Encoder). The token after them takes row 0 of the table. It cannot be combined
+            with ids, packed_table and interleaved_out.
         rounding: the rounding of products and their sum, to get the bits of a model's own eager code on the same
             device. "fp32": each is rounded to fp32, as for real tensors (FLUX, Wan). "complex64" and "complex128": as
             in torch's complex multiply (Qwen-Image; Lumina2, with fp64 tables). "dtype": the tables, each product and
             the sum are rounded to q's dtype (rotate-half in the model's dtype, as in transformers). "addcmul": fp32,
             with the second product in `addcmul` (LTX-2). All except "dtype" round to q's dtype once, at the end, and
             transforms and conversions read them in fp32; with "dtype" they read heads in q's dtype.
-        q_scale: a factor of q alone, in fp32: a number, such as that of the softmax, or a tensor of one for each token,
-            (S) or (B, S), with "thd" (T) (the temperature of Llama 4). It is the last step before the only rounding;
-            with "dtype" q is also rounded before it, as where a model scales the rotated tensor.
+        q_scale: a factor of q alone, in fp32: a number, such as that of the softmax, or a tensor with one number
+            for each token, (S) or (B, S), with "thd" (T) (the temperature of Llama 4). It is the last step before the
+            only rounding; with "dtype" q is also rounded before it, as in a model that scales the rotated tensor.
         inplace: overwrite q and k, and return them. Under autograd torch's rules for in-place operations hold: q and k
             must not be leaves that require a gradient. Their elements must not share memory with each other or a table.
         out: (q_out, k_out), tensors to write and return: a buffer, or another layout (`buffer.transpose(1, 2)`). Each
-            has its input's shape, or (ranks, B, S, H / ranks, D) for an all-to-all, and any strides, and shares no
-            memory with another tensor. None: a fresh tensor. With out there is no gradient, except with `Ulysses`,
-            which makes fresh tensors for an all-to-all. It cannot be combined with inplace.
+            must have its input's shape, or (ranks, B, S, H / ranks, D) for an all-to-all. Its strides may be any. It
+            must share no memory with another tensor. None: a fresh tensor. With out there is no gradient, except with
+            `Ulysses`, which makes fresh tensors for an all-to-all. It cannot be combined with inplace.
         check: refuse positions outside of the table, exchanged cos and sin, full-width tables of the other pairing, and
             a table with a row for each head but not for each token. Use it to find mistakes: it waits for the device,
             so the call cannot be captured in a CUDA graph or compiled.
@@ -195,18 +196,18 @@ def prepare_qkv(
 
     Args:
         q, k: as in `apply_rope`; without a cache k may be None.
-        v: with a cache (B, S, Hk, D) in the default layout, or with a multiple of Hk, stored unchanged, or None for a
-            cache of k alone; otherwise returned as given. With `Norm(v_norm=True)` it is normalised, in the same launch
-            if it is like k (`Norm`).
+        v: (B, S, Hk, D) in the default layout. With a cache it is stored unchanged; it may have a multiple of Hk heads,
+            or be None for a cache of k alone. Otherwise it is returned as given. With `Norm(v_norm=True)` it is
+            normalised, in the same launch if it is like k (`Norm`).
         cos, sin: as in `apply_rope`. With another stage (norm, cache, quantize, out or q_scale) they may be omitted:
             then q and k are not rotated (layers without rope, "NoPE"). Positions have no effect then; rotary_dim and
             rotary_offset only say which part a Hadamard transform of a part takes.
         norm: RMSNorm or LayerNorm of q and k, before the rotation or after it. across_heads goes with a cache,
             `DynamicQuantize` and hadamard only with mean_squares.
         cache: store the rotated k, and v if it is given, in a KV cache, also in fp8, int8 or fp4 with computed scales.
-        quantize: return q, and k and v if there is no cache, in fp8 with your scales (`Quantize`), or q and k in fp8,
-            int8 or fp4 with computed scales, as `Scaled` (`DynamicQuantize`; with its v=True v too; with its
-            per="head" or "kv_head" in two launches).
+        quantize: return q, and without a cache k, in fp8 with your scales (`Quantize`; v too with a v_scale), or in
+            fp8, int8 or fp4 with computed scales, as `Scaled` (`DynamicQuantize`; v too with v=True; per="head" and
+            "kv_head" take two launches).
         hadamard: multiply each head of q and k by the Hadamard matrix last, without a conversion (DeepSeek-V3.2's
             indexer in training): True, "rotary" or "rest", as in `Quantize`. The gradient takes a second launch.
         out: (q_out, k_out, v_out), as in `apply_rope`, such as the operands of attention; with quantize of its dtype,

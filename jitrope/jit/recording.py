@@ -77,8 +77,8 @@ def on_compile(callback: Callable[[KernelEvent], object]) -> Callable[[], None]:
     """Call a function for each kernel that this process compiles, or reads from a cache, from now on.
 
     For a server's monitor of compiles after its warm-up. The thread that needs the kernel calls it, before the launch;
-    an exception reaches the caller of jitrope, and nothing was written. It must not be InvalidInput, because a drop-in
-    then calls the host's function. Other threads that need a kernel wait for the callback, so it must return soon and
+    an exception reaches the caller of jitrope, and nothing was written. It must not be InvalidInput: a drop-in
+    would call the host's function. Other threads that need a kernel wait for the callback, so it must return soon and
     not wait for them. A loaded kernel makes no event. Returns a function that removes the callback. Raises InvalidInput
     if callback cannot be called.
 

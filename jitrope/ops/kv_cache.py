@@ -44,7 +44,7 @@ class KVCache(Value):
             32, 64, 128 or all. The cache is fp8, torch.int8, or fp4: D / 2 wide, torch.float4_e2m1fn_x2 (before torch
             2.8 torch.uint8; view bytes as this dtype), two elements in a byte. The scales are torch.float32,
             torch.float8_e8m0fnu, or for fp4 torch.float8_e4m3fn, with groups of 16 NVFP4, whose k is values times
-            k_block_scale times k_scale; v alike. trtllm-gen reads v's scales with tokens innermost (FlashInfer's
+            k_block_scale times k_scale; v likewise. trtllm-gen reads v's scales with tokens innermost (FlashInfer's
             nvfp4_quantize_paged_kv_cache): give it memory (pages, Hk, rows / 4, D / 16, 4) as its
             permute(0, 2, 4, 1, 3). In the index cache of DeepSeek-V3.2 the scales of a page follow its values: pass
             two views of its bytes. q stays in its dtype, is fp8 with `Quantize`, or has scales of the same kind with

@@ -45,12 +45,12 @@ class Quantize(Conversion):
             q's device, which the host does not read: of one element, of one for each head, (H), or for each head of a
             batch row, (B, H). A cache has its own k_scale.
         v_scale: return v in fp8 too, in the same launch. v must be like k, in shape and dtype, and the heads must share
-            the tables. It goes with no cache, which has its own, and not with across_heads without mean_squares.
+            the tables. Refused with a cache, which has its own, and with across_heads without mean_squares.
         dtype: torch.float8_e4m3fn, at most 448, or torch.float8_e5m2, at most 57344. A cache has its own dtype.
         hadamard: multiply each head by the orthogonal Hadamard matrix first (Sylvester's order), which spreads large
-            elements over the head (QuaRot, arXiv:2404.00456). Scores of q and k stay; k is transformed in a cache too,
-            and v is not. True: the whole head. "rotary": its rotated elements alone. "rest": the others, which must be
-            neighbours. The transformed elements are a power of two up to 256.
+            elements over the head (QuaRot, arXiv:2404.00456). The scores of q and k do not change; k is transformed in
+            a cache too, and v is not. True: the whole head. "rotary": its rotated elements alone. "rest": the others,
+            which must be neighbours. Their number must be a power of two up to 256.
 
     Raises:
         InvalidInput: an argument has a wrong type.
@@ -116,7 +116,7 @@ class DynamicQuantize(Conversion):
             way. None: the head has one scale.
         scale_dtype: torch.float32, or torch.float8_e8m0fnu (before torch 2.7 torch.uint8): the scale is then rounded up
             to a power of two, 2^ceil(log2(largest / 448)), without the bound of 1e-12. With groups of 32 this is
-            MXFP8 for e4m3 and MXFP4 for fp4 (OCP Microscaling Formats 1.0). That text leaves the rounding of scales
+            MXFP8 for e4m3 and MXFP4 for fp4 (OCP Microscaling Formats 1.0). The standard leaves the rounding of scales
             open; rounding up is the rule of arXiv:2506.08027, cuDNN's block scale quantize and Megatron-core's
             `mxfp8_quantize`. No element saturates. A group of zeros has the byte 0. Only for fp4
             torch.float8_e4m3fn, with group=16 NVFP4: the scale is rounded to the nearest number of e4m3, at most 448.
@@ -145,9 +145,9 @@ class DynamicQuantize(Conversion):
             B is 1 and S is T. group and a scale_dtype of one byte must be given. With `Ulysses` each rank's heads have
             tiles of their own, (ranks, B, H / ranks, S, D / group).
         v: return v as `Scaled` too, in the same launches and with scales of the same kind. v must be like k, in shape
-            and dtype, and the heads must share the tables. It goes with no cache, whose v has a v_block_scale. hadamard
-            leaves v as it is. Tokens after the last sequence have no part in a scale of "head" and "kv_head". Convert
-            any other v as q, in a call without k and without a table.
+            and dtype, and the heads must share the tables. It is refused with a cache, whose v has a v_block_scale.
+            hadamard leaves v as it is. Tokens after the last sequence have no part in a scale of "head" and "kv_head".
+            Convert any other v as q, in a call without k and without a table.
 
     Raises:
         InvalidInput: an argument is wrong.
