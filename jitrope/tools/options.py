@@ -137,7 +137,12 @@ CALL = (
         help="heads of q and k, such as 32,8, or of q alone; repeat it for more calls",
     ),
     option("--head-dim", metavar="N", type=_count, help="elements of a head; default: 128"),
-    option("--dtype", metavar="DTYPE", type=_dtype, help="bf16, fp16, fp32, or torch's name; default: bf16"),
+    option(
+        "--dtype",
+        metavar="DTYPE",
+        type=_dtype,
+        help="bf16, fp16, fp32, or torch's name; default: a transformers model's, else bf16",
+    ),
     option("--interleaved", **_FLAG, help="pairs are (2i, 2i+1); default: (i, i + half)"),
     option("--rotary-dim", metavar="N", type=_count, help="rotated elements of a head; default: all"),
     option(
