@@ -297,6 +297,28 @@ def test_what_spare_tokens_hold_reaches_no_table(norm: dict[str, Any], device: s
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_calls_in_turn(device: str) -> None:
+    """Learned and fixed tables, with gradients and without, and tables that change."""
+    q, k = (rand(B, S, 4, D, seed=n).to(device).requires_grad_(n == 0) for n in (1, 0))
+    tables, sent = [x.to(device).requires_grad_() for x in pair(P, D // 2).values()], [rand(B, S, 4, D).to(device)] * 2
+    for wanted in ([*tables, k], [k], tables, tables[1:], [*tables, k]):
+        own = [x if any(x is y for y in wanted) else x.detach() for x in (*tables, k)]
+        with torch.no_grad():
+            tables[0].mul_(-1)
+            still = jitrope.apply_rope(q, own[2], *own[:2])
+        out = jitrope.apply_rope(q, own[2], *own[:2])
+        assert all(map(torch.equal, out, still))
+        assert not any(x.requires_grad for x in still)
+        leaves = [x.detach().cpu().double().requires_grad_(x.requires_grad) for x in own]
+        asked = [x for x in leaves if x.requires_grad]
+        true, _ = oracle.rope(q.cpu().double(), leaves[2], *leaves[:2])
+        loss = sum((x * y.cpu().double()).sum() for x, y in zip(true, sent))
+        expected = torch.autograd.grad(loss, asked)
+        for got, want in zip(torch.autograd.grad(out, [x for x in own if x.requires_grad], sent), expected):
+            torch.testing.assert_close(got.cpu().double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_packed_qkv_and_two_streams(device: str) -> None:
     qkv, tables = rand(B, S, 2, 4 * D).to(device), [x.to(device).requires_grad_() for x in pair(S, D // 2).values()]
     out = jitrope.prepare_packed_qkv(qkv, *tables, q_per_group=2)

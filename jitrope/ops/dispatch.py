@@ -88,11 +88,9 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
             full = sharding.prepared(op, full, options)
     if plain and not (wants and options.inplace):
         known = known or launch.prepare(op, tensors, full, key, options)
-        if tables_want:
-            given = canonical(tensors)
-            return dict(zip(known.results, _Learned.apply(known, tensors, tuple(given), *given.values())))
-        launch.keep_in_mind(known, tensors, key, record)
-        return record(known, tensors) if wants else known.run(tensors)
+        recorded = learn if tables_want else record
+        launch.keep_in_mind(known, tensors, key, recorded, learned=tables_want)
+        return recorded(known, tensors) if wants or tables_want else known.run(tensors)
     if wants and options.inplace and not is_compiling():
         return _write(op, full, options)
     if wants and options.inplace:  # traced under autograd: Inductor turns the copy into a write in place
@@ -129,10 +127,9 @@ class _Learned(torch.autograd.Function):
     """A known call whose tables require a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, known: Known, tensors: Tensors, names: tuple[str, ...], *xs: Tensor) -> Any:
-        results = known.run(tensors)
-        library.keep(ctx, known.op, names, {**dict(zip(names, xs)), **known.stand_ins}, results, known.options)
-        return tuple(results.values())
+    def forward(ctx: Any, known: Known, outputs: Tensors, names: tuple[str, ...], *xs: Tensor) -> Any:
+        library.keep(ctx, known.op, names, {**dict(zip(names, xs)), **known.stand_ins}, outputs, known.options)
+        return tuple(outputs.values())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -164,6 +161,16 @@ def record(known: Known, tensors: Tensors, outputs: Tensors | None = None) -> Te
 
 
 _apply = watch.apply_of(_Known)
+
+
+def learn(known: Known, tensors: Tensors, outputs: Tensors | None = None) -> Tensors:
+    """`record` for a call whose tables require a gradient."""
+    given = canonical(tensors)
+    outputs = known.run(tensors) if outputs is None else outputs
+    return dict(zip(known.results, _apply_learned(known, outputs, tuple(given), *given.values())))
+
+
+_apply_learned = watch.apply_of(_Learned)
 
 
 def _write(op: Operation, tensors: Tensors, options: Options) -> Tensors:

@@ -230,14 +230,16 @@ def keep_in_mind(
     record: Callable[[Known, Tensors], Tensors] | None = None,
     outputs: Callable[[Tensors], Any] | None = None,
     arguments: tuple[str, ...] = (),
+    learned: bool = False,
 ) -> None:
     """Keep a plain call for the fast path, with gradients enabled only if it computes all that its tensors require.
 
-    record: records such a call; None: it is not for the fast path. arguments: those of torch's op, for a call of it;
-    then outputs makes its outputs of the results.
+    record: records such a call, with learned also one of learned tables; None: it is not for the fast path. arguments:
+    those of torch's op, for a call of it; then outputs makes its outputs of the results.
     """
     wants = {name for name, x in tensors.items() if x.requires_grad}
-    computed = known.op.differentiable and not known.options.inplace and wants <= {*known.op.names} - {*TABLES}
+    computed = known.op.differentiable and not known.options.inplace
+    computed &= learned or wants <= {*known.op.names} - {*TABLES}
     records = record is not None and computed
     xs = [*tensors.values()]
     again = twice(known.names, xs)

@@ -18,7 +18,7 @@ from ..jit.registry import KINDS
 from ..plan.options import Options, changed, norm_of, rotated
 from ..plan.problem import DTYPE_NAMES, elements_per_access, strides_of
 from ..plan.table_gradient import KIND, TableGradientSpec, spec_of
-from ..plan.views import Tensors, canonical
+from ..plan.views import Tensors, canonical, table_view
 from . import planning, reference, watch
 from .enqueue import Call, enqueue
 from .operation import Call as CallOf
@@ -34,10 +34,14 @@ def gradients(
 ) -> dict[str, Tensor | None]:
     """The gradients of the tables `names`. grads: of the results."""
     again = torch.is_grad_enabled()  # the gradient of this gradient is wanted too
+    launched = not again and _has_kernel(op, t, grads, o)
+    if launched and o.table == "cos_sin" and not o.inverse and _token_by_token(t, o):
+        turned = {**t, **_normed(call, op, t, grads, o)} if op.norm else t
+        return {name: grad for name, grad in _of_rows(turned, grads, o).items() if name in names}
     with torch.enable_grad():
         # Views: there is no way from a result to a table through q or through another table.
         inputs = {name: x.view_as(x) if again else x.detach().requires_grad_(name in names) for name, x in t.items()}
-        if not again and _has_kernel(op, t, grads, o):
+        if launched:
             turned = {**inputs, **_normed(call, op, inputs, grads, o)} if op.norm else inputs
             results, grads = _through_turns(turned, grads, changed(o, rounding="fp32"))
         else:
@@ -67,8 +71,8 @@ def _normed(call: CallOf, op: Operation, t: Tensors, grads: Tensors, o: Options)
 
 def _through_turns(t: Tensors, grads: Tensors, o: Options) -> tuple[Tensors, Tensors]:
     """The cosines and sines of each token, from the tables; and their gradients, given those of q and k."""
-    pairs = [(canonical(t[name], o.layout), canonical(grad, o.layout)) for name, grad in grads.items()]
-    if o.unrotated and o.cp_size == 1 and POSITIONS.isdisjoint(t):
+    pairs = _pairs(t, grads, o)
+    if o.unrotated and _token_by_token(t, changed(o, unrotated=0)):
         pairs = [(x[:, o.unrotated :], grad[:, o.unrotated :]) for x, grad in pairs]
         o = changed(o, unrotated=0)
     found = reference.turns(pairs[0][0].shape[1], t, o)
@@ -76,6 +80,26 @@ def _through_turns(t: Tensors, grads: Tensors, o: Options) -> tuple[Tensors, Ten
     for unused in (found.still, None if found.spare is None else found.spare[:, None, None]):
         made = made if unused is None else [x.masked_fill_(unused, 0) for x in made]
     return {"cos": found.cos, "sin": found.sin}, dict(zip(("cos", "sin"), made))
+
+
+def _token_by_token(t: Tensors, o: Options) -> bool:
+    """Whether each token has its row of a table, in order."""
+    return o.cp_size == 1 and not o.unrotated and POSITIONS.isdisjoint(t)
+
+
+def _pairs(t: Tensors, grads: Tensors, o: Options) -> list[tuple[Tensor, Tensor]]:
+    return [(canonical(t[name], o.layout), canonical(grad, o.layout)) for name, grad in grads.items()]
+
+
+def _of_rows(t: Tensors, grads: Tensors, o: Options) -> Tensors:
+    """The gradients of cos and sin, whose rows are those of the tokens."""
+    pairs, made = _pairs(t, grads, o), {}
+    tokens = pairs[0][0].shape[1]
+    for name, grad in zip(("cos", "sin"), of_turns(pairs, table_view(t["cos"])[:, :tokens], o)):
+        longer = table_view(t[name]).shape[1] > tokens
+        made[name] = torch.zeros_like(t[name]) if longer else torch.empty_like(t[name])
+        table_view(made[name])[:, :tokens].copy_(grad)
+    return made
 
 
 def of_turns(pairs: Sequence[tuple[Tensor, Tensor]], like: Tensor, o: Options) -> list[Tensor]:
