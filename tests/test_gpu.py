@@ -823,6 +823,30 @@ def test_a_norm_alone_first_met_in_a_cuda_graph() -> None:
     assert torch.equal(out, want)
 
 
+@pytest.mark.hardware
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_norm_in_the_graphs_of_torch_compile(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors that jitrope makes once are not in the memory of a graph, which torch uses again."""
+    stand_ins.filled.cache_clear()
+    monkeypatch.setattr(stand_ins, "_counters", {})
+    cos, sin = torch.randn(2, 7, 44, device=DEVICE)
+    q, k, weight = (torch.randn(*shape, device=DEVICE).bfloat16() for shape in ((1, 7, 3, 88), (1, 7, 1, 88), (88,)))
+    leaves = [x.requires_grad_(grad) for x in (q, k, weight)]
+
+    def call(q: torch.Tensor, k: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return jitrope.prepare_qkv(q, k, None, cos, sin, norm=jitrope.Norm(weight))[:2]
+
+    compiled = torch.compile(call, mode="reduce-overhead")
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        got, want = ([x.clone() for x in function(*leaves)] for function in (compiled, call))
+        if grad:
+            sent = [torch.randn_like(x) for x in want]
+            got += [x.clone() for x in torch.autograd.grad(got, leaves, sent)]
+            want += torch.autograd.grad(want, leaves, sent)
+        assert all(map(torch.equal, got, want))
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_plain_norm_takes_the_short_cut(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither direction goes through the dispatcher, and the second call of a kind is not checked again."""

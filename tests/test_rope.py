@@ -1028,6 +1028,20 @@ CHANGING = {  # a call, and its arguments of a length
 }
 
 
+@pytest.mark.parametrize(("dtype", "other"), [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)])
+def test_autocast_to_another_dtype_changes_nothing(dtype: torch.dtype, other: torch.dtype) -> None:
+    q, (cos, sin) = torch.randn(2, 6, 2, 16).to(dtype), torch.randn(2, 6, 8)
+    calls = [
+        lambda: jitrope.apply_rope(q, q, cos, sin, rounding="dtype"),
+        lambda: jitrope.prepare_qkv(q, q, None, cos, sin, norm=jitrope.Norm(after_rope=True))[:2],
+    ]
+    for call in calls:
+        want = call()
+        with torch.autocast("cpu", other):
+            got = call()
+        assert all(map(torch.equal, got, want))
+
+
 @pytest.mark.parametrize("name", CHANGING)
 def test_a_changing_number_is_compiled_twice_at_most(name: str) -> None:
     """The text's length of each prompt, and the longest sequence of each batch."""

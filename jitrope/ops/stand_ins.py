@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -20,42 +21,61 @@ MOST_CONSTANTS = 4096  # of a function
 _counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
+def kept(make: Callable[..., Any], device: torch.device, *arguments: Any) -> Any:
+    """The tensors of `make(device, *arguments)`, which all streams may read, and which stay.
+
+    Another thread makes them. This one may be in a memory pool that is reused, as that of a graph of torch.compile.
+    """
+    if device.type != "cuda":
+        with torch.inference_mode(False):
+            return make(device, *arguments)
+
+    def run() -> Any:
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            made = make(device, *arguments)
+        stream.synchronize()
+        return made
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
+
+
 def constant(make: Callable[..., Any]) -> Callable[..., Any]:
     """Keep the tensors of a function that depend only on a device and some numbers.
 
-    The first call waits for the stream that fills them, so that every stream may read them. Tensors made under
-    torch.compile, a dispatch mode, a transform of torch.func, forward-mode AD, torch.jit.trace or a CUDA graph's
-    capture are not kept. Graphs read those that are, so none is freed.
+    Tensors made under torch.compile, a dispatch mode, a transform of torch.func, forward-mode AD, torch.jit.trace or a
+    CUDA graph's capture are not kept. Graphs read those that are, so none is freed.
     """
-    kept: dict[tuple[Any, ...], Any] = {}
+    known: dict[tuple[Any, ...], Any] = {}
 
     def get(device: torch.device, *numbers: Any) -> Any:
         if watch.watched() or watch.transformed():
             return make(device, *numbers)
         key = (device, *numbers)
-        if key in kept:
-            return kept[key]
-        with torch.inference_mode(False):
-            made = make(device, *numbers)
-        if device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                return made
-            torch.cuda.current_stream(device).synchronize()
-        return kept.setdefault(key, made) if len(kept) < MOST_CONSTANTS else made
+        if key in known:
+            return known[key]
+        if (device.type == "cuda" and torch.cuda.is_current_stream_capturing()) or len(known) >= MOST_CONSTANTS:
+            return make(device, *numbers)
+        return known.setdefault(key, kept(make, *key))
 
-    get.cache_clear = kept.clear  # type: ignore[attr-defined]
+    get.cache_clear = known.clear  # type: ignore[attr-defined]
     return get
 
 
 def counters(x: Tensor) -> Tensor:
     """Zeros that a kernel counts its blocks with and sets back: one tensor for a stream, or for a capture's call."""
     if x.is_meta or watch.capturing(x):
-        return torch.zeros(COUNTERS, dtype=torch.int32, device=x.device)
+        return _zeros(x.device)
     key = (x.device, watch.get_stream(x.get_device()))
     found = _counters.get(key)
     if found is None:
-        found = _counters[key] = torch.zeros(COUNTERS, dtype=torch.int32, device=x.device)
+        found = _counters[key] = kept(_zeros, x.device)
     return found
+
+
+def _zeros(device: torch.device) -> Tensor:
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 def weight_sums(tensors: Tensors, widths: dict[str, int], blocks: int) -> Tensors:
