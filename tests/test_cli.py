@@ -30,8 +30,9 @@ from jitrope.jit.registry import spec_from_dict
 from jitrope.ops.planning import planning
 from jitrope.tools import cli, console, doctor
 from jitrope.tools import prewarm as prewarming
-from jitrope.tools.models import specs_of_model, specs_of_server
+from jitrope.tools.models import specs_of_model
 from jitrope.tools.prewarm import read_calls, specs_of
+from jitrope.tools.server import specs_of_server
 
 from . import fresh
 
@@ -484,7 +485,10 @@ def test_a_server_compiles_nothing_after_its_warm_up(jitrope, tmp_path: Path, mo
         assert "--serve needs --model" in jitrope("prewarm", *words, "--arch", "sm_90").stderr
 
 
-LATENT = {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 256, "qk_rope_head_dim": 64}
+LATENT = {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 256, "qk_rope_head_dim": 64,
+    "rope_interleave": True,
+}  # fmt: skip
 INDEXER = {"index_n_heads": 2, "index_head_dim": 128}
 
 
@@ -508,11 +512,14 @@ def test_a_server_of_latent_attention_compiles_nothing_after_its_warm_up(
                 given = ids, q_pe, k_pe[:, 0], latent[:, :256], table, False, ids, empty(9, 64, 320, dtype=dtype)
                 vllm.concat_and_cache_mla_rope_fused(*given, kind, empty(()))
             q, weights = empty(tokens, 2, 128), empty(tokens, 2)
-            vllm.fused_indexer_q_rope_quant(ids, q, table, weights, 0.1, 0.5, True)
+            for is_neox in (True, False):
+                vllm.fused_indexer_q_rope_quant(ids, q, table, weights, 0.1, 0.5, is_neox)
+                for of_q in (k_pe, q[..., :64]):
+                    vllm.rotary_embedding(ids, of_q, k_pe, 64, table, is_neox)
             sglang.fused_q_indexer_rope_first_quant(q, weights, 0.1, table, ids)
             sglang.fused_k_indexer_norm_rope(q[:, 0].contiguous(), empty(128), empty(128), 1e-6, table, ids)
     monkeypatch.setenv("JITROPE_NO_COMPILE", "1")
-    assert len(specs) == len({*specs_of_server(tmp_path, ids=["int32"])}) == 12
+    assert len(specs) == len({*specs_of_server(tmp_path, ranks=2, ids=["int32"])}) == 20
     assert not any(kernels.build(spec, "sm_90").compiled for spec in specs)
 
 
@@ -588,6 +595,56 @@ def test_a_server_of_a_model_with_positions_along_several_axes(tmp_path: Path) -
     assert set(specs) < set(specs_of_server(tmp_path, "bf16"))
 
 
+def _planned(call) -> set:
+    with planning() as specs, torch.no_grad():
+        call()
+    return set(specs)
+
+
+def test_a_server_of_a_model_in_an_old_or_nested_file(tmp_path: Path) -> None:
+    """Several axes that only transformers' configuration names (Qwen2.5-Omni), and a gate beside them (Qwen3.5)."""
+    pytest.importorskip("transformers")
+    empty = partial(torch.empty, device="meta", dtype=torch.bfloat16)
+    ids, rope = torch.empty(3, 9, dtype=torch.int64, device="meta"), {"rope_type": "default", "type": "default"}
+    text = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    omni = {"model_type": "qwen2_5_omni_text", **text, "rope_scaling": {**rope, "mrope_section": [16, 24, 24]}}
+    thinker = {"model_type": "qwen2_5_omni_thinker", "text_config": omni}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_omni", "thinker_config": thinker}))
+    q, k, rows = empty(9, 512), empty(9, 256), empty(3, 9, 64)
+    specs = _planned(lambda: vllm.triton_mrope(q, k, rows, rows, [16, 24, 24], 128, 128, False))
+    assert specs < set(specs_of_server(tmp_path, "bf16"))
+    rope |= {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25, "rope_theta": 1e7}
+    gated = {"model_type": "qwen3_5_text", **text, "head_dim": 256, "rope_parameters": rope}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": gated}))
+    given = empty(9, 4 * 512), empty(9, 512), empty(256), empty(256), empty(99, 64), ids, 1e-6, 4, 2, 256, 64
+    specs = _planned(lambda: vllm.fused_qk_rmsnorm_rope_gate(*given, [11, 11, 10], 1.0))
+    assert specs < set(specs_of_server(tmp_path, "bf16"))
+
+
+def test_layers_with_other_heads(tmp_path: Path) -> None:
+    """MiMo-V2-Flash has twice as many heads of k in its sliding layers."""
+    transformers = pytest.importorskip("transformers", minversion="5.20")
+    file = pytest.importorskip("transformers.models.mimo_v2_flash.modeling_mimo_v2_flash")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mimo_v2_flash"}))
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    sliding = config.layer_types.index("sliding_attention")
+    empty = partial(torch.empty, device="meta", dtype=torch.bfloat16)
+    ids, table = torch.empty(9, dtype=torch.int64, device="meta"), torch.empty(99, 64, device="meta")
+    for ranks in (1, 2):
+        found = set(specs_of_server(tmp_path, "bf16", ranks))
+        for of_k in (4, 8):
+            q, k = empty(9, 64 // ranks * 192), empty(9, of_k // ranks * 192)
+            assert _planned(partial(vllm.rotary_embedding, ids, q, k, 192, table, True)) < found
+    with torch.device("meta"):
+        layer = file.MiMoV2FlashAttention(config, layer_idx=sliding).to(torch.bfloat16)
+    tables = empty(1, 16, 64), empty(1, 16, 64)
+    with drop_in.enable(layer) as report:
+        specs = _planned(lambda: layer(empty(1, 16, config.hidden_size), tables, None))
+    assert report.calls["jitrope"] == 1
+    assert specs
+    assert specs < set(specs_of_model(tmp_path, "bf16"))
+
+
 def test_one_head_of_k_and_defaults_that_a_file_leaves_out(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     falcon = {"model_type": "falcon", "hidden_size": 512, "num_attention_heads": 8, "multi_query": True}
@@ -651,6 +708,15 @@ NO_MODELS = {
     "unknown": ({"model_type": "nonesuch"}, "cannot read"),
     "a list": ([], "it has neither model_type nor _class_name"),
     "no dtype": ({"model_type": "llama"}, "names no dtype: pass one, as --dtype bf16"),
+    "an odd dtype": (
+        {"model_type": "llama", "dtype": "float64"},
+        "names torch.float64; pass a dtype that jitrope has, as --dtype bf16",
+    ),
+    "norms that are not known": (
+        {"model_type": "laguna", "dtype": "float16"},
+        "LagunaAttention cannot be made from the configuration alone",
+    ),
+    "no text": ({"model_type": "musicgen", "dtype": "float16"}, "cannot read"),
     "no rope": ({"model_type": "bert", "dtype": "float16"}, "JITROPE_RECORD=run.json"),
     "two functions": (
         {"model_type": "deepseek_v3", "dtype": "float16"},

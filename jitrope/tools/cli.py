@@ -23,9 +23,10 @@ from ..jit.render import render as render_source
 from . import bundle, options
 from . import doctor as checks
 from .console import answer, architectures, build_all, details, paragraph, print_entries, rows, say, total
-from .models import specs_of_model, specs_of_server
+from .models import specs_of_model
 from .prewarm import default_specs, read_calls, specs_of, this_versions
 from .prewarm import prewarm as build
+from .server import specs_of_server
 
 Options = argparse.Namespace
 COMMANDS: dict[str, tuple[Callable[[Options], Any], tuple[options.Option, ...]]] = {}

@@ -7,8 +7,6 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Sequence
-from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,14 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.arguments import items, whole, word
+from ..base.arguments import word
 from ..base.config import log
 from ..base.errors import InvalidInput, JitropeError
 from ..base.spec import DTYPES, Spec
 from ..ops.planning import planning
 from ..plan.problem import DTYPE_NAMES
-from ..plan.spec import RopeSpec
-from .prewarm import specs_of_each
 
 RECORD = "record a run instead: JITROPE_RECORD=run.json, then jitrope prewarm --from run.json"
 _TEXT_ALONE = "only the part of %s for text is planned; for a vision tower, record a run: JITROPE_RECORD=run.json"
@@ -39,11 +35,6 @@ TRANSFORMERS = (
 
 _GRID, _TEXT, _IMAGE = (2, 4, 6), 512, 257  # patches in frames, rows, columns; tokens
 _TEXT_WIDTHS = ("joint_attention_dim", "text_dim", "text_embed_dim", "caption_channels")
-
-IDS = ("int64", "int32")
-"""Dtypes of positions and slots."""
-
-_PAGES: tuple[dict[str, Any], ...] = ({}, *[{"page_size": rows} for rows in (16, 32, 64)])  # {}: slots, or whole pages
 
 
 def specs_of_model(path: Path, dtype: str | None = None) -> list[Spec]:
@@ -65,14 +56,14 @@ def specs_of_model(path: Path, dtype: str | None = None) -> list[Spec]:
     names = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     named = names[word("specs_of_model", "dtype", dtype, DTYPES)] if dtype else None
     found: dict[Spec, None] = {}
-    for file in _files(path):
+    for file in files(path):
         data = read(file)
         of_model = _of_transformer if "_class_name" in data else _of_language_model
         found |= dict.fromkeys(of_model(file, data, named))
     return [*found]
 
 
-def _files(path: Path) -> list[Path]:
+def files(path: Path) -> list[Path]:
     """The configuration in a file or folder; of a pipeline, those of its transformers."""
     index = path / "model_index.json" if path.is_dir() else path
     if index.name != "model_index.json" or not index.is_file():
@@ -121,39 +112,53 @@ def _of_transformer(path: Path, data: dict[str, Any], dtype: torch.dtype | None)
     return [*specs]
 
 
-def _configuration(path: Path, data: dict[str, Any]) -> Any:
-    """transformers' object for a file with this table. It has the defaults that the file leaves out."""
+def configurations(path: Path, data: dict[str, Any]) -> tuple[Any, Any]:
+    """transformers' objects for a file with this table: the whole, and its part for text. They have all defaults."""
     if "model_type" not in data:
         had = "it has neither model_type nor _class_name"
         raise InvalidInput(f"{path} is no configuration of transformers or diffusers: {had}")
     library = _library("transformers")
     try:
-        return library.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        whole = library.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        return whole, whole.get_text_config()
     except Exception as error:  # of transformers, for values that it does not expect
         raise InvalidInput(f"cannot read {path}: {_short(error)}") from error
 
 
-def _heads(config: Any) -> tuple[int, int]:
-    """The heads of q, and those of k: one in Falcon's multi-query attention."""
-    heads = config.num_attention_heads
+def heads_of(config: Any, layer: Any = None) -> tuple[int, int, int]:
+    """The heads of q and of k, one in Falcon's multi-query attention, and their size; those of an attention layer."""
+    q = getattr(config, "num_attention_heads", None) or 0
+    k = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or q
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
-        return heads, 1
-    return heads, getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
+        k = 1
+    size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(q, 1)
+    widths = [getattr(getattr(layer, name, None), "out_features", 0) for name in ("q_proj", "k_proj")]
+    if all(widths) and not any(width % size for width in widths):
+        gated = widths[0] == 2 * q * size  # q has its output gate beside it
+        q, k = q if gated else widths[0] // size, widths[1] // size
+    return q, k, size
+
+
+def modeling(config: Any) -> tuple[str, Any]:
+    """A model's name, and its file."""
+    kind = config.model_type.replace("-", "_").removesuffix("_text").removesuffix("_text_model")
+    return kind, importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
 
 
 def _of_language_model(path: Path, data: dict[str, Any], dtype: torch.dtype | None) -> list[Spec]:
-    whole = _configuration(path, data)
+    whole, config = configurations(path, data)
     from ..integrations import transformers as drop_in  # it imports Dynamo, which takes seconds
 
-    config = whole.get_text_config()
-    kind = config.model_type.replace("-", "_").removesuffix("_text").removesuffix("_text_model")
     named = dtype or next(filter(None, (getattr(c, "dtype", None) for c in (config, whole))), None)
     if named is None:
         raise InvalidInput(f"{path} names no dtype: pass one, as --dtype bf16")
+    if DTYPE_NAMES.get(named) not in DTYPES:
+        raise InvalidInput(f"{path} names {named}; pass a dtype that jitrope has, as --dtype bf16")
+    kind = config.model_type
     try:
-        file = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+        kind, file = modeling(config)
         others = [n for n in vars(file) if re.match(r"apply_(?!rotary_pos_emb(_vision)?$)\w*rotary", n)]
-        layers = _layers(file, config, named)
+        layers = layers_of(file, config, named)
         with drop_in.enable(layers if len(layers) else None), planning() as specs:
             for tables in [] if others else _tables(file, config, named):
                 for batch, layer in product(_BATCHES, layers or [None]):
@@ -189,15 +194,24 @@ def _tables(file: Any, config: Any, dtype: torch.dtype) -> list[tuple[Tensor, ..
     return found
 
 
-def _layers(file: Any, config: Any, dtype: torch.dtype) -> nn.ModuleList:
-    """A layer of each attention class for text, without its weights' values."""
+def layers_of(file: Any, config: Any, dtype: torch.dtype) -> nn.ModuleList:
+    """A layer of each attention class for text and of each kind of layer, without its weights' values."""
     from ..integrations._attention import calls_rope
 
-    layers = nn.ModuleList()
+    layers, unknown, kinds = nn.ModuleList(), "", getattr(config, "layer_types", None) or [None]
     for name, cls in vars(file).items():
-        if isinstance(cls, type) and "Vision" not in name and cls.__module__ == file.__name__ and calls_rope(cls):
-            with suppress(Exception), torch.device("meta"):  # a class of another part has another configuration
-                layers.append(cls(config, layer_idx=0).to(dtype))
+        if not (isinstance(cls, type) and "Vision" not in name and cls.__module__ == file.__name__ and calls_rope(cls)):
+            continue
+        numbered = "layer_idx" in inspect.signature(cls).parameters
+        for kind in dict.fromkeys(kinds) if numbered else [None]:
+            words = {"layer_idx": kinds.index(kind)} if numbered else {}
+            try:
+                with torch.device("meta"):
+                    layers.append(cls(config, **words).to(dtype))
+            except Exception:  # a class of another part has another configuration
+                unknown = name if "q_norm" in inspect.getsource(cls) else unknown
+    if unknown and not len(layers):  # rope without its norms would be wrong
+        raise TypeError(f"{unknown} cannot be made from the configuration alone")
     return layers
 
 
@@ -209,8 +223,7 @@ def _call(file: Any, config: Any, dtype: torch.dtype, batch: int, tables: tuple[
     """
     from ..integrations._attention import turned
 
-    counts = _heads(config)
-    size = getattr(config, "head_dim", None) or config.hidden_size // counts[0]
+    *counts, size = heads_of(config, layer)
     shapes = [(batch, _TOKENS, count, size) for count in counts]
     leaves = [torch.empty(s, dtype=dtype, device="meta", requires_grad=True) for s in shapes]
     with torch.enable_grad():
@@ -272,109 +285,3 @@ def _inputs(model: Any, batch: int, dtype: torch.dtype) -> dict[str, Any]:
         "fps": [0] * batch,
     }
     return {name: value for name, value in made.items() if name in names}
-
-
-# ---- a server ------------------------------------------------------------------------------------
-
-
-def specs_of_server(path: Path, dtype: str | None = None, ranks: int = 1, ids: Sequence[str] = IDS[:1]) -> list[Spec]:
-    """The kernels that vLLM and SGLang ask for with the drop-ins, for both launches, of a language model.
-
-    They are those of rope in place, with the model's RMSNorm of each head of q and k and without, alone and with the
-    write to a cache in the model's dtype or e4m3, of slots and of pages of 16, 32 and 64 rows; for tables in fp32 and
-    in the model's dtype; and of rope along several axes. Of multi-head latent attention (DeepSeek-V2 and V3), which is
-    read from the file alone, they are those of q_pe and k_pe, with and without the latent's cache, and of
-    DeepSeek-V3.2's indexer. A rank of tensor parallelism has its part of the heads. ids: the dtypes of positions and
-    slots, of `IDS`, in all pairs. With `configure(batch_invariant=True)` the kernels are those of that setting. The
-    errors are those of `specs_of_model`.
-    """
-    name, file = "specs_of_server", _files(path)[0]
-    found = read(file)
-    if "_class_name" in found:
-        known = "--serve is for transformers models; leave it out, or record a run of that server"
-        raise InvalidInput(f"{path} has a {found['_class_name']} of diffusers: {known}")
-    config = {**found, **(found.get("text_config") or {})}
-    ranks = whole(name, "ranks", ranks, 1)
-    latent = bool(config.get("kv_lora_rank") and config.get("qk_rope_head_dim"))
-    heads, of_k = (
-        (config.get("num_attention_heads", 0),) * 2 if latent else _heads(_configuration(file, found).get_text_config())
-    )
-    if not heads or heads % ranks or (of_k % ranks and ranks % of_k and not latent):
-        raise InvalidInput(f"{path} names {heads} heads of q and {of_k} of k, which {ranks} ranks cannot share")
-    ids = [word(name, "ids", x, IDS) for x in items(name, "ids", ids, f"a list of {' and '.join(IDS)}")]
-    if latent:
-        some = _served_latent(config, _served_dtype(path, config, dtype), heads // ranks, ids)
-    else:
-        counts = [heads // ranks, max(1, of_k // ranks)]
-        models = [spec for spec in specs_of_model(path, dtype) if isinstance(spec, RopeSpec) and not spec.inverse]
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        axes = {label: rope[label] for label in ("mrope_section", "mrope_interleaved") if rope.get(label)}
-        some = [call for spec in models for call in _served_calls(spec, counts, ids, axes)]
-    calls = {repr(call): call for call in some}
-    return list(dict.fromkeys(spec for call in calls.values() for spec in specs_of_each(call)))
-
-
-def _served_dtype(path: Path, config: dict[str, Any], dtype: str | None) -> str:
-    if dtype is not None:
-        return word("specs_of_server", "dtype", dtype, DTYPES)
-    named = {str(x).removeprefix("torch."): name for x, name in DTYPE_NAMES.items()}
-    found = named.get(str(config.get("dtype") or config.get("torch_dtype")))
-    if found is None:
-        raise InvalidInput(f"{path} names no dtype: pass one, as --dtype bf16")
-    return found
-
-
-def _served_caches(dtype: str, ids: Sequence[str], forms: Sequence[dict[str, Any]] = _PAGES) -> list[dict[str, Any]]:
-    """The caches of k and v, beside which k is rotated in place."""
-    stored: dict[str, Any] = {dtype: {}, "fp8": {"k_scale": 1.0, "v_scale": 1.0}}
-    return [
-        {"slot_mapping": x, "rotate_k": True, "k_cache": form, "v_cache": form, **scales, **pages}
-        for x in ids
-        for form, scales in stored.items()
-        for pages in forms
-    ]
-
-
-def _served_tables(dtype: str, ids: Sequence[str]) -> dict[str, Any]:
-    words: dict[str, Any] = {"layout": "thd", "positions": [*ids], "function": "prepare_qkv", "dtype": dtype}
-    return {**words, "table": "cos_sin_cache", "table_dtype": list(dict.fromkeys(("fp32", dtype)))}
-
-
-def _served_calls(model: RopeSpec, heads: list[int], ids: Sequence[str], axes: dict[str, Any]) -> list[dict[str, Any]]:
-    """A server's calls for a kernel of the model's forward, in the words of `specs_of`; a list is several calls.
-
-    axes: the words of positions along several axes, if the model has them.
-    """
-    words = {"heads": heads, **_served_tables(model.dtype, ids)}
-    words |= {name: getattr(model, name) for name in ("head_dim", "rotary_dim", "interleaved")}
-    caches, rope = _served_caches(model.dtype, ids), {**words, "inplace": True}
-    found = [{**rope, "function": "apply_rope"}, {**rope, "cache": caches}]
-    if axes:  # SGLang's call, and vLLM's with its own rows of gathered tables
-        found.append({**found[0], "positions": [{"position_ids": x, **axes} for x in ids]})
-        found.append({**found[0], "positions": {"position_ids": IDS[0], **axes}, "table": "cos_sin"})
-    if model.norm_kind == "rms_norm" and not (model.across_heads or model.after_rope):
-        norm = dict.fromkeys(("q_weight", "k_weight"), model.weight_dtype) if model.weight_dtype else {}
-        once = {**norm, "rounding": "once", "zero_centered": model.zero_centered}
-        none = [{**norm, "zero_centered": x} for x in dict.fromkeys((False, model.zero_centered))]
-        found += [{**rope, "norm": [*none, once]}, {**words, "norm": once}, {**words, "norm": once, "cache": caches}]
-        found.append({**rope, "norm": none[0], "table": "freqs", "table_dtype": "fp32", "positions": None})
-    return found
-
-
-def _served_latent(config: dict[str, Any], dtype: str, heads: int, ids: Sequence[str]) -> list[dict[str, Any]]:
-    """A server's calls for multi-head latent attention: k_pe is one head, and the latent v in heads of its size."""
-    size, pieces = config["qk_rope_head_dim"], config["kv_lora_rank"] // config["qk_rope_head_dim"]
-    words = {**_served_tables(dtype, ids), "rotary_dim": size}
-    rope = {**words, "heads": [heads, 1], "head_dim": size, "inplace": True}
-    rope["interleaved"] = bool(config.get("rope_interleave", True))
-    found = [{**rope, "function": "apply_rope"}]
-    if config["kv_lora_rank"] % size == 0:
-        found.append({**rope, "v_heads": pieces, "cache": _served_caches(dtype, ids, _PAGES[:1])})
-    if config.get("index_n_heads") and config.get("index_head_dim"):
-        words["head_dim"] = config["index_head_dim"]
-        scaled = {"heads": config["index_n_heads"], **words}
-        found.append({**scaled, "quantize": {"dtype": "fp8", "scale_fmt": "ue8m0"}})  # vLLM's
-        found.append({**scaled, "quantize": {"dtype": "fp8"}, "interleaved": True})
-        norms = [{"kind": "layer_norm", "q_weight": x, "q_bias": x} for x in dict.fromkeys(("fp32", dtype))]
-        found.append({"heads": 1, **words, "interleaved": True, "norm": norms})
-    return found

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 from ..base.spec import DTYPES
 from ..jit.compiler import OLDEST_ARCH
 from .console import answer
-from .models import IDS
 from .prewarm import architecture
+from .server import IDS
 
 Option = tuple[tuple[str, ...], dict[str, Any]]
 
