@@ -35,7 +35,7 @@ def gradients(
     """The gradients of the tables `names`. grads: of the results."""
     again = torch.is_grad_enabled()  # the gradient of this gradient is wanted too
     launched = not again and _has_kernel(op, t, grads, o)
-    if launched and o.table == "cos_sin" and not o.inverse and _token_by_token(t, o):
+    if launched and o.table == "cos_sin" and not o.inverse and _in_order(t, o):
         turned = {**t, **_normed(call, op, t, grads, o)} if op.norm else t
         return {name: grad for name, grad in _of_rows(turned, grads, o).items() if name in names}
     with torch.enable_grad():
@@ -72,8 +72,7 @@ def _normed(call: CallOf, op: Operation, t: Tensors, grads: Tensors, o: Options)
 def _through_turns(t: Tensors, grads: Tensors, o: Options) -> tuple[Tensors, Tensors]:
     """The cosines and sines of each token, from the tables; and their gradients, given those of q and k."""
     pairs = _pairs(t, grads, o)
-    if o.unrotated and _token_by_token(t, changed(o, unrotated=0)):
-        pairs = [(x[:, o.unrotated :], grad[:, o.unrotated :]) for x, grad in pairs]
+    if _in_order(t, o):
         o = changed(o, unrotated=0)
     found = reference.turns(pairs[0][0].shape[1], t, o)
     made = of_turns(pairs, found.cos, o)
@@ -82,17 +81,21 @@ def _through_turns(t: Tensors, grads: Tensors, o: Options) -> tuple[Tensors, Ten
     return {"cos": found.cos, "sin": found.sin}, dict(zip(("cos", "sin"), made))
 
 
-def _token_by_token(t: Tensors, o: Options) -> bool:
-    """Whether each token has its row of a table, in order."""
-    return o.cp_size == 1 and not o.unrotated and POSITIONS.isdisjoint(t)
+def _in_order(t: Tensors, o: Options) -> bool:
+    """Whether the rotated tokens have the rows of a table in turn."""
+    return o.cp_size == 1 and POSITIONS.isdisjoint(t)
 
 
 def _pairs(t: Tensors, grads: Tensors, o: Options) -> list[tuple[Tensor, Tensor]]:
-    return [(canonical(t[name], o.layout), canonical(grad, o.layout)) for name, grad in grads.items()]
+    """q, and k, each with the gradient of its result; in order, without the tokens that are not rotated."""
+    pairs = [(canonical(t[name], o.layout), canonical(grad, o.layout)) for name, grad in grads.items()]
+    if o.unrotated and _in_order(t, o):
+        pairs = [(x[:, o.unrotated :], grad[:, o.unrotated :]) for x, grad in pairs]
+    return pairs
 
 
 def _of_rows(t: Tensors, grads: Tensors, o: Options) -> Tensors:
-    """The gradients of cos and sin, whose rows are those of the tokens."""
+    """The gradients of cos and sin whose rows the tokens have in turn."""
     pairs, made = _pairs(t, grads, o), {}
     tokens = pairs[0][0].shape[1]
     for name, grad in zip(("cos", "sin"), of_turns(pairs, table_view(t["cos"])[:, :tokens], o)):
