@@ -47,9 +47,9 @@ def specs_of_server(path: Path, dtype: str | None = None, ranks: int = 1, ids: S
         heads, _ = _shared(path, of_q, of_q, ranks)
         some = _served_latent(config, _served_dtype(path, config, dtype), heads, ids)
     else:
+        models = [spec for spec in specs_of_model(path, dtype) if isinstance(spec, RopeSpec) and not spec.inverse]
         text = configurations(file, found)[1]
         counts = {_shared(path, *heads_of(text)[:2], ranks)}
-        models = [spec for spec in specs_of_model(path, dtype) if isinstance(spec, RopeSpec) and not spec.inverse]
         layers = [x for x in layers_of(modeling(text)[1], text, torch.bfloat16) if "Indexer" not in type(x).__name__]
         counts |= {_shared(path, *heads_of(text, layer)[:2], ranks) for layer in layers}
         rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
