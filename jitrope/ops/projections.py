@@ -299,7 +299,8 @@ class PackedInto(Operation):
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
         fail = failing(name)
         checks.check_qkv(name, tensors, options)
-        checks.refuse_gradients(fail, tensors, "qkv", "bias", use="use a call without cache, quantize, hadamard and out")
+        alone = "use a call without cache, quantize, hadamard and out"
+        checks.refuse_gradients(fail, tensors, "qkv", "bias", use=alone)
         if "bias" in tensors and options.order == "qkv_gated":
             fail("order='qkv_gated' does not go with bias beside cache, quantize and out; add the bias before")
         if "bias" in tensors and norm_of(options).of == "v":
