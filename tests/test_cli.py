@@ -716,6 +716,10 @@ NO_MODELS = {
         {"model_type": "laguna", "dtype": "float16"},
         "LagunaAttention cannot be made from the configuration alone",
     ),
+    "heads of several sizes": (
+        {"model_type": "gemma4_text", "dtype": "bfloat16"},
+        "the rope of gemma4 models is not known",
+    ),
     "no text": ({"model_type": "musicgen", "dtype": "float16"}, "cannot read"),
     "no rope": ({"model_type": "bert", "dtype": "float16"}, "JITROPE_RECORD=run.json"),
     "two functions": (
@@ -730,12 +734,14 @@ def test_a_model_that_is_not_known_is_one_line(jitrope, tmp_path: Path, name: st
     pytest.importorskip("transformers")
     data, text = NO_MODELS[name]
     (tmp_path / "config.json").write_text(json.dumps(data))
-    done = jitrope("prewarm", "--model", "config.json", "--arch", "sm_90", "--dry-run")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert text in done.stderr
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    assert len(errors[0]) < (360 if name == "no transformer" else 240)  # that one lists those that are known
+    served = [["--serve"]] if name in ("heads of several sizes", "norms that are not known", "no text") else []
+    for more in ([], *served):
+        done = jitrope("prewarm", "--model", "config.json", "--arch", "sm_90", "--dry-run", *more)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert text in done.stderr
+        errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1
+        assert len(errors[0]) < (360 if name == "no transformer" else 240)  # that one lists those that are known
 
 
 def test_a_model_without_a_dtype_has_one_message(process, tmp_path: Path) -> None:

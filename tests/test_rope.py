@@ -1040,6 +1040,11 @@ def test_autocast_to_another_dtype_changes_nothing(dtype: torch.dtype, other: to
         with torch.autocast("cpu", other):
             got = call()
         assert all(map(torch.equal, got, want))
+    tables = [x.requires_grad_() for x in (cos, sin)]
+    want = [torch.autograd.grad(call(), tables, [q, q]) for call in calls]
+    with torch.autocast("cpu", other):
+        got = [torch.autograd.grad(call(), tables, [q, q]) for call in calls]
+    assert all(torch.equal(x, y) for pair in zip(got, want) for x, y in zip(*pair))
 
 
 @pytest.mark.parametrize("name", CHANGING)

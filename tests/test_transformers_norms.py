@@ -271,7 +271,8 @@ class TablesAgain(Layer):
         q, k = self.heads(x)
         q, k = apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), cos, sin)
         cos[0]: Tensor = sin[0]
-        q_again, k_again = apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), cos, sin)
+        q_again, k_again = self.heads(x)
+        q_again, k_again = apply_rotary_pos_emb(self.q_norm(q_again), self.k_norm(k_again), cos, sin)
         nn.functional.relu(cos, True)
         return q, k, q_again, k_again
 
@@ -285,6 +286,17 @@ class TablesInALoop(Layer):
         q, k = apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), cos, sin)
         for cos[0] in sin:
             pass
+        return q, k
+
+
+class TablesInAList(Layer):
+    """A list that is made fills them."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        cos = cos.clone()
+        q, k = self.heads(x)
+        q, k = apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), cos, sin)
+        _ = [None for cos[0] in sin]
         return q, k
 
 
@@ -433,8 +445,9 @@ CODE = {  # the launches, or why the class is left
     "copies": (Copies, 1),
     "buffer": (Buffer, 0),
     "tables": (Tables, 1),
-    "tables-again": (TablesAgain, 1),
-    "tables-in-a-loop": (TablesInALoop, "a loop assigns to a part of a tensor"),
+    "tables-again": (TablesAgain, 2),
+    "tables-in-a-loop": (TablesInALoop, "a loop or a `with` assigns to a part of a tensor"),
+    "tables-in-a-list": (TablesInAList, "a loop or a `with` assigns to a part of a tensor"),
     "tables-last": (TablesLast, "a tensor is changed in place"),
     "no-grad": (NoGrad, "a norm, rope or its result is in a `with` statement"),
     "no-grad-count": (NoGradCount, 1),

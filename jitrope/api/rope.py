@@ -56,7 +56,7 @@ def apply_rope(
 
     Pair i of a head, (x0, x1), becomes (x0 cos_i - x1 sin_i, x1 cos_i + x0 sin_i); see RoFormer, arXiv:2104.09864,
     equation 34. The backward rotates the gradient back. A table that requires a gradient gets one, from one more
-    launch, or with q_scale or rounding="complex128" from plain torch.
+    launch; with q_scale, rounding="complex128" or create_graph=True plain torch computes it.
 
     >>> q, k = torch.randn(1, 16, 8, 64), torch.randn(1, 16, 2, 64)
     >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])

@@ -7,6 +7,7 @@ norm without a rotation, and all that jitrope refuses, is computed by the host's
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -189,7 +190,7 @@ class Pass:
     Attributes:
         strict: for trials, a launch that jitrope refuses raises, and none is counted.
         settles: `settled` may be called, so all results are noted.
-        results: the results since it was called.
+        results: weak references to the results since the last call of `settled`.
         told: the reasons noted so far.
     """
 
@@ -257,14 +258,14 @@ class Pass:
             if turn.pending:
                 self._settle(turn)
         for result in self.results:
-            self.real(result)
+            self.real(result())
         self.results = []
         return function
 
     def noted(self, result: Any) -> Any:
         """A new result, which `settled` computes if it is called later."""
         if self.settles:
-            self.results.append(result)
+            self.results.append(weakref.ref(result))
         return result
 
     def real(self, x: Any) -> Any:

@@ -196,6 +196,10 @@ class _Rewriter(ast.NodeTransformer):
         """Rewrite any code; a deferred expression becomes real."""
         if self.names.later(node):
             return ast.copy_location(_call("real", self.kept(node)), node)
+        if isinstance(node, (ast.For, ast.comprehension, ast.withitem)):
+            target = node.optional_vars if isinstance(node, ast.withitem) else node.target
+            if target is not None and _is_part(target):
+                raise ValueError("a loop or a `with` assigns to a part of a tensor")
         return super().visit(node)
 
     def kept(self, node: Any) -> Any:
@@ -242,13 +246,6 @@ class _Rewriter(ast.NodeTransformer):
         """All is computed before a part of a tensor is assigned."""
         self.generic_visit(node)
         return [*([_statement(_SETTLE, node)] if _is_part(node.target) else []), node]
-
-    def visit_For(self, node: ast.For) -> ast.For:
-        """A loop may not assign to parts of tensors."""
-        if _is_part(node.target):
-            raise ValueError("a loop assigns to a part of a tensor")
-        self.generic_visit(node)
-        return node
 
     def _kept_for(self, targets: list[ast.expr], value: ast.expr) -> Any:
         if len(targets) == 1 and (pairs := _pairs(targets[0], value)):

@@ -38,7 +38,7 @@ def gradients(
     if launched and o.table == "cos_sin" and not o.inverse and _in_order(t, o):
         turned = {**t, **_normed(call, op, t, grads, o)} if op.norm else t
         return {name: grad for name, grad in _of_rows(turned, grads, o).items() if name in names}
-    with torch.enable_grad():
+    with torch.enable_grad(), torch.autocast(next(iter(t.values())).device.type, enabled=False):
         # Views: there is no way from a result to a table through q or through another table.
         inputs = {name: x.view_as(x) if again else x.detach().requires_grad_(name in names) for name, x in t.items()}
         if launched:

@@ -24,17 +24,17 @@ _counters: dict[tuple[torch.device, int], Tensor] = {}
 def kept(make: Callable[..., Any], device: torch.device, *arguments: Any) -> Any:
     """The tensors of `make(device, *arguments)`, which all streams may read, and which stay.
 
-    Another thread makes them. This one may be in a memory pool that is reused, as that of a graph of torch.compile.
+    On a GPU another thread makes them: this one may allocate from a memory pool that is used again, such as that of a
+    CUDA graph of torch.compile.
     """
     if device.type != "cuda":
         with torch.inference_mode(False):
             return make(device, *arguments)
 
     def run() -> Any:
-        stream = torch.cuda.Stream(device)
-        with torch.cuda.stream(stream):
-            made = make(device, *arguments)
-        stream.synchronize()
+        torch.cuda.set_device(device)  # a new thread has GPU 0, where this process may have no context
+        made = make(device, *arguments)
+        torch.cuda.current_stream().synchronize()
         return made
 
     with ThreadPoolExecutor(1) as thread:
@@ -70,7 +70,7 @@ def counters(x: Tensor) -> Tensor:
     key = (x.device, watch.get_stream(x.get_device()))
     found = _counters.get(key)
     if found is None:
-        found = _counters[key] = kept(_zeros, x.device)
+        found = _counters.setdefault(key, kept(_zeros, x.device))
     return found
 
 

@@ -219,11 +219,11 @@ class Norm(Value):
             q or k gets no gradient.
         rounding: to q's dtype between norm and rope, and with after_rope of the rotated elements too. "none": none.
             "once": after the weight, as in torch.nn.RMSNorm and LayerNorm. "twice": before and after the weight, as in
-            the RMSNorm of transformers and diffusers. Both give the bits of those modules before or after a rotation:
-            on a CPU always; on a GPU with "rms_norm" for aligned heads of 64, 128 and 256 that are rotated whole, or in
-            their first 16, 32, 64 or 128 elements ("twice": of 128 alone); across heads those that are rotated whole,
-            "once", in fp16 and bf16, up to 6,144 elements a token. In other cases elements are summed in another order,
-            and a few results differ in the last bit.
+            the RMSNorm of transformers and diffusers. Both give the bits of those modules and then a rotation, or with
+            after_rope in the other order: on a CPU always; on a GPU with "rms_norm" for aligned heads of 64, 128 and
+            256 that are rotated whole, or in their first 16, 32, 64 or 128 elements ("twice": of 128 alone); across
+            heads those that are rotated whole, "once", in fp16 and bf16, up to 6,144 elements a token. In other cases
+            elements are summed in another order, and a few results differ in the last bit.
 
     Raises:
         InvalidInput: an argument is wrong, or two do not fit together.

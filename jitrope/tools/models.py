@@ -209,7 +209,7 @@ def layers_of(file: Any, config: Any, dtype: torch.dtype) -> nn.ModuleList:
                 with torch.device("meta"):
                     layers.append(cls(config, **words).to(dtype))
             except Exception:  # a class of another part has another configuration
-                unknown = name if "q_norm" in inspect.getsource(cls) else unknown
+                unknown = name if "q_norm" in cls.__init__.__code__.co_names else unknown  # type: ignore[misc]
     if unknown and not len(layers):  # rope without its norms would be wrong
         raise TypeError(f"{unknown} cannot be made from the configuration alone")
     return layers
