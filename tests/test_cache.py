@@ -580,7 +580,7 @@ def test_an_entry_that_is_removed_while_it_is_written_again(tmp_path: Path, monk
 
 def test_a_recording_replaces_no_device(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(CacheError, match="pipe is not a file"):
+    with pytest.raises(CacheError, match="pipe: it is not a file"):
         recording.add(tmp_path / "pipe", [SPEC])
     assert (tmp_path / "pipe").is_fifo()
 

@@ -477,7 +477,7 @@ def test_a_record_has_no_spec_that_cannot_be_read(tmp_path: Path, monkeypatch: p
 def test_a_record_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file" / "run.json", tmp_path, tmp_path / ("x" * 300), tmp_path / "null\0"):
-        with pytest.raises(jitrope.CacheError, match=r"^(cannot (write|add kernels to) .*|\S+ is not a file)$"):
+        with pytest.raises(jitrope.CacheError, match=r"^cannot (write|add kernels to) .*$"):
             recording.add(path, [SPEC])
     monkeypatch.setattr(recording, "_asked", {})
     monkeypatch.setenv("JITROPE_RECORD", str(tmp_path / "file" / "run.json"))

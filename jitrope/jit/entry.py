@@ -201,7 +201,7 @@ def untrusted(folder: Path) -> str | None:
 def refuse_device(path: Path) -> None:
     """Raise CacheError if there is something else than a file, such as a device or a folder."""
     if os.path.exists(path) and not os.path.isfile(path):
-        raise CacheError(f"{path} is not a file")
+        raise CacheError(f"cannot write {path}: it is not a file")
 
 
 @contextmanager
