@@ -225,6 +225,11 @@ def test_prewarming_knows_the_kernel() -> None:
         y = jitrope.prepare_qkv(q, None, None, cos, sin, norm=Norm())[0]
         y.backward(torch.empty_like(y))
     assert [spec.kind for spec in specs] == ["qk_norm_rope", "qk_norm_rope_backward", "table_gradient"]
+    for words, kinds in (({}, ["rope", "rope", "table_gradient"]), ({"q_scale": 0.5}, ["rope", "rope"])):
+        with jitrope.planning(["auto"]) as specs:
+            y = jitrope.apply_rope(q, None, freqs=cos, **words)[0]
+            y.backward(torch.empty_like(y))
+        assert [spec.kind for spec in specs] == kinds
 
 
 @pytest.mark.parametrize("device", DEVICES)

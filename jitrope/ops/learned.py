@@ -9,7 +9,9 @@ reference.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,19 +40,25 @@ def gradients(
     if launched and o.table == "cos_sin" and not o.inverse and _in_order(t, o):
         turned = {**t, **_normed(call, op, t, grads, o)} if op.norm else t
         return {name: grad for name, grad in _of_rows(turned, grads, o).items() if name in names}
-    with torch.enable_grad(), torch.autocast(next(iter(t.values())).device.type, enabled=False):
+    with torch.enable_grad():
         # Views: there is no way from a result to a table through q or through another table.
         inputs = {name: x.view_as(x) if again else x.detach().requires_grad_(name in names) for name, x in t.items()}
         if launched:
             turned = {**inputs, **_normed(call, op, inputs, grads, o)} if op.norm else inputs
             results, grads = _through_turns(turned, grads, changed(o, rounding="fp32"))
         else:
-            results = op.reference(inputs, o)
+            with _without_autocast(t[names[0]]):
+                results = op.reference(inputs, o)
         wanted = [inputs[name] for name in names]
         given = {name: grad for name, grad in grads.items() if results[name].requires_grad}  # k has no scale
         outputs, sent = [results[name] for name in given], [*given.values()]
         found = torch.autograd.grad(outputs, wanted, sent, create_graph=again, allow_unused=True)
     return dict(zip(names, found))
+
+
+def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """A context in which the words alone say what is rounded; the meta device has no autocast."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def _has_kernel(op: Operation, t: Tensors, grads: Tensors, o: Options) -> bool:

@@ -126,11 +126,11 @@ def configurations(path: Path, data: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def heads_of(config: Any, layer: Any = None) -> tuple[int, int, int]:
-    """The heads of q and of k, one in Falcon's multi-query attention, and their size; those of an attention layer."""
+    """The heads of q and of k, and their size, of an attention layer or as the configuration says."""
     q = getattr(config, "num_attention_heads", None) or 0
     k = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or q
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
-        k = 1
+        k = 1  # Falcon
     size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(q, 1)
     widths = [getattr(getattr(layer, name, None), "out_features", 0) for name in ("q_proj", "k_proj")]
     if all(widths) and not any(width % size for width in widths):

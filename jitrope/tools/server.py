@@ -28,10 +28,10 @@ def specs_of_server(path: Path, dtype: str | None = None, ranks: int = 1, ids: S
     They are those of rope in place, with the model's RMSNorm of each head of q and k and without, alone and with the
     write to a cache in the model's dtype or e4m3, of slots and of pages of 16, 32 and 64 rows; for tables in fp32 and
     in the model's dtype; and of rope along several axes. Of multi-head latent attention (DeepSeek-V2 and V3), which is
-    read from the file alone, they are those of q_pe and k_pe, with and without the latent's cache, and of
-    DeepSeek-V3.2's indexer. A rank of tensor parallelism has its part of the heads. ids: the dtypes of positions and
-    slots, of `IDS`, in all pairs. With `configure(batch_invariant=True)` the kernels are those of that setting. The
-    errors are those of `specs_of_model`.
+    read from the file alone, they are those of q_pe and k_pe, in both pairings if the file does not name one, with and
+    without the latent's cache, and of DeepSeek-V3.2's indexer in both. A rank of tensor parallelism has its part of the
+    heads. ids: the dtypes of positions and slots, of `IDS`, in all pairs. With `configure(batch_invariant=True)` the
+    kernels are those of that setting. The errors are those of `specs_of_model`.
     """
     name, file = "specs_of_server", files(path)[0]
     found = read(file)
