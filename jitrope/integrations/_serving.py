@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..api import prepare_qkv
 from ..base.errors import InvalidInput
+from ..ops.dispatch import replay
 from ..ops.kv_cache import KVCache
 from ..ops.quantize import DynamicQuantize
 from ..ops.stand_ins import constant
@@ -35,6 +36,22 @@ def heads(name: str, x: Tensor, token_axes: int, head_size: int) -> Tensor:
         f"{name} has shape {tuple(x.shape)}; with positions of {token_axes} axes and head_size {head_size} it must be "
         f"({lead}, H * {head_size}) or ({lead}, H, {head_size})"
     )
+
+
+def replayed(name: str, words: tuple[Any, ...], run: Callable[[], Any], **tensors: Any) -> None:
+    """Run a function of a server that makes one call in place, or `replay` the call.
+
+    Args:
+        words: the function's arguments that are not tensors.
+        tensors: the others, by the kernel's names; one that is a number or None is a word.
+    """
+    given, others = {}, []
+    for label, x in tensors.items():
+        if isinstance(x, Tensor):
+            given[label] = x
+        else:
+            others.append(x)
+    replay((name, *words, *given, *others), given, run)
 
 
 def packed(name: str, x: Tensor, counts: Sequence[int], head_size: int, token_axes: int = 1) -> Sequence[Tensor]:

@@ -22,7 +22,7 @@ from ..ops.kv_cache import KVCache
 from ..ops.values import Mrope, Norm
 from ..plan.views import FP8S
 from . import _host, vllm
-from ._serving import frequencies, heads, indexer_q, norm_once, packed, prepare, run_of_heads, sections
+from ._serving import frequencies, heads, indexer_q, norm_once, packed, prepare, replayed, run_of_heads, sections
 
 
 def apply_rope_with_cos_sin_cache_inplace(
@@ -55,10 +55,16 @@ def apply_rope_with_cos_sin_cache_inplace(
     if fused_set_kv_buffer_arg is None:
         return vllm.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)
     to = fused_set_kv_buffer_arg
-    q, k, v = (heads(name, x, 1, head_size) for name, x in (("query", query), ("key", key), ("value", to.value)))
-    scales = (getattr(to, name, None) for name in ("k_scale", "v_scale"))
-    cache = _cache(k, to.k_buffer, to.v_buffer, to.cache_loc, *scales)
-    prepare(q, k, v, cos_sin_cache, positions, is_neox, cache=cache, inplace=True)
+    scales = {name: getattr(to, name, None) for name in ("k_scale", "v_scale")}
+
+    def run() -> None:
+        q, k, v = (heads(name, x, 1, head_size) for name, x in (("query", query), ("key", key), ("value", to.value)))
+        cache = _cache(k, to.k_buffer, to.v_buffer, to.cache_loc, *scales.values())
+        prepare(q, k, v, cos_sin_cache, positions, is_neox, cache=cache, inplace=True)
+
+    tensors = {"position_ids": positions, "q": query, "k": key, "v": to.value, "cos_sin_cache": cos_sin_cache}
+    caches = {"k_cache": to.k_buffer, "v_cache": to.v_buffer, "slot_mapping": to.cache_loc, **scales}
+    replayed("apply_rope_with_cos_sin_cache_inplace", (head_size, is_neox), run, **tensors, **caches)
 
 
 def apply_rope_inplace(
@@ -73,8 +79,13 @@ def apply_rope_inplace(
     >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
     >>> jitrope_sglang.apply_rope_inplace(q, k, cache, torch.arange(10), is_neox=True)
     """
-    words: Any = {"positions": positions, "interleaved": not is_neox, "rotary_dim": rope_dim or None}
-    apply_rope(q, k, cos_sin_cache=cos_sin_cache, layout="thd", inplace=True, **words)
+
+    def run() -> None:
+        words: Any = {"positions": positions, "interleaved": not is_neox, "rotary_dim": rope_dim or None}
+        apply_rope(q, k, cos_sin_cache=cos_sin_cache, layout="thd", inplace=True, **words)
+
+    tensors = {"q": q, "k": k, "cos_sin_cache": cos_sin_cache, "position_ids": positions}
+    replayed("apply_rope_inplace", (is_neox, rope_dim), run, **tensors)
 
 
 def apply_rope_inplace_with_kvcache(
@@ -103,8 +114,14 @@ def apply_rope_inplace_with_kvcache(
         out_loc: int32 or int64 (T), the slot of each token; negative: padding.
         The other arguments and the errors are those of `apply_rope_inplace`.
     """
-    words: Any = {"cache": _cache(k, k_cache, v_cache, out_loc), "rotary_dim": rope_dim or None, "inplace": True}
-    prepare(q, k, heads("v", v, 1, k.shape[-1]), cos_sin_cache, positions, is_neox, **words)
+
+    def run() -> None:
+        words: Any = {"cache": _cache(k, k_cache, v_cache, out_loc), "rotary_dim": rope_dim or None, "inplace": True}
+        prepare(q, k, heads("v", v, 1, k.shape[-1]), cos_sin_cache, positions, is_neox, **words)
+
+    tensors = {"q": q, "k": k, "v": v, "cos_sin_cache": cos_sin_cache, "position_ids": positions}
+    caches = {"k_cache": k_cache, "v_cache": v_cache, "slot_mapping": out_loc}
+    replayed("apply_rope_inplace_with_kvcache", (is_neox, rope_dim), run, **tensors, **caches)
 
 
 def _cache(
@@ -216,10 +233,16 @@ def table_qk_norm_rope_(
     >>> given = torch.randn(10, 12 * 64), torch.arange(10), torch.ones(64), torch.ones(64), cache, 8, 2, 64, 1e-6
     >>> jitrope_sglang.table_qk_norm_rope_(*given)
     """
-    q = run_of_heads("qkv", qkv, 0, num_q_heads, head_dim)
-    k = run_of_heads("qkv", qkv, num_q_heads, num_k_heads, head_dim)
-    norm = norm_once(q_weight, k_weight, eps)
-    prepare(q, k, None, cos_sin_cache, positions, True, norm=norm, inplace=True)
+
+    def run() -> None:
+        q = run_of_heads("qkv", qkv, 0, num_q_heads, head_dim)
+        k = run_of_heads("qkv", qkv, num_q_heads, num_k_heads, head_dim)
+        norm = norm_once(q_weight, k_weight, eps)
+        prepare(q, k, None, cos_sin_cache, positions, True, norm=norm, inplace=True)
+
+    tensors = {"qkv": qkv, "position_ids": positions, "cos_sin_cache": cos_sin_cache}
+    words = num_q_heads, num_k_heads, head_dim, eps
+    replayed("table_qk_norm_rope_", words, run, **tensors, q_weight=q_weight, k_weight=k_weight)
 
 
 def fused_qk_norm_rope(
@@ -250,13 +273,18 @@ def fused_qk_norm_rope(
     >>> given = 8, 2, 2, 64, 1e-6, *weights, 1e4, True, ids, 1.0, 0.0, 0.0, 1.0
     >>> jitrope_sglang.fused_qk_norm_rope(torch.randn(10, 12 * 64), *given)
     """
-    q, k, _ = packed("qkv", qkv, (num_heads_q, num_heads_k, num_heads_v), head_dim)
-    width = head_dim if rotary_dim is None else rotary_dim
+    counts, width = (num_heads_q, num_heads_k, num_heads_v), head_dim if rotary_dim is None else rotary_dim
     if position_ids.shape != qkv.shape[:1]:
         raise InvalidInput(f"position_ids has shape {tuple(position_ids.shape)}; it must be ({qkv.shape[0]},)")
     freqs = position_ids.unsqueeze(-1) * frequencies(qkv.device, (width,), base, factor, low, high)
-    words: Any = {"freqs": freqs, "rotary_dim": width, "mscale": attention_factor, "inplace": True}
-    prepare(q, k, None, None, None, is_neox, norm=Norm(q_weight, k_weight, eps=eps), **words)
+
+    def run() -> None:
+        q, k, _ = packed("qkv", qkv, counts, head_dim)
+        words: Any = {"freqs": freqs, "rotary_dim": width, "mscale": attention_factor, "inplace": True}
+        prepare(q, k, None, None, None, is_neox, norm=Norm(q_weight, k_weight, eps=eps), **words)
+
+    words = *counts, head_dim, width, eps, is_neox, attention_factor
+    replayed("angles", words, run, qkv=qkv, freqs=freqs, q_weight=q_weight, k_weight=k_weight)
 
 
 def minimax_qknorm_rope_grouped(
@@ -279,9 +307,16 @@ def minimax_qknorm_rope_grouped(
     given = [group for group in groups if group[2] > 0]
     if not 1 <= len(given) <= 2:
         raise InvalidInput(f"groups has {len(given)} groups with heads; one or two go into a launch")
-    q, k, *_ = [*(run_of_heads("qkv", qkv, first, n, weight.shape[-1]) for weight, first, n in given), None]
-    norm = Norm(*[weight for weight, _, _ in given], eps=eps, zero_centered=True)
-    prepare(q, k, None, cos_sin_cache, positions, True, norm=norm, inplace=True)
+    weights = [weight for weight, _, _ in given]
+
+    def run() -> None:
+        q, k, *_ = [*(run_of_heads("qkv", qkv, first, n, weight.shape[-1]) for weight, first, n in given), None]
+        norm = Norm(*weights, eps=eps, zero_centered=True)
+        prepare(q, k, None, cos_sin_cache, positions, True, norm=norm, inplace=True)
+
+    tensors = {"qkv": qkv, "position_ids": positions, "cos_sin_cache": cos_sin_cache}
+    words = eps, *[(first, n) for _, first, n in given]
+    replayed("minimax_qknorm_rope_grouped", words, run, **tensors, **dict(zip(("q_weight", "k_weight"), weights)))
     return qkv
 
 

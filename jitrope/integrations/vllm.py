@@ -22,7 +22,7 @@ from ..api import apply_rope, prepare_qkv
 from ..base.errors import InvalidInput
 from ..ops.values import Mrope, Norm
 from . import _host
-from ._serving import cache_of, heads, indexer_q, latent_cache, norm_once, packed, prepare
+from ._serving import cache_of, heads, indexer_q, latent_cache, norm_once, packed, prepare, replayed
 
 _LAYOUTS = {1: "thd", 2: "bshd"}  # by the number of token axes
 
@@ -63,9 +63,15 @@ def rotary_embedding(
 
     The errors are those of `jitrope.apply_rope`.
     """
-    words = {"rotary_offset": rope_dim_offset, "inverse": inverse, "rounding": rounding}
-    axes = _token_axes(positions)
-    _rotate(query, key, axes, head_size, is_neox, positions=positions, cos_sin_cache=cos_sin_cache, **words)
+
+    def run() -> None:
+        words = {"rotary_offset": rope_dim_offset, "inverse": inverse, "rounding": rounding}
+        axes = _token_axes(positions)
+        _rotate(query, key, axes, head_size, is_neox, positions=positions, cos_sin_cache=cos_sin_cache, **words)
+
+    words = head_size, is_neox, rope_dim_offset, inverse, rounding
+    tensors = {"position_ids": positions, "q": query, "k": key, "cos_sin_cache": cos_sin_cache}
+    replayed("rotary_embedding", words, run, **tensors)
 
 
 def triton_mrope(
@@ -140,14 +146,20 @@ def rotary_embedding_and_cache(
         k_scale, v_scale: numbers, or fp32 tensors of one element on the device: fp8 caches hold k / k_scale and
             v / v_scale, rounded once from fp32.
     """
-    axes = _token_axes(positions)
-    if axes == 1 and slot_mapping.shape[0] < positions.shape[0]:
-        count = slot_mapping.shape[0]
-        positions, query, key, value = (x[:count] for x in (positions, query, key, value))
-    q, k, v = (heads(name, x, axes, head_size) for name, x in (("query", query), ("key", key), ("value", value)))
-    cache = cache_of(key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
-    words: dict[str, Any] = {"cos_sin_cache": cos_sin_cache, "layout": _LAYOUTS[axes], "interleaved": not is_neox}
-    prepare_qkv(q, k, v, positions=positions, cache=cache, inplace=True, **words)
+
+    def run() -> None:
+        axes, tokens = _token_axes(positions), (positions, query, key, value)
+        if axes == 1 and slot_mapping.shape[0] < positions.shape[0]:
+            tokens = tuple([x[: slot_mapping.shape[0]] for x in tokens])  # type: ignore[assignment]
+        q, k, v = (heads(name, x, axes, head_size) for name, x in zip(("query", "key", "value"), tokens[1:]))
+        cache = cache_of(key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+        words: dict[str, Any] = {"cos_sin_cache": cos_sin_cache, "layout": _LAYOUTS[axes], "interleaved": not is_neox}
+        prepare_qkv(q, k, v, positions=tokens[0], cache=cache, inplace=True, **words)
+
+    tensors = {"position_ids": positions, "q": query, "k": key, "v": value, "cos_sin_cache": cos_sin_cache}
+    caches = {"k_cache": key_cache, "v_cache": value_cache, "slot_mapping": slot_mapping}
+    words = head_size, is_neox, kv_cache_dtype
+    replayed("rotary_embedding_and_cache", words, run, **tensors, **caches, k_scale=k_scale, v_scale=v_scale)
 
 
 def _token_axes(positions: Tensor) -> int:
@@ -183,8 +195,15 @@ def fused_qk_norm_rope(
     >>> weights, qkv, ids = (torch.ones(64), torch.ones(64)), torch.randn(10, 12 * 64), torch.arange(10)
     >>> jitrope_vllm.fused_qk_norm_rope(qkv, 8, 2, 2, 64, 1e-6, *weights, cache, True, ids)
     """
-    q, k, _ = packed("qkv", qkv, (num_heads_q, num_heads_k, num_heads_v), head_dim)
-    prepare(q, k, None, cos_sin_cache, position_ids, is_neox, norm=Norm(q_weight, k_weight, eps=eps), inplace=True)
+    counts = num_heads_q, num_heads_k, num_heads_v
+
+    def run() -> None:
+        q, k, _ = packed("qkv", qkv, counts, head_dim)
+        prepare(q, k, None, cos_sin_cache, position_ids, is_neox, norm=Norm(q_weight, k_weight, eps=eps), inplace=True)
+
+    tensors = {"qkv": qkv, "position_ids": position_ids, "cos_sin_cache": cos_sin_cache}
+    words = *counts, head_dim, eps, is_neox
+    replayed("fused_qk_norm_rope", words, run, **tensors, q_weight=q_weight, k_weight=k_weight)
 
 
 def fused_qknorm_rope_cache(
@@ -285,11 +304,17 @@ def concat_and_cache_mla_rope_fused(
     """
     if kv_cache_dtype == "fp8_ds_mla":
         raise InvalidInput("kv_cache_dtype is 'fp8_ds_mla', whose scales lie between the elements")
-    positions, q_pe, k_pe, kv_c = (x[: slot_mapping.shape[0]] for x in (positions, q_pe, k_pe, kv_c))
-    parts = kv_cache[..., : kv_c.shape[-1]], kv_cache[..., kv_c.shape[-1] :]
-    k, v, k_cache, v_cache = latent_cache("kv_c", k_pe, kv_c, parts[1], parts[0])
-    cache = cache_of(k_cache, v_cache, slot_mapping, kv_cache_dtype, kv_cache_scale, kv_cache_scale)
-    prepare(q_pe, k, v, cos_sin_cache, positions, is_neox, cache=cache, inplace=True)
+
+    def run() -> None:
+        ids, q, rope, latent = (x[: slot_mapping.shape[0]] for x in (positions, q_pe, k_pe, kv_c))
+        parts = kv_cache[..., : latent.shape[-1]], kv_cache[..., latent.shape[-1] :]
+        k, v, k_cache, v_cache = latent_cache("kv_c", rope, latent, parts[1], parts[0])
+        cache = cache_of(k_cache, v_cache, slot_mapping, kv_cache_dtype, kv_cache_scale, kv_cache_scale)
+        prepare(q, k, v, cos_sin_cache, ids, is_neox, cache=cache, inplace=True)
+
+    tensors = {"position_ids": positions, "q": q_pe, "k": k_pe, "v": kv_c, "cos_sin_cache": cos_sin_cache}
+    caches = {"slot_mapping": slot_mapping, "cache": kv_cache, "scale": kv_cache_scale}
+    replayed("concat_and_cache_mla_rope_fused", (is_neox, kv_cache_dtype), run, **tensors, **caches)
 
 
 def fused_indexer_q_rope_quant(

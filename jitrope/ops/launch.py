@@ -13,7 +13,7 @@ import math
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +58,7 @@ class Local(threading.local):
     def __init__(self) -> None:
         self.known: dict[Any, Known] = {}
         self.recent: dict[Any, list[Callable[..., Any]]] = {}
+        self.calls: list[tuple[Known, Tensors]] | None = None  # those of a function that is run by `dispatch.replay`
 
 
 local = Local()
@@ -97,10 +98,13 @@ class Known:
         own = (self.names, self.pointers, self.results, self.options.inplace, like)
         return Form(*own, self.finished, self.close, self.written, aligned=not any(self.alignments))
 
-    def written_out(self, form: Form, matches: Any = None, record: Any = None, outputs: Any = None) -> Any:
+    def written_out(
+        self, form: Form, matches: Any = None, record: Any = None, outputs: Any = None, outer: Outer | None = None
+    ) -> Any:
         """A function that enqueues a call; `Form` has its arguments."""
         launched = (self.pack, self.args, self.device, self.enqueue) if self.pointers else (None,) * 4
-        own = (self.fixed, self.reach, self.apart, self.alignments)
+        fixed, alignments = (self.fixed, self.alignments) if outer is None else outer
+        own = (fixed, self.reach, self.apart, alignments)
         return maker(form)(self, self.op, self.options, self.blocks, *launched, *own, matches, record, outputs)
 
     def run(self, tensors: Tensors) -> Tensors:
@@ -124,6 +128,13 @@ class Known:
         if len(self.apart) >= MAX_APART:
             self.apart.clear()
         self.apart.add(distances)
+
+
+class Outer(NamedTuple):
+    """For a call that is found by other tensors (`keep_outer`): tensors that stay, and the alignments of the others."""
+
+    fixed: list[Any]  # after those of the `Known`, which are addresses
+    alignments: tuple[int, ...]
 
 
 def find(key: Any, tensors: Tensors) -> Known | None:
@@ -241,23 +252,68 @@ def keep_in_mind(
     computed = known.op.differentiable and not known.options.inplace
     computed &= learned or wants <= {*known.op.names} - {*TABLES}
     records = record is not None and computed
-    xs = [*tensors.values()]
-    again = twice(known.names, xs)
-    matches = watch.guard([x.detach() if name in dict(again) else x for name, x in zip(known.names, xs)])
-    if matches is None or (known.kept and watch.capturing(xs[0])):
-        return
+    recorded, unrecorded = bool(wants) and records, bool(wants) and not records
     form = known.form._replace(
-        twice=again,
-        guarded=True,
-        recorded=bool(wants) and records,
-        unrecorded=bool(wants) and not records,
-        arguments=arguments,
-        outputs=outputs is not None,
+        recorded=recorded, unrecorded=unrecorded, arguments=arguments, outputs=outputs is not None
     )
+    _keep(known, tensors, key, form, record, outputs)
+    if known.home.calls is not None:
+        known.home.calls.append((known, tensors))
+
+
+def keep_outer(known: Known, tensors: Tensors, key: Any, given: Tensors) -> bool:
+    """Keep a call in place for `dispatch.replay`, by the given tensors. Returns False if one of its own is no view."""
+    views, written, fixed = [], [], [*known.fixed]
+    for name, x in tensors.items():
+        shared = [label for label, y in given.items() if _memory(x) == _memory(y)]
+        source = name if name in shared else shared[0] if len(shared) == 1 else None
+        if source is None and (shared or name in given or x.dim() or not name.endswith("_scale")):
+            return False  # a copy, or a view of one of several; a scale that was a number stays
+        if source is None:
+            views.append((name, f"fixed[{len(fixed)}].data_ptr()"))
+            fixed.append(x)
+        elif source != name or x.data_ptr() != given[source].data_ptr():
+            views.append((name, f"{source}_at + {x.data_ptr() - given[source].data_ptr()}"))
+        if name in known.written:
+            written.append(source)
+    if not known.options.inplace or known.finished:
+        return False
+    outer = Outer(fixed, tuple([x.data_ptr() & 15 for x in given.values()]))
+    form = known.form._replace(
+        names=tuple(given),
+        views=tuple(views),
+        written=tuple(dict.fromkeys(written)),
+        aligned=not any(outer.alignments),
+        unrecorded=any(x.requires_grad for x in given.values()),
+    )
+    _keep(known, given, key, form, outer=outer)
+    return True
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _keep(
+    known: Known,
+    tensors: Tensors,
+    key: Any,
+    form: Form,
+    record: Any = None,
+    outputs: Any = None,
+    outer: Outer | None = None,
+) -> None:
+    """Keep a form of a plain call for the fast path."""
+    xs = [*tensors.values()]
+    again = twice(form.names, xs)
+    matches = watch.guard([x.detach() if name in dict(again) else x for name, x in zip(form.names, xs)])
+    if matches is None or ((known.kept or outer) and watch.capturing(xs[0])):
+        return
+    form = form._replace(twice=again, guarded=True)
     recent = known.home.recent
     if len(recent) >= MAX_RECENT and key not in recent:
         del recent[next(iter(recent))]
     with contextlib.suppress(TypeError):  # a word without a hash
         kinds = recent.setdefault(key, [])
-        kinds.insert(0, known.written_out(form, matches, record, outputs))
+        kinds.insert(0, known.written_out(form, matches, record, outputs, outer))
         del kinds[MAX_RECENT_KINDS:]

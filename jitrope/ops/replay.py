@@ -34,6 +34,8 @@ class Form(NamedTuple):
         recorded: the call is recorded if gradients are enabled. unrecorded: it returns None then.
         arguments: the names of the function's arguments, those of torch's op; one that is not given starts with "no_".
             (): a dict of the tensors, and then each tensor. outputs: it returns the op's outputs, not results by name.
+        views: names of the kernel's tensors that are not in `names`, or begin elsewhere, and their addresses as
+        expressions (`dispatch.replay`).
     """
 
     names: tuple[str, ...]
@@ -51,6 +53,7 @@ class Form(NamedTuple):
     unrecorded: bool = False
     arguments: tuple[str, ...] = ()
     outputs: bool = False
+    views: tuple[tuple[str, str], ...] = ()
 
 
 def _checks(form: Form) -> list[str]:
@@ -74,7 +77,7 @@ def _checks(form: Form) -> list[str]:
         bits = [f"{name}_at" for name in names]
         other = f"({' | '.join(bits)}) & 15" if form.aligned else f"({' & 15, '.join(bits)} & 15,) != alignments"
         lines.append(f"if {other}: return None")
-    return lines
+    return [*lines, *[f"{name}_at = {where}" for name, where in form.views]]
 
 
 def text(form: Form) -> str:
@@ -87,7 +90,8 @@ def text(form: Form) -> str:
         distances = [f"{name}_at - {form.close[0]}_at" for name in form.close[1:]]
         near = f"-reach < {distances[0]} < reach and " if len(distances) == 1 else ""
         tupled = f"({', '.join(distances)},)"
-        lines.append(f"if {near}{tupled} not in apart: keep_apart(tensors, {tupled})")
+        unknown = "return None" if form.views else f"keep_apart(tensors, {tupled})"
+        lines.append(f"if {near}{tupled} not in apart: {unknown}")
     made = f"{{{', '.join(f'{name!r}: {name}_out' for name in results)}}}"
     if form.inplace:
         made = "tensors"
