@@ -16,6 +16,7 @@ from ..ops.kv_cache import KVCache
 from ..ops.quantize import DynamicQuantize
 from ..ops.stand_ins import constant
 from ..ops.values import Norm
+from ..plan.views import FP8S
 
 _FP8S = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """The dtypes of fp8 caches, by vLLM's names."""
@@ -108,6 +109,16 @@ def cache_of(k_cache: Tensor, v_cache: Tensor, slots: Tensor, kind: str, k_scale
         if k_cache.dtype != fp8:
             raise InvalidInput(f"key_cache is {k_cache.dtype}; with kv_cache_dtype={kind!r} it must be {fp8}")
     return KVCache(k_cache, v_cache, slots, rotate_k=True, **scales)
+
+
+def buffers(
+    k: Tensor, k_buffer: Tensor, v_buffer: Tensor, slots: Tensor, k_scale: Any = None, v_scale: Any = None
+) -> KVCache:
+    """The value for SGLang's buffers, (slots, Hk * D) or (slots, Hk, D). k is rotated in place too."""
+    if k_buffer.dtype in FP8S:
+        k_scale, v_scale = (1.0 if scale is None else scale for scale in (k_scale, v_scale))
+    k_cache, v_cache = (heads(name, x, 1, k.shape[-1]) for name, x in (("k_buffer", k_buffer), ("v_buffer", v_buffer)))
+    return KVCache(k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale, rotate_k=True)
 
 
 def latent_cache(name: str, rope: Tensor, latent: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, ...]:

@@ -12,17 +12,27 @@ any head size up to 512, and tables in fp32, fp16 or bf16; those that return not
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from ..api import apply_rope
 from ..base.errors import InvalidInput
-from ..ops.kv_cache import KVCache
 from ..ops.values import Mrope, Norm
-from ..plan.views import FP8S
 from . import _host, vllm
-from ._serving import frequencies, heads, indexer_q, norm_once, packed, prepare, replayed, run_of_heads, sections
+from ._serving import (
+    buffers,
+    frequencies,
+    heads,
+    indexer_q,
+    norm_once,
+    packed,
+    prepare,
+    replayed,
+    run_of_heads,
+    sections,
+)
 
 
 def apply_rope_with_cos_sin_cache_inplace(
@@ -59,7 +69,7 @@ def apply_rope_with_cos_sin_cache_inplace(
 
     def run() -> None:
         q, k, v = (heads(name, x, 1, head_size) for name, x in (("query", query), ("key", key), ("value", to.value)))
-        cache = _cache(k, to.k_buffer, to.v_buffer, to.cache_loc, *scales.values())
+        cache = buffers(k, to.k_buffer, to.v_buffer, to.cache_loc, *scales.values())
         prepare(q, k, v, cos_sin_cache, positions, is_neox, cache=cache, inplace=True)
 
     tensors = {"position_ids": positions, "q": query, "k": key, "v": to.value, "cos_sin_cache": cos_sin_cache}
@@ -79,11 +89,7 @@ def apply_rope_inplace(
     >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
     >>> jitrope_sglang.apply_rope_inplace(q, k, cache, torch.arange(10), is_neox=True)
     """
-
-    def run() -> None:
-        words: Any = {"positions": positions, "interleaved": not is_neox, "rotary_dim": rope_dim or None}
-        apply_rope(q, k, cos_sin_cache=cos_sin_cache, layout="thd", inplace=True, **words)
-
+    run = partial(prepare, q, k, None, cos_sin_cache, positions, is_neox, rotary_dim=rope_dim or None, inplace=True)
     tensors = {"q": q, "k": k, "cos_sin_cache": cos_sin_cache, "position_ids": positions}
     replayed("apply_rope_inplace", (is_neox, rope_dim), run, **tensors)
 
@@ -116,21 +122,13 @@ def apply_rope_inplace_with_kvcache(
     """
 
     def run() -> None:
-        words: Any = {"cache": _cache(k, k_cache, v_cache, out_loc), "rotary_dim": rope_dim or None, "inplace": True}
+        cache = buffers(k, k_cache, v_cache, out_loc)
+        words: Any = {"cache": cache, "rotary_dim": rope_dim or None, "inplace": True}
         prepare(q, k, heads("v", v, 1, k.shape[-1]), cos_sin_cache, positions, is_neox, **words)
 
     tensors = {"q": q, "k": k, "v": v, "cos_sin_cache": cos_sin_cache, "position_ids": positions}
     caches = {"k_cache": k_cache, "v_cache": v_cache, "slot_mapping": out_loc}
     replayed("apply_rope_inplace_with_kvcache", (is_neox, rope_dim), run, **tensors, **caches)
-
-
-def _cache(
-    k: Tensor, k_buffer: Tensor, v_buffer: Tensor, slots: Tensor, k_scale: Any = None, v_scale: Any = None
-) -> KVCache:
-    if k_buffer.dtype in FP8S:
-        k_scale, v_scale = (1.0 if scale is None else scale for scale in (k_scale, v_scale))
-    k_cache, v_cache = (heads(name, x, 1, k.shape[-1]) for name, x in (("k_buffer", k_buffer), ("v_buffer", v_buffer)))
-    return KVCache(k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale, rotate_k=True)
 
 
 def rotary_embedding(
@@ -233,16 +231,10 @@ def table_qk_norm_rope_(
     >>> given = torch.randn(10, 12 * 64), torch.arange(10), torch.ones(64), torch.ones(64), cache, 8, 2, 64, 1e-6
     >>> jitrope_sglang.table_qk_norm_rope_(*given)
     """
-
-    def run() -> None:
-        q = run_of_heads("qkv", qkv, 0, num_q_heads, head_dim)
-        k = run_of_heads("qkv", qkv, num_q_heads, num_k_heads, head_dim)
-        norm = norm_once(q_weight, k_weight, eps)
-        prepare(q, k, None, cos_sin_cache, positions, True, norm=norm, inplace=True)
-
-    tensors = {"qkv": qkv, "position_ids": positions, "cos_sin_cache": cos_sin_cache}
-    words = num_q_heads, num_k_heads, head_dim, eps
-    replayed("table_qk_norm_rope_", words, run, **tensors, q_weight=q_weight, k_weight=k_weight)
+    q = run_of_heads("qkv", qkv, 0, num_q_heads, head_dim)
+    k = run_of_heads("qkv", qkv, num_q_heads, num_k_heads, head_dim)
+    norm = norm_once(q_weight, k_weight, eps)
+    prepare(q, k, None, cos_sin_cache, positions, True, norm=norm, inplace=True)
 
 
 def fused_qk_norm_rope(
@@ -284,7 +276,7 @@ def fused_qk_norm_rope(
         prepare(q, k, None, None, None, is_neox, norm=Norm(q_weight, k_weight, eps=eps), **words)
 
     words = *counts, head_dim, width, eps, is_neox, attention_factor
-    replayed("angles", words, run, qkv=qkv, freqs=freqs, q_weight=q_weight, k_weight=k_weight)
+    replayed("fused_qk_norm_rope", words, run, qkv=qkv, freqs=freqs, q_weight=q_weight, k_weight=k_weight)
 
 
 def minimax_qknorm_rope_grouped(
@@ -307,16 +299,9 @@ def minimax_qknorm_rope_grouped(
     given = [group for group in groups if group[2] > 0]
     if not 1 <= len(given) <= 2:
         raise InvalidInput(f"groups has {len(given)} groups with heads; one or two go into a launch")
-    weights = [weight for weight, _, _ in given]
-
-    def run() -> None:
-        q, k, *_ = [*(run_of_heads("qkv", qkv, first, n, weight.shape[-1]) for weight, first, n in given), None]
-        norm = Norm(*weights, eps=eps, zero_centered=True)
-        prepare(q, k, None, cos_sin_cache, positions, True, norm=norm, inplace=True)
-
-    tensors = {"qkv": qkv, "position_ids": positions, "cos_sin_cache": cos_sin_cache}
-    words = eps, *[(first, n) for _, first, n in given]
-    replayed("minimax_qknorm_rope_grouped", words, run, **tensors, **dict(zip(("q_weight", "k_weight"), weights)))
+    q, k, *_ = [*(run_of_heads("qkv", qkv, first, n, weight.shape[-1]) for weight, first, n in given), None]
+    norm = Norm(*[weight for weight, _, _ in given], eps=eps, zero_centered=True)
+    prepare(q, k, None, cos_sin_cache, positions, True, norm=norm, inplace=True)
     return qkv
 
 

@@ -263,7 +263,9 @@ def keep_in_mind(
 
 def keep_outer(known: Known, tensors: Tensors, key: Any, given: Tensors) -> bool:
     """Keep a call in place for `dispatch.replay`, by the given tensors. Returns False if one of its own is no view."""
-    views, written, fixed = [], [], [*known.fixed]
+    views: list[tuple[str, str]] = []
+    written: dict[str, None] = {}
+    fixed: list[Any] = [*known.fixed]
     for name, x in tensors.items():
         shared = [label for label, y in given.items() if _memory(x) == _memory(y)]
         source = name if name in shared else shared[0] if len(shared) == 1 else None
@@ -274,15 +276,15 @@ def keep_outer(known: Known, tensors: Tensors, key: Any, given: Tensors) -> bool
             fixed.append(x)
         elif source != name or x.data_ptr() != given[source].data_ptr():
             views.append((name, f"{source}_at + {x.data_ptr() - given[source].data_ptr()}"))
-        if name in known.written:
-            written.append(source)
+        if name in known.written and source is not None:
+            written[source] = None
     if not known.options.inplace or known.finished:
         return False
     outer = Outer(fixed, tuple([x.data_ptr() & 15 for x in given.values()]))
     form = known.form._replace(
         names=tuple(given),
         views=tuple(views),
-        written=tuple(dict.fromkeys(written)),
+        written=tuple(written),
         aligned=not any(outer.alignments),
         unrecorded=any(x.requires_grad for x in given.values()),
     )

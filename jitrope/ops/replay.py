@@ -77,7 +77,9 @@ def _checks(form: Form) -> list[str]:
         bits = [f"{name}_at" for name in names]
         other = f"({' | '.join(bits)}) & 15" if form.aligned else f"({' & 15, '.join(bits)} & 15,) != alignments"
         lines.append(f"if {other}: return None")
-    return [*lines, *[f"{name}_at = {where}" for name, where in form.views]]
+    if form.views:
+        lines.append(f"{', '.join(f'{name}_at' for name, _ in form.views)} = {', '.join(at for _, at in form.views)}")
+    return lines
 
 
 def text(form: Form) -> str:
