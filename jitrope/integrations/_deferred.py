@@ -115,6 +115,8 @@ class Normed(_Later):
 
     def _viewed(self, name: str, *arguments: Any, **words: Any) -> Any:
         heads: int | None = -1
+        if name == "view" and torch.dtype not in map(type, arguments):
+            name = "reshape"  # the norm's result may be contiguous where its source is not
         if self.norming.out is None and isinstance(self.norming.source, Tensor):
             before = self.x
             heads = _heads(self.heads, name, arguments, before, getattr(before, name)(*arguments, **words))
@@ -257,6 +259,8 @@ class Pass:
         for turn in self.turns:
             if turn.pending:
                 self._settle(turn)
+        if self.norms and not self.strict:
+            self._tell("a tensor or a mode of torch may change between a norm and the rotation")
         for result in self.results:
             self.real(result())
         self.results = []

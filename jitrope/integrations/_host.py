@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from ..base.config import log
 from ..base.errors import InvalidInput, JitropeError
 
 Function = Callable[..., Any]
+F = TypeVar("F", bound=Function)
 T = TypeVar("T")
 R = TypeVar("R", bound="Report")
 
@@ -116,6 +118,19 @@ class Placed(NamedTuple):
 
 
 placed: dict[Any, Placed] = {}
+
+_lock = threading.RLock()
+
+
+def alone(function: F) -> F:
+    """A function that replaces or restores functions: one thread at a time runs those."""
+
+    @wraps(function)
+    def run(*arguments: Any, **words: Any) -> Any:
+        with _lock:
+            return function(*arguments, **words)
+
+    return run  # type: ignore[return-value]
 
 
 @dataclass(repr=False)
@@ -299,6 +314,7 @@ def load(host: str, module_name: str) -> ModuleType:
         raise ImportError(f"{host} cannot be imported ({error}); install it into this Python") from error
 
 
+@alone
 def enable(host: str, functions: Mapping[str, Function], optional: Collection[str] = ()) -> Report:
     """Replace a host's functions everywhere. Already replaced functions do not change.
 
@@ -352,6 +368,7 @@ def disabler(module: str) -> Callable[[], None]:
     return disable
 
 
+@alone
 def restore(host: str, functions: Iterable[Function]) -> None:
     """Undo a host's replacements. Calls that still run reach the host's own function as before."""
     for function in functions:

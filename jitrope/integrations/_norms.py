@@ -192,13 +192,14 @@ def small(form: NormForm, module: nn.Module, dtype: torch.dtype, width: int = PR
 
 def _same(form: NormForm, module: nn.Module) -> bool:
     """Whether a form has a module's bits, in training too, and also with another eps."""
-    for dtype, training in product((torch.float32, torch.bfloat16), (False, True)):
-        probe = small(form, module, dtype)
+    dtypes, widths = (torch.float32, torch.bfloat16), (PROBE_DIM, 3 * PROBE_DIM)
+    for dtype, training, width in product(dtypes, (False, True), widths):
+        probe = small(form, module, dtype, width)
         probe.__dict__["training"] = training
-        if not _alike(form, probe, dtype):
+        if not _alike(form, probe, dtype, width):
             return False
         probe.__dict__[form.eps] = 0.01
-        if not _alike(form, probe, dtype):
+        if not _alike(form, probe, dtype, width):
             return False
     return True
 
@@ -227,15 +228,15 @@ def _same_in_autocast(form: NormForm, module: nn.Module) -> tuple[str, ...]:
     return tuple(d for d in devices if all(same(d, *pair, to) for pair in dtypes for to in half))
 
 
-def _probe() -> Tensor:
+def _probe(width: int = PROBE_DIM) -> Tensor:
     generator = torch.Generator().manual_seed(2)
-    x = torch.randn(2, 5, 3, PROBE_DIM, generator=generator, device="cpu")
+    x = torch.randn(2, 5, 3, width, generator=generator, device="cpu")
     sizes = torch.tensor([1e-3, 0.1, 1.0, 4.0, 30.0], device="cpu")  # eps matters in small rows
     return x * sizes.view(-1, 1, 1)
 
 
-def _alike(form: NormForm, module: nn.Module, dtype: torch.dtype) -> bool:
-    x = _probe().to(dtype)
+def _alike(form: NormForm, module: nn.Module, dtype: torch.dtype, width: int = PROBE_DIM) -> bool:
+    x = _probe(width).to(dtype)
     try:
         want = module(x)
         weight, bias = parameters_of(module)

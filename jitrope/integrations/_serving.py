@@ -63,7 +63,7 @@ def packed(name: str, x: Tensor, counts: Sequence[int], head_size: int, token_ax
     return torch.split_with_sizes(whole, counts, -2)
 
 
-def run_of_heads(name: str, x: Tensor, first: int, count: int, head_size: int) -> Tensor:
+def heads_from(name: str, x: Tensor, first: int, count: int, head_size: int) -> Tensor:
     """View `count` heads of x, (T, H * head_size), from head `first` on, or refuse x."""
     whole = heads(name, x, 1, head_size)
     if not 0 <= first <= first + count <= whole.shape[1]:

@@ -316,6 +316,7 @@ _OPTIONAL = {
 }
 
 
+@_host.alone
 def enable() -> _host.Report:
     """Replace Megatron's rope in every module that holds it, and fuse the norms of `SelfAttention` with it.
 

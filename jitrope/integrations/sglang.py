@@ -21,18 +21,7 @@ from ..api import apply_rope
 from ..base.errors import InvalidInput
 from ..ops.values import Mrope, Norm
 from . import _host, vllm
-from ._serving import (
-    buffers,
-    frequencies,
-    heads,
-    indexer_q,
-    norm_once,
-    packed,
-    prepare,
-    replayed,
-    run_of_heads,
-    sections,
-)
+from ._serving import buffers, frequencies, heads, heads_from, indexer_q, norm_once, packed, prepare, replayed, sections
 
 
 def apply_rope_with_cos_sin_cache_inplace(
@@ -231,8 +220,8 @@ def table_qk_norm_rope_(
     >>> given = torch.randn(10, 12 * 64), torch.arange(10), torch.ones(64), torch.ones(64), cache, 8, 2, 64, 1e-6
     >>> jitrope_sglang.table_qk_norm_rope_(*given)
     """
-    q = run_of_heads("qkv", qkv, 0, num_q_heads, head_dim)
-    k = run_of_heads("qkv", qkv, num_q_heads, num_k_heads, head_dim)
+    q = heads_from("qkv", qkv, 0, num_q_heads, head_dim)
+    k = heads_from("qkv", qkv, num_q_heads, num_k_heads, head_dim)
     norm = norm_once(q_weight, k_weight, eps)
     prepare(q, k, None, cos_sin_cache, positions, True, norm=norm, inplace=True)
 
@@ -299,7 +288,7 @@ def minimax_qknorm_rope_grouped(
     given = [group for group in groups if group[2] > 0]
     if not 1 <= len(given) <= 2:
         raise InvalidInput(f"groups has {len(given)} groups with heads; one or two go into a launch")
-    q, k, *_ = [*(run_of_heads("qkv", qkv, first, n, weight.shape[-1]) for weight, first, n in given), None]
+    q, k, *_ = [*(heads_from("qkv", qkv, first, n, weight.shape[-1]) for weight, first, n in given), None]
     norm = Norm(*[weight for weight, _, _ in given], eps=eps, zero_centered=True)
     prepare(q, k, None, cos_sin_cache, positions, True, norm=norm, inplace=True)
     return qkv

@@ -57,6 +57,7 @@ def apply_rot_embed(x: Tensor, sin_emb: Tensor, cos_emb: Tensor, half: bool = Fa
     return _rotate(x, None, sin_emb, cos_emb, half)[0]
 
 
+@_host.alone
 def enable() -> _host.Report:
     """Replace timm's rope for all models, and the code of its attention classes, so that q and k are one launch.
 

@@ -268,6 +268,7 @@ _ROPE = "transformer_engine.pytorch.attention.rope"
 _FUNCTIONS = _host.named(_ROPE, apply_rotary_pos_emb, apply_fused_qkv_rotary_pos_emb)
 
 
+@_host.alone
 def enable() -> _host.Report:
     """Replace TransformerEngine's rope in every module that holds it, and fuse the norms of `MultiheadAttention`.
 

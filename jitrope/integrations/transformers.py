@@ -106,6 +106,7 @@ class Report(_host.Report):
         return "\n".join([super().table(), *(f"{name}: {what}" for name, what in self.attention.items())])
 
 
+@_host.alone
 def enable(model: nn.Module | None = None, *, fuse_norm: bool = True) -> Report:
     """Use jitrope's rope in a model, or in every model with a loaded file, and fuse it with the norms of q, k and v.
 

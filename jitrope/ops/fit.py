@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..base.errors import InvalidInput
 from ..base.spec import DTYPES, MAX_AXES
-from ..plan.memory import overlaps_itself, refuse_meeting
+from ..plan.memory import overlaps_itself, refuse_meeting, span
 from ..plan.options import ALL_TOKENS, LAYOUT_AXES, MAX_HEAD_DIM, Options, rotated
 from ..plan.problem import DTYPE_NAMES
 from ..plan.views import MEANS, Tensors, per_head, table_pair
@@ -100,7 +100,7 @@ def require_apart(name: str, written: dict[str, Tensor], read: dict[str, Tensor]
     tensors = {**written, **read}
     real = all(type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta" for x in tensors.values())
     if real and not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is None:
-        refuse_meeting(name, tensors, tuple(written))
+        refuse_meeting(name, {label: span(x) for label, x in tensors.items()}, tuple(written))
 
 
 def check_scale(

@@ -22,7 +22,7 @@ from ..base.config import log
 from ..jit.kernels import get_kernel
 from ..jit.registry import KINDS
 from ..plan.arguments import address_names
-from ..plan.memory import extent, refuse_meeting
+from ..plan.memory import Span, refuse_meeting, span
 from ..plan.options import Options
 from ..plan.problem import plan_call
 from ..plan.spec import ROPE_KINDS, RopeSpec
@@ -87,7 +87,7 @@ class Known:
         self.heads = tuple([name for name in given if name in op.names])  # tensors with gradients
         self.blocks, self.finished = 0, False
         self.pointers, self.fixed, self.kept = (), [], ()
-        self.close: tuple[str, ...] = ()  # tensors that must not share memory
+        self.close: dict[str, Span] = {}  # tensors that must not share memory
         self.apart: set[tuple[int, ...]] = set()  # distances between them without shared memory
         self.unguarded: Callable[..., Any] | None = None
 
@@ -96,7 +96,7 @@ class Known:
         """The form of its calls, from which `replay` writes their source."""
         like = type(self.op).fresh is Operation.fresh
         own = (self.names, self.pointers, self.results, self.options.inplace, like)
-        return Form(*own, self.finished, self.close, self.written, aligned=not any(self.alignments))
+        return Form(*own, self.finished, tuple(self.close), self.written, aligned=not any(self.alignments))
 
     def written_out(
         self, form: Form, matches: Any = None, record: Any = None, outputs: Any = None, outer: Outer | None = None
@@ -119,12 +119,15 @@ class Known:
         with torch.cuda.device(self.device):
             self.enqueue(watch.get_stream(self.device))  # type: ignore[misc]
 
-    def keep_apart(self, tensors: Tensors, distances: tuple[int, ...]) -> None:
-        """Refuse memory that a call would write as one of its tensors and read or write as another."""
+    def keep_apart(self, distances: tuple[int, ...]) -> None:
+        """Refuse memory that a call would write as one of its tensors and read or write as another.
+
+        distances: bytes from the first of the tensors in `close` to the others.
+        """
         if any(b - a < self.reach for a, b in itertools.pairwise(sorted((0, *distances)))):
             label = {name: self.op.label(name) for name in self.close}
-            heads = {label[name]: tensors[name] for name in self.close}
-            refuse_meeting(self.op.function, heads, [label[n] for n in self.written if n in label])
+            spans = {label[name]: self.close[name]._replace(at=at) for name, at in zip(self.close, (0, *distances))}
+            refuse_meeting(self.op.function, spans, [label[n] for n in self.written if n in label])
         if len(self.apart) >= MAX_APART:
             self.apart.clear()
         self.apart.add(distances)
@@ -179,11 +182,11 @@ def _plan(known: Known, tensors: Tensors, statics: Tensors) -> None:
     inputs, results = op.heads(named, options)
     device, places = next(iter(tensors.values())).device, op.places(options)
     known.finished = op.finishes(named, options)
-    near = {name: extent(named[name]) for name in (*places, *BLOCK_SCALES) if name in named}
+    near = {name: span(named[name]) for name in (*places, *BLOCK_SCALES) if name in named}
     if any(name.endswith("_out") for name in op.mutated):  # the caller's, which may share memory with any other
-        near = {name: extent(x) for name, x in zip(known.names, named.values())}
-    known.reach = max(near.values())
-    close = tuple([name for name in near if name in known.names])
+        near = {name: span(x) for name, x in zip(known.names, named.values())}
+    known.reach = max([x.extent for x in near.values()])
+    close = {name: x for name, x in near.items() if name in known.names}
     if len(close) > 1 and any(name in close for name in op.written(options)):
         known.close = close
     gpu = torch.cuda.get_device_properties(device)
@@ -264,7 +267,7 @@ def keep_in_mind(
 def keep_outer(known: Known, tensors: Tensors, key: Any, given: Tensors) -> bool:
     """Keep a call in place for `dispatch.replay`, by the given tensors. Returns False if one of its own is no view."""
     views: list[tuple[str, str]] = []
-    written: dict[str, None] = {}
+    written: list[str] = []
     fixed: list[Any] = [*known.fixed]
     for name, x in tensors.items():
         shared = [label for label, y in given.items() if _memory(x) == _memory(y)]
@@ -277,7 +280,7 @@ def keep_outer(known: Known, tensors: Tensors, key: Any, given: Tensors) -> bool
         elif source != name or x.data_ptr() != given[source].data_ptr():
             views.append((name, f"{source}_at + {x.data_ptr() - given[source].data_ptr()}"))
         if name in known.written and source is not None:
-            written[source] = None
+            written.append(source)
     if not known.options.inplace or known.finished:
         return False
     outer = Outer(fixed, tuple([x.data_ptr() & 15 for x in given.values()]))

@@ -92,8 +92,7 @@ def text(form: Form) -> str:
         distances = [f"{name}_at - {form.close[0]}_at" for name in form.close[1:]]
         near = f"-reach < {distances[0]} < reach and " if len(distances) == 1 else ""
         tupled = f"({', '.join(distances)},)"
-        unknown = "return None" if form.views else f"keep_apart(tensors, {tupled})"
-        lines.append(f"if {near}{tupled} not in apart: {unknown}")
+        lines.append(f"if {near}{tupled} not in apart: keep_apart({tupled})")
     made = f"{{{', '.join(f'{name!r}: {name}_out' for name in results)}}}"
     if form.inplace:
         made = "tensors"

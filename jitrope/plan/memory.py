@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 from ..base.errors import InvalidInput
 
 
-def extent(x: Tensor) -> int:
-    """Bytes from the first to the last element."""
-    if x.numel() == 0:
-        return 0
-    return (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) + 1) * x.element_size()
+class Span(NamedTuple):
+    """Where a tensor lies: its address, its axes as (size, bytes from an element to the next), bytes of an element."""
+
+    at: int
+    axes: tuple[tuple[int, int], ...]
+    item: int
+
+    @property
+    def extent(self) -> int:
+        """Bytes from the first to the last element."""
+        if any(size == 0 for size, _ in self.axes):
+            return 0
+        return sum((size - 1) * step for size, step in self.axes) + self.item
+
+
+def span(x: Tensor) -> Span:
+    item = x.element_size()
+    return Span(x.data_ptr(), tuple([(size, stride * item) for size, stride in zip(x.shape, x.stride())]), item)
 
 
 def overlaps_itself(x: Tensor) -> bool:
@@ -30,15 +44,14 @@ def overlaps_itself(x: Tensor) -> bool:
     return len(set(steps)) < len(steps) or _reaches(0, {stride: (1 - size, size - 1) for stride, size in axes}, True)
 
 
-def meet(a: Tensor, b: Tensor) -> bool:
+def meet(a: Span, b: Span) -> bool:
     """Whether a and b share a byte."""
-    distance = b.data_ptr() - a.data_ptr()
-    if a.numel() == 0 or b.numel() == 0 or not -extent(b) < distance < extent(a):
+    distance = b.at - a.at
+    if not a.extent or not b.extent or not -b.extent < distance < a.extent:
         return False
     ranges: dict[int, tuple[int, int]] = {}
     for x, sign in ((a, 1), (b, -1)):
-        size = x.element_size()
-        for step, count in ((1, size), *((stride * size, n) for n, stride in zip(x.shape, x.stride()))):
+        for count, step in ((x.item, 1), *x.axes):
             low, high = ranges.get(step, (0, 0))
             ranges[step] = (low - (count - 1), high) if sign < 0 else (low, high + count - 1)
     return _reaches(distance, ranges)
@@ -63,11 +76,11 @@ def _reaches(target: int, ranges: dict[int, tuple[int, int]], moved: bool = Fals
     return search(0, target, moved)
 
 
-def refuse_meeting(name: str, tensors: dict[str, Tensor], written: Sequence[str]) -> None:
+def refuse_meeting(name: str, spans: Mapping[str, Span], written: Sequence[str]) -> None:
     """Refuse memory that one tensor writes and another reads or writes."""
     for n, label in enumerate(written):
-        for other, x in tensors.items():
-            if other not in written[: n + 1] and meet(tensors[label], x):
+        for other, x in spans.items():
+            if other not in written[: n + 1] and meet(spans[label], x):
                 raise InvalidInput(
                     f"{name}: {label} and {other} share memory, which is written; pass tensors that do not overlap"
                 )

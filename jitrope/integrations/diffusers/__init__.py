@@ -80,6 +80,7 @@ class Report(_host.Report):
         return "\n".join([*rows, *(f"{name}: {note}" for name, note in self.notes.items())])
 
 
+@_host.alone
 def enable(model_or_pipeline: Any, *, fuse_norm: bool = True) -> Report:
     """Use jitrope's rope in a transformer, or in every transformer and ControlNet of a pipeline.
 
