@@ -352,6 +352,24 @@ def test_a_compiled_function_cuts_a_batch(made: str) -> None:
     assert torch.equal(*(torch.autograd.grad(out.sum(), x)[0] for out in (got, call(x))))
 
 
+@pytest.mark.parametrize("made", ["before", "inside"])
+def test_compiled_attention_with_a_new_schedule(made: str) -> None:
+    q, k = (torch.randn(10, heads, 16, requires_grad=True) for heads in (4, 2))
+
+    def schedule() -> Schedule:
+        return Schedule(torch.tensor([0, 3, 10]), 10)
+
+    own = schedule()
+
+    def call(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return all_gather_attention(q, k, k, own if made == "before" else schedule()) * 2
+
+    got = torch.compile(call, backend="aot_eager")(q, k)
+    torch.testing.assert_close(got, call(q, k))
+    grads = [torch.autograd.grad(out.square().sum(), (q, k)) for out in (got, call(q, k))]
+    torch.testing.assert_close(*grads)
+
+
 @pytest.mark.parametrize("seed", range(24))
 def test_blocks_of_flex(seed: int) -> None:
     """The listed blocks are those with a visible score, and whole blocks have no other. Compiled kernels use them."""

@@ -144,7 +144,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"cos": COS, "sin": SIN, "positions": Starts(IDS[0, :2])},
         "start_positions does not go with two streams",
     ),
-    "packed": ({"cos": COS, "sin": SIN, "positions": Packed(IDS[0, :2])}, "layout does not go with two streams"),
+    "packed": (
+        {"cos": COS, "sin": SIN, "positions": Packed(IDS[0, :2])},
+        "cu_seqlens does not go with two streams; pass positions as a tensor of ids",
+    ),
     "axes": ({"cos": COS[0], "sin": SIN[0]}, r"cos has shape \(32,\); it must be"),
 }
 

@@ -368,6 +368,36 @@ def test_refusals(name: str) -> None:
     assert same(tuple(m.caches), tuple(before))
 
 
+def test_pages_without_rows() -> None:
+    m = made(FORMS["vllm"], "cpu")
+    m.caches = m.caches[0][:, :0], m.caches[1][:, :0]
+    with pytest.raises(InvalidInput, match="k_cache has pages of 0 rows"):
+        run(m, {})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("norm", [None, jitrope.Norm()])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_tokens_after_the_last_sequence_and_their_page(inplace: bool, norm: Any, device: str) -> None:
+    """In place they are not stored, and clear nothing; else k is stored as zeros, and v as it is."""
+    q, k, v = torch.randn(3, 3, 2, 16, generator=torch.Generator().manual_seed(1)).to(device)
+    cos, sin = (x.to(device) for x in jitrope.tables.cos_sin(8, jitrope.tables.inv_freq(rotary_dim=16)[0]))
+    lengths, offsets, table = (torch.tensor(x, device=device) for x in ([3], [0, 3], [[1]]))
+    caches, given = torch.ones(2, 2, 4, 2, 16, device=device), v.clone()
+    pages = jitrope.Pages(table, seq_lens=lengths, cu_seqlens_q=offsets, clear_page=True)
+    packed = jitrope.Packed(torch.tensor([0, 2], device=device))
+    words = {"positions": packed, "norm": norm, "inplace": inplace, "cache": jitrope.KVCache(*caches, pages)}
+    jitrope.prepare_qkv(q, k, v, cos, sin, **words)
+    assert torch.equal(caches[1, 1, :2], given[:2])
+    rest = caches[:, 1, 2:]
+    if inplace:
+        assert (rest == 1).all()
+    else:
+        assert (rest[:, 1] == 0).all()
+        assert (rest[0, 0] == 0).all()
+        assert torch.equal(rest[1, 0], given[2])
+
+
 def test_slots_have_no_pages() -> None:
     m = made(FORMS["vllm"], "cpu")
     m.caches = m.caches[0].flatten(0, 1), m.caches[1].flatten(0, 1)

@@ -253,7 +253,7 @@ def test_refusals_of_computed_scales(per: str) -> None:
     refused("q is a tensor of shape|q has shape", q=torch.ones(()), quantize=DynamicQuantize(FP4, v=True))
     refused("k is None; it must be a tensor, because quantize has v=True", k=None)
     each = {name: x[None, :, None].expand(2, 5, 2, -1) for name, x in (("cos", cos), ("sin", sin))}
-    refused("v cannot be converted beside this rotation, but quantize has v=True", q=k, **each)
+    refused("v cannot be converted beside tables for each head, but quantize has v=True", q=k, **each)
     refused("v is .*; it must be like k, because quantize has v=True", v=torch.cat((k, k), 2), out=Ulysses(2))
     refused("v requires a gradient, but this call has none", v=k.clone().requires_grad_(), out=Ulysses(2))
     refused("v requires a gradient, but this call has none; leave v=True of quantize out", v=k.clone().requires_grad_())

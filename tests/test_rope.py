@@ -775,6 +775,14 @@ def test_compile_with_inductor() -> None:
     torch.testing.assert_close(torch.compile(model, fullgraph=True)(q, k), model(q, k))
 
 
+def test_check_goes_without_vmap() -> None:
+    _, _, cos, sin, _ = make(*by_name("fp32"))
+    rows, ids = torch.randn(3, 7, 4, 2 * cos.shape[-1]), torch.zeros(3, 7, dtype=torch.long)
+    words = {"layout": "thd", "check": True}
+    with pytest.raises(jitrope.InvalidInput, match=r"check=True does not go with torch\.func"):
+        torch.vmap(lambda x, i: jitrope.apply_rope(x, None, cos, sin, positions=i, **words)[0])(rows, ids)
+
+
 def test_vmap() -> None:
     q, _, cos, sin, _ = make(*by_name("fp32"))
     stacked = torch.stack([q, q.flip(1), q * 2])

@@ -456,6 +456,23 @@ def test_functions_without_a_gradient_refuse_tensors_that_require_one() -> None:
             call(x.clone())
 
 
+def test_one_graph_for_any_number_of_tokens() -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    def call(x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        return jitrope.thd.sequence_order_to_cp_rank_order(x, cu_seqlens, 2)
+
+    compiled = torch.compile(call, backend=backend, dynamic=True, fullgraph=True)
+    for tokens in (10, 15, 22, 31):
+        x, cu_seqlens = torch.randn(tokens, 4), torch.tensor([0, 3, tokens])
+        assert torch.equal(compiled(x, cu_seqlens), call(x, cu_seqlens))
+    assert len(graphs) == 1
+
+
 def test_a_pair_is_reordered_in_a_compiled_function() -> None:
     pair, cu_seqlens = [torch.randn(10, 2, requires_grad=True) for _ in range(2)], offsets((6, 4))
 

@@ -9,6 +9,7 @@ import inspect
 import itertools
 import os
 import pickle
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -76,6 +77,14 @@ class Grouped(Double):
         return F.rms_norm(rows, rows.shape[-1:], None, self.eps).flatten(-2) * self.weight
 
 
+class RowsOf8(Double):
+    """A norm that is RMSNorm for heads of 8 elements alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.unflatten(-1, (-1, 8))
+        return F.rms_norm(rows, (8,), None, self.eps).flatten(-2) * self.weight
+
+
 class Projected(Double):
     """A norm with a product, which autocast computes in bf16."""
 
@@ -103,6 +112,7 @@ RECOGNISED = {
     "double": (Double, "Double: jitrope has no norm with its results"),
     "fixed-eps": (FixedEps, "FixedEps: jitrope has no norm with its results"),
     "groups": (lambda: Grouped(2), "Grouped: jitrope has no norm with its results"),
+    "rows-of-8": (RowsOf8, "RowsOf8: jitrope has no norm with its results"),
     "linear": (lambda: nn.Linear(8, 8), "Linear: a norm's weight must have one axis"),
     "batch": (lambda: nn.BatchNorm1d(8), "BatchNorm1d has other parameters than a weight and a bias"),
     "identity": (nn.Identity, "Identity: jitrope has no norm with its results"),
@@ -190,6 +200,20 @@ class Views(Layer):
         k = self.k_norm(k).reshape(2, 2, 3, 2, 8).flatten(2, 3)
         q, k = apply_rotary_pos_emb(q, k, cos, sin)
         return q.permute(0, 2, 1, 3).flatten(2), [y.sum() for y in (q, k)], (lambda: k)()
+
+
+class ViewsOfResults(Layer):
+    """LayerNorm's results are contiguous, and its inputs are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_norm, self.k_norm = nn.LayerNorm(8), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q, k = self.heads(x)
+        q = self.q_norm(q).view(4, 6, 8)
+        k = self.k_norm(k).view(4, 6, 8)
+        return apply_rotary_pos_emb(q.view(2, 2, 6, 8), k.view(2, 2, 6, 8), cos, sin)
 
 
 class Branches(Layer):
@@ -442,6 +466,7 @@ CODE = {  # the launches, or why the class is left
     "views": (Views, 1),
     "branches": (Branches, 1),
     "in-place": (InPlace, 1),
+    "views-of-results": (ViewsOfResults, 1),
     "copies": (Copies, 1),
     "buffer": (Buffer, 0),
     "tables": (Tables, 1),
@@ -546,6 +571,29 @@ def test_code_is_swapped_and_restored(qwen3: nn.Module) -> None:
     assert function.__code__ is not code
     integration.disable(qwen3)
     assert function.__code__ is code
+
+
+def test_a_change_in_between_is_a_reason() -> None:
+    layer, (cos, sin) = Between(), torch.randn(2, 2, 6, 8)
+    with integration.enable(layer) as report:
+        layer(torch.randn(2, 6, 16), cos, sin)
+    assert any("may change between a norm and the rotation" in reason for reason in report.reasons)
+
+
+def test_threads_enable_models_of_one_class(qwen3: nn.Module) -> None:
+    models = [qwen3, *[copy.deepcopy(qwen3) for _ in range(3)]]
+    function = inspect.unwrap(type(qwen3.model.layers[0].self_attn).forward)
+    code = function.__code__
+    for _ in range(5):
+        ready = threading.Barrier(len(models))
+        threads = [threading.Thread(target=lambda m: (ready.wait(), integration.enable(m)), args=(m,)) for m in models]  # noqa: B023
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert function.__code__ is not code
+        integration.disable()
+        assert function.__code__ is code
 
 
 def test_enable_and_disable_in_the_midst_of_a_forward(qwen3: nn.Module) -> None:

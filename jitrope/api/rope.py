@@ -221,7 +221,7 @@ def prepare_qkv(
         The other arguments are those of `apply_rope`. norm, cache and quantize cannot be combined with `Shifts`, a norm
         with inverse, a cache with inverse, and quantize with inplace.
         With a cache and `Packed`, `Pages` must describe as many sequences, and tokens after the last one are stored
-        where a slot says so: as zeros, and in place not at all.
+        where a slot says so, k as zeros and v as it is; in place they are not stored, and clear no page.
 
     Returns:
         (q, k, v) with the shapes, dtype and (if dense) strides of the inputs. v is the input, or, normalised or

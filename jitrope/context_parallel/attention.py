@@ -96,6 +96,8 @@ def all_gather_attention(
     if rotation is not None and not (head_groups == 1 and schedule.exchange is None and k.shape == v.shape):
         q, k = rotation.apart(q, k)
         call = call._replace(rotation=None)
+    if torch.compiler.is_compiling():  # which lets no autograd function make a tensor that is kept
+        _ = schedule.segments, schedule.sum_rows if grad else None
     out, lse, max_logit = _Attention.apply(q, k, v, call)
     outputs = [_unpacked(x, shape, layout) for x in (out, lse) if x is not None]
     outputs += [] if max_logit is None else [max_logit]

@@ -31,8 +31,8 @@ def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options)
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors.values()):
         raise InvalidInput(f"{name}: forward-mode derivatives (jvp) are not supported; use the backward")
     if wants_grad and options.inplace and op.norm:
-        text = f"{name}: it has no gradient in place, because that needs the old q and k; leave inplace=True out"
-        raise InvalidInput(text)
+        why = ", because that needs the old q and k" if norm_of(options).kind != "no_norm" else ""
+        raise InvalidInput(f"{name}: it has no gradient in place{why}; leave inplace=True out")
     learned = [
         label for label in TABLES if label in tensors and tensors[label].requires_grad and torch.is_grad_enabled()
     ]

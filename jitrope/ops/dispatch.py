@@ -121,6 +121,8 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
         if known is None:
             op.check(op.function, full, options)
             if check_asked(op.function, asked):
+                if watch.transformed():
+                    raise InvalidInput(f"{op.function}: check=True does not go with torch.func; leave it out")
                 check_values(op.function, full, options)
                 asked = {word: value for word, value in asked.items() if word != "check"}
                 plain = False

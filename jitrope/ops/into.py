@@ -215,7 +215,8 @@ def refuse_other_v(name: str, tensors: Tensors, options: Options) -> None:
     if "k" not in tensors:
         refuse(name, "k", None, f"a tensor, because {why}")
     if joins_k(tensors["v"], tensors["k"]):
-        raise InvalidInput(f"{name}: v cannot be converted beside this rotation, but {why}; convert v in a call as q")
+        beside = "a norm across heads" if norm_of(options).across_heads else "tables for each head"
+        raise InvalidInput(f"{name}: v cannot be converted beside {beside}, but {why}; convert v in a call as q")
     refuse(name, "v", tensors["v"], f"like k, because {why}")
 
 

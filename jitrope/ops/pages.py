@@ -150,6 +150,8 @@ def check_pages(tensors: Tensors, options: Options, fail: Fail) -> None:
     _check_counts(tensors, batch * seqlen, fail)
     if tensors["k_cache"].dim() != 4:
         fail(f"k_cache has shape {tuple(tensors['k_cache'].shape)}; with a page table it must be (pages, rows, H, D)")
+    if tensors["k_cache"].shape[1] == 0:
+        fail("k_cache has pages of 0 rows; a page table needs pages with rows")
     errors = tensors.get("errors")
     if errors is not None and (errors.dtype != torch.int32 or errors.numel() != 1 or errors.device != q.device):
         had = f"errors is {tuple(errors.shape)} {errors.dtype} on {errors.device}"
@@ -229,14 +231,18 @@ def _last_places(t: Tensors, token: Tensor, rows: int) -> tuple[Tensor, Tensor, 
     return sequence, position, padding | (length == 0), left == 1
 
 
-def store_in_pages(t: Tensors, tokens: int, clear: bool) -> Tensor:
-    """The slot of each token. Counts errors, and clears the rest of the last pages of sequences with new tokens."""
+def store_in_pages(t: Tensors, tokens: int, clear: bool, spare: Tensor | None = None) -> Tensor:
+    """The slot of each token. Counts errors, and clears the rest of the last pages of sequences with new tokens.
+
+    spare: tokens that are not stored, and clear nothing.
+    """
     pages, rows = t["k_cache"].shape[:2]
     slots, wrong, last = slots_of_pages(t, tokens, pages, rows)
     if "errors" in t:
         t["errors"] += wrong.sum().to(torch.int32)
     if clear:
-        ends = slots[last & (slots >= 0)][:, None]
+        last = last & (slots >= 0) if spare is None else last & (slots >= 0) & ~spare
+        ends = slots[last][:, None]
         rest = ends + torch.arange(1, rows, device=slots.device)
         rest = rest[rest // rows == ends // rows]
         for name in ("k_cache", "v_cache", *BLOCK_SCALES):

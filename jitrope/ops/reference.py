@@ -353,13 +353,10 @@ def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
     The caches are (slots, heads, dim) or (pages, rows, heads, dim).
     """
     out, exact = turned(t, o), in_fp32(t, o)
-    k_cache = t["k_cache"]
-    if "page_table" in t:
-        slots = store_in_pages(t, canonical(t["q"], o.layout)[..., 0, 0].numel(), o.clear_page)
-    else:
-        slots = t["slot_mapping"].flatten().long()
+    k_cache, tokens = t["k_cache"], canonical(t["q"], o.layout)[..., 0, 0].numel()
+    spare = table_rows(tokens, k_cache.device, t, o)[1] if o.inplace and "cu_seqlens" in t else None
+    slots = store_in_pages(t, tokens, o.clear_page, spare) if "page_table" in t else t["slot_mapping"].flatten().long()
     kept = (slots >= 0) & (slots < slots_of(k_cache))
-    spare = table_rows(len(slots), slots.device, t, o)[1] if o.inplace and "cu_seqlens" in t else None
     kept = kept if spare is None else kept & ~spare
     page, row = slots[kept], None
     if k_cache.dim() == 4:

@@ -145,11 +145,12 @@ def _row(op: Operation, n: int, heads: Mapping[str, Any], call: Mapping[str, Any
         if _same([x.placements[n] for x in heads.values()], [row[label] for label in heads]):
             return row
     unsharded, axes = _unsharded(call), _axes("q", None, call)
-    allowed = ", ".join([f"Shard({axis}) ({word})" for word, axis in axes.items() if word not in unsharded])
+    shards = [f"Shard({axis}) ({word})" for word, axis in axes.items() if word not in unsharded]
+    allowed = ", ".join(["Replicate()", *shards])
     said, why = {op.label(name): x for name, x in heads.items()}, "; ".join(["", *unsharded.values()])
     placed = " and ".join([_placed(*pair) for pair in said.items()])
     raise InvalidInput(
-        f"{placed}; allowed are Replicate(), {allowed}, the same for q and k, or the heads of one of them{why}; "
+        f"{placed}; allowed are {allowed}, the same for q and k, or the heads of one of them{why}; "
         f"redistribute {' and '.join(said)}"
     )
 

@@ -45,6 +45,11 @@ _OLD = {
 }
 """Words of other libraries and of jitrope's old versions, and the argument that replaces them."""
 
+_INSTEAD = {
+    **dict.fromkeys(("cu_seqlens", "max_seqlen", "start_positions"), "pass positions as a tensor of ids"),
+    "shifts": "rotate by Shifts in a call of apply_rope",
+}
+"""Advice for words that do not go with an operation."""
 _STAGES = ("norm", "cache", "quantize")
 _HAVE = {
     **dict.fromkeys(("apply_rope", "prepare_mla_qkv"), ("positions",)),
@@ -79,9 +84,9 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name
     Raises InvalidInput if a word does not go with the operation, a value has another type, or a tensor is missing.
     """
     name = name or op.function
-    for label in (*asked, *[label for label in tensors if label not in op.names]):
+    for label in (*[label for label in tensors if label not in op.names], *asked):  # layout may be implied by a tensor
         if label not in op.words and label not in op.tables and not _is_default(label, asked.get(label)):
-            hint = "; pass positions as a tensor of ids" if label in ("cu_seqlens", "max_seqlen") else ""
+            hint = f"; {_INSTEAD[label]}" if label in _INSTEAD else ""
             raise InvalidInput(f"{name}: {op.label(label)} does not go with {op.stage or 'this function'}{hint}")
     kind = _check_tensors(op, tensors, asked, name)
     full = canonical(dict(tensors))

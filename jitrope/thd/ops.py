@@ -33,13 +33,13 @@ class Operation(NamedTuple):
     written: Callable[..., Sequence[Any]] = lambda *words: ()  # the tensors that it overwrites
 
 
-_SHAPE = "int tokens, int sequences, int cp_size, int cp_rank, str rule"
+_SHAPE = "SymInt tokens, SymInt sequences, int cp_size, int cp_rank, str rule"
 _TABLES = "Tensor? cu_seqlens, Tensor? lengths, Tensor? table"
 _STEPS = "Tensor(a!)? out, Tensor? step, Tensor(c!)? lse, Tensor(d!)? lse_step"
 
 OPERATIONS = (
     Operation(
-        f"thd_table(Tensor cu_seqlens, str map, int rows, {_SHAPE}) -> Tensor",
+        f"thd_table(Tensor cu_seqlens, str map, SymInt rows, {_SHAPE}) -> Tensor",
         lambda cu_seqlens, map, rows, *shape: (cu_seqlens, map, rows, Shape(*shape)),
         lambda cu_seqlens, map, rows, shape: cu_seqlens.new_empty(rows, dtype=torch.int32),
         lambda out, *words: out.copy_(reference.table(*words)),
