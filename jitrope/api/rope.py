@@ -17,7 +17,6 @@ from ..ops.gather import (
     forget_positions,
     gather,
     placed,
-    recalled,
     result,
     staged,
     with_scales,
@@ -125,11 +124,8 @@ def apply_rope(
     asked: dict[str, Any] = {"inplace": True} if inplace is True else {}
     form: Any = None
     if words or cos is None or sin is None or type(inplace) is not bool:
-        key, out = recalled("apply_rope", tensors, words, inplace, positions)
-        if out is None:
-            asked = gather(ROPE, tensors, words, _ROPE_WORDS, positions, inplace)
-            heads = {"q": q, "k": k}
-            out = call_into(ROPE, tensors, asked, heads) if "out" in asked else call(ROPE, tensors, asked, key)
+        asked = gather(ROPE, tensors, words, _ROPE_WORDS, positions, inplace)
+        out = call_into(ROPE, tensors, asked, {"q": q, "k": k}) if "out" in asked else call(ROPE, tensors, asked)
     else:  # common calls have a cheaper key than their names and words
         if type(positions) is Tensor:
             tensors["position_ids"], form = positions, "ids"
@@ -230,15 +226,10 @@ def prepare_qkv(
     Raises:
         InvalidInput, CompileError: as in `apply_rope`. Nothing was written.
     """
-    tensors: Any = {"q": q, "k": k} if cache is None else {"q": q, "k": k, "v": v}
-    tensors.update(cos=cos, sin=sin)
-    key: Any = None
-    if quantize is None and hadamard is False:
-        key, out = recalled("prepare_qkv", tensors, words, inplace, positions, norm, cache)
-        if out is not None:
-            return out["q"], out.get("k") if cache is None or "rotate_k" in cache.words else None, v
     dynamic = isinstance(quantize, DynamicQuantize)
     op, own = chosen("prepare_qkv", norm, cache, quantize, hadamard)
+    tensors: Any = {"q": q, "k": k} if cache is None else {"q": q, "k": k, "v": v}
+    tensors.update(cos=cos, sin=sin)
     if sin is None and cos is not None:
         refuse_table_as_v(v, cos)
     found: Any = {}
@@ -254,7 +245,7 @@ def prepare_qkv(
     if "out" in asked:
         out = call_into(op, tensors, asked, {"q": q, "k": k, "v": v}, source)
     else:
-        out = call(op, tensors, asked, key)
+        out = call(op, tensors, asked)
     if found:
         out = {**out, **found}
     first, second = (result(out, "q"), result(out, "k")) if dynamic else (out["q"], out.get("k"))

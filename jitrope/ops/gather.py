@@ -11,7 +11,7 @@ from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan.options import NO_NORM, NormOptions, Options
 from ..plan.views import Tensors, converts_v, packed_part
-from .dispatch import again, call
+from .dispatch import call
 from .formats import empty_elements
 from .into import given_out, is_dense, items_of_out, joins_k
 from .kv_cache import KVCache
@@ -20,12 +20,10 @@ from .operations import NORM_OF_V, PREPARED, QK_NORM_ROPE, QK_NORM_ROPE_SCALES, 
 from .projections import PackedInto, fresh_outputs
 from .quantize import DynamicQuantize, Quantize, Scaled, hadamard_words
 from .values import Norm, Positions, Ulysses, scales
-from .watch import is_compiling, sharded
+from .watch import sharded
 from .words import ONE_TABLE, parts, rotates_heads, unexpected
 
 _TABLE_NAMES = (*ONE_TABLE, "cos", "sin")
-_NO_KEY = ("check", "out", "q_scale")
-"""Words that are tensors under other names, or that no recent call has."""
 
 
 def chosen(name: str, norm: Any, cache: Any, quantize: Any, hadamard: Any) -> tuple[Operation, dict[str, Any]]:
@@ -68,38 +66,6 @@ def gather(
         if tensors[name] is None:
             del tensors[name]
     return words  # type: ignore[no-any-return]
-
-
-def recalled(name: str, tensors: Tensors, words: Any, inplace: Any, *values: Any) -> tuple[Any, Tensors | None]:
-    """(a key for calls with these arguments, or None; the results of this call, if it is like a recent one).
-
-    The key costs less than the operation and all its words. values: positions, a norm and a cache.
-    """
-    if is_compiling() or type(inplace) is not bool:
-        return None, None
-    given = {label: x for label, x in tensors.items() if x is not None}
-    forms: list[Any] = [name, inplace]
-    for word, x in words.items():
-        if word in ONE_TABLE:
-            given[word] = x
-        elif word in _NO_KEY:
-            return None, None
-        else:
-            forms.append((word, x))
-    for value in values:
-        if value is None:
-            forms.append(None)
-        elif type(value) is Tensor:
-            given["position_ids"] = value
-            forms.append("ids")
-        else:
-            form = getattr(value, "form", None)
-            if form is None:
-                return None, None
-            given.update(value.tensors)
-            forms.append(form)
-    key = (*forms, *given)
-    return key, again(key, given)
 
 
 def placed(op: Operation, tensors: Tensors, positions: Any) -> dict[str, Any]:

@@ -96,7 +96,6 @@ class KVCache(Value):
             self.words["scale_fmt"] = word("KVCache", "scale_fmt", scale_fmt, SCALE_FMTS[1:])
         if pages:
             self.words.update(pages.words)
-        self._seal()
 
 
 def check_caches(heads_of: Tensors, tensors: Tensors, options: Options, fail: Fail) -> None:

@@ -28,11 +28,6 @@ class Value:
 
     tensors: Tensors
     words: dict[str, Any]
-    form: tuple[Any, ...] | None = None
-    """The names of its tensors, and its words: a cheap key of calls with values like it. None: it has no such key."""
-
-    def _seal(self) -> None:
-        self.form = (*self.tensors, *self.words.items())
 
     def __repr__(self) -> str:
         given = {self._argument(name): x for name, x in (*self.tensors.items(), *self.words.items())}
@@ -47,6 +42,8 @@ class Value:
 class Positions(Value):
     """The table's row for each token; see `apply_rope`."""
 
+    form: tuple[Any, ...]  # the names of its tensors, and its words
+
     def _complete(self, start_positions: Tensor | None = None, cp_size: int = 1, cp_rank: int = 0) -> None:
         name = type(self).__name__
         if start_positions is not None:
@@ -54,7 +51,7 @@ class Positions(Value):
         size, rank = whole(name, "cp_size", cp_size), whole(name, "cp_rank", cp_rank)
         if size != 1 or rank != 0:
             self.words.update(cp_size=size, cp_rank=rank)
-        self._seal()
+        self.form = (*self.tensors, *self.words.items())
 
 
 class Packed(Positions):
@@ -279,8 +276,6 @@ class Norm(Value):
         if type(eps := number("Norm", "eps", eps)) is float and eps < 0:
             refuse("Norm", "eps", eps, "0 or above")
         self.words = {"norm": NormOptions(rounding, **flags, kind=kind, of=of, eps=eps)}
-        if not flags["v_norm"]:  # v may need another operation
-            self._seal()
 
     def __repr__(self) -> str:
         default, norm = NormOptions()._asdict(), self.words["norm"]._asdict()
