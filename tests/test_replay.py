@@ -211,6 +211,25 @@ def test_a_wrong_argument_after_known_calls() -> None:
         vllm.rotary_embedding(made["ids"], made["q"], made["k"], D, made["table"].to("meta"), True)
 
 
+@pytest.mark.parametrize("name", ["rope", "norm", "fp8 cache", "MLA"])
+def test_a_first_call_without_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = FP8 if "fp8" in name else None
+    want = anew(CALLS[name], 5, T, torch.bfloat16, cache)
+    launch.local.recent.clear()
+    CALLS[name](make(5, 0, torch.bfloat16, cache))
+    CALLS[name](make(5, T, torch.bfloat16, cache))
+    monkeypatch.setattr(dispatch, "_call", lambda *_: pytest.fail("looked at again"))
+    got = make(5, T, torch.bfloat16, cache)
+    CALLS[name](got)
+    assert same(got, want)
+
+
+def test_what_is_kept_is_bounded() -> None:
+    for tokens in range(1, 3 * launch.MAX_RECENT_KINDS):
+        CALLS["rope"](make(1, tokens))
+    assert all(len(kinds) <= launch.MAX_RECENT_KINDS for kinds in launch.local.recent.values())
+
+
 def test_two_calls_are_both_made() -> None:
     """A function that makes two calls is run each time."""
     table = make(4)["table"]

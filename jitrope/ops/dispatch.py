@@ -72,12 +72,12 @@ def replay(key: Any, tensors: Tensors, run: Callable[[], Any]) -> None:
     The call's tensors must be views of these, or scales that follow from the key. Its words and the views must follow
     from the key and the kinds of these tensors. Then no view and no value is made again.
     """
-    home = local
-    if is_compiling() or home.calls is not None:
+    if is_compiling() or local.calls is not None:
         run()
         return
     if again(key, tensors) is not None:
         return
+    home = local
     try:
         never = home.recent.get(key) == []
     except TypeError:
@@ -91,7 +91,9 @@ def replay(key: Any, tensors: Tensors, run: Callable[[], Any]) -> None:
     finally:
         calls, home.calls = home.calls, None
         for own, found in home.recent.items():
-            recent.setdefault(own, [])[:0] = found
+            kinds = recent.setdefault(own, [])
+            kinds[:0] = found
+            del kinds[launch.MAX_RECENT_KINDS :]
         home.recent = recent
     if len(calls) > 1 or (calls and not launch.keep_outer(*calls[0], key, tensors)):
         recent[key] = []

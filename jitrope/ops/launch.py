@@ -266,6 +266,8 @@ def keep_in_mind(
 
 def keep_outer(known: Known, tensors: Tensors, key: Any, given: Tensors) -> bool:
     """Keep a call in place for `dispatch.replay`, by the given tensors. Returns False if one of its own is no view."""
+    if not known.pointers:
+        return True  # no tokens
     views: list[tuple[str, str]] = []
     written: list[str] = []
     fixed: list[Any] = [*known.fixed]
