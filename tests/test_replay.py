@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 import jitrope
 from jitrope.integrations import flashinfer, sglang, vllm
@@ -225,9 +226,23 @@ def test_a_first_call_without_tokens(name: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_is_kept_is_bounded() -> None:
-    for tokens in range(1, 3 * launch.MAX_RECENT_KINDS):
+    most = launch.MAX_RECENT_KINDS
+    for tokens in [*range(1, 3 * most), *range(1, 3 * most)]:
         CALLS["rope"](make(1, tokens))
-    assert all(len(kinds) <= launch.MAX_RECENT_KINDS for kinds in launch.local.recent.values())
+    (kinds,) = launch.local.recent.values()
+    assert len(kinds) == most
+
+
+def test_tensors_of_other_kinds() -> None:
+    """A subclass of Tensor without memory of its own."""
+    made = make(6)
+    q = made["q"].contiguous()
+    twice = TwoTensor(q.clone(), q.clone())
+    for _ in range(2):
+        vllm.rotary_embedding(made["ids"], twice, None, D, made["table"], True)
+        vllm.rotary_embedding(made["ids"], q, None, D, made["table"], True)
+        assert torch.equal(twice.a, q)
+        assert torch.equal(twice.b, q)
 
 
 def test_two_calls_are_both_made() -> None:
@@ -236,9 +251,8 @@ def test_two_calls_are_both_made() -> None:
 
     def run(x: Made) -> None:
         for name in ("q", "k"):
-            jitrope.apply_rope(
-                heads(x[name]), None, cos_sin_cache=table, positions=x["ids"], layout="thd", inplace=True
-            )
+            part = heads(x[name])[:, :2]  # of one kind
+            jitrope.apply_rope(part, None, cos_sin_cache=table, positions=x["ids"], layout="thd", inplace=True)
 
     for seed in range(3):
         want, got = make(seed), make(seed)

@@ -212,7 +212,7 @@ class ViewsOfResults(Layer):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
         q, k = self.heads(x)
         q = self.q_norm(q).view(4, 6, 8)
-        k = self.k_norm(k).view(4, 6, 8)
+        k = self.k_norm(k).view(size=(4, 6, 8))
         return apply_rotary_pos_emb(q.view(2, 2, 6, 8), k.view(2, 2, 6, 8), cos, sin)
 
 

@@ -115,7 +115,7 @@ class Normed(_Later):
 
     def _viewed(self, name: str, *arguments: Any, **words: Any) -> Any:
         heads: int | None = -1
-        if name == "view" and torch.dtype not in map(type, arguments):
+        if name == "view" and not words and torch.dtype not in map(type, arguments):
             name = "reshape"  # the norm's result may be contiguous where its source is not
         if self.norming.out is None and isinstance(self.norming.source, Tensor):
             before = self.x

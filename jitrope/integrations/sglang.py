@@ -78,7 +78,8 @@ def apply_rope_inplace(
     >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
     >>> jitrope_sglang.apply_rope_inplace(q, k, cache, torch.arange(10), is_neox=True)
     """
-    run = partial(prepare, q, k, None, cos_sin_cache, positions, is_neox, rotary_dim=rope_dim or None, inplace=True)
+    words: Any = {"positions": positions, "interleaved": not is_neox, "rotary_dim": rope_dim or None}
+    run = partial(apply_rope, q, k, cos_sin_cache=cos_sin_cache, layout="thd", inplace=True, **words)
     tensors = {"q": q, "k": k, "cos_sin_cache": cos_sin_cache, "position_ids": positions}
     replayed("apply_rope_inplace", (is_neox, rope_dim), run, **tensors)
 

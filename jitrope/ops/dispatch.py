@@ -89,14 +89,9 @@ def replay(key: Any, tensors: Tensors, run: Callable[[], Any]) -> None:
     try:
         run()
     finally:
-        calls, home.calls = home.calls, None
-        for own, found in home.recent.items():
-            kinds = recent.setdefault(own, [])
-            kinds[:0] = found
-            del kinds[launch.MAX_RECENT_KINDS :]
-        home.recent = recent
+        home.recent, calls, home.calls = recent, home.calls, None
     if len(calls) > 1 or (calls and not launch.keep_outer(*calls[0], key, tensors)):
-        recent[key] = []
+        launch.kinds_of(recent, key)  # none is known, and none will be
 
 
 def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:

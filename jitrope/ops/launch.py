@@ -252,6 +252,9 @@ def keep_in_mind(
     those of torch's op, for a call of it; then outputs makes its outputs of the results.
     """
     wants = {name for name, x in tensors.items() if x.requires_grad}
+    if known.home.calls is not None:  # of a function that is kept instead
+        known.home.calls.append((known, tensors))
+        return
     computed = known.op.differentiable and not known.options.inplace
     computed &= learned or wants <= {*known.op.names} - {*TABLES}
     records = record is not None and computed
@@ -260,14 +263,13 @@ def keep_in_mind(
         recorded=recorded, unrecorded=unrecorded, arguments=arguments, outputs=outputs is not None
     )
     _keep(known, tensors, key, form, record, outputs)
-    if known.home.calls is not None:
-        known.home.calls.append((known, tensors))
 
 
 def keep_outer(known: Known, tensors: Tensors, key: Any, given: Tensors) -> bool:
     """Keep a call in place for `dispatch.replay`, by the given tensors. Returns False if one of its own is no view."""
-    if not known.pointers:
-        return True  # no tokens
+    wants = any(x.requires_grad for x in given.values())
+    if not known.pointers or not watch.plain(given) or (wants and watch.grad_enabled()):
+        return True  # without tokens, or with others it may be
     views: list[tuple[str, str]] = []
     written: list[str] = []
     fixed: list[Any] = [*known.fixed]
@@ -291,10 +293,17 @@ def keep_outer(known: Known, tensors: Tensors, key: Any, given: Tensors) -> bool
         views=tuple(views),
         written=tuple(written),
         aligned=not any(outer.alignments),
-        unrecorded=any(x.requires_grad for x in given.values()),
+        unrecorded=wants,
     )
     _keep(known, given, key, form, outer=outer)
     return True
+
+
+def kinds_of(recent: dict[Any, list[Callable[..., Any]]], key: Any) -> list[Callable[..., Any]]:
+    """The known calls with a key; room is made for a new one."""
+    if len(recent) >= MAX_RECENT and key not in recent:
+        del recent[next(iter(recent))]
+    return recent.setdefault(key, [])
 
 
 def _memory(x: Tensor) -> int:
@@ -317,10 +326,7 @@ def _keep(
     if matches is None or ((known.kept or outer) and watch.capturing(xs[0])):
         return
     form = form._replace(twice=again, guarded=True)
-    recent = known.home.recent
-    if len(recent) >= MAX_RECENT and key not in recent:
-        del recent[next(iter(recent))]
     with contextlib.suppress(TypeError):  # a word without a hash
-        kinds = recent.setdefault(key, [])
+        kinds = kinds_of(known.home.recent, key)
         kinds.insert(0, known.written_out(form, matches, record, outputs, outer))
         del kinds[MAX_RECENT_KINDS:]

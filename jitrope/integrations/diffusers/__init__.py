@@ -137,6 +137,7 @@ def _nothing(given: Any, seen: Counter[str], notes: dict[str, str]) -> str:
     )
 
 
+@_host.alone
 def disable(model_or_pipeline: Any) -> None:
     """Restore the processors of a transformer, or of a pipeline's transformers.
 
