@@ -212,8 +212,15 @@ class ViewsOfResults(Layer):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
         q, k = self.heads(x)
         q = self.q_norm(q).view(4, 6, 8)
-        k = self.k_norm(k).view(size=(4, 6, 8))
+        k = self.k_norm(k).view(4, 6, 8)
         return apply_rotary_pos_emb(q.view(2, 2, 6, 8), k.view(2, 2, 6, 8), cos, sin)
+
+
+class ViewsByKeyword(ViewsOfResults):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q, k = self.heads(x)
+        q, k = self.q_norm(q).view(size=(2, 2, 6, 8)), self.k_norm(k).view(size=(2, 2, 6, 8))
+        return apply_rotary_pos_emb(q, k, cos, sin)
 
 
 class Branches(Layer):
@@ -467,6 +474,7 @@ CODE = {  # the launches, or why the class is left
     "branches": (Branches, 1),
     "in-place": (InPlace, 1),
     "views-of-results": (ViewsOfResults, 1),
+    "views-by-keyword": (ViewsByKeyword, 0),
     "copies": (Copies, 1),
     "buffer": (Buffer, 0),
     "tables": (Tables, 1),

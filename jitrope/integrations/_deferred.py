@@ -117,9 +117,9 @@ class Normed(_Later):
         heads: int | None = -1
         if name == "view" and not words and torch.dtype not in map(type, arguments):
             name = "reshape"  # the norm's result may be contiguous where its source is not
-        if self.norming.out is None and isinstance(self.norming.source, Tensor):
+        if self.norming.out is None and isinstance(self.norming.source, Tensor) and not words:
             before = self.x
-            heads = _heads(self.heads, name, arguments, before, getattr(before, name)(*arguments, **words))
+            heads = _heads(self.heads, name, arguments, before, getattr(before, name)(*arguments))
         if heads is None or words or self.norming.out is not None:
             return getattr(self.run.real(self), name)(*arguments, **words)
         return self.then(Normed(self.run, self.norming, (*self.steps, (name, arguments, words)), heads))
