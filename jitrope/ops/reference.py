@@ -5,6 +5,7 @@ A function takes the tensors of a call by name, and its options. The results are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import wraps
 from typing import NamedTuple
@@ -353,7 +354,7 @@ def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
     The caches are (slots, heads, dim) or (pages, rows, heads, dim).
     """
     out, exact = turned(t, o), in_fp32(t, o)
-    k_cache, tokens = t["k_cache"], canonical(t["q"], o.layout)[..., 0, 0].numel()
+    k_cache, tokens = t["k_cache"], math.prod(canonical(t["q"], o.layout).shape[:-2])
     spare = table_rows(tokens, k_cache.device, t, o)[1] if o.inplace and "cu_seqlens" in t else None
     slots = store_in_pages(t, tokens, o.clear_page, spare) if "page_table" in t else t["slot_mapping"].flatten().long()
     kept = (slots >= 0) & (slots < slots_of(k_cache))
