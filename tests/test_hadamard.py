@@ -168,6 +168,14 @@ def test_one_launch_and_two_for_the_gradient(norm: str) -> None:
     assert backend.launched.total() == before + 3
 
 
+def test_in_place_there_is_no_gradient() -> None:
+    """The reason is that of a norm only beside one."""
+    x, table = torch.randn(1, 4, 2, 16, requires_grad=True) * 1, torch.randn(2, 4, 8)
+    for norm, text in ((None, "in place; leave"), (Norm(), "in place, because that needs the old q and k; leave")):
+        with pytest.raises(InvalidInput, match=f"it has no gradient {text} inplace=True out"):
+            jitrope.prepare_qkv(x, None, None, *table, norm=norm, hadamard=True, inplace=True)
+
+
 def test_it_compiles_with_its_gradient() -> None:
     x = Inputs("cpu")
     q, k = (y.requires_grad_() for y in x.heads[:2])

@@ -123,7 +123,7 @@ def same(a: Made, b: Made) -> bool:
     )
 
 
-def anew(call: Callable[[Made], Any], *arguments: Any) -> Made:
+def first_call(call: Callable[[Made], Any], *arguments: Any) -> Made:
     """The tensors after a call that is like none before it."""
     launch.local.recent.clear()
     made = make(*arguments)
@@ -141,7 +141,7 @@ def test_a_known_call_has_the_bits_of_the_first(name: str, monkeypatch: pytest.M
     """Other tensors of the same kind, at other places; a call of another kind; and then the first kind again."""
     call, cache = CALLS[name], FP8 if "fp8" in name else None
     kinds = [(T, torch.bfloat16, cache), (2 * T, torch.bfloat16, cache), (T, torch.float16, cache)]
-    want = [[anew(call, seed, *kind) for seed in range(3)] for kind in kinds]
+    want = [[first_call(call, seed, *kind) for seed in range(3)] for kind in kinds]
     launch.local.recent.clear()
     for kind, made in zip(kinds, want):
         assert not same(made[0], make(0, *kind))
@@ -215,7 +215,7 @@ def test_a_wrong_argument_after_known_calls() -> None:
 @pytest.mark.parametrize("name", ["rope", "norm", "fp8 cache", "MLA"])
 def test_a_first_call_without_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = FP8 if "fp8" in name else None
-    want = anew(CALLS[name], 5, T, torch.bfloat16, cache)
+    want = first_call(CALLS[name], 5, T, torch.bfloat16, cache)
     launch.local.recent.clear()
     CALLS[name](make(5, 0, torch.bfloat16, cache))
     CALLS[name](make(5, T, torch.bfloat16, cache))

@@ -418,6 +418,8 @@ def refused_beside_q() -> None:
     lengths = {"layout": "thd", "cu_seqlens": torch.tensor([0, 4, 8])}
     refuses("count tokens of whole sequences", call, packed, None, cos, sin, **lengths)
     refuses(r"Shard\(1\) \(seq\), .*across_heads", norm_rope, by_heads, None, across_heads=True)
+    sequence = {"layout": "thd", "cu_seqlens": torch.tensor([0, 8]), "across_heads": True}
+    refuses(r"allowed are Replicate\(\), the same", norm_rope, packed, None, **sequence)
     refuses("q_weight is .*replicated", norm_rope, by_heads, None, place(weight(), [Shard(0)]))
     norm, cut = jitrope.Norm(v_norm=True), place(q, [Shard(3)])
     refuses(r"v is .*\(Shard\(dim=3\),\); allowed .*redistribute v", jitrope.prepare_qkv, whole, whole, cut, norm=norm)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial, update_wrapper, wraps
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -130,7 +130,7 @@ def alone(function: F) -> F:
         with _lock:
             return function(*arguments, **words)
 
-    return run  # type: ignore[return-value]
+    return cast(F, run)
 
 
 @dataclass(repr=False)

@@ -148,9 +148,9 @@ def rotary_embedding_and_cache(
     """
 
     def run() -> None:
-        axes, tokens = _token_axes(positions), (positions, query, key, value)
+        axes, tokens = _token_axes(positions), [positions, query, key, value]
         if axes == 1 and slot_mapping.shape[0] < positions.shape[0]:
-            tokens = tuple([x[: slot_mapping.shape[0]] for x in tokens])  # type: ignore[assignment]
+            tokens = [x[: slot_mapping.shape[0]] for x in tokens]
         q, k, v = (heads(name, x, axes, head_size) for name, x in zip(("query", "key", "value"), tokens[1:]))
         cache = cache_of(key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
         words: dict[str, Any] = {"cos_sin_cache": cos_sin_cache, "layout": _LAYOUTS[axes], "interleaved": not is_neox}

@@ -321,11 +321,11 @@ def _keep(
 ) -> None:
     """Keep a form of a plain call for the fast path."""
     xs = [*tensors.values()]
-    again = twice(form.names, xs)
-    matches = watch.guard([x.detach() if name in dict(again) else x for name, x in zip(form.names, xs)])
+    repeated = twice(form.names, xs)
+    matches = watch.guard([x.detach() if name in dict(repeated) else x for name, x in zip(form.names, xs)])
     if matches is None or ((known.kept or outer) and watch.capturing(xs[0])):
         return
-    form = form._replace(twice=again, guarded=True)
+    form = form._replace(twice=repeated, guarded=True)
     with contextlib.suppress(TypeError):  # a word without a hash
         kinds = kinds_of(known.home.recent, key)
         kinds.insert(0, known.written_out(form, matches, record, outputs, outer))
