@@ -3,9 +3,12 @@
 struct Place { int batch, token; };                      // a batch row, and a token in it
 struct Span { long long begin, end; };                   // tokens of a sequence, or all tokens
 
+// PACKED: each sequence has its own scales, given or computed.
+constexpr bool SEQUENCE_SCALES = PACKED && (HEAD_SCALES || PER_ROW);
+
 // The rows of a token in the tables, one for each axis of position_ids.
 struct Row {
-    int batch;
+    int batch;                                           // SEQUENCE_SCALES: its sequence; after the last one, that
     long long row[AXES];
     bool spare;                                          // the token lies after the last sequence
 };
@@ -51,7 +54,8 @@ __device__ __forceinline__ Row row_of(const Params& p, const Place& place, long 
     const int rank = static_cast<int>(p.cp_rank);
     unsigned long long row;  // wild first positions may wrap
     if constexpr (PACKED) {
-        if (sequence == p.sequences) return {0, {}, true};
+        const int last = SEQUENCE_SCALES && sequence > 0 ? static_cast<int>(sequence) - 1 : 0;
+        if (sequence == p.sequences) return {last, {}, true};
         const CuSeqlens first = p.cu_seqlens[sequence], end = p.cu_seqlens[sequence + 1];
         row = position_of(index - span_of(p, sequence).begin, first, end, CP_SIZE, SEQUENCE_CHUNKS, rank);
     } else {
@@ -60,7 +64,7 @@ __device__ __forceinline__ Row row_of(const Params& p, const Place& place, long 
     if constexpr (START_POSITIONS) row += p.start_positions[PACKED ? sequence : place.batch];
     if constexpr (PACKED_TABLE) row += p.cu_seqlens[sequence];
     if constexpr (PREFIXED) row -= unrotated_of<PREFIXED>(p);
-    return {place.batch, {static_cast<long long>(row)}, false};
+    return {SEQUENCE_SCALES ? static_cast<int>(sequence) : place.batch, {static_cast<long long>(row)}, false};
 }
 
 // The same, where each thread searches for the sequence of its token.

@@ -195,7 +195,7 @@ __device__ __forceinline__ void scales_of_groups(
     sync_team();                                         // the next head may be written
 }
 
-// PER_ROW: the largest scale of a head that a thread has seen in a batch row. Few tokens have a larger one than those
+// PER_ROW: the largest scale of a head that a thread has seen in a batch row, or a packed sequence. Few tokens have a larger one than those
 // before them in the row, and for the others a walk does not wait for memory. Scales are at least 0, so their bits are
 // ordered as they are, and NaN is the largest.
 struct Largest {
@@ -239,7 +239,7 @@ __device__ __forceinline__ void store_scale(
     ScaleOut* out = first
         + (SWIZZLED ? offset_in_tiles(place.token, group) : stride.token.step(place.token))
         + head.step(stride.group, stride.head);
-    if constexpr (!ONE_ROW) out += stride.batch.step(place.batch);
+    if constexpr (!ONE_ROW || SEQUENCE_SCALES) out += stride.batch.step(place.batch);
     if constexpr (GROUPED && !SWIZZLED) out += group;
     if constexpr (PER_ROW) largest.raise(reinterpret_cast<unsigned int*>(out), place.batch, scale);
     else *out = as_stored(scale);

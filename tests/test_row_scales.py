@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Packed, planning
+from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Packed, Quantize, planning
 from jitrope.ops.operations import QK_NORM_ROPE_SCALES
 from jitrope.plan.options import NO_NORM, Options
 from jitrope.tools.prewarm import specs_of
@@ -59,23 +59,90 @@ def test_a_head_has_one_scale_for_a_batch_row(dtype: torch.dtype, layout: str, p
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("launch", ["auto", "token_linear", "grid_2d"])
 @pytest.mark.parametrize("normed", [False, True])
-def test_packed_sequences_share_a_scale(normed: bool, launch: Any, device: str) -> None:
-    """A head has one scale for all sequences; spare tokens, NaN here, have no part in it, and become zeros."""
+def test_packed_sequences_have_scales_of_their_own(normed: bool, launch: Any, device: str) -> None:
+    """Spare tokens, NaN here, have no part in a scale, and become zeros; a sequence without tokens has the least."""
     jitrope.configure(launch=launch)
     (q,), (k,), cos, sin = inputs(device, 1, 12, 4, 64, dtype=torch.float32)
+    q[2:], k[:2] = q[2:] * 8, k[:2] * 3
     q[9:] = k[9:] = math.nan
     cu_seqlens = torch.tensor([0, 2, 2, 9], dtype=torch.int32, device=device)
     norm = Norm(*torch.linspace(0.5, 2, 128, device=device).view(2, 64)) if normed else None
-    parts = [
-        jitrope.prepare_qkv(q[rows], k[rows], None, cos, sin, norm=norm, layout="thd")[:2]
-        for rows in (slice(0, 2), slice(2, 9))
-    ]
-    wanted = [torch.cat([*rows, torch.zeros_like(x[9:])]) for x, *rows in zip((q, k), *parts)]
     for per in ("head", "kv_head"):
-        given: dict[str, Any] = {"positions": Packed(cu_seqlens), "quantize": DynamicQuantize(per=per)}
-        got = jitrope.prepare_qkv(q, k, None, cos, sin, norm=norm, **given)
-        for x, want, heads in zip(got, wanted, (4 if per == "head" else 2, 2)):
-            assert_same(x, converted(want[None], FP8, heads), "thd")
+        words: dict[str, Any] = {"norm": norm, "quantize": DynamicQuantize(per=per, v=True)}
+        got = jitrope.prepare_qkv(q, k, k, cos, sin, positions=Packed(cu_seqlens), **words)
+        for sequence, rows in ((0, slice(0, 2)), (2, slice(2, 9))):
+            alone = jitrope.prepare_qkv(q[rows], k[rows], k[rows], cos, sin, layout="thd", **words)
+            for x, (values, scale) in zip(got, alone):
+                assert torch.equal(x.values[rows].view(torch.uint8), values.view(torch.uint8))
+                assert torch.equal(x.scale[sequence], scale[0])
+        for x in got:
+            assert torch.equal(x.scale[1], torch.full_like(x.scale[1], 1e-12) * (1 / 448))
+            assert x.scale.shape == (3, 4 if x is got[0] and per == "head" else 2)
+        assert not any(x.values[9:].float().any() for x in got[:2])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize("launch", ["auto", "token_linear", "grid_2d"])
+def test_given_scales_of_packed_sequences(launch: Any, cp_size: int, device: str) -> None:
+    """Each sequence has the bits of a call with its scales alone; v after the last one has that one's."""
+    jitrope.configure(launch=launch)
+    (q,), (k,), cos, sin = inputs(device, 1, 14, 4, 64)
+    lengths = [4, 0, 8]
+    cu_seqlens = torch.tensor([0, 4, 4, 12], device=device)
+    scales = [torch.linspace(0.01, 0.3, 3 * n, device=device).view(3, n) for n in (4, 2, 2)]
+    words: dict[str, Any] = {"cos": cos, "sin": sin}
+    positions = Packed(cu_seqlens, max_seqlen=14, cp_size=cp_size, cp_rank=cp_size - 1)
+    for norm in (None, Norm()):
+        got = jitrope.prepare_qkv(q, k, k, quantize=Quantize(*scales), norm=norm, positions=positions, **words)
+        begin = 0
+        for sequence, length in enumerate(lengths):
+            rows = slice(begin, begin := begin + length // cp_size)
+            own = Quantize(*[x[sequence] for x in scales])
+            cu = cu_seqlens[sequence : sequence + 2] - cu_seqlens[sequence]
+            alone = Packed(cu, max_seqlen=14, cp_size=cp_size, cp_rank=cp_size - 1)
+            want = jitrope.prepare_qkv(q[rows], k[rows], k[rows], quantize=own, norm=norm, positions=alone, **words)
+            for x, y in zip(got, want):
+                assert torch.equal(x[rows].view(torch.uint8), y.view(torch.uint8))
+        spare = jitrope.prepare_qkv(k[begin:], None, None, quantize=Quantize(scales[2][2]), layout="thd")[0]
+        assert torch.equal(got[2][begin:].view(torch.uint8), spare.view(torch.uint8))
+        assert not any(x[begin:].float().any() for x in got[:2])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_scales_of_no_sequences(device: str) -> None:
+    """All tokens lie after the last sequence: q and k are zeros, and v is divided by 1."""
+    (q,), (k,), cos, sin = inputs(device, 1, 5, 4, 64)
+    none = Packed(torch.zeros(1, dtype=torch.int32, device=device), max_seqlen=0)
+    scales = [torch.zeros(0, n, device=device) for n in (4, 2, 2)]
+    q8, k8, v8 = jitrope.prepare_qkv(q, k, k, cos, sin, quantize=Quantize(*scales), positions=none)
+    assert not q8.float().any() | k8.float().any()
+    assert torch.equal(v8.float(), k.to(FP8).float())
+    got = jitrope.prepare_qkv(q, k, None, cos, sin, quantize=DynamicQuantize(per="head"), positions=none)
+    assert [x.scale.shape for x in got[:2]] == [(0, 4), (0, 2)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_units_of_packed_sequences(device: str) -> None:
+    """A sequence's global scale of NVFP4, and the scale of its keys in an fp8 cache."""
+    (q,), (k,), cos, sin = inputs(device, 1, 9, 4, 64)
+    cu_seqlens = torch.tensor([0, 3, 9], dtype=torch.int32, device=device)
+    units = [torch.linspace(0.001, 0.02, 2 * n, device=device).view(2, n) for n in (4, 2)]
+    cache, alone = (torch.zeros(9, 2, 64, device=device).to(FP8) for _ in range(2))
+    slots = torch.arange(9, device=device)
+
+    def call(rows: slice, units: Any, cache: Tensor, **words: Any) -> list[Tensor]:
+        form: dict[str, Any] = {"group": 16, "scale_dtype": FP8, "q_global_scale": units[0], "k_global_scale": units[1]}
+        got = jitrope.prepare_qkv(q[rows], k[rows], None, cos, sin, quantize=DynamicQuantize(FP4, **form), **words)
+        stored = KVCache(cache, None, slots[rows], k_scale=units[1])
+        jitrope.prepare_qkv(q[rows], k[rows], None, cos, sin, cache=stored, **words)
+        return [x.view(torch.uint8) for scaled in got[:2] for x in scaled]
+
+    got = call(slice(9), units, cache, positions=Packed(cu_seqlens))
+    for sequence, rows in enumerate((slice(0, 3), slice(3, 9))):
+        want = call(rows, [x[sequence] for x in units], alone, layout="thd")
+        assert all(torch.equal(x[rows], y) for x, y in zip(got, want))
+    assert torch.equal(cache.view(torch.uint8), alone.view(torch.uint8))
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -163,15 +230,16 @@ def test_results_in_other_tensors(how: str, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_nan_zeros_and_no_tokens(device: str) -> None:
-    """A NaN anywhere makes its head's scale NaN; zeros have the smallest scale; a row without tokens has none."""
+    """A NaN anywhere makes its head's scale NaN; zeros, and a row without tokens, have the smallest scale."""
     q, k, _, _ = inputs(device, 2, 9, 3, 64)
     q[0, 4, 1, 7], k[0] = float("nan"), 0
     a, b, _ = jitrope.prepare_qkv(q, k, None, quantize=DynamicQuantize(per="head"))
     assert a.scale.isnan().tolist() == [[False, True, False], [False, False, False]]
-    assert torch.equal(b.scale[0], torch.full((2,), 1e-12, device=device) * (1 / 448))
+    least = torch.full((2, 3), 1e-12, device=device) * (1 / 448)
+    assert torch.equal(b.scale[0], least[0, :2])
     none, _, _ = jitrope.prepare_qkv(q[:, :0], None, None, quantize=DynamicQuantize(per="head"))
     assert none.values.shape == (2, 0, 3, 64)
-    assert none.scale.tolist() == [[0, 0, 0]] * 2
+    assert torch.equal(none.scale, least)
 
 
 @pytest.mark.gpu
@@ -224,6 +292,9 @@ def test_refusals() -> None:
     refused("q requires a gradient, but this call has none", q.clone().requires_grad_(), k, None)
     refused("inplace does not go with dynamic scales", inplace=True)
     refused("across_heads does not go with dynamic scales", norm=Norm(across_heads=True))
+    sequences = Packed(torch.tensor([0, 2, 5]))
+    with pytest.raises(InvalidInput, match=r"one for each head, \(H=4\) or \(B=1, H\) or \(N=2, H\)"):
+        jitrope.prepare_qkv(q[0], k[0], None, cos, sin, positions=sequences, quantize=Quantize(torch.ones(3, 4), 1.0))
     assert repr(DynamicQuantize(per="head")).endswith("e4m3fn, per='head')")
 
 

@@ -149,11 +149,10 @@ def _check_bias(qkv: Tensor, bias: Tensor, options: Options, fail: Fail) -> None
 
 def check_fp8(name: str, tensors: Tensors, options: Options) -> None:
     """The rule of fp8 outputs."""
-    fail, q = failing(name), tensors["q"]
+    fail = failing(name)
     refuse_gradients(fail, tensors, "q", "k", *(("v",) if "v_scale" in tensors else ()))
     for own in "qkv":
-        scale, x = tensors.get(f"{own}_scale"), tensors.get(own, q)
-        fit.check_scale(f"{own}_scale", scale, x, own in tensors, options, fail, needed=own != "v")
+        fit.check_scale(f"{own}_scale", tensors, own, own in tensors, options, fail, needed=own != "v")
 
 
 def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
@@ -188,12 +187,12 @@ def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     if options.inplace and "q_scale" in tensors:
         fail("q is returned as fp8, which cannot be in place; leave inplace=True out")
     own = "q_global_scale" if options.scale_out == "fp8" else "q_scale"
-    fit.check_scale(own, tensors.get("q_scale"), q, "q_scale" in tensors, options, fail)
+    fit.check_scale(own, tensors, "q", "q_scale" in tensors, options, fail)
     blocks = tensors.get(BLOCK_SCALES[0])
-    for label, x in kv.items():
-        scale = tensors.get(f"{label}_scale")
-        scaled = tensors["k_cache"].dtype in FP8S if blocks is None else scale is not None and blocks.dtype == FP8
-        fit.check_scale(f"{label}_scale", scale, x, scaled, options, fail)
+    for label in kv:
+        given = f"{label}_scale" in tensors
+        scaled = tensors["k_cache"].dtype in FP8S if blocks is None else given and blocks.dtype == FP8
+        fit.check_scale(f"{label}_scale", tensors, label, scaled, options, fail)
 
 
 def check_scaled(name: str, tensors: Tensors, options: Options) -> None:
@@ -201,8 +200,7 @@ def check_scaled(name: str, tensors: Tensors, options: Options) -> None:
     fail = failing(name)
     _refuse_sums(tensors, options, "dynamic scales", fail)
     for own in [own for own in "qkv" if f"{own}_scale" in tensors]:
-        x = tensors.get(own, tensors["q"])
-        fit.check_scale(f"{own}_global_scale", tensors[f"{own}_scale"], x, own in tensors, options, fail)
+        fit.check_scale(f"{own}_global_scale", tensors, own, own in tensors, options, fail)
     refuse_gradients(fail, tensors, "q", "k")
     if options.dynamic_v:
         refuse_gradients(fail, tensors, "v", use="leave v=True of quantize out")

@@ -104,22 +104,29 @@ def require_apart(name: str, written: dict[str, Tensor], read: dict[str, Tensor]
 
 
 def check_scale(
-    label: str, scale: Tensor | None, x: Tensor, wanted: bool, options: Options, fail: Fail, needed: bool = True
+    label: str, tensors: Tensors, own: str, wanted: bool, options: Options, fail: Fail, needed: bool = True
 ) -> None:
-    """Refuse a wrong given scale for the heads of x. wanted: x may have one; needed: it must."""
+    """Refuse a wrong given scale of `own`, q, k or v. wanted: it may have one; needed: it must."""
+    scale, x, q = tensors.get(f"{own}_scale"), tensors.get(own), tensors["q"]
     if scale is None and wanted and needed:
         fail(f"{label} is missing; pass it, because fp8 is stored divided by it")
     if scale is None:
         return
-    if not wanted:
+    if not wanted or x is None:
         fail(f"{label} is given, but no output is divided by it; leave it out")
     if scale.requires_grad and torch.is_grad_enabled():
         fail(f"{label} requires a gradient, but this call has none; pass {label}.detach()")
     batch, _, heads, _ = sizes_of(x, options.layout)
-    fits = scale.numel() == 1 or tuple(scale.shape) in ((heads,), (batch, heads))
-    if scale.dtype != torch.float32 or not fits or scale.device != x.device:
+    rows = {"B": batch, **({"N": tensors["cu_seqlens"].shape[0] - 1} if "cu_seqlens" in tensors else {})}
+    allowed = [(heads,), *[(number, heads) for number in rows.values()]]
+    if (
+        scale.dtype != torch.float32
+        or not (scale.numel() == 1 or _is_one_of(scale, allowed))
+        or scale.device != q.device
+    ):
         had = f"{label} is {tuple(scale.shape)} {scale.dtype} on {scale.device}"
-        fail(f"{had}; it must be fp32 on q's device: one number, or one for each head, (H={heads}) or (B={batch}, H)")
+        of_rows = " or ".join([f"({letter}={number}, H)" for letter, number in rows.items()])
+        fail(f"{had}; it must be fp32 on q's device: one number, or one for each head, (H={heads}) or {of_rows}")
 
 
 def check_pairs(tensors: Tensors, options: Options, fail: Fail) -> None:

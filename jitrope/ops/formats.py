@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ..plan.options import LAYOUT_AXES, Options, transformed
-from ..plan.views import E8M0, FORMATS, SCALES, canonical
+from ..plan.views import E8M0, FORMATS, SCALES, Tensors, canonical
+from .rows import sequences_of
 
 TILE = (128, 4)
 """Tokens and groups of a tile of swizzled scales."""
@@ -34,22 +37,29 @@ def _two_in_a_byte(units: Tensor) -> Tensor:
     return (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
 
 
-def of_heads(scale: Tensor, o: Options) -> Tensor:
-    """A given scale, one number, (H) or (B, H), against the axes of heads in the layout."""
-    if scale.numel() == 1:
-        return scale.reshape(())
-    batch, _, head, _ = LAYOUT_AXES[o.layout]
-    shape = [1] * len(o.layout)
+def given_scale(name: str, y: Tensor, t: Tensors, o: Options) -> Tensor:
+    """The scale of the heads y of q, k or v against y's axes: one number, or those of (H), (B, H) or sequences, (N, H).
+
+    After the last sequence it is the scale of that one. Without a scale, and without sequences, it is 1.
+    """
+    scale = t.get(f"{name}_scale")
+    if scale is None or scale.numel() == 1:
+        return torch.ones((), dtype=torch.float32, device=y.device) if scale is None else scale.reshape(())
+    batch, token, head, _ = LAYOUT_AXES[o.layout]
+    shape, rows = [1] * len(o.layout), batch
+    if scale.dim() > 1 and "cu_seqlens" in t:
+        rows, sequences = token, sequences_of(y.shape[token], t, o)[0]
+        scale = scale[sequences] if len(scale) > 1 else scale if len(scale) else scale.new_ones((1, scale.shape[1]))
     shape[head] = scale.shape[-1]
-    if batch is not None and scale.dim() > 1:
-        shape[batch] = len(scale)
+    if rows is not None and scale.dim() > 1:
+        shape[rows] = len(scale)
     return scale.reshape(shape)
 
 
-def scaled_elements(y: Tensor, o: Options, global_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def scaled_elements(y: Tensor, o: Options, unit: Tensor) -> tuple[Tensor, Tensor]:
     """y in a format, and the scale of each head or group: its largest element over the format's largest number.
 
-    global_scale: the unit of scales in "fp8"; None: 1.
+    unit: that of scales in "fp8", against y's axes.
     """
     rows = y.unflatten(-1, (-1, o.group or y.shape[-1]))
     scale = _unit(rows.abs().amax(-1), o)
@@ -59,8 +69,6 @@ def scaled_elements(y: Tensor, o: Options, global_scale: Tensor | None = None) -
         scale = value_of_powers(exponents)
         stored = exponents.view(E8M0) if o.scale_out == "e8m0" else scale
     elif o.scale_out == "fp8":
-        one = torch.ones((), dtype=torch.float32, device=y.device)
-        unit = one if global_scale is None else of_heads(global_scale, o)
         none = unit == 0  # as of a tensor of zeros
         stored = divided(scale.masked_fill(none, 0), unit.masked_fill(none, 1), "fp8")
         scale = stored.float() * unit
@@ -69,10 +77,20 @@ def scaled_elements(y: Tensor, o: Options, global_scale: Tensor | None = None) -
     return values, stored if o.group else stored[..., 0]
 
 
-def row_scales(y: Tensor, o: Options) -> Tensor:
-    """The scales of the heads of each batch row of y, (B, H); zeros without tokens."""
-    view = canonical(y, o.layout)
-    return _unit(view.abs().amax((1, 3)), o) if view.shape[1] else view.sum((1, 3))
+def row_scales(y: Tensor, t: Tensors, o: Options) -> Tensor:
+    """The scales of the heads of each batch row of y, (B, H), or of each sequence, (N, H); the least without tokens."""
+    largest = canonical(y, o.layout).abs()
+    if "cu_seqlens" in t:
+        sequence, spare = sequences_of(len(y), t, o)
+        of_rows, kept = largest.new_zeros((len(t["cu_seqlens"]) - 1, y.shape[1])), largest[0].amax(-1)[~spare]
+        return _unit(of_rows.scatter_reduce(0, sequence[~spare, None].expand_as(kept), kept, "amax"), o)
+    return _unit(largest.amax((1, 3)) if largest.shape[1] else largest.sum((1, 3)), o)
+
+
+def least_scales(shape: Sequence[int], like: Tensor, o: Options) -> Tensor:
+    """The scales of heads of zeros, in fp32."""
+    number = torch.tensor(1e-12, dtype=torch.float32) * (1 / FORMATS[o.out_dtype].largest)
+    return like.new_full(shape, number.item(), dtype=torch.float32)
 
 
 def _unit(largest: Tensor, o: Options) -> Tensor:

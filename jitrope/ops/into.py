@@ -16,7 +16,7 @@ from ..plan.problem import Views
 from ..plan.views import FORMATS, Tensors, by_rank, converts_v, joined, per_head, sums_heads
 from . import checks, reference
 from .fit import check_axes, check_ranks, failing, require_apart
-from .formats import divided, empty_scale, of_heads, scaled_elements, stored_scale
+from .formats import divided, empty_scale, given_scale, scaled_elements, stored_scale
 from .operation import Call, Operation, rotated_back
 from .words import parts
 
@@ -196,10 +196,10 @@ def stored_v(tensors: Tensors, options: Options) -> tuple[Tensors, Options]:
         v = v.to(tensors["v"].dtype) if options.rounding == "dtype" else v
         options = changed(options, norm=norm._replace(v_norm=False))
     if options.dynamic_v:
-        v, scale = scaled_elements(v.float(), options, tensors.get("v_scale"))
+        v, scale = scaled_elements(v.float(), options, given_scale("v", v, tensors, options))
         return {"v": v, "v_scale": stored_scale(scale, options)}, options
     if "v_scale" in tensors:
-        v = divided(v, of_heads(tensors["v_scale"], options), options.out_dtype)
+        v = divided(v, given_scale("v", v, tensors, options), options.out_dtype)
     return {"v": v}, options
 
 

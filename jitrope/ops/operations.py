@@ -11,7 +11,7 @@ from ..plan.problem import Views
 from ..plan.views import BLOCK_SCALES, FORMATS, MEANS, Tensors, cache_view, head_view, joined
 from . import checks, operation, reference
 from .fit import sizes_of
-from .formats import empty_elements, empty_scale
+from .formats import empty_elements, empty_scale, least_scales
 from .into import ByRank, Into, ScaledInto, joins_k, refuse_other_v
 from .joint import QK_NORM_ROPE_JOINT
 from .kv_cache import check_one_format
@@ -146,8 +146,9 @@ class _QKNormRopeScales(_QKNormRopeScaled):
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         given = [(name, tensors[name]) for name in "qkv" if name in tensors]
-        sizes = {name: sizes_of(x, options.layout) for name, x in given}
-        return {f"{name}_scale": x.new_zeros(sizes[name][:3:2], dtype=torch.float32) for name, x in given}
+        rows = {} if "cu_seqlens" not in tensors else {0: tensors["cu_seqlens"].shape[0] - 1}
+        sizes = {name: {**dict(enumerate(sizes_of(x, options.layout))), **rows} for name, x in given}
+        return {f"{name}_scale": least_scales((sizes[name][0], sizes[name][2]), x, options) for name, x in given}
 
 
 class _QKNormRopeKVCache(Normed, _RopeKVCache):

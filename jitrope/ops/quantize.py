@@ -43,7 +43,8 @@ class Quantize(Conversion):
         q_scale, k_scale: the value of one unit of the output: y / scale is stored, clamped to the largest number of the
             dtype in size, and rounded once from fp32 (y times the reciprocal of the scale). Numbers, or fp32 tensors on
             q's device, which the host does not read: of one element, of one for each head, (H), or for each head of a
-            batch row, (B, H). A cache has its own k_scale.
+            batch row, (B, H), with `Packed` also of a sequence, (N, H): v after the last sequence has that one's. A
+            cache has its own k_scale.
         v_scale: return v in fp8 too, in the same launch. v must be like k, in shape and dtype, and the heads must share
             the tables. Refused with a cache, which has its own, and with across_heads without mean_squares.
         dtype: torch.float8_e4m3fn, at most 448, or torch.float8_e5m2, at most 57344. A cache has its own dtype.
@@ -84,9 +85,9 @@ class Scaled(NamedTuple):
 
     With groups the scale is (B, S, H, D / group), and y is values times `scale.repeat_interleave(group, -1)`; swizzled
     it is (B, H, S, D / group), padded and in another order (`DynamicQuantize`). With per="head" it is (B, H), and y is
-    values times `scale[:, None, :, None]`. With per="kv_head" q's scale is (B, Hk); repeat it for the heads of q:
-    `scale.repeat_interleave(Hq // Hk, 1)`. In fp4 the values are (B, S, H, D / 2), two in a byte, the first in the low
-    bits. With a global scale y is also multiplied by that.
+    values times `scale[:, None, :, None]`; with `Packed` it is (N, H), a row for each sequence. With per="kv_head" q's
+    scale is (B, Hk); repeat it for the heads of q: `scale.repeat_interleave(Hq // Hk, 1)`. In fp4 the values are
+    (B, S, H, D / 2), two in a byte, the first in the low bits. With a global scale y is also multiplied by that.
 
     >>> q = torch.randn(1, 16, 8, 64)
     >>> scaled, _, _ = jitrope.prepare_qkv(q, None, None, quantize=jitrope.DynamicQuantize(torch.int8))
@@ -132,11 +133,11 @@ class DynamicQuantize(Conversion):
             scales in fp32 give it to `KVCache` too.
         hadamard: as in `Quantize`. Groups are of the transformed elements.
         per: the elements that share a scale. "token": those of a head in one token. "head": those of a head in all
-            tokens of a batch row; the scales are (B, H) in fp32, with "thd" (1, H), of all sequences. "kv_head": the
-            same, but the heads of q that share a head of k have one scale; all scales are (B, Hk), as FlashAttention-3
-            reads q_descale, k_descale and with v=True v_descale, and k must be given. "head" and "kv_head" take two
-            launches; the first only computes the scales. They cannot be combined with fp4, group, scale_dtype, swizzled
-            and a cache. With `Ulysses` the scales are of all heads.
+            tokens of a batch row, or with `Packed` of a sequence; the scales are (B, H), or (N, H), in fp32.
+            "kv_head": the same, but the heads of q that share a head of k have one scale; all scales are (B, Hk), or
+            (N, Hk), as FlashAttention-3 reads q_descale, k_descale and with v=True v_descale, and k must be given.
+            "head" and "kv_head" take two launches; the first only computes the scales. They cannot be combined with
+            fp4, group, scale_dtype, swizzled and a cache. With `Ulysses` the scales are of all heads.
         swizzled: the scales are in the order in which cuBLAS, TensorRT-LLM and FlashInfer read block scales (NVIDIA's
             documentation of cuBLAS, "1D Block Scaling Factors Layout"). Those of a head in a batch row are tiles of
             128 tokens by 4 groups: (B, H, S, D / group) in every layout, contiguous, with S padded to a multiple of

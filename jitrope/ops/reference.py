@@ -17,7 +17,7 @@ from ..plan import views
 from ..plan.options import NormOptions, Options, changed, norm_of, rotated
 from ..plan.problem import DTYPE_NAMES
 from ..plan.views import FP8S, Tensors, canonical, joined, table_pair, table_view
-from .formats import divided, empty_elements, of_heads, row_scales, scaled_elements, stored_scale, with_hadamard
+from .formats import divided, empty_elements, given_scale, row_scales, scaled_elements, stored_scale, with_hadamard
 from .pages import indexed, put, slots_of, store_in_pages
 from .rows import POSITIONS, gathered, table_rows
 
@@ -332,20 +332,20 @@ def scaled(t: Tensors, o: Options) -> Tensors:
     """q and k divided by the scale of each head or group, whose largest element becomes the dtype's largest number."""
     out: Tensors = {}
     for name, y in in_fp32(t, o).items():
-        values, scale = scaled_elements(y, o, t.get(f"{name}_scale"))
+        values, scale = scaled_elements(y, o, given_scale(name, y, t, o))
         out[name], out[f"{name}_scale"] = empty_elements(t[name], o.out_dtype).copy_(values), stored_scale(scale, o)
     return out
 
 
 def scales_of_rows(t: Tensors, o: Options) -> Tensors:
-    """The scale of each head of q, k and v in a batch row, as `scaled` computes that of a head."""
+    """The scale of each head of q, k and v in a batch row or a sequence, as `scaled` computes that of a head."""
     made = {**({"v": t["v"].float()} if "v" in t else {}), **in_fp32(t, o)}
-    return {f"{name}_scale": row_scales(_cleared(y.clone(), t, o), o) for name, y in made.items()}
+    return {f"{name}_scale": row_scales(y, t, o) for name, y in made.items()}
 
 
 def rope_fp8(t: Tensors, o: Options) -> Tensors:
     """Normalise q and k if asked, rotate them and divide them by their scales."""
-    return {name: divided(y, of_heads(t[f"{name}_scale"], o), o.out_dtype) for name, y in in_fp32(t, o).items()}
+    return {name: divided(y, given_scale(name, y, t, o), o.out_dtype) for name, y in in_fp32(t, o).items()}
 
 
 def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
@@ -368,13 +368,13 @@ def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
         made = {f"{name}_cache": x}
         if f"{name}_block_scale" in t:
             form = changed(o, **views.block_format(t, x.shape[-1], o)._asdict())
-            pair = scaled_elements(unrounded.float(), form, t.get(f"{name}_scale"))
+            pair = scaled_elements(unrounded.float(), form, given_scale(name, x, t, o))
             made = dict(zip((f"{name}_cache", f"{name}_block_scale"), pair))
         elif cache.dtype in FP8S:
-            made = {f"{name}_cache": divided(unrounded, of_heads(t[f"{name}_scale"], o), DTYPE_NAMES[cache.dtype])}
+            made = {f"{name}_cache": divided(unrounded, given_scale(name, x, t, o), DTYPE_NAMES[cache.dtype])}
         for label, y in made.items():
             put(t[label], page, row, canonical(indexed(y), o.layout).flatten(0, 1)[kept])
-    return {**out, "q": divided(exact["q"], of_heads(t["q_scale"], o), o.out_dtype)} if "q_scale" in t else out
+    return {**out, "q": divided(exact["q"], given_scale("q", exact["q"], t, o), o.out_dtype)} if "q_scale" in t else out
 
 
 def kv_cache_scaled(t: Tensors, o: Options) -> Tensors:

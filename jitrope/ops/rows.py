@@ -34,11 +34,9 @@ def _counted_rows(index: Tensor, t: Tensors, o: Options) -> tuple[Tensor, Tensor
         return (rows if starts is None else rows + starts[:, None]), None
     ends = t["cu_seqlens"].long()
     offsets = partition.local_rows(ends, o.cp_rank, o.cp_size, RULE)
-    sequence = torch.searchsorted(offsets[1:].contiguous(), index, right=True)
-    spare = sequence == offsets.shape[0] - 1
+    sequence, spare = _sequences(index, offsets)
     if offsets.shape[0] == 1:
         return index[None], spare
-    sequence = sequence.clamp(max=offsets.shape[0] - 2)
     first = ends[sequence]
     rows = local_positions(index - offsets[sequence], first, ends[sequence + 1], o)
     if starts is not None:
@@ -46,6 +44,17 @@ def _counted_rows(index: Tensor, t: Tensors, o: Options) -> tuple[Tensor, Tensor
     if o.packed_table:
         rows = rows + first
     return rows[None], spare
+
+
+def sequences_of(tokens: int, t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
+    """(the sequence of each of a packed batch's tokens; a mask of those after the last sequence, which have that)."""
+    ends = t["cu_seqlens"].long()
+    return _sequences(torch.arange(tokens, device=ends.device), partition.local_rows(ends, o.cp_rank, o.cp_size, RULE))
+
+
+def _sequences(index: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    sequence = torch.searchsorted(offsets[1:].contiguous(), index, right=True)
+    return sequence.clamp(max=offsets.shape[0] - 2), sequence == offsets.shape[0] - 1
 
 
 def local_positions(index: Tensor, first: Tensor | int, end: Tensor | int, o: Options) -> Tensor:

@@ -351,7 +351,7 @@ class RopeSpec(Compiled, Spec):
 
 INDICES = ("cu_seqlens", "start_positions", "position_ids", "slot_mapping", "page_table")
 _OF_NORM = tuple([name for name, value in NormOptions._field_defaults.items() if value is False])
-_DYNAMIC = ("dynamic", "dynamic_q", "swizzled", "block_cache", "per_row", "latent_norm")
+_DYNAMIC = ("dynamic", "dynamic_q", "swizzled", "block_cache", "latent_norm")
 _NORM_FLAGS = (*_DYNAMIC, "biased", "two_streams", "two_tables", *_OF_NORM)
 _NORM_SIZES = ("norm_q", "norm_k", "given_means", "group", "weight_vec", "heads_per_thread", "blocks_per_sm", "ring")
 _WORDS = {
