@@ -37,7 +37,10 @@ STAGES: dict[str, tuple[str, ...]] = {
     "part": ("whole", "last", "middle"),
     "more": ("none", "number", "tokens", "unrotated", "inverse"),  # number, tokens: q_scale
     "transform": ("none", "head", "rotary", "rest"),
-    "convert": ("none", "e4m3", "e5m2", "heads", "int8", "groups", "mxfp8", "mxfp4", "nvfp4", "tiles", "ue8m0"),
+    "convert": (
+        *("none", "e4m3", "e5m2", "heads", "int8", "rows"),  # without groups
+        *("groups", "mxfp8", "mxfp4", "nvfp4", "tiles", "ue8m0"),
+    ),
     "out": ("fresh", "inplace", "given", "ulysses", "slots", "pages", "fp8_slots", "fp8_pages", "own"),
     "layout": ("bshd", "sbhd", "bhsd", "thd"),
     "dtype": ("bf16", "fp16", "fp32"),
@@ -46,7 +49,7 @@ STAGES: dict[str, tuple[str, ...]] = {
 # own: a cache by slots, k itself too, and without a conversion q in place
 PLAIN = {stage: values[0] for stage, values in STAGES.items()}
 NORMS, CONVERTED, TRANSFORMED = STAGES["norm"][1:], STAGES["convert"][1:], STAGES["transform"][1:]
-ANY_SIZE = (*CONVERTED[:4], "nvfp4")  # without groups of 32
+ANY_SIZE = (*CONVERTED[:5], "nvfp4")  # without groups of 32
 DYNAMIC, CACHES, INTO = STAGES["convert"][3:], STAGES["out"][4:], STAGES["pairs"][3:]
 KEPT = {"into_halves": "interleaved", "into_pairs": "halves"}
 UNSAID: dict[str, Any] = {"transform": TRANSFORMED, "convert": "none"}  # a transform is a word of a conversion
@@ -58,6 +61,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"norm": "across", "convert": DYNAMIC}, "across_heads does not go with dynamic scales"),
     ({"norm": "across", "transform": ("head", "rotary"), "convert": ("e4m3", "e5m2")}, ACROSS_HADAMARD),
     ({"norm": "across", "transform": "rest", "convert": ("e4m3", "e5m2"), "part": "last"}, ACROSS_HADAMARD),
+    ({"convert": "rows", "out": CACHES}, "per='head' does not go with a cache"),
     ({"norm": NORMS, "more": "inverse"}, "inverse does not go with"),
     ({"out": CACHES, "more": "inverse"}, "inverse does not go with"),
     ({"pairs": INTO, "out": ("inplace", "own")}, "interleaved_out does not go with inplace"),
@@ -70,9 +74,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rotate": ("ids", "mrope"), "more": "unrotated"}, "does not go with unrotated"),
     ({"transform": "head", "size": "80", "convert": ANY_SIZE}, "a power of two of elements up to 256; q has D=80"),
     ({"transform": "rotary", "size": "80", "part": "whole", "convert": ANY_SIZE}, "the rotary has 80"),
-    ({"transform": "rotary", "size": "80", "rotate": "none", "convert": ANY_SIZE}, "the rotary has 80"),
     ({"transform": "rest", "part": "whole", "convert": CONVERTED}, "the rest has 0"),
-    ({"transform": "rest", "rotate": "none", "convert": CONVERTED}, "the rest has 0"),
     ({"transform": "rest", "part": "middle", "convert": CONVERTED}, "needs the rest in one piece"),
     ({"size": "80", "convert": ("groups", "mxfp8", "mxfp4", "tiles", "ue8m0")}, "group is 32; it must divide D=80"),
     (
@@ -183,6 +185,7 @@ CONVERSIONS: dict[str, dict[str, Any]] = {
     "e5m2": {"dtype": E5M2},
     "heads": {"dtype": E4M3},
     "int8": {"dtype": torch.int8},
+    "rows": {"dtype": E4M3, "per": "head"},
     "groups": {"dtype": E5M2, "group": 32},
     "mxfp8": {"dtype": E4M3, "group": 32, "scale_dtype": E8M0},
     "mxfp4": {"dtype": FP4, "group": 32, "scale_dtype": E8M0},
@@ -299,7 +302,7 @@ class Made:
         if letter == "q" and self.factor is not None:
             factor = oracle.exact(self.factor)
             x = x * (factor[..., None, None] if factor.dim() else factor)
-        first, rotary = (0, self.size) if self.case["rotate"] == "none" else rotated_part(self.case)
+        first, rotary = rotated_part(self.case)
         parts = {"head": (0, self.size), "rotary": (first, first + rotary), "rest": (0, first)}
         begin, end = parts.get(self.case["transform"], (0, 0))
         turned = x[..., begin:end] @ oracle.hadamard_matrix(end - begin).to(x) if end else x[..., :0]
@@ -351,6 +354,20 @@ def near_scaled(got: Scaled, want: Tensor, layout: str, form: dict[str, Any]) ->
     near_units(values, want / scale.repeat_interleave(want.shape[-1] // scale.shape[-1], -1))
 
 
+def near_rows(got: Scaled, want: Tensor, m: Made) -> None:
+    """A head has one scale in a batch row, or in a packed sequence."""
+    values, scale, want = oracle.heads(got.values, m.layout).cpu(), got.scale.cpu(), want.cpu()
+    spans = [*itertools.pairwise(m.ends)] if m.case["rotate"] == "packed" else [(0, m.tokens)] * m.batch
+    assert len(scale) == len(spans)
+    for n, (first, end) in enumerate(spans):
+        row = n if m.case["rotate"] != "packed" else 0
+        y, own = want[row, first:end], scale[n].double()
+        largest = y.abs().amax((0, 2)) if len(y) else torch.zeros_like(own)
+        torch.testing.assert_close(own, largest.clamp(min=1e-12) / LARGEST[values.dtype], rtol=1e-5, atol=0)
+        if len(y):
+            near_units(values[row, first:end], y / own[:, None])
+
+
 def joined(x: Tensor, case: Case, axis: int | None = None) -> Tensor:
     """Heads of all ranks, one after the other, if they are apart. axis: of the heads, if it is not the layout's."""
     if case["out"] != "ulysses":
@@ -366,6 +383,8 @@ def check_heads(m: Made, got: Any, letter: str) -> None:
     if form is None or (letter == "v" and not converts_v(case)):
         assert got.dtype == m.dtype
         near(oracle.heads(joined(got, case), m.layout), want)
+    elif "per" in form:
+        near_rows(Scaled(joined(got.values, case), got.scale), want, m)
     elif isinstance(got, Scaled):
         scale = joined(got.scale, case, 1 if form.get("swizzled") else None)
         near_scaled(Scaled(joined(got.values, case), scale), want, m.layout, form)
@@ -615,7 +634,7 @@ def test_a_refusal_is_by_name_and_writes_nothing(case: Case, text: str, device: 
 
 def test_every_pair_is_in_a_call_or_refused() -> None:
     """Few calls hold every pair; a pair without a call is that of a rule, or a transform, which needs a conversion."""
-    assert len(CASES) + len(WITH_GRADIENT) <= 195
+    assert len(CASES) + len(WITH_GRADIENT) <= 205
     assert not any(is_refused(case) for case in (*CASES, *WITH_GRADIENT))
     covered = {pair for case in CASES for pair in pairs_of(case)}
     for a, b in itertools.combinations(STAGES, 2):
