@@ -360,5 +360,7 @@ def test_first_tokens_are_not_rotated(first: int, table: str, launch: str, devic
 
 def test_first_tokens_beside_another_pairing_are_refused() -> None:
     words = {"interleaved": True, "interleaved_out": False, "unrotated": 1}
+    with pytest.raises(jitrope.InvalidInput, match="interleaved_out does not go without a table; pass a table"):
+        jitrope.prepare_mla_qkv(Q, KV, K_PE, interleaved=True, interleaved_out=False)
     with pytest.raises(jitrope.InvalidInput, match="interleaved_out does not go with unrotated"):
         jitrope.prepare_mla_qkv(Q, KV, K_PE, TABLE[0], TABLE[0], **words)

@@ -223,7 +223,7 @@ def check_whole_head(name: str, tensors: Tensors, options: Options) -> None:
     """The rule of a stage that needs all elements of a head."""
     fail, dim, (first, last) = failing(name), tensors["q"].shape[-1], rotated(options)
     if options.inverse and norm_of(options).kind != "no_norm":
-        fail("inverse does not go with norm")
+        fail("inverse does not go with norm; rotate back in a call without a norm")
     if options.group and dim % options.group:
         fail(f"group is {options.group}; it must divide D={dim}")
     if options.out_dtype == "fp4" or PER_ITEM.get(tensors.get("k_cache", tensors["q"]).dtype, 1) > 1:
@@ -234,7 +234,7 @@ def check_whole_head(name: str, tensors: Tensors, options: Options) -> None:
     size = end - begin
     if options.hadamard and (size < 1 or size > MAX_HADAMARD or size & (size - 1)):
         part = "q has D=" if options.hadamard == "head" else f"the {options.hadamard} has "
-        fail(f"hadamard goes with a power of two of elements up to {MAX_HADAMARD}; {part}{size}")
+        fail(f"hadamard goes with a power of two of elements up to {MAX_HADAMARD}; {part}{size}, so leave it out")
     if options.hadamard:
         _refuse_sums(tensors, options, "hadamard", fail)
 
@@ -248,14 +248,14 @@ def check_norm(name: str, tensors: Tensors, options: Options) -> None:
     if norm.v_norm and "k_cache" in tensors and "v" not in tensors:
         fail("the norm has v_norm, but v is not given")
     if norm.of == "v" and "v_cache" not in tensors:
-        fail("the norm has of='v', which goes with a cache of v")
+        fail("the norm has of='v', which goes with a cache of v; without one pass v as q to a call of its own")
     weights = {label: tensors[label] for label in WEIGHTS if label in tensors}
     for label, weight in weights.items():
         owner, _, kind = label.partition("_")
         if owner not in tensors:
             fail(f"{label} is given, but {owner} is not")
         if kind == "bias" and norm.kind != "layer_norm":
-            fail(f"{label} goes with kind='layer_norm'")
+            fail(f"{label} goes with kind='layer_norm'; pass it, or leave {label} out")
         x = tensors[owner]
         _, _, heads, size = fit.sizes_of(x, options.layout)
         size, letters = (heads * size, "H D") if norm.across_heads or owner == "v" else (size, "D")

@@ -72,7 +72,7 @@ def check_heads(q: Tensor, k: Tensor | None, options: Options, fail: Fail, first
     if batch * seqlen > MAX_TOKENS:
         fail(f"{first} has {batch * seqlen} tokens; at most {MAX_TOKENS} are possible")
     if head_dim > MAX_HEAD_DIM:
-        fail(f"{first} has D={head_dim}; at most {MAX_HEAD_DIM} is possible")
+        fail(f"{first} has D={head_dim}; at most {MAX_HEAD_DIM} is possible; pass a view of the rotated elements")
     begin, end = rotated(options)
     if begin < 0:
         fail(f"rotary_offset is {begin}; it cannot be negative")
@@ -168,7 +168,7 @@ def check_lengths(tensors: Tensors, options: Options, fail: Fail) -> None:
         rows, of = batch, "batch rows"
     else:
         if options.layout != "thd":
-            fail(f"cu_seqlens goes with layout 'thd', not {options.layout!r}")
+            fail(f"cu_seqlens goes with layout 'thd', not {options.layout!r}; leave layout out")
         if options.max_seqlen < 0:
             fail(f"max_seqlen is {options.max_seqlen}; it cannot be negative")
         if cu_seqlens.shape[0] < 1:
@@ -294,7 +294,8 @@ def check_tables(tensors: Tensors, options: Options, fail: Fail) -> None:
     if kind != "freqs" and options.mscale != 1:
         fail("mscale goes with freqs; multiply cos and sin by it instead")
     if options.interleaved != options.interleaved_out and width == rotary:
-        fail(f"interleaved_out goes with half-width tables, {rotary // 2} wide")
+        own = "[..., ::2]" if options.interleaved else f"[..., :{rotary // 2}]"
+        fail(f"interleaved_out goes with half-width tables, {rotary // 2} wide; pass {label_of_table(options)}{own}")
     _check_rows(tensors, cos, options, fail)
 
 

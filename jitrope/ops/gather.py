@@ -158,7 +158,7 @@ def call_into(
     """The results of a call with the word `out`: `Ulysses`, or tensors; see `given_out`."""
     if isinstance(words["out"], Ulysses):
         if not hasattr(op, "by_rank"):
-            raise InvalidInput(f"{op.function}: Ulysses does not go with {op.stage}")
+            raise InvalidInput(f"{op.function}: Ulysses does not go with {op.stage}; leave out= out")
         words.update(words.pop("out").words)
         if heads.get("v") is not None:
             tensors["v"] = heads["v"]

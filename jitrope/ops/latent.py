@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..base.errors import InvalidInput
 from ..plan.options import LAYOUT_AXES, Options, changed
 from ..plan.views import TABLE_NAMES, Tensors
 from .checks import check, check_outs
@@ -63,6 +64,8 @@ class _Latent(Operation):
 
     def unrotated(self, name: str, tensors: Tensors, options: Options) -> tuple[Options, Tensors]:
         """A rotation by angles of zero: the sum over k's heads is made where it is rotated."""
+        if options.interleaved != options.interleaved_out:
+            raise InvalidInput(f"{name}: interleaved_out does not go without a table; pass a table")
         return options, self.with_one_row(name, tensors, options)
 
     def unrotated_rows(self, tensors: Tensors, options: Options) -> int:

@@ -192,7 +192,9 @@ class DynamicQuantize(Conversion):
             refuse("DynamicQuantize", "v_global_scale", v_global_scale, "None without v=True")
         for label in ("group", "scale_out", "swizzled"):
             if self.per != "token" and label in self.words:
-                raise InvalidInput(f"DynamicQuantize: {_label(label, self.words)} does not go with per={self.per!r}")
+                raise InvalidInput(
+                    f"DynamicQuantize: {_label(label, self.words)} does not go with per={self.per!r}; leave one out"
+                )
         if self.per != "token" and self.words["out_dtype"] == "fp4":
             raise InvalidInput(f"DynamicQuantize: fp4 does not go with per={self.per!r}; leave per out")
         if swizzled and ("group" not in self.words or self.words.get("scale_out", _POWERS) == _POWERS):
@@ -227,7 +229,7 @@ def _scale_words(form: str, scale_dtype: Any, scale_fmt: Any) -> dict[str, Any]:
         if not isinstance(scale_fmt, str) or scale_fmt not in SCALE_FMTS[1:]:
             refuse("DynamicQuantize", "scale_fmt", scale_fmt, f"{SCALE_FMTS[1]!r} or None")
         if scale_dtype == FP8:
-            raise InvalidInput(f"DynamicQuantize: scale_fmt does not go with scale_dtype={FP8}")
+            raise InvalidInput(f"DynamicQuantize: scale_fmt does not go with scale_dtype={FP8}; leave one out")
     if scale_dtype == torch.float32:
         return {} if scale_fmt is None else {"scale_out": _POWERS}
     return {"scale_out": "e8m0" if scale_dtype == E8M0 else "fp8"}

@@ -256,7 +256,7 @@ class Norm(Value):
         of = word("Norm", "of", of, NORM_OF)
         for name in self.tensors:
             if name[0] not in of:
-                raise InvalidInput(f"Norm: {name} does not go with of={of!r}")
+                raise InvalidInput(f"Norm: {name} does not go with of={of!r}; leave it out")
         given = {
             "across_heads": across_heads,
             "zero_centered": zero_centered,
@@ -265,9 +265,9 @@ class Norm(Value):
         }
         flags = {name: flag("Norm", name, value) for name, value in given.items()}
         for name in [name for name in ("across_heads", "after_rope", "v_norm") if of == "v" and flags[name]]:
-            raise InvalidInput(f"Norm: {name} does not go with of='v'")
+            raise InvalidInput(f"Norm: {name} does not go with of='v'; leave it out")
         if of == "v" and kind == "layer_norm":
-            raise InvalidInput("Norm: kind='layer_norm' does not go with of='v'")
+            raise InvalidInput("Norm: kind='layer_norm' does not go with of='v'; leave it out")
         if mean_squares is not None:
             refused = {"across_heads=False": not flags["across_heads"], "v_norm": flags["v_norm"]}
             refused[f"of={of!r}"] = of != "qk"
@@ -290,7 +290,7 @@ def _means(given: Any, words: dict[str, bool]) -> Tensors:
     """The means of squares of q and k by name, without a missing one. words: those that are refused beside them."""
     for label, refused in words.items():
         if refused:
-            raise InvalidInput(f"Norm: mean_squares does not go with {label}")
+            raise InvalidInput(f"Norm: mean_squares does not go with {label}; leave one out")
     must = "those of q and k: two tensors, or a tensor and None"
     q, k = found if len(found := items("Norm", "mean_squares", given, must)) == 2 else (None, None)
     if not isinstance(q, Tensor) or not (k is None or isinstance(k, Tensor)):
