@@ -61,6 +61,47 @@ def pairs(interleaved: bool) -> dict[str, Call]:
     return found
 
 
+def normed_pairs(weights: Call, eps: float) -> dict[str, Call]:
+    """RMSNorm of each head, and rope of halves. weights: q's and k's, of a call's inputs."""
+    found: dict[str, Call] = {}
+    with suppress(ImportError):
+        from liger_kernel.transformers import liger_rotary_pos_emb
+        from liger_kernel.transformers.functional import liger_rms_norm
+
+        tables = Full()
+
+        def chain(x: Any) -> Any:
+            q, k = (liger_rms_norm(y, w, eps, in_place=False) for y, w in zip((x.q, x.k), weights(x)))
+            return _heads_first(*liger_rotary_pos_emb(*_heads_first(q, k), *tables(x.cos, x.sin)))
+
+        found["Liger"] = chain
+    return found
+
+
+def latent(packed: bool, cp_size: int = 1) -> dict[str, Call]:
+    """Latent attention; q is rotated in place. Inputs: q, k = kv and v = k_pe, (B, S, H, D), or packed (T, H, D)."""
+    found: dict[str, Call] = {}
+    with suppress(ImportError):
+        import triton  # noqa: F401  # without it Megatron-core can be imported, but not called
+        from megatron.core.fusions.fused_mla_yarn_rope_apply import (
+            fused_apply_mla_rope_for_kv,
+            fused_apply_mla_rope_for_q,
+        )
+
+        tables = Full()
+
+        def both(x: Any) -> Any:
+            cos, sin = (table[0, :, None, None] for table in tables(x.cos, x.sin))
+            q, kv, k_pe = (x.q, x.k, x.v) if packed else (y.transpose(0, 1) for y in (x.q, x.k, x.v))
+            rotary, own = k_pe.shape[-1], ((x.cu_seqlens, 0, cp_size) if packed else ())
+            n = q.shape[-1] - rotary
+            k, v = fused_apply_mla_rope_for_kv(kv, k_pe, cos, sin, rotary, n, kv.shape[-1] - n, *own)
+            return fused_apply_mla_rope_for_q(q, cos, sin, n, rotary, *own), k, v
+
+        found["Megatron-core"] = both
+    return found
+
+
 class Full:
     """Liger's own format of tables, (1, S, D), made in a table's first call, which is not timed."""
 

@@ -45,6 +45,7 @@ class Preset(NamedTuple):
     tolerance: tuple[float, float] = (2**-6, 2**-5)
     make: Callable[[Shape, int], Inputs] = chains.inputs
     backward: float = 1.5  # bytes of the backward over those of the forward
+    public: Callable[[], dict[str, Call]] = dict  # the kernels of others, as far as they are installed
 
 
 # ---- with jitrope ------------------------------------------------------------------------------------------
@@ -135,7 +136,7 @@ FP8_WORDS: Any = {"tolerance": (2**-3, 2**-4)}
 PRESETS = {
     "qwen3": Preset(
         (1, 4096, 32, 8, 128), ours(lambda x: Norm(*x.weights, rounding="once")), both(lambda y, w, b: rms(y, w)),
-        IN_AND_OUT, trained=("q", "k"),
+        IN_AND_OUT, trained=("q", "k"), public=partial(others.normed_pairs, lambda x: x.weights, 1e-6),
     ),
     "gemma4": Preset(
         (1, 4096, 16, 8, 256), ours(lambda x: Norm(*x.weights, v_norm=True, rounding="once")),
@@ -164,14 +165,16 @@ PRESETS = {
     "deepseek-indexer": Preset(
         (1, 4096, 64, 1, 128), to_indexer, chains.indexer, (3, 3, 0), rotary_dim=64, tolerance=(2**-2, 2.0),
     ),
-    "deepseek-mla": Preset(MLA, to_mla, chains.mla, (4, 6, 0), make=chains.latent, **MLA_WORDS),
+    "deepseek-mla": Preset(
+        MLA, to_mla, chains.mla, (4, 6, 0), make=chains.latent, public=partial(others.latent, False), **MLA_WORDS,
+    ),
     "deepseek-mla-thd": Preset(
         MLA, partial(to_mla, cp_size=1), partial(chains.mla, rows=partial(chains.positions, cp_size=1)), (4, 6, 0),
-        make=chains.latent_packed, **MLA_WORDS,
+        make=chains.latent_packed, public=partial(others.latent, True), **MLA_WORDS,
     ),
     "deepseek-mla-cp": Preset(
         MLA, partial(to_mla, cp_size=2), partial(chains.mla, rows=partial(chains.positions, cp_size=2)), (4, 6, 0),
-        make=partial(chains.latent_packed, cp_size=2), **MLA_WORDS,
+        make=partial(chains.latent_packed, cp_size=2), public=partial(others.latent, True, 2), **MLA_WORDS,
     ),
     "deepseek-mla-decode": Preset(
         (1, 64, 128, 1, 576), to_mla_decode, chains.mla_decode, (4 * ROTARY / 576, 4, 0), rotary_dim=ROTARY, hot=True,
@@ -205,7 +208,7 @@ def case(name: str, with_peers: bool = True, smoke: bool = False, training: bool
     moved = int(moved * (preset.backward if training else 1))
     made = partial(preset.make, shape, preset.rotary_dim or d)
     calls, plain = {"jitrope": preset.ours}, {"jitrope": preset.plain}
-    peers = others.with_compiled(preset.plain) if with_peers else {}
+    peers = {**preset.public(), **others.with_compiled(preset.plain)} if with_peers else {}
     return Case(made, calls, {COPY: moved}, peers, {}, preset.hot, plain, ("caches",), preset.tolerance)
 
 
@@ -239,6 +242,7 @@ def line(row: Row) -> str:
     return line_of(row, preset.shape, hot=preset.hot)
 
 
+PUBLIC = {"Liger": "Liger", "Megatron-core": "Megatron-core"}
 PLOTTED = "qwen3 gemma4 llama4 cogvideox qwen3-vl-prefill deepseek-indexer deepseek-mla qwen3.5 wan-ulysses flux-fp8"
 
 
@@ -257,7 +261,8 @@ SECTION = Section(
     """
     GPU time of all that some models do between the projection and attention, over COPY of the bytes that it must read
     and write. Each is one launch; a second one makes the key of DeepSeek's indexer, the scales of flux-fp8-heads, a
-    copy of Wan's v, and, backward, a copy of the gate of Qwen3.5. A decode step is hot.
+    copy of Wan's v, and, backward, a copy of the gate of Qwen3.5. A decode step is hot. Liger normalises in two
+    launches and rotates in a third. Megatron-core's kernels for latent attention are two, and rotate q in place.
     """,
     "jitrope bench presets",
     (
@@ -270,7 +275,10 @@ SECTION = Section(
                 for head, column in {
                     f"COPY, us{label}": of("us", by=COPY, **{"pass": name}),
                     f"jitrope{label}": of("x COPY", by="jitrope", **{"pass": name}),
-                    **{shown + label: of("x COPY", by=by, **{"pass": name}) for by, shown in PLAIN.items()},
+                    **{
+                        shown + label: of("x COPY", by=by, **{"pass": name})
+                        for by, shown in {**PUBLIC, **PLAIN}.items()
+                    },
                 }.items()
             },
         ),

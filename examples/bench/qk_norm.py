@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -139,24 +138,6 @@ def separate(kind: Kind, rope: Callable[..., Any] = plain_rope) -> Call:
     return chain
 
 
-def liger() -> dict[str, Call]:
-    """Liger's RMSNorm of each head and its rope (in place) of halves."""
-    found: dict[str, Call] = {}
-    with suppress(ImportError):
-        from liger_kernel.transformers import liger_rotary_pos_emb
-        from liger_kernel.transformers.functional import liger_rms_norm
-
-        tables = others.Full()
-
-        def chain(x: Inputs) -> Any:
-            parts = ((x.q, x.q_weight), (x.k, x.k_weight))
-            q, k = (liger_rms_norm(y, weight, EPS, in_place=False).transpose(1, 2) for y, weight in parts)
-            return tuple(y.transpose(1, 2) for y in liger_rotary_pos_emb(q, k, *tables(x.cos, x.sin)))
-
-        found["Liger"] = chain
-    return found
-
-
 def bytes_moved(kind: Kind) -> int:
     """Of q and k, read and written once; of v too where two streams become one."""
     b, s, hq, hk, d = kind.shape
@@ -179,7 +160,7 @@ def case(kind: Kind, with_peers: bool = True, training: bool = False) -> Case:
     calls["F.rms_norm + apply_rope" + inplace * " in place"] = separate(kind, partial(apply_rope, inplace=inplace))
     peers = others.with_compiled(separate(kind)) if with_peers else {}
     if with_peers and not (kind.interleaved or kind.across_heads or kind.text):
-        peers |= liger()
+        peers |= others.normed_pairs(lambda x: (x.q_weight, x.k_weight), EPS)
     moved = {COPY: bytes_moved(kind) * (3 if training else 2) // 2}
     if kind.per_head:  # here the tables are as large as q and k, and they are fp32
         moved["COPY, tables too"] = moved[COPY] + 2 * 4 * prod(kind.shape[:3]) * kind.shape[-1] // 2
