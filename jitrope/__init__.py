@@ -8,7 +8,7 @@
 - `prepare_qkv` rotates, and also normalises (`Norm`), stores in a KV cache (`KVCache`, `Pages`) or converts to fp8,
   int8 or fp4 (`Quantize`, `DynamicQuantize`).
 - `prepare_packed_qkv` splits the output of a fused projection, in any common order, normalises and rotates.
-- `prepare_joint_qkv` normalises, rotates and joins two streams (FLUX, Qwen-Image).
+- `prepare_joint_qkv` normalises, rotates, joins and converts two streams (FLUX, Qwen-Image).
 - `prepare_mla_qkv` rotates, and makes k and v of multi-head latent attention (DeepSeek).
 - `Packed`, `Starts`, `Mrope` and `Shifts` are kinds of `positions=`.
 - `configure` changes settings; `record` and `planning` list the kernels that a run needs, and `on_compile` calls a

@@ -17,17 +17,24 @@ __device__ __forceinline__ Chunks load_value(const Params& p, const Head& head, 
     return chunks;
 }
 
-// Stores them, and copies the lane's other accesses.
+// Stores them, and copies the lane's other accesses. CONVERT_V: divided by v's scale.
 __device__ __forceinline__ void copy_value(
     const Params& p, const Head& head, const Place& place, int lane, const Chunks& chunks
 ) {
+    const float factor = CONVERT_V ? __frcp_rn(scale_of(p, head, place)) : 1.0f;
     #pragma unroll
     for (int n = 0; n * LANES * VEC < V_DIM; ++n) {
         const int dim = (n * LANES + lane) * VEC;
         if (dim >= V_DIM) return;
         const bool loaded = n < ACCESSES;
         const Vec<T, VEC> x = loaded ? chunks.x[n % ACCESSES] : load_global<T, VEC>(head.input(p, place, dim).first);
-        store_whole(head.output<T>(p, place, dim).first, x);
+        if constexpr (CONVERT_V) {
+            float y[VEC];
+            unpack(x, y);
+            put(head.output<KvOut>(p, place, dim).first, x, y, factor);
+        } else {
+            store_whole(head.output<T>(p, place, dim).first, x);
+        }
     }
 }
 

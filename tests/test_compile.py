@@ -75,6 +75,9 @@ LARGEST = [
     specs_of(function="prepare_mla_qkv", heads=[40, 40], head_dim=96, rotary_dim=32, v_dim=64, backward=True),
     specs_of(function="prepare_mla_qkv", heads=[40, 40], head_dim=96, rotary_dim=32, table="freqs", width="full",
              unrotated=5, backward=True),
+    *(specs_of(function="prepare_mla_qkv", heads=[16, 16], head_dim=192, rotary_dim=64, interleaved=True,
+               interleaved_out=False, quantize={"q_scale": 1.0, "k_scale": 1.0, **more})
+      for more in ({}, {"v_scale": 1.0})),
     # For serving.
     specs_of(heads=40, positions={"position_ids": "int32", "mrope_section": [16, 24, 24]}, inplace=True),
     specs_of(heads=40, positions={"position_ids": IDS, "mrope_section": [24, 20, 20], "mrope_interleaved": True},
@@ -116,6 +119,9 @@ LARGEST += [
     prepared(function="prepare_joint_qkv", heads=[24, 24], norm={**FP32, "rounding": "twice", "zero_centered": True}),
     prepared(function="prepare_joint_qkv", heads=[24, 24], interleaved=True, positions=IDS, backward=True),
     prepared(function="prepare_joint_qkv", heads=[24, 24], norm={**ONCE, "v_norm": True}, table="freqs", unrotated=512),
+    prepared(function="prepare_joint_qkv", heads=[24, 24], interleaved=True, norm=ONCE,
+             quantize=[{"dtype": "fp8", "per": "head", "v": True}, {"dtype": "int8", "hadamard": True}]),
+    prepared(function="prepare_joint_qkv", heads=[24, 24], interleaved=True, norm=ONCE, hadamard=True),
     *(prepared(heads=heads, norm=ACROSS, interleaved=True, **more) for heads in ([12, 12], [40, 40])
       for more in ({"inplace": True}, {"backward": True})),
     prepared(heads=40, norm={"q_weight": "bf16", "rounding": "once", "across_heads": True}, interleaved=True),
@@ -237,9 +243,15 @@ BIASED = "qk_norm_rope_backward_bf16_d64_halves_fp32_half_table_backward_complex
 FP4_CACHE = "qk_norm_rope_bf16_d128_halves_fp32_half_table_forward_ids_cache_fp4_round_twice_dynamic_group16"
 # The widest angles without a norm: 40 registers, as many as 1,536 threads have.
 ANGLES = "rope_bf16_d128_halves_fp32_full_freqs"
+# Two streams that are transformed: 96 registers. The bounds were read with 13.5 alone.
+FORWARD = "qk_norm_rope_bf16_d128_interleaved_fp32_half_table_forward_qkv1_"
+STREAMS = {
+    FORWARD + "to_int8_round_once_hadamard_head_dynamic_two_streams": (0, 0, 8, 8),
+    FORWARD + "round_once_hadamard_head_two_streams": (0, 0, 40, 40),
+}
 SPILLS = {
-    (13, 2): {LARGE: (0, 0, 32, 32), BIASED: (8, 0, 0, 0), FP4_CACHE: (0, 8, 16, 0), ANGLES: (0, 0, 0, 16)},
-    (13, 5): {LARGE: (0, 0, 24, 24), FP4_CACHE: (0, 8, 0, 0), ANGLES: (0, 0, 0, 8)},
+    (13, 2): {LARGE: (0, 0, 32, 32), BIASED: (8, 0, 0, 0), FP4_CACHE: (0, 8, 16, 0), ANGLES: (0, 0, 0, 16), **STREAMS},
+    (13, 5): {LARGE: (0, 0, 24, 24), FP4_CACHE: (0, 8, 0, 0), ANGLES: (0, 0, 0, 8), **STREAMS},
 }
 
 

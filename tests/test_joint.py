@@ -1,7 +1,11 @@
-"""Two streams in one launch: positions, angles, unrotated tokens, no norm, a norm of v; `test_norm` has the others."""
+"""Two streams in one launch: positions, angles, unrotated tokens, no norm, a norm of v; `test_norm` has the others.
+
+With a conversion, a transform or `out` the results have the bits of `prepare_qkv` of the concatenated streams.
+"""
 
 from __future__ import annotations
 
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -9,9 +13,11 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope import InvalidInput, Mrope, Norm, Packed, Starts
+from jitrope import DynamicQuantize, InvalidInput, Mrope, Norm, Packed, Quantize, Scaled, Starts, Ulysses
+from jitrope.tools.prewarm import specs_of
 
 from .devices import DEVICES
+from .host import backend
 
 FIRST, SECOND = 3, 5
 ANGLES = torch.outer(torch.arange(8.0), torch.rand(32, generator=torch.Generator().manual_seed(4)) * 3)
@@ -157,3 +163,175 @@ def test_refusals(name: str) -> None:
     given, (words, text) = streams("cpu"), REFUSALS[name]
     with pytest.raises(InvalidInput, match=f"prepare_joint_qkv: .*{text}"):
         jitrope.prepare_joint_qkv(given[:3], given[3:], **words)
+
+
+# ---- conversions, a transform, and tensors of the caller -------------------------------------------
+
+FP8 = torch.float8_e4m3fn
+FP4 = getattr(torch, "float4_e2m1fn_x2", torch.uint8)
+E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
+STAGES: dict[str, dict[str, Any]] = {
+    "fp8": {"quantize": Quantize(0.05, 0.02)},
+    "fp8 with v, transformed": {"quantize": Quantize(0.05, 0.02, 0.1, dtype=torch.float8_e5m2, hadamard=True)},
+    "scales of heads": {"quantize": Quantize(torch.rand(2, 4) + 0.1, torch.rand(2) + 0.1, torch.rand(2) + 0.1)},
+    "int8": {"quantize": DynamicQuantize(torch.int8)},
+    "fp8 of each token": {"quantize": DynamicQuantize(v=True), "out": Ulysses(2)},
+    "fp4": {"quantize": DynamicQuantize(FP4, group=16, scale_dtype=FP8, q_global_scale=0.5, v=True)},
+    "mxfp8 in tiles": {"quantize": DynamicQuantize(group=32, scale_dtype=E8M0, swizzled=True, hadamard="rotary")},
+    "fp8 of rows": {"quantize": DynamicQuantize(per="head", v=True)},
+    "int8 of rows": {"quantize": DynamicQuantize(torch.int8, per="kv_head")},
+    "transform": {"hadamard": True},
+    "transform to one rank": {"hadamard": True, "out": Ulysses(1)},
+    "out": {"out": (None, None, None)},
+}
+SAME: dict[str, Any] = {
+    "none": None,
+    "norm": Norm(torch.rand(64), torch.rand(64), rounding="once"),
+    "layer": Norm(k_weight=torch.rand(64), k_bias=torch.rand(64), kind="layer_norm", of="k"),
+    "v too": Norm(v_norm=True, after_rope=True),
+}
+CALLS = [(*stage_and_norm, way) for stage_and_norm, way in zip(product(STAGES, SAME), cycle(WAYS))]
+
+
+def parts_of(device: str, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    """q, k and v of the first stream, then of the second, which are parts of one wider tensor."""
+    wide = torch.cat([x.detach() for x in streams(device)[3:]], 2).to(dtype)
+    return [*[x.detach().to(dtype) for x in streams(device)[:3]], *wide.split((4, 2, 2), 2)]
+
+
+def as_bytes(results: Any) -> list[Tensor]:
+    flat = [y for x in results for y in (x if isinstance(x, Scaled) else (x,))]
+    return [x.contiguous().view(torch.uint8).cpu() for x in flat]
+
+
+def on(device: str, x: Any) -> Any:
+    """A norm or a conversion with its tensors on a device."""
+    for name in ("tensors", "given"):
+        if hasattr(x, name):
+            found = {label: y.to(device) if isinstance(y, Tensor) else y for label, y in getattr(x, name).items()}
+            setattr(x, name, found)
+    return x
+
+
+def separate(given: list[Tensor], words: dict[str, Any], **stages: Any) -> Any:
+    """`prepare_qkv` of the concatenated streams."""
+    tables = {name: torch.cat(x) if isinstance(x, tuple) and name != "out" else x for name, x in words.items()}
+    return jitrope.prepare_qkv(*[torch.cat(pair, 1) for pair in zip(given[:3], given[3:])], **tables, **stages)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("stage", "norm", "way"), CALLS)
+def test_the_bits_of_concatenated_streams(stage: str, norm: str, way: str, device: str) -> None:
+    """In one launch, or two for scales of rows; the second call is a known one. The streams stay."""
+    given, words = parts_of(device), words_of(way, device)
+    before, stages = [x.clone() for x in given], {**STAGES[stage], "norm": on(device, SAME[norm])}
+    if "quantize" in stages:
+        stages["quantize"] = on(device, stages["quantize"])
+    for _ in range(2):
+        count = backend.launched.total()
+        got = jitrope.prepare_joint_qkv(given[:3], given[3:], **words, **stages)
+        assert backend.launched.total() - count <= 1 + ("rows" in stage)
+        got, want = as_bytes(got), as_bytes(separate(given, words, **stages))
+        assert [x.shape for x in got] == [x.shape for x in want]
+        assert all(torch.equal(x, y) for x, y in zip(got, want))
+    assert all(torch.equal(x, y) for x, y in zip(given, before))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("stage", ["fp8 with v, transformed", "int8", "fp4", "out"])
+def test_norms_that_differ_have_the_bits_of_each_stream(stage: str, device: str) -> None:
+    given, words, calls = parts_of(device), words_of("two tables", device), []
+    norms = [Norm(**of_stream, zero_centered=True) for of_stream in weights_of("norm", device)]
+    stages = {name: x if name == "out" else on(device, x) for name, x in STAGES[stage].items()}
+    got = jitrope.prepare_joint_qkv(given[:3], given[3:], norm=norms, **words, **stages)
+    for n, norm in enumerate(norms):
+        tables = {name: x[n] for name, x in words.items()}
+        calls.append(jitrope.prepare_qkv(*given[3 * n : 3 * n + 3], **tables, norm=norm, **stages))
+    flat = [[y for x in results for y in (x if isinstance(x, Scaled) else (x,))] for results in (got, *calls)]
+    for x, one, two in zip(*flat):
+        for part, want in zip((x[:, :FIRST], x[:, FIRST:]), (one, two)):
+            assert torch.equal(part.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_given_tensors(device: str) -> None:
+    """Heads-first operands of attention, and groups of heads for ranks; an item that is None is a fresh tensor."""
+    given, words, quantize = parts_of(device), words_of("rows", device), Quantize(0.05, 0.02)
+    want = separate(given, words, quantize=quantize)
+    q_out = torch.zeros(2, 4, FIRST + SECOND, 64, device=device).to(FP8)
+    v_out = torch.zeros(2, 2, FIRST + SECOND, 1, 64, device=device).bfloat16()
+    out = (q_out.transpose(1, 2), None, v_out)
+    got = jitrope.prepare_joint_qkv(given[:3], given[3:], **words, quantize=quantize, out=out)
+    assert got[0] is out[0]
+    assert got[2] is out[2]
+    assert got[1].is_contiguous()
+    for x, y in zip(as_bytes((*got[:2], torch.cat([*v_out], 2))), as_bytes(want)):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("norm", NORMS)
+def test_gradients_of_a_transform(norm: str, device: str) -> None:
+    """Those of a call without it, of gradients that are transformed; also without one of v or of q."""
+    given, words = streams(device), words_of("rows", device)
+    shapes = [(2, FIRST + SECOND, heads, 64) for heads in (4, 2, 2)]
+    grads = [torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(device) for shape in shapes]
+    turned = [*jitrope.prepare_qkv(*grads, hadamard=True)[:2], grads[2]]
+    for some in ((0, 1, 2), (1,), (2,)):
+        found = []
+        for sent, more in ((grads, {"hadamard": True}), (turned, {})):
+            out = joined(given, norm, device, {**words, **more})
+            wanted = [out[n] for n in some], given, [sent[n] for n in some]
+            found.append(torch.autograd.grad(*wanted, allow_unused=True))
+        for x, y in zip(*found):
+            assert (x is None) == (y is None)
+            assert x is None or torch.equal(x, y)
+
+
+def test_compiled_and_planned_with_a_conversion() -> None:
+    given, words = parts_of("cpu"), words_of("ids", "cpu")
+    stages: dict[str, Any] = {"quantize": DynamicQuantize(v=True), "norm": SAME["norm"]}
+
+    def call(*xs: Tensor) -> list[Tensor]:
+        got = jitrope.prepare_joint_qkv(xs[:3], xs[3:], **words, **stages)
+        return [y for x in got for y in x]
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert all(torch.equal(x, y) for x, y in zip(as_bytes(compiled(*given)), as_bytes(call(*given))))
+    found = specs_of(function="prepare_joint_qkv", heads=[24, 24], quantize={"per": "head", "v": True})
+    assert {spec.per_row for spec in found} == {True, False}
+    assert all(spec.two_streams and spec.convert_v for spec in found)
+
+
+def test_refusals_of_stages() -> None:
+    given = parts_of("cpu")
+
+    def refused(match: str, given: list[Tensor] = given, **words: Any) -> None:
+        with pytest.raises(InvalidInput, match=match):
+            jitrope.prepare_joint_qkv(given[:3], given[3:], **{"cos": COS, "sin": SIN, **words})
+
+    quantize = Quantize(0.05, 0.02)
+    refused("prepare_joint_qkv: quantize is 1; it must be a jitrope.Quantize", quantize=1)
+    refused("prepare_joint_qkv: hadamard is given beside quantize", quantize=quantize, hadamard=True)
+    refused("k_scale is missing", quantize=Quantize(0.05))
+    refused("group is 128; it must divide D=64", quantize=DynamicQuantize(group=128))
+    refused("across_heads does not go with two streams", quantize=quantize, norm=Norm(across_heads=True))
+    refused(
+        "positions does not go with a table for each", quantize=quantize, **{**WAYS["two tables"], "positions": IDS}
+    )
+    refused("start_positions does not go with two streams", quantize=quantize, positions=Starts(IDS[0, :2]))
+    refused("out is .*; it must be a tuple of 3 tensors", out=given[0])
+    refused(r"out's q is \(2, 7, 4, 64\) .*; it must be \(2, 8, 4, 64\)", out=(torch.zeros(2, 7, 4, 64), None, None))
+    refused("q is .*; for 3 ranks it needs a multiple of 3 heads", out=Ulysses(3))
+    of_rows = DynamicQuantize(per="head")
+    refused(r"out's q is \(2, 9, 4, 64\)", quantize=of_rows, out=(torch.zeros(2, 9, 4, 64).to(FP8), None, None))
+    wants = [x.clone().requires_grad_() for x in given]
+    refused("first's q requires .*; use a call without quantize and out, or torch.no_grad", wants, out=(None,) * 3)
+    refused("cos requires a gradient, but this call has none", quantize=quantize, cos=COS.clone().requires_grad_())
+    buffer = torch.zeros(2, 8, 4, 64).bfloat16()
+    refused("out's q and first's q share memory", [buffer[:, :3], *given[1:]], out=(buffer, None, None))
+    odd = [*given[:3], *[torch.zeros(*x.shape[:3], 65).bfloat16()[..., :64] for x in given[3:]]]
+    refused("q has D=64, strides .*; fp4 needs aligned pairs", odd, quantize=DynamicQuantize(FP4))
+    refused("second's q is None; it must be a tensor", [*given[:3], None, *given[4:]], quantize=quantize)  # type: ignore[list-item]
+    eight = [x.repeat(1, 1, 3, 1) if x.shape[2] == 2 else x for x in given]
+    refused("per='kv_head' needs a multiple of k's heads; q has 4, k 6", eight, quantize=DynamicQuantize(per="kv_head"))

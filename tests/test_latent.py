@@ -17,6 +17,7 @@ from tests.said import said
 from . import oracle
 from .cases import LATENT_CASES, LatentCase, latent_call, make_latent, op_arguments
 from .devices import DEVICES
+from .host import backend
 
 
 def plain(tensors, o: Options, words, rope=jitrope.apply_rope):
@@ -299,6 +300,49 @@ def test_given_tensors(case: LatentCase, device: str) -> None:
             assert all((x is y) == (n in given) for n, (x, y) in enumerate(zip(got, out)))
             assert all(torch.equal(x, y) for x, y in zip(got, want))
             assert all((x[..., :8] == 7).all() for x in wide)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", LATENT_CASES, ids=str)
+def test_in_fp8(case: LatentCase, device: str) -> None:
+    """The bits of `prepare_qkv` of q, k and v, in one launch; v only with a scale, and with one of each head of k."""
+    tensors, words, whole = latent_call(case, device)
+    o, axis = make_latent(case)[1], LAYOUT_AXES[case.rope.layout][2]
+    if case.rope.dtype == "fp32":
+        tensors = [x.bfloat16() for x in tensors]
+    each = torch.rand(tensors[1].shape[axis], generator=torch.Generator().manual_seed(1)).to(device) + 0.1
+    for v_scale in (None, each):
+        quantize = jitrope.Quantize(0.05, each, v_scale, dtype=torch.float8_e5m2)
+        q, k, v = plain(tensors, o, said(**whole), lambda *xs, **own: xs)
+        own = jitrope.Quantize(0.05, each, dtype=torch.float8_e5m2)
+        q, k, _ = jitrope.prepare_qkv(q, k, None, **said(**whole), quantize=own)
+        if v_scale is not None:
+            of_v = jitrope.Quantize(each, dtype=torch.float8_e5m2)
+            v = jitrope.prepare_qkv(v.contiguous(), None, None, layout=o.layout, quantize=of_v)[0]
+        for _ in range(2):
+            count = backend.launched.total()
+            got = jitrope.prepare_mla_qkv(*tensors, **said(**words), quantize=quantize)
+            assert backend.launched.total() - count <= 1
+            assert all(x.is_contiguous() for x in got[1:])
+            for x, y in zip(got, (q, k, v)):
+                assert x.dtype == y.dtype
+                assert torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+
+
+def test_refusals_of_fp8() -> None:
+    one, five = jitrope.Quantize(1.0), torch.ones(5)
+    for quantize, match in (
+        (1, "quantize is 1; it must be a jitrope.Quantize"),
+        (jitrope.DynamicQuantize(), r"quantize is DynamicQuantize\(.*; it must be a jitrope.Quantize"),
+        (one, "k_scale is missing"),
+        (jitrope.Quantize(1.0, 1.0, five), r"v_scale is \(5,\) .*\(H=3\)"),
+        (jitrope.Quantize(1.0, 1.0, hadamard=True), "hadamard does not go with latent attention with quantize"),
+    ):
+        with pytest.raises(jitrope.InvalidInput, match=f"prepare_mla_qkv: {match}"):
+            jitrope.prepare_mla_qkv(Q, KV, K_PE, TABLE[0], TABLE[0], quantize=quantize)
+    leaf, both = KV.clone().requires_grad_(), jitrope.Quantize(1.0, 1.0)
+    with pytest.raises(jitrope.InvalidInput, match=r"kv requires a gradient, .*; use a call without quantize and out"):
+        jitrope.prepare_mla_qkv(Q, leaf, K_PE, TABLE[0], TABLE[0], quantize=both)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..base.arguments import flag, whole, word
 from ..base.errors import InvalidInput
 from ..ops.dispatch import call
+from ..ops.formats import empty_elements
 from ..ops.gather import add, call_packed_into, chosen, forget_positions, gather, staged
 from ..ops.into import is_dense
 from ..ops.kv_cache import KVCache
@@ -215,6 +216,7 @@ def prepare_mla_qkv(
     sin: Tensor | None = None,
     *,
     positions: Tensor | Positions | None = None,
+    quantize: Quantize | None = None,
     out: Sequence[Tensor | None] | None = None,
     **words: Unpack[LatentWords],
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -235,8 +237,9 @@ def prepare_mla_qkv(
             place use `apply_rope` with rotary_offset = D - R.
         kv: (B, S, Hk, D - R + Dv), the output of the up-projection: the first D - R elements of k, then Dv of v.
         k_pe: (B, S, 1, R); R is even and at most D.
+        quantize: return q and k in fp8, with a v_scale v too, by your scales (`Quantize`, without hadamard).
         out: (q_out, k_out, v_out), tensors to write and return, with the shapes of the results and any strides, such as
-            heads first for attention; None: a fresh tensor. With out there is no gradient.
+            heads first for attention; None: a fresh tensor. With quantize or out there is no gradient.
         interleaved, interleaved_out: DeepSeek's checkpoints have interleaved pairs; their reference code, and
             `fused_apply_mla_rope_for_q` and `fused_apply_mla_rope_for_kv` of Megatron-core, rotate them into halves.
         The other arguments are those of `apply_rope`. q_scale multiplies whole heads of q (the softmax's scale, with
@@ -244,8 +247,8 @@ def prepare_mla_qkv(
             table nothing is rotated (Kimi Linear).
 
     Returns:
-        q like the input, k (B, S, Hk, D) and v (B, S, Hk, Dv), contiguous. For tokens after the last sequence q and k
-        are zero, and v is copied.
+        q like the input, k (B, S, Hk, D) and v (B, S, Hk, Dv), contiguous, and in fp8 if asked. For tokens after the
+        last sequence q and k are zero, and v is copied.
 
     Raises:
         InvalidInput, CompileError: as in `apply_rope`.
@@ -256,12 +259,17 @@ def prepare_mla_qkv(
     if is_dense(q) and is_dense(kv) and is_dense(k_pe):  # elsewhere the check refuses them
         asked["rotary_offset"] = first = q.shape[-1] - k_pe.shape[-1]
         asked["v_dim"] = kv.shape[-1] - first
-    if out is None:
+    if out is None and quantize is None:
         made = call(ROPE_LATENT, tensors, asked)
         return made["q"], made["k"], made["v"]
-    items = parts("prepare_mla_qkv", "out", out, 3)
+    items = (None,) * 3 if out is None else parts("prepare_mla_qkv", "out", out, 3)
+    if quantize is not None:
+        add("prepare_mla_qkv", "quantize", quantize, Quantize, tensors, asked)
+        tensors.update(quantize.on(q))
     if asked.get("v_dim", 0) > 0:  # elsewhere the check refuses them
         fresh = ROPE_LATENT.fresh(tensors, Options(v_dim=asked["v_dim"]), 0)
+        fp8 = {letter: asked.get("out_dtype", "fp8") for letter in "qkv" if f"{letter}_scale" in tensors}
+        fresh.update({letter: empty_elements(fresh[letter], word) for letter, word in fp8.items()})
         items = tuple([fresh[letter] if x is None else x for letter, x in zip("qkv", items)])
     tensors.update({f"{letter}_out": x for letter, x in zip("qkv", items) if x is not None})
     call(ROPE_LATENT_INTO, tensors, asked)

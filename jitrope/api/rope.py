@@ -13,8 +13,8 @@ from ..ops.dispatch import call
 from ..ops.gather import (
     add,
     call_into,
+    call_joint_into,
     chosen,
-    forget_positions,
     gather,
     placed,
     result,
@@ -25,9 +25,9 @@ from ..ops.gather import (
 )
 from ..ops.joint import QK_NORM_ROPE_JOINT
 from ..ops.kv_cache import KVCache
-from ..ops.operations import ROPE
+from ..ops.operations import JOINT_INTO, ROPE
 from ..ops.quantize import DynamicQuantize, Quantize, Scaled
-from ..ops.values import Norm, Positions, Ulysses  # noqa: F401  Ulysses is in the annotations of RopeWords
+from ..ops.values import Norm, Positions, Ulysses
 from ..ops.words import parts, refuse_table_as_v, second_tables
 from ..plan.options import NO_NORM
 from ..plan.views import converts_v
@@ -254,6 +254,42 @@ def prepare_qkv(
     return first, second, result(out, "v") if "v" in out else v
 
 
+class StreamWords(JointWords, total=False):
+    """Those of every form of `prepare_joint_qkv`."""
+
+    positions: Tensor | Positions | None
+    norm: Norm | Sequence[Norm] | None
+    out: Sequence[Tensor | None] | Ulysses | None
+    cos_sin_cache: Tensor | Sequence[Tensor] | None
+    freqs: Tensor | None
+    freqs_cis: Tensor | Sequence[Tensor] | None
+
+
+@overload
+def prepare_joint_qkv(
+    first: Sequence[Tensor],
+    second: Sequence[Tensor],
+    cos: Tensor | Sequence[Tensor] | None = None,
+    sin: Tensor | Sequence[Tensor] | None = None,
+    *,
+    quantize: Quantize | None = None,
+    hadamard: bool | str = False,
+    **words: Unpack[StreamWords],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@overload
+def prepare_joint_qkv(
+    first: Sequence[Tensor],
+    second: Sequence[Tensor],
+    cos: Tensor | Sequence[Tensor] | None = None,
+    sin: Tensor | Sequence[Tensor] | None = None,
+    *,
+    quantize: DynamicQuantize,
+    **words: Unpack[StreamWords],
+) -> tuple[Scaled, Scaled, Any]: ...
+
+
 @with_words(JointWords)
 def prepare_joint_qkv(
     first: Sequence[Tensor],
@@ -263,16 +299,20 @@ def prepare_joint_qkv(
     *,
     positions: Tensor | Positions | None = None,
     norm: Norm | Sequence[Norm] | None = None,
+    quantize: Quantize | DynamicQuantize | None = None,
+    hadamard: bool | str = False,
+    out: Sequence[Tensor | None] | Ulysses | None = None,
     cos_sin_cache: Tensor | Sequence[Tensor] | None = None,
     freqs: Tensor | None = None,
     freqs_cis: Tensor | Sequence[Tensor] | None = None,
     **words: Unpack[JointWords],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Prepare two streams for joint attention in one launch: norm, rope, concatenation.
+) -> tuple[Tensor | Scaled, Tensor | Scaled, Tensor | Scaled]:
+    """Prepare two streams for joint attention in one launch: norm, rope, concatenation, conversion to fp8, int8 or fp4.
 
     It serves text and image tokens that have their own projections and norms (FLUX, Qwen-Image, HunyuanVideo). q and k
     of both streams are normalised and rotated, v is copied, and the streams are concatenated along the sequence. The
-    gradient is one launch for each stream, and with v_norm another one.
+    gradient is one launch for each stream, and with v_norm or hadamard another one. With quantize or out there is no
+    gradient.
 
     >>> text_qkv, image_qkv = (torch.randn(3, 1, tokens, 8, 64).unbind() for tokens in (4, 12))
     >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
@@ -287,11 +327,14 @@ def prepare_joint_qkv(
         positions: the row of each token of both streams, (S1 + S2) or (B, S1 + S2), or `Mrope`. It goes with one table.
         norm: the `Norm` of each stream, or one for both. Only their weights may differ; across_heads is refused. None:
             the streams are rotated and concatenated.
+        quantize, hadamard: as in `prepare_qkv`, of the concatenated q, k and v, with one set of scales for both streams
+            (the operands of FlashAttention-3 in fp8, and of SageAttention). per="head" and "kv_head" take two launches.
+        out: (q_out, k_out, v_out), as in `apply_rope`, for the concatenated q, k and v; or `Ulysses`.
         The other arguments are those of `apply_rope`. unrotated counts from the first stream's first token, and goes
-            with one table.
+            with one table. There is no cache: with norms that are alike concatenate the streams, and use `prepare_qkv`.
 
     Returns:
-        q, k and v, (B, S1 + S2, H, D), contiguous.
+        q, k and v, (B, S1 + S2, H, D), contiguous unless they are given. With quantize they are as in `prepare_qkv`.
 
     Raises:
         InvalidInput, CompileError: as in `apply_rope`.
@@ -305,17 +348,21 @@ def prepare_joint_qkv(
     tables: dict[str, Any] = {"cos": cos, "sin": sin, "cos_sin_cache": cos_sin_cache}
     tables.update(freqs=freqs, freqs_cis=freqs_cis)
     tensors.update({**second_tables(name, tables), **tables})
-    asked = gather(QK_NORM_ROPE_JOINT, tensors, words, _JOINT_WORDS, positions)
-    forget_positions(tensors, asked)
-    if norm is None:
-        asked["norm"] = NO_NORM
-    else:
-        norms: Any = (norm, norm) if isinstance(norm, Norm) else parts(name, "norm", norm, 2)
+    separate, own = chosen(name, NO_NORM, None, quantize, hadamard)
+    plain = quantize is None and out is None
+    op: Any = QK_NORM_ROPE_JOINT if plain else JOINT_INTO[separate.name]
+    norms: Any = (norm, norm) if norm is None or isinstance(norm, Norm) else parts(name, "norm", norm, 2)
+    asked = gather(op, tensors, words, _JOINT_WORDS, positions)
+    asked.update(own)
+    staged(op, tensors, asked, tensors["first_q"], norms[0], None, quantize)
+    if norm is not None:
         of_second: dict[str, Any] = {}
-        for value, given in zip(norms, (tensors, of_second)):
-            add(name, "norm", value, Norm, given, asked)
-        if norms[0].words["norm"] != norms[1].words["norm"]:
+        words_of_second: dict[str, Any] = {}
+        add(name, "norm", norms[1], Norm, of_second, words_of_second)
+        if asked["norm"] != words_of_second["norm"]:
             raise InvalidInput(f"{name}: the norms are {norms[0]} and {norms[1]}; only their weights may differ")
         tensors.update({"second_" + label: weight for label, weight in of_second.items()})
-    out = call(QK_NORM_ROPE_JOINT, tensors, asked)
-    return out["q"], out["k"], out["v"]
+    if not plain:
+        return call_joint_into(op, tensors, asked, out, quantize)
+    made = call(op, tensors, asked)
+    return made["q"], made["k"], made["v"]

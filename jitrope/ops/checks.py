@@ -292,7 +292,11 @@ def check_into(
 
 
 def check_outs(
-    name: str, tensors: Tensors, labels: dict[str, str], wanted: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    name: str,
+    tensors: Tensors,
+    labels: dict[str, str],
+    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]],
+    use: str = "use a call without out",
 ) -> None:
     """Refuse output tensors of the caller that are not as wanted, shapes and dtypes by name, or that share memory."""
     fail, device = failing(name), tensors["q"].device
@@ -307,7 +311,7 @@ def check_outs(
             fail(f"{label} has strides {tuple(out.stride())}; for fp4 the last must be 1")
         fit.require_no_overlap(label, out, fail, fit.OWN_MEMORY)
     read = {label: x for label, x in tensors.items() if label not in labels}
-    refuse_gradients(fail, {**read, **outs}, *read, *outs, use="use a call without out")
+    refuse_gradients(fail, {**read, **outs}, *read, *outs, use=use)
     fit.require_apart(name, outs, read)
 
 

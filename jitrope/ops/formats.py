@@ -119,6 +119,14 @@ def empty_elements(x: Tensor, word: str) -> Tensor:
     return torch.empty_like(x if per_item == 1 else x[..., : x.shape[-1] // per_item], dtype=dtype)
 
 
+def empty_heads(like: Tensor, shape: tuple[int, ...], word: str) -> Tensor:
+    """A contiguous tensor for heads of a shape (..., D), in a format, or without a word in the dtype of `like`."""
+    if not word:
+        return like.new_empty(shape)
+    dtype, _, per_item = FORMATS[word]
+    return like.new_empty((*shape[:-1], shape[-1] // per_item), dtype=dtype)
+
+
 def empty_scale(x: Tensor, o: Options, per_item: int = 1) -> Tensor:
     """A tensor for the scales of x. Swizzled scales are padded with zeros to whole tiles.
 

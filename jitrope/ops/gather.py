@@ -14,9 +14,11 @@ from ..plan.views import Tensors, converts_v, packed_part
 from .dispatch import call
 from .formats import empty_elements
 from .into import given_out, is_dense, items_of_out, joins_k
+from .joint import JointInto
+from .joint import fresh_outputs as fresh_joint
 from .kv_cache import KVCache
 from .operation import Operation
-from .operations import NORM_OF_V, PREPARED, QK_NORM_ROPE, QK_NORM_ROPE_SCALES, QKV_NORM_ROPE, norm_of_v
+from .operations import JOINT_INTO, NORM_OF_V, PREPARED, QK_NORM_ROPE, QK_NORM_ROPE_SCALES, QKV_NORM_ROPE, norm_of_v
 from .projections import PackedInto, fresh_outputs
 from .quantize import DynamicQuantize, Quantize, Scaled, hadamard_words
 from .values import Norm, Positions, Ulysses, scales
@@ -152,6 +154,21 @@ def call_packed_into(
     return result(found, "q"), result(found, "k"), result(found, "v")
 
 
+def call_joint_into(
+    op: JointInto, tensors: Tensors, words: dict[str, Any], out: Any, quantize: Any
+) -> tuple[Any, Any, Any]:
+    """q, k and v of two streams with a conversion or with the word `out`."""
+    ranks = out.words["ulysses_degree"] if isinstance(out, Ulysses) else 0
+    found = {} if out is None or ranks else items_of_out(op, out, "qkv")
+    converted = "" if quantize is None else "qkv" if converts_v(tensors, "dynamic_v" in words) else "qk"
+    found.update(fresh_joint(tensors, words, found, converted, ranks))
+    tensors.update({f"{letter}_out": x for letter, x in found.items()})
+    if quantize is not None and quantize.per != "token":
+        found.update(with_scales(tensors, words, quantize.per, None, JOINT_INTO[QK_NORM_ROPE_SCALES.name]))
+    found.update(call(op, tensors, words))
+    return result(found, "q"), result(found, "k"), result(found, "v")
+
+
 def call_into(
     op: Operation, tensors: Tensors, words: dict[str, Any], heads: Mapping[str, Any], v: Any = None
 ) -> Tensors:
@@ -167,24 +184,26 @@ def call_into(
     return {**into, **call(op.into if into else op, tensors, words)}
 
 
-def with_scales(tensors: Tensors, words: dict[str, Any], per: str, v: Any) -> Tensors:
+def with_scales(
+    tensors: Tensors, words: dict[str, Any], per: str, v: Any, op: Operation = QK_NORM_ROPE_SCALES
+) -> Tensors:
     """The scales of each head of a batch row, which a launch of its own computes; they are added to the tensors.
 
     per: a word of `DynamicQuantize`. With "kv_head" the heads of q that share a head of k have the largest of theirs.
-    v: of the call, read if it has a scale too.
+    v: of the call, read if it has a scale too; None for two streams, whose tensors have it.
     """
     if "k_cache" in tensors:
         raise InvalidInput(f"prepare_qkv: per={per!r} does not go with a cache; pass q's scales in Quantize")
     own = {word: x for word, x in words.items() if word != "out"}
     norm = words.get("norm", NO_NORM)
-    of_v = {"v": v} if words.pop("dynamic_v", False) else {}
-    own.update(norm=norm if of_v else _without_v(norm), per_row=True)
-    found = call(QK_NORM_ROPE_SCALES, {**tensors, **of_v}, own)
+    scales_v = words.pop("dynamic_v", False)
+    own.update(norm=norm if scales_v else _without_v(norm), per_row=True)
+    found = call(op, {**tensors, "v": v} if scales_v and v is not None else dict(tensors), own)
     tensors.update(found)
     if per == "kv_head":
         heads, of_k = (found[name].shape[-1] if name in found else 0 for name in ("q_scale", "k_scale"))
         if not heads or not of_k or heads % of_k:
-            raise InvalidInput(f"prepare_qkv: per='kv_head' needs a multiple of k's heads; q has {heads}, k {of_k}")
+            raise InvalidInput(f"{op.function}: per='kv_head' needs a multiple of k's heads; q has {heads}, k {of_k}")
         found["q_scale"] = found["q_scale"].unflatten(-1, (of_k, -1)).amax(-1)
         tensors["q_scale"] = found["q_scale"].repeat_interleave(heads // of_k, -1)
     return found

@@ -1,18 +1,26 @@
-"""The operation on two streams that are concatenated: its check, the same in plain torch, and its gradient."""
+"""The operations on two streams that are concatenated: their check, the same in plain torch, and the gradient."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container
+from typing import Any
+
 import torch
 
-from ..plan.options import NO_NORM, Options, changed, norm_of
+from ..plan.options import ALL_TOKENS, NO_NORM, Options, changed, norm_of
 from ..plan.views import TABLE_NAMES, Tensors
 from . import reference
 from .checks import WEIGHTS as WEIGHT_NAMES
-from .checks import check, check_norm
+from .checks import check, check_into, check_norm, check_whole_head, refuse_gradients
 from .fit import Fail, check_factor, failing, label_of_ids, named, refuse_per_head
-from .operation import BIASES, NORMED, TABLE_WORDS, WEIGHTS, Call, Normed
+from .formats import empty_heads
+from .into import is_dense
+from .operation import BIASES, NORMED, ROTATION, TABLE_WORDS, WEIGHTS, Call, Normed, Operation, Rule
+from .stand_ins import one_row
 
 STREAMS = ("first", "second")
+_SCALES = ("q_scale", "k_scale", "v_scale")
+_OUTS = {f"{letter}_out": f"out's {letter}" for letter in "qkv"}
 
 
 def names_of(stream: str) -> dict[str, str]:
@@ -25,6 +33,7 @@ def names_of(stream: str) -> dict[str, str]:
 def of_stream(t: Tensors, o: Options, stream: str) -> tuple[Tensors, Options]:
     """One stream of a joint call as a separate call, with its tokens' part of the tables or of their rows."""
     own = {name: t[joint] for name, joint in names_of(stream).items() if joint in t}
+    own.update({name: t[name] for name in _SCALES if name in t})
     second, begin = stream == "second", t["first_q"].shape[1]
     prefix = "second_" if second and "second_cos" in t else ""
     tables: Tensors = {name: t[prefix + name] for name in ("cos", "sin") if prefix + name in t}
@@ -38,15 +47,17 @@ def of_stream(t: Tensors, o: Options, stream: str) -> tuple[Tensors, Options]:
     return {**own, **tables}, changed(o, unrotated=left if second else o.unrotated)
 
 
-def joint(t: Tensors, o: Options) -> Tensors:
-    """Concatenate q, k and v of two streams along the sequence; q and k are normalised if asked, and rotated."""
+def joint(t: Tensors, o: Options, turn: Callable[[Tensors, Options], Tensors] = reference.turned) -> Tensors:
+    """Concatenate q, k and v of two streams along the sequence; `turn` makes q and k, and a normalised v, of each."""
     parts = [of_stream(t, o, stream) for stream in STREAMS]
-    made = [{"v": own["v"], **reference.qk_norm_rope(own, options)} for own, options in parts]
+    made = [{"v": own["v"], **turn(own, options)} for own, options in parts]
     return {name: torch.cat([part[name].contiguous() for part in made], 1) for name in "qkv"}
 
 
-def check_joint(name: str, tensors: Tensors, options: Options) -> None:
-    """The check of a call with two streams."""
+def check_joint(
+    name: str, tensors: Tensors, options: Options, rules: tuple[Rule, ...] = (check, check_norm, check_whole_head)
+) -> None:
+    """The check of a call with two streams. rules: those of each stream as a separate call."""
     fail = failing(name)
     _check_streams(tensors, fail)
     given = {x.dtype for label, x in tensors.items() if label.endswith(("_weight", "_bias"))}
@@ -63,9 +74,8 @@ def check_joint(name: str, tensors: Tensors, options: Options) -> None:
     of_both = {label: tensors[label] for label in TABLE_NAMES if label in tensors and label != "q_factor"}
     check(name, {"q": like, **of_both}, options)
     for stream in STREAMS:
-        own = of_stream(tensors, options, stream)
-        check(name, *own)
-        check_norm(name, *own)
+        for rule in rules:
+            rule(name, *of_stream(tensors, options, stream))
     other = tensors.get("second_cos", cos)
     if cos.dtype != other.dtype:
         fail(f"the first table is {cos.dtype} but the second {other.dtype}")
@@ -97,14 +107,14 @@ def _check_streams(tensors: Tensors, fail: Fail) -> None:
 
 class _Joint(Normed):
     name, function, stage = "qk_norm_rope_joint", "prepare_joint_qkv", "two streams"
-    tensors = (
+    tensors: tuple[str, ...] = (
         *("first_q", "first_k", "first_v", "second_q", "second_k", "second_v"),
         *WEIGHTS,
         *("second_q_weight?", "second_k_weight?", "second_cos?", "second_sin?"),
         *BIASES,
         *("second_q_bias?", "second_k_bias?"),
     )
-    options = (*NORMED, "mscale")
+    options: tuple[str, ...] = (*NORMED, "mscale", "hadamard")
     hidden = ("layout", "check")
     tables = frozenset((*TABLE_WORDS, "q_factor")) - {"start_positions"}
     labels = {  # noqa: RUF012
@@ -112,10 +122,10 @@ class _Joint(Normed):
         **{name: f"first's {name}" for name in WEIGHT_NAMES},
         **{f"second_{name}": f"second's {name}" for name in WEIGHT_NAMES},
     }
-    results = ("q", "k", "v")
+    results: tuple[str, ...] = ("q", "k", "v")
     reads = ("first_q", "first_k", "first_v")
     inplace = False
-    rules = (check_joint,)
+    rules: tuple[Rule, ...] = (check_joint,)
     reference = staticmethod(joint)
 
     def unrotated_rows(self, tensors: Tensors, options: Options) -> int:
@@ -134,8 +144,11 @@ class _Joint(Normed):
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         """The gradients of each stream, from its tokens and its rows of the tables."""
-        from .operations import QK_NORM_ROPE, QKV_NORM_ROPE
+        from .operations import QK_NORM_ROPE, QK_NORM_ROPE_HADAMARD, QKV_NORM_ROPE
 
+        if options.hadamard and (turned := {name: x for name, x in grads.items() if name != "v"}):
+            grads = {**grads, **QK_NORM_ROPE_HADAMARD.transformed(call, turned, options)}
+        options = changed(options, hadamard="")
         found: Tensors = {}
         begin = 0
         for stream in STREAMS:
@@ -149,6 +162,72 @@ class _Joint(Normed):
             of_heads = op.gradient(call, kept, given, own) if given else {}
             found.update({names[name]: x for name, x in of_heads.items()})
         return found
+
+
+class JointInto(_Joint):
+    """A form of `Into`, or the scales of `per_row` alone, that reads the heads of two streams.
+
+    The outputs are always tensors of the call; `fresh_outputs` makes those that the caller does not give.
+    """
+
+    differentiable = False
+
+    def __init__(self, of: Operation) -> None:
+        self.of, self.base = of, getattr(of, "base", of)
+        self.name, self.results = f"{of.name}_joint", of.results
+        self.converting = tuple([word for word in of.options if word not in (*ROTATION, "hadamard")])
+        scales = [name for name in of.tensors if name.rstrip("?") in _SCALES]
+        self.tensors = (*_Joint.tensors, *[f"{name.rstrip('?')}?" for name in scales], *[f"{name}?" for name in _OUTS])
+        self.options, self.labels = (*_Joint.options, *self.converting), {**_Joint.labels, **_OUTS}
+        self.mutated = tuple(_OUTS) if of.mutated else ()
+        super().__init__()
+
+    def separate(self, tensors: Tensors, options: Options) -> Tensors:
+        """Tensors as a call on the joined streams has them. Only the shapes, dtypes and devices of heads are right."""
+        found = {name: tensors[name] for name in (*_SCALES, *_OUTS) if name in tensors}
+        for letter in "qkv" if self.mutated or options.dynamic_v else "qk":  # v is read for its scale alone
+            x, tokens = tensors[f"first_{letter}"], self.unrotated_rows(tensors, options)
+            found[letter] = x.new_empty((1, 1, 1, x.shape[3])).expand(x.shape[0], tokens, x.shape[2], -1)
+        return found
+
+    def check(self, name: str, tensors: Tensors, options: Options) -> None:
+        read = {self.label(label): x for label, x in tensors.items() if label not in _OUTS}
+        refuse_gradients(failing(name), read, *read, use="use a call without quantize and out")
+        check_joint(name, tensors, options, self.base.rules)
+        both = {**read, **self.separate(tensors, changed(options, dynamic_v=True))}
+        check_into(name, both, options, _OUTS, self.base.converted(tensors, options))
+
+    def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
+        return self.of.fresh(self.separate(tensors, options), options, blocks)
+
+    def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
+        return self.of.made(("q", "k", *("v" if options.dynamic_v else ""), *_OUTS), options)
+
+    def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
+        """The streams as a conversion reads them, in fp32, are converted as heads that are not rotated."""
+        both, alone = joint(tensors, options, reference.in_fp32), self.separate(tensors, options)
+        alone.update({name: x for name, x in both.items() if name in alone})
+        alone.update(zip(("cos", "sin"), one_row(both["q"].device, 1)))
+        words = {word: getattr(options, word) for word in self.converting}
+        return self.of.on_cpu(alone, Options(rotary_dim=2, unrotated=ALL_TOKENS, norm=NO_NORM, **words))
+
+
+def fresh_outputs(
+    tensors: dict[str, Any], words: dict[str, Any], given: Container[str], converted: str, ranks: int
+) -> Tensors:
+    """The outputs of a call that the caller does not give, by letters; none of heads that the check refuses.
+
+    given: the letters of the caller's. converted: those of converted ones. ranks: with `Ulysses`, else 0.
+    """
+    found: Tensors = {}
+    for letter in [letter for letter in "qkv" if letter not in given]:
+        first, second = both = [tensors[f"{stream}_{letter}"] for stream in STREAMS]
+        if all(is_dense(x) and x.dim() == 4 for x in both):
+            batch, tokens, heads, dim = first.shape
+            lead = (ranks,) if ranks else ()
+            shape = (*lead, batch, tokens + second.shape[1], heads // (ranks or 1), dim)
+            found[letter] = empty_heads(first, shape, words.get("out_dtype", "fp8") if letter in converted else "")
+    return found
 
 
 QK_NORM_ROPE_JOINT = _Joint()

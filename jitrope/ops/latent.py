@@ -6,11 +6,12 @@ import torch
 
 from ..base.errors import InvalidInput
 from ..plan.options import LAYOUT_AXES, Options, changed
-from ..plan.views import TABLE_NAMES, Tensors
+from ..plan.views import FORMATS, TABLE_NAMES, Tensors
 from .checks import check, check_outs
-from .fit import check_heads, failing, named, refuse_per_head
+from .fit import check_heads, check_scale, failing, named, refuse_per_head
+from .formats import divided, given_scale
 from .operation import ROTATION, Call, Operation, empty_like, turned_back
-from .reference import rope, rotate
+from .reference import read_as, rope, rotate
 
 _OPTIONS = (*ROTATION, "v_dim")
 
@@ -34,12 +35,12 @@ def check_latent(name: str, tensors: Tensors, options: Options) -> None:
     refuse_per_head(cos, options, "latent attention", fail)
 
 
-def latent(t: Tensors, o: Options) -> Tensors:
+def latent(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -> Tensors:
     """q, rotated; k, the first part of kv and the rotated k_pe for every head; and v, the rest of kv."""
     first, v = t["kv"].split([o.rotary_offset, o.v_dim], -1)
     k = torch.cat((first, t["k_pe"].expand(*first.shape[:-1], -1)), -1)
     copied = v.clone(memory_format=torch.contiguous_format)
-    return {**rope(t, o), "k": rotate(k, t, o), "v": copied}
+    return {**rope(t, o, out_dtype), "k": rotate(k, t, o, out_dtype), "v": copied}
 
 
 def latent_backward(t: Tensors, o: Options) -> Tensors:
@@ -94,28 +95,34 @@ class _Latent(Operation):
 
 
 class _LatentInto(_Latent):
-    """The same to tensors of the caller, with any strides."""
+    """The same to tensors of the caller, with any strides; in fp8 those that have a scale."""
 
-    name, stage = "rope_latent_into", "latent attention with out"
+    name, stage = "rope_latent_into", "latent attention with quantize or out"
     mutated = ("q_out", "k_out", "v_out")
-    tensors = (*_Latent.tensors, *mutated)
+    tensors = (*_Latent.tensors, "q_scale?", "k_scale?", "v_scale?", *mutated)
+    options = (*_OPTIONS, "out_dtype")
     labels = {name: f"out's {name[0]}" for name in mutated}  # noqa: RUF012
     results = ()
     differentiable = False
 
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
         super().check(name, tensors, options)
-        q, lead = tensors["q"], tensors["kv"].shape[:-1]
-        shapes = q.shape, (*lead, q.shape[-1]), (*lead, options.v_dim)
-        wanted = {label: (shape, q.dtype) for label, shape in zip(self.labels, shapes)}
-        check_outs(name, tensors, self.labels, wanted)
+        q, kv, fp8 = tensors["q"], tensors["kv"], FORMATS[options.out_dtype].dtype
+        wanted, widths = {}, {"q": q.shape[-1], "k": q.shape[-1], "v": options.v_dim}
+        for letter, x in (("q", q), ("k", kv), ("v", kv)):
+            scale, needed = tensors.get(f"{letter}_scale"), letter == "k" and "q_scale" in tensors
+            check_scale(f"{letter}_scale", {**tensors, letter: x}, letter, True, options, failing(name), needed)
+            wanted[f"{letter}_out"] = (*x.shape[:-1], widths[letter]), q.dtype if scale is None else fp8
+        check_outs(name, tensors, self.labels, wanted, "use a call without quantize and out")
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         return {}
 
     def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
-        for letter, x in self.reference(tensors, options).items():
-            tensors[f"{letter}_out"].copy_(x)
+        for letter, x in latent(tensors, options, read_as(options)).items():
+            scaled = f"{letter}_scale" in tensors
+            made = divided(x, given_scale(letter, x, tensors, options), options.out_dtype) if scaled else x
+            tensors[f"{letter}_out"].copy_(made)
         return {}
 
 

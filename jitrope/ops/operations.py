@@ -13,7 +13,7 @@ from . import checks, operation, reference
 from .fit import sizes_of
 from .formats import empty_elements, empty_scale, least_scales
 from .into import ByRank, Into, ScaledInto, joins_k, refuse_other_v
-from .joint import QK_NORM_ROPE_JOINT
+from .joint import QK_NORM_ROPE_JOINT, JointInto
 from .kv_cache import check_one_format
 from .latent import ROPE_LATENT, ROPE_LATENT_BACKWARD, ROPE_LATENT_INTO
 from .operation import BIASES, NORMED, PLACED, ROTATION, WEIGHTS, Call, Normed, Operation, empty_like, rotated_back
@@ -227,11 +227,14 @@ class _QKNormRopeHadamard(_QKNormRope):
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         """The gradients are transformed by a launch of their own, because the matrix is its own transpose."""
+        return super().gradient(call, saved, self.transformed(call, grads, options), changed(options, hadamard=""))
+
+    def transformed(self, call: Call, grads: Tensors, options: Options) -> Tensors:
+        """The gradients of q and k before the transform."""
         own = dict(zip("qk", [joined(grad, options.layout) for grad in grads.values()]))
         words = {name: getattr(options, name) for name in ("layout", "rotary_dim", "rotary_offset", "hadamard")}
         alone, tensors = resolved(self, own, {**words, "norm": NO_NORM})
-        grads = dict(zip(grads, call(self, tensors, alone).values()))
-        return super().gradient(call, saved, grads, changed(options, hadamard=""))
+        return dict(zip(grads, call(self, tensors, alone).values()))
 
 
 class _QKVNormRope(_QKNormRope):
@@ -316,11 +319,14 @@ for _op in (*_INTO, *PREPARED[""][:1]):
 ROPE_INTO, QKV_NORM_ROPE.into = ROPE.into, QK_NORM_ROPE.into
 PACKED_INTO = {op.name: PackedInto(op.into) for op in _INTO}
 """The operations of `prepare_packed_qkv` with stages of `prepare_qkv`, by the names of those."""
+_OF_STREAMS = (QK_NORM_ROPE.into, QK_NORM_ROPE_HADAMARD.into, QK_NORM_ROPE_FP8.into, QK_NORM_ROPE_SCALED.into)
+JOINT_INTO = {op.base.name: op for op in map(JointInto, (*_OF_STREAMS, QK_NORM_ROPE_SCALES))}
+"""The operations of `prepare_joint_qkv` with stages of `prepare_qkv`, by the names of those."""
 OPERATIONS: tuple[Operation, ...] = (
     *(*_PREPARED, *[op.into for op in _INTO], *[op.by_rank for op in _PREPARED if "k" in op.results]),
     *(ROPE_QKV, ROPE_QKV_BACKWARD, ROPE_LATENT, ROPE_LATENT_BACKWARD, ROPE_LATENT_INTO),
     *(QK_NORM_ROPE_SCALES, QK_NORM_ROPE_KV_CACHE_SCALED, QKV_NORM_ROPE, QK_NORM_ROPE_JOINT),
     *(QK_NORM_ROPE_BACKWARD, QKV_NORM_ROPE_BACKWARD),
-    *(QKV_NORM, QKV_NORM_BACKWARD, *PACKED_INTO.values()),
+    *(QKV_NORM, QKV_NORM_BACKWARD, *PACKED_INTO.values(), *JOINT_INTO.values()),
 )
 """The operations with ops of torch."""

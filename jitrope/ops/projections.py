@@ -11,7 +11,6 @@ from torch import Tensor
 from ..plan.options import Options, changed, norm_of
 from ..plan.problem import Views
 from ..plan.views import (
-    FORMATS,
     Tensors,
     bias_like,
     heads_per_group,
@@ -23,6 +22,7 @@ from ..plan.views import (
 )
 from . import checks, operation, reference
 from .fit import failing, require_apart
+from .formats import empty_heads
 from .into import Into, copy_heads, is_dense
 from .operation import BIASES, ROTATION, WEIGHTS, Call, Normed, Operation, Rule, empty_like
 from .stand_ins import weight_sums
@@ -338,14 +338,12 @@ def fresh_outputs(op: PackedInto, qkv: Any, words: dict[str, Any], given: Contai
     if qkv.shape[-1 if order == "grouped" else -2] % heads_per_group(options):
         return {}
     groups, head_dim = packed_sizes(qkv, options)
-    form = FORMATS[words.get("out_dtype", "fp8")]
     found: Tensors = {}
     for letter in wanted:
         if letter in given or (letter == "v" and words.get("copy_v") is False):
             continue
-        own = form if letter in converted else None
-        shape = (*qkv.shape[:-2], groups * (n if letter == "q" else 1), head_dim // (own.per_item if own else 1))
-        found[letter] = qkv.new_empty(shape, dtype=own.dtype if own else qkv.dtype)
+        shape = (*qkv.shape[:-2], groups * (n if letter == "q" else 1), head_dim)
+        found[letter] = empty_heads(qkv, shape, words.get("out_dtype", "fp8") if letter in converted else "")
     return found
 
 

@@ -45,8 +45,9 @@ class Quantize(Conversion):
             q's device, which the host does not read: of one element, of one for each head, (H), or for each head of a
             batch row, (B, H), with `Packed` also of a sequence, (N, H): v after the last sequence has that one's. A
             cache has its own k_scale.
-        v_scale: return v in fp8 too, in the same launch. v must be like k, in shape and dtype, and the heads must share
-            the tables. Refused with a cache, which has its own, and with across_heads without mean_squares.
+        v_scale: return v in fp8 too, in the same launch. v must be like k, in shape (not in `prepare_mla_qkv`) and
+            dtype, and the heads must share the tables. Refused with a cache, which has its own, and with across_heads
+            without mean_squares.
         dtype: torch.float8_e4m3fn, at most 448, or torch.float8_e5m2, at most 57344. A cache has its own dtype.
         hadamard: multiply each head by the orthogonal Hadamard matrix first (Sylvester's order), which spreads large
             elements over the head (QuaRot, arXiv:2404.00456). The scores of q and k do not change; k is transformed in

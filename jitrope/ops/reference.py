@@ -313,19 +313,19 @@ def turned(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -> Tens
     turn = rope if o.norm is None else qk_norm_rope
     if not o.hadamard:
         return turn(t, o, out_dtype)
-    before = turn(t, o, _read_as(o))
+    before = turn(t, o, read_as(o))
     exact = {name: x if name == "v" else with_hadamard(x.float(), o) for name, x in before.items()}
     return {name: torch.empty_like(t[name], dtype=out_dtype).copy_(x) for name, x in exact.items()}
 
 
-def _read_as(o: Options) -> torch.dtype | None:
+def read_as(o: Options) -> torch.dtype | None:
     """The dtype in which transforms and conversions read heads; with "dtype" that of q, as of the tensors of a host."""
     return None if o.rounding == "dtype" else torch.float32
 
 
 def in_fp32(t: Tensors, o: Options) -> Tensors:
     """The same as a conversion reads them."""
-    return {name: x.float() for name, x in turned(t, o, _read_as(o)).items()}
+    return {name: x.float() for name, x in turned(t, o, read_as(o)).items()}
 
 
 def scaled(t: Tensors, o: Options) -> Tensors:

@@ -52,9 +52,10 @@ _INSTEAD = {
 """Advice for words that do not go with an operation."""
 _STAGES = ("norm", "cache", "quantize")
 _HAVE = {
-    **dict.fromkeys(("apply_rope", "prepare_mla_qkv"), ("positions",)),
+    "apply_rope": ("positions",),
+    "prepare_mla_qkv": ("positions", "quantize"),
     "prepare_packed_qkv": ("positions", "norm", "cache", "quantize"),
-    "prepare_joint_qkv": ("positions", "norm"),
+    "prepare_joint_qkv": ("positions", "norm", "quantize"),
 }
 """The allowed values for functions that do not take all values."""
 

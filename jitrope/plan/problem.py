@@ -96,7 +96,7 @@ class _Call:
     def _group(self) -> None:
         """Give all views of q the same groups of heads, and all of k and v."""
         for letters in ("q", "kv"):
-            names = [name for name in self.named if name.removeprefix("d")[0] in letters]
+            names = [name for name in self.named if name.removeprefix("second_").removeprefix("d")[0] in letters]
             self.named.update(zip(names, views.in_groups([self.named[name] for name in names])))
 
     def _merge_batch(self) -> None:
