@@ -179,7 +179,7 @@ struct Factors {
     ) {
         if (!WEIGHTED || head.is_v != LATENT_NORM || (!NORM_BOTH && is_plain(head))) return;
         const int number = head.tensor + (second ? 2 : 0);
-        dim += WEIGHS_HEADS ? head.index * HEAD_DIM : 0;
+        dim += WEIGHS_HEADS ? head.index / (GATED && head.is_q ? Q_PER_GROUP : 1) * HEAD_DIM : 0;
         load_from(weights_of<LATENT_NORM>(p, head, number) + dim, x, rotary);
         if (with_bias) load_from(p.bias[number] + dim, bias, rotary);
     }
@@ -262,8 +262,8 @@ __device__ __forceinline__ void subtract(float mean, int count, float* x) {
 template <bool HAS, typename Arguments>
 __device__ __forceinline__ float given_scale(const Arguments& p, const Place& place, const Head& head) {
     if constexpr (HAS) {
-        const Strides& stride = p.mean_stride[head.is_q ? 0 : 1];
-        const float* mean = p.mean_square[head.is_q ? 0 : 1] + stride.token.step(place.token);
+        const Strides& stride = p.mean_stride[head.tensor ? 1 : 0];              // a gate is beside heads of q
+        const float* mean = p.mean_square[head.tensor ? 1 : 0] + stride.token.step(place.token);
         if constexpr (!ONE_ROW) mean += stride.batch.step(place.batch);
         return rsqrtf(__fadd_rn(*mean, p.scalars.eps));
     }

@@ -583,6 +583,12 @@ QKV_NORM_CASES = [
             (1, 7, 2, 2, 64), layout="thd", lengths=(6, 5), cp=(2, 0), table="angles_repeated", norm="once"),
     _normed("flat-thd", "packed sequences", (1, 9, 1, 4, 64), layout="thd", lengths=(4, 3), norm="twice",
             options={"order": "qkv"}),
+    _normed("flat-across", "OLMo 2 with one projection: a row is all heads of a token", (2, 5, 2, 4, 64),
+            across_heads=True, norm="once", options={"order": "qkv"}),
+    _normed("grouped-across", "rows in groups, LayerNorm, q alone has a weight, partial, sequence first",
+            (2, 5, 3, 2, 64), across_heads=True, **LAYER, weights="q", biases=True, rotary_dim=32, layout="sbhd"),
+    _normed("gated-across", "a gate, behind the rotation, packed sequences, spare tokens", (1, 9, 2, 3, 64),
+            across_heads=True, after_rope=True, layout="thd", lengths=(4, 3), options={"order": "qkv_gated"}),
 ]  # fmt: skip
 
 
@@ -938,8 +944,9 @@ def qkv_norm_call(case: NormCase, device: str = "cpu", seed: int = 0) -> tuple[T
     qkv, _, cos, sin, words = make(as_packed(case.rope), device, seed)
     generator, dtype = torch.Generator().manual_seed(seed + 1), DTYPES[case.weight_dtype]
     names = [f"{x}_{kind}" for x in case.weights for kind in ("weight", "bias")[: 1 + case.biases]]
-    size = case.rope.shape[4]
-    weights = {name: torch.randn(size, generator=generator).to(device, dtype) for name in names}
+    *_, groups, each, size = case.rope.shape
+    heads = {"q": groups * each, "k": groups} if case.across_heads else {"q": 1, "k": 1}
+    weights = {name: torch.randn(heads[name[0]] * size, generator=generator).to(device, dtype) for name in names}
     tables = {} if cos is None else {"cos": cos, "sin": sin}
     return qkv, weights, {**words, **tables, "q_per_group": case.rope.shape[3]}
 

@@ -153,6 +153,64 @@ def test_the_gradient_of_a_learned_table(device: str) -> None:
     assert_near(*grads)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", [*SOME, *WHOLE], ids=str)
+@pytest.mark.parametrize("how", ["norm", "v_norm", "no norm", "no table", "bias"])
+def test_a_transform_with_its_gradient(how: str, case: NormCase, device: str) -> None:
+    """Of some results too; and in place, and with v as a view."""
+    found = []
+    words: dict[str, Any] = {"hadamard": True, **({"norm": None} if how.startswith("no ") else {})}
+    words.update({"cos": None, "sin": None, "cos_sin_cache": None} if how == "no table" else {})
+    for packed in (True, False):
+        made = Made(case, device, how == "v_norm", leaves=True)
+        leaves, own = made.leaves[: None if words.get("norm", 1) else 1], dict(words)
+        if how == "bias":
+            leaves.append(dout(made.qkv.flatten(0, -3)[0]).requires_grad_())
+            if packed:
+                own["bias"] = leaves[-1]
+            else:
+                made.qkv = made.qkv + leaves[-1]
+        out = made.packed(**own) if packed else made.apart(**own)
+        grads = [dout(x.detach()) for x in out]
+        for picked in (range(len(out)), (0,), (1,), (2,)):
+            given = [out[n] for n in picked], leaves, [grads[n] for n in picked]
+            some = torch.autograd.grad(*given, retain_graph=True, allow_unused=True)
+            found.append([x if x is not None else torch.zeros_like(y) for x, y in zip(some, leaves)])
+        found.append([*out])
+    for got, want in zip(found[: len(found) // 2], found[len(found) // 2 :]):
+        assert_near(got, want)
+    assert_equal(found[len(found) // 2 - 1], found[-1])
+    if how in ("norm", "no norm"):
+        made = Made(case, device)
+        assert_equal(made.packed(**words, copy_v=False), found[-1])
+        qkv = made.qkv.clone()
+        assert made.packed(qkv, **words, inplace=True) is qkv
+        assert_equal(oracle.split(qkv, made.q_per_group, made.order), found[-1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["flat-across", "gated-across"])
+@pytest.mark.parametrize("how", ["plain", "transformed", "biased"])
+def test_given_means_of_rows_and_their_gradients(how: str, name: str, device: str) -> None:
+    found = []
+    for packed in (True, False):
+        made = Made(next(case for case in QKV_NORM_CASES if case.name == name), device, leaves=True)
+        words: dict[str, Any] = {"hadamard": how == "transformed"}
+        bias = dout(made.qkv.flatten(0, -3)[0]) * (how == "biased")
+        if how == "biased" and packed:
+            words["bias"] = bias
+        q, k, *_ = oracle.split(made.qkv.detach() + bias, made.q_per_group, made.order)
+        means = [x.float().square().mean((-2, -1)).requires_grad_() for x in (q, k)]
+        norm = Norm(**made.weights, **made.norm_words, mean_squares=means)
+        leaves = made.leaves
+        made.qkv = made.qkv if packed else made.qkv + bias
+        out = [*(made.packed if packed else made.apart)(norm=norm, **words)]
+        grads = torch.autograd.grad(out, [*leaves, *means], [dout(x.detach()) for x in out])
+        found.append((out, grads))
+    assert_equal(found[0][0], found[1][0])
+    assert_near(found[0][1], found[1][1])
+
+
 def kernels(case: NormCase, v_norm: bool = False) -> list[Any]:
     made = Made(case, "meta", v_norm, leaves=True)
     with jitrope.planning(["auto"]) as specs:
@@ -163,9 +221,11 @@ def kernels(case: NormCase, v_norm: bool = False) -> list[Any]:
 
 @pytest.mark.parametrize("case", QKV_NORM_CASES, ids=str)
 def test_the_forward_and_the_gradient_are_one_launch_each(case: NormCase) -> None:
-    """v and its gradient are copied in it; with v_norm v is normalised there."""
-    assert [(spec.gradient, spec.copy_v) for spec in kernels(case)] == [(False, True), (True, True)]
-    assert [(spec.gradient, spec.v_norm) for spec in kernels(case, v_norm=True)] == [(False, True), (True, True)]
+    """v and its gradient are copied in it, except across heads; with v_norm v is normalised there."""
+    copies = not case.across_heads
+    assert [(spec.gradient, spec.copy_v) for spec in kernels(case)] == [(False, copies), (True, copies)]
+    if copies:
+        assert [(spec.gradient, spec.v_norm) for spec in kernels(case, v_norm=True)] == [(False, True), (True, True)]
 
 
 def op_call(case: NormCase, op: Any, device: str = "cpu", **changes: Any) -> tuple[Any, ...]:
@@ -190,7 +250,7 @@ def test_opcheck(form: str, case: NormCase) -> None:
     torch.library.opcheck(getattr(torch.ops.jitrope, QKV_NORM.name + form).default, arguments)
 
 
-@pytest.mark.parametrize("how", ["copied", "view", "in place"])
+@pytest.mark.parametrize("how", ["copied", "view", "transformed", "in place"])
 @pytest.mark.parametrize("case", [SOME[0], SOME[2]], ids=str)
 def test_compile_fullgraph(case: NormCase, how: str) -> None:
     """The eager results and gradients."""
@@ -199,7 +259,7 @@ def test_compile_fullgraph(case: NormCase, how: str) -> None:
     def model(x: Tensor, norm: Norm) -> Any:
         if how == "in place":
             return (made.packed(x * 2, norm=norm, inplace=True).float() * 3,)
-        q, k, v, *gate = made.packed(x * 2, norm=norm, copy_v=how == "copied")
+        q, k, v, *gate = made.packed(x * 2, norm=norm, copy_v=how != "view", hadamard=how == "transformed")
         return q.float().sum(-1), k * 2, v + 1, *[x.sigmoid() for x in gate]
 
     results = []
@@ -225,9 +285,10 @@ def test_there_is_no_second_derivative() -> None:
 
 W = torch.ones(8)
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
-    "across heads": ({"norm": Norm(across_heads=True)}, "across_heads does not go with packed QKV; split it"),
+    "across heads": ({"norm": Norm(across_heads=True, v_norm=True)}, "across_heads does not go with v_norm in packed"),
+    "a transform": ({"norm": Norm(across_heads=True), "hadamard": True}, "across_heads does not go with hadamard"),
     "a view of v": ({"norm": Norm(v_norm=True), "copy_v": False}, "copy_v=False does not go with v_norm"),
-    "a weight": ({"norm": Norm(torch.ones(4))}, r"H=4, D=8\) but q_weight .* it must be \(D\), 8 numbers$"),
+    "a weight": ({"norm": Norm(torch.ones(4))}, r"H=4, D=8\) but q_weight .* it must be \(D\), 8 numbers, or H D with"),
     "k's weight": ({"norm": Norm(W, torch.ones(4))}, r"k is \(B=2, S=6, H=2, D=8\) but k_weight has shape \(4,\)"),
     "a bias": ({"norm": Norm(W, q_bias=W)}, "q_bias goes with kind='layer_norm'"),
     "dtypes": ({"norm": Norm(W, W.half())}, "they must match"),

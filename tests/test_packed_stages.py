@@ -35,8 +35,14 @@ STAGES: dict[str, dict[str, Any]] = {
     "dynamic scales": {"quantize": DynamicQuantize(torch.int8)},
     "groups": {"quantize": DynamicQuantize(group=32)},
     "tiles": {"quantize": DynamicQuantize(group=16, scale_dtype=E8M0, swizzled=True)},
+    "heads": {"quantize": DynamicQuantize(per="head")},
+    "heads of k, v too": {"quantize": DynamicQuantize(torch.int8, per="kv_head", v=True, hadamard=True)},
     "transform": {"hadamard": "rotary"},
     "out": {"out": (None, None, None)},
+    "ulysses": {"out": Ulysses(2)},
+    "fp8 by rank": {"quantize": Quantize(0.05, 0.02, 0.03), "out": Ulysses(2)},
+    "heads by rank": {"quantize": DynamicQuantize(per="head"), "out": Ulysses(2)},
+    "groups by rank": {"quantize": DynamicQuantize(group=32, v=True), "out": Ulysses(2)},
 }
 NORMS: dict[str, Any] = {
     "none": None,
@@ -44,7 +50,9 @@ NORMS: dict[str, Any] = {
     "layer": Norm(k_weight=torch.rand(D), k_bias=torch.rand(D), kind="layer_norm", of="k"),
     "v too": Norm(v_norm=True),
 }
+ROWS = {"q_weight": torch.rand(G * N * D), "k_weight": torch.rand(G * D), "across_heads": True}
 FORMS = [("grouped", "bshd"), ("qkv", "bshd"), ("grouped", "sbhd"), ("grouped", "thd"), ("qkv", "thd")]
+FORMS += [("qkv_gated", "bshd"), ("qkv_gated", "thd")]
 
 
 def made(order: str, layout: str, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -87,6 +95,8 @@ def flat(results: Any, stored: dict[str, Any]) -> list[Tensor]:
 
 CALLS = [(stage, norm, *form, True) for (stage, norm), form in zip(product(STAGES, NORMS), cycle(FORMS))]
 CALLS += [(stage, "none", *form, False) for stage, form in zip(STAGES, cycle(FORMS))]
+CALLS += [(stage, "means", *form, True) for stage, form in zip(STAGES, cycle(FORMS))]
+CALLS += [(stage, "across", *form, True) for stage in ("scales of heads", "out", "ulysses") for form in FORMS]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -94,13 +104,18 @@ CALLS += [(stage, "none", *form, False) for stage, form in zip(STAGES, cycle(FOR
 def test_the_bits_of_separate_tensors(
     stage: str, norm: str, order: str, layout: str, biased: bool, device: str
 ) -> None:
-    """In one launch; the second call is a known one. qkv stays."""
+    """In one launch, or two; the second call is a known one. qkv stays. A gate has its bias too."""
     jitrope.configure(launch=("token_linear", "grid_2d")[biased])
     qkv, bias, *tables = made(order, layout, device)
     before = qkv.clone()
     summed = (qkv + bias if biased else qkv).contiguous()
-    q, k, v = oracle.split(summed, N, order)
-    words = {**STAGES[stage], "norm": moved(NORMS[norm], device), "layout": layout}
+    q, k, v, *gate = oracle.split(summed, N, order)
+    means: dict[str, Any] = {}
+    if norm == "means":
+        of_tokens = [x.float().square().mean((-2, -1)) for x in (q, k)]
+        means["mean_squares"] = [x.T if layout == "sbhd" else x for x in of_tokens]
+    own_norm = NORMS[norm] if norm in NORMS else Norm(**ROWS, **means)
+    words = {**STAGES[stage], "norm": moved(own_norm, device), "layout": layout}
     words["quantize"], dtype = moved(words.get("quantize"), device), words.pop("cache", None)
     slots = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1))[:10].to(device)
     for _ in range(2):
@@ -113,12 +128,12 @@ def test_the_bits_of_separate_tensors(
                 count = backend.launched.total()
                 got = jitrope.prepare_packed_qkv(qkv, *tables, q_per_group=N, order=order, **words, **given, **more)
                 launches = backend.launched.total() - count
-                assert launches <= 1
-                assert own == {} or got[1:] == (None, None)
-                assert all(x is None or x.is_contiguous() for x in got if not isinstance(x, Scaled))
+                assert launches <= 1 + stage.startswith("heads")
+                assert own == {} or got[1:3] == (None, None)
+                assert all(x is None or x.is_contiguous() for x in got[:3] if not isinstance(x, Scaled))
             else:
                 got = jitrope.prepare_qkv(*[x.contiguous() for x in (q, k, v)], *tables, **words, **given)
-                got = got if dtype is None else got[:1]
+                got = (*got, *gate) if dtype is None else (got[0], *gate)
             found.append(flat(got, own))
         assert len(found[0]) == len(found[1])
         for x, y in zip(*found):
@@ -144,6 +159,22 @@ def test_given_tensors_and_what_stays(device: str) -> None:
     assert v.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr()
     assert torch.equal(v, oracle.split(qkv, N)[2])
     assert q.dtype == k.dtype == FP8
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("order", ["qkv", "qkv_gated", "grouped"])
+def test_several_heads_of_each_rank_have_their_bias(order: str, device: str) -> None:
+    """In fresh tensors and in given ones; q's groups of one head can be cut too."""
+    generator = torch.Generator().manual_seed(4)
+    shape = {"qkv": (12, D), "qkv_gated": (16, D), "grouped": (4, 3 * D)}[order]
+    qkv, bias = (torch.randn(*lead, *shape, generator=generator).bfloat16().to(device) for lead in ((2, 5), ()))
+    tables = made("qkv", "bshd", device)[2:]
+    q, k, v, *_ = (x.contiguous() for x in oracle.split(qkv + bias, 1, order))
+    want = jitrope.prepare_qkv(q, k, v, *tables, out=Ulysses(2))
+    words: dict[str, Any] = {"q_per_group": 1, "order": order, "bias": bias}
+    for out in (Ulysses(2), [torch.zeros_like(x) for x in want]):
+        got = jitrope.prepare_packed_qkv(qkv, *tables, **words, out=out)
+        assert all(torch.equal(x, y) for x, y in zip(got, want))
 
 
 @pytest.mark.parametrize("stage", ["cache", "quantize", "out"])
@@ -231,9 +262,16 @@ def test_refusals() -> None:
     refused("inverse does not go with packed QKV with cache", inverse=True)
     refused("out's k is .*; it must be None, because k goes to the cache", out=(None, qkv, None))
     refused("out is .*; it must be a tuple of 3 tensors", out=qkv)
-    refused("per='head' does not go with packed QKV", cache=None, quantize=DynamicQuantize(per="head"))
-    refused("Ulysses does not go with packed QKV", out=Ulysses(2))
-    refused("across_heads does not go with packed QKV", norm=Norm(across_heads=True))
+    refused("prepare_packed_qkv: per='head' does not go with a cache", quantize=DynamicQuantize(per="head"))
+    for per in ("token", "head"):
+        words = {"cache": None, "quantize": DynamicQuantize(per=per, v=True), "copy_v": False}
+        refused("copy_v=False does not go with v=True of quantize", **words)
+    refused("Ulysses does not go with a cache", out=Ulysses(2))
+    refused("Ulysses does not go with copy_v=False", out=Ulysses(2), cache=None, copy_v=False)
+    refused("q is .*; for 4 ranks it needs a multiple of 4 heads", out=Ulysses(4), cache=None)
+    one = [torch.zeros(1, 2, 5, n, D).bfloat16() for n in (G * N, G, G)]
+    refused("there must be a rank for each of the 2 groups", out=one, cache=None)
+    refused("across_heads does not go with a cache", norm=Norm(across_heads=True))
     refused("prepare_packed_qkv: hadamard is given beside quantize", quantize=Quantize(1.0), hadamard=True)
     refused("quantize has a k_scale, but k goes to the cache", quantize=Quantize(1.0, 1.0))
     refused("copy_v=False does not go with bias", bias=bias, copy_v=False)
@@ -245,8 +283,6 @@ def test_refusals() -> None:
     refused("copy_v is None; it must be True or False", copy_v=None)
     refused("qkv is None; it must be a tensor", qkv=None)
     refused("qkv requires a gradient, but this call has none", qkv=qkv.clone().requires_grad_())
-    gated = made("qkv_gated", "bshd", "cpu")
-    refused("order='qkv_gated' does not go with bias", gated[0], bias=gated[1], order="qkv_gated")
     words = {**caches(torch.bfloat16, "cpu"), "slot_mapping": torch.arange(10)}
     refused("rotate_k does not go with packed QKV", cache=KVCache(**words, rotate_k=True))
     buffer = torch.zeros(2, 5, G * (N + 2) * D).bfloat16()

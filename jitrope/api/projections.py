@@ -8,20 +8,18 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from torch import Tensor
 
 from ..base.arguments import flag, whole, word
-from ..base.errors import InvalidInput
 from ..ops.dispatch import call
 from ..ops.formats import empty_elements
-from ..ops.gather import add, call_packed_into, chosen, forget_positions, gather, staged
+from ..ops.gather import add, call_packed_into, chosen, forget_positions, gather, staged, with_scales
 from ..ops.into import is_dense
 from ..ops.kv_cache import KVCache
 from ..ops.latent import ROPE_LATENT, ROPE_LATENT_INTO
-from ..ops.operations import PACKED_INTO
-from ..ops.projections import QKV_NORM, ROPE_QKV
-from ..ops.quantize import DynamicQuantize, Quantize
-from ..ops.values import Norm, Positions, Ulysses
+from ..ops.operations import PACKED_INTO, PACKED_SCALES, QKV_HADAMARD
+from ..ops.projections import QKV_NORM, ROPE_QKV, part_with_bias
+from ..ops.quantize import DynamicQuantize, Quantize, hadamard_words
+from ..ops.values import Norm, Positions
 from ..ops.words import parts
-from ..plan.options import QKV_ORDERS, Options
-from ..plan.views import packed_part
+from ..plan.options import NO_NORM, QKV_ORDERS, Options
 from .keywords import LatentWords, PackedWords, with_words
 
 if TYPE_CHECKING:
@@ -36,6 +34,7 @@ class SplitWords(PackedWords, total=False):
     q_per_group: int
     copy_v: bool
     bias: Tensor | None
+    hadamard: bool | str
 
 
 _WORDS = frozenset(PackedWords.__annotations__)
@@ -87,7 +86,6 @@ def prepare_packed_qkv(
     order: str = "grouped",
     cache: KVCache | None = None,
     quantize: Quantize | DynamicQuantize | None = None,
-    hadamard: bool | str = False,
     out: Sequence[Tensor | None] | None = None,
     **words: Unpack[SplitWords],
 ) -> tuple[Any, ...]: ...
@@ -123,9 +121,9 @@ def prepare_packed_qkv(
             "thd" are allowed too.
         norm: RMSNorm or LayerNorm of q and k, as in `prepare_qkv` (Qwen3-Next, Qwen3.5; the fused qkv_proj of Qwen3 and
             Gemma 3 in vLLM and SGLang; Megatron's qk_layernorm). The gradient of qkv, the weights and the biases is one
-            launch, and deterministic; in place there is none. across_heads is refused. With v_norm v is normalised in
-            the same launch, in place too; its gradient is in the launch of the others. A norm cannot be combined with
-            inverse.
+            launch, and deterministic; in place there is none. With across_heads v, and a gate with a bias, are copied
+            after the launch. With v_norm v is normalised in the same launch, in place too; its gradient is in the
+            launch of the others. The two cannot be combined, nor a norm with inverse.
         q_per_group: heads of q for each head of k.
         order: "grouped": each of the G groups has q_per_group heads of q, one of k and one of v (Megatron, InternLM2,
             Falcon); with q_per_group 1 that is q, k and v of each head in turn (GPT-NeoX, BLOOM). "qkv": all heads of
@@ -137,9 +135,10 @@ def prepare_packed_qkv(
             dtype. The results are those of qkv + bias, rounded to the dtype, in the same launch; with a norm to the bit
             only if the bias is contiguous. v and the gate are written too, and in place all of qkv is. Its gradient is
             the sum of qkv's over the tokens, by torch.
-        cache, quantize, hadamard, out: as in `prepare_qkv`, in the same launch and also with a bias; then there is no
-            gradient. `Ulysses`, rotate_k, per="head" and per="kv_head" are refused, and so are inplace, inverse with a
-            cache, and "qkv_gated" with a bias.
+        hadamard: as in `prepare_qkv`, also in place. Its gradient takes a second launch.
+        cache, quantize, out: as in `prepare_qkv`, in as many launches, with hadamard and with a bias too, which torch
+            then adds to a gate. Then there is no gradient, also with `Ulysses`, which in "grouped" with q_per_group
+            above 1 needs a rank for each group. rotate_k is refused, and so are inplace, and inverse with a cache.
         inplace: rotate q and k inside qkv and return it, for attention that takes packed input or views. v stays,
             unless it is normalised or gets a bias.
         The other arguments are those of `apply_rope`. `Shifts` and tables for each head are refused. Without a table
@@ -155,13 +154,15 @@ def prepare_packed_qkv(
         InvalidInput, CompileError: as in `apply_rope`.
     """
     tensors: Any = {"qkv": qkv, "cos": cos, "sin": sin}
-    if cache is not None or quantize is not None or hadamard is not False or out is not None:
+    if cache is not None or quantize is not None or out is not None:
         packed, stages = (q_per_group, order, copy_v, bias), (norm, cache, quantize, hadamard)
         return _staged(tensors, words, positions, inplace, packed, stages, out)
     asked, op = gather(ROPE_QKV, tensors, words, _WORDS, positions, inplace), ROPE_QKV
     if norm is not None:
         op = QKV_NORM
         add("prepare_packed_qkv", "norm", norm, Norm, tensors, asked)
+    if hadamard is not False:
+        op, asked = QKV_HADAMARD, {"norm": NO_NORM, **asked, **hadamard_words("prepare_packed_qkv", hadamard)}
     if bias is not None:
         tensors["bias"] = bias
     if cos is None:
@@ -191,19 +192,18 @@ def _staged(
     copy_v = flag(name, "copy_v", copy_v)
     separate, own = chosen(name, norm, cache, quantize, hadamard)
     op, qkv = PACKED_INTO[separate.name], tensors["qkv"]
-    if quantize is not None and quantize.per != "token":
-        raise InvalidInput(f"{name}: per={quantize.per!r} does not go with packed QKV; split it, and use prepare_qkv")
-    if isinstance(out, Ulysses):
-        raise InvalidInput(f"{name}: Ulysses does not go with packed QKV; split it, and use prepare_qkv")
     asked = gather(op, tensors, words, _WORDS, positions, inplace)
     if bias is not None:
         tensors["bias"] = bias
     asked.update(own)
     staged(op, tensors, asked, qkv, norm, cache, quantize)
     _say_order(asked, n, order, copy_v)
-    found = call_packed_into(op, tensors, asked, out, quantize is not None)
+    scales = {}
+    if quantize is not None and quantize.per != "token":
+        scales = with_scales(PACKED_SCALES, tensors, asked, quantize.per)
+    found = call_packed_into(op, tensors, asked, out, quantize is not None, scales)
     if order == "qkv_gated":
-        return (*found, packed_part(qkv, "gate", Options(q_per_group=n, order=order)))
+        return (*found, part_with_bias(tensors, "gate", Options(q_per_group=n, order=order)))
     return found
 
 

@@ -25,7 +25,7 @@ from ..ops.gather import (
 )
 from ..ops.joint import QK_NORM_ROPE_JOINT
 from ..ops.kv_cache import KVCache
-from ..ops.operations import JOINT_INTO, ROPE
+from ..ops.operations import JOINT_INTO, QK_NORM_ROPE_SCALES, ROPE
 from ..ops.quantize import DynamicQuantize, Quantize, Scaled
 from ..ops.values import Norm, Positions, Ulysses
 from ..ops.words import parts, refuse_table_as_v, second_tables
@@ -241,7 +241,7 @@ def prepare_qkv(
     if norm is not None and cache is None and asked["norm"].v_norm:
         op, v = with_v(op, tensors, asked, v)
     if quantize is not None and quantize.per != "token":
-        found = with_scales(tensors, asked, quantize.per, v)
+        found = with_scales(QK_NORM_ROPE_SCALES, tensors, asked, quantize.per, v)
     if "out" in asked:
         out = call_into(op, tensors, asked, {"q": q, "k": k, "v": v}, source)
     else:

@@ -124,8 +124,8 @@ def check_qkv(name: str, tensors: Tensors, options: Options) -> None:
         factor = "2 " if options.order == "qkv_gated" else ""
         fail(f"qkv {had}, which {factor}q_per_group + 2 = {per_group} does not divide")
     fit.refuse_per_head(cos, options, "packed QKV", fail)
-    if norm_of(options).across_heads:
-        fail("across_heads does not go with packed QKV; split it, and pass q, k and v to prepare_qkv")
+    if norm_of(options).across_heads and norm_of(options).v_norm:
+        fail("across_heads does not go with v_norm in packed QKV; split it, and pass q, k and v to prepare_qkv")
     if options.inplace:
         fit.require_no_overlap("qkv", qkv, fail)
     # k is also checked as q: the rest of the check does not depend on the number of heads
@@ -261,7 +261,7 @@ def check_norm(name: str, tensors: Tensors, options: Options) -> None:
         size, letters = (heads * size, "H D") if norm.across_heads or owner == "v" else (size, "D")
         if weight.dim() != 1 or weight.shape[0] != size:
             had = f"{owner} is {named(x, options.layout)} but {label} has shape {tuple(weight.shape)}"
-            or_else = "" if letters == "H D" or options.q_per_group else ", or H D with across_heads"
+            or_else = "" if letters == "H D" else ", or H D with across_heads"
             fail(f"{had}; it must be ({letters}), {size} numbers{or_else}")
         if not fit.is_float(weight):
             fail(f"{label} is {weight.dtype}; allowed are fp32, fp16 and bf16")

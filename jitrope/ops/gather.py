@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -10,16 +10,16 @@ from torch import Tensor
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan.options import NO_NORM, NormOptions, Options
-from ..plan.views import Tensors, converts_v, packed_part
+from ..plan.views import Tensors, converts_v, heads_per_group, packed_part, packed_sizes
 from .dispatch import call
-from .formats import empty_elements
+from .formats import empty_elements, empty_heads
 from .into import given_out, is_dense, items_of_out, joins_k
 from .joint import JointInto
 from .joint import fresh_outputs as fresh_joint
 from .kv_cache import KVCache
 from .operation import Operation
-from .operations import JOINT_INTO, NORM_OF_V, PREPARED, QK_NORM_ROPE, QK_NORM_ROPE_SCALES, QKV_NORM_ROPE, norm_of_v
-from .projections import PackedInto, fresh_outputs
+from .operations import JOINT_SCALES, NORM_OF_V, PREPARED, QK_NORM_ROPE, QKV_NORM_ROPE, norm_of_v
+from .projections import PackedInto
 from .quantize import DynamicQuantize, Quantize, Scaled, hadamard_words
 from .values import Norm, Positions, Ulysses, scales
 from .watch import sharded
@@ -137,21 +137,52 @@ def with_v_out(words: dict[str, Any], v: Any) -> None:
 
 
 def call_packed_into(
-    op: PackedInto, tensors: Tensors, words: dict[str, Any], out: Any, converts: bool
+    op: PackedInto, tensors: Tensors, words: dict[str, Any], out: Any, converts: bool, scales: Tensors
 ) -> tuple[Any, Any, Any]:
-    """q, k and v of a packed call with stages of `prepare_qkv`; k and v in a cache are None."""
+    """q, k and v of a packed call with stages of `prepare_qkv`; k and v in a cache are None. scales: to return too."""
+    ranks, out = (out.words["ulysses_degree"], None) if isinstance(out, Ulysses) else (0, out)
+    cached, stays = "k_out" not in op.labels, words.get("copy_v") is False
+    if ranks and (cached or stays):
+        raise InvalidInput(f"{op.function}: Ulysses does not go with {'a cache' if cached else 'copy_v=False'}")
     results = {} if out is None else items_of_out(op, out, "qkv")
-    if "v" in results and words.get("copy_v") is False:
+    if "v" in results and stays:
         refuse(op.function, "out's v", results["v"], "None with copy_v=False")
     qkv: Any = tensors.get("qkv")
     converted = ("qkv" if converts_v(tensors, "dynamic_v" in words) else "qk") if converts else ""
-    results.update(fresh_outputs(op, qkv, words, results, converted))
+    results.update(_fresh_packed(op, qkv, words, results, converted, ranks))
     tensors.update({f"{letter}_out": x for letter, x in results.items()})
-    found = {**results, **call(op, tensors, words)}
+    found = {**results, **call(op, tensors, words), **scales}
     if "v" not in found and "v_out" in op.labels:
         order = words.get("order", "grouped")
         found["v"] = packed_part(qkv, "v", Options(q_per_group=words["q_per_group"], order=order))
     return result(found, "q"), result(found, "k"), result(found, "v")
+
+
+def _fresh_packed(
+    op: PackedInto, qkv: Any, words: dict[str, Any], given: Container[str], converted: str, ranks: int
+) -> Tensors:
+    """The outputs of a call that the caller does not give, by letters; none of a call that the check refuses.
+
+    given: the letters of the caller's. converted: those of converted ones. Without copy_v v stays in qkv. ranks: with
+    `Ulysses`; each has a group of heads. 0: the heads are together.
+    """
+    n, order, wanted = words["q_per_group"], words.get("order", "grouped"), "qkv" if "k_out" in op.labels else "q"
+    if n < 1 or not is_dense(qkv) or qkv.dim() < 3:
+        return {}
+    options = Options(q_per_group=n, order=order)
+    if qkv.shape[-1 if order == "grouped" else -2] % heads_per_group(options):
+        return {}
+    groups, head_dim = packed_sizes(qkv, options)
+    found: Tensors = {}
+    for letter in wanted:
+        if letter in given or (letter == "v" and words.get("copy_v") is False):
+            continue
+        heads = groups * (n if letter == "q" else 1)
+        lead = (ranks, *qkv.shape[:-2], heads // ranks) if ranks else (*qkv.shape[:-2], heads)
+        found[letter] = empty_heads(
+            qkv, (*lead, head_dim), words.get("out_dtype", "fp8") if letter in converted else ""
+        )
+    return found
 
 
 def call_joint_into(
@@ -164,7 +195,7 @@ def call_joint_into(
     found.update(fresh_joint(tensors, words, found, converted, ranks))
     tensors.update({f"{letter}_out": x for letter, x in found.items()})
     if quantize is not None and quantize.per != "token":
-        found.update(with_scales(tensors, words, quantize.per, None, JOINT_INTO[QK_NORM_ROPE_SCALES.name]))
+        found.update(with_scales(JOINT_SCALES, tensors, words, quantize.per))
     found.update(call(op, tensors, words))
     return result(found, "q"), result(found, "k"), result(found, "v")
 
@@ -184,21 +215,19 @@ def call_into(
     return {**into, **call(op.into if into else op, tensors, words)}
 
 
-def with_scales(
-    tensors: Tensors, words: dict[str, Any], per: str, v: Any, op: Operation = QK_NORM_ROPE_SCALES
-) -> Tensors:
-    """The scales of each head of a batch row, which a launch of its own computes; they are added to the tensors.
+def with_scales(op: Operation, tensors: Tensors, words: dict[str, Any], per: str, v: Any = None) -> Tensors:
+    """The scales of each head of a batch row, which `op` computes in its own launch; they are added to the tensors.
 
     per: a word of `DynamicQuantize`. With "kv_head" the heads of q that share a head of k have the largest of theirs.
-    v: of the call, read if it has a scale too; None for two streams, whose tensors have it.
+    v: a tensor of its own, read if it has a scale too.
     """
     if "k_cache" in tensors:
-        raise InvalidInput(f"prepare_qkv: per={per!r} does not go with a cache; pass q's scales in Quantize")
+        raise InvalidInput(f"{op.function}: per={per!r} does not go with a cache; pass q's scales in Quantize")
     own = {word: x for word, x in words.items() if word != "out"}
     norm = words.get("norm", NO_NORM)
-    scales_v = words.pop("dynamic_v", False)
-    own.update(norm=norm if scales_v else _without_v(norm), per_row=True)
-    found = call(op, {**tensors, "v": v} if scales_v and v is not None else dict(tensors), own)
+    of_v = words.pop("dynamic_v", False)
+    own.update(norm=norm if of_v else _without_v(norm), per_row=True)
+    found = call(op, {**tensors, "v": v} if of_v and v is not None else tensors, own)
     tensors.update(found)
     if per == "kv_head":
         heads, of_k = (found[name].shape[-1] if name in found else 0 for name in ("q_scale", "k_scale"))

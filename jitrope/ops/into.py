@@ -46,8 +46,6 @@ class Into(Operation):
         return (*self.base.written(options), *self.labels)
 
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
-        if options.dynamic_v and "v_out" not in tensors:
-            raise InvalidInput(f"{name}: copy_v=False does not go with v=True of quantize; leave copy_v out")
         other = converts_v(tensors, options.dynamic_v) and self.finishes(tensors, options)
         if other and not sums_heads(tensors, options):  # before v's scale is compared with v
             refuse_other_v(name, tensors, options)

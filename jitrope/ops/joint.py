@@ -144,11 +144,10 @@ class _Joint(Normed):
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         """The gradients of each stream, from its tokens and its rows of the tables."""
-        from .operations import QK_NORM_ROPE, QK_NORM_ROPE_HADAMARD, QKV_NORM_ROPE
+        from .operations import QK_NORM_ROPE, QKV_NORM_ROPE, transformed_back
 
-        if options.hadamard and (turned := {name: x for name, x in grads.items() if name != "v"}):
-            grads = {**grads, **QK_NORM_ROPE_HADAMARD.transformed(call, turned, options)}
-        options = changed(options, hadamard="")
+        if options.hadamard:
+            grads, options = transformed_back(call, grads, options), changed(options, hadamard="")
         found: Tensors = {}
         begin = 0
         for stream in STREAMS:

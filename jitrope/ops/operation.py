@@ -17,7 +17,7 @@ from ..base.errors import JitropeError
 from ..plan import partition
 from ..plan.options import ALL_TOKENS, HEAD_WORDS, LAYOUT_AXES, Options, changed, norm_of
 from ..plan.problem import Views
-from ..plan.views import FORMATS, Tensors, converts_v, head_view
+from ..plan.views import FORMATS, MEANS, Tensors, converts_v, head_view
 from . import checks
 from .fit import USERS_NAMES
 from .rows import RULE
@@ -36,6 +36,7 @@ PLACED = ("mscale", "max_seqlen", "packed_table", "cp_size", "cp_rank")
 ROTATION = (*NORMED, *PLACED, "inverse")
 WEIGHTS = ("q_weight?", "k_weight?")
 BIASES = ("q_bias?", "k_bias?")
+GIVEN_MEANS = tuple([f"{name}?" for name in MEANS])
 
 
 class Operation:

@@ -8,7 +8,7 @@ import torch
 
 from ..plan.options import LAYOUT_AXES, NO_NORM, NormOptions, Options, changed, norm_of
 from ..plan.problem import Views
-from ..plan.views import BLOCK_SCALES, FORMATS, MEANS, Tensors, cache_view, head_view, joined
+from ..plan.views import BLOCK_SCALES, FORMATS, Tensors, cache_view, head_view, joined
 from . import checks, operation, reference
 from .fit import sizes_of
 from .formats import empty_elements, empty_scale, least_scales
@@ -16,13 +16,31 @@ from .into import ByRank, Into, ScaledInto, joins_k, refuse_other_v
 from .joint import QK_NORM_ROPE_JOINT, JointInto
 from .kv_cache import check_one_format
 from .latent import ROPE_LATENT, ROPE_LATENT_BACKWARD, ROPE_LATENT_INTO
-from .operation import BIASES, NORMED, PLACED, ROTATION, WEIGHTS, Call, Normed, Operation, empty_like, rotated_back
+from .operation import (
+    BIASES,
+    GIVEN_MEANS,
+    NORMED,
+    PLACED,
+    ROTATION,
+    WEIGHTS,
+    Call,
+    Normed,
+    Operation,
+    empty_like,
+    rotated_back,
+)
 from .pages import PAGE_TENSORS
-from .projections import QKV_NORM, QKV_NORM_BACKWARD, ROPE_QKV, ROPE_QKV_BACKWARD, PackedInto
+from .projections import (
+    QKV_NORM,
+    QKV_NORM_BACKWARD,
+    ROPE_QKV,
+    ROPE_QKV_BACKWARD,
+    PackedInto,
+    PackedScales,
+    QKVNorm,
+)
 from .stand_ins import weight_sums
 from .words import resolved
-
-GIVEN_MEANS = tuple([f"{name}?" for name in MEANS])
 
 
 class _Rope(Operation):
@@ -195,10 +213,7 @@ class _QKNormRope(Normed):
             tensors.update({as_name + ending: saved[name] for as_name, name in given.items()})
         found = call(QK_NORM_ROPE_BACKWARD, {**tensors, **(tables if "q" in grads else operation.of_k(tables))}, back)
         found = {names[name[0]] + name[1:]: x for name, x in found.items()}
-        means = {name: saved[name] for name in MEANS if name in saved and saved[name].requires_grad}
-        eps, layout = norm_of(options).eps, options.layout
-        own = {name: (mean, saved[name[0]], found[name[0]]) for name, mean in means.items() if name[0] in found}
-        return {**found, **{name: reference.gradient_of_mean(*xs, eps, layout) for name, xs in own.items()}}
+        return {**found, **reference.gradients_of_means(saved, saved, found, options)}
 
 
 class _NormOfV(_QKNormRope):
@@ -226,15 +241,33 @@ class _QKNormRopeHadamard(_QKNormRope):
     reference = staticmethod(reference.turned)
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
-        """The gradients are transformed by a launch of their own, because the matrix is its own transpose."""
-        return super().gradient(call, saved, self.transformed(call, grads, options), changed(options, hadamard=""))
+        return super().gradient(call, saved, transformed_back(call, grads, options), changed(options, hadamard=""))
 
-    def transformed(self, call: Call, grads: Tensors, options: Options) -> Tensors:
-        """The gradients of q and k before the transform."""
-        own = dict(zip("qk", [joined(grad, options.layout) for grad in grads.values()]))
-        words = {name: getattr(options, name) for name in ("layout", "rotary_dim", "rotary_offset", "hadamard")}
-        alone, tensors = resolved(self, own, {**words, "norm": NO_NORM})
-        return dict(zip(grads, call(self, tensors, alone).values()))
+
+def transformed_back(call: Call, grads: Tensors, options: Options) -> Tensors:
+    """The gradients with those of q and k transformed, in their own launch: the matrix is its own transpose."""
+    own = {name: joined(grads[name], options.layout) for name in "qk" if name in grads}
+    if not own:
+        return grads
+    words = {name: getattr(options, name) for name in ("layout", "rotary_dim", "rotary_offset", "hadamard")}
+    given = dict(zip("qk", own.values()))  # k's gradient alone takes the name of q's
+    alone, tensors = resolved(QK_NORM_ROPE_HADAMARD, given, {**words, "norm": NO_NORM})
+    return {**grads, **dict(zip(own, call(QK_NORM_ROPE_HADAMARD, tensors, alone).values()))}
+
+
+class _QKVHadamard(QKVNorm):
+    """The same in packed QKV."""
+
+    name, stage = "qk_norm_rope_qkv_hadamard", "packed QKV with hadamard"
+    options = (*QKVNorm.options, "hadamard")
+    hidden = ()
+
+    def of_qkv(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
+        grads, back = transformed_back(call, grads, options), changed(options, hadamard="")
+        if norm_of(options).kind != NO_NORM.kind:
+            return super().of_qkv(call, saved, grads, back)
+        tables = {name: x for name, x in saved.items() if name not in self.names}
+        return ROPE_QKV.of_qkv(call, tables, grads, changed(back, norm=None))
 
 
 class _QKVNormRope(_QKNormRope):
@@ -294,7 +327,7 @@ class _QKVNormRopeBackward(_QKNormRopeBackward):
 ROPE, ROPE_FP8, ROPE_KV_CACHE = _Rope(), _RopeFp8(), _RopeKVCache()
 QK_NORM_ROPE, QK_NORM_ROPE_BACKWARD = _QKNormRope(), _QKNormRopeBackward()
 QKV_NORM_ROPE, QKV_NORM_ROPE_BACKWARD, NORM_OF_V = _QKVNormRope(), _QKVNormRopeBackward(), _NormOfV()
-QK_NORM_ROPE_HADAMARD = _QKNormRopeHadamard()
+QK_NORM_ROPE_HADAMARD, QKV_HADAMARD = _QKNormRopeHadamard(), _QKVHadamard()
 QK_NORM_ROPE_FP8, QK_NORM_ROPE_KV_CACHE = _QKNormRopeFp8(), _QKNormRopeKVCache()
 QK_NORM_ROPE_SCALED, QK_NORM_ROPE_KV_CACHE_SCALED = _QKNormRopeScaled(), _QKNormRopeKVCacheScaled()
 QK_NORM_ROPE_SCALES = _QKNormRopeScales()
@@ -320,13 +353,15 @@ ROPE_INTO, QKV_NORM_ROPE.into = ROPE.into, QK_NORM_ROPE.into
 PACKED_INTO = {op.name: PackedInto(op.into) for op in _INTO}
 """The operations of `prepare_packed_qkv` with stages of `prepare_qkv`, by the names of those."""
 _OF_STREAMS = (QK_NORM_ROPE.into, QK_NORM_ROPE_HADAMARD.into, QK_NORM_ROPE_FP8.into, QK_NORM_ROPE_SCALED.into)
-JOINT_INTO = {op.base.name: op for op in map(JointInto, (*_OF_STREAMS, QK_NORM_ROPE_SCALES))}
+JOINT_INTO = {op.base.name: op for op in map(JointInto, _OF_STREAMS)}
 """The operations of `prepare_joint_qkv` with stages of `prepare_qkv`, by the names of those."""
+PACKED_SCALES, JOINT_SCALES = PackedScales(QK_NORM_ROPE_SCALES), JointInto(QK_NORM_ROPE_SCALES)
 OPERATIONS: tuple[Operation, ...] = (
     *(*_PREPARED, *[op.into for op in _INTO], *[op.by_rank for op in _PREPARED if "k" in op.results]),
     *(ROPE_QKV, ROPE_QKV_BACKWARD, ROPE_LATENT, ROPE_LATENT_BACKWARD, ROPE_LATENT_INTO),
     *(QK_NORM_ROPE_SCALES, QK_NORM_ROPE_KV_CACHE_SCALED, QKV_NORM_ROPE, QK_NORM_ROPE_JOINT),
     *(QK_NORM_ROPE_BACKWARD, QKV_NORM_ROPE_BACKWARD),
-    *(QKV_NORM, QKV_NORM_BACKWARD, *PACKED_INTO.values(), *JOINT_INTO.values()),
+    *(QKV_NORM, QKV_HADAMARD, QKV_NORM_BACKWARD, *PACKED_INTO.values(), PACKED_SCALES),
+    *(*JOINT_INTO.values(), JOINT_SCALES),
 )
 """The operations with ops of torch."""

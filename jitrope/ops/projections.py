@@ -11,20 +11,21 @@ from torch import Tensor
 from ..plan.options import Options, changed, norm_of
 from ..plan.problem import Views
 from ..plan.views import (
+    MEANS,
     Tensors,
     bias_like,
-    heads_per_group,
     packed_part,
     packed_shape,
     packed_sizes,
     packed_views,
     separate_views,
+    shaped_parts,
+    sums_heads,
 )
 from . import checks, operation, reference
 from .fit import failing, require_apart
-from .formats import empty_heads
-from .into import Into, copy_heads, is_dense
-from .operation import BIASES, ROTATION, WEIGHTS, Call, Normed, Operation, Rule, empty_like
+from .into import Into, copy_heads
+from .operation import BIASES, GIVEN_MEANS, ROTATION, WEIGHTS, Call, Normed, Operation, Rule, empty_like
 from .stand_ins import weight_sums
 
 PACKED = ("q_per_group", "order", "copy_v")
@@ -33,6 +34,12 @@ PACKED = ("q_per_group", "order", "copy_v")
 def with_bias(t: Tensors) -> Tensors:
     """A call's tensors; a projection's bias is added to qkv, and the sum is rounded."""
     return {**t, "qkv": t["qkv"] + bias_like(t["bias"], t["qkv"])} if "bias" in t else t
+
+
+def part_with_bias(t: Tensors, name: str, o: Options) -> Tensor:
+    """One part of a call's packed tensor, a view, or with the projection's bias a fresh tensor."""
+    part = packed_part(t["qkv"], name, o)
+    return part + packed_part(bias_like(t["bias"], t["qkv"]), name, o) if "bias" in t else part
 
 
 def split_qkv(qkv: Tensor, o: Options) -> Tensors:
@@ -45,12 +52,6 @@ def split_qkv(qkv: Tensor, o: Options) -> Tensors:
 def contiguous_parts(t: Tensors, o: Options) -> Tensors:
     """The parts of a call's packed tensor, with the projection's bias if it is given."""
     return {name: x.contiguous() for name, x in split_qkv(with_bias(t)["qkv"], o).items()}
-
-
-def shaped_parts(qkv: Tensor, o: Options) -> Tensors:
-    """Views with the shapes, dtype and device of q, k and v, for checks. The elements of q are others."""
-    k, v = (packed_part(qkv, name, o) for name in "kv")
-    return {"q": k[..., :1, :].expand(*k.shape[:-2], k.shape[-2] * o.q_per_group, -1), "k": k, "v": v}
 
 
 def join_qkv(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, o: Options) -> Tensor:
@@ -101,14 +102,26 @@ class RopeQKV(Operation):
         return out
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
-        biased = "bias" in tensors
+        apart = sums_heads(tensors, options)
+        biased = "bias" in tensors and not apart
         inputs: Views = packed_views(tensors["qkv"], options, biased)
         outputs: Views = inputs
         if not options.inplace:
             outputs = separate_views(tensors["q_out"], tensors["k_out"], tensors["v_out"], options, biased)
-        if not options.copy_v or (options.inplace and not biased and not norm_of(options).v_norm):
+        if apart or not options.copy_v or (options.inplace and not biased and not norm_of(options).v_norm):
             inputs, outputs = (*inputs[:2], None), (*outputs[:2], None)
         return inputs, outputs
+
+    def finishes(self, tensors: Tensors, options: Options) -> bool:
+        copies = "bias" in tensors or (options.copy_v and not options.inplace)
+        return copies and sums_heads(tensors, options)
+
+    def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
+        """Write v, and a gate with its bias, which a norm across heads leaves."""
+        for name in ("v", "gate") if "bias" in tensors and options.order == "qkv_gated" else ("v",):
+            out = outputs[name] if name in outputs else packed_part(outputs["qkv"], name, options)
+            copy_heads(out, part_with_bias(tensors, name, options))
+        return outputs
 
     def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
         if "bias" in given:
@@ -201,7 +214,9 @@ def check_qkv_norm(name: str, tensors: Tensors, options: Options) -> None:
     if norm_of(options).v_norm and not options.copy_v:
         failing(name)("copy_v=False does not go with v_norm, because v is not a view then; leave copy_v out")
     others = {label: x for label, x in tensors.items() if label != "qkv"}
-    checks.check_norm(name, {**shaped_parts(tensors["qkv"], options), **others}, options)
+    apart = {**shaped_parts(tensors["qkv"], options), **others}
+    checks.check_norm(name, apart, options)
+    checks.check_whole_head(name, apart, options)
 
 
 def normed_gradient(t: Tensors, o: Options) -> Tensors:
@@ -211,10 +226,10 @@ def normed_gradient(t: Tensors, o: Options) -> Tensors:
     return {"qkv": join_qkv(*own, t.get("dgate"), o), **found}
 
 
-class _QKVNorm(Normed, RopeQKV):
+class QKVNorm(Normed, RopeQKV):
     name, stage = "qk_norm_rope_qkv", "packed QKV with a norm"
-    tensors = ("qkv", "bias?", *WEIGHTS, *BIASES)
-    hidden = ("inverse",)
+    tensors = ("qkv", "bias?", *WEIGHTS, *BIASES, *GIVEN_MEANS)
+    hidden: tuple[str, ...] = ("inverse",)
     rules = (*RopeQKV.rules, check_qkv_norm)
     goes_bare = Operation.goes_bare  # without a table there is the norm
 
@@ -222,23 +237,28 @@ class _QKVNorm(Normed, RopeQKV):
         back = changed(operation.norm_turned_back(options), copy_v=True)
         if "v" not in grads:  # its part is zeros, whatever v is
             back = changed(back, norm=norm_of(back)._replace(v_norm=False))
-        return call(QKV_NORM_BACKWARD, {**every_gradient(grads, options), **saved}, back)
+        found = call(QKV_NORM_BACKWARD, {**every_gradient(grads, options), **saved}, back)
+        if MEANS[0] in saved:
+            xs, own = contiguous_parts(saved, options), split_qkv(found["qkv"], options)
+            found.update(reference.gradients_of_means(saved, xs, own, options))
+        return found
 
 
 class _QKVNormBackward(RopeQKVBackward):
     """The kernel reads q and k of the projection, v or only its gradient, and writes one tensor."""
 
     name = "qk_norm_rope_qkv_backward"
-    tensors = (*RopeQKVBackward.tensors, "qkv", *WEIGHTS, *BIASES, "bias?")
-    options = _QKVNorm.options
+    tensors = (*RopeQKVBackward.tensors, "qkv", *WEIGHTS, *BIASES, "bias?", *GIVEN_MEANS)
+    options = QKVNorm.options
     results = ("qkv", "q_weight", "k_weight", "q_bias", "k_bias")
     norm = True
     reference = staticmethod(normed_gradient)
     gradient = Operation.gradient  # there is no second derivative
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        qkv = tensors["qkv"]
-        widths = dict.fromkeys("qk", packed_sizes(qkv, options)[1])
+        qkv, across = tensors["qkv"], norm_of(options).across_heads
+        parts = shaped_parts(qkv, options)
+        widths = {name: parts[name].shape[-1] * (parts[name].shape[-2] if across else 1) for name in "qk"}
         return {"qkv": qkv.new_empty(qkv.shape), **weight_sums(tensors, widths, blocks)}
 
     def fakes(self, tensors: Tensors, options: Options) -> Tensors:
@@ -252,12 +272,15 @@ class _QKVNormBackward(RopeQKVBackward):
         q, k, v = packed_views(tensors["qkv"], options)
         if not norm_of(options).v_norm:
             v = separate_views(tensors["dq"], tensors["dk"], tensors["dv"], options)[2]
-        return (q, k, v), packed_views(tensors["qkv_out"], options)
+        outputs = packed_views(tensors["qkv_out"], options)
+        return ((q, k, None), (*outputs[:2], None)) if sums_heads(tensors, options) else ((q, k, v), outputs)
 
     finishes = Operation.finishes  # always: `finish` drops the scratch
 
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
         outputs = super().finish(outputs, tensors, options)
+        if sums_heads(tensors, options):
+            copy_heads(packed_part(outputs["qkv"], "v", options), tensors["dv"])
         return {name: outputs[name] for name in self.results if name in outputs}
 
 
@@ -267,7 +290,7 @@ class _QKVNormBackward(RopeQKVBackward):
 class PackedInto(Operation):
     """A form of `Into` that reads q, k and v in a projection's output. The projection's bias is added first, if given.
 
-    Its outputs are always tensors of the call; `fresh_outputs` makes those that the caller does not give.
+    Its outputs are always tensors of the call; `gather` makes those that the caller does not give.
     """
 
     function = "prepare_packed_qkv"
@@ -275,8 +298,7 @@ class PackedInto(Operation):
     inplace = differentiable = False
 
     def __init__(self, into: Operation) -> None:
-        assert isinstance(into, Into)
-        self.into_given, base = into, into.base
+        self.into_given, base = into, into.base if isinstance(into, Into) else into
         self.name, self.stage = f"{base.name}_packed", f"packed QKV with {base.stage or 'out'}"
         own = [name for name in into.tensors if name.rstrip("?") not in ("q", "k", "v")]
         self.tensors = ("qkv", "bias?", *own)
@@ -292,22 +314,26 @@ class PackedInto(Operation):
     def separate(self, tensors: Tensors, options: Options) -> Tensors:
         """Tensors as a call on separate q, k and v has them. Only their shapes, dtypes and devices are right."""
         heads = shaped_parts(tensors["qkv"], options)
-        if "v_out" not in tensors and "v_cache" not in tensors:
+        if not options.dynamic_v and "v_out" not in tensors and "v_cache" not in tensors:
             del heads["v"]
         return {**heads, **{name: x for name, x in tensors.items() if name not in ("qkv", "bias")}}
 
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
         fail = failing(name)
         checks.check_qkv(name, tensors, options)
-        alone = "use a call without cache, quantize, hadamard and out"
+        alone = "use a call without cache, quantize and out"
         checks.refuse_gradients(fail, tensors, "qkv", "bias", use=alone)
-        if "bias" in tensors and options.order == "qkv_gated":
-            fail("order='qkv_gated' does not go with bias beside cache, quantize and out; add the bias before")
+        if options.dynamic_v and not options.copy_v:
+            fail("copy_v=False does not go with v=True of quantize; leave copy_v out")
         if "bias" in tensors and norm_of(options).of == "v":
             fail("the norm has of='v', which does not go with bias")
         written = {self.label(x): tensors[x] for x in self.written(options) if x in tensors}
         require_apart(name, written, {x: tensors[x] for x in ("qkv", "bias") if x in tensors})
         self.into_given.check(name, self.separate(tensors, options), options)
+        q, groups = tensors.get("q_out"), packed_sizes(tensors["qkv"], options)[0]
+        by_rank = q is not None and q.dim() > tensors["qkv"].dim() and len(q) != groups
+        if by_rank and options.order == "grouped" and options.q_per_group > 1:
+            fail(f"with order='grouped' and heads for each rank there must be a rank for each of the {groups} groups")
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
         inputs, outputs = self.into_given.heads(self.separate(tensors, options), options)
@@ -320,32 +346,31 @@ class PackedInto(Operation):
     def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
         return self.into_given.made(given, options)
 
+    def finishes(self, tensors: Tensors, options: Options) -> bool:
+        return self.into_given.finishes(self.separate(tensors, options), options)
+
+    def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
+        return self.into_given.finish(outputs, {**tensors, "v": part_with_bias(tensors, "v", options)}, options)
+
     def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
         parts, alone = contiguous_parts(tensors, options), self.separate(tensors, options)
         alone.update({name: parts[name] for name in "qkv" if name in alone})
         return self.into_given.on_cpu(alone, options)
 
 
-def fresh_outputs(op: PackedInto, qkv: Any, words: dict[str, Any], given: Container[str], converted: str) -> Tensors:
-    """The outputs of a call that the caller does not give, by letters; none of a call that the check refuses.
+class PackedScales(PackedInto):
+    """The same of scales alone, without outputs of heads."""
 
-    given: the letters of the caller's. converted: those of converted ones. Without copy_v v stays in qkv.
-    """
-    n, order, wanted = words["q_per_group"], words.get("order", "grouped"), "qkv" if "k_out" in op.labels else "q"
-    if n < 1 or not is_dense(qkv) or qkv.dim() < 3:
-        return {}
-    options = Options(q_per_group=n, order=order)
-    if qkv.shape[-1 if order == "grouped" else -2] % heads_per_group(options):
-        return {}
-    groups, head_dim = packed_sizes(qkv, options)
-    found: Tensors = {}
-    for letter in wanted:
-        if letter in given or (letter == "v" and words.get("copy_v") is False):
-            continue
-        shape = (*qkv.shape[:-2], groups * (n if letter == "q" else 1), head_dim)
-        found[letter] = empty_heads(qkv, shape, words.get("out_dtype", "fp8") if letter in converted else "")
-    return found
+    def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
+        inputs, _ = super().heads(tensors, options)
+        return inputs, inputs
+
+    def places(self, options: Options) -> tuple[str, ...]:
+        return (*self.reads, *self.reads)
+
+    def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
+        return self.into_given.made("qkv" if options.dynamic_v else "qk", options)
 
 
 ROPE_QKV, ROPE_QKV_BACKWARD = RopeQKV(), RopeQKVBackward()
-QKV_NORM, QKV_NORM_BACKWARD = _QKVNorm(), _QKVNormBackward()
+QKV_NORM, QKV_NORM_BACKWARD = QKVNorm(), _QKVNormBackward()

@@ -305,6 +305,13 @@ def gradient_of_mean(mean: Tensor, x: Tensor, dx: Tensor, eps: float, layout: st
     return torch.where(total == 0, 0, total * (-0.5 / (mean + eps)))
 
 
+def gradients_of_means(t: Tensors, xs: Tensors, grads: Tensors, o: Options) -> Tensors:
+    """The gradients of a call's given means that require one. xs, grads: q and k, and their gradients."""
+    names = [name for name in views.MEANS if name in t and t[name].requires_grad and name[0] in grads]
+    eps = norm_of(o).eps
+    return {name: gradient_of_mean(t[name], xs[name[0]], grads[name[0]], eps, o.layout) for name in names}
+
+
 # ---- fp8 and caches --------------------------------------------------------------------------------
 
 

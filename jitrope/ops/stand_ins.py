@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..plan.options import LAYOUT_AXES, Options, norm_of
-from ..plan.views import Tensors, packed_part
+from ..plan.views import Tensors, shaped_parts
 from . import watch
 
 COUNTERS = 4096
@@ -102,7 +102,7 @@ def missing_weights(tensors: Tensors, options: Options) -> Tensors:
     given = [name for name in tensors if name.endswith(("_weight", "_bias"))]
     biased = any(name.endswith("_bias") for name in given)
     if "qkv" in tensors:
-        tensors = {**tensors, **dict.fromkeys("qk", packed_part(tensors["qkv"], "k", options))}
+        tensors = {**tensors, **shaped_parts(tensors["qkv"], options)}
     heads = {"q": "q", "k": "k", "first_q": "q", "first_k": "k", "second_q": "second_q", "second_k": "second_k"}
     for head, owner in heads.items() if given else ():
         x = tensors.get(head)

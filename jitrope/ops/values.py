@@ -200,8 +200,8 @@ class Norm(Value):
             "thd" (T). k's is None without k. Pass this rank's part of the weights. If all ranks have equally many
             heads, in the default layout: `mean = q.float().square().mean((-2, -1))`, then
             `all_reduce(mean, op=ReduceOp.AVG)`. across_heads then also goes with a cache, `DynamicQuantize` and
-            hadamard. mean_squares cannot be combined with "layer_norm", v_norm, `prepare_joint_qkv` and
-            `prepare_packed_qkv`. They get a gradient. To train, use an all_reduce that passes it on, such as
+            hadamard. mean_squares cannot be combined with "layer_norm", v_norm and `prepare_joint_qkv`. They get a
+            gradient. To train, use an all_reduce that passes it on, such as
             `torch.distributed.nn.functional.all_reduce(mean, op=ReduceOp.AVG)`, which returns the mean of all ranks.
             A mean's gradient is computed from q's (or k's) gradient in its dtype.
         zero_centered: the factor is 1 + weight (Gemma, Qwen3-Next).

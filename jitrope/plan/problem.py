@@ -44,6 +44,7 @@ _PLANNED = ("head_dim", "q_per_group", "kv_per_group", "v_per_k", "batch", "toke
 _COUNTED = ("tokens", "batch", "seqlen", "q_heads", "k_heads", "sequences")
 """Attributes of a call that are fields of a problem, and those that are words of the argument block."""
 _HEADS = ("q", "k", "v", "q_out", "k_out", "v_out")
+_ADDED = ("q_added", "k_added", "v_added")
 _SCALES, _FACTORS = ("q_scale_out", "k_scale_out", "v_scale_out"), ("q_factor", *MEANS)
 
 
@@ -74,6 +75,10 @@ class _Call:
         beside = [name for name in (*grads, "second_q", "second_k", "second_v") if name in tensors]
         self.named |= {name: views.head_view(tensors[name], options.layout) for name in beside}
         self.named |= {name: _scale_view(tensors[name], options) for name in _SCALES if name in tensors}
+        self.gated = options.order == "qkv_gated" and inputs[0].shape[3] == 2
+        if "bias" in tensors:
+            added = views.bias_views(tensors["bias"], tensors["qkv"], options, self.gated)
+            self.named |= dict(zip(_ADDED, added))
         self._group()
         self.given_scales = {f"{name}_scale": _scale_strides(tensors.get(f"{name}_scale")) for name in "qkv"}
         shape = self.named["q_out"].shape[:2]
@@ -84,9 +89,6 @@ class _Call:
             self.named |= {f"first_{name}": self.named[name] for name in "qkv"}
         if "second_cos" in tensors:
             self.tables |= _table_views(tensors, options, "second_")
-        if "bias" in tensors:
-            added = views.bias_views(tensors["bias"], tensors["qkv"], options)
-            self.named |= dict(zip(("q_added", "k_added", "v_added"), added))
         self.strides = {name: strides_of(x) for name, x in (*self.named.items(), *self.tables.items())}
         self.strides |= {name: _block_scale_strides(tensors[name]) for name in BLOCK_SCALES if name in tensors}
         if self.ids is not None:
@@ -104,7 +106,7 @@ class _Call:
         batch, seqlen = self.named["q"].shape[:2]
         ids, shared = self.ids, len(self.tables["cos"]) == 1
         caches = ("k_out", "v_out") if self.cached else ()
-        of_tokens = {name: x for name, x in self.named.items() if name not in caches}
+        of_tokens = {name: x for name, x in self.named.items() if name not in (*caches, *_ADDED)}
         counted = "start_positions" in self.tensors or 0 < self.options.unrotated < ALL_TOKENS
         counted |= self.options.per_row or self.options.swizzled or any(x for x, _ in self.given_scales.values())
         if batch == 1 or (ids is not None and not shared) or counted:
@@ -169,7 +171,7 @@ class _Call:
             "prefixed": o.unrotated > 0,
             "head_scales": any(map(any, self.given_scales.values())),
             "added_bias": "bias" in self.tensors,
-            "gated": "bias" in self.tensors and o.order == "qkv_gated" and self.q_per_group == 2,
+            "gated": self.gated,
             "wide": max(table.shape[1], *chain(*strides.values())) >= NARROW,
             "num_sequences": self.sequences,
             "vec_limit": elements_per_access([*heads.values()], [strides[name] for name in heads]),
@@ -188,7 +190,7 @@ class _Call:
         norm = self.options.norm or NormOptions("", kind="")
         weights = [x for name, x in self.tensors.items() if name.endswith(("_weight", "_bias"))]
         across = views.sums_heads(self.tensors, self.options)
-        rows = [x.shape[2] for x in self.inputs[:2] if x is not None] if across else []
+        rows = [x.shape[2] * x.shape[3] for x in self.inputs[:2] if x is not None] if across else []
         limits = [elements_per_access([w], [strides_of(w)]) for w in weights]
         return {
             **{name: getattr(norm, name) for name in _OF_NORM},

@@ -188,6 +188,12 @@ def packed_part(qkv: Tensor, name: str, options: Options) -> Tensor:
     return qkv[..., end : end + groups, :] if name == "k" else qkv[..., end + groups :, :]
 
 
+def shaped_parts(qkv: Tensor, options: Options) -> Tensors:
+    """Views with the shapes, dtype and device of q, k and v, for checks. The elements of q are others."""
+    k, v = (packed_part(qkv, name, options) for name in "kv")
+    return {"q": k[..., :1, :].expand(*k.shape[:-2], k.shape[-2] * options.q_per_group, -1), "k": k, "v": v}
+
+
 def packed_views(qkv: Tensor, options: Options, with_gate: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """The heads of q, k and v inside a packed tensor, (batch, seq, group, head of the group, dim).
 
@@ -215,6 +221,6 @@ def bias_like(bias: Tensor, qkv: Tensor) -> Tensor:
     return bias.unflatten(0, qkv.shape[-2:]) if bias.dim() == 1 else bias
 
 
-def bias_views(bias: Tensor, qkv: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+def bias_views(bias: Tensor, qkv: Tensor, options: Options, with_gate: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """The views of a bias as one token of its packed tensor."""
-    return packed_views(bias_like(bias, qkv)[(None,) * (qkv.dim() - 2)], options, with_gate=True)
+    return packed_views(bias_like(bias, qkv)[(None,) * (qkv.dim() - 2)], options, with_gate)
