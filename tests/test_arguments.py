@@ -259,8 +259,9 @@ def context(cell: Cell, parameter: str) -> tuple[Args, Any] | None:
         plain = cell.rand(8 * D, seed=3)
     elif parameter in ("q_mean_square", "k_mean_square"):
         means = {name: cell.rand(B, S, seed=4).square() for name in ("q_mean_square", "k_mean_square")}
-        heads = 4 if "packed_qkv" in f.name else 2
-        changes = {**means, "across_heads": True, "q_weight": cell.rand(heads * D)}
+        changes = {**means, "across_heads": True, "q_weight": cell.rand(2 * D)}
+        if "packed_qkv" in f.name:
+            changes |= {"q_weight": cell.rand(4 * D), "k_weight": cell.rand(2 * D)}
         plain = means[parameter]
     elif parameter in ("cp_size", "cp_rank"):
         changes = {n: cell.rand(B, 4, *SIZES[n][2:], seed=5) for n in f.turned}
