@@ -53,7 +53,8 @@ struct Sink {
         const float* factors, int count
     ) const {
         const int dim = first_dim(lane, PAIRS);
-        const auto in_place = [&](int n, int dims) { store_x(const_cast<T*>(source[dims]), x[n], true); };
+        const Lane<const T> own = IN_PLACE && PAIRS != INTERLEAVED ? head.input(p, place, dim) : source;
+        const auto in_place = [&](int n, int dims) { store_x(const_cast<T*>(own[dims]), x[n], true); };
         if (IN_PLACE && (!CACHE || head.is_q)) {
             each(count, in_place);
         } else if ((!CONVERTS && !CACHE) || (COPY_V && !CACHE && !CONVERT_V && head.is_v)) {

@@ -118,6 +118,12 @@ def test_latent_functions(device: str, packed: bool, cp: int, dtype: str) -> Non
             assert got.is_contiguous()
             torch.testing.assert_close(got.double(), expected.double(), rtol=UNIT[dtype], atol=UNIT[dtype])
         assert torch.equal(kv[1], leaves[1][..., first:])
+        own = leaves[0] * 1  # no leaf: written in place, as by Megatron's function
+        turned = megatron.fused_apply_mla_rope_for_q(own, *tables, first, dim, *where)
+        assert turned is own
+        assert torch.equal(turned, q)
+        (grad,) = torch.autograd.grad((turned.double() * weights[0].to(DTYPES[dtype]).double()).sum(), leaves[0])
+        assert torch.equal(grad, grads[0][0])
 
 
 def test_latent_signatures(core: Any) -> None:

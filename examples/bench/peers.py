@@ -78,8 +78,8 @@ def normed_pairs(weights: Call, eps: float) -> dict[str, Call]:
     return found
 
 
-def latent(packed: bool, cp_size: int = 1) -> dict[str, Call]:
-    """Latent attention; q is rotated in place. Inputs: q, k = kv and v = k_pe, (B, S, H, D), or packed (T, H, D)."""
+def latent(cp_size: int) -> dict[str, Call]:
+    """Latent attention of packed q, k = kv and v = k_pe, (T, H, D), or with cp_size 0 (B, S, H, D); it overwrites q."""
     found: dict[str, Call] = {}
     with suppress(ImportError):
         import triton  # noqa: F401  # without it Megatron-core can be imported, but not called
@@ -92,8 +92,8 @@ def latent(packed: bool, cp_size: int = 1) -> dict[str, Call]:
 
         def both(x: Any) -> Any:
             cos, sin = (table[0, :, None, None] for table in tables(x.cos, x.sin))
-            q, kv, k_pe = (x.q, x.k, x.v) if packed else (y.transpose(0, 1) for y in (x.q, x.k, x.v))
-            rotary, own = k_pe.shape[-1], ((x.cu_seqlens, 0, cp_size) if packed else ())
+            q, kv, k_pe = (x.q, x.k, x.v) if cp_size else (y.transpose(0, 1) for y in (x.q, x.k, x.v))
+            rotary, own = k_pe.shape[-1], ((x.cu_seqlens, 0, cp_size) if cp_size else ())
             n = q.shape[-1] - rotary
             k, v = fused_apply_mla_rope_for_kv(kv, k_pe, cos, sin, rotary, n, kv.shape[-1] - n, *own)
             return fused_apply_mla_rope_for_q(q, cos, sin, n, rotary, *own), k, v

@@ -13,6 +13,7 @@ from jitrope import (
     Norm,
     Packed,
     Ulysses,
+    apply_rope,
     prepare_mla_qkv,
     prepare_packed_qkv,
     prepare_qkv,
@@ -46,6 +47,7 @@ class Preset(NamedTuple):
     make: Callable[[Shape, int], Inputs] = chains.inputs
     backward: float = 1.5  # bytes of the backward over those of the forward
     public: Callable[[], dict[str, Call]] = dict  # the kernels of others, as far as they are installed
+    in_place: Call | None = None  # another way, with results in q
 
 
 # ---- with jitrope ------------------------------------------------------------------------------------------
@@ -91,6 +93,16 @@ def to_mla(x: Inputs, cp_size: int = 0) -> Any:
     return prepare_mla_qkv(x.q, x.k, x.v, x.cos, x.sin, interleaved=True, interleaved_out=False, **words)
 
 
+def to_mla_in_place(x: Inputs, cp_size: int = 0) -> Any:
+    """The same in two calls; the first overwrites the rotated elements of q, and moves no others."""
+    words: Any = {"positions": Packed(x.cu_seqlens, cp_size=cp_size)} if cp_size else {}
+    words.update(interleaved=True, interleaved_out=False)
+    q, _ = apply_rope(
+        x.q, None, x.cos, x.sin, rotary_dim=ROTARY, rotary_offset=x.q.shape[-1] - ROTARY, inplace=True, **words
+    )
+    return q, *prepare_mla_qkv(x.q[..., :0, :], x.k, x.v, x.cos, x.sin, **words)[1:]
+
+
 def to_mla_decode(x: Inputs) -> Any:
     cache, slots = x.caches
     c_kv, k_pe = cache.split([cache.shape[-1] - ROTARY, ROTARY], -1)
@@ -125,13 +137,21 @@ def to_operands(x: Inputs, per: str = "token") -> Any:
     return [*out, *[y.scale for y in found[: 2 + of_v]]]
 
 
+def latent(cp_size: int = 0) -> Preset:
+    """Latent attention of DeepSeek-V3. cp_size: as in `to_mla`."""
+    rows: Any = {"rows": partial(chains.positions, cp_size=cp_size)} if cp_size else {}
+    return Preset(
+        (1, 4096, 128, 128, 192), partial(to_mla, cp_size=cp_size), partial(chains.mla, **rows), (4, 6, 0), ROTARY,
+        trained=("q", "k", "v"), make=partial(chains.latent_packed, cp_size=cp_size) if cp_size else chains.latent,
+        backward=1, public=partial(others.latent, cp_size), in_place=partial(to_mla_in_place, cp_size=cp_size),
+    )  # fmt: skip
+
+
 IN_AND_OUT = (4, 4, 0)
 LAYER_NORM = ours(
     lambda x: Norm(*x.weights, q_bias=x.biases[0], k_bias=x.biases[1], kind="layer_norm", rounding="once"),
     interleaved=True,
 )
-MLA = (1, 4096, 128, 128, 192)
-MLA_WORDS: Any = {"rotary_dim": ROTARY, "trained": ("q", "k", "v"), "backward": 1}
 FP8_WORDS: Any = {"tolerance": (2**-3, 2**-4)}
 PRESETS = {
     "qwen3": Preset(
@@ -165,17 +185,9 @@ PRESETS = {
     "deepseek-indexer": Preset(
         (1, 4096, 64, 1, 128), to_indexer, chains.indexer, (3, 3, 0), rotary_dim=64, tolerance=(2**-2, 2.0),
     ),
-    "deepseek-mla": Preset(
-        MLA, to_mla, chains.mla, (4, 6, 0), make=chains.latent, public=partial(others.latent, False), **MLA_WORDS,
-    ),
-    "deepseek-mla-thd": Preset(
-        MLA, partial(to_mla, cp_size=1), partial(chains.mla, rows=partial(chains.positions, cp_size=1)), (4, 6, 0),
-        make=chains.latent_packed, public=partial(others.latent, True), **MLA_WORDS,
-    ),
-    "deepseek-mla-cp": Preset(
-        MLA, partial(to_mla, cp_size=2), partial(chains.mla, rows=partial(chains.positions, cp_size=2)), (4, 6, 0),
-        make=partial(chains.latent_packed, cp_size=2), public=partial(others.latent, True, 2), **MLA_WORDS,
-    ),
+    "deepseek-mla": latent(),
+    "deepseek-mla-thd": latent(cp_size=1),
+    "deepseek-mla-cp": latent(cp_size=2),
     "deepseek-mla-decode": Preset(
         (1, 64, 128, 1, 576), to_mla_decode, chains.mla_decode, (4 * ROTARY / 576, 4, 0), rotary_dim=ROTARY, hot=True,
         make=chains.absorbed,
@@ -207,7 +219,11 @@ def case(name: str, with_peers: bool = True, smoke: bool = False, training: bool
     moved = b * s * d * sum(heads * size for heads, size in zip((hq, hk, hk), preset.moved))
     moved = int(moved * (preset.backward if training else 1))
     made = partial(preset.make, shape, preset.rotary_dim or d)
-    calls, plain = {"jitrope": preset.ours}, {"jitrope": preset.plain}
+    calls = {
+        "jitrope": preset.ours,
+        **({"jitrope in place": preset.in_place} if preset.in_place and not training else {}),
+    }
+    plain = dict.fromkeys(calls, preset.plain)
     peers = {**preset.public(), **others.with_compiled(preset.plain)} if with_peers else {}
     return Case(made, calls, {COPY: moved}, peers, {}, preset.hot, plain, ("caches",), preset.tolerance)
 
@@ -242,7 +258,7 @@ def line(row: Row) -> str:
     return line_of(row, preset.shape, hot=preset.hot)
 
 
-PUBLIC = {"Liger": "Liger", "Megatron-core": "Megatron-core"}
+PUBLIC = {"jitrope in place": "q in place", "Liger": "Liger", "Megatron-core": "Megatron-core"}
 PLOTTED = "qwen3 gemma4 llama4 cogvideox qwen3-vl-prefill deepseek-indexer deepseek-mla qwen3.5 wan-ulysses flux-fp8"
 
 
@@ -262,7 +278,8 @@ SECTION = Section(
     GPU time of all that some models do between the projection and attention, over COPY of the bytes that it must read
     and write. Each is one launch; a second one makes the key of DeepSeek's indexer, the scales of flux-fp8-heads, a
     copy of Wan's v, and, backward, a copy of the gate of Qwen3.5. A decode step is hot. Liger normalises in two
-    launches and rotates in a third. Megatron-core's kernels for latent attention are two, and rotate q in place.
+    launches and rotates in a third. Megatron-core's kernels for latent attention are two, and rotate q in place; so
+    does jitrope in the column beside them, where COPY is still of all of q. Its gradient rotates dq in place too.
     """,
     "jitrope bench presets",
     (

@@ -112,8 +112,9 @@ def fused_apply_mla_rope_for_q(
 ) -> Tensor:
     """Rotate the last emb_dim elements of the heads of latent attention's q, from interleaved pairs into halves.
 
-    The signature and the formula are those of `megatron.core.fusions.fused_mla_yarn_rope_apply`. Use the result: t
-    keeps its elements here, while Megatron's function writes into t and returns it, and writes into the gradient.
+    The signature and the formula are those of `megatron.core.fusions.fused_mla_yarn_rope_apply`. Use the result. As
+    Megatron's function this one writes into t and returns it, if autograd allows that and emb_dim is a power of two up
+    to 64; otherwise it returns a new tensor. It does not write into the gradient, as Megatron's does.
 
     >>> cos, sin = torch.rand(2, 16, 1, 1, 64)
     >>> q = jitrope_megatron.fused_apply_mla_rope_for_q(torch.randn(16, 1, 8, 128 + 64), cos, sin, 128, 64)
@@ -127,14 +128,18 @@ def fused_apply_mla_rope_for_q(
         rotary_interleaved: must be False, as in Megatron.
 
     Returns:
-        q in fp32 arithmetic rounded once, contiguous.
+        q in fp32 arithmetic rounded once: t, or a contiguous tensor.
 
     Raises:
         InvalidInput: the arguments do not fit together, or rotary_interleaved is True.
         CompileError: the kernel could not be built.
     """
     words = _latent(cos, sin, emb_dim, cu_seqlens_q, cp_rank, cp_size, rotary_interleaved)
-    return apply_rope(t, None, **words, rotary_dim=emb_dim, rotary_offset=qk_head_dim)[0].contiguous()
+    words.update(rotary_dim=emb_dim, rotary_offset=qk_head_dim)
+    try:
+        return apply_rope(t, None, **words, inplace=True)[0]
+    except InvalidInput:
+        return apply_rope(t, None, **words)[0].contiguous()
 
 
 def fused_apply_mla_rope_for_kv(

@@ -16,6 +16,10 @@ from ..plan import options
 from ..plan.options import Options, changed, rotated
 from ..plan.views import Tensors, heads_per_group
 
+MAX_MOVED = 64
+"""The most rotated elements of a head that can change their pairing in place: threads of one warp have them, even with
+one element in an access."""
+
 ONE_TABLE = options.TABLES[1:]
 """Words for a single table in place of cos and sin."""
 
@@ -170,9 +174,12 @@ def _resolved(
             width_words = "rotary_dim (even)" if times == 1 else "rotary_dim / 2"
             raise InvalidInput(f"{name}: {kind} is {table_width} wide; it must be (P, W) with W = {width_words}")
     interleaved_out = o.interleaved if o.interleaved_out is None else o.interleaved_out
-    for label in ("inplace", "rotate_k"):
-        if interleaved_out != o.interleaved and getattr(o, label):
+    within_warp = not op.norm and 0 < rotary_dim <= MAX_MOVED and rotary_dim & (rotary_dim - 1) == 0
+    for label, possible in (("inplace", within_warp), ("rotate_k", False)):
+        if interleaved_out != o.interleaved and getattr(o, label) and not possible:
             why = "because it moves elements"
+            if label == "inplace" and not op.norm:
+                why += f", unless rotary_dim is a power of two up to {MAX_MOVED}; it is {rotary_dim}"
             raise InvalidInput(f"{name}: interleaved_out does not go with {label}, {why}; leave {label}=True out")
     return changed(
         o,

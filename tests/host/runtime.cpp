@@ -39,7 +39,8 @@ struct Barrier {
     }
     void leave() { --expected, open(); }
 };
-struct Warp { Barrier barrier; std::uint64_t slots[2][32] = {}; };   // in turn: a lane may be one exchange ahead
+// slots: in turn, because a lane may be one exchange ahead. parts: barriers of some lanes, by the first of them.
+struct Warp { Barrier barrier; std::uint64_t slots[2][32] = {}; Barrier parts[32] = {}; };
 static Barrier block_barrier;
 static std::vector<Warp> warps;
 
@@ -68,7 +69,13 @@ int __syncthreads_or(int predicate) {
     __syncthreads();
     return result;
 }
-void __syncwarp(unsigned int) { warps[threadIdx.x / 32].barrier.wait(); }
+void __syncwarp(unsigned int mask) {
+    Warp& warp = warps[threadIdx.x / 32];
+    if (mask == ~0u) return warp.barrier.wait();
+    Barrier& part = warp.parts[__builtin_ctz(mask)];
+    part.expected = __builtin_popcount(mask);
+    part.wait();
+}
 
 // What every lane shows.
 static const std::uint64_t* shown(std::uint64_t bits) {
