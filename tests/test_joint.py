@@ -314,6 +314,10 @@ def test_refusals_of_stages() -> None:
     refused("prepare_joint_qkv: quantize is 1; it must be a jitrope.Quantize", quantize=1)
     refused("prepare_joint_qkv: hadamard is given beside quantize", quantize=quantize, hadamard=True)
     refused("k_scale is missing", quantize=Quantize(0.05))
+    for n, label in ((1, "first's k"), (2, "first's v"), (4, "second's k"), (5, "second's v")):
+        without: list[Any] = [None if i == n else x for i, x in enumerate(given)]
+        for stage in ({"quantize": quantize}, {"out": (None,) * 3}, {"out": jitrope.Ulysses(2)}):
+            refused(f"{label} is None; it must be a tensor", without, **stage)
     refused("group is 128; it must divide D=64", quantize=DynamicQuantize(group=128))
     refused("across_heads does not go with two streams", quantize=quantize, norm=Norm(across_heads=True))
     refused(

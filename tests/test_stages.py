@@ -159,8 +159,6 @@ DIFFERENTIABLE = {
     "size": ("64", "128", "80"),
 }
 WITH_GRADIENT, _ = covering({**STAGES, **DIFFERENTIABLE})
-SHORT = [*CASES[:: len(CASES) // 8], *WITH_GRADIENT[:: len(WITH_GRADIENT) // 4]]
-"""The calls that `python -m tests.host` builds."""
 
 
 # ---- tensors ---------------------------------------------------------------------------------------
@@ -474,7 +472,7 @@ class Caches:
 
 def ident(case: Case) -> str:
     words = [case[stage] for stage in STAGES if case[stage] != PLAIN[stage]]
-    return "-".join([*(["short"] if case in SHORT else []), *words]) or "plain"
+    return "-".join(words) or "plain"
 
 
 def converts_v(case: Case) -> bool:
@@ -586,10 +584,10 @@ REORDERED: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", [f"short {name}" for name in REORDERED])
+@pytest.mark.parametrize("name", REORDERED)
 def test_other_pairs_are_a_permutation_of_the_bits(name: str, device: str) -> None:
     """Of a call that keeps its pairs, in another launch; its gradients are those of the permutation."""
-    case = {**PLAIN, **REORDERED[name.removeprefix("short ")]}
+    case = {**PLAIN, **REORDERED[name]}
     results, found = [], []
     for pairs, launch in ((case["pairs"], "token_linear"), (KEPT[case["pairs"]], "grid_2d")):
         jitrope.configure(launch=launch)

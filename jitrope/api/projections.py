@@ -10,11 +10,11 @@ from torch import Tensor
 from ..base.arguments import flag, whole, word
 from ..ops.dispatch import call
 from ..ops.formats import empty_elements
-from ..ops.gather import add, call_packed_into, chosen, forget_positions, gather, staged, with_scales
+from ..ops.gather import add, call_packed_into, chosen, forget_positions, gather, staged
 from ..ops.into import is_dense
 from ..ops.kv_cache import KVCache
 from ..ops.latent import ROPE_LATENT, ROPE_LATENT_INTO
-from ..ops.operations import PACKED_INTO, PACKED_SCALES, QKV_HADAMARD
+from ..ops.operations import PACKED_INTO, QKV_HADAMARD
 from ..ops.projections import QKV_NORM, ROPE_QKV, part_with_bias
 from ..ops.quantize import DynamicQuantize, Quantize, hadamard_words
 from ..ops.values import Norm, Positions
@@ -121,9 +121,9 @@ def prepare_packed_qkv(
             "thd" are allowed too.
         norm: RMSNorm or LayerNorm of q and k, as in `prepare_qkv` (Qwen3-Next, Qwen3.5; the fused qkv_proj of Qwen3 and
             Gemma 3 in vLLM and SGLang; Megatron's qk_layernorm). The gradient of qkv, the weights and the biases is one
-            launch, and deterministic; in place there is none. With across_heads v, and a gate with a bias, are copied
-            after the launch. With v_norm v is normalised in the same launch, in place too; its gradient is in the
-            launch of the others. The two cannot be combined, nor a norm with inverse.
+            launch, and deterministic; in place there is none. With across_heads but no mean_squares, v and a gate with
+            a bias are copied after the launch. With v_norm v is normalised in the same launch, in place too; its
+            gradient is in the launch of the others. It goes with neither of them, and a norm not with inverse.
         q_per_group: heads of q for each head of k.
         order: "grouped": each of the G groups has q_per_group heads of q, one of k and one of v (Megatron, InternLM2,
             Falcon); with q_per_group 1 that is q, k and v of each head in turn (GPT-NeoX, BLOOM). "qkv": all heads of
@@ -148,7 +148,8 @@ def prepare_packed_qkv(
         q (B, S, G q_per_group, D), k and v (B, S, G, D), contiguous, unless v is a view. For tokens after the last
         sequence q and k are zero, and v is as elsewhere. With a gate it is the fourth result, a view of qkv with q's
         shape, not rotated, or with a bias a fresh tensor; a second launch copies its gradient into that of qkv. In
-        place: qkv. With quantize q, k and v are as in `prepare_qkv`; with a cache k and v are None.
+        place: qkv. With quantize q, k and v are as in `prepare_qkv`; with a cache k and v are None. With `Ulysses` q, k
+        and v have groups of heads for the ranks, and the gate has not.
 
     Raises:
         InvalidInput, CompileError: as in `apply_rope`.
@@ -198,10 +199,7 @@ def _staged(
     asked.update(own)
     staged(op, tensors, asked, qkv, norm, cache, quantize)
     _say_order(asked, n, order, copy_v)
-    scales = {}
-    if quantize is not None and quantize.per != "token":
-        scales = with_scales(PACKED_SCALES, tensors, asked, quantize.per)
-    found = call_packed_into(op, tensors, asked, out, quantize is not None, scales)
+    found = call_packed_into(op, tensors, asked, out, quantize)
     if order == "qkv_gated":
         return (*found, part_with_bias(tensors, "gate", Options(q_per_group=n, order=order)))
     return found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +19,7 @@ from .joint import JointInto
 from .joint import fresh_outputs as fresh_joint
 from .kv_cache import KVCache
 from .operation import Operation
-from .operations import JOINT_SCALES, NORM_OF_V, PREPARED, QK_NORM_ROPE, QKV_NORM_ROPE, norm_of_v
+from .operations import JOINT_SCALES, NORM_OF_V, PACKED_SCALES, PREPARED, QK_NORM_ROPE, QKV_NORM_ROPE, norm_of_v
 from .projections import PackedInto
 from .quantize import DynamicQuantize, Quantize, Scaled, hadamard_words
 from .values import Norm, Positions, Ulysses, scales
@@ -137,35 +138,58 @@ def with_v_out(words: dict[str, Any], v: Any) -> None:
 
 
 def call_packed_into(
-    op: PackedInto, tensors: Tensors, words: dict[str, Any], out: Any, converts: bool, scales: Tensors
+    op: PackedInto, tensors: Tensors, words: dict[str, Any], out: Any, quantize: Any
 ) -> tuple[Any, Any, Any]:
-    """q, k and v of a packed call with stages of `prepare_qkv`; k and v in a cache are None. scales: to return too."""
-    ranks, out = (out.words["ulysses_degree"], None) if isinstance(out, Ulysses) else (0, out)
+    """q, k and v of a packed call with stages of `prepare_qkv`; k and v in a cache are None."""
     cached, stays = "k_out" not in op.labels, words.get("copy_v") is False
-    if ranks and (cached or stays):
-        raise InvalidInput(f"{op.function}: Ulysses does not go with {'a cache' if cached else 'copy_v=False'}")
-    results = {} if out is None else items_of_out(op, out, "qkv")
-    if "v" in results and stays:
-        refuse(op.function, "out's v", results["v"], "None with copy_v=False")
+    for label, refused in (("a cache; leave out= out", cached), ("copy_v=False; leave copy_v out", stays)):
+        if isinstance(out, Ulysses) and refused:
+            raise InvalidInput(f"{op.function}: Ulysses does not go with {label}")
     qkv: Any = tensors.get("qkv")
-    converted = ("qkv" if converts_v(tensors, "dynamic_v" in words) else "qk") if converts else ""
-    results.update(_fresh_packed(op, qkv, words, results, converted, ranks))
-    tensors.update({f"{letter}_out": x for letter, x in results.items()})
-    found = {**results, **call(op, tensors, words), **scales}
+    found = _into_given(op, PACKED_SCALES, tensors, words, out, quantize, partial(_fresh_packed, op, qkv))
     if "v" not in found and "v_out" in op.labels:
         order = words.get("order", "grouped")
         found["v"] = packed_part(qkv, "v", Options(q_per_group=words["q_per_group"], order=order))
     return result(found, "q"), result(found, "k"), result(found, "v")
 
 
+def call_joint_into(
+    op: JointInto, tensors: Tensors, words: dict[str, Any], out: Any, quantize: Any
+) -> tuple[Any, Any, Any]:
+    """q, k and v of two streams with a conversion or with the word `out`."""
+    found = _into_given(op, JOINT_SCALES, tensors, words, out, quantize, partial(fresh_joint, tensors))
+    return result(found, "q"), result(found, "k"), result(found, "v")
+
+
+def _into_given(
+    op: Operation, scales_of: Operation, tensors: Tensors, words: dict[str, Any], out: Any, quantize: Any, fresh: Any
+) -> Tensors:
+    """The results of a call that writes to the tensors of `out`, and to those of `fresh` where there are none.
+
+    scales_of: the operation of scales of rows. fresh(words, those of out, letters of converted ones, ranks or 0): see
+    `_fresh_packed`.
+    """
+    ranks, out = (out.words["ulysses_degree"], None) if isinstance(out, Ulysses) else (0, out)
+    found = {} if out is None else items_of_out(op, out, "qkv")
+    converted = "" if quantize is None else "qkv" if converts_v(tensors, "dynamic_v" in words) else "qk"
+    found.update(fresh(words, found, converted, ranks))
+    tensors.update({f"{letter}_out": x for letter, x in found.items()})
+    rows = quantize is not None and quantize.per != "token"
+    of_rows = with_scales(scales_of, tensors, words, quantize.per) if rows else {}
+    return {**found, **call(op, tensors, words), **of_rows}
+
+
 def _fresh_packed(
-    op: PackedInto, qkv: Any, words: dict[str, Any], given: Container[str], converted: str, ranks: int
+    op: PackedInto, qkv: Any, words: dict[str, Any], given: Tensors, converted: str, ranks: int
 ) -> Tensors:
     """The outputs of a call that the caller does not give, by letters; none of a call that the check refuses.
 
-    given: the letters of the caller's. converted: those of converted ones. Without copy_v v stays in qkv. ranks: with
-    `Ulysses`; each has a group of heads. 0: the heads are together.
+    given: the caller's. converted: the letters of converted ones. Without copy_v v stays in qkv. ranks: with `Ulysses`;
+    each has a group of heads. 0: the heads are together.
     """
+    stays = words.get("copy_v") is False
+    if "v" in given and stays:
+        refuse(op.function, "out's v", given["v"], "None with copy_v=False")
     n, order, wanted = words["q_per_group"], words.get("order", "grouped"), "qkv" if "k_out" in op.labels else "q"
     if n < 1 or not is_dense(qkv) or qkv.dim() < 3:
         return {}
@@ -175,7 +199,7 @@ def _fresh_packed(
     groups, head_dim = packed_sizes(qkv, options)
     found: Tensors = {}
     for letter in wanted:
-        if letter in given or (letter == "v" and words.get("copy_v") is False):
+        if letter in given or (letter == "v" and stays):
             continue
         heads = groups * (n if letter == "q" else 1)
         lead = (ranks, *qkv.shape[:-2], heads // ranks) if ranks else (*qkv.shape[:-2], heads)
@@ -183,21 +207,6 @@ def _fresh_packed(
             qkv, (*lead, head_dim), words.get("out_dtype", "fp8") if letter in converted else ""
         )
     return found
-
-
-def call_joint_into(
-    op: JointInto, tensors: Tensors, words: dict[str, Any], out: Any, quantize: Any
-) -> tuple[Any, Any, Any]:
-    """q, k and v of two streams with a conversion or with the word `out`."""
-    ranks = out.words["ulysses_degree"] if isinstance(out, Ulysses) else 0
-    found = {} if out is None or ranks else items_of_out(op, out, "qkv")
-    converted = "" if quantize is None else "qkv" if converts_v(tensors, "dynamic_v" in words) else "qk"
-    found.update(fresh_joint(tensors, words, found, converted, ranks))
-    tensors.update({f"{letter}_out": x for letter, x in found.items()})
-    if quantize is not None and quantize.per != "token":
-        found.update(with_scales(JOINT_SCALES, tensors, words, quantize.per))
-    found.update(call(op, tensors, words))
-    return result(found, "q"), result(found, "k"), result(found, "v")
 
 
 def call_into(
@@ -227,7 +236,8 @@ def with_scales(op: Operation, tensors: Tensors, words: dict[str, Any], per: str
     norm = words.get("norm", NO_NORM)
     of_v = words.pop("dynamic_v", False)
     own.update(norm=norm if of_v else _without_v(norm), per_row=True)
-    found = call(op, {**tensors, "v": v} if of_v and v is not None else tensors, own)
+    read = {name: x for name, x in tensors.items() if name in op.names or not name.endswith("_out")}
+    found = call(op, {**read, "v": v} if of_v and v is not None else read, own)
     tensors.update(found)
     if per == "kv_head":
         heads, of_k = (found[name].shape[-1] if name in found else 0 for name in ("q_scale", "k_scale"))

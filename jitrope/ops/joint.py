@@ -73,6 +73,8 @@ def check_joint(
     like = q.new_empty((1, 1, 1, 1)).expand(q.shape[0], q.shape[1] if two else tokens, *q.shape[2:])
     of_both = {label: tensors[label] for label in TABLE_NAMES if label in tensors and label != "q_factor"}
     check(name, {"q": like, **of_both}, options)
+    if norm_of(options).across_heads:
+        fail("across_heads does not go with two streams; normalise before, or join them and use prepare_qkv")
     for stream in STREAMS:
         for rule in rules:
             rule(name, *of_stream(tensors, options, stream))
@@ -81,8 +83,6 @@ def check_joint(
         fail(f"the first table is {cos.dtype} but the second {other.dtype}")
     if cos.shape[-1] != other.shape[-1]:
         fail(f"the first table is {cos.shape[-1]} wide but the second {other.shape[-1]}")
-    if norm_of(options).across_heads:
-        fail("across_heads does not go with two streams")
     for table in (cos, other):
         refuse_per_head(table, options, "two streams", fail)
 
@@ -212,7 +212,7 @@ class JointInto(_Joint):
 
 
 def fresh_outputs(
-    tensors: dict[str, Any], words: dict[str, Any], given: Container[str], converted: str, ranks: int
+    tensors: Tensors, words: dict[str, Any], given: Container[str], converted: str, ranks: int
 ) -> Tensors:
     """The outputs of a call that the caller does not give, by letters; none of heads that the check refuses.
 
@@ -220,8 +220,9 @@ def fresh_outputs(
     """
     found: Tensors = {}
     for letter in [letter for letter in "qkv" if letter not in given]:
-        first, second = both = [tensors[f"{stream}_{letter}"] for stream in STREAMS]
+        both: Any = [tensors.get(f"{stream}_{letter}") for stream in STREAMS]
         if all(is_dense(x) and x.dim() == 4 for x in both):
+            first, second = both
             batch, tokens, heads, dim = first.shape
             lead = (ranks,) if ranks else ()
             shape = (*lead, batch, tokens + second.shape[1], heads // (ranks or 1), dim)

@@ -99,7 +99,7 @@ class _LatentInto(_Latent):
 
     name, stage = "rope_latent_into", "latent attention with quantize or out"
     mutated = ("q_out", "k_out", "v_out")
-    tensors = (*_Latent.tensors, "q_scale?", "k_scale?", "v_scale?", *mutated)
+    tensors = (*_Latent.tensors, "q_scale?", "k_scale?", "v_scale?", *[f"{name}?" for name in mutated])
     options = (*_OPTIONS, "out_dtype")
     labels = {name: f"out's {name[0]}" for name in mutated}  # noqa: RUF012
     results = ()

@@ -52,6 +52,7 @@ _OLD = {
 _INSTEAD = {
     **dict.fromkeys(("cu_seqlens", "max_seqlen", "start_positions"), "pass positions as a tensor of ids"),
     "shifts": "rotate by Shifts in a call of apply_rope",
+    **dict.fromkeys(("hadamard", "inplace", "q_mean_square", "k_mean_square"), "leave it out"),
 }
 """Advice for words that do not go with an operation."""
 _STAGES = ("norm", "cache", "quantize")

@@ -16,14 +16,12 @@ FILES = (
     "q_scale quantize quantized_v replay rope row_scales same_bits serving_fused shifts stages swizzled timm "
     "transformers ulysses unrotated"
 )
-SHORT = "not test_stages or short"
-"""Other calls of test_stages take a minute for each kernel."""
 
 
 def main(options: list[str]) -> None:
     """Replace this process: the sanitizers must be loaded at its start."""
     named = [option for option in options if option.startswith("tests/")]
-    files = [] if named else [*(f"tests/test_{name}.py" for name in FILES.split()), "-k", SHORT]
+    files = [] if named else [f"tests/test_{name}.py" for name in FILES.split()]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", *files, *options]
     os.execve(sys.executable, command, backend.environment())
 
