@@ -19,9 +19,9 @@ __device__ __forceinline__ Chunks load_value(const Params& p, const Head& head, 
 
 // Stores them, and copies the lane's other accesses. CONVERT_V: divided by v's scale.
 __device__ __forceinline__ void copy_value(
-    const Params& p, const Head& head, const Place& place, int lane, const Chunks& chunks
+    const Params& p, const Head& head, const Place& place, const Row& row, int lane, const Chunks& chunks
 ) {
-    const float factor = CONVERT_V ? __frcp_rn(scale_of(p, head, place)) : 1.0f;
+    const float factor = CONVERT_V ? __frcp_rn(scale_of(p, head, row)) : 1.0f;
     #pragma unroll
     for (int n = 0; n * LANES * VEC < V_DIM; ++n) {
         const int dim = (n * LANES + lane) * VEC;

@@ -8,7 +8,7 @@ constexpr bool SEQUENCE_SCALES = PACKED && (HEAD_SCALES || PER_ROW);
 
 // The rows of a token in the tables, one for each axis of position_ids.
 struct Row {
-    int batch;                                           // SEQUENCE_SCALES: its sequence; after the last one, that
+    int batch;                                           // SEQUENCE_SCALES: the sequence, or the last one before
     long long row[AXES];
     bool spare;                                          // the token lies after the last sequence
 };

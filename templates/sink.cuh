@@ -1,17 +1,17 @@
 // Storing a head: where it was read, to a fresh output or to a slot of a cache; as it is, or scaled.
 
-// The given scale of a head, if it `exists`: the value of one unit. Arguments: `Params`; kernels without HEAD_SCALES
-// have no strides.
+// The given scale of a head, if it `exists`, else 1: the value of one unit. q and k after the last sequence are zeros,
+// whatever the scale is. Arguments: `Params`; kernels without HEAD_SCALES have no strides.
 template <typename Arguments>
 __device__ __forceinline__ float scale_of(
-    const Arguments& p, const Head& head, const Place& place, bool exists = true
+    const Arguments& p, const Head& head, const Row& row, bool exists = true
 ) {
     if constexpr (!CONVERTS) return 1.0f;
     const float* scale = head.of(p.scale);
     if constexpr (HEAD_SCALES) {
-        if (!exists) return 1.0f;
+        if (!exists || (PACKED && row.spare && !head.is_v)) return 1.0f;
         const ScaleStrides stride = head.of(p.scale_strides);
-        if (scale) scale += stride.batch.step(place.batch) + stride.head.step(head.index);
+        if (scale) scale += stride.batch.step(row.batch) + stride.head.step(head.index);
     }
     return scale ? *scale : 1.0f;
 }

@@ -195,9 +195,9 @@ __device__ __forceinline__ void scales_of_groups(
     sync_team();                                         // the next head may be written
 }
 
-// PER_ROW: the largest scale of a head that a thread has seen in a batch row, or a packed sequence. Few tokens have a larger one than those
-// before them in the row, and for the others a walk does not wait for memory. Scales are at least 0, so their bits are
-// ordered as they are, and NaN is the largest.
+// PER_ROW: the largest scale of a head that a thread has seen in a batch row, or in a packed sequence. Few tokens have
+// a larger one than those before them, and for the others a walk does not wait for memory. Scales are at least 0, so
+// their bits are ordered as they are, and NaN is the largest.
 struct Largest {
     int batch = -1;
     unsigned int bits = 0;
@@ -227,9 +227,9 @@ __device__ __forceinline__ long long offset_in_tiles(int token, int group) {
 // no such arguments.
 template <bool HAS, typename Arguments>
 __device__ __forceinline__ void store_scale(
-    const Arguments& p, const Head& head, const Place& place, int dim, float scale, Largest& largest
+    const Arguments& p, const Head& head, const Place& place, const Row& row, int dim, float scale, Largest& largest
 ) {
-    if (PER_ROW && largest.covers(place.batch, scale)) return;
+    if (PER_ROW && largest.covers(row.batch, scale)) return;
     const Strides* strides = &p.scale_stride[head.is_q ? 0 : 1];
     ScaleOut* first = p.scale_out[head.is_q ? 0 : 1];
     if constexpr (HAS)
@@ -239,9 +239,10 @@ __device__ __forceinline__ void store_scale(
     ScaleOut* out = first
         + (SWIZZLED ? offset_in_tiles(place.token, group) : stride.token.step(place.token))
         + head.step(stride.group, stride.head);
-    if constexpr (!ONE_ROW || SEQUENCE_SCALES) out += stride.batch.step(place.batch);
+    if constexpr (PER_ROW) out += stride.batch.step(row.batch);
+    else if constexpr (!ONE_ROW) out += stride.batch.step(place.batch);
     if constexpr (GROUPED && !SWIZZLED) out += group;
-    if constexpr (PER_ROW) largest.raise(reinterpret_cast<unsigned int*>(out), place.batch, scale);
+    if constexpr (PER_ROW) largest.raise(reinterpret_cast<unsigned int*>(out), row.batch, scale);
     else *out = as_stored(scale);
 }
 

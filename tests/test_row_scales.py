@@ -110,6 +110,47 @@ def test_given_scales_of_packed_sequences(launch: Any, cp_size: int, device: str
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_given_scales_of_packed_sequences_in_latent_attention(device: str) -> None:
+    """q, k and v of each sequence have the bits of a call with its scales alone."""
+    generator = torch.Generator().manual_seed(1)
+    q, kv, k_pe = (torch.randn(9, *n, generator=generator).to(device) for n in ((4, 96), (4, 112), (1, 32)))
+    _, _, cos, sin = inputs(device, 1, 9, 4, 32)
+    scales = [torch.linspace(0.01, 0.3, 12, device=device).view(3, 4) * n for n in (1, 2, 3)]
+    ends = [0, 4, 4, 7]
+    words: dict[str, Any] = {"interleaved": True, "interleaved_out": False}
+    packed = Packed(torch.tensor(ends, device=device))
+    got = jitrope.prepare_mla_qkv(q, kv, k_pe, cos, sin, positions=packed, quantize=Quantize(*scales), **words)
+    for n, rows in ((0, slice(0, 4)), (2, slice(4, 7))):
+        own = Quantize(*[x[n] for x in scales])
+        parts = (x[rows] for x in (q, kv, k_pe))
+        want = jitrope.prepare_mla_qkv(*parts, cos, sin, layout="thd", quantize=own, **words)
+        for x, y in zip(got, want):
+            assert torch.equal(x[rows].view(torch.uint8), y.view(torch.uint8))
+    assert not any(x[7:].float().any() for x in got[:2])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("normed", [False, True])
+def test_q_and_k_after_the_last_sequence_are_zeros_whatever_its_scales_are(normed: bool, device: str) -> None:
+    """A scale is NaN where an element is, and given scales of sequences that are padding may be 0."""
+    (q,), (k,), cos, sin = inputs(device, 1, 8, 4, 64)
+    q[4, 0, 0] = k[5, 1, 3] = math.nan
+    words: dict[str, Any] = {"norm": Norm() if normed else None}
+    packed = Packed(torch.tensor([0, 3, 6], device=device))
+    bad = [torch.tensor([[1.0] * n, [0.0, math.nan] * (n // 2)], device=device) for n in (4, 2)]
+    cache = KVCache(torch.zeros(8, 2, 64, device=device).to(FP8), None, torch.arange(8, device=device), k_scale=bad[1])
+    for dtype in (FP8, torch.int8):
+        quantize = DynamicQuantize(dtype, per="head")
+        got = jitrope.prepare_qkv(q, k, None, cos, sin, positions=packed, quantize=quantize, **words)[:2]
+        assert got[0].scale[1].isnan().tolist() == [True, False, False, False]
+        assert not any(x.values[6:].float().any() for x in got)
+    given = jitrope.prepare_qkv(q, k, None, cos, sin, positions=packed, quantize=Quantize(*bad), **words)[:2]
+    assert not any(x[6:].float().any() for x in given)
+    jitrope.prepare_qkv(q, k, None, cos, sin, positions=packed, cache=cache, **words)
+    assert not cache.tensors["k_cache"][6:].float().any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_scales_of_no_sequences(device: str) -> None:
     """All tokens lie after the last sequence: q and k are zeros, and v is divided by 1."""
     (q,), (k,), cos, sin = inputs(device, 1, 5, 4, 64)

@@ -40,19 +40,22 @@ def _two_in_a_byte(units: Tensor) -> Tensor:
 def given_scale(name: str, y: Tensor, t: Tensors, o: Options) -> Tensor:
     """The scale of the heads y of q, k or v against y's axes: one number, or those of (H), (B, H) or sequences, (N, H).
 
-    After the last sequence it is the scale of that one. Without a scale, and without sequences, it is 1.
+    After the last sequence v has the scale of that one, and zeros of q and k have 1. Without a scale, and with none of
+    no sequences, (0, H), it is 1.
     """
     scale = t.get(f"{name}_scale")
     if scale is None or scale.numel() == 1:
         return torch.ones((), dtype=torch.float32, device=y.device) if scale is None else scale.reshape(())
-    batch, token, head, _ = LAYOUT_AXES[o.layout]
-    shape, rows = [1] * len(o.layout), batch
-    if scale.dim() > 1 and "cu_seqlens" in t:
-        rows, sequences = token, sequences_of(y.shape[token], t, o)[0]
-        scale = scale[sequences] if len(scale) > 1 else scale if len(scale) else scale.new_ones((1, scale.shape[1]))
+    if "cu_seqlens" in t:  # y is (T, H, D)
+        sequences, spare = sequences_of(len(y), t, o)
+        rows = scale if scale.dim() > 1 else scale[None]
+        rows = rows[sequences] if len(rows) > 1 else rows if len(rows) else rows.new_ones((1, rows.shape[1]))
+        return (rows if name == "v" else torch.where(spare[:, None], 1, rows))[..., None]
+    batch, _, head, _ = LAYOUT_AXES[o.layout]
+    shape = [1] * len(o.layout)
     shape[head] = scale.shape[-1]
-    if rows is not None and scale.dim() > 1:
-        shape[rows] = len(scale)
+    if batch is not None and scale.dim() > 1:
+        shape[batch] = len(scale)
     return scale.reshape(shape)
 
 

@@ -148,7 +148,8 @@ class DynamicQuantize(Conversion):
             tiles of their own, (ranks, B, H / ranks, S, D / group).
         v: return v as `Scaled` too, in the same launches and with scales of the same kind. v must be like k, in shape
             and dtype, and the heads must share the tables. It is refused with a cache, whose v has a v_block_scale.
-            hadamard leaves v as it is. Tokens after the last sequence have no part in a scale of "head" and "kv_head".
+            hadamard leaves v as it is. Tokens after the last sequence have no part in a scale of "head" and "kv_head";
+            their v has that of the last sequence.
             Convert any other v as q, in a call without k and without a table.
 
     Raises:

@@ -95,7 +95,7 @@ class Options(NamedTuple):
     scale_out: str = "fp32"  # the dtype of dynamic scales
     scale_fmt: str = ""  # "ue8m0": computed scales beside a cache are powers of two
     swizzled: bool = False  # in tiles of 128 tokens and 4 groups
-    per_row: bool = False  # dynamic scales alone, each of a head of a batch row
+    per_row: bool = False  # dynamic scales alone, each of a head of a batch row or a sequence
     dynamic_v: bool = False  # v has dynamic scales too
     norm: NormOptions | None = None
     inplace: bool = False

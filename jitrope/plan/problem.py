@@ -240,7 +240,7 @@ def _table_views(tensors: Tensors, options: Options, stream: str) -> Tensors:
 
 def _scale_view(scale: Tensor, options: Options) -> Tensor:
     """The view of scales that the kernel computes, with the axes of heads."""
-    if options.per_row:  # (B, H)
+    if options.per_row:  # (B, H) or (N, H)
         return scale[:, None, :, None, None]
     if options.swizzled:  # tiles of (S, groups)
         return views.head_view(scale, "bhsd")
@@ -263,7 +263,7 @@ def _block_scale_strides(scale: Tensor) -> list[int]:
 
 
 def _scale_strides(scale: Tensor | None) -> tuple[int, int]:
-    """The strides over batch rows and heads of a given scale: one number, (H) or (B, H)."""
+    """The strides over batch rows, or sequences, and heads of a given scale: one number, (H), (B, H) or (N, H)."""
     if scale is None:
         return 0, 0
     *batch, head = [0 if size == 1 else stride for size, stride in zip((1, *scale.shape), (0, *scale.stride()))]

@@ -38,13 +38,13 @@ class Compiled:
     that is transformed before they are stored, of `HADAMARDS`. dynamic: the kernel computes a scale for each head, or
     with a group for each `group` elements, and stores it as scale_out, of `SCALE_DTYPES`. dynamic_q: q has such scales,
     and k without a cache; block_cache: k and v have them, beside a cache of theirs. swizzled: q's and k's are in tiles;
-    per_row: only the scale of each head of a batch row. With a slot_mapping or a page_table k, and v with copy_v, go to
-    a cache with pages of page_size slots (0: no pages), and rotate_k also rotates k in place. page_indptr,
-    cu_seqlens_q, batch_indices: beside the page table there are these; clear_page: the rest of a sequence's last page
-    becomes zero. q_per_group, kv_per_group: heads in a group of packed QKV, or of a rank, else 1. copy_v: v is copied,
-    v_per_k heads for each of k; convert_v: it is divided by scales too. v_dim: with latent attention, elements of a
-    head of v, else 0. scales_q: q has a scale. head_scales: each head has its own given scale of fp8. added_bias: a
-    projection's bias is added first; gated: behind each head of q lies its gate, which is copied.
+    per_row: only the scale of each head of a batch row or a sequence. With a slot_mapping or a page_table k, and v with
+    copy_v, go to a cache with pages of page_size slots (0: no pages), and rotate_k also rotates k in place.
+    page_indptr, cu_seqlens_q, batch_indices: beside the page table there are these; clear_page: the rest of a
+    sequence's last page becomes zero. q_per_group, kv_per_group: heads in a group of packed QKV, or of a rank, else 1.
+    copy_v: v is copied, v_per_k heads for each of k; convert_v: it is divided by scales too. v_dim: with latent
+    attention, elements of a head of v, else 0. scales_q: q has a scale. head_scales: each head has its own given scale
+    of fp8. added_bias: a projection's bias is added first; gated: behind each head of q lies its gate, which is copied.
 
     A norm. norm_rounding, norm_kind: of `NORM_ROUNDINGS` and `NORM_KINDS`, or "no_norm"; both are "" in a kernel of
     rope alone. across_heads: the mean is over all heads of a token; row_heads are the numbers of q's (and k's) heads.

@@ -91,7 +91,7 @@ def in_words(spec: Spec) -> str:
         "LayerNorm" if spec.norm_kind == "layer_norm" else "",
         f"Hadamard transform of the {spec.hadamard}" if spec.hadamard else "",
         f"a scale for each {f'{spec.group} elements' if spec.group else 'head'}" if spec.dynamic else "",
-        "only scales, each of all tokens of a batch row" if spec.per_row else "",
+        "only scales, each of all tokens of a batch row or a sequence" if spec.per_row else "",
         "swizzled scales" if spec.swizzled else "",
         "scales in powers of two" if spec.scale_out.startswith("e8m0") else "",
         "scales in e4m3" if spec.scale_out == "fp8" else "",

@@ -20,7 +20,7 @@ FILES = (
 
 def main(options: list[str]) -> None:
     """Replace this process: the sanitizers must be loaded at its start."""
-    named = [option for option in options if option.startswith("tests/")]
+    named = [option for option in options if option.partition("::")[0].endswith(".py")]
     files = [] if named else [f"tests/test_{name}.py" for name in FILES.split()]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", *files, *options]
     os.execve(sys.executable, command, backend.environment())
