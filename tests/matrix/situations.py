@@ -174,8 +174,8 @@ def _(cell: Cell) -> Args:
     return {"cos": cell.rand(P, D, seed=1), "sin": cell.rand(P, D, seed=2), "inverse": True, "interleaved": True}
 
 
-@option("interleaved_out", "pairs into halves, in tensors of their own",
-        lambda f: "refused" if f.in_place or f.options.get("rotate_k") else "right")  # fmt: skip
+@option("interleaved_out", "pairs into halves, with a norm in tensors of their own",
+        lambda f: "refused" if (f.in_place and f.weights) or f.options.get("rotate_k") else "right")  # fmt: skip
 def _(cell: Cell) -> Args:
     return {"interleaved": True, "interleaved_out": False, "rotary_dim": 4, "rotary_offset": 2,
             "cos": cell.rand(P, 2), "sin": cell.rand(P, 2)}  # fmt: skip
