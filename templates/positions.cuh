@@ -54,8 +54,8 @@ __device__ __forceinline__ Row row_of(const Params& p, const Place& place, long 
     const int rank = static_cast<int>(p.cp_rank);
     unsigned long long row;  // wild first positions may wrap
     if constexpr (PACKED) {
-        const int last = SEQUENCE_SCALES && sequence > 0 ? static_cast<int>(sequence) - 1 : 0;
-        if (sequence == p.sequences) return {last, {}, true};
+        if (sequence == p.sequences)
+            return {SEQUENCE_SCALES && sequence > 0 ? static_cast<int>(sequence) - 1 : 0, {}, true};
         const CuSeqlens first = p.cu_seqlens[sequence], end = p.cu_seqlens[sequence + 1];
         row = position_of(index - span_of(p, sequence).begin, first, end, CP_SIZE, SEQUENCE_CHUNKS, rank);
     } else {

@@ -150,7 +150,7 @@ BY = {
     "qk-norm --no-peers": {"COPY, tables too", "jitrope in place", "jitrope, rounded twice", "F.rms_norm + apply_rope"},
     "qk-norm --only prefill": {"torch.compile", "torch eager"},
     "presets --no-peers": {"COPY", "jitrope"},
-    "presets --only llama4": {"jitrope", "torch.compile", "torch eager"},
+    "presets --only deepseek-mla": {"jitrope", "torch.compile", "torch eager"},
     "diffusion --only flux,wan": {"stock", "jitrope", "jitrope, rope only", "no rope", "no rope, no qk-norm"},
     "layer --no-peers": {"none", "jitrope", "jitrope packed QKV"},
     "block": {"none", "torch", "jitrope"},
