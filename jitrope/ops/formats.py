@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import c_float
 
 import torch
 from torch import Tensor
@@ -91,9 +92,9 @@ def row_scales(y: Tensor, t: Tensors, o: Options) -> Tensor:
 
 
 def least_scales(shape: Sequence[int], like: Tensor, o: Options) -> Tensor:
-    """The scales of heads of zeros, in fp32."""
-    number = torch.tensor(1e-12, dtype=torch.float32) * (1 / FORMATS[o.out_dtype].largest)
-    return like.new_full(shape, number.item(), dtype=torch.float32)
+    """The scales of heads of zeros: the product of two fp32 numbers, rounded to fp32."""
+    number = c_float(1e-12).value * c_float(1 / FORMATS[o.out_dtype].largest).value
+    return like.new_full(shape, number, dtype=torch.float32)
 
 
 def _unit(largest: Tensor, o: Options) -> Tensor:

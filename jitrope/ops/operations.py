@@ -163,10 +163,10 @@ class _QKNormRopeScales(_QKNormRopeScaled):
             refuse_other_v(name, tensors, options)
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        given = [(name, tensors[name]) for name in "qkv" if name in tensors]
-        rows = {} if "cu_seqlens" not in tensors else {0: tensors["cu_seqlens"].shape[0] - 1}
-        sizes = {name: {**dict(enumerate(sizes_of(x, options.layout))), **rows} for name, x in given}
-        return {f"{name}_scale": least_scales((sizes[name][0], sizes[name][2]), x, options) for name, x in given}
+        q, packed = tensors["q"], "cu_seqlens" in tensors
+        rows = tensors["cu_seqlens"].shape[0] - 1 if packed else sizes_of(q, options.layout)[0]
+        heads = {name: sizes_of(tensors[name], options.layout)[2] for name in "qkv" if name in tensors}
+        return {f"{name}_scale": least_scales((rows, count), q, options) for name, count in heads.items()}
 
 
 class _QKNormRopeKVCache(Normed, _RopeKVCache):
