@@ -125,7 +125,7 @@ def test_bytes_of_the_cases() -> None:
     one = 4608 * 24 * 128 * 2  # bytes of q
     assert rope.case("flux", smoke=True).moved == {"COPY": 2 * 2 * 12 * (4 + 4) * 128}
     assert qk_norm.bytes_moved(qk_norm.CASES["flux"]) == 4 * one
-    assert presets.case("flux-fp8").moved == {"COPY": 2 * (one + one // 2) + 2 * one}
+    assert presets.case(presets.PRESETS["flux-fp8"]).moved == {"COPY": 2 * (one + one // 2) + 2 * one}
     assert qk_norm.bytes_moved(qk_norm.CASES["flux-joint"]) == 6 * one
     q, k = 2 * 32 * 128, 2 * 8 * 128
     moved = {"COPY": 2 * (q + k), "COPY, KV cache": 2 * (q + 2 * k), "COPY, fp8 KV cache": 2 * q + 3 * k}
@@ -166,6 +166,7 @@ BY = {
     },
     "hosts --only qwen3-decode": {"stock", "jitrope"},
     "cold": {"empty cache", "from disk"},
+    "stages": {"jitrope"},
     "roofline": {"jitrope", "jitrope in place", "jitrope, position_ids", "jitrope, fp8 KV cache"},
 }
 
@@ -186,7 +187,7 @@ def test_a_smoke_run(command: str) -> None:
     shown = {column.where.get(label, "") for table in section.tables for column in table.columns.values()}
     assert {row[label] for row in rows} >= {name for name in shown if name.startswith("jitrope")}
     assert sections.markdown(section.tables[0], rows)
-    assert (section.plot(rows) is None) == (command in ("host", "cold"))
+    assert (section.plot(rows) is None) == (command in ("host", "cold", "stages"))
     for row in rows:
         keys = ("us", "ms", "fwd us", "host us", "layer ms", "block ms")
         times = [row.get(key) for key in keys if row.get("pass") != "backward"]

@@ -62,7 +62,7 @@ def made(preset: Preset) -> chains.Inputs:
 @pytest.mark.parametrize("name", PRESETS)
 def test_results_are_those_of_plain_torch(name: str, device: str) -> None:
     torch.manual_seed(3)
-    own = case(name, False, smoke=True)
+    own = case(PRESETS[name], False, smoke=True)
     inputs = own.inputs()
     assert inputs.q.device.type == device
     harness.agree(own, inputs)

@@ -33,12 +33,13 @@ from .sections import PLAIN, Row, Section, Table, grouped, of, span
 class Preset(NamedTuple):
     """The calls of a model.
 
-    moved: bytes that are read and written for an element of q, of k and of v. trained: fields with gradients.
+    plain: the same in plain torch, or None. moved: bytes that are read and written for an element of q, of k and of v.
+    trained: fields with gradients.
     """
 
     shape: Shape
     ours: Call
-    plain: Call
+    plain: Call | None
     moved: tuple[float, float, float]
     rotary_dim: int = 0  # 0: the whole head
     hot: bool = False
@@ -211,9 +212,8 @@ PRESETS = {
 """Tokens, heads and head sizes are the models'. A rounding of "once" is that of the norms of plain torch."""
 
 
-def case(name: str, with_peers: bool = True, smoke: bool = False, training: bool = False) -> Case:
+def case(preset: Preset, with_peers: bool = True, smoke: bool = False, training: bool = False) -> Case:
     """Cold, except for a decode step. For a backward, COPY covers x and dy, which are read, and dx."""
-    preset = PRESETS[name]
     shape = small(preset.shape) if smoke else preset.shape
     b, s, hq, hk, d = shape
     moved = b * s * d * sum(heads * size for heads, size in zip((hq, hk, hk), preset.moved))
@@ -223,18 +223,21 @@ def case(name: str, with_peers: bool = True, smoke: bool = False, training: bool
         "jitrope": preset.ours,
         **({"jitrope in place": preset.in_place} if preset.in_place and not training else {}),
     }
-    plain = dict.fromkeys(calls, preset.plain)
-    peers = {**preset.public(), **others.with_compiled(preset.plain)} if with_peers else {}
+    plain = dict.fromkeys(calls, preset.plain) if preset.plain else {}
+    peers = {**preset.public(), **(others.with_compiled(preset.plain) if preset.plain else {})} if with_peers else {}
     return Case(made, calls, {COPY: moved}, peers, {}, preset.hot, plain, ("caches",), preset.tolerance)
+
+
+def timed(preset: Preset, with_peers: bool, training: bool, smoke: bool) -> tuple[Case, dict[str, float]]:
+    """A case, and the times of one of its passes by their labels."""
+    made = case(preset, with_peers, smoke, training)
+    times = measure(made, preset.trained if training else ())
+    return made, {by: each.backward if training else each.forward for by, each in times.items()}
 
 
 def rows(name: str, with_peers: bool, training: bool = False, smoke: bool = False) -> Rows:
     """A row an implementation, of one pass."""
-    made = case(name, with_peers, smoke, training)
-    us = {
-        by: each.backward if training else each.forward
-        for by, each in measure(made, PRESETS[name].trained if training else ()).items()
-    }
+    made, us = timed(PRESETS[name], with_peers, training, smoke)
     return rows_of(us, made.moved[COPY], case=name, **{"pass": "backward" if training else "forward"})
 
 

@@ -12,7 +12,23 @@ import typer
 
 from jitrope import JitropeError
 
-from . import block, cold, cp, decode, diffusion, host, hosts, layer, plots, presets, qk_norm, roofline, rope, train
+from . import (
+    block,
+    cold,
+    cp,
+    decode,
+    diffusion,
+    host,
+    hosts,
+    layer,
+    plots,
+    presets,
+    qk_norm,
+    roofline,
+    rope,
+    stages,
+    train,
+)
 from .report import Rows, app, say
 from .sections import Section, markdown
 
@@ -21,6 +37,7 @@ SECTIONS: dict[str, Section] = {
     "rope": rope.SECTION,
     "qk_norm": qk_norm.SECTION,
     "presets": presets.SECTION,
+    "stages": stages.SECTION,
     "decode": decode.SECTION,
     "host": host.SECTION,
     "thd": train.THD,

@@ -41,7 +41,7 @@ def cache(smoke: bool) -> Case:
 
 def of_preset(name: str, smoke: bool) -> Case:
     """Return a forward of `bench presets`."""
-    return presets.case(name, False, smoke)
+    return presets.case(presets.PRESETS[name], False, smoke)
 
 
 ROPE = partial(rope.case, "prefill", False)
