@@ -134,6 +134,15 @@ __device__ __forceinline__ Chunks load_head(const Lane<const T>& lane, bool rota
     return chunks;
 }
 
+// Asks for the accesses of a head to be in L2 when they are loaded.
+__device__ __forceinline__ void prefetch_head(const Lane<const T>& lane, bool rotary, int accesses, bool pairs) {
+#if defined(__CUDA_ARCH__)
+    #pragma unroll
+    for (int n = 0; n < ACCESSES; ++n)
+        if (n < accesses) asm volatile("prefetch.global.L2 [%0];" :: "l"(lane[dims_to(n, pairs, rotary)]));
+#endif
+}
+
 __device__ __forceinline__ void unpack_head(const Chunks& chunks, float* x) {
     #pragma unroll
     for (int n = 0; n < ACCESSES; ++n) unpack(chunks.x[n], x + n * VEC);

@@ -40,26 +40,29 @@ __device__ __forceinline__ unsigned short float_to_bfloat(float value) {     // 
 #endif
 }
 
-// To nearest even in 8 bits with MANTISSA bits behind the point, at most the float with the bits LARGEST.
-template <int MANTISSA, int BIAS, unsigned int LARGEST>
-__device__ __forceinline__ unsigned char float_to_byte(float value) {
-    constexpr int DROPPED = 23 - MANTISSA;
-    const unsigned int bits = __float_as_uint(value), sign = bits >> 24 & 0x80u;
-    unsigned int magnitude = bits & 0x7fffffffu;
-    if (magnitude > 0x7f800000u) return 0x7f;                               // NaN
-    magnitude = min(magnitude, LARGEST);
-    if (magnitude < static_cast<unsigned int>(128 - BIAS) << 23) {          // below the smallest normal number
-        const float count = __uint_as_float(static_cast<unsigned int>(151 - BIAS - MANTISSA) << 23);
-        return sign | (__float_as_uint(__fadd_rn(__uint_as_float(magnitude), count)) & ((2u << MANTISSA) - 1u));
-    }                                                                       // the sum counts the smallest numbers
-    magnitude += (1u << (DROPPED - 1)) - 1u + (magnitude >> DROPPED & 1u);
-    return sign | (magnitude - (static_cast<unsigned int>(127 - BIAS) << 23)) >> DROPPED;
+// The nearest number (to even) with MANTISSA bits behind the point, as its bits: the low ones of the result, below its
+// sign. size: at most the largest such number. A sum with a power of two counts the numbers up to size from the last
+// power on, and the exponent those before; it begins at the number that takes the exponent's own offset away.
+template <int MANTISSA, int BIAS>
+__device__ __forceinline__ unsigned int nearest_bits(float size) {
+    constexpr unsigned int POINT = 23 - MANTISSA, LEAST = 128 - BIAS;       // LEAST: the exponent of subnormal numbers
+    constexpr unsigned int BEGIN = -((LEAST + POINT) << MANTISSA) & 0x7fu;
+    const float normal = fmaxf(size, __uint_as_float(LEAST << 23));
+    const unsigned int power = (__float_as_uint(normal) & 0x7f800000u) + (POINT << 23 | BEGIN);
+    const unsigned int counted = __float_as_uint(__fadd_rn(size, __uint_as_float(power)));
+    return counted + (counted >> POINT);
+}
+__device__ __forceinline__ unsigned int with_sign(unsigned int bits, float value, int sign) {
+    const unsigned int below = (1u << sign) - 1u;
+    return (bits & below) | (__float_as_uint(value) >> (31 - sign) & ~below);
 }
 __device__ __forceinline__ unsigned char float_to_fp8(float value) {
-    return float_to_byte<3, 7, 0x43e00000u>(value);                         // 448
+    if (isnan(value)) return 0x7f;
+    return with_sign(nearest_bits<3, 7>(fminf(fabsf(value), 448.0f)), value, 7);
 }
 __device__ __forceinline__ unsigned char float_to_fp8_e5m2(float value) {
-    return float_to_byte<2, 15, 0x47600000u>(value);                        // 57344
+    if (isnan(value)) return 0x7f;
+    return with_sign(nearest_bits<2, 15>(fminf(fabsf(value), 57344.0f)), value, 7);
 }
 
 // Two neighbouring elements, the first in the low half: one register, one instruction.
@@ -112,8 +115,8 @@ __device__ __forceinline__ unsigned int pack(float first, float second, int8) {
 
 // NaN becomes 6. The instruction for it is there only in code for one architecture (sm_100a).
 __device__ __forceinline__ unsigned int float_to_fp4(float value) {
-    const unsigned int bits = float_to_byte<1, 1, 0x40c00000u>(value);      // 6; the sign is the highest bit
-    return (bits & 7u) | (bits >> 4 & 8u);
+    const float clamped = fmaxf(fminf(value, 6.0f), -6.0f);
+    return with_sign(nearest_bits<1, 1>(fabsf(clamped)), clamped, 3);
 }
 
 __device__ __forceinline__ float to_float(float x) { return x; }
@@ -285,5 +288,5 @@ __device__ __forceinline__ void pack(const float* x, Vec<T, N>& v) {
 template <int N>
 __device__ __forceinline__ void pack(const float* x, Vec<fp4, N>& v) {
     #pragma unroll
-    for (int i = 0; i < N; ++i) v.item[i].bits = float_to_fp4(x[2 * i]) | float_to_fp4(x[2 * i + 1]) << 4;
+    for (int i = 0; i < 2 * N; ++i) v.quad[i / 8] = (i % 8 ? v.quad[i / 8] : 0) | float_to_fp4(x[i]) << i % 8 * 4;
 }

@@ -163,36 +163,54 @@ __device__ __forceinline__ float scale_of_head(const float (&x)[ELEMENTS], bool 
     return scale_for(largest, whole);
 }
 
+constexpr int EACH = GROUPED ? GROUP / VEC : 1;          // accesses of a group
+// The accesses of a group are those of neighbouring lanes of a warp.
+constexpr bool NEIGHBOURS = COPY_LANES == 0 && CHUNK == VEC && !(MIXED && INTERLEAVED_OUT) && EACH <= 32
+    && LANES % EACH == 0 && TEAM % EACH == 0;
+
+__device__ __forceinline__ float largest_of_access(const float* x) {
+    float most = SMALLEST;
+    #pragma unroll
+    for (int i = 0; i < VEC; ++i) most = larger(most, x[i]);
+    return most;
+}
+
 // The scales of a lane's accesses, from the largest elements of all accesses of the head. dim: the lane's first.
 __device__ __forceinline__ void scales_of_groups(
     const float (&x)[ELEMENTS], int dim, int count, bool rotary, bool has, float whole, float (&scales)[SCALES]
 ) {
-    constexpr int EACH = GROUPED ? GROUP / VEC : 1, STEP = EACH % 4 ? 1 : 4;
-    alignas(16) __shared__ float largest[THREADS / TEAM][HEAD_DIM / VEC];
-    float* of_head = largest[threadIdx.x / TEAM];
-    #pragma unroll
-    for (int n = 0; n < SCALES; ++n) {
-        if (!has || n * VEC >= count) continue;
-        float most = SMALLEST;
+    if constexpr (NEIGHBOURS) {
         #pragma unroll
-        for (int i = 0; i < VEC; ++i) most = larger(most, x[n * VEC + i]);
-        of_head[(dim + dims_to(n, INTERLEAVED_OUT, rotary)) / VEC] = most;
-    }
-    sync_team();
-    #pragma unroll
-    for (int n = 0; n < SCALES; ++n) {
-        if (!has || n * VEC >= count) continue;
-        const float* group = of_head + (dim + dims_to(n, INTERLEAVED_OUT, rotary)) / (EACH * VEC) * EACH;
-        float most = SMALLEST;
-        #pragma unroll
-        for (int i = 0; i < EACH; i += STEP) {
-            const Vec<float, STEP> some = load<float, STEP>(group + i);
+        for (int n = 0; n < SCALES; ++n) {
+            float most = largest_of_access(x + n * VEC);
             #pragma unroll
-            for (int j = 0; j < STEP; ++j) most = larger(most, some.item[j]);
+            for (int step = 1; step < EACH; step *= 2) most = larger(most, __shfl_xor_sync(~0u, most, step));
+            scales[n] = scale_for(most, whole);
         }
-        scales[n] = scale_for(most, whole);
+    } else {
+        constexpr int STEP = EACH % 4 ? 1 : 4;
+        alignas(16) __shared__ float largest[THREADS / TEAM][HEAD_DIM / VEC];
+        float* of_head = largest[threadIdx.x / TEAM];
+        #pragma unroll
+        for (int n = 0; n < SCALES; ++n)
+            if (has && n * VEC < count)
+                of_head[(dim + dims_to(n, INTERLEAVED_OUT, rotary)) / VEC] = largest_of_access(x + n * VEC);
+        sync_team();
+        #pragma unroll
+        for (int n = 0; n < SCALES; ++n) {
+            if (!has || n * VEC >= count) continue;
+            const float* group = of_head + (dim + dims_to(n, INTERLEAVED_OUT, rotary)) / (EACH * VEC) * EACH;
+            float most = SMALLEST;
+            #pragma unroll
+            for (int i = 0; i < EACH; i += STEP) {
+                const Vec<float, STEP> some = load<float, STEP>(group + i);
+                #pragma unroll
+                for (int j = 0; j < STEP; ++j) most = larger(most, some.item[j]);
+            }
+            scales[n] = scale_for(most, whole);
+        }
+        sync_team();                                     // the next head may be written
     }
-    sync_team();                                         // the next head may be written
 }
 
 // PER_ROW: the largest scale of a head that a thread has seen in a batch row, or in a packed sequence. Few tokens have
