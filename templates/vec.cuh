@@ -40,30 +40,27 @@ __device__ __forceinline__ unsigned short float_to_bfloat(float value) {     // 
 #endif
 }
 
-// The nearest number (to even) with MANTISSA bits behind the point, as its bits: the low ones of the result, below its
-// sign. size: at most the largest such number. A sum with a power of two counts the numbers up to size from the last
-// power on, and the exponent those before; it begins at the number that takes the exponent's own offset away.
-template <int MANTISSA, int BIAS>
+// The nearest number (to even) with MANTISSA bits behind the point and, without the sign, WIDTH bits, which are the
+// highest ones of the result. size: at most the largest such number. The sum with a power of two ends with the number of
+// steps from that power's multiples up to size; its exponent counts the numbers below them, but for BEGIN.
+template <int WIDTH, int MANTISSA, int BIAS>
 __device__ __forceinline__ unsigned int nearest_bits(float size) {
     constexpr unsigned int POINT = 23 - MANTISSA, LEAST = 128 - BIAS;       // LEAST: the exponent of subnormal numbers
-    constexpr unsigned int BEGIN = -((LEAST + POINT) << MANTISSA) & 0x7fu;
+    constexpr unsigned int BEGIN = -((LEAST + POINT) << MANTISSA) & ((1u << WIDTH) - 1u);
+    constexpr float TIMES = (1u << POINT) + BEGIN / static_cast<float>(1u << MANTISSA);
     const float normal = fmaxf(size, __uint_as_float(LEAST << 23));
-    const unsigned int power = (__float_as_uint(normal) & 0x7f800000u) + (POINT << 23 | BEGIN);
-    const unsigned int counted = __float_as_uint(__fadd_rn(size, __uint_as_float(power)));
-    return counted + (counted >> POINT);
+    const float power = __uint_as_float(__float_as_uint(normal) & 0x7f800000u);
+    const unsigned int counted = __float_as_uint(__fmaf_rn(power, TIMES, size));
+    return counted * ((1u << (32 - WIDTH)) + (1u << (32 - WIDTH - POINT)));     // both counts, added at the top
 }
-__device__ __forceinline__ unsigned int with_sign(unsigned int bits, float value, int sign) {
-    const unsigned int below = (1u << sign) - 1u;
-    return (bits & below) | (__float_as_uint(value) >> (31 - sign) & ~below);
+// In 8 bits. The sign is the highest.
+template <int MANTISSA, int BIAS>
+__device__ __forceinline__ unsigned char float_to_byte(float value, float most) {
+    const unsigned int bits = nearest_bits<7, MANTISSA, BIAS>(fminf(fabsf(value), most));
+    return value != value ? 0x7f : ((__float_as_uint(value) & 0x80000000u) | bits >> 1) >> 24;
 }
-__device__ __forceinline__ unsigned char float_to_fp8(float value) {
-    if (isnan(value)) return 0x7f;
-    return with_sign(nearest_bits<3, 7>(fminf(fabsf(value), 448.0f)), value, 7);
-}
-__device__ __forceinline__ unsigned char float_to_fp8_e5m2(float value) {
-    if (isnan(value)) return 0x7f;
-    return with_sign(nearest_bits<2, 15>(fminf(fabsf(value), 57344.0f)), value, 7);
-}
+__device__ __forceinline__ unsigned char float_to_fp8(float value) { return float_to_byte<3, 7>(value, 448.0f); }
+__device__ __forceinline__ unsigned char float_to_fp8_e5m2(float value) { return float_to_byte<2, 15>(value, 57344.0f); }
 
 // Two neighbouring elements, the first in the low half: one register, one instruction.
 __device__ __forceinline__ unsigned int pack(float first, float second, fp16) {
@@ -111,12 +108,6 @@ __device__ __forceinline__ unsigned int float_to_int8(float value) {
 }
 __device__ __forceinline__ unsigned int pack(float first, float second, int8) {
     return float_to_int8(first) | float_to_int8(second) << 8;
-}
-
-// NaN becomes 6. The instruction for it is there only in code for one architecture (sm_100a).
-__device__ __forceinline__ unsigned int float_to_fp4(float value) {
-    const float clamped = fmaxf(fminf(value, 6.0f), -6.0f);
-    return with_sign(nearest_bits<1, 1>(fabsf(clamped)), clamped, 3);
 }
 
 __device__ __forceinline__ float to_float(float x) { return x; }
@@ -285,8 +276,14 @@ __device__ __forceinline__ void pack(const float* x, Vec<T, N>& v) {
         for (int i = 0; i < N; ++i) from_float(x[i], v.item[i]);
     }
 }
+// The instruction for it is there only in code for one architecture (sm_100a). NaN becomes 6.
 template <int N>
 __device__ __forceinline__ void pack(const float* x, Vec<fp4, N>& v) {
     #pragma unroll
-    for (int i = 0; i < 2 * N; ++i) v.quad[i / 8] = (i % 8 ? v.quad[i / 8] : 0) | float_to_fp4(x[i]) << i % 8 * 4;
+    for (int i = 2 * N - 1; i >= 0; --i) {               // each is shifted in, the first one last
+        unsigned int& word = v.quad[i / 8];
+        const unsigned int last = i == 2 * N - 1 || i % 8 == 7 ? 0 : word;
+        const unsigned int bits = nearest_bits<3, 1, 1>(fminf(fabsf(x[i]), 6.0f));
+        word = (last << 1 | __float_as_uint(x[i]) >> 31) << 3 | bits >> 29;
+    }
 }

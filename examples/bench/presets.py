@@ -45,7 +45,7 @@ class Preset(NamedTuple):
     hot: bool = False
     trained: tuple[str, ...] = ()
     tolerance: tuple[float, float] = (2**-6, 2**-5)
-    make: Callable[[Shape, int], Inputs] = chains.inputs
+    make: Callable[[Shape, int], Any] = chains.inputs
     backward: float = 1.5  # bytes of the backward over those of the forward
     public: Callable[[], dict[str, Call]] = dict  # the kernels of others, as far as they are installed
     in_place: Call | None = None  # another way, with results in q

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from jitrope import (
     DynamicQuantize,
@@ -49,7 +50,7 @@ class Stage(NamedTuple):
     call: Call
     expected: tuple[float, float] = (1.05, 0)
     moved: tuple[float, float, float] = (4, 4, 0)
-    make: Callable[[Shape, int], Inputs] = chains.inputs
+    make: Callable[[Shape, int], Any] = chains.inputs
     backward: float = 1
     rotary_dim: int = 0
     trained: tuple[str, ...] = ("q", "k")
@@ -122,11 +123,29 @@ def packed(x: Inputs, biased: bool = False) -> Any:
     return prepare_packed_qkv(x.q, x.cos, x.sin, order="qkv", q_per_group=x.q.shape[2] // hk - 2, **words)
 
 
-def joint(x: Inputs) -> Any:
-    """Two streams, here parts of the same tensors."""
-    text = min(TEXT, x.q.shape[1] // 2)
-    first, second = ([y[:, part] for y in x[:3]] for part in (slice(text), slice(text, None)))
-    return prepare_joint_qkv(first, second, x.cos, x.sin)
+class Streams(NamedTuple):
+    """q, k and v of two streams, and the tables of both."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    other_q: Tensor
+    other_k: Tensor
+    other_v: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+def streams(shape: Shape, rotary_dim: int) -> Streams:
+    """Return two streams."""
+    own = chains.inputs(shape, rotary_dim)
+    text = min(TEXT, shape[1] // 2)
+    parts = [y[:, part].contiguous() for part in (slice(text), slice(text, None)) for y in own[:3]]
+    return Streams._make([*parts, own.cos, own.sin])
+
+
+def joint(x: Streams) -> Any:
+    return prepare_joint_qkv(x[:3], x[3:6], x.cos, x.sin)
 
 
 def tokens_first(x: Inputs) -> Any:
@@ -170,7 +189,7 @@ STAGES = {
     "learned tables": Stage("rotate", rope(), (1.05, 1.1), backward=2, trained=("q", "k", "cos", "sin")),
     "a projection": Stage("in", packed, TRAINED, (4, 4, 4), projection, trained=("q",)),
     "a projection and its bias": Stage("in", partial(packed, biased=True), (1.06, 0), (4, 4, 4), projection),
-    "two streams": Stage("in", joint, (1.08, 1.1), (4, 4, 4), trained=("q", "k", "v")),
+    "two streams": Stage("in", joint, (1.08, 1.1), (4, 4, 4), streams, trained=Streams._fields[:6]),
     "RMSNorm": Stage("norm", norm(), (1.08, 1.18), backward=1.5),
     "RMSNorm without rope": Stage("norm", norm(tables=False), (1.07, 1.15), backward=1.5),
     "RMSNorm, rounded twice": Stage("norm", norm(rounding="twice"), (1.09, 1.18), backward=1.5),

@@ -46,7 +46,11 @@ template <typename T> T __ldcg(const T* address) { return *address; }
 template <typename T> void __stcs(T* address, T value) { *address = value; }
 inline unsigned int __float_as_uint(float x) { unsigned int bits; std::memcpy(&bits, &x, 4); return bits; }
 inline float __uint_as_float(unsigned int bits) { float x; std::memcpy(&x, &bits, 4); return x; }
-inline float __fmul_rn(float a, float b) { return a * b; }         // built with -ffp-contract=off
+// Built with -ffp-contract=off. A GPU's NaN is positive.
+inline float __fmul_rn(float a, float b) {
+    const float product = a * b;
+    return product == product ? product : __uint_as_float(0x7fffffffu);
+}
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float rsqrtf(float a) { return 1.0f / sqrtf(a); }
