@@ -134,9 +134,9 @@ __device__ __forceinline__ Chunks load_head(const Lane<const T>& lane, bool rota
     return chunks;
 }
 
-// Asks for the accesses of a head to be in L2 when they are loaded.
+// Asks for the accesses of a head to be in L2 when they are loaded. Elsewhere than on sm_90 registers would spill.
 __device__ __forceinline__ void prefetch_head(const Lane<const T>& lane, bool rotary, int accesses, bool pairs) {
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
     #pragma unroll
     for (int n = 0; n < ACCESSES; ++n)
         if (n < accesses) asm volatile("prefetch.global.L2 [%0];" :: "l"(lane[dims_to(n, pairs, rotary)]));

@@ -55,7 +55,7 @@ MAX_GRADIENT_ACCESSES = 4
 """The most accesses of a row of q or k that a thread holds in a norm across heads. A wider row has more threads, as
 long as rows of q and of k fit in a block. 24 accesses of 16 bytes take 96 registers. The gradient kernel also holds as
 many accesses of the output's gradient, and a sum for each element. Its threads have one head each where the rows of q
-and k then have MAX_ROW_THREADS in all at most: H200, x the copy, one head / 4 accesses, (1, 32760, 12 + 12, 128) 1.34 /
+and k then have MAX_ROW_THREADS in all at most: H200, x the copy, one head / 4 accesses, (1, 32760, 12 + 12, 128) 1.59 /
 1.62, (1, 4992, 32 + 32, 64) 1.82 / 2.00, (2, 4096, 16 + 16, 128) 1.53 / 1.66, (1, 4096, 32 + 8, 128) 1.96 / 1.94; not
 there (1, 8192, 40 + 40, 128) 1.42 / 1.38."""
 
@@ -71,14 +71,8 @@ rounded twice / (1, 4608, 24 + 24, 128) interleaved rounded twice: 640 threads 1
 1.15. (1, 4096, 16 + 16, 80): 819 threads 1.29, 1024, which spill, 1.63. Heads of 88 with LayerNorm: four heads 1.80,
 two 1.96. Where threads share angles, and where there is neither a norm nor a cache, MAX_NORM_THREADS_PER_SM run: H100,
 576 / 768 threads, Qwen3-VL's prefill 1.37 / 1.26, when a token's slot was loaded a token ahead; 512 / 768, DeepSeek's
-indexer 1.28 / 1.22. Others are slower with them: norm and a cache in bf16 1.09 / 1.13."""
-
-FAST_MEMORY = 4.0
-FAST_NORM_THREADS_PER_SM = 576
-"""From so many TB/s on, by the clock and width of the memory, fewer threads of a norm that walk the tokens are faster;
-where they share angles, they wait for each other, and all run, as without a norm. (1, 8192, 32 + 8, 128) rounded twice,
-640 / 480 threads: H200 (4.9 TB/s) 1.15 / 1.10 x the copy, H100 (3.35 TB/s; 640 with the kernel before `Track`) 1.13 /
-1.16; with shared angles, on an H200 in two runs, 1.10 / 1.13."""
+indexer 1.28 / 1.22. Others are slower with them: norm and a cache in bf16 1.09 / 1.13. On an H200 too 640 are best:
+(1, 4096, 64 + 8, 128) by ids into a cache 1.16 where 576 made it 1.50, because they leave one block."""
 
 MIN_RING_ACCESS = 8
 SHARED_BYTES = 48 * 1024
@@ -91,9 +85,10 @@ their way are slower than one: by rows 1.16, when one took 1.10. Without a norm 
 threads run to hide the latency, and a walk costs more than it gains: rope of the same tokens 1.07 / 1.04, of 1024
 packed sequences 1.10 / 1.04."""
 
+FAST_MEMORY = 4.0
 SHORT_WALK = 2
-"""Below FAST_MEMORY a block of such a norm walks over so many groups of tokens, and the GPU starts the next block where
-one ends. SMs are not equally fast, so blocks that walk to the end wait for the slowest. H100, x the copy, walks to the
+"""Below FAST_MEMORY, in TB/s by the memory's clock and width, a block of such a norm walks over so many groups of
+tokens, and the GPU starts the next block where one ends. SMs are not equally fast, so blocks that walk to the end wait for the slowest. H100, x the copy, walks to the
 end / over 4 / 3 / 2 groups / no walk: (1, 8192, 32 + 8, 128) 1.11 / 1.06 / 1.05 / 1.04 / 1.04, by ids 1.12 / 1.06 /
 1.06 / 1.04 / 1.15; (1, 4608, 24 + 24, 128) 1.08 / 1.05 / 1.04 / 1.04 / 1.03; (1, 4096, 16 + 8, 256) with v 1.12 / - /
 1.08 / 1.06 / 1.06. A block that takes long to begin walks to the end, here beside 3 / 2 groups: with idle threads,
@@ -108,11 +103,11 @@ GRADIENT_HEADS_PER_THREAD = 2
 GRADIENT_BLOCK_THREADS = 192
 GRADIENT_THREADS_PER_SM = 384
 ROW_GRADIENT_THREADS_PER_SM = 256
-ONE_HEAD_GRADIENT_THREADS_PER_SM = 640
+ONE_HEAD_GRADIENT_THREADS_PER_SM = 512
 """The same for the gradient of a norm, whose blocks walk over the tokens and sum weights' gradients. H100, x the copy
 of all bytes read and written, the same calls: 1.20 / 1.20 (the kernel alone 1.09 / 1.12), 480 threads 1.21 / 1.37; one
 head with 480 1.29 / 1.20. Across heads a thread holds sums of several heads, and 384 threads spill; with one head and
-without sums of biases 640 run (H200, (1, 32760, 12 + 12, 128): 1.34, 512 threads 1.59, 768, which spill, 2.19). A block
+without sums of biases 512 run. 576 make (1, 32760, 12 + 12, 128) 1.34 on an H200, 384 1.59, but spill on sm_80. A block
 takes another token only within its target, so 288 to 384 threads run where blocks of 256 leave 256 (not timed)."""
 
 FEW_PACKED_HEADS = 8192
@@ -210,9 +205,7 @@ def plan(problem: RopeProblem) -> Plan:
         threads = most if spec.shares_angles or alone else NORM_THREADS_PER_SM
         spec = replace(spec, blocks_per_sm=_blocks_per_sm(spec, threads, most), ring=has_ring(spec))
         if spec.ring:
-            fewer = p.memory_speed >= FAST_MEMORY and threads == NORM_THREADS_PER_SM
-            walking = _blocks_per_sm(spec, FAST_NORM_THREADS_PER_SM, most) if fewer else spec.blocks_per_sm
-            grid = (_walks(p, spec, grid[0], p.sm_count * walking), 1)
+            grid = (_walks(p, spec, grid[0], p.sm_count * spec.blocks_per_sm), 1)
     return Plan(spec, grid, spec.threads, reason)
 
 
