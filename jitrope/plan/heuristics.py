@@ -88,16 +88,16 @@ packed sequences 1.10 / 1.04."""
 FAST_MEMORY = 4.0
 SHORT_WALK = 2
 """Below FAST_MEMORY, in TB/s by the memory's clock and width, a block of such a norm walks over so many groups of
-tokens, and the GPU starts the next block where one ends. SMs are not equally fast, so blocks that walk to the end wait for the slowest. H100, x the copy, walks to the
-end / over 4 / 3 / 2 groups / no walk: (1, 8192, 32 + 8, 128) 1.11 / 1.06 / 1.05 / 1.04 / 1.04, by ids 1.12 / 1.06 /
-1.06 / 1.04 / 1.15; (1, 4608, 24 + 24, 128) 1.08 / 1.05 / 1.04 / 1.04 / 1.03; (1, 4096, 16 + 8, 256) with v 1.12 / - /
-1.08 / 1.06 / 1.06. A block that takes long to begin walks to the end, here beside 3 / 2 groups: with idle threads,
-heads of 72, 1.15 / 1.20 / 1.20; with a transform 1.14 / - / 1.22; with scales, Qwen3-VL's prefill, 1.30 / 1.46 / 1.48.
-So does a gradient with weights, whose gradients it sums: the first call 1.11, with twice as many blocks 1.16. Without
-weights CogView4's takes 1.04, with four times as many blocks 1.00. On an H200 no number of groups is better for all,
-to the end / 8 / 4 / 2: (1, 4096, 32 + 8, 128) 1.08 / 1.08 / 1.08 / 1.09, behind the rotation 1.10 / 1.10 / 1.11 / 1.17;
-(1, 4096, 16 + 8, 256) with v 1.09 / 1.10 / 1.11 / 1.16; (1, 4352, 32 + 32, 128) 1.08 / 1.26 / 1.16 / 1.16;
-(1, 4096, 16 + 2, 256), 64 rotated, 1.16 / 1.12 / 1.14 / 1.20."""
+tokens, and the GPU starts the next block where one ends. SMs are not equally fast, so blocks that walk to the end wait
+for the slowest. H100, x the copy, walks to the end / over 4 / 3 / 2 groups / no walk: (1, 8192, 32 + 8, 128) 1.11 /
+1.06 / 1.05 / 1.04 / 1.04, by ids 1.12 / 1.06 / 1.06 / 1.04 / 1.15; (1, 4608, 24 + 24, 128) 1.08 / 1.05 / 1.04 / 1.04 /
+1.03; (1, 4096, 16 + 8, 256) with v 1.12 / - / 1.08 / 1.06 / 1.06. A block that takes long to begin walks to the end,
+here beside 3 / 2 groups: with idle threads, heads of 72, 1.15 / 1.20 / 1.20; with a transform 1.14 / - / 1.22; with
+scales, Qwen3-VL's prefill, 1.30 / 1.46 / 1.48. So does a gradient with weights, whose gradients it sums: the first call
+1.11, with twice as many blocks 1.16. Without weights CogView4's takes 1.04, with four times as many blocks 1.00. On an
+H200 no number of groups is better for all, to the end / 8 / 4 / 2: (1, 4096, 32 + 8, 128) 1.08 / 1.08 / 1.08 / 1.09,
+behind the rotation 1.10 / 1.10 / 1.11 / 1.17; (1, 4096, 16 + 8, 256) with v 1.09 / 1.10 / 1.11 / 1.16; (1, 4352, 32 +
+32, 128) 1.08 / 1.26 / 1.16 / 1.16; (1, 4096, 16 + 2, 256), 64 rotated, 1.16 / 1.12 / 1.14 / 1.20."""
 
 GRADIENT_HEADS_PER_THREAD = 2
 GRADIENT_BLOCK_THREADS = 192
