@@ -174,7 +174,7 @@ def per_head(x: Inputs) -> dict[str, Any]:
 TRAINED = (1.05, 1.05)
 STAGES = {
     "rope alone": Stage("rotate", rope(), TRAINED),
-    "q and k apart, in place": Stage("rotate", rope(lambda x: {"inplace": True})),
+    "in place": Stage("rotate", rope(lambda x: {"inplace": True})),
     "position ids": Stage("rotate", rope(lambda x: {"positions": x.ids[0]}), (1.06, 1.06)),
     "ids along three axes": Stage("rotate", rope(lambda x: {"positions": Mrope(x.ids, SECTIONS)}), (1.1, 1.1)),
     "packed sequences": Stage("rotate", tokens_first, TRAINED),
