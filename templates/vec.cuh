@@ -40,9 +40,10 @@ __device__ __forceinline__ unsigned short float_to_bfloat(float value) {     // 
 #endif
 }
 
-// The nearest number (to even) with MANTISSA bits behind the point and, without the sign, WIDTH bits, which are the
-// highest ones of the result. size: at most the largest such number. The sum with a power of two ends with the number of
-// steps from that power's multiples up to size; its exponent counts the numbers below them, but for BEGIN.
+// The bits of the nearest number (to even) with MANTISSA bits behind the point, without the sign: the highest WIDTH ones
+// of the result. size: at most the largest such number. The sum of size and a large power of two ends with the number of
+// steps that size is long, a step being the distance of the numbers there, and its exponent gives the count of the
+// numbers below, to which BEGIN is added.
 template <int WIDTH, int MANTISSA, int BIAS>
 __device__ __forceinline__ unsigned int nearest_bits(float size) {
     constexpr unsigned int POINT = 23 - MANTISSA, LEAST = 128 - BIAS;       // LEAST: the exponent of subnormal numbers

@@ -23,6 +23,7 @@ from jitrope import (
     prepare_packed_qkv,
     prepare_qkv,
 )
+from jitrope.plan.views import E8M0, FORMATS
 
 from . import chains
 from .chains import RANKS, SECTIONS, Inputs
@@ -36,7 +37,7 @@ SHAPE = (1, 4096, 32, 8, 128)
 TEXT = 512
 """Tokens of the first of two streams."""
 HALF = 64
-FLOAT8, FLOAT4 = torch.float8_e8m0fnu, torch.float4_e2m1fn_x2
+FP4 = FORMATS["fp4"].dtype
 
 
 class Stage(NamedTuple):
@@ -206,10 +207,10 @@ STAGES = {
     "fp8, scales of tokens and heads": scaled(3, 1.15),
     "int8, scales of tokens and heads": scaled(3, 1.15, dtype=torch.int8),
     "fp8, groups of 128": scaled(3, 1.15, group=128, scale_fmt="ue8m0"),
-    "MXFP8": scaled(3, 1.2, group=32, scale_dtype=FLOAT8),
-    "MXFP4": scaled(2.5, 1.35, dtype=FLOAT4, group=32, scale_dtype=FLOAT8),
-    "NVFP4": scaled(2.5, 1.4, dtype=FLOAT4, group=16, scale_dtype=torch.float8_e4m3fn),
-    "NVFP4, swizzled": scaled(2.5, 1.45, dtype=FLOAT4, group=16, scale_dtype=torch.float8_e4m3fn, swizzled=True),
+    "MXFP8": scaled(3, 1.2, group=32, scale_dtype=E8M0),
+    "MXFP4": scaled(2.5, 1.35, dtype=FP4, group=32, scale_dtype=E8M0),
+    "NVFP4": scaled(2.5, 1.4, dtype=FP4, group=16, scale_dtype=torch.float8_e4m3fn),
+    "NVFP4, swizzled": scaled(2.5, 1.45, dtype=FP4, group=16, scale_dtype=torch.float8_e4m3fn, swizzled=True),
     "fp8, scales of heads": Stage("convert", stages(per_head), (1.75, 0), (3, 3, 0)),
     "Hadamard and fp8, scales of tokens and heads": scaled(3, 1.45, hadamard=True),
     "another layout": Stage("out", rope(heads_first), (1.06, 0)),
