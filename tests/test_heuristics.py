@@ -214,7 +214,7 @@ def across(q_heads: int, k_heads: int = 0, **changes):
         (across(40), "token_linear", 4, 4, 1, (1152, 1)),
         (across(32, 32, head_dim=64, rotary_dim=64), "token_linear", 2, 8, 1, (2304, 1)),
         (across(12, 12, launch="grid_2d"), "token_linear", 2, 4, 1, (2304, 1)),
-        (across(12, 12, gradient=True), "token_linear", 1, 12, 1, None),  # a few blocks an SM walk the tokens
+        (across(12, 12, gradient=True), "token_linear", 1, 8, 1, None),  # a few blocks an SM walk the tokens
         (across(40, 40, gradient=True), "token_linear", 1, 20, 1, None),
         ({**GRADIENT, "tokens": 5}, "token_linear", 1, 24, 2, (5, 1)),  # as many blocks as there are tokens
         ({**GRADIENT, "launch": "grid_2d"}, "token_linear", 1, 24, 2, None),

@@ -54,10 +54,10 @@ MAX_ROW_ACCESSES = 24
 MAX_GRADIENT_ACCESSES = 4
 """The most accesses of a row of q or k that a thread holds in a norm across heads. A wider row has more threads, as
 long as rows of q and of k fit in a block. 24 accesses of 16 bytes take 96 registers. The gradient kernel also holds as
-many accesses of the output's gradient, and a sum for each element. Its threads have one head each where the rows of q
-and k then have MAX_ROW_THREADS in all at most: H200, x the copy, one head / 4 accesses, (1, 32760, 12 + 12, 128) 1.59 /
-1.62, (1, 4992, 32 + 32, 64) 1.82 / 2.00, (2, 4096, 16 + 16, 128) 1.53 / 1.66, (1, 4096, 32 + 8, 128) 1.96 / 1.94; not
-there (1, 8192, 40 + 40, 128) 1.42 / 1.38."""
+many accesses of the output's gradient, and a sum for each element. Left out, because sums would have another order and
+results other bits: threads with one head each, and two blocks of them on an SM. H200, x the copy, one head / 4
+accesses, (1, 32760, 12 + 12, 128) 1.59 / 1.62, (1, 4992, 32 + 32, 64) 1.82 / 2.00, (1, 8192, 40 + 40, 128) 1.42 /
+1.38."""
 
 NORM_HEADS_PER_THREAD = 2
 FEW_ELEMENTS = 8
@@ -103,12 +103,10 @@ GRADIENT_HEADS_PER_THREAD = 2
 GRADIENT_BLOCK_THREADS = 192
 GRADIENT_THREADS_PER_SM = 384
 ROW_GRADIENT_THREADS_PER_SM = 256
-ONE_HEAD_GRADIENT_THREADS_PER_SM = 512
 """The same for the gradient of a norm, whose blocks walk over the tokens and sum weights' gradients. H100, x the copy
 of all bytes read and written, the same calls: 1.20 / 1.20 (the kernel alone 1.09 / 1.12), 480 threads 1.21 / 1.37; one
-head with 480 1.29 / 1.20. Across heads a thread holds sums of several heads, and 384 threads spill; with one head and
-without sums of biases 512 run. 576 make (1, 32760, 12 + 12, 128) 1.34 on an H200, 384 1.59, but spill on sm_80. A block
-takes another token only within its target, so 288 to 384 threads run where blocks of 256 leave 256 (not timed)."""
+head with 480 1.29 / 1.20. Across heads a thread holds sums of several heads, and 384 threads spill. A block takes
+another token only within its target, so 288 to 384 threads run where blocks of 256 leave 256; that is not timed."""
 
 FEW_PACKED_HEADS = 8192
 """Up to this many tokens x heads of a packed batch, a second grid axis over the sequences is faster than the search, if
@@ -234,7 +232,7 @@ def _walks(p: RopeProblem, spec: RopeSpec, groups: int, at_once: int) -> int:
 
 def _plan_rows(p: RopeProblem, spec: RopeSpec, reason: str) -> Plan:
     """The plan of a norm across heads, and of a norm's gradient, whose blocks walk over many tokens."""
-    tiles, threads = 1, GRADIENT_THREADS_PER_SM
+    tiles = 1
     if not p.across_heads:
         # One head may be of k and the next of v.
         of_thread = 1 if p.per_head else math.gcd(p.q_heads, p.heads, GRADIENT_HEADS_PER_THREAD)
@@ -245,19 +243,17 @@ def _plan_rows(p: RopeProblem, spec: RopeSpec, reason: str) -> Plan:
     else:
         warp = max(1, WARP_THREADS // spec.team)  # heads of a warp
         accesses = spec.chunks * spec.chunk // spec.vec
-        fits = p.gradient and spec.team * max(p.row_heads) * len(p.row_heads) <= MAX_ROW_THREADS
-        steps = 1 if fits else (MAX_GRADIENT_ACCESSES if p.gradient else MAX_ROW_ACCESSES) // accesses
+        steps = (MAX_GRADIENT_ACCESSES if p.gradient else MAX_ROW_ACCESSES) // accesses
         heads = warp * -(-max(p.row_heads) // (warp * max(1, steps)))
         heads = min(heads, max(warp, MAX_ROW_THREADS // spec.team))
         rows = len(p.row_heads) * heads * spec.team
         tokens = 1 if p.gradient else max(1, ROW_BLOCK_THREADS // rows)
         while shared_by_stages(replace(spec, tokens_per_block=tokens, heads_per_block=heads)) > SHARED_BYTES:
             heads = -(-heads // (2 * warp)) * warp
-        one_head = heads >= max(p.row_heads) and not p.biased
-        threads = ONE_HEAD_GRADIENT_THREADS_PER_SM if one_head else ROW_GRADIENT_THREADS_PER_SM
     spec = replace(spec, tokens_per_block=tokens, heads_per_block=heads, one_step=True)
     groups = -(-p.tokens // tokens)
     if p.gradient:
+        threads = ROW_GRADIENT_THREADS_PER_SM if p.across_heads else GRADIENT_THREADS_PER_SM
         spec = replace(spec, blocks_per_sm=max(1, threads // spec.threads), ring=has_ring(spec))
         groups = _walks(p, spec, groups, max(1, p.sm_count * spec.blocks_per_sm // tiles))
     return Plan(spec, (groups, tiles), spec.threads, reason)
