@@ -57,7 +57,7 @@ class Stage(NamedTuple):
     trained: tuple[str, ...] = ("q", "k")
 
     def preset(self) -> Preset:
-        """Return it as the other benchmarks know a call."""
+        """Return the call as one of `bench presets`."""
         trained = self.trained if self.expected[1] else ()
         return Preset(
             SHAPE, self.call, None, self.moved, self.rotary_dim, trained=trained, make=self.make, backward=self.backward
@@ -96,10 +96,10 @@ def layer_norm(x: Inputs) -> dict[str, Any]:
     return {"norm": Norm(*x.weights, q_bias=q_bias, k_bias=k_bias, kind="layer_norm", rounding="once")}
 
 
-def scaled(moved: float, expected: float, **words: Any) -> Stage:
-    """A conversion with scales that the call computes."""
+def scaled(written: float, expected: float, **words: Any) -> Stage:
+    """A conversion with scales that the call computes. written: bytes of an element and its part of a scale."""
     call = stages(lambda x: {"quantize": DynamicQuantize(**words)})
-    return Stage("convert", call, (expected, 0), (moved, moved, 0))
+    return Stage("convert", call, (expected, 0), (2 + written, 2 + written, 0))
 
 
 def projection(shape: Shape, rotary_dim: int) -> Inputs:
@@ -115,6 +115,12 @@ def pages(shape: Shape, rotary_dim: int) -> Inputs:
     own = chains.inputs(shape, rotary_dim)
     k_cache, v_cache, slots = own.caches
     return own._replace(caches=(k_cache.bfloat16(), v_cache.bfloat16(), slots))
+
+
+def differences(shape: Shape, rotary_dim: int) -> Inputs:
+    """Return inputs with differences of positions, also below 0."""
+    own = chains.inputs(shape, rotary_dim)
+    return own._replace(ids=own.ids - shape[1] // 2)
 
 
 def packed(x: Inputs, biased: bool = False) -> Any:
@@ -157,7 +163,7 @@ def tokens_first(x: Inputs) -> Any:
 
 def heads_first(x: Inputs) -> dict[str, Any]:
     """Results in another layout."""
-    return {"out": [torch.empty_like(y.transpose(1, 2)).transpose(1, 2) for y in (x.q, x.k)]}
+    return {"out": [y.new_empty(y.transpose(1, 2).shape).transpose(1, 2) for y in (x.q, x.k)]}
 
 
 def cached(x: Inputs, **scales: Any) -> dict[str, Any]:
@@ -186,11 +192,13 @@ STAGES = {
     ),
     "tokens that stay": Stage("rotate", rope(lambda x: {"unrotated": 256}), TRAINED),
     "a factor on q": Stage("rotate", rope(lambda x: {"q_scale": 0.5}), TRAINED),
-    "keys moved": Stage("rotate", rope(lambda x: {"positions": Shifts(x.ids[0] - 9), "inplace": True}), (1.07, 0)),
-    "learned tables": Stage("rotate", rope(), (1.05, 1.1), backward=2, trained=("q", "k", "cos", "sin")),
+    "moved by differences": Stage(
+        "rotate", rope(lambda x: {"positions": Shifts(x.ids[0]), "inplace": True}), (1.07, 0), make=differences
+    ),
+    "learned tables": Stage("rotate", rope(), (1.05, 1.47), backward=1.5, trained=("q", "k", "cos", "sin")),
     "a projection": Stage("in", packed, TRAINED, (4, 4, 4), projection, trained=("q",)),
     "a projection and its bias": Stage("in", partial(packed, biased=True), (1.06, 0), (4, 4, 4), projection),
-    "two streams": Stage("in", joint, (1.08, 1.1), (4, 4, 4), streams, trained=Streams._fields[:6]),
+    "two streams": Stage("in", joint, (1.08, 1.1), (4, 4, 4), streams, 5 / 6, trained=Streams._fields[:6]),
     "RMSNorm": Stage("norm", norm(), (1.08, 1.18), backward=1.5),
     "RMSNorm without rope": Stage("norm", norm(tables=False), (1.07, 1.15), backward=1.5),
     "RMSNorm, rounded twice": Stage("norm", norm(rounding="twice"), (1.09, 1.18), backward=1.5),
@@ -204,15 +212,14 @@ STAGES = {
     "fp8, given scales": Stage(
         "convert", stages(lambda x: {"quantize": Quantize(0.05, 0.05)}), (1.1, 0), (3, 3, 0)
     ),
-    "fp8, scales of tokens and heads": scaled(3, 1.15),
-    "int8, scales of tokens and heads": scaled(3, 1.15, dtype=torch.int8),
-    "fp8, groups of 128": scaled(3, 1.15, group=128, scale_fmt="ue8m0"),
-    "MXFP8": scaled(3, 1.2, group=32, scale_dtype=E8M0),
-    "MXFP4": scaled(2.5, 1.35, dtype=FP4, group=32, scale_dtype=E8M0),
-    "NVFP4": scaled(2.5, 1.4, dtype=FP4, group=16, scale_dtype=torch.float8_e4m3fn),
-    "NVFP4, swizzled": scaled(2.5, 1.45, dtype=FP4, group=16, scale_dtype=torch.float8_e4m3fn, swizzled=True),
+    "fp8, scales of tokens and heads": scaled(1 + 4 / 128, 1.15),
+    "int8, scales of tokens and heads": scaled(1 + 4 / 128, 1.15, dtype=torch.int8),
+    "MXFP8": scaled(1 + 1 / 32, 1.2, group=32, scale_dtype=E8M0),
+    "MXFP4": scaled(0.5 + 1 / 32, 1.35, dtype=FP4, group=32, scale_dtype=E8M0),
+    "NVFP4": scaled(0.5 + 1 / 16, 1.4, dtype=FP4, group=16, scale_dtype=torch.float8_e4m3fn),
+    "NVFP4, swizzled": scaled(0.5 + 1 / 16, 1.45, dtype=FP4, group=16, scale_dtype=torch.float8_e4m3fn, swizzled=True),
     "fp8, scales of heads": Stage("convert", stages(per_head), (1.75, 0), (3, 3, 0)),
-    "Hadamard and fp8, scales of tokens and heads": scaled(3, 1.45, hadamard=True),
+    "Hadamard and fp8, scales of tokens and heads": scaled(1 + 4 / 128, 1.45, hadamard=True),
     "another layout": Stage("out", rope(heads_first), (1.06, 0)),
     "Ulysses": Stage("out", stages(to_ranks, v=True), (1.1, 0), (4, 4, 4)),
     "pages": Stage("out", stages(cached, v=True), (1.08, 0), (4, 4, 4), pages),
@@ -261,7 +268,8 @@ SECTION = Section(
     """
     Rope of 4,096 tokens with 32 heads of q and 8 of k, 128 wide, with one stage more: time over COPY of the bytes that
     the call must read and write, its inputs cold. "Expected" was written into the program before the first measurement.
-    Scales of heads take two launches, and so does the gradient of a Hadamard transform; Ulysses also copies v.
+    Scales of heads take two launches, and so do the gradients of a Hadamard transform, of learned tables and of two
+    streams, whose v's gradient is a view; Ulysses also copies v.
     """,
     "jitrope bench stages",
     (
