@@ -40,10 +40,10 @@ __device__ __forceinline__ unsigned short float_to_bfloat(float value) {     // 
 #endif
 }
 
-// The bits of the nearest number (to even) with MANTISSA bits behind the point, without the sign: the highest WIDTH ones
-// of the result. size: at most the largest such number. The sum of size and a large power of two ends with the number of
-// steps that size is long, a step being the distance of the numbers there, and its exponent gives the count of the
-// numbers below, to which BEGIN is added.
+// The bits of the nearest number (to even) with MANTISSA bits behind the point, without the sign: the WIDTH highest
+// bits of the result. size: at most the largest such number. The sum of size and a large power of two ends with the
+// number of steps that size is long, a step being the distance of the numbers there, and its exponent gives the count of
+// the numbers below, to which BEGIN is added.
 template <int WIDTH, int MANTISSA, int BIAS>
 __device__ __forceinline__ unsigned int nearest_bits(float size) {
     constexpr unsigned int POINT = 23 - MANTISSA, LEAST = 128 - BIAS;       // LEAST: the exponent of subnormal numbers
