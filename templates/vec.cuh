@@ -42,7 +42,7 @@ __device__ __forceinline__ unsigned short float_to_bfloat(float value) {     // 
 
 // The bits of the nearest number (to even) with MANTISSA bits behind the point, without the sign: the WIDTH highest
 // bits of the result. size: at most the largest such number. The sum of size and a large power of two ends with the
-// number of steps that size is long, a step being the distance of the numbers there, and its exponent gives the count of
+// number of steps that size is long, a step being the distance of the numbers there. Its exponent gives the count of
 // the numbers below, to which BEGIN is added.
 template <int WIDTH, int MANTISSA, int BIAS>
 __device__ __forceinline__ unsigned int nearest_bits(float size) {
@@ -61,7 +61,9 @@ __device__ __forceinline__ unsigned char float_to_byte(float value, float most) 
     return value != value ? 0x7f : ((__float_as_uint(value) & 0x80000000u) | bits >> 1) >> 24;
 }
 __device__ __forceinline__ unsigned char float_to_fp8(float value) { return float_to_byte<3, 7>(value, 448.0f); }
-__device__ __forceinline__ unsigned char float_to_fp8_e5m2(float value) { return float_to_byte<2, 15>(value, 57344.0f); }
+__device__ __forceinline__ unsigned char float_to_fp8_e5m2(float value) {
+    return float_to_byte<2, 15>(value, 57344.0f);
+}
 
 // Two neighbouring elements, the first in the low half: one register, one instruction.
 __device__ __forceinline__ unsigned int pack(float first, float second, fp16) {
