@@ -19,7 +19,7 @@ from ..plan.options import Options, changed
 from ..plan.views import Tensors
 from . import checks, launch, library, watch
 from .check_values import check_values
-from .launch import Asked, Known
+from .launch import Asked, Known, Made, Recorded
 from .operation import Operation, of_k
 from .watch import dispatch_modes, is_compiling
 from .words import canonical, check_asked, resolved
@@ -129,9 +129,9 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
             full = sharding.prepared(op, full, options)
     if plain and not (wants and options.inplace):
         known = known or launch.prepare(op, tensors, full, key, options)
-        recorded = learn if tables_want else record
-        launch.keep_in_mind(known, tensors, key, recorded, learned=tables_want)
-        return recorded(known, tensors) if wants or tables_want else known.run(tensors)
+        recorded = Recorded(learn, (), known.names) if tables_want else Recorded(record, known.saved, known.heads)
+        launch.keep_in_mind(known, tensors, key, recorded)
+        return known.run_recorded(tensors, recorded) if wants or tables_want else known.run(tensors)
     if wants and options.inplace and not is_compiling():
         return _write(op, full, options)
     if wants and options.inplace:  # traced under autograd: Inductor turns the copy into a write in place
@@ -143,16 +143,14 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
 
 
 class _Known(torch.autograd.Function):
-    """A known call that returns fresh tensors."""
+    """A known call that returned fresh tensors, of `known.heads`."""
 
     @staticmethod
-    def forward(ctx: Any, known: Known, tensors: Tensors, outputs: Tensors | None, *xs: Tensor) -> Any:
-        if outputs is None:
-            outputs = known.run(tensors)
-        ctx.known = known
+    def forward(ctx: Any, made: Made, *xs: Tensor) -> Any:
+        ctx.known, saved, outputs = made
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*[tensors[name] for name in known.saved])
-        return tuple(outputs.values())
+        ctx.save_for_backward(*saved)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -161,20 +159,22 @@ class _Known(torch.autograd.Function):
         given = {name: grad for name, grad in zip(known.results, grads) if grad is not None}
         tensors = {**canonical(saved), **known.stand_ins}
         found = known.op.gradient(call, tensors, given, known.options) if given else {}
-        return None, None, None, *[found.get(name) for name in known.heads]
+        return None, *[found.get(name) for name in known.heads]
 
 
 class _Learned(torch.autograd.Function):
     """A known call whose tables require a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, known: Known, outputs: Tensors, names: tuple[str, ...], *xs: Tensor) -> Any:
-        library.keep(ctx, known.op, names, {**dict(zip(names, xs)), **known.stand_ins}, outputs, known.options)
-        return tuple(outputs.values())
+    def forward(ctx: Any, made: Made, names: tuple[str, ...], *xs: Tensor) -> Any:
+        known, _, outputs = made
+        tensors = {**dict(zip(names, xs)), **known.stand_ins}
+        library.keep(ctx, known.op, names, tensors, known.results, known.options)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return None, None, None, *library.gradients(ctx, grads)
+        return None, None, *library.gradients(ctx, grads)
 
 
 class _Written(torch.autograd.Function):
@@ -196,22 +196,15 @@ class _Written(torch.autograd.Function):
         return None, None, None, None, *library.gradients(ctx, grads)
 
 
-def record(known: Known, tensors: Tensors, outputs: Tensors | None = None) -> Tensors:
-    """Return the results of a known call, recorded for backward. outputs: those of a launch that was enqueued."""
-    return dict(zip(known.results, _apply(known, tensors, outputs, *[tensors[name] for name in known.heads])))
-
-
-_apply = watch.apply_of(_Known)
-
-
-def learn(known: Known, tensors: Tensors, outputs: Tensors | None = None) -> Tensors:
-    """`record` for a call whose tables require a gradient."""
-    given = canonical(tensors)
-    outputs = known.run(tensors) if outputs is None else outputs
-    return dict(zip(known.results, _apply_learned(known, outputs, tuple(given), *given.values())))
-
-
+record = watch.apply_of(_Known)
 _apply_learned = watch.apply_of(_Learned)
+
+
+def learn(made: Made, *given: Tensor) -> tuple[Tensor, ...]:
+    """`record` for a call whose tables require a gradient. given: all its tensors."""
+    tensors = canonical(dict(zip(made[0].names, given)))
+    results: tuple[Tensor, ...] = _apply_learned(made, tuple(tensors), *tensors.values())
+    return results
 
 
 def _write(op: Operation, tensors: Tensors, options: Options) -> Tensors:

@@ -117,7 +117,7 @@ class ByRank(Into):
         super().__init__(base)
         self.name, self.stage = base.name + "_by_rank", " with ".join([x for x in (base.stage, "Ulysses") if x])
         self.tensors, self.options = (*base.tensors, "v?"), (*base.options, "ulysses_degree")
-        self.words = (*self.words, "ulysses_degree")
+        self.names, self.words = (*base.names, "v"), (*self.words, "ulysses_degree")
         self.results = (*base.results, "v", *(("v_scale",) if "dynamic_v" in base.options else ()))
         self.mutated, self.labels, self.differentiable = base.mutated, {}, base.differentiable
 

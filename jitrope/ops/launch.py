@@ -84,7 +84,7 @@ class Known:
         self.alignments = tuple([x.data_ptr() & 15 for x in given.values()])
         self.results = op.produced(given, options)
         self.saved = tuple(op.saved(given, options))  # tensors for the backward
-        self.heads = tuple([name for name in given if name in op.names])  # tensors with gradients
+        self.heads = tuple([name for name in given if name in op.names and name not in TABLES])  # with gradients
         self.blocks, self.finished = 0, False
         self.pointers, self.fixed, self.kept = (), [], ()
         self.close: dict[str, Span] = {}  # tensors that must not share memory
@@ -114,6 +114,14 @@ class Known:
         results: Tensors = self.unguarded(tensors, *tensors.values())
         return results
 
+    def run_recorded(self, tensors: Tensors, recorded: Recorded) -> Tensors:
+        """`run`, recorded for backward."""
+        with torch.no_grad():
+            outputs = self.run(tensors)
+        saved = tuple([tensors[name] for name in recorded.saved])
+        made = self, saved, tuple([outputs[name] for name in self.results])
+        return dict(zip(self.results, recorded.function(made, *[tensors[name] for name in recorded.heads])))
+
     def elsewhere(self) -> None:
         """Enqueue on the current stream of the kernel's device, which is not torch's current device."""
         with torch.cuda.device(self.device):
@@ -131,6 +139,18 @@ class Known:
         if len(self.apart) >= MAX_APART:
             self.apart.clear()
         self.apart.add(distances)
+
+
+Made = tuple[Known, tuple[Tensor, ...], tuple[Tensor, ...]]
+"""A call that was enqueued, the tensors that its backward needs, and its results."""
+
+
+class Recorded(NamedTuple):
+    """The function that records a call for backward, (made: `Made`, *heads) -> results, and names of its tensors."""
+
+    function: Callable[..., tuple[Tensor, ...]]
+    saved: tuple[str, ...]
+    heads: tuple[str, ...]  # those that may require a gradient
 
 
 class Outer(NamedTuple):
@@ -241,28 +261,25 @@ def keep_in_mind(
     known: Known,
     tensors: Tensors,
     key: Any,
-    record: Callable[[Known, Tensors], Tensors] | None = None,
+    recorded: Recorded | None = None,
     outputs: Callable[[Tensors], Any] | None = None,
     arguments: tuple[str, ...] = (),
-    learned: bool = False,
 ) -> None:
     """Keep a plain call for the fast path, with gradients enabled only if it computes all that its tensors require.
 
-    record: records such a call, with learned also one of learned tables; None: it is not for the fast path. arguments:
-    those of torch's op, for a call of it; then outputs makes its outputs of the results.
+    recorded: records such a call; None: it is not for the fast path. arguments: those of torch's op, for a call of it;
+    then outputs makes its outputs of the results.
     """
     wants = {name for name, x in tensors.items() if x.requires_grad}
     if known.home.calls is not None:  # of a function that is kept instead
         known.home.calls.append((known, tensors))
         return
-    computed = known.op.differentiable and not known.options.inplace
-    computed &= learned or wants <= {*known.op.names} - {*TABLES}
-    records = record is not None and computed
-    recorded, unrecorded = bool(wants) and records, bool(wants) and not records
-    form = known.form._replace(
-        recorded=recorded, unrecorded=unrecorded, arguments=arguments, outputs=outputs is not None
-    )
-    _keep(known, tensors, key, form, record, outputs)
+    form = known.form._replace(arguments=arguments, outputs=outputs is not None)
+    differentiable = known.op.differentiable and not known.options.inplace
+    if wants and recorded is not None and differentiable and wants <= {*recorded.heads}:
+        form = form._replace(saved=recorded.saved, heads=recorded.heads)
+        return _keep(known, tensors, key, form, recorded.function)
+    _keep(known, tensors, key, form._replace(unrecorded=bool(wants)), outputs=outputs)
 
 
 def keep_outer(known: Known, tensors: Tensors, key: Any, given: Tensors) -> bool:

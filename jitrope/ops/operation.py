@@ -47,7 +47,7 @@ class Operation:
         tensors: names in the op's order, before those of the tables; one with "?" may be missing.
         options: the fields of `Options` that the op has, beside `table` and the norm.
         hidden: words among `options` and "check" that a user's call may not have. words, tables: the words and the
-            tables that it may have beside `tensors`.
+            tables that it may have beside `tensors`. names: those of `tensors`, without marks.
         stage: the reason why it lacks the other words, for messages.
         labels: users' names of tensors, where they differ, for messages.
         norm: whether it normalises.
@@ -85,11 +85,7 @@ class Operation:
         own = ("norm",) if self.norm else ()
         given = (*self.options, *own, "check", *(("inplace",) if self.inplace else ()))
         self.words = tuple([word for word in given if word not in self.hidden])
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of `tensors`, without marks."""
-        return tuple([name.rstrip("?") for name in self.tensors])
+        self.names = tuple([name.rstrip("?") for name in self.tensors])
 
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
         """Refuse a wrong call. name: the user's function."""

@@ -31,7 +31,8 @@ class Form(NamedTuple):
             of the same name. finished: results are made from the outputs.
         close: tensors that must not share memory. written: tensors whose versions are incremented.
         guarded: the call returns None for another kind of call. aligned: all addresses are multiples of 16.
-        recorded: the call is recorded if gradients are enabled. unrecorded: it returns None then.
+        heads: names of the tensors that may require a gradient, if the call is recorded while gradients are enabled.
+            saved: of those for its backward. unrecorded: it returns None then.
         arguments: the names of the function's arguments, those of torch's op; one that is not given starts with "no_".
             (): a dict of the tensors, and then each tensor. outputs: it returns the op's outputs, not results by name.
         views: names of the kernel's tensors that are not in `names`, or begin elsewhere, and their addresses as
@@ -49,7 +50,8 @@ class Form(NamedTuple):
     twice: tuple[tuple[str, str], ...] = ()
     guarded: bool = False
     aligned: bool = True
-    recorded: bool = False
+    heads: tuple[str, ...] = ()
+    saved: tuple[str, ...] = ()
     unrecorded: bool = False
     arguments: tuple[str, ...] = ()
     outputs: bool = False
@@ -85,15 +87,12 @@ def _checks(form: Form) -> list[str]:
 def text(form: Form) -> str:
     """The source of `make`, a function that makes a known call of this form."""
     names, results, lines = form.names, form.results, _checks(form)
-    launched_first = form.like and not form.finished
-    if form.recorded and not launched_first:
-        lines.append("if grad_enabled(): return record(known, tensors)")
     if form.close:
         distances = [f"{name}_at - {form.close[0]}_at" for name in form.close[1:]]
         near = f"-reach < {distances[0]} < reach and " if len(distances) == 1 else ""
         tupled = f"({', '.join(distances)},)"
         lines.append(f"if {near}{tupled} not in apart: keep_apart({tupled})")
-    made = f"{{{', '.join(f'{name!r}: {name}_out' for name in results)}}}"
+    named = made = f"{{{', '.join(f'{name!r}: {name}_out' for name in results)}}}"
     if form.inplace:
         made = "tensors"
     elif form.like:
@@ -109,10 +108,14 @@ def text(form: Form) -> str:
         lines.append("else: elsewhere()")
     if form.written:
         lines.append(f"written(({', '.join(form.written)},))")
-    if form.recorded and launched_first:
-        lines.append(f"if grad_enabled(): return record(known, tensors, {made})")
     if form.finished:
-        made = f"finish({made}, tensors, options)"
+        lines.append(f"{'with no_grad(): ' if form.heads else ''}out = finish({made}, tensors, options)")
+        made = "out"
+    if form.heads:
+        fresh = _listed([f"out[{name!r}]" if made == "out" else f"{name}_out" for name in results])
+        recorded = f"record((known, ({_listed(form.saved)}), ({fresh})), {_listed(form.heads)})"
+        lines.append(f"if grad_enabled():\n            {_listed([f'{name}_out' for name in results])} = {recorded}")
+        lines.append(f"    return {named}")
     lines.append(f"return outputs({made})" if form.outputs else f"return {made}")
     body = "\n        ".join(lines)
     taken = "known, op, options, blocks, pack, args, device, enqueue, fixed, reach, apart, alignments"
@@ -121,6 +124,10 @@ def text(form: Form) -> str:
         "op.fresh, op.finish, known.keep_apart, known.elsewhere\n"
         f"    def call({', '.join(form.arguments or ('tensors', *names))}):\n        {body}\n    return call\n"
     )
+
+
+def _listed(items: Sequence[str]) -> str:
+    return "".join(f"{item}, " for item in items)
 
 
 @lru_cache(maxsize=1024)
@@ -132,6 +139,7 @@ def maker(form: Form) -> Callable[..., Callable[..., Tensors | None]]:
         "get_stream": watch.get_stream,
         "written": watch.written,
         "grad_enabled": watch.grad_enabled,
+        "no_grad": torch.no_grad,
     }
     exec(compile(text(form), f"<known call of {', '.join(form.names)}>", "exec"), scope)
     found: Callable[..., Callable[..., Tensors | None]] = scope["make"]

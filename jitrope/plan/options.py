@@ -113,8 +113,13 @@ def norm_of(options: Options) -> NormOptions:
 
 def changed(options: Options, **fields: Any) -> Options:
     """The options with other values in some fields. Dynamo of torch 2.6 cannot trace `_replace`."""
-    values: list[Any] = [fields.get(name, value) for name, value in zip(Options._fields, options)]
+    values: list[Any] = [*options]
+    for name, value in fields.items():
+        values[_PLACES[name]] = value
     return Options(*values)
+
+
+_PLACES = {name: place for place, name in enumerate(Options._fields)}
 
 
 def rotated(options: Options | Compiled) -> tuple[int, int]:
