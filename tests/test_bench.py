@@ -42,6 +42,7 @@ from examples.bench import (
     host_models,
     host_serving,
     hosts,
+    kinds,
     layer,
     plots,
     presets,
@@ -50,6 +51,7 @@ from examples.bench import (
     results,
     rope,
     sections,
+    targets,
     train,
 )
 from jitrope.integrations import _host
@@ -131,6 +133,27 @@ def test_bytes_of_the_cases() -> None:
     moved = {"COPY": 2 * (q + k), "COPY, KV cache": 2 * (q + 2 * k), "COPY, fp8 KV cache": 2 * q + 3 * k}
     assert decode.bytes_moved(1, 32, 8, 128) == moved
     assert {base for base, *_ in decode.OURS.values()} == {*moved}
+    case = kinds.serving(kinds.PREFILL, (32, 8), smoke=False)
+    assert case.moved[case.beside[kinds.FP8_Q]] == kinds.PREFILL * 128 * (32 + 2 * 8) * (2 + 1)
+    assert kinds.packed(65536, 32, 8, smoke=False).moved == {"COPY": 2 * 2 * 65536 * 32 * 128}
+
+
+def test_a_target_is_held_against_the_median_of_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = iter([kinds.Timed(2, 1, 1), kinds.Timed(3, 3, 1), kinds.Timed(9, 8, 1)])
+    monkeypatch.setattr(targets, "timed", lambda *_: next(places))
+    assert targets.rows("KV cache of a step", "KV cache, 32/8", True) == [
+        {"work": "KV cache of a step: KV cache, 32/8", "pass": "forward", "us": 3, "x COPY": 9 / 8}
+        | {"target": 1.08, "reached": "no"}
+    ]
+
+
+def test_every_kind_of_call_has_its_copy() -> None:
+    for cases in kinds.KINDS.values():
+        for kind in cases.values():
+            case = kind.make(True)
+            assert case.beside.get(kind.by, "COPY") in case.moved
+            assert kind.by not in case.moved
+            assert kind.by in case.ours
 
 
 def test_the_axial_grid_has_its_cases_tokens_and_pairs() -> None:
@@ -168,6 +191,7 @@ BY = {
     "cold": {"empty cache", "from disk"},
     "stages": {"jitrope"},
     "roofline": {"jitrope", "jitrope in place", "jitrope, position_ids", "jitrope, fp8 KV cache"},
+    "targets": {"rope: prefill", "one sequence: 65,536 tokens", "decode: cos and sin rows, fresh, 32/8"},
 }
 
 
@@ -181,13 +205,13 @@ def test_a_smoke_run(command: str) -> None:
     done = bench(*command.split(), "--smoke", "--json")
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)["rows"]
-    label = next(key for key in ("by", "rope", "call", "cache") if key in rows[0])
+    label = next(key for key in ("by", "rope", "call", "cache", "work") if key in rows[0])
     assert {row[label] for row in rows} >= BY[command]
     section = results.SECTIONS[command.split()[0].replace("-", "_")]
     shown = {column.where.get(label, "") for table in section.tables for column in table.columns.values()}
     assert {row[label] for row in rows} >= {name for name in shown if name.startswith("jitrope")}
     assert sections.markdown(section.tables[0], rows)
-    assert (section.plot(rows) is None) == (command in ("host", "cold", "stages"))
+    assert (section.plot(rows) is None) == (command in ("host", "cold", "stages", "targets"))
     for row in rows:
         keys = ("us", "ms", "fwd us", "host us", "layer ms", "block ms")
         times = [row.get(key) for key in keys if row.get("pass") != "backward"]

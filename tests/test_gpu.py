@@ -1211,6 +1211,8 @@ def test_compute_sanitizer(tool: str, tmp_path: Path) -> None:
         "train --smoke",  # at full size it takes 50 GiB
         "thd --sequences 1,7 --tokens 2048 --heads 4",
         "layer --batches 4x64,8x32",
+        "roofline --only decode",
+        "targets --only decode",
     ],
     ids=lambda text: text.split()[0],
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 NAMES = (
     *("rope", "decode", "cp", "train", "layer", "block", "qk_norm", "presets", "stages"),
-    *("diffusion", "hosts", "host", "cold", "roofline", "results"),
+    *("diffusion", "hosts", "host", "cold", "roofline", "targets", "results"),
 )
 """The files with commands, in the order in which the help lists them."""
 

@@ -69,6 +69,9 @@ class Batch(NamedTuple):
         return Attention(device, torch.bfloat16, q, kv, d, d, schedule.mask, schedule.most_segments)
 
 
+TINY = Batch(97, 3, ((4, 2),), 8, 3)
+
+
 def row(part: str, cp_size: int, case: str, what: str, us: float | None = None, **more: Any) -> dict[str, Any]:
     """One of the table. x: of the time or memory that `of` names."""
     empty = dict.fromkeys(("x", "of", "host us", "TB/s", "MiB"))
@@ -121,13 +124,18 @@ def first_halves(cu_seqlens: Tensor, cp_size: int, rank: int, rule: str) -> tupl
     return local_rows(offsets, rank, cp_size, rule).int(), lengths.int(), int(lengths[-1])
 
 
+def case_of(work: Work) -> Case:
+    """Cold."""
+    make = partial(lambda shapes: tuple(bf16(*shape) for shape in shapes), work.inputs)
+    return Case(make, {"jitrope": partial(lambda run, x: run(*x), work.run)}, {COPY: work.bytes_moved})
+
+
 def moved_rows(cp_size: int, case: str, batch: Batch) -> Rows:
     """A row for each operation, cold."""
     found = []
     for work in works(cp_size, batch, case == "ragged"):
-        make = partial(lambda shapes: tuple(bf16(*shape) for shape in shapes), work.inputs)
-        times = measure(Case(make, {"": partial(lambda run, x: run(*x), work.run)}, {COPY: work.bytes_moved}))
-        us, copy = times[""].forward, times[COPY].forward
+        times = measure(case_of(work))
+        us, copy = times["jitrope"].forward, times[COPY].forward
         speed = {"TB/s": work.bytes_moved / us / 1e6}
         found.append(row("rows", cp_size, case, work.name, us, x=us / copy, of=COPY, **speed))
     return found
@@ -164,7 +172,7 @@ def command(
 
     parts, sizes, batch = chosen(only, PARTS), numbers("--cp", cp), Batch()
     if smoke:
-        sizes, batch = [2], Batch(97, 3, ((4, 2),), 8, 3)
+        sizes, batch = [2], TINY
     steps: dict[str, Callable[[], Rows]] = {}
     for size in sizes:
         if "rows" in parts:

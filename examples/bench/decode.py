@@ -64,23 +64,23 @@ def inputs(
     return Inputs(q, k, v, cos, sin, table, positions, norm, kv, kv_fp8, caches, rows)
 
 
-def by_rows(x: Inputs) -> Any:
-    """In place, by the rows gathered beforehand."""
-    return apply_rope(x.q, x.k, x.cos, x.sin, inplace=True)
+def by_rows(x: Inputs, inplace: bool = True) -> Any:
+    """By the rows gathered beforehand."""
+    return apply_rope(x.q, x.k, x.cos, x.sin, inplace=inplace)
 
 
-def by_ids(x: Inputs) -> Any:
-    """In place, by the table of all positions."""
-    return apply_rope(x.q, x.k, cos_sin_cache=x.table, positions=x.positions, inplace=True)
+def by_ids(x: Inputs, inplace: bool = True) -> Any:
+    """By the table of all positions."""
+    return apply_rope(x.q, x.k, cos_sin_cache=x.table, positions=x.positions, inplace=inplace)
 
 
-def to_cache(x: Inputs) -> Tensor:
-    """q in place, k and v into the paged cache."""
-    return prepare_qkv(x.q, x.k, x.v, cos_sin_cache=x.table, positions=x.positions, cache=x.kv, inplace=True)[0]
+def to_cache(x: Inputs, inplace: bool = True) -> Tensor:
+    """q rotated, k and v into the paged cache."""
+    return prepare_qkv(x.q, x.k, x.v, cos_sin_cache=x.table, positions=x.positions, cache=x.kv, inplace=inplace)[0]
 
 
 def to_fp8_cache(x: Inputs) -> Tensor:
-    """The same with a cache of e4m3."""
+    """The same in place, with a cache of e4m3."""
     return prepare_qkv(x.q, x.k, x.v, cos_sin_cache=x.table, positions=x.positions, cache=x.kv_fp8, inplace=True)[0]
 
 

@@ -47,6 +47,7 @@ class Case:
         hot: every call has the same inputs, in L2; otherwise each finds a cold one.
         plain: label of ours -> plain torch that must give the same: the same bits, or within `tolerance`
             (relative, absolute). `written` are the fields of the inputs that are compared too.
+        sets: cold calls have at least so many sets of inputs; more than 1 where L2 could keep a large table.
     """
 
     inputs: Callable[[], Any]
@@ -58,6 +59,7 @@ class Case:
     plain: Mapping[str, Call] = field(default_factory=dict)
     written: Sequence[str] = ()
     tolerance: tuple[float, float] = (0.0, 0.0)
+    sets: int = 1
 
 
 class Times(NamedTuple):
@@ -75,8 +77,8 @@ def measure(case: Case, trained: Sequence[str] = ()) -> dict[str, Times]:
     """
     torch._dynamo.reset()  # a compiled function per shape, as a model would have
     largest = max(case.moved.values())
-    copies = 1 if case.hot else cold_copies(largest)
-    a_graph = 200 if case.hot else max(1, min(12, GRAPH_BYTES // largest))
+    copies = 1 if case.hot else max(case.sets, cold_copies(largest))
+    a_graph = max(1, min(200 if case.hot else 12, GRAPH_BYTES // largest))
     sets = [case.inputs() for _ in range(copies)]
     agree(case, sets[0])
     timed: dict[str, Callable[[], Times]] = {}

@@ -221,8 +221,8 @@ SECTION = Section(
     GPU time of RMSNorm of q and k and rope in one launch, over COPY of the bytes of q and k (of two streams: of v
     too; backward: of x and dy, which are read, and of dx). Tables are half width and in fp32. LTX has a table for
     each head: they are as large as q, and "COPY, with tables" is a copy of their bytes too. The hot decode step is
-    slower with fresh tensors, because those of 200 calls in a graph do not stay in L2. A backward is a launch and a
-    sum over the blocks' parts of the weights' gradients.
+    slower with fresh tensors, because those of 200 calls in a graph do not stay in L2. A backward is one launch, the
+    weights' gradients included.
     """,
     "jitrope bench qk-norm",
     (

@@ -27,6 +27,7 @@ from . import (
     roofline,
     rope,
     stages,
+    targets,
     train,
 )
 from .report import Rows, app, say
@@ -49,6 +50,7 @@ SECTIONS: dict[str, Section] = {
     "hosts": hosts.SECTION,
     "cold": cold.SECTION,
     "roofline": roofline.SECTION,
+    "targets": targets.SECTION,
 }
 """By the first part of the JSON files' names, NAME_DEVICE.json, in the order of the page."""
 

@@ -2,41 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
 
+import torch
+
+from jitrope.jit.driver import attribute
 from jitrope.ops.watch import memory_speed
 
-from . import decode, presets, qk_norm, rope
-from .harness import COPY, DEVICE, Case, measure
+from . import presets
+from .harness import DEVICE, Case
+from .kinds import KINDS as GROUPS
+from .kinds import Kind, timed
 from .plots import Plot
 from .report import AS_JSON, ONLY, SMOKE, Rows, app, chosen, show
-from .sections import Row, Section, Table, of, span
+from .sections import Row, Section, Table, grouped, of, span
 
-PREFILL = (4096, (32, 8), 128)  # tokens, heads of q and of k and v, head size
-
-
-class Kind(NamedTuple):
-    """A kind of call: `by` in the case that `make(smoke)` makes. trained: fields with gradients; then the backward."""
-
-    make: Callable[[bool], Case]
-    by: str = "jitrope"
-    trained: tuple[str, ...] = ()
-
-
-def norm(smoke: bool, training: bool = False) -> Case:
-    """Return a prefill of `bench qk-norm`."""
-    kind = qk_norm.CASES["prefill"]
-    return qk_norm.case(qk_norm.tiny(kind) if smoke else kind, False, training)
-
-
-def cache(smoke: bool) -> Case:
-    """Return a prefill of `bench decode`."""
-    tokens, heads, dim = (20, (4, 2), 16) if smoke else PREFILL
-    return decode.case(tokens, heads, dim, True, False, 64 if smoke else decode.POSITIONS)
+CLOCK, WIDTH = 36, 37  # CUdevice_attribute: of the memory, in kHz, and of its bus, in bits
 
 
 def of_preset(name: str, smoke: bool) -> Case:
@@ -44,16 +26,10 @@ def of_preset(name: str, smoke: bool) -> Case:
     return presets.case(presets.PRESETS[name], False, smoke)
 
 
-ROPE = partial(rope.case, "prefill", False)
+# Without the million tokens, which need 50 GiB.
 KINDS = {
-    "rope": Kind(ROPE),
-    "rope in place": Kind(ROPE, "jitrope in place"),
-    "rope by ids": Kind(ROPE, "jitrope, position_ids"),
-    "norm and rope": Kind(norm),
-    "its gradient": Kind(partial(norm, training=True), trained=("q", "k", "q_weight", "k_weight")),
-    "KV cache": Kind(cache, "jitrope, KV cache"),
-    "fp8 KV cache": Kind(cache, "jitrope, fp8 KV cache"),
-    "norm and KV cache": Kind(cache, "jitrope, norm and KV cache"),
+    **{group: next(iter(cases.values())) for group, cases in GROUPS.items() if not group.startswith("a million")},
+    "rope in place": GROUPS["rope"]["prefill, in place"],
     **{name: Kind(partial(of_preset, name)) for name, preset in presets.PRESETS.items() if not preset.hot},
 }
 
@@ -62,27 +38,18 @@ def datasheet() -> float | None:
     """TB/s of this GPU's memory, as its driver states clock and width."""
     if DEVICE != "cuda":
         return None
-    import cupy  # not all versions of torch tell
-
-    states = cupy.cuda.Device().attributes
-    return memory_speed(
-        SimpleNamespace(memory_clock_rate=states["MemoryClockRate"], memory_bus_width=states["GlobalMemoryBusWidth"])
-    )
+    clock, width = (attribute(number, torch.cuda.current_device()) for number in (CLOCK, WIDTH))
+    return memory_speed(SimpleNamespace(memory_clock_rate=clock, memory_bus_width=width))
 
 
 def rows(name: str, hot: bool, smoke: bool) -> Rows:
     """Of a kind, its inputs cold, or hot in L2 as far as they fit."""
     kind = KINDS[name]
-    made = kind.make(smoke)
-    copy = made.beside.get(kind.by, COPY)
-    only = {kind.by: made.ours[kind.by]}
-    plain = {label: call for label, call in made.plain.items() if label in only}
-    case = replace(made, ours=only, moved={copy: made.moved[copy]}, peers={}, plain=plain, hot=hot)
-    times = measure(case, kind.trained)
-    us, copied = times[kind.by].backward if kind.trained else times[kind.by].forward, times[copy].forward
-    speed, most = made.moved[copy] / us / 1e6, datasheet()
-    head = {"call": name, "L2": "hot" if hot else "cold", "by": kind.by, "MiB": made.moved[copy] / 2**20, "us": us}
-    return [{**head, "TB/s": speed, "% of copy": 100 * copied / us, "% of datasheet": most and 100 * speed / most}]
+    us, copied, moved = timed(kind, smoke, hot)
+    speed, most = moved / us / 1e6, datasheet()
+    head = {"call": name, "L2": "hot" if hot else "cold", "by": kind.by, "pass": kind.part, "MiB": moved / 2**20}
+    shares = {"% of copy": 100 * copied / us, "% of datasheet": most and 100 * speed / most}
+    return [{**head, "us": us, "TB/s": speed, **shares}]
 
 
 @app.command("roofline")
@@ -95,13 +62,19 @@ def command(only: ONLY = "", smoke: SMOKE = False, as_json: AS_JSON = False) -> 
 
 # ---- in examples/results/README.md -----------------------------------------------------------------------
 
+PLOTTED = (
+    *("rope", "rope by ids", "rope of half a head", "rope by angles", "packed evenly", "SBHD forward", "norm"),
+    *("gradient of a norm", "decode", "KV cache of a prefill", "fp8 KV cache", "rows between ranks"),
+)
+
 
 def plot(rows: Rows) -> Plot:
-    """Cold calls."""
-    cold: list[Any] = [row for row in rows if row["L2"] == "cold"]
-    groups = {str(row["call"]): {"jitrope": row["% of copy"]} for row in cold}
-    shares = span((row["% of copy"] for row in cold), 0)
-    return Plot(f"Calls reach {shares} % of the speed of a copy", "% of a copy's bytes a second", groups)
+    """A dozen kinds, cold and hot."""
+    shown = [row for row in rows if row["call"] in PLOTTED]
+    series = {"cold": "jitrope", "hot": "jitrope, hot"}
+    groups = grouped(shown, lambda row: str(row["call"]), series, "L2", "% of copy")
+    shares = span((row["% of copy"] for row in rows if row["L2"] == "cold"), 0)
+    return Plot(f"Cold calls reach {shares} % of the speed of a copy", "% of a copy's bytes a second", groups)
 
 
 def line(row: Row) -> str:

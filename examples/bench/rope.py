@@ -28,6 +28,7 @@ CASES: dict[str, tuple[Shape, bool, bool]] = {
     "prefill": ((1, 8192, 32, 8, 128), False, False),
     "train": ((1, 4096, 32, 32, 128), False, False),
     "head80": ((32, 512, 8, 8, 80), False, False),
+    "head64": ((1, 8192, 32, 8, 64), False, False),
     "head256": ((1, 2048, 64, 8, 256), False, False),
     **{f"head{d}": ((1, 4096, 16, 16, d), False, False) for d in (72, 96, 112, 160, 192)},
     "decode1": ((1, 1, 32, 8, 128), False, True),

@@ -49,6 +49,21 @@ def _call(name: str, *arguments: Any) -> None:
         raise DriverError(status)
 
 
+def attribute(number: int, device: int) -> int:
+    """A property of a GPU. number: a CUdevice_attribute. Raises DriverError."""
+    found = ctypes.c_int()
+    _call("cuDeviceGetAttribute", ctypes.byref(found), number, _place(device))
+    return found.value
+
+
+def _place(device: int) -> ctypes.c_int:
+    """The CUdevice of a GPU's index."""
+    found = ctypes.c_int()
+    _call("cuInit", 0)
+    _call("cuDeviceGet", ctypes.byref(found), device)
+    return found
+
+
 class _Attribute(ctypes.Structure):  # CUlaunchAttribute
     _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15))
 
@@ -98,12 +113,9 @@ class Kernel:
             raise Refused(f"the driver (CUDA {version}) refuses the kernel {entry}: {error}") from error
 
     def _load(self, cubin: bytes, entry: str, device: int) -> None:
-        place, major, before, module = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
-        _call("cuInit", 0)
-        _call("cuDeviceGet", ctypes.byref(place), device)
-        _call("cuDeviceGetAttribute", ctypes.byref(major), _COMPUTE_CAPABILITY_MAJOR, place)
-        self._may_overlap = major.value >= 9
-        _call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), place)
+        before, module = ctypes.c_void_p(), ctypes.c_void_p()
+        self._may_overlap = attribute(_COMPUTE_CAPABILITY_MAJOR, device) >= 9
+        _call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), _place(device))
         _call("cuCtxGetCurrent", ctypes.byref(before))
         _call("cuCtxSetCurrent", self._context)
         try:

@@ -1,0 +1,97 @@
+"""`bench targets`: kinds of calls over a copy, beside what they are to reach on an NVIDIA H200."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from statistics import median
+
+import torch
+
+from .harness import DEVICE
+from .kinds import KINDS, Kind, Timed, timed
+from .report import AS_JSON, ONLY, SMOKE, Rows, app, chosen, show
+from .sections import Section, Table, of
+
+TARGETS = {
+    "rope": 1.02,
+    "rope by ids": 1.04,
+    "rope of half a head": 1.02,
+    "rope by angles": 1.05,
+    "packed evenly": 0.99,
+    "packed unevenly": 1.00,
+    "one sequence": 1.03,
+    "a million tokens of 8 heads": 1.04,
+    "a million tokens of 32 heads": 1.02,
+    "SBHD forward": 1.02,
+    "SBHD backward": 1.02,
+    "norm": 1.04,
+    "norm by ids": 1.08,
+    "norm rounded twice": 1.06,
+    "norm and its gradient": 1.10,
+    "decode": 1.05,
+    "KV cache of a step": 1.08,
+    "KV cache of a prefill": 1.04,
+    "fp8 KV cache": 1.08,
+    "rows between ranks": 1.03,
+    "sums of rows": 1.06,
+}
+"""Times over COPY on an NVIDIA H200, by kind."""
+PADS = (7, 61, 131)
+"""MiB that are held while tensors are placed; a ratio moves by 1 % with their addresses."""
+
+
+def placed(kind: Kind, smoke: bool) -> Iterator[Timed]:
+    """The kind in several places of the memory, with new tensors in each."""
+    for size in PADS:
+        torch.cuda.empty_cache()
+        pad = torch.empty(size << 20, dtype=torch.uint8, device=DEVICE)
+        yield timed(kind, smoke)
+        del pad
+
+
+def rows(group: str, case: str, smoke: bool) -> Rows:
+    """Medians of the places; the ratio is that of one place."""
+    kind, most = KINDS[group][case], TARGETS[group]
+    found = [*placed(kind, smoke)]
+    over = median(each.us / each.copied for each in found)
+    head = {"work": f"{group}: {case}", "pass": kind.part, "us": median(each.us for each in found)}
+    return [{**head, "x COPY": over, "target": most, "reached": "yes" if over <= most else "no"}]
+
+
+@app.command("targets")
+def command(only: ONLY = "", smoke: SMOKE = False, as_json: AS_JSON = False) -> None:
+    """Kinds of calls over a copy of their bytes, medians of three places in memory, and the targets on an H200."""
+    steps = {
+        f"{group}: {case}": partial(rows, group, case, smoke)
+        for group in chosen(only, TARGETS)
+        for case in KINDS[group]
+    }
+    show(steps, smoke, as_json)
+
+
+# ---- in examples/results/README.md -----------------------------------------------------------------------
+
+SECTION = Section(
+    "Targets",
+    """
+    GPU time over COPY of the bytes that a call must read and write, and the most that it should take on an NVIDIA
+    H200; another GPU shows its own ratios. Both passes of a pack are over two COPYs, those of a norm over 2.5. Each
+    number is the median of three places of the tensors in memory, and the ratio is of times of one place, in rounds.
+    Calls are cold, tables included, except that a million tokens have one table, of which they read the first 120
+    rows. Those of 256 tokens are hot, results included.
+    """,
+    "jitrope bench targets",
+    (
+        Table(
+            "work",
+            lambda row: str(row["work"]),
+            {
+                "us": of("us"),
+                "over COPY": of(lambda row: f"{row['x COPY']:.3f}"),
+                "target": of("target"),
+                "reached": of(lambda row: str(row["reached"])),
+            },
+        ),
+    ),
+)
