@@ -26,6 +26,12 @@ access for each thread: on an H100, (1, 4608, 24 + 24, 128) bf16 halves, a block
 1.036 x the copy, 24 heads twice in flight 1.049 x, 16 heads three times 1.051 x. Above 768 threads full-width tables
 and packed input spill, because they need 80 registers a thread."""
 
+MAX_WAITING_THREADS = 512
+"""The same if threads wait for ids or slots, or convert: they have so many registers that of larger blocks one or two
+fit on an SM. H100, x the copy, a block of all 80 heads (640 threads) / of 40 in two steps: (1, 4096, 64 + 8 + 8, 128)
+bf16 by ids into a cache 1.117 / 1.058, of fp8 1.38 / 1.07; 256 tokens, hot, 1.13 / 1.10 and 1.41 / 1.10. Blocks of 512
+stay whole: (1, 4096, 32 + 32, 128) by ids 1.013, with 32 heads in two steps 1.065."""
+
 LATENT_BLOCK_THREADS = 192
 """The target with latent attention, where heads are always tiled, because there are hundreds. A tile has so many heads
 that whole warps rotate. H200, x the copy, (1, 4096, 128 + 128, 192) bf16 with 64 rotated: 192
@@ -209,7 +215,8 @@ def plan(problem: RopeProblem) -> Plan:
 
 def _tile_with_stages(p: RopeProblem, spec: RopeSpec) -> tuple[int, int]:
     """The tile of the most threads whose stages fit in a block's shared memory."""
-    most = MAX_BLOCK_THREADS
+    waits = p.cached or p.position_ids_dtype is not None or p.dtype != p.q_out or p.dtype != p.kv_out
+    most = MAX_WAITING_THREADS if waits and not p.norm else MAX_BLOCK_THREADS
     while True:
         tokens, heads = tile(p.heads // spec.heads_per_thread, spec.team, most)
         if shared_by_stages(replace(spec, tokens_per_block=tokens, heads_per_block=heads)) <= SHARED_BYTES:
