@@ -21,7 +21,7 @@ from jitrope.jit.registry import KINDS
 from jitrope.ops import enqueue
 from jitrope.ops import launch as runtime
 
-from . import sanitizer, soak
+from . import bits, sanitizer, soak
 from .sanitizer import FOUND, GROUPS, WRONG, Done
 from .soak_pool import check, pool
 from .test_fuzz import SPECS
@@ -315,3 +315,16 @@ def test_a_planted_fault_is_found(tool: str, planted: bool, tmp_path: Path) -> N
     ran = subprocess.run(arguments, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     done = sanitizer.Done("thd_rows", tool, ran.returncode, ran.stdout, 0.0)
     assert done.verdict == ("found errors" if planted else "clean"), ran.stdout[-3000:]
+
+
+def test_other_bits_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "bits.json"
+    words = [str(file), "--count", "40", "--device", "cpu"]
+    assert bits.main(words) == 0
+    assert bits.main(words) == 0
+    assert "0 with other bits" in capsys.readouterr().out
+    kept = json.loads(file.read_text())
+    name = next(iter(kept))
+    file.write_text(json.dumps({**kept, name: "0" * 16}))
+    assert bits.main(words) == 1
+    assert f"1 with other bits\n{name}" in capsys.readouterr().out
