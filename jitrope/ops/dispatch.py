@@ -213,7 +213,7 @@ def _write(op: Operation, tensors: Tensors, options: Options) -> Tensors:
     torch must record each written tensor separately if one is a view, or only one requires a gradient.
     """
     heads, results = [tensors[name] for name in op.results if name in tensors], op.produced(tensors, options)
-    if not any(x._is_view() or x.requires_grad != heads[0].requires_grad for x in heads):
+    if not any(watch.is_view(x) or x.requires_grad != heads[0].requires_grad for x in heads):
         return dict(zip(results, _Written.apply(op, options, False, tuple(tensors), *tensors.values())))
     with torch.no_grad():
         call(op, tensors, options)
