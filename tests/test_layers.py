@@ -75,6 +75,33 @@ def test_environment_is_read_in_one_place() -> None:
     assert readers == {"config.py"}
 
 
+LONG = {"integrations/flashinfer.py:fused_qk_rmsnorm_rope"}  # functions of more than 50 lines: the reason is there
+
+
+def test_files_and_functions_are_short() -> None:
+    kinds = {".py", ".cuh", ".jinja"}
+    folders = [PACKAGE, PACKAGE.parent / "templates", PACKAGE.parent / "examples"]
+    for path in [path for folder in folders for path in folder.rglob("*") if path.suffix in kinds]:
+        assert len(path.read_text().splitlines()) <= 400, path
+    long = set()
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                docstring = node.body[0] if ast.get_docstring(node) else None
+                lines = node.end_lineno - node.lineno + 1
+                lines -= docstring.end_lineno - docstring.lineno + 1 if docstring else 0
+                if lines > 50:
+                    long.add(f"{path.relative_to(PACKAGE)}:{node.name}")
+    assert long == LONG
+
+
+def test_few_exceptions_and_few_folders() -> None:
+    text = "".join(path.read_text() for path in MODULES)
+    assert text.count("type: ignore") <= 40
+    assert text.count("# fmt: skip") <= 10
+    assert len([path for path in PACKAGE.iterdir() if path.name != "__pycache__"]) <= 14
+
+
 PRIVATE = {  # torch's private names in other files than ops/watch.py
     "ops/dispatch.py": ("forward_ad._current_level",),  # read in each call
     "context_parallel/backends.py": ("torch.ops.aten.", "torch.nn.attention._fa4"),
