@@ -125,7 +125,7 @@ class Known:
     def elsewhere(self) -> None:
         """Enqueue on the current stream of the kernel's device, which is not torch's current device."""
         with torch.cuda.device(self.device):
-            self.enqueue(watch.get_stream(self.device))  # type: ignore[misc]
+            self.enqueue(watch.get_stream(self.device))
 
     def keep_apart(self, distances: tuple[int, ...]) -> None:
         """Refuse memory that a call would write as one of its tensors and read or write as another.
@@ -216,7 +216,7 @@ def _plan(known: Known, tensors: Tensors, statics: Tensors) -> None:
     plan, words = planned
     log.debug("%s: %s", plan.spec.name, plan.reason)
     with torch.cuda.device(device.index):
-        kernel = get_kernel(plan.spec, device.index)  # type: ignore[arg-type]
+        kernel = get_kernel(plan.spec, device.index)
         kernel.bind_thread()
     known.device, known.blocks = device.index, math.prod(plan.grid)
     pointers = address_names(op.norm, plan.spec.stages)
