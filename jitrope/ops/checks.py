@@ -18,7 +18,7 @@ from .kv_cache import check_caches
 from .pages import check_pages, check_slots
 
 WEIGHTS = ("q_weight", "k_weight", "v_weight", "q_bias", "k_bias")
-TABLES = ("cos", "sin", "second_cos", "second_sin", "q_factor")
+LEARNED = ("cos", "sin", "second_cos", "second_sin", "q_factor")
 """The tensors whose gradient needs q and k (`learned`)."""
 MAX_HADAMARD = 256
 _STAGES = "use a call without cache and quantize"
@@ -33,7 +33,7 @@ def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options)
         why = ", because that needs the old q and k" if norm_of(options).kind != "no_norm" else ""
         raise InvalidInput(f"{name}: it has no gradient in place{why}; leave inplace=True out")
     learned = [
-        label for label in TABLES if label in tensors and tensors[label].requires_grad and torch.is_grad_enabled()
+        label for label in LEARNED if label in tensors and tensors[label].requires_grad and torch.is_grad_enabled()
     ]
     if learned and (not op.differentiable or options.inplace):
         label, instead = op.label(learned[0]), "leave inplace=True out, or " if options.inplace else ""

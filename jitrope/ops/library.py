@@ -14,7 +14,7 @@ from torch import Tensor
 from ..plan.options import NormOptions, Options, changed, norm_of
 from ..plan.views import TABLE_NAMES, Tensors, table_pair
 from . import launch, planning, watch
-from .checks import TABLES
+from .checks import LEARNED
 from .learned import gradients as gradients_of_tables
 from .operation import Operation
 from .operations import OPERATIONS
@@ -268,7 +268,7 @@ def keep(ctx: Any, op: Operation, names: Sequence[str], tensors: Tensors, output
 
     The gradient of a learned table needs q and k too.
     """
-    learned = tuple([name for name in TABLES if name in tensors and tensors[name].requires_grad])
+    learned = tuple([name for name in LEARNED if name in tensors and tensors[name].requires_grad])
     saved = tensors if learned else op.saved(tensors, options)
     ctx.kept = op, tuple(saved), names, tuple(outputs), options, learned
     ctx.zeros = {}
