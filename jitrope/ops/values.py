@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Value:
-    """Tensors by name, and the words that are not defaults. A value is immutable."""
+    """Tensors by name, and the words that are not defaults. They must not change after a value was made."""
 
     tensors: Tensors
     words: dict[str, Any]
