@@ -95,6 +95,16 @@ BASE = RopeProblem(
 )
 
 
+NORM = {"norm_rounding": "once", "norm_kind": "rms_norm", "weight_dtype": "bf16", "weight_vec_limit": 8}
+GRADIENT = {**NORM, "gradient": True, "inverse": True}
+
+
+def across(q_heads: int, k_heads: int = 0, **changes):
+    """The fields of a norm across this many heads."""
+    rows = (q_heads, k_heads) if k_heads else (q_heads,)
+    return {**NORM, "across_heads": True, "row_heads": rows, "heads": sum(rows), "q_heads": q_heads, **changes}
+
+
 FEW = {"cu_seqlens_dtype": "int32", "tokens": 256, "heads": 32}
 PAIRS = {"interleaved": True, "interleaved_out": True}
 
@@ -120,6 +130,8 @@ PAIRS = {"interleaved": True, "interleaved_out": True}
         ({**FEW, "num_sequences": 4, "max_seqlen": 64, "heads": 33}, "token_linear", "cost follows"),
         ({"cu_seqlens_dtype": "int32", "num_sequences": 4, "launch": "grid_2d"}, "grid_2d", "is configured"),
         ({"cu_seqlens_dtype": "int32", "num_sequences": 70000, "launch": "grid_2d"}, "token_linear", "limit of 65535"),
+        (across(24, 24), "token_linear", "whole rows"),
+        (GRADIENT, "token_linear", "the gradient kernel"),
     ],
 )
 def test_launch_and_its_reason(changes, launch, reason) -> None:
@@ -181,16 +193,6 @@ def test_every_plan_fits_cudas_limits() -> None:
                         assert 0 < found.grid[1] <= heuristics.MAX_GRID_Y
                         covered = found.grid[0] * found.spec.tokens_per_block
                         assert covered >= tokens
-
-
-NORM = {"norm_rounding": "once", "norm_kind": "rms_norm", "weight_dtype": "bf16", "weight_vec_limit": 8}
-GRADIENT = {**NORM, "gradient": True, "inverse": True}
-
-
-def across(q_heads: int, k_heads: int = 0, **changes):
-    """The fields of a norm across this many heads."""
-    rows = (q_heads, k_heads) if k_heads else (q_heads,)
-    return {**NORM, "across_heads": True, "row_heads": rows, "heads": sum(rows), "q_heads": q_heads, **changes}
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 PACKAGE = Path(__file__).parent.parent / "jitrope"
 
@@ -72,6 +73,58 @@ def test_imports_go_down(path: Path) -> None:
 def test_environment_is_read_in_one_place() -> None:
     readers = {path.name for path in MODULES if "os.environ" in path.read_text() or "getenv" in path.read_text()}
     assert readers == {"config.py"}
+
+
+LONG = {"integrations/flashinfer.py:fused_qk_rmsnorm_rope"}  # functions of more than 50 lines: the reason is there
+
+
+def test_files_and_functions_are_short() -> None:
+    kinds = {".py", ".cuh", ".jinja"}
+    folders = [PACKAGE, PACKAGE.parent / "templates", PACKAGE.parent / "examples"]
+    for path in [path for folder in folders for path in folder.rglob("*") if path.suffix in kinds]:
+        assert len(path.read_text().splitlines()) <= 400, path
+    long = set()
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                docstring = node.body[0] if ast.get_docstring(node) else None
+                lines = node.end_lineno - node.lineno + 1
+                lines -= docstring.end_lineno - docstring.lineno + 1 if docstring else 0
+                if lines > 50:
+                    long.add(f"{path.relative_to(PACKAGE)}:{node.name}")
+    assert long == LONG
+
+
+def test_few_exceptions_and_few_folders() -> None:
+    text = "".join(path.read_text() for path in MODULES)
+    assert text.count("type: ignore") <= 40
+    assert text.count("# fmt: skip") <= 10
+    assert len([path for path in PACKAGE.iterdir() if path.name != "__pycache__"]) <= 14
+
+
+PRIVATE = {  # torch's private names in other files than ops/watch.py
+    "ops/dispatch.py": ("forward_ad._current_level",),  # read in each call
+    "context_parallel/backends.py": ("torch.ops.aten.", "torch.nn.attention._fa4"),
+    "integrations/_norms.py": ("module._backward_hooks",),  # of a host's module
+}
+
+
+def private(node: ast.AST) -> str:
+    """A name of torch, or of its tensors, that begins with an underscore; otherwise an empty text."""
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+        name = ".".join([node.module, *[alias.name for alias in node.names]])
+        return name * ("._" in name)
+    if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
+        return ""
+    name = ast.unparse(node)
+    return name * (name.startswith(("torch.", "forward_ad.")) or hasattr(torch.Tensor, node.attr))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_private_names_of_torch_are_in_one_file(path: Path) -> None:
+    file = str(path.relative_to(PACKAGE))
+    found = [name for name in map(private, ast.walk(ast.parse(path.read_text()))) if name]
+    assert file == "ops/watch.py" or all(name.startswith(PRIVATE.get(file, ())) for name in found), found
 
 
 IMPORT = """

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import jitrope
 from jitrope import InvalidInput, KVCache, Norm, Packed, Quantize
-from jitrope.plan.options import LAUNCHES
+from jitrope.base.config import LAUNCHES
 from jitrope.plan.problem import plan_call
 
 from .cases import CASES, Case, head_views, lower, make, named_tables

@@ -19,7 +19,7 @@ from jitrope.thd import launch as thd_runtime
 from jitrope.thd import ops as thd_ops
 from jitrope.thd.corrections import Correction
 from jitrope.thd.reference import Move, Segments, Shape
-from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, ThdSpec, rows_spec
+from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, rows_spec
 
 from .host import harness
 from .test_compile import ARCHS, DIVISION, bounds, disassemble, opcode
@@ -258,7 +258,7 @@ def test_offsets_that_are_none_touch_nothing_else(wild: list[int]) -> None:
 # ---- compiled by NVRTC -------------------------------------------------------------------------------
 
 
-def every_kind() -> list[ThdSpec]:
+def every_kind() -> list[RowsSpec | SegmentsSpec | CorrectionSpec]:
     """The specs of real calls: each map, sums, segments of each mask, corrections."""
     moving = [rows_spec((2048,), 2048, map, cp_size=4) for map in MAPS if map != "positions"]
     moving += [rows_spec((2048,), 2048, "to_sequences", False, "int64", 3, rule) for rule in RULES]

@@ -271,4 +271,4 @@ def prepare_mla_qkv(
         items = tuple([fresh[letter] if x is None else x for letter, x in zip("qkv", items)])
     tensors.update({f"{letter}_out": x for letter, x in zip("qkv", items) if x is not None})
     call(ROPE_LATENT_INTO, tensors, asked)
-    return items  # type: ignore[return-value]
+    return items

@@ -30,7 +30,7 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 _may_compile: bool | None = None  # None: follow the environment
 _launch, _batch_invariant = "auto", False
 _KEPT: Any = object()
-LAUNCHES = ("auto", "token_linear", "grid_2d")
+LAUNCHES = ("token_linear", "grid_2d")
 _reactions: list[Callable[[], None]] = []
 _warned: set[str] = set()
 
@@ -64,7 +64,8 @@ def configure(*, compile: Any = _KEPT, launch: Any = _KEPT, batch_invariant: Any
         compile = None if compile is None else arguments.flag("configure", "compile", compile)
     given = _batch_invariant if batch_invariant is _KEPT else batch_invariant
     invariant = arguments.flag("configure", "batch_invariant", given)
-    found = arguments.word("configure", "launch", _launch if launch is _KEPT else launch, LAUNCHES), invariant
+    asked = _launch if launch is _KEPT else launch
+    found = arguments.word("configure", "launch", asked, ("auto", *LAUNCHES)), invariant
     if found != (_launch, _batch_invariant):
         _launch, _batch_invariant = found
         for react in _reactions:

@@ -32,6 +32,9 @@ reasons: defaultdict[str, Counter[str]] = defaultdict(Counter)
 devices: defaultdict[str, Counter[str]] = defaultdict(Counter)
 """For each host, the types of the devices of jitrope's calls."""
 
+COMPLEX = {torch.complex64: "complex64", torch.complex128: "complex128"}
+"""The rounding of a host that multiplies by a complex table, by the dtype of the table."""
+
 _MOST_REASONS = 100  # messages contain shapes, so there may be any number
 
 

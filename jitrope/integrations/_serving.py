@@ -16,6 +16,7 @@ from ..ops.kv_cache import KVCache
 from ..ops.quantize import DynamicQuantize
 from ..ops.stand_ins import constant
 from ..ops.values import Norm
+from ..ops.watch import version
 from ..plan.views import FP8S
 
 _FP8S = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -171,14 +172,14 @@ def sections(axis_map: Tensor) -> tuple[tuple[int, ...], bool]:
     unread = "mrope_axis_map must be read; call the function before the CUDA graph, and not compiled"
     if torch.compiler.is_compiling():
         raise InvalidInput(unread)
-    version = 0 if axis_map.is_inference() else axis_map._version
-    if _AXES.get(axis_map, (-1,))[0] != version:
+    now = 0 if axis_map.is_inference() else version(axis_map)
+    if _AXES.get(axis_map, (-1,))[0] != now:
         if axis_map.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise InvalidInput(unread)
         axes = axis_map.tolist()
         counts = tuple([axes.count(axis) for axis in range(3)])
         mixed = [pair % 3 if pair // 3 < counts[pair % 3] else 0 for pair in range(len(axes))]
-        _AXES[axis_map] = version, (counts, axes == mixed) if axes in (mixed, sorted(axes)) else None
+        _AXES[axis_map] = now, (counts, axes == mixed) if axes in (mixed, sorted(axes)) else None
     found: tuple[tuple[int, ...], bool] | None = _AXES[axis_map][1]
     if found is None:
         raise InvalidInput("mrope_axis_map has another order of axes than whole sections, or axes in turn")

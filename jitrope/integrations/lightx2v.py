@@ -20,7 +20,6 @@ from ..base.errors import InvalidInput, JitropeError
 from . import _host
 
 HOST, NAME = "lightx2v", "jitrope_rope"
-_ROUNDINGS = {torch.complex64: "complex64", torch.complex128: "complex128"}
 
 
 def rotate(
@@ -57,7 +56,7 @@ def rotate(
         words = {"freqs_cis" if parts[0].is_complex() else "cos_sin_cache": parts[0]}
     if any(x.dim() != 2 for x in parts) or (positions is None and len(parts[0]) != len(q)):
         raise InvalidInput(f"freqs of shape {tuple(parts[0].shape)} for q of shape {tuple(q.shape)}")
-    words["rounding"] = _ROUNDINGS.get(parts[0].dtype, "fp32")
+    words["rounding"] = _host.COMPLEX.get(parts[0].dtype, "fp32")
     words.update(positions=positions, rotary_dim=rotary_dim or q.shape[-1], interleaved=layout == "interleaved")
     return apply_rope(q, k, layout="thd", **words)
 

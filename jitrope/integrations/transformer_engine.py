@@ -247,7 +247,7 @@ def _fused(
     norm = norm_of({"q": layer.q_norm, "k": layer.k_norm}, q, after_rope=not layer.qk_norm_before_rope)
     where = (layer.rotary_pos_interleaved, cu_seqlens, layer.cp_size, layer.cp_rank)
     words = {"freqs": freqs.float(), "rotary_dim": freqs.shape[-1], **_words(layer.qkv_format, None, *where)}
-    q, k = prepare_qkv(q, k, None, norm=norm, **words)[:2]  # type: ignore[assignment]
+    q, k = prepare_qkv(q, k, None, norm=norm, **words)[:2]
     return (q, k), 1
 
 

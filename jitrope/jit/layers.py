@@ -76,7 +76,7 @@ class Layer(Listing):
             now = self._bundle()
             if now in (None, bundle):
                 raise
-            return now.read(path.name)  # type: ignore[union-attr]
+            return now.read(path.name)
 
 
 class Bundle:

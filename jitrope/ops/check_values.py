@@ -96,7 +96,7 @@ def _check_layout(q: Tensor, cos: Tensor, options: Options, fail: Fail) -> None:
     if other is None or q.dim() != 4 or options.cp_size > 1:
         return
     rows, seqlen = rows_of(cos), sizes_of(q, options.layout)[1]
-    if rows == q.shape[LAYOUT_AXES[other][1]] != seqlen:  # type: ignore[index]
+    if rows == q.shape[LAYOUT_AXES[other][1]] != seqlen:
         fail(
             f"q has shape {tuple(q.shape)} and the table has {rows} rows, as if q's layout were {other!r}, "
             f"not {options.layout!r}; pass layout={other!r}, or a table with another number of rows"

@@ -6,20 +6,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan import views
 from ..plan.options import Options, changed, norm_of, rotated, transformed
 from ..plan.views import BLOCK_SCALES, FP8, FP8S, PER_ITEM, TABLE_NAMES, Tensors
-from . import fit
+from . import fit, watch
 from .fit import Fail, failing, named
 from .kv_cache import check_caches
 from .pages import check_pages, check_slots
 
 WEIGHTS = ("q_weight", "k_weight", "v_weight", "q_bias", "k_bias")
-TABLES = ("cos", "sin", "second_cos", "second_sin", "q_factor")
+LEARNED = ("cos", "sin", "second_cos", "second_sin", "q_factor")
 """The tensors whose gradient needs q and k (`learned`)."""
 MAX_HADAMARD = 256
 _STAGES = "use a call without cache and quantize"
@@ -28,13 +27,13 @@ _STAGES = "use a call without cache and quantize"
 def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options) -> None:
     """Refuse tensors that torch does not let a call write, or that autograd cannot keep for a backward."""
     name = op.function
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors.values()):
+    if watch.has_tangent(tensors.values()):
         raise InvalidInput(f"{name}: forward-mode derivatives (jvp) are not supported; use the backward")
     if wants_grad and options.inplace and op.norm:
         why = ", because that needs the old q and k" if norm_of(options).kind != "no_norm" else ""
         raise InvalidInput(f"{name}: it has no gradient in place{why}; leave inplace=True out")
     learned = [
-        label for label in TABLES if label in tensors and tensors[label].requires_grad and torch.is_grad_enabled()
+        label for label in LEARNED if label in tensors and tensors[label].requires_grad and torch.is_grad_enabled()
     ]
     if learned and (not op.differentiable or options.inplace):
         label, instead = op.label(learned[0]), "leave inplace=True out, or " if options.inplace else ""
@@ -64,19 +63,14 @@ def _check_written(name: str, label: str, x: Tensor, wants_grad: bool) -> None:
     if x.is_neg():
         hint = "" if label.startswith("out's") else f"; pass {label}.resolve_neg()"
         refuse(name, label, x, f"a tensor without torch's lazy negative bit{hint}")
-    if wants_grad and x.requires_grad:
-        leaf = x.is_leaf or (x._is_view() and x._base.is_leaf)  # type: ignore[union-attr]
-        made_by = getattr(torch._C._autograd, "_get_creation_meta", None)
-        if leaf or (made_by and x._is_view() and made_by(x) != torch._C._autograd.CreationMeta.DEFAULT):
-            kind = "a leaf" if leaf else "a view by unbind, split or chunk, or made under no_grad"
-            text = f"{label} requires a gradient and is {kind}, which torch cannot write in place"
-            raise InvalidInput(f"{name}: {text}; leave inplace=True out")
+    if wants_grad and x.requires_grad and (kind := watch.not_writable(x)):
+        text = f"{label} requires a gradient and is {kind}, which torch cannot write in place"
+        raise InvalidInput(f"{name}: {text}; leave inplace=True out")
 
 
 def _refuse_transforms(name: str, written: bool = False) -> None:
     """Refuse torch.func's transforms, except vmap where nothing is written."""
-    for interpreter in torch._C._functorch.get_interpreter_stack() or ():
-        kind = interpreter.key().name.lower()
+    for kind in watch.transforms():
         if kind != "jvp" and (written or kind != "vmap"):  # jvp is refused before
             instead = "give the tensors a batch axis" if kind == "vmap" else "use torch.autograd.grad"
             raise InvalidInput(f"{name}: torch.func's {kind} is not supported here; {instead}")

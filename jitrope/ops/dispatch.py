@@ -19,6 +19,7 @@ from ..plan.options import Options, changed
 from ..plan.views import Tensors
 from . import checks, launch, library, watch
 from .check_values import check_values
+from .checks import LEARNED
 from .launch import Asked, Known, Made, Recorded
 from .operation import Operation, of_k
 from .watch import dispatch_modes, is_compiling
@@ -99,7 +100,7 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
     if not isinstance(asked, Options):
         asked = {word: tuple(value) if isinstance(value, list) else value for word, value in asked.items()}
     wants = watch.wants_grad(*[tensors.get(name) for name in op.names])
-    tables_want = watch.wants_grad(*[x for name, x in tensors.items() if name not in op.names or name in checks.TABLES])
+    tables_want = watch.wants_grad(*[x for name, x in tensors.items() if name not in op.names or name in LEARNED])
     plain = not is_compiling() and (op.differentiable or not (wants or tables_want)) and watch.plain(tensors)
     known = launch.find(key, tensors) if plain else None
     if known is not None:
@@ -213,7 +214,7 @@ def _write(op: Operation, tensors: Tensors, options: Options) -> Tensors:
     torch must record each written tensor separately if one is a view, or only one requires a gradient.
     """
     heads, results = [tensors[name] for name in op.results if name in tensors], op.produced(tensors, options)
-    if not any(x._is_view() or x.requires_grad != heads[0].requires_grad for x in heads):
+    if not any(watch.is_view(x) or x.requires_grad != heads[0].requires_grad for x in heads):
         return dict(zip(results, _Written.apply(op, options, False, tuple(tensors), *tensors.values())))
     with torch.no_grad():
         call(op, tensors, options)

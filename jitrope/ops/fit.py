@@ -14,6 +14,7 @@ from ..plan.memory import overlaps_itself, refuse_meeting, span
 from ..plan.options import ALL_TOKENS, LAYOUT_AXES, MAX_HEAD_DIM, Options, rotated
 from ..plan.problem import DTYPE_NAMES
 from ..plan.views import MEANS, Tensors, per_head, table_pair
+from . import watch
 
 MAX_TOKENS = 2**31 - 1
 """CUDA's limit on the first grid axis."""
@@ -99,7 +100,7 @@ def require_apart(name: str, written: dict[str, Tensor], read: dict[str, Tensor]
     """Refuse memory that a call would write as one tensor and read or write as another; skip tensors without memory."""
     tensors = {**written, **read}
     real = all(type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta" for x in tensors.values())
-    if real and not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is None:
+    if real and not torch.compiler.is_compiling() and not watch.transformed():
         refuse_meeting(name, {label: span(x) for label, x in tensors.items()}, tuple(written))
 
 

@@ -24,11 +24,11 @@ from ..jit.registry import KINDS
 from ..plan.arguments import address_names
 from ..plan.memory import Span, refuse_meeting, span
 from ..plan.options import Options
-from ..plan.problem import plan_call
+from ..plan.problem import HEADS, plan_call
 from ..plan.spec import ROPE_KINDS, RopeSpec
 from ..plan.views import BLOCK_SCALES, Tensors, bias_views, table_pair
 from . import watch
-from .checks import TABLES
+from .checks import LEARNED
 from .operation import Operation
 from .replay import SCRATCH, Form, maker, twice
 from .stand_ins import missing_weights
@@ -48,8 +48,6 @@ torch's ops. Beyond it the oldest are dropped."""
 
 Asked = Any
 """A user's words as given (a dict), or `Options` that were checked."""
-
-HEADS = ("q", "k", "v", "q_out", "k_out", "v_out")
 
 
 class Local(threading.local):
@@ -84,7 +82,7 @@ class Known:
         self.alignments = tuple([x.data_ptr() & 15 for x in given.values()])
         self.results = op.produced(given, options)
         self.saved = tuple(op.saved(given, options))  # tensors for the backward
-        self.heads = tuple([name for name in given if name in op.names and name not in TABLES])  # with gradients
+        self.heads = tuple([name for name in given if name in op.names and name not in LEARNED])  # with gradients
         self.blocks, self.finished = 0, False
         self.pointers, self.fixed, self.kept = (), [], ()
         self.close: dict[str, Span] = {}  # tensors that must not share memory
@@ -125,7 +123,7 @@ class Known:
     def elsewhere(self) -> None:
         """Enqueue on the current stream of the kernel's device, which is not torch's current device."""
         with torch.cuda.device(self.device):
-            self.enqueue(watch.get_stream(self.device))  # type: ignore[misc]
+            self.enqueue(watch.get_stream(self.device))
 
     def keep_apart(self, distances: tuple[int, ...]) -> None:
         """Refuse memory that a call would write as one of its tensors and read or write as another.
@@ -216,7 +214,7 @@ def _plan(known: Known, tensors: Tensors, statics: Tensors) -> None:
     plan, words = planned
     log.debug("%s: %s", plan.spec.name, plan.reason)
     with torch.cuda.device(device.index):
-        kernel = get_kernel(plan.spec, device.index)  # type: ignore[arg-type]
+        kernel = get_kernel(plan.spec, device.index)
         kernel.bind_thread()
     known.device, known.blocks = device.index, math.prod(plan.grid)
     pointers = address_names(op.norm, plan.spec.stages)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..plan.options import NormOptions, Options, changed, norm_of
 from ..plan.views import TABLE_NAMES, Tensors, table_pair
 from . import launch, planning, watch
-from .checks import TABLES
+from .checks import LEARNED
 from .learned import gradients as gradients_of_tables
 from .operation import Operation
 from .operations import OPERATIONS
@@ -30,7 +30,7 @@ _NUMBERS = ("rotary_dim", *_COUNTS)
 The first of them is an `int`, because torch caches an op's sharding by all arguments from its first int on.
 """
 _ROTATED = "rotated"
-"""The argument for a k that is rotated in place and stored in a cache; the argument "k" is never written."""
+"""The argument in place of "k" for a k that is rotated in place and stored in a cache; "k" is never written."""
 
 _lib = torch.library.Library("jitrope", "DEF")
 FORMS = [(op, inplace) for op in OPERATIONS for inplace in (False, True)[: 1 + op.inplace]]
@@ -44,7 +44,8 @@ def _names(op: Operation) -> list[str]:
     """The names of an operation's tensors in torch's op, with marks."""
     names = [*op.tensors]
     if "rotate_k" in op.options:
-        names.insert(names.index("k") + 1, f"{_ROTATED}?")
+        names[names.index("k")] = "k?"
+        names.insert(names.index("k?") + 1, f"{_ROTATED}?")
     return names
 
 
@@ -100,7 +101,7 @@ def arguments(op: Operation, tensors: Tensors, options: Options) -> tuple[Any, .
     if not options.mrope_section:
         options = changed(options, mrope_section=(0,))
     if options.rotate_k:
-        tensors[_ROTATED] = tensors["k"]
+        tensors[_ROTATED] = tensors.pop("k")
     values = {**dict(zip(_NORM, norm_of(options))), **dict(zip(Options._fields, options))}
     words = [*_WORDS[op.name]]
     while words[-1] not in _NUMBERS and values[words[-1]] == _WORDS[op.name][words[-1]]:
@@ -121,10 +122,7 @@ def read(op: Operation, arguments: Sequence[Any], inplace: bool = False) -> tupl
 
 def _named(names: Sequence[str], arguments: Sequence[Any]) -> Tensors:
     """The tensors among an op's arguments."""
-    tensors = {name: x for name, x in zip(names, arguments) if x is not None}
-    if _ROTATED in tensors:
-        tensors["k"] = tensors.pop(_ROTATED)
-    return tensors
+    return {"k" if name == _ROTATED else name: x for name, x in zip(names, arguments) if x is not None}
 
 
 _GIVEN = {op.name: (*[name.rstrip("?") for name in _names(op)], *TABLE_NAMES) for op in OPERATIONS}
@@ -221,11 +219,9 @@ def _launches(op: Operation, inplace: bool, recorded: Callable[..., Any] | None 
 
 
 def _parameters(names: Sequence[str], given: Sequence[Any]) -> tuple[str, ...]:
-    """The names of an op's tensors in a replay's source. The last that stands for k has its name."""
+    """The names of an op's tensors in a replay's source."""
     found = [name if x is not None else f"no_{name}" for name, x in zip(names, given)]
-    if _ROTATED in found:
-        found = ["k" if name == _ROTATED else name + "_again" * (name == "k") for name in found]
-    return tuple(found)
+    return tuple(["k" if name == _ROTATED else name for name in found])
 
 
 def _implementation(op: Operation, inplace: bool, run: Run) -> Callable[..., Any]:
@@ -268,7 +264,7 @@ def keep(ctx: Any, op: Operation, names: Sequence[str], tensors: Tensors, output
 
     The gradient of a learned table needs q and k too.
     """
-    learned = tuple([name for name in TABLES if name in tensors and tensors[name].requires_grad])
+    learned = tuple([name for name in LEARNED if name in tensors and tensors[name].requires_grad])
     saved = tensors if learned else op.saved(tensors, options)
     ctx.kept = op, tuple(saved), names, tuple(outputs), options, learned
     ctx.zeros = {}

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 
 from ..base.arguments import items, whole, word
+from ..base.config import LAUNCHES
 from ..base.spec import Spec
-from ..plan.options import LAUNCHES, Options, changed
+from ..plan.options import Options, changed
 from ..plan.problem import plan_call
 from ..plan.views import Tensors
 from . import launch

@@ -21,6 +21,7 @@ from torch.distributed.tensor.experimental import register_sharding
 from ..base.errors import InvalidInput
 from ..plan.options import ALL_TOKENS, LAYOUT_AXES, Options
 from ..plan.views import MEANS, TABLE_NAMES, Tensors
+from . import watch
 from .library import FORMS, name_of
 from .operation import Operation
 
@@ -80,7 +81,7 @@ def _rows(call: Mapping[str, Any]) -> list[Row]:
 
 
 def _rule(op: Any, outputs: Sequence[str]) -> Callable[..., Any]:
-    defaults = {argument.name: argument.default_value for argument in op._schema.arguments}
+    defaults = watch.defaults_of(op)
 
     def output(label: str, row: Row) -> Any:
         summed = label.endswith(("_weight", "_bias")) and label in row and row[label[0]].is_shard()
@@ -124,8 +125,8 @@ def prepared(op: Operation, tensors: Tensors, options: Options) -> Tensors:
         _check_parts(given, axes)
     except InvalidInput as error:
         raise InvalidInput(f"{name}: {error}") from None
-    if options.inplace and not torch.compiler.is_compiling():  # torch only counts writes to the shards
-        torch._C._increment_version(list(heads.values()))
+    if options.inplace and not watch.is_compiling():  # torch only counts writes to the shards
+        watch.written(list(heads.values()))
     return given
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Value:
-    """Tensors by name, and the words that are not defaults. A value is immutable."""
+    """Tensors by name, and the words that are not defaults. They must not change after a value was made."""
 
     tensors: Tensors
     words: dict[str, Any]
@@ -330,7 +330,7 @@ def scales(name: str, like: Tensor, **given: float | Tensor | None) -> Tensors:
 
 def _scale(name: str, label: str, scale: float | Tensor, like: Tensor) -> Tensor:
     if isinstance(scale, Tensor) or not isinstance(like, Tensor):
-        return scale  # type: ignore[return-value]
+        return scale
     value = scale_number(name, label, scale)
     with getattr(like, "fake_mode", None) or nullcontext():  # the mode of a fake tensor need not be active
         made: Tensor = _scale_of(like.device, value, label)

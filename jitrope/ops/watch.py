@@ -1,4 +1,8 @@
-"""Queries about torch's state around a call. They use private names of torch, some with a fallback."""
+"""Queries about torch's state around a call, and torch's private names, with a fallback where torch has one.
+
+Two files have some of their own: `dispatch`, because a function would take time in each call, and
+`context_parallel/backends.py`, because the ops of attention have no public names.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +16,52 @@ from torch.autograd import forward_ad
 
 is_compiling = torch.compiler.is_compiling
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-written: Callable[[Sequence[Tensor]], None] = torch._C._increment_version
+written: Callable[[Sequence[Tensor]], None] = getattr(
+    torch._C, "_increment_version", torch.autograd.graph.increment_version
+)
+_is_tracing: Callable[[], object] = torch.jit.is_tracing  # type: ignore[attr-defined]
+tracing: Callable[[], object] = getattr(torch._C, "_get_tracing_state", _is_tracing)
 grad_enabled = torch.is_grad_enabled
 get_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)  # a torch without CUDA has neither
 get_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
 on_gpu: Callable[[Tensor], bool] = operator.attrgetter("is_cuda")
+is_view: Callable[[Tensor], bool] = operator.methodcaller("_is_view")
+version: Callable[[Tensor], int] = operator.attrgetter("_version")  # counts the writes to a tensor
 
 records_ops = hasattr(getattr(torch._library, "autograd", None), "make_autograd_impl")
 
-_tracing = torch._C._get_tracing_state
 _legacy_batched = torch._C._functorch.is_legacy_batchedtensor  # of is_grads_batched
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def watched() -> bool:
     """Whether more than autograd watches a call: torch.compile, dispatch modes, forward-mode AD, torch.jit.trace."""
-    return is_compiling() or dispatch_modes() > 0 or forward_ad._current_level >= 0 or _tracing() is not None
+    return is_compiling() or dispatch_modes() > 0 or forward_ad._current_level >= 0 or bool(tracing())
 
 
 def transformed() -> bool:
     """Whether a transform of torch.func is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def transforms() -> list[str]:
+    """The active transforms of torch.func, such as "vmap"."""
+    return [entry.key().name.lower() for entry in torch._C._functorch.get_interpreter_stack() or ()]
+
+
+def has_tangent(tensors: Iterable[Tensor]) -> bool:
+    """Whether forward-mode AD follows one of the tensors."""
+    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
+def not_writable(x: Tensor) -> str | None:
+    """What autograd does not let a call write: a leaf, or some views; None if it lets x be written."""
+    if x.is_leaf or (is_view(x) and x._base.is_leaf):  # type: ignore[union-attr]
+        return "a leaf"
+    made_by = getattr(torch._C._autograd, "_get_creation_meta", None)
+    if made_by and is_view(x) and made_by(x) != torch._C._autograd.CreationMeta.DEFAULT:
+        return "a view by unbind, split or chunk, or made under no_grad"
+    return None
 
 
 def plain(tensors: Mapping[str, Any]) -> bool:
@@ -74,6 +103,11 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """The C++ `apply` of an autograd function. The Python one first checks for torch.func's transforms."""
     found: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return found
+
+
+def defaults_of(op: Any) -> dict[str, Any]:
+    """The arguments of torch's op, with their defaults."""
+    return {argument.name: argument.default_value for argument in op._schema.arguments}
 
 
 def autograd_of(op: Any, backward: Callable[..., Any], setup: Callable[..., None]) -> Callable[..., Any]:

@@ -13,8 +13,9 @@ from ..base import config
 from ..base.arguments import flag, number, refuse, whole, word
 from ..base.errors import InvalidInput
 from ..plan import options
-from ..plan.options import Options, changed, rotated
+from ..plan.options import Options, changed
 from ..plan.views import Tensors, heads_per_group
+from . import watch
 
 MAX_MOVED = 64
 """The most rotated elements of a head that can change their pairing in place: threads of one warp have them, even with
@@ -100,7 +101,7 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name
     widths = first.shape[-1] if first.dim() else 0, cos.shape[-1] if cos is not None and cos.dim() else 0
     words = (("launch", config.launch()), *[item for item in asked.items() if item[0] != "check"])
     try:
-        known = not (torch.compiler.is_compiling() or torch.jit.is_tracing())  # type: ignore[attr-defined]
+        known = not (watch.is_compiling() or watch.tracing())
         found = (_kept if known else _resolved)(op, name, kind, words, *widths)
     except TypeError:  # a word without a hash
         found = _resolved(op, name, kind, words, *widths)
@@ -162,18 +163,11 @@ def _resolved(
     op: Any, name: str, kind: str, words: tuple[tuple[str, Any], ...], width: int, table_width: int
 ) -> Options:
     values = {"interleaved_out": None, **{label: _typed(name, label, value) for label, value in words}}
-    rotary_dim = values.pop("rotary_dim", None)
     o = Options(**values, table=kind)
-    if rotary_dim is None:  # from the width of cos_sin_cache or freqs_cis, if one is given, else from the head
-        grouped = o.q_per_group > 0 and o.order == "grouped"
-        head_dim = width // heads_per_group(o) if grouped else width
-        times = _TIMES_WIDTH.get(kind)
-        rotary_dim = times * table_width if times else head_dim - rotated(o)[0]
-        if not table_width:  # nothing is rotated
-            rotary_dim -= rotary_dim % 2
-        if times and (rotary_dim < 2 or rotary_dim % 2):
-            width_words = "rotary_dim (even)" if times == 1 else "rotary_dim / 2"
-            raise InvalidInput(f"{name}: {kind} is {table_width} wide; it must be (P, W) with W = {width_words}")
+    grouped = o.q_per_group > 0 and o.order == "grouped"
+    rotary_dim = rotary_dim_of(name, values, width // heads_per_group(o) if grouped else width, kind, table_width)
+    if not table_width and values.get("rotary_dim") is None:  # nothing is rotated
+        rotary_dim -= rotary_dim % 2
     interleaved_out = o.interleaved if o.interleaved_out is None else o.interleaved_out
     within_warp = not op.norm and 0 < rotary_dim <= MAX_MOVED and rotary_dim & (rotary_dim - 1) == 0
     for label, possible in (("inplace", within_warp), ("rotate_k", False)):
@@ -193,19 +187,27 @@ def _resolved(
 _kept = lru_cache(maxsize=4096)(_resolved)
 
 
-def rotary_dim_of(name: str, words: Mapping[str, Any], head_dim: int) -> int:
-    """The number of elements of a head to rotate, for a call without a table that has this width."""
-    typed = {label: _typed(name, label, words[label]) for label in options.HEAD_WORDS if label in words}
-    rotary_dim = typed.pop("rotary_dim", None)
-    return head_dim - rotated(Options(**typed))[0] if rotary_dim is None else int(rotary_dim)
+def rotary_dim_of(name: str, words: Mapping[str, Any], head_dim: int, kind: str = "", table_width: int = 0) -> int:
+    """The number of elements of a head to rotate: rotary_dim, or by the width of some tables, or all after the offset.
+
+    kind, table_width: of the table.
+    """
+    rotary_dim: int | None = _typed(name, "rotary_dim", words.get("rotary_dim"))
+    offset: int = _typed(name, "rotary_offset", words.get("rotary_offset", 0))
+    if rotary_dim is not None or kind not in _TIMES_WIDTH:
+        return head_dim - offset if rotary_dim is None else rotary_dim
+    found = _TIMES_WIDTH[kind] * table_width
+    if found < 2 or found % 2:
+        width_words = "rotary_dim (even)" if kind == "cos_sin_cache" else "rotary_dim / 2"
+        raise InvalidInput(f"{name}: {kind} is {table_width} wide; it must be (P, W) with W = {width_words}")
+    return found
 
 
 def rotates_heads(tensors: Mapping[str, Tensor], words: Mapping[str, Any], head_dim: int) -> bool:
     """Whether a call rotates whole heads, as its words and tables say before they are checked."""
-    widths = [times * tensors[kind].shape[-1] for kind, times in _TIMES_WIDTH.items() if kind in tensors]
-    rotary_dim = _typed("prepare_qkv", "rotary_dim", words.get("rotary_dim"))
-    found = (widths or [head_dim])[0] if rotary_dim is None else rotary_dim
-    return bool(found == head_dim and _typed("prepare_qkv", "rotary_offset", words.get("rotary_offset", 0)) == 0)
+    table = [(kind, tensors[kind].shape[-1]) for kind in _TIMES_WIDTH if kind in tensors]
+    found = rotary_dim_of("prepare_qkv", words, head_dim, *(table or [("", 0)])[0])
+    return found == head_dim and words.get("rotary_offset", 0) == 0
 
 
 def _typed(name: str, label: str, value: Any) -> Any:

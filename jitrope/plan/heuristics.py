@@ -300,8 +300,10 @@ def choose_launch(p: RopeProblem) -> tuple[str, str]:
     packed batches are the exception (`FEW_PACKED_HEADS`).
     """
     packed = by_sequence(p)
-    if p.across_heads or p.gradient:
+    if p.across_heads:
         return "token_linear", "across_heads: a block has whole rows"
+    if p.gradient:
+        return "token_linear", "the gradient kernel: blocks walk over the tokens"
     if p.v_dim and packed:
         return "token_linear", "latent attention: the second grid axis is over heads"
     if p.launch == "grid_2d" and packed and p.num_sequences >= MAX_GRID_Y:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from .spec import Compiled
 
-LAUNCHES = ("token_linear", "grid_2d")
 TABLES = ("cos_sin", "freqs", "cos_sin_cache", "freqs_cis")
 ROUNDINGS = ("fp32", "complex64", "complex128", "dtype", "addcmul")
 NORM_ROUNDINGS = ("none", "once", "twice")

@@ -43,7 +43,7 @@ _OF_OPTIONS, _OF_NORM = (
 _PLANNED = ("head_dim", "q_per_group", "kv_per_group", "v_per_k", "batch", "tokens", "heads", "q_heads")
 _COUNTED = ("tokens", "batch", "seqlen", "q_heads", "k_heads", "sequences")
 """Attributes of a call that are fields of a problem, and those that are words of the argument block."""
-_HEADS = ("q", "k", "v", "q_out", "k_out", "v_out")
+HEADS = ("q", "k", "v", "q_out", "k_out", "v_out")
 _ADDED = ("q_added", "k_added", "v_added")
 _SCALES, _FACTORS = ("q_scale_out", "k_scale_out", "v_scale_out"), ("q_factor", *MEANS)
 
@@ -68,7 +68,7 @@ class _Call:
     def __init__(self, inputs: Views, outputs: Views, tensors: Tensors, options: Options) -> None:
         self.inputs, self.tensors, self.options = inputs, tensors, options
         self.paged, self.cached = "page_table" in tensors, "page_table" in tensors or "slot_mapping" in tensors
-        self.named = {name: x for name, x in zip(_HEADS, (*inputs, *outputs)) if x is not None}
+        self.named = {name: x for name, x in zip(HEADS, (*inputs, *outputs)) if x is not None}
         self.tables = _table_views(tensors, options, "")
         self.ids = views.ids_view(tensors["position_ids"], options) if "position_ids" in tensors else None
         grads = ("dq", "dk", "dv")[: 2 + options.norm.v_norm] if options.norm else ()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from ..base.config import LAUNCHES
 from ..base.spec import ACCESSES, C_TYPES, DTYPES, INDEX_DTYPES, MAX_THREADS, Spec, check_fields, refuse_unless
 from . import arguments, options
 from .options import MAX_HEAD_DIM, NormOptions, transformed
@@ -366,6 +367,6 @@ _WORDS = {
     "rounding": options.ROUNDINGS,
     "norm_rounding": ("", *options.NORM_ROUNDINGS),
     "norm_kind": ("", "no_norm", *options.NORM_KINDS),
-    "launch": options.LAUNCHES,
+    "launch": LAUNCHES,
 }
 _COUNTS = "cp_size q_per_group kv_per_group v_per_k heads_per_thread blocks_per_sm tokens_per_block heads_per_block"

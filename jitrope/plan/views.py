@@ -110,7 +110,7 @@ def per_head(table: Tensor) -> bool:
 
 
 def table_pair(cos: Tensor, sin: Tensor | None, table: str) -> tuple[Tensor, Tensor]:
-    """cos and sin as two views; for freqs both are the angles. `table` is a word of `spec.TABLES`."""
+    """cos and sin as two views; for freqs both are the angles. `table` is a word of `options.TABLES`."""
     sin = cos if sin is None else sin
     if table == "cos_sin_cache":
         half = cos.shape[-1] // 2

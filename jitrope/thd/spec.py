@@ -157,8 +157,6 @@ class CorrectionSpec(_Moves):
         refuse_unless("CorrectionSpec", self.vec in ACCESSES, f"vec must be one of {ACCESSES}")
 
 
-ThdSpec = RowsSpec | SegmentsSpec | CorrectionSpec
-
 KINDS.update(dict.fromkeys(("thd_rows", "thd_tables"), RowsSpec))
 KINDS.update(dict.fromkeys(("cp_segments", "cp_segment_rows"), SegmentsSpec), thd_corrections=CorrectionSpec)
 

@@ -16,14 +16,7 @@ from ..base.spec import Spec
 from ..jit import compiler, kernels
 from ..jit.entry import NAME, Entry
 from ..jit.registry import spec_from_dict
-from ..plan.spec import RopeSpec
 from .prewarm import Built, reasons
-
-KINDS = {
-    "rope": "rope",
-    "qk_norm_rope": "norm and rope",
-    "qk_norm_rope_backward": "gradient of norm and rope",
-}
 
 Work = Sequence[tuple[Spec, str]]
 """(spec, architecture) of each kernel."""
@@ -63,51 +56,11 @@ def total(entries: Sequence[Entry]) -> str:
 # ---- kernels as text -----------------------------------------------------------------------------
 
 
-def in_words(spec: Spec) -> str:
-    """A kernel in words. The words omit the defaults: fp32 tables of half width."""
-    if not isinstance(spec, RopeSpec):
-        return spec.name.replace("_", " ")
-    pairings = [("halves", "interleaved")[flag] for flag in (spec.interleaved, spec.interleaved_out)]
-    partial = f" ({spec.rotary_dim} rotated)" if spec.rotary_dim != spec.head_dim else ""
-    tables = [spec.table_dtype] * (spec.table_dtype != "fp32") + ["full"] * spec.full_width
-    tables += ["per-head"] * spec.per_head + ["angle"] * spec.freqs
-    own_layout = spec.copy_v and not (spec.norm or spec.cached or spec.v_dim)
-    axes = f"{len(spec.mrope_section)}-axis " if spec.mrope_section else ""
-    parts = [
-        f"{KINDS[spec.kind]} {spec.dtype} d{spec.head_dim}{partial} {' to '.join(dict.fromkeys(pairings))}",
-        f"{' '.join(tables)} tables" if tables else "",
-        "backward" if spec.inverse and not spec.gradient else "",
-        "in place" if spec.in_place else "",
-        "packed" if spec.cu_seqlens_dtype else "",
-        f"{spec.cp_size} ranks" if spec.cp_size > 1 else "",
-        f"{axes}position ids" if spec.position_ids_dtype else "",
-        f"into a {'paged ' * bool(spec.page_size)}cache of {spec.kv_out}" if spec.cached else "",
-        "by page table" if spec.page_table_dtype else "",
-        f"packed QKV, {spec.q_per_group} q per group" if own_layout else "",
-        f"latent attention, v of {spec.v_dim}" if spec.v_dim else "",
-        f"to {spec.q_out}" if spec.q_out != spec.dtype else "",
-        f"{spec.rounding} rounding" if spec.rounding != "fp32" else "",
-        f"norm rounded {spec.norm_rounding}" if spec.norm_rounding not in ("", "none") else "",
-        "LayerNorm" if spec.norm_kind == "layer_norm" else "",
-        f"Hadamard transform of the {spec.hadamard}" if spec.hadamard else "",
-        f"a scale for each {f'{spec.group} elements' if spec.group else 'head'}" if spec.dynamic else "",
-        "only scales, each of all tokens of a batch row or a sequence" if spec.per_row else "",
-        "swizzled scales" if spec.swizzled else "",
-        "scales in powers of two" if spec.scale_out.startswith("e8m0") else "",
-        "scales in e4m3" if spec.scale_out == "fp8" else "",
-        "norm of v" if spec.v_norm else "",
-        f"norm across {' and '.join(map(str, spec.row_heads))} heads" if spec.across_heads else "",
-        "two streams" if spec.two_streams else "",
-        spec.launch,
-    ]
-    return ", ".join(part for part in parts if part)
-
-
 def each_in_words(specs: Sequence[Spec]) -> list[str]:
-    """Kernels in words. If several have the same words, their different fields are added."""
+    """Kernels in the words of their names. If several have one name, their different fields are added."""
     alike: dict[str, dict[Spec, None]] = {}
     for spec in specs:
-        alike.setdefault(in_words(spec), {})[spec] = None
+        alike.setdefault(spec.name.replace("_", " "), {})[spec] = None
     found = {spec: ", ".join([words, *_differences(spec, group)]) for words, group in alike.items() for spec in group}
     return [found[spec] for spec in specs]
 

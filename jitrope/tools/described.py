@@ -24,7 +24,6 @@ _TOKENS, _ROWS, _SEQUENCES = 4096, 1 << 20, 4
 
 _FORMATS = {name: form.dtype for name, form in FORMATS.items()}
 _TORCH = {**{name: dtype for dtype, name in DTYPE_NAMES.items()}, **_FORMATS, **SCALES}
-_FUNCTIONS = ("apply_rope", "prepare_qkv", "prepare_packed_qkv", "prepare_joint_qkv", "prepare_mla_qkv")
 
 
 class Described:
@@ -41,9 +40,9 @@ class Described:
         v_heads: Any = None,
         **words: Any,
     ) -> None:
-        self.name = name = arguments.word("call", "function", function, _FUNCTIONS)
+        self.name = name = arguments.word("call", "function", function, api.__all__)
         self.heads = arguments.wholes(name, "heads", heads if hasattr(heads, "__len__") else [heads], 1)
-        if not 1 <= len(self.heads) <= 2 or (len(self.heads) < 2 and name in _FUNCTIONS[2:]):
+        if not 1 <= len(self.heads) <= 2 or (len(self.heads) < 2 and name not in ("apply_rope", "prepare_qkv")):
             arguments.refuse(name, "heads", heads, "those of q and k, as [32, 8]")
         self.v_heads = self.heads[-1] if v_heads is None else arguments.whole(name, "v_heads", v_heads, 1)
         self.head_dim = arguments.whole(name, "head_dim", head_dim, 1)

@@ -25,7 +25,6 @@ from .. import _host
 Tables = Sequence[Tensor]
 Read = tuple[Any, ...]
 
-_COMPLEX = {torch.complex64: "complex64", torch.complex128: "complex128"}
 _SHAPES = "the tables' shape does not fit q and k"
 WORDS = "arguments that jitrope does not know"
 
@@ -102,7 +101,7 @@ def options(form: Form, q: Tensor, tables: Tables, tokens: int | None = None) ->
     words: dict[str, Any] = {name: part.to(q.device).resolve_conj() for name, part in zip(names, tables)}
     words["rounding"] = form.rounding
     if form.rounding == "complex":
-        words["rounding"] = _COMPLEX.get(table.dtype, "complex64")
+        words["rounding"] = _host.COMPLEX.get(table.dtype, "complex64")
     elif form.rounding == "promoted":
         words["rounding"] = "dtype" if q.dtype == table.dtype != torch.float32 else "fp32"
     if not form.width:
