@@ -236,7 +236,7 @@ def prepare_qkv(
     asked, source = gather(op, tensors, words, _ROPE_WORDS, positions, inplace), v
     asked.update(own)
     staged(op, tensors, asked, q, norm, cache, quantize)
-    if converts_v(tensors, "dynamic_v" in own):
+    if quantize is not None and converts_v(tensors, "dynamic_v" in own):
         with_v_out(asked, v)
     if norm is not None and cache is None and asked["norm"].v_norm:
         op, v = with_v(op, tensors, asked, v)

@@ -26,7 +26,7 @@ from .values import Norm, Positions, Ulysses, scales
 from .watch import sharded
 from .words import ONE_TABLE, parts, rotates_heads, unexpected
 
-_TABLE_NAMES = (*ONE_TABLE, "cos", "sin")
+_TABLE_NAMES = ("cos", "sin", *ONE_TABLE)
 
 
 def chosen(name: str, norm: Any, cache: Any, quantize: Any, hadamard: Any) -> tuple[Operation, dict[str, Any]]:

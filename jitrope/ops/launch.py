@@ -218,7 +218,6 @@ def _plan(known: Known, tensors: Tensors, statics: Tensors) -> None:
         kernel.bind_thread()
     known.device, known.blocks = device.index, math.prod(plan.grid)
     pointers = address_names(op.norm, plan.spec.stages)
-    known.pack = struct.Struct(f"{len(pointers)}q").pack_into
     known.args = (ctypes.c_int64 * (len(pointers) + len(words)))(*[0] * len(pointers), *words)
     known.enqueue = kernel.enqueuer(plan.grid, plan.block, ctypes.addressof(known.args))
     fresh = [] if options.inplace else [*named][len(tensors) :]
@@ -232,6 +231,7 @@ def _plan(known: Known, tensors: Tensors, statics: Tensors) -> None:
         name, offset = offsets.get(pointer, (pointer, 0))
         where = at.get(name, at.get(name + "_out", "0") if name in SCRATCH else "0")
         known.pointers += (f"{where} + {offset}" if offset else where,)
+    known.pack = struct.Struct("".join("8x" if at == "0" else "q" for at in known.pointers)).pack_into
 
 
 def _offsets(

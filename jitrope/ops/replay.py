@@ -26,7 +26,7 @@ class Form(NamedTuple):
 
     Attributes:
         names: names of the tensors, in order. twice: pairs of names (later, earlier) of one tensor.
-        pointers: the addresses of the argument block as expressions; () if nothing is launched.
+        pointers: the addresses of the argument block as expressions, "0" for an absent one; () if nothing is launched.
         results: names of the results. inplace: the results are tensors of the call. like: a result is like the tensor
             of the same name. finished: results are made from the outputs.
         close: tensors that must not share memory. written: tensors whose versions are incremented.
@@ -103,7 +103,7 @@ def text(form: Form) -> str:
         outputs = [name for name in (*results, *SCRATCH) if any(name + "_out_at" in x for x in form.pointers)]
         lines += [f"{name}_out_at = out['{name}'].data_ptr()" for name in outputs]
     if form.pointers:
-        lines.append(f"pack(args, 0, {', '.join(form.pointers)})")
+        lines.append(f"pack(args, 0, {', '.join([at for at in form.pointers if at != '0'])})")
         lines.append("if device == get_device(): enqueue(get_stream(device))")
         lines.append("else: elsewhere()")
     if form.written:
