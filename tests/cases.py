@@ -764,6 +764,8 @@ CACHE_CASES = [
               form="fp8_e5m2"),
     CacheCase("mrope", "three axes", options={"mrope_section": (8, 12, 12)}),
     CacheCase("angles", "sines in the kernel", table="freqs"),
+    CacheCase("steps", "more heads than a block takes at once", shape=(1, 3, 60, 3, 128)),
+    CacheCase("steps-fp8", "and converts", shape=(1, 3, 60, 3, 128), fp8=True, q_fp8=True),
 ]  # fmt: skip
 
 

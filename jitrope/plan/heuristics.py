@@ -28,9 +28,14 @@ and packed input spill, because they need 80 registers a thread."""
 
 MAX_WAITING_THREADS = 512
 """The same if threads wait for ids or slots, or convert: they have so many registers that of larger blocks one or two
-fit on an SM. H100, x the copy, a block of all 80 heads (640 threads) / of 40 in two steps: (1, 4096, 64 + 8 + 8, 128)
-bf16 by ids into a cache 1.117 / 1.058, of fp8 1.38 / 1.07; 256 tokens, hot, 1.13 / 1.10 and 1.41 / 1.10. Blocks of 512
-stay whole: (1, 4096, 32 + 32, 128) by ids 1.013, with 32 heads in two steps 1.065."""
+fit on an SM. H100, x the copy, a block of all heads / of half, two steps: bf16 by ids (1, 8192, 64 + 8, 128) 1.12 / 1.02,
+(1, 4096, 64 + 64, 128) 1.06 / 1.02; (1, 4096, 64 + 8 + 8, 128) into a cache 1.12 / 1.06, of fp8 1.38 / 1.07. Smaller
+blocks are no faster: (1, 4096, 32 + 32, 128) by ids, 512 / 256 / 160 threads 1.01 / 1.03 / 1.05."""
+
+MAX_CONVERTING_THREADS = 160
+"""The same for caches of another dtype. H100, x the copy, 512 / 160 threads: (1, 4096, 32 + 8 + 8, 128) into fp8 1.12 /
+1.08, with q in fp8 too 1.13 / 1.06; 512 tokens of 64 + 8 + 8, hot, 1.26 / 1.08, but 256 tokens 1.10 / 1.18. Without a
+cache it is slower: FLUX's q and k in fp8 1.00 / 1.02."""
 
 LATENT_BLOCK_THREADS = 192
 """The target with latent attention, where heads are always tiled, because there are hundreds. A tile has so many heads
@@ -42,6 +47,10 @@ FEW_THREADS_PER_SM = 1280
 of 128, bf16, position_ids, hot, in place, token_linear / grid_2d: 32 + 8 heads: 1 token 1.34 / 1.03 us, 64 1.52 / 1.34,
 192 1.97 / 1.84, 256 2.27 / 2.15, 384 2.84 / 2.93; 64 + 8 heads: 4 tokens 1.75 / 1.09, 64 1.85 / 1.55, 132 2.23 / 2.07,
 192 2.67 / 2.70."""
+
+FEW_CACHED_THREADS_PER_SM = 1600
+"""The same for a KV write without a norm, whose threads wait for slots. H100, hot, 256 tokens of 32 + 8 + 8 heads,
+token_linear / grid_2d: 2.50 / 2.41 us, of 64 + 8 + 8 3.06 / 3.84."""
 
 SMALL_BLOCK_THREADS = 128
 SMALL_ACCESS_BYTES = 8
@@ -213,10 +222,17 @@ def plan(problem: RopeProblem) -> Plan:
     return Plan(spec, grid, spec.threads, reason)
 
 
+def _most_threads(p: RopeProblem) -> int:
+    """The most threads of a block."""
+    converts = p.dtype != p.q_out or p.dtype != p.kv_out
+    if p.norm or not (converts or p.cached or p.position_ids_dtype):
+        return MAX_BLOCK_THREADS
+    return MAX_CONVERTING_THREADS if converts and p.cached else MAX_WAITING_THREADS
+
+
 def _tile_with_stages(p: RopeProblem, spec: RopeSpec) -> tuple[int, int]:
     """The tile of the most threads whose stages fit in a block's shared memory."""
-    waits = p.cached or p.position_ids_dtype is not None or p.dtype != p.q_out or p.dtype != p.kv_out
-    most = MAX_WAITING_THREADS if waits and not p.norm else MAX_BLOCK_THREADS
+    most = _most_threads(p)
     while True:
         tokens, heads = tile(p.heads // spec.heads_per_thread, spec.team, most)
         if shared_by_stages(replace(spec, tokens_per_block=tokens, heads_per_block=heads)) <= SHARED_BYTES:
@@ -316,7 +332,8 @@ def choose_launch(p: RopeProblem) -> tuple[str, str]:
             return "grid_2d", f"{p.tokens} packed tokens of {p.num_sequences} even sequences: no search"
         return "token_linear", "packed: cost follows the tokens, not sequences x max_seqlen"
     threads = p.tokens * p.heads * p.rotary_dim * ITEM_SIZES[p.dtype] // (2 * SMALL_ACCESS_BYTES)
-    if threads < FEW_THREADS_PER_SM * p.sm_count and p.heads > 1:
+    few = FEW_CACHED_THREADS_PER_SM if p.cached and not p.norm else FEW_THREADS_PER_SM
+    if threads < few * p.sm_count and p.heads > 1:
         return "grid_2d", f"{p.tokens} tokens leave room on {p.sm_count} SMs: heads are tiled too"
     return "token_linear", f"{p.tokens} tokens fill {p.sm_count} SMs"
 
