@@ -89,6 +89,11 @@ SECTION = Section(
     """
     CPU time to enqueue a call of a decode step's size (64 tokens, 32 and 8 heads of 128), beside torch's own in-place
     add. A CUDA graph has no host time.
+
+    Where it goes, on a CPU with an empty launch: of 8.2 us of a norm in place 3.3 gather the tensors and words of the
+    values, 0.7 find the known call, 2.0 compare its tensors with torch's guard and read their addresses, and 0.7 write
+    the argument block. A call that is recorded for backward takes 8 us more than one that is not (beside an H100), and
+    5 of them are torch's autograd function.
     """,
     "jitrope bench host",
     (Table("call", lambda row: f"`{row['call']}`", {"us": of("host us"), "over `x.add_(1)`": of("x add_")}),),
