@@ -58,6 +58,11 @@ LARGEST = [
     specs_of(heads=40, table="freqs", positions={**PACKED64, "cp_size": 2, "start_positions": "int64"}, backward=True),
     specs_of(heads=40, table="freqs", positions={**PACKED64, "cp_size": 3, "packed_table": True}),
     specs_of(heads=24, positions={**PACKED, "cp_size": 6}),
+    # Threads with several heads, one after the other.
+    specs_of(heads=[64, 8], width="full", positions="int64", q_scale=0.5, backward=True),
+    specs_of(heads=[64, 8], table_dtype="bf16", width="full", positions="int64", rounding="dtype"),
+    specs_of(heads=[64, 8], table="freqs_cis", positions="int64", rounding="complex128", backward=True),
+    specs_of(heads=[129, 5], rotary_dim=64, table="freqs", width="full", positions="int64", inplace=True),
     specs_of(heads=24, table="freqs", width="full", interleaved=True, positions={**PACKED, "packed_table": True}),
     specs_of(heads=64, positions=PACKED, backward=True),
     specs_of(heads=24, positions=PACKED, width="full", backward=True),

@@ -74,7 +74,7 @@ def plot(rows: Rows) -> Plot:
     series = {"cold": "jitrope", "hot": "jitrope, hot"}
     groups = grouped(shown, lambda row: str(row["call"]), series, "L2", "% of copy")
     shares = span((row["% of copy"] for row in rows if row["L2"] == "cold"), 0)
-    return Plot(f"Cold calls reach {shares} % of the speed of a copy", "% of a copy's bytes a second", groups)
+    return Plot(f"All cold calls reach {shares} % of the speed of a copy", "% of a copy's bytes a second", groups)
 
 
 def line(row: Row) -> str:
@@ -85,9 +85,10 @@ def line(row: Row) -> str:
 SECTION = Section(
     "Roofline",
     """
-    Bytes that each kind of call must read and write, over its time; the share of the bytes a second of COPY, which
-    moves as many; and of the memory's speed by its clock and width. Cold calls find none of their inputs in L2. Hot
-    calls have the same inputs every time: what fits in L2 comes from there, so both shares can exceed 100 %.
+    Bytes of q, k, v, caches and rows that each kind of call must read and write, over its time; the share of the bytes
+    a second of COPY, which moves as many; and of the memory's speed by its clock and width. Cold calls find none of
+    their inputs in L2. Hot calls have the same inputs every time: what fits in L2 comes from there, so both shares can
+    exceed 100 %.
     """,
     "jitrope bench roofline",
     (

@@ -75,11 +75,11 @@ def command(only: ONLY = "", smoke: SMOKE = False, as_json: AS_JSON = False) -> 
 SECTION = Section(
     "Targets",
     """
-    GPU time over COPY of the bytes that a call must read and write, and the most that it should take on an NVIDIA
-    H200; another GPU shows its own ratios. Both passes of a pack are over two COPYs, those of a norm over 2.5. Each
-    number is the median of three places of the tensors in memory, and the ratio is of times of one place, in rounds.
-    Calls are cold, tables included, except that a million tokens have one table, of which they read the first 120
-    rows. Those of 256 tokens are hot, results included.
+    GPU time over COPY of the bytes of q, k, v, caches and rows that a call must read and write, without tables, ids and
+    slots; and the most that it should take on an NVIDIA H200. Another GPU shows its own ratios. Both passes of a pack
+    are over two COPYs, those of a norm over 2.5. Each number is the median of three places of the tensors in memory,
+    and the ratio is of times of one place, in rounds. Calls are cold, tables included, except that a million tokens
+    have one table, and read its first 120 rows. Those of 256 tokens are hot, results included.
     """,
     "jitrope bench targets",
     (

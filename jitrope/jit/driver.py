@@ -50,7 +50,7 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 def attribute(number: int, device: int) -> int:
-    """A property of a GPU. number: a CUdevice_attribute. Raises DriverError."""
+    """A property of a GPU. number: a CUdevice_attribute. Raises DriverError, CompileError."""
     found = ctypes.c_int()
     _call("cuDeviceGetAttribute", ctypes.byref(found), number, _place(device))
     return found.value
@@ -136,9 +136,9 @@ class Kernel:
 
         From sm_90 on it uses programmatic dependent launch; the templates wait for earlier kernels (`dependents.cuh`).
         """
-        attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
+        overlaps = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
         overlap = 1 if self._may_overlap else 0
-        config = _LaunchConfig((*grid, 1), (block, 1, 1), 0, None, ctypes.pointer(attribute), overlap)
+        config = _LaunchConfig((*grid, 1), (block, 1, 1), 0, None, ctypes.pointer(overlaps), overlap)
         parameters = (ctypes.c_void_p * 1)(arguments)
         launch = _library().cuLaunchKernelEx  # its arguments are made once and reused
         where = (ctypes.byref(config), self._function, parameters, None)

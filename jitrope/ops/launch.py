@@ -82,7 +82,7 @@ class Known:
         self.alignments = tuple([x.data_ptr() & 15 for x in given.values()])
         self.results = op.produced(given, options)
         self.saved = tuple(op.saved(given, options))  # tensors for the backward
-        self.heads = tuple([name for name in given if name in op.names and name not in LEARNED])  # with gradients
+        self.heads = tuple([name for name in given if name in op.names and name not in LEARNED])  # may require one
         self.blocks, self.finished = 0, False
         self.pointers, self.fixed, self.kept = (), [], ()
         self.close: dict[str, Span] = {}  # tensors that must not share memory
@@ -140,7 +140,7 @@ class Known:
 
 
 Made = tuple[Known, tuple[Tensor, ...], tuple[Tensor, ...]]
-"""A call that was enqueued, the tensors that its backward needs, and its results."""
+"""A call that was enqueued, the tensors that `Recorded.saved` names, and its results."""
 
 
 class Recorded(NamedTuple):
@@ -148,7 +148,7 @@ class Recorded(NamedTuple):
 
     function: Callable[..., tuple[Tensor, ...]]
     saved: tuple[str, ...]
-    heads: tuple[str, ...]  # those that may require a gradient
+    heads: tuple[str, ...]  # those with a gradient, or, of a call with learned tables, all
 
 
 class Outer(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.errors import InvalidInput
 from ..plan.options import NormOptions, Options, changed, norm_of
 from ..plan.views import TABLE_NAMES, Tensors, table_pair
 from . import launch, planning, watch
@@ -121,8 +122,11 @@ def read(op: Operation, arguments: Sequence[Any], inplace: bool = False) -> tupl
 
 
 def _named(names: Sequence[str], arguments: Sequence[Any]) -> Tensors:
-    """The tensors among an op's arguments."""
-    return {"k" if name == _ROTATED else name: x for name, x in zip(names, arguments) if x is not None}
+    """The tensors among an op's arguments. k is given under one of its two names."""
+    tensors = {name: x for name, x in zip(names, arguments) if x is not None}
+    if _ROTATED in names and (_ROTATED in tensors) == ("k" in tensors):
+        raise InvalidInput(f"pass k either as k or, to rotate it in place too, as {_ROTATED}")
+    return {"k" if name == _ROTATED else name: x for name, x in tensors.items()}
 
 
 _GIVEN = {op.name: (*[name.rstrip("?") for name in _names(op)], *TABLE_NAMES) for op in OPERATIONS}

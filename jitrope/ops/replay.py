@@ -31,8 +31,8 @@ class Form(NamedTuple):
             of the same name. finished: results are made from the outputs.
         close: tensors that must not share memory. written: tensors whose versions are incremented.
         guarded: the call returns None for another kind of call. aligned: all addresses are multiples of 16.
-        heads: names of the tensors that may require a gradient, if the call is recorded while gradients are enabled.
-            saved: of those for its backward. unrecorded: it returns None then.
+        heads: names of the tensors that `record` is given while gradients are enabled; (): the call is not recorded.
+            saved: names of those that its backward needs. unrecorded: it returns None then.
         arguments: the names of the function's arguments, those of torch's op; one that is not given starts with "no_".
             (): a dict of the tensors, and then each tensor. outputs: it returns the op's outputs, not results by name.
         views: names of the kernel's tensors that are not in `names`, or begin elsewhere, and their addresses as
@@ -113,7 +113,7 @@ def text(form: Form) -> str:
         made = "out"
     if form.heads:
         fresh = _listed([f"out[{name!r}]" if made == "out" else f"{name}_out" for name in results])
-        recorded = f"record((known, ({_listed(form.saved)}), ({fresh})), {_listed(form.heads)})"
+        recorded = f"record((known, ({_listed(form.saved)}), ({fresh})), {', '.join(form.heads)})"
         lines.append(f"if grad_enabled():\n            {_listed([f'{name}_out' for name in results])} = {recorded}")
         lines.append(f"    return {named}")
     lines.append(f"return outputs({made})" if form.outputs else f"return {made}")
@@ -127,7 +127,7 @@ def text(form: Form) -> str:
 
 
 def _listed(items: Sequence[str]) -> str:
-    return "".join(f"{item}, " for item in items)
+    return ", ".join(items) + "," * (len(items) == 1)
 
 
 @lru_cache(maxsize=1024)

@@ -1,7 +1,7 @@
 """Queries about torch's state around a call, and torch's private names, with a fallback where torch has one.
 
-Two files have some of their own: `dispatch`, because a function would take time in each call, and
-`context_parallel/backends.py`, because the ops of attention have no public names.
+Some files have their own: `dispatch`, because a function would take time in each call, `context_parallel/backends.py`,
+because the ops of attention have no public names, and `integrations`, which read the hooks of a host's modules.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def has_tangent(tensors: Iterable[Tensor]) -> bool:
 
 
 def not_writable(x: Tensor) -> str | None:
-    """What autograd does not let a call write: a leaf, or some views; None if it lets x be written."""
+    """The kind of x, which requires a gradient, if autograd does not let a call write it: a leaf, or some views."""
     if x.is_leaf or (is_view(x) and x._base.is_leaf):  # type: ignore[union-attr]
         return "a leaf"
     made_by = getattr(torch._C._autograd, "_get_creation_meta", None)

@@ -27,10 +27,11 @@ access for each thread: on an H100, (1, 4608, 24 + 24, 128) bf16 halves, a block
 and packed input spill, because they need 80 registers a thread."""
 
 MAX_WAITING_THREADS = 512
-"""The same if threads wait for ids or slots, or convert: they have so many registers that of larger blocks one or two
-fit on an SM. H100, x the copy, a block of all heads / of half, in two steps: bf16 by ids (1, 8192, 64 + 8, 128) 1.12 /
-1.02, (1, 4096, 64 + 64, 128) 1.06 / 1.02; (1, 4096, 64 + 8 + 8, 128) into a cache 1.12 / 1.06, of fp8 1.38 / 1.07.
-Smaller blocks are no faster: (1, 4096, 32 + 32, 128) by ids, 512 / 256 / 160 threads 1.01 / 1.03 / 1.05."""
+"""The same, without a norm, if threads wait for ids or slots, or convert: they have so many registers that of larger
+blocks one or two fit on an SM. H100, x the copy, a block of all heads / of half, in two steps: bf16 by ids (1, 8192,
+64 + 8, 128) 1.12 / 1.02, (1, 4096, 64 + 64, 128) 1.06 / 1.02; (1, 4096, 64 + 8 + 8, 128) into a cache 1.12 / 1.06, of
+fp8 1.38 / 1.07. Smaller blocks are no faster: (1, 4096, 32 + 32, 128) by ids, 512 / 256 / 160 threads 1.01 / 1.03 /
+1.05."""
 
 MAX_CONVERTING_THREADS = 160
 """The same for caches of another dtype. H100, x the copy, 512 / 160 threads: (1, 4096, 32 + 8 + 8, 128) into fp8 1.12 /
@@ -227,7 +228,7 @@ def _most_threads(p: RopeProblem) -> int:
     converts = p.dtype != p.q_out or p.dtype != p.kv_out
     if p.norm or not (converts or p.cached or p.position_ids_dtype):
         return MAX_BLOCK_THREADS
-    return MAX_CONVERTING_THREADS if converts and p.cached else MAX_WAITING_THREADS
+    return MAX_CONVERTING_THREADS if p.cached and p.dtype != p.kv_out else MAX_WAITING_THREADS
 
 
 def _tile_with_stages(p: RopeProblem, spec: RopeSpec) -> tuple[int, int]:
