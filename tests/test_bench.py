@@ -373,7 +373,8 @@ def test_tables_are_readable_at_80_columns() -> None:
         rows, words = kept(name), report.table(kept(name), 80)
         assert max(map(len, words.splitlines())) <= 80
         assert not set("\u2026\u2502\u2500|") & set(words)
-        assert {word for row in rows for value in row.values() for word in split(report._text(value))} <= {*split(words)}
+        cells = {word for row in rows for value in row.values() for word in split(report._text(value))}
+        assert cells <= {*split(words)}
     assert "model: wan; blocks: 4 of 40; tokens: 32760; mode: compiled\n" in report.table(kept("diffusion_h100"), 80)
 
 
