@@ -179,9 +179,10 @@ def _specs(given: Options, heads: list[list[int]] | None) -> list[Spec]:
 def cache_ls(given: Options) -> None:
     """List the kernels: key, architecture, size, and a description.
 
-    Descriptions omit defaults, such as fp32 tables of half width. The
-    launches token_linear and grid_2d are for many and for few tokens. With
-    --json the list is a file for `jitrope prewarm --from`.
+    A description is the kernel's name in words: rope, or a norm and rope (qk
+    norm rope), dtype, elements of a head, pairs, tables, direction, and the
+    launch, token linear for many tokens and grid 2d for few. With --json the
+    list is a file for `jitrope prewarm --from`.
     """
     cache = kernel_cache()
     print_entries(cache.entries(), cache.root, given.json)
