@@ -44,7 +44,8 @@ __device__ __forceinline__ Destination destination_in_pages(const Arguments& p, 
         position = length - left;
     }
     const Count number = position / PAGE_SIZE, at = first + number;
-    if (position < length && number < pages && (!PAGE_INDPTR || (first < width && at < width))) {
+    const bool any = static_cast<long long>(pages) > 0;  // not where page_indptr falls
+    if (position < length && any && number < pages && (!PAGE_INDPTR || (first < width && at < width))) {
         const Count page = p.page_table[at];
         const Place found = {static_cast<int>(page), static_cast<int>(position % PAGE_SIZE)};
         if (page < static_cast<Count>(p.page_count)) return {found, true, left == 1};

@@ -259,6 +259,7 @@ WILD: dict[str, tuple[str, Callable[[dict[str, Tensor]], None], int]] = {
     "a page past the last of a token": ("placed", lambda t: t["page_table"].fill_(PAGES), 11),
     "offsets past the pages of a token": ("placed", lambda t: t["page_indptr"].add_(1000), 11),
     "falling offsets": ("flashinfer", lambda t: t["page_indptr"].neg_(), 11),
+    "falling offsets of a token": ("placed", lambda t: t["page_indptr"].copy_(t["page_indptr"].flip(0)), 11),
 }
 
 
