@@ -16,7 +16,7 @@ import sys
 import threading
 import weakref
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
@@ -431,6 +431,23 @@ def test_a_report_names_custom_processors_and_says_when_it_is_disabled() -> None
     assert str(report).startswith(f"{said} (disabled); 0 calls since")
     integration.enable(model)
     assert str(report).startswith(f"{said}; 0 calls since")
+
+
+@pytest.mark.parametrize("fuse_norm", [True, False])
+def test_an_enable_that_fails_replaces_nothing(fuse_norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another version of diffusers the last class of the last model does not call the rope function."""
+    from diffusers.models.transformers import transformer_flux2
+
+    def other(self: object, attn: object, hidden_states: object, image_rotary_emb: object = None) -> object:
+        return hidden_states
+
+    other.__module__ = transformer_flux2.__name__
+    monkeypatch.setattr(transformer_flux2.Flux2ParallelSelfAttnProcessor, "__call__", other)
+    models = [MODELS[name].make()[0] for name in ("FluxTransformer2DModel", "Flux2Transformer2DModel")]
+    before = [type(p) for model in models for p in model.attn_processors.values()]
+    with pytest.raises(jitrope.JitropeError, match="Flux2ParallelSelfAttnProcessor does not call apply_rotary_emb"):
+        integration.enable(SimpleNamespace(components=dict(enumerate(models))), fuse_norm=fuse_norm)
+    assert [type(p) for model in models for p in model.attn_processors.values()] == before
 
 
 @pytest.mark.parametrize("function", ["enable", "disable"])

@@ -242,6 +242,18 @@ def test_latent_attention_layer(core: Any, ranks: Any, device: str, packed: bool
             layer(x, None, packed_seq_params=where)
 
 
+def test_an_enable_that_fails_replaces_nothing(core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another version of Megatron has no such class."""
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer import attention
+
+    before = rope_utils.apply_rotary_pos_emb
+    monkeypatch.delattr(attention, "SelfAttention")
+    with pytest.raises(jitrope.JitropeError, match=r"has no .*attention:SelfAttention"):
+        megatron.enable()
+    assert rope_utils.apply_rotary_pos_emb is before
+
+
 NORMS: dict[str, dict[str, Any]] = {
     "RMSNorm": {"normalization": "RMSNorm"},
     "LayerNorm": {"normalization": "LayerNorm"},

@@ -322,6 +322,42 @@ def test_accelerate_hooks() -> None:
     assert report.reasons == {"not fused: a norm has its own forward": 1}
 
 
+@pytest.mark.parametrize("hooked", [0, 1])
+def test_hooks_of_one_norm_leave_the_others_fused(hooked: int) -> None:
+    qwen3 = language_model("qwen3")
+    with torch.no_grad():
+        want = zoo.run(qwen3)
+        qwen3.model.layers[hooked].self_attn.q_norm.register_forward_hook(lambda *_: None)
+        with integration.enable(qwen3) as report:
+            assert torch.equal(zoo.run(qwen3), want)
+    assert report.calls == {"jitrope": 1, "host": 0, "fused": 1}
+    assert report.reasons == {"not fused: a norm has hooks": 1}
+
+
+def test_a_report_is_active_while_its_norms_are_fused() -> None:
+    """Rope was replaced by an earlier report."""
+    qwen3 = language_model("qwen3")
+    with integration.enable(qwen3, fuse_norm=False):
+        report = integration.enable(qwen3)
+    assert "(disabled)" not in repr(report)
+    integration.disable(qwen3)
+    assert "(disabled)" in repr(report)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_another_default_dtype_gives_the_same_bits(dtype: torch.dtype) -> None:
+    model = language_model("llama4")
+    with torch.no_grad():
+        want = zoo.run(model)
+    torch.set_default_dtype(dtype)
+    try:
+        report = integration.enable(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with report, torch.no_grad():
+        assert torch.equal(zoo.run(model), want)
+
+
 def test_peft() -> None:
     """Adapters of projections; a norm in an adapter is another module, and is called."""
     qwen3 = language_model("qwen3")

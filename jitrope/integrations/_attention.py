@@ -24,7 +24,7 @@ from ..base.errors import InvalidInput
 from . import _host
 from ._deferred import Pass, Plan, Rope
 from ._host import Function, Placed
-from ._norms import PROBE_DIM, NormForm, recognise, small
+from ._norms import PROBE_DIM, NormForm, is_called, recognise, small
 from ._rewrite import Source
 from ._variants import OF_K, OF_Q, equal, names, probe
 
@@ -128,15 +128,18 @@ def _forms(modules: list[nn.Module], name: str) -> tuple[dict[NormForm, nn.Modul
     """The forms of the norms of this name, each with a norm; by class, why other modules of this name have none."""
     forms: dict[NormForm, nn.Module] = {}
     reasons: dict[type, str] = {}
+    refused: set[type] = set()
     for module in modules:
         norm = getattr(module, name, None)
-        if not isinstance(norm, nn.Module) or type(norm) in reasons or any(form.fits(norm) for form in forms):
+        if not isinstance(norm, nn.Module) or type(norm) in refused or any(form.fits(norm) for form in forms):
             continue
         form = recognise(norm)
-        if isinstance(form, str):
-            reasons[type(norm)] = form
-        else:
+        if not isinstance(form, str):
             forms[form] = norm
+            continue
+        reasons[type(norm)] = form
+        if not is_called(norm):
+            refused.add(type(norm))
     return forms, reasons
 
 

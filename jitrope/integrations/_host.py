@@ -6,7 +6,8 @@ import importlib
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, update_wrapper, wraps
 from types import CodeType, FunctionType, ModuleType
@@ -158,6 +159,7 @@ class Report:
     left: dict[str, Any] = field(default_factory=dict)
     verb: str = "replaced"
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    _places: set[str] = field(default_factory=set, repr=False)  # of functions that `replaced` does not count too
 
     def __post_init__(self) -> None:
         self._before = calls[self.host].copy(), reasons[self.host].copy(), devices[self.host].copy()
@@ -227,6 +229,7 @@ class Report:
     def place(self, ours: Any, where: str, undo: Function, what: Any = "jitrope", original: Any = None) -> None:
         """Note that ours is at a place of the host until `undo`."""
         placed[ours] = Placed({self.host: where}, original, what, undo)
+        self._places.add(where)
         self._undo.append(partial(restore, self.host, [ours]))
 
     def __enter__(self: R) -> R:
@@ -252,7 +255,8 @@ class Report:
 
     def _active(self) -> bool:
         """Whether one of the functions is replaced now."""
-        return any(place.hosts.get(self.host) in self.replaced for place in list(placed.values()))
+        places = {*self.replaced, *self._places}
+        return any(place.hosts.get(self.host) in places for place in list(placed.values()))
 
     def _replaced(self) -> str:
         left = f", {len(self.left)} left alone" if self.left else ""
@@ -317,6 +321,25 @@ def load(host: str, module_name: str) -> ModuleType:
         raise ImportError(f"{host} cannot be imported ({error}); install it into this Python") from error
 
 
+def held(host: str, where: str) -> tuple[ModuleType, str]:
+    """(module, name) of "module:name". Raises ImportError, or JitropeError if this version of the host lacks it."""
+    module_name, name = where.split(":")
+    module = load(host, module_name)
+    if not hasattr(module, name):
+        raise JitropeError(f"this version of {host} has no {where}, which jitrope would replace")
+    return module, name
+
+
+@contextmanager
+def whole(report: R) -> Iterator[R]:
+    """Undo a report's replacements if an error ends the block."""
+    try:
+        yield report
+    except BaseException:
+        report.__exit__()
+        raise
+
+
 @alone
 def enable(host: str, functions: Mapping[str, Function], optional: Collection[str] = ()) -> Report:
     """Replace a host's functions everywhere. Already replaced functions do not change.
@@ -333,17 +356,11 @@ def enable(host: str, functions: Mapping[str, Function], optional: Collection[st
     """
     found = {}
     for where in functions:
-        module_name, name = where.split(":")
         try:
-            module = load(host, module_name)
-        except ImportError:
-            if where in optional:
-                continue
-            raise
-        if hasattr(module, name):
-            found[where] = module, name
-        elif where not in optional:
-            raise JitropeError(f"this version of {host} has no {where}, which jitrope would replace")
+            found[where] = held(host, where)
+        except (ImportError, JitropeError):
+            if where not in optional:
+                raise
     if not found:
         raise ImportError(f"{host} is not installed in this Python, or jitrope knows no rope function of its version")
     report = Report(host)

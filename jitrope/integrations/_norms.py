@@ -130,6 +130,15 @@ def unhooked(module: nn.Module, wrapped: bool = False, noun: str = "a norm") -> 
     return weight, bias
 
 
+def is_called(module: nn.Module) -> bool:
+    """Whether a module must be called itself, for example because it has hooks. That says nothing about its class."""
+    try:
+        unhooked(module)
+    except InvalidInput:
+        return True
+    return False
+
+
 def in_autocast(x: Tensor) -> bool:
     """Whether autocast is on for x's device, where it may change the results of the host's norm of x."""
     device = x.device.type
@@ -182,7 +191,7 @@ def small(form: NormForm, module: nn.Module, dtype: torch.dtype, width: int = PR
     for name, x in given.items():
         made.__dict__.pop(name, None)
         if x is not None:
-            value = torch.randn(width, generator=generator, device="cpu").to(dtype)
+            value = torch.randn(width, generator=generator, device="cpu", dtype=torch.float32).to(dtype)
             parameters[name] = nn.Parameter(value, requires_grad=False)
     made.__dict__["_parameters"] = parameters
     for name in form.sizes:
@@ -230,7 +239,7 @@ def _same_in_autocast(form: NormForm, module: nn.Module) -> tuple[str, ...]:
 
 def _probe(width: int = PROBE_DIM) -> Tensor:
     generator = torch.Generator().manual_seed(2)
-    x = torch.randn(2, 5, 3, width, generator=generator, device="cpu")
+    x = torch.randn(2, 5, 3, width, generator=generator, device="cpu", dtype=torch.float32)
     sizes = torch.tensor([1e-3, 0.1, 1.0, 4.0, 30.0], device="cpu")  # eps matters in small rows
     return x * sizes.view(-1, 1, 1)
 

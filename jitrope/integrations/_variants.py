@@ -234,7 +234,7 @@ def probe(
     generator = torch.Generator().manual_seed(0)
 
     def random(dtype: torch.dtype, *sizes: int) -> Tensor:
-        return torch.randn(sizes, generator=generator, device="cpu").to(dtype)
+        return torch.randn(sizes, generator=generator, device="cpu", dtype=torch.float32).to(dtype)
 
     axes, table_axes, axis = shape
     width = (4 if v.table in _OF_PAIRS else 8) // part

@@ -328,9 +328,9 @@ def enable() -> _host.Report:
     `report.calls["fused"]` counts the launches with norms, and `report.reasons` has the reasons why norms were not
     fused. Raises ImportError without Megatron.
     """
+    cls, what = getattr(*_host.held("megatron", f"{_ATTENTION}:SelfAttention")), "norms of q and k and rope fused"
     report = _host.enable("megatron", {**_host.named(_ROPE_UTILS, *_HOOKS), **_OPTIONAL}, _OPTIONAL)
-    cls, what = _host_module().SelfAttention, "norms of q and k and rope fused"
-    rope, qkv = _host.load("megatron", _ROPE_UTILS).apply_rotary_pos_emb, getattr(cls, _QKV)
+    rope, qkv = _host.load("megatron", _ROPE_UTILS).apply_rotary_pos_emb, getattr(cls, _QKV, cls)
     if not of_host(cls, _QKV):
         report.left[f"{_ATTENTION}.SelfAttention.forward"] = f"{_QKV} was replaced"
     elif "split_qkv" not in inspect.signature(qkv).parameters:

@@ -265,6 +265,7 @@ def _separate(
 
 _FUSED = _host.or_else("transformer_engine", "fused", _fused, _separate)
 _ROPE = "transformer_engine.pytorch.attention.rope"
+_ATTENTION = "transformer_engine.pytorch.attention.multi_head_attention"
 _FUNCTIONS = _host.named(_ROPE, apply_rotary_pos_emb, apply_fused_qkv_rotary_pos_emb)
 
 
@@ -275,10 +276,11 @@ def enable() -> _host.Report:
     `report.calls["fused"]` counts the launches with norms, and `report.reasons` has the reasons why norms were not
     fused. Raises ImportError without TransformerEngine.
     """
+    cls = getattr(*_host.held("transformer_engine", f"{_ATTENTION}:MultiheadAttention"))
     report = _host.enable("transformer_engine", _FUNCTIONS)
     rope = _host.load("transformer_engine", _ROPE).apply_rotary_pos_emb
     made = without_rope("transformer_engine", partial(_refusals, rope), _cu_seqlens, _stand_in)
-    report.replace_method(_host_module().MultiheadAttention, "forward", made, "norms of q and k and rope fused")
+    report.replace_method(cls, "forward", made, "norms of q and k and rope fused")
     return report
 
 

@@ -99,24 +99,29 @@ def enable(model_or_pipeline: Any, *, fuse_norm: bool = True) -> Report:
         InvalidInput: model_or_pipeline is no model and has none, or fuse_norm is not True or False.
         JitropeError: no class in the model is supported, or this diffusers version is too different.
     """
-    report, fuse_norm = Report(), flag("enable", "fuse_norm", fuse_norm)
-    seen: Counter[str] = Counter()
-    for model in _models("enable", model_or_pipeline):
-        report._models.append(weakref.ref(model))
-        before = [weakref.ref(part) for part in _parts(model) if is_twin(type(part))]
-        report._undo.append(partial(_undo, weakref.ref(model), before))
-        parts = [(host_of(type(part)), _replace(part, fuse_norm, report)) for part in _parts(model)]
-        left = [host for host, replaced in parts if not replaced]
-        names = Counter(host.__name__ for host in left)
-        seen += names
-        if len(left) < len(parts):
-            report.left += names
-            for host in left:
-                own = host.__module__.split(".")[0] == "diffusers"
-                report.notes.setdefault(host.__name__, _NO_ROPE if own else _FOREIGN)
-    if not report.replaced:
-        raise JitropeError(_nothing(model_or_pipeline, seen, report.notes))
+    fuse_norm, seen = flag("enable", "fuse_norm", fuse_norm), Counter[str]()
+    with _host.whole(Report()) as report:
+        for model in _models("enable", model_or_pipeline):
+            seen += _place(report, model, fuse_norm)
+        if not report.replaced:
+            raise JitropeError(_nothing(model_or_pipeline, seen, report.notes))
     return report
+
+
+def _place(report: Report, model: nn.Module, fuse_norm: bool) -> Counter[str]:
+    """Replace the processors of a model; return the number of those that are left alone, by class."""
+    report._models.append(weakref.ref(model))
+    before = [weakref.ref(part) for part in _parts(model) if is_twin(type(part))]
+    report._undo.append(partial(_undo, weakref.ref(model), before))
+    parts = [(host_of(type(part)), _replace(part, fuse_norm, report)) for part in _parts(model)]
+    left = [host for host, replaced in parts if not replaced]
+    names = Counter(host.__name__ for host in left)
+    if len(left) < len(parts):
+        report.left += names
+        for host in left:
+            own = host.__module__.split(".")[0] == "diffusers"
+            report.notes.setdefault(host.__name__, _NO_ROPE if own else _FOREIGN)
+    return names
 
 
 _NO_ROPE = "jitrope knows no rope in it"
