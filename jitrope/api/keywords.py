@@ -17,50 +17,44 @@ else:
     from typing import TypedDict
 
 
-class JointWords(TypedDict, total=False):
-    """The keywords of `prepare_joint_qkv`, which most functions have; see `apply_rope`."""
+class SharedWords(TypedDict, total=False):
+    """The keywords of all functions; see `apply_rope`."""
 
     interleaved: bool
     interleaved_out: bool | None
-    rotary_dim: int | None
-    rotary_offset: int
     rounding: str
     q_scale: float | Tensor | None
     mscale: float
     unrotated: int
 
 
-class PackedWords(JointWords, total=False):
-    """The keywords of `prepare_packed_qkv`."""
+class JointWords(SharedWords, total=False):
+    """The keywords of `prepare_joint_qkv`."""
+
+    rotary_dim: int | None
+    rotary_offset: int
+
+
+class LatentWords(SharedWords, total=False):
+    """The keywords of `prepare_mla_qkv`."""
 
     cos_sin_cache: Tensor | None
     freqs: Tensor | None
     freqs_cis: Tensor | None
     layout: str
-    inverse: bool
     check: bool
+
+
+class PackedWords(JointWords, LatentWords, total=False):
+    """The keywords of `prepare_packed_qkv`."""
+
+    inverse: bool
 
 
 class RopeWords(PackedWords, total=False):
     """All keywords: those of `apply_rope` and `prepare_qkv`."""
 
     out: Sequence[Tensor | None] | Ulysses | None
-
-
-class LatentWords(TypedDict, total=False):
-    """The keywords of `prepare_mla_qkv`; see `apply_rope`."""
-
-    interleaved: bool
-    interleaved_out: bool | None
-    rounding: str
-    q_scale: float | Tensor | None
-    cos_sin_cache: Tensor | None
-    freqs: Tensor | None
-    freqs_cis: Tensor | None
-    mscale: float
-    unrotated: int
-    layout: str
-    check: bool
 
 
 DEFAULTS = {**Options._field_defaults, "interleaved_out": None, "rotary_dim": None, "check": False}

@@ -51,8 +51,6 @@ def prepare_packed_qkv(
     inplace: Literal[False] = False,
     **words: Unpack[SplitWords],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
 @overload
 def prepare_packed_qkv(
     qkv: Tensor,
@@ -63,8 +61,6 @@ def prepare_packed_qkv(
     inplace: Literal[False] = False,
     **words: Unpack[SplitWords],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
-
-
 @overload
 def prepare_packed_qkv(
     qkv: Tensor,
@@ -75,8 +71,6 @@ def prepare_packed_qkv(
     inplace: Literal[True],
     **words: Unpack[SplitWords],
 ) -> Tensor: ...
-
-
 @overload
 def prepare_packed_qkv(
     qkv: Tensor,
@@ -89,8 +83,6 @@ def prepare_packed_qkv(
     out: Sequence[Tensor | None] | None = None,
     **words: Unpack[SplitWords],
 ) -> tuple[Any, ...]: ...
-
-
 @with_words(PackedWords)
 def prepare_packed_qkv(
     qkv: Tensor,

@@ -149,8 +149,6 @@ def prepare_qkv(
     quantize: DynamicQuantize,
     **words: Unpack[RopeWords],
 ) -> tuple[Scaled, Any, Any]: ...
-
-
 @overload
 def prepare_qkv(
     q: Tensor,
@@ -167,8 +165,6 @@ def prepare_qkv(
     inplace: bool = False,
     **words: Unpack[RopeWords],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
-
-
 @with_words(RopeWords)
 def prepare_qkv(
     q: Tensor,
@@ -276,8 +272,6 @@ def prepare_joint_qkv(
     hadamard: bool | str = False,
     **words: Unpack[StreamWords],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
 @overload
 def prepare_joint_qkv(
     first: Sequence[Tensor],
@@ -288,8 +282,6 @@ def prepare_joint_qkv(
     quantize: DynamicQuantize,
     **words: Unpack[StreamWords],
 ) -> tuple[Scaled, Scaled, Any]: ...
-
-
 @with_words(JointWords)
 def prepare_joint_qkv(
     first: Sequence[Tensor],
