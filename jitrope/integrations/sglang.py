@@ -270,11 +270,7 @@ def fused_qk_norm_rope(
 
 
 def minimax_qknorm_rope_grouped(
-    qkv: Tensor,
-    groups: Sequence[tuple[Tensor, int, int]],
-    cos_sin_cache: Tensor,
-    positions: Tensor,
-    eps: float,
+    qkv: Tensor, groups: Sequence[tuple[Tensor, int, int]], cos_sin_cache: Tensor, positions: Tensor, eps: float
 ) -> Tensor:
     """RMSNorm of 1 + weight and rope of halves of groups of heads of qkv, (T, H * D), in place. Returns qkv.
 

@@ -30,15 +30,7 @@ from .operation import (
     rotated_back,
 )
 from .pages import PAGE_TENSORS
-from .projections import (
-    QKV_NORM,
-    QKV_NORM_BACKWARD,
-    ROPE_QKV,
-    ROPE_QKV_BACKWARD,
-    PackedInto,
-    PackedScales,
-    QKVNorm,
-)
+from .projections import QKV_NORM, QKV_NORM_BACKWARD, ROPE_QKV, ROPE_QKV_BACKWARD, PackedInto, PackedScales, QKVNorm
 from .stand_ins import weight_sums
 from .words import resolved
 

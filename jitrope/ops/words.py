@@ -24,11 +24,7 @@ one element in an access."""
 ONE_TABLE = options.TABLES[1:]
 """Words for a single table in place of cos and sin."""
 
-_WORDS = {
-    "layout": tuple(options.LAYOUT_AXES),
-    "rounding": options.ROUNDINGS,
-    "order": tuple(options.QKV_ORDERS),
-}
+_WORDS = {"layout": tuple(options.LAYOUT_AXES), "rounding": options.ROUNDINGS, "order": tuple(options.QKV_ORDERS)}
 """The keywords that are words. Other words come from values, which checked them."""
 _TIMES_WIDTH = {"cos_sin_cache": 1, "freqs_cis": 2}
 """Tables whose width determines rotary_dim, by which factor."""
