@@ -77,40 +77,34 @@ def _fake(op: Operation, *given: Any) -> Tensor | None:
     return op.fresh(*op.read(*given)) if op.fresh else None
 
 
-def _on_cpu(op: Operation, *given: Any) -> Tensor | None:
+def _run(op: Operation, launches: bool, *given: Any) -> Tensor | None:
+    """Call an op: by its launches if it has some for these tensors, which are on a GPU, else in plain torch."""
     words = op.read(*given)
     made = (op.fresh(*words),) if op.fresh else ()
-    op.reference(*made, *words)
-    return made[0] if made else None
-
-
-def on_gpu(op: Operation, *given: Any) -> Tensor | None:
-    """Call an op with tensors on a GPU."""
-    words = op.read(*given)
-    made = (op.fresh(*words),) if op.fresh else ()
-    calls = op.calls(*made, *words)
+    calls = op.calls(*made, *words) if launches else None
     if calls is None:
-        return _on_cpu(op, *given)
-    for call in calls:
-        enqueue(call)
-    written(op.written(*words))
+        op.reference(*made, *words)
+    else:
+        for call in calls:
+            enqueue(call)
+        written(op.written(*words))
     return made[0] if made else None
 
 
 _lib = torch.library.Library("jitrope", "FRAGMENT")
 
 
-def register(key: str, run: Callable[..., Tensor | None]) -> None:
-    """Make `run` the implementation of all ops for a dispatch key of torch."""
+def register(key: str, launches: bool) -> None:
+    """Implement all ops for a dispatch key of torch."""
     for op in OPERATIONS:
-        _lib.impl(op.schema.partition("(")[0], partial(run, op), key)
+        _lib.impl(op.schema.partition("(")[0], partial(_run, op, launches), key)
 
 
 for _op in OPERATIONS:
     _name = _lib.define(_op.schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"jitrope::{_name}", partial(_fake, _op), lib=_lib)
-register("CPU", _on_cpu)
-register("CUDA", on_gpu)
+register("CPU", launches=False)
+register("CUDA", launches=True)
 
 
 # ---- for the modules above ---------------------------------------------------------------------------

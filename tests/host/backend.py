@@ -103,4 +103,4 @@ def install() -> None:
     torch.cuda.device = lambda device: contextlib.nullcontext()
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=SMS)
     library.register_launches("CPU")
-    thd_ops.register("CPU", thd_ops.on_gpu)
+    thd_ops.register("CPU", launches=True)
