@@ -15,8 +15,7 @@ from ..plan.views import Tensors, converts_v, heads_per_group, packed_part, pack
 from .dispatch import call
 from .formats import empty_elements, empty_heads
 from .into import given_out, is_dense, items_of_out, joins_k
-from .joint import JointInto
-from .joint import fresh_outputs as fresh_joint
+from .joint import STREAMS, JointInto
 from .kv_cache import KVCache
 from .operation import Operation
 from .operations import JOINT_SCALES, NORM_OF_V, PACKED_SCALES, PREPARED, QK_NORM_ROPE, QKV_NORM_ROPE, norm_of_v
@@ -137,6 +136,10 @@ def with_v_out(words: dict[str, Any], v: Any) -> None:
     words["out"] = (q, k, empty_elements(v, words.get("out_dtype", "fp8")) if v_out is None else v_out)
 
 
+Shape = tuple[Tensor, tuple[int, ...], int, int]
+"""Of an output: a tensor on its device, the axes before its heads, the number of heads, and the elements of one."""
+
+
 def call_packed_into(
     op: PackedInto, tensors: Tensors, words: dict[str, Any], out: Any, quantize: Any
 ) -> tuple[Any, Any, Any]:
@@ -146,10 +149,12 @@ def call_packed_into(
         if isinstance(out, Ulysses) and refused:
             raise InvalidInput(f"{op.function}: Ulysses does not go with {label}")
     qkv: Any = tensors.get("qkv")
-    found = _into_given(op, PACKED_SCALES, tensors, words, out, quantize, partial(_fresh_packed, op, qkv))
+    options = Options(q_per_group=words["q_per_group"], order=words.get("order", "grouped"))
+    wanted = "q" if cached else "qk" if stays else "qkv"
+    shape_of = partial(_shape_of_packed, qkv, options, wanted)
+    found = _into_given(op, PACKED_SCALES, tensors, words, out, quantize, shape_of)
     if "v" not in found and "v_out" in op.labels:
-        order = words.get("order", "grouped")
-        found["v"] = packed_part(qkv, "v", Options(q_per_group=words["q_per_group"], order=order))
+        found["v"] = packed_part(qkv, "v", options)
     return result(found, "q"), result(found, "k"), result(found, "v")
 
 
@@ -157,56 +162,50 @@ def call_joint_into(
     op: JointInto, tensors: Tensors, words: dict[str, Any], out: Any, quantize: Any
 ) -> tuple[Any, Any, Any]:
     """q, k and v of two streams with a conversion or with the word `out`."""
-    found = _into_given(op, JOINT_SCALES, tensors, words, out, quantize, partial(fresh_joint, tensors))
+    found = _into_given(op, JOINT_SCALES, tensors, words, out, quantize, partial(_shape_of_joint, tensors))
     return result(found, "q"), result(found, "k"), result(found, "v")
 
 
 def _into_given(
-    op: Operation, scales_of: Operation, tensors: Tensors, words: dict[str, Any], out: Any, quantize: Any, fresh: Any
+    op: Operation, scales_of: Operation, tensors: Tensors, words: dict[str, Any], out: Any, quantize: Any, shape_of: Any
 ) -> Tensors:
-    """The results of a call that writes to the tensors of `out`, and to those of `fresh` where there are none.
+    """The results of a call that writes to the tensors of `out`, and to fresh ones where there are none.
 
-    scales_of: the operation of scales of rows. fresh(words, those of out, letters of converted ones, ranks or 0): see
-    `_fresh_packed`.
+    scales_of: the operation of scales of rows. shape_of: of a letter; None if there is no such output, or the check
+    refuses the call. With `Ulysses` each rank has a group of heads.
     """
     ranks, out = (out.words["ulysses_degree"], None) if isinstance(out, Ulysses) else (0, out)
     found = {} if out is None else items_of_out(op, out, "qkv")
     converted = "" if quantize is None else "qkv" if converts_v(tensors, "dynamic_v" in words) else "qk"
-    found.update(fresh(words, found, converted, ranks))
+    for letter in "qkv":
+        shape = None if letter in found else shape_of(letter)
+        if shape is not None:
+            like, lead, heads, dim = shape
+            word = words.get("out_dtype", "fp8") if letter in converted else ""
+            lead = (ranks, *lead) if ranks else lead
+            found[letter] = empty_heads(like, (*lead, heads // (ranks or 1), dim), word)
     tensors.update({f"{letter}_out": x for letter, x in found.items()})
     rows = quantize is not None and quantize.per != "token"
     of_rows = with_scales(scales_of, tensors, words, quantize.per) if rows else {}
     return {**found, **call(op, tensors, words), **of_rows}
 
 
-def _fresh_packed(
-    op: PackedInto, qkv: Any, words: dict[str, Any], given: Tensors, converted: str, ranks: int
-) -> Tensors:
-    """The outputs of a call that the caller does not give, by letters; none of a call that the check refuses.
-
-    given: the caller's. converted: the letters of converted ones. Without copy_v v stays in qkv. ranks: with `Ulysses`;
-    each has a group of heads. 0: the heads are together.
-    """
-    stays = words.get("copy_v") is False
-    if "v" in given and stays:
-        refuse(op.function, "out's v", given["v"], "None with copy_v=False")
-    n, order, wanted = words["q_per_group"], words.get("order", "grouped"), "qkv" if "k_out" in op.labels else "q"
-    if n < 1 or not is_dense(qkv) or qkv.dim() < 3:
-        return {}
-    options = Options(q_per_group=n, order=order)
-    if qkv.shape[-1 if order == "grouped" else -2] % heads_per_group(options):
-        return {}
+def _shape_of_packed(qkv: Any, options: Options, wanted: str, letter: str) -> Shape | None:
+    n = options.q_per_group
+    if letter not in wanted or n < 1 or not is_dense(qkv) or qkv.dim() < 3:
+        return None
+    if qkv.shape[-1 if options.order == "grouped" else -2] % heads_per_group(options):
+        return None
     groups, head_dim = packed_sizes(qkv, options)
-    found: Tensors = {}
-    for letter in wanted:
-        if letter in given or (letter == "v" and stays):
-            continue
-        heads = groups * (n if letter == "q" else 1)
-        lead = (ranks, *qkv.shape[:-2], heads // ranks) if ranks else (*qkv.shape[:-2], heads)
-        found[letter] = empty_heads(
-            qkv, (*lead, head_dim), words.get("out_dtype", "fp8") if letter in converted else ""
-        )
-    return found
+    return qkv, qkv.shape[:-2], groups * (n if letter == "q" else 1), head_dim
+
+
+def _shape_of_joint(tensors: Tensors, letter: str) -> Shape | None:
+    first, second = (tensors.get(f"{stream}_{letter}") for stream in STREAMS)
+    if first is None or second is None or not all(is_dense(x) and x.dim() == 4 for x in (first, second)):
+        return None
+    batch, tokens, heads, dim = first.shape
+    return first, (batch, tokens + second.shape[1]), heads, dim
 
 
 def call_into(

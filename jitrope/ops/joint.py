@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from typing import Any
 
 import torch
 
@@ -13,8 +12,6 @@ from . import reference
 from .checks import WEIGHTS as WEIGHT_NAMES
 from .checks import check, check_into, check_norm, check_whole_head, refuse_gradients
 from .fit import Fail, check_factor, failing, label_of_ids, named, refuse_per_head
-from .formats import empty_heads
-from .into import is_dense
 from .operation import BIASES, NORMED, ROTATION, TABLE_WORDS, WEIGHTS, Call, Normed, Operation, Rule
 from .stand_ins import one_row
 
@@ -166,7 +163,7 @@ class _Joint(Normed):
 class JointInto(_Joint):
     """A form of `Into`, or the scales of `per_row` alone, that reads the heads of two streams.
 
-    The outputs are always tensors of the call; `fresh_outputs` makes those that the caller does not give.
+    The outputs are always tensors of the call; `gather` makes those that the caller does not give.
     """
 
     differentiable = False
@@ -209,25 +206,6 @@ class JointInto(_Joint):
         alone.update(zip(("cos", "sin"), one_row(both["q"].device, 1)))
         words = {word: getattr(options, word) for word in self.converting}
         return self.of.on_cpu(alone, Options(rotary_dim=2, unrotated=ALL_TOKENS, norm=NO_NORM, **words))
-
-
-def fresh_outputs(
-    tensors: Tensors, words: dict[str, Any], given: Container[str], converted: str, ranks: int
-) -> Tensors:
-    """The outputs of a call that the caller does not give, by letters; none of heads that the check refuses.
-
-    given: the letters of the caller's. converted: those of converted ones. ranks: with `Ulysses`, else 0.
-    """
-    found: Tensors = {}
-    for letter in [letter for letter in "qkv" if letter not in given]:
-        both: Any = [tensors.get(f"{stream}_{letter}") for stream in STREAMS]
-        if all(is_dense(x) and x.dim() == 4 for x in both):
-            first, second = both
-            batch, tokens, heads, dim = first.shape
-            lead = (ranks,) if ranks else ()
-            shape = (*lead, batch, tokens + second.shape[1], heads // (ranks or 1), dim)
-            found[letter] = empty_heads(first, shape, words.get("out_dtype", "fp8") if letter in converted else "")
-    return found
 
 
 QK_NORM_ROPE_JOINT = _Joint()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.arguments import refuse
 from ..plan.options import Options, changed, norm_of
 from ..plan.problem import Views
 from ..plan.views import (
@@ -320,6 +321,8 @@ class PackedInto(Operation):
 
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
         fail = failing(name)
+        if "v_out" in tensors and not options.copy_v:
+            refuse(name, "out's v", tensors["v_out"], "None with copy_v=False")
         checks.check_qkv(name, tensors, options)
         alone = "use a call without cache, quantize and out"
         checks.refuse_gradients(fail, tensors, "qkv", "bias", use=alone)
