@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..ops.watch import without_autocast
 from ..thd import ops as thd_ops
 from ..thd.reference import Move
 from .interface import Backend, Case, Gradients, Result
@@ -57,7 +57,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Result:
     if rows == 0:
         none = q.new_empty(0, q.shape[1], dtype=torch.float32)
         return Result(q.new_empty(0, q.shape[1], v.shape[2]), none, none, ())
-    with _no_autocast(q):
+    with without_autocast(q):  # backends compute in the dtypes of their inputs
         result = call.backend.forward(_with_dummies(q, call), k, v, schedule.varlen(call.scale), call.case)
     lse = _by_rows(result.lse, call, rows) if call.case.lse else None
     row_max = _by_rows(result.row_max, call, rows) if call.case.max_logit else None
@@ -71,15 +71,9 @@ def attend_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Resul
         return torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     dout, q, out = (_with_dummies(x, call) for x in (dout, q, result.out))
     varlen = call.schedule.varlen(call.scale)
-    with _no_autocast(q):
+    with without_autocast(q):
         dq, dk, dv = call.backend.backward(dout, q, k, v, result._replace(out=out), varlen)
     return _without_dummies(dq, call, rows), dk, dv
-
-
-def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """A context without autocast on x's device: backends compute in the dtypes of their inputs."""
-    on = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
-    return torch.autocast(x.device.type, enabled=False) if on else nullcontext()
 
 
 def pack_gradients(dk: Tensor, dv: Tensor, call: Call) -> Tensor:

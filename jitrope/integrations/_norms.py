@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..api import prepare_qkv
 from ..base.errors import InvalidInput
 from ..ops.values import Norm
-from ..ops.watch import hooks_of_all
+from ..ops.watch import hooks_of_all, in_autocast
 
 PROBE_DIM = 8  # of a copy's weight
 _PLAIN = (bool, int, float, str, tuple, list, type(None))
@@ -137,12 +137,6 @@ def is_called(module: nn.Module) -> bool:
     except InvalidInput:
         return True
     return False
-
-
-def in_autocast(x: Tensor) -> bool:
-    """Whether autocast is on for x's device, where it may change the results of the host's norm of x."""
-    device = x.device.type
-    return device != "meta" and torch.is_autocast_enabled(device)  # torch has no autocast for meta tensors
 
 
 # ---- recognising ---------------------------------------------------------------------------------------

@@ -9,9 +9,7 @@ reference.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,18 +45,13 @@ def gradients(
             turned = {**inputs, **_normed(call, op, inputs, grads, o)} if op.norm else inputs
             results, grads = _through_turns(turned, grads, changed(o, rounding="fp32"))
         else:
-            with _without_autocast(t[names[0]]):
+            with watch.without_autocast(t[names[0]]):  # the words alone say what is rounded
                 results = op.reference(inputs, o)
         wanted = [inputs[name] for name in names]
         given = {name: grad for name, grad in grads.items() if results[name].requires_grad}  # k has no scale
         outputs, sent = [results[name] for name in given], [*given.values()]
         found = torch.autograd.grad(outputs, wanted, sent, create_graph=again, allow_unused=True)
     return dict(zip(names, found))
-
-
-def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """A context in which the words alone say what is rounded; the meta device has no autocast."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def _has_kernel(op: Operation, t: Tensors, grads: Tensors, o: Options) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -80,6 +81,16 @@ def plain(tensors: Mapping[str, Any]) -> bool:
 def wants_grad(*tensors: Any) -> bool:
     """Whether autograd records a call of these tensors."""
     return grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+
+
+def in_autocast(x: Tensor) -> bool:
+    """Whether autocast is on for x's device. The meta device has none."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """A context without autocast on x's device."""
+    return torch.autocast(x.device.type, enabled=False) if in_autocast(x) else nullcontext()
 
 
 def hooks_of_all() -> bool:

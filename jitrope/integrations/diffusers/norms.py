@@ -16,7 +16,8 @@ from torch import Tensor
 from ...api import prepare_joint_qkv, prepare_qkv
 from ...base.errors import InvalidInput
 from ...ops.values import Norm
-from .._norms import DEFAULT_EPS, in_autocast, parameters_of
+from ...ops.watch import in_autocast
+from .._norms import DEFAULT_EPS, parameters_of
 
 Pair = tuple[Tensor, Tensor]
 Parts = tuple[Tensor, Tensor, Tensor]
