@@ -20,17 +20,13 @@ _BLOCK = 128
 
 @dataclass(frozen=True)
 class Flash(Backend):
-    """torch.ops.aten._flash_attention_forward and _backward, with the implementation that is active in torch.
-
-    impl: its name in torch.nn.attention; None: torch's own. module: its package. capabilities: major compute
-    capabilities of supported devices. max_segments: None: no limit.
-    """
+    """torch.ops.aten._flash_attention_forward and _backward, with the implementation that is active in torch."""
 
     name: str
-    impl: str | None
-    module: str
-    capabilities: range
-    max_segments: int | None = None
+    impl: str | None  # its name in torch.nn.attention; None: torch's own
+    module: str  # its package
+    capabilities: range  # major compute capabilities of supported devices
+    max_segments: int | None = None  # None: no limit
 
     def refuses(self, case: Case) -> str | None:
         most = self.max_segments

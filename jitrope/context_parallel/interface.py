@@ -17,29 +17,18 @@ fail = failing(NAME)
 
 
 class Case(NamedTuple):
-    """The parts of a rank's attention that are known without the GPU. A backend may refuse a case.
-
-    Attributes:
-        device, dtype: of q, k and v.
-        heads, kv_heads: heads of q, and of k and v, in one head group.
-        head_dim, head_dim_v: elements of a head of q and k, and of v.
-        mask: (left, right): the number of keys that a query sees before and after its own; -1: no bound.
-        segments: the largest possible number of segments. A segment is a chunk's queries and the keys that they see.
-        equal: all segments have the same number of queries, at least one, and the same number of keys.
-        grad: gradients are wanted.
-        lse, max_logit: these outputs are wanted.
-    """
+    """The parts of a rank's attention that are known without the GPU. A backend may refuse a case."""
 
     device: torch.device
     dtype: torch.dtype
-    heads: int
-    kv_heads: int
-    head_dim: int
+    heads: int  # of q in one head group
+    kv_heads: int  # of k and v
+    head_dim: int  # elements of a head of q and k
     head_dim_v: int
     mask: Mask = Mask()
-    segments: int = 1
-    equal: bool = False
-    grad: bool = True
+    segments: int = 1  # the most there may be; one is a chunk's queries and the keys that they see
+    equal: bool = False  # all segments have as many queries, at least one, and as many keys
+    grad: bool = True  # gradients are wanted, and these outputs:
     lse: bool = False
     max_logit: bool = False
 
@@ -47,29 +36,24 @@ class Case(NamedTuple):
 class Varlen(NamedTuple):
     """Segments of packed queries and keys, with FlashAttention's rules for masks.
 
-    cu_seqlens_q, cu_seqlens_k: int32 offsets (segments + 1). max_q, max_k: at least the longest segment. The last query
-    of a segment is at the position of its last key. Rows after the last offset belong to no segment.
+    The last query of a segment is at the position of its last key. Rows after the last offset belong to no segment.
     """
 
-    cu_seqlens_q: Tensor
+    cu_seqlens_q: Tensor  # int32 offsets (segments + 1)
     cu_seqlens_k: Tensor
-    max_q: int
+    max_q: int  # at least the longest segment
     max_k: int
     mask: Mask
     scale: float
 
 
 class Result(NamedTuple):
-    """The outputs of `Backend.forward`. Rows of no segment are unspecified, except in row_max, where they are -inf.
+    """The outputs of `Backend.forward`. Rows of no segment are unspecified, except in row_max, where they are -inf."""
 
-    out: (Tq, Hq, Dv), zero for rows without keys. lse and row_max, the largest logit: (Hq, Tq), fp32, -inf for rows
-    without keys. Both may be None if the case does not need them. saved: more tensors for `Backend.backward`.
-    """
-
-    out: Tensor
-    lse: Tensor | None
-    row_max: Tensor | None
-    saved: tuple[Tensor, ...]
+    out: Tensor  # (Tq, Hq, Dv), zero for rows without keys
+    lse: Tensor | None  # (Hq, Tq), fp32, -inf for rows without keys; None if the case does not need it
+    row_max: Tensor | None  # the same of the largest logit
+    saved: tuple[Tensor, ...]  # more tensors for `Backend.backward`
 
 
 Gradients = tuple[Tensor, Tensor, Tensor]

@@ -37,18 +37,13 @@ class Rope(NamedTuple):
 
 @dataclass
 class Plan:
-    """The norms and rope functions of a forward, by their names in its code.
-
-    Attributes:
-        after: the norms follow the rotation.
-        across: norms may be across heads.
-    """
+    """The norms and rope functions of a forward, by their names in its code."""
 
     host: str
     norms: dict[str, tuple[NormForm, ...]]
     ropes: dict[str, Rope]
-    after: bool = False
-    across: bool = False
+    after: bool = False  # the norms follow the rotation
+    across: bool = False  # norms may be across heads
 
     def begin(self, settles: bool) -> Pass:
         """The pass of a forward that begins. settles: its code calls `Pass.settled`."""
@@ -59,18 +54,12 @@ VIEWS = ("transpose", "permute", "view", "reshape", "unsqueeze", "squeeze", "fla
 
 
 class _Later:
-    """A tensor that is computed later. A method that gives a view is kept (`_viewed`), and applied to the tensor.
-
-    Attributes:
-        steps: the methods, and their arguments.
-        before: the same without the last step, if there is one.
-        made: the tensor, which is made once, because it may be a copy that is then changed in place.
-    """
+    """A tensor that is computed later. A method that gives a view is kept (`_viewed`), and applied to the tensor."""
 
     run: Pass
-    steps: tuple[Step, ...]
-    before: Any = None
-    made: Tensor | None = None
+    steps: tuple[Step, ...]  # the methods, and their arguments
+    before: Any = None  # the same without the last step, if there is one
+    made: Tensor | None = None  # made once, because it may be a copy that is then changed in place
 
     def of(self, whole: Any) -> Any:
         """The tensor, from that without any step."""
@@ -187,22 +176,15 @@ def _replay(x: Any, steps: tuple[Step, ...]) -> Any:
 
 @dataclass
 class Pass:
-    """What is pending in one forward.
-
-    Attributes:
-        strict: for trials, a launch that jitrope refuses raises, and none is counted.
-        settles: `settled` may be called, so all results are noted.
-        results: weak references to the results since the last call of `settled`.
-        told: the reasons noted so far.
-    """
+    """What is pending in one forward."""
 
     plan: Plan
-    strict: bool = False
-    settles: bool = False
-    results: list[Any] = field(default_factory=list)
+    strict: bool = False  # for trials: a launch that jitrope refuses raises, and none is counted
+    settles: bool = False  # `settled` may be called, so all results are noted
+    results: list[Any] = field(default_factory=list)  # weak references, since the last call of `settled`
     norms: list[Norming] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)  # reasons
 
     def norm(self, name: str, module: Function, x: Any) -> Any:
         """The norm of x by a module, later if a launch can compute it. Another function is called."""

@@ -40,46 +40,29 @@ GIVEN_MEANS = tuple([f"{name}?" for name in MEANS])
 
 
 class Operation:
-    """An operation: names, and a few functions of (tensors by name, options).
+    """An operation: names, and a few functions of (tensors by name, options)."""
 
-    Attributes:
-        name: the name of torch's op; "_" at the end marks the op in place. function: the user's function.
-        tensors: names in the op's order, before those of the tables; one with "?" may be missing.
-        options: the fields of `Options` that the op has, beside `table` and the norm.
-        hidden: words among `options` and "check" that a user's call may not have. words, tables: the words and the
-            tables that it may have beside `tensors`. names: those of `tensors`, without marks.
-        stage: the reason why it lacks the other words, for messages.
-        labels: users' names of tensors, where they differ, for messages.
-        norm: whether it normalises.
-        results: names of the outputs. An output with an input's name is missing if the input is.
-        reads, writes: tensors with the heads of q, k and v, in and out; "q_out" is the output "q".
-        mutated: inputs that are always written.
-        inplace: it has an op in place. differentiable: it has a gradient. shards: it takes DTensors.
-        into: its form that writes tensors of the caller, if there is one. by_rank: its form for Ulysses.
-        rules: the functions of its `check`; their first argument is the user's function.
-        reference: the results in plain torch, as fresh tensors.
-    """
-
-    name: str
-    function: str = ""
-    tensors: tuple[str, ...] = ("q", "k?")
-    options: tuple[str, ...] = ROTATION
-    hidden: tuple[str, ...] = ()
-    words: tuple[str, ...]
-    stage: str = ""
+    name: str  # of torch's op; "_" at the end marks the op in place
+    function: str = ""  # the user's
+    tensors: tuple[str, ...] = ("q", "k?")  # in the op's order, before those of the tables; "?": it may be missing
+    options: tuple[str, ...] = ROTATION  # fields of `Options` that the op has, beside `table` and the norm
+    hidden: tuple[str, ...] = ()  # words among `options` and "check" that a user's call may not have
+    words: tuple[str, ...]  # those that it may have beside `tensors`
+    names: tuple[str, ...]  # of `tensors`, without marks
+    stage: str = ""  # the reason why it lacks the other words, for messages
     tables: frozenset[str] = frozenset((*TABLE_WORDS, "cu_seqlens", "q_factor"))
-    labels: dict[str, str] = {}  # noqa: RUF012  it is never written
-    results: tuple[str, ...] = ("q", "k")
-    reads: tuple[str, ...] = ("q", "k", "v")
-    writes: tuple[str, ...] = ("q_out", "k_out", "v_out")
-    mutated: tuple[str, ...] = ()
-    norm = False
-    inplace = differentiable = True
-    shards = False
-    into: Operation
-    by_rank: Operation
-    rules: tuple[Rule, ...] = (checks.check,)
-    reference: Callable[[Tensors, Options], Tensors]
+    labels: dict[str, str] = {}  # noqa: RUF012  users' names of tensors, for messages; it is never written
+    results: tuple[str, ...] = ("q", "k")  # names of the outputs; one with an input's name is missing if the input is
+    reads: tuple[str, ...] = ("q", "k", "v")  # tensors with the heads of q, k and v
+    writes: tuple[str, ...] = ("q_out", "k_out", "v_out")  # "q_out" is the output "q"
+    mutated: tuple[str, ...] = ()  # inputs that are always written
+    norm = False  # it normalises
+    inplace = differentiable = True  # it has an op in place; it has a gradient
+    shards = False  # it takes DTensors
+    into: Operation  # its form that writes tensors of the caller, if there is one
+    by_rank: Operation  # its form for Ulysses
+    rules: tuple[Rule, ...] = (checks.check,)  # of its `check`
+    reference: Callable[[Tensors, Options], Tensors]  # the results in plain torch, as fresh tensors
 
     def __init__(self) -> None:
         own = ("norm",) if self.norm else ()

@@ -22,40 +22,26 @@ SCRATCH = ("weight_grads", "block_sums", "counters")
 
 
 class Form(NamedTuple):
-    """All inputs of the source of a known call.
+    """All inputs of the source of a known call."""
 
-    Attributes:
-        names: names of the tensors, in order. twice: pairs of names (later, earlier) of one tensor.
-        pointers: the addresses of the argument block as expressions, "0" for an absent one; () if nothing is launched.
-        results: names of the results. inplace: the results are tensors of the call. like: a result is like the tensor
-            of the same name. finished: results are made from the outputs.
-        close: tensors that must not share memory. written: tensors whose versions are incremented.
-        guarded: the call returns None for another kind of call. aligned: all addresses are multiples of 16.
-        heads: names of the tensors that `record` is given while gradients are enabled; (): the call is not recorded.
-            saved: names of those that its backward needs. unrecorded: it returns None then.
-        arguments: the names of the function's arguments, those of torch's op; one that is not given starts with "no_".
-            (): a dict of the tensors, and then each tensor. outputs: it returns the op's outputs, not results by name.
-        views: names of the kernel's tensors that are not in `names`, or begin elsewhere, and their addresses as
-        expressions (`dispatch.replay`).
-    """
-
-    names: tuple[str, ...]
-    pointers: tuple[str, ...]
-    results: tuple[str, ...]
-    inplace: bool
-    like: bool
-    finished: bool
-    close: tuple[str, ...]
-    written: tuple[str, ...]
-    twice: tuple[tuple[str, str], ...] = ()
-    guarded: bool = False
-    aligned: bool = True
-    heads: tuple[str, ...] = ()
-    saved: tuple[str, ...] = ()
-    unrecorded: bool = False
-    arguments: tuple[str, ...] = ()
-    outputs: bool = False
+    names: tuple[str, ...]  # of the tensors, in order
+    pointers: tuple[str, ...]  # addresses as expressions, "0" for an absent one; () if nothing is launched
+    results: tuple[str, ...]  # names
+    inplace: bool  # the results are tensors of the call
+    like: bool  # a result is like the tensor of the same name
+    finished: bool  # results are made from the outputs
+    close: tuple[str, ...]  # tensors that must not share memory
+    written: tuple[str, ...]  # tensors whose versions are incremented
+    twice: tuple[tuple[str, str], ...] = ()  # pairs of names (later, earlier) of one tensor
+    guarded: bool = False  # the call returns None for another kind of call
+    aligned: bool = True  # all addresses are multiples of 16
+    heads: tuple[str, ...] = ()  # tensors that `record` is given if gradients are enabled; (): it is not recorded
+    saved: tuple[str, ...] = ()  # those that its backward needs
+    unrecorded: bool = False  # it returns None if gradients are enabled
+    arguments: tuple[str, ...] = ()  # of torch's op, "no_..." for one not given; (): a dict of tensors, and then each
+    outputs: bool = False  # it returns the op's outputs, not results by name
     views: tuple[tuple[str, str], ...] = ()
+    """Names and addresses of the kernel's tensors that are not in `names`, or begin elsewhere (`dispatch.replay`)."""
 
 
 def _checks(form: Form) -> list[str]:

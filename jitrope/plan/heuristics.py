@@ -136,30 +136,22 @@ MAX_UNEVEN = 2
 
 @dataclass(frozen=True)
 class RopeProblem(Compiled):
-    """One call in integers and words.
-
-    heads: of q and k, and of v where it is copied; q_heads: of q alone. vec_limit, table_vec_limit, weight_vec_limit:
-    the most elements of an access that addresses and strides of q and k, of the tables, and of a norm's weights allow
-    (1: no alignment, or strided elements). table_step_limit: 2 if the tables use every other element. num_sequences is
-    0 without cu_seqlens. max_seqlen is the whole sequence's, also under context parallelism; 0: not given.
-    batch_invariant: a norm must add in an order that follows from the head alone. memory_speed: TB/s of the GPU's
-    memory by its clock and width; 0: not known.
-    """
+    """One call in integers and words."""
 
     batch: int
     tokens: int
-    heads: int
+    heads: int  # of q and k, and of v where it is copied
     q_heads: int
-    num_sequences: int
-    max_seqlen: int
-    vec_limit: int
+    num_sequences: int  # 0 without cu_seqlens
+    max_seqlen: int  # the whole sequence's, also under context parallelism; 0: not given
+    vec_limit: int  # the most elements of an access that addresses and strides allow; 1: none are neighbours or aligned
     table_vec_limit: int
-    table_step_limit: int
+    table_step_limit: int  # 2 if the tables use every other element
     weight_vec_limit: int
     launch: str
     sm_count: int
-    batch_invariant: bool = False
-    memory_speed: float = 0.0
+    batch_invariant: bool = False  # a norm must add in an order that follows from the head alone
+    memory_speed: float = 0.0  # TB/s of the GPU's memory by its clock and width; 0: not known
 
 
 @dataclass(frozen=True)

@@ -19,112 +19,81 @@ ROPE_KINDS = ("rope", "qk_norm_rope", "qk_norm_rope_backward")
 
 @dataclass(frozen=True)
 class Compiled:
-    """The parts of a call that are compiled into its kernel. A problem and a spec share these fields.
+    """The parts of a call that are compiled into its kernel. A problem and a spec share these fields."""
 
-    dtype, table_dtype: of q and k, and of the tables. rotary_dim elements of a head from rotary_offset on are rotated.
-    Their pairs are (2i, 2i+1) if interleaved, else (i, i + rotary_dim / 2); interleaved_out: the same for the output.
-    inverse: rotate back (the backward). rounding: the arithmetic, one of `ROUNDINGS`; only "complex128" computes in
-    fp64 and takes fp64 tables. wide: a stride, or a table's number of rows, is 2^30 or more.
-
-    The tables. freqs: the table holds angles, not cos and sin. full_width: each member of a pair has an entry.
-    per_head: each head has entries. packed_table: there is a row for each token of the packed batch.
-
-    Rows of the tables. The dtypes of cu_seqlens, start_positions, position_ids and slot_mapping are None without them.
-    cp_size: ranks that share each sequence. prefixed: a run-time number of first tokens of a sequence are not rotated,
-    and rows are counted from the next token on. mrope_section: pairs of each axis of position_ids, () for one axis.
-    mrope_interleaved: the axes' pairs alternate. shifts: a position id below 0 rotates back. batch_inner: tokens of
-    neighbouring batch rows are neighbours in memory, and are taken in that order.
-
-    Outputs. q_out, kv_out: the stored type, dtype or of `SCALED_DTYPES`. hadamard: the part of the heads of q and k
-    that is transformed before they are stored, of `HADAMARDS`. dynamic: the kernel computes a scale for each head, or
-    with a group for each `group` elements, and stores it as scale_out, of `SCALE_DTYPES`. dynamic_q: q has such scales,
-    and k without a cache; block_cache: k and v have them, beside a cache of theirs. swizzled: q's and k's are in tiles;
-    per_row: only the scale of each head of a batch row or a sequence. With a slot_mapping or a page_table k, and v with
-    copy_v, go to a cache with pages of page_size slots (0: no pages), and rotate_k also rotates k in place.
-    page_indptr, cu_seqlens_q, batch_indices: beside the page table there are these; clear_page: the rest of a
-    sequence's last page becomes zero. q_per_group, kv_per_group: heads in a group of packed QKV, or of a rank, else 1.
-    copy_v: v is copied, v_per_k heads for each of k; convert_v: it is divided by scales too. v_dim: with latent
-    attention, elements of a head of v, else 0. scales_q: q has a scale. head_scales: each head has its own given scale
-    of fp8. added_bias: a projection's bias is added first; gated: behind each head of q lies its gate, which is copied.
-
-    A norm. norm_rounding, norm_kind: of `NORM_ROUNDINGS` and `NORM_KINDS`, or "no_norm"; both are "" in a kernel of
-    rope alone. across_heads: the mean is over all heads of a token; row_heads are the numbers of q's (and k's) heads.
-    given_means: a token's means of squares are given, and each head has its own weights; across_heads is then False.
-    zero_centered: the factor is 1 + weight. after_rope: the norm follows the rotation. norm_q, norm_k: whether q and k
-    are normalised. v_norm: v, which is copied, is normalised too; latent_norm: alone, over all its heads, with weights.
-    weight_dtype: of weights and biases, None without them. biased: there are biases. two_streams, two_tables: q, k and
-    v (and cos and sin) come from two tensors each. gradient: the kernel computes the gradients of q, k, the weights and
-    the biases.
-    """
-
-    dtype: str
+    dtype: str  # of q and k
     table_dtype: str
     head_dim: int
-    rotary_dim: int
+    rotary_dim: int  # elements of a head that are rotated, from rotary_offset on
     rotary_offset: int
-    interleaved: bool
-    interleaved_out: bool
-    inverse: bool
-    freqs: bool
-    full_width: bool
-    per_head: bool
-    packed_table: bool
-    rounding: str
+    interleaved: bool  # pairs are (2i, 2i+1), else (i, i + rotary_dim / 2)
+    interleaved_out: bool  # the same for the output
+    inverse: bool  # rotate back (the backward)
+    # The tables.
+    freqs: bool  # they hold angles, not cos and sin
+    full_width: bool  # each member of a pair has an entry
+    per_head: bool  # each head has entries
+    packed_table: bool  # there is a row for each token of the packed batch
+    rounding: str  # the arithmetic, of `ROUNDINGS`; only "complex128" computes in fp64 and takes fp64 tables
     in_place: bool
+    # Rows of the tables. A dtype is None if its tensor is not given.
     cu_seqlens_dtype: str | None
     start_positions_dtype: str | None
-    cp_size: int
+    cp_size: int  # ranks that share each sequence
     position_ids_dtype: str | None
-    mrope_section: tuple[int, ...]
-    mrope_interleaved: bool
-    shifts: bool
+    mrope_section: tuple[int, ...]  # pairs of each axis of position_ids; () for one axis
+    mrope_interleaved: bool  # the axes' pairs alternate
+    shifts: bool  # a position id below 0 rotates back
+    # Outputs. With slots or a page table k goes to a cache, and v with copy_v.
     slot_mapping_dtype: str | None
-    page_size: int
+    page_size: int  # slots of a page; 0: no pages
     page_table_dtype: str | None
-    page_indptr: bool
+    page_indptr: bool  # these are given beside the page table
     cu_seqlens_q: bool
     batch_indices: bool
-    clear_page: bool
-    rotate_k: bool
-    q_out: str
+    clear_page: bool  # the rest of a sequence's last page becomes zero
+    rotate_k: bool  # k is also rotated in place
+    q_out: str  # the stored type: dtype, or one of `SCALED_DTYPES`
     kv_out: str
-    hadamard: str
-    dynamic: bool
-    dynamic_q: bool
-    group: int
-    scale_out: str
-    swizzled: bool
-    block_cache: bool
-    per_row: bool
-    norm_rounding: str
-    norm_kind: str
-    across_heads: bool
-    row_heads: tuple[int, ...]
-    given_means: bool
-    zero_centered: bool
-    after_rope: bool
-    norm_q: bool
+    hadamard: str  # the part of the heads of q and k that is transformed before they are stored, of `HADAMARDS`
+    dynamic: bool  # the kernel computes scales
+    dynamic_q: bool  # of q, and of k without a cache
+    group: int  # neighbouring elements of a head that share a scale; 0: all
+    scale_out: str  # the scales' type, of `SCALE_DTYPES`
+    swizzled: bool  # those of q and k are in tiles
+    block_cache: bool  # k and v have scales, beside a cache of theirs
+    per_row: bool  # nothing but the scale of each head of a batch row or a sequence
+    # A norm. The rounding and the kind are "" in a kernel of rope alone.
+    norm_rounding: str  # of `NORM_ROUNDINGS`
+    norm_kind: str  # of `NORM_KINDS`, or "no_norm"
+    across_heads: bool  # the mean is over all heads of a token
+    row_heads: tuple[int, ...]  # then the numbers of q's (and k's) heads
+    given_means: bool  # a token's means of squares are given, each head has its own weights; across_heads is False
+    zero_centered: bool  # the factor is 1 + weight
+    after_rope: bool  # the norm follows the rotation
+    norm_q: bool  # q is normalised
     norm_k: bool
-    v_norm: bool
-    latent_norm: bool
-    weight_dtype: str | None
-    biased: bool
-    two_streams: bool
-    two_tables: bool
-    gradient: bool
-    q_per_group: int
+    v_norm: bool  # v, which is copied, is normalised too
+    latent_norm: bool  # v is normalised alone, over all its heads, with weights
+    weight_dtype: str | None  # of weights and biases; None without them
+    biased: bool  # there are biases
+    two_streams: bool  # q, k and v come from two tensors each
+    two_tables: bool  # and so do cos and sin
+    gradient: bool  # the kernel computes the gradients of q, k, the weights and the biases
+    # Heads, and the rest.
+    q_per_group: int  # heads in a group of packed QKV, or of a rank, else 1
     kv_per_group: int
     copy_v: bool
-    v_per_k: int
-    convert_v: bool
-    v_dim: int
-    batch_inner: bool
-    wide: bool
-    scales_q: bool
-    prefixed: bool
-    head_scales: bool
-    added_bias: bool
-    gated: bool
+    v_per_k: int  # heads of v for each of k
+    convert_v: bool  # v is divided by scales too
+    v_dim: int  # with latent attention, elements of a head of v, else 0
+    batch_inner: bool  # tokens of neighbouring batch rows are neighbours in memory, and are taken in that order
+    wide: bool  # a stride, or a table's number of rows, is 2^30 or more
+    scales_q: bool  # q has a scale
+    prefixed: bool  # a run-time number of first tokens of a sequence is not rotated; rows count from the next token
+    head_scales: bool  # each head has its own given scale of fp8
+    added_bias: bool  # a projection's bias is added first
+    gated: bool  # behind each head of q lies its gate, which is copied
 
     @property
     def norm(self) -> bool:
@@ -154,29 +123,21 @@ class Compiled:
 
 @dataclass(frozen=True)
 class RopeSpec(Compiled, Spec):
-    """One kernel, rendered from `rope.cu.jinja`, or with a norm from `qk_norm_rope.cu.jinja` or its backward.
+    """One kernel, rendered from `rope.cu.jinja`, or with a norm from `qk_norm_rope.cu.jinja` or its backward."""
 
-    one_row: there is one batch row. vec, table_vec, weight_vec: elements in one access of q and k, of the tables and of
-    the weights; 1 serves any element stride. table_step: the element stride of the tables, 1 or 2. chunks: a thread
-    holds one or two runs of neighbouring elements of a head (halves: always two). A block takes tokens_per_block
-    tokens, and heads_per_block x heads_per_thread heads of each at a time; one_step: it takes its heads in one step.
-    blocks_per_sm: the least number of blocks on an SM, with a norm. ring: blocks walk the tokens, and their next heads
-    are on their way to shared memory.
-    """
-
-    one_row: bool
+    one_row: bool  # there is one batch row
     launch: str
-    vec: int
-    chunks: int
-    table_vec: int
-    table_step: int
-    weight_vec: int
+    vec: int  # elements in one access of q and k; 1 serves any element stride
+    chunks: int  # runs of neighbouring elements of a head that a thread holds, 1 or 2 (halves: always 2)
+    table_vec: int  # elements in one access of the tables
+    table_step: int  # their element stride, 1 or 2
+    weight_vec: int  # elements in one access of the weights
     heads_per_thread: int
-    blocks_per_sm: int
-    ring: bool
+    blocks_per_sm: int  # at least, with a norm
+    ring: bool  # blocks walk the tokens, and their next heads are on their way to shared memory
     tokens_per_block: int
-    heads_per_block: int
-    one_step: bool
+    heads_per_block: int  # of a token at a time, times heads_per_thread
+    one_step: bool  # a block takes its heads in one step
 
     @property
     def kind(self) -> str:

@@ -17,22 +17,18 @@ bytes, with one product 1.29; sums over many batch rows 0.95 to 1.04, as with on
 
 @dataclass(frozen=True)
 class TableGradientSpec(PlainSpec):
-    """A kernel that computes the gradients of the cosines and sines of each token (`table_gradient.cu.jinja`).
+    """A kernel that computes the gradients of the cosines and sines of each token (`table_gradient.cu.jinja`)."""
 
-    The fields up to rotary_offset are those of `Compiled`. vec: elements of one access, and pairs of a thread; 1 serves
-    any element stride. A block has `heads` heads of the table, and adds up `parts` parts of each sum.
-    """
-
-    dtype: str
+    dtype: str  # this and the fields up to rotary_offset as in `Compiled`
     interleaved: bool
     interleaved_out: bool
     full_width: bool
     per_head: bool
     rotary_dim: int
     rotary_offset: int
-    vec: int
-    heads: int
-    parts: int
+    vec: int  # elements of one access, and pairs of a thread; 1 serves any element stride
+    heads: int  # of the table, in a block
+    parts: int  # of each sum, which a block adds up
 
     kind = KIND
     words = {"dtype": DTYPES}  # noqa: RUF012  it is never written

@@ -16,20 +16,19 @@ class Correction(NamedTuple):
     """A step of ring attention, to be joined with the steps before it.
 
     quantity: "lse" joins lse_step into lse, "read_lse" copies lse into lse_step, "out" adds step to out, scaled by
-    exp(lse_step - lse), and "grad" adds step to out. first, second: for each half of a sequence "nothing", "add" or
-    "copy". If one of them is "nothing", step and lse_step have only the rows of the other half.
-    out, step: (rows, H, D). lse, lse_step: (H, rows) if packed, else (B, H, rows).
+    exp(lse_step - lse), and "grad" adds step to out. If one half of the sequences has "nothing", step and lse_step have
+    only the rows of the other.
     """
 
     quantity: str
-    first: str
+    first: str  # for each first half "nothing", "add" or "copy"
     second: str
     packed: bool
     cu_seqlens: Tensor
     rows: int
-    out: Tensor | None = None
+    out: Tensor | None = None  # (rows, H, D)
     step: Tensor | None = None
-    lse: Tensor | None = None
+    lse: Tensor | None = None  # (H, rows) if packed, else (B, H, rows)
     lse_step: Tensor | None = None
 
     @property

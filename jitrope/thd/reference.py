@@ -72,26 +72,18 @@ class Segments(NamedTuple):
     A segment is a run of queries that see one run of keys: a chunk of a sequence, or under a full mask all queries
     that the rank has of a sequence. The last query of a segment is at its last key, so masks counted from the end
     (bottom right) are correct for every segment. If keys come after a chunk's queries (`Mask.extends`), dummy queries
-    are added to the chunk. Otherwise queries keep their places, and padding forms segments without keys. Tables that a
-    case does not need are None.
-
-    cu_seqlens_q, cu_seqlens_k: (segments + 1), offsets of the segments. int32, as are all tables.
-    key_rows: (keys), the gathered row of each key.
-    gathered_rows: (chunks, gathered), the inverse for each of the rank's chunks; one chunk under a full mask.
-    query_rows: (queries), the source row of each query.
-    output_rows: (rows), the query of each row's output.
-    send_rows: (sent), the rows to send, in rank order.
-    sent_rows: (cp_size, rows), the place of each row among the rows sent to each rank.
+    are added to the chunk. Otherwise queries keep their places, and padding forms segments without keys. All tables
+    are int32. Those that a case does not need are None.
     """
 
-    cu_seqlens_q: Tensor
+    cu_seqlens_q: Tensor  # (segments + 1), offsets of the segments
     cu_seqlens_k: Tensor
-    key_rows: Tensor
-    gathered_rows: Tensor
-    query_rows: Tensor | None
-    output_rows: Tensor | None
-    send_rows: Tensor | None
-    sent_rows: Tensor | None
+    key_rows: Tensor  # (keys), the gathered row of each key
+    gathered_rows: Tensor  # (chunks, gathered), the inverse for each of the rank's chunks; one under a full mask
+    query_rows: Tensor | None  # (queries), the source row of each query
+    output_rows: Tensor | None  # (rows), the query of each row's output
+    send_rows: Tensor | None  # (sent), the rows to send, in rank order
+    sent_rows: Tensor | None  # (cp_size, rows), the place of each row among the rows sent to each rank
 
     @classmethod
     def of(cls, flat: Tensor, shape: Shape, mask: Mask, padded: bool) -> Segments:

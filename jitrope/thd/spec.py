@@ -45,25 +45,19 @@ class _Moves(PlainSpec):
 
 @dataclass(frozen=True)
 class RowsSpec(_Moves):
-    """A kernel that moves rows (`thd_rows.cu.jinja`), or writes their sources (`thd_tables.cu.jinja`).
+    """A kernel that moves rows (`thd_rows.cu.jinja`), or writes their sources (`thd_tables.cu.jinja`)."""
 
-    map: the rule for the source of a row, one of `MAPS`; see `reference.Move`. writes: the kernel writes the sources
-    themselves. index_dtype: of cu_seqlens. cp_size, rule: of the partition. sums: the table has several sources for
-    each row, which are added up in fp32; dtype and out_dtype are then those of the rows. Otherwise rows are bytes.
-    access_bytes: of one load or store. lanes: threads for each row. unroll: rows for each thread.
-    """
-
-    map: str
-    writes: bool = False
-    index_dtype: str = "int32"
+    map: str  # the rule for the source of a row, of `MAPS`; see `reference.Move`
+    writes: bool = False  # the kernel writes the sources themselves
+    index_dtype: str = "int32"  # of cu_seqlens
     cp_size: int = 1
-    rule: str = "dual_chunk"
-    sums: bool = False
-    dtype: str = "fp32"
+    rule: str = "dual_chunk"  # of the partition
+    sums: bool = False  # the table has several sources for each row, which are added up in fp32
+    dtype: str = "fp32"  # of the rows with sums; otherwise they are bytes
     out_dtype: str = "fp32"
-    access_bytes: int = ACCESS_BYTES
-    lanes: int = 1
-    unroll: int = 1
+    access_bytes: int = ACCESS_BYTES  # of one load or store
+    lanes: int = 1  # threads for each row
+    unroll: int = 1  # rows for each thread
 
     threads = BLOCK_THREADS
     unused = ("writes",)
@@ -96,21 +90,16 @@ class RowsSpec(_Moves):
 
 @dataclass(frozen=True)
 class SegmentsSpec(_Moves):
-    """A kernel that lays out a rank's attention: its segments, or with `rows` their rows.
+    """A kernel that lays out a rank's attention (`cp_segments.cu.jinja`, `cp_segment_rows.cu.jinja`)."""
 
-    The templates are `cp_segments.cu.jinja` and `cp_segment_rows.cu.jinja`. full, extends: see `partition.Mask`.
-    padded: each sequence ends in queries without keys. exchange: ranks send each other only the rows that are needed.
-    threads: in a block.
-    """
-
-    rows: bool
+    rows: bool  # it writes the rows of the segments
     index_dtype: str
     cp_size: int
     rule: str
-    full: bool
+    full: bool  # see `partition.Mask`
     extends: bool
-    padded: bool
-    exchange: bool
+    padded: bool  # each sequence ends in queries without keys
+    exchange: bool  # ranks send each other only the rows that are needed
     threads: int
 
     unused = ("rows",)
@@ -132,18 +121,15 @@ class SegmentsSpec(_Moves):
 
 @dataclass(frozen=True)
 class CorrectionSpec(_Moves):
-    """A kernel that joins a step of ring attention with the steps before it (`thd_corrections.cu.jinja`).
+    """A kernel that joins a step of ring attention with the steps before it (`thd_corrections.cu.jinja`)."""
 
-    quantity, first, second, packed: see `corrections.Correction`. vec: elements of one load or store.
-    """
-
-    quantity: str
+    quantity: str  # this and the next three: see `corrections.Correction`
     first: str
     second: str
     packed: bool
     dtype: str
     index_dtype: str
-    vec: int
+    vec: int  # elements of one load or store
 
     kind = "thd_corrections"
     threads = 128

@@ -30,29 +30,19 @@ WORDS = "arguments that jitrope does not know"
 
 
 class Form(NamedTuple):
-    """One form of rope.
+    """One form of rope. `read` takes the arguments of the host's function and returns (q, k or None, tables).
 
-    Attributes:
-        read: takes the arguments of the host's function and returns (q, k or None, tables), and another form as a
-            fourth value if the call has that form. Tables are (cos, sin), or one complex table.
-        axes: the number of axes of these tables: 2 (S, W), 3 (B, S, W) or 4 (B, S, H, W).
-        width: the width of a row as a part of a head. 0: only the first part of a head is rotated, and rows have its
-            width.
-        layout, interleaved: as in `apply_rope`.
-        rounding: as in `apply_rope`. "promoted": in the wider dtype of q and tables. "complex": in the table's dtype.
-        back: takes jitrope's result and the host's first argument; returns the host's result.
-        by: takes the form, the host's function and its arguments; returns the result and the number of rotated tensors.
-            None: `_rotate`.
+    A fourth value is another form, if the call has that. Tables are (cos, sin), or one complex table.
     """
 
     read: Callable[..., Read] = lambda *_: ()
-    axes: int = 2
-    width: float = 1
-    layout: str = "bshd"
+    axes: int = 2  # of the tables: 2 (S, W), 3 (B, S, W) or 4 (B, S, H, W)
+    width: float = 1  # of a row, in heads; 0: only the first part of a head is rotated, and rows have its width
+    layout: str = "bshd"  # this and the next two as in `apply_rope`
     interleaved: bool = True
-    rounding: str = "fp32"
-    back: Callable[[Tensor, Tensor], Tensor] = lambda out, x: out
-    by: Callable[..., Any] | None = None
+    rounding: str = "fp32"  # or "promoted": in the wider dtype of q and tables; "complex": in the table's dtype
+    back: Callable[[Tensor, Tensor], Tensor] = lambda out, x: out  # (jitrope's result, the host's first argument)
+    by: Callable[..., Any] | None = None  # in place of `_rotate`, with its arguments and results
 
 
 def rope_of(form: Form, host: Callable[..., Any], now: Callable[[], Any] | None = None) -> Callable[..., Any]:

@@ -37,18 +37,12 @@ from .ulysses import exchanged, ranks_of, sent
 
 
 class Ours(NamedTuple):
-    """Our `__call__` for a host's processor.
-
-    Attributes:
-        names: the host's parameters after `attn`. Missing ones are None, as in the host.
-        fingerprints: of the host's code in diffusers 0.42, and in older versions since 0.36 that compute the same.
-        says: a description of the host's tables, for the README.
-    """
+    """Our `__call__` for a host's processor."""
 
     call: Callable[..., Any]
-    names: list[str]
-    fingerprints: list[str]
-    says: str
+    names: list[str]  # the host's parameters after `attn`; missing ones are None, as in the host
+    fingerprints: list[str]  # of the host's code in diffusers 0.42, and since 0.36 where it computes the same
+    says: str  # a description of the host's tables, for the README
 
     def stands_for(self, function: Callable[..., Any]) -> bool:
         return fingerprint(function) in self.fingerprints
