@@ -122,14 +122,10 @@ class Spec:
 class PlainSpec(Spec):
     """A spec whose fields are the constants of its template, under their own names."""
 
-    threads: Any
-    """Threads of a block."""
-    words: Mapping[str, tuple[str, ...]]
-    """The allowed texts of each text field."""
-    enumerators: tuple[str, ...] = ()
-    """Text fields that are enumerators of the template. The others are dtypes."""
-    unused: tuple[str, ...] = ()
-    """Fields that the template does not use."""
+    threads: Any  # threads of a block
+    words: Mapping[str, tuple[str, ...]]  # the allowed texts of each text field
+    enumerators: tuple[str, ...] = ()  # text fields that are enumerators of the template; the others are dtypes
+    unused: tuple[str, ...] = ()  # fields that the template does not use
 
     def check(self) -> None:
         check_fields(self, self.words)

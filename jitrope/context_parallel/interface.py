@@ -10,8 +10,7 @@ from torch import Tensor
 from ..ops.fit import failing
 from ..plan.partition import Mask
 
-NAME = "all_gather_attention"
-"""The name at the beginning of messages."""
+NAME = "all_gather_attention"  # the name at the beginning of messages
 
 fail = failing(NAME)
 
@@ -56,8 +55,7 @@ class Result(NamedTuple):
     saved: tuple[Tensor, ...]  # more tensors for `Backend.backward`
 
 
-Gradients = tuple[Tensor, Tensor, Tensor]
-"""dq, dk and dv."""
+Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk and dv
 
 
 class Backend(Protocol):

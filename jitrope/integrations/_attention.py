@@ -28,8 +28,7 @@ from ._norms import PROBE_DIM, NormForm, is_called, recognise, small
 from ._rewrite import Source
 from ._variants import OF_K, OF_Q, equal, names, probe
 
-NAMES = re.compile(r"\w*apply_\w*rotary\w*")
-"""The names of rope functions."""
+NAMES = re.compile(r"\w*apply_\w*rotary\w*")  # the names of rope functions
 
 FUSED = "norm and rope fused"
 _ROPE_ONLY, _LEFT, _NO_NORM = "rope only: ", "left alone: ", "no norm of q and k was found"

@@ -160,8 +160,7 @@ def indexer_q(
     return values, weights.float() * scale * factor
 
 
-_AXES: Any = WeakTensorKeyDictionary()
-"""Of each map of axes its version, and its sections and their order, or None."""
+_AXES: Any = WeakTensorKeyDictionary()  # of each map of axes its version, and its sections and their order, or None
 
 
 def sections(axis_map: Tensor) -> tuple[tuple[int, ...], bool]:

@@ -46,8 +46,7 @@ class Variant(NamedTuple):
         return f"{pairs}{into}, {self.table} tables{words}"
 
 
-_OF_PAIRS = ("half", "complex")
-"""Tables with a column for each pair."""
+_OF_PAIRS = ("half", "complex")  # tables with a column for each pair
 
 Pair = tuple[Tensor, "Tensor | None"]
 Read = tuple[Any, Any, Any, Any, "int | None"]

@@ -21,8 +21,7 @@ OPTIONS = ("-std=c++17",)
 """NVRTC's options for every kernel: no fast-math and no flush to zero. A product and a sum are contracted only where a
 template uses an intrinsic for it."""
 
-OLDEST_ARCH = {12: 50, 13: 75}
-"""The oldest architecture that NVRTC supports, by CUDA's major version."""
+OLDEST_ARCH = {12: 50, 13: 75}  # the oldest architecture that NVRTC supports, by CUDA's major version
 
 PACKAGES = {12: ("cupy-cuda12x", "nvidia-cuda-nvrtc-cu12"), 13: ("cupy-cuda13x", "nvidia-cuda-nvrtc")}
 """The packages of CuPy and NVRTC by CUDA's major version, as in the extras `cuda12` and `cuda13`."""

@@ -19,8 +19,7 @@ from typing import Any
 
 from ..base.errors import CacheError
 
-FORMAT = 3
-"""Version of an entry's layout; part of every key."""
+FORMAT = 3  # version of an entry's layout; part of every key
 
 TEXT, CUBIN, META = "kernel.cu", "kernel.cubin", "spec.json"
 FILES = (TEXT, CUBIN, META)
@@ -28,8 +27,7 @@ FILES = (TEXT, CUBIN, META)
 DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """Errors of reading a damaged or changed entry."""
 
-ANY = "any"
-"""Replaces the compiler's hash in the name of an entry from a bundle, which works with any compiler or none."""
+ANY = "any"  # replaces the compiler's hash in the name of an entry from a bundle, which works with any compiler or none
 
 NAME = re.compile(r"(?P<stem>\w[\w.+-]*-\w+-(?P<source>[0-9a-f]{20}))-(?P<tag>[0-9a-f]{8}|any)", re.ASCII)
 """The name of an entry's folder: kernel, architecture, hash of the source, hash of the compiler."""
@@ -37,8 +35,7 @@ NAME = re.compile(r"(?P<stem>\w[\w.+-]*-\w+-(?P<source>[0-9a-f]{20}))-(?P<tag>[0
 _PRINTED = {"name": re.compile(r"\w[\w.+-]*", re.ASCII), "arch": re.compile(r"\w+", re.ASCII)}
 """Texts of `spec.json` that are printed, so they must not contain control sequences of a terminal."""
 
-Read = tuple[dict[str, Any], dict[str, bytes]]
-"""(`spec.json`, {name: content}) of an entry, checked."""
+Read = tuple[dict[str, Any], dict[str, bytes]]  # (`spec.json`, {name: content}) of an entry, checked
 
 
 class OtherFormat(ValueError):

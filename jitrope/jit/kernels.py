@@ -23,8 +23,7 @@ from .driver import Kernel, Refused
 from .entry import Key
 from .render import ingredients, render
 
-compiled: list[str] = []
-"""Names of the kernels that this process compiled, in order."""
+compiled: list[str] = []  # names of the kernels that this process compiled, in order
 
 _kernels: dict[tuple[Spec, int], Kernel] = {}
 _build_lock = threading.RLock()

@@ -7,8 +7,7 @@ from typing import Any
 from ..base.errors import InvalidInput
 from ..base.spec import Spec
 
-KINDS: dict[str, type[Spec]] = {}
-"""The spec class of each kind. A module with kernels adds its classes at import."""
+KINDS: dict[str, type[Spec]] = {}  # the spec class of each kind; a module with kernels adds its classes at import
 
 
 def spec_from_dict(data: Any) -> Spec:

@@ -16,16 +16,14 @@ from ..plan.problem import DTYPE_NAMES
 from ..plan.views import MEANS, Tensors, per_head, table_pair
 from . import watch
 
-MAX_TOKENS = 2**31 - 1
-"""CUDA's limit on the first grid axis."""
+MAX_TOKENS = 2**31 - 1  # CUDA's limit on the first grid axis
 
 Fail = Callable[[str], NoReturn]
 USERS_NAMES = {"q_factor": "q_scale", **{name: f"mean_squares' {name[0]}" for name in MEANS}}
 """The users' names of tensors that have another name in a call."""
 
 OWN_MEMORY = "pass a tensor with memory for each element"
-SWAPPED = {"bshd": "bhsd", "bhsd": "bshd"}
-"""Layouts that are easily mistaken for each other."""
+SWAPPED = {"bshd": "bhsd", "bhsd": "bshd"}  # layouts that are easily mistaken for each other
 
 
 def failing(name: str) -> Fail:

@@ -13,8 +13,7 @@ from ..plan.options import LAYOUT_AXES, Options, transformed
 from ..plan.views import E8M0, FORMATS, SCALES, Tensors, canonical
 from .rows import sequences_of
 
-TILE = (128, 4)
-"""Tokens and groups of a tile of swizzled scales."""
+TILE = (128, 4)  # tokens and groups of a tile of swizzled scales
 
 
 def divided(y: Tensor, scale: Tensor, word: str) -> Tensor:

@@ -38,16 +38,14 @@ KINDS.update(dict.fromkeys(ROPE_KINDS, RopeSpec))
 MAX_LAUNCHES = 4096
 """The most prepared calls that a thread keeps. Beyond it all are dropped; preparing one again takes microseconds."""
 
-MAX_APART = 1024
-"""The most distances between a call's tensors that are kept as known not to share memory."""
+MAX_APART = 1024  # the most distances between a call's tensors that are kept as known not to share memory
 
 MAX_RECENT = 256
 MAX_RECENT_KINDS = 8
 """The most sets of words, and kinds of tensors for each, that the fast path of a thread remembers, with those of
 torch's ops. Beyond it the oldest are dropped."""
 
-Asked = Any
-"""A user's words as given (a dict), or `Options` that were checked."""
+Asked = Any  # a user's words as given (a dict), or `Options` that were checked
 
 
 class Local(threading.local):

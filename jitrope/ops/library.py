@@ -130,8 +130,7 @@ def _named(names: Sequence[str], arguments: Sequence[Any]) -> Tensors:
 
 
 _GIVEN = {op.name: (*[name.rstrip("?") for name in _names(op)], *TABLE_NAMES) for op in OPERATIONS}
-_WORDS = {op.name: _words(op) for op in OPERATIONS}
-"""The words of each op, in its order, with their defaults."""
+_WORDS = {op.name: _words(op) for op in OPERATIONS}  # the words of each op, in its order, with their defaults
 
 
 def _options(op: Operation, inplace: bool, *words: Any) -> Options:

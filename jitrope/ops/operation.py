@@ -23,8 +23,7 @@ from .fit import USERS_NAMES
 from .rows import RULE
 from .stand_ins import one_row
 
-Call = Callable[["Operation", Tensors, Options], Tensors]
-"""`dispatch.call`."""
+Call = Callable[["Operation", Tensors, Options], Tensors]  # `dispatch.call`
 
 Rule = Callable[[str, Tensors, Options], None]
 """(the user's function, tensors, options): raises InvalidInput if they do not fit."""

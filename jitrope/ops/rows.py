@@ -9,8 +9,7 @@ from ..plan import partition
 from ..plan.options import Options
 from ..plan.views import Tensors, ids_view
 
-RULE = "dual_chunk"
-"""The rule of `partition` by which rope's context parallelism cuts sequences."""
+RULE = "dual_chunk"  # the rule of `partition` by which rope's context parallelism cuts sequences
 
 POSITIONS = {"position_ids", "start_positions", "cu_seqlens"}
 """Tensors by which a token's row differs from its place in the batch row."""

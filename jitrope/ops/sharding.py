@@ -34,8 +34,7 @@ come after that one.
 """
 
 Q, K = ("q", "dq"), ("k", "dk")
-Row = dict[str, Any]
-"""The placements of a call's tensors on one dimension of a mesh."""
+Row = dict[str, Any]  # the placements of a call's tensors on one dimension of a mesh
 
 
 def _axes(label: str, x: Any, call: Mapping[str, Any]) -> dict[str, int]:

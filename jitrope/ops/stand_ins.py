@@ -13,8 +13,7 @@ from ..plan.options import LAYOUT_AXES, Options, norm_of
 from ..plan.views import Tensors, shaped_parts
 from . import watch
 
-COUNTERS = 4096
-"""Counters of blocks: one for each 16 blocks of a launch, and one more (`templates/block_sums.cuh`)."""
+COUNTERS = 4096  # counters of blocks: one for each 16 blocks of a launch, and one more (`templates/block_sums.cuh`)
 
 MOST_CONSTANTS = 4096  # of a function
 

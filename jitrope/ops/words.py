@@ -21,13 +21,11 @@ MAX_MOVED = 64
 """The most rotated elements of a head that can change their pairing in place: threads of one warp have them, even with
 one element in an access."""
 
-ONE_TABLE = options.TABLES[1:]
-"""Words for a single table in place of cos and sin."""
+ONE_TABLE = options.TABLES[1:]  # words for a single table in place of cos and sin
 
 _WORDS = {"layout": tuple(options.LAYOUT_AXES), "rounding": options.ROUNDINGS, "order": tuple(options.QKV_ORDERS)}
 """The keywords that are words. Other words come from values, which checked them."""
-_TIMES_WIDTH = {"cos_sin_cache": 1, "freqs_cis": 2}
-"""Tables whose width determines rotary_dim, by which factor."""
+_TIMES_WIDTH = {"cos_sin_cache": 1, "freqs_cis": 2}  # tables whose width determines rotary_dim, by which factor
 _PACKED = "positions=jitrope.Packed(cu_seqlens, ...)"
 _OLD = {
     "position_ids": "positions=position_ids",

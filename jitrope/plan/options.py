@@ -101,8 +101,7 @@ class Options(NamedTuple):
 
 
 ALL_TOKENS = 2**31 - 1  # the number of unrotated tokens of a call that rotates none
-NO_NORM = NormOptions(kind="no_norm")
-"""The norm of a call whose other stages need whole heads."""
+NO_NORM = NormOptions(kind="no_norm")  # the norm of a call whose other stages need whole heads
 
 
 def norm_of(options: Options) -> NormOptions:

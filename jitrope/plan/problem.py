@@ -34,8 +34,7 @@ DTYPE_NAMES = {
 Views = tuple[Tensor, "Tensor | None", "Tensor | None"]
 """The heads of q, k and v, each (batch, seq, group, head of the group, dim)."""
 
-NARROW = 1 << 30
-"""Strides below this many elements have at most 32 bits in bytes, also those of fp32."""
+NARROW = 1 << 30  # strides below this many elements have at most 32 bits in bytes, also those of fp32
 _OF_OPTIONS, _OF_NORM = (
     [name for name in words if name in heuristics.RopeProblem.__dataclass_fields__]
     for words in (Options._fields, NormOptions._fields[1:])

@@ -29,23 +29,19 @@ FORMATS = {
 }
 """The formats by the words of `spec.SCALED_DTYPES`; before torch 2.8 fp4 is bytes."""
 PER_ITEM = {form.dtype: form.per_item for form in FORMATS.values()}
-E8M0: torch.dtype = getattr(torch, "float8_e8m0fnu", torch.uint8)
-"""Powers of two; before torch 2.7 their bytes."""
+E8M0: torch.dtype = getattr(torch, "float8_e8m0fnu", torch.uint8)  # powers of two; before torch 2.7 their bytes
 SCALES = {"fp32": torch.float32, "e8m0": E8M0, "fp8": FP8}
 """The dtypes of dynamic scales by the words of `SCALE_DTYPES`, without "e8m0_fp32", powers of two in fp32."""
-GROUPS = (16, 32, 64, 128)
-"""Numbers of neighbouring elements of a head that may share a scale."""
+GROUPS = (16, 32, 64, 128)  # numbers of neighbouring elements of a head that may share a scale
 BLOCK_SCALES, NVFP4_GROUP = ("k_block_scale", "v_block_scale"), 16
 """Computed scales beside a cache, and the neighbouring elements of a head that share one in NVFP4."""
 FP8S = tuple(form.dtype for name, form in FORMATS.items() if name.startswith("fp8"))
 """The dtypes with scales of the caller."""
-Tensors = dict[str, Tensor]
-"""A call's tensors by the names of their arguments, without those that were not given."""
+Tensors = dict[str, Tensor]  # a call's tensors by the names of their arguments, without those that were not given
 TABLE_NAMES = ("cos", "sin", "cu_seqlens", "start_positions", "position_ids", "q_factor")
 """The tables, the tokens' positions in them, and the scale of q. Without sin, cos is a single table of the kind
 `Options.table`."""
-MEANS = ("q_mean_square", "k_mean_square")
-"""Given means of squares of a norm across heads, (B, S)."""
+MEANS = ("q_mean_square", "k_mean_square")  # given means of squares of a norm across heads, (B, S)
 
 
 class BlockFormat(NamedTuple):

@@ -12,8 +12,7 @@ from ..jit.registry import KINDS
 from ..plan.partition import RULES, number_of_chunks
 
 MAPS = ("table", "stay", "to_ranks", "to_sequences", "positions", "valid", "tail")
-PARTITIONED = ("to_ranks", "to_sequences", "positions")
-"""Maps that depend on the cut of the batch."""
+PARTITIONED = ("to_ranks", "to_sequences", "positions")  # maps that depend on the cut of the batch
 
 QUANTITIES = ("lse", "read_lse", "out", "grad")
 STEPS = ("nothing", "add", "copy")
@@ -21,16 +20,14 @@ _ENUMERATORS = {"map": MAPS, "quantity": QUANTITIES, "first": STEPS, "second": S
 _WORDS = {**_ENUMERATORS, "rule": RULES, "index_dtype": INDEX_DTYPES, "dtype": DTYPES, "out_dtype": DTYPES}
 
 BLOCK_THREADS = 256
-ROWS_IN_FLIGHT = 4
-"""Rows that a thread loads at the same time."""
+ROWS_IN_FLIGHT = 4  # rows that a thread loads at the same time
 
 SUMS_IN_FLIGHT = 2
 """Rows that a thread adds at the same time, each of two sources. H100, x the copy, 1 / 2 / 4: sums of chunks 1.14 /
 1.09 / 1.18, over two ranks 1.08 / 1.05 / 1.11."""
 
 SCAN_THREADS = 1024
-MIN_LANE_USE = 0.9
-"""The least share of a row's threads that must have work, on average over its passes."""
+MIN_LANE_USE = 0.9  # the least share of a row's threads that must have work, on average over its passes
 
 
 class _Moves(PlainSpec):

@@ -18,8 +18,7 @@ from ..jit.entry import NAME, Entry
 from ..jit.registry import spec_from_dict
 from .prewarm import Built, reasons
 
-Work = Sequence[tuple[Spec, str]]
-"""(spec, architecture) of each kernel."""
+Work = Sequence[tuple[Spec, str]]  # (spec, architecture) of each kernel
 
 
 def printable(text: object) -> str:

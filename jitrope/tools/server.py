@@ -16,8 +16,7 @@ from ..plan.spec import RopeSpec
 from .models import configurations, files, heads_of, layers_of, modeling, read, specs_of_model
 from .prewarm import specs_of_each
 
-IDS = ("int64", "int32")
-"""Dtypes of positions and slots."""
+IDS = ("int64", "int32")  # dtypes of positions and slots
 
 _PAGES: tuple[dict[str, Any], ...] = ({}, *[{"page_size": rows} for rows in (16, 32, 64)])  # {}: slots, or whole pages
 

@@ -57,5 +57,4 @@ def _sites() -> dict[str, tuple[Site, ...]]:
     return found
 
 
-SITES = _sites()
-"""The ropes of each class (an attention processor, or a module that rotates in `forward`), by its name."""
+SITES = _sites()  # the ropes of each class (an attention processor, or a module that rotates in `forward`), by its name
