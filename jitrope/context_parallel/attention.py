@@ -7,13 +7,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..base import arguments
 from .backends import choose
-from .checks import check_heads, check_ranks, check_rows, checked_head_groups
-from .groups import Pending, all_gather, all_reduce_max, all_to_all
+from .checks import check_heads, check_ranks, check_rows
+from .groups import Pending, all_gather, all_to_all
 from .interface import NAME, Case, Result
 from .rotary import Rope, rotation_of
 from .schedule import Schedule
@@ -75,8 +76,7 @@ def all_gather_attention(
     Raises:
         InvalidInput: the arguments do not fit together, or no backend accepts them. Without `check` nothing was sent.
     """
-    check_heads(q, k, v, layout)
-    head_groups = checked_head_groups(head_groups, k.shape[-2])
+    head_groups = check_heads(q, k, v, layout, head_groups)
     flag = partial(arguments.flag, NAME)
     if not isinstance(schedule, Schedule):
         arguments.refuse(NAME, "schedule", schedule, "a Schedule")
@@ -203,7 +203,9 @@ class _Attention(torch.autograd.Function):
         max_logit = None
         if call.case.max_logit:
             highest = row_max.new_full((1, row_max.shape[1]), -torch.inf)
-            max_logit = all_reduce_max(torch.cat((row_max, highest)).amax(0), call.schedule.ranks)
+            max_logit = torch.cat((row_max, highest)).amax(0)
+            if call.schedule.ranks.cp_size > 1:
+                dist.all_reduce(max_logit, dist.ReduceOp.MAX, group=call.schedule.ranks.group)
         lse = lse if call.case.lse else None
         ctx.call = call
         ctx.save_for_backward(q, *((None, None) if call.keep_gathered else inputs), out, *saved)

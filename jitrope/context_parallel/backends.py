@@ -38,7 +38,7 @@ class Flash(Backend):
         return _refuses(case, 256, own) or self._refuses_impl(case) or _refuses_device(case, self.capabilities)
 
     def _refuses_impl(self, case: Case) -> str | None:
-        wanted, active = self.impl, active_impl()
+        wanted, active = self.impl, getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
         if wanted == active:
             windowed = case.mask.left >= 0 or case.mask.right > 0
             if wanted != "FA4" or not windowed or hasattr(torch.nn.attention._fa4, "_aten_to_fa4_window_size"):
@@ -108,12 +108,6 @@ def _batched(x: Tensor, varlen: Varlen) -> Tensor:
 
 def _packed(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1)
-
-
-def active_impl() -> str | None:
-    """The active implementation in place of torch's own FlashAttention, or None."""
-    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
-    return current() if current else None
 
 
 def _refuses(case: Case, most: int, own: Iterable[tuple[bool, str]]) -> str | None:

@@ -20,8 +20,8 @@ LAYOUTS = ("thd", "bshd", "sbhd")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def check_heads(q: Any, k: Any, v: Any, layout: Any) -> None:
-    """Check the shapes, dtypes and devices of a rank's q, k and v."""
+def check_heads(q: Any, k: Any, v: Any, layout: Any, head_groups: Any) -> int:
+    """Check a rank's q, k and v. Returns head_groups, a number that divides the heads of k."""
     arguments.word(NAME, "layout", layout, LAYOUTS)
     for name, x in (("q", q), ("k", k), ("v", v)):
         arguments.tensor(NAME, name, x)
@@ -41,13 +41,9 @@ def check_heads(q: Any, k: Any, v: Any, layout: Any) -> None:
         fail(f"{sizes}; H and D must be at least 1")
     if q.shape[-2] % k.shape[-2] != 0:
         fail(f"q has H={q.shape[-2]}, which k's H={k.shape[-2]} does not divide")
-
-
-def checked_head_groups(head_groups: Any, kv_heads: int) -> int:
-    """Return head_groups, a number that divides the heads of k."""
     groups = arguments.whole(NAME, "head_groups", head_groups, 1)
-    if kv_heads % groups != 0:
-        fail(f"head_groups is {groups}, which does not divide k's H={kv_heads}")
+    if k.shape[-2] % groups != 0:
+        fail(f"head_groups is {groups}, which does not divide k's H={k.shape[-2]}")
     return groups
 
 

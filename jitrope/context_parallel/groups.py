@@ -93,13 +93,6 @@ def all_to_all(rows: Tensor, sent: list[int], received: list[int], ranks: Ranks)
     return Pending(out, dist.all_to_all_single(out, rows, received, sent, group=ranks.group, async_op=True), rows)
 
 
-def all_reduce_max(x: Tensor, ranks: Ranks) -> Tensor:
-    """Reduce x to the largest of all ranks' values, in place."""
-    if ranks.cp_size > 1:
-        dist.all_reduce(x, dist.ReduceOp.MAX, group=ranks.group)
-    return x
-
-
 def gather_values(x: Tensor, ranks: Ranks) -> list[list[int]]:
     """Return all ranks' whole numbers. Waits for the device."""
     values: list[list[int]] = all_gather(x[None], ranks).wait().tolist()

@@ -278,12 +278,7 @@ def with_v(op: Operation, tensors: Tensors, words: dict[str, Any], v: Any) -> tu
             return QKV_NORM_ROPE, v
         if isinstance(out, (list, tuple)) and out[2:] and out[2] is not None:
             return op, v
-    return op, _normed_v(v, words)
-
-
-def _normed_v(v: Tensor, words: dict[str, Any]) -> Tensor:
-    """v, normalised to a fresh tensor in a launch of its own. The norm in the words becomes one of q and k alone."""
     own = {"layout": words["layout"]} if "layout" in words else {}
     own["norm"] = norm_of_v(words["norm"])
     words["norm"] = _without_v(words["norm"])
-    return call(NORM_OF_V, {"q": v}, own)["q"]
+    return op, call(NORM_OF_V, {"q": v}, own)["q"]

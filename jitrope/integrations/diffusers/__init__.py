@@ -28,7 +28,7 @@ from ...base.errors import JitropeError
 from .. import _host
 from .fused import FUSED, INLINE
 from .sites import SITES
-from .twins import host_of, is_twin, replaced_by, rope_replaced_by, twin, version
+from .twins import host_of, is_twin, rope_replaced_by, twin, version
 
 __all__ = ["Report", "disable", "enable"]
 
@@ -213,7 +213,9 @@ def _replace(part: Any, fuse_norm: bool, report: Report) -> bool:
 
 def _twin(host: Any, attribute: str, fuse_norm: bool) -> tuple[type | None, bool, str]:
     """(twin class or None, whether norm and rope are one launch in it, note)."""
-    name, original, other = host.__name__, getattr(host, attribute), replaced_by(host, attribute)
+    name, original = host.__name__, getattr(host, attribute)
+    module = original.__module__ or ""
+    other = "" if module.split(".")[0] == "diffusers" else module  # the library that replaced the method
     if rope := rope_replaced_by(host, attribute, SITES.get(name, ())):
         return None, False, f"its rope function is {rope}'s"
     ours, call, note = INLINE.get(name) or (FUSED.get(name) if fuse_norm else None), None, ""

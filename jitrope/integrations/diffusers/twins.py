@@ -41,12 +41,6 @@ def is_twin(cls: type) -> bool:
     return "_jitrope_host" in vars(cls)
 
 
-def replaced_by(host: Any, attribute: str) -> str:
-    """The module of the other library that replaced the host's method, or ""."""
-    module: str = getattr(host, attribute).__module__ or ""
-    return "" if module.split(".")[0] == "diffusers" else module
-
-
 def rope_replaced_by(host: Any, attribute: str, sites: tuple[Site, ...]) -> str:
     """The module of the other library whose function has the name of the host's rope, or ""."""
     for site in sites:
@@ -104,7 +98,11 @@ def _twin(host: Any, attribute: str, original: Any, sites: tuple[Site, ...], cal
     members["__reduce_ex__"] = _reduced(host, call is not None)
     members[attribute] = _current(host, attribute, original, call or redirected)
     cls = type(f"Jitrope{host.__name__}", (host,), members)
-    _register(host, cls)
+    try:  # diffusers' layer skipping has a list of processors
+        registry = importlib.import_module("diffusers.hooks._helpers").AttentionProcessorRegistry
+        registry.register(cls, registry.get(host))
+    except (ImportError, AttributeError, ValueError):  # an older version, or a class that is not in the list
+        pass
     return cls
 
 
@@ -132,15 +130,6 @@ def _reduced(host: Any, fused: bool) -> Callable[..., Any]:
         return reloaded, (make, host, fused, *arguments), *state
 
     return reduced
-
-
-def _register(host: Any, cls: Any) -> None:
-    """Add the twin to the processors of diffusers' layer skipping."""
-    try:
-        registry = importlib.import_module("diffusers.hooks._helpers").AttentionProcessorRegistry
-        registry.register(cls, registry.get(host))
-    except (ImportError, AttributeError, ValueError):  # an older version, or a class that is not in the table
-        pass
 
 
 _numbers = itertools.count()
