@@ -16,19 +16,7 @@ from .into import ByRank, Into, ScaledInto, joins_k, refuse_other_v
 from .joint import QK_NORM_ROPE_JOINT, JointInto
 from .kv_cache import check_one_format
 from .latent import ROPE_LATENT, ROPE_LATENT_BACKWARD, ROPE_LATENT_INTO
-from .operation import (
-    BIASES,
-    GIVEN_MEANS,
-    NORMED,
-    PLACED,
-    ROTATION,
-    WEIGHTS,
-    Call,
-    Normed,
-    Operation,
-    empty_like,
-    rotated_back,
-)
+from .operation import BIASES, GIVEN_MEANS, ROTATION, WEIGHTS, Normed, Operation, empty_like
 from .pages import PAGE_TENSORS
 from .projections import QKV_NORM, QKV_NORM_BACKWARD, ROPE_QKV, ROPE_QKV_BACKWARD, PackedInto, PackedScales, QKVNorm
 from .stand_ins import weight_sums
@@ -41,8 +29,8 @@ class _Rope(Operation):
     options = (*ROTATION, "shifts")
     reference = staticmethod(reference.rope)
 
-    def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
-        found = rotated_back(self, call, saved, grads, options)
+    def gradient(self, call: operation.Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
+        found = operation.rotated_back(self, call, saved, grads, options)
         if options.inplace:  # tokens that are not rotated keep their gradient
             found = {name: operation.spare_stays(grads[name], x, saved, options) for name, x in found.items()}
         return found
@@ -74,7 +62,7 @@ class _RopeKVCache(Operation):
         *("q_scale?", "k_scale?", "v_scale?"),
         *PAGE_TENSORS,
     )
-    options: tuple[str, ...] = (*NORMED, *PLACED, "rotate_k", "out_dtype", "clear_page")
+    options: tuple[str, ...] = (*operation.NORMED, *operation.PLACED, "rotate_k", "out_dtype", "clear_page")
     results: tuple[str, ...] = ("q",)
     writes = ("q_out", "k_cache", "v_cache")
     mutated: tuple[str, ...] = ("k_cache", "v_cache", "errors")
@@ -191,7 +179,7 @@ class _QKNormRope(Normed):
     rules: tuple[operation.Rule, ...] = (checks.check, checks.check_norm)
     reference: Callable[..., Tensors] = staticmethod(reference.qk_norm_rope)
 
-    def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
+    def gradient(self, call: operation.Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         tables = {name: x for name, x in saved.items() if name not in self.names}
         if norm_of(options).kind == NO_NORM.kind:
             return ROPE.gradient(call, tables, grads, changed(options, norm=None))
@@ -232,11 +220,11 @@ class _QKNormRopeHadamard(_QKNormRope):
     rules = (*_QKNormRope.rules, checks.check_whole_head)
     reference = staticmethod(reference.turned)
 
-    def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
+    def gradient(self, call: operation.Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         return super().gradient(call, saved, transformed_back(call, grads, options), changed(options, hadamard=""))
 
 
-def transformed_back(call: Call, grads: Tensors, options: Options) -> Tensors:
+def transformed_back(call: operation.Call, grads: Tensors, options: Options) -> Tensors:
     """The gradients with those of q and k transformed, in their own launch: the matrix is its own transpose."""
     own = {name: joined(grads[name], options.layout) for name in "qk" if name in grads}
     if not own:
@@ -254,7 +242,7 @@ class _QKVHadamard(QKVNorm):
     options = (*QKVNorm.options, "hadamard")
     hidden = ()
 
-    def of_qkv(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
+    def of_qkv(self, call: operation.Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         grads, back = transformed_back(call, grads, options), changed(options, hadamard="")
         if norm_of(options).kind != NO_NORM.kind:
             return super().of_qkv(call, saved, grads, back)
@@ -270,7 +258,7 @@ class _QKVNormRope(_QKNormRope):
     results = ("q", "k", "v")
     inplace = shards = False
 
-    def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
+    def gradient(self, call: operation.Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         """The gradients, from one launch if all of q, k and v have one; else that of v has its own."""
         own = dict(grads)
         if len(own) == 3:

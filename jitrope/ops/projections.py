@@ -9,20 +9,10 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import refuse
+from ..plan import views
 from ..plan.options import Options, changed, norm_of
 from ..plan.problem import Views
-from ..plan.views import (
-    MEANS,
-    Tensors,
-    bias_like,
-    packed_part,
-    packed_shape,
-    packed_sizes,
-    packed_views,
-    separate_views,
-    shaped_parts,
-    sums_heads,
-)
+from ..plan.views import MEANS, Tensors, packed_part, packed_sizes
 from . import checks, operation, reference
 from .fit import failing, require_apart
 from .into import Into, copy_heads
@@ -34,13 +24,13 @@ PACKED = ("q_per_group", "order", "copy_v")
 
 def with_bias(t: Tensors) -> Tensors:
     """A call's tensors; a projection's bias is added to qkv, and the sum is rounded."""
-    return {**t, "qkv": t["qkv"] + bias_like(t["bias"], t["qkv"])} if "bias" in t else t
+    return {**t, "qkv": t["qkv"] + views.bias_like(t["bias"], t["qkv"])} if "bias" in t else t
 
 
 def part_with_bias(t: Tensors, name: str, o: Options) -> Tensor:
     """One part of a call's packed tensor, a view, or with the projection's bias a fresh tensor."""
     part = packed_part(t["qkv"], name, o)
-    return part + packed_part(bias_like(t["bias"], t["qkv"]), name, o) if "bias" in t else part
+    return part + packed_part(views.bias_like(t["bias"], t["qkv"]), name, o) if "bias" in t else part
 
 
 def split_qkv(qkv: Tensor, o: Options) -> Tensors:
@@ -103,19 +93,19 @@ class RopeQKV(Operation):
         return out
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
-        apart = sums_heads(tensors, options)
+        apart = views.sums_heads(tensors, options)
         biased = "bias" in tensors and not apart
-        inputs: Views = packed_views(tensors["qkv"], options, biased)
+        inputs: Views = views.packed_views(tensors["qkv"], options, biased)
         outputs: Views = inputs
         if not options.inplace:
-            outputs = separate_views(tensors["q_out"], tensors["k_out"], tensors["v_out"], options, biased)
+            outputs = views.separate_views(tensors["q_out"], tensors["k_out"], tensors["v_out"], options, biased)
         if apart or not options.copy_v or (options.inplace and not biased and not norm_of(options).v_norm):
             inputs, outputs = (*inputs[:2], None), (*outputs[:2], None)
         return inputs, outputs
 
     def finishes(self, tensors: Tensors, options: Options) -> bool:
         copies = "bias" in tensors or (options.copy_v and not options.inplace)
-        return copies and sums_heads(tensors, options)
+        return copies and views.sums_heads(tensors, options)
 
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
         """Write v, and a gate with its bias, which a norm across heads leaves."""
@@ -133,8 +123,8 @@ class RopeQKV(Operation):
         return ("qkv",) if options.inplace else self.results[: 3 + (options.order == "qkv_gated")]
 
     def complete(self, results: Tensors, tensors: Tensors, options: Options) -> Tensors:
-        views = [name for name in self.produced(tensors, options) if name not in results]
-        return {**results, **{name: packed_part(tensors["qkv"], name, options) for name in views}}
+        seen = [name for name in self.produced(tensors, options) if name not in results]
+        return {**results, **{name: packed_part(tensors["qkv"], name, options) for name in seen}}
 
     def goes_bare(self, tensors: Container[str], asked: Mapping[str, Any]) -> bool:
         return "q_factor" in tensors or "bias" in tensors or not asked.get("inplace", False)
@@ -186,11 +176,11 @@ class RopeQKVBackward(Operation):
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         *lead, groups, head_dim = tensors["dk"].shape
-        return {"qkv": tensors["dk"].new_empty((*lead, *packed_shape(groups, head_dim, options)))}
+        return {"qkv": tensors["dk"].new_empty((*lead, *views.packed_shape(groups, head_dim, options)))}
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
-        outputs = packed_views(tensors["qkv_out"], options)
-        return separate_views(tensors["dq"], tensors["dk"], tensors["dv"], options), outputs
+        outputs = views.packed_views(tensors["qkv_out"], options)
+        return views.separate_views(tensors["dq"], tensors["dk"], tensors["dv"], options), outputs
 
     def finishes(self, tensors: Tensors, options: Options) -> bool:
         return options.order == "qkv_gated"
@@ -215,7 +205,7 @@ def check_qkv_norm(name: str, tensors: Tensors, options: Options) -> None:
     if norm_of(options).v_norm and not options.copy_v:
         failing(name)("copy_v=False does not go with v_norm, because v is not a view then; leave copy_v out")
     others = {label: x for label, x in tensors.items() if label != "qkv"}
-    apart = {**shaped_parts(tensors["qkv"], options), **others}
+    apart = {**views.shaped_parts(tensors["qkv"], options), **others}
     checks.check_norm(name, apart, options)
     checks.check_whole_head(name, apart, options)
 
@@ -258,7 +248,7 @@ class _QKVNormBackward(RopeQKVBackward):
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         qkv, across = tensors["qkv"], norm_of(options).across_heads
-        parts = shaped_parts(qkv, options)
+        parts = views.shaped_parts(qkv, options)
         widths = {name: parts[name].shape[-1] * (parts[name].shape[-2] if across else 1) for name in "qk"}
         return {"qkv": qkv.new_empty(qkv.shape), **weight_sums(tensors, widths, blocks)}
 
@@ -270,17 +260,17 @@ class _QKVNormBackward(RopeQKVBackward):
         return ("qkv", "qkv", "qkv" if norm_of(options).v_norm else "dv", *self.writes)
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
-        q, k, v = packed_views(tensors["qkv"], options)
+        q, k, v = views.packed_views(tensors["qkv"], options)
         if not norm_of(options).v_norm:
-            v = separate_views(tensors["dq"], tensors["dk"], tensors["dv"], options)[2]
-        outputs = packed_views(tensors["qkv_out"], options)
-        return ((q, k, None), (*outputs[:2], None)) if sums_heads(tensors, options) else ((q, k, v), outputs)
+            v = views.separate_views(tensors["dq"], tensors["dk"], tensors["dv"], options)[2]
+        outputs = views.packed_views(tensors["qkv_out"], options)
+        return ((q, k, None), (*outputs[:2], None)) if views.sums_heads(tensors, options) else ((q, k, v), outputs)
 
     finishes = Operation.finishes  # always: `finish` drops the scratch
 
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
         outputs = super().finish(outputs, tensors, options)
-        if sums_heads(tensors, options):
+        if views.sums_heads(tensors, options):
             copy_heads(packed_part(outputs["qkv"], "v", options), tensors["dv"])
         return {name: outputs[name] for name in self.results if name in outputs}
 
@@ -314,7 +304,7 @@ class PackedInto(Operation):
 
     def separate(self, tensors: Tensors, options: Options) -> Tensors:
         """Tensors as a call on separate q, k and v has them. Only their shapes, dtypes and devices are right."""
-        heads = shaped_parts(tensors["qkv"], options)
+        heads = views.shaped_parts(tensors["qkv"], options)
         if not options.dynamic_v and "v_out" not in tensors and "v_cache" not in tensors:
             del heads["v"]
         return {**heads, **{name: x for name, x in tensors.items() if name not in ("qkv", "bias")}}
@@ -340,7 +330,7 @@ class PackedInto(Operation):
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
         inputs, outputs = self.into_given.heads(self.separate(tensors, options), options)
-        packed = packed_views(tensors["qkv"], options)
+        packed = views.packed_views(tensors["qkv"], options)
         return tuple([None if x is None else own for x, own in zip(inputs, packed)]), outputs  # type: ignore[return-value]
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
