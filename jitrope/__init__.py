@@ -10,8 +10,7 @@
 - `prepare_packed_qkv` splits the output of a fused projection, in any common order, normalises and rotates.
 - `prepare_joint_qkv` normalises, rotates, joins and converts two streams (FLUX, Qwen-Image).
 - `prepare_mla_qkv` rotates, and makes k and v of multi-head latent attention (DeepSeek).
-- `Packed`, `Starts`, `Mrope` and `Shifts` are kinds of `positions=`. These values, and those in brackets above, raise
-  `InvalidInput` when one is made of wrong arguments. They do not read tensors; see `check` of `apply_rope`.
+- `Packed`, `Starts`, `Mrope` and `Shifts` are kinds of `positions=`.
 - `configure` changes settings; `record` and `planning` list the kernels that a run needs, and `on_compile` calls a
   function for each kernel that is compiled or read from a cache.
 

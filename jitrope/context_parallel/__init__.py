@@ -2,7 +2,7 @@
 
 Every rank gathers the keys and values that its queries see. It has two chunks of each sequence, so a causal mask gives
 all ranks equal work. Llama 3 was trained this way (arXiv:2407.21783, section 3.3.2), and TransformerEngine's
-`all_gather` does the same, but here sequences may have any length. Wrong arguments raise `InvalidInput`.
+`all_gather` does the same, but here sequences may have any length.
 
 >>> from jitrope.context_parallel import Schedule, all_gather_attention
 >>> cu_seqlens, qkv = torch.tensor([0, 7, 10]), torch.randn(10, 12, 64)  # the whole batch, the same on all ranks

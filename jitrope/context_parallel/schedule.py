@@ -32,6 +32,9 @@ class Schedule(Partition):
             smaller one gives wrong results.
         causal: a query sees no keys after its own. This sets the right side of the window to 0.
         window: (left, right): a query sees the keys from `left` before its own to `right` after it; -1: no bound.
+
+    Raises:
+        InvalidInput: the arguments do not fit together.
     """
 
     def __init__(
@@ -78,6 +81,9 @@ class Schedule(Partition):
             batch: B, the number of sequences.
             seqlen: tokens of a sequence on all ranks together, a multiple of the group's size.
             device: the device of q.
+
+        Raises:
+            InvalidInput: the arguments do not fit together.
         """
         name = "Schedule.fixed"
         batch = arguments.whole(name, "batch", batch, 1)

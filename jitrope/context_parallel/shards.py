@@ -61,6 +61,9 @@ class Partition:
         cp_size, cp_rank: in place of group. `unshard` then works only for cp_size 1.
         cu_seqlens_padded: offsets that include padding after sequences. They then determine the cut.
         rule: "dual_chunk" or "contiguous".
+
+    Raises:
+        InvalidInput: the arguments do not fit together.
     """
 
     def __init__(

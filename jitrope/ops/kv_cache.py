@@ -51,6 +51,9 @@ class KVCache(Value):
             `DynamicQuantize`.
         scale_fmt: as in `DynamicQuantize`, for the scales beside the cache: "ue8m0" rounds them up to powers of two in
             torch.float32 (vLLM's word for the index cache of DeepSeek-V3.2). Scales of q must be of the same kind.
+
+    Raises:
+        InvalidInput: an argument has a wrong type, or one of two is missing.
     """
 
     whole_heads = False  # storing needs all elements of a head

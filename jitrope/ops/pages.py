@@ -49,6 +49,9 @@ class Pages(Value):
         errors: an int32 tensor of one element. The kernel adds the number of tokens whose page is outside of the cache,
             or whose sequence or position is outside of the table. Nothing is stored for them, nor for those of a
             sequence without a length (padding), which are not counted.
+
+    Raises:
+        InvalidInput: an argument has a wrong type, is missing, or does not go with another.
     """
 
     def __init__(

@@ -53,6 +53,9 @@ class Quantize(Conversion):
             elements over the head (QuaRot, arXiv:2404.00456). The scores of q and k do not change; k is transformed in
             a cache too, and v is not. True: the whole head. "rotary": its rotated elements alone. "rest": the others,
             which must be neighbours. Their number must be a power of two up to 256.
+
+    Raises:
+        InvalidInput: an argument has a wrong type.
     """
 
     def __init__(
@@ -148,6 +151,9 @@ class DynamicQuantize(Conversion):
             hadamard leaves v as it is. Tokens after the last sequence have no part in a scale of "head" and "kv_head";
             their v has that of the last sequence.
             Convert any other v as q, in a call without k and without a table.
+
+    Raises:
+        InvalidInput: an argument is wrong.
     """
 
     def __init__(

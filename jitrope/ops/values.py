@@ -74,6 +74,9 @@ class Packed(Positions):
             describe the whole batch. Sequences may have any length: token t of the batch adds a place to chunk
             t % (2 cp_size) of its sequence, so the chunks of a sequence differ by at most one token
             (`jitrope.context_parallel.Partition`).
+
+    Raises:
+        InvalidInput: an argument has a wrong type. The values are not read; see `check` of `apply_rope`.
     """
 
     def __init__(
@@ -106,6 +109,9 @@ class Starts(Positions):
         start_positions: int32 or int64, (B), on q's device: the position of the first token of each row; default 0.
             Positions outside of the table give NaN.
         cp_size, cp_rank: context parallelism as in `Packed`, with sequences of one length and chunks of one size.
+
+    Raises:
+        InvalidInput: an argument has a wrong type.
     """
 
     def __init__(self, start_positions: Tensor | None = None, *, cp_size: int = 1, cp_rank: int = 0) -> None:
@@ -126,6 +132,9 @@ class Mrope(Positions):
         mrope_section: the number of pairs of each axis, rotary_dim / 2 in all. A pair takes the id of its axis.
         mrope_interleaved: True: the pairs of axis a > 0 are a, a + A, a + 2A, ..., as many as its section has; all
             others belong to axis 0 (Qwen3-VL). False: the pairs of a section are neighbours (Qwen2-VL).
+
+    Raises:
+        InvalidInput: an argument has a wrong type.
     """
 
     def __init__(self, position_ids: Tensor, mrope_section: Sequence[int], mrope_interleaved: bool = False) -> None:
@@ -157,6 +166,9 @@ class Shifts(Positions):
             row of the table that is the difference's size, and back if the difference is below 0. A difference past the
             table on either side gives NaN. The tables begin at position 0 and have no factor (of YaRN), because the
             keys have it already. Pass them as cos and sin, cos_sin_cache or freqs_cis.
+
+    Raises:
+        InvalidInput: an argument has a wrong type.
     """
 
     def __init__(self, position_ids: Tensor) -> None:
@@ -212,6 +224,9 @@ class Norm(Value):
             256 that are rotated whole, or in their first 16, 32, 64 or 128 elements ("twice": of 128 alone); across
             heads those that are rotated whole, "once", in fp16 and bf16, up to 6,144 elements a token. In other cases
             elements are summed in another order, and a few results differ in the last bit.
+
+    Raises:
+        InvalidInput: an argument is wrong, or two do not fit together.
     """
 
     def __init__(
@@ -299,6 +314,9 @@ class Ulysses(Value):
     Args:
         ranks: the number of ranks; it must divide the numbers of heads. With "sbhd" and the other layouts the axis of
             ranks comes first too.
+
+    Raises:
+        InvalidInput: ranks is not a whole number of at least 1.
     """
 
     def __init__(self, ranks: int) -> None:
