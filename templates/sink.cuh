@@ -54,12 +54,12 @@ struct Sink {
     ) const {
         const int dim = first_dim(lane, PAIRS);
         const Lane<const T> own = IN_PLACE && PAIRS != INTERLEAVED ? head.input(p, place, dim) : source;
-        const auto in_place = [&](int n, int dims) { store_x(const_cast<T*>(own[dims]), x[n], true); };
+        const auto in_place = [&](int n, int dims) { store_x(const_cast<T*>(own[dims]), x[n]); };
         if (IN_PLACE && (!CACHE || head.is_q)) {
             each(count, in_place);
         } else if ((!CONVERTS && !CACHE) || (COPY_V && !CACHE && !CONVERT_V && head.is_v)) {
             const Lane<T> out = head.output<T>(p, place, dim);
-            each(count, [&](int n, int dims) { store_x(out[dims], x[n], false); });
+            each(count, [&](int n, int dims) { store_x(out[dims], x[n]); });
         } else if (head.is_q) {
             constexpr int EACH = PER_ITEM<QOut>;
             const Lane<QOut> out = head.output<QOut>(p, place, dim / EACH);

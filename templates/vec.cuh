@@ -232,11 +232,6 @@ __device__ __forceinline__ Vec<T, N> load_once(const T* address) {
     return v;
 }
 
-template <typename T, int N>
-__device__ __forceinline__ void store_once(T* address, const Vec<T, N>& v) {
-    __stcs(reinterpret_cast<typename Word<sizeof(T) * N>::type*>(address), v.word);
-}
-
 template <typename T, int N, typename Real>
 __device__ __forceinline__ void unpack(const Vec<T, N>& v, Real* out) {
     #pragma unroll

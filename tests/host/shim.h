@@ -43,7 +43,6 @@ template <typename T> constexpr T max(T a, T b) { return a < b ? b : a; }
 
 template <typename T> T __ldcs(const T* address) { return *address; }
 template <typename T> T __ldcg(const T* address) { return *address; }
-template <typename T> void __stcs(T* address, T value) { *address = value; }
 inline unsigned int __float_as_uint(float x) { unsigned int bits; std::memcpy(&bits, &x, 4); return bits; }
 inline float __uint_as_float(unsigned int bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 // Built with -ffp-contract=off. A GPU's NaN is positive.
