@@ -79,7 +79,7 @@ __all__ = [  # noqa: RUF022  in the order of the documentation
     "__version__",
 ]
 
-_LAZY = ("context_parallel", "tables", "thd")
+_LAZY = ("context_parallel", "integrations", "tables", "thd")
 
 
 def __getattr__(name: str) -> _Any:

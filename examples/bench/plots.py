@@ -144,7 +144,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise JitropeError("plots need matplotlib: pip install 'jitrope[bench]'") from error
+        raise JitropeError("plots need matplotlib: pip install -e '.[bench]'") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -115,7 +115,8 @@ def prepare_packed_qkv(
             Gemma 3 in vLLM and SGLang; Megatron's qk_layernorm). The gradient of qkv, the weights and the biases is one
             launch, and deterministic; in place there is none. With across_heads but no mean_squares, v and a gate with
             a bias are copied after the launch. With v_norm v is normalised in the same launch, in place too; its
-            gradient is in the launch of the others. It goes with neither of them, and a norm not with inverse.
+            gradient is in the launch of the others. You cannot combine it with across_heads or mean_squares, nor a norm
+            with inverse.
         q_per_group: heads of q for each head of k.
         order: "grouped": each of the G groups has q_per_group heads of q, one of k and one of v (Megatron, InternLM2,
             Falcon); with q_per_group 1 that is q, k and v of each head in turn (GPT-NeoX, BLOOM). "qkv": all heads of
@@ -123,14 +124,15 @@ def prepare_packed_qkv(
             with a gate after each head of q, (B, S, (2 q_per_group + 2) G, D): q_0, gate_0, q_1, gate_1, ..., then k
             and v (Qwen3-Next, Qwen3.5).
         copy_v: False: return v as a view of qkv, without a copy; not with v_norm or bias.
-        bias: the projection's, which is called without it: (W), as `Linear` has it, or qkv's last two axes, in qkv's
-            dtype. The results are those of qkv + bias, rounded to the dtype, in the same launch; with a norm to the bit
-            only if the bias is contiguous. v and the gate are written too, and in place all of qkv is. Its gradient is
-            the sum of qkv's over the tokens, by torch.
+        bias: the bias of the projection, which you call without it: (W), as `Linear` has it, or qkv's last two axes, in
+            qkv's dtype. The results are those of qkv + bias, rounded to the dtype, in the same launch; with a norm to
+            the bit only if the bias is contiguous. v and the gate are written too, and in place all of qkv is. Its
+            gradient is the sum of qkv's over the tokens, by torch.
         hadamard: as in `prepare_qkv`, also in place. Its gradient takes a second launch.
-        cache, quantize, out: as in `prepare_qkv`, in as many launches, with hadamard and with a bias too, which torch
-            then adds to a gate. Then there is no gradient, also with `Ulysses`, which in "grouped" with q_per_group
-            above 1 needs a rank for each group. rotate_k is refused, and so are inplace, and inverse with a cache.
+        cache, quantize, out: as in `prepare_qkv`, in as many launches. You can combine them with hadamard and with a
+            bias, which torch then adds to a gate. Such a call has no gradient, nor has one with `Ulysses`, which in
+            "grouped" with q_per_group above 1 needs a rank for each group. rotate_k and inplace are refused, and
+            inverse with a cache.
         inplace: rotate q and k inside qkv and return it, for attention that takes packed input or views. v stays,
             unless it is normalised or gets a bias.
         The other arguments are those of `apply_rope`. `Shifts` and tables for each head are refused. Without a table

@@ -83,10 +83,10 @@ def apply_rope(
         layout: "bshd", "sbhd", "bhsd" or, for packed sequences, "thd": (T, H, D). `Packed` implies "thd".
         interleaved: True: the pairs are (0, 1), (2, 3), ...; False: (i, i + rotary_dim / 2).
         interleaved_out: the pairing of the output; default: that of the input. Multi-head latent attention rotates
-            interleaved pairs into halves. q and k have the bits of a call that keeps their pairs, in the other order,
-            also with a norm behind the rotation, whose weights are in the order of the input. A Hadamard transform and
+            interleaved pairs into halves. The elements have the bits of a call that keeps their pairs; only their order
+            differs. The weights of a norm after the rotation are in the order of the input. A Hadamard transform and
             groups that share a scale apply to the head as it is written. A different pairing needs half-width tables.
-            It cannot be in place (inplace, rotate_k), except without a norm for a rotary_dim of 2, 4, ..., 64.
+            With inplace or rotate_k, rotary_dim must be a power of two up to 64, and there must be no norm.
         rotary_dim: the number of rotated elements of a head; must be even. Default: D - rotary_offset, for tables of
             that width or half of it.
         rotary_offset: the first rotated element of a head. The elements outside are not changed.

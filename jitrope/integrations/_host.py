@@ -6,8 +6,7 @@ import importlib
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial, update_wrapper, wraps
 from types import CodeType, FunctionType, ModuleType
@@ -255,8 +254,7 @@ class Report:
 
     def _active(self) -> bool:
         """Whether one of the functions is replaced now."""
-        places = {*self.replaced, *self._places}
-        return any(place.hosts.get(self.host) in places for place in list(placed.values()))
+        return any(place.hosts.get(self.host) in {*self.replaced, *self._places} for place in list(placed.values()))
 
     def _replaced(self) -> str:
         left = f", {len(self.left)} left alone" if self.left else ""
@@ -330,16 +328,6 @@ def held(host: str, where: str) -> tuple[ModuleType, str]:
     return module, name
 
 
-@contextmanager
-def whole(report: R) -> Iterator[R]:
-    """Undo a report's replacements if an error ends the block."""
-    try:
-        yield report
-    except BaseException:
-        report.__exit__()
-        raise
-
-
 @alone
 def enable(host: str, functions: Mapping[str, Function], optional: Collection[str] = ()) -> Report:
     """Replace a host's functions everywhere. Already replaced functions do not change.
@@ -362,7 +350,7 @@ def enable(host: str, functions: Mapping[str, Function], optional: Collection[st
             if where not in optional:
                 raise
     if not found:
-        raise ImportError(f"{host} is not installed in this Python, or jitrope knows no rope function of its version")
+        raise ImportError(f"{host} is not installed in this Python, or this version has no function to replace")
     report = Report(host)
     for where, (module, name) in found.items():
         report.replace(module, name, functions[where], "jitrope")

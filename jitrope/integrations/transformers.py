@@ -138,8 +138,12 @@ def enable(model: nn.Module | None = None, *, fuse_norm: bool = True) -> Report:
         for name, function in list(vars(module).items())
         if NAMES.fullmatch(name) and callable(function)
     ]
-    with _host.whole(Report()) as report:
+    report = Report()
+    try:
         _place(report, model, found, fuse_norm)
+    except BaseException:
+        report.__exit__()
+        raise
     return report
 
 

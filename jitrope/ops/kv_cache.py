@@ -40,8 +40,8 @@ class KVCache(Value):
         rotate_k: also rotate k itself, in place.
         k_block_scale, v_block_scale: the scales of the cache's elements, which the call computes as `DynamicQuantize`
             does and stores beside them: (slots, Hk, G) or (pages, rows, Hk, G), or with the rows in fours
-            (pages, rows / 4, 4, Hk, G); any strides. Each of G scales is of D / G neighbouring elements of a head, 16,
-            32, 64, 128 or all. The cache is fp8, torch.int8, or fp4: D / 2 wide, torch.float4_e2m1fn_x2 (before torch
+            (pages, rows / 4, 4, Hk, G); any strides. A head has G scales, each for D / G neighbouring elements: 16,
+            32, 64, 128 or D. The cache is fp8, torch.int8, or fp4: D / 2 wide, torch.float4_e2m1fn_x2 (before torch
             2.8 torch.uint8; view bytes as this dtype), two elements in a byte. The scales are torch.float32,
             torch.float8_e8m0fnu, or for fp4 torch.float8_e4m3fn, with groups of 16 NVFP4, whose k is values times
             k_block_scale times k_scale; v likewise. trtllm-gen reads v's scales with tokens innermost (FlashInfer's

@@ -1,7 +1,7 @@
 """Values that a user makes once and passes to every layer: positions, norms and caches; see also `quantize`.
 
-Types, words and numbers are checked when a value is made, shapes and dtypes of its tensors in a call. A call uses its
-tensors and words directly, so a value costs no more than keywords.
+The constructor checks types, words and numbers; a call checks shapes and dtypes of the tensors. A value in a call takes
+no more time than keywords.
 Values can be pickled, printed and traced by torch.compile. Two values are equal only if they are the same object.
 """
 
@@ -212,18 +212,17 @@ class Norm(Value):
             alone is normalised on its way there, by one mean over all heads of a token, as the latents of MLA are (kv_a
             norm of DeepSeek); kind is "rms_norm", and across_heads, after_rope and v_norm are refused.
         v_weight: (Hv D), only with of="v".
-        v_norm: normalise v too, without a weight (Gemma 3n and 4), in the same launch. Without a cache it has a launch
-            of its own if v has another shape or dtype than k, in place, with across_heads, tables for each head, or
-            DTensors. So does a v that is not converted, with a rotation of parts of heads; and with Ulysses or
-            quantize, unless out has a tensor for it. Its gradient has a launch of its own in the same cases, and if
-            q or k gets no gradient.
-        rounding: to q's dtype between norm and rope, and with after_rope of the rotated elements too. "none": none.
-            "once": after the weight, as in torch.nn.RMSNorm and LayerNorm. "twice": before and after the weight, as in
-            the RMSNorm of transformers and diffusers. Both give the bits of those modules and then a rotation, or with
-            after_rope in the other order: on a CPU always; on a GPU with "rms_norm" for aligned heads of 64, 128 and
-            256 that are rotated whole, or in their first 16, 32, 64 or 128 elements ("twice": of 128 alone); across
-            heads those that are rotated whole, "once", in fp16 and bf16, up to 6,144 elements a token. In other cases
-            elements are summed in another order, and a few results differ in the last bit.
+        v_norm: normalise v too, without a weight (Gemma 3n and 4), in the same launch. Without a cache v takes a launch
+            of its own in these cases: it has another shape or dtype than k; inplace; across_heads; tables for each
+            head; DTensors; heads rotated in part, if v is not converted; Ulysses or quantize, unless out has a tensor
+            for v. Its gradient takes a launch of its own in the same cases, and if q or k gets no gradient.
+        rounding: how often the result is rounded to q's dtype before the rotation; with after_rope the rotated elements
+            are rounded too. "none": never. "once": after the weight, as in torch.nn.RMSNorm and LayerNorm. "twice":
+            before and after the weight, as in the RMSNorm of transformers and diffusers. Both give the bits of those
+            modules and a rotation, in the order of after_rope: on a CPU always; on a GPU with "rms_norm" for aligned
+            heads of 64, 128 and 256 that are rotated whole, or in their first 16, 32, 64 or 128 elements ("twice": of
+            128 alone); across heads those that are rotated whole, "once", in fp16 and bf16, up to 6,144 elements a
+            token. In other cases elements are summed in another order, and a few results differ in the last bit.
 
     Raises:
         InvalidInput: an argument is wrong, or two do not fit together.

@@ -67,9 +67,9 @@ LongRoPE, arXiv:2402.13753; Phi-3's configuration |
         rotary_dim: the number of rotated elements of a head, even. For "proportional" it is the whole head; pairs
             beyond partial_rotary_factor of it have frequency 0 and do not change.
         theta: the base, above 1; the default is RoFormer's.
-        device: the device that computes the frequencies; None: torch's default. A GPU's may differ from a CPU's in the
-            last bit, by up to 0.1 radians at a million positions. If a model computes them on the CPU and moves them,
-            as in transformers, do the same.
+        device: the device that computes the frequencies; None: torch's default. Frequencies of a GPU may differ from
+            those of a CPU in the last bit, by up to 0.1 radians at a million positions. If a model computes them on the
+            CPU and moves them, as in transformers, do the same.
         seq_len: beyond max_position_embeddings "dynamic" stretches theta; beyond original_max_position_embeddings
             "longrope" takes long_factor, else short_factor. With a tensor of one integer, as transformers passes it,
             "dynamic" computes theta in fp32.

@@ -342,4 +342,4 @@ def bench(arguments: list[str]) -> None:
             _parser().parse_args(["bench", "--help"])
         if isinstance(error, JitropeError):
             raise
-        raise JitropeError(f"the benchmarks need {error.name}: pip install 'jitrope[bench]'") from error
+        raise JitropeError(f"the benchmarks need {error.name}: pip install -e '.[bench]'") from error

@@ -99,12 +99,16 @@ def enable(model_or_pipeline: Any, *, fuse_norm: bool = True) -> Report:
         InvalidInput: model_or_pipeline is no model and has none, or fuse_norm is not True or False.
         JitropeError: no class in the model is supported, or this diffusers version is too different.
     """
-    fuse_norm, seen = flag("enable", "fuse_norm", fuse_norm), Counter[str]()
-    with _host.whole(Report()) as report:
+    report, fuse_norm = Report(), flag("enable", "fuse_norm", fuse_norm)
+    seen: Counter[str] = Counter()
+    try:
         for model in _models("enable", model_or_pipeline):
             seen += _place(report, model, fuse_norm)
         if not report.replaced:
             raise JitropeError(_nothing(model_or_pipeline, seen, report.notes))
+    except BaseException:
+        report.__exit__()
+        raise
     return report
 
 
