@@ -440,13 +440,13 @@ def test_help_without_typer_says_how_to_install_it() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert 'pip install -e ".[bench]"' in done.stdout
     done = fresh.python("-c", code, "bench", "host", env=environment, cwd=ROOT)
-    assert (done.returncode, done.stderr) == (1, "error: the benchmarks need typer: pip install 'jitrope[bench]'\n")
+    assert (done.returncode, done.stderr) == (1, "error: the benchmarks need typer: pip install -e '.[bench]'\n")
 
 
 # ---- examples/results: the page and its plots ----------------------------------------------------------
 
 FILES = sorted(path.stem for path in RESULTS.glob("*.json"))
-drawn = pytest.mark.skipif(find_spec("matplotlib") is None, reason="plots need it: pip install 'jitrope[bench]'")
+drawn = pytest.mark.skipif(find_spec("matplotlib") is None, reason="plots need it: pip install -e '.[bench]'")
 
 
 def plot_of(name: str) -> plots.Plot | None:
