@@ -84,8 +84,10 @@ def rows_from_others(schedule: Schedule) -> int:
 
 def report(schedule: Schedule, errors: dict, limit: float) -> None:
     """Rank 0 prints, from numbers that all ranks have told."""
-    shape, counts = schedule.shape, [None] * schedule.shape.cp_size
-    dist.all_gather_object(counts, (shape.rows, rows_from_others(schedule)))
+    shape = schedule.shape
+    own = torch.tensor([shape.rows, rows_from_others(schedule)], device=schedule.cu_seqlens.device)
+    counts = [torch.empty_like(own) for _ in range(shape.cp_size)]
+    dist.all_gather(counts, own)
     right = all(error < limit for error in errors.values())
     if shape.cp_rank == 0:
         window = "causal" if schedule.mask.left < 0 else f"causal, window {schedule.mask.left}"

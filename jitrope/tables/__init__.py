@@ -4,7 +4,7 @@
 >>> cos, sin = tables.cos_sin(16384, frequencies, attention_factor=factor)
 >>> q, k = jitrope.apply_rope(torch.randn(1, 16, 8, 64), torch.randn(1, 16, 2, 64), cos, sin)
 
-Frequencies have the bits of transformers' `ROPE_INIT_FUNCTIONS` (5.23) on the same device. Angles are computed from
+Frequencies have the bits of transformers' `ROPE_INIT_FUNCTIONS` (5.24) on the same device. Angles are computed from
 them in fp64, where position x frequency is exact below 2^29 positions. An fp32 product is off by 0.03 radians at a
 million positions.
 """

@@ -1,6 +1,6 @@
 """The frequencies of every common kind of rope.
 
-They have the bits of transformers' `ROPE_INIT_FUNCTIONS` (5.23) on the same device, because the functions below do the
+They have the bits of transformers' `ROPE_INIT_FUNCTIONS` (5.24) on the same device, because the functions below do the
 same floating-point operations in the same order. A new kind of rope is one function and one row of `ROPE_TYPES`.
 """
 

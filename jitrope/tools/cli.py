@@ -105,7 +105,9 @@ _SERVED = options.MODEL, options.SERVE, options.SERVED_IDS
 
 @_command("prewarm", *options.CALL, *_SERVED, options.INVARIANT, options.ARCHS, options.JOBS, options.DRY_RUN)
 def prewarm(given: Options) -> bool:
-    """Compile kernels ahead of time, for this machine or others, without a GPU.
+    """Compile kernels ahead of time, for this machine's GPU or those of --arch.
+
+    With --arch no GPU is needed.
 
     Without --heads, --model and --from it compiles the kernels of popular
     models. A file can describe every kind of call; the options describe common
