@@ -104,7 +104,7 @@ def apply_rope(
             for each token, (S) or (B, S), with "thd" (T) (the temperature of Llama 4). It is the last step before the
             only rounding; with "dtype" q is also rounded before it, as in a model that scales the rotated tensor.
         inplace: overwrite q and k, and return them. Under autograd torch's rules for in-place operations hold: q and k
-            must not be leaves that require a gradient. Their elements must not share memory with each other or a table.
+            must not be leaves that require a gradient. They must share no memory with each other or another tensor.
         out: (q_out, k_out), tensors to write and return: a buffer, or another layout (`buffer.transpose(1, 2)`). Each
             must have its input's shape, or (ranks, B, S, H / ranks, D) for an all-to-all. Its strides may be any. It
             must share no memory with another tensor. None: a fresh tensor. With out there is no gradient, except with
