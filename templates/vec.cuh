@@ -173,7 +173,7 @@ __device__ __forceinline__ void store(T* address, const Vec<T, N>& v) {
     *reinterpret_cast<typename Word<sizeof(T) * N>::type*>(address) = v.word;
 }
 
-// The same, always in one instruction: after a branch NVRTC 13.5 splits the plain load.
+// The same, always in one instruction: after a branch NVRTC 13.5 splits the plain store.
 template <typename T, int N>
 __device__ __forceinline__ void store_whole(T* address, const Vec<T, N>& v) {
 #if defined(__CUDA_ARCH__)

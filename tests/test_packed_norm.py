@@ -303,6 +303,15 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "more", [{"quantize": jitrope.Quantize(0.5, 0.5)}, {"out": (torch.zeros(2, 6, 4, 8), None, None)}]
+)
+def test_a_view_of_v_is_refused_with_more_stages_too(more: dict[str, Any]) -> None:
+    table, words = torch.zeros(6, 4), {"q_per_group": 2, "norm": Norm(v_norm=True), "copy_v": False}
+    with pytest.raises(jitrope.InvalidInput, match="copy_v=False does not go with v_norm"):
+        jitrope.prepare_packed_qkv(torch.ones(2, 6, 2, 32), table, table, **words, **more)
+
+
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refusals_by_name_that_write_nothing(name: str, inplace: bool) -> None:

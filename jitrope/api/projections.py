@@ -115,7 +115,7 @@ def prepare_packed_qkv(
             Gemma 3 in vLLM and SGLang; Megatron's qk_layernorm). The gradient of qkv, the weights and the biases is one
             launch, and deterministic; in place there is none. With across_heads but no mean_squares, v and a gate with
             a bias are copied after the launch. With v_norm v is normalised in the same launch, in place too; its
-            gradient is in the launch of the others. You cannot combine it with across_heads or mean_squares, nor a norm
+            gradient is in the launch of the others. v_norm goes with neither across_heads nor mean_squares, and no norm
             with inverse.
         q_per_group: heads of q for each head of k.
         order: "grouped": each of the G groups has q_per_group heads of q, one of k and one of v (Megatron, InternLM2,

@@ -11,6 +11,6 @@ from types import ModuleType as _ModuleType
 def __getattr__(name: str) -> _ModuleType:
     """Import `jitrope.integrations.diffusers` and the other modules at their first use."""
     module = f"{__name__}.{name}"
-    if name.startswith("_") or _find_spec(module) is None:
+    if name.startswith("_") or "." in name or _find_spec(module) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _import_module(module)

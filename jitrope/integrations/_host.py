@@ -158,7 +158,7 @@ class Report:
     left: dict[str, Any] = field(default_factory=dict)
     verb: str = "replaced"
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
-    _places: set[str] = field(default_factory=set, repr=False)  # of functions that `replaced` does not count too
+    _places: set[str] = field(default_factory=set, repr=False)  # `replaced`, and those not counted there
 
     def __post_init__(self) -> None:
         self._before = calls[self.host].copy(), reasons[self.host].copy(), devices[self.host].copy()
@@ -254,7 +254,8 @@ class Report:
 
     def _active(self) -> bool:
         """Whether one of the functions is replaced now."""
-        return any(place.hosts.get(self.host) in {*self.replaced, *self._places} for place in list(placed.values()))
+        places = {*self.replaced, *self._places}
+        return any(place.hosts.get(self.host) in places for place in list(placed.values()))
 
     def _replaced(self) -> str:
         left = f", {len(self.left)} left alone" if self.left else ""

@@ -87,7 +87,7 @@ def without_rope(
 
 def of_host(cls: Any, name: str) -> bool:
     """Whether a class has a method as it, or a base, was defined."""
-    method = getattr(cls, name, None)
+    method = getattr(cls, name)
     modules = [base.__module__ for base in cls.__mro__]
     return getattr(method, "__module__", None) in modules and not hasattr(method, "__wrapped__")
 

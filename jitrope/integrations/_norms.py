@@ -234,7 +234,7 @@ def _same_in_autocast(form: NormForm, module: nn.Module) -> tuple[str, ...]:
 def _probe(width: int = PROBE_DIM) -> Tensor:
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(2, 5, 3, width, generator=generator, device="cpu", dtype=torch.float32)
-    sizes = torch.tensor([1e-3, 0.1, 1.0, 4.0, 30.0], device="cpu")  # eps matters in small rows
+    sizes = torch.tensor([1e-3, 0.1, 1.0, 4.0, 30.0], device="cpu", dtype=torch.float32)  # eps matters in small rows
     return x * sizes.view(-1, 1, 1)
 
 

@@ -330,8 +330,10 @@ def enable() -> _host.Report:
     """
     cls, what = getattr(*_host.held("megatron", f"{_ATTENTION}:SelfAttention")), "norms of q and k and rope fused"
     report = _host.enable("megatron", {**_host.named(_ROPE_UTILS, *_HOOKS), **_OPTIONAL}, _OPTIONAL)
-    rope, qkv = _host.load("megatron", _ROPE_UTILS).apply_rotary_pos_emb, getattr(cls, _QKV, cls)
-    if not of_host(cls, _QKV):
+    rope, qkv = _host.load("megatron", _ROPE_UTILS).apply_rotary_pos_emb, getattr(cls, _QKV, None)
+    if qkv is None:
+        report.left[f"{_ATTENTION}.SelfAttention.forward"] = f"this version has no {_QKV}"
+    elif not of_host(cls, _QKV):
         report.left[f"{_ATTENTION}.SelfAttention.forward"] = f"{_QKV} was replaced"
     elif "split_qkv" not in inspect.signature(qkv).parameters:
         report.left[f"{_ATTENTION}.SelfAttention.forward"] = "this version splits QKV itself"

@@ -77,10 +77,10 @@ def on_compile(callback: Callable[[KernelEvent], object]) -> Callable[[], None]:
     """Call a function for each kernel that this process compiles, or reads from a cache, from now on.
 
     Use it to monitor a server after its warm-up. The thread that needs the kernel calls the function before the launch.
-    An exception of it reaches the caller of jitrope, and nothing was written. Do not raise InvalidInput: a drop-in
-    would call the host's function. Other threads that need a kernel wait for the callback, so it must return soon and
-    not wait for them. A loaded kernel makes no event. Returns a function that removes the callback. Raises InvalidInput
-    if callback cannot be called.
+    An exception that it raises reaches the caller of jitrope, and nothing was written. Do not raise InvalidInput: a
+    drop-in would call the host's function. Other threads that need a kernel wait for the callback, so it must return
+    soon and not wait for them. A loaded kernel makes no event. Returns a function that removes the callback. Raises
+    InvalidInput if callback cannot be called.
 
     >>> remove = jitrope.on_compile(lambda event: print(event.name, event.source, event.seconds))
     >>> remove()

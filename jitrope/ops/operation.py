@@ -49,8 +49,8 @@ class Operation:
     words: tuple[str, ...]  # those that it may have beside `tensors`
     names: tuple[str, ...]  # of `tensors`, without marks
     stage: str = ""  # the reason why it lacks the other words, for messages
-    tables: frozenset[str] = frozenset((*TABLE_WORDS, "cu_seqlens", "q_factor"))
-    labels: dict[str, str] = {}  # noqa: RUF012  users' names of tensors, for messages; it is never written
+    tables: frozenset[str] = frozenset((*TABLE_WORDS, "cu_seqlens", "q_factor"))  # those it may have beside `tensors`
+    labels: dict[str, str] = {}  # noqa: RUF012  users' names of tensors, for messages, where they differ
     results: tuple[str, ...] = ("q", "k")  # names of the outputs; one with an input's name is missing if the input is
     reads: tuple[str, ...] = ("q", "k", "v")  # tensors with the heads of q, k and v
     writes: tuple[str, ...] = ("q_out", "k_out", "v_out")  # "q_out" is the output "q"

@@ -200,10 +200,14 @@ class RopeQKVBackward(Operation):
 # ---- with a norm -----------------------------------------------------------------------------------
 
 
-def check_qkv_norm(name: str, tensors: Tensors, options: Options) -> None:
-    """The rule of a norm of packed QKV."""
+def _check_copied(name: str, options: Options) -> None:
     if norm_of(options).v_norm and not options.copy_v:
         failing(name)("copy_v=False does not go with v_norm, because v is not a view then; leave copy_v out")
+
+
+def check_qkv_norm(name: str, tensors: Tensors, options: Options) -> None:
+    """The rule of a norm of packed QKV."""
+    _check_copied(name, options)
     others = {label: x for label, x in tensors.items() if label != "qkv"}
     apart = {**views.shaped_parts(tensors["qkv"], options), **others}
     checks.check_norm(name, apart, options)
@@ -313,6 +317,8 @@ class PackedInto(Operation):
         fail = failing(name)
         if "v_out" in tensors and not options.copy_v:
             refuse(name, "out's v", tensors["v_out"], "None with copy_v=False")
+        if "v_cache" not in tensors:
+            _check_copied(name, options)
         checks.check_qkv(name, tensors, options)
         alone = "use a call without cache, quantize and out"
         checks.refuse_gradients(fail, tensors, "qkv", "bias", use=alone)

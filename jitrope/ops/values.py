@@ -216,13 +216,14 @@ class Norm(Value):
             of its own in these cases: it has another shape or dtype than k; inplace; across_heads; tables for each
             head; DTensors; heads rotated in part, if v is not converted; Ulysses or quantize, unless out has a tensor
             for v. Its gradient takes a launch of its own in the same cases, and if q or k gets no gradient.
-        rounding: how often the result is rounded to q's dtype before the rotation; with after_rope the rotated elements
-            are rounded too. "none": never. "once": after the weight, as in torch.nn.RMSNorm and LayerNorm. "twice":
-            before and after the weight, as in the RMSNorm of transformers and diffusers. Both give the bits of those
-            modules and a rotation, in the order of after_rope: on a CPU always; on a GPU with "rms_norm" for aligned
-            heads of 64, 128 and 256 that are rotated whole, or in their first 16, 32, 64 or 128 elements ("twice": of
-            128 alone); across heads those that are rotated whole, "once", in fp16 and bf16, up to 6,144 elements a
-            token. In other cases elements are summed in another order, and a few results differ in the last bit.
+        rounding: how often the norm's result is rounded to q's dtype; with after_rope the rotated elements are rounded
+            before the norm too, except with "none". "none": never. "once": after the weight, as in torch.nn.RMSNorm and
+            LayerNorm. "twice": before and after the weight, as in the RMSNorm of transformers and diffusers. Both give
+            the bits of those modules and a rotation, in the order of after_rope: on a CPU always; on a GPU with
+            "rms_norm" for aligned heads of 64, 128 and 256 that are rotated whole, or in their first 16, 32, 64 or 128
+            elements ("twice": of 128 alone); across heads those that are rotated whole, "once", in fp16 and bf16, up to
+            6,144 elements a token. In other cases elements are summed in another order, and a few results differ in the
+            last bit.
 
     Raises:
         InvalidInput: an argument is wrong, or two do not fit together.

@@ -144,10 +144,10 @@ class RopeProblem(Compiled):
     q_heads: int
     num_sequences: int  # 0 without cu_seqlens
     max_seqlen: int  # the whole sequence's, also under context parallelism; 0: not given
-    vec_limit: int  # the most elements of an access that addresses and strides allow; 1: none are neighbours or aligned
-    table_vec_limit: int
+    vec_limit: int  # the most elements of an access, by addresses and strides of q and k; 1: not aligned, or strided
+    table_vec_limit: int  # the same of the tables
     table_step_limit: int  # 2 if the tables use every other element
-    weight_vec_limit: int
+    weight_vec_limit: int  # of a norm's weights
     launch: str
     sm_count: int
     batch_invariant: bool = False  # a norm must add in an order that follows from the head alone
