@@ -148,3 +148,17 @@ def test_import_touches_neither_cuda_nor_the_disk(tmp_path: Path, home: str) -> 
     environment |= {"HOME": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(PACKAGE.parent)}
     subprocess.run([sys.executable, "-c", IMPORT], check=True, env=environment, cwd=tmp_path)
     assert list(tmp_path.rglob("*")) == ([folder] if home != "missing" else [])
+
+
+MODULES = """
+import jitrope
+for module in (jitrope.tables, jitrope.integrations.vllm, jitrope.integrations.timm):
+    assert module.__doc__, module
+for name in ("nothing", "vllm.rope", "_nothing"):
+    assert not hasattr(jitrope.integrations, name), name
+"""
+
+
+def test_modules_need_no_import_of_their_own() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    subprocess.run([sys.executable, "-c", MODULES], check=True, env=environment)
