@@ -150,7 +150,7 @@ def test_import_touches_neither_cuda_nor_the_disk(tmp_path: Path, home: str) -> 
     assert list(tmp_path.rglob("*")) == ([folder] if home != "missing" else [])
 
 
-MODULES = """
+WITHOUT_IMPORT = """
 import jitrope
 for module in (jitrope.tables, jitrope.integrations.vllm, jitrope.integrations.timm):
     assert module.__doc__, module
@@ -161,4 +161,4 @@ for name in ("nothing", "vllm.rope", "_nothing"):
 
 def test_modules_need_no_import_of_their_own() -> None:
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
-    subprocess.run([sys.executable, "-c", MODULES], check=True, env=environment)
+    subprocess.run([sys.executable, "-c", WITHOUT_IMPORT], check=True, env=environment)
