@@ -114,7 +114,7 @@ __device__ __forceinline__ constexpr int dims_to(int access, bool interleaved, b
     return chunk * (MIXED && interleaved ? CHUNK : ROTARY_DIM / 2) + i * VEC;
 }
 
-// Accesses are not streaming. That costs up to 15 % out of place, 5 to 12 % with a norm, and 1 to 3 % in place.
+// Streaming accesses would cost up to 15 % out of place, 5 to 12 % with a norm, and up to 3 % in place.
 __device__ __forceinline__ void store_x(T* address, const Vec<T, VEC>& v) {
     IN_PLACE || COPY_V || NORM ? store_whole(address, v) : store(address, v);
 }

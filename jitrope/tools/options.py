@@ -149,6 +149,6 @@ CALL = (
         "--width", metavar="WIDTH", choices=("half", "full"), help="width of cos and sin, half or full; default: half"
     ),
     option("--in-place", dest="inplace", **_FLAG, help="write the result into q and k"),
-    option("--backward", **_FLAG, help="also the kernels of the gradient; `render` prints one of these alone"),
+    option("--backward", **_FLAG, help="also the kernels of the gradient; `render` prints only the first of these"),
     FROM,
 )
