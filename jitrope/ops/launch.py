@@ -81,7 +81,7 @@ class Known:
         self.results = op.produced(given, options)
         self.saved = tuple(op.saved(given, options))  # tensors for the backward
         self.heads = tuple([name for name in given if name in op.names and name not in LEARNED])  # may require one
-        self.blocks, self.finished = 0, False
+        self.blocks, self.makes, self.finished = 0, False, False
         self.pointers, self.fixed, self.kept = (), [], ()
         self.close: dict[str, Span] = {}  # tensors that must not share memory
         self.apart: set[tuple[int, ...]] = set()  # distances between them without shared memory
@@ -91,7 +91,7 @@ class Known:
     def form(self) -> Form:
         """The form of its calls, from which `replay` writes their source."""
         like = type(self.op).fresh is Operation.fresh
-        own = (self.names, self.pointers, self.results, self.options.inplace, like)
+        own = (self.names, self.pointers, self.results, self.options.inplace, like, self.makes)
         return Form(*own, self.finished, tuple(self.close), self.written, aligned=not any(self.alignments))
 
     def written_out(
@@ -197,7 +197,7 @@ def _plan(known: Known, tensors: Tensors, statics: Tensors) -> None:
     named = with_outputs(op, tensors, options)
     inputs, results = op.heads(named, options)
     device, places = next(iter(tensors.values())).device, op.places(options)
-    known.finished = op.finishes(named, options)
+    known.makes, known.finished = len(named) > len(tensors), op.finishes(named, options)
     near = {name: span(named[name]) for name in (*places, *BLOCK_SCALES) if name in named}
     if any(name.endswith("_out") for name in op.mutated):  # the caller's, which may share memory with any other
         near = {name: span(x) for name, x in zip(known.names, named.values())}

@@ -29,6 +29,7 @@ class Form(NamedTuple):
     results: tuple[str, ...]  # names
     inplace: bool  # the results are tensors of the call
     like: bool  # a result is like the tensor of the same name
+    fresh: bool  # there are other outputs
     finished: bool  # results are made from the outputs
     close: tuple[str, ...]  # tensors that must not share memory
     written: tuple[str, ...]  # tensors whose versions are incremented
@@ -81,6 +82,8 @@ def text(form: Form) -> str:
     named = made = f"{{{', '.join(f'{name!r}: {name}_out' for name in results)}}}"
     if form.inplace:
         made = "tensors"
+    elif not form.fresh:
+        made = "{}"
     elif form.like:
         lines += [f"{name}_out = empty_like({name})\n        {name}_out_at = {name}_out.data_ptr()" for name in results]
     else:
