@@ -17,3 +17,8 @@ def devices(every: Iterable[tuple[Any, ...]], some: Iterable[tuple[Any, ...]]) -
     named = [(case, "-".join(map(str, case))) for case in some]
     on_gpu = [pytest.param(DEVICE, *case, marks=pytest.mark.gpu, id=f"cuda-{name}") for case, name in named]
     return [*(("cpu", *case) for case in every), *on_gpu]
+
+
+def slow(*values: Any) -> Any:
+    """The values of a test's parameters, left out by default."""
+    return pytest.param(*values, marks=pytest.mark.slow)

@@ -21,7 +21,7 @@ SERVER.set_forkserver_preload(["torch"])
 def python(
     *arguments: str, env: Mapping[str, str], cwd: Path | None = None, timeout: float = 300, check: bool = False
 ) -> CompletedProcess[str]:
-    """Like `subprocess.run` of this Python with `-c CODE ...` or `-m MODULE ...`, with text output."""
+    """Like `subprocess.run` of this Python with `-c CODE ...`, `-m MODULE ...` or `PATH ...`, with text output."""
     with TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("stdout", "stderr")]
         process = SERVER.Process(target=_main, args=(arguments, dict(env), str(cwd or Path.cwd()), outputs))
@@ -43,9 +43,12 @@ def _main(arguments: Sequence[str], env: dict[str, str], cwd: str, outputs: list
     os.chdir(cwd)
     own = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]  # not pytest's
     sys.path[:] = ["", *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *own]
-    kind, what, *rest = arguments
-    sys.argv = [kind, *rest]
+    kind, *rest = arguments
+    sys.argv = [kind, *rest[kind in ("-c", "-m") :]]
     if kind == "-c":
-        exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    elif kind == "-m":
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
-        runpy.run_module(what, run_name="__main__", alter_sys=True)
+        sys.path[0] = str(Path(kind).parent)
+        runpy.run_path(kind, run_name="__main__")

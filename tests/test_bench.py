@@ -403,15 +403,15 @@ def test_bad_options_are_named(command: str) -> None:
     assert BAD[command] in done.output
 
 
-@pytest.mark.parametrize("command", [["-m", "jitrope", "bench"], ["-m", "examples.bench"], ["examples/bench"]])
+@pytest.mark.parametrize("command", [["-m", "jitrope", "bench"], ["-m", "examples.bench"], [f"{ROOT}/examples/bench"]])
 def test_ways_to_run_them(command: list[str]) -> None:
     """A checkout has all three. Without a GPU they exit with 1 and one line."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, *command, "host"], capture_output=True, text=True, env=environment, cwd=ROOT)
+    done = fresh.python(*command, "host", env=environment, cwd=ROOT)
     assert (done.returncode, done.stdout) == (1, "")
     assert "needs a CUDA device" in done.stderr
     assert "Traceback" not in done.stderr
-    done = subprocess.run([sys.executable, *command, "-h"], capture_output=True, text=True, env=environment, cwd=ROOT)
+    done = fresh.python(*command, "-h", env=environment, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
     assert "Usage: jitrope bench" in done.stdout
 
@@ -766,6 +766,7 @@ def _ranks(rank: int, cp_size: int, path: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_ranks(tmp_path: Path) -> None:
     """Two ranks: the other's rows in a step, in MiB; only the window's rows are exchanged."""
     torch.multiprocessing.spawn(_ranks, (2, str(tmp_path)), 2)

@@ -26,6 +26,7 @@ from jitrope.jit.layers import MANIFEST, write_bundle
 from jitrope.tools import bundle
 from jitrope.tools.prewarm import specs_of
 
+from . import fresh
 from .test_cache import COUNTED, DATA, KEY, ROOT, edit, filled, on_the_gpu
 from .test_cli import jitrope as jitrope
 
@@ -616,8 +617,7 @@ def test_without_cupy_a_bundles_kernel_reaches_the_driver(written: Path, tmp_pat
     """The kernel is found, and what is missing is named: the driver; CuPy, only for a kernel that must be compiled."""
     environment = {**os.environ, "JITROPE_CACHE_DIR": str(tmp_path / "k"), "PYTHONPATH": str(ROOT)}
     environment["JITROPE_SYSTEM_CACHE"] = str(written)
-    command = [sys.executable, "-c", NO_CUPY + DRIVER_ALONE]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = fresh.python("-c", NO_CUPY + DRIVER_ALONE, env=environment)
     assert done.returncode == 0, done.stderr
     driver, compiler = done.stdout.splitlines()
     assert "NVIDIA's driver cannot be loaded (libcuda.so.1" in driver or "cannot be loaded: CUDA_ERROR_" in driver

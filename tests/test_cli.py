@@ -329,9 +329,10 @@ def test_a_stdout_that_takes_no_text(tmp_path: Path, where: str, code: int, text
     assert done.returncode == code, done.stderr
     assert done.stderr.startswith(text)
     assert done.stderr.count("\n") == 1
-    command = f"{sys.executable} -m jitrope doctor --json > out"
-    done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert "Traceback" not in done.stderr
+    if where == "> out":
+        command = f"{sys.executable} -m jitrope doctor --json > out"
+        done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert "Traceback" not in done.stderr
 
 
 MROPE = {"position_ids": "int64", "mrope_section": [16, 24, 24]}
@@ -492,6 +493,7 @@ LATENT = {
 INDEXER = {"index_n_heads": 2, "index_head_dim": 128}
 
 
+@pytest.mark.slow
 def test_a_server_of_latent_attention_compiles_nothing_after_its_warm_up(
     jitrope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

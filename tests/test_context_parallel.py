@@ -876,7 +876,8 @@ def process(rank: int, size: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("size", [pytest.param(size, marks=[pytest.mark.slow] * (size != 2)) for size in (1, 2, 4)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_on_processes(size: int, tmp_path: Path) -> None:
     """Every check above, on 1, 2 and 4 gloo processes."""
     torch.multiprocessing.spawn(process, (size, str(tmp_path)), size)

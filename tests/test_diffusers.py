@@ -583,6 +583,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_a_fresh_process_loads_them(tmp_path) -> None:
     """The process imports torch and pickle. Loading imports jitrope, and the model is enabled as it was here."""
     paths = []
@@ -787,6 +788,7 @@ def test_a_patch_after_enable_is_kept(wan, monkeypatch) -> None:
     assert all(type(p) is WanAttnProcessor for p in model.attn_processors.values())
 
 
+@pytest.mark.slow
 def test_a_patch_after_compilation_is_noticed(wan, monkeypatch) -> None:
     from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
@@ -905,6 +907,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_context_parallel(tmp_path) -> None:
     """Two processes with Ulysses: diffusers' hooks split the tables, and rope runs on a rank's rows. With fused norms
     it writes q, k and v in the order of the ranks."""

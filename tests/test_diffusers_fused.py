@@ -81,6 +81,7 @@ def variant(cls, config, inputs, device="cpu", dtype=FP32):
     return zoo.prepared(model, device, dtype)
 
 
+@pytest.mark.slow
 def test_compiled_training() -> None:
     """Training compiles to one graph, which other inputs use too."""
     model, inputs = prepared("FluxTransformer2DModel")

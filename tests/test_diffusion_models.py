@@ -19,7 +19,7 @@ from jitrope.integrations.diffusers.fused import FUSED, INLINE
 from jitrope.integrations.diffusers.sites import SITES
 
 diffusers = pytest.importorskip("diffusers", reason="the diffusers extra is not installed")
-from .devices import DEVICES  # noqa: E402
+from .devices import DEVICES, slow  # noqa: E402
 from .diffusion_coverage import COVERAGE, table  # noqa: E402
 from .diffusion_zoo import FUSED_CALLS, MODELS, forward, prepared  # noqa: E402
 
@@ -56,7 +56,11 @@ def classes_in(model):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, slow(torch.float16)],
+    ids=["fp32", "bf16", "fp16"],
+)
 @EACH
 def test_the_stock_models_bits(name, dtype, device) -> None:
     """Outputs and reports with rope alone, with the norm in the same launch, and stock again."""
@@ -148,6 +152,7 @@ def test_a_refusal_is_decided_as_a_call_is_traced() -> None:
     assert len(reasons) == 2
 
 
+@pytest.mark.slow
 def test_regional_compilation() -> None:
     model, inputs = prepared(MODELS["FluxTransformer2DModel"])
     torch._dynamo.reset()

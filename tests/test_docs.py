@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import doctest
 import inspect
+import os
 import re
 import runpy
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module
@@ -19,6 +18,7 @@ import torch
 
 import jitrope
 
+from . import fresh
 from .hosts import timm, triton
 
 pytest.importorskip("pdoc", reason="the API reference is built with pdoc: pip install -e '.[test]'")
@@ -55,7 +55,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The reference as HTML, by module, built without CuPy and host libraries."""
     folder = tmp_path_factory.mktemp("api")
     code = BUILD.replace("sys.argv[0]", repr(str(SCRIPT)))
-    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, cwd=ROOT)
+    done = fresh.python("-c", code, str(folder), env=os.environ, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return {name: (folder / f"{name.replace('.', '/')}.html").read_text() for name in MODULES}
 

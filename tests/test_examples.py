@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
+from . import fresh
+from .devices import slow
 
+ROOT = Path(__file__).parent.parent
 
 YES = re.compile(r"\byes\b")
 """An example says what it checked."""
@@ -28,10 +30,10 @@ NO = re.compile(r"\bNO\b|\d ms\b|\d x\b|\d tokens/s")
         ["packed_training.py"],
         ["serving.py"],
         ["serving.py", "--fp8", "--layers", "1", "--batch", "2", "--steps", "10"],
-        ["diffusion_pipeline.py", "--model", "flux", "--steps", "2", "--blocks", "1"],
+        slow(["diffusion_pipeline.py", "--model", "flux", "--steps", "2", "--blocks", "1"]),
         ["diffusion_pipeline.py", "--model", "qwen", "--steps", "2", "--blocks", "1"],
-        ["diffusion_pipeline.py", "--model", "wan", "--steps", "2", "--blocks", "1"],
-        ["caching.py"],
+        slow(["diffusion_pipeline.py", "--model", "wan", "--steps", "2", "--blocks", "1"]),
+        slow(["caching.py"]),
         ["new_kernel.py"],
     ],
     ids=lambda command: " ".join(command[:3]),
@@ -41,7 +43,7 @@ def test_example(command: list[str], tmp_path: Path) -> None:
     path = ROOT / "examples" / command[0]
     if "diffusion" in command[0]:
         command = [*command, "--out", str(tmp_path)]
-    done = subprocess.run([sys.executable, str(path), *command[1:]], capture_output=True, text=True, env=environment)
+    done = fresh.python(str(path), *command[1:], env=environment)
     assert done.returncode == 0, done.stderr
     assert YES.search(done.stdout)
     assert not NO.search(done.stdout)
@@ -63,7 +65,7 @@ def test_example(command: list[str], tmp_path: Path) -> None:
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-@pytest.mark.parametrize("launcher", [[], TORCHRUN], ids=["alone", "torchrun"])
+@pytest.mark.parametrize("launcher", [[], slow(TORCHRUN)], ids=["alone", "torchrun"])
 def test_context_parallel(launcher: list[str]) -> None:
     """On two processes, started by itself and by torchrun; it compares with one process under both masks."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

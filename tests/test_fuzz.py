@@ -276,6 +276,7 @@ def test_every_planned_spec_renders_and_round_trips(p: RopeProblem) -> None:
     assert spec_from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(problems())
 def test_a_sample_compiles(p: RopeProblem) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from . import fresh
+
 PACKAGE = Path(__file__).parent.parent / "jitrope"
 
 LAYERS = [  # a folder or file imports only from layers below its own, and from itself
@@ -161,4 +163,4 @@ for name in ("nothing", "vllm.rope", "_nothing"):
 
 def test_modules_need_no_import_of_their_own() -> None:
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
-    subprocess.run([sys.executable, "-c", WITHOUT_IMPORT], check=True, env=environment)
+    fresh.python("-c", WITHOUT_IMPORT, env=environment, check=True)

@@ -20,7 +20,7 @@ from jitrope.plan.options import Options
 from tests.said import KINDS, norm_rope, norm_rope_joint, said
 
 from .cases import NORM_CASES, NormCase, make_norm, norm_call, op_arguments, random_norm_case
-from .devices import DEVICE, DEVICES
+from .devices import DEVICE, DEVICES, slow
 from .test_rope import autograd_reference
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -909,6 +909,7 @@ def test_a_second_derivative_is_refused(device: str) -> None:
 # ---- torch's machinery -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", named(
     "once", "twice", "d192", "partial", "only-q-weight", "across-per-head", "mrope", "packed-qkv", "joint",
     "joint-batch", "joint-two-tables", "cis-starts", "layer-biased", "layer-joint",
@@ -946,8 +947,16 @@ def test_opcheck_of_the_gradient(case: NormCase) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("kind", ["plain", "across", "alone", "joint", "joint, two tables"])
+@pytest.mark.parametrize("grad", [slow(False), True])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "plain",
+        "alone",
+        "joint",
+        *(slow(kind) for kind in ("across", "joint, two tables")),
+    ],
+)
 def test_compile_fullgraph_once_for_all_lengths(kind: str, grad: bool, device: str) -> None:
     heads, dim = 3, 16
     size = dim * (heads if kind == "across" else 1)
@@ -999,6 +1008,7 @@ def test_compiled_in_place(device: str) -> None:
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.slow
 def test_compile_with_inductor() -> None:
     """The strides are those of the fake tensors; Inductor's code asserts them."""
     for case in named("across-per-head", "cis-starts", "packed-qkv", "joint"):

@@ -17,7 +17,7 @@ from jitrope.plan.options import NormOptions
 from . import oracle
 from .cases import BIASES, QKV_CASES, QKV_NORM_CASES, Case, NormCase, as_packed, lower, make, make_bias, named
 from .cases import qkv_norm_call as norm_call
-from .devices import DEVICES
+from .devices import DEVICES, slow
 from .said import said
 from .test_norm import assert_near
 
@@ -209,6 +209,7 @@ def test_the_forward_and_the_gradient_are_one_launch_each(case: AnyCase, form: s
     assert [(x.added_bias, x.gated, x.copy_v) for x in kernels(case, form, inplace=True)] == [(True, gated, copies)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", ["flat", "heads"])
 @pytest.mark.parametrize(("case", "inplace"), [(case, x) for case, _ in SOME for x in (False, True)], ids=str)
 def test_opcheck(case: AnyCase, inplace: bool, bias: str) -> None:
@@ -223,7 +224,7 @@ def test_opcheck(case: AnyCase, inplace: bool, bias: str) -> None:
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("frozen", [False, slow(True)])
 @pytest.mark.parametrize(("case", "form"), SOME, ids=str)
 def test_compile_fullgraph(case: AnyCase, form: str, inplace: bool, frozen: bool) -> None:
     """The eager results and gradients. frozen: the bias has none."""

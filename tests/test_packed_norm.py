@@ -16,7 +16,7 @@ from jitrope.plan.options import NormOptions
 
 from . import oracle
 from .cases import QKV_NORM_CASES, NormCase, as_packed, lower, make, named, qkv_norm_call
-from .devices import DEVICES
+from .devices import DEVICES, slow
 from .said import said
 from .test_norm import assert_equal, assert_near
 
@@ -241,7 +241,7 @@ def op_call(case: NormCase, op: Any, device: str = "cpu", **changes: Any) -> tup
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)
-@pytest.mark.parametrize("form", ["", "_", "_backward"])
+@pytest.mark.parametrize("form", ["", *(slow(form) for form in ("_", "_backward"))])
 def test_opcheck(form: str, case: NormCase) -> None:
     op = QKV_NORM_BACKWARD if form == "_backward" else QKV_NORM
     arguments = op_call(case, op, inplace=form == "_")
@@ -251,7 +251,7 @@ def test_opcheck(form: str, case: NormCase) -> None:
 
 
 @pytest.mark.parametrize("how", ["copied", "view", "transformed", "in place"])
-@pytest.mark.parametrize("case", [SOME[0], SOME[2]], ids=str)
+@pytest.mark.parametrize("case", [SOME[0], slow(SOME[2])], ids=str)
 def test_compile_fullgraph(case: NormCase, how: str) -> None:
     """The eager results and gradients."""
     made = Made(case)

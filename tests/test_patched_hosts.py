@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from . import diffusion_zoo as zoo
+from .devices import slow
 from .hosts import doubled, missing
 
 transformers = pytest.importorskip("transformers", reason="pip install transformers")
@@ -129,7 +130,7 @@ class Scaled(qwen3.Qwen3RMSNorm):
         return 2 * y if self.doubles and self.training else y
 
 
-@pytest.mark.parametrize(("name", "compiled"), [("scale", False), ("gain", False), ("gain", True)])
+@pytest.mark.parametrize(("name", "compiled"), [("scale", False), ("gain", False), slow("gain", True)])
 def test_what_is_added_to_a_norm_after_enable(name: str, compiled: bool) -> None:
     run = Qwen3()
     for layer in run.layers:
@@ -204,7 +205,7 @@ def test_hooks_of_all_modules() -> None:
     handle.remove()
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, slow(True)])
 def test_an_export_has_the_norms(strict: bool) -> None:
     run = Qwen3()
     words = {"input_ids": torch.tensor([[5, 9, 17, 33]]), "use_cache": False}

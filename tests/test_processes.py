@@ -35,6 +35,7 @@ from jitrope.tools.doctor import Check
 from jitrope.tools.prewarm import DEFAULT_CALLS, Built, default_specs, read_calls, specs_of
 
 from . import fresh
+from .devices import slow
 from .test_cache import IMPORTS, on_the_gpu, run_in_child
 from .test_heuristics import BASE
 
@@ -180,7 +181,7 @@ def run_ranks(cache: KernelCache, turns: int, tears: bool) -> dict:
     return json.loads(python(code, JITROPE_CACHE_DIR=str(cache.root)).splitlines()[-1])
 
 
-@pytest.mark.parametrize("tears", [False, True], ids=["all whole", "one of which tears entries"])
+@pytest.mark.parametrize("tears", [slow(False), True], ids=["all whole", "one of which tears entries"])
 def test_16_ranks_on_one_empty_cache(cache: KernelCache, tears: bool) -> None:
     """All start at once. Each gets the right bytes, and one whole entry is left, without a lock."""
     report = run_ranks(cache, 3 if tears else 1, tears)
@@ -280,7 +281,7 @@ class Rotated(torch.utils.data.Dataset):
         return out[0]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", slow("spawn"), "forkserver"])
 def test_dataloader_workers(method: str) -> None:
     dataset = Rotated()
     loader = torch.utils.data.DataLoader(dataset, batch_size=4, num_workers=2, multiprocessing_context=method)
@@ -536,6 +537,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_workers_record_into_one_file(tmp_path: Path) -> None:
     """Forked and spawned workers write at the same time, and some of them are killed."""
     (tmp_path / "workers.py").write_text(WORKERS)

@@ -36,7 +36,7 @@ from .cases import (
     make_qkv,
     op_arguments,
 )
-from .devices import DEVICES
+from .devices import DEVICES, slow
 
 OPERATION = {op.name: op for op in OPERATIONS}
 
@@ -474,7 +474,7 @@ def test_packed_opcheck(op: str, case: Case) -> None:
     )
 
 
-@pytest.mark.parametrize("how", ["copied", "view", "in place", "gated", "gated, in place"])
+@pytest.mark.parametrize("how", ["copied", "view", "in place", "gated", slow("gated, in place")])
 def test_packed_compile_fullgraph(how: str) -> None:
     qkv, keywords = packed_call(QKV_CASES[1] if "gated" not in how else next(c for c in QKV_CASES if "gated" in c.name))
 
@@ -710,7 +710,7 @@ def test_compile_fullgraph(in_place: bool, grad: bool) -> None:
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("packed_qkv", [False, True])
+@pytest.mark.parametrize("packed_qkv", [False, slow(True)])
 def test_compile_with_numbers_that_change(packed_qkv: bool) -> None:
     """Forward and gradient are right with a symbolic max_seqlen, cp_rank and number of tokens."""
     cos = torch.rand(40, 32)

@@ -20,7 +20,7 @@ from torch import Tensor
 import jitrope
 from jitrope.integrations import _layers, torchtitan
 
-from .devices import DEVICES, devices
+from .devices import DEVICES, devices, slow
 from .hosts import doubled, group, missing, triton
 
 OURS = [f"jitrope.integrations.torchtitan.{name}" for name in ("cos_sin_rope", "complex_rope")]
@@ -715,7 +715,7 @@ PATCHES = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, slow(True)])
 @pytest.mark.parametrize("patch", PATCHES)
 def test_a_patch_of_a_class(
     host: Any, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch, patch: str, compiled: bool

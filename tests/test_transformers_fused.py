@@ -25,6 +25,7 @@ else:
     transformers = pytest.importorskip("transformers", reason=f"the host library is not installed: {HOST}")
 
 from . import transformers_zoo as zoo  # noqa: E402  it imports transformers
+from .devices import slow  # noqa: E402
 from .hosts import group  # noqa: E402
 
 
@@ -81,12 +82,7 @@ NO_ARGUMENTS = {
     "muse_glimmer_assistant.MuseGlimmerAssistantAttention"
 }  # its k has more tokens than q, so it is not fused
 NO_ROPE_LAYERS = {"flint.FlintAttention"}  # the first layers of the default configuration do not rotate
-FAST = words(
-    """
-afmoe embedding_gemma2 esmc exaone4 gemma3 gemma4 glm4_moe glm_ocr hunyuan_v1_dense lfm2 llama4 minimax_m2 molmo2
-neomme olmo2 qwen3 qwen3_next sapiens2 t5gemma2 timesfm2_5
-"""
-)
+FAST = ("gemma4", "hunyuan_v1_dense", "lfm2", "llama4", "olmo2", "qwen3", "qwen3_next")
 
 
 @pytest.fixture(autouse=True)
@@ -248,6 +244,7 @@ def test_generation(family: str) -> None:
     assert report.calls["host"] == report.calls["jitrope"] == 0
 
 
+@pytest.mark.slow
 def test_compiled_fullgraph_in_bf16() -> None:
     model = language_model("qwen3").eval().bfloat16()
     torch.compiler.reset()
@@ -258,7 +255,10 @@ def test_compiled_fullgraph_in_bf16() -> None:
     assert report.calls == {"jitrope": 0, "host": 0, "fused": 2 * 2}
 
 
-@pytest.mark.parametrize("family", ["hunyuan_v1_dense", "embedding_gemma2", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family",
+    ["hunyuan_v1_dense", *(slow(name) for name in ("embedding_gemma2", "qwen3_next"))],
+)
 def test_compiled_fullgraph(family: str) -> None:
     """Norm after rope; q, k and v; and q with a gate. Compiled before `enable`, too."""
     (module,) = zoo.attention_modules(family).values()

@@ -12,7 +12,6 @@ import typer
 from torch import Tensor
 
 from jitrope import Packed, apply_rope
-from jitrope.integrations.deepspeed import apply_rotary_pos_emb
 
 from . import peers as others
 from .harness import COPY, DEVICE, Call, Case, Times, angles, bf16, measure, twice
@@ -113,6 +112,8 @@ def packed(shape: tuple[int, ...], sequences: int) -> tuple[Call, dict[str, Call
 
 def deepspeed(shape: tuple[int, ...], with_peers: bool) -> tuple[Call, dict[str, Call]]:
     """DeepSpeed's entry, with its full-width tables, beside the plain torch that it takes without ours."""
+    from jitrope.integrations.deepspeed import apply_rotary_pos_emb
+
     half = angles(shape[0], shape[-1])
     cos, sin = (twice(table)[:, None, None].bfloat16() for table in (half.cos(), half.sin()))
     peers: dict[str, Call] = {
