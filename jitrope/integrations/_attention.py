@@ -75,18 +75,15 @@ def fuse(cls: type, modules: list[nn.Module], report: _host.Report) -> str:
     if not places:
         return _LEFT + "jitrope does not replace its rope function"
     plan = plan_of(forward)
-    if plan is None:
-        try:
+    try:
+        if plan is None:
             plan, code = _made(forward, modules, places, report.host)
-        except ValueError as error:
-            return _ROPE_ONLY + str(error)
-        report.recode(forward, code, plan)
-        found = plan.norms
-    else:
-        try:
+            report.recode(forward, code, plan)
+            found = plan.norms
+        else:
             found = _extended(plan, forward, modules, places)
-        except ValueError as error:
-            return _ROPE_ONLY + str(error)
+    except ValueError as error:
+        return _ROPE_ONLY + str(error)
     forms_of = {str(form) for forms in found.values() for form in forms}
     return f"{FUSED}{', the norm last' if plan.after else ''} ({'; '.join(sorted(forms_of))})"
 
