@@ -196,12 +196,9 @@ def small(form: NormForm, module: nn.Module, dtype: torch.dtype, width: int = PR
 def _same(form: NormForm, module: nn.Module) -> bool:
     """Whether a form has a module's bits, in training too, and also with another eps."""
     dtypes, widths = (torch.float32, torch.bfloat16), (PROBE_DIM, 3 * PROBE_DIM)
-    for dtype, training, width in product(dtypes, (False, True), widths):
+    for dtype, training, width, eps in product(dtypes, (False, True), widths, ({}, {form.eps: 0.01})):
         probe = small(form, module, dtype, width)
-        probe.__dict__["training"] = training
-        if not _alike(form, probe, dtype, width):
-            return False
-        probe.__dict__[form.eps] = 0.01
+        probe.__dict__.update({"training": training, **eps})
         if not _alike(form, probe, dtype, width):
             return False
     return True
