@@ -108,11 +108,10 @@ class Source:
 
     def _called(self, node: ast.AST) -> str:
         """The name of the module that is called: `self.name(x)`; "" for other code."""
-        if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords:
-            return ""
-        f = node.func
-        mine = isinstance(f, ast.Attribute) and isinstance(f.value, ast.Name) and f.value.id == self.me
-        return f.attr if mine and isinstance(f, ast.Attribute) else ""
+        match node:
+            case ast.Call(ast.Attribute(ast.Name(owner), name), [_], []) if owner == self.me:
+                return name
+        return ""
 
     def _rope(self, node: ast.AST) -> str:
         """The name of the rope function that is called, or ""."""
