@@ -239,9 +239,9 @@ def cake_fused_qk_rmsnorm_rope_quantize_fp8_append_paged_kv_cache(
 
     The caches hold k / k_scale and v / v_scale. quant_policy 1: the scale of a token's head of q is its largest
     element / 448, (T, H); 2: q times q_scale_inv, and an empty scale. eps is 1e-6. A flag is 0, or -1 if q_indptr does
-    not rise from 0 to T: then nothing is stored, and q has no meaning. The flags are a few operations in torch. Another
-    upper_max, quant_policy 1 with is_prefill, and out_k and out_v are refused. The other arguments and the errors are
-    those of `cake_fused_qk_rmsnorm_rope_append_paged_kv_cache`.
+    not rise from 0 to T: then nothing is stored, and q has no meaning. The flags are a few operations in torch.
+    quant_policy 1 with is_prefill or another upper_max is refused, and so are out_k and out_v; 2 does not read
+    upper_max. The other arguments and the errors are those of `cake_fused_qk_rmsnorm_rope_append_paged_kv_cache`.
     """
     words, dynamic = _norm(qk_norm_policy, q_norm_weight, k_norm_weight, 1e-6, out_k, out_v), quant_policy == 1
     if quant_policy not in (1, 2) or (dynamic and (is_prefill or upper_max != _FP8_MAX)):
