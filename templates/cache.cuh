@@ -50,7 +50,7 @@ __device__ __forceinline__ Destination destination_in_pages(const Arguments& p, 
         const Place found = {static_cast<int>(page), static_cast<int>(position % PAGE_SIZE)};
         if (page < static_cast<Count>(p.page_count)) return {found, true, left == 1};
     }
-    if (p.errors && blockIdx.y == 0 && counts) atomicAdd(p.errors, 1);
+    if (p.errors && counts) atomicAdd(p.errors, 1);
     return {};
 }
 

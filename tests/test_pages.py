@@ -285,6 +285,29 @@ def test_wild_tables_write_nothing_and_are_counted(name: str, device: str) -> No
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("max_seqlen", [None, 4])
+@pytest.mark.parametrize("normed", [False, True])
+def test_errors_are_counted_in_each_sequence(normed: bool, max_seqlen: int | None, device: str) -> None:
+    """A packed batch may have a grid over its sequences, each in its own blocks."""
+    q, k, cos = (torch.randn(*shape, device=device) for shape in ((7, 5, 16), (7, 5, 16), (21, 8)))
+    offsets, lengths = (torch.tensor(x, device=device) for x in ([0, 1, 5], [1, 4]))
+    table = torch.tensor([[0, 1], [-1, -1]], device=device)
+    errors = torch.zeros((), dtype=torch.int32, device=device)
+    cache = KVCache(
+        torch.zeros(2, 3, 5, 16, device=device),
+        None,
+        Pages(table, seq_lens=lengths, cu_seqlens_q=offsets, errors=errors),
+    )
+    norm = Norm(torch.ones(16, device=device), torch.ones(16, device=device)) if normed else None
+    positions = jitrope.Packed(offsets, max_seqlen=max_seqlen)
+    for launch in ("auto", "token_linear", "grid_2d"):
+        jitrope.configure(launch=launch)
+        errors.zero_()
+        jitrope.prepare_qkv(q, k, None, cos, cos, norm=norm, cache=cache, positions=positions)
+        assert errors.item() == 4, launch
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("stage", ["plain", "partial", "norm", "partial norm"])
 @pytest.mark.parametrize("token", [0, 1, 3, 7, 10])
 def test_each_token_is_counted_once(token: int, stage: str, device: str) -> None:
