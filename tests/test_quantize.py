@@ -794,6 +794,22 @@ REFUSALS = {
     "fp4-cache": (lambda: fp4_of(Q[..., :12], k=True), "k_cache is torch.uint8|k_cache is torch.float4"),
     "fp4-strides": (lambda: fp4_of(Q.mT.contiguous().mT), r"q has D=48, strides .*; fp4 needs aligned pairs"),
     "fp4-offset": (lambda: fp4_of(Q.flatten(-2)[..., 1:49].unsqueeze(-2)), "and offset 1; fp4 needs aligned pairs"),
+    "fp4-bias": (
+        lambda: jitrope.prepare_packed_qkv(
+            torch.ones(1, 4, 4, 48),
+            COS,
+            SIN,
+            order="qkv",
+            q_per_group=2,
+            bias=torch.ones(4 * 48 + 1)[1:],
+            quantize=DynamicQuantize(FP4),
+        ),
+        "bias has D=192, strides .* and offset 1; fp4 needs aligned pairs",
+    ),
+    "fp4-odd-out": (
+        {"v": K, "quantize": DynamicQuantize(FP4), "out": (None, None, torch.ones(*K.shape, 2)[..., 0])},
+        "out's v has D=48, strides .*; fp4 needs aligned pairs",
+    ),
     "fp4-pairs": (lambda: fp4_of(Q, rotary_dim=6), "rotary_dim 6; for fp4 .*a multiple of 4"),
     "fp4-first": (lambda: fp4_of(Q, rotary_dim=4, rotary_offset=3), "rotary_offset is 3, .*; for fp4 the first must"),
     "dtype-static": (lambda: Quantize(1.0, dtype=torch.int8), "Quantize: dtype is torch.int8; it must be .*e5m2"),

@@ -56,9 +56,11 @@ def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options)
 
 
 def _check_written(name: str, label: str, x: Tensor, wants_grad: bool) -> None:
-    """Refuse to write inference tensors, lazy negatives and, under autograd, leaves and some views."""
+    """Refuse to write inference tensors, lazy negatives and zeros and, under autograd, leaves and some views."""
     if x.is_inference() and not torch.is_inference_mode_enabled():
         refuse(name, label, x, "a tensor that was not made in inference mode; this call writes it outside of that mode")
+    if watch.is_zero(x):
+        refuse(name, label, x, f"a tensor with memory, not torch's lazy zeros; pass {label}.clone()")
     if x.is_neg():
         hint = "" if label.startswith("out's") else f"; pass {label}.resolve_neg()"
         refuse(name, label, x, f"a tensor without torch's lazy negative bit{hint}")
@@ -212,6 +214,11 @@ def _refuse_sums(tensors: Tensors, options: Options, beside: str, fail: Fail) ->
         fail(f"across_heads does not go with {beside}; pass mean_squares, or normalise before")
 
 
+def takes_pairs(tensors: Tensors, options: Options) -> bool:
+    """Whether a call writes fp4."""
+    return options.out_dtype == "fp4" or ("k_cache" in tensors and PER_ITEM.get(tensors["k_cache"].dtype, 1) > 1)
+
+
 def check_whole_head(name: str, tensors: Tensors, options: Options) -> None:
     """The rule of a stage that needs all elements of a head."""
     fail, dim, (first, last) = failing(name), tensors["q"].shape[-1], rotated(options)
@@ -219,7 +226,7 @@ def check_whole_head(name: str, tensors: Tensors, options: Options) -> None:
         fail("inverse does not go with norm; rotate back in a call without a norm")
     if options.group and dim % options.group:
         fail(f"group is {options.group}; it must divide D={dim}")
-    if options.out_dtype == "fp4" or PER_ITEM.get(tensors.get("k_cache", tensors["q"]).dtype, 1) > 1:
+    if takes_pairs(tensors, options):
         fit.check_pairs(tensors, options, fail)
     if options.hadamard == "rest" and first > 0 and last < dim:
         fail(f"hadamard='rest' needs the rest in one piece; elements {first} to {last - 1} of {dim} are rotated")

@@ -13,7 +13,7 @@ from ..base.spec import DTYPES, MAX_AXES
 from ..plan.memory import overlaps_itself, refuse_meeting, span
 from ..plan.options import ALL_TOKENS, LAYOUT_AXES, MAX_HEAD_DIM, Options, rotated
 from ..plan.problem import DTYPE_NAMES
-from ..plan.views import MEANS, Tensors, per_head, table_pair
+from ..plan.views import MEANS, PER_ITEM, Tensors, per_head, table_pair
 from . import watch
 
 MAX_TOKENS = 2**31 - 1  # CUDA's limit on the first grid axis
@@ -129,9 +129,12 @@ def check_scale(
 
 
 def check_pairs(tensors: Tensors, options: Options, fail: Fail) -> None:
-    """Refuse heads whose elements cannot be taken in aligned pairs: fp4 stores two in a byte."""
-    for label in [label for label in ("q", "k", "v") if label in tensors]:
-        x = tensors[label]
+    """Refuse tensors whose elements cannot be taken in aligned pairs: fp4 stores two in a byte."""
+    named = {"bias": "bias"} | {letter: letter for letter in "qkv"} | {f"{x}_out": f"out's {x}" for x in "qkv"}
+    for name, label in named.items():
+        x = tensors.get(name)
+        if x is None or PER_ITEM.get(x.dtype, 1) > 1:
+            continue
         steps = [stride for size, stride in zip(x.shape[:-1], x.stride()) if size > 1]
         offset = 0 if torch.compiler.is_compiling() else x.storage_offset()  # Dynamo has none; a plan refuses odd ones
         if x.stride(-1) != 1 or x.shape[-1] % 2 or offset % 2 or any(step % 2 for step in steps):

@@ -147,6 +147,8 @@ _known_options = lru_cache(maxsize=1024)(_options)
 def run_op(op: Operation, tensors: Tensors, options: Options) -> Tensors:
     """Return the results of an operation from torch's op."""
     function = getattr(torch.ops.jitrope, name_of(op, options.inplace))
+    if not watch.is_compiling():  # torch gives the op lazy zeros with other strides than were checked
+        tensors = {name: x.clone() if watch.is_zero(x) else x for name, x in tensors.items()}
     out = function(*arguments(op, tensors, options))
     if out is None:
         return op.outputs(tensors, options)

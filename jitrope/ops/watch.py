@@ -27,6 +27,7 @@ get_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)  # a t
 get_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
 on_gpu: Callable[[Tensor], bool] = operator.attrgetter("is_cuda")
 is_view: Callable[[Tensor], bool] = operator.methodcaller("_is_view")
+is_zero: Callable[[Tensor], bool] = operator.methodcaller("_is_zerotensor")  # lazily: it has no memory
 version: Callable[[Tensor], int] = operator.attrgetter("_version")  # counts the writes to a tensor
 
 records_ops = hasattr(getattr(torch._library, "autograd", None), "make_autograd_impl")
@@ -73,7 +74,7 @@ def plain(tensors: Mapping[str, Any]) -> bool:
     for x in tensors.values():
         if type(x) not in _PLAIN or not on_gpu(x) or x.is_neg() or x.is_conj() or _legacy_batched(x):
             return False
-        if x._is_zerotensor() or torch._is_functional_tensor(x):  # they have no memory
+        if is_zero(x) or torch._is_functional_tensor(x):  # they have no memory
             return False
     return not watched() and not transformed()
 
