@@ -167,6 +167,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10 if gpu else 3)
     parser.add_argument("--window", type=int, default=64 if gpu else 4)
     arguments = parser.parse_args()
+    if arguments.steps < 2:
+        parser.error("--steps must be at least 2: the losses of two steps are compared")
     if dist.is_torchelastic_launched():
         join(dist.get_node_local_rank(), int(os.environ["LOCAL_WORLD_SIZE"]), 0, arguments)
     else:

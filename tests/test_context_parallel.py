@@ -336,6 +336,38 @@ def test_a_partition_of_inference_mode_serves_training() -> None:
     assert x.grad[:, 0].nonzero().flatten().tolist() == rows.tolist()
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_partition_that_was_exported_serves_eager_calls(strict: bool) -> None:
+    part, x = Partition(torch.tensor([0, 7, 10]), 10, cp_size=2, cp_rank=0), torch.arange(10.0)
+
+    class Cut(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return part.shard(x)
+
+    exported = torch.export.export(Cut(), (x,), strict=strict).module()
+    assert part.shard(x).tolist() == exported(x).tolist() == [0, 1, 6, 7, 9]
+
+
+@pytest.mark.parametrize("size", [10, 11, 2**31 - 1, 2**31, 2**32, 2**40, 2**63 - 1])
+def test_a_window_of_all_tokens_is_no_window(size: int) -> None:
+    q, cu_seqlens = torch.randn(10, 4, 16), torch.tensor([0, 7, 10])
+    for causal in (False, True):
+        want = all_gather_attention(q, q, q, Schedule(cu_seqlens, 10, causal=causal))
+        schedule = Schedule(cu_seqlens, 10, causal=causal, window=(size, size))
+        assert torch.equal(all_gather_attention(q, q, q, schedule), want)
+
+
+def test_a_batch_without_tokens_saves_nothing() -> None:
+    assert Schedule(torch.tensor([0, 0]), 0, cp_size=2, cp_rank=0, window=(4, 0)).saving == 0
+
+
+@pytest.mark.parametrize("head_groups", [1, 2])
+def test_tables_of_rope_get_no_gradient(head_groups: int) -> None:
+    q, cos = torch.randn(10, 4, 16), torch.ones(10, 8, requires_grad=True)
+    rope, schedule = Rope(cos, torch.zeros(10, 8)), Schedule(torch.tensor([0, 7, 10]), 10)
+    assert not all_gather_attention(q, q, q, schedule, rope=rope, head_groups=head_groups).requires_grad
+
+
 @pytest.mark.parametrize("made", ["before", "inside"])
 def test_a_compiled_function_cuts_a_batch(made: str) -> None:
     def partition() -> Partition:
@@ -750,7 +782,8 @@ def check_unshard() -> None:
     cu, tokens, size, rank = torch.tensor([0, 5, 5, 16]), 19, dist.get_world_size(), dist.get_rank()
     for rule in RULES:
         part = Partition(cu, tokens, rule=rule)
-        for x in (torch.arange(tokens), torch.randn(tokens, 2, 3, generator=torch.Generator().manual_seed(0))):
+        several = torch.randn(tokens, 2, 3, generator=torch.Generator().manual_seed(0))
+        for x in (torch.arange(tokens), several, several[:, :0]):
             assert torch.equal(part.unshard(part.shard(x)), x)
         local = torch.randn(part.rows, 2, dtype=torch.float64, requires_grad=True)
         weight = torch.arange(2.0 * tokens, dtype=torch.float64).view(tokens, 2)
@@ -843,7 +876,20 @@ def check_faults() -> None:
     for message, options in faults:
         with pytest.raises(InvalidInput, match=message):
             all_gather_attention(q, q, q, Schedule(tokens=tokens, **options), check=True)
-    all_gather_attention(q, q, q, Schedule(good, tokens), check=True)
+    schedule = Schedule(good, tokens)
+    if size > 1:
+        rope = Rope(freqs=torch.ones(tokens, 4))
+        wrong = Schedule(torch.tensor([0, 3 + (tokens if rank else 0), tokens]), tokens, rule="contiguous")
+        with pytest.raises(InvalidInput, match="cu_seqlens differs between ranks: entry 1"):
+            all_gather_attention(q, q, q, wrong, rope=rope, check=True)
+        for message, words in (
+            (r"softmax_scale differs between ranks: \[0.5, 1.5", {"softmax_scale": 0.5 + rank}),
+            (r"rope \(is given\) differs between ranks: \[0, 1", {"rope": rope if rank else None}),
+            (r"head_groups differs between ranks: \[1, 2", {"head_groups": 1 + rank % 2}),
+        ):
+            with pytest.raises(InvalidInput, match=message):
+                all_gather_attention(q, q, q, schedule, check=True, **words)
+    all_gather_attention(q, q, q, schedule, check=True)
 
 
 CHECKS: list[tuple[str, Callable[[], None]]] = [

@@ -67,7 +67,8 @@ def all_gather_attention(
         keep_gathered: keep the gathered keys and values for the backward, which then gathers nothing.
         head_groups: gather the heads of k in this many groups, each during the attention of the previous group. This
             divides the memory for gathered keys.
-        check: compare the arguments of all ranks, and check the lengths. This waits for the device.
+        check: compare the arguments of all ranks (of rope only whether it is given), and check the lengths. This waits
+            for the device.
 
     Returns:
         out (t, Hq, Dv), in q's layout and dtype; with lse or max_logit a tuple of out, lse and max_logit in this order.
@@ -89,10 +90,11 @@ def all_gather_attention(
     case = Case(q.device, q.dtype, *sizes, schedule.mask, schedule.most_segments, schedule.equal, *wanted)
     scale = q.shape[2] ** -0.5 if softmax_scale is None else arguments.number(NAME, "softmax_scale", softmax_scale)
     keep_gathered, check = flag("keep_gathered", keep_gathered), flag("check", check)
+    if check:  # before what may fail on one rank only
+        more = {"softmax_scale": scale, "head_groups": head_groups, "keep_gathered": keep_gathered}
+        check_ranks(schedule, case, {**more, "rope (is given)": rope is not None})
     chosen, rotation = choose(backend, case), rotation_of(rope, q, k, schedule)
     call = Call(schedule, chosen, case, scale, head_groups, keep_gathered, rotation)
-    if check:  # before any launch, which may fail on one rank only
-        check_ranks(call)
     if rotation is not None and not (head_groups == 1 and schedule.exchange is None and k.shape == v.shape):
         q, k = rotation.apart(q, k)
         call = call._replace(rotation=None)

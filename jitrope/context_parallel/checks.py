@@ -12,9 +12,8 @@ from ..base import arguments
 from ..ops.fit import named
 from ..plan.partition import RULES
 from .groups import gather_values
-from .interface import NAME, fail
+from .interface import NAME, Case, fail
 from .schedule import Schedule
-from .steps import Call
 
 LAYOUTS = ("thd", "bshd", "sbhd")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -61,9 +60,8 @@ def check_rows(q: Tensor, given: torch.Size, layout: str, schedule: Schedule) ->
         fail("the schedule was made with cp_size and cp_rank; make it with a group")
 
 
-def check_ranks(call: Call) -> None:
+def check_ranks(schedule: Schedule, case: Case, more: dict[str, float]) -> None:
     """Refuse, on every rank, arguments that differ between ranks, and wrong lengths. Waits for the device."""
-    schedule, case = call.schedule, call.case
     real, padded = schedule.cu_seqlens, schedule.cu_seqlens_padded
     sizes = {
         "len(cu_seqlens)": len(real),
@@ -72,8 +70,7 @@ def check_ranks(call: Call) -> None:
         "max_seqlen": schedule.max_seqlen,
         "rule": RULES.index(schedule.shape.rule),
         **schedule.mask._asdict(),
-        "head_groups": call.head_groups,
-        "keep_gathered": call.keep_gathered,
+        **more,
         "dtype": _DTYPES.index(case.dtype),
         "heads of q": case.heads,
         "heads of k": case.kv_heads,
@@ -83,10 +80,11 @@ def check_ranks(call: Call) -> None:
         "return_max_logit": case.max_logit,
     }
     words = {"rule": RULES, "dtype": _DTYPES}
-    values = gather_values(torch.tensor([*map(int, sizes.values())], device=real.device), schedule.ranks)
-    for name, each in zip(sizes, zip(*values)):
+    sent = torch.tensor([*sizes.values()], dtype=torch.float64, device=real.device)
+    for name, each in zip(sizes, zip(*gather_values(sent, schedule.ranks))):
         if len(set(each)) > 1:
-            shown = [words[name][i] for i in each] if name in words else list(each)
+            shown = [int(x) if x.is_integer() else x for x in each]
+            shown = [words[name][i] for i in shown] if name in words else shown
             fail(f"{name} differs between ranks: {shown}")
     both = [real] if padded is None else [real, padded]
     lengths = gather_values(torch.stack(both).long().view(-1), schedule.ranks)

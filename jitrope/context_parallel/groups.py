@@ -78,9 +78,11 @@ def all_ranks_rows(shape: Shape, device: torch.device) -> Tensor:
 
 def all_gather(rows: Tensor, ranks: Ranks) -> Pending:
     """All ranks' rows (R, ...), concatenated in rank order: (cp_size * R, ...). All must have the same R."""
-    if ranks.cp_size == 1 or rows.numel() == 0:
-        return Pending(rows.expand(ranks.cp_size * len(rows), *rows.shape[1:]), None, rows)
+    if ranks.cp_size == 1:
+        return Pending(rows, None, rows)
     out = rows.new_empty(ranks.cp_size * len(rows), *rows.shape[1:])
+    if not out.numel():
+        return Pending(out, None, rows)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the first from torch 2.13 on
     return Pending(out, gather(out, rows, group=ranks.group, async_op=True), rows)
 
@@ -93,7 +95,7 @@ def all_to_all(rows: Tensor, sent: list[int], received: list[int], ranks: Ranks)
     return Pending(out, dist.all_to_all_single(out, rows, received, sent, group=ranks.group, async_op=True), rows)
 
 
-def gather_values(x: Tensor, ranks: Ranks) -> list[list[int]]:
-    """Return all ranks' whole numbers. Waits for the device."""
-    values: list[list[int]] = all_gather(x[None], ranks).wait().tolist()
+def gather_values(x: Tensor, ranks: Ranks) -> list[list[Any]]:
+    """Return all ranks' numbers. Waits for the device."""
+    values: list[list[Any]] = all_gather(x[None], ranks).wait().tolist()
     return values

@@ -92,5 +92,5 @@ def rotation_of(rope: Any, q: Tensor, k: Tensor, schedule: Schedule) -> Rotation
         positions = {"position_ids": schedule.position_ids}
     options, tensors = resolved(ROPE, {"q": q, "k": k, **tables, **positions}, asked, NAME)
     checks.check(NAME, tensors, options)
-    tables = {label: x.resolve_conj().resolve_neg() for label, x in tensors.items() if label not in ("q", "k")}
+    tables = {label: x.detach().resolve_conj().resolve_neg() for label, x in tensors.items() if label not in ("q", "k")}
     return Rotation(tables, options)

@@ -56,6 +56,7 @@ class Schedule(Partition):
         sizes = arguments.wholes("Schedule", "window", window, -1)
         if len(sizes) != 2:
             failing("Schedule")(f"window is {sizes!r}; it must be (left, right), with -1 for no bound")
+        sizes = tuple([-1 if size >= self.shape.tokens else size for size in sizes])
         self.mask = Mask(sizes[0], 0 if arguments.flag("Schedule", "causal", causal) else sizes[1])
         longest = self.shape.tokens if max_seqlen is None else max_seqlen
         self.max_seqlen = arguments.whole("Schedule", "max_seqlen", longest, 0)

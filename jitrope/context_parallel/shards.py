@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from ..base import arguments
 from ..ops.fit import MAX_TOKENS, failing
-from ..ops.watch import is_compiling
+from ..ops.watch import dispatch_modes, is_compiling
 from ..plan.partition import RULES
 from ..thd import cp_rank_order_to_sequence_order
 from ..thd import ops as thd_ops
@@ -24,6 +24,8 @@ from .groups import Ranks, all_gather, all_ranks_rows, all_to_all, ranks_of
 
 class kept:
     """A property that is computed once; in inference mode as a plain tensor, unless a compiled function computes it.
+
+    What is computed under a dispatch mode may be fake (`torch.export`), and is not kept.
 
     `functools.cached_property` has a lock before Python 3.12, which torch.compile cannot trace.
     """
@@ -37,7 +39,8 @@ class kept:
         usual = is_compiling() or not torch.is_inference_mode_enabled()
         with nullcontext() if usual else torch.inference_mode(False):
             value = self.function(instance)
-        setattr(instance, self.name, value)  # it is found before this object from now on
+        if torch.compiler.is_dynamo_compiling() or not dispatch_modes():
+            setattr(instance, self.name, value)  # it is found before this object from now on
         return value
 
 
@@ -156,7 +159,9 @@ class Partition:
         return cast(Tensor, all_rows)
 
     def _check(self, function: str, x: Tensor, rows: int, must: str) -> None:
-        if arguments.tensor(function, "x", x).dim() <= 0 or len(x) != rows:
+        if arguments.tensor(function, "x", x).is_nested or x.layout is not torch.strided:
+            arguments.refuse(function, "x", x, "a strided tensor")
+        if x.dim() <= 0 or len(x) != rows:
             failing(function)(f"x has shape {tuple(x.shape)}; {must}")
         if x.device != self.offsets.device:
             failing(function)(f"x is on {x.device} but cu_seqlens on {self.offsets.device}")
