@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 
 import pytest
 import torch
@@ -17,6 +18,14 @@ from .host.backend import DEVICE
 from .test_thd import MASKS, MOVES, STEPS, TABLES, WIDTHS, Pack, offsets, rows, step_of, wanted_segments
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(("a", "b"), [(1.0, math.nan), (math.nan, 1.0), (-math.inf, -math.inf), (0.0, math.inf)])
+def test_a_step_that_is_no_number_stays_one(a: float, b: float) -> None:
+    lse, step = torch.tensor([[0.0, a]], device=DEVICE), torch.tensor([[b]], device=DEVICE)
+    thd.second_half_lse_correction(lse, step, torch.tensor([0, 2], device=DEVICE), lse_packed=True)
+    want = torch.logaddexp(torch.tensor(a), torch.tensor(b))
+    torch.testing.assert_close(lse[0, 1].cpu(), want, equal_nan=True)
 
 
 def cuda(x):

@@ -425,11 +425,65 @@ REFUSED = {
         lambda: thd.grad_correction(torch.ones(4, 1, 1), torch.ones(1, 1, 1), offsets((4,)), "add", "none"),
         "grad_per_step is .* it must have at least 2 rows",
     ),
+    "equal lse": (
+        lambda: thd.out_correction(
+            torch.ones(4, 1, 1), torch.ones(4, 1, 1), torch.ones(1, 4), torch.ones(1, 2), offsets((4,)), False, True
+        ), "lse is .*, lse_per_step .*; they must have one shape",
+    ),
+    "rows of lse": (
+        lambda: thd.out_correction(
+            torch.ones(4, 1, 1), torch.ones(4, 1, 1), torch.ones(1, 3), torch.ones(1, 3), offsets((3,)), False, True
+        ), "lse has 3 rows, out 4",
+    ),
+    "lse of fewer tokens": (
+        lambda: thd.second_half_lse_correction(torch.ones(1, 3), torch.ones(1, 2), offsets((4,)), True),
+        r"cu_seqlens is \[0, 4\]; it must ascend to at most 3",
+    ),
+    "lse of shorter sequences": (
+        lambda: thd.second_half_lse_correction(torch.ones(2, 1, 3), torch.ones(2, 1, 2), offsets((2, 4)), False),
+        "lse has room for 3 rows",
+    ),
+    "falling offsets": (
+        lambda: thd.read_second_half_lse(torch.ones(1, 4), torch.tensor([0, 3, 2, 4]), True, 2),
+        "cu_seqlens is .*; it must ascend",
+    ),
+    "gradient of fewer tokens": (
+        lambda: thd.grad_correction(torch.ones(3, 1, 1), torch.ones(3, 1, 1), offsets((4,)), "add", "add"),
+        "cu_seqlens is .*; it must ascend to at most 3",
+    ),
+    "valid past the end": (
+        lambda: thd.copy_valid_tokens_from_per_split_to_rank_local(
+            torch.ones(3, 1), torch.ones(3, 1), offsets((4,)), offsets((4,))
+        ), "cu_seqlens is .*; it must ascend to at most 3",
+    ),
+    "sparse": (
+        lambda: thd.sequence_order_to_cp_rank_order(torch.ones(8).to_sparse(), offsets((8,)), 2),
+        "x is .*; it must be a strided tensor",
+    ),
+    "nested": (
+        lambda: thd.read_half_tensor(torch.nested.nested_tensor([torch.ones(2)]), offsets((8,)), 0),
+        "x is a nested tensor; it must be a strided tensor",
+    ),
+    "conjugate": (
+        lambda: thd.copy_valid_tokens_from_per_split_to_rank_local(
+            torch.ones(4, 1, dtype=torch.complex64).conj(), torch.ones(4, 1, dtype=torch.complex64), offsets((4,)),
+            offsets((4,))
+        ), "out has torch's lazy",
+    ),
     "what": (
         lambda: thd.grad_correction(torch.ones(4, 1, 1), torch.ones(4, 1, 1), offsets((4,)), "plus", "none"),
         "first_half is 'plus'",
     ),
 }  # fmt: skip
+
+
+def test_offsets_of_inference_mode_are_refused_under_autograd() -> None:
+    with torch.inference_mode():
+        cu_seqlens = offsets((7, 3))
+    x = torch.randn(10, 4)
+    assert len(thd.sequence_order_to_cp_rank_order(x, cu_seqlens, 2)) == 10
+    with pytest.raises(jitrope.InvalidInput, match=r"pass cu_seqlens.clone\(\)"):
+        thd.sequence_order_to_cp_rank_order(x.requires_grad_(), cu_seqlens, 2)
 
 
 @pytest.mark.parametrize("name", REFUSED)

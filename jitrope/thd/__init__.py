@@ -2,9 +2,10 @@
 
 These are the functions of TransformerEngine's context parallelism, under its names without the prefix "thd_". Rows may
 have any size and alignment, sequences any number and length, and there may be rows after the last sequence. Each
-function is one launch, also for two tensors, and none waits for the GPU. `jitrope.context_parallel.Partition` explains
-the rows of each rank. The halves and corrections are for ring attention (arXiv:2310.01889), which joins softmaxes
-over parts of the keys by their log-sum-exp (FlashAttention, arXiv:2205.14135 and 2307.08691).
+move of rows is one launch, also for two tensors; a correction is one for each tensor. None waits for the GPU, and on a
+CPU offsets that do not fit are refused. `jitrope.context_parallel.Partition` explains the rows of each rank. The halves
+and corrections are for ring attention (arXiv:2310.01889), which joins softmaxes over parts of the keys by their
+log-sum-exp (FlashAttention, arXiv:2205.14135 and 2307.08691).
 
 The two functions that reorder rows have a gradient. The others have none, and refuse tensors that require one: call
 them in a `torch.autograd.Function`.
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from ..base import arguments
 from ..ops.fit import failing
+from ..ops.watch import is_compiling, wants_grad
 from ..plan.partition import RULES
 from . import checks
 from . import ops as thd_ops
@@ -84,6 +86,8 @@ def _reorder(name: str, map: str, x: Rows, cu_seqlens: Tensor, cp_size: int, tok
         each = ", ".join(arguments.shown(y) for y in xs)
         fail(f"x is {each}; it must be (T, ...), or a pair with as many rows on one device")
     shape = checks.shape_of(xs[0], cu_seqlens, len(xs[0]) if tokens is None else tokens, cp_size, 0, rule, fail)
+    if not is_compiling() and cu_seqlens.is_inference() and wants_grad(*xs):
+        fail("cu_seqlens was made in inference mode, and x requires a gradient; pass cu_seqlens.clone()")
     rows = shape.tokens if map == "to_ranks" else shape.all_rows
     if len(xs[0]) != rows:
         fail(
@@ -314,6 +318,10 @@ def out_correction(
     checks.check_lse(packed, cu_seqlens, fail, **both)
     if lse.shape[-2] != out.shape[1]:
         fail(f"lse has {lse.shape[-2]} heads, out {out.shape[1]}; they must match")
+    if first != "nothing" and lse.shape != lse_per_step.shape:
+        fail(f"lse is {arguments.shown(lse)}, lse_per_step {arguments.shown(lse_per_step)}; they must have one shape")
+    if packed and lse.shape[-1] < len(out):
+        fail(f"lse has {lse.shape[-1]} rows, out {len(out)}; lse must have as many at least")
     step = checks.rows_of(out_per_step)
     _correct(Correction("out", first, "add", packed, cu_seqlens, len(out), out, step, lse, lse_per_step))
 

@@ -16,7 +16,8 @@ from .reference import Shape
 def fail_of(name: str, **tensors: Any) -> Fail:
     """Check that these arguments of `name` are tensors, and return its `Fail`."""
     for label, x in tensors.items():
-        arguments.tensor(name, label, x)
+        if arguments.tensor(name, label, x).is_nested or x.layout is not torch.strided:
+            arguments.refuse(name, label, x, "a strided tensor")
     return failing(name)
 
 
@@ -48,7 +49,9 @@ def shape_of(x: Tensor, cu_seqlens: Tensor, tokens: int, cp_size: int, cp_rank: 
 
 
 def require_written(label: str, x: Tensor, fail: Fail) -> None:
-    """Refuse to write rows that are not contiguous, or that overlap."""
+    """Refuse to write rows that are not contiguous, that overlap, or with torch's lazy bits."""
+    if x.is_neg() or x.is_conj():
+        fail(f"{label} has torch's lazy negative or conjugate bit; pass {label}.resolve_conj().resolve_neg()")
     if len(x) != 0 and (not x[0].is_contiguous() or (len(x) != 1 and abs(x.stride(0)) < x[0].numel())):
         fail(f"{label} has strides {x.stride()}; its rows must be contiguous, and must not overlap")
 

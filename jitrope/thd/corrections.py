@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..base.errors import InvalidInput
 from ..plan.partition import count
+from .reference import check_values
 from .spec import STEPS
 
 
@@ -57,6 +58,7 @@ def halves(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 def correct(given: Correction) -> None:
     """Join a step (`Correction`). Raises InvalidInput before any write if cu_seqlens has more rows than a tensor."""
+    check_values(given.cu_seqlens, given.rows, whole=False)
     out, step, lse, lse_step, packed = given.out, given.step, given.lse, given.lse_step, given.packed
     sequence, position, in_second, inside = halves(given.cu_seqlens, given.rows)
     done = torch.where(in_second, STEPS.index(given.second), STEPS.index(given.first))

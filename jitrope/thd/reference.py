@@ -157,13 +157,13 @@ class Move(NamedTuple):
 # ---- the partition ---------------------------------------------------------------------------------
 
 
-def _check_values(cu_seqlens: Tensor, tokens: int) -> None:
-    """Refuse wrong offsets, if they can be read without waiting for a device."""
+def check_values(cu_seqlens: Tensor, tokens: int, whole: bool = True) -> None:
+    """Refuse wrong offsets, if they can be read without waiting for a device. whole: they must begin with 0."""
     ends = cu_seqlens.tolist() if cu_seqlens.device.type == "cpu" else [0]
-    if ends[0] != 0 or ends != sorted(ends) or ends[-1] > tokens:
+    if (whole and ends[0] != 0) or ends != sorted(ends) or ends[-1] > tokens:
         raise InvalidInput(
-            f"cu_seqlens is {shown(ends)}; it must ascend from 0 to at most {tokens}, the number of tokens (tokens, "
-            "total_tokens or the rows of x)"
+            f"cu_seqlens is {shown(ends)}; it must ascend{' from 0' if whole else ''} to at most {tokens}, the number "
+            "of tokens (tokens, total_tokens or the rows of x)"
         )
 
 
@@ -204,7 +204,7 @@ def table(cu_seqlens: Tensor, map: str, rows: int, shape: Shape) -> Tensor:
     - "positions": the position of that token in its sequence, 0 for spare tokens
     - "to_sequences": the row in all ranks' shards, concatenated, for each token of the batch
     """
-    _check_values(cu_seqlens, shape.tokens)
+    check_values(cu_seqlens, shape.tokens)
     if map == "to_sequences":
         return _to_sequences(cu_seqlens, shape)
     token = _to_ranks(cu_seqlens, shape)[shape.cp_rank * shape.capacity :][:rows]
@@ -245,7 +245,7 @@ def fill_segments(flat: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | 
     tables = split(flat, shape, mask, cu_seqlens_padded is not None)
     padded = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
     for ends in (cu_seqlens, padded):
-        _check_values(ends, shape.tokens)
+        check_values(ends, shape.tokens)
     offsets, lengths = padded.long(), cu_seqlens.long().diff()
     start, queries, low, keys = _seen(lengths, offsets, shape, mask)
     place = _to_sequences(offsets, shape)  # of each token, among the rows that are gathered
@@ -309,6 +309,7 @@ def move(given: Move) -> None:
             row = torch.arange(len(out), device=out.device)
             out.masked_fill_(_by_row(row >= given.cu_seqlens[-1], out), 0)
     elif given.map == "valid":
+        check_values(given.cu_seqlens, len(given.outputs[0]), whole=False)
         offsets, lengths = given.cu_seqlens.long(), given.lengths.long().diff()
         row = torch.arange(len(given.outputs[0]), device=offsets.device)
         sequence = torch.searchsorted(offsets[1:].contiguous(), row, right=True).clamp(max=len(offsets) - 2)
