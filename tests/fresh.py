@@ -50,5 +50,6 @@ def _main(arguments: Sequence[str], env: dict[str, str], cwd: str, outputs: list
     elif kind == "-m":
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = str(Path(kind).parent)
+        if Path(kind).is_file():
+            sys.path[0] = str(Path(kind).parent)
         runpy.run_path(kind, run_name="__main__")

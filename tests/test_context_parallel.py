@@ -334,6 +334,11 @@ def test_a_partition_of_inference_mode_serves_training() -> None:
     x[part.indices].sum().backward()
     assert x.grad is not None
     assert x.grad[:, 0].nonzero().flatten().tolist() == rows.tolist()
+    with torch.inference_mode():
+        cu_seqlens = torch.tensor([0, 7, 10])
+    whole = Partition(cu_seqlens, 10).unshard(x)
+    assert torch.equal(whole, x)
+    whole.sum().backward()
 
 
 @pytest.mark.parametrize("strict", [False, True])

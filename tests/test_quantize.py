@@ -850,6 +850,15 @@ REFUSALS = {
 }
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_v_that_is_copied_after_the_launch_may_have_any_strides(device: str) -> None:
+    q, k, cos, sin = inputs(device, 1, 4, 2, 48)
+    v = torch.randn(1, 4, 3, 48, device=device, dtype=q.dtype)
+    out = torch.zeros(*v.shape, 2, device=device, dtype=q.dtype)[..., 0]
+    jitrope.prepare_qkv(q, k, v, cos, sin, quantize=DynamicQuantize(FP4), out=(None, None, out))
+    assert torch.equal(out, v)
+
+
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refusals(name: str) -> None:
     words, message = REFUSALS[name]

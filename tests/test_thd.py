@@ -456,6 +456,10 @@ REFUSED = {
             torch.ones(3, 1), torch.ones(3, 1), offsets((4,)), offsets((4,))
         ), "cu_seqlens is .*; it must ascend to at most 3",
     ),
+    "zeros": (
+        lambda: thd.read_second_half_lse(torch._efficientzerotensor((1, 4)), offsets((4,)), True, 2),
+        "lse is .*; it must be a tensor with memory",
+    ),
     "sparse": (
         lambda: thd.sequence_order_to_cp_rank_order(torch.ones(8).to_sparse(), offsets((8,)), 2),
         "x is .*; it must be a strided tensor",
@@ -525,6 +529,23 @@ def test_one_graph_for_any_number_of_tokens() -> None:
         x, cu_seqlens = torch.randn(tokens, 4), torch.tensor([0, 3, tokens])
         assert torch.equal(compiled(x, cu_seqlens), call(x, cu_seqlens))
     assert len(graphs) == 1
+
+
+def test_corrections_in_a_compiled_function() -> None:
+    cu_seqlens = offsets((4, 2))
+
+    def call(x: torch.Tensor, step: torch.Tensor) -> list[torch.Tensor]:
+        grad, copied, out = x.clone(), x.clone(), x.clone()
+        lse, lse_step = x[..., 0].t().contiguous(), step[..., 0].t().contiguous()
+        thd.grad_correction(grad, step, cu_seqlens, "add", "copy")
+        thd.copy_valid_tokens_from_per_split_to_rank_local(copied, step, cu_seqlens, offsets((3, 2)))
+        thd.out_correction(out, step, lse, lse_step, cu_seqlens, False, True)
+        thd.second_half_lse_correction(lse, lse_step, cu_seqlens, True)
+        return [grad, copied, out, lse, thd.read_second_half_lse(lse, cu_seqlens, True, 3)]
+
+    x, step = torch.randn(2, 6, 2, 4)
+    for got, want in zip(torch.compile(call, fullgraph=True, backend="aot_eager")(x, step), call(x, step)):
+        assert torch.equal(got, want)
 
 
 def test_a_pair_is_reordered_in_a_compiled_function() -> None:

@@ -91,8 +91,7 @@ def all_gather_attention(
     scale = q.shape[2] ** -0.5 if softmax_scale is None else arguments.number(NAME, "softmax_scale", softmax_scale)
     keep_gathered, check = flag("keep_gathered", keep_gathered), flag("check", check)
     if check:  # before what may fail on one rank only
-        more = {"softmax_scale": scale, "head_groups": head_groups, "keep_gathered": keep_gathered}
-        check_ranks(schedule, case, {**more, "rope (is given)": rope is not None})
+        check_ranks(schedule, case, scale, head_groups, keep_gathered, rope is not None)
     chosen, rotation = choose(backend, case), rotation_of(rope, q, k, schedule)
     call = Call(schedule, chosen, case, scale, head_groups, keep_gathered, rotation)
     if rotation is not None and not (head_groups == 1 and schedule.exchange is None and k.shape == v.shape):

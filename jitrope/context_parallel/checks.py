@@ -60,7 +60,9 @@ def check_rows(q: Tensor, given: torch.Size, layout: str, schedule: Schedule) ->
         fail("the schedule was made with cp_size and cp_rank; make it with a group")
 
 
-def check_ranks(schedule: Schedule, case: Case, more: dict[str, float]) -> None:
+def check_ranks(
+    schedule: Schedule, case: Case, scale: float, head_groups: int, keep_gathered: bool, rotates: bool
+) -> None:
     """Refuse, on every rank, arguments that differ between ranks, and wrong lengths. Waits for the device."""
     real, padded = schedule.cu_seqlens, schedule.cu_seqlens_padded
     sizes = {
@@ -70,7 +72,9 @@ def check_ranks(schedule: Schedule, case: Case, more: dict[str, float]) -> None:
         "max_seqlen": schedule.max_seqlen,
         "rule": RULES.index(schedule.shape.rule),
         **schedule.mask._asdict(),
-        **more,
+        "head_groups": head_groups,
+        "keep_gathered": keep_gathered,
+        "rope (is given)": rotates,
         "dtype": _DTYPES.index(case.dtype),
         "heads of q": case.heads,
         "heads of k": case.kv_heads,
@@ -78,6 +82,7 @@ def check_ranks(schedule: Schedule, case: Case, more: dict[str, float]) -> None:
         "head size of v": case.head_dim_v,
         "wants a gradient": case.grad,
         "return_max_logit": case.max_logit,
+        "softmax_scale": scale,  # by default it follows from a head size
     }
     words = {"rule": RULES, "dtype": _DTYPES}
     sent = torch.tensor([*sizes.values()], dtype=torch.float64, device=real.device)

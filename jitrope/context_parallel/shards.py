@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from ..base import arguments
 from ..ops.fit import MAX_TOKENS, failing
-from ..ops.watch import dispatch_modes, is_compiling
+from ..ops.watch import dispatch_modes, is_compiling, transformed
 from ..plan.partition import RULES
 from ..thd import cp_rank_order_to_sequence_order
 from ..thd import ops as thd_ops
@@ -25,7 +25,7 @@ from .groups import Ranks, all_gather, all_ranks_rows, all_to_all, ranks_of
 class kept:
     """A property that is computed once; in inference mode as a plain tensor, unless a compiled function computes it.
 
-    What is computed under a dispatch mode may be fake (`torch.export`), and is not kept.
+    What is computed under a dispatch mode (`torch.export`) or a transform of torch.func is not kept.
 
     `functools.cached_property` has a lock before Python 3.12, which torch.compile cannot trace.
     """
@@ -39,7 +39,7 @@ class kept:
         usual = is_compiling() or not torch.is_inference_mode_enabled()
         with nullcontext() if usual else torch.inference_mode(False):
             value = self.function(instance)
-        if torch.compiler.is_dynamo_compiling() or not dispatch_modes():
+        if torch.compiler.is_dynamo_compiling() or not (dispatch_modes() or transformed()):
             setattr(instance, self.name, value)  # it is found before this object from now on
         return value
 
@@ -154,7 +154,8 @@ class Partition:
         if self.ranks.group is None and self.shape.cp_size != 1:
             failing("unshard")("the partition was made with cp_size and cp_rank; make it with a group")
         rows, shape = _AllRows.apply(x, self), self.shape
-        offsets = self.offsets.contiguous()
+        copied = not is_compiling() and self.offsets.is_inference()  # which autograd cannot keep
+        offsets = self.offsets.clone() if copied else self.offsets.contiguous()
         all_rows = cp_rank_order_to_sequence_order(rows, offsets, shape.cp_size, shape.tokens, rule=shape.rule)
         return cast(Tensor, all_rows)
 

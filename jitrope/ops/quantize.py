@@ -113,8 +113,8 @@ class DynamicQuantize(Conversion):
             torch 2.8 torch.uint8. The scale is a head's largest element in size, at least 1e-12, times 1 / 448,
             1 / 57344, 1 / 127 or 1 / 6, the largest numbers of the dtypes, in fp32. fp4 is rounded to the nearest
             number, ties to even. It needs an even D, elements that are neighbours in memory, even strides and offsets,
-            an even rotary_offset, and a rotary_dim that is a multiple of 4 (interleaved: of 2). A bias and the other
-            tensors of `out` need such elements too.
+            an even rotary_offset, and a rotary_dim that is a multiple of 4 (interleaved: of 2). A bias needs such
+            elements too, and so do tensors of `out` that are not fp4.
         group: 16, 32, 64 or 128 neighbouring elements of a head, a divisor of D, share a scale, computed in the same
             way. None: the head has one scale.
         scale_dtype: torch.float32, or torch.float8_e8m0fnu (before torch 2.7 torch.uint8): the scale is then rounded up

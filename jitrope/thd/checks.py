@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..base import arguments
 from ..ops.fit import MAX_TOKENS, Fail, failing, is_float
-from ..ops.watch import wants_grad
+from ..ops.watch import is_compiling, is_zero, wants_grad
 from .reference import Shape
 
 
@@ -18,6 +18,8 @@ def fail_of(name: str, **tensors: Any) -> Fail:
     for label, x in tensors.items():
         if arguments.tensor(name, label, x).is_nested or x.layout is not torch.strided:
             arguments.refuse(name, label, x, "a strided tensor")
+        if not is_compiling() and is_zero(x):
+            arguments.refuse(name, label, x, "a tensor with memory, not torch's lazy zeros")
     return failing(name)
 
 
@@ -50,7 +52,7 @@ def shape_of(x: Tensor, cu_seqlens: Tensor, tokens: int, cp_size: int, cp_rank: 
 
 def require_written(label: str, x: Tensor, fail: Fail) -> None:
     """Refuse to write rows that are not contiguous, that overlap, or with torch's lazy bits."""
-    if x.is_neg() or x.is_conj():
+    if not is_compiling() and (x.is_neg() or x.is_conj()):  # Dynamo cannot trace them
         fail(f"{label} has torch's lazy negative or conjugate bit; pass {label}.resolve_conj().resolve_neg()")
     if len(x) != 0 and (not x[0].is_contiguous() or (len(x) != 1 and abs(x.stride(0)) < x[0].numel())):
         fail(f"{label} has strides {x.stride()}; its rows must be contiguous, and must not overlap")

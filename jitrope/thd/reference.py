@@ -161,10 +161,9 @@ def check_values(cu_seqlens: Tensor, tokens: int, whole: bool = True) -> None:
     """Refuse wrong offsets, if they can be read without waiting for a device. whole: they must begin with 0."""
     ends = cu_seqlens.tolist() if cu_seqlens.device.type == "cpu" else [0]
     if (whole and ends[0] != 0) or ends != sorted(ends) or ends[-1] > tokens:
-        raise InvalidInput(
-            f"cu_seqlens is {shown(ends)}; it must ascend{' from 0' if whole else ''} to at most {tokens}, the number "
-            "of tokens (tokens, total_tokens or the rows of x)"
-        )
+        most = f"from 0 to at most {tokens}, the number of tokens (tokens, total_tokens or the rows of x)"
+        most = most if whole else f"to at most {tokens}, the number of rows"
+        raise InvalidInput(f"cu_seqlens is {shown(ends)}; it must ascend {most}")
 
 
 def _places(cu_seqlens: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
