@@ -24,10 +24,9 @@ import pytest
 import jitrope
 from jitrope.base import config
 from jitrope.base.errors import CacheError, CompileError
-from jitrope.jit import compiler, kernels, recording
+from jitrope.jit import compiler, entry, kernels, recording
 from jitrope.jit.cache import KernelCache
 from jitrope.jit.entry import CUBIN, META, TEXT, Key, pack
-from jitrope.tools import doctor
 from jitrope.tools.prewarm import prewarm, read_calls, specs_of
 
 from . import fresh
@@ -538,20 +537,84 @@ def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert config.cache_dir() == Path(f"/jitrope-{os.getuid()}")
 
 
-def test_a_relative_cache_where_the_working_folder_is_gone(tmp_path: Path, monkeypatch, caplog) -> None:
+RELATIVE = {"JITROPE_CACHE_DIR": "kernels", "JITROPE_SYSTEM_CACHE": "layer", "JITROPE_RECORD": "run.json"}
+GONE = """
+import os
+os.rmdir(os.getcwd())
+from jitrope.base import config
+from jitrope.base.errors import CacheError
+from jitrope.jit import kernels, recording
+from jitrope.tools import doctor
+from jitrope.tools.prewarm import specs_of
+spec = specs_of(heads=[32, 8])[0]
+found = kernels.build(spec, "sm_90")
+assert (found.compiled, found.kept) == (True, False)
+assert kernels.kernel_cache().prune(0) == kernels.kernel_cache().entries() == []
+assert doctor.cannot_write(kernels.kernel_cache().root)
+try:
+    recording.add(config.record_file(), [spec])
+except CacheError as error:
+    print(error)
+"""
+MOVED = """
+import os
+from jitrope.jit import kernels, recording
+from jitrope.tools.prewarm import specs_of
+first, second = specs_of(heads=[32, 8])
+recording.note(first)
+os.chdir("elsewhere")
+kernels.build(first, "sm_90")
+recording.note(second)
+"""
+
+
+def test_a_relative_cache_where_the_working_folder_is_gone(tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    monkeypatch.setenv("JITROPE_CACHE_DIR", "kernels")
-    monkeypatch.setenv("JITROPE_SYSTEM_CACHE", "layer")
-    monkeypatch.setenv("JITROPE_RECORD", "run.json")
-    found = kernels.build(SPEC, "sm_90")
-    assert (found.compiled, found.kept) == (True, False)
-    assert "kernels stay in memory" in caplog.text
-    assert kernels.kernel_cache().prune(0) == kernels.kernel_cache().entries() == []
-    assert doctor.cannot_write(kernels.kernel_cache().root)
-    with pytest.raises(CacheError, match=r"cannot write run\.json"):
-        recording.add(config.record_file(), [SPEC])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **RELATIVE}
+    done = fresh.python("-c", GONE, env=environment, cwd=tmp_path / "gone", check=True)
+    assert done.stdout.startswith("cannot write run.json")
+    assert "kernels stay in memory" in done.stderr
+
+
+def test_relative_paths_keep_their_meaning_in_another_folder(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    environment = {**os.environ, "PYTHONPATH": IMPORTS, **RELATIVE}
+    fresh.python("-c", MOVED, env=environment, cwd=tmp_path, check=True)
+    assert not [*(tmp_path / "elsewhere").iterdir()]
+    assert len(read_calls(tmp_path / "run.json")) == 2
+    assert len(KernelCache(tmp_path / "kernels").entries()) == 1
+
+
+def test_a_record_keeps_its_file_in_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with jitrope.record("run.json"):
+        recording.note(SPEC)
+        os.chdir("elsewhere")
+    assert (tmp_path / "run.json").exists()
+
+
+def test_a_writer_whose_folder_is_cleared_writes_again(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, cleared = entry.write, []
+
+    def written(folder: Path, files: dict[str, bytes]) -> None:
+        write(folder, files)
+        if not cleared:
+            cleared.extend(cache.clear() or [folder])
+            assert not folder.exists()
+
+    monkeypatch.setattr(entry, "write", written)
+    assert cubin(cache) is None
+    filled(cache)
+    assert cubin(cache) == DATA
+
+
+@pytest.mark.parametrize("odd", [{"options": 5}, {"compiler": None}])
+def test_a_sealed_entry_with_odd_fields_is_damaged(cache: KernelCache, odd: dict[str, object]) -> None:
+    path = filled(cache).with_name(META)
+    meta = {**json.loads(path.read_text()), **odd}
+    path.write_text(json.dumps({**meta, "seal": entry.seal(meta)}))
+    assert [text for _, text in cache.verify()[1]] == ["its options or its compiler are none"]
 
 
 def test_a_cache_with_a_name_that_is_too_long(tmp_path: Path, monkeypatch, caplog) -> None:

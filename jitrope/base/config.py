@@ -123,12 +123,15 @@ def cache_dir() -> Path:
     return Path(temporary) / f"jitrope-{os.getuid() if hasattr(os, 'getuid') else 'cache'}"
 
 
+try:
+    _start = Path.cwd()
+except FileNotFoundError:  # it was deleted
+    _start = Path()
+
+
 def _path(given: str) -> Path:
-    """An absolute path with `~` expanded if that home exists. It stays relative if the working folder was deleted."""
-    path = Path(os.path.expanduser(given))
-    with contextlib.suppress(FileNotFoundError):
-        return path.absolute()
-    return path
+    """A path with `~` expanded if that home exists. A relative one is below the folder where jitrope was imported."""
+    return _start / os.path.expanduser(given)
 
 
 OWN_BUNDLE = Path(__file__).parent.parent / "kernels.tar"

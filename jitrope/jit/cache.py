@@ -185,6 +185,8 @@ class KernelCache(Listing):
                     if os.path.lexists(path) and self._is(path, files):
                         break
                     self._remove(path)
+                    if not os.path.lexists(temporary):  # by `clear`
+                        entry.write(temporary, files)
         except OSError as error:
             self._warn("write", f"cannot write the kernel cache {self.root} ({reason(error)}); kernels stay in memory")
             return False
@@ -210,6 +212,8 @@ class KernelCache(Listing):
         grave = self._temporary()
         try:
             os.rename(path, grave)
+        except FileNotFoundError:  # another process removed it
+            return True
         except OSError:
             return not os.path.lexists(path)
         _delete(grave)

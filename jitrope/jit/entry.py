@@ -121,6 +121,8 @@ def check(files: Mapping[str, bytes]) -> dict[str, Any]:
             raise ValueError(f"its {name} is {meta[name]!r}, which no kernel has")
     if not isinstance(meta["spec"], dict):
         raise ValueError("it has no spec")
+    if not isinstance(meta["options"], list) or not isinstance(meta["compiler"], str):
+        raise ValueError("its options or its compiler are none")
     for name in (TEXT, CUBIN):
         if _sha(files[name]) != meta["sha256"][name]:
             raise ValueError(f"{name} does not match its checksum")
@@ -254,7 +256,7 @@ class Listing:
         for path in self._paths():
             try:
                 good.append(described(path, *self._read(path)))
-            except OtherFormat:
+            except (OtherFormat, FileNotFoundError):  # the second: another process removed it
                 continue
             except (OSError, CacheError, *DAMAGE) as error:
                 if os.path.lexists(path) or self.root.is_file():  # else it was removed since

@@ -44,7 +44,7 @@ def record(path: str | Path | None = None) -> Iterator[list[Spec]]:
         InvalidInput: path is not a path.
     """
     if path is not None:
-        path = arguments.path("record", "path", path)
+        path = arguments.path("record", "path", path).absolute()  # the block may change the working folder
         _read(path)
     specs: list[Spec] = []
     try:
