@@ -199,6 +199,11 @@ def test_deepseeks_published_configuration_rotates_a_part_of_the_head() -> None:
     assert_same(tables.from_config(published), want, "cpu")
 
 
+def test_a_file_of_zamba2_has_the_sizes_of_its_object() -> None:
+    config = pytest.importorskip("transformers").Zamba2Config()
+    assert_same(tables.from_config(config.to_dict()), tables.from_config(config), "cpu")
+
+
 @pytest.mark.parametrize("layer_type", ["full_attention", "sliding_attention"])
 def test_gemma4_has_two_kinds_of_layers(layer_type: str) -> None:
     transformers = pytest.importorskip("transformers", reason="its frequencies are what is compared with")

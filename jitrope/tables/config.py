@@ -25,8 +25,8 @@ def from_config(
     (tensor([0.5000, 0.0050]), 1.0)
 
     Args:
-        config: the function reads rope_parameters (or the older rope_scaling and rope_theta), head_dim (or kv_channels,
-            attention_head_dim, or hidden_size and num_attention_heads), partial_rotary_factor, max_position_embeddings,
+        config: the function reads rope_parameters (or the older rope_scaling and rope_theta), head_dim (or
+            attention_head_dim, kv_channels, or hidden_size and num_attention_heads), partial_rotary_factor, max_position_embeddings,
             original_max_position_embeddings and, in a dict, rotary_dim, and qk_rope_head_dim for multi-head latent
             attention. A file may leave out defaults of its class, such as rope_theta: pass the object then.
         layer_type: the type of layer, if rope_parameters has one entry for each type; else None.
@@ -103,7 +103,7 @@ def _rotary_dim(config: Any, rope_type: str, head_dim: int | None, partial: floa
         for name in ("qk_rope_head_dim", *(["rotary_dim"] if partial == 1 and rope_type != "proportional" else [])):
             if _get(config, name):
                 return arguments.whole("from_config", f"config's {name}", config[name])
-    names = ("head_dim", "kv_channels", "attention_head_dim")
+    names = ("head_dim", "attention_head_dim", "kv_channels")
     head_dim = head_dim or next(filter(None, (_get(config, name) for name in names)), None)
     if head_dim is None:
         sizes = [_get(config, name) for name in ("hidden_size", "num_attention_heads")]
