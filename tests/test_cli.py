@@ -61,6 +61,7 @@ def jitrope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             for name, value in {"JITROPE_CACHE_DIR": str(tmp_path / "kernels"), "COLUMNS": "150", **changes}.items():
                 patch.setenv(name, value)
             patch.setattr(sys, "argv", ["jitrope", *arguments])
+            patch.setattr(config, "_start", tmp_path)
             kernels._cache_at.cache_clear()
             patch.chdir(tmp_path)
             try:
@@ -663,6 +664,63 @@ def test_one_head_of_k_and_defaults_that_a_file_leaves_out(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text(json.dumps(latent))
     with pytest.raises(JitropeError, match="minicpm3 models have multi-head latent attention"):
         specs_of_model(tmp_path, "bf16")
+
+
+@pytest.mark.parametrize("form", ["multi-query", "new"])
+def test_prewarm_of_falcon(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its one head of k has a gradient of another order, and its groups of k are expanded before rope."""
+    transformers = pytest.importorskip("transformers")
+    more = {"new_decoder_architecture": True, "num_kv_heads": 2} if form == "new" else {"multi_query": True}
+    config = transformers.FalconConfig(num_hidden_layers=1, hidden_size=512, num_attention_heads=8, **more)
+    config.save_pretrained(tmp_path)
+    monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", lambda *_, **__: None)
+    specs = set()
+    for attention in ("eager", "sdpa"):
+        config._attn_implementation = attention
+        with torch.device("meta"):
+            model = transformers.AutoModel.from_config(config).to(torch.bfloat16)
+            with drop_in.enable(model) as report, planning() as found:
+                x = torch.empty(2, 16, 512, dtype=torch.bfloat16)
+                model(inputs_embeds=x, use_cache=False).last_hidden_state.sum().backward()
+        assert report.calls["jitrope"] == 1
+        specs |= set(found)
+    assert specs
+    assert specs <= set(specs_of_model(tmp_path, "bf16"))
+
+
+def test_a_model_whose_q_and_k_are_no_linear_layers_is_an_error(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ZayaConfig() if hasattr(transformers, "ZayaConfig") else pytest.skip("it has no Zaya")
+    config.save_pretrained(tmp_path)
+    with pytest.raises(JitropeError, match="q and k of zaya models are not those of linear layers; record a run"):
+        specs_of_model(tmp_path, "bf16")
+
+
+BROKEN = {
+    "a text_config that is a number": ('{"text_config": 5, "kv_lora_rank": 5}', ["--serve"]),
+    "a rank that is text": (
+        '{"model_type": "deepseek_v3", "num_attention_heads": 8, "kv_lora_rank": "a", "qk_rope_head_dim": 64}',
+        ["--serve", "--dtype", "bf16"],
+    ),
+    "too deep": ("[" * 100_000, []),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_configuration_is_one_error(jitrope, tmp_path: Path, name: str) -> None:
+    text, options = BROKEN[name]
+    (tmp_path / "config.json").write_text(text)
+    done = jitrope("prewarm", "--model", "config.json", "--arch", "sm_90", "--json", *options)
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["error"]
+
+
+def test_without_docstrings(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JITROPE_CACHE_DIR": str(tmp_path), "PYTHONOPTIMIZE": "2"}
+    done = subprocess.run(
+        [sys.executable, "-m", "jitrope", "cache", "ls"], capture_output=True, text=True, env=environment
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
 def test_prewarm_of_the_language_model_in_a_larger_one(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def add(name: str, text: str, run: Any) -> argparse.ArgumentParser:
         group, _, last = name.rpartition(" ")
-        made: argparse.ArgumentParser = parents[group].add_parser(last, help=text.splitlines()[0], description=text)
+        made: argparse.ArgumentParser = parents[group].add_parser(last, help=text.partition("\n")[0], description=text)
         made.set_defaults(run=run, parser=made)
         return made
 

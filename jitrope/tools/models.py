@@ -78,7 +78,7 @@ def read(file: Path) -> dict[str, Any]:
     """A file of JSON as a table. Raises InvalidInput if it cannot be read."""
     try:
         data = json.loads(file.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         hint = "" if file.exists() else "; nothing is downloaded: pass a config.json or its folder"
         raise InvalidInput(f"cannot read {file}: {_short(error)}{hint}") from error
     return data if isinstance(data, dict) else {}
@@ -170,6 +170,9 @@ def _of_language_model(path: Path, data: dict[str, Any], dtype: torch.dtype | No
     if others:
         unknown = f"the file of {kind} models has {', '.join(others)} too, and which one a layer calls is not known"
         raise JitropeError(f"{unknown}; {RECORD}")
+    projections = [getattr(layer, "qkv_proj", None) for layer in layers]
+    if not all(module is None or isinstance(module, nn.Linear) for module in projections):
+        raise JitropeError(f"q and k of {kind} models are not those of linear layers; {RECORD}")
     if getattr(config, "kv_lora_rank", None):
         raise JitropeError(f"{kind} models have multi-head latent attention, whose calls are not known; {RECORD}")
     if not specs:
@@ -218,12 +221,14 @@ def layers_of(file: Any, config: Any, dtype: torch.dtype) -> nn.ModuleList:
 def _call(file: Any, config: Any, dtype: torch.dtype, batch: int, tables: tuple[Tensor, ...], layer: Any) -> None:
     """Rotate q and k as attention has them, transposed views of a projection's output, forward and backward.
 
-    The gradient of k is dense from fused attention. From eager attention with as many heads of k as of q it is the
-    transpose of a product.
+    The gradient of k is dense from fused attention. From eager attention with as many heads of k as of q, or with one
+    in Falcon, it is the transpose of a product.
     """
     from ..integrations._attention import turned
 
     *counts, size = heads_of(config, layer)
+    if getattr(config, "new_decoder_architecture", False):
+        counts[1] = counts[0]  # Falcon expands k to the heads of q before rope
     shapes = [(batch, _TOKENS, count, size) for count in counts]
     leaves = [torch.empty(s, dtype=dtype, device="meta", requires_grad=True) for s in shapes]
     with torch.enable_grad():
@@ -231,7 +236,7 @@ def _call(file: Any, config: Any, dtype: torch.dtype, batch: int, tables: tuple[
     dense = [torch.empty_like(x) for x in out]
     leaves += [] if layer is None else [x for x in layer.parameters() if x.dim() == 1]
     torch.autograd.grad(out, leaves, dense, retain_graph=True, allow_unused=True)
-    if counts[0] == counts[1]:
+    if counts[0] == counts[1] or getattr(config, "multi_query", False):
         eager = [torch.empty_like(dense[0]), torch.empty_like(dense[1].mT, memory_format=torch.contiguous_format).mT]
         torch.autograd.grad(out, leaves, eager, allow_unused=True)
 

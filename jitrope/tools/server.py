@@ -37,11 +37,14 @@ def specs_of_server(path: Path, dtype: str | None = None, ranks: int = 1, ids: S
     if "_class_name" in found:
         known = "--serve is for transformers models; leave it out, or record a run of that server"
         raise InvalidInput(f"{path} has a {found['_class_name']} of diffusers: {known}")
-    config = {**found, **(found.get("text_config") or {})}
+    text_config = found.get("text_config")
+    config = {**found, **(text_config if isinstance(text_config, dict) else {})}
     ranks = whole(name, "ranks", ranks, 1)
     latent = bool(config.get("kv_lora_rank") and config.get("qk_rope_head_dim"))
     ids = [word(name, "ids", x, IDS) for x in items(name, "ids", ids, f"a list of {' and '.join(IDS)}")]
     if latent:
+        sizes = ("num_attention_heads", "kv_lora_rank", "qk_rope_head_dim", "index_n_heads", "index_head_dim")
+        config |= {label: whole(name, f"{path}'s {label}", config[label], 0) for label in sizes if config.get(label)}
         of_q = config.get("num_attention_heads", 0)
         heads, _ = _shared(path, of_q, of_q, ranks)
         some = _served_latent(config, _served_dtype(path, config, dtype), heads, ids)
