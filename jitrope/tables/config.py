@@ -26,9 +26,10 @@ def from_config(
 
     Args:
         config: the function reads rope_parameters (or the older rope_scaling and rope_theta), head_dim (or
-            attention_head_dim, kv_channels, or hidden_size and num_attention_heads), partial_rotary_factor, max_position_embeddings,
-            original_max_position_embeddings and, in a dict, rotary_dim, and qk_rope_head_dim for multi-head latent
-            attention. A file may leave out defaults of its class, such as rope_theta: pass the object then.
+            attention_head_dim, kv_channels, or hidden_size and num_attention_heads), partial_rotary_factor,
+            max_position_embeddings, original_max_position_embeddings and, in a dict, rotary_dim, and qk_rope_head_dim
+            for multi-head latent attention. A file may leave out defaults of its class, such as rope_theta: pass the
+            object then.
         layer_type: the type of layer, if rope_parameters has one entry for each type; else None.
         seq_len: for "dynamic" and "longrope"; the other types do not depend on it.
         head_dim: replaces the configuration's value, for a dict that has it under another name.

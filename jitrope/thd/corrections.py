@@ -58,7 +58,7 @@ def halves(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 def correct(given: Correction) -> None:
     """Join a step (`Correction`). Raises InvalidInput before any write if cu_seqlens has more rows than a tensor."""
-    check_values(given.cu_seqlens, given.rows, whole=False)
+    check_values(given.cu_seqlens, given.rows, "lse" if given.quantity in ("lse", "read_lse") else given.quantity)
     out, step, lse, lse_step, packed = given.out, given.step, given.lse, given.lse_step, given.packed
     sequence, position, in_second, inside = halves(given.cu_seqlens, given.rows)
     done = torch.where(in_second, STEPS.index(given.second), STEPS.index(given.first))

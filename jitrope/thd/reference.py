@@ -157,12 +157,15 @@ class Move(NamedTuple):
 # ---- the partition ---------------------------------------------------------------------------------
 
 
-def check_values(cu_seqlens: Tensor, tokens: int, whole: bool = True) -> None:
-    """Refuse wrong offsets, if they can be read without waiting for a device. whole: they must begin with 0."""
+def check_values(cu_seqlens: Tensor, tokens: int, label: str = "") -> None:
+    """Refuse wrong offsets, if they can be read without waiting for a device.
+
+    label: of a tensor with so many rows; its offsets may begin above 0.
+    """
     ends = cu_seqlens.tolist() if cu_seqlens.device.type == "cpu" else [0]
-    if (whole and ends[0] != 0) or ends != sorted(ends) or ends[-1] > tokens:
+    if (not label and ends[0] != 0) or ends != sorted(ends) or ends[-1] > tokens:
         most = f"from 0 to at most {tokens}, the number of tokens (tokens, total_tokens or the rows of x)"
-        most = most if whole else f"to at most {tokens}, the number of rows"
+        most = f"to at most {tokens}, the rows of {label}" if label else most
         raise InvalidInput(f"cu_seqlens is {shown(ends)}; it must ascend {most}")
 
 
@@ -308,7 +311,7 @@ def move(given: Move) -> None:
             row = torch.arange(len(out), device=out.device)
             out.masked_fill_(_by_row(row >= given.cu_seqlens[-1], out), 0)
     elif given.map == "valid":
-        check_values(given.cu_seqlens, len(given.outputs[0]), whole=False)
+        check_values(given.cu_seqlens, len(given.outputs[0]), "out")
         offsets, lengths = given.cu_seqlens.long(), given.lengths.long().diff()
         row = torch.arange(len(given.outputs[0]), device=offsets.device)
         sequence = torch.searchsorted(offsets[1:].contiguous(), row, right=True).clamp(max=len(offsets) - 2)
