@@ -18,6 +18,7 @@ from ..ops.watch import dispatch_modes, is_compiling, transformed
 from ..plan.partition import RULES
 from ..thd import cp_rank_order_to_sequence_order
 from ..thd import ops as thd_ops
+from ..thd.checks import fail_of
 from ..thd.reference import Shape
 from .groups import Ranks, all_gather, all_ranks_rows, all_to_all, ranks_of
 
@@ -160,12 +161,11 @@ class Partition:
         return cast(Tensor, all_rows)
 
     def _check(self, function: str, x: Tensor, rows: int, must: str) -> None:
-        if arguments.tensor(function, "x", x).is_nested or x.layout is not torch.strided:
-            arguments.refuse(function, "x", x, "a strided tensor")
+        fail = fail_of(function, x=x)
         if x.dim() <= 0 or len(x) != rows:
-            failing(function)(f"x has shape {tuple(x.shape)}; {must}")
+            fail(f"x has shape {tuple(x.shape)}; {must}")
         if x.device != self.offsets.device:
-            failing(function)(f"x is on {x.device} but cu_seqlens on {self.offsets.device}")
+            fail(f"x is on {x.device} but cu_seqlens on {self.offsets.device}")
 
 
 def taken(x: Tensor, index: Tensor | None, rows: int) -> Tensor:
