@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import inspect
 import sys
 import threading
 from collections import Counter, defaultdict
@@ -184,10 +186,12 @@ class Report:
                 self._undo.append(partial(restore, host, [original]))
             return
 
+        known = in_words_of(original, ours)
+
         # Marks of the original, such as torch.compile's, would lead Dynamo to the host's function.
         @wraps(ours if original is None else original, updated=())
         def function(*arguments: Any, **words: Any) -> Any:
-            return take(host, ours, original, *arguments, **words)
+            return take(host, known, original, *arguments, **words)
 
         function.__name__ = function.__qualname__ = name
         function.__module__ = module.__name__  # so that it is pickled as the host's
@@ -267,6 +271,51 @@ class Report:
         return "\n".join([*rows, *(f"{name}: left alone: {why}" for name, why in self.left.items())])
 
 
+def in_words_of(theirs: Any, ours: Function) -> Function:
+    """Ours for calls of a host's function, whose parameters may be others than those that ours was written for.
+
+    Ours takes its arguments by their names and with the host's defaults. A call that passes an argument that ours does
+    not have raises InvalidInput, so it goes to the host. `*args` of ours take all calls as they are.
+    """
+    try:
+        own, host = inspect.signature(ours).parameters, inspect.signature(theirs).parameters
+    except (TypeError, ValueError):  # None, or compiled code without a signature
+        return ours
+    if any(p.kind is p.VAR_POSITIONAL for p in own.values()) or _told(own) == _told(host):
+        return ours
+    places = [name for name, p in host.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    defaults = {name: p.default for name, p in host.items() if p.default is not p.empty}
+    kept = {name: value for name, value in defaults.items() if name in own}
+
+    def function(*arguments: Any, **words: Any) -> Any:
+        given = {**dict(zip(places, arguments)), **words}
+        for name, value in given.items():
+            if name not in own and value is not defaults.get(name, given):
+                raise InvalidInput(f"jitrope does not know the argument {name} of {theirs.__name__}")
+        if len(arguments) > len(places):
+            raise InvalidInput(f"jitrope does not know so many arguments of {theirs.__name__}")
+        if missing := [n for n, p in own.items() if p.default is p.empty and n not in given and n not in kept]:
+            raise InvalidInput(f"{theirs.__name__} was called without {missing[0]}")
+        return ours(**{**kept, **{name: value for name, value in given.items() if name in own}})
+
+    return function
+
+
+def _told(parameters: Mapping[str, inspect.Parameter]) -> list[tuple[Any, ...]]:
+    return [(p.name, p.kind, p.default) for p in parameters.values()]
+
+
+def text_of(function: Any) -> str:
+    """A digest of the source text of a host's function or class; "" if it has none.
+
+    A whole forward that copies a host's is used only where the host's own text is the one that was copied.
+    """
+    try:
+        return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
+    except (OSError, TypeError):
+        return ""
+
+
 def _unless_replaced(cls: type, name: str, ours: Function) -> Function:
     """Ours in place of an inherited method, until someone replaces that of the base."""
     base = next(base for base in cls.__mro__ if name in vars(base))
@@ -343,16 +392,17 @@ def enable(host: str, functions: Mapping[str, Function], optional: Collection[st
         ImportError: the host cannot be imported.
         JitropeError: this version of the host lacks a function that is not optional; nothing was replaced.
     """
-    found = {}
+    found, absent = {}, {}
     for where in functions:
         try:
             found[where] = held(host, where)
-        except (ImportError, JitropeError):
+        except (ImportError, JitropeError) as error:
             if where not in optional:
                 raise
+            absent[where.replace(":", ".")] = str(error)
     if not found:
         raise ImportError(f"{host} is not installed in this Python, or this version has no function to replace")
-    report = Report(host)
+    report = Report(host, left=absent)
     for where, (module, name) in found.items():
         report.replace(module, name, functions[where], "jitrope")
     return report
