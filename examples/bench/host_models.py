@@ -230,6 +230,9 @@ class Chain(nn.Module):
 @contextmanager
 def torchtitan_side(family: str, overrides: tuple[str, ...], on: bool, smoke: bool) -> Iterator[Side]:
     """Two layers of an 8B model of torchtitan. overrides: jitrope's."""
+    fsdp: Any = importlib.import_module("torch.distributed.fsdp")
+    vars(fsdp).setdefault("DataParallelMeshDims", object)  # torch 2.11 lacks it, and one process does not use it
+
     from torchtitan.config.override import OverrideConfig, apply_overrides
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
