@@ -21,7 +21,6 @@ import torch
 from jitrope import CompileError, InvalidInput
 from jitrope.base import config
 from jitrope.base.errors import JitropeError
-from jitrope.integrations import sglang, vllm
 from jitrope.integrations import transformers as drop_in
 from jitrope.jit import compiler, kernels, render
 from jitrope.jit.cache import KernelCache
@@ -448,82 +447,10 @@ def test_prewarm_of_a_model_builds_what_its_calls_ask_for(jitrope, tmp_path: Pat
     assert all("_fp16_" in kernel["name"] for kernel in half["kernels"])
 
 
-def test_a_server_compiles_nothing_after_its_warm_up(jitrope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`prewarm --model --serve 2` makes the kernels of the drop-ins' calls with a rank's heads, for any batch.
-
-    The planned specs are looked up as a server's process does it: nothing may be compiled.
-    """
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("cupy", reason="kernels are compiled")
-    config = transformers.Qwen3Config(**SMALL, num_key_value_heads=4, head_dim=64, dtype="float32")
-    config.save_pretrained(tmp_path / "model")
-    monkeypatch.setenv("JITROPE_CACHE_DIR", str(tmp_path / "kernels"))
-    done = jitrope("prewarm", "--model", "model", "--serve", "2", "--arch", "sm_90", "--json")
-    assert all(kernel["outcome"] == "compiled" for kernel in json.loads(done.stdout)["kernels"])
-    empty = partial(torch.empty, device="meta")
-    with planning() as specs:
-        for tokens in (1, 7, 5000):
-            qkv, ids, table = empty(tokens, 8 * 64), empty(tokens, dtype=torch.int64), empty(4096, 64)
-            q, k, v = qkv.split([256, 128, 128], 1)
-            weights, one = (empty(64), empty(64)), empty(())
-            vllm.rotary_embedding(ids, q, k, 64, table, True)
-            vllm.fused_qk_norm_rope(qkv, 4, 2, 2, 64, 1e-6, *weights, table, True, ids)
-            for kind, dtype in (("auto", torch.float32), ("fp8", torch.float8_e4m3fn)):
-                for pages in (empty(9, 2, 16, 2, 64, dtype=dtype).unbind(1), empty(2, 9, 32, 2, 64, dtype=dtype)):
-                    given = *pages, ids, kind, one, one
-                    vllm.rotary_embedding_and_cache(ids, q, k, v, 64, table, True, *given)
-                    counts = 4, 2, 64, 64, 1e-6, 0.0, kind, one, one
-                    vllm.fused_qknorm_rope_cache(qkv, *weights, table, ids, ids, *pages, *counts)
-            heads = [x.unflatten(1, (-1, 64)) for x in (q, k, v)]
-            sglang.apply_rope_inplace_with_kvcache(*heads, *empty(2, 99, 128), table, ids, ids, is_neox=True)
-            sglang.table_qk_norm_rope_(qkv, ids, *weights, table, 4, 2, 64, 1e-6)
-            sglang.fused_qk_norm_rope(qkv, 4, 2, 2, 64, 1e-6, *weights, 1e4, True, ids.int(), 4.0, 3.0, 9.0, 1.1)
-    monkeypatch.setenv("JITROPE_NO_COMPILE", "1")
-    assert len(specs) > 18
-    assert not any(kernels.build(spec, "sm_90").compiled for spec in specs)
-    with pytest.raises(InvalidInput, match="8 heads of q and 4 of k, which 3 ranks cannot share"):
-        specs_of_server(tmp_path / "model", ranks=3)
-    for words in (["--serve"], ["--serve", "2", "--ids", "int32"]):
-        assert "--serve needs --model" in jitrope("prewarm", *words, "--arch", "sm_90").stderr
-
-
 LATENT = {
     "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 256, "qk_rope_head_dim": 64,
     "rope_interleave": True,
 }  # fmt: skip
-INDEXER = {"index_n_heads": 2, "index_head_dim": 128}
-
-
-@pytest.mark.slow
-def test_a_server_of_latent_attention_compiles_nothing_after_its_warm_up(
-    jitrope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """DeepSeek's q_pe and k_pe are slices of projections, and c_kv and k_pe share the rows of a cache."""
-    pytest.importorskip("cupy", reason="kernels are compiled")
-    (tmp_path / "config.json").write_text(json.dumps({**LATENT, **INDEXER, "torch_dtype": "float32"}))
-    monkeypatch.setenv("JITROPE_CACHE_DIR", str(tmp_path / "kernels"))
-    done = jitrope("prewarm", "--model", ".", "--serve", "2", "--ids", "int32", "--arch", "sm_90", "--json")
-    assert all(kernel["outcome"] == "compiled" for kernel in json.loads(done.stdout)["kernels"])
-    empty = partial(torch.empty, device="meta")
-    with planning() as specs:
-        for tokens in (1, 7, 5000):
-            ids, table, latent = empty(tokens, dtype=torch.int32), empty(4096, 64), empty(tokens, 256 + 64)
-            q_pe, k_pe = empty(tokens, 2, 128 + 64)[..., 128:], latent[:, None, 256:]
-            vllm.rotary_embedding(ids, q_pe, k_pe, 64, table, False)
-            sglang.apply_rope_inplace(q_pe, k_pe, table, ids, is_neox=False)
-            for kind, dtype in (("auto", torch.float32), ("fp8", torch.uint8)):
-                given = ids, q_pe, k_pe[:, 0], latent[:, :256], table, False, ids, empty(9, 64, 320, dtype=dtype)
-                vllm.concat_and_cache_mla_rope_fused(*given, kind, empty(()))
-            q, weights = empty(tokens, 2, 128), empty(tokens, 2)
-            for is_neox in (True, False):
-                vllm.fused_indexer_q_rope_quant(ids, q, table, weights, 0.1, 0.5, is_neox)
-                for of_q in (k_pe, q[..., :64]):
-                    vllm.rotary_embedding(ids, of_q, k_pe, 64, table, is_neox)
-            sglang.fused_q_indexer_rope_first_quant(q, weights, 0.1, table, ids)
-            sglang.fused_k_indexer_norm_rope(q[:, 0].contiguous(), empty(128), empty(128), 1e-6, table, ids)
-    monkeypatch.setenv("JITROPE_NO_COMPILE", "1")
-    assert len(specs) == len({*specs_of_server(tmp_path, ranks=2, ids=["int32"])}) == 20
-    assert not any(kernels.build(spec, "sm_90").compiled for spec in specs)
 
 
 def test_what_a_server_asks_for(jitrope, tmp_path: Path) -> None:
@@ -562,66 +489,10 @@ def test_a_server_of_a_diffusers_model_is_refused(jitrope, tmp_path: Path, form:
     assert done.stderr.startswith(said)
 
 
-def test_a_batch_invariant_server(jitrope, tmp_path: Path) -> None:
-    """The flag, or the setting in Python, gives the kernels that calls with that setting ask for."""
-    transformers = pytest.importorskip("transformers")
-    model = transformers.Qwen3Config(**SMALL, num_key_value_heads=4, head_dim=64, dtype="bfloat16")
-    model.save_pretrained(tmp_path / "model")
-    empty = partial(torch.empty, device="meta", dtype=torch.bfloat16)
-    ids, table = torch.empty(7, dtype=torch.int64, device="meta"), empty(4096, 64)
-    usual, command = specs_of_server(tmp_path / "model"), ("prewarm", "--model", "model", "--serve", "--dry-run")
-    listed = [jitrope(*command, "--arch", "sm_90", "--json", *more).stdout for more in ([], ["--batch-invariant"])]
-    config.configure(batch_invariant=True)
-    found = specs_of_server(tmp_path / "model")
-    with planning() as specs:
-        vllm.fused_qk_norm_rope(empty(7, 16 * 64), 8, 4, 4, 64, 1e-6, empty(64), empty(64), table, True, ids)
-    assert set(specs) <= set(found)
-    assert not set(specs) <= set(usual)
-    names = [[kernel["name"] for kernel in json.loads(text)["kernels"]] for text in listed]
-    assert names == [[spec.name for spec in specs] for specs in (usual, found)]
-
-
-def test_a_server_of_a_model_with_positions_along_several_axes(tmp_path: Path) -> None:
-    """In vLLM's call and in SGLang's."""
-    pytest.importorskip("transformers")
-    config = {"model_type": "qwen2_vl", "hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config["rope_scaling"] = {"type": "mrope", "mrope_section": [16, 24, 24]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    empty = partial(torch.empty, device="meta", dtype=torch.bfloat16)
-    q, k, rows, ids = empty(9, 512), empty(9, 256), empty(3, 9, 64), torch.empty(3, 9, dtype=torch.int64, device="meta")
-    with planning() as specs:
-        vllm.triton_mrope(q, k, rows, rows, [16, 24, 24], 128, 128, False)
-        sglang.triton_mrope_fused(
-            q, k, empty(99, 128, dtype=torch.float32), ids, [16, 24, 24], 128, 128, False, False, True, None
-        )
-    assert len(specs) == 4
-    assert set(specs) < set(specs_of_server(tmp_path, "bf16"))
-
-
 def _planned(call) -> set:
     with planning() as specs, torch.no_grad():
         call()
     return set(specs)
-
-
-def test_a_server_of_a_model_in_an_old_or_nested_file(tmp_path: Path) -> None:
-    """Several axes that only transformers' configuration names (Qwen2.5-Omni), and a gate beside them (Qwen3.5)."""
-    pytest.importorskip("transformers")
-    empty = partial(torch.empty, device="meta", dtype=torch.bfloat16)
-    ids, rope = torch.empty(3, 9, dtype=torch.int64, device="meta"), {"rope_type": "default", "type": "default"}
-    text = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
-    omni = {"model_type": "qwen2_5_omni_text", **text, "rope_scaling": {**rope, "mrope_section": [16, 24, 24]}}
-    thinker = {"model_type": "qwen2_5_omni_thinker", "text_config": omni}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_omni", "thinker_config": thinker}))
-    q, k, rows = empty(9, 512), empty(9, 256), empty(3, 9, 64)
-    specs = _planned(lambda: vllm.triton_mrope(q, k, rows, rows, [16, 24, 24], 128, 128, False))
-    assert specs < set(specs_of_server(tmp_path, "bf16"))
-    rope |= {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25, "rope_theta": 1e7}
-    gated = {"model_type": "qwen3_5_text", **text, "head_dim": 256, "rope_parameters": rope}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": gated}))
-    given = empty(9, 4 * 512), empty(9, 512), empty(256), empty(256), empty(99, 64), ids, 1e-6, 4, 2, 256, 64
-    specs = _planned(lambda: vllm.fused_qk_rmsnorm_rope_gate(*given, [11, 11, 10], 1.0))
-    assert specs < set(specs_of_server(tmp_path, "bf16"))
 
 
 def test_layers_with_other_heads(tmp_path: Path) -> None:
@@ -632,12 +503,6 @@ def test_layers_with_other_heads(tmp_path: Path) -> None:
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     sliding = config.layer_types.index("sliding_attention")
     empty = partial(torch.empty, device="meta", dtype=torch.bfloat16)
-    ids, table = torch.empty(9, dtype=torch.int64, device="meta"), torch.empty(99, 64, device="meta")
-    for ranks in (1, 2):
-        found = set(specs_of_server(tmp_path, "bf16", ranks))
-        for of_k in (4, 8):
-            q, k = empty(9, 64 // ranks * 192), empty(9, of_k // ranks * 192)
-            assert _planned(partial(vllm.rotary_embedding, ids, q, k, 192, table, True)) < found
     with torch.device("meta"):
         layer = file.MiMoV2FlashAttention(config, layer_idx=sliding).to(torch.bfloat16)
     tables = empty(1, 16, 64), empty(1, 16, 64)
@@ -648,15 +513,8 @@ def test_layers_with_other_heads(tmp_path: Path) -> None:
     assert specs < set(specs_of_model(tmp_path, "bf16"))
 
 
-def test_one_head_of_k_and_defaults_that_a_file_leaves_out(tmp_path: Path) -> None:
+def test_defaults_that_a_file_leaves_out(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    falcon = {"model_type": "falcon", "hidden_size": 512, "num_attention_heads": 8, "multi_query": True}
-    (tmp_path / "config.json").write_text(json.dumps(falcon))
-    x = torch.empty(9, 9 * 64, dtype=torch.bfloat16, device="meta")
-    with planning() as specs:
-        table, ids = torch.empty(99, 64, device="meta"), torch.empty(9, dtype=torch.int64, device="meta")
-        vllm.rotary_embedding(ids, *x.split([512, 64], 1), 64, table, True)
-    assert set(specs) < set(specs_of_server(tmp_path, "bf16"))
     gemma = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "hidden_size": 2560}}
     (tmp_path / "config.json").write_text(json.dumps(gemma))
     assert specs_of_server(tmp_path, "bf16")

@@ -30,7 +30,7 @@ MODULES: tuple[str, ...] = runpy.run_path(str(SCRIPT))["MODULES"]
 # Modules that the machine that builds the reference may lack.
 ABSENT = """
 comfy_kitchen cupy cupy_backends deepspeed diffusers kernels
-megatron sgl_kernel sglang timm torchtitan transformer_engine transformers vllm
+megatron timm torchtitan transformer_engine transformers
 """
 BUILD = f"""
 import runpy, sys

@@ -6,7 +6,6 @@ recent one is not checked again (`replay`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,53 +45,16 @@ def call(op: Operation, tensors: Tensors, asked: Asked, key: Any = None) -> Tens
     if not is_compiling():
         if key is None:
             key = (op, *tensors, *asked.items()) if type(asked) is dict else (op, *tensors, asked)
-        out = again(key, tensors)
-        if out is not None:
-            return out
+        if not dispatch_modes() and forward_ad._current_level < 0:
+            try:
+                recent = local.recent[key]
+            except (KeyError, TypeError):  # the check refuses words without a hash
+                recent = []
+            for known in recent:
+                out: Tensors | None = known(tensors, *tensors.values())
+                if out is not None:
+                    return out
     return _call(op, tensors, asked, key)
-
-
-def again(key: Any, tensors: Tensors) -> Tensors | None:
-    """The results of a call, if it is like a recent one with this key."""
-    if dispatch_modes() or forward_ad._current_level >= 0:
-        return None
-    try:
-        recent = local.recent[key]
-    except (KeyError, TypeError):  # the check refuses words without a hash
-        return None
-    for known in recent:
-        out: Tensors | None = known(tensors, *tensors.values())
-        if out is not None:
-            return out
-    return None
-
-
-def replay(key: Any, tensors: Tensors, run: Callable[[], Any]) -> None:
-    """Run a function that makes one call in place, or only enqueue that call, if these tensors are like earlier ones.
-
-    The call's tensors must be views of these, or scales that follow from the key. Its words and the views must follow
-    from the key and the kinds of these tensors. Then no view and no value is made again.
-    """
-    if is_compiling() or local.calls is not None:
-        run()
-        return
-    if again(key, tensors) is not None:
-        return
-    home = local
-    try:
-        never = home.recent.get(key) == []
-    except TypeError:
-        never = True
-    if never:
-        run()
-        return
-    recent, home.recent, home.calls = home.recent, {}, []  # its call must not be like a recent one
-    try:
-        run()
-    finally:
-        home.recent, calls, home.calls = recent, home.calls, None
-    if len(calls) > 1 or (calls and not launch.keep_outer(*calls[0], key, tensors)):
-        launch.kinds_of(recent, key)  # none is known, and none will be
 
 
 def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:

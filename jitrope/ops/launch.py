@@ -54,7 +54,6 @@ class Local(threading.local):
     def __init__(self) -> None:
         self.known: dict[Any, Known] = {}
         self.recent: dict[Any, list[Callable[..., Any]]] = {}
-        self.calls: list[tuple[Known, Tensors]] | None = None  # those of a function that is run by `dispatch.replay`
 
 
 local = Local()
@@ -94,13 +93,10 @@ class Known:
         own = (self.names, self.pointers, self.results, self.options.inplace, like, self.makes)
         return Form(*own, self.finished, tuple(self.close), self.written, aligned=not any(self.alignments))
 
-    def written_out(
-        self, form: Form, matches: Any = None, record: Any = None, outputs: Any = None, outer: Outer | None = None
-    ) -> Any:
+    def written_out(self, form: Form, matches: Any = None, record: Any = None, outputs: Any = None) -> Any:
         """A function that enqueues a call; `Form` has its arguments."""
         launched = (self.pack, self.args, self.device, self.enqueue) if self.pointers else (None,) * 4
-        fixed, alignments = (self.fixed, self.alignments) if outer is None else outer
-        own = (fixed, self.reach, self.apart, alignments)
+        own = (self.fixed, self.reach, self.apart, self.alignments)
         return maker(form)(self, self.op, self.options, self.blocks, *launched, *own, matches, record, outputs)
 
     def run(self, tensors: Tensors) -> Tensors:
@@ -147,13 +143,6 @@ class Recorded(NamedTuple):
     function: Callable[..., tuple[Tensor, ...]]
     saved: tuple[str, ...]
     heads: tuple[str, ...]  # those with a gradient, or, of a call with learned tables, all
-
-
-class Outer(NamedTuple):
-    """For a call that is found by other tensors (`keep_outer`): tensors that stay, and the alignments of the others."""
-
-    fixed: list[Any]  # after those of the `Known`, which are addresses
-    alignments: tuple[int, ...]
 
 
 def find(key: Any, tensors: Tensors) -> Known | None:
@@ -267,9 +256,6 @@ def keep_in_mind(
     then outputs makes its outputs of the results.
     """
     wants = {name for name, x in tensors.items() if x.requires_grad}
-    if known.home.calls is not None:  # of a function that is kept instead
-        known.home.calls.append((known, tensors))
-        return
     form = known.form._replace(arguments=arguments, outputs=outputs is not None)
     differentiable = known.op.differentiable and not known.options.inplace
     if wants and recorded is not None and differentiable and wants <= {*recorded.heads}:
@@ -278,68 +264,18 @@ def keep_in_mind(
     _keep(known, tensors, key, form._replace(unrecorded=bool(wants)), outputs=outputs)
 
 
-def keep_outer(known: Known, tensors: Tensors, key: Any, given: Tensors) -> bool:
-    """Keep a call in place for `dispatch.replay`, by the given tensors. Returns False if one of its own is no view."""
-    wants = any(x.requires_grad for x in given.values())
-    if not known.pointers or not watch.plain(given) or (wants and watch.grad_enabled()):
-        return True  # without tokens, or with others it may be
-    views: list[tuple[str, str]] = []
-    written: list[str] = []
-    fixed: list[Any] = [*known.fixed]
-    for name, x in tensors.items():
-        shared = [label for label, y in given.items() if _memory(x) == _memory(y)]
-        source = name if name in shared else shared[0] if len(shared) == 1 else None
-        if source is None and (shared or name in given or x.dim() or not name.endswith("_scale")):
-            return False  # a copy, or a view of one of several; a scale that was a number stays
-        if source is None:
-            views.append((name, f"fixed[{len(fixed)}].data_ptr()"))
-            fixed.append(x)
-        elif source != name or x.data_ptr() != given[source].data_ptr():
-            views.append((name, f"{source}_at + {x.data_ptr() - given[source].data_ptr()}"))
-        if name in known.written and source is not None:
-            written.append(source)
-    if not known.options.inplace or known.finished:
-        return False
-    outer = Outer(fixed, tuple([x.data_ptr() & 15 for x in given.values()]))
-    form = known.form._replace(
-        names=tuple(given),
-        views=tuple(views),
-        written=tuple(written),
-        aligned=not any(outer.alignments),
-        unrecorded=wants,
-    )
-    _keep(known, given, key, form, outer=outer)
-    return True
-
-
-def kinds_of(recent: dict[Any, list[Callable[..., Any]]], key: Any) -> list[Callable[..., Any]]:
-    """The known calls with a key; room is made for a new one."""
-    if len(recent) >= MAX_RECENT and key not in recent:
-        del recent[next(iter(recent))]
-    return recent.setdefault(key, [])
-
-
-def _memory(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
-
-
-def _keep(
-    known: Known,
-    tensors: Tensors,
-    key: Any,
-    form: Form,
-    record: Any = None,
-    outputs: Any = None,
-    outer: Outer | None = None,
-) -> None:
+def _keep(known: Known, tensors: Tensors, key: Any, form: Form, record: Any = None, outputs: Any = None) -> None:
     """Keep a form of a plain call for the fast path."""
     xs = [*tensors.values()]
     repeated = twice(form.names, xs)
     matches = watch.guard([x.detach() if name in dict(repeated) else x for name, x in zip(form.names, xs)])
-    if matches is None or ((known.kept or outer) and watch.capturing(xs[0])):
+    if matches is None or (known.kept and watch.capturing(xs[0])):
         return
     form = form._replace(twice=repeated, guarded=True)
+    recent = known.home.recent
     with contextlib.suppress(TypeError):  # a word without a hash
-        kinds = kinds_of(known.home.recent, key)
-        kinds.insert(0, known.written_out(form, matches, record, outputs, outer))
+        if len(recent) >= MAX_RECENT and key not in recent:
+            del recent[next(iter(recent))]
+        kinds = recent.setdefault(key, [])
+        kinds.insert(0, known.written_out(form, matches, record, outputs))
         del kinds[MAX_RECENT_KINDS:]

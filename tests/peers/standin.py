@@ -45,10 +45,3 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     pairs = (x0 * cos - x1 * sin, x1 * cos + x0 * sin)
     out = torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)
     return torch.cat((out.to(x.dtype), rest), -1)
-
-
-def by_cache(positions: Tensor, x: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool) -> Tensor:
-    """Rotate x (tokens, H * head_size) or (tokens, H, head_size) by rows of vLLM's kind of table."""
-    cos, sin = cos_sin_cache[positions].float().unsqueeze(-2).chunk(2, -1)
-    by_heads = x.reshape(*positions.shape, -1, head_size)
-    return rotated(by_heads, cos, sin, not is_neox).reshape(x.shape)
