@@ -24,7 +24,6 @@ from jitrope.jit import compiler
 from jitrope.jit.render import Source, render
 from jitrope.ops.operation import turned_back
 from jitrope.ops.operations import QK_NORM_ROPE_BACKWARD
-from jitrope.plan import table_gradient
 from jitrope.plan.options import Options
 from jitrope.plan.problem import plan_call
 from jitrope.plan.spec import RopeSpec
@@ -326,22 +325,6 @@ def test_prewarm_specs_compile_without_spills_and_move_16_bytes_an_access(arch: 
         assert wide if spec.gradient and spec.weight_dtype else len(wide) == len(stores), spec.name
         local = [name for name in names if name.startswith(("LDL", "STL"))]
         assert spec.freqs or allowed[spec] or not local, spec.name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHS)
-def test_gradients_of_tables_compile_without_spills_and_move_16_bytes_an_access(arch: str, tmp_path: Path) -> None:
-    flags = itertools.product((False, True), repeat=3)
-    sizes = ((128, 8, 1, 40), (64, 8, 12, 128), (512, 8, 1, 2), (72, 8, 16, 2), (16, 8, 1, 1), (16, 8, 1, 8))
-    specs = [table_gradient.spec_of("bf16", *words, dim, 0, *rest) for words in flags for dim, *rest in sizes]
-    for spec, found in zip(specs, disassemble([compiled(spec, arch)[0] for spec in specs], arch, tmp_path)):
-        assert "warning" not in compiled(spec, arch)[1]
-        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in compiled(spec, arch)[1], spec.name
-        names = [opcode(line) for line in found]
-        bits = ".128" if spec.vec == 8 else ".64"
-        loads, stores = ([name for name in names if name.startswith(begin)] for begin in ("LDG", "STG"))
-        assert {bits in name for name in loads} == {True}, spec.name
-        assert {".128" in name for name in stores} == {True}, spec.name
 
 
 @pytest.mark.slow

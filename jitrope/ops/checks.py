@@ -18,7 +18,7 @@ from .kv_cache import check_caches
 from .pages import check_pages, check_slots
 
 WEIGHTS = ("q_weight", "k_weight", "v_weight", "q_bias", "k_bias")
-LEARNED = ("cos", "sin", "second_cos", "second_sin", "q_factor")  # the tensors whose gradient needs q and k (`learned`)
+LEARNED = ("cos", "sin", "second_cos", "second_sin", "q_factor")  # torch computes their gradients, from q and k too
 MAX_HADAMARD = 256
 _STAGES = "use a call without cache and quantize"
 
