@@ -168,9 +168,7 @@ LARGEST += [
              quantize={"dtype": "fp8"}),
     prepared(heads=[24, 24], norm=ONCE, interleaved=True, quantize={"dtype": "int8", "hadamard": True}),
     prepared(heads=[32, 8], norm=TWICE, quantize={"dtype": "fp8_e5m2", "group": 32}),
-    prepared(heads=[32, 1], head_dim=192, rotary_dim=64, rotary_offset=128, interleaved=True,
-             quantize={"dtype": "fp8", "hadamard": "rest"}),
-    prepared(heads=[64, 8], rotary_dim=64, quantize={"q_scale": 1.0, "hadamard": "rotary"},
+    prepared(heads=[64, 8], rotary_dim=64, quantize={"q_scale": 1.0, "hadamard": True},
              cache={**FP8_CACHE, "page_size": 16}),
     prepared(heads=[32, 8], norm=TWICE, positions=IDS,
              quantize=[{"dtype": "fp8", "per": "kv_head", "v": v} for v in (False, True)]),
@@ -250,8 +248,8 @@ ANGLES = "rope_bf16_d128_halves_fp32_full_freqs"
 # Two streams that are transformed: 96 registers. The bounds were read with 13.5 alone.
 FORWARD = "qk_norm_rope_bf16_d128_interleaved_fp32_half_table_forward_qkv1_"
 STREAMS = {
-    FORWARD + "to_int8_round_once_hadamard_head_dynamic_two_streams": (0, 0, 8, 8),
-    FORWARD + "round_once_hadamard_head_two_streams": (0, 0, 40, 40),
+    FORWARD + "to_int8_round_once_hadamard_dynamic_two_streams": (0, 0, 8, 8),
+    FORWARD + "round_once_hadamard_two_streams": (0, 0, 40, 40),
 }
 SPILLS = {
     (13, 2): {LARGE: (0, 0, 32, 32), BIASED: (8, 0, 0, 0), FP4_CACHE: (0, 8, 16, 0), ANGLES: (0, 0, 0, 16), **STREAMS},

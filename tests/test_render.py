@@ -178,7 +178,7 @@ def test_ingredients_follow_every_field_and_file() -> None:
     norms_own = {
         "norm_rounding": "none",
         "norm_kind": "layer_norm",
-        "hadamard": "rotary",
+        "hadamard": True,
         "dynamic": True,
         "dynamic_q": True,
         "group": 32,
