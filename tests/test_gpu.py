@@ -865,17 +865,6 @@ def test_a_plain_norm_takes_the_short_cut(grad: bool, monkeypatch: pytest.Monkey
         assert torch.equal(got, want)
 
 
-def test_learned_tables_take_the_short_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second call of a kind is not checked again, and its tables get their gradients."""
-    q, tables = torch.randn(1, 6, 2, 16, device=DEVICE), [torch.rand(6, 8, device=DEVICE) for _ in "cs"]
-    leaves = [x.requires_grad_() for x in tables]
-    want = torch.autograd.grad(jitrope.apply_rope(q, None, *tables)[0], leaves, q)
-    monkeypatch.setattr(dispatch, "_call", lambda *_: pytest.fail("looked at again"))
-    out = jitrope.apply_rope(q, None, *tables)[0]
-    monkeypatch.undo()
-    assert all(map(torch.equal, torch.autograd.grad(out, leaves, q), want))
-
-
 def test_weights_that_ask_for_a_gradient_take_the_short_cut_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model's weights under torch.no_grad(); with gradients enabled they get theirs."""
     call = make_norm(next(case for case in NORM_CASES if case.name == "once"), DEVICE)

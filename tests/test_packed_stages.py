@@ -37,7 +37,7 @@ STAGES: dict[str, dict[str, Any]] = {
     "tiles": {"quantize": DynamicQuantize(group=16, scale_dtype=E8M0, swizzled=True)},
     "heads": {"quantize": DynamicQuantize(per="head")},
     "heads of k, v too": {"quantize": DynamicQuantize(torch.int8, per="kv_head", v=True, hadamard=True)},
-    "transform": {"hadamard": "rotary"},
+    "transform": {"hadamard": True},
     "out": {"out": (None, None, None)},
     "ulysses": {"out": Ulysses(2)},
     "fp8 by rank": {"quantize": Quantize(0.05, 0.02, 0.03), "out": Ulysses(2)},

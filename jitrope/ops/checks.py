@@ -10,7 +10,7 @@ from torch import Tensor
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan import views
-from ..plan.options import Options, changed, norm_of, rotated, transformed
+from ..plan.options import Options, changed, norm_of
 from ..plan.views import BLOCK_SCALES, FP8, FP8S, PER_ITEM, TABLE_NAMES, Tensors
 from . import fit, watch
 from .fit import Fail, failing, named
@@ -18,7 +18,7 @@ from .kv_cache import check_caches
 from .pages import check_pages, check_slots
 
 WEIGHTS = ("q_weight", "k_weight", "v_weight", "q_bias", "k_bias")
-LEARNED = ("cos", "sin", "second_cos", "second_sin", "q_factor")  # the tensors whose gradient needs q and k (`learned`)
+LEARNED = ("cos", "sin", "second_cos", "second_sin", "q_factor")  # torch computes their gradients, from q and k too
 MAX_HADAMARD = 256
 _STAGES = "use a call without cache and quantize"
 
@@ -221,20 +221,15 @@ def takes_pairs(tensors: Tensors, options: Options) -> bool:
 
 def check_whole_head(name: str, tensors: Tensors, options: Options) -> None:
     """The rule of a stage that needs all elements of a head."""
-    fail, dim, (first, last) = failing(name), tensors["q"].shape[-1], rotated(options)
+    fail, dim = failing(name), tensors["q"].shape[-1]
     if options.inverse and norm_of(options).kind != "no_norm":
         fail("inverse does not go with norm; rotate back in a call without a norm")
     if options.group and dim % options.group:
         fail(f"group is {options.group}; it must divide D={dim}")
     if takes_pairs(tensors, options):
         fit.check_pairs(tensors, options, fail)
-    if options.hadamard == "rest" and first > 0 and last < dim:
-        fail(f"hadamard='rest' needs the rest in one piece; elements {first} to {last - 1} of {dim} are rotated")
-    begin, end = transformed(options, dim)
-    size = end - begin
-    if options.hadamard and (size < 1 or size > MAX_HADAMARD or size & (size - 1)):
-        part = "q has D=" if options.hadamard == "head" else f"the {options.hadamard} has "
-        fail(f"hadamard goes with a power of two of elements up to {MAX_HADAMARD}; {part}{size}, so leave it out")
+    if options.hadamard and (dim > MAX_HADAMARD or dim & (dim - 1)):
+        fail(f"hadamard goes with a power of two of elements up to {MAX_HADAMARD}; q has D={dim}, so leave it out")
     if options.hadamard:
         _refuse_sums(tensors, options, "hadamard", fail)
 

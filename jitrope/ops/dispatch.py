@@ -19,7 +19,7 @@ from ..plan.views import Tensors
 from . import checks, launch, library, watch
 from .check_values import check_values
 from .checks import LEARNED
-from .launch import Asked, Known, Made, Recorded
+from .launch import Asked, Known, Made
 from .operation import Operation, of_k
 from .watch import dispatch_modes, is_compiling
 from .words import canonical, check_asked, resolved
@@ -63,7 +63,7 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
         asked = {word: tuple(value) if isinstance(value, list) else value for word, value in asked.items()}
     wants = watch.wants_grad(*[tensors.get(name) for name in op.names])
     tables_want = watch.wants_grad(*[x for name, x in tensors.items() if name not in op.names or name in LEARNED])
-    plain = not is_compiling() and (op.differentiable or not (wants or tables_want)) and watch.plain(tensors)
+    plain = not (is_compiling() or tables_want) and (op.differentiable or not wants) and watch.plain(tensors)
     known = launch.find(key, tensors) if plain else None
     if known is not None:
         options, full = known.options, {**canonical(tensors), **known.stand_ins}
@@ -92,9 +92,8 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
             full = sharding.prepared(op, full, options)
     if plain and not (wants and options.inplace):
         known = known or launch.prepare(op, tensors, full, key, options)
-        recorded = Recorded(learn, (), known.names) if tables_want else Recorded(record, known.saved, known.heads)
-        launch.keep_in_mind(known, tensors, key, recorded)
-        return known.run_recorded(tensors, recorded) if wants or tables_want else known.run(tensors)
+        launch.keep_in_mind(known, tensors, key, record)
+        return known.run_recorded(tensors, record) if wants else known.run(tensors)
     if wants and options.inplace and not is_compiling():
         return _write(op, full, options)
     if wants and options.inplace:  # traced under autograd: Inductor turns the copy into a write in place
@@ -125,21 +124,6 @@ class _Known(torch.autograd.Function):
         return None, *[found.get(name) for name in known.heads]
 
 
-class _Learned(torch.autograd.Function):
-    """A known call whose tables require a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, made: Made, names: tuple[str, ...], *xs: Tensor) -> Any:
-        known, _, outputs = made
-        tensors = {**dict(zip(names, xs)), **known.stand_ins}
-        library.keep(ctx, known.op, names, tensors, known.results, known.options)
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return None, None, *library.gradients(ctx, grads)
-
-
 class _Written(torch.autograd.Function):
     """A call in place; or, after such a call, one tensor that it wrote."""
 
@@ -160,14 +144,6 @@ class _Written(torch.autograd.Function):
 
 
 record = watch.apply_of(_Known)
-_apply_learned = watch.apply_of(_Learned)
-
-
-def learn(made: Made, *given: Tensor) -> tuple[Tensor, ...]:
-    """`record` for a call whose tables require a gradient. given: all its tensors."""
-    tensors = canonical(dict(zip(made[0].names, given)))
-    results: tuple[Tensor, ...] = _apply_learned(made, tuple(tensors), *tensors.values())
-    return results
 
 
 def _write(op: Operation, tensors: Tensors, options: Options) -> Tensors:

@@ -144,7 +144,7 @@ class _Joint(Normed):
         from .operations import QK_NORM_ROPE, QKV_NORM_ROPE, transformed_back
 
         if options.hadamard:
-            grads, options = transformed_back(call, grads, options), changed(options, hadamard="")
+            grads, options = transformed_back(call, grads, options), changed(options, hadamard=False)
         found: Tensors = {}
         begin = 0
         for stream in STREAMS:

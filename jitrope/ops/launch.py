@@ -106,13 +106,13 @@ class Known:
         results: Tensors = self.unguarded(tensors, *tensors.values())
         return results
 
-    def run_recorded(self, tensors: Tensors, recorded: Recorded) -> Tensors:
+    def run_recorded(self, tensors: Tensors, record: Record) -> Tensors:
         """`run`, recorded for backward."""
         with torch.no_grad():
             outputs = self.run(tensors)
-        saved = tuple([tensors[name] for name in recorded.saved])
+        saved = tuple([tensors[name] for name in self.saved])
         made = self, saved, tuple([outputs[name] for name in self.results])
-        return dict(zip(self.results, recorded.function(made, *[tensors[name] for name in recorded.heads])))
+        return dict(zip(self.results, record(made, *[tensors[name] for name in self.heads])))
 
     def elsewhere(self) -> None:
         """Enqueue on the current stream of the kernel's device, which is not torch's current device."""
@@ -134,15 +134,10 @@ class Known:
 
 
 Made = tuple[Known, tuple[Tensor, ...], tuple[Tensor, ...]]
-"""A call that was enqueued, the tensors that `Recorded.saved` names, and its results."""
+"""A call that was enqueued, the tensors that `Known.saved` names, and its results."""
 
-
-class Recorded(NamedTuple):
-    """The function that records a call for backward, (made: `Made`, *heads) -> results, and names of its tensors."""
-
-    function: Callable[..., tuple[Tensor, ...]]
-    saved: tuple[str, ...]
-    heads: tuple[str, ...]  # those with a gradient, or, of a call with learned tables, all
+Record = Callable[..., tuple[Tensor, ...]]
+"""Records a call for backward: (made: `Made`, *heads) -> results."""
 
 
 def find(key: Any, tensors: Tensors) -> Known | None:
@@ -246,21 +241,21 @@ def keep_in_mind(
     known: Known,
     tensors: Tensors,
     key: Any,
-    recorded: Recorded | None = None,
+    record: Record | None = None,
     outputs: Callable[[Tensors], Any] | None = None,
     arguments: tuple[str, ...] = (),
 ) -> None:
     """Keep a plain call for the fast path, with gradients enabled only if it computes all that its tensors require.
 
-    recorded: records such a call; None: it is not for the fast path. arguments: those of torch's op, for a call of it;
+    record: records such a call; None: it is not for the fast path. arguments: those of torch's op, for a call of it;
     then outputs makes its outputs of the results.
     """
     wants = {name for name, x in tensors.items() if x.requires_grad}
     form = known.form._replace(arguments=arguments, outputs=outputs is not None)
     differentiable = known.op.differentiable and not known.options.inplace
-    if wants and recorded is not None and differentiable and wants <= {*recorded.heads}:
-        form = form._replace(saved=recorded.saved, heads=recorded.heads)
-        return _keep(known, tensors, key, form, recorded.function)
+    if wants and record is not None and differentiable and wants <= {*known.heads}:
+        form = form._replace(saved=known.saved, heads=known.heads)
+        return _keep(known, tensors, key, form, record)
     _keep(known, tensors, key, form._replace(unrecorded=bool(wants)), outputs=outputs)
 
 

@@ -89,7 +89,7 @@ def specs_of(**call: Any) -> list[Spec]:
             page_size, in cache: the rows of a page, if the pages are not neighbours in memory. group, in cache: the
             elements with one block scale, by default 16. Without a v_cache there is no v.
         bias: True: prepare_packed_qkv also gets the projection's bias.
-        backward: plan the gradient too. Tables are not learned; `planning` lists the kernels of their gradients.
+        backward: plan the gradient of q, k and v too.
 
     Returns:
         The specs, each once.
