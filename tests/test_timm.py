@@ -6,12 +6,15 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from jitrope.integrations import _host
 from jitrope.integrations import timm as integration
@@ -35,14 +38,11 @@ def _stock() -> Iterator[None]:
     integration.disable()
 
 
-def images(size: int) -> Tensor:
-    return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
-
-
 def registered(name: str, **words: Any) -> tuple[nn.Module, Any]:
-    """A small model by timm's name."""
+    """A small model by timm's name, and images."""
     words = {name: value for name, value in {**SMALL, **words}.items() if value is not None}
-    return importlib.import_module("timm").create_model(name, **words), images(words.get("img_size", 64))
+    size = words.get("img_size", 64)
+    return importlib.import_module("timm").create_model(name, **words), torch.randn(2, 3, size, size)
 
 
 def naflex(kind: str, **words: Any) -> tuple[nn.Module, Any]:
@@ -72,18 +72,13 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 }
 
 
-def to(inputs: Any, device: str, dtype: torch.dtype) -> Any:
-    if isinstance(inputs, dict):
-        return {name: to(x, device, dtype) for name, x in inputs.items()}
-    return inputs.to(device, dtype if inputs.is_floating_point() else None)
-
-
 def prepared(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model, inputs = CASES[name]()
     for parameter in model.parameters():
         parameter.data = torch.randn(parameter.shape) * 0.2
-    return model.to(device, dtype), to(inputs, device, dtype)
+    to = partial(tree_map, lambda x: x.to(device, dtype if x.is_floating_point() else None))
+    return model.to(device, dtype), to(inputs)
 
 
 def outcome(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
@@ -92,8 +87,7 @@ def outcome(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
     torch.manual_seed(2)  # the same patches are dropped
     out = model(inputs)
     out.float().square().mean().backward()
-    grads = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
-    return {"out": out.detach(), **grads}
+    return {"out": out.detach(), **{key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}}
 
 
 # ---- models --------------------------------------------------------------------------------------------
@@ -168,60 +162,39 @@ def test_an_enabled_model_is(how: str) -> None:
 # ---- the functions -------------------------------------------------------------------------------------
 
 X = (2, 3, 5, 8)  # B, H, S, D
-TABLES = {
-    "shared": (5, 8),
-    "heads": (3, 5, 8),
-    "images": (2, 1, 5, 8),
-    "both": (2, 3, 5, 8),
-    "one": (1, 8),
-    "row": (8,),
-}
-
-
-def stock_function(name: str) -> Any:
-    return getattr(importlib.import_module("timm.layers"), name)
 
 
 @pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("tables", TABLES)
-def test_function(tables: str, half: bool) -> None:
-    host = stock_function("apply_rot_embed")
-    made = torch.randn(2, *TABLES[tables])
+@pytest.mark.parametrize("tables", [(5, 8), (3, 5, 8), (2, 1, 5, 8), (2, 3, 5, 8), (1, 8), (8,)], ids=str)
+def test_function(tables: tuple[int, ...], half: bool) -> None:
+    host = importlib.import_module("timm.layers").apply_rot_embed
     for dtype, of_tables in ((torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)):
-        x, (sin, cos) = torch.randn(X).to(dtype), made.to(of_tables)
+        x, (sin, cos) = torch.randn(X).to(dtype), torch.randn(2, *tables).to(of_tables)
         outs, grads = [], []
         for function in (host, integration.apply_rot_embed):
             leaves = [t.clone().requires_grad_() for t in (x, sin, cos)]
             outs.append(function(*leaves, half))
             grads.append(torch.autograd.grad(outs[-1].float().square().sum(), leaves))
-        assert outs[1].dtype == x.dtype
         assert torch.equal(*outs)
         for got, want in zip(grads[1], grads[0]):
-            assert got.dtype == want.dtype
             close = 1e-5 if dtype == torch.float32 else 0.05
             torch.testing.assert_close(got, want, rtol=close, atol=close * float(want.abs().max()))
 
 
-REFUSED = {
-    "fp64": (torch.randn(X).double(), torch.randn(5, 8)),
-    "odd": (torch.randn(2, 3, 5, 7), torch.randn(5, 7)),
-    "larger": (torch.randn(1, 3, 5, 8), torch.randn(2, 3, 5, 8)),
-    "five axes": (torch.randn(2, *X), torch.randn(5, 8)),
-    "narrower": (torch.randn(X), torch.randn(5, 4)),
-}
+SHAPES = [((2, 3, 5, 7), (5, 7)), ((1, 3, 5, 8), (2, 3, 5, 8)), ((2, *X), (5, 8)), (X, (5, 4))]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_calls_left_to_timm(name: str) -> None:
+@pytest.mark.parametrize(("shape", "of_table"), SHAPES, ids=["odd", "larger", "five axes", "narrower"])
+def test_calls_left_to_timm(shape: tuple[int, ...], of_table: tuple[int, ...]) -> None:
     """timm's result, or its error."""
 
     def result() -> Any:
         try:
-            return stock_function("apply_rot_embed")(x, table, table, True)
+            return importlib.import_module("timm.layers").apply_rot_embed(x, table, table, True)
         except RuntimeError as error:
             return str(error)
 
-    x, table = REFUSED[name]
+    x, table = torch.randn(shape), torch.randn(of_table)
     stock = result()
     with integration.enable() as report:
         ours = result()
@@ -237,11 +210,10 @@ def attention() -> Any:
 
 
 def test_disable_undoes_what_enable_did() -> None:
-    classes = [attention(), importlib.import_module("timm.layers.attention").AttentionRope]
-    holders = [importlib.import_module(f"timm.layers{name}") for name in ("", ".pos_embed_sincos")]
+    names = ("layers.attention:AttentionRope.forward", "models.eva:EvaAttention.forward", "layers:apply_rot_embed")
 
     def state() -> list[Any]:
-        return [cls.forward for cls in classes] + [holder.apply_rot_embed for holder in holders]
+        return [attrgetter(at.split(":")[1])(importlib.import_module(f"timm.{at.split(':')[0]}")) for at in names]
 
     stock = state()
     with integration.enable() as report:
