@@ -298,7 +298,7 @@ def test_attention_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention(), "forward", forward)
     with integration.enable() as report:
         assert torch.equal(layer(x, emb, times=3), 3 * want)
-        assert "its text is not that of 1.0.21 or 1.0.31" in report.left[place]
+        assert "its text is not that of 1.0.21 to 1.0.31" in report.left[place]
         assert report.calls == {"jitrope": 2, "host": 0}  # q and k
     monkeypatch.delattr("timm.models.eva.EvaAttention")
     with integration.enable() as report:

@@ -26,10 +26,12 @@ from . import _host
 
 _MODULE = "timm.layers.pos_embed_sincos"
 _ATTENTION = {
-    "timm.layers.attention:AttentionRope": ("988f1dcec745c90d", "3f742ca1632dca04"),
-    "timm.models.eva:EvaAttention": ("f2fc2100652f6462", "ab5e17e344c38aae"),
-}
-"""The classes that `_attention` is written for, and the texts of their forward in 1.0.21 and 1.0.31."""
+    "timm.layers.attention:AttentionRope": (
+        "988f1dcec745c90d", "3bd7445e06eb3cfa", "9c2321aea688b0aa", "7cfdadf4d88eea44", "3f742ca1632dca04"
+    ),
+    "timm.models.eva:EvaAttention": ("f2fc2100652f6462", "c3e2233d28fa77bb", "ab5e17e344c38aae"),
+}  # fmt: skip
+"""The classes that `_attention` is written for, and the texts of their forward in 1.0.21 to 1.0.31."""
 
 
 def apply_rot_embed(x: Tensor, sin_emb: Tensor, cos_emb: Tensor, half: bool = False) -> Tensor:
@@ -136,7 +138,7 @@ def _heads(layer: Any, x: Tensor) -> list[Tensor]:
 
 _OURS = {"1c5717d3622fbb6c": _promoted, "9a39cb61183cdfe3": apply_rot_embed}
 _CAT = ("aa3e4efb7d28e19e", "53460ec208173c51")
-"""The texts of `apply_rot_embed` and `apply_rot_embed_cat` in 1.0.21 and 1.0.31."""
+"""The texts of `apply_rot_embed` and `apply_rot_embed_cat` before 1.0.31, and in it."""
 
 
 @_host.alone
@@ -145,7 +147,7 @@ def enable() -> _host.Report:
 
     Raises:
         ImportError: timm is not installed.
-        JitropeError: `apply_rot_embed` has another text than in timm 1.0.21 or 1.0.31, or was replaced; jitrope has
+        JitropeError: `apply_rot_embed` has another text than in timm 1.0.21 to 1.0.31, or was replaced; jitrope has
             replaced nothing.
     """
     functions = _host.load("timm", _MODULE)
@@ -153,7 +155,7 @@ def enable() -> _host.Report:
     host = _host.placed[host].original if host in _host.placed else host
     ours = _OURS.get(_host.text_of(_host.own("timm", host)))
     if ours is None:
-        raise JitropeError("apply_rot_embed is not that of timm 1.0.21 or 1.0.31: another version has it, or a patch")
+        raise JitropeError("apply_rot_embed is not that of timm 1.0.21 to 1.0.31: another version has it, or a patch")
     report = _host.enable("timm", {f"{_MODULE}:apply_rot_embed": ours})
     turn = cat if _host.text_of(_host.own("timm", cat)) in _CAT else None
     for where, texts in _ATTENTION.items():
@@ -161,7 +163,7 @@ def enable() -> _host.Report:
             module, name = _host.held("timm", where)
             cls = getattr(module, name)
             if cls.forward not in _host.placed and _host.text_of(_host.own("timm", cls.forward)) not in texts:
-                raise JitropeError("q and k are separate launches, because its text is not that of 1.0.21 or 1.0.31")
+                raise JitropeError("q and k are separate launches, because its text is not that of 1.0.21 to 1.0.31")
             made = partial(_attention, module, turn, functions.apply_rot_embed)
             report.replace_method(cls, "forward", made, "q and k in one launch")
         except (ImportError, JitropeError) as error:
