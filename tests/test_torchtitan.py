@@ -78,11 +78,7 @@ POSITIONS = {
 }
 
 
-SCALINGS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "yarn": {"scaling": "yarn", "rope_factor": 4.0},
-    "llama": {"scaling": "llama", "theta": 500000.0},
-}
+SCALINGS: dict[str, dict[str, Any]] = {"none": {}, "yarn": {"rope_factor": 4.0}, "llama": {"theta": 500000.0}}
 ROPES = (("CosSinRoPE", "none"), ("CosSinRoPE", "yarn"), ("ComplexRoPE", "none"), ("ComplexRoPE", "llama"))
 BITS = [(*rope, *case) for rope in ROPES for case in product(DTYPES, POSITIONS)]
 
@@ -97,7 +93,7 @@ def test_bits_of_the_host(
     torch.manual_seed(0)
     q, k = (torch.randn(2, 6, n, 32).to(device, DTYPES[dtype]) for n in (4, 2))
     ids = None if POSITIONS[positions] is None else POSITIONS[positions].to(device)
-    theirs, ours = (rope.to(device) for rope in pair(host, kind, **SCALINGS[scaling]))
+    theirs, ours = (rope.to(device) for rope in pair(host, kind, scaling=scaling, **SCALINGS[scaling]))
     want = outputs_and_gradients(theirs, q, k, ids if ids is None else ids.long())
     got = outputs_and_gradients(ours, q, k, ids)
     assert torch.equal(got[0], want[0])
@@ -112,31 +108,25 @@ def test_left_to_the_host(host: Any, counted: dict[str, int], caplog: pytest.Log
     """Refused calls are counted, and logged once. If the host refuses the call too, its error is raised."""
     theirs, ours = pair(host, "CosSinRoPE")
     q = torch.randn(1, 6, 2, 32)
-    for a, b in zip(ours(q.double(), q.double()), theirs(q.double(), q.double())):
-        assert torch.equal(a, b)
-    ours(q.double(), q.double())
-    for given in (q[..., :48].repeat(1, 1, 1, 2), q.repeat(1, 11, 1, 1)):  # larger heads; more tokens than rows
+    for _ in range(2):
+        assert all(map(torch.equal, ours(q.double(), q.double()), theirs(q.double(), q.double())))
+    for given in (q.repeat(1, 1, 1, 2), q.repeat(1, 11, 1, 1)):  # larger heads; more tokens than rows
         with pytest.raises(RuntimeError):
             ours(given, given)
     assert counted == {"host": 4}
     said = [*torchtitan.reasons]
     assert [torchtitan.reasons[why] for why in said] == [2, 1, 1]
-    for why, part in zip(said, ("torch.float64", "different sizes", "cos has 64 rows")):
-        assert part in why
+    assert all(map(str.count, said, ("torch.float64", "different sizes", "cos has 64 rows")))
     assert [record.getMessage() for record in caplog.records] == [f"jitrope: left to torchtitan: {why}" for why in said]
 
 
-@pytest.mark.parametrize("shape", [(2, 6), (1, 6)], ids=["rows", "one-row"])
 @pytest.mark.parametrize("kind", ["CosSinRoPE", "ComplexRoPE"])
-def test_positions_out_of_range_raise_as_the_hosts(host: Any, kind: str, shape: tuple[int, ...]) -> None:
-    theirs, ours = pair(host, kind)
-    q, ids = torch.randn(*((2,) * (len(shape) - 1)), 6, 3, 32), torch.arange(6).expand(shape).clone()
-    ids[..., -1] = 63  # the last row
-    assert not any(out.isnan().any() for out in ours(q, q, ids))
-    ids[..., -1] = 64
-    for rope in (theirs, ours):
+def test_positions_out_of_range_raise_as_the_hosts(host: Any, kind: str) -> None:
+    q, ids = torch.randn(2, 6, 3, 32), torch.tensor([[0, 1, 2, 3, 4, 63]])  # the last row
+    for rope in pair(host, kind):
+        assert not any(out.isnan().any() for out in rope(q, q, ids))
         with pytest.raises(RuntimeError, match="position_ids exceed max_valid_pos=63"):
-            rope(q, q, ids)
+            rope(q, q, ids + 1)
 
 
 def test_the_checker_of_shardings_accepts_it(host: Any) -> None:
@@ -385,16 +375,10 @@ def resharded(norm: Any) -> Any:
     return norm
 
 
-def of_a_subclass(norm: Any) -> Any:
-    norm.__class__ = type("Softer", (type(norm),), {"forward": doubled(type(norm).forward)})
-    return norm
-
-
 CHANGES: dict[str, Any] = {
     "hooked": hooked,
     "resharded": resharded,
     "parametrised": lambda norm: torch.nn.utils.parametrize.register_parametrization(norm, "weight", Twice()),
-    "another class": of_a_subclass,
     "another module": lambda _: Twice(),
 }
 
