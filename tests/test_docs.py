@@ -173,7 +173,7 @@ def test_docstrings_say_shapes_and_errors() -> None:
 
 # ---- the examples in them ------------------------------------------------------------------------------
 
-HOSTED = ("", "register", "attention", "cos_sin_rope", "complex_rope")
+HOSTED = ("", "register", "attention")
 """The examples of an integration that need its host: the module's own, with `enable`, and torchtitan's."""
 COMPILED = ("jitrope.tools.prewarm:", "jitrope.tools.prewarm:Built", "jitrope.tools.bundle:")
 """The examples that need CuPy and NVRTC, but no GPU."""

@@ -228,8 +228,8 @@ class Chain(nn.Module):
 
 
 @contextmanager
-def torchtitan_side(family: str, overrides: tuple[str, ...], on: bool, smoke: bool) -> Iterator[Side]:
-    """Two layers of an 8B model of torchtitan. overrides: jitrope's."""
+def torchtitan_side(family: str, on: bool, smoke: bool) -> Iterator[Side]:
+    """Two layers of an 8B model of torchtitan; on: with jitrope's override."""
     fsdp: Any = importlib.import_module("torch.distributed.fsdp")
     vars(fsdp).setdefault("DataParallelMeshDims", object)  # torch 2.11 lacks it, and one process does not use it
 
@@ -244,7 +244,7 @@ def torchtitan_side(family: str, overrides: tuple[str, ...], on: bool, smoke: bo
     config.layers = config.layers[:2]
     for layer in config.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    apply_overrides(OverrideConfig(imports=[f"{integration.__name__}.{name}" for name in overrides if on]), config)
+    apply_overrides(OverrideConfig(imports=[f"{integration.__name__}.attention"] if on else []), config)
     with torch.device(DEVICE):
         layers = [layer.build() for layer in config.layers]
         for each in layers:
@@ -355,7 +355,6 @@ def te_side(before: bool, on: bool, smoke: bool) -> Iterator[Side]:
 
 TRAIN, DENOISE = "train, 4096 tokens, 2 layers", "denoise, 4608 tokens, 12 blocks"
 PICTURES = "train, 8 pictures of 1024 patches, 4 blocks"
-TITAN = ("cos_sin_rope", "complex_rope")
 HOSTS = {
     "qwen3-train": Host("transformers", "Qwen3-8B", TRAIN, partial(_qwen3, train_words)),
     "qwen3-decode": Host(
@@ -369,8 +368,8 @@ HOSTS = {
     ),
     "flux": Host("diffusers", "FLUX.1", DENOISE, partial(diffusers_side, "flux")),
     "xfuser-flux": Host("xfuser.__version__", "FLUX.1", DENOISE, xfuser_side),
-    "llama3-train": Host("torchtitan", "Llama 3 8B", TRAIN, partial(torchtitan_side, "llama3", TITAN)),
-    "qwen3-titan-train": Host("torchtitan", "Qwen3-8B", TRAIN, partial(torchtitan_side, "qwen3", ("attention",))),
+    "llama3-train": Host("torchtitan", "Llama 3 8B", TRAIN, partial(torchtitan_side, "llama3")),
+    "qwen3-titan-train": Host("torchtitan", "Qwen3-8B", TRAIN, partial(torchtitan_side, "qwen3")),
     "megatron-train": Host("megatron.core", "Qwen3-8B", TRAIN, partial(megatron_side, False)),
     "megatron-te-train": Host("megatron.core", "Qwen3-8B, TransformerEngine", TRAIN, partial(megatron_side, True)),
     "te-train": Host("transformer_engine.pytorch", "Qwen3-8B", TRAIN, partial(te_side, True)),
