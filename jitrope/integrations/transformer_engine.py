@@ -130,7 +130,7 @@ def apply_fused_qkv_rotary_pos_emb(
     """Split packed QKV [.., groups, sum(split)] and rotate q and k; v is copied.
 
     Unlike TransformerEngine's function it accepts "thd", and start_positions also with context parallelism and in the
-    gradient. It is one launch if q and k share their angles and head size; otherwise q and k take one each.
+    gradient. It is one launch if q and k share their tensor of angles and head size; otherwise q and k take one each.
 
     >>> freqs = RotaryPositionEmbedding(64)(16)
     >>> q, k, v = apply_fused_qkv_rotary_pos_emb(torch.randn(16, 1, 2, 384).to(freqs), freqs, freqs, [256, 64, 64])
@@ -156,7 +156,7 @@ def apply_fused_qkv_rotary_pos_emb(
             f"{qkv.shape[-1]} into heads of {k_width}"
         )
     words = _words(tensor_format, start_positions, interleaved, cu_seqlens, cp_size, cp_rank)
-    if k_width == v_width and _same(q_freqs, k_freqs):
+    if k_width == v_width and q_freqs is k_freqs:
         words.update(freqs=q_freqs.float(), rotary_dim=q_freqs.shape[-1], q_per_group=q_width // k_width)
         q, k, v = prepare_packed_qkv(qkv, **words)
         return q, k, v
@@ -176,12 +176,6 @@ def _words(
     where: Any = {"start_positions": starts, "cp_size": cp_size, "cp_rank": cp_rank}
     positions = Packed(cu_seqlens, **where) if tensor_format == "thd" else Starts(**where)
     return {"layout": tensor_format, "interleaved": interleaved, "positions": positions}
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    if a is b or torch.compiler.is_compiling():  # addresses cannot be compared while tracing
-        return a is b
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
 # ---- MultiheadAttention with norms of q and k ----------------------------------------------------------
@@ -247,8 +241,7 @@ def _fused(
     norm = norm_of({"q": layer.q_norm, "k": layer.k_norm}, q, after_rope=not layer.qk_norm_before_rope)
     where = (layer.rotary_pos_interleaved, cu_seqlens, layer.cp_size, layer.cp_rank)
     words = {"freqs": freqs.float(), "rotary_dim": freqs.shape[-1], **_words(layer.qkv_format, None, *where)}
-    q, k = prepare_qkv(q, k, None, norm=norm, **words)[:2]
-    return (q, k), 1
+    return prepare_qkv(q, k, None, norm=norm, **words)[:2], 1
 
 
 def _separate(
@@ -264,9 +257,16 @@ def _separate(
 
 
 _FUSED = _host.or_else("transformer_engine", "fused", _fused, _separate)
-_ROPE = "transformer_engine.pytorch.attention.rope"
+ROPE = "transformer_engine.pytorch.attention.rope"
 _ATTENTION = "transformer_engine.pytorch.attention.multi_head_attention"
-_FUNCTIONS = _host.named(_ROPE, apply_rotary_pos_emb, apply_fused_qkv_rotary_pos_emb)
+_KNOWN = (
+    "hidden_states attention_mask encoder_output attn_mask_type window_size bottom_right_diagonal "
+    "is_first_microbatch checkpoint_core_attention inference_params rotary_pos_emb core_attention_bias_type "
+    "core_attention_bias alibi_slopes cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded "
+    "max_seqlen_q max_seqlen_kv fast_zero_fill pad_between_seqs thd_attention_policies "
+    "thd_attention_policy_dispatch softcap"
+)
+_FUNCTIONS = _host.named(ROPE, apply_rotary_pos_emb, apply_fused_qkv_rotary_pos_emb)
 
 
 @_host.alone
@@ -278,8 +278,8 @@ def enable() -> _host.Report:
     """
     cls = getattr(*_host.held("transformer_engine", f"{_ATTENTION}:MultiheadAttention"))
     report = _host.enable("transformer_engine", _FUNCTIONS)
-    rope = _host.load("transformer_engine", _ROPE).apply_rotary_pos_emb
-    made = without_rope("transformer_engine", partial(_refusals, rope), _cu_seqlens, _stand_in)
+    rope = _host.load("transformer_engine", ROPE).apply_rotary_pos_emb
+    made = without_rope("transformer_engine", _KNOWN, partial(_refusals, rope), _cu_seqlens, _stand_in)
     report.replace_method(cls, "forward", made, "norms of q and k and rope fused")
     return report
 
