@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from jitrope.base.errors import InvalidInput, JitropeError
 from jitrope.integrations import _host, deepspeed, megatron, transformer_engine
 
 from .hosts import stand_in
+from .peers import standin
 
 
 @pytest.fixture(autouse=True)
@@ -166,6 +168,16 @@ def test_a_host_that_cannot_be_imported(host: Any, module: str, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=rf"^{host.__name__.split('.')[-1]} cannot be imported: \w+Error: "):
         host.enable()
+
+
+def test_a_stand_in_of_a_peer_has_a_spec() -> None:
+    """transformers asks for the specs of packages, and `find_spec` raises for a module without one."""
+    name = "a_peer_that_nobody_has"
+    made = standin.module(name)
+    assert standin.made(made)
+    assert not standin.made(standin.module("json"))
+    assert importlib.util.find_spec(name) is not None
+    del sys.modules[name]
 
 
 # ---- replacing and restoring ---------------------------------------------------------------------------
