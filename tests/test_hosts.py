@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import jitrope
 from jitrope.base.errors import InvalidInput, JitropeError
 from jitrope.integrations import _host, deepspeed, megatron, transformer_engine
 
@@ -271,20 +270,15 @@ def test_a_compiled_function_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_threads_that_enable_and_disable(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, ends = host_of(monkeypatch, "host_l", fewer), []
+    module = host_of(monkeypatch, "host_l", fewer)
 
-    def work() -> None:
+    def work(_: int) -> None:
         for _ in range(50):
             with enabled("host_l", ours):
                 module.rope(1)
-        ends.append(True)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(ends) == 4
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
     assert module.rope is fewer
 
 
@@ -307,4 +301,3 @@ def test_a_report_counts_since_its_enable(monkeypatch: pytest.MonkeyPatch) -> No
     assert report.calls == {"jitrope": 1, "host": 2 + 2 * _host._MOST_REASONS}
     assert report.reasons["other reasons"] > 0
     assert len(_host.reasons["host_r"]) <= _host._MOST_REASONS + 1
-    assert jitrope.InvalidInput is InvalidInput

@@ -113,7 +113,10 @@ def form_of(module: nn.Module) -> NormForm:
     found = _forms.setdefault((cls, getattr(cls, _PART, None)), [])
     form = next((form for form in found if form.fits(module)), None) or _refused.get(module)
     if form is None:
-        form = _known(cls, module) or recognise(module)
+        form = _known(cls, module)
+        if form is None and torch.compiler.is_compiling():  # a trial cannot be traced
+            raise InvalidInput(f"{cls.__name__}: call the layer once before it is compiled")
+        form = form or recognise(module)
         if isinstance(form, str):
             _refused[module] = form
         else:
