@@ -241,8 +241,9 @@ def _cu_seqlens(layer: Any, given: dict[str, Any], of: str) -> Tensor | None:
 
 
 def _stand_in(layer: Any, freqs: Tensor, cu_seqlens: Tensor | None) -> AsSelf:
-    kept = getattr(layer, "_yarn_concentration_factor", None)  # newer layers have it
-    mscale = _host_module()._yarn_get_concentration_factor_from_config(layer.config) if kept is None else kept
+    mscale = getattr(layer, "_yarn_concentration_factor", None)
+    if mscale is None:  # a version that asks its configuration in each call
+        mscale = _host_module()._yarn_get_concentration_factor_from_config(layer.config)
     return AsSelf(layer, **{_QKV: partial(_qkv, (layer, freqs, cu_seqlens, mscale))})
 
 
@@ -328,7 +329,7 @@ def enable() -> _host.Report:
     report = _host.enable("megatron", {**_host.named(_ROPE_UTILS, *_HOOKS), **_OPTIONAL}, _OPTIONAL)
     if (place := f"{_ATTENTION}.{_QKV_ROPE.__name__}") in report.left:  # Megatron imports it from TransformerEngine
         try:
-            _host.load("transformer_engine", transformer_engine.ROPE)
+            _host.load("transformer_engine", "transformer_engine.pytorch.attention.rope")
         except ImportError as error:
             report.left[place] = str(error)
     rope, qkv = _host.load("megatron", _ROPE_UTILS).apply_rotary_pos_emb, getattr(cls, _QKV, None)
