@@ -12,7 +12,8 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import partial, update_wrapper
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -80,12 +81,17 @@ def share(model: nn.Module, weights_of: nn.Module) -> None:
         x.data = y.data
 
 
+def with_names(function: Any, **names: Any) -> Any:
+    """A copy of a function with names in place of globals."""
+    scope = {**function.__globals__, **names}
+    copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return update_wrapper(copy, function)
+
+
 def keeping(cls: Any, method: str = "forward", **functions: Any) -> Any:
     """A class like cls with a method that keeps these functions, whatever replaces them in its module."""
-    from jitrope.integrations._host import with_code
-
-    found = getattr(cls, method)
-    return type(cls.__name__, (cls,), {method: with_code(found, found.__code__, **functions)})
+    return type(cls.__name__, (cls,), {method: with_names(getattr(cls, method), **functions)})
 
 
 @contextmanager
@@ -263,10 +269,9 @@ def timm_pair(name: str, size: int, smoke: bool) -> Iterator[Pair]:
     from timm.layers import pos_embed_sincos
 
     from jitrope.integrations import timm as integration
-    from jitrope.integrations._host import with_code
 
-    cat: Any = pos_embed_sincos.apply_rot_embed_cat
-    rotate = with_code(cat, cat.__code__, apply_rot_embed=pos_embed_sincos.apply_rot_embed)
+    cat = pos_embed_sincos.apply_rot_embed_cat
+    rotate = with_names(cat, apply_rot_embed=pos_embed_sincos.apply_rot_embed)
     size = 32 if smoke else size
     tiny = {"embed_dim": 64, "num_heads": 2, "depth": 2, "num_classes": 8} if smoke else {"depth": 4}
     with torch.device(DEVICE):
@@ -324,10 +329,8 @@ def attention_with_rope_of_te() -> Any:
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.transformer.attention import SelfAttention
 
-    from jitrope.integrations._host import with_code
-
-    rope: Any = rope_utils.apply_rotary_pos_emb
-    rope = with_code(rope, rope.__code__, fused_apply_rotary_pos_emb=rope_utils.fused_apply_rotary_pos_emb)
+    rope = rope_utils.apply_rotary_pos_emb
+    rope = with_names(rope, fused_apply_rotary_pos_emb=rope_utils.fused_apply_rotary_pos_emb)
     return keeping(SelfAttention, apply_rotary_pos_emb=rope)
 
 
