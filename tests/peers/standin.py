@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,7 @@ def module(name: str, folder: Path | None = None, **names: Any) -> ModuleType:
         for part in [part for part in sys.modules if part == name or part.startswith(f"{name}.")]:
             del sys.modules[part]
         found = sys.modules[name] = ModuleType(name)
+        found.__spec__ = ModuleSpec(name, None)  # `find_spec` of a module without one raises
         found.__path__ = [str(folder)] if folder else []
         if above:
             setattr(above, child, found)
@@ -34,7 +36,7 @@ def module(name: str, folder: Path | None = None, **names: Any) -> ModuleType:
 
 def made(found: ModuleType) -> bool:
     """Whether `module` made this one, so the peer is not the real one."""
-    return found.__spec__ is None
+    return found.__spec__ is None or found.__spec__.loader is None
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
