@@ -321,7 +321,7 @@ ROWS: dict[str, Row] = {
     "specs_of": Row(specs_of, {
         "heads": [8, 2], "head_dim": 128, "dtype": "bf16", "interleaved": True, "rotary_dim": 64, "width": "half",
         "inplace": True, "backward": True,
-    }, {"heads": {"int"}, "head_dim": {"int"}, "rotary_dim": {"int", "None"}}),
+    }, {"heads": {"int", "bool"} | FLOAT, "head_dim": {"int"}, "rotary_dim": {"int", "None"}}),
     "specs_of_model": Row(lambda **a: len(specs_of_model(**a)), {"path": Path("llama"), "dtype": "bf16",
         "backward": False}, {"path": PATHS, "dtype": {"None"}}),
     "planning": Row(planned, {"launches": ["auto"], "sm_count": 132},

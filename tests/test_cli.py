@@ -354,7 +354,7 @@ NO_MODELS = {
         {"model_type": "jamba", "dtype": "float16"},
         "jamba are not known",
     ),
-    "a class that is not there": ({**LLAMA, "dtype": "float16", "architectures": ["Nonesuch"]}, "has no Nonesuch"),
+    "a class that is not there": ({**LLAMA, "dtype": "float16", "architectures": ["Nonesuch"]}, "Nonesuch"),
 }
 
 

@@ -37,7 +37,7 @@ def write(path: Path, kernels: Iterable[tuple[Spec, str]], jobs: int) -> list[Bu
     Args:
         path: the file; its folder must exist.
         kernels: a list of (spec, architecture), such as (spec, "sm_90"). The specs come from
-            `jitrope.tools.prewarm.specs_of`, `jitrope.tools.prewarm.read_calls` or `jitrope.record`. Repeated kernels
+            `jitrope.tools.prewarm.specs_of`, `jitrope.tools.prewarm.read_record` or `jitrope.record`. Repeated kernels
             are written once.
         jobs: the number of kernels to compile at a time.
 

@@ -52,7 +52,7 @@ def specs_of_model(path: Path, dtype: str | None = None, backward: bool = False)
     """
     name, found = "specs_of_model", dict[Spec, None]()
     path, backward = arguments.path(name, "path", path), arguments.flag(name, "backward", backward)
-    named = TORCH_DTYPES[arguments.word(name, "dtype", dtype, DTYPES)] if dtype else None
+    named = TORCH_DTYPES[arguments.word(name, "dtype", dtype, DTYPES)] if dtype is not None else None
     for file in _files(path):
         data = _read(file)
         made = _of_diffusers if "_class_name" in data else _of_transformers
@@ -157,10 +157,10 @@ def _of_transformers(path: Path, data: dict[str, Any], dtype: torch.dtype | None
     named: Any = dtype or next(filter(None, (getattr(c, "dtype", None) for c in (text, config))), None)
     if DTYPE_NAMES.get(named) not in DTYPES:
         raise InvalidInput(f"{path} names {named or 'no dtype'}; pass a dtype that jitrope has, as --dtype bf16")
-    name = next(iter(config.architectures or ()), "")
-    make = getattr(library, name)._from_config if hasattr(library, name) else library.AutoModel.from_config
+    name = next(iter(config.architectures or ()), None)
     try:
         with torch.device("meta"):
+            make = getattr(library, name)._from_config if name else library.AutoModel.from_config
             model = make(config, dtype=named)
             inputs = [_words(model, batch, tokens, named) for batch in _BATCHES for tokens in (8, 1)]
         specs = _planned(model, drop_in, inputs, backward)
