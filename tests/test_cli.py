@@ -581,7 +581,7 @@ def test_doctor(process, jitrope) -> None:
     assert "JITROPE_CACHE_DR is unknown" in status(done, "variables")[1]
     assert "jitrope reads JITROPE_CACHE_DIR" in status(done, "variables")[2]
     done = jitrope("doctor")
-    assert done.stdout.endswith("\njitrope works here. 1 note: GPU.\n")
+    assert done.stdout.endswith("\njitrope works here\n")
     assert re.search(r"^note  GPU  .*\n +to do: CPU tensors use plain torch", done.stdout, re.MULTILINE)
 
 
@@ -595,7 +595,7 @@ def test_doctor_of_amds_gpus(jitrope, monkeypatch: pytest.MonkeyPatch) -> None:
     assert advice.startswith("AMD GPUs are not supported; calls need an NVIDIA GPU")
     assert status(done, "NVRTC")[0]
     assert status(done, "kernel")[0]
-    assert jitrope("doctor").stdout.endswith("\n1 fault: GPU.\n")
+    assert jitrope("doctor").stdout.endswith("\nfaults: GPU\n")
     assert "there is no GPU here" in jitrope("prewarm", "--heads", "8").stderr
 
 
@@ -723,7 +723,7 @@ def test_doctor_of_two_cupys(jitrope, tmp_path: Path, monkeypatch: pytest.Monkey
     assert re.search(r"cupy-cuda11x and cupy-cuda1[23]x are installed", found[1])
     assert re.match(r"pip uninstall -y cupy-cuda11x cupy-cuda1[23]x && pip install cupy-cuda1[23]x nvidia", found[2])
     last = jitrope("doctor").stdout.splitlines()[-1]
-    assert last.startswith("1 fault: CuPy.")
+    assert last == "faults: CuPy"
 
 
 def test_doctor_of_a_torch_for_another_cuda(jitrope, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -793,7 +793,7 @@ def test_without_cupy_and_without_a_gpu(without: Callable[[str], Run]) -> None:
     assert status(done, "CuPy")[2] == compiler.remedy()
     assert status(done, "NVRTC")[:2] == (True, "not checked: CuPy is missing")
     assert status(done, "kernel") == (True, "a call on the CPU gives the reference's bits", "")
-    assert run("doctor").stdout.endswith("\njitrope works here. 3 notes: GPU, CuPy, NVRTC.\n")
+    assert run("doctor").stdout.endswith("\njitrope works here\n")
     prewarm = ("prewarm", "--heads", "8", "--arch", "sm_90")
     fails_with(run(*prewarm), compiler.remedy())
     done = run(*prewarm, "--dry-run")

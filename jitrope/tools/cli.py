@@ -75,14 +75,10 @@ _FLAG: dict[str, Any] = {"action": "store_true", "default": None}  # None: not g
 
 _JSON = _option("--json", action="store_true", help="print JSON on stdout")
 _DRY_RUN = _option("--dry-run", action="store_true", help="print the actions, and change nothing")
-_ARCH_HELP = "architectures, such as sm_80,sm_90 (or sm90, 90, 9.0); default: this machine's GPUs"
-_ARCHS = _option("--arch", metavar="ARCH", type=_archs, help=_ARCH_HELP)
-_JOBS_HELP = "compile N at a time; default: all cores"
-_JOBS = _option("--jobs", metavar="N", type=_count, default=os.cpu_count() or 1, help=_JOBS_HELP)
-_FROM_HELP = "JSON: a recorded run, or the output of `cache ls --json`"
-_FROM = _option("--from", dest="file", metavar="FILE", type=Path, help=_FROM_HELP)
-_MODEL_HELP = "config.json of a transformers or diffusers model, its folder, or a pipeline's; needs that library"
-_MODEL = _option("--model", metavar="PATH", type=Path, help=_MODEL_HELP)
+_ARCHS = _option("--arch", metavar="ARCH", type=_archs, help="such as sm_80,sm_90; default: this machine's GPUs")
+_JOBS = _option("--jobs", metavar="N", type=_count, default=os.cpu_count() or 1, help="default: all cores")
+_FROM = _option("--from", dest="file", metavar="FILE", type=Path, help="a recorded run, or `cache ls --json`'s output")
+_MODEL = _option("--model", metavar="PATH", type=Path, help="a config.json or its folder, or a pipeline's folder")
 _BUNDLE = _option("path", metavar="FILE", type=Path, help="a file from `jitrope bundle write`")
 _CALL = (
     _option("--heads", metavar="N,N", type=_heads, help="heads of q and k, such as 32,8, or of q alone"),
@@ -189,13 +185,11 @@ def render(given: Options) -> None:
         jitrope render --heads 24 --interleaved --head-dim 64
         jitrope render --heads 32,8 --json | jq -r .text
     """
-    specs = _specs(given)
-    if given.backward:
-        specs = [spec for spec in specs if spec.to_dict()["inverse"]]
-    if not specs:
+    spec = next((spec for spec in _specs(given) if not given.backward or spec.to_dict()["inverse"]), None)
+    if spec is None:
         raise JitropeError("there is no such kernel")
-    source = render_source(specs[0])
-    found = {"name": source.name, "entry": source.entry, "spec": specs[0].to_dict(), "text": source.text}
+    source = render_source(spec)
+    found = {"name": source.name, "entry": source.entry, "spec": spec.to_dict(), "text": source.text}
     answer(given.json, found, source.text.removesuffix("\n"))
 
 
@@ -348,17 +342,12 @@ def bundle_ls(given: Options) -> None:
 def doctor(given: Options) -> bool:
     """Check all that jitrope needs, and run a kernel; exit code 1 for a fault."""
     results = checks.run()
-    faults = [result.what for result in results if not result.ok]
-    notes = [result.what for result in results if result.ok and result.advice]
-    lines = []
+    faults, lines = [result.what for result in results if not result.ok], []
     for result in results:
         word = "FAULT" if not result.ok else "note" if result.advice else "ok"
         lines.append(f"{word:6}{result.what:14}{result.found}")
         lines += [f"{'':20}to do: {result.advice}"] if result.advice else []
-    last = ["" if faults else "jitrope works here."]
-    for word, found in (("fault", faults), ("note", notes)):
-        last += [f"{len(found)} {word}{'s' * (len(found) != 1)}: {', '.join(found)}."] if found else []
-    lines.append(" ".join(filter(None, last)))
+    lines.append(f"faults: {', '.join(faults)}" if faults else "jitrope works here")
     answer(given.json, {"ok": not faults, "checks": list(map(dataclasses.asdict, results))}, "\n".join(lines))
     return not faults
 

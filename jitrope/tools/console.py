@@ -51,13 +51,8 @@ def print_entries(places: Sequence[tuple[object, Sequence[Entry]]], as_json: boo
         return answer(True, {"spec": specs, "entries": rows(entries)}, "")
     for place, some in places:
         for entry in some:
-            answer(False, None, f"{entry.arch:8}{entry.size / 2**10:5.0f} KiB  {words(entry.name)}")
+            answer(False, None, f"{entry.arch:8}{entry.size / 2**10:5.0f} KiB  {entry.name.replace('_', ' ')}")
         say(f"{total(some)} in {place}")
-
-
-def words(name: str) -> str:
-    """A kernel's name in words."""
-    return name.replace("_", " ")
 
 
 def architectures(given: list[str] | None) -> list[str]:
@@ -76,7 +71,7 @@ def build_all(work: Work, dry_run: bool, as_json: bool, build: Callable[[], list
     outcomes = ("would compile" if dry_run else "compiled", "cached")
     counts = {word: sum(item.outcome == word for item in built) for word in outcomes} | {"failed": len(failed)}
     each = [{"name": b.spec.name, "arch": b.arch, "outcome": b.outcome, "failed": b.failed} for b in built]
-    lines = [f"{b.outcome:15}{b.arch:8}{words(b.spec.name)}" for b in built if dry_run and not b.failed]
+    lines = [f"{b.outcome:15}{b.arch:8}{b.spec.name.replace('_', ' ')}" for b in built if dry_run and not b.failed]
     lines.append(", ".join(f"{count} {word}" for word, count in counts.items()))
     answer(as_json, {**counts, "kernels": each}, "\n".join(lines))
     for reason in reasons(failed):

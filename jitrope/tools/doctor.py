@@ -196,9 +196,8 @@ def cold_start() -> tuple[int, list[str]]:
             elif spec is not None:
                 kernels.build(spec, entry.arch)
             good += spec is not None
-        except MissingKernel:
-            reason = "would be compiled: its templates or its compiler are different"
-            wrong.append(f"missing: {entry.name} {entry.arch}: {reason}")
         except JitropeError as error:
-            wrong.append(f"missing: {entry.name} {entry.arch}: {error}")
+            missing = "would be compiled: its templates or its compiler are different"
+            reason = missing if isinstance(error, MissingKernel) else error
+            wrong.append(f"missing: {entry.name} {entry.arch}: {reason}")
     return good, wrong

@@ -176,7 +176,7 @@ def _words(model: Any, batch: int, tokens: int, dtype: torch.dtype) -> dict[str,
     config = model.config
     if model.main_input_name == "pixel_values":
         size = config.image_size
-        sides = [*size] if isinstance(size, (list, tuple)) else [size, size]
+        sides = size if isinstance(size, (list, tuple)) else (size, size)
         return {"pixel_values": torch.empty(batch, config.num_channels, *sides, dtype=dtype)}
     ids = torch.zeros(batch, tokens, dtype=torch.int64)
     decoder = {"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {}
