@@ -27,7 +27,6 @@ from jitrope.ops.operations import QK_NORM_ROPE_BACKWARD
 from jitrope.plan.options import Options
 from jitrope.plan.problem import plan_call
 from jitrope.plan.spec import RopeSpec
-from jitrope.tools.prewarm import default_specs, specs_of
 
 from .cases import (
     CASES,
@@ -41,6 +40,7 @@ from .cases import (
     named_tables,
     norm_operation,
 )
+from .described import popular, specs_of
 
 ARCHS = ["sm_80", "sm_90", "sm_100", "sm_120"]
 # Also the largest block, with the fewest registers for a thread, and the widest tables.
@@ -224,7 +224,7 @@ LARGEST += [
     paged(True, clear_page=True),
     paged(True, 48, normed=True, clear_page=True),
 ]
-DEFAULT = default_specs()
+DEFAULT = popular()
 PREWARM = list(dict.fromkeys([*DEFAULT, *itertools.chain.from_iterable(LARGEST)]))
 SWEPT = ("sm_80", "sm_90")  # get every spec; the other architectures get the default ones
 

@@ -25,7 +25,8 @@ from jitrope.plan.options import NORM_KINDS, NORM_ROUNDINGS, ROUNDINGS, SCALE_DT
 from jitrope.plan.spec import RopeSpec
 from jitrope.plan.views import GROUPS
 from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, rows_spec
-from jitrope.tools.prewarm import specs_of
+
+from .described import specs_of
 
 # The same examples in every run, so failures are reproducible.
 settings.register_profile(

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import jitrope
 from jitrope import DynamicQuantize, InvalidInput, Mrope, Norm, Packed, Quantize, Scaled, Starts, Ulysses
-from jitrope.tools.prewarm import specs_of
 
+from .described import specs_of
 from .devices import DEVICES
 from .host import backend
 

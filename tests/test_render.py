@@ -19,7 +19,8 @@ from jitrope.jit.registry import spec_from_dict
 from jitrope.plan import arguments
 from jitrope.plan.spec import RopeSpec
 from jitrope.thd.spec import CorrectionSpec, RowsSpec, SegmentsSpec, rows_spec
-from jitrope.tools.prewarm import default_specs, specs_of
+
+from .described import popular, specs_of
 
 SPEC = specs_of(heads=[32, 8])[0]
 NORM = {"q_weight": "bf16", "k_weight": "bf16", "rounding": "once"}
@@ -385,7 +386,7 @@ def test_known_architectures_are_not() -> None:
 
 
 def test_names_are_short_and_different() -> None:
-    names = [spec.name for spec in default_specs()]
+    names = [spec.name for spec in popular()]
     assert all(len(name) < 120 for name in names)
     assert "rope_bf16_d128_halves_fp32_half_table_forward_token_linear" in names
 
