@@ -437,9 +437,6 @@ def test_ways_to_run_them(command: list[str]) -> None:
 def test_outside_a_checkout_the_command_says_where_they_are(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "jitrope", tmp_path / "jitrope", ignore=shutil.ignore_patterns("__pycache__"))
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = fresh.python("-m", "jitrope", "bench", "host", "--json", env=environment, cwd=tmp_path)
-    assert done.returncode == 1
-    assert "examples/bench" in json.loads(done.stdout)["error"]
     done = fresh.python("-m", "jitrope", "bench", "host", env=environment, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
     assert len(done.stderr.splitlines()) == 1
