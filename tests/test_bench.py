@@ -434,27 +434,23 @@ def test_ways_to_run_them(command: list[str]) -> None:
     assert "Usage: jitrope bench" in done.stdout
 
 
-def test_outside_a_checkout_the_command_says_where_they_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize("word", ["host", "--help"])
+def test_outside_a_checkout_the_command_says_where_they_are(word: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "jitrope", tmp_path / "jitrope", ignore=shutil.ignore_patterns("__pycache__"))
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = fresh.python("-m", "jitrope", "bench", "host", env=environment, cwd=tmp_path)
+    done = fresh.python("-m", "jitrope", "bench", word, env=environment, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
-    assert len(done.stderr.splitlines()) == 1
-    assert "examples/bench" in done.stderr
-    for word in ("-h", "--help"):
-        done = fresh.python("-m", "jitrope", "bench", word, env=environment, cwd=tmp_path)
-        assert (done.returncode, done.stderr) == (0, "")
-        assert "in a checkout of jitrope's repository" in done.stdout
-        assert 'pip install -e ".[bench]"' in done.stdout
+    assert (
+        done.stderr
+        == "error: the benchmarks are not in the package: run examples/bench in a checkout of the repository\n"
+    )
 
 
-def test_help_without_typer_says_how_to_install_it() -> None:
+@pytest.mark.parametrize("word", ["host", "--help"])
+def test_without_typer_the_command_says_how_to_install_it(word: str) -> None:
     code = "import sys; sys.modules['typer'] = None; from jitrope.tools.cli import main; main()"  # as if not installed
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = fresh.python("-c", code, "bench", "-h", env=environment, cwd=ROOT)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert 'pip install -e ".[bench]"' in done.stdout
-    done = fresh.python("-c", code, "bench", "host", env=environment, cwd=ROOT)
+    done = fresh.python("-c", code, "bench", word, env=environment, cwd=ROOT)
     assert (done.returncode, done.stderr) == (1, "error: the benchmarks need typer: pip install -e '.[bench]'\n")
 
 
