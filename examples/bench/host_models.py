@@ -208,8 +208,10 @@ def diffusers_pair(name: str, smoke: bool) -> Iterator[Pair]:
     transformer, words, _ = diffusion.build(model, tuple(1 for _ in model.blocks) if smoke else model.blocks, smoke)
     words["return_dict"] = False
     ours = diffusion.sharing(transformer)
-    report = integration.enable(ours)
-    yield Pair(Side(transformer, words), Side(ours, words), lambda: report.calls, trained=False)
+    with diffusion.Turns() as turns:
+        turns.take(transformer)
+        report = turns.take(ours, partial(integration.enable, ours))
+        yield Pair(Side(transformer, words), Side(ours, words), lambda: report.calls, trained=False)
 
 
 class Chain(nn.Module):

@@ -1,7 +1,6 @@
 """The model of `bench hosts` with xDiT, whose package is xfuser: FLUX.1 on one rank.
 
-xDiT has its own class of the transformer, with its own attention processors and its choice of attention. `enable`
-replaces diffusers' rope in all modules, so stock's processors keep it.
+xDiT has its own class of the transformer, with its own attention processors and its choice of attention.
 """
 
 from __future__ import annotations
@@ -10,13 +9,12 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
 from . import diffusion
 from .harness import DEVICE
-from .host_models import Host, Pair, Side, keeping, need_gpu, one_rank
+from .host_models import Host, Pair, Side, need_gpu, one_rank
 
 
 @contextmanager
@@ -39,7 +37,6 @@ def groups() -> Iterator[None]:
 @contextmanager
 def pair(smoke: bool) -> Iterator[Pair]:
     """FLUX.1 as `bench diffusion` builds it, in xDiT's class."""
-    from diffusers.models import embeddings
     from xfuser import envs
     from xfuser.config import xFuserArgs
     from xfuser.core.distributed import get_runtime_state, initialize_runtime_state
@@ -61,11 +58,9 @@ def pair(smoke: bool) -> Iterator[Pair]:
             model.load_state_dict(transformer.state_dict(), assign=True)
         initialize_runtime_state(SimpleNamespace(transformer=ours), xFuserArgs().create_config()[0])
         get_runtime_state().max_condition_sequence_length = words["encoder_hidden_states"].shape[1]
-        kept: Any = keeping(xdit.xFuserFluxAttnProcessor, "__call__", apply_rotary_emb=embeddings.apply_rotary_emb)
-        del kept.__call__.__globals__["__name__"]  # else Dynamo looks the function up in the module of this name
-        for attention in xdit.flux_attn_modules(stock):
-            attention.set_processor(kept())
-        with integration.enable() as report:
+        with diffusion.Turns() as turns:
+            turns.take(stock)
+            report = turns.take(ours, integration.enable)
             yield Pair(Side(stock, words), Side(ours, words), lambda: report.calls, trained=False)
 
 
