@@ -621,11 +621,12 @@ def test_a_rope_function_with_a_new_keyword(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("fuse_norm", [False, True])
 @pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("what", ["rope", "norm"])
+@pytest.mark.parametrize("what", ["rope", "norm", "what the norm calls"])
 def test_a_patch(what: str, first: bool, fuse_norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of another library, before or after `enable`: it has its effect."""
     model, inputs = prepared(FLUX)
-    place, name = (transformer_flux, "apply_rotary_emb") if what == "rope" else (nn.RMSNorm, "forward")
+    places = {"rope": (transformer_flux, "apply_rotary_emb"), "norm": (nn.RMSNorm, "forward")}
+    place, name = places.get(what, (nn.functional, "rms_norm"))
     with torch.no_grad():
         with monkeypatch.context() as patch:
             patch.setattr(place, name, hosts.doubled(getattr(place, name)))

@@ -27,14 +27,13 @@ from .fused import COPIES, FUSED
 from .norms import unknown
 from .ropes import LEFT, ROPES
 
-__all__ = ["Report", "disable", "enable"]
+__all__ = ["disable", "enable"]
 
-Report = _host.Report
 Rope = tuple[Callable[..., Any], Any, str]  # ours, the module with the host's, and its name
 
 
 @_host.alone
-def enable(model_or_pipeline: Any, *, fuse_norm: bool = True) -> Report:
+def enable(model_or_pipeline: Any, *, fuse_norm: bool = True) -> _host.Report:
     """Use jitrope's rope in a transformer, or in every transformer and ControlNet of a pipeline.
 
     The functions and attention processors of their classes are replaced in this process, so for all models of these
@@ -53,7 +52,7 @@ def enable(model_or_pipeline: Any, *, fuse_norm: bool = True) -> Report:
         InvalidInput: model_or_pipeline is no model and has none, or fuse_norm is not True or False.
         JitropeError: nothing in the model is replaced.
     """
-    report, fuse_norm = Report("diffusers"), flag("enable", "fuse_norm", fuse_norm)
+    report, fuse_norm = _host.Report("diffusers"), flag("enable", "fuse_norm", fuse_norm)
     found = Counter(_classes("enable", model_or_pipeline))
     try:
         for cls in found:
@@ -109,7 +108,7 @@ def _short(cls: type) -> str:
     return cls.__name__.partition("AttnProcessor")[0]
 
 
-def _take(report: Report, cls: type, fuse_norm: bool) -> None:
+def _take(report: _host.Report, cls: type, fuse_norm: bool) -> None:
     """Replace the functions and the `__call__` of a class, or report why they are left."""
     where, name = f"{cls.__module__}.{cls.__qualname__}", _short(cls)
     if not _is_hosts(cls) or not (name in ROPES or name in FUSED):
@@ -129,7 +128,7 @@ def _take(report: Report, cls: type, fuse_norm: bool) -> None:
         _fuse(report, cls, fuse_norm, ropes)
 
 
-def _fuse(report: Report, cls: Any, fuse_norm: bool, ropes: list[Rope]) -> None:
+def _fuse(report: _host.Report, cls: Any, fuse_norm: bool, ropes: list[Rope]) -> None:
     original, where = cls.__call__, f"{cls.__module__}.{cls.__qualname__}.__call__"
     owner, copy = _host.module_of(original), COPIES.get(_host.text_of(original))
     if not fuse_norm:
@@ -165,7 +164,7 @@ def _fused(copy: Any, cls: type, ropes: list[Rope], original: Callable[..., Any]
     return _host.or_else("diffusers", "fused", call, left)
 
 
-def _nothing(given: Any, report: Report) -> str:
+def _nothing(given: Any, report: _host.Report) -> str:
     """The reason why nothing was replaced."""
     name = type(given).__name__
     if not report.left:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...api import prepare_joint_qkv, prepare_qkv
@@ -26,6 +27,7 @@ _ROUNDING = {  # by a norm's class; see `jitrope.Norm`
     ("diffusers.models.normalization", "RMSNorm"): "twice",
 }
 _RMS_NORM = {"fa91ca74b4badaaf", "ab9075d036873ac9"}  # the texts of diffusers' RMSNorm, 0.36 and 0.41
+_BY_TORCH = F.rms_norm  # which torch.nn.RMSNorm calls
 _EPS = torch.finfo(torch.float32).eps  # of a torch.nn.RMSNorm without an eps
 
 
@@ -58,7 +60,8 @@ def norm_of(module: Any) -> tuple[Tensor | None, float, str]:
     rounding = _ROUNDING.get((cls.__module__, cls.__name__))
     if rounding is None:
         raise InvalidInput("there is no norm" if module is None else f"a norm is {cls.__name__}")
-    if hasattr(cls.forward, "__wrapped__") or cls.forward.__module__ != cls.__module__:
+    replaced = hasattr(cls.forward, "__wrapped__") or cls.forward.__module__ != cls.__module__
+    if replaced or F.rms_norm is not _BY_TORCH:
         raise InvalidInput(f"the forward of {cls.__name__} was replaced")
     hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     if hooked or hooks_of_all():
