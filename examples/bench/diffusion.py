@@ -1,7 +1,7 @@
 """`bench diffusion`: denoising steps of diffusers' transformers, stock and with jitrope.
 
-Real widths, random bf16 weights, a few of the blocks. The variants of a model are copies of it that share its weights,
-so that stock and ours can take turns without switching anything between two steps.
+Real widths, random bf16 weights, a few of the blocks. The variants of a model are copies of it that share its weights.
+jitrope's functions are in diffusers only while one of ours runs (`Turns`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -19,6 +20,8 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import typer
 from torch import Tensor, nn
+
+from jitrope.base.errors import JitropeError
 
 from .harness import DEVICE, turn_by_turn
 from .plots import Plot
@@ -191,20 +194,54 @@ def qk_norms(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 # ---- the measurement -----------------------------------------------------------------------------------
 
 
-def _jitrope(transformer: nn.Module, fuse_norm: bool) -> tuple[Any, Any]:
+class Turns:
+    """Models that take turns in one process, with and without what `enable` assigns. Its end restores the host."""
+
+    def __init__(self) -> None:
+        self.stock: dict[Any, Any] = {}  # by (module or class, name)
+
+    def __enter__(self) -> Turns:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.put({})
+
+    def take(self, model: nn.Module, enable: Callable[[], Any] | None = None) -> Any:
+        """Prepare a model, stock or with what `enable` assigns; return its report."""
+        self.put({})
+        before, report = self._seen(model), enable and enable()
+        ours = {place: value for place, value in self._seen(model).items() if before.get(place) is not value}
+        self.stock |= {place: before[place] for place in ours}
+        if report is not None:
+            report.__exit__()
+        model.register_forward_pre_hook(lambda *_: self.put(ours))
+        return report
+
+    def put(self, ours: Mapping[Any, Any]) -> None:
+        """Assign these, and the host's own in all other places."""
+        for (holder, name), original in self.stock.items():
+            setattr(holder, name, ours.get((holder, name), original))
+
+    def _seen(self, model: nn.Module) -> dict[Any, Any]:
+        """The functions of the host's modules, and the methods of a model's processors."""
+        modules = [x for path, x in [*sys.modules.items()] if path.startswith(("diffusers.models.", "xfuser."))]
+        processors = {type(module.processor) for module in model.modules() if hasattr(module, "processor")}
+        return {(x, name): value for x in (*modules, *processors) for name, value in [*vars(x).items()]}
+
+
+def _jitrope(model: nn.Module, fuse_norm: bool) -> Any:
     from jitrope.integrations import diffusers as ours
 
-    model = sharing(transformer)
-    return model, ours.enable(model, fuse_norm=fuse_norm)
+    return ours.enable(model, fuse_norm=fuse_norm)
 
 
-# by: (a copy of the model, the report of jitrope's part in it), whether it is timed compiled too
-VARIANTS: dict[str, tuple[Callable[[nn.Module], tuple[Any, Any]], bool]] = {
-    "stock": (lambda model: (sharing(model), None), True),
-    "jitrope": (partial(_jitrope, fuse_norm=True), True),
-    "jitrope, rope only": (partial(_jitrope, fuse_norm=False), False),
-    "no rope": (lambda model: (without_rope(model), None), False),
-    "no rope, no qk-norm": (lambda model: (without_norms(without_rope(model)), None), False),
+# by: a copy of the model, jitrope's part in it, whether it is timed compiled too
+VARIANTS: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[nn.Module], Any] | None, bool]] = {
+    "stock": (sharing, None, True),
+    "jitrope": (sharing, partial(_jitrope, fuse_norm=True), True),
+    "jitrope, rope only": (sharing, partial(_jitrope, fuse_norm=False), False),
+    "no rope": (without_rope, None, False),
+    "no rope, no qk-norm": (lambda model: without_norms(without_rope(model)), None, False),
 }
 
 
@@ -221,15 +258,20 @@ def rows(name: str, mode: str, blocks: int, tiny: bool = False) -> Rows:
     want = transformer(**words, return_dict=False)[0]
     found: dict[str, dict[str, Any]] = {}
     steps: dict[str, Step] = {}
-    for by, (make, also_compiled) in VARIANTS.items():
-        if mode == "compiled" and not also_compiled:
-            continue
-        made, report = make(transformer)
-        if mode == "compiled":
-            made.compile_repeated_blocks(fullgraph=True, backend="eager" if tiny else "inductor")
-        steps[by] = partial(_step, made, words)
-        found[by] = _observe(steps[by], report, None if "no rope" in by else want, mode)
-    us = turn_by_turn(steps, 9)
+    with Turns() as turns:
+        for by, (make, enable, also_compiled) in VARIANTS.items():
+            if mode == "compiled" and not also_compiled:
+                continue
+            made: Any = make(transformer)
+            try:
+                report = turns.take(made, enable and partial(enable, made))
+            except JitropeError:  # its rope is not a function
+                continue
+            if mode == "compiled":
+                made.compile_repeated_blocks(fullgraph=True, backend="eager" if tiny else "inductor")
+            steps[by] = partial(_step, made, words)
+            found[by] = _observe(steps[by], report, None if "no rope" in by else want, mode)
+        us = turn_by_turn(steps, 9)
     kind = f"{'+'.join(map(str, built))} of {'+'.join(map(str, model.depth))}"
     head = {"model": name, "blocks": kind, "tokens": tokens, "mode": mode}
     del transformer, words, steps
