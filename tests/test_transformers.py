@@ -124,7 +124,7 @@ CASES: dict[str, tuple[Any, int]] = {
 }
 # With partial rotary ours keeps the strides, while the hosts' concatenation is contiguous, so later matrix products may
 # sum in another order. torch's complex products on a CPU differ with the strides (deepseek-v2).
-FUSED = {"qwen3": 2, "gemma3": 2, "gemma3n": 2, "gemma4": 2, "olmo2": 2, "qwen3-vl": 2}  # launches with norms
+FUSED = {"qwen3": 2, "gemma3": 2, "gemma3n": 4, "gemma4": 4, "olmo2": 2, "qwen3-vl": 2}  # launches with norms
 CLOSE = {"glm", "glm4", "phi3", "gpt-neox", "deepseek-v2"}
 
 

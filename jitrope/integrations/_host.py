@@ -175,8 +175,11 @@ class Report:
         """The reasons why calls since `enable` were left to the host, with counts."""
         return reasons[self.host] - self._before[1]
 
-    def replace(self, module: ModuleType, name: str, ours: Function, what: Any) -> None:
-        """Replace a module's function wherever it is held. An already replaced one does not change."""
+    def replace(self, module: ModuleType, name: str, ours: Function, what: Any, by: Function = take) -> None:
+        """Replace a module's function wherever it is held. An already replaced one does not change.
+
+        by: called with the host, ours, the original and the arguments, in place of `take`.
+        """
         where = f"{module.__name__}.{name}"
         self.replaced[where] = what
         host, original = self.host, getattr(module, name)
@@ -191,7 +194,7 @@ class Report:
         # Marks of the original, such as torch.compile's, would lead Dynamo to the host's function.
         @wraps(ours if original is None else original, updated=())
         def function(*arguments: Any, **words: Any) -> Any:
-            return take(host, known, original, *arguments, **words)
+            return by(host, known, original, *arguments, **words)
 
         function.__name__ = function.__qualname__ = name
         function.__module__ = module.__name__  # so that it is pickled as the host's

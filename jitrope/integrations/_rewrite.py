@@ -18,8 +18,9 @@ from collections.abc import Iterable
 from types import CodeType
 from typing import Any
 
-from ._deferred import VIEWS
 from ._variants import OF_K, OF_Q
+
+VIEWS = ("transpose", "permute", "view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "to")
 
 _PASS = "_jitrope_pass"
 _SETTLE = f"{_PASS}.settled(None)"

@@ -46,6 +46,12 @@ def transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def outside_modes() -> AbstractContextManager[Any]:
+    """A context without the dispatch modes that are active, such as FakeTensorMode."""
+    off: AbstractContextManager[Any] = torch.utils._python_dispatch._disable_current_modes()
+    return off
+
+
 def transforms() -> list[str]:
     """The active transforms of torch.func, such as "vmap"."""
     return [entry.key().name.lower() for entry in torch._C._functorch.get_interpreter_stack() or ()]

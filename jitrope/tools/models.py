@@ -199,11 +199,11 @@ def _tables(file: Any, config: Any, dtype: torch.dtype) -> list[tuple[Tensor, ..
 
 def layers_of(file: Any, config: Any, dtype: torch.dtype) -> nn.ModuleList:
     """A layer of each attention class for text and of each kind of layer, without its weights' values."""
-    from ..integrations._attention import calls_rope
+    from ..integrations._pending import ropes_of
 
     layers, unknown, kinds = nn.ModuleList(), "", getattr(config, "layer_types", None) or [None]
     for name, cls in vars(file).items():
-        if not (isinstance(cls, type) and "Vision" not in name and cls.__module__ == file.__name__ and calls_rope(cls)):
+        if not (isinstance(cls, type) and "Vision" not in name and cls.__module__ == file.__name__ and ropes_of(cls)):
             continue
         numbered = "layer_idx" in inspect.signature(cls).parameters
         for kind in dict.fromkeys(kinds) if numbered else [None]:
@@ -218,21 +218,32 @@ def layers_of(file: Any, config: Any, dtype: torch.dtype) -> nn.ModuleList:
     return layers
 
 
+def _turned(layer: Any, rope: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    """q and k, (B, S, H, D), with the norms of a layer whose norms of heads come before rope."""
+    norms = [getattr(layer, name, None) for name in ("q_norm", "k_norm")]
+
+    def normed(norm: Any, x: Tensor) -> Any:
+        if norm is None:
+            return x.transpose(1, 2)
+        across = getattr(norm, "weight", None) is not None and norm.weight.numel() != x.shape[-1]
+        return (norm(x.flatten(2)).view(x.shape) if across else norm(x)).transpose(1, 2)
+
+    return rope(normed(norms[0], q), normed(norms[1], k), cos, sin)
+
+
 def _call(file: Any, config: Any, dtype: torch.dtype, batch: int, tables: tuple[Tensor, ...], layer: Any) -> None:
     """Rotate q and k as attention has them, transposed views of a projection's output, forward and backward.
 
     The gradient of k is dense from fused attention. From eager attention with as many heads of k as of q, or with one
     in Falcon, it is the transpose of a product.
     """
-    from ..integrations._attention import turned
-
     *counts, size = heads_of(config, layer)
     if getattr(config, "new_decoder_architecture", False):
         counts[1] = counts[0]  # Falcon expands k to the heads of q before rope
     shapes = [(batch, _TOKENS, count, size) for count in counts]
     leaves = [torch.empty(s, dtype=dtype, device="meta", requires_grad=True) for s in shapes]
     with torch.enable_grad():
-        out = turned(layer, file.apply_rotary_pos_emb, *leaves, *tables)
+        out = _turned(layer, file.apply_rotary_pos_emb, *leaves, *tables)
     dense = [torch.empty_like(x) for x in out]
     leaves += [] if layer is None else [x for x in layer.parameters() if x.dim() == 1]
     torch.autograd.grad(out, leaves, dense, retain_graph=True, allow_unused=True)
