@@ -310,7 +310,7 @@ def called(function: Any, cls: Any = None) -> tuple[tuple[Any, str, Any], ...]:
     found: dict[tuple[int, str], tuple[Any, str, Any]] = {}
     todo = [function]
     while todo:
-        one = inspect.unwrap(getattr(todo.pop(), "__func__", function))
+        one = inspect.unwrap(todo.pop())
         if not isinstance(one, FunctionType) or one.__module__.split(".")[0] == "torch":
             continue
         told, module = inspect.getclosurevars(one), sys.modules.get(one.__module__)

@@ -18,14 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ..api import prepare_qkv
 from ..base.errors import InvalidInput
 from ..ops.values import Norm
-from ..ops.watch import in_autocast, transformed, watched, without_autocast
+from ..ops.watch import in_autocast, saves_otherwise, transformed, watched, without_autocast
 from . import _host
 from ._host import Function
-from ._norms import PROBE_DIM, NormForm, check_results, on_its_own, parameters_of, recognise, small
+from ._norms import PROBE_DIM, NormForm, called, check_results, on_its_own, parameters_of, recognise, small
 from ._variants import OF_K, OF_Q, Variant, equal, names, probe, read, replaced, words_of
 
 NAMES = re.compile(r"\w*apply_\w*rotary\w*")  # the names of rope functions
@@ -147,6 +148,31 @@ class Norming(Source):
         return self.out.x
 
 
+class _Late(torch.autograd.Function):
+    """The host's norm, which saves no tensor for backward, but calls the norm again.
+
+    So a layer that is checkpointed saves the same tensors in its first call and when it is computed again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, norming: Norming, *tensors: Tensor | None) -> Tensor:
+        """The result; tensors are the norm's input, weight and bias."""
+        ctx.norming, ctx.tensors = norming, tensors
+        result: Tensor = norming.host(norming.module, norming.x)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """The gradients of the tensors."""
+        norming, (x, *others) = ctx.norming, ctx.tensors
+        leaf = x.detach().requires_grad_(x.requires_grad)
+        y = norming.late(norming.host, norming.module, leaf)
+        wanted = [t for t in (leaf, *others) if t is not None and t.requires_grad]
+        found = iter(torch.autograd.grad(y, wanted, grad))
+        return None, *(next(found) if t is not None and t.requires_grad else None for t in (leaf, *others))
+
+
 class Turned(Source):
     """A rotated tensor whose norm follows. out: the norm's result."""
 
@@ -244,7 +270,8 @@ class Waiting:
                 return x.root.out
             x = real(x)
         if (index := getattr(x, "_jitrope_turned", None)) is not None:
-            self.layer.follows(index, self)
+            if not saves_otherwise():
+                self.layer.follows(index, self)
         elif self.known or self.tries < _TRIES or self.key != self.layer.key():
             try:
                 weights = self.weights(module, x)
@@ -261,8 +288,8 @@ class Waiting:
             self.key, self.known, self.tries = key, False, 0
         if self.known:
             return Pending.of(norming, norming.x)
-        self.tries += 1
-        norming.out = Source(norming.host(norming.module, norming.x))
+        self.tries += not saves_otherwise()
+        norming.out = Source(_Late.apply(norming, norming.x, *norming.weights))
         return Pending.of(norming, norming.x, norming.out.x)
 
 
@@ -292,14 +319,21 @@ class Rope:
     def __init__(self, original: Function, variant: Variant) -> None:
         self.original, self.variant, self.names = original, variant, names(original)
         self.exact = variant._replace(exact=True)
-        self.fuses = False
+        self.fuses, self.calls = False, [told for told in called(original) if told[0] is not None]
         self.tried: dict[Any, bool] = {}
 
     def __str__(self) -> str:
         return str(self.variant)
 
+    def check(self) -> None:
+        """Raise InvalidInput if a function that the host's calls was replaced."""
+        for holder, name, value in self.calls:
+            if getattr(holder, name, None) is not value:
+                raise InvalidInput(f"{name} was replaced after enable")
+
     def alone(self, *arguments: Any, **words: Any) -> Any:
         """The rotation without norms. Beside fused norms it has the host's bits too."""
+        self.check()
         return replaced(self.exact if self.fuses else self.variant, self.names, *arguments, **words)
 
     def call(self, host: str, ours: Function, theirs: Function, *arguments: Any, **words: Any) -> Any:
@@ -364,6 +398,7 @@ class Rope:
         after: bool,
     ) -> list[Tensor]:
         """All in one launch. sources: the tensors whose last axis is a row of a norm; heads: views of them."""
+        self.check()
         words = words_of(self.exact, heads[0], *table)
         across = [_across(*pair, -3 if words["layout"] == "bhsd" else -2) for pair in zip(sources, heads)]
         if across[0] != across[-1]:

@@ -207,10 +207,6 @@ _CANDIDATES = (
 def _completed(host: Function, v: Variant) -> Variant | str:
     """A variant that is right for whole heads of 5 tokens in fp32, completed by tests with other arguments."""
     shape = v.shapes[0]
-    if why := undetermined(host, *probe(host, v, shape)):
-        return why
-    if not all(_same(host, v, shape, tokens=n, rows=n, size=size) for n, size in PROBES):
-        return "its results are others for other numbers of tokens or larger values"
     part = _same(host, v._replace(partial=True), shape, part=2)
     if part is False:
         return "the part of a head that it rotates is not the first"
@@ -220,6 +216,10 @@ def _completed(host: Function, v: Variant) -> Variant | str:
     wide = [_same(host, v._replace(widens=widens), shape, dtypes=(bf16, fp32)) for widens in (False, True)]
     if True not in wide or not _same(host, v, shape, dtypes=(bf16, bf16)):
         return "the dtype of its results is not one of jitrope's"
+    if why := undetermined(host, *probe(host, v, shape)):
+        return why
+    if not all(_same(host, v, shape, tokens=n, rows=n, size=size) for n, size in PROBES):
+        return "its results are others for other numbers of tokens or larger values"
     v = v._replace(widens=wide[0] is not True)
     return v._replace(bits=(_rounding(host, v, bf16), "" if v.widens else _rounding(host, v, fp32)))
 

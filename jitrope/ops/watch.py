@@ -52,6 +52,12 @@ def outside_modes() -> AbstractContextManager[Any]:
     return off
 
 
+def saves_otherwise() -> bool:
+    """Whether hooks handle what autograd saves, as in a checkpoint, which compares it when it computes a part again."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return grad_enabled() if top is None else top(True) is not None
+
+
 def transforms() -> list[str]:
     """The active transforms of torch.func, such as "vmap"."""
     return [entry.key().name.lower() for entry in torch._C._functorch.get_interpreter_stack() or ()]
