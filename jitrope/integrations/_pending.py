@@ -15,6 +15,7 @@ import weakref
 from functools import partial
 from itertools import product
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from ..ops.watch import in_autocast, saves_otherwise, transformed, watched, with
 from . import _host
 from ._host import Function
 from ._norms import PROBE_DIM, NormForm, called, check_results, on_its_own, parameters_of, recognise, small
-from ._variants import OF_K, OF_Q, Variant, equal, names, probe, read, replaced, words_of
+from ._variants import OF_K, OF_Q, Variant, equal, names, probe, read, rotate, words_of
 
 NAMES = re.compile(r"\w*apply_\w*rotary\w*")  # the names of rope functions
 HOST = "transformers"
@@ -60,7 +61,7 @@ class Pending(Tensor):
         step: the Pending of which this is a view, the function that made it, and its arguments.
     """
 
-    root: Norming | Turned
+    root: Later
     x: Tensor
     made: Tensor | None
     step: Any
@@ -100,6 +101,7 @@ _NOTHING = torch.empty(0, device="meta")
 def real(value: Any) -> Any:
     """A value, in which each Pending is its tensor."""
     if type(value) is Pending:
+        value.root.used = True
         if value.made is None:
             if value.step is None:
                 value.made = value.root.result()
@@ -112,79 +114,71 @@ def real(value: Any) -> Any:
     return {name: real(x) for name, x in value.items()} if type(value) is dict else value
 
 
-class Source:
-    """A tensor that is read later, and the modes of the call."""
+class Later:
+    """What a host's function computes of x, later and in the modes of this moment.
 
-    def __init__(self, x: Tensor) -> None:
-        self.x, self.grad, self.cast = x, torch.is_grad_enabled(), in_autocast(x)
-        self.version = None if x.is_inference() else x._version
+    Attributes:
+        waiting: the norm.
+        out: the function's result, once it is there.
+        used: whether something has read it.
+        done: the launch's result, for a norm that follows.
+    """
+
+    out: Tensor | None = None
+    used = False
+    done: Tensor | None = None
+
+    def __init__(self, waiting: Waiting, x: Tensor, weights: Any, function: Function) -> None:
+        self.waiting, self.x, self.weights, self.function = waiting, x, weights, function
+        self.version, self.grad, self.cast = _version(x), torch.is_grad_enabled(), in_autocast(x)
 
     def check(self) -> None:
-        """Raise RuntimeError if the tensor has changed."""
-        if self.version is not None and self.x._version != self.version:
+        """Raise RuntimeError if x has changed."""
+        if _version(self.x) != self.version:
             hint = "call jitrope.integrations.transformers.enable with fuse_norm=False"
             raise RuntimeError(f"q or k was changed in place between its norm and rope; {hint}")
 
-    def late(self, function: Function, *arguments: Any) -> Any:
-        """The result of a host's function, in the modes of the call."""
+    def compute(self, x: Tensor) -> Tensor:
+        """The function's result for x, or what has its values."""
         self.check()
         with torch.set_grad_enabled(self.grad), without_autocast(_NOTHING if self.cast else self.x):
-            return function(*arguments)
-
-
-class Norming(Source):
-    """A call of a norm whose result waits. out: the result, if it is known, and its version."""
-
-    def __init__(self, waiting: Waiting, module: nn.Module, host: Function, x: Tensor, weights: Any) -> None:
-        super().__init__(x)
-        self.waiting, self.module, self.host, self.weights = waiting, module, host, weights
-        self.out: Source | None = None
+            return self.function(x)  # type: ignore[no-any-return]
 
     def result(self) -> Tensor:
-        """The host's result."""
+        """The function's result."""
         if self.out is None:
-            _host.note_unfused(HOST, f"{self.waiting.name} has another use than rope")
-            self.out = Source(self.late(self.host, self.module, self.x))
-        return self.out.x
+            where = "what it takes" if self.done is not None else "its result"
+            _host.note_unfused(HOST, f"{self.waiting.name} is called, and {where} has another use than rope")
+            self.out = self.compute(self.x)
+        return self.out
 
 
-class _Late(torch.autograd.Function):
-    """The host's norm, which saves no tensor for backward, but calls the norm again.
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+class _Again(torch.autograd.Function):
+    """A norm that saves no tensor for backward, but is called again there.
 
     So a layer that is checkpointed saves the same tensors in its first call and when it is computed again.
     """
 
     @staticmethod
-    def forward(ctx: Any, norming: Norming, *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, later: Later, *tensors: Tensor | None) -> Tensor:
         """The result; tensors are the norm's input, weight and bias."""
-        ctx.norming, ctx.tensors = norming, tensors
-        result: Tensor = norming.host(norming.module, norming.x)
-        return result
+        ctx.later, ctx.tensors = later, tensors
+        return later.function(later.x)  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         """The gradients of the tensors."""
-        norming, (x, *others) = ctx.norming, ctx.tensors
-        leaf = x.detach().requires_grad_(x.requires_grad)
-        y = norming.late(norming.host, norming.module, leaf)
-        wanted = [t for t in (leaf, *others) if t is not None and t.requires_grad]
-        found = iter(torch.autograd.grad(y, wanted, grad))
-        return None, *(next(found) if t is not None and t.requires_grad else None for t in (leaf, *others))
-
-
-class Turned(Source):
-    """A rotated tensor whose norm follows. out: the norm's result."""
-
-    def __init__(self, waiting: Waiting, x: Tensor, out: Tensor, alone: Function) -> None:
-        super().__init__(x)
-        self.waiting, self.out, self.alone = waiting, out, alone
-
-    def result(self) -> Tensor:
-        """The rotated tensor."""
-        _host.note_unfused(HOST, f"what goes to {self.waiting.name} has another use")
-        rotated: Tensor = self.late(self.alone)
-        return rotated
+        x, *others = ctx.tensors
+        inputs = x.detach().requires_grad_(x.requires_grad), *others
+        wanted = [t is not None and t.requires_grad for t in inputs]
+        y = ctx.later.compute(inputs[0])
+        found = iter(torch.autograd.grad(y, [t for t, wants in zip(inputs, wanted) if wants], grad))
+        return None, *(next(found) if wants else None for wants in wanted)
 
 
 # ---- norms ---------------------------------------------------------------------------------------------
@@ -216,22 +210,21 @@ class Layer:
         module = self.module()
         if len(self.after) == 2 and module is not None:
             owner = next(base for base in type(module).__mro__ if "forward" in vars(base))
-            self.report.replace_method(owner, "forward", _inside, f"{FUSED}, the norm last")
+            self.report.replace_method(owner, "forward", _attention, f"{FUSED}, the norm last")
             self.after_key = self.key()
 
 
-_layers: dict[int, Layer] = {}
-_waiting: dict[int, Waiting] = {}
+_layers: WeakKeyDictionary[nn.Module, Layer] = WeakKeyDictionary()
+_waiting: WeakKeyDictionary[nn.Module, Waiting] = WeakKeyDictionary()
 
 
-def _inside(theirs: Function) -> Function:
+def _attention(theirs: Function) -> Function:
     """An attention's forward, during which our rope function knows the layer."""
 
     def forward(self: Any, *arguments: Any, **words: Any) -> Any:
-        layer = None if torch.compiler.is_compiling() else _layers.get(id(self))
-        if layer is None or layer.module() is not self:
+        if torch.compiler.is_compiling() or self not in _layers:
             return theirs(self, *arguments, **words)
-        before, _here.layer = getattr(_here, "layer", None), layer
+        before, _here.layer = getattr(_here, "layer", None), _layers[self]
         try:
             return theirs(self, *arguments, **words)
         finally:
@@ -240,15 +233,25 @@ def _inside(theirs: Function) -> Function:
     return forward
 
 
+def _norm(theirs: Function) -> Function:
+    """A norm's forward, whose result may wait."""
+
+    def forward(self: Any, *arguments: Any, **words: Any) -> Any:
+        if torch.compiler.is_compiling() or len(arguments) != 1 or words or (waiting := _waiting.get(self)) is None:
+            return theirs(self, *arguments, **words)
+        return waiting.call(self, partial(theirs, self), arguments[0])
+
+    return forward
+
+
 class Waiting:
     """A norm whose result may wait for rope."""
 
     def __init__(self, module: nn.Module, name: str, form: NormForm, layer: Layer) -> None:
-        self.module = weakref.ref(module, partial(_forget, id(module)))
-        self.name, self.form, self.layer = name, form, layer
-        self.key, self.known, self.tries = None, False, 0
+        self.module, self.name, self.form, self.layer = weakref.ref(module), name, form, layer
+        self.key, self.known, self.tries = layer.key(), False, 0
 
-    def weights(self, module: nn.Module, x: Tensor) -> tuple[Any, ...]:
+    def weights(self, module: nn.Module, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The weight and bias for a launch. Raises InvalidInput if the host's norm must run."""
         if type(x) is not Tensor or watched() or transformed():
             raise InvalidInput("a mode of torch is on, or q is of a subclass of torch.Tensor")
@@ -263,51 +266,31 @@ class Waiting:
             raise InvalidInput("tensors of inference mode do not tell whether they are changed")
         return weights
 
-    def call(self, host: Function, module: Any, x: Any) -> Any:
+    def call(self, module: nn.Module, host: Function, x: Any) -> Any:
         """The norm of x, which may wait; or the host's."""
         if type(x) is Pending:
-            if type(x.root) is Turned and x.step is None and x.root.waiting is self:
-                return x.root.out
+            if x.root.done is not None and x.step is None and x.root.waiting is self:
+                return x.root.done
             x = real(x)
+        if (key := self.layer.key()) != self.key:
+            self.key, self.known, self.tries = key, False, 0
         if (index := getattr(x, "_jitrope_turned", None)) is not None:
             if not saves_otherwise():
                 self.layer.follows(index, self)
-        elif self.known or self.tries < _TRIES or self.key != self.layer.key():
+        elif self.known or self.tries < _TRIES:
             try:
-                weights = self.weights(module, x)
+                later = Later(self, x, self.weights(module, x), host)
             except InvalidInput as error:
                 _host.note_unfused(HOST, error.args[0])
             else:
-                return self.wait(Norming(self, module, host, x, weights))
-        return host(module, x)
+                return Pending.of(later, x, None if self.known else self.observed(later))
+        return host(x)
 
-    def wait(self, norming: Norming) -> Any:
-        """A tensor for rope. Until it is known that rope follows, it has the host's values."""
-        key = self.layer.key()
-        if key != self.key:
-            self.key, self.known, self.tries = key, False, 0
-        if self.known:
-            return Pending.of(norming, norming.x)
+    def observed(self, later: Later) -> Tensor:
+        """The host's result, in a call that shows where it goes. A checkpoint computes its calls again."""
         self.tries += not saves_otherwise()
-        norming.out = Source(_Late.apply(norming, norming.x, *norming.weights))
-        return Pending.of(norming, norming.x, norming.out.x)
-
-
-def _forget(number: int, _: Any) -> None:
-    _waiting.pop(number, None)
-
-
-def _norm(theirs: Function) -> Function:
-    """A norm's forward, whose result may wait."""
-
-    def forward(self: Any, *arguments: Any, **words: Any) -> Any:
-        if not torch.compiler.is_compiling() and len(arguments) == 1 and not words:
-            waiting = _waiting.get(id(self))
-            if waiting is not None and waiting.module() is self:
-                return waiting.call(theirs, self, arguments[0])
-        return theirs(self, *arguments, **words)
-
-    return forward
+        later.out = _Again.apply(later, later.x, *later.weights)
+        return later.out
 
 
 # ---- rope ----------------------------------------------------------------------------------------------
@@ -318,111 +301,141 @@ class Rope:
 
     def __init__(self, original: Function, variant: Variant) -> None:
         self.original, self.variant, self.names = original, variant, names(original)
-        self.exact = variant._replace(exact=True)
-        self.fuses, self.calls = False, [told for told in called(original) if told[0] is not None]
+        self.exact, self.fuses = variant._replace(exact=True), False
+        self.calls = [told for told in called(original) if told[0] is not None]
         self.tried: dict[Any, bool] = {}
 
     def __str__(self) -> str:
         return str(self.variant)
 
-    def check(self) -> None:
-        """Raise InvalidInput if a function that the host's calls was replaced."""
+    def read(self, *arguments: Any, **words: Any) -> tuple[list[Any], Any]:
+        """(heads, (cos, sin, axis)) of a call. Raises InvalidInput if a function that the host's calls was replaced."""
         for holder, name, value in self.calls:
             if getattr(holder, name, None) is not value:
                 raise InvalidInput(f"{name} was replaced after enable")
+        q, k, *table = read(self.names, *arguments, **words)
+        return [q] if k is None else [q, k], table
 
     def alone(self, *arguments: Any, **words: Any) -> Any:
         """The rotation without norms. Beside fused norms it has the host's bits too."""
-        self.check()
-        return replaced(self.exact if self.fuses else self.variant, self.names, *arguments, **words)
+        heads, table = self.read(*arguments, **words)
+        q, k = rotate(self.exact if self.fuses else self.variant, heads[0], *heads[1:] or [None], *table)
+        return q if k is None else (q, k)
 
     def call(self, host: str, ours: Function, theirs: Function, *arguments: Any, **words: Any) -> Any:
         """The rotation, with the norms that wait for it; in place of `_host.take`."""
-        if torch.compiler.is_compiling() or not self.fuses:
-            return _host.take(host, ours, theirs, *arguments, **words)
-        layer, made = getattr(_here, "layer", None), None
         alone = partial(_host.take, host, ours, theirs)
+        if torch.compiler.is_compiling() or not self.fuses:
+            return alone(*arguments, **words)
+        layer = getattr(_here, "layer", None)
         try:
             if Pending in map(type, (*arguments, *words.values())):
-                made = self.before(*arguments, **words)
-            elif layer is not None and layer.after_key == layer.key():
-                made = self.after(layer, partial(alone, *arguments, **words), *arguments, **words)
+                return self.before(*self.read(*arguments, **words))
+            if layer is not None and layer.after_key == layer.key():
+                return self.after(layer, partial(alone, *arguments, **words), *self.read(*arguments, **words))
         except InvalidInput as error:
             _host.note_unfused(HOST, error.args[0])
-        if made is not None:
-            return made[0] if len(made) == 1 else tuple(made)
-        made = alone(*real(arguments), **real(words))
-        for index, x in enumerate(made if type(made) is tuple else ()):
+        out = alone(*real(arguments), **real(words))
+        for index, x in enumerate(out if type(out) is tuple else ()):
             x._jitrope_turned = index  # a norm that takes it tells its layer
-        return made
-
-    def before(self, *arguments: Any, **words: Any) -> list[Tensor]:
-        """The rotation of tensors whose norms wait. Raises InvalidInput if they must be computed before."""
-        q, k, cos, sin, axis = read(self.names, *arguments, **words)
-        heads, norms = [q] if k is None else [q, k], []
-        for x in heads:
-            norm = x.root if type(x) is Pending else None
-            if type(norm) is not Norming or norm.grad != torch.is_grad_enabled():
-                raise InvalidInput("a norm of q or k does not wait")
-            norm.check()
-            if norm.out is not None and (norm.waiting.known or norm.out.version != Source(norm.out.x).version):
-                raise InvalidInput(f"{norm.waiting.name} has another use than rope")
-            norms.append(norm)
-        waiting, weights = [norm.waiting for norm in norms], [norm.weights for norm in norms]
-        out = self.launch(waiting, weights, [n.x for n in norms], [x.x for x in heads], (cos, sin, axis), False)
-        for one in waiting:
-            one.known = True
         return out
 
-    def after(self, layer: Layer, alone: Function, *arguments: Any, **words: Any) -> list[Any]:
-        """The rotation and the norms that follow it. Raises InvalidInput if they must be computed after it."""
-        q, k, *table = read(self.names, *arguments, **words)
-        heads, waiting = [q, k], [layer.after[i] for i in (0, 1)]
-        modules = [w.module() for w in waiting]
-        if k is None or None in modules:
-            raise InvalidInput("the norms of this layer are not known")
-        weights = [w.weights(m, x) for w, m, x in zip(waiting, modules, heads)]  # type: ignore[arg-type]
-        out = self.launch(waiting, weights, heads, heads, table, True)
-        return [
-            Pending.of(Turned(w, x, y, lambda i=i: alone()[i]), x)
-            for i, (w, x, y) in enumerate(zip(waiting, heads, out))
-        ]
+    def before(self, heads: list[Any], table: Any) -> Any:
+        """The rotation of tensors whose norms wait. Raises InvalidInput if they must be computed before."""
+        laters = [x.root for x in heads if type(x) is Pending]
+        for later in laters:
+            if len(laters) < len(heads) or later.done is not None or later.grad != torch.is_grad_enabled():
+                raise InvalidInput("a norm of q or k does not wait")
+            if later.used:
+                raise InvalidInput(f"the result of {later.waiting.name} has another use than rope")
+            later.check()
+        out = self.launch(laters, [x.x for x in heads], table, False)
+        for later in laters:
+            later.waiting.known = True
+        return out[0] if len(out) == 1 else tuple(out)
 
-    def launch(
-        self,
-        waiting: list[Waiting],
-        weights: list[Any],
-        sources: list[Tensor],
-        heads: list[Tensor],
-        table: Any,
-        after: bool,
-    ) -> list[Tensor]:
-        """All in one launch. sources: the tensors whose last axis is a row of a norm; heads: views of them."""
-        self.check()
+    def after(self, layer: Layer, alone: Function, heads: list[Any], table: Any) -> Any:
+        """The rotation and the norms that follow it. Raises InvalidInput if they must be computed after it."""
+        laters = []
+        for index, x in enumerate(heads):
+            waiting = layer.after[index]
+            if (module := waiting.module()) is None:
+                raise InvalidInput(f"{waiting.name} is not there any more")
+            laters.append(Later(waiting, x, waiting.weights(module, x), lambda _, i=index: alone()[i]))
+        for later, x in zip(laters, self.launch(laters, heads, table, True)):
+            later.done = x
+        return tuple(Pending.of(later, later.x) for later in laters)
+
+    def launch(self, laters: list[Later], heads: list[Tensor], table: Any, after: bool) -> list[Tensor]:
+        """All in one launch. heads: views of what the norms take."""
         words = words_of(self.exact, heads[0], *table)
-        across = [_across(*pair, -3 if words["layout"] == "bhsd" else -2) for pair in zip(sources, heads)]
-        if across[0] != across[-1]:
+        across = {_across(a.x, x, -3 if words["layout"] == "bhsd" else -2) for a, x in zip(laters, heads)}
+        if len(across) == 2:
             raise InvalidInput("the norms of q and k differ")
-        kept, key = waiting[0].layer.kept, (self, after, across[0], *waiting)
-        modules: list[Any] = [w.module() for w in waiting]
-        state = [*(x for pair in weights for x in pair), *(getattr(m, w.form.eps) for m, w in zip(modules, waiting))]
+        waiting = [later.waiting for later in laters]
+        modules: list[Any] = [norm.module() for norm in waiting]
+        state = [
+            *(x for later in laters for x in later.weights),
+            *(getattr(m, n.form.eps) for m, n in zip(modules, waiting)),
+        ]
+        kept, key = waiting[0].layer.kept, (self, after, *across, *waiting)
         norm, known = kept.get(key, (None, ()))
         if norm is None or not all(a is b for a, b in zip(state, known)):
-            forms = [w.form for w in waiting]
-            if not self.right(forms[0], modules[0], after, across[0]):
-                raise InvalidInput(f"{type(modules[0]).__name__} and rope have other bits")
-            norm = norm_of(forms, modules, across[0], after)
+            norm = self.norm([norm.form for norm in waiting], modules, after, *across)
             kept[key] = norm, state
         _host.note(HOST, "fused", device=heads[0].device.type)
-        return run(norm, heads, words)
+        return _run(norm, heads, words)
+
+    def norm(
+        self, forms: list[NormForm], modules: list[nn.Module], after: bool, across: bool, tries: bool = True
+    ) -> Norm:
+        """The norms of q and k as one value. Raises InvalidInput if they differ, or have other bits in a launch."""
+        if tries and not self.right(forms[0], modules[0], after, across):
+            raise InvalidInput(f"{type(modules[0]).__name__} and rope have other bits")
+        words = [form.words(module) for form, module in zip(forms, modules)]
+        if words[0] != words[-1]:
+            raise InvalidInput("the norms of q and k differ")
+        weights: dict[str, Any] = {}
+        for label, module in zip("qk", modules):
+            weights[f"{label}_weight"], weights[f"{label}_bias"] = parameters_of(module)
+        return Norm(**weights, **words[0], across_heads=across, after_rope=after)
 
     def right(self, form: NormForm, module: nn.Module, after: bool, across: bool) -> bool:
-        """Whether norms of this form in the launch have the host's bits."""
-        key = form, after, across
+        """Whether norms of this form in the launch have the host's bits, on small CPU tensors."""
+        key, fp32, bf16 = (form, after, across), torch.float32, torch.bfloat16
         if key not in self.tried:
+            dtypes = [(fp32, fp32), (bf16, bf16), *([(bf16, fp32)] if self.exact.bits[1] else [])]
+            shapes = [shape for shape in self.exact.shapes if shape[0] == 4 or not across]
             with on_its_own():
-                self.tried[key] = _same(self, form, module, after, across)
+                self.tried[key] = all(self.same(form, module, after, across, *x) for x in product(shapes, dtypes))
         return self.tried[key]
+
+    def same(self, form: NormForm, module: nn.Module, after: bool, across: bool, shape: Any, dtypes: Any) -> bool:
+        """Whether the launch and the host's functions have the same results for heads of a shape."""
+        given = dict(zip(self.names, probe(self.original, self.exact, shape, 1, dtypes)))
+        labels, swaps = [n for n in (*OF_Q, *OF_K) if n in given], shape[2] == shape[1] - 2
+        heads = [given[name] for name in labels]
+        counts = [x.shape[-3 if swaps else -2] if across else 1 for x in heads]
+        norms = [small(form, module, dtypes[0], n * PROBE_DIM, seed) for seed, n in enumerate(counts)]
+
+        def normed(xs: Any) -> list[Tensor]:
+            if not across:
+                return [norm(x) for x, norm in zip(xs, norms)]
+            rows = [x.transpose(1, 2) if swaps else x for x in xs]
+            out = [norm(x.flatten(-2)).view(x.shape) for x, norm in zip(rows, norms)]
+            return [x.transpose(1, 2) if swaps else x for x in out]
+
+        def turned(xs: list[Tensor]) -> list[Tensor]:
+            out = self.original(*{**given, **dict(zip(labels, xs))}.values())
+            return [out] if isinstance(out, Tensor) else list(out)
+
+        try:
+            want = normed(turned(heads)) if after else turned(normed(heads))
+            words = words_of(self.exact, heads[0], *self.read(*given.values())[1])
+            norm = self.norm([form] * len(norms), norms, after, across, tries=False)
+            return equal(_run(norm, heads, words), want, tolerance=0.0)
+        except Exception:  # the host's code, or jitrope, does not compute this
+            return False
 
 
 def _across(source: Tensor, heads: Tensor, axis: int) -> bool:
@@ -436,59 +449,12 @@ def _across(source: Tensor, heads: Tensor, axis: int) -> bool:
     raise InvalidInput("the norm's rows are not the heads of a token")
 
 
-def norm_of(forms: list[NormForm], modules: list[nn.Module], across: bool, after: bool) -> Norm:
-    """The norms of q and k as one value. Raises InvalidInput if they differ."""
-    words = [form.words(module) for form, module in zip(forms, modules)]
-    if words[0] != words[-1]:
-        raise InvalidInput("the norms of q and k differ")
-    weights: dict[str, Any] = {}
-    for label, module in zip("qk", modules):
-        weights[f"{label}_weight"], weights[f"{label}_bias"] = parameters_of(module)
-    return Norm(**weights, **words[0], across_heads=across, after_rope=after)
-
-
-def run(norm: Norm, heads: list[Tensor], words: dict[str, Any]) -> list[Tensor]:
+def _run(norm: Norm, heads: list[Tensor], words: dict[str, Any]) -> list[Tensor]:
     """Norm and rope of q and perhaps k in one launch."""
-    if heads[0].dim() == 4:
-        return list(prepare_qkv(heads[0], heads[1] if len(heads) > 1 else None, None, norm=norm, **words)[: len(heads)])
-    return [x.squeeze(0) for x in run(norm, [x.unsqueeze(0) for x in heads], words)]
-
-
-def _same(rope: Rope, form: NormForm, module: nn.Module, after: bool, across: bool) -> bool:
-    """Compare the launch with the host's functions, on small CPU tensors."""
-    variant, fp32, bf16 = rope.exact, torch.float32, torch.bfloat16
-    pairs = [(fp32, fp32), (bf16, bf16), *([(bf16, fp32)] if variant.bits[1] else [])]
-    for shape, dtypes in product([s for s in variant.shapes if s[0] == 4 or not across], pairs):
-        given = dict(zip(rope.names, probe(rope.original, variant, shape, 1, dtypes)))
-        labels = [name for name in (*OF_Q, *OF_K) if name in given]
-        heads, tokens_last = [given[name] for name in labels], shape[2] == shape[1] - 2
-        counts = [x.shape[-3 if tokens_last else -2] if across else 1 for x in heads]
-        norms = [small(form, module, dtypes[0], n * PROBE_DIM, seed) for seed, n in enumerate(counts)]
-
-        def normed(x: Tensor, norm: Any, swaps: bool = tokens_last) -> Tensor:
-            if not across:
-                return norm(x)  # type: ignore[no-any-return]
-            rows = x.transpose(1, 2) if swaps else x
-            y: Tensor = norm(rows.flatten(-2)).view(rows.shape)
-            return y.transpose(1, 2) if swaps else y
-
-        def turned(xs: list[Tensor], given: Any = given, labels: Any = labels) -> list[Tensor]:
-            out = rope.original(*{**given, **dict(zip(labels, xs))}.values())
-            return [out] if isinstance(out, Tensor) else list(out)
-
-        try:
-            if after:
-                want = [normed(x, norm) for x, norm in zip(turned(heads), norms)]
-            else:
-                want = turned([normed(x, norm) for x, norm in zip(heads, norms)])
-            table = read(rope.names, *given.values())[2:]
-            norm = norm_of([form] * len(norms), norms, across, after)
-            ours = run(norm, heads, words_of(variant, heads[0], *table))
-        except Exception:  # the host's code, or jitrope, does not compute this
-            return False
-        if not equal(ours, want, tolerance=0.0):
-            return False
-    return True
+    if heads[0].dim() == 3:
+        return [x.squeeze(0) for x in _run(norm, [x.unsqueeze(0) for x in heads], words)]
+    q, k, *_ = (*heads, None)
+    return list(prepare_qkv(q, k, None, norm=norm, **words)[: len(heads)])
 
 
 # ---- finding the norms of a model ----------------------------------------------------------------------
@@ -507,47 +473,45 @@ def ropes_of(cls: type) -> list[tuple[dict[str, Any], str, Function]]:
 
 def attention(model: nn.Module) -> dict[type, list[nn.Module]]:
     """The modules of a model with a method that calls a rope function, by their classes."""
-    modules: dict[type, list[nn.Module]] = {}
-    for module in model.modules():
-        modules.setdefault(type(module), []).append(module)
     found: dict[type, list[nn.Module]] = {}
-    for cls, some in modules.items():
-        owner = next((base for base in cls.__mro__ if issubclass(base, nn.Module) and ropes_of(base)), None)
-        if owner is not None:
-            found.setdefault(owner, []).extend(some)
+    owners: dict[type, Any] = {}
+    for module in model.modules():
+        cls = type(module)
+        if cls not in owners:
+            owners[cls] = next((b for b in cls.__mro__ if issubclass(b, nn.Module) and ropes_of(b)), None)
+        if owners[cls] is not None:
+            found.setdefault(owners[cls], []).append(module)
     return found
 
 
 def fuse(cls: type, modules: list[nn.Module], report: _host.Report) -> tuple[str, list[Layer]]:
     """Let the norms of attention modules wait for rope. Returns what was done, and the layers whose norms wait."""
-    ropes = [place for place in ropes_of(cls) if place[2] in _host.placed]
-    if not ropes:
+    places = [place for place in ropes_of(cls) if place[2] in _host.placed]
+    if not places:
         return "left alone: jitrope does not replace its rope function", []
+    ropes: list[Rope] = [_host.placed[function].what for _, _, function in places]
     layers, forms, reasons = [], set(), set()
     for module in modules:
-        layer = _layers.get(id(module))
-        if layer is None or layer.module() is not module:
-            layer = Layer(module, ropes, report)
-        layer.ropes, layer.report = ropes, report
+        layer = _layers.setdefault(module, Layer(module, places, report))
+        layer.ropes, layer.report = places, report
         for name, norm in module.named_children():
             form = _form(norm)
-            fits = [_host.placed[f].what for _, _, f in ropes]
             if isinstance(form, str):
                 reasons |= {form} if "norm" in type(norm).__name__.lower() else set()
-            elif not any(
-                rope.right(form, norm, *way) for rope in fits for way in product((False, True), (False, True))
-            ):
+            elif not any(r.right(form, norm, *way) for r in ropes for way in product((False, True), (False, True))):
                 reasons.add(f"{type(norm).__name__} and rope have other bits")
             else:
-                _place(norm, name, form, layer, report)
                 forms.add(str(form))
-                for rope in fits:
-                    rope.fuses = True
-        if layer.norms:
-            layers.append(layer)
-            _layers[id(module)] = layer
+                report.replace_method(type(norm), "forward", _norm, "norms of q and k wait for rope")
+                if norm not in _waiting or _waiting[norm].layer is not layer:
+                    _waiting[norm] = Waiting(norm, name, form, layer)
+                    layer.norms.append(_waiting[norm])
+                _waiting[norm].form = form._replace(forward=type(norm).forward)
+        layers += [layer] if layer.norms else []
     if not layers:
         return f"rope only: {min(reasons, default='no norm of q and k was found')}", []
+    for rope in ropes:
+        rope.fuses = True
     return f"{FUSED} ({'; '.join(sorted(forms))})", layers
 
 
@@ -561,13 +525,3 @@ def _form(norm: nn.Module) -> NormForm | str:
     if not isinstance(form, str) and form not in known:
         known.append(form)
     return form
-
-
-def _place(norm: nn.Module, name: str, form: NormForm, layer: Layer, report: _host.Report) -> None:
-    """Replace the forward of a norm's class, and note the norm."""
-    report.replace_method(type(norm), "forward", _norm, "norms of q and k wait for rope")
-    waiting = _waiting.get(id(norm))
-    if waiting is None or waiting.module() is not norm or waiting.layer is not layer:
-        waiting = _waiting[id(norm)] = Waiting(norm, name, form, layer)
-        layer.norms.append(waiting)
-    waiting.form = form._replace(forward=type(norm).forward)
