@@ -172,14 +172,6 @@ def test_norms(name: str) -> None:
         assert value.device.type == "meta" or torch.equal(value, before[key])
 
 
-def test_options_of_a_norm_are_fixed() -> None:
-    form = _norms.recognise(Grouped())
-    assert isinstance(form, _norms.NormForm)
-    assert form.fits(Grouped())
-    assert not form.fits(Grouped(2))
-    assert not form.fits(Double())
-
-
 def test_norms_that_autocast_changes() -> None:
     for module, devices in ((Qwen3RMSNorm(16), ("cpu",)), (nn.RMSNorm(8), ("cpu",)), (Projected(), ())):
         form = _norms.recognise(module)
@@ -440,16 +432,6 @@ def test_torch_fx(fuse_norm: bool) -> None:
     assert all(map(torch.equal, traced(*arguments), want))
 
 
-def test_transforms_of_torch_func() -> None:
-    layer, (x, cos, sin) = Layer(plain), given()
-    want = layer(x, cos, sin)[0]
-    with integration.enable(layer):
-        for _ in range(3):
-            got = torch.func.vmap(lambda *each: layer(*(t[None] for t in each))[0][0])(x, cos, sin)
-            torch.testing.assert_close(got, want)
-            layer(x, cos, sin)
-
-
 # ---- around the layers ---------------------------------------------------------------------------------
 
 
@@ -517,19 +499,6 @@ def test_models_hold_nothing_of_jitrope(qwen3: nn.Module) -> None:
     integration.disable(qwen3)
     assert not _host.placed
     assert all(torch.equal(out(other), want) for other in (qwen3, *others))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_another_default_dtype_gives_the_same_bits(dtype: torch.dtype) -> None:
-    model = zoo.language_model("llama4")
-    want = out(model)
-    torch.set_default_dtype(dtype)
-    try:
-        report = integration.enable(model)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    with report:
-        assert all(torch.equal(out(model), want) for _ in range(2))
 
 
 def test_threads_enable_models_of_one_class(qwen3: nn.Module) -> None:

@@ -44,7 +44,9 @@ INDEXED = {**MIXED, **{f"indexer_{name}": value for name, value in INDEXER.items
 WORDS: dict[str, dict[str, Any]] = {
     "cohere": {"use_qk_norm": True},
     "dots1": {"n_routed_experts": 4, "num_local_experts": 4},
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "esmfold2": {"head_dim": 32},
+    "gptj": {"rotary_dim": 4},
     "flint": {"layer_types": ["sliding_attention", "full_attention"]},
     "neomme": {"head_dim": 16},
     "esmc": {"num_key_value_heads": 4},
