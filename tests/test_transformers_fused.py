@@ -312,15 +312,17 @@ def test_trainer(tmp_path: Any) -> None:
 
 def test_fsdp2() -> None:
     """Sharded layers are of derived classes, and hold plain parameters in a forward."""
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     model = zoo.language_model("qwen3")
     want = zoo.outcome(model, {"input_ids": zoo.IDS})
     with group(1):
+        mesh = init_device_mesh("cpu", (1,))
         for layer in model.model.layers:
-            fully_shard(layer.self_attn)
-            fully_shard(layer)
-        fully_shard(model)
+            fully_shard(layer.self_attn, mesh=mesh)
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
         with integration.enable(model) as report:
             for _ in range(2):
                 got = zoo.outcome(model, {"input_ids": zoo.IDS})

@@ -147,8 +147,8 @@ class Later:
     def result(self) -> Tensor:
         """The function's result."""
         if self.out is None:
-            where = "what it takes" if self.done is not None else "its result"
-            _host.note_unfused(HOST, f"{self.waiting.name} is called, and {where} has another use than rope")
+            which = "what goes to" if self.done is not None else "the result of"
+            _host.note_unfused(HOST, f"{which} {self.waiting.name} has another use")
             self.out = self.compute(self.x)
         return self.out
 
@@ -210,7 +210,7 @@ class Layer:
         module = self.module()
         if len(self.after) == 2 and module is not None:
             owner = next(base for base in type(module).__mro__ if "forward" in vars(base))
-            self.report.replace_method(owner, "forward", _attention, f"{FUSED}, the norm last")
+            _host.alone(self.report.replace_method)(owner, "forward", _attention, f"{FUSED}, the norm last")
             self.after_key = self.key()
 
 
@@ -347,7 +347,7 @@ class Rope:
             if len(laters) < len(heads) or later.done is not None or later.grad != torch.is_grad_enabled():
                 raise InvalidInput("a norm of q or k does not wait")
             if later.used:
-                raise InvalidInput(f"the result of {later.waiting.name} has another use than rope")
+                raise InvalidInput(f"the result of {later.waiting.name} has another use")
             later.check()
         out = self.launch(laters, [x.x for x in heads], table, False)
         for later in laters:
