@@ -10,8 +10,8 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial, update_wrapper, wraps
-from types import CodeType, FunctionType, ModuleType
+from functools import partial, wraps
+from types import ModuleType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -175,8 +175,11 @@ class Report:
         """The reasons why calls since `enable` were left to the host, with counts."""
         return reasons[self.host] - self._before[1]
 
-    def replace(self, module: ModuleType, name: str, ours: Function, what: Any) -> None:
-        """Replace a module's function wherever it is held. An already replaced one does not change."""
+    def replace(self, module: ModuleType, name: str, ours: Function, what: Any, by: Function = take) -> None:
+        """Replace a module's function wherever it is held. An already replaced one does not change.
+
+        by: called with the host, ours, the original and the arguments, in place of `take`.
+        """
         where = f"{module.__name__}.{name}"
         self.replaced[where] = what
         host, original = self.host, getattr(module, name)
@@ -191,7 +194,7 @@ class Report:
         # Marks of the original, such as torch.compile's, would lead Dynamo to the host's function.
         @wraps(ours if original is None else original, updated=())
         def function(*arguments: Any, **words: Any) -> Any:
-            return take(host, known, original, *arguments, **words)
+            return by(host, known, original, *arguments, **words)
 
         function.__name__ = function.__qualname__ = name
         function.__module__ = module.__name__  # so that it is pickled as the host's
@@ -215,12 +218,6 @@ class Report:
 
         self.place(function, where, undo, what, original)
         setattr(cls, name, function)
-
-    def recode(self, function: FunctionType, code: CodeType, what: Any) -> None:
-        """Give a function of the host another code."""
-        original, function.__code__ = function.__code__, code
-        where = f"{function.__module__}.{function.__qualname__}"
-        self.place(function, where, partial(setattr, function, "__code__", original), what, original)
 
     def place(self, ours: Any, where: str, undo: Function, what: Any = "jitrope", original: Any = None) -> None:
         """Note that ours is at a place of the host until `undo`."""
@@ -312,15 +309,6 @@ def text_of(function: Any) -> str:
         return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
     except (OSError, TypeError):
         return ""
-
-
-def with_code(function: FunctionType, code: CodeType, **names: Any) -> FunctionType:
-    """A copy of a function of the host, with another code, and with names in place of globals."""
-    scope = {**function.__globals__, **names} if names else function.__globals__
-    copy = FunctionType(code, scope, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    update_wrapper(copy, function)
-    return copy
 
 
 def module_of(function: Any) -> str:

@@ -185,7 +185,8 @@ class Operation:
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         """The gradients of the inputs. grads: gradients of the results, at least one."""
         if self.norm and self.differentiable:
-            raise JitropeError("a norm of q or k has no second derivative")
+            hint = "compute the norm by itself; with a drop-in, enable(model, fuse_norm=False)"
+            raise JitropeError(f"a norm of q or k has no second derivative; {hint}")
         raise JitropeError(f"{self.function or self.name} has no gradient")
 
 
