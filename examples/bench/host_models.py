@@ -270,8 +270,7 @@ def timm_pair(name: str, size: int, smoke: bool) -> Iterator[Pair]:
 
     from jitrope.integrations import timm as integration
 
-    cat = pos_embed_sincos.apply_rot_embed_cat
-    rotate = with_names(cat, apply_rot_embed=pos_embed_sincos.apply_rot_embed)
+    rotate = with_names(pos_embed_sincos.apply_rot_embed_cat, apply_rot_embed=pos_embed_sincos.apply_rot_embed)
     size = 32 if smoke else size
     tiny = {"embed_dim": 64, "num_heads": 2, "depth": 2, "num_classes": 8} if smoke else {"depth": 4}
     with torch.device(DEVICE):
@@ -329,9 +328,8 @@ def attention_with_rope_of_te() -> Any:
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.transformer.attention import SelfAttention
 
-    rope = rope_utils.apply_rotary_pos_emb
-    rope = with_names(rope, fused_apply_rotary_pos_emb=rope_utils.fused_apply_rotary_pos_emb)
-    return keeping(SelfAttention, apply_rotary_pos_emb=rope)
+    fused = {"fused_apply_rotary_pos_emb": rope_utils.fused_apply_rotary_pos_emb}
+    return keeping(SelfAttention, apply_rotary_pos_emb=with_names(rope_utils.apply_rotary_pos_emb, **fused))
 
 
 @contextmanager
