@@ -265,6 +265,7 @@ def test_latent_refusals(core: Any, enabled: Any) -> None:
     for call, message in (
         (lambda m: m.fused_apply_mla_rope_for_q(q, *tables, 32, 16, rotary_interleaved=True), "rotary_interleaved"),
         (lambda m: m.fused_apply_mla_rope_for_q(q, *tables, 40, 8), "16 and 16 columns; they must have 8"),
+        (lambda m: m.fused_apply_mla_rope_for_q(q, None, None, 32, 16), "no and no columns; they must have 16"),
         (lambda m: m.fused_apply_mla_rope_for_kv(kv, k_pe, *tables, 16, 32, 16), "heads of 56 and k_pos_emb of 16"),
     ):
         with pytest.raises(jitrope.InvalidInput, match=message):
@@ -272,7 +273,7 @@ def test_latent_refusals(core: Any, enabled: Any) -> None:
         with pytest.raises(Exception) as error:  # noqa: PT011
             call(core.fused)
         assert not isinstance(error.value, jitrope.InvalidInput)
-    assert enabled.calls == {"jitrope": 0, "host": 3}
+    assert enabled.calls == {"jitrope": 0, "host": 4}
 
 
 # ---- layers --------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..base.config import log
 from ..base.errors import InvalidInput, JitropeError
@@ -31,9 +31,6 @@ calls: defaultdict[str, Counter[str]] = defaultdict(Counter)
 reasons: defaultdict[str, Counter[str]] = defaultdict(Counter)
 """For each host, the reasons why calls were left to it: jitrope's messages, with counts."""
 
-devices: defaultdict[str, Counter[str]] = defaultdict(Counter)
-"""For each host, the types of the devices of jitrope's calls."""
-
 COMPLEX = {torch.complex64: "complex64", torch.complex128: "complex128"}
 """The rounding of a host that multiplies by a complex table, by the dtype of the table."""
 
@@ -45,15 +42,13 @@ _MOST_REASONS = 100  # messages contain shapes, so there may be any number
 
 
 @torch.compiler.assume_constant_result
-def note(host: str, who: str, reason: str = "", count: int = 1, device: str = "") -> None:
-    """Count a call and its device, and log a new reason for leaving it to the host.
+def note(host: str, who: str, reason: str = "", count: int = 1) -> None:
+    """Count a call, and log a new reason for leaving it to the host.
 
     Dynamo runs this function during tracing, so a compiled call counts once. Traced itself, the function would add a
     guard on the number, and every call would be compiled again.
     """
     calls[host][who] += count
-    if device:
-        devices[host][device] += count
     if reason:
         known = reasons[host]
         if reason not in known and len(known) >= _MOST_REASONS:
@@ -76,7 +71,7 @@ def take(host: str, ours: Callable[..., T], theirs: Callable[..., T] | None, *ar
             raise
         reason = error.args[0]
     else:
-        note(host, "jitrope", device=_device(*arguments, *words.values()))
+        note(host, "jitrope")
         return result
     note(host, "host", reason)
     return theirs(*arguments, **words)
@@ -99,16 +94,11 @@ def or_else(host: str, who: str, ours: Function, otherwise: Function) -> Functio
         except InvalidInput as error:
             reason = error.args[0]
         else:
-            note(host, who, count=count, device=_device(*arguments, *words.values()))
+            note(host, who, count=count)
             return result
         return otherwise(reason, *arguments, **words)  # not in `except`, which would keep our tensors alive
 
     return function
-
-
-def _device(*arguments: Any) -> str:
-    """The type of the first tensor's device."""
-    return next((x.device.type for x in arguments if isinstance(x, Tensor)), "")
 
 
 # ---- replacing functions, and restoring them ------------------------------------------------------------
@@ -163,7 +153,7 @@ class Report:
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
-        self._before = calls[self.host].copy(), reasons[self.host].copy(), devices[self.host].copy()
+        self._before = calls[self.host].copy(), reasons[self.host].copy()
 
     @property
     def calls(self) -> Counter[str]:
@@ -233,10 +223,7 @@ class Report:
 
     def __str__(self) -> str:
         ours = sum(count for who, count in self.calls.items() if who != "host")
-        on = devices[self.host] - self._before[2]
-        places = [("all" if n == ours else str(n), _PLACES.get(device, f"on {device}")) for device, n in on.items()]
-        where = "".join(f", {count} {place}" for count, place in places)
-        line = f"{self._state()}; {counted(ours, 'call')} since{where}; {self.calls['host']} left to {self.host}"
+        line = f"{self._state()}; {counted(ours, 'call')} since; {self.calls['host']} left to {self.host}"
         return line + "".join(f"\n  {n} x {reason}" for reason, n in self.reasons.most_common())
 
     def __repr__(self) -> str:
@@ -327,9 +314,6 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-_PLACES = {"cuda": "on the GPU", "cpu": "on the CPU in plain torch"}
-
-
 def named(module: str, *functions: Function) -> dict[str, Function]:
     """Our functions by the places of a module's functions of the same names."""
     return {f"{module}:{function.__name__}": function for function in functions}
@@ -374,8 +358,6 @@ def enable(host: str, functions: Mapping[str, Function], optional: Collection[st
             if where not in optional:
                 raise
             absent[where.replace(":", ".")] = str(error)
-    if not found:
-        raise ImportError(f"{host} is not installed in this Python, or this version has no function to replace")
     report = Report(host, left=absent)
     for where, (module, name) in found.items():
         report.replace(module, name, functions[where], "jitrope")

@@ -383,7 +383,7 @@ class Rope:
         if norm is None or not all(a is b for a, b in zip(state, known)):
             norm = self.norm([norm.form for norm in waiting], modules, after, *across)
             kept[key] = norm, state
-        _host.note(HOST, "fused", device=heads[0].device.type)
+        _host.note(HOST, "fused")
         return _run(norm, heads, words)
 
     def norm(

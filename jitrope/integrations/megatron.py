@@ -190,8 +190,9 @@ def _latent(
     """The words of a rotation of interleaved pairs into halves."""
     if interleaved:
         raise InvalidInput("rotary_interleaved is not supported in multi-latent attention")
-    if cos.shape[-1] != emb_dim or sin.shape[-1] != emb_dim:
-        raise InvalidInput(f"cos and sin have {cos.shape[-1]} and {sin.shape[-1]} columns; they must have {emb_dim}")
+    widths = [x.shape[-1] if isinstance(x, Tensor) else "no" for x in (cos, sin)]
+    if widths != [emb_dim, emb_dim]:
+        raise InvalidInput(f"cos and sin have {widths[0]} and {widths[1]} columns; they must have {emb_dim}")
     words: dict[str, Any] = {"interleaved": True, "interleaved_out": False, "layout": "sbhd"}
     if cu_seqlens is not None:
         words |= {"layout": "thd", "positions": Packed(cu_seqlens, cp_size=cp_size, cp_rank=cp_rank)}

@@ -96,7 +96,7 @@ def _attention(module: ModuleType, turn: Any, ours: Any, theirs: _host.Function)
             if one is turn and functions.apply_rot_embed is ours:
                 sin, cos = rope.chunk(2, -1)
                 out = _rotate(q, k, sin, cos, half, first)
-                _host.note("timm", "jitrope", device=q.device.type)
+                _host.note("timm", "jitrope")
                 return out
             _host.note("timm", "host", "apply_rot_embed_cat or apply_rot_embed was replaced")
         except InvalidInput:
