@@ -253,7 +253,7 @@ def in_words_of(theirs: Any, ours: Function, name: str = "") -> Function:
     raises InvalidInput, so the host's function runs. A function of ours with `*args` or `**words` gets all calls as
     they are. name: of the function, for the reason.
     """
-    own = inspect.signature(ours).parameters
+    own, name = inspect.signature(ours).parameters, name or getattr(theirs, "__name__", "")
     try:
         host = inspect.signature(theirs).parameters
     except (TypeError, ValueError):  # None, or compiled code without a signature
