@@ -248,6 +248,7 @@ def _z_image(
     norms, mask = norms_of(hidden_states, attn, "q", "k"), attention_mask
     qkv = _split(_qkv(attn, hidden_states), attn)
     q, k, v = _one(norms, qkv, ROWS.words(qkv[0], (freqs_cis,)))
+    del qkv  # attention needs memory
     if mask is not None and mask.ndim == 2:
         mask = mask[:, None, None, :]
     return _out(attn, _attended(host, self, q, k, v, mask))
