@@ -198,11 +198,11 @@ def test_contexts_undo_only_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     module, disable = host_of(monkeypatch, "host_x", fewer), _host.disabler("jitrope.integrations.host_x")
     with enabled("host_x", ours) as outer:
         with enabled("host_x", ours) as inner, inner:
-            assert "(disabled)" not in repr(inner)
+            assert "(disabled)" not in str(inner)
         assert module.rope is not fewer
-        assert repr(outer) == "<jitrope in host_x: 1 function replaced>"
+        assert repr(outer) == "1 function replaced; 0 calls since; 0 left to host_x"
     assert module.rope is fewer
-    assert repr(outer) == "<jitrope in host_x: 1 function replaced (disabled)>"
+    assert str(outer) == "1 function replaced (disabled); 0 calls since; 0 left to host_x"
     with enabled("host_x", ours):
         disable()
         disable()

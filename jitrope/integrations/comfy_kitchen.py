@@ -182,7 +182,7 @@ def enable() -> _host.Report:
     """
     registry, host = _registry(), _host.load(HOST, HOST)
     rule = _host.load(HOST, f"{HOST}.constraints").FunctionConstraints()
-    report = _host.Report(HOST, verb="registered")
+    report = _host.Report(HOST)
     report.replaced = {f"{HOST}.{name}": "jitrope" for name in FUNCTIONS if hasattr(host, name)}
     report.left = {f"{HOST}.{name}": "this version has none" for name in FUNCTIONS if not hasattr(host, name)}
     if not report.replaced:

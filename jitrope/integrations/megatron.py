@@ -269,7 +269,7 @@ def _qkv(
     return (*[x.unsqueeze(1) for x in _FUSED(rope, split, *[x.squeeze(1) for x in given])], *others)
 
 
-def _fused(rope: _Rope, split: Sequence[int], first: Tensor, *k: Tensor) -> tuple[tuple[Any, ...], int]:
+def _fused(rope: _Rope, split: Sequence[int], first: Tensor, *k: Tensor) -> Any:
     """q and k, or with the split of a group of the mixed QKV q, k and v."""
     layer, freqs, cu_seqlens, mscale = rope
     words = {"freqs": freqs.float(), "rotary_dim": freqs.shape[-1], "interleaved": layer.config.rotary_interleaved}
@@ -279,8 +279,8 @@ def _fused(rope: _Rope, split: Sequence[int], first: Tensor, *k: Tensor) -> tupl
         words["positions"] = _packed(first, freqs, cu_seqlens, group.size(), group.rank())
     norm = norm_of({"q": layer.q_layernorm, "k": layer.k_layernorm}, first[..., : split[1]] if split else first)
     if split:
-        return prepare_packed_qkv(first, norm=norm, q_per_group=split[0] // split[1], **words), 1
-    return prepare_qkv(first, k[0], None, norm=norm, **words)[:2], 1
+        return prepare_packed_qkv(first, norm=norm, q_per_group=split[0] // split[1], **words)
+    return prepare_qkv(first, k[0], None, norm=norm, **words)[:2]
 
 
 def _separate(reason: str, rope: _Rope, split: Sequence[int], first: Tensor, *k: Tensor) -> tuple[Tensor, ...]:
@@ -302,7 +302,7 @@ def _host_module() -> Any:
     return attention
 
 
-_FUSED = _host.or_else("megatron", "fused", _fused, _separate)
+_FUSED = _host.or_else("megatron", _fused, _separate)
 _QKV = "get_query_key_value_tensors"
 _KNOWN = (
     "hidden_states attention_mask key_value_states inference_context inference_params rotary_pos_emb "

@@ -110,7 +110,7 @@ def _fused(layer: Any, query: Tensor, key: Tensor, positions: Any = None) -> Any
         raise InvalidInput("autocast or the weight's dtype may change the norm")
     norm = {"eps": norms[0].eps, "zero_centered": offset, "rounding": "once"}
     size = getattr(layer, "rotary_dim", layer.head_dim)
-    return _rotated(layer.rope, query, key, positions, size=size, weights=weights, norm=norm), 1
+    return _rotated(layer.rope, query, key, positions, size=size, weights=weights, norm=norm)
 
 
 def _separate(reason: str, layer: Any, query: Tensor, key: Tensor, positions: Any = None) -> Any:
@@ -120,7 +120,7 @@ def _separate(reason: str, layer: Any, query: Tensor, key: Tensor, positions: An
     return [torch.cat([x, whole[..., size:]], -1) for x, whole in zip(rotated, heads)]
 
 
-_turn = _host.or_else(HOST, "fused", _fused, _separate)
+_turn = _host.or_else(HOST, _fused, _separate)
 
 
 def _moves_nothing(module: Any) -> bool:

@@ -239,12 +239,12 @@ _Rope = tuple[Any, Tensor, Tensor | None]
 """A layer, and the table and offsets of its rope."""
 
 
-def _fused(rope: _Rope, q: Tensor, k: Tensor) -> tuple[tuple[Tensor, Tensor], int]:
+def _fused(rope: _Rope, q: Tensor, k: Tensor) -> tuple[Any, ...]:
     layer, freqs, cu_seqlens = rope
     norm = norm_of({"q": layer.q_norm, "k": layer.k_norm}, q, after_rope=not layer.qk_norm_before_rope)
     where = (layer.rotary_pos_interleaved, cu_seqlens, layer.cp_size, layer.cp_rank)
     words = {"freqs": freqs.float(), "rotary_dim": freqs.shape[-1], **_words(layer.qkv_format, None, *where)}
-    return prepare_qkv(q, k, None, norm=norm, **words)[:2], 1
+    return prepare_qkv(q, k, None, norm=norm, **words)[:2]
 
 
 def _separate(reason: str, rope: _Rope, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
@@ -258,7 +258,7 @@ def _separate(reason: str, rope: _Rope, q: Tensor, k: Tensor) -> tuple[Tensor, .
     return tuple([rotate(norm(x)) if layer.qk_norm_before_rope else norm(rotate(x)) for x, norm in both])
 
 
-_FUSED = _host.or_else("transformer_engine", "fused", _fused, _separate)
+_FUSED = _host.or_else("transformer_engine", _fused, _separate)
 _ROPE = "transformer_engine.pytorch.attention.rope"
 _ATTENTION = "transformer_engine.pytorch.attention.multi_head_attention"
 _KNOWN = (

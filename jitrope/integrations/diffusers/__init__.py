@@ -151,17 +151,17 @@ def _fused(copy: Any, cls: type, ropes: list[Rope], original: Callable[..., Any]
     now = [(module, name, getattr(module, name)) for _, module, name in ropes]
     known = [(module, name, (function, _host.placed[function].original)) for module, name, function in now]
 
-    def call(*arguments: Any, **words: Any) -> tuple[Any, int]:
+    def call(*arguments: Any, **words: Any) -> Any:
         for module, name, functions in known:
             if getattr(module, name) not in functions:
                 raise InvalidInput(f"{name} was replaced after enable")
-        return ours(*arguments, **words), 1
+        return ours(*arguments, **words)
 
     def left(reason: str, *arguments: Any, **words: Any) -> Any:
         _host.note("diffusers", "host", reason, 0 if ropes else 1)  # the rope functions count themselves
         return original(*arguments, **words)
 
-    return _host.or_else("diffusers", "fused", call, left)
+    return _host.or_else("diffusers", call, left)
 
 
 def _nothing(given: Any, report: _host.Report) -> str:
