@@ -277,7 +277,7 @@ def _fused(rope: _Rope, split: Sequence[int], first: Tensor, *k: Tensor) -> Any:
     if cu_seqlens is not None:
         group = layer.pg_collection.cp
         words["positions"] = _packed(first, freqs, cu_seqlens, group.size(), group.rank())
-    norm = norm_of({"q": layer.q_layernorm, "k": layer.k_layernorm}, first[..., : split[1]] if split else first)
+    norm = norm_of((layer.q_layernorm, layer.k_layernorm), first[..., : split[1]] if split else first)
     if split:
         return prepare_packed_qkv(first, norm=norm, q_per_group=split[0] // split[1], **words)
     return prepare_qkv(first, k[0], None, norm=norm, **words)[:2]

@@ -241,7 +241,7 @@ _Rope = tuple[Any, Tensor, Tensor | None]
 
 def _fused(rope: _Rope, q: Tensor, k: Tensor) -> tuple[Any, ...]:
     layer, freqs, cu_seqlens = rope
-    norm = norm_of({"q": layer.q_norm, "k": layer.k_norm}, q, after_rope=not layer.qk_norm_before_rope)
+    norm = norm_of((layer.q_norm, layer.k_norm), q, after_rope=not layer.qk_norm_before_rope)
     where = (layer.rotary_pos_interleaved, cu_seqlens, layer.cp_size, layer.cp_rank)
     words = {"freqs": freqs.float(), "rotary_dim": freqs.shape[-1], **_words(layer.qkv_format, None, *where)}
     return prepare_qkv(q, k, None, norm=norm, **words)[:2]
