@@ -38,6 +38,13 @@ def doubled(function: Any, named: bool = True) -> Any:
     return wraps(function)(patched) if named else patched
 
 
+def freqs_of(rows: int, dim: int, interleaved: bool = False, batch: int = 1, base: float = 100) -> torch.Tensor:
+    """Angles like those of Megatron's and TransformerEngine's embeddings, but different ones for each batch row."""
+    angles = torch.outer(torch.arange(rows).float(), base ** (-torch.arange(0, dim, 2) / dim))
+    angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
+    return torch.stack([angles * (b + 1) for b in range(batch)], 1)[:, :, None]
+
+
 def stand_in(monkeypatch: pytest.MonkeyPatch, name: str) -> types.ModuleType:
     """Put an empty module, with empty parent packages, in place of a missing one."""
     parts = name.split(".")

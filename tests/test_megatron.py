@@ -23,7 +23,7 @@ from jitrope.integrations import _host, _layers, megatron
 
 from . import hosts
 from .devices import devices
-from .hosts import HOSTS, doubled, group, missing
+from .hosts import HOSTS, doubled, freqs_of, group, missing
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 UNIT = {"fp32": 2**-20, "fp16": 2**-10, "bf16": 2**-7}
@@ -59,13 +59,6 @@ def config(apply_rope_fusion: bool = True, multi_latent_attention: bool = False,
     made = kind(**words, apply_rope_fusion=False)
     made.apply_rope_fusion = apply_rope_fusion  # set late: the constructor requires TransformerEngine or Triton
     return made
-
-
-def freqs_of(rows: int, dim: int, interleaved: bool = False, batch: int = 1) -> Tensor:
-    """Angles like those of its rotary embeddings, but different ones for each batch row."""
-    angles = torch.outer(torch.arange(rows).float(), 100 ** (-torch.arange(0, dim, 2) / dim))
-    angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
-    return torch.stack([angles * (b + 1) for b in range(batch)], 1)[:, :, None]
 
 
 def mla_of(core: Any, words: dict[str, Any]) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from jitrope.integrations import _host, _layers, transformer_engine
 
 from .devices import devices
-from .hosts import HOSTS, Absent, doubled, missing
+from .hosts import HOSTS, Absent, doubled, freqs_of, missing
 
 PYTORCH = "transformer_engine.pytorch"
 FILE = "transformer_engine.pytorch.attention.multi_head_attention"
@@ -206,7 +206,7 @@ def test_norms_and_rope_are_one_launch(te: Any, device: str, norm: str, order: s
     layer = layer_of(te, norm, order == "norm first", DTYPES[dtype], **words).to(device)
     layer.cp_size, layer.cp_rank = size, rank
     cu_seqlens = torch.tensor([0, 8, 24], dtype=torch.int32, device=device)
-    freqs = transformer_engine.RotaryPositionEmbedding(rotated, interleaved=interleaved)(24).to(device)
+    freqs = freqs_of(24, rotated, interleaved).to(device)
     words = {"rotary_pos_emb": freqs}
     if layout == "thd":
         words |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens, "max_seqlen_q": 16, "max_seqlen_kv": 16}
@@ -240,7 +240,7 @@ def test_norms_and_rope_are_one_launch(te: Any, device: str, norm: str, order: s
 def test_compiled(te: Any, norm: str) -> None:
     """Before the first eager call, or after it."""
     layer, x = layer_of(te, norm, True, torch.float32), torch.randn(12, 2, 64)
-    freqs = transformer_engine.RotaryPositionEmbedding(32)(24)
+    freqs = freqs_of(24, 32)
     with transformer_engine.enable() as report:
         layer.compile(backend="eager", fullgraph=True)
         got = results(layer, x, rotary_pos_emb=freqs)
@@ -270,7 +270,7 @@ LEFT = {
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_not_fused(te: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     layer = layer_of(te, None if name == "no norm" else "RMSNorm", False, torch.float32, qkv_format="thd")
-    cu_seqlens, freqs = torch.tensor([0, 8, 24]), transformer_engine.RotaryPositionEmbedding(32)(24)
+    cu_seqlens, freqs = torch.tensor([0, 8, 24]), freqs_of(24, 32)
     words = {"rotary_pos_emb": freqs, "cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
     if name == "tables":
         words["rotary_pos_emb"] = (freqs, freqs.clone())
@@ -303,7 +303,7 @@ def test_a_patch(te: Any, monkeypatch: pytest.MonkeyPatch, name: str, first: boo
     """Before or after `enable`, and before the first call, it has the effect that it has without jitrope."""
     monkeypatch.setattr(_layers, "_forms", {})
     layer, x = layer_of(te, "RMSNorm", True, torch.float32), torch.randn(12, 2, 64)
-    freqs, rope = transformer_engine.RotaryPositionEmbedding(32)(24), "apply_rotary_pos_emb"
+    freqs, rope = freqs_of(24, 32), "apply_rotary_pos_emb"
     plain = functools.partial(getattr(te, rope), fused=False)  # the fused one is compiled code
 
     def unfused(*arguments: Any, fused: bool = True, **words: Any) -> Tensor:
