@@ -512,13 +512,12 @@ def test_context_parallel(tmp_path: Path) -> None:
 
 
 def test_the_installed_hosts_texts_are_known() -> None:
-    """Also of the classes of the same name in other files. The parameters are those of ours."""
+    """Also of the classes of the same name in other files."""
     known = [cls for cls in classes() if "__call__" in vars(cls) and short(cls) in fused.FUSED]
     assert {short(cls) for cls in known} == fused.FUSED
     for cls in known:
-        ours = fused.COPIES[_host.text_of(cls.__call__)]
-        theirs = inspect.signature(cls.__call__).parameters
-        assert list(inspect.signature(functools.partial(ours, None)).parameters) == list(theirs), cls
+        assert _host.text_of(cls.__call__) in fused.COPIES
+        assert inspect.signature(cls.__call__).parameters.keys() <= {*fused.Call._fields}, cls
     assert not norms.unknown(RMSNorm)
 
 
@@ -612,7 +611,7 @@ def test_a_rope_function_with_a_new_keyword(monkeypatch: pytest.MonkeyPatch) -> 
         assert report.calls == {"jitrope": 1, "host": 0}
         assert torch.equal(ours(x, table, 3.0, False), newer(x, table, 3.0, False))
         assert report.calls == {"jitrope": 1, "host": 1}
-    assert report.reasons == {"jitrope does not know the argument scale of newer": 1}
+    assert report.reasons == {"jitrope does not know the argument scale of apply_rotary_emb_qwen": 1}
 
 
 @pytest.mark.parametrize("fuse_norm", [False, True])
@@ -1213,5 +1212,5 @@ def test_xdit_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path:
     (tmp_path / "xfuser.py").write_text("import a_dependency_of_xfuser")
     monkeypatch.delitem(sys.modules, "xfuser", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ImportError, match=r"xfuser cannot be imported .*a_dependency_of_xfuser"):
+    with pytest.raises(ImportError, match=r"xfuser cannot be imported: .*a_dependency_of_xfuser"):
         xfuser.enable()
