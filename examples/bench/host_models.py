@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from . import diffusion
 from .harness import DEVICE, angles, bf16, twice
+from .turns import Turns
 
 COUNTS = ("jitrope", "fused", "host")
 """The keys of a report's calls: rope, rope with norms, and left to the host."""
@@ -208,7 +209,7 @@ def diffusers_pair(name: str, smoke: bool) -> Iterator[Pair]:
     transformer, words, _ = diffusion.build(model, tuple(1 for _ in model.blocks) if smoke else model.blocks, smoke)
     words["return_dict"] = False
     ours = diffusion.sharing(transformer)
-    with diffusion.Turns() as turns:
+    with Turns() as turns:
         turns.take(transformer)
         report = turns.take(ours, partial(integration.enable, ours))
         yield Pair(Side(transformer, words), Side(ours, words), lambda: report.calls, trained=False)

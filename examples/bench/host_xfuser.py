@@ -15,6 +15,7 @@ import torch
 from . import diffusion
 from .harness import DEVICE
 from .host_models import Host, Pair, Side, need_gpu, one_rank
+from .turns import Turns
 
 
 @contextmanager
@@ -58,7 +59,7 @@ def pair(smoke: bool) -> Iterator[Pair]:
             model.load_state_dict(transformer.state_dict(), assign=True)
         initialize_runtime_state(SimpleNamespace(transformer=ours), xFuserArgs().create_config()[0])
         get_runtime_state().max_condition_sequence_length = words["encoder_hidden_states"].shape[1]
-        with diffusion.Turns() as turns:
+        with Turns() as turns:
             turns.take(stock)
             report = turns.take(ours, integration.enable)
             yield Pair(Side(stock, words), Side(ours, words), lambda: report.calls, trained=False)
