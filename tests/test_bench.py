@@ -753,7 +753,7 @@ def test_share_of_te_peak(cp_size: int, heads: tuple[int, int], mask: str) -> No
     with FakeTensorMode():
         schedule = FULL.schedule(cp_size, mask)
         x = cp_step.local(schedule, heads, FULL)
-        with cp_step.one_rank_of(cp_size, schedule.shape.cp_rank), Live(x) as live:
+        with cp_step.one_rank_of(schedule), Live(x) as live:
             cp_step._fresh_step(x, cp_size, mask, heads, FULL, cp_step.SHAPES, {})
     assert live.now == 0, "something stayed"
     assert len(x.q) * cp_size == FULL.tokens
