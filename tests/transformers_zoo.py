@@ -250,10 +250,12 @@ def outcome(module: nn.Module, given: dict[str, Any]) -> dict[str, Tensor]:
     return {"out": out.detach(), **grads}
 
 
-def check_close(ours: dict[str, Tensor], stock: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> None:
-    """The results have the same bits, and gradients are close: sums over tokens are in another order."""
+def check_close(
+    ours: dict[str, Tensor], stock: dict[str, Tensor], dtype: torch.dtype = torch.float32, exact: bool = True
+) -> None:
+    """The results have the same bits, if exact, and gradients are close: sums over tokens are in another order."""
     assert ours.keys() == stock.keys()
-    assert torch.equal(ours["out"], stock["out"])
+    assert not exact or torch.equal(ours["out"], stock["out"])
     for name, want in stock.items():
         bound = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.05}
         bound["atol"] *= float(want.float().abs().max())
