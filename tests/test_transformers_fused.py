@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from jitrope.integrations import _host, _pending
+from jitrope.integrations import _host, _waiting
 from jitrope.integrations import transformers as integration
 
 HOST = "pip install 'transformers>=5.17'"
@@ -126,7 +126,7 @@ def check(family: str) -> dict[str, str]:
             continue
         if label in UNKNOWN:
             assert done[label] == f"rope only: {UNKNOWN[label]}"
-        waits, chosen = done[label].startswith(_pending.FUSED), zoo.choice(module)
+        waits, chosen = done[label].startswith(_waiting.FUSED), zoo.choice(module)
         assert chosen or not waits or label in NO_ARGUMENTS
         if chosen and not compare(module, chosen, waits) and waits:
             done[label] = "apart"
@@ -134,7 +134,7 @@ def check(family: str) -> dict[str, str]:
 
 
 def fused(done: dict[str, str]) -> set[str]:
-    return {label for label, what in done.items() if what.startswith(_pending.FUSED)} - NO_ARGUMENTS
+    return {label for label, what in done.items() if what.startswith(_waiting.FUSED)} - NO_ARGUMENTS
 
 
 @pytest.mark.parametrize("family", FAST)

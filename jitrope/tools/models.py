@@ -199,7 +199,7 @@ def _tables(file: Any, config: Any, dtype: torch.dtype) -> list[tuple[Tensor, ..
 
 def layers_of(file: Any, config: Any, dtype: torch.dtype) -> nn.ModuleList:
     """A layer of each attention class for text and of each kind of layer, without its weights' values."""
-    from ..integrations._pending import ropes_of
+    from ..integrations._waiting import ropes_of
 
     layers, unknown, kinds = nn.ModuleList(), "", getattr(config, "layer_types", None) or [None]
     for name, cls in vars(file).items():
