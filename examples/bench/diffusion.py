@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -27,6 +26,7 @@ from .harness import DEVICE, turn_by_turn
 from .plots import Plot
 from .report import AS_JSON, ONLY, SMOKE, Rows, app, chosen, show
 from .sections import Row, Section, Table, grouped, of, span
+from .turns import Turns
 
 Step = Callable[[], Tensor]
 """One forward of a transformer."""
@@ -192,41 +192,6 @@ def qk_norms(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 # ---- the measurement -----------------------------------------------------------------------------------
-
-
-class Turns:
-    """Models that take turns in one process, with and without what `enable` assigns. Its end restores the host."""
-
-    def __init__(self) -> None:
-        self.stock: dict[Any, Any] = {}  # by (module or class, name)
-
-    def __enter__(self) -> Turns:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.put({})
-
-    def take(self, model: nn.Module, enable: Callable[[], Any] | None = None) -> Any:
-        """Prepare a model, stock or with what `enable` assigns; return its report."""
-        self.put({})
-        before, report = self._seen(model), enable and enable()
-        ours = {place: value for place, value in self._seen(model).items() if before.get(place) is not value}
-        self.stock |= {place: before[place] for place in ours}
-        if report is not None:
-            report.__exit__()
-        model.register_forward_pre_hook(lambda *_: self.put(ours))
-        return report
-
-    def put(self, ours: Mapping[Any, Any]) -> None:
-        """Assign these, and the host's own in all other places."""
-        for (holder, name), original in self.stock.items():
-            setattr(holder, name, ours.get((holder, name), original))
-
-    def _seen(self, model: nn.Module) -> dict[Any, Any]:
-        """The functions of the host's modules, and the methods of a model's processors."""
-        modules = [x for path, x in [*sys.modules.items()] if path.startswith(("diffusers.models.", "xfuser."))]
-        processors = {type(module.processor) for module in model.modules() if hasattr(module, "processor")}
-        return {(x, name): value for x in (*modules, *processors) for name, value in [*vars(x).items()]}
 
 
 def _jitrope(model: nn.Module, fuse_norm: bool) -> Any:

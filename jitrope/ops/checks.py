@@ -77,6 +77,19 @@ def _refuse_transforms(name: str, written: bool = False) -> None:
             raise InvalidInput(f"{name}: torch.func's {kind} is not supported here; {instead}")
 
 
+def check_memory(op: Any, tensors: Tensors, options: Options) -> None:
+    """Refuse a tensor that is written and shares memory with another tensor of the call."""
+    named = {name: label_of(op, name, options) for name in tensors}
+    written = {named[name]: tensors[name] for name in op.written(options) if name in tensors}
+    fit.require_apart(op.function, written, {named[name]: x for name, x in tensors.items()})
+
+
+def label_of(op: Any, name: str, options: Options) -> str:
+    """The user's name of a tensor of a call."""
+    of_call = {"cos": fit.label_of_table, "position_ids": fit.label_of_ids}
+    return of_call[name](options) if name in of_call else op.label(name)
+
+
 # ---- the checks of the operations, and the rules of their stages, which follow `check` -----------------
 
 
@@ -92,8 +105,6 @@ def check(name: str, tensors: Tensors, options: Options, label: str = "q") -> No
             labels = {"cos": fit.label_of_table(options), "position_ids": fit.label_of_ids(options), **fit.USERS_NAMES}
             fail(f"{labels.get(table, table)} is on {x.device} but {label} is on {q.device}")
     fit.check_heads(q, k, options, fail, label, "k" if label == "q" else label)
-    if options.inplace and k is not None:
-        fit.require_apart(name, {"q": q, "k": k}, {})
     fit.check_lengths(tensors, options, fail)
     fit.check_position_ids(tensors, options, fail)
     fit.check_factor(tensors, q, fit.sizes_of(q, options.layout)[1], options.layout, fail)
@@ -158,7 +169,6 @@ def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     kv: Tensors = {label: tensors[label] for label in ("k", "v") if label in tensors}
     if ("v" in kv) != ("v_cache" in tensors):
         refuse(name, "v", kv.get("v"), "a tensor" if "v_cache" in tensors else "None, because the cache has no v_cache")
-    caches: Tensors = {label: tensors[label] for label in ("k_cache", "v_cache") if label in tensors}
     read_only = changed(options, inplace=False)
     check(name, tensors, read_only)
     fit.check_heads(k, kv.get("v"), read_only, fail, "k", "v")
@@ -173,11 +183,6 @@ def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     if options.rotate_k:
         fit.require_no_overlap("k", k, fail)
     check_caches(kv, tensors, options, fail)
-    written: Tensors = {**caches, **{x: tensors[x] for x in BLOCK_SCALES if x in tensors}}
-    read: Tensors = {label: x for label, x in kv.items() if label == "v"}
-    (written if options.inplace else read)["q"] = q
-    (written if options.rotate_k else read)["k"] = k
-    fit.require_apart(name, written, read)
     (check_slots if "slot_mapping" in tensors else check_pages)(tensors, options, fail)
     if options.inplace and "q_scale" in tensors:
         fail("q is returned as fp8, which cannot be in place; leave inplace=True out")
@@ -307,7 +312,6 @@ def check_outs(
         fit.require_no_overlap(label, out, fail, fit.OWN_MEMORY)
     read = {label: x for label, x in tensors.items() if label not in labels}
     refuse_gradients(fail, {**read, **outs}, *read, *outs, use=use)
-    fit.require_apart(name, outs, read)
 
 
 def _tables(tensors: Tensors) -> Tensors:

@@ -80,6 +80,7 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
         checks.check_watched(op, wants, full, options)
         if known is None:
             op.check(op.function, full, options)
+            checks.check_memory(op, full, options)
             if check_asked(op.function, asked):
                 if watch.transformed():
                     raise InvalidInput(f"{op.function}: check=True does not go with torch.func; leave it out")

@@ -26,9 +26,9 @@ from ..plan.memory import Span, refuse_meeting, span
 from ..plan.options import Options
 from ..plan.problem import HEADS, plan_call
 from ..plan.spec import ROPE_KINDS, RopeSpec
-from ..plan.views import BLOCK_SCALES, Tensors, bias_views, table_pair
+from ..plan.views import Tensors, bias_views, table_pair
 from . import watch
-from .checks import LEARNED
+from .checks import LEARNED, label_of
 from .operation import Operation
 from .replay import SCRATCH, Form, maker, twice
 from .stand_ins import missing_weights
@@ -63,7 +63,7 @@ class Known:
     """A prepared kind of call."""
 
     device: int  # the GPU's index
-    reach: int  # bytes; tensors further apart share no memory
+    reach = 0  # bytes; tensors further apart share no memory
     stand_ins: Tensors  # tensors for those that were not given, by name
     kept: tuple[Tensor, ...]  # tensors that are the same in every call
     fixed: list[int]  # their addresses
@@ -124,10 +124,12 @@ class Known:
 
         distances: bytes from the first of the tensors in `close` to the others.
         """
-        if any(b - a < self.reach for a, b in itertools.pairwise(sorted((0, *distances)))):
-            label = {name: self.op.label(name) for name in self.close}
-            spans = {label[name]: self.close[name]._replace(at=at) for name, at in zip(self.close, (0, *distances))}
-            refuse_meeting(self.op.function, spans, [label[n] for n in self.written if n in label])
+        named = {name: label_of(self.op, name, self.options) for name in self.close}
+        spans = {named[name]: x._replace(at=at) for (name, x), at in zip(self.close.items(), (0, *distances))}
+        ordered = sorted(spans.values())
+        ends = itertools.accumulate([x.at + x.extent for x in ordered], max)
+        if any(x.at < end for x, end in zip(ordered[1:], ends)):
+            refuse_meeting(self.op.function, spans, [named[name] for name in self.written])
         if len(self.apart) >= MAX_APART:
             self.apart.clear()
         self.apart.add(distances)
@@ -180,15 +182,11 @@ def _plan(known: Known, tensors: Tensors, statics: Tensors) -> None:
     op, options = known.op, known.options
     named = with_outputs(op, tensors, options)
     inputs, results = op.heads(named, options)
-    device, places = next(iter(tensors.values())).device, op.places(options)
+    device = next(iter(tensors.values())).device
     known.makes, known.finished = len(named) > len(tensors), op.finishes(named, options)
-    near = {name: span(named[name]) for name in (*places, *BLOCK_SCALES) if name in named}
-    if any(name.endswith("_out") for name in op.mutated):  # the caller's, which may share memory with any other
-        near = {name: span(x) for name, x in zip(known.names, named.values())}
-    known.reach = max([x.extent for x in near.values()])
-    close = {name: x for name, x in near.items() if name in known.names}
-    if len(close) > 1 and any(name in close for name in op.written(options)):
-        known.close = close
+    if known.written and len(known.names) > 1:
+        known.close = {name: span(x) for name, x in zip(known.names, named.values())}
+        known.reach = max(x.extent for x in known.close.values())
     gpu = torch.cuda.get_device_properties(device)
     planned = plan_call(inputs, results, named, options, gpu.multi_processor_count, watch.memory_speed(gpu))
     if planned is None:
