@@ -392,16 +392,6 @@ def wan_animate():
         encoder_hidden_states_image=randn(2, 3, 16), pose_hidden_states=randn(2, 4, 2, 8, 8),
         face_pixel_values=randn(2, 3, 5, 16, 16))
 
-@entry("WanAnimate2Transformer3DModel", calls=4)
-def wan_animate2():
-    from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
-    return of(patch_size=(1, 2, 2), text_len=6, in_dim=8, dim=32, ffn_dim=32, freq_dim=32, text_dim=16, out_dim=4,
-        num_heads=2, num_layers=2, use_img_emb=False), of(
-        hidden_states=[randn(4, 2, 8, 8)], timestep=tensor([700]), encoder_hidden_states=[randn(5, 16)],
-        condition_latents=[randn(4, 2, 8, 8)], kv_cache=WanAnimate2KVCache(2), kv_cache_mode="extract", seq_len=32,
-        offset_grid_sizes=tensor([[2, 4, 4]]))
-
-
 @entry("HeliosTransformer3DModel", calls=4)
 def helios():
     config = {key: value for key, value in WAN.items() if key != "rope_max_seq_len"}
@@ -424,29 +414,6 @@ def anyflow_far():
         r_timestep=times / 2, chunk_partition=[1, 1, 1])
 
 # Models with their own functions.
-
-HIDREAM = of(patch_size=2, in_channels=4, num_layers=1, num_single_layers=2, **HEADS, caption_channels=[16, 12],
-    text_emb_dim=8, num_routed_experts=2, num_activated_experts=1, axes_dims_rope=(4, 4, 8), max_resolution=(16, 16),
-    llama_layers=[0, 1, 2], force_inference_output=True)
-
-def hidream_inputs():
-    return of(hidden_states=randn(2, 4, 8, 8), timesteps=FLOAT_STEPS, encoder_hidden_states_t5=randn(2, 6, 16),
-        encoder_hidden_states_llama3=randn(3, 2, 6, 12), pooled_embeds=randn(2, 8))
-
-@entry("HiDreamImageTransformer2DModel", calls=3)
-def hidream():
-    return HIDREAM, hidream_inputs()
-
-@entry("HiDreamImageTransformer2DModel", variant="partial", calls=3)
-def hidream_partial():
-    return HIDREAM | of(axes_dims_rope=(4, 2, 2)), hidream_inputs()
-
-@entry("PRXTransformer2DModel", calls=4)
-def prx():
-    return of(in_channels=4, patch_size=2, context_in_dim=16, hidden_size=32, mlp_ratio=2.0, num_heads=2, depth=2,
-        axes_dim=[8, 8]), of(
-        hidden_states=randn(2, 4, 8, 8), timestep=SIGMAS, encoder_hidden_states=randn(2, 6, 16),
-        attention_mask=text_mask(6, torch.bool))
 
 JOY = of(patch_size=[1, 2, 2], in_channels=4, hidden_size=32, num_attention_heads=2, text_dim=16, mlp_width_ratio=2.0,
     num_layers=2, rope_dim_list=[4, 4, 8])
@@ -499,21 +466,6 @@ def qwen_image21():
         img_shapes=[[(1, 4, 4)]] * 2, img_mask=tensor([[False] * 7 + [True] * 4] * 2),
         encoder_hidden_states_mask=text_mask(7))
 
-
-
-@entry("Kandinsky6Transformer3DModel", calls=20)
-def kandinsky6():
-    return of(in_visual_dim=4, out_visual_dim=4, in_text_dim=16, in_text_dim2=8, time_dim=32, model_dim=32, ff_dim=32,
-        num_text_blocks=1, num_visual_blocks=2, axes_dims=(4, 4, 8), visual_cond=False, in_audio_dim=4, out_audio_dim=4,
-        ca_rope=True, cross_gates=True), of(
-        hidden_states=randn(2, 2, 8, 8, 4), encoder_hidden_states=randn(2, 6, 16), pooled_projections=randn(2, 8),
-        timestep=FLOAT_STEPS, audio_hidden_states=randn(2, 5, 4))
-
-@entry("Kandinsky6SRTransformer3DModel", calls=4, gradients=False)
-def kandinsky6_sr():
-    return of(in_visual_dim=4, out_visual_dim=4, time_dim=32, model_dim=32, ff_dim=32, num_visual_blocks=2,
-        axes_dims=(4, 4, 8), nabla_window=(3, 3, 3)), of(
-        hidden_states=randn(2, 2, 8, 8, 9), timestep=FLOAT_STEPS)
 
 
 def ltx2_inputs():
@@ -627,13 +579,6 @@ def sana_wm_refiner():
         video_rotary_emb=(cos.expand(2, -1, -1), sin.expand(2, -1, -1)), encoder_attention_mask=text_mask(6))
 
 # The rest.
-
-@entry("StableAudio3DiTModel", calls=8)
-def stable_audio3():
-    return of(io_channels=4, embed_dim=64, depth=2, num_heads=2, cond_token_dim=16, global_cond_dim=16,
-        local_add_cond_dim=5, timestep_features_dim=32, ff_mult=2.0, num_memory_tokens=4), of(
-        hidden_states=randn(2, 4, 12), timestep=SIGMAS, encoder_hidden_states=randn(2, 6, 16),
-        global_hidden_states=randn(2, 16), encoder_attention_mask=text_mask(6), local_add_cond=randn(2, 5, 12))
 
 @entry("EasyAnimateTransformer3DModel", calls=4)
 def easy_animate():
