@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +15,6 @@ from jitrope.base.errors import InvalidInput, JitropeError
 from jitrope.integrations import _host, deepspeed, megatron, transformer_engine
 
 from .hosts import stand_in
-from .peers import standin
 
 
 @pytest.fixture(autouse=True)
@@ -114,21 +111,6 @@ def test_a_host_without_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
     assert module.rope is None
 
 
-def test_equal_signatures_cost_nothing() -> None:
-    """Ours is called as it is, also where it takes everything."""
-    for function in (ours, any_words):
-        assert _host.in_words_of(ours, function) is function
-
-
-def test_text_of() -> None:
-    """Another text has another digest, and what has no source has none."""
-    texts = [_host.text_of(x) for x in (ours, fewer, Rope)]
-    assert len({*texts}) == 3
-    assert all(len(text) == 16 for text in texts)
-    assert texts[0] == _host.text_of(ours)
-    assert _host.text_of(len) == _host.text_of(3) == ""
-
-
 # ---- what is left --------------------------------------------------------------------------------------
 
 
@@ -167,16 +149,6 @@ def test_a_host_that_cannot_be_imported(host: Any, module: str, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=rf"^{host.__name__.split('.')[-1]} cannot be imported: \w+Error: "):
         host.enable()
-
-
-def test_a_stand_in_of_a_peer_has_a_spec() -> None:
-    """transformers asks for the specs of packages, and `find_spec` raises for a module without one."""
-    name = "a_peer_that_nobody_has"
-    made = standin.module(name)
-    assert standin.made(made)
-    assert not standin.made(standin.module("json"))
-    assert importlib.util.find_spec(name) is not None
-    del sys.modules[name]
 
 
 # ---- replacing and restoring ---------------------------------------------------------------------------
@@ -267,19 +239,6 @@ def test_a_compiled_function_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     module = host_of(monkeypatch, "host_t", torch.compile(lambda x: x + 1, backend="eager"))
     with enabled("host_t", lambda x: x + 100):
         assert torch.compile(lambda x: module.rope(x), backend="eager")(torch.zeros(1)) == 100
-
-
-def test_threads_that_enable_and_disable(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = host_of(monkeypatch, "host_l", fewer)
-
-    def work(_: int) -> None:
-        for _ in range(50):
-            with enabled("host_l", ours):
-                module.rope(1)
-
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(work, range(4)))
-    assert module.rope is fewer
 
 
 def test_a_report_counts_since_its_enable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,12 +59,10 @@ def naflex(kind: str, **words: Any) -> tuple[nn.Module, Any]:
 
 CASES: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "eva02": lambda: registered("eva02_tiny_patch14_224", img_size=28),
-    "eva02-patch-drop": lambda: registered("eva02_tiny_patch14_224", img_size=28, patch_drop_rate=0.5),
     "dinov3": lambda: registered("vit_small_patch16_dinov3"),  # halves, class and register tokens
     "dinov3-qkvb": lambda: registered("vit_small_patch16_dinov3_qkvb"),
     "pe": lambda: registered("vit_pe_core_tiny_patch16_384"),
     "rope-mixed": lambda: registered("vit_small_patch16_rope_mixed_224"),  # learned tables of each head and block
-    "rope-register": lambda: registered("vit_base_patch16_rope_reg1_gap_256"),
     "qwen3": lambda: registered("qwen3_vit_88m_enc", img_size=None, num_classes=None),  # of a language model
     "naflex-mixed": lambda: naflex("mixed"),
     "naflex-dinov3": lambda: naflex("dinov3"),

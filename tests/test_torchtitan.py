@@ -129,29 +129,6 @@ def test_positions_out_of_range_raise_as_the_hosts(host: Any, kind: str) -> None
             rope(q, q, ids + 1)
 
 
-def test_the_checker_of_shardings_accepts_it(host: Any) -> None:
-    """torchtitan's own checker, with tokens and heads split over the three axes of its mesh."""
-    import spmd_types as spmd
-    from spmd_types.checker import typecheck
-    from torch.distributed.tensor import init_device_mesh
-
-    _, ours = pair(host, "CosSinRoPE")
-    with group(8):
-        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
-        every, some = {"dp": spmd.V, "cp": spmd.V, "tp": spmd.V}, {"dp": spmd.V, "cp": spmd.V, "tp": spmd.R}
-        whole, weight = dict.fromkeys(every, spmd.R), torch.randn(32)
-        q, ids = torch.randn(2, 6, 4, 32), torch.arange(6).expand(2, 6).clone()
-        with spmd.set_current_mesh(mesh), typecheck():
-            spmd.assert_type(q, every, spmd.PartitionSpec("dp", "cp", "tp", None))
-            spmd.assert_type(ids, some, spmd.PartitionSpec("dp", "cp"))
-            spmd.assert_type(ours.cache, whole)
-            spmd.assert_type(weight, whole)
-            for weights, positions in product(([], [weight, weight]), (None, ids)):
-                norm = {"rounding": "once"} if weights else None
-                for out in ours._rotation(q, q, ours.cache, positions, weights, norm):
-                    assert spmd.get_partition_spec(out) == spmd.get_partition_spec(q)
-
-
 # ---- models, and attention with norms of q and k --------------------------------------------------------
 
 TABLES = {"deepseek_v3": "deepseekv3", "gpt_oss": "gptoss"}
@@ -343,17 +320,8 @@ def hooked(norm: Any) -> Any:
     return norm
 
 
-def resharded(norm: Any) -> Any:
-    """As a parallel norm that moves tensors."""
-    norm._parallelized, norm.forward = True, doubled(norm.forward)
-    sides = {f"{end}_{to}_shardings": (end, to) for end, to in product(("in", "out"), ("src", "dst"))}
-    norm._sharding_config = type("Config", (), {**sides, "local_map": None})
-    return norm
-
-
 CHANGES: dict[str, Any] = {
     "hooked": hooked,
-    "resharded": resharded,
     "parametrised": lambda norm: torch.nn.utils.parametrize.register_parametrization(norm, "weight", Twice()),
     "another module": lambda _: Twice(),
 }
@@ -423,18 +391,6 @@ def test_a_patch_of_a_class(
         monkeypatch.undo()
         assert torch.equal(run(X, None, IDS), fused)
         assert counted["fused"] == (1 if when == "compiled" else 2)  # the compiled one needs no new trace
-
-
-@pytest.mark.parametrize("of", ["class", "module", "subclass"])
-def test_a_patch_of_a_rope_alone(host: Any, monkeypatch: pytest.MonkeyPatch, of: str) -> None:
-    ropes, q = pair(host, "CosSinRoPE"), torch.randn(1, 6, 2, 32)
-    function = staticmethod(doubled(host.CosSinRoPE.apply_rotary_emb))
-    if of == "subclass":
-        ropes = [type("Own", (type(rope),), {"apply_rotary_emb": function})(rope.config) for rope in ropes]
-    for place in [host.CosSinRoPE] if of == "class" else ropes if of == "module" else []:
-        monkeypatch.setattr(place, "apply_rotary_emb", function)
-    theirs, ours = (rope(q, q) for rope in ropes)
-    assert all(map(torch.equal, ours, theirs))
 
 
 def test_a_keyword_of_another_version(

@@ -143,18 +143,6 @@ def test_te_packed_qkv(te: Any, device: str, tensor_format: str, cp: int, interl
     assert_alike(ours, host, qkv)
 
 
-def test_te_packed_qkv_is_one_graph() -> None:
-    """With one table and with two."""
-    freqs, qkv = freqs_of(8, 16), torch.randn(8, 2, 2, 64)
-    tables = {"one": freqs, "two": 2 * freqs}
-    rope = transformer_engine.apply_fused_qkv_rotary_pos_emb
-    compiled = torch.compile(rope, backend="aot_eager", fullgraph=True)
-    for name in tables:
-        given = qkv, tables["one"], tables[name], [32, 16, 16]
-        for got, want in zip(compiled(*given), rope(*given), strict=True):
-            torch.testing.assert_close(got, want)
-
-
 def test_te_refusals() -> None:
     t, freqs = torch.ones(4, 2, 8), torch.zeros(4, 1, 1, 8)
     with pytest.raises(jitrope.InvalidInput, match="cu_seqlens is None"):
@@ -207,13 +195,6 @@ def test_deepspeed_forward_and_gradient(layer: Any, device: str, name: str, dtyp
         torch.testing.assert_close(a.float(), b, rtol=rtol, atol=atol)
 
 
-def test_deepspeed_promotes_as_the_host(layer: Any) -> None:
-    t, angles = torch.randn(6, 2, 3, 16).bfloat16(), torch.rand(6, 1, 1, 8)
-    got, want = (f(t, angles.cos(), angles.sin()) for f in (deepspeed.apply_rotary_pos_emb, layer.apply_rotary_pos_emb))
-    assert got.dtype == want.dtype == torch.float32
-    torch.testing.assert_close(got, want)
-
-
 FP32, FP64 = torch.float32, torch.float64
 DEEPSPEED_LEFT = {
     "fp64": ((6, 2, 3, 16), (6, 1, 1, 8), FP64, FP64),
@@ -235,18 +216,6 @@ def test_deepspeed_calls_left_to_the_host(layer: Any, name: str) -> None:
     with deepspeed.enable() as report:
         assert torch.equal(layer.apply_rotary_pos_emb(t, cos, sin), want)
     assert report.calls == {"jitrope": 0, "host": 1}
-
-
-def test_deepspeed_table_gradients_are_the_hosts(layer: Any) -> None:
-    """A table that requires a gradient gets the host's."""
-    t, angles = torch.randn(6, 2, 3, 16), torch.rand(6, 1, 1, 16)
-    tables = angles.cos().requires_grad_(), angles.sin().requires_grad_()
-    want = torch.autograd.grad(layer.apply_rotary_pos_emb(t, *tables).square().sum(), tables)
-    with deepspeed.enable() as report:
-        got = torch.autograd.grad(layer.apply_rotary_pos_emb(t, *tables).square().sum(), tables)
-    assert report.calls == {"jitrope": 1, "host": 0}
-    for a, b in zip(got, want):
-        torch.testing.assert_close(a, b)
 
 
 def test_deepspeed_enable(layer: Any) -> None:
