@@ -61,17 +61,9 @@ def apply_rope1(x: Tensor, freqs_cis: Tensor, *, split_half: bool = False, inpla
 
 
 def rms_rope(
-    q: Tensor,
-    k: Tensor,
-    freqs_cis: Tensor,
-    q_scale: Tensor,
-    k_scale: Tensor | None = None,
-    epsilon: float = 1e-6,
-    rot_dim: int = 0,
-    *,
-    split_half: bool = False,
-    inplace: bool = False,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, freqs_cis: Tensor, q_scale: Tensor, k_scale: Tensor | None = None, epsilon: float = 1e-6,
+    rot_dim: int = 0, *, split_half: bool = False, inplace: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """RMSNorm of each head of q and k, rounded as torch.nn.RMSNorm, and rope in one launch; errors as in `apply_rope`.
 
     >>> q, k, table = torch.randn(1, 8, 16, 64), torch.randn(1, 2, 16, 64), torch.eye(2).expand(1, 1, 16, 32, 2, 2)
@@ -93,14 +85,9 @@ def rms_rope(
 
 
 def rms_rope1(
-    x: Tensor,
-    freqs_cis: Tensor,
-    scale: Tensor,
-    epsilon: float = 1e-6,
-    *,
-    split_half: bool = False,
+    x: Tensor, freqs_cis: Tensor, scale: Tensor, epsilon: float = 1e-6, *, split_half: bool = False,
     inplace: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`rms_rope` of one tensor, (B, H, S, D) or (B, S, H, D), with its errors; scale is (D).
 
     >>> table = torch.eye(2).expand(1, 1, 16, 32, 2, 2)

@@ -54,14 +54,9 @@ def fused_apply_rotary_pos_emb_thd(
 
 
 def apply_rotary_pos_emb(
-    t: Tensor,
-    freqs: Tensor,
-    config: Any,
-    cu_seqlens: Tensor | None = None,
-    mscale: float = 1.0,
-    cp_group: torch.distributed.ProcessGroup | None = None,
-    mla_rotary_interleaved: bool | None = None,
-) -> Tensor:
+    t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None, mscale: float = 1.0,
+    cp_group: torch.distributed.ProcessGroup | None = None, mla_rotary_interleaved: bool | None = None,
+) -> Tensor:  # fmt: skip
     """`rope_utils.apply_rotary_pos_emb` with `apply_rope_fusion`.
 
     >>> from types import SimpleNamespace  # in place of a TransformerConfig
@@ -102,16 +97,9 @@ def apply_rotary_pos_emb(
 
 
 def fused_apply_mla_rope_for_q(
-    t: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    qk_head_dim: int,
-    emb_dim: int,
-    cu_seqlens_q: Tensor | None = None,
-    cp_rank: int = 0,
-    cp_size: int = 1,
-    rotary_interleaved: bool = False,
-) -> Tensor:
+    t: Tensor, cos: Tensor, sin: Tensor, qk_head_dim: int, emb_dim: int, cu_seqlens_q: Tensor | None = None,
+    cp_rank: int = 0, cp_size: int = 1, rotary_interleaved: bool = False,
+) -> Tensor:  # fmt: skip
     """Rotate the last emb_dim elements of the heads of latent attention's q, from interleaved pairs into halves.
 
     The signature and the formula are those of `megatron.core.fusions.fused_mla_yarn_rope_apply`. Use the result. As
@@ -145,18 +133,9 @@ def fused_apply_mla_rope_for_q(
 
 
 def fused_apply_mla_rope_for_kv(
-    kv: Tensor,
-    k_pos_emb: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    emb_dim: int,
-    k_dim: int,
-    v_dim: int,
-    cu_seqlens_kv: Tensor | None = None,
-    cp_rank: int = 0,
-    cp_size: int = 1,
-    rotary_interleaved: bool = False,
-) -> tuple[Tensor, Tensor]:
+    kv: Tensor, k_pos_emb: Tensor, cos: Tensor, sin: Tensor, emb_dim: int, k_dim: int, v_dim: int,
+    cu_seqlens_kv: Tensor | None = None, cp_rank: int = 0, cp_size: int = 1, rotary_interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Split latent attention's kv into k and v, and append the rotated k_pos_emb to each head of k, in one launch.
 
     The gradient is one launch too. That of k_pos_emb is summed over the heads in fp32. The errors are

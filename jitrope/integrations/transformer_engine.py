@@ -27,16 +27,10 @@ from ._layers import AsSelf, norm_of, without_rope
 
 
 def apply_rotary_pos_emb(
-    t: Tensor,
-    freqs: Tensor,
-    tensor_format: str = "sbhd",
-    start_positions: Tensor | None = None,
-    interleaved: bool = False,
-    fused: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cp_size: int = 1,
+    t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", start_positions: Tensor | None = None,
+    interleaved: bool = False, fused: bool = False, cu_seqlens: Tensor | None = None, cp_size: int = 1,
     cp_rank: int = 0,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Rotate t by angles; the gradient flows to t.
 
     >>> t, freqs, cu_seqlens = torch.randn(10, 8, 64), torch.randn(16, 1, 1, 64), torch.tensor([0, 7, 10])
@@ -62,17 +56,10 @@ def apply_rotary_pos_emb(
 
 
 def apply_fused_qkv_rotary_pos_emb(
-    qkv: Tensor,
-    q_freqs: Tensor,
-    k_freqs: Tensor,
-    qkv_split_arg_list: list[int],
-    tensor_format: str = "sbhd",
-    start_positions: Tensor | None = None,
-    interleaved: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cp_size: int = 1,
-    cp_rank: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:
+    qkv: Tensor, q_freqs: Tensor, k_freqs: Tensor, qkv_split_arg_list: list[int], tensor_format: str = "sbhd",
+    start_positions: Tensor | None = None, interleaved: bool = False, cu_seqlens: Tensor | None = None,
+    cp_size: int = 1, cp_rank: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Split packed QKV [.., groups, sum(split)] and rotate q and k; v is copied.
 
     Unlike TransformerEngine's function it accepts "thd", and start_positions also with context parallelism and in the
