@@ -223,19 +223,6 @@ def test_every_class_that_rotates_is_known() -> None:
     assert found - helpers == set(ropes.ROPES) | fused.FUSED | ropes.LEFT
 
 
-def test_models_in_the_zoo() -> None:
-    """Each class that jitrope rotates in is in a model of the zoo, or it is one of its relatives' other processors."""
-    seen = set()
-    for entry in zoo.MODELS.values():
-        model, _ = entry.make()
-        parts = [*model.modules(), *(getattr(module, "processor", None) for module in model.modules())]
-        seen |= {short(type(part)) for part in parts}
-    others = {"FluxIPAdapter", "Flux2KV", "Flux2KVParallelSelf", "FusedHunyuan", "PAGHunyuan", "PAGCFGHunyuan"}
-    others |= {"FusedCogVideoX", "CogView4Training", "QwenImage21Flex", "LTX2Perturbed", "MotifVideoCross"}
-    others |= {"SanaWMLTX2AudioVideo", "SanaWMLTX2Perturbed", "SanaWMLTX2Refiner", "AnyFlowCausal"}
-    assert (set(ropes.ROPES) | fused.FUSED) - others <= seen
-
-
 def test_controlnets_made_of_known_blocks() -> None:
     flux, qwen = prepared(FLUX)[0], prepared(QWEN)[0]
     hunyuan, cosmos = prepared("HunyuanDiT2DModel")[0], prepared("CosmosTransformer3DModel")[0]
@@ -508,44 +495,6 @@ def test_another_text_of_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
         integration.enable(prepared(Z_IMAGE)[0])
 
 
-def test_a_processor_with_a_new_keyword(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that uses it goes to the host's processor, which knows it; one that does not is fused."""
-    original, seen = transformer_flux.FluxAttnProcessor.__call__, []
-
-    def call(
-        self: Any,
-        attn: Any,
-        hidden_states: Any,
-        encoder_hidden_states: Any = None,
-        attention_mask: Any = None,
-        image_rotary_emb: Any = None,
-        gain: float = 1.0,
-    ) -> Any:
-        seen.append(gain)
-        out = original(self, attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
-        return tuple(gain * x for x in out)
-
-    call.__module__ = transformer_flux.__name__
-    monkeypatch.setitem(fused.COPIES, _host.text_of(call), fused.COPIES[_host.text_of(original)])
-    monkeypatch.setattr(_host, "module_of", lambda function: transformer_flux.__name__)
-    monkeypatch.setattr(transformer_flux.FluxAttnProcessor, "__call__", call)
-    model, _ = prepared(FLUX)
-    attention = model.transformer_blocks[0].attn
-    cos, sin = torch.rand(10, 16), torch.rand(10, 16)
-    given = (attention, torch.randn(1, 6, 32), torch.randn(1, 4, 32))
-    with torch.no_grad(), integration.enable(model) as report:
-        want = attention.processor(*given, image_rotary_emb=(cos, sin))
-        assert seen == []
-        got = attention.processor(*given, None, (cos, sin), gain=2.0)
-        assert report.calls == {"jitrope": 2, "host": 0, "fused": 1}
-        attention.processor(*given, None, (cos, sin), gain=1.0)
-        assert report.calls == {"jitrope": 2, "host": 0, "fused": 2}
-    assert seen == [2.0]
-    assert report.reasons == {"jitrope does not know the argument gain of call": 1}
-    for ours, single in zip(got, want):
-        torch.testing.assert_close(ours, 2 * single)
-
-
 @pytest.mark.parametrize("fuse_norm", [False, True])
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("what", ["rope", "norm", "what the norm calls"])
@@ -788,14 +737,6 @@ def test_norms_that_are_called(change: Any, dtype: torch.dtype) -> None:
     assert all("norm" in reason for reason in report.reasons)
 
 
-def test_norms_that_are_called_where_the_rope_is_in_the_hosts_code() -> None:
-    """The call is the host's."""
-    model, inputs = prepared(WAN)
-    forward_hook(attentions(model)[0])
-    report = same_as_stock(model, inputs, {"fused": 3, "host": 1})
-    assert report.reasons == {"a norm has hooks": 2}
-
-
 def test_no_norms_and_norms_without_weights() -> None:
     model, inputs = prepared(QWEN)
     for attention in attentions(model):
@@ -873,18 +814,6 @@ def test_what_is_not_ours_is_the_hosts(change: Any, reason: str) -> None:
         assert torch.equal(embeddings.apply_rotary_emb(x, (cos, sin), sequence_dim=1), want)
     assert report.calls == {"jitrope": 0, "host": 1}
     assert reason in next(iter(report.reasons))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("sequence_dim", [1, 2])
-@pytest.mark.parametrize("unbind_dim", [-1, -2])
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_shared_function(dtype: torch.dtype, unbind_dim: int, sequence_dim: int, device: str) -> None:
-    """Tables that offload left on the CPU are moved in every call."""
-    x = torch.randn((2, 6, 3, 16) if sequence_dim == 1 else (2, 3, 6, 16)).to(device, dtype)
-    words = {"use_real_unbind_dim": unbind_dim, "sequence_dim": sequence_dim}
-    tables = full_tables()
-    assert torch.equal(ropes.shared(x, tables, **words), embeddings.apply_rotary_emb(x, tables, **words))
 
 
 # ---- xDiT -----------------------------------------------------------------------------------------------------

@@ -238,23 +238,6 @@ def test_latent_functions(device: str, packed: bool, cp: int, dtype: str) -> Non
         assert torch.equal(grad, grads[0][0])
 
 
-def test_latent_refusals(core: Any, enabled: Any) -> None:
-    """A refused call reaches the host, whose own error is raised."""
-    tables, q = yarn_tables(6, 16, torch.float32), torch.randn(6, 1, 2, 48)
-    kv, k_pe = torch.randn(6, 1, 2, 56), torch.randn(6, 1, 1, 16)
-    for call, message in (
-        (lambda m: m.fused_apply_mla_rope_for_q(q, *tables, 32, 16, rotary_interleaved=True), "rotary_interleaved"),
-        (lambda m: m.fused_apply_mla_rope_for_q(q, *tables, 40, 8), "16 and 16 columns; they must have 8"),
-        (lambda m: m.fused_apply_mla_rope_for_kv(kv, k_pe, *tables, 16, 32, 16), "heads of 56 and k_pos_emb of 16"),
-    ):
-        with pytest.raises(jitrope.InvalidInput, match=message):
-            call(megatron)
-        with pytest.raises(Exception) as error:  # noqa: PT011
-            call(core.fused)
-        assert not isinstance(error.value, jitrope.InvalidInput)
-    assert enabled.calls == {"jitrope": 0, "host": 3}
-
-
 # ---- layers --------------------------------------------------------------------------------------------
 
 

@@ -195,29 +195,6 @@ def test_deepspeed_forward_and_gradient(layer: Any, device: str, name: str, dtyp
         torch.testing.assert_close(a.float(), b, rtol=rtol, atol=atol)
 
 
-FP32, FP64 = torch.float32, torch.float64
-DEEPSPEED_LEFT = {
-    "fp64": ((6, 2, 3, 16), (6, 1, 1, 8), FP64, FP64),
-    "fp64-tables": ((6, 2, 3, 16), (6, 1, 1, 8), FP32, FP64),
-    "five-axes": ((6, 2, 3, 2, 16), (6, 1, 1, 1, 16), FP32, FP32),
-    "broadcast-up": ((1, 2, 3, 16), (6, 1, 1, 16), FP32, FP32),
-}
-
-
-@pytest.mark.parametrize("name", DEEPSPEED_LEFT)
-def test_deepspeed_calls_left_to_the_host(layer: Any, name: str) -> None:
-    """The plain function refuses them; with `enable`, the host's function runs."""
-    shape, table_shape, dtype, table_dtype = DEEPSPEED_LEFT[name]
-    t, angles = torch.randn(shape).to(dtype), torch.rand(table_shape).to(table_dtype)
-    cos, sin = angles.cos(), angles.sin()
-    want = layer.apply_rotary_pos_emb(t, cos, sin)
-    with pytest.raises(jitrope.InvalidInput):
-        deepspeed.apply_rotary_pos_emb(t, cos, sin)
-    with deepspeed.enable() as report:
-        assert torch.equal(layer.apply_rotary_pos_emb(t, cos, sin), want)
-    assert report.calls == {"jitrope": 0, "host": 1}
-
-
 def test_deepspeed_enable(layer: Any) -> None:
     from deepspeed.sequence import fpdt_layer
 
