@@ -183,8 +183,6 @@ SIGMAS, STEPS, FLOAT_STEPS = tensor([0.5, 0.25]), tensor([3, 700]), tensor([3.0,
 
 # fmt: off
 
-# Flux and its relatives.
-
 @entry("FluxTransformer2DModel", calls=6, fp32="img_ids txt_ids")
 def flux():
     return of(patch_size=1, in_channels=4, num_layers=1, num_single_layers=2, **HEADS, joint_attention_dim=32,
@@ -208,8 +206,6 @@ def chroma():
         hidden_states=randn(2, 16, 4), encoder_hidden_states=randn(2, 6, 32), timestep=SIGMAS, img_ids=image_ids(4, 4),
         txt_ids=zeros(6, 3))
 
-# Qwen-Image.
-
 @entry("QwenImageTransformer2DModel", calls=8)
 def qwen_image():
     return of(patch_size=2, in_channels=16, out_channels=4, num_layers=2, **HEADS, joint_attention_dim=16,
@@ -217,8 +213,6 @@ def qwen_image():
         hidden_states=randn(2, 16, 16), encoder_hidden_states=randn(2, 7, 16), encoder_hidden_states_mask=text_mask(7),
         timestep=SIGMAS, img_shapes=[[(1, 4, 4)]] * 2,
         **({"txt_seq_lens": [7, 7]} if diffusers.__version__.startswith("0.36") else {}))
-
-# Wan and its relatives.
 
 WAN = of(patch_size=(1, 2, 2), **HEADS, in_channels=4, out_channels=4, text_dim=16, freq_dim=32, ffn_dim=32,
     num_layers=2, cross_attn_norm=True, rope_max_seq_len=32)
@@ -229,8 +223,6 @@ def wan_inputs():
 @entry("WanTransformer3DModel", calls=0)
 def wan():
     return WAN, wan_inputs()
-
-# HunyuanVideo and its relatives.
 
 HUNYUAN_VIDEO = of(in_channels=4, out_channels=4, **HEADS, num_layers=1, num_single_layers=2, num_refiner_layers=1,
     patch_size=2, patch_size_t=1, guidance_embeds=True, text_embed_dim=16, pooled_projection_dim=8,
@@ -244,16 +236,12 @@ def hunyuan_inputs():
 def hunyuan_video():
     return HUNYUAN_VIDEO, hunyuan_inputs()
 
-# LTX.
-
 @entry("LTXVideoTransformer3DModel", calls=4)
 def ltx():
     return of(in_channels=4, out_channels=4, **HEADS, cross_attention_dim=32, num_layers=2, caption_channels=16), of(
         hidden_states=randn(2, 2 * 4 * 4, 4), encoder_hidden_states=randn(2, 6, 16), timestep=STEPS,
         encoder_attention_mask=text_mask(6), num_frames=2, height=4, width=4,
         rope_interpolation_scale=(0.32, 32.0, 32.0))
-
-# Z-Image.
 
 Z_IMAGE = of(in_channels=4, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=16,
     axes_dims=[4, 4, 8], axes_lens=[64, 32, 32])
@@ -284,8 +272,6 @@ def z_image_controlnet():
     return of(control_layers_places=[0, 1], control_refiner_layers_places=[0], control_in_dim=6,
         add_control_noise_refiner="control_noise_refiner", dim=32, n_refiner_layers=1, n_heads=2,
         n_kv_heads=2), z_image_inputs() | of(control_context=context)
-
-# More of the relatives.
 
 FLUX_LIKE = of(in_channels=4, num_layers=1, num_single_layers=2, **HEADS, joint_attention_dim=32,
     axes_dims_rope=(4, 4, 8))
@@ -336,7 +322,6 @@ def lumina2():
         num_kv_heads=2, multiple_of=16, axes_dim_rope=(4, 4, 8), axes_lens=(64, 32, 32), cap_feat_dim=16), of(
         hidden_states=randn(2, 4, 8, 8), timestep=SIGMAS, encoder_hidden_states=randn(2, 6, 16),
         encoder_attention_mask=text_mask(6, torch.bool))
-
 
 @entry("MotifVideoTransformer3DModel", calls=8)
 def motif_video():
@@ -392,16 +377,6 @@ def wan_animate():
         encoder_hidden_states_image=randn(2, 3, 16), pose_hidden_states=randn(2, 4, 2, 8, 8),
         face_pixel_values=randn(2, 3, 5, 16, 16))
 
-@entry("WanAnimate2Transformer3DModel", calls=4)
-def wan_animate2():
-    from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
-    return of(patch_size=(1, 2, 2), text_len=6, in_dim=8, dim=32, ffn_dim=32, freq_dim=32, text_dim=16, out_dim=4,
-        num_heads=2, num_layers=2, use_img_emb=False), of(
-        hidden_states=[randn(4, 2, 8, 8)], timestep=tensor([700]), encoder_hidden_states=[randn(5, 16)],
-        condition_latents=[randn(4, 2, 8, 8)], kv_cache=WanAnimate2KVCache(2), kv_cache_mode="extract", seq_len=32,
-        offset_grid_sizes=tensor([[2, 4, 4]]))
-
-
 @entry("HeliosTransformer3DModel", calls=4)
 def helios():
     config = {key: value for key, value in WAN.items() if key != "rope_max_seq_len"}
@@ -422,31 +397,6 @@ def anyflow_far():
     return WAN | of(full_chunk_limit=2,
         chunk_partition=(1, 1, 1)), wan_inputs() | of(hidden_states=randn(2, 3, 4, 8, 8), timestep=times,
         r_timestep=times / 2, chunk_partition=[1, 1, 1])
-
-# Models with their own functions.
-
-HIDREAM = of(patch_size=2, in_channels=4, num_layers=1, num_single_layers=2, **HEADS, caption_channels=[16, 12],
-    text_emb_dim=8, num_routed_experts=2, num_activated_experts=1, axes_dims_rope=(4, 4, 8), max_resolution=(16, 16),
-    llama_layers=[0, 1, 2], force_inference_output=True)
-
-def hidream_inputs():
-    return of(hidden_states=randn(2, 4, 8, 8), timesteps=FLOAT_STEPS, encoder_hidden_states_t5=randn(2, 6, 16),
-        encoder_hidden_states_llama3=randn(3, 2, 6, 12), pooled_embeds=randn(2, 8))
-
-@entry("HiDreamImageTransformer2DModel", calls=3)
-def hidream():
-    return HIDREAM, hidream_inputs()
-
-@entry("HiDreamImageTransformer2DModel", variant="partial", calls=3)
-def hidream_partial():
-    return HIDREAM | of(axes_dims_rope=(4, 2, 2)), hidream_inputs()
-
-@entry("PRXTransformer2DModel", calls=4)
-def prx():
-    return of(in_channels=4, patch_size=2, context_in_dim=16, hidden_size=32, mlp_ratio=2.0, num_heads=2, depth=2,
-        axes_dim=[8, 8]), of(
-        hidden_states=randn(2, 4, 8, 8), timestep=SIGMAS, encoder_hidden_states=randn(2, 6, 16),
-        attention_mask=text_mask(6, torch.bool))
 
 JOY = of(patch_size=[1, 2, 2], in_channels=4, hidden_size=32, num_attention_heads=2, text_dim=16, mlp_width_ratio=2.0,
     num_layers=2, rope_dim_list=[4, 4, 8])
@@ -499,23 +449,6 @@ def qwen_image21():
         img_shapes=[[(1, 4, 4)]] * 2, img_mask=tensor([[False] * 7 + [True] * 4] * 2),
         encoder_hidden_states_mask=text_mask(7))
 
-
-
-@entry("Kandinsky6Transformer3DModel", calls=20)
-def kandinsky6():
-    return of(in_visual_dim=4, out_visual_dim=4, in_text_dim=16, in_text_dim2=8, time_dim=32, model_dim=32, ff_dim=32,
-        num_text_blocks=1, num_visual_blocks=2, axes_dims=(4, 4, 8), visual_cond=False, in_audio_dim=4, out_audio_dim=4,
-        ca_rope=True, cross_gates=True), of(
-        hidden_states=randn(2, 2, 8, 8, 4), encoder_hidden_states=randn(2, 6, 16), pooled_projections=randn(2, 8),
-        timestep=FLOAT_STEPS, audio_hidden_states=randn(2, 5, 4))
-
-@entry("Kandinsky6SRTransformer3DModel", calls=4, gradients=False)
-def kandinsky6_sr():
-    return of(in_visual_dim=4, out_visual_dim=4, time_dim=32, model_dim=32, ff_dim=32, num_visual_blocks=2,
-        axes_dims=(4, 4, 8), nabla_window=(3, 3, 3)), of(
-        hidden_states=randn(2, 2, 8, 8, 9), timestep=FLOAT_STEPS)
-
-
 def ltx2_inputs():
     return of(hidden_states=randn(2, 2 * 4 * 4, 4), audio_hidden_states=randn(2, 5, 6),
         encoder_hidden_states=randn(2, 6, 16), audio_encoder_hidden_states=randn(2, 6, 16), timestep=STEPS,
@@ -549,7 +482,6 @@ def glm_image():
         prior_token_drop=zeros(2, 16, dtype=torch.bool), timestep=STEPS, target_size=tensor([[64.0, 64.0]] * 2),
         crop_coords=zeros(2, 2))
 
-
 @entry("AceStepTransformer1DModel", calls=4)
 def ace_step():
     return of(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -557,8 +489,6 @@ def ace_step():
         encoder_hidden_size=16), of(
         hidden_states=randn(2, 16, 4), timestep=SIGMAS, timestep_r=SIGMAS, encoder_hidden_states=randn(2, 6, 16),
         context_latents=randn(2, 16, 8))
-
-# Models whose tables the pipeline makes.
 
 def rotary_tables(positions, sizes, theta=10000.0):
     """(cos, sin), (S, sum(sizes)) each, every angle twice in a row, of positions (S, axes)."""
@@ -609,7 +539,6 @@ def stable_audio():
         hidden_states=randn(2, 4, 12), timestep=SIGMAS, encoder_hidden_states=randn(2, 6, 16),
         global_hidden_states=randn(2, 1, 24), rotary_embedding=half_tables(13, 8))
 
-
 @entry("LuminaNextDiT2DModel", calls=6)
 def lumina_next():
     cos, sin = rotary_tables(grid(4, 4), (8, 8))
@@ -625,15 +554,6 @@ def sana_wm_refiner():
     return LTX2, of(
         hidden_states=randn(2, 2 * 4 * 4, 4), encoder_hidden_states=randn(2, 6, 16), timestep=STEPS,
         video_rotary_emb=(cos.expand(2, -1, -1), sin.expand(2, -1, -1)), encoder_attention_mask=text_mask(6))
-
-# The rest.
-
-@entry("StableAudio3DiTModel", calls=8)
-def stable_audio3():
-    return of(io_channels=4, embed_dim=64, depth=2, num_heads=2, cond_token_dim=16, global_cond_dim=16,
-        local_add_cond_dim=5, timestep_features_dim=32, ff_mult=2.0, num_memory_tokens=4), of(
-        hidden_states=randn(2, 4, 12), timestep=SIGMAS, encoder_hidden_states=randn(2, 6, 16),
-        global_hidden_states=randn(2, 16), encoder_attention_mask=text_mask(6), local_add_cond=randn(2, 5, 12))
 
 @entry("EasyAnimateTransformer3DModel", calls=4)
 def easy_animate():
@@ -655,7 +575,6 @@ def cosmos():
     return of(in_channels=4, out_channels=4, **HEADS, num_layers=2, mlp_ratio=2.0, text_embed_dim=16, adaln_lora_dim=8,
         max_size=(4, 16, 16), rope_scale=(2.0, 1.0, 1.0), concat_padding_mask=False), of(
         hidden_states=randn(2, 4, 2, 8, 8), timestep=SIGMAS, encoder_hidden_states=randn(2, 6, 16), fps=16)
-
 
 @entry("OmniGenTransformer2DModel", calls=4)
 def omnigen():

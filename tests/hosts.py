@@ -38,6 +38,13 @@ def doubled(function: Any, named: bool = True) -> Any:
     return wraps(function)(patched) if named else patched
 
 
+def freqs_of(rows: int, dim: int, interleaved: bool = False, batch: int = 1, base: float = 100) -> torch.Tensor:
+    """Angles like those of Megatron's and TransformerEngine's embeddings, but different ones for each batch row."""
+    angles = torch.outer(torch.arange(rows).float(), base ** (-torch.arange(0, dim, 2) / dim))
+    angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
+    return torch.stack([angles * (b + 1) for b in range(batch)], 1)[:, :, None]
+
+
 def stand_in(monkeypatch: pytest.MonkeyPatch, name: str) -> types.ModuleType:
     """Put an empty module, with empty parent packages, in place of a missing one."""
     parts = name.split(".")
@@ -59,12 +66,7 @@ class Absent(types.ModuleType):
         return MagicMock()
 
 
-_DELTA = "fla.ops.gated_delta_rule"
 _XDIT_NEEDS = {"triton": ("triton", "triton.language"), "distvae": ("distvae.vae",)}
-_NEED_TRITON = {
-    "triton": ("triton", "triton.language"),
-    "fla": ("fla.modules.conv.triton.ops", _DELTA, f"{_DELTA}.chunk", f"{_DELTA}.fused_recurrent"),
-}
 
 
 def _put_stand_ins(patch: pytest.MonkeyPatch, needed: dict[str, tuple[str, ...]]) -> None:
@@ -78,14 +80,13 @@ def _put_stand_ins(patch: pytest.MonkeyPatch, needed: dict[str, tuple[str, ...]]
 
 @contextmanager
 def triton() -> Iterator[None]:
-    """Triton and flash-linear-attention, or stand-ins: torchtitan imports them for other kernels.
+    """Triton, or a stand-in, because torch's CPU build has none: torchtitan imports it for other kernels.
 
-    torch's CPU build has no Triton, and flash-linear-attention (of Qwen 3.5's other layers) needs it. torch 2.11 has
-    no `DataParallelMeshDims`, which torchtitan 0.3 imports; a single process does not use it.
+    torch 2.11 has no `DataParallelMeshDims`, which torchtitan 0.3 imports; a single process does not use it.
     """
     fsdp = importlib.import_module("torch.distributed.fsdp")
     with pytest.MonkeyPatch.context() as patch:
-        _put_stand_ins(patch, _NEED_TRITON)
+        _put_stand_ins(patch, {"triton": _XDIT_NEEDS["triton"]})
         if not hasattr(fsdp, "DataParallelMeshDims"):
             patch.setattr(fsdp, "DataParallelMeshDims", object, raising=False)
         yield

@@ -137,7 +137,7 @@ def test_enable_and_disable(ck: Any) -> None:
             assert (len(again.replaced), again.left) == (16, {})
         assert registry.get_capable_backend("apply_rope") == "jitrope"
         torch.compile(lambda x: ck.apply_rope1(x, **words), backend="aot_eager", fullgraph=True)(xs[0].detach())
-        assert str(report).startswith("16 functions registered; 1 call since; 4 left")
+        assert str(report).startswith("16 functions replaced; 1 call since; 4 left")
     assert "(disabled)" in str(report)
     assert registry._priority == before
     for change, first in ((comfy_kitchen.enable, "jitrope"), (comfy_kitchen.disable, "eager")):

@@ -105,7 +105,6 @@ PRIVATE = {  # torch's private names in other files than ops/watch.py
     "ops/dispatch.py": ("forward_ad._current_level",),  # read in each call
     "context_parallel/backends.py": ("torch.ops.aten.", "torch.nn.attention._fa4"),
     "integrations/_norms.py": ("module._backward_hooks",),  # of a host's module
-    "integrations/diffusers/norms.py": ("module._backward_hooks",),
 }
 
 

@@ -62,8 +62,6 @@ def test_rope_beside_its_kernel(
     size = 2 if sharing == "two ranks" else 1
     t = torch.randn(*lead(layout), HEADS, HEAD_DIM, device="cuda", dtype=dtype, requires_grad=True)
     freqs = rope.RotaryPositionEmbedding(HEAD_DIM, part, interleaved=interleaved)(4 * TOKENS * BATCH).cuda()
-    ours = transformer_engine.RotaryPositionEmbedding(HEAD_DIM, part, interleaved=interleaved)(4 * TOKENS * BATCH)
-    assert torch.equal(freqs, ours)
     words: dict[str, Any] = {"tensor_format": layout, "interleaved": interleaved, "cp_size": size, "cp_rank": size - 1}
     if layout == "thd":
         words["cu_seqlens"] = offsets(size)

@@ -32,7 +32,7 @@ def host() -> Any:
     if importlib.util.find_spec("torchtitan") is None:
         missing("pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 && pip install tyro")
     with triton():
-        for name in ("llama3", "qwen3", "qwen3_5", "deepseek_v3", "gpt_oss", "muse_glimmer"):
+        for name in ("llama3", "qwen3", "deepseek_v3", "gpt_oss", "muse_glimmer"):
             importlib.import_module(f"torchtitan.models.{name}")
         torchtitan.register()
         return importlib.import_module("torchtitan.models.common.rope")
@@ -129,41 +129,11 @@ def test_positions_out_of_range_raise_as_the_hosts(host: Any, kind: str) -> None
             rope(q, q, ids + 1)
 
 
-def test_the_checker_of_shardings_accepts_it(host: Any) -> None:
-    """torchtitan's own checker, with tokens and heads split over the three axes of its mesh."""
-    import spmd_types as spmd
-    from spmd_types.checker import typecheck
-    from torch.distributed.tensor import init_device_mesh
-
-    _, ours = pair(host, "CosSinRoPE")
-    with group(8):
-        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
-        every, some = {"dp": spmd.V, "cp": spmd.V, "tp": spmd.V}, {"dp": spmd.V, "cp": spmd.V, "tp": spmd.R}
-        whole, weight = dict.fromkeys(every, spmd.R), torch.randn(32)
-        q, ids = torch.randn(2, 6, 4, 32), torch.arange(6).expand(2, 6).clone()
-        axes = ids[..., None].expand(2, 6, 3).clone()
-        with spmd.set_current_mesh(mesh), typecheck():
-            spmd.assert_type(q, every, spmd.PartitionSpec("dp", "cp", "tp", None))
-            spmd.assert_type(ids, some, spmd.PartitionSpec("dp", "cp"))
-            spmd.assert_type(axes, some, spmd.PartitionSpec("dp", "cp", None))
-            spmd.assert_type(ours.cache, whole)
-            spmd.assert_type(weight, whole)
-            for weights, positions in product(([], [weight, weight]), (None, ids, axes)):
-                norm = {"rounding": "once"} if weights else None
-                for out in ours._rotation(q, q, ours.cache, positions, (6, 5, 5), weights, norm):
-                    assert spmd.get_partition_spec(out) == spmd.get_partition_spec(q)
-
-
 # ---- models, and attention with norms of q and k --------------------------------------------------------
 
-NORMED = {
-    "qwen3": ("set_qwen3_sharding_config", {"enable_sp": False, "enable_ep": False}),
-    "qwen3_5": ("set_qwen35_sharding_config", {"enable_ep": False}),
-}
-"""Models with norms of q and k, the function that shards them, and its words."""
 TABLES = {"deepseek_v3": "deepseekv3", "gpt_oss": "gptoss"}
 """The name of a model in its table of configurations, if it is another than that of its folder."""
-DENSE = {*NORMED, "llama3", "muse_glimmer"}
+DENSE = {"qwen3", "llama3", "muse_glimmer"}
 
 
 def small_config(name: str, override: bool, sharded: bool = False, **changes: Any) -> Any:
@@ -174,22 +144,19 @@ def small_config(name: str, override: bool, sharded: bool = False, **changes: An
     module = importlib.import_module(f"torchtitan.models.{name}")
     words = {} if name in DENSE else {"moe_comm_backend": "standard"}
     config = getattr(module, f"{TABLES.get(name, name)}_configs")["debugmodel"](attn_backend="flex", **words)
-    config.layers = [layer for layer in config.layers if layer.attention is not None][:2]
-    if name in NORMED:
+    config.layers = config.layers[:2]
+    if name == "qwen3":
         config.tok_embeddings.num_embeddings = config.lm_head.out_features = 2048
     for layer in config.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
         for key, value in changes.items():
             setattr(layer.attention, key, value)
     if sharded:
-        function, words = NORMED[name]
-        getattr(importlib.import_module(f"{module.__name__}.sharding"), function)(config, **words)
+        from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
+
+        set_qwen3_sharding_config(config, enable_sp=False, enable_ep=False)
     assert len(apply_overrides(OverrideConfig(imports=[OURS] if override else []), config)) == 2 * override
     return config
-
-
-def attention_of(layer: Any) -> Any:
-    return layer.attn if hasattr(layer, "attn") else layer.attention
 
 
 def small(*arguments: Any, **changes: Any) -> Any:
@@ -198,46 +165,37 @@ def small(*arguments: Any, **changes: Any) -> Any:
     torch.manual_seed(0)
     model = config.build()
     model.init_states()
-    for layer in map(attention_of, model.layers.values()):
-        for norm in (layer.q_norm, layer.k_norm):
+    for layer in model.layers.values():
+        for norm in (layer.attention.q_norm, layer.attention.k_norm):
             if norm is not None:
                 torch.nn.init.normal_(norm.weight)
     return model
 
 
-def layers_of(name: str = "qwen3", **changes: Any) -> list[Any]:
-    """The first attention of the stock model, and of ours."""
-    return [attention_of(next(iter(small(name, o, **changes).layers.values()))) for o in (False, True)]
+def layers_of() -> list[Any]:
+    """The first attention of the stock Qwen3, and of ours."""
+    return [small("qwen3", override).layers["0"].attention for override in (False, True)]
 
 
-AXES = torch.randint(0, 64, (2, 12, 3), generator=torch.Generator().manual_seed(2))
 X = torch.randn(2, 12, 256, generator=torch.Generator().manual_seed(3))
 
 
-def logits_and_gradients(model: Any, positions: Tensor = IDS) -> list[Tensor]:
-    vision = {"special_tokens": {"image_id": -1, "video_id": -2}} if hasattr(model, "vision_encoder") else {}
+def logits_and_gradients(model: Any) -> list[Tensor]:
     device = next(model.parameters()).device
-    logits = model(TOKENS.to(device), positions=positions.to(device), **vision)
+    logits = model(TOKENS.to(device), positions=IDS.to(device))
     logits.square().mean().backward()
     return [logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-NAMES = ("llama3", "llama3 halves", "qwen3", "qwen3 complex", "qwen3_5", "qwen3_5 axes")
-ON_GPU = [
-    ("llama3", "bf16"),
-    ("qwen3", "bf16"),
-    ("qwen3 complex", "fp32"),
-    ("qwen3_5", "fp32"),
-    ("qwen3_5 axes", "bf16"),
-]
+NAMES = ("llama3", "llama3 halves", "qwen3", "qwen3 complex")
+ON_GPU = [("llama3", "bf16"), ("qwen3", "bf16"), ("qwen3 complex", "fp32")]
 
 
 @pytest.mark.parametrize(("device", "case", "dtype"), devices(product(NAMES, DTYPES), ON_GPU))
 def test_model(host: Any, counted: dict[str, int], device: str, case: str, dtype: str) -> None:
     """q, k and the logits are the host's to the bit, and gradients agree; parameters have the same names.
 
-    On a GPU that holds for q and k of Llama and Qwen3. Qwen 3.5's norm adds in another order, and strides choose the
-    kernels of attention.
+    On a GPU that holds for q and k: strides choose the kernels of attention.
     """
     name, _, more = case.partition(" ")
     ropes = {
@@ -248,15 +206,14 @@ def test_model(host: Any, counted: dict[str, int], device: str, case: str, dtype
     stock, ours = (small(name, override, **changes).to(device, DTYPES[dtype]) for override in (False, True))
     heads: list[Tensor] = []
     for model in (stock, ours):
-        for layer in map(attention_of, model.layers.values()):
-            layer.rope._init_self_buffers()  # `.to` has converted the table
-        first = attention_of(next(iter(model.layers.values()))).inner_attention
+        for layer in model.layers.values():
+            layer.attention.rope._init_self_buffers()  # `.to` has converted the table
+        first = model.layers["0"].attention.inner_attention
         first.register_forward_pre_hook(lambda _, inputs: heads.extend(inputs[:2]))
     assert stock.state_dict().keys() == ours.state_dict().keys()
-    want, got = (logits_and_gradients(model, AXES if more == "axes" else IDS) for model in (stock, ours))
+    want, got = (logits_and_gradients(model) for model in (stock, ours))
     assert counted == {"jitrope" if name == "llama3" else "fused": 2}
-    same = (0 if name == "qwen3_5" else 2) if device != "cpu" else 3
-    for a, b in [*zip(heads[2:], heads[:2]), (got[0], want[0])][:same]:
+    for a, b in [*zip(heads[2:], heads[:2]), (got[0], want[0])][: 3 if device == "cpu" else 2]:
         assert torch.equal(a, b)
     assert len(got) == len(want) > 15
     unit = 1e-4 if dtype == "fp32" else 0.03
@@ -284,35 +241,31 @@ def test_other_attention_gets_the_rope(host: Any, counted: dict[str, int], name:
     assert counted == {"jitrope": 1}
 
 
-@pytest.mark.parametrize("name", NORMED)
-def test_a_layer_compiles_whole(host: Any, counted: dict[str, int], name: str) -> None:
-    layer = layers_of(name)[1]
+def test_a_layer_compiles_whole(host: Any, counted: dict[str, int]) -> None:
+    layer = layers_of()[1]
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    for ids in (IDS, AXES)[: 1 + (name == "qwen3_5")]:
-        counted.clear()
-        want = layer(X, None, ids)
-        assert torch.equal(compiled(X, None, ids), want)
-        assert counted == {"fused": 2}
+    want, got = layer(X, None, IDS), compiled(X, None, IDS)
+    assert torch.equal(got, want)
+    assert counted == {"fused": 2}
     grads = []
-    for out in (want, compiled(X, None, ids)):
+    for out in (want, got):
         layer.zero_grad()
         out.square().mean().backward()
         grads.append([p.grad.clone() for p in layer.parameters()])
     torch.testing.assert_close(*grads)
 
 
-PARALLEL = [*product(("partial_dtensor", "spmd_types"), ("qwen3", "qwen3_5", "qwen3_5 axes"))]
+PARALLEL = [("partial_dtensor",), ("spmd_types",)]
 
 
-@pytest.mark.parametrize(("device", "backend", "case"), devices(PARALLEL, PARALLEL[:1]))
+@pytest.mark.parametrize(("device", "backend"), devices(PARALLEL, PARALLEL[:1]))
 def test_norms_of_a_tensor_parallel_layer(
-    host: Any, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch, device: str, backend: str, case: str
+    host: Any, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch, device: str, backend: str
 ) -> None:
     """Each rank normalises and rotates its heads; a weight's gradient is the rank's part, as the host's is."""
     from torchtitan.distributed import parallel_dims, utils
     from torchtitan.distributed.spmd_types import set_current_spmd_mesh
 
-    name, _, axes = case.partition(" ")
     monkeypatch.setattr(parallel_dims, "device_type", device)
     monkeypatch.setattr(utils, "_spmd_backend", backend)
     results = []
@@ -320,7 +273,7 @@ def test_norms_of_a_tensor_parallel_layer(
         dims = parallel_dims.ParallelDims(1, 1, 1, 2, 1, 1, 2, spmd_backend=backend)
         dims.build_mesh()
         for override in (False, True):
-            config = small_config(name, override, sharded=True).layers[0].attention
+            config = small_config("qwen3", override, sharded=True).layers[0].attention
             whole = config.sharding_config.in_dst_shardings  # the fake backend gathers no tokens
             config.sharding_config = replace(config.sharding_config, in_src_shardings=whole)
             layer = config.build()
@@ -335,7 +288,7 @@ def test_norms_of_a_tensor_parallel_layer(
             layer.wo.forward = heads.append
             mesh = dims.spmd_dense_mesh() if backend == "spmd_types" else None
             with set_current_spmd_mesh(mesh) if mesh is not None else nullcontext():
-                layer(X.to(device), None, (AXES if axes else IDS).to(device))
+                layer(X.to(device), None, IDS.to(device))
             sum((n + 1) * x.square().sum() for n, x in enumerate(map(local, heads))).backward()
             weights = layer.q_norm.weight, layer.k_norm.weight
             results.append([*map(local, heads), *(local(w.grad) for w in weights)])
@@ -367,27 +320,18 @@ def hooked(norm: Any) -> Any:
     return norm
 
 
-def resharded(norm: Any) -> Any:
-    """As a parallel norm that moves tensors."""
-    norm._parallelized, norm.forward = True, doubled(norm.forward)
-    sides = {f"{end}_{to}_shardings": (end, to) for end, to in product(("in", "out"), ("src", "dst"))}
-    norm._sharding_config = type("Config", (), {**sides, "local_map": None})
-    return norm
-
-
 CHANGES: dict[str, Any] = {
     "hooked": hooked,
-    "resharded": resharded,
     "parametrised": lambda norm: torch.nn.utils.parametrize.register_parametrization(norm, "weight", Twice()),
     "another module": lambda _: Twice(),
 }
 
 
-@pytest.mark.parametrize(("name", "change"), [("qwen3_5", "hooked"), *product(["qwen3"], CHANGES)])
-def test_a_changed_norm_is_called(host: Any, counted: dict[str, int], name: str, change: str) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_norm_is_called(host: Any, counted: dict[str, int], change: str) -> None:
     """Rope is still jitrope's; the norm's weight gets the gradient that it gets from the host."""
     results = []
-    for layer in layers_of(name):
+    for layer in layers_of():
         layer.q_norm, layer.k_norm = CHANGES[change](layer.q_norm), CHANGES[change](layer.k_norm)
         results.append([layer(X, None, None)])
         results[-1][0].square().sum().backward()
@@ -447,18 +391,6 @@ def test_a_patch_of_a_class(
         monkeypatch.undo()
         assert torch.equal(run(X, None, IDS), fused)
         assert counted["fused"] == (1 if when == "compiled" else 2)  # the compiled one needs no new trace
-
-
-@pytest.mark.parametrize("of", ["class", "module", "subclass"])
-def test_a_patch_of_a_rope_alone(host: Any, monkeypatch: pytest.MonkeyPatch, of: str) -> None:
-    ropes, q = pair(host, "CosSinRoPE"), torch.randn(1, 6, 2, 32)
-    function = staticmethod(doubled(host.CosSinRoPE.apply_rotary_emb))
-    if of == "subclass":
-        ropes = [type("Own", (type(rope),), {"apply_rotary_emb": function})(rope.config) for rope in ropes]
-    for place in [host.CosSinRoPE] if of == "class" else ropes if of == "module" else []:
-        monkeypatch.setattr(place, "apply_rotary_emb", function)
-    theirs, ours = (rope(q, q) for rope in ropes)
-    assert all(map(torch.equal, ours, theirs))
 
 
 def test_a_keyword_of_another_version(

@@ -16,7 +16,7 @@ import jitrope
 from jitrope.integrations import deepspeed, transformer_engine
 
 from .devices import devices
-from .hosts import HOSTS, missing, stand_in
+from .hosts import HOSTS, freqs_of, missing, stand_in
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -59,36 +59,13 @@ def te() -> Any:
     return module
 
 
-@pytest.mark.parametrize("name", ["apply_rotary_pos_emb", "apply_fused_qkv_rotary_pos_emb", "RotaryPositionEmbedding"])
+@pytest.mark.parametrize("name", ["apply_rotary_pos_emb", "apply_fused_qkv_rotary_pos_emb"])
 def test_te_signatures(te: Any, name: str) -> None:
     def words(function: Any) -> list[tuple[str, Any]]:
         return [(p.name, p.default) for p in inspect.signature(function).parameters.values()]
 
     assert name in te.__all__
     assert words(getattr(transformer_engine, name)) == words(getattr(te, name))
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(
-    "words",
-    [
-        {},
-        {"rotary_percent": 0.5},
-        {"rotary_base": 5e5},
-        {"seq_len_interpolation_factor": 4, "pretrained_max_position_embeddings": 8},
-        {"seq_len_interpolation_factor": 2, "pretrained_max_position_embeddings": 64},
-    ],
-)
-def test_te_angles(te: Any, monkeypatch: pytest.MonkeyPatch, words: dict[str, Any], interleaved: bool) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    host = te.RotaryPositionEmbedding(64, interleaved=interleaved, **words)
-    ours = transformer_engine.RotaryPositionEmbedding(64, interleaved=interleaved, **words)
-    for length, offset in ((40, 0), (7, 3)):
-        assert torch.equal(ours(length, offset), host(length, offset))
-    ours.load_state_dict(host.state_dict())
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(ours(40), host(40))
-    assert torch.equal(ours.to(torch.bfloat16)(40), host(40))  # the host's angles would lose precision here
 
 
 TE_CASES = [  # tensor_format, dtype, interleaved, rotary part, starts, cp, transposed axes, overlapping gradient
@@ -120,7 +97,7 @@ def test_te_rope(
     t = torch.rand(*lead, 3, 32).to(device, DTYPES[dtype])
     if axes is not None:
         t = t.transpose(*axes).contiguous().transpose(*axes)
-    freqs = transformer_engine.RotaryPositionEmbedding(32, part, interleaved=interleaved)(32 * cp).to(device)
+    freqs = freqs_of(32 * cp, int(32 * part), interleaved).to(device)
     words: dict[str, Any] = {"tensor_format": tensor_format, "interleaved": interleaved, "cp_size": cp}
     if tensor_format == "thd":
         words["cu_seqlens"] = cu_seqlens
@@ -144,9 +121,8 @@ def test_te_packed_qkv(te: Any, device: str, tensor_format: str, cp: int, interl
     groups, dim, split = 3, 16, [64, 16, 16]
     lead = {"sbhd": (6, 2), "bshd": (2, 6), "thd": (12,)}[tensor_format]
     qkv = torch.rand(*lead, groups, sum(split)).to(device)
-    make = transformer_engine.RotaryPositionEmbedding
-    q_freqs = make(dim, interleaved=interleaved)(40).to(device)
-    k_freqs = q_freqs if tables == "one" else make(dim, rotary_base=100.0, interleaved=interleaved)(40).to(device)
+    q_freqs = freqs_of(40, dim, interleaved).to(device)
+    k_freqs = q_freqs if tables == "one" else freqs_of(40, dim, interleaved, base=1e4).to(device)
     words = {"tensor_format": tensor_format, "interleaved": interleaved, "cp_size": cp, "cp_rank": cp - 1}
     words["start_positions"] = torch.tensor([2, 5], dtype=torch.int32, device=device)
     if tensor_format == "thd":
@@ -165,18 +141,6 @@ def test_te_packed_qkv(te: Any, device: str, tensor_format: str, cp: int, interl
         return torch.cat([y.flatten() for y in parts])
 
     assert_alike(ours, host, qkv)
-
-
-def test_te_packed_qkv_is_one_graph() -> None:
-    """With one table and with two."""
-    freqs, qkv = transformer_engine.RotaryPositionEmbedding(16)(8), torch.randn(8, 2, 2, 64)
-    tables = {"one": freqs.to(qkv.device), "two": 2 * freqs.to(qkv.device)}
-    rope = transformer_engine.apply_fused_qkv_rotary_pos_emb
-    compiled = torch.compile(rope, backend="aot_eager", fullgraph=True)
-    for name in tables:
-        given = qkv, tables["one"], tables[name], [32, 16, 16]
-        for got, want in zip(compiled(*given), rope(*given), strict=True):
-            torch.testing.assert_close(got, want)
 
 
 def test_te_refusals() -> None:
@@ -229,48 +193,6 @@ def test_deepspeed_forward_and_gradient(layer: Any, device: str, name: str, dtyp
         assert a.dtype == t.dtype
         rtol, atol = (2**-7, 0.1) if dtype == "bf16" else (1e-5, 1e-5)
         torch.testing.assert_close(a.float(), b, rtol=rtol, atol=atol)
-
-
-def test_deepspeed_promotes_as_the_host(layer: Any) -> None:
-    t, angles = torch.randn(6, 2, 3, 16).bfloat16(), torch.rand(6, 1, 1, 8)
-    got, want = (f(t, angles.cos(), angles.sin()) for f in (deepspeed.apply_rotary_pos_emb, layer.apply_rotary_pos_emb))
-    assert got.dtype == want.dtype == torch.float32
-    torch.testing.assert_close(got, want)
-
-
-FP32, FP64 = torch.float32, torch.float64
-DEEPSPEED_LEFT = {
-    "fp64": ((6, 2, 3, 16), (6, 1, 1, 8), FP64, FP64),
-    "fp64-tables": ((6, 2, 3, 16), (6, 1, 1, 8), FP32, FP64),
-    "five-axes": ((6, 2, 3, 2, 16), (6, 1, 1, 1, 16), FP32, FP32),
-    "broadcast-up": ((1, 2, 3, 16), (6, 1, 1, 16), FP32, FP32),
-}
-
-
-@pytest.mark.parametrize("name", DEEPSPEED_LEFT)
-def test_deepspeed_calls_left_to_the_host(layer: Any, name: str) -> None:
-    """The plain function refuses them; with `enable`, the host's function runs."""
-    shape, table_shape, dtype, table_dtype = DEEPSPEED_LEFT[name]
-    t, angles = torch.randn(shape).to(dtype), torch.rand(table_shape).to(table_dtype)
-    cos, sin = angles.cos(), angles.sin()
-    want = layer.apply_rotary_pos_emb(t, cos, sin)
-    with pytest.raises(jitrope.InvalidInput):
-        deepspeed.apply_rotary_pos_emb(t, cos, sin)
-    with deepspeed.enable() as report:
-        assert torch.equal(layer.apply_rotary_pos_emb(t, cos, sin), want)
-    assert report.calls == {"jitrope": 0, "host": 1}
-
-
-def test_deepspeed_table_gradients_are_the_hosts(layer: Any) -> None:
-    """A table that requires a gradient gets the host's."""
-    t, angles = torch.randn(6, 2, 3, 16), torch.rand(6, 1, 1, 16)
-    tables = angles.cos().requires_grad_(), angles.sin().requires_grad_()
-    want = torch.autograd.grad(layer.apply_rotary_pos_emb(t, *tables).square().sum(), tables)
-    with deepspeed.enable() as report:
-        got = torch.autograd.grad(layer.apply_rotary_pos_emb(t, *tables).square().sum(), tables)
-    assert report.calls == {"jitrope": 1, "host": 0}
-    for a, b in zip(got, want):
-        torch.testing.assert_close(a, b)
 
 
 def test_deepspeed_enable(layer: Any) -> None:

@@ -22,7 +22,6 @@ from ..base.errors import InvalidInput, JitropeError
 
 Function = Callable[..., Any]
 F = TypeVar("F", bound=Function)
-T = TypeVar("T")
 R = TypeVar("R", bound="Report")
 
 calls: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -58,22 +57,28 @@ def note(host: str, who: str, reason: str = "", count: int = 1) -> None:
         known[reason] += 1
 
 
-def take(host: str, ours: Callable[..., T], theirs: Callable[..., T] | None, *arguments: Any, **words: Any) -> T:
+def _tried(host: str, who: str, ours: Function, arguments: Any, words: Any) -> tuple[bool, Any]:
+    """Whether ours took the call, and its result or the reason why it did not."""
+    try:
+        result = ours(*arguments, **words)
+    except InvalidInput as error:
+        return False, error.args[0]
+    note(host, who)
+    return True, result
+
+
+def take(host: str, ours: Function, theirs: Function | None, *arguments: Any, **words: Any) -> Any:
     """Call `ours` or, if it raises InvalidInput, `theirs`, and count the call.
 
     A refusal comes before anything is written, so the host gets unchanged arguments. If `theirs` is None, the error is
     raised.
     """
-    try:
-        result = ours(*arguments, **words)
-    except InvalidInput as error:
-        if theirs is None:
-            raise
-        reason = error.args[0]
-    else:
-        note(host, "jitrope")
+    done, result = _tried(host, "jitrope", ours, arguments, words)
+    if done:
         return result
-    note(host, "host", reason)
+    if theirs is None:
+        raise InvalidInput(result)
+    note(host, "host", result)
     return theirs(*arguments, **words)
 
 
@@ -82,21 +87,15 @@ def note_unfused(host: str, reason: str) -> None:
     note(host, "host", f"not fused: {reason}", 0)
 
 
-def or_else(host: str, who: str, ours: Function, otherwise: Function) -> Function:
-    """`ours`, which returns (result, number of calls to count for `who`), or `otherwise` for a call that it refuses.
+def or_else(host: str, ours: Function, otherwise: Function) -> Function:
+    """`ours`, counted as "fused", or `otherwise` for a call that it refuses.
 
     `otherwise` takes the reason, then the same arguments; it counts the call itself.
     """
 
     def function(*arguments: Any, **words: Any) -> Any:
-        try:
-            result, count = ours(*arguments, **words)
-        except InvalidInput as error:
-            reason = error.args[0]
-        else:
-            note(host, who, count=count)
-            return result
-        return otherwise(reason, *arguments, **words)  # not in `except`, which would keep our tensors alive
+        done, result = _tried(host, "fused", ours, arguments, words)
+        return result if done else otherwise(result, *arguments, **words)
 
     return function
 
@@ -143,13 +142,11 @@ class Report:
         host: the name of the library.
         replaced: by the name of a function, a description of its replacement.
         left: by the name of a function, the reason why it was not replaced.
-        verb: what was done with the functions; "registered" in a host with a registry.
     """
 
     host: str
     replaced: dict[str, Any] = field(default_factory=dict)
     left: dict[str, Any] = field(default_factory=dict)
-    verb: str = "replaced"
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
@@ -170,44 +167,40 @@ class Report:
 
         by: called with the host, ours, the original and the arguments, in place of `take`.
         """
-        where = f"{module.__name__}.{name}"
-        self.replaced[where] = what
-        host, original = self.host, getattr(module, name)
-        if original in placed:
-            if host not in (hosts := placed[original].hosts):
-                hosts[host] = where
-                self._undo.append(partial(restore, host, [original]))
-            return
 
-        known = in_words_of(original, ours, name)
+        def made(original: Any) -> Function:
+            known = in_words_of(original, ours, name)
 
-        # Marks of the original, such as torch.compile's, would lead Dynamo to the host's function.
-        @wraps(ours if original is None else original, updated=())
-        def function(*arguments: Any, **words: Any) -> Any:
-            return by(host, known, original, *arguments, **words)
+            # Marks of the original, such as torch.compile's, would lead Dynamo to the host's function.
+            @wraps(ours if original is None else original, updated=())
+            def function(*arguments: Any, **words: Any) -> Any:
+                return by(self.host, known, original, *arguments, **words)
 
-        function.__name__ = function.__qualname__ = name
-        function.__module__ = module.__name__  # so that it is pickled as the host's
-        self.place(function, where, partial(_exchange, name, function, original), what, original)
-        setattr(module, name, function)
-        if original is not None:
-            _exchange(name, original, function)
+            function.__name__ = function.__qualname__ = name
+            function.__module__ = module.__name__  # so that it is pickled as the host's
+            return function
+
+        self._exchange(module, f"{module.__name__}.{name}", made, what)
 
     def replace_method(self, cls: type, name: str, made: Callable[[Function], Function], what: Any) -> None:
         """Replace a method by `made(method)`, in the class that defines it. An already replaced one does not change."""
         cls = next(base for base in cls.__mro__ if name in vars(base))
-        where, original = f"{cls.__module__}.{cls.__qualname__}.{name}", vars(cls)[name]
+        where = f"{cls.__module__}.{cls.__qualname__}.{name}"
+        self._exchange(cls, where, lambda original: wraps(original)(made(original)), what)
+
+    def _exchange(self, holder: Any, where: str, made: Callable[[Function], Function], what: Any) -> None:
+        name, host = where.rpartition(".")[2], self.host
+        original = getattr(holder, name)
         self.replaced[where] = what
-        if original in placed:
-            return
-        function = wraps(original)(made(original))
-
-        def undo() -> None:
-            if vars(cls).get(name) is function:  # else someone has replaced it since
-                setattr(cls, name, original)
-
-        self.place(function, where, undo, what, original)
-        setattr(cls, name, function)
+        if original not in placed:
+            function = made(original)
+            self.place(function, where, partial(_exchange, holder, name, function, original), what, original)
+            setattr(holder, name, function)
+            if original is not None:
+                _exchange(holder, name, original, function)
+        elif host not in (hosts := placed[original].hosts):
+            hosts[host] = where
+            self._undo.append(partial(restore, host, [original]))
 
     def place(self, ours: Any, where: str, undo: Function, what: Any = "jitrope", original: Any = None) -> None:
         """Note that ours is at a place of the host until `undo`."""
@@ -222,23 +215,17 @@ class Report:
             undo()
 
     def __str__(self) -> str:
-        ours = sum(count for who, count in self.calls.items() if who != "host")
-        line = f"{self._state()}; {counted(ours, 'call')} since; {self.calls['host']} left to {self.host}"
-        return line + "".join(f"\n  {n} x {reason}" for reason, n in self.reasons.most_common())
+        on = any(place.hosts.get(self.host) in self.replaced for place in list(placed.values()))
+        ours = self.calls.total() - self.calls["host"]
+        line = f"{self._replaced()}{'' if on else ' (disabled)'}; {counted(ours, 'call')} since; "
+        reasons = "".join(f"\n  {n} x {reason}" for reason, n in self.reasons.most_common())
+        return f"{line}{self.calls['host']} left to {self.host}{reasons}"
 
-    def __repr__(self) -> str:
-        return f"<jitrope in {self.host}: {self._state()}>"
-
-    def _state(self) -> str:
-        return self._replaced() + ("" if self._active() else " (disabled)")
-
-    def _active(self) -> bool:
-        """Whether one of the functions is replaced now."""
-        return any(place.hosts.get(self.host) in self.replaced for place in list(placed.values()))
+    __repr__ = __str__
 
     def _replaced(self) -> str:
         left = f", {len(self.left)} left alone" if self.left else ""
-        return f"{counted(len(self.replaced), 'function')} {self.verb}{left}"
+        return f"{counted(len(self.replaced), 'function')} replaced{left}"
 
     def table(self) -> str:
         """A line for each function: its name and its replacement, or why it was left alone."""
@@ -262,16 +249,16 @@ def in_words_of(theirs: Any, ours: Function, name: str = "") -> Function:
     if (host is not own and told == known) or any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in own.values()):
         return ours
     places, defaults = places_of(host.values()), {p.name: p.default for p in host.values() if p.default is not p.empty}
-    kept = {n: default for n, default in defaults.items() if n in own}
-    needed = [n for n, p in own.items() if p.default is p.empty and n not in kept]
+    needed = [n for n, p in own.items() if p.default is p.empty]
 
     def function(*arguments: Any, **words: Any) -> Any:
         given = {**dict(zip(places, arguments)), **words}
         if strange := others(given, own, defaults):
             raise InvalidInput(f"{UNKNOWN} {strange[0]} of {name}")
+        given = {n: value for n, value in {**defaults, **given}.items() if n in own}
         if missing := [n for n in needed if n not in given]:
             raise InvalidInput(f"{name} was called without {missing[0]}")
-        return ours(**{**kept, **{n: value for n, value in given.items() if n in own}})
+        return ours(**given)
 
     return function
 
@@ -350,15 +337,14 @@ def enable(host: str, functions: Mapping[str, Function], optional: Collection[st
         ImportError: the host cannot be imported.
         JitropeError: this version of the host lacks a function that is not optional; nothing was replaced.
     """
-    found, absent = {}, {}
+    found, report = {}, Report(host)
     for where in functions:
         try:
             found[where] = held(host, where)
         except (ImportError, JitropeError) as error:
             if where not in optional:
                 raise
-            absent[where.replace(":", ".")] = str(error)
-    report = Report(host, left=absent)
+            report.left[where.replace(":", ".")] = str(error)
     for where, (module, name) in found.items():
         report.replace(module, name, functions[where], "jitrope")
     return report
@@ -387,16 +373,16 @@ def disabler(module: str) -> Callable[[], None]:
 def restore(host: str, functions: Iterable[Function]) -> None:
     """Undo a host's replacements. Calls that still run reach the host's own function as before."""
     for function in functions:
-        place = placed.get(function)
-        if place is not None and host in place.hosts:
-            del place.hosts[host]
-            if not place.hosts:
-                del placed[function]
-                place.undo()
+        hosts = placed[function].hosts if function in placed else {}
+        if hosts.pop(host, None) and not hosts:
+            placed.pop(function).undo()
 
 
-def _exchange(name: str, before: Any, after: Any) -> None:
-    """Replace a function in all loaded modules that hold it under this name, except jitrope's."""
-    for path, module in list(sys.modules.items()):
-        if isinstance(module, ModuleType) and not path.startswith("jitrope") and vars(module).get(name) is before:
-            setattr(module, name, after)
+def _exchange(holder: Any, name: str, before: Any, after: Any) -> None:
+    """Replace a class's method, or a function in all loaded modules that hold it under this name, except jitrope's."""
+    holders = [holder]
+    if isinstance(holder, ModuleType):
+        holders += [module for path, module in list(sys.modules.items()) if not path.startswith("jitrope")]
+    for each in holders:
+        if isinstance(each, (ModuleType, type)) and vars(each).get(name) is before:
+            setattr(each, name, after)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +34,8 @@ All compute in fp32 and round once.
 _PART = "_norm"
 """The method that `forward` of Megatron's L2Norm calls."""
 
-_forms: dict[tuple[type, Any], list[NormForm]] = {}
-_refused: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+_forms: dict[Any, list[NormForm | str]] = {}
+"""By a norm's class and its methods, the forms of its modules so far, or last the reason why others have none."""
 
 
 class AsSelf:
@@ -74,16 +73,15 @@ def without_rope(
             given = {**dict(zip(places, arguments)), **words}
             freqs = given.get("rotary_pos_emb")
             table, of_k = freqs if isinstance(freqs, tuple) else (freqs, freqs)
-            if table is None:
-                return theirs(layer, *arguments, **words)
             offsets, of_kv = (cu_seqlens(layer, given, of) for of in ("q", "kv"))
-            reasons = {
-                **refusals(layer, given),
-                "q and k have different tables": table is not of_k,
-                "q and k have different cu_seqlens": offsets is not of_kv,
-                **{f"{_host.UNKNOWN} {n} of forward": True for n in _host.others(given, names, defaults)},
-            }
-            why = next((why for why, holds in reasons.items() if holds), None)
+            reasons = [
+                ("", table is None),
+                *refusals(layer, given).items(),
+                ("q and k have different tables", table is not of_k),
+                ("q and k have different cu_seqlens", offsets is not of_kv),
+                *((f"{_host.UNKNOWN} {n} of forward", True) for n in _host.others(given, names, defaults)),
+            ]
+            why = next((why for why, holds in reasons if holds), None)
             if why is None:
                 return theirs(stand_in(layer, table, offsets), **{**given, "rotary_pos_emb": None})
             if why:
@@ -104,23 +102,20 @@ def of_host(cls: Any, name: str) -> bool:
 
 
 def form_of(module: nn.Module) -> NormForm:
-    """The form of a norm. A class is tried once, and so is each module without a known form.
+    """The form of a norm. Raises InvalidInput if it has none, or the module must be called itself.
 
-    Raises InvalidInput if it has none, or the module must be called itself.
+    A class is tried once, and again for a module with other attributes, until one has no form.
     """
     parameters_of(module)  # a module with hooks says nothing about its class
     cls = type(module)
-    found = _forms.setdefault((cls, getattr(cls, _PART, None)), [])
-    form = next((form for form in found if form.fits(module)), None) or _refused.get(module)
+    found = _forms.setdefault((cls, cls.forward, getattr(cls, _PART, None)), [])
+    form = next((form for form in found if isinstance(form, str) or form.fits(module)), None)
     if form is None:
         form = _known(cls, module)
         if form is None and torch.compiler.is_compiling():  # a trial cannot be traced
             raise InvalidInput(f"{cls.__name__}: call the layer once before it is compiled")
         form = form or recognise(module)
-        if isinstance(form, str):
-            _refused[module] = form
-        else:
-            found.append(form)
+        found.append(form)
     if isinstance(form, str):
         raise InvalidInput(form)
     return form
@@ -135,22 +130,19 @@ def _known(cls: Any, module: nn.Module) -> NormForm | None:
     return NormForm(cls, "eps", kind, "once", bool(centre), forward=cls.forward, fixed=fixed, total=total)
 
 
-def norm_of(norms: dict[str, nn.Module], x: Tensor, **words: Any) -> Norm:
-    """The `Norm` of a layer's modules, by "q" and "k", for heads like x. words: its other words.
+def norm_of(norms: tuple[nn.Module, nn.Module], x: Tensor, **words: Any) -> Norm:
+    """The `Norm` of q's and k's modules, for heads like x. words: its other words.
 
     Raises InvalidInput if a module has no known form or must be called itself, or the two differ.
     """
-    forms = {label: form_of(module) for label, module in norms.items()}
-    given: dict[str, Any] = {}
-    for label, form in forms.items():
-        weight, bias = parameters_of(norms[label])
+    forms, parameters = [form_of(module) for module in norms], [parameters_of(module) for module in norms]
+    for form, (weight, _) in zip(forms, parameters):
         check_results([form], weight, x)
-        if form.total:  # x / sqrt(sum + eps) = x / sqrt(mean + eps / D) / sqrt(D)
-            weight = filled(x.device, x.shape[-1], torch.float32, x.shape[-1] ** -0.5)
-        given |= {f"{label}_weight": weight, f"{label}_bias": bias}
-    found = [{**form.words(norms[label]), "total": form.total} for label, form in forms.items()]
-    if found[0] != found[-1]:
+    found, of_k = (form.words(module) | {"total": form.total} for form, module in zip(forms, norms))
+    if found != of_k:
         raise InvalidInput("the norms of q and k differ")
-    if found[0].pop("total"):
-        found[0]["eps"] /= x.shape[-1]
-    return Norm(**given, **found[0], **words)
+    if found.pop("total"):  # x / sqrt(sum + eps) = x / sqrt(mean + eps / D) / sqrt(D)
+        found["eps"] /= x.shape[-1]
+        parameters = [(filled(x.device, x.shape[-1], torch.float32, x.shape[-1] ** -0.5), None)] * 2
+    (q, q_bias), (k, k_bias) = parameters
+    return Norm(q, k, q_bias=q_bias, k_bias=k_bias, **found, **words)

@@ -61,17 +61,9 @@ def apply_rope1(x: Tensor, freqs_cis: Tensor, *, split_half: bool = False, inpla
 
 
 def rms_rope(
-    q: Tensor,
-    k: Tensor,
-    freqs_cis: Tensor,
-    q_scale: Tensor,
-    k_scale: Tensor | None = None,
-    epsilon: float = 1e-6,
-    rot_dim: int = 0,
-    *,
-    split_half: bool = False,
-    inplace: bool = False,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, freqs_cis: Tensor, q_scale: Tensor, k_scale: Tensor | None = None, epsilon: float = 1e-6,
+    rot_dim: int = 0, *, split_half: bool = False, inplace: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """RMSNorm of each head of q and k, rounded as torch.nn.RMSNorm, and rope in one launch; errors as in `apply_rope`.
 
     >>> q, k, table = torch.randn(1, 8, 16, 64), torch.randn(1, 2, 16, 64), torch.eye(2).expand(1, 1, 16, 32, 2, 2)
@@ -93,14 +85,9 @@ def rms_rope(
 
 
 def rms_rope1(
-    x: Tensor,
-    freqs_cis: Tensor,
-    scale: Tensor,
-    epsilon: float = 1e-6,
-    *,
-    split_half: bool = False,
+    x: Tensor, freqs_cis: Tensor, scale: Tensor, epsilon: float = 1e-6, *, split_half: bool = False,
     inplace: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`rms_rope` of one tensor, (B, H, S, D) or (B, S, H, D), with its errors; scale is (D).
 
     >>> table = torch.eye(2).expand(1, 1, 16, 32, 2, 2)
@@ -109,15 +96,12 @@ def rms_rope1(
     return _call([x], freqs_cis, split_half, inplace, Norm(scale, eps=epsilon, rounding="once"))[0]
 
 
+_OURS: tuple[Any, ...] = apply_rope, apply_rope1, rms_rope, rms_rope1
 FUNCTIONS: Mapping[str, _host.Function] = {
-    f"{kind}{'_split_half' * half}{one}{'_' * inplace}": partial(ours, split_half=half, inplace=inplace)
-    for half, inplace in product((False, True), repeat=2)
-    for kind, one, ours in (
-        ("apply_rope", "", apply_rope),
-        ("apply_rope", "1", apply_rope1),
-        ("rms_rope", "", rms_rope),
-        ("rms_rope", "1", rms_rope1),
+    ours.__name__.replace("rope", "rope" + "_split_half" * half) + "_" * inplace: partial(
+        ours, split_half=half, inplace=inplace
     )
+    for ours, half, inplace in product(_OURS, (False, True), (False, True))
 }
 """The functions of the registry."""
 
@@ -182,10 +166,14 @@ def enable() -> _host.Report:
     """
     registry, host = _registry(), _host.load(HOST, HOST)
     rule = _host.load(HOST, f"{HOST}.constraints").FunctionConstraints()
-    report = _host.Report(HOST, verb="registered")
-    report.replaced = {f"{HOST}.{name}": "jitrope" for name in FUNCTIONS if hasattr(host, name)}
-    report.left = {f"{HOST}.{name}": "this version has none" for name in FUNCTIONS if not hasattr(host, name)}
-    if not report.replaced:
+    report, calls = _host.Report(HOST), {}
+    for name, ours in FUNCTIONS.items():
+        if theirs := getattr(host, name, None):
+            calls[name] = partial(_host.take, HOST, _host.in_words_of(theirs, ours), partial(_next, name))
+            report.replaced[f"{HOST}.{name}"] = "jitrope"
+        else:
+            report.left[f"{HOST}.{name}"] = "this version has none"
+    if not calls:
         raise JitropeError(f"this version of {HOST} has no rope function that jitrope knows")
     if registry.is_available(BACKEND):
         return report
@@ -194,10 +182,6 @@ def enable() -> _host.Report:
         registry.disable(BACKEND)
         registry.set_priority(_others(registry))
 
-    calls = {}
-    for name, ours in FUNCTIONS.items():
-        if theirs := getattr(host, name, None):
-            calls[name] = partial(_host.take, HOST, _host.in_words_of(theirs, ours), partial(_next, name))
     registry.register(BACKEND, SimpleNamespace(**calls), dict.fromkeys(calls, rule))
     registry.enable(BACKEND)
     registry.set_priority([BACKEND, *_others(registry)])

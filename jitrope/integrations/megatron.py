@@ -12,14 +12,13 @@ so the patched `apply_rotary_pos_emb` also passes on the pairing of packed batch
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..api import apply_rope, prepare_mla_qkv, prepare_packed_qkv, prepare_qkv
+from ..api import apply_rope, prepare_mla_qkv, prepare_packed_qkv
 from ..base.errors import InvalidInput
 from ..ops.values import Packed
 from . import _host, transformer_engine
@@ -55,14 +54,9 @@ def fused_apply_rotary_pos_emb_thd(
 
 
 def apply_rotary_pos_emb(
-    t: Tensor,
-    freqs: Tensor,
-    config: Any,
-    cu_seqlens: Tensor | None = None,
-    mscale: float = 1.0,
-    cp_group: torch.distributed.ProcessGroup | None = None,
-    mla_rotary_interleaved: bool | None = None,
-) -> Tensor:
+    t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None, mscale: float = 1.0,
+    cp_group: torch.distributed.ProcessGroup | None = None, mla_rotary_interleaved: bool | None = None,
+) -> Tensor:  # fmt: skip
     """`rope_utils.apply_rotary_pos_emb` with `apply_rope_fusion`.
 
     >>> from types import SimpleNamespace  # in place of a TransformerConfig
@@ -103,16 +97,9 @@ def apply_rotary_pos_emb(
 
 
 def fused_apply_mla_rope_for_q(
-    t: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    qk_head_dim: int,
-    emb_dim: int,
-    cu_seqlens_q: Tensor | None = None,
-    cp_rank: int = 0,
-    cp_size: int = 1,
-    rotary_interleaved: bool = False,
-) -> Tensor:
+    t: Tensor, cos: Tensor, sin: Tensor, qk_head_dim: int, emb_dim: int, cu_seqlens_q: Tensor | None = None,
+    cp_rank: int = 0, cp_size: int = 1, rotary_interleaved: bool = False,
+) -> Tensor:  # fmt: skip
     """Rotate the last emb_dim elements of the heads of latent attention's q, from interleaved pairs into halves.
 
     The signature and the formula are those of `megatron.core.fusions.fused_mla_yarn_rope_apply`. Use the result. As
@@ -146,18 +133,9 @@ def fused_apply_mla_rope_for_q(
 
 
 def fused_apply_mla_rope_for_kv(
-    kv: Tensor,
-    k_pos_emb: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    emb_dim: int,
-    k_dim: int,
-    v_dim: int,
-    cu_seqlens_kv: Tensor | None = None,
-    cp_rank: int = 0,
-    cp_size: int = 1,
-    rotary_interleaved: bool = False,
-) -> tuple[Tensor, Tensor]:
+    kv: Tensor, k_pos_emb: Tensor, cos: Tensor, sin: Tensor, emb_dim: int, k_dim: int, v_dim: int,
+    cu_seqlens_kv: Tensor | None = None, cp_rank: int = 0, cp_size: int = 1, rotary_interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Split latent attention's kv into k and v, and append the rotated k_pos_emb to each head of k, in one launch.
 
     The gradient is one launch too. That of k_pos_emb is summed over the heads in fp32. The errors are
@@ -190,14 +168,13 @@ def _latent(
     """The words of a rotation of interleaved pairs into halves."""
     if interleaved:
         raise InvalidInput("rotary_interleaved is not supported in multi-latent attention")
-    widths = [x.shape[-1] if isinstance(x, Tensor) else "no" for x in (cos, sin)]
-    if widths != [emb_dim, emb_dim]:
-        raise InvalidInput(f"cos and sin have {widths[0]} and {widths[1]} columns; they must have {emb_dim}")
+    if not emb_dim == cos.shape[-1] == sin.shape[-1]:
+        raise InvalidInput(f"cos and sin have {cos.shape[-1]} and {sin.shape[-1]} columns; they must have {emb_dim}")
     words: dict[str, Any] = {"interleaved": True, "interleaved_out": False, "layout": "sbhd"}
     if cu_seqlens is not None:
         words |= {"layout": "thd", "positions": Packed(cu_seqlens, cp_size=cp_size, cp_rank=cp_rank)}
-    words |= {name: x.flatten(1)[:, : emb_dim // 2] for name, x in (("cos", cos), ("sin", sin))}
-    return words
+    half = slice(emb_dim // 2)
+    return {**words, "cos": cos.flatten(1)[:, half], "sin": sin.flatten(1)[:, half]}
 
 
 def _packed(t: Tensor, freqs: Tensor, cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Packed:
@@ -226,6 +203,7 @@ def _refusals(rope: Any, qkv: Any, layer: Any, given: dict[str, Any]) -> dict[st
     return {
         "": bool(no_rope or not config.apply_rope_fusion or norms & {"NoneType", "IdentityOp"}),
         f"{type(layer).__name__} has its own {_QKV}": _QKV in vars(layer) or getattr(type(layer), _QKV) is not qkv,
+        "the host splits QKV": layer.config.attention_output_gate or config.num_query_groups < layer.world_size,
         "apply_rotary_pos_emb was replaced": _host_module().apply_rotary_pos_emb is not rope,
         "inference": given.get("inference_context") is not None or given.get("inference_params") is not None,
         "test_mode": config.test_mode,
@@ -245,54 +223,38 @@ def _stand_in(layer: Any, freqs: Tensor, cu_seqlens: Tensor | None) -> AsSelf:
     mscale = getattr(layer, "_yarn_concentration_factor", None)
     if mscale is None:  # a version that asks its configuration in each call
         mscale = _host_module()._yarn_get_concentration_factor_from_config(layer.config)
-    return AsSelf(layer, **{_QKV: partial(_qkv, (layer, freqs, cu_seqlens, mscale))})
-
-
-_Rope = tuple[Any, Tensor, Tensor | None, float]
-"""A layer, and the arguments of its rope: the table, the offsets, and the factor of sines and cosines."""
+    return AsSelf(layer, **{_QKV: partial(_qkv, layer, freqs, cu_seqlens, mscale)})
 
 
 def _qkv(
-    rope: _Rope, hidden: Tensor, states: Any = None, output_gate: bool = False, split_qkv: bool = True, **words: Any
+    layer: Any, freqs: Tensor, cu_seqlens: Tensor | None, mscale: float, *given: Any, **words: Any
 ) -> tuple[Tensor, ...]:
     """`get_query_key_value_tensors` with q and k normalised and rotated."""
-    (layer, _, cu_seqlens, _), method = rope, getattr(_host_module().SelfAttention, _QKV)
-    if output_gate or layer.config.num_query_groups < layer.world_size:  # the host splits QKV
-        raw, split = AsSelf(layer, q_layernorm=None, k_layernorm=None), ()
-        q, k, *others = method(raw, hidden, states, output_gate, split_qkv, **words)
-        given = [q, k]
-    else:
-        (mixed, split), others = method(layer, hidden, states, output_gate, False, **words), []
-        given = [mixed]
+    method = getattr(_host_module().SelfAttention, _QKV)
+    qkv, split = method(layer, *given, **{**words, "split_qkv": False})
+    words = {"freqs": freqs, "cu_seqlens": cu_seqlens, "mscale": mscale}
     if cu_seqlens is None:
-        return (*_FUSED(rope, split, *given), *others)
-    return (*[x.unsqueeze(1) for x in _FUSED(rope, split, *[x.squeeze(1) for x in given])], *others)
+        return _FUSED(layer, qkv, split, **words)  # type: ignore[no-any-return]
+    return tuple(x.unsqueeze(1) for x in _FUSED(layer, qkv.squeeze(1), split, **words))
 
 
-def _fused(rope: _Rope, split: Sequence[int], first: Tensor, *k: Tensor) -> tuple[tuple[Any, ...], int]:
-    """q and k, or with the split of a group of the mixed QKV q, k and v."""
-    layer, freqs, cu_seqlens, mscale = rope
-    words = {"freqs": freqs.float(), "rotary_dim": freqs.shape[-1], "interleaved": layer.config.rotary_interleaved}
-    words |= {"layout": "sbhd" if cu_seqlens is None else "thd", "mscale": mscale}
+def _fused(layer: Any, qkv: Tensor, split: Any, freqs: Tensor, cu_seqlens: Tensor | None, mscale: float) -> Any:
+    words: dict[str, Any] = {"layout": "sbhd"}
     if cu_seqlens is not None:
         group = layer.pg_collection.cp
-        words["positions"] = _packed(first, freqs, cu_seqlens, group.size(), group.rank())
-    norm = norm_of({"q": layer.q_layernorm, "k": layer.k_layernorm}, first[..., : split[1]] if split else first)
-    if split:
-        return prepare_packed_qkv(first, norm=norm, q_per_group=split[0] // split[1], **words), 1
-    return prepare_qkv(first, k[0], None, norm=norm, **words)[:2], 1
+        words = {"layout": "thd", "positions": _packed(qkv, freqs, cu_seqlens, group.size(), group.rank())}
+    words |= {"freqs": freqs.float(), "rotary_dim": freqs.shape[-1], "interleaved": layer.config.rotary_interleaved}
+    norm = norm_of((layer.q_layernorm, layer.k_layernorm), qkv[..., : split[1]])
+    return prepare_packed_qkv(qkv, norm=norm, q_per_group=split[0] // split[1], mscale=mscale, **words)
 
 
-def _separate(reason: str, rope: _Rope, split: Sequence[int], first: Tensor, *k: Tensor) -> tuple[Tensor, ...]:
+def _separate(reason: str, layer: Any, qkv: Tensor, split: Any, **words: Any) -> tuple[Tensor, ...]:
     """The same by the host's norms and its rope function, which may be ours."""
     _host.note_unfused("megatron", reason)
-    layer, freqs, cu_seqlens, mscale = rope
-    words = {"config": layer.config, "cu_seqlens": cu_seqlens, "mscale": mscale, "cp_group": layer.pg_collection.cp}
-    rotate = partial(_host_module().apply_rotary_pos_emb, freqs=freqs, **words)
-    q, keys, *v = first.split([*split], -1) if split else (first, *k)
-    if split:
-        q = q.unflatten(-1, (-1, split[1])).flatten(-3, -2)
-    return rotate(layer.q_layernorm(q)), rotate(layer.k_layernorm(keys)), *v
+    rotate = partial(_host_module().apply_rotary_pos_emb, config=layer.config, cp_group=layer.pg_collection.cp, **words)
+    q, k, v = qkv.split([*split], -1)
+    q = q.unflatten(-1, (-1, split[1])).flatten(-3, -2)
+    return rotate(layer.q_layernorm(q)), rotate(layer.k_layernorm(k)), v
 
 
 def _host_module() -> Any:
@@ -302,7 +264,7 @@ def _host_module() -> Any:
     return attention
 
 
-_FUSED = _host.or_else("megatron", "fused", _fused, _separate)
+_FUSED = _host.or_else("megatron", _fused, _separate)
 _QKV = "get_query_key_value_tensors"
 _KNOWN = (
     "hidden_states attention_mask key_value_states inference_context inference_params rotary_pos_emb "

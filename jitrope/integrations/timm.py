@@ -82,35 +82,31 @@ def _rotate(q: Tensor, k: Tensor | None, sin: Tensor, cos: Tensor, half: bool, u
 # ---- one launch for q and k ----------------------------------------------------------------------------
 
 
-def _attention(module: ModuleType, turn: Any, ours: Any, theirs: _host.Function) -> _host.Function:
+def _attention(module: ModuleType, known: list[Any], theirs: _host.Function) -> _host.Function:
     """A forward for the classes of `_ATTENTION`.
 
-    module: the class's, where `apply_rot_embed_cat` is `turn`, unless the user replaces it. ours: what stands in the
-    place of `apply_rot_embed`. theirs: the host's forward.
+    module: the class's. known: its `apply_rot_embed_cat`, and ours in the place of `apply_rot_embed`, which that calls.
+    theirs: the host's forward.
     """
     functions = importlib.import_module(_MODULE)
 
-    def rotated(q: Tensor, k: Tensor, rope: Tensor, first: int, half: bool) -> list[Tensor]:
-        one = module.apply_rot_embed_cat  # it calls `apply_rot_embed`, which counts its refusals
-        try:
-            if one is turn and functions.apply_rot_embed is ours:
-                sin, cos = rope.chunk(2, -1)
-                out = _rotate(q, k, sin, cos, half, first)
-                _host.note("timm", "jitrope")
-                return out
-            _host.note("timm", "host", "apply_rot_embed_cat or apply_rot_embed was replaced")
-        except InvalidInput:
-            pass
-        return [torch.cat([x[:, :, :first], one(x[:, :, first:], rope, half=half)], 2) for x in (q, k)]
-
     def forward(self: Any, x: Tensor, rope: Any = None, attn_mask: Any = None, is_causal: bool = False) -> Any:
-        if rope is None or not self.fused_attn or not isinstance(x, Tensor):  # torch.fx traces with stand-ins
+        same = known == [module.apply_rot_embed_cat, functions.apply_rot_embed]
+        if rope is None or not self.fused_attn or not isinstance(x, Tensor) or not same:  # torch.fx has stand-ins
+            if not same:
+                _host.note("timm", "host", "apply_rot_embed_cat or apply_rot_embed was replaced")
             return theirs(self, x, rope, attn_mask, **({} if is_causal is False else {"is_causal": is_causal}))
         gate = None if getattr(self, "gate", None) is None else self.gate(x).sigmoid()
         q, k, v = _heads(self, x)
+        q, k, first, (sin, cos) = self.q_norm(q), self.k_norm(k), self.num_prefix_tokens, rope.chunk(2, -1)
         half, groups = getattr(self, "rotate_half", False), getattr(self, "num_kv_groups", 1)
-        made = rotated(self.q_norm(q), self.k_norm(k), rope, self.num_prefix_tokens, half)
-        q, k = (y.type_as(v) for y in made)
+        try:
+            q, k = _rotate(q, k, sin, cos, half, first)
+            _host.note("timm", "jitrope")
+        except InvalidInput:  # the function counts its own refusals
+            turned = [module.apply_rot_embed_cat(y[:, :, first:], rope, half=half) for y in (q, k)]
+            q, k = (torch.cat([y[:, :, :first], z], 2) for y, z in zip((q, k), turned))
+        q, k = (y.type_as(v) for y in (q, k))
         if groups > 1:
             k, v = (y.repeat_interleave(groups, 1) for y in (k, v))
         x = F.scaled_dot_product_attention(q, k, v, attn_mask, self.attn_drop.p * self.training, is_causal)
@@ -150,21 +146,21 @@ def enable() -> _host.Report:
         JitropeError: `apply_rot_embed` has another text than in timm 1.0.21 to 1.0.31, or was replaced; jitrope has
             replaced nothing.
     """
-    functions = _host.load("timm", _MODULE)
-    host, cat = (getattr(functions, name, None) for name in ("apply_rot_embed", "apply_rot_embed_cat"))
+    functions, _ = _host.held("timm", f"{_MODULE}:apply_rot_embed")
+    host, cat = functions.apply_rot_embed, functions.apply_rot_embed_cat
     host = _host.placed[host].original if host in _host.placed else host
     ours = _OURS.get(_host.text_of(_host.own("timm", host)))
     if ours is None:
         raise JitropeError("apply_rot_embed is not that of timm 1.0.21 to 1.0.31: another version has it, or a patch")
     report = _host.enable("timm", {f"{_MODULE}:apply_rot_embed": ours})
-    turn = cat if _host.text_of(_host.own("timm", cat)) in _CAT else None
     for where, texts in _ATTENTION.items():
         try:
             module, name = _host.held("timm", where)
             cls = getattr(module, name)
-            if cls.forward not in _host.placed and _host.text_of(_host.own("timm", cls.forward)) not in texts:
+            known = cls.forward in _host.placed or _host.text_of(_host.own("timm", cls.forward)) in texts
+            if not known or _host.text_of(_host.own("timm", cat)) not in _CAT:
                 raise JitropeError("q and k are separate launches, because its text is not that of 1.0.21 to 1.0.31")
-            made = partial(_attention, module, turn, functions.apply_rot_embed)
+            made = partial(_attention, module, [cat, functions.apply_rot_embed])
             report.replace_method(cls, "forward", made, "q and k in one launch")
         except (ImportError, JitropeError) as error:
             report.left[f"{where.replace(':', '.')}.forward"] = str(error)

@@ -2,9 +2,9 @@
 
     --override.imports jitrope.integrations.torchtitan.attention
 
-replaces the rope of each attention, if it is a `CosSinRoPE`, a `ComplexRoPE` or Qwen 3.5's `MRoPE`. If a `GQAttention`
-(Qwen3) or a `Qwen35Attention` has norms of q and k, they are in the same launch. One launch computes the gradients. The
-kernel selects rows by positions, so nothing is gathered. Parameters and checkpoints do not change.
+replaces the rope of each attention, if it is a `CosSinRoPE` or a `ComplexRoPE`. If a `GQAttention` (Qwen3) has norms of
+q and k, they are in the same launch. One launch computes the gradients. The kernel selects rows by positions, without
+a gather. Parameters and checkpoints do not change.
 
 The texts of the host's files are compared with those that this file was written for: with another text the host's code
 runs. Calls left to the host are logged once for each reason; `calls` and `reasons` count them.
@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from functools import lru_cache, partial, wraps
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..api import prepare_qkv
 from ..base.errors import InvalidInput
-from ..ops.values import Mrope, Norm
+from ..ops.values import Norm
 from ..ops.watch import in_autocast
 from . import _host
 from ._layers import AsSelf
@@ -41,16 +40,11 @@ reasons = _host.reasons[HOST]
 _PLACES = {
     "CosSinRoPE": ("torchtitan.models.common.rope", "c81b4bf4ee9bfc13"),
     "ComplexRoPE": ("torchtitan.models.common.rope", "c81b4bf4ee9bfc13"),
-    "MRoPE": ("torchtitan.models.qwen3_5.rope", "5f2066cbd1ec74d1"),
     "GQAttention": ("torchtitan.models.common.attention", "26226984317777ee"),
-    "Qwen35Attention": ("torchtitan.models.qwen3_5.model", "3021f1fe20bf15f6"),
 }
 """The modules of the host's classes, and what 0.3.0 has as the text of a rope's module or of attention's `forward`."""
 
-_OFFSET_NORM = "6fcbf87bbc238f77"
-"""The text of the `forward` of Qwen 3.5's norm; that of `GQAttention` is torch's."""
-
-_READ = ("apply_rotary_emb", "_reshape_cache", "_rotate_half", "_compute_mrope_cache")
+_READ = ("apply_rotary_emb", "_reshape_cache", "_rotate_half")
 """The methods of a rope, beside `forward`, that our launch stands for."""
 
 
@@ -64,14 +58,12 @@ def _rotation(kind: str) -> Any:
     heads = ({"dp": spmd.V, "cp": spmd.V, "tp": spmd.V}, spmd.PartitionSpec("dp", "cp", "tp", None))
 
     @spmd.local_map(out_types=(heads, heads))
-    def function(query: Tensor, key: Tensor, cache: Tensor, ids: Any, section: Any, weights: Any, norm: Any) -> Any:
+    def function(query: Tensor, key: Tensor, cache: Tensor, ids: Any, weights: Any, norm: Any) -> Any:
         if kind == "ComplexRoPE":
             table: Any = {"freqs_cis": cache, "interleaved": True, "rounding": "complex64"}
         else:  # cosines of the pairs twice, then sines; one half is enough
             half = cache.shape[-1] // 4
             table = {"cos": cache[:, :half], "sin": cache[:, 2 * half : 3 * half], "rotary_dim": 2 * half}
-        if section and ids is not None and ids.dim() == 3:  # along time, height and width
-            ids = Mrope(ids.movedim(-1, 0), section, mrope_interleaved=True)
         made = Norm(*weights, **norm) if weights else None
         return prepare_qkv(query, key, None, norm=made, positions=ids, layout="bshd", **table)[:2]
 
@@ -79,48 +71,43 @@ def _rotation(kind: str) -> Any:
 
 
 def _rotated(
-    rope: Any, query: Any = None, key: Any = None, positions: Any = None, *more: Any,
-    size: int = 0, weights: Any = (), norm: Any = None, **others: Any,
-) -> Any:  # fmt: skip
-    """query and key rotated by a module's table, after a norm with weights; each rank rotates its shards.
+    rope: Any, query: Any, key: Any, positions: Any = None, *more: Any, norm: Any = ((), None), **others: Any
+) -> Any:
+    """query and key rotated by a module's table, after a norm; each rank rotates its shards.
 
-    size: of the part of each head that the host rotates; 0: all. more, others: of other versions, and so never used.
+    norm: its weights and words. more, others: of other versions, and so never used.
     """
     host, forward, parts, check = rope._original
     if host.forward is not forward or any(n in rope.__dict__ or getattr(type(rope), n) is not f for n, f in parts):
         raise InvalidInput(f"a method of {host.__name__} was replaced, or its file has another text than in 0.3.0")
-    if (size or query.shape[-1]) != rope.config.dim:  # the host broadcasts a smaller table or refuses it
+    if query.shape[-1] != rope.config.dim:  # the host broadcasts a smaller table or refuses it
         raise InvalidInput("the heads and the table have different sizes")
     cache = rope.cache.to_local() if isinstance(rope.cache, DTensor) else rope.cache
     if positions is not None:
         check(positions, max_valid_pos=cache.shape[0] - 1)
-    return rope._rotation(query, key, cache, positions, getattr(rope.config, "mrope_section", None), weights, norm)
+    return rope._rotation(query, key, cache, positions, *norm)
 
 
 def _fused(layer: Any, query: Tensor, key: Tensor, positions: Any = None) -> Any:
     if type(layer.rope).__module__ != __name__:
         raise InvalidInput("the layer's rope is not jitrope's")
     unhooked(layer.rope, _moves_nothing(layer.rope), "rope")  # we do not call it
-    norms, (cls, forward, offset) = (layer.q_norm, layer.k_norm), layer._norm
+    norms, (cls, forward) = (layer.q_norm, layer.k_norm), layer._norm
     weights: Any = [unhooked(norm, _moves_nothing(norm))[0] for norm in norms]
     plain = cls.forward is forward and all(type(norm) is cls and norm.weight is not None for norm in norms)
     if not plain or norms[0].eps != norms[1].eps:
         raise InvalidInput(f"a norm is not torchtitan's {cls.__name__} or has no weight, or q's and k's differ")
-    if not offset and (in_autocast(query) or any(weight.dtype != query.dtype for weight in weights)):
+    if in_autocast(query) or any(weight.dtype != query.dtype for weight in weights):
         raise InvalidInput("autocast or the weight's dtype may change the norm")
-    norm = {"eps": norms[0].eps, "zero_centered": offset, "rounding": "once"}
-    size = getattr(layer, "rotary_dim", layer.head_dim)
-    return _rotated(layer.rope, query, key, positions, size=size, weights=weights, norm=norm), 1
+    return _rotated(layer.rope, query, key, positions, norm=(weights, {"eps": norms[0].eps, "rounding": "once"}))
 
 
 def _separate(reason: str, layer: Any, query: Tensor, key: Tensor, positions: Any = None) -> Any:
     _host.note_unfused(HOST, reason)
-    heads, size = (layer.q_norm(query), layer.k_norm(key)), getattr(layer, "rotary_dim", layer.head_dim)
-    rotated = layer.rope(*(x[..., :size] for x in heads), positions)
-    return [torch.cat([x, whole[..., size:]], -1) for x, whole in zip(rotated, heads)]
+    return layer.rope(layer.q_norm(query), layer.k_norm(key), positions)
 
 
-_turn = _host.or_else(HOST, "fused", _fused, _separate)
+_turn = _host.or_else(HOST, _fused, _separate)
 
 
 def _moves_nothing(module: Any) -> bool:
@@ -160,23 +147,20 @@ def _of_rope(host: Any, module: Any) -> dict[str, Any]:
 
 
 def _of_attention(host: Any, module: Any) -> dict[str, Any]:
-    offset, text = host.__name__ == "Qwen35Attention", _PLACES[host.__name__][1]
-    theirs = _host.own(HOST, host.forward) if _host.text_of(host.forward) == text else None
-    norm, package = (module.OffsetRMSNorm, HOST) if offset else (module.RMSNorm, "torch")
-    known = not offset or _host.text_of(norm.forward) == _OFFSET_NORM
-    of_norm = _host.own(package, norm.forward) if known else None
+    theirs = _host.own(HOST, host.forward) if _host.text_of(host.forward) == _PLACES[host.__name__][1] else None
+    norm = module.RMSNorm  # with torch's forward
 
     @wraps(host.forward)
     def forward(self: Any, *arguments: Any, **words: Any) -> Any:
         normed = self.q_norm is not None and self.k_norm is not None
         if normed and host.forward is theirs:
-            as_self = AsSelf(self, q_norm=_same, k_norm=_same, rope=partial(_turn, self), rotary_dim=self.head_dim)
+            as_self = AsSelf(self, q_norm=_same, k_norm=_same, rope=partial(_turn, self))
             return theirs(as_self, *arguments, **words)
         if normed:
             _host.note_unfused(HOST, f"{host.__name__}.forward was replaced, or has another text than in 0.3.0")
         return host.forward(self, *arguments, **words)
 
-    return {"forward": forward, "_norm": (norm, of_norm, offset)}
+    return {"forward": forward, "_norm": (norm, _host.own("torch", norm.forward))}
 
 
 def _same(x: Tensor) -> Tensor:
@@ -193,8 +177,8 @@ def __getattr__(name: str) -> Any:
 def attention(config: Any) -> Any:
     """The override of `BaseAttention.Config` and its rope: name it in `override.imports`.
 
-    Norms of q and k and the rotation are one launch in `GQAttention` and in `Qwen35Attention`. In other attention, as
-    in subclasses of these, only the rope is replaced; a rope of another class than the host's stays.
+    Norms of q and k and the rotation are one launch in `GQAttention`. In other attention, as in its subclasses, only
+    the rope is replaced; a rope of another class than the host's two stays.
 
     >>> from torchtitan.models.qwen3 import qwen3_configs
     >>> layer = qwen3_configs["debugmodel"](attn_backend="flex").layers[0]

@@ -17,83 +17,23 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..api import apply_rope, prepare_packed_qkv, prepare_qkv
 from ..base.errors import InvalidInput
 from ..ops.values import Packed, Starts
-from ..tables import inv_freq
 from . import _host
 from ._layers import AsSelf, norm_of, without_rope
 
 
-class RotaryPositionEmbedding(torch.nn.Module):
-    """Angles of rotary position embeddings (arXiv:2104.09864), in radians, fp32 [positions, 1, 1, dim].
-
-    >>> RotaryPositionEmbedding(64)(max_seq_len=16).shape
-    torch.Size([16, 1, 1, 64])
-
-    Args:
-        dim: the number of rotated elements of a head.
-        rotary_percent: if below 1, only this part of dim is rotated.
-        seq_len_interpolation_factor, pretrained_max_position_embeddings: if both are given, positions are divided by
-            the factor, or, past pretrained * factor, by max_seq_len / pretrained (linear interpolation,
-            arXiv:2306.15595).
-        rotary_base: the base of the inverse frequencies base ** (-2 i / dim).
-        interleaved: True: each angle is repeated; False: the whole list of angles is repeated.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        rotary_percent: float = 1.0,
-        seq_len_interpolation_factor: int | None = None,
-        pretrained_max_position_embeddings: int | None = None,
-        rotary_base: float = 10000.0,
-        interleaved: bool = False,
-    ) -> None:
-        super().__init__()
-        self.dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
-        self.seq_len_interpolation_factor = seq_len_interpolation_factor
-        self.rotary_base = rotary_base
-        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
-        self.interleaved = interleaved
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-        self.register_buffer("inv_freq", self._inverse_frequencies(device))
-
-    def _inverse_frequencies(self, device: torch.device | None) -> Tensor:
-        return inv_freq(rotary_dim=self.dim, theta=self.rotary_base, device=device)[0]
-
-    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """Angles [max_seq_len, 1, 1, dim] of the positions from offset on; fp32 even if the model was cast."""
-        inverse: Any = self.inv_freq
-        if inverse.dtype != torch.float32:  # a model's `.to(bf16)` rounded the buffer
-            inverse = self._inverse_frequencies(inverse.device)
-        positions = torch.arange(max_seq_len, device=inverse.device, dtype=torch.float32) + offset
-        pretrained, factor = self.pretrained_max_position_embeddings, self.seq_len_interpolation_factor
-        if pretrained is not None and factor is not None:
-            positions *= 1 / max(factor, max_seq_len / pretrained)
-        angles = positions[:, None] * inverse
-        angles = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
-        return angles[:, None, None]
-
-
 def apply_rotary_pos_emb(
-    t: Tensor,
-    freqs: Tensor,
-    tensor_format: str = "sbhd",
-    start_positions: Tensor | None = None,
-    interleaved: bool = False,
-    fused: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cp_size: int = 1,
+    t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", start_positions: Tensor | None = None,
+    interleaved: bool = False, fused: bool = False, cu_seqlens: Tensor | None = None, cp_size: int = 1,
     cp_rank: int = 0,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Rotate t by angles; the gradient flows to t.
 
-    >>> freqs = RotaryPositionEmbedding(64)(16)  # on the GPU, if there is one
-    >>> t, cu_seqlens = torch.randn(10, 8, 64).to(freqs), torch.tensor([0, 7, 10], device=freqs.device)
+    >>> t, freqs, cu_seqlens = torch.randn(10, 8, 64), torch.randn(16, 1, 1, 64), torch.tensor([0, 7, 10])
     >>> t = apply_rotary_pos_emb(t, freqs, tensor_format="thd", cu_seqlens=cu_seqlens)
 
     Args:
@@ -116,24 +56,17 @@ def apply_rotary_pos_emb(
 
 
 def apply_fused_qkv_rotary_pos_emb(
-    qkv: Tensor,
-    q_freqs: Tensor,
-    k_freqs: Tensor,
-    qkv_split_arg_list: list[int],
-    tensor_format: str = "sbhd",
-    start_positions: Tensor | None = None,
-    interleaved: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cp_size: int = 1,
-    cp_rank: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:
+    qkv: Tensor, q_freqs: Tensor, k_freqs: Tensor, qkv_split_arg_list: list[int], tensor_format: str = "sbhd",
+    start_positions: Tensor | None = None, interleaved: bool = False, cu_seqlens: Tensor | None = None,
+    cp_size: int = 1, cp_rank: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Split packed QKV [.., groups, sum(split)] and rotate q and k; v is copied.
 
     Unlike TransformerEngine's function it accepts "thd", and start_positions also with context parallelism and in the
     gradient. It is one launch if q and k share their tensor of angles and head size; otherwise q and k take one each.
 
-    >>> freqs = RotaryPositionEmbedding(64)(16)
-    >>> q, k, v = apply_fused_qkv_rotary_pos_emb(torch.randn(16, 1, 2, 384).to(freqs), freqs, freqs, [256, 64, 64])
+    >>> qkv, freqs = torch.randn(16, 1, 2, 384), torch.randn(16, 1, 1, 64)
+    >>> q, k, v = apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [256, 64, 64])
     >>> q.shape
     torch.Size([16, 1, 8, 64])
 
@@ -151,10 +84,7 @@ def apply_fused_qkv_rotary_pos_emb(
     """
     q_width, k_width, v_width = qkv_split_arg_list
     if sum(qkv_split_arg_list) != qkv.shape[-1] or k_width < 1 or q_width % k_width:
-        raise InvalidInput(
-            f"apply_fused_qkv_rotary_pos_emb: qkv_split_arg_list {qkv_split_arg_list} does not split groups of "
-            f"{qkv.shape[-1]} into heads of {k_width}"
-        )
+        raise InvalidInput(f"qkv_split_arg_list {qkv_split_arg_list} does not split groups of {qkv.shape[-1]}")
     words = _words(tensor_format, start_positions, interleaved, cu_seqlens, cp_size, cp_rank)
     if k_width == v_width and q_freqs is k_freqs:
         words.update(freqs=q_freqs.float(), rotary_dim=q_freqs.shape[-1], q_per_group=q_width // k_width)
@@ -224,33 +154,27 @@ def _refusals(rope: Any, layer: Any, given: dict[str, Any]) -> dict[str, bool]:
 
 
 def _stand_in(*rope: Any) -> _Both:
-    return _Both(rope[0], partial(_FUSED, rope))
+    return _Both(rope[0], partial(_FUSED, *rope))
 
 
-def _cu_seqlens(layer: Any, given: dict[str, Any], of: str) -> Tensor | None:
+def _cu_seqlens(layer: Any, given: dict[str, Any], of: str) -> Any:
     """The offsets of a packed batch that rope uses."""
-    if layer.qkv_format != "thd":
-        return None
-    found: Tensor | None = given.get(f"cu_seqlens_{of}_padded" if given.get("pad_between_seqs") else f"cu_seqlens_{of}")
-    return found
+    padded = "_padded" if given.get("pad_between_seqs") else ""
+    return given.get(f"cu_seqlens_{of}{padded}") if layer.qkv_format == "thd" else None
 
 
-_Rope = tuple[Any, Tensor, Tensor | None]
-"""A layer, and the table and offsets of its rope."""
-
-
-def _fused(rope: _Rope, q: Tensor, k: Tensor) -> tuple[tuple[Tensor, Tensor], int]:
-    layer, freqs, cu_seqlens = rope
-    norm = norm_of({"q": layer.q_norm, "k": layer.k_norm}, q, after_rope=not layer.qk_norm_before_rope)
+def _fused(layer: Any, freqs: Tensor, cu_seqlens: Tensor | None, q: Tensor, k: Tensor) -> tuple[Any, ...]:
+    norm = norm_of((layer.q_norm, layer.k_norm), q, after_rope=not layer.qk_norm_before_rope)
     where = (layer.rotary_pos_interleaved, cu_seqlens, layer.cp_size, layer.cp_rank)
     words = {"freqs": freqs.float(), "rotary_dim": freqs.shape[-1], **_words(layer.qkv_format, None, *where)}
-    return prepare_qkv(q, k, None, norm=norm, **words)[:2], 1
+    return prepare_qkv(q, k, None, norm=norm, **words)[:2]
 
 
-def _separate(reason: str, rope: _Rope, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+def _separate(
+    reason: str, layer: Any, freqs: Tensor, cu_seqlens: Tensor | None, q: Tensor, k: Tensor
+) -> tuple[Tensor, ...]:
     """The same with the host's norms and its rope function, which may be ours."""
     _host.note_unfused("transformer_engine", reason)
-    layer, freqs, cu_seqlens = rope
     words = {"fused": True, "cu_seqlens": cu_seqlens, "cp_size": layer.cp_size, "cp_rank": layer.cp_rank}
     words |= {"tensor_format": layer.qkv_format, "interleaved": layer.rotary_pos_interleaved}
     rotate = partial(_host_module().apply_rotary_pos_emb, freqs=freqs, **words)
@@ -258,7 +182,7 @@ def _separate(reason: str, rope: _Rope, q: Tensor, k: Tensor) -> tuple[Tensor, .
     return tuple([rotate(norm(x)) if layer.qk_norm_before_rope else norm(rotate(x)) for x, norm in both])
 
 
-_FUSED = _host.or_else("transformer_engine", "fused", _fused, _separate)
+_FUSED = _host.or_else("transformer_engine", _fused, _separate)
 _ROPE = "transformer_engine.pytorch.attention.rope"
 _ATTENTION = "transformer_engine.pytorch.attention.multi_head_attention"
 _KNOWN = (

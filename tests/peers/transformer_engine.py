@@ -22,10 +22,25 @@ def install(checkout: Path) -> None:
     def apply_rotary_pos_emb(*arguments: Any, fused: bool = False, **words: Any) -> Tensor:
         return (ours.apply_rotary_pos_emb if fused else host)(*arguments, **words)
 
-    names = {"RotaryPositionEmbedding": ours.RotaryPositionEmbedding, "apply_rotary_pos_emb": apply_rotary_pos_emb}
+    names = {"RotaryPositionEmbedding": Embedding, "apply_rotary_pos_emb": apply_rotary_pos_emb}
     names["apply_fused_qkv_rotary_pos_emb"] = ours.apply_fused_qkv_rotary_pos_emb
     for name in (_ROPE, *_BEFORE):
         module(name, **names)
+
+
+class Embedding(torch.nn.Module):
+    """The angles of each position, as TransformerEngine documents them."""
+
+    def __init__(self, dim: int, rotary_percent: float = 1.0, interleaved: bool = False, **_: Any) -> None:
+        super().__init__()
+        self.dim, self.interleaved = int(dim * rotary_percent), interleaved
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        inverse = 10000 ** (-torch.arange(0, self.dim, 2, device=device) / self.dim)
+        angles = (torch.arange(max_seq_len, device=device) + offset)[:, None] * inverse
+        angles = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
+        return angles[:, None, None]
 
 
 def plain(

@@ -23,7 +23,7 @@ from torch import nn
 from ...base.arguments import flag, refuse
 from ...base.errors import InvalidInput, JitropeError
 from .. import _host
-from .fused import COPIES, FUSED
+from .fused import COPIES, FUSED, Call
 from .norms import unknown
 from .ropes import LEFT, ROPES
 
@@ -147,21 +147,21 @@ def _fuse(report: _host.Report, cls: Any, fuse_norm: bool, ropes: list[Rope]) ->
 
 def _fused(copy: Any, cls: type, ropes: list[Rope], original: Callable[..., Any]) -> Callable[..., Any]:
     """Ours in place of a class's `__call__`, now `original`."""
-    ours = _host.in_words_of(original, partial(copy, sys.modules[cls.__module__]))
+    given = _host.in_words_of(original, partial(Call, sys.modules[cls.__module__]))
     now = [(module, name, getattr(module, name)) for _, module, name in ropes]
     known = [(module, name, (function, _host.placed[function].original)) for module, name, function in now]
 
-    def call(*arguments: Any, **words: Any) -> tuple[Any, int]:
+    def call(*arguments: Any, **words: Any) -> Any:
         for module, name, functions in known:
             if getattr(module, name) not in functions:
                 raise InvalidInput(f"{name} was replaced after enable")
-        return ours(*arguments, **words), 1
+        return copy(given(*arguments, **words))
 
     def left(reason: str, *arguments: Any, **words: Any) -> Any:
         _host.note("diffusers", "host", reason, 0 if ropes else 1)  # the rope functions count themselves
         return original(*arguments, **words)
 
-    return _host.or_else("diffusers", "fused", call, left)
+    return _host.or_else("diffusers", call, left)
 
 
 def _nothing(given: Any, report: _host.Report) -> str:

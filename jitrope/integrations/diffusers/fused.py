@@ -4,15 +4,15 @@ Each does what the host's does: same arguments, same projections, same attention
 It is used where the text of the host's own is one that it was written for (`COPIES`). A call that it refuses
 (autocast, other norms or tables) goes to the host's. It writes only into tensors of its own.
 
-The first argument is the module of the host's class: its functions are looked up there in each call, because another
-library may have replaced some. Then come the host's parameters, under its names.
+Functions of the host are looked up in the module of its class in each call, because another library may have replaced
+some.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,22 @@ from ...base.errors import InvalidInput
 from .norms import Norms, Parts, Words, beside, joint, norm_rope, norms_of
 from .ropes import HALF, HEADS, PAIRS, ROWS, TURNS, WORDS, of_pairs, pair
 
+
+class Call(NamedTuple):
+    """A call of a processor: the module of its class, itself, and the arguments under the host's names."""
+
+    host: Any
+    self: Any
+    attn: Any
+    hidden_states: Tensor
+    encoder_hidden_states: Any = None
+    encoder_hidden_states_mask: Any = None
+    attention_mask: Any = None
+    image_rotary_emb: Any = None
+    rotary_emb: Any = None
+    freqs_cis: Any = None
+
+
 # ---- shared by processors --------------------------------------------------------------------------------
 
 
@@ -30,11 +46,11 @@ def _one(norms: Norms, qkv: Parts, rope: Words) -> Parts:
     return *norm_rope(norms, *qkv[:2], rope), qkv[2]
 
 
-def _attended(host: Any, processor: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, parallel: bool = True) -> Tensor:
+def _attended(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Any, parallel: bool = True) -> Tensor:
     """The host's attention: (B, S, H * D)."""
-    config = processor._parallel_config if parallel else None
-    words = {"attn_mask": mask, "backend": processor._attention_backend, "parallel_config": config}
-    out: Tensor = host.dispatch_attention_fn(q, k, v, dropout_p=0.0, is_causal=False, **words)
+    config = call.self._parallel_config if parallel else None
+    words = {"attn_mask": mask, "backend": call.self._attention_backend, "parallel_config": config}
+    out: Tensor = call.host.dispatch_attention_fn(q, k, v, dropout_p=0.0, is_causal=False, **words)
     return out.flatten(2, 3).to(q.dtype)
 
 
@@ -68,28 +84,18 @@ def _out(attn: Any, x: Tensor) -> Tensor:
 # ---- the processors ----------------------------------------------------------------------------------------
 
 
-def _flux(
-    project: bool,
-    copy: bool,
-    host: Any,
-    self: Any,
-    attn: Any,
-    hidden_states: Tensor,
-    encoder_hidden_states: Any = None,
-    attention_mask: Any = None,
-    image_rotary_emb: Any = None,
-) -> Any:
+def _flux(project: bool, copy: bool, call: Call) -> Any:
     """FLUX of one or two streams, text before image. project: one stream too; copy: two before they are projected."""
-    text = encoder_hidden_states
+    attn, hidden_states, text = call.attn, call.hidden_states, call.encoder_hidden_states
     added = () if attn.added_kv_proj_dim is None else ("added_q", "added_k")
-    norms, tables = norms_of(hidden_states, attn, *added, "q", "k"), pair(image_rotary_emb)
-    projected = host._get_qkv_projections(attn, hidden_states, text)
+    norms, tables = norms_of(hidden_states, attn, *added, "q", "k"), pair(call.image_rotary_emb)
+    projected = call.host._get_qkv_projections(attn, hidden_states, text)
     projected = _heads(projected if added else projected[:3], attn)
     tokens = sum(q.shape[1] for q in projected[::3])
     rope = PAIRS.words(projected[0], tables, tokens)
     q, k, v = joint(norms, projected[3:], projected[:3], rope) if added else _one(norms, projected, rope)
     del projected  # attention needs memory
-    out = _attended(host, self, q, k, v, attention_mask)
+    out = _attended(call, q, k, v, call.attention_mask)
     if text is None:
         return _out(attn, out) if project else out
     text, image = out.split_with_sizes([text.shape[1], out.shape[1] - text.shape[1]], dim=1)
@@ -98,114 +104,81 @@ def _flux(
     return _out(attn, image), attn.to_add_out(text)
 
 
-def _flux2_parallel(
-    host: Any, self: Any, attn: Any, hidden_states: Tensor, attention_mask: Any = None, image_rotary_emb: Any = None
-) -> Any:
+def _flux2_parallel(call: Call) -> Any:
     """q, k and v are strided views of one projection, which also gives the MLP's input."""
-    norms, tables = norms_of(hidden_states, attn, "q", "k"), pair(image_rotary_emb)
+    attn, hidden_states = call.attn, call.hidden_states
+    norms, tables = norms_of(hidden_states, attn, "q", "k"), pair(call.image_rotary_emb)
     qkv_mlp = attn.to_qkv_mlp_proj(hidden_states)
     width = 3 * attn.inner_dim
     width = qkv_mlp.shape[-1] * width // (width + attn.mlp_hidden_dim * attn.mlp_mult_factor)  # of this rank
     projected, mlp = torch.split(qkv_mlp, [width, qkv_mlp.shape[-1] - width], dim=-1)
     qkv = _heads(projected.chunk(3, dim=-1), attn)
     q, k, v = _one(norms, qkv, PAIRS.words(qkv[0], tables))
-    out = _attended(host, self, q, k, v, attention_mask)
+    out = _attended(call, q, k, v, call.attention_mask)
     return attn.to_out(torch.cat([out, attn.mlp_act_fn(mlp)], dim=-1))
 
 
-def _qwen(
-    masks: bool,
-    host: Any,
-    self: Any,
-    attn: Any,
-    hidden_states: Tensor,
-    encoder_hidden_states: Any = None,
-    encoder_hidden_states_mask: Any = None,
-    attention_mask: Any = None,
-    image_rotary_emb: Any = None,
-) -> Any:
+def _qwen(masks: bool, call: Call) -> Any:
     """Qwen-Image: tables of image and of text; attention takes text before image. masks: it masks the text."""
-    text, mask = encoder_hidden_states, attention_mask
+    attn, hidden_states, text, mask = call.attn, call.hidden_states, call.encoder_hidden_states, call.attention_mask
     if text is None or (masks and mask is not None):
         raise InvalidInput("no text, or a mask")  # the host refuses that too
-    if masks and encoder_hidden_states_mask is not None:
+    if masks and call.encoder_hidden_states_mask is not None:
         ones = torch.ones(hidden_states.shape[:2], dtype=torch.bool, device=hidden_states.device)
-        mask = torch.cat([encoder_hidden_states_mask, ones], dim=1)[:, None, None, :]
-    norms, tables = norms_of(hidden_states, attn, "added_q", "added_k", "q", "k"), pair(image_rotary_emb)
+        mask = torch.cat([call.encoder_hidden_states_mask, ones], dim=1)[:, None, None, :]
+    norms, tables = norms_of(hidden_states, attn, "added_q", "added_k", "q", "k"), pair(call.image_rotary_emb)
     texts, images = _heads(_added_qkv(attn, text), attn), _heads(_qkv(attn, hidden_states), attn)
     of_image, of_text = (TURNS.words(x[0], (table,)) for x, table in zip((images, texts), tables))
     q, k, v = joint(norms, texts, images, beside(of_text, of_image))
     del texts, images
-    out = _attended(host, self, q, k, v, mask)
+    out = _attended(call, q, k, v, mask)
     image, text = out[:, text.shape[1] :], out[:, : text.shape[1]]
     return _out(attn, image.contiguous()), attn.to_add_out(text.contiguous())
 
 
-def _wan(
-    crossed: bool,
-    host: Any,
-    self: Any,
-    attn: Any,
-    hidden_states: Tensor,
-    encoder_hidden_states: Any = None,
-    attention_mask: Any = None,
-    rotary_emb: Any = None,
-) -> Any:
+def _wan(crossed: bool, call: Call) -> Any:
     """Wan: norms across heads, rope in self-attention alone. crossed: attention to text is parallel too.
 
     With an image, whose tokens come before 512 of text, a second attention uses its keys and values.
     """
-    text, words = encoder_hidden_states, {"across_heads": True}
+    attn, hidden_states, text = call.attn, call.hidden_states, call.encoder_hidden_states
+    words, rotary_emb = {"across_heads": True}, call.rotary_emb
     norms, norms_of_image, image = norms_of(hidden_states, attn, "q", "k", **words), None, None
     tables = None if rotary_emb is None else of_pairs(*pair(rotary_emb))
     if attn.add_k_proj is not None:
         norms_of_image, length = norms_of(hidden_states, attn, "added_k", **words), text.shape[1] - 512
         image, text = text[:, :length], text[:, length:]
-    q, k, v = _split(host._get_qkv_projections(attn, hidden_states, text), attn)
+    q, k, v = _split(call.host._get_qkv_projections(attn, hidden_states, text), attn)
     rope: Words = {} if tables is None else HALF.words(q, tables)
     q, k = norm_rope(norms, q, k, rope)
     parallel = crossed or text is None
-    out = _attended(host, self, q, k, v, attention_mask, parallel)
+    out = _attended(call, q, k, v, call.attention_mask, parallel)
     if norms_of_image is not None:
-        k, v = _split(host._get_added_kv_projections(attn, image), attn)
+        k, v = _split(call.host._get_added_kv_projections(attn, image), attn)
         k, _ = norm_rope(norms_of_image, k, None, {})
-        out = out + _attended(host, self, q, k, v, None, parallel)
+        out = out + _attended(call, q, k, v, None, parallel)
     return _out(attn, out)
 
 
-def _ltx(
-    host: Any,
-    self: Any,
-    attn: Any,
-    hidden_states: Tensor,
-    encoder_hidden_states: Any = None,
-    attention_mask: Any = None,
-    image_rotary_emb: Any = None,
-) -> Any:
+def _ltx(call: Call) -> Any:
     """LTX-Video: as Wan, with tables (B, S, H * D): each head has its own."""
-    source, mask = hidden_states if encoder_hidden_states is None else encoder_hidden_states, attention_mask
+    attn, hidden_states, mask, tables = call.attn, call.hidden_states, call.attention_mask, call.image_rotary_emb
+    source = hidden_states if call.encoder_hidden_states is None else call.encoder_hidden_states
     if mask is not None:
         mask = attn.prepare_attention_mask(mask, source.shape[1], source.shape[0])
         mask = mask.view(source.shape[0], attn.heads, -1, mask.shape[-1])
-    tables = None if image_rotary_emb is None else _split(pair(image_rotary_emb), attn)
+    tables = None if tables is None else _split(pair(tables), attn)
     norms = norms_of(hidden_states, attn, "q", "k", across_heads=True)
     q, k, v = _split(_qkv(attn, hidden_states, source), attn)
     rope: Words = {} if tables is None else HEADS.words(q, tables)
     q, k = norm_rope(norms, q, k, rope)
-    return _out(attn, _attended(host, self, q, k, v, mask))
+    return _out(attn, _attended(call, q, k, v, mask))
 
 
-def _hunyuan(
-    host: Any,
-    self: Any,
-    attn: Any,
-    hidden_states: Tensor,
-    encoder_hidden_states: Any = None,
-    attention_mask: Any = None,
-    image_rotary_emb: Any = None,
-) -> Any:
+def _hunyuan(call: Call) -> Any:
     """HunyuanVideo: image before text, which is not rotated, and has its own weights or the image's."""
-    image, text, tables = hidden_states, encoder_hidden_states, pair(image_rotary_emb)
+    attn, image, text = call.attn, call.hidden_states, call.encoder_hidden_states
+    tables = pair(call.image_rotary_emb)
     rows = 0 if text is None else text.shape[1]
     added = ("added_q", "added_k") if text is not None and attn.add_q_proj is not None else ()
     norms = norms_of(image, attn, "q", "k", *added)
@@ -222,7 +195,7 @@ def _hunyuan(
             rope["cos"] = F.pad(rope["cos"], (0, 0, 0, rows), value=1.0)
             rope["sin"] = F.pad(rope["sin"], (0, 0, 0, rows))
         q, k = norm_rope(norms, q, k, rope)
-    out = _attended(host, self, q, k, v, attention_mask)
+    out = _attended(call, q, k, v, call.attention_mask)
     if text is None:
         return out, None
     image, text = out[:, :-rows], out[:, -rows:]
@@ -233,25 +206,18 @@ def _hunyuan(
     return image, text
 
 
-def _z_image(
-    host: Any,
-    self: Any,
-    attn: Any,
-    hidden_states: Tensor,
-    encoder_hidden_states: Any = None,
-    attention_mask: Any = None,
-    freqs_cis: Any = None,
-) -> Any:
+def _z_image(call: Call) -> Any:
     """Z-Image."""
-    if freqs_cis is None or encoder_hidden_states is not None:
+    attn, hidden_states, mask = call.attn, call.hidden_states, call.attention_mask
+    if call.freqs_cis is None or call.encoder_hidden_states is not None:
         raise InvalidInput(WORDS)
-    norms, mask = norms_of(hidden_states, attn, "q", "k"), attention_mask
+    norms = norms_of(hidden_states, attn, "q", "k")
     qkv = _split(_qkv(attn, hidden_states), attn)
-    q, k, v = _one(norms, qkv, ROWS.words(qkv[0], (freqs_cis,)))
+    q, k, v = _one(norms, qkv, ROWS.words(qkv[0], (call.freqs_cis,)))
     del qkv  # attention needs memory
     if mask is not None and mask.ndim == 2:
         mask = mask[:, None, None, :]
-    return _out(attn, _attended(host, self, q, k, v, mask))
+    return _out(attn, _attended(call, q, k, v, mask))
 
 
 # ---- which of them stands for which text of the host's `__call__` -------------------------------------------

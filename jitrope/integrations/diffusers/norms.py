@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...api import prepare_joint_qkv, prepare_qkv
 from ...base.errors import InvalidInput
 from ...ops.values import Norm
-from ...ops.watch import hooks_of_all, in_autocast
+from ...ops.watch import in_autocast
 from .. import _host
+from .._norms import DEFAULT_EPS, parameters_of
 
 Parts = tuple[Tensor, Tensor, Tensor]
 Words = dict[str, Any]
@@ -28,7 +28,6 @@ _ROUNDING = {  # by a norm's class; see `jitrope.Norm`
 }
 _RMS_NORM = {"fa91ca74b4badaaf", "ab9075d036873ac9"}  # the texts of diffusers' RMSNorm, 0.36 and 0.41
 _BY_TORCH = F.rms_norm  # which torch.nn.RMSNorm calls
-_EPS = torch.finfo(torch.float32).eps  # of a torch.nn.RMSNorm without an eps
 
 
 class Norms(NamedTuple):
@@ -63,17 +62,10 @@ def norm_of(module: Any) -> tuple[Tensor | None, float, str]:
     replaced = hasattr(cls.forward, "__wrapped__") or cls.forward.__module__ != cls.__module__
     if replaced or F.rms_norm is not _BY_TORCH:
         raise InvalidInput(f"the forward of {cls.__name__} was replaced")
-    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    if hooked or hooks_of_all():
-        raise InvalidInput("a norm has hooks")
-    if "forward" in module.__dict__:
-        raise InvalidInput("a norm has its own forward")
-    weight = module.weight
-    if getattr(module, "bias", None) is not None:
+    weight, bias = parameters_of(module)
+    if bias is not None:
         raise InvalidInput("a norm has a bias")
-    if not (weight is None or type(weight) in (nn.Parameter, Tensor) or hasattr(weight, "fake_mode")):
-        raise InvalidInput("a norm's weight is not a plain tensor")
-    return weight, _EPS if module.eps is None else module.eps, rounding
+    return weight, DEFAULT_EPS if module.eps is None else module.eps, rounding
 
 
 def unknown(norm: Any) -> bool:

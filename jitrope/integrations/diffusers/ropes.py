@@ -2,9 +2,7 @@
 
 `ROPES` says which function each class calls. A call that jitrope refuses (`InvalidInput`) is the host's.
 
-Tables are used as views wherever possible. Tables that must be converted are converted in each call, and nothing is
-kept, because a program may write to a table between two calls without a reliable sign: inference tensors have no
-version, and a write through `.data` does not change it.
+Tables are used as views, and nothing is kept of a call.
 """
 
 from __future__ import annotations
@@ -63,7 +61,6 @@ ROWS = Form(axes=3, width=0.5, rounding="complex")  # Z-Image
 TURNS = Form(axes=2, width=0.5, rounding="complex")  # Qwen-Image
 _HALVES = Form(interleaved=False)
 _PART = Form(width=0, interleaved=False, rounding="dtype")
-_MATRICES = Form(axes=4, width=0.5)
 _COLUMNS = ROWS._replace(layout="bhsd")
 
 
@@ -79,11 +76,6 @@ def pair(tables: Any) -> Tables:
 def of_pairs(cos: Tensor, sin: Tensor) -> Tables:
     """The first cosine and the second sine of each pair, as views: half the width of a head."""
     return cos[..., 0::2], sin[..., 1::2]
-
-
-def _of_matrices(table: Tensor) -> Tables:
-    """The cosines and sines of a table of 2 x 2 rotations [[cos, -sin], [sin, cos]], the last two axes: one copy."""
-    return table.select(-1, 0).contiguous().unbind(-1)
 
 
 # ---- the host's functions, by its parameters --------------------------------------------------------------
@@ -120,32 +112,12 @@ def _helios(hidden_states: Tensor, freqs_cis: Tensor) -> Tensor:
     return HALF._replace(axes=3).turn(hidden_states, of_pairs(*freqs_cis.chunk(2, dim=-1)))[0]
 
 
-def _hidream(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
-    return _MATRICES.turn(xq, _of_matrices(freqs_cis), xk)
-
-
-def _prx(xq: Tensor, freqs_cis: Tensor) -> Tensor:
-    tables = [table.squeeze(1) for table in _of_matrices(freqs_cis)]
-    return _MATRICES._replace(axes=3, layout="bhsd").turn(xq, tables)[0]
-
-
-def _kandinsky6(x: Tensor, rope: Tensor) -> Tensor:
-    tables = _of_matrices(rope)
-    rows = x if x.dim() == 4 else x[None]
-    return _MATRICES.turn(rows, tables if rope.dim() == 6 else [table[None] for table in tables])[0].view(x.shape)
-
-
 def _joy(xq: Tensor, xk: Tensor, freqs_cis: Any) -> tuple[Tensor, Tensor]:
     return Form(axes=pair(freqs_cis)[0].dim()).turn(xq, freqs_cis, xk)
 
 
 def _halves(hidden_states: Tensor, rope: Any) -> Tensor:
     return _HALVES.turn(hidden_states, pair(rope))[0]
-
-
-def _stable_audio3(t: Tensor, freqs: Tensor) -> Tensor:
-    angles = freqs[-t.shape[1] :].float()
-    return _PART._replace(rounding="fp32").turn(t, (angles.cos(), angles.sin()))[0]
 
 
 def _minimax_music3(hidden_states: Tensor, rotary_emb: Any) -> Tensor:
@@ -171,19 +143,6 @@ def _ltx2_split(x: Tensor, freqs: Any) -> Tensor:
     return form.turn(x.unflatten(-1, (cos.shape[2], -1)), (cos, sin))[0].flatten(2)
 
 
-def _wan_animate2(x: Tensor, grid_sizes: Tensor, freqs: Tensor, time_stride: int = 1) -> Tensor:
-    """Each axis of a grid has a part of the angles; the result is fp32."""
-    grids = grid_sizes.tolist()  # the host also waits for the device in every call
-    if len(grids) != x.shape[0] or any(grid != grids[0] for grid in grids) or math.prod(grids[0]) != x.shape[1]:
-        raise InvalidInput("samples of different or padded grids")
-    frames, height, width = grids[0]
-    small = freqs.shape[1] // 3
-    first, *rest = freqs.split([freqs.shape[1] - 2 * small, small, small], dim=1)
-    axes = (first[: frames * time_stride : time_stride, None, None], rest[0][:height, None], rest[1][:width])
-    table = torch.cat([axis.expand(frames, height, width, -1) for axis in axes], dim=-1)
-    return TURNS._replace(rounding="complex128").turn(x.float(), (table.flatten(0, 2),))[0]
-
-
 # ---- the classes that rotate ------------------------------------------------------------------------------
 
 _LTX2 = "LTX2AudioVideo LTX2Perturbed SanaWMLTX2AudioVideo SanaWMLTX2Perturbed SanaWMLTX2Refiner"
@@ -198,19 +157,14 @@ _CLASSES: dict[tuple[Callable[..., Any], str], str] = {
     (_any_flow, "apply_rotary_emb"): "AnyFlow AnyFlowCausal",
     (_sana_wm, "_apply_rotary_emb"): "SanaWMBidirectionalGDNAttention SanaWMSoftmaxAttention",
     (_helios, "apply_rotary_emb_transposed"): "Helios",
-    (_hidream, "apply_rope"): "HiDream",
-    (_prx, "apply_rope"): "PRX",
-    (_kandinsky6, "apply_rotary"): "Kandinsky6 Kandinsky6SR",
     (_joy, "_apply_rotary_emb"): "JoyImage",
     (_joy, "_apply_rotary_emb_batched"): "JoyImageEditPlus",
     (_halves, "_apply_rotary_emb"): "AudioDiTSelf AudioDiTCross",
-    (_stable_audio3, "_apply_rotary_partial"): "StableAudio3Self",
     (_minimax_music3, "_apply_partial_rotary_emb"): "MiniMaxMusic3",
     (_minimax_h3, "_apply_rotary_emb"): "MiniMaxH3",
     (_ltx, "apply_rotary_emb"): "LTXVideo",
     (_ltx, "apply_interleaved_rotary_emb"): _LTX2,
     (_ltx2_split, "apply_split_rotary_emb"): _LTX2,
-    (_wan_animate2, "rope_apply"): "WanAnimate2",
 }
 
 ROPES: dict[str, list[tuple[Callable[..., Any], str]]] = {
@@ -219,5 +173,11 @@ ROPES: dict[str, list[tuple[Callable[..., Any], str]]] = {
 }
 """By the name of a class, up to "AttnProcessor": our function, and the name of the host's that it calls."""
 
-LEFT = {"Mochi", "Kandinsky5", "ErnieImageSingleStream", "SanaLinear", "Cosmos3", "Ideogram4", "BriaFibo2", "Allegro"}
-"""Classes that rotate in their own code, or (Allegro) by three tables. Nobody measured a gain."""
+LEFT = {
+    *("Mochi", "Kandinsky5", "ErnieImageSingleStream", "SanaLinear", "Cosmos3", "Ideogram4", "BriaFibo2", "Allegro"),
+    *("HiDream", "PRX", "Kandinsky6", "Kandinsky6SR", "StableAudio3Self", "WanAnimate2"),
+}
+"""Classes that rotate in their own code, by three tables (Allegro), or by tables that each call would have to convert.
+
+Nobody measured a gain.
+"""
