@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from . import diffusion_zoo as zoo
 from .devices import slow
 from .hosts import doubled, missing
 
@@ -28,6 +27,8 @@ from jitrope.integrations import _host  # noqa: E402
 from jitrope.integrations import diffusers as on_diffusers  # noqa: E402
 from jitrope.integrations import transformers as on_transformers  # noqa: E402
 from jitrope.integrations import xfuser as on_xdit  # noqa: E402
+
+from . import diffusion_zoo as zoo  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -139,7 +139,7 @@ def _with_remedy(error: CompileError) -> Fault:
 
 def _cache() -> Found:
     cache = kernels.kernel_cache()
-    good, bad, found = _verified(cache, f"chmod 700 it, remove it, or {ELSEWHERE}")
+    good, bad, found = _verified(cache, f"make it yours (chown), remove it, or {ELSEWHERE}")
     if error := cannot_write(cache.root):
         found += f"; it cannot be written ({error.strerror})"
         if config.compile_allowed() and not good:
