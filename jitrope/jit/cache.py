@@ -111,7 +111,7 @@ class KernelCache(Listing):
                 for name in self._names_of(key, folder):
                     if files := self._load(key, folder, name, repair):
                         return files
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError:  # there is none, or it cannot be listed
             pass
         except CacheError as error:
             self._refuse(error)
@@ -297,10 +297,10 @@ def _install(folder: int, name: str, files: Mapping[str, bytes]) -> None:
 def _holds(folder: int, name: str, files: Mapping[str, bytes]) -> bool:
     try:
         return _checked(folder, name)[1] == files
-    except OSError:
-        return True  # on a network file system, files of another process may appear late
     except DAMAGE:
         return False
+    except OSError:
+        return True  # on a network file system, files of another process may appear late
 
 
 def _exists(folder: int, name: str) -> bool:

@@ -158,18 +158,7 @@ def unsupported(arch: str, supported: Sequence[str], version: tuple[int, int]) -
         age, advice = f"too old for {nvrtc}", install(version[0] - 1)
     else:
         age, advice = "too old for every NVRTC that jitrope supports", "use another GPU"
-    return f"{arch}{_gpus(arch)} is {age}: {range_}", advice
-
-
-def _gpus(arch: str) -> str:
-    """The names of this machine's GPUs of an architecture, in brackets; "" if there are none."""
-    try:
-        runtime = import_cupy().cuda.runtime
-        found = [runtime.getDeviceProperties(i) for i in range(runtime.getDeviceCount())]
-    except Exception:  # no driver or no GPU: the message has no name
-        return ""
-    names = {p["name"].decode() for p in found if f"sm_{p['major']}{p['minor']}" == arch}
-    return f" ({', '.join(sorted(names))})" if names else ""
+    return f"{arch} is {age}: {range_}", advice
 
 
 def options_for(arch: str) -> tuple[str, ...]:

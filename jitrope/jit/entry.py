@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -24,7 +23,7 @@ FORMAT = 3  # version of an entry's layout; part of every key
 TEXT, CUBIN, META = "kernel.cu", "kernel.cubin", "spec.json"
 FILES = (TEXT, CUBIN, META)
 
-DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, NotADirectoryError)
 """Errors of reading a damaged or changed entry."""
 
 ANY = "any"  # replaces the compiler's hash in the name of an entry from a bundle, which works with any compiler or none
@@ -143,16 +142,8 @@ def read(folder: int, name: str) -> Read:
 
     Raises OSError if it cannot be read, one of `DAMAGE` if it must not be used.
     """
-    try:
-        number = trust.folder(name, folder)
-    except OSError as error:
-        if error.errno in (errno.ENOTDIR, errno.ELOOP):
-            raise ValueError("it is a link, or no folder") from error
-        raise
-    except ValueError as error:
-        raise ValueError(f"it {error}") from error
-    with trust.closing(number):
-        files = {file: trust.read(file, number) for file in FILES}
+    with trust.closing(trust.folder(name, folder)) as inside:
+        files = {file: trust.read(file, inside) for file in FILES}
     return check(files), files
 
 

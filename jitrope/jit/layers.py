@@ -15,13 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..base.config import OWN_BUNDLE
 from ..base.errors import CacheError
 from . import entry, trust
 from .entry import DAMAGE, FILES, FORMAT, NAME, Key, Listing, Read, reason, replaced
 
 MANIFEST = "manifest.json"
-
-
 DIGEST = "#sha256="
 WHOLE = 1 << 30
 """The most bytes of a bundle with a digest, 1 GiB: it is kept in memory, because its owner may change it."""
@@ -130,10 +129,11 @@ class Bundle:
         file = _Bounded(self.path, opener=lambda path, flags: os.open(path, flags | getattr(os, "O_NONBLOCK", 0)))
         weakref.finalize(self, file.close)
         info = trust.regular(file.fileno(), str(self.path))
-        if not digest:
-            if wrong := trust.way(self.path) or trust.fault(info):
-                advice = f"if you trust it, name it as {self.path}{DIGEST}... with the output of sha256sum"
-                raise CacheError(f"{self.path} is not used, it {wrong}; {advice}")
+        if not digest:  # who can change jitrope's own bundle can change jitrope too
+            wrong = self.path != OWN_BUNDLE and (trust.way(self.path) or trust.fault(info))
+            if wrong:
+                advice = f"if you trust it, name it as {self.path}{DIGEST}DIGEST, with the output of sha256sum"
+                raise CacheError(f"{self.path} is not trusted: {wrong}; {advice}")
             return file, info.st_size
         if info.st_size > WHOLE:
             raise CacheError(f"{self.path} has {info.st_size} bytes, more than {WHOLE}")
@@ -168,10 +168,10 @@ class Bundle:
             yield
         except (tarfile.TarError, OverflowError) as error:
             raise CacheError(f"{self.path} cannot be read as a bundle: {error}") from error
-        except DAMAGE as error:
-            raise CacheError(f"{self.path} is damaged: {error}") from error
         except OSError as error:
             raise CacheError(f"cannot read the bundle {self.path}: {reason(error)}") from error
+        except DAMAGE as error:
+            raise CacheError(f"{self.path} is damaged: {error}") from error
 
 
 def write_bundle(path: Path, entries: Mapping[str, Mapping[str, bytes]]) -> None:

@@ -62,14 +62,14 @@ def closing(number: int) -> Iterator[int]:
 
 
 def folder(path: str | Path, inside: int | None = None, private: bool = False) -> int:
-    """A handle of a folder, not through a link. inside: the handle of its parent. private: make this user's 0700.
+    """A handle of a folder, not through a link. inside: the handle of its parent. private: close it to others.
 
     Raises ValueError if others can change it, OSError if it cannot be read or is no folder.
     """
     number = os.open(path, _FOLDER, dir_fd=inside)
     try:
         info = os.fstat(number)
-        if private and info.st_uid == user() and info.st_mode & 0o077:
+        if private and info.st_uid == user() and info.st_mode & 0o022:
             os.fchmod(number, 0o700)
         elif wrong := fault(info):
             raise ValueError(wrong)
@@ -105,11 +105,9 @@ def read(name: str, inside: int) -> bytes:
     """The bytes of a file in an open folder. Raises ValueError if it must not be used, OSError if it cannot be read."""
     try:
         number = os.open(name, _FLAGS, dir_fd=inside)
-    except FileNotFoundError as error:
-        raise ValueError(f"it has no {name}") from error
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise ValueError(f"{name} is a symbolic link") from error
+        if error.errno in (errno.ENOENT, errno.ELOOP):  # there is none, or a link
+            raise ValueError(f"{name}: {error.strerror}") from error
         raise
     with closing(number):
         info = regular(number, name)
@@ -123,7 +121,6 @@ def read(name: str, inside: int) -> bytes:
 
 def regular(number: int, name: str) -> os.stat_result:
     """The properties of an open file. Raises ValueError if it is no file."""
-    info = os.fstat(number)
-    if not stat.S_ISREG(info.st_mode):
-        raise ValueError(f"{name} is not a file")
-    return info
+    if stat.S_ISREG((info := os.fstat(number)).st_mode):
+        return info
+    raise ValueError(f"{name} is not a file")
