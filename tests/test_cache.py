@@ -684,6 +684,13 @@ def test_jitrope_log(tmp_path: Path, level: str, said: str) -> None:
     assert bool(said) == ("jitrope" in done.stderr or "JITROPE" in done.stderr)
 
 
+def test_jitrope_log_where_the_program_has_handlers_of_its_own(tmp_path: Path) -> None:
+    code = f"import logging; {IMPORT}; logging.basicConfig(); kernels.build(specs_of(heads=[32, 8])[0], 'sm_90')"
+    environment = {**os.environ, "JITROPE_CACHE_DIR": str(tmp_path), "JITROPE_LOG": "info", "PYTHONPATH": IMPORTS}
+    done = fresh.python("-c", code, env=environment, check=True)
+    assert done.stderr.count("compiled rope_") == 1
+
+
 # ---- with the compiler ---------------------------------------------------------------------------
 
 

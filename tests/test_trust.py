@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import resource
 import shutil
 import stat
+import subprocess
 import sys
 import tarfile
 import tempfile
@@ -364,6 +366,28 @@ def test_a_folder_of_another_user_is_no_layer(place: Path) -> None:
     run(lambda: is_(found(place / "none", place / "theirs" / "k"), None))
     os.chown(place / "theirs", 0, 0)
     run(lambda: is_(found(place / "none", place / "theirs" / "k"), None))
+
+
+def test_a_container_in_which_root_is_nobody(place: Path) -> None:
+    """Apptainer without setuid: all users but this one have the same number, also the owner of / and root."""
+    if subprocess.run(["unshare", "--user", "true"], user=ME, stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("users may make no user namespaces here")
+    mine = make(place / "mine", 0o755, ME)
+    bundled(place / "k.tar", 0)
+
+    def work() -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: else the process may not write its map
+        assert libc.unshare(0x10000000) == 0, os.strerror(ctypes.get_errno())  # CLONE_NEWUSER
+        Path("/proc/self/uid_map").write_text(f"{ME} {ME} 1")
+        assert os.stat("/").st_uid not in (0, ME)
+        put(mine / "kernels", OURS)
+        is_(found(mine / "kernels"), OURS)
+        write_bundle(mine / "k.tar", {KEY.portable_folder: pack(KEY, "text", OURS, {})})
+        is_(found(place / "none", mine / "k.tar"), OURS)
+        is_(found(place / "none", place / "k.tar"), None)  # it may be any user's
+
+    run(work)
 
 
 # ---- sizes ---------------------------------------------------------------------------------------
