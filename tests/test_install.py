@@ -31,6 +31,18 @@ def test_the_extra_of_cuda_12_takes_the_nvrtc_of_every_torch() -> None:
     assert [found.name for found in extra("cuda12")] == ["cupy-cuda12x", "nvidia-cuda-nvrtc-cu12"]
 
 
+def test_no_text_tells_to_install_jitrope_from_an_index() -> None:
+    """No index has it. Who takes the name there would get our users."""
+    texts = [path for path in ROOT.glob("*.*") if path.suffix in (".md", ".toml")]
+    for folder in ("jitrope", "examples", "templates", "tests"):
+        texts += [path for path in (ROOT / folder).rglob("*.*") if path.suffix in (".py", ".md")]
+    named = re.compile(r"""pip install [^\n]*["' ]jitrope(\[|["'` ,]|$)""", re.MULTILINE)
+    assert len(texts) > 100
+    assert named.search('pip install "jitrope[cuda13]"')
+    assert not named.search("pip install ./jitrope-0.1.0-py3-none-any.whl")
+    assert [str(path) for path in texts if path != Path(__file__) and named.search(path.read_text())] == []
+
+
 HIDDEN = """
 import importlib, pathlib, sys
 import pytest

@@ -114,7 +114,7 @@ class KernelCache(Listing):
         except OSError:  # there is none, or it cannot be listed
             pass
         except CacheError as error:
-            self._refuse(error)
+            self._warn("root", f"{error}; kernels are not loaded from it and stay in memory")
         return None
 
     def holds(self, key: Key) -> bool:
@@ -172,11 +172,8 @@ class KernelCache(Listing):
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._open() as folder:
                 _install(folder, name, files)
-        except CacheError as error:
-            self._refuse(error)
-            return False
-        except (OSError, ValueError) as error:
-            self._warn("write", f"cannot write the kernel cache {self.root} ({reason(error)}); kernels stay in memory")
+        except (OSError, ValueError, CacheError) as error:
+            self._warn("root", f"cannot write the kernel cache {self.root} ({reason(error)}); kernels stay in memory")
             return False
         return True
 
@@ -252,9 +249,6 @@ class KernelCache(Listing):
         """Add to one of `counts`."""
         with self._lock:
             setattr(self.counts, name, getattr(self.counts, name) + more)
-
-    def _refuse(self, error: CacheError) -> None:
-        self._warn("root", f"{error}; kernels are not loaded from it and stay in memory")
 
     def _warn(self, topic: str, message: str) -> None:
         if topic not in self._warned:

@@ -101,7 +101,7 @@ class Bundle:
     """A tar of entries with a manifest, which lists the entries. An entry is checked when it is read.
 
     Files that the manifest does not list are never read. Raises CacheError if the file is not a bundle, has another
-    format, lacks a listed file, or is not trusted: without a digest it must be root's or this user's.
+    format, or is not trusted: without a digest it must be root's or this user's.
 
     Args:
         path: the file, or `path#sha256=digest`.
@@ -115,14 +115,10 @@ class Bundle:
             with tarfile.open(fileobj=self._file, mode="r:") as tar:  # a sparse file may claim any size
                 plain = [m for m in tar if m.isreg() and not m.issparse() and m.size <= size]
                 self._members = {member.name: (member.offset_data, member.size) for member in plain}
-            if MANIFEST not in self._members:
-                raise CacheError(f"{self.path} is not a bundle of kernels: it has no {MANIFEST}")
             manifest = json.loads(self._content(MANIFEST))
             if manifest.get("format") != FORMAT:
                 raise CacheError(f"{self.path} has format {manifest.get('format')!r}, not {FORMAT}; write it again")
             self.kernels: list[str] = [str(name) for name in manifest["kernels"]]
-            if missing := {f"{folder}/{name}" for folder in self.kernels for name in FILES} - self._members.keys():
-                raise ValueError(f"it has no {min(missing)}")
 
     def _open(self, digest: str) -> tuple[io.FileIO | io.BytesIO, int]:
         """(the open file, its size). With a digest the file is read once, and what was read is what is used."""
@@ -153,6 +149,8 @@ class Bundle:
             return meta, files
 
     def _content(self, name: str) -> bytes:
+        if name not in self._members:
+            raise ValueError(f"it has no {name}")
         offset, size = self._members[name]
         with self._lock:
             self._file.seek(offset)
@@ -171,7 +169,7 @@ class Bundle:
         except OSError as error:
             raise CacheError(f"cannot read the bundle {self.path}: {reason(error)}") from error
         except DAMAGE as error:
-            raise CacheError(f"{self.path} is damaged: {error}") from error
+            raise CacheError(f"{self.path} is damaged, or no bundle: {error}") from error
 
 
 def write_bundle(path: Path, entries: Mapping[str, Mapping[str, bytes]]) -> None:
