@@ -114,7 +114,7 @@ class KernelCache(Listing):
         except OSError:  # there is none, or it cannot be listed
             pass
         except CacheError as error:
-            self._warn("root", f"{error}; kernels are not loaded from it and stay in memory")
+            self._warn("root", f"{error}; kernels stay in memory")
         return None
 
     def holds(self, key: Key) -> bool:
