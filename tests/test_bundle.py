@@ -27,7 +27,7 @@ from jitrope.tools import bundle
 from jitrope.tools.prewarm import specs_of
 
 from . import fresh
-from .test_cache import COUNTED, DATA, KEY, ROOT, edit, filled, on_the_gpu
+from .caches import COUNTED, DATA, KEY, ROOT, edit, filled, on_the_gpu
 from .test_cli import jitrope as jitrope
 
 SPECS = specs_of(heads=[32, 8])

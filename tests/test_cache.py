@@ -32,12 +32,9 @@ from jitrope.jit.render import Source
 from jitrope.tools.prewarm import prewarm, read_calls, specs_of
 
 from . import fresh
+from .caches import COUNTED, DATA, IMPORT, IMPORTS, KEY, ROOT, edit, filled, on_the_gpu, run_in_child
 
-KEY = Key("rope_x", "ingredients", ("-std=c++17",), "sm_90", "nvrtc 13.0")
-DATA = b"\x7fELF cubin"
 SPEC = specs_of(heads=[32, 8])[0]
-ROOT = Path(__file__).parent.parent
-IMPORTS = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 HOUR = 3600
 
 
@@ -46,29 +43,10 @@ def cache(tmp_path: Path) -> KernelCache:
     return KernelCache(tmp_path / "kernels")
 
 
-def filled(cache: KernelCache, key: Key = KEY) -> Path:
-    """Store an entry. Returns its cubin's path."""
-    assert cache.store(key, "text", DATA, {"a": 1})
-    return cache.root / key.folder / CUBIN
-
-
 def cubin(cache: KernelCache, key: Key = KEY) -> bytes | None:
     """The cubin that a call would load from the user's own folder."""
     files = cache.load(key)
     return files and files[CUBIN]
-
-
-def run_in_child(work: Callable[[], None]) -> int:
-    """Run `work` in a fork. Returns the exit status, or minus the signal that ended the child."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-        except BaseException as error:
-            print(f"in the child: {error!r}", file=sys.stderr)
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 # ---- entries -------------------------------------------------------------------------------------
@@ -114,9 +92,6 @@ def test_every_part_of_the_key_counts(field: str, monkeypatch: pytest.MonkeyPatc
     assert replace(KEY).source != KEY.source
 
 
-IMPORT = "from jitrope.jit import kernels; from jitrope.tools.prewarm import specs_of"
-
-
 def test_same_key_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes write equal files, because no time and no path is in them."""
     code = f"{IMPORT}; kernels.build(specs_of(heads=[32, 8])[0], 'sm_90')"
@@ -130,11 +105,6 @@ def test_same_key_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 # ---- damage --------------------------------------------------------------------------------------
-
-
-def edit(folder: Path, name: str, value: object) -> None:
-    meta = json.loads((folder / "spec.json").read_text())
-    (folder / "spec.json").write_text(json.dumps({**meta, name: value}))
 
 
 def other_entry(folder: Path) -> None:
@@ -949,34 +919,6 @@ def test_configure_is_over_the_environment(monkeypatch: pytest.MonkeyPatch, capl
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------
-
-ON_THE_GPU = """
-import torch, jitrope
-torch.manual_seed(0)
-q = torch.randn(1, 64, 4, 128, device="cuda", dtype=torch.bfloat16)
-angles = torch.rand(64, 64, device="cuda")
-cos, sin = angles.cos(), angles.sin()
-def call():
-    out, _ = jitrope.apply_rope(q, None, cos, sin)
-    torch.cuda.synchronize()
-    return out
-"""
-
-
-def on_the_gpu(code: str, cache: Path, **environment: str) -> str:
-    """The output of a process that makes calls."""
-    given = {**os.environ, "JITROPE_CACHE_DIR": str(cache), "PYTHONPATH": IMPORTS, **environment}
-    done = subprocess.run([sys.executable, "-c", ON_THE_GPU + code], capture_output=True, text=True, env=given)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-COUNTED = """
-from jitrope.jit import kernels
-call()
-counts = kernels.kernel_cache().counts
-print(counts.compiled, counts.hits)
-"""
 
 
 @pytest.mark.gpu

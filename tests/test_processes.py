@@ -35,8 +35,8 @@ from jitrope.tools.doctor import Check
 from jitrope.tools.prewarm import DEFAULT_CALLS, Built, default_specs, read_calls, specs_of
 
 from . import fresh
+from .caches import IMPORTS, on_the_gpu, run_in_child
 from .devices import slow
-from .test_cache import IMPORTS, on_the_gpu, run_in_child
 from .test_heuristics import BASE
 
 SPECS = default_specs()
