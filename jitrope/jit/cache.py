@@ -298,10 +298,7 @@ def _holds(folder: int, name: str, files: Mapping[str, bytes]) -> bool:
 
 
 def _exists(folder: int, name: str) -> bool:
-    with contextlib.suppress(OSError):
-        os.stat(name, dir_fd=folder, follow_symlinks=False)
-        return True
-    return False
+    return os.access(name, os.F_OK, dir_fd=folder, follow_symlinks=False)  # it raises nothing
 
 
 def _remove(folder: int, name: str) -> bool:
