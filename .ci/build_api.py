@@ -18,11 +18,9 @@ import pdoc
 ROOT = Path(__file__).parent.parent
 MODULES = (
     "jitrope", "jitrope.tables", "jitrope.thd", "jitrope.context_parallel", "jitrope.integrations",
-    "jitrope.integrations.transformers", "jitrope.integrations.diffusers", "jitrope.integrations.vllm",
-    "jitrope.integrations.sglang", "jitrope.integrations.flashinfer", "jitrope.integrations.torchtitan",
+    "jitrope.integrations.transformers", "jitrope.integrations.diffusers", "jitrope.integrations.torchtitan",
     "jitrope.integrations.transformer_engine", "jitrope.integrations.megatron", "jitrope.integrations.deepspeed",
-    "jitrope.integrations.comfy_kitchen", "jitrope.integrations.sglang_diffusion", "jitrope.integrations.vllm_omni",
-    "jitrope.integrations.xfuser", "jitrope.integrations.lightx2v", "jitrope.integrations.timm",
+    "jitrope.integrations.comfy_kitchen", "jitrope.integrations.xfuser", "jitrope.integrations.timm",
     "jitrope.jit", "jitrope.jit.cache", "jitrope.tools.prewarm", "jitrope.tools.bundle",
 )  # fmt: skip
 

@@ -18,10 +18,8 @@ More modules:
 
 - `jitrope.tables`: frequencies, cosines and sines of every common kind of RoPE
 - `jitrope.integrations`: drop-ins for hosts, `jitrope.integrations.transformers`, `jitrope.integrations.diffusers`,
-  `jitrope.integrations.vllm`, `jitrope.integrations.sglang`, `jitrope.integrations.flashinfer`,
   `jitrope.integrations.torchtitan`, `jitrope.integrations.transformer_engine`, `jitrope.integrations.megatron`,
-  `jitrope.integrations.deepspeed`, `jitrope.integrations.comfy_kitchen`, `jitrope.integrations.sglang_diffusion`,
-  `jitrope.integrations.vllm_omni`, `jitrope.integrations.xfuser`, `jitrope.integrations.lightx2v`
+  `jitrope.integrations.deepspeed`, `jitrope.integrations.comfy_kitchen`, `jitrope.integrations.xfuser`
   and `jitrope.integrations.timm`
 - `jitrope.context_parallel`: packed batches cut between ranks, and attention over them
 - `jitrope.thd`: the rows of packed batches, under TransformerEngine's names

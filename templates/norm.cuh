@@ -133,10 +133,9 @@ __device__ __forceinline__ void sync_team() {
     else __syncthreads();
 }
 
-// Room for a team's head, or for `COUNT` elements of it if only these are ever exchanged.
-template <int COUNT = HEAD_DIM>
+// Room for a team's head.
 __device__ __forceinline__ float* shared_head() {
-    __shared__ float heads[THREADS / TEAM][COUNT];
+    __shared__ float heads[THREADS / TEAM][HEAD_DIM];
     return heads[threadIdx.x / TEAM];
 }
 

@@ -7,17 +7,11 @@ constexpr bool DYNAMIC_V = DYNAMIC_Q && CONVERT_V;       // v has scales of its 
 constexpr bool GROUPED = DYNAMIC && GROUP != 0 && GROUP < HEAD_DIM;
 constexpr int SCALES = GROUPED ? ACCESSES : 1;           // scales of a lane's part of a head: an access is in one group
 constexpr int WIDTH = TEAM < 32 ? TEAM : 32;             // threads that transform a head
-constexpr int USED = TRANSFORM_DIM < WIDTH ? TRANSFORM_DIM : WIDTH;         // those of them that have elements
-constexpr int SPAN = TRANSFORM_DIM / USED;               // neighbouring elements of each of them
-constexpr bool TRANSFORMS_ALL = TRANSFORM_DIM == HEAD_DIM;
-constexpr bool TRANSFORMS_ROTARY = !TRANSFORMS_ALL && TRANSFORM_BEGIN == ROTARY_OFFSET;
-constexpr int KIND_LANES = TRANSFORMS_ALL || TRANSFORMS_ROTARY ? ROTARY_LANES : COPY_LANES;
-// The chunks of the lanes that transform are in order: element i of a chunk, then the lane's number among its kind,
-// then the chunk, then, of a whole head, the number of the part that is as large as the rotated one.
-constexpr bool IN_ORDER = TEAM <= 32
-    && (TRANSFORMS_ALL
-            ? TEAM == LANES && (REST == 0 || ALIKE)
-            : TRANSFORMS_ROTARY || (COPY_ACCESSES == 2 && ROTARY_LANES % COPY_LANES == 0));
+constexpr int USED = HEAD_DIM < WIDTH ? HEAD_DIM : WIDTH;         // those of them that have elements
+constexpr int SPAN = HEAD_DIM / USED;                    // neighbouring elements of each of them
+// The chunks of the lanes are in order: element i of a chunk, then the lane's number in its part, then the chunk, then
+// the number of the part that is as large as the rotated one.
+constexpr bool IN_ORDER = TEAM <= 32 && TEAM == LANES && (REST == 0 || ALIKE);
 
 // Sums and differences of elements 1, 2, 4, ... apart.
 template <int COUNT>
@@ -48,33 +42,32 @@ __device__ constexpr float inverse_root(int n) {
     return n == 1 ? 1.0f : n == 2 ? 0.70710678f : 0.5f * inverse_root(n / 4);
 }
 
-// Multiplies a head, or the part of it that is transformed, by the orthogonal Hadamard matrix in Sylvester's order,
-// from the lowest bit of an element's number to the highest. x: the lane's part of the head, `count` elements from
-// `dim` on; has: the thread has a part; wanted: the head is transformed.
+// Multiplies a head by the orthogonal Hadamard matrix in Sylvester's order, from the lowest bit of an element's number
+// to the highest. x: the lane's part of the head, `count` elements from `dim` on; has: the thread has a part; wanted:
+// the head is transformed.
 __device__ __forceinline__ void transform(
     float (&x)[ELEMENTS], int dim, int count, bool rotary, bool has, bool wanted
 ) {
-    const bool mine = wanted && (TRANSFORMS_ALL || rotary == TRANSFORMS_ROTARY);
     float y[ELEMENTS];
     #pragma unroll
     for (int i = 0; i < ELEMENTS; ++i) y[i] = x[i];
     if constexpr (IN_ORDER) {
         #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) add_neighbours<CHUNK>(y + c * CHUNK);
-        add_threads<ELEMENTS>(y, 1, KIND_LANES);
+        add_threads<ELEMENTS>(y, 1, ROTARY_LANES);
         #pragma unroll
         for (int i = 0; i < CHUNK && CHUNKS == 2; ++i) {
             const float a = y[i], b = y[(i + CHUNK) % ELEMENTS];
             y[i] = __fadd_rn(a, b), y[(i + CHUNK) % ELEMENTS] = __fadd_rn(a, -b);
         }
-        if constexpr (TRANSFORMS_ALL) add_threads<ELEMENTS>(y, ROTARY_LANES, TEAM);
+        add_threads<ELEMENTS>(y, ROTARY_LANES, TEAM);
     } else {
         const int thread = threadIdx.x % TEAM;
-        float* head = shared_head<REORDERS ? HEAD_DIM : TRANSFORM_DIM>();
+        float* head = shared_head();
         #pragma unroll
         for (int i = 0; i < ELEMENTS; ++i)
-            if (has && mine && i < count)
-                head[dim - TRANSFORM_BEGIN + dims_to(i / VEC, INTERLEAVED_OUT, rotary) + i % VEC] = y[i];
+            if (has && wanted && i < count)
+                head[dim + dims_to(i / VEC, INTERLEAVED_OUT, rotary) + i % VEC] = y[i];
         sync_team();
         if (thread < WIDTH) {
             const bool uses = USED == WIDTH || thread < USED;
@@ -91,13 +84,13 @@ __device__ __forceinline__ void transform(
         sync_team();
         #pragma unroll
         for (int i = 0; i < ELEMENTS; ++i)
-            if (has && mine && i < count)
-                y[i] = head[dim - TRANSFORM_BEGIN + dims_to(i / VEC, INTERLEAVED_OUT, rotary) + i % VEC];
+            if (has && wanted && i < count)
+                y[i] = head[dim + dims_to(i / VEC, INTERLEAVED_OUT, rotary) + i % VEC];
         sync_team();                                     // the next head may be written
     }
     #pragma unroll
     for (int i = 0; i < ELEMENTS; ++i)
-        if (mine) x[i] = __fmul_rn(y[i], inverse_root(TRANSFORM_DIM));
+        if (wanted) x[i] = __fmul_rn(y[i], inverse_root(HEAD_DIM));
 }
 
 __device__ constexpr float largest_of(fp8) { return 448.0f; }

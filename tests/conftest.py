@@ -9,10 +9,13 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import subprocess
 import tempfile
+import zlib
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,16 +26,17 @@ from jitrope.base import config
 from .host import backend
 
 ON_HOST = backend.DEVICE == "cpu"
+LEFT_OUT = pytest.StashKey[tuple[int, int]]()
+"""How many of the tests marked `tenth` do not run, and how many there are."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # Threads do not speed up tiny tensors, and wait for each other if cores are shared; in child processes too.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
-    for folder in ("TEST_HOST_BUILDS", "TEST_KERNEL_CACHE"):  # one for the kernels of all these processes
-        if folder not in os.environ:
-            made = os.environ[folder] = tempfile.mkdtemp(prefix="jitrope-")
-            config.add_cleanup(partial(shutil.rmtree, made, ignore_errors=True))
+    if "TEST_KERNEL_CACHE" not in os.environ:  # one for all these processes
+        made = os.environ["TEST_KERNEL_CACHE"] = tempfile.mkdtemp(prefix="jitrope-")
+        config.add_cleanup(partial(shutil.rmtree, made, ignore_errors=True))
     if ON_HOST:
         backend.install()
 
@@ -48,21 +52,55 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+@cache
+def part_of_the_commit() -> int | None:
+    """The tenth of the tests marked `tenth` that runs; None for all: with TEST_ALL, and without git."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    if os.environ.get("TEST_ALL") or not shutil.which("git"):
+        return None
+    found = subprocess.run(command, capture_output=True, text=True)
+    return int(found.stdout, 16) % 10 if found.returncode == 0 else None
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if ON_HOST:
-        unfit = [item for item in items if not item.get_closest_marker("gpu") or item.get_closest_marker("hardware")]
+        unfit = {item for item in items if not item.get_closest_marker("gpu") or item.get_closest_marker("hardware")}
     elif torch.cuda.is_available():
-        unfit = []
+        unfit = set()
     else:
-        unfit = [item for item in items if item.get_closest_marker("gpu")]
+        unfit = {item for item in items if item.get_closest_marker("gpu")}
+    marked = [x for x in items if x.get_closest_marker("tenth") and x not in unfit and x.nodeid not in config.args]
+    if marked and part_of_the_commit() is not None:
+        others = [x for x in marked if zlib.crc32(x.nodeid.encode()) % 10 != part_of_the_commit()]
+        config.stash[LEFT_OUT] = (len(others), len(marked))
+        unfit.update(others)
     if unfit:
-        config.hook.pytest_deselected(items=unfit)
-        without = set(unfit)
-        items[:] = [item for item in items if item not in without]
+        config.hook.pytest_deselected(items=[item for item in items if item in unfit])
+        items[:] = [item for item in items if item not in unfit]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A process of pytest-xdist says what it left out."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None and LEFT_OUT in session.config.stash:
+        output["left_out"] = session.config.stash[LEFT_OUT]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    if "left_out" in getattr(node, "workeroutput", {}):
+        node.config.stash[LEFT_OUT] = node.workeroutput["left_out"]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The names of the skipped tests, for `pytest @FILE` where there is what they need."""
+    """What was left out, and the names of the skipped tests, for `pytest @FILE` where there is what they need."""
+    if LEFT_OUT in terminalreporter.config.stash:
+        left, marked = terminalreporter.config.stash[LEFT_OUT]
+        terminalreporter.write_line(
+            f"left out: {left} of {marked} tests, since a tenth of those marked `tenth` runs for a commit: this time "
+            f"part {part_of_the_commit()} of 0 to 9, by the commit's hash; all: TEST_ALL=1, or .ci/run all"
+        )
     if file := os.environ.get("TEST_SKIPPED"):
         skipped = dict.fromkeys(report.nodeid for report in terminalreporter.stats.get("skipped", ()))
         Path(file).write_text("".join(f"{name}\n" for name in skipped))

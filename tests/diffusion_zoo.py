@@ -1,8 +1,7 @@
 """Every diffusers transformer that applies rope, tiny and random: `MODELS` by class name, `prepared` and `forward`.
 
-`Model.rotations` counts rope applications per tensor in one forward of these inputs: a call on q and one on k are two,
-and one call on both is two as well. The numbers come from the profiler's call events of the functions that rotate (or
-of the attention processors, if the rotation is inline), not from the configuration.
+`Model.calls` counts the calls of the host's rope functions in one forward of these inputs; 0: the rope is in the code
+of the attention processors.
 
 The file is a long table with one entry for each model.
 """
@@ -16,7 +15,7 @@ from typing import Any
 
 import diffusers
 import torch
-from torch import Tensor, arange, cat, eye, full, nn, ones, randint, randn, tensor, zeros
+from torch import Tensor, arange, cat, nn, ones, randint, randn, tensor, zeros
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -27,7 +26,7 @@ class Model:
 
     name: str  # the class's name, and a variant's after a dash
     make: Callable[[], tuple[nn.Module, dict[str, Any]]]  # a fresh model on the CPU in fp32, forward's keywords
-    rotations: int
+    calls: int
     dtypes: tuple[torch.dtype, ...] = (FP32, BF16, FP16)  # dtypes in which the stock model runs on a CPU
     fp32: frozenset[str] = frozenset()
     gradients: bool = True  # whether the stock model has a backward on a CPU (flex attention has none)
@@ -47,6 +46,7 @@ FUSED_CALLS = {
     "WanTransformer3DModel": 4,
     "ChronoEditTransformer3DModel": 4,
     "WanVACETransformer3DModel": 8,
+    "SkyReelsV2Transformer3DModel": 4,
     "WanAnimateTransformer3DModel": 4,
     "HunyuanVideoTransformer3DModel": 3,
     "HunyuanVideoFramepackTransformer3DModel": 3,
@@ -58,7 +58,7 @@ FUSED_CALLS = {
 
 def entry(
     name: str,
-    rotations: int,
+    calls: int,
     dtypes: tuple[torch.dtype, ...] = (FP32, BF16, FP16),
     fp32: str = "",
     variant: str = "",
@@ -78,7 +78,7 @@ def entry(
             return (build or getattr(diffusers, name))(**config), inputs
 
         if hasattr(diffusers, name):
-            MODELS[key] = Model(key, make, rotations, dtypes, frozenset(fp32.split()), gradients)
+            MODELS[key] = Model(key, make, calls, dtypes, frozenset(fp32.split()), gradients)
         return entry
 
     return register
@@ -185,14 +185,14 @@ SIGMAS, STEPS, FLOAT_STEPS = tensor([0.5, 0.25]), tensor([3, 700]), tensor([3.0,
 
 # Flux and its relatives.
 
-@entry("FluxTransformer2DModel", rotations=6, fp32="img_ids txt_ids")
+@entry("FluxTransformer2DModel", calls=6, fp32="img_ids txt_ids")
 def flux():
     return of(patch_size=1, in_channels=4, num_layers=1, num_single_layers=2, **HEADS, joint_attention_dim=32,
         pooled_projection_dim=32, axes_dims_rope=(4, 4, 8)), of(
         hidden_states=randn(2, 16, 4), encoder_hidden_states=randn(2, 6, 32), pooled_projections=randn(2, 32),
         timestep=SIGMAS, img_ids=image_ids(4, 4), txt_ids=zeros(6, 3))
 
-@entry("Flux2Transformer2DModel", rotations=6, fp32="img_ids txt_ids")
+@entry("Flux2Transformer2DModel", calls=6, fp32="img_ids txt_ids")
 def flux2():
     text = zeros(6, 4)
     text[:, 3] = arange(6.0)
@@ -201,7 +201,7 @@ def flux2():
         hidden_states=randn(2, 16, 4), encoder_hidden_states=randn(2, 6, 32), timestep=SIGMAS,
         guidance=tensor([4.0, 4.0]), img_ids=image_ids(4, 4, 4), txt_ids=text)
 
-@entry("ChromaTransformer2DModel", rotations=6, fp32="img_ids txt_ids")
+@entry("ChromaTransformer2DModel", calls=6, fp32="img_ids txt_ids")
 def chroma():
     return of(in_channels=4, num_layers=1, num_single_layers=2, **HEADS, joint_attention_dim=32,
         axes_dims_rope=(4, 4, 8), approximator_num_channels=16, approximator_hidden_dim=32, approximator_layers=1), of(
@@ -210,12 +210,13 @@ def chroma():
 
 # Qwen-Image.
 
-@entry("QwenImageTransformer2DModel", rotations=8)
+@entry("QwenImageTransformer2DModel", calls=8)
 def qwen_image():
     return of(patch_size=2, in_channels=16, out_channels=4, num_layers=2, **HEADS, joint_attention_dim=16,
         axes_dims_rope=(8, 4, 4)), of(
         hidden_states=randn(2, 16, 16), encoder_hidden_states=randn(2, 7, 16), encoder_hidden_states_mask=text_mask(7),
-        timestep=SIGMAS, img_shapes=[[(1, 4, 4)]] * 2)
+        timestep=SIGMAS, img_shapes=[[(1, 4, 4)]] * 2,
+        **({"txt_seq_lens": [7, 7]} if diffusers.__version__.startswith("0.36") else {}))
 
 # Wan and its relatives.
 
@@ -225,7 +226,7 @@ WAN = of(patch_size=(1, 2, 2), **HEADS, in_channels=4, out_channels=4, text_dim=
 def wan_inputs():
     return of(hidden_states=randn(2, 4, 2, 8, 8), encoder_hidden_states=randn(2, 5, 16), timestep=STEPS)
 
-@entry("WanTransformer3DModel", rotations=4)
+@entry("WanTransformer3DModel", calls=0)
 def wan():
     return WAN, wan_inputs()
 
@@ -239,13 +240,13 @@ def hunyuan_inputs():
     return of(hidden_states=randn(2, 4, 2, 8, 8), timestep=STEPS, encoder_hidden_states=randn(2, 6, 16),
         encoder_attention_mask=text_mask(6), pooled_projections=randn(2, 8), guidance=tensor([6144.0, 6144.0]))
 
-@entry("HunyuanVideoTransformer3DModel", rotations=6)
+@entry("HunyuanVideoTransformer3DModel", calls=6)
 def hunyuan_video():
     return HUNYUAN_VIDEO, hunyuan_inputs()
 
 # LTX.
 
-@entry("LTXVideoTransformer3DModel", rotations=4)
+@entry("LTXVideoTransformer3DModel", calls=4)
 def ltx():
     return of(in_channels=4, out_channels=4, **HEADS, cross_attention_dim=32, num_layers=2, caption_channels=16), of(
         hidden_states=randn(2, 2 * 4 * 4, 4), encoder_hidden_states=randn(2, 6, 16), timestep=STEPS,
@@ -260,7 +261,7 @@ Z_IMAGE = of(in_channels=4, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, n
 def z_image_inputs():
     return of(x=[randn(4, 1, 8, 8), randn(4, 1, 8, 6)], t=SIGMAS, cap_feats=[randn(6, 16), randn(5, 16)])
 
-@entry("ZImageTransformer2DModel", rotations=8)
+@entry("ZImageTransformer2DModel", calls=0)
 def z_image():
     return Z_IMAGE, z_image_inputs()
 
@@ -277,7 +278,7 @@ class ZImageControlled(nn.Module):
         samples = controlnet(x, t, cap_feats, control_context)
         return self.transformer(x, t, cap_feats, controlnet_block_samples=samples)
 
-@entry("ZImageControlNetModel", rotations=18, gradients=False, build=ZImageControlled)
+@entry("ZImageControlNetModel", calls=0, gradients=False, build=ZImageControlled)
 def z_image_controlnet():
     context = [randn(6, 1, 8, 8), randn(6, 1, 8, 6)]
     return of(control_layers_places=[0, 1], control_refiner_layers_places=[0], control_in_dim=6,
@@ -293,7 +294,7 @@ def flux_like_inputs():
     return of(hidden_states=randn(2, 16, 4), encoder_hidden_states=randn(2, 6, 32), timestep=SIGMAS,
         img_ids=image_ids(4, 4), txt_ids=zeros(6, 3))
 
-@entry("Flux3Transformer2DModel", rotations=8, fp32="img_ids txt_ids image_cond_ids")
+@entry("Flux3Transformer2DModel", calls=8, fp32="img_ids txt_ids image_cond_ids")
 def flux3():
     text, condition = (zeros(6, 4), image_ids(3, 3, 4))
     text[:, 3] = arange(6.0)
@@ -303,24 +304,24 @@ def flux3():
         hidden_states=randn(2, 16, 4), encoder_hidden_states=randn(2, 6, 32), timestep=SIGMAS,
         img_ids=image_ids(4, 4, 4), txt_ids=text, image_cond_hidden_states=randn(2, 9, 6), image_cond_ids=condition)
 
-@entry("LongCatImageTransformer2DModel", rotations=6, fp32="img_ids txt_ids")
+@entry("LongCatImageTransformer2DModel", calls=6, fp32="img_ids txt_ids")
 def longcat_image():
     return FLUX_LIKE | of(pooled_projection_dim=32), flux_like_inputs()
 
-@entry("OvisImageTransformer2DModel", rotations=6, fp32="img_ids txt_ids")
+@entry("OvisImageTransformer2DModel", calls=6, fp32="img_ids txt_ids")
 def ovis_image():
     return FLUX_LIKE | of(out_channels=4), flux_like_inputs()
 
-@entry("BriaTransformer2DModel", rotations=6, fp32="img_ids txt_ids")
+@entry("BriaTransformer2DModel", calls=6, fp32="img_ids txt_ids")
 def bria():
     return FLUX_LIKE, flux_like_inputs()
 
-@entry("BriaFiboTransformer2DModel", rotations=6, fp32="img_ids txt_ids")
+@entry("BriaFiboTransformer2DModel", calls=6, fp32="img_ids txt_ids")
 def bria_fibo():
     layers = [randn(2, 6, 24) for _ in range(3)]
     return FLUX_LIKE | of(text_encoder_dim=24), flux_like_inputs() | of(text_encoder_layers=layers)
 
-@entry("Krea2Transformer2DModel", rotations=4, fp32="position_ids")
+@entry("Krea2Transformer2DModel", calls=4, fp32="position_ids")
 def krea2():
     return of(in_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=32, timestep_embed_dim=32, text_hidden_dim=32, num_text_layers=3, text_num_attention_heads=2,
@@ -329,22 +330,15 @@ def krea2():
         hidden_states=randn(2, 16, 4), encoder_hidden_states=randn(2, 6, 3, 32), timestep=SIGMAS,
         position_ids=cat([zeros(6, 3), image_ids(4, 4)]), encoder_attention_mask=text_mask(6, torch.bool))
 
-@entry("Lumina2Transformer2DModel", rotations=8)
+@entry("Lumina2Transformer2DModel", calls=8)
 def lumina2():
     return of(sample_size=8, in_channels=4, hidden_size=64, num_layers=2, num_refiner_layers=1, num_attention_heads=4,
         num_kv_heads=2, multiple_of=16, axes_dim_rope=(4, 4, 8), axes_lens=(64, 32, 32), cap_feat_dim=16), of(
         hidden_states=randn(2, 4, 8, 8), timestep=SIGMAS, encoder_hidden_states=randn(2, 6, 16),
         encoder_attention_mask=text_mask(6, torch.bool))
 
-@entry("BriaFibo2Transformer2DModel", rotations=6)
-def bria_fibo2():
-    return of(in_channels=4, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, cap_feat_dim=16,
-        injection_layer_ids=(1,), perceiver_num_layers=1, min_num_gist_tokens=4, max_num_gist_tokens=8, gist_step=2,
-        gist_min_text_len=4, gist_max_text_len=16, axes_dims=(4, 4, 8), axes_lens=(64, 32, 32)), of(
-        hidden_states=randn(2, 4, 8, 8), timestep=SIGMAS, encoder_hidden_states=randn(2, 2, 8, 16),
-        encoder_attention_mask=text_mask(8, torch.bool), context_latents=[randn(2, 4, 4, 4)])
 
-@entry("MotifVideoTransformer3DModel", rotations=8)
+@entry("MotifVideoTransformer3DModel", calls=8)
 def motif_video():
     return of(in_channels=9, out_channels=4, **HEADS, num_layers=1, num_single_layers=2, num_decoder_layers=1,
         text_embed_dim=16, rope_axes_dim=(4, 4, 8), enable_text_cross_attention_dual=True,
@@ -352,7 +346,7 @@ def motif_video():
         hidden_states=randn(2, 9, 2, 8, 8), timestep=STEPS, encoder_hidden_states=randn(2, 6, 16),
         encoder_attention_mask=text_mask(6))
 
-@entry("HunyuanVideoFramepackTransformer3DModel", rotations=6)
+@entry("HunyuanVideoFramepackTransformer3DModel", calls=6)
 def framepack():
     return HUNYUAN_VIDEO | of(has_image_proj=True, image_proj_dim=12,
         has_clean_x_embedder=True), hunyuan_inputs() | of(image_embeds=randn(2, 3, 12), indices_latents=arange(8, 10),
@@ -360,7 +354,7 @@ def framepack():
         latents_history_2x=randn(2, 4, 2, 8, 8), indices_latents_history_2x=arange(4, 6),
         latents_history_4x=randn(2, 4, 4, 8, 8), indices_latents_history_4x=arange(4))
 
-@entry("HunyuanVideo15Transformer3DModel", rotations=4)
+@entry("HunyuanVideo15Transformer3DModel", calls=4)
 def hunyuan_video15():
     return of(in_channels=9, out_channels=4, **HEADS, num_layers=2, num_refiner_layers=1, text_embed_dim=16,
         text_embed_2_dim=12, image_embed_dim=8, rope_axes_dim=(4, 4, 8), target_size=16), of(
@@ -368,7 +362,7 @@ def hunyuan_video15():
         encoder_attention_mask=text_mask(6), encoder_hidden_states_2=randn(2, 5, 12),
         encoder_attention_mask_2=text_mask(5), image_embeds=randn(2, 3, 8))
 
-@entry("HunyuanImageTransformer2DModel", rotations=6)
+@entry("HunyuanImageTransformer2DModel", calls=6)
 def hunyuan_image():
     return of(in_channels=4, out_channels=4, **HEADS, num_layers=1, num_single_layers=2, num_refiner_layers=1,
         guidance_embeds=True, text_embed_dim=16, text_embed_2_dim=12, rope_axes_dim=(8, 8)), of(
@@ -376,20 +370,20 @@ def hunyuan_image():
         encoder_attention_mask=text_mask(6), encoder_hidden_states_2=randn(2, 5, 12),
         encoder_attention_mask_2=text_mask(5), guidance=tensor([3584.0, 3584.0]))
 
-@entry("SkyReelsV2Transformer3DModel", rotations=4)
+@entry("SkyReelsV2Transformer3DModel", calls=0)
 def skyreels_v2():
     return WAN | of(inject_sample_info=True), wan_inputs() | of(fps=tensor([0, 1]))
 
-@entry("ChronoEditTransformer3DModel", rotations=4)
+@entry("ChronoEditTransformer3DModel", calls=0)
 def chrono_edit():
     return WAN | of(rope_temporal_skip_len=8), wan_inputs()
 
-@entry("WanVACETransformer3DModel", rotations=8)
+@entry("WanVACETransformer3DModel", calls=0)
 def wan_vace():
     return WAN | of(num_layers=2, vace_layers=[0, 1],
         vace_in_channels=6), wan_inputs() | of(control_hidden_states=randn(2, 6, 2, 8, 8))
 
-@entry("WanAnimateTransformer3DModel", rotations=4)
+@entry("WanAnimateTransformer3DModel", calls=0)
 def wan_animate():
     sizes = {"4": 16, "8": 16, "16": 16, "32": 16, "64": 16}
     return WAN | of(in_channels=12, latent_channels=4, image_dim=16, motion_encoder_channel_sizes=sizes,
@@ -398,7 +392,7 @@ def wan_animate():
         encoder_hidden_states_image=randn(2, 3, 16), pose_hidden_states=randn(2, 4, 2, 8, 8),
         face_pixel_values=randn(2, 3, 5, 16, 16))
 
-@entry("WanAnimate2Transformer3DModel", rotations=4)
+@entry("WanAnimate2Transformer3DModel", calls=4)
 def wan_animate2():
     from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
     return of(patch_size=(1, 2, 2), text_len=6, in_dim=8, dim=32, ffn_dim=32, freq_dim=32, text_dim=16, out_dim=4,
@@ -407,15 +401,8 @@ def wan_animate2():
         condition_latents=[randn(4, 2, 8, 8)], kv_cache=WanAnimate2KVCache(2), kv_cache_mode="extract", seq_len=32,
         offset_grid_sizes=tensor([[2, 4, 4]]))
 
-@entry("SanaVideoTransformer3DModel", rotations=4)
-def sana_video():
-    return of(in_channels=4, out_channels=4, **HEADS, num_layers=2, num_cross_attention_heads=2,
-        cross_attention_head_dim=16, cross_attention_dim=32, caption_channels=16, sample_size=8,
-        rope_max_seq_len=32), of(
-        hidden_states=randn(2, 4, 2, 8, 8), encoder_hidden_states=randn(2, 6, 16), timestep=STEPS,
-        encoder_attention_mask=text_mask(6))
 
-@entry("HeliosTransformer3DModel", rotations=4)
+@entry("HeliosTransformer3DModel", calls=4)
 def helios():
     config = {key: value for key, value in WAN.items() if key != "rope_max_seq_len"}
     return config | of(rope_dim=(8, 4, 4)), wan_inputs() | of(
@@ -424,12 +411,12 @@ def helios():
         indices_latents_history_mid=arange(16, 18).expand(2, -1), latents_history_long=randn(2, 4, 16, 8, 8),
         indices_latents_history_long=arange(16).expand(2, -1))
 
-@entry("AnyFlowTransformer3DModel", rotations=4)
+@entry("AnyFlowTransformer3DModel", calls=4)
 def anyflow():
     return WAN, wan_inputs() | of(hidden_states=randn(2, 2, 4, 8, 8), timestep=tensor([[700.0, 500.0], [3.0, 3.0]]),
         r_timestep=tensor([[600.0, 400.0], [2.0, 2.0]]))
 
-@entry("AnyFlowFARTransformer3DModel", rotations=4, gradients=False)
+@entry("AnyFlowFARTransformer3DModel", calls=4, gradients=False)
 def anyflow_far():
     times = tensor([[700.0, 500.0, 500.0], [3.0, 3.0, 3.0]])
     return WAN | of(full_chunk_limit=2,
@@ -446,15 +433,15 @@ def hidream_inputs():
     return of(hidden_states=randn(2, 4, 8, 8), timesteps=FLOAT_STEPS, encoder_hidden_states_t5=randn(2, 6, 16),
         encoder_hidden_states_llama3=randn(3, 2, 6, 12), pooled_embeds=randn(2, 8))
 
-@entry("HiDreamImageTransformer2DModel", rotations=6)
+@entry("HiDreamImageTransformer2DModel", calls=3)
 def hidream():
     return HIDREAM, hidream_inputs()
 
-@entry("HiDreamImageTransformer2DModel", variant="partial", rotations=6)
+@entry("HiDreamImageTransformer2DModel", variant="partial", calls=3)
 def hidream_partial():
     return HIDREAM | of(axes_dims_rope=(4, 2, 2)), hidream_inputs()
 
-@entry("PRXTransformer2DModel", rotations=4)
+@entry("PRXTransformer2DModel", calls=4)
 def prx():
     return of(in_channels=4, patch_size=2, context_in_dim=16, hidden_size=32, mlp_ratio=2.0, num_heads=2, depth=2,
         axes_dim=[8, 8]), of(
@@ -467,21 +454,21 @@ JOY = of(patch_size=[1, 2, 2], in_channels=4, hidden_size=32, num_attention_head
 def joy_image_inputs():
     return of(hidden_states=randn(2, 2, 4, 1, 8, 8), timestep=FLOAT_STEPS, encoder_hidden_states=randn(2, 6, 16))
 
-@entry("JoyImageEditTransformer3DModel", rotations=4)
+@entry("JoyImageEditTransformer3DModel", calls=2)
 def joy_image():
     return JOY, joy_image_inputs()
 
-@entry("JoyImageEditTransformer3DModel", variant="mrope", rotations=8)
+@entry("JoyImageEditTransformer3DModel", variant="mrope", calls=4)
 def joy_image_mrope():
     return JOY | of(rope_type="mrope"), joy_image_inputs()
 
-@entry("JoyImageEditPlusTransformer3DModel", rotations=4)
+@entry("JoyImageEditPlusTransformer3DModel", calls=2)
 def joy_image_edit_plus():
     return JOY, of(
         hidden_states=randn(2, 25, 4, 1, 2, 2), timestep=FLOAT_STEPS, encoder_hidden_states=randn(2, 6, 16),
         encoder_hidden_states_mask=text_mask(6), shape_list=[[(1, 4, 4), (1, 3, 3)], [(1, 4, 4), (1, 2, 2)]])
 
-@entry("MiniMaxH3Transformer3DModel", rotations=4, fp32="position_ids")
+@entry("MiniMaxH3Transformer3DModel", calls=4, fp32="position_ids")
 def minimax_h3():
     positions = cat([grid(6, 1, 1), grid(1, 4, 4) + 6, grid(5, 1, 1) + 6])
     return of(num_attention_heads=2, attention_head_dim=32, hidden_size=64, num_layers=2, num_refiner_layers=1,
@@ -491,13 +478,13 @@ def minimax_h3():
         timestep=SIGMAS, timestep_indices=tensor([0] * 6 + [1] * 21), token_tags=tensor([0] * 6 + [1] * 16 + [2] * 5),
         position_ids=positions, text_indices=arange(6), video_indices=arange(6, 22), audio_indices=arange(22, 27))
 
-@entry("MiniMaxMusic3Transformer1DModel", rotations=4)
+@entry("MiniMaxMusic3Transformer1DModel", calls=4)
 def minimax_music3():
     return of(in_channels=4, condition_dim=16, num_layers=2, num_attention_heads=2, attention_head_dim=32,
         ff_inner_dim=32, rotary_dim=16, fourier_embedding_dim=32), of(
         hidden_states=randn(2, 4, 12), timestep=SIGMAS, encoder_hidden_states=randn(2, 12, 16))
 
-@entry("NucleusMoEImageTransformer2DModel", rotations=6)
+@entry("NucleusMoEImageTransformer2DModel", calls=6)
 def nucleus_moe_image():
     return of(patch_size=2, in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=4,
         num_key_value_heads=2, joint_attention_dim=16, axes_dims_rope=(8, 4, 4), mlp_ratio=4.0, num_experts=4,
@@ -505,28 +492,16 @@ def nucleus_moe_image():
         hidden_states=randn(2, 16, 16), img_shapes=[(1, 4, 4)] * 2, encoder_hidden_states=randn(2, 7, 16),
         encoder_hidden_states_mask=text_mask(7, torch.bool), timestep=SIGMAS)
 
-@entry("QwenImage21Transformer2DModel", rotations=4)
+@entry("QwenImage21Transformer2DModel", calls=4)
 def qwen_image21():
     return of(in_channels=16, out_channels=16, num_layers=2, **HEADS, context_in_dim=16, axes_dims_rope=(4, 4, 8)), of(
         hidden_states=randn(2, 16, 16), encoder_hidden_states=randn(2, 7, 16), timestep=tensor([0.5, 0.5]),
         img_shapes=[[(1, 4, 4)]] * 2, img_mask=tensor([[False] * 7 + [True] * 4] * 2),
         encoder_hidden_states_mask=text_mask(7))
 
-@entry("MochiTransformer3DModel", rotations=4)
-def mochi():
-    return of(patch_size=2, **HEADS, num_layers=2, pooled_projection_dim=32, in_channels=4, text_embed_dim=16,
-        time_embed_dim=32, max_sequence_length=6), of(
-        hidden_states=randn(2, 4, 2, 8, 8), encoder_hidden_states=randn(2, 6, 16), timestep=STEPS,
-        encoder_attention_mask=text_mask(6, torch.bool))
 
-@entry("Kandinsky5Transformer3DModel", rotations=6)
-def kandinsky5():
-    return of(in_visual_dim=4, in_text_dim=16, in_text_dim2=8, time_dim=32, out_visual_dim=4, model_dim=32, ff_dim=32,
-        num_text_blocks=1, num_visual_blocks=2, axes_dims=(4, 4, 8)), of(
-        hidden_states=randn(2, 2, 8, 8, 4), encoder_hidden_states=randn(2, 6, 16), timestep=FLOAT_STEPS,
-        pooled_projections=randn(2, 8), visual_rope_pos=(arange(2), arange(4), arange(4)), text_rope_pos=arange(6))
 
-@entry("Kandinsky6Transformer3DModel", rotations=20)
+@entry("Kandinsky6Transformer3DModel", calls=20)
 def kandinsky6():
     return of(in_visual_dim=4, out_visual_dim=4, in_text_dim=16, in_text_dim2=8, time_dim=32, model_dim=32, ff_dim=32,
         num_text_blocks=1, num_visual_blocks=2, axes_dims=(4, 4, 8), visual_cond=False, in_audio_dim=4, out_audio_dim=4,
@@ -534,17 +509,12 @@ def kandinsky6():
         hidden_states=randn(2, 2, 8, 8, 4), encoder_hidden_states=randn(2, 6, 16), pooled_projections=randn(2, 8),
         timestep=FLOAT_STEPS, audio_hidden_states=randn(2, 5, 4))
 
-@entry("Kandinsky6SRTransformer3DModel", rotations=4, gradients=False)
+@entry("Kandinsky6SRTransformer3DModel", calls=4, gradients=False)
 def kandinsky6_sr():
     return of(in_visual_dim=4, out_visual_dim=4, time_dim=32, model_dim=32, ff_dim=32, num_visual_blocks=2,
         axes_dims=(4, 4, 8), nabla_window=(3, 3, 3)), of(
         hidden_states=randn(2, 2, 8, 8, 9), timestep=FLOAT_STEPS)
 
-@entry("ErnieImageTransformer2DModel", rotations=4)
-def ernie_image():
-    return of(hidden_size=32, num_attention_heads=2, num_layers=2, ffn_hidden_size=32, in_channels=4, out_channels=4,
-        text_in_dim=16, rope_axes_dim=(4, 4, 8)), of(
-        hidden_states=randn(2, 4, 4, 4), timestep=FLOAT_STEPS, text_bth=randn(2, 6, 16), text_lens=tensor([6, 4]))
 
 def ltx2_inputs():
     return of(hidden_states=randn(2, 2 * 4 * 4, 4), audio_hidden_states=randn(2, 5, 6),
@@ -556,22 +526,22 @@ LTX2 = of(in_channels=4, out_channels=4, num_attention_heads=2, attention_head_d
     audio_in_channels=6, audio_out_channels=6, audio_num_attention_heads=2, audio_attention_head_dim=16,
     audio_cross_attention_dim=32, num_layers=2, caption_channels=16)
 
-@entry("LTX2VideoTransformer3DModel", rotations=16)
+@entry("LTX2VideoTransformer3DModel", calls=16)
 def ltx2():
     return LTX2, ltx2_inputs()
 
-@entry("LTX2VideoTransformer3DModel", variant="split", rotations=16)
+@entry("LTX2VideoTransformer3DModel", variant="split", calls=16)
 def ltx2_split():
     return LTX2 | of(rope_type="split"), ltx2_inputs()
 
-@entry("LongCatAudioDiTTransformer", rotations=8)
+@entry("LongCatAudioDiTTransformer", calls=8)
 def longcat_audio():
     return of(dit_dim=32, dit_depth=2, dit_heads=2, dit_text_dim=16, latent_dim=4, ff_mult=2.0), of(
         hidden_states=randn(2, 12, 4), encoder_hidden_states=randn(2, 6, 16),
         encoder_attention_mask=text_mask(6, torch.bool), timestep=SIGMAS, attention_mask=ones(2, 12, dtype=torch.bool),
         latent_cond=randn(2, 12, 4))
 
-@entry("GlmImageTransformer2DModel", rotations=4)
+@entry("GlmImageTransformer2DModel", calls=4)
 def glm_image():
     return of(patch_size=2, in_channels=4, out_channels=4, num_layers=2, **HEADS, text_embed_dim=16, time_embed_dim=32,
         condition_dim=16, prior_vq_quantizer_codebook_size=32), of(
@@ -579,18 +549,8 @@ def glm_image():
         prior_token_drop=zeros(2, 16, dtype=torch.bool), timestep=STEPS, target_size=tensor([[64.0, 64.0]] * 2),
         crop_coords=zeros(2, 2))
 
-@entry("Ideogram4Transformer2DModel", rotations=4)
-def ideogram4():
-    from diffusers.models.transformers import transformer_ideogram4 as module
-    indicator = [module.LLM_TOKEN_INDICATOR] * 6 + [module.OUTPUT_IMAGE_INDICATOR] * 16
-    positions = cat([arange(6)[:, None].expand(6, 3), grid(1, 4, 4).long() + 6])
-    return of(in_channels=4, num_layers=2, **HEADS, intermediate_size=32, adaln_dim=32, llm_features_dim=16,
-        mrope_section=(4, 2, 2)), of(
-        hidden_states=randn(2, 22, 4), timestep=SIGMAS, encoder_hidden_states=randn(2, 22, 16),
-        position_ids=positions.expand(2, -1, -1), segment_ids=ones(2, 22, dtype=torch.long),
-        indicator=tensor([indicator] * 2))
 
-@entry("AceStepTransformer1DModel", rotations=4)
+@entry("AceStepTransformer1DModel", calls=4)
 def ace_step():
     return of(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=16, in_channels=12, audio_acoustic_hidden_dim=4, patch_size=2, sliding_window=4,
@@ -620,11 +580,11 @@ def cogvideox_inputs():
     return of(hidden_states=randn(2, 2, 4, 8, 8), encoder_hidden_states=randn(2, 6, 16), timestep=STEPS,
         image_rotary_emb=rotary_tables(grid(2, 4, 4), (4, 6, 6)))
 
-@entry("CogVideoXTransformer3DModel", rotations=4, fp32="image_rotary_emb")
+@entry("CogVideoXTransformer3DModel", calls=4, fp32="image_rotary_emb")
 def cogvideox():
     return COGVIDEOX, cogvideox_inputs()
 
-@entry("ConsisIDTransformer3DModel", rotations=4, fp32="image_rotary_emb")
+@entry("ConsisIDTransformer3DModel", calls=4, fp32="image_rotary_emb")
 def consisid():
     return COGVIDEOX | of(is_train_face=True, cross_attn_interval=1, cross_attn_dim_head=8, cross_attn_num_heads=2,
         LFE_id_dim=12, LFE_vit_dim=16, LFE_depth=2, LFE_dim_head=8, LFE_num_heads=2, LFE_num_id_token=2,
@@ -632,7 +592,7 @@ def consisid():
         LFE_num_scale=2), cogvideox_inputs() | of(id_cond=randn(2, 12),
         id_vit_hidden=[randn(2, 5, 16) for _ in range(2)])
 
-@entry("HunyuanDiT2DModel", rotations=12, fp32="image_rotary_emb")
+@entry("HunyuanDiT2DModel", calls=12, fp32="image_rotary_emb")
 def hunyuan_dit():
     return of(**HEADS, in_channels=4, patch_size=2, sample_size=8, hidden_size=32, num_layers=4, mlp_ratio=2.0,
         cross_attention_dim=16, cross_attention_dim_t5=16, pooled_projection_dim=8, text_len=5, text_len_t5=6), of(
@@ -641,7 +601,7 @@ def hunyuan_dit():
         image_meta_size=tensor([[64.0, 64.0, 64.0, 64.0, 0.0, 0.0]] * 2), style=zeros(2, dtype=torch.long),
         image_rotary_emb=rotary_tables(grid(4, 4), (8, 8)))
 
-@entry("StableAudioDiTModel", rotations=4, fp32="rotary_embedding")
+@entry("StableAudioDiTModel", calls=4, fp32="rotary_embedding")
 def stable_audio():
     return of(sample_size=12, in_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=4,
         num_key_value_attention_heads=2, out_channels=4, cross_attention_dim=32, time_proj_dim=32,
@@ -649,16 +609,8 @@ def stable_audio():
         hidden_states=randn(2, 4, 12), timestep=SIGMAS, encoder_hidden_states=randn(2, 6, 16),
         global_hidden_states=randn(2, 1, 24), rotary_embedding=half_tables(13, 8))
 
-@entry("AllegroTransformer3DModel", rotations=4, fp32="image_rotary_emb")
-def allegro():
-    tables = tuple(half_tables(length, 16) for length in (2, 4, 4))
-    return of(patch_size=2, num_attention_heads=2, attention_head_dim=48, in_channels=4, out_channels=4, num_layers=2,
-        cross_attention_dim=96, sample_height=8, sample_width=8, sample_frames=2, caption_channels=16), of(
-        hidden_states=randn(2, 4, 2, 8, 8), encoder_hidden_states=randn(2, 6, 16), timestep=STEPS,
-        attention_mask=ones(2, 2, 8, 8), encoder_attention_mask=text_mask(6),
-        image_rotary_emb=(tables, tuple(grid(2, 4, 4).long().T[:, None])))
 
-@entry("LuminaNextDiT2DModel", rotations=6)
+@entry("LuminaNextDiT2DModel", calls=6)
 def lumina_next():
     cos, sin = rotary_tables(grid(4, 4), (8, 8))
     return of(sample_size=8, patch_size=2, in_channels=4, hidden_size=64, num_layers=2, num_attention_heads=4,
@@ -667,7 +619,7 @@ def lumina_next():
         encoder_mask=text_mask(6), image_rotary_emb=torch.complex(cos, sin)[:, ::2].reshape(4, 4, 8).contiguous(),
         cross_attention_kwargs={})
 
-@entry("SanaWMLTX2RefinerTransformer3DModel", rotations=4, fp32="video_rotary_emb")
+@entry("SanaWMLTX2RefinerTransformer3DModel", calls=4, fp32="video_rotary_emb")
 def sana_wm_refiner():
     cos, sin = rotary_tables(grid(2, 4, 4), (20, 22, 22))
     return LTX2, of(
@@ -676,21 +628,21 @@ def sana_wm_refiner():
 
 # The rest.
 
-@entry("StableAudio3DiTModel", rotations=8)
+@entry("StableAudio3DiTModel", calls=8)
 def stable_audio3():
     return of(io_channels=4, embed_dim=64, depth=2, num_heads=2, cond_token_dim=16, global_cond_dim=16,
         local_add_cond_dim=5, timestep_features_dim=32, ff_mult=2.0, num_memory_tokens=4), of(
         hidden_states=randn(2, 4, 12), timestep=SIGMAS, encoder_hidden_states=randn(2, 6, 16),
         global_hidden_states=randn(2, 16), encoder_attention_mask=text_mask(6), local_add_cond=randn(2, 5, 12))
 
-@entry("EasyAnimateTransformer3DModel", rotations=4)
+@entry("EasyAnimateTransformer3DModel", calls=4)
 def easy_animate():
     return of(num_attention_heads=2, attention_head_dim=32, in_channels=4, out_channels=4, patch_size=2, sample_width=8,
         sample_height=8, num_layers=2, mmdit_layers=1, time_embed_dim=32, text_embed_dim=16, text_embed_dim_t5=12), of(
         hidden_states=randn(2, 4, 2, 8, 8), timestep=FLOAT_STEPS, encoder_hidden_states=randn(2, 6, 16),
         encoder_hidden_states_t5=randn(2, 5, 12))
 
-@entry("CogView4Transformer2DModel", rotations=4)
+@entry("CogView4Transformer2DModel", calls=4)
 def cogview4():
     sizes = tensor([[64.0, 64.0]] * 2)
     return of(patch_size=2, in_channels=4, out_channels=4, num_layers=2, **HEADS, text_embed_dim=16, time_embed_dim=32,
@@ -698,24 +650,14 @@ def cogview4():
         hidden_states=randn(2, 4, 8, 8), encoder_hidden_states=randn(2, 6, 16), timestep=STEPS, original_size=sizes,
         target_size=sizes, crop_coords=zeros(2, 2))
 
-@entry("CosmosTransformer3DModel", rotations=4)
+@entry("CosmosTransformer3DModel", calls=4)
 def cosmos():
     return of(in_channels=4, out_channels=4, **HEADS, num_layers=2, mlp_ratio=2.0, text_embed_dim=16, adaln_lora_dim=8,
         max_size=(4, 16, 16), rope_scale=(2.0, 1.0, 1.0), concat_padding_mask=False), of(
         hidden_states=randn(2, 4, 2, 8, 8), timestep=SIGMAS, encoder_hidden_states=randn(2, 6, 16), fps=16)
 
-@entry("Cosmos3OmniTransformer", rotations=10, fp32="position_ids vision_timesteps")
-def cosmos3():
-    positions = cat([arange(6)[:, None].expand(6, 3), grid(2, 4, 4).long() + 6])
-    return of(head_dim=16, hidden_size=64, intermediate_size=64, latent_channel=4, latent_patch_size=2,
-        num_attention_heads=4, num_hidden_layers=2, num_key_value_heads=2, patch_latent_dim=16, vocab_size=32,
-        rope_axes_dim=(4, 2, 2)), of(
-        input_ids=randint(32, (6,)), text_indexes=arange(6), position_ids=positions.T.contiguous(), und_len=6,
-        sequence_length=38, vision_tokens=[randn(1, 4, 2, 8, 8)], vision_token_shapes=[(2, 4, 4)],
-        vision_sequence_indexes=arange(6, 38), vision_mse_loss_indexes=arange(6, 38),
-        vision_timesteps=full((32,), 700.0), vision_noisy_frame_indexes=[arange(2)])
 
-@entry("OmniGenTransformer2DModel", rotations=4)
+@entry("OmniGenTransformer2DModel", calls=4)
 def omnigen():
     return of(in_channels=4, patch_size=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=4,
         intermediate_size=32, num_layers=2, pad_token_id=0, vocab_size=32, max_position_embeddings=256,
@@ -732,14 +674,6 @@ def sana_wm_inputs():
     return of(hidden_states=randn(2, 4, 2, 4, 4), timestep=tensor([[[3.0, 3.0]], [[700.0, 500.0]]]),
         encoder_hidden_states=randn(2, 1, 6, 16), encoder_attention_mask=text_mask(6))
 
-@entry("SanaWMTransformer3DModel", rotations=4)
+@entry("SanaWMTransformer3DModel", calls=4)
 def sana_wm():
     return SANA_WM, sana_wm_inputs()
-
-@entry("SanaWMTransformer3DModel", variant="camera", rotations=10, dtypes=(FP32,))
-def sana_wm_camera():  # rotates k and v in one call, and rotates the output back: 6 of the 10
-    poses = eye(4).repeat(2, 2, 1, 1)
-    poses[:, 1, :3, 3] = tensor([0.1, 0.2, 0.3])
-    lens = tensor([4.0, 4.0, 2.0, 2.0]).expand(2, 2, -1)
-    cameras = cat([poses.flatten(2), lens], -1)
-    return SANA_WM, sana_wm_inputs() | of(camera_conditions=cameras, chunk_plucker=randn(2, 6, 2, 4, 4))

@@ -117,6 +117,25 @@ def xdit() -> Iterator[None]:
             del sys.modules[name]
 
 
+def megatron() -> types.SimpleNamespace:
+    """Megatron-core's modules with rope. Without Triton one of 0.19's, which its experts import, has a stand-in."""
+    stash = "megatron.core.transformer.moe.ops.paged_stash"
+    if importlib.util.find_spec("triton") is None:
+        sys.modules.setdefault(stash, Absent(stash))
+    modules = {
+        "rope_utils": "models.common.embeddings.rope_utils",
+        "rotary": "models.common.embeddings.rotary_pos_embedding",
+        "fused": "fusions.fused_mla_yarn_rope_apply",
+        "attention": "transformer.attention",
+        "latent": "transformer.multi_latent_attention",
+        "specs": "models.gpt.gpt_layer_specs",
+    }
+    try:
+        return types.SimpleNamespace(**{k: importlib.import_module(f"megatron.core.{v}") for k, v in modules.items()})
+    except ImportError:
+        missing("pip install megatron-core")
+
+
 @contextmanager
 def group(size: int, rank: int = 0) -> Iterator[Any]:
     """A rank's process group on torch's fake backend, which sends nothing."""

@@ -46,7 +46,6 @@ from .soak_pool import (
     correction_job,
     fp8_job,
     latent_job,
-    learned_job,
     means_job,
     norm_job,
     pages_job,
@@ -129,10 +128,6 @@ def _segments() -> Iterator[Job]:
     yield from (segments_job(mask, random.Random(n)) for mask in MASKS for n in range(4))
 
 
-def _learned() -> Iterator[Job]:
-    yield from (learned_job(random.Random(n)) for n in range(8))
-
-
 def _corrections() -> Iterator[Job]:
     yield from (correction_job(step, random.Random(f"{step} {n}")) for step in STEPS for n in range(2))
 
@@ -156,7 +151,6 @@ GROUPS = {
     "cp_segments": Group("cp_segments", _segments),
     "cp_segment_rows": Group("cp_segment_rows", _segments),
     "thd_corrections": Group("thd_corrections", _corrections),
-    "table_gradient": Group("table_gradient", _learned),
 }
 
 

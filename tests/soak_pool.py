@@ -162,23 +162,6 @@ def rope_job(case: Case, mode: str) -> Job:
     return Job(op, case.name, made, rope_slack(case))
 
 
-def learned_job(draw: random.Random) -> Job:
-    """The gradients of q and of learned tables: shared, of each head, or of each batch row."""
-    kind, dtype = draw.choice(("shared", "heads", "rows")), draw.choice((torch.bfloat16, torch.float32))
-    size, heads, words = draw.choice((12, 64, 80)), draw.randint(1, 9), {"interleaved": draw.random() < 0.5}
-
-    def made(device: str, seed: int) -> Call:
-        generator, own = torch.Generator().manual_seed(seed), random.Random(seed)
-        batch, tokens = own.randint(1, 5), own.randint(1, MOST_TOKENS)
-        axes = {"shared": (), "heads": (heads,), "rows": (1,)}[kind]
-        shape = (*([batch if kind == "rows" else 1] if axes else []), tokens, *axes, size // 2)
-        q, k = (noise(generator, (batch, tokens, heads, size), dtype, device) for _ in "qk")
-        tables = [noise(generator, shape, torch.float32, device) for _ in "cs"]
-        return gradients(lambda: [*jitrope.apply_rope(q, k, *tables, **words)], [q, *tables], generator, device)
-
-    return Job("learned, backward", f"{kind} {dtype} {heads} x {size} {words}", made, 8.0)
-
-
 def ulysses_job(case: Case) -> Job:
     """A group of heads for each of two ranks, with the gradient, which arrives in that layout."""
 
@@ -652,7 +635,6 @@ def _placed(draw: random.Random) -> Iterator[Job]:
     while True:
         yield pages_job(draw)
         yield ulysses_job(draw.choice([case for case in CASES if case.name in BY_RANK]))
-        yield learned_job(draw)
         for begin in PLACED:
             case = draw.choice([case for case in CASES if case.name.startswith(begin)])
             yield rope_job(

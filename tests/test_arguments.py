@@ -456,7 +456,7 @@ def with_marks() -> Iterator[Any]:
     """The calls of all functions take the same way, so every parameter but its first is marked slow."""
     seen: set[str] = set()
     for function, parameter in parameters():
-        marks = [pytest.mark.slow] if parameter in seen else []
+        marks = [pytest.mark.slow, pytest.mark.tenth] if parameter in seen else []
         seen.add(parameter)
         yield pytest.param(function, parameter, marks=marks, id=f"{function.name}-{parameter}")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import fractions
+import json
 import os
 import re
 import types
@@ -29,6 +30,7 @@ from jitrope.base import config
 from jitrope.jit.cache import KernelCache
 from jitrope.tools import bundle
 from jitrope.tools import prewarm as prewarming
+from jitrope.tools.models import specs_of_model
 from jitrope.tools.prewarm import specs_of
 
 # ---- the kinds of values ---------------------------------------------------------------------------
@@ -315,13 +317,13 @@ ROWS: dict[str, Row] = {
     "prewarm": Row(prewarmed, {"specs": [SPEC], "archs": ["sm_90"], "jobs": 1},
         {"specs": {"empty list", "empty tuple", "generator", "dict", "empty tensor"},
          "archs": {"empty list", "empty tuple", "generator", "dict", "empty tensor"}, "jobs": {"int"}}),
-    "read_calls": Row(prewarming.read_calls, {"path": Path("calls.json")}, {"path": PATHS}),
-    "specs_of": Row(lambda **a: specs_of(**a), {
-        "heads": [8, 2], "head_dim": 128, "dtype": "bf16", "interleaved": True, "rotary_dim": 64, "rotary_offset": 0,
-        "width": "half", "rounding": "fp32", "positions": "int64", "backward": False, "interleaved_out": True,
-        "table": "cos_sin", "table_dtype": "fp32", "batch": 1, "layout": "bshd", "function": "apply_rope",
-    }, {"heads": {"int", "bool", "list of lists"} | FLOAT, "head_dim": {"int"}, "rotary_offset": {"int"},
-        "batch": {"int"}, "positions": {"dict"}}),
+    "read_record": Row(prewarming.read_record, {"path": Path("run.json")}, {"path": PATHS}),
+    "specs_of": Row(specs_of, {
+        "heads": [8, 2], "head_dim": 128, "dtype": "bf16", "interleaved": True, "rotary_dim": 64, "width": "half",
+        "inplace": True, "backward": True,
+    }, {"heads": {"int", "bool"} | FLOAT, "head_dim": {"int"}, "rotary_dim": {"int", "None"}}),
+    "specs_of_model": Row(lambda **a: len(specs_of_model(**a)), {"path": Path("llama"), "dtype": "bf16",
+        "backward": False}, {"path": PATHS, "dtype": {"None"}}),
     "planning": Row(planned, {"launches": ["auto"], "sm_count": 132},
         {"launches": {"empty list", "empty tuple", "generator", "dict", "empty tensor"}, "sm_count": {"int"}}),
 }  # fmt: skip
@@ -334,7 +336,10 @@ ROWS: dict[str, Row] = {
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Set up the files of the valid calls."""
     monkeypatch.chdir(tmp_path)
-    Path("calls.json").write_text('{"call": [{"heads": 8}]}')
+    Path("run.json").write_text(json.dumps({"spec": [SPEC.to_dict()]}))
+    Path("llama").mkdir()
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8}
+    Path("llama/config.json").write_text(json.dumps({"model_type": "llama", "dtype": "bfloat16", **sizes}))
     bundle.write(Path("there.tar"), [(SPEC, "sm_90")], 1)
 
 

@@ -12,13 +12,13 @@ import signal
 import subprocess
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cache, partial
 from importlib.util import find_spec
-from itertools import count, dropwhile, product, takewhile
+from itertools import dropwhile, takewhile
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -40,7 +40,6 @@ from examples.bench import (
     harness,
     host,
     host_models,
-    host_serving,
     hosts,
     kinds,
     layer,
@@ -57,7 +56,7 @@ from examples.bench import (
 from jitrope.integrations import _host
 
 from . import fresh
-from .hosts import missing, stand_in, timm, triton, xdit
+from .hosts import missing, timm, triton, xdit
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "examples" / "results"
@@ -222,30 +221,32 @@ def test_a_smoke_run(command: str) -> None:
             assert row["by"][:7] != "jitrope" or row["jitrope calls"] + row["fused calls"] > 0
 
 
-NEED_GPU = ("transformer_engine", "vllm", "vllm_omni", "sglang", "flashinfer")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", hosts.HOSTS)
-def test_a_smoke_run_of_hosts(name: str) -> None:
-    """Each model eager and compiled; jitrope takes every call, and nothing of it stays."""
-    package = hosts.HOSTS[name].package.partition(".")[0]
+def test_a_step_of_hosts(name: str, tmp_path: Path) -> None:
+    """Each model, stock and then with jitrope, eager and compiled; all calls are taken, and nothing stays replaced."""
+    host = hosts.HOSTS[name]
+    package = host.package.partition(".")[0]
     if package == "timm":
         timm()
-    elif (package in NEED_GPU or name == "megatron-te-train") and not torch.cuda.is_available():
+    elif (package == "transformer_engine" or name == "megatron-te-train") and not torch.cuda.is_available():
         pytest.skip("the kernels of its library need a GPU")
     elif package != "xfuser" and find_spec(package) is None:
         missing(f"pip install {package}")
     with {"torchtitan": triton, "xfuser": xdit}.get(package, nullcontext)():
-        done = bench("hosts", "--only", name, "--smoke", "--json")
-    assert done.exit_code == 0, done.output
-    rows = json.loads(done.stdout)["rows"]
-    assert [(row["mode"], row["by"]) for row in rows] == [*product(("eager", "compiled"), ("stock", "jitrope"))]
-    for row in rows[1::2]:
-        assert row["jitrope calls"] + row["fused calls"] > 0 == row["host calls"]
-        assert row["off %"] < 2
+        for on in (False, True):
+            torch._dynamo.reset()
+            with host.make(on, True) as side:
+                runner = hosts.Runner(side, smoke=True)
+                for mode in ("eager", "compiled"):
+                    counted, path = Counter(runner.prepare(mode)), str(tmp_path / mode)
+                    if not on:
+                        runner.keep(path)
+                        assert counted.total() == 0
+                        continue
+                    assert counted["jitrope"] + counted["fused"] > 0 == counted["host"]
+                    assert runner.compare(path) < 0.02
     assert not _host.placed
-    assert not [module for module in sys.modules if module.endswith("_stock")]
 
 
 @pytest.mark.parametrize("name", ["qwen3-train", "qwen3-decode", "gemma4-train"])
@@ -254,61 +255,78 @@ def test_models_of_hosts_have_their_real_widths(name: str, monkeypatch: pytest.M
     pytest.importorskip("transformers", reason="the bench runs its models")
     for module in (harness, host_models, hosts):
         monkeypatch.setattr(module, "DEVICE", "meta")
-    with hosts.HOSTS[name].make(False) as pair:
-        stock, ours = (step() for step in hosts.steps_of(pair).values())
-        assert pair.calls()["fused"] > 0
+    steps = []
+    for on in (False, True):
+        with hosts.HOSTS[name].make(on, False) as side:
+            steps.append(hosts.Runner(side, smoke=False).step())
+            assert side.calls().get("fused", 0) > 0 or not on
+    stock, ours = steps
     assert [x.shape for x in ours] == [x.shape for x in stock]
     batch, tokens, width = stock[0].shape
     assert (batch * tokens, width) == (8 if name == "qwen3-decode" else 4096, 2304 if name == "gemma4-train" else 4096)
 
 
-def test_a_step_puts_its_functions_into_the_module_of_ops() -> None:
-    ops = ModuleType("ops")
-
-    class Layer(nn.Module):
-        def forward(self, positions: Tensor, x: Tensor, by: int, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-            before = x if residual is None else x + residual
-            return ops.function(positions, by * before), before
-
-    model, x = host_serving.Layers(nn.ModuleList([Layer(), Layer()]), nullcontext, (1,)), torch.ones(2)
-    steps = [host_serving.Step(model, {(ops, "function"): function}) for function in (torch.add, torch.mul)]
-    for _ in range(2):
-        added, multiplied = (step(positions=torch.full((2,), 3.0), x=x) for step in steps)
-        assert (added.tolist(), multiplied.tolist()) == ([13, 13], [16, 16])
-    assert torch.equal(x, torch.ones(2))
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the library is looked for")
-@pytest.mark.parametrize("name", ["sglang-decode", "flashinfer-decode"])
-def test_a_host_that_needs_a_gpu_is_left_out_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch, name.partition("-")[0])
-    done = bench("hosts", "--only", name, "--smoke", "--json")
+def test_a_host_that_is_not_there_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process says why. Without a GPU TransformerEngine is not, whether its Python part is installed or not."""
+    done = bench("hosts", "--only", "te-train", "--smoke", "--json")
     assert (done.exit_code, json.loads(done.stdout)["rows"]) == (0, [])
-    left = f"{name} is left out: {name.partition('-')[0]} cannot be imported (its kernels need a GPU)"
-    assert left in done.stderr
+    assert "te-train is left out: transformer_engine.pytorch cannot be imported (" in done.stderr
 
 
-def test_a_host_that_is_not_installed_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = hosts.HOSTS["qwen3-train"]._replace(package="a_host_that_nobody_has")
-    monkeypatch.setitem(hosts.HOSTS, "qwen3-train", model)
-    done = bench("hosts", "--only", "qwen3-train", "--smoke", "--json")
-    assert (done.exit_code, json.loads(done.stdout)["rows"]) == (0, [])
-    assert "qwen3-train is left out: a_host_that_nobody_has cannot be imported" in done.stderr
+def other_jitrope(folder: Path) -> Path:
+    """A folder with a jitrope whose drop-in for diffusers says that it was loaded, and then fails."""
+    package = folder / "jitrope"
+    package.mkdir()
+    for path in [*(ROOT / "jitrope").iterdir(), ROOT / "templates"]:
+        if path.name not in ("integrations", "__pycache__"):
+            (folder if path.name == "templates" else package).joinpath(path.name).symlink_to(path)
+    shutil.copytree(ROOT / "jitrope" / "integrations", package / "integrations")
+    (package / "integrations" / "diffusers" / "__init__.py").write_text("raise RuntimeError('the other jitrope')")
+    return folder
+
+
+@pytest.mark.slow
+def test_another_jitrope_runs_beside(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("diffusers", reason="the bench runs its transformers")
+    words = "hosts", "--only", "flux", "--no-compile", "--smoke", "--json"
+    done = bench(*words, "--beside", str(ROOT))
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["by"] for row in rows] == ["stock", "jitrope", hosts.BESIDE]
+    assert rows[1]["off %"] == rows[2]["off %"] < 2
+    done = bench(*words, "--beside", str(other_jitrope(tmp_path)))
+    assert done.exit_code == 1
+    assert f"the process of {hosts.BESIDE} has ended; its error is above" in done.stderr
+    assert "RuntimeError: the other jitrope" in capfd.readouterr().err
 
 
 def test_a_wrong_result_of_a_host_is_not_timed() -> None:
     x = torch.randn(64)
-    steps = {"stock": lambda: [x], "jitrope": lambda: [1.1 * x]}
-    with pytest.raises(AssertionError, match=r"off by 0\.1 of its norm"):
-        hosts.difference(steps, lambda: {"jitrope": 1})
-    two = {"stock": lambda: [x, x], "jitrope": lambda: [x, x * torch.nan]}
-    with pytest.raises(AssertionError, match="off by nan of its norm"):
-        hosts.difference(two, lambda: {"jitrope": 1})
-    with pytest.raises(AssertionError, match="jitrope was not called"):
-        hosts.difference({**steps, "jitrope": steps["stock"]}, lambda: {"jitrope": 1})
-    calls = count()
-    with pytest.raises(AssertionError, match="stock calls jitrope"):
-        hosts.difference(steps, lambda: {"jitrope": next(calls)})
+
+    class Side:
+        """A process that answers at once."""
+
+        def __init__(self, calls: int, off: float) -> None:
+            self.replies = {"prepare": {"jitrope": calls}, "compare": off}
+
+        def send(self, what: str, *_: Any) -> None:
+            self.reply = self.replies.get(what)
+
+        def receive(self) -> Any:
+            return self.reply
+
+        def ask(self, what: str, *_: Any) -> Any:
+            return self.replies.get(what)
+
+    for calls, off, why in (
+        (1, hosts.difference([1.1 * x], [x]), r"off by 0\.1 of its norm"),
+        (1, hosts.difference([x, x * torch.nan], [x, x]), "off by nan of its norm"),
+        (0, hosts.difference([x], [x]), "jitrope was not called"),
+    ):
+        by: Any = {"stock": Side(0, 0.0), "jitrope": Side(calls, off)}
+        with pytest.raises(AssertionError, match=why):
+            next(hosts.measured(by, "eager", {}, ""))
 
 
 @pytest.fixture(scope="module")
@@ -416,30 +434,23 @@ def test_ways_to_run_them(command: list[str]) -> None:
     assert "Usage: jitrope bench" in done.stdout
 
 
-def test_outside_a_checkout_the_command_says_where_they_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize("word", ["host", "--help"])
+def test_outside_a_checkout_the_command_says_where_they_are(word: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "jitrope", tmp_path / "jitrope", ignore=shutil.ignore_patterns("__pycache__"))
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = fresh.python("-m", "jitrope", "bench", "host", "--json", env=environment, cwd=tmp_path)
-    assert done.returncode == 1
-    assert "examples/bench" in json.loads(done.stdout)["error"]
-    done = fresh.python("-m", "jitrope", "bench", "host", env=environment, cwd=tmp_path)
+    done = fresh.python("-m", "jitrope", "bench", word, env=environment, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
-    assert len(done.stderr.splitlines()) == 1
-    assert "examples/bench" in done.stderr
-    for word in ("-h", "--help"):
-        done = fresh.python("-m", "jitrope", "bench", word, env=environment, cwd=tmp_path)
-        assert (done.returncode, done.stderr) == (0, "")
-        assert "in a checkout of jitrope's repository" in done.stdout
-        assert 'pip install -e ".[bench]"' in done.stdout
+    assert (
+        done.stderr
+        == "error: the benchmarks are not in the package: run examples/bench in a checkout of the repository\n"
+    )
 
 
-def test_help_without_typer_says_how_to_install_it() -> None:
+@pytest.mark.parametrize("word", ["host", "--help"])
+def test_without_typer_the_command_says_how_to_install_it(word: str) -> None:
     code = "import sys; sys.modules['typer'] = None; from jitrope.tools.cli import main; main()"  # as if not installed
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = fresh.python("-c", code, "bench", "-h", env=environment, cwd=ROOT)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert 'pip install -e ".[bench]"' in done.stdout
-    done = fresh.python("-c", code, "bench", "host", env=environment, cwd=ROOT)
+    done = fresh.python("-c", code, "bench", word, env=environment, cwd=ROOT)
     assert (done.returncode, done.stderr) == (1, "error: the benchmarks need typer: pip install -e '.[bench]'\n")
 
 

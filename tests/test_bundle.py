@@ -116,7 +116,7 @@ def test_a_bundle_that_would_lack_a_kernel_is_not_written(cache: KernelCache, tm
     (tmp_path / "a.tar").write_text("before")
     with pytest.raises(CompileError, match="2 of 4 kernels are missing") as caught:
         bundle.write(tmp_path / "a.tar", itertools.product(SPECS, ["sm_90", "sm_20"]), 1)
-    assert str(caught.value).count(" sm_20: ") == 2
+    assert str(caught.value).count(" sm_20 and 1 more: ") == 1
     with pytest.raises(CacheError, match="no kernels to bundle"):
         bundle.write(tmp_path / "a.tar", [], 1)
     os.mkfifo(tmp_path / "pipe")  # a device would be replaced by a file

@@ -29,7 +29,7 @@ from jitrope.jit import compiler, entry, kernels, recording
 from jitrope.jit.cache import KernelCache
 from jitrope.jit.entry import CUBIN, META, TEXT, Key, pack
 from jitrope.jit.render import Source
-from jitrope.tools.prewarm import prewarm, read_calls, specs_of
+from jitrope.tools.prewarm import prewarm, read_record, specs_of
 
 from . import fresh
 from .caches import COUNTED, DATA, IMPORT, IMPORTS, KEY, ROOT, edit, filled, on_the_gpu, run_in_child
@@ -524,7 +524,7 @@ def test_relative_paths_keep_their_meaning_in_another_folder(tmp_path: Path) -> 
     environment = {**os.environ, "PYTHONPATH": IMPORTS, **RELATIVE}
     fresh.python("-c", MOVED, env=environment, cwd=tmp_path, check=True)
     assert not [*(tmp_path / "elsewhere").iterdir()]
-    assert len(read_calls(tmp_path / "run.json")) == 2
+    assert len(read_record(tmp_path / "run.json")) == 2
     assert len(KernelCache(tmp_path / "kernels").entries()) == 1
 
 
@@ -591,9 +591,9 @@ def test_a_recording_replaces_no_device(tmp_path: Path) -> None:
     assert (tmp_path / "pipe").is_fifo()
 
 
-def test_a_file_of_calls_with_a_byte_order_mark(tmp_path: Path) -> None:
-    (tmp_path / "calls.json").write_text('{"call": [{"heads": [32, 8]}]}', encoding="utf-8-sig")
-    assert read_calls(tmp_path / "calls.json") == specs_of(heads=[32, 8])
+def test_a_record_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"spec": [SPEC.to_dict()]}), encoding="utf-8-sig")
+    assert read_record(tmp_path / "run.json") == [SPEC]
 
 
 def test_a_home_folder_that_nobody_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog) -> None:
@@ -899,7 +899,7 @@ def test_no_compile(own_cache, monkeypatch: pytest.MonkeyPatch, how: str, tmp_pa
     command = error.command.replace("jitrope prewarm", f"{sys.executable} -m jitrope prewarm")
     environment = {**os.environ, "JITROPE_NO_COMPILE": "0", "PYTHONPATH": IMPORTS}
     subprocess.run(["sh", "-c", command], check=True, cwd=tmp_path, env=environment, capture_output=True)
-    assert read_calls(tmp_path / "missing.json") == [SPEC]
+    assert read_record(tmp_path / "missing.json") == [SPEC]
     assert not kernels.build(SPEC, "sm_90").compiled
 
 

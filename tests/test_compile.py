@@ -24,11 +24,9 @@ from jitrope.jit import compiler
 from jitrope.jit.render import Source, render
 from jitrope.ops.operation import turned_back
 from jitrope.ops.operations import QK_NORM_ROPE_BACKWARD
-from jitrope.plan import table_gradient
 from jitrope.plan.options import Options
 from jitrope.plan.problem import plan_call
 from jitrope.plan.spec import RopeSpec
-from jitrope.tools.prewarm import default_specs, specs_of
 
 from .cases import (
     CASES,
@@ -42,6 +40,7 @@ from .cases import (
     named_tables,
     norm_operation,
 )
+from .described import popular, specs_of
 
 ARCHS = ["sm_80", "sm_90", "sm_100", "sm_120"]
 # Also the largest block, with the fewest registers for a thread, and the widest tables.
@@ -169,9 +168,7 @@ LARGEST += [
              quantize={"dtype": "fp8"}),
     prepared(heads=[24, 24], norm=ONCE, interleaved=True, quantize={"dtype": "int8", "hadamard": True}),
     prepared(heads=[32, 8], norm=TWICE, quantize={"dtype": "fp8_e5m2", "group": 32}),
-    prepared(heads=[32, 1], head_dim=192, rotary_dim=64, rotary_offset=128, interleaved=True,
-             quantize={"dtype": "fp8", "hadamard": "rest"}),
-    prepared(heads=[64, 8], rotary_dim=64, quantize={"q_scale": 1.0, "hadamard": "rotary"},
+    prepared(heads=[64, 8], rotary_dim=64, quantize={"q_scale": 1.0, "hadamard": True},
              cache={**FP8_CACHE, "page_size": 16}),
     prepared(heads=[32, 8], norm=TWICE, positions=IDS,
              quantize=[{"dtype": "fp8", "per": "kv_head", "v": v} for v in (False, True)]),
@@ -227,7 +224,7 @@ LARGEST += [
     paged(True, clear_page=True),
     paged(True, 48, normed=True, clear_page=True),
 ]
-DEFAULT = default_specs()
+DEFAULT = popular()
 PREWARM = list(dict.fromkeys([*DEFAULT, *itertools.chain.from_iterable(LARGEST)]))
 SWEPT = ("sm_80", "sm_90")  # get every spec; the other architectures get the default ones
 
@@ -251,8 +248,8 @@ ANGLES = "rope_bf16_d128_halves_fp32_full_freqs"
 # Two streams that are transformed: 96 registers. The bounds were read with 13.5 alone.
 FORWARD = "qk_norm_rope_bf16_d128_interleaved_fp32_half_table_forward_qkv1_"
 STREAMS = {
-    FORWARD + "to_int8_round_once_hadamard_head_dynamic_two_streams": (0, 0, 8, 8),
-    FORWARD + "round_once_hadamard_head_two_streams": (0, 0, 40, 40),
+    FORWARD + "to_int8_round_once_hadamard_dynamic_two_streams": (0, 0, 8, 8),
+    FORWARD + "round_once_hadamard_two_streams": (0, 0, 40, 40),
 }
 SPILLS = {
     (13, 2): {LARGE: (0, 0, 32, 32), BIASED: (8, 0, 0, 0), FP4_CACHE: (0, 8, 16, 0), ANGLES: (0, 0, 0, 16), **STREAMS},
@@ -326,22 +323,6 @@ def test_prewarm_specs_compile_without_spills_and_move_16_bytes_an_access(arch: 
         assert wide if spec.gradient and spec.weight_dtype else len(wide) == len(stores), spec.name
         local = [name for name in names if name.startswith(("LDL", "STL"))]
         assert spec.freqs or allowed[spec] or not local, spec.name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHS)
-def test_gradients_of_tables_compile_without_spills_and_move_16_bytes_an_access(arch: str, tmp_path: Path) -> None:
-    flags = itertools.product((False, True), repeat=3)
-    sizes = ((128, 8, 1, 40), (64, 8, 12, 128), (512, 8, 1, 2), (72, 8, 16, 2), (16, 8, 1, 1), (16, 8, 1, 8))
-    specs = [table_gradient.spec_of("bf16", *words, dim, 0, *rest) for words in flags for dim, *rest in sizes]
-    for spec, found in zip(specs, disassemble([compiled(spec, arch)[0] for spec in specs], arch, tmp_path)):
-        assert "warning" not in compiled(spec, arch)[1]
-        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in compiled(spec, arch)[1], spec.name
-        names = [opcode(line) for line in found]
-        bits = ".128" if spec.vec == 8 else ".64"
-        loads, stores = ([name for name in names if name.startswith(begin)] for begin in ("LDG", "STG"))
-        assert {bits in name for name in loads} == {True}, spec.name
-        assert {".128" in name for name in stores} == {True}, spec.name
 
 
 @pytest.mark.slow

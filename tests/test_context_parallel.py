@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import jitrope
@@ -814,10 +816,10 @@ def check_schedule_of_many_layers() -> None:
 
 
 COUNTS = [  # (case, collectives of the forward, collectives of the backward), by kind
-    ("causal", {"_allgather_base_": 1}, {"_allgather_base_": 1, "alltoall_base_": 1}),
-    ("kept", {"_allgather_base_": 1}, {"alltoall_base_": 1}),
-    ("groups", {"_allgather_base_": 2}, {"_allgather_base_": 2, "alltoall_base_": 2}),
-    ("one long, short window", {"alltoall_base_": 1}, {"alltoall_base_": 2}),
+    ("causal", {"all_gather_into_tensor": 1}, {"all_gather_into_tensor": 1, "all_to_all_single": 1}),
+    ("kept", {"all_gather_into_tensor": 1}, {"all_to_all_single": 1}),
+    ("groups", {"all_gather_into_tensor": 2}, {"all_gather_into_tensor": 2, "all_to_all_single": 2}),
+    ("one long, short window", {"all_to_all_single": 1}, {"all_to_all_single": 2}),
 ]
 
 
@@ -885,16 +887,92 @@ def check_faults() -> None:
     if size > 1:
         rope = Rope(freqs=torch.ones(tokens, 4))
         wrong = Schedule(torch.tensor([0, 3 + (tokens if rank else 0), tokens]), tokens, rule="contiguous")
-        with pytest.raises(InvalidInput, match="cu_seqlens differs between ranks: entry 1"):
+        with pytest.raises(InvalidInput, match="must ascend from 0" if rank else "rank 1 refuses its arguments"):
             all_gather_attention(q, q, q, wrong, rope=rope, check=True)
         for message, words in (
             (r"softmax_scale differs between ranks: \[0.5, 1.5", {"softmax_scale": 0.5 + rank}),
-            (r"rope \(is given\) differs between ranks: \[0, 1", {"rope": rope if rank else None}),
+            (r"rope \(rows of its tables\) differs between ranks: \[-1, ", {"rope": rope if rank else None}),
             (r"head_groups differs between ranks: \[1, 2", {"head_groups": 1 + rank % 2}),
         ):
             with pytest.raises(InvalidInput, match=message):
                 all_gather_attention(q, q, q, schedule, check=True, **words)
     all_gather_attention(q, q, q, schedule, check=True)
+
+
+def check_one_refuses_for_all() -> None:
+    """With check=True every rank refuses what rank 0 refuses, for any reason."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    q, schedule = torch.randn(4, 2, 8), Schedule(torch.tensor([0, 4 * size]), 4 * size)
+    odd: list[tuple[str, dict[str, Any]]] = [
+        ("q has 3 rows", {"q": q[:3], "k": q[:3], "v": q[:3]}),
+        ("layout is 'x'", {"layout": "x"}),
+        ("head_groups is 0", {"head_groups": 0}),
+        ("backend is 'best'", {"backend": "best"}),
+        ("flash3 is not", {"backend": "flash3"}),
+        ("pass cos and sin, or one of", {"rope": Rope()}),
+        ("v is None", {"v": None}),
+    ]
+    for message, words in odd:
+        mine = "" if rank else message.split(" is not")[0]
+        with pytest.raises(InvalidInput, match=mine or "rank 0 refuses its arguments"):
+            all_gather_attention(
+                **{**dict.fromkeys("qkv", q), **({} if rank else words)}, schedule=schedule, check=True
+            )
+    short = Rope(freqs=torch.ones(4 * size - 1, 4))
+    with pytest.raises(InvalidInput, match=f"rope's tables have {4 * size - 1} rows, but a sequence has {4 * size}"):
+        all_gather_attention(q, q, q, schedule, rope=short, check=True)
+
+
+def check_compiled() -> None:
+    """torch.compile of the whole call, with gradients, and export: the results and gradients of the eager call."""
+    for name in ("causal", "one long, short window", "groups", "kept"):
+        case = next(case for case in CASES if case.name == name)
+        pack, made = case.pack, make(case)
+        part, schedule = Partition(pack.offsets, pack.tokens), case.schedule()
+        q, k, v, dout = (part.shard(x).requires_grad_() for x in made.inputs)
+
+        def run(q: Tensor, k: Tensor, v: Tensor, case: Any = case, schedule: Any = schedule) -> Any:
+            out, most = all_gather_attention(q, k, v, schedule, return_max_logit=True, **case.options)
+            return schedule.unshard(out), most
+
+        class Module(torch.nn.Module):
+            def forward(self, *tensors: Tensor, run: Any = run) -> Any:
+                return run(*tensors)
+
+        torch._dynamo.reset()
+        results = [
+            *(f(q, k, v) for f in (run, torch.compile(run, backend="aot_eager", fullgraph=True))),
+            torch.export.export(Module(), (q.detach(), k.detach(), v.detach())).module()(q, k, v),
+        ]
+        every = part.unshard(dout.detach())
+        grads = [torch.autograd.grad(out, (q, k, v), every) for out, _ in results[:2]]
+        for got in results[1:]:
+            torch.testing.assert_close(got, results[0], rtol=0, atol=1e-12)
+        torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=1e-12)
+
+
+def check_a_rank_without_rows_writes_nothing() -> None:
+    """rope= of fewer tokens than ranks: k and v of a rank without rows keep their versions, and gradients flow."""
+    schedule, rope = Schedule(torch.tensor([0, 1]), 1), Rope(freqs=torch.ones(1, 4))
+    q, k, v = (torch.randn(schedule.rows, 2, 8, requires_grad=True) for _ in range(3))
+    versions = [x._version for x in (q, k, v)]
+    out = all_gather_attention(q, k, v, schedule, rope=rope)
+    out.sum().backward()
+    assert [x._version for x in (q, k, v)] == versions
+    assert all(x.grad is not None and x.grad.shape == x.shape for x in (q, k, v))
+
+
+def check_mesh() -> None:
+    """A DeviceMesh of one axis is its group; one of two axes is refused; DTensors are refused by name."""
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "cp"))
+    cu = torch.tensor([0, 4 * size])
+    assert repr(Schedule(cu, 4 * size, group=mesh["cp"])) == repr(Schedule(cu, 4 * size))
+    with pytest.raises(InvalidInput, match="group is a DeviceMesh of 2 axes"):
+        Partition(cu, 4 * size, group=mesh)
+    x = distribute_tensor(torch.randn(4, 2, 8), mesh["cp"], [Replicate()])
+    with pytest.raises(InvalidInput, match=r"q is a DTensor; pass q.to_local\(\)"):
+        all_gather_attention(x, x, x, Schedule(cu, 4 * size))
 
 
 CHECKS: list[tuple[str, Callable[[], None]]] = [
@@ -908,6 +986,10 @@ CHECKS: list[tuple[str, Callable[[], None]]] = [
     ("collectives", check_collectives),
     ("subgroup", check_subgroup),
     ("faults", check_faults),
+    ("one refuses for all", check_one_refuses_for_all),
+    ("compiled", check_compiled),
+    ("a rank without rows", check_a_rank_without_rows_writes_nothing),
+    ("mesh", check_mesh),
 ]
 
 
@@ -934,6 +1016,31 @@ def test_on_processes(size: int, tmp_path: Path) -> None:
     torch.multiprocessing.spawn(process, (size, str(tmp_path)), size)
     failed = [(tmp_path / f"rank{rank}").read_text() for rank in range(size)]
     assert not any(failed), "\n".join(failed)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_balance(case: Attention) -> None:
+    """The busiest rank's pairs of a query and a key that it sees over the mean, from the oracle's mask."""
+    pack, size = case.pack, 3
+    seen = visible(pack, case.mask).sum(1)
+    parts = [case.schedule(cp_size=size, cp_rank=rank) for rank in range(size)]
+    work = [int(seen[part.indices.long()].sum()) for part in parts]
+    want = max(work) * size / sum(work) if sum(work) else 1.0
+    assert all(part.balance() == pytest.approx(want) for part in parts)
+
+
+def test_autocast_with_groups_of_heads() -> None:
+    """Autocast to the other 16-bit dtype changes nothing."""
+    q, schedule = torch.randn(10, 4, 8, dtype=torch.bfloat16), Schedule(torch.tensor([0, 7, 10]), 10)
+    want = all_gather_attention(q, q, q, schedule, head_groups=2)
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(all_gather_attention(q, q, q, schedule, head_groups=2), want)
+
+
+def test_a_table_shorter_than_max_seqlen_is_refused() -> None:
+    q, schedule = torch.randn(10, 4, 8), Schedule(torch.tensor([0, 7, 10]), 10, max_seqlen=7)
+    with pytest.raises(InvalidInput, match="rope's tables have 5 rows; they must have max_seqlen=7"):
+        all_gather_attention(q, q, q, schedule, rope=Rope(freqs=torch.rand(5, 4)))
 
 
 @pytest.mark.parametrize("layout", ["bshd", "sbhd"])

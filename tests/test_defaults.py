@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves
 
 import jitrope
 from jitrope import DynamicQuantize, KVCache, Norm, Quantize
-from jitrope.integrations import _serving
 from jitrope.ops import stand_ins, values
 
 from .devices import DEVICES
@@ -58,7 +57,6 @@ CALLS: dict[str, Callable[..., Any]] = {
     "norm without a table": lambda q, k, cos, sin, w: jitrope.prepare_qkv(q, k, None, norm=Norm(w, w))[:2],
     "fp4": in_fp4,
     "frequencies": lambda q, k, cos, sin, w: frequencies(torch.tensor(9000, device=q.device)),
-    "a server's frequencies": lambda q, k, cos, sin, w: _serving.frequencies(q.device, (16, 48), 1e4, 2.0, 4.0, 20.0),
 }
 
 
@@ -68,7 +66,7 @@ def bits(found: Any) -> list[Any]:
 
 def forget() -> None:
     """Forget the tensors that calls keep."""
-    for made in (stand_ins.one_row, stand_ins.filled, values._scale_of, _serving.frequencies):
+    for made in (stand_ins.one_row, stand_ins.filled, values._scale_of):
         made.cache_clear()
 
 

@@ -1,60 +1,1064 @@
-"""`integrations.diffusers`: forms of rope, tables, `enable` and `disable`. test_diffusion_models.py runs the models."""
+"""`integrations.diffusers` and `integrations.xfuser`: small models of random weights have the stock model's bits."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import gc
 import importlib
 import inspect
-import io
-import itertools
 import os
 import pickle
+import pkgutil
+import re
 import subprocess
 import sys
-import threading
-import weakref
+import types
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import jitrope
 from jitrope.integrations import _host
 from jitrope.integrations import diffusers as integration
-from jitrope.integrations.diffusers import forms, norms, sites, ulysses
-from tests.said import said
+from jitrope.integrations.diffusers import fused, norms, ropes
+
+from . import hosts
 
 diffusers = pytest.importorskip("diffusers", reason="the diffusers extra is not installed")
-from .devices import DEVICES  # noqa: E402
-from .diffusion_zoo import FUSED_CALLS, MODELS, forward, prepared  # noqa: E402
+from diffusers.models import attention_processor, embeddings  # noqa: E402
+from diffusers.models.normalization import RMSNorm  # noqa: E402
+from diffusers.models.transformers import transformer_flux, transformer_qwenimage, transformer_wan  # noqa: E402
+
+from . import diffusion_zoo as zoo  # noqa: E402
+from .devices import DEVICES, slow  # noqa: E402
+
+FP32, BF16 = torch.float32, torch.bfloat16
+EACH = pytest.mark.parametrize("name", list(zoo.MODELS))
+FLUX, WAN, QWEN = "FluxTransformer2DModel", "WanTransformer3DModel", "QwenImageTransformer2DModel"
+HUNYUAN, LTX, Z_IMAGE = "HunyuanVideoTransformer3DModel", "LTXVideoTransformer3DModel", "ZImageTransformer2DModel"
 
 
-@pytest.fixture
-def flux():
-    return prepared(MODELS["FluxTransformer2DModel"])
+def prepared(name: str, device: str = "cpu", dtype: torch.dtype = FP32) -> Any:
+    return zoo.prepared(zoo.MODELS[name], device, dtype)
 
 
-@pytest.fixture
-def wan():
-    return prepared(MODELS["WanTransformer3DModel"])
+def variant(cls: str, config: Any, inputs: Any, device: str = "cpu", dtype: torch.dtype = FP32) -> Any:
+    """`prepared` with another configuration; the inputs for positions stay in fp32."""
+    made = zoo.Model(cls, lambda: (getattr(diffusers, cls)(**config), inputs), 0, fp32=zoo.MODELS[cls].fp32)
+    return zoo.prepared(made, device, dtype)
 
 
-# ---- calls left to the host --------------------------------------------------------------------------
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """Nothing of a test stays in the host's classes and modules."""
+    yield
+    for functions in list(_host.placed):
+        _host.restore("diffusers", [functions])
+    assert not _host.placed
 
 
-def shared_call(x, cos, sin, **words):
-    """(the host's result, jitrope's result, the reasons why jitrope left the call to the host)."""
-    from diffusers.models.embeddings import apply_rotary_emb
+def seeded(model: nn.Module, inputs: Any) -> Tensor:
+    """A forward with the same random numbers and order of sums: a mixture of experts sums its experts by atomics."""
+    torch.manual_seed(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return zoo.forward(model, inputs)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
-    before = _host.reasons["diffusers"].copy()
-    ours = forms.rope_of(forms.SHARED, apply_rotary_emb)(x, (cos, sin), **words)
-    return apply_rotary_emb(x, (cos, sin), **words), ours, list(_host.reasons["diffusers"] - before)
+
+def same_as_stock(model: Any, inputs: Any, expected: Any, exact: bool = True, fuse_norm: bool = True) -> Any:
+    """Run the model stock, twice with jitrope, and stock again; all outputs are the same."""
+    with torch.no_grad():
+        stock = seeded(model, inputs)
+        with integration.enable(model, fuse_norm=fuse_norm) as report:
+            outputs = [seeded(model, inputs) for _ in range(2)]
+        assert torch.equal(seeded(model, inputs), stock)
+    for ours in outputs:
+        tolerance = 0 if exact else 1e-4 if stock.dtype == FP32 else 5e-2
+        torch.testing.assert_close(ours, stock, rtol=tolerance, atol=tolerance)
+    assert report.calls == {"jitrope": 0, "host": 0} | {who: 2 * count for who, count in expected.items()}
+    return report
 
 
-def full_tables(seqlen=6, head_dim=16):
+def attentions(model: nn.Module) -> list[Any]:
+    """The modules with processors that are replaced as a whole."""
+    return [m for m in model.modules() if short(type(getattr(m, "processor", None))) in fused.FUSED]
+
+
+def short(cls: type) -> str:
+    return cls.__name__.partition("AttnProcessor")[0]
+
+
+# ---- every model --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [FP32, BF16, slow(torch.float16)], ids=["fp32", "bf16", "fp16"])
+@EACH
+def test_the_stock_models_bits(name: str, dtype: torch.dtype, device: str) -> None:
+    """With rope alone, where it is a function of the host's, and with the norm in the same launch."""
+    entry = zoo.MODELS[name]
+    if device == "cpu" and dtype not in entry.dtypes:
+        pytest.skip(f"the stock model does not run in {dtype} on a CPU")
+    model, inputs = prepared(name, device, dtype)
+    calls = zoo.FUSED_CALLS.get(name)
+    if entry.calls:
+        same_as_stock(model, inputs, {"jitrope": entry.calls}, fuse_norm=False)
+    else:
+        with pytest.raises(jitrope.JitropeError, match="its rope is in its own code"):
+            integration.enable(model, fuse_norm=False)
+    if calls:
+        # On a GPU, squares of heads of other sizes than powers of two are summed in another order.
+        report = same_as_stock(model, inputs, {"fused": calls}, exact=device == "cpu")
+        assert not report.reasons
+
+
+@EACH
+def test_gradients_are_the_hosts(name: str) -> None:
+    if not zoo.MODELS[name].gradients:
+        pytest.skip("the stock model has no backward on a CPU")
+    model, inputs = prepared(name)
+
+    def gradients() -> dict[str, Tensor]:
+        model.zero_grad()
+        seeded(model, inputs).square().mean().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    stock = gradients()
+    with integration.enable(model) as report:
+        ours = gradients()
+    assert report.calls["fused"] == zoo.FUSED_CALLS.get(name, 0)
+    assert report.calls["fused"] + report.calls["jitrope"] > 0
+    assert ours.keys() == stock.keys()
+    for key, want in stock.items():
+        torch.testing.assert_close(ours[key], want, rtol=1e-3, atol=1e-4 * float(want.abs().max()) + 1e-7)
+
+
+COMPILED = [
+    *((name, True) for name in (FLUX, "Flux2Transformer2DModel", QWEN, WAN, HUNYUAN, LTX, Z_IMAGE)),
+    *((name, False) for name in (FLUX, "CogView4Transformer2DModel", "SanaWMTransformer3DModel")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "fuse_norm"), COMPILED)
+def test_compiled_fullgraph_without_recompiles(name: str, fuse_norm: bool) -> None:
+    """A compiled model notices `disable`."""
+    model, inputs = prepared(name)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        stock = zoo.forward(model, inputs)
+        with integration.enable(model, fuse_norm=fuse_norm) as report:
+            want = zoo.forward(model, inputs)
+            eager = report.calls
+            assert torch.equal(zoo.forward(compiled, inputs), want)
+            other = {key: value * 0.5 if key == "hidden_states" else value for key, value in inputs.items()}
+            with torch._dynamo.config.patch(error_on_recompile=True):
+                again = zoo.forward(compiled, other)
+            calls = report.calls
+            torch.testing.assert_close(again, zoo.forward(model, other))
+        torch.testing.assert_close(zoo.forward(compiled, inputs), stock)
+        assert report.calls["host"] == 0
+    assert calls == {who: 2 * count for who, count in eager.items()}  # once when it ran, once when it was traced
+    ended = report.calls
+    with torch.no_grad():
+        zoo.forward(compiled, inputs)
+    assert report.calls == ended
+
+
+@pytest.mark.slow
+def test_compiled_training_and_regions() -> None:
+    model, inputs = prepared(FLUX)
+    torch._dynamo.reset()
+    model.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
+    grads = []
+    for on in (False, True):
+        if on:
+            report = integration.enable(model)
+        model.zero_grad()
+        out = zoo.forward(model, inputs)
+        out.square().mean().backward()
+        grads.append([out, *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    for ours, want in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-5)
+    assert report.calls["host"] == 0
+    assert report.calls["fused"] > 0
+
+
+@pytest.mark.parametrize(("name", "fuse_norm"), [(QWEN, True), (WAN, True), ("CogView4Transformer2DModel", False)])
+def test_exported(name: str, fuse_norm: bool) -> None:
+    model, inputs = prepared(name)
+    with torch.no_grad(), integration.enable(model, fuse_norm=fuse_norm):
+        want = zoo.forward(model, inputs)
+        exported = torch.export.export(model, (), inputs, strict=False)
+        operations = {str(node.target) for node in exported.graph.nodes if node.op == "call_function"}
+        torch.testing.assert_close(zoo.forward(exported.module(), inputs), want)
+    assert any(operation.startswith("jitrope.") for operation in operations)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "name", ["HiDreamImageTransformer2DModel", "LTX2VideoTransformer3DModel-split", "Lumina2Transformer2DModel"]
+)
+def test_autocast(name: str, device: str) -> None:
+    """Autocast does not cast the operations of a rope."""
+    model, inputs = prepared(name, device)
+    with torch.autocast(device, BF16):
+        same_as_stock(model, inputs, {"jitrope": zoo.MODELS[name].calls})
+
+
+def modules() -> Iterator[Any]:
+    import diffusers.models.controlnets as controlnets
+    import diffusers.models.transformers as transformers
+
+    yield attention_processor
+    for package in (transformers, controlnets):
+        for found in pkgutil.iter_modules(package.__path__):
+            yield importlib.import_module(f"{package.__name__}.{found.name}")
+
+
+def classes() -> list[Any]:
+    return [cls for m in modules() for cls in vars(m).values() if inspect.isclass(cls) and cls.__module__ == m.__name__]
+
+
+def text(function: Any) -> str:
+    """Its source; a method that dataclasses made has none."""
+    try:
+        return inspect.getsource(function)
+    except OSError:
+        return ""
+
+
+def test_every_class_that_rotates_is_known() -> None:
+    """Processors and attention modules are found by the rope functions that their text names."""
+    rotates = re.compile(r"apply_(\w+_)?rot|apply_rope|rope_apply|_rotate_half|_qwenimage21_prepare_qkv")
+    methods = {cls: [f for f in vars(cls).values() if inspect.isfunction(f)] for cls in classes()}
+    found = {short(cls) for cls, those in methods.items() if any(rotates.search(text(f)) for f in those)}
+    helpers = {"SanaWMLTX2Attention", "QwenImage21Attention"} - set(ropes.ROPES)
+    assert found - helpers == set(ropes.ROPES) | fused.FUSED | ropes.LEFT
+
+
+def test_models_in_the_zoo() -> None:
+    """Each class that jitrope rotates in is in a model of the zoo, or it is one of its relatives' other processors."""
+    seen = set()
+    for entry in zoo.MODELS.values():
+        model, _ = entry.make()
+        parts = [*model.modules(), *(getattr(module, "processor", None) for module in model.modules())]
+        seen |= {short(type(part)) for part in parts}
+    others = {"FluxIPAdapter", "Flux2KV", "Flux2KVParallelSelf", "FusedHunyuan", "PAGHunyuan", "PAGCFGHunyuan"}
+    others |= {"FusedCogVideoX", "CogView4Training", "QwenImage21Flex", "LTX2Perturbed", "MotifVideoCross"}
+    others |= {"SanaWMLTX2AudioVideo", "SanaWMLTX2Perturbed", "SanaWMLTX2Refiner", "AnyFlowCausal"}
+    assert (set(ropes.ROPES) | fused.FUSED) - others <= seen
+
+
+def test_controlnets_made_of_known_blocks() -> None:
+    flux, qwen = prepared(FLUX)[0], prepared(QWEN)[0]
+    hunyuan, cosmos = prepared("HunyuanDiT2DModel")[0], prepared("CosmosTransformer3DModel")[0]
+    of = {"FluxControlNetModel": flux, "QwenImageControlNetModel": qwen}
+    of |= {"HunyuanDiT2DControlNetModel": hunyuan, "CosmosControlNetModel": cosmos}
+    made = [
+        getattr(diffusers, name).from_config({**model.config, "num_layers": 1, "_class_name": name})
+        for name, model in of.items()
+    ]
+    made += [diffusers.FluxMultiControlNetModel(made[:1]), diffusers.QwenImageMultiControlNetModel(made[1:2])]
+    for model in made:
+        with integration.enable(model) as report:
+            assert report.replaced
+            assert not report.left
+
+
+# ---- enable and disable -------------------------------------------------------------------------------------
+
+
+def test_enable_twice_contexts_and_reports() -> None:
+    model, inputs = prepared(FLUX)
+    call, rope = transformer_flux.FluxAttnProcessor.__call__, embeddings.apply_rotary_emb
+    signature = inspect.signature(call)
+    where = "diffusers.models.transformers.transformer_flux."
+    with integration.enable(model) as report, torch.no_grad():
+        assert inspect.signature(transformer_flux.FluxAttnProcessor.__call__) == signature
+        assert report.replaced == {
+            f"{where}FluxAttnProcessor.__call__": "norm and rope",
+            f"{where}apply_rotary_emb": "rope",
+        }
+        assert str(report) == "2 functions replaced; 0 calls since; 0 left to diffusers"
+        with integration.enable(model) as again:
+            assert again.replaced == report.replaced
+        zoo.forward(model, inputs)
+        assert report.calls == {"jitrope": 0, "host": 0, "fused": 3}
+        with integration.enable(model, fuse_norm=False):
+            zoo.forward(model, inputs)
+        assert report.calls == {"jitrope": 6, "host": 0, "fused": 3}
+    assert "(disabled)" in str(report)
+    assert (transformer_flux.FluxAttnProcessor.__call__, embeddings.apply_rotary_emb) == (call, rope)
+    integration.enable(model)
+    integration.disable(model)
+    assert (transformer_flux.FluxAttnProcessor.__call__, transformer_flux.apply_rotary_emb) == (call, rope)
+
+
+def test_other_models_of_the_class() -> None:
+    """They are enabled too; a model that shares only a rope function stays fused when the other is disabled."""
+    model, inputs = prepared(FLUX)
+    cogview = prepared("CogView4Transformer2DModel")[0]
+    with torch.no_grad():
+        want = zoo.forward(model, inputs)
+        integration.enable(cogview)
+        report = integration.enable(model)
+        integration.disable(cogview)
+        assert torch.equal(zoo.forward(copy.deepcopy(model), inputs), want)
+    assert report.calls == {"jitrope": 0, "host": 0, "fused": 3}
+
+
+def test_pipeline() -> None:
+    vae = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4)  # has its own processors
+    nothing = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    pipeline = diffusers.FluxPipeline(scheduler=scheduler, vae=vae, transformer=prepared(FLUX)[0], **nothing)
+    with integration.enable(pipeline) as report:
+        assert len(report.replaced) == 2
+        assert report.left == {
+            "diffusers.models.attention_processor.AttnProcessor2_0": "jitrope knows no rope in it",
+        }
+    integration.disable(pipeline)
+
+
+def test_processors_of_others_and_those_set_later() -> None:
+    class Custom:
+        def __call__(self, *_: object) -> None: ...
+
+    model, inputs = prepared(FLUX)
+    model.transformer_blocks[0].attn.processor = Custom()
+    report = integration.enable(model)
+    assert [*report.left.values()] == ["not a processor of diffusers; call jitrope.apply_rope in it"]
+    assert "1 left alone" in str(report)
+    assert "Custom: left alone: not a processor of diffusers" in report.table()
+    model.set_attn_processor({name: transformer_flux.FluxAttnProcessor() for name in model.attn_processors})
+    with torch.no_grad():
+        zoo.forward(model, inputs)
+    assert report.calls["fused"] == 3
+
+
+def test_models_without_anything_to_replace() -> None:
+    blocks = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
+    unet = diffusers.UNet2DModel(block_out_channels=(32, 64), norm_num_groups=8, **blocks)
+    with pytest.raises(jitrope.JitropeError, match=r"UNet2DModel: .*AttnProcessor2_0: jitrope knows no rope in it"):
+        integration.enable(unet)
+    with pytest.raises(jitrope.JitropeError, match=f"no attention processors of diffusers {diffusers.__version__}"):
+        integration.enable(nn.Linear(2, 2))
+    attention = nn.Linear(2, 2)
+    attention.processor = attention_processor.MochiAttnProcessor2_0()
+    with pytest.raises(jitrope.JitropeError, match="MochiAttnProcessor2_0: jitrope leaves its rope to diffusers"):
+        integration.enable(SimpleNamespace(components={"transformer": attention}))
+    transformers = pytest.importorskip("transformers")
+    model = transformers.LlamaModel(transformers.LlamaConfig(num_hidden_layers=1, hidden_size=32, vocab_size=8))
+    with pytest.raises(jitrope.JitropeError, match=r"; it is of transformers: use jitrope.integrations.transformers$"):
+        integration.enable(model)
+
+
+@pytest.mark.parametrize("function", ["enable", "disable"])
+@pytest.mark.parametrize("given", ["model", 3, None, diffusers.FluxPipeline])
+def test_what_is_not_a_model_is_refused(function: str, given: object) -> None:
+    with pytest.raises(jitrope.InvalidInput, match=f"{function}: model_or_pipeline is .*; it must be a model, or a pi"):
+        getattr(integration, function)(given)
+
+
+def test_fuse_norm_is_a_flag() -> None:
+    with pytest.raises(jitrope.InvalidInput, match="enable: fuse_norm is 'x'; it must be True or False"):
+        integration.enable(prepared(FLUX)[0], fuse_norm="x")
+
+
+@pytest.mark.parametrize("name", [FLUX, WAN, "SanaWMTransformer3DModel"])
+def test_copies_pickles_and_files_are_the_hosts(name: str, tmp_path: Path) -> None:
+    model, inputs = prepared(name)
+    keys = list(model.state_dict())
+    with torch.no_grad():
+        want = seeded(model, inputs)
+        with integration.enable(model):
+            assert list(model.state_dict()) == keys
+            model.save_pretrained(tmp_path)
+            copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), type(model).from_pretrained(tmp_path)]
+            assert all(torch.equal(seeded(other, inputs), want) for other in copies)
+        assert all(torch.equal(seeded(other, inputs), want) for other in copies)
+
+
+@pytest.mark.parametrize("name", ["CogVideoXTransformer3DModel", "HunyuanDiT2DModel", FLUX])
+def test_projections_are_fused_and_unfused_while_enabled(name: str) -> None:
+    """Some models have other processors meanwhile."""
+    model, inputs = prepared(name)
+    with torch.no_grad():
+        want = zoo.forward(model, inputs)
+        integration.enable(model)
+        model.fuse_qkv_projections()
+        torch.testing.assert_close(zoo.forward(model, inputs), want)
+        integration.disable(model)
+        model.unfuse_qkv_projections()
+        assert torch.equal(zoo.forward(model, inputs), want)
+
+
+@pytest.mark.parametrize("name", [FLUX, "SanaWMTransformer3DModel"])
+def test_hooks_of_accelerate_and_sharding(name: str) -> None:
+    """Hooks of whole modules, before and after `enable`, and classes that `fully_shard` derives."""
+    accelerate = pytest.importorskip("accelerate", reason="the diffusers extra is not installed")
+    from torch.distributed.fsdp import fully_shard
+
+    model, inputs = prepared(name)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with torch.no_grad():
+            want = seeded(model, inputs)
+            integration.enable(model)
+            for module in model.modules():
+                if short(type(getattr(module, "norm_q", None))) == "NoneType":
+                    accelerate.hooks.add_hook_to_module(module, accelerate.hooks.ModelHook())
+            report = integration.enable(model)
+            assert torch.equal(seeded(model, inputs), want)
+            assert report.calls["jitrope"] + report.calls.get("fused", 0) > 0
+            accelerate.hooks.remove_hook_from_module(model, recurse=True)
+            fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+            for change in (integration.enable, integration.disable):
+                change(model)
+                assert torch.equal(seeded(model, inputs), want)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", [QWEN, WAN])
+def test_lora(name: str) -> None:
+    """Adapters stay in the projections of q, k and v, and get gradients."""
+    peft = pytest.importorskip("peft", reason="the test extra is not installed")
+    model, inputs = prepared(name)
+    with torch.no_grad():
+        alone = zoo.forward(model, inputs)
+    targets = ["to_q", "to_k", "to_v", "to_out.0"]
+    model.add_adapter(peft.LoraConfig(r=4, init_lora_weights=False, target_modules=targets))
+    with torch.no_grad():
+        assert not torch.equal(zoo.forward(model, inputs), alone)
+    same_as_stock(model, inputs, {"fused": zoo.FUSED_CALLS[name]})
+    with integration.enable(model):
+        zoo.forward(model, inputs).square().sum().backward()
+    adapters = [p for key, p in model.named_parameters() if "lora" in key and p.requires_grad]
+    assert adapters
+    assert all(p.grad is not None for p in adapters)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("offload", ["block_level", "leaf_level"])
+@pytest.mark.parametrize("name", [FLUX, "CogView4Transformer2DModel"])
+def test_group_offload(name: str, offload: str, device: str) -> None:
+    """On a CPU the hooks run, but move nothing. The host's own code calls norms that have a hook."""
+    model, inputs = prepared(name, device)
+    words = {"num_blocks_per_group": 1} if offload == "block_level" else {}
+    model.enable_group_offload(torch.device(device), offload_type=offload, **words)
+    fuses = name in zoo.FUSED_CALLS and offload == "block_level"
+    calls = {"fused": zoo.FUSED_CALLS[name]} if fuses else {"jitrope": zoo.MODELS[name].calls}
+    same_as_stock(model, inputs, calls, exact=device == "cpu")  # on a GPU, squares of fp32 have another order
+
+
+CONTEXT_PARALLEL = """
+import sys
+import torch, torch.distributed as dist, torch.multiprocessing
+torch.accelerator.device_count = lambda: 2  # diffusers asks for it even where gloo and a CPU do
+import diffusers
+from jitrope.integrations import diffusers as integration
+from tests.diffusion_zoo import FUSED_CALLS, MODELS, prepared
+
+def work(rank, store):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    for name in ("FluxTransformer2DModel", "WanTransformer3DModel", "QwenImageTransformer2DModel"):
+        check(name)
+    dist.destroy_process_group()
+
+def check(name):
+    model, inputs = prepared(MODELS[name])
+    if "Qwen" in name:  # diffusers needs equal parts of the text
+        inputs.update(encoder_hidden_states=inputs["encoder_hidden_states"][:, :6], encoder_hidden_states_mask=None)
+    with torch.no_grad():
+        alone = model(**inputs, return_dict=False)[0]
+        model.set_attention_backend("native")
+        model.enable_parallelism(config=diffusers.ContextParallelConfig(ulysses_degree=2))
+        stock = model(**inputs, return_dict=False)[0]
+        with integration.enable(model) as report:
+            assert torch.equal(model(**inputs, return_dict=False)[0], stock)
+        assert report.calls == {"jitrope": 0, "host": 0, "fused": FUSED_CALLS[name]}, report
+    torch.testing.assert_close(stock, alone)
+
+if __name__ == "__main__":
+    torch.multiprocessing.start_processes(work, (sys.argv[1],), nprocs=2, start_method="fork")  # diffusers is there
+"""
+
+
+@pytest.mark.slow
+def test_context_parallel(tmp_path: Path) -> None:
+    """Two processes with Ulysses: diffusers' hooks split the tables, and rope runs on a rank's rows."""
+    script = tmp_path / "work.py"
+    script.write_text(CONTEXT_PARALLEL)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    env |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+# ---- other versions of the host, and other libraries that change it -------------------------------------------
+
+
+def test_the_installed_hosts_texts_are_known() -> None:
+    """Also of the classes of the same name in other files. The parameters are those of ours."""
+    known = [cls for cls in classes() if "__call__" in vars(cls) and short(cls) in fused.FUSED]
+    assert {short(cls) for cls in known} == fused.FUSED
+    for cls in known:
+        ours = fused.COPIES[_host.text_of(cls.__call__)]
+        theirs = inspect.signature(cls.__call__).parameters
+        assert list(inspect.signature(functools.partial(ours, None)).parameters) == list(theirs), cls
+    assert not norms.unknown(RMSNorm)
+
+
+def changed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cls: Any, old: str, new: str) -> None:
+    """Give a class of the host another `__call__`, as another version has it."""
+    text = inspect.getsource(cls.__call__)
+    assert old in text
+    path = tmp_path / "changed.py"
+    path.write_text(f"if True:\n{text.replace(old, new, 1)}")
+    names: dict[str, Any] = {}
+    exec(compile(path.read_text(), path, "exec"), vars(sys.modules[cls.__module__]), names)
+    monkeypatch.setattr(cls, "__call__", names["__call__"])
+
+
+def test_another_text_of_a_processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its rope is replaced, if it is a function."""
+    new = "attn.norm_k(key) * 2"
+    changed(monkeypatch, tmp_path, transformer_flux.FluxAttnProcessor, "attn.norm_k(key)", new)
+    model, inputs = prepared(FLUX)
+    report = same_as_stock(model, inputs, {"jitrope": 6})
+    assert [*report.left.values()] == [f"jitrope does not know its code in diffusers {diffusers.__version__}"]
+    changed(monkeypatch, tmp_path, transformer_wan.WanAttnProcessor, "attn.norm_k(key)", new)
+    with pytest.raises(jitrope.JitropeError, match=r"transformer_wan.WanAttnProcessor.__call__: jitrope does not know"):
+        integration.enable(prepared(WAN)[0])
+
+
+def test_another_text_of_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RMSNorm, "forward", lambda self, x: 2 * x)
+    with pytest.raises(jitrope.JitropeError, match="jitrope does not know RMSNorm of diffusers"):
+        integration.enable(prepared(Z_IMAGE)[0])
+
+
+def test_a_rope_function_that_a_version_lacks_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(transformer_qwenimage, "apply_rotary_emb_qwen")
+    with integration.enable(prepared(QWEN)[0]) as report:
+        (reason,) = report.left.values()
+    assert [*report.left] == ["diffusers.models.transformers.transformer_qwenimage.apply_rotary_emb_qwen"]
+    assert reason == f"diffusers {diffusers.__version__} does not have it"
+
+
+def test_a_processor_with_a_new_keyword(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that uses it goes to the host's processor, which knows it; one that does not is fused."""
+    original, seen = transformer_flux.FluxAttnProcessor.__call__, []
+
+    def call(
+        self: Any,
+        attn: Any,
+        hidden_states: Any,
+        encoder_hidden_states: Any = None,
+        attention_mask: Any = None,
+        image_rotary_emb: Any = None,
+        gain: float = 1.0,
+    ) -> Any:
+        seen.append(gain)
+        out = original(self, attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+        return tuple(gain * x for x in out)
+
+    call.__module__ = transformer_flux.__name__
+    monkeypatch.setitem(fused.COPIES, _host.text_of(call), fused.COPIES[_host.text_of(original)])
+    monkeypatch.setattr(_host, "module_of", lambda function: transformer_flux.__name__)
+    monkeypatch.setattr(transformer_flux.FluxAttnProcessor, "__call__", call)
+    model, _ = prepared(FLUX)
+    attention = model.transformer_blocks[0].attn
+    cos, sin = torch.rand(10, 16), torch.rand(10, 16)
+    given = (attention, torch.randn(1, 6, 32), torch.randn(1, 4, 32))
+    with torch.no_grad(), integration.enable(model) as report:
+        want = attention.processor(*given, image_rotary_emb=(cos, sin))
+        assert seen == []
+        got = attention.processor(*given, None, (cos, sin), gain=2.0)
+        assert report.calls == {"jitrope": 2, "host": 0, "fused": 1}
+        attention.processor(*given, None, (cos, sin), gain=1.0)
+        assert report.calls == {"jitrope": 2, "host": 0, "fused": 2}
+    assert seen == [2.0]
+    assert report.reasons == {"jitrope does not know the argument gain of call": 1}
+    for ours, single in zip(got, want):
+        torch.testing.assert_close(ours, 2 * single)
+
+
+def test_a_rope_function_with_a_new_keyword(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = transformer_qwenimage.apply_rotary_emb_qwen
+
+    def newer(x: Any, freqs_cis: Any, scale: float = 1.0, use_real: bool = True, use_real_unbind_dim: int = -1) -> Any:
+        return scale * original(x, freqs_cis, use_real, use_real_unbind_dim)
+
+    monkeypatch.setattr(_host, "own", lambda package, function: function)
+    monkeypatch.setattr(transformer_qwenimage, "apply_rotary_emb_qwen", newer)
+    x, table = torch.randn(2, 6, 3, 16), torch.polar(torch.ones(6, 8), torch.rand(6, 8))
+    with integration.enable(prepared(QWEN)[0], fuse_norm=False) as report:
+        ours = transformer_qwenimage.apply_rotary_emb_qwen
+        assert torch.equal(ours(x, table, use_real=False), newer(x, table, use_real=False))
+        assert report.calls == {"jitrope": 1, "host": 0}
+        assert torch.equal(ours(x, table, 3.0, False), newer(x, table, 3.0, False))
+        assert report.calls == {"jitrope": 1, "host": 1}
+    assert report.reasons == {"jitrope does not know the argument scale of newer": 1}
+
+
+@pytest.mark.parametrize("fuse_norm", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("what", ["rope", "norm", "what the norm calls"])
+def test_a_patch(what: str, first: bool, fuse_norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another library, before or after `enable`: it has its effect."""
+    model, inputs = prepared(FLUX)
+    places = {"rope": (transformer_flux, "apply_rotary_emb"), "norm": (nn.RMSNorm, "forward")}
+    place, name = places.get(what, (nn.functional, "rms_norm"))
+    with torch.no_grad():
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, hosts.doubled(getattr(place, name)))
+            want = zoo.forward(model, inputs)
+            if first and what == "rope":
+                with pytest.raises(jitrope.JitropeError, match=f"rotary_emb: it is {hosts.doubled.__module__}'s"):
+                    integration.enable(model, fuse_norm=fuse_norm)
+                return
+            if first:
+                integration.enable(model, fuse_norm=fuse_norm)
+                torch.testing.assert_close(zoo.forward(model, inputs), want)
+                return
+        with integration.enable(model, fuse_norm=fuse_norm) as report:
+            ours = zoo.forward(model, inputs)
+            with monkeypatch.context() as patch:
+                patch.setattr(place, name, hosts.doubled(getattr(place, name)))
+                torch.testing.assert_close(zoo.forward(model, inputs), want)
+            assert torch.equal(zoo.forward(model, inputs), ours)
+    if fuse_norm:
+        assert report.reasons.total() > 0
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_patch_of_a_processor(first: bool) -> None:
+    """It gets the calls, and stays after `disable`."""
+    model, inputs = prepared(FLUX)
+    cls, seen = transformer_flux.FluxAttnProcessor, []
+    original = cls.__call__
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *arguments: Any, **words: Any) -> Any:
+        seen.append(1)
+        return original(self, *arguments, **words)
+
+    try:
+        with torch.no_grad():
+            want = zoo.forward(model, inputs)
+            if first:
+                cls.__call__ = wrapper
+            with integration.enable(model) as report:
+                cls.__call__ = wrapper
+                assert torch.equal(zoo.forward(model, inputs), want)
+        assert cls.__call__ is wrapper
+    finally:
+        cls.__call__ = original
+    assert len(seen) == 3
+    assert report.calls == {"jitrope": 6, "host": 0}
+    assert [*report.left.values()] == [f"it is {__name__}'s"] * first
+
+
+def test_the_hosts_module_is_asked_for_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If another library replaces attention in the host's module, that attention is called."""
+    model, inputs = prepared(FLUX)
+    original, seen = transformer_flux.dispatch_attention_fn, []
+
+    def attention(*arguments: Any, **words: Any) -> Any:
+        seen.append(words["backend"])
+        return original(*arguments, **words)
+
+    monkeypatch.setattr(transformer_flux, "dispatch_attention_fn", attention)
+    model.set_attention_backend("native")
+    same_as_stock(model, inputs, {"fused": 3})
+    assert len(seen) == 4 * 3
+    assert all(backend == "native" for backend in seen)
+
+
+@pytest.mark.parametrize("first", ["cache-dit", "jitrope"])
+def test_cache_dit(first: str) -> None:
+    """cache-dit skips blocks of later steps. With jitrope FLUX has the same bits under it, whichever comes first."""
+    try:
+        import cache_dit
+    except ImportError:
+        hosts.missing("pip install --no-deps cache-dit==1.5.3")
+    words = {"in_channels": 4, "num_layers": 4, "num_single_layers": 4, **zoo.HEADS, "joint_attention_dim": 32}
+    words |= {"pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)}
+    torch.manual_seed(0)
+    models = [diffusers.FluxTransformer2DModel(**words).eval() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    cache = cache_dit.DBCacheConfig(
+        Fn_compute_blocks=1, Bn_compute_blocks=0, residual_diff_threshold=0.5, max_warmup_steps=1, num_inference_steps=4
+    )
+    given: Any = {"encoder_hidden_states": torch.randn(1, 8, 32), "pooled_projections": torch.randn(1, 32)}
+    given.update(timestep=torch.ones(1), img_ids=torch.randn(16, 3), txt_ids=torch.zeros(8, 3))
+    x = torch.randn(1, 16, 4)
+
+    def steps(model: Any) -> list[Tensor]:
+        with torch.no_grad():
+            return [model(hidden_states=x * (1 + step / 1000), **given)[0] for step in range(4)]
+
+    cache_dit.enable_cache(models[1], cache_config=cache)
+    stock = steps(models[1])
+    if first == "jitrope":
+        report = integration.enable(models[0])
+    cache_dit.enable_cache(models[0], cache_config=cache)
+    if first == "cache-dit":
+        report = integration.enable(models[0])
+    assert all(torch.equal(a, b) for a, b in zip(steps(models[0]), stock))
+    assert 0 < report.calls["fused"] < 4 * 8
+    assert report.calls["host"] == 0
+
+
+# ---- norm and rope in one launch ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("form", ["flux", "qwen", "wan", "hunyuan"])
+def test_heads_of_128_give_the_same_bits(form: str, dtype: torch.dtype, device: str) -> None:
+    """Heads of 128 give the host's bits on a GPU too."""
+    changes, (cls, make, calls) = {
+        "flux": ({"axes_dims_rope": (16, 56, 56)}, (FLUX, zoo.flux, 3)),
+        "qwen": ({"axes_dims_rope": (16, 56, 56)}, (QWEN, zoo.qwen_image, 2)),
+        "wan": ({}, (WAN, zoo.wan, 4)),
+        "hunyuan": ({"rope_axes_dim": (16, 56, 56)}, (HUNYUAN, zoo.hunyuan_video, 3)),
+    }[form]
+    config, inputs = make()
+    config = config | changes | {"attention_head_dim": 128}
+    model, inputs = variant(cls, config, inputs, device, dtype)
+    # Across heads, sums have torch's order with 2-byte dtypes.
+    same_as_stock(model, inputs, {"fused": calls}, exact=device == "cpu" or (form, dtype) != ("wan", FP32))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_wan_image_to_video(dtype: torch.dtype) -> None:
+    """Keys and values of the image have their own projection and norm; the last 512 tokens are text."""
+    config = zoo.WAN | {"image_dim": 16, "added_kv_proj_dim": 32}
+    text, image = torch.randn(2, 512, 16), torch.randn(2, 3, 16)
+    inputs = zoo.wan_inputs() | {"encoder_hidden_states": text, "encoder_hidden_states_image": image}
+    model, inputs = variant(WAN, config, inputs, dtype=dtype)
+    assert any(m.add_k_proj is not None for m in attentions(model))
+    same_as_stock(model, inputs, {"fused": 4})
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("name", [FLUX, WAN, "Flux2Transformer2DModel"])
+def test_fused_projections(name: str, dtype: torch.dtype) -> None:
+    """q, k and v are views of one projection."""
+    model, inputs = prepared(name, dtype=dtype)
+    for attention in attentions(model):
+        if getattr(attention, "_supports_qkv_fusion", True):
+            attention.fuse_projections()
+    assert any(attention.fused_projections for attention in attentions(model))
+    same_as_stock(model, inputs, {"fused": zoo.FUSED_CALLS[name]})
+
+
+def test_wan_with_tables_in_bf16() -> None:
+    """`.to(bfloat16)` converts the tables, too; then the host's products are bf16."""
+    model, inputs = prepared(WAN, dtype=BF16)
+    model = model.to(BF16)
+    assert model.rope.freqs_cos.dtype == BF16
+    same_as_stock(model, inputs, {"fused": 4})
+
+
+def test_qwen_without_a_mask_of_the_text() -> None:
+    model, inputs = prepared(QWEN)
+    inputs["encoder_hidden_states_mask"] = None
+    same_as_stock(model, inputs, {"fused": 2})
+
+
+# ---- nothing that another code holds is written ---------------------------------------------------------------
+
+
+class Kept(nn.Module):
+    """A projection that keeps its result for the next steps."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.out = linear, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.out is None:
+            self.out = self.linear(x)
+        return self.out
+
+
+def forget(linear: nn.Module) -> nn.Module:
+    """The same by an own `forward`."""
+    kept, forward = [], linear.forward
+    linear.forward = lambda x: kept[0] if kept else kept.append(forward(x)) or kept[0]
+    return linear
+
+
+@pytest.mark.parametrize("keep", [Kept, forget])
+@pytest.mark.parametrize("name", [WAN, FLUX])
+def test_a_projection_that_keeps_its_result(name: str, keep: Any) -> None:
+    steps = []
+    for on in (False, True):
+        model, inputs = prepared(name)
+        for module in list(model.modules()):
+            if isinstance(getattr(module, "to_k", None), nn.Linear):
+                module.to_k = keep(module.to_k)
+        if on:
+            integration.enable(model)
+        with torch.no_grad():
+            steps.append([zoo.forward(model, inputs) for _ in range(2)])
+    for a, b in zip(*steps):
+        torch.testing.assert_close(a, b)
+
+
+class Mode(TorchFunctionMode):
+    """Keeps the results of all linear functions."""
+
+    def __init__(self, kept: list[Tensor]) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def __torch_function__(self, function: Any, _: Any, arguments: Any = (), words: Any = None) -> Any:
+        out = function(*arguments, **(words or {}))
+        if getattr(function, "__name__", "") == "linear":
+            self.kept.append(out)
+        return out
+
+
+@pytest.mark.parametrize("how", ["nn.Linear.forward", "F.linear", "a function mode", "a hook of each module"])
+@pytest.mark.parametrize("name", [FLUX, WAN, HUNYUAN, LTX, Z_IMAGE])
+def test_projections_that_something_keeps(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As calibration and captures of activations do: what they see, they have after the forward too."""
+    model, inputs = prepared(name)
+    kept: list[Tensor] = []
+
+    def keeping(function: Any) -> Any:
+        def run(*arguments: Any, **words: Any) -> Any:
+            kept.append(function(*arguments, **words))
+            return kept[-1]
+
+        return run
+
+    def hook(module: nn.Module, _: Any, out: Tensor) -> None:
+        if isinstance(module, nn.Linear):
+            kept.append(out)
+
+    def run() -> list[Tensor]:
+        kept.clear()
+        with monkeypatch.context() as patch, ExitStack() as stack:
+            if how == "nn.Linear.forward":
+                patch.setattr(nn.Linear, "forward", keeping(nn.Linear.forward))
+            elif how == "F.linear":
+                patch.setattr(nn.functional, "linear", keeping(nn.functional.linear))
+            elif how == "a function mode":
+                stack.enter_context(Mode(kept))
+            else:
+                stack.callback(nn.modules.module.register_module_forward_hook(hook).remove)
+            zoo.forward(model, inputs)
+        return [x.clone() for x in kept]
+
+    with torch.no_grad():
+        want = run()
+        with integration.enable(model):
+            got = run()
+    assert want
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+# ---- norms that are not fused ---------------------------------------------------------------------------------
+
+
+def layer_norm(attention: Any) -> None:
+    attention.norm_q = nn.LayerNorm(16)
+    zoo.initialise(attention.norm_q)
+
+
+def subclass(attention: Any) -> None:
+    class Doubled(nn.RMSNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    attention.norm_k.__class__ = Doubled
+
+
+def forward_hook(attention: Any) -> None:
+    attention.norm_q.register_forward_hook(lambda module, args, out: out * 2)
+
+
+def forward_pre_hook(attention: Any) -> None:
+    attention.norm_q.register_forward_pre_hook(lambda module, args: (args[0] * 2 + 1,))
+
+
+def accelerate_hook(attention: Any) -> None:
+    """accelerate offloads by its own `forward` in the module."""
+    accelerate = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+
+    class Shift(accelerate.ModelHook):
+        def pre_forward(self, module: Any, x: Tensor) -> Any:
+            return (x + 1,), {}
+
+    accelerate.add_hook_to_module(attention.norm_q, Shift())
+
+
+def diffusers_hook(attention: Any) -> None:
+    from diffusers.hooks import HookRegistry, ModelHook
+
+    class Shift(ModelHook):
+        def new_forward(self, module: Any, x: Tensor) -> Any:
+            return self.fn_ref.original_forward(x + 1)
+
+    HookRegistry.check_if_exists_or_initialize(attention.norm_q).register_hook(Shift(), "shift")
+
+
+def parametrized(attention: Any) -> None:
+    class Doubled(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    nn.utils.parametrize.register_parametrization(attention.norm_q, "weight", Doubled())
+
+
+def another_eps(attention: Any) -> None:
+    attention.norm_q.eps = 0.5
+
+
+CHANGES = [layer_norm, subclass, forward_hook, forward_pre_hook, accelerate_hook, diffusers_hook, parametrized]
+
+
+@pytest.mark.parametrize("change", [*CHANGES, another_eps], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_norms_that_are_called(change: Any, dtype: torch.dtype) -> None:
+    """A processor whose norm must be called is the host's, with jitrope's rope; the other blocks are fused."""
+    model, inputs = prepared(FLUX, dtype=dtype)
+    for index in (0, 1):  # two streams, one stream
+        change(attentions(model)[index])
+    model = model.to(dtype)
+    with torch.no_grad():
+        plain = zoo.forward(prepared(FLUX, dtype=dtype)[0], inputs)
+        assert not torch.equal(zoo.forward(model, inputs), plain), "the change has no effect"
+    report = same_as_stock(model, inputs, {"fused": 1, "jitrope": 4})
+    assert sum(report.reasons.values()) == 4
+    assert all("norm" in reason for reason in report.reasons)
+
+
+def test_values_of_another_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = prepared(FLUX)
+    double = attentions(model)[0]
+    for projection in (double.to_v, double.add_v_proj):
+        projection.register_forward_hook(lambda module, args, out: out.to(BF16))
+    back = transformer_flux.dispatch_attention_fn
+    monkeypatch.setattr(
+        transformer_flux, "dispatch_attention_fn", lambda q, k, v, **words: back(q, k, v.to(q.dtype), **words)
+    )
+    report = same_as_stock(model, inputs, {"fused": 2, "jitrope": 2})
+    (reason,) = report.reasons
+    assert "first's v" in reason
+
+
+def test_norms_that_are_called_where_the_rope_is_in_the_hosts_code() -> None:
+    """The call is the host's."""
+    model, inputs = prepared(WAN)
+    forward_hook(attentions(model)[0])
+    report = same_as_stock(model, inputs, {"fused": 3, "host": 1})
+    assert report.reasons == {"a norm has hooks": 2}
+
+
+def test_an_fp32_weight_under_bf16() -> None:
+    """diffusers' own RMSNorm returns fp32 then, and rope and attention compute in fp32."""
+    model, inputs = prepared(Z_IMAGE, dtype=BF16)
+    for attention in attentions(model):
+        attention.norm_q.float()
+        attention.norm_k.float()
+        attention.to_v.register_forward_hook(lambda module, args, out: out.float())
+        attention.to_out[0].register_forward_pre_hook(lambda module, args: (args[0].to(BF16),))
+    report = same_as_stock(model, inputs, {"host": 4})
+    assert set(report.reasons) == {"a norm's weight has another dtype"}
+
+
+def test_no_norms_and_norms_without_weights() -> None:
+    model, inputs = prepared(QWEN)
+    for attention in attentions(model):
+        attention.norm_q = attention.norm_k = attention.norm_added_q = attention.norm_added_k = None
+    same_as_stock(model, inputs, {"jitrope": 4 * 2})
+    model, inputs = prepared(HUNYUAN, dtype=BF16)
+    for attention in attentions(model):
+        attention.norm_q.weight = None
+        if attention.norm_added_q is not None:
+            attention.norm_added_q.weight = attention.norm_added_k.weight = None
+    same_as_stock(model, inputs, {"fused": 3})
+
+
+def test_autocast_and_fp64_are_not_fused() -> None:
+    model, inputs = prepared(FLUX)
+    with torch.autocast("cpu", BF16):
+        report = same_as_stock(model, inputs, {"jitrope": 6})
+    assert report.reasons == {"autocast": 2 * 3}
+    inputs = {key: zoo.moved(value, "cpu", torch.float64) for key, value in inputs.items()}
+    report = same_as_stock(model.double(), inputs, {"host": 6})
+    assert all("torch.float64" in reason for reason in report.reasons)
+
+
+@pytest.mark.parametrize(
+    ("name", "double"),
+    [(FLUX, False), (FLUX, True), (QWEN, False), (WAN, True), (LTX, True), (HUNYUAN, False), (Z_IMAGE, False)],
+)
+def test_refused_tables_do_not_repeat_the_projections(name: str, double: bool) -> None:
+    """Without tables, and with those in fp64, hooks of projections run once, as in the host."""
+    model, inputs = prepared(name)
+
+    def changed(_: Any, arguments: Any, words: Any) -> Any:
+        def refused(key: str, x: Any) -> Any:
+            tables = isinstance(x, tuple) or key.endswith(("rotary_emb", "freqs_cis"))
+            return (tuple(y.double() for y in x) if double else None) if tables and x is not None else x
+
+        return tuple(refused("", x) for x in arguments), {key: refused(key, x) for key, x in words.items()}
+
+    seen: list[int] = []
+    for attention in attentions(model):
+        attention.register_forward_pre_hook(changed, with_kwargs=True)
+        for module in attention.children():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(lambda *_: seen.append(1))
+    with torch.no_grad():
+        zoo.forward(model, inputs)
+        stock = len(seen)
+        with integration.enable(model) as report:
+            zoo.forward(model, inputs)
+    assert report.reasons
+    assert len(seen) == 2 * stock > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [FP32, BF16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "eps"), [("torch", None), ("torch", 1e-6), ("torch", 1e-3), ("diffusers", 1e-6), ("diffusers", 1e-3)]
+)
+def test_norm_of_says_what_the_module_does(kind: str, eps: Any, dtype: torch.dtype, device: str) -> None:
+    module = (nn.RMSNorm if kind == "torch" else RMSNorm)(128, eps=eps).to(device, dtype)
+    nn.init.normal_(module.weight, mean=1.0, std=0.2)
+    weight, found_eps, rounding = norms.norm_of(module)
+    assert weight is module.weight
+    for scale in (1.0, 2.0**-11):  # the second is of eps' size
+        x = (torch.randn(2, 5, 3, 128, device=device) * scale).to(dtype)
+        ours = jitrope.prepare_qkv(x, None, None, norm=jitrope.Norm(weight, eps=found_eps, rounding=rounding))[0]
+        assert torch.equal(ours, module(x))
+
+
+# ---- rope alone -------------------------------------------------------------------------------------------------
+
+
+def full_tables(seqlen: int = 6, head_dim: int = 16) -> tuple[Tensor, Tensor]:
     angles = torch.rand(seqlen, head_dim // 2).repeat_interleave(2, -1)
     return angles.cos(), angles.sin()
 
@@ -68,90 +1072,46 @@ def full_tables(seqlen=6, head_dim=16):
         (lambda x, cos, sin: (x.repeat(1, 1, 1, 33), cos.repeat(1, 33), sin.repeat(1, 33)), "at most 512 is possible"),
     ],
 )
-def test_what_is_not_ours_is_the_hosts(change, reason) -> None:
+def test_what_is_not_ours_is_the_hosts(change: Any, reason: str) -> None:
     x, cos, sin = change(torch.randn(2, 6, 3, 16), *full_tables())
-    want, ours, reasons = shared_call(x, cos, sin, sequence_dim=1)
-    assert torch.equal(ours, want)
-    assert len(reasons) == 1
-    assert reason in reasons[0]
+    want = embeddings.apply_rotary_emb(x, (cos, sin), sequence_dim=1)
+    with integration.enable(prepared(FLUX)[0]) as report:
+        assert torch.equal(embeddings.apply_rotary_emb(x, (cos, sin), sequence_dim=1), want)
+    assert report.calls == {"jitrope": 0, "host": 1}
+    assert reason in next(iter(report.reasons))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sequence_dim", [1, 2])
 @pytest.mark.parametrize("unbind_dim", [-1, -2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_shared_function(dtype, unbind_dim, sequence_dim) -> None:
-    x = torch.randn((2, 6, 3, 16) if sequence_dim == 1 else (2, 3, 6, 16)).to(dtype)
-    want, ours, reasons = shared_call(x, *full_tables(), use_real_unbind_dim=unbind_dim, sequence_dim=sequence_dim)
-    assert torch.equal(ours, want)
-    assert not reasons
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_shared_function(dtype: torch.dtype, unbind_dim: int, sequence_dim: int, device: str) -> None:
+    """Tables that offload left on the CPU are moved in every call."""
+    x = torch.randn((2, 6, 3, 16) if sequence_dim == 1 else (2, 3, 6, 16)).to(device, dtype)
+    words = {"use_real_unbind_dim": unbind_dim, "sequence_dim": sequence_dim}
+    tables = full_tables()
+    assert torch.equal(ropes.shared(x, tables, **words), embeddings.apply_rotary_emb(x, tables, **words))
 
 
-def test_arguments_of_another_version_go_to_the_host() -> None:
-    seen = []
-    rope = forms.rope_of(forms.SHARED, lambda *arguments, **words: seen.append(words))
-    rope(torch.randn(2, 6, 3, 16), full_tables(), scale=2)
-    assert seen == [{"scale": 2}]
-
-
-@pytest.mark.gpu
-def test_tables_that_stay_on_the_cpu() -> None:
-    """Offload leaves tables on the CPU; jitrope moves them in every call."""
-    x = torch.randn(2, 6, 3, 16, device="cuda")
-    cos, sin = full_tables()
-    want, ours, reasons = shared_call(x, cos, sin, sequence_dim=1)
-    assert torch.equal(ours, want)
-    assert not reasons
-
-
-# ---- tables -----------------------------------------------------------------------------------------
-
-
-def nested(cls, name):
-    """A function that the host defines inside a processor's `__call__`."""
-    code = next(c for c in cls.__call__.__code__.co_consts if getattr(c, "co_name", "") == name)
-    return FunctionType(code, cls.__call__.__globals__)
-
-
-def converted(name):
+def converted(name: str) -> tuple[Any, Any, tuple[Any, ...], Tensor]:
     """A rope with converted tables: (our function, the host's, the arguments before the table, the table)."""
     file, x = importlib.import_module(f"diffusers.models.transformers.transformer_{name}"), torch.randn(1, 6, 3, 12)
     angles = torch.rand(1, 6, 1, 6)
     turns = torch.stack((angles.cos(), -angles.sin(), angles.sin(), angles.cos()), -1).unflatten(-1, (2, 2))
     if name == "hidream_image":
-        form, host, arguments, table = forms.HIDREAM, file.apply_rope, (x, x + 1), turns
-    elif name == "prx":
-        form, host, arguments = forms.PRX, file.apply_rope, (x.transpose(1, 2),)
-        table = turns.transpose(1, 2).contiguous()
-    elif name == "kandinsky":
-        form, host, arguments, table = (
-            forms.KANDINSKY5,
-            nested(file.Kandinsky5AttnProcessor, "apply_rotary"),
-            (x,),
-            turns,
-        )
-    elif name == "kandinsky6":
-        form, host, arguments, table = forms.KANDINSKY6, file.apply_rotary, (x[0],), turns[0]
-    elif name == "ernie_image":
-        host = nested(file.ErnieImageSingleStreamAttnProcessor, "apply_rotary_emb")
-        form, arguments, table = forms.ERNIE, (x,), angles.repeat_interleave(2, -1)
-    elif name == "stable_audio3":
-        form, host, arguments = forms.STABLE_AUDIO3, file._apply_rotary_partial, (x.transpose(1, 2),)
-        table = torch.rand(6, 8)
-    else:
-        form, host, arguments = forms.WAN_ANIMATE2, file.rope_apply, (x, torch.tensor([[1, 2, 3]]))
-        table = torch.polar(torch.ones(8, 6).double(), torch.rand(8, 6).double())
-    return forms.rope_of(form, host), host, arguments, table
-
-
-def written_in_inference_mode(table, other):
-    with torch.inference_mode():
-        table.copy_(other)
+        return ropes._hidream, file.apply_rope, (x, x + 1), turns
+    if name == "prx":
+        return ropes._prx, file.apply_rope, (x.transpose(1, 2),), turns.transpose(1, 2).contiguous()
+    if name == "kandinsky6":
+        return ropes._kandinsky6, file.apply_rotary, (x[0],), turns[0]
+    if name == "stable_audio3":
+        return ropes._stable_audio3, file._apply_rotary_partial, (x.transpose(1, 2),), torch.rand(6, 8)
+    table = torch.polar(torch.ones(8, 6).double(), torch.rand(8, 6).double())
+    return ropes._wan_animate2, file.rope_apply, (x, torch.tensor([[1, 2, 3]])), table
 
 
 WRITES = {
     "in place": lambda table, other: table.mul_(0.5),
-    "copied": lambda table, other: table.copy_(other),
-    "in inference mode": written_in_inference_mode,
     "through data": lambda table, other: table.data.copy_(other),
     "new data": lambda table, other: setattr(table, "data", other),
     "by numpy": lambda table, other: table.numpy().__imul__(0.5),
@@ -159,12 +1119,9 @@ WRITES = {
 
 
 @pytest.mark.parametrize("made_in_inference_mode", [False, True])
-@pytest.mark.parametrize(
-    "name", ["hidream_image", "prx", "kandinsky", "kandinsky6", "ernie_image", "stable_audio3", "wan_animate_2"]
-)
-def test_a_table_that_was_written_to_is_read_again(name, made_in_inference_mode) -> None:
+@pytest.mark.parametrize("name", ["hidream_image", "prx", "kandinsky6", "stable_audio3", "wan_animate_2"])
+def test_a_table_that_was_written_to_is_read_again(name: str, made_in_inference_mode: bool) -> None:
     """Every way to write counts: inference tensors have no version, and a write through `.data` does not change it."""
-    before = _host.calls["diffusers"]["host"]
     for write in WRITES.values():
         with torch.inference_mode(made_in_inference_mode):
             ours, host, arguments, table = converted(name)
@@ -174,786 +1131,87 @@ def test_a_table_that_was_written_to_is_read_again(name, made_in_inference_mode)
         pairs = zip(got, want) if isinstance(want, tuple) else [(got, want)]
         assert all(torch.equal(a, b) for a, b in pairs)
         assert not torch.equal(first[0], got[0])
-    assert _host.calls["diffusers"]["host"] == before
-
-
-def test_a_grid_that_was_written_to_is_read_again() -> None:
-    ours, host, (x, grid), table = converted("wan_animate_2")
-    with torch.inference_mode():
-        grid = grid.clone()
-        first = ours(x, grid, table)
-        grid.copy_(torch.tensor([[3, 2, 1]]))
-        assert torch.equal(ours(x, grid, table), host(x, grid, table))
-    assert not torch.equal(first, ours(x, grid, table))
-
-
-def test_tables_of_inference_mode_serve_in_training() -> None:
-    with torch.inference_mode():
-        ours, _, (q, k), table = converted("hidream_image")
-        ours(q.clone(), k.clone(), table)
-    x = torch.randn(1, 6, 3, 12, requires_grad=True)
-    sum(out.sum() for out in ours(x, x, table)).backward()
-    assert x.grad is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-def test_conjugated_tables(dtype) -> None:
+def test_conjugated_tables(dtype: torch.dtype) -> None:
     x, table = torch.randn(2, 4, 3, 16), torch.polar(torch.ones(1, 4, 8), torch.rand(1, 4, 8)).to(dtype)
-
-    def host(x, freqs_cis):  # the code of hosts with complex tables
-        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-        return torch.view_as_real(pairs * freqs_cis.unsqueeze(2)).flatten(3).type_as(x)
-
-    before = _host.calls["diffusers"]["host"]
-    turned = forms.rope_of(forms.COMPLEX_ROWS, host)(x, table.conj())
-    assert torch.equal(turned, host(x, table.conj()))
-    assert not torch.equal(turned, host(x, table))
-    assert _host.calls["diffusers"]["host"] == before
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    want = torch.view_as_real(pairs * table.conj().unsqueeze(2)).flatten(3).type_as(x)
+    assert torch.equal(ropes.shared(x, table.conj(), use_real=False), want)
 
 
-def test_tables_are_read_where_they_are(monkeypatch) -> None:
+def test_tables_are_read_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel gets views of the host's real, complex and packed tables."""
-    seen = []
+    seen: list[Tensor] = []
+    original = ropes.apply_rope
 
-    def rotated(x, *arguments, **words):
-        seen.extend(t for t in words.values() if isinstance(t, torch.Tensor))
-        return jitrope.apply_rope(x, *arguments, **said(**words))
+    def noted(*arguments: Any, **words: Any) -> Any:
+        seen.extend(t for t in words.values() if isinstance(t, Tensor))
+        return original(*arguments, **words)
 
-    monkeypatch.setattr(forms, "apply_rope", rotated)
+    monkeypatch.setattr(ropes, "apply_rope", noted)
     x, (cos, sin) = torch.randn(2, 6, 3, 16), full_tables()
     both, table = torch.cat((cos, sin), -1)[None], torch.complex(cos[:, ::2], sin[:, ::2])
-    calls = (
-        (forms.WAN, (x, cos[None, :, None], sin[None, :, None])),
-        (forms.HELIOS, (x, both)),
-        (forms.QWEN, (x, table, False)),
-        (forms.ANY_FLOW, (x.transpose(1, 2), table.to(torch.complex128)[None, None])),
-    )
-    for form, (rotates, *host_tables) in calls:
+    for function, *given in (
+        (ropes.shared, x.transpose(1, 2), (cos, sin)),
+        (ropes._helios, x, both),
+        (ropes.qwen, x, table, False),
+        (ropes._any_flow, x.transpose(1, 2), table.to(torch.complex128)[None, None]),
+    ):
         seen.clear()
-        forms.rope_of(form, None)(rotates, *host_tables)
-        theirs = {t.untyped_storage().data_ptr() for t in host_tables if isinstance(t, torch.Tensor)}
+        function(*given)
+        theirs = {t.untyped_storage().data_ptr() for t in zoo.tensors(given[1:])}
         assert {t.untyped_storage().data_ptr() for t in seen} == theirs
 
 
-# ---- replacing --------------------------------------------------------------------------------------
+# ---- xDiT -----------------------------------------------------------------------------------------------------
 
 
-def test_enable_twice_and_state(flux) -> None:
-    model, _ = flux
-    stock = {name: type(p) for name, p in model.attn_processors.items()}
-    objects = {name: id(p) for name, p in model.attn_processors.items()}
-    integration.enable(model)
-    report = integration.enable(model)
-    assert set(report.replaced) == {"FluxAttnProcessor"}
-    assert report.replaced.total() == len(stock)
-    assert "FluxAttnProcessor" in report.table()
-    processor = next(iter(model.attn_processors.values()))
-    assert isinstance(processor, next(iter(stock.values())))
-    processor._attention_backend = "native"  # as set_attention_backend sets it
-    integration.disable(model)
-    assert {name: type(p) for name, p in model.attn_processors.items()} == stock
-    assert {name: id(p) for name, p in model.attn_processors.items()} == objects
-    assert next(iter(model.attn_processors.values()))._attention_backend == "native"
-    integration.disable(model)
+def test_xdit() -> None:
+    """Its FLUX.1 as on one rank: the processors call diffusers' functions, which are jitrope's then."""
+    from jitrope.integrations import xfuser
+
+    with hosts.xdit():
+        file = importlib.import_module("xfuser.model_executor.models.transformers.transformer_flux")
+        x, (cos, sin) = torch.randn(2, 6, 3, 16).bfloat16(), full_tables()
+        want = file.apply_rotary_emb(x, (cos, sin), sequence_dim=1)
+        with xfuser.enable() as report:
+            assert set(report.replaced) == {
+                "diffusers.models.embeddings.apply_rotary_emb",
+                "diffusers.models.transformers.transformer_qwenimage.apply_rotary_emb_qwen",
+            }
+            assert torch.equal(file.apply_rotary_emb(x, (cos, sin), sequence_dim=1), want)
+            assert report.calls == {"jitrope": 1, "host": 0}
+            table = torch.complex(cos[:, ::2], sin[:, ::2])
+            transformer_qwenimage.apply_rotary_emb_qwen(x, table, use_real=False)
+            assert report.calls == {"jitrope": 2, "host": 0}
+        assert file.apply_rotary_emb is embeddings.apply_rotary_emb
 
 
-def test_class_attributes_stay(flux) -> None:
-    """`_attention_backend` is still there. diffusers silently skips a processor without it."""
-    model, _ = flux
-    with integration.enable(model):
-        for processor in model.attn_processors.values():
-            assert processor._attention_backend is None
-            assert processor._parallel_config is None
-        model.set_attention_backend("native")
-        assert all(p._attention_backend == "native" for p in model.attn_processors.values())
+def test_diffusers_beside_xdit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """xDiT's drop-in replaces a rope function of diffusers, which is the host's again afterwards."""
+    from jitrope.integrations import xfuser
 
-
-def test_the_signature_stays(flux) -> None:
-    """diffusers passes a processor only the arguments that its signature names."""
-    model, _ = flux
-    processor = next(iter(model.attn_processors.values()))
-    before = inspect.signature(processor.__call__)
-    with integration.enable(model):
-        assert inspect.signature(processor.__call__) == before
-
-
-def test_nothing_of_other_models_changes(flux) -> None:
-    model, inputs = flux
-    other = copy.deepcopy(model)
-    with integration.enable(model), torch.no_grad():
-        before = _host.calls["diffusers"].copy()
-        forward(other, inputs)
-        assert _host.calls["diffusers"] == before
-    assert not any(hasattr(type(p), "_jitrope_host") for p in other.attn_processors.values())
-
-
-def test_a_processor_with_weights_keeps_them(flux) -> None:
-    """The IP adapter of FLUX is a processor and a module; its parameters stay the model's."""
-    from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
-
-    model, _ = flux
-    attention = model.transformer_blocks[0].attn
-    adapter = FluxIPAdapterAttnProcessor(hidden_size=attention.inner_dim, cross_attention_dim=16)
-    attention.set_processor(adapter)
-    before = dict(model.named_parameters())
-    with integration.enable(model) as report:
-        assert report.replaced["FluxIPAdapterAttnProcessor"] == 1
-        assert report.replaced["FluxAttnProcessor"] == len(model.attn_processors) - 1
-        assert isinstance(attention.processor, FluxIPAdapterAttnProcessor)
-        inside = dict(model.named_parameters())
-        assert inside.keys() == before.keys()
-        assert all(inside[key] is before[key] for key in before)
-    assert attention.processor is adapter
-    assert type(adapter) is FluxIPAdapterAttnProcessor
-
-
-def test_layer_skip_knows_the_twins() -> None:
-    """The hooks of layer skipping look the processor's class up in a table."""
-    from diffusers.hooks import LayerSkipConfig, apply_layer_skip
-
-    model, inputs = prepared(MODELS["CogView4Transformer2DModel"])
-    config = {"indices": [0], "fqn": "transformer_blocks", "skip_attention_scores": True, "skip_ff": False}
-    config = LayerSkipConfig(skip_attention=False, **config)
-    twin = copy.deepcopy(model)
+    monkeypatch.setitem(sys.modules, "xfuser", types.ModuleType("xfuser"))
+    model, inputs = prepared(FLUX)
+    rope = embeddings.apply_rotary_emb
     with torch.no_grad():
-        apply_layer_skip(model, config)
-        stock = forward(model, inputs)
-        with integration.enable(twin, fuse_norm=False):
-            apply_layer_skip(twin, config)
-            assert torch.equal(forward(twin, inputs), stock)
-
-
-def test_unknown_models_are_refused() -> None:
-    model = diffusers.UNet2DModel(
-        block_out_channels=(32, 64),
-        norm_num_groups=8,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-    )
-    with pytest.raises(
-        jitrope.JitropeError, match=r"UNet2DModel has .*AttnProcessor2_0, which are not among .*of diffusers"
-    ):
-        integration.enable(model)
-    with pytest.raises(jitrope.JitropeError, match="no attention processors"):
-        integration.enable(torch.nn.Linear(2, 2))
-
-
-def test_an_unknown_version_is_refused(flux, monkeypatch) -> None:
-    from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
-
-    def call(self, attn, hidden_states):
-        return hidden_states
-
-    call.__module__ = FluxAttnProcessor.__module__
-    monkeypatch.setattr(FluxAttnProcessor, "__call__", call)
-    expected = rf"diffusers {diffusers.__version__}: FluxAttnProcessor does not call apply_rotary_emb"
-    with pytest.raises(jitrope.JitropeError, match=expected.replace(".", r"\.")):
-        integration.enable(flux[0])
-
-
-def test_pipeline(flux) -> None:
-    model, _ = flux
-    vae = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4)  # has its own processors
-    nothing = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    pipeline = diffusers.FluxPipeline(scheduler=scheduler, vae=vae, transformer=model, **nothing)
-    with integration.enable(pipeline) as report:
-        assert set(report.replaced) == {"FluxAttnProcessor"}
-        assert not report.left
-    assert not any(hasattr(type(p), "_jitrope_host") for p in model.attn_processors.values())
-
-
-# ---- contexts, reports and other threads -----------------------------------------------------------------
-
-# One of each way: fused processors, a replaced name, processors with an inline rotation, a module's forward.
-WAYS = [
-    "FluxTransformer2DModel",
-    "WanTransformer3DModel",
-    "HiDreamImageTransformer2DModel",
-    "Ideogram4Transformer2DModel",
-    "SanaWMTransformer3DModel",
-]
-
-
-def classes_in(model):
-    return [type(part) for part in integration._parts(model)]
-
-
-def test_contexts_undo_only_themselves(flux) -> None:
-    model, _ = flux
-    stock = classes_in(model)
-    with integration.enable(model):
-        fused = classes_in(model)
-        assert fused != stock
-        with integration.enable(model):
-            pass
-        assert classes_in(model) == fused
-        with integration.enable(model, fuse_norm=False):
-            assert classes_in(model) not in (fused, stock)
-        assert classes_in(model) == fused
-    assert classes_in(model) == stock
-    integration.enable(model)
-    with integration.enable(model, fuse_norm=False), integration.enable(model):
-        assert classes_in(model) == fused
-    assert classes_in(model) == fused
-    with integration.enable(model, fuse_norm=False):
-        integration.disable(model)  # everything, permanently
-        assert classes_in(model) == stock
-    assert classes_in(model) == stock
-
-
-def test_a_report_keeps_no_model_and_shows_none(flux) -> None:
-    model = prepared(MODELS["FluxTransformer2DModel"])[0]
-    report = integration.enable(model)
-    layers = sum(report.replaced.values())
-    assert repr(report) == f"<jitrope in diffusers: norm and rope fused in {layers} attention layers>"
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
-    with report:
-        pass
-
-
-def test_a_report_names_custom_processors_and_says_when_it_is_disabled() -> None:
-    class Custom:
-        def __call__(self, *_: object) -> None: ...
-
-    model = prepared(MODELS["FluxTransformer2DModel"])[0]
-    layers = len(model.attn_processors)
-    model.transformer_blocks[0].attn.processor = Custom()
-    report = integration.enable(model)
-    assert report.left == {"Custom": 1}
-    assert report.notes == {"Custom": "not a processor of diffusers; call jitrope.apply_rope in it"}
-    said = f"norm and rope fused in {layers - 1} of {layers} attention layers, 1 left alone"
-    assert str(report).startswith(f"{said}; 0 calls since")
-    integration.disable(model)
-    assert str(report).startswith(f"{said} (disabled); 0 calls since")
-    integration.enable(model)
-    assert str(report).startswith(f"{said}; 0 calls since")
-
-
-@pytest.mark.parametrize("fuse_norm", [True, False])
-def test_an_enable_that_fails_replaces_nothing(fuse_norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In another version of diffusers the last class of the last model does not call the rope function."""
-    from diffusers.models.transformers import transformer_flux2
-
-    def other(self: object, attn: object, hidden_states: object, image_rotary_emb: object = None) -> object:
-        return hidden_states
-
-    other.__module__ = transformer_flux2.__name__
-    monkeypatch.setattr(transformer_flux2.Flux2ParallelSelfAttnProcessor, "__call__", other)
-    models = [MODELS[name].make()[0] for name in ("FluxTransformer2DModel", "Flux2Transformer2DModel")]
-    before = [type(p) for model in models for p in model.attn_processors.values()]
-    with pytest.raises(jitrope.JitropeError, match="Flux2ParallelSelfAttnProcessor does not call apply_rotary_emb"):
-        integration.enable(SimpleNamespace(components=dict(enumerate(models))), fuse_norm=fuse_norm)
-    assert [type(p) for model in models for p in model.attn_processors.values()] == before
-
-
-@pytest.mark.parametrize("function", ["enable", "disable"])
-@pytest.mark.parametrize("given", ["model", 3, None, diffusers.FluxPipeline])
-def test_what_is_not_a_model_is_refused(function: str, given: object) -> None:
-    with pytest.raises(jitrope.InvalidInput, match=f"{function}: model_or_pipeline is .*; it must be a model, or a pi"):
-        getattr(integration, function)(given)
-
-
-def test_fuse_norm_is_a_flag(flux) -> None:
-    with pytest.raises(jitrope.InvalidInput, match="enable: fuse_norm is 'x'; it must be True or False"):
-        integration.enable(flux[0], fuse_norm="x")
-
-
-def test_a_model_of_transformers_belongs_to_its_module() -> None:
-    transformers = pytest.importorskip("transformers")
-    model = transformers.LlamaModel(transformers.LlamaConfig(num_hidden_layers=1, hidden_size=32, vocab_size=8))
-    with pytest.raises(jitrope.JitropeError, match=r"; it is of transformers: use jitrope.integrations.transformers$"):
-        integration.enable(model)
-
-
-def test_calls_that_were_not_made_count_as_0() -> None:
-    assert integration.Report().calls["fused"] == 0
-
-
-@pytest.mark.parametrize("name", WAYS)
-def test_enable_and_disable_in_the_midst_of_a_forward(name) -> None:
-    """They run before every module's call, like another thread. Nothing raises; the result is the stock model's."""
-    model, inputs = prepared(MODELS[name])
-    on, off = functools.partial(integration.enable, model), functools.partial(integration.disable, model)
-    steps = itertools.cycle([on, off, functools.partial(on, fuse_norm=False), on, off])
-    with torch.no_grad():
-        torch.manual_seed(1)
-        stock = forward(model, inputs)
-        handle = torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: next(steps)() and None)
-        try:
-            for _ in range(4):  # each begins with another step
-                torch.manual_seed(1)
-                assert torch.equal(forward(model, inputs), stock)
-                next(steps)()
-        finally:
-            handle.remove()
-
-
-def test_enable_and_disable_in_another_thread(flux) -> None:
-    model, inputs = flux
-    with torch.no_grad():
-        stock = forward(model, inputs)
-    ended = threading.Event()
-
-    def flip():
-        while not ended.is_set():
-            integration.enable(model)
-            integration.disable(model)
-
-    thread = threading.Thread(target=flip)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    thread.start()
-    try:
-        with torch.no_grad():
-            assert all(torch.equal(forward(model, inputs), stock) for _ in range(20))
-    finally:
-        ended.set()
-        thread.join()
-        sys.setswitchinterval(interval)
-
-
-# ---- pickles and copies ----------------------------------------------------------------------------------
-
-
-def pickled(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-def saved(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-@pytest.mark.parametrize("fuse_norm", [False, True])
-@pytest.mark.parametrize("name", WAYS)
-def test_copies_are_enabled_as_the_model_is(name, fuse_norm) -> None:
-    model, inputs = prepared(MODELS[name])
-    stock = classes_in(model)
-
-    def run(other):
-        torch.manual_seed(1)
-        return forward(other, inputs)
-
-    with torch.no_grad():
-        want = run(model)
-        integration.enable(model, fuse_norm=fuse_norm)
-        twins = classes_in(model)
-        for copied in (pickled, saved, copy.deepcopy):
-            other = copied(model)
-            assert classes_in(other) == twins
-            assert torch.equal(run(other), want)
-            integration.disable(other)
-            assert classes_in(other) == stock
-            assert classes_in(model) == twins
-            assert torch.equal(run(other), want)
-
-
-def run(*command, cwd=None, **environment):
-    """Run Python so that it can import jitrope and these tests."""
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), **environment}
-    command = [sys.executable, *map(str, command)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=cwd, env=env)
-    assert done.returncode == 0, done.stderr[-4000:]
-
-
-LOADED = """
-import pickle, sys
-import torch
-
-for path in sys.argv[1:]:
-    model, inputs, want = torch.load(path, weights_only=False)
-    with open(path + ".pickle", "rb") as file:
-        again = pickle.load(file)
-    from jitrope.integrations._host import calls  # imported by now
-
-    for loaded in (model, again):
-        before = sum(calls["diffusers"].values())
-        with torch.no_grad():
-            torch.manual_seed(1)
-            output = loaded(**inputs, return_dict=False)[0]
-        output, expected = (x[0] if isinstance(x, (list, tuple)) else x for x in (output, want))
-        assert torch.equal(output, expected), path
-        assert sum(calls["diffusers"].values()) > before and not calls["diffusers"]["host"], path
-"""
-
-
-@pytest.mark.slow
-def test_a_fresh_process_loads_them(tmp_path) -> None:
-    """The process imports torch and pickle. Loading imports jitrope, and the model is enabled as it was here."""
-    paths = []
-    for name in WAYS[:2] + WAYS[3:]:
-        for fuse_norm in (False, True):
-            model, inputs = prepared(MODELS[name])
-            with torch.no_grad():
-                torch.manual_seed(1)
-                want = model(**inputs, return_dict=False)[0]
-            integration.enable(model, fuse_norm=fuse_norm)
-            paths.append(str(tmp_path / f"{name}-{fuse_norm}"))
-            torch.save((model, inputs, want), paths[-1])
-            Path(paths[-1] + ".pickle").write_bytes(pickle.dumps(model))
-    # The bits of matrix products depend on the number of threads.
-    run("-c", LOADED, *paths, cwd=tmp_path, OMP_NUM_THREADS=str(torch.get_num_threads()))
-
-
-def test_a_pickle_loads_where_the_host_is_another_version(flux, monkeypatch) -> None:
-    """If the class is not supported there, the processor stays the host's, which is correct too."""
-    from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
-
-    model, _ = flux
-    integration.enable(model)
-    data = pickle.dumps(model)
-
-    def call(self, attn, hidden_states):
-        return hidden_states
-
-    call.__module__ = FluxAttnProcessor.__module__
-    monkeypatch.setattr(FluxAttnProcessor, "__call__", call)
-    assert set(classes_in(pickle.loads(data))) == {FluxAttnProcessor}
-
-
-# ---- other changes of a model ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["CogVideoXTransformer3DModel", "HunyuanDiT2DModel", "FluxTransformer2DModel"])
-def test_projections_are_fused_and_unfused_while_enabled(name) -> None:
-    """Some models store their processors meanwhile; `disable` restores those too."""
-    model, inputs = prepared(MODELS[name])
-    stock = classes_in(model)
-    with torch.no_grad():
-        want = forward(model, inputs)
-        integration.enable(model)
-        model.fuse_qkv_projections()
-        integration.enable(model)
-        torch.testing.assert_close(forward(model, inputs), want)
-        integration.disable(model)
-        model.unfuse_qkv_projections()
-        assert torch.equal(forward(model, inputs), want)
-    assert classes_in(model) == stock
-
-
-def test_processors_set_after_enable(flux) -> None:
-    model, inputs = flux
-    stock = classes_in(model)
-    with torch.no_grad():
-        want = forward(model, inputs)
-        report = integration.enable(model)
-        model.set_attn_processor({name: stock[0]() for name in model.attn_processors})
-        assert torch.equal(forward(model, inputs), want)
-        assert set(report.calls.values()) == {0}
-        again = integration.enable(model)
-        model.set_attn_processor(model.attn_processors)
-        assert torch.equal(forward(model, inputs), want)
-        assert again.calls["fused"] == len(stock)
-        integration.disable(model)
-    assert classes_in(model) == stock
-
-
-def test_state_dict_round_trip(flux, tmp_path) -> None:
-    model, inputs = flux
-    keys = list(model.state_dict())
-    with torch.no_grad():
-        want = forward(model, inputs)
-        integration.enable(model)
-        assert list(model.state_dict()) == keys
-        model.save_pretrained(tmp_path)
-        loaded = type(model).from_pretrained(tmp_path)
-        assert torch.equal(forward(loaded, inputs), want)
-        other = prepared(MODELS["FluxTransformer2DModel"], seed=1)[0]
-        integration.enable(other)
-        other.load_state_dict(model.state_dict())
-        assert torch.equal(forward(other, inputs), want)
-
-
-@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "SanaWMTransformer3DModel"])
-def test_hooks_of_accelerate_that_come_after_enable(name) -> None:
-    """A hook holds a module's forward. After `disable` that forward runs the host's code."""
-    accelerate = pytest.importorskip("accelerate", reason="the diffusers extra is not installed")
-    model, inputs = prepared(MODELS[name])
-    with torch.no_grad():
-        want = forward(model, inputs)
-        report = integration.enable(model)
-        for module in model.modules():
-            accelerate.hooks.add_hook_to_module(module, accelerate.hooks.ModelHook())
-        assert torch.equal(forward(model, inputs), want)
-        calls = report.calls
-        assert calls["jitrope"] + calls.get("fused", 0) > 0
-        integration.disable(model)
-        assert torch.equal(forward(model, inputs), want)
-        assert report.calls == calls
-        accelerate.hooks.remove_hook_from_module(model, recurse=True)
-        assert torch.equal(forward(model, inputs), want)
-        assert report.calls == calls
-
-
-def test_sharding_that_derives_classes_is_not_undone() -> None:
-    """`fully_shard` gives a module a class that is derived from the twin; the module keeps that class."""
-    from torch.distributed.fsdp import FSDPModule, fully_shard
-
-    model, inputs = prepared(MODELS["SanaWMTransformer3DModel"])
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        with torch.no_grad():
-            want = forward(model, inputs)
-            integration.enable(model)
-            parts = [part for part in integration._parts(model) if isinstance(part, torch.nn.Module)]
-            for module in (*parts, model):
-                fully_shard(module, mesh=mesh)
-            for change in (lambda _: None, integration.disable, integration.enable):
-                change(model)
-                assert parts
-                assert all(isinstance(part, FSDPModule) for part in parts)
-                assert torch.equal(forward(model, inputs), want)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    ("name", "fuse_norm"),
-    [("QwenImageTransformer2DModel", True), ("WanTransformer3DModel", False), ("Ideogram4Transformer2DModel", True)],
-)
-def test_exported(name, fuse_norm) -> None:
-    model, inputs = prepared(MODELS[name])
-    with torch.no_grad(), integration.enable(model, fuse_norm=fuse_norm):
-        want = forward(model, inputs)
-        exported = torch.export.export(model, (), inputs, strict=False)
-        operations = {str(node.target) for node in exported.graph.nodes if node.op == "call_function"}
-        torch.testing.assert_close(forward(exported.module(), inputs), want)
-    assert any(operation.startswith("jitrope.") for operation in operations)
-
-
-# ---- other libraries that replace a processor's `__call__` in its class --------------------------------
-
-
-def patched(cls, seen):
-    """A function of another module for the host's class, like cache-dit's under context parallelism.
-
-    It is the host's code with a change elsewhere, as in cache-dit.
-    """
-    original = cls.__call__
-    source = "from diffusers.models.transformers.transformer_wan import *\n"
-    names = {**original.__globals__, "__name__": "cache_something", "seen": seen}
-    exec(source, names)
-    copy_of = FunctionType(original.__code__, names, "__call__", original.__defaults__, original.__closure__)
-    dispatch = names["dispatch_attention_fn"]
-
-    def counted(*arguments, **words):
-        seen.append("attention")
-        return dispatch(*arguments, **words)
-
-    names["dispatch_attention_fn"] = counted
-    copy_of.__module__ = "cache_something"
-    return copy_of
-
-
-def test_a_patch_before_enable_is_kept(wan, monkeypatch) -> None:
-    from diffusers.models.transformers.transformer_wan import WanAttnProcessor
-
-    model, inputs = wan
-    seen: list[str] = []
-    with torch.no_grad():
-        stock = forward(model, inputs)
-        monkeypatch.setattr(WanAttnProcessor, "__call__", patched(WanAttnProcessor, seen))
+        with xfuser.enable(), integration.enable(model):
+            want = zoo.forward(model, inputs)
+        assert transformer_flux.apply_rotary_emb is rope
         with integration.enable(model) as report:
-            assert torch.equal(forward(model, inputs), stock)
-    assert report.calls == {"jitrope": MODELS["WanTransformer3DModel"].rotations, "host": 0}
-    assert len(seen) == len(model.attn_processors)
+            torch.testing.assert_close(zoo.forward(model, inputs), want)
+    assert report.calls["fused"] == 3
+    assert not report.reasons
 
 
-def test_a_patch_after_enable_is_kept(wan, monkeypatch) -> None:
-    """The patch gets the calls, and the report names it. After another `enable` both work together."""
-    from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+def test_xdit_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A broken dependency is named, not reported as a library that is not installed."""
+    from jitrope.integrations import xfuser
 
-    model, inputs = wan
-    seen: list[str] = []
-    count = len(model.attn_processors)
-    with torch.no_grad():
-        stock = forward(model, inputs)
-        with integration.enable(model) as report:
-            monkeypatch.setattr(WanAttnProcessor, "__call__", patched(WanAttnProcessor, seen))
-            assert torch.equal(forward(model, inputs), stock)
-            assert report.calls == {"jitrope": 0, "host": count}
-            assert len(seen) == count
-            assert any("enable again" in reason for reason in report.reasons)
-            again = integration.enable(model)
-            assert torch.equal(forward(model, inputs), stock)
-            assert again.calls == {"jitrope": MODELS["WanTransformer3DModel"].rotations, "host": 0}
-            assert len(seen) == 2 * count
-    assert all(type(p) is WanAttnProcessor for p in model.attn_processors.values())
-
-
-@pytest.mark.slow
-def test_a_patch_after_compilation_is_noticed(wan, monkeypatch) -> None:
-    from diffusers.models.transformers.transformer_wan import WanAttnProcessor
-
-    model, inputs = wan
-    torch._dynamo.reset()
-    with torch.no_grad(), integration.enable(model, fuse_norm=False):
-        stock = forward(model, inputs)
-        compiled = torch.compile(model, backend="eager")
-        forward(compiled, inputs)
-        original = WanAttnProcessor.__call__
-
-        def negative(self, *arguments, **words):
-            return -original(self, *arguments, **words)
-
-        monkeypatch.setattr(WanAttnProcessor, "__call__", negative)
-        want = forward(model, inputs)
-        assert not torch.allclose(want, stock)
-        torch.testing.assert_close(forward(compiled, inputs), want)
-
-
-def test_a_patch_that_hides_the_rope_is_left_and_named(wan, monkeypatch) -> None:
-    from diffusers.models.transformers.transformer_wan import WanAttnProcessor
-
-    model, _ = wan
-    original = WanAttnProcessor.__call__
-
-    @functools.wraps(original)
-    def wrapper(self, *arguments, **words):
-        return original(self, *arguments, **words)
-
-    wrapper.__module__ = "cache_something"
-    monkeypatch.setattr(WanAttnProcessor, "__call__", wrapper)
-    with pytest.raises(jitrope.JitropeError, match="its __call__ is cache_something's"):
-        integration.enable(model)
-
-
-def test_a_hooked_forward_is_left_and_named() -> None:
-    """Sana-WM rotates in modules' `forward`. A hook on the module itself has already replaced it."""
-    model, _ = prepared(MODELS["SanaWMTransformer3DModel"])
-    modules = [m for m in model.modules() if type(m).__name__ in sites.SITES]
-    for module in modules[1:]:
-        module.forward = functools.partial(type(module).forward, module)
-    with integration.enable(model) as report:
-        assert report.replaced.total() == 1
-        hooked = {type(m).__name__ for m in modules[1:]}
-        assert {name for name in report.left if name in sites.SITES} == hooked
-        assert all("hooked" in report.notes[name] for name in hooked)
-    assert not any(hasattr(type(m), "_jitrope_host") for m in model.modules())
-
-
-# ---- offload and parallelism ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("offload", ["block_level", "leaf_level"])
-@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "WanTransformer3DModel"])
-def test_group_offload(name, offload, device) -> None:
-    """On a CPU the hooks run, but move nothing. The host's own code calls norms that have a hook."""
-    model, inputs = prepared(MODELS[name], device)
-    with torch.no_grad():
-        words = {"num_blocks_per_group": 1} if offload == "block_level" else {}
-        model.enable_group_offload(torch.device(device), offload_type=offload, **words)
-        stock = forward(model, inputs)  # with weights where offloading puts them: cuBLAS depends on addresses
-        for fuse_norm in (False, True):
-            fused = fuse_norm and offload == "block_level"
-            with integration.enable(model, fuse_norm=fuse_norm) as report:
-                out = forward(model, inputs)
-            if fused and device == "cuda":  # there, squares of fp32 are summed in another order
-                torch.testing.assert_close(out, stock, rtol=1e-4, atol=1e-5)
-            else:
-                assert torch.equal(out, stock)
-            calls = {"jitrope": 0, "host": 0, "fused": FUSED_CALLS[name]}
-            assert report.calls == (calls if fused else {"jitrope": MODELS[name].rotations, "host": 0})
-
-
-CONTEXT_PARALLEL = """
-import os, sys
-import torch, torch.distributed as dist, torch.multiprocessing
-torch.accelerator.device_count = lambda: 2  # diffusers asks for it even where gloo and a CPU do
-import diffusers
-from jitrope.integrations import diffusers as integration
-from jitrope.integrations.diffusers import fused
-from tests.diffusion_zoo import MODELS, prepared
-
-written = []  # one for each attention whose q, k and v were written as they are sent
-sent = fused.sent
-fused.sent = lambda *given, **words: written.append(1) or sent(*given, **words)
-
-def work(rank, store):
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    for name, self_attentions in (("Flux", 3), ("Wan", 2), ("QwenImage", 2)):
-        check(f"{name}Transformer{2 + (name == 'Wan')}DModel", self_attentions)
-    dist.destroy_process_group()
-
-def check(name, self_attentions):
-    model, inputs = prepared(MODELS[name])
-    if "Qwen" in name:  # diffusers needs equal parts of the text, and a mask would be left to it
-        inputs.update(encoder_hidden_states=inputs["encoder_hidden_states"][:, :6], encoder_hidden_states_mask=None)
-    with torch.no_grad():
-        alone = model(**inputs, return_dict=False)[0]
-        model.set_attention_backend("native")
-        model.enable_parallelism(config=diffusers.ContextParallelConfig(ulysses_degree=2))
-        stock = model(**inputs, return_dict=False)[0]
-        for fuse_norm in (False, True):
-            written.clear()
-            with integration.enable(model, fuse_norm=fuse_norm) as report:
-                assert torch.equal(model(**inputs, return_dict=False)[0], stock)
-            assert len(written) == fuse_norm * self_attentions, written
-            assert report.calls["host"] == 0, report
-            assert report.calls["jitrope"] == (0 if fuse_norm else MODELS[name].rotations), report
-    torch.testing.assert_close(stock, alone)
-    assert all(p._parallel_config is not None for p in model.attn_processors.values() if hasattr(p, "_parallel_config"))
-
-if __name__ == "__main__":
-    torch.multiprocessing.start_processes(work, (sys.argv[1],), nprocs=2, start_method="fork")  # diffusers is there
-"""
-
-
-@pytest.mark.slow
-def test_context_parallel(tmp_path) -> None:
-    """Two processes with Ulysses: diffusers' hooks split the tables, and rope runs on a rank's rows. With fused norms
-    it writes q, k and v in the order of the ranks."""
-    script = tmp_path / "work.py"
-    script.write_text(CONTEXT_PARALLEL)
-    run(script, tmp_path / "store", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("own", [False, True], ids=["common tables", "own tables"])
-def test_what_ulysses_sends(device, own) -> None:
-    """The bits of the launch that joins two streams, or of the call of one: a group of heads for each rank."""
-    tables = [tuple(t.to(device) for t in full_tables(n, 64)) for n in (5, 6, 11)]
-    ropes = [{"cos": cos, "sin": sin, "interleaved": True} for cos, sin in tables]
-    streams = [[torch.randn(2, n, 4, 64, device=device).bfloat16() for _ in "qkv"] for n in (5, 6)]
-    weights = [torch.rand(64, device=device).bfloat16() for _ in range(4)]
-    found = norms.Norms(weights, {"eps": 1e-6, "rounding": "twice"})
-    rope = norms.beside(*ropes[:2]) if own else ropes[2]
-    with torch.no_grad():
-        got = ulysses.sent(found, streams, rope, 2)
-        want = norms.joint(found, *streams, rope)
-        assert all(torch.equal(x, torch.stack(y.chunk(2, 2))) for x, y in zip(got, want))
-        assert all(x.is_contiguous() for x in got)
-        got = ulysses.sent(found, streams[:1], ropes[0], 4)
-        want = *norms.norm_rope(found, *streams[0][:2], ropes[0]), streams[0][2]
-        assert all(torch.equal(x, torch.stack(y.chunk(4, 2))) for x, y in zip(got, want))
-
-
-@pytest.mark.parametrize("name", ["QwenImageTransformer2DModel", "WanTransformer3DModel"])
-def test_lora(name) -> None:
-    """Adapters stay in the projections of q, k and v, and get gradients."""
-    peft = pytest.importorskip("peft", reason="the test extra is not installed")
-    model, inputs = prepared(MODELS[name])
-    with torch.no_grad():
-        alone = forward(model, inputs)
-    targets = ["to_q", "to_k", "to_v", "to_out.0"]
-    model.add_adapter(peft.LoraConfig(r=4, init_lora_weights=False, target_modules=targets))
-    with torch.no_grad():
-        stock = forward(model, inputs)
-        with integration.enable(model) as report:
-            assert torch.equal(forward(model, inputs), stock)
-    assert not torch.equal(stock, alone)
-    assert report.calls["host"] == 0
-    assert report.calls["fused"] > 0
-    with integration.enable(model):
-        forward(model, inputs).square().sum().backward()
-    adapters = [p for key, p in model.named_parameters() if "lora" in key and p.requires_grad]
-    assert adapters
-    assert all(p.grad is not None for p in adapters)
+    (tmp_path / "xfuser.py").write_text("import a_dependency_of_xfuser")
+    monkeypatch.delitem(sys.modules, "xfuser", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match=r"xfuser cannot be imported .*a_dependency_of_xfuser"):
+        xfuser.enable()

@@ -30,7 +30,7 @@ MODULES: tuple[str, ...] = runpy.run_path(str(SCRIPT))["MODULES"]
 # Modules that the machine that builds the reference may lack.
 ABSENT = """
 comfy_kitchen cupy cupy_backends deepspeed diffusers kernels
-megatron sgl_kernel sglang timm torchtitan transformer_engine transformers vllm
+megatron timm torchtitan transformer_engine transformers
 """
 BUILD = f"""
 import runpy, sys
@@ -173,7 +173,7 @@ def test_docstrings_say_shapes_and_errors() -> None:
 
 # ---- the examples in them ------------------------------------------------------------------------------
 
-HOSTED = ("", "register", "attention", "cos_sin_rope", "complex_rope")
+HOSTED = ("", "register", "attention")
 """The examples of an integration that need its host: the module's own, with `enable`, and torchtitan's."""
 COMPILED = ("jitrope.tools.prewarm:", "jitrope.tools.prewarm:Built", "jitrope.tools.bundle:")
 """The examples that need CuPy and NVRTC, but no GPU."""

@@ -10,7 +10,6 @@ from torch import Tensor
 
 import jitrope
 from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Pages, Quantize, planning
-from jitrope.tools.prewarm import specs_of
 
 from .devices import DEVICES
 from .oracle import of_elements
@@ -207,9 +206,8 @@ def test_compiled(device: str) -> None:
         assert not torch.equal(x, one.before[name])
 
 
-def test_prewarmed_in_words_are_the_kernels_of_a_call() -> None:
+def test_planned() -> None:
     names = {"k_cache": "fp4", "v_cache": "fp4", "k_block_scale": "fp8", "v_block_scale": "fp8"}
-    described = specs_of(function="prepare_qkv", heads=[32, 8], cache={**names, "slot_mapping": "int64"})
     q, k = (torch.empty(1, 4096, n, 128, dtype=torch.bfloat16, device="meta") for n in (32, 8))
     table = torch.empty(4096, 64, device="meta")
     caches = {name: torch.empty(4096, 8, 128 // 2 if x == "fp4" else 8, device="meta", dtype=FP4 if x == "fp4" else FP8)
@@ -217,7 +215,6 @@ def test_prewarmed_in_words_are_the_kernels_of_a_call() -> None:
     with planning() as called:
         cache = KVCache(**caches, slot_mapping=torch.empty(4096, dtype=torch.int64, device="meta"))
         jitrope.prepare_qkv(q, k, k, table, table, cache=cache)
-    assert {*called} <= {*described}
     assert all(spec.block_cache and "block_cache" in spec.name for spec in called)
 
 

@@ -25,7 +25,8 @@ from jitrope.plan.options import NORM_KINDS, NORM_ROUNDINGS, ROUNDINGS, SCALE_DT
 from jitrope.plan.spec import RopeSpec
 from jitrope.plan.views import GROUPS
 from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, rows_spec
-from jitrope.tools.prewarm import specs_of
+
+from .described import specs_of
 
 # The same examples in every run, so failures are reproducible.
 settings.register_profile(
@@ -199,7 +200,7 @@ def problems(draw: Any) -> RopeProblem:
         page_size=pick(16, 784) if paged else pick(0, 16, 784) if kind == "cache" else 0,
         rotate_k=kind == "cache" and not mixed and draw(FLAG),
         q_out=fp8_form if fp8 else dtype, kv_out=fp8_form if fp8 or (kind == "cache" and draw(FLAG)) else dtype,
-        hadamard=pick("", "head") if fp8 and normed and not row_heads and head_dim in (64, 128, 256) else "",
+        hadamard=fp8 and normed and not row_heads and head_dim in (64, 128, 256) and draw(FLAG),
         dynamic=dynamic, group=pick(0, *GROUPS) if dynamic and head_dim % 128 == 0 else 0,
         scale_out=pick(*SCALE_DTYPES) if dynamic else "fp32", per_row=dynamic and draw(FLAG),
         swizzled=dynamic and draw(FLAG), block_cache=block_cache, dynamic_q=dynamic and (not block_cache or draw(FLAG)),

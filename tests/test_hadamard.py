@@ -16,7 +16,6 @@ from .devices import DEVICES
 from .host import backend
 
 LAYOUTS = ("bshd", "sbhd", "bhsd", "thd")
-PARTS = {"head": True, "rotary": "rotary", "rest": "rest"}
 NORMS: dict[str, Any] = {
     "none": None,
     "rms": lambda w: Norm(*w),
@@ -42,7 +41,7 @@ class Inputs:
     def words(self) -> dict[str, Any]:
         return {"layout": self.layout, "rotary_dim": 32, "rotary_offset": self.first}
 
-    def expected(self, x: Tensor, number: int, norm: str, part: str, interleaved: bool = False) -> Tensor:
+    def expected(self, x: Tensor, number: int, norm: str, interleaved: bool = False) -> Tensor:
         """q or k in fp64 by the oracle."""
         y, o = oracle.heads(oracle.exact(x), self.layout), OPTIONS.get(norm, {})
         own = (None, None) if norm == "after" else (self.weights[number], None)
@@ -52,16 +51,13 @@ class Inputs:
         y = oracle.normed(y, *own, o) if norm in ("rms", "layer") else y
         y = oracle.rotated(y, turn)
         y = oracle.normed(y, *own, o) if norm == "after" else y
-        begin, end = {"head": (0, 64), "rotary": (self.first, self.first + 32), "rest": (0, self.first)}[part]
-        turned = y[..., begin:end] @ oracle.hadamard_matrix(end - begin).to(y)
-        return oracle.unheads(torch.cat((y[..., :begin], turned, y[..., end:]), -1), self.layout)
+        return oracle.unheads(y @ oracle.hadamard_matrix(64).to(y), self.layout)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_results_and_gradients(layout: str, norm: str, part: str, device: str) -> None:
+def test_results_and_gradients(layout: str, norm: str, device: str) -> None:
     """Of q, k, weights and a bias, of both and of k alone."""
     x = Inputs(device, layout)
     found = []
@@ -69,9 +65,9 @@ def test_results_and_gradients(layout: str, norm: str, part: str, device: str) -
         q, k, *x.weights = leaves = [y.detach().requires_grad_() for y in (*x.heads[:2], *x.weights)]
         if ours:
             words = {"norm": NORMS[norm](x.weights)} if norm != "none" else {}
-            out = jitrope.prepare_qkv(q, k, None, *x.tables, **x.words(), **words, hadamard=PARTS[part])[:2]
+            out = jitrope.prepare_qkv(q, k, None, *x.tables, **x.words(), **words, hadamard=True)[:2]
         else:
-            out = tuple([x.expected(y, i, norm, part) for i, y in enumerate((q, k))])
+            out = tuple([x.expected(y, i, norm) for i, y in enumerate((q, k))])
         generator = torch.Generator().manual_seed(3)
         weights = [torch.randn(y.shape, generator=generator).to(y) for y in out]
         both = torch.autograd.grad(out, leaves, weights, allow_unused=True, retain_graph=True)
@@ -92,7 +88,7 @@ def test_places_of_results(way: str, device: str) -> None:
     """bf16, rounded once."""
     x = Inputs(device, dtype=torch.bfloat16, layout="thd" if way == "packed" else "bshd", first=32)
     q, k, v = x.heads
-    want = [x.expected(y, i, "rms", "head") for i, y in enumerate((q, k))]
+    want = [x.expected(y, i, "rms") for i, y in enumerate((q, k))]
     words: dict[str, Any] = {**x.words(), "norm": Norm(*x.weights), "hadamard": True}
     tables, caches = x.tables, []
     if way == "no table":
@@ -125,29 +121,13 @@ def test_places_of_results(way: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("part", ["rotary", "rest"])
-def test_a_part_without_a_table(part: str, device: str) -> None:
-    """rotary_dim and rotary_offset say which part; also for packed QKV."""
-    x = Inputs(device)
-    one = [torch.ones(5, 16, device=device), torch.zeros(5, 16, device=device)]
-    qkv = torch.cat(x.heads, 2)
-    for stages in ({"hadamard": part}, {"quantize": jitrope.DynamicQuantize(hadamard=part)}):
-        got, want = (jitrope.prepare_qkv(*x.heads, *tables, **x.words(), **stages) for tables in ([], one))
-        packed = jitrope.prepare_packed_qkv(qkv, q_per_group=2, order="qkv", **x.words(), **stages)
-        for out in (got, packed):
-            for y, z in zip(out[:2], want[:2]):
-                for a, b in zip(*([y, z] if isinstance(y, tuple) else [[y], [z]])):
-                    assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_learned_table(device: str) -> None:
     x = Inputs(device)
     found = []
     for ours in (True, False):
         x.tables[0] = cos = x.tables[0].detach().requires_grad_()
         q, k = x.heads[:2]
-        out = [x.expected(y, i, "rms", "head") for i, y in enumerate((q, k))]
+        out = [x.expected(y, i, "rms") for i, y in enumerate((q, k))]
         if ours:
             out = [*jitrope.prepare_qkv(q, k, None, *x.tables, **x.words(), norm=Norm(*x.weights), hadamard=True)[:2]]
         found.append(torch.autograd.grad(sum((y.double() ** 3).sum() for y in out), cos)[0])
@@ -186,7 +166,7 @@ def test_it_compiles_with_its_gradient() -> None:
         return [*out, *torch.autograd.grad(out, (q, k), [torch.ones_like(y) for y in out])]
 
     def forward(q: Tensor, k: Tensor) -> Any:
-        return jitrope.prepare_qkv(q * 2, k, None, *x.tables, **x.words(), norm=Norm(*x.weights), hadamard="rotary")[:2]
+        return jitrope.prepare_qkv(q * 2, k, None, *x.tables, **x.words(), norm=Norm(*x.weights), hadamard=True)[:2]
 
     for got, want in zip(loss(torch.compile(forward, fullgraph=True, backend="aot_eager")), loss(forward)):
         torch.testing.assert_close(got, want)
@@ -195,10 +175,9 @@ def test_it_compiles_with_its_gradient() -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beside quantize": ({"quantize": Quantize(0.1, 0.1)}, "hadamard is given beside quantize, which has its own"),
     "a number": ({"hadamard": 2}, "hadamard is 2; it must be"),
-    "a word": ({"hadamard": "head"}, "hadamard is 'head'; it must be True, False, 'rotary' or 'rest'"),
+    "a word": ({"hadamard": "rotary"}, "prepare_qkv: hadamard is 'rotary'; it must be True or False"),
     "across heads": ({"norm": Norm(across_heads=True)}, "across_heads does not go with hadamard"),
     "inverse": ({"norm": Norm(), "inverse": True}, "inverse does not go with norm"),
-    "two pieces": ({"hadamard": "rest", "rotary_offset": 16}, "needs the rest in one piece"),
 }
 
 

@@ -45,7 +45,7 @@ BASE = RopeProblem(
     rotate_k=False,
     q_out="bf16",
     kv_out="bf16",
-    hadamard="",
+    hadamard=False,
     scales_q=False,
     shifts=False,
     prefixed=False,
@@ -246,7 +246,7 @@ def test_norm_plans(changes, launch, tokens, at_once, each, grid) -> None:
         ({"memory_speed": 3.35}, 2),
         ({"memory_speed": 4.9}, 4608 / 528),  # to the end
         ({"dynamic": True, "dynamic_q": True}, 4608 / 528),
-        ({"q_out": "fp8", "kv_out": "fp8", "hadamard": "head"}, 4608 / 528),
+        ({"q_out": "fp8", "kv_out": "fp8", "hadamard": True}, 4608 / 528),
         ({"gradient": True, "inverse": True}, 4608 / 264),  # gradients of weights are summed
         ({"gradient": True, "inverse": True, "weight_dtype": None}, 2),
     ],

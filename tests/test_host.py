@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -28,6 +31,27 @@ def test_sanitizer_sees_a_read_past_the_table() -> None:
     tensors = [q, q, q, outputs[0], outputs[0], outputs[0], *short, *[None] * 7]
     with pytest.raises(AssertionError, match=r"use-after-poison|heap-buffer-overflow"):
         harness.run(render(plan.spec), plan.grid, plan.block, tensors, words)
+
+
+def test_a_kernel_in_the_folder_is_built_once_and_again_if_it_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(harness, "folder", harness.folder.__wrapped__)
+    source = Source('struct Params {}; extern "C" void probe(Params) {}', "probe", "probe")
+    made = harness.build(source)
+    good = made.read_bytes()
+    begun = made.stat().st_ino
+    assert harness.build(source) == made
+    assert made.stat().st_ino == begun
+    for bad in (b"", good[:-1], good[:-40] + good[-32:], b"x" + good[1:]):
+        made.write_bytes(bad)
+        assert harness.build(source) == made
+        assert made.read_bytes()[:4] == b"\x7fELF"
+        assert harness.whole(made)
+    os.utime(made, (0, 0))
+    assert made.parent == harness.folder()
+    assert not made.exists()
 
 
 def test_sanitizer_sees_a_misaligned_access() -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 import jitrope
 from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Pages, Quantize, Scaled, planning
-from jitrope.tools.prewarm import specs_of
 
 from . import oracle
 from .devices import DEVICES
@@ -249,15 +248,7 @@ def test_compiled(device: str) -> None:
     assert not torch.equal(one.bytes()[0], one.before[0])
 
 
-def test_prewarmed_in_words_are_the_kernels_of_a_call() -> None:
-    described = specs_of(
-        function="prepare_qkv",
-        heads=[64, 1],
-        rotary_dim=64,
-        norm={"k_weight": "fp32", "k_bias": "fp32", "kind": "layer_norm", "of": "k"},
-        cache={"k_cache": "fp8", "k_block_scale": "fp32", "group": 128, "slot_mapping": "int64"},
-        quantize={"dtype": "fp8", "hadamard": True},
-    )
+def test_planned() -> None:
     q, k = (torch.empty(1, 4096, n, 128, dtype=torch.bfloat16, device="meta") for n in (64, 1))
     table, w, slots = (torch.empty(*shape, device="meta") for shape in ((4096, 32), (128,), (4096,)))
     values, scales = (torch.empty(4096, 1, n, device="meta", dtype=dtype) for n, dtype in ((128, E4M3), (1, None)))
@@ -267,7 +258,6 @@ def test_prewarmed_in_words_are_the_kernels_of_a_call() -> None:
         words: dict[str, Any] = {"norm": norm, "quantize": DynamicQuantize(hadamard=True), "rotary_dim": 64}
         jitrope.prepare_qkv(q, k, None, table, table, cache=cache, **words)
     assert called
-    assert {*called} <= {*described}
     assert all(spec.dynamic_q and spec.block_cache and not spec.copy_v for spec in called)
 
 

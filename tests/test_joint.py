@@ -14,8 +14,8 @@ from torch import Tensor
 
 import jitrope
 from jitrope import DynamicQuantize, InvalidInput, Mrope, Norm, Packed, Quantize, Scaled, Starts, Ulysses
-from jitrope.tools.prewarm import specs_of
 
+from .described import specs_of
 from .devices import DEVICES
 from .host import backend
 
@@ -177,7 +177,7 @@ STAGES: dict[str, dict[str, Any]] = {
     "int8": {"quantize": DynamicQuantize(torch.int8)},
     "fp8 of each token": {"quantize": DynamicQuantize(v=True), "out": Ulysses(2)},
     "fp4": {"quantize": DynamicQuantize(FP4, group=16, scale_dtype=FP8, q_global_scale=0.5, v=True)},
-    "mxfp8 in tiles": {"quantize": DynamicQuantize(group=32, scale_dtype=E8M0, swizzled=True, hadamard="rotary")},
+    "mxfp8 in tiles": {"quantize": DynamicQuantize(group=32, scale_dtype=E8M0, swizzled=True, hadamard=True)},
     "fp8 of rows": {"quantize": DynamicQuantize(per="head", v=True)},
     "int8 of rows": {"quantize": DynamicQuantize(torch.int8, per="kv_head")},
     "transform": {"hadamard": True},

@@ -390,11 +390,10 @@ def test_dynamic_scales_are_the_cpus(number: int, case: NormCase, normed: bool, 
     number = 0 if case.name == "after-per-head" else number
     case = replace(case, across_heads=False, weights="qk" if normed else "")
     call, there = (make_norm(case, device, launch=TILES[number % 2]) for device in ("cpu", DEVICE))
-    dim, rotary = call.streams[0].shape[-1], call.options.rotary_dim
-    whole = "head" if dim & (dim - 1) == 0 else ""
+    dim = call.streams[0].shape[-1]
     options = call.options._replace(
         norm=call.norm if normed else NO_NORM, rounding="fp32",
-        hadamard="rotary" if number % 4 == 1 and rotary & (rotary - 1) == 0 else whole,
+        hadamard=dim & (dim - 1) == 0,
         out_dtype=("fp8", "int8")[number // 2 % 2], group=(0, 32, 64)[number % 3] if dim % 64 == 0 else 0,
     )  # fmt: skip
     want = QK_NORM_ROPE_SCALED.reference(norm_operation(call)[1], options)

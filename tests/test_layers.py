@@ -77,15 +77,12 @@ def test_environment_is_read_in_one_place() -> None:
     assert readers == {"config.py"}
 
 
-LONG = {"integrations/flashinfer.py:fused_qk_rmsnorm_rope"}  # functions of more than 50 lines: the reason is there
-
-
 def test_files_and_functions_are_short() -> None:
     kinds = {".py", ".cuh", ".jinja"}
     folders = [PACKAGE, PACKAGE.parent / "templates", PACKAGE.parent / "examples"]
     for path in [path for folder in folders for path in folder.rglob("*") if path.suffix in kinds]:
         assert len(path.read_text().splitlines()) <= 400, path
-    long = set()
+    long = []
     for path in MODULES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
@@ -93,8 +90,8 @@ def test_files_and_functions_are_short() -> None:
                 lines = node.end_lineno - node.lineno + 1
                 lines -= docstring.end_lineno - docstring.lineno + 1 if docstring else 0
                 if lines > 50:
-                    long.add(f"{path.relative_to(PACKAGE)}:{node.name}")
-    assert long == LONG
+                    long.append(f"{path.relative_to(PACKAGE)}:{node.name}")
+    assert not long
 
 
 def test_few_exceptions_and_few_folders() -> None:
@@ -108,6 +105,7 @@ PRIVATE = {  # torch's private names in other files than ops/watch.py
     "ops/dispatch.py": ("forward_ad._current_level",),  # read in each call
     "context_parallel/backends.py": ("torch.ops.aten.", "torch.nn.attention._fa4"),
     "integrations/_norms.py": ("module._backward_hooks",),  # of a host's module
+    "integrations/diffusers/norms.py": ("module._backward_hooks",),
 }
 
 
@@ -154,9 +152,9 @@ def test_import_touches_neither_cuda_nor_the_disk(tmp_path: Path, home: str) -> 
 
 WITHOUT_IMPORT = """
 import jitrope
-for module in (jitrope.tables, jitrope.integrations.vllm, jitrope.integrations.timm):
+for module in (jitrope.tables, jitrope.integrations.deepspeed, jitrope.integrations.timm):
     assert module.__doc__, module
-for name in ("nothing", "vllm.rope", "_nothing"):
+for name in ("nothing", "timm.rope", "_nothing"):
     assert not hasattr(jitrope.integrations, name), name
 """
 

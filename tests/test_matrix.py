@@ -45,7 +45,8 @@ def params(device: str) -> list[Any]:
     """Of the situations that compile a call, "torch.compile" alone is not marked slow."""
     found = []
     for function, situation, ends in cells(device):
-        marks = [pytest.mark.slow] if situation.slow and situation.name != "torch.compile" else []
+        slow = situation.slow and situation.name != "torch.compile"
+        marks = [pytest.mark.slow, pytest.mark.tenth] if slow else []
         found.append(pytest.param(function, situation, ends, marks=marks, id=f"{function.title}-{situation.name}"))
     return found
 

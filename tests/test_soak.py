@@ -31,7 +31,7 @@ OPS = {
     "kv_cache_", "packed_qkv", "packed_qkv_", "packed_qkv, backward", "packed_qkv_norm",
     "packed_qkv_norm_", "packed_qkv_norm, backward", "latent, backward", "norm_rope",
     "norm_rope_", "norm_rope, backward", "norm_rope_joint", "thd order", "thd rows", "thd tables",
-    "thd corrections", "cp segments", "all_gather_attention", "pages", "rope by rank, backward", "learned, backward",
+    "thd corrections", "cp segments", "all_gather_attention", "pages", "rope by rank, backward",
 }  # fmt: skip
 pytestmark = pytest.mark.slow
 

@@ -36,7 +36,7 @@ STAGES: dict[str, tuple[str, ...]] = {
     "pairs": ("halves", "interleaved", "full", "into_halves", "into_pairs"),
     "part": ("whole", "last", "middle"),
     "more": ("none", "number", "tokens", "unrotated", "inverse"),  # number, tokens: q_scale
-    "transform": ("none", "head", "rotary", "rest"),
+    "transform": ("none", "head"),
     "convert": (
         *("none", "e4m3", "e5m2", "heads", "int8", "rows"),  # without groups
         *("groups", "mxfp8", "mxfp4", "nvfp4", "tiles", "ue8m0"),
@@ -54,13 +54,11 @@ DYNAMIC, CACHES, INTO = STAGES["convert"][3:], STAGES["out"][4:], STAGES["pairs"
 KEPT = {"into_halves": "interleaved", "into_pairs": "halves"}
 UNSAID: dict[str, Any] = {"transform": TRANSFORMED, "convert": "none"}  # a transform is a word of a conversion
 
-ACROSS_HADAMARD = "across_heads does not go with hadamard"
 # A combination, and the words of its refusal.
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"norm": "across", "out": CACHES}, "across_heads does not go with a cache"),
     ({"norm": "across", "convert": DYNAMIC}, "across_heads does not go with dynamic scales"),
-    ({"norm": "across", "transform": ("head", "rotary"), "convert": ("e4m3", "e5m2")}, ACROSS_HADAMARD),
-    ({"norm": "across", "transform": "rest", "convert": ("e4m3", "e5m2"), "part": "last"}, ACROSS_HADAMARD),
+    ({"norm": "across", "transform": "head", "convert": ("e4m3", "e5m2")}, "across_heads does not go with hadamard"),
     ({"convert": "rows", "out": CACHES}, "per='head' does not go with a cache"),
     ({"norm": NORMS, "more": "inverse"}, "inverse does not go with"),
     ({"out": CACHES, "more": "inverse"}, "inverse does not go with"),
@@ -75,9 +73,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"out": "inplace", "convert": CONVERTED}, "inplace does not go with"),
     ({"rotate": ("ids", "mrope"), "more": "unrotated"}, "does not go with unrotated"),
     ({"transform": "head", "size": "80", "convert": ANY_SIZE}, "a power of two of elements up to 256; q has D=80"),
-    ({"transform": "rotary", "size": "80", "part": "whole", "convert": ANY_SIZE}, "the rotary has 80"),
-    ({"transform": "rest", "part": "whole", "convert": CONVERTED}, "the rest has 0"),
-    ({"transform": "rest", "part": "middle", "convert": CONVERTED}, "needs the rest in one piece"),
     ({"size": "80", "convert": ("groups", "mxfp8", "mxfp4", "tiles", "ue8m0")}, "group is 32; it must divide D=80"),
     (
         {"rotate": "none", "norm": "none", "convert": "none", "out": ("fresh", "inplace"),
@@ -271,7 +266,7 @@ class Made:
         if kind != "none":
             words["norm"] = Norm(**self.weights, **NORM_WORDS.get(kind, {}))
         form = CONVERSIONS.get(self.case["convert"])
-        hadamard = {"none": False, "head": True}.get(self.case["transform"], self.case["transform"])
+        hadamard = self.case["transform"] == "head"
         if form and self.case["convert"] in DYNAMIC:
             words["quantize"] = DynamicQuantize(**form, hadamard=hadamard, v=converts_v(self.case))
         elif form:
@@ -302,11 +297,7 @@ class Made:
         if letter == "q" and self.factor is not None:
             factor = oracle.exact(self.factor)
             x = x * (factor[..., None, None] if factor.dim() else factor)
-        first, rotary = rotated_part(self.case)
-        parts = {"head": (0, self.size), "rotary": (first, first + rotary), "rest": (0, first)}
-        begin, end = parts.get(self.case["transform"], (0, 0))
-        turned = x[..., begin:end] @ oracle.hadamard_matrix(end - begin).to(x) if end else x[..., :0]
-        x = torch.cat((x[..., :begin], turned, x[..., end:]), -1)
+        x = x @ oracle.hadamard_matrix(self.size).to(x) if self.case["transform"] == "head" else x
         stays = self.case["out"] == "inplace" or is_own(self.case)
         return x if not stays else torch.cat((x[:, : self.ends[-1]], before[:, self.ends[-1] :]), 1)
 

@@ -13,7 +13,6 @@ import jitrope
 from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Packed, Pages, Scaled, Ulysses, planning
 from jitrope.ops.operations import QK_NORM_ROPE_SCALED
 from jitrope.plan.options import NO_NORM, Options
-from jitrope.tools.prewarm import specs_of
 
 from .cases import op_arguments
 from .devices import DEVICES
@@ -159,15 +158,12 @@ def test_opcheck(tokens: int, device: str) -> None:
     torch.library.opcheck(torch.ops.jitrope.qk_norm_rope_scaled.default, arguments)
 
 
-def test_prewarmed_in_words_are_the_kernels_of_a_call() -> None:
-    quantize = {"dtype": "fp8", "group": 32, "scale_dtype": "e8m0", "swizzled": True}
-    described = specs_of(function="prepare_qkv", heads=[32, 8], quantize=quantize)
+def test_planned() -> None:
     q, k = (torch.empty(1, 4100, n, 128, dtype=torch.bfloat16, device="meta") for n in (32, 8))
     table = torch.empty(4100, 64, device="meta")
     with planning() as called:
         got, _, _ = jitrope.prepare_qkv(q, k, None, table, table, quantize=quantized(**FORMS["mxfp8"]))
     assert got.scale.shape == (1, 32, 4224, 4)
-    assert {*called} <= {*described}
     assert all(spec.swizzled and "swizzled" in spec.name for spec in called)
 
 

@@ -301,3 +301,23 @@ def test_a_combination_without_a_meaning_is_refused(name: str) -> None:
 
 def test_check_takes_the_first_tokens() -> None:
     jitrope.apply_rope(Q, K, COS[:5], SIN[:5], unrotated=2, check=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("stage", ["norm", "block scales", "q_scale", "latent"])
+def test_without_a_table_an_element_does_not_reach_its_partner(stage: str, device: str) -> None:
+    """q, or k's part of a latent, keeps its bits: a rotation by zero would lose a -0.0 and make NaN of an inf."""
+    q, k, v, *_ = inputs(device, torch.float32, dim=16)
+    if stage == "latent":
+        kept, made = q, jitrope.prepare_mla_qkv(q, torch.cat((k, v), -1)[..., :24].repeat(1, 1, 2, 1), k[:, :, :1, :8])
+        assert torch.equal(bits(made[1][..., 8:]), bits(k[:, :, :1, :8].expand(-1, -1, 4, -1).contiguous()))
+    elif stage == "block scales":
+        cache = [torch.zeros(14, 2, 16, device=device, dtype=torch.float8_e4m3fn) for _ in range(2)]
+        scales = {f"{x}_block_scale": torch.zeros(14, 2, 1, device=device) for x in "kv"}
+        kept, rows = q.flatten(0, 1), [x.flatten(0, 1) for x in (q, k, v)]
+        slots = torch.arange(14, device=device)
+        made = jitrope.prepare_qkv(*rows, layout="thd", cache=KVCache(*cache, slots, **scales))
+    else:
+        words: dict[str, Any] = {"q_scale": 1.0} if stage == "q_scale" else {"norm": Norm(of="k")}
+        kept, made = q, jitrope.prepare_qkv(q, k, None, **words)
+    assert torch.equal(bits(made[0]), bits(kept))

@@ -314,7 +314,7 @@ WRONG = {  # a value with a wrong number or word, and the message
     "a scale of zero": (lambda: Quantize(0), "q_scale is 0; it must be above 0 in fp32"),
     "a negative scale": (lambda: KVCache(*caches(), IDS, v_scale=-1.0), "v_scale is -1.0; it must be above 0"),
     "a scale that fp32 makes zero": (lambda: Quantize(1e-60), "q_scale is 1e-60; it must be above 0 in fp32"),
-    "hadamard": (lambda: Quantize(1.0, hadamard="all"), "it must be True, False, 'rotary' or 'rest'"),
+    "hadamard": (lambda: Quantize(1.0, hadamard="rest"), "Quantize: hadamard is 'rest'; it must be True or False"),
     "an array of words": (lambda: jitrope.DynamicQuantize(scale_fmt=np.array(["ue8m0"])), "scale_fmt is a numpy array"),
     "scale_fmt": (lambda: jitrope.DynamicQuantize(scale_fmt="x"), "it must be 'ue8m0' or None"),
     "no configuration": (lambda: jitrope.tables.from_config(None), "config is None; it must be a transformers"),

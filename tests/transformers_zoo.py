@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from jitrope.integrations import _attention
+from jitrope.integrations import _pending
 
 SIZES = {
     r"(\w+_)?vocab_size(_\w+)?": 64,
@@ -44,7 +44,10 @@ INDEXED = {**MIXED, **{f"indexer_{name}": value for name, value in INDEXER.items
 WORDS: dict[str, dict[str, Any]] = {
     "cohere": {"use_qk_norm": True},
     "dots1": {"n_routed_experts": 4, "num_local_experts": 4},
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "esmfold2": {"head_dim": 32},
+    "gptj": {"rotary_dim": 4},
+    "flint": {"layer_types": ["sliding_attention", "full_attention"]},
     "neomme": {"head_dim": 16},
     "esmc": {"num_key_value_heads": 4},
     "glm4_moe": {"use_qk_norm": True},
@@ -118,7 +121,7 @@ def _own(family: str) -> list[type]:
 
 
 def attention_classes(family: str) -> list[type]:
-    return [cls for cls in _own(family) if _attention.calls_rope(cls)]
+    return [cls for cls in _own(family) if _pending.ropes_of(cls)]
 
 
 def models(family: str) -> list[type]:
@@ -149,6 +152,10 @@ def run(model: nn.Module) -> Tensor:
     return out.logits if getattr(out, "logits", None) is not None else out.last_hidden_state
 
 
+def language_model(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    return made(models(family)[0], family).to(dtype)
+
+
 def attention_modules(family: str) -> dict[str, nn.Module]:
     """A module of each attention class, of a model or made alone, by the name of its class."""
     needed = {cls.__name__: cls for cls in attention_classes(family)}
@@ -160,7 +167,7 @@ def attention_modules(family: str) -> dict[str, nn.Module]:
             model = made(cls, family)
         except Exception:  # another model may be made
             continue
-        for owner, modules in _attention.attention(model).items():
+        for owner, modules in _pending.attention(model).items():
             if owner.__name__ in needed:
                 found.setdefault(owner.__name__, modules[0])
     for module in found.values():
@@ -231,3 +238,23 @@ def first(out: Any) -> Tensor:
     if isinstance(out, Tensor):
         return out
     return next(first(part) for part in (out.values() if isinstance(out, dict) else out) if part is not None)
+
+
+def outcome(module: nn.Module, given: dict[str, Any]) -> dict[str, Tensor]:
+    """The result, and the gradients of the parameters."""
+    module.zero_grad()
+    out = first(module(**given))
+    if out.is_floating_point() and out.requires_grad:
+        out.float().square().mean().backward()
+    grads = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    return {"out": out.detach(), **grads}
+
+
+def check_close(ours: dict[str, Tensor], stock: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> None:
+    """The results have the same bits, and gradients are close: sums over tokens are in another order."""
+    assert ours.keys() == stock.keys()
+    assert torch.equal(ours["out"], stock["out"])
+    for name, want in stock.items():
+        bound = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.05}
+        bound["atol"] *= float(want.float().abs().max())
+        torch.testing.assert_close(ours[name], want, **bound, msg=lambda text: f"{name}: {text}")  # noqa: B023

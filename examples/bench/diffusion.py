@@ -1,7 +1,7 @@
 """`bench diffusion`: denoising steps of diffusers' transformers, stock and with jitrope.
 
-Real widths, random bf16 weights, a few of the blocks. The variants of a model are copies of it that share its weights,
-so that stock and ours can take turns without switching anything between two steps.
+Real widths, random bf16 weights, a few of the blocks. The variants of a model are copies of it that share its weights.
+jitrope's functions are in diffusers only while one of ours runs (`Turns`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ import torch
 import typer
 from torch import Tensor, nn
 
+from jitrope.base.errors import JitropeError
+
 from .harness import DEVICE, turn_by_turn
 from .plots import Plot
 from .report import AS_JSON, ONLY, SMOKE, Rows, app, chosen, show
 from .sections import Row, Section, Table, grouped, of, span
+from .turns import Turns
 
 Step = Callable[[], Tensor]
 """One forward of a transformer."""
@@ -191,20 +194,19 @@ def qk_norms(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 # ---- the measurement -----------------------------------------------------------------------------------
 
 
-def _jitrope(transformer: nn.Module, fuse_norm: bool) -> tuple[Any, Any]:
+def _jitrope(model: nn.Module, fuse_norm: bool) -> Any:
     from jitrope.integrations import diffusers as ours
 
-    model = sharing(transformer)
-    return model, ours.enable(model, fuse_norm=fuse_norm)
+    return ours.enable(model, fuse_norm=fuse_norm)
 
 
-# by: (a copy of the model, the report of jitrope's part in it), whether it is timed compiled too
-VARIANTS: dict[str, tuple[Callable[[nn.Module], tuple[Any, Any]], bool]] = {
-    "stock": (lambda model: (sharing(model), None), True),
-    "jitrope": (partial(_jitrope, fuse_norm=True), True),
-    "jitrope, rope only": (partial(_jitrope, fuse_norm=False), False),
-    "no rope": (lambda model: (without_rope(model), None), False),
-    "no rope, no qk-norm": (lambda model: (without_norms(without_rope(model)), None), False),
+# by: a copy of the model, jitrope's part in it, whether it is timed compiled too
+VARIANTS: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[nn.Module], Any] | None, bool]] = {
+    "stock": (sharing, None, True),
+    "jitrope": (sharing, partial(_jitrope, fuse_norm=True), True),
+    "jitrope, rope only": (sharing, partial(_jitrope, fuse_norm=False), False),
+    "no rope": (without_rope, None, False),
+    "no rope, no qk-norm": (lambda model: without_norms(without_rope(model)), None, False),
 }
 
 
@@ -221,15 +223,20 @@ def rows(name: str, mode: str, blocks: int, tiny: bool = False) -> Rows:
     want = transformer(**words, return_dict=False)[0]
     found: dict[str, dict[str, Any]] = {}
     steps: dict[str, Step] = {}
-    for by, (make, also_compiled) in VARIANTS.items():
-        if mode == "compiled" and not also_compiled:
-            continue
-        made, report = make(transformer)
-        if mode == "compiled":
-            made.compile_repeated_blocks(fullgraph=True, backend="eager" if tiny else "inductor")
-        steps[by] = partial(_step, made, words)
-        found[by] = _observe(steps[by], report, None if "no rope" in by else want, mode)
-    us = turn_by_turn(steps, 9)
+    with Turns() as turns:
+        for by, (make, enable, also_compiled) in VARIANTS.items():
+            if mode == "compiled" and not also_compiled:
+                continue
+            made: Any = make(transformer)
+            try:
+                report = turns.take(made, enable and partial(enable, made))
+            except JitropeError:  # its rope is not a function
+                continue
+            if mode == "compiled":
+                made.compile_repeated_blocks(fullgraph=True, backend="eager" if tiny else "inductor")
+            steps[by] = partial(_step, made, words)
+            found[by] = _observe(steps[by], report, None if "no rope" in by else want, mode)
+        us = turn_by_turn(steps, 9)
     kind = f"{'+'.join(map(str, built))} of {'+'.join(map(str, model.depth))}"
     head = {"model": name, "blocks": kind, "tokens": tokens, "mode": mode}
     del transformer, words, steps

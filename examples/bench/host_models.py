@@ -1,18 +1,16 @@
-"""The models of `bench hosts`, each twice with the same weights: as its library makes it, and with jitrope enabled.
+"""The models of `bench hosts`: each is made as its library makes it, and stays so or has jitrope enabled.
 
-Real widths, random bf16 weights and a few of the layers. `enable` replaces functions for all models, so transformers'
-stock model comes from a second import of its file, and timm's stock model keeps copies of the functions.
+Real widths, random bf16 weights and a few of the layers. Each side is made in a process of its own from the same seeds.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,20 +25,14 @@ COUNTS = ("jitrope", "fused", "host")
 
 
 class Side(NamedTuple):
-    """A model and the arguments of its forward."""
+    """A model and the arguments of its forward, stock or with jitrope.
+
+    calls: jitrope's so far, by kind. trained: a step is forward and backward. version: what follows the library's name
+    in a row, where its module has no version.
+    """
 
     model: nn.Module
     words: dict[str, Any]
-
-
-class Pair(NamedTuple):
-    """A model twice. trained: a step is forward and backward. calls: jitrope's so far, by kind.
-
-    version: what follows the library's name in a row, where its module has no version.
-    """
-
-    stock: Side
-    ours: Side
     calls: Callable[[], Mapping[str, int]]
     trained: bool = True
     compile_mode: str = "default"
@@ -48,17 +40,22 @@ class Pair(NamedTuple):
 
 
 class Host(NamedTuple):
-    """A model of a library. package: the library's module. make: the pair, on real widths or tiny."""
+    """A model of a library. package: the library's module. make: of (with jitrope, tiny), a side."""
 
     package: str
     model: str
     step: str
-    make: Callable[[bool], AbstractContextManager[Pair]]
+    make: Callable[[bool, bool], AbstractContextManager[Side]]
 
 
-def counts(report: Any, fused: bool) -> dict[str, int]:
-    """The calls so far of a report that does not tell those with norms. fused: all have them."""
-    return {"fused" if fused else "jitrope": report.calls["jitrope"], "host": report.calls["host"]}
+@contextmanager
+def enabled(host: str, on: bool, *models: nn.Module) -> Iterator[Callable[[], Mapping[str, int]]]:
+    """jitrope's drop-in for a host, if `on`; the calls so far."""
+    if not on:
+        yield dict
+        return
+    with importlib.import_module(f"jitrope.integrations.{host}").enable(*models) as report:
+        yield lambda: report.calls
 
 
 def need_gpu() -> None:
@@ -68,24 +65,11 @@ def need_gpu() -> None:
 
 
 def random_weights(model: nn.Module) -> None:
-    """bf16 parameters, with those of norms near 1; buffers keep their dtypes."""
+    """bf16 parameters, with those of norms near 1, the same in each process; buffers keep their dtypes."""
+    torch.manual_seed(0)
     for name, x in model.named_parameters():
         of_norm = x.dim() == 1 and not name.endswith("bias")
         x.data = 1 + 0.1 * bf16(*x.shape) if of_norm else 0.02 * bf16(*x.shape)
-
-
-def share(model: nn.Module, weights_of: nn.Module) -> None:
-    """Give a model the parameters of another one."""
-    for x, y in zip(model.parameters(), weights_of.parameters(), strict=True):
-        x.data = y.data
-
-
-def keeping(cls: Any, method: str = "forward", **functions: Any) -> Any:
-    """A class like cls with a method that keeps these functions, whatever replaces them in its module."""
-    from jitrope.integrations._host import with_code
-
-    found = getattr(cls, method)
-    return type(cls.__name__, (cls,), {method: with_code(found, found.__code__, **functions)})
 
 
 @contextmanager
@@ -104,53 +88,30 @@ def one_rank() -> Iterator[None]:
 
 
 @contextmanager
-def second_import(name: str) -> Iterator[Any]:
-    """A module with functions and classes of its own, from the file of a model."""
-    spec: Any = importlib.util.find_spec(name)
-    copied: Any = importlib.util.spec_from_file_location(f"{name}_stock", spec.origin)
-    module = importlib.util.module_from_spec(copied)
-    sys.modules[copied.name] = module  # dataclasses look here for it
-    try:
-        copied.loader.exec_module(module)
-        yield module
-    finally:
-        del sys.modules[copied.name]
-
-
-@contextmanager
-def transformers_pair(
+def transformers_side(
     family: str,
     cls: str,
     config: Mapping[str, Any],
     tiny: Mapping[str, Any],
     words: Callable[[nn.Module, bool], dict[str, Any]],
+    on: bool,
     smoke: bool,
-    trained: bool = False,
-    compile_mode: str = "default",
-) -> Iterator[Pair]:
-    """A model class of a family. words: the arguments of a step of a model."""
-    from jitrope.integrations import transformers as integration
-
+    **more: Any,
+) -> Iterator[Side]:
+    """A model class of a family. words: the arguments of a step of a model. more: of `Side`."""
     name = f"transformers.models.{family}.modeling_{family}"
     configs = importlib.import_module(name.replace("modeling", "configuration"))
     made = getattr(configs, cls.removesuffix("Model") + "Config")(**{**config, **(tiny if smoke else {})})
     made._attn_implementation = "sdpa"
-    with second_import(name) as file:
-        torch.manual_seed(0)
-        with torch.device(DEVICE):
-            stock, ours = (getattr(of, cls)(made).eval() for of in (file, importlib.import_module(name)))
-        random_weights(stock)
-        for module in stock.modules():
-            if getattr(module, "scaling", 0) == 1 and hasattr(module, "q_norm"):  # its trained weight has the scale
-                module.q_norm.weight.data *= module.head_dim**-0.5
-        share(ours, stock)
-
-        def side(model: nn.Module) -> Side:
-            torch.manual_seed(1)
-            return Side(model, words(model, smoke))
-
-        with integration.enable(ours) as report:
-            yield Pair(side(stock), side(ours), lambda: report.calls, trained, compile_mode)
+    with torch.device(DEVICE):
+        model = getattr(importlib.import_module(name), cls)(made).eval()
+    random_weights(model)
+    for module in model.modules():
+        if getattr(module, "scaling", 0) == 1 and hasattr(module, "q_norm"):  # its trained weight has the scale
+            module.q_norm.weight.data *= module.head_dim**-0.5
+    with enabled("transformers", on, model) as calls:
+        torch.manual_seed(1)
+        yield Side(model, words(model, smoke), calls, **more)
 
 
 def train_words(model: Any, smoke: bool) -> dict[str, Any]:
@@ -191,25 +152,64 @@ GEMMA4 = {  # the widths are the configuration's defaults
 }  # fmt: skip
 TOWER = {"depth": 4, "deepstack_visual_indexes": ()}
 TOWER_TINY = {**_SMALL, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 16}
-_qwen3 = partial(transformers_pair, "qwen3", "Qwen3Model", QWEN3, LM_TINY)
-_gemma4 = partial(transformers_pair, "gemma4", "Gemma4TextModel", GEMMA4, {**LM_TINY, "global_head_dim": 32})
-_tower = partial(transformers_pair, "qwen3_vl", "Qwen3VLVisionModel", TOWER, TOWER_TINY)
+_qwen3 = partial(transformers_side, "qwen3", "Qwen3Model", QWEN3, LM_TINY)
+_gemma4 = partial(transformers_side, "gemma4", "Gemma4TextModel", GEMMA4, {**LM_TINY, "global_head_dim": 32})
+_tower = partial(transformers_side, "qwen3_vl", "Qwen3VLVisionModel", TOWER, TOWER_TINY)
 
 
-# ---- other libraries -----------------------------------------------------------------------------------
+# ---- diffusers, and xDiT, which has its own class of FLUX.1 ----------------------------------------------
 
 
 @contextmanager
-def diffusers_pair(name: str, smoke: bool) -> Iterator[Pair]:
+def diffusers_side(name: str, on: bool, smoke: bool) -> Iterator[Side]:
     """A model of `bench diffusion`, which has more of them and more variants."""
-    from jitrope.integrations import diffusers as integration
-
     model = diffusion.MODELS[name]
     transformer, words, _ = diffusion.build(model, tuple(1 for _ in model.blocks) if smoke else model.blocks, smoke)
-    words["return_dict"] = False
-    ours = diffusion.sharing(transformer)
-    report = integration.enable(ours)
-    yield Pair(Side(transformer, words), Side(ours, words), lambda: report.calls, trained=False)
+    with enabled("diffusers", on, transformer) as calls:
+        yield Side(transformer, {**words, "return_dict": False}, calls, trained=False)
+
+
+@contextmanager
+def xfuser_groups() -> Iterator[None]:
+    """xDiT's groups, all of this process alone."""
+    from xfuser.core.distributed import parallel_state
+
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    with one_rank():
+        parallel_state.init_distributed_environment(1, 0, local_rank=0, backend=backend)
+        try:
+            parallel_state.initialize_model_parallel(backend=backend)
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            parallel_state._FS = None  # which xDiT does not destroy
+            parallel_state.destroy_distributed_environment()
+
+
+@contextmanager
+def xfuser_side(on: bool, smoke: bool) -> Iterator[Side]:
+    """FLUX.1 as `bench diffusion` builds it, in xDiT's class, on one rank."""
+    from xfuser import envs
+    from xfuser.config import xFuserArgs
+    from xfuser.core.distributed import get_runtime_state, initialize_runtime_state
+    from xfuser.model_executor.models.transformers import transformer_flux as xdit
+
+    if envs.get_device_name() != DEVICE:
+        need_gpu()
+    flux, cls = diffusion.MODELS["flux"], xdit.xFuserFlux1Transformer2DWrapper
+    transformer, words, _ = diffusion.build(flux, (1, 1) if smoke else flux.blocks, smoke)
+    known = inspect.signature(cls.__init__).parameters
+    config = {name: value for name, value in transformer.config.items() if name in known}
+    with xfuser_groups(), enabled("xfuser", on) as calls:
+        with torch.device("meta"):
+            model = cls(**config).eval().requires_grad_(False)
+        model.load_state_dict(transformer.state_dict(), assign=True)
+        initialize_runtime_state(SimpleNamespace(transformer=model), xFuserArgs().create_config()[0])
+        get_runtime_state().max_condition_sequence_length = words["encoder_hidden_states"].shape[1]
+        yield Side(model, {**words, "return_dict": False}, calls, trained=False)
+
+
+# ---- libraries for training ------------------------------------------------------------------------------
 
 
 class Chain(nn.Module):
@@ -228,8 +228,11 @@ class Chain(nn.Module):
 
 
 @contextmanager
-def torchtitan_pair(family: str, overrides: tuple[str, ...], smoke: bool) -> Iterator[Pair]:
-    """Two layers of an 8B model of torchtitan, without and with jitrope's overrides."""
+def torchtitan_side(family: str, on: bool, smoke: bool) -> Iterator[Side]:
+    """Two layers of an 8B model of torchtitan; on: with jitrope's override."""
+    fsdp: Any = importlib.import_module("torch.distributed.fsdp")
+    vars(fsdp).setdefault("DataParallelMeshDims", object)  # torch 2.11 lacks it, and one process does not use it
+
     from torchtitan.config.override import OverrideConfig, apply_overrides
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
@@ -237,48 +240,32 @@ def torchtitan_pair(family: str, overrides: tuple[str, ...], smoke: bool) -> Ite
 
     configs = getattr(importlib.import_module(f"torchtitan.models.{family}"), f"{family}_configs")
     integration.register()
-    models = []
-    for given in ([], [f"{integration.__name__}.{name}" for name in overrides]):
-        config = configs["debugmodel" if smoke else "8B"](attn_backend="flex")
-        config.layers = config.layers[:2]
-        for layer in config.layers:
-            layer.attention.inner_attention = ScaledDotProductAttention.Config()
-        apply_overrides(OverrideConfig(imports=given), config)
-        with torch.device(DEVICE):
-            layers = [layer.build() for layer in config.layers]
-            for each in layers:
-                each.init_states()
-        models.append(Chain(layers))
-    stock, ours = models
-    random_weights(stock)
-    share(ours, stock)
+    config = configs["debugmodel" if smoke else "8B"](attn_backend="flex")
+    config.layers = config.layers[:2]
+    for layer in config.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    apply_overrides(OverrideConfig(imports=[f"{integration.__name__}.attention"] if on else []), config)
+    with torch.device(DEVICE):
+        layers = [layer.build() for layer in config.layers]
+        for each in layers:
+            each.init_states()
+    random_weights(model := Chain(layers))
     words = {"x": bf16(1, 6 if smoke else 4096, config.dim).requires_grad_(), "attention_masks": None}
-    yield Pair(Side(stock, words), Side(ours, words), lambda: integration.calls)
+    yield Side(model, words, lambda: integration.calls)
 
 
 @contextmanager
-def timm_pair(name: str, size: int, smoke: bool) -> Iterator[Pair]:
+def timm_side(name: str, size: int, on: bool, smoke: bool) -> Iterator[Side]:
     """Four blocks of a model, with 8 pictures of `size` x `size` pixels."""
     import timm
-    from timm.layers import pos_embed_sincos
 
-    from jitrope.integrations import timm as integration
-    from jitrope.integrations._host import with_code
-
-    cat: Any = pos_embed_sincos.apply_rot_embed_cat
-    rotate = with_code(cat, cat.__code__, apply_rot_embed=pos_embed_sincos.apply_rot_embed)
     size = 32 if smoke else size
     tiny = {"embed_dim": 64, "num_heads": 2, "depth": 2, "num_classes": 8} if smoke else {"depth": 4}
-    with torch.device(DEVICE):
-        stock, ours = (timm.create_model(name, img_size=size, global_pool="token", **tiny) for _ in range(2))
-    random_weights(stock)
-    share(ours, stock)
-    kept = keeping(type(stock.blocks[0].attn), apply_rot_embed_cat=rotate)
-    for block in stock.blocks:
-        block.attn.__class__ = kept
-    words = {"x": bf16(1 if smoke else 8, 3, size, size)}
-    with integration.enable() as report:
-        yield Pair(Side(stock, words), Side(ours, words), lambda: report.calls)
+    with enabled("timm", on) as calls:
+        with torch.device(DEVICE):
+            model = timm.create_model(name, img_size=size, global_pool="token", **tiny)
+        random_weights(model)
+        yield Side(model, {"x": bf16(1 if smoke else 8, 3, size, size)}, calls)
 
 
 class Sdpa(nn.Module):
@@ -294,7 +281,7 @@ class Sdpa(nn.Module):
 
 
 @contextmanager
-def groups() -> Iterator[None]:
+def megatron_groups() -> Iterator[None]:
     """Megatron's groups, all of this process alone."""
     from megatron.core import parallel_state
 
@@ -319,81 +306,78 @@ def megatron_spec(te: bool) -> Any:
     return spec
 
 
-def attention_with_rope_of_te() -> Any:
-    """Megatron's class of attention, which keeps TransformerEngine's fused rope, whatever replaces it."""
-    from megatron.core.models.common.embeddings import rope_utils
-    from megatron.core.transformer.attention import SelfAttention
-
-    from jitrope.integrations._host import with_code
-
-    rope: Any = rope_utils.apply_rotary_pos_emb
-    rope = with_code(rope, rope.__code__, fused_apply_rotary_pos_emb=rope_utils.fused_apply_rotary_pos_emb)
-    return keeping(SelfAttention, apply_rotary_pos_emb=rope)
+def qwen3_words(smoke: bool) -> dict[str, Any]:
+    """4096 tokens as wide as Qwen3-8B's, (S, 1, width), and the angles of its heads."""
+    tokens, width, head_dim = (8, 64, 16) if smoke else (4096, 4096, 128)
+    freqs = twice(angles(tokens, head_dim)).float()[:, None, None]
+    return {"x": bf16(tokens, 1, width).requires_grad_(), "rotary_pos_emb": freqs}
 
 
 @contextmanager
-def megatron_pair(te: bool, smoke: bool) -> Iterator[Pair]:
+def megatron_side(te: bool, on: bool, smoke: bool) -> Iterator[Side]:
     """Two layers as large as Qwen3-8B's, of Megatron-core with or without TransformerEngine."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from jitrope.integrations import megatron as integration
-
     sizes = dict(zip(("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
-                     (32, 48, 4, 2, 16) if smoke else (4096, 12288, 32, 8, 128)))  # fmt: skip
+                     (64, 96, 4, 2, 16) if smoke else (4096, 12288, 32, 8, 128)))  # fmt: skip
     words: dict[str, Any] = {"use_cpu_initialization": True, "bf16": True, "params_dtype": torch.bfloat16}
     words |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "bias_dropout_fusion": False, "add_bias_linear": False}
     words |= {"normalization": "RMSNorm", "qk_layernorm": True, "gated_linear_unit": True, "activation_func": F.silu}
     spec = megatron_spec(te)
-    kept: Any = attention_with_rope_of_te() if te else None
-    with groups(), integration.enable() as report:
+    with megatron_groups(), enabled("megatron", on) as calls:
         if te:
             model_parallel_cuda_manual_seed(0)
-        stock, ours = (
-            Chain([build_module(spec, config=config, layer_number=1 + i).to(DEVICE) for i in range(2)])
-            for config in (TransformerConfig(num_layers=2, apply_rope_fusion=on, **sizes, **words) for on in (te, True))
-        )
-        random_weights(stock)
-        share(ours, stock)
-        for layer in stock.layers if te else ():
-            layer.self_attention.__class__ = kept
-        length = 6 if smoke else 4096
-        freqs = twice(angles(length, sizes["kv_channels"])).float()[:, None, None]
-        x = bf16(length, 1, sizes["hidden_size"]).requires_grad_()
-        given = {"x": x, "attention_mask": None, "rotary_pos_emb": freqs}
-        yield Pair(Side(stock, given), Side(ours, given), lambda: report.calls)
+        # Stock without TransformerEngine has no fused rope.
+        config = TransformerConfig(num_layers=2, apply_rope_fusion=te or on, **sizes, **words)
+        layers = [build_module(spec, config=config, layer_number=1 + i).to(DEVICE) for i in range(2)]
+        random_weights(model := Chain(layers))
+        yield Side(model, {**qwen3_words(smoke), "attention_mask": None}, calls)
 
 
+@contextmanager
+def te_side(before: bool, on: bool, smoke: bool) -> Iterator[Side]:
+    """Two layers of TransformerEngine as large as Qwen3-8B's. before: norms of q and k come before rope, as there."""
+    need_gpu()
+    import transformer_engine
+    from transformer_engine.pytorch import TransformerLayer
+
+    width, wide, heads, groups, head_dim = (64, 96, 4, 2, 16) if smoke else (4096, 12288, 32, 8, 128)
+    words: dict[str, Any] = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False}
+    words |= {"qk_norm_type": "RMSNorm", "qk_norm_before_rope": before, "params_dtype": torch.bfloat16}
+    words |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "num_gqa_groups": groups, "kv_channels": head_dim}
+    with enabled("transformer_engine", on) as calls:
+        model = Chain([TransformerLayer(width, wide, heads, layer_number=1 + i, **words) for i in range(2)])
+        random_weights(model)
+        yield Side(model, qwen3_words(smoke), calls, version=transformer_engine.__version__)
+
+
+TRAIN, DENOISE = "train, 4096 tokens, 2 layers", "denoise, 4608 tokens, 12 blocks"
+PICTURES = "train, 8 pictures of 1024 patches, 4 blocks"
 HOSTS = {
-    "qwen3-train": Host(
-        "transformers", "Qwen3-8B", "train, 4096 tokens, 2 layers", partial(_qwen3, train_words, trained=True)
-    ),
+    "qwen3-train": Host("transformers", "Qwen3-8B", TRAIN, partial(_qwen3, train_words)),
     "qwen3-decode": Host(
         "transformers", "Qwen3-8B", "decode, 8 sequences, 2 layers",
-        partial(_qwen3, decode_words, compile_mode="reduce-overhead"),
+        partial(_qwen3, decode_words, trained=False, compile_mode="reduce-overhead"),
     ),
-    "gemma4-train": Host(
-        "transformers", "Gemma 4", "train, 4096 tokens, 2 layers", partial(_gemma4, train_words, trained=True)
-    ),
+    "gemma4-train": Host("transformers", "Gemma 4", TRAIN, partial(_gemma4, train_words)),
     "qwen3-vl-tower": Host(
-        "transformers", "Qwen3-VL's tower", "forward, 4096 patches, 4 blocks", partial(_tower, tower_words)
+        "transformers", "Qwen3-VL's tower", "forward, 4096 patches, 4 blocks",
+        partial(_tower, tower_words, trained=False),
     ),
-    "flux": Host("diffusers", "FLUX.1", "denoise, 4608 tokens, 12 blocks", partial(diffusers_pair, "flux")),
-    "llama3-train": Host(
-        "torchtitan", "Llama 3 8B", "train, 4096 tokens, 2 layers",
-        partial(torchtitan_pair, "llama3", ("cos_sin_rope", "complex_rope")),
+    "flux": Host("diffusers", "FLUX.1", DENOISE, partial(diffusers_side, "flux")),
+    "xfuser-flux": Host("xfuser.__version__", "FLUX.1", DENOISE, xfuser_side),
+    "llama3-train": Host("torchtitan", "Llama 3 8B", TRAIN, partial(torchtitan_side, "llama3")),
+    "qwen3-titan-train": Host("torchtitan", "Qwen3-8B", TRAIN, partial(torchtitan_side, "qwen3")),
+    "megatron-train": Host("megatron.core", "Qwen3-8B", TRAIN, partial(megatron_side, False)),
+    "megatron-te-train": Host("megatron.core", "Qwen3-8B, TransformerEngine", TRAIN, partial(megatron_side, True)),
+    "te-train": Host("transformer_engine.pytorch", "Qwen3-8B", TRAIN, partial(te_side, True)),
+    "te-behind-train": Host(
+        "transformer_engine.pytorch", "Qwen3-8B, norms behind rope", TRAIN, partial(te_side, False)
     ),
-    "qwen3-titan-train": Host(
-        "torchtitan", "Qwen3-8B", "train, 4096 tokens, 2 layers", partial(torchtitan_pair, "qwen3", ("attention",))
-    ),
-    "megatron-train": Host("megatron.core", "Qwen3-8B", "train, 4096 tokens, 2 layers", partial(megatron_pair, False)),
-    "dinov3-train": Host(
-        "timm", "DINOv3 ViT-L", "train, 8 pictures of 1024 patches, 4 blocks",
-        partial(timm_pair, "vit_large_patch16_dinov3", 512),
-    ),
+    "dinov3-train": Host("timm", "DINOv3 ViT-L", PICTURES, partial(timm_side, "vit_large_patch16_dinov3", 512)),
     "rope-mixed-train": Host(
-        "timm", "RoPE-ViT-B (learned)", "train, 8 pictures of 1024 patches, 4 blocks",
-        partial(timm_pair, "vit_base_patch16_rope_mixed_224", 512),
+        "timm", "RoPE-ViT-B (learned)", PICTURES, partial(timm_side, "vit_base_patch16_rope_mixed_224", 512)
     ),
 }  # fmt: skip

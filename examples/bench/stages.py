@@ -195,7 +195,6 @@ STAGES = {
     "moved by differences": Stage(
         "rotate", rope(lambda x: {"positions": Shifts(x.ids[0]), "inplace": True}), (1.07, 0), make=differences
     ),
-    "learned tables": Stage("rotate", rope(), (1.05, 1.47), backward=1.5, trained=("q", "k", "cos", "sin")),
     "a projection": Stage("in", packed, TRAINED, (4, 4, 4), projection, trained=("q",)),
     "a projection and its bias": Stage("in", partial(packed, biased=True), (1.06, 0), (4, 4, 4), projection),
     "two streams": Stage("in", joint, (1.08, 1.1), (4, 4, 4), streams, 5 / 6, trained=Streams._fields[:6]),
@@ -268,8 +267,8 @@ SECTION = Section(
     """
     Rope of 4,096 tokens with 32 heads of q and 8 of k, 128 wide, with one stage more: time over COPY of the bytes that
     the call must read and write, its inputs cold. "Expected" was written into the program before the first measurement.
-    Scales of heads take two launches, and so do the gradients of a Hadamard transform, of learned tables and of two
-    streams, whose v's gradient is a view; Ulysses also copies v.
+    Scales of heads take two launches, and so do the gradients of a Hadamard transform and of two streams, whose v's
+    gradient is a view; Ulysses also copies v.
     """,
     "jitrope bench stages",
     (

@@ -34,7 +34,7 @@ class SplitWords(PackedWords, total=False):
     q_per_group: int
     copy_v: bool
     bias: Tensor | None
-    hadamard: bool | str
+    hadamard: bool
 
 
 _WORDS = frozenset(PackedWords.__annotations__)
@@ -97,7 +97,7 @@ def prepare_packed_qkv(
     bias: Tensor | None = None,
     cache: KVCache | None = None,
     quantize: Quantize | DynamicQuantize | None = None,
-    hadamard: bool | str = False,
+    hadamard: bool = False,
     out: Sequence[Tensor | None] | None = None,
     inplace: bool = False,
     **words: Unpack[PackedWords],

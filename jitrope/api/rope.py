@@ -161,7 +161,7 @@ def prepare_qkv(
     norm: Norm | None = None,
     cache: KVCache | None = None,
     quantize: Quantize | None = None,
-    hadamard: bool | str = False,
+    hadamard: bool = False,
     inplace: bool = False,
     **words: Unpack[RopeWords],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
@@ -177,7 +177,7 @@ def prepare_qkv(
     norm: Norm | None = None,
     cache: KVCache | None = None,
     quantize: Quantize | DynamicQuantize | None = None,
-    hadamard: bool | str = False,
+    hadamard: bool = False,
     inplace: bool = False,
     **words: Unpack[RopeWords],
 ) -> tuple[Tensor | Scaled, Tensor | Scaled | None, Tensor | Scaled | None]:
@@ -196,8 +196,8 @@ def prepare_qkv(
             or be None for a cache of k alone. Otherwise it is returned as given. With `Norm(v_norm=True)` it is
             normalised, in the same launch if it is like k (`Norm`).
         cos, sin: as in `apply_rope`. With another stage (norm, cache, quantize, out or q_scale) they may be omitted:
-            then q and k are not rotated (layers without rope, "NoPE"). Positions have no effect then; rotary_dim and
-            rotary_offset only say which part a Hadamard transform of a part takes.
+            then q and k are not rotated (layers without rope, "NoPE"). Positions, rotary_dim and rotary_offset
+            have no effect then.
         norm: RMSNorm or LayerNorm of q and k, before the rotation or after it. across_heads goes with a cache,
             `DynamicQuantize` and hadamard only with mean_squares.
         cache: store the rotated k, and v if it is given, in a KV cache, also in fp8, int8 or fp4 with computed scales.
@@ -205,7 +205,7 @@ def prepare_qkv(
             fp8, int8 or fp4 with computed scales, as `Scaled` (`DynamicQuantize`; v too with v=True; per="head" and
             "kv_head" take two launches).
         hadamard: multiply each head of q and k by the Hadamard matrix last, without a conversion (DeepSeek-V3.2's
-            indexer in training): True, "rotary" or "rest", as in `Quantize`. The gradient takes a second launch.
+            indexer in training), as in `Quantize`. The gradient takes a second launch.
         out: (q_out, k_out, v_out), as in `apply_rope`, such as the operands of attention; with quantize of its dtype,
             v_out only with a v_scale or v=True. v is copied to v_out, in the same launch if k and v have one shape and
             dtype, outside of across_heads without mean_squares and tables for each head. With a cache only q_out can
@@ -269,7 +269,7 @@ def prepare_joint_qkv(
     sin: Tensor | Sequence[Tensor] | None = None,
     *,
     quantize: Quantize | None = None,
-    hadamard: bool | str = False,
+    hadamard: bool = False,
     **words: Unpack[StreamWords],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
@@ -292,7 +292,7 @@ def prepare_joint_qkv(
     positions: Tensor | Positions | None = None,
     norm: Norm | Sequence[Norm] | None = None,
     quantize: Quantize | DynamicQuantize | None = None,
-    hadamard: bool | str = False,
+    hadamard: bool = False,
     out: Sequence[Tensor | None] | Ulysses | None = None,
     cos_sin_cache: Tensor | Sequence[Tensor] | None = None,
     freqs: Tensor | None = None,

@@ -21,7 +21,7 @@ class MissingKernel(CompileError):
     """A kernel is in no cache, and compiling is forbidden (`JITROPE_NO_COMPILE=1`, `jitrope.configure`).
 
     Attributes:
-        spec: the kernel's constants, a dict for JSON; `jitrope.tools.prewarm.read_calls` reads it back.
+        spec: the kernel's constants, a dict for JSON; `jitrope.tools.prewarm.read_record` reads it back.
         arch: the GPU's architecture, as "sm_90".
         command: the shell line that makes the kernel.
     """

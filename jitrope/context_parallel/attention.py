@@ -7,14 +7,14 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..base import arguments
+from ..ops.watch import without_autocast
 from .backends import choose
-from .checks import check_heads, check_ranks, check_rows
-from .groups import Pending, all_gather, all_to_all
+from .checks import check_heads, check_ranks, check_rows, on_all_ranks
+from .groups import Pending, all_gather, all_to_all, largest
 from .interface import NAME, Case, Result
 from .rotary import Rope, rotation_of
 from .schedule import Schedule
@@ -67,8 +67,8 @@ def all_gather_attention(
         keep_gathered: keep the gathered keys and values for the backward, which then gathers nothing.
         head_groups: gather the heads of k in this many groups, each during the attention of the previous group. This
             divides the memory for gathered keys.
-        check: compare the arguments of all ranks (of rope only whether it is given), and check the lengths. This waits
-            for the device.
+        check: compare the arguments of all ranks (of rope only the rows of its tables), and check the lengths. If one
+            rank refuses its arguments, all ranks raise InvalidInput. This waits for the device.
 
     Returns:
         out (t, Hq, Dv), in q's layout and dtype; with lse or max_logit a tuple of out, lse and max_logit in this order.
@@ -77,28 +77,34 @@ def all_gather_attention(
     Raises:
         InvalidInput: the arguments do not fit together, or no backend accepts them. Without `check` nothing was sent.
     """
-    head_groups = check_heads(q, k, v, layout, head_groups)
     flag = partial(arguments.flag, NAME)
     if not isinstance(schedule, Schedule):
         arguments.refuse(NAME, "schedule", schedule, "a Schedule")
-    shape = q.shape
-    q, k, v = (_packed(x, layout) for x in (q, k, v))
-    check_rows(q, shape, layout, schedule)
-    sizes = (q.shape[1] // head_groups, k.shape[1] // head_groups, q.shape[2], v.shape[2])  # of one head group
-    grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    wanted = (grad, flag("return_lse", return_lse), flag("return_max_logit", return_max_logit))
-    case = Case(q.device, q.dtype, *sizes, schedule.mask, schedule.most_segments, schedule.equal, *wanted)
-    scale = q.shape[2] ** -0.5 if softmax_scale is None else arguments.number(NAME, "softmax_scale", softmax_scale)
-    keep_gathered, check = flag("keep_gathered", keep_gathered), flag("check", check)
-    if check:  # before what may fail on one rank only
-        check_ranks(schedule, case, scale, head_groups, keep_gathered, rope is not None)
-    chosen, rotation = choose(backend, case), rotation_of(rope, q, k, schedule)
-    call = Call(schedule, chosen, case, scale, head_groups, keep_gathered, rotation)
+    given = (q, k, v)
+
+    def checked() -> tuple[Tensor, Tensor, Tensor, Call]:
+        groups = check_heads(*given, layout, head_groups)
+        q, k, v = (_packed(x, layout) for x in given)
+        check_rows(q, given[0].shape, layout, schedule)
+        sizes = (q.shape[1] // groups, k.shape[1] // groups, q.shape[2], v.shape[2])  # of one head group
+        grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+        wanted = (grad, flag("return_lse", return_lse), flag("return_max_logit", return_max_logit))
+        case = Case(q.device, q.dtype, *sizes, schedule.mask, schedule.most_segments, schedule.equal, *wanted)
+        scale = q.shape[2] ** -0.5 if softmax_scale is None else arguments.number(NAME, "softmax_scale", softmax_scale)
+        keeps, rotation = flag("keep_gathered", keep_gathered), rotation_of(rope, q, k, schedule)
+        return q, k, v, Call(schedule, choose(backend, case), case, scale, groups, keeps, rotation)
+
+    if flag("check", check):
+        q, k, v, call = on_all_ranks(checked, schedule)
+        check_ranks(call)
+    else:
+        q, k, v, call = checked()
+    shape, rotation, head_groups = given[0].shape, call.rotation, call.head_groups
     if rotation is not None and not (head_groups == 1 and schedule.exchange is None and k.shape == v.shape):
         q, k = rotation.apart(q, k)
         call = call._replace(rotation=None)
     if torch.compiler.is_compiling():  # which lets no autograd function make a tensor that is kept
-        _ = schedule.segments, schedule.sum_rows if grad else None
+        _ = schedule.segments, schedule.sum_rows if call.case.grad else None
     out, lse, max_logit = _Attention.apply(q, k, v, call)
     outputs = [_unpacked(x, shape, layout) for x in (out, lse) if x is not None]
     outputs += [] if max_logit is None else [max_logit]
@@ -203,10 +209,8 @@ class _Attention(torch.autograd.Function):
         out, lse, row_max = (_together([result[i] for result in results]) for i in range(3))
         max_logit = None
         if call.case.max_logit:
-            highest = row_max.new_full((1, row_max.shape[1]), -torch.inf)
-            max_logit = torch.cat((row_max, highest)).amax(0)
-            if call.schedule.ranks.cp_size > 1:
-                dist.all_reduce(max_logit, dist.ReduceOp.MAX, group=call.schedule.ranks.group)
+            lowest = row_max.new_full((1, row_max.shape[1]), -torch.inf)
+            max_logit = largest(torch.cat((row_max, lowest)).amax(0), call.schedule.ranks)
         lse = lse if call.case.lse else None
         ctx.call = call
         ctx.save_for_backward(q, *((None, None) if call.keep_gathered else inputs), out, *saved)
@@ -243,4 +247,7 @@ class _Attention(torch.autograd.Function):
 
 def _together(parts: list[Any]) -> Any:
     """All heads, from head groups."""
-    return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, 1)
+    if len(parts) == 1 or parts[0] is None:
+        return parts[0]
+    with without_autocast(parts[0]):  # which would promote
+        return torch.cat(parts, 1)

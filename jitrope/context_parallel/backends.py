@@ -271,23 +271,35 @@ class Math(Backend):
         visible, q, dout = _visible(low, high, len(k)), *(rows_with_keys(x, low, high) for x in (q, dout))
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         for heads, head in _head_groups(q, k):
-            inputs = [_wide(x.detach()).requires_grad_() for x in (q[:, heads], k[:, head], v[:, head])]
-            with torch.enable_grad():
-                part = _math(inputs, visible, varlen.scale)[0]
-            gradients = torch.autograd.grad(part, inputs, _wide(dout[:, heads]))
-            dq[:, heads], dk[:, head], dv[:, head] = gradients
+            parts = [_wide(x) for x in (dout[:, heads], q[:, heads], k[:, head], v[:, head])]
+            dq[:, heads], dk[:, head], dv[:, head] = _math_backward(parts, visible, varlen.scale)
         return dq, dk, dv
+
+
+def _weights(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """q (Tq, G, D), k (Tk, D) -> softmax (G, Tq, Tk), zero in rows without keys; lse and row_max (G, Tq)."""
+    scores = torch.einsum("qgd,kd->gqk", q * scale, k).masked_fill(~visible, -torch.inf)
+    row_max = scores.amax(-1)
+    weights = torch.exp(scores - row_max.clamp(min=torch.finfo(scores.dtype).min)[..., None])
+    total = weights.sum(-1)
+    return weights / torch.where(total == 0, 1, total)[..., None], row_max + total.log(), row_max
 
 
 def _math(inputs: list[Tensor], visible: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """q (Tq, G, D), k (Tk, D), v (Tk, Dv) -> out (Tq, G, Dv), lse (G, Tq), row_max (G, Tq)."""
     q, k, v = inputs
-    scores = torch.einsum("qgd,kd->gqk", q * scale, k).masked_fill(~visible, -torch.inf)
-    row_max = scores.detach().amax(-1)
-    weights = torch.exp(scores - row_max.clamp(min=torch.finfo(scores.dtype).min)[..., None])
-    total = weights.sum(-1)
-    out = torch.einsum("gqk,kd->qgd", weights / torch.where(total == 0, 1, total)[..., None], v)
-    return out, row_max + total.log(), row_max
+    weights, lse, row_max = _weights(q, k, visible, scale)
+    return torch.einsum("gqk,kd->qgd", weights, v), lse, row_max
+
+
+def _math_backward(inputs: list[Tensor], visible: Tensor, scale: float) -> Gradients:
+    """dout (Tq, G, Dv), q, k, v as in `_math` -> dq (Tq, G, D), dk (Tk, D), dv (Tk, Dv). Written out, it is traced."""
+    dout, q, k, v = inputs
+    weights = _weights(q, k, visible, scale)[0]
+    dweights = torch.einsum("qgd,kd->gqk", dout, v)
+    dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True)) * scale
+    dq, dk = torch.einsum("gqk,kd->qgd", dscores, k), torch.einsum("gqk,qgd->kd", dscores, q)
+    return dq, dk, torch.einsum("gqk,qgd->kd", weights, dout)
 
 
 def _visible(low: Tensor, high: Tensor, keys: int) -> Tensor:

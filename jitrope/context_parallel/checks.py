@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..base import arguments
+from ..base.errors import InvalidInput
+from ..ops import watch
 from ..ops.fit import named
 from ..plan.partition import RULES
 from .groups import gather_values
-from .interface import NAME, Case, fail
+from .interface import NAME, fail
 from .schedule import Schedule
+from .steps import Call
 
+T = TypeVar("T")
 LAYOUTS = ("thd", "bshd", "sbhd")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -24,6 +29,8 @@ def check_heads(q: Any, k: Any, v: Any, layout: Any, head_groups: Any) -> int:
     arguments.word(NAME, "layout", layout, LAYOUTS)
     for name, x in (("q", q), ("k", k), ("v", v)):
         arguments.tensor(NAME, name, x)
+        if watch.sharded((x,)):
+            fail(f"{name} is a DTensor; pass {name}.to_local(), and make the result with DTensor.from_local")
         if x.dim() != len(layout):
             axes = ", ".join(layout.upper())
             fail(f"{name} has shape {tuple(x.shape)}, layout {layout!r} needs {len(layout)} axes ({axes})")
@@ -60,10 +67,26 @@ def check_rows(q: Tensor, given: torch.Size, layout: str, schedule: Schedule) ->
         fail("the schedule was made with cp_size and cp_rank; make it with a group")
 
 
-def check_ranks(
-    schedule: Schedule, case: Case, scale: float, head_groups: int, keep_gathered: bool, rotates: bool
-) -> None:
+def on_all_ranks(checked: Callable[[], T], schedule: Schedule) -> T:
+    """The result of a rank's own check, which every rank refuses if one rank does. Waits for the device."""
+    refused: InvalidInput | None = None
+    try:
+        result = checked()
+    except InvalidInput as error:
+        refused = error
+    failed = torch.tensor([refused is not None], device=schedule.cu_seqlens.device).int()
+    alone = schedule.ranks.group is None  # of one process, or refused by each
+    ranks = [] if alone else [rank for rank, (wrong,) in enumerate(gather_values(failed, schedule.ranks)) if wrong]
+    if refused is not None:
+        raise refused
+    if ranks:
+        fail(f"rank {ranks[0]} refuses its arguments; its error has the reason")
+    return result
+
+
+def check_ranks(call: Call) -> None:
     """Refuse, on every rank, arguments that differ between ranks, and wrong lengths. Waits for the device."""
+    schedule, case, rotation = call.schedule, call.case, call.rotation
     real, padded = schedule.cu_seqlens, schedule.cu_seqlens_padded
     sizes = {
         "len(cu_seqlens)": len(real),
@@ -72,9 +95,9 @@ def check_ranks(
         "max_seqlen": schedule.max_seqlen,
         "rule": RULES.index(schedule.shape.rule),
         **schedule.mask._asdict(),
-        "head_groups": head_groups,
-        "keep_gathered": keep_gathered,
-        "rope (is given)": rotates,
+        "head_groups": call.head_groups,
+        "keep_gathered": call.keep_gathered,
+        "rope (rows of its tables)": -1 if rotation is None else rotation.rows,
         "dtype": _DTYPES.index(case.dtype),
         "heads of q": case.heads,
         "heads of k": case.kv_heads,
@@ -82,7 +105,7 @@ def check_ranks(
         "head size of v": case.head_dim_v,
         "wants a gradient": case.grad,
         "return_max_logit": case.max_logit,
-        "softmax_scale": scale,  # by default it follows from a head size
+        "softmax_scale": call.scale,  # by default it follows from a head size
     }
     words = {"rule": RULES, "dtype": _DTYPES}
     sent = torch.tensor([*sizes.values()], dtype=torch.float64, device=real.device)
@@ -97,10 +120,11 @@ def check_ranks(
         if len(set(each)) > 1:
             name = "cu_seqlens" if i < len(real) else "cu_seqlens_padded"
             fail(f"{name} differs between ranks: entry {i % len(real)} is {list(each)}")
-    _check_lengths(lengths[0][: len(real)], lengths[0][-len(real) :], schedule)
+    _check_lengths(lengths[0][: len(real)], lengths[0][-len(real) :], call)
 
 
-def _check_lengths(real: list[int], padded: list[int], schedule: Schedule) -> None:
+def _check_lengths(real: list[int], padded: list[int], call: Call) -> None:
+    schedule = call.schedule
     for offsets in (real, padded):
         if offsets[0] != 0 or offsets != sorted(offsets):
             fail("cu_seqlens does not ascend from 0")
@@ -110,5 +134,7 @@ def _check_lengths(real: list[int], padded: list[int], schedule: Schedule) -> No
     lengths, slots = ([b - a for a, b in pairwise(offsets)] for offsets in (real, padded))
     if max(slots, default=0) > schedule.max_seqlen:
         fail(f"a sequence has {max(slots)} tokens, more than max_seqlen={schedule.max_seqlen}")
+    if call.rotation is not None and max(slots, default=0) > call.rotation.rows:
+        fail(f"rope's tables have {call.rotation.rows} rows, but a sequence has {max(slots)} tokens")
     if any(length > slot for length, slot in zip(lengths, slots)):
         fail("a sequence is longer in cu_seqlens than in cu_seqlens_padded")

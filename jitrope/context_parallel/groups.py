@@ -1,4 +1,4 @@
-"""The ranks of a call, and the collectives between them."""
+"""The ranks of a call, and collectives between them: torch's functional ones, which can be compiled and exported."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..base import arguments
 from ..ops.fit import failing
 from ..thd.reference import Shape
+
+_collectives = torch.ops._c10d_functional
 
 
 class Ranks(NamedTuple):
@@ -21,6 +24,7 @@ class Ranks(NamedTuple):
     group: ProcessGroup | None
     cp_size: int
     cp_rank: int
+    name: str = ""  # the group's
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.group is not None:
@@ -36,23 +40,24 @@ class Pending(NamedTuple):
     """Rows that a collective is moving."""
 
     rows: Tensor
-    work: Any
     sent: Tensor  # must live until the collective ends
 
     def wait(self) -> Tensor:
         """Return the rows. With CUDA only the current stream waits."""
-        if self.work is not None:
-            self.work.wait()
-        return self.rows
+        return self.rows if self.rows is self.sent else _collectives.wait_tensor(self.rows)
 
 
 def ranks_of(
-    function: str, group: ProcessGroup | None, cp_size: int | None = None, cp_rank: int | None = None
+    function: str, group: ProcessGroup | DeviceMesh | None, cp_size: int | None = None, cp_rank: int | None = None
 ) -> Ranks:
     """The ranks from cp_size and cp_rank, else from the group, else from torch's default group, else one process."""
     fail = failing(function)
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            fail(f'group is a DeviceMesh of {group.ndim} axes; pass one of them, as mesh["cp"]')
+        group = group.get_group()
     if not (group is None or isinstance(group, ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
-        arguments.refuse(function, "group", group, "a torch.distributed process group, or None")
+        arguments.refuse(function, "group", group, "a process group, a DeviceMesh with one axis, or None")
     if cp_size is not None or cp_rank is not None:
         if group is not None:
             fail("group is given together with cp_size and cp_rank; pass either the group or the numbers")
@@ -64,10 +69,11 @@ def ranks_of(
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return Ranks(None, 1, 0)
     group = dist.group.WORLD if group is None else group
+    assert group is not None  # there is a default group
     rank = dist.get_rank(group)
     if rank < 0:
         fail("this process is not in the group")
-    return Ranks(group, dist.get_world_size(group), rank)
+    return Ranks(group, dist.get_world_size(group), rank, group.group_name)
 
 
 def all_ranks_rows(shape: Shape, device: torch.device) -> Tensor:
@@ -79,20 +85,25 @@ def all_ranks_rows(shape: Shape, device: torch.device) -> Tensor:
 def all_gather(rows: Tensor, ranks: Ranks) -> Pending:
     """All ranks' rows (R, ...), concatenated in rank order: (cp_size * R, ...). All must have the same R."""
     if ranks.cp_size == 1:
-        return Pending(rows, None, rows)
-    out = rows.new_empty(ranks.cp_size * len(rows), *rows.shape[1:])
-    if not out.numel():
-        return Pending(out, None, rows)
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the first from torch 2.13 on
-    return Pending(out, gather(out, rows, group=ranks.group, async_op=True), rows)
+        return Pending(rows, rows)
+    if not rows.numel():
+        none = rows.new_empty(ranks.cp_size * len(rows), *rows.shape[1:])
+        return Pending(none, none)
+    return Pending(_collectives.all_gather_into_tensor(rows, ranks.cp_size, ranks.name), rows)
 
 
 def all_to_all(rows: Tensor, sent: list[int], received: list[int], ranks: Ranks) -> Pending:
     """Send sent[r] rows to rank r, and receive received[r] rows from it."""
     if ranks.cp_size == 1:
-        return Pending(rows, None, rows)
-    out = rows.new_empty(sum(received), *rows.shape[1:])
-    return Pending(out, dist.all_to_all_single(out, rows, received, sent, group=ranks.group, async_op=True), rows)
+        return Pending(rows, rows)
+    return Pending(_collectives.all_to_all_single(rows, received, sent, ranks.name), rows)
+
+
+def largest(x: Tensor, ranks: Ranks) -> Tensor:
+    """The largest of all ranks' numbers."""
+    if ranks.cp_size == 1:
+        return x
+    return Pending(_collectives.all_reduce(x, "max", ranks.name), x).wait()
 
 
 def gather_values(x: Tensor, ranks: Ranks) -> list[list[Any]]:

@@ -11,12 +11,13 @@ from torch import Tensor
 from ..base import arguments
 from ..ops import checks
 from ..ops.dispatch import call
+from ..ops.fit import rows_of
 from ..ops.operation import turned_back
 from ..ops.operations import ROPE, ROPE_INTO
 from ..ops.words import resolved
 from ..plan.options import HeadWords, Options
 from ..plan.views import Tensors
-from .interface import NAME
+from .interface import NAME, fail
 from .schedule import Schedule
 
 
@@ -49,14 +50,19 @@ class Rotation:
     tables: Tensors
     options: Options
 
+    @property
+    def rows(self) -> int:
+        """Rows of the tables."""
+        return rows_of(self.tables["cos"])
+
     def into(self, q: Tensor, k: Tensor, v: Tensor, sent: Tensor) -> Tensor:
         """Return q rotated, and write k rotated and v side by side into sent (rows or more, both widths)."""
-        q, k, v = (x.resolve_neg() for x in (q, k, v))
-        own, sent_k, sent_v = sent[: len(q)], k, v
-        if len(q):
-            sent_k, sent_v = (x.view_as(k) for x in own.chunk(2, 1))
         sent[len(q) :] = 0
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if not len(q):
+            return out
+        q, k, v = (x.resolve_neg() for x in (q, k, v))
+        sent_k, sent_v = (x.view_as(k) for x in sent[: len(q)].chunk(2, 1))
         tensors = {"q": q, "k": k, "v": v, "q_out": out, "k_out": sent_k, "v_out": sent_v, **self.tables}
         call(ROPE_INTO, tensors, self.options)
         return out
@@ -93,4 +99,7 @@ def rotation_of(rope: Any, q: Tensor, k: Tensor, schedule: Schedule) -> Rotation
     options, tensors = resolved(ROPE, {"q": q, "k": k, **tables, **positions}, asked, NAME)
     checks.check(NAME, tensors, options)
     tables = {label: x.detach().resolve_conj().resolve_neg() for label, x in tensors.items() if label not in ("q", "k")}
-    return Rotation(tables, options)
+    rotation = Rotation(tables, options)
+    if schedule.longest is not None and rotation.rows < schedule.longest:
+        fail(f"rope's tables have {rotation.rows} rows; they must have max_seqlen={schedule.longest}")
+    return rotation

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..base import arguments
 from ..ops.fit import failing
-from ..plan.partition import Mask, Rows
+from ..plan.partition import Mask, Rows, before, number_of_chunks, rank_of
 from ..thd import ops as thd_ops
 from ..thd.reference import Segments
 from .groups import all_ranks_rows
@@ -42,7 +44,7 @@ class Schedule(Partition):
         cu_seqlens: Tensor,
         tokens: int,
         *,
-        group: ProcessGroup | None = None,
+        group: ProcessGroup | DeviceMesh | None = None,
         cp_size: int | None = None,
         cp_rank: int | None = None,
         cu_seqlens_padded: Tensor | None = None,
@@ -58,8 +60,8 @@ class Schedule(Partition):
             failing("Schedule")(f"window is {sizes!r}; it must be (left, right), with -1 for no bound")
         sizes = tuple([-1 if size >= self.shape.tokens else size for size in sizes])
         self.mask = Mask(sizes[0], 0 if arguments.flag("Schedule", "causal", causal) else sizes[1])
-        longest = self.shape.tokens if max_seqlen is None else max_seqlen
-        self.max_seqlen = arguments.whole("Schedule", "max_seqlen", longest, 0)
+        self.longest = None if max_seqlen is None else arguments.whole("Schedule", "max_seqlen", max_seqlen, 0)
+        self.max_seqlen = self.shape.tokens if self.longest is None else self.longest
         self.equal = False
 
     @classmethod
@@ -69,7 +71,7 @@ class Schedule(Partition):
         seqlen: int,
         device: torch.device | str,
         *,
-        group: ProcessGroup | None = None,
+        group: ProcessGroup | DeviceMesh | None = None,
         cp_size: int | None = None,
         cp_rank: int | None = None,
         causal: bool = True,
@@ -144,6 +146,24 @@ class Schedule(Partition):
         size = self.shape.cp_size
         moved: int = sum(map(sum, self.exchange)) - sum(self.exchange[rank][rank] for rank in range(size))
         return 1 - moved / (size * (size - 1) * self.shape.capacity)
+
+    def balance(self) -> float:
+        """The busiest rank's work over the mean of all ranks, in pairs of a query and a key; 1 is even.
+
+        This waits for the device.
+        """
+        size, rule, tokens = self.shape.cp_size, self.shape.rule, self.shape.tokens
+        of, work = number_of_chunks(size, rule), [0] * size
+        left, right = (tokens if side < 0 else side for side in self.mask)
+        both = (pairwise(x.tolist()) for x in (self.cu_seqlens, self.offsets))
+        for (begin, past), (first, end) in zip(*both):
+            query, last = torch.arange(past - begin), past - begin - 1
+            seen = (query + right).clamp(max=last) - (query - left).clamp(min=0) + 1
+            until = [0, *seen.cumsum(0).tolist()]
+            starts = [min(before(end, chunk, of) - before(first, chunk, of), past - begin) for chunk in range(of + 1)]
+            for chunk, (a, b) in enumerate(pairwise(starts)):
+                work[rank_of(chunk, size, rule)] += until[b] - until[a]
+        return max(work) * size / sum(work) if any(work) else 1.0
 
     @property
     def most_segments(self) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..base import arguments
 from ..ops.fit import MAX_TOKENS, failing
@@ -61,7 +62,7 @@ class Partition:
     Args:
         cu_seqlens: int32 or int64 offsets (N + 1) of the whole batch, from 0 and ascending.
         tokens: T, rows of the whole batch, including spare ones after the last sequence.
-        group: a process group; default: torch's default group, or one process.
+        group: a process group, or a DeviceMesh with one axis; default: torch's default group, or one process.
         cp_size, cp_rank: in place of group. `unshard` then works only for cp_size 1.
         cu_seqlens_padded: offsets that include padding after sequences. They then determine the cut.
         rule: "dual_chunk" or "contiguous".
@@ -75,7 +76,7 @@ class Partition:
         cu_seqlens: Tensor,
         tokens: int,
         *,
-        group: ProcessGroup | None = None,
+        group: ProcessGroup | DeviceMesh | None = None,
         cp_size: int | None = None,
         cp_rank: int | None = None,
         cu_seqlens_padded: Tensor | None = None,
@@ -96,7 +97,7 @@ class Partition:
             arguments.refuse(name, "tokens", tokens, f"at most {MAX_TOKENS}, the most rows of a whole batch")
         rule = arguments.word(name, "rule", rule, RULES)
         self.ranks: Ranks = ranks_of(name, group, cp_size, cp_rank)
-        self.shape = Shape(tokens, len(cu_seqlens) - 1, *self.ranks[1:], rule)
+        self.shape = Shape(tokens, len(cu_seqlens) - 1, *self.ranks[1:3], rule)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self._words())})"

@@ -10,12 +10,12 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial, update_wrapper, wraps
-from types import CodeType, FunctionType, ModuleType
+from functools import partial, wraps
+from types import ModuleType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..base.config import log
 from ..base.errors import InvalidInput, JitropeError
@@ -31,12 +31,10 @@ calls: defaultdict[str, Counter[str]] = defaultdict(Counter)
 reasons: defaultdict[str, Counter[str]] = defaultdict(Counter)
 """For each host, the reasons why calls were left to it: jitrope's messages, with counts."""
 
-devices: defaultdict[str, Counter[str]] = defaultdict(Counter)
-"""For each host, the types of the devices of jitrope's calls."""
-
 COMPLEX = {torch.complex64: "complex64", torch.complex128: "complex128"}
 """The rounding of a host that multiplies by a complex table, by the dtype of the table."""
 
+UNKNOWN = "jitrope does not know the argument"
 _MOST_REASONS = 100  # messages contain shapes, so there may be any number
 
 
@@ -44,15 +42,13 @@ _MOST_REASONS = 100  # messages contain shapes, so there may be any number
 
 
 @torch.compiler.assume_constant_result
-def note(host: str, who: str, reason: str = "", count: int = 1, device: str = "") -> None:
-    """Count a call and its device, and log a new reason for leaving it to the host.
+def note(host: str, who: str, reason: str = "", count: int = 1) -> None:
+    """Count a call, and log a new reason for leaving it to the host.
 
     Dynamo runs this function during tracing, so a compiled call counts once. Traced itself, the function would add a
     guard on the number, and every call would be compiled again.
     """
     calls[host][who] += count
-    if device:
-        devices[host][device] += count
     if reason:
         known = reasons[host]
         if reason not in known and len(known) >= _MOST_REASONS:
@@ -75,7 +71,7 @@ def take(host: str, ours: Callable[..., T], theirs: Callable[..., T] | None, *ar
             raise
         reason = error.args[0]
     else:
-        note(host, "jitrope", device=_device(*arguments, *words.values()))
+        note(host, "jitrope")
         return result
     note(host, "host", reason)
     return theirs(*arguments, **words)
@@ -98,16 +94,11 @@ def or_else(host: str, who: str, ours: Function, otherwise: Function) -> Functio
         except InvalidInput as error:
             reason = error.args[0]
         else:
-            note(host, who, count=count, device=_device(*arguments, *words.values()))
+            note(host, who, count=count)
             return result
         return otherwise(reason, *arguments, **words)  # not in `except`, which would keep our tensors alive
 
     return function
-
-
-def _device(*arguments: Any) -> str:
-    """The type of the first tensor's device."""
-    return next((x.device.type for x in arguments if isinstance(x, Tensor)), "")
 
 
 # ---- replacing functions, and restoring them ------------------------------------------------------------
@@ -160,10 +151,9 @@ class Report:
     left: dict[str, Any] = field(default_factory=dict)
     verb: str = "replaced"
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
-    _places: set[str] = field(default_factory=set, repr=False)  # `replaced`, and those not counted there
 
     def __post_init__(self) -> None:
-        self._before = calls[self.host].copy(), reasons[self.host].copy(), devices[self.host].copy()
+        self._before = calls[self.host].copy(), reasons[self.host].copy()
 
     @property
     def calls(self) -> Counter[str]:
@@ -175,8 +165,11 @@ class Report:
         """The reasons why calls since `enable` were left to the host, with counts."""
         return reasons[self.host] - self._before[1]
 
-    def replace(self, module: ModuleType, name: str, ours: Function, what: Any) -> None:
-        """Replace a module's function wherever it is held. An already replaced one does not change."""
+    def replace(self, module: ModuleType, name: str, ours: Function, what: Any, by: Function = take) -> None:
+        """Replace a module's function wherever it is held. An already replaced one does not change.
+
+        by: called with the host, ours, the original and the arguments, in place of `take`.
+        """
         where = f"{module.__name__}.{name}"
         self.replaced[where] = what
         host, original = self.host, getattr(module, name)
@@ -186,12 +179,12 @@ class Report:
                 self._undo.append(partial(restore, host, [original]))
             return
 
-        known = in_words_of(original, ours)
+        known = in_words_of(original, ours, name)
 
         # Marks of the original, such as torch.compile's, would lead Dynamo to the host's function.
         @wraps(ours if original is None else original, updated=())
         def function(*arguments: Any, **words: Any) -> Any:
-            return take(host, known, original, *arguments, **words)
+            return by(host, known, original, *arguments, **words)
 
         function.__name__ = function.__qualname__ = name
         function.__module__ = module.__name__  # so that it is pickled as the host's
@@ -201,38 +194,24 @@ class Report:
             _exchange(name, original, function)
 
     def replace_method(self, cls: type, name: str, made: Callable[[Function], Function], what: Any) -> None:
-        """Replace a method of a class by `made(method)`. An already replaced one does not change."""
-        where, original = f"{cls.__module__}.{cls.__qualname__}.{name}", getattr(cls, name)
+        """Replace a method by `made(method)`, in the class that defines it. An already replaced one does not change."""
+        cls = next(base for base in cls.__mro__ if name in vars(base))
+        where, original = f"{cls.__module__}.{cls.__qualname__}.{name}", vars(cls)[name]
         self.replaced[where] = what
         if original in placed:
             return
-        function, inherited = made(original), name not in vars(cls)
-        if inherited:
-            function = _unless_replaced(cls, name, function)
-        function = wraps(original)(function)
-        function.__module__ = cls.__module__
+        function = wraps(original)(made(original))
 
         def undo() -> None:
-            if vars(cls).get(name) is not function:
-                return  # someone else has replaced it since
-            if inherited:
-                delattr(cls, name)
-            else:
+            if vars(cls).get(name) is function:  # else someone has replaced it since
                 setattr(cls, name, original)
 
         self.place(function, where, undo, what, original)
         setattr(cls, name, function)
 
-    def recode(self, function: FunctionType, code: CodeType, what: Any) -> None:
-        """Give a function of the host another code."""
-        original, function.__code__ = function.__code__, code
-        where = f"{function.__module__}.{function.__qualname__}"
-        self.place(function, where, partial(setattr, function, "__code__", original), what, original)
-
     def place(self, ours: Any, where: str, undo: Function, what: Any = "jitrope", original: Any = None) -> None:
         """Note that ours is at a place of the host until `undo`."""
         placed[ours] = Placed({self.host: where}, original, what, undo)
-        self._places.add(where)
         self._undo.append(partial(restore, self.host, [ours]))
 
     def __enter__(self: R) -> R:
@@ -244,10 +223,7 @@ class Report:
 
     def __str__(self) -> str:
         ours = sum(count for who, count in self.calls.items() if who != "host")
-        on = devices[self.host] - self._before[2]
-        places = [("all" if n == ours else str(n), _PLACES.get(device, f"on {device}")) for device, n in on.items()]
-        where = "".join(f", {count} {place}" for count, place in places)
-        line = f"{self._state()}; {counted(ours, 'call')} since{where}; {self.calls['host']} left to {self.host}"
+        line = f"{self._state()}; {counted(ours, 'call')} since; {self.calls['host']} left to {self.host}"
         return line + "".join(f"\n  {n} x {reason}" for reason, n in self.reasons.most_common())
 
     def __repr__(self) -> str:
@@ -258,8 +234,7 @@ class Report:
 
     def _active(self) -> bool:
         """Whether one of the functions is replaced now."""
-        places = {*self.replaced, *self._places}
-        return any(place.hosts.get(self.host) in places for place in list(placed.values()))
+        return any(place.hosts.get(self.host) in self.replaced for place in list(placed.values()))
 
     def _replaced(self) -> str:
         left = f", {len(self.left)} left alone" if self.left else ""
@@ -271,38 +246,45 @@ class Report:
         return "\n".join([*rows, *(f"{name}: left alone: {why}" for name, why in self.left.items())])
 
 
-def in_words_of(theirs: Any, ours: Function) -> Function:
+def in_words_of(theirs: Any, ours: Function, name: str = "") -> Function:
     """Ours for calls of a host's function, whose parameters may be others than those that ours was written for.
 
-    Ours takes its arguments by their names and with the host's defaults. A call that passes an argument that ours does
-    not have raises InvalidInput, so it goes to the host. `*args` of ours take all calls as they are.
+    Ours gets its arguments by their names and with the host's defaults. A call with an argument that ours does not know
+    raises InvalidInput, so the host's function runs. A function of ours with `*args` or `**words` gets all calls as
+    they are. name: of the function, for the reason.
     """
+    own, name = inspect.signature(ours).parameters, name or getattr(theirs, "__name__", "")
     try:
-        own, host = inspect.signature(ours).parameters, inspect.signature(theirs).parameters
+        host = inspect.signature(theirs).parameters
     except (TypeError, ValueError):  # None, or compiled code without a signature
+        host = own
+    told, known = ([(p.name, p.kind, p.default) for p in each.values()] for each in (host, own))
+    if (host is not own and told == known) or any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in own.values()):
         return ours
-    if any(p.kind is p.VAR_POSITIONAL for p in own.values()) or _told(own) == _told(host):
-        return ours
-    places = [name for name, p in host.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    defaults = {name: p.default for name, p in host.items() if p.default is not p.empty}
-    kept = {name: value for name, value in defaults.items() if name in own}
+    places, defaults = places_of(host.values()), {p.name: p.default for p in host.values() if p.default is not p.empty}
+    kept = {n: default for n, default in defaults.items() if n in own}
+    needed = [n for n, p in own.items() if p.default is p.empty and n not in kept]
 
     def function(*arguments: Any, **words: Any) -> Any:
         given = {**dict(zip(places, arguments)), **words}
-        for name, value in given.items():
-            if name not in own and value is not defaults.get(name, given):
-                raise InvalidInput(f"jitrope does not know the argument {name} of {theirs.__name__}")
-        if len(arguments) > len(places):
-            raise InvalidInput(f"jitrope does not know so many arguments of {theirs.__name__}")
-        if missing := [n for n, p in own.items() if p.default is p.empty and n not in given and n not in kept]:
-            raise InvalidInput(f"{theirs.__name__} was called without {missing[0]}")
-        return ours(**{**kept, **{name: value for name, value in given.items() if name in own}})
+        if strange := others(given, own, defaults):
+            raise InvalidInput(f"{UNKNOWN} {strange[0]} of {name}")
+        if missing := [n for n in needed if n not in given]:
+            raise InvalidInput(f"{name} was called without {missing[0]}")
+        return ours(**{**kept, **{n: value for n, value in given.items() if n in own}})
 
     return function
 
 
-def _told(parameters: Mapping[str, inspect.Parameter]) -> list[tuple[Any, ...]]:
-    return [(p.name, p.kind, p.default) for p in parameters.values()]
+def places_of(parameters: Iterable[inspect.Parameter]) -> list[Any]:
+    """The names of arguments by position, and numbers for those that have none."""
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [*names, *range(len(names) + 1, len(names) + 100)]
+
+
+def others(given: Mapping[str, Any], known: Collection[str], defaults: Mapping[str, Any]) -> list[str]:
+    """The arguments of a call that are not known, but for the host's defaults."""
+    return [n for n, value in given.items() if n not in known and value is not defaults.get(n, inspect.Parameter.empty)]
 
 
 def text_of(function: Any) -> str:
@@ -314,27 +296,6 @@ def text_of(function: Any) -> str:
         return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
     except (OSError, TypeError):
         return ""
-
-
-def _unless_replaced(cls: type, name: str, ours: Function) -> Function:
-    """Ours in place of an inherited method, until someone replaces that of the base."""
-    base = next(base for base in cls.__mro__ if name in vars(base))
-    original = vars(base)[name]
-
-    def function(*arguments: Any, **words: Any) -> Any:
-        now = getattr(base, name)
-        return (ours if now is original else now)(*arguments, **words)
-
-    return function
-
-
-def with_code(function: FunctionType, code: CodeType, **names: Any) -> FunctionType:
-    """A copy of a function of the host, with another code, and with names in place of globals."""
-    scope = {**function.__globals__, **names} if names else function.__globals__
-    copy = FunctionType(code, scope, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    update_wrapper(copy, function)
-    return copy
 
 
 def module_of(function: Any) -> str:
@@ -353,9 +314,6 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-_PLACES = {"cuda": "on the GPU", "cpu": "on the CPU in plain torch"}
-
-
 def named(module: str, *functions: Function) -> dict[str, Function]:
     """Our functions by the places of a module's functions of the same names."""
     return {f"{module}:{function.__name__}": function for function in functions}
@@ -365,8 +323,8 @@ def load(host: str, module_name: str) -> ModuleType:
     """A module of a host. Raises ImportError if it cannot be imported."""
     try:
         return importlib.import_module(module_name)
-    except (ImportError, FileNotFoundError) as error:  # the second: TransformerEngine without its compiled part
-        raise ImportError(f"{host} cannot be imported ({error}); install it into this Python") from error
+    except Exception as error:  # a package that is broken may raise any
+        raise ImportError(f"{host} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def held(host: str, where: str) -> tuple[ModuleType, str]:
@@ -400,8 +358,6 @@ def enable(host: str, functions: Mapping[str, Function], optional: Collection[st
             if where not in optional:
                 raise
             absent[where.replace(":", ".")] = str(error)
-    if not found:
-        raise ImportError(f"{host} is not installed in this Python, or this version has no function to replace")
     report = Report(host, left=absent)
     for where, (module, name) in found.items():
         report.replace(module, name, functions[where], "jitrope")

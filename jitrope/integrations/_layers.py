@@ -32,7 +32,10 @@ _KNOWN = {
 All compute in fp32 and round once.
 """
 
-_forms: dict[type, list[NormForm]] = {}
+_PART = "_norm"
+"""The method that `forward` of Megatron's L2Norm calls."""
+
+_forms: dict[tuple[type, Any], list[NormForm]] = {}
 _refused: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
@@ -51,10 +54,11 @@ class AsSelf:
 
 
 def without_rope(
-    host: str, refusals: Callable[..., dict[str, bool]], cu_seqlens: Function, stand_in: Function
+    host: str, known: str, refusals: Callable[..., dict[str, bool]], cu_seqlens: Function, stand_in: Function
 ) -> Callable[[Function], Function]:
     """A maker of attention's `forward` for `Report.replace_method`: ours rotates, so the host's gets no table.
 
+    known: the names of the arguments of the host's `forward` that this was written for, with spaces.
     refusals: of the layer and the arguments by name: whether each reason holds. The host's `forward` runs as it is for
         the first one that does; "" is one that is not told.
     cu_seqlens: of the layer, the arguments, and "q" or "kv": the offsets of a packed batch, or None.
@@ -62,23 +66,29 @@ def without_rope(
     """
 
     def made(theirs: Function) -> Function:
-        signature = inspect.signature(theirs)
+        parameters = [*inspect.signature(theirs).parameters.values()][1:]
+        places, defaults = _host.places_of(parameters), {p.name: p.default for p in parameters}
+        names = known.split()
 
         def forward(layer: Any, *arguments: Any, **words: Any) -> Any:
-            bound = signature.bind(layer, *arguments, **words)
-            given = bound.arguments
+            given = {**dict(zip(places, arguments)), **words}
             freqs = given.get("rotary_pos_emb")
             table, of_k = freqs if isinstance(freqs, tuple) else (freqs, freqs)
-            offsets, of_kv = (cu_seqlens(layer, given, of) for of in ("q", "kv"))
-            of_both = {"tables": table is not of_k, "cu_seqlens": offsets is not of_kv}
-            reasons = {**refusals(layer, given), **{f"q and k have different {x}": y for x, y in of_both.items()}}
-            why = "" if table is None else next((why for why, holds in reasons.items() if holds), None)
-            if why is not None:
-                if why:
-                    _host.note_unfused(host, why)
+            if table is None:
                 return theirs(layer, *arguments, **words)
-            given.update(self=stand_in(layer, table, offsets), rotary_pos_emb=None)
-            return theirs(*bound.args, **bound.kwargs)
+            offsets, of_kv = (cu_seqlens(layer, given, of) for of in ("q", "kv"))
+            reasons = {
+                **refusals(layer, given),
+                "q and k have different tables": table is not of_k,
+                "q and k have different cu_seqlens": offsets is not of_kv,
+                **{f"{_host.UNKNOWN} {n} of forward": True for n in _host.others(given, names, defaults)},
+            }
+            why = next((why for why, holds in reasons.items() if holds), None)
+            if why is None:
+                return theirs(stand_in(layer, table, offsets), **{**given, "rotary_pos_emb": None})
+            if why:
+                _host.note_unfused(host, why)
+            return theirs(layer, *arguments, **words)
 
         return forward
 
@@ -86,10 +96,11 @@ def without_rope(
 
 
 def of_host(cls: Any, name: str) -> bool:
-    """Whether a class has a method as it, or a base, was defined."""
+    """Whether a class has a method as it, or a base, was defined, perhaps compiled."""
     method = getattr(cls, name)
-    modules = [base.__module__ for base in cls.__mro__]
-    return getattr(method, "__module__", None) in modules and not hasattr(method, "__wrapped__")
+    if _host.module_of(method) == "torch._dynamo.eval_frame":
+        method = method._torchdynamo_orig_callable
+    return _host.module_of(method) in [base.__module__ for base in cls.__mro__]
 
 
 def form_of(module: nn.Module) -> NormForm:
@@ -99,10 +110,13 @@ def form_of(module: nn.Module) -> NormForm:
     """
     parameters_of(module)  # a module with hooks says nothing about its class
     cls = type(module)
-    found = _forms.setdefault(cls, [])
+    found = _forms.setdefault((cls, getattr(cls, _PART, None)), [])
     form = next((form for form in found if form.fits(module)), None) or _refused.get(module)
     if form is None:
-        form = _known(cls, module) or recognise(module)
+        form = _known(cls, module)
+        if form is None and torch.compiler.is_compiling():  # a trial cannot be traced
+            raise InvalidInput(f"{cls.__name__}: call the layer once before it is compiled")
+        form = form or recognise(module)
         if isinstance(form, str):
             _refused[module] = form
         else:
@@ -114,7 +128,7 @@ def form_of(module: nn.Module) -> NormForm:
 
 def _known(cls: Any, module: nn.Module) -> NormForm | None:
     kind, total = _KNOWN.get(f"{cls.__module__}.{cls.__qualname__}", ("", False))
-    if not kind or not of_host(cls, "forward"):
+    if not kind or not all(of_host(cls, name) for name in ("forward", _PART) if hasattr(cls, name)):
         return None
     centre = getattr(module, "zero_centered_gamma", None)
     fixed = () if centre is None else (("zero_centered_gamma", centre),)

@@ -7,17 +7,25 @@ random CPU parameters, and looks for the `jitrope.Norm` that gives the same bits
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import inspect
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import product
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Graph, Proxy
+from torch.fx.proxy import GraphAppendingTracer
 
 from ..api import prepare_qkv
 from ..base.errors import InvalidInput
 from ..ops.values import Norm
-from ..ops.watch import hooks_of_all, in_autocast
+from ..ops.watch import hooks_of_all, in_autocast, outside_modes
+from ._host import Function
 
 PROBE_DIM = 8  # of a copy's weight
 _PLAIN = (bool, int, float, str, tuple, list, type(None))
@@ -57,6 +65,7 @@ class NormForm(NamedTuple):
     autocast: tuple[str, ...] = ()  # types of devices on which autocast leaves its results as they are
     total: bool = False  # it divides by the root of the sum of squares, not of their mean
     names: frozenset[str] | None = None  # the attributes that it may have; None: any
+    calls: tuple[tuple[Any, str, Any], ...] = ()  # what its forward reads and calls, with the place of each
 
     def __str__(self) -> str:
         kinds = {"rms_norm": "RMSNorm", "layer_norm": "LayerNorm"}
@@ -66,6 +75,9 @@ class NormForm(NamedTuple):
         """Whether a module is of this form."""
         if type(module) is not self.cls or self.cls.forward is not self.forward:
             return False
+        for holder, name, value in self.calls:
+            if getattr(holder, name, None) is not value:
+                return False
         if self.names is not None:
             listed = not torch.compiler.is_compiling()  # not each torch can trace all names of a module
             if _has_others(module) or (listed and not self.names.issuperset(module.__dict__)):
@@ -130,21 +142,12 @@ def unhooked(module: nn.Module, wrapped: bool = False, noun: str = "a norm") -> 
     return weight, bias
 
 
-def is_called(module: nn.Module) -> bool:
-    """Whether a module must be called itself, for example because it has hooks. That says nothing about its class."""
-    try:
-        unhooked(module)
-    except InvalidInput:
-        return True
-    return False
-
-
 # ---- recognising ---------------------------------------------------------------------------------------
 
 
 def recognise(module: nn.Module) -> NormForm | str:
     """The form of a norm module, or the reason why it has none."""
-    name = type(module).__name__
+    cls, name = type(module), type(module).__name__
     try:
         weight = unhooked(module)[0]  # it may be sharded now
     except InvalidInput as error:
@@ -153,13 +156,14 @@ def recognise(module: nn.Module) -> NormForm | str:
         return f"{name} has other parameters than a weight and a bias"
     width = PROBE_DIM if weight is None else weight.shape[0]
     plain = {k: v for k, v in vars(module).items() if k != "training" and k[0] != "_" and isinstance(v, _PLAIN)}
-    of_classes = [vars(base).items() for base in reversed(type(module).__mro__)]
+    of_classes = [vars(base).items() for base in reversed(cls.__mro__)]
     given = {k: v for each in of_classes for k, v in each if k[:2] != "__" and isinstance(v, _PLAIN)} | vars(module)
     others = {k: v for k, v in given.items() if k not in _WITHOUT_EFFECT}
     others = {k: v if isinstance(v, _PLAIN) and not isinstance(v, list) else Held(v) for k, v in others.items()}
     names = frozenset({*others, *_WITHOUT_EFFECT})
     sizes = tuple(k for k, v in plain.items() if type(v) is not bool and v in (width, (width,)))
-    with torch.no_grad():
+    calls = tuple(told for told in called(cls.forward, cls) if told[0] is not None)
+    with on_its_own():
         for eps, kind, rounding, zero_centered in product(
             [k for k, v in plain.items() if type(v) is float or v is None],
             ("rms_norm", "layer_norm"),
@@ -167,9 +171,11 @@ def recognise(module: nn.Module) -> NormForm | str:
             (False, True),
         ):
             fixed = tuple((k, v) for k, v in others.items() if k not in sizes and k != eps)
-            form = NormForm(type(module), eps, kind, rounding, zero_centered, fixed=fixed, sizes=sizes)
-            form = form._replace(forward=type(module).forward, names=names)
+            form = NormForm(cls, eps, kind, rounding, zero_centered, fixed=fixed, sizes=sizes, forward=cls.forward)
             if _same(form, module):
+                form = form._replace(names=names, calls=calls)
+                if why := undetermined(cls.forward, small(form, module, torch.float32), _probe(), cls=cls):
+                    return f"{name}: {why}"
                 bf16, fp32 = torch.bfloat16, torch.float32
                 form = form._replace(mixed=weight is not None and _alike(form, small(form, module, fp32), bf16))
                 return form._replace(autocast=_same_in_autocast(form, module))
@@ -201,7 +207,8 @@ def _same(form: NormForm, module: nn.Module) -> bool:
         probe.__dict__.update({"training": training, **eps})
         if not _alike(form, probe, dtype, width):
             return False
-    return True
+    probe = small(form, module, torch.float32)
+    return all(_alike(form, probe, torch.float32, tokens=n, size=size) for n, size in PROBES)
 
 
 def _same_in_autocast(form: NormForm, module: nn.Module) -> tuple[str, ...]:
@@ -228,15 +235,15 @@ def _same_in_autocast(form: NormForm, module: nn.Module) -> tuple[str, ...]:
     return tuple(d for d in devices if all(same(d, *pair, to) for pair in dtypes for to in half))
 
 
-def _probe(width: int = PROBE_DIM) -> Tensor:
+def _probe(width: int = PROBE_DIM, tokens: int = 5, size: float = 30.0) -> Tensor:
     generator = torch.Generator().manual_seed(2)
-    x = torch.randn(2, 5, 3, width, generator=generator, device="cpu", dtype=torch.float32)
-    sizes = torch.tensor([1e-3, 0.1, 1.0, 4.0, 30.0], device="cpu", dtype=torch.float32)  # eps matters in small rows
+    x = torch.randn(2, tokens, 3, width, generator=generator, device="cpu", dtype=torch.float32)
+    sizes = torch.logspace(-3, math.log10(size), tokens, device="cpu", dtype=torch.float32)  # eps matters in small rows
     return x * sizes.view(-1, 1, 1)
 
 
-def _alike(form: NormForm, module: nn.Module, dtype: torch.dtype, width: int = PROBE_DIM) -> bool:
-    x = _probe(width).to(dtype)
+def _alike(form: NormForm, module: nn.Module, dtype: torch.dtype, width: int = PROBE_DIM, **words: Any) -> bool:
+    x = _probe(width, **words).to(dtype)
     try:
         want = module(x)
         weight, bias = parameters_of(module)
@@ -245,3 +252,72 @@ def _alike(form: NormForm, module: nn.Module, dtype: torch.dtype, width: int = P
     except Exception:  # the host's code computes something else
         return False
     return isinstance(want, Tensor) and want.dtype == x.dtype and torch.equal(want, ours)
+
+
+# ---- what a host's function reads -------------------------------------------------------------------------
+
+
+@contextmanager
+def on_its_own() -> Iterator[None]:
+    """A context without gradients, autocast and modes of torch, in which a host's functions are judged."""
+    with ExitStack() as stack:
+        for device in [name for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)]:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(outside_modes())
+        stack.enter_context(torch.no_grad())
+        yield
+
+
+PROBES = ((2, 1.0), (4096, 1.0), (5, 1e4))
+"""The numbers of tokens and the sizes of the values with which a host's function is called, beside the usual ones."""
+
+
+class _Symbols(GraphAppendingTracer):
+    """Makes the stand-ins for tensors with which a function is called, to see whether it asks for their values."""
+
+    def create_arg(self, a: Any) -> Any:
+        return None if isinstance(a, Tensor) else super().create_arg(a)
+
+    def to_bool(self, obj: Any) -> bool:
+        raise _Branch
+
+
+class _Branch(BaseException):  # no code of a host catches it
+    pass
+
+
+def undetermined(function: Function, *arguments: Any, cls: Any = None) -> str:
+    """Why calls of a host's function say nothing about others: it reads a global value, or it branches; else ""."""
+    for _, name, value in called(function, cls):
+        if not (callable(value) or isinstance(value, ModuleType)):
+            return f"it reads the global {name}"
+    graph = Graph()
+    symbols = _Symbols(graph)
+    try:
+        function(*(Proxy(graph.placeholder("x"), symbols) if isinstance(x, Tensor) else x for x in arguments))
+    except _Branch:
+        return "its code branches on the values or sizes of its arguments"
+    except Exception:  # stand-ins cannot do all; what is left to say is said by calls
+        return ""
+    return ""
+
+
+def called(function: Any, cls: Any = None) -> tuple[tuple[Any, str, Any], ...]:
+    """What the code of a host's function reads, and the code of what it calls: (holder, name, value).
+
+    A holder is the module of a global or, for methods of `self`, the class cls; for names of an outer function None.
+    """
+    found: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+    todo = [function]
+    while todo:
+        one = inspect.unwrap(todo.pop())
+        if not isinstance(one, FunctionType) or one.__module__.split(".")[0] == "torch":
+            continue
+        told, module = inspect.getclosurevars(one), sys.modules.get(one.__module__)
+        own = {name: getattr(cls, name, None) for name in told.unbound if cls and name != "forward"}
+        for holder, values in ((module, told.globals), (None, told.nonlocals), (cls, own)):
+            for name, value in values.items():
+                if (id(holder), name) not in found and (holder is not cls or isinstance(value, FunctionType)):
+                    found[id(holder), name] = holder, name, value
+                    todo.append(value)
+    return tuple(found.values())

@@ -18,6 +18,7 @@ from torch.fx import Proxy
 from ..api import apply_rope
 from ..base.errors import InvalidInput
 from ._host import Function
+from ._norms import PROBES, on_its_own, undetermined
 
 Shape = tuple[int, int, int]
 SHAPES: tuple[Shape, ...] = ((4, 3, 1), (4, 3, 2), (4, 2, 0), (4, 2, 1), (3, 2, 0), (3, 2, 1))
@@ -38,6 +39,7 @@ class Variant(NamedTuple):
     axis: int = 1  # where the tables get the heads' axis, by default
     bits: tuple[str, str] = ("", "")  # `rounding` with the host's bits in bf16, with bf16 and fp32 tables; "": none
     shapes: tuple[Shape, ...] = SHAPES  # the shapes for which this was tested
+    exact: bool = False  # calls in fp16 and bf16 must have the host's bits too
 
     def __str__(self) -> str:
         pairs = "interleaved" if self.interleaved else "halves"
@@ -53,7 +55,7 @@ Read = tuple[Any, Any, Any, Any, "int | None"]
 
 
 def words_of(v: Variant, q: Any, cos: Tensor, sin: Tensor, unsqueeze_dim: int | None = None) -> dict[str, Any]:
-    """The words of `apply_rope` for variant v. Raises InvalidInput if v was not tested with these shapes.
+    """The words of `apply_rope` for variant v. Raises InvalidInput if v was not tested with these shapes, or dtypes.
 
     Args:
         q: a tensor (B, H, S, D), (B, S, H, D), (H, S, D) or (S, H, D), or its stand-in with a shape. With three axes it
@@ -77,6 +79,11 @@ def words_of(v: Variant, q: Any, cos: Tensor, sin: Tensor, unsqueeze_dim: int | 
         words["unrotated"] = first
     if v.table == "complex":
         words["rounding"] = "complex64"
+    if v.exact and not q.dtype == cos.dtype == torch.float32:
+        rounding = v.bits[int(q.dtype != cos.dtype)]  # Dynamo of torch 2.11 takes no bool
+        if not rounding or cos.dtype not in (q.dtype, torch.float32):
+            raise InvalidInput(f"q is {q.dtype} and the tables are {cos.dtype}, and the host's bits are not known")
+        words["rounding"] = rounding
     return words if v.interleaved == v.interleaved_out else {**words, "interleaved_out": v.interleaved_out}
 
 
@@ -87,16 +94,14 @@ def rotate(
 
     Raises InvalidInput if v was not tested with these shapes, or jitrope refuses the call.
     """
+    if v.widens and q.dtype != cos.dtype:
+        wide = torch.promote_types(q.dtype, cos.dtype)
+        q, k = q.to(wide), None if k is None else k.to(wide)
     words = {**words_of(v, q, cos, sin, unsqueeze_dim), **others}
-    flat = q.dim() == 3
-
-    def prepared(x: Tensor) -> Tensor:
-        if v.widens and x.dtype != cos.dtype:
-            x = x.to(torch.promote_types(x.dtype, cos.dtype))
-        return x.unsqueeze(0) if flat else x
-
-    out = apply_rope(prepared(q), None if k is None else prepared(k), **words)
-    return (out[0].squeeze(0), None if out[1] is None else out[1].squeeze(0)) if flat else out
+    if q.dim() == 4:
+        return apply_rope(q, k, **words)
+    out = apply_rope(q.unsqueeze(0), None if k is None else k.unsqueeze(0), **words)
+    return out[0].squeeze(0), None if out[1] is None else out[1].squeeze(0)
 
 
 # ---- the hosts' signatures -----------------------------------------------------------------------------
@@ -174,19 +179,19 @@ def replaced(v: Variant, known: tuple[str, ...], *arguments: Any, **words: Any) 
 
 def recognise(host: Function) -> Variant | str:
     """The variant that a host's rope function computes, or the reason why there is none."""
-    if names(host) not in SIGNATURES:
+    known = names(host)
+    if known not in SIGNATURES:
         return "its signature is not known"
-    last = _parameters(host)[-1]
-    says_axis = last.name == "unsqueeze_dim"
-    with torch.no_grad():
+    default = _parameters(host)[-1].default
+    with on_its_own():
         for v in _CANDIDATES:
             found: list[Variant] = []
-            for axis in (None,) if says_axis else (-2, 1, 0):
+            for axis in (None,) if known[-1] == "unsqueeze_dim" else (-2, 1, 0):
                 some = [shape for shape in SHAPES if axis in (None, shape[2], shape[2] - shape[1] - 1)]
                 same = [_same(host, v, shape) for shape in some]
                 if False not in same and True in same:
                     right = tuple(shape for shape, fits in zip(some, same) if fits)
-                    found.append(v._replace(axis=last.default if axis is None else axis, shapes=right))
+                    found.append(v._replace(axis=default if axis is None else axis, shapes=right))
             if found:
                 return _completed(host, max(found, key=lambda v: len(v.shapes)))
     return "none of jitrope's variants gives its results"
@@ -200,7 +205,7 @@ _CANDIDATES = (
 
 
 def _completed(host: Function, v: Variant) -> Variant | str:
-    """A variant that is right for whole heads in fp32, completed by tests with parts of heads and other dtypes."""
+    """A variant that is right for whole heads of 5 tokens in fp32, completed by tests with other arguments."""
     shape = v.shapes[0]
     part = _same(host, v._replace(partial=True), shape, part=2)
     if part is False:
@@ -211,6 +216,10 @@ def _completed(host: Function, v: Variant) -> Variant | str:
     wide = [_same(host, v._replace(widens=widens), shape, dtypes=(bf16, fp32)) for widens in (False, True)]
     if True not in wide or not _same(host, v, shape, dtypes=(bf16, bf16)):
         return "the dtype of its results is not one of jitrope's"
+    if why := undetermined(host, *probe(host, v, shape)):
+        return why
+    if not all(_same(host, v, shape, tokens=n, rows=n, size=size) for n, size in PROBES):
+        return "its results are others for other numbers of tokens or larger values"
     v = v._replace(widens=wide[0] is not True)
     return v._replace(bits=(_rounding(host, v, bf16), "" if v.widens else _rounding(host, v, fp32)))
 
@@ -227,9 +236,16 @@ def _rounding(host: Function, v: Variant, tables: torch.dtype) -> str:
 
 
 def probe(
-    host: Function, v: Variant, shape: Shape, part: int = 1, dtypes: Any = (torch.float32,) * 2, rows: int = 5
+    host: Function,
+    v: Variant,
+    shape: Shape,
+    part: int = 1,
+    dtypes: Any = (torch.float32,) * 2,
+    rows: int = 5,
+    tokens: int = 5,
+    size: float = 1.0,
 ) -> list[Any]:
-    """Arguments of a call of 5 tokens: heads of 8, the first 8 / part elements rotated, random tables of some rows."""
+    """Arguments of a call: heads of 8 of this size, the first 8 / part elements rotated, random tables of some rows."""
     generator = torch.Generator().manual_seed(0)
 
     def random(dtype: torch.dtype, *sizes: int) -> Tensor:
@@ -237,8 +253,8 @@ def probe(
 
     axes, table_axes, axis = shape
     width = (4 if v.table in _OF_PAIRS else 8) // part
-    tokens = [(heads, 5) if axis == table_axes - 2 else (5, heads) for heads in (3, 2)]
-    q, k = (random(dtypes[0], *(2,) * (axes - 3), *sizes, 8) for sizes in tokens)
+    placed = [(heads, tokens) if axis == table_axes - 2 else (tokens, heads) for heads in (3, 2)]
+    q, k = (random(dtypes[0], *(2,) * (axes - 3), *sizes, 8) * size for sizes in placed)
     cos, sin = (random(dtypes[1], *(2,) * (table_axes - 2), rows, width) for _ in range(2))
     values: dict[str, Any] = {"cos": cos, "sin": sin, "position_ids": None, "unsqueeze_dim": axis}
     values |= dict.fromkeys(OF_Q, q) | dict.fromkeys(OF_K, k)
@@ -257,7 +273,7 @@ def _same(host: Function, v: Variant, shape: Shape, **words: Any) -> bool | None
             return None
     except Exception:  # on any error the host does not compute this
         return None
-    ours = replacement(host, v._replace(axis=shape[2]))(*arguments)
+    ours = replaced(v._replace(axis=shape[2]), names(host), *arguments)
     return equal(ours, want, tolerance=0.05 if "dtypes" in words else 0.0)  # in bf16 roundings differ
 
 

@@ -11,7 +11,6 @@ interleaved pairs or halves (`apply_rope_split_half`), returned or in place (`ap
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextvars import ContextVar
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -25,7 +24,6 @@ from ..ops.values import Norm
 from . import _host
 
 HOST, BACKEND = "comfy_kitchen", "jitrope"
-_leaving: ContextVar[bool] = ContextVar("leaving", default=False)
 
 
 def apply_rope(
@@ -169,13 +167,10 @@ def _registry() -> Any:
 
 
 def _next(name: str, **arguments: Any) -> Any:
-    """The call of the registry's next backend: in this thread or task the registry passes over jitrope."""
-    token = _leaving.set(True)
-    try:
-        function = _registry().get_implementation(name, kwargs=arguments)
-    finally:
-        _leaving.reset(token)
-    return function(**arguments)
+    """The call of the registry's next backend after jitrope."""
+    registry = _registry()
+    able = [x for x in _others(registry) if registry.validate_backend_for_call(x, name, arguments).success]
+    return registry.get_implementation(name, able[0] if able else "eager", arguments)(**arguments)
 
 
 def enable() -> _host.Report:
@@ -185,30 +180,28 @@ def enable() -> _host.Report:
         ImportError: comfy_kitchen cannot be imported.
         JitropeError: this version of it has no rope functions.
     """
-    registry, rules = _registry(), _host.load(HOST, f"{HOST}.constraints")
-    known = registry.list_backends()["eager"]["capabilities"]
+    registry, host = _registry(), _host.load(HOST, HOST)
+    rule = _host.load(HOST, f"{HOST}.constraints").FunctionConstraints()
     report = _host.Report(HOST, verb="registered")
-    report.replaced = {f"{HOST}.{name}": "jitrope" for name in FUNCTIONS if name in known}
-    report.left = {f"{HOST}.{name}": "this version has no such function" for name in FUNCTIONS if name not in known}
+    report.replaced = {f"{HOST}.{name}": "jitrope" for name in FUNCTIONS if hasattr(host, name)}
+    report.left = {f"{HOST}.{name}": "this version has none" for name in FUNCTIONS if not hasattr(host, name)}
     if not report.replaced:
         raise JitropeError(f"this version of {HOST} has no rope function that jitrope knows")
     if registry.is_available(BACKEND):
         return report
 
-    def taken(arguments: Mapping[str, object]) -> Any:
-        return rules.ValidationResult.fail("__backend__", "left to others") if _leaving.get() else allowed
-
     def undo() -> None:
         registry.disable(BACKEND)
         registry.set_priority(_others(registry))
 
-    allowed = rules.ValidationResult.ok()
-    calls = {name: partial(_host.take, HOST, ours, partial(_next, name)) for name, ours in FUNCTIONS.items()}
-    rule = rules.FunctionConstraints(call_rules=(taken,))
-    registry.register(BACKEND, SimpleNamespace(**calls), {name: rule for name in FUNCTIONS if name in known})
+    calls = {}
+    for name, ours in FUNCTIONS.items():
+        if theirs := getattr(host, name, None):
+            calls[name] = partial(_host.take, HOST, _host.in_words_of(theirs, ours), partial(_next, name))
+    registry.register(BACKEND, SimpleNamespace(**calls), dict.fromkeys(calls, rule))
     registry.enable(BACKEND)
     registry.set_priority([BACKEND, *_others(registry)])
-    report.place(taken, min(report.replaced), undo)
+    report.place(undo, min(report.replaced), undo)
     return report
 
 

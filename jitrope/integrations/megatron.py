@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +61,7 @@ def apply_rotary_pos_emb(
     cu_seqlens: Tensor | None = None,
     mscale: float = 1.0,
     cp_group: torch.distributed.ProcessGroup | None = None,
+    mla_rotary_interleaved: bool | None = None,
 ) -> Tensor:
     """`rope_utils.apply_rotary_pos_emb` with `apply_rope_fusion`.
 
@@ -75,13 +76,15 @@ def apply_rotary_pos_emb(
         cu_seqlens: offsets of the whole packed batch, int32 or int64 [sequences + 1].
         mscale: a factor of sines and cosines.
         cp_group: the context parallel group, with cu_seqlens; default: Megatron's own, if it is set up.
+        mla_rotary_interleaved: True: pairs are neighbours in t, and halves in the result. None:
+            config.multi_latent_attention, as in the versions of Megatron without this argument.
 
     Returns:
         t rotated, with the same shape and dtype, contiguous.
 
     Raises:
-        InvalidInput: the arguments do not fit together, apply_rope_fusion is off, or both multi_latent_attention and
-            rotary_interleaved are on.
+        InvalidInput: the arguments do not fit together, apply_rope_fusion is off, or both mla_rotary_interleaved and
+            config.rotary_interleaved are True.
         CompileError: the kernel could not be built.
     """
     if not config.apply_rope_fusion:
@@ -93,9 +96,9 @@ def apply_rotary_pos_emb(
 
             cp_group = parallel_state.get_context_parallel_group()
         positions = _packed(t, freqs, cu_seqlens, cp_group.size(), cp_group.rank())
-    mla = bool(config.multi_latent_attention)
+    mla = bool(config.multi_latent_attention if mla_rotary_interleaved is None else mla_rotary_interleaved)
     if mla and config.rotary_interleaved:
-        raise InvalidInput("apply_rotary_pos_emb: multi_latent_attention with rotary_interleaved is not supported")
+        raise InvalidInput("apply_rotary_pos_emb: mla_rotary_interleaved with rotary_interleaved is not supported")
     return _rotate(t, freqs, config.rotary_interleaved, mla, positions=positions, mscale=mscale)
 
 
@@ -187,8 +190,9 @@ def _latent(
     """The words of a rotation of interleaved pairs into halves."""
     if interleaved:
         raise InvalidInput("rotary_interleaved is not supported in multi-latent attention")
-    if cos.shape[-1] != emb_dim or sin.shape[-1] != emb_dim:
-        raise InvalidInput(f"cos and sin have {cos.shape[-1]} and {sin.shape[-1]} columns; they must have {emb_dim}")
+    widths = [x.shape[-1] if isinstance(x, Tensor) else "no" for x in (cos, sin)]
+    if widths != [emb_dim, emb_dim]:
+        raise InvalidInput(f"cos and sin have {widths[0]} and {widths[1]} columns; they must have {emb_dim}")
     words: dict[str, Any] = {"interleaved": True, "interleaved_out": False, "layout": "sbhd"}
     if cu_seqlens is not None:
         words |= {"layout": "thd", "positions": Packed(cu_seqlens, cp_size=cp_size, cp_rank=cp_rank)}
@@ -217,12 +221,11 @@ def _refusals(rope: Any, qkv: Any, layer: Any, given: dict[str, Any]) -> dict[st
 
     rope: jitrope's function in the host. qkv: the host's method.
     """
-    config, norms = layer.config, {type(x).__name__ for x in (layer.q_layernorm, layer.k_layernorm)}
-    own_qkv = _QKV in layer.__dict__ or getattr(type(layer), _QKV) is not qkv
+    config, norms = layer.config, {type(getattr(layer, f"{x}_layernorm", None)).__name__ for x in "qk"}
     no_rope = config.no_rope_freq and config.no_rope_freq[layer.layer_number - 1]
     return {
         "": bool(no_rope or not config.apply_rope_fusion or norms & {"NoneType", "IdentityOp"}),
-        f"{type(layer).__name__} has its own {_QKV}": own_qkv,
+        f"{type(layer).__name__} has its own {_QKV}": _QKV in vars(layer) or getattr(type(layer), _QKV) is not qkv,
         "apply_rotary_pos_emb was replaced": _host_module().apply_rotary_pos_emb is not rope,
         "inference": given.get("inference_context") is not None or given.get("inference_params") is not None,
         "test_mode": config.test_mode,
@@ -239,67 +242,57 @@ def _cu_seqlens(layer: Any, given: dict[str, Any], of: str) -> Tensor | None:
 
 
 def _stand_in(layer: Any, freqs: Tensor, cu_seqlens: Tensor | None) -> AsSelf:
-    return AsSelf(layer, **{_QKV: partial(_qkv, _Rope(layer, freqs, cu_seqlens))})
+    mscale = getattr(layer, "_yarn_concentration_factor", None)
+    if mscale is None:  # a version that asks its configuration in each call
+        mscale = _host_module()._yarn_get_concentration_factor_from_config(layer.config)
+    return AsSelf(layer, **{_QKV: partial(_qkv, (layer, freqs, cu_seqlens, mscale))})
 
 
-class _Rope(NamedTuple):
-    """A layer, and the arguments of its rope."""
-
-    layer: Any
-    freqs: Tensor
-    cu_seqlens: Tensor | None
-
-    def words(self, t: Tensor) -> dict[str, Any]:
-        """jitrope's words for t, [s, b, ..] or [tokens, ..]."""
-        config, freqs, cu_seqlens = self.layer.config, self.freqs, self.cu_seqlens
-        words = {"freqs": freqs.float(), "rotary_dim": freqs.shape[-1], "interleaved": config.rotary_interleaved}
-        words |= {"layout": "sbhd" if cu_seqlens is None else "thd", "mscale": self.mscale()}
-        if cu_seqlens is not None:
-            group = self.layer.pg_collection.cp
-            words["positions"] = _packed(t, freqs, cu_seqlens, group.size(), group.rank())
-        return words
-
-    def mscale(self) -> float:
-        found: float = _host_module()._yarn_get_concentration_factor_from_config(self.layer.config)
-        return found
-
-    def prepared(self, *tensors: Tensor, **words: Any) -> tuple[Tensor, ...]:
-        """`_FUSED` of tensors that in packed batches have no axis of the batch, which Megatron's have."""
-        if self.cu_seqlens is None:
-            return tuple(_FUSED(self, *tensors, **words))
-        return tuple([x.unsqueeze(1) for x in _FUSED(self, *[x.squeeze(1) for x in tensors], **words)])
+_Rope = tuple[Any, Tensor, Tensor | None, float]
+"""A layer, and the arguments of its rope: the table, the offsets, and the factor of sines and cosines."""
 
 
-def _qkv(rope: _Rope, hidden: Tensor, *arguments: Any, output_gate: bool = False, **_: Any) -> tuple[Tensor, ...]:
+def _qkv(
+    rope: _Rope, hidden: Tensor, states: Any = None, output_gate: bool = False, split_qkv: bool = True, **words: Any
+) -> tuple[Tensor, ...]:
     """`get_query_key_value_tensors` with q and k normalised and rotated."""
-    layer, method = rope.layer, getattr(_host_module().SelfAttention, _QKV)
+    (layer, _, cu_seqlens, _), method = rope, getattr(_host_module().SelfAttention, _QKV)
     if output_gate or layer.config.num_query_groups < layer.world_size:  # the host splits QKV
-        raw = AsSelf(layer, q_layernorm=None, k_layernorm=None)
-        q, k, *others = method(raw, hidden, *arguments, output_gate=output_gate)
-        return (*rope.prepared(q, k), *others)
-    mixed, split = method(layer, hidden, *arguments, split_qkv=False)
-    return rope.prepared(mixed, split=split)
+        raw, split = AsSelf(layer, q_layernorm=None, k_layernorm=None), ()
+        q, k, *others = method(raw, hidden, states, output_gate, split_qkv, **words)
+        given = [q, k]
+    else:
+        (mixed, split), others = method(layer, hidden, states, output_gate, False, **words), []
+        given = [mixed]
+    if cu_seqlens is None:
+        return (*_FUSED(rope, split, *given), *others)
+    return (*[x.unsqueeze(1) for x in _FUSED(rope, split, *[x.squeeze(1) for x in given])], *others)
 
 
-def _fused(rope: _Rope, first: Tensor, *k: Tensor, split: Sequence[int] = ()) -> tuple[tuple[Any, ...], int]:
+def _fused(rope: _Rope, split: Sequence[int], first: Tensor, *k: Tensor) -> tuple[tuple[Any, ...], int]:
     """q and k, or with the split of a group of the mixed QKV q, k and v."""
-    norms = {"q": rope.layer.q_layernorm, "k": rope.layer.k_layernorm}
-    if not split:
-        return prepare_qkv(first, k[0], None, norm=norm_of(norms, first), **rope.words(first))[:2], 1
-    norm = norm_of(norms, first[..., : split[1]])
-    return prepare_packed_qkv(first, norm=norm, q_per_group=split[0] // split[1], **rope.words(first)), 1
+    layer, freqs, cu_seqlens, mscale = rope
+    words = {"freqs": freqs.float(), "rotary_dim": freqs.shape[-1], "interleaved": layer.config.rotary_interleaved}
+    words |= {"layout": "sbhd" if cu_seqlens is None else "thd", "mscale": mscale}
+    if cu_seqlens is not None:
+        group = layer.pg_collection.cp
+        words["positions"] = _packed(first, freqs, cu_seqlens, group.size(), group.rank())
+    norm = norm_of({"q": layer.q_layernorm, "k": layer.k_layernorm}, first[..., : split[1]] if split else first)
+    if split:
+        return prepare_packed_qkv(first, norm=norm, q_per_group=split[0] // split[1], **words), 1
+    return prepare_qkv(first, k[0], None, norm=norm, **words)[:2], 1
 
 
-def _separate(reason: str, rope: _Rope, first: Tensor, *k: Tensor, split: Sequence[int] = ()) -> tuple[Tensor, ...]:
+def _separate(reason: str, rope: _Rope, split: Sequence[int], first: Tensor, *k: Tensor) -> tuple[Tensor, ...]:
     """The same by the host's norms and its rope function, which may be ours."""
     _host.note_unfused("megatron", reason)
-    layer = rope.layer
-    words = {"config": layer.config, "cu_seqlens": rope.cu_seqlens, "mscale": rope.mscale()}
-    rotate = partial(_host_module().apply_rotary_pos_emb, cp_group=layer.pg_collection.cp, **words)
+    layer, freqs, cu_seqlens, mscale = rope
+    words = {"config": layer.config, "cu_seqlens": cu_seqlens, "mscale": mscale, "cp_group": layer.pg_collection.cp}
+    rotate = partial(_host_module().apply_rotary_pos_emb, freqs=freqs, **words)
     q, keys, *v = first.split([*split], -1) if split else (first, *k)
     if split:
         q = q.unflatten(-1, (-1, split[1])).flatten(-3, -2)
-    return rotate(layer.q_layernorm(q), rope.freqs), rotate(layer.k_layernorm(keys), rope.freqs), *v
+    return rotate(layer.q_layernorm(q)), rotate(layer.k_layernorm(keys)), *v
 
 
 def _host_module() -> Any:
@@ -311,12 +304,17 @@ def _host_module() -> Any:
 
 _FUSED = _host.or_else("megatron", "fused", _fused, _separate)
 _QKV = "get_query_key_value_tensors"
+_KNOWN = (
+    "hidden_states attention_mask key_value_states inference_context inference_params rotary_pos_emb "
+    "rotary_pos_cos rotary_pos_sin rotary_pos_cos_sin attention_bias packed_seq_params sequence_len_offset"
+)
 _ROPE_UTILS = "megatron.core.models.common.embeddings.rope_utils"
 _ATTENTION = "megatron.core.transformer.attention"
 _LATENT = "megatron.core.fusions.fused_mla_yarn_rope_apply"
 _HOOKS = fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd, apply_rotary_pos_emb
+_QKV_ROPE = transformer_engine.apply_fused_qkv_rotary_pos_emb
 _OPTIONAL = {
-    **_host.named(_ATTENTION, transformer_engine.apply_fused_qkv_rotary_pos_emb),
+    **_host.named(_ATTENTION, _QKV_ROPE),
     **_host.named(_LATENT, fused_apply_mla_rope_for_q, fused_apply_mla_rope_for_kv),
 }
 
@@ -330,16 +328,17 @@ def enable() -> _host.Report:
     """
     cls, what = getattr(*_host.held("megatron", f"{_ATTENTION}:SelfAttention")), "norms of q and k and rope fused"
     report = _host.enable("megatron", {**_host.named(_ROPE_UTILS, *_HOOKS), **_OPTIONAL}, _OPTIONAL)
+    if (place := f"{_ATTENTION}.{_QKV_ROPE.__name__}") in report.left:  # Megatron imports it from TransformerEngine
+        try:
+            _host.load("transformer_engine", "transformer_engine.pytorch.attention.rope")
+        except ImportError as error:
+            report.left[place] = str(error)
     rope, qkv = _host.load("megatron", _ROPE_UTILS).apply_rotary_pos_emb, getattr(cls, _QKV, None)
-    if qkv is None:
-        report.left[f"{_ATTENTION}.SelfAttention.forward"] = f"this version has no {_QKV}"
-    elif not of_host(cls, _QKV):
-        report.left[f"{_ATTENTION}.SelfAttention.forward"] = f"{_QKV} was replaced"
-    elif "split_qkv" not in inspect.signature(qkv).parameters:
-        report.left[f"{_ATTENTION}.SelfAttention.forward"] = "this version splits QKV itself"
+    if qkv is None or not of_host(cls, _QKV) or "split_qkv" not in inspect.signature(qkv).parameters:
+        report.left[f"{_ATTENTION}.Attention.forward"] = f"{_QKV} is not the one that jitrope knows"
     else:
-        refusals = partial(_refusals, rope, qkv)
-        report.replace_method(cls, "forward", without_rope("megatron", refusals, _cu_seqlens, _stand_in), what)
+        made = without_rope("megatron", _KNOWN, partial(_refusals, rope, qkv), _cu_seqlens, _stand_in)
+        report.replace_method(cls, "forward", made, what)
     return report
 
 

@@ -1,41 +1,37 @@
-"""timm: rope of its vision transformers (EVA-02, DINOv3, Perception Encoder, RoPE-ViT, NaFlex, SAM), q and k together.
+"""timm: rope of its vision transformers (EVA-02, DINOv3, Perception Encoder, RoPE-ViT, NaFlex, SAM).
 
 >>> from jitrope.integrations import timm as jitrope_timm
 >>> report = jitrope_timm.enable()
 >>> jitrope_timm.disable()
 
-timm rotates q, then k, and joins each with its class and register tokens, which are not rotated. The code of its
-attention classes is changed: one launch rotates both and copies those tokens. The statements of timm stay in the code,
-for calls that jitrope refuses. Results have the bits of timm. Learned tables (RoPE-Mixed) get their gradient.
+timm rotates q, then k, and joins each with its class and register tokens, which are not rotated. In `AttentionRope` and
+`EvaAttention` one launch rotates both and copies those tokens; elsewhere a call of `apply_rot_embed` is a launch.
+Results have the bits of timm. Learned tables (RoPE-Mixed) get their gradient.
 """
 
 from __future__ import annotations
 
-import ast
-import copy
 import importlib
-import re
 from functools import partial
-from itertools import chain, pairwise
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..api import apply_rope
 from ..base.errors import InvalidInput, JitropeError
 from . import _host
-from ._rewrite import Source
 
 _MODULE = "timm.layers.pos_embed_sincos"
 _ATTENTION = {
-    "timm.layers.attention": "AttentionRope",
-    "timm.models.eva": "EvaAttention",
-    "timm.layers.attention_pool2d": "RotAttentionPool2d",
-    "timm.models.vision_transformer_sam": "Attention",
-}
-"""The classes whose forward rotates q, then k, by their modules."""
+    "timm.layers.attention:AttentionRope": (
+        "988f1dcec745c90d", "3bd7445e06eb3cfa", "9c2321aea688b0aa", "7cfdadf4d88eea44", "3f742ca1632dca04"
+    ),
+    "timm.models.eva:EvaAttention": ("f2fc2100652f6462", "c3e2233d28fa77bb", "ab5e17e344c38aae"),
+}  # fmt: skip
+"""The classes that `_attention` is written for, and the texts of their forward in 1.0.21 to 1.0.31."""
 
 
 def apply_rot_embed(x: Tensor, sin_emb: Tensor, cos_emb: Tensor, half: bool = False) -> Tensor:
@@ -55,50 +51,6 @@ def apply_rot_embed(x: Tensor, sin_emb: Tensor, cos_emb: Tensor, half: bool = Fa
         tables promote to. The errors are those of `jitrope.apply_rope`.
     """
     return _rotate(x, None, sin_emb, cos_emb, half)[0]
-
-
-@_host.alone
-def enable() -> _host.Report:
-    """Replace timm's rope for all models, and the code of its attention classes, so that q and k are one launch.
-
-    Raises:
-        ImportError: timm is not installed.
-        JitropeError: this version of timm has another `apply_rot_embed`, or none, or it was replaced; jitrope has
-            replaced nothing.
-    """
-    host = getattr(_host.load("timm", _MODULE), "apply_rot_embed", None)
-    report = _host.enable("timm", {f"{_MODULE}:apply_rot_embed": apply_rot_embed if host is None else _like(host)})
-    for module, name in _ATTENTION.items():
-        place = f"{module}.{name}.forward"
-        try:
-            _recode(getattr(importlib.import_module(module), name).forward, report)
-        except (ImportError, AttributeError):
-            report.left[place] = "this version of timm has no such class"
-        except ValueError as error:
-            report.left[place] = f"q and k are separate launches: {error}"
-        else:
-            report.replaced[place] = "q and k in one launch"
-    return report
-
-
-disable = _host.disabler(__name__)
-
-
-def _like(host: _host.Function) -> _host.Function:
-    """Our function with the dtype of the host's results, found by a call with tables for each head."""
-    host = _host.placed[host].original if host in _host.placed else host
-    if not _host.own("timm", host):
-        raise JitropeError(f"apply_rot_embed is {_host.module_of(host)}'s, not timm's: it was replaced before enable")
-    x = torch.arange(48, dtype=torch.bfloat16, device="cpu").view(2, 2, 3, 4) / 10
-    sin, cos = x[0].float().sin(), x[1].float().cos()
-    for ours in (apply_rot_embed, _promoted):
-        try:
-            want, made = host(x, sin, cos, half=True), ours(x, sin, cos, half=True)
-        except TypeError:  # it has no `half`
-            break
-        if made.dtype == want.dtype and torch.equal(made, want):
-            return ours
-    raise JitropeError("apply_rot_embed of this version of timm has other results; jitrope knows those since 1.0.21")
 
 
 def _promoted(x: Tensor, sin_emb: Tensor, cos_emb: Tensor, half: bool = False) -> Tensor:
@@ -129,71 +81,94 @@ def _rotate(q: Tensor, k: Tensor | None, sin: Tensor, cos: Tensor, half: bool, u
 
 # ---- one launch for q and k ----------------------------------------------------------------------------
 
-_ROTATION = re.compile(
-    r"(\w+) = (?:torch\.cat\(\[\1\[:, :, :(\w+), :\], )?"
-    r"apply_rot_embed_cat\(\1(?(2)\[:, :, \2:, :\]), ([\w., =]+)\)(?(2)\], dim=2\))\.type_as\((\w+)\)"
-)
-"""A statement that rotates x, whole or behind its first tokens, as `ast.unparse` writes it."""
 
-_NAME, _CALLED = "_jitrope_rotated", "apply_rot_embed_cat"
-"""The names of `_of_timm` in timm's modules, and of the function that they call."""
+def _attention(module: ModuleType, turn: Any, ours: Any, theirs: _host.Function) -> _host.Function:
+    """A forward for the classes of `_ATTENTION`.
 
+    module: the class's, where `apply_rot_embed_cat` is `turn`, unless the user replaces it. ours: what stands in the
+    place of `apply_rot_embed`. theirs: the host's forward.
+    """
+    functions = importlib.import_module(_MODULE)
 
-def _recode(forward: FunctionType, report: _host.Report) -> None:
-    """Change the code of a forward. Raises ValueError with the reason if it cannot be changed."""
-    module, code = importlib.import_module(_MODULE), None
-    if forward not in _host.placed:
-        source = Source(forward, {})
-        tree = copy.deepcopy(source.tree)
-        if not _paired(tree):
-            raise ValueError("it does not rotate q, then k, in statements that jitrope knows")
-        code = source.code_of(tree)
-    stock = _host.own("timm", getattr(module, _CALLED, None))
-    # It stays there, for a forward that runs while it is restored.
-    forward.__globals__[_NAME] = partial(_of_timm, module, stock, module.apply_rot_embed)
-    if code is not None:
-        report.recode(forward, code, "q and k")
+    def rotated(q: Tensor, k: Tensor, rope: Tensor, first: int, half: bool) -> list[Tensor]:
+        one = module.apply_rot_embed_cat  # it calls `apply_rot_embed`, which counts its refusals
+        try:
+            if one is turn and functions.apply_rot_embed is ours:
+                sin, cos = rope.chunk(2, -1)
+                out = _rotate(q, k, sin, cos, half, first)
+                _host.note("timm", "jitrope")
+                return out
+            _host.note("timm", "host", "apply_rot_embed_cat or apply_rot_embed was replaced")
+        except InvalidInput:
+            pass
+        return [torch.cat([x[:, :, :first], one(x[:, :, first:], rope, half=half)], 2) for x in (q, k)]
 
+    def forward(self: Any, x: Tensor, rope: Any = None, attn_mask: Any = None, is_causal: bool = False) -> Any:
+        if rope is None or not self.fused_attn or not isinstance(x, Tensor):  # torch.fx traces with stand-ins
+            return theirs(self, x, rope, attn_mask, **({} if is_causal is False else {"is_causal": is_causal}))
+        gate = None if getattr(self, "gate", None) is None else self.gate(x).sigmoid()
+        q, k, v = _heads(self, x)
+        half, groups = getattr(self, "rotate_half", False), getattr(self, "num_kv_groups", 1)
+        made = rotated(self.q_norm(q), self.k_norm(k), rope, self.num_prefix_tokens, half)
+        q, k = (y.type_as(v) for y in made)
+        if groups > 1:
+            k, v = (y.repeat_interleave(groups, 1) for y in (k, v))
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask, self.attn_drop.p * self.training, is_causal)
+        x = self.norm(x.transpose(1, 2).flatten(2))
+        return self.proj_drop(self.proj(x if gate is None else x * gate))
 
-def _paired(tree: ast.AST) -> bool:
-    """Put a call of `_of_timm` before two statements that rotate q, then k. They stay, for calls that it refuses."""
-    found = False
-    for node in list(ast.walk(tree)):
-        body = getattr(node, "body", None)
-        for i, two in enumerate(pairwise(body) if isinstance(body, list) else ()):
-            q, k = map(_read, two)
-            if q and k and q[1:] == k[1:]:
-                call = f"{_NAME}({_CALLED}, {q[0]}, {k[0]}, {', '.join(q[1:])})"
-                made: Any = ast.parse(f"_made = {call}\nif _made is None: pass\nelse: {q[0]}, {k[0]} = _made").body
-                made[1].body = list(two)
-                for part in chain.from_iterable(map(ast.walk, made)):
-                    ast.copy_location(part, two[0])
-                body[i : i + 2] = made  # type: ignore[index]
-                found = True
-                break
-    return found
+    return forward
 
 
-def _read(statement: ast.stmt) -> tuple[str, ...]:
-    """(x, the number of its first tokens, the tensor whose dtype it gets, the other arguments), or ()."""
-    match = _ROTATION.fullmatch(ast.unparse(statement))
-    return (match[1], match[2] or "0", match[4], match[3]) if match else ()
+def _heads(layer: Any, x: Tensor) -> list[Tensor]:
+    """q, k and v of a layer for x, (B, S, W): each (B, H, S, D)."""
+    if layer.qkv is None:
+        made = [linear(x) for linear in (layer.q_proj, layer.k_proj, layer.v_proj)]
+    elif getattr(layer, "q_bias", None) is None:
+        made = layer.qkv(x).chunk(3, -1)
+    else:
+        bias = torch.cat((layer.q_bias, layer.k_bias, layer.v_bias))
+        qkv = layer.qkv(x).add_(bias) if layer.qkv_bias_separate else F.linear(x, layer.qkv.weight, bias)
+        made = list(qkv.chunk(3, -1))
+    size = made[0].shape[-1] // layer.num_heads
+    return [y.unflatten(-1, (-1, size)).transpose(1, 2) for y in made]
 
 
-def _of_timm(host: ModuleType, stock: Any, ours: Any, called: Any, *heads: Any, **words: Any) -> list[Tensor] | None:
-    """`_rotated`, if `called` is timm's `stock` and host's `apply_rot_embed` is ours; None if the user replaced one."""
-    if called is not stock or host.apply_rot_embed is not ours:
-        _host.note("timm", "host", "apply_rot_embed_cat or apply_rot_embed was replaced")
-        return None
-    return _rotated(*heads, **words)
+# ---- enable --------------------------------------------------------------------------------------------
+
+_OURS = {"1c5717d3622fbb6c": _promoted, "9a39cb61183cdfe3": apply_rot_embed}
+_CAT = ("aa3e4efb7d28e19e", "53460ec208173c51")
+"""The texts of `apply_rot_embed` and `apply_rot_embed_cat` before 1.0.31, and in it."""
 
 
-def _rotated(q: Tensor, k: Tensor, first: int, like: Tensor, emb: Tensor, half: bool = False) -> list[Tensor] | None:
-    """q and k rotated behind their `first` tokens, in the dtype of `like`; None if jitrope refuses the call."""
-    try:
-        sin, cos = emb.chunk(2, -1)
-        turned = _rotate(q, k, sin, cos, half, first)
-    except InvalidInput:  # timm's statements call `apply_rot_embed`, which counts the refusal
-        return None
-    _host.note("timm", "jitrope", device=q.device.type)
-    return [x.type_as(like) for x in turned]
+@_host.alone
+def enable() -> _host.Report:
+    """Replace timm's rope for all models, and the forward of two attention classes, so that q and k are one launch.
+
+    Raises:
+        ImportError: timm is not installed.
+        JitropeError: `apply_rot_embed` has another text than in timm 1.0.21 to 1.0.31, or was replaced; jitrope has
+            replaced nothing.
+    """
+    functions = _host.load("timm", _MODULE)
+    host, cat = (getattr(functions, name, None) for name in ("apply_rot_embed", "apply_rot_embed_cat"))
+    host = _host.placed[host].original if host in _host.placed else host
+    ours = _OURS.get(_host.text_of(_host.own("timm", host)))
+    if ours is None:
+        raise JitropeError("apply_rot_embed is not that of timm 1.0.21 to 1.0.31: another version has it, or a patch")
+    report = _host.enable("timm", {f"{_MODULE}:apply_rot_embed": ours})
+    turn = cat if _host.text_of(_host.own("timm", cat)) in _CAT else None
+    for where, texts in _ATTENTION.items():
+        try:
+            module, name = _host.held("timm", where)
+            cls = getattr(module, name)
+            if cls.forward not in _host.placed and _host.text_of(_host.own("timm", cls.forward)) not in texts:
+                raise JitropeError("q and k are separate launches, because its text is not that of 1.0.21 to 1.0.31")
+            made = partial(_attention, module, turn, functions.apply_rot_embed)
+            report.replace_method(cls, "forward", made, "q and k in one launch")
+        except (ImportError, JitropeError) as error:
+            report.left[f"{where.replace(':', '.')}.forward"] = str(error)
+    return report
+
+
+disable = _host.disabler(__name__)

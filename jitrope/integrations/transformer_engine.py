@@ -130,7 +130,7 @@ def apply_fused_qkv_rotary_pos_emb(
     """Split packed QKV [.., groups, sum(split)] and rotate q and k; v is copied.
 
     Unlike TransformerEngine's function it accepts "thd", and start_positions also with context parallelism and in the
-    gradient. It is one launch if q and k share their angles and head size; otherwise q and k take one each.
+    gradient. It is one launch if q and k share their tensor of angles and head size; otherwise q and k take one each.
 
     >>> freqs = RotaryPositionEmbedding(64)(16)
     >>> q, k, v = apply_fused_qkv_rotary_pos_emb(torch.randn(16, 1, 2, 384).to(freqs), freqs, freqs, [256, 64, 64])
@@ -156,7 +156,7 @@ def apply_fused_qkv_rotary_pos_emb(
             f"{qkv.shape[-1]} into heads of {k_width}"
         )
     words = _words(tensor_format, start_positions, interleaved, cu_seqlens, cp_size, cp_rank)
-    if k_width == v_width and _same(q_freqs, k_freqs):
+    if k_width == v_width and q_freqs is k_freqs:
         words.update(freqs=q_freqs.float(), rotary_dim=q_freqs.shape[-1], q_per_group=q_width // k_width)
         q, k, v = prepare_packed_qkv(qkv, **words)
         return q, k, v
@@ -176,12 +176,6 @@ def _words(
     where: Any = {"start_positions": starts, "cp_size": cp_size, "cp_rank": cp_rank}
     positions = Packed(cu_seqlens, **where) if tensor_format == "thd" else Starts(**where)
     return {"layout": tensor_format, "interleaved": interleaved, "positions": positions}
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    if a is b or torch.compiler.is_compiling():  # addresses cannot be compared while tracing
-        return a is b
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
 # ---- MultiheadAttention with norms of q and k ----------------------------------------------------------
@@ -229,8 +223,8 @@ def _refusals(rope: Any, layer: Any, given: dict[str, Any]) -> dict[str, bool]:
     }
 
 
-def _stand_in(layer: Any, freqs: Tensor, cu_seqlens: Tensor | None) -> _Both:
-    return _Both(layer, partial(_FUSED, layer=layer, freqs=freqs, cu_seqlens=cu_seqlens))
+def _stand_in(*rope: Any) -> _Both:
+    return _Both(rope[0], partial(_FUSED, rope))
 
 
 def _cu_seqlens(layer: Any, given: dict[str, Any], of: str) -> Tensor | None:
@@ -241,31 +235,39 @@ def _cu_seqlens(layer: Any, given: dict[str, Any], of: str) -> Tensor | None:
     return found
 
 
-def _fused(
-    q: Tensor, k: Tensor, *, layer: Any, freqs: Tensor, cu_seqlens: Tensor | None
-) -> tuple[tuple[Tensor, Tensor], int]:
+_Rope = tuple[Any, Tensor, Tensor | None]
+"""A layer, and the table and offsets of its rope."""
+
+
+def _fused(rope: _Rope, q: Tensor, k: Tensor) -> tuple[tuple[Tensor, Tensor], int]:
+    layer, freqs, cu_seqlens = rope
     norm = norm_of({"q": layer.q_norm, "k": layer.k_norm}, q, after_rope=not layer.qk_norm_before_rope)
     where = (layer.rotary_pos_interleaved, cu_seqlens, layer.cp_size, layer.cp_rank)
     words = {"freqs": freqs.float(), "rotary_dim": freqs.shape[-1], **_words(layer.qkv_format, None, *where)}
-    q, k = prepare_qkv(q, k, None, norm=norm, **words)[:2]
-    return (q, k), 1
+    return prepare_qkv(q, k, None, norm=norm, **words)[:2], 1
 
 
-def _separate(
-    reason: str, q: Tensor, k: Tensor, *, layer: Any, freqs: Tensor, cu_seqlens: Tensor | None
-) -> tuple[Tensor, ...]:
+def _separate(reason: str, rope: _Rope, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
     """The same with the host's norms and its rope function, which may be ours."""
     _host.note_unfused("transformer_engine", reason)
-    where = {"cu_seqlens": cu_seqlens, "cp_size": layer.cp_size, "cp_rank": layer.cp_rank}
-    words = {"fused": True, "interleaved": layer.rotary_pos_interleaved, **where}
-    rope = partial(_host_module().apply_rotary_pos_emb, freqs=freqs, tensor_format=layer.qkv_format, **words)
+    layer, freqs, cu_seqlens = rope
+    words = {"fused": True, "cu_seqlens": cu_seqlens, "cp_size": layer.cp_size, "cp_rank": layer.cp_rank}
+    words |= {"tensor_format": layer.qkv_format, "interleaved": layer.rotary_pos_interleaved}
+    rotate = partial(_host_module().apply_rotary_pos_emb, freqs=freqs, **words)
     both = (q, layer.q_norm), (k, layer.k_norm)
-    return tuple([rope(norm(x)) if layer.qk_norm_before_rope else norm(rope(x)) for x, norm in both])
+    return tuple([rotate(norm(x)) if layer.qk_norm_before_rope else norm(rotate(x)) for x, norm in both])
 
 
 _FUSED = _host.or_else("transformer_engine", "fused", _fused, _separate)
 _ROPE = "transformer_engine.pytorch.attention.rope"
 _ATTENTION = "transformer_engine.pytorch.attention.multi_head_attention"
+_KNOWN = (
+    "hidden_states attention_mask encoder_output attn_mask_type window_size bottom_right_diagonal "
+    "is_first_microbatch checkpoint_core_attention inference_params rotary_pos_emb core_attention_bias_type "
+    "core_attention_bias alibi_slopes cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded "
+    "max_seqlen_q max_seqlen_kv fast_zero_fill pad_between_seqs thd_attention_policies "
+    "thd_attention_policy_dispatch softcap"
+)
 _FUNCTIONS = _host.named(_ROPE, apply_rotary_pos_emb, apply_fused_qkv_rotary_pos_emb)
 
 
@@ -279,7 +281,7 @@ def enable() -> _host.Report:
     cls = getattr(*_host.held("transformer_engine", f"{_ATTENTION}:MultiheadAttention"))
     report = _host.enable("transformer_engine", _FUNCTIONS)
     rope = _host.load("transformer_engine", _ROPE).apply_rotary_pos_emb
-    made = without_rope("transformer_engine", partial(_refusals, rope), _cu_seqlens, _stand_in)
+    made = without_rope("transformer_engine", _KNOWN, partial(_refusals, rope), _cu_seqlens, _stand_in)
     report.replace_method(cls, "forward", made, "norms of q and k and rope fused")
     return report
 

@@ -16,8 +16,8 @@ names do not show the variant. So `enable` calls each function that it finds, on
 one of jitrope's variants gives the same bits in fp32. In bf16 and fp16 jitrope rounds once, so results may differ in
 the last bits. The other functions are not replaced, and the report gives the reason.
 
-Attention classes with norms of q and k directly before or after rope get norms and rope, and v's norm, in one launch.
-They are found by their code, and a class is fused only if a trial has the host's bits, in bf16 too:
+Norms of q and k directly before or after rope are in its launch, in eager mode, if a trial has the host's bits, in bf16
+too. The compiler fuses them by itself:
 
 >>> qwen3 = transformers.Qwen3Model(transformers.Qwen3Config(num_hidden_layers=1, num_key_value_heads=2, **small))
 >>> with jitrope_transformers.enable(qwen3) as report:
@@ -41,11 +41,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.arguments import flag, refuse
+from ..base.arguments import flag, refuse, word
 from ..base.errors import InvalidInput, JitropeError
 from . import _host
-from ._attention import FUSED, NAMES, attention, fuse
-from ._variants import PAIR, Variant, recognise, replaced, replacement, rotate
+from ._pending import APART, FUSED, NAMES, Layer, Rope, attention, fuse
+from ._variants import PAIR, Variant, recognise, replaced, rotate
 
 calls = _host.calls["transformers"]
 """Calls so far, by "jitrope" and "host"; a call of a compiled model counts when it is traced."""
@@ -87,19 +87,26 @@ class Report(_host.Report):
 
     >>> Report().calls
     Counter({'jitrope': 0, 'host': 0})
-
-    Attributes:
-        attention: by the name of an attention class, whether its norms are fused with rope, or why not.
     """
 
     def __init__(self) -> None:
         super().__init__("transformers")
-        self.attention: dict[str, str] = {}
+        self.classes: dict[str, tuple[str, list[Layer]]] = {}
+
+    @property
+    def attention(self) -> dict[str, str]:
+        """By the name of an attention class, whether its norms are fused with rope, or why not.
+
+        The first calls show whether a class rotates what its norms return.
+        """
+        return {
+            name: APART if layers and not any(map(Layer.fuses, layers)) else what
+            for name, (what, layers) in self.classes.items()
+        }
 
     def _replaced(self) -> str:
         fused = sum(what.startswith(FUSED) for what in self.attention.values())
-        classes = "1 attention class" if fused == 1 else f"{fused} attention classes"
-        return super()._replaced() + (f", {FUSED} in {classes}" if fused else "")
+        return super()._replaced() + (f", {FUSED} in {_host.counted(fused, 'attention class')}" if fused else "")
 
     def table(self) -> str:
         """A line for each function and for each attention class of the model: what was done, or why it was not."""
@@ -107,17 +114,18 @@ class Report(_host.Report):
 
 
 @_host.alone
-def enable(model: nn.Module | None = None, *, fuse_norm: bool = True) -> Report:
-    """Use jitrope's rope in a model, or in every model with a loaded file, and fuse it with the norms of q, k and v.
+def enable(model: nn.Module | None = None, *, fuse_norm: bool = True, rounding: str = "fp32") -> Report:
+    """Use jitrope's rope in a model, or in every model with a loaded file, and fuse it with the norms of q and k.
 
     Functions of a model file are replaced for all models of that file, wherever they are held. Enabling twice changes
     nothing.
 
     Args:
         model: its files are searched; None: all loaded model files, without their norms.
-        fuse_norm: True: the norms of q, k and v are in the launch of rope, in the attention classes of the model where
-            a trial gives the host's bits. False: only rope is replaced; norms that are fused already stay so until
-            `disable`.
+        fuse_norm: True: in eager mode, the norms of q and k of this model are in the launch of rope where a trial gives
+            the host's bits. False: only rope is replaced; norms that are fused already stay so until `disable`.
+        rounding: of rope in fp16 and bf16, without norms. "fp32": results are rounded once, so outputs differ from the
+            host's in the last bits. "dtype": the host's bits; functions that round in another way stay with the host.
 
     Returns:
         A report: `replaced` (each function's name and variant), `left` (functions that are not replaced, and why),
@@ -126,12 +134,14 @@ def enable(model: nn.Module | None = None, *, fuse_norm: bool = True) -> Report:
 
     Raises:
         ImportError: transformers is not installed.
-        InvalidInput: model is not a model, or fuse_norm not True or False.
+        InvalidInput: model is not a model, fuse_norm not True or False, rounding another word, or another one than in
+            an earlier call.
         JitropeError: there is nothing to replace; the message lists the functions that were found.
     """
     if model is None and importlib.util.find_spec("transformers") is None:
         raise ImportError("transformers is not installed in this Python: pip install transformers")
     fuse_norm = flag("enable", "fuse_norm", fuse_norm)
+    exact = word("enable", "rounding", rounding, ("fp32", "dtype")) == "dtype"
     found = [
         (module, name, function)
         for module in _files("enable", model)
@@ -140,22 +150,23 @@ def enable(model: nn.Module | None = None, *, fuse_norm: bool = True) -> Report:
     ]
     report = Report()
     try:
-        _place(report, model, found, fuse_norm)
+        _place(report, model, found, fuse_norm, exact)
     except BaseException:
         report.__exit__()
         raise
     return report
 
 
-def _place(report: Report, model: nn.Module | None, found: list[tuple[ModuleType, str, Any]], fuse_norm: bool) -> None:
+def _place(report: Report, model: nn.Module | None, found: list[Any], fuse_norm: bool, exact: bool) -> None:
     """Replace the functions that were found, and fuse the norms of the model's attention classes."""
-    variants = {f: _host.placed[f].what if f in _host.placed else recognise(f) for _, _, f in found}
+    known: dict[Any, Rope | str] = {}
     for module, name, function in found:
-        variant = variants[function]
-        if isinstance(variant, str):
-            report.left[f"{module.__name__}.{name}"] = variant
+        rope = known.get(function) or _rope(function, exact)
+        known[function] = rope
+        if isinstance(rope, str):
+            report.left[f"{module.__name__}.{name}"] = rope
         else:
-            report.replace(module, name, replacement(function, variant), variant)
+            report.replace(module, name, rope.alone, rope, by=rope.call)
     if not report.replaced:
         other = _host.of_other("transformers", model)
         why = other or "".join(f"; {name}: {why}" for name, why in report.left.items())
@@ -163,7 +174,18 @@ def _place(report: Report, model: nn.Module | None, found: list[tuple[ModuleType
         hint = "" if model is not None or why else "; load the model first, or pass it"
         raise JitropeError(f"{where} no rope function that jitrope can replace{why}{hint}")
     for cls, modules in attention(model).items() if model is not None and fuse_norm else ():
-        report.attention[f"{cls.__module__}.{cls.__name__}"] = fuse(cls, modules, report)
+        report.classes[f"{cls.__module__}.{cls.__name__}"] = fuse(cls, modules, report)
+
+
+def _rope(function: Any, exact: bool) -> Rope | str:
+    """The rope function that is replaced, or is to be replaced; or why it is not."""
+    if function in _host.placed:
+        rope: Rope = _host.placed[function].what
+        if rope.variant.exact != exact:
+            raise InvalidInput("enable: rounding differs from that of an earlier call; call disable first")
+        return rope
+    variant = recognise(function)
+    return variant if isinstance(variant, str) else Rope(function, variant._replace(exact=exact))
 
 
 def disable(model: nn.Module | None = None) -> None:

@@ -9,14 +9,12 @@ xfuser 0.7.0 has its own attention processors, so `jitrope.integrations.diffuser
 
 from __future__ import annotations
 
-from functools import partial
-
 from . import _host
-from .diffusers import forms
+from .diffusers import ropes
 
 _FUNCTIONS: dict[str, _host.Function] = {
-    "diffusers.models.embeddings:apply_rotary_emb": partial(forms.rotated, forms.SHARED),
-    "diffusers.models.transformers.transformer_qwenimage:apply_rotary_emb_qwen": partial(forms.rotated, forms.QWEN),
+    "diffusers.models.embeddings:apply_rotary_emb": ropes.shared,
+    "diffusers.models.transformers.transformer_qwenimage:apply_rotary_emb_qwen": ropes.qwen,
 }
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan import views
-from ..plan.options import Options, changed, norm_of, rotated, transformed
+from ..plan.options import Options, changed, norm_of
 from ..plan.views import BLOCK_SCALES, FP8, FP8S, PER_ITEM, TABLE_NAMES, Tensors
 from . import fit, watch
 from .fit import Fail, failing, named
@@ -18,7 +18,7 @@ from .kv_cache import check_caches
 from .pages import check_pages, check_slots
 
 WEIGHTS = ("q_weight", "k_weight", "v_weight", "q_bias", "k_bias")
-LEARNED = ("cos", "sin", "second_cos", "second_sin", "q_factor")  # the tensors whose gradient needs q and k (`learned`)
+LEARNED = ("cos", "sin", "second_cos", "second_sin", "q_factor")  # torch computes their gradients, from q and k too
 MAX_HADAMARD = 256
 _STAGES = "use a call without cache and quantize"
 
@@ -77,6 +77,19 @@ def _refuse_transforms(name: str, written: bool = False) -> None:
             raise InvalidInput(f"{name}: torch.func's {kind} is not supported here; {instead}")
 
 
+def check_memory(op: Any, tensors: Tensors, options: Options) -> None:
+    """Refuse a tensor that is written and shares memory with another tensor of the call."""
+    named = {name: label_of(op, name, options) for name in tensors}
+    written = {named[name]: tensors[name] for name in op.written(options) if name in tensors}
+    fit.require_apart(op.function, written, {named[name]: x for name, x in tensors.items()})
+
+
+def label_of(op: Any, name: str, options: Options) -> str:
+    """The user's name of a tensor of a call."""
+    of_call = {"cos": fit.label_of_table, "position_ids": fit.label_of_ids}
+    return of_call[name](options) if name in of_call else op.label(name)
+
+
 # ---- the checks of the operations, and the rules of their stages, which follow `check` -----------------
 
 
@@ -92,8 +105,6 @@ def check(name: str, tensors: Tensors, options: Options, label: str = "q") -> No
             labels = {"cos": fit.label_of_table(options), "position_ids": fit.label_of_ids(options), **fit.USERS_NAMES}
             fail(f"{labels.get(table, table)} is on {x.device} but {label} is on {q.device}")
     fit.check_heads(q, k, options, fail, label, "k" if label == "q" else label)
-    if options.inplace and k is not None:
-        fit.require_apart(name, {"q": q, "k": k}, {})
     fit.check_lengths(tensors, options, fail)
     fit.check_position_ids(tensors, options, fail)
     fit.check_factor(tensors, q, fit.sizes_of(q, options.layout)[1], options.layout, fail)
@@ -158,7 +169,6 @@ def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     kv: Tensors = {label: tensors[label] for label in ("k", "v") if label in tensors}
     if ("v" in kv) != ("v_cache" in tensors):
         refuse(name, "v", kv.get("v"), "a tensor" if "v_cache" in tensors else "None, because the cache has no v_cache")
-    caches: Tensors = {label: tensors[label] for label in ("k_cache", "v_cache") if label in tensors}
     read_only = changed(options, inplace=False)
     check(name, tensors, read_only)
     fit.check_heads(k, kv.get("v"), read_only, fail, "k", "v")
@@ -173,11 +183,6 @@ def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     if options.rotate_k:
         fit.require_no_overlap("k", k, fail)
     check_caches(kv, tensors, options, fail)
-    written: Tensors = {**caches, **{x: tensors[x] for x in BLOCK_SCALES if x in tensors}}
-    read: Tensors = {label: x for label, x in kv.items() if label == "v"}
-    (written if options.inplace else read)["q"] = q
-    (written if options.rotate_k else read)["k"] = k
-    fit.require_apart(name, written, read)
     (check_slots if "slot_mapping" in tensors else check_pages)(tensors, options, fail)
     if options.inplace and "q_scale" in tensors:
         fail("q is returned as fp8, which cannot be in place; leave inplace=True out")
@@ -221,20 +226,15 @@ def takes_pairs(tensors: Tensors, options: Options) -> bool:
 
 def check_whole_head(name: str, tensors: Tensors, options: Options) -> None:
     """The rule of a stage that needs all elements of a head."""
-    fail, dim, (first, last) = failing(name), tensors["q"].shape[-1], rotated(options)
+    fail, dim = failing(name), tensors["q"].shape[-1]
     if options.inverse and norm_of(options).kind != "no_norm":
         fail("inverse does not go with norm; rotate back in a call without a norm")
     if options.group and dim % options.group:
         fail(f"group is {options.group}; it must divide D={dim}")
     if takes_pairs(tensors, options):
         fit.check_pairs(tensors, options, fail)
-    if options.hadamard == "rest" and first > 0 and last < dim:
-        fail(f"hadamard='rest' needs the rest in one piece; elements {first} to {last - 1} of {dim} are rotated")
-    begin, end = transformed(options, dim)
-    size = end - begin
-    if options.hadamard and (size < 1 or size > MAX_HADAMARD or size & (size - 1)):
-        part = "q has D=" if options.hadamard == "head" else f"the {options.hadamard} has "
-        fail(f"hadamard goes with a power of two of elements up to {MAX_HADAMARD}; {part}{size}, so leave it out")
+    if options.hadamard and (dim > MAX_HADAMARD or dim & (dim - 1)):
+        fail(f"hadamard goes with a power of two of elements up to {MAX_HADAMARD}; q has D={dim}, so leave it out")
     if options.hadamard:
         _refuse_sums(tensors, options, "hadamard", fail)
 
@@ -312,7 +312,6 @@ def check_outs(
         fit.require_no_overlap(label, out, fail, fit.OWN_MEMORY)
     read = {label: x for label, x in tensors.items() if label not in labels}
     refuse_gradients(fail, {**read, **outs}, *read, *outs, use=use)
-    fit.require_apart(name, outs, read)
 
 
 def _tables(tensors: Tensors) -> Tensors:

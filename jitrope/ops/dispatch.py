@@ -6,7 +6,6 @@ recent one is not checked again (`replay`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from ..plan.views import Tensors
 from . import checks, launch, library, watch
 from .check_values import check_values
 from .checks import LEARNED
-from .launch import Asked, Known, Made, Recorded
+from .launch import Asked, Known, Made
 from .operation import Operation, of_k
 from .watch import dispatch_modes, is_compiling
 from .words import canonical, check_asked, resolved
@@ -46,53 +45,16 @@ def call(op: Operation, tensors: Tensors, asked: Asked, key: Any = None) -> Tens
     if not is_compiling():
         if key is None:
             key = (op, *tensors, *asked.items()) if type(asked) is dict else (op, *tensors, asked)
-        out = again(key, tensors)
-        if out is not None:
-            return out
+        if not dispatch_modes() and forward_ad._current_level < 0:
+            try:
+                recent = local.recent[key]
+            except (KeyError, TypeError):  # the check refuses words without a hash
+                recent = []
+            for known in recent:
+                out: Tensors | None = known(tensors, *tensors.values())
+                if out is not None:
+                    return out
     return _call(op, tensors, asked, key)
-
-
-def again(key: Any, tensors: Tensors) -> Tensors | None:
-    """The results of a call, if it is like a recent one with this key."""
-    if dispatch_modes() or forward_ad._current_level >= 0:
-        return None
-    try:
-        recent = local.recent[key]
-    except (KeyError, TypeError):  # the check refuses words without a hash
-        return None
-    for known in recent:
-        out: Tensors | None = known(tensors, *tensors.values())
-        if out is not None:
-            return out
-    return None
-
-
-def replay(key: Any, tensors: Tensors, run: Callable[[], Any]) -> None:
-    """Run a function that makes one call in place, or only enqueue that call, if these tensors are like earlier ones.
-
-    The call's tensors must be views of these, or scales that follow from the key. Its words and the views must follow
-    from the key and the kinds of these tensors. Then no view and no value is made again.
-    """
-    if is_compiling() or local.calls is not None:
-        run()
-        return
-    if again(key, tensors) is not None:
-        return
-    home = local
-    try:
-        never = home.recent.get(key) == []
-    except TypeError:
-        never = True
-    if never:
-        run()
-        return
-    recent, home.recent, home.calls = home.recent, {}, []  # its call must not be like a recent one
-    try:
-        run()
-    finally:
-        home.recent, calls, home.calls = recent, home.calls, None
-    if len(calls) > 1 or (calls and not launch.keep_outer(*calls[0], key, tensors)):
-        launch.kinds_of(recent, key)  # none is known, and none will be
 
 
 def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
@@ -101,7 +63,7 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
         asked = {word: tuple(value) if isinstance(value, list) else value for word, value in asked.items()}
     wants = watch.wants_grad(*[tensors.get(name) for name in op.names])
     tables_want = watch.wants_grad(*[x for name, x in tensors.items() if name not in op.names or name in LEARNED])
-    plain = not is_compiling() and (op.differentiable or not (wants or tables_want)) and watch.plain(tensors)
+    plain = not (is_compiling() or tables_want) and (op.differentiable or not wants) and watch.plain(tensors)
     known = launch.find(key, tensors) if plain else None
     if known is not None:
         options, full = known.options, {**canonical(tensors), **known.stand_ins}
@@ -118,6 +80,7 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
         checks.check_watched(op, wants, full, options)
         if known is None:
             op.check(op.function, full, options)
+            checks.check_memory(op, full, options)
             if check_asked(op.function, asked):
                 if watch.transformed():
                     raise InvalidInput(f"{op.function}: check=True does not go with torch.func; leave it out")
@@ -130,9 +93,8 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
             full = sharding.prepared(op, full, options)
     if plain and not (wants and options.inplace):
         known = known or launch.prepare(op, tensors, full, key, options)
-        recorded = Recorded(learn, (), known.names) if tables_want else Recorded(record, known.saved, known.heads)
-        launch.keep_in_mind(known, tensors, key, recorded)
-        return known.run_recorded(tensors, recorded) if wants or tables_want else known.run(tensors)
+        launch.keep_in_mind(known, tensors, key, record)
+        return known.run_recorded(tensors, record) if wants else known.run(tensors)
     if wants and options.inplace and not is_compiling():
         return _write(op, full, options)
     if wants and options.inplace:  # traced under autograd: Inductor turns the copy into a write in place
@@ -163,21 +125,6 @@ class _Known(torch.autograd.Function):
         return None, *[found.get(name) for name in known.heads]
 
 
-class _Learned(torch.autograd.Function):
-    """A known call whose tables require a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, made: Made, names: tuple[str, ...], *xs: Tensor) -> Any:
-        known, _, outputs = made
-        tensors = {**dict(zip(names, xs)), **known.stand_ins}
-        library.keep(ctx, known.op, names, tensors, known.results, known.options)
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return None, None, *library.gradients(ctx, grads)
-
-
 class _Written(torch.autograd.Function):
     """A call in place; or, after such a call, one tensor that it wrote."""
 
@@ -198,14 +145,6 @@ class _Written(torch.autograd.Function):
 
 
 record = watch.apply_of(_Known)
-_apply_learned = watch.apply_of(_Learned)
-
-
-def learn(made: Made, *given: Tensor) -> tuple[Tensor, ...]:
-    """`record` for a call whose tables require a gradient. given: all its tensors."""
-    tensors = canonical(dict(zip(made[0].names, given)))
-    results: tuple[Tensor, ...] = _apply_learned(made, tuple(tensors), *tensors.values())
-    return results
 
 
 def _write(op: Operation, tensors: Tensors, options: Options) -> Tensors:

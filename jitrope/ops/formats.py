@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..plan.options import LAYOUT_AXES, Options, transformed
+from ..plan.options import LAYOUT_AXES, Options
 from ..plan.views import E8M0, FORMATS, SCALES, Tensors, canonical
 from .rows import sequences_of
 
@@ -163,16 +163,11 @@ def stored_scale(scale: Tensor, o: Options) -> Tensor:
     return tiles.permute(0, 1, 2, 5, 4, 3, 6).reshape(padded.shape).view(scale.dtype)
 
 
-def with_hadamard(x: Tensor, o: Options) -> Tensor:
-    """Heads in fp32 whose part `o.hadamard` is multiplied by the orthogonal Hadamard matrix (Sylvester's order).
-
-    The order of sums is the kernel's.
-    """
-    begin, end = transformed(o, x.shape[-1])
-    y, bits = x[..., begin:end], (end - begin).bit_length() - 1
+def with_hadamard(x: Tensor) -> Tensor:
+    """Heads in fp32 times the orthogonal Hadamard matrix (Sylvester's order). The order of sums is the kernel's."""
+    bits = x.shape[-1].bit_length() - 1
     for bit in range(bits):
-        pairs = y.unflatten(-1, (-1, 2, 1 << bit))
+        pairs = x.unflatten(-1, (-1, 2, 1 << bit))
         a, b = pairs[..., 0, :], pairs[..., 1, :]
-        y = torch.stack((a + b, a - b), -2).flatten(-3)
-    y = y * (0.5 ** (bits // 2) * (0.5**0.5 if bits % 2 else 1))
-    return torch.cat((x[..., :begin], y, x[..., end:]), -1)
+        x = torch.stack((a + b, a - b), -2).flatten(-3)
+    return x * (0.5 ** (bits // 2) * (0.5**0.5 if bits % 2 else 1))

@@ -88,8 +88,7 @@ def forget_positions(tensors: Tensors, words: dict[str, Any]) -> None:
             return
     for name in ("position_ids", "start_positions"):
         tensors.pop(name, None)
-    rotated = () if words.get("hadamard") in ("rotary", "rest") else ("rotary_dim", "rotary_offset")
-    for word in ("mrope_section", "mrope_interleaved", "shifts", "unrotated", *rotated):
+    for word in ("mrope_section", "mrope_interleaved", "shifts", "unrotated", "rotary_dim", "rotary_offset"):
         words.pop(word, None)
 
 

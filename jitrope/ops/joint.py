@@ -27,6 +27,11 @@ def names_of(stream: str) -> dict[str, str]:
     return {**heads, **{name: weights + name for name in ("q_weight", "k_weight", "q_bias", "k_bias")}}
 
 
+def tokens_of(tensors: Tensors) -> int:
+    """The number of tokens of both streams."""
+    return tensors["first_q"].shape[1] + tensors["second_q"].shape[1]
+
+
 def of_stream(t: Tensors, o: Options, stream: str) -> tuple[Tensors, Options]:
     """One stream of a joint call as a separate call, with its tokens' part of the tables or of their rows."""
     own = {name: t[joint] for name, joint in names_of(stream).items() if joint in t}
@@ -125,11 +130,8 @@ class _Joint(Normed):
     rules: tuple[Rule, ...] = (check_joint,)
     reference = staticmethod(joint)
 
-    def unrotated_rows(self, tensors: Tensors, options: Options) -> int:
-        return tensors["first_q"].shape[1] + tensors["second_q"].shape[1]
-
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        tokens, first = self.unrotated_rows(tensors, options), {name: tensors[f"first_{name}"] for name in "qkv"}
+        tokens, first = tokens_of(tensors), {name: tensors[f"first_{name}"] for name in "qkv"}
         return {name: x.new_empty((x.shape[0], tokens, *x.shape[2:])) for name, x in first.items()}
 
     def saved(self, tensors: Tensors, options: Options) -> Tensors:
@@ -144,7 +146,7 @@ class _Joint(Normed):
         from .operations import QK_NORM_ROPE, QKV_NORM_ROPE, transformed_back
 
         if options.hadamard:
-            grads, options = transformed_back(call, grads, options), changed(options, hadamard="")
+            grads, options = transformed_back(call, grads, options), changed(options, hadamard=False)
         found: Tensors = {}
         begin = 0
         for stream in STREAMS:
@@ -182,7 +184,7 @@ class JointInto(_Joint):
         """Tensors as a call on the joined streams has them. Only the shapes, dtypes and devices of heads are right."""
         found = {name: tensors[name] for name in (*_SCALES, *_OUTS) if name in tensors}
         for letter in "qkv" if self.mutated or options.dynamic_v else "qk":  # v is read for its scale alone
-            x, tokens = tensors[f"first_{letter}"], self.unrotated_rows(tensors, options)
+            x, tokens = tensors[f"first_{letter}"], tokens_of(tensors)
             found[letter] = x.new_empty((1, 1, 1, x.shape[3])).expand(x.shape[0], tokens, x.shape[2], -1)
         return found
 

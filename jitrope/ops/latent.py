@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from ..base.errors import InvalidInput
 from ..plan.options import LAYOUT_AXES, Options, changed
 from ..plan.views import FORMATS, TABLE_NAMES, Tensors
 from .checks import check, check_outs
@@ -62,16 +61,6 @@ class _Latent(Operation):
     inplace = False
     rules = (check_latent,)
     reference = staticmethod(latent)
-
-    def unrotated(self, name: str, tensors: Tensors, options: Options) -> tuple[Options, Tensors]:
-        """A rotation by angles of zero: the sum over k's heads is made where it is rotated."""
-        if options.interleaved != options.interleaved_out:
-            raise InvalidInput(f"{name}: interleaved_out does not go without a table; pass a table")
-        return options, self.with_one_row(name, tensors, options)
-
-    def unrotated_rows(self, tensors: Tensors, options: Options) -> int:
-        """A rank has at least so many tokens of a sequence that these rows hold all its positions."""
-        return (super().unrotated_rows(tensors, options) + 2) * options.cp_size
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         q, kv = tensors["q"], tensors["kv"]

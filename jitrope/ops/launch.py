@@ -13,7 +13,7 @@ import math
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +26,9 @@ from ..plan.memory import Span, refuse_meeting, span
 from ..plan.options import Options
 from ..plan.problem import HEADS, plan_call
 from ..plan.spec import ROPE_KINDS, RopeSpec
-from ..plan.views import BLOCK_SCALES, Tensors, bias_views, table_pair
+from ..plan.views import Tensors, bias_views, table_pair
 from . import watch
-from .checks import LEARNED
+from .checks import LEARNED, label_of
 from .operation import Operation
 from .replay import SCRATCH, Form, maker, twice
 from .stand_ins import missing_weights
@@ -54,7 +54,6 @@ class Local(threading.local):
     def __init__(self) -> None:
         self.known: dict[Any, Known] = {}
         self.recent: dict[Any, list[Callable[..., Any]]] = {}
-        self.calls: list[tuple[Known, Tensors]] | None = None  # those of a function that is run by `dispatch.replay`
 
 
 local = Local()
@@ -64,7 +63,7 @@ class Known:
     """A prepared kind of call."""
 
     device: int  # the GPU's index
-    reach: int  # bytes; tensors further apart share no memory
+    reach = 0  # bytes; tensors further apart share no memory
     stand_ins: Tensors  # tensors for those that were not given, by name
     kept: tuple[Tensor, ...]  # tensors that are the same in every call
     fixed: list[int]  # their addresses
@@ -94,13 +93,10 @@ class Known:
         own = (self.names, self.pointers, self.results, self.options.inplace, like, self.makes)
         return Form(*own, self.finished, tuple(self.close), self.written, aligned=not any(self.alignments))
 
-    def written_out(
-        self, form: Form, matches: Any = None, record: Any = None, outputs: Any = None, outer: Outer | None = None
-    ) -> Any:
+    def written_out(self, form: Form, matches: Any = None, record: Any = None, outputs: Any = None) -> Any:
         """A function that enqueues a call; `Form` has its arguments."""
         launched = (self.pack, self.args, self.device, self.enqueue) if self.pointers else (None,) * 4
-        fixed, alignments = (self.fixed, self.alignments) if outer is None else outer
-        own = (fixed, self.reach, self.apart, alignments)
+        own = (self.fixed, self.reach, self.apart, self.alignments)
         return maker(form)(self, self.op, self.options, self.blocks, *launched, *own, matches, record, outputs)
 
     def run(self, tensors: Tensors) -> Tensors:
@@ -110,13 +106,13 @@ class Known:
         results: Tensors = self.unguarded(tensors, *tensors.values())
         return results
 
-    def run_recorded(self, tensors: Tensors, recorded: Recorded) -> Tensors:
+    def run_recorded(self, tensors: Tensors, record: Record) -> Tensors:
         """`run`, recorded for backward."""
         with torch.no_grad():
             outputs = self.run(tensors)
-        saved = tuple([tensors[name] for name in recorded.saved])
+        saved = tuple([tensors[name] for name in self.saved])
         made = self, saved, tuple([outputs[name] for name in self.results])
-        return dict(zip(self.results, recorded.function(made, *[tensors[name] for name in recorded.heads])))
+        return dict(zip(self.results, record(made, *[tensors[name] for name in self.heads])))
 
     def elsewhere(self) -> None:
         """Enqueue on the current stream of the kernel's device, which is not torch's current device."""
@@ -128,32 +124,22 @@ class Known:
 
         distances: bytes from the first of the tensors in `close` to the others.
         """
-        if any(b - a < self.reach for a, b in itertools.pairwise(sorted((0, *distances)))):
-            label = {name: self.op.label(name) for name in self.close}
-            spans = {label[name]: self.close[name]._replace(at=at) for name, at in zip(self.close, (0, *distances))}
-            refuse_meeting(self.op.function, spans, [label[n] for n in self.written if n in label])
+        named = {name: label_of(self.op, name, self.options) for name in self.close}
+        spans = {named[name]: x._replace(at=at) for (name, x), at in zip(self.close.items(), (0, *distances))}
+        ordered = sorted(spans.values())
+        ends = itertools.accumulate([x.at + x.extent for x in ordered], max)
+        if any(x.at < end for x, end in zip(ordered[1:], ends)):
+            refuse_meeting(self.op.function, spans, [named[name] for name in self.written])
         if len(self.apart) >= MAX_APART:
             self.apart.clear()
         self.apart.add(distances)
 
 
 Made = tuple[Known, tuple[Tensor, ...], tuple[Tensor, ...]]
-"""A call that was enqueued, the tensors that `Recorded.saved` names, and its results."""
+"""A call that was enqueued, the tensors that `Known.saved` names, and its results."""
 
-
-class Recorded(NamedTuple):
-    """The function that records a call for backward, (made: `Made`, *heads) -> results, and names of its tensors."""
-
-    function: Callable[..., tuple[Tensor, ...]]
-    saved: tuple[str, ...]
-    heads: tuple[str, ...]  # those with a gradient, or, of a call with learned tables, all
-
-
-class Outer(NamedTuple):
-    """For a call that is found by other tensors (`keep_outer`): tensors that stay, and the alignments of the others."""
-
-    fixed: list[Any]  # after those of the `Known`, which are addresses
-    alignments: tuple[int, ...]
+Record = Callable[..., tuple[Tensor, ...]]
+"""Records a call for backward: (made: `Made`, *heads) -> results."""
 
 
 def find(key: Any, tensors: Tensors) -> Known | None:
@@ -196,15 +182,11 @@ def _plan(known: Known, tensors: Tensors, statics: Tensors) -> None:
     op, options = known.op, known.options
     named = with_outputs(op, tensors, options)
     inputs, results = op.heads(named, options)
-    device, places = next(iter(tensors.values())).device, op.places(options)
+    device = next(iter(tensors.values())).device
     known.makes, known.finished = len(named) > len(tensors), op.finishes(named, options)
-    near = {name: span(named[name]) for name in (*places, *BLOCK_SCALES) if name in named}
-    if any(name.endswith("_out") for name in op.mutated):  # the caller's, which may share memory with any other
-        near = {name: span(x) for name, x in zip(known.names, named.values())}
-    known.reach = max([x.extent for x in near.values()])
-    close = {name: x for name, x in near.items() if name in known.names}
-    if len(close) > 1 and any(name in close for name in op.written(options)):
-        known.close = close
+    if known.written and len(known.names) > 1:
+        known.close = {name: span(x) for name, x in zip(known.names, named.values())}
+        known.reach = max(x.extent for x in known.close.values())
     gpu = torch.cuda.get_device_properties(device)
     planned = plan_call(inputs, results, named, options, gpu.multi_processor_count, watch.memory_speed(gpu))
     if planned is None:
@@ -257,89 +239,36 @@ def keep_in_mind(
     known: Known,
     tensors: Tensors,
     key: Any,
-    recorded: Recorded | None = None,
+    record: Record | None = None,
     outputs: Callable[[Tensors], Any] | None = None,
     arguments: tuple[str, ...] = (),
 ) -> None:
     """Keep a plain call for the fast path, with gradients enabled only if it computes all that its tensors require.
 
-    recorded: records such a call; None: it is not for the fast path. arguments: those of torch's op, for a call of it;
+    record: records such a call; None: it is not for the fast path. arguments: those of torch's op, for a call of it;
     then outputs makes its outputs of the results.
     """
     wants = {name for name, x in tensors.items() if x.requires_grad}
-    if known.home.calls is not None:  # of a function that is kept instead
-        known.home.calls.append((known, tensors))
-        return
     form = known.form._replace(arguments=arguments, outputs=outputs is not None)
     differentiable = known.op.differentiable and not known.options.inplace
-    if wants and recorded is not None and differentiable and wants <= {*recorded.heads}:
-        form = form._replace(saved=recorded.saved, heads=recorded.heads)
-        return _keep(known, tensors, key, form, recorded.function)
+    if wants and record is not None and differentiable and wants <= {*known.heads}:
+        form = form._replace(saved=known.saved, heads=known.heads)
+        return _keep(known, tensors, key, form, record)
     _keep(known, tensors, key, form._replace(unrecorded=bool(wants)), outputs=outputs)
 
 
-def keep_outer(known: Known, tensors: Tensors, key: Any, given: Tensors) -> bool:
-    """Keep a call in place for `dispatch.replay`, by the given tensors. Returns False if one of its own is no view."""
-    wants = any(x.requires_grad for x in given.values())
-    if not known.pointers or not watch.plain(given) or (wants and watch.grad_enabled()):
-        return True  # without tokens, or with others it may be
-    views: list[tuple[str, str]] = []
-    written: list[str] = []
-    fixed: list[Any] = [*known.fixed]
-    for name, x in tensors.items():
-        shared = [label for label, y in given.items() if _memory(x) == _memory(y)]
-        source = name if name in shared else shared[0] if len(shared) == 1 else None
-        if source is None and (shared or name in given or x.dim() or not name.endswith("_scale")):
-            return False  # a copy, or a view of one of several; a scale that was a number stays
-        if source is None:
-            views.append((name, f"fixed[{len(fixed)}].data_ptr()"))
-            fixed.append(x)
-        elif source != name or x.data_ptr() != given[source].data_ptr():
-            views.append((name, f"{source}_at + {x.data_ptr() - given[source].data_ptr()}"))
-        if name in known.written and source is not None:
-            written.append(source)
-    if not known.options.inplace or known.finished:
-        return False
-    outer = Outer(fixed, tuple([x.data_ptr() & 15 for x in given.values()]))
-    form = known.form._replace(
-        names=tuple(given),
-        views=tuple(views),
-        written=tuple(written),
-        aligned=not any(outer.alignments),
-        unrecorded=wants,
-    )
-    _keep(known, given, key, form, outer=outer)
-    return True
-
-
-def kinds_of(recent: dict[Any, list[Callable[..., Any]]], key: Any) -> list[Callable[..., Any]]:
-    """The known calls with a key; room is made for a new one."""
-    if len(recent) >= MAX_RECENT and key not in recent:
-        del recent[next(iter(recent))]
-    return recent.setdefault(key, [])
-
-
-def _memory(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
-
-
-def _keep(
-    known: Known,
-    tensors: Tensors,
-    key: Any,
-    form: Form,
-    record: Any = None,
-    outputs: Any = None,
-    outer: Outer | None = None,
-) -> None:
+def _keep(known: Known, tensors: Tensors, key: Any, form: Form, record: Any = None, outputs: Any = None) -> None:
     """Keep a form of a plain call for the fast path."""
     xs = [*tensors.values()]
     repeated = twice(form.names, xs)
     matches = watch.guard([x.detach() if name in dict(repeated) else x for name, x in zip(form.names, xs)])
-    if matches is None or ((known.kept or outer) and watch.capturing(xs[0])):
+    if matches is None or (known.kept and watch.capturing(xs[0])):
         return
     form = form._replace(twice=repeated, guarded=True)
+    recent = known.home.recent
     with contextlib.suppress(TypeError):  # a word without a hash
-        kinds = kinds_of(known.home.recent, key)
-        kinds.insert(0, known.written_out(form, matches, record, outputs, outer))
+        if len(recent) >= MAX_RECENT and key not in recent:
+            del recent[next(iter(recent))]
+        kinds = recent.setdefault(key, [])
+        kinds.insert(0, known.written_out(form, matches, record, outputs))
         del kinds[MAX_RECENT_KINDS:]

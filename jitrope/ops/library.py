@@ -16,7 +16,6 @@ from ..plan.options import NormOptions, Options, changed, norm_of
 from ..plan.views import TABLE_NAMES, Tensors, table_pair
 from . import launch, planning, watch
 from .checks import LEARNED
-from .learned import gradients as gradients_of_tables
 from .operation import Operation
 from .operations import OPERATIONS
 
@@ -267,7 +266,7 @@ def _fakes(op: Operation, tensors: Tensors, options: Options) -> Tensors:
 def keep(ctx: Any, op: Operation, names: Sequence[str], tensors: Tensors, outputs: Any, options: Options) -> None:
     """Save the tensors and names for the backward of a call. names, outputs: "" for a missing one.
 
-    The gradient of a learned table needs q and k too.
+    The gradients of tables need q and k too.
     """
     learned = tuple([name for name in LEARNED if name in tensors and tensors[name].requires_grad])
     saved = tensors if learned else op.saved(tensors, options)
@@ -293,9 +292,28 @@ def gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         needed = {name: x.detach() if name in learned else x for name, x in needed.items()}
     found = op.gradient(call, needed, dict(given), options) if given else {}
     if learned and given:
-        found.update(gradients_of_tables(call, op, tensors, learned, given, options))
+        found.update(_of_tables(op, tensors, learned, given, options))
     zeros = ctx.zeros if given else {}
     return [zeros[name]() if found.get(name) is None and name in zeros else found.get(name) for name in names]
+
+
+def _of_tables(op: Operation, t: Tensors, names: Sequence[str], grads: Tensors, o: Options) -> dict[str, Tensor | None]:
+    """The gradients of the tables `names`, by torch's autograd through the reference. grads: of the results."""
+    again = torch.is_grad_enabled()  # the gradient of this gradient is wanted too
+    if o.rounding != "complex128":
+        o = changed(o, rounding="fp32")  # roundings do not change gradients
+    with torch.enable_grad(), watch.without_autocast(t[names[0]]):  # the words alone say what is rounded
+        # Views: there is no way from a result to a table through q or through another table.
+        inputs = {name: x.view_as(x) if again else x.detach() for name, x in t.items()}
+        for name in names:  # a sum in the dtype of the table would be rounded for q, and for k again
+            exact = inputs[name] if inputs[name].dtype == torch.float64 else inputs[name].float()
+            inputs[name] = exact if again else exact.requires_grad_()
+        results = op.reference(inputs, o)
+        given = [name for name in grads if results[name].requires_grad]  # k has no scale
+        outputs, sent = [results[name] for name in given], [grads[name] for name in given]
+        wanted = [inputs[name] for name in names]
+        found = torch.autograd.grad(outputs, wanted, sent, create_graph=again, allow_unused=True)
+    return {name: None if grad is None else grad.to(t[name].dtype) for name, grad in zip(names, found)}
 
 
 def _autograd(op: Operation) -> Callable[..., Any]:

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.arguments import refuse
 from ..base.errors import JitropeError
 from ..plan import partition
-from ..plan.options import ALL_TOKENS, HEAD_WORDS, LAYOUT_AXES, Options, changed, norm_of
+from ..plan.options import ALL_TOKENS, HEAD_WORDS, Options, changed, norm_of
 from ..plan.problem import Views
 from ..plan.views import FORMATS, MEANS, Tensors, converts_v, head_view
 from . import checks
@@ -142,28 +141,10 @@ class Operation:
         """Whether a call without a table, which rotates nothing, has another stage."""
         return self.function != "apply_rope" and (bool(self.stage) or "q_factor" in tensors)
 
-    def unrotated(self, name: str, tensors: Tensors, options: Options) -> tuple[Options, Tensors]:
-        """The options and the tensors of a call without a table: every token comes before those of the tables.
-
-        With a norm they are rotated by angles of zero instead, if one row of a table can stand for all positions.
-        """
-        one_row_fits = self.norm and "cu_seqlens" not in tensors and options.cp_size <= 1
-        if not one_row_fits or options.interleaved != options.interleaved_out:
-            options = changed(options, unrotated=ALL_TOKENS)
-        return options, self.with_one_row(name, tensors, options)
-
-    def with_one_row(self, name: str, tensors: Tensors, options: Options) -> Tensors:
-        """The tensors, with tables that rotate nothing: one row, expanded."""
-        label, q = next(iter(tensors.items()))
-        if q.dim() not in (3, 4):
-            refuse(name, self.label(label), q, "a tensor with 3 or 4 axes")
-        cos, sin = one_row(q.device, options.rotary_dim // 2)
-        rows = self.unrotated_rows(tensors, options)
-        return {**tensors, "cos": cos.expand(rows, -1), "sin": sin.expand(rows, -1)}
-
-    def unrotated_rows(self, tensors: Tensors, options: Options) -> int:
-        """The number of rows of a table for its tokens."""
-        return next(iter(tensors.values())).shape[LAYOUT_AXES[options.layout][1]]
+    def unrotated(self, tensors: Tensors, options: Options) -> tuple[Options, Tensors]:
+        """The options and the tensors of a call without a table: every token comes before those of the tables."""
+        cos, sin = one_row(next(iter(tensors.values())).device, options.rotary_dim // 2)
+        return changed(options, unrotated=ALL_TOKENS), {**tensors, "cos": cos, "sin": sin}
 
     def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
         """The results on CPU tensors."""
@@ -185,7 +166,8 @@ class Operation:
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         """The gradients of the inputs. grads: gradients of the results, at least one."""
         if self.norm and self.differentiable:
-            raise JitropeError("a norm of q or k has no second derivative")
+            hint = "compute the norm by itself; with a drop-in, enable(model, fuse_norm=False)"
+            raise JitropeError(f"a norm of q or k has no second derivative; {hint}")
         raise JitropeError(f"{self.function or self.name} has no gradient")
 
 

@@ -221,7 +221,7 @@ class _QKNormRopeHadamard(_QKNormRope):
     reference = staticmethod(reference.turned)
 
     def gradient(self, call: operation.Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
-        return super().gradient(call, saved, transformed_back(call, grads, options), changed(options, hadamard=""))
+        return super().gradient(call, saved, transformed_back(call, grads, options), changed(options, hadamard=False))
 
 
 def transformed_back(call: operation.Call, grads: Tensors, options: Options) -> Tensors:
@@ -243,7 +243,7 @@ class _QKVHadamard(QKVNorm):
     hidden = ()
 
     def of_qkv(self, call: operation.Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
-        grads, back = transformed_back(call, grads, options), changed(options, hadamard="")
+        grads, back = transformed_back(call, grads, options), changed(options, hadamard=False)
         if norm_of(options).kind != NO_NORM.kind:
             return super().of_qkv(call, saved, grads, back)
         tables = {name: x for name, x in saved.items() if name not in self.names}

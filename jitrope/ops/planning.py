@@ -61,16 +61,9 @@ def note(op: Operation, tensors: Tensors, options: Options) -> None:
     planner = _planning.get()
     if planner is None or next(iter(tensors.values())).device.type != "meta":
         return
-    _, launches, sm_count = planner
+    specs, launches, sm_count = planner
     named = launch.with_outputs(op, {**tensors, **(missing_weights(tensors, options) if op.norm else {})}, options)
     for asked in launches:
         found = plan_call(*op.heads(named, options), named, changed(options, launch=asked), sm_count)
-        if found is not None:
-            add(found[0].spec)
-
-
-def add(spec: Spec) -> None:
-    """Add a kernel to the list of its `planning` block, if it is in one."""
-    planner = _planning.get()
-    if planner is not None and spec not in planner[0]:
-        planner[0].append(spec)
+        if found is not None and found[0].spec not in specs:
+            specs.append(found[0].spec)

@@ -14,7 +14,7 @@ from ..plan.options import Options, changed, norm_of
 from ..plan.problem import Views
 from ..plan.views import MEANS, Tensors, packed_part, packed_sizes
 from . import checks, operation, reference
-from .fit import check_pairs, failing, require_apart
+from .fit import check_pairs, failing
 from .into import Into, copy_heads
 from .operation import BIASES, GIVEN_MEANS, ROTATION, WEIGHTS, Call, Normed, Operation, Rule, empty_like
 from .stand_ins import weight_sums
@@ -326,8 +326,6 @@ class PackedInto(Operation):
             fail("copy_v=False does not go with v=True of quantize; leave copy_v out")
         if "bias" in tensors and norm_of(options).of == "v":
             fail("the norm has of='v', which does not go with bias")
-        written = {self.label(x): tensors[x] for x in self.written(options) if x in tensors}
-        require_apart(name, written, {x: tensors[x] for x in ("qkv", "bias") if x in tensors})
         self.into_given.check(name, self.separate(tensors, options), options)
         if "bias" in tensors and checks.takes_pairs(tensors, options):
             check_pairs({"bias": tensors["bias"]}, options, fail)

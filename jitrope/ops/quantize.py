@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..base.arguments import flag, refuse, shown, whole, word
 from ..base.errors import InvalidInput
-from ..plan.options import HADAMARDS, SCALE_FMTS
+from ..plan.options import SCALE_FMTS
 from ..plan.problem import DTYPE_NAMES
 from ..plan.views import E8M0, FORMATS, FP8, FP8S, GROUPS, SCALES, Tensors
 from .values import Value, divisor, scales
@@ -51,8 +51,7 @@ class Quantize(Conversion):
         dtype: torch.float8_e4m3fn, at most 448, or torch.float8_e5m2, at most 57344. A cache has its own dtype.
         hadamard: multiply each head by the orthogonal Hadamard matrix first (Sylvester's order), which spreads large
             elements over the head (QuaRot, arXiv:2404.00456). The scores of q and k do not change; k is transformed in
-            a cache too, and v is not. True: the whole head. "rotary": its rotated elements alone. "rest": the others,
-            which must be neighbours. Their number must be a power of two up to 256.
+            a cache too, and v is not. D must be a power of two up to 256.
 
     Raises:
         InvalidInput: an argument has a wrong type.
@@ -65,7 +64,7 @@ class Quantize(Conversion):
         v_scale: float | Tensor | None = None,
         *,
         dtype: torch.dtype = FP8,
-        hadamard: bool | str = False,
+        hadamard: bool = False,
     ) -> None:
         given = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         self.given = {label: x for label, x in given.items() if x is not None or label == "q_scale"}
@@ -167,7 +166,7 @@ class DynamicQuantize(Conversion):
         q_global_scale: float | Tensor | None = None,
         k_global_scale: float | Tensor | None = None,
         v_global_scale: float | Tensor | None = None,
-        hadamard: bool | str = False,
+        hadamard: bool = False,
         per: str = "token",
         swizzled: bool = False,
         v: bool = False,
@@ -240,11 +239,7 @@ def _scale_words(form: str, scale_dtype: Any, scale_fmt: Any) -> dict[str, Any]:
 
 def hadamard_words(name: str, value: Any) -> dict[str, Any]:
     """The word for a Hadamard transform, if there is one."""
-    if isinstance(value, str):
-        if value not in HADAMARDS[2:]:
-            refuse(name, "hadamard", value, f"True, False, {' or '.join(map(repr, HADAMARDS[2:]))}")
-        return {"hadamard": value}
-    return {"hadamard": "head"} if flag(name, "hadamard", value) else {}
+    return {"hadamard": True} if flag(name, "hadamard", value) else {}
 
 
 def _format(name: str, dtype: Any, allowed: tuple[torch.dtype, ...]) -> str:

@@ -321,7 +321,7 @@ def turned(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -> Tens
     if not o.hadamard:
         return turn(t, o, out_dtype)
     before = turn(t, o, read_as(o))
-    exact = {name: x if name == "v" else with_hadamard(x.float(), o) for name, x in before.items()}
+    exact = {name: x if name == "v" else with_hadamard(x.float()) for name, x in before.items()}
     return {name: torch.empty_like(t[name], dtype=out_dtype).copy_(x) for name, x in exact.items()}
 
 

@@ -41,8 +41,6 @@ class Form(NamedTuple):
     unrecorded: bool = False  # it returns None if gradients are enabled
     arguments: tuple[str, ...] = ()  # of torch's op, "no_..." for one not given; (): a dict of tensors, and then each
     outputs: bool = False  # it returns the op's outputs, not results by name
-    views: tuple[tuple[str, str], ...] = ()
-    """Names and addresses of the kernel's tensors that are not in `names`, or begin elsewhere (`dispatch.replay`)."""
 
 
 def _checks(form: Form) -> list[str]:
@@ -66,8 +64,6 @@ def _checks(form: Form) -> list[str]:
         bits = [f"{name}_at" for name in names]
         other = f"({' | '.join(bits)}) & 15" if form.aligned else f"({' & 15, '.join(bits)} & 15,) != alignments"
         lines.append(f"if {other}: return None")
-    if form.views:
-        lines.append(f"{', '.join(f'{name}_at' for name, _ in form.views)} = {', '.join(at for _, at in form.views)}")
     return lines
 
 

@@ -46,6 +46,18 @@ def transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def outside_modes() -> AbstractContextManager[Any]:
+    """A context without the dispatch modes that are active, such as FakeTensorMode."""
+    off: AbstractContextManager[Any] = torch.utils._python_dispatch._disable_current_modes()
+    return off
+
+
+def saves_otherwise() -> bool:
+    """Whether hooks handle what autograd saves, as in a checkpoint, which compares it when it computes a part again."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return grad_enabled() if top is None else top(True) is not None
+
+
 def transforms() -> list[str]:
     """The active transforms of torch.func, such as "vmap"."""
     return [entry.key().name.lower() for entry in torch._C._functorch.get_interpreter_stack() or ()]

@@ -99,7 +99,7 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name
         found = (_kept if known else _resolved)(op, name, kind, words, *widths)
     except TypeError:  # a word without a hash
         found = _resolved(op, name, kind, words, *widths)
-    return (found, full) if cos is not None else op.unrotated(name, full, found)
+    return (found, full) if cos is not None else op.unrotated(full, found)
 
 
 def _is_default(label: str, value: Any) -> bool:

@@ -293,7 +293,7 @@ def has_ring(spec: RopeSpec) -> bool:
 def shared_by_stages(spec: RopeSpec) -> int:
     """Bytes of shared memory that exchanged elements, the scales of groups and shared angles take at most."""
     teams = spec.threads // spec.team
-    exchanges = spec.norm and (spec.hadamard != "" or spec.interleaved != spec.interleaved_out)
+    exchanges = spec.norm and (spec.hadamard or spec.interleaved != spec.interleaved_out)
     sums = 3 * spec.threads // 8 + 64 if spec.across_heads else 0  # three of each warp at most
     exchanged = teams * spec.head_dim * 4 + sums if exchanges else 0
     angles = 4 * spec.rotary_dim * spec.tokens_per_block * 4 if spec.shares_angles else 0

@@ -16,7 +16,6 @@ NORM_OF = ("qk", "q", "k", "v")
 SCALED_DTYPES = ("fp8", "fp8_e5m2", "int8", "fp4")
 SCALE_DTYPES = ("fp32", "e8m0", "fp8", "e8m0_fp32")
 SCALE_FMTS = ("", "ue8m0")
-HADAMARDS = ("", "head", "rotary", "rest")
 QKV_ORDERS = {"grouped": 1, "qkv": 1, "qkv_gated": 2}
 """The orders of packed QKV, and the heads that q's projection has for each head of q: with a gate two."""
 MAX_HEAD_DIM = 512
@@ -86,7 +85,7 @@ class Options(NamedTuple):
     rounding: str = "fp32"
     launch: str = "auto"
     inverse: bool = False
-    hadamard: str = ""  # the part of a head that is transformed
+    hadamard: bool = False
     clear_page: bool = False
     ulysses_degree: int = 1  # ranks, each with a group of heads in the results
     out_dtype: str = "fp8"  # of elements that are divided by scales
@@ -123,10 +122,3 @@ _PLACES = {name: place for place, name in enumerate(Options._fields)}
 def rotated(options: Options | Compiled) -> tuple[int, int]:
     """The first element of a head that is rotated, and the one after the last."""
     return options.rotary_offset, options.rotary_offset + options.rotary_dim
-
-
-def transformed(options: Options | Compiled, head_dim: int) -> tuple[int, int]:
-    """The same of the Hadamard transform. The rest of a head must be in one piece."""
-    begin, end = rotated(options)
-    rest = (0, begin) if begin else (end, head_dim)
-    return {"rotary": (begin, end), "rest": rest}.get(options.hadamard, (0, head_dim))

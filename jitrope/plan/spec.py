@@ -12,7 +12,7 @@ from typing import Any
 from ..base.config import LAUNCHES
 from ..base.spec import ACCESSES, C_TYPES, DTYPES, INDEX_DTYPES, MAX_THREADS, Spec, check_fields, refuse_unless
 from . import arguments, options
-from .options import MAX_HEAD_DIM, NormOptions, transformed
+from .options import MAX_HEAD_DIM, NormOptions
 
 ROPE_KINDS = ("rope", "qk_norm_rope", "qk_norm_rope_backward")
 
@@ -55,7 +55,7 @@ class Compiled:
     rotate_k: bool  # k is also rotated in place
     q_out: str  # the stored type: dtype, or one of `SCALED_DTYPES`
     kv_out: str
-    hadamard: str  # the part of the heads of q and k that is transformed before they are stored, of `HADAMARDS`
+    hadamard: bool  # heads of q and k are transformed before they are stored
     dynamic: bool  # the kernel computes scales
     dynamic_q: bool  # of q, and of k without a cache
     group: int  # neighbouring elements of a head that share a scale; 0: all
@@ -168,7 +168,7 @@ class RopeSpec(Compiled, Spec):
             self.rounding if self.rounding != "fp32" else "",
             f"round_{self.norm_rounding}" if self.norm else "",
             self.norm_kind if self.norm_kind != "rms_norm" else "",
-            f"hadamard_{self.hadamard}" if self.hadamard else "",
+            "hadamard" if self.hadamard else "",
             "dynamic" if self.dynamic else "",
             f"group{self.group}" if self.group else "",
             self.scale_out if self.scale_out != "fp32" else "",
@@ -295,14 +295,10 @@ class RopeSpec(Compiled, Spec):
 
     def _norm_constants(self) -> dict[str, Any]:
         q_heads, k_heads, *_ = (*self.row_heads, 0, 0)
-        begin, end = transformed(self, self.head_dim)
         return {
             "weight_c_type": C_TYPES[self.weight_dtype or "fp32"],
             "scale_out_c_type": C_TYPES[self.scale_out],
             "weighted": self.weight_dtype is not None,
-            "hadamard": self.hadamard != "",
-            "transform_begin": begin,
-            "transform_dim": end - begin,
             "norm_rounding": self.norm_rounding.upper(),
             "norm_kind": self.norm_kind.upper(),
             "shares_angles": self.shares_angles,
@@ -314,7 +310,7 @@ class RopeSpec(Compiled, Spec):
 INDICES = ("cu_seqlens", "start_positions", "position_ids", "slot_mapping", "page_table")
 _OF_NORM = tuple([name for name, value in NormOptions._field_defaults.items() if value is False])
 _DYNAMIC = ("dynamic", "dynamic_q", "swizzled", "block_cache", "latent_norm")
-_NORM_FLAGS = (*_DYNAMIC, "biased", "two_streams", "two_tables", *_OF_NORM)
+_NORM_FLAGS = ("hadamard", *_DYNAMIC, "biased", "two_streams", "two_tables", *_OF_NORM)
 _NORM_SIZES = ("norm_q", "norm_k", "given_means", "group", "weight_vec", "heads_per_thread", "blocks_per_sm", "ring")
 _WORDS = {
     "dtype": DTYPES,
@@ -323,7 +319,6 @@ _WORDS = {
     "kv_out": (*DTYPES, *options.SCALED_DTYPES),
     "weight_dtype": DTYPES,
     "scale_out": options.SCALE_DTYPES,
-    "hadamard": options.HADAMARDS,
     **{f"{name}_dtype": INDEX_DTYPES for name in INDICES},
     "rounding": options.ROUNDINGS,
     "norm_rounding": ("", *options.NORM_ROUNDINGS),

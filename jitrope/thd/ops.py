@@ -83,7 +83,8 @@ def _run(op: Operation, launches: bool, *given: Any) -> Tensor | None:
     made = (op.fresh(*words),) if op.fresh else ()
     calls = op.calls(*made, *words) if launches else None
     if calls is None:
-        op.reference(*made, *words)
+        with torch.no_grad():  # an exported program writes into views here
+            op.reference(*made, *words)
     else:
         for call in calls:
             enqueue(call)

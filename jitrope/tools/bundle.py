@@ -37,7 +37,7 @@ def write(path: Path, kernels: Iterable[tuple[Spec, str]], jobs: int) -> list[Bu
     Args:
         path: the file; its folder must exist.
         kernels: a list of (spec, architecture), such as (spec, "sm_90"). The specs come from
-            `jitrope.tools.prewarm.specs_of`, `jitrope.tools.prewarm.read_calls` or `jitrope.record`. Repeated kernels
+            `jitrope.tools.prewarm.specs_of`, `jitrope.tools.prewarm.read_record` or `jitrope.record`. Repeated kernels
             are written once.
         jobs: the number of kernels to compile at a time.
 
@@ -64,7 +64,7 @@ def write(path: Path, kernels: Iterable[tuple[Spec, str]], jobs: int) -> list[Bu
 
     results = build_each("write", map(tuple, kernels), jobs, packed)
     if not results:
-        how = "run `jitrope prewarm` first, or name a file of calls with --from"
+        how = "run `jitrope prewarm` first, or name a record with --from"
         raise CacheError(f"there are no kernels to bundle; {how}")
     if failed := [built for built in results if built.failed]:
         text = f"{path} is not written, {len(failed)} of {len(results)} kernels are missing:"

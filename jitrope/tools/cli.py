@@ -8,6 +8,7 @@ import inspect
 import io
 import itertools
 import os
+import re
 import runpy
 import sys
 from collections.abc import Callable
@@ -15,39 +16,94 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..base.config import configure
 from ..base.errors import CacheError, InvalidInput, JitropeError
-from ..base.spec import Spec
+from ..base.spec import DTYPES, Spec
 from ..jit.kernels import kernel_cache
 from ..jit.render import render as render_source
-from . import bundle, options
+from . import bundle
 from . import doctor as checks
-from .console import answer, architectures, build_all, details, paragraph, print_entries, rows, say, total
+from .console import answer, architectures, build_all, print_entries, rows, say, total
 from .models import specs_of_model
-from .prewarm import default_specs, read_calls, specs_of, this_versions
+from .prewarm import architecture, read_record, specs_of, this_versions
 from .prewarm import prewarm as build
-from .server import specs_of_server
 
 Options = argparse.Namespace
-COMMANDS: dict[str, tuple[Callable[[Options], Any], tuple[options.Option, ...]]] = {}
-GROUPS = {"cache": "List, show, check and remove the kernels on disk.", "bundle": "Move kernels to other machines."}
+Option = tuple[tuple[str, ...], dict[str, Any]]
+COMMANDS: dict[str, tuple[Callable[[Options], Any], tuple[Option, ...]]] = {}
+GROUPS = {"cache": "List, check and remove the kernels on disk.", "bundle": "Move kernels to other machines."}
 HELP = """Rotary position embeddings, compiled on first call.
 
 Examples:
     jitrope doctor
-    jitrope prewarm --arch sm_90
+    jitrope prewarm --heads 32,8 --arch sm_90
     jitrope cache ls
 
 Exit codes: 0 done, 1 something failed, was damaged or missing, 2 wrong usage."""
 
 
-def _command(name: str, *takes: options.Option) -> Callable[[Callable[[Options], Any]], Callable[[Options], Any]]:
+# ---- options -------------------------------------------------------------------------------------
+
+_SECONDS = {"d": 86400, "h": 3600, "m": 60}
+
+
+def _option(*names: str, **words: Any) -> Option:
+    return names, words
+
+
+def _value(pattern: str, example: str, read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return the reader of an option's text, which must match a pattern."""
+
+    def value(text: str) -> Any:
+        if not re.fullmatch(pattern, text):
+            raise argparse.ArgumentTypeError(f"{text!r} must be written as {example}")
+        return read(text)
+
+    return value
+
+
+def _archs(text: str) -> list[str]:
+    found = {part: architecture(part) for part in text.split(",")}
+    if wrong := [part for part, arch in found.items() if arch is None]:
+        raise argparse.ArgumentTypeError(f"{wrong[0]!r} must be an architecture, such as sm_120, sm120, 120 or 12.0")
+    return list(dict.fromkeys(filter(None, found.values())))
+
+
+_heads = _value(r"\d+(,\d+)*", "32,8", lambda text: [*map(int, text.split(","))])
+_count = _value(r"[1-9]\d*", "a whole number of at least 1, such as 8", int)
+_age = _value(r"\d{1,6}[dhm]", "30d, 12h or 45m", lambda text: float(text[:-1]) * _SECONDS[text[-1]])
+_FLAG: dict[str, Any] = {"action": "store_true", "default": None}  # None: not given
+
+_JSON = _option("--json", action="store_true", help="print JSON on stdout")
+_DRY_RUN = _option("--dry-run", action="store_true", help="print the actions, and change nothing")
+_ARCHS = _option("--arch", metavar="ARCH", type=_archs, help="such as sm_80,sm_90; default: this machine's GPUs")
+_JOBS = _option("--jobs", metavar="N", type=_count, default=os.cpu_count() or 1, help="default: all cores")
+_FROM = _option("--from", dest="file", metavar="FILE", type=Path, help="a recorded run, or `cache ls --json`'s output")
+_MODEL = _option("--model", metavar="PATH", type=Path, help="a config.json or its folder, or a pipeline's folder")
+_BUNDLE = _option("path", metavar="FILE", type=Path, help="a file from `jitrope bundle write`")
+_CALL = (
+    _option("--heads", metavar="N,N", type=_heads, help="heads of q and k, such as 32,8, or of q alone"),
+    _option("--head-dim", metavar="N", type=_count, help="elements of a head; default: 128"),
+    _option("--dtype", choices=DTYPES, help="default: the configuration's, else bf16"),
+    _option("--interleaved", **_FLAG, help="pairs are (2i, 2i+1); default: (i, i + half)"),
+    _option("--rotary-dim", metavar="N", type=_count, help="rotated elements of a head; default: all"),
+    _option("--width", choices=("half", "full"), help="width of cos and sin; default: half"),
+    _option("--in-place", dest="inplace", **_FLAG, help="write the result into q and k"),
+    _option("--backward", **_FLAG, help="also the kernels of the gradient; `render` prints only the first of these"),
+    _FROM,
+)
+_WORDS = ("head_dim", "dtype", "interleaved", "rotary_dim", "width", "inplace", "backward")
+
+
+# ---- the parser ----------------------------------------------------------------------------------
+
+
+def _command(name: str, *takes: Option) -> Callable[[Callable[[Options], Any]], Callable[[Options], Any]]:
     """Make a function a command. Its docstring is the help text; if it returns False, the exit code is 1."""
     return lambda function: COMMANDS.setdefault(name, (function, takes))[0]
 
 
 def main() -> None:
-    """The console script. Errors of jitrope have no traceback; with --json they are {"error": ...} on stdout."""
+    """The console script. Errors of jitrope are one line without a traceback."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # paths may have any letters
     try:
@@ -61,10 +117,7 @@ def main() -> None:
     except argparse.ArgumentError as error:
         given.parser.error(str(error))
     except JitropeError as error:
-        if options.wants_json():
-            answer(True, {"error": str(error)}, "")
-        else:
-            say(f"error: {error}")
+        say(f"error: {error}")
         sys.exit(1)
     except OSError as error:  # of stdout: Python must not write the rest at exit
         if not isinstance(error, BrokenPipeError):  # as in `jitrope render | head`
@@ -76,14 +129,16 @@ def main() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    top = options.Parser(prog="jitrope", description=HELP)
+    kept: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    top = argparse.ArgumentParser(prog="jitrope", description=HELP, **kept)
     top.add_argument("--version", action="version", version=__version__)
     top.set_defaults(run=None, parser=top)
     parents: dict[str, Any] = {"": top.add_subparsers(metavar="command")}
 
     def add(name: str, text: str, run: Any) -> argparse.ArgumentParser:
         group, _, last = name.rpartition(" ")
-        made: argparse.ArgumentParser = parents[group].add_parser(last, help=text.partition("\n")[0], description=text)
+        short = text.partition("\n")[0]
+        made: argparse.ArgumentParser = parents[group].add_parser(last, help=short, description=text, **kept)
         made.set_defaults(run=run, parser=made)
         return made
 
@@ -91,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
         parents[name] = add(name, text, None).add_subparsers(metavar="command")
     for name, (function, takes) in COMMANDS.items():
         made = add(name, inspect.getdoc(function) or "", function)
-        for names, more in (*takes, options.JSON):
+        for names, more in (*takes, _JSON):
             made.add_argument(*names, **more)
     add("bench", inspect.getdoc(bench) or "", None)
     return top
@@ -100,76 +155,58 @@ def _parser() -> argparse.ArgumentParser:
 # ---- kernels -------------------------------------------------------------------------------------
 
 
-_SERVED = options.MODEL, options.SERVE, options.SERVED_IDS
-
-
-@_command("prewarm", *options.CALL, *_SERVED, options.INVARIANT, options.ARCHS, options.JOBS, options.DRY_RUN)
+@_command("prewarm", *_CALL, _MODEL, _ARCHS, _JOBS, _DRY_RUN)
 def prewarm(given: Options) -> bool:
     """Compile kernels ahead of time, for this machine's GPU or those of --arch.
 
     With --arch no GPU is needed.
 
-    Without --heads, --model and --from it compiles the kernels of popular
-    models. A file can describe every kind of call; the options describe common
-    ones. --dry-run lists the kernels.
+    The kernels are those of a rope call (--heads and the options after it),
+    of a --model with the drop-in, or of a recorded run (--from). --dry-run
+    lists them.
 
     Examples:
-        jitrope prewarm --arch sm_80,sm_90 --jobs 8
-        jitrope prewarm --heads 32,8 --head-dim 128 --backward
-        jitrope prewarm --model path/to/config.json --dry-run
-        jitrope prewarm --model path/to/pipeline --dtype bf16
-        jitrope prewarm --model path/to/folder --serve 8 --ids int64,int32
+        jitrope prewarm --heads 32,8 --head-dim 128 --arch sm_80,sm_90
+        jitrope prewarm --model path/to/config.json --backward --dry-run
+        jitrope prewarm --model path/to/pipeline --dtype bf16 --jobs 8
         JITROPE_RECORD=run.json python train.py
         jitrope prewarm --from run.json
     """
-    if given.batch_invariant:
-        configure(batch_invariant=True)
-    specs, archs = _specs(given, given.heads), architectures(given.arch)
+    specs, archs = _specs(given), architectures(given.arch)
     work = list(itertools.product(specs, archs))
     return build_all(work, given.dry_run, given.json, lambda: build(specs, archs, given.jobs))
 
 
-@_command("render", *options.CALL)
+@_command("render", *_CALL)
 def render(given: Options) -> None:
     """Print the CUDA text of a kernel; with --from, of the first kernel.
 
     Examples:
         jitrope render --heads 24 --interleaved --head-dim 64
-        jitrope render --json | jq -r .text
+        jitrope render --heads 32,8 --json | jq -r .text
     """
-    specs = _specs(given, given.heads or [[32, 8]])
-    if given.backward:
-        specs = [spec for spec in specs if spec.to_dict()["inverse"]]
-    if not specs:
+    spec = next((spec for spec in _specs(given) if not given.backward or spec.to_dict()["inverse"]), None)
+    if spec is None:
         raise JitropeError("there is no such kernel")
-    source = render_source(specs[0])
-    found = {"name": source.name, "entry": source.entry, "spec": specs[0].to_dict(), "text": source.text}
+    source = render_source(spec)
+    found = {"name": source.name, "entry": source.entry, "spec": spec.to_dict(), "text": source.text}
     answer(given.json, found, source.text.removesuffix("\n"))
 
 
-def _specs(given: Options, heads: list[list[int]] | None) -> list[Spec]:
-    """The kernels of the options. Without a file, model and heads: the kernels of popular models."""
-    names = ("head_dim", "dtype", "interleaved", "rotary_dim", "width", "inplace", "backward")
-    words = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
+def _specs(given: Options) -> list[Spec]:
+    """The kernels of --heads, --model or --from, one of which must be given."""
+    words = {name: getattr(given, name) for name in _WORDS if getattr(given, name) is not None}
     model = getattr(given, "model", None)
-    if given.file and (given.heads or words or model):
-        raise argparse.ArgumentError(None, "--from does not go with --model, nor with the options of a call")
-    if model and (given.heads or words.keys() - {"dtype"}):
-        raise argparse.ArgumentError(None, "--model does not go with the options of a call, except --dtype")
-    ranks, ids = getattr(given, "serve", None), getattr(given, "ids", None)
-    if (ranks and not model) or (ids and not ranks):
-        raise argparse.ArgumentError(None, "--serve needs --model" if ranks else "--ids needs --serve")
-    if given.file and getattr(given, "batch_invariant", False):
-        raise argparse.ArgumentError(None, "--from does not go with --batch-invariant")
+    if sum(map(bool, (given.heads, model, given.file))) != 1:
+        raise argparse.ArgumentError(None, f"pass one of --heads, {'--model, ' * hasattr(given, 'model')}--from")
+    if not given.heads and words.keys() - ({"dtype", "backward"} if model else set()):
+        raise argparse.ArgumentError(None, "the options of a call need --heads; --model takes --dtype and --backward")
     if given.file:
-        return read_calls(given.file)
+        return read_record(given.file)
     if model:
-        served = {"ids": ids} if ids else {}
-        return specs_of_server(model, ranks=ranks, **words, **served) if ranks else specs_of_model(model, **words)
-    if words and not heads:
-        raise argparse.ArgumentError(None, "the options of a call need --heads")
+        return specs_of_model(model, **words)
     try:
-        return [*specs_of(heads=heads, **words)] if heads else [*default_specs()]
+        return specs_of(given.heads, **words)
     except InvalidInput as error:
         raise argparse.ArgumentError(None, str(error)) from error
 
@@ -179,28 +216,24 @@ def _specs(given: Options, heads: list[list[int]] | None) -> list[Spec]:
 
 @_command("cache ls")
 def cache_ls(given: Options) -> None:
-    """List the kernels: key, architecture, size, and a description.
+    """List the kernels: architecture, size, and the kernel's name in words.
 
-    A description is the kernel's name in words: rope, or a norm and rope (qk
-    norm rope), dtype, elements of a head, pairs, tables, direction, and the
-    launch, token linear for many tokens and grid 2d for few. With --json the
-    list is a file for `jitrope prewarm --from`.
+    The name says: rope, or a norm and rope (qk norm rope), dtype, elements of
+    a head, pairs, tables, direction, and the launch, token linear for many
+    tokens and grid 2d for few. Kernels in read-only caches are listed too.
+    With --json the list is a file for `jitrope prewarm --from`.
     """
-    cache = kernel_cache()
-    print_entries(cache.entries(), cache.root, given.json)
+    print_entries([(cache.root, cache.entries()) for cache in checks.caches()], given.json)
 
 
-@_command("cache info", options.KEY)
-def cache_info(given: Options) -> None:
-    """Show one kernel: spec, options, compiler and files.
-
-    Examples:
-        jitrope cache info 1a2b3c4d
-    """
-    answer(given.json, *details(kernel_cache().entries(), given.key))
+@_command("cache path")
+def cache_path(given: Options) -> None:
+    """Print the folder of the kernels."""
+    root = kernel_cache().root
+    answer(given.json, {"path": root}, root)
 
 
-@_command("cache verify", options.COLD)
+@_command("cache verify", _option("--cold", action="store_true", help="also look up every kernel without compiling"))
 def cache_verify(given: Options) -> bool:
     """Check every kernel of every cache; exit code 1 if one is damaged.
 
@@ -214,28 +247,27 @@ def cache_verify(given: Options) -> bool:
     verified = [cache.verify() for cache in checks.caches()]
     good, bad = sum(count for count, _ in verified), [item for _, items in verified for item in items]
     found: dict[str, Any] = {"good": good, "bad": [{"path": path, "reason": reason} for path, reason in bad]}
-    lines = [f"{good} good, {len(bad)} damaged"]
-    wrong = [f"damaged: {path}: {reason}" for path, reason in bad]
+    text, wrong = f"{good} good, {len(bad)} damaged", [f"damaged: {path}: {reason}" for path, reason in bad]
     if given.cold:
-        found["cold"] = cold = checks.cold_start()
-        lines.append("cold start: {loaded} loaded, {checked} looked up, {others} of another version".format(**cold))
-        wrong += [f"missing: {item['name']} {item['arch']}: {item['reason']}" for item in cold["bad"]]
-        if not (cold["loaded"] or cold["checked"] or wrong):
-            found["error"] = "there is nothing to look up"
-            wrong.append("error: there is nothing to look up")
-    answer(given.json, found, "\n".join(lines))
+        found["looked_up"], found["missing"] = looked_up, missing = checks.cold_start()
+        text += f"; cold start: {looked_up} found, {len(missing)} missing"
+        wrong += missing or ([] if looked_up or wrong else ["error: there is nothing to look up"])
+    answer(given.json, found, text)
     for line in wrong:
         say(line)
     return not wrong
 
 
-@_command("cache clear", options.DRY_RUN)
+@_command("cache clear", _DRY_RUN)
 def cache_clear(given: Options) -> None:
     """Remove every kernel from your folder. Read-only caches are not changed."""
     _report(kernel_cache().clear(given.dry_run), given)
 
 
-@_command("cache prune", options.OLDER, options.DRY_RUN)
+_AGE = _option("--older-than", metavar="AGE", type=_age, required=True, help="30d, 12h or 45m")
+
+
+@_command("cache prune", _AGE, _DRY_RUN)
 def cache_prune(given: Options) -> None:
     """Remove the kernels older than a given age.
 
@@ -256,7 +288,10 @@ def _report(removed: list[Path], given: Options, kept: str = "") -> None:
 # ---- bundle --------------------------------------------------------------------------------------
 
 
-@_command("bundle write", options.WRITTEN, options.FROM, options.ARCHS, options.JOBS, options.DRY_RUN)
+_WRITTEN = _option("path", metavar="FILE", type=Path, help="the file to write, a tar")
+
+
+@_command("bundle write", _WRITTEN, _FROM, _ARCHS, _JOBS, _DRY_RUN)
 def bundle_write(given: Options) -> bool:
     """Write kernels to a file and compile those that are not cached.
 
@@ -268,7 +303,7 @@ def bundle_write(given: Options) -> bool:
         jitrope bundle write kernels.tar --from run.json --arch sm_90,sm_100
         JITROPE_SYSTEM_CACHE=kernels.tar JITROPE_NO_COMPILE=1 python serve.py
     """
-    work = [(spec, "") for spec in read_calls(given.file)] if given.file else _cached()
+    work = [(spec, "") for spec in read_record(given.file)] if given.file else _cached()
     if given.file or given.arch:
         work = list(itertools.product(dict.fromkeys(spec for spec, _ in work), architectures(given.arch)))
     complete = build_all(work, given.dry_run, given.json, lambda: bundle.write(given.path, work, given.jobs))
@@ -279,8 +314,7 @@ def bundle_write(given: Options) -> bool:
 
 def _cached() -> list[tuple[Spec, str]]:
     """(spec, arch) of this version's kernels in the user's own folder. Raises CacheError if one is damaged."""
-    cache = kernel_cache()
-    entries, bad = cache.survey()
+    entries, bad = kernel_cache().survey()
     if bad:
         reasons = "\n".join(f"{path}: {reason}" for path, reason in bad)
         raise CacheError(f"these kernels would be missing; remove them, or name the kernels with --from:\n{reasons}")
@@ -288,17 +322,17 @@ def _cached() -> list[tuple[Spec, str]]:
     return [(spec, entry.arch) for spec, entry in zip(specs, entries) if spec is not None]
 
 
-@_command("bundle load", options.BUNDLE)
+@_command("bundle load", _BUNDLE)
 def bundle_load(given: Options) -> None:
     """Check a bundle's kernels, and copy them into your cache."""
     loaded = bundle.load(given.path)
     answer(given.json, {"loaded": rows(loaded)}, f"{total(loaded)} copied to {kernel_cache().root}")
 
 
-@_command("bundle ls", options.BUNDLE)
+@_command("bundle ls", _BUNDLE)
 def bundle_ls(given: Options) -> None:
     """List a bundle's kernels; exit code 1 if one does not match its checksums."""
-    print_entries(bundle.entries(given.path), given.path, given.json)
+    print_entries([(given.path, bundle.entries(given.path))], given.json)
 
 
 # ---- this machine --------------------------------------------------------------------------------
@@ -308,17 +342,12 @@ def bundle_ls(given: Options) -> None:
 def doctor(given: Options) -> bool:
     """Check all that jitrope needs, and run a kernel; exit code 1 for a fault."""
     results = checks.run()
-    faults = [result.what for result in results if not result.ok]
-    notes = [result.what for result in results if result.ok and result.advice]
-    lines = []
+    faults, lines = [result.what for result in results if not result.ok], []
     for result in results:
         word = "FAULT" if not result.ok else "note" if result.advice else "ok"
-        lines += paragraph(f"{word:6}{result.what:14}", result.found)
-        lines += paragraph(f"{'':20}to do: ", result.advice) if result.advice else []
-    last = ["" if faults else "jitrope works here."]
-    for word, found in (("fault", faults), ("note", notes)):
-        last += [f"{len(found)} {word}{'s' * (len(found) != 1)}: {', '.join(found)}."] if found else []
-    lines.append(" ".join(filter(None, last)))
+        lines.append(f"{word:6}{result.what:14}{result.found}")
+        lines += [f"{'':20}to do: {result.advice}"] if result.advice else []
+    lines.append(f"faults: {', '.join(faults)}" if faults else "jitrope works here")
     answer(given.json, {"ok": not faults, "checks": list(map(dataclasses.asdict, results))}, "\n".join(lines))
     return not faults
 
@@ -333,15 +362,10 @@ def bench(arguments: list[str]) -> None:
         jitrope bench --help
     """
     folder = Path(__file__).parents[2] / "examples" / "bench"
+    if not folder.is_dir():
+        raise JitropeError("the benchmarks are not in the package: run examples/bench in a checkout of the repository")
+    sys.argv = ["jitrope bench", *arguments]
     try:
-        if not folder.is_dir():
-            text = "the benchmarks are not in the package: run examples/bench in a checkout of jitrope's repository"
-            raise JitropeError(text)
-        sys.argv = ["jitrope bench", *arguments]
         runpy.run_path(str(folder), run_name="__main__")
-    except (ModuleNotFoundError, JitropeError) as error:
-        if {"-h", "--help"} & {*arguments}:
-            _parser().parse_args(["bench", "--help"])
-        if isinstance(error, JitropeError):
-            raise
+    except ModuleNotFoundError as error:
         raise JitropeError(f"the benchmarks need {error.name}: pip install -e '.[bench]'") from error

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -29,8 +28,10 @@ ROOM = 1 << 20
 """Bytes that must be free in a kernel cache. A kernel with its source needs a tenth of them."""
 
 ELSEWHERE = "set JITROPE_CACHE_DIR to a folder that you own and can write; until then each process compiles its kernels"
+OWNED = "JITROPE_SYSTEM_CACHE must name folders or bundles that exist and only root and you can write, or a digest"
 AFTER_CUPY = "first do what the line of CuPy says"
 IF_CACHED = "nothing, if the caches have every kernel you need: jitrope cache verify --cold"
+CPU = "CPU tensors use plain torch; if there is a GPU, "
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,15 @@ Found = tuple[str, str]
 
 def run() -> list[Check]:
     """Run all checks, the kernel last. No error is raised."""
-    built_for = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda or 'none'}"
+    own, *layers = caches()
     return [
-        _check("jitrope", _jitrope),
-        Check("torch", True, f"{torch.__version__}, {built_for}"),
+        Check("jitrope", True, f"{__version__}, Python {platform.python_version()}, {platform.system()}"),
+        Check("torch", True, f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"),
         _check("GPU", _gpu),
         _check("CuPy", _cupy),
         _check("NVRTC", _nvrtc),
-        _check("kernel cache", _cache),
-        *(_check("system cache", partial(_layer, layer)) for layer in kernels.kernel_cache().system),
+        _check("kernel cache", partial(_cache, own, True)),
+        *(_check("system cache", partial(_cache, layer, False)) for layer in layers),
         _check("variables", _variables),
         _check("kernel", _kernel),
     ]
@@ -72,15 +73,12 @@ def _check(what: str, look: Callable[[], Found]) -> Check:
         return Check(what, True, *look())
     except Fault as fault:
         return Check(what, False, *fault.args)
+    except CompileError as error:
+        if not config.compile_allowed():
+            return Check(what, True, "not there, and compiling is forbidden", IF_CACHED)
+        return Check(what, False, str(error).splitlines()[0])  # of a missing library it ends with the remedy
     except Exception as error:  # every error must be reported
         return Check(what, False, f"{type(error).__name__}: {error}")
-
-
-def _jitrope() -> Found:
-    found, other = f"{__version__}, Python {platform.python_version()}, {platform.system()}", Path("jitrope")
-    if other.is_dir() and not other.samefile(Path(__file__).parents[1]):
-        return f"{found}; this folder has another folder jitrope", "run Python elsewhere: it would import that folder"
-    return found, ""
 
 
 def _gpu() -> Found:
@@ -90,9 +88,8 @@ def _gpu() -> Found:
     if archs := kernels.local_archs():
         return ", ".join(f"{torch.cuda.get_device_name(i)} ({arch})" for i, arch in enumerate(archs)), ""
     if not torch.version.cuda:
-        return "torch is built without CUDA", "CPU tensors use plain torch; if there is a GPU, install a torch for CUDA"
-    advice = "CPU tensors use plain torch; if there is a GPU, check nvidia-smi and CUDA_VISIBLE_DEVICES"
-    return "none that torch can use", advice
+        return "torch is built without CUDA", f"{CPU}install a torch for CUDA"
+    return "none that torch can use", f"{CPU}check nvidia-smi and CUDA_VISIBLE_DEVICES"
 
 
 def _cupy() -> Found:
@@ -101,70 +98,41 @@ def _cupy() -> Found:
     again = f"pip uninstall -y {' '.join(wheels)} && {compiler.install()}"
     if len(wheels) > 1:
         raise Fault(f"{' and '.join(wheels)} are installed, and their files overwrite each other", again)
-    try:
-        version, major = compiler.import_cupy().__version__, compiler.cuda_major()
-    except CompileError as error:
-        fault = _with_remedy(error)
-        if not config.compile_allowed():
-            return "not there, and not needed: compiling is forbidden", IF_CACHED
-        if compiler.without_cupy() == compiler.MISSING and not kernels.local_archs():
-            return "not installed; needed only to compile kernels (prewarm, bundle write)", fault.args[1]
-        raise fault from error
+    if compiler.without_cupy() == compiler.MISSING and config.compile_allowed() and not kernels.local_archs():
+        return "not installed; needed only to compile kernels (prewarm, bundle write)", compiler.install()
+    found, major = f"{compiler.import_cupy().__version__}, for CUDA {compiler.cuda_major()}", compiler.cuda_major()
     if torch.version.cuda and compiler.torch_cuda_major() != major:
-        text = f"{version}, for CUDA {major}, but torch is for CUDA {torch.version.cuda}: the driver must support both"
-        return text, again
-    return f"{version}, for CUDA {major}", ""
+        return f"{found}, but torch is for CUDA {torch.version.cuda}: the driver must support both", again
+    return found, ""
 
 
 def _nvrtc() -> Found:
     if reason := compiler.without_cupy():
         return f"not checked: {reason}", AFTER_CUPY
-    try:
-        version, supported = compiler.nvrtc_version(), compiler.supported_archs()
-    except CompileError as error:
-        if not config.compile_allowed():
-            return "not there, and not needed: compiling is forbidden", IF_CACHED
-        raise _with_remedy(error) from error
+    version, supported = compiler.nvrtc_version(), compiler.supported_archs()
     for arch in kernels.local_archs():
         if wrong := compiler.unsupported(arch, supported, version):
             raise Fault(*wrong)
     return f"{version[0]}.{version[1]}, for {supported[0]} to {supported[-1]}", ""
 
 
-def _with_remedy(error: CompileError) -> Fault:
-    """The fault of a missing library, whose message ends with a colon and the remedy."""
-    found, _, advice = str(error).rpartition(": ")
-    return Fault(found, advice)
-
-
-def _cache() -> Found:
-    cache = kernels.kernel_cache()
-    good, bad, found = _verified(cache, f"make it yours (chown), remove it, or {ELSEWHERE}")
+def _cache(cache: Listing, own: bool) -> Found:
+    good, bad = cache.verify()
+    if bad and bad[0][0] == cache.root:
+        raise Fault(f"{bad[0][1]}; it is not used", f"chown it, remove it, or {ELSEWHERE}" if own else OWNED)
+    found = f"{cache.root}, {good} kernels"
+    if bad:
+        found += f", {len(bad)} damaged, such as {bad[0][0].name} ({bad[0][1]})"
+    if not own:
+        if bad:
+            raise Fault(found, "write it again with jitrope bundle write")
+        return found, "" if good else "write it again: it has no kernels of this version"
     if error := cannot_write(cache.root):
         found += f"; it cannot be written ({error.strerror})"
         if config.compile_allowed() and not good:
             raise Fault(found, ELSEWHERE)
         return found, IF_CACHED
     return found, "nothing: the next call rebuilds a damaged kernel" if bad else ""
-
-
-def _layer(layer: Listing) -> Found:
-    advice = "JITROPE_SYSTEM_CACHE must name existing folders or bundles that only their owner can write"
-    good, bad, found = _verified(layer, advice)
-    if bad:
-        raise Fault(found, "write it again with jitrope bundle write")
-    return found, "" if good else "write it again: it has no kernels of this version"
-
-
-def _verified(place: Listing, advice: str) -> tuple[int, int, str]:
-    """(number of whole kernels, of damaged ones, both as text). Raises Fault if the folder or bundle cannot be used."""
-    good, bad = place.verify()
-    if bad and bad[0][0] == place.root:
-        raise Fault(f"{bad[0][1]}; it is not used", advice)
-    found = f"{place.root}, {good} kernels"
-    if bad:
-        found += f", {len(bad)} damaged, such as {bad[0][0].name} ({bad[0][1]})"
-    return good, len(bad), found
 
 
 def cannot_write(root: Path) -> OSError | None:
@@ -186,29 +154,19 @@ def _variables() -> Found:
 
 
 def _kernel() -> Found:
-    device = "cuda" if kernels.local_archs() else "cpu"
-    without_cupy = compiler.without_cupy()
-    if without_cupy and device == "cuda" and config.compile_allowed():
-        return f"not checked: {without_cupy}", AFTER_CUPY
-    q, k = (torch.randn(1, 9, heads, 64).to(device, torch.bfloat16) for heads in (4, 2))
-    angles = torch.rand(9, 32, device=device) * 9
-    try:
-        got = apply_rope(q, k, angles.cos(), angles.sin())
-        tensors = {"q": q, "k": k, "cos": angles.cos(), "sin": angles.sin()}
-        want = reference.rope(tensors, Options(rotary_dim=64)).values()
-        if not all(torch.equal(a, b) for a, b in zip(got, want) if a is not None):
-            raise Fault("wrong numbers", "report it, with the output of `jitrope doctor --json`")
-        if device == "cuda":
-            return "a call on the GPU gives the reference's bits", ""
-        if without_cupy or not config.compile_allowed():
-            reason = f": {without_cupy}" if without_cupy else ""
-            return f"a CPU call gives the reference's bits; no kernel was compiled{reason}", ""
-        compiler.compile_source(render.render(specs_of(heads=[4, 2], head_dim=64)[0]), "sm_90")
-        return "a CPU call gives the reference's bits, and a kernel compiles for sm_90", ""
-    except MissingKernel:
-        return "not run: its kernel is in no cache, and compiling is forbidden", IF_CACHED
-    except CompileError as error:
-        raise Fault(str(error).splitlines()[0], "") from error
+    on_gpu, missing = bool(kernels.local_archs()), compiler.without_cupy()
+    if missing and on_gpu and config.compile_allowed():
+        return f"not checked: {missing}", AFTER_CUPY
+    q, k = (torch.randn(1, 9, heads, 64).to("cuda" if on_gpu else "cpu", torch.bfloat16) for heads in (4, 2))
+    angles = torch.rand(9, 32, device=q.device) * 9
+    tensors = {"q": q, "k": k, "cos": angles.cos(), "sin": angles.sin()}
+    got, want = apply_rope(*tensors.values()), reference.rope(tensors, Options(rotary_dim=64)).values()
+    if not all(torch.equal(a, b) for a, b in zip(got, want) if a is not None):
+        raise Fault("wrong numbers", "report it, with the output of `jitrope doctor --json`")
+    if on_gpu or missing or not config.compile_allowed():
+        return f"a call on the {'GPU' if on_gpu else 'CPU'} gives the reference's bits", ""
+    compiler.compile_source(render.render(specs_of([4, 2], 64)[0]), "sm_90")
+    return "a call on the CPU gives the reference's bits, and a kernel compiles for sm_90", ""
 
 
 def caches() -> list[Listing]:
@@ -217,33 +175,29 @@ def caches() -> list[Listing]:
     return [cache, *cache.system]
 
 
-def cold_start() -> dict[str, Any]:
+def cold_start() -> tuple[int, list[str]]:
     """Look up every whole kernel of every cache, as a call would. Afterwards this process must not compile.
 
     Returns:
-        loaded: the number of kernels loaded on a GPU of this machine. checked: the number found for other
-        architectures. bad: kernels that would have been compiled, or that the driver refuses. others: the number of
-        kernels of another version, which no call uses.
+        The number of kernels that were found, those of this machine's GPUs loaded too; and a line for each kernel that
+        would have been compiled, or that the driver refuses. Kernels of another version are left out.
     """
     config.configure(compile=False)
     devices = {arch: device for device, arch in enumerate(kernels.local_archs())}
-    found: dict[str, Any] = {"loaded": 0, "checked": 0, "bad": [], "others": 0}
+    good, wrong = 0, []
     entries: list[Entry] = []
     for cache in caches():
         with contextlib.suppress(CacheError):  # `verify` of the cache reports it
             entries += cache.entries()
     for entry, spec in zip(entries, this_versions(entry.spec for entry in entries)):
         try:
-            if spec is None:
-                found["others"] += 1
-            elif entry.arch in devices:
+            if spec is not None and entry.arch in devices:
                 kernels.get_kernel(spec, devices[entry.arch])
-                found["loaded"] += 1
-            else:
+            elif spec is not None:
                 kernels.build(spec, entry.arch)
-                found["checked"] += 1
+            good += spec is not None
         except JitropeError as error:
             missing = "would be compiled: its templates or its compiler are different"
-            reason = missing if isinstance(error, MissingKernel) else str(error)
-            found["bad"].append({"name": entry.name, "arch": entry.arch, "reason": reason})
-    return found
+            reason = missing if isinstance(error, MissingKernel) else error
+            wrong.append(f"missing: {entry.name} {entry.arch}: {reason}")
+    return good, wrong

@@ -1,6 +1,6 @@
 """Find the kernels that a program will need and build them ahead of time. No GPU is needed.
 
->>> specs = prewarm.specs_of(heads=[32, 8], positions="int64")  # 32 heads of q, 8 of k, bf16, by position_ids
+>>> specs = prewarm.specs_of(heads=[32, 8])  # rope of 32 heads of q and 8 of k, bf16
 >>> results = prewarm.prewarm(specs, ["sm_80", "sm_90"], jobs=2)
 """
 
@@ -9,95 +9,89 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..api import apply_rope
 from ..base import arguments
 from ..base.config import log
 from ..base.errors import InvalidInput, JitropeError
-from ..base.spec import Spec
+from ..base.spec import DTYPES, Spec
 from ..jit import kernels
 from ..jit.registry import spec_from_dict
 from ..ops.planning import planning
+from ..plan.problem import DTYPE_NAMES
 from ..thd import spec as _  # noqa: F401  (adds its kinds of specs to the registry)
-from .described import Described
 
-__all__ = ["DEFAULT_CALLS", "Built", "default_specs", "prewarm", "read_calls", "specs_of"]
+__all__ = ["Built", "prewarm", "read_record", "specs_of"]
+
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items() if name in DTYPES}
 
 _ARCH = re.compile(r"(?:sm_?)?([1-9]\d*)|([1-9]\d*)\.(\d)")
 """Ways to write an architecture, without "a" or "f", as a GPU looks for it. The compiler checks that it exists."""
 
-# Popular models. q and k go together, except for hosts that rotate them one by one.
-_WEIGHTS = {"q_weight": "bf16", "k_weight": "bf16"}
-_ONCE = {**_WEIGHTS, "rounding": "once"}
-_TWICE = {**_WEIGHTS, "rounding": "twice"}
-_SLOTS = {"slot_mapping": "int64", "k_cache": "bf16", "v_cache": "bf16"}
-_FP8_SLOTS = {**_SLOTS, "k_cache": "fp8", "v_cache": "fp8", "k_scale": 1.0, "v_scale": 1.0}
-_PACKED = {"cu_seqlens": "int32"}
-_SERVING = {"positions": "int64", "inplace": True}
-_FLUX = {"interleaved": True, "width": "full", "norm": _ONCE}
-_QWEN_IMAGE = {"interleaved": True, "rounding": "complex64", "norm": _TWICE, "table": "freqs_cis", "two_tables": True}
-_WAN = {"interleaved": True, "norm": {**_ONCE, "across_heads": True}, "inplace": True, "table": "freqs_cis"}
-DEFAULT_CALLS: list[dict[str, Any]] = [
-    {"heads": [[32, 8], [32, 32], [64, 8]], "inplace": [False, True]},  # Llama, Qwen, Mistral
-    {"heads": [[32, 8], [64, 8]], **_SERVING},  # vLLM, SGLang
-    {"function": "prepare_qkv", "heads": [32, 8], **_SERVING, "cache": [_SLOTS, _FP8_SLOTS]},
-    {"function": "prepare_qkv", "heads": [32, 8], **_SERVING, "cache": [_SLOTS, _FP8_SLOTS], "norm": _TWICE},  # Qwen3
-    {"heads": [32, 8], "positions": [None, _PACKED], "backward": True},  # training
-    {"heads": 24, "interleaved": True, "width": ["full", "half"]},  # FLUX, HunyuanVideo
-    {"heads": [24, 24], "interleaved": True, "backward": True},
-    {"heads": 24, "interleaved": True, "rounding": "complex64"},  # Qwen-Image
-    # With the norm: the double and single blocks of FLUX, the blocks of Qwen-Image, Wan (14B and 1.3B) and Qwen3.
-    {"function": "prepare_joint_qkv", "heads": [24, 24], **_FLUX},
-    {"function": "prepare_qkv", "heads": [24, 24], **_FLUX, "inplace": True},
-    {"function": "prepare_joint_qkv", "heads": [24, 24], **_QWEN_IMAGE},
-    {"function": "prepare_qkv", "heads": [[40, 40], [12, 12]], **_WAN},
-    {"function": "prepare_qkv", "heads": [32, 8], "norm": _TWICE, "backward": True},
-    {"heads": [[12], [40]], "interleaved": True},
-    # Megatron, TransformerEngine: q, then k.
-    {"heads": [[8], [32]], "table": "freqs", "width": "full", "positions": [None, _PACKED], "backward": True},
-    {"heads": 16, "head_dim": [80, 64, 256]},  # vision towers, Gemma
-]
+_TOKENS = 4096  # no kernel depends on their number
 
 
-def specs_of(**call: Any) -> list[Spec]:
-    """The kernels of a call that is described in words. The call is made on aligned meta tensors (`jitrope.planning`).
+def specs_of(
+    heads: Any,
+    head_dim: int = 128,
+    dtype: str = "bf16",
+    *,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    width: str = "half",
+    inplace: bool = False,
+    backward: bool = False,
+) -> list[Spec]:
+    """The kernels of `apply_rope` for contiguous q and k (B, S, H, D) and fp32 cos and sin, for both launches.
 
-    Both launches are planned, and with backward those of the gradient too. All other words are passed to the function
-    as keywords, and the function refuses wrong ones.
+    The call is made on meta tensors. For any other call use `jitrope.planning` or `jitrope.record`.
 
     >>> [spec.launch for spec in prewarm.specs_of(heads=[32, 8])]
     ['token_linear', 'grid_2d']
 
     Args:
-        function: "apply_rope", the default, "prepare_qkv", "prepare_packed_qkv", "prepare_joint_qkv" or
-            "prepare_mla_qkv", which has rotary_dim too, and v_dim, by default head_dim - rotary_dim.
-        heads: those of q and k, as [32, 8], or of q alone, as 24. v has as many as k, or v_heads.
-        head_dim, dtype, batch: those of q and k. The defaults are 128, "bf16" and 1; dtype is "fp32", "fp16" or "bf16".
-        table: "cos_sin", "freqs", "cos_sin_cache" or "freqs_cis". table_dtype: its dtype, by default "fp32"; for
-            freqs_cis, the dtype of the real part. width: "half" or "full". two_tables: prepare_joint_qkv gets a table
-            for each stream.
-        positions: the dtype of a tensor of ids, or a dict of words of `Packed`, `Mrope`, `Starts`, or with "shifts"
-            `Shifts`. norm, cache, quantize: dicts of words of `Norm`, `KVCache` and `Quantize`, or without scales of
-            `DynamicQuantize`. Write a tensor as its dtype, as in {"cu_seqlens": "int32"}. A dtype of quantize is "fp8",
-            "fp8_e5m2", "int8" or "fp4", a scale_dtype "fp32", "e8m0" or "fp8", a scale_fmt "ue8m0".
-            page_size, in cache: the rows of a page, if the pages are not neighbours in memory. group, in cache: the
-            elements with one block scale, by default 16. Without a v_cache there is no v.
-        bias: True: prepare_packed_qkv also gets the projection's bias.
-        backward: plan the gradient too. Tables are not learned; `planning` lists the kernels of their gradients.
+        heads: those of q and k, as [32, 8], or of q alone, as 24.
+        head_dim, dtype: the elements of a head; "fp32", "fp16" or "bf16".
+        interleaved, rotary_dim, inplace: the words of `apply_rope`.
+        width: of cos and sin, "half" or "full".
+        backward: plan the gradient of q and k too.
 
     Returns:
         The specs, each once.
 
     Raises:
-        InvalidInput: the function does not take such a call.
+        InvalidInput: an argument is wrong, or the function does not take such a call.
     """
-    return list(dict.fromkeys(specs_of_each(call)))
+    name = "specs_of"
+    counts = arguments.wholes(name, "heads", heads if hasattr(heads, "__len__") else [heads], 1)
+    if not 1 <= len(counts) <= 2:
+        arguments.refuse(name, "heads", heads, "those of q and k, as [32, 8], or of q alone")
+    size = arguments.whole(name, "head_dim", head_dim, 1)
+    kind = TORCH_DTYPES[arguments.word(name, "dtype", dtype, DTYPES)]
+    rotated = size if rotary_dim is None else arguments.whole(name, "rotary_dim", rotary_dim, 0)
+    columns = rotated // (1 if arguments.word(name, "width", width, ("half", "full")) == "full" else 2)
+    backward, inplace = arguments.flag(name, "backward", backward), arguments.flag(name, "inplace", inplace)
+    empty = partial(torch.empty, device="meta")
+    with torch.inference_mode(False), torch.enable_grad(), planning() as specs:
+        try:
+            leaves = [empty(1, _TOKENS, n, size, dtype=kind, requires_grad=backward) for n in counts]
+        except RuntimeError as error:  # sizes that torch does not take
+            raise InvalidInput(f"{name}: heads are too many: {str(error).splitlines()[0]}") from error
+        q, *ks = (x.clone() if inplace else x for x in leaves)  # torch does not write into leaves
+        k, (cos, sin) = ks[0] if ks else None, empty(2, _TOKENS, columns, dtype=torch.float32)
+        out = apply_rope(q, k, cos, sin, interleaved=interleaved, rotary_dim=rotated, inplace=inplace)
+        if backward:
+            results = [x for x in out if x is not None]
+            torch.autograd.grad(results, leaves, [torch.empty_like(x) for x in results])
+    return specs
 
 
 def architecture(text: Any) -> str | None:
@@ -106,65 +100,35 @@ def architecture(text: Any) -> str | None:
     return "sm_" + "".join(part or "" for part in match.groups()) if match else None
 
 
-def default_specs() -> list[Spec]:
-    """The kernels of `DEFAULT_CALLS`, each once.
+def read_record(path: Path) -> list[Spec]:
+    """The kernels in a file, each once.
 
-    >>> len(prewarm.default_specs()) > 50
-    True
-    """
-    return list(dict.fromkeys(spec for call in DEFAULT_CALLS for spec in specs_of_each(call)))
+    The file is JSON with a list `spec`, as `jitrope.record` writes it and `jitrope cache ls --json` prints it. The
+    latter has `entries` too; then specs of another version are left out, and the log gives their number.
 
-
-def _specs(described: Mapping[str, Any]) -> list[Spec]:
-    with torch.inference_mode(False), torch.enable_grad(), planning() as specs:
-        try:
-            Described(**described).make()
-        except (TypeError, RuntimeError) as error:  # an unknown word, sizes that torch does not take
-            raise InvalidInput(str(error).splitlines()[0]) from error
-    return specs
-
-
-def read_calls(path: Path) -> list[Spec]:
-    """The kernels that a file describes, each once.
-
-    The file is TOML or JSON with one or both of two lists. `call`: calls in the words of `specs_of`, where a list of
-    values means a call with each of them; a list of numbers is one value of heads, [32, 8]. `spec`: whole specs, as
-    `jitrope.record` writes them and `jitrope cache ls --json` prints them. The latter has `entries` too; then specs of
-    another version are left out, and the log gives their number.
-
-    >>> _ = Path("calls.json").write_text('{"call": [{"heads": [32, 8]}]}')
-    >>> specs = prewarm.read_calls(Path("calls.json"))
+    >>> _ = Path("run.json").write_text('{"spec": []}')
+    >>> prewarm.read_record(Path("run.json"))
+    []
 
     Raises:
-        InvalidInput: the file cannot be read, or a call or a spec in it is wrong.
+        InvalidInput: the file cannot be read, or a spec in it is wrong.
     """
-    path = arguments.path("read_calls", "path", path)
+    path = arguments.path("read_record", "path", path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
+        data = json.loads(path.read_text(encoding="utf-8-sig") or '{"spec": []}')  # an empty recording
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidInput(f"cannot read {path}: {error}") from error
-    if not text.strip():  # an empty recording
-        return []
-    try:
-        is_json = path.suffix == ".json" or text.lstrip().startswith("{")  # no TOML starts with a brace
-        data = json.loads(text) if is_json else _toml(text)
-        if not isinstance(data, dict) or not data.keys() & {"call", "spec"}:
-            raise InvalidInput("it has neither a `call` nor a `spec` list")
-        calls, whole = (arguments.items("read_calls", x, data.get(x, ()), "a list") for x in ("call", "spec"))
-        specs: list[Spec] = [spec for some in _each("call", calls, specs_of_each) for spec in some]
-        specs += filter(None, this_versions(whole)) if "entries" in data else _each("spec", whole, spec_from_dict)
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{path}: {error}") from error
-    return list(dict.fromkeys(specs))
-
-
-def _each(kind: str, items: Iterable[Any], read: Callable[[Any], Any]) -> Iterator[Any]:
-    """Read each item. A wrong item is an error that names it, because without it a kernel would be missing later."""
-    for i, item in enumerate(items):
+    if not isinstance(data, dict) or not isinstance(data.get("spec"), list):
+        raise InvalidInput(f"{path} has no `spec` list")
+    if "entries" in data:
+        return list(dict.fromkeys(filter(None, this_versions(data["spec"]))))
+    specs: dict[Spec, None] = {}
+    for i, item in enumerate(data["spec"]):
         try:
-            yield read(item)
-        except (TypeError, ValueError) as error:
-            raise InvalidInput(f"{kind}[{i}]: {error}") from error
+            specs[spec_from_dict(item)] = None
+        except (TypeError, ValueError) as error:  # without it a kernel would be missing later
+            raise InvalidInput(f"{path}: spec[{i}]: {error}") from error
+    return [*specs]
 
 
 def this_versions(listed: Iterable[dict[str, Any]]) -> list[Spec | None]:
@@ -178,27 +142,6 @@ def this_versions(listed: Iterable[dict[str, Any]]) -> list[Spec | None]:
     if others := specs.count(None):
         log.warning("%d of the cache's %d kernels are another version's and are left out", others, len(specs))
     return specs
-
-
-def specs_of_each(described: Any) -> list[Spec]:
-    """The kernels of a call in which a list of values means a call with each of them."""
-    if not isinstance(described, Mapping) or "heads" not in described:
-        raise InvalidInput(f"a call must be a table of words with heads, not {arguments.shown(described)}")
-    axes = []
-    for name, value in described.items():
-        several = isinstance(value, list) and (name != "heads" or any(isinstance(item, list) for item in value))
-        if several and not value:
-            arguments.refuse("call", name, value, "a value, or a list of values")
-        axes.append(value if several else [value])
-    return [spec for values in itertools.product(*axes) for spec in _specs(dict(zip(described, values)))]
-
-
-def _toml(text: str) -> Any:
-    try:
-        import tomllib
-    except ImportError as error:  # Python 3.10
-        raise InvalidInput("TOML needs Python 3.11; write the same as JSON") from error
-    return tomllib.loads(text)
 
 
 @dataclass(frozen=True)
@@ -224,7 +167,7 @@ def prewarm(specs: Iterable[Spec], archs: Iterable[str], jobs: int) -> list[Buil
     """Build every spec for every architecture into the kernel cache. Errors are results; they are not raised.
 
     Args:
-        specs: the results of `specs_of`, `jitrope.planning`, `read_calls` or `jitrope.record`.
+        specs: the results of `specs_of`, `jitrope.planning`, `read_record` or `jitrope.record`.
         archs: architectures, such as "sm_90" or "9.0".
         jobs: the number of kernels that are compiled at a time.
 
@@ -266,7 +209,7 @@ def build_each(
     for spec, given in work:
         arch = architecture(given)
         if not isinstance(spec, Spec):
-            arguments.refuse(function, "specs", spec, "specs from specs_of, planning, read_calls or record")
+            arguments.refuse(function, "specs", spec, "specs from specs_of, planning, read_record or record")
         if arch is None:
             arguments.refuse(function, "archs", given, "architectures such as 'sm_90'")
         wanted[spec, arch] = None
@@ -275,7 +218,7 @@ def build_each(
         try:
             return build(*kernel)
         except JitropeError as error:
-            return Built(*kernel, str(error), failed=True)
+            return Built(*kernel, str(error).removeprefix(f"{kernel[0].name}: "), failed=True)
 
     with ThreadPoolExecutor(max(1, arguments.whole(function, "jobs", jobs, 0))) as pool:  # NVRTC releases the GIL
         return list(pool.map(one, wanted))

@@ -11,10 +11,10 @@ import sys
 from . import backend
 
 FILES = (
-    "defaults diffusion_hosts fp4_cache gpu gpu_thd hadamard index_cache joint kernels latent latent_cache "
-    "latent_norm learned mean_squares other_pairs out packed_bias packed_cache packed_norm packed_stages pages presets "
-    "q_scale quantize quantized_v replay rope row_scales same_bits serving_fused shifts stages swizzled timm "
-    "transformers ulysses unrotated"
+    "comfy_kitchen defaults fp4_cache gpu gpu_thd hadamard index_cache joint kernels latent "
+    "latent_cache latent_norm learned mean_squares other_pairs out packed_bias packed_cache packed_norm "
+    "packed_stages pages presets q_scale quantize quantized_v rope row_scales same_bits shifts stages swizzled "
+    "timm transformers ulysses unrotated"
 )
 
 

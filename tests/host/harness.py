@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
-import threading
+import time
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +19,7 @@ import torch
 from jitrope.jit.render import Source
 
 HERE = Path(__file__).parent
+SHIM = HERE / "shim.h"
 FLAGS = (
     "-std=c++20", "-O0", "-g1", "-ffp-contract=off", "-fno-strict-aliasing", "-mf16c", "-mfma", "-pthread", "-w",
     "-fsanitize=address,undefined", "-fPIC", "-fno-gnu-unique", "-fvisibility=hidden",
@@ -31,31 +34,74 @@ OPTIONS = "detect_leaks=0:handle_sigill=2"
 """ASan's: leaks are torch's, and pytest's own handler must not take the signal of UBSan."""
 
 
+DAYS = 14
+"""What no test used for so long is deleted."""
+
+
 @cache
 def folder() -> Path:
-    """The folder of built kernels that the processes of a test run share; set by `tests/conftest.py`."""
-    given = os.environ.get("TEST_HOST_BUILDS")
-    return Path(given) if given else Path(tempfile.mkdtemp(prefix="jitrope-host-"))
+    """The user's folder of built kernels, for all test runs."""
+    caches = os.environ.get("XDG_CACHE_HOME")
+    found = (Path(caches) if caches else Path.home() / ".cache") / "jitrope-tests"
+    found.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for file in found.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process deletes it too
+            if file.stat().st_mtime < time.time() - DAYS * 86400:
+                file.unlink()
+    return found
 
 
-def gcc(arguments: list[str], made: Path) -> Path:
-    """Run g++, and install its result in one step, so that other processes see all of it or nothing."""
-    compiler = shutil.which("g++")
-    assert compiler, "the kernels' CPU tests need g++"
-    part = made.with_name(f"{made.name}.{os.getpid()}.{threading.get_ident()}")
-    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    done = subprocess.run([compiler, *arguments, "-o", str(part)], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    part.replace(made)
+@cache
+def version() -> str:
+    """What g++ says of itself."""
+    assert shutil.which("g++"), "the kernels' CPU tests need g++"
+    return subprocess.check_output(["g++", "-v"], stderr=subprocess.STDOUT, text=True)
+
+
+def whole(made: Path) -> bool:
+    """Whether a built file is there and ends with the digest of its other bytes. Its use is noted."""
+    try:
+        data = made.read_bytes()
+        os.utime(made)
+    except FileNotFoundError:
+        return False
+    return hashlib.sha256(data[:-32]).digest() == data[-32:]
+
+
+def gcc(flags: tuple[str, ...], files: Sequence[Path], code: str = "") -> Path:
+    """What g++ makes of files, and of a kernel's code. It is built only once for its texts, flags and g++.
+
+    It is installed in one step, so that other processes see all of it or nothing.
+    """
+    texts = [SHIM.read_text(), code, *(file.read_text() if file.suffix else file.name for file in files)]
+    made = folder() / hashlib.sha256(repr((version(), FLAGS, flags, texts)).encode()).hexdigest()[:32]
+    if not whole(made):
+        with tempfile.TemporaryDirectory() as own:
+            kernel, part = Path(own, "kernel.cpp"), Path(own, "part")
+            kernel.write_text(code)
+            sources = [*files, *[kernel] * bool(code)]
+            command = ["g++", *FLAGS, *flags, "-include", str(SHIM), *map(str, sources), "-o", str(part)]
+            environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+            done = subprocess.run(command, capture_output=True, text=True, env=environment)
+            assert done.returncode == 0, done.stderr[-4000:]
+            data = part.read_bytes()
+        with tempfile.NamedTemporaryFile(dir=folder(), delete=False) as file:
+            file.write(data + hashlib.sha256(data).digest())
+        os.chmod(file.name, 0o700)
+        os.replace(file.name, made)
     return made
 
 
-@cache
-def built(name: str, *more: str) -> Path:
-    """Build once what kernels need: the object that launches them, and a program that runs a library."""
-    text = "".join((HERE / file).read_text() for file in ("shim.h", name))
-    made = folder() / hashlib.sha256(text.encode()).hexdigest()[:16]
-    return made if made.exists() else gcc([*FLAGS, *more, str(HERE / name)], made)
+def program() -> Path:
+    """The program that runs a kernel on a file of its arguments."""
+    return gcc(("-ldl",), [HERE / "main.cpp"])
+
+
+def build(source: Source) -> Path:
+    """A kernel as a library: its `run` launches it once."""
+    call = f"[](const void* p) {{ {source.entry}(*static_cast<const Params*>(p)); }}"
+    launcher = gcc(("-c", "-O1"), [HERE / "runtime.cpp"])
+    return gcc(LINK, [launcher], f"{source.text}\nconst Built built{{sizeof(Params), {call}}};\n")
 
 
 @cache
@@ -63,20 +109,6 @@ def libraries() -> tuple[str, ...]:
     """What a process must load at its start, before a kernel that is a shared library: kernels name none (LINK)."""
     names = ("libasan.so", "libstdc++.so")
     return tuple(subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip() for name in names)
-
-
-def build(source: Source) -> Path:
-    """A kernel as a library: its `run` launches it once."""
-    call = f"[](const void* p) {{ {source.entry}(*static_cast<const Params*>(p)); }}"
-    text = f"{source.text}\nconst Built built{{sizeof(Params), {call}}};\n"
-    made = folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
-    if not made.exists():
-        code = made.with_suffix(f".{os.getpid()}.{threading.get_ident()}.cpp")
-        code.write_text(text)
-        launcher = built("runtime.cpp", "-c", "-O1")
-        gcc([*FLAGS, *LINK, "-include", str(HERE / "shim.h"), str(code), str(launcher)], made)
-        code.unlink()
-    return made
 
 
 def run(
@@ -103,13 +135,13 @@ def run(
         parameters += [-1, word]
     header = [*grid, block, len(storages), *(s.nbytes() for s in storages), len(parameters) // 2, *parameters]
     views = [torch.empty(0, dtype=torch.uint8).set_(s).numpy() for s in storages]
-    with tempfile.NamedTemporaryFile(dir=folder()) as file:
+    with tempfile.NamedTemporaryFile() as file:
         file.write(np.array(header, dtype=np.int64).tobytes())
         for view in views:
             file.write(view.tobytes())
         file.flush()
         environment = {**os.environ, "ASAN_OPTIONS": OPTIONS}
-        command = [built("main.cpp", "-ldl"), build(source), file.name]
+        command = [program(), build(source), file.name]
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr[-4000:]
         data = Path(file.name).read_bytes()

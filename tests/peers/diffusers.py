@@ -1,21 +1,23 @@
-"""diffusers: `enable` for every model of a class that jitrope covers, as soon as the model is made."""
+"""diffusers: `enable` for every model that it has something for, as soon as the model is made."""
 
 from __future__ import annotations
 
+import contextlib
+import re
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import diffusers
 
+from jitrope import JitropeError
 from jitrope.integrations import diffusers as ours
-from tests.diffusion_coverage import COVERAGE
 
 
 def install(checkout: Path) -> None:
-    for name in COVERAGE:
-        cls = getattr(diffusers, name, None)
-        if cls is not None:
+    models = re.compile("^(?!.*Pipeline).*(Transformer|ControlNet|DiT)")
+    for cls in [getattr(diffusers, name) for name in dir(diffusers) if models.match(name)]:
+        if isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin):
             cls.__init__ = _then_enable(cls, cls.__init__)
 
 
@@ -24,6 +26,7 @@ def _then_enable(cls: type, original: Any) -> Any:
     def init(self: Any, *arguments: Any, **words: Any) -> None:
         original(self, *arguments, **words)
         if type(self) is cls:
-            ours.enable(self)
+            with contextlib.suppress(JitropeError):
+                ours.enable(self)
 
     return init

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from .standin import module
 
 
 def install(checkout: Path) -> None:
+    import_module("torch._inductor.compile_fx")  # else it would take the stand-in for the real Triton
     module("triton")
     module("flash_attn", checkout / "flash_attn")
     module("flash_attn.ops.triton.rotary", apply_rotary=apply_rotary)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,7 @@ def module(name: str, folder: Path | None = None, **names: Any) -> ModuleType:
         for part in [part for part in sys.modules if part == name or part.startswith(f"{name}.")]:
             del sys.modules[part]
         found = sys.modules[name] = ModuleType(name)
+        found.__spec__ = ModuleSpec(name, None)  # `find_spec` of a module without one raises
         found.__path__ = [str(folder)] if folder else []
         if above:
             setattr(above, child, found)
@@ -34,7 +36,7 @@ def module(name: str, folder: Path | None = None, **names: Any) -> ModuleType:
 
 def made(found: ModuleType) -> bool:
     """Whether `module` made this one, so the peer is not the real one."""
-    return found.__spec__ is None
+    return found.__spec__ is None or found.__spec__.loader is None
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -45,10 +47,3 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     pairs = (x0 * cos - x1 * sin, x1 * cos + x0 * sin)
     out = torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)
     return torch.cat((out.to(x.dtype), rest), -1)
-
-
-def by_cache(positions: Tensor, x: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool) -> Tensor:
-    """Rotate x (tokens, H * head_size) or (tokens, H, head_size) by rows of vLLM's kind of table."""
-    cos, sin = cos_sin_cache[positions].float().unsqueeze(-2).chunk(2, -1)
-    by_heads = x.reshape(*positions.shape, -1, head_size)
-    return rotated(by_heads, cos, sin, not is_neox).reshape(x.shape)

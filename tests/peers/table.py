@@ -31,30 +31,11 @@ PEERS = {
         ("tests/pytorch/test_fused_rope.py",),
         "fused rope, of one tensor and of packed QKV; fused=False is plain torch",
     ),
-    "flashinfer": Peer(
-        ("tests/**/test_rope.py",),
-        "flashinfer's rope functions",
-        deselect=(
-            ("[cutile-", "a second backend of the peer's own"),
-            ("append_paged", "the fused write to FlashInfer's own paged layout has no function here"),
-        ),
-    ),
     "flash_attn": Peer(
         ("tests/layers/test_rotary.py", "tests/test_rotary.py"),
         "flash_attn.ops.triton.rotary.apply_rotary, under flash-attention's own autograd functions",
         deselect=(("test_compilation_count", "counts compilations of the peer's own Triton kernel"),),
         needs="einops",
-    ),
-    "vllm": Peer(
-        ("tests/kernels/core/test_pos_encoding.py", "tests/kernels/core/test_mrope.py"),
-        "vllm._custom_ops.rotary_embedding and triton_mrope",
-        deselect=(("test_rope_module_cache", "looks at vLLM's cache of modules; nothing is rotated"),),
-    ),
-    "sglang": Peer(
-        ("**/jit_kernel/tests/test_rope.py", "**/jit_kernel/tests/test_pos_enc.py"),
-        "apply_rope_inplace, apply_rope_inplace_with_kvcache and rotary_embedding",
-        cpu="test_rope.py on CPU tensors; test_pos_enc.py starts Triton kernels",
-        deselect=(("test_performance", "measures times and compares nothing"),),
     ),
     "liger": Peer(
         (

@@ -1,91 +1,43 @@
-"""diffusers: rope of its transformers by jitrope, in their attention processors, with the host's bits.
+"""diffusers: rope of its transformers by jitrope, in several of them together with the norms of q and k.
 
 >>> from jitrope.integrations import diffusers as jitrope_diffusers
 >>> import diffusers
 >>> model = diffusers.FluxTransformer2DModel(num_layers=1, num_single_layers=1, num_attention_heads=1)
 >>> report = jitrope_diffusers.enable(model)  # or a pipeline
 >>> print(report)
-norm and rope fused in 2 attention layers; 0 calls since; 0 left to diffusers
+2 functions replaced; 0 calls since; 0 left to diffusers
 >>> jitrope_diffusers.disable(model)
-
-.. include:: README.md
 """
 
 from __future__ import annotations
 
-import contextlib
-import weakref
+import importlib
+import sys
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from ...base.arguments import flag, refuse
-from ...base.errors import JitropeError
+from ...base.errors import InvalidInput, JitropeError
 from .. import _host
-from .fused import FUSED, INLINE
-from .sites import SITES
-from .twins import host_of, is_twin, rope_replaced_by, twin, version
+from .fused import COPIES, FUSED
+from .norms import unknown
+from .ropes import LEFT, ROPES
 
-__all__ = ["Report", "disable", "enable"]
+__all__ = ["disable", "enable"]
 
-
-@dataclass(repr=False)
-class Report(_host.Report):
-    """The result of `enable`. As a context manager it undoes that `enable`, and nothing done before it.
-
-    `calls` counts for all enabled models the tensors rotated by "jitrope", the calls left to the "host" and the
-    "fused" calls of processors. `reasons` gives the reasons why calls were left to the host or not fused.
-
-    >>> jitrope_diffusers.Report().calls
-    Counter({'jitrope': 0, 'host': 0})
-
-    Attributes:
-        host: "diffusers".
-        replaced: by class, the number of the host's processors and modules that are replaced.
-        left: by class, the number of attention processors that are not replaced.
-        fused: by class, the number of replaced ones with norm and rope in one launch.
-        notes: by class, the reason why it is left or not fused.
-    """
-
-    host: str = "diffusers"
-    replaced: Counter[str] = field(default_factory=Counter)
-    left: Counter[str] = field(default_factory=Counter)
-    fused: Counter[str] = field(default_factory=Counter)
-    notes: dict[str, str] = field(default_factory=dict)
-    _models: list[weakref.ref[nn.Module]] = field(default_factory=list, repr=False)
-
-    def _active(self) -> bool:
-        """Whether one of the processors is replaced now, or none exists any more."""
-        models = [model for ref in self._models if (model := ref()) is not None]
-        return not models or any(host_of(type(part)) is not type(part) for model in models for part in _parts(model))
-
-    def _replaced(self) -> str:
-        fused, alone, left = self.fused.total(), (self.replaced - self.fused).total(), self.left.total()
-        total = fused + alone + left
-        of = "" if total in (fused, alone) else f" of {total}"
-        layers = "attention layer" if total == 1 else "attention layers"
-        kinds = {"norm and rope fused in": fused, "rope alone in": alone}
-        parts = [f"{kind} {count}" for kind, count in kinds.items() if count]
-        parts[:1] = [f"{part}{of} {layers}" for part in parts[:1]]
-        return ", ".join([*parts, f"{left} left alone"] if left else parts)
-
-    def table(self) -> str:
-        """A line for each class: the number of layers with norm and rope fused or only rope replaced, and notes."""
-        kinds = {"norm and rope": self.fused, "rope alone": self.replaced - self.fused, "left alone": self.left}
-        rows = [f"{name}: {count} x {kind}" for kind, counts in kinds.items() for name, count in counts.items()]
-        return "\n".join([*rows, *(f"{name}: {note}" for name, note in self.notes.items())])
+Rope = tuple[Callable[..., Any], Any, str]  # ours, the module with the host's, and its name
 
 
 @_host.alone
-def enable(model_or_pipeline: Any, *, fuse_norm: bool = True) -> Report:
+def enable(model_or_pipeline: Any, *, fuse_norm: bool = True) -> _host.Report:
     """Use jitrope's rope in a transformer, or in every transformer and ControlNet of a pipeline.
 
-    Only the processors of these models change. Enabling twice changes nothing. Call it again after you set other
-    processors or replace methods of the host's classes.
+    The functions and attention processors of their classes are replaced in this process, so for all models of these
+    classes. Enabling twice changes nothing. Call it again for models with other processors.
 
     Args:
         model_or_pipeline: an `nn.Module`, also compiled or wrapped, or a pipeline with `components`.
@@ -93,170 +45,134 @@ def enable(model_or_pipeline: Any, *, fuse_norm: bool = True) -> Report:
             False: only rope is replaced.
 
     Returns:
-        A report of the replaced and the other classes. It counts the calls, and is a context manager.
+        A report of what is replaced and what is left. `calls["fused"]` counts the calls of processors with norm and
+        rope in one launch, "jitrope" those of other rope functions. It is a context manager.
 
     Raises:
         InvalidInput: model_or_pipeline is no model and has none, or fuse_norm is not True or False.
-        JitropeError: no class in the model is supported, or this diffusers version is too different.
+        JitropeError: nothing in the model is replaced.
     """
-    report, fuse_norm = Report(), flag("enable", "fuse_norm", fuse_norm)
-    seen: Counter[str] = Counter()
+    report, fuse_norm = _host.Report("diffusers"), flag("enable", "fuse_norm", fuse_norm)
+    found = Counter(_classes("enable", model_or_pipeline))
     try:
-        for model in _models("enable", model_or_pipeline):
-            seen += _place(report, model, fuse_norm)
+        for cls in found:
+            _take(report, cls, fuse_norm)
         if not report.replaced:
-            raise JitropeError(_nothing(model_or_pipeline, seen, report.notes))
+            raise JitropeError(_nothing(model_or_pipeline, report))
     except BaseException:
         report.__exit__()
         raise
     return report
 
 
-def _place(report: Report, model: nn.Module, fuse_norm: bool) -> Counter[str]:
-    """Replace the processors of a model; return the number of those that are left alone, by class."""
-    report._models.append(weakref.ref(model))
-    before = [weakref.ref(part) for part in _parts(model) if is_twin(type(part))]
-    report._undo.append(partial(_undo, weakref.ref(model), before))
-    parts = [(host_of(type(part)), _replace(part, fuse_norm, report)) for part in _parts(model)]
-    left = [host for host, replaced in parts if not replaced]
-    names = Counter(host.__name__ for host in left)
-    if len(left) < len(parts):
-        report.left += names
-        for host in left:
-            own = host.__module__.split(".")[0] == "diffusers"
-            report.notes.setdefault(host.__name__, _NO_ROPE if own else _FOREIGN)
-    return names
-
-
-_NO_ROPE = "jitrope knows no rope in it"
-_FOREIGN = "not a processor of diffusers; call jitrope.apply_rope in it"
-
-
-def _nothing(given: Any, seen: Counter[str], notes: dict[str, str]) -> str:
-    """The reason why nothing was replaced."""
-    if notes:
-        return "; ".join(f"{name}: {note}" for name, note in notes.items())
-    name = type(given).__name__
-    if not seen:
-        return f"{name} has no attention processors of diffusers {version()}{_host.of_other('diffusers', given)}"
-    processors = ", ".join(f"{count} {cls}" for cls, count in seen.items())
-    return (
-        f"{name} has {processors}, which are not among the processors of diffusers {version()} that apply rope. In "
-        f"your own processor, call jitrope.apply_rope in place of its rope function"
-    )
-
-
 @_host.alone
 def disable(model_or_pipeline: Any) -> None:
-    """Restore the processors of a transformer, or of a pipeline's transformers.
+    """Restore diffusers' functions in a model or a pipeline, and in all other models that use them.
 
     Raises:
         InvalidInput: model_or_pipeline is no model and has none.
     """
-    for model in _models("disable", model_or_pipeline):
-        _give_back_all(model, [])
+    for cls in set(_classes("disable", model_or_pipeline)):
+        functions = [getattr(module, name) for _, module, name in _ropes(cls)]
+        _host.restore("diffusers", [cls.__call__, *functions])
 
 
-def reloaded(make: Callable[..., Any], host: type, fused: bool, *arguments: Any) -> Any:
-    """Make a copied or unpickled processor or module, and replace it like its original, if possible."""
-    part = make(host, *arguments)
-    with contextlib.suppress(JitropeError):  # another version of diffusers may not allow it
-        _replace(part, fused, Report())
-    return part
-
-
-def _models(caller: str, model_or_pipeline: Any) -> list[nn.Module]:
+def _classes(caller: str, model_or_pipeline: Any) -> Iterator[type]:
+    """The classes of all attention processors, and of modules that rotate."""
     components = getattr(model_or_pipeline, "components", None)
     parts = components.values() if isinstance(components, dict) else (model_or_pipeline,)
     models = [part for part in parts if isinstance(part, nn.Module)]
     if not models and not isinstance(model_or_pipeline, nn.Module):
         other = _host.of_other("diffusers", model_or_pipeline)
         refuse(caller, "model_or_pipeline", model_or_pipeline, f"a model, or a pipeline that has one{other}")
-    return models
-
-
-def _parts(model: nn.Module) -> list[Any]:
-    """The attention processors in a model, and the modules with their own rope; each once."""
-    found: dict[int, Any] = {}
-    for module in model.modules():
+    for module in (module for model in models for module in model.modules()):
         processor = getattr(module, "processor", None)
-        if _known(host_of(type(module))):
-            found[id(module)] = module
         if callable(processor):
-            found[id(processor)] = processor
-    return list(found.values())
+            yield next(cls for cls in type(processor).__mro__ if "__call__" in vars(cls))
+        yield from (cls for cls in type(module).__mro__ if cls.__name__ in ROPES and _is_hosts(cls))
 
 
-def _known(host: type) -> bool:
-    return host.__module__.startswith("diffusers.models.") and (host.__name__ in SITES or host.__name__ in INLINE)
+def _is_hosts(cls: type) -> bool:
+    return cls.__module__.startswith("diffusers.models.")
 
 
-def _replace(part: Any, fuse_norm: bool, report: Report) -> bool:
-    """Change one object to its twin and report it; False if it has no twin."""
-    host = host_of(type(part))
-    if not _known(host):
-        return False
-    name = host.__name__
-    attribute = "forward" if isinstance(part, nn.Module) and "__call__" not in vars(host) else "__call__"
-    if attribute == "forward" and "forward" in vars(part):
-        cls, fused, note = None, False, "its forward is hooked; call enable before you set hooks or offload"
+def _ropes(cls: type) -> list[Rope]:
+    """The rope functions of a class; some import theirs in a call."""
+    ropes = ROPES.get(_short(cls), ()) if _is_hosts(cls) else ()
+    own, shared = sys.modules[cls.__module__], sys.modules.get("diffusers.models.embeddings")
+    found = [(ours, own if hasattr(own, name) else shared, name) for ours, name in ropes]
+    return [(ours, module, name) for ours, module, name in found if hasattr(module, name)]
+
+
+def _short(cls: type) -> str:
+    return cls.__name__.partition("AttnProcessor")[0]
+
+
+def _take(report: _host.Report, cls: type, fuse_norm: bool) -> None:
+    """Replace the functions and the `__call__` of a class, or report why they are left."""
+    where, name = f"{cls.__module__}.{cls.__qualname__}", _short(cls)
+    if not _is_hosts(cls) or not (name in ROPES or name in FUSED):
+        known = "jitrope leaves its rope to diffusers" if name in LEFT else "jitrope knows no rope in it"
+        report.left[where] = known if _is_hosts(cls) else "not a processor of diffusers; call jitrope.apply_rope in it"
+        return
+    ropes = _ropes(cls)
+    for function in {name for _, name in ROPES.get(name, ())} - {name for *_, name in ropes}:
+        report.left[f"{cls.__module__}.{function}"] = f"diffusers {_version()} does not have it"
+    for ours, module, function in ropes:
+        theirs = getattr(module, function)
+        if theirs not in _host.placed and _host.own("diffusers", theirs) is None:
+            report.left[f"{module.__name__}.{function}"] = f"it is {_host.module_of(theirs)}'s"
+            return
+        report.replace(module, function, ours, "rope")
+    if name in FUSED:
+        _fuse(report, cls, fuse_norm, ropes)
+
+
+def _fuse(report: _host.Report, cls: Any, fuse_norm: bool, ropes: list[Rope]) -> None:
+    original, where = cls.__call__, f"{cls.__module__}.{cls.__qualname__}.__call__"
+    owner, copy = _host.module_of(original), COPIES.get(_host.text_of(original))
+    if not fuse_norm:
+        _host.restore("diffusers", [original])
+        if not ropes:
+            report.left[where] = "its rope is in its own code"
+    elif owner.split(".")[0] not in ("diffusers", "jitrope"):
+        report.left[where] = f"it is {owner}'s"
+    elif unknown(importlib.import_module("diffusers.models.normalization").RMSNorm):
+        report.left[where] = f"jitrope does not know RMSNorm of diffusers {_version()}"
+    elif copy is None or (hasattr(original, "__wrapped__") and original not in _host.placed):
+        report.left[where] = f"jitrope does not know its code in diffusers {_version()}"
     else:
-        cls, fused, note = _twin(host, attribute, fuse_norm)
-    if note:
-        report.notes[name] = note
-    if cls is None:
-        return False
-    if type(part) is not cls and (type(part) is host or is_twin(type(part))):
-        report._undo.append(partial(_give_back, weakref.ref(part), type(part)))
-        part.__class__ = cls
-    report.replaced[name] += 1
-    if fused:
-        report.fused[name] += 1
-    return True
+        report.replace_method(cls, "__call__", partial(_fused, copy, cls, ropes), "norm and rope")
 
 
-def _twin(host: Any, attribute: str, fuse_norm: bool) -> tuple[type | None, bool, str]:
-    """(twin class or None, whether norm and rope are one launch in it, note)."""
-    name, original = host.__name__, getattr(host, attribute)
-    module = original.__module__ or ""
-    other = "" if module.split(".")[0] == "diffusers" else module  # the library that replaced the method
-    if rope := rope_replaced_by(host, attribute, SITES.get(name, ())):
-        return None, False, f"its rope function is {rope}'s"
-    ours, call, note = INLINE.get(name) or (FUSED.get(name) if fuse_norm else None), None, ""
-    if ours is not None and other:
-        note = f"its {attribute} is {other}'s: not fused"
-    elif ours is not None and not ours.stands_for(original):
-        note = f"jitrope does not know its code in diffusers {version()}: not fused"
-    elif ours is not None:
-        call = ours.call
-    if name in INLINE and call is None:
-        return None, False, note
-    try:
-        cls: Any = twin(host, attribute, original, SITES.get(name, ()), call)
-    except JitropeError:
-        if other:
-            return None, False, f"its {attribute} is {other}'s, which does not call the host's rope"
-        raise
-    if cls._jitrope_missed:
-        note = f"{cls._jitrope_missed}; calls that are not fused are the host's"
-    return cls, call is not None and name in FUSED, note
+def _fused(copy: Any, cls: type, ropes: list[Rope], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Ours in place of a class's `__call__`, now `original`."""
+    ours = _host.in_words_of(original, partial(copy, sys.modules[cls.__module__]))
+    now = [(module, name, getattr(module, name)) for _, module, name in ropes]
+    known = [(module, name, (function, _host.placed[function].original)) for module, name, function in now]
+
+    def call(*arguments: Any, **words: Any) -> tuple[Any, int]:
+        for module, name, functions in known:
+            if getattr(module, name) not in functions:
+                raise InvalidInput(f"{name} was replaced after enable")
+        return ours(*arguments, **words), 1
+
+    def left(reason: str, *arguments: Any, **words: Any) -> Any:
+        _host.note("diffusers", "host", reason, 0 if ropes else 1)  # the rope functions count themselves
+        return original(*arguments, **words)
+
+    return _host.or_else("diffusers", "fused", call, left)
 
 
-def _undo(ref: weakref.ref[nn.Module], kept: list[weakref.ref[Any]]) -> None:
-    model = ref()
-    if model is not None:
-        _give_back_all(model, kept)
+def _nothing(given: Any, report: _host.Report) -> str:
+    """The reason why nothing was replaced."""
+    name = type(given).__name__
+    if not report.left:
+        return f"{name} has no attention processors of diffusers {_version()}{_host.of_other('diffusers', given)}"
+    return f"{name}: " + "; ".join(
+        f"{where.removeprefix('diffusers.models.')}: {why}" for where, why in report.left.items()
+    )
 
 
-def _give_back_all(model: Any, kept: list[weakref.ref[Any]]) -> None:
-    """Restore all parts of a model but those kept, and those that the host has made since."""
-    set_aside = getattr(model, "original_attn_processors", None) or {}  # kept by `fuse_qkv_projections`
-    for part in (*_parts(model), *set_aside.values()):
-        if is_twin(type(part)) and all(known() is not part for known in kept):
-            part.__class__ = host_of(type(part))
-
-
-def _give_back(ref: weakref.ref[Any], cls: type) -> None:
-    part = ref()
-    if part is not None and is_twin(type(part)):
-        part.__class__ = cls
+def _version() -> str:
+    return str(importlib.import_module("diffusers").__version__)

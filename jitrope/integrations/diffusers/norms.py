@@ -1,7 +1,7 @@
 """RMSNorm of q and k, rope, and the joining of two streams, in one launch if the host's modules allow it.
 
 Otherwise (a norm with hooks, offloaded, of another class or dtype, or autocast), `InvalidInput` gives the reason, and
-the host's code runs with its rope replaced.
+the host's code runs.
 """
 
 from __future__ import annotations
@@ -11,22 +11,24 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...api import prepare_joint_qkv, prepare_qkv
 from ...base.errors import InvalidInput
 from ...ops.values import Norm
-from ...ops.watch import in_autocast
-from .._norms import DEFAULT_EPS, parameters_of
+from ...ops.watch import hooks_of_all, in_autocast
+from .. import _host
 
-Pair = tuple[Tensor, Tensor]
 Parts = tuple[Tensor, Tensor, Tensor]
 Words = dict[str, Any]
 
-_NORM_ROUNDING = {  # by a norm's class; see `jitrope.Norm`
+_ROUNDING = {  # by a norm's class; see `jitrope.Norm`
     ("torch.nn.modules.normalization", "RMSNorm"): "once",
     ("diffusers.models.normalization", "RMSNorm"): "twice",
 }
+_RMS_NORM = {"fa91ca74b4badaaf", "ab9075d036873ac9"}  # the texts of diffusers' RMSNorm, 0.36 and 0.41
+_BY_TORCH = F.rms_norm  # which torch.nn.RMSNorm calls
+_EPS = torch.finfo(torch.float32).eps  # of a torch.nn.RMSNorm without an eps
 
 
 class Norms(NamedTuple):
@@ -42,6 +44,11 @@ class Norms(NamedTuple):
         """The norm of a stream's q and k."""
         return Norm(*self.weights[2 * stream : 2 * stream + 2], **self.words)
 
+    def check(self, *tensors: Tensor) -> None:
+        """Raise InvalidInput for a weight of another dtype: the hosts' norms then return that one, jitrope does not."""
+        if any(weight is not None and weight.dtype != x.dtype for weight in self.weights for x in tensors):
+            raise InvalidInput("a norm's weight has another dtype")
+
 
 def norm_of(module: Any) -> tuple[Tensor | None, float, str]:
     """A norm's (weight, eps, rounding). Raises InvalidInput if the module must be called.
@@ -49,83 +56,62 @@ def norm_of(module: Any) -> tuple[Tensor | None, float, str]:
     It must if it has another class (as wrapped and parametrized norms), a bias, a weight that is not a plain tensor,
     hooks or its own `forward`. (The last two serve to offload.)
     """
-    rounding = _NORM_ROUNDING.get((type(module).__module__, type(module).__name__))
+    cls = type(module)
+    rounding = _ROUNDING.get((cls.__module__, cls.__name__))
     if rounding is None:
-        raise InvalidInput("there is no norm" if module is None else f"a norm is {type(module).__name__}")
-    forward = type(module).forward
-    if hasattr(forward, "__wrapped__") or forward.__module__ != type(module).__module__:
-        raise InvalidInput(f"the forward of {type(module).__name__} was replaced")
-    weight, bias = parameters_of(module)
-    if bias is not None:
+        raise InvalidInput("there is no norm" if module is None else f"a norm is {cls.__name__}")
+    replaced = hasattr(cls.forward, "__wrapped__") or cls.forward.__module__ != cls.__module__
+    if replaced or F.rms_norm is not _BY_TORCH:
+        raise InvalidInput(f"the forward of {cls.__name__} was replaced")
+    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    if hooked or hooks_of_all():
+        raise InvalidInput("a norm has hooks")
+    if "forward" in module.__dict__:
+        raise InvalidInput("a norm has its own forward")
+    weight = module.weight
+    if getattr(module, "bias", None) is not None:
         raise InvalidInput("a norm has a bias")
-    return weight, DEFAULT_EPS if module.eps is None else module.eps, rounding
+    if not (weight is None or type(weight) in (nn.Parameter, Tensor) or hasattr(weight, "fake_mode")):
+        raise InvalidInput("a norm's weight is not a plain tensor")
+    return weight, _EPS if module.eps is None else module.eps, rounding
 
 
-def norms_of(x: Tensor, *modules: Any, **words: Any) -> Norms:
-    """The norms of these modules, for one launch with activations like x. words: further ones of `jitrope.Norm`.
+def unknown(norm: Any) -> bool:
+    """Whether diffusers' class of norms computes what jitrope does not know."""
+    return _host.text_of(norm.forward) not in _RMS_NORM
+
+
+def norms_of(x: Tensor, attn: Any, *names: str, **words: Any) -> Norms:
+    """An attention's norms of these names, for one launch with activations like x. words: more of `jitrope.Norm`.
 
     Raises InvalidInput if one launch cannot compute them.
     """
     if in_autocast(x):
         raise InvalidInput("autocast")
-    weights, epsilons, roundings = zip(*map(norm_of, modules))
+    weights, epsilons, roundings = zip(*(norm_of(getattr(attn, f"norm_{name}")) for name in names))
     if len(set(epsilons)) > 1 or len(set(roundings)) > 1:
         raise InvalidInput("the norms of q and k differ")
     norms = Norms(weights, {"eps": epsilons[0], "rounding": roundings[0], **words})
-    refuse_mixed(norms, x)
+    norms.check(x)
     return norms
 
 
-def refuse_mixed(norms: Norms, *tensors: Tensor) -> None:
-    """Raise InvalidInput for a weight of another dtype: the hosts' norms then return that dtype, jitrope does not."""
-    if any(weight is not None and weight.dtype != x.dtype for weight in norms.weights for x in tensors):
-        raise InvalidInput("a norm's weight has another dtype")
-
-
-def norm_rope(norms: Norms, q: Tensor, k: Tensor | None, rope: Words, *, fresh: bool = False) -> Any:
-    """Normalise q (B, Sq, H, D) and k (B, Sk, H, D), then rotate them if rope's words are given.
-
-    fresh: no other code holds q and k, so they may be overwritten.
-    """
+def norm_rope(norms: Norms, q: Tensor, k: Tensor | None, rope: Words) -> Any:
+    """Normalise q (B, Sq, H, D) and k (B, Sk, H, D), then rotate them if rope's words are given."""
     tensors = [q] if k is None else [q, k]
-    refuse_mixed(norms, *tensors)
-    inplace = fresh and _overwritable(*tensors)
+    norms.check(*tensors)
     if k is None or rope or q.shape[1] == k.shape[1]:
-        return prepare_qkv(q, k, None, norm=norms.of(0), inplace=inplace, **rope)[:2]
+        return prepare_qkv(q, k, None, norm=norms.of(0), **rope)[:2]
     each = [Norm(weight, **norms.words) for weight in norms.weights]
-    return tuple([prepare_qkv(x, None, None, norm=norm, inplace=inplace)[0] for x, norm in zip(tensors, each)])
-
-
-def norm_rope_front(norms: Norms, q: Tensor, k: Tensor, rope: Words, *, fresh: bool = False) -> Any:
-    """`norm_rope`, but tokens after the last row of the tables (S, W) are only normalised."""
-    rows = rope["cos"].shape[0]
-    if fresh and _overwritable(q, k):
-        refuse_mixed(norms, q, k)
-        for part, words in ((slice(rows), rope), (slice(rows, None), {})):
-            prepare_qkv(q[:, part], k[:, part], None, norm=norms.of(0), inplace=True, **words)
-        return q, k
-    after = (0, 0, 0, q.shape[1] - rows)
-    longer = {"cos": F.pad(rope["cos"], after, value=1.0), "sin": F.pad(rope["sin"], after)}
-    return norm_rope(norms, q, k, {**rope, **longer})
-
-
-def _overwritable(*tensors: Tensor) -> bool:
-    """Whether q and k may be overwritten. Strided tensors may not: the host passes contiguous ones to attention."""
-    return not torch.is_grad_enabled() and all(x.is_contiguous() for x in tensors)
+    return tuple([prepare_qkv(x, None, None, norm=norm)[0] for x, norm in zip(tensors, each)])
 
 
 def joint(norms: Norms, first: Parts, second: Parts, rope: Words) -> Parts:
     """Normalise, rotate and join q, k, v of two streams, each (B, S, H, D), to one sequence."""
-    refuse_mixed(norms, *first[:2], *second[:2])
+    norms.check(*first[:2], *second[:2])
     return prepare_joint_qkv(first, second, norm=(norms.of(0), norms.of(1)), **rope)
 
 
 def beside(first: Words, second: Words) -> Words:
     """Words for a joint call of two streams, each with its own tables."""
     return {name: (value, second[name]) if isinstance(value, Tensor) else value for name, value in first.items()}
-
-
-def no_turn(rope: Words, rows: int) -> Words:
-    """Words like `rope` that rotate nothing: cosines of 1 and sines of 0, in one repeated row."""
-    row: Tensor = rope["cos"][:1]
-    return {**rope, "cos": torch.ones_like(row).expand(rows, -1), "sin": torch.zeros_like(row).expand(rows, -1)}

@@ -1,23 +1,25 @@
-"""A call described in words, for prewarming and files of calls."""
+"""The kernels of a call that is described in words, planned on meta tensors: `specs_of`, and `popular` ones.
+
+A tensor is written as its dtype, and a value object as a dict of its words. A list of values means a call with each of
+them; a list of numbers is one value of heads, [32, 8].
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import api
-from ..base import arguments
-from ..base.spec import DTYPES
-from ..ops.kv_cache import KVCache
-from ..ops.quantize import DynamicQuantize, Quantize
-from ..ops.values import Mrope, Norm, Packed, Shifts, Starts
-from ..ops.words import rotary_dim_of
-from ..plan.options import LAYOUT_AXES, QKV_ORDERS, SCALED_DTYPES, TABLES, Options
-from ..plan.problem import DTYPE_NAMES
-from ..plan.views import BLOCK_SCALES, FORMATS, NVFP4_GROUP, SCALES, packed_shape
+from jitrope import DynamicQuantize, KVCache, Mrope, Norm, Packed, Quantize, Shifts, Starts, api, planning
+from jitrope.base.spec import Spec
+from jitrope.ops.words import rotary_dim_of
+from jitrope.plan.options import Options
+from jitrope.plan.problem import DTYPE_NAMES
+from jitrope.plan.views import BLOCK_SCALES, FORMATS, NVFP4_GROUP, SCALES, packed_shape
 
 _TOKENS, _ROWS, _SEQUENCES = 4096, 1 << 20, 4
 """Sizes on which no kernel depends: tokens of a sequence, rows of a table, sequences of a packed batch."""
@@ -26,7 +28,63 @@ _FORMATS = {name: form.dtype for name, form in FORMATS.items()}
 _TORCH = {**{name: dtype for dtype, name in DTYPE_NAMES.items()}, **_FORMATS, **SCALES}
 
 
-class Described:
+# Popular models. q and k go together, except for hosts that rotate them one by one.
+_WEIGHTS = {"q_weight": "bf16", "k_weight": "bf16"}
+_ONCE = {**_WEIGHTS, "rounding": "once"}
+_TWICE = {**_WEIGHTS, "rounding": "twice"}
+_SLOTS = {"slot_mapping": "int64", "k_cache": "bf16", "v_cache": "bf16"}
+_FP8_SLOTS = {**_SLOTS, "k_cache": "fp8", "v_cache": "fp8", "k_scale": 1.0, "v_scale": 1.0}
+_PACKED = {"cu_seqlens": "int32"}
+_SERVING = {"positions": "int64", "inplace": True}
+_FLUX = {"interleaved": True, "width": "full", "norm": _ONCE}
+_QWEN_IMAGE = {"interleaved": True, "rounding": "complex64", "norm": _TWICE, "table": "freqs_cis", "two_tables": True}
+_WAN = {"interleaved": True, "norm": {**_ONCE, "across_heads": True}, "inplace": True, "table": "freqs_cis"}
+POPULAR: list[dict[str, Any]] = [
+    {"heads": [[32, 8], [32, 32], [64, 8]], "inplace": [False, True]},  # Llama, Qwen, Mistral
+    {"heads": [[32, 8], [64, 8]], **_SERVING},  # vLLM, SGLang
+    {"function": "prepare_qkv", "heads": [32, 8], **_SERVING, "cache": [_SLOTS, _FP8_SLOTS]},
+    {"function": "prepare_qkv", "heads": [32, 8], **_SERVING, "cache": [_SLOTS, _FP8_SLOTS], "norm": _TWICE},  # Qwen3
+    {"heads": [32, 8], "positions": [None, _PACKED], "backward": True},  # training
+    {"heads": 24, "interleaved": True, "width": ["full", "half"]},  # FLUX, HunyuanVideo
+    {"heads": [24, 24], "interleaved": True, "backward": True},
+    {"heads": 24, "interleaved": True, "rounding": "complex64"},  # Qwen-Image
+    # With the norm: the double and single blocks of FLUX, the blocks of Qwen-Image, Wan (14B and 1.3B) and Qwen3.
+    {"function": "prepare_joint_qkv", "heads": [24, 24], **_FLUX},
+    {"function": "prepare_qkv", "heads": [24, 24], **_FLUX, "inplace": True},
+    {"function": "prepare_joint_qkv", "heads": [24, 24], **_QWEN_IMAGE},
+    {"function": "prepare_qkv", "heads": [[40, 40], [12, 12]], **_WAN},
+    {"function": "prepare_qkv", "heads": [32, 8], "norm": _TWICE, "backward": True},
+    {"heads": [[12], [40]], "interleaved": True},
+    # Megatron, TransformerEngine: q, then k.
+    {"heads": [[8], [32]], "table": "freqs", "width": "full", "positions": [None, _PACKED], "backward": True},
+    {"heads": 16, "head_dim": [80, 64, 256]},  # vision towers, Gemma
+]
+
+
+@cache
+def popular() -> tuple[Spec, ...]:
+    """The kernels of popular models, each once."""
+    return tuple(dict.fromkeys(spec for call in POPULAR for spec in specs_of(**call)))
+
+
+def specs_of(**call: Any) -> list[Spec]:
+    """The kernels of a call of `function` ("apply_rope"), each once, for both launches; with backward the gradient's.
+
+    heads, v_heads, head_dim (128), dtype ("bf16") and batch (1) are those of q, k and v; table is "cos_sin", "freqs",
+    "cos_sin_cache" or "freqs_cis", with table_dtype ("fp32") and width ("half"). In cache, page_size are the rows of a
+    page, and group the elements with one block scale. All other words are keywords of the function.
+    """
+    axes = []
+    for name, value in call.items():
+        several = isinstance(value, list) and (name != "heads" or any(isinstance(item, list) for item in value))
+        axes.append(value if several else [value])
+    with torch.inference_mode(False), torch.enable_grad(), planning() as specs:
+        for values in itertools.product(*axes):
+            _Described(**dict(zip(call, values))).make()
+    return specs
+
+
+class _Described:
     """A call in words, with tensors on the meta device."""
 
     def __init__(
@@ -40,24 +98,16 @@ class Described:
         v_heads: Any = None,
         **words: Any,
     ) -> None:
-        self.name = name = arguments.word("call", "function", function, api.__all__)
-        self.heads = arguments.wholes(name, "heads", heads if hasattr(heads, "__len__") else [heads], 1)
-        if not 1 <= len(self.heads) <= 2 or (len(self.heads) < 2 and name not in ("apply_rope", "prepare_qkv")):
-            arguments.refuse(name, "heads", heads, "those of q and k, as [32, 8]")
-        self.v_heads = self.heads[-1] if v_heads is None else arguments.whole(name, "v_heads", v_heads, 1)
-        self.head_dim = arguments.whole(name, "head_dim", head_dim, 1)
-        self.batch = arguments.whole(name, "batch", batch, 1)
-        self.dtype = arguments.word(name, "dtype", dtype, DTYPES)
-        self.backward, self.words = arguments.flag(name, "backward", backward), words
+        self.name, self.heads = function, heads if isinstance(heads, list) else [heads]
+        self.v_heads, self.head_dim, self.batch, self.dtype = v_heads or self.heads[-1], head_dim, batch, dtype
+        self.backward, self.words = backward, words
         positions = words.get("positions")
         self.packed = isinstance(positions, Mapping) and "cu_seqlens" in positions
-        layout = "thd" if self.packed else words.get("layout", "bshd")
-        self.layout = arguments.word(name, "layout", layout, tuple(LAYOUT_AXES))
+        self.layout = "thd" if self.packed else words.get("layout", "bshd")
         self.leaves: list[Tensor] = []
 
-    def empty(self, label: str, dtype: Any, shape: Sequence[int]) -> Tensor:
-        dtype = _TORCH[arguments.word(self.name, label, dtype, tuple(_TORCH))]
-        return torch.empty(shape, dtype=dtype, device="meta")
+    def empty(self, dtype: str, shape: Sequence[int]) -> Tensor:
+        return torch.empty(shape, dtype=_TORCH[dtype], device="meta")
 
     def trained(self, x: Tensor) -> Tensor:
         """x as an input with a gradient, if the call has a backward."""
@@ -68,37 +118,32 @@ class Described:
 
     def q_or_k(self, count: int, size: int) -> Tensor:
         sizes = {"b": self.batch, "s": _TOKENS, "t": _TOKENS, "h": count, "d": size}
-        return self.trained(self.empty("dtype", self.dtype, [sizes[letter] for letter in self.layout]))
+        return self.trained(self.empty(self.dtype, [sizes[letter] for letter in self.layout]))
 
     def tables(
         self, table: str = "cos_sin", table_dtype: str = "fp32", width: str = "half", two_tables: bool = False
     ) -> dict[str, Any]:
-        table = arguments.word(self.name, "table", table, TABLES)
-        full = arguments.word(self.name, "width", width, ("half", "full")) == "full" or table == "cos_sin_cache"
-        rotary = arguments.whole(self.name, "rotary_dim", rotary_dim_of(self.name, self.words, self.head_dim), 0)
-        shape = [_ROWS, rotary // (1 if full else 2)]
-        made = self.empty("table_dtype", table_dtype, [*shape, 2] if table == "freqs_cis" else shape)
+        full = width == "full" or table == "cos_sin_cache"
+        shape = [_ROWS, rotary_dim_of(self.name, self.words, self.head_dim) // (1 if full else 2)]
+        made = self.empty(table_dtype, [*shape, 2] if table == "freqs_cis" else shape)
         made = torch.view_as_complex(made) if table == "freqs_cis" else made
-        given = (made, made) if arguments.flag(self.name, "two_tables", two_tables) else made
+        given = (made, made) if two_tables else made
         return dict.fromkeys(("cos", "sin") if table == "cos_sin" else (table,), given)
 
     def value(self, label: str, given: Any) -> Any:
         """A value object, made from its words; tensors are made from their dtypes."""
         tokens = _TOKENS * (2 if self.name == "prepare_joint_qkv" else 1)  # of both streams
         if label == "positions" and isinstance(given, str):
-            return self.empty(label, given, (tokens,))
-        if not isinstance(given, Mapping):
-            or_dtype = "the dtype of a tensor of ids, or " if label == "positions" else ""
-            arguments.refuse(self.name, label, given, f"{or_dtype}a table of its words")
+            return self.empty(given, (tokens,))
         words, across = dict(given), given.get("across_heads")
         page, k_heads, axes = words.pop("page_size", None), self.heads[-1], words.get("mrope_section")
         group = NVFP4_GROUP
         if label == "cache":
             words.setdefault("v_cache", None)
-            group = arguments.whole(label, "group", words.pop("group", group), 1)
+            group = words.pop("group", group)
         cache = [_TOKENS, k_heads, self.head_dim]
         if page is not None:  # the pages of k and v alternate
-            cache = [_TOKENS, 2, arguments.whole(label, "page_size", page, 1), *cache[1:]]
+            cache = [_TOKENS, 2, page, *cache[1:]]
         shapes: dict[str, Sequence[int]] = {
             "cu_seqlens": (_SEQUENCES + 1,),
             "start_positions": (_SEQUENCES if self.packed else self.batch,),
@@ -114,18 +159,18 @@ class Described:
         for word, dtype in words.items():
             if word in shapes and dtype is not None:
                 *rows, last = shapes[word]
-                x = self.empty(word, dtype, (*rows, last // 2 if dtype == "fp4" else last))
+                x = self.empty(dtype, (*rows, last // 2 if dtype == "fp4" else last))
                 words[word] = self.trained(x) if label == "norm" else x[:, 0] if x.dim() == 5 else x
         if label == "norm" and "mean_squares" in words:
             shape = (_TOKENS,) if self.layout == "thd" else (self.batch, _TOKENS)
-            means = [self.empty("mean_squares", words["mean_squares"], shape) for _ in self.heads]
+            means = [self.empty(words["mean_squares"], shape) for _ in self.heads]
             words["mean_squares"] = (*means, None)[:2]
         shifts = words.pop("shifts", False)
         places = Packed if self.packed else Shifts if shifts else Mrope if "position_ids" in words else Starts
         scaled = Quantize if {"q_scale", "k_scale"} & words.keys() else DynamicQuantize
-        for word, allowed in (("dtype", SCALED_DTYPES), ("scale_dtype", SCALES)):
+        for word in ("dtype", "scale_dtype"):
             if label == "quantize" and word in words:
-                words[word] = _TORCH[arguments.word(label, word, words[word], allowed)]
+                words[word] = _TORCH[words[word]]
         return {"norm": Norm, "cache": KVCache, "quantize": scaled, "positions": places}[label](**words)
 
     def make(self) -> None:
@@ -137,17 +182,14 @@ class Described:
                 words[label] = self.value(label, words[label])
         if self.name == "prepare_packed_qkv":
             words["q_per_group"] = n = self.heads[0] // self.heads[1]
-            if n * self.heads[1] != self.heads[0]:
-                arguments.refuse(self.name, "heads", self.heads, "[q's, k's], with q's a multiple of k's")
-            order = arguments.word(self.name, "order", words.get("order", "grouped"), tuple(QKV_ORDERS))
-            packed = Options(q_per_group=n, order=order)
+            packed = Options(q_per_group=n, order=words.get("order", "grouped"))
             shape = packed_shape(self.heads[1], self.head_dim, packed)
             given: list[Any] = [self.q_or_k(*shape)]
-            if arguments.flag(self.name, "bias", words.pop("bias", False)):
-                words["bias"] = self.trained(self.empty("dtype", self.dtype, shape))
+            if words.pop("bias", False):
+                words["bias"] = self.trained(self.empty(self.dtype, shape))
         elif self.name == "prepare_mla_qkv":
             rotary = rotary_dim_of(self.name, {"rotary_dim": words.pop("rotary_dim", None)}, self.head_dim)
-            v_dim = arguments.whole(self.name, "v_dim", words.pop("v_dim", self.head_dim - rotary), 1)
+            v_dim = words.pop("v_dim", self.head_dim - rotary)
             sizes = (self.head_dim, self.head_dim - rotary + v_dim, rotary)
             given = [self.q_or_k(n, size) for n, size in zip((*self.heads, 1), sizes)]
         else:

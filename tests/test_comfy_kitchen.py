@@ -1,0 +1,168 @@
+"""ComfyUI: jitrope as a backend of comfy-kitchen against its eager one."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from jitrope.integrations import comfy_kitchen
+
+from .host.backend import DEVICE
+from .hosts import missing
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def rotations(*shape: int) -> Tensor:
+    """2 x 2 rotations by random angles of this shape."""
+    angles = random(*shape, seed=7) * 5
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack((cos, -sin, sin, cos), -1).unflatten(-1, (2, 2))
+
+
+B, S, D = 2, 7, 64
+LAYOUTS = {  # shapes of q and k, and of the angles
+    "bhsd": ((B, 4, S, D), (B, 2, S, D), (1, 1, S, D // 2)),
+    "bshd": ((B, S, 4, D), (B, S, 4, D), (B, S, 1, D // 2)),
+    "each head": ((B, 4, S, D), (B, 4, S, D), (1, 4, S, D // 2)),
+    "one row": ((B, 4, S, D), (B, 2, S, D), (B, 1, 1, D // 2)),
+    "one token": ((B, 4, 1, D), (B, 2, 1, D), (1, 1, 1, D // 2)),
+    "nhd": ((S, 4, D), (S, 2, D), (S, 1, D // 2)),
+}
+NAMES = [*comfy_kitchen.FUNCTIONS]
+EVERY = [("cpu", *case) for case in product(NAMES, LAYOUTS, DTYPES) if "rms" not in case[0] or case[1] != "nhd"]
+EVERY += [
+    pytest.param(DEVICE, name, ("bhsd", "bshd")[i % 2], DTYPES[i // 2 % 3], marks=pytest.mark.gpu, id=f"cuda-{name}")
+    for i, name in enumerate(NAMES)
+]
+
+
+@pytest.fixture(scope="module")
+def ck() -> Any:
+    try:
+        import comfy_kitchen as ck
+    except ImportError:
+        missing("pip install --no-deps comfy-kitchen==0.2.40")
+    return ck
+
+
+def arguments(name: str, layout: str, dtype: torch.dtype, device: str = "cpu") -> tuple[list[Tensor], dict[str, Any]]:
+    """(q and k, or q alone; further arguments). q and k are views of packed heads where their shapes allow."""
+    q_shape, k_shape, angles = LAYOUTS[layout]
+    if layout == "bshd":
+        xs = [*random(B, S, 2, 4, D, dtype=dtype).to(device).unbind(2)]
+    else:
+        xs = [random(*shape, dtype=dtype, seed=i).to(device) for i, shape in enumerate((q_shape, k_shape))]
+    words: dict[str, Any] = {"freqs_cis": rotations(*angles).to(device)}
+    scales = [(random(D, seed=3 + i) + 1).to(device, dtype) for i in range(2)]
+    if "1" in name:
+        xs, scales = xs[:1], scales[:1]
+    if "rms" in name:
+        words.update(zip(("scale",) if "1" in name else ("q_scale", "k_scale"), scales))
+    return xs, words
+
+
+def called(function: Any, xs: list[Tensor], words: dict[str, Any]) -> list[Tensor]:
+    out = function(*xs, **words)
+    return [out] if isinstance(out, Tensor) else [*out]
+
+
+@pytest.mark.parametrize(("device", "name", "layout", "dtype"), EVERY)
+def test_functions_of_the_registry(ck: Any, device: str, name: str, layout: str, dtype: torch.dtype) -> None:
+    """Each function of the registry gives the results of the eager backend: its bits for halves without a norm, else
+    except for the last bits, because the second member of a neighbouring pair adds its products in another order."""
+    call = getattr(ck, name)
+    xs, words = arguments(name, layout, dtype, device)
+    given = [x.clone() for x in xs]
+    with ck.use_backend("eager"):
+        want = called(call, [x.clone() for x in xs], words)
+    with comfy_kitchen.enable() as report:
+        got = called(call, xs, words)
+    assert report.calls == {"jitrope": 1, "host": 0}
+    if name.endswith("_"):
+        assert all(a is x for a, x in zip(got, xs))
+    else:
+        assert all(torch.equal(a, x) for a, x in zip(xs, given))
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b)
+        if "half" in name and "rms" not in name:
+            assert torch.equal(a, b)
+
+
+def test_options(ck: Any) -> None:
+    """A part of each head, k's weight from q, and tables longer than x, which neighbouring pairs may have."""
+    xs, words = arguments("rms_rope", "bhsd", torch.float32)
+    words.update(epsilon=1e-3, k_scale=None)
+    longer = {"freqs_cis": rotations(1, 1, S + 3, D // 2)}
+    part = {**words, "freqs_cis": rotations(1, 1, S, 8), "rot_dim": 16}
+    calls = [("rms_rope_split_half", part), ("rms_rope_split_half", words), ("rms_rope", words)]
+    for name, given in [*calls, ("apply_rope", longer), ("rms_rope", {**words, **longer})]:
+        with ck.use_backend("eager"):
+            want = called(getattr(ck, name), xs, given)
+        with comfy_kitchen.enable() as report:
+            got = called(getattr(ck, name), xs, given)
+        assert report.calls["jitrope"] == 1
+        torch.testing.assert_close(got, want)
+
+
+def test_enable_and_disable(ck: Any) -> None:
+    """Calls that jitrope refuses, or another backend is asked for, reach the host's; disable leaves no trace."""
+    registry = ck.registry
+    before = [*registry._priority]
+    wide, table = random(1, 2, 3, 1024), rotations(1, 1, 3, 512)
+    want = ck.apply_rope1(wide, table)
+    xs, words = arguments("apply_rope1_", "bhsd", torch.float32)
+    with comfy_kitchen.enable() as report:
+        assert torch.equal(ck.apply_rope1(wide, table), want)
+        with ck.use_backend("jitrope"):
+            assert torch.equal(ck.apply_rope1(wide, table), want)
+        assert report.calls == {"jitrope": 0, "host": 2}
+        with ck.use_backend("eager"):
+            ck.apply_rope1(xs[0], **words)
+        assert report.calls == {"jitrope": 0, "host": 2}
+        with pytest.raises(RuntimeError, match="do not support autograd"):  # the host's own refusal
+            ck.apply_rope1_(xs[0].requires_grad_(), **words)
+        with pytest.raises((RuntimeError, ValueError)):
+            ck.apply_rope_split_half1(xs[0].detach(), rotations(1, 1, S + 3, D // 2))
+        assert report.calls == {"jitrope": 0, "host": 4}
+        with comfy_kitchen.enable() as again:
+            assert (len(again.replaced), again.left) == (16, {})
+        assert registry.get_capable_backend("apply_rope") == "jitrope"
+        torch.compile(lambda x: ck.apply_rope1(x, **words), backend="aot_eager", fullgraph=True)(xs[0].detach())
+        assert str(report).startswith("16 functions registered; 1 call since; 4 left")
+    assert "(disabled)" in str(report)
+    assert registry._priority == before
+    for change, first in ((comfy_kitchen.enable, "jitrope"), (comfy_kitchen.disable, "eager")):
+        change()
+        assert registry.get_capable_backend("rms_rope_split_half1_") == first
+
+
+def test_another_version(ck: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call with a keyword that jitrope does not know goes to the host, counted, and so do all calls of a function
+    that another version lacks."""
+    xs, words = arguments("apply_rope1", "bhsd", torch.float32)
+    stock = ck.backends.eager.apply_rope1
+
+    def grown(x: Tensor, freqs_cis: Tensor, scale: float = 1.0) -> Tensor:
+        return stock(x, freqs_cis) * scale
+
+    for place in (ck, ck.backends.eager):
+        monkeypatch.setattr(place, "apply_rope1", grown)
+    monkeypatch.delattr(ck, "rms_rope1_")
+    with comfy_kitchen.enable() as report:
+        for scale, calls in ((1.0, {"jitrope": 1, "host": 0}), (2.0, {"jitrope": 1, "host": 1})):
+            given = {"x": xs[0], **words, "scale": scale}
+            out = ck.registry.get_implementation("apply_rope1", kwargs=given)(**given)
+            torch.testing.assert_close(out, grown(**given))
+            assert report.calls == calls
+        assert report.reasons == {"jitrope does not know the argument scale of grown": 1}
+        assert report.left == {"comfy_kitchen.rms_rope1_": "this version has none"}
+        assert ck.registry.get_capable_backend("rms_rope1_") == "eager"
