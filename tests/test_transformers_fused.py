@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from jitrope.integrations import _host, _pending
+from jitrope.integrations import _host, _waiting
 from jitrope.integrations import transformers as integration
 
 HOST = "pip install 'transformers>=5.17'"
@@ -68,8 +68,7 @@ NO_ARGUMENTS = {  # not called here: a draft's k has more tokens than q; indexer
     *words("axk2.AXK2Indexer deepseek_v32.DeepseekV32Indexer dots3_note.Dots3NoteTextIndexer"),
     *words("glm_moe_dsa.GlmMoeDsaIndexer hy_v4.HYV4Indexer longcat_flash.LongcatFlashMLA"),
 }
-CLOSE = {"deepseek_v2"}  # torch's complex products on a CPU differ with the strides
-FAST = ("gemma4", "hunyuan_v1_dense", "lfm2", "llama4", "olmo2", "qwen3", "qwen3_next")
+FAST = ("dinov3_vit", "gemma4", "hunyuan_v1_dense", "lfm2", "llama4", "olmo2", "qwen3", "qwen3_next", "qwen3_vl")
 
 
 @pytest.fixture(autouse=True)
@@ -87,10 +86,13 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def compare(module: nn.Module, chosen: Any, family: str) -> bool:
-    """One layer, stock and enabled, in three dtypes; whether it is fused."""
+def compare(module: nn.Module, chosen: Any, waits: bool) -> bool:
+    """One layer, stock and enabled, in three dtypes if its norms may wait; whether it is fused.
+
+    Rope alone has other strides than the host's in some classes, so matrix products may sum in another order.
+    """
     fused = set()
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16) if waits else (torch.float32,):
         module.to(dtype)
 
         def given(dtype: torch.dtype = dtype) -> dict[str, Any]:
@@ -99,8 +101,7 @@ def compare(module: nn.Module, chosen: Any, family: str) -> bool:
         stock = zoo.outcome(module, given())
         with integration.enable(module) as report:
             for _ in range(2):  # the host's norm runs too; it does not
-                if family not in CLOSE:
-                    zoo.check_close(zoo.outcome(module, given()), stock, dtype)
+                zoo.check_close(zoo.outcome(module, given()), stock, dtype, report.calls["fused"] > 0)
         fused.add(report.calls["fused"] > 0)
         assert torch.equal(zoo.outcome(module, given())["out"], stock["out"])
     assert len(fused) == 1
@@ -108,7 +109,7 @@ def compare(module: nn.Module, chosen: Any, family: str) -> bool:
 
 
 def check(family: str) -> dict[str, str]:
-    """Compare all layers of a family whose norms may wait. Returns, by class, what was done."""
+    """Compare all layers of a family. Returns, by class, what was done."""
     done: dict[str, str] = {}
     modules = zoo.attention_modules(family)
     for cls in zoo.attention_classes(family):
@@ -122,18 +123,18 @@ def check(family: str) -> dict[str, str]:
                 done[label] = report.attention[f"{cls.__module__}.{cls.__name__}"]
         except integration.JitropeError:
             done[label] = "left alone"
+            continue
         if label in UNKNOWN:
             assert done[label] == f"rope only: {UNKNOWN[label]}"
-        if done[label].startswith(_pending.FUSED) and label not in NO_ARGUMENTS:
-            chosen = zoo.choice(module)
-            assert chosen is not None, label
-            if not compare(module, chosen, family):
-                done[label] = "apart"
+        waits, chosen = done[label].startswith(_waiting.FUSED), zoo.choice(module)
+        assert chosen or not waits or label in NO_ARGUMENTS
+        if chosen and not compare(module, chosen, waits) and waits:
+            done[label] = "apart"
     return done
 
 
 def fused(done: dict[str, str]) -> set[str]:
-    return {label for label, what in done.items() if what.startswith(_pending.FUSED)} - NO_ARGUMENTS
+    return {label for label, what in done.items() if what.startswith(_waiting.FUSED)} - NO_ARGUMENTS
 
 
 @pytest.mark.parametrize("family", FAST)
@@ -149,7 +150,7 @@ def test_every_family() -> None:
         assert fused(done) == set(FUSED) - NO_ARGUMENTS
         assert (len(done), len(FUSED)) == (248, 66)
     else:
-        assert fused(done) >= {label for label in FUSED if label in done} - NO_ARGUMENTS
+        assert fused(done) >= {label for label in FUSED if done.get(label, "not made") != "not made"} - NO_ARGUMENTS
 
 
 # ---- whole models --------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from jitrope.integrations import _pending
+from jitrope.integrations import _waiting
 
 SIZES = {
     r"(\w+_)?vocab_size(_\w+)?": 64,
@@ -121,7 +121,7 @@ def _own(family: str) -> list[type]:
 
 
 def attention_classes(family: str) -> list[type]:
-    return [cls for cls in _own(family) if _pending.ropes_of(cls)]
+    return [cls for cls in _own(family) if _waiting.ropes_of(cls)]
 
 
 def models(family: str) -> list[type]:
@@ -167,7 +167,7 @@ def attention_modules(family: str) -> dict[str, nn.Module]:
             model = made(cls, family)
         except Exception:  # another model may be made
             continue
-        for owner, modules in _pending.attention(model).items():
+        for owner, modules in _waiting.attention(model).items():
             if owner.__name__ in needed:
                 found.setdefault(owner.__name__, modules[0])
     for module in found.values():
@@ -250,10 +250,12 @@ def outcome(module: nn.Module, given: dict[str, Any]) -> dict[str, Tensor]:
     return {"out": out.detach(), **grads}
 
 
-def check_close(ours: dict[str, Tensor], stock: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> None:
-    """The results have the same bits, and gradients are close: sums over tokens are in another order."""
+def check_close(
+    ours: dict[str, Tensor], stock: dict[str, Tensor], dtype: torch.dtype = torch.float32, exact: bool = True
+) -> None:
+    """The results have the same bits, if exact, and gradients are close: sums over tokens are in another order."""
     assert ours.keys() == stock.keys()
-    assert torch.equal(ours["out"], stock["out"])
+    assert not exact or torch.equal(ours["out"], stock["out"])
     for name, want in stock.items():
         bound = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.05}
         bound["atol"] *= float(want.float().abs().max())

@@ -16,7 +16,7 @@ from jitrope import JitropeError
 from jitrope.context_parallel import all_gather_attention
 from jitrope.context_parallel import attention as library
 from jitrope.context_parallel.backends import choose
-from jitrope.context_parallel.groups import all_gather, all_to_all
+from jitrope.context_parallel.groups import all_gather, all_to_all, ranks_of
 from jitrope.context_parallel.interface import Backend, Result
 from jitrope.context_parallel.steps import Call, attend, unpack
 
@@ -78,11 +78,14 @@ def our_step(x: Local, call: Call) -> None:
 
 
 @contextmanager
-def one_rank_of(cp_size: int, cp_rank: int) -> Iterator[None]:
-    """A default group whose other ranks are not there: collectives make their results, and leave them as they are."""
+def one_rank_of(schedule: Any) -> Iterator[None]:
+    """A group for a schedule whose other ranks are not there: collectives make their results, and leave them as they
+    are."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    _, cp_size, cp_rank, _ = schedule.ranks
     dist.init_process_group("fake", rank=cp_rank, world_size=cp_size, store=FakeStore())
+    schedule.ranks = ranks_of("bench cp", None)
     try:
         yield
     finally:
@@ -96,7 +99,7 @@ def rows(cp_size: int, mask: str, heads: Heads, batch: Batch) -> Rows:
     """Times of a rank's step and, of the same segments, of the attention's kernels alone; then its memory."""
     schedule = batch.schedule(cp_size, mask)
     call, x = call_of(schedule, heads, batch), local(schedule, heads, batch)
-    with one_rank_of(*schedule.ranks[1:]):
+    with one_rank_of(schedule):
         with torch.no_grad():
             k, v = unpack(bf16(sum(schedule.received), sum(call.widths)), call)
             result, varlen = attend(x.q, k, v, call), schedule.varlen(call.scale)
@@ -149,7 +152,7 @@ def memory_rows(cp_size: int, mask: str, heads: Heads, batch: Batch) -> Rows:
         x, call = local(schedule, heads, batch), call_of(schedule, heads, batch, backend)
         theirs = te_peak(len(x.q), cp_size, heads, batch.head_dim) if backend else None
         peaks = {THEIRS: theirs} if backend else {}
-        with one_rank_of(cp_size, schedule.shape.cp_rank):
+        with one_rank_of(schedule):
             for what, words in VARIANTS.items():
                 peaks[what] = peak_of(partial(_fresh_step, x, cp_size, mask, heads, batch, backend, words))
         case = f"{mask} {heads[0]}/{heads[1]}, " + ("tensors" if backend else f"with {call.backend.name}'s kernels")
@@ -160,7 +163,7 @@ def memory_rows(cp_size: int, mask: str, heads: Heads, batch: Batch) -> Rows:
 
 
 def _fresh_step(x: Local, cp_size: int, mask: str, heads: Heads, batch: Batch, backend: Any, words: Any) -> None:
-    our_step(x, call_of(batch.schedule(cp_size, mask), heads, batch, backend, **words))
+    our_step(x, call_of(batch.schedule(cp_size, mask, group=dist.group.WORLD), heads, batch, backend, **words))
 
 
 def peak_of(call: Callable[[], Any]) -> int | None:

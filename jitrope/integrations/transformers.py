@@ -44,8 +44,8 @@ from torch import Tensor, nn
 from ..base.arguments import flag, refuse, word
 from ..base.errors import InvalidInput, JitropeError
 from . import _host
-from ._pending import APART, FUSED, NAMES, Layer, Rope, attention, fuse
 from ._variants import PAIR, Variant, recognise, replaced, rotate
+from ._waiting import APART, FUSED, NAMES, Layer, Rope, attention, fuse
 
 calls = _host.calls["transformers"]
 """Calls so far, by "jitrope" and "host"; a call of a compiled model counts when it is traced."""

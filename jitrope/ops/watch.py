@@ -30,6 +30,8 @@ is_view: Callable[[Tensor], bool] = operator.methodcaller("_is_view")
 is_zero: Callable[[Tensor], bool] = operator.methodcaller("_is_zerotensor")  # lazily: it has no memory
 version: Callable[[Tensor], int] = operator.attrgetter("_version")  # counts the writes to a tensor
 
+without_values: Callable[[type[Tensor], Tensor], Tensor] = Tensor._make_subclass
+
 records_ops = hasattr(getattr(torch._library, "autograd", None), "make_autograd_impl")
 
 _legacy_batched = torch._C._functorch.is_legacy_batchedtensor  # of is_grads_batched
@@ -66,6 +68,11 @@ def transforms() -> list[str]:
 def has_tangent(tensors: Iterable[Tensor]) -> bool:
     """Whether forward-mode AD follows one of the tensors."""
     return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
+def same_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are views of one piece of memory, or of one meta tensor."""
+    return bool(x.untyped_storage()._cdata == y.untyped_storage()._cdata)
 
 
 def not_writable(x: Tensor) -> str | None:

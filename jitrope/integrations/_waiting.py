@@ -1,0 +1,384 @@
+"""Norms of q and k that wait for rope, so that one launch computes both: transformers' attention in eager mode.
+
+The `forward` of a norm class is replaced. For the norms of an attention `Layer` its result is a `Pending`: views of it
+wait too, our rope function (`Rope`) launches norm and rope together, and everything else computes the host's norm
+first. Whether rope follows is seen in the first calls, in which the host's norm runs too. Where the norms follow rope,
+our rope function launches all, and the norms return what was computed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import threading
+import weakref
+from functools import partial
+from itertools import product
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ..api import prepare_qkv
+from ..base.errors import InvalidInput
+from ..ops.values import Norm
+from ..ops.watch import saves_otherwise, transformed, watched
+from . import _host
+from ._host import Function
+from ._norms import PROBE_DIM, NormForm, called, check_results, on_its_own, parameters_of, recognise, small
+from ._pending import HOST, Again, Later, Pending, real
+from ._variants import OF_K, OF_Q, Variant, equal, names, probe, read, rotate, words_of
+
+NAMES = re.compile(r"\w*apply_\w*rotary\w*")  # the names of rope functions
+FUSED = "norm and rope fused"
+APART = "rope only: its norms are not directly before or after rope"
+
+_TRIES = 3  # a norm whose result did not go to rope in so many calls waits no more
+_here = threading.local()
+
+
+# ---- norms ---------------------------------------------------------------------------------------------
+
+
+class Layer:
+    """An attention module whose norms may wait. ropes: its rope functions: (globals of its code, name, function)."""
+
+    def __init__(self, module: nn.Module, ropes: list[Any], report: _host.Report) -> None:
+        self.module, self.ropes, self.report = weakref.ref(module), ropes, report
+        self.of_host = type(module).__module__.startswith("transformers.")
+        self.norms: list[Waiting] = []
+        self.after: dict[int, Waiting] = {}  # the norms of the rotated tensors, by their numbers
+        self.after_key: Any = None
+        self.kept: dict[Any, Any] = {}
+
+    def key(self) -> Any:
+        """What may change after something was learned of the code of this module."""
+        module = self.module()
+        return None if module is None else (type(module).forward, module.__dict__.get("forward"))
+
+    def fuses(self) -> bool:
+        """Whether one of its norms waits, or may wait yet."""
+        return bool(self.after) or any(norm.known or norm.tries < _TRIES for norm in self.norms)
+
+    def follows(self, index: int, waiting: Waiting) -> None:
+        """Note that a norm takes a rotated tensor. From the next call on, the rotation does both."""
+        self.after[index] = waiting
+        module = self.module()
+        if len(self.after) == 2 and module is not None:
+            owner = next(base for base in type(module).__mro__ if "forward" in vars(base))
+            _host.alone(self.report.replace_method)(owner, "forward", _attention, f"{FUSED}, the norm last")
+            self.after_key = self.key()
+
+
+_layers: WeakKeyDictionary[nn.Module, Layer] = WeakKeyDictionary()
+_waiting: WeakKeyDictionary[nn.Module, Waiting] = WeakKeyDictionary()
+
+
+def _attention(theirs: Function) -> Function:
+    """An attention's forward, during which our rope function knows the layer."""
+
+    def forward(self: Any, *arguments: Any, **words: Any) -> Any:
+        if torch.compiler.is_compiling() or self not in _layers:
+            return theirs(self, *arguments, **words)
+        before, _here.layer = getattr(_here, "layer", None), _layers[self]
+        try:
+            return theirs(self, *arguments, **words)
+        finally:
+            _here.layer = before
+
+    return forward
+
+
+def _norm(theirs: Function) -> Function:
+    """A norm's forward, whose result may wait."""
+
+    def forward(self: Any, *arguments: Any, **words: Any) -> Any:
+        if torch.compiler.is_compiling() or len(arguments) != 1 or words or (waiting := _waiting.get(self)) is None:
+            return theirs(self, *arguments, **words)
+        return waiting.call(self, partial(theirs, self), arguments[0])
+
+    return forward
+
+
+class Waiting:
+    """A norm whose result may wait for rope."""
+
+    def __init__(self, module: nn.Module, name: str, form: NormForm, layer: Layer) -> None:
+        self.module, self.name, self.form, self.layer = weakref.ref(module), name, form, layer
+        self.key, self.known, self.tries = layer.key(), False, 0
+
+    def weights(self, module: nn.Module, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The weight and bias for a launch. Raises InvalidInput if the host's norm must run."""
+        if type(x) is not Tensor or watched() or transformed():
+            raise InvalidInput("a mode of torch is on, or q is of a subclass of torch.Tensor")
+        for place, name, function in self.layer.ropes:
+            if place.get(name) is not function:
+                raise InvalidInput(f"{name} was replaced after enable")
+        weights = parameters_of(module)
+        if not self.form.fits(module):
+            raise InvalidInput(f"{self.name} is another {type(module).__name__} than in the model that was enabled")
+        check_results((self.form,), weights[0], x)
+        if not self.layer.of_host and x.is_inference():
+            raise InvalidInput("tensors of inference mode do not tell whether they are changed")
+        return weights
+
+    def call(self, module: nn.Module, host: Function, x: Any) -> Any:
+        """The norm of x, which may wait; or the host's."""
+        if type(x) is Pending:
+            if x.root.done is not None and x.step is None and x.root.waiting is self:
+                return x.root.done
+            x = real(x)
+        if (key := self.layer.key()) != self.key:
+            self.key, self.known, self.tries = key, False, 0
+        if (index := getattr(x, "_jitrope_turned", None)) is not None:
+            if not saves_otherwise():
+                self.layer.follows(index, self)
+        elif self.known or self.tries < _TRIES:
+            try:
+                later = Later(self, x, self.weights(module, x), host)
+            except InvalidInput as error:
+                _host.note_unfused(HOST, error.args[0])
+            else:
+                return Pending.of(later, x, None if self.known else self.observed(later))
+        return host(x)
+
+    def observed(self, later: Later) -> Tensor:
+        """The host's result, in a call that shows where it goes. A checkpoint computes its calls again."""
+        self.tries += not saves_otherwise()
+        later.out = Again.apply(later, later.x, *later.weights)
+        return later.out
+
+
+# ---- rope ----------------------------------------------------------------------------------------------
+
+
+class Rope:
+    """A rope function that is replaced: its variant, and its launches with norms."""
+
+    def __init__(self, original: Function, variant: Variant) -> None:
+        self.original, self.variant, self.names = original, variant, names(original)
+        self.exact, self.fuses = variant._replace(exact=True), False
+        self.calls = [told for told in called(original) if told[0] is not None]
+        self.tried: dict[Any, bool] = {}
+
+    def __str__(self) -> str:
+        return str(self.variant)
+
+    def read(self, *arguments: Any, **words: Any) -> tuple[list[Any], Any]:
+        """(heads, (cos, sin, axis)) of a call. Raises InvalidInput if a function that the host's calls was replaced."""
+        for holder, name, value in self.calls:
+            if getattr(holder, name, None) is not value:
+                raise InvalidInput(f"{name} was replaced after enable")
+        q, k, *table = read(self.names, *arguments, **words)
+        return [q] if k is None else [q, k], table
+
+    def alone(self, *arguments: Any, **words: Any) -> Any:
+        """The rotation without norms. Beside fused norms it has the host's bits too."""
+        heads, table = self.read(*arguments, **words)
+        q, k = rotate(self.exact if self.fuses else self.variant, heads[0], *heads[1:] or [None], *table)
+        return q if k is None else (q, k)
+
+    def call(self, host: str, ours: Function, theirs: Function, *arguments: Any, **words: Any) -> Any:
+        """The rotation, with the norms that wait for it; in place of `_host.take`."""
+        alone = partial(_host.take, host, ours, theirs)
+        if torch.compiler.is_compiling() or not self.fuses:
+            return alone(*arguments, **words)
+        layer = getattr(_here, "layer", None)
+        try:
+            if Pending in map(type, (*arguments, *words.values())):
+                return self.before(*self.read(*arguments, **words))
+            if layer is not None and layer.after_key == layer.key():
+                return self.after(layer, partial(alone, *arguments, **words), *self.read(*arguments, **words))
+        except InvalidInput as error:
+            _host.note_unfused(HOST, error.args[0])
+        out = alone(*real(arguments), **real(words))
+        for index, x in enumerate(out if type(out) is tuple else ()):
+            x._jitrope_turned = index  # a norm that takes it tells its layer
+        return out
+
+    def before(self, heads: list[Any], table: Any) -> Any:
+        """The rotation of tensors whose norms wait. Raises InvalidInput if they must be computed before."""
+        laters = [x.root for x in heads if type(x) is Pending]
+        for later in laters:
+            if len(laters) < len(heads) or later.done is not None or later.grad != torch.is_grad_enabled():
+                raise InvalidInput("a norm of q or k does not wait")
+            if later.used:
+                raise InvalidInput(f"the result of {later.waiting.name} has another use")
+            later.check()
+        out = self.launch(laters, [x.x for x in heads], table, False)
+        for later in laters:
+            later.waiting.known = True
+        return out[0] if len(out) == 1 else tuple(out)
+
+    def after(self, layer: Layer, alone: Function, heads: list[Any], table: Any) -> Any:
+        """The rotation and the norms that follow it. Raises InvalidInput if they must be computed after it."""
+        laters = []
+        for index, x in enumerate(heads):
+            waiting = layer.after[index]
+            if (module := waiting.module()) is None:
+                raise InvalidInput(f"{waiting.name} is not there any more")
+            laters.append(Later(waiting, x, waiting.weights(module, x), lambda _, i=index: alone()[i]))
+        for later, x in zip(laters, self.launch(laters, heads, table, True)):
+            later.done = x
+        return tuple(Pending.of(later, later.x) for later in laters)
+
+    def launch(self, laters: list[Later], heads: list[Tensor], table: Any, after: bool) -> list[Tensor]:
+        """All in one launch. heads: views of what the norms take."""
+        words = words_of(self.exact, heads[0], *table)
+        across = {_across(a.x, x, -3 if words["layout"] == "bhsd" else -2) for a, x in zip(laters, heads)}
+        if len(across) == 2:
+            raise InvalidInput("the norms of q and k differ")
+        waiting = [later.waiting for later in laters]
+        modules: list[Any] = [norm.module() for norm in waiting]
+        state = [
+            *(x for later in laters for x in later.weights),
+            *(getattr(m, n.form.eps) for m, n in zip(modules, waiting)),
+        ]
+        kept, key = waiting[0].layer.kept, (self, after, *across, *waiting)
+        norm, known = kept.get(key, (None, ()))
+        if norm is None or not all(a is b for a, b in zip(state, known)):
+            norm = self.norm([norm.form for norm in waiting], modules, after, *across)
+            kept[key] = norm, state
+        _host.note(HOST, "fused")
+        return _run(norm, heads, words)
+
+    def norm(
+        self, forms: list[NormForm], modules: list[nn.Module], after: bool, across: bool, tries: bool = True
+    ) -> Norm:
+        """The norms of q and k as one value. Raises InvalidInput if they differ, or have other bits in a launch."""
+        if tries and not self.right(forms[0], modules[0], after, across):
+            raise InvalidInput(f"{type(modules[0]).__name__} and rope have other bits")
+        words = [form.words(module) for form, module in zip(forms, modules)]
+        if words[0] != words[-1]:
+            raise InvalidInput("the norms of q and k differ")
+        weights: dict[str, Any] = {}
+        for label, module in zip("qk", modules):
+            weights[f"{label}_weight"], weights[f"{label}_bias"] = parameters_of(module)
+        return Norm(**weights, **words[0], across_heads=across, after_rope=after)
+
+    def right(self, form: NormForm, module: nn.Module, after: bool, across: bool) -> bool:
+        """Whether norms of this form in the launch have the host's bits, on small CPU tensors."""
+        key, fp32, bf16 = (form, after, across), torch.float32, torch.bfloat16
+        if key not in self.tried:
+            dtypes = [(fp32, fp32), (bf16, bf16), *([(bf16, fp32)] if self.exact.bits[1] else [])]
+            shapes = [shape for shape in self.exact.shapes if shape[0] == 4 or not across]
+            with on_its_own():
+                self.tried[key] = all(self.same(form, module, after, across, *x) for x in product(shapes, dtypes))
+        return self.tried[key]
+
+    def same(self, form: NormForm, module: nn.Module, after: bool, across: bool, shape: Any, dtypes: Any) -> bool:
+        """Whether the launch and the host's functions have the same results for heads of a shape."""
+        given = dict(zip(self.names, probe(self.original, self.exact, shape, 1, dtypes)))
+        labels, swaps = [n for n in (*OF_Q, *OF_K) if n in given], shape[2] == shape[1] - 2
+        heads = [given[name] for name in labels]
+        counts = [x.shape[-3 if swaps else -2] if across else 1 for x in heads]
+        norms = [small(form, module, dtypes[0], n * PROBE_DIM, seed) for seed, n in enumerate(counts)]
+
+        def normed(xs: Any) -> list[Tensor]:
+            if not across:
+                return [norm(x) for x, norm in zip(xs, norms)]
+            rows = [x.transpose(1, 2) if swaps else x for x in xs]
+            out = [norm(x.flatten(-2)).view(x.shape) for x, norm in zip(rows, norms)]
+            return [x.transpose(1, 2) if swaps else x for x in out]
+
+        def turned(xs: list[Tensor]) -> list[Tensor]:
+            out = self.original(*{**given, **dict(zip(labels, xs))}.values())
+            return [out] if isinstance(out, Tensor) else list(out)
+
+        try:
+            want = normed(turned(heads)) if after else turned(normed(heads))
+            words = words_of(self.exact, heads[0], *self.read(*given.values())[1])
+            norm = self.norm([form] * len(norms), norms, after, across, tries=False)
+            return equal(_run(norm, heads, words), want, tolerance=0.0)
+        except Exception:  # the host's code, or jitrope, does not compute this
+            return False
+
+
+def _across(source: Tensor, heads: Tensor, axis: int) -> bool:
+    """Whether a row of the source is all heads of a token. Raises InvalidInput if it is not one head either."""
+    size, step = heads.shape[-1], source.stride(-1)
+    if heads.stride(-1) == step:
+        if size == source.shape[-1]:
+            return False
+        if size * heads.shape[axis] == source.shape[-1] and heads.stride(axis) == size * step:
+            return True
+    raise InvalidInput("the norm's rows are not the heads of a token")
+
+
+def _run(norm: Norm, heads: list[Tensor], words: dict[str, Any]) -> list[Tensor]:
+    """Norm and rope of q and perhaps k in one launch."""
+    if heads[0].dim() == 3:
+        return [x.squeeze(0) for x in _run(norm, [x.unsqueeze(0) for x in heads], words)]
+    q, k, *_ = (*heads, None)
+    return list(prepare_qkv(q, k, None, norm=norm, **words)[: len(heads)])
+
+
+# ---- finding the norms of a model ----------------------------------------------------------------------
+
+
+def ropes_of(cls: type) -> list[tuple[dict[str, Any], str, Function]]:
+    """The rope functions that a class's methods call: (the globals of the code, name, function)."""
+    found = []
+    for method in vars(cls).values():
+        function = inspect.unwrap(method) if callable(method) and not isinstance(method, type) else None
+        if inspect.isfunction(function):
+            told = inspect.getclosurevars(function).globals
+            found += [(function.__globals__, n, f) for n, f in told.items() if NAMES.fullmatch(n) and callable(f)]
+    return found
+
+
+def attention(model: nn.Module) -> dict[type, list[nn.Module]]:
+    """The modules of a model with a method that calls a rope function, by their classes."""
+    found: dict[type, list[nn.Module]] = {}
+    owners: dict[type, Any] = {}
+    for module in model.modules():
+        cls = type(module)
+        if cls not in owners:
+            owners[cls] = next((b for b in cls.__mro__ if issubclass(b, nn.Module) and ropes_of(b)), None)
+        if owners[cls] is not None:
+            found.setdefault(owners[cls], []).append(module)
+    return found
+
+
+def fuse(cls: type, modules: list[nn.Module], report: _host.Report) -> tuple[str, list[Layer]]:
+    """Let the norms of attention modules wait for rope. Returns what was done, and the layers whose norms wait."""
+    places = [place for place in ropes_of(cls) if place[2] in _host.placed]
+    if not places:
+        return "left alone: jitrope does not replace its rope function", []
+    ropes: list[Rope] = [_host.placed[function].what for _, _, function in places]
+    layers, forms, reasons = [], set(), set()
+    for module in modules:
+        layer = _layers.setdefault(module, Layer(module, places, report))
+        layer.ropes, layer.report = places, report
+        for name, norm in module.named_children():
+            form = _form(norm)
+            if isinstance(form, str):
+                reasons |= {form} if "norm" in type(norm).__name__.lower() else set()
+            elif not any(r.right(form, norm, *way) for r in ropes for way in product((False, True), (False, True))):
+                reasons.add(f"{type(norm).__name__} and rope have other bits")
+            else:
+                forms.add(str(form))
+                report.replace_method(type(norm), "forward", _norm, "norms of q and k wait for rope")
+                if norm not in _waiting or _waiting[norm].layer is not layer:
+                    _waiting[norm] = Waiting(norm, name, form, layer)
+                    layer.norms.append(_waiting[norm])
+                _waiting[norm].form = form._replace(forward=type(norm).forward)
+        layers += [layer] if layer.norms else []
+    if not layers:
+        return f"rope only: {min(reasons, default='no norm of q and k was found')}", []
+    for rope in ropes:
+        rope.fuses = True
+    return f"{FUSED} ({'; '.join(sorted(forms))})", layers
+
+
+_forms: dict[type, list[NormForm]] = {}
+
+
+def _form(norm: nn.Module) -> NormForm | str:
+    """The form of a norm, or why it has none."""
+    known = _forms.setdefault(type(norm), [])
+    form = next((form for form in known if form.fits(norm)), None) or recognise(norm)
+    if not isinstance(form, str) and form not in known:
+        known.append(form)
+    return form
