@@ -377,7 +377,4 @@ HOSTS = {
         "transformer_engine.pytorch", "Qwen3-8B, norms behind rope", TRAIN, partial(te_side, False)
     ),
     "dinov3-train": Host("timm", "DINOv3 ViT-L", PICTURES, partial(timm_side, "vit_large_patch16_dinov3", 512)),
-    "rope-mixed-train": Host(
-        "timm", "RoPE-ViT-B (learned)", PICTURES, partial(timm_side, "vit_base_patch16_rope_mixed_224", 512)
-    ),
 }  # fmt: skip

@@ -43,7 +43,7 @@ def apply_rot_embed(x: Tensor, sin_emb: Tensor, cos_emb: Tensor, half: bool = Fa
     Args:
         x: (..., S, D), at most four axes, as (B, H, S, D); any strides, nothing is copied.
         sin_emb, cos_emb: (..., S, D), broadcastable to x: an angle for each element, as (S, D), with a table for each
-            head (H, S, D), or with one for each image (B, 1, S, D). They may require a gradient.
+            head (H, S, D), or with one for each image (B, 1, S, D). Tables that require a gradient are left to timm.
         half: the pairs are halves; False: neighbours, and the tables repeat each angle.
 
     Returns:
@@ -64,6 +64,8 @@ def _rotate(q: Tensor, k: Tensor | None, sin: Tensor, cos: Tensor, half: bool, u
     """q and k, (B, H, S, D) or with fewer axes, rotated behind their first tokens."""
     if not isinstance(q, Tensor):  # torch.fx traces with stand-ins
         raise InvalidInput(f"x is a {type(q).__name__}, not a tensor")
+    if torch.is_grad_enabled() and (sin.requires_grad or cos.requires_grad):
+        raise InvalidInput("the tables require a gradient, which timm computes in fewer launches")
     shape = (*q.shape[:-2], q.shape[-2] - unrotated, q.shape[-1]) if q.dim() > 1 else ()
     broadcast = 0 < cos.dim() <= len(shape) <= 4 and all(n in (1, m) for n, m in zip(cos.shape[::-1], shape[::-1]))
     if not broadcast or cos.shape != sin.shape or cos.shape[-1] != shape[-1]:
