@@ -13,10 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..base import arguments
 from ..ops.fit import failing
+from ..ops.watch import collectives
 from ..thd.reference import Shape
-
-_collectives = torch.ops._c10d_functional
-
 
 class Ranks(NamedTuple):
     """The ranks of a call. group is None for a single process and for ranks given as numbers."""
@@ -44,7 +42,7 @@ class Pending(NamedTuple):
 
     def wait(self) -> Tensor:
         """Return the rows. With CUDA only the current stream waits."""
-        return self.rows if self.rows is self.sent else _collectives.wait_tensor(self.rows)
+        return self.rows if self.rows is self.sent else collectives.wait_tensor(self.rows)
 
 
 def ranks_of(
@@ -89,21 +87,21 @@ def all_gather(rows: Tensor, ranks: Ranks) -> Pending:
     if not rows.numel():
         none = rows.new_empty(ranks.cp_size * len(rows), *rows.shape[1:])
         return Pending(none, none)
-    return Pending(_collectives.all_gather_into_tensor(rows, ranks.cp_size, ranks.name), rows)
+    return Pending(collectives.all_gather_into_tensor(rows, ranks.cp_size, ranks.name), rows)
 
 
 def all_to_all(rows: Tensor, sent: list[int], received: list[int], ranks: Ranks) -> Pending:
     """Send sent[r] rows to rank r, and receive received[r] rows from it."""
     if ranks.cp_size == 1:
         return Pending(rows, rows)
-    return Pending(_collectives.all_to_all_single(rows, received, sent, ranks.name), rows)
+    return Pending(collectives.all_to_all_single(rows, received, sent, ranks.name), rows)
 
 
 def largest(x: Tensor, ranks: Ranks) -> Tensor:
     """The largest of all ranks' numbers."""
     if ranks.cp_size == 1:
         return x
-    return Pending(_collectives.all_reduce(x, "max", ranks.name), x).wait()
+    return Pending(collectives.all_reduce(x, "max", ranks.name), x).wait()
 
 
 def gather_values(x: Tensor, ranks: Ranks) -> list[list[Any]]:

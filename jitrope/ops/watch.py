@@ -27,6 +27,7 @@ get_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)  # a t
 get_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
 on_gpu: Callable[[Tensor], bool] = operator.attrgetter("is_cuda")
 is_view: Callable[[Tensor], bool] = operator.methodcaller("_is_view")
+collectives = torch.ops._c10d_functional
 is_zero: Callable[[Tensor], bool] = operator.methodcaller("_is_zerotensor")  # lazily: it has no memory
 version: Callable[[Tensor], int] = operator.attrgetter("_version")  # counts the writes to a tensor
 
