@@ -6,6 +6,8 @@ import importlib
 import itertools
 import json
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import jitrope
 from jitrope import InvalidInput, KVCache, Norm, Packed, Quantize, planning
 from jitrope.base.config import LAUNCHES
+from jitrope.base.spec import Spec
 from jitrope.ops import launch as launching
+from jitrope.ops.operation import Operation
+from jitrope.ops.planning import note
+from jitrope.plan.options import Options
 from jitrope.plan.problem import plan_call
 from jitrope.tools.models import specs_of_model
 from jitrope.tools.prewarm import TORCH_DTYPES
@@ -234,13 +239,18 @@ FAMILIES = {  # (name of the classes, words of the configuration)
 }
 
 
-class Launched(TorchDispatchMode):
-    """Makes each call of jitrope's on the CPU again, on meta tensors with the same strides and offsets."""
+@contextmanager
+def launched() -> Iterator[list[Spec]]:
+    """Yields the kernels that a GPU would launch for calls on the CPU. In a mode of torch norms stay with the host."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "jitrope":
-            func(*(twin(x) for x in args), **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+    def on_cpu(op: Operation, tensors: dict[str, Tensor], options: Options) -> dict[str, Tensor]:
+        note(op, {name: twin(x) for name, x in tensors.items()}, options)
+        return computed(op, tensors, options)
+
+    computed = Operation.on_cpu
+    with pytest.MonkeyPatch.context() as patch, planning() as specs:
+        patch.setattr(Operation, "on_cpu", on_cpu)
+        yield specs
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["inference", "training"])
@@ -253,7 +263,7 @@ def test_the_kernels_of_a_model_are_those_that_it_launches(family: str, backward
     config = getattr(transformers, f"{family}Config")(**SMALL, **FAMILIES[family], dtype="bfloat16")
     config.save_pretrained(tmp_path)
     model = transformers.AutoModel.from_config(config).train(backward)
-    with drop_in.enable(model) as report, planning() as want, Launched(), torch.set_grad_enabled(backward):
+    with drop_in.enable(model) as report, launched() as want, torch.set_grad_enabled(backward):
         for batch, tokens in ((1, 16), (3, 16), (1, 1), (2, 1)):
             out = model(torch.zeros(batch, tokens, dtype=torch.int64)).last_hidden_state
             if backward:
@@ -261,7 +271,7 @@ def test_the_kernels_of_a_model_are_those_that_it_launches(family: str, backward
     assert report.calls["host"] == 0
     assert sum(report.calls.values()) == 8
     specs = specs_of_model(tmp_path, backward=backward)
-    assert set(specs) == set(want)
+    assert set(specs) == {spec for spec in want if spec.head_dim > 8}  # the drop-in tries norms with heads of 8
     assert specs == specs_of_model(tmp_path / "config.json", backward=backward)
 
 
@@ -285,7 +295,7 @@ def test_a_model_of_images(tmp_path: Path) -> None:
     config = transformers.DINOv3ViTConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=1, image_size=64)
     config.save_pretrained(tmp_path)
     model = transformers.AutoModel.from_config(config, dtype=torch.bfloat16)
-    with drop_in.enable(model), planning() as want, Launched(), torch.no_grad():
+    with drop_in.enable(model), launched() as want, torch.no_grad():
         for batch in (1, 2):
             model(torch.randn(batch, 3, 64, 64, dtype=torch.bfloat16))
     assert set(specs_of_model(tmp_path, "bf16")) == set(want) != set()
@@ -300,7 +310,7 @@ def first_row(value: Any) -> Any:
 
 DIFFUSION = (
     *("Flux", "Flux2", "Flux3", "Chroma", "LongCatImage", "OvisImage", "Bria", "QwenImage", "ZImage", "JoyImageEdit"),
-    *("Wan", "WanVACE", "ChronoEdit", "SkyReelsV2", "HunyuanVideo", "MotifVideo", "SanaVideo", "LTXVideo"),
+    *("Wan", "WanVACE", "ChronoEdit", "SkyReelsV2", "HunyuanVideo", "MotifVideo", "LTXVideo"),
     "EasyAnimate",
 )
 
@@ -327,7 +337,7 @@ def test_the_kernels_of_a_diffusion_model(name: str, dtype: str, changes: dict[s
     model, inputs = prepared(MODELS[cls], dtype=TORCH_DTYPES[dtype])
     model = reloaded(type(model).from_config({**model.config, **changes}), TORCH_DTYPES[dtype])
     model.save_config(tmp_path)
-    with torch.no_grad(), drop_in.enable(model) as report, planning() as want, Launched():
+    with torch.no_grad(), drop_in.enable(model) as report, launched() as want:
         for given in (inputs, {name: first_row(value) for name, value in inputs.items()}):
             forward(model, given)
     assert report.calls["host"] == 0
@@ -348,7 +358,7 @@ def test_a_pipelines_transformers(tmp_path: Path) -> None:
         both[folder], alone[folder] = ["diffusers", name], specs_of_model(tmp_path / folder)
     index = tmp_path / "model_index.json"
     index.write_text(json.dumps({**classes, **both}))
-    assert specs_of_model(tmp_path) == specs_of_model(index) == [*alone["transformer"], *alone["transformer_2"]]
+    assert specs_of_model(tmp_path) == specs_of_model(index) == [*dict.fromkeys(itertools.chain(*alone.values()))]
     for missing in ([None, None], None):
         index.write_text(json.dumps({**classes, **both, "transformer_2": missing}))
         assert specs_of_model(tmp_path) == alone["transformer"]

@@ -122,7 +122,7 @@ class _AsOnGpu(TorchFunctionMode):
 def _planned(model: nn.Module, drop_in: Any, inputs: list[dict[str, Any]], backward: bool) -> list[Spec]:
     """The kernels of an enabled model's calls."""
     with drop_in.enable(model), planning() as specs, torch.device("meta"), _AsOnGpu():
-        for training in (False, True)[: 1 + backward]:
+        for training in (True, False)[not backward :]:  # the first call of all may launch rope alone, and its backward
             model.train(training)
             with torch.inference_mode(False), torch.set_grad_enabled(training):
                 for given in inputs:
