@@ -104,7 +104,6 @@ def test_few_exceptions_and_few_folders() -> None:
 PRIVATE = {  # torch's private names in other files than ops/watch.py
     "ops/dispatch.py": ("forward_ad._current_level",),  # read in each call
     "context_parallel/backends.py": ("torch.ops.aten.", "torch.nn.attention._fa4"),
-    "context_parallel/groups.py": ("torch.ops._c10d_functional",),  # collectives that compile
     "integrations/_norms.py": ("module._backward_hooks",),  # of a host's module
 }
 
