@@ -1,4 +1,4 @@
-"""The wheel and the sdist in a folder hold every template, module and the licence, and nothing of the tests."""
+"""The wheel and the sdist in a folder hold every template, module and the licence, and no file of the tests."""
 
 import sys
 import tarfile
@@ -22,4 +22,5 @@ with tarfile.open(sdist) as archive:
     inside = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
 assert {f"templates/{path.name}" for path in (root / "templates").iterdir()} <= inside, inside
 assert modules | {"README.md", "LICENSE", "pyproject.toml"} <= inside, inside
+assert not [name for name in inside if name.startswith("tests")], inside  # a part of them would not run
 print(f"{wheel.name}: {len(names)} files, {len(templates)} templates; {sdist.name}: whole")

@@ -3,17 +3,19 @@
 python examples/caching.py
 
 Each step runs in a temporary folder and is checked. On a GPU, calls ask for kernels. Without one the same steps run up
-to the driver; they need CuPy and NVRTC (`pip install "jitrope[cuda13]"`). A container needs this:
+to the driver; they need CuPy and NVRTC (`pip install cupy-cuda13x nvidia-cuda-nvrtc`). A container needs this, and the
+wheel that README.md makes:
 
     JITROPE_RECORD=run.json python serve.py         # once, where there is a GPU: lists the kernels of the program
 
     FROM python:3.12-slim AS kernels                # has NVRTC, needs no GPU
-    RUN pip install "jitrope[cuda13]"
-    COPY run.json .
+    COPY jitrope-0.1.0-py3-none-any.whl run.json ./
+    RUN pip install ./jitrope-0.1.0-py3-none-any.whl cupy-cuda13x nvidia-cuda-nvrtc
     RUN jitrope bundle write /kernels.tar --from run.json --arch sm_90,sm_100
 
     FROM python:3.12-slim                           # the same version of jitrope, without CuPy and NVRTC
-    RUN pip install torch jitrope
+    COPY jitrope-0.1.0-py3-none-any.whl ./
+    RUN pip install ./jitrope-0.1.0-py3-none-any.whl
     COPY --from=kernels /kernels.tar /opt/kernels.tar
     ENV JITROPE_SYSTEM_CACHE=/opt/kernels.tar JITROPE_NO_COMPILE=1
     RUN jitrope cache verify --cold                 # fails the build if a call would have to compile one of them

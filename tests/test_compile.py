@@ -380,7 +380,7 @@ def tool(name: str) -> str:
     """A CUDA binary utility: on the path, or from its wheel."""
     folders = Path(sysconfig.get_paths()["purelib"]).glob("nvidia/*/bin")
     found = shutil.which(name) or next((str(f / name) for f in folders if (f / name).exists()), None)
-    assert found, f"{name} is missing: pip install 'jitrope[test]'"
+    assert found, f"{name} is missing: pip install -e '.[test]'"
     return found
 
 

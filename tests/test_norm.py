@@ -229,12 +229,12 @@ def test_partly_rotated_heads_have_the_hosts_bits(device: str, dtype: torch.dtyp
 def host_norm(name: str, dim: int, weight: torch.Tensor) -> torch.nn.Module:
     """A library's own RMSNorm."""
     if name == "diffusers":
-        pytest.importorskip("diffusers", reason="diffusers is not installed: pip install 'jitrope[diffusers]'")
+        pytest.importorskip("diffusers", reason="diffusers is not installed: pip install -e '.[diffusers]'")
         from diffusers.models.normalization import RMSNorm
 
         module = RMSNorm(dim, eps=1e-6)
     else:
-        pytest.importorskip("transformers", reason="transformers is not installed: pip install 'jitrope[diffusers]'")
+        pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[diffusers]'")
         from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
         from transformers.models.llama.modeling_llama import LlamaRMSNorm
         from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm

@@ -35,9 +35,9 @@ from jitrope.tools.doctor import Check
 from jitrope.tools.prewarm import Built, read_record
 
 from . import fresh
+from .caches import IMPORTS, on_the_gpu, run_in_child
 from .described import popular
 from .devices import slow
-from .test_cache import IMPORTS, on_the_gpu, run_in_child
 from .test_heuristics import BASE
 
 SPECS = [*popular()]
@@ -512,6 +512,20 @@ def test_a_record_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(fcntl, "flock", no_locks)
     recording.add(tmp_path / "run.json", SPECS[:2])
     assert read_record(tmp_path / "run.json") == SPECS[:2]
+
+
+def test_a_lock_that_is_never_released_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may be stopped while it writes. Not each kernel waits for it."""
+    import fcntl
+
+    monkeypatch.setattr(recording, "_patience", 0.3)
+    with open(tmp_path / ".run.json.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        start = time.monotonic()
+        for spec in SPECS[:8]:
+            recording.add(tmp_path / "run.json", [spec])
+        assert 0.3 <= time.monotonic() - start < 8 * 0.3
+    assert read_record(tmp_path / "run.json") == SPECS[:8]
 
 
 WORKERS = """

@@ -548,7 +548,7 @@ SHAPES = [(1, 5, 3, 64), (2, 7, 2, 72), (1, 3, 4, 80), (1, 1, 5, 96), (2, 9, 2, 
 
 def host(library: str, module: str, name: str, inside: str | None = None):
     """A function of a library. If a processor's `__call__` defines it, the name is that of the class too."""
-    pytest.importorskip(library, reason=f"{library} is not installed: pip install 'jitrope[diffusers]'")
+    pytest.importorskip(library, reason=f"{library} is not installed: pip install -e '.[diffusers]'")
     namespace = importlib.import_module(f"{library}.models.{module}")
     if inside is None:
         return getattr(namespace, name)

@@ -167,6 +167,7 @@ def set_up_logging() -> None:
             return
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        handler.addFilter(lambda _: not logging.getLogger().handlers)  # they show it too
         log.addHandler(handler)
 
 

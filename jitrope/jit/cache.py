@@ -11,11 +11,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 from ..base import arguments
 from ..base.config import log
 from ..base.errors import CacheError
-from . import entry
+from . import entry, trust
 from .entry import ANY, CUBIN, DAMAGE, NAME, Key, Listing, Read, reason
 from .layers import Layer
 
@@ -70,7 +69,7 @@ class KernelCache(Listing):
     """
 
     def __init__(self, root: Path, system: Iterable[Path] = ()) -> None:
-        self.root = arguments.path("KernelCache", "root", root)
+        self._given = arguments.path("KernelCache", "root", root)
         self.counts = Counts()
         self._warned: set[str] = set()
         self._lock = threading.Lock()
@@ -78,6 +77,14 @@ class KernelCache(Listing):
             arguments.refuse("KernelCache", "system", system, "a list or tuple of paths")
         paths = [arguments.path("KernelCache", f"system[{i}]", path) for i, path in enumerate(system)]
         self.system = [Layer(path, self._warn) for path in paths]
+
+    @property
+    def root(self) -> Path:  # type: ignore[override]
+        """The folder that is used: the given one, or if other users can change that, a private one in it."""
+        with contextlib.suppress(OSError):
+            if trust.fault(os.stat(self._given)):
+                return self._given / f"uid-{trust.user()}"
+        return self._given
 
     # ---- finding ---------------------------------------------------------------------------------
 
@@ -94,72 +101,64 @@ class KernelCache(Listing):
             found = found or layer.read(key)
         return found
 
-    def load(self, key: Key) -> dict[str, bytes] | None:
-        """The files of the key's entry in the user's own folder, checked, or None. Removes the entry if damaged."""
-        for path in self._paths_of(key):
-            try:
-                return self._read_owned(key, path)
-            except FileNotFoundError:
-                continue  # the ordinary miss
-            except (PermissionError, *DAMAGE) as error:
-                text = f"cache entry {path.name} is not usable ({reason(error)}); it is rebuilt"
-                self._warn(f"repair {path.name}", text)
-                self.count("repaired")
-                self._remove(path)
-            except OSError as error:  # it may be temporary
-                text = f"cannot read the cache entry {path.name} ({error.strerror}); the kernel is made again"
-                self._warn(f"read {error.errno}", text)
+    def load(self, key: Key, repair: bool = True) -> dict[str, bytes] | None:
+        """The files of the key's entry in the user's own folder, checked, or None.
+
+        repair: remove the entry if it is damaged, and count it.
+        """
+        try:
+            with self._open() as folder:
+                for name in self._names_of(key, folder):
+                    if files := self._load(key, folder, name, repair):
+                        return files
+        except OSError:  # there is none, or it cannot be listed
+            pass
+        except CacheError as error:
+            self._warn("root", f"{error}; kernels stay in memory")
         return None
 
     def holds(self, key: Key) -> bool:
         """Whether `find` would find the key's entry. Nothing is changed or counted."""
-        for path in self._paths_of(key):
-            with contextlib.suppress(OSError, *DAMAGE):
-                return bool(self._read_owned(key, path))
-        return any(layer.read(key) for layer in self.system)
+        return bool(self.load(key, repair=False)) or any(layer.read(key) for layer in self.system)
 
-    def _paths_of(self, key: Key) -> list[Path]:
-        """The entries that may match a key, in order. The list is empty if the folder must not be used."""
-        if not self._usable():
-            return []
-        paths = [self.root / key.folder, self.root / key.portable_folder]
+    def _names_of(self, key: Key, folder: int) -> list[str]:
+        """The entries that may match a key, in order."""
+        names = [key.folder, key.portable_folder]
         if not key.compiler:  # nothing can be compiled here, so kernels of any compiler match
-            with contextlib.suppress(CacheError):
-                paths += [path for path in self._named(NAME) if path.name.startswith(f"{key.stem}-")]
-        return list(dict.fromkeys(paths))
+            names += [name for name in _names(folder, NAME) if name.startswith(f"{key.stem}-")]
+        return list(dict.fromkeys(names))
 
-    def _read_owned(self, key: Key, path: Path) -> dict[str, bytes]:
-        meta, files = self._read(path)
-        if not key.owns(meta, any_compiler=path.name != key.folder):
-            raise ValueError("it belongs to another key")
-        return files
-
-    def _read(self, path: Path) -> Read:
-        """Read and check an entry. If it looks damaged, read it again: another process may have just replaced it."""
+    def _load(self, key: Key, folder: int, name: str, repair: bool) -> dict[str, bytes] | None:
         try:
-            return entry.read(path)
-        except DAMAGE:
-            return entry.read(path)
+            meta, files = _checked(folder, name)
+            if not key.owns(meta, any_compiler=name != key.folder):
+                raise ValueError("it belongs to another key")
+            return files
+        except FileNotFoundError:
+            pass  # the ordinary miss
+        except (PermissionError, *DAMAGE) as error:
+            if repair:
+                self._warn(f"repair {name}", f"cache entry {name} is not usable ({reason(error)}); it is rebuilt")
+                self.count("repaired")
+                _remove(folder, name)
+        except OSError as error:  # it may be temporary
+            text = f"cannot read the cache entry {name} ({error.strerror}); the kernel is made again"
+            self._warn(f"read {error.errno}", text)
+        return None
 
-    def _exists(self) -> bool:
-        """Whether the folder exists. Raises CacheError if it cannot be trusted."""
-        try:
-            wrong = entry.untrusted(self.root)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError as error:
-            wrong = f"cannot be read ({error.strerror})"
-        if wrong:
-            raise CacheError(f"{self.root} {wrong}")
-        return True
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[int]:
+        """A handle of the folder.
 
-    def _usable(self) -> bool:
-        """Whether the folder exists and can be trusted. If it cannot be trusted, the log says so once."""
-        try:
-            return self._exists()
-        except CacheError as error:
-            self._warn("root", f"{error}; kernels are not loaded from it and stay in memory")
-            return False
+        Raises:
+            CacheError: it cannot be read, or other users can change it.
+            FileNotFoundError, NotADirectoryError: there is none.
+        """
+        path, given = self.root, self._given
+        with trust.closing(trust.root(path, private=path != given)) as folder:
+            if path != given:
+                self._warn("private", f"{given} {trust.fault(os.stat(given))}; your kernels are in {path}")
+            yield folder
 
     # ---- writing ---------------------------------------------------------------------------------
 
@@ -169,63 +168,29 @@ class KernelCache(Listing):
 
     def install(self, name: str, files: Mapping[str, bytes]) -> bool:
         """Install an entry in one step; an equal one is kept. False if the folder cannot be written."""
-        temporary, path = self._temporary(), self.root / name
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not self._usable():
-                return False
-            entry.write(temporary, files)
-            for tries_left in (2, 1, 0):  # another process may put an entry there, or remove it, at any time
-                try:
-                    os.rename(temporary, path)
-                    break
-                except OSError:
-                    if not tries_left:
-                        raise
-                    if os.path.lexists(path) and self._is(path, files):
-                        break
-                    self._remove(path)
-                    if not os.path.lexists(temporary):  # by `clear`
-                        entry.write(temporary, files)
-        except OSError as error:
-            self._warn("write", f"cannot write the kernel cache {self.root} ({reason(error)}); kernels stay in memory")
+            with self._open() as folder:
+                _install(folder, name, files)
+        except (OSError, ValueError, CacheError) as error:
+            self._warn("root", f"cannot write the kernel cache {self.root} ({reason(error)}); kernels stay in memory")
             return False
-        finally:
-            _delete(temporary)
         return True
-
-    def _is(self, path: Path, files: Mapping[str, bytes]) -> bool:
-        try:
-            return self._read(path)[1] == files
-        except OSError:
-            return True  # on a network file system, files of another process may appear late
-        except DAMAGE:
-            return False
 
     def discard(self, key: Key) -> None:
         """Remove the entries of a key, because the driver refused the kernel."""
-        for name in (key.folder, key.portable_folder):
-            self._remove(self.root / name)
-
-    def _remove(self, path: Path) -> bool:
-        """Rename an entry, so that no process sees half of it, then delete it. False if it is still there."""
-        grave = self._temporary()
-        try:
-            os.rename(path, grave)
-        except FileNotFoundError:  # another process removed it
-            return True
-        except OSError:
-            return not os.path.lexists(path)
-        _delete(grave)
-        return True
-
-    def _temporary(self) -> Path:
-        return self.root / f".tmp-{uuid.uuid4().hex}"
+        with contextlib.suppress(OSError, CacheError), self._open() as folder:
+            for name in (key.folder, key.portable_folder):
+                _remove(folder, name)
 
     # ---- listing and removing --------------------------------------------------------------------
 
     def _paths(self) -> list[Path]:
-        return self._named(NAME) if self._exists() else []
+        return self._named(NAME)
+
+    def _read(self, path: Path) -> Read:
+        with self._open() as folder:
+            return _checked(folder, path.name)
 
     def clear(self, dry_run: bool = False) -> list[Path]:
         """Remove every entry, also those of bundles and of other versions.
@@ -264,29 +229,105 @@ class KernelCache(Listing):
 
     def _without(self, paths: list[Path], leftovers: list[Path], dry_run: bool) -> list[Path]:
         """Remove entries and temporary folders. Returns the entries' folders."""
-        for path in () if dry_run else (*paths, *leftovers):
-            if not self._remove(path):
-                raise CacheError(f"cannot remove {path}")
+        with contextlib.suppress(FileNotFoundError), self._open() as folder:
+            for path in () if dry_run else (*paths, *leftovers):
+                if not _remove(folder, path.name):
+                    raise CacheError(f"cannot remove {path}")
         return paths
+
+    def _named(self, pattern: re.Pattern[str]) -> list[Path]:
+        """All paths in the folder whose names match, whole or damaged. Raises CacheError."""
+        try:
+            with self._open() as folder:
+                return [self.root / name for name in _names(folder, pattern)]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CacheError(f"cannot read the kernel cache {self.root}: {error.strerror}") from error
 
     def count(self, name: str, more: float = 1) -> None:
         """Add to one of `counts`."""
         with self._lock:
             setattr(self.counts, name, getattr(self.counts, name) + more)
 
-    def _named(self, pattern: re.Pattern[str]) -> list[Path]:
-        """All paths in the folder whose names match, whole or damaged. Raises CacheError."""
-        try:
-            return [self.root / name for name in sorted(os.listdir(self.root)) if pattern.fullmatch(name)]
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise CacheError(f"cannot read the kernel cache {self.root}: {error.strerror}") from error
-
     def _warn(self, topic: str, message: str) -> None:
         if topic not in self._warned:
             self._warned.add(topic)
             log.warning(message)
+
+
+def _names(folder: int, pattern: re.Pattern[str]) -> list[str]:
+    return sorted(filter(pattern.fullmatch, os.listdir(folder)))
+
+
+def _checked(folder: int, name: str) -> Read:
+    """Read and check an entry. If it looks damaged, read it again: another process may have just replaced it."""
+    try:
+        return entry.read(folder, name)
+    except DAMAGE:
+        return entry.read(folder, name)
+
+
+def _install(folder: int, name: str, files: Mapping[str, bytes]) -> None:
+    """Write an entry to a temporary folder, and rename that. Raises OSError or ValueError."""
+    temporary = _temporary()
+    try:
+        entry.write(folder, temporary, files)
+        for tries_left in (2, 1, 0):  # another process may put an entry there, or remove it, at any time
+            try:
+                return os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+            except OSError:
+                if not tries_left:
+                    raise
+                if _exists(folder, name) and _holds(folder, name, files):
+                    return None
+                _remove(folder, name)
+                if not _exists(folder, temporary):  # by `clear`
+                    entry.write(folder, temporary, files)
+    finally:
+        _delete(folder, temporary)
+
+
+def _holds(folder: int, name: str, files: Mapping[str, bytes]) -> bool:
+    try:
+        return _checked(folder, name)[1] == files
+    except DAMAGE:
+        return False
+    except OSError:
+        return True  # on a network file system, files of another process may appear late
+
+
+def _exists(folder: int, name: str) -> bool:
+    return os.access(name, os.F_OK, dir_fd=folder, follow_symlinks=False)  # it raises nothing
+
+
+def _remove(folder: int, name: str) -> bool:
+    """Rename an entry, so that no process sees half of it, then delete it. False if it is still there."""
+    grave = _temporary()
+    try:
+        os.rename(name, grave, src_dir_fd=folder, dst_dir_fd=folder)
+    except FileNotFoundError:  # another process removed it
+        return True
+    except OSError:
+        return not _exists(folder, name)
+    _delete(folder, grave)
+    return True
+
+
+def _delete(folder: int, name: str) -> None:
+    """Delete a file, a folder or a link, if that is possible; links are not followed."""
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=folder)
+        return
+    with contextlib.suppress(OSError):
+        with trust.closing(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)) as inside:
+            for file in os.listdir(inside):
+                _delete(inside, file)
+        os.rmdir(name, dir_fd=folder)
+
+
+def _temporary() -> str:
+    return f".tmp-{uuid.uuid4().hex}"
 
 
 def _older(paths: list[Path], seconds: float) -> list[Path]:
@@ -301,12 +342,3 @@ def _older(paths: list[Path], seconds: float) -> list[Path]:
             raise CacheError(f"cannot read {path}: {error.strerror}") from error
         found += [path] if age >= seconds or age < -3600 else []
     return found
-
-
-def _delete(path: Path) -> None:
-    """Delete a file, a folder or a link, if that is possible; links are not followed."""
-    if os.path.islink(path) or os.path.isfile(path):  # these never raise OSError, unlike the methods of a path
-        with contextlib.suppress(OSError):
-            path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)

@@ -31,6 +31,9 @@ MISSING = "CuPy is missing"
 _failed: Exception | None = None
 """The error of the first import of CuPy. A second import in the same process would raise other, misleading errors."""
 
+_refused: dict[tuple[str, str, tuple[str, ...]], str] = {}
+"""The messages of the sources that did not compile, by text, architecture and options."""
+
 
 @lru_cache(maxsize=1)
 def import_cupy() -> Any:
@@ -52,7 +55,7 @@ def import_cupy() -> Any:
     except Exception as error:  # an incompatible library or extension module can raise any error
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == "cupy"
         _failed = None if is_missing else error
-        fault = f"cannot be imported ({error}): {remedy()}" if is_missing else _cupy_fault(error)
+        fault = f"cannot be imported ({error}): {install()}" if is_missing else _cupy_fault(error)
         raise CompileError(f"jitrope compiles through CuPy, which {fault}") from error
     return cupy
 
@@ -87,19 +90,16 @@ def _nvrtc() -> Any:
         nvrtc.getVersion()
     except Exception as error:  # the error of CuPy's loader, of any type
         reason = " ".join(str(error).split())
-        raise CompileError(f"NVRTC cannot be loaded ({reason}); install it: {remedy(cuda_major())}") from error
+        raise CompileError(f"NVRTC cannot be loaded ({reason}); install it: {install(cuda_major())}") from error
     return nvrtc
 
 
 def install(major: int | None = None) -> str:
-    """The command that installs CuPy and NVRTC for a major version of CUDA, by default torch's."""
+    """The command that installs CuPy and NVRTC for a major version of CUDA, by default torch's.
+
+    It names packages that exist in every index. No message may name an extra of jitrope, which an index may not have.
+    """
     return "pip install " + " ".join(PACKAGES[_nearest(major)])
-
-
-def remedy(major: int | None = None) -> str:
-    """The text of `install`, and the extra of jitrope that installs the same."""
-    extra = f"cuda{_nearest(major)}"
-    return f'{install(major)}, or the extra {extra}, pip install "jitrope[{extra}]" (in a checkout -e ".[{extra}]")'
 
 
 def _nearest(major: int | None = None) -> int:
@@ -115,19 +115,9 @@ def torch_cuda_major() -> int:
 
 @lru_cache(maxsize=1)
 def compiler_version() -> str:
-    """The versions of CuPy and NVRTC, for the cache key.
-
-    NVRTC's version is read from the package of CuPy's CUDA, if it is there, because loading the library takes longer
-    than the rest of a first call from a warm cache.
-    """
-    import importlib.metadata  # CuPy has imported it by now
-
-    cupy_version, package = import_cupy().__version__, PACKAGES[_nearest(cuda_major())][1]
-    try:
-        return f"cupy {cupy_version}, {package} {importlib.metadata.version(package)}"
-    except importlib.metadata.PackageNotFoundError:
-        major, minor = nvrtc_version()
-        return f"cupy {cupy_version}, nvrtc {major}.{minor}"
+    """The versions of CuPy and of the NVRTC that is loaded, which compiles. Raises CompileError if there is none."""
+    major, minor = nvrtc_version()
+    return f"cupy {import_cupy().__version__}, nvrtc {major}.{minor}"
 
 
 def cuda_major() -> int:
@@ -168,18 +158,7 @@ def unsupported(arch: str, supported: Sequence[str], version: tuple[int, int]) -
         age, advice = f"too old for {nvrtc}", install(version[0] - 1)
     else:
         age, advice = "too old for every NVRTC that jitrope supports", "use another GPU"
-    return f"{arch}{_gpus(arch)} is {age}: {range_}", advice
-
-
-def _gpus(arch: str) -> str:
-    """The names of this machine's GPUs of an architecture, in brackets; "" if there are none."""
-    try:
-        runtime = import_cupy().cuda.runtime
-        found = [runtime.getDeviceProperties(i) for i in range(runtime.getDeviceCount())]
-    except Exception:  # no driver or no GPU: the message has no name
-        return ""
-    names = {p["name"].decode() for p in found if f"sm_{p['major']}{p['minor']}" == arch}
-    return f" ({', '.join(sorted(names))})" if names else ""
+    return f"{arch} is {age}: {range_}", advice
 
 
 def options_for(arch: str) -> tuple[str, ...]:
@@ -194,6 +173,9 @@ def compile_source(
 
     spec: the `to_dict` of the source's spec, for the message of a CompileError.
     """
+    wanted = source.text, arch, extra_options
+    if wanted in _refused:  # another compile would fail too, and keep the source again
+        raise CompileError(_refused[wanted])
     nvrtc = _nvrtc()
     program = nvrtc.createProgram(source.text, f"{source.name}.cu", (), ())
     try:
@@ -205,7 +187,8 @@ def compile_source(
             raise CompileError(f"{source.name}: {wrong[0]}; {wrong[1]}") from error
         lines = [f"{source.name} for {arch}: {error}", nvrtc.getProgramLog(program).strip()]
         lines += [f"spec: {json.dumps(spec)}"] if spec is not None else []
-        raise CompileError("\n".join([*lines, f"source: {_keep(source)}"])) from error
+        _refused[wanted] = "\n".join([*lines, f"source: {_keep(source)}"])
+        raise CompileError(_refused[wanted]) from error
     finally:
         nvrtc.destroyProgram(program)
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 import re
-import stat
 import uuid
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
@@ -18,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import CacheError
+from . import trust
 
 FORMAT = 3  # version of an entry's layout; part of every key
 
 TEXT, CUBIN, META = "kernel.cu", "kernel.cubin", "spec.json"
 FILES = (TEXT, CUBIN, META)
 
-DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, NotADirectoryError)
 """Errors of reading a damaged or changed entry."""
 
 ANY = "any"  # replaces the compiler's hash in the name of an entry from a bundle, which works with any compiler or none
@@ -60,7 +59,7 @@ class Key:
     @property
     def stem(self) -> str:
         """The folder's name without the compiler."""
-        return f"{self.name[:150]}-{self.arch}-{self.source[:20]}"
+        return f"{self.name[:100]}-{self.arch}-{self.source[:20]}"
 
     @property
     def folder(self) -> str:
@@ -138,63 +137,24 @@ def seal(meta: Mapping[str, Any]) -> str:
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def read(folder: Path) -> Read:
-    """Read and check an entry. Raises OSError if it cannot be read, one of `DAMAGE` if it must not be used."""
-    info = os.lstat(folder)
-    if not stat.S_ISDIR(info.st_mode):
-        raise ValueError("it is a symbolic link" if stat.S_ISLNK(info.st_mode) else "it is not a folder")
-    if writable_by_others(info):
-        raise ValueError("it can be written by other users")
-    files = {name: _read_file(folder / name) for name in FILES}
+def read(folder: int, name: str) -> Read:
+    """Read and check an entry of an open folder.
+
+    Raises OSError if it cannot be read, one of `DAMAGE` if it must not be used.
+    """
+    with trust.closing(trust.folder(name, folder)) as inside:
+        files = {file: trust.read(file, inside) for file in FILES}
     return check(files), files
 
 
-def _read_file(path: Path) -> bytes:
-    """Read a regular file that only its owner can write. The checks run on the open file, so it cannot be swapped."""
-    names = ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY", "O_NOFOLLOW")  # O_NONBLOCK: opening a pipe must not block
-    try:
-        number = os.open(path, os.O_RDONLY | sum(getattr(os, name, 0) for name in names))
-    except FileNotFoundError as error:
-        raise ValueError(f"it has no {path.name}") from error
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise ValueError(f"{path.name} is a symbolic link") from error
-        raise
-    try:
-        info = os.fstat(number)
-        if not stat.S_ISREG(info.st_mode):
-            raise ValueError(f"{path.name} is not a file")
-        if writable_by_others(info):
-            raise ValueError(f"{path.name} can be written by other users")
-        with open(number, "rb", closefd=False) as file:
-            return file.read()
-    finally:
-        os.close(number)
-
-
-def write(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Make an entry's folder and files. Raises OSError."""
-    os.mkdir(folder, 0o755)  # subject to the umask: anyone who can read the folder can read the entry
-    for name, data in files.items():
-        number = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o644)
-        with open(number, "wb") as file:
-            file.write(data)
-
-
-def writable_by_others(info: os.stat_result) -> bool:
-    """Whether the group or other users can write a file or folder."""
-    return os.name == "posix" and bool(stat.S_IMODE(info.st_mode) & 0o022)
-
-
-def untrusted(folder: Path) -> str | None:
-    """The reason why users other than root and this one may write to a folder, or None. Raises OSError.
-
-    The owner of a symbolic link is checked too, because that user can point it elsewhere.
-    """
-    info = os.stat(folder)
-    if hasattr(os, "getuid") and not {info.st_uid, os.lstat(folder).st_uid} <= {os.getuid(), 0}:
-        return "belongs to another user"
-    return "can be written by other users" if writable_by_others(info) else None
+def write(folder: int, name: str, files: Mapping[str, bytes]) -> None:
+    """Make an entry in an open folder. Raises OSError."""
+    os.mkdir(name, 0o755, dir_fd=folder)  # subject to the umask: anyone who can read the folder can read the entry
+    with trust.closing(trust.folder(name, folder)) as inside:
+        for file, data in files.items():
+            number = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=inside)
+            with open(number, "wb") as out:
+                out.write(data)
 
 
 def refuse_device(path: Path) -> None:

@@ -17,8 +17,8 @@ from ..base.errors import CacheError
 from ..base.spec import Spec
 from .entry import refuse_device, replaced
 
-LOCK_SECONDS = 10.0
-"""Seconds to wait for another process that writes the file. After that the file is written without the lock."""
+_patience = 10.0
+"""Seconds to wait for another process that writes the file. After one such wait a process waits no more."""
 
 _asked: dict[Spec, None] = {}
 
@@ -168,6 +168,7 @@ def _missing(data: dict[str, Any], wanted: list[dict[str, Any]]) -> list[dict[st
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold a lock, if the system has locks. A process that dies releases its lock."""
+    global _patience
     try:
         import fcntl
     except ImportError:  # Windows
@@ -175,12 +176,15 @@ def _locked(path: Path) -> Iterator[None]:
         return
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW  # an existing file is not emptied
     with open(os.open(path, flags, 0o666), "r+") as file:
-        deadline = time.monotonic() + LOCK_SECONDS
-        while time.monotonic() < deadline:
+        end = time.monotonic() + _patience
+        while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
+                if time.monotonic() >= end:  # it may hold the lock for ever
+                    _patience = 0.0
+                    break
                 time.sleep(0.01)
             except OSError:  # this file system has no locks
                 break

@@ -8,8 +8,8 @@
 
 A bundle is a tar of entries with a manifest; each entry has SHA-256 checksums of its files. Kernels are matched by
 source (templates, constants, options, architecture, format), not by compiler. So a machine that uses them needs torch
-and NVIDIA's driver, but neither CuPy, NVRTC nor headers. The checksums detect damage, not tampering: a bundle is code,
-so only use one from a source you trust.
+and NVIDIA's driver, but neither CuPy, NVRTC nor headers. The checksums detect damage, not tampering, and a bundle is
+code: so it must be root's or yours, or be named with its digest, `kernels.tar#sha256=...`.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ def load(path: Path) -> list[Entry]:
     They replace the same kernels of an earlier bundle.
 
     Args:
-        path: the bundle.
+        path: the bundle, or `path#sha256=digest`.
 
     Raises:
-        CacheError: the file is not a bundle or is damaged, or the cache cannot be written.
+        CacheError: the file is not a bundle, is damaged or is not trusted, or the cache cannot be written.
     """
     cache = kernel_cache()
     found = _read(arguments.path("load", "path", path))
@@ -97,7 +97,7 @@ def entries(path: Path) -> list[Entry]:
     """The kernels of a bundle, checked.
 
     Raises:
-        CacheError: the file is not a bundle or is damaged.
+        CacheError: the file is not a bundle, is damaged or is not trusted.
     """
     path = arguments.path("entries", "path", path)
     return [described(path / folder, *read) for folder, read in _read(path).items()]

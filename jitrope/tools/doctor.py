@@ -28,7 +28,7 @@ ROOM = 1 << 20
 """Bytes that must be free in a kernel cache. A kernel with its source needs a tenth of them."""
 
 ELSEWHERE = "set JITROPE_CACHE_DIR to a folder that you own and can write; until then each process compiles its kernels"
-OWNED = "JITROPE_SYSTEM_CACHE must name existing folders or bundles that only their owner can write"
+OWNED = "JITROPE_SYSTEM_CACHE must name folders or bundles that exist and only root and you can write, or a digest"
 AFTER_CUPY = "first do what the line of CuPy says"
 IF_CACHED = "nothing, if the caches have every kernel you need: jitrope cache verify --cold"
 CPU = "CPU tensors use plain torch; if there is a GPU, "
@@ -99,7 +99,7 @@ def _cupy() -> Found:
     if len(wheels) > 1:
         raise Fault(f"{' and '.join(wheels)} are installed, and their files overwrite each other", again)
     if compiler.without_cupy() == compiler.MISSING and config.compile_allowed() and not kernels.local_archs():
-        return "not installed; needed only to compile kernels (prewarm, bundle write)", compiler.remedy()
+        return "not installed; needed only to compile kernels (prewarm, bundle write)", compiler.install()
     found, major = f"{compiler.import_cupy().__version__}, for CUDA {compiler.cuda_major()}", compiler.cuda_major()
     if torch.version.cuda and compiler.torch_cuda_major() != major:
         return f"{found}, but torch is for CUDA {torch.version.cuda}: the driver must support both", again
@@ -119,7 +119,7 @@ def _nvrtc() -> Found:
 def _cache(cache: Listing, own: bool) -> Found:
     good, bad = cache.verify()
     if bad and bad[0][0] == cache.root:
-        raise Fault(f"{bad[0][1]}; it is not used", f"chmod 700 it, remove it, or {ELSEWHERE}" if own else OWNED)
+        raise Fault(f"{bad[0][1]}; it is not used", f"chown it, remove it, or {ELSEWHERE}" if own else OWNED)
     found = f"{cache.root}, {good} kernels"
     if bad:
         found += f", {len(bad)} damaged, such as {bad[0][0].name} ({bad[0][1]})"
