@@ -184,7 +184,7 @@ def test_contexts_undo_only_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("last", [0, 1])
 def test_a_function_of_two_hosts(monkeypatch: pytest.MonkeyPatch, last: int) -> None:
-    """As TransformerEngine's in Megatron: it stays replaced until both are disabled, in any order."""
+    """As diffusers' in xDiT: it stays replaced until both are disabled, in any order."""
     hosts = ["host_a", "host_b"]
     modules = [host_of(monkeypatch, name, fewer) for name in hosts]
     reports = [enabled(name, ours) for name in hosts]

@@ -156,8 +156,7 @@ def test_configuration(core: Any) -> None:
         TransformerConfig(**words)
     with megatron.enable() as report:
         assert TransformerConfig(**words).apply_rope_fusion
-    left = report.left[f"{core.attention.__name__}.apply_fused_qkv_rotary_pos_emb"]
-    assert left == "transformer_engine cannot be imported: ModuleNotFoundError: No module named 'transformer_engine'"
+    assert not report.left
     made = config(multi_latent_attention=True)
     made.rotary_interleaved = True
     with pytest.raises(jitrope.InvalidInput, match="mla_rotary_interleaved with rotary_interleaved"):

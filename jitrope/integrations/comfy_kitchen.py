@@ -138,9 +138,7 @@ def _tables(x: Tensor, freqs_cis: Tensor, width: int, cut: bool) -> tuple[str, T
 
 def _padded(x: Tensor, axes: int) -> Tensor:
     """x with leading axes of size 1."""
-    if x.dim() > axes:
-        raise InvalidInput(f"shape {tuple(x.shape)} has more than {axes} axes")
-    return x if x.dim() == axes else x[(None,) * (axes - x.dim())]
+    return x[(None,) * (axes - x.dim())]
 
 
 # ---- the registry --------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..api import apply_rope, prepare_mla_qkv, prepare_packed_qkv
 from ..base.errors import InvalidInput
 from ..ops.values import Packed
-from . import _host, transformer_engine
+from . import _host
 from ._layers import AsSelf, norm_of, of_host, without_rope
 
 
@@ -274,11 +274,7 @@ _ROPE_UTILS = "megatron.core.models.common.embeddings.rope_utils"
 _ATTENTION = "megatron.core.transformer.attention"
 _LATENT = "megatron.core.fusions.fused_mla_yarn_rope_apply"
 _HOOKS = fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd, apply_rotary_pos_emb
-_QKV_ROPE = transformer_engine.apply_fused_qkv_rotary_pos_emb
-_OPTIONAL = {
-    **_host.named(_ATTENTION, _QKV_ROPE),
-    **_host.named(_LATENT, fused_apply_mla_rope_for_q, fused_apply_mla_rope_for_kv),
-}
+_OPTIONAL = _host.named(_LATENT, fused_apply_mla_rope_for_q, fused_apply_mla_rope_for_kv)
 
 
 @_host.alone
@@ -290,11 +286,6 @@ def enable() -> _host.Report:
     """
     cls, what = getattr(*_host.held("megatron", f"{_ATTENTION}:SelfAttention")), "norms of q and k and rope fused"
     report = _host.enable("megatron", {**_host.named(_ROPE_UTILS, *_HOOKS), **_OPTIONAL}, _OPTIONAL)
-    if (place := f"{_ATTENTION}.{_QKV_ROPE.__name__}") in report.left:  # Megatron imports it from TransformerEngine
-        try:
-            _host.load("transformer_engine", "transformer_engine.pytorch.attention.rope")
-        except ImportError as error:
-            report.left[place] = str(error)
     rope, qkv = _host.load("megatron", _ROPE_UTILS).apply_rotary_pos_emb, getattr(cls, _QKV, None)
     if qkv is None or not of_host(cls, _QKV) or "split_qkv" not in inspect.signature(qkv).parameters:
         report.left[f"{_ATTENTION}.Attention.forward"] = f"{_QKV} is not the one that jitrope knows"

@@ -138,9 +138,7 @@ def _of_rope(host: Any, module: Any) -> dict[str, Any]:
     def forward(self: Any, *arguments: Any, **words: Any) -> Any:
         return _host.take(HOST, partial(_rotated, self), partial(host.forward, self), *arguments, **words)
 
-    classes = [cls for cls in host.__mro__ if cls.__name__ in _PLACES]
-    same = all(_host.text_of(sys.modules[cls.__module__]) == _PLACES[cls.__name__][1] for cls in classes)
-    known = _host.own(HOST, host.forward) if same else None
+    known = _host.own(HOST, host.forward) if _host.text_of(module) == _PLACES[host.__name__][1] else None
     parts = [(name, _host.own(HOST, getattr(host, name))) for name in _READ if hasattr(host, name)]
     original = (host, known, parts, getattr(module, "_maybe_check_max_pos", None))
     return {"forward": forward, "_rotation": staticmethod(_rotation(host.__name__)), "_original": original}

@@ -148,8 +148,7 @@ def _fuse(report: _host.Report, cls: Any, fuse_norm: bool, ropes: list[Rope]) ->
 def _fused(copy: Any, cls: type, ropes: list[Rope], original: Callable[..., Any]) -> Callable[..., Any]:
     """Ours in place of a class's `__call__`, now `original`."""
     given = _host.in_words_of(original, partial(Call, sys.modules[cls.__module__]))
-    now = [(module, name, getattr(module, name)) for _, module, name in ropes]
-    known = [(module, name, (function, _host.placed[function].original)) for module, name, function in now]
+    known = [(m, name, (f := getattr(m, name), _host.placed[f].original)) for _, m, name in ropes]
 
     def call(*arguments: Any, **words: Any) -> Any:
         for module, name, functions in known:
