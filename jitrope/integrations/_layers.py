@@ -144,7 +144,7 @@ def norm_of(norms: dict[str, nn.Module], x: Tensor, **words: Any) -> Norm:
     given: dict[str, Any] = {}
     for label, form in forms.items():
         weight, bias = parameters_of(norms[label])
-        check_results([form], weight, x)
+        check_results(form, weight, x)
         if form.total:  # x / sqrt(sum + eps) = x / sqrt(mean + eps / D) / sqrt(D)
             weight = filled(x.device, x.shape[-1], torch.float32, x.shape[-1] ** -0.5)
         given |= {f"{label}_weight": weight, f"{label}_bias": bias}

@@ -10,7 +10,7 @@ import copy
 import inspect
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from types import FunctionType, ModuleType
@@ -62,7 +62,6 @@ class NormForm(NamedTuple):
     forward: Any = None  # the class's, when it was found
     fixed: tuple[tuple[str, Any], ...] = ()  # other attributes, which must be the same
     sizes: tuple[str, ...] = ()  # the attributes that are the width of its weight
-    autocast: tuple[str, ...] = ()  # types of devices on which autocast leaves its results as they are
     total: bool = False  # it divides by the root of the sum of squares, not of their mean
     names: frozenset[str] | None = None  # the attributes that it may have; None: any
     calls: tuple[tuple[Any, str, Any], ...] = ()  # what its forward reads and calls, with the place of each
@@ -113,14 +112,11 @@ def parameters_of(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
     return weight, bias
 
 
-def check_results(forms: Sequence[NormForm], weight: Tensor | None, x: Tensor) -> None:
-    """Raise InvalidInput if autocast or the weight's dtype may change the results of a norm of x.
-
-    forms: those that the norm's module fits.
-    """
-    if in_autocast(x) and not any(x.device.type in form.autocast for form in forms):
+def check_results(form: NormForm, weight: Tensor | None, x: Tensor) -> None:
+    """Raise InvalidInput if autocast or the weight's dtype may change the results of a norm of x."""
+    if in_autocast(x):
         raise InvalidInput("autocast may change the norm")
-    if weight is not None and weight.dtype != x.dtype and not forms[0].mixed:
+    if weight is not None and weight.dtype != x.dtype and not form.mixed:
         raise InvalidInput("a norm's weight has another dtype")
 
 
@@ -176,9 +172,8 @@ def recognise(module: nn.Module) -> NormForm | str:
                 form = form._replace(names=names, calls=calls)
                 if why := undetermined(cls.forward, small(form, module, torch.float32), _probe(), cls=cls):
                     return f"{name}: {why}"
-                bf16, fp32 = torch.bfloat16, torch.float32
-                form = form._replace(mixed=weight is not None and _alike(form, small(form, module, fp32), bf16))
-                return form._replace(autocast=_same_in_autocast(form, module))
+                fp32 = small(form, module, torch.float32)
+                return form._replace(mixed=weight is not None and _alike(form, fp32, torch.bfloat16))
     return f"{name}: jitrope has no norm with its results"
 
 
@@ -209,30 +204,6 @@ def _same(form: NormForm, module: nn.Module) -> bool:
             return False
     probe = small(form, module, torch.float32)
     return all(_alike(form, probe, torch.float32, tokens=n, size=size) for n, size in PROBES)
-
-
-def _same_in_autocast(form: NormForm, module: nn.Module) -> tuple[str, ...]:
-    """The types of devices on which autocast leaves a norm's results as they are.
-
-    CUDA's autocast computes `torch.nn.LayerNorm` in fp32, and RMSNorm in some versions of torch; the CPU's does not.
-    So the norm is called on both, but on a GPU only if CUDA is in use already: a process that has begun CUDA cannot
-    be forked.
-    """
-    half = (torch.bfloat16, torch.float16)
-    dtypes = [(x, x) for x in (*half, torch.float32)] + [(x, torch.float32) for x in half if form.mixed]
-
-    def same(device: str, x_dtype: torch.dtype, weight_dtype: torch.dtype, autocast: torch.dtype) -> bool:
-        probe, x = small(form, module, weight_dtype).to(device), _probe().to(device, x_dtype)
-        try:
-            want = probe(x)
-            with torch.autocast(device, autocast):
-                got = probe(x)
-        except Exception:  # the host's code does not take these dtypes
-            return False
-        return got.dtype == want.dtype and torch.equal(got, want)
-
-    devices = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
-    return tuple(d for d in devices if all(same(d, *pair, to) for pair in dtypes for to in half))
 
 
 def _probe(width: int = PROBE_DIM, tokens: int = 5, size: float = 30.0) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..ops.watch import in_autocast, same_memory, version, without_autocast, without_values
+from ..ops.watch import same_memory, version, without_autocast, without_values
 from . import _host
 from ._host import Function
 
@@ -91,7 +91,7 @@ def real(value: Any) -> Any:
 
 
 class Later:
-    """What a host's function computes of x, later and in the modes of this moment.
+    """What a host's function computes of x, later, as it would now: outside of autocast.
 
     Attributes:
         waiting: the norm.
@@ -106,7 +106,7 @@ class Later:
 
     def __init__(self, waiting: Waiting, x: Tensor, weights: Any, function: Function) -> None:
         self.waiting, self.x, self.weights, self.function = waiting, x, weights, function
-        self.version, self.grad, self.cast = _version(x), torch.is_grad_enabled(), in_autocast(x)
+        self.version, self.grad = _version(x), torch.is_grad_enabled()
 
     def check(self) -> None:
         """Raise RuntimeError if x has changed."""
@@ -117,7 +117,7 @@ class Later:
     def compute(self, x: Tensor) -> Tensor:
         """The function's result for x, or what has its values."""
         self.check()
-        with torch.set_grad_enabled(self.grad), without_autocast(_NOTHING if self.cast else self.x):
+        with torch.set_grad_enabled(self.grad), without_autocast(self.x):
             return self.function(x)  # type: ignore[no-any-return]
 
     def result(self) -> Tensor:

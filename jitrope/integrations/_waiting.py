@@ -118,7 +118,7 @@ class Waiting:
         weights = parameters_of(module)
         if not self.form.fits(module):
             raise InvalidInput(f"{self.name} is another {type(module).__name__} than in the model that was enabled")
-        check_results((self.form,), weights[0], x)
+        check_results(self.form, weights[0], x)
         if not self.layer.of_host and x.is_inference():
             raise InvalidInput("tensors of inference mode do not tell whether they are changed")
         return weights
