@@ -529,6 +529,29 @@ def test_tensors_are_let_go(qwen3: nn.Module) -> None:
     assert alive == [None, None]
 
 
+def test_norms_that_are_not_rotated_hold_no_graph() -> None:
+    """Their first calls are kept from checkpoints, with their gradients, a second derivative too, and no longer."""
+    layer = Layer(lambda self, q, k, *_: (self.q_norm(q), self.k_norm(k)))
+    x, *tables = given()
+
+    def second(layer: nn.Module) -> Tensor:
+        y = x.clone().requires_grad_()
+        made.append(weakref.ref(y))
+        grads = torch.autograd.grad(layer(y, *tables)[0].sin().sum(), (y, layer.q_norm.weight), create_graph=True)
+        return torch.autograd.grad(sum(grad.square().sum() for grad in grads), layer.q_norm.weight)[0]
+
+    made: list[Any] = []
+    want = second(layer)
+    with integration.enable(layer):
+        for _ in range(4):
+            assert torch.equal(second(layer), want)
+            y = x.clone().requires_grad_()
+            made.append(weakref.ref(y))
+            layer(y, *tables)  # without a backward, which would free what is saved
+            del y
+    assert [y() for y in made] == [None] * 9
+
+
 # ---- changes that users make after enable --------------------------------------------------------------
 
 

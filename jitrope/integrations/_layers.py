@@ -35,7 +35,7 @@ All compute in fp32 and round once.
 _PART = "_norm"
 """The method that `forward` of Megatron's L2Norm calls."""
 
-_forms: dict[tuple[type, Any], list[NormForm]] = {}
+_forms: dict[Any, list[NormForm]] = {}
 _refused: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
@@ -110,7 +110,7 @@ def form_of(module: nn.Module) -> NormForm:
     """
     parameters_of(module)  # a module with hooks says nothing about its class
     cls = type(module)
-    found = _forms.setdefault((cls, getattr(cls, _PART, None)), [])
+    found = _forms.setdefault((cls.forward, getattr(cls, _PART, None)), [])
     form = next((form for form in found if form.fits(module)), None) or _refused.get(module)
     if form is None:
         form = _known(cls, module)
@@ -131,8 +131,8 @@ def _known(cls: Any, module: nn.Module) -> NormForm | None:
     if not kind or not all(of_host(cls, name) for name in ("forward", _PART) if hasattr(cls, name)):
         return None
     centre = getattr(module, "zero_centered_gamma", None)
-    fixed = () if centre is None else (("zero_centered_gamma", centre),)
-    return NormForm(cls, "eps", kind, "once", bool(centre), forward=cls.forward, fixed=fixed, total=total)
+    state = () if centre is None else ((None, "zero_centered_gamma", centre),)
+    return NormForm(cls, "eps", kind, "once", bool(centre), state=state, total=total)
 
 
 def norm_of(norms: dict[str, nn.Module], x: Tensor, **words: Any) -> Norm:
