@@ -16,6 +16,7 @@ from ..ops.fit import failing
 from ..ops.watch import collectives
 from ..thd.reference import Shape
 
+
 class Ranks(NamedTuple):
     """The ranks of a call. group is None for a single process and for ranks given as numbers."""
 

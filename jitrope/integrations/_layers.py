@@ -126,8 +126,8 @@ def _known(cls: Any, module: nn.Module) -> NormForm | None:
     if not kind or not all(of_host(cls, name) for name in ("forward", _PART) if hasattr(cls, name)):
         return None
     centre = getattr(module, "zero_centered_gamma", None)
-    fixed = () if centre is None else (("zero_centered_gamma", centre),)
-    return NormForm(cls, "eps", kind, "once", bool(centre), forward=cls.forward, fixed=fixed, total=total)
+    state = () if centre is None else ((None, "zero_centered_gamma", centre),)
+    return NormForm(cls, "eps", kind, "once", bool(centre), state=state, total=total)
 
 
 def norm_of(norms: tuple[nn.Module, nn.Module], x: Tensor, **words: Any) -> Norm:
@@ -137,7 +137,7 @@ def norm_of(norms: tuple[nn.Module, nn.Module], x: Tensor, **words: Any) -> Norm
     """
     forms, parameters = [form_of(module) for module in norms], [parameters_of(module) for module in norms]
     for form, (weight, _) in zip(forms, parameters):
-        check_results([form], weight, x)
+        check_results(form, weight, x)
     found, of_k = (form.words(module) | {"total": form.total} for form, module in zip(forms, norms))
     if found != of_k:
         raise InvalidInput("the norms of q and k differ")

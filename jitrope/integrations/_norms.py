@@ -10,11 +10,12 @@ import copy
 import inspect
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from itertools import product
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,20 +39,22 @@ _WITHOUT_EFFECT = {*dir(nn.Module), *vars(nn.Module()), "weight", "bias", *_OF_T
 _AFFINE = frozenset(("weight", "bias"))
 
 
-class Held(NamedTuple):
-    """An attribute that is compared by identity, such as a configuration."""
-
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Held) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
+State = tuple[tuple[Any, str, Any], ...]
+"""(holder, name, value): of a function's global the module, of a method the class, of a module's attribute None."""
 
 
-class NormForm(NamedTuple):
-    """The arithmetic of a norm's class, and the attributes that it was found with."""
+def changed(state: State, module: Any = None) -> str:
+    """The name of the first attribute that has another value now, or ""."""
+    for holder, name, value in state:
+        found = getattr(module if holder is None else holder, name, _PLAIN)
+        if found is not value and not (isinstance(value, _PLAIN) and found == value):
+            return name
+    return ""
+
+
+@dataclass(frozen=True, eq=False)
+class NormForm:
+    """The arithmetic of a norm's class, and the state that it was found with."""
 
     cls: type[nn.Module]
     eps: str  # the attribute
@@ -59,13 +62,10 @@ class NormForm(NamedTuple):
     rounding: str
     zero_centered: bool
     mixed: bool = False  # with an fp32 weight the result keeps the dtype and the bits of x's norm
-    forward: Any = None  # the class's, when it was found
-    fixed: tuple[tuple[str, Any], ...] = ()  # other attributes, which must be the same
+    state: State = ()  # other attributes, and what its forward reads and calls: all must be the same
     sizes: tuple[str, ...] = ()  # the attributes that are the width of its weight
-    autocast: tuple[str, ...] = ()  # types of devices on which autocast leaves its results as they are
     total: bool = False  # it divides by the root of the sum of squares, not of their mean
     names: frozenset[str] | None = None  # the attributes that it may have; None: any
-    calls: tuple[tuple[Any, str, Any], ...] = ()  # what its forward reads and calls, with the place of each
 
     def __str__(self) -> str:
         kinds = {"rms_norm": "RMSNorm", "layer_norm": "LayerNorm"}
@@ -73,20 +73,11 @@ class NormForm(NamedTuple):
 
     def fits(self, module: nn.Module) -> bool:
         """Whether a module is of this form."""
-        if type(module) is not self.cls or self.cls.forward is not self.forward:
+        if type(module) is not self.cls or changed(self.state, module):
             return False
-        for holder, name, value in self.calls:
-            if getattr(holder, name, None) is not value:
-                return False
-        if self.names is not None:
-            listed = not torch.compiler.is_compiling()  # not each torch can trace all names of a module
-            if _has_others(module) or (listed and not self.names.issuperset(module.__dict__)):
-                return False
-        for name, value in self.fixed:
-            found = getattr(module, name, self)
-            if found is not value.value if isinstance(value, Held) else found != value:
-                return False
-        return True
+        listed = not torch.compiler.is_compiling()  # not each torch can trace all names of a module
+        known = self.names
+        return known is None or not (_has_others(module) or (listed and not known.issuperset(module.__dict__)))
 
     def words(self, module: nn.Module) -> dict[str, Any]:
         """The words of `jitrope.Norm` for a module of this form."""
@@ -113,14 +104,11 @@ def parameters_of(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
     return weight, bias
 
 
-def check_results(forms: Sequence[NormForm], weight: Tensor | None, x: Tensor) -> None:
-    """Raise InvalidInput if autocast or the weight's dtype may change the results of a norm of x.
-
-    forms: those that the norm's module fits.
-    """
-    if in_autocast(x) and not any(x.device.type in form.autocast for form in forms):
+def check_results(form: NormForm, weight: Tensor | None, x: Tensor) -> None:
+    """Raise InvalidInput if autocast or the weight's dtype may change the results of a norm of x."""
+    if in_autocast(x):
         raise InvalidInput("autocast may change the norm")
-    if weight is not None and weight.dtype != x.dtype and not forms[0].mixed:
+    if weight is not None and weight.dtype != x.dtype and not form.mixed:
         raise InvalidInput("a norm's weight has another dtype")
 
 
@@ -155,14 +143,13 @@ def recognise(module: nn.Module) -> NormForm | str:
     if _has_others(module):
         return f"{name} has other parameters than a weight and a bias"
     width = PROBE_DIM if weight is None else weight.shape[0]
-    plain = {k: v for k, v in vars(module).items() if k != "training" and k[0] != "_" and isinstance(v, _PLAIN)}
     of_classes = [vars(base).items() for base in reversed(cls.__mro__)]
     given = {k: v for each in of_classes for k, v in each if k[:2] != "__" and isinstance(v, _PLAIN)} | vars(module)
     others = {k: v for k, v in given.items() if k not in _WITHOUT_EFFECT}
-    others = {k: v if isinstance(v, _PLAIN) and not isinstance(v, list) else Held(v) for k, v in others.items()}
+    plain = {k: v for k, v in others.items() if isinstance(v, _PLAIN)}
     names = frozenset({*others, *_WITHOUT_EFFECT})
     sizes = tuple(k for k, v in plain.items() if type(v) is not bool and v in (width, (width,)))
-    calls = tuple(told for told in called(cls.forward, cls) if told[0] is not None)
+    calls = state_of(cls.forward, cls)
     with on_its_own():
         for eps, kind, rounding, zero_centered in product(
             [k for k, v in plain.items() if type(v) is float or v is None],
@@ -170,16 +157,26 @@ def recognise(module: nn.Module) -> NormForm | str:
             ("once", "twice"),
             (False, True),
         ):
-            fixed = tuple((k, v) for k, v in others.items() if k not in sizes and k != eps)
-            form = NormForm(cls, eps, kind, rounding, zero_centered, fixed=fixed, sizes=sizes, forward=cls.forward)
+            fixed = tuple((None, k, v) for k, v in others.items() if k not in sizes and k != eps)
+            form = NormForm(cls, eps, kind, rounding, zero_centered, False, (*fixed, *calls), sizes, names=names)
             if _same(form, module):
-                form = form._replace(names=names, calls=calls)
                 if why := undetermined(cls.forward, small(form, module, torch.float32), _probe(), cls=cls):
                     return f"{name}: {why}"
-                bf16, fp32 = torch.bfloat16, torch.float32
-                form = form._replace(mixed=weight is not None and _alike(form, small(form, module, fp32), bf16))
-                return form._replace(autocast=_same_in_autocast(form, module))
+                fp32 = small(form, module, torch.float32)
+                return replace(form, mixed=weight is not None and _alike(form, fp32, torch.bfloat16))
     return f"{name}: jitrope has no norm with its results"
+
+
+def form_of(module: nn.Module) -> NormForm | str:
+    """The form of a norm module, or the reason why it has none. A class is tried once for each state of its modules."""
+    known = _forms.setdefault((type(module), type(module).forward), [])
+    form = next((form for form in known if form.fits(module)), None) or recognise(module)
+    if not isinstance(form, str) and form not in known:
+        known.append(form)
+    return form
+
+
+_forms: dict[Any, list[NormForm]] = {}
 
 
 def small(form: NormForm, module: nn.Module, dtype: torch.dtype, width: int = PROBE_DIM, seed: int = 1) -> nn.Module:
@@ -209,30 +206,6 @@ def _same(form: NormForm, module: nn.Module) -> bool:
             return False
     probe = small(form, module, torch.float32)
     return all(_alike(form, probe, torch.float32, tokens=n, size=size) for n, size in PROBES)
-
-
-def _same_in_autocast(form: NormForm, module: nn.Module) -> tuple[str, ...]:
-    """The types of devices on which autocast leaves a norm's results as they are.
-
-    CUDA's autocast computes `torch.nn.LayerNorm` in fp32, and RMSNorm in some versions of torch; the CPU's does not.
-    So the norm is called on both, but on a GPU only if CUDA is in use already: a process that has begun CUDA cannot
-    be forked.
-    """
-    half = (torch.bfloat16, torch.float16)
-    dtypes = [(x, x) for x in (*half, torch.float32)] + [(x, torch.float32) for x in half if form.mixed]
-
-    def same(device: str, x_dtype: torch.dtype, weight_dtype: torch.dtype, autocast: torch.dtype) -> bool:
-        probe, x = small(form, module, weight_dtype).to(device), _probe().to(device, x_dtype)
-        try:
-            want = probe(x)
-            with torch.autocast(device, autocast):
-                got = probe(x)
-        except Exception:  # the host's code does not take these dtypes
-            return False
-        return got.dtype == want.dtype and torch.equal(got, want)
-
-    devices = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
-    return tuple(d for d in devices if all(same(d, *pair, to) for pair in dtypes for to in half))
 
 
 def _probe(width: int = PROBE_DIM, tokens: int = 5, size: float = 30.0) -> Tensor:
@@ -302,11 +275,13 @@ def undetermined(function: Function, *arguments: Any, cls: Any = None) -> str:
     return ""
 
 
-def called(function: Any, cls: Any = None) -> tuple[tuple[Any, str, Any], ...]:
-    """What the code of a host's function reads, and the code of what it calls: (holder, name, value).
+def state_of(function: Any, cls: Any = None) -> State:
+    """What a host's function, perhaps a method of cls, reads and calls, but for names of an outer function."""
+    return tuple(told for told in called(function, cls) if told[0] is not None)
 
-    A holder is the module of a global or, for methods of `self`, the class cls; for names of an outer function None.
-    """
+
+def called(function: Any, cls: Any = None) -> State:
+    """What the code of a host's function reads, and the code of what it calls; the holder of an outer name is None."""
     found: dict[tuple[int, str], tuple[Any, str, Any]] = {}
     todo = [function]
     while todo:

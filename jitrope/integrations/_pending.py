@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ..ops.watch import in_autocast, same_memory, version, without_autocast, without_values
+from ..ops.watch import same_memory, version, without_autocast, without_values
 from . import _host
 from ._host import Function
 
@@ -91,7 +90,7 @@ def real(value: Any) -> Any:
 
 
 class Later:
-    """What a host's function computes of x, later and in the modes of this moment.
+    """What a host's function computes of x, later, as it would now: outside of autocast.
 
     Attributes:
         waiting: the norm.
@@ -106,52 +105,35 @@ class Later:
 
     def __init__(self, waiting: Waiting, x: Tensor, weights: Any, function: Function) -> None:
         self.waiting, self.x, self.weights, self.function = waiting, x, weights, function
-        self.version, self.grad, self.cast = _version(x), torch.is_grad_enabled(), in_autocast(x)
-
-    def check(self) -> None:
-        """Raise RuntimeError if x has changed."""
-        if _version(self.x) != self.version:
-            hint = "call jitrope.integrations.transformers.enable with fuse_norm=False"
-            raise RuntimeError(f"q or k was changed in place between its norm and rope; {hint}")
-
-    def compute(self, x: Tensor) -> Tensor:
-        """The function's result for x, or what has its values."""
-        self.check()
-        with torch.set_grad_enabled(self.grad), without_autocast(_NOTHING if self.cast else self.x):
-            return self.function(x)  # type: ignore[no-any-return]
+        self.version, self.grad = _version(x), torch.is_grad_enabled()
 
     def result(self) -> Tensor:
         """The function's result."""
         if self.out is None:
             which = "what goes to" if self.done is not None else "the result of"
             _host.note_unfused(HOST, f"{which} {self.waiting.name} has another use")
-            self.out = self.compute(self.x)
+            check(self.x, self.version)
+            with torch.set_grad_enabled(self.grad), without_autocast(self.x):
+                self.out = self.function(self.x)
         return self.out
+
+
+def check(x: Tensor, version: int) -> None:
+    """Raise RuntimeError if x has changed since it had this version."""
+    if _version(x) != version:
+        hint = "call jitrope.integrations.transformers.enable with fuse_norm=False"
+        raise RuntimeError(f"q or k was changed in place between its norm and rope; {hint}")
+
+
+def unseen(x: Tensor, version: int) -> Any:
+    """A context in which a checkpoint does not count what autograd saves of x. It compares that with later calls."""
+
+    def unpack(saved: Tensor) -> Tensor:
+        check(x, version)
+        return saved
+
+    return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, unpack)  # a result itself would hold its own graph
 
 
 def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else version(x)
-
-
-class Again(torch.autograd.Function):
-    """A norm that saves no tensor for backward, but is called again there.
-
-    So a layer that is checkpointed saves the same tensors in its first call and when it is computed again.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, later: Later, *tensors: Tensor | None) -> Tensor:
-        """The result; tensors are the norm's input, weight and bias."""
-        ctx.later, ctx.tensors = later, tensors
-        return later.function(later.x)  # type: ignore[no-any-return]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        """The gradients of the tensors."""
-        x, *others = ctx.tensors
-        inputs = x.detach().requires_grad_(x.requires_grad), *others
-        wanted = [t is not None and t.requires_grad for t in inputs]
-        y = ctx.later.compute(inputs[0])
-        found = iter(torch.autograd.grad(y, [t for t, wants in zip(inputs, wanted) if wants], grad))
-        return None, *(next(found) if wants else None for wants in wanted)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 import threading
 import weakref
+from collections import Counter
 from functools import partial
 from itertools import product
 from typing import Any
@@ -26,8 +28,19 @@ from ..ops.values import Norm
 from ..ops.watch import saves_otherwise, transformed, watched
 from . import _host
 from ._host import Function
-from ._norms import PROBE_DIM, NormForm, called, check_results, on_its_own, parameters_of, recognise, small
-from ._pending import HOST, Again, Later, Pending, real
+from ._norms import (
+    PROBE_DIM,
+    NormForm,
+    State,
+    changed,
+    check_results,
+    form_of,
+    on_its_own,
+    parameters_of,
+    small,
+    state_of,
+)
+from ._pending import HOST, Later, Pending, check, real, unseen
 from ._variants import OF_K, OF_Q, Variant, equal, names, probe, read, rotate, words_of
 
 NAMES = re.compile(r"\w*apply_\w*rotary\w*")  # the names of rope functions
@@ -42,33 +55,41 @@ _here = threading.local()
 
 
 class Layer:
-    """An attention module whose norms may wait. ropes: its rope functions: (globals of its code, name, function)."""
+    """An attention module whose norms may wait. ropes: its rope functions, as they were when it was enabled.
 
-    def __init__(self, module: nn.Module, ropes: list[Any], report: _host.Report) -> None:
+    What the first calls show is forgotten when the module gets another `forward`.
+    """
+
+    def __init__(self, module: nn.Module, ropes: State, report: _host.Report) -> None:
         self.module, self.ropes, self.report = weakref.ref(module), ropes, report
         self.of_host = type(module).__module__.startswith("transformers.")
-        self.norms: list[Waiting] = []
+        self.norms: set[Waiting] = set()
+        self.before: set[Waiting] = set()  # the norms whose results are rotated
         self.after: dict[int, Waiting] = {}  # the norms of the rotated tensors, by their numbers
-        self.after_key: Any = None
+        self.tries: Counter[Waiting] = Counter()
+        self.forward: Any = None
         self.kept: dict[Any, Any] = {}
 
-    def key(self) -> Any:
-        """What may change after something was learned of the code of this module."""
+    def look(self) -> None:
+        """Forget what was learned from another forward."""
         module = self.module()
-        return None if module is None else (type(module).forward, module.__dict__.get("forward"))
+        forward = None if module is None else (type(module).forward, module.__dict__.get("forward"))
+        if forward != self.forward:
+            self.forward, self.before, self.after, self.tries = forward, set(), {}, Counter()
 
     def fuses(self) -> bool:
         """Whether one of its norms waits, or may wait yet."""
-        return bool(self.after) or any(norm.known or norm.tries < _TRIES for norm in self.norms)
+        return bool(self.after or self.before) or any(self.tries[norm] < _TRIES for norm in self.norms)
 
     def follows(self, index: int, waiting: Waiting) -> None:
         """Note that a norm takes a rotated tensor. From the next call on, the rotation does both."""
         self.after[index] = waiting
         module = self.module()
         if len(self.after) == 2 and module is not None:
-            owner = next(base for base in type(module).__mro__ if "forward" in vars(base))
-            _host.alone(self.report.replace_method)(owner, "forward", _attention, f"{FUSED}, the norm last")
-            self.after_key = self.key()
+            found, cls = dict(self.after), type(module)
+            _host.alone(self.report.replace_method)(cls, "forward", _attention, f"{FUSED}, the norm last")
+            self.look()
+            self.after = found
 
 
 _layers: WeakKeyDictionary[nn.Module, Layer] = WeakKeyDictionary()
@@ -106,19 +127,17 @@ class Waiting:
 
     def __init__(self, module: nn.Module, name: str, form: NormForm, layer: Layer) -> None:
         self.module, self.name, self.form, self.layer = weakref.ref(module), name, form, layer
-        self.key, self.known, self.tries = layer.key(), False, 0
 
     def weights(self, module: nn.Module, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The weight and bias for a launch. Raises InvalidInput if the host's norm must run."""
         if type(x) is not Tensor or watched() or transformed():
             raise InvalidInput("a mode of torch is on, or q is of a subclass of torch.Tensor")
-        for place, name, function in self.layer.ropes:
-            if place.get(name) is not function:
-                raise InvalidInput(f"{name} was replaced after enable")
+        if name := changed(self.layer.ropes):
+            raise InvalidInput(f"{name} was replaced after enable")
         weights = parameters_of(module)
         if not self.form.fits(module):
             raise InvalidInput(f"{self.name} is another {type(module).__name__} than in the model that was enabled")
-        check_results((self.form,), weights[0], x)
+        check_results(self.form, weights[0], x)
         if not self.layer.of_host and x.is_inference():
             raise InvalidInput("tensors of inference mode do not tell whether they are changed")
         return weights
@@ -129,25 +148,23 @@ class Waiting:
             if x.root.done is not None and x.step is None and x.root.waiting is self:
                 return x.root.done
             x = real(x)
-        if (key := self.layer.key()) != self.key:
-            self.key, self.known, self.tries = key, False, 0
+        layer = self.layer
+        layer.look()
         if (index := getattr(x, "_jitrope_turned", None)) is not None:
             if not saves_otherwise():
-                self.layer.follows(index, self)
-        elif self.known or self.tries < _TRIES:
+                layer.follows(index, self)
+        elif self in layer.before or layer.tries[self] < _TRIES:
             try:
                 later = Later(self, x, self.weights(module, x), host)
             except InvalidInput as error:
                 _host.note_unfused(HOST, error.args[0])
             else:
-                return Pending.of(later, x, None if self.known else self.observed(later))
+                if self not in layer.before:  # this call shows where the host's result goes
+                    layer.tries[self] += not saves_otherwise()  # a checkpoint computes its calls again
+                    with unseen(x, later.version):
+                        later.out = host(x)
+                return Pending.of(later, x, later.out)
         return host(x)
-
-    def observed(self, later: Later) -> Tensor:
-        """The host's result, in a call that shows where it goes. A checkpoint computes its calls again."""
-        self.tries += not saves_otherwise()
-        later.out = Again.apply(later, later.x, *later.weights)
-        return later.out
 
 
 # ---- rope ----------------------------------------------------------------------------------------------
@@ -159,7 +176,7 @@ class Rope:
     def __init__(self, original: Function, variant: Variant) -> None:
         self.original, self.variant, self.names = original, variant, names(original)
         self.exact, self.fuses = variant._replace(exact=True), False
-        self.calls = [told for told in called(original) if told[0] is not None]
+        self.calls = state_of(original)
         self.tried: dict[Any, bool] = {}
 
     def __str__(self) -> str:
@@ -167,9 +184,8 @@ class Rope:
 
     def read(self, *arguments: Any, **words: Any) -> tuple[list[Any], Any]:
         """(heads, (cos, sin, axis)) of a call. Raises InvalidInput if a function that the host's calls was replaced."""
-        for holder, name, value in self.calls:
-            if getattr(holder, name, None) is not value:
-                raise InvalidInput(f"{name} was replaced after enable")
+        if name := changed(self.calls):
+            raise InvalidInput(f"{name} was replaced after enable")
         q, k, *table = read(self.names, *arguments, **words)
         return [q] if k is None else [q, k], table
 
@@ -184,11 +200,12 @@ class Rope:
         alone = partial(_host.take, host, ours, theirs)
         if torch.compiler.is_compiling() or not self.fuses:
             return alone(*arguments, **words)
-        layer = getattr(_here, "layer", None)
+        if (layer := getattr(_here, "layer", None)) is not None:
+            layer.look()
         try:
             if Pending in map(type, (*arguments, *words.values())):
                 return self.before(*self.read(*arguments, **words))
-            if layer is not None and layer.after_key == layer.key():
+            if layer is not None and len(layer.after) == 2:
                 return self.after(layer, partial(alone, *arguments, **words), *self.read(*arguments, **words))
         except InvalidInput as error:
             _host.note_unfused(HOST, error.args[0])
@@ -205,10 +222,10 @@ class Rope:
                 raise InvalidInput("a norm of q or k does not wait")
             if later.used:
                 raise InvalidInput(f"the result of {later.waiting.name} has another use")
-            later.check()
+            check(later.x, later.version)
         out = self.launch(laters, [x.x for x in heads], table, False)
         for later in laters:
-            later.waiting.known = True
+            later.waiting.layer.before.add(later.waiting)
         return out[0] if len(out) == 1 else tuple(out)
 
     def after(self, layer: Layer, alone: Function, heads: list[Any], table: Any) -> Any:
@@ -238,17 +255,15 @@ class Rope:
         kept, key = waiting[0].layer.kept, (self, after, *across, *waiting)
         norm, known = kept.get(key, (None, ()))
         if norm is None or not all(a is b for a, b in zip(state, known)):
+            if not self.right(waiting[0].form, modules[0], after, *across):
+                raise InvalidInput(f"{type(modules[0]).__name__} and rope have other bits")
             norm = self.norm([norm.form for norm in waiting], modules, after, *across)
             kept[key] = norm, state
         _host.note(HOST, "fused")
         return _run(norm, heads, words)
 
-    def norm(
-        self, forms: list[NormForm], modules: list[nn.Module], after: bool, across: bool, tries: bool = True
-    ) -> Norm:
-        """The norms of q and k as one value. Raises InvalidInput if they differ, or have other bits in a launch."""
-        if tries and not self.right(forms[0], modules[0], after, across):
-            raise InvalidInput(f"{type(modules[0]).__name__} and rope have other bits")
+    def norm(self, forms: list[NormForm], modules: list[nn.Module], after: bool, across: bool) -> Norm:
+        """The norms of q and k as one value. Raises InvalidInput if they differ."""
         words = [form.words(module) for form, module in zip(forms, modules)]
         if words[0] != words[-1]:
             raise InvalidInput("the norms of q and k differ")
@@ -289,7 +304,7 @@ class Rope:
         try:
             want = normed(turned(heads)) if after else turned(normed(heads))
             words = words_of(self.exact, heads[0], *self.read(*given.values())[1])
-            norm = self.norm([form] * len(norms), norms, after, across, tries=False)
+            norm = self.norm([form] * len(norms), norms, after, across)
             return equal(_run(norm, heads, words), want, tolerance=0.0)
         except Exception:  # the host's code, or jitrope, does not compute this
             return False
@@ -317,33 +332,32 @@ def _run(norm: Norm, heads: list[Tensor], words: dict[str, Any]) -> list[Tensor]
 # ---- finding the norms of a model ----------------------------------------------------------------------
 
 
-def ropes_of(cls: type) -> list[tuple[dict[str, Any], str, Function]]:
-    """The rope functions that a class's methods call: (the globals of the code, name, function)."""
-    found = []
+def ropes_of(cls: type) -> State:
+    """The rope functions that a class's methods call."""
+    found: list[Any] = []
     for method in vars(cls).values():
         function = inspect.unwrap(method) if callable(method) and not isinstance(method, type) else None
         if inspect.isfunction(function):
             told = inspect.getclosurevars(function).globals
-            found += [(function.__globals__, n, f) for n, f in told.items() if NAMES.fullmatch(n) and callable(f)]
-    return found
+            module = sys.modules.get(function.__module__)
+            found += [(module, n, f) for n, f in told.items() if NAMES.fullmatch(n) and callable(f)]
+    return tuple(found)
 
 
 def attention(model: nn.Module) -> dict[type, list[nn.Module]]:
     """The modules of a model with a method that calls a rope function, by their classes."""
     found: dict[type, list[nn.Module]] = {}
-    owners: dict[type, Any] = {}
+    classes = {type(module) for module in model.modules()}
+    owners = {cls: next((b for b in cls.__mro__ if b is not object and ropes_of(b)), None) for cls in classes}
     for module in model.modules():
-        cls = type(module)
-        if cls not in owners:
-            owners[cls] = next((b for b in cls.__mro__ if issubclass(b, nn.Module) and ropes_of(b)), None)
-        if owners[cls] is not None:
-            found.setdefault(owners[cls], []).append(module)
+        if (cls := owners[type(module)]) is not None:
+            found.setdefault(cls, []).append(module)
     return found
 
 
 def fuse(cls: type, modules: list[nn.Module], report: _host.Report) -> tuple[str, list[Layer]]:
     """Let the norms of attention modules wait for rope. Returns what was done, and the layers whose norms wait."""
-    places = [place for place in ropes_of(cls) if place[2] in _host.placed]
+    places = tuple(place for place in ropes_of(cls) if place[2] in _host.placed)
     if not places:
         return "left alone: jitrope does not replace its rope function", []
     ropes: list[Rope] = [_host.placed[function].what for _, _, function in places]
@@ -352,7 +366,7 @@ def fuse(cls: type, modules: list[nn.Module], report: _host.Report) -> tuple[str
         layer = _layers.setdefault(module, Layer(module, places, report))
         layer.ropes, layer.report = places, report
         for name, norm in module.named_children():
-            form = _form(norm)
+            form = form_of(norm)
             if isinstance(form, str):
                 reasons |= {form} if "norm" in type(norm).__name__.lower() else set()
             elif not any(r.right(form, norm, *way) for r in ropes for way in product((False, True), (False, True))):
@@ -362,23 +376,11 @@ def fuse(cls: type, modules: list[nn.Module], report: _host.Report) -> tuple[str
                 report.replace_method(type(norm), "forward", _norm, "norms of q and k wait for rope")
                 if norm not in _waiting or _waiting[norm].layer is not layer:
                     _waiting[norm] = Waiting(norm, name, form, layer)
-                    layer.norms.append(_waiting[norm])
-                _waiting[norm].form = form._replace(forward=type(norm).forward)
+                    layer.norms.add(_waiting[norm])
+                _waiting[norm].form = form
         layers += [layer] if layer.norms else []
     if not layers:
         return f"rope only: {min(reasons, default='no norm of q and k was found')}", []
     for rope in ropes:
         rope.fuses = True
     return f"{FUSED} ({'; '.join(sorted(forms))})", layers
-
-
-_forms: dict[type, list[NormForm]] = {}
-
-
-def _form(norm: nn.Module) -> NormForm | str:
-    """The form of a norm, or why it has none."""
-    known = _forms.setdefault(type(norm), [])
-    form = next((form for form in known if form.fits(norm)), None) or recognise(norm)
-    if not isinstance(form, str) and form not in known:
-        known.append(form)
-    return form
