@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import jitrope
 from jitrope.integrations import _host
@@ -495,6 +497,62 @@ def test_another_text_of_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
         integration.enable(prepared(Z_IMAGE)[0])
 
 
+def test_a_processor_with_a_new_keyword(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that uses it goes to the host's processor, which knows it; one that does not is fused."""
+    original, seen = transformer_flux.FluxAttnProcessor.__call__, []
+
+    def call(
+        self: Any,
+        attn: Any,
+        hidden_states: Any,
+        encoder_hidden_states: Any = None,
+        attention_mask: Any = None,
+        image_rotary_emb: Any = None,
+        gain: float = 1.0,
+    ) -> Any:
+        seen.append(gain)
+        out = original(self, attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+        return tuple(gain * x for x in out)
+
+    call.__module__ = transformer_flux.__name__
+    monkeypatch.setitem(fused.COPIES, _host.text_of(call), fused.COPIES[_host.text_of(original)])
+    monkeypatch.setattr(_host, "module_of", lambda function: transformer_flux.__name__)
+    monkeypatch.setattr(transformer_flux.FluxAttnProcessor, "__call__", call)
+    model, _ = prepared(FLUX)
+    attention = model.transformer_blocks[0].attn
+    cos, sin = torch.rand(10, 16), torch.rand(10, 16)
+    given = (attention, torch.randn(1, 6, 32), torch.randn(1, 4, 32))
+    with torch.no_grad(), integration.enable(model) as report:
+        want = attention.processor(*given, image_rotary_emb=(cos, sin))
+        assert seen == []
+        got = attention.processor(*given, None, (cos, sin), gain=2.0)
+        assert report.calls == {"jitrope": 2, "host": 0, "fused": 1}
+        attention.processor(*given, None, (cos, sin), gain=1.0)
+        assert report.calls == {"jitrope": 2, "host": 0, "fused": 2}
+    assert seen == [2.0]
+    assert report.reasons == {"jitrope does not know the argument gain of call": 1}
+    for ours, single in zip(got, want):
+        torch.testing.assert_close(ours, 2 * single)
+
+
+def test_a_rope_function_with_a_new_keyword(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = transformer_qwenimage.apply_rotary_emb_qwen
+
+    def newer(x: Any, freqs_cis: Any, scale: float = 1.0, use_real: bool = True, use_real_unbind_dim: int = -1) -> Any:
+        return scale * original(x, freqs_cis, use_real, use_real_unbind_dim)
+
+    monkeypatch.setattr(_host, "own", lambda package, function: function)
+    monkeypatch.setattr(transformer_qwenimage, "apply_rotary_emb_qwen", newer)
+    x, table = torch.randn(2, 6, 3, 16), torch.polar(torch.ones(6, 8), torch.rand(6, 8))
+    with integration.enable(prepared(QWEN)[0], fuse_norm=False) as report:
+        ours = transformer_qwenimage.apply_rotary_emb_qwen
+        assert torch.equal(ours(x, table, use_real=False), newer(x, table, use_real=False))
+        assert report.calls == {"jitrope": 1, "host": 0}
+        assert torch.equal(ours(x, table, 3.0, False), newer(x, table, 3.0, False))
+        assert report.calls == {"jitrope": 1, "host": 1}
+    assert report.reasons == {"jitrope does not know the argument scale of apply_rotary_emb_qwen": 1}
+
+
 @pytest.mark.parametrize("fuse_norm", [False, True])
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("what", ["rope", "norm", "what the norm calls"])
@@ -678,6 +736,60 @@ def test_a_projection_that_keeps_its_result(name: str) -> None:
             steps.append([zoo.forward(model, inputs) for _ in range(2)])
     for a, b in zip(*steps):
         torch.testing.assert_close(a, b)
+
+
+class Mode(TorchFunctionMode):
+    """Keeps the results of all linear functions."""
+
+    def __init__(self, kept: list[Tensor]) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def __torch_function__(self, function: Any, _: Any, arguments: Any = (), words: Any = None) -> Any:
+        out = function(*arguments, **(words or {}))
+        if getattr(function, "__name__", "") == "linear":
+            self.kept.append(out)
+        return out
+
+
+@pytest.mark.parametrize("how", ["nn.Linear.forward", "F.linear", "a function mode", "a hook of each module"])
+@pytest.mark.parametrize("name", [FLUX, WAN, HUNYUAN, LTX, Z_IMAGE])
+def test_projections_that_something_keeps(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As calibration and captures of activations do: what they see, they have after the forward too."""
+    model, inputs = prepared(name)
+    kept: list[Tensor] = []
+
+    def keeping(function: Any) -> Any:
+        def run(*arguments: Any, **words: Any) -> Any:
+            kept.append(function(*arguments, **words))
+            return kept[-1]
+
+        return run
+
+    def hook(module: nn.Module, _: Any, out: Tensor) -> None:
+        if isinstance(module, nn.Linear):
+            kept.append(out)
+
+    def run() -> list[Tensor]:
+        kept.clear()
+        with monkeypatch.context() as patch, ExitStack() as stack:
+            if how == "nn.Linear.forward":
+                patch.setattr(nn.Linear, "forward", keeping(nn.Linear.forward))
+            elif how == "F.linear":
+                patch.setattr(nn.functional, "linear", keeping(nn.functional.linear))
+            elif how == "a function mode":
+                stack.enter_context(Mode(kept))
+            else:
+                stack.callback(nn.modules.module.register_module_forward_hook(hook).remove)
+            zoo.forward(model, inputs)
+        return [x.clone() for x in kept]
+
+    with torch.no_grad():
+        want = run()
+        with integration.enable(model):
+            got = run()
+    assert want
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 # ---- norms that are not fused ---------------------------------------------------------------------------------
