@@ -11,6 +11,7 @@ import shutil
 import sys
 import types
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +229,7 @@ def test_recognised(name: str) -> None:
     variant = _variants.recognise(host)
     assert isinstance(variant, _variants.Variant), variant
     assert str(variant) == RECOGNISED[name]
-    ours = _variants.replacement(host, variant)
+    ours = partial(_variants.replaced, variant, _variants.names(host))
     for shape in variant.shapes:
         for part in (1, 2) if variant.partial else (1,):
             for dtypes in ((torch.float32,) * 2, (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
@@ -416,7 +417,7 @@ def put(file: str, name: str = "apply_rotary_pos_emb") -> tuple[Any, Any]:
     """(the host's function, its replacement)"""
     host = host_of(file, name)
     variant = _variants.recognise(host)
-    ours = _variants.replacement(host, variant)
+    ours = partial(_variants.replaced, variant, _variants.names(host))
     _host.Report("transformers").replace(sys.modules[host.__module__], name, ours, variant)
     return host, host_of(file, name)
 

@@ -94,6 +94,7 @@ class Later:
 
     Attributes:
         waiting: the norm.
+        state: its weight, bias and eps.
         out: the function's result, once it is there.
         used: whether something has read it.
         done: the launch's result, for a norm that follows.
@@ -103,8 +104,8 @@ class Later:
     used = False
     done: Tensor | None = None
 
-    def __init__(self, waiting: Waiting, x: Tensor, weights: Any, function: Function) -> None:
-        self.waiting, self.x, self.weights, self.function = waiting, x, weights, function
+    def __init__(self, waiting: Waiting, x: Tensor, state: Any, function: Function) -> None:
+        self.waiting, self.x, self.state, self.function = waiting, x, state, function
         self.version, self.grad = _version(x), torch.is_grad_enabled()
 
     def result(self) -> Tensor:

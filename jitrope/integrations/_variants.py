@@ -1,13 +1,12 @@
 """Recognise the rope functions of a host that has many, by calling them.
 
 A `Variant` describes the arithmetic, an entry of `SIGNATURES` the parameters. `recognise` calls a host's function on
-small random CPU tensors and looks for the variant that gives the same bits; `replacement` is our function for both.
+small random CPU tensors and looks for the variant that gives the same bits; `replaced` computes its calls.
 """
 
 from __future__ import annotations
 
 import inspect
-from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -15,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from ..api import apply_rope
+from ..api import apply_rope, prepare_qkv
 from ..base.errors import InvalidInput
+from ..ops.values import Norm
 from ._host import Function
 from ._norms import PROBES, on_its_own, undetermined
 
@@ -87,21 +87,23 @@ def words_of(v: Variant, q: Any, cos: Tensor, sin: Tensor, unsqueeze_dim: int | 
     return words if v.interleaved == v.interleaved_out else {**words, "interleaved_out": v.interleaved_out}
 
 
-def rotate(
-    v: Variant, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int | None = None, **others: Any
-) -> Pair:
-    """q and k rotated by variant v; the arguments are those of `words_of`, and other words of `apply_rope`.
+def rotate(v: Variant, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int | None = None) -> Pair:
+    """q and k rotated by variant v; the arguments are those of `words_of`.
 
     Raises InvalidInput if v was not tested with these shapes, or jitrope refuses the call.
     """
     if v.widens and q.dtype != cos.dtype:
         wide = torch.promote_types(q.dtype, cos.dtype)
         q, k = q.to(wide), None if k is None else k.to(wide)
-    words = {**words_of(v, q, cos, sin, unsqueeze_dim), **others}
-    if q.dim() == 4:
-        return apply_rope(q, k, **words)
-    out = apply_rope(q.unsqueeze(0), None if k is None else k.unsqueeze(0), **words)
-    return out[0].squeeze(0), None if out[1] is None else out[1].squeeze(0)
+    return launch(q, k, None, words_of(v, q, cos, sin, unsqueeze_dim))
+
+
+def launch(q: Tensor, k: Tensor | None, norm: Norm | None, words: dict[str, Any]) -> Pair:
+    """Rope, and norms before or after it. words: those of `words_of`."""
+    if q.dim() == 3:
+        q, k = launch(q.unsqueeze(0), None if k is None else k.unsqueeze(0), norm, words)
+        return q.squeeze(0), None if k is None else k.squeeze(0)
+    return apply_rope(q, k, **words) if norm is None else prepare_qkv(q, k, None, norm=norm, **words)[:2]
 
 
 # ---- the hosts' signatures -----------------------------------------------------------------------------
@@ -163,13 +165,8 @@ def names(host: Function) -> tuple[str, ...]:
         return ()
 
 
-def replacement(host: Function, v: Variant) -> Function:
-    """Our function with the host's signature for variant v. It raises InvalidInput for calls that v does not cover."""
-    return partial(replaced, v, names(host))
-
-
 def replaced(v: Variant, known: tuple[str, ...], *arguments: Any, **words: Any) -> Any:
-    """The result of a call of a function with these parameters, for variant v."""
+    """The result of a call of a function with these parameters, for variant v. Raises InvalidInput if v lacks it."""
     q, k = rotate(v, *read(known, *arguments, **words))
     return q if k is None else (q, k)
 
@@ -226,11 +223,9 @@ def _completed(host: Function, v: Variant) -> Variant | str:
 
 def _rounding(host: Function, v: Variant, tables: torch.dtype) -> str:
     """The rounding that has the host's bits for heads in bf16 and these tables, or ""."""
-    arguments = probe(host, v, v.shapes[0], dtypes=(torch.bfloat16, tables))
-    given, want = read(names(host), *arguments), host(*arguments)
     for rounding in ("dtype", "fp32"):
-        q, k = rotate(v, *given, rounding=rounding)
-        if equal([q] if k is None else [q, k], [want] if k is None else [*want], tolerance=0.0):
+        exact = v._replace(exact=True, bits=(rounding, rounding))
+        if _same(host, exact, v.shapes[0], dtypes=(torch.bfloat16, tables)):
             return rounding
     return ""
 
@@ -274,7 +269,7 @@ def _same(host: Function, v: Variant, shape: Shape, **words: Any) -> bool | None
     except Exception:  # on any error the host does not compute this
         return None
     ours = replaced(v._replace(axis=shape[2]), names(host), *arguments)
-    return equal(ours, want, tolerance=0.05 if "dtypes" in words else 0.0)  # in bf16 roundings differ
+    return equal(ours, want, tolerance=0.05 if "dtypes" in words and not v.exact else 0.0)  # in bf16 roundings differ
 
 
 def equal(ours: Any, want: Any, tolerance: float) -> bool:

@@ -22,7 +22,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..api import prepare_qkv
 from ..base.errors import InvalidInput
 from ..ops.values import Norm
 from ..ops.watch import saves_otherwise, transformed, watched
@@ -41,7 +40,7 @@ from ._norms import (
     state_of,
 )
 from ._pending import HOST, Later, Pending, check, real, unseen
-from ._variants import OF_K, OF_Q, Variant, equal, names, probe, read, rotate, words_of
+from ._variants import OF_K, OF_Q, Variant, equal, launch, names, probe, read, rotate, words_of
 
 NAMES = re.compile(r"\w*apply_\w*rotary\w*")  # the names of rope functions
 FUSED = "norm and rope fused"
@@ -128,8 +127,8 @@ class Waiting:
     def __init__(self, module: nn.Module, name: str, form: NormForm, layer: Layer) -> None:
         self.module, self.name, self.form, self.layer = weakref.ref(module), name, form, layer
 
-    def weights(self, module: nn.Module, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """The weight and bias for a launch. Raises InvalidInput if the host's norm must run."""
+    def state(self, module: nn.Module, x: Tensor) -> tuple[Any, ...]:
+        """The weight, bias and eps for a launch. Raises InvalidInput if the host's norm must run."""
         if type(x) is not Tensor or watched() or transformed():
             raise InvalidInput("a mode of torch is on, or q is of a subclass of torch.Tensor")
         if name := changed(self.layer.ropes):
@@ -140,7 +139,7 @@ class Waiting:
         check_results(self.form, weights[0], x)
         if not self.layer.of_host and x.is_inference():
             raise InvalidInput("tensors of inference mode do not tell whether they are changed")
-        return weights
+        return *weights, getattr(module, self.form.eps)
 
     def call(self, module: nn.Module, host: Function, x: Any) -> Any:
         """The norm of x, which may wait; or the host's."""
@@ -155,7 +154,7 @@ class Waiting:
                 layer.follows(index, self)
         elif self in layer.before or layer.tries[self] < _TRIES:
             try:
-                later = Later(self, x, self.weights(module, x), host)
+                later = Later(self, x, self.state(module, x), host)
             except InvalidInput as error:
                 _host.note_unfused(HOST, error.args[0])
             else:
@@ -192,7 +191,7 @@ class Rope:
     def alone(self, *arguments: Any, **words: Any) -> Any:
         """The rotation without norms. Beside fused norms it has the host's bits too."""
         heads, table = self.read(*arguments, **words)
-        q, k = rotate(self.exact if self.fuses else self.variant, heads[0], *heads[1:] or [None], *table)
+        q, k = rotate(self.exact if self.fuses else self.variant, *pair(heads), *table)
         return q if k is None else (q, k)
 
     def call(self, host: str, ours: Function, theirs: Function, *arguments: Any, **words: Any) -> Any:
@@ -235,7 +234,7 @@ class Rope:
             waiting = layer.after[index]
             if (module := waiting.module()) is None:
                 raise InvalidInput(f"{waiting.name} is not there any more")
-            laters.append(Later(waiting, x, waiting.weights(module, x), lambda _, i=index: alone()[i]))
+            laters.append(Later(waiting, x, waiting.state(module, x), lambda _, i=index: alone()[i]))
         for later, x in zip(laters, self.launch(laters, heads, table, True)):
             later.done = x
         return tuple(Pending.of(later, later.x) for later in laters)
@@ -247,20 +246,17 @@ class Rope:
         if len(across) == 2:
             raise InvalidInput("the norms of q and k differ")
         waiting = [later.waiting for later in laters]
-        modules: list[Any] = [norm.module() for norm in waiting]
-        state = [
-            *(x for later in laters for x in later.weights),
-            *(getattr(m, n.form.eps) for m, n in zip(modules, waiting)),
-        ]
+        state = [x for later in laters for x in later.state]
         kept, key = waiting[0].layer.kept, (self, after, *across, *waiting)
         norm, known = kept.get(key, (None, ()))
         if norm is None or not all(a is b for a, b in zip(state, known)):
+            modules: list[Any] = [norm.module() for norm in waiting]
             if not self.right(waiting[0].form, modules[0], after, *across):
                 raise InvalidInput(f"{type(modules[0]).__name__} and rope have other bits")
             norm = self.norm([norm.form for norm in waiting], modules, after, *across)
             kept[key] = norm, state
         _host.note(HOST, "fused")
-        return _run(norm, heads, words)
+        return [x for x in launch(*pair(heads), norm, words) if x is not None]
 
     def norm(self, forms: list[NormForm], modules: list[nn.Module], after: bool, across: bool) -> Norm:
         """The norms of q and k as one value. Raises InvalidInput if they differ."""
@@ -277,9 +273,9 @@ class Rope:
         key, fp32, bf16 = (form, after, across), torch.float32, torch.bfloat16
         if key not in self.tried:
             dtypes = [(fp32, fp32), (bf16, bf16), *([(bf16, fp32)] if self.exact.bits[1] else [])]
-            shapes = [shape for shape in self.exact.shapes if shape[0] == 4 or not across]
+            cases = product(self.exact.shapes, dtypes)
             with on_its_own():
-                self.tried[key] = all(self.same(form, module, after, across, *x) for x in product(shapes, dtypes))
+                self.tried[key] = all(self.same(form, module, after, across, *case) for case in cases)
         return self.tried[key]
 
     def same(self, form: NormForm, module: nn.Module, after: bool, across: bool, shape: Any, dtypes: Any) -> bool:
@@ -291,11 +287,9 @@ class Rope:
         norms = [small(form, module, dtypes[0], n * PROBE_DIM, seed) for seed, n in enumerate(counts)]
 
         def normed(xs: Any) -> list[Tensor]:
-            if not across:
-                return [norm(x) for x, norm in zip(xs, norms)]
-            rows = [x.transpose(1, 2) if swaps else x for x in xs]
-            out = [norm(x.flatten(-2)).view(x.shape) for x, norm in zip(rows, norms)]
-            return [x.transpose(1, 2) if swaps else x for x in out]
+            rows = [x.transpose(-3, -2) if swaps else x for x in xs]
+            out = [norm(x.flatten(-2) if across else x).reshape(x.shape) for x, norm in zip(rows, norms)]
+            return [x.transpose(-3, -2) if swaps else x for x in out]
 
         def turned(xs: list[Tensor]) -> list[Tensor]:
             out = self.original(*{**given, **dict(zip(labels, xs))}.values())
@@ -305,9 +299,15 @@ class Rope:
             want = normed(turned(heads)) if after else turned(normed(heads))
             words = words_of(self.exact, heads[0], *self.read(*given.values())[1])
             norm = self.norm([form] * len(norms), norms, after, across)
-            return equal(_run(norm, heads, words), want, tolerance=0.0)
+            ours = [x for x in launch(*pair(heads), norm, words) if x is not None]
+            return equal(ours, want, tolerance=0.0)
         except Exception:  # the host's code, or jitrope, does not compute this
             return False
+
+
+def pair(heads: list[Any]) -> tuple[Any, Any]:
+    """q and k or None."""
+    return heads[0], heads[1] if len(heads) > 1 else None
 
 
 def _across(source: Tensor, heads: Tensor, axis: int) -> bool:
@@ -319,14 +319,6 @@ def _across(source: Tensor, heads: Tensor, axis: int) -> bool:
         if size * heads.shape[axis] == source.shape[-1] and heads.stride(axis) == size * step:
             return True
     raise InvalidInput("the norm's rows are not the heads of a token")
-
-
-def _run(norm: Norm, heads: list[Tensor], words: dict[str, Any]) -> list[Tensor]:
-    """Norm and rope of q and perhaps k in one launch."""
-    if heads[0].dim() == 3:
-        return [x.squeeze(0) for x in _run(norm, [x.unsqueeze(0) for x in heads], words)]
-    q, k, *_ = (*heads, None)
-    return list(prepare_qkv(q, k, None, norm=norm, **words)[: len(heads)])
 
 
 # ---- finding the norms of a model ----------------------------------------------------------------------

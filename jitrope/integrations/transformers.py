@@ -34,7 +34,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -241,25 +241,24 @@ class RotaryPosEmb(nn.Module):
         cls = type(self)
         if cls is RotaryPosEmb:
             return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
-        arguments = q, k, cos, sin, unsqueeze_dim
-        return _host.take("transformers", partial(_rotate_as, cls), partial(cls.forward, self), *arguments)
+        arguments, theirs = (q, k, cos, sin, unsqueeze_dim), partial(cls.forward, self)
+        return _host.take("transformers", partial(_rotate_as, _variant_of(cls)), theirs, *arguments)
 
 
-def _rotate_as(cls: type[nn.Module], *arguments: Any) -> Any:
-    variant = _variant_of(cls)
+def _rotate_as(variant: Variant | str, *arguments: Any) -> Any:
     if isinstance(variant, str):
         raise InvalidInput(variant)
     return replaced(variant, PAIR, *arguments)
 
 
-_variants: dict[type[nn.Module], Variant | str] = {}
-
-
 @torch.compiler.assume_constant_result
-def _variant_of(cls: type[nn.Module]) -> Variant | str:
-    if cls not in _variants:
-        _variants[cls] = recognise(partial(cls.forward, None))
-    return _variants[cls]
+def _variant_of(cls: Any) -> Variant | str:
+    return _recognised(cls)
+
+
+@cache
+def _recognised(cls: Any) -> Variant | str:
+    return recognise(partial(cls.forward, None))
 
 
 @dataclass(frozen=True)
