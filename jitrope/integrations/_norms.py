@@ -264,14 +264,13 @@ def undetermined(function: Function, *arguments: Any, cls: Any = None) -> str:
     for _, name, value in called(function, cls):
         if not (callable(value) or isinstance(value, ModuleType)):
             return f"it reads the global {name}"
-    graph = Graph()
-    symbols = _Symbols(graph)
+    symbols = _Symbols(graph := Graph())
     try:
         function(*(Proxy(graph.placeholder("x"), symbols) if isinstance(x, Tensor) else x for x in arguments))
     except _Branch:
         return "its code branches on the values or sizes of its arguments"
     except Exception:  # stand-ins cannot do all; what is left to say is said by calls
-        return ""
+        pass
     return ""
 
 

@@ -51,7 +51,6 @@ class Variant(NamedTuple):
 _OF_PAIRS = ("half", "complex")  # tables with a column for each pair
 
 Pair = tuple[Tensor, "Tensor | None"]
-Read = tuple[Any, Any, Any, Any, "int | None"]
 
 
 def words_of(v: Variant, q: Any, cos: Tensor, sin: Tensor, unsqueeze_dim: int | None = None) -> dict[str, Any]:
@@ -123,7 +122,7 @@ SIGNATURES: set[tuple[str, ...]] = {  # the names of the parameters
 _UNUSED = ("repeat_freqs_k",)  # k must have as many tokens as q, so nothing is repeated
 
 
-def read(known: tuple[str, ...], *arguments: Any, **words: Any) -> Read:
+def read(known: tuple[str, ...], *arguments: Any, **words: Any) -> tuple[Any, Any, Any, Any, Any]:
     """(q, k or None, cos, sin, unsqueeze_dim or None) of a call of a function with these parameters.
 
     Raises InvalidInput if an argument is missing, or jitrope does not know it.

@@ -327,8 +327,7 @@ def _across(source: Tensor, heads: Tensor, axis: int) -> bool:
 def ropes_of(cls: type) -> State:
     """The rope functions that a class's methods call."""
     found: list[Any] = []
-    for method in vars(cls).values():
-        function = inspect.unwrap(method) if callable(method) and not isinstance(method, type) else None
+    for function in map(inspect.unwrap, filter(callable, vars(cls).values())):
         if inspect.isfunction(function):
             told = inspect.getclosurevars(function).globals
             module = sys.modules.get(function.__module__)

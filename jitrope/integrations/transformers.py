@@ -142,25 +142,21 @@ def enable(model: nn.Module | None = None, *, fuse_norm: bool = True, rounding: 
         raise ImportError("transformers is not installed in this Python: pip install transformers")
     fuse_norm = flag("enable", "fuse_norm", fuse_norm)
     exact = word("enable", "rounding", rounding, ("fp32", "dtype")) == "dtype"
-    found = [
-        (module, name, function)
-        for module in _files("enable", model)
-        for name, function in list(vars(module).items())
-        if NAMES.fullmatch(name) and callable(function)
-    ]
-    report = Report()
+    files, report = list(_files("enable", model)), Report()
     try:
-        _place(report, model, found, fuse_norm, exact)
+        _place(report, model, files, fuse_norm, exact)
     except BaseException:
         report.__exit__()
         raise
     return report
 
 
-def _place(report: Report, model: nn.Module | None, found: list[Any], fuse_norm: bool, exact: bool) -> None:
-    """Replace the functions that were found, and fuse the norms of the model's attention classes."""
+def _place(report: Report, model: nn.Module | None, files: list[Any], fuse_norm: bool, exact: bool) -> None:
+    """Replace the rope functions of files, and fuse the norms of the model's attention classes."""
     known: dict[Any, Rope | str] = {}
-    for module, name, function in found:
+    for module, name in [(file, name) for file in files for name in vars(file) if NAMES.fullmatch(name)]:
+        if not callable(function := getattr(module, name)):
+            continue
         rope = known.get(function) or _rope(function, exact)
         known[function] = rope
         if isinstance(rope, str):
