@@ -10,6 +10,7 @@ import inspect
 import os
 import pkgutil
 import re
+from contextlib import suppress
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -100,9 +101,9 @@ def config_of(cls: Any, words: dict[str, Any]) -> Any:
     return cls(**{name: value for name, value in made.items() if loose or name in known})
 
 
-def modeling(family: str) -> Any:
-    """The file of a family's classes and functions."""
-    return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+def modeling(family: str, kind: str = "modeling") -> Any:
+    """The file of a family's classes and functions, or of its configurations."""
+    return importlib.import_module(f"transformers.models.{family}.{kind}_{family}")
 
 
 @cache
@@ -114,8 +115,8 @@ def families() -> list[str]:
     return [name for name, text in texts.items() if re.search(r"apply_\w*rotary", text) and attention_classes(name)]
 
 
-def _own(family: str) -> list[type]:
-    module = modeling(family)
+def _own(family: str, kind: str = "modeling") -> list[Any]:
+    module = modeling(family, kind)
     return [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
 
 
@@ -162,13 +163,9 @@ def attention_modules(family: str) -> dict[str, nn.Module]:
     for cls in models(family):
         if needed.keys() <= found.keys():
             break
-        try:
-            model = made(cls, family)
-        except Exception:  # another model may be made
-            continue
-        for owner, modules in _waiting.attention(model).items():
-            if owner.__name__ in needed:
-                found.setdefault(owner.__name__, modules[0])
+        with suppress(Exception):  # another model may be made
+            made_now = _waiting.attention(made(cls, family))
+            found = {**{x.__name__: y[0] for x, y in made_now.items() if x.__name__ in needed}, **found}
     for module in found.values():
         torch.manual_seed(0)
         for parameter in module.parameters():
@@ -179,19 +176,13 @@ def attention_modules(family: str) -> dict[str, nn.Module]:
 def _alone(attention: Any, family: str) -> nn.Module | None:
     """A layer's attention by itself, from one of the family's configurations."""
     names = list(inspect.signature(attention).parameters)
-    module = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
-    for cls in vars(module).values():
-        if isinstance(cls, type) and issubclass(cls, PreTrainedConfig) and cls.__module__ == module.__name__:
-            try:
-                whole = config_of(cls, WORDS.get(family, {}))
-            except Exception:  # another configuration may fit
-                continue
+    for cls in _own(family, "configuration"):
+        with suppress(Exception):  # another configuration may fit
+            whole = config_of(cls, WORDS.get(family, {}))
             for config in (whole, *(part for part in vars(whole).values() if isinstance(part, PreTrainedConfig))):
                 config._attn_implementation = "eager"
-                try:
+                with suppress(Exception):
                     return attention(**{name: 0 if name == "layer_idx" else config for name in names})
-                except Exception:
-                    continue
     return None
 
 
@@ -212,7 +203,7 @@ def arguments(
         "cu_seqlens": torch.tensor([0, 6], dtype=torch.int32),
         "shared_kv_states": {},
         "position_ids": torch.arange(6).expand(2, 6),
-        "attention_mask": torch.zeros(2, 1, 6, 6) if masked else None,
+        "attention_mask": torch.zeros(2, 1, 6, 6, dtype=dtype) if masked else None,
     }
     parameters = inspect.signature(module.forward).parameters.values()
     needed = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
@@ -226,12 +217,9 @@ FORMS = ("all tokens", "last tokens", "complex")
 def choice(module: nn.Module) -> tuple[int, bool, bool, str] | None:
     """The width of tables, and the other words of `arguments`, with which the stock forward runs."""
     for form, *rest in product(FORMS, (8, 4, 16, 2, 12, 6, 32, 64), (False, True), (False, True)):
-        try:
-            with torch.no_grad():
-                module(**arguments(module, *rest, form))
-        except Exception:  # others may fit
-            continue
-        return (*rest, form)
+        with suppress(Exception), torch.no_grad():  # others may fit
+            module(**arguments(module, *rest, form))
+            return (*rest, form)
     return None
 
 
