@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import jitrope
 from jitrope.integrations import _host, _norms
@@ -226,19 +227,9 @@ def twice(layer: Layer, q: Tensor, k: Tensor, t: Any) -> Any:
     return q + turned[0], torch.cat([k, k]), turned[1], q.detach().mul_(2)
 
 
-class Thrice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 3
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 3
-
-
 def functions(layer: Layer, q: Tensor, k: Tensor, t: Any) -> Any:
     """An autograd function and an op, which read memory, get the normalised tensors."""
-    return Thrice.apply(q), torch.ops.aten.mul(k, 2)
+    return checkpoint(torch.mul, q, 3, use_reentrant=True), torch.ops.aten.mul(k, 2)
 
 
 def last_and_more(layer: Layer, q: Tensor, k: Tensor, t: Any) -> Any:
@@ -310,6 +301,15 @@ def test_a_second_derivative_is_an_error_that_says_what_to_do() -> None:
         (grad,) = torch.autograd.grad(q.sum(), layer.q_norm.weight, create_graph=True)
         with pytest.raises(jitrope.JitropeError, match=r"no second derivative.*fuse_norm=False"):
             grad.sum().backward()
+
+
+@pytest.mark.parametrize("fuse_norm", [False, True])
+def test_torch_fx(fuse_norm: bool) -> None:
+    """A layer that torch.fx traces is the host's."""
+    layer = Layer(plain)
+    want = layer(*given())
+    with integration.enable(layer, fuse_norm=fuse_norm):
+        assert all(map(torch.equal, torch.fx.symbolic_trace(layer)(*given()), want))
 
 
 # ---- around the layers ---------------------------------------------------------------------------------
