@@ -7,18 +7,28 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import pkgutil
 import re
+from contextlib import suppress
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from jitrope.integrations import _waiting
+
+HOST = "pip install 'transformers>=5.17' 'kernels>=0.17.2'"
+if os.environ.get("CI"):  # CI has every host
+    import transformers
+else:
+    transformers = pytest.importorskip("transformers", reason=f"the host library is not installed: {HOST}")
+
+from transformers import PreTrainedConfig, PreTrainedModel  # noqa: E402
 
 SIZES = {
     r"(\w+_)?vocab_size(_\w+)?": 64,
@@ -36,42 +46,31 @@ SIZES = {
     r"max_(position_embeddings|seq_len|sequence_length)": 64,
 }
 COMPUTED = {"layer_types", "mlp_layer_types", "no_rope_layers", "indexer_types", "kv_sharing_modes", "per_layer_config"}
-TEXT = "text_config"
-MIXED = {"layer_types": ["linear_attention", "full_attention"]}
-CONV = {"layer_types": ["conv", "full_attention"]}
 INDEXER = dict(zip(("n_heads", "kv_heads", "head_dim", "budget", "compress_ratio"), (2, 1, 8, 4, 2)))
-INDEXED = {**MIXED, **{f"indexer_{name}": value for name, value in INDEXER.items()}}
 WORDS: dict[str, dict[str, Any]] = {
-    "cohere": {"use_qk_norm": True},
     "dots1": {"n_routed_experts": 4, "num_local_experts": 4},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "esmfold2": {"head_dim": 32},
     "gptj": {"rotary_dim": 4},
     "flint": {"layer_types": ["sliding_attention", "full_attention"]},
     "neomme": {"head_dim": 16},
-    "esmc": {"num_key_value_heads": 4},
-    "glm4_moe": {"use_qk_norm": True},
-    "stablelm": {"qk_layernorm": True},
-    "phi": {"qk_layernorm": True},
     "idefics": {"qk_layer_norms": True},
-    "sapiens2": {"use_qk_norm": True},
     "gemma3n": {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"]},
-    "hunyuan_v1_dense": {"head_dim": 8},
-    "hunyuan_v1_moe": {"head_dim": 8},
-    "hunyuan_vl": {"head_dim": 8, TEXT: {"head_dim": 8}},
-    "lfm2_moe": CONV,
-    "lfm3": CONV,
-    "ministral": {"head_dim": 8},
-    "qwen3_5": {**MIXED, TEXT: MIXED},
-    "qwen3_5_moe": {**MIXED, TEXT: MIXED},
-    "qwen3_next": MIXED,
-    "qwen4_exp": INDEXED,
+    "qwen4_exp": {f"indexer_{name}": value for name, value in INDEXER.items()},
 }
-ALIKE = """axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 dory dots3_note glm4_moe_lite glm_moe_dsa hy_v4
-kimi_k25 minicpm3 mistral4 mistral_large4 nemotron3_5_transcribe unlimited_ocr youtu"""
-"""Families with as many heads of k as of q."""
-for _family in ALIKE.split():
-    WORDS[_family] = {"num_key_value_heads": 4, TEXT: {"num_key_value_heads": 4}, **WORDS.get(_family, {})}
+AS_MANY_KV = """axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 dory dots3_note glm4_moe_lite glm_moe_dsa
+hy_v4 kimi_k25 minicpm3 mistral4 mistral_large4 nemotron3_5_transcribe unlimited_ocr youtu esmc"""
+ALIKE: dict[str, dict[str, Any]] = {
+    AS_MANY_KV: {"num_key_value_heads": 4},
+    "cohere glm4_moe sapiens2": {"use_qk_norm": True},
+    "stablelm phi": {"qk_layernorm": True},
+    "hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl ministral": {"head_dim": 8},
+    "lfm2_moe lfm3": {"layer_types": ["conv", "full_attention"]},
+    "qwen3_5 qwen3_5_moe qwen3_next qwen4_exp": {"layer_types": ["linear_attention", "full_attention"]},
+}
+for _families, _words in ALIKE.items():
+    for _family in _families.split():
+        WORDS[_family] = {**_words, "text_config": _words, **WORDS.get(_family, {})}
 
 
 def small(name: str, value: Any) -> Any:
@@ -102,21 +101,22 @@ def config_of(cls: Any, words: dict[str, Any]) -> Any:
     return cls(**{name: value for name, value in made.items() if loose or name in known})
 
 
+def modeling(family: str, kind: str = "modeling") -> Any:
+    """The file of a family's classes and functions, or of its configurations."""
+    return importlib.import_module(f"transformers.models.{family}.{kind}_{family}")
+
+
 @cache
 def families() -> list[str]:
     """The families with an attention class that calls a rope function."""
-    names = [m.name for m in pkgutil.iter_modules(transformers.models.__path__)]
-    return [name for name in sorted(names) if _has_rope(name) and attention_classes(name)]
+    files = Path(transformers.models.__path__[0])
+    names = sorted(m.name for m in pkgutil.iter_modules(transformers.models.__path__))
+    texts = {name: path.read_text() for name in names if (path := files / name / f"modeling_{name}.py").exists()}
+    return [name for name, text in texts.items() if re.search(r"apply_\w*rotary", text) and attention_classes(name)]
 
 
-def _has_rope(family: str) -> bool:
-    spec = importlib.util.find_spec(f"transformers.models.{family}.modeling_{family}")
-    with open(spec.origin if spec and spec.origin else "/dev/null", encoding="utf-8") as file:
-        return bool(re.search(r"apply_\w*rotary", file.read()))
-
-
-def _own(family: str) -> list[type]:
-    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+def _own(family: str, kind: str = "modeling") -> list[Any]:
+    module = modeling(family, kind)
     return [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
 
 
@@ -147,9 +147,9 @@ IDS = torch.tensor([[5, 9, 17, 33, 3, 8, 21, 40], [7, 6, 5, 4, 33, 22, 11, 3]])
 
 
 def run(model: nn.Module) -> Tensor:
-    """The logits or hidden states of a language model."""
-    out = model(input_ids=IDS)
-    return out.logits if getattr(out, "logits", None) is not None else out.last_hidden_state
+    """The logits or hidden states of a language model, without gradients."""
+    with torch.no_grad():
+        return first(model(input_ids=IDS))
 
 
 def language_model(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -163,13 +163,9 @@ def attention_modules(family: str) -> dict[str, nn.Module]:
     for cls in models(family):
         if needed.keys() <= found.keys():
             break
-        try:
-            model = made(cls, family)
-        except Exception:  # another model may be made
-            continue
-        for owner, modules in _waiting.attention(model).items():
-            if owner.__name__ in needed:
-                found.setdefault(owner.__name__, modules[0])
+        with suppress(Exception):  # another model may be made
+            made_now = _waiting.attention(made(cls, family))
+            found = {**{x.__name__: y[0] for x, y in made_now.items() if x.__name__ in needed}, **found}
     for module in found.values():
         torch.manual_seed(0)
         for parameter in module.parameters():
@@ -180,29 +176,26 @@ def attention_modules(family: str) -> dict[str, nn.Module]:
 def _alone(attention: Any, family: str) -> nn.Module | None:
     """A layer's attention by itself, from one of the family's configurations."""
     names = list(inspect.signature(attention).parameters)
-    module = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
-    for cls in vars(module).values():
-        if isinstance(cls, type) and issubclass(cls, PreTrainedConfig) and cls.__module__ == module.__name__:
-            try:
-                whole = config_of(cls, WORDS.get(family, {}))
-            except Exception:  # another configuration may fit
-                continue
+    for cls in _own(family, "configuration"):
+        with suppress(Exception):  # another configuration may fit
+            whole = config_of(cls, WORDS.get(family, {}))
             for config in (whole, *(part for part in vars(whole).values() if isinstance(part, PreTrainedConfig))):
                 config._attn_implementation = "eager"
-                try:
+                with suppress(Exception):
                     return attention(**{name: 0 if name == "layer_idx" else config for name in names})
-                except Exception:
-                    continue
     return None
 
 
-def arguments(module: nn.Module, width: int, flat: bool, masked: bool, form: str) -> dict[str, Any]:
+def arguments(
+    module: nn.Module, width: int, flat: bool, masked: bool, form: str, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
     """Arguments of an attention's forward by their names, with tables of a width, in one of FORMS."""
     generator = torch.Generator().manual_seed(3)
     size = next(m.in_features for m in module.modules() if isinstance(m, nn.Linear))
     tokens = (6,) if flat else (2, 6)
-    hidden, other = (torch.randn(*tokens, size, generator=generator) for _ in range(2))
-    cos, sin = (torch.randn(*((4,) if form == "last tokens" else tokens), width, generator=generator) for _ in range(2))
+    hidden, other = (torch.randn(*tokens, size, generator=generator).to(dtype) for _ in range(2))
+    turned, kind = (4,) if form == "last tokens" else tokens, torch.float32 if form == "complex" else dtype
+    cos, sin = (torch.randn(*turned, width, generator=generator).to(kind) for _ in range(2))
     known = {
         "hidden_states": hidden,
         "position_embeddings": torch.complex(cos, sin) if form == "complex" else (cos, sin),
@@ -210,7 +203,7 @@ def arguments(module: nn.Module, width: int, flat: bool, masked: bool, form: str
         "cu_seqlens": torch.tensor([0, 6], dtype=torch.int32),
         "shared_kv_states": {},
         "position_ids": torch.arange(6).expand(2, 6),
-        "attention_mask": torch.zeros(2, 1, 6, 6) if masked else None,
+        "attention_mask": torch.zeros(2, 1, 6, 6, dtype=dtype) if masked else None,
     }
     parameters = inspect.signature(module.forward).parameters.values()
     needed = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
@@ -224,12 +217,9 @@ FORMS = ("all tokens", "last tokens", "complex")
 def choice(module: nn.Module) -> tuple[int, bool, bool, str] | None:
     """The width of tables, and the other words of `arguments`, with which the stock forward runs."""
     for form, *rest in product(FORMS, (8, 4, 16, 2, 12, 6, 32, 64), (False, True), (False, True)):
-        try:
-            with torch.no_grad():
-                module(**arguments(module, *rest, form))
-        except Exception:  # others may fit
-            continue
-        return (*rest, form)
+        with suppress(Exception), torch.no_grad():  # others may fit
+            module(**arguments(module, *rest, form))
+            return (*rest, form)
     return None
 
 
