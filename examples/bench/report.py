@@ -120,7 +120,7 @@ def table(rows: Rows, width: int | None = None) -> str:
     that are empty in it, and breaks long heads, and if need be long texts, between words.
     """
     keys, parts = list(rows[0]) if rows else [], []
-    labels = next((i for i, key in enumerate(keys) if any(isinstance(row[key], float) for row in rows)), 1)
+    labels = next((i for i, key in enumerate(keys) if any(isinstance(row.get(key), float) for row in rows)), 1)
     for above in range(labels):
         parts = _parts(keys[:above], keys[above:], rows)
         if all(_fits(_narrow(cells), width) for _, cells in parts):
@@ -134,15 +134,15 @@ def _parts(above: list[str], keys: list[str], rows: Rows) -> list[tuple[str, lis
     """(heading, cells) of each group of rows that have the columns `above` in common."""
 
     def heading(row: dict[str, Any]) -> str:
-        return "; ".join(f"{key}: {_text(row[key])}" for key in above)
+        return "; ".join(f"{key}: {_text(row.get(key))}" for key in above)
 
     return [(text, _cells(keys, [*group])) for text, group in groupby(rows, heading)]
 
 
 def _cells(keys: Iterable[str], rows: Rows) -> list[list[str]]:
     """Head and body, without columns that are empty."""
-    kept = [key for key in keys if any(row[key] is not None for row in rows)]
-    return [kept, *([_text(row[key]) for key in kept] for row in rows)]
+    kept = [key for key in keys if any(row.get(key) is not None for row in rows)]
+    return [kept, *([_text(row.get(key)) for key in kept] for row in rows)]
 
 
 def _text(value: Any) -> str:
