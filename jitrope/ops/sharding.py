@@ -44,7 +44,8 @@ def _axes(label: str, x: Any, call: Mapping[str, Any]) -> dict[str, int]:
         axes = dict(zip(("batch", "seq", "heads"), LAYOUT_AXES[call["layout"]]))
     elif label in ("cos", "sin"):  # (P, W), (B, P, W) or (B, P, H, W)
         axes["batch"] = 0 if x.ndim > 2 and x.shape[0] != 1 else None
-        axes["seq"] = min(x.ndim - 2, 1) if call["position_ids"] is None else None
+        by_place = call["position_ids"] is None and call.get("unrotated") != ALL_TOKENS  # else one row serves all
+        axes["seq"] = min(x.ndim - 2, 1) if by_place else None
         axes["heads"] = 2 if x.ndim > 3 and x.shape[2] != 1 else None
     elif label == "position_ids":  # (S) or (B, S), with an axis before them for mrope_section
         alone = x.ndim == 1 + any(call["mrope_section"]) or x.shape[-2] == 1
