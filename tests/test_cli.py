@@ -197,6 +197,8 @@ def test_every_option_of_a_call_has_a_meaning(jitrope) -> None:
         assert [kernel["name"] for kernel in json.loads(done.stdout)["kernels"]] == [spec.name for spec in specs]
         assert specs != plain
     assert {spec.head_dim for spec in specs_of(8, **WORDS)} == {64}
+    done = jitrope("prewarm", "--heads", "24,24", "--heads", "24", "--arch", "sm_90", "--dry-run", "--json")
+    assert len(json.loads(done.stdout)["kernels"]) == len({*specs_of([24, 24]), *specs_of(24)}) > 2
 
 
 def test_kernels_that_are_cached_need_no_nvrtc_that_knows_their_architecture(jitrope, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ _FROM = _option("--from", dest="file", metavar="FILE", type=Path, help="a record
 _MODEL = _option("--model", metavar="PATH", type=Path, help="a config.json or its folder, or a pipeline's folder")
 _BUNDLE = _option("path", metavar="FILE", type=Path, help="a file from `jitrope bundle write`")
 _CALL = (
-    _option("--heads", metavar="N,N", type=_heads, help="heads of q and k, such as 32,8, or of q alone"),
+    _option("--heads", metavar="N,N", type=_heads, action="append", help="of q and k, as 32,8, or of q; repeatable"),
     _option("--head-dim", metavar="N", type=_count, help="elements of a head; default: 128"),
     _option("--dtype", choices=DTYPES, help="default: the configuration's, else bf16"),
     _option("--interleaved", **_FLAG, help="pairs are (2i, 2i+1); default: (i, i + half)"),
@@ -206,7 +206,7 @@ def _specs(given: Options) -> list[Spec]:
     if model:
         return specs_of_model(model, **words)
     try:
-        return specs_of(given.heads, **words)
+        return [*dict.fromkeys(spec for heads in given.heads for spec in specs_of(heads, **words))]
     except InvalidInput as error:
         raise argparse.ArgumentError(None, str(error)) from error
 
