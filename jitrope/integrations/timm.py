@@ -122,14 +122,14 @@ def _heads(layer: Any, x: Tensor) -> list[Tensor]:
     """q, k and v of a layer for x, (B, S, W): each (B, H, S, D)."""
     if layer.qkv is None:
         made = [linear(x) for linear in (layer.q_proj, layer.k_proj, layer.v_proj)]
-    elif getattr(layer, "q_bias", None) is None:
-        made = layer.qkv(x).chunk(3, -1)
+        size = made[0].shape[-1] // layer.num_heads
+        return [y.unflatten(-1, (-1, size)).transpose(1, 2) for y in made]
+    if getattr(layer, "q_bias", None) is None:
+        qkv = layer.qkv(x)
     else:
         bias = torch.cat((layer.q_bias, layer.k_bias, layer.v_bias))
         qkv = layer.qkv(x).add_(bias) if layer.qkv_bias_separate else F.linear(x, layer.qkv.weight, bias)
-        made = list(qkv.chunk(3, -1))
-    size = made[0].shape[-1] // layer.num_heads
-    return [y.unflatten(-1, (-1, size)).transpose(1, 2) for y in made]
+    return list(qkv.unflatten(-1, (3, layer.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0))
 
 
 # ---- enable --------------------------------------------------------------------------------------------
