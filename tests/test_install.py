@@ -32,7 +32,7 @@ def test_the_extra_of_cuda_12_takes_the_nvrtc_of_every_torch() -> None:
 
 
 def test_no_text_tells_to_install_jitrope_from_an_index() -> None:
-    """No index has it. Who takes the name there would get our users."""
+    """No index has jitrope. A stranger who takes the name there would get our users."""
     texts = [path for path in ROOT.glob("*.*") if path.suffix in (".md", ".toml")]
     for folder in ("jitrope", "examples", "templates", "tests"):
         texts += [path for path in (ROOT / folder).rglob("*.*") if path.suffix in (".py", ".md")]
