@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import shutil
-import types
 from collections import Counter
 from collections.abc import Iterator
 from itertools import product
@@ -48,7 +47,7 @@ ON_HOST = backend.DEVICE == "cpu"  # CPU tensors stand in for those of a GPU
 @pytest.fixture(autouse=True)
 def _trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials are in plain torch, as beside a GPU."""
-    trials = (integration, "recognise"), (_waiting, "form_of"), (_waiting.Rope, "right")
+    trials = (integration, "recognise"), (_waiting, "form_of")
     for holder, name in trials if ON_HOST else ():
         monkeypatch.setattr(holder, name, backend.plain()(getattr(holder, name)))
 
@@ -238,7 +237,7 @@ def check(family: str) -> dict[str, bool | None]:
                 what = next(what for cls, what in report.attention.items() if cls.endswith("." + label))
         except integration.JitropeError:  # left alone
             continue
-        waits, chosen = what.startswith(_waiting.FUSED), zoo.choice(module)
+        waits, chosen = what.startswith(_waiting.WAITS), zoo.choice(module)
         assert chosen or not waits or label in NO_ARGUMENTS
         done[label] = chosen is not None and compare(module, chosen, waits) and waits
     return done
@@ -486,9 +485,6 @@ def test_plain_function(interleaved: bool) -> None:
         assert torch.equal(ours[..., :8], theirs[..., :8])
         assert torch.equal(ours[..., 8:], x[..., 8:])
         assert ours.stride() == x.stride()
-    if not interleaved:  # the layer for `kernels` by itself, without a replaced function
-        layer = integration.kernel_mapping()["rotary_pos_emb"]["cuda"].load()()
-        same(layer(q, k, cos, sin), integration.apply_rotary_pos_emb(q, k, cos, sin))
     with pytest.raises(jitrope.InvalidInput, match="float64"):
         integration.apply_rotary_pos_emb(q.double(), k.double(), cos, sin, interleaved=interleaved)
     out, _ = integration.apply_rotary_pos_emb(q, k, cos.requires_grad_(), sin, interleaved=interleaved)
@@ -593,52 +589,11 @@ def kernels() -> Any:
     return kernels
 
 
-# The widths of tables. nanochat's function is not one of jitrope's variants.
-KERNELIZED = {"llama": 16, "gpt_neox": 8, "gpt_oss": 8, "openai_privacy_filter": 8, "nanochat": 16, "olmo2": 16}
-
-
-@pytest.mark.parametrize("mode", ["INFERENCE", "TRAINING"])
-@pytest.mark.parametrize("file", KERNELIZED)
-def test_kernelized(kernels: Any, file: str, mode: str) -> None:
-    """Functions of one name compute different things. Each keeps its results and gradients, also in one graph."""
-    host = host_of(file)
-    if isinstance(host, nn.Module):  # transformers has decorated it
-        host = type(host)().forward
-    function = kernels.use_kernel_forward_from_hub("rotary_pos_emb")(
-        types.FunctionType(host.__code__, host.__globals__, host.__name__, host.__defaults__)
-    )
-
-    @kernels.use_kernelized_func(function)
-    class Attention(nn.Module):
-        def forward(self, *arguments: Tensor) -> Any:
-            return function(*arguments)
-
-    q, k, *tables = call(table=(2, 6, KERNELIZED[file]))[2]
-
-    def results(attention: Any) -> tuple[Tensor, ...]:
-        out = attention(q.requires_grad_(), k.requires_grad_(), *tables)
-        return *out, *torch.autograd.grad(out[0].square().sum() + out[1].sin().sum(), (q, k))
-
-    attention = Attention()
-    want = results(attention)
-    wanted = getattr(kernels.Mode, mode) | kernels.Mode.TORCH_COMPILE
-    with kernels.use_kernel_mapping(integration.kernel_mapping("cpu"), inherit_mapping=False):
-        kernels.kernelize(attention, mode=wanted, device="cpu", use_fallback=False)
-    before = integration.calls.copy()
-    torch.compiler.reset()
-    for ours in (torch.compile(attention, fullgraph=True, backend="aot_eager"), attention):
-        torch.testing.assert_close(results(ours), want)
-    assert integration.calls - before == {"host" if file == "nanochat" else "jitrope": 2}
-    before = integration.calls.copy()
-    function(q.double(), k.double(), *(t.double() for t in tables))
-    assert integration.calls - before == {"host": 1}
-
-
 SCRIPT = """
 from transformers.utils import import_utils
 # transformers asks for one minor version of kernels; what is used here is the same in its neighbours.
 import_utils.is_kernels_available.__wrapped__.__defaults__ = ("0.17", "1.0")
-import kernels, torch
+import torch
 from jitrope.integrations import transformers as integration
 from tests import transformers_zoo as zoo
 
@@ -647,19 +602,12 @@ stock = zoo.run(model)
 with integration.enable(model) as report:  # a function that kernels has made a module of
     assert torch.equal(zoo.run(model), stock)
 assert report.calls == {"jitrope": 2, "host": 0}, report
-kernels.register_kernel_mapping(integration.kernel_mapping("cpu"))
-kernels.kernelize(model, mode=kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE, device="cpu")
-integration.calls.clear()
-logits = model(zoo.IDS).logits
-assert torch.equal(logits, stock)
-logits.sum().backward()
-assert integration.calls == {"jitrope": 2}, integration.calls
 assert isinstance(zoo.modeling("llama").apply_rotary_pos_emb, torch.nn.Module)
 """
 
 
 @pytest.mark.slow
-def test_kernelized_model(kernels: Any) -> None:
+def test_functions_that_kernels_has_made_modules(kernels: Any) -> None:
     """transformers applies its decorators when it is imported, so this test needs its own process."""
     root = str(Path(__file__).parent.parent)
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -297,25 +297,25 @@ def test_torch_fx(fuse_norm: bool) -> None:
 def test_report(qwen3: nn.Module) -> None:
     with integration.enable(qwen3) as report:
         name = "transformers.models.qwen3.modeling_qwen3.Qwen3Attention"
-        assert report.attention == {name: "norm and rope fused (RMSNorm, rounded twice)"}
-        assert f"{name}: norm and rope fused" in report.table()
-        assert str(report).startswith("2 functions replaced, norm and rope fused in 1 attention class; 0 calls since")
+        assert report.attention == {name: "norms of q and k wait for rope (RMSNorm, rounded twice)"}
+        assert f"{name}: norms of q and k wait for rope" in report.table()
+        assert str(report).startswith("3 functions replaced, norms of q and k wait for rope in 1 attention class; 0 ")
         with integration.enable(qwen3) as again:  # changes nothing, and undoes nothing
             assert again.attention == report.attention
         integration.disable(zoo.language_model("gemma3"))
-        assert len(_host.placed) == 2
+        assert len(_host.placed) == 3
     assert not _host.placed
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3"])
 def test_norms_that_are_not_fused(family: str) -> None:
-    """Norms of latents wait in the first calls, in vain; those of q and k do not if nobody wants it."""
+    """Norms of latents do not wait, and those of q and k do not if nobody wants it."""
     model = zoo.language_model(family)
     want = zoo.run(model)
     with integration.enable(model, fuse_norm=family != "qwen3") as report:
         for _ in range(4):
             assert torch.equal(zoo.run(model), want)
-        told = [] if family == "qwen3" else ["rope only: its norms are not directly before or after rope"]
+        told = [] if family == "qwen3" else ["rope only: no norm of q and k was found"]
         assert [*report.attention.values()] == told
     assert report.calls == {"jitrope": 8, "host": 0}
 

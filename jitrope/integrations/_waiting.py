@@ -13,9 +13,7 @@ import re
 import sys
 import threading
 import weakref
-from collections import Counter
 from functools import partial
-from itertools import product
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,24 +25,13 @@ from ..ops.values import Norm
 from ..ops.watch import saves_otherwise, transformed, watched
 from . import _host
 from ._host import Function
-from ._norms import (
-    PROBE_DIM,
-    NormForm,
-    State,
-    changed,
-    check_results,
-    form_of,
-    on_its_own,
-    parameters_of,
-    small,
-    state_of,
-)
+from ._norms import NormForm, State, changed, check_results, form_of, parameters_of, state_of
 from ._pending import HOST, Later, Pending, check, real, unseen
-from ._variants import OF_K, OF_Q, Variant, equal, launch, names, probe, read, rotate, words_of
+from ._variants import Variant, launch, names, read, rotate, words_of
 
-NAMES = re.compile(r"\w*apply_\w*rotary\w*")  # the names of rope functions
-FUSED = "norm and rope fused"
-APART = "rope only: its norms are not directly before or after rope"
+ROPES = re.compile(r"\w*apply_\w*rotary\w*")  # the names of rope functions
+NORMS = re.compile(r"(q|k|qk|query|key)_(layer)?norm")  # and of the norms of q and k in an attention
+WAITS = "norms of q and k wait for rope"
 
 _TRIES = 3  # a norm whose result did not go to rope in so many calls waits no more
 _here = threading.local()
@@ -54,41 +41,12 @@ _here = threading.local()
 
 
 class Layer:
-    """An attention module whose norms may wait. ropes: its rope functions, as they were when it was enabled.
+    """An attention module whose norms may wait. ropes: its rope functions, as they were when it was enabled."""
 
-    What the first calls show is forgotten when the module gets another `forward`.
-    """
-
-    def __init__(self, module: nn.Module, ropes: State, report: _host.Report) -> None:
-        self.module, self.ropes, self.report = weakref.ref(module), ropes, report
-        self.of_host = type(module).__module__.startswith("transformers.")
-        self.norms: set[Waiting] = set()
-        self.before: set[Waiting] = set()  # the norms whose results are rotated
+    def __init__(self, module: nn.Module, ropes: State) -> None:
+        self.ropes, self.of_host = ropes, type(module).__module__.startswith("transformers.")
         self.after: dict[int, Waiting] = {}  # the norms of the rotated tensors, by their numbers
-        self.tries: Counter[Waiting] = Counter()
-        self.forward: Any = None
         self.kept: dict[Any, Any] = {}
-
-    def look(self) -> None:
-        """Forget what was learned from another forward."""
-        module = self.module()
-        forward = None if module is None else (type(module).forward, module.__dict__.get("forward"))
-        if forward != self.forward:
-            self.forward, self.before, self.after, self.tries = forward, set(), {}, Counter()
-
-    def fuses(self) -> bool:
-        """Whether one of its norms waits, or may wait yet."""
-        return bool(self.after or self.before) or any(self.tries[norm] < _TRIES for norm in self.norms)
-
-    def follows(self, index: int, waiting: Waiting) -> None:
-        """Note that a norm takes a rotated tensor. From the next call on, the rotation does both."""
-        self.after[index] = waiting
-        module = self.module()
-        if len(self.after) == 2 and module is not None:
-            found, cls = dict(self.after), type(module)
-            _host.alone(self.report.replace_method)(cls, "forward", _attention, f"{FUSED}, the norm last")
-            self.look()
-            self.after = found
 
 
 _layers: WeakKeyDictionary[nn.Module, Layer] = WeakKeyDictionary()
@@ -124,6 +82,9 @@ def _norm(theirs: Function) -> Function:
 class Waiting:
     """A norm whose result may wait for rope."""
 
+    rotated = False  # whether rope has taken its result
+    tries = 0  # calls that did not show it
+
     def __init__(self, module: nn.Module, name: str, form: NormForm, layer: Layer) -> None:
         self.module, self.name, self.form, self.layer = weakref.ref(module), name, form, layer
 
@@ -147,19 +108,17 @@ class Waiting:
             if x.root.done is not None and x.step is None and x.root.waiting is self:
                 return x.root.done
             x = real(x)
-        layer = self.layer
-        layer.look()
         if (index := getattr(x, "_jitrope_turned", None)) is not None:
-            if not saves_otherwise():
-                layer.follows(index, self)
-        elif self in layer.before or layer.tries[self] < _TRIES:
+            if not saves_otherwise():  # a checkpoint computes its calls again, and compares what they save
+                self.layer.after[index] = self  # from the next call on, the rotation does both
+        elif self.rotated or self.tries < _TRIES:
             try:
                 later = Later(self, x, self.state(module, x), host)
             except InvalidInput as error:
                 _host.note_unfused(HOST, error.args[0])
             else:
-                if self not in layer.before:  # this call shows where the host's result goes
-                    layer.tries[self] += not saves_otherwise()  # a checkpoint computes its calls again
+                if not self.rotated:  # this call shows where the host's result goes
+                    self.tries += not saves_otherwise()
                     with unseen(x, later.version):
                         later.out = host(x)
                 return Pending.of(later, x, later.out)
@@ -172,11 +131,11 @@ class Waiting:
 class Rope:
     """A rope function that is replaced: its variant, and its launches with norms."""
 
+    fuses = False  # whether norms may wait for it
+
     def __init__(self, original: Function, variant: Variant) -> None:
-        self.original, self.variant, self.names = original, variant, names(original)
-        self.exact, self.fuses = variant._replace(exact=True), False
+        self.variant, self.exact, self.names = variant, variant._replace(exact=True), names(original)
         self.calls = state_of(original)
-        self.tried: dict[Any, bool] = {}
 
     def __str__(self) -> str:
         return str(self.variant)
@@ -191,7 +150,7 @@ class Rope:
     def alone(self, *arguments: Any, **words: Any) -> Any:
         """The rotation without norms. Beside fused norms it has the host's bits too."""
         heads, table = self.read(*arguments, **words)
-        q, k = rotate(self.exact if self.fuses else self.variant, *pair(heads), *table)
+        q, k = rotate(self.exact if self.fuses else self.variant, *_pair(heads), *table)
         return q if k is None else (q, k)
 
     def call(self, host: str, ours: Function, theirs: Function, *arguments: Any, **words: Any) -> Any:
@@ -199,8 +158,7 @@ class Rope:
         alone = partial(_host.take, host, ours, theirs)
         if torch.compiler.is_compiling() or not self.fuses:
             return alone(*arguments, **words)
-        if (layer := getattr(_here, "layer", None)) is not None:
-            layer.look()
+        layer = getattr(_here, "layer", None)
         try:
             if Pending in map(type, (*arguments, *words.values())):
                 return self.before(*self.read(*arguments, **words))
@@ -224,7 +182,7 @@ class Rope:
             check(later.x, later.version)
         out = self.launch(laters, [x.x for x in heads], table, False)
         for later in laters:
-            later.waiting.layer.before.add(later.waiting)
+            later.waiting.rotated = True
         return out[0] if len(out) == 1 else tuple(out)
 
     def after(self, layer: Layer, alone: Function, heads: list[Any], table: Any) -> Any:
@@ -240,72 +198,25 @@ class Rope:
         return tuple(Pending.of(later, later.x) for later in laters)
 
     def launch(self, laters: list[Later], heads: list[Tensor], table: Any, after: bool) -> list[Tensor]:
-        """All in one launch. heads: views of what the norms take."""
+        """All in one launch. heads: views of what the norms take. Raises InvalidInput if the norms differ."""
         words = words_of(self.exact, heads[0], *table)
         across = {_across(a.x, x, -3 if words["layout"] == "bhsd" else -2) for a, x in zip(laters, heads)}
-        if len(across) == 2:
-            raise InvalidInput("the norms of q and k differ")
-        waiting = [later.waiting for later in laters]
-        state = [x for later in laters for x in later.state]
-        kept, key = waiting[0].layer.kept, (self, after, *across, *waiting)
+        waiting, states = [later.waiting for later in laters], [later.state for later in laters]
+        kept, key = waiting[0].layer.kept, (after, *across, *waiting)
         norm, known = kept.get(key, (None, ()))
-        if norm is None or not all(a is b for a, b in zip(state, known)):
-            modules: list[Any] = [norm.module() for norm in waiting]
-            if not self.right(waiting[0].form, modules[0], after, *across):
-                raise InvalidInput(f"{type(modules[0]).__name__} and rope have other bits")
-            norm = self.norm([norm.form for norm in waiting], modules, after, *across)
-            kept[key] = norm, state
+        if norm is None or not all(a is b for old, new in zip(known, states) for a, b in zip(old, new)):
+            told = [norm.form.words(norm.module()) for norm in waiting]  # type: ignore[arg-type]
+            if len(across) == 2 or told[0] != told[-1]:
+                raise InvalidInput("the norms of q and k differ")
+            (q, q_bias, _), (k, k_bias, _) = (*states, (None,) * 3)[:2]
+            norm = Norm(q, k, q_bias=q_bias, k_bias=k_bias, **told[0], across_heads=across.pop(), after_rope=after)
+            kept[key] = norm, states
+        out = launch(*_pair(heads), norm, words)
         _host.note(HOST, "fused")
-        return [x for x in launch(*pair(heads), norm, words) if x is not None]
-
-    def norm(self, forms: list[NormForm], modules: list[nn.Module], after: bool, across: bool) -> Norm:
-        """The norms of q and k as one value. Raises InvalidInput if they differ."""
-        words = [form.words(module) for form, module in zip(forms, modules)]
-        if words[0] != words[-1]:
-            raise InvalidInput("the norms of q and k differ")
-        weights: dict[str, Any] = {}
-        for label, module in zip("qk", modules):
-            weights[f"{label}_weight"], weights[f"{label}_bias"] = parameters_of(module)
-        return Norm(**weights, **words[0], across_heads=across, after_rope=after)
-
-    def right(self, form: NormForm, module: nn.Module, after: bool, across: bool) -> bool:
-        """Whether norms of this form in the launch have the host's bits, on small CPU tensors."""
-        key, fp32, bf16 = (form, after, across), torch.float32, torch.bfloat16
-        if key not in self.tried:
-            dtypes = [(fp32, fp32), (bf16, bf16), *([(bf16, fp32)] if self.exact.bits[1] else [])]
-            cases = product(self.exact.shapes, dtypes)
-            with on_its_own():
-                self.tried[key] = all(self.same(form, module, after, across, *case) for case in cases)
-        return self.tried[key]
-
-    def same(self, form: NormForm, module: nn.Module, after: bool, across: bool, shape: Any, dtypes: Any) -> bool:
-        """Whether the launch and the host's functions have the same results for heads of a shape."""
-        given = dict(zip(self.names, probe(self.original, self.exact, shape, 1, dtypes)))
-        labels, swaps = [n for n in (*OF_Q, *OF_K) if n in given], shape[2] == shape[1] - 2
-        heads = [given[name] for name in labels]
-        counts = [x.shape[-3 if swaps else -2] if across else 1 for x in heads]
-        norms = [small(form, module, dtypes[0], n * PROBE_DIM, seed) for seed, n in enumerate(counts)]
-
-        def normed(xs: Any) -> list[Tensor]:
-            rows = [x.transpose(-3, -2) if swaps else x for x in xs]
-            out = [norm(x.flatten(-2) if across else x).reshape(x.shape) for x, norm in zip(rows, norms)]
-            return [x.transpose(-3, -2) if swaps else x for x in out]
-
-        def turned(xs: list[Tensor]) -> list[Tensor]:
-            out = self.original(*{**given, **dict(zip(labels, xs))}.values())
-            return [out] if isinstance(out, Tensor) else list(out)
-
-        try:
-            want = normed(turned(heads)) if after else turned(normed(heads))
-            words = words_of(self.exact, heads[0], *self.read(*given.values())[1])
-            norm = self.norm([form] * len(norms), norms, after, across)
-            ours = [x for x in launch(*pair(heads), norm, words) if x is not None]
-            return equal(ours, want, tolerance=0.0)
-        except Exception:  # the host's code, or jitrope, does not compute this
-            return False
+        return [x for x in out if x is not None]
 
 
-def pair(heads: list[Any]) -> tuple[Any, Any]:
+def _pair(heads: list[Any]) -> tuple[Any, Any]:
     """q and k or None."""
     return heads[0], heads[1] if len(heads) > 1 else None
 
@@ -331,7 +242,7 @@ def ropes_of(cls: type) -> State:
         if inspect.isfunction(function):
             told = inspect.getclosurevars(function).globals
             module = sys.modules.get(function.__module__)
-            found += [(module, n, f) for n, f in told.items() if NAMES.fullmatch(n) and callable(f)]
+            found += [(module, n, f) for n, f in told.items() if ROPES.fullmatch(n) and callable(f)]
     return tuple(found)
 
 
@@ -346,32 +257,29 @@ def attention(model: nn.Module) -> dict[type, list[nn.Module]]:
     return found
 
 
-def fuse(cls: type, modules: list[nn.Module], report: _host.Report) -> tuple[str, list[Layer]]:
-    """Let the norms of attention modules wait for rope. Returns what was done, and the layers whose norms wait."""
+def fuse(cls: type, modules: list[nn.Module], report: _host.Report) -> str:
+    """Let the norms of attention modules wait for rope. Returns what was done, or why it was not."""
     places = tuple(place for place in ropes_of(cls) if place[2] in _host.placed)
     if not places:
-        return "left alone: jitrope does not replace its rope function", []
-    ropes: list[Rope] = [_host.placed[function].what for _, _, function in places]
-    layers, forms, reasons = [], set(), set()
+        return "left alone: jitrope does not replace its rope function"
+    forms, reasons = set(), set()
     for module in modules:
-        layer = _layers.setdefault(module, Layer(module, places, report))
-        layer.ropes, layer.report = places, report
         for name, norm in module.named_children():
-            form = form_of(norm)
-            if isinstance(form, str):
-                reasons |= {form} if "norm" in type(norm).__name__.lower() else set()
-            elif not any(r.right(form, norm, *way) for r in ropes for way in product((False, True), (False, True))):
-                reasons.add(f"{type(norm).__name__} and rope have other bits")
-            else:
-                forms.add(str(form))
-                report.replace_method(type(norm), "forward", _norm, "norms of q and k wait for rope")
-                if norm not in _waiting or _waiting[norm].layer is not layer:
-                    _waiting[norm] = Waiting(norm, name, form, layer)
-                    layer.norms.add(_waiting[norm])
-                _waiting[norm].form = form
-        layers += [layer] if layer.norms else []
-    if not layers:
-        return f"rope only: {min(reasons, default='no norm of q and k was found')}", []
-    for rope in ropes:
-        rope.fuses = True
-    return f"{FUSED} ({'; '.join(sorted(forms))})", layers
+            if not NORMS.fullmatch(name):
+                continue
+            if isinstance(form := form_of(norm), str):
+                reasons.add(form)
+                continue
+            forms.add(str(form))
+            layer = _layers.setdefault(module, Layer(module, places))
+            layer.ropes = places
+            for each, made in ((type(module), _attention), (type(norm), _norm)):
+                report.replace_method(each, "forward", made, WAITS)
+            if norm not in _waiting or _waiting[norm].layer is not layer:
+                _waiting[norm] = Waiting(norm, name, form, layer)
+            _waiting[norm].form = form
+    if not forms:
+        return f"rope only: {min(reasons, default='no norm of q and k was found')}"
+    for _, _, function in places:
+        _host.placed[function].what.fuses = True
+    return f"{WAITS} ({'; '.join(sorted(forms))})"

@@ -24,8 +24,6 @@ too. The compiler fuses them by itself:
 ...     out = qwen3(torch.tensor([[1, 2, 3]]))
 >>> report.calls["fused"]
 1
-
-With the `kernels` library: `register_kernel_mapping(kernel_mapping())`, then `kernelize(model, mode=...)`.
 """
 
 from __future__ import annotations
@@ -33,19 +31,16 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..base.arguments import flag, refuse, word
 from ..base.errors import InvalidInput, JitropeError
 from . import _host
-from ._variants import PAIR, Variant, recognise, replaced, rotate
-from ._waiting import APART, FUSED, NAMES, Layer, Rope, attention, fuse
+from ._variants import Variant, recognise, rotate
+from ._waiting import ROPES, WAITS, Rope, attention, fuse
 
 calls = _host.calls["transformers"]
 """Calls so far, by "jitrope" and "host"; a call of a compiled model counts when it is traced."""
@@ -83,7 +78,8 @@ def apply_rotary_pos_emb(
 class Report(_host.Report):
     """The result of `enable`. As a context manager it undoes that `enable`, and no other.
 
-    `calls` also counts the "fused" launches, each with the norms of a layer.
+    `calls` also counts the "fused" launches of rope and norms. `attention` says, by the name of an attention class,
+    whether its norms wait for rope, or why not.
 
     >>> Report().calls
     Counter({'jitrope': 0, 'host': 0})
@@ -91,22 +87,11 @@ class Report(_host.Report):
 
     def __init__(self) -> None:
         super().__init__("transformers")
-        self.classes: dict[str, tuple[str, list[Layer]]] = {}
-
-    @property
-    def attention(self) -> dict[str, str]:
-        """By the name of an attention class, whether its norms are fused with rope, or why not.
-
-        The first calls show whether a class rotates what its norms return.
-        """
-        return {
-            name: APART if layers and not any(map(Layer.fuses, layers)) else what
-            for name, (what, layers) in self.classes.items()
-        }
+        self.attention: dict[str, str] = {}
 
     def _replaced(self) -> str:
-        fused = sum(what.startswith(FUSED) for what in self.attention.values())
-        return super()._replaced() + (f", {FUSED} in {_host.counted(fused, 'attention class')}" if fused else "")
+        waiting = sum(what.startswith(WAITS) for what in self.attention.values())
+        return super()._replaced() + (f", {WAITS} in {_host.counted(waiting, 'attention class')}" if waiting else "")
 
     def table(self) -> str:
         """A line for each function and for each attention class of the model: what was done, or why it was not."""
@@ -154,7 +139,7 @@ def enable(model: nn.Module | None = None, *, fuse_norm: bool = True, rounding: 
 def _place(report: Report, model: nn.Module | None, files: list[Any], fuse_norm: bool, exact: bool) -> None:
     """Replace the rope functions of files, and fuse the norms of the model's attention classes."""
     known: dict[Any, Rope | str] = {}
-    for module, name in [(file, name) for file in files for name in vars(file) if NAMES.fullmatch(name)]:
+    for module, name in [(file, name) for file in files for name in vars(file) if ROPES.fullmatch(name)]:
         if not callable(function := getattr(module, name)):
             continue
         rope = known.get(function) or _rope(function, exact)
@@ -170,7 +155,7 @@ def _place(report: Report, model: nn.Module | None, files: list[Any], fuse_norm:
         hint = "" if model is not None or why else "; load the model first, or pass it"
         raise JitropeError(f"{where} no rope function that jitrope can replace{why}{hint}")
     for cls, modules in attention(model).items() if model is not None and fuse_norm else ():
-        report.classes[f"{cls.__module__}.{cls.__name__}"] = fuse(cls, modules, report)
+        report.attention[f"{cls.__module__}.{cls.__name__}"] = fuse(cls, modules, report)
 
 
 def _rope(function: Any, exact: bool) -> Rope | str:
@@ -212,73 +197,3 @@ def _files(caller: str, model: nn.Module | None) -> Iterator[ModuleType]:
         module = sys.modules.get(name)
         if isinstance(module, ModuleType):
             yield module
-
-
-# ---- the kernels library -------------------------------------------------------------------------------
-
-
-class RotaryPosEmb(nn.Module):
-    """The layer for `kernels`, which copies this `forward` to its module for a host's function.
-
-    Models use the name "rotary_pos_emb" for functions that compute different things. So the replaced function, the
-    `forward` of the module's class, is recognised at its first call. Calls that jitrope refuses go to it.
-
-    >>> q, k = RotaryPosEmb()(*torch.randn(2, 1, 8, 16, 64), *torch.rand(2, 1, 16, 64))
-    """
-
-    can_torch_compile = True
-    has_backward = True
-
-    def forward(self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
-        """Compute the host's function or, in this class itself, `apply_rotary_pos_emb` of q and k (B, H, S, D).
-
-        The errors are those of that function.
-        """
-        cls = type(self)
-        if cls is RotaryPosEmb:
-            return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
-        arguments, theirs = (q, k, cos, sin, unsqueeze_dim), partial(cls.forward, self)
-        return _host.take("transformers", partial(_rotate_as, _variant_of(cls)), theirs, *arguments)
-
-
-def _rotate_as(variant: Variant | str, *arguments: Any) -> Any:
-    if isinstance(variant, str):
-        raise InvalidInput(variant)
-    return replaced(variant, PAIR, *arguments)
-
-
-@torch.compiler.assume_constant_result
-def _variant_of(cls: Any) -> Variant | str:
-    return _recognised(cls)
-
-
-@cache
-def _recognised(cls: Any) -> Variant | str:
-    return recognise(partial(cls.forward, None))
-
-
-@dataclass(frozen=True)
-class Repository:
-    """The source of the layer for `kernels`. It is this module, so nothing is downloaded.
-
-    >>> Repository().load().__name__
-    'RotaryPosEmb'
-    """
-
-    layer_name: str = "RotaryPosEmb"
-
-    def load(self) -> type[nn.Module]:
-        """The layer's class."""
-        return RotaryPosEmb
-
-
-def kernel_mapping(*devices: str) -> dict[str, dict[str, Any]]:
-    """A mapping for `kernels.register_kernel_mapping` or `use_kernel_mapping`: jitrope in every mode.
-
-    >>> mapping = jitrope_transformers.kernel_mapping()  # for kernels.register_kernel_mapping
-    >>> list(mapping)
-    ['rotary_pos_emb']
-
-    devices: types of devices, by default "cuda". `jitrope.integrations.transformers.calls` counts the calls.
-    """
-    return {"rotary_pos_emb": {device: Repository() for device in devices or ("cuda",)}}
