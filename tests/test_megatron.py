@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope.integrations import _host, _layers, megatron
+from jitrope.integrations import _host, _norms, megatron
 
 from . import hosts
 from .devices import devices
@@ -479,7 +479,7 @@ def test_a_patch(core: Any, ranks: Any, monkeypatch: pytest.MonkeyPatch, name: s
 
     norm, (where, reason) = torch_norm.L2Norm, PATCHES[name]
     monkeypatch.setattr(norm, "_norm", eager(norm._norm))  # it would compile for seconds
-    monkeypatch.setattr(_layers, "_forms", {})
+    monkeypatch.setattr(_norms, "_forms", {})
     layer, x, words = self_attention(core, ranks, "L2Norm"), torch.randn(6, 2, 64), {"rotary_pos_emb": TABLE}
     place, _, last = where.rpartition(".")
     holder = {"": core.attention, "L2Norm": norm}.get(place) or getattr(core.attention, place)
@@ -536,7 +536,7 @@ def test_an_argument_of_forward_that_jitrope_does_not_know(
 
 def test_compiled_self_attention(core: Any, ranks: Any, enabled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is one graph; its norms are fused if an eager call came first; a rope function replaced later is called."""
-    monkeypatch.setattr(_layers, "_forms", {})
+    monkeypatch.setattr(_norms, "_forms", {})
     layer, x, words = self_attention(core, ranks, "RMSNorm"), torch.randn(6, 2, 64), {"rotary_pos_emb": TABLE}
 
     def compiled() -> Tensor:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jitrope.integrations import _host, _layers, transformer_engine
+from jitrope.integrations import _host, _norms, transformer_engine
 
 from .devices import devices
 from .hosts import HOSTS, Absent, doubled, freqs_of, missing
@@ -275,7 +275,7 @@ PATCHES = {
 @pytest.mark.parametrize("name", PATCHES)
 def test_a_patch(te: Any, monkeypatch: pytest.MonkeyPatch, name: str, first: bool) -> None:
     """Before or after `enable`, and before the first call, it has the effect that it has without jitrope."""
-    monkeypatch.setattr(_layers, "_forms", {})
+    monkeypatch.setattr(_norms, "_forms", {})
     layer, x = layer_of(te, "RMSNorm", True, torch.float32), torch.randn(12, 2, 64)
     freqs, rope = freqs_of(24, 32), "apply_rotary_pos_emb"
     plain = functools.partial(getattr(te, rope), fused=False)  # the fused one is compiled code

@@ -1,8 +1,7 @@
 """Attention layers whose norms of q and k and rope become one launch, in the host's own `forward`.
 
 The forward runs with an `AsSelf` in place of its module, so that it calls ours for one step and the host's for all
-others. The norms are modules of a known form (`_norms`), or of a class in `_KNOWN`.
-"""
+others."""
 
 from __future__ import annotations
 
@@ -18,24 +17,7 @@ from ..ops.stand_ins import filled
 from ..ops.values import Norm
 from . import _host
 from ._host import Function
-from ._norms import NormForm, check_results, parameters_of, recognise
-
-_KNOWN = {
-    "transformer_engine.pytorch.module.rmsnorm.RMSNorm": ("rms_norm", False),
-    "transformer_engine.pytorch.module.layernorm.LayerNorm": ("layer_norm", False),
-    "transformer_engine.pytorch.ops.basic.l2normalization.L2Normalization": ("rms_norm", True),
-    "megatron.core.transformer.torch_norm.L2Norm": ("rms_norm", False),
-}
-"""Norms that cannot be tried on a CPU or compile themselves: the kind, and whether squares are summed, not averaged.
-
-All compute in fp32 and round once.
-"""
-
-_PART = "_norm"
-"""The method that `forward` of Megatron's L2Norm calls."""
-
-_forms: dict[Any, list[NormForm | str]] = {}
-"""By a norm's class and its methods, the forms of its modules so far, or last the reason why others have none."""
+from ._norms import check_results, form_of, parameters_of
 
 
 class AsSelf:
@@ -91,43 +73,6 @@ def without_rope(
         return forward
 
     return made
-
-
-def of_host(cls: Any, name: str) -> bool:
-    """Whether a class has a method as it, or a base, was defined, perhaps compiled."""
-    method = getattr(cls, name)
-    if _host.module_of(method) == "torch._dynamo.eval_frame":
-        method = method._torchdynamo_orig_callable
-    return _host.module_of(method) in [base.__module__ for base in cls.__mro__]
-
-
-def form_of(module: nn.Module) -> NormForm:
-    """The form of a norm. Raises InvalidInput if it has none, or the module must be called itself.
-
-    A class is tried once, and again for a module with other attributes, until one has no form.
-    """
-    parameters_of(module)  # a module with hooks says nothing about its class
-    cls = type(module)
-    found = _forms.setdefault((cls, cls.forward, getattr(cls, _PART, None)), [])
-    form = next((form for form in found if isinstance(form, str) or form.fits(module)), None)
-    if form is None:
-        form = _known(cls, module)
-        if form is None and torch.compiler.is_compiling():  # a trial cannot be traced
-            raise InvalidInput(f"{cls.__name__}: call the layer once before it is compiled")
-        form = form or recognise(module)
-        found.append(form)
-    if isinstance(form, str):
-        raise InvalidInput(form)
-    return form
-
-
-def _known(cls: Any, module: nn.Module) -> NormForm | None:
-    kind, total = _KNOWN.get(f"{cls.__module__}.{cls.__qualname__}", ("", False))
-    if not kind or not all(of_host(cls, name) for name in ("forward", _PART) if hasattr(cls, name)):
-        return None
-    centre = getattr(module, "zero_centered_gamma", None)
-    state = () if centre is None else ((None, "zero_centered_gamma", centre),)
-    return NormForm(cls, "eps", kind, "once", bool(centre), state=state, total=total)
 
 
 def norm_of(norms: tuple[nn.Module, nn.Module], x: Tensor, **words: Any) -> Norm:

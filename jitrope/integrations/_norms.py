@@ -26,7 +26,7 @@ from ..api import prepare_qkv
 from ..base.errors import InvalidInput
 from ..ops.values import Norm
 from ..ops.watch import hooks_of_all, in_autocast, outside_modes
-from ._host import Function
+from ._host import Function, module_of
 
 PROBE_DIM = 8  # of a copy's weight
 _PLAIN = (bool, int, float, str, tuple, list, type(None))
@@ -132,16 +132,66 @@ def unhooked(module: nn.Module, wrapped: bool = False, noun: str = "a norm") -> 
 
 # ---- recognising ---------------------------------------------------------------------------------------
 
+_KNOWN = {
+    "transformer_engine.pytorch.module.rmsnorm.RMSNorm": ("rms_norm", False),
+    "transformer_engine.pytorch.module.layernorm.LayerNorm": ("layer_norm", False),
+    "transformer_engine.pytorch.ops.basic.l2normalization.L2Normalization": ("rms_norm", True),
+    "megatron.core.transformer.torch_norm.L2Norm": ("rms_norm", False),
+}
+"""Norms that cannot be tried on a CPU or compile themselves: the kind, and whether squares are summed, not averaged.
 
-def recognise(module: nn.Module) -> NormForm | str:
-    """The form of a norm module, or the reason why it has none."""
+All compute in fp32 and round once.
+"""
+
+_PART = "_norm"
+"""The method that `forward` of Megatron's L2Norm calls."""
+
+_forms: dict[Any, list[NormForm | str]] = {}
+"""By a norm's class and its methods, the forms of its modules so far, or last the reason why others have none."""
+
+
+def form_of(module: nn.Module) -> NormForm:
+    """The form of a norm. Raises InvalidInput if it has none, or the module must be called itself.
+
+    A class is tried once, and again for a module with other attributes, until one has no form.
+    """
     cls, name = type(module), type(module).__name__
-    try:
-        weight = unhooked(module)[0]  # it may be sharded now
-    except InvalidInput as error:
-        return f"{name}: {error.args[0]}"
+    unhooked(module)  # a module with hooks says nothing about its class
+    found = _forms.setdefault((cls, cls.forward, getattr(cls, _PART, None)), [])
+    form = next((form for form in found if isinstance(form, str) or form.fits(module)), None)
+    if form is None:
+        form = _known(cls, module)
+        if form is None and torch.compiler.is_compiling():  # a trial cannot be traced
+            raise InvalidInput(f"{name}: call the layer once before it is compiled")
+        form = form or _recognise(module)
+        found.append(form)
+    if isinstance(form, str):
+        raise InvalidInput(f"{name}{form}")
+    return form
+
+
+def of_host(cls: Any, name: str) -> bool:
+    """Whether a class has a method as it, or a base, was defined, perhaps compiled."""
+    method = getattr(cls, name)
+    if module_of(method) == "torch._dynamo.eval_frame":
+        method = method._torchdynamo_orig_callable
+    return module_of(method) in [base.__module__ for base in cls.__mro__]
+
+
+def _known(cls: Any, module: nn.Module) -> NormForm | None:
+    kind, total = _KNOWN.get(f"{cls.__module__}.{cls.__qualname__}", ("", False))
+    if not kind or not all(of_host(cls, name) for name in ("forward", _PART) if hasattr(cls, name)):
+        return None
+    centre = getattr(module, "zero_centered_gamma", None)
+    state = () if centre is None else ((None, "zero_centered_gamma", centre),)
+    return NormForm(cls, "eps", kind, "once", bool(centre), state=state, total=total)
+
+
+def _recognise(module: nn.Module) -> NormForm | str:
+    """The form of a norm module, or why it has none, to be put behind the name of its class."""
+    cls, weight = type(module), unhooked(module)[0]  # it may be sharded now
     if _has_others(module):
-        return f"{name} has other parameters than a weight and a bias"
+        return " has other parameters than a weight and a bias"
     width = PROBE_DIM if weight is None else weight.shape[0]
     of_classes = [vars(base).items() for base in reversed(cls.__mro__)]
     given = {k: v for each in of_classes for k, v in each if k[:2] != "__" and isinstance(v, _PLAIN)} | vars(module)
@@ -161,22 +211,10 @@ def recognise(module: nn.Module) -> NormForm | str:
             form = NormForm(cls, eps, kind, rounding, zero_centered, False, (*fixed, *calls), sizes, names=names)
             if _same(form, module):
                 if why := undetermined(cls.forward, small(form, module, torch.float32), _probe(), cls=cls):
-                    return f"{name}: {why}"
+                    return f": {why}"
                 fp32 = small(form, module, torch.float32)
                 return replace(form, mixed=weight is not None and _alike(form, fp32, torch.bfloat16))
-    return f"{name}: jitrope has no norm with its results"
-
-
-def form_of(module: nn.Module) -> NormForm | str:
-    """The form of a norm module, or the reason why it has none. A class is tried once for each state of its modules."""
-    known = _forms.setdefault((type(module), type(module).forward), [])
-    form = next((form for form in known if form.fits(module)), None) or recognise(module)
-    if not isinstance(form, str) and form not in known:
-        known.append(form)
-    return form
-
-
-_forms: dict[Any, list[NormForm]] = {}
+    return ": jitrope has no norm with its results"
 
 
 def small(form: NormForm, module: nn.Module, dtype: torch.dtype, width: int = PROBE_DIM, seed: int = 1) -> nn.Module:

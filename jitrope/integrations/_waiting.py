@@ -267,8 +267,10 @@ def fuse(cls: type, modules: list[nn.Module], report: _host.Report) -> str:
         for name, norm in module.named_children():
             if not NORMS.fullmatch(name):
                 continue
-            if isinstance(form := form_of(norm), str):
-                reasons.add(form)
+            try:
+                form = form_of(norm)
+            except InvalidInput as error:
+                reasons.add(error.args[0])
                 continue
             forms.add(str(form))
             layer = _layers.setdefault(module, Layer(module, places))

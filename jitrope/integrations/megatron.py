@@ -22,7 +22,8 @@ from ..api import apply_rope, prepare_mla_qkv, prepare_packed_qkv
 from ..base.errors import InvalidInput
 from ..ops.values import Packed
 from . import _host
-from ._layers import AsSelf, norm_of, of_host, without_rope
+from ._layers import AsSelf, norm_of, without_rope
+from ._norms import of_host
 
 
 def fused_apply_rotary_pos_emb(
