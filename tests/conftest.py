@@ -21,7 +21,6 @@ import pytest
 import torch
 
 import jitrope
-from jitrope.base import config
 
 from .host import backend
 
@@ -110,8 +109,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def _launch() -> Iterator[None]:
     """After a test no launch is forced, and norms add in any order."""
     yield
-    if config.launch() != "auto" or config.batch_invariant():
-        jitrope.configure(launch="auto", batch_invariant=False)
+    jitrope.configure(launch=None, batch_invariant=False)
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import inspect
 import json
 import math
@@ -167,7 +168,7 @@ def test_the_axial_grid_has_its_cases_tokens_and_pairs() -> None:
 BY = {
     "rope --only flux,wan": {"COPY", "jitrope in place, one table", "jitrope, position_ids", "torch eager"},
     "decode": {"COPY, fp8 KV cache", "jitrope, fp8 KV cache", "torch.compile, KV cache", "x.add_(1)"},
-    "thd --no-peers --table freqs-half": {"COPY", "jitrope"},
+    "thd --no-peers --table freqs-half": {"COPY", "jitrope", "jitrope, grid_2d"},
     "train --no-peers": {"COPY", "jitrope"},
     "qk-norm --no-peers": {"COPY, tables too", "jitrope in place", "jitrope, rounded twice", "F.rms_norm + apply_rope"},
     "qk-norm --only prefill": {"torch.compile", "torch eager"},
@@ -409,6 +410,7 @@ BAD = {
     "thd --sequences 1,x": "--sequences takes numbers",
     "thd --table sines": "--table is 'sines'",
     "layer --batches 128": "not '128'",
+    "layer --out nowhere/layer": "there is no folder nowhere",
     "rope --only flux,flex": "--only has flex",
     "decode --heads 32/8,64": "not '32/8,64'",
 }
@@ -601,6 +603,21 @@ def test_the_numbers_of_the_readme_are_in_the_results() -> None:
     table = list(takewhile(lambda line: line.startswith("|"), lines))
     assert len(table) > 2
     assert not not_measured(table)
+
+
+@drawn
+@pytest.mark.parametrize("command", ["thd", "layer"])
+def test_a_run_writes_its_rows_and_its_plot(command: str, tmp_path: Path) -> None:
+    """JSON as `--json` prints it, the same rows as CSV, and the plot."""
+    out = tmp_path / f"{command}_cpu"
+    done = bench(command, "--no-peers", "--smoke", "--json", "--out", str(out))
+    assert done.exit_code == 0, done.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{out.name}.{kind}" for kind in ("csv", "json", "png")]
+    assert Path(f"{out}.json").read_text() == done.stdout
+    rows = json.loads(done.stdout)["rows"]
+    with open(f"{out}.csv", newline="") as file:
+        assert [*csv.DictReader(file)] == [{key: str(value) for key, value in row.items()} for row in rows]
+    assert pixels(Path(f"{out}.png")) == (1800, 900)
 
 
 def test_a_number_that_was_not_measured_is_found() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import jitrope
 from jitrope.ops import dispatch, launch, projections
 from jitrope.ops.operation import turned_back
 from jitrope.ops.operations import (
@@ -165,6 +166,19 @@ def test_max_seqlen_bounds_the_grid_not_the_result(plans: list[Plan]) -> None:
     tensors, options = lower(make(case, DEVICE), launch="grid_2d")
     assert_bits(rotated(*tensors[:2], tensors[2:], options), rope_reference(*tensors, options))
     assert plans[0].grid[0] < 10
+
+
+def test_a_running_process_follows_the_environment(monkeypatch: pytest.MonkeyPatch, plans: list[Plan]) -> None:
+    """A call that is known keeps its launch until `configure(launch=None)`."""
+    q, table = torch.randn(1, 6, 4, 64, device=DEVICE), torch.randn(6, 32, device=DEVICE)
+    for told in (*TILES, "auto"):
+        monkeypatch.setenv("JITROPE_LAUNCH", told)
+        jitrope.configure(launch=None)
+        for _ in range(3):
+            jitrope.apply_rope(q, None, table, table)
+    monkeypatch.setenv("JITROPE_LAUNCH", "token_linear")
+    jitrope.apply_rope(q, None, table, table)
+    assert [plan.spec.launch for plan in plans] == ["token_linear", "grid_2d", "grid_2d"]
 
 
 @pytest.mark.parametrize("tile", TILES)

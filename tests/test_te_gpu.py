@@ -134,6 +134,17 @@ def test_layers_of_the_gallery() -> None:
         assert row["off %"] < 2
 
 
+def test_its_layer_is_timed_with_its_rope_and_ours() -> None:
+    words = ["layer", "--smoke", "--json"]
+    done = subprocess.run([sys.executable, "-m", "jitrope", "bench", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [row for row in json.loads(done.stdout)["rows"] if row["rope"].startswith("TransformerEngine's layer")]
+    assert [row["rope"] for row in rows] == ["TransformerEngine's layer", "TransformerEngine's layer with jitrope"] * 2
+    for row in rows:
+        assert 0 < row["rope ms"] < row["layer ms"]
+        assert row["x stock"] > 0
+
+
 @pytest.mark.parametrize("before", [False, True])
 def test_its_transformer_layer(te: Any, before: bool) -> None:
     torch.manual_seed(0)

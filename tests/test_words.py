@@ -184,7 +184,26 @@ def test_a_forced_launch_gives_the_same_bits() -> None:
         jitrope.configure(compile=False)
         assert config.launch() == "grid_2d"  # a setting that is not given does not change
     finally:
-        jitrope.configure(compile=None, launch="auto")
+        jitrope.configure(compile=None, launch=None)
+
+
+def test_a_launch_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`configure` takes precedence; calls, compiled or not, follow it, and refuse a wrong word."""
+    compiled = torch.compile(jitrope.apply_rope, backend="eager", fullgraph=True)
+    want = jitrope.apply_rope(Q, K, COS, SIN)
+    for given, told in (("", "auto"), ("auto", "auto"), ("grid_2d", "grid_2d")):
+        monkeypatch.setenv("JITROPE_LAUNCH", given)
+        assert config.launch() == told
+        for x, y in zip(compiled(Q, K, COS, SIN), want):
+            assert torch.equal(x, y)
+    for told in ("token_linear", "auto"):
+        jitrope.configure(launch=told)
+        assert config.launch() == told
+    monkeypatch.setenv("JITROPE_LAUNCH", "3d")
+    jitrope.configure(launch=None)
+    allowed = "'auto', 'token_linear', 'grid_2d'"
+    with pytest.raises(jitrope.InvalidInput, match=f"JITROPE_LAUNCH is '3d'; it must be one of {allowed}$"):
+        jitrope.apply_rope(Q, K, COS, SIN)
 
 
 # ---- common mistakes -----------------------------------------------------------------------------------

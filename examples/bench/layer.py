@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import torch
 import typer
@@ -12,16 +13,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from jitrope import Packed, apply_rope, prepare_packed_qkv
+from jitrope.integrations.transformer_engine import apply_rotary_pos_emb
 
 from . import peers as others
 from .harness import DEVICE, Call, angles, bf16, turn_by_turn, twice, usable
 from .plots import Plot
-from .report import AS_JSON, PEERS, SMOKE, Rows, app, pairs, show
+from .report import AS_JSON, OUT, PEERS, SMOKE, Rows, app, pairs, show
 from .sections import PLAIN, Row, Section, Table, grouped, of, short, span
 from .train import Inputs, offsets
 
 HEADS, HEAD_DIM, MLP = 16, 128, 4
 SHARE = "rope's share %"
+THEIRS, OURS = "TransformerEngine's layer", "TransformerEngine's layer with jitrope"
 
 
 class Layer(nn.Module):
@@ -85,17 +88,55 @@ def rows(count: int, length: int, heads: int, with_peers: bool) -> Rows:
     def alone(rope: Call) -> Any:
         return torch.autograd.grad(rope(qkv), qkv, parts)
 
-    all_us, us = (turn_by_turn({by: partial(run, rope) for by, rope in found.items()}) for run in (whole, alone))
+    return timed(f"{count} x {length}", found, whole, alone)
+
+
+def timed(batch: str, ropes: Mapping[str, Call], whole: Callable[[Call], Any], alone: Callable[[Call], Any]) -> Rows:
+    """A row for each implementation. whole, alone: run a layer and rope with it."""
+    all_us, us = (turn_by_turn({by: partial(run, rope) for by, rope in ropes.items()}) for run in (whole, alone))
     return [
         {
-            "batch": f"{count} x {length}",
+            "batch": batch,
             "rope": by,
             "layer ms": all_us[by] / 1e3,
             "rope ms": us[by] / 1e3,
             SHARE: 100 * us[by] / all_us[by],
         }
-        for by in found
+        for by in ropes
     ]
+
+
+def te_rows(count: int, length: int, heads: int) -> Rows:
+    """Of TransformerEngine's TransformerLayer, with its rope and with jitrope's in its place, if it is installed.
+
+    "rope ms" is q and k on their own, forward and backward.
+    """
+    try:
+        from transformer_engine.pytorch import TransformerLayer
+        from transformer_engine.pytorch.attention import multi_head_attention as host
+    except (ImportError, FileNotFoundError):  # the second without its compiled part
+        return []
+    hidden, tokens, cu_seqlens = heads * HEAD_DIM, count * length, offsets(count * length, count)
+    words: dict[str, Any] = {"normalization": "RMSNorm", "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    words |= {"self_attn_mask_type": "padding_causal", "attn_input_format": "thd", "params_dtype": torch.bfloat16}
+    layer = TransformerLayer(hidden, MLP * hidden, heads, **words)
+    freqs = twice(angles(tokens, HEAD_DIM))[:, None, None]
+    packed = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens, "max_seqlen_q": length, "max_seqlen_kv": length}
+    x, qk = bf16(tokens, hidden).requires_grad_(), [bf16(tokens, heads, HEAD_DIM).requires_grad_() for _ in range(2)]
+    grad, grads = torch.randn_like(x), [torch.randn_like(y) for y in qk]
+
+    def whole(rope: Any) -> Any:
+        with patch.object(host, "apply_rotary_pos_emb", rope):
+            out = layer(x, rotary_pos_emb=freqs, **packed)
+        return torch.autograd.grad(out, (x, *layer.parameters()), grad)
+
+    def alone(rope: Any) -> Any:
+        rotate = partial(rope, freqs=freqs, tensor_format="thd", fused=True, cu_seqlens=cu_seqlens)
+        return torch.autograd.grad([rotate(y) for y in qk], qk, grads)
+
+    ropes = {THEIRS: host.apply_rotary_pos_emb, OURS: apply_rotary_pos_emb}
+    found = timed(f"{count} x {length}", ropes, whole, alone)
+    return [{**row, "x stock": found[0]["layer ms"] / row["layer ms"]} for row in found]
 
 
 @app.command("layer")
@@ -104,12 +145,18 @@ def command(
     peers: PEERS = True,
     smoke: SMOKE = False,
     as_json: AS_JSON = False,
+    out: OUT = None,
 ) -> None:
     """A transformer layer's forward and backward on packed batches (hidden 2048, 16 heads), and rope's share."""
     shapes, heads = pairs("--batches", batches, "x"), HEADS
     if smoke:
         shapes, heads = [(2, 4), (4, 2)], 1
-    show({f"{n} x {size}": partial(rows, n, size, heads, peers) for n, size in shapes}, smoke, as_json)
+    steps: dict[str, Callable[[], Rows]] = {}
+    for n, size in shapes:
+        steps[f"{n} x {size}"] = partial(rows, n, size, heads, peers)
+        if peers and DEVICE == "cuda":
+            steps[f"{n} x {size}, {THEIRS}"] = partial(te_rows, n, size, heads)
+    show(steps, smoke, as_json, out, plot)
 
 
 # ---- in examples/results/README.md -----------------------------------------------------------------------
@@ -141,7 +188,8 @@ SECTION = Section(
     GPU time of a layer's forward and backward on a packed batch (hidden size 2048, 16 heads of 128, MLP x 4), and,
     timed on its own, of all that lies between the projection and attention: QKV split, q and k rotated. In brackets
     is its share of the layer with that implementation. The layer's own time follows the clocks of its matrix
-    products, which vary by as much as rope takes.
+    products, which vary by as much as rope takes. Where TransformerEngine is installed, its TransformerLayer of this
+    size is timed too, with its own rope and with jitrope's; there the share is that of rope of q and k.
     """,
     "jitrope bench layer",
     (
@@ -162,6 +210,17 @@ SECTION = Section(
                         **PLAIN,
                     }.items()
                 },
+            },
+        ),
+        Table(
+            "sequences x length, in TransformerEngine's layer",
+            lambda row: str(row["batch"]),
+            {
+                "layer, ms": of("layer ms", rope=THEIRS),
+                SHARE: of(SHARE, rope=THEIRS),
+                "with jitrope, ms": of("layer ms", rope=OURS),
+                f"{SHARE} with jitrope": of(SHARE, rope=OURS),
+                "times as fast": of("x stock", rope=OURS),
             },
         ),
     ),

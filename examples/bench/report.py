@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby, zip_longest
+from pathlib import Path
 from textwrap import wrap
 from typing import Annotated, Any
 
@@ -18,6 +20,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jitrope import JitropeError, __version__
+
+from .plots import Plot, draw
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -33,6 +37,7 @@ ONLY = Annotated[str, typer.Option(help="Cases to run, by name, as flux,wan.")]
 PEERS = Annotated[bool, typer.Option("--peers/--no-peers", help="Time what else is installed.")]
 SMOKE = Annotated[bool, typer.Option("--smoke", help="Tiny shapes, on the CPU too: does it run?")]
 AS_JSON = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of tables.")]
+OUT = Annotated[Path | None, typer.Option(help="Write OUT.json, OUT.csv and the plot, OUT.png.")]
 
 
 def main() -> None:
@@ -49,8 +54,10 @@ def say(text: str) -> None:
     Console(stderr=True).print(escape(text), highlight=False, soft_wrap=True)
 
 
-def show(steps: Steps, smoke: bool, as_json: bool) -> None:
-    """Run the steps and print their rows.
+def show(
+    steps: Steps, smoke: bool, as_json: bool, out: Path | None = None, plot: Callable[[Rows], Plot] | None = None
+) -> None:
+    """Run the steps and print their rows; with `out`, write them too, and their plot.
 
     A step that fails is named on stderr, the others go on, and the command exits with 1. If the run is stopped, by
     Ctrl-C or SIGTERM (`timeout`, a job's end), the finished rows are printed all the same.
@@ -58,6 +65,8 @@ def show(steps: Steps, smoke: bool, as_json: bool) -> None:
     Raises:
         JitropeError: there is no GPU, and this is no smoke run.
     """
+    if out and not out.parent.is_dir():
+        raise typer.BadParameter(f"--out: there is no folder {out.parent}")
     if not (smoke or torch.cuda.is_available()):
         raise JitropeError("jitrope bench needs a CUDA device (or --smoke)")
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
@@ -67,15 +76,29 @@ def show(steps: Steps, smoke: bool, as_json: bool) -> None:
         failed = _run(steps, rows)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        head = {"device": name, "torch": torch.__version__, "jitrope": __version__}
+        text = json.dumps({**head, "rows": rows}, indent=1, default=str)
+        about = f"{name}, torch {torch.__version__}, jitrope {__version__}"
         if as_json:
-            head = {"device": name, "torch": torch.__version__, "jitrope": __version__}
-            print(json.dumps({**head, "rows": rows}, indent=1, default=str), flush=True)
+            print(text, flush=True)
         else:
-            say(f"{name}, torch {torch.__version__}, jitrope {__version__}")
+            say(about)
             print(table(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None), flush=True)
+        if out and plot and rows:
+            Path(f"{out}.json").write_text(text + "\n")
+            _write_csv(rows, Path(f"{out}.csv"))
+            draw(plot(rows), about, Path(f"{out}.png"))
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
     if failed:
         raise typer.Exit(1)
+
+
+def _write_csv(rows: Rows, to: Path) -> None:
+    """A line for each row, below their keys."""
+    with to.open("w", newline="") as file:
+        writer = csv.DictWriter(file, dict.fromkeys(key for row in rows for key in row))
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def _stop(*_: object) -> None:

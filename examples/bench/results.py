@@ -65,7 +65,8 @@ COPY's. Tensors are bf16 and random. Cold calls find none of their inputs in L2;
 time. An empty cell was not measured.
 
 `jitrope bench NAME --json > examples/results/NAME_DEVICE.json` measures another device (`-` in NAME becomes `_`);
-`python -m examples.bench report` then writes this page and the plots again.
+`python -m examples.bench report` then writes this page and the plots again. `--out examples/results/NAME_DEVICE` of
+`thd` and `layer` writes JSON, CSV and the plot at once.
 """
 
 APART = """

@@ -11,15 +11,16 @@ import torch
 import typer
 from torch import Tensor
 
-from jitrope import Packed, apply_rope
+from jitrope import Packed, apply_rope, configure
 
 from . import peers as others
 from .harness import COPY, DEVICE, Call, Case, Times, angles, bf16, measure, twice
 from .plots import Plot
-from .report import AS_JSON, PEERS, SMOKE, Rows, app, numbers, show
+from .report import AS_JSON, OUT, PEERS, SMOKE, Rows, app, numbers, show
 from .sections import PLAIN, Row, Section, Table, grouped, of, short, span
 
 TABLES = ("freqs", "freqs-half", "cos-sin")
+GRID = "jitrope, grid_2d"
 
 
 class Inputs(NamedTuple):
@@ -47,6 +48,15 @@ def times_of(shape: tuple[int, ...], ours: Call, peers: dict[str, Call]) -> dict
 # ---- thd -------------------------------------------------------------------------------------------------
 
 
+def grid_2d(call: Call, x: Any) -> Any:
+    """A call with the grid that has a second axis over the sequences. Its backward has it too."""
+    configure(launch="grid_2d")
+    try:
+        return call(x)
+    finally:
+        configure(launch=None)
+
+
 def thd_rows(sequences: int, shape: tuple[int, int, int], kind: str, uneven: bool, with_peers: bool) -> Rows:
     """Of (tokens, heads, head_dim) in so many sequences, by TransformerEngine's angles, each twice, or other tables."""
     tokens, heads, _ = shape
@@ -58,7 +68,11 @@ def thd_rows(sequences: int, shape: tuple[int, int, int], kind: str, uneven: boo
         pairs = others.packed_pairs(cu_seqlens, tokens, half)
         peers |= {label: partial(lambda pair, x: pair(*x.x.chunk(2, 1)), pair) for label, pair in pairs.items()}
     call: Any = partial(apply_rope, **words, positions=Packed(cu_seqlens))
-    times = times_of(shape, lambda x: call(x.x, None)[0], peers)
+
+    def ours(x: Any) -> Any:
+        return call(x.x, None)[0]
+
+    times = times_of(shape, ours, {GRID: partial(grid_2d, ours), **peers})
     return [
         {
             "sequences": sequences,
@@ -82,6 +96,7 @@ def thd(
     peers: PEERS = True,
     smoke: SMOKE = False,
     as_json: AS_JSON = False,
+    out: OUT = None,
 ) -> None:
     """Forward and backward of a packed tensor over the number of sequences in it, beside two copies."""
     if table not in TABLES:
@@ -90,7 +105,7 @@ def thd(
     if smoke:
         counts, shape = counts[:2], (64, 2, 8)
     steps = {f"{count} sequences": partial(thd_rows, count, shape, table, uneven, peers) for count in counts}
-    show(steps, smoke, as_json)
+    show(steps, smoke, as_json, out, plot_thd)
 
 
 # ---- train -----------------------------------------------------------------------------------------------
@@ -159,7 +174,7 @@ def command(peers: PEERS = True, smoke: SMOKE = False, as_json: AS_JSON = False)
 
 def plot_thd(rows: Rows) -> Plot:
     """All but eager torch, which takes many times as long."""
-    series = {"jitrope": "jitrope", "torch.compile": "torch.compile", "Liger": "Liger"}
+    series = {"jitrope": "jitrope", GRID: GRID, "torch.compile": "torch.compile", "Liger": "Liger"}
     groups = grouped(rows, lambda row: f"{row['sequences']:,}", series, value="x 2 COPY")
     ours = span(group["jitrope"] for group in groups.values())
     message = f"Packed: {ours} times two copies, whatever the number of sequences"
@@ -172,7 +187,8 @@ THD = Section(
     GPU time of forward and backward of one packed tensor: 65,536 tokens, 32 heads of 128, angles in
     TransformerEngine's format (each twice, 65,536 rows), over two COPYs. The cost follows the tokens, whatever the
     number of sequences; one long sequence reads the whole table, 3 % of the bytes. torch.compile and eager torch take
-    cosines that are gathered beforehand; so does Liger, with half of the heads as q and half as k.
+    cosines that are gathered beforehand; so does Liger, with half of the heads as q and half as k. grid_2d is the
+    launch with a block for each sequence and part of it, which jitrope takes for small packs alone.
     """,
     "jitrope bench thd",
     (
@@ -182,6 +198,7 @@ THD = Section(
             {
                 "two COPYs, ms": of(lambda row: f"{row['fwd+bwd us'] / 1e3:.3f}", by=COPY),
                 "jitrope": of("x 2 COPY", by="jitrope"),
+                "grid_2d": of("x 2 COPY", by=GRID),
                 **{peer: of("x 2 COPY", by=peer) for peer in ("TransformerEngine", "flash-attn", "Liger")},
                 **{head: of("x 2 COPY", by=by) for by, head in PLAIN.items()},
             },

@@ -22,13 +22,15 @@ VARIABLES = {
     "JITROPE_SYSTEM_CACHE": "read-only caches to search after that folder: folders or bundles, joined as in PATH",
     "JITROPE_NO_COMPILE": "1: a kernel that is in no cache is an error",
     "JITROPE_RECORD": "a JSON file to which every kernel of a run is added, for `jitrope prewarm --from`",
+    "JITROPE_LAUNCH": "token_linear or grid_2d to force a launch, or auto",
     "JITROPE_LOG": "debug, info, warning or error",
 }
 """Every variable that jitrope reads."""
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 _may_compile: bool | None = None  # None: follow the environment
-_launch, _batch_invariant = "auto", False
+_launch: str | None = None  # None: follow the environment
+_batch_invariant = False
 _KEPT: Any = object()
 LAUNCHES = ("token_linear", "grid_2d")
 _reactions: list[Callable[[], None]] = []
@@ -44,14 +46,15 @@ def configure(*, compile: Any = _KEPT, launch: Any = _KEPT, batch_invariant: Any
     """Change settings of this process. They take precedence over the environment; a missing argument changes nothing.
 
     >>> jitrope.configure(launch="token_linear", compile=False)
-    >>> jitrope.configure(launch="auto", compile=None)  # the defaults
+    >>> jitrope.configure(launch=None, compile=None)  # the defaults
 
     Args:
         compile: with False, a kernel that is in no cache raises `MissingKernel`, which names the kernel and the
             command that makes it. With True it is compiled, even if `JITROPE_NO_COMPILE` is set. None: follow
             `JITROPE_NO_COMPILE`.
         launch: "auto", or force "token_linear" or "grid_2d", to compare them. All give the same bits, except those of
-            some norms without batch_invariant.
+            some norms without batch_invariant. None: follow `JITROPE_LAUNCH`, which is read when a call is new; a call
+            that was made before follows a change of it after `configure(launch=None)`, and a compiled one never does.
         batch_invariant: True: a norm adds the squares of a head in one order, for any number of tokens and any stage;
             calls with a norm whose tensors are not aligned for that are refused. "The same bits everywhere" in the
             guide says which norms need it. False, the default: some norms of few tokens are faster.
@@ -64,10 +67,10 @@ def configure(*, compile: Any = _KEPT, launch: Any = _KEPT, batch_invariant: Any
         compile = None if compile is None else arguments.flag("configure", "compile", compile)
     given = _batch_invariant if batch_invariant is _KEPT else batch_invariant
     invariant = arguments.flag("configure", "batch_invariant", given)
-    asked = _launch if launch is _KEPT else launch
-    found = arguments.word("configure", "launch", asked, ("auto", *LAUNCHES)), invariant
-    if found != (_launch, _batch_invariant):
-        _launch, _batch_invariant = found
+    if launch is not _KEPT and launch is not None:
+        arguments.word("configure", "launch", launch, ("auto", *LAUNCHES))
+    if launch is not _KEPT or invariant != _batch_invariant:
+        _launch, _batch_invariant = _launch if launch is _KEPT else launch, invariant
         for react in _reactions:
             react()
     if compile is not _KEPT:
@@ -81,8 +84,15 @@ def on_change(react: Callable[[], None]) -> Callable[[], None]:
 
 
 def launch() -> str:
-    """The forced launch, else "auto"."""
-    return _launch
+    """The forced launch, else "auto": `configure`, else `JITROPE_LAUNCH`.
+
+    Raises:
+        InvalidInput: the variable has another value.
+    """
+    if _launch is not None:
+        return _launch
+    given = os.environ.get("JITROPE_LAUNCH") or "auto"
+    return arguments.word("environment", "JITROPE_LAUNCH", given, ("auto", *LAUNCHES))
 
 
 def batch_invariant() -> bool:
