@@ -33,7 +33,7 @@ class Attention(nn.Module):
 
     def forward(self, x, freqs, positions, mask):
         qkv = self.qkv(x).unflatten(-1, (GROUPS, -1))  # (T, G, (q_per_group + 2) D)
-        q, k, v = jitrope.prepare_packed_qkv(qkv, freqs=freqs, positions=positions, q_per_group=HEADS // GROUPS)
+        q, k, v = jitrope.prepare_fused_qkv(qkv, freqs=freqs, positions=positions, q_per_group=HEADS // GROUPS)
         q, k, v = (y.transpose(0, 1)[None] for y in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         return self.out(y[0].transpose(0, 1).flatten(1))

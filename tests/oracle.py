@@ -191,10 +191,10 @@ def rope_(q: Any, k: Any, cos: Any = None, sin: Any = None, **o: Any) -> Result:
 
 
 def split(qkv: Tensor, q_per_group: int, order: str = "grouped") -> tuple[Tensor, ...]:
-    """q, k and v of packed QKV, and the gate of the order "qkv_gated"."""
+    """q, k and v of fused QKV, and the gate of the order "qkv_gated"."""
     if order == "grouped":
-        packed = qkv.unflatten(-1, (q_per_group + 2, -1))
-        return packed[..., :q_per_group, :].flatten(-3, -2), packed[..., -2, :], packed[..., -1, :]
+        fused = qkv.unflatten(-1, (q_per_group + 2, -1))
+        return fused[..., :q_per_group, :].flatten(-3, -2), fused[..., -2, :], fused[..., -1, :]
     if order == "qkv":
         groups = qkv.shape[-2] // (q_per_group + 2)
         return qkv.split([q_per_group * groups, groups, groups], -2)
@@ -213,33 +213,33 @@ def join(parts: Any, q_per_group: int, order: str) -> Tensor:
 
 
 def biased(qkv: Any, o: dict[str, Any]) -> Tensor:
-    """Packed QKV with its projection's bias, if there is one among the words."""
+    """Fused QKV with its projection's bias, if there is one among the words."""
     bias = o.pop("bias", None)
     return exact(qkv) if bias is None else exact(qkv) + exact(bias).view(qkv.shape[-2:])
 
 
-def packed_qkv(qkv: Any, cos: Any = None, sin: Any = None, *, q_per_group: int = 1, **o: Any) -> Result:
+def fused_qkv(qkv: Any, cos: Any = None, sin: Any = None, *, q_per_group: int = 1, **o: Any) -> Result:
     o.pop("copy_v", None)
     q, k, *rest = split(biased(qkv, o), int(q_per_group), str(o.pop("order", "grouped")))
     return (*rope(q, k, cos, sin, **o)[0], *rest), {}
 
 
-def packed_qkv_(qkv: Any, cos: Any = None, sin: Any = None, *, q_per_group: int = 1, **o: Any) -> Result:
+def fused_qkv_(qkv: Any, cos: Any = None, sin: Any = None, *, q_per_group: int = 1, **o: Any) -> Result:
     order = str(o.pop("order", "grouped"))
     q, k, *rest = split(biased(qkv, o), int(q_per_group), order)
     out = join((*rope_(q, k, cos, sin, **o)[0], *rest), int(q_per_group), order)
     return (out,), {"qkv": out}
 
 
-def packed_qkv_norm(qkv: Any, q_weight: Any = None, k_weight: Any = None, cos: Any = None, sin: Any = None, *,
+def fused_qkv_norm(qkv: Any, q_weight: Any = None, k_weight: Any = None, cos: Any = None, sin: Any = None, *,
                     q_per_group: int = 1, **o: Any) -> Result:  # fmt: skip
     o.pop("copy_v", None)
     q, k, *rest = split(biased(qkv, o), int(q_per_group), str(o.pop("order", "grouped")))
     return (*norm_rope(q, k, q_weight, k_weight, cos, sin, **o)[0], *rest), {}
 
 
-def packed_qkv_norm_(*args: Any, q_per_group: int = 1, **o: Any) -> Result:
-    parts, _ = packed_qkv_norm(*args, q_per_group=q_per_group, **o)
+def fused_qkv_norm_(*args: Any, q_per_group: int = 1, **o: Any) -> Result:
+    parts, _ = fused_qkv_norm(*args, q_per_group=q_per_group, **o)
     out = join(parts, int(q_per_group), str(o.get("order", "grouped")))
     return (out,), {"qkv": out}
 

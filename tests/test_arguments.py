@@ -60,7 +60,7 @@ PAGED = ("page_table", "page_indptr", "last_page_len", "seq_lens", "cu_seqlens_q
 KNOWN = {*TENSORS, *SEQUENCES, *INTS, *FLAGS, *NUMBERS, *WORDS, *SCALES, *SECTIONS}
 
 OPERATIONS: dict[str, Any] = {
-    "rope": ROPE, "packed_qkv": ROPE_QKV, "packed_qkv_norm": QKV_NORM,
+    "rope": ROPE, "fused_qkv": ROPE_QKV, "fused_qkv_norm": QKV_NORM,
     "fp8": ROPE_FP8, "kv_cache": ROPE_KV_CACHE, "norm_rope": QK_NORM_ROPE,
     "norm_rope_joint": QK_NORM_ROPE_JOINT, "norm_fp8": QK_NORM_ROPE_FP8, "norm_kv_cache": QK_NORM_ROPE_KV_CACHE,
     "rope_into": ROPE.into, "norm_into": QK_NORM_ROPE.into,
@@ -260,7 +260,7 @@ def context(cell: Cell, parameter: str) -> tuple[Args, Any] | None:
     elif parameter in ("q_mean_square", "k_mean_square"):
         means = {name: cell.rand(B, S, seed=4).square() for name in ("q_mean_square", "k_mean_square")}
         changes = {**means, "across_heads": True, "q_weight": cell.rand(2 * D)}
-        if "packed_qkv" in f.name:
+        if "fused_qkv" in f.name:
             changes |= {"q_weight": cell.rand(4 * D), "k_weight": cell.rand(2 * D)}
         plain = means[parameter]
     elif parameter in ("cp_size", "cp_rank"):
@@ -310,7 +310,7 @@ def context(cell: Cell, parameter: str) -> tuple[Args, Any] | None:
         words = {"layout": "bshd", "rounding": "fp32", "norm_rounding": "none", "norm_kind": "rms_norm", "of": "qk"}
         plain = {**words, "order": "grouped"}[parameter]
     args = {n: x for n, x in cell.args(**changes).items() if x is not DROP}
-    args = f.packed(cell.fitted(args))
+    args = f.spoken(cell.fitted(args))
     if plain is None:
         plain = args[parameter]
     return args, plain
@@ -429,10 +429,10 @@ def parameters() -> list[tuple[Function, str]]:
             "norm_rounding",
             "norm_kind",
             "of",
-            *(() if any(x in f.name for x in ("joint", "kv_cache", "packed")) else ("across_heads",)),
+            *(() if any(x in f.name for x in ("joint", "kv_cache", "fused")) else ("across_heads",)),
         )
-        norm += ("v_norm",) if "kv_cache" in f.name or "packed" in f.name else ()
-        names += ["bias"] if "packed" in f.name else []
+        norm += ("v_norm",) if "kv_cache" in f.name or "fused" in f.name else ()
+        names += ["bias"] if "fused" in f.name else []
         names = [word for name in names for word in (LENGTHS if name == "lengths" else (name,))]
         words = [*names, *sorted(op.tables), *op.words, *(norm if op.norm else ())]
         without = {"launch", "norm", "out_dtype", "shifts", *(("interleaved_out", "q_scale") if f.in_place else ())}

@@ -436,9 +436,9 @@ def calls_that_take_local_tensors_only() -> None:
         ("fp8", (q, None, cos, sin), {"q_scale": 1.0}),
         ("kv_cache", (q, q, q, cos, sin), slots),
         ("kv_cache_", (q, q, q, cos, sin), slots),
-        ("packed_qkv", (qkv, cos, sin), {}),
-        ("packed_qkv_", (qkv, cos, sin), {}),
-        ("packed_qkv_norm", (qkv, None, None, cos, sin), {}),
+        ("fused_qkv", (qkv, cos, sin), {}),
+        ("fused_qkv_", (qkv, cos, sin), {}),
+        ("fused_qkv_norm", (qkv, None, None, cos, sin), {}),
         ("norm_rope_joint", ((q, q, q), (plain, plain, plain), None, None, cos, sin), {}),
     ):
         refuses("it takes no DTensors; pass x.to_local()", KINDS[name], *arguments, **keywords)

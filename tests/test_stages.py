@@ -516,7 +516,7 @@ def test_a_call_is_the_chain_of_its_stages(case: Case, device: str) -> None:
             given.check(got)
 
 
-PACKED = [
+FUSED = [
     case for case in (*CASES, *WITH_GRADIENT)
     if case["convert"] == "none" and case["out"] in ("fresh", "inplace") and case["layout"] != "bhsd"
     and case["rotate"] != "per_head"
@@ -525,8 +525,8 @@ PACKED = [
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("case", PACKED, ids=ident)
-def test_packed_qkv_is_the_same_chain(case: Case, biased: bool, device: str) -> None:
+@pytest.mark.parametrize("case", FUSED, ids=ident)
+def test_fused_qkv_is_the_same_chain(case: Case, biased: bool, device: str) -> None:
     """biased: the chain is that of the sum with the projection's bias, rounded."""
     like, m = Made(case, "cpu"), Made(case, device)
     qkv = oracle.unheads(m.fused[..., : HEADS + 4, :], m.layout)
@@ -534,7 +534,7 @@ def test_packed_qkv_is_the_same_chain(case: Case, biased: bool, device: str) -> 
     if biased:
         words["bias"] = m.noise(*qkv.shape[-2:]).to(m.dtype)
         like.fused[..., : HEADS + 4, :] += words["bias"].cpu()
-    got = jitrope.prepare_packed_qkv(qkv, **words)
+    got = jitrope.prepare_fused_qkv(qkv, **words)
     if got is qkv:  # tokens after the last sequence stay
         like.v_end = like.ends[-1]
     for letter, x in zip("qkv", oracle.split(qkv, HEADS // 2, "qkv") if got is qkv else got):

@@ -10,24 +10,24 @@ from torch import Tensor
 from ..base.arguments import flag, whole, word
 from ..ops.dispatch import call
 from ..ops.formats import empty_elements
-from ..ops.gather import add, call_packed_into, chosen, forget_positions, gather, staged
+from ..ops.gather import add, call_fused_into, chosen, forget_positions, gather, staged
 from ..ops.into import is_dense
 from ..ops.kv_cache import KVCache
 from ..ops.latent import ROPE_LATENT, ROPE_LATENT_INTO
-from ..ops.operations import PACKED_INTO, QKV_HADAMARD
+from ..ops.operations import FUSED_INTO, QKV_HADAMARD
 from ..ops.projections import QKV_NORM, ROPE_QKV, part_with_bias
 from ..ops.quantize import DynamicQuantize, Quantize, hadamard_words
 from ..ops.values import Norm, Positions
 from ..ops.words import parts
 from ..plan.options import NO_NORM, QKV_ORDERS, Options
-from .keywords import LatentWords, PackedWords, with_words
+from .keywords import FusedWords, LatentWords, with_words
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class SplitWords(PackedWords, total=False):
-    """Those of every form of `prepare_packed_qkv`."""
+class SplitWords(FusedWords, total=False):
+    """Those of every form of `prepare_fused_qkv`."""
 
     positions: Tensor | Positions | None
     norm: Norm | None
@@ -37,12 +37,12 @@ class SplitWords(PackedWords, total=False):
     hadamard: bool
 
 
-_WORDS = frozenset(PackedWords.__annotations__)
+_WORDS = frozenset(FusedWords.__annotations__)
 _LATENT_WORDS = frozenset(LatentWords.__annotations__)
 
 
 @overload
-def prepare_packed_qkv(
+def prepare_fused_qkv(
     qkv: Tensor,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
@@ -52,7 +52,7 @@ def prepare_packed_qkv(
     **words: Unpack[SplitWords],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
-def prepare_packed_qkv(
+def prepare_fused_qkv(
     qkv: Tensor,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
@@ -62,7 +62,7 @@ def prepare_packed_qkv(
     **words: Unpack[SplitWords],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 @overload
-def prepare_packed_qkv(
+def prepare_fused_qkv(
     qkv: Tensor,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
@@ -72,7 +72,7 @@ def prepare_packed_qkv(
     **words: Unpack[SplitWords],
 ) -> Tensor: ...
 @overload
-def prepare_packed_qkv(
+def prepare_fused_qkv(
     qkv: Tensor,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
@@ -83,8 +83,8 @@ def prepare_packed_qkv(
     out: Sequence[Tensor | None] | None = None,
     **words: Unpack[SplitWords],
 ) -> tuple[Any, ...]: ...
-@with_words(PackedWords)
-def prepare_packed_qkv(
+@with_words(FusedWords)
+def prepare_fused_qkv(
     qkv: Tensor,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
@@ -100,12 +100,12 @@ def prepare_packed_qkv(
     hadamard: bool = False,
     out: Sequence[Tensor | None] | None = None,
     inplace: bool = False,
-    **words: Unpack[PackedWords],
+    **words: Unpack[FusedWords],
 ) -> tuple[Tensor, ...] | Tensor:
-    """Split packed QKV, normalise q and k if asked, and rotate them, in one launch. The gradient is one launch too.
+    """Split fused QKV, normalise q and k if asked, and rotate them, in one launch. The gradient is one launch too.
 
     >>> qkv, freqs = torch.randn(1, 16, 2, 6 * 64), jitrope.tables.freqs(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
-    >>> q, k, v = jitrope.prepare_packed_qkv(qkv, freqs=freqs, q_per_group=4)  # heads: 8 of q, 2 of k, 2 of v
+    >>> q, k, v = jitrope.prepare_fused_qkv(qkv, freqs=freqs, q_per_group=4)  # heads: 8 of q, 2 of k, 2 of v
 
     Args:
         qkv: the output of a projection of all heads; any strides. G is the number of k's heads, and q has q_per_group
@@ -155,9 +155,9 @@ def prepare_packed_qkv(
     asked, op = gather(ROPE_QKV, tensors, words, _WORDS, positions, inplace), ROPE_QKV
     if norm is not None:
         op = QKV_NORM
-        add("prepare_packed_qkv", "norm", norm, Norm, tensors, asked)
+        add("prepare_fused_qkv", "norm", norm, Norm, tensors, asked)
     if hadamard is not False:
-        op, asked = QKV_HADAMARD, {"norm": NO_NORM, **asked, **hadamard_words("prepare_packed_qkv", hadamard)}
+        op, asked = QKV_HADAMARD, {"norm": NO_NORM, **asked, **hadamard_words("prepare_fused_qkv", hadamard)}
     if bias is not None:
         tensors["bias"] = bias
     if cos is None:
@@ -182,18 +182,18 @@ def _staged(
     tensors: Any, words: Any, positions: Any, inplace: bool, packed: tuple[Any, ...], stages: tuple[Any, ...], out: Any
 ) -> tuple[Any, ...]:
     """The results of a call with stages of `prepare_qkv`. packed: q_per_group, order, copy_v and bias."""
-    name, (norm, cache, quantize, hadamard), (n, order, copy_v, bias) = "prepare_packed_qkv", stages, packed
+    name, (norm, cache, quantize, hadamard), (n, order, copy_v, bias) = "prepare_fused_qkv", stages, packed
     n, order = whole(name, "q_per_group", n), word(name, "order", order, QKV_ORDERS)
     copy_v = flag(name, "copy_v", copy_v)
     separate, own = chosen(name, norm, cache, quantize, hadamard)
-    op, qkv = PACKED_INTO[separate.name], tensors["qkv"]
+    op, qkv = FUSED_INTO[separate.name], tensors["qkv"]
     asked = gather(op, tensors, words, _WORDS, positions, inplace)
     if bias is not None:
         tensors["bias"] = bias
     asked.update(own)
     staged(op, tensors, asked, qkv, norm, cache, quantize)
     _say_order(asked, n, order, copy_v)
-    found = call_packed_into(op, tensors, asked, out, quantize)
+    found = call_fused_into(op, tensors, asked, out, quantize)
     if order == "qkv_gated":
         return (*found, part_with_bias(tensors, "gate", Options(q_per_group=n, order=order)))
     return found

@@ -112,7 +112,7 @@ def check(name: str, tensors: Tensors, options: Options, label: str = "q") -> No
 
 
 def check_qkv(name: str, tensors: Tensors, options: Options) -> None:
-    """The check of a packed call."""
+    """The check of a fused call."""
     qkv, cos, fail = tensors["qkv"], tensors["cos"], failing(name)
     grouped, n = options.order == "grouped", options.q_per_group
     if n <= 0:
@@ -129,13 +129,13 @@ def check_qkv(name: str, tensors: Tensors, options: Options) -> None:
         had = f"is {size} wide" if grouped else f"has {size} heads"
         factor = "2 " if options.order == "qkv_gated" else ""
         fail(f"qkv {had}, which {factor}q_per_group + 2 = {per_group} does not divide")
-    fit.refuse_per_head(cos, options, "packed QKV", fail)
+    fit.refuse_per_head(cos, options, "fused QKV", fail)
     if norm_of(options).across_heads and norm_of(options).v_norm:
-        fail("across_heads does not go with v_norm in packed QKV; split it, and pass q, k and v to prepare_qkv")
+        fail("across_heads does not go with v_norm in fused QKV; split it, and pass q, k and v to prepare_qkv")
     if options.inplace:
         fit.require_no_overlap("qkv", qkv, fail)
     # k is also checked as q: the rest of the check does not depend on the number of heads
-    k = views.packed_part(qkv, "k", options)
+    k = views.fused_part(qkv, "k", options)
     check(name, {"q": k, "k": k, **_tables(tensors)}, changed(options, inplace=False), "qkv")
     if "bias" in tensors:
         _check_bias(qkv, tensors["bias"], options, fail)

@@ -1,4 +1,4 @@
-"""`prepare_packed_qkv` with the projection's bias: the bits of a call of qkv + bias, and its gradients."""
+"""`prepare_fused_qkv` with the projection's bias: the bits of a call of qkv + bias, and its gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jitrope.ops.projections import QKV_NORM, ROPE_QKV
 from jitrope.plan.options import NormOptions
 
 from . import oracle
-from .cases import BIASES, QKV_CASES, QKV_NORM_CASES, Case, NormCase, as_packed, lower, make, make_bias, named
+from .cases import BIASES, QKV_CASES, QKV_NORM_CASES, Case, NormCase, as_fused, lower, make, make_bias, named
 from .cases import qkv_norm_call as norm_call
 from .devices import DEVICES, slow
 from .said import said
@@ -40,7 +40,7 @@ class Made:
             self.qkv, self.weights, words = norm_call(case, device)
             words["norm"] = jitrope.Norm(**self.weights, **{**case.norm._asdict(), "v_norm": v_norm})
         else:
-            self.qkv, _, cos, sin, words = make(as_packed(case), device)
+            self.qkv, _, cos, sin, words = make(as_fused(case), device)
             words.update(cos=cos, sin=sin, q_per_group=case.shape[3])
         self.bias = make_bias(self.qkv, form)
         self.words = said(**words)
@@ -51,7 +51,7 @@ class Made:
 
     def call(self, qkv: Tensor | None = None, bias: Tensor | None = None, **words: Any) -> Any:
         given = self.qkv if qkv is None else qkv
-        return jitrope.prepare_packed_qkv(given, bias=bias, **{**self.words, **words})
+        return jitrope.prepare_fused_qkv(given, bias=bias, **{**self.words, **words})
 
     def parts(self, qkv: Tensor) -> tuple[Tensor, ...]:
         return oracle.split(qkv, self.words["q_per_group"], self.words.get("order", "grouped"))
@@ -217,7 +217,7 @@ def test_opcheck(case: AnyCase, inplace: bool, bias: str) -> None:
     rope, op, words = case, ROPE_QKV, {"inplace": inplace}
     if isinstance(case, NormCase):
         rope, op, words = case.rope, QKV_NORM, {**words, "norm": NormOptions(*case.norm)}
-    (_, _, *tables), options = lower(make(as_packed(rope)), q_per_group=rope.shape[3], **words)
+    (_, _, *tables), options = lower(make(as_fused(rope)), q_per_group=rope.shape[3], **words)
     given = {"qkv": made.qkv, "bias": made.bias, **made.weights}
     arguments = library.arguments(op, named(op, [given.get(name) for name in op.names], tables), options)
     torch.library.opcheck(getattr(torch.ops.jitrope, op.name + "_" * inplace).default, arguments)
@@ -268,6 +268,6 @@ def test_refusals_by_name_that_write_nothing(name: str, inplace: bool) -> None:
              "inplace": inplace, **changes}  # fmt: skip
     before = words["qkv"].clone()
     with pytest.raises(jitrope.InvalidInput, match=text) as error:
-        jitrope.prepare_packed_qkv(**words)
-    assert str(error.value).startswith("prepare_packed_qkv: ")
+        jitrope.prepare_fused_qkv(**words)
+    assert str(error.value).startswith("prepare_fused_qkv: ")
     assert torch.equal(words["qkv"], before)
