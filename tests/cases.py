@@ -931,7 +931,7 @@ def op_arguments(op: Operation, tensors: Any, tables: Any, options: Options) -> 
 
 
 def make_qkv(case: Case, device: str = "cpu", **changes: Any) -> tuple[list[Any], Options]:
-    """([qkv, cos, sin, cu_seqlens, start_positions], options) of a packed case."""
+    """([qkv, cos, sin, cu_seqlens, start_positions], options) of a fused case."""
     (qkv, _, *tables), options = lower(make(as_fused(case), device), q_per_group=case.shape[3], **changes)
     return [qkv, *tables], options
 
@@ -939,8 +939,15 @@ def make_qkv(case: Case, device: str = "cpu", **changes: Any) -> tuple[list[Any]
 def as_fused(case: Case) -> Case:
     """A fused case, (B, S, groups, heads of q in a group, D), with the shape of its one tensor."""
     b, s, groups, q_per_group, d = case.shape
-    axes = fused_shape(groups, d, Options(q_per_group=q_per_group, order=case.options.get("order", "grouped")))
-    return replace(case, shape=(b, s, axes[0], 0, axes[1]), rotary_dim=case.rotary_dim or d)
+    options = {"order": "grouped", **case.options}
+    axes = fused_shape(groups, d, Options(q_per_group=q_per_group, order=options["order"]))
+    return replace(case, shape=(b, s, axes[0], 0, axes[1]), rotary_dim=case.rotary_dim or d, options=options)
+
+
+def heads_of(case: Case) -> tuple[int, int]:
+    """The heads of q and of k of a fused case."""
+    _, _, groups, q_per_group, _ = case.shape
+    return groups * q_per_group, groups
 
 
 def qkv_norm_call(case: NormCase, device: str = "cpu", seed: int = 0) -> tuple[Tensor, dict[str, Tensor], Any]:
@@ -952,7 +959,7 @@ def qkv_norm_call(case: NormCase, device: str = "cpu", seed: int = 0) -> tuple[T
     heads = {"q": groups * each, "k": groups} if case.across_heads else {"q": 1, "k": 1}
     weights = {name: torch.randn(heads[name[0]] * size, generator=generator).to(device, dtype) for name in names}
     tables = {} if cos is None else {"cos": cos, "sin": sin}
-    return qkv, weights, {**words, **tables, "q_per_group": case.rope.shape[3]}
+    return qkv, weights, {**words, **tables, "heads": heads_of(case.rope)}
 
 
 BIASES = {

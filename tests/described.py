@@ -181,8 +181,8 @@ class _Described:
             if words.get(label) is not None:
                 words[label] = self.value(label, words[label])
         if self.name == "prepare_fused_qkv":
-            words["q_per_group"] = n = self.heads[0] // self.heads[1]
-            options = Options(q_per_group=n, order=words.get("order", "grouped"))
+            words["heads"] = self.heads
+            options = Options(q_per_group=self.heads[0] // self.heads[1], order=words.get("order", "qkv"))
             shape = fused_shape(self.heads[1], self.head_dim, options)
             given: list[Any] = [self.q_or_k(*shape)]
             if words.pop("bias", False):

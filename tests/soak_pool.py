@@ -35,6 +35,7 @@ from .cases import (
     LatentCase,
     NormCase,
     as_fused,
+    heads_of,
     latent_call,
     make,
     make_bias,
@@ -177,8 +178,9 @@ def qkv_job(case: Case, mode: str, biased: bool = False) -> Job:
     """Fused QKV, perhaps with its projection's bias; modes as `rope_job`'s."""
 
     def made(device: str, seed: int) -> Call:
-        qkv, _, cos, sin, words = make(as_fused(resized(case, random.Random(seed))), device, seed)
-        words["q_per_group"], bias = case.shape[3], make_bias(qkv, "flat", seed) if biased else None
+        sized = resized(case, random.Random(seed))
+        qkv, _, cos, sin, words = make(as_fused(sized), device, seed)
+        words["heads"], bias = heads_of(sized), make_bias(qkv, "flat", seed) if biased else None
         if mode == "in place":
             return lambda: [jitrope.prepare_fused_qkv(qkv, cos, sin, bias=bias, **said(**words), inplace=True)]
         call = lambda: [*jitrope.prepare_fused_qkv(qkv, cos, sin, bias=bias, **said(**words))]  # noqa: E731

@@ -45,7 +45,7 @@ TENSORS = ("q", "k", "v", "qkv", "cos", "sin", "cos_sin_cache", "freqs", "freqs_
            "q_mean_square", "k_mean_square", "q_out", "k_out", "v_out", "page_table", "page_indptr", "last_page_len",
            "seq_lens", "cu_seqlens_q", "batch_indices", "cache_positions", "errors")  # fmt: skip
 SEQUENCES = ("first", "second")
-INTS = ("rotary_dim", "rotary_offset", "max_seqlen", "cp_size", "cp_rank", "q_per_group", "unrotated")
+INTS = ("rotary_dim", "rotary_offset", "max_seqlen", "cp_size", "cp_rank", "unrotated")
 FLAGS = ("interleaved", "interleaved_out", "mrope_interleaved", "inverse", "packed_table", "check", "rotate_k",
          "across_heads", "zero_centered", "after_rope", "v_norm", "copy_v", "inplace", "hadamard",
          "clear_page")  # fmt: skip
@@ -53,11 +53,12 @@ NUMBERS = ("mscale", "eps")
 WORDS = ("layout", "rounding", "norm_rounding", "norm_kind", "of", "order")
 SCALES = ("q_scale", "k_scale", "v_scale", "q_factor")
 SECTIONS = ("mrope_section",)
+HEADS = ("heads",)
 PLACES = ("batch_indices", "cache_positions")
 LENGTHS = ("last_page_len", "seq_lens", "cache_positions")
 FLAT = ("slot_mapping", "errors", *PLACES)  # any axes
 PAGED = ("page_table", "page_indptr", "last_page_len", "seq_lens", "cu_seqlens_q", *PLACES, "errors", "clear_page")
-KNOWN = {*TENSORS, *SEQUENCES, *INTS, *FLAGS, *NUMBERS, *WORDS, *SCALES, *SECTIONS}
+KNOWN = {*TENSORS, *SEQUENCES, *INTS, *FLAGS, *NUMBERS, *WORDS, *SCALES, *SECTIONS, *HEADS}
 
 OPERATIONS: dict[str, Any] = {
     "rope": ROPE, "fused_qkv": ROPE_QKV, "fused_qkv_norm": QKV_NORM,
@@ -161,6 +162,21 @@ def kinds(parameter: str, plain: Any, cell: Cell) -> Iterator[tuple[str, Any, An
             ("a 0-d array", np.array(4), REFUSED), ("a tensor inside", [torch.tensor(1), 2, 1], EITHER),
             ("a dict", {1: 1, 2: 2}, REFUSED), ("a module", MODULE, REFUSED), ("an object", object(), REFUSED),
             ("a class", tuple, REFUSED), ("a generator", (n for n in plain), EITHER),
+        ]  # fmt: skip
+    elif parameter in HEADS:
+        yield from [
+            ("list", list(plain), plain), ("numpy array", np.array(plain), plain),
+            ("numpy int32", np.array(plain, dtype=np.int32), plain), ("torch.Size", torch.Size(plain), plain),
+            ("np.int64 inside", [np.int64(n) for n in plain], plain), ("floats inside", [*map(float, plain)], plain),
+            ("numpy floats", np.array(plain, dtype=np.float32), plain), ("one", plain[:1], REFUSED),
+            ("three", (*plain, 1), REFUSED), ("none", (), REFUSED), ("None", None, REFUSED), ("4", 4, REFUSED),
+            ("exchanged", plain[::-1], REFUSED), ("that do not divide", (5, 2), REFUSED), ("zero", (0, 2), REFUSED),
+            ("no k", (4, 0), REFUSED), ("-1", (-4, 2), REFUSED), ("too many", (6, 2), REFUSED),
+            ("True inside", (4, True), REFUSED), ("a half inside", (4.5, 2), REFUSED),
+            ("None inside", (4, None), REFUSED), ("2**70 inside", (2**70, 2), REFUSED),
+            ("nan inside", (float("nan"), 2), REFUSED), ("a tensor", torch.tensor(plain), REFUSED),
+            ("a tensor inside", (torch.tensor(4), 2), EITHER),
+            *((n, v, REFUSED) for n, v in STRANGERS),
         ]  # fmt: skip
     elif parameter in SCALES:
         scale = torch.tensor(plain, device=cell.device)
@@ -296,8 +312,10 @@ def context(cell: Cell, parameter: str) -> tuple[Args, Any] | None:
         plain = 0.5
     elif parameter in SCALES:
         plain = 0.5
-    elif parameter in INTS:
-        plain = {"q_per_group": 2, "unrotated": 1}[parameter]
+    elif parameter == "heads":
+        plain = (4, 2)
+    elif parameter == "unrotated":
+        plain = 1
     elif parameter in FLAGS:
         plain = True
         if parameter == "across_heads":
@@ -434,8 +452,16 @@ def parameters() -> list[tuple[Function, str]]:
         norm += ("v_norm",) if "kv_cache" in f.name or "fused" in f.name else ()
         names += ["bias"] if "fused" in f.name else []
         names = [word for name in names for word in (LENGTHS if name == "lengths" else (name,))]
+        names += [*HEADS] if "fused" in f.name else []
         words = [*names, *sorted(op.tables), *op.words, *(norm if op.norm else ())]
-        without = {"launch", "norm", "out_dtype", "shifts", *(("interleaved_out", "q_scale") if f.in_place else ())}
+        without = {
+            "launch",
+            "norm",
+            "out_dtype",
+            "shifts",
+            "q_per_group",
+            *(("interleaved_out", "q_scale") if f.in_place else ()),
+        }
         without |= {"inverse"} if f.name == "norm_fp8" else set()  # it goes with hadamard alone
         without |= {"hadamard"} if "kv_cache" in f.name else set()  # it goes with quantize alone
         without |= {"k_block_scale", "v_block_scale", "scale_fmt"}  # heads are too short; test_index_cache has them

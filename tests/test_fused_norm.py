@@ -29,7 +29,7 @@ class Made:
 
     def __init__(self, case: NormCase, device: str = "cpu", v_norm: bool = False, leaves: bool = False) -> None:
         self.qkv, self.weights, words = qkv_norm_call(case, device)
-        self.q_per_group, self.order = words.pop("q_per_group"), words.pop("order", "grouped")
+        self.heads, self.order = words.pop("heads"), words.pop("order")
         self.words = said(**words)
         self.norm_words = {**case.norm._asdict(), "v_norm": v_norm}
         if leaves:
@@ -46,11 +46,11 @@ class Made:
         return [self.qkv, *self.weights.values()]
 
     def fused(self, qkv: Tensor | None = None, **words: Any) -> Any:
-        own = {"norm": self.norm, "q_per_group": self.q_per_group, "order": self.order, **self.words, **words}
+        own = {"norm": self.norm, "heads": self.heads, "order": self.order, **self.words, **words}
         return jitrope.prepare_fused_qkv(self.qkv if qkv is None else qkv, **own)
 
     def apart(self, **words: Any) -> list[Tensor]:
-        q, k, v, *gate = oracle.split(self.qkv, self.q_per_group, self.order)
+        q, k, v, *gate = oracle.split(self.qkv, self.heads, self.order)
         return [*jitrope.prepare_qkv(q, k, v, **{"norm": self.norm, **self.words, **words}), *gate]
 
 
@@ -89,7 +89,7 @@ def test_a_v_without_a_gradient_may_be_anything(device: str) -> None:
     """Also one that is normalised."""
     made = Made(SOME[0], device, True, leaves=True)
     with torch.no_grad():
-        oracle.split(made.qkv, made.q_per_group, made.order)[2].fill_(torch.nan)
+        oracle.split(made.qkv, made.heads, made.order)[2].fill_(torch.nan)
     q, k, *_ = made.fused()
     for grad in torch.autograd.grad((q, k), made.leaves, (dout(q.detach()), dout(k.detach()))):
         assert not grad.isnan().any()
@@ -116,7 +116,7 @@ def test_a_view_of_v_and_in_place(case: NormCase, device: str) -> None:
     for _ in range(2):
         qkv = made.qkv.clone()
         assert made.fused(qkv, inplace=True) is qkv
-        assert_equal(oracle.split(qkv, made.q_per_group, made.order), want)
+        assert_equal(oracle.split(qkv, made.heads, made.order), want)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -125,7 +125,7 @@ def test_v_is_normalised_in_place_too(case: NormCase, device: str) -> None:
     made = Made(case, device, v_norm=True)
     want, qkv = made.apart(), made.qkv.clone()
     made.fused(qkv, inplace=True)
-    assert_equal(oracle.split(qkv, made.q_per_group, made.order), want)
+    assert_equal(oracle.split(qkv, made.heads, made.order), want)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -185,7 +185,7 @@ def test_a_transform_with_its_gradient(how: str, case: NormCase, device: str) ->
         assert_equal(made.fused(**words, copy_v=False), found[-1])
         qkv = made.qkv.clone()
         assert made.fused(qkv, **words, inplace=True) is qkv
-        assert_equal(oracle.split(qkv, made.q_per_group, made.order), found[-1])
+        assert_equal(oracle.split(qkv, made.heads, made.order), found[-1])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -199,7 +199,7 @@ def test_given_means_of_rows_and_their_gradients(how: str, name: str, device: st
         bias = dout(made.qkv.flatten(0, -3)[0]) * (how == "biased")
         if how == "biased" and fused:
             words["bias"] = bias
-        q, k, *_ = oracle.split(made.qkv.detach() + bias, made.q_per_group, made.order)
+        q, k, *_ = oracle.split(made.qkv.detach() + bias, made.heads, made.order)
         means = [x.float().square().mean((-2, -1)).requires_grad_() for x in (q, k)]
         norm = Norm(**made.weights, **made.norm_words, mean_squares=means)
         leaves = made.leaves
@@ -232,7 +232,7 @@ def op_call(case: NormCase, op: Any, device: str = "cpu", **changes: Any) -> tup
     """The arguments of torch's op of a case."""
     made = Made(case, device)
     norm = NormOptions(*case.norm)
-    (qkv, _, *tables), options = lower(make(as_fused(case.rope), device), q_per_group=made.q_per_group, norm=norm)
+    (qkv, _, *tables), options = lower(make(as_fused(case.rope), device), q_per_group=case.rope.shape[3], norm=norm)
     tensors = {"qkv": qkv, **made.weights}
     if op is QKV_NORM_BACKWARD:
         tensors = {**{"d" + name: dout(x) for name, x in zip(("q", "k", "v", "gate"), made.apart())}, **tensors}
@@ -297,8 +297,8 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "shifts": ({"positions": jitrope.Shifts(torch.zeros(6, dtype=torch.int64))}, "shifts does not go with"),
     "tables for each head": ({"cos": torch.zeros(1, 6, 2, 4), "sin": torch.zeros(1, 6, 2, 4)}, "must share it"),
     "layout": ({"layout": "bhsd"}, "layout is 'bhsd'"),
-    "width": ({"q_per_group": 3}, "does not divide"),
-    "q_per_group": ({"q_per_group": 0}, "q_per_group is 0"),
+    "width": ({"heads": (6, 2)}, "qkv has shape .*, but heads=.6, 2. with order='grouped' are 10 heads"),
+    "heads": ({"heads": (0, 2)}, r"heads\[0\] is 0"),
     "a gradient in place": ({"inplace": True, "norm": Norm(W.clone().requires_grad_())}, "has no gradient in place"),
 }  # fmt: skip
 
@@ -307,7 +307,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "more", [{"quantize": jitrope.Quantize(0.5, 0.5)}, {"out": (torch.zeros(2, 6, 4, 8), None, None)}]
 )
 def test_a_view_of_v_is_refused_with_more_stages_too(more: dict[str, Any]) -> None:
-    table, words = torch.zeros(6, 4), {"q_per_group": 2, "norm": Norm(v_norm=True), "copy_v": False}
+    table, words = torch.zeros(6, 4), {"heads": (4, 2), "order": "grouped", "norm": Norm(v_norm=True), "copy_v": False}
     with pytest.raises(jitrope.InvalidInput, match="copy_v=False does not go with v_norm"):
         jitrope.prepare_fused_qkv(torch.ones(2, 6, 2, 32), table, table, **words, **more)
 
@@ -317,8 +317,8 @@ def test_a_view_of_v_is_refused_with_more_stages_too(more: dict[str, Any]) -> No
 def test_refusals_by_name_that_write_nothing(name: str, inplace: bool) -> None:
     changes, text = REFUSALS[name]
     table = torch.zeros(6, 4)
-    words = {"qkv": torch.ones(2, 6, 2, 32), "cos": table, "sin": table, "q_per_group": 2, "norm": Norm(W, W),
-             "inplace": inplace, **changes}  # fmt: skip
+    words = {"qkv": torch.ones(2, 6, 2, 32), "cos": table, "sin": table, "heads": (4, 2), "norm": Norm(W, W),
+             "order": "grouped", "inplace": inplace, **changes}  # fmt: skip
     before = words["qkv"].clone()
     with pytest.raises(jitrope.InvalidInput, match=text) as error:
         jitrope.prepare_fused_qkv(**words)

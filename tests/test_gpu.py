@@ -38,6 +38,7 @@ from .cases import (
     QKV_CASES,
     Case,
     dealt,
+    heads_of,
     launched,
     lower,
     make,
@@ -995,8 +996,10 @@ def test_cuda_graph() -> None:
 
 @pytest.mark.hardware
 def test_cuda_graph_of_fused_qkv() -> None:
-    (qkv, freqs, _, cu_seqlens, *_), o = make_qkv(next(case for case in QKV_CASES if case.name == "qkv-packed"), DEVICE)
-    keywords = {"freqs": freqs, "layout": "thd", "cu_seqlens": cu_seqlens, "q_per_group": o.q_per_group}
+    case = next(case for case in QKV_CASES if case.name == "qkv-packed")
+    (qkv, freqs, _, cu_seqlens, *_), _ = make_qkv(case, DEVICE)
+    keywords = {"freqs": freqs, "layout": "thd", "cu_seqlens": cu_seqlens, "heads": heads_of(case)}
+    keywords["order"] = "grouped"
     jitrope.prepare_fused_qkv(qkv, **said(**keywords))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

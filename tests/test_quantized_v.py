@@ -97,8 +97,7 @@ def test_of_fused_qkv_and_for_ranks(device: str) -> None:
     assert all(same(torch.cat([*x.view(torch.uint8)], 2), y) for x, y in zip(out, want))
     bias = torch.randn(q.shape[2] + 2 * k.shape[2], 64, generator=torch.Generator().manual_seed(1)).to(q)
     qkv = torch.cat((q, k, v), 2)
-    n = q.shape[2] // k.shape[2]
-    words: dict[str, Any] = {"q_per_group": n, "order": "qkv", "quantize": quantize}
+    words: dict[str, Any] = {"heads": (q.shape[2], k.shape[2]), "quantize": quantize}
     parts = (qkv + bias).split([q.shape[2], k.shape[2], k.shape[2]], 2)
     want = jitrope.prepare_qkv(*[x.contiguous() for x in parts], cos, sin, quantize=quantize)
     assert all(same(x, y) for x, y in zip(jitrope.prepare_fused_qkv(qkv, cos, sin, bias=bias, **words), want))
@@ -193,7 +192,7 @@ def test_computed_scales_of_fused_qkv(device: str) -> None:
     q, k, cos, sin = inputs(device, 2, 5, 4, 64)
     qkv, quantize = torch.cat((q, k, k + 1), 2), DynamicQuantize(group=32, v=True)
     bias = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).to(q)
-    words: dict[str, Any] = {"q_per_group": 2, "order": "qkv", "quantize": quantize}
+    words: dict[str, Any] = {"heads": (4, 2), "quantize": quantize}
     for added in (None, bias):
         parts = (qkv if added is None else qkv + added).split([4, 2, 2], 2)
         want = jitrope.prepare_qkv(*[x.contiguous() for x in parts], cos, sin, quantize=quantize)

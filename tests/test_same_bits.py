@@ -186,7 +186,7 @@ def pages_token_by_token(case: Case) -> tuple[Tensor, Tensor]:
 @form
 def fused_projection(case: Case) -> tuple[Tensor, Tensor]:
     q, k, v = (x.unsqueeze(0) for x in case.heads())
-    words: dict[str, Any] = {"cos_sin_cache": case.table(), "order": "qkv", "q_per_group": HQ // HK, **case.words}
+    words: dict[str, Any] = {"cos_sin_cache": case.table(), "heads": (HQ, HK), **case.words}
     if case.norm is not None:
         weights, biases = (case.random(2, case.dim, seed=seed).unbind() for seed in (2, 3))
         more = dict(zip(("q_bias", "k_bias"), biases)) if "kind" in case.norm else {}

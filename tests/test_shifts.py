@@ -133,4 +133,4 @@ def test_fused_qkv_is_refused() -> None:
     with pytest.raises(
         jitrope.InvalidInput, match="shifts does not go with fused QKV; rotate by Shifts in a call of apply_rope"
     ):
-        jitrope.prepare_fused_qkv(torch.zeros(2, 5, 1, 3 * 64), positions=Shifts(OLD), **WORDS)
+        jitrope.prepare_fused_qkv(torch.zeros(2, 5, 3 * 64), heads=(1, 1), positions=Shifts(OLD), **WORDS)

@@ -530,14 +530,14 @@ def test_fused_qkv_is_the_same_chain(case: Case, biased: bool, device: str) -> N
     """biased: the chain is that of the sum with the projection's bias, rounded."""
     like, m = Made(case, "cpu"), Made(case, device)
     qkv = oracle.unheads(m.fused[..., : HEADS + 4, :], m.layout)
-    words = {**m.call_words(), "q_per_group": HEADS // 2, "order": "qkv", "inplace": case["out"] == "inplace"}
+    words = {**m.call_words(), "heads": (HEADS, 2), "inplace": case["out"] == "inplace"}
     if biased:
         words["bias"] = m.noise(*qkv.shape[-2:]).to(m.dtype)
         like.fused[..., : HEADS + 4, :] += words["bias"].cpu()
     got = jitrope.prepare_fused_qkv(qkv, **words)
     if got is qkv:  # tokens after the last sequence stay
         like.v_end = like.ends[-1]
-    for letter, x in zip("qkv", oracle.split(qkv, HEADS // 2, "qkv") if got is qkv else got):
+    for letter, x in zip("qkv", oracle.split(qkv, (HEADS, 2)) if got is qkv else got):
         check_heads(like, x, letter)
 
 

@@ -52,13 +52,16 @@ def ropes(cu_seqlens: Tensor, tokens: int, with_peers: bool) -> dict[str, Call]:
         q, k, v = qkv.chunk(3, -1)
         return *rotate(q, k), v
 
+    def fused(qkv: Tensor) -> Any:
+        return prepare_fused_qkv(qkv, heads=(qkv.shape[1], qkv.shape[1]), order="grouped", **words)
+
     def both(one: Call, q: Tensor, k: Tensor) -> Any:
         return one(Inputs(q)), one(Inputs(k))
 
     found: dict[str, Call] = {
         "none": lambda qkv: qkv.chunk(3, -1),
         "jitrope": partial(split, partial(apply_rope, **words)),
-        "jitrope fused QKV": partial(prepare_fused_qkv, **words),
+        "jitrope fused QKV": fused,
     }
     if with_peers:
         singles = {label: partial(both, one) for label, one in others.packed(cu_seqlens, tokens, half).items()}

@@ -72,8 +72,9 @@ def to_ranks(x: Inputs) -> Any:
 
 def to_gated(x: Inputs) -> Any:
     words: Any = {"norm": Norm(*x.weights, zero_centered=True, rounding="once"), "rotary_dim": 64}
-    heads = x.k.shape[2]
-    return prepare_fused_qkv(x.q, x.cos, x.sin, order="qkv_gated", q_per_group=x.q.shape[2] // (2 * heads) - 1, **words)
+    k_heads = x.k.shape[2]
+    heads = (x.q.shape[2] // 2 - k_heads, k_heads)
+    return prepare_fused_qkv(x.q, x.cos, x.sin, heads=heads, order="qkv_gated", **words)
 
 
 def to_te_mha(x: Inputs) -> Any:

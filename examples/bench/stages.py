@@ -127,7 +127,7 @@ def fused(x: Inputs, biased: bool = False) -> Any:
     """All heads of q, k and v in turn."""
     hk = x.k.shape[2]
     words: Any = {"bias": x.biases[0]} if biased else {}
-    return prepare_fused_qkv(x.q, x.cos, x.sin, order="qkv", q_per_group=x.q.shape[2] // hk - 2, **words)
+    return prepare_fused_qkv(x.q, x.cos, x.sin, heads=(x.q.shape[2] - 2 * hk, hk), **words)
 
 
 class Streams(NamedTuple):

@@ -87,8 +87,9 @@ def apply_fused_qkv_rotary_pos_emb(
         raise InvalidInput(f"qkv_split_arg_list {qkv_split_arg_list} does not split groups of {qkv.shape[-1]}")
     words = _words(tensor_format, start_positions, interleaved, cu_seqlens, cp_size, cp_rank)
     if k_width == v_width and q_freqs is k_freqs:
-        words.update(freqs=q_freqs.float(), rotary_dim=q_freqs.shape[-1], q_per_group=q_width // k_width)
-        q, k, v = prepare_fused_qkv(qkv, **words)
+        words.update(freqs=q_freqs.float(), rotary_dim=q_freqs.shape[-1])
+        heads = qkv.shape[-2] * q_width // k_width, qkv.shape[-2]
+        q, k, v = prepare_fused_qkv(qkv, heads=heads, order="grouped", **words)
         return q, k, v
     q, k, v = qkv.split(qkv_split_arg_list, -1)
     q = q.unflatten(-1, (-1, k_width)).flatten(-3, -2)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan.options import NO_NORM, NormOptions, Options
-from ..plan.views import Tensors, converts_v, fused_part, fused_sizes, heads_per_group
+from ..plan.views import Tensors, converts_v, fused_part, fused_sizes
 from .dispatch import call
 from .formats import empty_elements, empty_heads
 from .into import given_out, is_dense, items_of_out, joins_k
@@ -148,7 +148,7 @@ def call_fused_into(
         if isinstance(out, Ulysses) and refused:
             raise InvalidInput(f"{op.function}: Ulysses does not go with {label}")
     qkv: Any = tensors.get("qkv")
-    options = Options(q_per_group=words["q_per_group"], order=words.get("order", "grouped"))
+    options = Options(q_per_group=words["q_per_group"], order=words["order"])
     wanted = "q" if cached else "qk" if stays else "qkv"
     shape_of = partial(_shape_of_fused, qkv, options, wanted)
     found = _into_given(op, FUSED_SCALES, tensors, words, out, quantize, shape_of)
@@ -190,13 +190,10 @@ def _into_given(
 
 
 def _shape_of_fused(qkv: Any, options: Options, wanted: str, letter: str) -> Shape | None:
-    n = options.q_per_group
-    if letter not in wanted or n < 1 or not is_dense(qkv) or qkv.dim() < 3:
-        return None
-    if qkv.shape[-1 if options.order == "grouped" else -2] % heads_per_group(options):
+    if letter not in wanted or not is_dense(qkv):
         return None
     groups, head_dim = fused_sizes(qkv, options)
-    return qkv, qkv.shape[:-2], groups * (n if letter == "q" else 1), head_dim
+    return qkv, qkv.shape[:-2], groups * (options.q_per_group if letter == "q" else 1), head_dim
 
 
 def _shape_of_joint(tensors: Tensors, letter: str) -> Shape | None:

@@ -100,14 +100,15 @@ class Function:
 
 
 JOINT = ("q", "k", "q2", "k2")
+FUSED = {"heads": (4, 2), "order": "grouped"}
 CACHE = {"k_cache": None, "v_cache": None, "slot_mapping": None}
 FUNCTIONS = [
     Function("rope", ("q", "k"), ("q", "k")),
     Function("rope_", ("q", "k"), (), written=("q", "k")),
-    Function("fused_qkv", ("qkv",), (None, None, None), options={"q_per_group": 2}),
-    Function("fused_qkv_", ("qkv",), (), written=("qkv",), options={"q_per_group": 2}),
-    Function("fused_qkv_norm", ("qkv",), (None, None, None), (), ("q_weight", "k_weight"), options={"q_per_group": 2}),
-    Function("fused_qkv_norm_", ("qkv",), (), (), ("q_weight", "k_weight"), ("qkv",), False, {"q_per_group": 2}),
+    Function("fused_qkv", ("qkv",), (None, None, None), options=FUSED),
+    Function("fused_qkv_", ("qkv",), (), written=("qkv",), options=FUSED),
+    Function("fused_qkv_norm", ("qkv",), (None, None, None), (), ("q_weight", "k_weight"), options=FUSED),
+    Function("fused_qkv_norm_", ("qkv",), (), (), ("q_weight", "k_weight"), ("qkv",), False, FUSED),
     Function("fp8", ("q", "k"), ("q", "k"), derived=False, options={"q_scale": 0.25, "k_scale": 0.01}),
     Function("kv_cache", ("q", "k"), ("q",), ("v",), (), ("k_cache", "v_cache"), False),
     Function("kv_cache", ("q", "k"), ("q",), ("v",), (), ("k", "k_cache", "v_cache"), False,

@@ -295,17 +295,17 @@ def _(cell: Cell) -> Args:
 
 @option("v stays", "v comes back as a view", only(right, lambda f: f.name in ("fused_qkv", "fused_qkv_norm")))
 def _(cell: Cell) -> Args:
-    return {"copy_v": False, "q_per_group": 2}
+    return {"copy_v": False}
 
 
 @option("all heads of q first", "order", only(right, lambda f: f.name.startswith("fused_qkv")))
 def _(cell: Cell) -> Args:
-    return {"order": "qkv", "qkv": cell.rand(B, S, 8, D, seed=4), "q_per_group": 2}
+    return {"order": "qkv", "qkv": cell.rand(B, S, 8, D, seed=4)}
 
 
 @option("a gate after each head of q", "order", only(right, lambda f: f.name.startswith("fused_qkv")))
 def _(cell: Cell) -> Args:
-    return {"order": "qkv_gated", "qkv": cell.rand(B, S, 12, D, seed=4), "q_per_group": 2}
+    return {"order": "qkv_gated", "qkv": cell.rand(B, S, 12, D, seed=4)}
 
 
 @option("a projection's bias", "it is added first", only(right, lambda f: f.name.startswith("fused_qkv")))
