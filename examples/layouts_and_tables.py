@@ -51,8 +51,8 @@ report("thd, positions=Packed(cu_seqlens)", torch.equal(out, q_out.flatten(0, 1)
 # A projection's output before it is split: q, k and v of a token side by side.
 qkv = torch.randn(B, S, HEADS + 2 * KV_HEADS, D, device=device, dtype=torch.bfloat16)
 qkv[:, :, :HEADS], qkv[:, :, HEADS : HEADS + KV_HEADS] = q, k
-jitrope.apply_rope(*qkv.split((HEADS, KV_HEADS, KV_HEADS), 2)[:2], cos, sin, inplace=True)  # in the packed tensor
-report("in place, inside of a packed projection", torch.equal(qkv[:, :, :HEADS], q_out))
+jitrope.apply_rope(*qkv.split((HEADS, KV_HEADS, KV_HEADS), 2)[:2], cos, sin, inplace=True)  # in the fused tensor
+report("in place, inside of a fused projection", torch.equal(qkv[:, :, :HEADS], q_out))
 
 print("Tables are read as they are.")
 twice = [torch.cat((t, t), -1) for t in (cos, sin)]

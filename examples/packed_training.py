@@ -2,7 +2,7 @@
 
 python examples/packed_training.py [--documents 64] [--tokens 8192] [--steps 10]    # on a CPU 512 tokens by default
 
-The QKV projection stays packed: one launch splits it and rotates q and k, and one more computes the gradient. Then the
+q, k and v are one projection: one launch splits it and rotates q and k, and one more computes the gradient. Then the
 batch is cut as for two ranks, and the rotated tokens of each are compared with the whole batch's. Runs on a GPU, or on
 a CPU in plain torch.
 """
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import jitrope
 from jitrope.context_parallel import Partition
 
-HEADS, GROUPS, HEAD_DIM, VOCABULARY = 8, 2, 64, 256
+HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 8, 2, 64, 256
 
 
 def document_lengths(documents: int, tokens: int) -> torch.Tensor:
@@ -29,11 +29,10 @@ class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         hidden = HEADS * HEAD_DIM
-        self.qkv, self.out = nn.Linear(hidden, (HEADS + 2 * GROUPS) * HEAD_DIM), nn.Linear(hidden, hidden)
+        self.qkv, self.out = nn.Linear(hidden, (HEADS + 2 * KV_HEADS) * HEAD_DIM), nn.Linear(hidden, hidden)
 
     def forward(self, x, freqs, positions, mask):
-        qkv = self.qkv(x).unflatten(-1, (GROUPS, -1))  # (T, G, (q_per_group + 2) D)
-        q, k, v = jitrope.prepare_packed_qkv(qkv, freqs=freqs, positions=positions, q_per_group=HEADS // GROUPS)
+        q, k, v = jitrope.prepare_fused_qkv(self.qkv(x), freqs=freqs, positions=positions, heads=(HEADS, KV_HEADS))
         q, k, v = (y.transpose(0, 1)[None] for y in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         return self.out(y[0].transpose(0, 1).flatten(1))

@@ -16,7 +16,7 @@ from jitrope.ops import dispatch, library, reference
 from jitrope.ops.operation import Operation
 from jitrope.ops.operations import QK_NORM_ROPE, QK_NORM_ROPE_JOINT, ROPE
 from jitrope.plan.options import LAYOUT_AXES, NormOptions, Options
-from jitrope.plan.views import FORMATS, TABLE_NAMES, canonical, head_view, packed_shape
+from jitrope.plan.views import FORMATS, TABLE_NAMES, canonical, fused_shape, head_view
 from tests.said import norm_rope, norm_rope_joint
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -45,7 +45,9 @@ class Case:
     ids: str = ""  # position_ids: shared (S) | rows (B, S) | strided (B, S) | one-row (1, S) | past the table (B, S)
     cp: tuple[int, int] = (1, 0)  # cp_size, cp_rank; lengths are the whole sequences'
     table_rows: int = 0  # 0: as many as positions
-    strides: str = "plain"  # plain | qkv (slices of a packed buffer) | offset (unaligned) | transposed | reversed dim
+    strides: str = (
+        "plain"  # plain | qkv (slices of a fused projection) | offset (unaligned) | transposed | reversed dim
+    )
     rounding: str = "fp32"
     q_scale: str = ""  # number | shared (S) | rows (B, S) | strided (B, S) | one-row (1, S)
     options: dict[str, Any] = field(default_factory=dict)
@@ -124,7 +126,7 @@ CASES = [
     Case("bf16-table", "tables in the model's dtype", table_dtype="bf16"),
     Case("fp16-table", "tables in fp16 beside fp32", table_dtype="fp16", dtype="fp32"),
     Case("expanded-table", "one angle for all: strides of 0", table="expanded"),
-    Case("packed-qkv", "slices of packed QKV", strides="qkv"),
+    Case("fused-qkv", "slices of fused QKV", strides="qkv"),
     Case("unaligned", "addresses off by one element", strides="offset"),
     Case("strided-dim", "the last axis is not contiguous", strides="reversed"),
     Case("complex64-rounding", "torch's complex contraction", rounding="complex64", interleaved=True),
@@ -272,7 +274,7 @@ CASES = [
 ]  # fmt: skip
 
 
-# Packed QKV: the shape is B, S, groups, heads of q in a group, D.
+# Fused QKV: the shape is B, S, groups, heads of q in a group, D.
 QKV_CASES = [
     Case("qkv", "each head of q with its k and v", shape=(2, 3, 3, 1, 64)),
     Case("qkv-grouped", "four heads of q to one of k and v, interleaved", shape=(2, 3, 2, 4, 64), interleaved=True),
@@ -290,7 +292,7 @@ QKV_CASES = [
          options={"order": "qkv_gated"}),
     Case("qkv-gated-packed", "the same, packed with spare rows", shape=(1, 9, 1, 2, 64), layout="thd", lengths=(5, 2),
          table="angles", dtype="fp16", options={"order": "qkv_gated"}),
-    Case("qkv-prefix", "class tokens in packed QKV", shape=(2, 5, 2, 3, 64), table_rows=4, options={"unrotated": 1}),
+    Case("qkv-prefix", "class tokens in fused QKV", shape=(2, 5, 2, 3, 64), table_rows=4, options={"unrotated": 1}),
     Case("qkv-scaled", "q of each group, partial: in place the rest of k stays", shape=(2, 3, 2, 3, 64), rotary_dim=32,
          q_scale="rows"),
     Case("qkv-scalar", "a head that no access divides", shape=(1, 3, 2, 3, 6), dtype="fp32"),
@@ -471,7 +473,7 @@ NORM_CASES = [
     _normed("across-scalar", "strided elements: rows wider than a warp", (1, 2, 3, 2, 128), across_heads=True,
             strides="reversed", norm="once"),
     _normed("unaligned", "addresses off by one: teams of two warps", (1, 2, 2, 1, 128), strides="offset", norm="once"),
-    _normed("packed-qkv", "slices of packed QKV, batch", (2, 3, 2, 2, 64), strides="qkv", norm="twice"),
+    _normed("fused-qkv", "slices of fused QKV, batch", (2, 3, 2, 2, 64), strides="qkv", norm="twice"),
     _normed("per-head", "tables of each head", (2, 3, 2, 2, 64), table="per_head", norm="once"),
     _normed("ids", "positions, one outside: NaN", (2, 3, 4, 2, 64), ids="past", table_rows=5, norm="once",
             table="cos_sin_cache"),
@@ -553,7 +555,7 @@ NORM_CASES = [
 ]  # fmt: skip
 
 
-# Packed QKV with a norm. The shape is B, S, groups, heads of q in a group, D.
+# Fused QKV with a norm. The shape is B, S, groups, heads of q in a group, D.
 QKV_NORM_CASES = [
     _normed("grouped", "Megatron's qk_layernorm as RMSNorm; a gradient's blocks walk over tokens",
             (2, 29, 2, 4, 64), norm="once"),
@@ -929,28 +931,35 @@ def op_arguments(op: Operation, tensors: Any, tables: Any, options: Options) -> 
 
 
 def make_qkv(case: Case, device: str = "cpu", **changes: Any) -> tuple[list[Any], Options]:
-    """([qkv, cos, sin, cu_seqlens, start_positions], options) of a packed case."""
-    (qkv, _, *tables), options = lower(make(as_packed(case), device), q_per_group=case.shape[3], **changes)
+    """([qkv, cos, sin, cu_seqlens, start_positions], options) of a fused case."""
+    (qkv, _, *tables), options = lower(make(as_fused(case), device), q_per_group=case.shape[3], **changes)
     return [qkv, *tables], options
 
 
-def as_packed(case: Case) -> Case:
-    """A packed case, (B, S, groups, heads of q in a group, D), with the shape of its one tensor."""
+def as_fused(case: Case) -> Case:
+    """A fused case, (B, S, groups, heads of q in a group, D), with the shape of its one tensor."""
     b, s, groups, q_per_group, d = case.shape
-    axes = packed_shape(groups, d, Options(q_per_group=q_per_group, order=case.options.get("order", "grouped")))
-    return replace(case, shape=(b, s, axes[0], 0, axes[1]), rotary_dim=case.rotary_dim or d)
+    options = {"order": "grouped", **case.options}
+    axes = fused_shape(groups, d, Options(q_per_group=q_per_group, order=options["order"]))
+    return replace(case, shape=(b, s, axes[0], 0, axes[1]), rotary_dim=case.rotary_dim or d, options=options)
+
+
+def heads_of(case: Case) -> tuple[int, int]:
+    """The heads of q and of k of a fused case."""
+    _, _, groups, q_per_group, _ = case.shape
+    return groups * q_per_group, groups
 
 
 def qkv_norm_call(case: NormCase, device: str = "cpu", seed: int = 0) -> tuple[Tensor, dict[str, Tensor], Any]:
-    """(qkv, the weights and biases by name, the flat words) of a packed case with a norm."""
-    qkv, _, cos, sin, words = make(as_packed(case.rope), device, seed)
+    """(qkv, the weights and biases by name, the flat words) of a fused case with a norm."""
+    qkv, _, cos, sin, words = make(as_fused(case.rope), device, seed)
     generator, dtype = torch.Generator().manual_seed(seed + 1), DTYPES[case.weight_dtype]
     names = [f"{x}_{kind}" for x in case.weights for kind in ("weight", "bias")[: 1 + case.biases]]
     *_, groups, each, size = case.rope.shape
     heads = {"q": groups * each, "k": groups} if case.across_heads else {"q": 1, "k": 1}
     weights = {name: torch.randn(heads[name[0]] * size, generator=generator).to(device, dtype) for name in names}
     tables = {} if cos is None else {"cos": cos, "sin": sin}
-    return qkv, weights, {**words, **tables, "q_per_group": case.rope.shape[3]}
+    return qkv, weights, {**words, **tables, "heads": heads_of(case.rope)}
 
 
 BIASES = {

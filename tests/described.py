@@ -19,7 +19,7 @@ from jitrope.base.spec import Spec
 from jitrope.ops.words import rotary_dim_of
 from jitrope.plan.options import Options
 from jitrope.plan.problem import DTYPE_NAMES
-from jitrope.plan.views import BLOCK_SCALES, FORMATS, NVFP4_GROUP, SCALES, packed_shape
+from jitrope.plan.views import BLOCK_SCALES, FORMATS, NVFP4_GROUP, SCALES, fused_shape
 
 _TOKENS, _ROWS, _SEQUENCES = 4096, 1 << 20, 4
 """Sizes on which no kernel depends: tokens of a sequence, rows of a table, sequences of a packed batch."""
@@ -180,10 +180,10 @@ class _Described:
         for label in ("positions", "norm", "cache", "quantize"):
             if words.get(label) is not None:
                 words[label] = self.value(label, words[label])
-        if self.name == "prepare_packed_qkv":
-            words["q_per_group"] = n = self.heads[0] // self.heads[1]
-            packed = Options(q_per_group=n, order=words.get("order", "grouped"))
-            shape = packed_shape(self.heads[1], self.head_dim, packed)
+        if self.name == "prepare_fused_qkv":
+            words["heads"] = self.heads
+            options = Options(q_per_group=self.heads[0] // self.heads[1], order=words.get("order", "qkv"))
+            shape = fused_shape(self.heads[1], self.head_dim, options)
             given: list[Any] = [self.q_or_k(*shape)]
             if words.pop("bias", False):
                 words["bias"] = self.trained(self.empty(self.dtype, shape))

@@ -190,57 +190,56 @@ def rope_(q: Any, k: Any, cos: Any = None, sin: Any = None, **o: Any) -> Result:
     return out, {name: y for name, y in zip("qk", out) if y is not None}
 
 
-def split(qkv: Tensor, q_per_group: int, order: str = "grouped") -> tuple[Tensor, ...]:
-    """q, k and v of packed QKV, and the gate of the order "qkv_gated"."""
+def split(qkv: Tensor, heads: Any, order: str = "qkv") -> tuple[Tensor, ...]:
+    """q, k and v of fused QKV with an axis of heads, and the gate of the order "qkv_gated"."""
+    q_heads, k_heads = map(int, heads)
     if order == "grouped":
-        packed = qkv.unflatten(-1, (q_per_group + 2, -1))
-        return packed[..., :q_per_group, :].flatten(-3, -2), packed[..., -2, :], packed[..., -1, :]
+        fused = qkv.unflatten(-1, (q_heads // k_heads + 2, -1))
+        return fused[..., :-2, :].flatten(-3, -2), fused[..., -2, :], fused[..., -1, :]
     if order == "qkv":
-        groups = qkv.shape[-2] // (q_per_group + 2)
-        return qkv.split([q_per_group * groups, groups, groups], -2)
-    groups = qkv.shape[-2] // (2 * q_per_group + 2)
-    q, k, v = qkv.split([2 * q_per_group * groups, groups, groups], -2)
+        return qkv.split([q_heads, k_heads, k_heads], -2)
+    q, k, v = qkv.split([2 * q_heads, k_heads, k_heads], -2)
     both = q.unflatten(-2, (-1, 2))
     return both[..., 0, :], k, v, both[..., 1, :]
 
 
-def join(parts: Any, q_per_group: int, order: str) -> Tensor:
+def join(parts: Any, order: str) -> Tensor:
     """The inverse of `split`."""
     q, k, v, *gate = parts
     if order == "grouped":
-        return torch.cat((q.unflatten(-2, (-1, q_per_group)), k.unsqueeze(-2), v.unsqueeze(-2)), -2).flatten(-2)
+        return torch.cat((q.unflatten(-2, (k.shape[-2], -1)), k.unsqueeze(-2), v.unsqueeze(-2)), -2).flatten(-2)
     return torch.cat((torch.stack((q, *gate), -2).flatten(-3, -2) if gate else q, k, v), -2)
 
 
 def biased(qkv: Any, o: dict[str, Any]) -> Tensor:
-    """Packed QKV with its projection's bias, if there is one among the words."""
+    """Fused QKV with its projection's bias, if there is one among the words."""
     bias = o.pop("bias", None)
     return exact(qkv) if bias is None else exact(qkv) + exact(bias).view(qkv.shape[-2:])
 
 
-def packed_qkv(qkv: Any, cos: Any = None, sin: Any = None, *, q_per_group: int = 1, **o: Any) -> Result:
+def fused_qkv(qkv: Any, cos: Any = None, sin: Any = None, *, heads: Any, **o: Any) -> Result:
     o.pop("copy_v", None)
-    q, k, *rest = split(biased(qkv, o), int(q_per_group), str(o.pop("order", "grouped")))
+    q, k, *rest = split(biased(qkv, o), heads, str(o.pop("order", "qkv")))
     return (*rope(q, k, cos, sin, **o)[0], *rest), {}
 
 
-def packed_qkv_(qkv: Any, cos: Any = None, sin: Any = None, *, q_per_group: int = 1, **o: Any) -> Result:
-    order = str(o.pop("order", "grouped"))
-    q, k, *rest = split(biased(qkv, o), int(q_per_group), order)
-    out = join((*rope_(q, k, cos, sin, **o)[0], *rest), int(q_per_group), order)
+def fused_qkv_(qkv: Any, cos: Any = None, sin: Any = None, *, heads: Any, **o: Any) -> Result:
+    order = str(o.pop("order", "qkv"))
+    q, k, *rest = split(biased(qkv, o), heads, order)
+    out = join((*rope_(q, k, cos, sin, **o)[0], *rest), order)
     return (out,), {"qkv": out}
 
 
-def packed_qkv_norm(qkv: Any, q_weight: Any = None, k_weight: Any = None, cos: Any = None, sin: Any = None, *,
-                    q_per_group: int = 1, **o: Any) -> Result:  # fmt: skip
+def fused_qkv_norm(qkv: Any, q_weight: Any = None, k_weight: Any = None, cos: Any = None, sin: Any = None, *,
+                    heads: Any, **o: Any) -> Result:  # fmt: skip
     o.pop("copy_v", None)
-    q, k, *rest = split(biased(qkv, o), int(q_per_group), str(o.pop("order", "grouped")))
+    q, k, *rest = split(biased(qkv, o), heads, str(o.pop("order", "qkv")))
     return (*norm_rope(q, k, q_weight, k_weight, cos, sin, **o)[0], *rest), {}
 
 
-def packed_qkv_norm_(*args: Any, q_per_group: int = 1, **o: Any) -> Result:
-    parts, _ = packed_qkv_norm(*args, q_per_group=q_per_group, **o)
-    out = join(parts, int(q_per_group), str(o.get("order", "grouped")))
+def fused_qkv_norm_(*args: Any, heads: Any, **o: Any) -> Result:
+    parts, _ = fused_qkv_norm(*args, heads=heads, **o)
+    out = join(parts, str(o.get("order", "qkv")))
     return (out,), {"qkv": out}
 
 

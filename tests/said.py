@@ -159,25 +159,25 @@ def norm_into(
     return jitrope.prepare_qkv(q, k, v, cos, sin, norm=norm, out=(q_out, k_out, v_out), **said(**flat))
 
 
-def packed_qkv(qkv: Any, cos: Any = None, sin: Any = None, **flat: Any) -> Any:
-    """`prepare_packed_qkv`."""
-    return jitrope.prepare_packed_qkv(qkv, cos, sin, **said(**flat))
+def fused_qkv(qkv: Any, cos: Any = None, sin: Any = None, **flat: Any) -> Any:
+    """`prepare_fused_qkv`."""
+    return jitrope.prepare_fused_qkv(qkv, cos, sin, **said(**flat))
 
 
-def packed_qkv_norm(
+def fused_qkv_norm(
     qkv: Any, q_weight: Any = None, k_weight: Any = None, cos: Any = None, sin: Any = None, **flat: Any
 ) -> Any:
-    """`prepare_packed_qkv` with a norm."""
+    """`prepare_fused_qkv` with a norm."""
     norm, flat = _norm(flat, q_weight, k_weight)
-    return jitrope.prepare_packed_qkv(qkv, cos, sin, norm=norm, **said(**flat))
+    return jitrope.prepare_fused_qkv(qkv, cos, sin, norm=norm, **said(**flat))
 
 
 KINDS: dict[str, Callable[..., Any]] = {
     "rope": rope,
     "rope_into": rope_into,
     "norm_into": norm_into,
-    "packed_qkv": packed_qkv,
-    "packed_qkv_norm": packed_qkv_norm,
+    "fused_qkv": fused_qkv,
+    "fused_qkv_norm": fused_qkv_norm,
     "fp8": fp8,
     "kv_cache": kv_cache,
     "norm_rope": norm_rope,
@@ -187,5 +187,5 @@ KINDS: dict[str, Callable[..., Any]] = {
     "norm_kv_cache": norm_kv_cache,
 }
 """The kinds of calls; a name with "_" at the end is the call in place."""
-IN_PLACE = ("rope", "packed_qkv", "packed_qkv_norm", "kv_cache", "norm_rope", "norm_kv_cache")
+IN_PLACE = ("rope", "fused_qkv", "fused_qkv_norm", "kv_cache", "norm_rope", "norm_kv_cache")
 KINDS |= {f"{name}_": partial(KINDS[name], inplace=True) for name in IN_PLACE}

@@ -76,7 +76,7 @@ CASE_TIMEOUT = 300.0
 
 ROPES = (
     "halves", "interleaved", "fp32", "odd-heads", "partial-odd", "d72", "d6", "d512", "packed", "packed-int64",
-    "packed-none", "packed-too-long", "packed-qkv", "unaligned", "strided-dim", "full-interleaved", "per-head",
+    "packed-none", "packed-too-long", "fused-qkv", "unaligned", "strided-dim", "full-interleaved", "per-head",
     "complex128-cis", "dtype-angles", "addcmul", "starts-packed", "cp-packed-starts", "ragged-three", "ragged-short-3",
     "angles-interleaved", "angles-full", "angles-packed", "angles-packed-cp", "mla", "ids-past", "ids-cis",
     "ids-decode", "mrope-odd", "mrope-full-interleaved", "shifts", "prefix-full",

@@ -34,7 +34,8 @@ from .cases import (
     Case,
     LatentCase,
     NormCase,
-    as_packed,
+    as_fused,
+    heads_of,
     latent_call,
     make,
     make_bias,
@@ -174,17 +175,18 @@ def ulysses_job(case: Case) -> Job:
 
 
 def qkv_job(case: Case, mode: str, biased: bool = False) -> Job:
-    """Packed QKV, perhaps with its projection's bias; modes as `rope_job`'s."""
+    """Fused QKV, perhaps with its projection's bias; modes as `rope_job`'s."""
 
     def made(device: str, seed: int) -> Call:
-        qkv, _, cos, sin, words = make(as_packed(resized(case, random.Random(seed))), device, seed)
-        words["q_per_group"], bias = case.shape[3], make_bias(qkv, "flat", seed) if biased else None
+        sized = resized(case, random.Random(seed))
+        qkv, _, cos, sin, words = make(as_fused(sized), device, seed)
+        words["heads"], bias = heads_of(sized), make_bias(qkv, "flat", seed) if biased else None
         if mode == "in place":
-            return lambda: [jitrope.prepare_packed_qkv(qkv, cos, sin, bias=bias, **said(**words), inplace=True)]
-        call = lambda: [*jitrope.prepare_packed_qkv(qkv, cos, sin, bias=bias, **said(**words))]  # noqa: E731
+            return lambda: [jitrope.prepare_fused_qkv(qkv, cos, sin, bias=bias, **said(**words), inplace=True)]
+        call = lambda: [*jitrope.prepare_fused_qkv(qkv, cos, sin, bias=bias, **said(**words))]  # noqa: E731
         return gradients(call, [qkv, bias], torch.Generator().manual_seed(seed), device) if mode else call
 
-    op = {"": "packed_qkv", "in place": "packed_qkv_", "backward": "packed_qkv, backward"}[mode]
+    op = {"": "fused_qkv", "in place": "fused_qkv_", "backward": "fused_qkv, backward"}[mode]
     slack = NORM_SLACK if biased and mode == "backward" else rope_slack(case)  # a bias' gradient is torch's sum
     return Job(op + ", bias" * biased, case.name, made, slack)
 
@@ -372,7 +374,7 @@ def norm_job(case: NormCase, mode: str) -> Job:
 
 
 def qkv_norm_job(case: NormCase, mode: str, biased: bool = False) -> Job:
-    """Packed QKV with a norm, perhaps with its projection's bias; modes as `rope_job`'s."""
+    """Fused QKV with a norm, perhaps with its projection's bias; modes as `rope_job`'s."""
 
     def made(device: str, seed: int) -> Call:
         qkv, weights, words = qkv_norm_call(resized_norm(case, random.Random(seed)), device, seed)
@@ -380,12 +382,12 @@ def qkv_norm_job(case: NormCase, mode: str, biased: bool = False) -> Job:
         norm, words = jitrope.Norm(**weights, **own), said(**words)
         words["bias"] = bias = make_bias(qkv, "flat", seed) if biased else None
         if mode == "in place":
-            return lambda: [jitrope.prepare_packed_qkv(qkv, norm=norm, **words, inplace=True)]
-        call = lambda: [*jitrope.prepare_packed_qkv(qkv, norm=norm, **words)]  # noqa: E731
+            return lambda: [jitrope.prepare_fused_qkv(qkv, norm=norm, **words, inplace=True)]
+        call = lambda: [*jitrope.prepare_fused_qkv(qkv, norm=norm, **words)]  # noqa: E731
         leaves = [qkv, bias, *weights.values()]
         return gradients(call, leaves, torch.Generator().manual_seed(seed), device) if mode else call
 
-    op = {"": "packed_qkv_norm", "in place": "packed_qkv_norm_", "backward": "packed_qkv_norm, backward"}[mode]
+    op = {"": "fused_qkv_norm", "in place": "fused_qkv_norm_", "backward": "fused_qkv_norm, backward"}[mode]
     return Job(op + ", bias" * biased, case.name, made, NORM_SLACK)
 
 

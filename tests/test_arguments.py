@@ -45,7 +45,7 @@ TENSORS = ("q", "k", "v", "qkv", "cos", "sin", "cos_sin_cache", "freqs", "freqs_
            "q_mean_square", "k_mean_square", "q_out", "k_out", "v_out", "page_table", "page_indptr", "last_page_len",
            "seq_lens", "cu_seqlens_q", "batch_indices", "cache_positions", "errors")  # fmt: skip
 SEQUENCES = ("first", "second")
-INTS = ("rotary_dim", "rotary_offset", "max_seqlen", "cp_size", "cp_rank", "q_per_group", "unrotated")
+INTS = ("rotary_dim", "rotary_offset", "max_seqlen", "cp_size", "cp_rank", "unrotated")
 FLAGS = ("interleaved", "interleaved_out", "mrope_interleaved", "inverse", "packed_table", "check", "rotate_k",
          "across_heads", "zero_centered", "after_rope", "v_norm", "copy_v", "inplace", "hadamard",
          "clear_page")  # fmt: skip
@@ -53,14 +53,15 @@ NUMBERS = ("mscale", "eps")
 WORDS = ("layout", "rounding", "norm_rounding", "norm_kind", "of", "order")
 SCALES = ("q_scale", "k_scale", "v_scale", "q_factor")
 SECTIONS = ("mrope_section",)
+HEADS = ("heads",)
 PLACES = ("batch_indices", "cache_positions")
 LENGTHS = ("last_page_len", "seq_lens", "cache_positions")
 FLAT = ("slot_mapping", "errors", *PLACES)  # any axes
 PAGED = ("page_table", "page_indptr", "last_page_len", "seq_lens", "cu_seqlens_q", *PLACES, "errors", "clear_page")
-KNOWN = {*TENSORS, *SEQUENCES, *INTS, *FLAGS, *NUMBERS, *WORDS, *SCALES, *SECTIONS}
+KNOWN = {*TENSORS, *SEQUENCES, *INTS, *FLAGS, *NUMBERS, *WORDS, *SCALES, *SECTIONS, *HEADS}
 
 OPERATIONS: dict[str, Any] = {
-    "rope": ROPE, "packed_qkv": ROPE_QKV, "packed_qkv_norm": QKV_NORM,
+    "rope": ROPE, "fused_qkv": ROPE_QKV, "fused_qkv_norm": QKV_NORM,
     "fp8": ROPE_FP8, "kv_cache": ROPE_KV_CACHE, "norm_rope": QK_NORM_ROPE,
     "norm_rope_joint": QK_NORM_ROPE_JOINT, "norm_fp8": QK_NORM_ROPE_FP8, "norm_kv_cache": QK_NORM_ROPE_KV_CACHE,
     "rope_into": ROPE.into, "norm_into": QK_NORM_ROPE.into,
@@ -162,6 +163,21 @@ def kinds(parameter: str, plain: Any, cell: Cell) -> Iterator[tuple[str, Any, An
             ("a dict", {1: 1, 2: 2}, REFUSED), ("a module", MODULE, REFUSED), ("an object", object(), REFUSED),
             ("a class", tuple, REFUSED), ("a generator", (n for n in plain), EITHER),
         ]  # fmt: skip
+    elif parameter in HEADS:
+        yield from [
+            ("list", list(plain), plain), ("numpy array", np.array(plain), plain),
+            ("numpy int32", np.array(plain, dtype=np.int32), plain), ("torch.Size", torch.Size(plain), plain),
+            ("np.int64 inside", [np.int64(n) for n in plain], plain), ("floats inside", [*map(float, plain)], plain),
+            ("numpy floats", np.array(plain, dtype=np.float32), plain), ("one", plain[:1], REFUSED),
+            ("three", (*plain, 1), REFUSED), ("none", (), REFUSED), ("None", None, REFUSED), ("4", 4, REFUSED),
+            ("exchanged", plain[::-1], REFUSED), ("that do not divide", (5, 2), REFUSED), ("zero", (0, 2), REFUSED),
+            ("no k", (4, 0), REFUSED), ("-1", (-4, 2), REFUSED), ("too many", (6, 2), REFUSED),
+            ("True inside", (4, True), REFUSED), ("a half inside", (4.5, 2), REFUSED),
+            ("None inside", (4, None), REFUSED), ("2**70 inside", (2**70, 2), REFUSED),
+            ("nan inside", (float("nan"), 2), REFUSED), ("a tensor", torch.tensor(plain), REFUSED),
+            ("a tensor inside", (torch.tensor(4), 2), EITHER),
+            *((n, v, REFUSED) for n, v in STRANGERS),
+        ]  # fmt: skip
     elif parameter in SCALES:
         scale = torch.tensor(plain, device=cell.device)
         yield from [
@@ -260,7 +276,7 @@ def context(cell: Cell, parameter: str) -> tuple[Args, Any] | None:
     elif parameter in ("q_mean_square", "k_mean_square"):
         means = {name: cell.rand(B, S, seed=4).square() for name in ("q_mean_square", "k_mean_square")}
         changes = {**means, "across_heads": True, "q_weight": cell.rand(2 * D)}
-        if "packed_qkv" in f.name:
+        if "fused_qkv" in f.name:
             changes |= {"q_weight": cell.rand(4 * D), "k_weight": cell.rand(2 * D)}
         plain = means[parameter]
     elif parameter in ("cp_size", "cp_rank"):
@@ -296,8 +312,10 @@ def context(cell: Cell, parameter: str) -> tuple[Args, Any] | None:
         plain = 0.5
     elif parameter in SCALES:
         plain = 0.5
-    elif parameter in INTS:
-        plain = {"q_per_group": 2, "unrotated": 1}[parameter]
+    elif parameter == "heads":
+        plain = (4, 2)
+    elif parameter == "unrotated":
+        plain = 1
     elif parameter in FLAGS:
         plain = True
         if parameter == "across_heads":
@@ -310,7 +328,7 @@ def context(cell: Cell, parameter: str) -> tuple[Args, Any] | None:
         words = {"layout": "bshd", "rounding": "fp32", "norm_rounding": "none", "norm_kind": "rms_norm", "of": "qk"}
         plain = {**words, "order": "grouped"}[parameter]
     args = {n: x for n, x in cell.args(**changes).items() if x is not DROP}
-    args = f.packed(cell.fitted(args))
+    args = f.spoken(cell.fitted(args))
     if plain is None:
         plain = args[parameter]
     return args, plain
@@ -429,13 +447,21 @@ def parameters() -> list[tuple[Function, str]]:
             "norm_rounding",
             "norm_kind",
             "of",
-            *(() if any(x in f.name for x in ("joint", "kv_cache", "packed")) else ("across_heads",)),
+            *(() if any(x in f.name for x in ("joint", "kv_cache", "fused")) else ("across_heads",)),
         )
-        norm += ("v_norm",) if "kv_cache" in f.name or "packed" in f.name else ()
-        names += ["bias"] if "packed" in f.name else []
+        norm += ("v_norm",) if "kv_cache" in f.name or "fused" in f.name else ()
+        names += ["bias"] if "fused" in f.name else []
         names = [word for name in names for word in (LENGTHS if name == "lengths" else (name,))]
+        names += [*HEADS] if "fused" in f.name else []
         words = [*names, *sorted(op.tables), *op.words, *(norm if op.norm else ())]
-        without = {"launch", "norm", "out_dtype", "shifts", *(("interleaved_out", "q_scale") if f.in_place else ())}
+        without = {
+            "launch",
+            "norm",
+            "out_dtype",
+            "shifts",
+            "q_per_group",
+            *(("interleaved_out", "q_scale") if f.in_place else ()),
+        }
         without |= {"inverse"} if f.name == "norm_fp8" else set()  # it goes with hadamard alone
         without |= {"hadamard"} if "kv_cache" in f.name else set()  # it goes with quantize alone
         without |= {"k_block_scale", "v_block_scale", "scale_fmt"}  # heads are too short; test_index_cache has them

@@ -175,7 +175,7 @@ BY = {
     "presets --no-peers": {"COPY", "jitrope"},
     "presets --only deepseek-mla": {"jitrope", "torch.compile", "torch eager"},
     "diffusion --only flux,wan": {"stock", "jitrope", "jitrope, rope only", "no rope", "no rope, no qk-norm"},
-    "layer --no-peers": {"none", "jitrope", "jitrope packed QKV"},
+    "layer --no-peers": {"none", "jitrope", "jitrope fused QKV"},
     "block": {"none", "torch", "jitrope"},
     "host": {
         "x.add_(1)",

@@ -55,7 +55,7 @@ def ck() -> Any:
 
 
 def arguments(name: str, layout: str, dtype: torch.dtype, device: str = "cpu") -> tuple[list[Tensor], dict[str, Any]]:
-    """(q and k, or q alone; further arguments). q and k are views of packed heads where their shapes allow."""
+    """(q and k, or q alone; further arguments). q and k are views of a fused projection where their shapes allow."""
     q_shape, k_shape, angles = LAYOUTS[layout]
     if layout == "bshd":
         xs = [*random(B, S, 2, 4, D, dtype=dtype).to(device).unbind(2)]

@@ -65,13 +65,14 @@ LARGEST = [
     specs_of(heads=24, table="freqs", width="full", interleaved=True, positions={**PACKED, "packed_table": True}),
     specs_of(heads=64, positions=PACKED, backward=True),
     specs_of(heads=24, positions=PACKED, width="full", backward=True),
-    specs_of(function="prepare_packed_qkv", heads=[32, 8], table="freqs", width="full", positions=PACKED,
-             backward=True),
-    specs_of(function="prepare_packed_qkv", heads=[16, 16], layout="sbhd", batch=2, backward=True),
-    specs_of(function="prepare_packed_qkv", heads=[16, 2], head_dim=256, order="qkv_gated", backward=True),
-    specs_of(function="prepare_packed_qkv", heads=[32, 8], bias=True, table="freqs", width="full", positions=PACKED),
-    specs_of(function="prepare_packed_qkv", heads=[28, 4], order="qkv", bias=True, inplace=True),
-    specs_of(function="prepare_packed_qkv", heads=[16, 2], head_dim=256, order="qkv_gated", bias=True, backward=True),
+    specs_of(function="prepare_fused_qkv", heads=[32, 8], table="freqs", width="full", positions=PACKED,
+             order="grouped", backward=True),
+    specs_of(function="prepare_fused_qkv", order="grouped", heads=[16, 16], layout="sbhd", batch=2, backward=True),
+    specs_of(function="prepare_fused_qkv", heads=[16, 2], head_dim=256, order="qkv_gated", backward=True),
+    specs_of(function="prepare_fused_qkv", heads=[32, 8], bias=True, table="freqs", width="full", positions=PACKED,
+             order="grouped"),
+    specs_of(function="prepare_fused_qkv", heads=[28, 4], order="qkv", bias=True, inplace=True),
+    specs_of(function="prepare_fused_qkv", heads=[16, 2], head_dim=256, order="qkv_gated", bias=True, backward=True),
     # DeepSeek-V3, whole and on one of eight ranks.
     *(specs_of(function="prepare_mla_qkv", heads=heads, head_dim=192, rotary_dim=64, interleaved=True,
                interleaved_out=False, table="freqs", positions=[None, PACKED], backward=True)
@@ -92,7 +93,7 @@ LARGEST = [
     specs_of(function="prepare_qkv", heads=[32, 8], positions=IDS, quantize={"q_scale": 1.0, "k_scale": 1.0}),
     specs_of(function="prepare_qkv", heads=[32, 8], positions=IDS, quantize=dict.fromkeys(
         ("q_scale", "k_scale", "v_scale"), 1.0), rounding="dtype", table_dtype="bf16", width="full"),
-    specs_of(function="prepare_packed_qkv", heads=[28, 4], order="qkv", bias=True, positions=IDS, cache=FP8_CACHE),
+    specs_of(function="prepare_fused_qkv", heads=[28, 4], order="qkv", bias=True, positions=IDS, cache=FP8_CACHE),
     specs_of(function="prepare_qkv", heads=[32, 8], positions=IDS, quantize={"q_scale": 1.0},
          cache={**FP8_CACHE, "page_size": 16, "rotate_k": True}),
     specs_of(heads=16, head_dim=192, rotary_dim=64, rotary_offset=128, interleaved=True, interleaved_out=False,
@@ -138,8 +139,8 @@ LARGEST += [
              quantize={"dtype": "fp8", "hadamard": True, "group": 32}),
     prepared(heads=[32, 8], norm=TWICE, rounding="dtype", positions=IDS, inplace=True),
     prepared(heads=[32, 8], norm=TWICE, positions=PACKED, table=["cos_sin", "freqs"], backward=True),
-    prepared(function="prepare_packed_qkv", heads=[32, 8], norm=ONCE, positions={**PACKED, "cp_size": 2}, table="freqs",
-             width="full", backward=True),
+    prepared(function="prepare_fused_qkv", heads=[32, 8], norm=ONCE, positions={**PACKED, "cp_size": 2}, table="freqs",
+             order="grouped", width="full", backward=True),
     prepared(heads=[32, 8], norm=TWICE,
          positions={"position_ids": IDS, "mrope_section": [24, 20, 20], "mrope_interleaved": True}),
     prepared(heads=[16, 8], head_dim=256, norm={**FP32, "rounding": "once", "zero_centered": True}, rotary_dim=64,
@@ -164,8 +165,8 @@ LARGEST += [
     prepared(heads=[32, 8], norm={"k_weight": "bf16", "of": "k"}, backward=True),
     prepared(heads=[128, 1], head_dim=64, positions=IDS, norm={"v_weight": "bf16", "of": "v", "rounding": "once"},
              cache={"k_cache": "bf16", "v_cache": "bf16", "slot_mapping": "int64"}),
-    prepared(function="prepare_packed_qkv", heads=[32, 8], norm=TWICE, positions=IDS, bias=True, cache=FP8_CACHE,
-             quantize={"dtype": "fp8"}),
+    prepared(function="prepare_fused_qkv", heads=[32, 8], norm=TWICE, positions=IDS, bias=True, cache=FP8_CACHE,
+             order="grouped", quantize={"dtype": "fp8"}),
     prepared(heads=[24, 24], norm=ONCE, interleaved=True, quantize={"dtype": "int8", "hadamard": True}),
     prepared(heads=[32, 8], norm=TWICE, quantize={"dtype": "fp8_e5m2", "group": 32}),
     prepared(heads=[64, 8], rotary_dim=64, quantize={"q_scale": 1.0, "hadamard": True},
@@ -174,7 +175,7 @@ LARGEST += [
              quantize=[{"dtype": "fp8", "per": "kv_head", "v": v} for v in (False, True)]),
     prepared(heads=[24, 24], norm=ONCE, interleaved=True, quantize={"dtype": "int8", "v": True}),
     prepared(heads=[32, 8], norm=FP32, quantize={"dtype": "fp4", "group": 16, "scale_dtype": "fp8", "v": True}),
-    prepared(function="prepare_packed_qkv", heads=[32, 8], order="qkv", bias=True, norm=TWICE,
+    prepared(function="prepare_fused_qkv", heads=[32, 8], order="qkv", bias=True, norm=TWICE,
              quantize={"dtype": "fp8", "group": 32, "scale_dtype": "e8m0", "v": True}),
     *(prepared(heads=[32, 8], positions=IDS, norm=norm, cache={
         **FP8_CACHE, "k_cache": "fp4", "v_cache": "fp4", "page_size": 16,
@@ -194,8 +195,8 @@ LARGEST += [
     *(prepared(heads=heads, norm={**ACROSS, "mean_squares": "fp32"}, **more) for heads, more in
       (([10, 10], {"interleaved": True, "backward": True}), ([24, 4], {"positions": IDS, "cache": FP8_CACHE}))),
     prepared(heads=[32, 8], norm={**TWICE, "after_rope": True}, q_scale=0.5, unrotated=1, backward=True),
-    # Qwen3.5's packed projection with a gate.
-    prepared(function="prepare_packed_qkv", heads=[16, 2], head_dim=256, rotary_dim=64, order="qkv_gated",
+    # Qwen3.5's fused projection with a gate.
+    prepared(function="prepare_fused_qkv", heads=[16, 2], head_dim=256, rotary_dim=64, order="qkv_gated",
              norm={**FP32, "rounding": "once", "zero_centered": True}, bias=[False, True], backward=True),
 ]  # fmt: skip
 

@@ -38,6 +38,7 @@ from .cases import (
     QKV_CASES,
     Case,
     dealt,
+    heads_of,
     launched,
     lower,
     make,
@@ -995,16 +996,18 @@ def test_cuda_graph() -> None:
 
 
 @pytest.mark.hardware
-def test_cuda_graph_of_packed_qkv() -> None:
-    (qkv, freqs, _, cu_seqlens, *_), o = make_qkv(next(case for case in QKV_CASES if case.name == "qkv-packed"), DEVICE)
-    keywords = {"freqs": freqs, "layout": "thd", "cu_seqlens": cu_seqlens, "q_per_group": o.q_per_group}
-    jitrope.prepare_packed_qkv(qkv, **said(**keywords))
+def test_cuda_graph_of_fused_qkv() -> None:
+    case = next(case for case in QKV_CASES if case.name == "qkv-packed")
+    (qkv, freqs, _, cu_seqlens, *_), _ = make_qkv(case, DEVICE)
+    keywords = {"freqs": freqs, "layout": "thd", "cu_seqlens": cu_seqlens, "heads": heads_of(case)}
+    keywords["order"] = "grouped"
+    jitrope.prepare_fused_qkv(qkv, **said(**keywords))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outputs = jitrope.prepare_packed_qkv(qkv, **said(**keywords))
+        outputs = jitrope.prepare_fused_qkv(qkv, **said(**keywords))
     cu_seqlens.copy_(torch.tensor([0, 2, 2, 6]))
     graph.replay()
-    for got, want in zip(outputs, jitrope.prepare_packed_qkv(qkv, **said(**keywords))):
+    for got, want in zip(outputs, jitrope.prepare_fused_qkv(qkv, **said(**keywords))):
         assert torch.equal(got, want)
 
 
@@ -1143,7 +1146,7 @@ from jitrope.ops.operations import ROPE_KV_CACHE, ROPE_QKV, ROPE_QKV_BACKWARD
 from tests.cases import CACHE_CASES, CASES, NORM_CASES, QKV_CASES
 from tests.cases import launched, make, make_cache, make_norm, make_qkv, norm_call
 from tests.test_gpu import test_wild_ids_and_slots_on_the_device as wild
-names = ("halves", "interleaved", "partial-odd", "packed", "packed-too-long", "packed-qkv", "d72", "full-interleaved",
+names = ("halves", "interleaved", "partial-odd", "packed", "packed-too-long", "fused-qkv", "d72", "full-interleaved",
          "cp-packed-starts", "angles-interleaved", "angles-full", "angles-packed", "angles-packed-cp", "mla",
          "ids-past", "ids-cis", "mrope-odd", "mrope-full-interleaved", "ids-decode")
 for launch in ("token_linear", "grid_2d"):

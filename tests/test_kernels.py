@@ -218,12 +218,12 @@ def test_any_number_of_sequences_is_searched(count: int, cp: tuple[int, int]) ->
     assert_bits(got, rope_reference(q, k, cos, sin, cu_seqlens, None, None, options))
 
 
-# ---- packed QKV, and v beside q and k ------------------------------------------------------------
+# ---- fused QKV, and v beside q and k ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tile", LAUNCHES)
 @pytest.mark.parametrize("case", QKV_CASES, ids=str)
-def test_packed_qkv_has_the_references_bits(case: Case, tile: str) -> None:
+def test_fused_qkv_has_the_references_bits(case: Case, tile: str) -> None:
     """With v copied, with a view of v, in place, and the gradient."""
     tensors, options = make_qkv(case, DEVICE, launch=tile)
     qkv, *tables = tensors
@@ -336,7 +336,7 @@ def test_norm_is_the_cpus(case: NormCase, tile: str) -> None:
     """
     want, end = norm_reference(make_norm(case)), case.rope.end
     results = []
-    few = ON_HOST and tile == TILES[0] and case.name not in ("packed-qkv", "across-d64", "d6")
+    few = ON_HOST and tile == TILES[0] and case.name not in ("fused-qkv", "across-d64", "d6")
     for in_place in (False, False, True)[: 2 if few or case.first is not None else 3]:
         call = make_norm(case, DEVICE)
         call.arguments["launch"] = tile
@@ -391,7 +391,7 @@ def test_norm_gradient_is_the_cpus(case: NormCase, plans: list[Plan], monkeypatc
 
 
 SCALED_CASES = [c for c in NORM_CASES if c.name in (
-    "none", "twice-d64", "d80-interleaved", "d192", "d6", "partial", "partial-offset", "packed-qkv", "per-head", "ids",
+    "none", "twice-d64", "d80-interleaved", "d192", "d6", "partial", "partial-offset", "fused-qkv", "per-head", "ids",
     "across-d128", "across-scalar", "layer-biased", "after-partial", "after-per-head", "unaligned", "twice-d256",
     "mrope",
 )]  # fmt: skip

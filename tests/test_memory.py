@@ -48,7 +48,7 @@ def stored(k: Tensor, cache: Tensor, slots: Tensor) -> Any:
 
 
 def projected(qkv: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None) -> Any:
-    return jitrope.prepare_packed_qkv(qkv, cos, sin, q_per_group=1, order="qkv", bias=bias, inplace=True)
+    return jitrope.prepare_fused_qkv(qkv, cos, sin, heads=(1, 1), bias=bias, inplace=True)
 
 
 def tensors(device: str) -> dict[str, Tensor]:

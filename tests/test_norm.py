@@ -911,7 +911,7 @@ def test_a_second_derivative_is_refused(device: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", named(
-    "once", "twice", "d192", "partial", "only-q-weight", "across-per-head", "mrope", "packed-qkv", "joint",
+    "once", "twice", "d192", "partial", "only-q-weight", "across-per-head", "mrope", "fused-qkv", "joint",
     "joint-batch", "joint-two-tables", "cis-starts", "layer-biased", "layer-joint",
 ), ids=str)  # fmt: skip
 @pytest.mark.parametrize("in_place", [False, True])
@@ -1011,7 +1011,7 @@ def test_compiled_in_place(device: str) -> None:
 @pytest.mark.slow
 def test_compile_with_inductor() -> None:
     """The strides are those of the fake tensors; Inductor's code asserts them."""
-    for case in named("across-per-head", "cis-starts", "packed-qkv", "joint"):
+    for case in named("across-per-head", "cis-starts", "fused-qkv", "joint"):
         call = make_norm(case)
 
         def model(*streams, call=call):

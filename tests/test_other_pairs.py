@@ -94,16 +94,16 @@ def test_gradients(way: str, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("order", ["grouped", "qkv"])
-def test_packed_qkv_and_q_beside_a_cache(order: str, device: str) -> None:
+def test_fused_qkv_and_q_beside_a_cache(order: str, device: str) -> None:
     qkv = torch.randn(2, 5, 2 * 4, 64, generator=torch.Generator().manual_seed(5)).to(device, torch.bfloat16)
     qkv = qkv.view(2, 5, 2, 4 * 64) if order == "grouped" else qkv
     angles = torch.rand(5, 32, generator=torch.Generator().manual_seed(6)).to(device)
     words: dict[str, Any] = {"cos": angles.cos(), "sin": angles.sin(), "interleaved": True, "interleaved_out": False}
-    q, k, v = jitrope.prepare_packed_qkv(qkv, q_per_group=2, order=order, **words)
-    own = jitrope.prepare_packed_qkv(qkv.clone(), q_per_group=2, order=order, inplace=True, **words)
-    as_it_is = jitrope.prepare_packed_qkv(own, angles * 0 + 1, angles * 0, q_per_group=2, order=order)
+    q, k, v = jitrope.prepare_fused_qkv(qkv, heads=(4, 2), order=order, **words)
+    own = jitrope.prepare_fused_qkv(qkv.clone(), heads=(4, 2), order=order, inplace=True, **words)
+    as_it_is = jitrope.prepare_fused_qkv(own, angles * 0 + 1, angles * 0, heads=(4, 2), order=order)
     assert all(torch.equal(x, y) for x, y in zip(as_it_is, (q, k, v)))
-    heads = jitrope.prepare_packed_qkv(qkv, angles * 0 + 1, angles * 0, q_per_group=2, order=order)
+    heads = jitrope.prepare_fused_qkv(qkv, angles * 0 + 1, angles * 0, heads=(4, 2), order=order)
     caches = [torch.zeros(10, 2, 64, device=device, dtype=torch.bfloat16) for _ in range(2)]
     cache = KVCache(*caches, torch.arange(10, device=device))
     turned, _, _ = jitrope.prepare_qkv(*heads, cache=cache, inplace=True, **words)

@@ -286,7 +286,7 @@ def test_outputs_that_share_memory_with_other_tensors_are_refused_in_a_replay_to
     def call(q_weight: Tensor, cos_sin_cache: Tensor, bias: Tensor) -> None:
         words = {"cos_sin_cache": cos_sin_cache, "out": (memory.view(1, 64, 2, 16), None, None)}
         if label == "bias":
-            jitrope.prepare_packed_qkv(qkv, q_per_group=1, bias=bias, **words)
+            jitrope.prepare_fused_qkv(qkv, heads=(2, 2), order="grouped", bias=bias, **words)
         else:
             jitrope.prepare_qkv(qkv[..., :16], None, None, norm=Norm(q_weight), **words)
 

@@ -94,12 +94,12 @@ OTHERS = {
         ),
         {"slot_mapping_dtype": "int64", "page_size": 16, "rotate_k": True},
     ),
-    "packed QKV": (
-        lambda: jitrope.prepare_packed_qkv(meta(1, 64, 8, 6 * 128), COS, SIN, q_per_group=4),
+    "fused QKV": (
+        lambda: jitrope.prepare_fused_qkv(meta(1, 64, 8, 6 * 128), COS, SIN, heads=(32, 8), order="grouped"),
         {"q_per_group": 4, "copy_v": True},
     ),
-    "packed QKV with a gate": (
-        lambda: jitrope.prepare_packed_qkv(meta(1, 64, 24, 128), COS, SIN, q_per_group=2, order="qkv_gated"),
+    "fused QKV with a gate": (
+        lambda: jitrope.prepare_fused_qkv(meta(1, 64, 24, 128), COS, SIN, heads=(8, 4), order="qkv_gated"),
         {"q_per_group": 1, "copy_v": True},
     ),
     "two streams": (
@@ -194,7 +194,7 @@ def test_a_block_inside_another_has_its_own_list_and_a_failed_one_ends() -> None
 def test_outputs_have_the_shapes_of_results() -> None:
     with jitrope.planning():
         q, k = rope()
-        qkv = jitrope.prepare_packed_qkv(meta(2, 64, 8, 6 * 128), COS, SIN, q_per_group=4)
+        qkv = jitrope.prepare_fused_qkv(meta(2, 64, 48 * 128), COS, SIN, heads=(32, 8))
     assert (q.shape, k.shape, q.device.type, q.dtype) == (Q.shape, K.shape, "meta", Q.dtype)
     assert [x.shape[2] for x in qkv] == [32, 8, 8]
 

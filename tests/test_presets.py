@@ -35,7 +35,7 @@ MODELS = {
     "deepseek-mla-cp": "DeepSeek V3, packed",
     "deepseek-mla-decode": "DeepSeek V3, decode",
     "qwen3.5": "Qwen3-Next, 3.5",
-    "qwen3.5-packed": "Qwen3-Next, 3.5",
+    "qwen3.5-fused": "Qwen3-Next, 3.5",
     "wan-ulysses": "Wan on several GPUs",
     "flux-fp8": "FLUX, fp8 attention",
     "flux-fp8-heads": "FLUX, fp8 attention",

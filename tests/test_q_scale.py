@@ -102,12 +102,12 @@ def test_every_stage_scales_q_alone(form: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_packed_and_joint_calls(device: str) -> None:
+def test_fused_and_joint_calls(device: str) -> None:
     q, k, v, cos, sin = inputs(device)
     factor = factor_of("rows", device)
     qkv = torch.cat((q.unflatten(2, (2, 2)), k.unsqueeze(3), v.unsqueeze(3)), 3).flatten(-2)
     want = jitrope.apply_rope(q, k, cos, sin, q_scale=factor)
-    got = jitrope.prepare_packed_qkv(qkv, cos, sin, q_per_group=2, q_scale=factor)
+    got = jitrope.prepare_fused_qkv(qkv, cos, sin, heads=(4, 2), order="grouped", q_scale=factor)
     assert all(torch.equal(x, y) for x, y in zip(got, (*want, v)))  # type: ignore[arg-type]
     streams = [[x[:, part] for x in (q, k, v)] for part in (slice(0, 2), slice(2, 6))]
     both = jitrope.prepare_joint_qkv(*streams, cos, sin, norm=Norm(), q_scale=factor)
@@ -151,15 +151,16 @@ def test_gradients_are_those_of_the_plain_chain(norm: Norm | None, wanted: str, 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("inplace", [False, True])
-def test_the_gradient_of_packed_qkv(inplace: bool, device: str) -> None:
+def test_the_gradient_of_fused_qkv(inplace: bool, device: str) -> None:
     """In place the rest of a head, which is not rotated, is scaled too."""
     _, _, _, cos, sin = inputs(device)
     qkv = torch.randn(2, 6, 2, 5 * 64, device=device, requires_grad=True)
     factor, grads = factor_of("rows", device), []
     for scaled in (True, False):
-        words: dict[str, Any] = {"q_per_group": 3, "rotary_dim": 32, "inplace": inplace and scaled}
+        words: dict[str, Any] = {"heads": (6, 2), "order": "grouped"}
+        words |= {"rotary_dim": 32, "inplace": inplace and scaled}
         words |= {"q_scale": factor} if scaled else {}
-        out = jitrope.prepare_packed_qkv(qkv * 1, cos[:, :16], sin[:, :16], **words)
+        out = jitrope.prepare_fused_qkv(qkv * 1, cos[:, :16], sin[:, :16], **words)
         if isinstance(out, Tensor):
             q, k, v = (x.flatten(2, 3) for x in out.unflatten(-1, (5, 64)).split((3, 1, 1), 3))
         else:

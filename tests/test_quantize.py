@@ -747,12 +747,11 @@ REFUSALS = {
     "fp4-strides": (lambda: fp4_of(Q.mT.contiguous().mT), r"q has D=48, strides .*; fp4 needs aligned pairs"),
     "fp4-offset": (lambda: fp4_of(Q.flatten(-2)[..., 1:49].unsqueeze(-2)), "and offset 1; fp4 needs aligned pairs"),
     "fp4-bias": (
-        lambda: jitrope.prepare_packed_qkv(
+        lambda: jitrope.prepare_fused_qkv(
             torch.ones(1, 4, 4, 48),
             COS,
             SIN,
-            order="qkv",
-            q_per_group=2,
+            heads=(2, 1),
             bias=torch.ones(4 * 48 + 1)[1:],
             quantize=DynamicQuantize(FP4),
         ),

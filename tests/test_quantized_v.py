@@ -87,7 +87,7 @@ def test_no_given_tensors(quantize: Any) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_of_packed_qkv_and_for_ranks(device: str) -> None:
+def test_of_fused_qkv_and_for_ranks(device: str) -> None:
     """With a projection's bias; and in given tensors with a group of heads for each rank."""
     q, k, cos, sin = inputs(device, 2, 5, 4, 64)
     v, quantize = k + 1, Quantize(0.05, 0.02, 0.03)
@@ -97,11 +97,10 @@ def test_of_packed_qkv_and_for_ranks(device: str) -> None:
     assert all(same(torch.cat([*x.view(torch.uint8)], 2), y) for x, y in zip(out, want))
     bias = torch.randn(q.shape[2] + 2 * k.shape[2], 64, generator=torch.Generator().manual_seed(1)).to(q)
     qkv = torch.cat((q, k, v), 2)
-    n = q.shape[2] // k.shape[2]
-    words: dict[str, Any] = {"q_per_group": n, "order": "qkv", "quantize": quantize}
+    words: dict[str, Any] = {"heads": (q.shape[2], k.shape[2]), "quantize": quantize}
     parts = (qkv + bias).split([q.shape[2], k.shape[2], k.shape[2]], 2)
     want = jitrope.prepare_qkv(*[x.contiguous() for x in parts], cos, sin, quantize=quantize)
-    assert all(same(x, y) for x, y in zip(jitrope.prepare_packed_qkv(qkv, cos, sin, bias=bias, **words), want))
+    assert all(same(x, y) for x, y in zip(jitrope.prepare_fused_qkv(qkv, cos, sin, bias=bias, **words), want))
 
 
 COMPUTED: dict[str, dict[str, Any]] = {
@@ -188,21 +187,21 @@ def test_computed_scales_in_plain_torch(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_computed_scales_of_packed_qkv(device: str) -> None:
+def test_computed_scales_of_fused_qkv(device: str) -> None:
     """Those of a call on the parts, also with a bias."""
     q, k, cos, sin = inputs(device, 2, 5, 4, 64)
     qkv, quantize = torch.cat((q, k, k + 1), 2), DynamicQuantize(group=32, v=True)
     bias = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).to(q)
-    words: dict[str, Any] = {"q_per_group": 2, "order": "qkv", "quantize": quantize}
+    words: dict[str, Any] = {"heads": (4, 2), "quantize": quantize}
     for added in (None, bias):
         parts = (qkv if added is None else qkv + added).split([4, 2, 2], 2)
         want = jitrope.prepare_qkv(*[x.contiguous() for x in parts], cos, sin, quantize=quantize)
-        got = jitrope.prepare_packed_qkv(qkv, cos, sin, bias=added, **words)
+        got = jitrope.prepare_fused_qkv(qkv, cos, sin, bias=added, **words)
         assert all(same(x, y) for xs, ys in zip(got, want) for x, y in zip(xs, ys))
     with pytest.raises(InvalidInput, match="copy_v=False does not go with v=True of quantize"):
-        jitrope.prepare_packed_qkv(qkv, cos, sin, copy_v=False, **words)
+        jitrope.prepare_fused_qkv(qkv, cos, sin, copy_v=False, **words)
     with pytest.raises(InvalidInput, match=r"out's v is .*; it must be None with copy_v=False"):
-        jitrope.prepare_packed_qkv(qkv, cos, sin, copy_v=False, out=(None, None, torch.empty_like(k)), **words)
+        jitrope.prepare_fused_qkv(qkv, cos, sin, copy_v=False, out=(None, None, torch.empty_like(k)), **words)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -30,6 +30,7 @@ from .cases import (
     CacheCase,
     Case,
     dealt,
+    heads_of,
     lower,
     make,
     make_cache,
@@ -106,8 +107,8 @@ def test_shards_of_any_lengths_are_parts_of_the_whole(cp_size: int, how: str) ->
 
     def rotated(x, **more):
         if how.startswith("qkv"):
-            rotate = KINDS["packed_qkv_" if how == "qkv in place" else "packed_qkv"]
-            return rotate((x * 1).flatten(1).unsqueeze(1), q_per_group=2, **words, **more)
+            rotate = KINDS["fused_qkv_" if how == "qkv in place" else "fused_qkv"]
+            return rotate((x * 1).flatten(1), heads=(2, 1), **words, **more)
         rotate = KINDS["rope_" if how == "in place" else "rope"]
         return rotate(x[:, :3] * 1, x[:, 3:] * 1, **words, **more)
 
@@ -248,7 +249,7 @@ def test_values_are_those_of_a_token_by_token_rotation(case: Case) -> None:
 
 GRADIENT_CASES = by_name(
     "halves", "interleaved", "partial", "full", "full-interleaved", "full-partial", "sbhd", "bhsd", "packed",
-    "per-head", "packed-qkv", "fp32", "batched-table", "starts", "starts-packed", "cp", "cp-packed-starts",
+    "per-head", "fused-qkv", "fp32", "batched-table", "starts", "starts-packed", "cp", "cp-packed-starts",
     "packed-table-cp", "ragged-short-0", "ragged-short-3", "ragged-three", "ragged-table", "ragged-angles", "inverse",
     "offset", "mla", "angles", "angles-full", "angles-packed-cp", "angles-mla",
     "ids", "ids-cis", "ids-full", "mrope", "mrope-interleaved", "mrope-angles", "decode-batched-table",
@@ -340,16 +341,16 @@ def test_in_place_bumps_the_version() -> None:
     assert q._version > version
 
 
-# ---- packed QKV ----------------------------------------------------------------------------------
+# ---- fused QKV ----------------------------------------------------------------------------------
 
 
-def packed_call(case: Case):
-    """(qkv, flat words) of a packed case."""
+def fused_call(case: Case):
+    """(qkv, flat words) of a fused case."""
     (qkv, cos, sin, cu_seqlens, starts, ids, *factor), o = make_qkv(case)
     tables = {"freqs": cos} if o.table == "freqs" else {"cos": cos, "sin": sin}
     tables |= {"q_factor": factor[0]} if factor else {}
     return qkv, {
-        **tables, "q_per_group": o.q_per_group, "order": o.order, "layout": o.layout, "interleaved": o.interleaved,
+        **tables, "heads": heads_of(case), "order": o.order, "layout": o.layout, "interleaved": o.interleaved,
         "rotary_dim": o.rotary_dim, "position_ids": ids, "mrope_section": o.mrope_section,
         "cu_seqlens": cu_seqlens, "start_positions": starts, "cp_size": o.cp_size, "cp_rank": o.cp_rank,
         "unrotated": o.unrotated,
@@ -358,19 +359,19 @@ def packed_call(case: Case):
 
 @pytest.mark.parametrize("copy_v", [True, False])
 @pytest.mark.parametrize("case", QKV_CASES, ids=str)
-def test_packed_qkv_is_split_and_rotated(case: Case, copy_v: bool) -> None:
+def test_fused_qkv_is_split_and_rotated(case: Case, copy_v: bool) -> None:
     """Values and gradients are those of a split by hand and `apply_rope`; v is a view if copy_v is False."""
-    qkv, keywords = packed_call(case)
-    plain = {name: value for name, value in keywords.items() if name not in ("q_per_group", "order")}
+    qkv, keywords = fused_call(case)
+    plain = {name: value for name, value in keywords.items() if name not in ("heads", "order")}
     results = []
-    for packed in (False, True):
+    for fused in (False, True):
         leaf = qkv.clone().requires_grad_()
-        if packed:
-            q, k, v, *gate = jitrope.prepare_packed_qkv(leaf, **said(**keywords, copy_v=copy_v))
+        if fused:
+            q, k, v, *gate = jitrope.prepare_fused_qkv(leaf, **said(**keywords, copy_v=copy_v))
             assert (v.untyped_storage().data_ptr() == leaf.untyped_storage().data_ptr()) == (not copy_v)
             assert all(x.untyped_storage().data_ptr() == leaf.untyped_storage().data_ptr() for x in gate)
         else:
-            q, k, v, *gate = oracle.split(leaf, keywords["q_per_group"], keywords["order"])
+            q, k, v, *gate = oracle.split(leaf, keywords["heads"], keywords["order"])
             q, k = jitrope.apply_rope(q, k, **said(**plain))
         torch.manual_seed(1)
         parts = (q, k, v, *gate)
@@ -382,30 +383,62 @@ def test_packed_qkv_is_split_and_rotated(case: Case, copy_v: bool) -> None:
 
 
 @pytest.mark.parametrize("case", QKV_CASES, ids=str)
-def test_packed_qkv_in_place(case: Case) -> None:
-    qkv, keywords = packed_call(case)
-    want = jitrope.prepare_packed_qkv(qkv, **said(**keywords))
+def test_fused_qkv_in_place(case: Case) -> None:
+    qkv, keywords = fused_call(case)
+    want = jitrope.prepare_fused_qkv(qkv, **said(**keywords))
     leaf = qkv.clone().requires_grad_()
     base = leaf * 1
-    out = jitrope.prepare_packed_qkv(base, **said(**keywords), inplace=True)
+    out = jitrope.prepare_fused_qkv(base, **said(**keywords), inplace=True)
     assert out is base
     end = case.end
-    for got, expected in zip(oracle.split(out, keywords["q_per_group"], keywords["order"]), want):
+    for got, expected in zip(oracle.split(out, keywords["heads"], keywords["order"]), want):
         assert torch.equal(got[:end], expected[:end])
     if end is not None:
         assert torch.equal(out[end:], qkv[end:])
     torch.manual_seed(1)
     weight = torch.randn(out.shape).to(out.dtype)
     (gradient,) = torch.autograd.grad(out, leaf, weight)
-    back = jitrope.prepare_packed_qkv(weight.clone(), **said(**keywords, inverse=True), inplace=True)
+    back = jitrope.prepare_fused_qkv(weight.clone(), **said(**keywords, inverse=True), inplace=True)
     assert torch.equal(gradient, back)
 
 
-def test_packed_gradient_of_some() -> None:
-    qkv, keywords = packed_call(QKV_CASES[0])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "thd"])
+@pytest.mark.parametrize(("order", "axes"), [("qkv", (8, 64)), ("grouped", (2, 256)), ("qkv_gated", (12, 64))])
+def test_what_a_linear_gives_is_that_with_an_axis_of_heads(
+    order: str, axes: tuple[int, int], layout: str, device: str
+) -> None:
+    """(B, S, W), also with strides: results, gradients, a bias, in place, compiled, and a view of v."""
+    leaf = torch.randn(*(5, 5)[: len(layout) - 2], 2 * math.prod(axes), device=device).bfloat16().requires_grad_()
+    cos, sin, bias = (torch.rand(*x, device=device) for x in ((5, 32), (5, 32), axes))
+    words = {"cos": cos, "sin": sin, "heads": (4, 2), "order": order, "layout": layout}
+
+    def call(wide, **more):
+        return jitrope.prepare_fused_qkv(wide[..., ::2], **words, **more)
+
+    def found(split):
+        wide = leaf.unflatten(-1, (axes[0], -1)) if split else leaf
+        biased = {"bias": bias.bfloat16() if split else bias.bfloat16().flatten()}
+        results = [*call(wide), *call(wide, **biased), *call(wide, copy_v=False)]
+        own = (wide[..., ::2] * 1, wide[..., ::2] * 1)
+        assert all(jitrope.prepare_fused_qkv(x, **words, inplace=True) is x for x in own)
+        weights = [torch.sin(torch.arange(x.numel(), device=device)).view(x.shape).to(x) for x in results]
+        gradient = torch.autograd.grad(results, leaf, weights)[0]
+        (in_place,) = torch.autograd.grad(own[0].float().pow(3).sum(), leaf)
+        return [*results, gradient, in_place, own[1].flatten(-2) if split else own[1]]
+
+    for got, want in zip(found(False), found(True)):
+        assert torch.equal(got, want)
+    torch._dynamo.reset()
+    for got, want in zip(torch.compile(call, fullgraph=True, backend="aot_eager")(leaf), call(leaf)):
+        assert torch.equal(got, want)
+
+
+def test_fused_gradient_of_some() -> None:
+    qkv, keywords = fused_call(QKV_CASES[0])
     for i in range(3):
         leaf = qkv.clone().requires_grad_()
-        parts = jitrope.prepare_packed_qkv(leaf, **said(**keywords))
+        parts = jitrope.prepare_fused_qkv(leaf, **said(**keywords))
         (gradient,) = torch.autograd.grad(parts[i].float().square().sum(), leaf)
         expected = torch.zeros_like(qkv)
         at = slice(64 * i, 64 * (i + 1))
@@ -413,18 +446,18 @@ def test_packed_gradient_of_some() -> None:
         torch.testing.assert_close(gradient, expected, rtol=2e-2, atol=2e-2)
 
 
-def test_packed_double_backward() -> None:
-    qkv, keywords = packed_call(QKV_CASES[-1])
+def test_fused_double_backward() -> None:
+    qkv, keywords = fused_call(QKV_CASES[-1])
     leaf = qkv.clone().requires_grad_()
-    parts = jitrope.prepare_packed_qkv(leaf, **said(**keywords))
+    parts = jitrope.prepare_fused_qkv(leaf, **said(**keywords))
     (first,) = torch.autograd.grad(sum(y.square().sum() for y in parts), leaf, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), leaf)
     torch.testing.assert_close(second, torch.full_like(qkv, 2.0), rtol=1e-4, atol=1e-4)
 
 
-def test_packed_double_backward_without_the_gate() -> None:
+def test_fused_double_backward_without_the_gate() -> None:
     qkv = torch.randn(2, 6, 8, 64, requires_grad=True)
-    *parts, _ = jitrope.prepare_packed_qkv(qkv, *torch.rand(2, 6, 32), q_per_group=1, order="qkv_gated")
+    *parts, _ = jitrope.prepare_fused_qkv(qkv, *torch.rand(2, 6, 32), heads=(2, 2), order="qkv_gated")
     (first,) = torch.autograd.grad(parts[2].pow(3).sum() + parts[0].sum(), qkv, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), qkv)
     want = torch.zeros_like(qkv)
@@ -433,12 +466,13 @@ def test_packed_double_backward_without_the_gate() -> None:
 
 
 @pytest.mark.parametrize("order", ["grouped", "qkv_gated"])
-def test_one_head_of_q_per_group(order: str) -> None:
+def test_one_head_of_q_for_each_of_k(order: str) -> None:
     """Grouped, it is q, k and v of each head in turn, as in GPT-NeoX."""
     qkv, cos, sin = torch.randn(2, 6, 4, 3 * 64), *torch.rand(2, 6, 32)
+    count = 4 if order == "grouped" else 3
     if order == "qkv_gated":
         qkv = qkv.view(2, 6, 12, 64)
-    q, k, v, *gate = jitrope.prepare_packed_qkv(qkv, cos, sin, order=order)
+    q, k, v, *gate = jitrope.prepare_fused_qkv(qkv, cos, sin, heads=(count, count), order=order)
     heads = qkv.view(2, 6, 4, 3, 64)
     parts = [heads[..., n, :] for n in range(3)] if order == "grouped" else [qkv[:, :, :6:2], qkv[:, :, 6:9]]
     for got, want in zip((q, k), jitrope.apply_rope(*parts[:2], cos, sin)):
@@ -450,19 +484,19 @@ def test_one_head_of_q_per_group(order: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("given", [(0,), (1,), (2,), (3,), (0, 3)], ids=str)
 def test_the_gradient_of_some_parts_with_a_gate(given: tuple[int, ...], device: str) -> None:
-    qkv, keywords = packed_call(next(case for case in QKV_CASES if case.name == "qkv-gated"))
+    qkv, keywords = fused_call(next(case for case in QKV_CASES if case.name == "qkv-gated"))
     qkv, keywords = qkv.to(device), {name: x.to(device) if hasattr(x, "to") else x for name, x in keywords.items()}
     leaf = qkv.clone().requires_grad_()
-    parts = jitrope.prepare_packed_qkv(leaf, **said(**keywords))
+    parts = jitrope.prepare_fused_qkv(leaf, **said(**keywords))
     (gradient,) = torch.autograd.grad([parts[i].float().square().sum() for i in given], leaf)
-    squares = oracle.split(gradient.float(), keywords["q_per_group"], "qkv_gated")
-    for i, (got, x) in enumerate(zip(squares, oracle.split(qkv.float(), keywords["q_per_group"], "qkv_gated"))):
+    squares = oracle.split(gradient.float(), keywords["heads"], "qkv_gated")
+    for i, (got, x) in enumerate(zip(squares, oracle.split(qkv.float(), keywords["heads"], "qkv_gated"))):
         torch.testing.assert_close(got, 2 * x if i in given else 0 * x, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("case", [QKV_CASES[1], *[case for case in QKV_CASES if "order" in case.options]], ids=str)
 @pytest.mark.parametrize("op", ["rope_qkv", "rope_qkv_", "rope_qkv_backward"])
-def test_packed_opcheck(op: str, case: Case) -> None:
+def test_fused_opcheck(op: str, case: Case) -> None:
     (qkv, *tables), options = make_qkv(case)
     tensors = [qkv]
     if op == "rope_qkv_backward":
@@ -475,13 +509,13 @@ def test_packed_opcheck(op: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("how", ["copied", "view", "in place", "gated", slow("gated, in place")])
-def test_packed_compile_fullgraph(how: str) -> None:
-    qkv, keywords = packed_call(QKV_CASES[1] if "gated" not in how else next(c for c in QKV_CASES if "gated" in c.name))
+def test_fused_compile_fullgraph(how: str) -> None:
+    qkv, keywords = fused_call(QKV_CASES[1] if "gated" not in how else next(c for c in QKV_CASES if "gated" in c.name))
 
     def model(x):
         if "in place" in how:
-            return (jitrope.prepare_packed_qkv(x * 2, **said(**keywords), inplace=True).float() * 3,)
-        q, k, v, *gate = jitrope.prepare_packed_qkv(x * 2, **said(**keywords, copy_v=how == "copied"))
+            return (jitrope.prepare_fused_qkv(x * 2, **said(**keywords), inplace=True).float() * 3,)
+        q, k, v, *gate = jitrope.prepare_fused_qkv(x * 2, **said(**keywords, copy_v=how == "copied"))
         return q.float().sum(-1), k * 2, v + 1, *[x.sigmoid() for x in gate]
 
     results = []
@@ -710,21 +744,21 @@ def test_compile_fullgraph(in_place: bool, grad: bool) -> None:
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("packed_qkv", [False, slow(True)])
-def test_compile_with_numbers_that_change(packed_qkv: bool) -> None:
+@pytest.mark.parametrize("fused_qkv", [False, slow(True)])
+def test_compile_with_numbers_that_change(fused_qkv: bool) -> None:
     """Forward and gradient are right with a symbolic max_seqlen, cp_rank and number of tokens."""
     cos = torch.rand(40, 32)
-    cu_seqlens = torch.tensor([0, 8, 16])
+    cu_seqlens, fused = torch.tensor([0, 8, 16]), {"heads": (2, 2), "order": "grouped"}
 
     def model(x, longest, rank):
         words = {"layout": "thd", "cu_seqlens": cu_seqlens, "max_seqlen": longest, "cp_size": 8, "cp_rank": rank}
-        if packed_qkv:
-            return sum(y.square().sum(-1) for y in jitrope.prepare_packed_qkv(x * 1, cos, cos, **said(**words)))
+        if fused_qkv:
+            return sum(y.square().sum(-1) for y in jitrope.prepare_fused_qkv(x * 1, cos, cos, **fused, **said(**words)))
         return jitrope.apply_rope(x * 1, None, cos, cos, **said(**words))[0].sin()
 
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for i in range(4):
-        x = torch.randn(16 + i, 2, 192 if packed_qkv else 64, requires_grad=True)
+        x = torch.randn(16 + i, 2, 192 if fused_qkv else 64, requires_grad=True)
         results = []
         for function in (compiled, model):
             out = function(x, 8 + i, i)
@@ -1268,7 +1302,7 @@ def test_refusals_name_the_argument_and_write_nothing(name: str, function) -> No
     before = arguments["q"].clone()
     with pytest.raises(jitrope.InvalidInput, match=message) as error:
         function(**arguments)
-    assert str(error.value).startswith(("apply_rope: ", "prepare_packed_qkv: "))
+    assert str(error.value).startswith(("apply_rope: ", "prepare_fused_qkv: "))
     assert isinstance(error.value, ValueError)
     if not before.is_meta:
         assert torch.equal(arguments["q"], before)
@@ -1280,16 +1314,24 @@ def test_two_pairings_need_half_width() -> None:
 
 
 QKV_REFUSALS = {
-    "groups": ({"q_per_group": 0}, "q_per_group is 0; it must be at least 1"),
-    "width": ({"q_per_group": 3}, "qkv is 32 wide, which q_per_group \\+ 2 = 5 does not divide"),
-    "layout": ({"layout": "bhsd"}, "layout is 'bhsd'; allowed are bshd, sbhd, thd"),
-    "heads": ({"cos": torch.zeros(1, 6, 3, 4), "sin": torch.zeros(1, 6, 3, 4)}, "the heads must share it"),
-    "heads of qkv": ({"order": "qkv"}, "qkv has 3 heads, which q_per_group \\+ 2 = 4 does not divide"),
-    "heads with a gate": ({"order": "qkv_gated"}, "qkv has 3 heads, which 2 q_per_group \\+ 2 = 6 does not divide"),
-    "no axis of heads": (
-        {"order": "qkv", "qkv": torch.ones(2, 6, 96)},
-        "must be \\(B, S, H, D\\), for order='qkv': pass qkv.unflatten\\(-1, \\(-1, D\\)\\)",
+    "no heads": ({"heads": (0, 3)}, r"heads\[0\] is 0; it must be a whole number of at least 1"),
+    "one number": ({"heads": 6}, "heads is 6; it must be a list or tuple of whole numbers"),
+    "three numbers": ({"heads": (6, 3, 3)}, r"heads is \(6, 3, 3\); it must be \(Hq, Hk\)"),
+    "heads that do not divide": ({"heads": (5, 3)}, "it must be .*Hk must divide Hq"),
+    "width": (
+        {"heads": (9, 3)},
+        r"qkv has shape \(2, 6, 3, 32\), but heads=\(9, 3\) with order='grouped' are 15 heads of D elements; "
+        r"it must be \(B, S, 15 D\) or \(B, S, 3, 5 D\) in layout 'bshd'",
     ),
+    "plain width": ({"heads": (9, 3), "qkv": torch.ones(2, 6, 96)}, r"qkv has shape \(2, 6, 96\), but heads"),
+    "layout": ({"layout": "bhsd"}, "layout is 'bhsd'; it must be one of 'bshd', 'sbhd', 'thd'"),
+    "heads": ({"cos": torch.zeros(1, 6, 3, 4), "sin": torch.zeros(1, 6, 3, 4)}, "the heads must share it"),
+    "heads of qkv": ({"order": "qkv"}, r"are 12 heads .*; it must be \(B, S, 12 D\) or \(B, S, 12, D\)"),
+    "heads with a gate": ({"order": "qkv_gated"}, r"are 18 heads .*; it must be \(B, S, 18 D\) or \(B, S, 18, D\)"),
+    "no axes": ({"qkv": torch.ones(())}, r"qkv has shape \(\), but heads"),
+    "an axis more": ({"qkv": torch.ones(1, 2, 6, 3, 32)}, r"qkv has shape \(1, 2, 6, 3, 32\), but heads"),
+    "no width": ({"qkv": torch.ones(2, 6, 3, 0)}, r"qkv has shape \(2, 6, 3, 0\), but heads"),
+    "tokens first": ({"layout": "thd"}, r"it must be \(T, 12 D\) or \(T, 3, 4 D\) in layout 'thd'"),
     "order": ({"order": "kqv"}, "order is 'kqv'; it must be one of 'grouped', 'qkv', 'qkv_gated'"),
     "rows": ({"cos": torch.zeros(5, 4), "sin": torch.zeros(5, 4)}, "cos has 5 rows"),
     "dtype": ({"qkv": torch.ones(2, 6, 3, 32).double()}, "torch.float64"),
@@ -1297,13 +1339,14 @@ QKV_REFUSALS = {
 
 
 @pytest.mark.parametrize("name", QKV_REFUSALS)
-@pytest.mark.parametrize("function", [KINDS["packed_qkv"], KINDS["packed_qkv_"]])
-def test_packed_refusals_name_the_argument(name: str, function) -> None:
+@pytest.mark.parametrize("function", [KINDS["fused_qkv"], KINDS["fused_qkv_"]])
+def test_fused_refusals_name_the_argument(name: str, function) -> None:
     changes, message = QKV_REFUSALS[name]
-    arguments = {"qkv": torch.ones(2, 6, 3, 32), "cos": torch.zeros(6, 4), "sin": torch.zeros(6, 4), "q_per_group": 2}
+    arguments = {"qkv": torch.ones(2, 6, 3, 32), "cos": torch.zeros(6, 4), "sin": torch.zeros(6, 4)}
+    arguments |= {"heads": (6, 3), "order": "grouped"}
     with pytest.raises(jitrope.InvalidInput, match=message) as error:
         function(**{**arguments, **changes})
-    assert str(error.value).startswith(("apply_rope: ", "prepare_packed_qkv: "))
+    assert str(error.value).startswith(("apply_rope: ", "prepare_fused_qkv: "))
 
 
 def test_expanded_in_place_is_refused() -> None:

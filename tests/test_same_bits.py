@@ -135,7 +135,7 @@ def context_parallel(case: Case) -> tuple[Tensor, Tensor]:
 
 
 @form
-def in_place_in_packed_qkv(case: Case) -> tuple[Tensor, Tensor]:
+def in_place_in_fused_qkv(case: Case) -> tuple[Tensor, Tensor]:
     return case(*case.heads()[:2], positions=torch.arange(S, device=DEVICE), layout="thd", inplace=True)
 
 
@@ -184,14 +184,14 @@ def pages_token_by_token(case: Case) -> tuple[Tensor, Tensor]:
 
 
 @form
-def packed_projection(case: Case) -> tuple[Tensor, Tensor]:
+def fused_projection(case: Case) -> tuple[Tensor, Tensor]:
     q, k, v = (x.unsqueeze(0) for x in case.heads())
-    words: dict[str, Any] = {"cos_sin_cache": case.table(), "order": "qkv", "q_per_group": HQ // HK, **case.words}
+    words: dict[str, Any] = {"cos_sin_cache": case.table(), "heads": (HQ, HK), **case.words}
     if case.norm is not None:
         weights, biases = (case.random(2, case.dim, seed=seed).unbind() for seed in (2, 3))
         more = dict(zip(("q_bias", "k_bias"), biases)) if "kind" in case.norm else {}
         words["norm"] = Norm(*weights, **more, **case.norm)
-    q, k, _ = jitrope.prepare_packed_qkv(torch.cat((q, k, v), 2), **words)
+    q, k, _ = jitrope.prepare_fused_qkv(torch.cat((q, k, v), 2), **words)
     return q[0], k[0]
 
 

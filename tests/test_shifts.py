@@ -129,8 +129,8 @@ def test_a_combination_without_a_meaning_is_refused(name: str) -> None:
         jitrope.prepare_qkv(K, K.clone(), V, **{**WORDS, "positions": Shifts(OLD), **words})
 
 
-def test_packed_qkv_is_refused() -> None:
+def test_fused_qkv_is_refused() -> None:
     with pytest.raises(
-        jitrope.InvalidInput, match="shifts does not go with packed QKV; rotate by Shifts in a call of apply_rope"
+        jitrope.InvalidInput, match="shifts does not go with fused QKV; rotate by Shifts in a call of apply_rope"
     ):
-        jitrope.prepare_packed_qkv(torch.zeros(2, 5, 1, 3 * 64), positions=Shifts(OLD), **WORDS)
+        jitrope.prepare_fused_qkv(torch.zeros(2, 5, 3 * 64), heads=(1, 1), positions=Shifts(OLD), **WORDS)

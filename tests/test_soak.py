@@ -28,8 +28,8 @@ from .test_fuzz import SPECS
 
 OPS = {
     "rope", "rope_", "rope, backward", "fp8", "kv_cache",
-    "kv_cache_", "packed_qkv", "packed_qkv_", "packed_qkv, backward", "packed_qkv_norm",
-    "packed_qkv_norm_", "packed_qkv_norm, backward", "latent, backward", "norm_rope",
+    "kv_cache_", "fused_qkv", "fused_qkv_", "fused_qkv, backward", "fused_qkv_norm",
+    "fused_qkv_norm_", "fused_qkv_norm, backward", "latent, backward", "norm_rope",
     "norm_rope_", "norm_rope, backward", "norm_rope_joint", "thd order", "thd rows", "thd tables",
     "thd corrections", "cp segments", "all_gather_attention", "pages", "rope by rank, backward",
 }  # fmt: skip

@@ -516,7 +516,7 @@ def test_a_call_is_the_chain_of_its_stages(case: Case, device: str) -> None:
             given.check(got)
 
 
-PACKED = [
+FUSED = [
     case for case in (*CASES, *WITH_GRADIENT)
     if case["convert"] == "none" and case["out"] in ("fresh", "inplace") and case["layout"] != "bhsd"
     and case["rotate"] != "per_head"
@@ -525,19 +525,19 @@ PACKED = [
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("case", PACKED, ids=ident)
-def test_packed_qkv_is_the_same_chain(case: Case, biased: bool, device: str) -> None:
+@pytest.mark.parametrize("case", FUSED, ids=ident)
+def test_fused_qkv_is_the_same_chain(case: Case, biased: bool, device: str) -> None:
     """biased: the chain is that of the sum with the projection's bias, rounded."""
     like, m = Made(case, "cpu"), Made(case, device)
     qkv = oracle.unheads(m.fused[..., : HEADS + 4, :], m.layout)
-    words = {**m.call_words(), "q_per_group": HEADS // 2, "order": "qkv", "inplace": case["out"] == "inplace"}
+    words = {**m.call_words(), "heads": (HEADS, 2), "inplace": case["out"] == "inplace"}
     if biased:
         words["bias"] = m.noise(*qkv.shape[-2:]).to(m.dtype)
         like.fused[..., : HEADS + 4, :] += words["bias"].cpu()
-    got = jitrope.prepare_packed_qkv(qkv, **words)
+    got = jitrope.prepare_fused_qkv(qkv, **words)
     if got is qkv:  # tokens after the last sequence stay
         like.v_end = like.ends[-1]
-    for letter, x in zip("qkv", oracle.split(qkv, HEADS // 2, "qkv") if got is qkv else got):
+    for letter, x in zip("qkv", oracle.split(qkv, (HEADS, 2)) if got is qkv else got):
         check_heads(like, x, letter)
 
 

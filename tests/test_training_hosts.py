@@ -115,7 +115,7 @@ TE_QKV = [(*case, n) for case in (("sbhd", 1, False), ("bshd", 2, True), ("thd",
 
 
 @pytest.mark.parametrize(("device", "tensor_format", "cp", "interleaved", "tables"), devices(TE_QKV, TE_QKV[::2]))
-def test_te_packed_qkv(te: Any, device: str, tensor_format: str, cp: int, interleaved: bool, tables: str) -> None:
+def test_te_fused_qkv(te: Any, device: str, tensor_format: str, cp: int, interleaved: bool, tables: str) -> None:
     """The results are those of the host's single op on slices, also with starts and context parallelism."""
     torch.manual_seed(0)
     groups, dim, split = 3, 16, [64, 16, 16]

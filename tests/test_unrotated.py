@@ -76,7 +76,7 @@ def test_of_each_packed_sequence(inplace: bool, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("n", [3, 7])
 def test_other_stages_take_all_tokens(n: int, device: str) -> None:
-    """Norms, fp8, dynamic scales, caches, out= and packed QKV: as of a tensor whose first tokens have a row of ones."""
+    """Norms, fp8, dynamic scales, caches, out= and fused QKV: as of a tensor whose first tokens have a row of ones."""
     q, k, v, cos, sin = inputs(device)
     q[:, 0] = 0.5
     padded = [torch.cat((torch.full_like(x[:n], value), x))[:7] for x, value in ((cos, 1), (sin, 0))]
@@ -96,7 +96,7 @@ def test_other_stages_take_all_tokens(n: int, device: str) -> None:
             caches = torch.zeros(2, 16, 2, 64, device=device).bfloat16()
             found += [call(norm=value, cache=KVCache(*caches, slots))[0], caches]
         qkv = torch.cat((q.unflatten(2, (2, 2)), k.unsqueeze(3), v.unsqueeze(3)), 3).flatten(-2)
-        return [*found, *outs, *jitrope.prepare_packed_qkv(qkv, *tables, q_per_group=2, **words)]
+        return [*found, *outs, *jitrope.prepare_fused_qkv(qkv, *tables, heads=(4, 2), order="grouped", **words)]
 
     for got, want in zip(calls(cos, sin, unrotated=n), calls(*padded)):
         assert torch.equal(bits(got), bits(want))
@@ -181,7 +181,7 @@ def test_without_a_table_every_stage_is_left(device: str) -> None:
             call(norm=value, out=outs)
             found += outs
         qkv = torch.cat((q.unflatten(2, (2, 2)), k.unsqueeze(3), v.unsqueeze(3)), 3).flatten(-2)
-        return [*found, *jitrope.prepare_packed_qkv(qkv, *tables, q_per_group=2, positions=ids)]
+        return [*found, *jitrope.prepare_fused_qkv(qkv, *tables, heads=(4, 2), order="grouped", positions=ids)]
 
     for got, want in zip(calls(), calls(*ones)):
         assert torch.equal(bits(got), bits(want))
@@ -233,10 +233,10 @@ def test_the_temperature_of_llama_4_has_its_bits(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_packed_qkv_without_a_table_is_split(device: str) -> None:
+def test_fused_qkv_without_a_table_is_split(device: str) -> None:
     qkv = torch.randn(5, 2, 5 * 6, device=device, requires_grad=True)
     packed = Packed(torch.tensor([0, 3, 4], device=device), start_positions=torch.tensor([9, 9], device=device))
-    q, k, v = jitrope.prepare_packed_qkv(qkv, q_per_group=3, positions=packed)
+    q, k, v = jitrope.prepare_fused_qkv(qkv, heads=(6, 2), order="grouped", positions=packed)
     parts = qkv.unflatten(-1, (5, 6))
     for x, want in ((q, parts[:, :, :3].flatten(1, 2)), (k, parts[:, :, 3])):
         assert torch.equal(x[:4], want[:4])
@@ -265,7 +265,7 @@ NOTHING = {
     "no stage": lambda: jitrope.prepare_qkv(Q, K, V),
     "apply_rope": lambda: jitrope.apply_rope(Q, K, q_scale=0.5),
     "out of apply_rope": lambda: jitrope.apply_rope(Q, K, out=(torch.empty_like(Q), None)),
-    "packed in place": lambda: jitrope.prepare_packed_qkv(Q, inplace=True, q_per_group=2),
+    "fused in place": lambda: jitrope.prepare_fused_qkv(Q, inplace=True, heads=(2, 1)),
     "one of two": lambda: jitrope.prepare_qkv(Q, K, V, COS, q_scale=0.5),
 }
 

@@ -164,7 +164,7 @@ def test_a_value_is_checked_when_it_is_made(name: str) -> None:
 
 def test_help_shows_the_keywords() -> None:
     """An editor reads the TypedDict; `help` reads the signature."""
-    for function in (jitrope.apply_rope, jitrope.prepare_qkv, jitrope.prepare_packed_qkv):
+    for function in (jitrope.apply_rope, jitrope.prepare_qkv, jitrope.prepare_fused_qkv):
         parameters = inspect.signature(function).parameters
         assert {"positions", "layout", "interleaved", "rotary_dim", "inplace", "check"} <= parameters.keys()
         assert parameters["layout"].default == "bshd"

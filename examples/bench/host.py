@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from jitrope import Norm, Packed, apply_rope, prepare_joint_qkv, prepare_packed_qkv, prepare_qkv
+from jitrope import Norm, Packed, apply_rope, prepare_fused_qkv, prepare_joint_qkv, prepare_qkv
 
 from . import decode
 from .harness import DEVICE, angles, bf16, host_times
@@ -36,7 +36,7 @@ def calls() -> dict[str, Callable[[], Any]]:
         "apply_rope, position_ids": lambda: apply_rope(q, k, cos, sin, positions=ids),
         "apply_rope in place, cos_sin_cache and position_ids": lambda: decode.by_ids(step),
         "apply_rope, packed": lambda: apply_rope(*flat, cos, sin, positions=packed),
-        "prepare_packed_qkv": lambda: prepare_packed_qkv(qkv, cos, sin, q_per_group=4),
+        "prepare_fused_qkv": lambda: prepare_fused_qkv(qkv, cos, sin, heads=(32, 8), order="grouped"),
         "KV cache in place": lambda: decode.to_cache(step),
         "KV cache in place, fp8": lambda: decode.to_fp8_cache(step),
         "norm in place": lambda: prepare_qkv(q, k, v, cos, sin, norm=norm, inplace=True),

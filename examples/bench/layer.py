@@ -12,7 +12,7 @@ import typer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from jitrope import Packed, apply_rope, prepare_packed_qkv
+from jitrope import Packed, apply_rope, prepare_fused_qkv
 from jitrope.integrations.transformer_engine import apply_rotary_pos_emb
 
 from . import peers as others
@@ -47,7 +47,7 @@ class Layer(nn.Module):
 
 
 def ropes(cu_seqlens: Tensor, tokens: int, with_peers: bool) -> dict[str, Call]:
-    """The implementations by name, each from packed QKV (T, H, 3 D) to q, k and v; "none" only splits it."""
+    """The implementations by name, each from fused QKV (T, H, 3 D) to q, k and v; "none" only splits it."""
     half = angles(tokens, HEAD_DIM)  # as long as the pack, as Megatron passes it
     words: dict[str, Any] = {"freqs": twice(half)[:, None, None], "positions": Packed(cu_seqlens)}
 
@@ -55,13 +55,16 @@ def ropes(cu_seqlens: Tensor, tokens: int, with_peers: bool) -> dict[str, Call]:
         q, k, v = qkv.chunk(3, -1)
         return *rotate(q, k), v
 
+    def fused(qkv: Tensor) -> Any:
+        return prepare_fused_qkv(qkv, heads=(qkv.shape[1], qkv.shape[1]), order="grouped", **words)
+
     def both(one: Call, q: Tensor, k: Tensor) -> Any:
         return one(Inputs(q)), one(Inputs(k))
 
     found: dict[str, Call] = {
         "none": lambda qkv: qkv.chunk(3, -1),
         "jitrope": partial(split, partial(apply_rope, **words)),
-        "jitrope packed QKV": partial(prepare_packed_qkv, **words),
+        "jitrope fused QKV": fused,
     }
     if with_peers:
         singles = {label: partial(both, one) for label, one in others.packed(cu_seqlens, tokens, half).items()}
@@ -172,7 +175,7 @@ def plot(rows: Rows) -> Plot:
     series = {
         "none": "no rope, only split",
         "jitrope": "jitrope",
-        "jitrope packed QKV": "jitrope, packed QKV",
+        "jitrope fused QKV": "jitrope, fused QKV",
         "torch.compile": "torch.compile",
         "Liger": "Liger",
     }
@@ -202,7 +205,7 @@ SECTION = Section(
                     f"{head}, ms": of(alone, rope=by)
                     for by, head in {
                         "none": "split, no rope",
-                        "jitrope packed QKV": "`prepare_packed_qkv`",
+                        "jitrope fused QKV": "`prepare_fused_qkv`",
                         "jitrope": "`apply_rope`",
                         "TransformerEngine": "TransformerEngine",
                         "flash-attn": "flash-attn",

@@ -14,8 +14,8 @@ from jitrope import (
     Packed,
     Ulysses,
     apply_rope,
+    prepare_fused_qkv,
     prepare_mla_qkv,
-    prepare_packed_qkv,
     prepare_qkv,
 )
 
@@ -72,10 +72,9 @@ def to_ranks(x: Inputs) -> Any:
 
 def to_gated(x: Inputs) -> Any:
     words: Any = {"norm": Norm(*x.weights, zero_centered=True, rounding="once"), "rotary_dim": 64}
-    heads = x.k.shape[2]
-    return prepare_packed_qkv(
-        x.q, x.cos, x.sin, order="qkv_gated", q_per_group=x.q.shape[2] // (2 * heads) - 1, **words
-    )
+    k_heads = x.k.shape[2]
+    heads = (x.q.shape[2] // 2 - k_heads, k_heads)
+    return prepare_fused_qkv(x.q, x.cos, x.sin, heads=heads, order="qkv_gated", **words)
 
 
 def to_te_mha(x: Inputs) -> Any:
@@ -198,7 +197,7 @@ PRESETS = {
         both(lambda y, w, b: centered(y, w), rotary_dim=64), IN_AND_OUT, rotary_dim=64, trained=("q", "k"),
         make=chains.gated,
     ),
-    "qwen3.5-packed": Preset(
+    "qwen3.5-fused": Preset(
         (1, 4096, 16, 2, 256), to_gated, chains.qwen3_next, (4, 4, 4), rotary_dim=64, trained=("q",), make=chains.fused,
         backward=2.25,
     ),

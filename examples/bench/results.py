@@ -87,7 +87,7 @@ These figures were measured in other runs, and their JSON was not kept.
   Making cosines and sines takes 3.2 to 8.5 us. So pass angles for packed batches, and half-width ones where the table
   is long beside the heads. For dense batches with short tables and for decoding, make cosines and sines once for all
   layers.
-- NVIDIA H100, `prepare_packed_qkv` on 16,384 tokens, 8 groups of 4 + 2 heads: 1.02 times COPY; slicing QKV and then
+- NVIDIA H100, `prepare_fused_qkv` on 16,384 tokens, 8 groups of 4 + 2 heads: 1.02 times COPY; slicing QKV and then
   rotating takes 2.38.
 - NVIDIA H100, `python examples/diffusion_pipeline.py --model flux` (12 blocks, 1024 x 1024): latents and pixels have
   the same bits with jitrope and without, and a step takes 29.0 ms in place of 38.1.

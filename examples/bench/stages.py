@@ -19,8 +19,8 @@ from jitrope import (
     Shifts,
     Ulysses,
     apply_rope,
+    prepare_fused_qkv,
     prepare_joint_qkv,
-    prepare_packed_qkv,
     prepare_qkv,
 )
 from jitrope.plan.views import E8M0, FORMATS
@@ -123,11 +123,11 @@ def differences(shape: Shape, rotary_dim: int) -> Inputs:
     return own._replace(ids=own.ids - shape[1] // 2)
 
 
-def packed(x: Inputs, biased: bool = False) -> Any:
+def fused(x: Inputs, biased: bool = False) -> Any:
     """All heads of q, k and v in turn."""
     hk = x.k.shape[2]
     words: Any = {"bias": x.biases[0]} if biased else {}
-    return prepare_packed_qkv(x.q, x.cos, x.sin, order="qkv", q_per_group=x.q.shape[2] // hk - 2, **words)
+    return prepare_fused_qkv(x.q, x.cos, x.sin, heads=(x.q.shape[2] - 2 * hk, hk), **words)
 
 
 class Streams(NamedTuple):
@@ -195,8 +195,8 @@ STAGES = {
     "moved by differences": Stage(
         "rotate", rope(lambda x: {"positions": Shifts(x.ids[0]), "inplace": True}), (1.07, 0), make=differences
     ),
-    "a projection": Stage("in", packed, TRAINED, (4, 4, 4), projection, trained=("q",)),
-    "a projection and its bias": Stage("in", partial(packed, biased=True), (1.06, 0), (4, 4, 4), projection),
+    "a projection": Stage("in", fused, TRAINED, (4, 4, 4), projection, trained=("q",)),
+    "a projection and its bias": Stage("in", partial(fused, biased=True), (1.06, 0), (4, 4, 4), projection),
     "two streams": Stage("in", joint, (1.08, 1.1), (4, 4, 4), streams, 5 / 6, trained=Streams._fields[:6]),
     "RMSNorm": Stage("norm", norm(), (1.08, 1.18), backward=1.5),
     "RMSNorm without rope": Stage("norm", norm(tables=False), (1.07, 1.15), backward=1.5),

@@ -45,13 +45,13 @@ class LatentWords(SharedWords, total=False):
     check: bool
 
 
-class PackedWords(JointWords, LatentWords, total=False):
-    """The keywords of `prepare_packed_qkv`."""
+class FusedWords(JointWords, LatentWords, total=False):
+    """The keywords of `prepare_fused_qkv`."""
 
     inverse: bool
 
 
-class RopeWords(PackedWords, total=False):
+class RopeWords(FusedWords, total=False):
     """All keywords: those of `apply_rope` and `prepare_qkv`."""
 
     out: Sequence[Tensor | None] | Ulysses | None

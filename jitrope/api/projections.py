@@ -5,94 +5,99 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import torch
 from torch import Tensor
 
-from ..base.arguments import flag, whole, word
+from ..base.arguments import flag, refuse, wholes, word
+from ..base.errors import InvalidInput
 from ..ops.dispatch import call
 from ..ops.formats import empty_elements
-from ..ops.gather import add, call_packed_into, chosen, forget_positions, gather, staged
+from ..ops.gather import add, call_fused_into, chosen, forget_positions, gather, staged
 from ..ops.into import is_dense
 from ..ops.kv_cache import KVCache
 from ..ops.latent import ROPE_LATENT, ROPE_LATENT_INTO
-from ..ops.operations import PACKED_INTO, QKV_HADAMARD
+from ..ops.operations import FUSED_INTO, QKV_HADAMARD
 from ..ops.projections import QKV_NORM, ROPE_QKV, part_with_bias
 from ..ops.quantize import DynamicQuantize, Quantize, hadamard_words
 from ..ops.values import Norm, Positions
 from ..ops.words import parts
-from ..plan.options import NO_NORM, QKV_ORDERS, Options
-from .keywords import LatentWords, PackedWords, with_words
+from ..plan.options import FUSED_AXES, NO_NORM, QKV_ORDERS, Options
+from .keywords import FusedWords, LatentWords, with_words
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class SplitWords(PackedWords, total=False):
-    """Those of every form of `prepare_packed_qkv`."""
+class SplitWords(FusedWords, total=False):
+    """Those of every form of `prepare_fused_qkv`."""
 
     positions: Tensor | Positions | None
     norm: Norm | None
-    q_per_group: int
     copy_v: bool
     bias: Tensor | None
     hadamard: bool
 
 
-_WORDS = frozenset(PackedWords.__annotations__)
+_WORDS = frozenset(FusedWords.__annotations__)
 _LATENT_WORDS = frozenset(LatentWords.__annotations__)
 
 
 @overload
-def prepare_packed_qkv(
+def prepare_fused_qkv(
     qkv: Tensor,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     *,
-    order: Literal["grouped", "qkv"] = "grouped",
+    heads: Sequence[int],
+    order: Literal["grouped", "qkv"] = "qkv",
     inplace: Literal[False] = False,
     **words: Unpack[SplitWords],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
-def prepare_packed_qkv(
+def prepare_fused_qkv(
     qkv: Tensor,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     *,
+    heads: Sequence[int],
     order: Literal["qkv_gated"],
     inplace: Literal[False] = False,
     **words: Unpack[SplitWords],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 @overload
-def prepare_packed_qkv(
+def prepare_fused_qkv(
     qkv: Tensor,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     *,
-    order: str = "grouped",
+    heads: Sequence[int],
+    order: str = "qkv",
     inplace: Literal[True],
     **words: Unpack[SplitWords],
 ) -> Tensor: ...
 @overload
-def prepare_packed_qkv(
+def prepare_fused_qkv(
     qkv: Tensor,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     *,
-    order: str = "grouped",
+    heads: Sequence[int],
+    order: str = "qkv",
     cache: KVCache | None = None,
     quantize: Quantize | DynamicQuantize | None = None,
     out: Sequence[Tensor | None] | None = None,
     **words: Unpack[SplitWords],
 ) -> tuple[Any, ...]: ...
-@with_words(PackedWords)
-def prepare_packed_qkv(
+@with_words(FusedWords)
+def prepare_fused_qkv(
     qkv: Tensor,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     *,
+    heads: Sequence[int],
+    order: str = "qkv",
     positions: Tensor | Positions | None = None,
     norm: Norm | None = None,
-    q_per_group: int = 1,
-    order: str = "grouped",
     copy_v: bool = True,
     bias: Tensor | None = None,
     cache: KVCache | None = None,
@@ -100,102 +105,117 @@ def prepare_packed_qkv(
     hadamard: bool = False,
     out: Sequence[Tensor | None] | None = None,
     inplace: bool = False,
-    **words: Unpack[PackedWords],
+    **words: Unpack[FusedWords],
 ) -> tuple[Tensor, ...] | Tensor:
-    """Split packed QKV, normalise q and k if asked, and rotate them, in one launch. The gradient is one launch too.
+    """Split a fused projection, normalise q and k if asked, and rotate them, in one launch; so is its gradient.
 
-    >>> qkv, freqs = torch.randn(1, 16, 2, 6 * 64), jitrope.tables.freqs(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
-    >>> q, k, v = jitrope.prepare_packed_qkv(qkv, freqs=freqs, q_per_group=4)  # heads: 8 of q, 2 of k, 2 of v
+    >>> qkv, freqs = torch.randn(1, 16, 12 * 64), jitrope.tables.freqs(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> q, k, v = jitrope.prepare_fused_qkv(qkv, freqs=freqs, heads=(8, 2))  # heads: 8 of q, 2 of k, 2 of v
+    >>> q.shape, k.shape
+    (torch.Size([1, 16, 8, 64]), torch.Size([1, 16, 2, 64]))
 
     Args:
-        qkv: the output of a projection of all heads; any strides. G is the number of k's heads, and q has q_per_group
-            times as many. With the default order (B, S, G, (q_per_group + 2) D), in the default layout; "sbhd" and
-            "thd" are allowed too.
+        qkv: the output of one `Linear` for q, k and v, (B, S, W) in the default layout, or the same with an axis of
+            heads, as `order` says; any strides. "sbhd" and "thd" are allowed too: (S, B, W) and (T, W).
+        heads: (Hq, Hk), the heads of q, and those of k, which are as many as v's. Hk must divide Hq.
+        order: "qkv": all heads of q, then all of k, then all of v (Llama and Qwen in vLLM, Phi-3, GPT-2); with an axis
+            of heads (B, S, Hq + 2 Hk, D). "grouped": for each head of k its heads of q, k and v (Megatron, InternLM2,
+            Falcon); with Hq = Hk that is q, k and v of each head in turn (GPT-NeoX, BLOOM); with an axis of heads
+            (B, S, Hk, (Hq / Hk + 2) D). "qkv_gated": as "qkv", with a gate after each head of q: q_0, gate_0, q_1,
+            gate_1, ..., then k and v (Qwen3-Next, Qwen3.5); with an axis of heads (B, S, 2 Hq + 2 Hk, D).
         norm: RMSNorm or LayerNorm of q and k, as in `prepare_qkv` (Qwen3-Next, Qwen3.5; the fused qkv_proj of Qwen3 and
             Gemma 3 in vLLM and SGLang; Megatron's qk_layernorm). The gradient of qkv, the weights and the biases is one
             launch, and deterministic; in place there is none. With across_heads but no mean_squares, v and a gate with
             a bias are copied after the launch. With v_norm v is normalised in the same launch, in place too; its
             gradient is in the launch of the others. v_norm goes with neither across_heads nor mean_squares, and no norm
             with inverse.
-        q_per_group: heads of q for each head of k.
-        order: "grouped": each of the G groups has q_per_group heads of q, one of k and one of v (Megatron, InternLM2,
-            Falcon); with q_per_group 1 that is q, k and v of each head in turn (GPT-NeoX, BLOOM). "qkv": all heads of
-            q, then all of k, then all of v, (B, S, (q_per_group + 2) G, D) (vLLM, Phi-3, GPT-2). "qkv_gated": the same
-            with a gate after each head of q, (B, S, (2 q_per_group + 2) G, D): q_0, gate_0, q_1, gate_1, ..., then k
-            and v (Qwen3-Next, Qwen3.5).
         copy_v: False: return v as a view of qkv, without a copy; not with v_norm or bias.
-        bias: the bias of the projection, which you call without it: (W), as `Linear` has it, or qkv's last two axes, in
-            qkv's dtype. The results are those of qkv + bias, rounded to the dtype, in the same launch; with a norm to
-            the bit only if the bias is contiguous. v and the gate are written too, and in place all of qkv is. Its
-            gradient is the sum of qkv's over the tokens, by torch.
+        bias: the bias of the projection, which you call without it: (W), as `Linear` has it, or qkv's last two axes if
+            it has an axis of heads, in qkv's dtype. The results are those of qkv + bias, rounded to the dtype, in the
+            same launch; with a norm to the bit only if the bias is contiguous. v and the gate are written too, and in
+            place all of qkv is. Its gradient is the sum of qkv's over the tokens, by torch.
         hadamard: as in `prepare_qkv`, also in place. Its gradient takes a second launch.
         cache, quantize, out: as in `prepare_qkv`, in as many launches. You can combine them with hadamard and with a
             bias, which torch then adds to a gate. Such a call has no gradient, nor has one with `Ulysses`, which in
-            "grouped" with q_per_group above 1 needs a rank for each group. rotate_k and inplace are refused, and
-            inverse with a cache.
-        inplace: rotate q and k inside qkv and return it, for attention that takes packed input or views. v stays,
-            unless it is normalised or gets a bias.
+            "grouped" with Hq > Hk needs a rank for each head of k. rotate_k and inplace are refused, and inverse with a
+            cache.
+        inplace: rotate q and k inside qkv and return it, for attention that takes q, k and v as one tensor or as views.
+            v stays, unless it is normalised or gets a bias.
         The other arguments are those of `apply_rope`. `Shifts` and tables for each head are refused. Without a table
-            nothing is rotated.
+            nothing is rotated; in place it then needs a norm, a bias, hadamard or q_scale, or there is nothing to do.
 
     Returns:
-        q (B, S, G q_per_group, D), k and v (B, S, G, D), contiguous, unless v is a view. For tokens after the last
-        sequence q and k are zero, and v is as elsewhere. With a gate it is the fourth result, a view of qkv with q's
-        shape, not rotated, or with a bias a fresh tensor; a second launch copies its gradient into that of qkv. In
-        place: qkv. With quantize q, k and v are as in `prepare_qkv`; with a cache k and v are None. With `Ulysses` q, k
-        and v have groups of heads for the ranks, and the gate has not.
+        q (B, S, Hq, D), k and v (B, S, Hk, D), contiguous, unless v is a view. For tokens after the last sequence q and
+        k are zero, and v is as elsewhere. With a gate it is the fourth result, a view of qkv with q's shape, not
+        rotated, or with a bias a fresh tensor; a second launch copies its gradient into that of qkv. In place: qkv.
+        With quantize q, k and v are as in `prepare_qkv`; with a cache k and v are None. With `Ulysses` q, k and v have
+        groups of heads for the ranks, and the gate has not.
 
     Raises:
         InvalidInput, CompileError: as in `apply_rope`.
     """
     tensors: Any = {"qkv": qkv, "cos": cos, "sin": sin}
     if cache is not None or quantize is not None or out is not None:
-        packed, stages = (q_per_group, order, copy_v, bias), (norm, cache, quantize, hadamard)
-        return _staged(tensors, words, positions, inplace, packed, stages, out)
+        stages = (norm, cache, quantize, hadamard)
+        return _staged(tensors, words, positions, inplace, heads, order, copy_v, bias, stages, out)
     asked, op = gather(ROPE_QKV, tensors, words, _WORDS, positions, inplace), ROPE_QKV
     if norm is not None:
         op = QKV_NORM
-        add("prepare_packed_qkv", "norm", norm, Norm, tensors, asked)
+        add("prepare_fused_qkv", "norm", norm, Norm, tensors, asked)
     if hadamard is not False:
-        op, asked = QKV_HADAMARD, {"norm": NO_NORM, **asked, **hadamard_words("prepare_packed_qkv", hadamard)}
+        op, asked = QKV_HADAMARD, {"norm": NO_NORM, **asked, **hadamard_words("prepare_fused_qkv", hadamard)}
     if bias is not None:
         tensors["bias"] = bias
     if cos is None:
         forget_positions(tensors, asked)
-    _say_order(asked, q_per_group, order, copy_v)
+    _split(tensors, asked, heads, order, copy_v)
     made = call(op, tensors, asked)
     if "qkv" in made:
         return qkv
     return (made["q"], made["k"], made["v"], made["gate"]) if "gate" in made else (made["q"], made["k"], made["v"])
 
 
-def _say_order(asked: dict[str, Any], q_per_group: Any, order: Any, copy_v: Any) -> None:
-    """Add the words that say where q, k and v are in a packed tensor."""
-    asked["q_per_group"] = q_per_group
-    if type(order) is not str or order != "grouped":
-        asked["order"] = order
+def _split(tensors: Any, asked: dict[str, Any], heads: Any, order: Any, copy_v: Any) -> None:
+    """Give qkv an axis of heads, and add the words that say where q, k and v are in it."""
+    name, qkv = "prepare_fused_qkv", tensors.get("qkv")
+    pair = wholes(name, "heads", heads, 1)
+    if len(pair) != 2 or pair[0] % pair[1]:
+        refuse(name, "heads", heads, "(Hq, Hk), the heads of q and of k; Hk must divide Hq")
+    (q_heads, k_heads), order = pair, word(name, "order", order, QKV_ORDERS)
+    asked["q_per_group"], asked["order"] = q_heads // k_heads, order
     if copy_v is not True:
         asked["copy_v"] = copy_v
+    axes = FUSED_AXES[layout := word(name, "layout", asked.get("layout", "bshd"), FUSED_AXES)]
+    if not isinstance(qkv, Tensor) or qkv.layout is not torch.strided or qkv.is_nested:
+        return  # the check refuses it
+    every = q_heads * QKV_ORDERS[order] + 2 * k_heads
+    count = k_heads if order == "grouped" else every
+    *lead, width = shape = tuple(qkv.shape) or (0,)
+    if len(shape) == len(layout) - 1 and width > 0 and width % every == 0:
+        tensors["qkv"] = qkv.unflatten(-1, (count, width // count))
+    elif len(shape) != len(layout) or lead[-1] != count or width <= 0 or width % (every // count):
+        had = f"qkv has shape {tuple(qkv.shape)}, but heads={pair} with order={order!r} are {every} heads of D elements"
+        last = f"{count}, {every // count} D" if order == "grouped" else f"{count}, D"
+        raise InvalidInput(f"{name}: {had}; it must be ({axes}, {every} D) or ({axes}, {last}) in layout {layout!r}")
 
 
 def _staged(
-    tensors: Any, words: Any, positions: Any, inplace: bool, packed: tuple[Any, ...], stages: tuple[Any, ...], out: Any
-) -> tuple[Any, ...]:
-    """The results of a call with stages of `prepare_qkv`. packed: q_per_group, order, copy_v and bias."""
-    name, (norm, cache, quantize, hadamard), (n, order, copy_v, bias) = "prepare_packed_qkv", stages, packed
-    n, order = whole(name, "q_per_group", n), word(name, "order", order, QKV_ORDERS)
-    copy_v = flag(name, "copy_v", copy_v)
+    tensors: Any, words: Any, positions: Any, inplace: bool, heads: Any, order: Any, copy_v: Any, bias: Any,
+    stages: tuple[Any, ...], out: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The results of a call with stages of `prepare_qkv`."""
+    name, (norm, cache, quantize, hadamard) = "prepare_fused_qkv", stages
     separate, own = chosen(name, norm, cache, quantize, hadamard)
-    op, qkv = PACKED_INTO[separate.name], tensors["qkv"]
+    op, qkv = FUSED_INTO[separate.name], tensors["qkv"]
     asked = gather(op, tensors, words, _WORDS, positions, inplace)
     if bias is not None:
         tensors["bias"] = bias
     asked.update(own)
     staged(op, tensors, asked, qkv, norm, cache, quantize)
-    _say_order(asked, n, order, copy_v)
-    found = call_packed_into(op, tensors, asked, out, quantize)
-    if order == "qkv_gated":
-        return (*found, part_with_bias(tensors, "gate", Options(q_per_group=n, order=order)))
+    _split(tensors, asked, heads, order, flag(name, "copy_v", copy_v))
+    found = call_fused_into(op, tensors, asked, out, quantize)
+    if asked["order"] == "qkv_gated":
+        return (*found, part_with_bias(tensors, "gate", Options(q_per_group=asked["q_per_group"], order="qkv_gated")))
     return found
 
 

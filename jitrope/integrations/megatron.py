@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import apply_rope, prepare_mla_qkv, prepare_packed_qkv
+from ..api import apply_rope, prepare_fused_qkv, prepare_mla_qkv
 from ..base.errors import InvalidInput
 from ..ops.values import Packed
 from . import _host
@@ -246,7 +246,8 @@ def _fused(layer: Any, qkv: Tensor, split: Any, freqs: Tensor, cu_seqlens: Tenso
         words = {"layout": "thd", "positions": _packed(qkv, freqs, cu_seqlens, group.size(), group.rank())}
     words |= {"freqs": freqs.float(), "rotary_dim": freqs.shape[-1], "interleaved": layer.config.rotary_interleaved}
     norm = norm_of((layer.q_layernorm, layer.k_layernorm), qkv[..., : split[1]])
-    return prepare_packed_qkv(qkv, norm=norm, q_per_group=split[0] // split[1], mscale=mscale, **words)
+    heads = qkv.shape[-2] * split[0] // split[1], qkv.shape[-2]
+    return prepare_fused_qkv(qkv, heads=heads, order="grouped", norm=norm, mscale=mscale, **words)
 
 
 def _separate(reason: str, layer: Any, qkv: Tensor, split: Any, **words: Any) -> tuple[Tensor, ...]:

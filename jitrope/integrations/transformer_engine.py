@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..api import apply_rope, prepare_packed_qkv, prepare_qkv
+from ..api import apply_rope, prepare_fused_qkv, prepare_qkv
 from ..base.errors import InvalidInput
 from ..ops.values import Packed, Starts
 from . import _host
@@ -60,7 +60,7 @@ def apply_fused_qkv_rotary_pos_emb(
     start_positions: Tensor | None = None, interleaved: bool = False, cu_seqlens: Tensor | None = None,
     cp_size: int = 1, cp_rank: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Split packed QKV [.., groups, sum(split)] and rotate q and k; v is copied.
+    """Split fused QKV [.., groups, sum(split)] and rotate q and k; v is copied.
 
     Unlike TransformerEngine's function it accepts "thd", and start_positions also with context parallelism and in the
     gradient. It is one launch if q and k share their tensor of angles and head size; otherwise q and k take one each.
@@ -87,8 +87,9 @@ def apply_fused_qkv_rotary_pos_emb(
         raise InvalidInput(f"qkv_split_arg_list {qkv_split_arg_list} does not split groups of {qkv.shape[-1]}")
     words = _words(tensor_format, start_positions, interleaved, cu_seqlens, cp_size, cp_rank)
     if k_width == v_width and q_freqs is k_freqs:
-        words.update(freqs=q_freqs.float(), rotary_dim=q_freqs.shape[-1], q_per_group=q_width // k_width)
-        q, k, v = prepare_packed_qkv(qkv, **words)
+        words.update(freqs=q_freqs.float(), rotary_dim=q_freqs.shape[-1])
+        heads = qkv.shape[-2] * q_width // k_width, qkv.shape[-2]
+        q, k, v = prepare_fused_qkv(qkv, heads=heads, order="grouped", **words)
         return q, k, v
     q, k, v = qkv.split(qkv_split_arg_list, -1)
     q = q.unflatten(-1, (-1, k_width)).flatten(-3, -2)

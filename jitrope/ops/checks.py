@@ -112,30 +112,15 @@ def check(name: str, tensors: Tensors, options: Options, label: str = "q") -> No
 
 
 def check_qkv(name: str, tensors: Tensors, options: Options) -> None:
-    """The check of a packed call."""
+    """The check of a fused call."""
     qkv, cos, fail = tensors["qkv"], tensors["cos"], failing(name)
-    grouped, n = options.order == "grouped", options.q_per_group
-    if n <= 0:
-        fail(f"q_per_group is {n!r}; it must be at least 1")
-    if options.layout not in ("bshd", "sbhd", "thd"):
-        fail(f"layout is {options.layout!r}; allowed are bshd, sbhd, thd")
-    if qkv.dim() != len(options.layout):
-        axes = {"bshd": "(B, S, {})", "sbhd": "(S, B, {})", "thd": "(T, {})"}[options.layout]
-        axes, hint = axes.format("G, W" if grouped else "H, D"), "in G groups: pass qkv.unflatten(-1, (G, -1))"
-        hint = hint if grouped else f"for order={options.order!r}: pass qkv.unflatten(-1, (-1, D))"
-        fail(f"qkv has shape {tuple(qkv.shape)}; it must be {axes}, {hint}")
-    per_group, size = views.heads_per_group(options), qkv.shape[-1 if grouped else -2]
-    if size <= 0 or size % per_group != 0:
-        had = f"is {size} wide" if grouped else f"has {size} heads"
-        factor = "2 " if options.order == "qkv_gated" else ""
-        fail(f"qkv {had}, which {factor}q_per_group + 2 = {per_group} does not divide")
-    fit.refuse_per_head(cos, options, "packed QKV", fail)
+    fit.refuse_per_head(cos, options, "fused QKV", fail)
     if norm_of(options).across_heads and norm_of(options).v_norm:
-        fail("across_heads does not go with v_norm in packed QKV; split it, and pass q, k and v to prepare_qkv")
+        fail("across_heads does not go with v_norm in fused QKV; split it, and pass q, k and v to prepare_qkv")
     if options.inplace:
         fit.require_no_overlap("qkv", qkv, fail)
     # k is also checked as q: the rest of the check does not depend on the number of heads
-    k = views.packed_part(qkv, "k", options)
+    k = views.fused_part(qkv, "k", options)
     check(name, {"q": k, "k": k, **_tables(tensors)}, changed(options, inplace=False), "qkv")
     if "bias" in tensors:
         _check_bias(qkv, tensors["bias"], options, fail)

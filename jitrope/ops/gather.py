@@ -11,15 +11,15 @@ from torch import Tensor
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan.options import NO_NORM, NormOptions, Options
-from ..plan.views import Tensors, converts_v, heads_per_group, packed_part, packed_sizes
+from ..plan.views import Tensors, converts_v, fused_part, fused_sizes
 from .dispatch import call
 from .formats import empty_elements, empty_heads
 from .into import given_out, is_dense, items_of_out, joins_k
 from .joint import STREAMS, JointInto
 from .kv_cache import KVCache
 from .operation import Operation
-from .operations import JOINT_SCALES, NORM_OF_V, PACKED_SCALES, PREPARED, QK_NORM_ROPE, QKV_NORM_ROPE, norm_of_v
-from .projections import PackedInto
+from .operations import FUSED_SCALES, JOINT_SCALES, NORM_OF_V, PREPARED, QK_NORM_ROPE, QKV_NORM_ROPE, norm_of_v
+from .projections import FusedInto
 from .quantize import DynamicQuantize, Quantize, Scaled, hadamard_words
 from .values import Norm, Positions, Ulysses, scales
 from .watch import sharded
@@ -139,21 +139,21 @@ Shape = tuple[Tensor, tuple[int, ...], int, int]
 """Of an output: a tensor on its device, the axes before its heads, the number of heads, and the elements of one."""
 
 
-def call_packed_into(
-    op: PackedInto, tensors: Tensors, words: dict[str, Any], out: Any, quantize: Any
+def call_fused_into(
+    op: FusedInto, tensors: Tensors, words: dict[str, Any], out: Any, quantize: Any
 ) -> tuple[Any, Any, Any]:
-    """q, k and v of a packed call with stages of `prepare_qkv`; k and v in a cache are None."""
+    """q, k and v of a fused call with stages of `prepare_qkv`; k and v in a cache are None."""
     cached, stays = "k_out" not in op.labels, words.get("copy_v") is False
     for label, refused in (("a cache; leave out= out", cached), ("copy_v=False; leave copy_v out", stays)):
         if isinstance(out, Ulysses) and refused:
             raise InvalidInput(f"{op.function}: Ulysses does not go with {label}")
     qkv: Any = tensors.get("qkv")
-    options = Options(q_per_group=words["q_per_group"], order=words.get("order", "grouped"))
+    options = Options(q_per_group=words["q_per_group"], order=words["order"])
     wanted = "q" if cached else "qk" if stays else "qkv"
-    shape_of = partial(_shape_of_packed, qkv, options, wanted)
-    found = _into_given(op, PACKED_SCALES, tensors, words, out, quantize, shape_of)
+    shape_of = partial(_shape_of_fused, qkv, options, wanted)
+    found = _into_given(op, FUSED_SCALES, tensors, words, out, quantize, shape_of)
     if "v" not in found and "v_out" in op.labels:
-        found["v"] = packed_part(qkv, "v", options)
+        found["v"] = fused_part(qkv, "v", options)
     return result(found, "q"), result(found, "k"), result(found, "v")
 
 
@@ -189,14 +189,11 @@ def _into_given(
     return {**found, **call(op, tensors, words), **of_rows}
 
 
-def _shape_of_packed(qkv: Any, options: Options, wanted: str, letter: str) -> Shape | None:
-    n = options.q_per_group
-    if letter not in wanted or n < 1 or not is_dense(qkv) or qkv.dim() < 3:
+def _shape_of_fused(qkv: Any, options: Options, wanted: str, letter: str) -> Shape | None:
+    if letter not in wanted or not is_dense(qkv):
         return None
-    if qkv.shape[-1 if options.order == "grouped" else -2] % heads_per_group(options):
-        return None
-    groups, head_dim = packed_sizes(qkv, options)
-    return qkv, qkv.shape[:-2], groups * (n if letter == "q" else 1), head_dim
+    groups, head_dim = fused_sizes(qkv, options)
+    return qkv, qkv.shape[:-2], groups * (options.q_per_group if letter == "q" else 1), head_dim
 
 
 def _shape_of_joint(tensors: Tensors, letter: str) -> Shape | None:

@@ -18,7 +18,7 @@ from .kv_cache import check_one_format
 from .latent import ROPE_LATENT, ROPE_LATENT_BACKWARD, ROPE_LATENT_INTO
 from .operation import BIASES, GIVEN_MEANS, ROTATION, WEIGHTS, Normed, Operation, empty_like
 from .pages import PAGE_TENSORS
-from .projections import QKV_NORM, QKV_NORM_BACKWARD, ROPE_QKV, ROPE_QKV_BACKWARD, PackedInto, PackedScales, QKVNorm
+from .projections import QKV_NORM, QKV_NORM_BACKWARD, ROPE_QKV, ROPE_QKV_BACKWARD, FusedInto, FusedScales, QKVNorm
 from .stand_ins import weight_sums
 from .words import resolved
 
@@ -236,9 +236,9 @@ def transformed_back(call: operation.Call, grads: Tensors, options: Options) -> 
 
 
 class _QKVHadamard(QKVNorm):
-    """The same in packed QKV."""
+    """The same in fused QKV."""
 
-    name, stage = "qk_norm_rope_qkv_hadamard", "packed QKV with hadamard"
+    name, stage = "qk_norm_rope_qkv_hadamard", "fused QKV with hadamard"
     options = (*QKVNorm.options, "hadamard")
     hidden = ()
 
@@ -330,18 +330,18 @@ for _op in (*_INTO, *PREPARED[""][:1]):
     if "k" in _op.results:
         _op.by_rank = ByRank(_op)
 ROPE_INTO, QKV_NORM_ROPE.into = ROPE.into, QK_NORM_ROPE.into
-PACKED_INTO = {op.name: PackedInto(op.into) for op in _INTO}
-"""The operations of `prepare_packed_qkv` with stages of `prepare_qkv`, by the names of those."""
+FUSED_INTO = {op.name: FusedInto(op.into) for op in _INTO}
+"""The operations of `prepare_fused_qkv` with stages of `prepare_qkv`, by the names of those."""
 _OF_STREAMS = (QK_NORM_ROPE.into, QK_NORM_ROPE_HADAMARD.into, QK_NORM_ROPE_FP8.into, QK_NORM_ROPE_SCALED.into)
 JOINT_INTO = {op.base.name: op for op in map(JointInto, _OF_STREAMS)}
 """The operations of `prepare_joint_qkv` with stages of `prepare_qkv`, by the names of those."""
-PACKED_SCALES, JOINT_SCALES = PackedScales(QK_NORM_ROPE_SCALES), JointInto(QK_NORM_ROPE_SCALES)
+FUSED_SCALES, JOINT_SCALES = FusedScales(QK_NORM_ROPE_SCALES), JointInto(QK_NORM_ROPE_SCALES)
 OPERATIONS: tuple[Operation, ...] = (
     *(*_PREPARED, *[op.into for op in _INTO], *[op.by_rank for op in _PREPARED if "k" in op.results]),
     *(ROPE_QKV, ROPE_QKV_BACKWARD, ROPE_LATENT, ROPE_LATENT_BACKWARD, ROPE_LATENT_INTO),
     *(QK_NORM_ROPE_SCALES, QK_NORM_ROPE_KV_CACHE_SCALED, QKV_NORM_ROPE, QK_NORM_ROPE_JOINT),
     *(QK_NORM_ROPE_BACKWARD, QKV_NORM_ROPE_BACKWARD),
-    *(QKV_NORM, QKV_HADAMARD, QKV_NORM_BACKWARD, *PACKED_INTO.values(), PACKED_SCALES),
+    *(QKV_NORM, QKV_HADAMARD, QKV_NORM_BACKWARD, *FUSED_INTO.values(), FUSED_SCALES),
     *(*JOINT_INTO.values(), JOINT_SCALES),
 )
 """The operations with ops of torch."""

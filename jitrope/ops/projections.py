@@ -12,14 +12,14 @@ from ..base.arguments import refuse
 from ..plan import views
 from ..plan.options import Options, changed, norm_of
 from ..plan.problem import Views
-from ..plan.views import MEANS, Tensors, packed_part, packed_sizes
+from ..plan.views import MEANS, Tensors, fused_part, fused_sizes
 from . import checks, operation, reference
 from .fit import check_pairs, failing
 from .into import Into, copy_heads
 from .operation import BIASES, GIVEN_MEANS, ROTATION, WEIGHTS, Call, Normed, Operation, Rule, empty_like
 from .stand_ins import weight_sums
 
-PACKED = ("q_per_group", "order", "copy_v")
+FUSED = ("q_per_group", "order", "copy_v")
 
 
 def with_bias(t: Tensors) -> Tensors:
@@ -28,20 +28,20 @@ def with_bias(t: Tensors) -> Tensors:
 
 
 def part_with_bias(t: Tensors, name: str, o: Options) -> Tensor:
-    """One part of a call's packed tensor, a view, or with the projection's bias a fresh tensor."""
-    part = packed_part(t["qkv"], name, o)
-    return part + packed_part(views.bias_like(t["bias"], t["qkv"]), name, o) if "bias" in t else part
+    """One part of a call's fused tensor, a view, or with the projection's bias a fresh tensor."""
+    part = fused_part(t["qkv"], name, o)
+    return part + fused_part(views.bias_like(t["bias"], t["qkv"]), name, o) if "bias" in t else part
 
 
 def split_qkv(qkv: Tensor, o: Options) -> Tensors:
     """q, k and v, and the gate, (..., heads, D); views, except a q of several groups."""
     names = ("q", "k", "v", "gate") if o.order == "qkv_gated" else ("q", "k", "v")
-    parts = {name: packed_part(qkv, name, o) for name in names}
+    parts = {name: fused_part(qkv, name, o) for name in names}
     return {**parts, "q": parts["q"].flatten(-3, -2)} if o.order == "grouped" else parts
 
 
 def contiguous_parts(t: Tensors, o: Options) -> Tensors:
-    """The parts of a call's packed tensor, with the projection's bias if it is given."""
+    """The parts of a call's fused tensor, with the projection's bias if it is given."""
     return {name: x.contiguous() for name, x in split_qkv(with_bias(t)["qkv"], o).items()}
 
 
@@ -55,14 +55,14 @@ def join_qkv(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, o: Options) -
 
 
 def split_and_turned(t: Tensors, o: Options) -> Tensors:
-    """Packed QKV -> q and k, normalised if asked and rotated, v, and the gate if there is one."""
+    """Fused QKV -> q and k, normalised if asked and rotated, v, and the gate if there is one."""
     parts = contiguous_parts(t, o)
     turned = reference.turned({**t, **parts}, o)
     return {**turned, **{name: x.clone() for name, x in parts.items() if name not in turned}}
 
 
 def joined_gradient(t: Tensors, o: Options) -> Tensors:
-    """dq, dk, dv and the gate's gradient -> the gradient of packed QKV; `o` rotates back."""
+    """dq, dk, dv and the gate's gradient -> the gradient of fused QKV; `o` rotates back."""
     out = reference.rope({**t, "q": t["dq"].contiguous(), "k": t["dk"].contiguous()}, o)
     return {"qkv": join_qkv(out["q"], out["k"], t["dv"], t.get("dgate"), o)}
 
@@ -70,9 +70,9 @@ def joined_gradient(t: Tensors, o: Options) -> Tensors:
 class RopeQKV(Operation):
     """A projection's bias is added first, if it is given; v and the gate are then written too."""
 
-    name, function, stage = "rope_qkv", "prepare_packed_qkv", "packed QKV"
+    name, function, stage = "rope_qkv", "prepare_fused_qkv", "fused QKV"
     tensors: tuple[str, ...] = ("qkv", "bias?")
-    options: tuple[str, ...] = (*ROTATION, *PACKED)
+    options: tuple[str, ...] = (*ROTATION, *FUSED)
     results: tuple[str, ...] = ("q", "k", "v", "gate")
     reads = ("qkv", "qkv", "qkv")
     rules: tuple[Rule, ...] = (checks.check_qkv,)
@@ -82,20 +82,20 @@ class RopeQKV(Operation):
         return ("qkv",) if options.inplace else ()
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        """Without `copy_v` v is a view of the packed tensor, and so is a gate that has no bias."""
+        """Without `copy_v` v is a view of the fused tensor, and so is a gate that has no bias."""
         qkv = tensors["qkv"]
-        lead, (groups, head_dim) = qkv.shape[:-2], packed_sizes(qkv, options)
+        lead, (groups, head_dim) = qkv.shape[:-2], fused_sizes(qkv, options)
         q = qkv.new_empty((*lead, groups * options.q_per_group, head_dim))
         k = qkv.new_empty((*lead, groups, head_dim))
-        out = {"q": q, "k": k, "v": empty_like(k) if options.copy_v else packed_part(qkv, "v", options)}
+        out = {"q": q, "k": k, "v": empty_like(k) if options.copy_v else fused_part(qkv, "v", options)}
         if options.order == "qkv_gated":
-            out["gate"] = empty_like(q) if "bias" in tensors else packed_part(qkv, "gate", options)
+            out["gate"] = empty_like(q) if "bias" in tensors else fused_part(qkv, "gate", options)
         return out
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
         apart = views.sums_heads(tensors, options)
         biased = "bias" in tensors and not apart
-        inputs: Views = views.packed_views(tensors["qkv"], options, biased)
+        inputs: Views = views.fused_views(tensors["qkv"], options, biased)
         outputs: Views = inputs
         if not options.inplace:
             outputs = views.separate_views(tensors["q_out"], tensors["k_out"], tensors["v_out"], options, biased)
@@ -110,7 +110,7 @@ class RopeQKV(Operation):
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
         """Write v, and a gate with its bias, which a norm across heads leaves."""
         for name in ("v", "gate") if "bias" in tensors and options.order == "qkv_gated" else ("v",):
-            out = outputs[name] if name in outputs else packed_part(outputs["qkv"], name, options)
+            out = outputs[name] if name in outputs else fused_part(outputs["qkv"], name, options)
             copy_heads(out, part_with_bias(tensors, name, options))
         return outputs
 
@@ -124,7 +124,7 @@ class RopeQKV(Operation):
 
     def complete(self, results: Tensors, tensors: Tensors, options: Options) -> Tensors:
         seen = [name for name in self.produced(tensors, options) if name not in results]
-        return {**results, **{name: packed_part(tensors["qkv"], name, options) for name in seen}}
+        return {**results, **{name: fused_part(tensors["qkv"], name, options) for name in seen}}
 
     def goes_bare(self, tensors: Container[str], asked: Mapping[str, Any]) -> bool:
         return "q_factor" in tensors or "bias" in tensors or not asked.get("inplace", False)
@@ -167,7 +167,7 @@ def every_gradient(grads: Tensors, options: Options) -> Tensors:
 class RopeQKVBackward(Operation):
     name = "rope_qkv_backward"
     tensors: tuple[str, ...] = ("dq", "dk", "dv", "dgate?")
-    options: tuple[str, ...] = (*ROTATION, *PACKED)
+    options: tuple[str, ...] = (*ROTATION, *FUSED)
     results: tuple[str, ...] = ("qkv",)
     reads = ("dq", "dk", "dv")
     writes = ("qkv_out", "qkv_out", "qkv_out")
@@ -176,10 +176,10 @@ class RopeQKVBackward(Operation):
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         *lead, groups, head_dim = tensors["dk"].shape
-        return {"qkv": tensors["dk"].new_empty((*lead, *views.packed_shape(groups, head_dim, options)))}
+        return {"qkv": tensors["dk"].new_empty((*lead, *views.fused_shape(groups, head_dim, options)))}
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
-        outputs = views.packed_views(tensors["qkv_out"], options)
+        outputs = views.fused_views(tensors["qkv_out"], options)
         return views.separate_views(tensors["dq"], tensors["dk"], tensors["dv"], options), outputs
 
     def finishes(self, tensors: Tensors, options: Options) -> bool:
@@ -188,7 +188,7 @@ class RopeQKVBackward(Operation):
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
         """The gate's part of the gradient is a copy, because the kernel has as many heads to copy as k has."""
         if options.order == "qkv_gated":
-            part = packed_part(outputs["qkv"], "gate", options)
+            part = fused_part(outputs["qkv"], "gate", options)
             copy_heads(part, tensors["dgate"]) if "dgate" in tensors else part.zero_()
         return outputs
 
@@ -206,7 +206,7 @@ def _check_copied(name: str, options: Options) -> None:
 
 
 def check_qkv_norm(name: str, tensors: Tensors, options: Options) -> None:
-    """The rule of a norm of packed QKV."""
+    """The rule of a norm of fused QKV."""
     _check_copied(name, options)
     others = {label: x for label, x in tensors.items() if label != "qkv"}
     apart = {**views.shaped_parts(tensors["qkv"], options), **others}
@@ -215,14 +215,14 @@ def check_qkv_norm(name: str, tensors: Tensors, options: Options) -> None:
 
 
 def normed_gradient(t: Tensors, o: Options) -> Tensors:
-    """The gradients of packed QKV, the weights and the biases; `o` rotates back."""
+    """The gradients of fused QKV, the weights and the biases; `o` rotates back."""
     found = reference.qk_norm_rope_backward({**t, **contiguous_parts(t, o)}, o)
     own = found.pop("q"), found.pop("k"), found.pop("v", t["dv"])
     return {"qkv": join_qkv(*own, t.get("dgate"), o), **found}
 
 
 class QKVNorm(Normed, RopeQKV):
-    name, stage = "qk_norm_rope_qkv", "packed QKV with a norm"
+    name, stage = "qk_norm_rope_qkv", "fused QKV with a norm"
     tensors = ("qkv", "bias?", *WEIGHTS, *BIASES, *GIVEN_MEANS)
     hidden: tuple[str, ...] = ("inverse",)
     rules = (*RopeQKV.rules, check_qkv_norm)
@@ -264,10 +264,10 @@ class _QKVNormBackward(RopeQKVBackward):
         return ("qkv", "qkv", "qkv" if norm_of(options).v_norm else "dv", *self.writes)
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
-        q, k, v = views.packed_views(tensors["qkv"], options)
+        q, k, v = views.fused_views(tensors["qkv"], options)
         if not norm_of(options).v_norm:
             v = views.separate_views(tensors["dq"], tensors["dk"], tensors["dv"], options)[2]
-        outputs = views.packed_views(tensors["qkv_out"], options)
+        outputs = views.fused_views(tensors["qkv_out"], options)
         return ((q, k, None), (*outputs[:2], None)) if views.sums_heads(tensors, options) else ((q, k, v), outputs)
 
     finishes = Operation.finishes  # always: `finish` drops the scratch
@@ -275,29 +275,29 @@ class _QKVNormBackward(RopeQKVBackward):
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
         outputs = super().finish(outputs, tensors, options)
         if views.sums_heads(tensors, options):
-            copy_heads(packed_part(outputs["qkv"], "v", options), tensors["dv"])
+            copy_heads(fused_part(outputs["qkv"], "v", options), tensors["dv"])
         return {name: outputs[name] for name in self.results if name in outputs}
 
 
 # ---- with the stages of `prepare_qkv`: caches, conversions, and tensors of the caller --------------
 
 
-class PackedInto(Operation):
+class FusedInto(Operation):
     """A form of `Into` that reads q, k and v in a projection's output. The projection's bias is added first, if given.
 
     Its outputs are always tensors of the call; `gather` makes those that the caller does not give.
     """
 
-    function = "prepare_packed_qkv"
+    function = "prepare_fused_qkv"
     reads = ("qkv", "qkv", "qkv")
     inplace = differentiable = False
 
     def __init__(self, into: Operation) -> None:
         self.into_given, base = into, into.base if isinstance(into, Into) else into
-        self.name, self.stage = f"{base.name}_packed", f"packed QKV with {base.stage or 'out'}"
+        self.name, self.stage = f"{base.name}_packed", f"fused QKV with {base.stage or 'out'}"
         own = [name for name in into.tensors if name.rstrip("?") not in ("q", "k", "v")]
         self.tensors = ("qkv", "bias?", *own)
-        self.options = (*[word for word in into.options if word != "rotate_k"], *PACKED)
+        self.options = (*[word for word in into.options if word != "rotate_k"], *FUSED)
         self.hidden, self.tables, self.norm = into.hidden, into.tables, into.norm
         self.results, self.writes, self.labels = into.results, into.writes, into.labels
         self.mutated = into.mutated
@@ -329,15 +329,15 @@ class PackedInto(Operation):
         self.into_given.check(name, self.separate(tensors, options), options)
         if "bias" in tensors and checks.takes_pairs(tensors, options):
             check_pairs({"bias": tensors["bias"]}, options, fail)
-        q, groups = tensors.get("q_out"), packed_sizes(tensors["qkv"], options)[0]
+        q, groups = tensors.get("q_out"), fused_sizes(tensors["qkv"], options)[0]
         by_rank = q is not None and q.dim() > tensors["qkv"].dim() and len(q) != groups
         if by_rank and options.order == "grouped" and options.q_per_group > 1:
             fail(f"with order='grouped' and heads for each rank there must be a rank for each of the {groups} groups")
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
         inputs, outputs = self.into_given.heads(self.separate(tensors, options), options)
-        packed = views.packed_views(tensors["qkv"], options)
-        return tuple([None if x is None else own for x, own in zip(inputs, packed)]), outputs  # type: ignore[return-value]
+        fused = views.fused_views(tensors["qkv"], options)
+        return tuple([None if x is None else own for x, own in zip(inputs, fused)]), outputs  # type: ignore[return-value]
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         return self.into_given.fresh(self.separate(tensors, options), options, blocks)
@@ -357,7 +357,7 @@ class PackedInto(Operation):
         return self.into_given.on_cpu(alone, options)
 
 
-class PackedScales(PackedInto):
+class FusedScales(FusedInto):
     """The same of scales alone, without outputs of heads."""
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:

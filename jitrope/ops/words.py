@@ -54,7 +54,7 @@ _STAGES = ("norm", "cache", "quantize")
 _HAVE = {
     "apply_rope": ("positions",),
     "prepare_mla_qkv": ("positions", "quantize"),
-    "prepare_packed_qkv": ("positions", "norm", "cache", "quantize"),
+    "prepare_fused_qkv": ("positions", "norm", "cache", "quantize"),
     "prepare_joint_qkv": ("positions", "norm", "quantize"),
 }
 """The allowed values for functions that do not take all values."""

@@ -17,7 +17,9 @@ SCALED_DTYPES = ("fp8", "fp8_e5m2", "int8", "fp4")
 SCALE_DTYPES = ("fp32", "e8m0", "fp8", "e8m0_fp32")
 SCALE_FMTS = ("", "ue8m0")
 QKV_ORDERS = {"grouped": 1, "qkv": 1, "qkv_gated": 2}
-"""The orders of packed QKV, and the heads that q's projection has for each head of q: with a gate two."""
+"""The orders of fused QKV, and the heads that q's projection has for each head of q: with a gate two."""
+FUSED_AXES = {"bshd": "B, S", "sbhd": "S, B", "thd": "T"}
+"""The layouts of fused QKV, and its axes before the heads."""
 MAX_HEAD_DIM = 512
 
 # The axes of (batch, seq, head, dim) in each layout; None: no batch axis.
@@ -76,9 +78,9 @@ class Options(NamedTuple):
     shifts: bool = False  # position_ids are differences, and those below 0 rotate back
     mscale: float = 1.0
     packed_table: bool = False
-    q_per_group: int = 0  # heads of q in a group of packed QKV; 0: separate q and k
-    order: str = "grouped"  # of packed QKV, one of `QKV_ORDERS`
-    copy_v: bool = True  # packed QKV: copy v, or return a view
+    q_per_group: int = 0  # heads of q in a group of fused QKV; 0: separate q and k
+    order: str = "grouped"  # of fused QKV, one of `QKV_ORDERS`
+    copy_v: bool = True  # fused QKV: copy v, or return a view
     v_dim: int = 0  # latent attention: elements of a head of v
     unrotated: int = 0  # the first tokens of each sequence, before those of the tables
     rotate_k: bool = False  # rotate k in place too, beside its copy in a cache

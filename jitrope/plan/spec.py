@@ -81,7 +81,7 @@ class Compiled:
     two_tables: bool  # and so do cos and sin
     gradient: bool  # the kernel computes the gradients of q, k, the weights and the biases
     # Heads, and the rest.
-    q_per_group: int  # heads in a group of packed QKV, or of a rank, else 1
+    q_per_group: int  # heads in a group of fused QKV, or of a rank, else 1
     kv_per_group: int
     copy_v: bool
     v_per_k: int  # heads of v for each of k

@@ -151,33 +151,33 @@ def factor_view(q_factor: Tensor, shape: tuple[int, ...] = (-1, -1)) -> Tensor:
     return both.expand(shape)[..., None, None, None]
 
 
-# ---- packed QKV ------------------------------------------------------------------------------------
+# ---- fused QKV ------------------------------------------------------------------------------------
 
 
 def heads_per_group(options: Options) -> int:
-    """The number of heads of q, with their gates, of k and of v for each head of k in packed QKV."""
+    """The number of heads of q, with their gates, of k and of v for each head of k in fused QKV."""
     return options.q_per_group * QKV_ORDERS[options.order] + 2
 
 
-def packed_sizes(qkv: Tensor, options: Options) -> tuple[int, int]:
-    """(groups, head_dim) of a packed tensor; a group is a head of k."""
+def fused_sizes(qkv: Tensor, options: Options) -> tuple[int, int]:
+    """(groups, head_dim) of a fused tensor; a group is a head of k."""
     (*_, heads, width), per_group = qkv.shape, heads_per_group(options)
     return (heads, width // per_group) if options.order == "grouped" else (heads // per_group, width)
 
 
-def packed_shape(groups: int, head_dim: int, options: Options) -> tuple[int, int]:
-    """The last two axes of a packed tensor, the inverse of `packed_sizes`."""
+def fused_shape(groups: int, head_dim: int, options: Options) -> tuple[int, int]:
+    """The last two axes of a fused tensor, the inverse of `fused_sizes`."""
     per_group = heads_per_group(options)
     return (groups, per_group * head_dim) if options.order == "grouped" else (groups * per_group, head_dim)
 
 
-def packed_part(qkv: Tensor, name: str, options: Options) -> Tensor:
-    """q, k, v or the gate inside a packed tensor, (..., heads, D); q of the order "grouped" is (..., G, heads, D)."""
+def fused_part(qkv: Tensor, name: str, options: Options) -> Tensor:
+    """q, k, v or the gate inside a fused tensor, (..., heads, D); q of the order "grouped" is (..., G, heads, D)."""
     n, each = options.q_per_group, QKV_ORDERS[options.order]
     if options.order == "grouped":
         heads: Tensor = qkv.unflatten(-1, (n + 2, -1))
         return heads[..., :n, :] if name == "q" else heads[..., ("k", "v").index(name) - 2, :]
-    groups, _ = packed_sizes(qkv, options)
+    groups, _ = fused_sizes(qkv, options)
     end = groups * n * each
     if name in ("q", "gate"):
         return qkv[..., (name == "gate") : end : each, :]
@@ -186,17 +186,17 @@ def packed_part(qkv: Tensor, name: str, options: Options) -> Tensor:
 
 def shaped_parts(qkv: Tensor, options: Options) -> Tensors:
     """Views with the shapes, dtype and device of q, k and v, for checks. The elements of q are others."""
-    k, v = (packed_part(qkv, name, options) for name in "kv")
+    k, v = (fused_part(qkv, name, options) for name in "kv")
     return {"q": k[..., :1, :].expand(*k.shape[:-2], k.shape[-2] * options.q_per_group, -1), "k": k, "v": v}
 
 
-def packed_views(qkv: Tensor, options: Options, with_gate: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """The heads of q, k and v inside a packed tensor, (batch, seq, group, head of the group, dim).
+def fused_views(qkv: Tensor, options: Options, with_gate: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """The heads of q, k and v inside a fused tensor, (batch, seq, group, head of the group, dim).
 
     with_gate: a gate is the second head of its head of q.
     """
     whole = canonical(qkv, options.layout)
-    q, k, v = (packed_part(whole, name, options) for name in "qkv")
+    q, k, v = (fused_part(whole, name, options) for name in "qkv")
     if with_gate and options.order == "qkv_gated":
         q = whole[..., : 2 * q.shape[-2], :].unflatten(-2, (-1, 2))
     return q if q.dim() == 5 else q.unsqueeze(3), k.unsqueeze(3), v.unsqueeze(3)
@@ -218,5 +218,5 @@ def bias_like(bias: Tensor, qkv: Tensor) -> Tensor:
 
 
 def bias_views(bias: Tensor, qkv: Tensor, options: Options, with_gate: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """The views of a bias as one token of its packed tensor."""
-    return packed_views(bias_like(bias, qkv)[(None,) * (qkv.dim() - 2)], options, with_gate)
+    """The views of a bias as one token of its fused tensor."""
+    return fused_views(bias_like(bias, qkv)[(None,) * (qkv.dim() - 2)], options, with_gate)

@@ -60,8 +60,8 @@ class Function:
         kinds = {
             "rope": "apply_rope",
             "rope_into": "apply_rope",
-            "packed_qkv": "prepare_packed_qkv",
-            "packed_qkv_norm": "prepare_packed_qkv",
+            "fused_qkv": "prepare_fused_qkv",
+            "fused_qkv_norm": "prepare_fused_qkv",
             "norm_rope_joint": "prepare_joint_qkv",
         }
         return kinds.get(self.name.rstrip("_"), "prepare_qkv")
@@ -80,7 +80,7 @@ class Function:
         """Arguments (B, S, H, D)."""
         return (*self.turned, *self.copied)
 
-    def packed(self, args: Args) -> Args:
+    def spoken(self, args: Args) -> Args:
         """Arguments in the layout of the function."""
         if self.name != "norm_rope_joint":
             return args
@@ -91,23 +91,24 @@ class Function:
         return args
 
     def __call__(self, args: Args) -> tuple[Any, ...]:
-        out = KINDS[self.name](**self.packed(args))
+        out = KINDS[self.name](**self.spoken(args))
         return out if isinstance(out, tuple) else (out,)
 
     def expected(self, args: Args) -> oracle.Result:
         kept = {name: value for name, value in args.items() if name not in ("launch", "rounding", "check")}
-        return getattr(oracle, self.name)(**self.packed(kept))  # type: ignore[no-any-return]
+        return getattr(oracle, self.name)(**self.spoken(kept))  # type: ignore[no-any-return]
 
 
 JOINT = ("q", "k", "q2", "k2")
+FUSED = {"heads": (4, 2), "order": "grouped"}
 CACHE = {"k_cache": None, "v_cache": None, "slot_mapping": None}
 FUNCTIONS = [
     Function("rope", ("q", "k"), ("q", "k")),
     Function("rope_", ("q", "k"), (), written=("q", "k")),
-    Function("packed_qkv", ("qkv",), (None, None, None), options={"q_per_group": 2}),
-    Function("packed_qkv_", ("qkv",), (), written=("qkv",), options={"q_per_group": 2}),
-    Function("packed_qkv_norm", ("qkv",), (None, None, None), (), ("q_weight", "k_weight"), options={"q_per_group": 2}),
-    Function("packed_qkv_norm_", ("qkv",), (), (), ("q_weight", "k_weight"), ("qkv",), False, {"q_per_group": 2}),
+    Function("fused_qkv", ("qkv",), (None, None, None), options=FUSED),
+    Function("fused_qkv_", ("qkv",), (), written=("qkv",), options=FUSED),
+    Function("fused_qkv_norm", ("qkv",), (None, None, None), (), ("q_weight", "k_weight"), options=FUSED),
+    Function("fused_qkv_norm_", ("qkv",), (), (), ("q_weight", "k_weight"), ("qkv",), False, FUSED),
     Function("fp8", ("q", "k"), ("q", "k"), derived=False, options={"q_scale": 0.25, "k_scale": 0.01}),
     Function("kv_cache", ("q", "k"), ("q",), ("v",), (), ("k_cache", "v_cache"), False),
     Function("kv_cache", ("q", "k"), ("q",), ("v",), (), ("k", "k_cache", "v_cache"), False,

@@ -113,7 +113,7 @@ def _(cell: Cell) -> str:
 
 
 def inductor(f: Function) -> bool:
-    return f.title in ("rope", "packed_qkv", "norm_rope", "norm_rope_joint", "kv_cache")
+    return f.title in ("rope", "fused_qkv", "norm_rope", "norm_rope_joint", "kv_cache")
 
 
 @situation("Inductor", "sequence-first inputs: strides as the fakes say", only(right, inductor), slow=True)

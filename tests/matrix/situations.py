@@ -157,7 +157,7 @@ def _(cell: Cell) -> Args:
     return {**NO_TABLES, "freqs": cell.rand(P, D), "mscale": 1.25}
 
 
-MSCALED = ("rope", "rope_", "packed_qkv", "packed_qkv_")
+MSCALED = ("rope", "rope_", "fused_qkv", "fused_qkv_")
 
 
 @option("freqs_cis", "complex64")
@@ -187,7 +187,7 @@ def _(cell: Cell) -> Args:
 
 
 @option("tables of each head", "(B, P, H, W), k with as many heads",
-        lambda f: "refused" if any(x in f.name for x in ("packed", "kv_cache", "joint")) else "right")  # fmt: skip
+        lambda f: "refused" if any(x in f.name for x in ("fused", "kv_cache", "joint")) else "right")  # fmt: skip
 def _(cell: Cell) -> Args:
     changes = {"cos": cell.rand(1, P, H, D // 2, seed=1), "sin": cell.rand(1, P, H, D // 2, seed=2)}
     if "k" in cell.function.heads and cell.function.name != "norm_rope_joint":
@@ -278,7 +278,7 @@ def _(cell: Cell) -> Args:
 
 
 @option(
-    "bhsd", "heads before the sequence", lambda f: "refused" if "packed" in f.name else "right" if simple(f) else None
+    "bhsd", "heads before the sequence", lambda f: "refused" if "fused" in f.name else "right" if simple(f) else None
 )
 def _(cell: Cell) -> Args:
     heads = {n: cell.rand(B, SIZES[n][2], S, SIZES[n][3], seed=4) for n in cell.function.heads}
@@ -293,22 +293,22 @@ def _(cell: Cell) -> Args:
     return {**changes, **({"k_weight": None} if cell.function.weights else {})}
 
 
-@option("v stays", "v comes back as a view", only(right, lambda f: f.name in ("packed_qkv", "packed_qkv_norm")))
+@option("v stays", "v comes back as a view", only(right, lambda f: f.name in ("fused_qkv", "fused_qkv_norm")))
 def _(cell: Cell) -> Args:
-    return {"copy_v": False, "q_per_group": 2}
+    return {"copy_v": False}
 
 
-@option("all heads of q first", "order", only(right, lambda f: f.name.startswith("packed_qkv")))
+@option("all heads of q first", "order", only(right, lambda f: f.name.startswith("fused_qkv")))
 def _(cell: Cell) -> Args:
-    return {"order": "qkv", "qkv": cell.rand(B, S, 8, D, seed=4), "q_per_group": 2}
+    return {"order": "qkv", "qkv": cell.rand(B, S, 8, D, seed=4)}
 
 
-@option("a gate after each head of q", "order", only(right, lambda f: f.name.startswith("packed_qkv")))
+@option("a gate after each head of q", "order", only(right, lambda f: f.name.startswith("fused_qkv")))
 def _(cell: Cell) -> Args:
-    return {"order": "qkv_gated", "qkv": cell.rand(B, S, 12, D, seed=4), "q_per_group": 2}
+    return {"order": "qkv_gated", "qkv": cell.rand(B, S, 12, D, seed=4)}
 
 
-@option("a projection's bias", "it is added first", only(right, lambda f: f.name.startswith("packed_qkv")))
+@option("a projection's bias", "it is added first", only(right, lambda f: f.name.startswith("fused_qkv")))
 def _(cell: Cell) -> Args:
     return {"bias": cell.rand(8 * D, seed=5)}
 

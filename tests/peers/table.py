@@ -29,7 +29,7 @@ class Peer:
 PEERS = {
     "transformer_engine": Peer(
         ("tests/pytorch/test_fused_rope.py",),
-        "fused rope, of one tensor and of packed QKV; fused=False is plain torch",
+        "fused rope, of one tensor and of fused QKV; fused=False is plain torch",
     ),
     "flash_attn": Peer(
         ("tests/layers/test_rotary.py", "tests/test_rotary.py"),
@@ -47,7 +47,7 @@ PEERS = {
     ),
     "megatron": Peer(
         ("tests/unit_tests/transformer/test_rope.py",),
-        "the fused-rope hooks of megatron.core, and TransformerEngine's packed QKV where Megatron imports it",
+        "the fused-rope hooks of megatron.core, and TransformerEngine's fused QKV where Megatron imports it",
         cpu="none: the tests start NCCL",
         needs="megatron-core, installed or in the checkout",
     ),

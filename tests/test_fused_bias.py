@@ -1,4 +1,4 @@
-"""`prepare_packed_qkv` with the projection's bias: the bits of a call of qkv + bias, and its gradients."""
+"""`prepare_fused_qkv` with the projection's bias: the bits of a call of qkv + bias, and its gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jitrope.ops.projections import QKV_NORM, ROPE_QKV
 from jitrope.plan.options import NormOptions
 
 from . import oracle
-from .cases import BIASES, QKV_CASES, QKV_NORM_CASES, Case, NormCase, as_packed, lower, make, make_bias, named
+from .cases import BIASES, QKV_CASES, QKV_NORM_CASES, Case, NormCase, as_fused, heads_of, lower, make, make_bias, named
 from .cases import qkv_norm_call as norm_call
 from .devices import DEVICES, slow
 from .said import said
@@ -40,8 +40,8 @@ class Made:
             self.qkv, self.weights, words = norm_call(case, device)
             words["norm"] = jitrope.Norm(**self.weights, **{**case.norm._asdict(), "v_norm": v_norm})
         else:
-            self.qkv, _, cos, sin, words = make(as_packed(case), device)
-            words.update(cos=cos, sin=sin, q_per_group=case.shape[3])
+            self.qkv, _, cos, sin, words = make(as_fused(case), device)
+            words.update(cos=cos, sin=sin, heads=heads_of(case))
         self.bias = make_bias(self.qkv, form)
         self.words = said(**words)
         self.leaves = [x.requires_grad_(leaves) for x in (self.qkv, self.bias, *self.weights.values())]
@@ -51,10 +51,10 @@ class Made:
 
     def call(self, qkv: Tensor | None = None, bias: Tensor | None = None, **words: Any) -> Any:
         given = self.qkv if qkv is None else qkv
-        return jitrope.prepare_packed_qkv(given, bias=bias, **{**self.words, **words})
+        return jitrope.prepare_fused_qkv(given, bias=bias, **{**self.words, **words})
 
     def parts(self, qkv: Tensor) -> tuple[Tensor, ...]:
-        return oracle.split(qkv, self.words["q_per_group"], self.words.get("order", "grouped"))
+        return oracle.split(qkv, self.words["heads"], self.words["order"])
 
 
 def dout(x: Tensor) -> Tensor:
@@ -217,7 +217,7 @@ def test_opcheck(case: AnyCase, inplace: bool, bias: str) -> None:
     rope, op, words = case, ROPE_QKV, {"inplace": inplace}
     if isinstance(case, NormCase):
         rope, op, words = case.rope, QKV_NORM, {**words, "norm": NormOptions(*case.norm)}
-    (_, _, *tables), options = lower(make(as_packed(rope)), q_per_group=rope.shape[3], **words)
+    (_, _, *tables), options = lower(make(as_fused(rope)), q_per_group=rope.shape[3], **words)
     given = {"qkv": made.qkv, "bias": made.bias, **made.weights}
     arguments = library.arguments(op, named(op, [given.get(name) for name in op.names], tables), options)
     torch.library.opcheck(getattr(torch.ops.jitrope, op.name + "_" * inplace).default, arguments)
@@ -255,7 +255,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"bias": torch.ones(64).bfloat16()}, "bias is torch.bfloat16 on cpu but qkv is torch.float32 on cpu"),
     "device": ({"bias": torch.ones(64, device="meta")}, "bias is torch.float32 on meta but qkv"),
     "a number": ({"bias": 1.0}, "bias is 1.0; it must be a tensor"),
-    "order": ({"order": "qkv"}, "qkv has 2 heads, which q_per_group . 2 = 4 does not divide"),
+    "order": ({"order": "qkv"}, "qkv has shape .*, but heads=.4, 2. with order='qkv' are 8 heads of D elements"),
 }
 
 
@@ -264,10 +264,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 def test_refusals_by_name_that_write_nothing(name: str, inplace: bool) -> None:
     changes, text = REFUSALS[name]
     table = torch.zeros(6, 4)
-    words = {"qkv": torch.ones(2, 6, 2, 32), "cos": table, "sin": table, "q_per_group": 2, "bias": torch.ones(64),
-             "inplace": inplace, **changes}  # fmt: skip
+    words = {"qkv": torch.ones(2, 6, 2, 32), "cos": table, "sin": table, "heads": (4, 2), "bias": torch.ones(64),
+             "order": "grouped", "inplace": inplace, **changes}  # fmt: skip
     before = words["qkv"].clone()
     with pytest.raises(jitrope.InvalidInput, match=text) as error:
-        jitrope.prepare_packed_qkv(**words)
-    assert str(error.value).startswith("prepare_packed_qkv: ")
+        jitrope.prepare_fused_qkv(**words)
+    assert str(error.value).startswith("prepare_fused_qkv: ")
     assert torch.equal(words["qkv"], before)

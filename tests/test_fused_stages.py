@@ -1,4 +1,4 @@
-"""`prepare_packed_qkv` with a cache, a conversion, a transform and `out`: the bits of `prepare_qkv` of q, k and v.
+"""`prepare_fused_qkv` with a cache, a conversion, a transform and `out`: the bits of `prepare_qkv` of q, k and v.
 
 With the projection's bias they are those of qkv + bias.
 """
@@ -21,6 +21,8 @@ from .devices import DEVICES
 from .host import backend
 
 G, N, D, SLOTS = 2, 3, 64, 24
+HEADS = (G * N, G)
+GROUPED: Any = {"heads": HEADS, "order": "grouped"}
 FP8 = torch.float8_e4m3fn
 E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
 STAGES: dict[str, dict[str, Any]] = {
@@ -108,7 +110,7 @@ def test_the_bits_of_separate_tensors(
     qkv, bias, *tables = made(order, layout, device)
     before = qkv.clone()
     summed = (qkv + bias if biased else qkv).contiguous()
-    q, k, v, *gate = oracle.split(summed, N, order)
+    q, k, v, *gate = oracle.split(summed, HEADS, order)
     means: dict[str, Any] = {}
     if norm == "means":
         of_tokens = [x.float().square().mean((-2, -1)) for x in (q, k)]
@@ -119,13 +121,13 @@ def test_the_bits_of_separate_tensors(
     slots = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1))[:10].to(device)
     for _ in range(2):
         found = []
-        for packed in (True, False):
+        for fused in (True, False):
             own = {} if dtype is None else caches(dtype, device)
             given = {"cache": KVCache(**own, slot_mapping=slots)} if own else {}
-            if packed:
+            if fused:
                 more: dict[str, Any] = {"bias": bias} if biased else {}
                 count = backend.launched.total()
-                got = jitrope.prepare_packed_qkv(qkv, *tables, q_per_group=N, order=order, **words, **given, **more)
+                got = jitrope.prepare_fused_qkv(qkv, *tables, heads=HEADS, order=order, **words, **given, **more)
                 launches = backend.launched.total() - count
                 assert launches <= 1 + stage.startswith("heads")
                 assert own == {} or got[1:3] == (None, None)
@@ -145,18 +147,18 @@ def test_given_tensors_and_what_stays(device: str) -> None:
     """Heads-first operands of attention in fp8, and v; an item that is None is a fresh tensor; v can stay a view."""
     qkv, bias, *tables = made("grouped", "bshd", device)
     quantize = Quantize(0.05, 0.02)
-    want = jitrope.prepare_packed_qkv(qkv, *tables, q_per_group=N, bias=bias, quantize=quantize)
+    want = jitrope.prepare_fused_qkv(qkv, *tables, **GROUPED, bias=bias, quantize=quantize)
     q_out = torch.zeros(2, G * N, 5, D, device=device).to(FP8)
     v_out = torch.zeros(2, G, 5, D, device=device).bfloat16()
     out = (q_out.transpose(1, 2), None, v_out.transpose(1, 2))
-    got = jitrope.prepare_packed_qkv(qkv, *tables, q_per_group=N, bias=bias, quantize=quantize, out=out)
+    got = jitrope.prepare_fused_qkv(qkv, *tables, **GROUPED, bias=bias, quantize=quantize, out=out)
     assert got[0] is out[0]
     assert got[2] is out[2]
     for x, y in zip(got, want):
         assert torch.equal(x.contiguous().view(torch.uint8), y.view(torch.uint8))
-    q, k, v = jitrope.prepare_packed_qkv(qkv, *tables, q_per_group=N, quantize=quantize, copy_v=False)
+    q, k, v = jitrope.prepare_fused_qkv(qkv, *tables, **GROUPED, quantize=quantize, copy_v=False)
     assert v.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr()
-    assert torch.equal(v, oracle.split(qkv, N)[2])
+    assert torch.equal(v, oracle.split(qkv, **GROUPED)[2])
     assert q.dtype == k.dtype == FP8
 
 
@@ -168,25 +170,25 @@ def test_several_heads_of_each_rank_have_their_bias(order: str, device: str) -> 
     shape = {"qkv": (12, D), "qkv_gated": (16, D), "grouped": (4, 3 * D)}[order]
     qkv, bias = (torch.randn(*lead, *shape, generator=generator).bfloat16().to(device) for lead in ((2, 5), ()))
     tables = made("qkv", "bshd", device)[2:]
-    q, k, v, *_ = (x.contiguous() for x in oracle.split(qkv + bias, 1, order))
+    q, k, v, *_ = (x.contiguous() for x in oracle.split(qkv + bias, (4, 4), order))
     want = jitrope.prepare_qkv(q, k, v, *tables, out=Ulysses(2))
-    words: dict[str, Any] = {"q_per_group": 1, "order": order, "bias": bias}
+    words: dict[str, Any] = {"heads": (4, 4), "order": order, "bias": bias}
     for out in (Ulysses(2), [torch.zeros_like(x) for x in want]):
-        got = jitrope.prepare_packed_qkv(qkv, *tables, **words, out=out)
+        got = jitrope.prepare_fused_qkv(qkv, *tables, **words, out=out)
         assert all(torch.equal(x, y) for x, y in zip(got, want))
 
 
 @pytest.mark.parametrize("stage", ["cache", "quantize", "out"])
 @pytest.mark.parametrize("number", [np.int64, float])
-def test_heads_of_a_group_are_any_whole_number(number: Any, stage: str) -> None:
+def test_heads_are_any_whole_numbers(number: Any, stage: str) -> None:
     """numpy's and 3.0 too."""
     qkv, _, *tables = made("qkv", "bshd", "cpu")
     cache = KVCache(**caches(torch.bfloat16, "cpu"), slot_mapping=torch.arange(10))
     out = (None, None, torch.zeros(2, 5, G, D).bfloat16())
     words: dict[str, Any] = {"cache": cache, "quantize": DynamicQuantize(v=True), "out": out}
     one, two = (
-        jitrope.prepare_packed_qkv(qkv, *tables, q_per_group=n, order="qkv", **{stage: words[stage]})
-        for n in (N, number(N))
+        jitrope.prepare_fused_qkv(qkv, *tables, heads=heads, **{stage: words[stage]})
+        for heads in (HEADS, [number(n) for n in HEADS])
     )
     assert [x is None for x in one] == [x is None for x in two] == [False, *[stage == "cache"] * 2]
     assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(flat(one, {}), flat(two, {})))
@@ -201,9 +203,9 @@ def test_tokens_after_the_last_sequence(biased: bool, device: str) -> None:
     packed = Packed(torch.tensor([0, 4, 8], device=device))
     own = caches(torch.bfloat16, device)
     cache = KVCache(**own, slot_mapping=torch.arange(10, device=device))
-    words: dict[str, Any] = {"q_per_group": N, "order": "qkv", "positions": packed, **more}
-    q, k, v = jitrope.prepare_packed_qkv(qkv, *tables, **words, cache=cache)
-    want = jitrope.prepare_packed_qkv(qkv, *tables, **words)
+    words: dict[str, Any] = {"heads": HEADS, "positions": packed, **more}
+    q, k, v = jitrope.prepare_fused_qkv(qkv, *tables, **words, cache=cache)
+    want = jitrope.prepare_fused_qkv(qkv, *tables, **words)
     assert k is v is None
     for x, y in zip((q, own["k_cache"][:10], own["v_cache"][:10]), want):
         assert torch.equal(x, y)
@@ -213,9 +215,9 @@ def test_tokens_after_the_last_sequence(biased: bool, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_gate_is_a_view_and_no_table_is_needed(device: str) -> None:
     qkv, _, *_ = made("qkv_gated", "bshd", device)
-    words: dict[str, Any] = {"q_per_group": N, "order": "qkv_gated"}
-    q, _, v, gate = jitrope.prepare_packed_qkv(qkv, **words, quantize=DynamicQuantize())
-    parts = oracle.split(qkv, N, "qkv_gated")
+    words: dict[str, Any] = {"heads": HEADS, "order": "qkv_gated"}
+    q, _, v, gate = jitrope.prepare_fused_qkv(qkv, **words, quantize=DynamicQuantize())
+    parts = oracle.split(qkv, HEADS, "qkv_gated")
     assert gate.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr()
     assert torch.equal(gate, parts[3])
     assert torch.equal(v, parts[2])
@@ -229,8 +231,8 @@ def test_compiled(device: str) -> None:
 
     def call(qkv: Tensor, bias: Tensor, own: dict[str, Any]) -> tuple[Tensor, Tensor]:
         cache = KVCache(**own, slot_mapping=torch.arange(10, device=qkv.device))
-        words: dict[str, Any] = {"q_per_group": N, "bias": bias, "cache": cache, "quantize": DynamicQuantize()}
-        got = jitrope.prepare_packed_qkv(qkv, *tables, **words)[0]
+        words: dict[str, Any] = {**GROUPED, "bias": bias, "cache": cache, "quantize": DynamicQuantize()}
+        got = jitrope.prepare_fused_qkv(qkv, *tables, **words)[0]
         return got.values, got.scale
 
     one, two = (caches(torch.bfloat16, device) for _ in range(2))
@@ -246,15 +248,15 @@ def test_refusals() -> None:
 
     def refused(match: str, qkv: Any = qkv, **words: Any) -> None:
         with pytest.raises(InvalidInput, match=match):
-            jitrope.prepare_packed_qkv(qkv, *tables, **{"q_per_group": N, "cache": cache, **words})
+            jitrope.prepare_fused_qkv(qkv, *tables, **{**GROUPED, "cache": cache, **words})
 
-    refused("prepare_packed_qkv: cache is 1; it must be a jitrope.KVCache", cache=1)
-    refused("prepare_packed_qkv: quantize is 1; it must be a jitrope.Quantize", quantize=1)
-    refused("inplace does not go with packed QKV with cache", inplace=True)
-    refused("inverse does not go with packed QKV with cache", inverse=True)
+    refused("prepare_fused_qkv: cache is 1; it must be a jitrope.KVCache", cache=1)
+    refused("prepare_fused_qkv: quantize is 1; it must be a jitrope.Quantize", quantize=1)
+    refused("inplace does not go with fused QKV with cache", inplace=True)
+    refused("inverse does not go with fused QKV with cache", inverse=True)
     refused("out's k is .*; it must be None, because k goes to the cache", out=(None, qkv, None))
     refused("out is .*; it must be a tuple of 3 tensors", out=qkv)
-    refused("prepare_packed_qkv: per='head' does not go with a cache", quantize=DynamicQuantize(per="head"))
+    refused("prepare_fused_qkv: per='head' does not go with a cache", quantize=DynamicQuantize(per="head"))
     for per in ("token", "head"):
         words = {"cache": None, "quantize": DynamicQuantize(per=per, v=True), "copy_v": False}
         refused("copy_v=False does not go with v=True of quantize", **words)
@@ -264,19 +266,19 @@ def test_refusals() -> None:
     one = [torch.zeros(1, 2, 5, n, D).bfloat16() for n in (G * N, G, G)]
     refused("there must be a rank for each of the 2 groups", out=one, cache=None)
     refused("across_heads does not go with a cache", norm=Norm(across_heads=True))
-    refused("prepare_packed_qkv: hadamard is given beside quantize", quantize=Quantize(1.0), hadamard=True)
+    refused("prepare_fused_qkv: hadamard is given beside quantize", quantize=Quantize(1.0), hadamard=True)
     refused("quantize has a k_scale, but k goes to the cache", quantize=Quantize(1.0, 1.0))
     refused("copy_v=False does not go with bias", bias=bias, copy_v=False)
     refused("bias is torch.float32", bias=bias.float())
-    refused("which q_per_group . 2 = 9 does not divide", q_per_group=7)
-    refused("q_per_group is 'a'", q_per_group="a")
+    refused("heads=.14, 2. with order='grouped' are 18 heads of D elements", heads=(14, 2))
+    refused("heads is 'a'", heads="a")
     refused("order is 'b'", order="b")
     refused(r"order is \['qkv'\]; it must be one of", order=["qkv"])
     refused("copy_v is None; it must be True or False", copy_v=None)
     refused("qkv is None; it must be a tensor", qkv=None)
     refused("qkv requires a gradient, but this call has none", qkv=qkv.clone().requires_grad_())
     words = {**caches(torch.bfloat16, "cpu"), "slot_mapping": torch.arange(10)}
-    refused("rotate_k does not go with packed QKV", cache=KVCache(**words, rotate_k=True))
+    refused("rotate_k does not go with fused QKV", cache=KVCache(**words, rotate_k=True))
     buffer = torch.zeros(2, 5, G * (N + 2) * D).bfloat16()
     out = (buffer[..., : G * N * D].unflatten(2, (-1, D)), None, None)
     refused("out's q and qkv share memory", buffer.unflatten(2, (G, -1)), out=out)
