@@ -50,8 +50,6 @@ class Variant(NamedTuple):
 
 _OF_PAIRS = ("half", "complex")  # tables with a column for each pair
 
-Pair = tuple[Tensor, "Tensor | None"]
-
 
 def words_of(v: Variant, q: Any, cos: Tensor, sin: Tensor, unsqueeze_dim: int | None = None) -> dict[str, Any]:
     """The words of `apply_rope` for variant v. Raises InvalidInput if v was not tested with these shapes, or dtypes.
@@ -86,30 +84,35 @@ def words_of(v: Variant, q: Any, cos: Tensor, sin: Tensor, unsqueeze_dim: int | 
     return words if v.interleaved == v.interleaved_out else {**words, "interleaved_out": v.interleaved_out}
 
 
-def rotate(v: Variant, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int | None = None) -> Pair:
-    """q and k rotated by variant v; the arguments are those of `words_of`.
+def rotate(v: Variant, heads: list[Tensor], *table: Any) -> list[Tensor]:
+    """q, or q and k, rotated by variant v. table: cos, sin and unsqueeze_dim, as in `words_of`.
 
     Raises InvalidInput if v was not tested with these shapes, or jitrope refuses the call.
     """
-    if v.widens and q.dtype != cos.dtype:
-        wide = torch.promote_types(q.dtype, cos.dtype)
-        q, k = q.to(wide), None if k is None else k.to(wide)
-    return launch(q, k, None, words_of(v, q, cos, sin, unsqueeze_dim))
+    if v.widens and heads[0].dtype != table[0].dtype:
+        wide = torch.promote_types(heads[0].dtype, table[0].dtype)
+        heads = [x.to(wide) for x in heads]
+    return launch(heads, None, words_of(v, heads[0], *table))
 
 
-def launch(q: Tensor, k: Tensor | None, norm: Norm | None, words: dict[str, Any]) -> Pair:
-    """Rope, and norms before or after it. words: those of `words_of`."""
-    if q.dim() == 3:
-        q, k = launch(q.unsqueeze(0), None if k is None else k.unsqueeze(0), norm, words)
-        return q.squeeze(0), None if k is None else k.squeeze(0)
-    return apply_rope(q, k, **words) if norm is None else prepare_qkv(q, k, None, norm=norm, **words)[:2]
+def launch(heads: list[Tensor], norm: Norm | None, words: dict[str, Any]) -> list[Tensor]:
+    """Rope of q, or of q and k, and norms before or after it. words: those of `words_of`."""
+    if heads[0].dim() == 3:
+        return [x.squeeze(0) for x in launch([x.unsqueeze(0) for x in heads], norm, words)]
+    q, k = heads[0], heads[1] if len(heads) == 2 else None
+    out: Any = apply_rope(q, k, **words) if norm is None else prepare_qkv(q, k, None, norm=norm, **words)
+    return list(out[: len(heads)])
+
+
+def result(heads: list[Tensor]) -> Any:
+    """What a host's function returns for q, or for q and k."""
+    return tuple(heads) if len(heads) == 2 else heads[0]
 
 
 # ---- the hosts' signatures -----------------------------------------------------------------------------
 
-PAIR = ("q", "k", "cos", "sin", "unsqueeze_dim")
 SIGNATURES: set[tuple[str, ...]] = {  # the names of the parameters
-    PAIR,
+    ("q", "k", "cos", "sin", "unsqueeze_dim"),
     ("q", "k", "cos", "sin", "position_ids", "unsqueeze_dim"),
     ("x", "cos", "sin", "unsqueeze_dim"),
     ("q", "k", "cos", "sin"),  # the axis is fixed in the function, in these and those below
@@ -122,8 +125,8 @@ SIGNATURES: set[tuple[str, ...]] = {  # the names of the parameters
 _UNUSED = ("repeat_freqs_k",)  # k must have as many tokens as q, so nothing is repeated
 
 
-def read(known: tuple[str, ...], *arguments: Any, **words: Any) -> tuple[Any, Any, Any, Any, Any]:
-    """(q, k or None, cos, sin, unsqueeze_dim or None) of a call of a function with these parameters.
+def read(known: tuple[str, ...], *arguments: Any, **words: Any) -> tuple[list[Any], Any]:
+    """q and perhaps k, and (cos, sin, unsqueeze_dim or None), of a call of a function with these parameters.
 
     Raises InvalidInput if an argument is missing, or jitrope does not know it.
     """
@@ -148,7 +151,7 @@ def read(known: tuple[str, ...], *arguments: Any, **words: Any) -> tuple[Any, An
     if others or q is None or cos is None or sin is None or len(arguments) > len(known):
         said = f"{', '.join(others)} given; jitrope does not know that"
         raise InvalidInput(said if others else f"the arguments are not {', '.join(known)}")
-    return q, k, cos, sin, axis
+    return [q, k] if pair else [q], (cos, sin, axis)
 
 
 def _parameters(host: Function) -> list[inspect.Parameter]:
@@ -162,12 +165,6 @@ def names(host: Function) -> tuple[str, ...]:
         return tuple(p.name for p in _parameters(host))
     except (TypeError, ValueError):
         return ()
-
-
-def replaced(v: Variant, known: tuple[str, ...], *arguments: Any, **words: Any) -> Any:
-    """The result of a call of a function with these parameters, for variant v. Raises InvalidInput if v lacks it."""
-    q, k = rotate(v, *read(known, *arguments, **words))
-    return q if k is None else (q, k)
 
 
 # ---- recognising ---------------------------------------------------------------------------------------
@@ -260,14 +257,14 @@ def probe(
 def _same(host: Function, v: Variant, shape: Shape, **words: Any) -> bool | None:
     """Whether ours and the host's results are the same; None if the host raises, or returns other shapes."""
     arguments = probe(host, v, shape, **words)
-    heads = [x.shape for x in read(names(host), *arguments)[:2] if x is not None]
+    heads, table = read(names(host), *arguments)
     try:
         want = host(*arguments)
-        if [x.shape for x in ([want] if isinstance(want, Tensor) else want)] != heads:
+        if [x.shape for x in ([want] if isinstance(want, Tensor) else want)] != [x.shape for x in heads]:
             return None
     except Exception:  # on any error the host does not compute this
         return None
-    ours = replaced(v._replace(axis=shape[2]), names(host), *arguments)
+    ours = result(rotate(v._replace(axis=shape[2]), heads, *table))
     return equal(ours, want, tolerance=0.05 if "dtypes" in words and not v.exact else 0.0)  # in bf16 roundings differ
 
 

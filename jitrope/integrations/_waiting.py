@@ -27,7 +27,7 @@ from . import _host
 from ._host import Function
 from ._norms import NormForm, State, changed, check_results, form_of, parameters_of, state_of
 from ._pending import HOST, Later, Pending, check, real, unseen
-from ._variants import Variant, launch, names, read, rotate, words_of
+from ._variants import Variant, launch, names, read, result, rotate, words_of
 
 ROPES = re.compile(r"\w*apply_\w*rotary\w*")  # the names of rope functions
 NORMS = re.compile(r"(q|k|qk|query|key)_(layer)?norm")  # and of the norms of q and k in an attention
@@ -141,17 +141,15 @@ class Rope:
         return str(self.variant)
 
     def read(self, *arguments: Any, **words: Any) -> tuple[list[Any], Any]:
-        """(heads, (cos, sin, axis)) of a call. Raises InvalidInput if a function that the host's calls was replaced."""
+        """As the function `read`. Raises InvalidInput if a function that the host's calls was replaced."""
         if name := changed(self.calls):
             raise InvalidInput(f"{name} was replaced after enable")
-        q, k, *table = read(self.names, *arguments, **words)
-        return [q] if k is None else [q, k], table
+        return read(self.names, *arguments, **words)
 
     def alone(self, *arguments: Any, **words: Any) -> Any:
         """The rotation without norms. Beside fused norms it has the host's bits too."""
         heads, table = self.read(*arguments, **words)
-        q, k = rotate(self.exact if self.fuses else self.variant, *_pair(heads), *table)
-        return q if k is None else (q, k)
+        return result(rotate(self.exact if self.fuses else self.variant, heads, *table))
 
     def call(self, host: str, ours: Function, theirs: Function, *arguments: Any, **words: Any) -> Any:
         """The rotation, with the norms that wait for it; in place of `_host.take`."""
@@ -183,7 +181,7 @@ class Rope:
         out = self.launch(laters, [x.x for x in heads], table, False)
         for later in laters:
             later.waiting.rotated = True
-        return out[0] if len(out) == 1 else tuple(out)
+        return result(out)
 
     def after(self, layer: Layer, alone: Function, heads: list[Any], table: Any) -> Any:
         """The rotation and the norms that follow it. Raises InvalidInput if they must be computed after it."""
@@ -211,14 +209,9 @@ class Rope:
             (q, q_bias, _), (k, k_bias, _) = (*states, (None,) * 3)[:2]
             norm = Norm(q, k, q_bias=q_bias, k_bias=k_bias, **told[0], across_heads=across.pop(), after_rope=after)
             kept[key] = norm, states
-        out = launch(*_pair(heads), norm, words)
+        out = launch(heads, norm, words)
         _host.note(HOST, "fused")
-        return [x for x in out if x is not None]
-
-
-def _pair(heads: list[Any]) -> tuple[Any, Any]:
-    """q and k or None."""
-    return heads[0], heads[1] if len(heads) > 1 else None
+        return out
 
 
 def _across(source: Tensor, heads: Tensor, axis: int) -> bool:

@@ -69,7 +69,8 @@ def apply_rotary_pos_emb(
         `jitrope.apply_rope`.
     """
     variant = Variant(interleaved, interleaved, partial=True, widens=True)
-    return rotate(variant, q, k, cos, sin, unsqueeze_dim)
+    out = rotate(variant, [q] if k is None else [q, k], cos, sin, unsqueeze_dim)
+    return out[0], None if k is None else out[1]
 
 
 # ---- replacing the hosts' functions --------------------------------------------------------------------
