@@ -189,6 +189,10 @@ FILES: dict[str, tuple[str, tuple[str | None, ...], dict[str, Any]]] = {
         "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6,
         "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
     }),
+    "bailing_hybrid.BailingHybrid": ("BailingHybridConfig", (None,), {
+        "hidden_size": 4096, "num_attention_heads": 32, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+        "max_position_embeddings": 131072, "rope_theta": 600000.0, "partial_rotary_factor": 0.5,
+    }),
     "modernbert.ModernBert": ("ModernBertConfig", ("full_attention", "sliding_attention"), {
         "hidden_size": 768, "num_attention_heads": 12, "global_rope_theta": 160000.0, "local_rope_theta": 10000.0,
         "max_position_embeddings": 8192, "rope_theta": 160000.0,

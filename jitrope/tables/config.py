@@ -12,16 +12,14 @@ from ..base.errors import InvalidInput
 from .frequencies import ROPE_TYPES, Device, Found, Length, inv_freq, least, length
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_LAYERS: dict[str, tuple[dict[str, str], tuple[str, ...], dict[str, Any]]] = {
-    "rope_local_base_freq": ({_FULL: "rope_theta", _SLIDING: "rope_local_base_freq"}, (_FULL,), {}),  # Gemma 3
-    "local_rope_theta": ({_FULL: "global_rope_theta", _SLIDING: "local_rope_theta"}, (_FULL, _SLIDING), {}),
-    "olmo3": ({_FULL: "rope_theta", _SLIDING: "rope_theta"}, (_FULL,), {}),
-    "compress_rope_theta": (  # DeepSeek V4
-        {"main": "rope_theta", "compress": "compress_rope_theta"}, ("compress",), {"attention_factor": 1.0},
-    ),
-}  # fmt: skip
+_LAYERS = {  # Gemma 3, ModernBERT, OLMo 3, DeepSeek V4
+    "rope_local_base_freq": ({_FULL: "rope_theta", _SLIDING: "rope_local_base_freq"}, (_FULL,), None),
+    "local_rope_theta": ({_FULL: "global_rope_theta", _SLIDING: "local_rope_theta"}, (_FULL, _SLIDING), None),
+    "olmo3": ({_FULL: "rope_theta", _SLIDING: "rope_theta"}, (_FULL,), None),
+    "compress_rope_theta": ({"main": "rope_theta", "compress": "compress_rope_theta"}, ("compress",), 1.0),
+}
 """Files whose types of layers differ, by a name that only they have or by model_type: the name of each type's theta,
-the types that are scaled, and what YaRN has there by default."""
+the types that are scaled, and YaRN's attention_factor there."""
 
 _WITH_ALPHA = ("alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 """HunYuan's parameters. Its models read alpha only."""
@@ -176,8 +174,8 @@ def _rope_parameters(config: Any, layer_type: str | None) -> dict[str, Any]:
     layers = {name: value for name, value in found.items() if isinstance(value, Mapping)}
     beside = {name: value for name, value in found.items() if name not in layers}
     rows = [row for name, row in _LAYERS.items() if _get(config, name) or _get(config, "model_type") == name]
-    for thetas, scaled, with_yarn in [] if layers else rows:
-        defaults = with_yarn if "yarn" in (found.get("rope_type"), found.get("type")) else {}
+    for thetas, scaled, factor in [] if layers else rows:
+        defaults = {"attention_factor": factor} if "yarn" in (found.get("rope_type"), found.get("type")) else {}
         for layer, theta in thetas.items():
             own = {**defaults, **found} if layer in scaled else {}
             layers[layer] = {**own, "rope_theta": _get(config, theta) or found.get("rope_theta")}
@@ -195,14 +193,15 @@ def _rope_parameters(config: Any, layer_type: str | None) -> dict[str, Any]:
 
 
 def _rotary_dim(config: Any, rope_type: str, head_dim: int | None, partial: float) -> int:
-    if head_dim is None and isinstance(config, Mapping):
-        if _get(config, "global_head_dim") or _get(config, "per_layer_config"):
-            raise InvalidInput("from_config: config has heads of several sizes; pass head_dim, or transformers' object")
-        for name in ("qk_rope_head_dim", *(["rotary_dim"] if partial == 1 and rope_type != "proportional" else [])):
-            if _get(config, name):
-                if name == "rotary_dim" and _get(config, "rope_parameters"):  # transformers 5 ignores it then
-                    raise InvalidInput("from_config: rotary_dim is not partial_rotary_factor's 1; leave it out")
-                return arguments.whole("from_config", f"config's {name}", config[name])
+    is_file = isinstance(config, Mapping)
+    if head_dim is None and is_file and (_get(config, "global_head_dim") or _get(config, "per_layer_config")):
+        raise InvalidInput("from_config: config has heads of several sizes; pass head_dim, or transformers' object")
+    if head_dim is None and (is_file or rope_type == "default") and _get(config, "qk_rope_head_dim"):
+        return arguments.whole("from_config", "config's qk_rope_head_dim", _get(config, "qk_rope_head_dim"))
+    if head_dim is None and is_file and partial == 1 and rope_type != "proportional" and _get(config, "rotary_dim"):
+        if _get(config, "rope_parameters"):  # transformers 5 ignores it then
+            raise InvalidInput("from_config: rotary_dim is not partial_rotary_factor's 1; leave it out")
+        return arguments.whole("from_config", "config's rotary_dim", config["rotary_dim"])
     names = ("head_dim", "attention_head_dim", "kv_channels")
     head_dim = head_dim or next(filter(None, (_get(config, name) for name in names)), None)
     if head_dim is None:
