@@ -238,6 +238,7 @@ ROWS: dict[str, Row] = {
     "inv_freq proportional": Row(tables.inv_freq, {
         "rope_type": "proportional", "rotary_dim": 8, "partial_rotary_factor": 0.5, "factor": 2.0,
     }, {"factor": FLOAT, "partial_rotary_factor": {"int", "half float", "fraction"}}),
+    "inv_freq axial": Row(tables.inv_freq, {"rope_type": "axial", "rotary_dim": 8, "axes": 2, "in_turn": True}, {}),
     "from_config": Row(tables.from_config, {
         "config": {"rope_theta": 100.0, "head_dim": 8}, "layer_type": None, "seq_len": 4, "head_dim": 16,
         "device": "cpu",

@@ -130,7 +130,7 @@ def test_frequencies_have_transformers_bits(case: Case, device: str) -> None:
 def test_every_type_of_transformers_is_compared() -> None:
     rope_utils = pytest.importorskip("transformers.modeling_rope_utils", reason="its types are what is covered")
     assert {case.rope_type for case in CASES} == {*rope_utils.ROPE_INIT_FUNCTIONS, "default"}
-    assert set(tables.ROPE_TYPES) == {*rope_utils.ROPE_INIT_FUNCTIONS, "default", "ntk"}
+    assert set(tables.ROPE_TYPES) == {*rope_utils.ROPE_INIT_FUNCTIONS, "default", "ntk", "axial"}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -150,6 +150,45 @@ def test_static_ntk_interpolates_the_slowest_pair_only() -> None:
     assert stretched[0] == plain[0]
     torch.testing.assert_close(stretched[-1], plain[-1] / 8)
     assert torch.equal(stretched, tables.inv_freq(rotary_dim=128, theta=10000.0 * 8.0 ** (128 / 126))[0])
+
+
+def test_axial_frequencies_begin_again_for_each_axis() -> None:
+    each, _ = tables.inv_freq(rotary_dim=32)
+    found, factor = tables.inv_freq("axial", rotary_dim=96, axes=3)
+    assert torch.equal(found, torch.cat((each, each, each)))
+    assert factor == 1
+    plain, _ = tables.inv_freq(rotary_dim=64)
+    in_turn, _ = tables.inv_freq("axial", rotary_dim=64, in_turn=True)
+    assert torch.equal(in_turn, torch.cat((plain[0::2], plain[1::2])))
+
+
+def test_an_axial_table_rotates_by_each_axis() -> None:
+    cos, sin = tables.cos_sin(20, tables.inv_freq("axial", rotary_dim=64)[0])
+    q, ids = torch.randn(1, 6, 2, 64), torch.randint(0, 20, (2, 6))
+    got, _ = jitrope.apply_rope(q, None, cos, sin, positions=jitrope.Mrope(ids, (16, 16)))
+    height, width = (tables.cos_sin(at, tables.inv_freq(rotary_dim=32)[0]) for at in ids)
+    both = [torch.cat(pair, -1) for pair in zip(height, width)]
+    want, _ = jitrope.apply_rope(q, None, *both)
+    torch.testing.assert_close(got, want)
+
+
+COMPILED = {
+    "inv_freq": lambda: tables.inv_freq(rotary_dim=64)[0],
+    "yarn": lambda: tables.inv_freq("yarn", rotary_dim=64, **yarn(4.0))[0],
+    "longrope": lambda: tables.inv_freq("longrope", rotary_dim=96, **longrope(seq_len=9000))[0],
+    "axial": lambda: tables.inv_freq("axial", rotary_dim=64)[0],
+    "from_config": lambda: tables.from_config({"head_dim": 64, "rope_theta": 1e4})[0],
+    "cos_sin": lambda: tables.cos_sin(16, tables.inv_freq(rotary_dim=64)[0])[1],
+    "cos_sin_cache": lambda: tables.cos_sin_cache(16, tables.inv_freq(rotary_dim=64)[0]),
+    "freqs": lambda: tables.freqs(16, tables.inv_freq(rotary_dim=64)[0]),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_tables_are_made_inside_a_compiled_function(name: str) -> None:
+    torch.compiler.reset()
+    got = torch.compile(COMPILED[name], fullgraph=True, backend="eager")()
+    assert torch.equal(got, COMPILED[name]())
 
 
 def test_partial_rotation_of_a_configuration() -> None:
@@ -396,6 +435,44 @@ REFUSALS = {
     "zero-in-list": (refused("longrope", **longrope(4, long_factor=[1, 1, 0, 1])), "long_factor.2. is 0"),
     "part": (refused("proportional", partial_rotary_factor=2), "partial_rotary_factor is 2; it must be from 0 to 1"),
     "no-config": (refused_config(hidden_size=8), "from_config: config has none of rope_parameters, rope_scaling"),
+    "parameter": (
+        refused_config(head_dim=8, rope_theta=1e4, rope_scaling={"rope_type": "linear", "factor": 2.0, "alpha": 3.0}),
+        "'linear' has no alpha; leave out what the model ignores",
+    ),
+    "parameter-of-another-type": (
+        refused_config(head_dim=8, rope_parameters={"rope_theta": 1e4, "factor": 2.0, "beta_fast": None}),
+        "'default' has no factor; leave out",
+    ),
+    "parameters-of-phimoe": (
+        refused_config(head_dim=8, rope_theta=1e4, rope_scaling={
+            **longrope(4), "rope_type": "longrope", "short_mscale": 1.2, "long_mscale": 1.2,
+        }),
+        "'longrope' has no short_mscale, long_mscale",
+    ),
+    "parameter-of-a-layer": (
+        lambda: tables.from_config({"head_dim": 8, "rope_parameters": {"full": {"rope_theta": 1e4, "ratio": 2}}},
+                                   layer_type="full"),
+        "'default' has no ratio",
+    ),
+    "parameter-beside": (refused_config(head_dim=8, rope_theta=1e4, swa_rope_theta=5e4), "swa_rope_theta is unknown"),
+    "ernie-vl-file": (refused_config(head_dim=8, rope_theta=1e4, rope_3d=True), "rope_3d is unknown; pass a dict"),
+    "dinov3-file": (refused_config(head_dim=8, rope_theta=1e2, pos_embed_rescale=None), "fractions of an image"),
+    "alpha": (
+        refused_config(head_dim=8, rope_theta=1e4, rope_scaling={"type": "dynamic", "alpha": 0}),
+        "factor is 0; it must be a finite number above 0",
+    ),
+    "no-theta": (refused_config(head_dim=8, rope_scaling={"type": "linear", "factor": 2.0}), "has no rope_theta, and"),
+    "no-local-theta": (
+        lambda: tables.from_config({"head_dim": 8, "local_rope_theta": 1e4, "rope_parameters": {"type": "default"}},
+                                   layer_type="full_attention"),
+        "config has no rope_theta",
+    ),
+    "thetas": (refused_config(head_dim=8, rope_theta=1e4, layer_rope_theta=[1e4, 5e5]), "differ in layer_rope_theta"),
+    "rotary_dim": (
+        refused_config(head_dim=8, rotary_dim=4, rope_parameters={"rope_theta": 1e4}),
+        "rotary_dim is not partial_rotary_factor's 1; leave it out",
+    ),
+    "axes": (refused("axial", rotary_dim=10), "rotary_dim is 10; it must be a multiple of 2 x axes = 4"),
     "no-head": (refused_config(rope_theta=1e4), "config has neither head_dim nor hidden_size"),
     "layers": (
         refused_config(head_dim=8, rope_parameters={"full": {}, "sliding": {}}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -9,6 +10,58 @@ from typing import Any
 from ..base import arguments
 from ..base.errors import InvalidInput
 from .frequencies import ROPE_TYPES, Device, Found, Length, inv_freq, least, length
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_LAYERS = {  # Gemma 3, ModernBERT, OLMo 3, DeepSeek V4
+    "rope_local_base_freq": ({_FULL: "rope_theta", _SLIDING: "rope_local_base_freq"}, (_FULL,), None),
+    "local_rope_theta": ({_FULL: "global_rope_theta", _SLIDING: "local_rope_theta"}, (_FULL, _SLIDING), None),
+    "olmo3": ({_FULL: "rope_theta", _SLIDING: "rope_theta"}, (_FULL,), None),
+    "compress_rope_theta": ({"main": "rope_theta", "compress": "compress_rope_theta"}, ("compress",), 1.0),
+}
+"""Files whose types of layers differ, by a name that only they have or by model_type: the name of each type's theta,
+the types that are scaled, and YaRN's attention_factor there."""
+
+_WITH_ALPHA = ("alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+"""HunYuan's parameters. Its models read alpha only."""
+
+_AXIAL: dict[str, dict[str, Any]] = {"pixtral": {"in_turn": True}, "minimax_m3_vl_vision": {"axes": 3}}
+"""Parameters of "axial" that a configuration does not name, by model_type."""
+
+_SIZES = (
+    ("memory_attention_hidden_size", "memory_attention_num_attention_heads", "memory_attention_downsample_rate"),
+    ("embed_dim", "num_heads"),
+    ("hidden_size", "num_attention_heads"),
+    ("hidden_size", "num_heads"),
+)
+"""Names of a width and its divisors, which give the head's size. The first row that a configuration has counts."""
+
+_TOP = {
+    *("rope_parameters", "rope_scaling", "rope_theta", "layer_rope_theta", "partial_rotary_factor", "rotary_dim"),
+    "qk_rope_head_dim", *(name for row in _LAYERS.values() for name in row[0].values()),
+    # These speak of rope, but not of its frequencies:
+    *("rope_interleave", "no_rope_layers", "no_rope_layer_interval", "rope_scaling_layers", "use_mem_rope"),
+    *("memory_attention_rope_dropout", "memory_attention_rope_feat_sizes", "memory_attention_rope_k_sizes"),
+    "ignore_keys_at_rope_validation",
+}  # fmt: skip
+_INNER = {
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "max_position_embeddings"),
+    *("mrope_section", "mrope_interleaved", "interleaved"),  # which axis a pair takes: for `Mrope`
+    "llama_4_scaling_beta",  # a factor of q, by its position
+}
+"""Names with "rope" or "rotary" that are known beside rope_parameters, and all names that are known in it."""
+
+_REFUSED = {
+    "ernie4_5_vl_moe_text": "height and width take turns from pair to pair, and time has the last pairs",
+    "hunyuan_vl_text": "the two elements of a pair take different axes",
+    "gemma4_vision": "each half of a head is rotated on its own",
+    "kimi_k25_vision": "width and height take turns from pair to pair, with equal frequencies",
+    "llama4_vision_model": "positions are those of an image's patches",
+    "efficientloftr": "all heads share one range of frequencies",
+    "musicflamingo": "positions are times in seconds",
+    "mistral_large4_text": "the frequencies are learned",
+    "pos_embed_rescale": "positions are fractions of an image's sides",  # DINOv3
+}
+"""Models whose tables are not position x frequency with `Mrope`'s axes, by model_type or by a name that they have."""
 
 
 def from_config(
@@ -21,24 +74,29 @@ def from_config(
 ) -> Found:
     """`inv_freq` for a model's configuration: transformers' object, or a dict with the same names (config.json).
 
-    >>> tables.from_config({"head_dim": 4, "rope_parameters": {"rope_type": "linear", "factor": 2.0}})
+    >>> tables.from_config({"head_dim": 4, "rope_theta": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 2.0}})
     (tensor([0.5000, 0.0050]), 1.0)
 
     Args:
         config: the function reads rope_parameters (or the older rope_scaling and rope_theta), head_dim (or
             attention_head_dim, kv_channels, or hidden_size and num_attention_heads), partial_rotary_factor,
             max_position_embeddings, original_max_position_embeddings and, in a dict, rotary_dim, and qk_rope_head_dim
-            for multi-head latent attention. A file may leave out defaults of its class, such as rope_theta: pass the
-            object then.
-        layer_type: the type of layer, if rope_parameters has one entry for each type; else None.
+            for multi-head latent attention. A file may leave out defaults of its class, such as head_dim: pass the
+            object then. rope_theta must be
+            given. Names that choose layers, such as no_rope_layers and rope_scaling_layers, are not read.
+        layer_type: the type of layer, if rope_parameters has one entry for each type, or if the file has a theta for
+            each: "full_attention" and "sliding_attention" (Gemma 3, ModernBERT, OLMo 3), "main" and "compress"
+            (DeepSeek V4); else None.
         seq_len: for "dynamic" and "longrope"; the other types do not depend on it.
         head_dim: replaces the configuration's value, for a dict that has it under another name.
 
     Returns:
-        As in `inv_freq`, (R / 2,) fp32 and a number; R is the number of rotated elements.
+        As in `inv_freq`, (R / 2,) fp32 and a number; R is the number of rotated elements. If positions have several
+        axes, pass `Mrope` with mrope_section; for "axial", R / 2 / axes pairs for each, in the model's order of axes.
 
     Raises:
-        InvalidInput: as in `inv_freq`; or the configuration has no such parameters, or none for this layer_type.
+        InvalidInput: as in `inv_freq`; or the configuration has no such parameters, or none for this layer_type; or it
+            names a parameter of rope that this function does not know; or the model computes its tables otherwise.
     """
     if layer_type is not None and not isinstance(layer_type, str):
         arguments.refuse("from_config", "layer_type", layer_type, "the name of a type of layer, or None")
@@ -46,14 +104,27 @@ def from_config(
         head_dim = arguments.whole("from_config", "head_dim", head_dim, 2)
     if seq_len is not None:
         length("seq_len", seq_len, "from_config")
+    _refuse_unknown(config)
     parameters = _rope_parameters(config, layer_type)
-    if layer_type is not None and not isinstance(config, Mapping):
-        with suppress(AttributeError, TypeError, ValueError):  # in transformers, layers may have different head sizes
-            config = config.per_layer_config[layer_type]
-    found: dict[str, Any] = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, "seq_len": seq_len}
-    longest = found["max_position_embeddings"] = _get(config, "max_position_embeddings")
+    longest = _get(config, "max_position_embeddings")
+    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
+    if rope_type == "mrope":  # in Qwen2-VL's file; its positions have several axes
+        rope_type = "default"
+    if rope_type == "dynamic" and "alpha" in parameters:
+        rest = {name: value for name, value in parameters.items() if name not in _WITH_ALPHA}
+        rope_type, parameters = "ntk", {**rest, "factor": parameters["alpha"]}
+    arguments.word("from_config", "rope_type", rope_type, ROPE_TYPES)
+    accepted = ROPE_TYPES[rope_type].parameters
+    unknown = [name for name in parameters if name not in accepted and name not in _INNER]
+    if unknown:
+        raise InvalidInput(f"from_config: {rope_type!r} has no {', '.join(unknown)}; leave out what the model ignores")
+    found: dict[str, Any] = {"partial_rotary_factor": 1.0, "seq_len": seq_len, "max_position_embeddings": longest}
     for source in ({name: _get(config, name) for name in ("rope_theta", "partial_rotary_factor")}, parameters):
         found.update((name, value) for name, value in source.items() if value is not None)
+    if "rope_theta" not in found:
+        raise InvalidInput("from_config: config has no rope_theta, and its default depends on the model; add it")
+    if {theta for theta in _get(config, "layer_rope_theta") or () if theta} - {found["rope_theta"]}:
+        raise InvalidInput("from_config: layers differ in layer_rope_theta; pass a dict with one layer's rope_theta")
     trained = found.get("original_max_position_embeddings")
     if layer_type is None:  # in Phi-3 it is beside rope_parameters and has priority
         trained = _get(config, "original_max_position_embeddings") or trained
@@ -61,15 +132,17 @@ def from_config(
     for name in ("max_position_embeddings", "original_max_position_embeddings", "partial_rotary_factor"):
         if found[name] is not None:
             arguments.number("from_config", name, found[name], least(name))
-    rope_type = found.get("rope_type") or found.get("type") or "default"
-    if rope_type == "mrope":  # in Qwen2-VL's file; its positions have several axes
-        rope_type = "default"
-    arguments.word("from_config", "rope_type", rope_type, ROPE_TYPES)
     if rope_type in ("yarn", "longrope") and longest and trained:
         found.setdefault("factor", longest / trained)
-    accepted = ROPE_TYPES[rope_type].parameters
+    if rope_type == "axial":
+        found.update(_AXIAL.get(_get(config, "model_type"), {}))
     known = {name: value for name, value in found.items() if name in accepted}
+    if layer_type is not None and not isinstance(config, Mapping):
+        with suppress(AttributeError, TypeError, ValueError):  # in transformers, layers may have different head sizes
+            config = config.per_layer_config[layer_type]
     rotary_dim = _rotary_dim(config, rope_type, head_dim, found["partial_rotary_factor"])
+    if known.get("axes") == 3:  # elements that are left over are not rotated
+        rotary_dim -= rotary_dim % 6
     return inv_freq(rope_type, rotary_dim=rotary_dim, theta=found["rope_theta"], device=device, **known)
 
 
@@ -77,40 +150,65 @@ def _get(config: Any, name: str) -> Any:
     return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
 
-def _rope_parameters(config: Any, layer_type: str | None) -> dict[str, Any]:
-    """The parameters of one type of layer, or of all layers."""
-    names = ("rope_parameters", "rope_scaling", "rope_theta")
+def _refuse_unknown(config: Any) -> None:
+    """Refuse models with tables of their own, and names that may change the frequencies."""
     if config is None or isinstance(config, (str, bytes)):
         arguments.refuse("from_config", "config", config, "a transformers configuration, or a dict of it")
-    if not any(name in config if isinstance(config, Mapping) else hasattr(config, name) for name in names):
+    names = [str(name) for name in (config if isinstance(config, Mapping) else getattr(config, "__dict__", ()))]
+    for name, why in _REFUSED.items():
+        if name in (_get(config, "model_type"), *names):
+            raise InvalidInput(f"from_config: {name} has its own kind of table: {why}; compute it from inv_freq")
+    for name in names:
+        if {"rope", "rotary"} & {*name.split("_")} and name not in _TOP and _get(config, name) not in (None, False):
+            raise InvalidInput(f"from_config: {name} is unknown; pass a dict without it, or use inv_freq")
+
+
+def _rope_parameters(config: Any, layer_type: str | None) -> dict[str, Any]:
+    """The parameters of one type of layer, or of all layers. Those that are None are left out."""
+    names = ("rope_parameters", "rope_scaling", "rope_theta")
+    if all(_get(config, name) is None for name in names):
         raise InvalidInput(f"from_config: config has none of {', '.join(names)}; perhaps its text_config has")
-    found = _get(config, "rope_parameters") or _get(config, "rope_scaling") or {}
+    found = _get(config, "rope_scaling") or _get(config, "rope_parameters") or {}
     if not isinstance(found, Mapping):
         arguments.refuse("from_config", "config's rope_parameters", found, "a dict")
-    layer_types = [name for name, value in found.items() if isinstance(value, Mapping)]
-    if layer_type is None and not layer_types:
-        return dict(found)
-    if layer_type not in layer_types:
-        allowed = " or ".join(map(repr, layer_types)) or "None, because all layers share the parameters"
+    layers = {name: value for name, value in found.items() if isinstance(value, Mapping)}
+    beside = {name: value for name, value in found.items() if name not in layers}
+    rows = [row for name, row in _LAYERS.items() if _get(config, name) or _get(config, "model_type") == name]
+    for thetas, scaled, factor in [] if layers else rows:
+        defaults = {"attention_factor": factor} if "yarn" in (found.get("rope_type"), found.get("type")) else {}
+        for layer, theta in thetas.items():
+            own = {**defaults, **found} if layer in scaled else {}
+            layers[layer] = {**own, "rope_theta": _get(config, theta) or found.get("rope_theta")}
+        beside = {}
+    if layer_type not in (layers or (None,)):
+        allowed = " or ".join(map(repr, layers)) or "None, because all layers share the parameters"
         raise InvalidInput(f"from_config: layer_type is {layer_type!r}; allowed is {allowed}")
-    # transformers reads truncate beside the layer types, not inside them.
-    return {**found[layer_type], "truncate": found.get("truncate", True)}
+    own = {} if layer_type is None else dict(layers[layer_type])
+    if layer_type is not None:
+        beside = {name: value for name, value in beside.items() if name not in ("rope_type", "type")}
+        truncate = beside.pop("truncate", True)  # transformers reads it here, not in the type's own parameters
+        if own.get("rope_type", own.get("type")) == "yarn":
+            own["truncate"] = truncate
+    return {name: value for name, value in {**beside, **own}.items() if value is not None}
 
 
 def _rotary_dim(config: Any, rope_type: str, head_dim: int | None, partial: float) -> int:
-    if head_dim is None and isinstance(config, Mapping):
-        if _get(config, "global_head_dim") or _get(config, "per_layer_config"):
-            raise InvalidInput("from_config: config has heads of several sizes; pass head_dim, or transformers' object")
-        for name in ("qk_rope_head_dim", *(["rotary_dim"] if partial == 1 and rope_type != "proportional" else [])):
-            if _get(config, name):
-                return arguments.whole("from_config", f"config's {name}", config[name])
+    is_file = isinstance(config, Mapping)
+    if head_dim is None and is_file and (_get(config, "global_head_dim") or _get(config, "per_layer_config")):
+        raise InvalidInput("from_config: config has heads of several sizes; pass head_dim, or transformers' object")
+    if head_dim is None and (is_file or rope_type == "default") and _get(config, "qk_rope_head_dim"):
+        return arguments.whole("from_config", "config's qk_rope_head_dim", _get(config, "qk_rope_head_dim"))
+    if head_dim is None and is_file and partial == 1 and rope_type != "proportional" and _get(config, "rotary_dim"):
+        if _get(config, "rope_parameters"):  # transformers 5 ignores it then
+            raise InvalidInput("from_config: rotary_dim is not partial_rotary_factor's 1; leave it out")
+        return arguments.whole("from_config", "config's rotary_dim", config["rotary_dim"])
     names = ("head_dim", "attention_head_dim", "kv_channels")
     head_dim = head_dim or next(filter(None, (_get(config, name) for name in names)), None)
     if head_dim is None:
-        sizes = [_get(config, name) for name in ("hidden_size", "num_attention_heads")]
-        if None in sizes:
+        sizes = next((row for row in _SIZES if None not in [_get(config, name) for name in row]), None)
+        if sizes is None:
             raise InvalidInput("from_config: config has neither head_dim nor hidden_size and num_attention_heads")
-        width, heads = (arguments.whole("from_config", "config's sizes", size, 1) for size in sizes)
-        head_dim = width // heads
+        head_dim, *divisors = (arguments.whole("from_config", "config's sizes", _get(config, x), 1) for x in sizes)
+        head_dim //= math.prod(divisors)
     head_dim = arguments.whole("from_config", "config's head_dim", head_dim, 1)
     return int(head_dim) if rope_type == "proportional" else int(head_dim * partial)

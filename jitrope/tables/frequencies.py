@@ -10,7 +10,7 @@ import functools
 import math
 import numbers
 from collections.abc import Callable, Mapping
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +57,7 @@ mscale_all_dim, truncate=True] | YaRN, arXiv:2309.00071, 3.2 to 3.4; mscale: Dee
     | longrope | factor, short_factor, long_factor, [attention_factor, seq_len], original_max_position_embeddings | \
 LongRoPE, arXiv:2402.13753; Phi-3's configuration |
     | proportional | partial_rotary_factor, [factor=1] | Gemma 4's configuration |
+    | axial | [axes=2, in_turn=False] | Qwen2-VL, arXiv:2409.12191, section 2.1; in_turn: Pixtral, arXiv:2410.07073 |
 
     >>> tables.inv_freq("linear", rotary_dim=4, factor=2.0)
     (tensor([0.5000, 0.0050]), 1.0)
@@ -75,6 +76,10 @@ LongRoPE, arXiv:2402.13753; Phi-3's configuration |
             "dynamic" computes theta in fp32.
         attention_factor: replaces the value that follows from factor.
         truncate: whether YaRN's ramp begins and ends at whole pairs.
+        axes: the axes of the positions, such as height and width. Each has rotary_dim / 2 / axes pairs, one axis after
+            the other: pass `Mrope` that many for each.
+        in_turn: True: the axes take the frequencies of the whole head in turn. False: each axis has the frequencies of
+            a head of rotary_dim / axes elements.
         parameters: as in the table; None means not given.
 
     Returns:
@@ -100,13 +105,21 @@ LongRoPE, arXiv:2402.13753; Phi-3's configuration |
     missing = [name for name in ROPE_TYPES[rope_type].needed if name not in given]
     if missing:
         raise InvalidInput(f"inv_freq: {rope_type!r} needs {', '.join(missing)}")
-    words = SimpleNamespace(dim=rotary_dim, theta=theta, device=device, **{**accepted, **given})
+    words = _Words({"dim": rotary_dim, "theta": theta, "device": device, **accepted, **given})
     frequencies, attention_factor = ROPE_TYPES[rope_type].function(words)
     return frequencies, float(attention_factor)
 
 
+class _Words:
+    """Values by name: `types.SimpleNamespace`, which torch.compile cannot trace."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
+
+
 class RopeType(NamedTuple):
-    """The function of a type and its parameters. It takes a namespace with dim, theta, device and these parameters."""
+    """The function of a type and its parameters. It takes `_Words` with dim, theta, device and these parameters."""
 
     function: Callable[[Any], Found]
     needed: tuple[str, ...] = ()
@@ -118,12 +131,13 @@ class RopeType(NamedTuple):
         return {**dict.fromkeys(self.needed), **self.optional}
 
 
-def _powers(p: Any, theta: Any = None, end: int | None = None) -> Tensor:
+def _powers(p: Any, theta: Any = None, end: int | None = None, step: int = 2) -> Tensor:
     """theta^(2i / dim) for each pair i, (dim / 2,) fp32. theta: a number or a tensor of one, by default p.theta.
 
-    end: the number of elements in the pairs, in place of dim. A power's last bit depends on how many torch computes.
+    end: the number of elements in the pairs, in place of dim. step: 2 A for each A-th pair. A power's last bit depends
+    on how many torch computes.
     """
-    exponents = torch.arange(0, p.dim if end is None else end, 2, device=p.device).float() / p.dim
+    exponents = torch.arange(0, p.dim if end is None else end, step, device=p.device).float() / p.dim
     powers: Tensor = (p.theta if theta is None else theta) ** exponents
     return powers
 
@@ -209,6 +223,16 @@ def _proportional(p: Any) -> Found:
     return torch.nn.functional.pad(frequencies, (0, p.dim // 2 - rotated)) / p.factor, 1.0
 
 
+def _axial(p: Any) -> Found:
+    """Each axis has the frequencies of a head of its own, one axis after the other."""
+    if p.dim % (2 * p.axes):
+        raise InvalidInput(f"inv_freq: rotary_dim is {p.dim}; it must be a multiple of 2 x axes = {2 * p.axes}")
+    if not p.in_turn:
+        return (1.0 / _powers(p, step=2 * p.axes)).repeat(p.axes), 1.0
+    plain = 1.0 / _powers(p)
+    return torch.cat([plain[axis :: p.axes] for axis in range(p.axes)]), 1.0
+
+
 _LENGTH = "original_max_position_embeddings"
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0, "truncate": True}
 _FACTOR, _SEQ_LEN = {"attention_factor": None}, {"seq_len": None}
@@ -222,6 +246,7 @@ ROPE_TYPES = {
     "llama3": RopeType(_llama3, ("factor", "low_freq_factor", "high_freq_factor", _LENGTH)),
     "longrope": RopeType(_longrope, ("factor", "short_factor", "long_factor", _LENGTH), {**_FACTOR, **_SEQ_LEN}),
     "proportional": RopeType(_proportional, ("partial_rotary_factor",), {"factor": 1.0}),
+    "axial": RopeType(_axial, (), {"axes": 2, "in_turn": False}),
 }
 
 
@@ -256,5 +281,7 @@ _PARAMETERS: dict[str, Callable[[str, Any], Any]] = {
     "long_factor": _numbers,
     "seq_len": length,
     "truncate": functools.partial(arguments.flag, "inv_freq"),
+    "in_turn": functools.partial(arguments.flag, "inv_freq"),
+    "axes": functools.partial(arguments.whole, "inv_freq", least=1),
 }
 """The checks of parameters that are not numbers."""
