@@ -15,6 +15,7 @@ import torch
 import jitrope
 from jitrope import KVCache, Mrope, Norm, Packed, Pages, Quantize, Shifts, Starts, Ulysses
 from jitrope.base import config
+from jitrope.ops import watch
 
 Q, K, V = (torch.randn(2, 6, heads, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
 ANGLES = torch.linspace(0, 3, 32).view(8, 4)
@@ -267,6 +268,23 @@ MISTAKES = {
     ),
     "layout": ((_Q.transpose(1, 2),) * 2 + (_COS, _SIN), {"check": True}, "pass layout='bhsd'"),
 }
+
+
+CAPTURED = {
+    "apply_rope": lambda: jitrope.apply_rope(_Q, _K, _COS, _SIN, check=True),
+    "prepare_qkv": lambda: jitrope.prepare_qkv(_Q, _K, None, _COS, _SIN, norm=Norm(), check=True),
+    "prepare_fused_qkv": lambda: jitrope.prepare_fused_qkv(_Q, _COS, _SIN, heads=(2, 1), check=True),
+    "prepare_mla_qkv": lambda: jitrope.prepare_mla_qkv(_Q, _Q * 2, _K[:, :, :1], _COS, _SIN, check=True),
+}
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_check_during_the_capture_of_a_cuda_graph_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for the device, which ends a capture with an error of CUDA."""
+    CAPTURED[name]()
+    monkeypatch.setattr(watch, "capturing", lambda x: True)
+    with pytest.raises(jitrope.InvalidInput, match=f"{name}: check=True .* CUDA graph is captured; leave it out"):
+        CAPTURED[name]()
 
 
 @pytest.mark.parametrize("name", MISTAKES)
