@@ -329,9 +329,14 @@ def test_prepare_qkv_names_itself() -> None:
 
 WRONG = {  # a value with a wrong number or word, and the message
     "eps": (lambda: Norm(eps=-10), "Norm: eps is -10.0; it must be 0 or above"),
-    "a scale of zero": (lambda: Quantize(0), "q_scale is 0; it must be above 0 in fp32"),
-    "a negative scale": (lambda: KVCache(*caches(), IDS, v_scale=-1.0), "v_scale is -1.0; it must be above 0"),
-    "a scale that fp32 makes zero": (lambda: Quantize(1e-60), "q_scale is 1e-60; it must be above 0 in fp32"),
+    "a scale of zero": (lambda: Quantize(0), "q_scale is 0; it must be above 2.94e-39"),
+    "a negative scale": (lambda: KVCache(*caches(), IDS, v_scale=-1.0), "v_scale is -1.0; it must be above 2.94e-39"),
+    "a scale that fp32 makes zero": (lambda: Quantize(1e-60), "q_scale is 1e-60; it must be above 2.94e-39"),
+    "a scale without a reciprocal": (lambda: Quantize(1e-39), "q_scale is 1e-39; it must be above 2.94e-39, so that"),
+    "a cache's scale without a reciprocal": (
+        lambda: KVCache(*caches(), IDS, k_scale=1e-40),
+        "k_scale is 1e-40; it must",
+    ),
     "hadamard": (lambda: Quantize(1.0, hadamard="rest"), "Quantize: hadamard is 'rest'; it must be True or False"),
     "an array of words": (lambda: jitrope.DynamicQuantize(scale_fmt=np.array(["ue8m0"])), "scale_fmt is a numpy array"),
     "scale_fmt": (lambda: jitrope.DynamicQuantize(scale_fmt="x"), "it must be 'ue8m0' or None"),
