@@ -996,6 +996,22 @@ def test_cuda_graph() -> None:
 
 
 @pytest.mark.hardware
+def test_a_check_during_a_capture_is_refused_and_the_capture_goes_on() -> None:
+    q, k, cos, sin, keywords = make(case_named("packed"), DEVICE)
+    words = said(**keywords)
+    jitrope.apply_rope(q, k, cos, sin, **words, check=True)
+    want = jitrope.apply_rope(q, k, cos, sin, **words)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(jitrope.InvalidInput, match=r"check=True .* a CUDA graph is captured; leave it out"):
+            jitrope.apply_rope(q, k, cos, sin, **words, check=True)
+        outputs = jitrope.apply_rope(q, k, cos, sin, **words)
+    graph.replay()
+    for got, expected in zip(outputs, want):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.hardware
 def test_cuda_graph_of_fused_qkv() -> None:
     case = next(case for case in QKV_CASES if case.name == "qkv-packed")
     (qkv, freqs, _, cu_seqlens, *_), _ = make_qkv(case, DEVICE)

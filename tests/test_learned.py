@@ -109,6 +109,23 @@ def test_tokens_that_are_not_rotated_count_for_no_row(device: str) -> None:
     torch.testing.assert_close(*[torch.autograd.grad(x.sin().sum(), leaves) for x in out])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("label", ["q", "k", "positions"])
+@pytest.mark.parametrize("learned", ["cos", "q_scale"])
+def test_heads_of_inference_mode_are_refused_by_their_name(learned: str, label: str, device: str) -> None:
+    """torch keeps them for the gradient of a table or of a factor."""
+    given = {"q": rand(B, S, 4, D), "k": rand(B, S, 4, D), "q_scale": rand(B, S), **pair(P, D // 2)}
+    given = {name: x.to(device) for name, x in {**given, "positions": IDS}.items()}
+    given[learned].requires_grad_()
+    with torch.inference_mode():
+        kept = given[label].clone()
+    with pytest.raises(InvalidInput, match=rf"apply_rope: {label} is a tensor .*; pass {label}\.clone\(\)"):
+        jitrope.apply_rope(**{**given, label: kept})
+    with torch.no_grad():
+        for x, y in zip(jitrope.apply_rope(**{**given, label: kept}), jitrope.apply_rope(**given)):
+            assert torch.equal(x, y)
+
+
 def test_calls_without_a_gradient_refuse_learned_tables() -> None:
     q, tables = rand(B, S, 4, D), [x.requires_grad_() for x in pair(S, D // 2).values()]
     cache = jitrope.KVCache(*torch.zeros(2, 2, 12, 4, D)[:, 0], torch.arange(12))

@@ -413,6 +413,15 @@ def test_a_wrong_output_is_refused_before_anything_is_written(message: str) -> N
     assert all(torch.equal(heads[n], x) for n, x in before.items())
 
 
+def test_no_tensors_are_refused_in_place_too() -> None:
+    """`out=(None, None)` means fresh tensors, which a call in place does not make."""
+    with pytest.raises(InvalidInput, match="apply_rope: inplace does not go with out; leave it out"):
+        jitrope.apply_rope(Q.clone(), K.clone(), COS, SIN, out=(None, None), inplace=True)
+    for words, text in (({"norm": Norm()}, "norm with out"), ({"cache": CACHE}, "cache with out")):
+        with pytest.raises(InvalidInput, match=f"prepare_qkv: inplace does not go with {text}; leave it out"):
+            jitrope.prepare_qkv(Q.clone(), K.clone(), V, COS, SIN, out=[None] * 3, inplace=True, **words)
+
+
 @pytest.mark.parametrize("label", ["q", "k", "v", "q_weight", "out's q"])
 def test_a_tensor_that_requires_a_gradient_is_refused(label: str) -> None:
     """As by torch's own functions with out=; under no_grad the call is made."""

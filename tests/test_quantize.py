@@ -88,6 +88,17 @@ def assert_scaled(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_the_smallest_scale_has_a_reciprocal(device: str) -> None:
+    """With the number before it zeros of q would be NaN: 0 times inf."""
+    least = torch.tensor(2.0**-128 + 2.0**-149).item()
+    q = torch.tensor([0.0, 2.0**-127]).repeat(1, 1, 1, 32).to(device)
+    got, _, _ = jitrope.prepare_qkv(q, None, None, quantize=Quantize(least))
+    assert got.float().flatten().tolist() == [0.0, 2.0] * 32
+    with pytest.raises(jitrope.InvalidInput, match="so that fp32 holds its reciprocal"):
+        Quantize(2.0**-128)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("words", [{}, {"interleaved": True}, {"rotary_dim": 32, "rotary_offset": 16}], ids=str)
 @pytest.mark.parametrize("dim", [80, 128])
 @pytest.mark.parametrize("dtype", LARGEST, ids=str)
@@ -727,7 +738,7 @@ REFUSALS = {
         lambda: DynamicQuantize(FP4, q_global_scale=1.0),
         "q_global_scale is 1.0; it must be None without scale_dtype",
     ),
-    "global-sign": (lambda: two_levels(q_global_scale=-0.5), "q_global_scale is -0.5; it must be above 0"),
+    "global-sign": (lambda: two_levels(q_global_scale=-0.5), "q_global_scale is -0.5; it must be above 2.94e-39"),
     "global-type": (lambda: two_levels(k_global_scale="1"), "k_global_scale is '1'; it must be a finite number"),
     "global-cache": (
         {"cache": CACHE, "v": K, "quantize": two_levels(k_global_scale=1.0)},

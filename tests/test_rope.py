@@ -1324,6 +1324,7 @@ QKV_REFUSALS = {
         r"it must be \(B, S, 15 D\) or \(B, S, 3, 5 D\) in layout 'bshd'",
     ),
     "plain width": ({"heads": (9, 3), "qkv": torch.ones(2, 6, 96)}, r"qkv has shape \(2, 6, 96\), but heads"),
+    "as many tokens as heads": ({"qkv": torch.ones(2, 3, 32)}, r"qkv has shape \(2, 3, 32\), but heads"),
     "layout": ({"layout": "bhsd"}, "layout is 'bhsd'; it must be one of 'bshd', 'sbhd', 'thd'"),
     "heads": ({"cos": torch.zeros(1, 6, 3, 4), "sin": torch.zeros(1, 6, 3, 4)}, "the heads must share it"),
     "heads of qkv": ({"order": "qkv"}, r"are 12 heads .*; it must be \(B, S, 12 D\) or \(B, S, 12, D\)"),

@@ -248,6 +248,17 @@ def test_fused_qkv_without_a_table_is_split(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("stage", ["norm", "bias", "hadamard", "q_scale"])
+def test_a_stage_of_fused_qkv_in_place_needs_no_table(stage: str, device: str) -> None:
+    qkv = torch.randn(2, 7, 8 * 64, generator=torch.Generator().manual_seed(1)).to(device)
+    values = {"norm": Norm(), "bias": qkv[0, 0].clone(), "hadamard": True, "q_scale": 0.5}
+    words: dict[str, Any] = {"heads": (4, 2), stage: values[stage]}
+    parts = jitrope.prepare_fused_qkv(qkv, **words)
+    assert jitrope.prepare_fused_qkv(qkv, **words, inplace=True) is qkv
+    assert torch.equal(qkv, torch.cat([x.flatten(2) for x in parts], -1))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_compiled_without_a_table(device: str) -> None:
     q, k, v, *_ = inputs(device)
     torch._dynamo.reset()

@@ -15,6 +15,7 @@ import torch
 import jitrope
 from jitrope import KVCache, Mrope, Norm, Packed, Pages, Quantize, Shifts, Starts, Ulysses
 from jitrope.base import config
+from jitrope.ops import watch
 
 Q, K, V = (torch.randn(2, 6, heads, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
 ANGLES = torch.linspace(0, 3, 32).view(8, 4)
@@ -288,6 +289,23 @@ MISTAKES = {
 }
 
 
+CAPTURED = {
+    "apply_rope": lambda: jitrope.apply_rope(_Q, _K, _COS, _SIN, check=True),
+    "prepare_qkv": lambda: jitrope.prepare_qkv(_Q, _K, None, _COS, _SIN, norm=Norm(), check=True),
+    "prepare_fused_qkv": lambda: jitrope.prepare_fused_qkv(_Q, _COS, _SIN, heads=(2, 1), check=True),
+    "prepare_mla_qkv": lambda: jitrope.prepare_mla_qkv(_Q, _Q * 2, _K[:, :, :1], _COS, _SIN, check=True),
+}
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_check_during_the_capture_of_a_cuda_graph_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for the device, which ends a capture with an error of CUDA."""
+    CAPTURED[name]()
+    monkeypatch.setattr(watch, "capturing", lambda x: True)
+    with pytest.raises(jitrope.InvalidInput, match=f"{name}: check=True .* CUDA graph is captured; leave it out"):
+        CAPTURED[name]()
+
+
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_of_the_first_hour_is_named(name: str) -> None:
     arguments, words, text = MISTAKES[name]
@@ -330,9 +348,14 @@ def test_prepare_qkv_names_itself() -> None:
 
 WRONG = {  # a value with a wrong number or word, and the message
     "eps": (lambda: Norm(eps=-10), "Norm: eps is -10.0; it must be 0 or above"),
-    "a scale of zero": (lambda: Quantize(0), "q_scale is 0; it must be above 0 in fp32"),
-    "a negative scale": (lambda: KVCache(*caches(), IDS, v_scale=-1.0), "v_scale is -1.0; it must be above 0"),
-    "a scale that fp32 makes zero": (lambda: Quantize(1e-60), "q_scale is 1e-60; it must be above 0 in fp32"),
+    "a scale of zero": (lambda: Quantize(0), "q_scale is 0; it must be above 2.94e-39"),
+    "a negative scale": (lambda: KVCache(*caches(), IDS, v_scale=-1.0), "v_scale is -1.0; it must be above 2.94e-39"),
+    "a scale that fp32 makes zero": (lambda: Quantize(1e-60), "q_scale is 1e-60; it must be above 2.94e-39"),
+    "a scale without a reciprocal": (lambda: Quantize(1e-39), "q_scale is 1e-39; it must be above 2.94e-39, so that"),
+    "a cache's scale without a reciprocal": (
+        lambda: KVCache(*caches(), IDS, k_scale=1e-40),
+        "k_scale is 1e-40; it must",
+    ),
     "hadamard": (lambda: Quantize(1.0, hadamard="rest"), "Quantize: hadamard is 'rest'; it must be True or False"),
     "an array of words": (lambda: jitrope.DynamicQuantize(scale_fmt=np.array(["ue8m0"])), "scale_fmt is a numpy array"),
     "scale_fmt": (lambda: jitrope.DynamicQuantize(scale_fmt="x"), "it must be 'ue8m0' or None"),

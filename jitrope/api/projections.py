@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -20,6 +21,7 @@ from ..ops.operations import FUSED_INTO, QKV_HADAMARD
 from ..ops.projections import QKV_NORM, ROPE_QKV, part_with_bias
 from ..ops.quantize import DynamicQuantize, Quantize, hadamard_words
 from ..ops.values import Norm, Positions
+from ..ops.watch import is_compiling
 from ..ops.words import parts
 from ..plan.options import FUSED_AXES, NO_NORM, QKV_ORDERS, Options
 from .keywords import FusedWords, LatentWords, with_words
@@ -177,26 +179,41 @@ def prepare_fused_qkv(
 
 def _split(tensors: Any, asked: dict[str, Any], heads: Any, order: Any, copy_v: Any) -> None:
     """Give qkv an axis of heads, and add the words that say where q, k and v are in it."""
-    name, qkv = "prepare_fused_qkv", tensors.get("qkv")
-    pair = wholes(name, "heads", heads, 1)
-    if len(pair) != 2 or pair[0] % pair[1]:
-        refuse(name, "heads", heads, "(Hq, Hk), the heads of q and of k; Hk must divide Hq")
-    (q_heads, k_heads), order = pair, word(name, "order", order, QKV_ORDERS)
+    said, qkv = (heads, order, asked.get("layout", "bshd")), tensors.get("qkv")
+    try:
+        pair, each, axes = (_counted if is_compiling() else _kept)(*said)
+    except TypeError:  # a list of heads has no hash
+        pair, each, axes = _counted(*said)
+    (q_heads, k_heads), grouped = pair, order == "grouped"
     asked["q_per_group"], asked["order"] = q_heads // k_heads, order
     if copy_v is not True:
         asked["copy_v"] = copy_v
-    axes = FUSED_AXES[layout := word(name, "layout", asked.get("layout", "bshd"), FUSED_AXES)]
     if not isinstance(qkv, Tensor) or qkv.layout is not torch.strided or qkv.is_nested:
         return  # the check refuses it
-    every = q_heads * QKV_ORDERS[order] + 2 * k_heads
-    count = k_heads if order == "grouped" else every
-    *lead, width = shape = tuple(qkv.shape) or (0,)
-    if len(shape) == len(layout) - 1 and width > 0 and width % every == 0:
+    every = q_heads * each + 2 * k_heads
+    count, shape = k_heads if grouped else every, qkv.shape
+    rank = len(shape) - len(axes)
+    width = shape[-1] if rank > 0 else 0
+    if rank == 1 and width > 0 and width % every == 0:
         tensors["qkv"] = qkv.unflatten(-1, (count, width // count))
-    elif len(shape) != len(layout) or lead[-1] != count or width <= 0 or width % (every // count):
-        had = f"qkv has shape {tuple(qkv.shape)}, but heads={pair} with order={order!r} are {every} heads of D elements"
-        last = f"{count}, {every // count} D" if order == "grouped" else f"{count}, D"
-        raise InvalidInput(f"{name}: {had}; it must be ({axes}, {every} D) or ({axes}, {last}) in layout {layout!r}")
+    elif rank != 2 or width <= 0 or shape[-2] != count or width % (every // count):
+        had = f"qkv has shape {tuple(shape)}, but heads={pair} with order={order!r} are {every} heads of D elements"
+        lead, last = ", ".join(axes), f"{count}, {every // count} D" if grouped else f"{count}, D"
+        must = f"it must be ({lead}, {every} D) or ({lead}, {last}) in layout {said[2]!r}"
+        raise InvalidInput(f"prepare_fused_qkv: {had}; {must}")
+
+
+def _counted(heads: Any, order: Any, layout: Any) -> tuple[tuple[int, int], int, str]:
+    """((Hq, Hk), the heads of the projection for each of q, the axes before them), checked."""
+    name = "prepare_fused_qkv"
+    pair = wholes(name, "heads", heads, 1)
+    if len(pair) != 2 or pair[0] % pair[1]:
+        refuse(name, "heads", heads, "(Hq, Hk), the heads of q and of k; Hk must divide Hq")
+    each = QKV_ORDERS[word(name, "order", order, QKV_ORDERS)]
+    return (pair[0], pair[1]), each, FUSED_AXES[word(name, "layout", layout, FUSED_AXES)]
+
+
+_kept = lru_cache(maxsize=256)(_counted)
 
 
 def _staged(

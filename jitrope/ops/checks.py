@@ -49,9 +49,9 @@ def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options)
     if not wants_grad or not op.differentiable:
         return
     _refuse_transforms(name)
-    for label, x in op.saved(tensors, options).items():
+    for label, x in (tensors if learned else op.saved(tensors, options)).items():
         if x.is_inference():
-            label = op.label(label)
+            label = label_of(op, label, options)
             refuse(name, label, x, f"a tensor that was not made in inference mode; pass {label}.clone()")
 
 

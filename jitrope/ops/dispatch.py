@@ -84,6 +84,9 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
             if check_asked(op.function, asked):
                 if watch.transformed():
                     raise InvalidInput(f"{op.function}: check=True does not go with torch.func; leave it out")
+                if watch.capturing(next(iter(full.values()))):
+                    text = "check=True waits for the device, but a CUDA graph is captured; leave it out"
+                    raise InvalidInput(f"{op.function}: {text}")
                 check_values(op.function, full, options)
                 asked = {word: value for word, value in asked.items() if word != "check"}
                 plain = False

@@ -216,7 +216,7 @@ def call_into(
             tensors["v"] = heads["v"]
         return call(op.by_rank, tensors, words)
     into = given_out(op, words, heads, tensors, v)
-    return {**into, **call(op.into if into else op, tensors, words)}
+    return {**into, **call(op.into if into or "inplace" in words else op, tensors, words)}
 
 
 def with_scales(op: Operation, tensors: Tensors, words: dict[str, Any], per: str, v: Any = None) -> Tensors:

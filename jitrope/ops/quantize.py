@@ -41,10 +41,10 @@ class Quantize(Conversion):
 
     Args:
         q_scale, k_scale: the call stores y / scale, clamped to the range of the dtype, and rounded once from fp32 (y
-            times the reciprocal of the scale). Numbers, or fp32 tensors on q's device, which the host does not read: of
-            one element, of one for each head, (H), or for each head of a batch row, (B, H), with `Packed` also of a
-            sequence, (N, H); v of tokens after the last sequence uses the scale of the last sequence. A cache has its
-            own k_scale.
+            times the reciprocal of the scale, which fp32 must hold). Numbers, or fp32 tensors on q's device, which the
+            host does not read: of one element, of one for each head, (H), or for each head of a batch row, (B, H), with
+            `Packed` also of a sequence, (N, H); v of tokens after the last sequence uses the scale of the last
+            sequence. A cache has its own k_scale.
         v_scale: return v in fp8 too, in the same launch. v must be like k, in shape (not in `prepare_mla_qkv`) and
             dtype, and the heads must share the tables. Refused with a cache, which has its own, and with across_heads
             without mean_squares.

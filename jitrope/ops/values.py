@@ -186,9 +186,9 @@ class Norm(Value):
     >>> q, k, _ = jitrope.prepare_qkv(q, k, None, norm=jitrope.Norm(torch.ones(64), torch.ones(64)))
 
     Args:
-        q_weight, k_weight: (D), or (H D) with across_heads; fp32, fp16 or bf16; None: no weight. Without weights it is
-            the L2 norm of Llama 4; with weights of D ** -0.5, and eps / D as eps, TransformerEngine's
-            `L2Normalization`.
+        q_weight, k_weight: (D), or (H D) with across_heads; contiguous, in fp32, fp16 or bf16, and all weights and
+            biases in one dtype; None: no weight. Without weights it is the L2 norm of Llama 4; with weights of
+            D ** -0.5, and eps / D as eps, TransformerEngine's `L2Normalization`.
         q_bias, k_bias: like the weights, added at the end; only with "layer_norm".
         kind: "rms_norm", or "layer_norm": the mean of x is subtracted first (arXiv:1607.06450; Phi, Persimmon,
             CogVideoX, HunyuanDiT).
@@ -338,9 +338,9 @@ def _scale(name: str, label: str, scale: float | Tensor, like: Tensor) -> Tensor
 
 
 def divisor(name: str, label: str, scale: Any) -> None:
-    """Refuse a scale to divide by that is a number, but not one above 0 in fp32."""
-    if not isinstance(scale, Tensor) and scale_number(name, label, scale) <= 2.0**-150:  # fp32 rounds it to 0
-        refuse(name, label, scale, "above 0 in fp32")
+    """Refuse a scale that is a number without a reciprocal in fp32, by which a call multiplies."""
+    if not isinstance(scale, Tensor) and scale_number(name, label, scale) <= 2.0**-128 + 2.0**-150:  # fp32: 2 ** -128
+        refuse(name, label, scale, "above 2.94e-39, so that fp32 holds its reciprocal")
 
 
 def scale_number(name: str, label: str, scale: Any) -> float:

@@ -18,7 +18,7 @@ SCALE_DTYPES = ("fp32", "e8m0", "fp8", "e8m0_fp32")
 SCALE_FMTS = ("", "ue8m0")
 QKV_ORDERS = {"grouped": 1, "qkv": 1, "qkv_gated": 2}
 """The orders of fused QKV, and the heads that q's projection has for each head of q: with a gate two."""
-FUSED_AXES = {"bshd": "B, S", "sbhd": "S, B", "thd": "T"}
+FUSED_AXES = {"bshd": "BS", "sbhd": "SB", "thd": "T"}
 """The layouts of fused QKV, and its axes before the heads."""
 MAX_HEAD_DIM = 512
 
