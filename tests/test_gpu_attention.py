@@ -16,7 +16,7 @@ from jitrope.context_parallel.backends import BACKENDS, Math, _module, choose
 from jitrope.context_parallel.interface import Case, Gradients, Result, Varlen
 from jitrope.context_parallel.steps import Call, attend, attend_backward, pack, pack_gradients, unpack, unpack_gradients
 
-from .test_context_parallel import CASES, Attention, Made, check_attention, make
+from .test_context_parallel import CASES, COMPILED, Attention, Made, check_attention, check_compiled, make
 
 CLOSE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
@@ -333,11 +333,12 @@ def process(rank: int, size: int, folder: str) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{folder}/init", rank=rank, world_size=size)
     failed = []
-    for case in NCCL:
+    compiled = [(check_compiled, case) for case in NCCL if case.name in COMPILED]
+    for check, case in [*((check_attention, case) for case in NCCL), *compiled]:
         try:
-            check_attention(case, f"cuda:{rank}")
+            check(case, f"cuda:{rank}")
         except Exception as error:
-            failed.append(f"rank {rank}, {case.name}: {type(error).__name__}: {error}")
+            failed.append(f"rank {rank}, {check.__name__}, {case.name}: {type(error).__name__}: {error}")
         dist.barrier(device_ids=[rank])
     Path(folder, f"rank{rank}").write_text("\n".join(failed))
     dist.destroy_process_group()
@@ -345,7 +346,7 @@ def process(rank: int, size: int, folder: str) -> None:
 
 @pytest.mark.gpu
 def test_on_processes_over_nccl(tmp_path: Path) -> None:
-    """The cases of the gloo test, in bf16, one GPU for each rank."""
+    """The cases of the gloo test, in bf16, one GPU for each rank, and some compiled and exported."""
     size = min(4, torch.cuda.device_count())
     if size < 2:
         pytest.skip("this machine has one GPU; NCCL takes one for each process")
