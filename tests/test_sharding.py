@@ -430,7 +430,7 @@ def calls_that_take_local_tensors_only() -> None:
     cos, sin = table(S, D // 2)
     q, plain = place(heads(4), [Shard(2)]), heads(4)
     qkv = place(torch.randn(B, S, 4, 3 * D), [Shard(2)])
-    fused = {"heads": (4, 4), "order": "grouped"}
+    fused, wide = {"heads": (4, 4), "order": "grouped"}, place(torch.randn(B, S, 12 * D), [Shard(2)])
     cache = torch.zeros(B * S, 4, D)
     slots = {"k_cache": cache, "v_cache": cache.clone(), "slot_mapping": torch.arange(B * S)}
     for name, arguments, keywords in (
@@ -438,6 +438,7 @@ def calls_that_take_local_tensors_only() -> None:
         ("kv_cache", (q, q, q, cos, sin), slots),
         ("kv_cache_", (q, q, q, cos, sin), slots),
         ("fused_qkv", (qkv, cos, sin), fused),
+        ("fused_qkv", (wide, cos, sin), {"heads": (4, 4)}),
         ("fused_qkv_", (qkv, cos, sin), fused),
         ("fused_qkv_norm", (qkv, None, None, cos, sin), fused),
         ("norm_rope_joint", ((q, q, q), (plain, plain, plain), None, None, cos, sin), {}),

@@ -68,6 +68,11 @@ def only(ends: Any, needs: Callable[[Function], Any]) -> Ends:
     return lambda f: (ends(f) if callable(ends) else ends) if needs(f) else None
 
 
+def if_not_needed(letter: str, ends: Callable[[Function], str | None]) -> Callable[[Function], str | None]:
+    """An axis without elements: heads need D, and a fused projection has the heads that the call names."""
+    return lambda f: "refused" if letter == "D" or (letter == "H" and "fused" in f.name) else ends(f)
+
+
 def situation(name: str, text: str, ends: Ends = right, **how: Any) -> Callable[[Any], Any]:
     def add(run: Callable[[Cell], str]) -> Callable[[Cell], str]:
         SITUATIONS.append(Situation(name, text, run, ends, **how))
@@ -792,12 +797,12 @@ for _axis, _letter in enumerate("BSHD"):
     def _(cell: Cell, axis: int = _axis) -> str:
         return cell.settle(cell.args(k=cell.args()["k"].narrow(axis, 0, 1).expand(cell.size("k"))))
 
-    @situation(f"no elements along {_letter}", "an empty tensor", refused if _letter == "D" else right)
+    @situation(f"no elements along {_letter}", "an empty tensor", if_not_needed(_letter, right))
     def _(cell: Cell, axis: int = _axis, letter: str = _letter) -> str:
-        return cell.settle(cell.args(**emptied(cell, axis, letter)), wants=cell.args() if letter == "D" else None)
+        wants = cell.args() if if_not_needed(letter, right)(cell.function) == "refused" else None
+        return cell.settle(cell.args(**emptied(cell, axis, letter)), wants=wants)
 
-    @situation(f"no elements along {_letter}, under autograd", "its gradient is empty",
-               refused if _letter == "D" else derived)  # fmt: skip
+    @situation(f"no elements along {_letter}, under autograd", "its gradient is empty", if_not_needed(_letter, derived))
     def _(cell: Cell, axis: int = _axis, letter: str = _letter) -> str:
         changes = emptied(cell, axis, letter)
         leaves = {n: x for n, x in {**gradient_leaves(cell), **changes}.items() if n in gradient_leaves(cell)}
