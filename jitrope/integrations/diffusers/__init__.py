@@ -13,23 +13,20 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch.nn.functional as F
 from torch import nn
 
 from ...base.arguments import flag, refuse
 from ...base.errors import InvalidInput, JitropeError
 from .. import _host
-from .fused import COPIES, FUSED, Call
-from .norms import unknown
-from .ropes import LEFT, ROPES
+from .fused import COPIES, FUSED, RMS_NORM, Call
+from .ropes import ROPES
 
 __all__ = ["disable", "enable"]
-
-Rope = tuple[Callable[..., Any], Any, str]  # ours, the module with the host's, and its name
 
 
 @_host.alone
@@ -53,15 +50,12 @@ def enable(model_or_pipeline: Any, *, fuse_norm: bool = True) -> _host.Report:
         JitropeError: nothing in the model is replaced.
     """
     report, fuse_norm = _host.Report("diffusers"), flag("enable", "fuse_norm", fuse_norm)
-    found = Counter(_classes("enable", model_or_pipeline))
-    try:
-        for cls in found:
-            _take(report, cls, fuse_norm)
-        if not report.replaced:
-            raise JitropeError(_nothing(model_or_pipeline, report))
-    except BaseException:
-        report.__exit__()
-        raise
+    for cls in dict.fromkeys(_classes("enable", model_or_pipeline)):
+        _take(report, cls, fuse_norm)
+    if not report.replaced:
+        nothing = f"no attention processors of diffusers {_version()}{_host.of_other('diffusers', model_or_pipeline)}"
+        reasons = "; ".join(f"{where}: {why}" for where, why in report.left.items())
+        raise JitropeError(f"{type(model_or_pipeline).__name__}: {reasons or nothing}")
     return report
 
 
@@ -73,87 +67,89 @@ def disable(model_or_pipeline: Any) -> None:
         InvalidInput: model_or_pipeline is no model and has none.
     """
     for cls in set(_classes("disable", model_or_pipeline)):
-        functions = [getattr(module, name) for _, module, name in _ropes(cls)]
-        _host.restore("diffusers", [cls.__call__, *functions])
+        ropes: list[Any] = [getattr(module, name, None) for _, module, name in _ropes(cls)]
+        _host.restore("diffusers", [cls.__call__, *ropes])
 
 
-def _classes(caller: str, model_or_pipeline: Any) -> Iterator[type]:
+def _classes(caller: str, model_or_pipeline: Any) -> Iterator[Any]:
     """The classes of all attention processors, and of modules that rotate."""
     components = getattr(model_or_pipeline, "components", None)
     parts = components.values() if isinstance(components, dict) else (model_or_pipeline,)
-    models = [part for part in parts if isinstance(part, nn.Module)]
-    if not models and not isinstance(model_or_pipeline, nn.Module):
+    modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
+    if not modules:
         other = _host.of_other("diffusers", model_or_pipeline)
         refuse(caller, "model_or_pipeline", model_or_pipeline, f"a model, or a pipeline that has one{other}")
-    for module in (module for model in models for module in model.modules()):
-        processor = getattr(module, "processor", None)
-        if callable(processor):
+    for module in modules:
+        if callable(processor := getattr(module, "processor", None)):
             yield next(cls for cls in type(processor).__mro__ if "__call__" in vars(cls))
-        yield from (cls for cls in type(module).__mro__ if cls.__name__ in ROPES and _is_hosts(cls))
+        yield from (cls for cls in type(module).__mro__ if _ropes(cls))
 
 
-def _is_hosts(cls: type) -> bool:
-    return cls.__module__.startswith("diffusers.models.")
+def _name(cls: type) -> str:
+    """The name of a class of diffusers up to "AttnProcessor"; "" for other classes."""
+    name = cls.__name__.partition("AttnProcessor")[0] or cls.__name__
+    return name if cls.__module__.startswith("diffusers.models.") else ""
 
 
-def _ropes(cls: type) -> list[Rope]:
-    """The rope functions of a class; some import theirs in a call."""
-    ropes = ROPES.get(_short(cls), ()) if _is_hosts(cls) else ()
-    own, shared = sys.modules[cls.__module__], sys.modules.get("diffusers.models.embeddings")
-    found = [(ours, own if hasattr(own, name) else shared, name) for ours, name in ropes]
-    return [(ours, module, name) for ours, module, name in found if hasattr(module, name)]
+def _ropes(cls: type) -> list[tuple[Callable[..., Any], Any, str]]:
+    """Our rope functions for a class, and the module and name of the host's; some classes import theirs in a call."""
+    ropes = [rope for rope, classes in ROPES.items() if _name(cls) in classes.split()]
+    own, shared = sys.modules.get(cls.__module__), sys.modules.get("diffusers.models.embeddings")
+    return [(ours, own if hasattr(own, name) else shared, name) for ours, name in ropes]
 
 
-def _short(cls: type) -> str:
-    return cls.__name__.partition("AttnProcessor")[0]
-
-
-def _take(report: _host.Report, cls: type, fuse_norm: bool) -> None:
+def _take(report: _host.Report, cls: Any, fuse_norm: bool) -> None:
     """Replace the functions and the `__call__` of a class, or report why they are left."""
-    where, name = f"{cls.__module__}.{cls.__qualname__}", _short(cls)
-    if not _is_hosts(cls) or not (name in ROPES or name in FUSED):
-        known = "jitrope leaves its rope to diffusers" if name in LEFT else "jitrope knows no rope in it"
-        report.left[where] = known if _is_hosts(cls) else "not a processor of diffusers; call jitrope.apply_rope in it"
-        return
-    ropes = _ropes(cls)
-    for function in {name for _, name in ROPES.get(name, ())} - {name for *_, name in ropes}:
-        report.left[f"{cls.__module__}.{function}"] = f"diffusers {_version()} does not have it"
+    name, ropes = _name(cls), _ropes(cls)
+    if not ropes and name not in FUSED:
+        foreign = "not a processor of diffusers; call jitrope.apply_rope in it"
+        report.left[f"{cls.__module__}.{cls.__qualname__}"] = "jitrope knows no rope in it" if name else foreign
     for ours, module, function in ropes:
-        theirs = getattr(module, function)
-        if theirs not in _host.placed and _host.own("diffusers", theirs) is None:
-            report.left[f"{module.__name__}.{function}"] = f"it is {_host.module_of(theirs)}'s"
+        if why := _left(getattr(module, function, None)):
+            report.left[f"{module.__name__}.{function}"] = why
             return
         report.replace(module, function, ours, "rope")
     if name in FUSED:
-        _fuse(report, cls, fuse_norm, ropes)
+        _fuse(report, cls, fuse_norm, [place for _, *place in ropes])
 
 
-def _fuse(report: _host.Report, cls: Any, fuse_norm: bool, ropes: list[Rope]) -> None:
+def _fuse(report: _host.Report, cls: Any, fuse_norm: bool, ropes: list[Any]) -> None:
     original, where = cls.__call__, f"{cls.__module__}.{cls.__qualname__}.__call__"
-    owner, copy = _host.module_of(original), COPIES.get(_host.text_of(original))
+    norm, copy = importlib.import_module("diffusers.models.normalization").RMSNorm, COPIES.get(_host.text_of(original))
+    by_torch = all(_host.own("torch", function) for function in (nn.RMSNorm.forward, F.rms_norm))
     if not fuse_norm:
         _host.restore("diffusers", [original])
         if not ropes:
             report.left[where] = "its rope is in its own code"
-    elif owner.split(".")[0] not in ("diffusers", "jitrope"):
-        report.left[where] = f"it is {owner}'s"
-    elif unknown(importlib.import_module("diffusers.models.normalization").RMSNorm):
-        report.left[where] = f"jitrope does not know RMSNorm of diffusers {_version()}"
-    elif copy is None or (hasattr(original, "__wrapped__") and original not in _host.placed):
+    elif why := _left(original):
+        report.left[where] = why
+    elif not by_torch or _host.text_of(_host.own("diffusers", norm.forward)) not in RMS_NORM:
+        report.left[where] = f"jitrope does not know RMSNorm of diffusers {_version()} or of torch"
+    elif copy is None:
         report.left[where] = f"jitrope does not know its code in diffusers {_version()}"
     else:
-        report.replace_method(cls, "__call__", partial(_fused, copy, cls, ropes), "norm and rope")
+        called = [*ropes, (norm, "forward"), (nn.RMSNorm, "forward"), (F, "rms_norm")]
+        report.replace_method(cls, "__call__", partial(_fused, copy, cls, ropes, called), "norm and rope")
 
 
-def _fused(copy: Any, cls: type, ropes: list[Rope], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Ours in place of a class's `__call__`, now `original`."""
+def _left(function: Any) -> str:
+    """Why a function is left: it is missing, or another library has replaced it; else ""."""
+    if function is None:
+        return f"diffusers {_version()} does not have it"
+    known = function in _host.placed or _host.own("diffusers", function)
+    return "" if known else f"it is {_host.module_of(function)}'s"
+
+
+def _fused(copy: Any, cls: type, ropes: Any, called: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Ours in place of a class's `__call__`, now `original`. called: (holder, name) of what that calls."""
     given = _host.in_words_of(original, partial(Call, sys.modules[cls.__module__]))
-    known = [(m, name, (f := getattr(m, name), _host.placed[f].original)) for _, m, name in ropes]
+    now = [(holder, name, getattr(holder, name)) for holder, name in called]
+    known = [(holder, name, f, getattr(_host.placed.get(f), "original", f)) for holder, name, f in now]
 
     def call(*arguments: Any, **words: Any) -> Any:
-        for module, name, functions in known:
-            if getattr(module, name) not in functions:
-                raise InvalidInput(f"{name} was replaced after enable")
+        for holder, name, function, theirs in known:
+            if (found := getattr(holder, name)) is not function and found is not theirs:
+                raise InvalidInput(f"{holder.__name__}.{name} was replaced after enable")
         return copy(given(*arguments, **words))
 
     def left(reason: str, *arguments: Any, **words: Any) -> Any:
@@ -161,16 +157,6 @@ def _fused(copy: Any, cls: type, ropes: list[Rope], original: Callable[..., Any]
         return original(*arguments, **words)
 
     return _host.or_else("diffusers", call, left)
-
-
-def _nothing(given: Any, report: _host.Report) -> str:
-    """The reason why nothing was replaced."""
-    name = type(given).__name__
-    if not report.left:
-        return f"{name} has no attention processors of diffusers {_version()}{_host.of_other('diffusers', given)}"
-    return f"{name}: " + "; ".join(
-        f"{where.removeprefix('diffusers.models.')}: {why}" for where, why in report.left.items()
-    )
 
 
 def _version() -> str:

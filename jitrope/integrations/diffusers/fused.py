@@ -18,9 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...api import prepare_joint_qkv, prepare_qkv
 from ...base.errors import InvalidInput
-from .norms import Norms, Parts, Words, beside, joint, norm_rope, norms_of
-from .ropes import HALF, HEADS, PAIRS, ROWS, TURNS, WORDS, of_pairs, pair
+from ...ops.values import Norm
+from ...ops.watch import in_autocast
+from .._norms import DEFAULT_EPS, parameters_of
+from .ropes import HALF, HEADS, PAIRS, ROWS, TURNS, WORDS, Form, of_pairs, pair
+
+# How norms of these classes round; see `jitrope.Norm`.
+_ROUNDING = {"torch.nn.modules.normalization.RMSNorm": "once", "diffusers.models.normalization.RMSNorm": "twice"}
+RMS_NORM = {"fa91ca74b4badaaf", "ab9075d036873ac9"}  # the texts of diffusers' RMSNorm, 0.36 and 0.41
 
 
 class Call(NamedTuple):
@@ -38,64 +45,120 @@ class Call(NamedTuple):
     freqs_cis: Any = None
 
 
+# ---- norms, rope and the joining of two streams ------------------------------------------------------------
+
+
+class Norms(NamedTuple):
+    """The weights of q's and k's norm of each stream, one after another, and the norms' common words."""
+
+    weights: Sequence[Tensor | None]
+    words: dict[str, Any]
+
+    def check(self, *tensors: Tensor) -> None:
+        """Raise InvalidInput for a weight of another dtype: the hosts' norms then return that one, jitrope does not."""
+        if any(weight is not None and weight.dtype != x.dtype for weight in self.weights for x in tensors):
+            raise InvalidInput("a norm's weight has another dtype")
+
+
+def norms_of(x: Tensor, attn: Any, *streams: str, **words: Any) -> Norms:
+    """The norms of q and k for one launch with activations like x. words: more of `jitrope.Norm`.
+
+    streams: what the norms' names have before "q" and "k", such as "added_". It is asked for before the projections,
+    which the host would compute again. Raises InvalidInput if one launch cannot compute the norms.
+    """
+    if in_autocast(x):
+        raise InvalidInput("autocast")
+    each = [_norm_of(getattr(attn, f"norm_{stream}{name}")) for stream in streams for name in "qk"]
+    if any(found != each[0][1] for _, found in each):
+        raise InvalidInput("the norms of q and k differ")
+    norms = Norms([weight for weight, _ in each], {**each[0][1], **words})
+    norms.check(x)
+    return norms
+
+
+def _norm_of(module: Any) -> tuple[Tensor | None, dict[str, Any]]:
+    """A norm's weight, and its words of `jitrope.Norm`. Raises InvalidInput if the module must be called.
+
+    It must if it has another class (as wrapped and parametrized norms), a bias, a weight that is not a plain tensor,
+    hooks or its own `forward`. (The last two serve to offload.)
+    """
+    cls = type(module)
+    rounding = _ROUNDING.get(f"{cls.__module__}.{cls.__name__}")
+    if rounding is None:
+        raise InvalidInput("there is no norm" if module is None else f"a norm is {cls.__name__}")
+    weight, bias = parameters_of(module)
+    if bias is not None:
+        raise InvalidInput("a norm has a bias")
+    return weight, {"eps": DEFAULT_EPS if module.eps is None else module.eps, "rounding": rounding}
+
+
+def launch(norms: Norms, form: Form, tables: Any, *streams: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v) of one stream, each (B, S, H, D), or of two joined; q and k are normalised and rotated.
+
+    tables: of all tokens, or a pair with those of each stream. None (attention to text, whose k has another length
+    than q): q and k are only normalised.
+    """
+    tensors, weights, words = [x for stream in streams for x in stream[:2]], norms.weights, norms.words
+    norms.check(*tensors)
+    if tables is None:
+        q, k = (prepare_qkv(x, None, None, norm=Norm(y, **words))[0] for x, y in zip(tensors, weights))
+        return q, k, streams[0][2]
+    if isinstance(tables[0], Tensor):
+        rope = form.words(tables, *tensors[::2])
+    else:
+        rope, other = (form.words(table, q) for table, q in zip(tables, tensors[::2]))
+        rope |= {name: (x, other[name]) for name, x in rope.items() if isinstance(x, Tensor)}
+    norm = [Norm(*weights[i : i + 2], **words) for i in range(0, len(weights), 2)]
+    if len(streams) == 1:
+        return prepare_qkv(*streams[0], norm=norm[0], **rope)
+    return prepare_joint_qkv(*streams, norm=norm, **rope)
+
+
 # ---- shared by processors --------------------------------------------------------------------------------
 
 
-def _one(norms: Norms, qkv: Parts, rope: Words) -> Parts:
-    """q and k normalised and rotated, and v."""
-    return *norm_rope(norms, *qkv[:2], rope), qkv[2]
+def _heads(attn: Any, *tensors: Tensor) -> Any:
+    """Each as (B, S, H, D); under tensor parallelism H is this rank's number of heads."""
+    return tuple(x.unflatten(-1, (-1, attn.inner_dim // attn.heads)) for x in tensors)
+
+
+def _qkv(attn: Any, x: Tensor, source: Tensor | None = None) -> Any:
+    """The projections of x; keys and values come from `source`, if given."""
+    source = x if source is None else source
+    return _heads(attn, attn.to_q(x), attn.to_k(source), attn.to_v(source))
+
+
+def _added_qkv(attn: Any, x: Tensor) -> Any:
+    return _heads(attn, attn.add_q_proj(x), attn.add_k_proj(x), attn.add_v_proj(x))
 
 
 def _attended(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Any, parallel: bool = True) -> Tensor:
     """The host's attention: (B, S, H * D)."""
     config = call.self._parallel_config if parallel else None
     words = {"attn_mask": mask, "backend": call.self._attention_backend, "parallel_config": config}
-    out: Tensor = call.host.dispatch_attention_fn(q, k, v, dropout_p=0.0, is_causal=False, **words)
+    out: Tensor = call.host.dispatch_attention_fn(q, k, v, **words)
     return out.flatten(2, 3).to(q.dtype)
 
 
-def _heads(tensors: Sequence[Tensor], attn: Any) -> Any:
-    """Each as (B, S, H, D); under tensor parallelism H is this rank's number of heads."""
-    dim = getattr(attn, "head_dim", 0) or attn.inner_dim // attn.heads
-    return tuple(x.unflatten(-1, (-1, dim)) for x in tensors)
-
-
-def _split(tensors: Sequence[Tensor], attn: Any) -> Any:
-    return tuple(x.unflatten(2, (attn.heads, -1)) for x in tensors)
-
-
-def _qkv(attn: Any, x: Tensor, source: Tensor | None = None) -> Parts:
-    """The projections of x; keys and values come from `source`, if given."""
-    source = x if source is None else source
-    return attn.to_q(x), attn.to_k(source), attn.to_v(source)
-
-
-def _added_qkv(attn: Any, x: Tensor) -> Parts:
-    return attn.add_q_proj(x), attn.add_k_proj(x), attn.add_v_proj(x)
-
-
 def _out(attn: Any, x: Tensor) -> Tensor:
-    """The output projection and its dropout, if there is one."""
-    for module in attn.to_out:
+    """The output projection and its dropout, if there are any."""
+    for module in getattr(attn, "to_out", None) or ():
         x = module(x)
     return x
 
 
-# ---- the processors ----------------------------------------------------------------------------------------
+# ---- the processors; what goes into a launch is freed before attention, which needs memory ---------------------
 
 
 def _flux(project: bool, copy: bool, call: Call) -> Any:
     """FLUX of one or two streams, text before image. project: one stream too; copy: two before they are projected."""
-    attn, hidden_states, text = call.attn, call.hidden_states, call.encoder_hidden_states
-    added = () if attn.added_kv_proj_dim is None else ("added_q", "added_k")
-    norms, tables = norms_of(hidden_states, attn, *added, "q", "k"), pair(call.image_rotary_emb)
-    projected = call.host._get_qkv_projections(attn, hidden_states, text)
-    projected = _heads(projected if added else projected[:3], attn)
-    tokens = sum(q.shape[1] for q in projected[::3])
-    rope = PAIRS.words(projected[0], tables, tokens)
-    q, k, v = joint(norms, projected[3:], projected[:3], rope) if added else _one(norms, projected, rope)
-    del projected  # attention needs memory
-    out = _attended(call, q, k, v, call.attention_mask)
+    attn, text = call.attn, call.encoder_hidden_states
+    streams = {"": 0} if attn.added_kv_proj_dim is None else {"added_": 3, "": 0}  # with the first of its projections
+    norms, tables = norms_of(call.hidden_states, attn, *streams), pair(call.image_rotary_emb)
+    qkv = call.host._get_qkv_projections(attn, call.hidden_states, text)
+    qkv = [_heads(attn, *qkv[first : first + 3]) for first in streams.values()]
+    qkv = launch(norms, PAIRS, tables, *qkv)
+    out = _attended(call, *qkv, call.attention_mask)
     if text is None:
         return _out(attn, out) if project else out
     text, image = out.split_with_sizes([text.shape[1], out.shape[1] - text.shape[1]], dim=1)
@@ -106,33 +169,29 @@ def _flux(project: bool, copy: bool, call: Call) -> Any:
 
 def _flux2_parallel(call: Call) -> Any:
     """q, k and v are strided views of one projection, which also gives the MLP's input."""
-    attn, hidden_states = call.attn, call.hidden_states
-    norms, tables = norms_of(hidden_states, attn, "q", "k"), pair(call.image_rotary_emb)
-    qkv_mlp = attn.to_qkv_mlp_proj(hidden_states)
+    attn, tables = call.attn, pair(call.image_rotary_emb)
+    norms = norms_of(call.hidden_states, attn, "")
+    qkv_mlp = attn.to_qkv_mlp_proj(call.hidden_states)
     width = 3 * attn.inner_dim
     width = qkv_mlp.shape[-1] * width // (width + attn.mlp_hidden_dim * attn.mlp_mult_factor)  # of this rank
     projected, mlp = torch.split(qkv_mlp, [width, qkv_mlp.shape[-1] - width], dim=-1)
-    qkv = _heads(projected.chunk(3, dim=-1), attn)
-    q, k, v = _one(norms, qkv, PAIRS.words(qkv[0], tables))
-    out = _attended(call, q, k, v, call.attention_mask)
+    qkv = launch(norms, PAIRS, tables, _heads(attn, *projected.chunk(3, dim=-1)))
+    out = _attended(call, *qkv, call.attention_mask)
     return attn.to_out(torch.cat([out, attn.mlp_act_fn(mlp)], dim=-1))
 
 
 def _qwen(masks: bool, call: Call) -> Any:
     """Qwen-Image: tables of image and of text; attention takes text before image. masks: it masks the text."""
-    attn, hidden_states, text, mask = call.attn, call.hidden_states, call.encoder_hidden_states, call.attention_mask
+    attn, image, text, mask = call.attn, call.hidden_states, call.encoder_hidden_states, call.attention_mask
     if text is None or (masks and mask is not None):
         raise InvalidInput("no text, or a mask")  # the host refuses that too
     if masks and call.encoder_hidden_states_mask is not None:
-        ones = torch.ones(hidden_states.shape[:2], dtype=torch.bool, device=hidden_states.device)
+        ones = torch.ones(image.shape[:2], dtype=torch.bool, device=image.device)
         mask = torch.cat([call.encoder_hidden_states_mask, ones], dim=1)[:, None, None, :]
-    norms, tables = norms_of(hidden_states, attn, "added_q", "added_k", "q", "k"), pair(call.image_rotary_emb)
-    texts, images = _heads(_added_qkv(attn, text), attn), _heads(_qkv(attn, hidden_states), attn)
-    of_image, of_text = (TURNS.words(x[0], (table,)) for x, table in zip((images, texts), tables))
-    q, k, v = joint(norms, texts, images, beside(of_text, of_image))
-    del texts, images
-    out = _attended(call, q, k, v, mask)
-    image, text = out[:, text.shape[1] :], out[:, : text.shape[1]]
+    norms, (of_image, of_text) = norms_of(image, attn, "added_", ""), pair(call.image_rotary_emb)
+    qkv = launch(norms, TURNS, ((of_text,), (of_image,)), _added_qkv(attn, text), _qkv(attn, image))
+    out = _attended(call, *qkv, mask)
+    text, image = out[:, : text.shape[1]], out[:, text.shape[1] :]
     return _out(attn, image.contiguous()), attn.to_add_out(text.contiguous())
 
 
@@ -141,83 +200,60 @@ def _wan(crossed: bool, call: Call) -> Any:
 
     With an image, whose tokens come before 512 of text, a second attention uses its keys and values.
     """
-    attn, hidden_states, text = call.attn, call.hidden_states, call.encoder_hidden_states
-    words, rotary_emb = {"across_heads": True}, call.rotary_emb
-    norms, norms_of_image, image = norms_of(hidden_states, attn, "q", "k", **words), None, None
-    tables = None if rotary_emb is None else of_pairs(*pair(rotary_emb))
+    attn, text, image, tables = call.attn, call.encoder_hidden_states, None, call.rotary_emb
+    norms = norms_of(call.hidden_states, attn, "", across_heads=True)
+    tables = None if tables is None else of_pairs(*pair(tables))
     if attn.add_k_proj is not None:
-        norms_of_image, length = norms_of(hidden_states, attn, "added_k", **words), text.shape[1] - 512
-        image, text = text[:, :length], text[:, length:]
-    q, k, v = _split(call.host._get_qkv_projections(attn, hidden_states, text), attn)
-    rope: Words = {} if tables is None else HALF.words(q, tables)
-    q, k = norm_rope(norms, q, k, rope)
+        image, text = text.tensor_split([text.shape[1] - 512], dim=1)
+    q, k, v = call.host._get_qkv_projections(attn, call.hidden_states, text)
+    q, k, v = launch(norms, HALF, tables, _heads(attn, q, k, v))
     parallel = crossed or text is None
     out = _attended(call, q, k, v, call.attention_mask, parallel)
-    if norms_of_image is not None:
-        k, v = _split(call.host._get_added_kv_projections(attn, image), attn)
-        k, _ = norm_rope(norms_of_image, k, None, {})
+    if image is not None:
+        k, v = call.host._get_added_kv_projections(attn, image)
+        k, v = _heads(attn, attn.norm_added_k(k), v)
         out = out + _attended(call, q, k, v, None, parallel)
     return _out(attn, out)
 
 
 def _ltx(call: Call) -> Any:
     """LTX-Video: as Wan, with tables (B, S, H * D): each head has its own."""
-    attn, hidden_states, mask, tables = call.attn, call.hidden_states, call.attention_mask, call.image_rotary_emb
-    source = hidden_states if call.encoder_hidden_states is None else call.encoder_hidden_states
+    attn, x, mask, tables = call.attn, call.hidden_states, call.attention_mask, call.image_rotary_emb
+    source = x if call.encoder_hidden_states is None else call.encoder_hidden_states
     if mask is not None:
         mask = attn.prepare_attention_mask(mask, source.shape[1], source.shape[0])
         mask = mask.view(source.shape[0], attn.heads, -1, mask.shape[-1])
-    tables = None if tables is None else _split(pair(tables), attn)
-    norms = norms_of(hidden_states, attn, "q", "k", across_heads=True)
-    q, k, v = _split(_qkv(attn, hidden_states, source), attn)
-    rope: Words = {} if tables is None else HEADS.words(q, tables)
-    q, k = norm_rope(norms, q, k, rope)
-    return _out(attn, _attended(call, q, k, v, mask))
+    norms = norms_of(x, attn, "", across_heads=True)
+    tables = None if tables is None else _heads(attn, *pair(tables))
+    qkv = launch(norms, HEADS, tables, _qkv(attn, x, source))
+    return _out(attn, _attended(call, *qkv, mask))
 
 
 def _hunyuan(call: Call) -> Any:
     """HunyuanVideo: image before text, which is not rotated, and has its own weights or the image's."""
-    attn, image, text = call.attn, call.hidden_states, call.encoder_hidden_states
-    tables = pair(call.image_rotary_emb)
-    rows = 0 if text is None else text.shape[1]
-    added = ("added_q", "added_k") if text is not None and attn.add_q_proj is not None else ()
-    norms = norms_of(image, attn, "q", "k", *added)
-    if added:
-        images, texts = _split(_qkv(attn, image), attn), _split(_added_qkv(attn, text), attn)
-        rope = PAIRS.words(images[0], tables)
-        cos, sin = (table[:1].expand(rows, -1) for table in (torch.ones_like(tables[0]), torch.zeros_like(tables[1])))
-        q, k, v = joint(norms, images, texts, beside(rope, {**rope, "cos": cos, "sin": sin}))
-        del images, texts
-    else:
-        q, k, v = _split(_qkv(attn, image if text is None else torch.cat([image, text], dim=1)), attn)
-        rope = PAIRS.words(q, tables, image.shape[1])
-        if rows:
-            rope["cos"] = F.pad(rope["cos"], (0, 0, 0, rows), value=1.0)
-            rope["sin"] = F.pad(rope["sin"], (0, 0, 0, rows))
-        q, k = norm_rope(norms, q, k, rope)
-    out = _attended(call, q, k, v, call.attention_mask)
+    attn, image, text, tables = call.attn, call.hidden_states, call.encoder_hidden_states, pair(call.image_rotary_emb)
     if text is None:
-        return out, None
-    image, text = out[:, :-rows], out[:, -rows:]
-    if getattr(attn, "to_out", None) is not None:
-        image = _out(attn, image)
-    if getattr(attn, "to_add_out", None) is not None:
-        text = attn.to_add_out(text)
-    return image, text
+        raise InvalidInput("no text")
+    two, rows = attn.add_q_proj is not None, text.shape[1]
+    norms = norms_of(image, attn, *(("", "added_") if two else ("",)))
+    tables = [F.pad(table, (0, 0, 0, rows), value=value) for table, value in zip(tables, (1.0, 0.0))]
+    streams = (_qkv(attn, image), _added_qkv(attn, text)) if two else (_qkv(attn, torch.cat([image, text], dim=1)),)
+    qkv = launch(norms, PAIRS, tables, *streams)
+    del streams
+    out = _attended(call, *qkv, call.attention_mask)
+    image, text = _out(attn, out[:, :-rows]), out[:, -rows:]
+    return image, text if getattr(attn, "to_add_out", None) is None else attn.to_add_out(text)
 
 
 def _z_image(call: Call) -> Any:
     """Z-Image."""
-    attn, hidden_states, mask = call.attn, call.hidden_states, call.attention_mask
-    if call.freqs_cis is None or call.encoder_hidden_states is not None:
+    attn, mask = call.attn, call.attention_mask
+    if call.freqs_cis is None:
         raise InvalidInput(WORDS)
-    norms = norms_of(hidden_states, attn, "q", "k")
-    qkv = _split(_qkv(attn, hidden_states), attn)
-    q, k, v = _one(norms, qkv, ROWS.words(qkv[0], (call.freqs_cis,)))
-    del qkv  # attention needs memory
+    qkv = launch(norms_of(call.hidden_states, attn, ""), ROWS, (call.freqs_cis,), _qkv(attn, call.hidden_states))
     if mask is not None and mask.ndim == 2:
         mask = mask[:, None, None, :]
-    return _out(attn, _attended(call, q, k, v, mask))
+    return _out(attn, _attended(call, *qkv, mask))
 
 
 # ---- which of them stands for which text of the host's `__call__` -------------------------------------------

@@ -1,6 +1,6 @@
 """Rope of diffusers: jitrope's functions for the rope functions of its modules, in the host's words and with its bits.
 
-`ROPES` says which function each class calls. A call that jitrope refuses (`InvalidInput`) is the host's.
+`ROPES` says which classes call a function. A call that jitrope refuses (`InvalidInput`) is the host's.
 
 Tables are used as views, and nothing is kept of a call.
 """
@@ -21,7 +21,6 @@ from .. import _host
 Tables = Sequence[Tensor]
 
 WORDS = "arguments that jitrope does not know"
-_SHAPES = "the tables' shape does not fit q and k"
 
 
 class Form(NamedTuple):
@@ -30,46 +29,42 @@ class Form(NamedTuple):
     axes: int = 2  # of the tables: 2 (S, W), 3 (B, S, W) or 4 (B, S, H, W)
     width: float = 1  # of a row, in heads; 0: only the first part of a head is rotated, and rows have its width
     interleaved: bool = True  # this and `layout` as in `apply_rope`
-    rounding: str = "fp32"  # or "promoted": in the wider dtype of q and tables; "complex": in the table's dtype
+    rounding: str = "fp32"  # with cos and sin; "promoted": in the wider dtype of q and tables
     layout: str = "bshd"
 
-    def words(self, q: Tensor, tables: Tables, tokens: int | None = None) -> dict[str, Any]:
-        """The words of `apply_rope` for tables of q's tokens, or of that number."""
-        table = tables[0]
-        tokens = q.shape[1 if self.layout == "bshd" else 2] if tokens is None else tokens
-        width = int(self.width * q.shape[-1]) if self.width else table.shape[-1]
+    def words(self, tables: Tables, *tensors: Tensor) -> dict[str, Any]:
+        """The words of `apply_rope` for tables of all tokens of these tensors, one tensor after another."""
+        x, table = tensors[0], tables[0]
+        tokens = sum(each.shape[self.layout.index("s")] for each in tensors)
+        width = int(self.width * x.shape[-1]) if self.width else table.shape[-1]
         if table.dim() != self.axes or table.shape[min(self.axes - 2, 1)] != tokens or table.shape[-1] != width:
-            raise InvalidInput(_SHAPES)
+            raise InvalidInput("the tables' shape does not fit q and k")
+        rounding = _host.COMPLEX.get(table.dtype, self.rounding)
+        if rounding == "promoted":
+            rounding = "dtype" if x.dtype == table.dtype != torch.float32 else "fp32"
         names = ("cos", "sin") if len(tables) == 2 else ("freqs_cis",)
-        words: dict[str, Any] = {name: part.to(q.device).resolve_conj() for name, part in zip(names, tables)}
-        words |= {"interleaved": self.interleaved, "rounding": self.rounding}
-        if self.rounding == "complex":
-            words["rounding"] = _host.COMPLEX.get(table.dtype, "complex64")
-        elif self.rounding == "promoted":
-            words["rounding"] = "dtype" if q.dtype == table.dtype != torch.float32 else "fp32"
+        words: dict[str, Any] = {name: part.to(x.device) for name, part in zip(names, tables)}
+        words |= {"interleaved": self.interleaved, "rounding": rounding}
         return words if self.width else {**words, "rotary_dim": width}
 
-    def turn(self, q: Tensor, tables: Tables, k: Tensor | None = None, **words: Any) -> tuple[Tensor, Any]:
-        """(q, k) rotated."""
-        return apply_rope(q, k, layout=self.layout, **self.words(q, tables), **words)
+    def turn(self, x: Tensor, tables: Tables) -> Tensor:
+        """x rotated."""
+        return apply_rope(x, None, layout=self.layout, **self.words(tables, x))[0]
 
 
 PAIRS = Form()  # as FLUX has them
 HEADS = Form(axes=4)  # LTX: each head has its own
 HALF = Form(axes=4, width=0.5, rounding="promoted")  # Wan
-ROWS = Form(axes=3, width=0.5, rounding="complex")  # Z-Image
-TURNS = Form(axes=2, width=0.5, rounding="complex")  # Qwen-Image
-_HALVES = Form(interleaved=False)
+ROWS = Form(axes=3, width=0.5)  # Z-Image
+TURNS = Form(axes=2, width=0.5)  # Qwen-Image
 _PART = Form(width=0, interleaved=False, rounding="dtype")
 _COLUMNS = ROWS._replace(layout="bhsd")
 
 
 def pair(tables: Any) -> Tables:
     """The host's (cos, sin). It may be asked for before the projections, which the host would compute again."""
-    if not isinstance(tables, (tuple, list)) or len(tables) != 2:
-        raise InvalidInput(WORDS)
-    if getattr(tables[0], "dtype", None) == torch.float64:
-        raise InvalidInput("cos is torch.float64")
+    if not isinstance(tables, (tuple, list)) or len(tables) != 2 or tables[0].dtype == torch.float64:
+        raise InvalidInput("there are no two tables, or cos is torch.float64")
     return tables
 
 
@@ -88,65 +83,65 @@ def shared(
     if use_real_unbind_dim not in (-1, -2) or sequence_dim not in (1, 2):
         raise InvalidInput(WORDS)
     if not use_real:
-        return ROWS.turn(x, (freqs_cis,))[0]
+        return ROWS.turn(x, (freqs_cis,))
     form = Form(interleaved=use_real_unbind_dim == -1, layout=("bshd", "bhsd")[sequence_dim - 1])
-    return form.turn(x, pair(freqs_cis))[0]
+    return form.turn(x, pair(freqs_cis))
 
 
 def qwen(x: Tensor, freqs_cis: Tensor, use_real: bool = True, use_real_unbind_dim: int = -1) -> Tensor:
     """Qwen-Image and Nucleus: complex (S, D / 2)."""
     if use_real:
         raise InvalidInput(WORDS)
-    return TURNS.turn(x, (freqs_cis,))[0]
+    return TURNS.turn(x, (freqs_cis,))
 
 
 def _any_flow(hidden_states: Tensor, freqs: Tensor) -> Tensor:
-    return _COLUMNS._replace(rounding="complex128").turn(hidden_states, (freqs.squeeze(1),))[0]
+    return _COLUMNS.turn(hidden_states, (freqs.squeeze(1),))
 
 
 def _sana_wm(hidden_states: Tensor, freqs: Tensor) -> Tensor:
-    return _COLUMNS.turn(hidden_states.permute(0, 1, 3, 2), (freqs.squeeze(1),))[0].permute(0, 1, 3, 2)
+    return _COLUMNS.turn(hidden_states.permute(0, 1, 3, 2), (freqs.squeeze(1),)).permute(0, 1, 3, 2)
 
 
 def _helios(hidden_states: Tensor, freqs_cis: Tensor) -> Tensor:
-    return HALF._replace(axes=3).turn(hidden_states, of_pairs(*freqs_cis.chunk(2, dim=-1)))[0]
+    return HALF._replace(axes=3).turn(hidden_states, of_pairs(*freqs_cis.chunk(2, dim=-1)))
 
 
-def _joy(xq: Tensor, xk: Tensor, freqs_cis: Any) -> tuple[Tensor, Tensor]:
-    return Form(axes=pair(freqs_cis)[0].dim()).turn(xq, freqs_cis, xk)
+def _joy(xq: Tensor, xk: Tensor, freqs_cis: Any) -> Any:
+    return apply_rope(xq, xk, **Form(axes=pair(freqs_cis)[0].dim()).words(freqs_cis, xq))
 
 
 def _halves(hidden_states: Tensor, rope: Any) -> Tensor:
-    return _HALVES.turn(hidden_states, pair(rope))[0]
+    return Form(interleaved=False).turn(hidden_states, pair(rope))
 
 
 def _minimax_music3(hidden_states: Tensor, rotary_emb: Any) -> Tensor:
-    return _PART.turn(hidden_states, pair(rotary_emb))[0]
+    return _PART.turn(hidden_states, pair(rotary_emb))
 
 
 def _minimax_h3(hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return _PART.turn(hidden_states, (cos, sin))[0]
+    return _PART.turn(hidden_states, (cos, sin))
 
 
 def _ltx(x: Tensor, freqs: Any) -> Tensor:
     """Before the heads are split. A pair is two neighbours, so any even part of the row can be treated as a head."""
     width = math.gcd(x.shape[-1], 128)
     heads, cos, sin = (part.unflatten(-1, (-1, width)) for part in (x, *pair(freqs)))
-    return HEADS.turn(heads, (cos, sin))[0].flatten(2)
+    return HEADS.turn(heads, (cos, sin)).flatten(2)
 
 
 def _ltx2_split(x: Tensor, freqs: Any) -> Tensor:
     cos, sin = (table.transpose(1, 2) for table in pair(freqs))
     if cos.dim() != 4 or 2 * cos.shape[2] * cos.shape[3] != x.shape[-1]:
-        raise InvalidInput(_SHAPES)
+        raise InvalidInput(WORDS)
     form = Form(axes=4, width=0.5, interleaved=False, rounding="addcmul")
-    return form.turn(x.unflatten(-1, (cos.shape[2], -1)), (cos, sin))[0].flatten(2)
+    return form.turn(x.unflatten(-1, (cos.shape[2], -1)), (cos, sin)).flatten(2)
 
 
 # ---- the classes that rotate ------------------------------------------------------------------------------
 
 _LTX2 = "LTX2AudioVideo LTX2Perturbed SanaWMLTX2AudioVideo SanaWMLTX2Perturbed SanaWMLTX2Refiner"
-_CLASSES: dict[tuple[Callable[..., Any], str], str] = {
+ROPES: dict[tuple[Callable[..., Any], str], str] = {
     (shared, "apply_rotary_emb"): """
         Flux FluxIPAdapter Flux2 Flux2KV Flux2ParallelSelf Flux2KVParallelSelf Flux3 LongCatImage OvisImage Bria
         BriaFibo Krea2 MotifVideo MotifVideoCross AceStep Lumina2 HunyuanVideo HunyuanVideo15 HunyuanImage Hunyuan
@@ -166,18 +161,4 @@ _CLASSES: dict[tuple[Callable[..., Any], str], str] = {
     (_ltx, "apply_interleaved_rotary_emb"): _LTX2,
     (_ltx2_split, "apply_split_rotary_emb"): _LTX2,
 }
-
-ROPES: dict[str, list[tuple[Callable[..., Any], str]]] = {
-    cls: [rope for rope, classes in _CLASSES.items() if cls in classes.split()]
-    for cls in " ".join(_CLASSES.values()).split()
-}
-"""By the name of a class, up to "AttnProcessor": our function, and the name of the host's that it calls."""
-
-LEFT = {
-    *("Mochi", "Kandinsky5", "ErnieImageSingleStream", "SanaLinear", "Cosmos3", "Ideogram4", "BriaFibo2", "Allegro"),
-    *("HiDream", "PRX", "Kandinsky6", "Kandinsky6SR", "StableAudio3Self", "WanAnimate2"),
-}
-"""Classes that rotate in their own code, by three tables (Allegro), or by tables that each call would have to convert.
-
-Nobody measured a gain.
-"""
+"""By our function and the name of the host's: the classes that call it, by their names up to "AttnProcessor"."""
