@@ -8,14 +8,14 @@ import inspect
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..base.config import log
 from ..base.errors import InvalidInput, JitropeError
@@ -195,9 +195,7 @@ class Report:
         if original not in placed:
             function = made(original)
             self.place(function, where, partial(_exchange, holder, name, function, original), what, original)
-            setattr(holder, name, function)
-            if original is not None:
-                _exchange(holder, name, original, function)
+            _exchange(holder, name, original, function)
         elif host not in (hosts := placed[original].hosts):
             hosts[host] = where
             self._undo.append(partial(restore, host, [original]))
@@ -291,8 +289,25 @@ def module_of(function: Any) -> str:
     return str(names.get("__name__"))
 
 
+def padded(x: Tensor, axes: int = 4) -> Tensor:
+    """x with leading axes of size 1."""
+    return x[(None,) * (axes - x.dim())]
+
+
+def broadcast(shape: Sequence[int], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Tables that broadcast to a shape of up to four axes, padded to four. Raises InvalidInput for others."""
+    fits = all(n in (1, m) for n, m in zip(cos.shape[::-1], shape[::-1]))
+    if not fits or cos.shape != sin.shape or not 0 < cos.dim() <= len(shape) <= 4:
+        raise InvalidInput(f"tables of shapes {tuple(cos.shape)} and {tuple(sin.shape)} for {tuple(shape)}")
+    return padded(cos), padded(sin)
+
+
 def own(package: str, function: Any) -> Any:
-    """A function, or None if its code is not of this package, because it was replaced or decorated."""
+    """A function, or the one that jitrope replaced by it; None if its code is not of this package.
+
+    It is not if someone else has replaced or decorated the package's function.
+    """
+    function = placed[function].original if function in placed else function
     return function if module_of(function).split(".")[0] == package else None
 
 
@@ -379,9 +394,12 @@ def restore(host: str, functions: Iterable[Function]) -> None:
 
 
 def _exchange(holder: Any, name: str, before: Any, after: Any) -> None:
-    """Replace a class's method, or a function in all loaded modules that hold it under this name, except jitrope's."""
+    """Replace a class's method, or a function in all loaded modules that hold it under this name, except jitrope's.
+
+    A function that the host has as None is replaced in its own module alone.
+    """
     holders = [holder]
-    if isinstance(holder, ModuleType):
+    if isinstance(holder, ModuleType) and before is not None:
         holders += [module for path, module in list(sys.modules.items()) if not path.startswith("jitrope")]
     for each in holders:
         if isinstance(each, (ModuleType, type)) and vars(each).get(name) is before:

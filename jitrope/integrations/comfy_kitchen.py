@@ -112,7 +112,7 @@ def _call(
     """q and k, or q alone, rotated, and before it normalised if there is a norm."""
     if inplace and any(x.requires_grad for x in (*given, freqs_cis, *(norm.tensors.values() if norm else ()))):
         raise InvalidInput("in place there is no gradient; no tensor may require one")
-    q, *more = (_padded(x, 4) for x in given)
+    q, *more = (_host.padded(x) for x in given)
     width = rot_dim or q.shape[-1]
     layout, cos, sin = _tables(q, freqs_cis, width, cut=not split_half)
     words: Any = {"layout": layout, "interleaved": not split_half, "rotary_dim": width, "inplace": inplace}
@@ -122,7 +122,7 @@ def _call(
 
 def _tables(x: Tensor, freqs_cis: Tensor, width: int, cut: bool) -> tuple[str, Tensor, Tensor]:
     """(layout of x, cos, sin), the tables as views with a row for each token. cut: they may be longer than x."""
-    table = _padded(freqs_cis, 6)
+    table = _host.padded(freqs_cis, 6)
     layout = "bshd" if table.shape[2] == 1 < table.shape[1] else "bhsd"
     if layout == "bhsd":
         table = table.transpose(1, 2)
@@ -134,11 +134,6 @@ def _tables(x: Tensor, freqs_cis: Tensor, width: int, cut: bool) -> tuple[str, T
         raise InvalidInput(f"freqs_cis has shape {tuple(freqs_cis.shape)} for {width} elements of {tuple(x.shape)}")
     table = table.expand(-1, tokens, *table.shape[2:])  # one row may stand for all tokens
     return layout, table[..., 0, 0], table[..., 1, 0]
-
-
-def _padded(x: Tensor, axes: int) -> Tensor:
-    """x with leading axes of size 1."""
-    return x[(None,) * (axes - x.dim())]
 
 
 # ---- the registry --------------------------------------------------------------------------------------

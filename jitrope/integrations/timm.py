@@ -67,17 +67,11 @@ def _rotate(q: Tensor, k: Tensor | None, sin: Tensor, cos: Tensor, half: bool, u
     if torch.is_grad_enabled() and (sin.requires_grad or cos.requires_grad):
         raise InvalidInput("the tables require a gradient, which timm computes in fewer launches")
     shape = (*q.shape[:-2], q.shape[-2] - unrotated, q.shape[-1]) if q.dim() > 1 else ()
-    broadcast = 0 < cos.dim() <= len(shape) <= 4 and all(n in (1, m) for n, m in zip(cos.shape[::-1], shape[::-1]))
-    if not broadcast or cos.shape != sin.shape or cos.shape[-1] != shape[-1]:
-        raise InvalidInput(f"tables of shapes {tuple(cos.shape)} and {tuple(sin.shape)} for x {tuple(q.shape)}")
-
-    def four(x: Tensor) -> Tensor:
-        return x.reshape((1,) * (4 - x.dim()) + x.shape)
-
-    cos, sin = (four(table).expand(-1, -1, shape[-2], -1).transpose(1, 2) for table in (cos, sin))
+    tables = _host.broadcast(shape, cos, sin)
+    cos, sin = (table.expand(-1, -1, shape[-2], -1).transpose(1, 2) for table in tables)
     rounding = "dtype" if q.dtype == cos.dtype == sin.dtype != torch.float32 else "fp32"
     words: Any = {"layout": "bhsd", "interleaved": not half, "unrotated": unrotated, "rounding": rounding}
-    out = apply_rope(four(q), None if k is None else four(k), cos, sin, **words)
+    out = apply_rope(_host.padded(q), k, cos, sin, **words)  # there is a k for four axes alone
     return [y.reshape(x.shape) for x, y in zip((q, k), out) if x is not None and y is not None]
 
 
