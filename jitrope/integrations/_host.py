@@ -303,10 +303,7 @@ def broadcast(shape: Sequence[int], cos: Tensor, sin: Tensor) -> tuple[Tensor, T
 
 
 def own(package: str, function: Any) -> Any:
-    """A function, or the one that jitrope replaced by it; None if its code is not of this package.
-
-    It is not if someone else has replaced or decorated the package's function.
-    """
+    """A package's function, or the one that jitrope replaced; None if someone else has replaced or decorated it."""
     function = placed[function].original if function in placed else function
     return function if module_of(function).split(".")[0] == package else None
 
