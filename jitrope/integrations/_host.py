@@ -336,29 +336,21 @@ def held(host: str, where: str) -> tuple[ModuleType, str]:
 
 
 @alone
-def enable(host: str, functions: Mapping[str, Function], optional: Collection[str] = ()) -> Report:
+def enable(host: str, functions: Mapping[str, Function]) -> Report:
     """Replace a host's functions everywhere. Already replaced functions do not change.
 
     Args:
         host: its name.
         functions: "module:name" of the host's functions, and ours with the same signature. Calls that ours refuse
             with InvalidInput go to the host's.
-        optional: functions that some versions of the host lack.
 
     Raises:
         ImportError: the host cannot be imported.
-        JitropeError: this version of the host lacks a function that is not optional; nothing was replaced.
+        JitropeError: this version of the host lacks a function; nothing was replaced.
     """
-    found, report = {}, Report(host)
-    for where in functions:
-        try:
-            found[where] = held(host, where)
-        except (ImportError, JitropeError) as error:
-            if where not in optional:
-                raise
-            report.left[where.replace(":", ".")] = str(error)
-    for where, (module, name) in found.items():
-        report.replace(module, name, functions[where], "jitrope")
+    report, places = Report(host), [held(host, where) for where in functions]
+    for (module, name), ours in zip(places, functions.values()):
+        report.replace(module, name, ours, "jitrope")
     return report
 
 

@@ -139,17 +139,6 @@ def _tables(x: Tensor, freqs_cis: Tensor, width: int, cut: bool) -> tuple[str, T
 # ---- the registry --------------------------------------------------------------------------------------
 
 
-def _registry() -> Any:
-    return _host.load(HOST, f"{HOST}.registry").registry
-
-
-def _next(name: str, **arguments: Any) -> Any:
-    """The call of the registry's next backend after jitrope."""
-    registry = _registry()
-    able = [x for x in _others(registry) if registry.validate_backend_for_call(x, name, arguments).success]
-    return registry.get_implementation(name, able[0] if able else "eager", arguments)(**arguments)
-
-
 def enable() -> _host.Report:
     """Register jitrope as the first backend for rope. Calls that it refuses go to the registry's next one.
 
@@ -157,32 +146,36 @@ def enable() -> _host.Report:
         ImportError: comfy_kitchen cannot be imported.
         JitropeError: this version of it has no rope functions.
     """
-    registry, host = _registry(), _host.load(HOST, HOST)
-    rule = _host.load(HOST, f"{HOST}.constraints").FunctionConstraints()
-    report, calls = _host.Report(HOST), {}
+    host, report, calls = _host.load(HOST, HOST), _host.Report(HOST), {}
+    registry = host.registry
     for name, ours in FUNCTIONS.items():
         if theirs := getattr(host, name, None):
-            calls[name] = partial(_host.take, HOST, _host.in_words_of(theirs, ours), partial(_next, name))
+            calls[name] = partial(_host.take, HOST, _host.in_words_of(theirs, ours), partial(_next, registry, name))
             report.replaced[f"{HOST}.{name}"] = "jitrope"
         else:
             report.left[f"{HOST}.{name}"] = "this version has none"
     if not calls:
         raise JitropeError(f"this version of {HOST} has no rope function that jitrope knows")
-    if registry.is_available(BACKEND):
-        return report
-
-    def undo() -> None:
-        registry.disable(BACKEND)
-        registry.set_priority(_others(registry))
-
-    registry.register(BACKEND, SimpleNamespace(**calls), dict.fromkeys(calls, rule))
-    registry.enable(BACKEND)
-    registry.set_priority([BACKEND, *_others(registry)])
-    report.place(undo, min(report.replaced), undo)
+    if not registry.is_available(BACKEND):
+        registry.register(BACKEND, SimpleNamespace(**calls), dict.fromkeys(calls))
+        registry.enable(BACKEND)
+        registry.set_priority([BACKEND, *_others(registry)])
+        report.place(undo := partial(_undo, registry), min(report.replaced), undo)
     return report
 
 
 disable = _host.disabler(__name__)
+
+
+def _undo(registry: Any) -> None:
+    registry.disable(BACKEND)
+    registry.set_priority(_others(registry))
+
+
+def _next(registry: Any, name: str, **arguments: Any) -> Any:
+    """The call of the registry's next backend after jitrope."""
+    able = [x for x in _others(registry) if registry.validate_backend_for_call(x, name, arguments).success]
+    return registry.get_implementation(name, able[0] if able else "eager", arguments)(**arguments)
 
 
 def _others(registry: Any) -> list[str]:
