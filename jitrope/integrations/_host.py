@@ -147,7 +147,7 @@ class Report:
     host: str
     replaced: dict[str, Any] = field(default_factory=dict)
     left: dict[str, Any] = field(default_factory=dict)
-    _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    _ours: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._before = calls[self.host].copy(), reasons[self.host].copy()
@@ -198,19 +198,18 @@ class Report:
             _exchange(holder, name, original, function)
         elif host not in (hosts := placed[original].hosts):
             hosts[host] = where
-            self._undo.append(partial(restore, host, [original]))
+            self._ours.append(original)
 
     def place(self, ours: Any, where: str, undo: Function, what: Any = "jitrope", original: Any = None) -> None:
         """Note that ours is at a place of the host until `undo`."""
         placed[ours] = Placed({self.host: where}, original, what, undo)
-        self._undo.append(partial(restore, self.host, [ours]))
+        self._ours.append(ours)
 
     def __enter__(self: R) -> R:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for undo in self._undo:
-            undo()
+        restore(self.host, self._ours)
 
     def __str__(self) -> str:
         on = any(place.hosts.get(self.host) in self.replaced for place in list(placed.values()))

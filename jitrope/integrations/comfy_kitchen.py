@@ -28,7 +28,7 @@ HOST, BACKEND = "comfy_kitchen", "jitrope"
 
 def apply_rope(
     xq: Tensor, xk: Tensor, freqs_cis: Tensor, *, split_half: bool = False, inplace: bool = False
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Rotate q and k by a table of 2 x 2 rotations, in one launch.
 
     >>> q, k, angles = torch.randn(1, 8, 16, 64), torch.randn(1, 2, 16, 64), torch.randn(16, 32)
@@ -47,8 +47,7 @@ def apply_rope(
     Returns:
         (xq, xk) rotated, in fp32 arithmetic rounded once. The errors are those of `jitrope.apply_rope`.
     """
-    xq, xk = _call([xq, xk], freqs_cis, split_half, inplace)
-    return xq, xk
+    return _call([xq, xk], freqs_cis, split_half, inplace)
 
 
 def apply_rope1(x: Tensor, freqs_cis: Tensor, *, split_half: bool = False, inplace: bool = False) -> Tensor:
@@ -63,7 +62,7 @@ def apply_rope1(x: Tensor, freqs_cis: Tensor, *, split_half: bool = False, inpla
 def rms_rope(
     q: Tensor, k: Tensor, freqs_cis: Tensor, q_scale: Tensor, k_scale: Tensor | None = None, epsilon: float = 1e-6,
     rot_dim: int = 0, *, split_half: bool = False, inplace: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     """RMSNorm of each head of q and k, rounded as torch.nn.RMSNorm, and rope in one launch; errors as in `apply_rope`.
 
     >>> q, k, table = torch.randn(1, 8, 16, 64), torch.randn(1, 2, 16, 64), torch.eye(2).expand(1, 1, 16, 32, 2, 2)
@@ -80,8 +79,7 @@ def rms_rope(
         (q, k) normalised and rotated.
     """
     norm = Norm(q_scale, q_scale if k_scale is None else k_scale, eps=epsilon, rounding="once")
-    q, k = _call([q, k], freqs_cis, split_half, inplace, norm, rot_dim)
-    return q, k
+    return _call([q, k], freqs_cis, split_half, inplace, norm, rot_dim)
 
 
 def rms_rope1(
@@ -108,7 +106,7 @@ FUNCTIONS: Mapping[str, _host.Function] = {
 
 def _call(
     given: list[Tensor], freqs_cis: Tensor, split_half: bool, inplace: bool, norm: Norm | None = None, rot_dim: int = 0
-) -> list[Tensor]:
+) -> tuple[Tensor, ...]:
     """q and k, or q alone, rotated, and before it normalised if there is a norm."""
     if inplace and any(x.requires_grad for x in (*given, freqs_cis, *(norm.tensors.values() if norm else ()))):
         raise InvalidInput("in place there is no gradient; no tensor may require one")
@@ -117,7 +115,7 @@ def _call(
     layout, cos, sin = _tables(q, freqs_cis, width, cut=not split_half)
     words: Any = {"layout": layout, "interleaved": not split_half, "rotary_dim": width, "inplace": inplace}
     out = prepare_qkv(q, more[0] if more else None, None, cos, sin, norm=norm, rounding="addcmul", **words)
-    return [x.view(y.shape) for x, y in zip(out, given)]
+    return tuple(x.view(y.shape) for x, y in zip(out, given))
 
 
 def _tables(x: Tensor, freqs_cis: Tensor, width: int, cut: bool) -> tuple[str, Tensor, Tensor]:
