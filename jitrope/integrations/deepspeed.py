@@ -53,15 +53,11 @@ def _rotate(t: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tenso
     return out.transpose(1, axis).reshape(t.shape)
 
 
-_FUNCTIONS = {
-    **_host.named("deepspeed.sequence.layer", apply_rotary_pos_emb),
-    **_host.named("deepspeed.sequence.fpdt_layer", apply_rotary_pos_emb_backward),
-}
-
-
 def enable() -> _host.Report:
     """Replace DeepSpeed's rope in every module that holds it. Raises ImportError without DeepSpeed."""
-    return _host.enable("deepspeed", _FUNCTIONS)
+    functions = _host.named("deepspeed.sequence.layer", apply_rotary_pos_emb)
+    functions |= _host.named("deepspeed.sequence.fpdt_layer", apply_rotary_pos_emb_backward)
+    return _host.enable("deepspeed", functions)
 
 
 disable = _host.disabler(__name__)
