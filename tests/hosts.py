@@ -126,7 +126,6 @@ def megatron() -> types.SimpleNamespace:
     modules = {
         "rope_utils": "models.common.embeddings.rope_utils",
         "rotary": "models.common.embeddings.rotary_pos_embedding",
-        "fused": "fusions.fused_mla_yarn_rope_apply",
         "attention": "transformer.attention",
         "latent": "transformer.multi_latent_attention",
         "specs": "models.gpt.gpt_layer_specs",

@@ -24,7 +24,6 @@ from .devices import devices
 from .hosts import doubled, freqs_of, group
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-UNIT = {"fp32": 2**-20, "fp16": 2**-10, "bf16": 2**-7}
 
 
 @pytest.fixture(scope="module")
@@ -163,80 +162,6 @@ def test_configuration(core: Any) -> None:
         megatron.apply_rotary_pos_emb(torch.rand(4, 1, 2, 16), freqs_of(4, 16, True), made)
 
 
-# ---- latent attention's functions ----------------------------------------------------------------------
-
-
-def yarn_tables(rows: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Tables like those of `YarnRotaryEmbedding`, [rows, 1, 1, dim]: equal halves, a factor, the model's dtype."""
-    angles = freqs_of(rows, dim)
-    return (angles.cos() * 1.2).to(dtype), (angles.sin() * 1.2).to(dtype)
-
-
-def rows_of(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
-    """Each token's position: a rank has the chunks `rank` and `2 cp_size - 1 - rank` of each sequence."""
-    rows = []
-    for length in cu_seqlens.diff().tolist():
-        chunk = length // (2 * cp_size)
-        chunks = (cp_rank, 2 * cp_size - 1 - cp_rank) if cp_size > 1 else (0, 1)
-        rows += [torch.arange(c * chunk, (c + 1) * chunk) for c in chunks]
-    return torch.cat(rows)
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The published formula in fp64: neighbours (a, b) become a cos - b sin in the left half, b cos + a sin in the
-    right one."""
-    x, cos, sin = x.double(), cos.double(), sin.double()
-    half = x.shape[-1] // 2
-    a, b = x[..., 0::2], x[..., 1::2]
-    left = a * cos[..., :half] - b * sin[..., :half]
-    return torch.cat((left, b * cos[..., half:] + a * sin[..., half:]), -1)
-
-
-def latent_oracle(q: Tensor, kv: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, first: int) -> tuple[Tensor, ...]:
-    """q, k and v by slices and concatenations."""
-    query = torch.cat((q[..., :first].double(), rotated(q[..., first:], cos, sin)), -1)
-    turned = rotated(k_pe, cos, sin).expand(*kv.shape[:-1], -1)
-    return query, torch.cat((kv[..., :first].double(), turned), -1), kv[..., first:].double()
-
-
-LATENT = [(*case, x) for case in ((False, 1), (False, 2), (True, 1), (True, 4)) for x in DTYPES]
-
-
-@pytest.mark.parametrize(("device", "packed", "cp", "dtype"), devices(LATENT, (LATENT[2], LATENT[6], LATENT[11])))
-def test_latent_functions(device: str, packed: bool, cp: int, dtype: str) -> None:
-    """Results and gradients are those of the published formula, rounded once, for every rank."""
-    torch.manual_seed(0)
-    first, dim, v_dim, heads = 32, 16, 24, 3
-    cu_seqlens = torch.tensor([0, 8, 24, 24, 48], dtype=torch.int32, device=device)
-    lead = (48 // cp,) if packed else (6, 2)
-    tables = [x.to(device) for x in yarn_tables(24, dim, DTYPES[dtype])]
-    for rank in range(cp):
-        sizes = ((heads, first + dim), (heads, first + v_dim), (1, dim))
-        leaves = [torch.randn(*lead, *size).to(device, DTYPES[dtype]).requires_grad_() for size in sizes]
-        where = (cu_seqlens if packed else None, rank, cp)
-        q = megatron.fused_apply_mla_rope_for_q(leaves[0], *tables, first, dim, *where)
-        kv = megatron.fused_apply_mla_rope_for_kv(*leaves[1:], *tables, dim, first, v_dim, *where)
-        if packed:
-            rows = [x[rows_of(cu_seqlens, cp, rank)].squeeze(1) for x in tables]
-        else:  # the host has sliced the tables for its rank already
-            rows = [x[: lead[0]] for x in tables]
-        want = latent_oracle(*leaves, *rows, first)
-        weights = [torch.randn_like(x).to(DTYPES[dtype]).double() for x in want]
-        losses = [sum((x.double() * w).sum() for x, w in zip(xs, weights)) for xs in ((q, *kv), want)]
-        grads = [torch.autograd.grad(loss, leaves) for loss in losses]
-        for got, expected in zip((q, *kv, *grads[0]), (*want, *grads[1])):
-            assert got.dtype == DTYPES[dtype]
-            assert got.is_contiguous()
-            torch.testing.assert_close(got.double(), expected.double(), rtol=UNIT[dtype], atol=UNIT[dtype])
-        assert torch.equal(kv[1], leaves[1][..., first:])
-        own = leaves[0] * 1  # no leaf: written in place, as by Megatron's function
-        turned = megatron.fused_apply_mla_rope_for_q(own, *tables, first, dim, *where)
-        assert turned is own
-        assert torch.equal(turned, q)
-        (grad,) = torch.autograd.grad((turned.double() * weights[0]).sum(), leaves[0])
-        assert torch.equal(grad, grads[0][0])
-
-
 # ---- layers --------------------------------------------------------------------------------------------
 
 
@@ -300,7 +225,7 @@ LATENT_LAYERS = [("yarn", False), ("yarn", True), ("rope", False), ("rope", True
 
 @pytest.mark.parametrize(("device", "kind", "packed"), devices(LATENT_LAYERS, LATENT_LAYERS[:2]))
 def test_latent_attention_layer(core: Any, ranks: Any, device: str, kind: str, packed: bool) -> None:
-    """The layer computes what it does without jitrope; with YaRN and `apply_rope_fusion` it calls our functions."""
+    """The layer computes what it does without jitrope: its rope is left to Megatron."""
     from megatron.core.transformer import MLATransformerConfig
 
     config = MLATransformerConfig(
@@ -312,10 +237,9 @@ def test_latent_attention_layer(core: Any, ranks: Any, device: str, kind: str, p
     x = torch.randn(12, 1 if packed else 2, 64).to(device)
     where = packed_of(torch.tensor([0, 5, 12], dtype=torch.int32, device=device)) if packed else None
     want = results(layer, x, packed_seq_params=where)
-    config.apply_rope_fusion = kind == "yarn"
     with megatron.enable() as report:
         got = results(layer, x, packed_seq_params=where)
-    assert report.calls == ({"jitrope": 2, "host": 0} if kind == "yarn" else {"jitrope": 0, "host": 2})
+    assert report.calls == {"jitrope": 0, "host": 2}
     assert len(got) == len(want) > 8
     for a, b in zip(got, want):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
@@ -395,6 +319,16 @@ def test_self_attention(
     assert enabled.calls == {"jitrope": 2, "host": 2, "fused": 1}
     if dtype == "fp32":
         close(got, stock, tolerance)
+
+
+def rows_of(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
+    """Each token's position: a rank has the chunks `rank` and `2 cp_size - 1 - rank` of each sequence."""
+    rows = []
+    for length in cu_seqlens.diff().tolist():
+        chunk = length // (2 * cp_size)
+        chunks = (cp_rank, 2 * cp_size - 1 - cp_rank) if cp_size > 1 else (0, 1)
+        rows += [torch.arange(c * chunk, (c + 1) * chunk) for c in chunks]
+    return torch.cat(rows)
 
 
 RANKS = [((2, 0),), ((2, 1),), ((4, 3),)]

@@ -234,7 +234,7 @@ def test_norms_and_rope_are_one_launch(te: Any, device: str, norm: str, order: s
 LEFT = {
     "tables": "q and k have different tables",
     "offsets": "q and k have different cu_seqlens",
-    "inference": "inference",
+    "inference": "jitrope does not know the argument inference_params of forward",
     "fp8": "fp8",
     "no table": None,
     "no norm": None,

@@ -8,14 +8,14 @@ import inspect
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..base.config import log
 from ..base.errors import InvalidInput, JitropeError
@@ -147,7 +147,7 @@ class Report:
     host: str
     replaced: dict[str, Any] = field(default_factory=dict)
     left: dict[str, Any] = field(default_factory=dict)
-    _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    _ours: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._before = calls[self.host].copy(), reasons[self.host].copy()
@@ -195,24 +195,21 @@ class Report:
         if original not in placed:
             function = made(original)
             self.place(function, where, partial(_exchange, holder, name, function, original), what, original)
-            setattr(holder, name, function)
-            if original is not None:
-                _exchange(holder, name, original, function)
+            _exchange(holder, name, original, function)
         elif host not in (hosts := placed[original].hosts):
             hosts[host] = where
-            self._undo.append(partial(restore, host, [original]))
+            self._ours.append(original)
 
     def place(self, ours: Any, where: str, undo: Function, what: Any = "jitrope", original: Any = None) -> None:
         """Note that ours is at a place of the host until `undo`."""
         placed[ours] = Placed({self.host: where}, original, what, undo)
-        self._undo.append(partial(restore, self.host, [ours]))
+        self._ours.append(ours)
 
     def __enter__(self: R) -> R:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for undo in self._undo:
-            undo()
+        restore(self.host, self._ours)
 
     def __str__(self) -> str:
         on = any(place.hosts.get(self.host) in self.replaced for place in list(placed.values()))
@@ -291,8 +288,22 @@ def module_of(function: Any) -> str:
     return str(names.get("__name__"))
 
 
+def padded(x: Tensor, axes: int = 4) -> Tensor:
+    """x with leading axes of size 1."""
+    return x[(None,) * (axes - x.dim())]
+
+
+def broadcast(shape: Sequence[int], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Tables that broadcast to a shape of up to four axes, padded to four. Raises InvalidInput for others."""
+    fits = all(n in (1, m) for n, m in zip(cos.shape[::-1], shape[::-1]))
+    if not fits or cos.shape != sin.shape or not 0 < cos.dim() <= len(shape) <= 4:
+        raise InvalidInput(f"tables of shapes {tuple(cos.shape)} and {tuple(sin.shape)} for {tuple(shape)}")
+    return padded(cos), padded(sin)
+
+
 def own(package: str, function: Any) -> Any:
-    """A function, or None if its code is not of this package, because it was replaced or decorated."""
+    """A package's function, or the one that jitrope replaced; None if someone else has replaced or decorated it."""
+    function = placed[function].original if function in placed else function
     return function if module_of(function).split(".")[0] == package else None
 
 
@@ -324,29 +335,21 @@ def held(host: str, where: str) -> tuple[ModuleType, str]:
 
 
 @alone
-def enable(host: str, functions: Mapping[str, Function], optional: Collection[str] = ()) -> Report:
+def enable(host: str, functions: Mapping[str, Function]) -> Report:
     """Replace a host's functions everywhere. Already replaced functions do not change.
 
     Args:
         host: its name.
         functions: "module:name" of the host's functions, and ours with the same signature. Calls that ours refuse
             with InvalidInput go to the host's.
-        optional: functions that some versions of the host lack.
 
     Raises:
         ImportError: the host cannot be imported.
-        JitropeError: this version of the host lacks a function that is not optional; nothing was replaced.
+        JitropeError: this version of the host lacks a function; nothing was replaced.
     """
-    found, report = {}, Report(host)
-    for where in functions:
-        try:
-            found[where] = held(host, where)
-        except (ImportError, JitropeError) as error:
-            if where not in optional:
-                raise
-            report.left[where.replace(":", ".")] = str(error)
-    for where, (module, name) in found.items():
-        report.replace(module, name, functions[where], "jitrope")
+    report, places = Report(host), [held(host, where) for where in functions]
+    for (module, name), ours in zip(places, functions.values()):
+        report.replace(module, name, ours, "jitrope")
     return report
 
 
@@ -379,9 +382,12 @@ def restore(host: str, functions: Iterable[Function]) -> None:
 
 
 def _exchange(holder: Any, name: str, before: Any, after: Any) -> None:
-    """Replace a class's method, or a function in all loaded modules that hold it under this name, except jitrope's."""
+    """Replace a class's method, or a function in all loaded modules that hold it under this name, except jitrope's.
+
+    A function that the host has as None is replaced in its own module alone.
+    """
     holders = [holder]
-    if isinstance(holder, ModuleType):
+    if isinstance(holder, ModuleType) and before is not None:
         holders += [module for path, module in list(sys.modules.items()) if not path.startswith("jitrope")]
     for each in holders:
         if isinstance(each, (ModuleType, type)) and vars(each).get(name) is before:

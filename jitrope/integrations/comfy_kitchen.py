@@ -28,7 +28,7 @@ HOST, BACKEND = "comfy_kitchen", "jitrope"
 
 def apply_rope(
     xq: Tensor, xk: Tensor, freqs_cis: Tensor, *, split_half: bool = False, inplace: bool = False
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Rotate q and k by a table of 2 x 2 rotations, in one launch.
 
     >>> q, k, angles = torch.randn(1, 8, 16, 64), torch.randn(1, 2, 16, 64), torch.randn(16, 32)
@@ -47,8 +47,7 @@ def apply_rope(
     Returns:
         (xq, xk) rotated, in fp32 arithmetic rounded once. The errors are those of `jitrope.apply_rope`.
     """
-    xq, xk = _call([xq, xk], freqs_cis, split_half, inplace)
-    return xq, xk
+    return _call([xq, xk], freqs_cis, split_half, inplace)
 
 
 def apply_rope1(x: Tensor, freqs_cis: Tensor, *, split_half: bool = False, inplace: bool = False) -> Tensor:
@@ -63,7 +62,7 @@ def apply_rope1(x: Tensor, freqs_cis: Tensor, *, split_half: bool = False, inpla
 def rms_rope(
     q: Tensor, k: Tensor, freqs_cis: Tensor, q_scale: Tensor, k_scale: Tensor | None = None, epsilon: float = 1e-6,
     rot_dim: int = 0, *, split_half: bool = False, inplace: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     """RMSNorm of each head of q and k, rounded as torch.nn.RMSNorm, and rope in one launch; errors as in `apply_rope`.
 
     >>> q, k, table = torch.randn(1, 8, 16, 64), torch.randn(1, 2, 16, 64), torch.eye(2).expand(1, 1, 16, 32, 2, 2)
@@ -80,8 +79,7 @@ def rms_rope(
         (q, k) normalised and rotated.
     """
     norm = Norm(q_scale, q_scale if k_scale is None else k_scale, eps=epsilon, rounding="once")
-    q, k = _call([q, k], freqs_cis, split_half, inplace, norm, rot_dim)
-    return q, k
+    return _call([q, k], freqs_cis, split_half, inplace, norm, rot_dim)
 
 
 def rms_rope1(
@@ -108,21 +106,21 @@ FUNCTIONS: Mapping[str, _host.Function] = {
 
 def _call(
     given: list[Tensor], freqs_cis: Tensor, split_half: bool, inplace: bool, norm: Norm | None = None, rot_dim: int = 0
-) -> list[Tensor]:
+) -> tuple[Tensor, ...]:
     """q and k, or q alone, rotated, and before it normalised if there is a norm."""
     if inplace and any(x.requires_grad for x in (*given, freqs_cis, *(norm.tensors.values() if norm else ()))):
         raise InvalidInput("in place there is no gradient; no tensor may require one")
-    q, *more = (_padded(x, 4) for x in given)
+    q, *more = (_host.padded(x) for x in given)
     width = rot_dim or q.shape[-1]
     layout, cos, sin = _tables(q, freqs_cis, width, cut=not split_half)
     words: Any = {"layout": layout, "interleaved": not split_half, "rotary_dim": width, "inplace": inplace}
     out = prepare_qkv(q, more[0] if more else None, None, cos, sin, norm=norm, rounding="addcmul", **words)
-    return [x.view(y.shape) for x, y in zip(out, given)]
+    return tuple(x.view(y.shape) for x, y in zip(out, given))
 
 
 def _tables(x: Tensor, freqs_cis: Tensor, width: int, cut: bool) -> tuple[str, Tensor, Tensor]:
     """(layout of x, cos, sin), the tables as views with a row for each token. cut: they may be longer than x."""
-    table = _padded(freqs_cis, 6)
+    table = _host.padded(freqs_cis, 6)
     layout = "bshd" if table.shape[2] == 1 < table.shape[1] else "bhsd"
     if layout == "bhsd":
         table = table.transpose(1, 2)
@@ -136,23 +134,7 @@ def _tables(x: Tensor, freqs_cis: Tensor, width: int, cut: bool) -> tuple[str, T
     return layout, table[..., 0, 0], table[..., 1, 0]
 
 
-def _padded(x: Tensor, axes: int) -> Tensor:
-    """x with leading axes of size 1."""
-    return x[(None,) * (axes - x.dim())]
-
-
 # ---- the registry --------------------------------------------------------------------------------------
-
-
-def _registry() -> Any:
-    return _host.load(HOST, f"{HOST}.registry").registry
-
-
-def _next(name: str, **arguments: Any) -> Any:
-    """The call of the registry's next backend after jitrope."""
-    registry = _registry()
-    able = [x for x in _others(registry) if registry.validate_backend_for_call(x, name, arguments).success]
-    return registry.get_implementation(name, able[0] if able else "eager", arguments)(**arguments)
 
 
 def enable() -> _host.Report:
@@ -162,32 +144,36 @@ def enable() -> _host.Report:
         ImportError: comfy_kitchen cannot be imported.
         JitropeError: this version of it has no rope functions.
     """
-    registry, host = _registry(), _host.load(HOST, HOST)
-    rule = _host.load(HOST, f"{HOST}.constraints").FunctionConstraints()
-    report, calls = _host.Report(HOST), {}
+    host, report, calls = _host.load(HOST, HOST), _host.Report(HOST), {}
+    registry = host.registry
     for name, ours in FUNCTIONS.items():
         if theirs := getattr(host, name, None):
-            calls[name] = partial(_host.take, HOST, _host.in_words_of(theirs, ours), partial(_next, name))
+            calls[name] = partial(_host.take, HOST, _host.in_words_of(theirs, ours), partial(_next, registry, name))
             report.replaced[f"{HOST}.{name}"] = "jitrope"
         else:
             report.left[f"{HOST}.{name}"] = "this version has none"
     if not calls:
         raise JitropeError(f"this version of {HOST} has no rope function that jitrope knows")
-    if registry.is_available(BACKEND):
-        return report
-
-    def undo() -> None:
-        registry.disable(BACKEND)
-        registry.set_priority(_others(registry))
-
-    registry.register(BACKEND, SimpleNamespace(**calls), dict.fromkeys(calls, rule))
-    registry.enable(BACKEND)
-    registry.set_priority([BACKEND, *_others(registry)])
-    report.place(undo, min(report.replaced), undo)
+    if not registry.is_available(BACKEND):
+        registry.register(BACKEND, SimpleNamespace(**calls), dict.fromkeys(calls))
+        registry.enable(BACKEND)
+        registry.set_priority([BACKEND, *_others(registry)])
+        report.place(undo := partial(_undo, registry), min(report.replaced), undo)
     return report
 
 
 disable = _host.disabler(__name__)
+
+
+def _undo(registry: Any) -> None:
+    registry.disable(BACKEND)
+    registry.set_priority(_others(registry))
+
+
+def _next(registry: Any, name: str, **arguments: Any) -> Any:
+    """The call of the registry's next backend after jitrope."""
+    able = [x for x in _others(registry) if registry.validate_backend_for_call(x, name, arguments).success]
+    return registry.get_implementation(name, able[0] if able else "eager", arguments)(**arguments)
 
 
 def _others(registry: Any) -> list[str]:

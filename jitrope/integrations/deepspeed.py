@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..api import apply_rope
-from ..base.errors import InvalidInput
 from . import _host
 
 
@@ -46,27 +45,19 @@ def apply_rotary_pos_emb_backward(grad_output: Tensor, freqs_cos: Tensor, freqs_
 
 
 def _rotate(t: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
-    lead = t.dim() - 1
-    sizes = zip(cos.shape[-2::-1], t.shape[-2::-1])
-    fits = cos.shape == sin.shape and 0 < cos.dim() <= lead + 1 and all(n in (1, m) for n, m in sizes)
-    if not fits or not 0 < lead < 4:
-        raise InvalidInput(f"tables of shapes {tuple(cos.shape)} and {tuple(sin.shape)} for t {tuple(t.shape)}")
-    t = t.to(torch.promote_types(t.dtype, cos.dtype))
-    shape, width = t.shape, cos.shape[-1]
-    cos, sin = (table.reshape((1,) * (lead + 1 - table.dim()) + table.shape) for table in (cos, sin))
-    while t.dim() < 4:
-        t, cos, sin = (x.unsqueeze(-2) for x in (t, cos, sin))
+    cos, sin = _host.broadcast((*t.shape[:-1], *cos.shape[-1:]), cos, sin)
     axis = next((axis for axis in range(3) if cos.shape[axis] > 1), 0)  # of positions; the others are batch and heads
-    t, cos, sin = (x.transpose(1, axis) for x in (t, cos, sin))
-    cos, sin = (table.expand(-1, t.shape[1], -1, -1) for table in (cos, sin))  # one angle for all positions
-    out, _ = apply_rope(t, None, cos, sin, rotary_dim=width, inverse=inverse)
-    return out.transpose(1, axis).reshape(shape)
+    x = _host.padded(t.to(torch.promote_types(t.dtype, cos.dtype))).transpose(1, axis)
+    cos, sin = (table.transpose(1, axis).expand(-1, x.shape[1], -1, -1) for table in (cos, sin))
+    out, _ = apply_rope(x, None, cos, sin, rotary_dim=cos.shape[-1], inverse=inverse)
+    return out.transpose(1, axis).reshape(t.shape)
 
 
 def enable() -> _host.Report:
     """Replace DeepSpeed's rope in every module that holds it. Raises ImportError without DeepSpeed."""
-    backward = _host.named("deepspeed.sequence.fpdt_layer", apply_rotary_pos_emb_backward)
-    return _host.enable("deepspeed", {**_host.named("deepspeed.sequence.layer", apply_rotary_pos_emb), **backward})
+    functions = _host.named("deepspeed.sequence.layer", apply_rotary_pos_emb)
+    functions |= _host.named("deepspeed.sequence.fpdt_layer", apply_rotary_pos_emb_backward)
+    return _host.enable("deepspeed", functions)
 
 
 disable = _host.disabler(__name__)

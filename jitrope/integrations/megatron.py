@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import apply_rope, prepare_fused_qkv, prepare_mla_qkv
+from ..api import apply_rope, prepare_fused_qkv
 from ..base.errors import InvalidInput
 from ..ops.values import Packed
 from . import _host
@@ -51,7 +51,7 @@ def fused_apply_rotary_pos_emb_thd(
     >>> t, cu_seqlens = torch.randn(10, 8, 64), torch.tensor([0, 7, 10])
     >>> t = jitrope_megatron.fused_apply_rotary_pos_emb_thd(t, cu_seqlens, torch.randn(16, 1, 1, 64))
     """
-    return _rotate(t, freqs, interleaved, positions=_packed(t, freqs, cu_seqlens, cp_size, cp_rank))
+    return _rotate(t, freqs, interleaved, **_packed(t, freqs, cu_seqlens, cp_size, cp_rank))
 
 
 def apply_rotary_pos_emb(
@@ -70,7 +70,7 @@ def apply_rotary_pos_emb(
         config: an object with `apply_rope_fusion`, `rotary_interleaved` and `multi_latent_attention`.
         cu_seqlens: offsets of the whole packed batch, int32 or int64 [sequences + 1].
         mscale: a factor of sines and cosines.
-        cp_group: the context parallel group, with cu_seqlens; default: Megatron's own, if it is set up.
+        cp_group: the context parallel group, which cu_seqlens need.
         mla_rotary_interleaved: True: pairs are neighbours in t, and halves in the result. None:
             config.multi_latent_attention, as in the versions of Megatron without this argument.
 
@@ -84,107 +84,31 @@ def apply_rotary_pos_emb(
     """
     if not config.apply_rope_fusion:
         raise InvalidInput("apply_rope_fusion is off")
-    positions = None
-    if cu_seqlens is not None:
-        if cp_group is None:
-            from megatron.core import parallel_state
-
-            cp_group = parallel_state.get_context_parallel_group()
-        positions = _packed(t, freqs, cu_seqlens, cp_group.size(), cp_group.rank())
     mla = bool(config.multi_latent_attention if mla_rotary_interleaved is None else mla_rotary_interleaved)
     if mla and config.rotary_interleaved:
         raise InvalidInput("apply_rotary_pos_emb: mla_rotary_interleaved with rotary_interleaved is not supported")
-    return _rotate(t, freqs, config.rotary_interleaved, mla, positions=positions, mscale=mscale)
+    where = _where(t, freqs, cu_seqlens, cp_group)
+    return _rotate(t, freqs, config.rotary_interleaved, mla, mscale=mscale, **where)
 
 
-def fused_apply_mla_rope_for_q(
-    t: Tensor, cos: Tensor, sin: Tensor, qk_head_dim: int, emb_dim: int, cu_seqlens_q: Tensor | None = None,
-    cp_rank: int = 0, cp_size: int = 1, rotary_interleaved: bool = False,
-) -> Tensor:  # fmt: skip
-    """Rotate the last emb_dim elements of the heads of latent attention's q, from interleaved pairs into halves.
-
-    The signature and the formula are those of `megatron.core.fusions.fused_mla_yarn_rope_apply`. Use the result. As
-    Megatron's function this one writes into t and returns it, if autograd allows that and emb_dim is a power of two up
-    to 64; otherwise it returns a new tensor. It does not write into the gradient, as Megatron's does.
-
-    >>> cos, sin = torch.rand(2, 16, 1, 1, 64)
-    >>> q = jitrope_megatron.fused_apply_mla_rope_for_q(torch.randn(16, 1, 8, 128 + 64), cos, sin, 128, 64)
-
-    Args:
-        t: [s, b, h, qk_head_dim + emb_dim], or [tokens, h, ...] with cu_seqlens_q.
-        cos, sin: [rows, 1, 1, emb_dim] in t's dtype or in fp32, with equal halves, as `YarnRotaryEmbedding` makes them.
-            Without cu_seqlens_q they are those of this rank's positions.
-        cu_seqlens_q: offsets of the whole packed batch, int32 or int64 [sequences + 1].
-        cp_rank, cp_size: context parallelism with two chunks a rank, only with cu_seqlens_q.
-        rotary_interleaved: must be False, as in Megatron.
-
-    Returns:
-        q in fp32 arithmetic rounded once: t, or a contiguous tensor.
-
-    Raises:
-        InvalidInput: the arguments do not fit together, or rotary_interleaved is True.
-        CompileError: the kernel could not be built.
-    """
-    words = _latent(cos, sin, emb_dim, cu_seqlens_q, cp_rank, cp_size, rotary_interleaved)
-    words.update(rotary_dim=emb_dim, rotary_offset=qk_head_dim)
-    try:
-        return apply_rope(t, None, **words, inplace=True)[0]
-    except InvalidInput:
-        return apply_rope(t, None, **words)[0].contiguous()
-
-
-def fused_apply_mla_rope_for_kv(
-    kv: Tensor, k_pos_emb: Tensor, cos: Tensor, sin: Tensor, emb_dim: int, k_dim: int, v_dim: int,
-    cu_seqlens_kv: Tensor | None = None, cp_rank: int = 0, cp_size: int = 1, rotary_interleaved: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Split latent attention's kv into k and v, and append the rotated k_pos_emb to each head of k, in one launch.
-
-    The gradient is one launch too. That of k_pos_emb is summed over the heads in fp32. The errors are
-    those of `fused_apply_mla_rope_for_q`.
-
-    >>> cos, sin = torch.rand(2, 16, 1, 1, 64)
-    >>> kv, k_pos_emb = torch.randn(16, 1, 8, 128 + 96), torch.randn(16, 1, 1, 64)
-    >>> k, v = jitrope_megatron.fused_apply_mla_rope_for_kv(kv, k_pos_emb, cos, sin, 64, 128, 96)
-
-    Args:
-        kv: [s, b, h, k_dim + v_dim], or [tokens, h, ...] with cu_seqlens_kv.
-        k_pos_emb: [s, b, 1, emb_dim], or [tokens, 1, emb_dim].
-        cos, sin, cu_seqlens_kv, cp_rank, cp_size, rotary_interleaved: as in `fused_apply_mla_rope_for_q`.
-
-    Returns:
-        k [.., h, k_dim + emb_dim] and v [.., h, v_dim], contiguous.
-    """
-    if kv.shape[-1] != k_dim + v_dim or k_pos_emb.shape[-1] != emb_dim:
-        sizes = f"kv has heads of {kv.shape[-1]} and k_pos_emb of {k_pos_emb.shape[-1]}"
-        raise InvalidInput(f"fused_apply_mla_rope_for_kv: {sizes}, not of {k_dim} + {v_dim} and {emb_dim}")
-    words = _latent(cos, sin, emb_dim, cu_seqlens_kv, cp_rank, cp_size, rotary_interleaved)
-    no_q = kv.new_empty((*kv.shape[:-2], 0, k_dim + emb_dim))
-    _, k, v = prepare_mla_qkv(no_q, kv, k_pos_emb, **words)
-    return k, v
-
-
-def _latent(
-    cos: Tensor, sin: Tensor, emb_dim: int, cu_seqlens: Tensor | None, cp_rank: int, cp_size: int, interleaved: bool
-) -> dict[str, Any]:
-    """The words of a rotation of interleaved pairs into halves."""
-    if interleaved:
-        raise InvalidInput("rotary_interleaved is not supported in multi-latent attention")
-    if not emb_dim == cos.shape[-1] == sin.shape[-1]:
-        raise InvalidInput(f"cos and sin have {cos.shape[-1]} and {sin.shape[-1]} columns; they must have {emb_dim}")
-    words: dict[str, Any] = {"interleaved": True, "interleaved_out": False, "layout": "sbhd"}
-    if cu_seqlens is not None:
-        words |= {"layout": "thd", "positions": Packed(cu_seqlens, cp_size=cp_size, cp_rank=cp_rank)}
-    half = slice(emb_dim // 2)
-    return {**words, "cos": cos.flatten(1)[:, half], "sin": sin.flatten(1)[:, half]}
-
-
-def _packed(t: Tensor, freqs: Tensor, cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Packed:
+def _packed(t: Tensor, freqs: Tensor, cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> dict[str, Any]:
+    """The words for t [tokens, ...]."""
     row_for_each_token = freqs.shape[0] == t.shape[0] * cp_size
-    return Packed(cu_seqlens, packed_table=row_for_each_token, cp_size=cp_size, cp_rank=cp_rank)
+    positions = Packed(cu_seqlens, packed_table=row_for_each_token, cp_size=cp_size, cp_rank=cp_rank)
+    return {"layout": "thd", "positions": positions}
+
+
+def _where(t: Tensor, freqs: Tensor, cu_seqlens: Tensor | None, cp_group: Any) -> dict[str, Any]:
+    """The words for t [s, b, ...], or with cu_seqlens for this rank's [tokens, ...]."""
+    if cu_seqlens is None:
+        return {"layout": "sbhd"}
+    if cp_group is None:
+        raise InvalidInput("pass cp_group with cu_seqlens")
+    return _packed(t, freqs, cu_seqlens, cp_group.size(), cp_group.rank())
 
 
 def _rotate(t: Tensor, freqs: Tensor, interleaved: bool, mla: bool = False, **words: Any) -> Tensor:
-    words |= {"layout": "thd" if words.get("positions") else "sbhd", "rotary_dim": freqs.shape[-1]}
+    words = {"layout": "sbhd", "rotary_dim": freqs.shape[-1], **words}
     words |= {"interleaved": interleaved or mla, "interleaved_out": interleaved}
     if mla:  # both halves of the table are equal; input pairs are neighbours, output pairs are not
         freqs = freqs[..., : freqs.shape[-1] // 2]
@@ -204,9 +128,8 @@ def _refusals(rope: Any, qkv: Any, layer: Any, given: dict[str, Any]) -> dict[st
     return {
         "": bool(no_rope or not config.apply_rope_fusion or norms & {"NoneType", "IdentityOp"}),
         f"{type(layer).__name__} has its own {_QKV}": _QKV in vars(layer) or getattr(type(layer), _QKV) is not qkv,
-        "the host splits QKV": layer.config.attention_output_gate or config.num_query_groups < layer.world_size,
+        "the host splits QKV": config.attention_output_gate or config.num_query_groups < layer.world_size,
         "apply_rotary_pos_emb was replaced": _host_module().apply_rotary_pos_emb is not rope,
-        "inference": given.get("inference_context") is not None or given.get("inference_params") is not None,
         "test_mode": config.test_mode,
     }
 
@@ -221,29 +144,23 @@ def _cu_seqlens(layer: Any, given: dict[str, Any], of: str) -> Tensor | None:
 
 
 def _stand_in(layer: Any, freqs: Tensor, cu_seqlens: Tensor | None) -> AsSelf:
-    mscale = getattr(layer, "_yarn_concentration_factor", None)
-    if mscale is None:  # a version that asks its configuration in each call
-        mscale = _host_module()._yarn_get_concentration_factor_from_config(layer.config)
-    return AsSelf(layer, **{_QKV: partial(_qkv, layer, freqs, cu_seqlens, mscale)})
+    """The layer, whose `get_query_key_value_tensors` also normalises and rotates q and k."""
+    host = _host_module()
+    mscale = getattr(layer, "_yarn_concentration_factor", None)  # of 0.19; 0.16 asks its configuration
+    mscale = mscale or host._yarn_get_concentration_factor_from_config(layer.config)
+    rope = {"freqs": freqs, "cu_seqlens": cu_seqlens, "mscale": mscale}
 
+    def made(*given: Any, **words: Any) -> tuple[Tensor, ...]:
+        qkv, split = getattr(host.SelfAttention, _QKV)(layer, *given, **{**words, "split_qkv": False})
+        if cu_seqlens is None:
+            return _FUSED(layer, qkv, split, **rope)  # type: ignore[no-any-return]
+        return tuple(x.unsqueeze(1) for x in _FUSED(layer, qkv.squeeze(1), split, **rope))
 
-def _qkv(
-    layer: Any, freqs: Tensor, cu_seqlens: Tensor | None, mscale: float, *given: Any, **words: Any
-) -> tuple[Tensor, ...]:
-    """`get_query_key_value_tensors` with q and k normalised and rotated."""
-    method = getattr(_host_module().SelfAttention, _QKV)
-    qkv, split = method(layer, *given, **{**words, "split_qkv": False})
-    words = {"freqs": freqs, "cu_seqlens": cu_seqlens, "mscale": mscale}
-    if cu_seqlens is None:
-        return _FUSED(layer, qkv, split, **words)  # type: ignore[no-any-return]
-    return tuple(x.unsqueeze(1) for x in _FUSED(layer, qkv.squeeze(1), split, **words))
+    return AsSelf(layer, **{_QKV: made})
 
 
 def _fused(layer: Any, qkv: Tensor, split: Any, freqs: Tensor, cu_seqlens: Tensor | None, mscale: float) -> Any:
-    words: dict[str, Any] = {"layout": "sbhd"}
-    if cu_seqlens is not None:
-        group = layer.pg_collection.cp
-        words = {"layout": "thd", "positions": _packed(qkv, freqs, cu_seqlens, group.size(), group.rank())}
+    words = _where(qkv, freqs, cu_seqlens, layer.pg_collection.cp)
     words |= {"freqs": freqs.float(), "rotary_dim": freqs.shape[-1], "interleaved": layer.config.rotary_interleaved}
     norm = norm_of((layer.q_layernorm, layer.k_layernorm), qkv[..., : split[1]])
     heads = qkv.shape[-2] * split[0] // split[1], qkv.shape[-2]
@@ -268,15 +185,12 @@ def _host_module() -> Any:
 
 _FUSED = _host.or_else("megatron", _fused, _separate)
 _QKV = "get_query_key_value_tensors"
-_KNOWN = (
-    "hidden_states attention_mask key_value_states inference_context inference_params rotary_pos_emb "
-    "rotary_pos_cos rotary_pos_sin rotary_pos_cos_sin attention_bias packed_seq_params sequence_len_offset"
-)
+_KNOWN = "hidden_states attention_mask rotary_pos_emb attention_bias packed_seq_params"
+"""The arguments of attention in training; a call with another one, as of inference, is the host's."""
+
 _ROPE_UTILS = "megatron.core.models.common.embeddings.rope_utils"
 _ATTENTION = "megatron.core.transformer.attention"
-_LATENT = "megatron.core.fusions.fused_mla_yarn_rope_apply"
-_HOOKS = fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd, apply_rotary_pos_emb
-_OPTIONAL = _host.named(_LATENT, fused_apply_mla_rope_for_q, fused_apply_mla_rope_for_kv)
+_FUNCTIONS = _host.named(_ROPE_UTILS, fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd, apply_rotary_pos_emb)
 
 
 @_host.alone
@@ -287,9 +201,9 @@ def enable() -> _host.Report:
     fused. Raises ImportError without Megatron.
     """
     cls, what = getattr(*_host.held("megatron", f"{_ATTENTION}:SelfAttention")), "norms of q and k and rope fused"
-    report = _host.enable("megatron", {**_host.named(_ROPE_UTILS, *_HOOKS), **_OPTIONAL}, _OPTIONAL)
-    rope, qkv = _host.load("megatron", _ROPE_UTILS).apply_rotary_pos_emb, getattr(cls, _QKV, None)
-    if qkv is None or not of_host(cls, _QKV) or "split_qkv" not in inspect.signature(qkv).parameters:
+    report = _host.enable("megatron", _FUNCTIONS)
+    rope, qkv = _host.load("megatron", _ROPE_UTILS).apply_rotary_pos_emb, getattr(cls, _QKV)
+    if not of_host(cls, _QKV) or "split_qkv" not in inspect.signature(qkv).parameters:
         report.left[f"{_ATTENTION}.Attention.forward"] = f"{_QKV} is not the one that jitrope knows"
     else:
         made = without_rope("megatron", _KNOWN, partial(_refusals, rope, qkv), _cu_seqlens, _stand_in)

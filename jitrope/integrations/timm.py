@@ -11,7 +11,6 @@ Results have the bits of timm. Learned tables (RoPE-Mixed) get their gradient.
 
 from __future__ import annotations
 
-import importlib
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -24,7 +23,7 @@ from ..api import apply_rope
 from ..base.errors import InvalidInput, JitropeError
 from . import _host
 
-_MODULE = "timm.layers.pos_embed_sincos"
+_ROPE = "timm.layers.pos_embed_sincos:apply_rot_embed"
 _ATTENTION = {
     "timm.layers.attention:AttentionRope": (
         "988f1dcec745c90d", "3bd7445e06eb3cfa", "9c2321aea688b0aa", "7cfdadf4d88eea44", "3f742ca1632dca04"
@@ -67,36 +66,29 @@ def _rotate(q: Tensor, k: Tensor | None, sin: Tensor, cos: Tensor, half: bool, u
     if torch.is_grad_enabled() and (sin.requires_grad or cos.requires_grad):
         raise InvalidInput("the tables require a gradient, which timm computes in fewer launches")
     shape = (*q.shape[:-2], q.shape[-2] - unrotated, q.shape[-1]) if q.dim() > 1 else ()
-    broadcast = 0 < cos.dim() <= len(shape) <= 4 and all(n in (1, m) for n, m in zip(cos.shape[::-1], shape[::-1]))
-    if not broadcast or cos.shape != sin.shape or cos.shape[-1] != shape[-1]:
-        raise InvalidInput(f"tables of shapes {tuple(cos.shape)} and {tuple(sin.shape)} for x {tuple(q.shape)}")
-
-    def four(x: Tensor) -> Tensor:
-        return x.reshape((1,) * (4 - x.dim()) + x.shape)
-
-    cos, sin = (four(table).expand(-1, -1, shape[-2], -1).transpose(1, 2) for table in (cos, sin))
+    tables = _host.broadcast(shape, cos, sin)
+    cos, sin = (table.expand(-1, -1, shape[-2], -1).transpose(1, 2) for table in tables)
     rounding = "dtype" if q.dtype == cos.dtype == sin.dtype != torch.float32 else "fp32"
     words: Any = {"layout": "bhsd", "interleaved": not half, "unrotated": unrotated, "rounding": rounding}
-    out = apply_rope(four(q), None if k is None else four(k), cos, sin, **words)
+    out = apply_rope(_host.padded(q), k, cos, sin, **words)  # there is a k for four axes alone
     return [y.reshape(x.shape) for x, y in zip((q, k), out) if x is not None and y is not None]
 
 
 # ---- one launch for q and k ----------------------------------------------------------------------------
 
 
-def _attention(module: ModuleType, known: list[Any], theirs: _host.Function) -> _host.Function:
+def _attention(module: ModuleType, functions: ModuleType, theirs: _host.Function) -> _host.Function:
     """A forward for the classes of `_ATTENTION`.
 
-    module: the class's. known: its `apply_rot_embed_cat`, and ours in the place of `apply_rot_embed`, which that calls.
-    theirs: the host's forward.
+    module: the class's. functions: that of rope, whose `apply_rot_embed` is ours. theirs: the host's forward.
     """
-    functions = importlib.import_module(_MODULE)
+    known = functions.apply_rot_embed_cat, functions.apply_rot_embed
 
     def forward(self: Any, x: Tensor, rope: Any = None, attn_mask: Any = None, is_causal: bool = False) -> Any:
-        same = known == [module.apply_rot_embed_cat, functions.apply_rot_embed]
+        same = known == (module.apply_rot_embed_cat, functions.apply_rot_embed)
+        if not same:
+            _host.note("timm", "host", "apply_rot_embed_cat or apply_rot_embed was replaced")
         if rope is None or not self.fused_attn or not isinstance(x, Tensor) or not same:  # torch.fx has stand-ins
-            if not same:
-                _host.note("timm", "host", "apply_rot_embed_cat or apply_rot_embed was replaced")
             return theirs(self, x, rope, attn_mask, **({} if is_causal is False else {"is_causal": is_causal}))
         gate = None if getattr(self, "gate", None) is None else self.gate(x).sigmoid()
         q, k, v = _heads(self, x)
@@ -139,6 +131,10 @@ _CAT = ("aa3e4efb7d28e19e", "53460ec208173c51")
 """The texts of `apply_rot_embed` and `apply_rot_embed_cat` before 1.0.31, and in it."""
 
 
+def _text(function: Any) -> str:
+    return _host.text_of(_host.own("timm", function))
+
+
 @_host.alone
 def enable() -> _host.Report:
     """Replace timm's rope for all models, and the forward of two attention classes, so that q and k are one launch.
@@ -148,22 +144,17 @@ def enable() -> _host.Report:
         JitropeError: `apply_rot_embed` has another text than in timm 1.0.21 to 1.0.31, or was replaced; jitrope has
             replaced nothing.
     """
-    functions, _ = _host.held("timm", f"{_MODULE}:apply_rot_embed")
-    host, cat = functions.apply_rot_embed, functions.apply_rot_embed_cat
-    host = _host.placed[host].original if host in _host.placed else host
-    ours = _OURS.get(_host.text_of(_host.own("timm", host)))
-    if ours is None:
+    functions, _ = _host.held("timm", _ROPE)
+    if (ours := _OURS.get(_text(functions.apply_rot_embed))) is None:
         raise JitropeError("apply_rot_embed is not that of timm 1.0.21 to 1.0.31: another version has it, or a patch")
-    report = _host.enable("timm", {f"{_MODULE}:apply_rot_embed": ours})
+    report = _host.enable("timm", {_ROPE: ours})
     for where, texts in _ATTENTION.items():
         try:
             module, name = _host.held("timm", where)
             cls = getattr(module, name)
-            known = cls.forward in _host.placed or _host.text_of(_host.own("timm", cls.forward)) in texts
-            if not known or _host.text_of(_host.own("timm", cat)) not in _CAT:
+            if _text(cls.forward) not in texts or _text(functions.apply_rot_embed_cat) not in _CAT:
                 raise JitropeError("q and k are separate launches, because its text is not that of 1.0.21 to 1.0.31")
-            made = partial(_attention, module, [cat, functions.apply_rot_embed])
-            report.replace_method(cls, "forward", made, "q and k in one launch")
+            report.replace_method(cls, "forward", partial(_attention, module, functions), "q and k in one launch")
         except (ImportError, JitropeError) as error:
             report.left[f"{where.replace(':', '.')}.forward"] = str(error)
     return report

@@ -44,8 +44,8 @@ _PLACES = {
 }
 """The modules of the host's classes, and what 0.3.0 has as the text of a rope's module or of attention's `forward`."""
 
-_READ = ("apply_rotary_emb", "_reshape_cache", "_rotate_half")
-"""The methods of a rope, beside `forward`, that our launch stands for."""
+_READ = ("forward", "apply_rotary_emb", "_reshape_cache", "_rotate_half")
+"""The methods of a rope that our launch stands for. A module has its own `forward` if it is sharded."""
 
 
 # ---- the launch ----------------------------------------------------------------------------------------
@@ -77,8 +77,8 @@ def _rotated(
 
     norm: its weights and words. more, others: of other versions, and so never used.
     """
-    host, forward, parts, check = rope._original
-    if host.forward is not forward or any(n in rope.__dict__ or getattr(type(rope), n) is not f for n, f in parts):
+    host, known, check = rope._original
+    if any(getattr(host, n) is not f or n in rope.__dict__.keys() - {"forward"} for n, f in known.items()):
         raise InvalidInput(f"a method of {host.__name__} was replaced, or its file has another text than in 0.3.0")
     if query.shape[-1] != rope.config.dim:  # the host broadcasts a smaller table or refuses it
         raise InvalidInput("the heads and the table have different sizes")
@@ -138,9 +138,9 @@ def _of_rope(host: Any, module: Any) -> dict[str, Any]:
     def forward(self: Any, *arguments: Any, **words: Any) -> Any:
         return _host.take(HOST, partial(_rotated, self), partial(host.forward, self), *arguments, **words)
 
-    known = _host.own(HOST, host.forward) if _host.text_of(module) == _PLACES[host.__name__][1] else None
-    parts = [(name, _host.own(HOST, getattr(host, name))) for name in _READ if hasattr(host, name)]
-    original = (host, known, parts, getattr(module, "_maybe_check_max_pos", None))
+    same = _host.text_of(module) == _PLACES[host.__name__][1]
+    known = {n: _host.own(HOST, getattr(host, n)) if same else None for n in _READ if hasattr(host, n)}
+    original = (host, known, getattr(module, "_maybe_check_max_pos", None))
     return {"forward": forward, "_rotation": staticmethod(_rotation(host.__name__)), "_original": original}
 
 
@@ -152,17 +152,13 @@ def _of_attention(host: Any, module: Any) -> dict[str, Any]:
     def forward(self: Any, *arguments: Any, **words: Any) -> Any:
         normed = self.q_norm is not None and self.k_norm is not None
         if normed and host.forward is theirs:
-            as_self = AsSelf(self, q_norm=_same, k_norm=_same, rope=partial(_turn, self))
+            as_self = AsSelf(self, q_norm=lambda q: q, k_norm=lambda k: k, rope=partial(_turn, self))
             return theirs(as_self, *arguments, **words)
         if normed:
             _host.note_unfused(HOST, f"{host.__name__}.forward was replaced, or has another text than in 0.3.0")
         return host.forward(self, *arguments, **words)
 
     return {"forward": forward, "_norm": (norm, _host.own("torch", norm.forward))}
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 def __getattr__(name: str) -> Any:

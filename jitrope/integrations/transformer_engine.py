@@ -13,7 +13,6 @@ rows have undefined content.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -112,28 +111,24 @@ def _words(
 # ---- MultiheadAttention with norms of q and k ----------------------------------------------------------
 
 
-class _Both(AsSelf):
-    """`self` in `MultiheadAttention.forward`, which gives us q and k where it calls its norms before rope.
+def _stand_in(layer: Any, *rope: Any) -> AsSelf:
+    """The layer, which gives us q and k where it calls its norms before rope.
 
     It then calls norms again, as after rope, and takes the results.
     """
+    given: list[Tensor] = []
 
-    def __init__(self, module: Any, compute: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
-        super().__init__(module, _compute=compute, _q=None, _out=None)
+    def q_norm(q: Tensor) -> Tensor:
+        given.append(q)
+        return q
 
-    @property
-    def qk_norm_before_rope(self) -> bool:
-        return self._out is None
-
-    def q_norm(self, q: Tensor) -> Tensor:
-        self.__dict__["_q"] = q
-        return q if self._out is None else self._out[0]
-
-    def k_norm(self, k: Tensor) -> Tensor:
-        if self._out is not None:
-            return self._out[1]  # type: ignore[no-any-return]
-        self.__dict__["_out"] = self._compute(self._q, k)
+    def k_norm(k: Tensor) -> Tensor:
+        q_out, k_out = _FUSED(layer, *rope, *given, k)
+        AsSelf.__init__(as_self, layer, q_norm=lambda _: q_out, k_norm=lambda _: k_out, qk_norm_before_rope=False)
         return k
+
+    as_self = AsSelf(layer, q_norm=q_norm, k_norm=k_norm, qk_norm_before_rope=True)
+    return as_self
 
 
 def _host_module() -> Any:
@@ -148,14 +143,8 @@ def _refusals(rope: Any, layer: Any, given: dict[str, Any]) -> dict[str, bool]:
     return {
         "": layer.q_norm is None,
         "apply_rotary_pos_emb was replaced": _host_module().apply_rotary_pos_emb is not rope,
-        "cross attention": layer.attention_type != "self",
-        "inference": given.get("inference_params") is not None,
         "fp8": _host_module().FP8GlobalStateManager.is_fp8_enabled(),
     }
-
-
-def _stand_in(*rope: Any) -> _Both:
-    return _Both(rope[0], partial(_FUSED, *rope))
 
 
 def _cu_seqlens(layer: Any, given: dict[str, Any], of: str) -> Any:
@@ -187,12 +176,14 @@ _FUSED = _host.or_else("transformer_engine", _fused, _separate)
 _ROPE = "transformer_engine.pytorch.attention.rope"
 _ATTENTION = "transformer_engine.pytorch.attention.multi_head_attention"
 _KNOWN = (
-    "hidden_states attention_mask encoder_output attn_mask_type window_size bottom_right_diagonal "
-    "is_first_microbatch checkpoint_core_attention inference_params rotary_pos_emb core_attention_bias_type "
+    "hidden_states attention_mask attn_mask_type window_size bottom_right_diagonal "
+    "is_first_microbatch checkpoint_core_attention rotary_pos_emb core_attention_bias_type "
     "core_attention_bias alibi_slopes cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded "
     "max_seqlen_q max_seqlen_kv fast_zero_fill pad_between_seqs thd_attention_policies "
     "thd_attention_policy_dispatch softcap"
 )
+"""The arguments of self-attention in training; a call with another one, as of inference, is the host's."""
+
 _FUNCTIONS = _host.named(_ROPE, apply_rotary_pos_emb, apply_fused_qkv_rotary_pos_emb)
 
 
