@@ -38,6 +38,11 @@ def doubled(function: Any, named: bool = True) -> Any:
     return wraps(function)(patched) if named else patched
 
 
+class Twice(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
 def freqs_of(rows: int, dim: int, interleaved: bool = False, batch: int = 1, base: float = 100) -> torch.Tensor:
     """Angles like those of Megatron's and TransformerEngine's embeddings, but different ones for each batch row."""
     angles = torch.outer(torch.arange(rows).float(), base ** (-torch.arange(0, dim, 2) / dim))

@@ -18,7 +18,7 @@ from torch import Tensor
 from jitrope.integrations import torchtitan
 
 from .devices import devices, slow
-from .hosts import doubled, group, missing, triton
+from .hosts import Twice, doubled, group, missing, triton
 
 OURS = "jitrope.integrations.torchtitan.attention"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -308,11 +308,6 @@ def local(x: Any) -> Tensor:
 
 
 # ---- what users and other versions change ---------------------------------------------------------------
-
-
-class Twice(torch.nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * x
 
 
 def hooked(norm: Any) -> Any:
