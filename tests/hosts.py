@@ -50,18 +50,6 @@ def freqs_of(rows: int, dim: int, interleaved: bool = False, batch: int = 1, bas
     return torch.stack([angles * (b + 1) for b in range(batch)], 1)[:, :, None]
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, name: str) -> types.ModuleType:
-    """Put an empty module, with empty parent packages, in place of a missing one."""
-    parts = name.split(".")
-    for n in range(1, len(parts) + 1):
-        part = ".".join(parts[:n])
-        if part not in sys.modules:
-            monkeypatch.setitem(sys.modules, part, types.ModuleType(part))
-        if n > 1:
-            monkeypatch.setattr(sys.modules[".".join(parts[: n - 1])], parts[n - 1], sys.modules[part], raising=False)
-    return sys.modules[name]
-
-
 class Absent(types.ModuleType):
     """A module that has every name, each without effect."""
 

@@ -14,8 +14,6 @@ from torch import Tensor
 from jitrope.base.errors import InvalidInput, JitropeError
 from jitrope.integrations import _host, deepspeed, megatron, transformer_engine
 
-from .hosts import stand_in
-
 
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
@@ -25,8 +23,9 @@ def _restored() -> Iterator[None]:
 
 def host_of(monkeypatch: pytest.MonkeyPatch, name: str, function: Any) -> ModuleType:
     """A module of a host with a function `rope`."""
-    module = stand_in(monkeypatch, name)
+    module = ModuleType(name)
     module.rope = function
+    monkeypatch.setitem(sys.modules, name, module)
     return module
 
 
