@@ -131,6 +131,15 @@ def megatron() -> types.SimpleNamespace:
 
 
 @contextmanager
+def separate(*norms: torch.nn.Module) -> Iterator[None]:
+    """Norms with hooks are called, and rope is a launch of its own."""
+    hooks = [norm.register_forward_hook(lambda *_: None) for norm in norms]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+@contextmanager
 def group(size: int, rank: int = 0) -> Iterator[Any]:
     """A rank's process group on torch's fake backend, which sends nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -644,20 +644,6 @@ def test_fused_projections(name: str, dtype: torch.dtype) -> None:
 # ---- nothing that another code holds is written ---------------------------------------------------------------
 
 
-class Mode(TorchFunctionMode):
-    """Keeps the results of all linear functions."""
-
-    def __init__(self, kept: list[Tensor]) -> None:
-        super().__init__()
-        self.kept = kept
-
-    def __torch_function__(self, function: Any, _: Any, arguments: Any = (), words: Any = None) -> Any:
-        out = function(*arguments, **(words or {}))
-        if getattr(function, "__name__", "") == "linear":
-            self.kept.append(out)
-        return out
-
-
 @pytest.mark.parametrize("how", ["nn.Linear.forward", "F.linear", "a function mode", "a hook of each module"])
 @pytest.mark.parametrize("name", [FLUX, WAN, HUNYUAN, LTX, Z_IMAGE])
 def test_projections_that_something_keeps(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -672,6 +658,11 @@ def test_projections_that_something_keeps(name: str, how: str, monkeypatch: pyte
 
         return run
 
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, function: Any, _: Any, arguments: Any = (), words: Any = None) -> Any:
+            linear = getattr(function, "__name__", "") == "linear"
+            return (keeping(function) if linear else function)(*arguments, **(words or {}))
+
     def hook(module: nn.Module, _: Any, out: Tensor) -> None:
         if isinstance(module, nn.Linear):
             kept.append(out)
@@ -684,7 +675,7 @@ def test_projections_that_something_keeps(name: str, how: str, monkeypatch: pyte
             elif how == "F.linear":
                 patch.setattr(nn.functional, "linear", keeping(nn.functional.linear))
             elif how == "a function mode":
-                stack.enter_context(Mode(kept))
+                stack.enter_context(Mode())
             else:
                 stack.callback(nn.modules.module.register_module_forward_hook(hook).remove)
             zoo.forward(model, inputs)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
@@ -19,9 +18,9 @@ from torch import Tensor
 import jitrope
 from jitrope.integrations import _host, _layers, megatron
 
-from . import hosts
+from . import hosts, oracle
 from .devices import devices
-from .hosts import doubled, freqs_of, group
+from .hosts import doubled, freqs_of, group, separate
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 UNIT = {"fp32": 2**-20, "fp16": 2**-10, "bf16": 2**-7}
@@ -174,12 +173,8 @@ def yarn_tables(rows: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 def rows_of(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     """Each token's position: a rank has the chunks `rank` and `2 cp_size - 1 - rank` of each sequence."""
-    rows = []
-    for length in cu_seqlens.diff().tolist():
-        chunk = length // (2 * cp_size)
-        chunks = (cp_rank, 2 * cp_size - 1 - cp_rank) if cp_size > 1 else (0, 1)
-        rows += [torch.arange(c * chunk, (c + 1) * chunk) for c in chunks]
-    return torch.cat(rows)
+    lengths = cu_seqlens.diff().tolist()
+    return torch.tensor([row for n in lengths for row in oracle.chunked(0, n, cp_size, cp_rank)])
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -346,15 +341,6 @@ def eager(function: Any) -> Any:
     return getattr(function, "_torchdynamo_orig_callable", function)
 
 
-@contextmanager
-def separate(layer: Any) -> Iterator[None]:
-    """Norms with hooks are called, and rope is a launch of its own."""
-    hooks = [norm.register_forward_hook(lambda *_: None) for norm in (layer.q_layernorm, layer.k_layernorm)]
-    yield
-    for hook in hooks:
-        hook.remove()
-
-
 def close(got: list[Tensor], want: list[Tensor], tolerance: float) -> None:
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * max(1.0, float(b.detach().abs().max())))
@@ -381,7 +367,7 @@ def test_self_attention(
     words["packed_seq_params"] = packed_of(CU_SEQLENS.to(device)) if packed else None
     got = results(layer, x, **words)
     assert enabled.calls == {"jitrope": 0, "host": 0, "fused": 1}
-    with separate(layer):
+    with separate(layer.q_layernorm, layer.k_layernorm):
         want = results(layer, x, **words)
     assert enabled.calls == {"jitrope": 2, "host": 0, "fused": 1}
     assert enabled.reasons == {"not fused: a norm has hooks": 1}
@@ -412,7 +398,7 @@ def test_self_attention_with_context_parallelism(core: Any, ranks: Any, enabled:
     freqs = freqs_of(16, 16, True).to(device)
     words = {"rotary_pos_emb": freqs, "packed_seq_params": packed_of(CU_SEQLENS.to(device))}
     got = results(layer, x, **words)
-    with separate(layer):
+    with separate(layer.q_layernorm, layer.k_layernorm):
         close(got, results(layer, x, **words), 1e-5)
     at = rows_of(CU_SEQLENS, size, ranks.cp.rank())
     assert not torch.equal(at, torch.arange(len(x)))

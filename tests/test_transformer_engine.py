@@ -23,7 +23,7 @@ import jitrope
 from jitrope.integrations import _host, _layers, transformer_engine
 
 from .devices import devices
-from .hosts import HOSTS, Absent, doubled, freqs_of, missing
+from .hosts import HOSTS, Absent, doubled, freqs_of, missing, separate
 
 PYTORCH = "transformer_engine.pytorch"
 FILE = "transformer_engine.pytorch.attention.multi_head_attention"
@@ -96,12 +96,6 @@ class Attention(torch.nn.Module):
         return (q * k.flip(0) + v).flatten(-2)
 
 
-class SplitAlongDim:
-    @staticmethod
-    def apply(x: Tensor, dim: int, sizes: Any) -> tuple[Tensor, ...]:
-        return torch.split(x, sizes, dim)
-
-
 def stand_ins() -> dict[str, Any]:
     """By module, what it holds; every other name is without effect."""
     recipe = SimpleNamespace(fp8_dpa=False, fp8_mha=False)
@@ -117,7 +111,10 @@ def stand_ins() -> dict[str, Any]:
         "module.base": {},
         "module": {"Linear": Linear, "LayerNormLinear": Linear, **classes},
         "ops.basic.l2normalization": classes,
-        "utils": {"SplitAlongDim": SplitAlongDim, "divide": lambda a, b: a // b},
+        "utils": {
+            "SplitAlongDim": SimpleNamespace(apply=lambda x, dim, sizes: x.split(sizes, dim)),
+            "divide": lambda a, b: a // b,
+        },
         "constants": {
             "AttnTypes": ("self", "cross"),
             "AttnBiasTypes": ("no_bias",),
@@ -333,12 +330,10 @@ def test_norms_and_rope_are_one_launch(te: Any, device: str, norm: str, order: s
     with transformer_engine.enable() as report:
         got = results(layer, x, **words)
         assert report.calls == {"jitrope": 0, "host": 0, "fused": 1}
-        hooks = [m.register_forward_hook(lambda *_: None) for m in (layer.q_norm, layer.k_norm)]
-        want = results(layer, x, **words)
+        with separate(layer.q_norm, layer.k_norm):
+            want = results(layer, x, **words)
         assert report.calls == {"jitrope": 2, "host": 0, "fused": 1}
         assert report.reasons == {"not fused: a norm has hooks": 1}
-    for hook in hooks:
-        hook.remove()
     unit = {"fp32": 1e-5, "bf16": 2**-7}[dtype]
     for name, a, b, c in zip(("q", "k", "v", "out", *("gradient",) * 9), got, want, stock):
         assert a.dtype == b.dtype == c.dtype
@@ -350,38 +345,31 @@ def test_norms_and_rope_are_one_launch(te: Any, device: str, norm: str, order: s
             assert torch.equal(a, b)
 
 
-LEFT = {
-    "tables": "q and k have different tables",
-    "offsets": "q and k have different cu_seqlens",
-    "inference": "inference",
-    "fp8": "fp8",
-    "no table": None,
-    "no norm": None,
+FREQS, CU_SEQLENS = freqs_of(24, 32), torch.tensor([0, 8, 24])
+INFERENCE = SimpleNamespace(
+    cache_manager=SimpleNamespace(cache={1: None}),
+    get_seqlens_pre_step=lambda: torch.tensor([3, 0], dtype=torch.int32),
+)
+LEFT: dict[str, Any] = {  # further words of a call, and the reason
+    "tables": ({"rotary_pos_emb": (FREQS, FREQS.clone())}, "q and k have different tables"),
+    "offsets": ({"cu_seqlens_kv": CU_SEQLENS.clone()}, "q and k have different cu_seqlens"),
+    "inference": ({"inference_params": INFERENCE}, "inference"),
+    "fp8": ({}, "fp8"),
+    "no table": ({"rotary_pos_emb": None}, None),
+    "no norm": ({}, None),
 }
 
 
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_not_fused(te: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     layer = layer_of(te, None if name == "no norm" else "RMSNorm", False, torch.float32, qkv_format="thd")
-    cu_seqlens, freqs = torch.tensor([0, 8, 24]), freqs_of(24, 32)
-    words = {"rotary_pos_emb": freqs, "cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
-    if name == "tables":
-        words["rotary_pos_emb"] = (freqs, freqs.clone())
-    elif name == "no table":
-        words["rotary_pos_emb"] = None
-    elif name == "offsets":
-        words["cu_seqlens_kv"] = cu_seqlens.clone()
-    elif name == "inference":
-        cache = SimpleNamespace(cache={1: None})
-        words["inference_params"] = SimpleNamespace(
-            cache_manager=cache, get_seqlens_pre_step=lambda: torch.tensor([3, 0], dtype=torch.int32)
-        )
-    elif name == "fp8":
-        monkeypatch.setattr(te.FP8GlobalStateManager, "is_fp8_enabled", lambda: True)
+    more, reason = LEFT[name]
+    words = {"rotary_pos_emb": FREQS, "cu_seqlens_q": CU_SEQLENS, "cu_seqlens_kv": CU_SEQLENS, **more}
+    monkeypatch.setattr(te.FP8GlobalStateManager, "is_fp8_enabled", lambda: name == "fp8")
     with transformer_engine.enable() as report:
         layer(torch.randn(24, 64), **words)
     assert report.calls == {"jitrope": 0 if name == "no table" else 2, "host": 0}
-    assert report.reasons == ({} if LEFT[name] is None else {f"not fused: {LEFT[name]}": 1})
+    assert report.reasons == ({} if reason is None else {f"not fused: {reason}": 1})
 
 
 PATCHES = {
