@@ -96,35 +96,28 @@ class Attention(torch.nn.Module):
         return (q * k.flip(0) + v).flatten(-2)
 
 
+EMPTY = """attention attention.dot_product_attention.utils attention.inference cpp_extensions
+cpp_extensions.fused_attn cpu_offload distributed module.base ops ops.basic quantized_tensor tensor"""
+
+
 def stand_ins() -> dict[str, Any]:
     """By module, what it holds; every other name is without effect."""
-    recipe = SimpleNamespace(fp8_dpa=False, fp8_mha=False)
-    for name in ("custom", "float8_current_scaling", "mxfp8"):
-        setattr(recipe, name, lambda: False)
+    no = dict.fromkeys(("custom", "float8_current_scaling", "mxfp8"), lambda: False)
+    recipe = SimpleNamespace(fp8_dpa=False, fp8_mha=False, **no)
     manager = SimpleNamespace(is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: recipe)
-    group = torch.distributed.ProcessGroup
     classes = {name: type(name, (cls,), {"__module__": where}) for name, (cls, where) in NORMS.items()}
     return {
-        "quantization": {"FP8GlobalStateManager": manager, "QuantizerRole": SimpleNamespace},
-        "quantized_tensor": {"QuantizedTensorStorage": type("QuantizedTensorStorage", (), {})},
+        "quantization": {"FP8GlobalStateManager": manager},
         "tensor.float8_tensor": {"Float8Tensor": type("Float8Tensor", (), {})},
-        "module.base": {},
         "module": {"Linear": Linear, "LayerNormLinear": Linear, **classes},
         "ops.basic.l2normalization": classes,
         "utils": {
             "SplitAlongDim": SimpleNamespace(apply=lambda x, dim, sizes: x.split(sizes, dim)),
             "divide": lambda a, b: a // b,
         },
-        "constants": {
-            "AttnTypes": ("self", "cross"),
-            "AttnBiasTypes": ("no_bias",),
-            "CPLoadBalancingStrategy": SimpleNamespace(DUAL_CHUNK_SWAP=0),
-            "dist_group_type": group,
-        },
-        "distributed": {"get_distributed_world_size": lambda g: g.size(), "get_distributed_rank": lambda g: g.rank()},
+        "constants": {"AttnTypes": ("self", "cross"), "AttnBiasTypes": ("no_bias",)},
         "attention.dot_product_attention": {"DotProductAttention": Attention},
-        "attention.inference": {"InferenceParams": SimpleNamespace},
-        "cpu_offload": {"is_cpu_offload_enabled": lambda: False},
+        **{name: {} for name in EMPTY.split()},
     }
 
 
@@ -134,18 +127,12 @@ def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     files = {name: HOSTS / f"{name.replace('.', '/')}.py" for name in (f"{PYTORCH}.attention.rope", FILE)}
     if not all(path.exists() for path in files.values()):
         missing("pip install --no-deps --target build/hosts transformer-engine")
-    packages = ["", ".attention", ".module", ".ops", ".ops.basic", ".tensor", ".cpp_extensions", ".utils"]
-    names = ["transformer_engine", "transformer_engine_torch", *(PYTORCH + name for name in packages)]
-    names += [f"{PYTORCH}.cpp_extensions.fused_attn", f"{PYTORCH}.attention.dot_product_attention.utils"]
     made = {f"{PYTORCH}.{name}": held for name, held in stand_ins().items()}
-    for name in {*names, *made}:
+    made |= {name: {} for name in ("transformer_engine", "transformer_engine_torch", PYTORCH)}
+    for name, held in made.items():
         module = Absent(name)
-        module.__path__ = []
-        vars(module).update(made.get(name, {}))
+        vars(module).update(held, __path__=[])
         monkeypatch.setitem(sys.modules, name, module)
-    utils = sys.modules[f"{PYTORCH}.attention.dot_product_attention.utils"]
-    utils.check_set_window_size = lambda kind, window: (-1, -1)
-    sys.modules[f"{PYTORCH}.attention.dot_product_attention"].utils = utils
     for name, path in files.items():
         spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)
