@@ -123,6 +123,10 @@ def megatron() -> types.SimpleNamespace:
         "attention": "transformer.attention",
         "latent": "transformer.multi_latent_attention",
         "specs": "models.gpt.gpt_layer_specs",
+        "transformer": "transformer",
+        "norms": "transformer.torch_norm",
+        "packed": "packed_seq_params",
+        "groups": "process_groups_config",
     }
     try:
         return types.SimpleNamespace(**{k: importlib.import_module(f"megatron.core.{v}") for k, v in modules.items()})

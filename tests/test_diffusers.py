@@ -188,18 +188,12 @@ def test_autocast(name: str, device: str) -> None:
         same_as_stock(model, inputs, {"jitrope": zoo.MODELS[name].calls})
 
 
-def modules() -> Iterator[Any]:
-    import diffusers.models.controlnets as controlnets
-    import diffusers.models.transformers as transformers
-
-    yield attention_processor
-    for package in (transformers, controlnets):
-        for found in pkgutil.iter_modules(package.__path__):
-            yield importlib.import_module(f"{package.__name__}.{found.name}")
-
-
 def classes() -> list[Any]:
-    return [cls for m in modules() for cls in vars(m).values() if inspect.isclass(cls) and cls.__module__ == m.__name__]
+    """The classes of all transformers, controlnets and attention processors."""
+    packages = [importlib.import_module(f"diffusers.models.{name}") for name in ("transformers", "controlnets")]
+    names = [f"{package.__name__}.{x.name}" for package in packages for x in pkgutil.iter_modules(package.__path__)]
+    modules = [attention_processor, *map(importlib.import_module, names)]
+    return [cls for m in modules for cls in vars(m).values() if inspect.isclass(cls) and cls.__module__ == m.__name__]
 
 
 def test_every_class_that_rotates_is_known() -> None:

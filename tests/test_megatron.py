@@ -47,13 +47,12 @@ def device() -> str:
 # ---- rope ----------------------------------------------------------------------------------------------
 
 
-def config(apply_rope_fusion: bool = True, multi_latent_attention: bool = False, **words: Any) -> Any:
+def config(
+    core: Any, apply_rope_fusion: bool = True, multi_latent_attention: bool = False, heads: int = 2, **words: Any
+) -> Any:
     """Megatron's own configuration of a small model."""
-    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-
-    words = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 2, **words}
-    kind = MLATransformerConfig if multi_latent_attention else TransformerConfig
-    made = kind(**words, apply_rope_fusion=False)
+    kind = core.transformer.MLATransformerConfig if multi_latent_attention else core.transformer.TransformerConfig
+    made = kind(num_layers=1, hidden_size=64, num_attention_heads=heads, **words, apply_rope_fusion=False)
     made.apply_rope_fusion = apply_rope_fusion  # set late: the constructor requires TransformerEngine or Triton
     return made
 
@@ -72,7 +71,7 @@ def rotated_by(
     leaf = t.clone().requires_grad_()
     with group(*cp) as ranks:
         out = core.rope_utils.apply_rotary_pos_emb(
-            leaf, freqs, config(fused, **words), *arguments, cp_group=ranks, **call
+            leaf, freqs, config(core, fused, **words), *arguments, cp_group=ranks, **call
         )
     return [out, *torch.autograd.grad(out.sin().sum(), leaf)]
 
@@ -148,15 +147,13 @@ def test_hooks(core: Any) -> None:
 def test_configuration(core: Any) -> None:
     """Without TransformerEngine Megatron refuses `apply_rope_fusion`, which jitrope makes possible; and pairs into
     halves of pairs, which jitrope refuses too."""
-    from megatron.core.transformer import TransformerConfig
-
-    words = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "apply_rope_fusion": True}
+    made, words = core.transformer.TransformerConfig, {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
     with pytest.raises(ValueError, match="apply_rope_fusion"):
-        TransformerConfig(**words)
+        made(**words, apply_rope_fusion=True)
     with megatron.enable() as report:
-        assert TransformerConfig(**words).apply_rope_fusion
+        assert made(**words, apply_rope_fusion=True).apply_rope_fusion
     assert not report.left
-    made = config(multi_latent_attention=True)
+    made = config(core, multi_latent_attention=True)
     made.rotary_interleaved = True
     with pytest.raises(jitrope.InvalidInput, match="mla_rotary_interleaved with rotary_interleaved"):
         megatron.apply_rotary_pos_emb(torch.rand(4, 1, 2, 16), freqs_of(4, 16, True), made)
@@ -238,14 +235,15 @@ def test_latent_functions(device: str, packed: bool, cp: int, dtype: str) -> Non
 @pytest.fixture
 def ranks(core: Any, monkeypatch: pytest.MonkeyPatch, request: Any, device: str) -> Iterator[Any]:
     """Megatron's process groups; the parameter is the context parallel (size, rank)."""
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
     monkeypatch.setattr(core.latent, "HAVE_TE", False)  # 0.16.1 sets it to True without TransformerEngine
     if device == "cpu":
         monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    for cls, name in ((core.norms.L2Norm, "_norm"), (core.attention.Attention, "_apply_output_gate")):
+        method = getattr(cls, name)  # it would compile for seconds
+        monkeypatch.setattr(cls, name, getattr(method, "_torchdynamo_orig_callable", method))
     with group(*getattr(request, "param", (1, 0))) as everyone:
         alone = torch.distributed.new_group([torch.distributed.get_rank()])
-        yield ProcessGroupCollection(tp=alone, cp=everyone, pp=alone)
+        yield core.groups.ProcessGroupCollection(tp=alone, cp=everyone, pp=alone)
 
 
 class Core(torch.nn.Module):
@@ -275,11 +273,9 @@ def built(spec: Any, config: Any, ranks: Any) -> Any:
     return layer
 
 
-def packed_of(cu_seqlens: Tensor) -> Any:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
+def packed_of(core: Any, cu_seqlens: Tensor) -> Any:
     longest = int(cu_seqlens.diff().max())
-    return PackedSeqParams("thd", cu_seqlens, cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
+    return core.packed.PackedSeqParams("thd", cu_seqlens, cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
 def results(layer: Any, x: Tensor, *arguments: Any, **words: Any) -> list[Tensor]:
@@ -296,18 +292,15 @@ LATENT_LAYERS = [("yarn", False), ("yarn", True), ("rope", False), ("rope", True
 @pytest.mark.parametrize(("device", "kind", "packed"), devices(LATENT_LAYERS, LATENT_LAYERS[:2]))
 def test_latent_attention_layer(core: Any, ranks: Any, device: str, kind: str, packed: bool) -> None:
     """The layer computes what it does without jitrope; with YaRN and `apply_rope_fusion` it calls our functions."""
-    from megatron.core.transformer import MLATransformerConfig
-
-    config = MLATransformerConfig(
-        num_layers=1, hidden_size=64, num_attention_heads=2, q_lora_rank=24, kv_lora_rank=24, qk_head_dim=32,
-        qk_pos_emb_head_dim=16, v_head_dim=24, use_cpu_initialization=True, normalization="RMSNorm", rope_type=kind,
-    )  # fmt: skip
+    words = {"q_lora_rank": 24, "kv_lora_rank": 24, "qk_head_dim": 32, "qk_pos_emb_head_dim": 16, "v_head_dim": 24}
+    words |= {"use_cpu_initialization": True, "normalization": "RMSNorm", "rope_type": kind}
+    made = config(core, False, True, **words)
     spec = core.specs.get_gpt_layer_local_spec(multi_latent_attention=True, normalization="RMSNorm")
-    layer = built(spec, config, ranks).to(device)
+    layer = built(spec, made, ranks).to(device)
     x = torch.randn(12, 1 if packed else 2, 64).to(device)
-    where = packed_of(torch.tensor([0, 5, 12], dtype=torch.int32, device=device)) if packed else None
+    where = packed_of(core, torch.tensor([0, 5, 12], dtype=torch.int32, device=device)) if packed else None
     want = results(layer, x, packed_seq_params=where)
-    config.apply_rope_fusion = kind == "yarn"
+    made.apply_rope_fusion = kind == "yarn"
     with megatron.enable() as report:
         got = results(layer, x, packed_seq_params=where)
     assert report.calls == ({"jitrope": 2, "host": 0} if kind == "yarn" else {"jitrope": 0, "host": 2})
@@ -326,19 +319,9 @@ CU_SEQLENS = torch.tensor([0, 8, 24], dtype=torch.int32)
 
 def self_attention(core: Any, ranks: Any, norm: str, dtype: Any = torch.float32, size: int = 32, **words: Any) -> Any:
     """Megatron's `SelfAttention` with qk_layernorm, 4 heads of q and 2 of k. size: of a head."""
-    from megatron.core.transformer import TransformerConfig
-
-    config = TransformerConfig(
-        num_layers=1, hidden_size=64, num_attention_heads=4, num_query_groups=2, kv_channels=size, qk_layernorm=True,
-        use_cpu_initialization=True, normalization=NORMS[norm]["normalization"], params_dtype=dtype, **words,
-    )  # fmt: skip
-    config.apply_rope_fusion = True  # set late: without TransformerEngine the constructor requires `enable`
-    return built(core.specs.get_gpt_layer_local_spec(qk_layernorm=True, **NORMS[norm]), config, ranks)
-
-
-def eager(function: Any) -> Any:
-    """A compiled function without its compilation."""
-    return getattr(function, "_torchdynamo_orig_callable", function)
+    words |= {"num_query_groups": 2, "kv_channels": size, "qk_layernorm": True, "use_cpu_initialization": True}
+    made = config(core, heads=4, normalization=NORMS[norm]["normalization"], params_dtype=dtype, **words)
+    return built(core.specs.get_gpt_layer_local_spec(qk_layernorm=True, **NORMS[norm]), made, ranks)
 
 
 def close(got: list[Tensor], want: list[Tensor], tolerance: float) -> None:
@@ -351,20 +334,15 @@ SOME = (SELF[0], SELF[3], SELF[4], SELF[9])
 
 
 @pytest.mark.parametrize(("device", "norm", "dtype", "packed"), devices(SELF, SOME))
-def test_self_attention(
-    core: Any, ranks: Any, enabled: Any, monkeypatch: Any, device: str, norm: str, dtype: str, packed: bool
-) -> None:
+def test_self_attention(core: Any, ranks: Any, enabled: Any, device: str, norm: str, dtype: str, packed: bool) -> None:
     """q, k and v have the bits of the host's norms before jitrope's rope; in fp32 all agrees with Megatron's code.
 
     On a GPU that holds for RMSNorm; the others add in another order.
     """
-    from megatron.core.transformer import torch_norm
-
-    monkeypatch.setattr(torch_norm.L2Norm, "_norm", eager(torch_norm.L2Norm._norm))  # it would compile for seconds
     layer = self_attention(core, ranks, norm, DTYPES[dtype], 64).to(device)
     x = torch.randn(24 if packed else 6, 1 if packed else 2, 64).to(device, DTYPES[dtype])
     words = {"rotary_pos_emb": freqs_of(*((24, 64) if packed else (6, 64, False, 2))).to(device)}
-    words["packed_seq_params"] = packed_of(CU_SEQLENS.to(device)) if packed else None
+    words["packed_seq_params"] = packed_of(core, CU_SEQLENS.to(device)) if packed else None
     got = results(layer, x, **words)
     assert enabled.calls == {"jitrope": 0, "host": 0, "fused": 1}
     with separate(layer.q_layernorm, layer.k_layernorm):
@@ -396,7 +374,7 @@ def test_self_attention_with_context_parallelism(core: Any, ranks: Any, enabled:
         layer._yarn_concentration_factor = factor
     size, x = ranks.cp.size(), torch.randn(24 // ranks.cp.size(), 1, 64).to(device)
     freqs = freqs_of(16, 16, True).to(device)
-    words = {"rotary_pos_emb": freqs, "packed_seq_params": packed_of(CU_SEQLENS.to(device))}
+    words = {"rotary_pos_emb": freqs, "packed_seq_params": packed_of(core, CU_SEQLENS.to(device))}
     got = results(layer, x, **words)
     with separate(layer.q_layernorm, layer.k_layernorm):
         close(got, results(layer, x, **words), 1e-5)
@@ -431,10 +409,8 @@ LEFT = {  # a change of the layer and of the words of its call, the reason why i
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_self_attention_that_is_not_fused(core: Any, ranks: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_self_attention_that_is_not_fused(core: Any, ranks: Any, name: str) -> None:
     """The host's norms and jitrope's rope run, with the results of the stock layer, and the reason is told."""
-    cls = core.attention.Attention
-    monkeypatch.setattr(cls, "_apply_output_gate", eager(cls._apply_output_gate))  # it would compile for seconds
     layer = self_attention(core, ranks, "RMSNorm", **({"attention_output_gate": True} if name == "gate" else {}))
     x, words = torch.randn(6, 2, 64), {"rotary_pos_emb": TABLE}
     change, reason, calls = LEFT[name]
@@ -461,14 +437,11 @@ PATCHES = {  # the place in the host, and the reason why norms are not fused
 @pytest.mark.parametrize("name", PATCHES)
 def test_a_patch(core: Any, ranks: Any, monkeypatch: pytest.MonkeyPatch, name: str, when: str) -> None:
     """It has the effect that it has without jitrope."""
-    from megatron.core.transformer import torch_norm
-
-    norm, (where, reason) = torch_norm.L2Norm, PATCHES[name]
-    monkeypatch.setattr(norm, "_norm", eager(norm._norm))  # it would compile for seconds
+    where, reason = PATCHES[name]
     monkeypatch.setattr(_layers, "_forms", {})
     layer, x, words = self_attention(core, ranks, "L2Norm"), torch.randn(6, 2, 64), {"rotary_pos_emb": TABLE}
     place, _, last = where.rpartition(".")
-    holder = {"": core.attention, "L2Norm": norm}.get(place) or getattr(core.attention, place)
+    holder = {"": core.attention, "L2Norm": core.norms.L2Norm}.get(place) or getattr(core.attention, place)
     if where == "layer":
         holder, last = layer, "get_query_key_value_tensors"
 

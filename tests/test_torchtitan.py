@@ -39,13 +39,11 @@ def host() -> Any:
 
 
 @pytest.fixture(autouse=True)
-def counted() -> Iterator[dict[str, int]]:
+def counted() -> dict[str, int]:
     torch.compiler.reset()
     torchtitan.calls.clear()
     torchtitan.reasons.clear()
-    yield torchtitan.calls
-    torchtitan.calls.clear()
-    torchtitan.reasons.clear()
+    return torchtitan.calls
 
 
 @pytest.fixture
