@@ -9,7 +9,6 @@ import os
 import pickle
 import pkgutil
 import re
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,15 +48,6 @@ def variant(cls: str, config: Any, inputs: Any, device: str = "cpu", dtype: torc
     """`prepared` with another configuration; the inputs for positions stay in fp32."""
     made = zoo.Model(lambda: (getattr(diffusers, cls)(**config), inputs), fp32=zoo.MODELS[cls].fp32)
     return zoo.prepared(made, device, dtype)
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """Nothing of a test stays in the host's classes and modules."""
-    yield
-    for functions in list(_host.placed):
-        _host.restore("diffusers", [functions])
-    assert not _host.placed
 
 
 def seeded(model: nn.Module, inputs: Any) -> Tensor:
@@ -205,14 +195,12 @@ def test_every_class_that_rotates_is_known() -> None:
 
 
 def test_controlnets_made_of_known_blocks() -> None:
-    flux, qwen = prepared(FLUX)[0], prepared(QWEN)[0]
-    hunyuan, cosmos = prepared("HunyuanDiT2DModel")[0], prepared("CosmosTransformer3DModel")[0]
-    of = {"FluxControlNetModel": flux, "QwenImageControlNetModel": qwen}
-    of |= {"HunyuanDiT2DControlNetModel": hunyuan, "CosmosControlNetModel": cosmos}
-    made = [
-        getattr(diffusers, name).from_config({**model.config, "num_layers": 1, "_class_name": name})
-        for name, model in of.items()
-    ]
+    of = {"FluxControlNetModel": FLUX, "QwenImageControlNetModel": QWEN}
+    of |= {"HunyuanDiT2DControlNetModel": "HunyuanDiT2DModel", "CosmosControlNetModel": "CosmosTransformer3DModel"}
+    made = []
+    for name, model in of.items():
+        config = {**prepared(model)[0].config, "num_layers": 1, "_class_name": name}
+        made.append(getattr(diffusers, name).from_config(config))
     made += [diffusers.FluxMultiControlNetModel(made[:1]), diffusers.QwenImageMultiControlNetModel(made[1:2])]
     for model in made:
         with integration.enable(model) as report:
@@ -323,24 +311,20 @@ def test_hooks_of_accelerate_and_sharding(name: str) -> None:
     from torch.distributed.fsdp import fully_shard
 
     model, inputs = prepared(name)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        with torch.no_grad():
-            want = seeded(model, inputs)
-            integration.enable(model)
-            for module in model.modules():
-                if short(type(getattr(module, "norm_q", None))) == "NoneType":
-                    accelerate.hooks.add_hook_to_module(module, accelerate.hooks.ModelHook())
-            report = integration.enable(model)
+    with hosts.group(1), torch.no_grad():
+        want = seeded(model, inputs)
+        integration.enable(model)
+        for module in model.modules():
+            if short(type(getattr(module, "norm_q", None))) == "NoneType":
+                accelerate.hooks.add_hook_to_module(module, accelerate.hooks.ModelHook())
+        report = integration.enable(model)
+        assert torch.equal(seeded(model, inputs), want)
+        assert report.calls["jitrope"] + report.calls.get("fused", 0) > 0
+        accelerate.hooks.remove_hook_from_module(model, recurse=True)
+        fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        for change in (integration.enable, integration.disable):
+            change(model)
             assert torch.equal(seeded(model, inputs), want)
-            assert report.calls["jitrope"] + report.calls.get("fused", 0) > 0
-            accelerate.hooks.remove_hook_from_module(model, recurse=True)
-            fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
-            for change in (integration.enable, integration.disable):
-                change(model)
-                assert torch.equal(seeded(model, inputs), want)
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", [QWEN, WAN])
@@ -555,17 +539,15 @@ def test_cache_dit(first: str) -> None:
         import cache_dit
     except ImportError:
         hosts.missing("pip install --no-deps cache-dit==1.5.3")
-    words = {"in_channels": 4, "num_layers": 4, "num_single_layers": 4, **zoo.HEADS, "joint_attention_dim": 32}
-    words |= {"pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)}
     torch.manual_seed(0)
-    models = [diffusers.FluxTransformer2DModel(**words).eval() for _ in range(2)]
+    config, given = zoo.flux()
+    config |= {"num_layers": 4, "num_single_layers": 4}
+    models = [diffusers.FluxTransformer2DModel(**config).eval() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     cache = cache_dit.DBCacheConfig(
         Fn_compute_blocks=1, Bn_compute_blocks=0, residual_diff_threshold=0.5, max_warmup_steps=1, num_inference_steps=4
     )
-    given: Any = {"encoder_hidden_states": torch.randn(1, 8, 32), "pooled_projections": torch.randn(1, 32)}
-    given.update(timestep=torch.ones(1), img_ids=torch.randn(16, 3), txt_ids=torch.zeros(8, 3))
-    x = torch.randn(1, 16, 4)
+    x = given.pop("hidden_states")
 
     def steps(model: Any) -> list[Tensor]:
         with torch.no_grad():
@@ -588,20 +570,23 @@ def test_cache_dit(first: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("form", ["flux", "qwen", "wan", "hunyuan"])
-def test_heads_of_128_give_the_same_bits(form: str, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "make", "axes"),
+    [
+        (FLUX, zoo.flux, "axes_dims_rope"),
+        (QWEN, zoo.qwen_image, "axes_dims_rope"),
+        (WAN, zoo.wan, None),
+        (HUNYUAN, zoo.hunyuan_video, "rope_axes_dim"),
+    ],
+)
+def test_heads_of_128_give_the_same_bits(name: str, make: Any, axes: Any, dtype: torch.dtype, device: str) -> None:
     """Heads of 128 give the host's bits on a GPU too."""
-    changes, (cls, make, calls) = {
-        "flux": ({"axes_dims_rope": (16, 56, 56)}, (FLUX, zoo.flux, 3)),
-        "qwen": ({"axes_dims_rope": (16, 56, 56)}, (QWEN, zoo.qwen_image, 2)),
-        "wan": ({}, (WAN, zoo.wan, 4)),
-        "hunyuan": ({"rope_axes_dim": (16, 56, 56)}, (HUNYUAN, zoo.hunyuan_video, 3)),
-    }[form]
     config, inputs = make()
-    config = config | changes | {"attention_head_dim": 128}
-    model, inputs = variant(cls, config, inputs, device, dtype)
+    config = {**config, "attention_head_dim": 128, **({axes: (16, 56, 56)} if axes else {})}
+    model, inputs = variant(name, config, inputs, device, dtype)
     # Across heads, sums have torch's order with 2-byte dtypes.
-    same_as_stock(model, inputs, {"fused": calls}, exact=device == "cpu" or (form, dtype) != ("wan", FP32))
+    exact = device == "cpu" or (name, dtype) != (WAN, FP32)
+    same_as_stock(model, inputs, {"fused": zoo.MODELS[name].fused}, exact=exact)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
