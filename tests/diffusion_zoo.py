@@ -25,7 +25,7 @@ FP32 = torch.float32
 class Model:
     """One transformer; `fp32` names the forward inputs that stay fp32 in every dtype (positions, ids, timesteps)."""
 
-    make: Callable[[], tuple[nn.Module, dict[str, Any]]]  # a fresh model on the CPU in fp32, forward's keywords
+    make: Callable[..., tuple[nn.Module, dict[str, Any]]]  # a fresh model on the CPU in fp32, forward's keywords
     calls: int = 0
     fused: int = 0  # calls of processors with the norm in the same launch, in one forward of these inputs
     fp32: frozenset[str] = frozenset()
@@ -45,8 +45,8 @@ def entry(
     """
 
     def register(entry: Callable[[], tuple[dict[str, Any], dict[str, Any]]]) -> Callable:
-        def make() -> tuple[nn.Module, dict[str, Any]]:
-            config, inputs = entry()
+        def make(given: Any = None) -> tuple[nn.Module, dict[str, Any]]:
+            config, inputs = given or entry()
             return (build or getattr(diffusers, name))(**config), inputs
 
         if hasattr(diffusers, name):
@@ -85,18 +85,22 @@ def moved(values: Any, device: Any, dtype: torch.dtype | None) -> Any:
     return tree_map_only(Tensor, lambda x: x.to(device, dtype if x.is_floating_point() else None), values)
 
 
-def prepared(model: Model, device: Any = "cpu", dtype: torch.dtype = FP32) -> tuple[nn.Module, dict[str, Any]]:
+def prepared(
+    name: str, device: Any = "cpu", dtype: torch.dtype = FP32, given: Any = None
+) -> tuple[Any, dict[str, Any]]:
     """A seeded model in eval mode, as after `from_pretrained(torch_dtype=dtype)`, and its inputs.
+
+    given: another configuration and other keywords of forward.
 
     That is not `module.to(dtype)`: fp32 tables stay fp32, and so do the modules the class keeps in fp32.
     """
     torch.manual_seed(0)
-    module, inputs = model.make()
+    module, inputs = MODELS[name].make(given)
     with torch.no_grad():
         initialise(module)
     if dtype != FP32:
         module = reloaded(module, dtype)
-    inputs = {key: moved(value, device, None if key in model.fp32 else dtype) for key, value in inputs.items()}
+    inputs = {key: moved(value, device, None if key in MODELS[name].fp32 else dtype) for key, value in inputs.items()}
     return module.to(device).eval(), inputs
 
 

@@ -33,21 +33,12 @@ from diffusers.models.transformers import transformer_flux, transformer_qwenimag
 
 from . import diffusion_zoo as zoo  # noqa: E402
 from .devices import DEVICES, slow  # noqa: E402
+from .diffusion_zoo import prepared  # noqa: E402
 
 FP32, BF16 = torch.float32, torch.bfloat16
 EACH = pytest.mark.parametrize("name", list(zoo.MODELS))
 FLUX, WAN, QWEN = "FluxTransformer2DModel", "WanTransformer3DModel", "QwenImageTransformer2DModel"
 HUNYUAN, LTX, Z_IMAGE = "HunyuanVideoTransformer3DModel", "LTXVideoTransformer3DModel", "ZImageTransformer2DModel"
-
-
-def prepared(name: str, device: str = "cpu", dtype: torch.dtype = FP32) -> Any:
-    return zoo.prepared(zoo.MODELS[name], device, dtype)
-
-
-def variant(cls: str, config: Any, inputs: Any, device: str = "cpu", dtype: torch.dtype = FP32) -> Any:
-    """`prepared` with another configuration; the inputs for positions stay in fp32."""
-    made = zoo.Model(lambda: (getattr(diffusers, cls)(**config), inputs), fp32=zoo.MODELS[cls].fp32)
-    return zoo.prepared(made, device, dtype)
 
 
 def seeded(model: nn.Module, inputs: Any) -> Tensor:
@@ -374,7 +365,7 @@ def work(rank, store):
     dist.destroy_process_group()
 
 def check(name):
-    model, inputs = prepared(MODELS[name])
+    model, inputs = prepared(name)
     if "Qwen" in name:  # diffusers needs equal parts of the text
         inputs.update(encoder_hidden_states=inputs["encoder_hidden_states"][:, :6], encoder_hidden_states_mask=None)
     with torch.no_grad():
@@ -433,15 +424,7 @@ def test_a_processor_with_a_new_keyword(monkeypatch: pytest.MonkeyPatch) -> None
     """A call that uses it goes to the host's processor, which knows it; one that does not is fused."""
     original, seen = transformer_flux.FluxAttnProcessor.__call__, []
 
-    def call(
-        self: Any,
-        attn: Any,
-        hidden_states: Any,
-        encoder_hidden_states: Any = None,
-        attention_mask: Any = None,
-        image_rotary_emb: Any = None,
-        gain: float = 1.0,
-    ) -> Any:
+    def call(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None, gain=1):
         seen.append(gain)
         out = original(self, attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         return tuple(gain * x for x in out)
@@ -457,11 +440,11 @@ def test_a_processor_with_a_new_keyword(monkeypatch: pytest.MonkeyPatch) -> None
     with torch.no_grad(), integration.enable(model) as report:
         want = attention.processor(*given, image_rotary_emb=(cos, sin))
         assert seen == []
-        got = attention.processor(*given, None, (cos, sin), gain=2.0)
+        got = attention.processor(*given, None, (cos, sin), gain=2)
         assert report.calls == {"jitrope": 2, "host": 0, "fused": 1}
-        attention.processor(*given, None, (cos, sin), gain=1.0)
+        attention.processor(*given, None, (cos, sin), gain=1)
         assert report.calls == {"jitrope": 2, "host": 0, "fused": 2}
-    assert seen == [2.0]
+    assert seen == [2]
     assert report.reasons == {"jitrope does not know the argument gain of call": 1}
     for ours, single in zip(got, want):
         torch.testing.assert_close(ours, 2 * single)
@@ -583,7 +566,7 @@ def test_heads_of_128_give_the_same_bits(name: str, make: Any, axes: Any, dtype:
     """Heads of 128 give the host's bits on a GPU too."""
     config, inputs = make()
     config = {**config, "attention_head_dim": 128, **({axes: (16, 56, 56)} if axes else {})}
-    model, inputs = variant(name, config, inputs, device, dtype)
+    model, inputs = prepared(name, device, dtype, (config, inputs))
     # Across heads, sums have torch's order with 2-byte dtypes.
     exact = device == "cpu" or (name, dtype) != (WAN, FP32)
     same_as_stock(model, inputs, {"fused": zoo.MODELS[name].fused}, exact=exact)
@@ -595,7 +578,7 @@ def test_wan_image_to_video(dtype: torch.dtype) -> None:
     config = zoo.WAN | {"image_dim": 16, "added_kv_proj_dim": 32}
     text, image = torch.randn(2, 512, 16), torch.randn(2, 3, 16)
     inputs = zoo.wan_inputs() | {"encoder_hidden_states": text, "encoder_hidden_states_image": image}
-    model, inputs = variant(WAN, config, inputs, dtype=dtype)
+    model, inputs = prepared(WAN, "cpu", dtype, (config, inputs))
     assert any(m.add_k_proj is not None for m in attentions(model))
     same_as_stock(model, inputs, {"fused": 4})
 

@@ -474,9 +474,7 @@ def test_an_argument_of_forward_that_jitrope_does_not_know(
     cls, seen = core.attention.Attention, []
     before = cls.forward
 
-    def forward(
-        self: Any, hidden_states: Any, attention_mask: Any, rotary_pos_emb: Any = None, rope_scale: Any = None
-    ) -> Any:
+    def forward(self, hidden_states, attention_mask, rotary_pos_emb=None, rope_scale=None):
         seen.append(rope_scale)
         return before(self, hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb)
 
