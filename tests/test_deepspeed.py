@@ -102,5 +102,4 @@ def test_deepspeed_attention_calls_it(layer: Any, monkeypatch: pytest.MonkeyPatc
         deepspeed.disable()
         torch.distributed.destroy_process_group()
     assert report.calls == {"jitrope": 2, "host": 0}
-    for a, b in zip(*results):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*results)

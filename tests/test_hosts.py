@@ -114,7 +114,7 @@ def test_a_host_without_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_missing_functions_and_broken_dependencies_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    host_of(monkeypatch, "host_o", ours)
+    module = host_of(monkeypatch, "host_o", ours)
     (tmp_path / "broken_o.py").write_text("raise OSError('libx.so.1: cannot open')")
     monkeypatch.syspath_prepend(tmp_path)
     places = ["host_o:rope", "host_o:rope2", "broken_o:rope", "absent_o:rope"]
@@ -126,13 +126,9 @@ def test_missing_functions_and_broken_dependencies_are_named(monkeypatch: pytest
         assert "broken_o.rope: left alone: host_o cannot be imported" in report.table()
     with pytest.raises(ImportError, match="OSError: libx"):
         _host.enable("broken_o", {"broken_o:rope": any_words})
-
-
-def test_a_version_without_a_function_is_refused_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = host_of(monkeypatch, "host_v", fewer)
-    with pytest.raises(JitropeError, match="this version of host_v has no host_v:other"):
-        _host.enable("host_v", {"host_v:rope": ours, "host_v:other": ours})
-    assert module.rope is fewer
+    with pytest.raises(JitropeError, match="this version of host_o has no host_o:rope2"):
+        _host.enable("host_o", dict.fromkeys(places, any_words))
+    assert module.rope is ours  # all or nothing
 
 
 @pytest.mark.parametrize(

@@ -93,8 +93,7 @@ def test_padded(core: Any, enabled: Any, device: str, words: Any, dim: int, batc
     calls = mla_of(core, words)
     for call in calls:
         got, want = (rotated_by(core, t, freqs, fused, words, mscale=mscale, **call) for fused in (True, False))
-        for a, b in zip(got, want):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(got, want)
     assert enabled.calls == {"jitrope": len(calls), "host": len(calls)}
     assert enabled.reasons == {"apply_rope_fusion is off": len(calls)}
 
@@ -115,8 +114,7 @@ def test_packed(core: Any, enabled: Any, device: str, words: Any, table: str, cp
     t = torch.rand(56 // cp, 3, 32).to(device)
     for rank, call in product(range(cp), mla_of(core, words)):
         both = [rotated_by(core, t, freqs, fused, words, cu_seqlens, cp=(cp, rank), **call) for fused in (True, False)]
-        for a, b in zip(*both):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(*both)
 
 
 def test_hooks(core: Any) -> None:
@@ -304,9 +302,8 @@ def test_latent_attention_layer(core: Any, ranks: Any, device: str, kind: str, p
     with megatron.enable() as report:
         got = results(layer, x, packed_seq_params=where)
     assert report.calls == ({"jitrope": 2, "host": 0} if kind == "yarn" else {"jitrope": 0, "host": 2})
-    assert len(got) == len(want) > 8
-    for a, b in zip(got, want):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert len(want) > 8
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 NORMS: dict[str, dict[str, Any]] = {
