@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import jitrope
+from jitrope.integrations import _host
 
 from .host import backend
 
@@ -116,3 +117,12 @@ def _launch() -> Iterator[None]:
 def _kernel_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Never use the user's own cache. Tests of the cache itself use `tmp_path`."""
     monkeypatch.setenv("JITROPE_CACHE_DIR", os.environ["TEST_KERNEL_CACHE"])
+
+
+@pytest.fixture(autouse=True)
+def _hosts(_kernel_cache: None) -> Iterator[None]:
+    """After a test, and before its patches are undone, the functions of hosts are their own."""
+    yield
+    for host in {name for place in list(_host.placed.values()) for name in place.hosts}:
+        _host.restore(host, list(_host.placed))
+    assert not _host.placed

@@ -16,69 +16,41 @@ from typing import Any
 import diffusers
 import torch
 from torch import Tensor, arange, cat, nn, ones, randint, randn, tensor, zeros
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+FP32 = torch.float32
 
 
 @dataclass(frozen=True)
 class Model:
     """One transformer; `fp32` names the forward inputs that stay fp32 in every dtype (positions, ids, timesteps)."""
 
-    name: str  # the class's name, and a variant's after a dash
-    make: Callable[[], tuple[nn.Module, dict[str, Any]]]  # a fresh model on the CPU in fp32, forward's keywords
-    calls: int
-    dtypes: tuple[torch.dtype, ...] = (FP32, BF16, FP16)  # dtypes in which the stock model runs on a CPU
+    make: Callable[..., tuple[nn.Module, dict[str, Any]]]  # a fresh model on the CPU in fp32, forward's keywords
+    calls: int = 0
+    fused: int = 0  # calls of processors with the norm in the same launch, in one forward of these inputs
     fp32: frozenset[str] = frozenset()
     gradients: bool = True  # whether the stock model has a backward on a CPU (flex attention has none)
-
-    def __str__(self) -> str:
-        return self.name
 
 
 MODELS: dict[str, Model] = {}
 
-# By model name: calls of processors with the norm in the same launch, in one forward of these inputs.
-FUSED_CALLS = {
-    "FluxTransformer2DModel": 3,
-    "Flux2Transformer2DModel": 3,
-    "ChromaTransformer2DModel": 3,
-    "QwenImageTransformer2DModel": 2,
-    "WanTransformer3DModel": 4,
-    "ChronoEditTransformer3DModel": 4,
-    "WanVACETransformer3DModel": 8,
-    "SkyReelsV2Transformer3DModel": 4,
-    "WanAnimateTransformer3DModel": 4,
-    "HunyuanVideoTransformer3DModel": 3,
-    "HunyuanVideoFramepackTransformer3DModel": 3,
-    "LTXVideoTransformer3DModel": 4,
-    "ZImageTransformer2DModel": 4,
-    "ZImageControlNetModel": 9,
-}
-
 
 def entry(
-    name: str,
-    calls: int,
-    dtypes: tuple[torch.dtype, ...] = (FP32, BF16, FP16),
-    fp32: str = "",
-    variant: str = "",
-    gradients: bool = True,
-    build: Callable[..., nn.Module] | None = None,
+    name: str, fp32: str = "", variant: str = "", build: Callable[..., nn.Module] | None = None, **words: Any
 ) -> Callable:
     """Decorator: registers a function that returns (configuration, forward's keywords), if diffusers has the class.
 
     A second configuration of a class is a `variant`, named "class-variant". `build` makes the module from the
-    configuration if the class alone does not run.
+    configuration if the class alone does not run. words: more of `Model`.
     """
-    key = f"{name}-{variant}" if variant else name
 
     def register(entry: Callable[[], tuple[dict[str, Any], dict[str, Any]]]) -> Callable:
-        def make() -> tuple[nn.Module, dict[str, Any]]:
-            config, inputs = entry()
+        def make(given: Any = None) -> tuple[nn.Module, dict[str, Any]]:
+            config, inputs = given or entry()
             return (build or getattr(diffusers, name))(**config), inputs
 
         if hasattr(diffusers, name):
-            MODELS[key] = Model(key, make, calls, dtypes, frozenset(fp32.split()), gradients)
+            MODELS[f"{name}-{variant}" if variant else name] = Model(make, fp32=frozenset(fp32.split()), **words)
         return entry
 
     return register
@@ -108,46 +80,33 @@ def reloaded(module: nn.Module, dtype: torch.dtype) -> nn.Module:
         return type(module).from_pretrained(folder, torch_dtype=dtype)
 
 
-def moved(value: Any, device: Any, dtype: torch.dtype | None) -> Any:
-    """`value` with its tensors on `device`, floating ones in `dtype` (None: unchanged); containers are rebuilt."""
-    if isinstance(value, Tensor):
-        return value.to(device, dtype if value.is_floating_point() else None)
-    if isinstance(value, (list, tuple)):
-        return type(value)(moved(item, device, dtype) for item in value)
-    if isinstance(value, dict):
-        return {key: moved(item, device, dtype) for key, item in value.items()}
-    return value
+def moved(values: Any, device: Any, dtype: torch.dtype | None) -> Any:
+    """`values` with their tensors on `device`, floating ones in `dtype` (None: unchanged)."""
+    return tree_map_only(Tensor, lambda x: x.to(device, dtype if x.is_floating_point() else None), values)
 
 
 def prepared(
-    model: Model, device: Any = "cpu", dtype: torch.dtype = FP32, seed: int = 0
-) -> tuple[nn.Module, dict[str, Any]]:
+    name: str, device: Any = "cpu", dtype: torch.dtype = FP32, given: Any = None
+) -> tuple[Any, dict[str, Any]]:
     """A seeded model in eval mode, as after `from_pretrained(torch_dtype=dtype)`, and its inputs.
+
+    given: another configuration and other keywords of forward.
 
     That is not `module.to(dtype)`: fp32 tables stay fp32, and so do the modules the class keeps in fp32.
     """
-    torch.manual_seed(seed)
-    module, inputs = model.make()
+    torch.manual_seed(0)
+    module, inputs = MODELS[name].make(given)
     with torch.no_grad():
         initialise(module)
     if dtype != FP32:
         module = reloaded(module, dtype)
-    inputs = {key: moved(value, device, None if key in model.fp32 else dtype) for key, value in inputs.items()}
+    inputs = {key: moved(value, device, None if key in MODELS[name].fp32 else dtype) for key, value in inputs.items()}
     return module.to(device).eval(), inputs
-
-
-def tensors(value: Any) -> list[Tensor]:
-    """The tensors in nested containers, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [tensor for item in value for tensor in tensors(item)] if isinstance(value, (list, tuple)) else []
 
 
 def forward(module: nn.Module, inputs: dict[str, Any]) -> Tensor:
     """All output tensors of one forward, flattened and concatenated if there is more than one."""
-    outputs = tensors(module(**inputs))
+    outputs = [x for x in tree_leaves(module(**inputs)) if isinstance(x, Tensor)]
     return outputs[0] if len(outputs) == 1 else torch.cat([output.flatten() for output in outputs])
 
 
@@ -183,30 +142,28 @@ SIGMAS, STEPS, FLOAT_STEPS = tensor([0.5, 0.25]), tensor([3, 700]), tensor([3.0,
 
 # fmt: off
 
-@entry("FluxTransformer2DModel", calls=6, fp32="img_ids txt_ids")
+FLUX = of(in_channels=4, num_layers=1, num_single_layers=2, **HEADS, joint_attention_dim=32, axes_dims_rope=(4, 4, 8))
+FLUX2 = FLUX | of(axes_dims_rope=(4, 4, 4, 4))
+
+def flux_inputs(axes=3):
+    text = zeros(6, axes)
+    text[:, 3:] = arange(6.0)[:, None]
+    return of(hidden_states=randn(2, 16, 4), encoder_hidden_states=randn(2, 6, 32), timestep=SIGMAS,
+        img_ids=image_ids(4, 4, axes), txt_ids=text)
+
+@entry("FluxTransformer2DModel", calls=6, fused=3, fp32="img_ids txt_ids")
 def flux():
-    return of(patch_size=1, in_channels=4, num_layers=1, num_single_layers=2, **HEADS, joint_attention_dim=32,
-        pooled_projection_dim=32, axes_dims_rope=(4, 4, 8)), of(
-        hidden_states=randn(2, 16, 4), encoder_hidden_states=randn(2, 6, 32), pooled_projections=randn(2, 32),
-        timestep=SIGMAS, img_ids=image_ids(4, 4), txt_ids=zeros(6, 3))
+    return FLUX | of(pooled_projection_dim=32), flux_inputs() | of(pooled_projections=randn(2, 32))
 
-@entry("Flux2Transformer2DModel", calls=6, fp32="img_ids txt_ids")
+@entry("Flux2Transformer2DModel", calls=6, fused=3, fp32="img_ids txt_ids")
 def flux2():
-    text = zeros(6, 4)
-    text[:, 3] = arange(6.0)
-    return of(in_channels=4, num_layers=1, num_single_layers=2, **HEADS, joint_attention_dim=32,
-        timestep_guidance_channels=32, axes_dims_rope=(4, 4, 4, 4)), of(
-        hidden_states=randn(2, 16, 4), encoder_hidden_states=randn(2, 6, 32), timestep=SIGMAS,
-        guidance=tensor([4.0, 4.0]), img_ids=image_ids(4, 4, 4), txt_ids=text)
+    return FLUX2 | of(timestep_guidance_channels=32), flux_inputs(4) | of(guidance=tensor([4.0, 4.0]))
 
-@entry("ChromaTransformer2DModel", calls=6, fp32="img_ids txt_ids")
+@entry("ChromaTransformer2DModel", calls=6, fused=3, fp32="img_ids txt_ids")
 def chroma():
-    return of(in_channels=4, num_layers=1, num_single_layers=2, **HEADS, joint_attention_dim=32,
-        axes_dims_rope=(4, 4, 8), approximator_num_channels=16, approximator_hidden_dim=32, approximator_layers=1), of(
-        hidden_states=randn(2, 16, 4), encoder_hidden_states=randn(2, 6, 32), timestep=SIGMAS, img_ids=image_ids(4, 4),
-        txt_ids=zeros(6, 3))
+    return FLUX | of(approximator_num_channels=16, approximator_hidden_dim=32, approximator_layers=1), flux_inputs()
 
-@entry("QwenImageTransformer2DModel", calls=8)
+@entry("QwenImageTransformer2DModel", calls=8, fused=2)
 def qwen_image():
     return of(patch_size=2, in_channels=16, out_channels=4, num_layers=2, **HEADS, joint_attention_dim=16,
         axes_dims_rope=(8, 4, 4)), of(
@@ -220,7 +177,7 @@ WAN = of(patch_size=(1, 2, 2), **HEADS, in_channels=4, out_channels=4, text_dim=
 def wan_inputs():
     return of(hidden_states=randn(2, 4, 2, 8, 8), encoder_hidden_states=randn(2, 5, 16), timestep=STEPS)
 
-@entry("WanTransformer3DModel", calls=0)
+@entry("WanTransformer3DModel", fused=4)
 def wan():
     return WAN, wan_inputs()
 
@@ -232,11 +189,11 @@ def hunyuan_inputs():
     return of(hidden_states=randn(2, 4, 2, 8, 8), timestep=STEPS, encoder_hidden_states=randn(2, 6, 16),
         encoder_attention_mask=text_mask(6), pooled_projections=randn(2, 8), guidance=tensor([6144.0, 6144.0]))
 
-@entry("HunyuanVideoTransformer3DModel", calls=6)
+@entry("HunyuanVideoTransformer3DModel", calls=6, fused=3)
 def hunyuan_video():
     return HUNYUAN_VIDEO, hunyuan_inputs()
 
-@entry("LTXVideoTransformer3DModel", calls=4)
+@entry("LTXVideoTransformer3DModel", calls=4, fused=4)
 def ltx():
     return of(in_channels=4, out_channels=4, **HEADS, cross_attention_dim=32, num_layers=2, caption_channels=16), of(
         hidden_states=randn(2, 2 * 4 * 4, 4), encoder_hidden_states=randn(2, 6, 16), timestep=STEPS,
@@ -249,7 +206,7 @@ Z_IMAGE = of(in_channels=4, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, n
 def z_image_inputs():
     return of(x=[randn(4, 1, 8, 8), randn(4, 1, 8, 6)], t=SIGMAS, cap_feats=[randn(6, 16), randn(5, 16)])
 
-@entry("ZImageTransformer2DModel", calls=0)
+@entry("ZImageTransformer2DModel", fused=4)
 def z_image():
     return Z_IMAGE, z_image_inputs()
 
@@ -266,46 +223,36 @@ class ZImageControlled(nn.Module):
         samples = controlnet(x, t, cap_feats, control_context)
         return self.transformer(x, t, cap_feats, controlnet_block_samples=samples)
 
-@entry("ZImageControlNetModel", calls=0, gradients=False, build=ZImageControlled)
+@entry("ZImageControlNetModel", fused=9, gradients=False, build=ZImageControlled)
 def z_image_controlnet():
     context = [randn(6, 1, 8, 8), randn(6, 1, 8, 6)]
     return of(control_layers_places=[0, 1], control_refiner_layers_places=[0], control_in_dim=6,
         add_control_noise_refiner="control_noise_refiner", dim=32, n_refiner_layers=1, n_heads=2,
         n_kv_heads=2), z_image_inputs() | of(control_context=context)
 
-FLUX_LIKE = of(in_channels=4, num_layers=1, num_single_layers=2, **HEADS, joint_attention_dim=32,
-    axes_dims_rope=(4, 4, 8))
-
-def flux_like_inputs():
-    return of(hidden_states=randn(2, 16, 4), encoder_hidden_states=randn(2, 6, 32), timestep=SIGMAS,
-        img_ids=image_ids(4, 4), txt_ids=zeros(6, 3))
-
 @entry("Flux3Transformer2DModel", calls=8, fp32="img_ids txt_ids image_cond_ids")
 def flux3():
-    text, condition = (zeros(6, 4), image_ids(3, 3, 4))
-    text[:, 3] = arange(6.0)
+    condition = image_ids(3, 3, 4)
     condition[:, 0] = 10
-    return of(in_channels=4, cond_in_channels=6, num_layers=1, num_single_layers=1, **HEADS, joint_attention_dim=32,
-        timestep_channels=32, axes_dims_rope=(4, 4, 4, 4)), of(
-        hidden_states=randn(2, 16, 4), encoder_hidden_states=randn(2, 6, 32), timestep=SIGMAS,
-        img_ids=image_ids(4, 4, 4), txt_ids=text, image_cond_hidden_states=randn(2, 9, 6), image_cond_ids=condition)
+    return FLUX2 | of(cond_in_channels=6, num_single_layers=1, timestep_channels=32), flux_inputs(4) | of(
+        image_cond_hidden_states=randn(2, 9, 6), image_cond_ids=condition)
 
 @entry("LongCatImageTransformer2DModel", calls=6, fp32="img_ids txt_ids")
 def longcat_image():
-    return FLUX_LIKE | of(pooled_projection_dim=32), flux_like_inputs()
+    return FLUX | of(pooled_projection_dim=32), flux_inputs()
 
 @entry("OvisImageTransformer2DModel", calls=6, fp32="img_ids txt_ids")
 def ovis_image():
-    return FLUX_LIKE | of(out_channels=4), flux_like_inputs()
+    return FLUX | of(out_channels=4), flux_inputs()
 
 @entry("BriaTransformer2DModel", calls=6, fp32="img_ids txt_ids")
 def bria():
-    return FLUX_LIKE, flux_like_inputs()
+    return FLUX, flux_inputs()
 
 @entry("BriaFiboTransformer2DModel", calls=6, fp32="img_ids txt_ids")
 def bria_fibo():
     layers = [randn(2, 6, 24) for _ in range(3)]
-    return FLUX_LIKE | of(text_encoder_dim=24), flux_like_inputs() | of(text_encoder_layers=layers)
+    return FLUX | of(text_encoder_dim=24), flux_inputs() | of(text_encoder_layers=layers)
 
 @entry("Krea2Transformer2DModel", calls=4, fp32="position_ids")
 def krea2():
@@ -331,7 +278,7 @@ def motif_video():
         hidden_states=randn(2, 9, 2, 8, 8), timestep=STEPS, encoder_hidden_states=randn(2, 6, 16),
         encoder_attention_mask=text_mask(6))
 
-@entry("HunyuanVideoFramepackTransformer3DModel", calls=6)
+@entry("HunyuanVideoFramepackTransformer3DModel", calls=6, fused=3)
 def framepack():
     return HUNYUAN_VIDEO | of(has_image_proj=True, image_proj_dim=12,
         has_clean_x_embedder=True), hunyuan_inputs() | of(image_embeds=randn(2, 3, 12), indices_latents=arange(8, 10),
@@ -355,20 +302,20 @@ def hunyuan_image():
         encoder_attention_mask=text_mask(6), encoder_hidden_states_2=randn(2, 5, 12),
         encoder_attention_mask_2=text_mask(5), guidance=tensor([3584.0, 3584.0]))
 
-@entry("SkyReelsV2Transformer3DModel", calls=0)
+@entry("SkyReelsV2Transformer3DModel", fused=4)
 def skyreels_v2():
     return WAN | of(inject_sample_info=True), wan_inputs() | of(fps=tensor([0, 1]))
 
-@entry("ChronoEditTransformer3DModel", calls=0)
+@entry("ChronoEditTransformer3DModel", fused=4)
 def chrono_edit():
     return WAN | of(rope_temporal_skip_len=8), wan_inputs()
 
-@entry("WanVACETransformer3DModel", calls=0)
+@entry("WanVACETransformer3DModel", fused=8)
 def wan_vace():
     return WAN | of(num_layers=2, vace_layers=[0, 1],
         vace_in_channels=6), wan_inputs() | of(control_hidden_states=randn(2, 6, 2, 8, 8))
 
-@entry("WanAnimateTransformer3DModel", calls=0)
+@entry("WanAnimateTransformer3DModel", fused=4)
 def wan_animate():
     sizes = {"4": 16, "8": 16, "16": 16, "32": 16, "64": 16}
     return WAN | of(in_channels=12, latent_channels=4, image_dim=16, motion_encoder_channel_sizes=sizes,
@@ -490,16 +437,11 @@ def ace_step():
         hidden_states=randn(2, 16, 4), timestep=SIGMAS, timestep_r=SIGMAS, encoder_hidden_states=randn(2, 6, 16),
         context_latents=randn(2, 16, 8))
 
-def rotary_tables(positions, sizes, theta=10000.0):
-    """(cos, sin), (S, sum(sizes)) each, every angle twice in a row, of positions (S, axes)."""
-    axes = [positions[:, axis, None] * theta ** (-(arange(0, size, 2) / size)) for axis, size in enumerate(sizes)]
-    angles = cat(axes, -1).repeat_interleave(2, -1)
-    return (angles.cos(), angles.sin())
-
-def half_tables(length, size, theta=10000.0):
-    """(cos, sin), (length, size) each: the second half of a row repeats the first."""
-    angles = arange(float(length))[:, None] * theta ** (-(arange(0, size, 2) / size))
-    angles = cat([angles, angles], -1)
+def rotary_tables(positions, sizes, halves=False):
+    """(cos, sin), (S, sum(sizes)) each, of positions (S, axes): every angle twice in a row, or in both halves."""
+    axes = [positions[:, axis, None] * 10000.0 ** (-(arange(0, size, 2) / size)) for axis, size in enumerate(sizes)]
+    angles = cat(axes, -1)
+    angles = cat([angles, angles], -1) if halves else angles.repeat_interleave(2, -1)
     return (angles.cos(), angles.sin())
 
 COGVIDEOX = of(num_attention_heads=3, attention_head_dim=16, in_channels=4, out_channels=4, time_embed_dim=32,
@@ -537,7 +479,7 @@ def stable_audio():
         num_key_value_attention_heads=2, out_channels=4, cross_attention_dim=32, time_proj_dim=32,
         global_states_input_dim=24, cross_attention_input_dim=16), of(
         hidden_states=randn(2, 4, 12), timestep=SIGMAS, encoder_hidden_states=randn(2, 6, 16),
-        global_hidden_states=randn(2, 1, 24), rotary_embedding=half_tables(13, 8))
+        global_hidden_states=randn(2, 1, 24), rotary_embedding=rotary_tables(grid(13), (8,), halves=True))
 
 @entry("LuminaNextDiT2DModel", calls=6)
 def lumina_next():

@@ -38,23 +38,16 @@ def doubled(function: Any, named: bool = True) -> Any:
     return wraps(function)(patched) if named else patched
 
 
+class Twice(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
 def freqs_of(rows: int, dim: int, interleaved: bool = False, batch: int = 1, base: float = 100) -> torch.Tensor:
     """Angles like those of Megatron's and TransformerEngine's embeddings, but different ones for each batch row."""
     angles = torch.outer(torch.arange(rows).float(), base ** (-torch.arange(0, dim, 2) / dim))
     angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
     return torch.stack([angles * (b + 1) for b in range(batch)], 1)[:, :, None]
-
-
-def stand_in(monkeypatch: pytest.MonkeyPatch, name: str) -> types.ModuleType:
-    """Put an empty module, with empty parent packages, in place of a missing one."""
-    parts = name.split(".")
-    for n in range(1, len(parts) + 1):
-        part = ".".join(parts[:n])
-        if part not in sys.modules:
-            monkeypatch.setitem(sys.modules, part, types.ModuleType(part))
-        if n > 1:
-            monkeypatch.setattr(sys.modules[".".join(parts[: n - 1])], parts[n - 1], sys.modules[part], raising=False)
-    return sys.modules[name]
 
 
 class Absent(types.ModuleType):
@@ -129,11 +122,24 @@ def megatron() -> types.SimpleNamespace:
         "attention": "transformer.attention",
         "latent": "transformer.multi_latent_attention",
         "specs": "models.gpt.gpt_layer_specs",
+        "transformer": "transformer",
+        "norms": "transformer.torch_norm",
+        "packed": "packed_seq_params",
+        "groups": "process_groups_config",
     }
     try:
         return types.SimpleNamespace(**{k: importlib.import_module(f"megatron.core.{v}") for k, v in modules.items()})
     except ImportError:
         missing("pip install megatron-core")
+
+
+@contextmanager
+def separate(*norms: torch.nn.Module) -> Iterator[None]:
+    """Norms with hooks are called, and rope is a launch of its own."""
+    hooks = [norm.register_forward_hook(lambda *_: None) for norm in norms]
+    yield
+    for hook in hooks:
+        hook.remove()
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from jitrope.integrations import comfy_kitchen
 
-from .host.backend import DEVICE
+from .devices import devices
 from .hosts import missing
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,11 +38,8 @@ LAYOUTS = {  # shapes of q and k, and of the angles
     "nhd": ((S, 4, D), (S, 2, D), (S, 1, D // 2)),
 }
 NAMES = [*comfy_kitchen.FUNCTIONS]
-EVERY = [("cpu", *case) for case in product(NAMES, LAYOUTS, DTYPES) if "rms" not in case[0] or case[1] != "nhd"]
-EVERY += [
-    pytest.param(DEVICE, name, ("bhsd", "bshd")[i % 2], DTYPES[i // 2 % 3], marks=pytest.mark.gpu, id=f"cuda-{name}")
-    for i, name in enumerate(NAMES)
-]
+EVERY = [case for case in product(NAMES, LAYOUTS, DTYPES) if "rms" not in case[0] or case[1] != "nhd"]
+SOME = [(name, ("bhsd", "bshd")[i % 2], DTYPES[i // 2 % 3]) for i, name in enumerate(NAMES)]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +72,7 @@ def called(function: Any, xs: list[Tensor], words: dict[str, Any]) -> list[Tenso
     return [out] if isinstance(out, Tensor) else [*out]
 
 
-@pytest.mark.parametrize(("device", "name", "layout", "dtype"), EVERY)
+@pytest.mark.parametrize(("device", "name", "layout", "dtype"), devices(EVERY, SOME))
 def test_functions_of_the_registry(ck: Any, device: str, name: str, layout: str, dtype: torch.dtype) -> None:
     """Each function of the registry gives the results of the eager backend: its bits for halves without a norm, else
     except for the last bits, because the second member of a neighbouring pair adds its products in another order."""

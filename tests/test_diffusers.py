@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
 import inspect
 import os
 import pickle
 import pkgutil
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,15 +24,16 @@ from jitrope.integrations import _host
 from jitrope.integrations import diffusers as integration
 from jitrope.integrations.diffusers import fused, ropes
 
-from . import hosts
+from . import fresh, hosts
 
 diffusers = pytest.importorskip("diffusers", reason="the diffusers extra is not installed")
 from diffusers.models import attention_processor, embeddings  # noqa: E402
 from diffusers.models.normalization import RMSNorm  # noqa: E402
-from diffusers.models.transformers import transformer_flux, transformer_qwenimage, transformer_wan  # noqa: E402
+from diffusers.models.transformers import transformer_flux, transformer_qwenimage  # noqa: E402
 
 from . import diffusion_zoo as zoo  # noqa: E402
 from .devices import DEVICES, slow  # noqa: E402
+from .diffusion_zoo import prepared  # noqa: E402
 
 FP32, BF16 = torch.float32, torch.bfloat16
 EACH = pytest.mark.parametrize("name", list(zoo.MODELS))
@@ -47,25 +44,6 @@ LEFT = {
     *("HiDream", "PRX", "Kandinsky6", "Kandinsky6SR", "StableAudio3Self", "WanAnimate2"),
 }
 HUNYUAN, LTX, Z_IMAGE = "HunyuanVideoTransformer3DModel", "LTXVideoTransformer3DModel", "ZImageTransformer2DModel"
-
-
-def prepared(name: str, device: str = "cpu", dtype: torch.dtype = FP32) -> Any:
-    return zoo.prepared(zoo.MODELS[name], device, dtype)
-
-
-def variant(cls: str, config: Any, inputs: Any, device: str = "cpu", dtype: torch.dtype = FP32) -> Any:
-    """`prepared` with another configuration; the inputs for positions stay in fp32."""
-    made = zoo.Model(cls, lambda: (getattr(diffusers, cls)(**config), inputs), 0, fp32=zoo.MODELS[cls].fp32)
-    return zoo.prepared(made, device, dtype)
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """Nothing of a test stays in the host's classes and modules."""
-    yield
-    for functions in list(_host.placed):
-        _host.restore("diffusers", [functions])
-    assert not _host.placed
 
 
 def seeded(model: nn.Module, inputs: Any) -> Tensor:
@@ -110,18 +88,15 @@ def short(cls: type) -> str:
 def test_the_stock_models_bits(name: str, dtype: torch.dtype, device: str) -> None:
     """With rope alone, where it is a function of the host's, and with the norm in the same launch."""
     entry = zoo.MODELS[name]
-    if device == "cpu" and dtype not in entry.dtypes:
-        pytest.skip(f"the stock model does not run in {dtype} on a CPU")
     model, inputs = prepared(name, device, dtype)
-    calls = zoo.FUSED_CALLS.get(name)
     if entry.calls:
         same_as_stock(model, inputs, {"jitrope": entry.calls}, fuse_norm=False)
     else:
         with pytest.raises(jitrope.JitropeError, match="its rope is in its own code"):
             integration.enable(model, fuse_norm=False)
-    if calls:
+    if entry.fused:
         # On a GPU, squares of heads of other sizes than powers of two are summed in another order.
-        report = same_as_stock(model, inputs, {"fused": calls}, exact=device == "cpu")
+        report = same_as_stock(model, inputs, {"fused": entry.fused}, exact=device == "cpu")
         assert not report.reasons
 
 
@@ -139,7 +114,7 @@ def test_gradients_are_the_hosts(name: str) -> None:
     stock = gradients()
     with integration.enable(model) as report:
         ours = gradients()
-    assert report.calls["fused"] == zoo.FUSED_CALLS.get(name, 0)
+    assert report.calls["fused"] == zoo.MODELS[name].fused
     assert report.calls["fused"] + report.calls["jitrope"] > 0
     assert ours.keys() == stock.keys()
     for key, want in stock.items():
@@ -199,47 +174,30 @@ def test_autocast(name: str, device: str) -> None:
         same_as_stock(model, inputs, {"jitrope": zoo.MODELS[name].calls})
 
 
-def modules() -> Iterator[Any]:
-    import diffusers.models.controlnets as controlnets
-    import diffusers.models.transformers as transformers
-
-    yield attention_processor
-    for package in (transformers, controlnets):
-        for found in pkgutil.iter_modules(package.__path__):
-            yield importlib.import_module(f"{package.__name__}.{found.name}")
-
-
 def classes() -> list[Any]:
-    return [cls for m in modules() for cls in vars(m).values() if inspect.isclass(cls) and cls.__module__ == m.__name__]
-
-
-def text(function: Any) -> str:
-    """Its source; a method that dataclasses made has none."""
-    try:
-        return inspect.getsource(function)
-    except OSError:
-        return ""
+    """The classes of all transformers, controlnets and attention processors."""
+    packages = [importlib.import_module(f"diffusers.models.{name}") for name in ("transformers", "controlnets")]
+    names = [f"{package.__name__}.{x.name}" for package in packages for x in pkgutil.iter_modules(package.__path__)]
+    modules = [attention_processor, *map(importlib.import_module, names)]
+    return [cls for m in modules for cls in vars(m).values() if inspect.isclass(cls) and cls.__module__ == m.__name__]
 
 
 def test_every_class_that_rotates_is_known() -> None:
     """Processors and attention modules are found by the rope functions that their text names."""
     rotates = re.compile(r"apply_(\w+_)?rot|apply_rope|rope_apply|_rotate_half|_qwenimage21_prepare_qkv")
-    methods = {cls: [f for f in vars(cls).values() if inspect.isfunction(f)] for cls in classes()}
-    found = {short(cls) for cls, those in methods.items() if any(rotates.search(text(f)) for f in those)}
+    found = {short(cls) for cls in classes() if rotates.search(inspect.getsource(cls))}
     known = {name for names in ropes.ROPES.values() for name in names.split()}
     helpers = {"SanaWMLTX2Attention", "QwenImage21Attention"}
     assert found - helpers == known | fused.FUSED | LEFT
 
 
 def test_controlnets_made_of_known_blocks() -> None:
-    flux, qwen = prepared(FLUX)[0], prepared(QWEN)[0]
-    hunyuan, cosmos = prepared("HunyuanDiT2DModel")[0], prepared("CosmosTransformer3DModel")[0]
-    of = {"FluxControlNetModel": flux, "QwenImageControlNetModel": qwen}
-    of |= {"HunyuanDiT2DControlNetModel": hunyuan, "CosmosControlNetModel": cosmos}
-    made = [
-        getattr(diffusers, name).from_config({**model.config, "num_layers": 1, "_class_name": name})
-        for name, model in of.items()
-    ]
+    of = {"FluxControlNetModel": FLUX, "QwenImageControlNetModel": QWEN}
+    of |= {"HunyuanDiT2DControlNetModel": "HunyuanDiT2DModel", "CosmosControlNetModel": "CosmosTransformer3DModel"}
+    made = []
+    for name, model in of.items():
+        config = {**prepared(model)[0].config, "num_layers": 1, "_class_name": name}
+        made.append(getattr(diffusers, name).from_config(config))
     made += [diffusers.FluxMultiControlNetModel(made[:1]), diffusers.QwenImageMultiControlNetModel(made[1:2])]
     for model in made:
         with integration.enable(model) as report:
@@ -343,20 +301,6 @@ def test_copies_pickles_and_files_are_the_hosts(name: str, tmp_path: Path) -> No
         assert all(torch.equal(seeded(other, inputs), want) for other in copies)
 
 
-@pytest.mark.parametrize("name", ["CogVideoXTransformer3DModel", "HunyuanDiT2DModel", FLUX])
-def test_projections_are_fused_and_unfused_while_enabled(name: str) -> None:
-    """Some models have other processors meanwhile."""
-    model, inputs = prepared(name)
-    with torch.no_grad():
-        want = zoo.forward(model, inputs)
-        integration.enable(model)
-        model.fuse_qkv_projections()
-        torch.testing.assert_close(zoo.forward(model, inputs), want)
-        integration.disable(model)
-        model.unfuse_qkv_projections()
-        assert torch.equal(zoo.forward(model, inputs), want)
-
-
 @pytest.mark.parametrize("name", [FLUX, "SanaWMTransformer3DModel"])
 def test_hooks_of_accelerate_and_sharding(name: str) -> None:
     """Hooks of whole modules, before and after `enable`, and classes that `fully_shard` derives."""
@@ -364,24 +308,20 @@ def test_hooks_of_accelerate_and_sharding(name: str) -> None:
     from torch.distributed.fsdp import fully_shard
 
     model, inputs = prepared(name)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        with torch.no_grad():
-            want = seeded(model, inputs)
-            integration.enable(model)
-            for module in model.modules():
-                if short(type(getattr(module, "norm_q", None))) == "NoneType":
-                    accelerate.hooks.add_hook_to_module(module, accelerate.hooks.ModelHook())
-            report = integration.enable(model)
+    with hosts.group(1), torch.no_grad():
+        want = seeded(model, inputs)
+        integration.enable(model)
+        for module in model.modules():
+            if short(type(getattr(module, "norm_q", None))) == "NoneType":
+                accelerate.hooks.add_hook_to_module(module, accelerate.hooks.ModelHook())
+        report = integration.enable(model)
+        assert torch.equal(seeded(model, inputs), want)
+        assert report.calls["jitrope"] + report.calls.get("fused", 0) > 0
+        accelerate.hooks.remove_hook_from_module(model, recurse=True)
+        fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        for change in (integration.enable, integration.disable):
+            change(model)
             assert torch.equal(seeded(model, inputs), want)
-            assert report.calls["jitrope"] + report.calls.get("fused", 0) > 0
-            accelerate.hooks.remove_hook_from_module(model, recurse=True)
-            fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
-            for change in (integration.enable, integration.disable):
-                change(model)
-                assert torch.equal(seeded(model, inputs), want)
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", [QWEN, WAN])
@@ -395,7 +335,7 @@ def test_lora(name: str) -> None:
     model.add_adapter(peft.LoraConfig(r=4, init_lora_weights=False, target_modules=targets))
     with torch.no_grad():
         assert not torch.equal(zoo.forward(model, inputs), alone)
-    same_as_stock(model, inputs, {"fused": zoo.FUSED_CALLS[name]})
+    same_as_stock(model, inputs, {"fused": zoo.MODELS[name].fused})
     with integration.enable(model):
         zoo.forward(model, inputs).square().sum().backward()
     adapters = [p for key, p in model.named_parameters() if "lora" in key and p.requires_grad]
@@ -411,8 +351,8 @@ def test_group_offload(name: str, offload: str, device: str) -> None:
     model, inputs = prepared(name, device)
     words = {"num_blocks_per_group": 1} if offload == "block_level" else {}
     model.enable_group_offload(torch.device(device), offload_type=offload, **words)
-    fuses = name in zoo.FUSED_CALLS and offload == "block_level"
-    calls = {"fused": zoo.FUSED_CALLS[name]} if fuses else {"jitrope": zoo.MODELS[name].calls}
+    entry = zoo.MODELS[name]
+    calls = {"fused": entry.fused} if entry.fused and offload == "block_level" else {"jitrope": entry.calls}
     same_as_stock(model, inputs, calls, exact=device == "cpu")  # on a GPU, squares of fp32 have another order
 
 
@@ -422,7 +362,7 @@ import torch, torch.distributed as dist, torch.multiprocessing
 torch.accelerator.device_count = lambda: 2  # diffusers asks for it even where gloo and a CPU do
 import diffusers
 from jitrope.integrations import diffusers as integration
-from tests.diffusion_zoo import FUSED_CALLS, MODELS, prepared
+from tests.diffusion_zoo import MODELS, prepared
 
 def work(rank, store):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -431,7 +371,7 @@ def work(rank, store):
     dist.destroy_process_group()
 
 def check(name):
-    model, inputs = prepared(MODELS[name])
+    model, inputs = prepared(name)
     if "Qwen" in name:  # diffusers needs equal parts of the text
         inputs.update(encoder_hidden_states=inputs["encoder_hidden_states"][:, :6], encoder_hidden_states_mask=None)
     with torch.no_grad():
@@ -441,7 +381,7 @@ def check(name):
         stock = model(**inputs, return_dict=False)[0]
         with integration.enable(model) as report:
             assert torch.equal(model(**inputs, return_dict=False)[0], stock)
-        assert report.calls == {"jitrope": 0, "host": 0, "fused": FUSED_CALLS[name]}, report
+        assert report.calls == {"jitrope": 0, "host": 0, "fused": MODELS[name].fused}, report
     torch.testing.assert_close(stock, alone)
 
 if __name__ == "__main__":
@@ -452,12 +392,9 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_context_parallel(tmp_path: Path) -> None:
     """Two processes with Ulysses: diffusers' hooks split the tables, and rope runs on a rank's rows."""
-    script = tmp_path / "work.py"
-    script.write_text(CONTEXT_PARALLEL)
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    env |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), str(tmp_path / "store")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env)
+    (script := tmp_path / "work.py").write_text(CONTEXT_PARALLEL)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "GLOO_SOCKET_IFNAME": "lo"}
+    done = fresh.python(str(script), str(tmp_path / "store"), env=env, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
@@ -474,25 +411,11 @@ def test_the_installed_hosts_texts_are_known() -> None:
     assert _host.text_of(RMSNorm.forward) in fused.RMS_NORM
 
 
-def changed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cls: Any, old: str, new: str) -> None:
-    """Give a class of the host another `__call__`, as another version has it."""
-    text = inspect.getsource(cls.__call__)
-    assert old in text
-    path = tmp_path / "changed.py"
-    path.write_text(f"if True:\n{text.replace(old, new, 1)}")
-    names: dict[str, Any] = {}
-    exec(compile(path.read_text(), path, "exec"), vars(sys.modules[cls.__module__]), names)
-    monkeypatch.setattr(cls, "__call__", names["__call__"])
-
-
-def test_another_text_of_a_processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_another_text_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rope is replaced, if it is a function."""
-    new = "attn.norm_k(key) * 2"
-    changed(monkeypatch, tmp_path, transformer_flux.FluxAttnProcessor, "attn.norm_k(key)", new)
-    model, inputs = prepared(FLUX)
-    report = same_as_stock(model, inputs, {"jitrope": 6})
+    monkeypatch.setattr(integration, "COPIES", {})
+    report = same_as_stock(*prepared(FLUX), {"jitrope": 6})
     assert [*report.left.values()] == [f"jitrope does not know its code in diffusers {diffusers.__version__}"]
-    changed(monkeypatch, tmp_path, transformer_wan.WanAttnProcessor, "attn.norm_k(key)", new)
     with pytest.raises(jitrope.JitropeError, match=r"transformer_wan.WanAttnProcessor.__call__: jitrope does not know"):
         integration.enable(prepared(WAN)[0])
 
@@ -507,15 +430,7 @@ def test_a_processor_with_a_new_keyword(monkeypatch: pytest.MonkeyPatch) -> None
     """A call that uses it goes to the host's processor, which knows it; one that does not is fused."""
     original, seen = transformer_flux.FluxAttnProcessor.__call__, []
 
-    def call(
-        self: Any,
-        attn: Any,
-        hidden_states: Any,
-        encoder_hidden_states: Any = None,
-        attention_mask: Any = None,
-        image_rotary_emb: Any = None,
-        gain: float = 1.0,
-    ) -> Any:
+    def call(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None, gain=1):
         seen.append(gain)
         out = original(self, attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         return tuple(gain * x for x in out)
@@ -532,32 +447,14 @@ def test_a_processor_with_a_new_keyword(monkeypatch: pytest.MonkeyPatch) -> None
     with torch.no_grad(), integration.enable(model) as report:
         want = attention.processor(*given, image_rotary_emb=(cos, sin))
         assert seen == []
-        got = attention.processor(*given, None, (cos, sin), gain=2.0)
+        got = attention.processor(*given, None, (cos, sin), gain=2)
         assert report.calls == {"jitrope": 2, "host": 0, "fused": 1}
-        attention.processor(*given, None, (cos, sin), gain=1.0)
+        attention.processor(*given, None, (cos, sin), gain=1)
         assert report.calls == {"jitrope": 2, "host": 0, "fused": 2}
-    assert seen == [2.0]
+    assert seen == [2]
     assert report.reasons == {"jitrope does not know the argument gain of call": 1}
     for ours, single in zip(got, want):
         torch.testing.assert_close(ours, 2 * single)
-
-
-def test_a_rope_function_with_a_new_keyword(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = transformer_qwenimage.apply_rotary_emb_qwen
-
-    def newer(x: Any, freqs_cis: Any, scale: float = 1.0, use_real: bool = True, use_real_unbind_dim: int = -1) -> Any:
-        return scale * original(x, freqs_cis, use_real, use_real_unbind_dim)
-
-    monkeypatch.setattr(_host, "own", lambda package, function: function)
-    monkeypatch.setattr(transformer_qwenimage, "apply_rotary_emb_qwen", newer)
-    x, table = torch.randn(2, 6, 3, 16), torch.polar(torch.ones(6, 8), torch.rand(6, 8))
-    with integration.enable(prepared(QWEN)[0], fuse_norm=False) as report:
-        ours = transformer_qwenimage.apply_rotary_emb_qwen
-        assert torch.equal(ours(x, table, use_real=False), newer(x, table, use_real=False))
-        assert report.calls == {"jitrope": 1, "host": 0}
-        assert torch.equal(ours(x, table, 3.0, False), newer(x, table, 3.0, False))
-        assert report.calls == {"jitrope": 1, "host": 1}
-    assert report.reasons == {"jitrope does not know the argument scale of apply_rotary_emb_qwen": 1}
 
 
 @pytest.mark.parametrize("fuse_norm", [False, True])
@@ -591,31 +488,22 @@ def test_a_patch(what: str, first: bool, fuse_norm: bool, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_a_patch_of_a_processor(first: bool) -> None:
+def test_a_patch_of_a_processor(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It gets the calls, and stays after `disable`."""
     model, inputs = prepared(FLUX)
-    cls, seen = transformer_flux.FluxAttnProcessor, []
-    original = cls.__call__
-
-    @functools.wraps(original)
-    def wrapper(self: Any, *arguments: Any, **words: Any) -> Any:
-        seen.append(1)
-        return original(self, *arguments, **words)
-
-    try:
-        with torch.no_grad():
+    cls = transformer_flux.FluxAttnProcessor
+    patched = hosts.doubled(cls.__call__)
+    with torch.no_grad():
+        with monkeypatch.context() as patch:
+            patch.setattr(cls, "__call__", patched)
             want = zoo.forward(model, inputs)
-            if first:
-                cls.__call__ = wrapper
-            with integration.enable(model) as report:
-                cls.__call__ = wrapper
-                assert torch.equal(zoo.forward(model, inputs), want)
-        assert cls.__call__ is wrapper
-    finally:
-        cls.__call__ = original
-    assert len(seen) == 3
+        monkeypatch.setattr(cls, "__call__", patched if first else cls.__call__)  # undone last
+        with integration.enable(model) as report:
+            monkeypatch.setattr(cls, "__call__", patched)
+            assert torch.equal(zoo.forward(model, inputs), want)
+    assert cls.__call__ is patched
     assert report.calls == {"jitrope": 6, "host": 0}
-    assert [*report.left.values()] == [f"it is {__name__}'s"] * first
+    assert [*report.left.values()] == [f"it is {hosts.doubled.__module__}'s"] * first
 
 
 def test_the_hosts_module_is_asked_for_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -641,17 +529,15 @@ def test_cache_dit(first: str) -> None:
         import cache_dit
     except ImportError:
         hosts.missing("pip install --no-deps cache-dit==1.5.3")
-    words = {"in_channels": 4, "num_layers": 4, "num_single_layers": 4, **zoo.HEADS, "joint_attention_dim": 32}
-    words |= {"pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)}
     torch.manual_seed(0)
-    models = [diffusers.FluxTransformer2DModel(**words).eval() for _ in range(2)]
+    config, given = zoo.flux()
+    config |= {"num_layers": 4, "num_single_layers": 4}
+    models = [diffusers.FluxTransformer2DModel(**config).eval() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     cache = cache_dit.DBCacheConfig(
         Fn_compute_blocks=1, Bn_compute_blocks=0, residual_diff_threshold=0.5, max_warmup_steps=1, num_inference_steps=4
     )
-    given: Any = {"encoder_hidden_states": torch.randn(1, 8, 32), "pooled_projections": torch.randn(1, 32)}
-    given.update(timestep=torch.ones(1), img_ids=torch.randn(16, 3), txt_ids=torch.zeros(8, 3))
-    x = torch.randn(1, 16, 4)
+    x = given.pop("hidden_states")
 
     def steps(model: Any) -> list[Tensor]:
         with torch.no_grad():
@@ -674,20 +560,23 @@ def test_cache_dit(first: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("form", ["flux", "qwen", "wan", "hunyuan"])
-def test_heads_of_128_give_the_same_bits(form: str, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "make", "axes"),
+    [
+        (FLUX, zoo.flux, "axes_dims_rope"),
+        (QWEN, zoo.qwen_image, "axes_dims_rope"),
+        (WAN, zoo.wan, None),
+        (HUNYUAN, zoo.hunyuan_video, "rope_axes_dim"),
+    ],
+)
+def test_heads_of_128_give_the_same_bits(name: str, make: Any, axes: Any, dtype: torch.dtype, device: str) -> None:
     """Heads of 128 give the host's bits on a GPU too."""
-    changes, (cls, make, calls) = {
-        "flux": ({"axes_dims_rope": (16, 56, 56)}, (FLUX, zoo.flux, 3)),
-        "qwen": ({"axes_dims_rope": (16, 56, 56)}, (QWEN, zoo.qwen_image, 2)),
-        "wan": ({}, (WAN, zoo.wan, 4)),
-        "hunyuan": ({"rope_axes_dim": (16, 56, 56)}, (HUNYUAN, zoo.hunyuan_video, 3)),
-    }[form]
     config, inputs = make()
-    config = config | changes | {"attention_head_dim": 128}
-    model, inputs = variant(cls, config, inputs, device, dtype)
+    config = {**config, "attention_head_dim": 128, **({axes: (16, 56, 56)} if axes else {})}
+    model, inputs = prepared(name, device, dtype, (config, inputs))
     # Across heads, sums have torch's order with 2-byte dtypes.
-    same_as_stock(model, inputs, {"fused": calls}, exact=device == "cpu" or (form, dtype) != ("wan", FP32))
+    exact = device == "cpu" or (name, dtype) != (WAN, FP32)
+    same_as_stock(model, inputs, {"fused": zoo.MODELS[name].fused}, exact=exact)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
@@ -696,67 +585,32 @@ def test_wan_image_to_video(dtype: torch.dtype) -> None:
     config = zoo.WAN | {"image_dim": 16, "added_kv_proj_dim": 32}
     text, image = torch.randn(2, 512, 16), torch.randn(2, 3, 16)
     inputs = zoo.wan_inputs() | {"encoder_hidden_states": text, "encoder_hidden_states_image": image}
-    model, inputs = variant(WAN, config, inputs, dtype=dtype)
+    model, inputs = prepared(WAN, "cpu", dtype, (config, inputs))
     assert any(m.add_k_proj is not None for m in attentions(model))
     same_as_stock(model, inputs, {"fused": 4})
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("name", [FLUX, WAN, "Flux2Transformer2DModel"])
+@pytest.mark.parametrize(
+    "name", [FLUX, WAN, "Flux2Transformer2DModel", "CogVideoXTransformer3DModel", "HunyuanDiT2DModel"]
+)
 def test_fused_projections(name: str, dtype: torch.dtype) -> None:
-    """q, k and v are views of one projection."""
+    """q, k and v are views of one projection, and some models have other processors meanwhile."""
     model, inputs = prepared(name, dtype=dtype)
-    for attention in attentions(model):
-        if getattr(attention, "_supports_qkv_fusion", True):
-            attention.fuse_projections()
-    assert any(attention.fused_projections for attention in attentions(model))
-    same_as_stock(model, inputs, {"fused": zoo.FUSED_CALLS[name]})
+    entry = zoo.MODELS[name]
+    with torch.no_grad():
+        want = zoo.forward(model, inputs)
+        with integration.enable(model):
+            model.fuse_qkv_projections()
+            assert any(getattr(m, "fused_projections", False) for m in model.modules())
+            ours = zoo.forward(model, inputs)
+        assert torch.equal(ours, zoo.forward(model, inputs))
+        same_as_stock(model, inputs, {"fused": entry.fused} if entry.fused else {"jitrope": entry.calls})
+        model.unfuse_qkv_projections()
+        assert torch.equal(zoo.forward(model, inputs), want)
 
 
 # ---- nothing that another code holds is written ---------------------------------------------------------------
-
-
-class Kept(nn.Module):
-    """A projection that keeps its result for the next steps."""
-
-    def __init__(self, linear: nn.Module) -> None:
-        super().__init__()
-        self.linear, self.out = linear, None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.out is None:
-            self.out = self.linear(x)
-        return self.out
-
-
-@pytest.mark.parametrize("name", [WAN, FLUX])
-def test_a_projection_that_keeps_its_result(name: str) -> None:
-    steps = []
-    for on in (False, True):
-        model, inputs = prepared(name)
-        for module in list(model.modules()):
-            if isinstance(getattr(module, "to_k", None), nn.Linear):
-                module.to_k = Kept(module.to_k)
-        if on:
-            integration.enable(model)
-        with torch.no_grad():
-            steps.append([zoo.forward(model, inputs) for _ in range(2)])
-    for a, b in zip(*steps):
-        torch.testing.assert_close(a, b)
-
-
-class Mode(TorchFunctionMode):
-    """Keeps the results of all linear functions."""
-
-    def __init__(self, kept: list[Tensor]) -> None:
-        super().__init__()
-        self.kept = kept
-
-    def __torch_function__(self, function: Any, _: Any, arguments: Any = (), words: Any = None) -> Any:
-        out = function(*arguments, **(words or {}))
-        if getattr(function, "__name__", "") == "linear":
-            self.kept.append(out)
-        return out
 
 
 @pytest.mark.parametrize("how", ["nn.Linear.forward", "F.linear", "a function mode", "a hook of each module"])
@@ -773,6 +627,11 @@ def test_projections_that_something_keeps(name: str, how: str, monkeypatch: pyte
 
         return run
 
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, function: Any, _: Any, arguments: Any = (), words: Any = None) -> Any:
+            linear = getattr(function, "__name__", "") == "linear"
+            return (keeping(function) if linear else function)(*arguments, **(words or {}))
+
     def hook(module: nn.Module, _: Any, out: Tensor) -> None:
         if isinstance(module, nn.Linear):
             kept.append(out)
@@ -785,7 +644,7 @@ def test_projections_that_something_keeps(name: str, how: str, monkeypatch: pyte
             elif how == "F.linear":
                 patch.setattr(nn.functional, "linear", keeping(nn.functional.linear))
             elif how == "a function mode":
-                stack.enter_context(Mode(kept))
+                stack.enter_context(Mode())
             else:
                 stack.callback(nn.modules.module.register_module_forward_hook(hook).remove)
             zoo.forward(model, inputs)
@@ -802,19 +661,12 @@ def test_projections_that_something_keeps(name: str, how: str, monkeypatch: pyte
 # ---- norms that are not fused ---------------------------------------------------------------------------------
 
 
-def subclass(attention: Any) -> None:
-    class Doubled(nn.RMSNorm):
-        def forward(self, x: Tensor) -> Tensor:
-            return 2 * super().forward(x)
-
-    attention.norm_k.__class__ = Doubled
+class Doubled(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
 
 
-def forward_hook(attention: Any) -> None:
-    attention.norm_q.register_forward_hook(lambda module, args, out: out * 2)
-
-
-def accelerate_hook(attention: Any) -> None:
+def offloaded(norm: nn.Module) -> None:
     """accelerate offloads by its own `forward` in the module."""
     accelerate = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
 
@@ -822,31 +674,25 @@ def accelerate_hook(attention: Any) -> None:
         def pre_forward(self, module: Any, x: Tensor) -> Any:
             return (x + 1,), {}
 
-    accelerate.add_hook_to_module(attention.norm_q, Shift())
+    accelerate.add_hook_to_module(norm, Shift())
 
 
-def parametrized(attention: Any) -> None:
-    class Doubled(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            return 2 * weight
-
-    nn.utils.parametrize.register_parametrization(attention.norm_q, "weight", Doubled())
-
-
-def another_eps(attention: Any) -> None:
-    attention.norm_q.eps = 0.5
+CHANGES: dict[str, Any] = {
+    "subclass": lambda norm: setattr(norm, "__class__", Doubled),
+    "hook": lambda norm: norm.register_forward_hook(lambda module, args, out: out * 2),
+    "accelerate": offloaded,
+    "parametrized": lambda norm: nn.utils.parametrize.register_parametrization(norm, "weight", hosts.Twice()),
+    "eps": lambda norm: setattr(norm, "eps", 0.5),
+}
 
 
-CHANGES = [subclass, forward_hook, accelerate_hook, parametrized]
-
-
-@pytest.mark.parametrize("change", [*CHANGES, another_eps], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_norms_that_are_called(change: Any, dtype: torch.dtype) -> None:
+def test_norms_that_are_called(change: str, dtype: torch.dtype) -> None:
     """A processor whose norm must be called is the host's, with jitrope's rope; the other blocks are fused."""
     model, inputs = prepared(FLUX, dtype=dtype)
     for index in (0, 1):  # two streams, one stream
-        change(attentions(model)[index])
+        CHANGES[change](attentions(model)[index].norm_q)
     model = model.to(dtype)
     with torch.no_grad():
         plain = zoo.forward(prepared(FLUX, dtype=dtype)[0], inputs)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
@@ -19,9 +18,9 @@ from torch import Tensor
 import jitrope
 from jitrope.integrations import _host, _norms, megatron
 
-from . import hosts
+from . import hosts, oracle
 from .devices import devices
-from .hosts import doubled, freqs_of, group
+from .hosts import doubled, freqs_of, group, separate
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -47,13 +46,12 @@ def device() -> str:
 # ---- rope ----------------------------------------------------------------------------------------------
 
 
-def config(apply_rope_fusion: bool = True, multi_latent_attention: bool = False, **words: Any) -> Any:
+def config(
+    core: Any, apply_rope_fusion: bool = True, multi_latent_attention: bool = False, heads: int = 2, **words: Any
+) -> Any:
     """Megatron's own configuration of a small model."""
-    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-
-    words = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 2, **words}
-    kind = MLATransformerConfig if multi_latent_attention else TransformerConfig
-    made = kind(**words, apply_rope_fusion=False)
+    kind = core.transformer.MLATransformerConfig if multi_latent_attention else core.transformer.TransformerConfig
+    made = kind(num_layers=1, hidden_size=64, num_attention_heads=heads, **words, apply_rope_fusion=False)
     made.apply_rope_fusion = apply_rope_fusion  # set late: the constructor requires TransformerEngine or Triton
     return made
 
@@ -72,7 +70,7 @@ def rotated_by(
     leaf = t.clone().requires_grad_()
     with group(*cp) as ranks:
         out = core.rope_utils.apply_rotary_pos_emb(
-            leaf, freqs, config(fused, **words), *arguments, cp_group=ranks, **call
+            leaf, freqs, config(core, fused, **words), *arguments, cp_group=ranks, **call
         )
     return [out, *torch.autograd.grad(out.sin().sum(), leaf)]
 
@@ -94,8 +92,7 @@ def test_padded(core: Any, enabled: Any, device: str, words: Any, dim: int, batc
     calls = mla_of(core, words)
     for call in calls:
         got, want = (rotated_by(core, t, freqs, fused, words, mscale=mscale, **call) for fused in (True, False))
-        for a, b in zip(got, want):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(got, want)
     assert enabled.calls == {"jitrope": len(calls), "host": len(calls)}
     assert enabled.reasons == {"apply_rope_fusion is off": len(calls)}
 
@@ -116,8 +113,7 @@ def test_packed(core: Any, enabled: Any, device: str, words: Any, table: str, cp
     t = torch.rand(56 // cp, 3, 32).to(device)
     for rank, call in product(range(cp), mla_of(core, words)):
         both = [rotated_by(core, t, freqs, fused, words, cu_seqlens, cp=(cp, rank), **call) for fused in (True, False)]
-        for a, b in zip(*both):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(*both)
 
 
 def test_hooks(core: Any) -> None:
@@ -148,15 +144,13 @@ def test_hooks(core: Any) -> None:
 def test_configuration(core: Any) -> None:
     """Without TransformerEngine Megatron refuses `apply_rope_fusion`, which jitrope makes possible; and pairs into
     halves of pairs, which jitrope refuses too."""
-    from megatron.core.transformer import TransformerConfig
-
-    words = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "apply_rope_fusion": True}
+    made, words = core.transformer.TransformerConfig, {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
     with pytest.raises(ValueError, match="apply_rope_fusion"):
-        TransformerConfig(**words)
+        made(**words, apply_rope_fusion=True)
     with megatron.enable() as report:
-        assert TransformerConfig(**words).apply_rope_fusion
+        assert made(**words, apply_rope_fusion=True).apply_rope_fusion
     assert not report.left
-    made = config(multi_latent_attention=True)
+    made = config(core, multi_latent_attention=True)
     made.rotary_interleaved = True
     with pytest.raises(jitrope.InvalidInput, match="mla_rotary_interleaved with rotary_interleaved"):
         megatron.apply_rotary_pos_emb(torch.rand(4, 1, 2, 16), freqs_of(4, 16, True), made)
@@ -168,14 +162,15 @@ def test_configuration(core: Any) -> None:
 @pytest.fixture
 def ranks(core: Any, monkeypatch: pytest.MonkeyPatch, request: Any, device: str) -> Iterator[Any]:
     """Megatron's process groups; the parameter is the context parallel (size, rank)."""
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
     monkeypatch.setattr(core.latent, "HAVE_TE", False)  # 0.16.1 sets it to True without TransformerEngine
     if device == "cpu":
         monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    for cls, name in ((core.norms.L2Norm, "_norm"), (core.attention.Attention, "_apply_output_gate")):
+        method = getattr(cls, name)  # it would compile for seconds
+        monkeypatch.setattr(cls, name, getattr(method, "_torchdynamo_orig_callable", method))
     with group(*getattr(request, "param", (1, 0))) as everyone:
         alone = torch.distributed.new_group([torch.distributed.get_rank()])
-        yield ProcessGroupCollection(tp=alone, cp=everyone, pp=alone)
+        yield core.groups.ProcessGroupCollection(tp=alone, cp=everyone, pp=alone)
 
 
 class Core(torch.nn.Module):
@@ -205,11 +200,9 @@ def built(spec: Any, config: Any, ranks: Any) -> Any:
     return layer
 
 
-def packed_of(cu_seqlens: Tensor) -> Any:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
+def packed_of(core: Any, cu_seqlens: Tensor) -> Any:
     longest = int(cu_seqlens.diff().max())
-    return PackedSeqParams("thd", cu_seqlens, cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
+    return core.packed.PackedSeqParams("thd", cu_seqlens, cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
 def results(layer: Any, x: Tensor, *arguments: Any, **words: Any) -> list[Tensor]:
@@ -226,23 +219,19 @@ LATENT_LAYERS = [("yarn", False), ("yarn", True), ("rope", False), ("rope", True
 @pytest.mark.parametrize(("device", "kind", "packed"), devices(LATENT_LAYERS, LATENT_LAYERS[:2]))
 def test_latent_attention_layer(core: Any, ranks: Any, device: str, kind: str, packed: bool) -> None:
     """The layer computes what it does without jitrope: its rope is left to Megatron."""
-    from megatron.core.transformer import MLATransformerConfig
-
-    config = MLATransformerConfig(
-        num_layers=1, hidden_size=64, num_attention_heads=2, q_lora_rank=24, kv_lora_rank=24, qk_head_dim=32,
-        qk_pos_emb_head_dim=16, v_head_dim=24, use_cpu_initialization=True, normalization="RMSNorm", rope_type=kind,
-    )  # fmt: skip
+    words = {"q_lora_rank": 24, "kv_lora_rank": 24, "qk_head_dim": 32, "qk_pos_emb_head_dim": 16, "v_head_dim": 24}
+    words |= {"use_cpu_initialization": True, "normalization": "RMSNorm", "rope_type": kind}
+    made = config(core, False, True, **words)
     spec = core.specs.get_gpt_layer_local_spec(multi_latent_attention=True, normalization="RMSNorm")
-    layer = built(spec, config, ranks).to(device)
+    layer = built(spec, made, ranks).to(device)
     x = torch.randn(12, 1 if packed else 2, 64).to(device)
-    where = packed_of(torch.tensor([0, 5, 12], dtype=torch.int32, device=device)) if packed else None
+    where = packed_of(core, torch.tensor([0, 5, 12], dtype=torch.int32, device=device)) if packed else None
     want = results(layer, x, packed_seq_params=where)
     with megatron.enable() as report:
         got = results(layer, x, packed_seq_params=where)
     assert report.calls == {"jitrope": 0, "host": 2}
-    assert len(got) == len(want) > 8
-    for a, b in zip(got, want):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert len(want) > 8
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 NORMS: dict[str, dict[str, Any]] = {
@@ -255,28 +244,9 @@ CU_SEQLENS = torch.tensor([0, 8, 24], dtype=torch.int32)
 
 def self_attention(core: Any, ranks: Any, norm: str, dtype: Any = torch.float32, size: int = 32, **words: Any) -> Any:
     """Megatron's `SelfAttention` with qk_layernorm, 4 heads of q and 2 of k. size: of a head."""
-    from megatron.core.transformer import TransformerConfig
-
-    config = TransformerConfig(
-        num_layers=1, hidden_size=64, num_attention_heads=4, num_query_groups=2, kv_channels=size, qk_layernorm=True,
-        use_cpu_initialization=True, normalization=NORMS[norm]["normalization"], params_dtype=dtype, **words,
-    )  # fmt: skip
-    config.apply_rope_fusion = True  # set late: without TransformerEngine the constructor requires `enable`
-    return built(core.specs.get_gpt_layer_local_spec(qk_layernorm=True, **NORMS[norm]), config, ranks)
-
-
-def eager(function: Any) -> Any:
-    """A compiled function without its compilation."""
-    return getattr(function, "_torchdynamo_orig_callable", function)
-
-
-@contextmanager
-def separate(layer: Any) -> Iterator[None]:
-    """Norms with hooks are called, and rope is a launch of its own."""
-    hooks = [norm.register_forward_hook(lambda *_: None) for norm in (layer.q_layernorm, layer.k_layernorm)]
-    yield
-    for hook in hooks:
-        hook.remove()
+    words |= {"num_query_groups": 2, "kv_channels": size, "qk_layernorm": True, "use_cpu_initialization": True}
+    made = config(core, heads=4, normalization=NORMS[norm]["normalization"], params_dtype=dtype, **words)
+    return built(core.specs.get_gpt_layer_local_spec(qk_layernorm=True, **NORMS[norm]), made, ranks)
 
 
 def close(got: list[Tensor], want: list[Tensor], tolerance: float) -> None:
@@ -289,23 +259,18 @@ SOME = (SELF[0], SELF[3], SELF[4], SELF[9])
 
 
 @pytest.mark.parametrize(("device", "norm", "dtype", "packed"), devices(SELF, SOME))
-def test_self_attention(
-    core: Any, ranks: Any, enabled: Any, monkeypatch: Any, device: str, norm: str, dtype: str, packed: bool
-) -> None:
+def test_self_attention(core: Any, ranks: Any, enabled: Any, device: str, norm: str, dtype: str, packed: bool) -> None:
     """q, k and v have the bits of the host's norms before jitrope's rope; in fp32 all agrees with Megatron's code.
 
     On a GPU that holds for RMSNorm; the others add in another order.
     """
-    from megatron.core.transformer import torch_norm
-
-    monkeypatch.setattr(torch_norm.L2Norm, "_norm", eager(torch_norm.L2Norm._norm))  # it would compile for seconds
     layer = self_attention(core, ranks, norm, DTYPES[dtype], 64).to(device)
     x = torch.randn(24 if packed else 6, 1 if packed else 2, 64).to(device, DTYPES[dtype])
     words = {"rotary_pos_emb": freqs_of(*((24, 64) if packed else (6, 64, False, 2))).to(device)}
-    words["packed_seq_params"] = packed_of(CU_SEQLENS.to(device)) if packed else None
+    words["packed_seq_params"] = packed_of(core, CU_SEQLENS.to(device)) if packed else None
     got = results(layer, x, **words)
     assert enabled.calls == {"jitrope": 0, "host": 0, "fused": 1}
-    with separate(layer):
+    with separate(layer.q_layernorm, layer.k_layernorm):
         want = results(layer, x, **words)
     assert enabled.calls == {"jitrope": 2, "host": 0, "fused": 1}
     assert enabled.reasons == {"not fused: a norm has hooks": 1}
@@ -344,9 +309,9 @@ def test_self_attention_with_context_parallelism(core: Any, ranks: Any, enabled:
         layer._yarn_concentration_factor = factor
     size, x = ranks.cp.size(), torch.randn(24 // ranks.cp.size(), 1, 64).to(device)
     freqs = freqs_of(16, 16, True).to(device)
-    words = {"rotary_pos_emb": freqs, "packed_seq_params": packed_of(CU_SEQLENS.to(device))}
+    words = {"rotary_pos_emb": freqs, "packed_seq_params": packed_of(core, CU_SEQLENS.to(device))}
     got = results(layer, x, **words)
-    with separate(layer):
+    with separate(layer.q_layernorm, layer.k_layernorm):
         close(got, results(layer, x, **words), 1e-5)
     at = rows_of(CU_SEQLENS, size, ranks.cp.rank())
     assert not torch.equal(at, torch.arange(len(x)))
@@ -379,10 +344,8 @@ LEFT = {  # a change of the layer and of the words of its call, the reason why i
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_self_attention_that_is_not_fused(core: Any, ranks: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_self_attention_that_is_not_fused(core: Any, ranks: Any, name: str) -> None:
     """The host's norms and jitrope's rope run, with the results of the stock layer, and the reason is told."""
-    cls = core.attention.Attention
-    monkeypatch.setattr(cls, "_apply_output_gate", eager(cls._apply_output_gate))  # it would compile for seconds
     layer = self_attention(core, ranks, "RMSNorm", **({"attention_output_gate": True} if name == "gate" else {}))
     x, words = torch.randn(6, 2, 64), {"rotary_pos_emb": TABLE}
     change, reason, calls = LEFT[name]
@@ -409,14 +372,11 @@ PATCHES = {  # the place in the host, and the reason why norms are not fused
 @pytest.mark.parametrize("name", PATCHES)
 def test_a_patch(core: Any, ranks: Any, monkeypatch: pytest.MonkeyPatch, name: str, when: str) -> None:
     """It has the effect that it has without jitrope."""
-    from megatron.core.transformer import torch_norm
-
-    norm, (where, reason) = torch_norm.L2Norm, PATCHES[name]
-    monkeypatch.setattr(norm, "_norm", eager(norm._norm))  # it would compile for seconds
+    where, reason = PATCHES[name]
     monkeypatch.setattr(_norms, "_forms", {})
     layer, x, words = self_attention(core, ranks, "L2Norm"), torch.randn(6, 2, 64), {"rotary_pos_emb": TABLE}
     place, _, last = where.rpartition(".")
-    holder = {"": core.attention, "L2Norm": norm}.get(place) or getattr(core.attention, place)
+    holder = {"": core.attention, "L2Norm": core.norms.L2Norm}.get(place) or getattr(core.attention, place)
     if where == "layer":
         holder, last = layer, "get_query_key_value_tensors"
 
@@ -449,9 +409,7 @@ def test_an_argument_of_forward_that_jitrope_does_not_know(
     cls, seen = core.attention.Attention, []
     before = cls.forward
 
-    def forward(
-        self: Any, hidden_states: Any, attention_mask: Any, rotary_pos_emb: Any = None, rope_scale: Any = None
-    ) -> Any:
+    def forward(self, hidden_states, attention_mask, rotary_pos_emb=None, rope_scale=None):
         seen.append(rope_scale)
         return before(self, hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb)
 

@@ -339,7 +339,7 @@ def test_the_kernels_of_a_diffusion_model(name: str, dtype: str, changes: dict[s
     from .diffusion_zoo import MODELS, forward, prepared, reloaded
 
     (cls,) = (cls for cls in MODELS if cls in (f"{name}Transformer2DModel", f"{name}Transformer3DModel"))
-    model, inputs = prepared(MODELS[cls], dtype=TORCH_DTYPES[dtype])
+    model, inputs = prepared(cls, dtype=TORCH_DTYPES[dtype])
     model = reloaded(type(model).from_config({**model.config, **changes}), TORCH_DTYPES[dtype])
     model.save_config(tmp_path)
     with torch.no_grad(), drop_in.enable(model) as report, launched() as want:

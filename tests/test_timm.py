@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -26,14 +26,6 @@ SMALL = {"img_size": 32, "depth": 2, "embed_dim": 64, "num_heads": 4, "num_class
 @pytest.fixture(scope="module", autouse=True)
 def _timm() -> None:
     timm()
-
-
-@pytest.fixture(autouse=True)
-def _stock() -> Iterator[None]:
-    """After each test, no function is replaced."""
-    assert not _host.placed
-    yield
-    integration.disable()
 
 
 def registered(name: str, **words: Any) -> tuple[nn.Module, Any]:

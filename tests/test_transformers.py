@@ -9,7 +9,6 @@ import os
 import pickle
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -50,14 +49,6 @@ def _trials(monkeypatch: pytest.MonkeyPatch) -> None:
     trials = (integration, "recognise"), (_waiting, "form_of")
     for holder, name in trials if ON_HOST else ():
         monkeypatch.setattr(holder, name, backend.plain()(getattr(holder, name)))
-
-
-@pytest.fixture(autouse=True)
-def _stock() -> Iterator[None]:
-    """Each test begins with the host's functions."""
-    assert not _host.placed
-    yield
-    integration.disable()
 
 
 def inputs(device: str = "cpu") -> dict[str, Any]:

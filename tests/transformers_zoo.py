@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from jitrope.integrations import _waiting
 
@@ -225,9 +226,7 @@ def choice(module: nn.Module) -> tuple[int, bool, bool, str] | None:
 
 def first(out: Any) -> Tensor:
     """The first tensor of a result."""
-    if isinstance(out, Tensor):
-        return out
-    return next(first(part) for part in (out.values() if isinstance(out, dict) else out) if part is not None)
+    return next(x for x in tree_leaves(out) if isinstance(x, Tensor))
 
 
 def outcome(module: nn.Module, given: dict[str, Any]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""TransformerEngine: the forward of its `MultiheadAttention`, with norms of q and k before or after rope.
+"""TransformerEngine: its rope functions, and `MultiheadAttention` with norms of q and k before or after rope.
 
 The wheel has no CPU build. So its file is executed with stand-ins for everything that it imports: linear layers, norms
 and attention in plain torch, after the published formulas. Its own code decides what is called, and in which order.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import sys
 from collections.abc import Iterator
 from itertools import product
@@ -21,11 +22,11 @@ from torch import Tensor
 from jitrope.integrations import _host, _norms, transformer_engine
 
 from .devices import devices
-from .hosts import HOSTS, Absent, doubled, freqs_of, missing
+from .hosts import HOSTS, Absent, doubled, freqs_of, missing, separate
 
 PYTORCH = "transformer_engine.pytorch"
 FILE = "transformer_engine.pytorch.attention.multi_head_attention"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Linear(torch.nn.Linear):
@@ -94,38 +95,28 @@ class Attention(torch.nn.Module):
         return (q * k.flip(0) + v).flatten(-2)
 
 
-class SplitAlongDim:
-    @staticmethod
-    def apply(x: Tensor, dim: int, sizes: Any) -> tuple[Tensor, ...]:
-        return torch.split(x, sizes, dim)
+EMPTY = """attention attention.dot_product_attention.utils attention.inference cpp_extensions
+cpp_extensions.fused_attn cpu_offload distributed module.base ops ops.basic quantized_tensor tensor"""
 
 
 def stand_ins() -> dict[str, Any]:
     """By module, what it holds; every other name is without effect."""
-    recipe = SimpleNamespace(fp8_dpa=False, fp8_mha=False)
-    for name in ("custom", "float8_current_scaling", "mxfp8"):
-        setattr(recipe, name, lambda: False)
+    no = dict.fromkeys(("custom", "float8_current_scaling", "mxfp8"), lambda: False)
+    recipe = SimpleNamespace(fp8_dpa=False, fp8_mha=False, **no)
     manager = SimpleNamespace(is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: recipe)
-    group = torch.distributed.ProcessGroup
     classes = {name: type(name, (cls,), {"__module__": where}) for name, (cls, where) in NORMS.items()}
     return {
-        "quantization": {"FP8GlobalStateManager": manager, "QuantizerRole": SimpleNamespace},
-        "quantized_tensor": {"QuantizedTensorStorage": type("QuantizedTensorStorage", (), {})},
+        "quantization": {"FP8GlobalStateManager": manager},
         "tensor.float8_tensor": {"Float8Tensor": type("Float8Tensor", (), {})},
-        "module.base": {},
         "module": {"Linear": Linear, "LayerNormLinear": Linear, **classes},
         "ops.basic.l2normalization": classes,
-        "utils": {"SplitAlongDim": SplitAlongDim, "divide": lambda a, b: a // b},
-        "constants": {
-            "AttnTypes": ("self", "cross"),
-            "AttnBiasTypes": ("no_bias",),
-            "CPLoadBalancingStrategy": SimpleNamespace(DUAL_CHUNK_SWAP=0),
-            "dist_group_type": group,
+        "utils": {
+            "SplitAlongDim": SimpleNamespace(apply=lambda x, dim, sizes: x.split(sizes, dim)),
+            "divide": lambda a, b: a // b,
         },
-        "distributed": {"get_distributed_world_size": lambda g: g.size(), "get_distributed_rank": lambda g: g.rank()},
+        "constants": {"AttnTypes": ("self", "cross"), "AttnBiasTypes": ("no_bias",)},
         "attention.dot_product_attention": {"DotProductAttention": Attention},
-        "attention.inference": {"InferenceParams": SimpleNamespace},
-        "cpu_offload": {"is_cpu_offload_enabled": lambda: False},
+        **{name: {} for name in EMPTY.split()},
     }
 
 
@@ -135,18 +126,12 @@ def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     files = {name: HOSTS / f"{name.replace('.', '/')}.py" for name in (f"{PYTORCH}.attention.rope", FILE)}
     if not all(path.exists() for path in files.values()):
         missing("pip install --no-deps --target build/hosts transformer-engine")
-    packages = ["", ".attention", ".module", ".ops", ".ops.basic", ".tensor", ".cpp_extensions", ".utils"]
-    names = ["transformer_engine", "transformer_engine_torch", *(PYTORCH + name for name in packages)]
-    names += [f"{PYTORCH}.cpp_extensions.fused_attn", f"{PYTORCH}.attention.dot_product_attention.utils"]
     made = {f"{PYTORCH}.{name}": held for name, held in stand_ins().items()}
-    for name in {*names, *made}:
+    made |= {name: {} for name in ("transformer_engine", "transformer_engine_torch", PYTORCH)}
+    for name, held in made.items():
         module = Absent(name)
-        module.__path__ = []
-        vars(module).update(made.get(name, {}))
+        vars(module).update(held, __path__=[])
         monkeypatch.setitem(sys.modules, name, module)
-    utils = sys.modules[f"{PYTORCH}.attention.dot_product_attention.utils"]
-    utils.check_set_window_size = lambda kind, window: (-1, -1)
-    sys.modules[f"{PYTORCH}.attention.dot_product_attention"].utils = utils
     for name, path in files.items():
         spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)
@@ -156,6 +141,123 @@ def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         spec.loader.exec_module(module)
     yield sys.modules[FILE]
     assert not _host.placed
+
+
+@pytest.fixture
+def rope(te: Any) -> Any:
+    """Its rope.py, whose plain torch path does not use what has a stand-in."""
+    return sys.modules[f"{PYTORCH}.attention.rope"]
+
+
+# ---- the functions -------------------------------------------------------------------------------------
+
+
+def assert_alike(ours: Any, host: Any, t: Tensor, overlapping: bool = False) -> None:
+    """Output and gradient are the host's, computed in fp32 and rounded once. overlapping: of an expanded gradient."""
+    results = []
+    for function, x in ((ours, t), (host, t.float())):
+        leaf = x.detach().requires_grad_()
+        out = function(leaf)
+        loss = out.float().sum() * 2 if overlapping else (out.float() * torch.arange(out.shape[-1]).to(out)).sum()
+        results.append((out.detach(), *torch.autograd.grad(loss, leaf)))
+    for a, b in zip(*results):
+        assert a.dtype == t.dtype
+        torch.testing.assert_close(a, b.to(t.dtype))
+
+
+@pytest.mark.parametrize("name", ["apply_rotary_pos_emb", "apply_fused_qkv_rotary_pos_emb"])
+def test_te_signatures(rope: Any, name: str) -> None:
+    def words(function: Any) -> list[tuple[str, Any]]:
+        return [(p.name, p.default) for p in inspect.signature(function).parameters.values()]
+
+    assert name in rope.__all__
+    assert words(getattr(transformer_engine, name)) == words(getattr(rope, name))
+
+
+TE_CASES = [  # tensor_format, dtype, interleaved, rotary part, starts, cp, transposed axes, overlapping gradient
+    ("sbhd", "fp32", False, 1.0, False, 1, None, False),
+    ("sbhd", "bf16", False, 1.0, True, 1, None, True),
+    ("sbhd", "fp16", True, 0.5, False, 2, (0, 1), False),
+    ("sbhd", "fp32", False, 0.5, True, 2, (2, 3), False),
+    ("bshd", "bf16", True, 1.0, True, 2, None, True),
+    ("bshd", "fp16", False, 1.0, True, 1, (2, 3), True),
+    ("thd", "fp32", False, 0.5, False, 1, None, False),
+    ("thd", "bf16", False, 0.5, True, 2, None, False),
+    ("thd", "fp16", True, 0.5, False, 2, None, False),
+    ("thd", "fp32", True, 1.0, True, 2, None, True),
+]
+TE_NAMES = ("device", "tensor_format", "dtype", "interleaved", "part", "starts", "cp", "axes", "overlapping")
+
+
+@pytest.mark.parametrize(TE_NAMES, devices(TE_CASES, (*TE_CASES[1:5], *TE_CASES[7:])))
+def test_te_rope(
+    rope: Any, device: str, tensor_format: str, dtype: str, interleaved: bool, part: float, starts: bool, cp: int,
+    axes: Any, overlapping: bool,
+) -> None:  # fmt: skip
+    """The plain torch path of TransformerEngine, padded and packed, on every rank."""
+    torch.manual_seed(0)
+    # The host's interleaved path fails on an empty sequence.
+    lengths = torch.tensor([12, 4, 2 * cp if interleaved else 0, 20, 8, 4])
+    cu_seqlens = torch.cat((torch.zeros(1), lengths.cumsum(0))).int().to(device)
+    lead = {"sbhd": (22, 2), "bshd": (2, 22), "thd": (int(cu_seqlens[-1]) // cp,)}[tensor_format]
+    t = torch.rand(*lead, 3, 32).to(device, DTYPES[dtype])
+    if axes is not None:
+        t = t.transpose(*axes).contiguous().transpose(*axes)
+    freqs = freqs_of(32 * cp, int(32 * part), interleaved).to(device)
+    words: dict[str, Any] = {"tensor_format": tensor_format, "interleaved": interleaved, "cp_size": cp}
+    if tensor_format == "thd":
+        words["cu_seqlens"] = cu_seqlens
+    if starts:
+        begin = torch.arange(6) if tensor_format == "thd" else torch.tensor([3, 9])
+        words["start_positions"] = begin.int().to(device)
+    for rank in range(cp):
+        words["cp_rank"] = rank
+        ours = functools.partial(transformer_engine.apply_rotary_pos_emb, freqs=freqs, fused=True, **words)
+        assert_alike(ours, functools.partial(rope.apply_rotary_pos_emb, freqs=freqs, **words), t, overlapping)
+        assert ours(t).is_contiguous()
+
+
+TE_QKV = [(*case, n) for case in (("sbhd", 1, False), ("bshd", 2, True), ("thd", 2, False)) for n in ("one", "two")]
+
+
+@pytest.mark.parametrize(("device", "tensor_format", "cp", "interleaved", "tables"), devices(TE_QKV, TE_QKV[::2]))
+def test_te_fused_qkv(rope: Any, device: str, tensor_format: str, cp: int, interleaved: bool, tables: str) -> None:
+    """The results are those of the host's single op on slices, also with starts and context parallelism."""
+    torch.manual_seed(0)
+    groups, dim, split = 3, 16, [64, 16, 16]
+    lead = {"sbhd": (6, 2), "bshd": (2, 6), "thd": (12,)}[tensor_format]
+    qkv = torch.rand(*lead, groups, sum(split)).to(device)
+    q_freqs = freqs_of(40, dim, interleaved).to(device)
+    k_freqs = q_freqs if tables == "one" else freqs_of(40, dim, interleaved, base=1e4).to(device)
+    words = {"tensor_format": tensor_format, "interleaved": interleaved, "cp_size": cp, "cp_rank": cp - 1}
+    words["start_positions"] = torch.tensor([2, 5], dtype=torch.int32, device=device)
+    if tensor_format == "thd":
+        words["cu_seqlens"] = torch.tensor([0, 8, 12 * cp], dtype=torch.int32, device=device)
+
+    def host(x: Tensor) -> Tensor:
+        q, k, v = x.split(split, -1)
+        q = q.reshape(*lead, -1, dim)
+        rotated = [rope.apply_rotary_pos_emb(y, f, **words) for y, f in ((q, q_freqs), (k, k_freqs))]
+        return torch.cat([y.flatten() for y in (*rotated, v)])
+
+    def ours(x: Tensor) -> Tensor:
+        parts = transformer_engine.apply_fused_qkv_rotary_pos_emb(x, q_freqs, k_freqs, split, **words)
+        assert [y.shape[-2] for y in parts] == [12, 3, 3]
+        assert all(y.is_contiguous() for y in parts)
+        return torch.cat([y.flatten() for y in parts])
+
+    assert_alike(ours, host, qkv)
+
+
+def test_te_refusals() -> None:
+    t, freqs = torch.ones(4, 2, 8), torch.zeros(4, 1, 1, 8)
+    with pytest.raises(jitrope.InvalidInput, match="cu_seqlens is None"):
+        transformer_engine.apply_rotary_pos_emb(t, freqs, "thd")
+    with pytest.raises(jitrope.InvalidInput, match=r"\[8, 8, 9\] does not split groups of 24"):
+        transformer_engine.apply_fused_qkv_rotary_pos_emb(torch.ones(4, 2, 2, 24), freqs, freqs, [8, 8, 9])
+
+
+# ---- attention -----------------------------------------------------------------------------------------
 
 
 def layer_of(te: Any, norm: str, before: bool, dtype: torch.dtype, **words: Any) -> Any:
@@ -192,7 +294,7 @@ SOME = [
 
 @pytest.mark.parametrize(
     ("device", "norm", "order", "case", "dtype"),
-    devices(product(NORMS, ("norm last", "norm first"), CASES, DTYPES), SOME),
+    devices(product(NORMS, ("norm last", "norm first"), CASES, ("fp32", "bf16")), SOME),
 )
 def test_norms_and_rope_are_one_launch(te: Any, device: str, norm: str, order: str, case: str, dtype: str) -> None:
     """q and k are the host's, whose own rope has fp32 tables; gradients agree too."""
@@ -214,12 +316,10 @@ def test_norms_and_rope_are_one_launch(te: Any, device: str, norm: str, order: s
     with transformer_engine.enable() as report:
         got = results(layer, x, **words)
         assert report.calls == {"jitrope": 0, "host": 0, "fused": 1}
-        hooks = [m.register_forward_hook(lambda *_: None) for m in (layer.q_norm, layer.k_norm)]
-        want = results(layer, x, **words)
+        with separate(layer.q_norm, layer.k_norm):
+            want = results(layer, x, **words)
         assert report.calls == {"jitrope": 2, "host": 0, "fused": 1}
         assert report.reasons == {"not fused: a norm has hooks": 1}
-    for hook in hooks:
-        hook.remove()
     unit = {"fp32": 1e-5, "bf16": 2**-7}[dtype]
     for name, a, b, c in zip(("q", "k", "v", "out", *("gradient",) * 9), got, want, stock):
         assert a.dtype == b.dtype == c.dtype
@@ -231,38 +331,31 @@ def test_norms_and_rope_are_one_launch(te: Any, device: str, norm: str, order: s
             assert torch.equal(a, b)
 
 
-LEFT = {
-    "tables": "q and k have different tables",
-    "offsets": "q and k have different cu_seqlens",
-    "inference": "jitrope does not know the argument inference_params of forward",
-    "fp8": "fp8",
-    "no table": None,
-    "no norm": None,
+FREQS, CU_SEQLENS = freqs_of(24, 32), torch.tensor([0, 8, 24])
+INFERENCE = SimpleNamespace(
+    cache_manager=SimpleNamespace(cache={1: None}),
+    get_seqlens_pre_step=lambda: torch.tensor([3, 0], dtype=torch.int32),
+)
+LEFT: dict[str, Any] = {  # further words of a call, and the reason
+    "tables": ({"rotary_pos_emb": (FREQS, FREQS.clone())}, "q and k have different tables"),
+    "offsets": ({"cu_seqlens_kv": CU_SEQLENS.clone()}, "q and k have different cu_seqlens"),
+    "inference": ({"inference_params": INFERENCE}, "jitrope does not know the argument inference_params of forward"),
+    "fp8": ({}, "fp8"),
+    "no table": ({"rotary_pos_emb": None}, None),
+    "no norm": ({}, None),
 }
 
 
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_not_fused(te: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     layer = layer_of(te, None if name == "no norm" else "RMSNorm", False, torch.float32, qkv_format="thd")
-    cu_seqlens, freqs = torch.tensor([0, 8, 24]), freqs_of(24, 32)
-    words = {"rotary_pos_emb": freqs, "cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
-    if name == "tables":
-        words["rotary_pos_emb"] = (freqs, freqs.clone())
-    elif name == "no table":
-        words["rotary_pos_emb"] = None
-    elif name == "offsets":
-        words["cu_seqlens_kv"] = cu_seqlens.clone()
-    elif name == "inference":
-        cache = SimpleNamespace(cache={1: None})
-        words["inference_params"] = SimpleNamespace(
-            cache_manager=cache, get_seqlens_pre_step=lambda: torch.tensor([3, 0], dtype=torch.int32)
-        )
-    elif name == "fp8":
-        monkeypatch.setattr(te.FP8GlobalStateManager, "is_fp8_enabled", lambda: True)
+    more, reason = LEFT[name]
+    words = {"rotary_pos_emb": FREQS, "cu_seqlens_q": CU_SEQLENS, "cu_seqlens_kv": CU_SEQLENS, **more}
+    monkeypatch.setattr(te.FP8GlobalStateManager, "is_fp8_enabled", lambda: name == "fp8")
     with transformer_engine.enable() as report:
         layer(torch.randn(24, 64), **words)
     assert report.calls == {"jitrope": 0 if name == "no table" else 2, "host": 0}
-    assert report.reasons == ({} if LEFT[name] is None else {f"not fused: {LEFT[name]}": 1})
+    assert report.reasons == ({} if reason is None else {f"not fused: {reason}": 1})
 
 
 PATCHES = {
