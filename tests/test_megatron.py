@@ -18,7 +18,7 @@ from torch import Tensor
 import jitrope
 from jitrope.integrations import _host, _norms, megatron
 
-from . import hosts, oracle
+from . import hosts
 from .devices import devices
 from .hosts import doubled, freqs_of, group, separate
 

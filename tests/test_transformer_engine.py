@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import jitrope
 from jitrope.integrations import _host, _norms, transformer_engine
 
 from .devices import devices
