@@ -303,8 +303,13 @@ def broadcast(shape: Sequence[int], cos: Tensor, sin: Tensor) -> tuple[Tensor, T
 
 def own(package: str, function: Any) -> Any:
     """A package's function, or the one that jitrope replaced; None if someone else has replaced or decorated it."""
-    function = placed[function].original if function in placed else function
+    function = original(function)
     return function if module_of(function).split(".")[0] == package else None
+
+
+def original(function: Any) -> Any:
+    """The function that jitrope replaced by this one, or the same."""
+    return placed[function].original if function in placed else function
 
 
 def counted(count: int, noun: str) -> str:

@@ -7,18 +7,23 @@ small random CPU tensors and looks for the variant that gives the same bits; `re
 from __future__ import annotations
 
 import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import product
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Proxy
+from torch.fx import Graph, Proxy
+from torch.fx.proxy import GraphAppendingTracer
 
 from ..api import apply_rope, prepare_qkv
 from ..base.errors import InvalidInput
 from ..ops.values import Norm
+from ..ops.watch import outside_modes
 from ._host import Function
-from ._norms import PROBES, on_its_own, undetermined
 
 Shape = tuple[int, int, int]
 SHAPES: tuple[Shape, ...] = ((4, 3, 1), (4, 3, 2), (4, 2, 0), (4, 2, 1), (3, 2, 0), (3, 2, 1))
@@ -276,3 +281,81 @@ def equal(ours: Any, want: Any, tolerance: float) -> bool:
         return len(ours) == len(want) and all(equal(a, b, tolerance) for a, b in zip(ours, want))
     alike = (ours.dtype, ours.shape) == (want.dtype, want.shape)
     return alike and torch.allclose(ours.float(), want.float(), rtol=tolerance, atol=tolerance)
+
+
+# ---- what a host's function reads -------------------------------------------------------------------------
+
+State = tuple[tuple[Any, str, Any], ...]
+"""(holder, name, value): of a function's global the module, of a class the method."""
+
+
+def changed(state: State) -> str:
+    """The name of the first function that is another one now, or ""."""
+    return next((name for holder, name, value in state if getattr(holder, name, None) is not value), "")
+
+
+@contextmanager
+def on_its_own() -> Iterator[None]:
+    """A context without gradients, autocast and modes of torch, in which a host's functions are judged."""
+    with ExitStack() as stack:
+        for device in [name for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)]:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(outside_modes())
+        stack.enter_context(torch.no_grad())
+        yield
+
+
+PROBES = ((2, 1.0), (4096, 1.0), (5, 1e4))
+"""The numbers of tokens and the sizes of the values with which a host's function is called, beside the usual ones."""
+
+
+class _Symbols(GraphAppendingTracer):
+    """Makes the stand-ins for tensors with which a function is called, to see whether it asks for their values."""
+
+    def create_arg(self, a: Any) -> Any:
+        return None if isinstance(a, Tensor) else super().create_arg(a)
+
+    def to_bool(self, obj: Any) -> bool:
+        raise _Branch
+
+
+class _Branch(BaseException):  # no code of a host catches it
+    pass
+
+
+def undetermined(function: Function, *arguments: Any, cls: Any = None) -> str:
+    """Why calls of a host's function say nothing about others: it reads a global value, or it branches; else ""."""
+    for _, name, value in called(function, cls):
+        if not (callable(value) or isinstance(value, ModuleType)):
+            return f"it reads the global {name}"
+    symbols = _Symbols(graph := Graph())
+    try:
+        function(*(Proxy(graph.placeholder("x"), symbols) if isinstance(x, Tensor) else x for x in arguments))
+    except _Branch:
+        return "its code branches on the values or sizes of its arguments"
+    except Exception:  # stand-ins cannot do all; what is left to say is said by calls
+        pass
+    return ""
+
+
+def state_of(function: Any, cls: Any = None) -> State:
+    """What a host's function, perhaps a method of cls, reads and calls, but for names of an outer function."""
+    return tuple(told for told in called(function, cls) if told[0] is not None)
+
+
+def called(function: Any, cls: Any = None) -> State:
+    """What the code of a host's function reads, and the code of what it calls; the holder of an outer name is None."""
+    found: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+    todo = [function]
+    while todo:
+        one = inspect.unwrap(todo.pop())
+        if not isinstance(one, FunctionType) or one.__module__.split(".")[0] == "torch":
+            continue
+        told, module = inspect.getclosurevars(one), sys.modules.get(one.__module__)
+        own = {name: getattr(cls, name, None) for name in told.unbound if cls and name != "forward"}
+        for holder, values in ((module, told.globals), (None, told.nonlocals), (cls, own)):
+            for name, value in values.items():
+                if (id(holder), name) not in found and (holder is not cls or isinstance(value, FunctionType)):
+                    found[id(holder), name] = holder, name, value
+                    todo.append(value)
+    return tuple(found.values())

@@ -25,9 +25,9 @@ from ..ops.values import Norm
 from ..ops.watch import saves_otherwise, transformed, watched
 from . import _host
 from ._host import Function
-from ._norms import NormForm, State, changed, check_results, form_of, parameters_of, state_of
+from ._norms import check_results, form_of, parameters_of
 from ._pending import HOST, Later, Pending, check, real, unseen
-from ._variants import Variant, launch, names, read, result, rotate, words_of
+from ._variants import State, Variant, changed, launch, names, read, result, rotate, state_of, words_of
 
 ROPES = re.compile(r"\w*apply_\w*rotary\w*")  # the names of rope functions
 NORMS = re.compile(r"(q|k|qk|query|key)_(layer)?norm")  # and of the norms of q and k in an attention
@@ -85,22 +85,20 @@ class Waiting:
     rotated = False  # whether rope has taken its result
     tries = 0  # calls that did not show it
 
-    def __init__(self, module: nn.Module, name: str, form: NormForm, layer: Layer) -> None:
-        self.module, self.name, self.form, self.layer = weakref.ref(module), name, form, layer
+    def __init__(self, module: nn.Module, name: str, layer: Layer) -> None:
+        self.module, self.name, self.layer = weakref.ref(module), name, layer
 
     def state(self, module: nn.Module, x: Tensor) -> tuple[Any, ...]:
-        """The weight, bias and eps for a launch. Raises InvalidInput if the host's norm must run."""
+        """The weight, bias, form and eps for a launch. Raises InvalidInput if the host's norm must run."""
         if type(x) is not Tensor or watched() or transformed():
             raise InvalidInput("a mode of torch is on, or q is of a subclass of torch.Tensor")
         if name := changed(self.layer.ropes):
             raise InvalidInput(f"{name} was replaced after enable")
-        weights = parameters_of(module)
-        if not self.form.fits(module):
-            raise InvalidInput(f"{self.name} is another {type(module).__name__} than in the model that was enabled")
-        check_results(self.form, weights[0], x)
+        form, weights = form_of(module), parameters_of(module)
+        check_results(form, weights[0], x)
         if not self.layer.of_host and x.is_inference():
             raise InvalidInput("tensors of inference mode do not tell whether they are changed")
-        return *weights, getattr(module, self.form.eps)
+        return *weights, form, getattr(module, form.eps)
 
     def call(self, module: nn.Module, host: Function, x: Any) -> Any:
         """The norm of x, which may wait; or the host's."""
@@ -203,10 +201,10 @@ class Rope:
         kept, key = waiting[0].layer.kept, (after, *across, *waiting)
         norm, known = kept.get(key, (None, ()))
         if norm is None or not all(a is b for old, new in zip(known, states) for a, b in zip(old, new)):
-            told = [norm.form.words(norm.module()) for norm in waiting]  # type: ignore[arg-type]
+            told = [form.words(norm.module()) for norm, (_, _, form, _) in zip(waiting, states)]
             if len(across) == 2 or told[0] != told[-1]:
                 raise InvalidInput("the norms of q and k differ")
-            (q, q_bias, _), (k, k_bias, _) = (*states, (None,) * 3)[:2]
+            (q, q_bias, *_), (k, k_bias, *_) = (*states, (None,) * 4)[:2]
             norm = Norm(q, k, q_bias=q_bias, k_bias=k_bias, **told[0], across_heads=across.pop(), after_rope=after)
             kept[key] = norm, states
         out = launch(heads, norm, words)
@@ -261,18 +259,16 @@ def fuse(cls: type, modules: list[nn.Module], report: _host.Report) -> str:
             if not NORMS.fullmatch(name):
                 continue
             try:
-                form = form_of(norm)
+                forms.add(str(form_of(norm)))
             except InvalidInput as error:
                 reasons.add(error.args[0])
                 continue
-            forms.add(str(form))
             layer = _layers.setdefault(module, Layer(module, places))
             layer.ropes = places
             for each, made in ((type(module), _attention), (type(norm), _norm)):
                 report.replace_method(each, "forward", made, WAITS)
             if norm not in _waiting or _waiting[norm].layer is not layer:
-                _waiting[norm] = Waiting(norm, name, form, layer)
-            _waiting[norm].form = form
+                _waiting[norm] = Waiting(norm, name, layer)
     if not forms:
         return f"rope only: {min(reasons, default='no norm of q and k was found')}"
     for _, _, function in places:

@@ -203,7 +203,7 @@ def enable() -> _host.Report:
     cls, what = getattr(*_host.held("megatron", f"{_ATTENTION}:SelfAttention")), "norms of q and k and rope fused"
     report = _host.enable("megatron", _FUNCTIONS)
     rope, qkv = _host.load("megatron", _ROPE_UTILS).apply_rotary_pos_emb, getattr(cls, _QKV)
-    if not of_host(cls, _QKV) or "split_qkv" not in inspect.signature(qkv).parameters:
+    if not of_host(cls, qkv) or "split_qkv" not in inspect.signature(qkv).parameters:
         report.left[f"{_ATTENTION}.Attention.forward"] = f"{_QKV} is not the one that jitrope knows"
     else:
         made = without_rope("megatron", _KNOWN, partial(_refusals, rope, qkv), _cu_seqlens, _stand_in)
