@@ -233,7 +233,7 @@ def main() -> None:
 
     latents, pixels = run(arguments.steps)
     stock_ms = milliseconds(step) if timed else 0.0
-    # Until the block ends. Without one: report = enable(pipeline), and disable(pipeline) if ever.
+    # Until the block ends. Without one: report = enable(pipeline), and disable() if ever.
     with jitrope_diffusers.enable(pipeline) as report:
         our_latents, our_pixels = run(arguments.steps)
         print(report)

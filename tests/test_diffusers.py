@@ -230,7 +230,7 @@ def test_enable_twice_contexts_and_reports() -> None:
     assert "(disabled)" in str(report)
     assert (transformer_flux.FluxAttnProcessor.__call__, embeddings.apply_rotary_emb) == (call, rope)
     integration.enable(model)
-    integration.disable(model)
+    integration.disable()
     assert (transformer_flux.FluxAttnProcessor.__call__, transformer_flux.apply_rotary_emb) == (call, rope)
 
 
@@ -244,7 +244,6 @@ def test_pipeline() -> None:
         assert report.left == {
             "diffusers.models.attention_processor.AttnProcessor2_0": "jitrope knows no rope in it",
         }
-    integration.disable(pipeline)
 
 
 def test_processors_of_others_and_those_set_later() -> None:
@@ -274,17 +273,12 @@ def test_models_without_anything_to_replace() -> None:
     attention.processor = attention_processor.MochiAttnProcessor2_0()
     with pytest.raises(jitrope.JitropeError, match="MochiAttnProcessor2_0: jitrope knows no rope in it"):
         integration.enable(SimpleNamespace(components={"transformer": attention}))
-    transformers = pytest.importorskip("transformers")
-    model = transformers.LlamaModel(transformers.LlamaConfig(num_hidden_layers=1, hidden_size=32, vocab_size=8))
-    with pytest.raises(jitrope.JitropeError, match=r"; it is of transformers: use jitrope.integrations.transformers$"):
-        integration.enable(model)
 
 
-@pytest.mark.parametrize("function", ["enable", "disable"])
 @pytest.mark.parametrize("given", ["model", 3, None, diffusers.FluxPipeline])
-def test_what_is_not_a_model_is_refused(function: str, given: object) -> None:
-    with pytest.raises(jitrope.InvalidInput, match=f"{function}: model_or_pipeline is .*; it must be a model, or a pi"):
-        getattr(integration, function)(given)
+def test_what_is_not_a_model_is_refused(given: object) -> None:
+    with pytest.raises(jitrope.InvalidInput, match=r"enable: model_or_pipeline is .*; it must be a model, or a pipe"):
+        integration.enable(given)
 
 
 @pytest.mark.parametrize("name", [FLUX, WAN, "SanaWMTransformer3DModel"])
@@ -319,8 +313,8 @@ def test_hooks_of_accelerate_and_sharding(name: str) -> None:
         assert report.calls["jitrope"] + report.calls.get("fused", 0) > 0
         accelerate.hooks.remove_hook_from_module(model, recurse=True)
         fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
-        for change in (integration.enable, integration.disable):
-            change(model)
+        for change in (lambda: integration.enable(model), integration.disable):
+            change()
             assert torch.equal(seeded(model, inputs), want)
 
 

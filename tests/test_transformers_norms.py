@@ -268,7 +268,6 @@ def test_report(qwen3: nn.Module) -> None:
         assert str(report).startswith("3 functions replaced, norms of q and k wait for rope in 1 attention class; 0 ")
         with integration.enable(qwen3) as again:  # changes nothing, and undoes nothing
             assert again.attention == report.attention
-        integration.disable(zoo.language_model("gemma3"))
         assert len(_host.placed) == 3
     assert not _host.placed
 
@@ -287,7 +286,7 @@ def test_norms_that_are_not_fused(family: str) -> None:
 
 
 def test_an_error_undoes_enable(qwen3: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integration, "fuse", lambda *_: 1 // 0)
+    monkeypatch.setattr(integration, "_fuse", lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         integration.enable(qwen3)
     assert not _host.placed

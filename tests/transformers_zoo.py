@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from jitrope.integrations import _waiting
+from jitrope.integrations import transformers as integration
 
 HOST = "pip install 'transformers>=5.17' 'kernels>=0.17.2'"
 if os.environ.get("CI"):  # CI has every host
@@ -122,7 +122,7 @@ def _own(family: str, kind: str = "modeling") -> list[Any]:
 
 
 def attention_classes(family: str) -> list[type]:
-    return [cls for cls in _own(family) if _waiting.ropes_of(cls)]
+    return [cls for cls in _own(family) if integration._ropes_of(cls)]
 
 
 def models(family: str) -> list[type]:
@@ -165,7 +165,7 @@ def attention_modules(family: str) -> dict[str, nn.Module]:
         if needed.keys() <= found.keys():
             break
         with suppress(Exception):  # another model may be made
-            made_now = _waiting.attention(made(cls, family))
+            made_now = integration._attention(made(cls, family))
             found = {**{x.__name__: y[0] for x, y in made_now.items() if x.__name__ in needed}, **found}
     for module in found.values():
         torch.manual_seed(0)

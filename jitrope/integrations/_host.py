@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..base.config import log
 from ..base.errors import InvalidInput, JitropeError
@@ -356,14 +356,6 @@ def enable(host: str, functions: Mapping[str, Function]) -> Report:
     for (module, name), ours in zip(places, functions.values()):
         report.replace(module, name, ours, "jitrope")
     return report
-
-
-def of_other(host: str, model: Any) -> str:
-    """The advice to use another module of integrations, if a model or a pipeline is of its host; else ""."""
-    parts = model.modules() if isinstance(model, nn.Module) else [model]
-    libraries = {base.__module__.split(".")[0] for part in parts for base in type(part).__mro__}
-    others = [] if host in libraries else sorted({"diffusers", "transformers"} & libraries)
-    return "".join(f"; it is of {other}: use jitrope.integrations.{other}" for other in others)
 
 
 def disabler(module: str) -> Callable[[], None]:

@@ -1,16 +1,12 @@
 """Norms of q and k that wait for rope, so that one launch computes both: transformers' attention in eager mode.
 
-The `forward` of a norm class is replaced. For the norms of an attention `Layer` its result is a `Pending`: views of it
-wait too, our rope function (`Rope`) launches norm and rope together, and everything else computes the host's norm
-first. Whether rope follows is seen in the first calls, in which the host's norm runs too. Where the norms follow rope,
-our rope function launches all, and the norms return what was computed.
+The result of a norm of an attention `Layer` is a `Pending`: views of it wait too, our rope function (`Rope`) launches
+norm and rope together, and everything else computes the host's norm first. Whether rope follows is seen in the first
+calls, in which the host's norm runs too. Where the norms follow rope, our rope function launches all.
 """
 
 from __future__ import annotations
 
-import inspect
-import re
-import sys
 import threading
 import weakref
 from functools import partial
@@ -22,19 +18,127 @@ from torch import Tensor, nn
 
 from ..base.errors import InvalidInput
 from ..ops.values import Norm
-from ..ops.watch import saves_otherwise, transformed, watched
+from ..ops.watch import same_memory, saves_otherwise, transformed, version, watched, without_autocast, without_values
 from . import _host
 from ._host import Function
 from ._norms import check_results, form_of, parameters_of
-from ._pending import HOST, Later, Pending, check, real, unseen
 from ._variants import State, Variant, changed, launch, names, read, result, rotate, state_of, words_of
 
-ROPES = re.compile(r"\w*apply_\w*rotary\w*")  # the names of rope functions
-NORMS = re.compile(r"(q|k|qk|query|key)_(layer)?norm")  # and of the norms of q and k in an attention
-WAITS = "norms of q and k wait for rope"
+HOST, WAITS = "transformers", "norms of q and k wait for rope"
 
 _TRIES = 3  # a norm whose result did not go to rope in so many calls waits no more
 _here = threading.local()
+
+
+# ---- tensors that wait --------------------------------------------------------------------------------
+
+_VIEWS = {
+    *(Tensor.transpose, Tensor.view, Tensor.reshape, Tensor.permute, Tensor.contiguous, Tensor.to),
+    *(Tensor.unsqueeze, Tensor.squeeze, Tensor.flatten, Tensor.unflatten),
+}
+_SHAPES = {
+    *(Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.ndim.__get__),  # type: ignore[attr-defined]
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__),
+}
+
+
+class Pending(Tensor):
+    """The result of a norm or of a rotation that waits, or a view of it; no code that reads memory finds its values."""
+
+    root: Later  # computes it
+    x: Tensor  # the same view of the source of `root`
+    made: Tensor | None  # its values, once they are computed
+    step: Any  # the Pending of which this is a view, the function that made it, and its arguments
+
+    @staticmethod
+    def of(root: Any, x: Tensor, made: Tensor | None = None, step: Any = None) -> Any:
+        """A new one."""
+        new: Any = without_values(Pending, _NOTHING) if made is None else made.as_subclass(Pending)
+        new.root, new.x, new.made, new.step = root, x, made, step
+        return new
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What is known without the values, and views; else the function of the values."""
+        words, first = kwargs or {}, args[0] if args else None
+        if type(first) is Pending:
+            if func in _SHAPES:
+                return func(first.x, *args[1:], **words)
+            if func in _VIEWS and (view := first._view(func, args[1:], words)) is not None:
+                return view
+        return func(*real(args), **real(words))
+
+    def _view(self, func: Function, args: Any, words: Any) -> Any:
+        try:
+            x = func(self.x, *args, **words)
+        except RuntimeError:  # the result may have strides that allow it
+            return None
+        if x.dtype != self.x.dtype or not same_memory(x, self.x):
+            return None
+        made = None if self.made is None else func(self.made, *args, **words)
+        return Pending.of(self.root, x, made, (self, func, args, words))
+
+
+_NOTHING = torch.empty(0, device="meta")
+
+
+def real(value: Any) -> Any:
+    """A value, in which each Pending is its tensor."""
+    if type(value) is Pending:
+        value.root.used = True
+        if value.made is None:
+            if value.step is None:
+                value.made = value.root.result()
+            else:
+                before, func, args, words = value.step
+                value.made = func(real(before), *args, **words)
+        return value.made
+    if type(value) in (list, tuple):
+        return type(value)([real(x) for x in value])
+    return {name: real(x) for name, x in value.items()} if type(value) is dict else value
+
+
+class Later:
+    """What a host's function computes of x, later, as it would now: outside of autocast. state: that of its norm."""
+
+    out: Tensor | None = None  # the function's result, once it is there
+    used = False  # whether something has read it
+    done: Tensor | None = None  # the launch's result, for a norm that follows
+
+    def __init__(self, waiting: Waiting, x: Tensor, state: Any, function: Function) -> None:
+        self.waiting, self.x, self.state, self.function = waiting, x, state, function
+        self.version, self.grad = _version(x), torch.is_grad_enabled()
+
+    def result(self) -> Tensor:
+        """The function's result."""
+        if self.out is None:
+            which = "what goes to" if self.done is not None else "the result of"
+            _host.note_unfused(HOST, f"{which} {self.waiting.name} has another use")
+            check(self.x, self.version)
+            with torch.set_grad_enabled(self.grad), without_autocast(self.x):
+                self.out = self.function(self.x)
+        return self.out
+
+
+def check(x: Tensor, version: int) -> None:
+    """Raise RuntimeError if x has changed since it had this version."""
+    if _version(x) != version:
+        hint = "call jitrope.integrations.transformers.enable with fuse_norm=False"
+        raise RuntimeError(f"q or k was changed in place between its norm and rope; {hint}")
+
+
+def unseen(x: Tensor, version: int) -> Any:
+    """A context in which a checkpoint does not count what autograd saves of x. It compares that with later calls."""
+
+    def unpack(saved: Tensor) -> Tensor:
+        check(x, version)
+        return saved
+
+    return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, unpack)  # a result itself would hold its own graph
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else version(x)
 
 
 # ---- norms ---------------------------------------------------------------------------------------------
@@ -121,6 +225,18 @@ class Waiting:
                         later.out = host(x)
                 return Pending.of(later, x, later.out)
         return host(x)
+
+
+def wait(module: nn.Module, name: str, norm: nn.Module, ropes: State, report: _host.Report) -> None:
+    """Let a norm of an attention module wait for one of the rope functions that the module calls."""
+    layer = _layers.setdefault(module, Layer(module, ropes))
+    layer.ropes = ropes
+    report.replace_method(type(module), "forward", _attention, WAITS)
+    report.replace_method(type(norm), "forward", _norm, WAITS)
+    if norm not in _waiting or _waiting[norm].layer is not layer:
+        _waiting[norm] = Waiting(norm, name, layer)
+    for _, _, function in ropes:
+        _host.placed[function].what.fuses = True
 
 
 # ---- rope ----------------------------------------------------------------------------------------------
@@ -221,56 +337,3 @@ def _across(source: Tensor, heads: Tensor, axis: int) -> bool:
         if size * heads.shape[axis] == source.shape[-1] and heads.stride(axis) == size * step:
             return True
     raise InvalidInput("the norm's rows are not the heads of a token")
-
-
-# ---- finding the norms of a model ----------------------------------------------------------------------
-
-
-def ropes_of(cls: type) -> State:
-    """The rope functions that a class's methods call."""
-    found: list[Any] = []
-    for function in map(inspect.unwrap, filter(callable, vars(cls).values())):
-        if inspect.isfunction(function):
-            told = inspect.getclosurevars(function).globals
-            module = sys.modules.get(function.__module__)
-            found += [(module, n, f) for n, f in told.items() if ROPES.fullmatch(n) and callable(f)]
-    return tuple(found)
-
-
-def attention(model: nn.Module) -> dict[type, list[nn.Module]]:
-    """The modules of a model with a method that calls a rope function, by their classes."""
-    found: dict[type, list[nn.Module]] = {}
-    classes = {type(module) for module in model.modules()}
-    owners = {cls: next((b for b in cls.__mro__ if b is not object and ropes_of(b)), None) for cls in classes}
-    for module in model.modules():
-        if (cls := owners[type(module)]) is not None:
-            found.setdefault(cls, []).append(module)
-    return found
-
-
-def fuse(cls: type, modules: list[nn.Module], report: _host.Report) -> str:
-    """Let the norms of attention modules wait for rope. Returns what was done, or why it was not."""
-    places = tuple(place for place in ropes_of(cls) if place[2] in _host.placed)
-    if not places:
-        return "left alone: jitrope does not replace its rope function"
-    forms, reasons = set(), set()
-    for module in modules:
-        for name, norm in module.named_children():
-            if not NORMS.fullmatch(name):
-                continue
-            try:
-                forms.add(str(form_of(norm)))
-            except InvalidInput as error:
-                reasons.add(error.args[0])
-                continue
-            layer = _layers.setdefault(module, Layer(module, places))
-            layer.ropes = places
-            for each, made in ((type(module), _attention), (type(norm), _norm)):
-                report.replace_method(each, "forward", made, WAITS)
-            if norm not in _waiting or _waiting[norm].layer is not layer:
-                _waiting[norm] = Waiting(norm, name, layer)
-    if not forms:
-        return f"rope only: {min(reasons, default='no norm of q and k was found')}"
-    for _, _, function in places:
-        _host.placed[function].what.fuses = True
-    return f"{WAITS} ({'; '.join(sorted(forms))})"

@@ -10,14 +10,13 @@
 1
 >>> jitrope_transformers.disable()
 
-Every model file has its own rope functions, under the same few names: for halves or interleaved pairs, with tables of
-full or half width, with an unused half or complex, for the whole head or a part, for all tokens or the last ones. The
-names do not show the variant. So `enable` calls each function that it finds, on small CPU tensors, and replaces it if
-one of jitrope's variants gives the same bits in fp32. In bf16 and fp16 jitrope rounds once, so results may differ in
-the last bits. The other functions are not replaced, and the report gives the reason.
+Every model file has its own rope functions, under the same few names: for halves or interleaved pairs, tables of full
+or half width or complex, the whole head or a part, all tokens or the last ones. The names do not show the variant. So
+`enable` calls each function that it finds, on small CPU tensors, and replaces it if one of jitrope's variants gives the
+same bits in fp32. In bf16 and fp16 jitrope rounds once, so results may differ in the last bits.
 
-Norms of q and k directly before or after rope are in its launch, in eager mode, if a trial has the host's bits, in bf16
-too. The compiler fuses them by itself:
+Norms of q and k directly before or after rope are in its launch, in eager mode, with the host's bits in bf16 too.
+The compiler fuses them by itself:
 
 >>> qwen3 = transformers.Qwen3Model(transformers.Qwen3Config(num_hidden_layers=1, num_key_value_heads=2, **small))
 >>> with jitrope_transformers.enable(qwen3) as report:
@@ -29,51 +28,27 @@ too. The compiler fuses them by itself:
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import re
 import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..base.arguments import flag, refuse, word
 from ..base.errors import InvalidInput, JitropeError
 from . import _host
-from ._variants import Variant, recognise, rotate
-from ._waiting import ROPES, WAITS, Rope, attention, fuse
+from ._norms import form_of
+from ._variants import State, recognise
+from ._waiting import WAITS, Rope, wait
+
+ROPES = re.compile(r"\w*apply_\w*rotary\w*")  # the names of rope functions
+NORMS = re.compile(r"(q|k|qk|query|key)_(layer)?norm")  # and of the norms of q and k in an attention
 
 calls = _host.calls["transformers"]
 """Calls so far, by "jitrope" and "host"; a call of a compiled model counts when it is traced."""
-
-
-# ---- the plain functions -------------------------------------------------------------------------------
-
-
-def apply_rotary_pos_emb(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1, *, interleaved: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """The function of Llama's file and most others; W < D rotates the first W elements, as in GPT-NeoX.
-
-    >>> q, k = torch.randn(2, 1, 8, 16, 64)
-    >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0], width="full")
-    >>> q, k = jitrope_transformers.apply_rotary_pos_emb(q, k, cos[None], sin[None])
-
-    Args:
-        q, k: (B, H, S, D), or (B, S, H, D) with unsqueeze_dim=2; any strides, nothing is copied. k may have its own
-            number of heads, or be None, which is then returned.
-        cos, sin: (B or 1, S, W), an angle for each element, W <= D even. If their dtype is wider, q is converted.
-        interleaved: pairs are neighbours (Cohere, ERNIE 4.5 VL), not halves; the tables have the same layout.
-
-    Returns:
-        q and k in fp32 arithmetic rounded once, in the dtype that q and the tables promote to. The errors are those of
-        `jitrope.apply_rope`.
-    """
-    variant = Variant(interleaved, interleaved, partial=True, widens=True)
-    out = rotate(variant, [q] if k is None else [q, k], cos, sin, unsqueeze_dim)
-    return out[0], None if k is None else out[1]
-
-
-# ---- replacing the hosts' functions --------------------------------------------------------------------
 
 
 class Report(_host.Report):
@@ -108,27 +83,25 @@ def enable(model: nn.Module | None = None, *, fuse_norm: bool = True, rounding: 
 
     Args:
         model: its files are searched; None: all loaded model files, without their norms.
-        fuse_norm: True: in eager mode, the norms of q and k of this model are in the launch of rope where a trial gives
-            the host's bits. False: only rope is replaced; norms that are fused already stay so until `disable`.
+        fuse_norm: True: in eager mode, the norms of q and k of this model are in the launch of rope if jitrope
+            knows their class. False: only rope is replaced; norms that are fused already stay so until `disable`.
         rounding: of rope in fp16 and bf16, without norms. "fp32": results are rounded once, so outputs differ from the
             host's in the last bits. "dtype": the host's bits; functions that round in another way stay with the host.
 
     Returns:
-        A report: `replaced` (each function's name and variant), `left` (functions that are not replaced, and why),
-        `attention` (each attention class, and whether its norms are fused), `calls` since then, by jitrope, fused or,
-        for dtypes and shapes that jitrope refuses, by the host, and the `reasons`. It is a context manager.
+        A report, which is a context manager: `replaced` and `left` (functions, by their names), `attention` (classes,
+        and whether their norms wait), `calls` since then, by jitrope, fused or by the host, and the `reasons` for that.
 
     Raises:
         ImportError: transformers is not installed.
-        InvalidInput: model is not a model, fuse_norm not True or False, rounding another word, or another one than in
-            an earlier call.
+        InvalidInput: an argument is of another kind, or rounding is not that of an earlier call.
         JitropeError: there is nothing to replace; the message lists the functions that were found.
     """
     if model is None and importlib.util.find_spec("transformers") is None:
         raise ImportError("transformers is not installed in this Python: pip install transformers")
     fuse_norm = flag("enable", "fuse_norm", fuse_norm)
     exact = word("enable", "rounding", rounding, ("fp32", "dtype")) == "dtype"
-    files, report = list(_files("enable", model)), Report()
+    files, report = list(_files(model)), Report()
     try:
         _place(report, model, files, fuse_norm, exact)
     except BaseException:
@@ -150,13 +123,12 @@ def _place(report: Report, model: nn.Module | None, files: list[Any], fuse_norm:
         else:
             report.replace(module, name, rope.alone, rope, by=rope.call)
     if not report.replaced:
-        other = _host.of_other("transformers", model)
-        why = other or "".join(f"; {name}: {why}" for name, why in report.left.items())
+        why = "".join(f"; {name}: {why}" for name, why in report.left.items())
         where = "the loaded model files have" if model is None else f"the file of {type(model).__name__} has"
         hint = "" if model is not None or why else "; load the model first, or pass it"
         raise JitropeError(f"{where} no rope function that jitrope can replace{why}{hint}")
-    for cls, modules in attention(model).items() if model is not None and fuse_norm else ():
-        report.attention[f"{cls.__module__}.{cls.__name__}"] = fuse(cls, modules, report)
+    for cls, modules in _attention(model).items() if model is not None and fuse_norm else ():
+        report.attention[f"{cls.__module__}.{cls.__name__}"] = _fuse(cls, modules, report)
 
 
 def _rope(function: Any, exact: bool) -> Rope | str:
@@ -170,25 +142,13 @@ def _rope(function: Any, exact: bool) -> Rope | str:
     return variant if isinstance(variant, str) else Rope(function, variant._replace(exact=exact))
 
 
-def disable(model: nn.Module | None = None) -> None:
-    """Restore the functions of a model's files, or all.
-
-    Raises:
-        InvalidInput: model is not a model.
-    """
-    ours = list(_host.placed)
-    if model is not None:
-        files = {module.__name__: module for module in _files("disable", model)}
-        held = {id(value) for module in files.values() for value in vars(module).values()}
-        ours = [function for function in ours if id(function) in held or function.__module__ in files]
-    _host.restore("transformers", ours)
+disable = _host.disabler(__name__)
 
 
-def _files(caller: str, model: nn.Module | None) -> Iterator[ModuleType]:
+def _files(model: nn.Module | None) -> Iterator[ModuleType]:
     """The modules that define a model's classes; None: all loaded ones of transformers and of remote code."""
     if model is not None and not isinstance(model, nn.Module):
-        other = _host.of_other("transformers", model)
-        refuse(caller, "model", model, f"a model (torch.nn.Module), or None for all loaded ones{other}")
+        refuse("enable", "model", model, "a model (torch.nn.Module), or None for all loaded ones")
     if model is None:
         names = [n for n in list(sys.modules) if n.startswith(("transformers.models.", "transformers_modules."))]
     else:
@@ -198,3 +158,47 @@ def _files(caller: str, model: nn.Module | None) -> Iterator[ModuleType]:
         module = sys.modules.get(name)
         if isinstance(module, ModuleType):
             yield module
+
+
+# ---- finding the norms of a model ----------------------------------------------------------------------
+
+
+def _ropes_of(cls: type) -> State:
+    """The rope functions that a class's methods call."""
+    found: list[Any] = []
+    for function in map(inspect.unwrap, filter(callable, vars(cls).values())):
+        if inspect.isfunction(function):
+            told = inspect.getclosurevars(function).globals
+            module = sys.modules.get(function.__module__)
+            found += [(module, n, f) for n, f in told.items() if ROPES.fullmatch(n) and callable(f)]
+    return tuple(found)
+
+
+def _attention(model: nn.Module) -> dict[type, list[nn.Module]]:
+    """The modules of a model with a method that calls a rope function, by their classes."""
+    found: dict[type, list[nn.Module]] = {}
+    classes = {type(module) for module in model.modules()}
+    owners = {cls: next((b for b in cls.__mro__ if b is not object and _ropes_of(b)), None) for cls in classes}
+    for module in model.modules():
+        if (cls := owners[type(module)]) is not None:
+            found.setdefault(cls, []).append(module)
+    return found
+
+
+def _fuse(cls: type, modules: list[nn.Module], report: _host.Report) -> str:
+    """Let the norms of attention modules wait for rope. Returns what was done, or why it was not."""
+    places = tuple(place for place in _ropes_of(cls) if place[2] in _host.placed)
+    if not places:
+        return "left alone: jitrope does not replace its rope function"
+    forms, reasons = set(), set()
+    for module, (name, norm) in ((m, child) for m in modules for child in m.named_children()):
+        if NORMS.fullmatch(name):
+            try:
+                forms.add(str(form_of(norm)))
+            except InvalidInput as error:
+                reasons.add(error.args[0])
+            else:
+                wait(module, name, norm, places, report)
+    if not forms:
+        return f"rope only: {min(reasons, default='no norm of q and k was found')}"
+    return f"{WAITS} ({'; '.join(sorted(forms))})"

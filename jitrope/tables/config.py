@@ -81,9 +81,8 @@ def from_config(
         config: the function reads rope_parameters (or the older rope_scaling and rope_theta), head_dim (or
             attention_head_dim, kv_channels, or hidden_size and num_attention_heads), partial_rotary_factor,
             max_position_embeddings, original_max_position_embeddings and, in a dict, rotary_dim, and qk_rope_head_dim
-            for multi-head latent attention. A file may leave out defaults of its class, such as head_dim: pass the
-            object then. rope_theta must be
-            given. Names that choose layers, such as no_rope_layers and rope_scaling_layers, are not read.
+            for multi-head latent attention. rope_theta must be given. A file may leave out other defaults of its class,
+            such as head_dim: pass the object then. Names that choose layers, such as no_rope_layers, are not read.
         layer_type: the type of layer, if rope_parameters has one entry for each type, or if the file has a theta for
             each: "full_attention" and "sliding_attention" (Gemma 3, ModernBERT, OLMo 3), "main" and "compress"
             (DeepSeek V4); else None.
@@ -107,17 +106,8 @@ def from_config(
     _refuse_unknown(config)
     parameters = _rope_parameters(config, layer_type)
     longest = _get(config, "max_position_embeddings")
-    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
-    if rope_type == "mrope":  # in Qwen2-VL's file; its positions have several axes
-        rope_type = "default"
-    if rope_type == "dynamic" and "alpha" in parameters:
-        rest = {name: value for name, value in parameters.items() if name not in _WITH_ALPHA}
-        rope_type, parameters = "ntk", {**rest, "factor": parameters["alpha"]}
-    arguments.word("from_config", "rope_type", rope_type, ROPE_TYPES)
+    rope_type, parameters = _typed(parameters)
     accepted = ROPE_TYPES[rope_type].parameters
-    unknown = [name for name in parameters if name not in accepted and name not in _INNER]
-    if unknown:
-        raise InvalidInput(f"from_config: {rope_type!r} has no {', '.join(unknown)}; leave out what the model ignores")
     found: dict[str, Any] = {"partial_rotary_factor": 1.0, "seq_len": seq_len, "max_position_embeddings": longest}
     for source in ({name: _get(config, name) for name in ("rope_theta", "partial_rotary_factor")}, parameters):
         found.update((name, value) for name, value in source.items() if value is not None)
@@ -144,6 +134,21 @@ def from_config(
     if known.get("axes") == 3:  # elements that are left over are not rotated
         rotary_dim -= rotary_dim % 6
     return inv_freq(rope_type, rotary_dim=rotary_dim, theta=found["rope_theta"], device=device, **known)
+
+
+def _typed(parameters: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The type in `ROPE_TYPES`, and its parameters. Refuses those that the type does not have."""
+    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
+    if rope_type == "mrope":  # in Qwen2-VL's file; its positions have several axes
+        rope_type = "default"
+    if rope_type == "dynamic" and "alpha" in parameters:
+        rest = {name: value for name, value in parameters.items() if name not in _WITH_ALPHA}
+        rope_type, parameters = "ntk", {**rest, "factor": parameters["alpha"]}
+    arguments.word("from_config", "rope_type", rope_type, ROPE_TYPES)
+    unknown = [name for name in parameters if name not in ROPE_TYPES[rope_type].parameters and name not in _INNER]
+    if unknown:
+        raise InvalidInput(f"from_config: {rope_type!r} has no {', '.join(unknown)}; leave out what the model ignores")
+    return rope_type, parameters
 
 
 def _get(config: Any, name: str) -> Any:

@@ -6,7 +6,7 @@
 >>> report = jitrope_diffusers.enable(model)  # or a pipeline
 >>> print(report)
 2 functions replaced; 0 calls since; 0 left to diffusers
->>> jitrope_diffusers.disable(model)
+>>> jitrope_diffusers.disable()
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = ["disable", "enable"]
 def enable(model_or_pipeline: Any, *, fuse_norm: bool = True) -> _host.Report:
     """Use jitrope's rope in a transformer, or in every transformer and ControlNet of a pipeline.
 
-    The functions and attention processors of their classes are replaced in this process, so for all models of these
-    classes. Enabling twice changes nothing. Call it again for models with other processors.
+    The functions and processors of their classes are replaced in this process, so for all models of these classes.
+    Enabling twice changes nothing. Call it again for models with other processors.
 
     Args:
         model_or_pipeline: an `nn.Module`, also compiled or wrapped, or a pipeline with `components`.
@@ -50,35 +50,25 @@ def enable(model_or_pipeline: Any, *, fuse_norm: bool = True) -> _host.Report:
         JitropeError: nothing in the model is replaced.
     """
     report, fuse_norm = _host.Report("diffusers"), flag("enable", "fuse_norm", fuse_norm)
-    for cls in dict.fromkeys(_classes("enable", model_or_pipeline)):
+    for cls in dict.fromkeys(_classes(model_or_pipeline)):
         _take(report, cls, fuse_norm)
     if not report.replaced:
-        nothing = f"no attention processors of diffusers {_version()}{_host.of_other('diffusers', model_or_pipeline)}"
+        nothing = f"no attention processors of diffusers {_version()}"
         reasons = "; ".join(f"{where}: {why}" for where, why in report.left.items())
         raise JitropeError(f"{type(model_or_pipeline).__name__}: {reasons or nothing}")
     return report
 
 
-@_host.alone
-def disable(model_or_pipeline: Any) -> None:
-    """Restore diffusers' functions in a model or a pipeline, and in all other models that use them.
-
-    Raises:
-        InvalidInput: model_or_pipeline is no model and has none.
-    """
-    for cls in set(_classes("disable", model_or_pipeline)):
-        ropes: list[Any] = [getattr(module, name, None) for _, module, name in _ropes(cls)]
-        _host.restore("diffusers", [cls.__call__, *ropes])
+disable = _host.disabler("jitrope.integrations.diffusers")
 
 
-def _classes(caller: str, model_or_pipeline: Any) -> Iterator[Any]:
+def _classes(model_or_pipeline: Any) -> Iterator[Any]:
     """The classes of all attention processors, and of modules that rotate."""
     components = getattr(model_or_pipeline, "components", None)
     parts = components.values() if isinstance(components, dict) else (model_or_pipeline,)
     modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
     if not modules:
-        other = _host.of_other("diffusers", model_or_pipeline)
-        refuse(caller, "model_or_pipeline", model_or_pipeline, f"a model, or a pipeline that has one{other}")
+        refuse("enable", "model_or_pipeline", model_or_pipeline, "a model, or a pipeline that has one")
     for module in modules:
         if callable(processor := getattr(module, "processor", None)):
             yield next(cls for cls in type(processor).__mro__ if "__call__" in vars(cls))
@@ -136,15 +126,13 @@ def _left(function: Any) -> str:
     """Why a function is left: it is missing, or another library has replaced it; else ""."""
     if function is None:
         return f"diffusers {_version()} does not have it"
-    known = function in _host.placed or _host.own("diffusers", function)
-    return "" if known else f"it is {_host.module_of(function)}'s"
+    return "" if _host.own("diffusers", function) else f"it is {_host.module_of(function)}'s"
 
 
 def _fused(copy: Any, cls: type, ropes: Any, called: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     """Ours in place of a class's `__call__`, now `original`. called: (holder, name) of what that calls."""
     given = _host.in_words_of(original, partial(Call, sys.modules[cls.__module__]))
-    now = [(holder, name, getattr(holder, name)) for holder, name in called]
-    known = [(holder, name, f, getattr(_host.placed.get(f), "original", f)) for holder, name, f in now]
+    known = [(holder, name, f, _host.original(f)) for holder, name in called for f in [getattr(holder, name)]]
 
     def call(*arguments: Any, **words: Any) -> Any:
         for holder, name, function, theirs in known:
