@@ -71,7 +71,7 @@ def form_of(module: nn.Module) -> NormForm:
     """The form of a norm. Raises InvalidInput if it has none, or the module must be called itself."""
     unhooked(module)
     cls = type(module)
-    form: NormForm | None = _form_of(cls, cls.forward, getattr(cls, _PART, None))
+    form: NormForm | None = _of_class(cls)
     if form is None:
         raise InvalidInput(f"{cls.__name__} is no norm that jitrope knows, or was changed")
     centre = getattr(module, "zero_centered_gamma", None)
@@ -79,7 +79,11 @@ def form_of(module: nn.Module) -> NormForm:
 
 
 @torch.compiler.assume_constant_result
-@lru_cache
+def _of_class(cls: Any) -> NormForm | None:
+    return _form_of(cls, cls.forward, getattr(cls, _PART, None))
+
+
+@lru_cache  # torch 2.11 traces into it
 def _form_of(cls: Any, *methods: Any) -> NormForm | None:
     methods = tuple(method for method in methods if method is not None)
     if not all(of_host(cls, method) for method in methods):
