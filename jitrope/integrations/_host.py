@@ -290,7 +290,7 @@ def module_of(function: Any) -> str:
 
 def padded(x: Tensor, axes: int = 4) -> Tensor:
     """x with leading axes of size 1."""
-    return x[(None,) * (axes - x.dim())]
+    return x if x.dim() == axes else x.reshape((1,) * (axes - x.dim()) + x.shape)
 
 
 def broadcast(shape: Sequence[int], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

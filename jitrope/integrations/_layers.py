@@ -1,7 +1,7 @@
 """Attention layers whose norms of q and k and rope become one launch, in the host's own `forward`.
 
-The forward runs with an `AsSelf` in place of its module, so that it calls ours for one step and the host's for all
-others."""
+The forward runs with an `AsSelf` in place of its module: it calls ours for one step and the host's for all others.
+"""
 
 from __future__ import annotations
 

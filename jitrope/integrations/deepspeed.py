@@ -26,8 +26,7 @@ def apply_rotary_pos_emb(t: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Ten
         freqs_cos, freqs_sin: (..., W), W <= D even, broadcastable to t's other axes.
 
     Returns:
-        t rotated, in fp32 arithmetic rounded once, in the dtype that t and the tables promote to. The errors are those
-        of `jitrope.apply_rope`.
+        t rotated in fp32, rounded to the dtype that t and the tables promote to; errors as in `jitrope.apply_rope`.
     """
     return _rotate(t, freqs_cos, freqs_sin)
 

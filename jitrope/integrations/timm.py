@@ -4,9 +4,8 @@
 >>> report = jitrope_timm.enable()
 >>> jitrope_timm.disable()
 
-timm rotates q, then k, and joins each with its class and register tokens, which are not rotated. In `AttentionRope` and
-`EvaAttention` one launch rotates both and copies those tokens; elsewhere a call of `apply_rot_embed` is a launch.
-Results have the bits of timm. Learned tables (RoPE-Mixed) get their gradient.
+In `AttentionRope` and `EvaAttention` one launch rotates q and k and copies their class and register tokens; elsewhere
+a call of `apply_rot_embed` is a launch. Results have the bits of timm. Compiled models have timm's own code.
 """
 
 from __future__ import annotations
@@ -63,6 +62,8 @@ def _rotate(q: Tensor, k: Tensor | None, sin: Tensor, cos: Tensor, half: bool, u
     """q and k, (B, H, S, D) or with fewer axes, rotated behind their first tokens."""
     if not isinstance(q, Tensor):  # torch.fx traces with stand-ins
         raise InvalidInput(f"x is a {type(q).__name__}, not a tensor")
+    if torch.compiler.is_compiling():
+        raise InvalidInput("under torch.compile Inductor fuses timm's own code, and its step is shorter")
     if torch.is_grad_enabled() and (sin.requires_grad or cos.requires_grad):
         raise InvalidInput("the tables require a gradient, which timm computes in fewer launches")
     shape = (*q.shape[:-2], q.shape[-2] - unrotated, q.shape[-1]) if q.dim() > 1 else ()

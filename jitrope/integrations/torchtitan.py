@@ -3,11 +3,8 @@
     --override.imports jitrope.integrations.torchtitan.attention
 
 replaces the rope of each attention, if it is a `CosSinRoPE` or a `ComplexRoPE`. If a `GQAttention` (Qwen3) has norms of
-q and k, they are in the same launch. One launch computes the gradients. The kernel selects rows by positions, without
-a gather. Parameters and checkpoints do not change.
-
-The texts of the host's files are compared with those that this file was written for: with another text the host's code
-runs. Calls left to the host are logged once for each reason; `calls` and `reasons` count them.
+q and k, they are in the same launch. Parameters and checkpoints do not change. The host's code runs if its files have
+another text than those that this file was written for. `calls` and `reasons` count the calls left to the host.
 """
 
 from __future__ import annotations

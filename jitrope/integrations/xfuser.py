@@ -21,8 +21,8 @@ _FUNCTIONS: dict[str, _host.Function] = {
 def enable() -> _host.Report:
     """Replace the rope of FLUX, FLUX.2, Qwen-Image, HunyuanVideo, Krea 2, Lumina 2 and CogVideoX in xDiT.
 
-    The functions are replaced wherever they are held, so in models of diffusers too. They keep diffusers' bits, and
-    calls that jitrope refuses. Raises ImportError without xfuser, and JitropeError if diffusers lacks a function.
+    They are replaced in models of diffusers too, and keep diffusers' bits, and calls that jitrope refuses. Raises
+    ImportError without xfuser, and JitropeError if diffusers lacks a function.
     """
     _host.load("xfuser", "xfuser")
     return _host.enable("xfuser", _FUNCTIONS)

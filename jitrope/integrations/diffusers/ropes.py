@@ -1,8 +1,6 @@
 """Rope of diffusers: jitrope's functions for the rope functions of its modules, in the host's words and with its bits.
 
-`ROPES` says which classes call a function. A call that jitrope refuses (`InvalidInput`) is the host's.
-
-Tables are used as views, and nothing is kept of a call.
+`ROPES` says which classes call a function. Tables are used as views, and nothing is kept of a call.
 """
 
 from __future__ import annotations
