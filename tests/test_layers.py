@@ -23,6 +23,8 @@ LAYERS = [  # a folder or file imports only from layers below its own, and from 
     {"context_parallel"},
     {"api", "tables", "thd"},
     {"ops"},
+    {"chain"},
+    {"stages", "sinks"},
     {"jit"},
     {"plan"},
     {"base"},
@@ -98,7 +100,7 @@ def test_few_exceptions_and_few_folders() -> None:
     text = "".join(path.read_text() for path in MODULES)
     assert text.count("type: ignore") <= 40
     assert text.count("# fmt: skip") <= 10
-    assert len([path for path in PACKAGE.iterdir() if path.name != "__pycache__"]) <= 14
+    assert len([path for path in PACKAGE.iterdir() if path.name != "__pycache__"]) <= 17
 
 
 PRIVATE = {  # torch's private names in other files than ops/watch.py
