@@ -20,9 +20,9 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
         return x
     cos, sin, still = _turns(x.shape[1], t[letter].dtype, t, o)
     # Tokens after the last sequence may hold NaN, which must not reach the gradients of the tables.
-    x = cleared(letter, x.to(cos.dtype if o.rounding == "complex128" else torch.float32), t, o)
+    heads = cleared(letter, x.to(cos.dtype if o.rounding == "complex128" else torch.float32), t, o)
     first, end = rotated(o)
-    x0, x1 = _members(x[..., first:end], o.interleaved)
+    x0, x1 = _members(heads[..., first:end], o.interleaved)
     full = cos.shape[-1] == o.rotary_dim
     cos0, cos1 = _members(cos, o.interleaved) if full else (cos, cos)
     sin0, sin1 = _members(sin, o.interleaved) if full else (sin, sin)
@@ -32,9 +32,9 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
     else:
         y0 = _sum_of_products(x0, cos0, x1, -sin0, o.rounding)
         y1 = _sum_of_products(x1, cos1, x0, sin1, o.rounding)
-    y = _with_pairs(x, y0, y1, o.interleaved, o)
-    y = y if still is None else torch.where(still, x, y)
-    return cleared(letter, y.float(), t, o)
+    y = _with_pairs(x, heads, *[cleared(letter, y, t, o) for y in (y0, y1)], o.interleaved, o)
+    y = y if still is None else torch.where(still, heads, y)
+    return y.float()
 
 
 def back(letter: str, x: Tensor, grad: Tensor, t: Tensors, o: Options, found: Tensors) -> Tensor:
@@ -48,7 +48,7 @@ def paired(letter: str, x: Tensor, o: Options, back: bool = False) -> Tensor:
         return x
     read, stored = (o.interleaved_out, o.interleaved) if back else (o.interleaved, o.interleaved_out)
     first, end = rotated(o)
-    return _with_pairs(x, *_members(x[..., first:end], read), stored, o)
+    return _with_pairs(x, x, *_members(x[..., first:end], read), stored, o)
 
 
 def _turns(tokens: int, dtype: torch.dtype, t: Tensors, o: Options) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -98,10 +98,11 @@ def _members(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     return x[..., :half], x[..., half:]
 
 
-def _with_pairs(x: Tensor, y0: Tensor, y1: Tensor, interleaved: bool, o: Options) -> Tensor:
-    """Heads x with other members in their pairs, and with the strides of x."""
+def _with_pairs(like: Tensor, x: Tensor, y0: Tensor, y1: Tensor, interleaved: bool, o: Options) -> Tensor:
+    """Heads x with other members in their pairs, and with the strides of `like`: sums of norms depend on them."""
     first, end = rotated(o)
-    out = torch.empty_like(x) if end - first == x.shape[-1] else torch.empty_like(x).copy_(x)
+    out = torch.empty_like(like, dtype=x.dtype)
+    out = out if end - first == x.shape[-1] else out.copy_(x)
     for n, y in enumerate((y0, y1)):  # a view from before a write cannot be written under autograd
         _members(out[..., first:end], interleaved)[n].copy_(y)
     return out
