@@ -291,8 +291,7 @@ def test_kv_cache_has_the_references_bytes(number: int, case: CacheCase, tile: s
         c = make_cache(case, DEVICE if case.table == "freqs" else "cpu", launch=tile, in_place=in_place)
         want = (c.k_cache.clone(), c.v_cache.clone())
         tensors = (c.q, c.k, c.v, *want, c.slots, *c.scales)
-        q_want, k_want = referenced(ROPE_KV_CACHE, tensors, c.tables, c.options).values()
-        k_want = k_want if case.rotate_k else c.k.clone()
+        (q_want,), k_want = referenced(ROPE_KV_CACHE, tensors, c.tables, c.options).values(), c.k
         c = make_cache(case, DEVICE, launch=tile, in_place=in_place)
         tensors = (c.q, c.k, c.v, c.k_cache, c.v_cache, c.slots, *c.scales)
         (q,) = launched(ROPE_KV_CACHE, tensors, c.tables, c.options)

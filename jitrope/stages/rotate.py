@@ -32,7 +32,8 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
     else:
         y0 = _sum_of_products(x0, cos0, x1, -sin0, o.rounding)
         y1 = _sum_of_products(x1, cos1, x0, sin1, o.rounding)
-    y = _with_pairs(x, heads, *[cleared(letter, y, t, o) for y in (y0, y1)], o.interleaved, o)
+    y0, y1 = (cleared(letter, y, t, o) for y in (y0, y1))
+    y = _with_pairs(x, heads, y0, y1, o.interleaved, o)
     y = y if still is None else torch.where(still, heads, y)
     return y.float()
 
