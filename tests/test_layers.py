@@ -74,6 +74,12 @@ def test_imports_go_down(path: Path) -> None:
             assert imported != "torch" or layer(name) < layer("jit") or file in TORCH
 
 
+def test_stages_know_positions_but_not_each_other() -> None:
+    for path in (PACKAGE / "stages").glob("*.py"):
+        own = [node.module for node in ast.walk(ast.parse(path.read_text())) if getattr(node, "level", 0) == 1]
+        assert set(own) <= {"positions"}, f"stages/{path.name} imports {own}"
+
+
 def test_environment_is_read_in_one_place() -> None:
     readers = {path.name for path in MODULES if "os.environ" in path.read_text() or "getenv" in path.read_text()}
     assert readers == {"config.py"}
