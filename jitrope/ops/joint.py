@@ -164,10 +164,10 @@ class JointInto(_Joint):
     def __init__(self, of: Operation) -> None:
         self.of, self.base = of, getattr(of, "base", of)
         self.name, self.results = f"{of.name}_joint", of.results
-        self.converting = tuple([word for word in of.options if word not in (*ROTATION, "hadamard")])
+        converting = tuple([word for word in of.options if word not in (*ROTATION, "hadamard")])
         scales = [name for name in of.tensors if name.rstrip("?") in _SCALES]
         self.tensors = (*_Joint.tensors, *[f"{name.rstrip('?')}?" for name in scales], *[f"{name}?" for name in _OUTS])
-        self.options, self.labels = (*_Joint.options, *self.converting), {**_Joint.labels, **_OUTS}
+        self.options, self.labels = (*_Joint.options, *converting), {**_Joint.labels, **_OUTS}
         self.mutated = tuple(_OUTS) if of.mutated else ()
         super().__init__()
 
