@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jitrope.ops import dispatch, library, reference
+from jitrope.ops import dispatch, library
 from jitrope.ops.operation import Operation
 from jitrope.ops.operations import QK_NORM_ROPE, QK_NORM_ROPE_JOINT, ROPE
 from jitrope.plan.options import LAYOUT_AXES, NormOptions, Options
@@ -706,7 +706,7 @@ def norm_call(call: NormTensors, in_place: bool = False) -> tuple[Tensor | None,
 def norm_reference(call: NormTensors) -> tuple[Tensor | None, ...]:
     """The results of the reference, on the tensors' device."""
     op, tensors = norm_operation(call)
-    results = op.reference(tensors, call.options)
+    results = op.on_cpu(tensors, call.options)
     return tuple([results.get(name) for name in op.results])
 
 
@@ -907,16 +907,14 @@ def named_tables(tables: Any) -> dict[str, Tensor]:
 
 def referenced(op: Operation, tensors: Any, tables: Any, options: Options) -> dict[str, Tensor]:
     """The results of an operation in plain torch."""
-    return op.reference(named(op, tensors, tables), options)
+    return op.on_cpu(named(op, tensors, tables), options)
 
 
-def rope_reference(*arguments: Any, **dtypes: Any) -> list[Tensor | None]:
+def rope_reference(*arguments: Any) -> list[Tensor | None]:
     """Rotate q and k in plain torch. Takes q, k, the tables in order, and the options."""
     q, k, *tables, options = arguments
-    if "q_factor" in named_tables(tables):
-        found = reference.rope({**named(ROPE, (q, k), tables)}, options, dtypes.get("out_dtype"))
-        return [found.get("q"), found.get("k")]
-    return [None if x is None else reference.rotate(x, named_tables(tables), options, **dtypes) for x in (q, k)]
+    found = referenced(ROPE, (q, k), tables, options)
+    return [found.get("q"), found.get("k")]
 
 
 def launched(op: Operation, tensors: Any, tables: Any, options: Options) -> list[Tensor | None]:

@@ -19,7 +19,7 @@ import torch
 
 import jitrope
 from jitrope.jit import kernels
-from jitrope.ops import dispatch, library, reference, stand_ins
+from jitrope.ops import dispatch, library, stand_ins
 from jitrope.ops import launch as runtime
 from jitrope.ops.operations import (
     QK_NORM_ROPE,
@@ -28,8 +28,10 @@ from jitrope.ops.operations import (
 )
 from jitrope.plan.options import Options
 from jitrope.plan.views import FORMATS
+from jitrope.stages import convert
 from tests.said import KINDS, kv_cache, norm_fp8, norm_kv_cache, norm_rope, norm_rope_joint, said
 
+from . import oracle
 from .cases import (
     CACHE_CASES,
     CASES,
@@ -178,11 +180,8 @@ def test_error_against_fp64(dtype: str, rounding: str, interleaved: bool) -> Non
     grads = [torch.randn_like(y) for y in outputs]
     got = [*outputs, *torch.autograd.grad(outputs, (q, k), grads)]
     for inputs, conjugate, results in (((q, k), False, got[:2]), (grads, True, got[2:])):
-        options = Options(
-            interleaved=interleaved, interleaved_out=interleaved, rotary_dim=128, inverse=conjugate
-        )  # fmt: skip
-        doubled = [x.detach().double() for x in (*inputs, *tables)]
-        want = rope_reference(*doubled, None, None, None, options, compute_dtype=torch.float64)
+        given = [x.detach() for x in inputs]
+        want, _ = oracle.rope(*given, *tables, interleaved=interleaved, inverse=conjugate)
         for out, expected in zip(results, want):
             assert relative_l2(out, expected) <= RELATIVE_L2[dtype]
 
@@ -290,10 +289,8 @@ def test_angles_against_fp64(dtype: str, interleaved: bool) -> None:
     q = torch.randn(8192, 8, 128, device=DEVICE).to(DTYPES[dtype])
     freqs = torch.rand(8192, 64, device=DEVICE) ** 4 * 1e6
     out, _ = jitrope.apply_rope(q, None, freqs=freqs, layout="thd", interleaved=interleaved)
-    options = Options(layout="thd", interleaved=interleaved, interleaved_out=interleaved, rotary_dim=128)
     exact = freqs.double()
-    arguments = (q.double(), None, exact.cos(), exact.sin(), None, None, None, options)
-    want, _ = rope_reference(*arguments, compute_dtype=torch.float64)
+    (want, _), _ = oracle.rope(q, None, exact.cos(), exact.sin(), layout="thd", interleaved=interleaved)
     assert relative_l2(out, want) <= RELATIVE_L2[dtype]
 
 
@@ -618,11 +615,11 @@ def test_a_norm_with_a_cache_has_the_bits_of_two_calls(number: int) -> None:
     page_size = want[0].shape[1] if want[0].dim() == 4 else 1
     v = norm_rope(c.v, None, layout=case.layout, **{**norm, "v_norm": False})[0] if "v_norm" in norm else c.v
     for cache, x, scale in zip(want, (k, v), c.scales[1:]):
-        stored = x if scale is None else reference.divided(x, scale, case.form)
+        stored = x if scale is None else convert.divided(x, scale, case.form)
         for slot, token in zip(c.slots.tolist(), stored.flatten(0, -3)):
             if slot >= 0:
                 cache[(slot // page_size, slot % page_size) if cache.dim() == 4 else slot] = token
-    q_want = q if c.scales[0] is None else reference.divided(q, c.scales[0], case.form)
+    q_want = q if c.scales[0] is None else convert.divided(q, c.scales[0], case.form)
     named = {"k_cache": c.k_cache, "v_cache": c.v_cache, "slot_mapping": c.slots, "rotate_k": case.rotate_k}
     scales = dict(zip(("q_scale", "k_scale", "v_scale"), c.scales))
     k_want = k if case.rotate_k else c.k.clone()
@@ -644,7 +641,7 @@ def test_a_norm_with_fp8_outputs_has_the_bits_of_two_calls(norm: dict) -> None:
     want = norm_rope(q, k, *weights, cos, sin, **norm)
     got = norm_fp8(q, k, *weights, cos, sin, q_scale=scales[0], k_scale=scales[1], **norm)
     for a, b, scale in zip(got, want, scales):
-        assert torch.equal(a.view(torch.uint8), reference.divided(b, scale, "fp8").view(torch.uint8))
+        assert torch.equal(a.view(torch.uint8), convert.divided(b, scale, "fp8").view(torch.uint8))
 
 
 def test_an_fp8_cache_in_place_returns_the_given_v() -> None:

@@ -13,10 +13,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import jitrope
-from jitrope.ops import reference, stand_ins
+from jitrope.ops import stand_ins
 from jitrope.ops.operations import QK_NORM_ROPE, QK_NORM_ROPE_BACKWARD, QK_NORM_ROPE_JOINT, QKV_NORM_ROPE
 from jitrope.plan import views
 from jitrope.plan.options import Options
+from jitrope.stages import norm as norm_stage
 from tests.said import KINDS, norm_rope, norm_rope_joint, said
 
 from .cases import NORM_CASES, NormCase, make_norm, norm_call, op_arguments, random_norm_case
@@ -880,9 +881,8 @@ def test_gradient_is_there_for_every_kind_of_table(name: str) -> None:
         if ours:
             outputs = norm_call(call)
         else:
-            normed = [
-                reference.normed(x, w.float(), None, call.norm, case.rope.layout) for x, w in zip(leaves, leaves[2:])
-            ]
+            given = {"q": leaves[0], "k": leaves[1], "q_weight": leaves[2].float(), "k_weight": leaves[3].float()}
+            normed = [norm_stage.forward(letter, given[letter], given, Options(norm=call.norm)) for letter in "qk"]
             outputs = autograd_rope(case, call, normed)
         torch.manual_seed(3)
         grads.append(torch.autograd.grad(outputs, leaves, [torch.randn(y.shape) for y in outputs]))

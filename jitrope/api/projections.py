@@ -12,7 +12,6 @@ from torch import Tensor
 from ..base.arguments import flag, refuse, wholes, word
 from ..base.errors import InvalidInput
 from ..ops.dispatch import call
-from ..ops.formats import empty_elements
 from ..ops.gather import add, call_fused_into, chosen, forget_positions, gather, staged
 from ..ops.into import is_dense
 from ..ops.kv_cache import KVCache
@@ -24,6 +23,7 @@ from ..ops.values import Norm, Positions
 from ..ops.watch import is_compiling
 from ..ops.words import parts
 from ..plan.options import FUSED_AXES, NO_NORM, QKV_ORDERS, Options
+from ..sinks.results import empty_elements
 from .keywords import FusedWords, LatentWords, with_words
 
 if TYPE_CHECKING:

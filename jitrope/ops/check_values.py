@@ -11,9 +11,10 @@ from torch import Tensor
 from ..plan import partition
 from ..plan.options import LAYOUT_AXES, Options
 from ..plan.views import TABLE_NAMES, Tensors, table_pair
+from ..sinks.cache import slots_of
+from ..sinks.pages import slots_of_pages
+from ..stages.positions import RULE, spare, table_rows
 from .fit import SWAPPED, Fail, failing, label_of_table, rows_of, sizes_of
-from .pages import slots_of, slots_of_pages
-from .rows import RULE, table_rows
 
 
 def check_values(name: str, tensors: Tensors, options: Options) -> None:
@@ -53,9 +54,10 @@ def _check_offsets(q: Tensor, cu_seqlens: Tensor, options: Options, fail: Fail) 
 
 def _check_positions(q: Tensor, tables: Tensors, options: Options, fail: Fail) -> None:
     count = rows_of(tables["cos"])
-    rows, spare = table_rows(sizes_of(q, options.layout)[1], q.device, tables, options)
-    if spare is not None:
-        rows = rows[..., ~spare]
+    tokens = sizes_of(q, options.layout)[1]
+    rows, beyond = table_rows(tokens, q.device, tables, options), spare(tokens, tables, options)
+    if beyond is not None:
+        rows = rows[..., ~beyond]
     rows = rows[rows >= 0] if options.unrotated else rows.abs() if options.shifts else rows
     if rows.numel() == 0:
         return

@@ -12,8 +12,8 @@ from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan.options import NO_NORM, NormOptions, Options
 from ..plan.views import Tensors, converts_v, fused_part, fused_sizes
+from ..sinks.results import empty_elements, empty_heads
 from .dispatch import call
-from .formats import empty_elements, empty_heads
 from .into import given_out, is_dense, items_of_out, joins_k
 from .joint import STREAMS, JointInto
 from .kv_cache import KVCache

@@ -14,9 +14,9 @@ from ..base.errors import InvalidInput
 from ..plan.options import LAYOUT_AXES, Options, changed, norm_of
 from ..plan.problem import Views
 from ..plan.views import FORMATS, Tensors, by_rank, converts_v, joined, per_head, sums_heads
-from . import checks, reference
+from ..sinks.results import empty_scale
+from . import checks
 from .fit import check_axes, check_ranks, failing, require_apart
-from .formats import divided, empty_scale, given_scale, scaled_elements, stored_scale
 from .operation import Call, Operation, rotated_back
 from .words import parts
 
@@ -68,19 +68,9 @@ class Into(Operation):
         return not joins or sums_heads(tensors, options)
 
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
-        _put(tensors["v_out"], tensors["v"], options.layout)
+        out, v = tensors["v_out"], tensors["v"]
+        copy_heads(out, v if v.dim() == out.dim() else by_rank(v, options.layout, len(out)))
         return outputs
-
-    def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
-        results = dict(tensors)
-        if "v_out" in tensors:
-            of_v, options = stored_v(tensors, options)
-            results.update(of_v)
-        results.update(self.base.on_cpu(tensors, options))
-        for name in self.labels:
-            if name in tensors:
-                _put(tensors[name], results[name[0]], options.layout)
-        return {name: results[name] for name in self.made(tensors, options)}
 
 
 class ScaledInto(Into):
@@ -99,12 +89,6 @@ class ScaledInto(Into):
     def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
         names = [name for name in self.results if name != "v_scale" or options.dynamic_v]
         return tuple([name for name in names if f"{name[0]}_out" in given])
-
-    def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
-        made = self.fresh(tensors, options, 0)
-        for name, scale in super().on_cpu(tensors, options).items():
-            _put(made[name], scale, layout_of(name, options))
-        return made
 
 
 class ByRank(Into):
@@ -158,18 +142,6 @@ class ByRank(Into):
         copy_heads(*((out, by_rank(v, layout, ranks)) if split else (by_rank(out, layout, ranks), v)))
         return outputs
 
-    def reference(self, tensors: Tensors, options: Options) -> Tensors:
-        layout, ranks = options.layout, options.ulysses_degree
-        usual = {name: joined(x, layout) if name in ("q", "k", "v") else x for name, x in tensors.items()}
-        of_v, options = stored_v(usual, options) if "v" in usual else ({}, options)
-        results = {**usual, **of_v, **self.base.reference(usual, options)}
-        made = {name: results[name] for name in self.made(tensors, options)}
-        if tensors["q"].dim() == len(layout):
-            made = {name: by_rank(x, layout_of(name, options), ranks) for name, x in made.items()}
-        return {name: x.clone(memory_format=torch.contiguous_format) for name, x in made.items()}  # v may be a view
-
-    on_cpu = Operation.on_cpu
-
     def saved(self, tensors: Tensors, options: Options) -> Tensors:
         return {name: x for name, x in self.base.saved(tensors, options).items() if name != "v"}
 
@@ -184,21 +156,6 @@ class ByRank(Into):
         if "v" in grads and "v" not in found:
             found["v"] = joined(grads["v"], options.layout)
         return found
-
-
-def stored_v(tensors: Tensors, options: Options) -> tuple[Tensors, Options]:
-    """v as a call stores it, with its computed scales; and the options of q and k."""
-    v, norm = tensors["v"], norm_of(options)
-    if norm.v_norm:
-        v = reference.normed_v(v, norm, options.layout)
-        v = v.to(tensors["v"].dtype) if options.rounding == "dtype" else v
-        options = changed(options, norm=norm._replace(v_norm=False))
-    if options.dynamic_v:
-        v, scale = scaled_elements(v.float(), options, given_scale("v", v, tensors, options))
-        return {"v": v, "v_scale": stored_scale(scale, options)}, options
-    if "v_scale" in tensors:
-        v = divided(v, given_scale("v", v, tensors, options), options.out_dtype)
-    return {"v": v}, options
 
 
 def joins_k(v: Tensor, k: Tensor | None, cos: Tensor | None = None) -> bool:
@@ -225,16 +182,6 @@ def copy_heads(out: Tensor, x: Tensor) -> None:
         with suppress(RuntimeError):  # 16 bytes are not always neighbours
             both = [y.view(torch.complex128) for y in both]
     both[0].copy_(both[1])
-
-
-def layout_of(name: str, options: Options) -> str:
-    """The layout of a result; scales in tiles have their heads first."""
-    return "bhsd" if options.swizzled and name.endswith("_scale") else options.layout
-
-
-def _put(out: Tensor, x: Tensor, layout: str) -> None:
-    """Copy x to a tensor that may have a group of heads for each rank."""
-    copy_heads(out, x if x.dim() == out.dim() else by_rank(x, layout, len(out)))
 
 
 def items_of_out(into: Operation, out: Any, letters: Collection[str]) -> Tensors:

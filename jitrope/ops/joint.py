@@ -1,19 +1,15 @@
-"""The operations on two streams that are concatenated: their check, the same in plain torch, and the gradient."""
+"""The operations on two streams that are concatenated: their check, each in plain torch, and the gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 
-import torch
-
-from ..plan.options import ALL_TOKENS, NO_NORM, Options, changed, norm_of
+from ..plan.options import NO_NORM, Options, changed, norm_of
 from ..plan.views import TABLE_NAMES, Tensors
-from . import reference
 from .checks import WEIGHTS as WEIGHT_NAMES
 from .checks import check, check_into, check_norm, check_whole_head, refuse_gradients
 from .fit import Fail, check_factor, failing, label_of_ids, named, refuse_per_head
 from .operation import BIASES, NORMED, ROTATION, TABLE_WORDS, WEIGHTS, Call, Normed, Operation, Rule
-from .stand_ins import one_row
 
 STREAMS = ("first", "second")
 _SCALES = ("q_scale", "k_scale", "v_scale")
@@ -47,13 +43,6 @@ def of_stream(t: Tensors, o: Options, stream: str) -> tuple[Tensors, Options]:
     tables.update({name: x[..., first:end] if x.dim() else x for name, x in of_tokens.items()})
     left = o.unrotated - begin if o.unrotated > begin else 0
     return {**own, **tables}, changed(o, unrotated=left if second else o.unrotated)
-
-
-def joint(t: Tensors, o: Options, turn: Callable[[Tensors, Options], Tensors] = reference.turned) -> Tensors:
-    """Concatenate q, k and v of two streams along the sequence; `turn` makes q and k, and a normalised v, of each."""
-    parts = [of_stream(t, o, stream) for stream in STREAMS]
-    made = [{"v": own["v"], **turn(own, options)} for own, options in parts]
-    return {name: torch.cat([part[name].contiguous() for part in made], 1) for name in "qkv"}
 
 
 def check_joint(
@@ -128,11 +117,13 @@ class _Joint(Normed):
     reads = ("first_q", "first_k", "first_v")
     inplace = False
     rules: tuple[Rule, ...] = (check_joint,)
-    reference = staticmethod(joint)
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         tokens, first = tokens_of(tensors), {name: tensors[f"first_{name}"] for name in "qkv"}
         return {name: x.new_empty((x.shape[0], tokens, *x.shape[2:])) for name, x in first.items()}
+
+    def parts(self, tensors: Tensors, options: Options) -> list[tuple[Tensors, Options]]:
+        return [of_stream(tensors, options, stream) for stream in STREAMS]
 
     def saved(self, tensors: Tensors, options: Options) -> Tensors:
         """Without a norm only the tables, and the first stream's q, whose length is needed."""
@@ -173,10 +164,10 @@ class JointInto(_Joint):
     def __init__(self, of: Operation) -> None:
         self.of, self.base = of, getattr(of, "base", of)
         self.name, self.results = f"{of.name}_joint", of.results
-        self.converting = tuple([word for word in of.options if word not in (*ROTATION, "hadamard")])
+        converting = tuple([word for word in of.options if word not in (*ROTATION, "hadamard")])
         scales = [name for name in of.tensors if name.rstrip("?") in _SCALES]
         self.tensors = (*_Joint.tensors, *[f"{name.rstrip('?')}?" for name in scales], *[f"{name}?" for name in _OUTS])
-        self.options, self.labels = (*_Joint.options, *self.converting), {**_Joint.labels, **_OUTS}
+        self.options, self.labels = (*_Joint.options, *converting), {**_Joint.labels, **_OUTS}
         self.mutated = tuple(_OUTS) if of.mutated else ()
         super().__init__()
 
@@ -200,14 +191,6 @@ class JointInto(_Joint):
 
     def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
         return self.of.made(("q", "k", *("v" if options.dynamic_v else ""), *_OUTS), options)
-
-    def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
-        """The streams as a conversion reads them, in fp32, are converted as heads that are not rotated."""
-        both, alone = joint(tensors, options, reference.in_fp32), self.separate(tensors, options)
-        alone.update({name: x for name, x in both.items() if name in alone})
-        alone.update(zip(("cos", "sin"), one_row(both["q"].device, 1)))
-        words = {word: getattr(options, word) for word in self.converting}
-        return self.of.on_cpu(alone, Options(rotary_dim=2, unrotated=ALL_TOKENS, norm=NO_NORM, **words))
 
 
 QK_NORM_ROPE_JOINT = _Joint()

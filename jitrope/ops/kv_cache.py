@@ -9,8 +9,9 @@ from torch import Tensor
 from ..base.arguments import flag, refuse, tensor, word
 from ..plan.options import SCALE_FMTS, Options
 from ..plan.views import BLOCK_SCALES, FORMATS, FP8, FP8S, GROUPS, PER_ITEM, SCALES, Tensors, block_format
+from ..sinks.cache import slots_of
 from .fit import MAX_TOKENS, OWN_MEMORY, Fail, failing, named, require_no_overlap, sizes_of
-from .pages import Pages, slots_of
+from .pages import Pages
 from .values import Value, divisor, scales
 
 _SCALE_DTYPES = [*SCALES.values()]  # Dynamo of torch 2.6 cannot search in the values

@@ -1,16 +1,15 @@
-"""The operations of multi-head latent attention: its check, the same in plain torch, and its gradient."""
+"""The operations of multi-head latent attention: its check, its heads in plain torch, and its gradient."""
 
 from __future__ import annotations
 
 import torch
 
+from .. import chain
 from ..plan.options import LAYOUT_AXES, Options, changed
-from ..plan.views import FORMATS, TABLE_NAMES, Tensors
+from ..plan.views import FORMATS, TABLE_NAMES, Tensors, canonical
 from .checks import check, check_outs
 from .fit import check_heads, check_scale, failing, named, refuse_per_head
-from .formats import divided, given_scale
 from .operation import ROTATION, Call, Operation, empty_like, turned_back
-from .reference import read_as, rope, rotate
 
 _OPTIONS = (*ROTATION, "v_dim")
 
@@ -34,23 +33,6 @@ def check_latent(name: str, tensors: Tensors, options: Options) -> None:
     refuse_per_head(cos, options, "latent attention", fail)
 
 
-def latent(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -> Tensors:
-    """q, rotated; k, the first part of kv and the rotated k_pe for every head; and v, the rest of kv."""
-    first, v = t["kv"].split([o.rotary_offset, o.v_dim], -1)
-    k = torch.cat((first, t["k_pe"].expand(*first.shape[:-1], -1)), -1)
-    copied = v.clone(memory_format=torch.contiguous_format)
-    return {**rope(t, o, out_dtype), "k": rotate(k, t, o, out_dtype), "v": copied}
-
-
-def latent_backward(t: Tensors, o: Options) -> Tensors:
-    """The gradients of q, kv and k_pe, whose heads are summed in fp32; `o` rotates back."""
-    dk, offset = t["dk"], o.rotary_offset
-    summed = dk[..., offset:].float().sum(LAYOUT_AXES[o.layout][2], keepdim=True)
-    k_pe = rotate(summed, t, changed(o, rotary_offset=0), out_dtype=dk.dtype, storage=dk.dtype)
-    kv = torch.cat((rotate(dk, t, o)[..., :offset], t["dv"]), -1)
-    return {**rope({**t, "q": t["dq"]}, o), "kv": kv, "k_pe": k_pe}
-
-
 class _Latent(Operation):
     name, function, stage = "rope_latent", "prepare_mla_qkv", "latent attention"
     tensors: tuple[str, ...] = ("q", "kv", "k_pe")
@@ -60,12 +42,17 @@ class _Latent(Operation):
     reads = ("q", "kv", "k_pe")
     inplace = False
     rules = (check_latent,)
-    reference = staticmethod(latent)
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         q, kv = tensors["q"], tensors["kv"]
         k, v = (kv.new_empty((*kv.shape[:-1], size)) for size in (q.shape[-1], options.v_dim))
         return {"q": empty_like(q), "k": k, "v": v}
+
+    def parts(self, tensors: Tensors, options: Options) -> list[tuple[Tensors, Options]]:
+        """k is the first part of kv and the one head k_pe for every head; v is the rest of kv."""
+        first, v = tensors["kv"].split([options.rotary_offset, options.v_dim], -1)
+        k = torch.cat((first, tensors["k_pe"].expand(*first.shape[:-1], -1)), -1)
+        return [({**tensors, "k": k, "v": v}, options)]
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         """A missing gradient has no heads, or, of k or v alone, is zero."""
@@ -107,13 +94,6 @@ class _LatentInto(_Latent):
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         return {}
 
-    def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
-        for letter, x in latent(tensors, options, read_as(options)).items():
-            scaled = f"{letter}_scale" in tensors
-            made = divided(x, given_scale(letter, x, tensors, options), options.out_dtype) if scaled else x
-            tensors[f"{letter}_out"].copy_(made)
-        return {}
-
 
 class _LatentBackward(Operation):
     name = "rope_latent_backward"
@@ -123,13 +103,24 @@ class _LatentBackward(Operation):
     reads = ("dq", "dk", "dv")
     writes = ("q_out", "kv_out", "k_pe_out")
     inplace = False
-    reference = staticmethod(latent_backward)
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         dk, shape = tensors["dk"], [*tensors["dk"].shape[:-1], options.rotary_dim]
         shape[LAYOUT_AXES[options.layout][2]] = 1
         kv = dk.new_empty((*dk.shape[:-1], options.rotary_offset + options.v_dim))
         return {"q": empty_like(tensors["dq"]), "kv": kv, "k_pe": dk.new_empty(shape)}
+
+    def compute(self, places: Tensors, tensors: Tensors, options: Options) -> None:
+        """The gradients of q, kv and k_pe, whose heads are summed in fp32; `options` rotate back."""
+        dk, dv, offset, layout = tensors["dk"], tensors["dv"], options.rotary_offset, options.layout
+        t = {**tensors, "q": tensors["dq"], "k": dk}
+        chain.run([(t, options)], {"q": places["q"]}, options)
+        summed = dk[..., offset:].float().sum(LAYOUT_AXES[layout][2], keepdim=True)
+        alone = changed(options, rotary_offset=0)
+        canonical(places["k_pe"], layout).copy_(chain.forward("k", canonical(summed, layout), t, alone))
+        first, rest = canonical(places["kv"], layout).tensor_split([offset], -1)
+        first.copy_(chain.forward("k", chain.load("k", t, options), t, options)[..., :offset])
+        rest.copy_(canonical(dv, layout))
 
 
 ROPE_LATENT, ROPE_LATENT_BACKWARD, ROPE_LATENT_INTO = _Latent(), _LatentBackward(), _LatentInto()

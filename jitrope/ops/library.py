@@ -298,7 +298,7 @@ def gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def _of_tables(op: Operation, t: Tensors, names: Sequence[str], grads: Tensors, o: Options) -> dict[str, Tensor | None]:
-    """The gradients of the tables `names`, by torch's autograd through the reference. grads: of the results."""
+    """The gradients of the tables `names`, by torch's autograd through plain torch. grads: of the results."""
     again = torch.is_grad_enabled()  # the gradient of this gradient is wanted too
     if o.rounding != "complex128":
         o = changed(o, rounding="fp32")  # roundings do not change gradients
@@ -308,7 +308,7 @@ def _of_tables(op: Operation, t: Tensors, names: Sequence[str], grads: Tensors, 
         for name in names:  # a sum in the dtype of the table would be rounded for q, and for k again
             exact = inputs[name] if inputs[name].dtype == torch.float64 else inputs[name].float()
             inputs[name] = exact if again else exact.requires_grad_()
-        results = op.reference(inputs, o)
+        results = op.on_cpu(inputs, o)
         given = [name for name in grads if results[name].requires_grad]  # k has no scale
         outputs, sent = [results[name] for name in given], [grads[name] for name in given]
         wanted = [inputs[name] for name in names]

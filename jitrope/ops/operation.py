@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import chain
 from ..base.errors import JitropeError
-from ..plan import partition
 from ..plan.options import ALL_TOKENS, HEAD_WORDS, Options, changed, norm_of
 from ..plan.problem import Views
 from ..plan.views import FORMATS, MEANS, Tensors, converts_v, head_view
+from ..sinks import results
+from ..stages import positions
 from . import checks
 from .fit import USERS_NAMES
-from .rows import RULE
 from .stand_ins import one_row
 
 Call = Callable[["Operation", Tensors, Options], Tensors]  # `dispatch.call`
@@ -60,7 +61,6 @@ class Operation:
     into: Operation  # its form that writes tensors of the caller, if there is one
     by_rank: Operation  # its form for Ulysses
     rules: tuple[Rule, ...] = (checks.check,)  # of its `check`
-    reference: Callable[[Tensors, Options], Tensors]  # the results in plain torch, as fresh tensors
 
     def __init__(self) -> None:
         own = ("norm",) if self.norm else ()
@@ -147,11 +147,24 @@ class Operation:
         return changed(options, unrotated=ALL_TOKENS), {**tensors, "cos": cos, "sin": sin}
 
     def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
-        """The results on CPU tensors."""
-        results = self.reference(tensors, options)
-        if options.inplace:
-            return self.put(tensors, results, options)
-        return self.complete({name: results[name] for name in self.made(tensors, options)}, tensors, options)
+        """The results in plain torch."""
+        outputs = self.fakes(tensors, options)
+        self.compute(self.sink(outputs, tensors, options), tensors, options)
+        return {name: outputs[name] for name in self.produced(tensors, options)}
+
+    def compute(self, places: Tensors, tensors: Tensors, options: Options) -> None:
+        """Write the results to their places (`results.places`)."""
+        chain.run(self.parts(tensors, options), places, options)
+
+    def parts(self, tensors: Tensors, options: Options) -> list[tuple[Tensors, Options]]:
+        """Of each stream, its heads by letter beside its other tensors, and its options."""
+        return [(tensors, options)]
+
+    def sink(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
+        """The places of a call's results."""
+        given = {name[0]: tensors[name] for name in self.mutated if name.endswith("_out") and name in tensors}
+        given.update({name: outputs[name] for name in self.made(tensors, options)})
+        return results.places({**given, "k": tensors["k"]} if options.rotate_k else given, options)
 
     def put(self, tensors: Tensors, results: Tensors, options: Options) -> Tensors:
         """Copy fresh results to the tensors of a call in place."""
@@ -182,12 +195,8 @@ class Normed(Operation):
 
 def spare_stays(x: Tensor, rotated: Tensor, tensors: Tensors, options: Options) -> Tensor:
     """`rotated`, but with x's tokens after the last sequence."""
-    cu_seqlens = tensors.get("cu_seqlens")
-    if cu_seqlens is None:
-        return rotated
-    end = partition.local_rows(cu_seqlens[-1].long(), options.cp_rank, options.cp_size, RULE)
-    spare = torch.arange(x.shape[0], device=x.device) >= end
-    return torch.where(spare[:, None, None], x, rotated)
+    spare = positions.spare(x.shape[0], tensors, options)
+    return rotated if spare is None else torch.where(spare[:, None, None], x, rotated)
 
 
 def turned_back(options: Options, inplace: bool = False) -> Options:

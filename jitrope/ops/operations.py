@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 
 import torch
 
+from .. import chain
 from ..plan.options import LAYOUT_AXES, NO_NORM, NormOptions, Options, changed, norm_of
 from ..plan.problem import Views
 from ..plan.views import BLOCK_SCALES, FORMATS, Tensors, cache_view, head_view, joined
-from . import checks, operation, reference
+from ..sinks.results import empty_elements, empty_scale
+from ..stages.convert import least_scales
+from ..stages.norm import gradients_of_means
+from . import checks, operation
 from .fit import sizes_of
-from .formats import empty_elements, empty_scale, least_scales
 from .into import ByRank, Into, ScaledInto, joins_k, refuse_other_v
 from .joint import QK_NORM_ROPE_JOINT, JointInto
 from .kv_cache import check_one_format
@@ -27,7 +30,6 @@ class _Rope(Operation):
     name, function = "rope", "apply_rope"
     shards = True
     options = (*ROTATION, "shifts")
-    reference = staticmethod(reference.rope)
 
     def gradient(self, call: operation.Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         found = operation.rotated_back(self, call, saved, grads, options)
@@ -48,7 +50,6 @@ class _RopeFp8(Operation):
     options: tuple[str, ...] = (*ROTATION, "out_dtype")
     inplace = differentiable = False
     rules: tuple[operation.Rule, ...] = (checks.check, checks.check_fp8)
-    reference = staticmethod(reference.rope_fp8)
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         dtype = FORMATS[options.out_dtype].dtype
@@ -68,7 +69,6 @@ class _RopeKVCache(Operation):
     mutated: tuple[str, ...] = ("k_cache", "v_cache", "errors")
     differentiable = False
     rules: tuple[operation.Rule, ...] = (checks.check_kv_cache,)
-    reference = staticmethod(reference.rope_kv_cache)
 
     def written(self, options: Options) -> tuple[str, ...]:
         return (*super().written(options), *(("k",) if options.rotate_k else ()))
@@ -82,14 +82,6 @@ class _RopeKVCache(Operation):
         paged = "page_table" in tensors or BLOCK_SCALES[0] in tensors
         caches = [cache_view(tensors[name], paged) for name in ("k_cache", "v_cache") if name in tensors]
         return (q, k, v), (q_out, caches[0], None if v is None else caches[1])
-
-    def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
-        results = self.reference(tensors, options)
-        names = (*(("q",) if options.inplace else ()), *(("k",) if options.rotate_k else ()))
-        for name in names:
-            x = results[name]
-            tensors[name].copy_(operation.spare_stays(tensors[name], x, tensors, options) if options.inplace else x)
-        return {name: tensors[name] if name in names else results[name] for name in self.results}
 
 
 class _QKNormRopeFp8(Normed, _RopeFp8):
@@ -112,7 +104,6 @@ class _QKNormRopeScaled(Normed):
     results: tuple[str, ...] = ("q", "k", "q_scale", "k_scale")
     inplace = differentiable = False
     rules = (checks.check, checks.check_scaled, checks.check_stored)
-    reference = staticmethod(reference.scaled)
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         given = [(name, tensors[name]) for name in ("q", "k") if name in tensors and name in self.results]
@@ -135,7 +126,6 @@ class _QKNormRopeScales(_QKNormRopeScaled):
     options = (*ROTATION, "hadamard", "out_dtype", "per_row", "dynamic_v")
     results = ("q_scale", "k_scale", "v_scale")
     writes = ("q", "k", "v")
-    reference = staticmethod(reference.scales_of_rows)
 
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
         super().check(name, tensors, options)
@@ -166,7 +156,6 @@ class _QKNormRopeKVCacheScaled(_QKNormRopeKVCache):
     results = ("q", "q_scale")
     inplace = False
     rules = (*_QKNormRopeKVCache.rules, check_one_format)
-    reference = staticmethod(reference.kv_cache_scaled)
     fresh, converted, made = _QKNormRopeScaled.fresh, _QKNormRopeScaled.converted, _QKNormRopeScaled.made
 
 
@@ -177,7 +166,6 @@ class _QKNormRope(Normed):
     hidden: tuple[str, ...] = ("inverse",)
     shards = True
     rules: tuple[operation.Rule, ...] = (checks.check, checks.check_norm)
-    reference: Callable[..., Tensors] = staticmethod(reference.qk_norm_rope)
 
     def gradient(self, call: operation.Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         tables = {name: x for name, x in saved.items() if name not in self.names}
@@ -193,7 +181,7 @@ class _QKNormRope(Normed):
             tensors.update({as_name + ending: saved[name] for as_name, name in given.items()})
         found = call(QK_NORM_ROPE_BACKWARD, {**tensors, **(tables if "q" in grads else operation.of_k(tables))}, back)
         found = {names[name[0]] + name[1:]: x for name, x in found.items()}
-        return {**found, **reference.gradients_of_means(saved, saved, found, options)}
+        return {**found, **gradients_of_means(saved, saved, found, options)}
 
 
 class _NormOfV(_QKNormRope):
@@ -218,7 +206,6 @@ class _QKNormRopeHadamard(_QKNormRope):
     hidden = ()
     shards = False
     rules = (*_QKNormRope.rules, checks.check_whole_head)
-    reference = staticmethod(reference.turned)
 
     def gradient(self, call: operation.Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         return super().gradient(call, saved, transformed_back(call, grads, options), changed(options, hadamard=False))
@@ -281,7 +268,6 @@ class _QKNormRopeBackward(Operation):
     results: tuple[str, ...] = ("q", "k", "q_weight", "k_weight", "q_bias", "k_bias")
     norm = shards = True
     inplace = False
-    reference = staticmethod(reference.qk_norm_rope_backward)
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         out = {name: empty_like(tensors[name]) for name in "qkv" if name in tensors}
@@ -292,6 +278,9 @@ class _QKNormRopeBackward(Operation):
 
     def fakes(self, tensors: Tensors, options: Options) -> Tensors:
         return super().fresh(tensors, options, 0)
+
+    def compute(self, places: Tensors, tensors: Tensors, options: Options) -> None:
+        chain.back(tensors, places, changed(options, inverse=not options.inverse))
 
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
         return {name: outputs[name] for name in self.results if name in outputs}

@@ -1,15 +1,13 @@
-"""The pages of each sequence in a cache, in place of a slot for each token: the value, its check, and plain torch."""
+"""The pages of each sequence in a cache, in place of a slot for each token: the value, and its check."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..base.arguments import flag, refuse, tensor
 from ..plan.options import Options
-from ..plan.views import BLOCK_SCALES, Tensors
+from ..plan.views import Tensors
 from .fit import Fail, check_integers, sizes_of
 from .values import Value
 
@@ -94,22 +92,6 @@ def _lengths_of(t: Tensors) -> str:
     return "cache_positions" if "batch_indices" in t else "last_page_len" if "page_indptr" in t else "seq_lens"
 
 
-def slots_of(cache: Tensor) -> int:
-    """The number of slots of a cache."""
-    return cache.shape[0] * (cache.shape[1] if cache.dim() == 4 else 1)
-
-
-def put(x: Tensor, page: Tensor, row: Tensor | None, value: Any) -> None:
-    """Write to rows of a cache, or of its block scales. row: None for slots, which have one axis."""
-    at = (page,) if row is None else (page, row) if x.dim() == 4 else (page, row // 4, row % 4)
-    indexed(x)[at] = indexed(value) if isinstance(value, Tensor) else value
-
-
-def indexed(x: Tensor) -> Tensor:
-    """A tensor that torch can index: fp8 as bytes."""
-    return x.view(torch.uint8) if x.element_size() == 1 else x
-
-
 def check_slots(tensors: Tensors, options: Options, fail: Fail) -> None:
     """Refuse slots that do not fit the tokens."""
     q, slot_mapping = tensors["q"], tensors["slot_mapping"]
@@ -173,79 +155,3 @@ def _check_counts(tensors: Tensors, tokens: int, fail: Fail) -> None:
     for name in ("page_indptr", "cu_seqlens_q", "cu_seqlens"):
         if name in sizes and sizes[name] != count + 1:
             fail(f"{name} has {sizes[name]} entries and {label} has {count}; {name} must have one more")
-
-
-def slots_of_pages(t: Tensors, tokens: int, pages: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(the slot of each token, -1 for none; whether it is an error; whether it is its sequence's last token)."""
-    table = t["page_table"].long()
-    count = len(t["page_indptr"]) - 1 if "page_indptr" in t else len(table)
-    token = torch.arange(tokens, device=table.device)
-    sequence, position, padding, last = _given_places(t) if "batch_indices" in t else _last_places(t, token, rows)
-    if count == 0:
-        return torch.full_like(token, -1), ~padding, last
-    known, sequence = (sequence >= 0) & (sequence < count), sequence.clamp(0, count - 1)
-    if "page_indptr" in t:
-        first = t["page_indptr"].long()[sequence]
-        width = t["page_indptr"].long()[sequence + 1] - first
-    else:
-        first, width = sequence * table.shape[1], torch.full_like(token, table.shape[1])
-    at = first + position // rows
-    inside = known & (position >= 0) & (position // rows < width)
-    inside = inside & (first >= 0) & (at >= 0) & (at < table.numel())
-    entries = torch.cat((table.flatten(), table.new_full((1,), -1)))
-    page = entries[at.where(inside, table.numel())]
-    inside = (page >= 0) & (page < pages)
-    slots = torch.where(inside & ~padding, page * rows + position % rows, -1)
-    return slots, ~inside & ~padding, last
-
-
-def _given_places(t: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(each token's sequence, its position there, whether it is padding, False)."""
-    sequence, position = (t[name].flatten().long() for name in ("batch_indices", "lengths"))
-    return sequence, position, sequence < 0, torch.zeros_like(sequence, dtype=torch.bool)
-
-
-def _last_places(t: Tensors, token: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same for sequences whose last tokens are the new ones, and whether a token is its sequence's last.
-
-    A token without a position has -1.
-    """
-    lengths = t["lengths"].long()
-    none = torch.zeros_like(token, dtype=torch.bool)
-    if len(lengths) == 0:
-        return token, token, ~none, none
-    if "cu_seqlens_q" in t:
-        ends = t["cu_seqlens_q"].long()[1:]
-        sequence = torch.searchsorted(ends.contiguous(), token, right=True)
-        padding = sequence == len(ends)
-        sequence = sequence.clamp(max=len(ends) - 1)
-        left = ends[sequence] - token
-    else:
-        new = max(1, len(token) // len(lengths))
-        sequence, left, padding = token // new, new - token % new, none
-    length = lengths[sequence]
-    if "page_indptr" in t:
-        width = t["page_indptr"].long().diff()[sequence]
-        length = torch.where(width == 0, 0, (width - 1) * rows + length)
-    position = torch.where(left > 0, length - left, -1)
-    return sequence, position, padding | (length == 0), left == 1
-
-
-def store_in_pages(t: Tensors, tokens: int, clear: bool, spare: Tensor | None = None) -> Tensor:
-    """The slot of each token. Counts errors, and clears the rest of the last pages of sequences with new tokens.
-
-    spare: tokens that are not stored, and clear nothing.
-    """
-    pages, rows = t["k_cache"].shape[:2]
-    slots, wrong, last = slots_of_pages(t, tokens, pages, rows)
-    if "errors" in t:
-        t["errors"] += wrong.sum().to(torch.int32)
-    if clear:
-        last = last & (slots >= 0) if spare is None else last & (slots >= 0) & ~spare
-        ends = slots[last][:, None]
-        rest = ends + torch.arange(1, rows, device=slots.device)
-        rest = rest[rest // rows == ends // rows]
-        for name in ("k_cache", "v_cache", *BLOCK_SCALES):
-            if name in t:
-                put(t[name], rest // rows, rest % rows, 0)
-    return slots

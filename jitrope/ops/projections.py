@@ -8,12 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import chain
 from ..base.arguments import refuse
 from ..plan import views
 from ..plan.options import Options, changed, norm_of
 from ..plan.problem import Views
-from ..plan.views import MEANS, Tensors, fused_part, fused_sizes
-from . import checks, operation, reference
+from ..plan.views import MEANS, Tensors, canonical, fused_part, fused_sizes
+from ..sinks.results import LETTERS
+from ..stages import bias
+from ..stages.norm import gradients_of_means
+from . import checks, operation
 from .fit import check_pairs, failing
 from .into import Into, copy_heads
 from .operation import BIASES, GIVEN_MEANS, ROTATION, WEIGHTS, Call, Normed, Operation, Rule, empty_like
@@ -22,27 +26,24 @@ from .stand_ins import weight_sums
 FUSED = ("q_per_group", "order", "copy_v")
 
 
-def with_bias(t: Tensors) -> Tensors:
-    """A call's tensors; a projection's bias is added to qkv, and the sum is rounded."""
-    return {**t, "qkv": t["qkv"] + views.bias_like(t["bias"], t["qkv"])} if "bias" in t else t
-
-
 def part_with_bias(t: Tensors, name: str, o: Options) -> Tensor:
     """One part of a call's fused tensor, a view, or with the projection's bias a fresh tensor."""
-    part = fused_part(t["qkv"], name, o)
-    return part + fused_part(views.bias_like(t["bias"], t["qkv"]), name, o) if "bias" in t else part
+    return bias.forward(name, fused_part(t["qkv"], name, o), t, o)
 
 
 def split_qkv(qkv: Tensor, o: Options) -> Tensors:
     """q, k and v, and the gate, (..., heads, D); views, except a q of several groups."""
-    names = ("q", "k", "v", "gate") if o.order == "qkv_gated" else ("q", "k", "v")
-    parts = {name: fused_part(qkv, name, o) for name in names}
+    return _split({"qkv": qkv}, o)
+
+
+def _split(t: Tensors, o: Options) -> Tensors:
+    parts = {name: part_with_bias(t, name, o) for name in LETTERS[: 3 + (o.order == "qkv_gated")]}
     return {**parts, "q": parts["q"].flatten(-3, -2)} if o.order == "grouped" else parts
 
 
-def contiguous_parts(t: Tensors, o: Options) -> Tensors:
-    """The parts of a call's fused tensor, with the projection's bias if it is given."""
-    return {name: x.contiguous() for name, x in split_qkv(with_bias(t)["qkv"], o).items()}
+def heads_of(t: Tensors, o: Options) -> Tensors:
+    """A call's tensors with the parts of its fused tensor, which have the projection's bias if it is given."""
+    return {**t, **{name: x.contiguous() for name, x in _split(t, o).items()}}
 
 
 def join_qkv(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, o: Options) -> Tensor:
@@ -54,17 +55,12 @@ def join_qkv(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, o: Options) -
     return torch.cat((q, k, v), -2)
 
 
-def split_and_turned(t: Tensors, o: Options) -> Tensors:
-    """Fused QKV -> q and k, normalised if asked and rotated, v, and the gate if there is one."""
-    parts = contiguous_parts(t, o)
-    turned = reference.turned({**t, **parts}, o)
-    return {**turned, **{name: x.clone() for name, x in parts.items() if name not in turned}}
-
-
-def joined_gradient(t: Tensors, o: Options) -> Tensors:
-    """dq, dk, dv and the gate's gradient -> the gradient of fused QKV; `o` rotates back."""
-    out = reference.rope({**t, "q": t["dq"].contiguous(), "k": t["dk"].contiguous()}, o)
-    return {"qkv": join_qkv(out["q"], out["k"], t["dv"], t.get("dgate"), o)}
+def fused_places(qkv: Tensor, o: Options) -> Tensors:
+    """The places of q, k, v and the gate in a fused tensor."""
+    found = dict(zip("qkv", views.fused_views(qkv, o)))
+    if o.order == "qkv_gated":
+        found["gate"] = fused_part(canonical(qkv, o.layout), "gate", o).unsqueeze(3)
+    return found
 
 
 class RopeQKV(Operation):
@@ -76,7 +72,6 @@ class RopeQKV(Operation):
     results: tuple[str, ...] = ("q", "k", "v", "gate")
     reads = ("qkv", "qkv", "qkv")
     rules: tuple[Rule, ...] = (checks.check_qkv,)
-    reference = staticmethod(split_and_turned)
 
     def written(self, options: Options) -> tuple[str, ...]:
         return ("qkv",) if options.inplace else ()
@@ -131,17 +126,26 @@ class RopeQKV(Operation):
 
     def put(self, tensors: Tensors, results: Tensors, options: Options) -> Tensors:
         qkv = join_qkv(results["q"], results["k"], results["v"], results.get("gate"), options)
-        found = super().put(with_bias(tensors), {"qkv": qkv}, options)
-        return {"qkv": tensors["qkv"].copy_(found["qkv"])} if "bias" in tensors else found
+        own = tensors["qkv"]
+        biased = own + views.bias_like(tensors["bias"], own) if "bias" in tensors else own
+        return {"qkv": own.copy_(operation.spare_stays(biased, qkv, tensors, options))}
+
+    def parts(self, tensors: Tensors, options: Options) -> list[tuple[Tensors, Options]]:
+        return [(heads_of(tensors, options), options)]
+
+    def sink(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
+        if options.inplace:
+            return fused_places(outputs["qkv"], options)
+        return super().sink(outputs, tensors, options)
 
     def saved(self, tensors: Tensors, options: Options) -> Tensors:
         return {name: x for name, x in tensors.items() if name != "qkv"}
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         """The gradients; that of the bias is the sum of qkv's over the tokens."""
-        found, bias = self.of_qkv(call, saved, grads, options), saved.get("bias")
-        if bias is not None and bias.requires_grad:
-            found["bias"] = found["qkv"].flatten(0, -3).sum(0).view(bias.shape)
+        found, own = self.of_qkv(call, saved, grads, options), saved.get("bias")
+        if own is not None and own.requires_grad:
+            found["bias"] = bias.back(found["qkv"], own)
         return found
 
     def of_qkv(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
@@ -172,11 +176,21 @@ class RopeQKVBackward(Operation):
     reads = ("dq", "dk", "dv")
     writes = ("qkv_out", "qkv_out", "qkv_out")
     inplace = False
-    reference = staticmethod(joined_gradient)
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         *lead, groups, head_dim = tensors["dk"].shape
         return {"qkv": tensors["dk"].new_empty((*lead, *views.fused_shape(groups, head_dim, options)))}
+
+    def parts(self, tensors: Tensors, options: Options) -> list[tuple[Tensors, Options]]:
+        """The gradients are heads that are rotated back."""
+        grads = {name: tensors[f"d{name}"].contiguous() for name in LETTERS if f"d{name}" in tensors}
+        return [({**tensors, **grads}, options)]
+
+    def sink(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
+        places = {**outputs, **fused_places(outputs["qkv"], options)}
+        if "gate" in places and "dgate" not in tensors:
+            places.pop("gate").zero_()
+        return places
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
         outputs = views.fused_views(tensors["qkv_out"], options)
@@ -214,13 +228,6 @@ def check_qkv_norm(name: str, tensors: Tensors, options: Options) -> None:
     checks.check_whole_head(name, apart, options)
 
 
-def normed_gradient(t: Tensors, o: Options) -> Tensors:
-    """The gradients of fused QKV, the weights and the biases; `o` rotates back."""
-    found = reference.qk_norm_rope_backward({**t, **contiguous_parts(t, o)}, o)
-    own = found.pop("q"), found.pop("k"), found.pop("v", t["dv"])
-    return {"qkv": join_qkv(*own, t.get("dgate"), o), **found}
-
-
 class QKVNorm(Normed, RopeQKV):
     name, stage = "qk_norm_rope_qkv", "fused QKV with a norm"
     tensors = ("qkv", "bias?", *WEIGHTS, *BIASES, *GIVEN_MEANS)
@@ -234,8 +241,8 @@ class QKVNorm(Normed, RopeQKV):
             back = changed(back, norm=norm_of(back)._replace(v_norm=False))
         found = call(QKV_NORM_BACKWARD, {**every_gradient(grads, options), **saved}, back)
         if MEANS[0] in saved:
-            xs, own = contiguous_parts(saved, options), split_qkv(found["qkv"], options)
-            found.update(reference.gradients_of_means(saved, xs, own, options))
+            xs, own = heads_of(saved, options), split_qkv(found["qkv"], options)
+            found.update(gradients_of_means(saved, xs, own, options))
         return found
 
 
@@ -247,7 +254,6 @@ class _QKVNormBackward(RopeQKVBackward):
     options = QKVNorm.options
     results = ("qkv", "q_weight", "k_weight", "q_bias", "k_bias")
     norm = True
-    reference = staticmethod(normed_gradient)
     gradient = Operation.gradient  # there is no second derivative
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
@@ -259,6 +265,9 @@ class _QKVNormBackward(RopeQKVBackward):
     def fakes(self, tensors: Tensors, options: Options) -> Tensors:
         alike = Operation.fresh(self, tensors, options, 0)
         return {**alike, "qkv": tensors["qkv"].new_empty(tensors["qkv"].shape)}
+
+    def compute(self, places: Tensors, tensors: Tensors, options: Options) -> None:
+        chain.back(heads_of(tensors, options), places, changed(options, inverse=not options.inverse))
 
     def places(self, options: Options) -> tuple[str, ...]:
         return ("qkv", "qkv", "qkv" if norm_of(options).v_norm else "dv", *self.writes)
@@ -351,10 +360,8 @@ class FusedInto(Operation):
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
         return self.into_given.finish(outputs, {**tensors, "v": part_with_bias(tensors, "v", options)}, options)
 
-    def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
-        parts, alone = contiguous_parts(tensors, options), self.separate(tensors, options)
-        alone.update({name: parts[name] for name in "qkv" if name in alone})
-        return self.into_given.on_cpu(alone, options)
+    def parts(self, tensors: Tensors, options: Options) -> list[tuple[Tensors, Options]]:
+        return [(heads_of(tensors, options), options)]
 
 
 class FusedScales(FusedInto):

@@ -1,4 +1,8 @@
-"""The rows of the tables for the tokens of a call, in plain torch."""
+"""Positions: the row of a token in the tables, and whether the token comes after the last sequence.
+
+row = its place in its sequence + start - unrotated, or its id. Source: context parallelism cuts sequences as
+Megatron-LM does; mrope is of arXiv:2409.12191.
+"""
 
 from __future__ import annotations
 
@@ -11,49 +15,64 @@ from ..plan.views import Tensors, ids_view
 
 RULE = "dual_chunk"  # the rule of `partition` by which rope's context parallelism cuts sequences
 
+TURNED = ("q", "k")
+"""The letters of heads that have positions."""
 POSITIONS = {"position_ids", "start_positions", "cu_seqlens"}
 """Tensors by which a token's row differs from its place in the batch row."""
 
 
-def table_rows(tokens: int, device: torch.device, t: Tensors, o: Options) -> tuple[Tensor, Tensor | None]:
-    """(each token's row of the table, (axes, batch or 1, tokens); a mask of the tokens after the last sequence).
+def table_rows(tokens: int, device: torch.device, t: Tensors, o: Options) -> Tensor:
+    """Each token's row of the table, (axes, batch or 1, tokens).
 
     The rows of tokens that are not rotated, before those of the table, are below 0.
     """
     if "position_ids" in t:
-        return ids_view(t["position_ids"], o).long(), None
-    rows, spare = _counted_rows(torch.arange(tokens, device=device), t, o)
-    return rows[None] - o.unrotated, spare
+        return ids_view(t["position_ids"], o).long()
+    return _counted_rows(torch.arange(tokens, device=device), t, o)[None] - o.unrotated
 
 
-def _counted_rows(index: Tensor, t: Tensors, o: Options) -> tuple[Tensor, Tensor | None]:
+def _counted_rows(index: Tensor, t: Tensors, o: Options) -> Tensor:
     starts = t.get("start_positions")
     if "cu_seqlens" not in t:
         rows = local_positions(index, 0, len(index) * o.cp_size, o)[None]
-        return (rows if starts is None else rows + starts[:, None]), None
+        return rows if starts is None else rows + starts[:, None]
     ends = t["cu_seqlens"].long()
     offsets = partition.local_rows(ends, o.cp_rank, o.cp_size, RULE)
-    sequence, spare = _sequences(index, offsets)
     if offsets.shape[0] == 1:
-        return index[None], spare
+        return index[None]
+    sequence = _sequences(index, offsets)
     first = ends[sequence]
     rows = local_positions(index - offsets[sequence], first, ends[sequence + 1], o)
     if starts is not None:
         rows = rows + starts[sequence]
     if o.packed_table:
         rows = rows + first
-    return rows[None], spare
+    return rows[None]
 
 
-def sequences_of(tokens: int, t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
-    """(the sequence of each of a packed batch's tokens; a mask of those after the last sequence, which have that)."""
+def spare(tokens: int, t: Tensors, o: Options) -> Tensor | None:
+    """A mask of the tokens after the last sequence; None without sequences."""
+    if "cu_seqlens" not in t:
+        return None
+    end = partition.local_rows(t["cu_seqlens"][-1].long(), o.cp_rank, o.cp_size, RULE)
+    mask: Tensor = torch.arange(tokens, device=end.device) >= end
+    return mask
+
+
+def cleared(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
+    """x (batch, seq, ...), in which tokens of q and k after the last sequence are zero."""
+    mask = spare(x.shape[1], t, o) if letter in TURNED else None
+    return x if mask is None else x.masked_fill(mask.view(-1, *[1] * (x.dim() - 2)), 0)
+
+
+def sequences_of(tokens: int, t: Tensors, o: Options) -> Tensor:
+    """The sequence of each of a packed batch's tokens; of those after the last sequence that one."""
     ends = t["cu_seqlens"].long()
     return _sequences(torch.arange(tokens, device=ends.device), partition.local_rows(ends, o.cp_rank, o.cp_size, RULE))
 
 
-def _sequences(index: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    sequence = torch.searchsorted(offsets[1:].contiguous(), index, right=True)
-    return sequence.clamp(max=offsets.shape[0] - 2), sequence == offsets.shape[0] - 1
+def _sequences(index: Tensor, offsets: Tensor) -> Tensor:
+    return torch.searchsorted(offsets[1:].contiguous(), index, right=True).clamp(max=offsets.shape[0] - 2)
 
 
 def local_positions(index: Tensor, first: Tensor | int, end: Tensor | int, o: Options) -> Tensor:

@@ -1,0 +1,90 @@
+"""A call in plain torch: the CPU path, the gradient without a kernel, and the oracle of the tests.
+
+load -> bias -> norm -> rotate -> scale -> transform -> convert -> store; a source adds the bias as it loads. Heads are
+(batch, seq, heads, head_dim) here, in fp32 from the first stage on, and are rounded once, as they are stored. Only a
+norm rounds its result as its own word says, and with rounding="dtype" heads are rounded to their dtype each time that
+something behind the rotation reads them, as by a host that stores them in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .plan.options import Options, changed
+from .plan.views import Tensors, canonical, joined
+from .sinks import cache, results
+from .sinks.results import LETTERS
+from .stages import convert, norm, positions, rotate, scale, transform
+
+
+def run(parts: Sequence[tuple[Tensors, Options]], places: Tensors, o: Options) -> None:
+    """Write the heads of a call, and the scales that it computes, to their places (`results.places`) and caches.
+
+    parts: of each stream, its heads by letter beside its other tensors, and its options.
+    """
+    t = parts[0][0]
+    batch, tokens = load("q", t, o).shape[:2]
+    spare = positions.spare(tokens, t, o) if o.inplace else None
+    slots = cache.slots(t, o, batch * tokens, spare) if "k_cache" in t else None
+    for letter in LETTERS:
+        own = f"{letter}_scale"
+        if f"{letter}_cache" not in t and places.keys().isdisjoint((letter, own)):
+            continue
+        ys = [forward(letter, load(letter, *part), *part) for part in parts]
+        y = torch.cat(ys, 1) if len(ys) > 1 else ys[0]
+        if o.per_row:
+            places[own].copy_(convert.row_scales(y, t, o))
+            continue
+        if slots is not None and f"{letter}_cache" in t:
+            cache.store(letter, convert.cached(letter, y, t, o), t, slots)
+        elif own in places:
+            y, scales = convert.scaled(letter, y, t, o)
+            results.put(places[own], results.tiles(scales) if o.swizzled else scales)
+        else:
+            y = convert.forward(letter, y, t, o)
+        if letter in places:
+            if spare is not None:  # in place they stay
+                y = torch.where(spare[:, None, None], load(letter, t, o), y)
+            results.put(places[letter], y)
+
+
+def load(letter: str, t: Tensors, o: Options) -> Tensor:
+    """The heads of a letter, also from a group of heads for each rank."""
+    return canonical(joined(t[letter], o.layout), o.layout)
+
+
+def forward(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
+    """Heads as they are converted and stored. Those of q and k after the last sequence are zero."""
+    if norm.after_rope(letter, o):
+        x = norm.forward(letter, _read(letter, rotate.forward(letter, x, t, o), t, o), t, o)
+    else:
+        x = rotate.forward(letter, norm.forward(letter, x, t, o), t, o)
+    x = scale.forward(letter, _read(letter, rotate.paired(letter, x, o), t, o), t, o)
+    x = transform.forward(letter, _read(letter, x, t, o), t, o)
+    return positions.cleared(letter, _read(letter, x, t, o), t, o)
+
+
+def back(t: Tensors, places: Tensors, o: Options) -> None:
+    """Write the gradients of q, k, v, weights and biases to their places. Those of results are dq, dk and dv in `t`.
+
+    They are in fp32 until they are stored. `o` are the options of the call, whose roundings do not change gradients.
+    """
+    found: Tensors = {}
+    o = changed(o, rounding="fp32")
+    for letter in [letter for letter in LETTERS if letter in places]:
+        x = load(letter, t, o)
+        x = rotate.forward(letter, x, t, o) if norm.after_rope(letter, o) else x
+        grad = canonical(joined(t[f"d{letter}"], o.layout), o.layout)
+        grad = rotate.paired(letter, transform.back(letter, x, grad, t, o, found), o, back=True)
+        for stage in (scale, norm, rotate) if norm.after_rope(letter, o) else (rotate, scale, norm):
+            grad = stage.back(letter, x, grad, t, o, found)
+        results.put(places[letter], positions.cleared(letter, grad, t, o))
+    for name, x in found.items():
+        places[name].copy_(x)
+
+
+def _read(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
+    return x.to(t[letter].dtype) if o.rounding == "dtype" else x
