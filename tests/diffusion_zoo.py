@@ -365,22 +365,6 @@ def joy_image_edit_plus():
         hidden_states=randn(2, 25, 4, 1, 2, 2), timestep=FLOAT_STEPS, encoder_hidden_states=randn(2, 6, 16),
         encoder_hidden_states_mask=text_mask(6), shape_list=[[(1, 4, 4), (1, 3, 3)], [(1, 4, 4), (1, 2, 2)]])
 
-@entry("MiniMaxH3Transformer3DModel", calls=4, fp32="position_ids")
-def minimax_h3():
-    positions = cat([grid(6, 1, 1), grid(1, 4, 4) + 6, grid(5, 1, 1) + 6])
-    return of(num_attention_heads=2, attention_head_dim=32, hidden_size=64, num_layers=2, num_refiner_layers=1,
-        ffn_dim=32, in_channels=4, audio_in_channels=6, text_dim=16, freq_dim=32, time_embed_hidden_dim=32,
-        time_embed_dim=32, rope_freq_dim=4), of(
-        hidden_states=randn(2, 16, 16), audio_hidden_states=randn(2, 5, 6), encoder_hidden_states=randn(2, 6, 16),
-        timestep=SIGMAS, timestep_indices=tensor([0] * 6 + [1] * 21), token_tags=tensor([0] * 6 + [1] * 16 + [2] * 5),
-        position_ids=positions, text_indices=arange(6), video_indices=arange(6, 22), audio_indices=arange(22, 27))
-
-@entry("MiniMaxMusic3Transformer1DModel", calls=4)
-def minimax_music3():
-    return of(in_channels=4, condition_dim=16, num_layers=2, num_attention_heads=2, attention_head_dim=32,
-        ff_inner_dim=32, rotary_dim=16, fourier_embedding_dim=32), of(
-        hidden_states=randn(2, 4, 12), timestep=SIGMAS, encoder_hidden_states=randn(2, 12, 16))
-
 @entry("NucleusMoEImageTransformer2DModel", calls=6)
 def nucleus_moe_image():
     return of(patch_size=2, in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=4,

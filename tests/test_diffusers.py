@@ -41,7 +41,7 @@ FLUX, WAN, QWEN = "FluxTransformer2DModel", "WanTransformer3DModel", "QwenImageT
 # Classes that rotate in their own code, by three tables (Allegro), or by tables that each call would have to convert.
 LEFT = {
     *("Mochi", "Kandinsky5", "ErnieImageSingleStream", "SanaLinear", "Cosmos3", "Ideogram4", "BriaFibo2", "Allegro"),
-    *("HiDream", "PRX", "Kandinsky6", "Kandinsky6SR", "StableAudio3Self", "WanAnimate2"),
+    *("HiDream", "PRX", "Kandinsky6", "Kandinsky6SR", "StableAudio3Self", "WanAnimate2", "MiniMaxMusic3", "MiniMaxH3"),
 }
 HUNYUAN, LTX, Z_IMAGE = "HunyuanVideoTransformer3DModel", "LTXVideoTransformer3DModel", "ZImageTransformer2DModel"
 

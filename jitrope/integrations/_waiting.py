@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from ..api import prepare_qkv
 from ..base.errors import InvalidInput
 from ..ops.values import Norm
 from ..ops.watch import same_memory, saves_otherwise, transformed, version, watched, without_autocast, without_values
@@ -205,26 +206,30 @@ class Waiting:
         return *weights, form, getattr(module, form.eps)
 
     def call(self, module: nn.Module, host: Function, x: Any) -> Any:
-        """The norm of x, which may wait; or the host's."""
+        """The norm of x, which may wait, or of v, which does not; or the host's."""
         if type(x) is Pending:
             if x.root.done is not None and x.step is None and x.root.waiting is self:
                 return x.root.done
             x = real(x)
-        if (index := getattr(x, "_jitrope_turned", None)) is not None:
-            if not saves_otherwise():  # a checkpoint computes its calls again, and compares what they save
-                self.layer.after[index] = self  # from the next call on, the rotation does both
-        elif self.rotated or self.tries < _TRIES:
-            try:
-                later = Later(self, x, self.state(module, x), host)
-            except InvalidInput as error:
-                _host.note_unfused(HOST, error.args[0])
-            else:
-                if not self.rotated:  # this call shows where the host's result goes
-                    self.tries += not saves_otherwise()
-                    with unseen(x, later.version):
-                        later.out = host(x)
-                return Pending.of(later, x, later.out)
-        return host(x)
+        if (index := getattr(x, "_jitrope_turned", None)) is not None and not saves_otherwise():
+            self.layer.after[index] = self  # from the next call on, the rotation does both
+        if index is not None or (self.tries >= _TRIES and not self.rotated):
+            return host(x)
+        try:
+            state = self.state(module, x)
+            if self.name == "v_norm":
+                out = prepare_qkv(x, None, None, norm=Norm(state[0], q_bias=state[1], **state[2].words(module)))[0]
+                _host.note(HOST, "jitrope")
+                return out
+        except InvalidInput as error:
+            _host.note_unfused(HOST, error.args[0])
+            return host(x)
+        later = Later(self, x, state, host)
+        if not self.rotated:  # this call shows where the host's result goes
+            self.tries += not saves_otherwise()  # a checkpoint computes its calls again, and compares what they save
+            with unseen(x, later.version):
+                later.out = host(x)
+        return Pending.of(later, x, later.out)
 
 
 def wait(module: nn.Module, name: str, norm: nn.Module, ropes: State, report: _host.Report) -> None:

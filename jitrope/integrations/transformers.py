@@ -45,7 +45,7 @@ from ._variants import State, recognise
 from ._waiting import WAITS, Rope, wait
 
 ROPES = re.compile(r"\w*apply_\w*rotary\w*")  # the names of rope functions
-NORMS = re.compile(r"(q|k|qk|query|key)_(layer)?norm")  # and of the norms of q and k in an attention
+NORMS = re.compile(r"(q|k|qk|v|query|key)_(layer)?norm")  # and of the norms of q, k and v in an attention
 
 calls = _host.calls["transformers"]
 """Calls so far, by "jitrope" and "host"; a call of a compiled model counts when it is traced."""

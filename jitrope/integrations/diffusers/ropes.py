@@ -25,7 +25,7 @@ class Form(NamedTuple):
     """The tables of a rope, (cos, sin) or one complex table, and how they are used."""
 
     axes: int = 2  # of the tables: 2 (S, W), 3 (B, S, W) or 4 (B, S, H, W)
-    width: float = 1  # of a row, in heads; 0: only the first part of a head is rotated, and rows have its width
+    width: float = 1  # of a row, in heads
     interleaved: bool = True  # this and `layout` as in `apply_rope`
     rounding: str = "fp32"  # with cos and sin; "promoted": in the wider dtype of q and tables
     layout: str = "bshd"
@@ -34,7 +34,7 @@ class Form(NamedTuple):
         """The words of `apply_rope` for tables of all tokens of these tensors, one tensor after another."""
         x, table = tensors[0], tables[0]
         tokens = sum(each.shape[self.layout.index("s")] for each in tensors)
-        width = int(self.width * x.shape[-1]) if self.width else table.shape[-1]
+        width = int(self.width * x.shape[-1])
         if table.dim() != self.axes or table.shape[min(self.axes - 2, 1)] != tokens or table.shape[-1] != width:
             raise InvalidInput("the tables' shape does not fit q and k")
         rounding = _host.COMPLEX.get(table.dtype, self.rounding)
@@ -42,8 +42,7 @@ class Form(NamedTuple):
             rounding = "dtype" if x.dtype == table.dtype != torch.float32 else "fp32"
         names = ("cos", "sin") if len(tables) == 2 else ("freqs_cis",)
         words: dict[str, Any] = {name: part.to(x.device) for name, part in zip(names, tables)}
-        words |= {"interleaved": self.interleaved, "rounding": rounding}
-        return words if self.width else {**words, "rotary_dim": width}
+        return words | {"interleaved": self.interleaved, "rounding": rounding}
 
     def turn(self, x: Tensor, tables: Tables) -> Tensor:
         """x rotated."""
@@ -55,7 +54,6 @@ HEADS = Form(axes=4)  # LTX: each head has its own
 HALF = Form(axes=4, width=0.5, rounding="promoted")  # Wan
 ROWS = Form(axes=3, width=0.5)  # Z-Image
 TURNS = Form(axes=2, width=0.5)  # Qwen-Image
-_PART = Form(width=0, interleaved=False, rounding="dtype")
 _COLUMNS = ROWS._replace(layout="bhsd")
 
 
@@ -113,14 +111,6 @@ def _halves(hidden_states: Tensor, rope: Any) -> Tensor:
     return Form(interleaved=False).turn(hidden_states, pair(rope))
 
 
-def _minimax_music3(hidden_states: Tensor, rotary_emb: Any) -> Tensor:
-    return _PART.turn(hidden_states, pair(rotary_emb))
-
-
-def _minimax_h3(hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return _PART.turn(hidden_states, (cos, sin))
-
-
 def _ltx(x: Tensor, freqs: Any) -> Tensor:
     """Before the heads are split. A pair is two neighbours, so any even part of the row can be treated as a head."""
     width = math.gcd(x.shape[-1], 128)
@@ -153,8 +143,6 @@ ROPES: dict[tuple[Callable[..., Any], str], str] = {
     (_joy, "_apply_rotary_emb"): "JoyImage",
     (_joy, "_apply_rotary_emb_batched"): "JoyImageEditPlus",
     (_halves, "_apply_rotary_emb"): "AudioDiTSelf AudioDiTCross",
-    (_minimax_music3, "_apply_partial_rotary_emb"): "MiniMaxMusic3",
-    (_minimax_h3, "_apply_rotary_emb"): "MiniMaxH3",
     (_ltx, "apply_rotary_emb"): "LTXVideo",
     (_ltx, "apply_interleaved_rotary_emb"): _LTX2,
     (_ltx2_split, "apply_split_rotary_emb"): _LTX2,
