@@ -275,13 +275,14 @@ REFUSED = [(in_tuples(rule), text) for rule, text in REFUSED]
 RULES = [*UNSAID, *[rule for rule, _ in REFUSED]]
 CALLS, NEVER = Table(AXES, RULES).covered()
 
-# Calls with a gradient. learned: the table requires one too.
+# Calls with a gradient. learned: the table requires one too; wanted: the results that get one.
 WITH_GRADIENT: Axes = {
     **AXES,
     "of_table": ("fp32", "half"),
     "convert": ("none",),
     "out": ("fresh", "inplace", "ulysses"),
     "learned": ("no", "yes"),
+    "wanted": ("all", "first", "last"),
 }
 WITHOUT_GRADIENT: list[tuple[dict[str, Any], str]] = [
     ({"out": "inplace", "norm": NORMS}, "it has no gradient in place, because that needs the old q and k"),
