@@ -45,9 +45,9 @@ AXES: Axes = {
         *("heads", "int8", "rows", "kv_rows"),  # computed ones: of a head of a token, of a head of a row
         *("groups", "int8_16", "e4m3_64", "mxfp8", "mxfp4", "nvfp4", "fp4", "tiles", "ue8m0"),
     ),
-    # own: k itself too; of_k: a cache of k alone; blocks: with computed scales beside the elements
+    # some: k is a fresh tensor; own: k itself too; of_k: a cache of k alone; blocks: with computed scales
     "out": (
-        *("fresh", "inplace", "given", "by_rank", "ulysses"),
+        *("fresh", "inplace", "given", "some", "by_rank", "ulysses"),
         *("slots", "pages", "indptr", "indices", "fp8_slots", "fp8_pages", "own", "of_k"),
         *("int8_blocks", "mx_blocks", "nvfp4_blocks"),
     ),
@@ -70,7 +70,7 @@ def but(axis: str, *values: str) -> tuple[str, ...]:
 ROPES, FUSED, STREAMS = AXES["source"][3:5], AXES["source"][5:12], AXES["source"][13:]
 BIASED, ALONE = ("qkv_bias", "grouped_bias", "gated_bias"), ("alone", "rope_alone")
 CONVERTED, GIVEN, DYNAMIC = AXES["convert"][1:], AXES["convert"][1:6], AXES["convert"][6:]
-CACHES, BLOCKS, PACKED = AXES["out"][5:], AXES["out"][13:], AXES["positions"][8:]
+CACHES, BLOCKS, PACKED = AXES["out"][6:], AXES["out"][14:], AXES["positions"][8:]
 INTO, ONE_TABLE = AXES["pairs"][3:], ("cache", "angles", "scaled", "cis")
 FP4S, OF_ROWS = ("mxfp4", "nvfp4", "fp4"), ("rows", "kv_rows")
 NORMS, CACHED_V, TWO_HEADS = (
@@ -83,6 +83,9 @@ UNLIKE = {
     blocks: [x for x in DYNAMIC if x not in (*OF_ROWS, *alike)]
     for blocks, alike in {"int8_blocks": ["int8"], "mx_blocks": ["mxfp8", "tiles"], "nvfp4_blocks": ["nvfp4"]}.items()
 }
+
+IDLE = {"table": "none", "norm": "none", "transform": "none", "convert": "none",
+        "more": ("none", "unrotated", "inverse", "check")}  # fmt: skip
 
 # What cannot be said: a function has no such word, or a value has no such form.
 UNSAID: list[dict[str, Any]] = [
@@ -175,16 +178,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"out": ("inplace", "own"), "strides": "expanded"}, "its elements overlap in memory, so it cannot be written"),
     # Nothing to do.
     ({"source": ROPES, "table": "none"}, "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not none"),
-    (
-        {"source": ("heads", "no_v", "alone"), "table": "none", "norm": "none", "transform": "none", "convert": "none",
-         "out": ("fresh", "inplace"), "more": ("none", "unrotated", "inverse", "check")},
-        "pass cos and sin",
-    ),
-    (
-        {"source": ("qkv", "view", "grouped", "gated"), "table": "none", "norm": "none", "transform": "none",
-         "convert": "none", "out": "inplace", "more": ("none", "unrotated", "inverse", "check")},
-        "pass cos and sin",
-    ),
+    ({**IDLE, "source": ("heads", "no_v", "alone"), "out": ("fresh", "inplace")}, "pass cos and sin"),
+    ({**IDLE, "source": ("qkv", "view", "grouped", "gated"), "out": "inplace"}, "pass cos and sin"),
 ]  # fmt: skip
 
 
@@ -252,6 +247,11 @@ class Table:
             if found is not None:
                 return found
         return None
+
+
+def is_idle(case: Case) -> bool:
+    """Whether no stage does anything."""
+    return fits({axis: case[axis] for axis in IDLE}, in_tuples(IDLE))
 
 
 def in_tuples(rule: dict[str, Any]) -> dict[str, tuple[str, ...]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from jitrope import KVCache, Pages, Scaled, Ulysses
 
 from . import oracle
-from .calls import BLOCKS, CACHES, ROPES, Case
+from .calls import BLOCKS, CACHES, OF_ROWS, ROPES, Case
 from .sweep import (
     BLOCK_FORMS,
     E4M3,
@@ -55,7 +55,7 @@ def near(got: Tensor, want: Tensor, noise: float = 1e-5, slack: float = 1.0) -> 
     torch.testing.assert_close(got.cpu().to(want), want.cpu(), rtol=slack * STEPS[got.real.dtype], atol=most)
 
 
-def near_units(got: Tensor, want: Tensor, noise: float) -> None:
+def near_units(got: Tensor, want: Tensor, noise: float = 2e-5) -> None:
     """Elements of a format of 4 or 8 bits, rounded once and to the nearest; larger ones are the largest."""
     relative, least = HALVES[got.dtype]
     want = want.cpu().clamp(-LARGEST[got.dtype], LARGEST[got.dtype])
@@ -102,27 +102,29 @@ def near_rows(got: Scaled, want: Tensor, m: Made, per_kv: bool) -> None:
             near_units(values[row, first:end], y / own.repeat_interleave(want.shape[2] // len(own))[:, None], noise)
 
 
-def joined(x: Tensor, case: Case, axis: int | None = None) -> Tensor:
-    """Heads of all ranks, one after the other, if they are apart. axis: of the heads, if it is not the layout's."""
-    if case["out"] not in ("ulysses", "by_rank"):
-        return x
-    axis = case["layout"].index("h") if axis is None else axis
-    if x.dtype == FP4:  # torch joins its bytes alone
-        return torch.cat([*x.view(torch.uint8)], axis).view(FP4)
-    return torch.cat([*x], axis)
+def whole(got: Any, m: Made, letter: str) -> Any:
+    """A result with heads of all ranks, one after the other, if they are apart."""
+    is_view = letter == "g" or (letter == "v" and m.case["source"] == "view")
+    if m.case["out"] not in ("ulysses", "by_rank") or is_view:
+        return got
+    axis = m.layout.index("h")
+    if not isinstance(got, Scaled):
+        return torch.cat([*got], axis)
+    values = torch.cat([*got.values.view(torch.uint8)], axis).view(got.values.dtype)  # torch joins fp4's bytes alone
+    of_rows, swizzled = m.case["convert"] in OF_ROWS, m.case["convert"] == "tiles"
+    return Scaled(values, got.scale if of_rows else torch.cat([*got.scale], 1 if swizzled else axis))
 
 
 def check_heads(m: Made, got: Any, letter: str) -> None:
     want, form, case, noise = m.expected(letter), form_of(m.case), m.case, noise_of(m.case)
+    got = whole(got, m, letter)
     if form is None or letter == "g" or (letter == "v" and not converts_v(case)):
         assert got.dtype == m.dtype
-        whole = got if letter == "g" or (letter == "v" and case["source"] == "view") else joined(got, case)
-        near(oracle.heads(whole, m.layout), want, noise)
+        near(oracle.heads(got, m.layout), want, noise)
     elif "per" in form:
-        near_rows(Scaled(joined(got.values, case), got.scale), want, m, case["convert"] == "kv_rows")
+        near_rows(got, want, m, case["convert"] == "kv_rows")
     elif isinstance(got, Scaled):
-        values = oracle.heads(joined(got.values, case), m.layout).cpu()
-        scale = joined(got.scale.cpu(), case, 1 if form.get("swizzled") else None)
+        values, scale = oracle.heads(got.values, m.layout).cpu(), got.scale.cpu()
         if form.get("swizzled"):
             scale = oracle.of_tiles(scale, values.shape[1], values.shape[-1] // form["group"])
         else:
@@ -130,8 +132,7 @@ def check_heads(m: Made, got: Any, letter: str) -> None:
         near_scaled(values, scale, want / (GLOBALS[letter] if case["convert"] == "nvfp4" else 1), form, noise)
     else:
         assert got.dtype == form["dtype"]
-        values = oracle.heads(joined(got, case), m.layout)
-        near_units(values, want.cpu() / m.scale_of_heads(letter), noise)
+        near_units(oracle.heads(got, m.layout), want.cpu() / m.scale_of_heads(letter), noise)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -165,7 +166,7 @@ class Given(Fresh):
         heads = dict(zip("qkv", (m.counts[0], m.counts[1], m.counts[1])))
         self.wholes, self.given = {}, {}
         for letter in letters_of(case):
-            if letter == "v" and case["source"] == "view":
+            if (letter == "v" and case["source"] == "view") or (letter == "k" and case["out"] == "some"):
                 continue
             dtype = m.dtype if letter == "v" and not converts_v(case) else form["dtype"]
             width = V_DIM if letter == "v" and case["source"] == "latent" else m.size
@@ -213,6 +214,8 @@ class Caches(Fresh):
             self.scales = {f"{x}_scale": GLOBALS[x] for x in "kv"} if kind == "nvfp4_blocks" else {}
         self.before = [x.clone() for x in self.tensors()]
         self.named, self.cleared, places = self._places(m)
+        if is_own(m.case) and m.cu:  # spare tokens in place are not stored
+            self.named = {slot: token for slot, token in self.named.items() if token < m.ends[-1]}
         value = KVCache(
             self.caches["k"], self.caches.get("v"), places, **self.scales, rotate_k=kind == "own",
             **{f"{x}_block_scale": y for x, y in self.block_scales.items()},
@@ -221,6 +224,14 @@ class Caches(Fresh):
 
     def tensors(self) -> list[Tensor]:
         return [*self.caches.values(), *self.block_scales.values()]
+
+    def stored(self, x: Tensor) -> Tensor:
+        """The rows of a cache that have tokens; torch 2.6 indexes no fp8 on a CPU."""
+        return x.reshape(PAGES * ROWS, *x.shape[-2:]).view(torch.uint8)[[*self.named]].view(x.dtype)
+
+    def of_tokens(self, x: Tensor) -> Tensor:
+        """The heads of these tokens, of all (B, S, H, D)."""
+        return x.flatten(0, 1)[[*self.named.values()]]
 
     def _noise(self, m: Made, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         if dtype.itemsize > 1:
@@ -262,23 +273,17 @@ class Caches(Fresh):
     def check(self, m: Made, got: dict[str, Any]) -> None:
         super().check(m, got)
         assert self.errors.item() == 0
-        named = dict(self.named)
-        if is_own(m.case) and m.cu:  # spare tokens in place are not stored
-            named = {slot: token for slot, token in named.items() if token < m.ends[-1]}
-        at, noise = [*named], noise_of(m.case)
+        named, noise = self.named, noise_of(m.case)
         others = [x for x in range(PAGES * ROWS) if x not in named and x not in self.cleared]
         for x, before in zip(self.tensors(), self.before):
             rows, old = (y.contiguous().view(torch.uint8).reshape(PAGES * ROWS, -1) for y in (x, before))
             assert torch.equal(rows[others], old[others])
             assert not rows[self.cleared].any()
         for letter in self.letters:
-            want = m.expected(letter).flatten(0, 1)[[*named.values()]]
-            cache = self.caches[letter]
-            stored = cache.reshape(PAGES * ROWS, *cache.shape[-2:]).view(torch.uint8)[at].view(cache.dtype)
-            scale = self.scales.get(f"{letter}_scale", 1.0)
+            want, scale = self.of_tokens(m.expected(letter)), self.scales.get(f"{letter}_scale", 1.0)
+            stored = self.stored(self.caches[letter])
             if self.blocks:
-                blocks = self.block_scales[letter]
-                own = blocks.reshape(PAGES * ROWS, *blocks.shape[-2:]).view(torch.uint8)[at].view(blocks.dtype)
+                own = self.stored(self.block_scales[letter])
                 near_scaled(stored[None].cpu(), own[None].cpu(), want[None] / scale, self.form, noise)
             elif self.scales:
                 near_units(stored, want.cpu() / torch.tensor(scale).double(), noise)
@@ -292,7 +297,11 @@ class Caches(Fresh):
 
 def places_of(m: Made) -> Fresh:
     kind = m.case["out"]
-    return Caches(m) if kind in CACHES else Given(m) if kind in ("given", "by_rank") else Fresh(m)
+    return Caches(m) if kind in CACHES else Given(m) if kind in ("given", "some", "by_rank") else Fresh(m)
+
+
+def lies_in(x: Tensor, y: Tensor) -> bool:
+    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
 
 
 def unchanged(m: Made) -> Iterator[str]:

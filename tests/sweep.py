@@ -12,7 +12,7 @@ import jitrope
 from jitrope import DynamicQuantize, Mrope, Norm, Packed, Quantize, Shifts, Starts
 
 from . import oracle
-from .calls import BIASED, CACHES, DYNAMIC, FUSED, INTO, PACKED, ROPES, STREAMS, Case
+from .calls import BIASED, BLOCKS, CACHES, DYNAMIC, FUSED, INTO, PACKED, ROPES, STREAMS, Case
 
 E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -91,6 +91,11 @@ def is_own(case: Case) -> bool:
 
 def in_place(case: Case) -> bool:
     return case["out"] == "inplace" or is_own(case)
+
+
+def is_fresh_twin(case: Case) -> bool:
+    """Whether fresh results have the same numbers: not beside a cache with scales, or with a norm of its v."""
+    return case["out"] not in (*BLOCKS, "fp8_slots", "fp8_pages") and case["norm"] != "of_v"
 
 
 def rotated_part(case: Case) -> tuple[int, int]:
@@ -401,17 +406,16 @@ class Made:
         return self.named(function_of(self.case)(*self.arguments(), **self.words(), **words))
 
     def call_separately(self, **words: Any) -> dict[str, Any]:
-        """The results of `prepare_qkv` of heads in memory of their own."""
+        """The results of `prepare_qkv` of heads in memory of their own; with a cache of floats without a conversion."""
         of_source = ("heads", "order", "copy_v", "bias")
         own = {name: x for name, x in self.words().items() if name not in of_source}
         if self.case["source"] == "latent":
             own.update(zip(("rotary_offset", "rotary_dim"), rotated_part(self.case)))
+        if is_fresh_twin(self.case) and self.case["out"] in CACHES and own.pop("quantize", None):
+            own.update({"hadamard": True} if self.case["transform"] == "head" else {})
         letters = [x for x in letters_of(self.case) if x != "v" or self.case["out"] != "of_k"]
         heads = [oracle.unheads(torch.cat(self.read(x), 1).to(self.dtype), self.layout) for x in letters]
-        apart = self.case["strides"] == "apart" and "bias" not in self.tensors  # torch sums them in another order
-        given = [*[strided(x, "apart" if apart else "plain", self.layout.index("h")) for x in heads], None, None][:3]
-        if isinstance(words.get("out"), list):
-            words["out"] = [*words["out"], None, None][:3]
+        given = [*[x.contiguous() for x in heads], None, None][:3]
         return dict(zip("qkv", jitrope.prepare_qkv(*given, **own, **words)))
 
     def arguments(self) -> list[Any]:
