@@ -21,6 +21,7 @@ from tests.said import KINDS, norm_rope, norm_rope_joint, said
 
 from .cases import NORM_CASES, NormCase, make_norm, norm_call, op_arguments, random_norm_case
 from .devices import DEVICE, DEVICES, slow
+from .results import near_each
 from .test_rope import autograd_reference
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -95,16 +96,6 @@ def values64(case: NormCase, call) -> list[torch.Tensor | None]:
     return found + [None] * (2 - len(given))
 
 
-def assert_near(got, want) -> None:
-    for out, expected in zip(got, want):
-        if expected is None or not expected.numel():
-            assert out is expected or out.shape == expected.shape
-            continue
-        rtol = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}[out.dtype]
-        size = max(1.0, float(expected.float().nan_to_num(0).abs().max()))
-        torch.testing.assert_close(out.float(), expected.float(), rtol=rtol, atol=rtol / 2 * size, equal_nan=True)
-
-
 @pytest.mark.parametrize(
     "case",
     [c for c in (*NOT_JOINT, *map(random_norm_case, range(40))) if c.first is None],
@@ -113,7 +104,7 @@ def assert_near(got, want) -> None:
 def test_values_are_those_of_fp64(case: NormCase) -> None:
     call = make_norm(case)
     got = norm_call(call)
-    assert_near(got, values64(case, call))
+    near_each(got, values64(case, call))
     for x, out in zip(call.streams, got):
         assert x is None or (out.dtype == x.dtype and out.shape == x.shape)
 
@@ -317,7 +308,7 @@ def test_layer_norm_is_torchs(dtype: torch.dtype, device: str) -> None:
         if device == "cpu":
             assert_equal(got, want)
         else:
-            assert_near(got, want)
+            near_each(got, want)
 
 
 @pytest.mark.parametrize("device", DEVICES)
