@@ -12,7 +12,7 @@ import jitrope
 from jitrope import DynamicQuantize, Mrope, Norm, Packed, Quantize, Shifts, Starts
 
 from . import oracle
-from .calls import BIASED, BLOCKS, CACHES, DYNAMIC, FUSED, INTO, PACKED, ROPES, STREAMS, Case
+from .calls import BIASED, BLOCKS, CACHES, DYNAMIC, FUSED, INTO, OF_ROWS, PACKED, ROPES, STREAMS, Case
 
 E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -406,17 +406,29 @@ class Made:
         return self.named(function_of(self.case)(*self.arguments(), **self.words(), **words))
 
     def call_separately(self, **words: Any) -> dict[str, Any]:
-        """The results of `prepare_qkv` of heads in memory of their own; with a cache of floats without a conversion."""
+        """The results of `prepare_qkv` of heads in memory of their own, by ids where positions are counted.
+
+        With a cache of floats they are not converted. Tokens after the last sequence have results too.
+        """
         of_source = ("heads", "order", "copy_v", "bias")
         own = {name: x for name, x in self.words().items() if name not in of_source}
         if self.case["source"] == "latent":
             own.update(zip(("rotary_offset", "rotary_dim"), rotated_part(self.case)))
         if is_fresh_twin(self.case) and self.case["out"] in CACHES and own.pop("quantize", None):
             own.update({"hadamard": True} if self.case["transform"] == "head" else {})
+        if self.are_counted():
+            own["positions"] = oracle.rows_of(self.tokens, self.device, self.turn)[0][0].to(self.ints)
+            own["positions"] = own["positions"][0] if self.layout == "thd" else own["positions"]
+            own.update({} if self.layout == "bshd" else {"layout": self.layout})
         letters = [x for x in letters_of(self.case) if x != "v" or self.case["out"] != "of_k"]
         heads = [oracle.unheads(torch.cat(self.read(x), 1).to(self.dtype), self.layout) for x in letters]
         given = [*[x.contiguous() for x in heads], None, None][:3]
         return dict(zip("qkv", jitrope.prepare_qkv(*given, **own, **words)))
+
+    def are_counted(self) -> bool:
+        """Whether positions follow from lengths, and nothing else does."""
+        of_sequences = self.case["convert"] in (*OF_ROWS, "of_rows", "tiles") or self.case["more"] == "unrotated"
+        return self.case["positions"] in ("starts", "cp", *PACKED) and not of_sequences
 
     def arguments(self) -> list[Any]:
         t, source = self.tensors, self.case["source"]
