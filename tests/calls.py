@@ -263,7 +263,7 @@ def fits(case: Case, rule: dict[str, Any]) -> bool:
     return all(axis not in rule or case[axis] in rule[axis] for axis in case)
 
 
-def plainest(values: Case, but_for: int) -> Case | None:
+def plainest(values: Case, but_for: int = -1) -> Case | None:
     """The case with some values that is otherwise as plain as the rules allow without one of those of `REFUSED`."""
     table = Table(AXES, [*UNSAID, *[rule for n, (rule, _) in enumerate(REFUSED) if n != but_for]])
     found = table.completed({axis: table.number[axis, x] for axis, x in values.items()}, lambda numbers, _: numbers)
@@ -290,6 +290,9 @@ WITHOUT_GRADIENT: list[tuple[dict[str, Any], str]] = [
     ({"out": "inplace", "learned": "yes"}, "requires a gradient, but this call has none; leave inplace=True out"),
     ({"out": "inplace", "more": ("number", "tokens")}, "q_scale requires a gradient, but this call has none"),
     ({"out": "ulysses", "source": (*FUSED, *STREAMS)}, "requires a gradient, but this call has none"),
+    ({"out": ("given", "some", "by_rank")}, "requires a gradient, but this call has none"),
+    ({"out": CACHES}, "requires a gradient, but this call has none"),
+    ({"convert": CONVERTED}, "requires a gradient, but this call has none"),
 ]
 UNLEARNED = [{"learned": "yes", "table": "none"}]
 OF_GRADIENTS = [*RULES, *[in_tuples(rule) for rule in (*UNLEARNED, *[rule for rule, _ in WITHOUT_GRADIENT])]]

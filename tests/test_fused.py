@@ -305,3 +305,5 @@ def test_refusals_beside_other_stages() -> None:
     out = (buffer[..., : 6 * 64].unflatten(2, (-1, 64)), None, None)
     refused("out's q and qkv share memory", buffer.unflatten(2, (2, -1)), out=out)
     refused(r"out's q is \(2, 5, 6, 32\) .*; it must be \(2, 5, 6, 64\)", out=(out[0][..., :32], None, None))
+    out = (None, None, torch.zeros(2, 5, 2, 64).bfloat16())
+    refused(r"out's v is .*; it must be None with copy_v=False", cache=None, copy_v=False, out=out)

@@ -30,9 +30,11 @@ from .calls import (
     REFUSED,
     RULES,
     WITH_GRADIENT,
+    WITHOUT_GRADIENT,
     Case,
     fits,
     ident,
+    in_tuples,
     is_idle,
     plainest,
 )
@@ -264,6 +266,27 @@ def test_a_refusal_is_by_name_and_writes_nothing(case: Case, text: str, device: 
         m.call(**places.words)
     assert str(error.value).startswith(function_of(case).__name__ + ": ")
     assert all(same(x, y) for x, y in zip((*m.tensors.values(), *places.tensors()), before))
+
+
+def without_gradient() -> Iterator[Any]:
+    for rule, text in WITHOUT_GRADIENT:
+        rule = in_tuples(rule)
+        for n in range(max(map(len, rule.values()))):
+            values = {axis: x[n % len(x)] for axis, x in rule.items()}
+            learned = {"learned": values.pop("learned", "no")}
+            if case := plainest(values):
+                yield pytest.param({**case, **learned}, text, id=ident(case))
+
+
+@pytest.mark.parametrize(("case", "text"), [*without_gradient()])
+def test_a_call_without_a_gradient_is_refused(case: Case, text: str) -> None:
+    m = Made(case, "cpu", leaves=True)
+    places = places_of(m)
+    m.tensors = {name: x.clone() for name, x in m.tensors.items()}
+    with pytest.raises(InvalidInput, match=f"{text}.*"):
+        m.call(**places.words)
+    with torch.no_grad():
+        m.call(**places.words)
 
 
 def test_every_pair_is_in_a_call_or_refused() -> None:
