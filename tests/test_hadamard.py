@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import jitrope
 from jitrope import InvalidInput, Norm, Quantize
@@ -14,15 +13,12 @@ from jitrope import InvalidInput, Norm, Quantize
 from . import oracle
 from .host import backend
 
-LAYOUTS = ("bshd", "sbhd", "bhsd", "thd")
 NORMS: dict[str, Any] = {
     "none": None,
     "rms": lambda w: Norm(*w),
     "layer": lambda w: Norm(*w, q_bias=w[1], kind="layer_norm"),
     "after": lambda w: Norm(after_rope=True),
 }
-WAYS = ("in place", "out", "ulysses", "cache", "cache in place", "no table", "packed")
-OPTIONS: dict[str, dict[str, Any]] = {"rms": {}, "layer": {"norm_kind": "layer_norm"}, "after": {"after_rope": True}}
 
 
 class Inputs:
@@ -39,18 +35,6 @@ class Inputs:
 
     def words(self) -> dict[str, Any]:
         return {"layout": self.layout, "rotary_dim": 32, "rotary_offset": self.first}
-
-    def expected(self, x: Tensor, number: int, norm: str, interleaved: bool = False) -> Tensor:
-        """q or k in fp64 by the oracle."""
-        y, o = oracle.heads(oracle.exact(x), self.layout), OPTIONS.get(norm, {})
-        own = (None, None) if norm == "after" else (self.weights[number], None)
-        own = (own[0], self.weights[1]) if norm == "layer" and number == 0 else own
-        turn = {"cos": self.tables[0], "sin": self.tables[1], "interleaved": interleaved}
-        turn |= {"rotary_dim": 32, "rotary_offset": self.first}
-        y = oracle.normed(y, *own, o) if norm in ("rms", "layer") else y
-        y = oracle.rotated(y, turn)
-        y = oracle.normed(y, *own, o) if norm == "after" else y
-        return oracle.unheads(y @ oracle.hadamard_matrix(64).to(y), self.layout)
 
 
 @pytest.mark.gpu

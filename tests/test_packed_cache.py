@@ -33,14 +33,6 @@ def tensors(device: str) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
 
 
-PLACES: dict[str, Any] = {
-    "sequences": ({}, (0, 4, 4, 10), [*range(4), *range(6)]),
-    "first positions": ({"start_positions": torch.tensor((3, 0, 7))}, (0, 4, 4, 10), [*range(3, 7), *range(7, 13)]),
-    "a rank": ({"cp_size": 2, "cp_rank": 1}, (0, 8, 8, 20), [*range(2, 6), *range(3, 9)]),
-    "a row for each token": ({"packed_table": True}, (0, 4, 4, 10), [*range(10)]),
-}
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("stage", list(STAGES)[1:])
 @pytest.mark.parametrize(
