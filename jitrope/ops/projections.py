@@ -139,6 +139,9 @@ class RopeQKV(Operation):
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         """The gradients; that of the bias is the sum of qkv's over the tokens."""
+        if not options.copy_v and grads.keys() == {"v"}:  # a view of qkv, with nothing to rotate back
+            dq, dk, dv = every_gradient(grads, options).values()
+            return {"qkv": join_qkv(dq, dk, dv, None, options)}
         found, bias = self.of_qkv(call, saved, grads, options), saved.get("bias")
         if bias is not None and bias.requires_grad:
             found["bias"] = found["qkv"].flatten(0, -3).sum(0).view(bias.shape)
