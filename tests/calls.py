@@ -281,24 +281,24 @@ WITH_GRADIENT: Axes = {
     "of_table": ("fp32", "half"),
     "convert": ("none",),
     "out": ("fresh", "inplace", "ulysses"),
-    "learned": ("no", "yes"),
-    "wanted": ("all", "first", "last"),
+    "learned": ("fixed", "learned"),
+    "wanted": ("all", "of_first", "of_last"),
 }
 WITHOUT_GRADIENT: list[tuple[dict[str, Any], str]] = [
     ({"out": "inplace", "norm": NORMS}, "it has no gradient in place, because that needs the old q and k"),
     ({"out": "inplace", "transform": "head"}, "it has no gradient in place"),
-    ({"out": "inplace", "learned": "yes"}, "requires a gradient, but this call has none; leave inplace=True out"),
+    ({"out": "inplace", "learned": "learned"}, "requires a gradient, but this call has none; leave inplace=True out"),
     ({"out": "inplace", "more": ("number", "tokens")}, "q_scale requires a gradient, but this call has none"),
     ({"out": "ulysses", "source": (*FUSED, *STREAMS)}, "requires a gradient, but this call has none"),
     ({"out": ("given", "some", "by_rank")}, "requires a gradient, but this call has none"),
     ({"out": CACHES}, "requires a gradient, but this call has none"),
     ({"convert": CONVERTED}, "requires a gradient, but this call has none"),
 ]
-UNLEARNED = [{"learned": "yes", "table": "none"}]
+UNLEARNED = [{"learned": "learned", "table": "none"}]
 OF_GRADIENTS = [*RULES, *[in_tuples(rule) for rule in (*UNLEARNED, *[rule for rule, _ in WITHOUT_GRADIENT])]]
 GRADIENTS, NO_GRADIENTS = Table(WITH_GRADIENT, OF_GRADIENTS).covered()
 
 
 def ident(case: Case) -> str:
-    words = [case[axis] for axis in AXES if case[axis] != PLAIN[axis]]
-    return "-".join(words) or "plain"
+    plain = {axis: values[0] for axis, values in WITH_GRADIENT.items()} | PLAIN
+    return "-".join([value for axis, value in case.items() if value != plain[axis]]) or "plain"

@@ -257,7 +257,7 @@ class Made:
 
     def _table(self) -> dict[str, Tensor]:
         made = self._tables()
-        return {x: self.leaf(y) for x, y in made.items()} if self.case.get("learned") == "yes" else made
+        return {x: self.leaf(y) for x, y in made.items()} if self.case.get("learned") == "learned" else made
 
     def _tables(self) -> dict[str, Tensor]:
         kind, rotary, rows = self.case["table"], rotated_part(self.case)[1], 2 * self.tokens + 8

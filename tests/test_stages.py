@@ -110,7 +110,7 @@ def outputs(m: Made) -> list[Tensor]:
 
 def wanted(case: Case) -> str:
     every = outputs_of(case)
-    return {"all": every, "first": every[:1], "last": every[-1:]}[case["wanted"]]
+    return {"all": every, "of_first": every[:1], "of_last": every[-1:]}[case["wanted"]]
 
 
 def gradients(results: list[Tensor], leaves: dict[str, Tensor], dtype: torch.dtype) -> Any:
@@ -273,7 +273,7 @@ def without_gradient() -> Iterator[Any]:
         rule = in_tuples(rule)
         for n in range(max(map(len, rule.values()))):
             values = {axis: x[n % len(x)] for axis, x in rule.items()}
-            learned = {"learned": values.pop("learned", "no")}
+            learned = {"learned": values.pop("learned", "fixed")}
             if case := plainest(values):
                 yield pytest.param({**case, **learned}, text, id=ident(case))
 
