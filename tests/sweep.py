@@ -21,6 +21,7 @@ FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 B, S, SKIPPED, FIRST, V_DIM = 2, 6, 2, 2, 48
 """Rows, tokens, unrotated tokens, tokens of the first stream, elements of a head of v in latent attention."""
+NUMBER = 0.75
 SCALES = {"q": 0.07, "k": 0.005, "v": 0.03}  # k saturates at e4m3's largest number
 GLOBALS = {"q": 0.5, "k": 2.0, "v": 0.25}
 NORM_WORDS: dict[str, dict[str, Any]] = {
@@ -141,7 +142,8 @@ class Made:
             self.second_turn = {**self.turn, **self._table()}
         self.weights = self._weights("") | (self._weights("second_") if case["source"] == "two" else {})
         shape = {"number": (), "tokens": (self.batch, self.tokens)}.get(case["more"])
-        self.factor = None if shape is None else self.leaf(self.noise(*shape).abs() + 0.5)
+        factor = torch.full((), NUMBER, device=device) if shape == () else self.noise(*(shape or ())).abs() + 0.5
+        self.factor = None if shape is None else self.leaf(factor)
         heads = torch.arange(1, 5) / 40
         self.of_heads = {letter: heads[:n].to(device) for letter, n in zip("qkv", (4, self.counts[1], self.counts[1]))}
 
@@ -330,6 +332,8 @@ class Made:
                 return Mrope(o["position_ids"], o["mrope_section"], o["mrope_interleaved"])
             return Shifts(o["position_ids"]) if "shifts" in o else o["position_ids"]
         words = {name: o[name] for name in names if name in o}
+        if self.case["positions"] == "packed_starts":
+            words["max_seqlen"] = max(end - first for first, end in itertools.pairwise(self.cu))
         return None if not words else (Packed if self.cu else Starts)(**words)
 
     def quantize(self) -> Any:
@@ -386,6 +390,8 @@ class Made:
             words["rounding"] = case["rounding"]
         if self.factor is not None:
             words["q_scale"] = self.factor[0] if self.layout == "thd" and self.factor.dim() else self.factor
+            if case["more"] == "number" and not self.leaves:
+                words["q_scale"] = NUMBER
         if case["more"] == "check":
             words["check"] = True
         if case["norm"] != "none":
