@@ -128,9 +128,17 @@ def rotated(x: Tensor, o: dict[str, Any]) -> Tensor:
         rotary = 2 * cos.shape[-1] if once else x.shape[-1] - offset
     rotary = int(rotary)
     rows, owned = rows_of(x.shape[1], x.device, o)
+    rows = rows - int(o.get("unrotated", 0))
+    below = (rows[0] < 0)[..., None, None]
+    unrotated, shifts = bool(o.get("unrotated")), bool(o.get("shifts"))
+    rows = rows.abs() if shifts else rows.clamp(min=0) if unrotated else rows
     cos, sin = (looked_up(t, rows, o, rotary) for t in (cos, sin))
+    cos = torch.where(below, 1.0, cos) if unrotated else cos
+    sin = torch.where(below, 0.0, sin) if unrotated else sin
     full = cos.shape[-1] == rotary
     (cos0, cos1), (sin0, sin1) = (pair(t, interleaved) if full else (t, t) for t in (cos, sin))
+    if shifts:
+        sin0, sin1 = torch.where(below, -sin1, sin0), torch.where(below, -sin0, sin1)
     if o.get("inverse"):
         sin0, sin1 = -sin1, -sin0
     before, turned, rest = x.split([offset, rotary, x.shape[-1] - offset - rotary], -1)

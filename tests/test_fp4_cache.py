@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Pages, Quantize, planning
+from jitrope import DynamicQuantize, InvalidInput, KVCache, Pages, planning
 
 from .devices import DEVICES
-from .oracle import of_elements
 from .test_arguments import STRANGERS
-from .test_quantize import FP4, FP8, inputs, numbers, scaled_in_two_levels
+from .test_quantize import FP4, FP8, inputs, scaled_in_two_levels
 
 PAGES, ROWS = 5, 8
 FORMS = ("slots", "NHD", "HND", "fours", "one page", "odd rows", "two orders")
@@ -95,83 +94,6 @@ def test_values_and_scales_in_their_places(form: str, dim: int, device: str) -> 
             check(caches, slots, rotated, v, given)
 
 
-STAGES: dict[str, dict[str, Any]] = {
-    "norm": {"norm": Norm(rounding="once")},
-    "norm, v too": {"norm": Norm(v_norm=True)},
-    "norm after": {"norm": Norm(kind="layer_norm", after_rope=True), "interleaved": True},
-    "partial": {"rotary_dim": 32, "rotary_offset": 16},
-    "no rope": {"tables": False},
-    "q in fp8": {"quantize": Quantize(0.05)},
-    "hadamard": {"quantize": Quantize(0.05, hadamard=True)},
-    "in place": {"inplace": True},
-    "k too": {"rotate_k": True},
-    "q_scale": {"q_scale": 0.25},
-    "angles": {"freqs": True},
-    "out": {"out": True},
-    "heads first": {"layout": "bhsd"},
-    "latent": {"v_heads": 4},
-    "fp32": {"dtype": torch.float32},
-}
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("launch", ["grid_2d", "token_linear"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_beside_other_stages(stage: str, launch: str, device: str) -> None:
-    """q as with a cache of q's dtype, and in the caches what that cache has in fp32, in NVFP4."""
-    jitrope.configure(launch=launch)
-    words = dict(STAGES[stage])
-    v_heads, rotate_k, dtype = words.pop("v_heads", 2), words.pop("rotate_k", False), words.pop("dtype", torch.bfloat16)
-    q, k, cos, sin = inputs(device, 2, 6, 4, 64, dtype=dtype)
-    v = torch.cat([k.flip(1)] * (v_heads // 2), 2) + 1
-    tables = (cos[:, : words.get("rotary_dim", 64) // 2], sin[:, : words.get("rotary_dim", 64) // 2])
-    tables = tables if words.pop("tables", True) else ()
-    if "freqs" in words:
-        tables, words["freqs"] = (), torch.rand(6, 32, device=device) * 6
-    if words.get("layout") == "bhsd":
-        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-    slots = torch.randperm(PAGES * ROWS, generator=torch.Generator().manual_seed(1))[:12]
-    into = words.pop("out", False)
-    exact = [torch.zeros(PAGES * ROWS, n, 64, device=device) for n in (2, v_heads)]
-    plain = [x.to(q.dtype) for x in exact]
-    results = []
-    for kind in ("exact", "plain", "fp4"):
-        a, b, c = (x.float() if kind == "exact" else x.clone() for x in (q, k, v))
-        caches = Caches("HND", (2, v_heads), 64, device)
-        own = caches.words if kind == "fp4" else dict(zip(("k_cache", "v_cache"), exact if kind == "exact" else plain))
-        given = {"k_scale": 0.01, "v_scale": 0.02} if kind == "fp4" else {}
-        cache = KVCache(**own, slot_mapping=slots.to(device), rotate_k=rotate_k, **given)
-        more = {"out": (torch.empty_like(a), None, None)} if into else {}
-        got = jitrope.prepare_qkv(a, b, c, *tables, cache=cache, **words, **more)
-        assert not words.get("inplace") or got[0] is a
-        assert not into or got[0] is more["out"][0]
-        results.append([x for x in got[:2] if x is not None])
-    for x, y in zip(*results[1:]):
-        assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
-    whole = {"k_scale": 0.01, "v_scale": 0.02}
-    if stage == "norm":  # it rounds to the dtype of q before the rotation
-        exact = [x[slots.to(device)] for x in plain]
-        back = [of_cache(caches, letter, slots, whole) for letter in "kv"]
-        for x, y in zip(back, exact):
-            assert (x - y.float()).abs().max() <= 0.25 * y.abs().max()
-    elif stage == "hadamard":  # sums in another order
-        for x, y in zip((of_cache(caches, letter, slots, whole) for letter in "kv"), exact):
-            assert (x - y[slots.to(device)]).abs().max() <= 0.25 * y.abs().max()
-    elif "norm" not in stage:
-        check(caches, slots.tolist(), *[x[slots.to(device)][None] for x in exact], whole)
-    else:
-        for x, y in zip((of_cache(caches, letter, slots, whole) for letter in "kv"), exact):
-            assert (x - y[slots.to(device)]).abs().max() <= 0.25 * y.abs().max()
-
-
-def of_cache(caches: Caches, letter: str, slots: Tensor, whole: dict[str, float]) -> Tensor:
-    """The numbers (slots, H, D) of a cache."""
-    rows = caches.rows()
-    values = numbers(rows[f"{letter}_cache"][slots].view(FP4))
-    scale = rows[f"{letter}_block_scale"][slots].view(FP8)
-    return (values * of_elements(scale, values) * whole[f"{letter}_scale"]).to(caches.device)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("form", FORMS[1:])
 def test_pages_of_sequences(form: str, device: str) -> None:
@@ -188,22 +110,6 @@ def test_pages_of_sequences(form: str, device: str) -> None:
     slots = [4 * ROWS + 7, ROWS, ROWS + 1, 2 * ROWS, 2 * ROWS + 1, 2 * ROWS + 2]
     cleared = [*range(ROWS + 2, 2 * ROWS), *range(2 * ROWS + 3, 3 * ROWS)]
     check(caches, slots, rotated[None], v[None], {}, cleared)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_compiled(device: str) -> None:
-    q, k, cos, sin = inputs(device, 1, 6, 4, 64)
-
-    def call(q: Tensor, k: Tensor, words: dict[str, Any]) -> Tensor:
-        cache = KVCache(**words, slot_mapping=torch.arange(6, device=q.device))
-        return jitrope.prepare_qkv(q, k, k, cos, sin, cache=cache)[0]
-
-    one, two = (Caches("NHD", (2, 2), 64, device) for _ in range(2))
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(q, k, one.words), call(q, k, two.words))
-    for name, x in one.rows().items():
-        assert torch.equal(x, two.rows()[name])
-        assert not torch.equal(x, one.before[name])
 
 
 def test_planned() -> None:

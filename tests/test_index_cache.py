@@ -17,7 +17,8 @@ from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Pages, Quantiz
 
 from . import oracle
 from .devices import DEVICES
-from .test_stages import E4M3, E5M2, E8M0, FP4, LARGEST, near, near_units
+from .results import LARGEST, near, near_units
+from .sweep import E4M3, E5M2, E8M0, FP4
 
 T, HEADS, PAGES, ROWS = 7, 4, 5, 4
 SLOTS = (9, 3, -1, 17, 0, 7, 40)  # a token of padding, and one past the end

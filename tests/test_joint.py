@@ -5,7 +5,6 @@ With a conversion, a transform or `out` the results have the bits of `prepare_qk
 
 from __future__ import annotations
 
-from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -15,9 +14,7 @@ from torch import Tensor
 import jitrope
 from jitrope import DynamicQuantize, InvalidInput, Mrope, Norm, Packed, Quantize, Scaled, Starts, Ulysses
 
-from .described import specs_of
 from .devices import DEVICES
-from .host import backend
 
 FIRST, SECOND = 3, 5
 ANGLES = torch.outer(torch.arange(8.0), torch.rand(32, generator=torch.Generator().manual_seed(4)) * 3)
@@ -83,30 +80,6 @@ def apart(given: list[Tensor], norm: str, device: str, words: dict[str, Any]) ->
     return [*(jitrope.apply_rope(q, k, **words) if words else (q, k)), v]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("way", WAYS)
-def test_results_and_gradients_are_those_of_one_stream(way: str, norm: str, device: str) -> None:
-    """By both launches, and the gradients also of some of the results alone."""
-    words, given = words_of(way, device), streams(device)
-    want = apart(given, norm, device, words)
-    grads = [torch.sin(torch.arange(x.numel(), device=device).float()).view(x.shape) for x in want]
-    for launch in ("token_linear", "grid_2d"):
-        jitrope.configure(launch=launch)
-        got = joined(given, norm, device, words)
-        for x, y in zip(got, want):
-            assert x.is_contiguous()
-            torch.testing.assert_close(x, y)
-    for some in ((0, 1, 2), (0,), (1,), (2,), (0, 2)):
-        found = [
-            torch.autograd.grad([xs[n] for n in some], given, [grads[n] for n in some], True, allow_unused=True)
-            for xs in (got, want)
-        ]
-        for x, y in zip(*found):
-            assert (x is None) == (y is None)
-            assert x is None or torch.allclose(x, y, rtol=1e-4, atol=1e-5)
-
-
 def test_without_a_norm_a_backward_keeps_no_heads() -> None:
     """It keeps the first stream's q alone, for its length."""
     kept: list[Tensor] = []
@@ -114,16 +87,6 @@ def test_without_a_norm_a_backward_keeps_no_heads() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         joined(given, "plain", "cpu", words_of("rows", "cpu"))
     assert {x.data_ptr() for x in kept} & {x.data_ptr() for x in given} == {given[0].data_ptr()}
-
-
-@pytest.mark.parametrize("norm", NORMS)
-def test_compiled(norm: str) -> None:
-    words, given, weights = words_of("ids", "cpu"), streams("cpu"), weights_of(norm, "cpu")
-    compiled = torch.compile(lambda *xs: joined([*xs], norm, "", words, weights), fullgraph=True, backend="aot_eager")
-    results = [call(*given) for call in (compiled, lambda *xs: joined([*xs], norm, "", words, weights))]
-    found = [torch.autograd.grad(out, given, [x.detach().sin() for x in out]) for out in results]
-    for x, y in zip((*results[0], *found[0]), (*results[1], *found[1])):
-        assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("norm", ["plain", "v_norm"])
@@ -184,24 +147,12 @@ STAGES: dict[str, dict[str, Any]] = {
     "transform to one rank": {"hadamard": True, "out": Ulysses(1)},
     "out": {"out": (None, None, None)},
 }
-SAME: dict[str, Any] = {
-    "none": None,
-    "norm": Norm(torch.rand(64), torch.rand(64), rounding="once"),
-    "layer": Norm(k_weight=torch.rand(64), k_bias=torch.rand(64), kind="layer_norm", of="k"),
-    "v too": Norm(v_norm=True, after_rope=True),
-}
-CALLS = [(*stage_and_norm, way) for stage_and_norm, way in zip(product(STAGES, SAME), cycle(WAYS))]
 
 
 def parts_of(device: str, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
     """q, k and v of the first stream, then of the second, which are parts of one wider tensor."""
     wide = torch.cat([x.detach() for x in streams(device)[3:]], 2).to(dtype)
     return [*[x.detach().to(dtype) for x in streams(device)[:3]], *wide.split((4, 2, 2), 2)]
-
-
-def as_bytes(results: Any) -> list[Tensor]:
-    flat = [y for x in results for y in (x if isinstance(x, Scaled) else (x,))]
-    return [x.contiguous().view(torch.uint8).cpu() for x in flat]
 
 
 def on(device: str, x: Any) -> Any:
@@ -220,24 +171,6 @@ def separate(given: list[Tensor], words: dict[str, Any], **stages: Any) -> Any:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("stage", "norm", "way"), CALLS)
-def test_the_bits_of_concatenated_streams(stage: str, norm: str, way: str, device: str) -> None:
-    """In one launch, or two for scales of rows; the second call is a known one. The streams stay."""
-    given, words = parts_of(device), words_of(way, device)
-    before, stages = [x.clone() for x in given], {**STAGES[stage], "norm": on(device, SAME[norm])}
-    if "quantize" in stages:
-        stages["quantize"] = on(device, stages["quantize"])
-    for _ in range(2):
-        count = backend.launched.total()
-        got = jitrope.prepare_joint_qkv(given[:3], given[3:], **words, **stages)
-        assert backend.launched.total() - count <= 1 + ("rows" in stage)
-        got, want = as_bytes(got), as_bytes(separate(given, words, **stages))
-        assert [x.shape for x in got] == [x.shape for x in want]
-        assert all(torch.equal(x, y) for x, y in zip(got, want))
-    assert all(torch.equal(x, y) for x, y in zip(given, before))
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("stage", ["fp8 with v, transformed", "int8", "fp4", "out"])
 def test_norms_that_differ_have_the_bits_of_each_stream(stage: str, device: str) -> None:
     given, words, calls = parts_of(device), words_of("two tables", device), []
@@ -251,56 +184,6 @@ def test_norms_that_differ_have_the_bits_of_each_stream(stage: str, device: str)
     for x, one, two in zip(*flat):
         for part, want in zip((x[:, :FIRST], x[:, FIRST:]), (one, two)):
             assert torch.equal(part.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_given_tensors(device: str) -> None:
-    """Heads-first operands of attention, and groups of heads for ranks; an item that is None is a fresh tensor."""
-    given, words, quantize = parts_of(device), words_of("rows", device), Quantize(0.05, 0.02)
-    want = separate(given, words, quantize=quantize)
-    q_out = torch.zeros(2, 4, FIRST + SECOND, 64, device=device).to(FP8)
-    v_out = torch.zeros(2, 2, FIRST + SECOND, 1, 64, device=device).bfloat16()
-    out = (q_out.transpose(1, 2), None, v_out)
-    got = jitrope.prepare_joint_qkv(given[:3], given[3:], **words, quantize=quantize, out=out)
-    assert got[0] is out[0]
-    assert got[2] is out[2]
-    assert got[1].is_contiguous()
-    for x, y in zip(as_bytes((*got[:2], torch.cat([*v_out], 2))), as_bytes(want)):
-        assert torch.equal(x, y)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("norm", NORMS)
-def test_gradients_of_a_transform(norm: str, device: str) -> None:
-    """Those of a call without it, of gradients that are transformed; also without one of v or of q."""
-    given, words = streams(device), words_of("rows", device)
-    shapes = [(2, FIRST + SECOND, heads, 64) for heads in (4, 2, 2)]
-    grads = [torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(device) for shape in shapes]
-    turned = [*jitrope.prepare_qkv(*grads, hadamard=True)[:2], grads[2]]
-    for some in ((0, 1, 2), (1,), (2,)):
-        found = []
-        for sent, more in ((grads, {"hadamard": True}), (turned, {})):
-            out = joined(given, norm, device, {**words, **more})
-            wanted = [out[n] for n in some], given, [sent[n] for n in some]
-            found.append(torch.autograd.grad(*wanted, allow_unused=True))
-        for x, y in zip(*found):
-            assert (x is None) == (y is None)
-            assert x is None or torch.equal(x, y)
-
-
-def test_compiled_and_planned_with_a_conversion() -> None:
-    given, words = parts_of("cpu"), words_of("ids", "cpu")
-    stages: dict[str, Any] = {"quantize": DynamicQuantize(v=True), "norm": SAME["norm"]}
-
-    def call(*xs: Tensor) -> list[Tensor]:
-        got = jitrope.prepare_joint_qkv(xs[:3], xs[3:], **words, **stages)
-        return [y for x in got for y in x]
-
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    assert all(torch.equal(x, y) for x, y in zip(as_bytes(compiled(*given)), as_bytes(call(*given))))
-    found = specs_of(function="prepare_joint_qkv", heads=[24, 24], quantize={"per": "head", "v": True})
-    assert {spec.per_row for spec in found} == {True, False}
-    assert all(spec.two_streams and spec.convert_v for spec in found)
 
 
 def test_refusals_of_stages() -> None:

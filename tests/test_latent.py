@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 import jitrope
 from jitrope.ops.dispatch import call
-from jitrope.ops.operations import OPERATIONS, ROPE_LATENT, ROPE_LATENT_BACKWARD
+from jitrope.ops.operations import ROPE_LATENT_BACKWARD
 from jitrope.plan.options import LAYOUT_AXES, Options
 from tests.said import said
 
 from . import oracle
-from .cases import LATENT_CASES, LatentCase, latent_call, make_latent, op_arguments
+from .cases import LATENT_CASES, LatentCase, latent_call, make_latent
 from .devices import DEVICES
-from .host import backend
 
 
 def plain(tensors, o: Options, words, rope=jitrope.apply_rope):
@@ -67,85 +64,6 @@ def test_the_sum_over_heads_is_in_fp32(case: LatentCase, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("given", [(0,), (1,), (2,), (0, 2), (1, 2)], ids=str)
-def test_the_gradient_of_some_results(given: tuple[int, ...], device: str) -> None:
-    case = LATENT_CASES[1]
-    tensors, words, whole = latent_call(case, device)
-    o, found = make_latent(case)[1], []
-    for function in (lambda xs: jitrope.prepare_mla_qkv(*xs, **said(**words)), lambda xs: plain(xs, o, said(**whole))):
-        leaves = [x.detach().clone().requires_grad_() for x in tensors]
-        out = function(leaves)
-        loss = sum(out[i].float().square().sum() for i in given)
-        found.append(torch.autograd.grad(loss, leaves, allow_unused=True))
-    for got, want in zip(*found):
-        wanted = torch.zeros_like(got) if want is None and got is not None else want
-        assert (got is None) == (wanted is None)
-        if got is not None:
-            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("form", ["number", "tokens"])
-@pytest.mark.parametrize("case", [LATENT_CASES[i] for i in (0, 2, 6, 8)], ids=str)
-def test_q_has_a_scale(case: LatentCase, form: str, device: str) -> None:
-    """Whole heads of q, and the gradients of q and of the scale, are those of the plain chain."""
-    tensors, words, whole = latent_call(case, device)
-    o, batch = make_latent(case)[1], () if case.rope.layout == "thd" else (case.rope.shape[0],)
-    shape = () if form == "number" else (*batch, case.rope.shape[1])
-    factor = torch.rand(shape, generator=torch.Generator().manual_seed(5)).to(device) + 0.5
-    found = []
-    for function in (
-        lambda xs, words: jitrope.prepare_mla_qkv(*xs, **words),
-        lambda xs, _: plain(xs, o, said(**whole)),
-    ):
-        leaves, scale = [x.detach().clone().requires_grad_() for x in tensors], factor.clone().requires_grad_()
-        q, k, v = function(leaves, {**said(**words), "q_scale": scale})
-        if len(found):
-            q = (q.double() * (scale if form == "number" else view_of_tokens(scale, o.layout))).to(q.dtype)
-        weights = [torch.randn(y.shape, generator=torch.Generator().manual_seed(6)).to(y) for y in (q, k, v)]
-        found.append((q, k, v, *torch.autograd.grad((q, k, v), (*leaves, scale), weights)))
-    unit = torch.finfo(tensors[0].dtype).eps
-    for got, want in zip(*found):
-        most = max(1.0, float(want.detach().abs().max()))
-        torch.testing.assert_close(got, want, rtol=4 * unit, atol=4 * unit * most)
-
-
-def view_of_tokens(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """A number for each token, (B, S) or (T), against heads."""
-    return {"bshd": x[..., None, None], "thd": x[..., None, None], "bhsd": x[..., None, :, None]}[layout]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd", "thd"])
-def test_without_a_table_heads_are_joined(layout: str, device: str) -> None:
-    """Kimi Linear: the same bits as a concatenation, and its gradients; positions have no effect."""
-    axis = LAYOUT_AXES[layout][2]
-    lead = {"bshd": (2, 6), "sbhd": (6, 2), "bhsd": (2, 6), "thd": (11,)}[layout]
-    tensors = []
-    for heads, size in ((4, 48), (3, 56), (1, 16)):
-        shape = [*lead, size]
-        shape.insert(axis, heads)
-        tensors.append(torch.randn(shape, dtype=torch.bfloat16).to(device).requires_grad_())
-    words: dict[str, Any] = {"layout": layout, "positions": torch.arange(lead[-1]).to(device) * 1000}
-    if layout == "thd":  # a rank's tokens of sequences of 20 and 0 tokens, and a spare one
-        words = {"positions": jitrope.Packed(torch.tensor([0, 20, 20], device=device), cp_size=2, cp_rank=1)}
-    elif layout != "bshd":
-        del words["positions"]
-    q, kv, k_pe = tensors
-    k = torch.cat((kv[..., :32], k_pe.expand(*kv.shape[:-1], -1)), -1)
-    want = [q, k, kv[..., 32:]]
-    if layout == "thd":
-        kept = (torch.arange(11) < 10).to(device)[:, None, None]
-        want[:2] = [x * kept for x in want[:2]]
-    got = jitrope.prepare_mla_qkv(*tensors, **words)
-    weights = [torch.randn(x.shape).to(x) for x in want]
-    grads = [torch.autograd.grad(xs, tensors, weights) for xs in (got, want)]
-    for ours, theirs in zip((*got, *grads[0][:2]), (*want, *grads[1][:2])):
-        assert torch.equal(ours, theirs)
-    torch.testing.assert_close(grads[0][2], grads[1][2], rtol=2**-6, atol=2**-5)  # plain torch rounds each sum
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_the_sum_over_no_heads_is_zero(device: str) -> None:
     cos, sin = torch.rand(2, 6, 8, device=device)
     options = Options(rotary_dim=16, rotary_offset=32, v_dim=24, inverse=True)
@@ -171,36 +89,6 @@ def test_q_without_heads_and_strided_inputs(device: str) -> None:
     strided, *_ = jitrope.prepare_mla_qkv(turned, kv, k_pe, cos, sin)
     assert torch.equal(strided, want[0])
     assert strided.stride() == turned.stride()
-
-
-@pytest.mark.parametrize("op", [ROPE_LATENT, ROPE_LATENT_BACKWARD], ids=lambda op: op.name)
-def test_opcheck(op) -> None:
-    (*tensors, cos, sin, cu_seqlens, starts, ids), options = make_latent(LATENT_CASES[0])
-    if op is ROPE_LATENT_BACKWARD:
-        tensors = [*jitrope.prepare_mla_qkv(*tensors, cos, sin, interleaved=True, interleaved_out=False)]
-        options = options._replace(interleaved=False, interleaved_out=True, inverse=True)
-    else:
-        tensors[0].requires_grad_()
-    arguments = op_arguments(op, tensors, (cos, sin, cu_seqlens, starts, ids), options)
-    torch.library.opcheck(getattr(torch.ops.jitrope, op.name).default, arguments)
-    assert op in OPERATIONS
-
-
-@pytest.mark.parametrize("case", [LATENT_CASES[0], LATENT_CASES[6]], ids=str)
-def test_compile_fullgraph(case: LatentCase) -> None:
-    tensors, words, _ = latent_call(case)
-
-    def model(q, kv, k_pe):
-        q, k, v = jitrope.prepare_mla_qkv(q * 2, kv, k_pe, **said(**words))
-        return q.float().sum(-1), k * 2, v + 1
-
-    results = []
-    for function in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
-        leaves = [x.detach().clone().requires_grad_() for x in tensors]
-        out = function(*leaves)
-        results.append((*out, *torch.autograd.grad(sum(y.float().square().sum() for y in out), leaves)))
-    for got, want in zip(*results):
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 def test_one_launch_each_way() -> None:
@@ -267,64 +155,6 @@ def test_there_is_no_second_derivative() -> None:
         torch.autograd.grad(first.sum(), leaf)
 
 
-def test_learned_tables() -> None:
-    cos = torch.rand(6, 8, requires_grad=True)
-    tensors = [torch.randn_like(x).requires_grad_() for x in (Q, KV, K_PE)]
-    o = Options(rotary_offset=32)
-    whole = {"cos": cos, "sin": TABLE[0], "rotary_dim": 16, "rotary_offset": 32}
-    results = []
-    for out in (jitrope.prepare_mla_qkv(*tensors, cos, TABLE[0]), plain(tensors, o, whole)):
-        results.append(torch.autograd.grad(sum(x.square().sum() for x in out[:2]), (cos, *tensors)))
-    for got, want in zip(*results):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", LATENT_CASES, ids=str)
-def test_given_tensors(case: LatentCase, device: str) -> None:
-    """The bits of fresh results, in tensors of other strides; the second call is a known one; None: a fresh tensor."""
-    tensors, words, _ = latent_call(case, device)
-    want = jitrope.prepare_mla_qkv(*tensors, **said(**words))
-    for given in ((0, 1, 2), (1,)):
-        for _ in range(2):
-            wide = [x.new_full((*x.shape[:-1], x.shape[-1] + 8), 7) for x in want]
-            out = [x[..., 8:].transpose(0, 1).contiguous().transpose(0, 1) if n == 0 else x[..., 8:]
-                   for n, x in enumerate(wide)]  # fmt: skip
-            got = jitrope.prepare_mla_qkv(
-                *tensors, out=[out[n] if n in given else None for n in range(3)], **said(**words)
-            )
-            assert all((x is y) == (n in given) for n, (x, y) in enumerate(zip(got, out)))
-            assert all(torch.equal(x, y) for x, y in zip(got, want))
-            assert all((x[..., :8] == 7).all() for x in wide)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", LATENT_CASES, ids=str)
-def test_in_fp8(case: LatentCase, device: str) -> None:
-    """The bits of `prepare_qkv` of q, k and v, in one launch; v only with a scale, and with one of each head of k."""
-    tensors, words, whole = latent_call(case, device)
-    o, axis = make_latent(case)[1], LAYOUT_AXES[case.rope.layout][2]
-    if case.rope.dtype == "fp32":
-        tensors = [x.bfloat16() for x in tensors]
-    each = torch.rand(tensors[1].shape[axis], generator=torch.Generator().manual_seed(1)).to(device) + 0.1
-    for v_scale in (None, each):
-        quantize = jitrope.Quantize(0.05, each, v_scale, dtype=torch.float8_e5m2)
-        q, k, v = plain(tensors, o, said(**whole), lambda *xs, **own: xs)
-        own = jitrope.Quantize(0.05, each, dtype=torch.float8_e5m2)
-        q, k, _ = jitrope.prepare_qkv(q, k, None, **said(**whole), quantize=own)
-        if v_scale is not None:
-            of_v = jitrope.Quantize(each, dtype=torch.float8_e5m2)
-            v = jitrope.prepare_qkv(v.contiguous(), None, None, layout=o.layout, quantize=of_v)[0]
-        for _ in range(2):
-            count = backend.launched.total()
-            got = jitrope.prepare_mla_qkv(*tensors, **said(**words), quantize=quantize)
-            assert backend.launched.total() - count <= 1
-            assert all(x.is_contiguous() for x in got[1:])
-            for x, y in zip(got, (q, k, v)):
-                assert x.dtype == y.dtype
-                assert torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
-
-
 def test_refusals_of_fp8() -> None:
     one, five = jitrope.Quantize(1.0), torch.ones(5)
     for quantize, match in (
@@ -345,19 +175,6 @@ def test_refusals_of_fp8() -> None:
         jitrope.prepare_mla_qkv(Q, leaf, K_PE, TABLE[0], TABLE[0], quantize=both)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_given_tensors_under_a_compiler(device: str) -> None:
-    tensors, words, _ = latent_call(LATENT_CASES[0], device)
-    want = jitrope.prepare_mla_qkv(*tensors, **said(**words))
-
-    def call_into(xs, v):
-        return jitrope.prepare_mla_qkv(*xs, out=(None, None, v), **said(**words))
-
-    v = torch.zeros_like(want[2])
-    got = torch.compile(call_into, fullgraph=True, backend="aot_eager")(tensors, v)
-    assert all(torch.equal(x, y) for x, y in zip((*got, v), (*want, want[2])))
-
-
 def test_refusals_of_given_tensors() -> None:
     tensors, words, _ = latent_call(LATENT_CASES[0], "cpu")
     q, k, v = jitrope.prepare_mla_qkv(*tensors, **said(**words))
@@ -373,33 +190,6 @@ def test_refusals_of_given_tensors() -> None:
     ):
         with pytest.raises(jitrope.InvalidInput, match=match):
             jitrope.prepare_mla_qkv(*tensors, out=out, **said(**words))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("launch", ["token_linear", "grid_2d"])
-@pytest.mark.parametrize(("first", "table"), [(2, "half"), (5, "full"), (2, "freqs"), (9, "half"), (3, "packed")])
-def test_first_tokens_are_not_rotated(first: int, table: str, launch: str, device: str) -> None:
-    """Values and gradients of the plain chain; the gradient of k_pe sums the heads of all tokens."""
-    jitrope.configure(launch=launch)
-    generator = torch.Generator().manual_seed(6)
-    lead = (14,) if table == "packed" else (2, 7)
-    tensors = [torch.randn(*lead, *shape, generator=generator).to(device) for shape in ((4, 48), (3, 56), (1, 16))]
-    o = Options(rotary_offset=32, rotary_dim=16)
-    angles = torch.rand(7, 16 if table == "full" else 8, generator=generator).to(device)
-    words = {"freqs": angles} if table == "freqs" else {"cos": angles.cos(), "sin": angles.sin()}
-    words |= {"unrotated": first, "interleaved": True, "q_scale": 0.5}
-    if table == "packed":
-        words["positions"] = jitrope.Packed(torch.tensor([0, 5, 5, 12], device=device))
-    of_heads = {**words, "rotary_offset": 32, "rotary_dim": 16}
-    results = []
-    for function in (lambda xs: jitrope.prepare_mla_qkv(*xs, **words), lambda xs: plain(xs, o, of_heads)):
-        leaves = [x.clone().requires_grad_() for x in tensors]
-        out = function(leaves)
-        seeded = torch.Generator().manual_seed(2)
-        weights = [torch.randn(y.shape, generator=seeded).to(y) for y in out]
-        results.append((*out, *torch.autograd.grad(out, leaves, weights)))
-    for got, want in zip(*results):
-        torch.testing.assert_close(got, want, rtol=1e-6, atol=2e-6)
 
 
 def test_first_tokens_beside_another_pairing_are_refused() -> None:

@@ -9,21 +9,14 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Packed, Quantize
+from jitrope import InvalidInput, KVCache, Norm, Packed
 
 from . import oracle
 from .devices import DEVICES
 from .host import backend
 from .test_arguments import STRANGERS
-from .test_latent_cache import FP8, SLOTS, T, caches, tensors
+from .test_latent_cache import SLOTS, T, caches, tensors
 
-STAGES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "fp8": {"quantize": Quantize(0.5)},
-    "dynamic scales of q": {"quantize": DynamicQuantize()},
-    "in place": {"inplace": True},
-    "no table": {"table": False},
-}
 SHAPES = [(512, 64, torch.bfloat16), (256, 32, torch.float32), (96, 48, torch.float16)]
 
 
@@ -85,33 +78,6 @@ def test_latents_are_normalised_on_their_way(shape: Any, kind: str, launch: str,
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("stage", STAGES)
-def test_beside_other_stages(stage: str, device: str) -> None:
-    """The bits of a call of latents that torch has normalised, in fp32 where they are converted."""
-    q, k_pe, c_kv, table, ids = tensors(device, 512, 64, torch.bfloat16)
-    words: dict[str, Any] = {"positions": ids, "interleaved": True, "layout": "thd", **STAGES[stage]}
-    if words.pop("table", True):
-        words["cos_sin_cache"] = table
-    scales = {"k_scale": 0.5, "v_scale": 0.5} if stage == "fp8" else {}
-    stored = FP8 if scales else torch.bfloat16
-    w, slots = weight_of(512, device), torch.tensor(SLOTS, device=device)
-    x = c_kv.float()
-    normed = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * w).bfloat16()
-    found = []
-    for given, norm in ((c_kv, Norm(of="v", v_weight=w)), (normed, None)):
-        ckv, kpe = caches(device, 512, 64, False, stored)
-        v, cache = into(given, ckv, kpe, 64, slots, **scales)
-        own = q[..., 32:].clone()
-        got = jitrope.prepare_qkv(own, k_pe, v, cache=cache, norm=norm, **words)[0]
-        found.append((got, kpe, ckv))
-    for x, y in zip(found[0][:2], found[1][:2]):
-        pairs = zip(x, y) if isinstance(x, tuple) else [(x, y)]
-        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
-    near = {"rtol": 2**-2, "atol": 2**-4} if scales else {"rtol": 2**-6, "atol": 1e-3}
-    torch.testing.assert_close(found[0][2].float(), found[1][2].float(), **near)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_several_heads_of_k_and_spare_tokens(device: str) -> None:
     """The mean is over all heads of v, and in place padding is not stored."""
     generator = torch.Generator().manual_seed(1)
@@ -127,23 +93,6 @@ def test_several_heads_of_k_and_spare_tokens(device: str) -> None:
     torch.testing.assert_close(v_cache[:5].double(), want[:5], rtol=1e-5, atol=1e-5)
     assert not v_cache[5:].any()
     assert not k_cache[5:].any()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_compiled(device: str) -> None:
-    q, k_pe, c_kv, table, ids = tensors(device, 512, 64, torch.bfloat16)
-    w, slots = weight_of(512, device), torch.tensor(SLOTS, device=device)
-
-    def call(q_pe: Tensor, ckv: Tensor, kpe: Tensor) -> Tensor:
-        v, cache = into(c_kv, ckv, kpe, 64, slots)
-        words: dict[str, Any] = {"cos_sin_cache": table, "positions": ids, "layout": "thd"}
-        return jitrope.prepare_qkv(q_pe, k_pe, v, cache=cache, norm=Norm(of="v", v_weight=w), **words)[0]
-
-    found = []
-    for wrap in (lambda f: f, lambda f: torch.compile(f, backend="aot_eager", fullgraph=True)):
-        both = caches(device, 512, 64, True, q.dtype)
-        found.append((wrap(call)(q[..., 32:], *both), *both))
-    assert all(torch.equal(x, y) for x, y in zip(*found))
 
 
 def test_refusals() -> None:

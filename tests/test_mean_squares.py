@@ -17,7 +17,6 @@ from .cases import op_arguments
 from .devices import DEVICES
 
 RANKS = 2
-FP8 = torch.float8_e4m3fn
 
 
 def inputs(device: str, dtype: torch.dtype = torch.bfloat16, dim: int = 64, b: int = 2) -> tuple[list[Tensor], Any]:
@@ -85,69 +84,6 @@ def test_each_rank_has_its_part_of_the_whole(way: str, layout: str, device: str)
         for x, y in zip(got, whole):
             want = laid(parts(y)[rank])
             torch.testing.assert_close(x, want, rtol=rtol, atol=rtol * float(want.abs().max()))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_mean_is_the_given_one(device: str) -> None:
-    """Without a table the results are those of fp64 with any numbers as means, each token its own; strides are free."""
-    (q, k, _), (weights, _) = inputs(device, torch.float32)
-    means = [torch.rand(5, 2, device=device).t() * 4 + 0.1 for _ in range(2)]
-    got = jitrope.prepare_qkv(q, k, None, norm=Norm(*weights, across_heads=True, mean_squares=means, eps=0.5))
-    for x, given, weight, mean in zip(got, (q, k), weights, means):
-        torch.testing.assert_close(x, normed64(given, weight, mean, 0.5).float())
-    alone = Norm(across_heads=True, mean_squares=(means[1], None), eps=0.5)
-    torch.testing.assert_close(
-        jitrope.prepare_qkv(k, None, None, norm=alone)[0], normed64(k, None, means[1], 0.5).float()
-    )
-    both = Norm(k_weight=weights[1], across_heads=True, mean_squares=torch.stack(means), eps=0.5)
-    q_out, k_out, _ = jitrope.prepare_qkv(q, k, None, norm=both)
-    torch.testing.assert_close(q_out, normed64(q, None, means[0], 0.5).float())
-    torch.testing.assert_close(k_out, normed64(k, weights[1], means[1], 0.5).float())
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("stage", ["out", "ulysses", "in place", "fp8", "dynamic", "cache", "linear", "decode"])
-def test_the_stages_after_it(stage: str, device: str) -> None:
-    """Each stage has the bits of the same stage behind q and k that were normalised and rotated before, in fp32."""
-    (q, k, v), (weights, tables) = inputs(device, torch.float32)
-    if stage == "decode":  # the batch rows are the tokens
-        q, k, v = (x[:, :1] for x in (q, k, v))
-    if stage == "linear":  # an odd number of heads of k, before those of v
-        jitrope.configure(launch="token_linear")
-        k, v, weights = k[:, :, :3], v[:, :, :3], (weights[0], weights[1][:192])
-    n = q.shape[1]
-    ids = torch.tensor([[3, 1, 4, 0, 2], [2, 2, 0, 4, 1]], device=device)[:, :n]
-    norm = Norm(*weights, across_heads=True, mean_squares=[mean_square(x) for x in (q, k)])
-    words: dict[str, Any] = {"positions": ids, "norm": norm}
-    want = jitrope.prepare_qkv(q, k, None, *tables, **words)[:2]
-    if stage == "out":
-        out = [torch.empty_like(x).transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-        assert jitrope.prepare_qkv(q, k, v, *tables, out=out, **words)[0] is out[0]
-        got, want = out, (*want, v)
-    elif stage == "ulysses":
-        got = jitrope.prepare_qkv(q, k, v, *tables, out=jitrope.Ulysses(2), **words)
-        want = [torch.stack(parts(x)) for x in (*want, v)]
-    elif stage == "in place":
-        got = jitrope.prepare_qkv(q, k, None, *tables, inplace=True, **words)[:2]
-        assert got[0] is q
-    elif stage == "fp8":
-        quantize = Quantize(0.02, 0.03)
-        got = jitrope.prepare_qkv(q, k, None, *tables, quantize=quantize, **words)[:2]
-        want = jitrope.prepare_qkv(*want, None, quantize=quantize)[:2]
-    elif stage == "dynamic":
-        quantize = DynamicQuantize(hadamard=True)
-        given = jitrope.prepare_qkv(q, k, None, *tables, quantize=quantize, **words)[:2]
-        got = [x for pair in given for x in pair]
-        want = [x for pair in jitrope.prepare_qkv(*want, None, quantize=quantize)[:2] for x in pair]
-    else:
-        caches = [torch.zeros(2 * n + 1, *k.shape[2:], device=device) for _ in range(2)]
-        slots = torch.arange(2 * n, device=device).flip(0)
-        got = [jitrope.prepare_qkv(q, k, v, *tables, cache=KVCache(*caches, slots), **words)[0]]
-        got += [x[:-1].flip(0).unflatten(0, (2, n)) for x in caches]
-        want = (*want, v)
-    for x, y in zip(got, want):
-        assert x.dtype == y.dtype
-        assert torch.equal(x.float(), y.float())
 
 
 def test_torchs_machinery() -> None:
@@ -246,19 +182,6 @@ def test_gradients_are_those_of_the_call_with_all_heads(way: str, layout: str, d
         ]
         for x, y in zip(*found):
             torch.testing.assert_close(x, y, rtol=rtol, atol=rtol * float(y.abs().max()))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_gradient_beside_a_learned_table(device: str) -> None:
-    (q, k, _), (weights, tables) = inputs(device, torch.float32)
-    leaves = [x.requires_grad_() for x in (q, k, *weights, *map(mean_square, (q.detach(), k.detach())))]
-    found = []
-    for learned in (False, True):
-        norm = Norm(*weights, across_heads=True, mean_squares=leaves[4:])
-        out = jitrope.prepare_qkv(q, k, None, *[x.requires_grad_(learned) for x in tables], norm=norm)[:2]
-        found.append(torch.autograd.grad(sum(x.sin().sum() for x in out), leaves))
-    for x, y in zip(*found):
-        torch.testing.assert_close(x, y)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,14 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 import jitrope
 from jitrope.ops import stand_ins
-from jitrope.ops.operations import QK_NORM_ROPE, QK_NORM_ROPE_BACKWARD, QK_NORM_ROPE_JOINT, QKV_NORM_ROPE
+from jitrope.ops.operations import QK_NORM_ROPE_BACKWARD
 from jitrope.plan import views
-from jitrope.plan.options import Options
-from jitrope.stages import norm as norm_stage
 from tests.said import KINDS, norm_rope, norm_rope_joint, said
 
 from .cases import NORM_CASES, NormCase, make_norm, norm_call, op_arguments, random_norm_case
 from .devices import DEVICE, DEVICES, slow
+from .results import near_each
 from .test_rope import autograd_reference
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -96,16 +94,6 @@ def values64(case: NormCase, call) -> list[torch.Tensor | None]:
     return found + [None] * (2 - len(given))
 
 
-def assert_near(got, want) -> None:
-    for out, expected in zip(got, want):
-        if expected is None or not expected.numel():
-            assert out is expected or out.shape == expected.shape
-            continue
-        rtol = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}[out.dtype]
-        size = max(1.0, float(expected.float().nan_to_num(0).abs().max()))
-        torch.testing.assert_close(out.float(), expected.float(), rtol=rtol, atol=rtol / 2 * size, equal_nan=True)
-
-
 @pytest.mark.parametrize(
     "case",
     [c for c in (*NOT_JOINT, *map(random_norm_case, range(40))) if c.first is None],
@@ -114,7 +102,7 @@ def assert_near(got, want) -> None:
 def test_values_are_those_of_fp64(case: NormCase) -> None:
     call = make_norm(case)
     got = norm_call(call)
-    assert_near(got, values64(case, call))
+    near_each(got, values64(case, call))
     for x, out in zip(call.streams, got):
         assert x is None or (out.dtype == x.dtype and out.shape == x.shape)
 
@@ -318,7 +306,7 @@ def test_layer_norm_is_torchs(dtype: torch.dtype, device: str) -> None:
         if device == "cpu":
             assert_equal(got, want)
         else:
-            assert_near(got, want)
+            near_each(got, want)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -458,26 +446,6 @@ def test_v_norm_is_one_launch_where_a_kernel_can_do_it(kind: str) -> None:
         assert [(spec.gradient, spec.v_norm) for spec in specs] == [(False, True), (True, True)]
 
 
-@pytest.mark.parametrize("wanted", [False, True], ids=["plain", "gradients"])
-def test_opcheck_of_v_norm(wanted: bool) -> None:
-    (q, k, v, cos, sin), _, norm = v_norm_call("once", "cpu")
-    heads = [x.requires_grad_(wanted) for x in (q, k, v)]
-    options = Options(rotary_dim=64, norm=norm.words["norm"])
-    arguments = op_arguments(QKV_NORM_ROPE, (*heads, torch.ones(64), None, None, None), (cos, sin), options)
-    torch.library.opcheck(torch.ops.jitrope.qkv_norm_rope.default, arguments)
-
-
-def test_v_norm_compiled_has_the_eager_gradients() -> None:
-    args, _, norm = v_norm_call("once", "cpu")
-    results = []
-    torch._dynamo.reset()
-    for wrap in (lambda f: f, lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")):
-        leaves = [x.clone().requires_grad_() for x in args[:3]]
-        out = wrap(lambda *heads: jitrope.prepare_qkv(*heads, *args[3:], norm=norm))(*leaves)
-        results.append((*out, *torch.autograd.grad(sum(y.float().sin().sum() for y in out), leaves)))
-    assert_equal(*results)
-
-
 def test_v_norm_refuses_a_tangent_of_v() -> None:
     (q, k, v, *tables), _, norm = v_norm_call("once", "cpu")
     with torch.autograd.forward_ad.dual_level():
@@ -504,19 +472,6 @@ def test_once_across_heads_is_torchs(name, heads, dim, interleaved, dtype, devic
 
 
 # ---- kinds of tensors and tables ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd", "thd"])
-def test_no_table_is_a_norm_alone(layout: str, device: str) -> None:
-    shape = {"bshd": (2, 5, 3, 64), "sbhd": (5, 2, 3, 64), "bhsd": (2, 3, 5, 64), "thd": (5, 3, 64)}[layout]
-    q, k, q_weight, k_weight = tensors(device, torch.bfloat16, shape, shape, (64,), (64,))
-    q_out, k_out = norm_rope(q, k, q_weight, k_weight, layout=layout, norm_rounding="once")
-    assert torch.equal(q_out, F.rms_norm(q, (64,), q_weight, 1e-6))
-    assert torch.equal(k_out, F.rms_norm(k, (64,), k_weight, 1e-6))
-    alone, none = norm_rope(q, None, q_weight, layout=layout, norm_rounding="once")
-    assert none is None
-    assert torch.equal(alone, q_out)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -601,36 +556,6 @@ def test_outputs_keep_dense_strides(case: NormCase) -> None:
     call = make_norm(case)
     for x, out in zip(call.streams, norm_call(call)):
         assert x is None or out.stride() == torch.empty_like(x).stride()
-
-
-@pytest.mark.parametrize("case", NOT_JOINT, ids=str)
-def test_in_place_gives_the_same_bits(case: NormCase) -> None:
-    call, end = make_norm(case), case.rope.end
-    want = norm_call(call)
-    for x, expected in zip(call.streams, want):
-        if x is not None and end is not None:  # tokens after the last sequence stay
-            expected[end:] = x[end:]
-    versions = [None if x is None else x._version for x in call.streams]
-    got = norm_call(call, in_place=True)
-    for x, out, expected, version in zip(call.streams, got, want, versions):
-        assert out is x
-        if x is not None:
-            assert torch.equal(x.nan_to_num(9), expected.nan_to_num(9))
-            assert x._version > version
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_no_table_beside_positions(device: str) -> None:
-    """They say which tokens are spare; nothing is rotated, whatever they count."""
-    q, k = tensors(device, torch.float32, (6, 4, 16), (6, 2, 16))
-    norm, offsets = jitrope.Norm(), torch.tensor([0, 1, 9], device=device)
-    want = jitrope.prepare_qkv(q, k, None, norm=norm, layout="thd")
-    for rank, owned in ((0, 5), (1, 4)):
-        packed = jitrope.Packed(offsets, 100, cp_size=2, cp_rank=rank)
-        got = jitrope.prepare_qkv(q, k, None, norm=norm, positions=packed)
-        assert_equal(got, [None if x is None else torch.cat((x[:owned], 0 * x[owned:])) for x in want])
-    got = jitrope.prepare_qkv(q[None], k[None], None, norm=norm, positions=jitrope.Starts(cp_size=2))
-    assert_equal(got, [None if x is None else x[None] for x in want])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -839,64 +764,6 @@ def test_gradient_of_a_transposed_layout_and_one_weight(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("two_tables", [False, True])
-def test_joint_gradient_against_fp64(two_tables: bool, dtype: torch.dtype, device: str) -> None:
-    dim, heads, tokens = 16, 2, (3, 5)
-    streams = [tensors("cpu", dtype, *[(2, n, heads, dim)] * 3, seed=n) for n in tokens]
-    weights = tensors("cpu", torch.float32, *[(dim,)] * 4, seed=1)
-    cos, sin = tables_of("cpu", 8, dim // 2)
-    grads = tensors("cpu", dtype, *[(2, 8, heads, dim)] * 3, seed=2)
-
-    leaves = [x.double().requires_grad_() for x in (*streams[0], *streams[1], *weights)]
-    parts = [oracle(*leaves[3 * n : 3 * n + 2], *leaves[6 + 2 * n : 8 + 2 * n], c, s)
-             for n, c, s in zip(range(2), cos.split(tokens), sin.split(tokens))]  # fmt: skip
-    outputs = [torch.cat(pair, 1) for pair in zip(*parts)] + [torch.cat((leaves[2], leaves[5]), 1)]
-    want = torch.autograd.grad(outputs, leaves, [g.double() for g in grads])
-
-    leaves = [x.to(device).requires_grad_() for x in (*streams[0], *streams[1], *weights)]
-    tables = [t.to(device) for t in (cos, sin)]
-    if two_tables:
-        tables = [t.split(tokens) for t in tables]
-    outputs = norm_rope_joint(leaves[:3], leaves[3:6], leaves[6:8], leaves[8:], *tables)
-    got = torch.autograd.grad(outputs, leaves, [g.to(device) for g in grads])
-    assert_gradients([g.cpu() for g in got], want, dtype)
-    outputs = norm_rope_joint(leaves[:3], leaves[3:6], leaves[6:8], leaves[8:], *tables)
-    (v_grad,) = torch.autograd.grad(outputs[2], leaves[2], grads[2].to(device))
-    assert torch.equal(v_grad.cpu(), grads[2][:, :3])
-
-
-@pytest.mark.parametrize("name", ["ids", "mrope", "cis-starts", "complex128", "partial-offset"])
-def test_gradient_is_there_for_every_kind_of_table(name: str) -> None:
-    """The gradient is that of autograd through the reference, in fp32."""
-    (case,) = named(name)
-    case = replace(case, rounding="none", rope=replace(case.rope, dtype="fp32", rounding="fp32",
-                                                       ids=case.rope.ids.replace("past", "rows"),
-                                                       table_dtype="fp32"))  # fmt: skip
-    grads = []
-    for ours in (True, False):
-        call = make_norm(case)
-        leaves = [x.requires_grad_() for x in (*call.streams, *call.weights)]
-        call.streams, call.weights = leaves[:2], tuple(leaves[2:])
-        if ours:
-            outputs = norm_call(call)
-        else:
-            given = {"q": leaves[0], "k": leaves[1], "q_weight": leaves[2].float(), "k_weight": leaves[3].float()}
-            normed = [norm_stage.forward(letter, given[letter], given, Options(norm=call.norm)) for letter in "qk"]
-            outputs = autograd_rope(case, call, normed)
-        torch.manual_seed(3)
-        grads.append(torch.autograd.grad(outputs, leaves, [torch.randn(y.shape) for y in outputs]))
-    for got, want in zip(*grads):
-        torch.testing.assert_close(got, want, rtol=2**-7 if got.dtype == torch.bfloat16 else 1e-4, atol=1e-4)
-
-
-def autograd_rope(case: NormCase, call, normed):
-    words = {n: v for n, v in call.arguments.items() if n not in NORM_WORDS}
-    tables = words.pop("cos", None), words.pop("sin", None)
-    return autograd_reference(case.rope, *normed, *tables, {"layout": "bshd", "interleaved": False, **words})
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_second_derivative_is_refused(device: str) -> None:
     q, weight = tensors(device, torch.float32, (1, 3, 2, 8), (8,))
     q.requires_grad_(), weight.requires_grad_()
@@ -907,29 +774,6 @@ def test_a_second_derivative_is_refused(device: str) -> None:
 
 
 # ---- torch's machinery -------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", named(
-    "once", "twice", "d192", "partial", "only-q-weight", "across-per-head", "mrope", "fused-qkv", "joint",
-    "joint-batch", "joint-two-tables", "cis-starts", "layer-biased", "layer-joint",
-), ids=str)  # fmt: skip
-@pytest.mark.parametrize("in_place", [False, True])
-def test_opcheck(case: NormCase, in_place: bool) -> None:
-    if in_place and case.first is not None:
-        case = replace(case, first=None, two_tables=False)
-    call = make_norm(case)
-    if not in_place:
-        for x in (*call.streams, *call.weights, *call.biases):
-            if x is not None:
-                x.requires_grad_()
-    name = "qk_norm_rope_" if in_place else "qk_norm_rope" if case.first is None else "qk_norm_rope_joint"
-    second = call.second_tables if len(call.streams) == 6 else ()
-    operation = QK_NORM_ROPE_JOINT if second else QK_NORM_ROPE
-    arguments = op_arguments(
-        operation, (*call.streams, *call.weights, *second, *call.biases), call.tables, call.options
-    )
-    torch.library.opcheck(getattr(torch.ops.jitrope, name).default, arguments)
 
 
 @pytest.mark.parametrize("case", named(
@@ -1120,14 +964,6 @@ def test_refusals_name_the_argument_and_write_nothing(name: str, function) -> No
         function(**words)
     assert str(error.value).startswith(("prepare_qkv: ", "Norm: "))
     assert torch.equal(words["q"], before)
-
-
-def test_a_norm_does_not_take_inverse() -> None:
-    with pytest.raises(jitrope.InvalidInput, match="inverse does not go with norm"):
-        norm_rope(**arguments(), inverse=True)
-    with pytest.raises(jitrope.InvalidInput, match="inverse does not go with norm"):
-        norm_rope(**arguments(), inverse=torch.tensor([True, False]))
-    norm_rope(**arguments(), inverse=False)
 
 
 def stream(tokens: int = 3, **changes):

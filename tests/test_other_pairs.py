@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope import InvalidInput, KVCache, Mrope, Norm, Packed
+from jitrope import Mrope, Packed
 
 from .devices import DEVICES
 from .host import backend
@@ -74,53 +74,3 @@ def test_in_place_has_the_bits_of_fresh_results(way: str, interleaved: bool, lau
         for x, y, z in zip(got, own, want):
             assert x is y
             assert torch.equal(x, z)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("way", ["mla", "packed", "scaled", "ids"])
-def test_gradients(way: str, device: str) -> None:
-    (q, k), tables, words = inputs(way, device)
-    words.update(interleaved=True, interleaved_out=False)
-    found = []
-    for inplace in (False, True):
-        leaves = [x.clone().requires_grad_() for x in (q, k)]
-        out = jitrope.apply_rope(*[x * 1 for x in leaves], *tables, inplace=inplace, **words)
-        grads = [torch.linspace(-1, 1, x.numel(), device=device).view(x.shape).to(x.dtype) for x in out]
-        found.append(torch.autograd.grad(out, leaves, grads))
-    for a, b, x in zip(*found, (q, k)):
-        a, b = (y[:8] if way == "packed" else y for y in (a, b))
-        assert torch.equal(a, b), x.shape
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("order", ["grouped", "qkv"])
-def test_fused_qkv_and_q_beside_a_cache(order: str, device: str) -> None:
-    qkv = torch.randn(2, 5, 2 * 4, 64, generator=torch.Generator().manual_seed(5)).to(device, torch.bfloat16)
-    qkv = qkv.view(2, 5, 2, 4 * 64) if order == "grouped" else qkv
-    angles = torch.rand(5, 32, generator=torch.Generator().manual_seed(6)).to(device)
-    words: dict[str, Any] = {"cos": angles.cos(), "sin": angles.sin(), "interleaved": True, "interleaved_out": False}
-    q, k, v = jitrope.prepare_fused_qkv(qkv, heads=(4, 2), order=order, **words)
-    own = jitrope.prepare_fused_qkv(qkv.clone(), heads=(4, 2), order=order, inplace=True, **words)
-    as_it_is = jitrope.prepare_fused_qkv(own, angles * 0 + 1, angles * 0, heads=(4, 2), order=order)
-    assert all(torch.equal(x, y) for x, y in zip(as_it_is, (q, k, v)))
-    heads = jitrope.prepare_fused_qkv(qkv, angles * 0 + 1, angles * 0, heads=(4, 2), order=order)
-    caches = [torch.zeros(10, 2, 64, device=device, dtype=torch.bfloat16) for _ in range(2)]
-    cache = KVCache(*caches, torch.arange(10, device=device))
-    turned, _, _ = jitrope.prepare_qkv(*heads, cache=cache, inplace=True, **words)
-    assert turned is heads[0]
-    assert torch.equal(turned, q)
-    assert torch.equal(caches[0], k.flatten(0, 1))
-
-
-def test_refusals() -> None:
-    (q, k), _, _ = inputs("mla", "cpu")
-    for rotary, words, text in (
-        (96, {}, "because it moves elements, unless rotary_dim is a power of two up to 64; it is 96"),
-        (128, {}, "because it moves elements, unless .* up to 64; it is 128; leave inplace=True out"),
-        (64, {"norm": Norm()}, "because it moves elements; leave inplace=True out"),
-    ):
-        table = torch.ones(5, rotary // 2)
-        function: Any = jitrope.prepare_qkv if words else jitrope.apply_rope
-        args = (q, k, None) if words else (q, k)
-        with pytest.raises(InvalidInput, match=f"interleaved_out does not go with inplace, {text}"):
-            function(*args, table, table, rotary_dim=rotary, interleaved_out=True, inplace=True, **words)

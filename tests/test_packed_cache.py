@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Packed, Pages, Quantize, Scaled, Starts
+from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Packed, Pages, Quantize, Scaled
 
 from .devices import DEVICES
 
@@ -31,105 +31,6 @@ def tensors(device: str) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     shapes = ((T, 4, 64), (T, 2, 64), (T, 2, 64), (40, 32))
     return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
-
-
-def results(
-    stage: str, norm: Any, device: str, table: dict[str, Tensor], rows: slice = slice(None), **words: Any
-) -> list[Tensor]:
-    """The results and the caches of a call on some tokens; the last three are padding of zeros."""
-    q, k, v = (x.bfloat16() for x in tensors(device)[:3])
-    for x in (q, k):
-        x[10:] = 0
-    q, k, v = q[rows], k[rows], v[rows]
-    caches: list[Tensor] = []
-    if "cache" in stage:
-        scales = {"k_scale": 0.05, "v_scale": 0.05} if stage == "fp8 cache" else {}
-        dtype = FP8 if scales else torch.bfloat16
-        caches = [torch.zeros(PAGES, ROWS, 2, 64, device=device).to(dtype) for _ in range(2)]
-        slots = torch.tensor([7, 3, 30, 1, 0, 12, 9, 25, 16, 5, -1, -1, -1], device=device)
-        words["cache"] = KVCache(*caches, slots, **scales)
-    norms = {} if norm is None else {"norm": norm}
-    got = jitrope.prepare_qkv(q, k, v, **table, **STAGES[stage], **norms, **words)
-    parts = [x for y in got[:2] if y is not None for x in (y if isinstance(y, Scaled) else (y,))]
-    return [x.float().cpu() for x in (*parts, *caches)]
-
-
-PLACES: dict[str, Any] = {
-    "sequences": ({}, (0, 4, 4, 10), [*range(4), *range(6)]),
-    "first positions": ({"start_positions": torch.tensor((3, 0, 7))}, (0, 4, 4, 10), [*range(3, 7), *range(7, 13)]),
-    "a rank": ({"cp_size": 2, "cp_rank": 1}, (0, 8, 8, 20), [*range(2, 6), *range(3, 9)]),
-    "a row for each token": ({"packed_table": True}, (0, 4, 4, 10), [*range(10)]),
-}
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("place", PLACES)
-def test_packed_sequences_have_the_bits_of_their_positions(place: str, stage: str, norm: str, device: str) -> None:
-    given, ends, ids = PLACES[place]
-    words = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in given.items()}
-    angles = tensors(device)[3]
-    table = {"cos": angles.cos(), "sin": angles.sin()}
-    packed = Packed(torch.tensor(ends, device=device), **words)
-    got = results(stage, NORMS[norm], device, table, positions=packed)
-    positions = torch.tensor([*ids, 0, 0, 0], device=device)
-    if stage != "scales of heads":
-        want = results(stage, NORMS[norm], device, table, positions=positions, layout="thd")
-        assert all(torch.equal(x, y) for x, y in zip(got, want))
-        return
-    for sequence, rows in ((0, slice(0, 4)), (2, slice(4, 10))):
-        own = {"positions": positions[rows], "layout": "thd", "rows": rows}
-        want = results(stage, NORMS[norm], device, table, **own)
-        for values, scale, wanted, of_all in zip(got[::2], got[1::2], want[::2], want[1::2]):
-            assert torch.equal(values[rows], wanted)
-            assert torch.equal(scale[sequence], of_all[0])
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_rank_of_batch_rows_and_scaled_angles(stage: str, norm: str, device: str) -> None:
-    """Against tables of scaled cosines, with a row for each position of the rank's chunks."""
-    angles = tensors(device)[3]
-    q, k, v = (x[:12].unflatten(0, (2, 6)).bfloat16() for x in tensors(device)[:3])
-    norms = {} if norm == "none" else {"norm": NORMS[norm]}
-    found = []
-    for ours in (True, False):
-        words: dict[str, Any] = {"freqs": angles, "mscale": 1.25, "positions": Starts(cp_size=2, cp_rank=1)}
-        if not ours:
-            cos, sin = (1.25 * table.float() for table in (angles.double().cos(), angles.double().sin()))
-            words = {"cos": cos, "sin": sin, "positions": torch.arange(3, 9, device=device)}
-        caches: list[Tensor] = []
-        if "cache" in stage:
-            caches = [torch.zeros(16, 2, 64, device=device, dtype=torch.bfloat16) for _ in range(2)]
-            words["cache"] = KVCache(*caches, torch.arange(12, device=device))
-        got = jitrope.prepare_qkv(q, k, v, **STAGES[stage], **norms, **words)
-        found.append([numbers(x) for x in (*got[:2], *caches) if x is not None])
-    for x, y in zip(*found):
-        torch.testing.assert_close(x, y, rtol=2**-3, atol=2**-4)
-        assert (x - y).abs().mean() < 2**-9  # a few elements are rounded to a neighbour
-
-
-def numbers(x: Tensor | Scaled) -> Tensor:
-    """In fp32; scales are those of heads, (B, S, H) or (B, H)."""
-    if not isinstance(x, Scaled):
-        return x.float()
-    return x.values.float() * (x.scale[..., None] if x.scale.dim() == 3 else x.scale[:, None, :, None])
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("rounding", ["complex64", "complex128", "dtype", "addcmul"])
-def test_a_cache_has_the_bits_of_a_hosts_rounding(rounding: str, norm: str, device: str) -> None:
-    q, k, v, angles = (x.bfloat16() for x in tensors(device))
-    words: dict[str, Any] = {"layout": "thd", "interleaved": True, "rounding": rounding}
-    words |= {} if norm == "none" else {"norm": NORMS[norm]}
-    want = jitrope.prepare_qkv(q, k, v, angles.float().cos(), angles.float().sin(), **words, out=(None, None, None))
-    caches = [torch.zeros(T, 2, 64, device=device, dtype=torch.bfloat16) for _ in range(2)]
-    words["cache"] = KVCache(*caches, torch.arange(T, device=device))
-    got, _, _ = jitrope.prepare_qkv(q, k, v, angles.float().cos(), angles.float().sin(), **words)
-    assert all(torch.equal(x, y) for x, y in zip((got, caches[0]), want[:2]))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -169,27 +70,6 @@ def test_a_conversion_has_the_bits_of_a_hosts_rounding(rounding: str, norm: str,
         found.append([x.float().to(torch.bfloat16) for x in (*parts, *caches.values())])
     for x, y in zip(*found):
         assert torch.equal(x, y)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("norm", NORMS)
-def test_tokens_after_the_last_sequence(norm: str, inplace: bool, device: str) -> None:
-    """In place they stay, and are not stored; elsewhere q and k are zeros, which are stored where a slot says so."""
-    q, k, v, angles = (x.bfloat16() for x in tensors(device))
-    words: dict[str, Any] = {} if norm == "none" else {"norm": NORMS[norm]}
-    caches = [torch.full((T, 2, 64), 7.0, device=device, dtype=torch.bfloat16) for _ in range(2)]
-    slots = torch.arange(T, device=device)
-    slots[-1] = -1
-    before, packed = q[11:].clone(), Packed(torch.tensor([0, 11], device=device))
-    tables = angles.float().cos(), angles.float().sin()
-    got, _, _ = jitrope.prepare_qkv(
-        q, k, v, *tables, **words, positions=packed, cache=KVCache(*caches, slots), inplace=inplace
-    )
-    assert torch.equal(got[11:], before if inplace else torch.zeros_like(before))
-    assert (caches[0][11] == (7 if inplace else 0)).all()
-    assert torch.equal(caches[1][11], torch.full_like(v[11], 7) if inplace else v[11])
-    assert all((cache[12] == 7).all() for cache in caches)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -15,7 +15,6 @@ import jitrope
 from jitrope import InvalidInput, KVCache, Mrope, Norm, Pages, Quantize
 from jitrope.ops import launch as runtime
 
-from . import oracle
 from .devices import DEVICE, DEVICES
 
 FP8 = torch.float8_e4m3fn
@@ -220,19 +219,6 @@ def test_pages_hold_what_slots_would(name: str, stage: str, device: str) -> None
         assert same(m.caches, want)
         assert same(m.k, want_k)
     assert errors.item() == 0
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_page_has_the_rotated_heads(device: str) -> None:
-    """Against the oracle, which knows nothing of slots and pages."""
-    m = made(FORMS["flashinfer"], device, dtype=torch.float32)
-    _, words = run(m, {})
-    (_, k), _ = oracle.rope(m.q, m.k, cos_sin_cache=words["cos_sin_cache"], position_ids=m.ids, layout="thd")
-    stored = [(n, place) for n, place in enumerate(m.places) if place is not None]
-    assert len(stored) == 11
-    for n, place in stored:
-        torch.testing.assert_close(m.caches[0][place].double(), k[n].to(device), rtol=1e-5, atol=1e-5)
-        assert torch.equal(m.caches[1][place], m.v[n])
 
 
 FAR = 2**40

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,11 +9,8 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope import DynamicQuantize, KVCache, Norm, Packed, Quantize
-from jitrope.ops.operations import ROPE
-from jitrope.plan.options import Options
+from jitrope import Packed
 
-from .cases import op_arguments
 from .devices import DEVICES
 
 SHAPES = {"number": (), "tokens": (6,), "rows": (2, 6), "one row": (1, 6)}
@@ -69,53 +65,6 @@ def test_a_number_is_not_compiled(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("form", ["number", "rows"])
-def test_every_stage_scales_q_alone(form: str, device: str) -> None:
-    """Norms, fp8, dynamic scales, Hadamard, caches and out=: q as from a tensor in fp32, times the factor."""
-    q, k, v, cos, sin = inputs(device)
-    factor, norm = factor_of(form, device), Norm(torch.ones(64, device=device), rounding="none")
-    exact = {
-        name: jitrope.prepare_qkv(q.float(), None, None, cos, sin, norm=value)[0] * each(factor)
-        for name, value in {"": None, "norm": norm, "after": Norm(after_rope=True)}.items()
-    }
-    call = partial(jitrope.prepare_qkv, q, k, v, cos, sin, q_scale=factor)
-    for name, value in (("norm", norm), ("after", Norm(after_rope=True))):
-        got = call(norm=value)
-        torch.testing.assert_close(got[0], exact[name].bfloat16(), rtol=2**-7, atol=1e-6)
-        assert torch.equal(got[1], jitrope.prepare_qkv(q, k, v, cos, sin, norm=value)[1])
-    as_fp8 = (exact[""] * (1 / torch.tensor(0.02))).clamp(-448, 448).to(torch.float8_e4m3fn)
-    assert torch.equal(call(quantize=Quantize(0.02, 0.02))[0].view(torch.uint8), as_fp8.view(torch.uint8))
-    for hadamard in (False, True):
-        given = jitrope.prepare_qkv(exact[""], None, None, quantize=DynamicQuantize(hadamard=hadamard))[0]
-        scaled = call(quantize=DynamicQuantize(hadamard=hadamard))[0]
-        assert torch.equal(scaled.scale, given.scale)
-        assert torch.equal(scaled.values.view(torch.uint8), given.values.view(torch.uint8))
-    caches, wanted = torch.zeros(2, 16, 2, 64, device=device).bfloat16(), torch.zeros(2, 16, 2, 64, device=device)
-    wanted, slots = wanted.bfloat16(), torch.arange(12, device=device)
-    jitrope.prepare_qkv(q, k, v, cos, sin, cache=KVCache(*wanted, slots))
-    assert torch.equal(call(cache=KVCache(*caches, slots))[0], exact[""].bfloat16())
-    assert torch.equal(caches, wanted)
-    outs = [torch.empty_like(x) for x in (q, k, v)]
-    call(out=outs)
-    assert torch.equal(outs[0], exact[""].bfloat16())
-    assert torch.equal(outs[2], v)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_fused_and_joint_calls(device: str) -> None:
-    q, k, v, cos, sin = inputs(device)
-    factor = factor_of("rows", device)
-    qkv = torch.cat((q.unflatten(2, (2, 2)), k.unsqueeze(3), v.unsqueeze(3)), 3).flatten(-2)
-    want = jitrope.apply_rope(q, k, cos, sin, q_scale=factor)
-    got = jitrope.prepare_fused_qkv(qkv, cos, sin, heads=(4, 2), order="grouped", q_scale=factor)
-    assert all(torch.equal(x, y) for x, y in zip(got, (*want, v)))  # type: ignore[arg-type]
-    streams = [[x[:, part] for x in (q, k, v)] for part in (slice(0, 2), slice(2, 6))]
-    both = jitrope.prepare_joint_qkv(*streams, cos, sin, norm=Norm(), q_scale=factor)
-    alone = jitrope.prepare_qkv(q, k, v, cos, sin, norm=Norm(), q_scale=factor)
-    assert all(torch.equal(x, y) for x, y in zip(both, alone))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_spare_tokens_stay_zero(device: str) -> None:
     """Whatever the scales of tokens after the last sequence are."""
     q, k, _, cos, sin = inputs(device)
@@ -125,28 +74,6 @@ def test_spare_tokens_stay_zero(device: str) -> None:
     assert not got[4:].any()
     want = jitrope.apply_rope(q[0].float(), None, cos, sin, positions=packed)[0][:4] * factor[:4, None, None]
     assert torch.equal(got[:4], want.bfloat16())
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("wanted", ["qk", "q", "k"])
-@pytest.mark.parametrize("norm", [None, Norm(), Norm(after_rope=True, kind="layer_norm")], ids=str)
-def test_gradients_are_those_of_the_plain_chain(norm: Norm | None, wanted: str, device: str) -> None:
-    q, k, _, cos, sin = inputs(device, torch.float32)
-    factor = factor_of("rows", device)
-    xs = [x.clone().requires_grad_(name in wanted) for name, x in zip("qk", (q, k))]
-    grads = [torch.randn_like(x) for x in xs]
-
-    def gradients(results: Any) -> list[Tensor]:
-        chosen = [(y, g) for y, g in zip(results, grads) if y.requires_grad]
-        leaves = [x for x in xs if x.requires_grad]
-        return list(torch.autograd.grad([y for y, _ in chosen], leaves, [g for _, g in chosen], retain_graph=True))
-
-    plain = jitrope.prepare_qkv(*xs, None, cos, sin, norm=norm)[:2]
-    want = gradients((plain[0] * each(factor), plain[1]))
-    for _ in range(3):  # recorded by torch's op, and again as a known call
-        got = gradients(jitrope.prepare_qkv(*xs, None, cos, sin, norm=norm, q_scale=factor)[:2])
-        for x, y in zip(got, want):
-            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -183,48 +110,6 @@ def test_the_gradient_in_place(wanted: str, device: str) -> None:
         found.append(torch.autograd.grad(sum(x.pow(3).sum() for x in out), leaves))  # type: ignore[arg-type, union-attr]
     for got, want in zip(*found):
         torch.testing.assert_close(got, want)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_learned_scale_gets_a_gradient_from_plain_torch(device: str) -> None:
-    q, k, _, cos, sin = inputs(device, torch.float32)
-    for form in ("number", "rows"):
-        factor = factor_of(form, device).requires_grad_()
-        x = q.clone().requires_grad_()
-        got = jitrope.apply_rope(x, k, cos, sin, q_scale=factor)[0]
-        want = jitrope.apply_rope(x, k, cos, sin)[0] * each(factor)
-        grad = torch.randn_like(got)
-        for a, b in zip(*(torch.autograd.grad(y, (x, factor), grad) for y in (got, want))):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    with pytest.raises(jitrope.InvalidInput, match=r"q_scale requires a gradient, .* pass q_scale.detach\(\)"):
-        jitrope.prepare_qkv(q, k, None, cos, sin, q_scale=factor, quantize=Quantize(1.0, 1.0))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("scale", [0.125, "tensor"], ids=str)
-def test_a_compiled_call(scale: Any, device: str) -> None:
-    q, k, _, cos, sin = inputs(device, torch.float32)
-    factor = factor_of("rows", device) if scale == "tensor" else scale
-
-    def call(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-        return jitrope.prepare_qkv(q, k, None, cos, sin, norm=Norm(), q_scale=factor)[:2]  # type: ignore[return-value]
-
-    torch._dynamo.reset()
-    compiled = torch.compile(call, fullgraph=True)
-    for x in (q, q.clone().requires_grad_()):
-        for got, want in zip(compiled(x, k), call(x, k)):
-            torch.testing.assert_close(got, want)
-        if x.requires_grad:
-            grads = [torch.autograd.grad(f(x, k)[0].square().sum(), x)[0] for f in (compiled, call)]
-            torch.testing.assert_close(*grads)
-
-
-def test_opcheck() -> None:
-    q, k, _, cos, sin = inputs("cpu", torch.float32)
-    options = Options(rotary_dim=64)
-    tables = (cos, sin, None, None, None, factor_of("rows", "cpu"))
-    given = op_arguments(ROPE, (q.requires_grad_(), k), tables, options)
-    torch.library.opcheck(torch.ops.jitrope.rope.default, given)
 
 
 Q, K, V, COS, SIN = inputs("cpu")

@@ -14,10 +14,7 @@ from torch import Tensor
 
 import jitrope
 from jitrope import DynamicQuantize, KVCache, Norm, Quantize
-from jitrope.ops.operations import QK_NORM_ROPE_SCALED
-from jitrope.plan.options import NO_NORM, Options
 
-from .cases import op_arguments
 from .devices import DEVICES
 from .oracle import as_fp4, hadamard_matrix, of_elements, of_fp4
 
@@ -317,48 +314,6 @@ def test_the_ends_of_scales_in_e4m3(device: str) -> None:
     assert numbers(got.values)[0, :, 0, 40].tolist() == [0, 6, 0, 3, 6, 6, 6, 6, 6, 6]
 
 
-STAGES: dict[str, dict[str, Any]] = {
-    "norm": {"norm": Norm(rounding="once")},
-    "norm after rope": {"norm": Norm(kind="layer_norm", after_rope=True)},
-    "heads first": {"layout": "bhsd"},
-    "ids": {"positions": torch.tensor([[3, 0, 2, 2, 1]])},
-    "cache": {"cache": True},
-    "out": {"out": True},
-}
-BESIDE = [
-    (stage, *form)
-    for stage in STAGES
-    for form in ((torch.int8, torch.float32), (FP8, E8M0), (FP4, E8M0))
-    if (stage, form[0]) != ("out", FP4)  # it is refused
-]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("stage", "dtype", "scale_dtype"), BESIDE, ids=str)
-def test_groups_beside_another_stage(stage: str, dtype: torch.dtype, scale_dtype: torch.dtype, device: str) -> None:
-    """The elements and scales of the same call in fp32 without a conversion, and the same caches."""
-    q, k, cos, sin = inputs(device, 1, 5, 4, 128, dtype=torch.float32)
-    words = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in STAGES[stage].items()}
-    if "layout" in words:
-        q, k = (x.transpose(1, 2).contiguous() for x in (q, k))
-    cached, into = words.pop("cache", False), words.pop("out", False)
-    want = jitrope.prepare_qkv(q, k, None, cos, sin, **words)[:2]
-    caches = [torch.zeros(1, 5, 2, 128, device=device) for _ in range(2)]
-    if cached:
-        words["cache"] = jitrope.KVCache(*caches, torch.arange(5, device=device))
-    if into:
-        words["out"] = (torch.empty_like(q, dtype=dtype), None, None)
-    quantize = DynamicQuantize(dtype, group=32, scale_dtype=scale_dtype)
-    got = jitrope.prepare_qkv(q, k, k, cos, sin, quantize=quantize, **words)
-    assert_scaled(got[0], scaled(want[0], dtype, 32, scale_dtype), scale_dtype=scale_dtype)
-    if cached:
-        assert torch.equal(caches[0], want[1])
-        assert torch.equal(caches[1], k)
-    else:
-        assert_scaled(got[1], scaled(want[1], dtype, 32, scale_dtype), scale_dtype=scale_dtype)
-    assert not into or got[0].values is words["out"][0]
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("norm", [None, Norm()], ids=["alone", "normed"])
@@ -498,59 +453,6 @@ def test_hadamard_keeps_the_scores(dim: int, group: int | None, words: dict[str,
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("quantize", [Quantize(0.05, hadamard=True), DynamicQuantize(group=32, hadamard=True)], ids=str)
-@pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("v_norm", [False, True])
-def test_hadamard_and_a_cache(v_norm: bool, fp8: bool, quantize: Any, device: str) -> None:
-    """k is transformed on its way to the cache, and rounded once; v is not; scores stay."""
-    q, k, cos, sin = inputs(device, 1, 6, 6, 128)
-    v = k.flip(1)
-    norm = Norm(v_norm=v_norm)
-    words: dict[str, Any] = {"rotary_dim": 64, "norm": norm}
-    tables, slots = (cos[:, :32], sin[:, :32]), torch.tensor([3, 0, -1, 5, 7, 2], device=device)
-    exact = jitrope.prepare_qkv(q.float(), k.float(), v.float(), *tables, **words)
-    want_q, want_k = ((x.double() @ hadamard_matrix(128).to(device)).float() for x in exact[:2])
-    caches = [torch.zeros(2, 4, 2, 128, device=device).to(FP8 if fp8 else q.dtype) for _ in range(2)]
-    scales = {"k_scale": 0.5, "v_scale": 0.25} if fp8 else {}
-    cache = jitrope.KVCache(*caches, slots, rotate_k=True, **scales)
-    k_in, v_in = k.clone(), v.clone()
-    got, k_got, _ = jitrope.prepare_qkv(q, k_in, v_in, *tables, cache=cache, quantize=quantize, **words)
-    assert k_got is k_in
-    torch.testing.assert_close(k_in.float(), want_k, rtol=2**-7, atol=1e-4)
-    stored = [x.float().flatten(0, 1)[slots[slots >= 0]] * (scales["kv"[n] + "_scale"] if fp8 else 1)
-              for n, x in enumerate(caches)]  # fmt: skip
-    steps = {"rtol": 2**-3 if fp8 else 2**-7, "atol": 2**-10 if fp8 else 1e-4}
-    torch.testing.assert_close(stored[0], want_k[0, slots >= 0], **steps)
-    torch.testing.assert_close(stored[1], (exact[2] if v_norm else v.float())[0, slots >= 0], **steps)
-    if isinstance(quantize, Quantize):
-        torch.testing.assert_close(got.float() * 0.05, want_q, rtol=2**-3, atol=2**-9)
-    else:
-        dtype = {"int8": torch.int8}.get(quantize.words["out_dtype"], FP8)
-        assert_scaled(got, scaled(want_q, dtype, quantize.words.get("group")), steps=1)
-
-
-NORMS = {
-    "rms": {"rounding": "once"},
-    "layer": {"kind": "layer_norm", "rounding": "once"},
-    "after": {"rounding": "twice", "after_rope": True},
-    "zero-centered": {"zero_centered": True, "eps": 1e-5},
-}
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dim", [80, 128])
-@pytest.mark.parametrize("words", NORMS.values(), ids=NORMS)
-def test_a_norm_first(words: dict[str, Any], dim: int, device: str) -> None:
-    """The result of a call with the norm alone, in fp32, and its scales."""
-    q, k, cos, sin = inputs(device, 2, 9, 6, dim, dtype=torch.float32)
-    norm = Norm(torch.rand(dim, device=device), torch.rand(dim, device=device), **words)
-    want = jitrope.prepare_qkv(q, k, None, cos, sin, norm=norm)[:2]
-    got = jitrope.prepare_qkv(q, k, None, cos, sin, norm=norm, quantize=DynamicQuantize())[:2]
-    for x, y in zip(got, want):
-        assert_scaled(x, scaled(y, FP8))
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_the_indexer_of_deepseek(device: str) -> None:
     """LayerNorm with weight and bias of k, rope on a part, Hadamard, a scale for each head (DeepSeek V3.2)."""
     _, k, cos, sin = inputs(device, 1, 33, 4, 128, k_heads=1)
@@ -565,60 +467,6 @@ def test_the_indexer_of_deepseek(device: str) -> None:
     want = (rotated.double() @ hadamard_matrix(128).to(device)).float()
     back = got.values.float() * got.scale[..., None]
     assert (back - want).abs().max() < 0.04 * want.abs().max()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_rotation_back_with_scales(device: str) -> None:
-    """The output of attention is rotated back and converted (DeepSeek V4)."""
-    q, k, cos, sin = inputs(device, 2, 9, 6, 64)
-    words: dict[str, Any] = {"inverse": True, "quantize": Quantize(0.02, 0.03, hadamard=True)}
-    back = jitrope.apply_rope(q.float(), k.float(), cos, sin, inverse=True)
-    for x, y, scale in zip(jitrope.prepare_qkv(q, k, None, cos, sin, **words), back, (0.02, 0.03)):
-        y = (y.double() @ hadamard_matrix(64).to(device)).float() / scale
-        torch.testing.assert_close(x.float(), y.clamp(-448, 448), rtol=2**-3, atol=2**-9)
-    want, _ = jitrope.apply_rope(q.float(), None, cos, sin, inverse=True)
-    got, _, _ = jitrope.prepare_qkv(q, None, None, cos, sin, inverse=True, quantize=DynamicQuantize())
-    assert_scaled(got, scaled(want, FP8))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize(
-    ("tokens", "rotary_dim", "sections"),
-    [(3, 128, (24, 20, 20)), (70, 128, (24, 20, 20)), (3, 64, (12, 10, 10)), (70, 64, (12, 10, 10))],
-)
-def test_q_with_scales_and_a_paged_cache(
-    tokens: int, rotary_dim: int, sections: tuple[int, ...], fp8: bool, device: str
-) -> None:
-    """Decode and prefill of Qwen3-VL: norm, three axes of positions, a paged write of k and v, and q with scales.
-
-    Heads that are rotated in part have no norm here, because its sum has another order of lanes.
-    """
-    q, k, cos, sin = inputs(device, 1, tokens, 8, 128)
-    cos, sin = cos[:, : rotary_dim // 2], sin[:, : rotary_dim // 2]
-    q, k, v = q[0], k[0], k[0].flip(0)
-    ids = torch.randint(tokens, (3, tokens), generator=torch.Generator().manual_seed(1)).to(device)
-    words: dict[str, Any] = {"positions": jitrope.Mrope(ids, sections, True), "layout": "thd"}
-    if rotary_dim == 128:
-        words["norm"] = Norm(*torch.rand(2, 128, device=device).bfloat16(), rounding="twice")
-    else:
-        words["rotary_dim"] = rotary_dim
-    slots = torch.randperm(96, generator=torch.Generator().manual_seed(2))[:tokens].to(device)
-    slots[1] = -1
-    caches, scales = [], {"k_scale": 0.05, "v_scale": 0.02} if fp8 else {}
-    results = []
-    for quantize in (None, DynamicQuantize(torch.int8)):
-        caches.append([torch.zeros(6, 16, 2, 128, device=device).to(FP8 if fp8 else q.dtype) for _ in range(2)])
-        cache = jitrope.KVCache(*caches[-1], slots, **scales)
-        results.append(jitrope.prepare_qkv(q, k, v, cos, sin, cache=cache, quantize=quantize, **words))
-    for a, b in zip(*caches):
-        assert a.float().any()
-        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-    got, none, same = results[1]
-    assert none is None
-    assert same is v
-    alone, _, _ = jitrope.prepare_qkv(q, k, None, cos, sin, quantize=DynamicQuantize(torch.int8), **words)
-    assert_scaled(got, tuple(alone))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -664,17 +512,6 @@ def test_compiled_and_again(dtype: torch.dtype, scale_fmt: str | None, device: s
             for x, y in zip(got, want):
                 assert type(x) is jitrope.Scaled
                 assert_scaled(x, tuple(y))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("k", [False, True])
-def test_opcheck(k: bool, device: str) -> None:
-    q, second, cos, sin = inputs(device, 2, 5, 4, 64)
-    options = Options(
-        rotary_dim=64, norm=NO_NORM, hadamard=True, out_dtype="int8", group=32, scale_out=("fp32", "e8m0")[k]
-    )
-    arguments = op_arguments(QK_NORM_ROPE_SCALED, (q, *([second] if k else [])), (cos, sin), options)
-    torch.library.opcheck(torch.ops.jitrope.qk_norm_rope_scaled.default, arguments)
 
 
 def test_planning_lists_the_kernel() -> None:

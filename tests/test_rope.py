@@ -17,17 +17,14 @@ from torch.utils.checkpoint import (
 )
 
 import jitrope
-from jitrope.ops import projections
 from jitrope.ops.operations import OPERATIONS
 from jitrope.plan import partition, views
 from tests.said import KINDS, fp8, kv_cache, said
 
-from . import oracle
 from .cases import (
     CACHE_CASES,
     CASES,
     QKV_CASES,
-    CacheCase,
     Case,
     dealt,
     heads_of,
@@ -357,51 +354,6 @@ def fused_call(case: Case):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("copy_v", [True, False])
-@pytest.mark.parametrize("case", QKV_CASES, ids=str)
-def test_fused_qkv_is_split_and_rotated(case: Case, copy_v: bool) -> None:
-    """Values and gradients are those of a split by hand and `apply_rope`; v is a view if copy_v is False."""
-    qkv, keywords = fused_call(case)
-    plain = {name: value for name, value in keywords.items() if name not in ("heads", "order")}
-    results = []
-    for fused in (False, True):
-        leaf = qkv.clone().requires_grad_()
-        if fused:
-            q, k, v, *gate = jitrope.prepare_fused_qkv(leaf, **said(**keywords, copy_v=copy_v))
-            assert (v.untyped_storage().data_ptr() == leaf.untyped_storage().data_ptr()) == (not copy_v)
-            assert all(x.untyped_storage().data_ptr() == leaf.untyped_storage().data_ptr() for x in gate)
-        else:
-            q, k, v, *gate = oracle.split(leaf, keywords["heads"], keywords["order"])
-            q, k = jitrope.apply_rope(q, k, **said(**plain))
-        torch.manual_seed(1)
-        parts = (q, k, v, *gate)
-        weights = [torch.randn(y.shape).to(y.dtype) for y in parts]
-        results.append([*parts, *torch.autograd.grad(parts, leaf, weights)])
-    assert len(results[0]) == len(results[1])
-    for got, want in zip(results[1], results[0]):
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("case", QKV_CASES, ids=str)
-def test_fused_qkv_in_place(case: Case) -> None:
-    qkv, keywords = fused_call(case)
-    want = jitrope.prepare_fused_qkv(qkv, **said(**keywords))
-    leaf = qkv.clone().requires_grad_()
-    base = leaf * 1
-    out = jitrope.prepare_fused_qkv(base, **said(**keywords), inplace=True)
-    assert out is base
-    end = case.end
-    for got, expected in zip(oracle.split(out, keywords["heads"], keywords["order"]), want):
-        assert torch.equal(got[:end], expected[:end])
-    if end is not None:
-        assert torch.equal(out[end:], qkv[end:])
-    torch.manual_seed(1)
-    weight = torch.randn(out.shape).to(out.dtype)
-    (gradient,) = torch.autograd.grad(out, leaf, weight)
-    back = jitrope.prepare_fused_qkv(weight.clone(), **said(**keywords, inverse=True), inplace=True)
-    assert torch.equal(gradient, back)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "thd"])
 @pytest.mark.parametrize(("order", "axes"), [("qkv", (8, 64)), ("grouped", (2, 256)), ("qkv_gated", (12, 64))])
@@ -434,18 +386,6 @@ def test_what_a_linear_gives_is_that_with_an_axis_of_heads(
         assert torch.equal(got, want)
 
 
-def test_fused_gradient_of_some() -> None:
-    qkv, keywords = fused_call(QKV_CASES[0])
-    for i in range(3):
-        leaf = qkv.clone().requires_grad_()
-        parts = jitrope.prepare_fused_qkv(leaf, **said(**keywords))
-        (gradient,) = torch.autograd.grad(parts[i].float().square().sum(), leaf)
-        expected = torch.zeros_like(qkv)
-        at = slice(64 * i, 64 * (i + 1))
-        expected[..., at] = 2 * qkv[..., at]
-        torch.testing.assert_close(gradient, expected, rtol=2e-2, atol=2e-2)
-
-
 def test_fused_double_backward() -> None:
     qkv, keywords = fused_call(QKV_CASES[-1])
     leaf = qkv.clone().requires_grad_()
@@ -463,69 +403,6 @@ def test_fused_double_backward_without_the_gate() -> None:
     want = torch.zeros_like(qkv)
     want[:, :, 6:] = 6 * qkv[:, :, 6:]
     torch.testing.assert_close(second, want)
-
-
-@pytest.mark.parametrize("order", ["grouped", "qkv_gated"])
-def test_one_head_of_q_for_each_of_k(order: str) -> None:
-    """Grouped, it is q, k and v of each head in turn, as in GPT-NeoX."""
-    qkv, cos, sin = torch.randn(2, 6, 4, 3 * 64), *torch.rand(2, 6, 32)
-    count = 4 if order == "grouped" else 3
-    if order == "qkv_gated":
-        qkv = qkv.view(2, 6, 12, 64)
-    q, k, v, *gate = jitrope.prepare_fused_qkv(qkv, cos, sin, heads=(count, count), order=order)
-    heads = qkv.view(2, 6, 4, 3, 64)
-    parts = [heads[..., n, :] for n in range(3)] if order == "grouped" else [qkv[:, :, :6:2], qkv[:, :, 6:9]]
-    for got, want in zip((q, k), jitrope.apply_rope(*parts[:2], cos, sin)):
-        assert torch.equal(got, want)
-    assert torch.equal(v, parts[2] if order == "grouped" else qkv[:, :, 9:])
-    assert order == "grouped" or torch.equal(gate[0], qkv[:, :, 1:6:2])
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("given", [(0,), (1,), (2,), (3,), (0, 3)], ids=str)
-def test_the_gradient_of_some_parts_with_a_gate(given: tuple[int, ...], device: str) -> None:
-    qkv, keywords = fused_call(next(case for case in QKV_CASES if case.name == "qkv-gated"))
-    qkv, keywords = qkv.to(device), {name: x.to(device) if hasattr(x, "to") else x for name, x in keywords.items()}
-    leaf = qkv.clone().requires_grad_()
-    parts = jitrope.prepare_fused_qkv(leaf, **said(**keywords))
-    (gradient,) = torch.autograd.grad([parts[i].float().square().sum() for i in given], leaf)
-    squares = oracle.split(gradient.float(), keywords["heads"], "qkv_gated")
-    for i, (got, x) in enumerate(zip(squares, oracle.split(qkv.float(), keywords["heads"], "qkv_gated"))):
-        torch.testing.assert_close(got, 2 * x if i in given else 0 * x, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize("case", [QKV_CASES[1], *[case for case in QKV_CASES if "order" in case.options]], ids=str)
-@pytest.mark.parametrize("op", ["rope_qkv", "rope_qkv_", "rope_qkv_backward"])
-def test_fused_opcheck(op: str, case: Case) -> None:
-    (qkv, *tables), options = make_qkv(case)
-    tensors = [qkv]
-    if op == "rope_qkv_backward":
-        tensors = [x.contiguous() for x in projections.split_qkv(qkv, options).values()]
-    if op != "rope_qkv_":
-        tensors[0].requires_grad_()
-    torch.library.opcheck(
-        getattr(torch.ops.jitrope, op).default, op_arguments(OPERATION[op.rstrip("_")], tensors, tables, options)
-    )
-
-
-@pytest.mark.parametrize("how", ["copied", "view", "in place", "gated", slow("gated, in place")])
-def test_fused_compile_fullgraph(how: str) -> None:
-    qkv, keywords = fused_call(QKV_CASES[1] if "gated" not in how else next(c for c in QKV_CASES if "gated" in c.name))
-
-    def model(x):
-        if "in place" in how:
-            return (jitrope.prepare_fused_qkv(x * 2, **said(**keywords), inplace=True).float() * 3,)
-        q, k, v, *gate = jitrope.prepare_fused_qkv(x * 2, **said(**keywords, copy_v=how == "copied"))
-        return q.float().sum(-1), k * 2, v + 1, *[x.sigmoid() for x in gate]
-
-    results = []
-    for function in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
-        leaf = qkv.clone().requires_grad_()
-        outputs = function(leaf)
-        sum(y.float().square().sum() for y in outputs).backward()
-        results.append((*outputs, leaf.grad))
-    for got, want in zip(results[1], results[0]):
-        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
 
 
 # ---- numerics --------------------------------------------------------------------------------------
@@ -710,16 +587,6 @@ def test_gradient_of_a_rounding_is_the_turn_back(rounding: str) -> None:
 
 
 # ---- torch's machinery -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case", by_name("halves", "q-alone", "packed", "full-partial", "angles-packed-cp"), ids=str)
-@pytest.mark.parametrize("op", ["rope", "rope_"])
-def test_opcheck(case: Case, op: str) -> None:
-    (q, k, *tables), options = lower(make(case))
-    if op == "rope":
-        q.requires_grad_()
-    arguments = op_arguments(OPERATION["rope"], (q, k), tables, options)
-    torch.library.opcheck(getattr(torch.ops.jitrope, op).default, arguments)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -918,35 +785,6 @@ def cache_words(c, case):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CACHE_CASES, ids=str)
-def test_kv_cache_holds_what_rope_gives(case: CacheCase) -> None:
-    """The cache has the results of `apply_rope`, stored token by token; slots that are not named do not change."""
-    c = make_cache(case)
-    words = cache_words(c, case)
-    plain = {n: v for n, v in words.items() if n not in (
-        "k_cache", "v_cache", "slot_mapping", "rotate_k", "k_scale", "v_scale")}  # fmt: skip
-    q_want, k_want = jitrope.apply_rope(c.q.float(), c.k.float(), **said(**plain))
-    expected = [c.k_cache.clone(), c.v_cache.clone()]
-    for cache, x, scale in zip(expected, (k_want, c.v.float()), c.scales[1:]):
-        tokens = views.canonical(x, case.layout).flatten(0, 1)
-        for token, slot in zip(tokens, c.slots.tolist()):
-            stored = token if scale is None else (token * (1 / scale)).clamp(-448, 448)
-            page = cache[slot // cache.shape[1], slot % cache.shape[1]] if cache.dim() == 4 else cache[slot]
-            if slot >= 0:
-                page.copy_(stored.to(cache.dtype))
-    k_before = c.k.clone()
-    if case.q_fp8:
-        q = kv_cache(c.q, c.k, c.v, q_scale=c.scales[0], **words)
-        assert torch.equal(q.float(), (q_want * (1 / c.scales[0])).clamp(-448, 448).to(q.dtype).float())
-    else:
-        q = kv_cache(c.q, c.k, c.v, **words, inplace=True)
-        assert q is c.q
-        assert torch.equal(q, q_want.to(q.dtype))
-    assert torch.equal(c.k, k_want.to(c.k.dtype) if case.rotate_k else k_before)
-    for got, want in zip((c.k_cache, c.v_cache), expected):
-        assert torch.equal(got.float(), want.float())
-
-
 def test_scales_may_be_numbers() -> None:
     q, k, cos, sin, _ = make(*by_name("halves"))
     for scale in (0.25, torch.tensor(0.25)):
@@ -1005,18 +843,6 @@ def test_no_gradient_is_dropped_in_silence(name: str) -> None:
         scales = torch.vmap(lambda x: jitrope.prepare_qkv(x, None, None, quantize=quantize)[0].scale)(leaf)
         with pytest.raises(jitrope.JitropeError, match="prepare_qkv has no gradient"):
             scales.sum().backward()
-
-
-@pytest.mark.parametrize("op", ["rope_kv_cache", "rope_kv_cache_", "rope_fp8"])
-def test_serving_opcheck(op: str) -> None:
-    c = make_cache(CACHE_CASES[1])
-    tensors = (c.q, c.k, c.v, c.k_cache, c.v_cache, c.slots, *c.scales)
-    if op == "rope_fp8":
-        tensors = (c.q, c.k, torch.ones(()), torch.ones(()))
-    tests = ("test_schema", "test_faketensor") if op == "rope_fp8" else None  # there is no allclose for fp8
-    arguments = op_arguments(OPERATION[op.rstrip("_")], tensors, c.tables, c.options)
-    words = {"test_utils": tests} if tests else {}
-    torch.library.opcheck(getattr(torch.ops.jitrope, op).default, arguments, **words)
 
 
 def test_serving_compiles_fullgraph_once_for_all_lengths() -> None:
@@ -1348,9 +1174,3 @@ def test_fused_refusals_name_the_argument(name: str, function) -> None:
     with pytest.raises(jitrope.InvalidInput, match=message) as error:
         function(**{**arguments, **changes})
     assert str(error.value).startswith(("apply_rope: ", "prepare_fused_qkv: "))
-
-
-def test_expanded_in_place_is_refused() -> None:
-    q = torch.ones(1, 6, 4, 8).expand(2, 6, 4, 8)
-    with pytest.raises(jitrope.InvalidInput, match="its elements overlap in memory"):
-        jitrope.apply_rope(q, None, torch.zeros(6, 4), torch.zeros(6, 4), inplace=True)

@@ -88,28 +88,6 @@ def test_a_difference_past_the_table_gives_nan(dtype: torch.dtype, device: str) 
     jitrope.apply_rope(k, None, positions=Shifts(shifts[3:].repeat(3)[:5]), check=True, **words)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_gradient_moves_back(device: str) -> None:
-    k, words = inputs(device)
-    k.requires_grad_()
-    shifts, grad = (NEW - OLD).to(device), torch.randn_like(k)
-    for _ in range(3):
-        got = torch.autograd.grad(jitrope.apply_rope(k, None, positions=Shifts(shifts), **words)[0], k, grad)[0]
-        assert torch.equal(got, jitrope.apply_rope(grad, None, positions=Shifts(-shifts), **words)[0])
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_compiled_call(device: str) -> None:
-    k, words = inputs(device)
-    shifts = (NEW - OLD).to(device)
-    torch._dynamo.reset()
-
-    def call(k: Tensor) -> Tensor:
-        return jitrope.apply_rope(k, None, positions=Shifts(shifts), **words)[0]
-
-    assert torch.equal(torch.compile(call, fullgraph=True)(k), call(k))
-
-
 K, WORDS = inputs("cpu")
 V = torch.zeros_like(K)
 REFUSED = {

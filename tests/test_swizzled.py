@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Packed, Pages, Scaled, Ulysses, planning
-from jitrope.ops.operations import QK_NORM_ROPE_SCALED
-from jitrope.plan.options import NO_NORM, Options
+from jitrope import DynamicQuantize, InvalidInput, KVCache, Pages, Scaled, planning
 
-from .cases import op_arguments
 from .devices import DEVICES
-from .oracle import heads, of_tiles, unheads
+from .oracle import heads, of_tiles
 from .test_quantize import E8M0, FP4, FP8, inputs
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -72,61 +69,6 @@ def pages(device: str, length: int) -> KVCache:
     return KVCache(*caches, Pages(table, seq_lens=torch.tensor([length], device=device)))
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "norm": {"norm": Norm(rounding="once")},
-    "layer norm after": {"norm": Norm(kind="layer_norm", after_rope=True), "interleaved": True},
-    "hadamard": {"hadamard": True},
-    "partial": {"rotary_dim": 64, "rotary_offset": 64, "unrotated": 2},
-    "no rope": {"tables": False, "q_scale": 0.25},
-    "heads first": {"layout": "bhsd"},
-    "tokens first": {"layout": "sbhd"},
-    "packed rows": {"layout": "thd", "shape": (1, 131, 4, 128)},
-    "packed sequences": {"layout": "thd", "shape": (1, 131, 4, 128), "packed": True, "positions": [0, 2, 2, 130]},
-    "ids": {"positions": [3, 0, 2, 2, 1, 4, 5]},
-    "ids of rows": {"positions": [[3, 0, 2, 2, 1, 4, 5]] * 2},
-    "decode": {"shape": (5, 1, 4, 128), "positions": [[0], [0], [0], [0], [0]]},
-    "out": {"out": True},
-    "cache": {"cache": "slots"},
-    "decode with a cache": {"cache": "slots", "shape": (5, 1, 4, 128)},
-    "pages": {"cache": "pages", "shape": (1, 9, 4, 128)},
-}
-BESIDE = [(way, form) for way in WAYS for form in ("mxfp8", "nvfp4") if (way, form) != ("out", "nvfp4")]  # refused
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("way", "form"), BESIDE)
-def test_beside_other_stages(way: str, form: str, device: str) -> None:
-    """The same values and caches as with plain scales; ids that rows share, and single tokens, merge no batch rows."""
-    words, own = dict(WAYS[way]), dict(FORMS[form])
-    q, k, cos, sin = inputs(device, *words.pop("shape", (2, 7, 4, 128)))
-    layout = words.get("layout", "bshd")
-    into, cached, own["hadamard"] = words.pop("out", False), words.pop("cache", ""), words.pop("hadamard", False)
-    tables = (cos, sin) if words.pop("tables", True) else ()
-    tables = tuple([x[:, : words.get("rotary_dim", 128) // 2] for x in tables])
-    if "positions" in words:
-        words["positions"] = torch.tensor(words["positions"], device=device)
-    if words.pop("packed", False):
-        words["positions"] = Packed(words["positions"])
-    q, k = (unheads(x, layout).contiguous() for x in (q, k))
-    if cached:
-        own.pop("k_global_scale", None)
-    results, stored = [], []
-    for make in (DynamicQuantize, quantized):
-        if into:
-            words["out"] = (torch.empty_like(q, dtype=FP8), None, None)
-        if cached:
-            count = q.shape[0] * q.shape[1]
-            stored.append(torch.zeros(2, count, 2, 128, dtype=k.dtype, device=device))
-            cache = KVCache(*stored[-1], torch.arange(count, device=device).flip(0))
-            words["cache"] = pages(device, count) if cached == "pages" else cache
-        results.append(jitrope.prepare_qkv(q, k, k, *tables, quantize=make(**own), **words)[: 1 if cached else 2])
-        if into:
-            assert results[-1][0].values is words["out"][0]
-    for want, got in zip(*results):
-        assert_same(got, want, layout)
-    assert not stored or torch.equal(*stored)
-
-
 @pytest.mark.parametrize("shape", [(0, 3, 4, 64), (2, 0, 4, 64), (2, 3, 0, 64)], ids=str)
 @pytest.mark.parametrize("device", DEVICES)
 def test_nothing_to_convert(shape: tuple[int, ...], device: str) -> None:
@@ -149,15 +91,6 @@ def test_compiled_for_any_length(device: str) -> None:
             assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(x, y))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("tokens", [5, 128])
-def test_opcheck(tokens: int, device: str) -> None:
-    q, k, cos, sin = inputs(device, 2, tokens, 4, 128)
-    options = Options(rotary_dim=128, norm=NO_NORM, group=32, scale_out="e8m0", swizzled=True)
-    arguments = op_arguments(QK_NORM_ROPE_SCALED, (q, k), (cos, sin), options)
-    torch.library.opcheck(torch.ops.jitrope.qk_norm_rope_scaled.default, arguments)
-
-
 def test_planned() -> None:
     q, k = (torch.empty(1, 4100, n, 128, dtype=torch.bfloat16, device="meta") for n in (32, 8))
     table = torch.empty(4100, 64, device="meta")
@@ -165,25 +98,6 @@ def test_planned() -> None:
         got, _, _ = jitrope.prepare_qkv(q, k, None, table, table, quantize=quantized(**FORMS["mxfp8"]))
     assert got.scale.shape == (1, 32, 4224, 4)
     assert all(spec.swizzled and "swizzled" in spec.name for spec in called)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd", "thd"])
-@pytest.mark.parametrize("form", ["mxfp8", "mxfp4"])
-def test_each_rank_has_tiles_of_its_heads(form: str, layout: str, device: str) -> None:
-    """By `Ulysses` and in given tensors: the bytes of all heads, dealt out; the second call is a known one."""
-    q, k, cos, sin = inputs(device, *((1, 131) if layout == "thd" else (2, 131)), 4, 128)
-    q, k = (unheads(x.repeat(1, 1, 2, 1), layout).contiguous() for x in (q, k))
-    words: dict[str, Any] = {"layout": layout, "quantize": quantized(**FORMS[form], v=True)}
-    want = jitrope.prepare_qkv(q, k, k, cos, sin, **words)
-    axis = layout.index("h")
-    for given in (False, True, True):
-        values = [torch.stack(x.values.view(torch.uint8).chunk(4, axis)) for x in want]
-        out = [torch.zeros_like(x).view(FORMS[form].get("dtype", FP8)) for x in values]
-        got = jitrope.prepare_qkv(q, k, k, cos, sin, **words, out=out if given else Ulysses(4))
-        for x, y, each in zip(got, want, values):
-            assert torch.equal(x.values.view(torch.uint8), each)
-            assert torch.equal(x.scale.view(torch.uint8), torch.stack(y.scale.view(torch.uint8).chunk(4, 1)))
 
 
 def test_refusals() -> None:

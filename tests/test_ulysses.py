@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -71,10 +70,6 @@ KINDS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         {"norm": {"v_norm": True}, "quantize": DynamicQuantize(torch.int8, v=True), "layout": "sbhd"},
     ),
 }
-WITH_GRADIENT = [name for name, (_, words) in KINDS.items() if "quantize" not in words]
-PARTS = ("q", "k", "v", "q and v")
-IN_PARTS = ("rope", "norm", "bhsd", "a scale of q", "hadamard")
-GRADIENTS = [*itertools.product(WITH_GRADIENT, ["all"]), *itertools.product(IN_PARTS, PARTS)]
 
 
 def call(name: str, device: str, grad: bool = False) -> tuple[list[Any], dict[str, Any], list[Tensor]]:
@@ -111,26 +106,6 @@ def flat(results: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", KINDS)
-def test_each_ranks_heads_are_in_one_piece(name: str, device: str) -> None:
-    """The bits of the usual call; the second call is a known one."""
-    given, words, _ = call(name, device)
-    layout = KINDS[name][1].get("layout", "bshd")
-    want = jitrope.prepare_qkv(*given, **words)
-    for _ in range(2):
-        got = jitrope.prepare_qkv(*given, **words, out=Ulysses(R))
-        for x, y in zip(got, want):
-            if isinstance(y, Scaled):
-                assert same(x.values, sent(y.values, layout))
-                assert same(x.scale, sent(y.scale, layout))
-                assert x.values.is_contiguous()
-                assert x.scale.is_contiguous()
-            else:
-                assert same(x, sent(y, layout))
-                assert x.is_contiguous()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", KINDS)
 def test_one_buffer_for_one_all_to_all(name: str, device: str) -> None:
     """q, k and v of a rank side by side in a buffer of the caller; nothing else of it is written."""
     given, words, _ = call(name, device)
@@ -159,41 +134,7 @@ def test_one_buffer_for_one_all_to_all(name: str, device: str) -> None:
         buffer[:] = torch.full((), 7.0).to(buffer.dtype)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_apply_rope_has_it_too(device: str) -> None:
-    q, k, _, cos, sin = call("rope", device)[0]
-    want = jitrope.apply_rope(q, k, cos, sin)
-    for x, y in zip(jitrope.apply_rope(q, k, cos, sin, out=Ulysses(4)), want):
-        assert same(x, sent(y, "bshd", 4))
-    (alone, none), one = jitrope.apply_rope(q, None, cos, sin, out=Ulysses(8)), sent(want[0], "bshd", 8)
-    assert none is None
-    assert same(alone, one)
-    assert same(jitrope.apply_rope(q, None, cos, sin, out=Ulysses(1))[0], want[0][None])
-
-
 # ---- gradients -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("name", "which"), GRADIENTS)
-def test_the_gradient_arrives_in_that_layout(name: str, which: str, device: str) -> None:
-    """Against autograd of the usual call and torch's chunks."""
-    layout = KINDS[name][1].get("layout", "bshd")
-    used = [n for n, letter in enumerate("qkv") if which == "all" or letter in which.split(" and ")]
-    found = []
-    for by_hand in (True, False):
-        given, words, leaves = call(name, device, grad=True)
-        if by_hand:
-            out = [sent(x, layout) for x in jitrope.prepare_qkv(*given, **words)]
-        else:
-            out = [*jitrope.prepare_qkv(*given, **words, out=Ulysses(R))]
-        generator = torch.Generator().manual_seed(9)
-        grads = [torch.randn(x.shape, generator=generator).to(x) for x in out]
-        found.append(torch.autograd.grad([out[n] for n in used], leaves, [grads[n] for n in used], allow_unused=True))
-    for x, y in zip(*found):
-        assert (x is None) == (y is None)
-        if x is not None:
-            torch.testing.assert_close(y, x, rtol=0 if x.dim() > 1 else 1e-3, atol=0 if x.dim() > 1 else 1e-3)
 
 
 @pytest.mark.parametrize("quantize", [Quantize(1.0, 1.0), DynamicQuantize(), DynamicQuantize(per="head")], ids=repr)
@@ -223,25 +164,6 @@ def test_a_second_derivative(device: str) -> None:
         (first,) = torch.autograd.grad((out.float() ** 2).sum(), q, create_graph=True)
         found.append(torch.autograd.grad((first.float() ** 3).sum(), q)[0])
     torch.testing.assert_close(*found)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["rope", "norm", "fp8, v too", "scales of groups, v too, bhsd"])
-def test_it_compiles(name: str, device: str) -> None:
-    grad = name in WITH_GRADIENT
-    given, words, leaves = call(name, device, grad)
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return jitrope.prepare_qkv(q, k, v, *given[3:], **words, out=Ulysses(R))
-
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    found = []
-    for function in (run, compiled):
-        out = flat(function(*given[:3]))
-        gradient = torch.autograd.grad([x.float().sum() for x in out], leaves) if grad else ()
-        found.append([*out, *gradient])
-    for x, y in zip(*found):
-        assert same(x, y)
 
 
 # ---- refusals ------------------------------------------------------------------------------------

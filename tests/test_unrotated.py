@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,11 +9,8 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope import DynamicQuantize, KVCache, Mrope, Norm, Packed, Quantize
-from jitrope.ops.operations import ROPE
-from jitrope.plan.options import Options
+from jitrope import KVCache, Mrope, Norm
 
-from .cases import op_arguments
 from .devices import DEVICES
 
 
@@ -50,78 +46,6 @@ def test_the_first_tokens_keep_their_bits(n: int, words: dict[str, Any], device:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("layout", ["sbhd", "bhsd", "thd"])
-def test_layouts(layout: str, device: str) -> None:
-    q, k, _, cos, sin = inputs(device)
-    q, k = q[:1], k[:1]
-    order = {"bhsd": (0, 2, 1, 3), "sbhd": (1, 0, 2, 3), "thd": (1, 2, 3)}[layout]
-    laid = [x[0] if layout == "thd" else x.permute(order) for x in (q, k)]
-    want = jitrope.apply_rope(q, k, cos, sin, unrotated=2)
-    got = jitrope.apply_rope(*laid, cos, sin, unrotated=2, layout=layout)
-    for x, y in zip(got, want):
-        assert torch.equal(bits(x), bits(y[0] if layout == "thd" else y.permute(order)))  # type: ignore[arg-type, index]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("inplace", [False, True])
-def test_of_each_packed_sequence(inplace: bool, device: str) -> None:
-    q, _, _, cos, sin = inputs(device)
-    ends, x = torch.tensor([0, 4, 4, 5], device=device), q[0]
-    got = jitrope.apply_rope(x.clone(), None, cos, sin, positions=Packed(ends), unrotated=2, inplace=inplace)[0]
-    rotated = jitrope.apply_rope(x[2:4], None, cos, sin, layout="thd")[0]
-    spare = x[5:] if inplace else torch.zeros_like(x[5:])
-    assert torch.equal(bits(got), bits(torch.cat((x[:2], rotated, x[4:5], spare))))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("n", [3, 7])
-def test_other_stages_take_all_tokens(n: int, device: str) -> None:
-    """Norms, fp8, dynamic scales, caches, out= and fused QKV: as of a tensor whose first tokens have a row of ones."""
-    q, k, v, cos, sin = inputs(device)
-    q[:, 0] = 0.5
-    padded = [torch.cat((torch.full_like(x[:n], value), x))[:7] for x, value in ((cos, 1), (sin, 0))]
-    norm, slots = Norm(torch.rand(64, device=device), None), torch.arange(14, device=device)
-
-    def calls(*tables: Tensor, **words: Any) -> list[Tensor]:
-        call = partial(jitrope.prepare_qkv, q, k, v, *tables, **words)
-        found = [*call(norm=norm)[:2], *call(norm=Norm(after_rope=True, kind="layer_norm"))[:2]]
-        found += [
-            *call(quantize=Quantize(0.1, 0.2))[:2],
-            *call(norm=norm, quantize=Quantize(0.1, 0.2, hadamard=True))[:2],
-        ]
-        found += [x for pair in call(quantize=DynamicQuantize(torch.int8, hadamard=True))[:2] for x in pair]
-        outs = [torch.empty_like(x) for x in (q, k, v)]
-        call(out=outs)
-        for value in (None, norm):
-            caches = torch.zeros(2, 16, 2, 64, device=device).bfloat16()
-            found += [call(norm=value, cache=KVCache(*caches, slots))[0], caches]
-        qkv = torch.cat((q.unflatten(2, (2, 2)), k.unsqueeze(3), v.unsqueeze(3)), 3).flatten(-2)
-        return [*found, *outs, *jitrope.prepare_fused_qkv(qkv, *tables, heads=(4, 2), order="grouped", **words)]
-
-    for got, want in zip(calls(cos, sin, unrotated=n), calls(*padded)):
-        assert torch.equal(bits(got), bits(want))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("norm", [None, Norm(), Norm(after_rope=True)], ids=str)
-def test_gradients_are_those_of_the_plain_chain(norm: Norm | None, device: str) -> None:
-    q, k, _, cos, sin = inputs(device, torch.float32)
-    q[:, 0] = 0.5
-    xs, grads = [q.requires_grad_(), k.requires_grad_()], [torch.randn_like(q), torch.randn_like(k)]
-    call = partial(jitrope.prepare_qkv, norm=norm)
-
-    def plain(x: Tensor) -> Tensor:
-        first = call(x[:, :2], None, None)[0] if norm else x[:, :2]
-        return torch.cat((first, call(x[:, 2:], None, None, cos, sin)[0]), 1)
-
-    want = torch.autograd.grad([plain(x) for x in xs], xs, grads)
-    for _ in range(3):
-        got = torch.autograd.grad(call(*xs, None, cos, sin, unrotated=2)[:2], xs, grads)
-        for x, y in zip(got, want):
-            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_the_number_is_not_compiled(device: str) -> None:
     q, k, _, cos, sin = inputs(device)
     with jitrope.planning(["auto"]) as specs:
@@ -132,13 +56,6 @@ def test_the_number_is_not_compiled(device: str) -> None:
     compiled = torch.compile(lambda q, k: jitrope.apply_rope(q, k, cos, sin, unrotated=3), fullgraph=True)
     for x, y in zip(compiled(q, k), jitrope.apply_rope(q, k, cos, sin, unrotated=3)):
         assert torch.equal(bits(x), bits(y))
-
-
-def test_opcheck() -> None:
-    q, k, _, cos, sin = inputs("cpu", torch.float32)
-    q[:, 0] = 0.5
-    given = op_arguments(ROPE, (q.requires_grad_(), k), (cos, sin), Options(rotary_dim=64, unrotated=2))
-    torch.library.opcheck(torch.ops.jitrope.rope.default, given)
 
 
 def test_dinov3_of_transformers() -> None:
@@ -152,39 +69,6 @@ def test_dinov3_of_transformers() -> None:
 
 
 # ---- layers without rope ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_without_a_table_every_stage_is_left(device: str) -> None:
-    """Every stage as of a call whose table rotates nothing. A call has the words of a layer with rope."""
-    q, k, v, cos, sin = inputs(device)
-    q[:, 0] = 0.5
-    ones, norm = [torch.ones_like(cos), torch.zeros_like(sin)], Norm(torch.rand(64, device=device), None)
-    slots, factor = torch.arange(14, device=device), torch.rand(7, device=device)
-    ids = torch.arange(7, device=device).flip(0)
-
-    def calls(*tables: Tensor) -> list[Tensor]:
-        call = partial(jitrope.prepare_qkv, q, k, v, *tables, positions=ids)
-        found = [call(q_scale=factor)[0], *call(norm=norm, q_scale=factor)[:2]]
-        for value in (Quantize(0.1, 0.2), Quantize(0.1, 0.2, hadamard=True)):
-            found += [x for words in ({}, {"norm": norm}) for x in call(quantize=value, **words)[:2]]
-        for value in (None, norm):
-            for dtype, scale in ((torch.bfloat16, None), (torch.float8_e4m3fn, 0.5)):
-                caches = torch.zeros(2, 16, 2, 64, device=device).to(dtype)
-                cache = KVCache(*caches, slots, k_scale=scale, v_scale=scale)
-                found += [call(norm=value, cache=cache)[0], caches]
-            for quantize in (Quantize(0.1), DynamicQuantize()):
-                caches = torch.zeros(2, 16, 2, 64, device=device).bfloat16()
-                made = call(norm=value, cache=KVCache(*caches, slots), quantize=quantize)[0]
-                found += [caches, *((made,) if isinstance(made, Tensor) else made)]
-            outs = [torch.empty_like(x) for x in (q, k, v)]
-            call(norm=value, out=outs)
-            found += outs
-        qkv = torch.cat((q.unflatten(2, (2, 2)), k.unsqueeze(3), v.unsqueeze(3)), 3).flatten(-2)
-        return [*found, *jitrope.prepare_fused_qkv(qkv, *tables, heads=(4, 2), order="grouped", positions=ids)]
-
-    for got, want in zip(calls(), calls(*ones)):
-        assert torch.equal(bits(got), bits(want))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -233,21 +117,6 @@ def test_the_temperature_of_llama_4_has_its_bits(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_fused_qkv_without_a_table_is_split(device: str) -> None:
-    qkv = torch.randn(5, 2, 5 * 6, device=device, requires_grad=True)
-    packed = Packed(torch.tensor([0, 3, 4], device=device), start_positions=torch.tensor([9, 9], device=device))
-    q, k, v = jitrope.prepare_fused_qkv(qkv, heads=(6, 2), order="grouped", positions=packed)
-    parts = qkv.unflatten(-1, (5, 6))
-    for x, want in ((q, parts[:, :, :3].flatten(1, 2)), (k, parts[:, :, 3])):
-        assert torch.equal(x[:4], want[:4])
-        assert not x[4:].any()
-    assert torch.equal(v, parts[:, :, 4])
-    grad = torch.autograd.grad((q.sum() + 2 * k.sum() + 3 * v.sum()), qkv)[0].unflatten(-1, (5, 6))
-    weights = torch.tensor([1.0, 1, 1, 2, 3], device=device)[:, None]
-    assert torch.equal(grad[:4], weights.expand(4, 2, 5, 6))
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("stage", ["norm", "bias", "hadamard", "q_scale"])
 def test_a_stage_of_fused_qkv_in_place_needs_no_table(stage: str, device: str) -> None:
     qkv = torch.randn(2, 7, 8 * 64, generator=torch.Generator().manual_seed(1)).to(device)
@@ -256,20 +125,6 @@ def test_a_stage_of_fused_qkv_in_place_needs_no_table(stage: str, device: str) -
     parts = jitrope.prepare_fused_qkv(qkv, **words)
     assert jitrope.prepare_fused_qkv(qkv, **words, inplace=True) is qkv
     assert torch.equal(qkv, torch.cat([x.flatten(2) for x in parts], -1))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_compiled_without_a_table(device: str) -> None:
-    q, k, v, *_ = inputs(device)
-    torch._dynamo.reset()
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        caches = torch.zeros(2, 14, 2, 64, device=device).bfloat16()
-        cache = KVCache(*caches, torch.arange(14, device=device))
-        return jitrope.prepare_qkv(q, k, v, cache=cache, q_scale=0.5)[0], caches  # type: ignore[return-value]
-
-    for got, want in zip(torch.compile(call, fullgraph=True)(q, k, v), call(q, k, v)):
-        assert torch.equal(bits(got), bits(want))
 
 
 NOTHING = {
@@ -285,11 +140,6 @@ NOTHING = {
 def test_a_call_that_would_do_nothing_is_refused(name: str) -> None:
     with pytest.raises(jitrope.InvalidInput, match="pass cos and sin"):
         NOTHING[name]()
-
-
-def test_a_pairing_into_the_other_needs_a_table() -> None:
-    with pytest.raises(jitrope.InvalidInput, match="interleaved_out does not go without a table"):
-        jitrope.prepare_qkv(Q, K, None, q_scale=0.5, interleaved_out=True)
 
 
 Q, K, V, COS, SIN = inputs("cpu")

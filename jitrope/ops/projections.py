@@ -143,6 +143,9 @@ class RopeQKV(Operation):
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         """The gradients; that of the bias is the sum of qkv's over the tokens."""
+        if not options.copy_v and grads.keys() == {"v"}:  # a view of qkv, with nothing to rotate back
+            dq, dk, dv = every_gradient(grads, options).values()
+            return {"qkv": join_qkv(dq, dk, dv, None, options)}
         found, own = self.of_qkv(call, saved, grads, options), saved.get("bias")
         if own is not None and own.requires_grad:
             found["bias"] = bias.back(found["qkv"], own)

@@ -1,0 +1,304 @@
+"""The table of calls: `AXES` has the values of everything that a call can have, `REFUSED` what jitrope refuses.
+
+From both follow `CALLS`: few calls in which each pair of values appears that is allowed, in an order that never
+changes. `sweep` makes the tensors of a call, and knows its results.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from operator import and_
+from typing import Any
+
+Case = dict[str, str]
+Axes = dict[str, tuple[str, ...]]
+
+# The first value of each axis is the one of a plain call.
+AXES: Axes = {
+    # heads: q, k and v of `prepare_qkv`; no_v, alone: without v, without k too; rope: `apply_rope`, rope_alone: of q.
+    # qkv, grouped, gated: orders of `prepare_fused_qkv`; view: v is not copied. two: streams with tables of their own.
+    "source": (
+        *("heads", "no_v", "alone", "rope", "rope_alone"),
+        *("qkv", "view", "qkv_bias", "grouped", "grouped_bias", "gated", "gated_bias"),
+        *("latent", "streams", "two"),
+    ),
+    "norm": (
+        *("none", "rms", "layer", "l2", "across", "means", "after", "zero", "v_norm", "of_q", "of_k", "of_v"),
+        *("once", "twice"),  # rounded to q's dtype after the weight, and before it too
+    ),
+    "table": ("rows", "batch", "per_head", "cache", "angles", "scaled", "cis", "none"),  # scaled: angles, and mscale
+    "of_table": ("fp32", "half", "double"),  # half: q's dtype
+    "positions": (
+        *("none", "ids", "shared", "starts", "cp", "mrope", "mrope_turns", "shifts"),
+        *("packed", "packed_starts", "packed_rows", "packed_cp"),  # with spare tokens; rows: a row for each token
+    ),
+    # full: halves, by a table with an entry for each element; into_halves: interleaved ones are stored as halves
+    "pairs": ("halves", "interleaved", "full", "into_halves", "into_pairs"),
+    "part": ("whole", "first", "last", "middle"),
+    "rounding": ("fp32", "complex64", "complex128", "dtype", "addcmul"),
+    "more": ("none", "number", "tokens", "unrotated", "inverse", "check"),  # number, tokens: q_scale
+    "transform": ("none", "head"),
+    "convert": (
+        *("none", "e4m3", "e5m2", "of_v", "of_heads", "of_rows"),  # given scales: of v too, of each head, of each row
+        *("heads", "int8", "rows", "kv_rows"),  # computed ones: of a head of a token, of a head of a row
+        *("groups", "int8_16", "e4m3_64", "mxfp8", "mxfp4", "nvfp4", "fp4", "tiles", "ue8m0"),
+    ),
+    # some: k is a fresh tensor; own: k itself too; of_k: a cache of k alone; blocks: with computed scales
+    "out": (
+        *("fresh", "inplace", "given", "some", "by_rank", "ulysses"),
+        *("slots", "pages", "indptr", "indices", "fp8_slots", "fp8_pages", "own", "of_k"),
+        *("int8_blocks", "mx_blocks", "nvfp4_blocks"),
+    ),
+    "layout": ("bshd", "sbhd", "bhsd", "thd"),
+    "dtype": ("bf16", "fp16", "fp32"),
+    "size": ("64", "128", "80", "256"),
+    "heads": ("gqa", "mha"),
+    # view: of a wider tensor; turned: two axes are exchanged in memory; apart: of every second element
+    "strides": ("plain", "view", "turned", "apart", "expanded"),
+    "ints": ("int64", "int32"),
+}
+PLAIN: Case = {axis: values[0] for axis, values in AXES.items()}
+
+
+def but(axis: str, *values: str) -> tuple[str, ...]:
+    """The other values of an axis."""
+    return tuple([x for x in AXES[axis] if x not in values])
+
+
+ROPES, FUSED, STREAMS = AXES["source"][3:5], AXES["source"][5:12], AXES["source"][13:]
+BIASED, ALONE = ("qkv_bias", "grouped_bias", "gated_bias"), ("alone", "rope_alone")
+CONVERTED, GIVEN, DYNAMIC = AXES["convert"][1:], AXES["convert"][1:6], AXES["convert"][6:]
+CACHES, BLOCKS, PACKED = AXES["out"][6:], AXES["out"][14:], AXES["positions"][8:]
+INTO, ONE_TABLE = AXES["pairs"][3:], ("cache", "angles", "scaled", "cis")
+FP4S, OF_ROWS = ("mxfp4", "nvfp4", "fp4"), ("rows", "kv_rows")
+NORMS, CACHED_V, TWO_HEADS = (
+    but("norm", "none"),
+    [x for x in CACHES if x != "of_k"],
+    ("heads", "no_v", "rope", *STREAMS),
+)
+COUNTED = ("ids", "shared", "shifts", "mrope", "mrope_turns", "packed_rows")  # each token has a row of the table
+UNLIKE = {
+    blocks: [x for x in DYNAMIC if x not in (*OF_ROWS, *alike)]
+    for blocks, alike in {"int8_blocks": ["int8"], "mx_blocks": ["mxfp8", "tiles"], "nvfp4_blocks": ["nvfp4"]}.items()
+}
+
+IDLE = {"table": "none", "norm": "none", "transform": "none", "convert": "none",
+        "more": ("none", "unrotated", "inverse", "check")}  # fmt: skip
+
+# What cannot be said: a function has no such word, or a value has no such form.
+UNSAID: list[dict[str, Any]] = [
+    {"source": ROPES, "norm": but("norm", "none")},
+    {"source": ROPES, "transform": "head"},
+    {"source": ROPES, "convert": CONVERTED},
+    {"source": (*ROPES, "latent", *STREAMS), "out": CACHES},
+    {"source": ("latent", *STREAMS), "out": "inplace"},
+    {"source": "latent", "norm": but("norm", "none")},
+    {"source": "latent", "transform": "head"},
+    {"source": "latent", "convert": DYNAMIC},
+    {"source": "latent", "out": ("by_rank", "ulysses")},
+    {"source": "latent", "part": ("first", "middle")},  # the widths of the tensors say which
+    {"source": ("latent", *STREAMS), "more": "inverse"},
+    {"source": STREAMS, "more": "check"},
+    {"source": STREAMS, "layout": but("layout", "bshd")},
+    {"source": "two", "table": "none"},
+    {"table": ("cache", "cis"), "pairs": "full"},
+    {"table": "none", "of_table": ("half", "double")},
+    {"table": "cis", "of_table": "half"},
+    {"dtype": "fp32", "of_table": "half"},
+    {"positions": PACKED, "layout": but("layout", "thd")},  # `Packed` implies it
+]
+
+# A combination, and the words of its refusal.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    # The source.
+    ({"source": ("no_v", "alone"), "norm": "v_norm"}, "v is None; it must be a tensor|v is not given"),
+    ({"source": "no_v", "out": CACHED_V}, "v is None; it must be a tensor"),
+    ({"source": "alone", "norm": "of_k"}, "the norm has of='k', but k is not given"),
+    ({"source": "alone", "out": CACHES}, "k is None; it must be a tensor"),
+    ({"source": "alone", "convert": "kv_rows"}, "per='kv_head' needs a multiple of k's heads; q has 4, k 0"),
+    ({"source": "heads", "out": "of_k"}, "it must be None, because the cache has no v_cache"),
+    ({"source": "view", "norm": "v_norm"}, "copy_v=False does not go with v_norm"),
+    ({"source": "view", "convert": "of_v"}, "v_scale is given, but no output is divided by it"),
+    ({"source": "view", "out": "ulysses"}, "Ulysses does not go with copy_v=False"),
+    ({"source": BIASED, "norm": "of_v"}, "the norm has of='v', which does not go with bias"),
+    ({"source": FUSED, "out": "own"}, "does not go with fused QKV"),
+    ({"source": FUSED, "layout": "bhsd"}, "layout is 'bhsd'; it must be one of 'bshd', 'sbhd', 'thd'"),
+    ({"source": (*FUSED, "latent", *STREAMS), "table": "per_head"}, "the heads must share it"),
+    ({"source": (*FUSED, "latent", *STREAMS), "positions": "shifts"}, "shifts does not go with"),
+    ({"source": STREAMS, "norm": ("across", "means")}, "does not go with two streams"),
+    ({"source": STREAMS, "positions": ("starts", "cp")}, "does not go with two streams"),
+    ({"source": "two", "table": ("angles", "scaled")}, "freqs does not go with a table for each stream"),
+    ({"source": "two", "positions": ("ids", "shared", "mrope", "mrope_turns")}, "does not go with a table for each"),
+    ({"source": "two", "more": "unrotated"}, "unrotated does not go with a table for each stream"),
+    # Norms.
+    ({"norm": "of_v", "out": but("out", *CACHED_V)}, "v_weight does not go with|which goes with a cache of v"),
+    ({"norm": "v_norm", "out": "of_k"}, "the norm has v_norm, but v is not given"),
+    ({"norm": "across", "out": CACHES}, "across_heads does not go with a cache"),
+    ({"norm": "across", "convert": DYNAMIC}, "across_heads does not go with dynamic scales"),
+    ({"norm": "across", "transform": "head"}, "across_heads does not go with hadamard"),
+    ({"norm": "across", "convert": "of_v"}, "v cannot be converted beside a norm across heads"),
+    ({"norm": NORMS, "positions": "shifts"}, "shifts does not go with norm"),
+    ({"norm": NORMS, "more": "inverse"}, "inverse does not go with"),
+    # Tables and positions.
+    ({"table": "per_head", "heads": "gqa", "source": TWO_HEADS}, "q and k must have as many heads"),
+    ({"table": "per_head", "out": CACHES}, "with a cache the heads must share it"),
+    ({"table": "per_head", "convert": "of_v"}, "v cannot be converted beside tables for each head"),
+    ({"table": ("angles", "scaled"), "of_table": ("half", "double")}, "the angles must be computed and passed in fp32"),
+    ({"table": ("angles", "scaled"), "rounding": "complex128"}, "rounding='complex128' does not go with freqs"),
+    ({"table": ("angles", "scaled"), "positions": "shifts"}, "freqs does not go with Shifts; pass cos and sin"),
+    ({"of_table": "double", "rounding": but("rounding", "complex128")}, "with rounding='complex128'"),
+    ({"positions": PACKED, "rounding": "complex128"}, "rounding='complex128' does not go with freqs or cu_seqlens"),
+    ({"positions": COUNTED, "more": "unrotated"}, "does not go with unrotated"),
+    ({"positions": "shifts", "transform": "head"}, "shifts does not go with"),
+    ({"positions": "shifts", "convert": CONVERTED}, "shifts does not go with"),
+    ({"positions": "shifts", "out": CACHES}, "shifts does not go with"),
+    # Pairs.
+    ({"pairs": INTO, "more": "unrotated"}, "interleaved_out does not go with unrotated"),
+    ({"pairs": INTO, "out": "own"}, "interleaved_out does not go with (inplace|rotate_k)"),
+    ({"pairs": INTO, "out": "inplace", "norm": NORMS}, "interleaved_out does not go with inplace"),
+    ({"pairs": INTO, "out": "inplace", "transform": "head"}, "interleaved_out does not go with inplace"),
+    ({"pairs": INTO, "out": "inplace", "part": "whole", "size": ("128", "80", "256")}, "a power of two up to 64"),
+    ({"pairs": INTO, "out": "inplace", "part": ("first", "last"), "size": "256"}, "up to 64; it is 128"),
+    ({"pairs": INTO, "table": "none"}, "interleaved_out does not go without a table|pass cos and sin"),
+    # The transform, conversions.
+    ({"transform": "head", "size": "80"}, "a power of two of elements up to 256; q has D=80"),
+    ({"size": "80", "convert": ("groups", "e4m3_64", "mxfp8", "mxfp4", "fp4", "tiles", "ue8m0")}, "must divide D=80"),
+    ({"size": "64", "convert": "fp4"}, "group is 128; it must divide D=64"),
+    ({"strides": "apart", "convert": FP4S}, "fp4 needs aligned pairs of neighbouring elements"),
+    ({"convert": CONVERTED, "out": "inplace"}, "inplace does not go with"),
+    ({"convert": "of_v", "out": CACHES}, "quantize has a v_scale, but v goes to the cache; give it to KVCache"),
+    ({"convert": OF_ROWS, "out": CACHES}, "does not go with a cache; pass q's scales in Quantize"),
+    # Caches.
+    ({"out": CACHES, "more": "inverse"}, "inverse does not go with"),
+    *[({"out": blocks, "convert": other}, "quantize makes q .* they must match") for blocks, other in UNLIKE.items()],
+    ({"out": "mx_blocks", "size": "80"}, "k_block_scale has shape .*; with D=80 it must be"),
+    ({"out": "nvfp4_blocks", "strides": "apart"}, "fp4 needs aligned pairs of neighbouring elements"),
+    ({"out": ("inplace", "own"), "strides": "expanded"}, "its elements overlap in memory, so it cannot be written"),
+    # Nothing to do.
+    ({"source": ROPES, "table": "none"}, "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not none"),
+    ({**IDLE, "source": ("heads", "no_v", "alone"), "out": ("fresh", "inplace")}, "pass cos and sin"),
+    ({**IDLE, "source": ("qkv", "view", "grouped", "gated"), "out": "inplace"}, "pass cos and sin"),
+]  # fmt: skip
+
+
+# ---- the calls -------------------------------------------------------------------------------------
+
+
+class Table:
+    """Few calls with each pair of values. Values are numbers, and sets of values the bits of one."""
+
+    def __init__(self, axes: Axes, rules: Sequence[dict[str, Any]]) -> None:
+        self.axes = axes
+        self.words = [(axis, value) for axis, values in axes.items() for value in values]
+        self.number = {word: n for n, word in enumerate(self.words)}
+        self.of_axis = {axis: [self.number[axis, value] for value in values] for axis, values in axes.items()}
+        # The rules that can hold beside a value: those that do not name its axis, or name the value.
+        self.held = [sum(fits({axis: x}, rule) << n for n, rule in enumerate(rules)) for axis, x in self.words]
+        self.least = {
+            axis: functools.reduce(and_, [self.held[n] for n in numbers]) for axis, numbers in self.of_axis.items()
+        }
+
+    def covered(self) -> tuple[list[Case], list[Case]]:
+        """(calls with every pair of values that is allowed, the pairs that are in no call)"""
+        every, cases, never = (1 << len(self.words)) - 1, [], []
+        own = {axis: sum(1 << n for n in numbers) for axis, numbers in self.of_axis.items()}
+        missing = [every & ~own[axis] for axis, _ in self.words]
+        for first, (axis, _) in enumerate(self.words):
+            while later := missing[first] >> first:
+                second = first + (later & -later).bit_length() - 1
+                pair = {axis: first, self.words[second][0]: second}
+
+                def order(values: list[int], chosen: dict[str, int]) -> list[int]:
+                    """Those with most missing pairs first; of equal ones another in each case."""
+                    turn, bits = len(cases) % len(values), sum(1 << n for n in chosen.values())
+                    return sorted([*values[turn:], *values[:turn]], key=lambda n: -(missing[n] & bits).bit_count())
+
+                found = self.completed(pair, order)
+                if found is None:
+                    never.append(dict(self.words[n] for n in pair.values()))
+                    found = pair
+                else:
+                    cases.append({axis: self.words[found[axis]][1] for axis in self.axes})
+                bits = sum(1 << n for n in found.values())
+                for n in found.values():
+                    missing[n] &= ~bits
+        return cases, never
+
+    def completed(self, chosen: dict[str, int], order: Any) -> dict[str, int] | None:
+        """The values with one for each axis, the first in an order with which no rule holds; None if there is none."""
+        left = [axis for axis in self.axes if axis not in chosen]
+        if not left:
+            return chosen
+        least = [self.least[axis] for axis in left]  # the rules that hold whatever the axis has
+        first = [-1, *itertools.accumulate(least, and_)]
+        last = [-1, *itertools.accumulate(reversed(least), and_)][::-1]
+        holds = functools.reduce(and_, [self.held[n] for n in chosen.values()], -1)
+        possible: dict[str, list[int]] = {}
+        for at, axis in enumerate(left):
+            held = holds & first[at] & last[at + 1]
+            possible[axis] = [n for n in self.of_axis[axis] if not held & self.held[n]]
+            if not possible[axis]:
+                return None
+        axis = next((axis for axis in left if len(possible[axis]) == 1), left[0])
+        for n in order(possible[axis], chosen):
+            found = self.completed({**chosen, axis: n}, order)
+            if found is not None:
+                return found
+        return None
+
+
+def is_idle(case: Case) -> bool:
+    """Whether no stage does anything."""
+    return fits({axis: case[axis] for axis in IDLE}, in_tuples(IDLE))
+
+
+def in_tuples(rule: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    return {axis: (x,) if isinstance(x, str) else tuple(x) for axis, x in rule.items()}
+
+
+def fits(case: Case, rule: dict[str, Any]) -> bool:
+    """Whether a rule holds, as far as the case says."""
+    return all(axis not in rule or case[axis] in rule[axis] for axis in case)
+
+
+def plainest(values: Case, but_for: int = -1) -> Case | None:
+    """The case with some values that is otherwise as plain as the rules allow without one of those of `REFUSED`."""
+    table = Table(AXES, [*UNSAID, *[rule for n, (rule, _) in enumerate(REFUSED) if n != but_for]])
+    found = table.completed({axis: table.number[axis, x] for axis, x in values.items()}, lambda numbers, _: numbers)
+    return None if found is None else {axis: table.words[found[axis]][1] for axis in AXES}
+
+
+UNSAID = [in_tuples(rule) for rule in UNSAID]
+REFUSED = [(in_tuples(rule), text) for rule, text in REFUSED]
+RULES = [*UNSAID, *[rule for rule, _ in REFUSED]]
+CALLS, NEVER = Table(AXES, RULES).covered()
+
+# Calls with a gradient. learned: the table requires one too; wanted: the results that get one.
+WITH_GRADIENT: Axes = {
+    **AXES,
+    "of_table": ("fp32", "half"),
+    "convert": ("none",),
+    "out": ("fresh", "inplace", "ulysses"),
+    "learned": ("fixed", "learned"),
+    "wanted": ("all", "of_first", "of_last"),
+}
+WITHOUT_GRADIENT: list[tuple[dict[str, Any], str]] = [
+    ({"out": "inplace", "norm": NORMS}, "it has no gradient in place, because that needs the old q and k"),
+    ({"out": "inplace", "transform": "head"}, "it has no gradient in place"),
+    ({"out": "inplace", "learned": "learned"}, "requires a gradient, but this call has none; leave inplace=True out"),
+    ({"out": "inplace", "more": ("number", "tokens")}, "q_scale requires a gradient, but this call has none"),
+    ({"out": "ulysses", "source": (*FUSED, *STREAMS)}, "requires a gradient, but this call has none"),
+    ({"out": ("given", "some", "by_rank")}, "requires a gradient, but this call has none"),
+    ({"out": CACHES}, "requires a gradient, but this call has none"),
+    ({"convert": CONVERTED}, "requires a gradient, but this call has none"),
+]
+UNLEARNED = [{"learned": "learned", "table": "none"}]
+OF_GRADIENTS = [*RULES, *[in_tuples(rule) for rule in (*UNLEARNED, *[rule for rule, _ in WITHOUT_GRADIENT])]]
+GRADIENTS, NO_GRADIENTS = Table(WITH_GRADIENT, OF_GRADIENTS).covered()
+
+
+def ident(case: Case) -> str:
+    plain = {axis: values[0] for axis, values in WITH_GRADIENT.items()} | PLAIN
+    return "-".join([value for axis, value in case.items() if value != plain[axis]]) or "plain"
