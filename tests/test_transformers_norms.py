@@ -183,7 +183,14 @@ def last_and_more(layer: Layer, q: Tensor, k: Tensor, t: Any) -> Any:
     return layer.q_norm(q), q * 2, layer.k_norm(k), k.transpose(1, 2) + 1
 
 
+def rotated_without_grad(layer: Layer, q: Tensor, k: Tensor, t: Any) -> Any:
+    with torch.no_grad():
+        q, k = layer.rope(q, k, *t)
+    return layer.q_norm(q), layer.k_norm(k)
+
+
 USES = {  # the launches of four calls
+    "rotated-without-grad": (Layer(rotated_without_grad, first=False), 3),
     "plain": (Layer(plain), 4),
     "views": (Layer(views, first=False), 4),
     "views-of-results": (Layer(views_of_results, nn.LayerNorm), 0),
@@ -379,6 +386,40 @@ def test_what_is_changed_in_a_norm_after_enable(qwen3: nn.Module, name: str) -> 
         assert report.calls["fused"] == 4 + (2 if name == "weight" else 1)
     torch.testing.assert_close(got, zoo.run(qwen3))
     assert torch.allclose(got, fused) == (name == "_norm")
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def buffered(norm: nn.Module) -> None:
+    weight = norm.weight.detach()
+    del norm.weight
+    norm.register_buffer("weight", weight)
+
+
+WEIGHTS = {
+    "parametrized": lambda norm: nn.utils.parametrize.register_parametrization(norm, "weight", Doubled()),
+    "a buffer": buffered,
+    "a property": lambda norm: setattr(
+        norm,
+        "__class__",
+        type("Own", (Qwen3RMSNorm,), {"weight": property(lambda self: self._parameters["weight"] * 3)}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("first", [False, True])
+def test_a_weight_that_is_no_parameter(qwen3: nn.Module, name: str, first: bool) -> None:
+    """The host's norm computes with it, changed before or after `enable`."""
+    with integration.enable(qwen3) if not first else nullcontext():
+        for layer in qwen3.model.layers:
+            WEIGHTS[name](layer.self_attn.q_norm)
+        with nullcontext() if not first else integration.enable(qwen3):
+            ours = [zoo.run(qwen3) for _ in range(2)]
+    assert all(torch.equal(x, zoo.run(qwen3)) for x in ours)
 
 
 def test_hooks_of_all_modules(qwen3: nn.Module) -> None:

@@ -34,8 +34,8 @@ class NormForm(NamedTuple):
     def words(self, module: nn.Module) -> dict[str, Any]:
         """The words of `jitrope.Norm` for a module of this form."""
         eps = getattr(module, self.eps)
-        own = {"kind": self.kind, "rounding": self.rounding, "zero_centered": self.zero_centered}
-        return {**own, "eps": DEFAULT_EPS if eps is None else eps}
+        eps = DEFAULT_EPS if eps is None else eps
+        return {"kind": self.kind, "rounding": self.rounding, "zero_centered": self.zero_centered, "eps": eps}
 
 
 RMS, LAYER, ONE_PLUS = NormForm("rms_norm"), NormForm("layer_norm"), NormForm("rms_norm", zero_centered=True)
@@ -58,19 +58,19 @@ _TEXTS = (
     (RMS, "62999e4207721b36", "7db79da21ac2d724"),
     (RMS, "a1c27ed5fac56db4", "4a9f53ff4e679404"),
     (ONE_PLUS, "8d43d65dbc28018f", "4ea581d26b40bbaa"),
-    (
-        *(ONE_PLUS, "a1c27ed5fac56db4", "2a18f679fdfe238c 350041feaa400633 65e5154c463d6d85 975ca4a46141a826 "
-        "a2f6910ff951867d d7437e1d603e740e fcfaa061b110e650"),
-    ),
+    (ONE_PLUS, "a1c27ed5fac56db4", "2a18f679fdfe238c 350041feaa400633 65e5154c463d6d85 975ca4a46141a826"),
+    (ONE_PLUS, "a1c27ed5fac56db4", "a2f6910ff951867d d7437e1d603e740e fcfaa061b110e650"),
     (LAYER, "", "cdf6dc293a0ba768"),
-)  # fmt: skip
+)
 """For transformers 5.17 to 5.24: the texts of `_norm`, and of the `forward` of classes, most of which are copies."""
 
 
 def form_of(module: nn.Module) -> NormForm:
     """The form of a norm. Raises InvalidInput if it has none, or the module must be called itself."""
     unhooked(module)
-    cls = type(module)
+    cls, own = type(module), module.__dict__
+    if own["_buffers"] or own["_modules"]:  # such as a parametrized weight
+        raise InvalidInput(f"{cls.__name__} has buffers or modules")
     form: NormForm | None = _of_class(cls)
     if form is None:
         raise InvalidInput(f"{cls.__name__} is no norm that jitrope knows, or was changed")
@@ -86,7 +86,7 @@ def _of_class(cls: Any) -> NormForm | None:
 @lru_cache  # torch 2.11 traces into it
 def _form_of(cls: Any, *methods: Any) -> NormForm | None:
     methods = tuple(method for method in methods if method is not None)
-    if not all(of_host(cls, method) for method in methods):
+    if not all(of_host(cls, method) for method in methods) or hasattr(cls, "weight") or hasattr(cls, "bias"):
         return None
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
     for name in (f"{base.__module__}.{base.__qualname__}" for base in (cls, owner)):
@@ -136,6 +136,7 @@ def unhooked(module: nn.Module, wrapped: bool = False, noun: str = "a norm") -> 
     if ("forward" in own and not wrapped) or _PART in own:
         raise InvalidInput(f"{noun} has its own forward")
     weight, bias = own.get("weight", parameters.get("weight")), own.get("bias", parameters.get("bias"))
-    if not all(x is None or x.dim() == 1 for x in (weight, bias)) or len(own.get("normalized_shape", "1")) != 1:
+    plain = all(x is None or (isinstance(x, Tensor) and x.dim() == 1) for x in (weight, bias))
+    if not plain or len(own.get("normalized_shape", "1")) != 1:
         raise InvalidInput("a norm's weight must have one axis")
     return weight, bias

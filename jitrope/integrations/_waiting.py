@@ -208,9 +208,10 @@ class Waiting:
     def call(self, module: nn.Module, host: Function, x: Any) -> Any:
         """The norm of x, which may wait, or of v, which does not; or the host's."""
         if type(x) is Pending:
-            if x.root.done is not None and x.step is None and x.root.waiting is self:
-                return x.root.done
-            x = real(x)
+            root, whole, x = x.root, x.step is None, x if x.root.done is not None else real(x)
+            if root.done is not None:  # rope has launched the norm of q or k, too
+                at_once = whole and root.waiting is self and root.grad == torch.is_grad_enabled()
+                return root.done if at_once else host(real(x))
         if (index := getattr(x, "_jitrope_turned", None)) is not None and not saves_otherwise():
             self.layer.after[index] = self  # from the next call on, the rotation does both
         if index is not None or (self.tries >= _TRIES and not self.rotated):
@@ -305,11 +306,13 @@ class Rope:
     def after(self, layer: Layer, alone: Function, heads: list[Any], table: Any) -> Any:
         """The rotation and the norms that follow it. Raises InvalidInput if they must be computed after it."""
         laters = []
-        for index, x in enumerate(heads):
+        for index, x in enumerate(heads if len(heads) == 2 else ()):
             waiting = layer.after[index]
             if (module := waiting.module()) is None:
                 raise InvalidInput(f"{waiting.name} is not there any more")
             laters.append(Later(waiting, x, waiting.state(module, x), lambda _, i=index: alone()[i]))
+        if not laters:
+            raise InvalidInput("norms follow the rotation of q and k, and this is one of a tensor alone")
         for later, x in zip(laters, self.launch(laters, heads, table, True)):
             later.done = x
         return tuple(Pending.of(later, later.x) for later in laters)
