@@ -54,7 +54,7 @@ COMPUTED: dict[str, dict[str, Any]] = {
 }
 WITH_V = ("kv_rows", "groups", "mxfp8", "nvfp4", "tiles")
 BLOCK_FORMS = {"int8_blocks": COMPUTED["int8"], "mx_blocks": COMPUTED["mxfp8"], "nvfp4_blocks": COMPUTED["nvfp4"]}
-CU_SEQLENS = {  # of the batch, of which a rank has a half; there are two sequences where pages are of two
+CU_SEQLENS = {  # The whole batch has three sequences, or two if pages hold it. A rank has half of the tokens.
     **dict.fromkeys(PACKED, ((0, 4, 4, 10), (0, 4, 10))),
     "packed_cp": ((0, 8, 8, 20), (0, 8, 20)),
 }

@@ -2,7 +2,8 @@
 
 The result of a norm of an attention `Layer` is a `Pending`: views of it wait too, our rope function (`Rope`) launches
 norm and rope together, and everything else computes the host's norm first. Whether rope follows is seen in the first
-calls, in which the host's norm runs too. Where the norms follow rope, our rope function launches all.
+calls, in which the host's norm runs too. Where the norms follow rope, our rope function launches all. v's norm does
+not wait: it is a launch of its own.
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ def apply_rot_embed(x: Tensor, sin_emb: Tensor, cos_emb: Tensor, half: bool = Fa
 
     Returns:
         x rotated, in its dtype, with the bits of timm: products and their sum are rounded to the dtype that x and the
-        tables promote to. The errors are those of `jitrope.apply_rope`.
+        tables promote to. The errors are those of `jitrope.apply_rope`. Under torch.compile it raises InvalidInput:
+        call timm's function there.
     """
     return _rotate(x, None, sin_emb, cos_emb, half)[0]
 

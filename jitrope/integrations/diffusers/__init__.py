@@ -59,7 +59,7 @@ def enable(model_or_pipeline: Any, *, fuse_norm: bool = True) -> _host.Report:
     return report
 
 
-disable = _host.disabler("jitrope.integrations.diffusers")
+disable = _host.disabler(__name__)
 
 
 def _classes(model_or_pipeline: Any) -> Iterator[Any]:
