@@ -14,124 +14,48 @@ from .options import NORM_KINDS, rotated
 from .partition import number_of_chunks
 from .spec import Compiled, RopeSpec
 
-MAX_GRID_Y = 65_535
-"""CUDA's limit on the second grid axis, in blocks."""
-
-BLOCK_THREADS = 256
-"""The target number of threads in a block. A block takes several tokens if the heads of one need fewer."""
-
-MAX_BLOCK_THREADS = 768
-"""The most threads in a block. Memory traffic is fastest when a block takes all heads of a token at once, with one
-access for each thread: on an H100, (1, 4608, 24 + 24, 128) bf16 halves, a block of all 48 heads (384 threads) takes
-1.036 x the copy, 24 heads twice in flight 1.049 x, 16 heads three times 1.051 x. Above 768 threads full-width tables
-and packed input spill, because they need 80 registers a thread."""
-
-MAX_WAITING_THREADS = 512
-"""The same, without a norm, if threads wait for ids or slots, or convert: they have so many registers that of larger
-blocks one or two fit on an SM. H100, x the copy, a block of all heads / of half, in two steps: bf16 by ids (1, 8192,
-64 + 8, 128) 1.12 / 1.02, (1, 4096, 64 + 64, 128) 1.06 / 1.02; (1, 4096, 64 + 8 + 8, 128) into a cache 1.12 / 1.06, of
-fp8 1.38 / 1.07. Smaller blocks are no faster: (1, 4096, 32 + 32, 128) by ids, 512 / 256 / 160 threads 1.01 / 1.03 /
-1.05."""
-
-MAX_CONVERTING_THREADS = 160
-"""The same for caches of another dtype. H100, x the copy, 512 / 160 threads: (1, 4096, 32 + 8 + 8, 128) into fp8 1.12 /
-1.08, with q in fp8 too 1.13 / 1.06; 512 tokens of 64 + 8 + 8, hot, 1.26 / 1.08, but 256 tokens 1.10 / 1.18. Without a
-cache it is slower: FLUX's q and k in fp8 1.00 / 1.02."""
-
-LATENT_BLOCK_THREADS = 192
-"""The target with latent attention, where heads are always tiled, because there are hundreds. A tile has so many heads
-that whole warps rotate. H200, x the copy, (1, 4096, 128 + 128, 192) bf16 with 64 rotated: 192
-threads forward 1.11, backward 1.21; 96 1.15, 1.25; 384 1.11, 1.29; 16 + 16 heads 1.00, 1.34; 1.04, 1.29; 1.04, 1.80."""
-
-FEW_THREADS_PER_SM = 1280
-"""Heads are tiled too below this many threads an SM, counted with accesses of SMALL_ACCESS_BYTES. H100 (132 SMs), heads
-of 128, bf16, position_ids, hot, in place, token_linear / grid_2d: 32 + 8 heads: 1 token 1.34 / 1.03 us, 64 1.52 / 1.34,
-192 1.97 / 1.84, 256 2.27 / 2.15, 384 2.84 / 2.93; 64 + 8 heads: 4 tokens 1.75 / 1.09, 64 1.85 / 1.55, 132 2.23 / 2.07,
-192 2.67 / 2.70."""
-
-FEW_CACHED_THREADS_PER_SM = 1600
-"""The same for a KV write without a norm, whose threads wait for slots. H100, hot, 256 tokens of 32 + 8 + 8 heads,
-token_linear / grid_2d: 2.50 / 2.41 us, of 64 + 8 + 8 3.06 / 3.84."""
-
-SMALL_BLOCK_THREADS = 128
-SMALL_ACCESS_BYTES = 8
-"""The target number of threads in a block, and the bytes of an access, if heads are tiled. A warp's instructions take
-longest there, so more threads do less work each. The same calls with 16 bytes: 1 token 1.10 us, 64 1.64, 256 2.81;
-with 256 threads 1.05, 1.42, 2.38."""
-
+# The rules of the launch. `templates/README.md`, "The rules of the launch", has the measurements behind each.
 WARP_THREADS = 32
+MAX_GRID_Y = 65_535  # CUDA's limit on the second grid axis, in blocks
+SHARED_BYTES = 48 * 1024  # the most shared memory of a block
 
-ROW_BLOCK_THREADS = 128
-"""The target number of threads in a block of a norm across heads. H100, (1, 32760, 12 + 12, 128) bf16: 1.050 x the
-copy, 64 threads 1.053, 256 1.135."""
+# Threads of a block.
+BLOCK_THREADS = 256  # the target; a block takes several tokens if the heads of one need fewer
+MAX_BLOCK_THREADS = 768  # the most
+MAX_WAITING_THREADS = 512  # without a norm, if threads wait for ids or slots, or convert
+MAX_CONVERTING_THREADS = 160  # without a norm, into caches of another dtype
+LATENT_BLOCK_THREADS = 192  # the target with latent attention, where heads are always tiled
+SMALL_BLOCK_THREADS = 128  # the target if heads are tiled
+SMALL_ACCESS_BYTES = 8  # then the bytes of an access
 
-MAX_ROW_THREADS = 512
-MAX_ROW_ACCESSES = 24
-MAX_GRADIENT_ACCESSES = 4
-"""The most accesses of a row of q or k that a thread holds in a norm across heads. A wider row has more threads, as
-long as rows of q and of k fit in a block. 24 accesses of 16 bytes take 96 registers. The gradient kernel also holds as
-many accesses of the output's gradient, and a sum for each element. Left out, because sums would have another order and
-results other bits: threads with one head each, and two blocks of them on an SM. H200, x the copy, one head / 4
-accesses, (1, 32760, 12 + 12, 128) 1.59 / 1.62, (1, 4992, 32 + 32, 64) 1.82 / 2.00, (1, 8192, 40 + 40, 128) 1.42 /
-1.38."""
+# The second grid axis.
+FEW_THREADS_PER_SM = 1280  # below so many, counted with small accesses, it is over heads
+FEW_CACHED_THREADS_PER_SM = 1600  # the same for a write to a cache without a norm
+FEW_PACKED_HEADS = 8192  # up to so many tokens x heads of even packed sequences, it is over sequences
+MAX_UNEVEN = 2  # even: sequences x max_seqlen are at most so many times the tokens
 
-NORM_HEADS_PER_THREAD = 2
-FEW_ELEMENTS = 8
-NORM_THREADS_PER_SM = 640
-MAX_NORM_THREADS_PER_SM = 768
-SHORT_THREADS_PER_SM = 512
-"""With a norm, a thread takes several neighbouring heads, with one set of weights and angles, and twice as many if it
-has FEW_ELEMENTS of each. The threads on an SM are limited so that each has enough registers; the limit is higher if
-some threads of a head idle, and lower with wide angles, sines or fp64. H200, x the copy, (1, 4096, 32 + 8, 128) halves
-rounded twice / (1, 4608, 24 + 24, 128) interleaved rounded twice: 640 threads 1.08 / 1.08, 800, which spill, 1.27 /
-1.15. (1, 4096, 16 + 16, 80): 819 threads 1.29, 1024, which spill, 1.63. Heads of 88 with LayerNorm: four heads 1.80,
-two 1.96. Where threads share angles, and where there is neither a norm nor a cache, MAX_NORM_THREADS_PER_SM run: H100,
-576 / 768 threads, Qwen3-VL's prefill 1.37 / 1.26, when a token's slot was loaded a token ahead; 512 / 768, DeepSeek's
-indexer 1.28 / 1.22. Others are slower with them: norm and a cache in bf16 1.09 / 1.13. On an H200 too 640 are best:
-(1, 4096, 64 + 8, 128) by ids into a cache 1.16 where 576 made it 1.50, because they leave one block."""
+# A norm of each head.
+NORM_HEADS_PER_THREAD = 2  # neighbouring heads of a thread
+FEW_ELEMENTS = 8  # a thread with so few of each head takes twice as many heads
+NORM_THREADS_PER_SM = 640  # so each has enough registers
+MAX_NORM_THREADS_PER_SM = 768  # with those that idle; if angles are shared; or with neither a norm nor a cache
+SHORT_THREADS_PER_SM = 512  # with wide angles, sines or fp64
+MIN_RING_ACCESS = 8  # bytes of an access, at least, of a block whose next heads are on their way (`ring.cuh`)
+RING_BYTES = 40 * 1024  # the most shared memory for those and for the stages together
+FAST_MEMORY = 4.0  # TB/s by the memory's clock and width, from which blocks with a ring walk to the end
+SHORT_WALK = 2  # groups of tokens that they walk over below it
 
-MIN_RING_ACCESS = 8
-SHARED_BYTES = 48 * 1024
-RING_BYTES = 40 * 1024
-"""The most shared memory of a block, and the most of it for its stages and its next heads together, which are on their
-way while it works on others (`ring.cuh`). Accesses have MIN_RING_ACCESS bytes at least. Such blocks walk the tokens.
-H200, x the copy, with / without, and as many blocks as fit on the GPU at once: the calls above 1.09 / 1.19 and 1.10 /
-1.18, the first one by ids and not rounded 1.08 / 1.37, by rows 1.08 / 1.09, its gradient 1.11 / 1.25. Two tokens on
-their way are slower than one: by rows 1.16, when one took 1.10. Without a norm a thread needs few registers, so enough
-threads run to hide the latency, and a walk costs more than it gains: rope of the same tokens 1.07 / 1.04, of 1024
-packed sequences 1.10 / 1.04."""
+# A norm across heads.
+ROW_BLOCK_THREADS = 128  # the target
+MAX_ROW_THREADS = 512  # of a row of q or of k
+MAX_ROW_ACCESSES = 24  # of a row that a thread holds
+MAX_GRADIENT_ACCESSES = 4  # the same for the gradient, which also holds the output's gradient and sums
 
-FAST_MEMORY = 4.0
-SHORT_WALK = 2
-"""Below FAST_MEMORY, in TB/s by the memory's clock and width, a block of such a norm walks over so many groups of
-tokens, and the GPU starts the next block where one ends. SMs are not equally fast, so blocks that walk to the end wait
-for the slowest. H100, x the copy, walks to the end / over 4 / 3 / 2 groups / no walk: (1, 8192, 32 + 8, 128) 1.11 /
-1.06 / 1.05 / 1.04 / 1.04, by ids 1.12 / 1.06 / 1.06 / 1.04 / 1.15; (1, 4608, 24 + 24, 128) 1.08 / 1.05 / 1.04 / 1.04 /
-1.03; (1, 4096, 16 + 8, 256) with v 1.12 / - / 1.08 / 1.06 / 1.06. A block that takes long to begin walks to the end,
-here beside 3 / 2 groups: with idle threads, heads of 72, 1.15 / 1.20 / 1.20; with a transform 1.14 / - / 1.22; with
-scales, Qwen3-VL's prefill, 1.30 / 1.46 / 1.48. So does a gradient with weights, whose gradients it sums: the first call
-1.11, with twice as many blocks 1.16. Without weights CogView4's takes 1.04, with four times as many blocks 1.00. On an
-H200 no number of groups is better for all, to the end / 8 / 4 / 2: (1, 4096, 32 + 8, 128) 1.08 / 1.08 / 1.08 / 1.09,
-behind the rotation 1.10 / 1.10 / 1.11 / 1.17; (1, 4096, 16 + 8, 256) with v 1.09 / 1.10 / 1.11 / 1.16; (1, 4352, 32 +
-32, 128) 1.08 / 1.26 / 1.16 / 1.16; (1, 4096, 16 + 2, 256), 64 rotated, 1.16 / 1.12 / 1.14 / 1.20."""
-
+# The gradient of a norm, whose blocks walk over the tokens.
 GRADIENT_HEADS_PER_THREAD = 2
-GRADIENT_BLOCK_THREADS = 192
+GRADIENT_BLOCK_THREADS = 192  # the target
 GRADIENT_THREADS_PER_SM = 384
-ROW_GRADIENT_THREADS_PER_SM = 256
-"""The same for the gradient of a norm, whose blocks walk over the tokens and sum weights' gradients. H100, x the copy
-of all bytes read and written, the same calls: 1.20 / 1.20 (the kernel alone 1.09 / 1.12), 480 threads 1.21 / 1.37; one
-head with 480 1.29 / 1.20. Across heads a thread holds sums of several heads, and 384 threads spill. A block takes
-another token only within its target, so 288 to 384 threads run where blocks of 256 leave 256; that is not timed."""
-
-FEW_PACKED_HEADS = 8192
-"""Up to this many tokens x heads of a packed batch, a second grid axis over the sequences is faster than the search, if
-lengths are even. H100, angles, bf16, head size 128, 4 sequences, token_linear / grid_2d: 64 tokens of 8 heads 2.71 /
-2.50 us, 64 of 32 2.86 / 2.64, 256 of 32 3.95 / 3.56, 1024 of 8 3.88 / 3.61; above it 1024 of 32 7.37 / 7.85, 4096 of 8
-7.08 / 7.82."""
-
-MAX_UNEVEN = 2
-"""The bound on sequences x max_seqlen over tokens for that grid, because uneven lengths waste blocks."""
+ROW_GRADIENT_THREADS_PER_SM = 256  # across heads, where a thread holds sums of several heads
 
 
 @dataclass(frozen=True)
@@ -301,13 +225,7 @@ def shared_by_stages(spec: RopeSpec) -> int:
 
 
 def choose_launch(p: RopeProblem) -> tuple[str, str]:
-    """The launch and the rule that chose it.
-
-    A packed batch is token-linear at any number of sequences: on an H100 65,536 tokens of 32 heads of 128, bf16 with
-    angles, in 1, 8, 32, 128, 512, 1024 and 2401 sequences of one length took 371, 359, 359, 360, 362, 362 and 362 us
-    with token_linear, and 482, 405, 401, 404, 405, 406 and 420 with grid_2d, which uneven lengths make slower. Small
-    packed batches are the exception (`FEW_PACKED_HEADS`).
-    """
+    """The launch and the rule that chose it."""
     packed = by_sequence(p)
     if p.across_heads:
         return "token_linear", "across_heads: a block has whole rows"
