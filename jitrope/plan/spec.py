@@ -5,24 +5,26 @@ Pure Python, no torch: dtypes are the words "fp32", "fp16", "bf16".
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from typing import Any
 
 from ..base.config import LAUNCHES
 from ..base.spec import ACCESSES, C_TYPES, DTYPES, INDEX_DTYPES, MAX_THREADS, Spec, check_fields, refuse_unless
 from . import arguments, options
-from .options import MAX_HEAD_DIM, NormOptions
+from .options import MAX_HEAD_DIM
 
 ROPE_KINDS = ("rope", "qk_norm_rope", "qk_norm_rope_backward")
+STORED = (*DTYPES, *options.SCALED_DTYPES)
+OF_NORM = {"of_norm": True}  # in the metadata of a field: only kernels with a norm have its constant
 
 
 @dataclass(frozen=True)
 class Compiled:
     """The parts of a call that are compiled into its kernel. A problem and a spec share these fields."""
 
-    dtype: str  # of q and k
-    table_dtype: str
+    dtype: str = field(metadata={"words": DTYPES})  # of q and k
+    table_dtype: str = field(metadata={"words": (*DTYPES, "fp64")})
     head_dim: int
     rotary_dim: int  # elements of a head that are rotated, from rotary_offset on
     rotary_offset: int
@@ -34,51 +36,51 @@ class Compiled:
     full_width: bool  # each member of a pair has an entry
     per_head: bool  # each head has entries
     packed_table: bool  # there is a row for each token of the packed batch
-    rounding: str  # the arithmetic, of `ROUNDINGS`; only "complex128" computes in fp64 and takes fp64 tables
+    rounding: str = field(metadata={"words": options.ROUNDINGS})  # only "complex128" takes fp64 tables
     in_place: bool
     # Rows of the tables. A dtype is None if its tensor is not given.
-    cu_seqlens_dtype: str | None
-    start_positions_dtype: str | None
+    cu_seqlens_dtype: str | None = field(metadata={"words": INDEX_DTYPES})
+    start_positions_dtype: str | None = field(metadata={"words": INDEX_DTYPES})
     cp_size: int  # ranks that share each sequence
-    position_ids_dtype: str | None
+    position_ids_dtype: str | None = field(metadata={"words": INDEX_DTYPES})
     mrope_section: tuple[int, ...]  # pairs of each axis of position_ids; () for one axis
     mrope_interleaved: bool  # the axes' pairs alternate
     shifts: bool  # a position id below 0 rotates back
     # Outputs. With slots or a page table k goes to a cache, and v with copy_v.
-    slot_mapping_dtype: str | None
+    slot_mapping_dtype: str | None = field(metadata={"words": INDEX_DTYPES})
     page_size: int  # slots of a page; 0: no pages
-    page_table_dtype: str | None
+    page_table_dtype: str | None = field(metadata={"words": INDEX_DTYPES})
     page_indptr: bool  # these are given beside the page table
     cu_seqlens_q: bool
     batch_indices: bool
     clear_page: bool  # the rest of a sequence's last page becomes zero
     rotate_k: bool  # k is also rotated in place
-    q_out: str  # the stored type: dtype, or one of `SCALED_DTYPES`
-    kv_out: str
-    hadamard: bool  # heads of q and k are transformed before they are stored
-    dynamic: bool  # the kernel computes scales
-    dynamic_q: bool  # of q, and of k without a cache
-    group: int  # neighbouring elements of a head that share a scale; 0: all
-    scale_out: str  # the scales' type, of `SCALE_DTYPES`
-    swizzled: bool  # those of q and k are in tiles
-    block_cache: bool  # k and v have scales, beside a cache of theirs
+    q_out: str = field(metadata={"words": STORED})  # the stored type: dtype, or one of `SCALED_DTYPES`
+    kv_out: str = field(metadata={"words": STORED})
+    hadamard: bool = field(metadata=OF_NORM)  # heads of q and k are transformed before they are stored
+    dynamic: bool = field(metadata=OF_NORM)  # the kernel computes scales
+    dynamic_q: bool = field(metadata=OF_NORM)  # of q, and of k without a cache
+    group: int = field(metadata=OF_NORM)  # neighbouring elements of a head that share a scale; 0: all
+    scale_out: str = field(metadata={"words": options.SCALE_DTYPES})  # the scales' type, of `SCALE_DTYPES`
+    swizzled: bool = field(metadata=OF_NORM)  # those of q and k are in tiles
+    block_cache: bool = field(metadata=OF_NORM)  # k and v have scales, beside a cache of theirs
     per_row: bool  # nothing but the scale of each head of a batch row or a sequence
     # A norm. The rounding and the kind are "" in a kernel of rope alone.
-    norm_rounding: str  # of `NORM_ROUNDINGS`
-    norm_kind: str  # of `NORM_KINDS`, or "no_norm"
-    across_heads: bool  # the mean is over all heads of a token
+    norm_rounding: str = field(metadata={"words": ("", *options.NORM_ROUNDINGS)})  # of `NORM_ROUNDINGS`
+    norm_kind: str = field(metadata={"words": ("", "no_norm", *options.NORM_KINDS)})  # of `NORM_KINDS`, or "no_norm"
+    across_heads: bool = field(metadata=OF_NORM)  # the mean is over all heads of a token
     row_heads: tuple[int, ...]  # then the numbers of q's (and k's) heads
-    given_means: bool  # a token's means of squares are given, each head has its own weights; across_heads is False
-    zero_centered: bool  # the factor is 1 + weight
-    after_rope: bool  # the norm follows the rotation
-    norm_q: bool  # q is normalised
-    norm_k: bool
-    v_norm: bool  # v, which is copied, is normalised too
-    latent_norm: bool  # v is normalised alone, over all its heads, with weights
-    weight_dtype: str | None  # of weights and biases; None without them
-    biased: bool  # there are biases
-    two_streams: bool  # q, k and v come from two tensors each
-    two_tables: bool  # and so do cos and sin
+    given_means: bool = field(metadata=OF_NORM)  # of a row, over more heads than those of the call
+    zero_centered: bool = field(metadata=OF_NORM)  # the factor is 1 + weight
+    after_rope: bool = field(metadata=OF_NORM)  # the norm follows the rotation
+    norm_q: bool = field(metadata=OF_NORM)  # q is normalised
+    norm_k: bool = field(metadata=OF_NORM)
+    v_norm: bool = field(metadata=OF_NORM)  # v, which is copied, is normalised too
+    latent_norm: bool = field(metadata=OF_NORM)  # v is normalised alone, over all its heads, with weights
+    weight_dtype: str | None = field(metadata={"words": DTYPES})  # of weights and biases; None without them
+    biased: bool = field(metadata=OF_NORM)  # there are biases
+    two_streams: bool = field(metadata=OF_NORM)  # q, k and v come from two tensors each
+    two_tables: bool = field(metadata=OF_NORM)  # and so do cos and sin
     gradient: bool  # the kernel computes the gradients of q, k, the weights and the biases
     # Heads, and the rest.
     q_per_group: int  # heads in a group of fused QKV, or of a rank, else 1
@@ -126,15 +128,15 @@ class RopeSpec(Compiled, Spec):
     """One kernel, rendered from `rope.cu.jinja`, or with a norm from `qk_norm_rope.cu.jinja` or its backward."""
 
     one_row: bool  # there is one batch row
-    launch: str
+    launch: str = field(metadata={"words": LAUNCHES})
     vec: int  # elements in one access of q and k; 1 serves any element stride
     chunks: int  # runs of neighbouring elements of a head that a thread holds, 1 or 2 (halves: always 2)
     table_vec: int  # elements in one access of the tables
     table_step: int  # their element stride, 1 or 2
-    weight_vec: int  # elements in one access of the weights
-    heads_per_thread: int
-    blocks_per_sm: int  # at least, with a norm
-    ring: bool  # blocks walk the tokens, and their next heads are on their way to shared memory
+    weight_vec: int = field(metadata=OF_NORM)  # elements in one access of the weights
+    heads_per_thread: int = field(metadata=OF_NORM)
+    blocks_per_sm: int = field(metadata=OF_NORM)  # at least, with a norm
+    ring: bool = field(metadata=OF_NORM)  # the next heads of a block are on their way
     tokens_per_block: int
     heads_per_block: int  # of a token at a time, times heads_per_thread
     one_step: bool  # a block takes its heads in one step
@@ -262,67 +264,43 @@ class RopeSpec(Compiled, Spec):
         refuse_unless("RopeSpec", 0 < self.threads <= MAX_THREADS, f"a block must have 1 to {MAX_THREADS} threads")
 
     def constants(self) -> dict[str, Any]:
-        """The values of the template's parameter block. A flag or a number keeps its name."""
+        """The values of the template's parameter block. A flag or a number keeps its name, a dtype is a C type."""
         self.check()
-        unused = {"gradient", "wide", *(() if self.norm else (*_NORM_FLAGS, *_NORM_SIZES))}
-        own = {name: x for name, x in vars(self).items() if isinstance(x, int) and name not in unused}
-        indices = {name: getattr(self, f"{name}_dtype") for name in INDICES}
-        return {
-            **own,
+        unused = {"gradient", "wide", *(() if self.norm else _OF_NORM)}
+        found: dict[str, Any] = {name: x for name, x in vars(self).items() if isinstance(x, int) and name not in unused}
+        found |= {f"{name}_c_type": C_TYPES[getattr(self, f"{name}_dtype") or "int32"] for name in INDICES}
+        found |= {
             "c_type": C_TYPES[self.dtype],
             "q_out_c_type": C_TYPES[self.q_out],
             "kv_out_c_type": C_TYPES[self.kv_out],
             "table_c_type": C_TYPES[self.table_dtype],
             "real_c_type": "double" if self.rounding == "complex128" else "float",
             "stride_c_type": "long long" if self.wide else "unsigned int",
-            **{f"{name}_c_type": C_TYPES[dtype or "int32"] for name, dtype in indices.items()},
-            "packed": indices["cu_seqlens"] is not None,
-            "start_positions": indices["start_positions"] is not None,
-            "position_ids": indices["position_ids"] is not None,
+            "packed": self.cu_seqlens_dtype is not None,
+            "start_positions": self.start_positions_dtype is not None,
+            "position_ids": self.position_ids_dtype is not None,
             "cache": self.cached,
-            "paged": self.paged,
             "axes": len(self.mrope_section) or 1,
             "mrope_section_ends": "{" + ", ".join(map(str, accumulate(self.mrope_section or (0,)))) + "}",
             "rounding": self.rounding.upper(),
-            "norm": self.norm,
             "token_linear": self.launch == "token_linear",
-            "copy_accesses": self.copy_accesses,
-            "team": self.team,
-            "threads": self.threads,
             "arguments": arguments.declarations(self.norm, self.stages),
-            **(self._norm_constants() if self.norm else {}),
         }
+        derived = ["paged", "norm", "copy_accesses", "team", "threads"]
+        if self.norm:
+            derived.append("shares_angles")
+            found |= {
+                "weight_c_type": C_TYPES[self.weight_dtype or "fp32"],
+                "scale_out_c_type": C_TYPES[self.scale_out],
+                "weighted": self.weight_dtype is not None,
+                "norm_rounding": self.norm_rounding.upper(),
+                "norm_kind": self.norm_kind.upper(),
+                **dict(zip(("row_q_heads", "row_k_heads"), (*self.row_heads, 0, 0))),
+            }
+        return found | {name: getattr(self, name) for name in derived}
 
-    def _norm_constants(self) -> dict[str, Any]:
-        q_heads, k_heads, *_ = (*self.row_heads, 0, 0)
-        return {
-            "weight_c_type": C_TYPES[self.weight_dtype or "fp32"],
-            "scale_out_c_type": C_TYPES[self.scale_out],
-            "weighted": self.weight_dtype is not None,
-            "norm_rounding": self.norm_rounding.upper(),
-            "norm_kind": self.norm_kind.upper(),
-            "shares_angles": self.shares_angles,
-            "row_q_heads": q_heads,
-            "row_k_heads": k_heads,
-        }
 
-
-INDICES = ("cu_seqlens", "start_positions", "position_ids", "slot_mapping", "page_table")
-_OF_NORM = tuple([name for name, value in NormOptions._field_defaults.items() if value is False])
-_DYNAMIC = ("dynamic", "dynamic_q", "swizzled", "block_cache", "latent_norm")
-_NORM_FLAGS = ("hadamard", *_DYNAMIC, "biased", "two_streams", "two_tables", *_OF_NORM)
-_NORM_SIZES = ("norm_q", "norm_k", "given_means", "group", "weight_vec", "heads_per_thread", "blocks_per_sm", "ring")
-_WORDS = {
-    "dtype": DTYPES,
-    "table_dtype": (*DTYPES, "fp64"),
-    "q_out": (*DTYPES, *options.SCALED_DTYPES),
-    "kv_out": (*DTYPES, *options.SCALED_DTYPES),
-    "weight_dtype": DTYPES,
-    "scale_out": options.SCALE_DTYPES,
-    **{f"{name}_dtype": INDEX_DTYPES for name in INDICES},
-    "rounding": options.ROUNDINGS,
-    "norm_rounding": ("", *options.NORM_ROUNDINGS),
-    "norm_kind": ("", "no_norm", *options.NORM_KINDS),
-    "launch": LAUNCHES,
-}
+INDICES = tuple(f.name.removesuffix("_dtype") for f in fields(RopeSpec) if f.metadata.get("words") is INDEX_DTYPES)
+_WORDS = {f.name: f.metadata["words"] for f in fields(RopeSpec) if "words" in f.metadata}
+_OF_NORM = [f.name for f in fields(RopeSpec) if f.metadata == OF_NORM]
 _COUNTS = "cp_size q_per_group kv_per_group v_per_k heads_per_thread blocks_per_sm tokens_per_block heads_per_block"
