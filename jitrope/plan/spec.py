@@ -36,7 +36,7 @@ class Compiled:
     full_width: bool  # each member of a pair has an entry
     per_head: bool  # each head has entries
     packed_table: bool  # there is a row for each token of the packed batch
-    rounding: str = field(metadata={"words": options.ROUNDINGS})  # only "complex128" takes fp64 tables
+    rounding: str = field(metadata={"words": options.ROUNDINGS})  # only "complex128" computes in fp64, by fp64 tables
     in_place: bool
     # Rows of the tables. A dtype is None if its tensor is not given.
     cu_seqlens_dtype: str | None = field(metadata={"words": INDEX_DTYPES})
@@ -61,16 +61,16 @@ class Compiled:
     dynamic: bool = field(metadata=OF_NORM)  # the kernel computes scales
     dynamic_q: bool = field(metadata=OF_NORM)  # of q, and of k without a cache
     group: int = field(metadata=OF_NORM)  # neighbouring elements of a head that share a scale; 0: all
-    scale_out: str = field(metadata={"words": options.SCALE_DTYPES})  # the scales' type, of `SCALE_DTYPES`
+    scale_out: str = field(metadata={"words": options.SCALE_DTYPES})  # the scales' type
     swizzled: bool = field(metadata=OF_NORM)  # those of q and k are in tiles
     block_cache: bool = field(metadata=OF_NORM)  # k and v have scales, beside a cache of theirs
     per_row: bool  # nothing but the scale of each head of a batch row or a sequence
     # A norm. The rounding and the kind are "" in a kernel of rope alone.
-    norm_rounding: str = field(metadata={"words": ("", *options.NORM_ROUNDINGS)})  # of `NORM_ROUNDINGS`
-    norm_kind: str = field(metadata={"words": ("", "no_norm", *options.NORM_KINDS)})  # of `NORM_KINDS`, or "no_norm"
+    norm_rounding: str = field(metadata={"words": ("", *options.NORM_ROUNDINGS)})
+    norm_kind: str = field(metadata={"words": ("", "no_norm", *options.NORM_KINDS)})
     across_heads: bool = field(metadata=OF_NORM)  # the mean is over all heads of a token
     row_heads: tuple[int, ...]  # then the numbers of q's (and k's) heads
-    given_means: bool = field(metadata=OF_NORM)  # of a row, over more heads than those of the call
+    given_means: bool = field(metadata=OF_NORM)  # a token's means of squares are given; across_heads is False
     zero_centered: bool = field(metadata=OF_NORM)  # the factor is 1 + weight
     after_rope: bool = field(metadata=OF_NORM)  # the norm follows the rotation
     norm_q: bool = field(metadata=OF_NORM)  # q is normalised
@@ -136,7 +136,7 @@ class RopeSpec(Compiled, Spec):
     weight_vec: int = field(metadata=OF_NORM)  # elements in one access of the weights
     heads_per_thread: int = field(metadata=OF_NORM)
     blocks_per_sm: int = field(metadata=OF_NORM)  # at least, with a norm
-    ring: bool = field(metadata=OF_NORM)  # the next heads of a block are on their way
+    ring: bool = field(metadata=OF_NORM)  # blocks walk the tokens, with their next heads on their way
     tokens_per_block: int
     heads_per_block: int  # of a token at a time, times heads_per_thread
     one_step: bool  # a block takes its heads in one step
