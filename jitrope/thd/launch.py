@@ -67,17 +67,16 @@ def segments_calls(
     scan_threads: int = specs.SCAN_THREADS,
 ) -> list[Call]:
     """Write the tables of `Segments` into a buffer full of -1: first segments, then their rows."""
-    exchange, padded = shape.exchange(mask), cu_seqlens_padded is not None
-    tables = split(flat, shape, mask, padded)
-    keys, queries = (0 if tables[name] is None else len(tables[name]) for name in ("key_rows", "query_rows"))
-    bases, sent, blocks = [0] * (2 * shape.cp_size), 0, 1
+    exchange, padded, (keys, queries) = shape.exchange(mask), cu_seqlens_padded is not None, shape.most(mask)
+    queries = queries if mask.extends else 0
+    bases, sent, gathered, blocks = [0] * (2 * shape.cp_size), 0, shape.all_rows, 1
     if exchange is not None:  # bases: the first row of each rank, among those received and among those sent
         counts = [row[shape.cp_rank] for row in exchange], exchange[shape.cp_rank]
         bases = [sum(some[:rank]) for some in counts for rank in range(shape.cp_size)]
-        sent, blocks = sum(exchange[shape.cp_rank]), 1 + 2 * shape.cp_size
-    tensors = [cu_seqlens, cu_seqlens_padded if padded else cu_seqlens, *tables.values()]
+        gathered, sent, blocks = sum(counts[0]), sum(counts[1]), 1 + 2 * shape.cp_size
+    tensors = [cu_seqlens, cu_seqlens_padded if padded else cu_seqlens, *split(flat, shape, mask, padded)]
     words = [shape.sequences, shape.tokens, shape.cp_rank, *mask, shape.capacity, shape.rows, keys, queries]
-    words += [tables["gathered_rows"].shape[1], sent, *bases]
+    words += [gathered, sent, *bases]
     rows = keys + queries + (0 if exchange is None else shape.cp_size * shape.rows)
     cut = (DTYPE_NAMES[cu_seqlens.dtype], shape.cp_size, shape.rule)
     flags = (mask.full, mask.extends, padded and not mask.extends, exchange is not None)
