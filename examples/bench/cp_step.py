@@ -28,14 +28,10 @@ Heads = tuple[int, int]
 """Of q, and of k and v."""
 
 
-class Shapes:
+class Shapes(Backend):
     """A backend that makes the tensors that an attention returns, and computes nothing; see `Backend`."""
 
     name = "shapes"
-
-    def refuses(self, case: Any) -> str | None:
-        """Nothing."""
-        return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Any, case: Any) -> Result:
         """Output and logarithms."""
@@ -47,7 +43,7 @@ class Shapes:
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-SHAPES: Backend = Shapes()
+SHAPES = Shapes()
 
 
 class Local(NamedTuple):

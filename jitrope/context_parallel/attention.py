@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from ..base import arguments
 from ..ops.watch import without_autocast
 from .backends import choose
-from .checks import check_heads, check_ranks, check_rows, on_all_ranks
+from .checks import check_heads, check_rows, on_all_ranks
 from .groups import Pending, all_gather, all_to_all, largest
 from .interface import NAME, Case, Result
 from .rotary import Rope, rotation_of
@@ -84,7 +84,7 @@ def all_gather_attention(
 
     def checked() -> tuple[Tensor, Tensor, Tensor, Call]:
         groups = check_heads(*given, layout, head_groups)
-        q, k, v = (_packed(x, layout) for x in given)
+        q, k, v = (_batch_first(x, layout).flatten(0, -3) for x in given)
         check_rows(q, given[0].shape, layout, schedule)
         sizes = (q.shape[1] // groups, k.shape[1] // groups, q.shape[2], v.shape[2])  # of one head group
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
@@ -94,54 +94,34 @@ def all_gather_attention(
         keeps, rotation = flag("keep_gathered", keep_gathered), rotation_of(rope, q, k, schedule)
         return q, k, v, Call(schedule, choose(backend, case), case, scale, groups, keeps, rotation)
 
-    if flag("check", check):
-        q, k, v, call = on_all_ranks(checked, schedule)
-        check_ranks(call)
-    else:
-        q, k, v, call = checked()
-    shape, rotation, head_groups = given[0].shape, call.rotation, call.head_groups
-    if rotation is not None and not (head_groups == 1 and schedule.exchange is None and k.shape == v.shape):
-        q, k = rotation.apart(q, k)
+    q, k, v, call = on_all_ranks(checked, schedule) if flag("check", check) else checked()
+    apart = call.head_groups != 1 or schedule.exchange is not None or k.shape != v.shape
+    if call.rotation is not None and apart:
+        q, k = call.rotation.apart(q, k)
         call = call._replace(rotation=None)
     if torch.compiler.is_compiling():  # which lets no autograd function make a tensor that is kept
         _ = schedule.segments, schedule.sum_rows if call.case.grad else None
     out, lse, max_logit = _Attention.apply(q, k, v, call)
-    outputs = [_unpacked(x, shape, layout) for x in (out, lse) if x is not None]
+    outputs = [x for x in (out, lse) if x is not None]
+    if layout != "thd":
+        size = _batch_first(given[0], layout).shape[:2]
+        outputs = [_batch_first(x.view(*size, *x.shape[1:]), layout) for x in outputs]
     outputs += [] if max_logit is None else [max_logit]
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
-# ---- arguments -------------------------------------------------------------------------------------
-
-
-def _packed(x: Tensor, layout: str) -> Tensor:
-    """(rows, H, D)."""
-    x = x.transpose(0, 1) if layout == "sbhd" else x
-    return x if layout == "thd" else x.flatten(0, 1)
-
-
-def _unpacked(x: Tensor, shape: torch.Size, layout: str) -> Tensor:
-    """(rows, ...) in the layout and with the first axes of `shape`."""
-    if layout == "sbhd":
-        return x.view(shape[1], shape[0], *x.shape[1:]).transpose(0, 1)
-    return x if layout == "thd" else x.view(*shape[:2], *x.shape[1:])
+def _batch_first(x: Tensor, layout: str) -> Tensor:
+    """x with the axes of bshd for sbhd, and the inverse."""
+    return x.transpose(0, 1) if layout == "sbhd" else x
 
 
 # ---- autograd ----------------------------------------------------------------------------------------
 
 
-def _next_gather(groups: Iterator[Tensor], call: Call) -> Pending | None:
-    """Start gathering the next head group, if there is one."""
-    rows, schedule = next(groups, None), call.schedule
-    if rows is None:
-        return None
-    if schedule.exchange is None:
-        return all_gather(rows, schedule.ranks)
-    return all_to_all(rows, schedule.sent, schedule.received, schedule.ranks)
-
-
-def _packed_groups(k: Tensor, v: Tensor, call: Call) -> Iterator[Tensor]:
-    """This rank's keys and values, packed one head group at a time; see `pack`."""
+def _packed_groups(k: Tensor, v: Tensor | None, call: Call) -> Iterator[Tensor]:
+    """This rank's rows to send, one head group at a time; see `pack`. Without v, k has them."""
+    if v is None:
+        return iter((k,))
     return (pack(*pair, call) for pair in zip(k.chunk(call.head_groups, 1), v.chunk(call.head_groups, 1)))
 
 
@@ -150,10 +130,19 @@ def _gathered(groups: Iterator[Tensor], call: Call) -> Iterator[tuple[Tensor, Te
 
     The order of steps frees each tensor before the next takes memory.
     """
-    pending = _next_gather(groups, call)
+
+    def begin() -> Pending | None:
+        rows, schedule = next(groups, None), call.schedule
+        if rows is None:
+            return None
+        if schedule.exchange is None:
+            return all_gather(rows, schedule.ranks)
+        return all_to_all(rows, schedule.sent, schedule.received, schedule.ranks)
+
+    pending = begin()
     while pending is not None:
         rows, pending = [pending.wait()], None
-        pending = _next_gather(groups, call)
+        pending = begin()
         yield unpack(rows.pop(), call)
 
 
@@ -161,46 +150,37 @@ class _Given:
     """All ranks' gradients for this rank's keys and values, added up group by group."""
 
     def __init__(self, like: Tensor, call: Call) -> None:
-        self.like, self.call = like, call
+        self.like, self.call, self.done = like, call, 0
         self.pending: Pending | None = None
         self.sums: list[Tensor] = []  # allocated when the first gradients arrive
-        self.done = 0
 
-    def send(self, rows: Tensor) -> None:
-        """Send one head group's gradients; see `pack_gradients`."""
-        self._collect()
-        schedule = self.call.schedule
-        self.pending = all_to_all(rows, schedule.received, schedule.sent, schedule.ranks)
-
-    def _collect(self) -> None:
-        if self.pending is None:
-            return
-        received, self.pending = self.pending.wait(), None
-        if not self.sums:
-            shape = len(self.like), self.call.head_groups
-            self.sums = [self.like.new_empty(*shape, width) for width in self.call.widths]
-        dk, dv = (x[:, self.done] for x in self.sums)
-        unpack_gradients(received, dk, dv, self.call)
-        self.done += 1
+    def send(self, rows: Tensor | None) -> None:
+        """Send one head group's gradients; see `pack_gradients`. Before that those of the group before arrive."""
+        call, schedule = self.call, self.call.schedule
+        if self.pending is not None:
+            received, self.pending = self.pending.wait(), None
+            self.sums = self.sums or [self.like.new_empty(len(self.like), call.head_groups, n) for n in call.widths]
+            dk, dv = (x[:, self.done] for x in self.sums)
+            unpack_gradients(received, dk, dv, call)
+            self.done += 1
+        if rows is not None:
+            self.pending = all_to_all(rows, schedule.received, schedule.sent, schedule.ranks)
 
     def gradients(self) -> list[Tensor]:
         """dk and dv of all heads."""
-        self._collect()
-        heads = self.call.head_groups * self.call.case.kv_heads
-        return [x.view(len(x), heads, x.shape[2] // self.call.case.kv_heads) for x in self.sums]
+        self.send(None)
+        heads = self.call.case.kv_heads
+        return [x.view(len(x), self.call.head_groups * heads, x.shape[2] // heads) for x in self.sums]
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        inputs: tuple[Tensor | None, ...] = k, v
-        if call.rotation is None:
-            gathered = _gathered(_packed_groups(k, v, call), call)
-        else:
-            sent = k.new_empty(call.schedule.shape.capacity, sum(call.widths))
-            q = call.rotation.into(q, k, v, sent)
-            inputs, gathered = (sent, None), _gathered(iter((sent,)), call)
-        results, saved = [], []
+        inputs: tuple[Tensor, Tensor | None] = k, v
+        if call.rotation is not None:
+            inputs = k.new_empty(call.schedule.shape.capacity, sum(call.widths)), None
+            q = call.rotation.into(q, k, v, inputs[0])
+        results, saved, gathered = [], [], _gathered(_packed_groups(*inputs, call), call)
         for part in q.chunk(call.head_groups, 1):
             keys, values = next(gathered)
             results.append(attend(part, keys, values, call))
@@ -224,9 +204,7 @@ class _Attention(torch.autograd.Function):
         call: Call = ctx.call
         q, k, v, out, *saved = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        gathered: Iterator[tuple[Tensor, Tensor]] = iter(())
-        if not call.keep_gathered:  # with a rotation, k holds the packed rows
-            gathered = _gathered(_packed_groups(k, v, call) if call.rotation is None else iter((k,)), call)
+        gathered = _gathered(iter(()) if call.keep_gathered else _packed_groups(k, v, call), call)
         parts, given, size, kept = [], _Given(q, call), len(saved) // call.head_groups, 2 * call.keep_gathered
         for i, (dout_i, q_i, out_i) in enumerate(zip(*(x.chunk(call.head_groups, 1) for x in (dout, q, out)))):
             state = saved[i * size : (i + 1) * size]

@@ -1,25 +1,24 @@
-"""The checks of `all_gather_attention`. All except `check_ranks` run before any collective."""
+"""The checks of `all_gather_attention`. All except `on_all_ranks` run before any collective."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..base import arguments
 from ..base.errors import InvalidInput
 from ..ops import watch
 from ..ops.fit import named
-from ..plan.partition import RULES
-from .groups import gather_values
 from .interface import NAME, fail
 from .schedule import Schedule
 from .steps import Call
 
-T = TypeVar("T")
+Checked = tuple[Tensor, Tensor, Tensor, Call]
 LAYOUTS = ("thd", "bshd", "sbhd")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -67,64 +66,58 @@ def check_rows(q: Tensor, given: torch.Size, layout: str, schedule: Schedule) ->
         fail("the schedule was made with cp_size and cp_rank; make it with a group")
 
 
-def on_all_ranks(checked: Callable[[], T], schedule: Schedule) -> T:
-    """The result of a rank's own check, which every rank refuses if one rank does. Waits for the device."""
+def on_all_ranks(checked: Callable[[], Checked], schedule: Schedule) -> Checked:
+    """The result of a rank's own check. Waits for the device.
+
+    Every rank refuses if one does, if the ranks' calls differ, or if the lengths are wrong.
+    """
+    facts: dict[str, Any] | None = None
     refused: InvalidInput | None = None
     try:
         result = checked()
+        facts = _facts(result[-1])
     except InvalidInput as error:
         refused = error
-    failed = torch.tensor([refused is not None], device=schedule.cu_seqlens.device).int()
-    alone = schedule.ranks.group is None  # of one process, or refused by each
-    ranks = [] if alone else [rank for rank, (wrong,) in enumerate(gather_values(failed, schedule.ranks)) if wrong]
+    ranks = [facts]
+    if schedule.ranks.group is not None:  # else there is one process, or each has refused
+        ranks = [None] * schedule.ranks.cp_size
+        with torch.cuda.device_of(schedule.cu_seqlens):
+            dist.all_gather_object(ranks, facts, schedule.ranks.group)
     if refused is not None:
         raise refused
-    if ranks:
-        fail(f"rank {ranks[0]} refuses its arguments; its error has the reason")
+    assert facts is not None
+    if None in ranks:
+        fail(f"rank {ranks.index(None)} refuses its arguments; its error has the reason")
+    for name in facts:
+        each = [rank[name] for rank in ranks if rank is not None]
+        if any(x != facts[name] for x in each):
+            fail(f"{name} differs between ranks: {each}")
+    _check_lengths(result[-1])
     return result
 
 
-def check_ranks(call: Call) -> None:
-    """Refuse, on every rank, arguments that differ between ranks, and wrong lengths. Waits for the device."""
+def _facts(call: Call) -> dict[str, Any]:
+    """What must be the same on every rank, by its name in messages."""
     schedule, case, rotation = call.schedule, call.case, call.rotation
-    real, padded = schedule.cu_seqlens, schedule.cu_seqlens_padded
-    sizes = {
-        "len(cu_seqlens)": len(real),
-        "cu_seqlens_padded (is given)": padded is not None,
-        "tokens": schedule.shape.tokens,
+    given = {"cu_seqlens": schedule.cu_seqlens, "cu_seqlens_padded": schedule.cu_seqlens_padded}
+    return {
+        "len(cu_seqlens)": len(schedule.cu_seqlens),
+        "cu_seqlens_padded (is given)": schedule.cu_seqlens_padded is not None,
         "max_seqlen": schedule.max_seqlen,
-        "rule": RULES.index(schedule.shape.rule),
-        **schedule.mask._asdict(),
-        "head_groups": call.head_groups,
-        "keep_gathered": call.keep_gathered,
         "rope (rows of its tables)": -1 if rotation is None else rotation.rows,
-        "dtype": _DTYPES.index(case.dtype),
-        "heads of q": case.heads,
-        "heads of k": case.kv_heads,
-        "head size of q": case.head_dim,
-        "head size of v": case.head_dim_v,
-        "wants a gradient": case.grad,
-        "return_max_logit": case.max_logit,
         "softmax_scale": call.scale,  # by default it follows from a head size
+        **{name: getattr(schedule.shape, name) for name in ("tokens", "rule")},
+        **schedule.mask._asdict(),
+        **{name: getattr(call, name) for name in ("head_groups", "keep_gathered")},
+        **dict(zip(("dtype", "heads of q", "heads of k", "head size of q", "head size of v"), case[1:])),
+        **{"wants a gradient": case.grad, "return_max_logit": case.max_logit},
+        **{f"{name}[{i}]": n for name, x in given.items() if x is not None for i, n in enumerate(x.tolist())},
     }
-    words = {"rule": RULES, "dtype": _DTYPES}
-    sent = torch.tensor([*sizes.values()], dtype=torch.float64, device=real.device)
-    for name, each in zip(sizes, zip(*gather_values(sent, schedule.ranks))):
-        if len(set(each)) > 1:
-            shown = [int(x) if x.is_integer() else x for x in each]
-            shown = [words[name][i] for i in shown] if name in words else shown
-            fail(f"{name} differs between ranks: {shown}")
-    both = [real] if padded is None else [real, padded]
-    lengths = gather_values(torch.stack(both).long().view(-1), schedule.ranks)
-    for i, each in enumerate(zip(*lengths)):
-        if len(set(each)) > 1:
-            name = "cu_seqlens" if i < len(real) else "cu_seqlens_padded"
-            fail(f"{name} differs between ranks: entry {i % len(real)} is {list(each)}")
-    _check_lengths(lengths[0][: len(real)], lengths[0][-len(real) :], call)
 
 
-def _check_lengths(real: list[int], padded: list[int], call: Call) -> None:
+def _check_lengths(call: Call) -> None:
     schedule = call.schedule
+    real, padded = schedule.cu_seqlens.tolist(), schedule.offsets.tolist()
     for offsets in (real, padded):
         if offsets[0] != 0 or offsets != sorted(offsets):
             fail("cu_seqlens does not ascend from 0")

@@ -103,9 +103,3 @@ def largest(x: Tensor, ranks: Ranks) -> Tensor:
     if ranks.cp_size == 1:
         return x
     return Pending(collectives.all_reduce(x, "max", ranks.name), x).wait()
-
-
-def gather_values(x: Tensor, ranks: Ranks) -> list[list[Any]]:
-    """Return all ranks' numbers. Waits for the device."""
-    values: list[list[Any]] = all_gather(x[None], ranks).wait().tolist()
-    return values

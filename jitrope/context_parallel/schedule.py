@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
 
 from ..base import arguments
 from ..ops.fit import failing
-from ..plan.partition import Mask, Rows, before, number_of_chunks, rank_of
+from ..plan.partition import Mask, Rows
 from ..thd import ops as thd_ops
-from ..thd.reference import Segments
+from ..thd.reference import Segments, cut
 from .groups import all_ranks_rows
 from .interface import Varlen
 from .shards import Partition, kept
@@ -152,25 +152,18 @@ class Schedule(Partition):
 
         This waits for the device.
         """
-        size, rule, tokens = self.shape.cp_size, self.shape.rule, self.shape.tokens
-        of, work = number_of_chunks(size, rule), [0] * size
-        left, right = (tokens if side < 0 else side for side in self.mask)
-        both = (pairwise(x.tolist()) for x in (self.cu_seqlens, self.offsets))
-        for (begin, past), (first, end) in zip(*both):
-            query, last = torch.arange(past - begin), past - begin - 1
-            seen = (query + right).clamp(max=last) - (query - left).clamp(min=0) + 1
-            until = [0, *seen.cumsum(0).tolist()]
-            starts = [min(before(end, chunk, of) - before(first, chunk, of), past - begin) for chunk in range(of + 1)]
-            for chunk, (a, b) in enumerate(pairwise(starts)):
-                work[rank_of(chunk, size, rule)] += until[b] - until[a]
+        cu_seqlens, offsets, size = self.cu_seqlens.cpu().long(), self.offsets.cpu().long(), self.shape.cp_size
+        left, right = (self.shape.tokens if side < 0 else side for side in self.mask)
+        sequence, position, rank, _ = cut(offsets, self.shape)
+        last = pad(cu_seqlens.diff(), (0, 1))[sequence] - 1  # of its sequence without padding; spare tokens have none
+        seen = torch.minimum(position + right, last) - (position - left).clamp(min=0) + 1
+        work = torch.zeros(size, dtype=torch.long).index_add_(0, rank, torch.where(position <= last, seen, 0)).tolist()
         return max(work) * size / sum(work) if any(work) else 1.0
 
     @property
     def most_segments(self) -> int:
         """The number of segments, including empty ones."""
-        each = 1 if self.mask.full else len(self.shape.chunks)
-        padding = self.cu_seqlens_padded is not None and not self.mask.extends
-        return self.shape.sequences * (each + padding)
+        return self.shape.segments(self.mask, self.cu_seqlens_padded is not None)
 
     def varlen(self, scale: float) -> Varlen:
         """The segments in the form for backends. scale: the softmax's."""

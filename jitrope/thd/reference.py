@@ -54,6 +54,10 @@ class Shape(NamedTuple):
         """The total rows of all ranks' shards."""
         return self.cp_size * self.capacity
 
+    def segments(self, mask: Mask, padded: bool) -> int:
+        """The number of `Segments`, including empty ones."""
+        return self.sequences * ((1 if mask.full else len(self.chunks)) + (padded and not mask.extends))
+
     def local(self, offsets: Any) -> Any:
         """This rank's offsets for offsets into the batch; see `partition.local_rows`."""
         return partition.local_rows(offsets, self.cp_rank, self.cp_size, self.rule)
@@ -109,7 +113,7 @@ def _new_layout(shape: Shape, mask: Mask, padded: bool) -> list[tuple[int, ...]]
     """The size of each table of `Segments`, () for None; the third table is one that only the kernels use."""
     exchange, (keys, queries) = shape.exchange(mask), shape.most(mask)
     parts = 1 if mask.full else len(shape.chunks)
-    offsets = (shape.sequences * (parts + (padded and not mask.extends)) + 1,)
+    offsets = (shape.segments(mask, padded) + 1,)
     gathered = shape.all_rows if exchange is None else sum(row[shape.cp_rank] for row in exchange)
     dummies = [(queries,), (shape.rows,)] if mask.extends else [(), ()]
     if exchange is None:
@@ -174,7 +178,7 @@ def placed(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return sequence, row - offsets[sequence]
 
 
-def _cut(offsets: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def cut(offsets: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(sequence, position in it, rank, row among all ranks' shards) of each token; spare tokens are one more sequence.
 
     Each rank keeps the order of its tokens.
@@ -199,7 +203,7 @@ def table(cu_seqlens: Tensor, map: str, rows: int, shape: Shape) -> Tensor:
     - "to_sequences": the row in all ranks' shards, concatenated, for each token of the batch
     """
     check_values(cu_seqlens, shape.tokens)
-    sequence, position, _, row = _cut(cu_seqlens.long(), shape)
+    sequence, position, _, row = cut(cu_seqlens.long(), shape)
     if map == "to_sequences":
         return row.int()
     token = torch.arange(shape.tokens, device=row.device)
@@ -242,7 +246,7 @@ def fill_segments(flat: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | 
         check_values(ends, shape.tokens)
     offsets, lengths = padded.long(), cu_seqlens.long().diff()
     start, queries, low, keys = _seen(lengths, offsets, shape, mask)
-    _, _, owner, place = _cut(offsets, shape)  # place: of each token, among the rows that are gathered
+    _, _, owner, place = cut(offsets, shape)  # place: of each token, among the rows that are gathered
     own = place - shape.cp_rank * shape.capacity
     if tables.send_rows is not None:
         place = _exchange(tables, lengths, offsets, owner, own, shape, mask)
