@@ -16,8 +16,8 @@ from jitrope import JitropeError
 from jitrope.context_parallel import all_gather_attention
 from jitrope.context_parallel import attention as library
 from jitrope.context_parallel.backends import choose
-from jitrope.context_parallel.groups import all_gather, all_to_all, ranks_of
 from jitrope.context_parallel.interface import Backend, Result
+from jitrope.context_parallel.shards import all_gather, all_to_all, ranks_of
 from jitrope.context_parallel.steps import Call, attend, unpack
 
 from .cp import Batch, row

@@ -185,9 +185,7 @@ def _module() -> Any:
     return flex_attention
 
 
-@cache
-def _compiled() -> Any:
-    return torch.compile(_module().flex_attention)
+_compiled = cache(lambda: torch.compile(_module().flex_attention))
 
 
 def _flex(inputs: Sequence[Tensor], low: Tensor, high: Tensor, scale: float, **wanted: bool) -> tuple[Tensor, Any]:

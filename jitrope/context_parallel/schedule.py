@@ -15,9 +15,8 @@ from ..ops.fit import failing
 from ..plan.partition import Mask, Rows
 from ..thd import ops as thd_ops
 from ..thd.reference import Segments, cut
-from .groups import all_ranks_rows
 from .interface import Varlen
-from .shards import Partition, kept
+from .shards import Partition, all_ranks_rows, kept
 
 
 class Schedule(Partition):
@@ -103,8 +102,8 @@ class Schedule(Partition):
         schedule.equal = seqlen > 0
         return schedule
 
-    def _words(self) -> list[str]:
-        return [*super()._words(), f"window ({self.mask.left}, {self.mask.right})"]
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, window ({self.mask.left}, {self.mask.right}))"
 
     @kept
     def segments(self) -> Segments:

@@ -118,11 +118,8 @@ def _new_layout(shape: Shape, mask: Mask, padded: bool) -> list[tuple[int, ...]]
     dummies = [(queries,), (shape.rows,)] if mask.extends else [(), ()]
     if exchange is None:
         return [offsets, offsets, (), (keys,), (parts, gathered), *dummies, (), ()]
-    pairs, sent = (
-        (2 * shape.cp_size, shape.sequences + 1),
-        [(sum(exchange[shape.cp_rank]),), (shape.cp_size, shape.rows)],
-    )
-    return [offsets, offsets, pairs, (keys,), (parts, gathered), *dummies, *sent]
+    pairs, sent = (2 * shape.cp_size, shape.sequences + 1), (sum(exchange[shape.cp_rank]),)
+    return [offsets, offsets, pairs, (keys,), (parts, gathered), *dummies, sent, (shape.cp_size, shape.rows)]
 
 
 _kept_layout = lru_cache(maxsize=256)(_new_layout)
