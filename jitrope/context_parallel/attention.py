@@ -46,8 +46,6 @@ def all_gather_attention(
 ) -> Tensor | tuple[Tensor, ...]:
     """softmax(scale q k^T + mask) v of a batch cut between ranks. Every rank of the group must call it.
 
-    Context parallelism by all-gather: Llama 3, arXiv:2407.21783, section 3.3.2.
-
     One collective sends keys and values, and one sends their gradients back. All rows are gathered or, for windows much
     shorter than the sequences, only the rows that some query sees (`Schedule.saving`). Gradients are sent in the dtype
     of the inputs, and added up in fp32. Autocast changes nothing. This does not wait for the device.

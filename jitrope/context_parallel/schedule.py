@@ -27,15 +27,12 @@ class Schedule(Partition):
     >>> for layer in range(2): q = context_parallel.all_gather_attention(q, k, v, schedule)
 
     Args:
-        cu_seqlens, tokens, group, cp_size, cp_rank, rule: see `Partition`. Attention needs a group.
+        cu_seqlens, tokens, group, cp_size, cp_rank, rule, and the errors: see `Partition`. Attention needs a group.
         cu_seqlens_padded: see `Partition`; cu_seqlens are then the cumulated lengths without padding.
         max_seqlen: the longest sequence, including its padding; default: tokens. A larger number takes more time; a
             smaller one gives wrong results.
         causal: a query sees no keys after its own. This sets the right side of the window to 0.
         window: (left, right): a query sees the keys from `left` before its own to `right` after it; -1: no bound.
-
-    Raises:
-        InvalidInput: the arguments do not fit together.
     """
 
     def __init__(
@@ -77,15 +74,12 @@ class Schedule(Partition):
         window: tuple[int, int] = (-1, -1),
         rule: str = "dual_chunk",
     ) -> Schedule:
-        """A schedule of sequences of one length, for the layouts bshd and sbhd. `Schedule` has the other arguments.
+        """A schedule of sequences of one length, for bshd and sbhd. Other arguments, and the errors: see `Schedule`.
 
         Args:
             batch: B, the number of sequences.
             seqlen: tokens of a sequence on all ranks together, a multiple of the group's size.
             device: the device of q.
-
-        Raises:
-            InvalidInput: the arguments do not fit together.
         """
         name = "Schedule.fixed"
         batch = arguments.whole(name, "batch", batch, 1)

@@ -147,10 +147,10 @@ class Partition:
     """A packed batch cut between context-parallel ranks. Sequences may have any length.
 
     "dual_chunk" cuts each sequence into 2 cp_size chunks. A rank has chunk cp_rank and chunk 2 cp_size - 1 - cp_rank,
-    so under a causal mask all ranks have equal work (Llama 3, arXiv:2407.21783, section 3.3.2, and
-    TransformerEngine). "contiguous" cuts it into cp_size chunks. The chunks of a sequence differ by at most one token,
-    and so do the rows of ranks. A rank's rows are its chunks of the first sequence, then those of the second, and so
-    on. Spare tokens after the last sequence are cut like another sequence. Nothing here waits for the device.
+    so under a causal mask all ranks have equal work. "contiguous" cuts it into cp_size chunks. The chunks of a sequence
+    differ by at most one token, and so do the rows of ranks. A rank's rows are its chunks of the first sequence, then
+    those of the second, and so on. Spare tokens after the last sequence are cut like another sequence. Nothing here
+    waits for the device.
 
     >>> part = Partition(torch.tensor([0, 7, 10]), 10, cp_size=2, cp_rank=0)
     >>> part.shard(torch.arange(10))
