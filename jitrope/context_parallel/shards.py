@@ -219,8 +219,7 @@ class Partition:
     @kept
     def local_cu_seqlens(self) -> Tensor:
         """The offsets (N + 1) of the sequences, with padding, in this rank's rows. They have the given dtype."""
-        local: Tensor = self.shape.local(self.offsets)
-        return local
+        return cast(Tensor, self.shape.local(self.offsets))
 
     @kept
     def _own_rows(self) -> Tensor:
@@ -235,8 +234,7 @@ class Partition:
             InvalidInput: x does not have T rows.
         """
         self._check("shard", x, self.shape.tokens, f"the batch has T={self.shape.tokens} tokens")
-        rows: Tensor = _Shard.apply(x, self.indices, self._own_rows if x.requires_grad else None)
-        return rows
+        return cast(Tensor, _Shard.apply(x, self.indices, self._own_rows if x.requires_grad else None))
 
     def unshard(self, x: Tensor) -> Tensor:
         """All rows (T, ...) of all ranks' x (rows, ...), in the order of the batch. Every rank must call it.
@@ -252,8 +250,8 @@ class Partition:
         rows, shape = _AllRows.apply(x, self), self.shape
         copied = not is_compiling() and self.offsets.is_inference()  # which autograd cannot keep
         offsets = self.offsets.clone() if copied else self.offsets.contiguous()
-        all_rows = cp_rank_order_to_sequence_order(rows, offsets, shape.cp_size, shape.tokens, rule=shape.rule)
-        return cast(Tensor, all_rows)
+        ordered = cp_rank_order_to_sequence_order(rows, offsets, shape.cp_size, shape.tokens, rule=shape.rule)
+        return cast(Tensor, ordered)
 
     def _check(self, function: str, x: Tensor, rows: int, must: str) -> None:
         fail = fail_of(function, x=x)

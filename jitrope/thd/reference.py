@@ -187,7 +187,7 @@ def cut(offsets: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         chunk += position >= before(end, c, shape.of) - before(first, c, shape.of)
     rank: Tensor = partition.rank_of(chunk, shape.cp_size, shape.rule)
     shards = torch.arange(shape.all_rows, device=offsets.device).view(shape.cp_size, -1)
-    rows = [shard[: shape._replace(cp_rank=rank).rows] for rank, shard in enumerate(shards)]
+    rows = [shard[: shape._replace(cp_rank=number).rows] for number, shard in enumerate(shards)]
     row = torch.empty_like(rank).index_put_((rank.argsort(stable=True),), torch.cat(rows))
     return sequence, position, rank, row
 
