@@ -128,7 +128,7 @@ class Operation(NamedTuple):
     reference: Callable[..., object]  # plain torch
     calls: Callable[..., list[Call] | None]  # the launches on a GPU; None: use plain torch there too
     fresh: Callable[..., Tensor] | None = None
-    read: Callable[..., tuple[Any, ...]] = lambda *given: (*given[:-5], Shape(*given[-5:]))
+    read: Callable[..., tuple[Any, ...]] = lambda *given: (*given[:-5], Shape._make(given[-5:]))
     """Turns the op's arguments into those of the functions above."""
 
     written: Callable[..., Sequence[Any]] = lambda *words: ()  # the tensors that it overwrites
@@ -145,7 +145,7 @@ OPERATIONS = (
         f"thd_rows(Tensor[] inputs, Tensor(a!)[] outputs, str map, {_TABLES}, {_SHAPE}) -> ()",
         reference.move,
         rows_calls,
-        read=lambda *given: (Move._make((*given[:-5], Shape(*given[-5:]))),),
+        read=lambda *given: (Move._make((*given[:-5], Shape._make(given[-5:]))),),
         written=lambda given: given.outputs,
     ),
     Operation(
