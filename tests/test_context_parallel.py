@@ -875,7 +875,7 @@ def check_faults() -> None:
     ]
     if size > 1:
         faults += [
-            ("cu_seqlens differs between ranks: entry 1 is", {"cu_seqlens": torch.tensor([0, 3 + rank, tokens])}),
+            (r"cu_seqlens\[1\] differs between ranks: \[3, 4", {"cu_seqlens": torch.tensor([0, 3 + rank, tokens])}),
             (r"len\(cu_seqlens\) differs", {"cu_seqlens": torch.tensor([0, 3] + [tokens] * (1 + rank % 2))}),
             ("left differs", {"cu_seqlens": good, "window": (rank, 0)}),
             ("rule differs", {"cu_seqlens": good, "rule": RULES[rank % 2]}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from jitrope.jit import compiler
 from jitrope.jit.render import render
 from jitrope.plan.partition import RULES, Mask
 from jitrope.thd import corrections, reference
-from jitrope.thd import launch as thd_runtime
 from jitrope.thd import ops as thd_ops
 from jitrope.thd.corrections import Correction
 from jitrope.thd.reference import Move, Segments, Shape
@@ -41,7 +41,7 @@ def run(call) -> None:
 
 def move(given: Move) -> None:
     """Run the kernels of a call of thd_rows, if there is anything to do."""
-    for call in thd_runtime.rows_calls(given):
+    for call in thd_ops.rows_calls(given):
         run(call)
 
 
@@ -55,8 +55,8 @@ def wanted_segments(cu_seqlens, padded, shape: Shape, mask: Mask) -> Segments:
 def segments(cu_seqlens, padded, shape: Shape, mask: Mask) -> Segments:
     """The tables from the kernels."""
     flat = reference.empty_segments(cu_seqlens, padded, shape, mask)
-    for call in thd_runtime.segments_calls(flat, cu_seqlens, padded, shape, mask, SCAN_THREADS):
-        run(call)
+    for call in thd_ops.segments_calls(flat, cu_seqlens, padded, shape, mask):
+        run(call if call.spec.rows else call._replace(spec=replace(call.spec, threads=SCAN_THREADS)))
     return Segments.of(flat, shape, mask, padded is not None)
 
 
@@ -90,7 +90,7 @@ def test_tables_match_reference(seed: int) -> None:
     for map, rows in TABLES:
         want = reference.table(pack.slots, map, getattr(pack.shape, rows), pack.shape)
         out = torch.full((len(want),), -7, dtype=torch.int32)
-        for call in thd_runtime.table_calls(out, pack.slots, map, len(want), pack.shape):
+        for call in thd_ops.table_calls(out, pack.slots, map, len(want), pack.shape):
             run(call)
         assert torch.equal(out, want), map
 
@@ -193,7 +193,7 @@ def step_of(seed: int, quantity: str, first: str, second: str):
 def test_corrections_match_reference(step: tuple[str, str, str]) -> None:
     cu_seqlens, packed, t, tensors = step_of(STEPS.index(step), *step)
     wants = [None if x is None else x.clone() for x in tensors]
-    for call in thd_runtime.correction_calls(Correction(*step, packed, cu_seqlens, t, *tensors)):
+    for call in thd_ops.correction_calls(Correction(*step, packed, cu_seqlens, t, *tensors)):
         run(call)
     corrections.correct(Correction(*step, packed, cu_seqlens, t, *wants))
     for got, want in zip(tensors, wants):
@@ -232,7 +232,7 @@ def test_steps_of_halves_make_the_whole() -> None:
 def test_sanitizer_sees_a_row_past_the_input() -> None:
     """The harness finds an input with fewer rows than the kernel's arguments say."""
     x, out, table = torch.zeros(5, 8), torch.zeros(3, 8), torch.tensor([0, 4, 1], dtype=torch.int32)
-    (call,) = thd_runtime.rows_calls(Move([x], [out], "table", table=table))
+    (call,) = thd_ops.rows_calls(Move([x], [out], "table", table=table))
     with pytest.raises(AssertionError, match=r"use-after-poison|heap-buffer-overflow"):
         run(call._replace(tensors=[x[:4].clone(), *call.tensors[1:]]))
 

@@ -16,8 +16,8 @@ from jitrope import JitropeError
 from jitrope.context_parallel import all_gather_attention
 from jitrope.context_parallel import attention as library
 from jitrope.context_parallel.backends import choose
-from jitrope.context_parallel.groups import all_gather, all_to_all, ranks_of
 from jitrope.context_parallel.interface import Backend, Result
+from jitrope.context_parallel.shards import all_gather, all_to_all, ranks_of
 from jitrope.context_parallel.steps import Call, attend, unpack
 
 from .cp import Batch, row
@@ -28,14 +28,10 @@ Heads = tuple[int, int]
 """Of q, and of k and v."""
 
 
-class Shapes:
+class Shapes(Backend):
     """A backend that makes the tensors that an attention returns, and computes nothing; see `Backend`."""
 
     name = "shapes"
-
-    def refuses(self, case: Any) -> str | None:
-        """Nothing."""
-        return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Any, case: Any) -> Result:
         """Output and logarithms."""
@@ -47,7 +43,7 @@ class Shapes:
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-SHAPES: Backend = Shapes()
+SHAPES = Shapes()
 
 
 class Local(NamedTuple):

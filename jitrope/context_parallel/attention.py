@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..base import arguments
-from ..ops.watch import without_autocast
+from ..base.errors import InvalidInput
+from ..ops import watch
+from ..ops.fit import named
 from .backends import choose
-from .checks import check_heads, check_ranks, check_rows, on_all_ranks
-from .groups import Pending, all_gather, all_to_all, largest
-from .interface import NAME, Case, Result
+from .interface import NAME, Case, Result, fail
 from .rotary import Rope, rotation_of
 from .schedule import Schedule
+from .shards import Pending, all_gather, all_to_all, largest
 from .steps import Call, attend, attend_backward, pack, pack_gradients, unpack, unpack_gradients
+
+Checked = tuple[Tensor, Tensor, Tensor, Call]
+LAYOUTS = ("thd", "bshd", "sbhd")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def all_gather_attention(
@@ -38,8 +45,6 @@ def all_gather_attention(
     check: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
     """softmax(scale q k^T + mask) v of a batch cut between ranks. Every rank of the group must call it.
-
-    Context parallelism by all-gather: Llama 3, arXiv:2407.21783, section 3.3.2.
 
     One collective sends keys and values, and one sends their gradients back. All rows are gathered or, for windows much
     shorter than the sequences, only the rows that some query sees (`Schedule.saving`). Gradients are sent in the dtype
@@ -83,9 +88,9 @@ def all_gather_attention(
     given = (q, k, v)
 
     def checked() -> tuple[Tensor, Tensor, Tensor, Call]:
-        groups = check_heads(*given, layout, head_groups)
-        q, k, v = (_packed(x, layout) for x in given)
-        check_rows(q, given[0].shape, layout, schedule)
+        groups = _check_heads(*given, layout, head_groups)
+        q, k, v = (_batch_first(x, layout).flatten(0, -3) for x in given)
+        _check_rows(q, given[0].shape, layout, schedule)
         sizes = (q.shape[1] // groups, k.shape[1] // groups, q.shape[2], v.shape[2])  # of one head group
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
         wanted = (grad, flag("return_lse", return_lse), flag("return_max_logit", return_max_logit))
@@ -94,54 +99,144 @@ def all_gather_attention(
         keeps, rotation = flag("keep_gathered", keep_gathered), rotation_of(rope, q, k, schedule)
         return q, k, v, Call(schedule, choose(backend, case), case, scale, groups, keeps, rotation)
 
-    if flag("check", check):
-        q, k, v, call = on_all_ranks(checked, schedule)
-        check_ranks(call)
-    else:
-        q, k, v, call = checked()
-    shape, rotation, head_groups = given[0].shape, call.rotation, call.head_groups
-    if rotation is not None and not (head_groups == 1 and schedule.exchange is None and k.shape == v.shape):
-        q, k = rotation.apart(q, k)
+    q, k, v, call = _on_all_ranks(checked, schedule) if flag("check", check) else checked()
+    apart = call.head_groups != 1 or schedule.exchange is not None or k.shape != v.shape
+    if call.rotation is not None and apart:
+        q, k = call.rotation.apart(q, k)
         call = call._replace(rotation=None)
     if torch.compiler.is_compiling():  # which lets no autograd function make a tensor that is kept
         _ = schedule.segments, schedule.sum_rows if call.case.grad else None
     out, lse, max_logit = _Attention.apply(q, k, v, call)
-    outputs = [_unpacked(x, shape, layout) for x in (out, lse) if x is not None]
+    outputs = [x for x in (out, lse) if x is not None]
+    if layout != "thd":
+        size = _batch_first(given[0], layout).shape[:2]
+        outputs = [_batch_first(x.view(*size, *x.shape[1:]), layout) for x in outputs]
     outputs += [] if max_logit is None else [max_logit]
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
-# ---- arguments -------------------------------------------------------------------------------------
+def _batch_first(x: Tensor, layout: str) -> Tensor:
+    """x with the axes of bshd for sbhd, and the inverse."""
+    return x.transpose(0, 1) if layout == "sbhd" else x
 
 
-def _packed(x: Tensor, layout: str) -> Tensor:
-    """(rows, H, D)."""
-    x = x.transpose(0, 1) if layout == "sbhd" else x
-    return x if layout == "thd" else x.flatten(0, 1)
+# ---- checks -----------------------------------------------------------------------------------------
 
 
-def _unpacked(x: Tensor, shape: torch.Size, layout: str) -> Tensor:
-    """(rows, ...) in the layout and with the first axes of `shape`."""
-    if layout == "sbhd":
-        return x.view(shape[1], shape[0], *x.shape[1:]).transpose(0, 1)
-    return x if layout == "thd" else x.view(*shape[:2], *x.shape[1:])
+def _check_heads(q: Any, k: Any, v: Any, layout: Any, head_groups: Any) -> int:
+    """Check a rank's q, k and v. Returns head_groups, a number that divides the heads of k."""
+    arguments.word(NAME, "layout", layout, LAYOUTS)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        arguments.tensor(NAME, name, x)
+        if watch.sharded((x,)):
+            fail(f"{name} is a DTensor; pass {name}.to_local(), and make the result with DTensor.from_local")
+        if x.dim() != len(layout):
+            axes = ", ".join(layout.upper())
+            fail(f"{name} has shape {tuple(x.shape)}, layout {layout!r} needs {len(layout)} axes ({axes})")
+        if x.dtype != q.dtype or x.device != q.device:
+            fail(f"{name} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}")
+    if q.dtype not in _DTYPES:
+        fail(f"q is {q.dtype}; allowed are fp16, bf16, fp32 and fp64")
+    sizes = ", ".join(f"{name} is {named(x, layout)}" for name, x in (("q", q), ("k", k), ("v", v)))
+    if not (q.shape[:-2] == k.shape[:-2] == v.shape[:-2]):
+        fail(f"{sizes}; only H and v's D may differ")
+    if k.shape[-2] != v.shape[-2] or q.shape[-1] != k.shape[-1]:
+        fail(f"{sizes}; k's H must be v's, and k's D must be q's")
+    if min(*q.shape[-2:], *v.shape[-2:]) <= 0:
+        fail(f"{sizes}; H and D must be at least 1")
+    if q.shape[-2] % k.shape[-2] != 0:
+        fail(f"q has H={q.shape[-2]}, which k's H={k.shape[-2]} does not divide")
+    groups = arguments.whole(NAME, "head_groups", head_groups, 1)
+    if k.shape[-2] % groups != 0:
+        fail(f"head_groups is {groups}, which does not divide k's H={k.shape[-2]}")
+    return groups
+
+
+def _check_rows(q: Tensor, given: torch.Size, layout: str, schedule: Schedule) -> None:
+    """Check that q (rows, H, D), given in a layout with shape `given`, has the rows of this rank."""
+    shape, device = schedule.shape, schedule.cu_seqlens.device
+    batch = given[layout.index("b")] if "b" in layout else None
+    if batch is not None and (batch != shape.sequences or (not schedule.equal and shape.tokens != 0)):
+        fail(f"q has B={batch} in layout {layout!r}; make the schedule with Schedule.fixed, for that batch")
+    if q.device != device:
+        fail(f"q is on {q.device} but cu_seqlens on {device}")
+    if len(q) != shape.rows:
+        fail(f"q has {len(q)} rows; rank {shape.cp_rank} of {shape.cp_size} has {shape.rows} of tokens={shape.tokens}")
+    if shape.cp_size != 1 and schedule.ranks.group is None:
+        fail("the schedule was made with cp_size and cp_rank; make it with a group")
+
+
+def _on_all_ranks(checked: Callable[[], Checked], schedule: Schedule) -> Checked:
+    """The result of a rank's own check. Waits for the device.
+
+    Every rank refuses if one does, if the ranks' calls differ, or if the lengths are wrong.
+    """
+    result: Any
+    try:
+        result = checked()
+    except InvalidInput as error:
+        result = error
+    refused = isinstance(result, InvalidInput)
+    ranks: list[Any] = [None if refused else _facts(result[-1])]
+    if schedule.ranks.group is not None:  # else there is one process, or each has refused
+        facts, ranks = ranks[0], [None] * schedule.ranks.cp_size
+        with torch.cuda.device_of(schedule.cu_seqlens):
+            dist.all_gather_object(ranks, facts, schedule.ranks.group)
+    if refused:
+        raise result
+    if None in ranks:
+        fail(f"rank {ranks.index(None)} refuses its arguments; its error has the reason")
+    for name in ranks[0]:
+        each = [rank[name] for rank in ranks]
+        if any(x != each[0] for x in each):
+            fail(f"{name} differs between ranks: {each}")
+    _check_lengths(result[-1])
+    return cast(Checked, result)
+
+
+def _facts(call: Call) -> dict[str, Any]:
+    """What must be the same on every rank, by its name in messages."""
+    schedule, case, rotation = call.schedule, call.case, call.rotation
+    given = {"cu_seqlens": schedule.cu_seqlens, "cu_seqlens_padded": schedule.cu_seqlens_padded}
+    return {
+        "len(cu_seqlens)": len(schedule.cu_seqlens),
+        "cu_seqlens_padded (is given)": schedule.cu_seqlens_padded is not None,
+        "max_seqlen": schedule.max_seqlen,
+        "rope (rows of its tables)": -1 if rotation is None else rotation.rows,
+        "softmax_scale": call.scale,  # by default it follows from a head size
+        **{name: getattr(schedule.shape, name) for name in ("tokens", "rule")},
+        **schedule.mask._asdict(),
+        **{name: getattr(call, name) for name in ("head_groups", "keep_gathered")},
+        **dict(zip(("dtype", "heads of q", "heads of k", "head size of q", "head size of v"), case[1:])),
+        **{"wants a gradient": case.grad, "return_max_logit": case.max_logit},
+        **{f"{name}[{i}]": n for name, x in given.items() if x is not None for i, n in enumerate(x.tolist())},
+    }
+
+
+def _check_lengths(call: Call) -> None:
+    schedule, tokens = call.schedule, call.schedule.shape.tokens
+    real, padded = schedule.cu_seqlens.tolist(), schedule.offsets.tolist()
+    if any(offsets[0] != 0 or offsets != sorted(offsets) for offsets in (real, padded)):
+        fail("cu_seqlens does not ascend from 0")
+    if padded[-1] > tokens:
+        fail(f"cu_seqlens goes up to {padded[-1]}, but there are {tokens} tokens")
+    lengths, slots = ([b - a for a, b in pairwise(offsets)] for offsets in (real, padded))
+    longest = max(slots)
+    if longest > schedule.max_seqlen:
+        fail(f"a sequence has {longest} tokens, more than max_seqlen={schedule.max_seqlen}")
+    if call.rotation is not None and longest > call.rotation.rows:
+        fail(f"rope's tables have {call.rotation.rows} rows, but a sequence has {longest} tokens")
+    if any(length > slot for length, slot in zip(lengths, slots)):
+        fail("a sequence is longer in cu_seqlens than in cu_seqlens_padded")
 
 
 # ---- autograd ----------------------------------------------------------------------------------------
 
 
-def _next_gather(groups: Iterator[Tensor], call: Call) -> Pending | None:
-    """Start gathering the next head group, if there is one."""
-    rows, schedule = next(groups, None), call.schedule
-    if rows is None:
-        return None
-    if schedule.exchange is None:
-        return all_gather(rows, schedule.ranks)
-    return all_to_all(rows, schedule.sent, schedule.received, schedule.ranks)
-
-
-def _packed_groups(k: Tensor, v: Tensor, call: Call) -> Iterator[Tensor]:
-    """This rank's keys and values, packed one head group at a time; see `pack`."""
+def _packed_groups(k: Tensor, v: Tensor | None, call: Call) -> Iterator[Tensor]:
+    """This rank's rows to send, one head group at a time; see `pack`. Without v, k has them."""
+    if v is None:
+        return iter((k,))
     return (pack(*pair, call) for pair in zip(k.chunk(call.head_groups, 1), v.chunk(call.head_groups, 1)))
 
 
@@ -150,10 +245,19 @@ def _gathered(groups: Iterator[Tensor], call: Call) -> Iterator[tuple[Tensor, Te
 
     The order of steps frees each tensor before the next takes memory.
     """
-    pending = _next_gather(groups, call)
+
+    def begin() -> Pending | None:
+        rows, schedule = next(groups, None), call.schedule
+        if rows is None:
+            return None
+        if schedule.exchange is None:
+            return all_gather(rows, schedule.ranks)
+        return all_to_all(rows, schedule.sent, schedule.received, schedule.ranks)
+
+    pending = begin()
     while pending is not None:
         rows, pending = [pending.wait()], None
-        pending = _next_gather(groups, call)
+        pending = begin()
         yield unpack(rows.pop(), call)
 
 
@@ -161,46 +265,37 @@ class _Given:
     """All ranks' gradients for this rank's keys and values, added up group by group."""
 
     def __init__(self, like: Tensor, call: Call) -> None:
-        self.like, self.call = like, call
+        self.like, self.call, self.done = like, call, 0
         self.pending: Pending | None = None
         self.sums: list[Tensor] = []  # allocated when the first gradients arrive
-        self.done = 0
 
-    def send(self, rows: Tensor) -> None:
-        """Send one head group's gradients; see `pack_gradients`."""
-        self._collect()
-        schedule = self.call.schedule
-        self.pending = all_to_all(rows, schedule.received, schedule.sent, schedule.ranks)
-
-    def _collect(self) -> None:
-        if self.pending is None:
-            return
-        received, self.pending = self.pending.wait(), None
-        if not self.sums:
-            shape = len(self.like), self.call.head_groups
-            self.sums = [self.like.new_empty(*shape, width) for width in self.call.widths]
-        dk, dv = (x[:, self.done] for x in self.sums)
-        unpack_gradients(received, dk, dv, self.call)
-        self.done += 1
+    def send(self, rows: Tensor | None) -> None:
+        """Send one head group's gradients; see `pack_gradients`. Before that those of the group before arrive."""
+        call, schedule = self.call, self.call.schedule
+        if self.pending is not None:
+            received, self.pending = [self.pending.wait()], None
+            self.sums = self.sums or [self.like.new_empty(len(self.like), call.head_groups, n) for n in call.widths]
+            dk, dv = (x[:, self.done] for x in self.sums)
+            unpack_gradients(received.pop(), dk, dv, call)  # it is freed before more arrive
+            self.done += 1
+        if rows is not None:
+            self.pending = all_to_all(rows, schedule.received, schedule.sent, schedule.ranks)
 
     def gradients(self) -> list[Tensor]:
         """dk and dv of all heads."""
-        self._collect()
-        heads = self.call.head_groups * self.call.case.kv_heads
-        return [x.view(len(x), heads, x.shape[2] // self.call.case.kv_heads) for x in self.sums]
+        self.send(None)
+        heads = self.call.case.kv_heads
+        return [x.view(len(x), self.call.head_groups * heads, x.shape[2] // heads) for x in self.sums]
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        inputs: tuple[Tensor | None, ...] = k, v
-        if call.rotation is None:
-            gathered = _gathered(_packed_groups(k, v, call), call)
-        else:
-            sent = k.new_empty(call.schedule.shape.capacity, sum(call.widths))
-            q = call.rotation.into(q, k, v, sent)
-            inputs, gathered = (sent, None), _gathered(iter((sent,)), call)
-        results, saved = [], []
+        inputs: tuple[Tensor, Tensor | None] = k, v
+        if call.rotation is not None:
+            inputs = k.new_empty(call.schedule.shape.capacity, sum(call.widths)), None
+            q = call.rotation.into(q, k, v, inputs[0])
+        results, saved, gathered = [], [], _gathered(_packed_groups(*inputs, call), call)
         for part in q.chunk(call.head_groups, 1):
             keys, values = next(gathered)
             results.append(attend(part, keys, values, call))
@@ -224,9 +319,7 @@ class _Attention(torch.autograd.Function):
         call: Call = ctx.call
         q, k, v, out, *saved = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        gathered: Iterator[tuple[Tensor, Tensor]] = iter(())
-        if not call.keep_gathered:  # with a rotation, k holds the packed rows
-            gathered = _gathered(_packed_groups(k, v, call) if call.rotation is None else iter((k,)), call)
+        gathered = _gathered(iter(()) if call.keep_gathered else _packed_groups(k, v, call), call)
         parts, given, size, kept = [], _Given(q, call), len(saved) // call.head_groups, 2 * call.keep_gathered
         for i, (dout_i, q_i, out_i) in enumerate(zip(*(x.chunk(call.head_groups, 1) for x in (dout, q, out)))):
             state = saved[i * size : (i + 1) * size]
@@ -249,5 +342,5 @@ def _together(parts: list[Any]) -> Any:
     """All heads, from head groups."""
     if len(parts) == 1 or parts[0] is None:
         return parts[0]
-    with without_autocast(parts[0]):  # which would promote
+    with watch.without_autocast(parts[0]):  # which would promote
         return torch.cat(parts, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -28,29 +28,23 @@ class Flash(Backend):
     capabilities: range  # major compute capabilities of supported devices
     max_segments: int | None = None  # None: no limit
 
-    def refuses(self, case: Case) -> str | None:
-        most = self.max_segments
+    def reasons(self, case: Case) -> Iterator[tuple[bool, str]]:
+        yield from _of_kernels(case, 256)
+        most, torchs = self.max_segments, torch.nn.attention
         many = most is not None and case.segments > most
-        own = (
-            (many, f"there are {case.segments} segments; at most {most} are possible"),
-            (case.max_logit, "it gives no max_logit"),
-        )
-        return _refuses(case, 256, own) or self._refuses_impl(case) or _refuses_device(case, self.capabilities)
-
-    def _refuses_impl(self, case: Case) -> str | None:
-        wanted, active = self.impl, getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
-        if wanted == active:
-            windowed = case.mask.left >= 0 or case.mask.right > 0
-            if wanted != "FA4" or not windowed or hasattr(torch.nn.attention._fa4, "_aten_to_fa4_window_size"):
-                return None
-            return f"it has windows from torch 2.13 on; this is torch {torch.__version__}"
-        if wanted is None:
-            return f"torch has {active} active in its place; pass {'flash' + str(active)[2:]!r}"
-        if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
-            return f"this torch ({torch.__version__}) has no registry of FlashAttention implementations"
-        if not _installed(self.module):
-            return f"the module {self.module} is not installed"
-        return f"it is not active; call torch.nn.attention.activate_flash_attention_impl({wanted!r})"
+        yield many, f"there are {case.segments} segments; at most {most} are possible"
+        yield case.max_logit, "it gives no max_logit"
+        wanted, active = self.impl, getattr(torchs, "current_flash_attention_impl", lambda: None)()
+        if wanted == active == "FA4" and (case.mask.left >= 0 or case.mask.right > 0):
+            old = not hasattr(torch.nn.attention._fa4, "_aten_to_fa4_window_size")
+            yield old, f"it has windows from torch 2.13 on; this is torch {torch.__version__}"
+        if wanted != active:
+            yield wanted is None, f"torch has {active} active in its place; pass {'flash' + str(active)[2:]!r}"
+            has = hasattr(torchs, "activate_flash_attention_impl")
+            yield not has, f"this torch ({torch.__version__}) has no registry of FlashAttention implementations"
+            yield not _installed(self.module), f"the module {self.module} is not installed"
+            yield True, f"it is not active; call torch.nn.attention.activate_flash_attention_impl({wanted!r})"
+        yield from _of_device(case, self.capabilities)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
         out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
@@ -78,14 +72,13 @@ class Cudnn(Backend):
 
     name = "cudnn"
 
-    def refuses(self, case: Case) -> str | None:
-        own = (
-            (not case.mask.full, "it has full masks only: its causal mask counts from the first key"),
-            (not case.equal, "sequences may be empty or of different lengths; it takes fixed-length batches only"),
-            (case.heads != case.kv_heads, f"q has H={case.heads} and k H={case.kv_heads}; they must be equal"),
-            (case.lse or case.max_logit, "it gives neither lse nor max_logit"),
-        )
-        return _refuses(case, 128, own) or _refuses_device(case, range(9, 100))
+    def reasons(self, case: Case) -> Iterator[tuple[bool, str]]:
+        yield from _of_kernels(case, 128)
+        yield not case.mask.full, "it has full masks only: its causal mask counts from the first key"
+        yield not case.equal, "sequences may be empty or of different lengths; it takes fixed-length batches only"
+        yield case.heads != case.kv_heads, f"q has H={case.heads} and k H={case.kv_heads}; they must be equal"
+        yield case.lse or case.max_logit, "it gives neither lse nor max_logit"
+        yield from _of_device(case, range(9, 100))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
         out, lse, *_, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -110,26 +103,20 @@ def _packed(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1)
 
 
-def _refuses(case: Case, most: int, own: Iterable[tuple[bool, str]]) -> str | None:
-    """The first reason to refuse: a common one, or one of a backend's own. most: the largest D."""
+def _of_kernels(case: Case, most: int) -> Iterator[tuple[bool, str]]:
+    """The reasons of flash and cudnn. most: the largest D."""
     d, d_v = case.head_dim, case.head_dim_v
-    on_gpu = case.device.type == "cuda" and not torch.version.hip
-    reasons = (
-        (not on_gpu, f"q is on {case.device}; it needs a CUDA device"),
-        (case.dtype not in (torch.float16, torch.bfloat16), f"q is {case.dtype}; allowed are fp16 and bf16"),
-        (d % 8 != 0 or d > most, f"D is {d}; it must be a multiple of 8 up to {most}"),
-        (d != d_v, f"v has D={d_v} and k D={d}; they must be equal"),
-    )
-    return next((why for holds, why in (*reasons, *own) if holds), None)
+    yield case.device.type != "cuda" or bool(torch.version.hip), f"q is on {case.device}; it needs a CUDA device"
+    yield case.dtype not in (torch.float16, torch.bfloat16), f"q is {case.dtype}; allowed are fp16 and bf16"
+    yield d % 8 != 0 or d > most, f"D is {d}; it must be a multiple of 8 up to {most}"
+    yield d != d_v, f"v has D={d_v} and k D={d}; they must be equal"
 
 
-def _refuses_device(case: Case, capabilities: range) -> str | None:
-    if not torch.cuda.is_available():
-        return "there is no CUDA device"
+def _of_device(case: Case, capabilities: range) -> Iterator[tuple[bool, str]]:
+    yield not torch.cuda.is_available(), "there is no CUDA device"
     major, minor = torch.cuda.get_device_capability(case.device)
-    if major in capabilities:
-        return None
-    return f"the device has compute capability {major}.{minor}; allowed are {capabilities[0]} to {capabilities[-1]}"
+    allowed = f"allowed are {capabilities[0]} to {capabilities[-1]}"
+    yield major not in capabilities, f"the device has compute capability {major}.{minor}; {allowed}"
 
 
 def _installed(module: str) -> bool:
@@ -161,21 +148,18 @@ class Flex(Backend):
 
     name = "flex"
 
-    def refuses(self, case: Case) -> str | None:
-        if not hasattr(_module(), "AuxRequest"):
-            return f"flex_attention of this torch ({torch.__version__}) has no return_aux"
-        sizes = (case.head_dim, case.head_dim_v)
-        if case.device.type == "cuda":
-            if case.dtype == torch.float64:
-                return "q is torch.float64; allowed are fp32, fp16 and bf16"
-            if min(sizes) < 16 or max(sizes) > 256:
-                return f"the head sizes are {sizes[0]} and {sizes[1]}; they must be from 16 to 256"
-            return None
-        if case.device.type != "cpu":
-            return f"q is on {case.device}; allowed are CUDA and CPU devices"
-        if case.grad:
-            return "it has no backward on CPUs"
-        return "it gives no max_logit on CPUs" if case.max_logit else None
+    def reasons(self, case: Case) -> Iterator[tuple[bool, str]]:
+        on, sizes = case.device.type, (case.head_dim, case.head_dim_v)
+        old = not hasattr(_module(), "AuxRequest")
+        yield old, f"flex_attention of this torch ({torch.__version__}) has no return_aux"
+        yield on not in ("cuda", "cpu"), f"q is on {case.device}; allowed are CUDA and CPU devices"
+        if on == "cuda":
+            yield case.dtype == torch.float64, "q is torch.float64; allowed are fp32, fp16 and bf16"
+            odd = min(sizes) < 16 or max(sizes) > 256
+            yield odd, f"the head sizes are {sizes[0]} and {sizes[1]}; they must be from 16 to 256"
+        else:
+            yield case.grad, "it has no backward on CPUs"
+            yield case.max_logit, "it gives no max_logit on CPUs"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
         low, high = key_ranges(varlen, len(q))
@@ -201,9 +185,7 @@ def _module() -> Any:
     return flex_attention
 
 
-@cache
-def _compiled() -> Any:
-    return torch.compile(_module().flex_attention)
+_compiled = cache(lambda: torch.compile(_module().flex_attention))
 
 
 def _flex(inputs: Sequence[Tensor], low: Tensor, high: Tensor, scale: float, **wanted: bool) -> tuple[Tensor, Any]:
@@ -253,17 +235,14 @@ class Math(Backend):
 
     name = "math"
 
-    def refuses(self, case: Case) -> str | None:
-        return None
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
         low, high = key_ranges(varlen, len(q))
         visible, q = _visible(low, high, len(k)), rows_with_keys(q, low, high)
         out = q.new_empty(*q.shape[:2], v.shape[2])
         lse, row_max = (torch.empty(q.shape[1], len(q), dtype=torch.float32, device=q.device) for _ in range(2))
         for heads, head in _head_groups(q, k):
-            parts = [_wide(x) for x in (q[:, heads], k[:, head], v[:, head])]
-            out[:, heads], lse[heads], row_max[heads] = _math(parts, visible, varlen.scale)
+            weights, lse[heads], row_max[heads] = _weights(q[:, heads], k[:, head], visible, varlen.scale)
+            out[:, heads] = torch.einsum("gqk,kd->qgd", weights, _wide(v[:, head]))
         return Result(out, lse, row_max, ())
 
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, varlen: Varlen) -> Gradients:
@@ -271,35 +250,23 @@ class Math(Backend):
         visible, q, dout = _visible(low, high, len(k)), *(rows_with_keys(x, low, high) for x in (q, dout))
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         for heads, head in _head_groups(q, k):
-            parts = [_wide(x) for x in (dout[:, heads], q[:, heads], k[:, head], v[:, head])]
-            dq[:, heads], dk[:, head], dv[:, head] = _math_backward(parts, visible, varlen.scale)
+            weights = _weights(q[:, heads], k[:, head], visible, varlen.scale)[0]
+            given = _wide(dout[:, heads])
+            dweights = torch.einsum("qgd,kd->gqk", given, _wide(v[:, head]))
+            dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True)) * varlen.scale
+            dq[:, heads] = torch.einsum("gqk,kd->qgd", dscores, _wide(k[:, head]))
+            dk[:, head] = torch.einsum("gqk,qgd->kd", dscores, _wide(q[:, heads]))
+            dv[:, head] = torch.einsum("gqk,qgd->kd", weights, given)
         return dq, dk, dv
 
 
 def _weights(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """q (Tq, G, D), k (Tk, D) -> softmax (G, Tq, Tk), zero in rows without keys; lse and row_max (G, Tq)."""
-    scores = torch.einsum("qgd,kd->gqk", q * scale, k).masked_fill(~visible, -torch.inf)
+    scores = torch.einsum("qgd,kd->gqk", _wide(q) * scale, _wide(k)).masked_fill(~visible, -torch.inf)
     row_max = scores.amax(-1)
     weights = torch.exp(scores - row_max.clamp(min=torch.finfo(scores.dtype).min)[..., None])
     total = weights.sum(-1)
     return weights / torch.where(total == 0, 1, total)[..., None], row_max + total.log(), row_max
-
-
-def _math(inputs: list[Tensor], visible: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """q (Tq, G, D), k (Tk, D), v (Tk, Dv) -> out (Tq, G, Dv), lse (G, Tq), row_max (G, Tq)."""
-    q, k, v = inputs
-    weights, lse, row_max = _weights(q, k, visible, scale)
-    return torch.einsum("gqk,kd->qgd", weights, v), lse, row_max
-
-
-def _math_backward(inputs: list[Tensor], visible: Tensor, scale: float) -> Gradients:
-    """dout (Tq, G, Dv), q, k, v as in `_math` -> dq (Tq, G, D), dk (Tk, D), dv (Tk, Dv). Written out, it is traced."""
-    dout, q, k, v = inputs
-    weights = _weights(q, k, visible, scale)[0]
-    dweights = torch.einsum("qgd,kd->gqk", dout, v)
-    dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True)) * scale
-    dq, dk = torch.einsum("gqk,kd->qgd", dscores, k), torch.einsum("gqk,qgd->kd", dscores, q)
-    return dq, dk, torch.einsum("gqk,qgd->kd", weights, dout)
 
 
 def _visible(low: Tensor, high: Tensor, keys: int) -> Tensor:

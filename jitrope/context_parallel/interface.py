@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -68,6 +69,11 @@ class Backend(Protocol):
 
     def refuses(self, case: Case) -> str | None:
         """Return the reason why the backend cannot do this case, or None if it can."""
+        return next((why for holds, why in self.reasons(case) if holds), None)
+
+    def reasons(self, case: Case) -> Iterable[tuple[bool, str]]:
+        """(whether it holds, the text) of each reason to refuse a case. None is asked after one that holds."""
+        return ()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
         """Compute the attention; see `Result`."""

@@ -88,7 +88,7 @@ def rotation_of(rope: Any, q: Tensor, k: Tensor, schedule: Schedule) -> Rotation
     if not isinstance(rope, Rope):
         arguments.refuse(NAME, "rope", rope, "a Rope")
     asked: dict[str, Any] = {"layout": "thd", **vars(rope)}
-    tables = {word: asked.pop(word) for word in ("cos", "sin", "cos_sin_cache", "freqs", "freqs_cis")}
+    tables = {word: asked.pop(word) for word in Rope.__annotations__}
     tables = {word: arguments.tensor(NAME, word, x) for word, x in tables.items() if x is not None}
     shape = schedule.shape
     if shape.rule == "dual_chunk" or shape.cp_size == 1:  # the kernel finds the positions from the offsets

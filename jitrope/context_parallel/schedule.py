@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
 
 from ..base import arguments
 from ..ops.fit import failing
-from ..plan.partition import Mask, Rows, before, number_of_chunks, rank_of
+from ..plan.partition import Mask, Rows
 from ..thd import ops as thd_ops
-from ..thd.reference import Segments
-from .groups import all_ranks_rows
+from ..thd.reference import Segments, cut
 from .interface import Varlen
-from .shards import Partition, kept
+from .shards import Partition, all_ranks_rows, kept
 
 
 class Schedule(Partition):
@@ -28,15 +27,12 @@ class Schedule(Partition):
     >>> for layer in range(2): q = context_parallel.all_gather_attention(q, k, v, schedule)
 
     Args:
-        cu_seqlens, tokens, group, cp_size, cp_rank, rule: see `Partition`. Attention needs a group.
+        cu_seqlens, tokens, group, cp_size, cp_rank, rule, and the errors: see `Partition`. Attention needs a group.
         cu_seqlens_padded: see `Partition`; cu_seqlens are then the cumulated lengths without padding.
         max_seqlen: the longest sequence, including its padding; default: tokens. A larger number takes more time; a
             smaller one gives wrong results.
         causal: a query sees no keys after its own. This sets the right side of the window to 0.
         window: (left, right): a query sees the keys from `left` before its own to `right` after it; -1: no bound.
-
-    Raises:
-        InvalidInput: the arguments do not fit together.
     """
 
     def __init__(
@@ -78,15 +74,12 @@ class Schedule(Partition):
         window: tuple[int, int] = (-1, -1),
         rule: str = "dual_chunk",
     ) -> Schedule:
-        """A schedule of sequences of one length, for the layouts bshd and sbhd. `Schedule` has the other arguments.
+        """A schedule of sequences of one length, for bshd and sbhd. Other arguments, and the errors: see `Schedule`.
 
         Args:
             batch: B, the number of sequences.
             seqlen: tokens of a sequence on all ranks together, a multiple of the group's size.
             device: the device of q.
-
-        Raises:
-            InvalidInput: the arguments do not fit together.
         """
         name = "Schedule.fixed"
         batch = arguments.whole(name, "batch", batch, 1)
@@ -103,8 +96,8 @@ class Schedule(Partition):
         schedule.equal = seqlen > 0
         return schedule
 
-    def _words(self) -> list[str]:
-        return [*super()._words(), f"window ({self.mask.left}, {self.mask.right})"]
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, window ({self.mask.left}, {self.mask.right}))"
 
     @kept
     def segments(self) -> Segments:
@@ -152,25 +145,18 @@ class Schedule(Partition):
 
         This waits for the device.
         """
-        size, rule, tokens = self.shape.cp_size, self.shape.rule, self.shape.tokens
-        of, work = number_of_chunks(size, rule), [0] * size
-        left, right = (tokens if side < 0 else side for side in self.mask)
-        both = (pairwise(x.tolist()) for x in (self.cu_seqlens, self.offsets))
-        for (begin, past), (first, end) in zip(*both):
-            query, last = torch.arange(past - begin), past - begin - 1
-            seen = (query + right).clamp(max=last) - (query - left).clamp(min=0) + 1
-            until = [0, *seen.cumsum(0).tolist()]
-            starts = [min(before(end, chunk, of) - before(first, chunk, of), past - begin) for chunk in range(of + 1)]
-            for chunk, (a, b) in enumerate(pairwise(starts)):
-                work[rank_of(chunk, size, rule)] += until[b] - until[a]
+        cu_seqlens, offsets, size = self.cu_seqlens.cpu().long(), self.offsets.cpu().long(), self.shape.cp_size
+        left, right = (self.shape.tokens if side < 0 else side for side in self.mask)
+        sequence, position, rank, _ = cut(offsets, self.shape)
+        last = pad(cu_seqlens.diff(), (0, 1))[sequence] - 1  # of its sequence without padding; spare tokens have none
+        seen = torch.minimum(position + right, last) - (position - left).clamp(min=0) + 1
+        work = torch.zeros(size, dtype=torch.long).index_add_(0, rank, torch.where(position <= last, seen, 0)).tolist()
         return max(work) * size / sum(work) if any(work) else 1.0
 
     @property
     def most_segments(self) -> int:
         """The number of segments, including empty ones."""
-        each = 1 if self.mask.full else len(self.shape.chunks)
-        padding = self.cu_seqlens_padded is not None and not self.mask.extends
-        return self.shape.sequences * (each + padding)
+        return self.shape.segments(self.mask, self.cu_seqlens_padded is not None)
 
     def varlen(self, scale: float) -> Varlen:
         """The segments in the form for backends. scale: the softmax's."""

@@ -1,13 +1,18 @@
-"""A batch cut between ranks: the rows of each rank, and functions that cut and join."""
+"""A batch cut between ranks: collectives, the rows of each rank, and functions that cut and join.
+
+The collectives are torch's functional ones, which can be compiled and exported.
+"""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from math import prod
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
@@ -15,13 +20,105 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..base import arguments
 from ..ops.fit import MAX_TOKENS, failing
-from ..ops.watch import dispatch_modes, is_compiling, transformed
+from ..ops.watch import collectives, dispatch_modes, is_compiling, transformed
 from ..plan.partition import RULES
 from ..thd import cp_rank_order_to_sequence_order
 from ..thd import ops as thd_ops
 from ..thd.checks import fail_of
 from ..thd.reference import Shape
-from .groups import Ranks, all_gather, all_ranks_rows, all_to_all, ranks_of
+
+# ---- ranks ------------------------------------------------------------------------------------------
+
+
+class Ranks(NamedTuple):
+    """The ranks of a call. group is None for a single process and for ranks given as numbers."""
+
+    group: ProcessGroup | None
+    cp_size: int
+    cp_rank: int
+    name: str = ""  # the group's
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.group is not None:
+            text = "a Partition or Schedule with a process group belongs to its process: make it from cu_seqlens there"
+            raise pickle.PicklingError(text)
+        return Ranks, tuple(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        return self  # groups cannot be copied
+
+
+class Pending(NamedTuple):
+    """Rows that a collective is moving."""
+
+    rows: Tensor
+    sent: Tensor  # must live until the collective ends
+
+    def wait(self) -> Tensor:
+        """Return the rows. With CUDA only the current stream waits."""
+        return self.rows if self.rows is self.sent else collectives.wait_tensor(self.rows)
+
+
+def ranks_of(
+    function: str, group: ProcessGroup | DeviceMesh | None, cp_size: int | None = None, cp_rank: int | None = None
+) -> Ranks:
+    """The ranks from cp_size and cp_rank, else from the group, else from torch's default group, else one process."""
+    fail = failing(function)
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            fail(f'group is a DeviceMesh of {group.ndim} axes; pass one of them, as mesh["cp"]')
+        group = group.get_group()
+    if not (group is None or isinstance(group, ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
+        arguments.refuse(function, "group", group, "a process group, a DeviceMesh with one axis, or None")
+    if cp_size is not None or cp_rank is not None:
+        if group is not None:
+            fail("group is given together with cp_size and cp_rank; pass either the group or the numbers")
+        size = 1 if cp_size is None else arguments.whole(function, "cp_size", cp_size, 1)
+        rank = 0 if cp_rank is None else arguments.whole(function, "cp_rank", cp_rank, 0)
+        if rank >= size:
+            fail(f"cp_rank is {rank}, cp_size {size}; ranks go from 0 to cp_size - 1")
+        return Ranks(None, size, rank)
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return Ranks(None, 1, 0)
+    group = dist.group.WORLD if group is None else group
+    assert group is not None  # there is a default group
+    rank = dist.get_rank(group)
+    if rank < 0:
+        fail("this process is not in the group")
+    return Ranks(group, dist.get_world_size(group), rank, group.group_name)
+
+
+def all_ranks_rows(shape: Shape, device: torch.device) -> Tensor:
+    """(cp_size, rows) int32: the place of each row of this rank among each rank's rows of an all-gather."""
+    first = torch.arange(shape.cp_size, dtype=torch.int32, device=device) * shape.capacity
+    return first[:, None] + torch.arange(shape.rows, dtype=torch.int32, device=device)
+
+
+def all_gather(rows: Tensor, ranks: Ranks) -> Pending:
+    """All ranks' rows (R, ...), concatenated in rank order: (cp_size * R, ...). All must have the same R."""
+    if ranks.cp_size == 1:
+        return Pending(rows, rows)
+    if not rows.numel():
+        none = rows.new_empty(ranks.cp_size * len(rows), *rows.shape[1:])
+        return Pending(none, none)
+    return Pending(collectives.all_gather_into_tensor(rows, ranks.cp_size, ranks.name), rows)
+
+
+def all_to_all(rows: Tensor, sent: list[int], received: list[int], ranks: Ranks) -> Pending:
+    """Send sent[r] rows to rank r, and receive received[r] rows from it."""
+    if ranks.cp_size == 1:
+        return Pending(rows, rows)
+    return Pending(collectives.all_to_all_single(rows, received, sent, ranks.name), rows)
+
+
+def largest(x: Tensor, ranks: Ranks) -> Tensor:
+    """The largest of all ranks' numbers."""
+    if ranks.cp_size == 1:
+        return x
+    return Pending(collectives.all_reduce(x, "max", ranks.name), x).wait()
+
+
+# ---- their rows -------------------------------------------------------------------------------------
 
 
 class kept:
@@ -50,10 +147,10 @@ class Partition:
     """A packed batch cut between context-parallel ranks. Sequences may have any length.
 
     "dual_chunk" cuts each sequence into 2 cp_size chunks. A rank has chunk cp_rank and chunk 2 cp_size - 1 - cp_rank,
-    so under a causal mask all ranks have equal work (Llama 3, arXiv:2407.21783, section 3.3.2, and
-    TransformerEngine). "contiguous" cuts it into cp_size chunks. The chunks of a sequence differ by at most one token,
-    and so do the rows of ranks. A rank's rows are its chunks of the first sequence, then those of the second, and so
-    on. Spare tokens after the last sequence are cut like another sequence. Nothing here waits for the device.
+    so under a causal mask all ranks have equal work. "contiguous" cuts it into cp_size chunks. The chunks of a sequence
+    differ by at most one token, and so do the rows of ranks. A rank's rows are its chunks of the first sequence, then
+    those of the second, and so on. Spare tokens after the last sequence are cut like another sequence. Nothing here
+    waits for the device.
 
     >>> part = Partition(torch.tensor([0, 7, 10]), 10, cp_size=2, cp_rank=0)
     >>> part.shard(torch.arange(10))
@@ -100,12 +197,9 @@ class Partition:
         self.shape = Shape(tokens, len(cu_seqlens) - 1, *self.ranks[1:3], rule)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(self._words())})"
-
-    def _words(self) -> list[str]:
         shape = self.shape
         rows, rank = f"{shape.rows} of {shape.tokens} tokens", f"rank {shape.cp_rank} of {shape.cp_size}"
-        return [rows, f"{shape.sequences} sequences", rank, shape.rule]
+        return f"{type(self).__name__}({rows}, {shape.sequences} sequences, {rank}, {shape.rule})"
 
     @property
     def rows(self) -> int:
@@ -125,8 +219,7 @@ class Partition:
     @kept
     def local_cu_seqlens(self) -> Tensor:
         """The offsets (N + 1) of the sequences, with padding, in this rank's rows. They have the given dtype."""
-        local: Tensor = self.shape.local(self.offsets)
-        return local
+        return cast(Tensor, self.shape.local(self.offsets))
 
     @kept
     def _own_rows(self) -> Tensor:
@@ -141,8 +234,7 @@ class Partition:
             InvalidInput: x does not have T rows.
         """
         self._check("shard", x, self.shape.tokens, f"the batch has T={self.shape.tokens} tokens")
-        rows: Tensor = _Shard.apply(x, self.indices, self._own_rows if x.requires_grad else None)
-        return rows
+        return cast(Tensor, _Shard.apply(x, self.indices, self._own_rows if x.requires_grad else None))
 
     def unshard(self, x: Tensor) -> Tensor:
         """All rows (T, ...) of all ranks' x (rows, ...), in the order of the batch. Every rank must call it.
@@ -158,8 +250,8 @@ class Partition:
         rows, shape = _AllRows.apply(x, self), self.shape
         copied = not is_compiling() and self.offsets.is_inference()  # which autograd cannot keep
         offsets = self.offsets.clone() if copied else self.offsets.contiguous()
-        all_rows = cp_rank_order_to_sequence_order(rows, offsets, shape.cp_size, shape.tokens, rule=shape.rule)
-        return cast(Tensor, all_rows)
+        ordered = cp_rank_order_to_sequence_order(rows, offsets, shape.cp_size, shape.tokens, rule=shape.rule)
+        return cast(Tensor, ordered)
 
     def _check(self, function: str, x: Tensor, rows: int, must: str) -> None:
         fail = fail_of(function, x=x)

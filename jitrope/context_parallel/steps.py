@@ -35,11 +35,7 @@ class Call(NamedTuple):
 
 def pack(k: Tensor, v: Tensor, call: Call) -> Tensor:
     """The rows that this rank sends, keys and values side by side: (rows, sum of widths)."""
-    schedule = call.schedule
-    index = None if schedule.exchange is None else schedule.segments.send_rows
-    sent = k.new_empty(schedule.shape.capacity if index is None else len(index), sum(call.widths))
-    thd_ops.move_rows((k.flatten(1), v.flatten(1)), sent.split(call.widths, 1), index)
-    return sent
+    return _side_by_side(k, v, None if call.schedule.exchange is None else call.schedule.segments.send_rows, call)
 
 
 def unpack(gathered: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -78,10 +74,14 @@ def attend_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Resul
 
 def pack_gradients(dk: Tensor, dv: Tensor, call: Call) -> Tensor:
     """Gradients of keys and values, in the order of the received rows. Those of two chunks are added up."""
-    index = call.schedule.segments.gathered_rows
-    sent = dk.new_empty(index.shape[1], sum(call.widths))
-    thd_ops.move_rows((dk.flatten(1), dv.flatten(1)), sent.split(call.widths, 1), index)
-    return sent
+    return _side_by_side(dk, dv, call.schedule.segments.gathered_rows, call)
+
+
+def _side_by_side(k: Tensor, v: Tensor, index: Tensor | None, call: Call) -> Tensor:
+    """The rows of an index of k and of v, in one tensor; without an index all rows, and zeros up to the capacity."""
+    rows = k.new_empty(call.schedule.shape.capacity if index is None else index.shape[-1], sum(call.widths))
+    thd_ops.move_rows((k.flatten(1), v.flatten(1)), rows.split(call.widths, 1), index)
+    return rows
 
 
 def unpack_gradients(received: Tensor, dk: Tensor, dv: Tensor, call: Call) -> None:

@@ -211,14 +211,11 @@ def read_half_tensor(x: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
     Args:
         x: (T, H, D), or (2, T, H, D) for k and v in one launch.
         cu_seqlens: (B + 1), of a rank.
-        half_idx: 0 or 1.
+        half_idx: 0 or 1. Errors: see `sequence_order_to_cp_rank_order`.
 
     Returns:
         (T / 2, H, D) or (2, T / 2, H, D). If T is odd, the first half has one more row. The halves of a sequence are
         its chunks by the rule "contiguous" for two ranks; if its length is odd, one of them has one more row.
-
-    Raises:
-        InvalidInput: the arguments do not fit together.
     """
     name = "read_half_tensor"
     fail = checks.fail_without_gradient(name, x=x, cu_seqlens=cu_seqlens)
@@ -338,10 +335,7 @@ def grad_correction(grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, fir
         grad: (T, H, D) or (2, T, H, D).
         grad_per_step: the same shape, or only the T / 2 rows of one half if the other half's word is "none".
         cu_seqlens: (B + 1), of a rank.
-        first_half, second_half: "add", "copy" or "none".
-
-    Raises:
-        InvalidInput: the arguments do not fit together; nothing was written.
+        first_half, second_half: "add", "copy" or "none". Errors: see `second_half_lse_correction`.
     """
     name = "grad_correction"
     fail = checks.fail_without_gradient(name, grad=grad, grad_per_step=grad_per_step, cu_seqlens=cu_seqlens)

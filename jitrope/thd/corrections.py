@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from ..base.errors import InvalidInput
 from ..plan.partition import count
-from .reference import check_values
+from .reference import check_values, placed
 from .spec import STEPS
 
 
@@ -38,57 +38,50 @@ class Correction(NamedTuple):
         return {"lse": self.lse, "read_lse": self.lse_step}.get(self.quantity, self.out)
 
 
-def halves(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(sequence, position, whether in the second half, row among the rows of its half) for each row of a rank's shard.
+def halves(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(sequence, position in it, whether in its second half, place in the half, row of the half) of each row of a rank.
 
-    Rows before the first sequence or after the last have the sequence -1. Halves are the two chunks of each sequence.
+    Halves are the two chunks of each sequence; their rows are counted over all sequences. The sequence is -1 before the
+    first and after the last.
     """
     offsets = cu_seqlens.long()
-    row = torch.arange(rows, device=cu_seqlens.device)
-    sequence = torch.searchsorted(offsets[1:].contiguous(), row, right=True)
-    outside = (sequence == len(offsets) - 1) | (row < offsets[0])
-    sequence = sequence.clamp(max=max(0, len(offsets) - 2))
-    first, end = offsets[sequence], offsets[(sequence + 1).clamp(max=len(offsets) - 1)]
+    sequence, position = placed(offsets, rows)
+    sequence = torch.where(sequence == len(offsets) - 1, -1, sequence)
+    first, end = offsets[sequence], offsets[sequence + 1]
     size = count(end, 0, 2) - count(first, 0, 2)
-    position = row - first
     second = position >= size
-    inside = torch.where(second, position - size + count(first, 1, 2), position + count(first, 0, 2))
-    return torch.where(outside, -1, sequence), position, second, inside
+    place = position - size * second
+    return sequence, position, second, place, place + count(first, second.long(), 2)
 
 
 def correct(given: Correction) -> None:
     """Join a step (`Correction`). Raises InvalidInput before any write if cu_seqlens has more rows than a tensor."""
-    check_values(given.cu_seqlens, given.rows, "lse" if given.quantity in ("lse", "read_lse") else given.quantity)
-    out, step, lse, lse_step, packed = given.out, given.step, given.lse, given.lse_step, given.packed
-    sequence, position, in_second, inside = halves(given.cu_seqlens, given.rows)
-    done = torch.where(in_second, STEPS.index(given.second), STEPS.index(given.first))
+    packed, cu_seqlens, rows, *tensors = cast(Any, given[3:])
+    out, step, lse, lse_step = tensors
+    check_values(cu_seqlens, rows, "lse" if out is None else given.quantity)
+    sequence, position, second, place, inside = halves(cu_seqlens, rows)
+    done = torch.where(second, STEPS.index(given.second), STEPS.index(given.first))
     row = torch.nonzero((sequence >= 0) & (done > 0))[:, 0]
     if not len(row):
         return
-    sequence, position, in_second, inside, copied = (
-        x[row] for x in (sequence, position, in_second, inside, done == STEPS.index("copy"))
-    )
-    of_halves = "nothing" in (given.first, given.second)
-    step_row = inside if of_halves else row
-    begin = given.cu_seqlens.long()[sequence]  # row `begin` of a batch is row count(begin) of its half
-    begin = torch.where(in_second, count(begin, 1, 2), count(begin, 0, 2))
-    columns = (row, step_row) if packed else (position, inside - begin if of_halves else position)
+    sequence, position, place, inside, done = (x[row] for x in (sequence, position, place, inside, done))
+    step_row, step_position = (inside, place) if "nothing" in (given.first, given.second) else (row, position)
+    columns = (row, step_row) if packed else (position, step_position)
     labels = ("lse", "second_half_lse_seqlen" if given.quantity == "read_lse" else "lse_per_step")
     for label, x, column in zip(labels, (lse, lse_step), columns):
         needed = int(column.max()) + 1
         if x is not None and needed > x.shape[-1]:
             raise InvalidInput(f"{label} has room for {x.shape[-1]} rows, but cu_seqlens has {needed}")
-    heads = slice(None)
-    at, at_step = ((heads, column) if packed else (sequence, heads, column) for column in columns)
-    if lse is not None and lse_step is not None:
-        if given.quantity == "lse":
-            lse[at] = torch.logaddexp(lse[at], lse_step[at_step])
-        elif given.quantity == "read_lse":
-            lse_step[at_step] = lse[at]
-    if out is not None and step is not None:
+    of_lse, of_step = ((slice(None), x) if packed else (sequence, slice(None), x) for x in columns)
+    if given.quantity == "lse":
+        lse[of_lse] = torch.logaddexp(lse[of_lse], lse_step[of_step])
+    elif given.quantity == "read_lse":
+        lse_step[of_step] = lse[of_lse]
+    else:
         x = step[step_row]
-        if lse is not None and lse_step is not None:
-            factor = torch.exp(lse_step[at_step] - lse[at])
+        if given.quantity == "out":
+            factor = torch.exp(lse_step[of_step] - lse[of_lse])
             factor = (factor.t() if packed else factor)[..., None]
             x = torch.where(x == 0, 0.0, x.float() * factor).to(out.dtype)
-        out[row] = torch.where(copied[:, None, None], x, (out[row].float() + x.float()).to(out.dtype))
+        copied = (done == STEPS.index("copy"))[:, None, None]
+        out[row] = torch.where(copied, x, (out[row].float() + x.float()).to(out.dtype))

@@ -6,6 +6,7 @@ use `reference`; nothing here waits for a GPU. The ops have no gradients: `thd` 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,62 +14,153 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..base.spec import ACCESS_BYTES
 from ..ops.enqueue import Call, enqueue
+from ..ops.fit import is_float
 from ..ops.watch import written
 from ..plan.partition import Mask
+from ..plan.problem import DTYPE_NAMES
 from . import reference
+from . import spec as specs
 from .corrections import Correction, correct
-from .launch import correction_calls, rows_calls, segments_calls, table_calls
 from .reference import Move, Segments, Shape
 
+# ---- rows: `struct Params` of `rows.cuh.jinja` ---------------------------------------------------------
 
-class Operation(NamedTuple):
-    """An op. If it returns a new tensor, `fresh` makes it, and it is the first argument of the last two functions."""
 
-    schema: str
-    read: Callable[..., tuple[Any, ...]]  # turns the op's arguments into those of the functions below
-    fresh: Callable[..., Tensor] | None
-    reference: Callable[..., object]  # plain torch
-    calls: Callable[..., list[Call] | None]  # the launches on a GPU; None: use plain torch there too
-    written: Callable[..., Sequence[Any]] = lambda *words: ()  # the tensors that it overwrites
+def table_calls(out: Tensor, cu_seqlens: Tensor, map: str, rows: int, shape: Shape) -> list[Call]:
+    """Write the sources of rows; see `reference.table`."""
+    spec = specs.table_spec(map, True, DTYPE_NAMES[cu_seqlens.dtype], shape.cp_size, shape.rule)
+    grid = (-(-rows // spec.rows_per_block), 1)
+    words = [*[0] * 6, rows, 0, 1, *_batch_words(shape)]
+    return [Call(spec, grid, [None, None, None, None, cu_seqlens, None, None, out], words, out.device)] if rows else []
+
+
+def rows_calls(move: Move) -> list[Call] | None:
+    """Move rows. None if no kernel can: rows are not contiguous, there are three tensors, or sums of other dtypes."""
+    inputs, outputs, map, cu_seqlens, lengths, table, shape = move
+    sums, sources = (False, 1) if table is None or table.dim() == 1 else (True, len(table))
+    whole = all(x.is_contiguous() or x.numel() == 0 or x[0].is_contiguous() for x in (*inputs, *outputs))
+    if not whole or len(outputs) > 2 or (sums and not is_float(inputs[0])):
+        return None
+    rows = len(outputs[0])  # widths and strides are in bytes
+    widths, in_widths = ([x.shape[1:].numel() * x.itemsize * (len(x) > 0) for x in xs] for xs in (outputs, inputs))
+    if rows == 0 or max(widths) == 0:
+        return []
+    in_strides, strides = ([x.stride(0) * x.itemsize * (len(x) > 1) for x in xs] for xs in (inputs, outputs))
+    index_dtype = "int32" if cu_seqlens is None else DTYPE_NAMES[cu_seqlens.dtype]
+    cut = (shape.cp_size, shape.rule) if map in specs.PARTITIONED else (1, "dual_chunk")
+    dtypes = (True, DTYPE_NAMES[inputs[0].dtype], DTYPE_NAMES[outputs[0].dtype]) if sums else ()
+    addresses = [x.data_ptr() for x in (*inputs, *outputs)]
+    multiple = math.gcd(*addresses, *in_strides, *strides, *widths, *in_widths)
+    spec = specs.rows_spec(tuple(widths), multiple, map, False, index_dtype, *cut, *dtypes)
+    zeros, absent = [0] * (2 - len(inputs)), [None] * (2 - len(inputs))
+    words = [*in_strides, *zeros, *strides, *zeros, *(in_widths if sums else widths), *zeros]
+    words += [rows, len(inputs[0]), sources, *_batch_words(shape)]
+    tensors = [*inputs, *absent, *outputs, *absent, cu_seqlens, lengths, table, None]
+    return [Call(spec, (-(-rows // spec.rows_per_block), len(outputs)), tensors, words, outputs[0].device)]
+
+
+def _batch_words(shape: Shape) -> tuple[int, ...]:
+    return shape.sequences, shape.tokens, shape.cp_rank, max(1, shape.capacity)
+
+
+# ---- attention's segments: `struct Params` of `segments.cuh.jinja` -------------------------------------
+
+
+def segments_calls(flat: Tensor, cu_seqlens: Tensor, padded: Tensor | None, shape: Shape, mask: Mask) -> list[Call]:
+    """Write the tables of `Segments` into a buffer full of -1: first segments, then their rows."""
+    exchange, (keys, queries) = shape.exchange(mask), shape.most(mask)
+    queries = queries if mask.extends else 0
+    bases, sent, gathered, blocks = [0] * (2 * shape.cp_size), 0, shape.all_rows, 1
+    if exchange is not None:  # bases: the first row of each rank, among those received and among those sent
+        counts = [row[shape.cp_rank] for row in exchange], exchange[shape.cp_rank]
+        bases = [sum(some[:rank]) for some in counts for rank in range(shape.cp_size)]
+        gathered, sent, blocks = sum(counts[0]), sum(counts[1]), 1 + 2 * shape.cp_size
+    tables = reference.split(flat, shape, mask, padded is not None)
+    tensors = [cu_seqlens, cu_seqlens if padded is None else padded, *tables]
+    words = [shape.sequences, shape.tokens, shape.cp_rank, *mask, shape.capacity, shape.rows, keys, queries]
+    words += [gathered, sent, *bases]
+    rows = keys + queries + (0 if exchange is None else shape.cp_size * shape.rows)
+    cut = (DTYPE_NAMES[cu_seqlens.dtype], shape.cp_size, shape.rule)
+    flags = (mask.full, mask.extends, padded is not None and not mask.extends, exchange is not None)
+    kernels = (False, specs.SCAN_THREADS, blocks), (True, specs.BLOCK_THREADS, -(-rows // specs.BLOCK_THREADS))
+    return [
+        Call(specs.segments_spec(of_rows, *cut, *flags, threads), (blocks, 1), tensors, words, flat.device)
+        for of_rows, threads, blocks in kernels
+        if blocks
+    ]
+
+
+# ---- ring attention's corrections: `struct Params` of `thd_corrections.cu.jinja` -----------------------
+
+
+def correction_calls(given: Correction) -> list[Call]:
+    """Join a step with the steps before it."""
+    out, step, lse, lse_step, cu_seqlens = given.out, given.step, given.lse, given.lse_step, given.cu_seqlens
+    vec, heads, head_dim, strides = 1, 0 if lse is None else lse.shape[-2], 1, [0, 0]
+    if out is not None and step is not None:
+        size = out.element_size()
+        heads, head_dim = out.shape[1:]
+        strides = [out.stride(0), step.stride(0)]
+        multiple = math.gcd(out.data_ptr(), step.data_ptr(), *(s * size for s in strides), head_dim * size)
+        vec = math.gcd(ACCESS_BYTES, multiple) // size
+    dtypes = "fp32" if out is None else DTYPE_NAMES[out.dtype], DTYPE_NAMES[cu_seqlens.dtype]
+    spec = specs.correction_spec(given.quantity, given.first, given.second, given.packed, *dtypes, vec)
+    widths = [0 if x is None else x.shape[-1] for x in (lse, lse_step)]
+    words = [len(cu_seqlens) - 1, heads, head_dim, *strides, *widths]
+    tensors = [out, step, lse, lse_step, cu_seqlens]
+    return [Call(spec, (given.rows, 1), tensors, words, cu_seqlens.device)] if given.rows and heads else []
+
+
+# ---- torch's ops ----------------------------------------------------------------------------------
 
 
 _SHAPE = "SymInt tokens, SymInt sequences, int cp_size, int cp_rank, str rule"
 _TABLES = "Tensor? cu_seqlens, Tensor? lengths, Tensor? table"
 _STEPS = "Tensor(a!)? out, Tensor? step, Tensor(c!)? lse, Tensor(d!)? lse_step"
 
+
+class Operation(NamedTuple):
+    """An op. If it returns a new tensor, `fresh` makes it, and it is the first argument of `reference` and `calls`."""
+
+    schema: str
+    reference: Callable[..., object]  # plain torch
+    calls: Callable[..., list[Call] | None]  # the launches on a GPU; None: use plain torch there too
+    fresh: Callable[..., Tensor] | None = None
+    read: Callable[..., tuple[Any, ...]] = lambda *given: (*given[:-5], Shape._make(given[-5:]))
+    """Turns the op's arguments into those of the functions above."""
+
+    written: Callable[..., Sequence[Any]] = lambda *words: ()  # the tensors that it overwrites
+
+
 OPERATIONS = (
     Operation(
         f"thd_table(Tensor cu_seqlens, str map, SymInt rows, {_SHAPE}) -> Tensor",
-        lambda cu_seqlens, map, rows, *shape: (cu_seqlens, map, rows, Shape(*shape)),
-        lambda cu_seqlens, map, rows, shape: cu_seqlens.new_empty(rows, dtype=torch.int32),
         lambda out, *words: out.copy_(reference.table(*words)),
         table_calls,
+        lambda cu_seqlens, map, rows, shape: cu_seqlens.new_empty(rows, dtype=torch.int32),
     ),
     Operation(
         f"thd_rows(Tensor[] inputs, Tensor(a!)[] outputs, str map, {_TABLES}, {_SHAPE}) -> ()",
-        lambda inputs, outputs, map, offsets, lengths, table, *shape: (
-            Move(inputs, outputs, map, offsets, lengths, table, Shape(*shape)),
-        ),
-        None,
         reference.move,
         rows_calls,
-        lambda given: given.outputs,
+        read=lambda *given: (Move._make((*given[:-5], Shape._make(given[-5:]))),),
+        written=lambda given: given.outputs,
     ),
     Operation(
         f"cp_segments(Tensor cu_seqlens, Tensor? cu_seqlens_padded, int left, int right, {_SHAPE}) -> Tensor",
-        lambda cu_seqlens, padded, left, right, *shape: (cu_seqlens, padded, Shape(*shape), Mask(left, right)),
-        reference.empty_segments,
         reference.fill_segments,
         segments_calls,
+        reference.empty_segments,
+        lambda cu_seqlens, padded, left, right, *shape: (cu_seqlens, padded, Shape(*shape), Mask(left, right)),
     ),
     Operation(
         f"thd_correct(str quantity, str first, str second, bool packed, Tensor cu_seqlens, int rows, {_STEPS}) -> ()",
-        lambda *given: (Correction(*given),),
-        None,
         correct,
         correction_calls,
-        lambda given: [given.written],
+        read=lambda *given: (Correction(*given),),
+        written=lambda given: [given.written],
     ),
 )
 

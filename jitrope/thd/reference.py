@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..base.arguments import shown
 from ..base.errors import InvalidInput
@@ -53,6 +54,10 @@ class Shape(NamedTuple):
         """The total rows of all ranks' shards."""
         return self.cp_size * self.capacity
 
+    def segments(self, mask: Mask, padded: bool) -> int:
+        """The number of `Segments`, including empty ones."""
+        return self.sequences * ((1 if mask.full else len(self.chunks)) + (padded and not mask.extends))
+
     def local(self, offsets: Any) -> Any:
         """This rank's offsets for offsets into the batch; see `partition.local_rows`."""
         return partition.local_rows(offsets, self.cp_rank, self.cp_size, self.rule)
@@ -88,39 +93,33 @@ class Segments(NamedTuple):
     @classmethod
     def of(cls, flat: Tensor, shape: Shape, mask: Mask, padded: bool) -> Segments:
         """The tables of one buffer; see `split`."""
-        tables = split(flat, shape, mask, padded)
-        return cls(**{name: tables[name] for name in cls._fields})
+        cu_seqlens_q, cu_seqlens_k, _, *rows = split(flat, shape, mask, padded)
+        return cls(cu_seqlens_q, cu_seqlens_k, *rows)
 
 
-def split(flat: Tensor, shape: Shape, mask: Mask, padded: bool) -> dict[str, Any]:
-    """The tables (Tensor | None) of one buffer by name, in the order of the kernels' argument block."""
+def split(flat: Tensor, shape: Shape, mask: Mask, padded: bool) -> list[Any]:
+    """The tables (Tensor | None) of one buffer, in the order of the kernels' argument block; see `_new_layout`."""
     sizes = _layout(shape, mask, padded)
-    parts = flat.split([math.prod(size) if size else 0 for size in sizes.values()])
-    return {name: part.view(size) if size else None for (name, size), part in zip(sizes.items(), parts)}
+    parts = flat.split([math.prod(size) if size else 0 for size in sizes])
+    return [part.view(size) if size else None for part, size in zip(parts, sizes)]
 
 
-def _layout(shape: Shape, mask: Mask, padded: bool) -> dict[str, tuple[int, ...]]:
-    """The size of each table; () for None. Only the kernels use "pairs"."""
+def _layout(shape: Shape, mask: Mask, padded: bool) -> list[tuple[int, ...]]:
     known = type(shape.tokens) is int and type(shape.sequences) is int  # sizes that torch.compile traces are not kept
     return (_kept_layout if known else _new_layout)(shape, mask, padded)
 
 
-def _new_layout(shape: Shape, mask: Mask, padded: bool) -> dict[str, tuple[int, ...]]:
+def _new_layout(shape: Shape, mask: Mask, padded: bool) -> list[tuple[int, ...]]:
+    """The size of each table of `Segments`, () for None; the third table is one that only the kernels use."""
     exchange, (keys, queries) = shape.exchange(mask), shape.most(mask)
     parts = 1 if mask.full else len(shape.chunks)
-    offsets = (shape.sequences * (parts + (padded and not mask.extends)) + 1,)
+    offsets = (shape.segments(mask, padded) + 1,)
     gathered = shape.all_rows if exchange is None else sum(row[shape.cp_rank] for row in exchange)
-    return {
-        "cu_seqlens_q": offsets,
-        "cu_seqlens_k": offsets,
-        "pairs": () if exchange is None else (2 * shape.cp_size, shape.sequences + 1),
-        "key_rows": (keys,),
-        "gathered_rows": (parts, gathered),
-        "query_rows": (queries,) if mask.extends else (),
-        "output_rows": (shape.rows,) if mask.extends else (),
-        "send_rows": () if exchange is None else (sum(exchange[shape.cp_rank]),),
-        "sent_rows": () if exchange is None else (shape.cp_size, shape.rows),
-    }
+    dummies = [(queries,), (shape.rows,)] if mask.extends else [(), ()]
+    if exchange is None:
+        return [offsets, offsets, (), (keys,), (parts, gathered), *dummies, (), ()]
+    pairs, sent = (2 * shape.cp_size, shape.sequences + 1), (sum(exchange[shape.cp_rank]),)
+    return [offsets, offsets, pairs, (keys,), (parts, gathered), *dummies, sent, (shape.cp_size, shape.rows)]
 
 
 _kept_layout = lru_cache(maxsize=256)(_new_layout)
@@ -128,7 +127,7 @@ _kept_layout = lru_cache(maxsize=256)(_new_layout)
 
 def empty_segments(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, shape: Shape, mask: Mask) -> Tensor:
     """One buffer for all tables, int32, full of -1."""
-    sizes = _layout(shape, mask, cu_seqlens_padded is not None).values()
+    sizes = _layout(shape, mask, cu_seqlens_padded is not None)
     return cu_seqlens.new_full((sum(math.prod(size) for size in sizes if size),), -1, dtype=torch.int32)
 
 
@@ -169,34 +168,28 @@ def check_values(cu_seqlens: Tensor, tokens: int, label: str = "") -> None:
         raise InvalidInput(f"cu_seqlens is {shown(ends)}; it must ascend {most}")
 
 
-def _places(cu_seqlens: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-    """(sequence, position in it, rank) of each token of the batch; spare tokens are one more sequence."""
-    offsets = torch.cat((cu_seqlens.long(), cu_seqlens.new_full((1,), shape.tokens, dtype=torch.long)))
-    token = torch.arange(shape.tokens, device=cu_seqlens.device)
-    sequence = torch.searchsorted(offsets[1:].contiguous(), token, right=True)
-    first, end = offsets[sequence], offsets[sequence + 1]
-    chunk = torch.zeros_like(token)
+def placed(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """(sequence, place in it) of each of so many rows; before the first sequence -1, after the last one more."""
+    row = torch.arange(rows, device=offsets.device)
+    sequence = torch.searchsorted(offsets, row, right=True) - 1
+    return sequence, row - offsets[sequence]
+
+
+def cut(offsets: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(sequence, position in it, rank, row among all ranks' shards) of each token; spare tokens are one more sequence.
+
+    Each rank keeps the order of its tokens.
+    """
+    sequence, position = placed(offsets, shape.tokens)
+    ends = torch.cat((offsets, offsets.new_full((1,), shape.tokens)))
+    first, end, chunk = ends[sequence], ends[sequence + 1], torch.zeros_like(sequence)
     for c in range(1, shape.of):
-        chunk += token - first >= before(end, c, shape.of) - before(first, c, shape.of)
-    return sequence, token - first, partition.rank_of(chunk, shape.cp_size, shape.rule)
-
-
-def _to_ranks(cu_seqlens: Tensor, shape: Shape) -> Tensor:
-    """The token of each row of all ranks' shards, concatenated; (cp_size * capacity), int32."""
-    tokens = _places(cu_seqlens, shape)[2].argsort(stable=True)  # each rank keeps the order of its tokens
-    counts = [shape._replace(cp_rank=rank).rows for rank in range(shape.cp_size)]
-    out = cu_seqlens.new_full((shape.cp_size, shape.capacity), -1, dtype=torch.int32)
-    for row, own in zip(out, tokens.split(counts)):
-        row[: len(own)] = own
-    return out.view(-1)
-
-
-def _to_sequences(cu_seqlens: Tensor, shape: Shape) -> Tensor:
-    """The inverse: the row of each token among all ranks' shards; (tokens), int32."""
-    token = _to_ranks(cu_seqlens, shape).long()
-    out = token.new_empty(shape.tokens + 1, dtype=torch.int32)
-    out[token] = torch.arange(len(token), dtype=torch.int32, device=token.device)  # -1 is the last
-    return out[:-1]
+        chunk += position >= before(end, c, shape.of) - before(first, c, shape.of)
+    rank: Tensor = partition.rank_of(chunk, shape.cp_size, shape.rule)
+    shards = torch.arange(shape.all_rows, device=offsets.device).view(shape.cp_size, -1)
+    rows = [shard[: shape._replace(cp_rank=number).rows] for number, shard in enumerate(shards)]
+    row = torch.empty_like(rank).index_put_((rank.argsort(stable=True),), torch.cat(rows))
+    return sequence, position, rank, row
 
 
 def table(cu_seqlens: Tensor, map: str, rows: int, shape: Shape) -> Tensor:
@@ -207,13 +200,13 @@ def table(cu_seqlens: Tensor, map: str, rows: int, shape: Shape) -> Tensor:
     - "to_sequences": the row in all ranks' shards, concatenated, for each token of the batch
     """
     check_values(cu_seqlens, shape.tokens)
+    sequence, position, _, row = cut(cu_seqlens.long(), shape)
     if map == "to_sequences":
-        return _to_sequences(cu_seqlens, shape)
-    token = _to_ranks(cu_seqlens, shape)[shape.cp_rank * shape.capacity :][:rows]
-    if map == "to_ranks":
-        return token
-    sequence, position, _ = _places(cu_seqlens, shape)
-    return torch.where(sequence < shape.sequences, position, 0)[token.long()].int()  # every table has a row 0
+        return row.int()
+    token = torch.arange(shape.tokens, device=row.device)
+    source = token if map == "to_ranks" else torch.where(sequence < shape.sequences, position, 0)
+    found = row.new_full((shape.all_rows,), -1, dtype=torch.int32).index_put_((row,), source.int())
+    return found[shape.cp_rank * shape.capacity :][:rows]
 
 
 # ---- attention's segments --------------------------------------------------------------------------
@@ -244,59 +237,58 @@ def _ranges(first: Tensor, size: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def fill_segments(flat: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, shape: Shape, mask: Mask) -> None:
     """Write the tables of `Segments` into a buffer full of -1."""
-    tables = split(flat, shape, mask, cu_seqlens_padded is not None)
+    tables = Segments.of(flat, shape, mask, cu_seqlens_padded is not None)
     padded = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
     for ends in (cu_seqlens, padded):
         check_values(ends, shape.tokens)
     offsets, lengths = padded.long(), cu_seqlens.long().diff()
     start, queries, low, keys = _seen(lengths, offsets, shape, mask)
-    place = _to_sequences(offsets, shape)  # of each token, among the rows that are gathered
+    _, _, owner, place = cut(offsets, shape)  # place: of each token, among the rows that are gathered
     own = place - shape.cp_rank * shape.capacity
-    if tables["send_rows"] is not None:
-        place = _exchange(tables, lengths, offsets, own, shape, mask)
+    if tables.send_rows is not None:
+        place = _exchange(tables, lengths, offsets, owner, own, shape, mask)
 
     token, segment, _ = _ranges(low, keys)
     row = torch.arange(len(token), dtype=torch.int32, device=flat.device)
-    tables["key_rows"][: len(row)] = place[token]
-    tables["gathered_rows"][segment % start.shape[1], place[token]] = row
+    tables.key_rows[: len(row)] = place[token]
+    tables.gathered_rows[segment % start.shape[1], place[token]] = row
 
     taken = queries
-    if mask.extends:
+    if tables.query_rows is not None and tables.output_rows is not None:
         taken = torch.where(queries > 0, low + keys - start, 0)
         token, segment, position = _ranges(start, queries)
         query = (taken.flatten().cumsum(0) - taken.flatten())[segment] + position
-        tables["query_rows"][query] = own[token]
-        tables["output_rows"][own[token]] = query.int()
+        tables.query_rows[query] = own[token].int()
+        tables.output_rows[own[token]] = query.int()
     elif cu_seqlens_padded is not None:  # padding: queries without keys
         rest = shape.local(offsets).diff() - queries.sum(1)
-        taken, keys = torch.cat((queries, rest[:, None]), 1), torch.nn.functional.pad(keys, (0, 1))
-    for name, sizes in (("cu_seqlens_q", taken), ("cu_seqlens_k", keys)):
-        tables[name].copy_(torch.nn.functional.pad(sizes.flatten().cumsum(0), (1, 0)))
+        taken, keys = torch.cat((queries, rest[:, None]), 1), pad(keys, (0, 1))
+    for ends, sizes in ((tables.cu_seqlens_q, taken), (tables.cu_seqlens_k, keys)):
+        ends.copy_(pad(sizes.flatten().cumsum(0), (1, 0)))
 
 
 def _exchange(
-    tables: dict[str, Any], lengths: Tensor, offsets: Tensor, own: Tensor, shape: Shape, mask: Mask
+    tables: Any, lengths: Tensor, offsets: Tensor, owner: Tensor, own: Tensor, shape: Shape, mask: Mask
 ) -> Tensor:
     """Write the rows to send, and return each token's place among the rows received. own: each token's row here."""
-    rows = shape.exchange(mask)
+    rows, place = shape.exchange(mask), torch.full_like(own, -1)
     assert rows is not None
-    owner, place = _places(offsets, shape)[2], torch.full_like(own, -1)
 
-    def needed(rank: int, source: int) -> tuple[Tensor, Tensor]:
-        """The tokens of `source` that `rank` needs, in order, and their numbers."""
+    def needed(rank: int, source: int, first: int) -> tuple[Tensor, Tensor]:
+        """The tokens of `source` that `rank` needs, in order, and their numbers from `first` on."""
         _, _, low, keys = _seen(lengths, offsets, shape._replace(cp_rank=rank), mask)
         some = torch.zeros_like(owner, dtype=torch.bool)
         some[_ranges(low, keys)[0]] = True
         found = torch.nonzero(some & (owner == source))[:, 0]
-        return found, torch.arange(len(found), dtype=torch.int32, device=own.device)
+        return found, torch.arange(first, first + len(found), device=own.device)
 
     sent = received = 0
     for other in range(shape.cp_size):
-        token, number = needed(shape.cp_rank, other)
-        place[token] = received + number
-        token, number = needed(other, shape.cp_rank)
-        tables["send_rows"][sent : sent + len(token)] = own[token]
-        tables["sent_rows"][other, own[token]] = sent + number
+        token, number = needed(shape.cp_rank, other, received)
+        place[token] = number
+        token, number = needed(other, shape.cp_rank, sent)
+        tables.send_rows[number] = own[token].int()
+        tables.sent_rows[other, own[token]] = number.int()
         sent, received = sent + rows[shape.cp_rank][other], received + rows[other][shape.cp_rank]
     return place
 
@@ -306,45 +298,33 @@ def _exchange(
 
 def move(given: Move) -> None:
     """Move rows; see `Move`."""
-    if given.map == "tail":
-        for out in given.outputs:
-            row = torch.arange(len(out), device=out.device)
-            out.masked_fill_(_by_row(row >= given.cu_seqlens[-1], out), 0)
-    elif given.map == "valid":
-        check_values(given.cu_seqlens, len(given.outputs[0]), "out")
-        offsets, lengths = given.cu_seqlens.long(), given.lengths.long().diff()
-        row = torch.arange(len(given.outputs[0]), device=offsets.device)
-        sequence = torch.searchsorted(offsets[1:].contiguous(), row, right=True).clamp(max=len(offsets) - 2)
-        at = row - offsets[sequence]
-        valid = (at >= 0) & (at < lengths[sequence])
-        for x, out in zip(given.inputs, given.outputs):
-            out.copy_(torch.where(_by_row(valid, x), x, out))
-    else:
-        index = given.table
-        if given.map in ("to_ranks", "to_sequences"):
-            index = table(given.cu_seqlens, given.map, len(given.outputs[0]), given.shape)
-        for x, out in zip(given.inputs, given.outputs):
-            _take(x, out, index)
-
-
-def _take(x: Tensor, out: Tensor, index: Tensor | None) -> None:
-    if index is None:
-        out[: len(x)] = x[: len(out)]
-        out[len(x) :] = 0
-    elif len(x) == 0:
-        out.zero_()
-    elif index.dim() == 1:
-        out.copy_(_rows(x, index))
-    else:
-        total = torch.zeros_like(out, dtype=torch.promote_types(x.dtype, torch.float32))
-        for one in index:
-            total += _rows(x, one)
-        out.copy_(total)
+    inputs, outputs, map, cu_seqlens, lengths, index, shape = given
+    if map in ("to_ranks", "to_sequences"):
+        index = table(cu_seqlens, map, len(outputs[0]), shape)
+    elif map == "valid":
+        check_values(cu_seqlens, len(outputs[0]), "out")
+        sequence, position = placed(cu_seqlens.long(), len(outputs[0]))
+        size = pad(lengths.long().diff(), (0, 1))[sequence]  # none after the last sequence
+        kept = (position < 0) | (position >= size)
+    for x, out in zip(inputs, outputs):
+        if map == "tail":
+            out.masked_fill_(_by_row(torch.arange(len(out), device=out.device) >= cu_seqlens[-1], out), 0)
+        elif map == "valid":
+            out.copy_(torch.where(_by_row(kept, x), out, x))
+        elif index is None or not len(x):
+            out[: len(x)] = x[: len(out)]
+            out[len(x) :] = 0
+        elif index.dim() == 1:
+            out.copy_(_rows(x, index))
+        else:
+            total = torch.zeros_like(out, dtype=torch.promote_types(x.dtype, torch.float32))
+            for one in index:
+                total += _rows(x, one)
+            out.copy_(total)
 
 
 def _rows(x: Tensor, index: Tensor) -> Tensor:
-    nothing = torch.zeros((), dtype=x.dtype, device=x.device)
-    return torch.where(_by_row(index >= 0, x), x[index.clamp(min=0).long()], nothing)
+    return torch.where(_by_row(index >= 0, x), x[index.clamp(min=0).long()], x.new_zeros(()))
 
 
 def _by_row(of_rows: Tensor, x: Tensor) -> Tensor:

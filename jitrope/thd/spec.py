@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
-from ..base.spec import ACCESS_BYTES, ACCESSES, DTYPES, INDEX_DTYPES, MAX_THREADS, PlainSpec, refuse_unless
+from ..base.spec import ACCESS_BYTES, ACCESSES, DTYPES, INDEX_DTYPES, MAX_INT, MAX_THREADS, PlainSpec, refuse_unless
 from ..jit.registry import KINDS
 from ..plan.partition import RULES, number_of_chunks
 
@@ -27,11 +27,29 @@ SUMS_IN_FLIGHT = 2
 1.09 / 1.18, over two ranks 1.08 / 1.05 / 1.11."""
 
 SCAN_THREADS = 1024
+COUNTS = range(1, MAX_INT + 1)
 MIN_LANE_USE = 0.9  # the least share of a row's threads that must have work, on average over its passes
 
 
 class _Moves(PlainSpec):
     words, enumerators = _WORDS, tuple(_ENUMERATORS)
+    bounds: ClassVar[dict[str, range | tuple[int, ...]]] = {}  # the allowed numbers of fields
+
+    @property
+    def name(self) -> str:
+        """The kind, and what is not a default."""
+        words = [self.kind]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not False and value != field.default and field.name not in self.unused:
+                words.append({bool: field.name, str: value}.get(type(value), f"{field.name}{value}"))
+        return "_".join(words)
+
+    def check(self) -> None:
+        super().check()
+        for name, allowed in self.bounds.items():
+            must = f"{allowed[0]} to {allowed[-1]}" if isinstance(allowed, range) else f"one of {allowed}"
+            refuse_unless(type(self).__name__, getattr(self, name) in allowed, f"{name} must be {must}")
 
     def constants(self) -> dict[str, Any]:
         found = super().constants()
@@ -58,31 +76,16 @@ class RowsSpec(_Moves):
 
     threads = BLOCK_THREADS
     unused = ("writes",)
+    bounds: ClassVar = {"access_bytes": ACCESSES, "cp_size": COUNTS, "unroll": COUNTS, "lanes": range(1, threads + 1)}
 
     @property
     def kind(self) -> str:
         return "thd_tables" if self.writes else "thd_rows"
 
     @property
-    def name(self) -> str:
-        parts = [self.kind, self.map]
-        if self.map in PARTITIONED:
-            parts.append(f"{self.rule}_cp{self.cp_size}")
-        if not self.writes:
-            parts += [f"sum_{self.dtype}_{self.out_dtype}"] if self.sums else []
-            parts.append(f"{self.access_bytes}x{self.lanes}")
-        return "_".join(parts)
-
-    @property
     def rows_per_block(self) -> int:
         """Rows that one block moves."""
         return self.threads if self.writes else self.threads // self.lanes * self.unroll
-
-    def check(self) -> None:
-        super().check()
-        refuse_unless("RowsSpec", self.access_bytes in ACCESSES, f"access_bytes must be one of {ACCESSES}")
-        refuse_unless("RowsSpec", self.cp_size > 0 < self.unroll, "cp_size and unroll must be at least 1")
-        refuse_unless("RowsSpec", 0 < self.lanes <= self.threads, f"lanes must be 1 to {self.threads}")
 
 
 @dataclass(frozen=True)
@@ -100,20 +103,11 @@ class SegmentsSpec(_Moves):
     threads: int
 
     unused = ("rows",)
+    bounds: ClassVar = {"cp_size": COUNTS, "threads": range(1, MAX_THREADS + 1)}
 
     @property
     def kind(self) -> str:
         return "cp_segment_rows" if self.rows else "cp_segments"
-
-    @property
-    def name(self) -> str:
-        flags = [name for name in ("full", "extends", "padded", "exchange") if getattr(self, name)]
-        return "_".join([self.kind, self.rule, f"cp{self.cp_size}", *flags])
-
-    def check(self) -> None:
-        super().check()
-        refuse_unless("SegmentsSpec", self.cp_size > 0, "cp_size must be at least 1")
-        refuse_unless("SegmentsSpec", 0 < self.threads <= MAX_THREADS, f"threads must be 1 to {MAX_THREADS}")
 
 
 @dataclass(frozen=True)
@@ -130,14 +124,7 @@ class CorrectionSpec(_Moves):
 
     kind = "thd_corrections"
     threads = 128
-
-    @property
-    def name(self) -> str:
-        return "_".join([self.kind, self.quantity, self.first, self.second, self.dtype] + ["packed"] * self.packed)
-
-    def check(self) -> None:
-        super().check()
-        refuse_unless("CorrectionSpec", self.vec in ACCESSES, f"vec must be one of {ACCESSES}")
+    bounds: ClassVar = {"vec": ACCESSES}
 
 
 KINDS.update(dict.fromkeys(("thd_rows", "thd_tables"), RowsSpec))
