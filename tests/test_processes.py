@@ -308,7 +308,7 @@ PICKLED = {
     "built": Built(SPEC, "sm_90", "cached"),
     "mask": Mask(),
     "counts": KernelCache(Path("/a")).counts,
-    "entry": Entry(Path("/a"), "name", "sm_90", 3),
+    "entry": Entry(Path("/a"), "name", "sm_90", 3, {}),
     "check": Check("CuPy", True, "14.0"),
     "case": Case(torch.device("cpu"), torch.float32, 2, 1, 8, 8),
 }

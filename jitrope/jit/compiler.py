@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import tempfile
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
+
+import torch
 
 from ..base.config import chosen_cupy_folder, cupy_import_environment
 from ..base.errors import CompileError
@@ -109,8 +110,7 @@ def _nearest(major: int | None = None) -> int:
 
 def torch_cuda_major() -> int:
     """The major version of the CUDA that torch was built for; 13 if torch was built without CUDA."""
-    version = getattr(sys.modules.get("torch"), "version", None)  # torch is not imported just for this
-    return int((getattr(version, "cuda", None) or "13").split(".")[0])
+    return int((torch.version.cuda or "13").split(".")[0])
 
 
 @lru_cache(maxsize=1)
@@ -142,20 +142,20 @@ def supported_archs() -> list[str]:
 def unsupported(arch: str, supported: Sequence[str], version: tuple[int, int]) -> tuple[str, str] | None:
     """(fault, remedy) if an NVRTC of this version cannot compile for `arch`, or None."""
     numbers = sorted(int(name.removeprefix("sm_")) for name in supported)
-    nvrtc, range_ = f"NVRTC {version[0]}.{version[1]}", f"this NVRTC compiles for sm_{numbers[0]} to sm_{numbers[-1]}"
+    range_ = f"this NVRTC compiles for sm_{numbers[0]} to sm_{numbers[-1]}"
     match = re.fullmatch(r"sm_(\d+)[af]?", arch)
-    if match is None:
-        return f"{arch!r} is not an architecture such as sm_90", f"{range_}: {', '.join(supported)}"
-    number = int(match[1])
+    number = int(match[1]) if match else None
     if number in numbers:
         return None
-    if numbers[0] < number < numbers[-1]:
-        return f"there is no {arch}", f"{range_}: {', '.join(supported)}"
+    if number is None or numbers[0] < number < numbers[-1]:
+        fault = f"there is no {arch}" if match else f"{arch!r} is not an architecture such as sm_90"
+        return fault, f"{range_}: {', '.join(supported)}"
     if number > numbers[-1]:
         upgrade = f"pip install --upgrade {PACKAGES[_nearest(version[0])][1]}"
-        age, advice = f"newer than {nvrtc}", f"{upgrade}, or {install(13)}" if version[0] < 13 else upgrade
+        age = f"newer than NVRTC {version[0]}.{version[1]}"
+        advice = f"{upgrade}, or {install(13)}" if version[0] < 13 else upgrade
     elif number >= OLDEST_ARCH.get(version[0] - 1, numbers[0]):
-        age, advice = f"too old for {nvrtc}", install(version[0] - 1)
+        age, advice = f"too old for NVRTC {version[0]}.{version[1]}", install(version[0] - 1)
     else:
         age, advice = "too old for every NVRTC that jitrope supports", "use another GPU"
     return f"{arch} is {age}: {range_}", advice

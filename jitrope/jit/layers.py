@@ -164,12 +164,8 @@ class Bundle:
         """Make an error of reading a CacheError with the path."""
         try:
             yield
-        except (tarfile.TarError, OverflowError) as error:
-            raise CacheError(f"{self.path} cannot be read as a bundle: {error}") from error
-        except OSError as error:
-            raise CacheError(f"cannot read the bundle {self.path}: {reason(error)}") from error
-        except DAMAGE as error:
-            raise CacheError(f"{self.path} is damaged, or no bundle: {error}") from error
+        except (OSError, tarfile.TarError, OverflowError, *DAMAGE) as error:
+            raise CacheError(f"{self.path} cannot be read as a bundle: {reason(error)}") from error
 
 
 def write_bundle(path: Path, entries: Mapping[str, Mapping[str, bytes]]) -> None:
