@@ -164,8 +164,10 @@ class Bundle:
         """Make an error of reading a CacheError with the path."""
         try:
             yield
-        except (OSError, tarfile.TarError, OverflowError, *DAMAGE) as error:
-            raise CacheError(f"{self.path} cannot be read as a bundle: {reason(error)}") from error
+        except OSError as error:  # before DAMAGE, which has one of its kinds
+            raise CacheError(f"cannot read the bundle {self.path}: {reason(error)}") from error
+        except (tarfile.TarError, OverflowError, *DAMAGE) as error:
+            raise CacheError(f"{self.path} cannot be read as a bundle: {error}") from error
 
 
 def write_bundle(path: Path, entries: Mapping[str, Mapping[str, bytes]]) -> None:
