@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import tempfile
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
-
-import torch
 
 from ..base.config import chosen_cupy_folder, cupy_import_environment
 from ..base.errors import CompileError
@@ -110,7 +109,8 @@ def _nearest(major: int | None = None) -> int:
 
 def torch_cuda_major() -> int:
     """The major version of the CUDA that torch was built for; 13 if torch was built without CUDA."""
-    return int((torch.version.cuda or "13").split(".")[0])
+    version = getattr(sys.modules.get("torch"), "version", None)  # torch is not imported just for this
+    return int((getattr(version, "cuda", None) or "13").split(".")[0])
 
 
 @lru_cache(maxsize=1)
