@@ -142,20 +142,20 @@ def supported_archs() -> list[str]:
 def unsupported(arch: str, supported: Sequence[str], version: tuple[int, int]) -> tuple[str, str] | None:
     """(fault, remedy) if an NVRTC of this version cannot compile for `arch`, or None."""
     numbers = sorted(int(name.removeprefix("sm_")) for name in supported)
-    range_ = f"this NVRTC compiles for sm_{numbers[0]} to sm_{numbers[-1]}"
+    nvrtc, range_ = f"NVRTC {version[0]}.{version[1]}", f"this NVRTC compiles for sm_{numbers[0]} to sm_{numbers[-1]}"
     match = re.fullmatch(r"sm_(\d+)[af]?", arch)
-    number = int(match[1]) if match else None
+    if match is None:
+        return f"{arch!r} is not an architecture such as sm_90", f"{range_}: {', '.join(supported)}"
+    number = int(match[1])
     if number in numbers:
         return None
-    if number is None or numbers[0] < number < numbers[-1]:
-        fault = f"there is no {arch}" if match else f"{arch!r} is not an architecture such as sm_90"
-        return fault, f"{range_}: {', '.join(supported)}"
+    if numbers[0] < number < numbers[-1]:
+        return f"there is no {arch}", f"{range_}: {', '.join(supported)}"
     if number > numbers[-1]:
         upgrade = f"pip install --upgrade {PACKAGES[_nearest(version[0])][1]}"
-        age = f"newer than NVRTC {version[0]}.{version[1]}"
-        advice = f"{upgrade}, or {install(13)}" if version[0] < 13 else upgrade
+        age, advice = f"newer than {nvrtc}", f"{upgrade}, or {install(13)}" if version[0] < 13 else upgrade
     elif number >= OLDEST_ARCH.get(version[0] - 1, numbers[0]):
-        age, advice = f"too old for NVRTC {version[0]}.{version[1]}", install(version[0] - 1)
+        age, advice = f"too old for {nvrtc}", install(version[0] - 1)
     else:
         age, advice = "too old for every NVRTC that jitrope supports", "use another GPU"
     return f"{arch} is {age}: {range_}", advice
