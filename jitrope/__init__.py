@@ -47,35 +47,12 @@ from .ops.planning import planning
 from .ops.quantize import DynamicQuantize, Quantize, Scaled
 from .ops.values import Mrope, Norm, Packed, Shifts, Starts, Ulysses
 
-__all__ = [  # noqa: RUF022  in the order of the documentation
-    "apply_rope",
-    "prepare_qkv",
-    "prepare_fused_qkv",
-    "prepare_joint_qkv",
-    "prepare_mla_qkv",
-    "Packed",
-    "Shifts",
-    "Starts",
-    "Mrope",
-    "Norm",
-    "KVCache",
-    "Pages",
-    "Quantize",
-    "DynamicQuantize",
-    "Scaled",
-    "Ulysses",
-    "configure",
-    "record",
-    "on_compile",
-    "KernelEvent",
-    "planning",
-    "JitropeError",
-    "InvalidInput",
-    "CompileError",
-    "MissingKernel",
-    "CacheError",
-    "__version__",
-]
+# ruff: noqa: RUF022  (in the order of the documentation)
+__all__ = ["apply_rope", "prepare_qkv", "prepare_fused_qkv", "prepare_joint_qkv", "prepare_mla_qkv"]
+__all__ += ["Packed", "Shifts", "Starts", "Mrope", "Norm", "KVCache", "Pages"]
+__all__ += ["Quantize", "DynamicQuantize", "Scaled", "Ulysses"]
+__all__ += ["configure", "record", "on_compile", "KernelEvent", "planning"]
+__all__ += ["JitropeError", "InvalidInput", "CompileError", "MissingKernel", "CacheError", "__version__"]
 
 _LAZY = ("context_parallel", "integrations", "tables", "thd")
 

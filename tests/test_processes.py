@@ -23,8 +23,9 @@ import jitrope
 from jitrope.base.errors import CompileError
 from jitrope.context_parallel import Partition, Rope, Schedule, all_gather_attention
 from jitrope.context_parallel.interface import Case
-from jitrope.jit import compiler, kernels, recording
+from jitrope.jit import compiler, entry, kernels, recording
 from jitrope.jit.cache import KernelCache
+from jitrope.jit.driver import Refused
 from jitrope.jit.entry import CUBIN, Entry
 from jitrope.jit.registry import spec_from_dict
 from jitrope.plan import heuristics
@@ -142,6 +143,31 @@ def test_what_is_not_the_images_fault_is_not_compiled_again(cache: KernelCache, 
         kernels.get_kernel(SPEC, 0)
     assert (len(kernels.compiled), path.stat().st_ino) == before
     assert not caplog.text
+
+
+@pytest.mark.parametrize("place", ["own", "loaded from a bundle", "layer"])
+def test_an_image_that_the_driver_refuses_is_rebuilt_once(place: str, driver, tmp_path: Path, monkeypatch) -> None:
+    """The rebuilt kernel replaces the refused one, or is found before it."""
+    monkeypatch.setenv("JITROPE_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.setenv("JITROPE_SYSTEM_CACHE", str(tmp_path / "layer"))
+    key, refused = kernels.key_of(SPEC, "sm_90"), []
+    name = key.portable_folder if place == "loaded from a bundle" else key.folder
+    folder = KernelCache(tmp_path / ("layer" if place == "layer" else "kernels"))
+    assert folder.install(name, entry.pack(key, "text", b"of another GPU", SPEC.to_dict()))
+
+    def load(cubin: bytes, *given: object) -> Loaded:
+        if cubin == b"of another GPU":
+            refused.append(cubin)
+            raise Refused("the driver refuses the kernel")
+        return Loaded(cubin, SPEC.entry, 0)
+
+    monkeypatch.setattr(kernels, "Kernel", load)
+    for compiled in (1, 0):  # the second time as in a new process
+        before = len(kernels.compiled)
+        monkeypatch.setattr(kernels, "_kernels", {})
+        assert kernels.get_kernel(SPEC, 0).cubin.startswith(b"\x7fELF")
+        assert len(kernels.compiled) - before == compiled
+    assert len(refused) == 1
 
 
 # ---- processes on one cache ----------------------------------------------------------------------
@@ -308,7 +334,7 @@ PICKLED = {
     "built": Built(SPEC, "sm_90", "cached"),
     "mask": Mask(),
     "counts": KernelCache(Path("/a")).counts,
-    "entry": Entry(Path("/a"), "name", "sm_90", 3),
+    "entry": Entry(Path("/a"), "name", "sm_90", 3, {}),
     "check": Check("CuPy", True, "14.0"),
     "case": Case(torch.device("cpu"), torch.float32, 2, 1, 8, 8),
 }

@@ -12,20 +12,8 @@ from typing import Any, ClassVar, TypeVar
 
 from .errors import InvalidInput
 
-C_TYPES = {
-    "fp64": "double",
-    "fp32": "float",
-    "fp16": "fp16",
-    "bf16": "bf16",
-    "fp8": "fp8",
-    "fp8_e5m2": "fp8_e5m2",
-    "int8": "int8",
-    "fp4": "fp4",
-    "e8m0": "e8m0",
-    "e8m0_fp32": "e8m0_fp32",
-    "int32": "int",
-    "int64": "long long",
-}
+_DEFINED = ("fp16", "bf16", "fp8", "fp8_e5m2", "int8", "fp4", "e8m0", "e8m0_fp32")  # by the templates, so named
+C_TYPES = {"fp64": "double", "fp32": "float", "int32": "int", "int64": "long long", **{x: x for x in _DEFINED}}
 ITEM_SIZES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
 DTYPES = ("fp32", "fp16", "bf16")
 INDEX_DTYPES = ("int32", "int64")
@@ -109,9 +97,8 @@ class Spec:
         """The inverse of `to_dict`. Raises InvalidInput for a missing, an unknown or a wrong field."""
         given = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
         kind = given.pop("kind", None)
-        known = {field.name: field.default is MISSING for field in fields(cls)}
-        missing = sorted(name for name, needed in known.items() if needed and name not in given)
-        unknown = sorted(given.keys() - known.keys())
+        missing = sorted(x.name for x in fields(cls) if x.default is MISSING and x.name not in given)
+        unknown = sorted(given.keys() - {x.name for x in fields(cls)})
         refuse_unless(cls.__name__, not missing and not unknown, f"missing {missing}, unknown {unknown}")
         spec = cls(**given)
         spec.check()

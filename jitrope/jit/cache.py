@@ -96,10 +96,7 @@ class KernelCache(Listing):
 
     def read(self, key: Key) -> dict[str, bytes] | None:
         """The files of the key's entry, checked, from the user's own folder or else from a layer, or None."""
-        found = self.load(key)
-        for layer in self.system:
-            found = found or layer.read(key)
-        return found
+        return self.load(key) or next(filter(None, (layer.read(key) for layer in self.system)), None)
 
     def load(self, key: Key, repair: bool = True) -> dict[str, bytes] | None:
         """The files of the key's entry in the user's own folder, checked, or None.
@@ -108,7 +105,10 @@ class KernelCache(Listing):
         """
         try:
             with self._open() as folder:
-                for name in self._names_of(key, folder):
+                names = [key.folder, key.portable_folder]
+                if not key.compiler:  # nothing can be compiled here, so kernels of any compiler match
+                    names += [name for name in _names(folder, NAME) if name.startswith(f"{key.stem}-")]
+                for name in names:
                     if files := self._load(key, folder, name, repair):
                         return files
         except OSError:  # there is none, or it cannot be listed
@@ -120,13 +120,6 @@ class KernelCache(Listing):
     def holds(self, key: Key) -> bool:
         """Whether `find` would find the key's entry. Nothing is changed or counted."""
         return bool(self.load(key, repair=False)) or any(layer.read(key) for layer in self.system)
-
-    def _names_of(self, key: Key, folder: int) -> list[str]:
-        """The entries that may match a key, in order."""
-        names = [key.folder, key.portable_folder]
-        if not key.compiler:  # nothing can be compiled here, so kernels of any compiler match
-            names += [name for name in _names(folder, NAME) if name.startswith(f"{key.stem}-")]
-        return list(dict.fromkeys(names))
 
     def _load(self, key: Key, folder: int, name: str, repair: bool) -> dict[str, bytes] | None:
         try:
@@ -177,16 +170,17 @@ class KernelCache(Listing):
             return False
         return True
 
-    def discard(self, key: Key) -> None:
-        """Remove the entries of a key, because the driver refused the kernel."""
-        with contextlib.suppress(OSError, CacheError), self._open() as folder:
-            for name in (key.folder, key.portable_folder):
-                _remove(folder, name)
-
     # ---- listing and removing --------------------------------------------------------------------
 
-    def _paths(self) -> list[Path]:
-        return self._named(NAME)
+    def _paths(self, pattern: re.Pattern[str] = NAME) -> list[Path]:
+        """All paths in the folder whose names match, whole or damaged. Raises CacheError."""
+        try:
+            with self._open() as folder:
+                return [self.root / name for name in _names(folder, pattern)]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CacheError(f"cannot read the kernel cache {self.root}: {error.strerror}") from error
 
     def _read(self, path: Path) -> Read:
         with self._open() as folder:
@@ -205,7 +199,7 @@ class KernelCache(Listing):
             CacheError: the folder cannot be listed, or an entry cannot be removed.
         """
         dry_run = arguments.flag("clear", "dry_run", dry_run)
-        return self._without(self._named(NAME), self._named(_TEMPORARY), dry_run)
+        return self._without(self._paths(), self._paths(_TEMPORARY), dry_run)
 
     def prune(self, older_than: float, dry_run: bool = False) -> list[Path]:
         """Remove the entries that were written before a time, also damaged ones and those of other versions.
@@ -224,8 +218,8 @@ class KernelCache(Listing):
         """
         seconds = arguments.number("prune", "older_than", older_than)
         dry_run = arguments.flag("prune", "dry_run", dry_run)
-        own = [path for path in self._named(NAME) if not path.name.endswith(f"-{ANY}")]
-        return self._without(_older(own, seconds), _older(self._named(_TEMPORARY), ABANDONED), dry_run)
+        own = [path for path in self._paths() if not path.name.endswith(f"-{ANY}")]
+        return self._without(_older(own, seconds), _older(self._paths(_TEMPORARY), ABANDONED), dry_run)
 
     def _without(self, paths: list[Path], leftovers: list[Path], dry_run: bool) -> list[Path]:
         """Remove entries and temporary folders. Returns the entries' folders."""
@@ -234,16 +228,6 @@ class KernelCache(Listing):
                 if not _remove(folder, path.name):
                     raise CacheError(f"cannot remove {path}")
         return paths
-
-    def _named(self, pattern: re.Pattern[str]) -> list[Path]:
-        """All paths in the folder whose names match, whole or damaged. Raises CacheError."""
-        try:
-            with self._open() as folder:
-                return [self.root / name for name in _names(folder, pattern)]
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise CacheError(f"cannot read the kernel cache {self.root}: {error.strerror}") from error
 
     def count(self, name: str, more: float = 1) -> None:
         """Add to one of `counts`."""
@@ -270,7 +254,7 @@ def _checked(folder: int, name: str) -> Read:
 
 def _install(folder: int, name: str, files: Mapping[str, bytes]) -> None:
     """Write an entry to a temporary folder, and rename that. Raises OSError or ValueError."""
-    temporary = _temporary()
+    temporary = f".tmp-{uuid.uuid4().hex}"
     try:
         entry.write(folder, temporary, files)
         for tries_left in (2, 1, 0):  # another process may put an entry there, or remove it, at any time
@@ -303,7 +287,7 @@ def _exists(folder: int, name: str) -> bool:
 
 def _remove(folder: int, name: str) -> bool:
     """Rename an entry, so that no process sees half of it, then delete it. False if it is still there."""
-    grave = _temporary()
+    grave = f".tmp-{uuid.uuid4().hex}"
     try:
         os.rename(name, grave, src_dir_fd=folder, dst_dir_fd=folder)
     except FileNotFoundError:  # another process removed it
@@ -324,10 +308,6 @@ def _delete(folder: int, name: str) -> None:
             for file in os.listdir(inside):
                 _delete(inside, file)
         os.rmdir(name, dir_fd=folder)
-
-
-def _temporary() -> str:
-    return f".tmp-{uuid.uuid4().hex}"
 
 
 def _older(paths: list[Path], seconds: float) -> list[Path]:

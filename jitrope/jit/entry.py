@@ -10,7 +10,7 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -78,15 +78,13 @@ class Key:
 
 @dataclass(frozen=True)
 class Entry:
-    """One kernel, for listings. size: bytes of its files. meta: its `spec.json`; files: the bytes of each file."""
+    """One kernel, for listings. size: bytes of its files."""
 
     path: Path
     name: str
     arch: str
     size: int
-    spec: dict[str, Any] = field(default_factory=dict)
-    meta: Mapping[str, Any] = field(default_factory=dict)
-    files: Mapping[str, int] = field(default_factory=dict)
+    spec: dict[str, Any]
 
 
 # ---- content -------------------------------------------------------------------------------------
@@ -152,8 +150,7 @@ def write(folder: int, name: str, files: Mapping[str, bytes]) -> None:
     os.mkdir(name, 0o755, dir_fd=folder)  # subject to the umask: anyone who can read the folder can read the entry
     with trust.closing(trust.folder(name, folder)) as inside:
         for file, data in files.items():
-            number = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=inside)
-            with open(number, "wb") as out:
+            with open(file, "xb", opener=lambda name, flags: os.open(name, flags, 0o644, dir_fd=inside)) as out:
                 out.write(data)
 
 
@@ -170,18 +167,16 @@ def replaced(path: Path) -> Iterator[Path]:
     Raises CacheError, and changes nothing, if it cannot be written, or is a device.
     """
     refuse_device(path)
-    temporary = None
+    target = Path(os.path.realpath(path))
+    temporary = target.parent / f".jitrope-{uuid.uuid4().hex}"
     try:
-        target = Path(os.path.realpath(path))
-        temporary = target.parent / f".jitrope-{uuid.uuid4().hex}"
         yield temporary
         os.replace(temporary, target)
     except OSError as error:
         raise CacheError(f"cannot write {path}: {reason(error)}") from error
     finally:
         with suppress(OSError):
-            if temporary is not None:
-                temporary.unlink()
+            temporary.unlink()
 
 
 # ---- all entries of a folder or bundle -----------------------------------------------------------
@@ -189,8 +184,7 @@ def replaced(path: Path) -> Iterator[Path]:
 
 def described(path: Path, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> Entry:
     """Return the listing's row for an entry."""
-    sizes = {name: len(data) for name, data in files.items()}
-    return Entry(path, meta["name"], meta["arch"], sum(sizes.values()), meta["spec"], meta, sizes)
+    return Entry(path, meta["name"], meta["arch"], sum(map(len, files.values())), meta["spec"])
 
 
 class Listing:

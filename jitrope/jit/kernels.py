@@ -90,7 +90,8 @@ class Cubin(NamedTuple):
 def build(spec: Spec, arch: str, rebuild: bool = False) -> Cubin:
     """Find a spec's cubin in a cache, or compile and store it. Compiled bytes are not read back from the disk.
 
-    rebuild: compile even if a cache has the kernel, because the driver refused it.
+    rebuild: compile even if a cache has the kernel, because the driver refused it. The new entry replaces the old one,
+        or is found before it.
 
     Raises CompileError if the kernel cannot be compiled, MissingKernel if compiling is forbidden.
     """
@@ -109,8 +110,6 @@ def build(spec: Spec, arch: str, rebuild: bool = False) -> Cubin:
     cache.count("compiled")
     cache.count("compile_ms", ms)
     log.info("compiled %s for %s in %.0f ms", spec.name, arch, ms)
-    if rebuild:
-        cache.discard(key)
     kept = cache.store(key, source.text, cubin, spec.to_dict())
     recording.tell(spec, arch, start, "compiled")
     return Cubin(cubin, compiled=True, kept=kept)

@@ -164,12 +164,10 @@ class Bundle:
         """Make an error of reading a CacheError with the path."""
         try:
             yield
-        except (tarfile.TarError, OverflowError) as error:
-            raise CacheError(f"{self.path} cannot be read as a bundle: {error}") from error
-        except OSError as error:
+        except OSError as error:  # before DAMAGE, which has one of its kinds
             raise CacheError(f"cannot read the bundle {self.path}: {reason(error)}") from error
-        except DAMAGE as error:
-            raise CacheError(f"{self.path} is damaged, or no bundle: {error}") from error
+        except (tarfile.TarError, OverflowError, *DAMAGE) as error:
+            raise CacheError(f"{self.path} cannot be read as a bundle: {error}") from error
 
 
 def write_bundle(path: Path, entries: Mapping[str, Mapping[str, bytes]]) -> None:

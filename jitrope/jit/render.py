@@ -37,13 +37,11 @@ def ingredients(spec: Spec) -> str:
 @cache
 def _texts(name: str) -> dict[str, str]:
     """The texts of a template and of all files that it includes, directly or not, by name."""
-    for folder in TEMPLATE_PATHS:
-        if (path := folder / name).is_file():
-            text = path.read_text(encoding="utf-8")
-            break
-    else:
+    path = next((folder / name for folder in TEMPLATE_PATHS if (folder / name).is_file()), None)
+    if path is None:
         folders = " and ".join(map(str, TEMPLATE_PATHS))
         raise CompileError(f"the template {name} is missing in {folders}; install jitrope again")
+    text = path.read_text(encoding="utf-8")
     texts = {name: text}
     for included in re.findall(r'{%\s*include\s*"([^"]+)"', text):
         texts.update(_texts(included))

@@ -318,8 +318,7 @@ def _cached() -> list[tuple[Spec, str]]:
     if bad:
         reasons = "\n".join(f"{path}: {reason}" for path, reason in bad)
         raise CacheError(f"these kernels would be missing; remove them, or name the kernels with --from:\n{reasons}")
-    specs = this_versions(entry.spec for entry in entries)
-    return [(spec, entry.arch) for spec, entry in zip(specs, entries) if spec is not None]
+    return this_versions((entry.spec, entry.arch) for entry in entries)
 
 
 @_command("bundle load", _BUNDLE)

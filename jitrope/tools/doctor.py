@@ -189,15 +189,15 @@ def cold_start() -> tuple[int, list[str]]:
     for cache in caches():
         with contextlib.suppress(CacheError):  # `verify` of the cache reports it
             entries += cache.entries()
-    for entry, spec in zip(entries, this_versions(entry.spec for entry in entries)):
+    for spec, arch in this_versions((entry.spec, entry.arch) for entry in entries):
         try:
-            if spec is not None and entry.arch in devices:
-                kernels.get_kernel(spec, devices[entry.arch])
-            elif spec is not None:
-                kernels.build(spec, entry.arch)
-            good += spec is not None
+            if arch in devices:
+                kernels.get_kernel(spec, devices[arch])
+            else:
+                kernels.build(spec, arch)
+            good += 1
         except JitropeError as error:
             missing = "would be compiled: its templates or its compiler are different"
             reason = missing if isinstance(error, MissingKernel) else error
-            wrong.append(f"missing: {entry.name} {entry.arch}: {reason}")
+            wrong.append(f"missing: {spec.name} {arch}: {reason}")
     return good, wrong

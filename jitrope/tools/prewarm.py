@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -121,7 +122,7 @@ def read_record(path: Path) -> list[Spec]:
     if not isinstance(data, dict) or not isinstance(data.get("spec"), list):
         raise InvalidInput(f"{path} has no `spec` list")
     if "entries" in data:
-        return list(dict.fromkeys(filter(None, this_versions(data["spec"]))))
+        return [*dict(this_versions((item, "") for item in data["spec"]))]
     specs: dict[Spec, None] = {}
     for i, item in enumerate(data["spec"]):
         try:
@@ -131,17 +132,15 @@ def read_record(path: Path) -> list[Spec]:
     return [*specs]
 
 
-def this_versions(listed: Iterable[dict[str, Any]]) -> list[Spec | None]:
-    """The specs of a cache's entries, with None for an entry of another version. The log gives the number of these."""
-    specs: list[Spec | None] = []
-    for described in listed:
-        try:
-            specs.append(spec_from_dict(described))
-        except InvalidInput:
-            specs.append(None)
-    if others := specs.count(None):
-        log.warning("%d of the cache's %d kernels are another version's and are left out", others, len(specs))
-    return specs
+def this_versions(listed: Iterable[tuple[Any, str]]) -> list[tuple[Spec, str]]:
+    """(spec, architecture) of a cache's entries. The log gives the number of those of another version, left out."""
+    listed, found = list(listed), []
+    for described, arch in listed:
+        with suppress(InvalidInput):
+            found.append((spec_from_dict(described), arch))
+    if others := len(listed) - len(found):
+        log.warning("%d of the cache's %d kernels are another version's and are left out", others, len(listed))
+    return found
 
 
 @dataclass(frozen=True)
