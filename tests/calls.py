@@ -177,7 +177,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"out": "nvfp4_blocks", "strides": "apart"}, "fp4 needs aligned pairs of neighbouring elements"),
     ({"out": ("inplace", "own"), "strides": "expanded"}, "its elements overlap in memory, so it cannot be written"),
     # Nothing to do.
-    ({"source": ROPES, "table": "none"}, "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not none"),
+    ({**IDLE, "source": ROPES}, "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not none"),
     ({**IDLE, "source": ("heads", "no_v", "alone"), "out": ("fresh", "inplace")}, "pass cos and sin"),
     ({**IDLE, "source": ("qkv", "view", "grouped", "gated"), "out": "inplace"}, "pass cos and sin"),
 ]  # fmt: skip

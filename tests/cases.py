@@ -12,12 +12,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jitrope.ops import dispatch, library
-from jitrope.ops.operation import Operation
-from jitrope.ops.operations import QK_NORM_ROPE, QK_NORM_ROPE_JOINT, ROPE
+from jitrope.ops import dispatch, torch_op
+from jitrope.ops.fused import FUSED, FUSED_BACKWARD
+from jitrope.ops.heads import HEADS, HEADS_BACKWARD
+from jitrope.ops.latent import LATENT, LATENT_BACKWARD
+from jitrope.ops.operation import Operation, operation
+from jitrope.ops.streams import STREAMED
 from jitrope.plan.options import LAYOUT_AXES, NormOptions, Options
 from jitrope.plan.views import FORMATS, TABLE_NAMES, canonical, fused_shape, head_view
 from tests.said import norm_rope, norm_rope_joint
+
+ROPE, NORM_ROPE = operation(HEADS), operation(HEADS, norm=True)
+ROPE_FP8, ROPE_CACHE = operation(HEADS, convert="given"), operation(HEADS, cache=True)
+NORM_SCALED = operation(HEADS, norm=True, convert="computed")
+NORM_SCALES = operation(HEADS, norm=True, convert="rows")
+ROPE_INTO = ROPE.to("given")
+ROPE_FUSED, ROPE_LATENT = operation(FUSED), operation(LATENT)
+NORM_STREAMS = operation(STREAMED, norm=True)
+
+_SCALES, _WEIGHTS = ("q_scale", "k_scale", "v_scale"), ("q_weight", "k_weight")
+_STAGE = (*_WEIGHTS, "q_bias", "k_bias", "q_mean_square", "k_mean_square")
+_SECOND = ("second_q_weight", "second_k_weight", "second_cos", "second_sin")
+_BIASES = ("q_bias", "k_bias", "second_q_bias", "second_k_bias")
+TENSORS: dict[Operation, tuple[str, ...]] = {
+    ROPE: ("q", "k"),
+    ROPE_INTO: ("q", "k", "v", "q_out", "k_out", "v_out"),
+    NORM_ROPE: ("q", "k", *_STAGE),
+    ROPE_FP8: ("q", "k", *_SCALES),
+    ROPE_CACHE: ("q", "k", "v", "k_cache", "v_cache", "slot_mapping", *_SCALES),
+    NORM_SCALED: ("q", "k", *_SCALES, *_STAGE),
+    NORM_SCALES: ("q", "k", "v", *_SCALES, *_STAGE),
+    ROPE_FUSED: ("qkv", "bias"),
+    ROPE_LATENT: LATENT.needed,
+    NORM_STREAMS: (*STREAMED.needed, *_WEIGHTS, *_SECOND, *_BIASES),
+    HEADS_BACKWARD: ("dq", "dk", "q", "k", *_STAGE),
+    FUSED_BACKWARD: ("dq", "dk", "dv", "dgate"),
+    LATENT_BACKWARD: ("dq", "dk", "dv"),
+}
+"""The tensors of some operations, in the order of these tests."""
+RESULTS: dict[Operation, tuple[str, ...]] = {
+    **dict.fromkeys((ROPE, NORM_ROPE, ROPE_FP8), ("q", "k")),
+    **dict.fromkeys((ROPE_LATENT, NORM_STREAMS), ("q", "k", "v")),
+    ROPE_CACHE: ("q",),
+    ROPE_INTO: (),
+    ROPE_FUSED: ("q", "k", "v", "gate"),
+    HEADS_BACKWARD: ("q", "k", "q_weight", "k_weight", "q_bias", "k_bias"),
+    FUSED_BACKWARD: ("qkv",),
+    LATENT_BACKWARD: ("q", "kv", "k_pe"),
+}
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 TABLE_DTYPES = {**DTYPES, "fp64": torch.float64}
@@ -707,14 +749,14 @@ def norm_reference(call: NormTensors) -> tuple[Tensor | None, ...]:
     """The results of the reference, on the tensors' device."""
     op, tensors = norm_operation(call)
     results = op.on_cpu(tensors, call.options)
-    return tuple([results.get(name) for name in op.results])
+    return tuple([results.get(name) for name in RESULTS[op]])
 
 
 def norm_operation(call: NormTensors) -> tuple[Operation, dict[str, Tensor]]:
     """The operation of a call, and its tensors by name."""
     joint = len(call.streams) == 6
     tensors = (*call.streams, *call.weights, *(call.second_tables if joint else ()), *call.biases)
-    op = QK_NORM_ROPE_JOINT if joint else QK_NORM_ROPE
+    op = NORM_STREAMS if joint else NORM_ROPE
     return op, named(op, tensors, call.tables)
 
 
@@ -897,7 +939,7 @@ def head_views(q: Tensor, k: Tensor | None, options: Options, dtype: torch.dtype
 
 def named(op: Operation, tensors: Any, tables: Any) -> dict[str, Tensor]:
     """An operation's tensors by name, from a list in its order; None for a missing one."""
-    return {**{name: x for name, x in zip(op.names, tensors) if x is not None}, **named_tables(tables)}
+    return {**{name: x for name, x in zip(TENSORS[op], tensors) if x is not None}, **named_tables(tables)}
 
 
 def named_tables(tables: Any) -> dict[str, Tensor]:
@@ -920,12 +962,13 @@ def rope_reference(*arguments: Any) -> list[Tensor | None]:
 def launched(op: Operation, tensors: Any, tables: Any, options: Options) -> list[Tensor | None]:
     """The results of an operation's launch; None for a missing result."""
     results = dispatch.call(op, named(op, tensors, tables), options)
-    return [results.get(name) for name in (results if "qkv" in results else op.results)]
+    return [results.get(name) for name in (results if "qkv" in results else RESULTS[op])]
 
 
 def op_arguments(op: Operation, tensors: Any, tables: Any, options: Options) -> tuple[Any, ...]:
     """A call as arguments of torch's op."""
-    return library.arguments(op, named(op, tensors, tables), options)
+    given = named(op, tensors, tables)
+    return torch_op.arguments(op, torch_op.filled(op, given, options), options)
 
 
 def make_qkv(case: Case, device: str = "cpu", **changes: Any) -> tuple[list[Any], Options]:

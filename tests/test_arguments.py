@@ -24,17 +24,6 @@ from torch import Tensor
 
 import jitrope
 from jitrope import InvalidInput
-from jitrope.ops.operations import (
-    QK_NORM_ROPE,
-    QK_NORM_ROPE_FP8,
-    QK_NORM_ROPE_JOINT,
-    QK_NORM_ROPE_KV_CACHE,
-    QKV_NORM,
-    ROPE,
-    ROPE_FP8,
-    ROPE_KV_CACHE,
-    ROPE_QKV,
-)
 
 from .matrix.cells import FP8, FUNCTIONS, SIZES, Args, B, Cell, D, Function, P, S
 from .matrix.situations import DROP, NO_TABLES, packed
@@ -60,12 +49,37 @@ FLAT = ("slot_mapping", "errors", *PLACES)  # any axes
 PAGED = ("page_table", "page_indptr", "last_page_len", "seq_lens", "cu_seqlens_q", *PLACES, "errors", "clear_page")
 KNOWN = {*TENSORS, *SEQUENCES, *INTS, *FLAGS, *NUMBERS, *WORDS, *SCALES, *SECTIONS, *HEADS}
 
-OPERATIONS: dict[str, Any] = {
-    "rope": ROPE, "fused_qkv": ROPE_QKV, "fused_qkv_norm": QKV_NORM,
-    "fp8": ROPE_FP8, "kv_cache": ROPE_KV_CACHE, "norm_rope": QK_NORM_ROPE,
-    "norm_rope_joint": QK_NORM_ROPE_JOINT, "norm_fp8": QK_NORM_ROPE_FP8, "norm_kv_cache": QK_NORM_ROPE_KV_CACHE,
-    "rope_into": ROPE.into, "norm_into": QK_NORM_ROPE.into,
-}  # fmt: skip
+_NORM = ("q_weight", "k_weight", "q_bias", "k_bias", "q_mean_square", "k_mean_square")
+_SLOTS = (
+    "slot_mapping",
+    "page_table",
+    "page_indptr",
+    "lengths",
+    "cu_seqlens_q",
+    "batch_indices",
+    "errors",
+    "clear_page",
+)
+_CACHE = ("q", "k", "v", "k_cache", "v_cache", *_SLOTS, "q_scale", "k_scale", "v_scale", "rotate_k")
+OWN: dict[str, tuple[str, ...]] = {
+    "rope": ("q", "k"),
+    "rope_into": (),
+    "fused_qkv": ("qkv", "bias", "copy_v", "order"),
+    "fused_qkv_norm": ("qkv", "bias", *_NORM, "copy_v", "order"),
+    "fp8": ("q", "k", "q_scale", "k_scale"),
+    "kv_cache": _CACHE,
+    "norm_rope": ("q", "k", *_NORM),
+    "norm_fp8": ("q", "k", "q_scale", "k_scale", *_NORM, "hadamard"),
+    "norm_kv_cache": (*_CACHE, *_NORM),
+    "norm_into": ("q", "k", "v", *_NORM, "q_out", "k_out", "v_out"),
+    "norm_rope_joint": ("hadamard",),
+}
+"""The tensors and words of each kind of call, beside `SHARED`."""
+_ONE_STREAM = ("layout", "check", "inplace", "inverse", "cu_seqlens", "start_positions", "max_seqlen", "packed_table",
+               "cp_size", "cp_rank")  # fmt: skip
+SHARED = ("cos", "sin", "cos_sin_cache", "freqs", "freqs_cis", "mscale", "position_ids", "mrope_section",
+          "mrope_interleaved", "unrotated", "q_factor", "interleaved", "interleaved_out", "rotary_dim", "rotary_offset",
+          "rounding", *_ONE_STREAM)  # fmt: skip
 VALUES = ("Packed", "Starts", "Mrope", "Norm", "KVCache", "Pages", "Quantize")
 
 REFUSED = "refused"
@@ -434,12 +448,11 @@ def parameters() -> list[tuple[Function, str]]:
     """Each kind of call with each of its words; words of values count as the call's."""
     found = []
     for f in PLAIN:
-        op = OPERATIONS[f.name.rstrip("_")]
-        names = [name.rstrip("?") for name in op.tensors]
+        names = [*OWN[f.name.rstrip("_")]]
         if f.name == "rope_into":
             names = [*f.turned, *f.outs]
         if f.name == "norm_rope_joint":
-            names = [*SEQUENCES]
+            names += [*SEQUENCES]
         norm = (
             "eps",
             "zero_centered",
@@ -450,19 +463,15 @@ def parameters() -> list[tuple[Function, str]]:
             *(() if any(x in f.name for x in ("joint", "kv_cache", "fused")) else ("across_heads",)),
         )
         norm += ("v_norm",) if "kv_cache" in f.name or "fused" in f.name else ()
-        names += ["bias"] if "fused" in f.name else []
         names = [word for name in names for word in (LENGTHS if name == "lengths" else (name,))]
         names += [*HEADS] if "fused" in f.name else []
-        words = [*names, *sorted(op.tables), *op.words, *(norm if op.norm else ())]
+        joint, normed = f.name == "norm_rope_joint", "norm" in f.name
+        words = [*names, *[word for word in SHARED if not (joint and word in _ONE_STREAM)], *(norm if normed else ())]
         without = {
-            "launch",
-            "norm",
-            "out_dtype",
-            "shifts",
-            "q_per_group",
             *(("interleaved_out", "q_scale") if f.in_place else ()),
         }
-        without |= {"inverse"} if f.name == "norm_fp8" else set()  # it goes with hadamard alone
+        without |= {"inverse"} if normed or "kv_cache" in f.name else set()  # it goes with neither
+        without |= {"inplace"} if "fp8" in f.name or "into" in f.name else set()
         without |= {"hadamard"} if "kv_cache" in f.name else set()  # it goes with quantize alone
         without |= {"k_block_scale", "v_block_scale", "scale_fmt"}  # heads are too short; test_index_cache has them
         without |= {"v_weight"}  # it goes with of="v" alone; test_latent_norm has it

@@ -22,8 +22,8 @@ from jitrope import KVCache, Norm, Pages, planning
 from jitrope.base.errors import CompileError
 from jitrope.jit import compiler
 from jitrope.jit.render import Source, render
-from jitrope.ops.operation import turned_back
-from jitrope.ops.operations import QK_NORM_ROPE_BACKWARD
+from jitrope.ops.backward import turned_back
+from jitrope.ops.heads import HEADS_BACKWARD
 from jitrope.plan.options import Options
 from jitrope.plan.problem import plan_call
 from jitrope.plan.spec import RopeSpec
@@ -350,7 +350,7 @@ def norm_specs(case: NormCase) -> list[RopeSpec]:
         return [plan_call(parts[0], tuple(out), tensors, call.options, 132)[0].spec]
     specs = [plan_call(*head_views(*call.streams, call.options), tensors, call.options, 132)[0].spec]
     back = turned_back(call.options)._replace(rounding="complex64", norm=call.norm._replace(rounding="none"))
-    tensors = named(QK_NORM_ROPE_BACKWARD, (*call.streams, *call.streams, *call.weights), call.tables)
+    tensors = named(HEADS_BACKWARD, (*call.streams, *call.streams, *call.weights), call.tables)
     return [*specs, plan_call(*head_views(*call.streams, back), tensors, back, 132)[0].spec]
 
 

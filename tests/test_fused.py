@@ -222,7 +222,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "a bias": ({"norm": Norm(W, q_bias=W)}, "q_bias goes with kind='layer_norm'"),
     "dtypes": ({"norm": Norm(W, W.half())}, "they must match"),
     "another value": ({"norm": W}, "norm is .*; it must be a jitrope.Norm"),
-    "inverse": ({"inverse": True}, "inverse does not go with fused QKV with a norm"),
+    "inverse": ({"inverse": True}, "inverse does not go with norm"),
     "shifts": ({"positions": jitrope.Shifts(torch.zeros(6, dtype=torch.int64))}, "shifts does not go with"),
     "tables for each head": ({"cos": torch.zeros(1, 6, 2, 4), "sin": torch.zeros(1, 6, 2, 4)}, "must share it"),
     "layout": ({"layout": "bhsd"}, "layout is 'bhsd'"),

@@ -19,13 +19,9 @@ import torch
 
 import jitrope
 from jitrope.jit import kernels
-from jitrope.ops import dispatch, library, stand_ins
+from jitrope.ops import dispatch, stand_ins, torch_op
 from jitrope.ops import launch as runtime
-from jitrope.ops.operations import (
-    QK_NORM_ROPE,
-    QK_NORM_ROPE_BACKWARD,
-    ROPE,
-)
+from jitrope.ops.heads import HEADS_BACKWARD
 from jitrope.plan.options import Options
 from jitrope.plan.views import FORMATS
 from jitrope.stages import convert
@@ -37,7 +33,9 @@ from .cases import (
     CASES,
     DTYPES,
     NORM_CASES,
+    NORM_ROPE,
     QKV_CASES,
+    ROPE,
     Case,
     dealt,
     heads_of,
@@ -357,7 +355,7 @@ def test_in_place_is_seen_by_autograd() -> None:
 def test_known_calls_of_torchs_op_notice_what_changes() -> None:
     """Autograd, grad mode, inference mode, words, a dispatch mode, vmap, and versions of what is written in place."""
     q, k, cos, sin, _ = make(case_named("fp32"), DEVICE)
-    (want, _), rope = jitrope.apply_rope(q, k, cos, sin), torch.ops.jitrope.rope
+    (want, _), rope = jitrope.apply_rope(q, k, cos, sin), torch.ops.jitrope.prepare
     given = partial(op_arguments, ROPE, tables=(cos, sin))
     plain = given((q, k), options=Options(rotary_dim=q.shape[-1]))
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
@@ -378,21 +376,22 @@ def test_known_calls_of_torchs_op_notice_what_changes() -> None:
     with Seen() as seen:
         rope(*plain)
     assert rope.default in seen.functions
-    rest = plain[1:]
-    mapped = torch.func.vmap(lambda x: rope(x, *rest)[0])(torch.stack([q, q]))
+    (_, *others), *rest = plain
+    mapped = torch.func.vmap(lambda x: rope([x, *others], *rest)[0])(torch.stack([q, q]))
     assert torch.equal(mapped[1], want)
     written = q.clone()
     for version in (1, 2):
-        torch.ops.jitrope.rope_(*given((written, k.clone()), options=Options(rotary_dim=q.shape[-1])))
+        options = Options(rotary_dim=q.shape[-1], inplace=True)
+        torch.ops.jitrope.prepare_(*given((written, k.clone()), options=options))
         assert written._version == version
 
 
-@pytest.mark.parametrize("op", ["rope", "rope_"])
+@pytest.mark.parametrize("op", ["prepare", "prepare_"])
 def test_opcheck(op: str) -> None:
     q, k, cos, sin, _ = make(case_named("halves"), DEVICE)
-    if op == "rope":
+    if op == "prepare":
         q.requires_grad_()
-    arguments = op_arguments(ROPE, (q, k), (cos, sin), Options(rotary_dim=64))
+    arguments = op_arguments(ROPE, (q, k), (cos, sin), Options(rotary_dim=64, inplace=op == "prepare_"))
     torch.library.opcheck(getattr(torch.ops.jitrope, op).default, arguments)
 
 
@@ -424,7 +423,7 @@ def test_a_plain_call_takes_the_short_cut(grad: bool, monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         runtime.Known, "run", lambda known, *a: (taken.append(known.options.inverse), run(known, *a))[1]
     )
-    monkeypatch.setattr(library, "run_op", lambda *_: pytest.fail("through the dispatcher"))
+    monkeypatch.setattr(torch_op, "run_op", lambda *_: pytest.fail("through the dispatcher"))
     new = replace(case_named("halves"), shape=(1, 7, 5, 3 + grad, 64))  # a new call for every thread, also autograd's
     q, k, cos, sin, _ = make(new, DEVICE)
     outputs = jitrope.apply_rope(q.requires_grad_(grad), k.requires_grad_(grad), cos, sin)
@@ -470,7 +469,7 @@ def test_a_plan_from_before_a_change_is_not_used_after_it(function: str, monkeyp
     """`configure` is called in another thread while a first call is planned."""
     q, k, cos, sin, _ = make(case_named("halves"), DEVICE)
     tensors, words = (q, k, cos, sin), op_arguments(ROPE, (q, k), (cos, sin), Options(rotary_dim=q.shape[-1]))
-    call = (lambda: jitrope.apply_rope(*tensors)) if function == "user" else lambda: torch.ops.jitrope.rope(*words)
+    call = (lambda: jitrope.apply_rope(*tensors)) if function == "user" else lambda: torch.ops.jitrope.prepare(*words)
     planned, plan_call = [], runtime.plan_call
 
     def plan(*arguments: Any) -> Any:
@@ -563,7 +562,7 @@ def test_modes_are_seen_by_a_known_call() -> None:
         jitrope.apply_rope(q, k, cos, sin)
     with Seen() as seen:
         jitrope.apply_rope(q, k, cos, sin)
-    assert torch.ops.jitrope.rope.default in seen.functions
+    assert torch.ops.jitrope.prepare.default in seen.functions
 
 
 def test_dtensors_reach_the_launch() -> None:
@@ -852,7 +851,7 @@ def test_a_plain_norm_takes_the_short_cut(grad: bool, monkeypatch: pytest.Monkey
     call = make_norm(next(case for case in NORM_CASES if case.name == "once"), DEVICE)
     for x in (*call.streams, *call.weights):
         x.requires_grad_(grad)
-    for name in ("qk_norm_rope", "qk_norm_rope_backward"):
+    for name in ("prepare", "prepare_"):
         monkeypatch.setattr(torch.ops.jitrope, name, lambda *_: pytest.fail("through the dispatcher"))
     outputs = norm_call(call)
     if grad:
@@ -931,15 +930,13 @@ def test_opcheck_of_norms(name: str) -> None:
     grads = [None if x is None else torch.randn_like(x) for x in call.streams]
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(
-        torch.ops.jitrope.qk_norm_rope_backward.default,
-        op_arguments(
-            QK_NORM_ROPE_BACKWARD, (*grads, *call.streams, *call.weights, *call.biases), call.tables, call.options
-        ),
+        torch.ops.jitrope.prepare.default,
+        op_arguments(HEADS_BACKWARD, (*grads, *call.streams, *call.weights, *call.biases), call.tables, call.options),
         test_utils=tests,
     )
-    arguments = op_arguments(QK_NORM_ROPE, (*call.streams, *call.weights, *call.biases), call.tables, call.options)
-    torch.library.opcheck(torch.ops.jitrope.qk_norm_rope_.default, arguments)
-    torch.library.opcheck(torch.ops.jitrope.qk_norm_rope.default, (arguments[0].requires_grad_(), *arguments[1:]))
+    arguments = op_arguments(NORM_ROPE, (*call.streams, *call.weights, *call.biases), call.tables, call.options)
+    arguments[0][0].requires_grad_()
+    torch.library.opcheck(torch.ops.jitrope.prepare.default, arguments)
 
 
 def test_wild_ids_and_slots_on_the_device() -> None:
@@ -1155,8 +1152,8 @@ def test_a_gpu_without_cupy_names_the_packages(tmp_path: Path) -> None:
 SANITIZED = """
 import torch
 from tests.said import KINDS
-from jitrope.ops.operations import ROPE_KV_CACHE, ROPE_QKV, ROPE_QKV_BACKWARD
-from tests.cases import CACHE_CASES, CASES, NORM_CASES, QKV_CASES
+from jitrope.ops.fused import FUSED_BACKWARD
+from tests.cases import CACHE_CASES, CASES, NORM_CASES, QKV_CASES, ROPE_CACHE, ROPE_FUSED
 from tests.cases import launched, make, make_cache, make_norm, make_qkv, norm_call
 from tests.test_gpu import test_wild_ids_and_slots_on_the_device as wild
 names = ("halves", "interleaved", "partial-odd", "packed", "packed-too-long", "fused-qkv", "d72", "full-interleaved",
@@ -1171,11 +1168,11 @@ for launch in ("token_linear", "grid_2d"):
                 KINDS["rope_"](q, k, cos, sin, launch=launch, **keywords)
     for case in QKV_CASES:
         tensors, options = make_qkv(case, "cuda", launch=launch)
-        parts = launched(ROPE_QKV, tensors[:1], tensors[1:], options)
-        launched(ROPE_QKV_BACKWARD, parts, tensors[1:], options)
+        parts = launched(ROPE_FUSED, tensors[:1], tensors[1:], options)
+        launched(FUSED_BACKWARD, parts, tensors[1:], options)
     for case in CACHE_CASES:
         c = make_cache(case, "cuda", launch=launch)
-        launched(ROPE_KV_CACHE, (c.q, c.k, c.v, c.k_cache, c.v_cache, c.slots, *c.scales), c.tables, c.options)
+        launched(ROPE_CACHE, (c.q, c.k, c.v, c.k_cache, c.v_cache, c.slots, *c.scales), c.tables, c.options)
 for case in NORM_CASES:
     for in_place in (False, True)[: 2 if case.first is None else 1]:
         call = make_norm(case, "cuda")

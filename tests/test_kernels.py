@@ -12,19 +12,10 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope.ops import dispatch, launch, projections
-from jitrope.ops.operation import turned_back
-from jitrope.ops.operations import (
-    QK_NORM_ROPE_SCALED,
-    ROPE,
-    ROPE_FP8,
-    ROPE_INTO,
-    ROPE_KV_CACHE,
-    ROPE_LATENT,
-    ROPE_LATENT_BACKWARD,
-    ROPE_QKV,
-    ROPE_QKV_BACKWARD,
-)
+from jitrope.ops import dispatch, fused, launch
+from jitrope.ops.backward import turned_back
+from jitrope.ops.fused import FUSED_BACKWARD
+from jitrope.ops.latent import LATENT_BACKWARD
 from jitrope.plan import partition
 from jitrope.plan.heuristics import Plan
 from jitrope.plan.options import NO_NORM, Options
@@ -34,7 +25,15 @@ from .cases import (
     CASES,
     LATENT_CASES,
     NORM_CASES,
+    NORM_SCALED,
     QKV_CASES,
+    RESULTS,
+    ROPE,
+    ROPE_CACHE,
+    ROPE_FP8,
+    ROPE_FUSED,
+    ROPE_INTO,
+    ROPE_LATENT,
     CacheCase,
     Case,
     LatentCase,
@@ -227,21 +226,21 @@ def test_fused_qkv_has_the_references_bits(case: Case, tile: str) -> None:
     """With v copied, with a view of v, in place, and the gradient."""
     tensors, options = make_qkv(case, DEVICE, launch=tile)
     qkv, *tables = tensors
-    want = [*referenced(ROPE_QKV, [qkv], tables, options).values()]
+    want = [*referenced(ROPE_FUSED, [qkv], tables, options).values()]
     for copied in (True, False):
-        got = launched(ROPE_QKV, [qkv], tables, options._replace(copy_v=copied))
+        got = launched(ROPE_FUSED, [qkv], tables, options._replace(copy_v=copied))
         assert_bits(got[: len(want)], want)
     changed = qkv.clone()
-    launched(ROPE_QKV, [changed], tables, options._replace(inplace=True))
+    launched(ROPE_FUSED, [changed], tables, options._replace(inplace=True))
     end = case.end
-    parts, before = ([*projections.split_qkv(x, options).values()] for x in (changed, qkv))
+    parts, before = ([*fused.split_qkv(x, options).values()] for x in (changed, qkv))
     assert_bits([x[:end] for x in parts[:2]], [x[:end] for x in want[:2]])
     assert_bits(parts[2:], before[2:])
     if end is not None:
         assert torch.equal(changed[end:], qkv[end:])
     back = turned_back(options)
-    assert_bits(launched(ROPE_QKV_BACKWARD, want, tables, back),
-                referenced(ROPE_QKV_BACKWARD, want, tables, back).values())  # fmt: skip
+    assert_bits(launched(FUSED_BACKWARD, want, tables, back),
+                referenced(FUSED_BACKWARD, want, tables, back).values())  # fmt: skip
 
 
 @pytest.mark.parametrize("cp", [(1, 0), (2, 1)], ids=str)
@@ -269,9 +268,9 @@ def test_latent_attention_has_the_references_bits(case: LatentCase, tile: str, p
     """Forward, and the gradient, whose sum over heads has another order than torch's."""
     (*tensors, cos, sin, cu_seqlens, starts, ids), options = make_latent(case, DEVICE, launch=tile)
     tables = (cos, sin, cu_seqlens, starts, ids)
-    for op, o in ((ROPE_LATENT, options), (ROPE_LATENT_BACKWARD, turned_back(options))):
+    for op, o in ((ROPE_LATENT, options), (LATENT_BACKWARD, turned_back(options))):
         want = referenced(op, tensors, tables, o)
-        for name, got in zip(op.results, launched(op, tensors, tables, o), strict=True):
+        for name, got in zip(RESULTS[op], launched(op, tensors, tables, o), strict=True):
             unit = torch.finfo(got.dtype).eps
             exact = name != "k_pe" and (o.table != "freqs" or not ON_HOST) and o.rounding != "complex64"
             bound = 0 if exact else 2 * unit if name == "k_pe" else 2**-7
@@ -291,10 +290,10 @@ def test_kv_cache_has_the_references_bytes(number: int, case: CacheCase, tile: s
         c = make_cache(case, DEVICE if case.table == "freqs" else "cpu", launch=tile, in_place=in_place)
         want = (c.k_cache.clone(), c.v_cache.clone())
         tensors = (c.q, c.k, c.v, *want, c.slots, *c.scales)
-        (q_want,), k_want = referenced(ROPE_KV_CACHE, tensors, c.tables, c.options).values(), c.k
+        (q_want,), k_want = referenced(ROPE_CACHE, tensors, c.tables, c.options).values(), c.k
         c = make_cache(case, DEVICE, launch=tile, in_place=in_place)
         tensors = (c.q, c.k, c.v, c.k_cache, c.v_cache, c.slots, *c.scales)
-        (q,) = launched(ROPE_KV_CACHE, tensors, c.tables, c.options)
+        (q,) = launched(ROPE_CACHE, tensors, c.tables, c.options)
         assert (q is c.q) == in_place
         assert_bits((q, c.k, c.k_cache, c.v_cache), (q_want, k_want, *want))
     assert all(plan.spec.page_size == case.page_size and tile in ("auto", plan.spec.launch) for plan in plans)
@@ -307,7 +306,7 @@ def test_wild_slots_write_nothing(wild: list[int]) -> None:
     c = make_cache(CACHE_CASES[0], DEVICE)
     before = c.k_cache.clone(), c.v_cache.clone()
     tensors = (c.q, c.k, c.v, c.k_cache, c.v_cache, torch.tensor(wild, device=DEVICE), *c.scales)
-    launched(ROPE_KV_CACHE, tensors, c.tables, c.options)
+    launched(ROPE_CACHE, tensors, c.tables, c.options)
     assert_bits((c.k_cache, c.v_cache), before)
 
 
@@ -406,11 +405,11 @@ def test_dynamic_scales_are_the_cpus(number: int, case: NormCase, normed: bool, 
     dim = call.streams[0].shape[-1]
     options = call.options._replace(
         norm=call.norm if normed else NO_NORM, rounding="fp32",
-        hadamard=dim & (dim - 1) == 0,
+        hadamard=dim & (dim - 1) == 0, computed=True,
         out_dtype=("fp8", "int8")[number // 2 % 2], group=(0, 32, 64)[number % 3] if dim % 64 == 0 else 0,
     )  # fmt: skip
-    want = QK_NORM_ROPE_SCALED.on_cpu(norm_operation(call)[1], options)
-    got = dispatch.call(QK_NORM_ROPE_SCALED, norm_operation(there)[1], options)
+    want = NORM_SCALED.on_cpu(norm_operation(call)[1], options)
+    got = dispatch.call(NORM_SCALED, norm_operation(there)[1], options)
     assert plans[0].spec.hadamard == options.hadamard
     for name, expected in want.items():
         x = got[name].cpu()

@@ -7,7 +7,7 @@ import torch
 
 import jitrope
 from jitrope.ops.dispatch import call
-from jitrope.ops.operations import ROPE_LATENT_BACKWARD
+from jitrope.ops.latent import LATENT_BACKWARD
 from jitrope.plan.options import LAYOUT_AXES, Options
 from tests.said import said
 
@@ -69,7 +69,7 @@ def test_the_sum_over_no_heads_is_zero(device: str) -> None:
     options = Options(rotary_dim=16, rotary_offset=32, v_dim=24, inverse=True)
     for heads in (3, 0):  # the second finds what the first has left
         dq, dk, dv = (torch.randn(1, 6, n, d, device=device) for n, d in ((200, 48), (heads, 48), (heads, 24)))
-        found = call(ROPE_LATENT_BACKWARD, {"dq": dq, "dk": dk, "dv": dv, "cos": cos, "sin": sin}, options)
+        found = call(LATENT_BACKWARD, {"dq": dq, "dk": dk, "dv": dv, "cos": cos, "sin": sin}, options)
     assert not found["k_pe"].any()
 
 

@@ -23,7 +23,7 @@ LAYERS = [  # a folder or file imports only from layers below its own, and from 
     {"context_parallel"},
     {"api", "tables", "thd"},
     {"ops"},
-    {"chain"},
+    {"call", "chain"},
     {"stages", "sinks"},
     {"jit"},
     {"plan"},
@@ -106,7 +106,7 @@ def test_few_exceptions_and_few_folders() -> None:
     text = "".join(path.read_text() for path in MODULES)
     assert text.count("type: ignore") <= 40
     assert text.count("# fmt: skip") <= 10
-    assert len([path for path in PACKAGE.iterdir() if path.name != "__pycache__"]) <= 17
+    assert len([path for path in PACKAGE.iterdir() if path.name != "__pycache__"]) <= 18
 
 
 PRIVATE = {  # torch's private names in other files than ops/watch.py

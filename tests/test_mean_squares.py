@@ -10,10 +10,9 @@ from torch import Tensor
 
 import jitrope
 from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Quantize, planning
-from jitrope.ops.operations import QK_NORM_ROPE
 from jitrope.plan.options import NormOptions, Options
 
-from .cases import op_arguments
+from .cases import NORM_ROPE, op_arguments
 from .devices import DEVICES
 
 RANKS = 2
@@ -98,9 +97,9 @@ def test_torchs_machinery() -> None:
         assert torch.equal(x, y)
     given = [q, k, *weights, None, None, mean_square(q), mean_square(k)]
     options = Options(rotary_dim=64, interleaved_out=False, norm=NormOptions(across_heads=True))
-    arguments = op_arguments(QK_NORM_ROPE, given, tables, options)
+    arguments = op_arguments(NORM_ROPE, given, tables, options)
     utils = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(torch.ops.jitrope.qk_norm_rope.default, arguments, test_utils=utils)
+    torch.library.opcheck(torch.ops.jitrope.prepare.default, arguments, test_utils=utils)
 
 
 def test_refusals() -> None:

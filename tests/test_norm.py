@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import jitrope
 from jitrope.ops import stand_ins
-from jitrope.ops.operations import QK_NORM_ROPE_BACKWARD
+from jitrope.ops.heads import HEADS_BACKWARD
 from jitrope.plan import views
 from tests.said import KINDS, norm_rope, norm_rope_joint, said
 
@@ -785,9 +785,9 @@ def test_opcheck_of_the_gradient(case: NormCase) -> None:
     grads = [None if x is None else torch.randn_like(x) for x in call.streams]
     options = call.options._replace(inverse=True, rounding="fp32")
     tensors = (*grads, *call.streams, *call.weights, *call.biases)
-    arguments = op_arguments(QK_NORM_ROPE_BACKWARD, tensors, call.tables, options)
+    arguments = op_arguments(HEADS_BACKWARD, tensors, call.tables, options)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(torch.ops.jitrope.qk_norm_rope_backward.default, arguments, test_utils=tests)
+    torch.library.opcheck(torch.ops.jitrope.prepare.default, arguments, test_utils=tests)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import (
 )
 
 import jitrope
-from jitrope.ops.operations import OPERATIONS
 from jitrope.plan import partition, views
 from tests.said import KINDS, fp8, kv_cache, said
 
@@ -25,6 +24,7 @@ from .cases import (
     CACHE_CASES,
     CASES,
     QKV_CASES,
+    ROPE_FP8,
     Case,
     dealt,
     heads_of,
@@ -35,8 +35,6 @@ from .cases import (
     op_arguments,
 )
 from .devices import DEVICES, slow
-
-OPERATION = {op.name: op for op in OPERATIONS}
 
 
 def by_name(*names: str) -> list[Case]:
@@ -712,7 +710,7 @@ def test_selective_checkpointing(policy: CheckpointPolicy) -> None:
     seen = []
 
     def choose(context, op, *arguments, **keywords):
-        if op is torch.ops.jitrope.rope.default:
+        if op is torch.ops.jitrope.prepare.default:
             seen.append(context.is_recompute)
             return policy
         return CheckpointPolicy.PREFER_RECOMPUTE
@@ -835,7 +833,7 @@ def test_no_gradient_is_dropped_in_silence(name: str) -> None:
             fp8(c.q, None, c.tables[0][:6, :32], c.tables[0][:6, 32:], layout="thd", q_scale=1.0)
         (q, _, *tables), options = lower(make(*by_name("fp32")))
         tensors = (q.requires_grad_(), None, torch.ones(()))
-        out = torch.ops.jitrope.rope_fp8(*op_arguments(OPERATION["rope_fp8"], (*tensors, None), tables, options))[0]
+        out = torch.ops.jitrope.prepare(*op_arguments(ROPE_FP8, (*tensors, None), tables, options))[0]
         with pytest.raises(jitrope.JitropeError, match="has no gradient"):
             out.float().sum().backward()
         leaf = torch.randn(3, 1, 6, 2, 32, requires_grad=True)  # under vmap a call does not see that it is a leaf

@@ -11,10 +11,9 @@ from torch import Tensor
 
 import jitrope
 from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Packed, Quantize, planning
-from jitrope.ops.operations import QK_NORM_ROPE_SCALES
 from jitrope.plan.options import NO_NORM, Options
 
-from .cases import op_arguments
+from .cases import NORM_SCALES, op_arguments
 from .devices import DEVICE, DEVICES
 from .test_quantize import FP4, FP8, LARGEST, inputs
 
@@ -221,9 +220,9 @@ def test_torchs_machinery() -> None:
         assert_same(x, tuple(y))
     for heads in ([q, k], [q, k, k + 1]):
         options = Options(rotary_dim=64, per_row=True, norm=NO_NORM, dynamic_v=len(heads) > 2)
-        arguments = op_arguments(QK_NORM_ROPE_SCALES, heads, [cos, sin], options)
+        arguments = op_arguments(NORM_SCALES, heads, [cos, sin], options)
         utils = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
-        torch.library.opcheck(torch.ops.jitrope.qk_norm_rope_scales.default, arguments, test_utils=utils)
+        torch.library.opcheck(torch.ops.jitrope.prepare.default, arguments, test_utils=utils)
 
 
 def test_refusals() -> None:

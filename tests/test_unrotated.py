@@ -129,7 +129,7 @@ def test_a_stage_of_fused_qkv_in_place_needs_no_table(stage: str, device: str) -
 
 NOTHING = {
     "no stage": lambda: jitrope.prepare_qkv(Q, K, V),
-    "apply_rope": lambda: jitrope.apply_rope(Q, K, q_scale=0.5),
+    "apply_rope": lambda: jitrope.apply_rope(Q, K),
     "out of apply_rope": lambda: jitrope.apply_rope(Q, K, out=(torch.empty_like(Q), None)),
     "fused in place": lambda: jitrope.prepare_fused_qkv(Q, inplace=True, heads=(2, 1)),
     "one of two": lambda: jitrope.prepare_qkv(Q, K, V, COS, q_scale=0.5),

@@ -44,8 +44,8 @@ def calls() -> dict[str, Callable[[], Any]]:
         "prepare_joint_qkv": lambda: prepare_joint_qkv(*joint, cos, sin, norm=norm),
         f"apply_rope, {RECORDED}": lambda: apply_rope(leaf, k, cos, sin),
         f"norm, {RECORDED}": lambda: prepare_qkv(leaf, k, v, cos, sin, norm=norm),
-        "torch.ops.jitrope.rope_": library_op(lambda: apply_rope(q, k, cos, sin, inplace=True)),
-        "torch.ops.jitrope.rope": library_op(lambda: apply_rope(q, k, cos, sin)),
+        "torch.ops.jitrope.prepare_": library_op(lambda: apply_rope(q, k, cos, sin, inplace=True)),
+        "torch.ops.jitrope.prepare": library_op(lambda: apply_rope(q, k, cos, sin)),
     }
 
 

@@ -40,12 +40,16 @@ class Side(NamedTuple):
 
 
 class Host(NamedTuple):
-    """A model of a library. package: the library's module. make: of (with jitrope, tiny), a side."""
+    """A model of a library. package: the library's module. make: of (with jitrope, tiny), a side.
+
+    compiled: jitrope has a part in its step under torch.compile.
+    """
 
     package: str
     model: str
     step: str
     make: Callable[[bool, bool], AbstractContextManager[Side]]
+    compiled: bool = True
 
 
 @contextmanager
@@ -376,5 +380,5 @@ HOSTS = {
     "te-behind-train": Host(
         "transformer_engine.pytorch", "Qwen3-8B, norms behind rope", TRAIN, partial(te_side, False)
     ),
-    "dinov3-train": Host("timm", "DINOv3 ViT-L", PICTURES, partial(timm_side, "vit_large_patch16_dinov3", 512)),
+    "dinov3-train": Host("timm", "DINOv3 ViT-L", PICTURES, partial(timm_side, "vit_large_patch16_dinov3", 512), False),
 }  # fmt: skip

@@ -230,7 +230,7 @@ def rows(name: str, modes: tuple[str, ...], smoke: bool, beside: Path | None = N
             say(f"{name} is left out: {error}")
             return
         kept = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "results"
-        for mode in modes:
+        for mode in modes[: 1 + host.compiled]:
             head = {"host": library, "model": host.model, "step": host.step, "mode": mode}
             yield from measured(by, mode, head, str(kept))
 

@@ -12,18 +12,16 @@ from torch import Tensor
 from ..base.arguments import flag, refuse, wholes, word
 from ..base.errors import InvalidInput
 from ..ops.dispatch import call
-from ..ops.gather import add, call_fused_into, chosen, forget_positions, gather, staged
-from ..ops.into import is_dense
+from ..ops.fused import FUSED, part_with_bias
+from ..ops.gather import add, call_fused_into, chosen, forget_positions, gather, into_given, staged
 from ..ops.kv_cache import KVCache
-from ..ops.latent import ROPE_LATENT, ROPE_LATENT_INTO
-from ..ops.operations import FUSED_INTO, QKV_HADAMARD
-from ..ops.projections import QKV_NORM, ROPE_QKV, part_with_bias
-from ..ops.quantize import DynamicQuantize, Quantize, hadamard_words
+from ..ops.latent import LATENT
+from ..ops.operation import operation
+from ..ops.outs import is_dense
+from ..ops.quantize import DynamicQuantize, Quantize
 from ..ops.values import Norm, Positions
 from ..ops.watch import is_compiling
-from ..ops.words import parts
-from ..plan.options import FUSED_AXES, NO_NORM, QKV_ORDERS, Options
-from ..sinks.results import empty_elements
+from ..plan.options import FUSED_AXES, QKV_ORDERS, Options
 from .keywords import FusedWords, LatentWords, with_words
 
 if TYPE_CHECKING:
@@ -156,25 +154,24 @@ def prepare_fused_qkv(
     Raises:
         InvalidInput, CompileError: as in `apply_rope`.
     """
+    name = "prepare_fused_qkv"
     tensors: Any = {"qkv": qkv, "cos": cos, "sin": sin}
-    if cache is not None or quantize is not None or out is not None:
-        stages = (norm, cache, quantize, hadamard)
-        return _staged(tensors, words, positions, inplace, heads, order, copy_v, bias, stages, out)
-    asked, op = gather(ROPE_QKV, tensors, words, _WORDS, positions, inplace), ROPE_QKV
-    if norm is not None:
-        op = QKV_NORM
-        add("prepare_fused_qkv", "norm", norm, Norm, tensors, asked)
-    if hadamard is not False:
-        op, asked = QKV_HADAMARD, {"norm": NO_NORM, **asked, **hadamard_words("prepare_fused_qkv", hadamard)}
+    op, own = chosen(FUSED, name, norm, cache, quantize, hadamard)
+    asked = gather(op, tensors, words, _WORDS, positions, inplace)
     if bias is not None:
         tensors["bias"] = bias
-    if cos is None:
-        forget_positions(tensors, asked)
-    _split(tensors, asked, heads, order, copy_v)
-    made = call(op, tensors, asked)
-    if "qkv" in made:
-        return qkv
-    return (made["q"], made["k"], made["v"], made["gate"]) if "gate" in made else (made["q"], made["k"], made["v"])
+    asked.update(own)
+    staged(op, tensors, asked, qkv, norm, cache, quantize)
+    _split(tensors, asked, heads, order, flag(name, "copy_v", copy_v))
+    if cache is None and quantize is None and out is None:
+        made = call(op, tensors, asked)
+        if "qkv" in made:
+            return qkv
+        return (made["q"], made["k"], made["v"], made["gate"]) if "gate" in made else (made["q"], made["k"], made["v"])
+    found = call_fused_into(op, tensors, asked, out, quantize)
+    if asked["order"] == "qkv_gated":
+        return (*found, part_with_bias(tensors, "gate", Options(q_per_group=asked["q_per_group"], order="qkv_gated")))
+    return found
 
 
 def _split(tensors: Any, asked: dict[str, Any], heads: Any, order: Any, copy_v: Any) -> None:
@@ -214,26 +211,6 @@ def _counted(heads: Any, order: Any, layout: Any) -> tuple[tuple[int, int], int,
 
 
 _kept = lru_cache(maxsize=256)(_counted)
-
-
-def _staged(
-    tensors: Any, words: Any, positions: Any, inplace: bool, heads: Any, order: Any, copy_v: Any, bias: Any,
-    stages: tuple[Any, ...], out: Any,
-) -> tuple[Any, ...]:  # fmt: skip
-    """The results of a call with stages of `prepare_qkv`."""
-    name, (norm, cache, quantize, hadamard) = "prepare_fused_qkv", stages
-    separate, own = chosen(name, norm, cache, quantize, hadamard)
-    op, qkv = FUSED_INTO[separate.name], tensors["qkv"]
-    asked = gather(op, tensors, words, _WORDS, positions, inplace)
-    if bias is not None:
-        tensors["bias"] = bias
-    asked.update(own)
-    staged(op, tensors, asked, qkv, norm, cache, quantize)
-    _split(tensors, asked, heads, order, flag(name, "copy_v", copy_v))
-    found = call_fused_into(op, tensors, asked, out, quantize)
-    if asked["order"] == "qkv_gated":
-        return (*found, part_with_bias(tensors, "gate", Options(q_per_group=asked["q_per_group"], order="qkv_gated")))
-    return found
 
 
 @with_words(LatentWords)
@@ -283,23 +260,19 @@ def prepare_mla_qkv(
         InvalidInput, CompileError: as in `apply_rope`.
     """
     tensors: Any = {"q": q, "kv": kv, "k_pe": k_pe, "cos": cos, "sin": sin}
-    asked = gather(ROPE_LATENT, tensors, words, _LATENT_WORDS, positions)
+    op = operation(LATENT, convert="" if quantize is None else "given")
+    asked = gather(op, tensors, words, _LATENT_WORDS, positions)
     forget_positions(tensors, asked)
-    if is_dense(q) and is_dense(kv) and is_dense(k_pe):  # elsewhere the check refuses them
+    if dense := is_dense(q) and is_dense(kv) and is_dense(k_pe):  # elsewhere the check refuses them
         asked["rotary_offset"] = first = q.shape[-1] - k_pe.shape[-1]
         asked["v_dim"] = kv.shape[-1] - first
-    if out is None and quantize is None:
-        made = call(ROPE_LATENT, tensors, asked)
-        return made["q"], made["k"], made["v"]
-    items = (None,) * 3 if out is None else parts("prepare_mla_qkv", "out", out, 3)
     if quantize is not None:
         add("prepare_mla_qkv", "quantize", quantize, Quantize, tensors, asked)
         tensors.update(quantize.on(q))
-    if asked.get("v_dim", 0) > 0:  # elsewhere the check refuses them
-        fresh = ROPE_LATENT.fresh(tensors, Options(v_dim=asked["v_dim"]), 0)
-        fp8 = {letter: asked.get("out_dtype", "fp8") for letter in "qkv" if f"{letter}_scale" in tensors}
-        fresh.update({letter: empty_elements(fresh[letter], word) for letter, word in fp8.items()})
-        items = tuple([fresh[letter] if x is None else x for letter, x in zip("qkv", items)])
-    tensors.update({f"{letter}_out": x for letter, x in zip("qkv", items) if x is not None})
-    call(ROPE_LATENT_INTO, tensors, asked)
-    return items
+    if out is None and quantize is None:
+        made = call(op, tensors, asked)
+    else:
+        fits = dense and asked["v_dim"] > 0
+        options = Options(v_dim=asked["v_dim"]) if fits else Options()
+        made = into_given(op, tensors, asked, out, quantize, options, "qkv" if fits else "")
+    return made["q"], made["k"], made["v"]

@@ -13,9 +13,10 @@ from ..ops.dispatch import call
 from ..ops.gather import (
     add,
     call_into,
-    call_joint_into,
     chosen,
+    forget_positions,
     gather,
+    into_given,
     placed,
     result,
     staged,
@@ -23,13 +24,15 @@ from ..ops.gather import (
     with_v,
     with_v_out,
 )
-from ..ops.joint import QK_NORM_ROPE_JOINT
+from ..ops.heads import HEADS
 from ..ops.kv_cache import KVCache
-from ..ops.operations import JOINT_INTO, QK_NORM_ROPE_SCALES, ROPE
+from ..ops.operation import operation
+from ..ops.outs import is_dense
 from ..ops.quantize import DynamicQuantize, Quantize, Scaled
+from ..ops.streams import STREAMED
 from ..ops.values import Norm, Positions, Ulysses
 from ..ops.words import parts, refuse_table_as_v, second_tables
-from ..plan.options import NO_NORM
+from ..plan.options import Options
 from ..plan.views import converts_v
 from .keywords import JointWords, RopeWords, with_words
 
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 
 _JOINT_WORDS = frozenset(JointWords.__annotations__)
 _ROPE_WORDS = frozenset(RopeWords.__annotations__)
+ROPE = operation(HEADS, "apply_rope")
 
 
 @with_words(RopeWords)
@@ -68,7 +72,8 @@ def apply_rope(
         cos, sin: tables over positions; fp32, fp16 or bf16; any strides. (P, W); (B, P, W) with a table for each batch
             row; or (B, P, H, W) with a table for each head too. An axis of size 1 is shared. P is at least the number
             of positions used. W is rotary_dim / 2 (half width: one angle for each pair) or rotary_dim (full width: one
-            angle for each element, laid out like the head; the members of a pair may differ).
+            angle for each element, laid out like the head; the members of a pair may differ). With q_scale they may be
+            omitted: then nothing is rotated.
         cos_sin_cache: a single table (P, rotary_dim) in place of cos and sin: the cosines of all pairs, then the sines,
             as in vLLM and SGLang. rotary_dim is its width.
         freqs: fp32 angles in radians in place of cos and sin: (P, W), (B, P, W) or, as in Megatron and
@@ -125,6 +130,7 @@ def apply_rope(
     form: Any = None
     if words or cos is None or sin is None or type(inplace) is not bool:
         asked = gather(ROPE, tensors, words, _ROPE_WORDS, positions, inplace)
+        forget_positions(tensors, asked)
         out = call_into(ROPE, tensors, asked, {"q": q, "k": k}) if "out" in asked else call(ROPE, tensors, asked)
     else:  # common calls have a cheaper key than their names and words
         if type(positions) is Tensor:
@@ -223,7 +229,7 @@ def prepare_qkv(
         InvalidInput, CompileError: as in `apply_rope`. Nothing was written.
     """
     dynamic = isinstance(quantize, DynamicQuantize)
-    op, own = chosen("prepare_qkv", norm, cache, quantize, hadamard)
+    op, own = chosen(HEADS, "prepare_qkv", norm, cache, quantize, hadamard)
     tensors: Any = {"q": q, "k": k} if cache is None else {"q": q, "k": k, "v": v}
     tensors.update(cos=cos, sin=sin)
     if sin is None and cos is not None:
@@ -235,9 +241,9 @@ def prepare_qkv(
     if quantize is not None and converts_v(tensors, "dynamic_v" in own):
         with_v_out(asked, v)
     if norm is not None and cache is None and asked["norm"].v_norm:
-        op, v = with_v(op, tensors, asked, v)
+        v = with_v(op, tensors, asked, v)
     if quantize is not None and quantize.per != "token":
-        found = with_scales(QK_NORM_ROPE_SCALES, tensors, asked, quantize.per, v)
+        found = with_scales(op, tensors, asked, quantize.per, v)
     if "out" in asked:
         out = call_into(op, tensors, asked, {"q": q, "k": k, "v": v}, source)
     else:
@@ -340,9 +346,7 @@ def prepare_joint_qkv(
     tables: dict[str, Any] = {"cos": cos, "sin": sin, "cos_sin_cache": cos_sin_cache}
     tables.update(freqs=freqs, freqs_cis=freqs_cis)
     tensors.update({**second_tables(name, tables), **tables})
-    separate, own = chosen(name, NO_NORM, None, quantize, hadamard)
-    plain = quantize is None and out is None
-    op: Any = QK_NORM_ROPE_JOINT if plain else JOINT_INTO[separate.name]
+    op, own = chosen(STREAMED, name, None, None, quantize, hadamard)
     norms: Any = (norm, norm) if norm is None or isinstance(norm, Norm) else parts(name, "norm", norm, 2)
     asked = gather(op, tensors, words, _JOINT_WORDS, positions)
     asked.update(own)
@@ -354,7 +358,10 @@ def prepare_joint_qkv(
         if asked["norm"] != words_of_second["norm"]:
             raise InvalidInput(f"{name}: the norms are {norms[0]} and {norms[1]}; only their weights may differ")
         tensors.update({"second_" + label: weight for label, weight in of_second.items()})
-    if not plain:
-        return call_joint_into(op, tensors, asked, out, quantize)
-    made = call(op, tensors, asked)
-    return made["q"], made["k"], made["v"]
+    if quantize is None and out is None:
+        made = call(op, tensors, asked)
+    else:
+        given: list[Any] = [tensors.get(label) for label in STREAMED.needed]
+        dense = all(is_dense(x) and x.dim() == 4 for x in given)
+        made = into_given(op, tensors, asked, out, quantize, Options(), "qkv" if dense else "")
+    return result(made, "q"), result(made, "k"), result(made, "v")

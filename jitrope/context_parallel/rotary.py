@@ -10,15 +10,18 @@ from torch import Tensor
 
 from ..base import arguments
 from ..ops import checks
+from ..ops.backward import turned_back
 from ..ops.dispatch import call
 from ..ops.fit import rows_of
-from ..ops.operation import turned_back
-from ..ops.operations import ROPE, ROPE_INTO
+from ..ops.heads import HEADS
+from ..ops.operation import operation
 from ..ops.words import resolved
 from ..plan.options import HeadWords, Options
 from ..plan.views import Tensors
 from .interface import NAME, fail
 from .schedule import Schedule
+
+ROPE = operation(HEADS)
 
 
 @dataclass(frozen=True, eq=False)  # == of two tensors gives a tensor
@@ -64,7 +67,7 @@ class Rotation:
         q, k, v = (x.resolve_neg() for x in (q, k, v))
         sent_k, sent_v = (x.view_as(k) for x in sent[: len(q)].chunk(2, 1))
         tensors = {"q": q, "k": k, "v": v, "q_out": out, "k_out": sent_k, "v_out": sent_v, **self.tables}
-        call(ROPE_INTO, tensors, self.options)
+        call(ROPE.to("given"), tensors, self.options)
         return out
 
     def apart(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The path of a call: directly to the launch, through an autograd function, or to the library's op.
+"""The path of a call: directly to the launch, through an autograd function, or to torch's op.
 
 A call that nothing watches skips torch's dispatcher, which takes as much host time as the launch. A call like a
 recent one is not checked again (`replay`).
@@ -16,11 +16,11 @@ from ..base import config
 from ..base.errors import InvalidInput
 from ..plan.options import Options, changed
 from ..plan.views import Tensors
-from . import checks, launch, library, watch
+from . import checks, launch, torch_op, watch
 from .check_values import check_values
-from .checks import LEARNED
+from .heads import of_k
 from .launch import Asked, Known, Made
-from .operation import Operation, of_k
+from .operation import OF_TABLES, Operation
 from .watch import dispatch_modes, is_compiling
 from .words import canonical, check_asked, resolved
 
@@ -61,8 +61,8 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
     """Return the results of a call that is new or watched."""
     if not isinstance(asked, Options):
         asked = {word: tuple(value) if isinstance(value, list) else value for word, value in asked.items()}
-    wants = watch.wants_grad(*[tensors.get(name) for name in op.names])
-    tables_want = watch.wants_grad(*[x for name, x in tensors.items() if name not in op.names or name in LEARNED])
+    wants = watch.wants_grad(*[x for name, x in tensors.items() if name not in OF_TABLES])
+    tables_want = watch.wants_grad(*[x for name, x in tensors.items() if name in OF_TABLES])
     plain = not (is_compiling() or tables_want) and (op.differentiable or not wants) and watch.plain(tensors)
     known = launch.find(key, tensors) if plain else None
     if known is not None:
@@ -71,8 +71,8 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
         options, full = asked, tensors
     else:
         options, full = resolved(op, tensors, asked)
+    sharded = not plain and watch.sharded(full.values())
     if not isinstance(asked, Options):
-        sharded = not plain and watch.sharded(full.values())
         if sharded and (tables_want or not op.shards):
             text = "it takes no DTensors" + " beside a table that requires a gradient" * (tables_want and op.shards)
             text += "; pass x.to_local(), and make results with DTensor.from_local"
@@ -90,10 +90,6 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
                 check_values(op.function, full, options)
                 asked = {word: value for word, value in asked.items() if word != "check"}
                 plain = False
-        if sharded:
-            from . import sharding
-
-            full = sharding.prepared(op, full, options)
     if plain and not (wants and options.inplace):
         known = known or launch.prepare(op, tensors, full, key, options)
         launch.keep_in_mind(known, tensors, key, record)
@@ -101,8 +97,17 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
     if wants and options.inplace and not is_compiling():
         return _write(op, full, options)
     if wants and options.inplace:  # traced under autograd: Inductor turns the copy into a write in place
-        return op.put(full, library.run_op(op, full, changed(options, inplace=False)), options)
-    return library.run_op(op, full, options)
+        return op.put(full, _through_op(op, full, changed(options, inplace=False), sharded), options)
+    return _through_op(op, full, options, sharded)
+
+
+def _through_op(op: Operation, tensors: Tensors, options: Options, sharded: bool) -> Tensors:
+    """Return the results of a call from torch's op, which each rank calls on its own shards."""
+    if sharded:
+        from . import dtensor
+
+        return dtensor.run(call, op, tensors, options)
+    return torch_op.run_op(op, tensors, options)
 
 
 # ---- under autograd, in a fraction of the host time of torch.library's recording -------------------
@@ -137,14 +142,14 @@ class _Written(torch.autograd.Function):
         if not over:
             call(op, tensors, options)
         written = names[:1] if over else op.produced(tensors, options)
-        library.keep(ctx, op, names, tensors, written, options)
+        torch_op.keep(ctx, op, names, tensors, written, options)
         outputs = tuple([tensors[name] for name in written])
         ctx.mark_dirty(*outputs)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return None, None, None, None, *library.gradients(ctx, grads)
+        return None, None, None, None, *torch_op.gradients(ctx, grads)
 
 
 record = watch.apply_of(_Known)
@@ -155,8 +160,9 @@ def _write(op: Operation, tensors: Tensors, options: Options) -> Tensors:
 
     torch must record each written tensor separately if one is a view, or only one requires a gradient.
     """
-    heads, results = [tensors[name] for name in op.results if name in tensors], op.produced(tensors, options)
-    if not any(watch.is_view(x) or x.requires_grad != heads[0].requires_grad for x in heads):
+    results = op.produced(tensors, options)
+    heads = [tensors[name] for name in results]
+    if len(heads) == 1 or not any(watch.is_view(x) or x.requires_grad != heads[0].requires_grad for x in heads):
         return dict(zip(results, _Written.apply(op, options, False, tuple(tensors), *tensors.values())))
     with torch.no_grad():
         call(op, tensors, options)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -11,16 +10,16 @@ from torch import Tensor
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan.options import NO_NORM, NormOptions, Options
-from ..plan.views import Tensors, converts_v, fused_part, fused_sizes
-from ..sinks.results import empty_elements, empty_heads
+from ..plan.views import Tensors, converts_v, fused_part
+from ..sinks.results import empty_elements
 from .dispatch import call
-from .into import given_out, is_dense, items_of_out, joins_k
-from .joint import STREAMS, JointInto
+from .fit import require_apart
+from .heads import NORM_OF_V, norm_of_v
 from .kv_cache import KVCache
-from .operation import Operation
-from .operations import FUSED_SCALES, JOINT_SCALES, NORM_OF_V, PREPARED, QK_NORM_ROPE, QKV_NORM_ROPE, norm_of_v
-from .projections import FusedInto
+from .operation import Operation, operation
+from .outs import is_dense, joins_k
 from .quantize import DynamicQuantize, Quantize, Scaled, hadamard_words
+from .source import Source
 from .values import Norm, Positions, Ulysses, scales
 from .watch import sharded
 from .words import ONE_TABLE, parts, rotates_heads, unexpected
@@ -28,23 +27,24 @@ from .words import ONE_TABLE, parts, rotates_heads, unexpected
 _TABLE_NAMES = ("cos", "sin", *ONE_TABLE)
 
 
-def chosen(name: str, norm: Any, cache: Any, quantize: Any, hadamard: Any) -> tuple[Operation, dict[str, Any]]:
-    """(the operation of `prepare_qkv` with these stages, the words of its conversion or its transform)."""
-    dynamic = isinstance(quantize, DynamicQuantize)
-    if not dynamic and quantize is not None and not isinstance(quantize, Quantize):
-        refuse(name, "quantize", quantize, "a jitrope.Quantize or DynamicQuantize")
+def chosen(
+    source: Source, name: str, norm: Any, cache: Any, quantize: Any, hadamard: Any
+) -> tuple[Operation, dict[str, Any]]:
+    """(the operation of a source with these stages, the words of its conversion or its transform)."""
     if quantize is None:
-        words = {} if hadamard is False else hadamard_words(name, hadamard)
-        stage = "hadamard" if words else ""
+        words, convert = {} if hadamard is False else hadamard_words(name, hadamard), ""
     else:
+        if not isinstance(quantize, (Quantize, DynamicQuantize)):
+            refuse(name, "quantize", quantize, "a jitrope.Quantize or DynamicQuantize")
         if hadamard is not False:
             raise InvalidInput(f"{name}: hadamard is given beside quantize, which has its own; give it to that")
-        words, stage = quantize.words, "dynamic" if dynamic and quantize.per == "token" else "quantize"
-    if cache is not None:
-        stage = "cache dynamic" if dynamic else "cache"
-    whole_heads = norm is not None or "hadamard" in words or getattr(cache, "whole_heads", False)
-    plain, normed = PREPARED[stage]
-    return normed if whole_heads else plain, words
+        computed = isinstance(quantize, DynamicQuantize) and (quantize.per == "token" or cache is not None)
+        words, convert = quantize.words, "computed" if computed else "given"
+    transform = "hadamard" in words
+    whole = (
+        source.whole or norm is not None or transform or convert == "computed" or getattr(cache, "whole_heads", False)
+    )
+    return operation(source, norm=whole, convert=convert, transform=transform, cache=cache is not None), words
 
 
 def gather(
@@ -135,73 +135,82 @@ def with_v_out(words: dict[str, Any], v: Any) -> None:
     words["out"] = (q, k, empty_elements(v, words.get("out_dtype", "fp8")) if v_out is None else v_out)
 
 
-Shape = tuple[Tensor, tuple[int, ...], int, int]
-"""Of an output: a tensor on its device, the axes before its heads, the number of heads, and the elements of one."""
-
-
 def call_fused_into(
-    op: FusedInto, tensors: Tensors, words: dict[str, Any], out: Any, quantize: Any
+    op: Operation, tensors: Tensors, words: dict[str, Any], out: Any, quantize: Any
 ) -> tuple[Any, Any, Any]:
     """q, k and v of a fused call with stages of `prepare_qkv`; k and v in a cache are None."""
-    cached, stays = "k_out" not in op.labels, words.get("copy_v") is False
-    for label, refused in (("a cache; leave out= out", cached), ("copy_v=False; leave copy_v out", stays)):
+    stays = words.get("copy_v") is False
+    for label, refused in (("a cache; leave out= out", op.cache), ("copy_v=False; leave copy_v out", stays)):
         if isinstance(out, Ulysses) and refused:
             raise InvalidInput(f"{op.function}: Ulysses does not go with {label}")
-    qkv: Any = tensors.get("qkv")
     options = Options(q_per_group=words["q_per_group"], order=words["order"])
-    wanted = "q" if cached else "qk" if stays else "qkv"
-    shape_of = partial(_shape_of_fused, qkv, options, wanted)
-    found = _into_given(op, FUSED_SCALES, tensors, words, out, quantize, shape_of)
-    if "v" not in found and "v_out" in op.labels:
-        found["v"] = fused_part(qkv, "v", options)
+    wanted = "q" if op.cache else "qk" if stays else "qkv"
+    found = into_given(op, tensors, words, out, quantize, options, wanted if is_dense(tensors.get("qkv")) else "")
+    if "v" not in found and not op.cache:
+        found["v"] = fused_part(tensors["qkv"], "v", options)
     return result(found, "q"), result(found, "k"), result(found, "v")
 
 
-def call_joint_into(
-    op: JointInto, tensors: Tensors, words: dict[str, Any], out: Any, quantize: Any
-) -> tuple[Any, Any, Any]:
-    """q, k and v of two streams with a conversion or with the word `out`."""
-    found = _into_given(op, JOINT_SCALES, tensors, words, out, quantize, partial(_shape_of_joint, tensors))
-    return result(found, "q"), result(found, "k"), result(found, "v")
-
-
-def _into_given(
-    op: Operation, scales_of: Operation, tensors: Tensors, words: dict[str, Any], out: Any, quantize: Any, shape_of: Any
+def into_given(
+    op: Operation, tensors: Tensors, words: dict[str, Any], out: Any, quantize: Any, options: Options, wanted: str
 ) -> Tensors:
     """The results of a call that writes to the tensors of `out`, and to fresh ones where there are none.
 
-    scales_of: the operation of scales of rows. shape_of: of a letter; None if there is no such output, or the check
-    refuses the call. With `Ulysses` each rank has a group of heads.
+    options: those that say the shapes of results. wanted: the letters of fresh results; the check refuses a call
+    without them. With `Ulysses` each rank has a group of heads.
     """
     ranks, out = (out.words["ulysses_degree"], None) if isinstance(out, Ulysses) else (0, out)
     found = {} if out is None else items_of_out(op, out, "qkv")
     converted = "" if quantize is None else "qkv" if converts_v(tensors, "dynamic_v" in words) else "qk"
-    for letter in "qkv":
-        shape = None if letter in found else shape_of(letter)
-        if shape is not None:
-            like, lead, heads, dim = shape
-            word = words.get("out_dtype", "fp8") if letter in converted else ""
-            lead = (ranks, *lead) if ranks else lead
-            found[letter] = empty_heads(like, (*lead, heads // (ranks or 1), dim), word)
+    for letter in [letter for letter in wanted if letter not in found]:
+        word = words.get("out_dtype", "fp8") if letter in converted else ""
+        x = op.source.empty(letter, tensors, options, word)
+        if ranks:
+            *lead, heads, dim = x.shape
+            x = x.new_empty((ranks, *lead, heads // ranks, dim))
+        found[letter] = x
     tensors.update({f"{letter}_out": x for letter, x in found.items()})
     rows = quantize is not None and quantize.per != "token"
-    of_rows = with_scales(scales_of, tensors, words, quantize.per) if rows else {}
-    return {**found, **call(op, tensors, words), **of_rows}
+    of_rows = with_scales(op, tensors, words, quantize.per) if rows else {}
+    return {**found, **call(op.to("given"), tensors, words), **of_rows}
 
 
-def _shape_of_fused(qkv: Any, options: Options, wanted: str, letter: str) -> Shape | None:
-    if letter not in wanted or not is_dense(qkv):
-        return None
-    groups, head_dim = fused_sizes(qkv, options)
-    return qkv, qkv.shape[:-2], groups * (options.q_per_group if letter == "q" else 1), head_dim
+def items_of_out(op: Operation, out: Any, letters: Collection[str]) -> Tensors:
+    """The tensors of the word `out` by letter, without those that are None."""
+    items = dict(zip(letters, parts(op.function, "out", out, len(letters))))
+    for letter, x in items.items():
+        if x is not None and op.cache and letter != "q":
+            refuse(op.function, f"out's {letter}", x, f"None, because {letter} goes to the cache")
+    return {letter: x for letter, x in items.items() if x is not None}
 
 
-def _shape_of_joint(tensors: Tensors, letter: str) -> Shape | None:
-    first, second = (tensors.get(f"{stream}_{letter}") for stream in STREAMS)
-    if first is None or second is None or not all(is_dense(x) and x.dim() == 4 for x in (first, second)):
-        return None
-    batch, tokens, heads, dim = first.shape
-    return first, (batch, tokens + second.shape[1]), heads, dim
+def given_out(
+    op: Operation, asked: dict[str, Any], heads: Mapping[str, Any], tensors: Tensors, source: Any = None
+) -> Tensors:
+    """Move the output tensors of a call with `out` from its words to its tensors, and return them by name.
+
+    heads: q, k and perhaps v, in the order of `out`. For q and k an item that is None is replaced by a fresh tensor.
+    source: the user's v, if v is a normalised copy of it.
+    """
+    out = asked.pop("out", None)
+    if out is None:
+        return {}
+    name = op.function
+    found = items_of_out(op, out, heads)
+    for letter, x in found.items():
+        if heads[letter] is None:
+            refuse(name, f"out's {letter}", x, f"None, because {letter} is None")
+    if not found:
+        return {}
+    if "v" in found:
+        tensors["v"] = heads["v"]
+    words = {word: asked[word] for word in ("out_dtype", "computed", "dynamic_v") if word in asked}
+    for letter in [x for x in op.made(tensors, Options()) if x in heads and x not in found and is_dense(heads[x])]:
+        found[letter] = op.source.empty(letter, tensors, Options(), op.format_of(letter, tensors, Options(**words)))
+    tensors.update({f"{letter}_out": x for letter, x in found.items()})
+    if source is not heads.get("v"):
+        require_apart(name, {f"out's {letter}": x for letter, x in found.items()}, {"v": source})
+    return found
 
 
 def call_into(
@@ -209,18 +218,18 @@ def call_into(
 ) -> Tensors:
     """The results of a call with the word `out`: `Ulysses`, or tensors; see `given_out`."""
     if isinstance(words["out"], Ulysses):
-        if not hasattr(op, "by_rank"):
-            raise InvalidInput(f"{op.function}: Ulysses does not go with {op.stage}; leave out= out")
+        if op.cache:
+            raise InvalidInput(f"{op.function}: Ulysses does not go with {op.said}; leave out= out")
         words.update(words.pop("out").words)
         if heads.get("v") is not None:
             tensors["v"] = heads["v"]
-        return call(op.by_rank, tensors, words)
+        return call(op.to("ranks"), tensors, words)
     into = given_out(op, words, heads, tensors, v)
-    return {**into, **call(op.into if into or "inplace" in words else op, tensors, words)}
+    return {**into, **call(op.to("given") if into or "inplace" in words else op, tensors, words)}
 
 
 def with_scales(op: Operation, tensors: Tensors, words: dict[str, Any], per: str, v: Any = None) -> Tensors:
-    """The scales of each head of a batch row, which `op` computes in its own launch; they are added to the tensors.
+    """The scales of each head of a batch row, computed in their own launch; they are added to the tensors.
 
     per: a word of `DynamicQuantize`. With "kv_head" the heads of q that share a head of k have the largest of theirs.
     v: a tensor of its own, read if it has a scale too.
@@ -231,8 +240,10 @@ def with_scales(op: Operation, tensors: Tensors, words: dict[str, Any], per: str
     norm = words.get("norm", NO_NORM)
     of_v = words.pop("dynamic_v", False)
     own.update(norm=norm if of_v else _without_v(norm), per_row=True)
-    read = {name: x for name, x in tensors.items() if name in op.names or not name.endswith("_out")}
-    found = call(op, {**read, "v": v} if of_v and v is not None else read, own)
+    of_rows = operation(op.source, norm=True, convert="rows", transform=op.transform)
+    joined = op.source.word == "streams"  # the outputs say how many tokens there are
+    read = {name: x for name, x in tensors.items() if joined or not name.endswith("_out")}
+    found = call(of_rows, {**read, "v": v} if of_v and v is not None else read, own)
     tensors.update(found)
     if per == "kv_head":
         heads, of_k = (found[name].shape[-1] if name in found else 0 for name in ("q_scale", "k_scale"))
@@ -254,8 +265,8 @@ def result(out: Tensors, name: str) -> Any:
     return Scaled(out[name], out[f"{name}_scale"]) if f"{name}_scale" in out else out.get(name)
 
 
-def with_v(op: Operation, tensors: Tensors, words: dict[str, Any], v: Any) -> tuple[Operation, Any]:
-    """(the operation that normalises v in the launch of q and k, v), or (op, v normalised in a launch of its own).
+def with_v(op: Operation, tensors: Tensors, words: dict[str, Any], v: Any) -> Any:
+    """v, to be normalised in the launch of q and k, or normalised in a launch of its own.
 
     One launch needs a v like k, tables that the heads share, and fresh results or tensors in `out`. A v that is not
     converted also needs a rotation of whole heads: squares are then summed in the order of a launch for v alone.
@@ -267,14 +278,14 @@ def with_v(op: Operation, tensors: Tensors, words: dict[str, Any], v: Any) -> tu
     one = all(is_dense(x) and x.dim() > 1 for x in xs) and joins_k(*xs[:3]) and xs[1].device == v.device
     one = one and not (words["norm"].across_heads or "inplace" in words or sharded((v, *tensors.values())))
     if one and converts_v(tensors, "dynamic_v" in words):
-        return op, v
+        return v
     if one and rotates_heads(tensors, words, v.shape[-1]):
-        if op is QK_NORM_ROPE and not isinstance(out, Ulysses):
+        if not (op.convert or op.transform or isinstance(out, Ulysses)):
             tensors["v"] = v
-            return QKV_NORM_ROPE, v
+            return v
         if isinstance(out, (list, tuple)) and out[2:] and out[2] is not None:
-            return op, v
+            return v
     own = {"layout": words["layout"]} if "layout" in words else {}
     own["norm"] = norm_of_v(words["norm"])
     words["norm"] = _without_v(words["norm"])
-    return op, call(NORM_OF_V, {"q": v}, own)["q"]
+    return call(NORM_OF_V, {"q": v}, own)["q"]

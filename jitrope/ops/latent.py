@@ -1,17 +1,23 @@
-"""The operations of multi-head latent attention: its check, its heads in plain torch, and its gradient."""
+"""Multi-head latent attention: the source, and its gradient."""
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
+from torch import Tensor
 
 from .. import chain
 from ..plan.options import LAYOUT_AXES, Options, changed
-from ..plan.views import FORMATS, TABLE_NAMES, Tensors, canonical
-from .checks import check, check_outs
+from ..plan.views import TABLE_NAMES, Tensors, canonical, head_view
+from ..sinks import results
+from ..sinks.results import empty_elements, empty_heads
+from . import checks
+from .backward import Backward, turned_back
 from .fit import check_heads, check_scale, failing, named, refuse_per_head
-from .operation import ROTATION, Call, Operation, empty_like, turned_back
-
-_OPTIONS = (*ROTATION, "v_dim")
+from .operation import Call, Operation, offer
+from .outs import OUTS
+from .source import Read, Source
 
 
 def check_latent(name: str, tensors: Tensors, options: Options) -> None:
@@ -24,7 +30,7 @@ def check_latent(name: str, tensors: Tensors, options: Options) -> None:
         as_wide = x.dim() == len(layout) == q.dim() and x.shape[-1] > 0  # its own width is checked below
         like = x[..., :1].expand(*x.shape[:-1], q.shape[-1]) if as_wide else x
         check_heads(q, like, options, fail, "q", label)
-    check(name, {"q": q, **{label: tensors[label] for label in TABLE_NAMES if label in tensors}}, options)
+    checks.check(name, {"q": q, **{label: tensors[label] for label in TABLE_NAMES if label in tensors}}, options)
     if k_pe.shape[LAYOUT_AXES[layout][2]] != 1 or k_pe.shape[-1] != options.rotary_dim:
         fail(f"k_pe is {named(k_pe, layout)}; it must have H=1, and D=rotary_dim={options.rotary_dim}")
     if options.v_dim < 1 or kv.shape[-1] != options.rotary_offset + options.v_dim:
@@ -33,94 +39,87 @@ def check_latent(name: str, tensors: Tensors, options: Options) -> None:
     refuse_per_head(cos, options, "latent attention", fail)
 
 
-class _Latent(Operation):
-    name, function, stage = "rope_latent", "prepare_mla_qkv", "latent attention"
-    tensors: tuple[str, ...] = ("q", "kv", "k_pe")
-    options = _OPTIONS
-    hidden = ("inverse",)
-    results: tuple[str, ...] = ("q", "k", "v")
-    reads = ("q", "kv", "k_pe")
-    inplace = False
-    rules = (check_latent,)
+class Latent(Source):
+    word = op = "latent"
+    said, function = "latent attention", "prepare_mla_qkv"
+    needed = ("q", "kv", "k_pe")
+    refused = frozenset(("shifts", "inverse", "hadamard"))
 
-    def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        q, kv = tensors["q"], tensors["kv"]
-        k, v = (kv.new_empty((*kv.shape[:-1], size)) for size in (q.shape[-1], options.v_dim))
-        return {"q": empty_like(q), "k": k, "v": v}
+    def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
+        return {x: (name, head_view(t[name], o.layout)) for x, name in zip("qkv", self.needed)}
 
-    def parts(self, tensors: Tensors, options: Options) -> list[tuple[Tensors, Options]]:
+    def letters(self, given: Container[str], o: Options) -> tuple[str, ...]:
+        return ("q", "k", "v")
+
+    def empty(self, letter: str, t: Tensors, o: Options, word: str) -> Tensor:
+        if letter == "q":
+            return empty_elements(t["q"], word) if word else torch.empty_like(t["q"])
+        return empty_heads(t["kv"], (*t["kv"].shape[:-1], o.v_dim if letter == "v" else t["q"].shape[-1]), word)
+
+    def parts(self, t: Tensors, o: Options) -> list[tuple[Tensors, Options]]:
         """k is the first part of kv and the one head k_pe for every head; v is the rest of kv."""
-        first, v = tensors["kv"].split([options.rotary_offset, options.v_dim], -1)
-        k = torch.cat((first, tensors["k_pe"].expand(*first.shape[:-1], -1)), -1)
-        return [({**tensors, "k": k, "v": v}, options)]
+        first, v = t["kv"].split([o.rotary_offset, o.v_dim], -1)
+        k = torch.cat((first, t["k_pe"].expand(*first.shape[:-1], -1)), -1)
+        return [({**t, "k": k, "v": v}, o)]
 
-    def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
+    def check(self, op: Operation, name: str, t: Tensors, o: Options) -> None:
+        check_latent(name, t, o)
+        if op.out != "given":
+            return
+        q, kv, dtypes = t["q"], t["kv"], op.dtypes(t, o)
+        wanted, widths = {}, {"q": q.shape[-1], "k": q.shape[-1], "v": o.v_dim}
+        for letter, x in (("q", q), ("k", kv), ("v", kv)):
+            needed = letter == "k" and "q_scale" in t
+            check_scale(f"{letter}_scale", {**t, letter: x}, letter, True, o, failing(name), needed)
+            wanted[f"{letter}_out"] = (*x.shape[:-1], widths[letter]), dtypes.get(letter, q.dtype)
+        checks.check_outs(name, t, OUTS, wanted, "use a call without quantize and out")
+
+    def gradient(self, op: Operation, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """A missing gradient has no heads, or, of k or v alone, is zero."""
-        axis, sizes = LAYOUT_AXES[options.layout][2], {"v": options.v_dim}
+        axis, sizes = LAYOUT_AXES[o.layout][2], {"v": o.v_dim}
         heads = {name: x.shape[axis] for name, x in grads.items()}
         pair = heads.get("k", heads.get("v", 0))
         some = next(iter(grads.values()))
         for name, count in (("q", 0), ("k", pair), ("v", pair)):
             if name not in grads:
-                shape = [*some.shape[:-1], sizes.get(name, options.rotary_offset + options.rotary_dim)]
+                shape = [*some.shape[:-1], sizes.get(name, o.rotary_offset + o.rotary_dim)]
                 shape[axis] = count
                 grads[name] = some.new_zeros(shape)
         ordered = {"d" + name: grads[name] for name in "qkv"}
-        found = call(ROPE_LATENT_BACKWARD, {**ordered, **saved}, turned_back(options))
+        found = call(LATENT_BACKWARD, {**ordered, **saved}, turned_back(o))
         return {name: x for name, x in found.items() if (name == "q" and "q" in heads) or (name != "q" and pair)}
 
 
-class _LatentInto(_Latent):
-    """The same to tensors of the caller, with any strides; in fp8 those that have a scale."""
+class LatentBackward(Backward):
+    """The gradients of q, kv and k_pe, whose heads are summed in fp32; the options rotate back."""
 
-    name, stage = "rope_latent_into", "latent attention with quantize or out"
-    mutated = ("q_out", "k_out", "v_out")
-    tensors = (*_Latent.tensors, "q_scale?", "k_scale?", "v_scale?", *[f"{name}?" for name in mutated])
-    options = (*_OPTIONS, "out_dtype")
-    labels = {name: f"out's {name[0]}" for name in mutated}  # noqa: RUF012
-    results = ()
-    differentiable = False
-
-    def check(self, name: str, tensors: Tensors, options: Options) -> None:
-        super().check(name, tensors, options)
-        q, kv, fp8 = tensors["q"], tensors["kv"], FORMATS[options.out_dtype].dtype
-        wanted, widths = {}, {"q": q.shape[-1], "k": q.shape[-1], "v": options.v_dim}
-        for letter, x in (("q", q), ("k", kv), ("v", kv)):
-            scale, needed = tensors.get(f"{letter}_scale"), letter == "k" and "q_scale" in tensors
-            check_scale(f"{letter}_scale", {**tensors, letter: x}, letter, True, options, failing(name), needed)
-            wanted[f"{letter}_out"] = (*x.shape[:-1], widths[letter]), q.dtype if scale is None else fp8
-        check_outs(name, tensors, self.labels, wanted, "use a call without quantize and out")
-
-    def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        return {}
-
-
-class _LatentBackward(Operation):
-    name = "rope_latent_backward"
-    tensors = ("dq", "dk", "dv")
-    options = _OPTIONS
     results = ("q", "kv", "k_pe")
-    reads = ("dq", "dk", "dv")
-    writes = ("q_out", "kv_out", "k_pe_out")
-    inplace = False
 
-    def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        dk, shape = tensors["dk"], [*tensors["dk"].shape[:-1], options.rotary_dim]
-        shape[LAYOUT_AXES[options.layout][2]] = 1
-        kv = dk.new_empty((*dk.shape[:-1], options.rotary_offset + options.v_dim))
-        return {"q": empty_like(tensors["dq"]), "kv": kv, "k_pe": dk.new_empty(shape)}
+    def fresh(self, t: Tensors, o: Options, blocks: int) -> Tensors:
+        dk, shape = t["dk"], [*t["dk"].shape[:-1], o.rotary_dim]
+        shape[LAYOUT_AXES[o.layout][2]] = 1
+        kv = dk.new_empty((*dk.shape[:-1], o.rotary_offset + o.v_dim))
+        return {"q": torch.empty_like(t["dq"]), "kv": kv, "k_pe": dk.new_empty(shape)}
 
-    def compute(self, places: Tensors, tensors: Tensors, options: Options) -> None:
-        """The gradients of q, kv and k_pe, whose heads are summed in fp32; `options` rotate back."""
-        dk, dv, offset, layout = tensors["dk"], tensors["dv"], options.rotary_offset, options.layout
-        t = {**tensors, "q": tensors["dq"], "k": dk}
-        chain.run([(t, options)], {"q": places["q"]}, options)
+    def compute(self, outputs: Tensors, t: Tensors, o: Options) -> None:
+        dk, dv, offset, layout = t["dk"], t["dv"], o.rotary_offset, o.layout
+        t = {**t, "q": t["dq"], "k": dk}
+        chain.run([(t, o)], results.places({"q": outputs["q"]}, o), o)
         summed = dk[..., offset:].float().sum(LAYOUT_AXES[layout][2], keepdim=True)
-        alone = changed(options, rotary_offset=0)
-        canonical(places["k_pe"], layout).copy_(chain.forward("k", canonical(summed, layout), t, alone))
-        first, rest = canonical(places["kv"], layout).tensor_split([offset], -1)
-        first.copy_(chain.forward("k", chain.load("k", t, options), t, options)[..., :offset])
+        alone = changed(o, rotary_offset=0)
+        canonical(outputs["k_pe"], layout).copy_(chain.forward("k", canonical(summed, layout), t, alone))
+        first, rest = canonical(outputs["kv"], layout).tensor_split([offset], -1)
+        first.copy_(chain.forward("k", chain.load("k", t, o), t, o)[..., :offset])
         rest.copy_(canonical(dv, layout))
 
+    def ways(self, named: Tensors, o: Options) -> list[tuple[Read, Read] | None]:
+        pairs = zip(("dq", "dk", "dv"), ("q_out", "kv_out", "k_pe_out"))
+        return [((x, head_view(named[x], o.layout)), (y, head_view(named[y], o.layout))) for x, y in pairs]
 
-ROPE_LATENT, ROPE_LATENT_BACKWARD, ROPE_LATENT_INTO = _Latent(), _LatentBackward(), _LatentInto()
+    def finishes(self, named: Container[str], o: Options) -> bool:
+        return False
+
+
+LATENT = Latent()
+offer(LATENT)
+LATENT_BACKWARD = LatentBackward(LATENT)

@@ -28,8 +28,8 @@ from ..plan.problem import HEADS, plan_call
 from ..plan.spec import ROPE_KINDS, RopeSpec
 from ..plan.views import Tensors, bias_views, table_pair
 from . import watch
-from .checks import LEARNED, label_of
-from .operation import Operation
+from .checks import label_of
+from .operation import OF_TABLES, Operation
 from .replay import SCRATCH, Form, maker, twice
 from .stand_ins import missing_weights
 
@@ -79,7 +79,7 @@ class Known:
         self.alignments = tuple([x.data_ptr() & 15 for x in given.values()])
         self.results = op.produced(given, options)
         self.saved = tuple(op.saved(given, options))  # tensors for the backward
-        self.heads = tuple([name for name in given if name in op.names and name not in LEARNED])  # may require one
+        self.heads = tuple([name for name in given if name not in OF_TABLES])  # may require one
         self.blocks, self.makes, self.finished = 0, False, False
         self.pointers, self.fixed, self.kept = (), [], ()
         self.close: dict[str, Span] = {}  # tensors that must not share memory
@@ -89,7 +89,7 @@ class Known:
     @property
     def form(self) -> Form:
         """The form of its calls, from which `replay` writes their source."""
-        like = type(self.op).fresh is Operation.fresh
+        like = self.op.alike(self.names, self.options)
         own = (self.names, self.pointers, self.results, self.options.inplace, like, self.makes)
         return Form(*own, self.finished, tuple(self.close), self.written, aligned=not any(self.alignments))
 
@@ -162,7 +162,7 @@ def prepare(op: Operation, given: Tensors, tensors: Tensors, key: Any, options: 
     """
     known = Known(op, options, given)
     known.stand_ins = dict([*tensors.items()][len(given) :])
-    statics = {**known.stand_ins, **(missing_weights(tensors, options) if op.norm else {})}
+    statics = {**known.stand_ins, **(missing_weights(tensors, options) if options.norm else {})}
     _plan(known, {**tensors, **statics}, statics)
     if statics and (watch.watched() or watch.transformed() or watch.capturing(next(iter(given.values())))):
         return known  # its tensors are not those that calls share: those of a capture belong to its graph
@@ -197,7 +197,7 @@ def _plan(known: Known, tensors: Tensors, statics: Tensors) -> None:
         kernel = get_kernel(plan.spec, device.index)
         kernel.bind_thread()
     known.device, known.blocks = device.index, math.prod(plan.grid)
-    pointers = address_names(op.norm, plan.spec.stages)
+    pointers = address_names(options.norm is not None, plan.spec.stages)
     known.args = (ctypes.c_int64 * (len(pointers) + len(words)))(*[0] * len(pointers), *words)
     known.enqueue = kernel.enqueuer(plan.grid, plan.block, ctypes.addressof(known.args))
     fresh = [] if options.inplace else [*named][len(tensors) :]
@@ -219,8 +219,9 @@ def _offsets(
 ) -> dict[str, tuple[str, int]]:
     """(tensor's name, bytes from its first element) for the pointers into other tensors."""
     found = {}
-    for pointer, name, head in zip(HEADS, op.places(options), heads):  # no head of a missing k or v is read
-        found[pointer] = (op.reads[0], 0) if head is None else (name, head.data_ptr() - named[name].data_ptr())
+    places = op.places(named, options)
+    for pointer, name, head in zip(HEADS, places, heads):  # no head of a missing k or v is read
+        found[pointer] = (places[0], 0) if head is None else (name, head.data_ptr() - named[name].data_ptr())
     if "bias" in named:
         for letter, part in zip("qkv", bias_views(named["bias"], named["qkv"], options)):
             found[f"{letter}_added"] = ("bias", part.data_ptr() - named["bias"].data_ptr())
@@ -241,15 +242,15 @@ def keep_in_mind(
     key: Any,
     record: Record | None = None,
     outputs: Callable[[Tensors], Any] | None = None,
-    arguments: tuple[str, ...] = (),
+    by_place: bool = False,
 ) -> None:
     """Keep a plain call for the fast path, with gradients enabled only if it computes all that its tensors require.
 
-    record: records such a call; None: it is not for the fast path. arguments: those of torch's op, for a call of it;
-    then outputs makes its outputs of the results.
+    record: records such a call; None: it is not for the fast path. by_place: it is a call of torch's op; then outputs
+    makes its outputs of the results.
     """
     wants = {name for name, x in tensors.items() if x.requires_grad}
-    form = known.form._replace(arguments=arguments, outputs=outputs is not None)
+    form = known.form._replace(by_place=by_place, outputs=outputs is not None)
     differentiable = known.op.differentiable and not known.options.inplace
     if wants and record is not None and differentiable and wants <= {*known.heads}:
         form = form._replace(saved=known.saved, heads=known.heads)

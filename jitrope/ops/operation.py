@@ -1,4 +1,4 @@
-"""The contract of an operation. The operations themselves are in `operations`.
+"""An operation: where q, k and v come from, what is done to them, and where they go.
 
 A call is an operation, its tensors by name, and its options. `launch` plans and launches it, `dispatch` chooses its
 path, and `library` makes it an op of torch, with a fake and a backward.
@@ -6,224 +6,360 @@ path, and `library` makes it an op of torch, with a fake and a backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+import itertools
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import chain
-from ..base.errors import JitropeError
-from ..plan.options import ALL_TOKENS, HEAD_WORDS, Options, changed, norm_of
+from ..base.errors import InvalidInput, JitropeError
+from ..call import FRESH
+from ..plan.options import ALL_TOKENS, LAYOUT_AXES, Options, changed, norm_of
 from ..plan.problem import Views
-from ..plan.views import FORMATS, MEANS, Tensors, converts_v, head_view
+from ..plan.views import (
+    BLOCK_SCALES,
+    FORMATS,
+    TABLE_NAMES,
+    Tensors,
+    by_rank,
+    cache_view,
+    converts_v,
+    sums_heads,
+)  # fmt: skip
 from ..sinks import results
-from ..stages import positions
+from ..sinks.results import LETTERS, empty_heads, empty_scale
+from ..stages.convert import least_scales
 from . import checks
-from .fit import USERS_NAMES
+from .fit import USERS_NAMES, check_axes, check_ranks, failing, sizes_of
+from .kv_cache import check_one_format
+from .outs import OUTS, copy_heads, refuse_other_v
+from .source import Read, Source
 from .stand_ins import one_row
 
 Call = Callable[["Operation", Tensors, Options], Tensors]  # `dispatch.call`
-
 Rule = Callable[[str, Tensors, Options], None]
 """(the user's function, tensors, options): raises InvalidInput if they do not fit."""
 
-empty_like = torch.empty_like
-NORMED = (*HEAD_WORDS, "interleaved_out", "layout", "mrope_section", "mrope_interleaved", "unrotated", "launch")
-TABLE_WORDS = ("cos", "sin", "cos_sin_cache", "freqs_cis", "position_ids", "start_positions", "freqs")
-PLACED = ("mscale", "max_seqlen", "packed_table", "cp_size", "cp_rank")
-ROTATION = (*NORMED, *PLACED, "inverse")
-WEIGHTS = ("q_weight?", "k_weight?")
-BIASES = ("q_bias?", "k_bias?")
-GIVEN_MEANS = tuple([f"{name}?" for name in MEANS])
+OF_TABLES = frozenset((*TABLE_NAMES, "second_cos", "second_sin", "cos_sin_cache", "freqs", "freqs_cis"))
+"""The tensors of a call that are not those of heads, of a norm, or of a sink."""
+SCALES = ("q_scale", "k_scale", "v_scale")
+RESULTS = (*LETTERS, *SCALES)
+CACHE = ("k_cache", "v_cache", "errors", *BLOCK_SCALES)
+"""The tensors of a cache that a call writes."""
+COUNTED = ("start_positions", "cu_seqlens", "max_seqlen", "packed_table", "cp_size", "cp_rank")
+"""Tensors and words of positions that are counted from the first token of a sequence."""
 
 
 class Operation:
-    """An operation: names, and a few functions of (tensors by name, options)."""
+    """A source, stages and a sink, as functions of (tensors by name, options).
 
-    name: str  # of torch's op; "_" at the end marks the op in place
-    function: str = ""  # the user's
-    tensors: tuple[str, ...] = ("q", "k?")  # in the op's order, before those of the tables; "?": it may be missing
-    options: tuple[str, ...] = ROTATION  # fields of `Options` that the op has, beside `table` and the norm
-    hidden: tuple[str, ...] = ()  # words among `options` and "check" that a user's call may not have
-    words: tuple[str, ...]  # those that it may have beside `tensors`
-    names: tuple[str, ...]  # of `tensors`, without marks
-    stage: str = ""  # the reason why it lacks the other words, for messages
-    tables: frozenset[str] = frozenset((*TABLE_WORDS, "cu_seqlens", "q_factor"))  # those it may have beside `tensors`
-    labels: dict[str, str] = {}  # noqa: RUF012  users' names of tensors, for messages, where they differ
-    results: tuple[str, ...] = ("q", "k")  # names of the outputs; one with an input's name is missing if the input is
-    reads: tuple[str, ...] = ("q", "k", "v")  # tensors with the heads of q, k and v
-    writes: tuple[str, ...] = ("q_out", "k_out", "v_out")  # "q_out" is the output "q"
-    mutated: tuple[str, ...] = ()  # inputs that are always written
-    norm = False  # it normalises
-    inplace = differentiable = True  # it has an op in place; it has a gradient
-    shards = False  # it takes DTensors
-    into: Operation  # its form that writes tensors of the caller, if there is one
-    by_rank: Operation  # its form for Ulysses
-    rules: tuple[Rule, ...] = (checks.check,)  # of its `check`
+    norm: a kernel reads whole heads, because of a norm or of another stage. convert: "given" or "computed" scales, or
+    the computed scales of "rows" alone. transform: by a Hadamard matrix. cache: k and v go to one. out: results go to
+    tensors that are "given", or are groups of heads for "ranks".
+    """
 
-    def __init__(self) -> None:
-        own = ("norm",) if self.norm else ()
-        given = (*self.options, *own, "check", *(("inplace",) if self.inplace else ()))
-        self.words = tuple([word for word in given if word not in self.hidden])
-        self.names = tuple([name.rstrip("?") for name in self.tensors])
+    def __init__(
+        self, source: Source, function: str, norm: bool, convert: str, transform: bool, cache: bool, out: str
+    ) -> None:
+        self.source, self.asked, self.function, self.norm = source, function, function or source.function, norm
+        self.convert, self.transform, self.cache, self.out = convert, transform, cache, out
+        self.name = source.op
+        whole = norm and not (source.whole or transform or convert not in ("", "given"))
+        said = (source.said, "norm" * whole, {"given": "quantize"}.get(convert, "dynamic scales" * bool(convert)))
+        sink = ("cache" * cache, {"given": "out", "ranks": "Ulysses"}.get(out, ""))
+        self.said = " with ".join([x for x in (*said, "hadamard" * transform, *sink) if x])
+        self.staged = bool(norm or convert or transform or cache)
+        self.differentiable = not (convert or cache or out == "given")
+        self.inplace = source.inplace and not (out or convert in ("computed", "rows") or (convert and not cache))
+        self.shards = source.shards and not (out or convert or cache or transform)
+        self.refused = set(source.refused)
+        alone = {"inplace": not self.inplace, "inverse": cache, "shifts": self.staged, "v_weight": not cache}
+        self.refused.update([word for word, refused in alone.items() if refused])
 
-    def check(self, name: str, tensors: Tensors, options: Options) -> None:
-        """Refuse a wrong call. name: the user's function."""
-        for rule in self.rules:
-            rule(name, tensors, options)
+    def to(self, out: str) -> Operation:
+        """The same with results that are "given", or for "ranks"."""
+        return OPERATIONS[self.source.word, self.asked, self.norm, self.convert, self.transform, self.cache, out]
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """The tensors that each call has, beside those of tables."""
+        return (*self.source.needed, *(("k", "k_cache") if self.cache and "q" in self.source.needed else ()))
 
     def label(self, name: str) -> str:
         """The user's name of a tensor."""
-        return self.labels.get(name, USERS_NAMES.get(name, name))
+        return {**OUTS, **USERS_NAMES, **self.scale_names, **self.source.labels}.get(name, name)
 
-    def written(self, options: Options) -> tuple[str, ...]:
-        """Names of the inputs that a call writes."""
-        if not options.inplace:
-            return self.mutated
-        return (*self.mutated, *(self.results if self.results[0] in self.names else self.names))
+    @property
+    def scale_names(self) -> Mapping[str, str]:
+        """The users' names of scales beside those that are computed."""
+        letters = "" if self.convert in ("", "given") else "q" if self.cache else "qkv"
+        return {f"{x}_scale": f"{x}_global_scale" for x in letters}
 
-    def outputs(self, tensors: Tensors, options: Options) -> Tensors:
-        """The tensors that a call writes: fresh ones, or its own in place."""
-        if options.inplace:
-            return {name: tensors[name] for name in self.produced(tensors, options)}
-        return self.fresh(tensors, options, 0)
+    # ---- checks --------------------------------------------------------------------------------------
 
-    def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        """New tensors for the results, and for the sums of each of `blocks` blocks."""
-        return {name: empty_like(tensors[name]) for name in self.results if name in tensors}
+    def check(self, name: str, t: Tensors, o: Options) -> None:
+        """Refuse a wrong call. name: the user's function."""
+        self.source.check(self, name, t, o)
 
-    def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rules of the stages and of the cache."""
+        stored = self.cache or self.convert
+        rules: list[tuple[Any, Rule]] = [
+            (not self.cache, checks.check),
+            (self.cache, checks.check_kv_cache),
+            (self.convert == "given" and not self.cache, checks.check_fp8),
+            (self.convert in ("computed", "rows") and not self.cache, checks.check_scaled),
+            (self.norm, checks.check_stored if stored else checks.check_norm),
+            (self.norm, checks.check_whole_head),
+            (self.convert == "computed" and self.cache, check_one_format),
+        ]
+        return tuple([rule for applies, rule in rules if applies])
+
+    def check_stages(self, name: str, t: Tensors, o: Options) -> None:
+        """Refuse what does not fit q, k and v, tensors of their own."""
+        outs = {**t, "v_out": t["v"]} if self.out == "ranks" and "v" in t else t
+        apart = converts_v(t, o.dynamic_v) and "v" in t and self.finishes(outs, o)
+        if apart and not sums_heads(t, o):  # before v's scale is compared with v
+            refuse_other_v(name, t, o)
+        for rule in self.rules:
+            rule(name, t, o)
+        if apart or (o.per_row and "v" in t and not self.source.joins(t)):
+            refuse_other_v(name, t, o)
+        if self.out == "given":
+            checks.check_into(name, t, o, OUTS, self.dtypes(t, o))
+        for letter in [x for x in "qkv" if x in t and self.out == "ranks"]:
+            check_axes(letter, t[letter], t["q"], failing(name))
+            check_ranks(letter, t[letter], o.ulysses_degree, o, failing(name))
+
+    # ---- results -------------------------------------------------------------------------------------
+
+    def written(self, o: Options) -> tuple[str, ...]:
+        """Names of the inputs that a call writes, if they are given."""
+        own = self.source.overwritten(("q",) if self.cache else ("q", "k", "qkv")) if o.inplace else ()
+        outs = tuple(OUTS) if self.out == "given" and not o.per_row else ()
+        fresh = [FRESH + name for name in RESULTS]  # which the caller of torch's op made
+        return (*own, *("k" * o.rotate_k), *(CACHE if self.cache else ()), *outs, *fresh)
+
+    def made(self, given: Container[str], o: Options) -> tuple[str, ...]:
         """Names of the results that torch's op makes."""
-        return tuple([name for name in self.results if name in given or name not in self.names])
+        v = o.dynamic_v and not self.cache
+        if o.per_row:
+            return tuple([f"{x}_scale" for x in self.source.scaled(given) if x != "v" or v])
+        heads = () if self.out == "given" else self.source.letters(given, o)
+        heads = tuple([x for x in heads if not (self.cache and x in "kv")])
+        places = [x for x in "qkv" if (f"{x}_out" in given if self.out == "given" else x in heads)]
+        return (*heads, *[f"{x}_scale" for x in places if o.computed and (x != "v" or v)])
 
-    def produced(self, given: Container[str], options: Options) -> tuple[str, ...]:
+    def viewed(self, given: Container[str], o: Options) -> tuple[str, ...]:
+        """Names of the results that are views of the call's tensors."""
+        alone = o.inplace or o.per_row or self.out == "given" or self.cache
+        return () if alone else self.source.viewed(given, o)
+
+    def produced(self, given: Any, o: Options) -> tuple[str, ...]:
         """Names of all results."""
-        return self.made(given, options)
+        if o.inplace:
+            return self.source.overwritten(("q",) if self.cache else given)
+        return (*self.made(given, o), *self.viewed(given, o))
 
-    def complete(self, results: Tensors, tensors: Tensors, options: Options) -> Tensors:
+    def complete(self, found: Tensors, t: Tensors, o: Options) -> Tensors:
         """All results, given those of torch's op."""
-        return results
+        return {**found, **{name: self.source.part(t, name, o) for name in self.viewed(t, o)}}
 
-    def converted(self, tensors: Tensors, options: Options) -> dict[str, torch.dtype]:
-        """The dtypes of the results that differ from the inputs'."""
-        dtype = FORMATS[options.out_dtype].dtype
-        wanted = [name for name in ("q", "k") if name in self.results and f"{name}_scale" in tensors]
-        return dict.fromkeys((*wanted, *(("v",) if converts_v(tensors, False) else ())), dtype)
+    def outputs(self, t: Tensors, o: Options) -> Tensors:
+        """The tensors that a call writes: fresh ones, or its own in place."""
+        return {name: t[name] for name in self.produced(t, o)} if o.inplace else self.fresh(t, o, 0)
 
-    def fakes(self, tensors: Tensors, options: Options) -> Tensors:
-        """Tensors like the results."""
-        return self.outputs(tensors, options)
+    fakes = outputs
+    """Tensors like the results."""
 
-    def finishes(self, tensors: Tensors, options: Options) -> bool:
-        """Whether a call has something to `finish`."""
-        return type(self).finish is not Operation.finish
+    def fresh(self, t: Tensors, o: Options, blocks: int) -> Tensors:
+        """New tensors for the results, and for the sums of each of `blocks` blocks."""
+        found = {name.removeprefix(FRESH): x for name, x in t.items() if name.startswith(FRESH)}
+        if found:
+            return found
+        heads = self.source.shaped(t, o) if o.per_row else t
+        for name in self.made(t, o):
+            letter = name.removesuffix("_scale")
+            if o.per_row:
+                batch, _, count, _ = sizes_of(heads[letter], o.layout)
+                rows = t["cu_seqlens"].shape[0] - 1 if "cu_seqlens" in t else batch
+                found[name] = least_scales((rows, count), heads["q"], o)
+            elif letter != name:
+                like = found[letter] if letter in found else t[f"{letter}_out"]
+                found[name] = empty_scale(like, o, FORMATS[o.out_dtype].per_item)
+            elif self.out == "ranks":
+                found[name] = self._of_ranks(letter, t, o)
+            else:
+                found[name] = self.source.empty(name, t, o, self.format_of(letter, t, o))
+        return self.complete(found, t, o)
 
-    def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
-        """The results, given the outputs of a launch."""
+    def _of_ranks(self, letter: str, t: Tensors, o: Options) -> Tensor:
+        """A tensor with a group of heads for each rank; of such a tensor, as gradients are, one in the usual layout."""
+        x, axis = t[letter], LAYOUT_AXES[o.layout][2]
+        split = x.dim() == len(o.layout)
+        shape = [o.ulysses_degree, *x.shape] if split else [*x.shape[1:]]
+        shape[axis + split] = x.shape[axis] // o.ulysses_degree if split else shape[axis] * len(x)
+        return empty_heads(x, tuple(shape), self.format_of(letter, t, o))
+
+    def format_of(self, letter: str, t: Container[str], o: Options) -> str:
+        """The format of a converted result, "" for one in the heads' dtype."""
+        of_cache = self.cache and letter in "kv"
+        converted = (letter in "qk" or o.dynamic_v) if o.computed or o.per_row else f"{letter}_scale" in t
+        return o.out_dtype if converted and not of_cache and letter in "qkv" else ""
+
+    def dtypes(self, t: Container[str], o: Options) -> dict[str, Any]:
+        """The dtypes of the results that are converted, by letter."""
+        words = {letter: self.format_of(letter, t, o) for letter in "qkv"}
+        return {letter: FORMATS[word].dtype for letter, word in words.items() if word}
+
+    def alike(self, given: Container[str], o: Options) -> bool:
+        """Whether each result is like the tensor of the same name."""
+        plain = self.source.op == "heads" and not (o.inplace or self.out or o.computed or o.per_row)
+        return plain and not self.dtypes(given, o) and FRESH + "q" not in given
+
+    # ---- the launch ----------------------------------------------------------------------------------
+
+    def ways(self, named: Tensors, o: Options) -> list[tuple[Read, Read] | None]:
+        """Of q, k and v, the heads that a launch reads, and where it writes them. An output "q" is "q_out"."""
+        reads = self.source.reads(named, o)
+        if self.finishes(named, o):
+            reads.pop("v")
+        found: list[tuple[Read, Read] | None] = []
+        for letter in "qkv":
+            place = self._place(letter, named, o, reads) if letter in reads else None
+            found.append(None if place is None else (reads[letter], place))
+        return found
+
+    def _place(self, letter: str, named: Tensors, o: Options, reads: dict[str, Read]) -> Read | None:
+        cache, out = f"{letter}_cache", f"{letter}_out"
+        if self.cache and letter in "kv":
+            paged = "page_table" in named or BLOCK_SCALES[0] in named
+            return (cache, cache_view(named[cache], paged)) if cache in named else None
+        if letter == "v" and not (o.copy_v or o.per_row):
+            return None
+        if o.inplace or (o.per_row and out not in named):
+            added = "bias" in named or norm_of(o).v_norm or o.per_row
+            return None if letter == "v" and not added else reads[letter]
+        return (out, self.source.out_view(named[out], letter, named, o)) if out in named else None
+
+    def heads(self, named: Tensors, o: Options) -> tuple[Views, Views]:
+        """Views of the heads of q, k and v, read and written. An output "q" is "q_out" in `named`."""
+        ways = self.ways(named, o)
+        inputs, outputs = (tuple([None if way is None else way[n][1] for way in ways]) for n in (0, 1))
+        return inputs, outputs  # type: ignore[return-value]
+
+    def places(self, named: Tensors, o: Options) -> list[str]:
+        """The names of the tensors of `heads`, inputs and outputs; "" for one that is missing."""
+        ways = self.ways(named, o)
+        return [
+            *["" if way is None else way[0][0] for way in ways],
+            *["" if way is None else way[1][0] for way in ways],
+        ]
+
+    def finishes(self, named: Container[str], o: Options) -> bool:
+        """Whether v is copied after the launch, because a kernel copies heads only as it stores those of k."""
+        copied = "bias" in named if o.inplace else "v_out" in named and o.copy_v
+        return copied and (sums_heads(named, o) or not self.source.joins(named))  # type: ignore[arg-type]
+
+    def finish(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:
+        """The results, given the outputs of a launch that `finishes`."""
+        for letter, x in self.source.copied(outputs, t, o).items():
+            given = outputs.get(letter, t.get(f"{letter}_out"))
+            out = self.source.part(outputs, letter, o) if given is None else given
+            if x.dim() < out.dim():
+                x = by_rank(x, o.layout, len(out))
+            copy_heads(*((out, x) if x.dim() == out.dim() else (by_rank(out, o.layout, len(x)), x)))
         return outputs
 
-    def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
-        """Views of the heads of q, k and v, read and written. `tensors` has the output "q" as "q_out"."""
-        inputs, outputs = (
-            [head_view(tensors[name], options.layout) if name in tensors else None for name in names]
-            for names in (self.reads, self.writes)
+    # ---- without a table, and in plain torch -----------------------------------------------------------
+
+    def goes_bare(self, t: Container[str], asked: Mapping[str, Any]) -> bool:
+        """Whether a call without a table, which rotates nothing, has something to do."""
+        own = self.source.word not in ("heads", "fused") or (self.source.word == "fused" and not asked.get("inplace"))
+        return (
+            self.staged or own or "q_factor" in t or "bias" in t or (self.out != "" and self.function != "apply_rope")
         )
-        return tuple(inputs), tuple(outputs)  # type: ignore[return-value]
 
-    def places(self, options: Options) -> tuple[str, ...]:
-        """The names of the tensors of `heads`, inputs and outputs."""
-        pairs = zip(self.reads, self.writes)
-        written = [read if options.inplace and write.endswith("_out") else write for read, write in pairs]
-        return (*self.reads, *written)
-
-    def goes_bare(self, tensors: Container[str], asked: Mapping[str, Any]) -> bool:
-        """Whether a call without a table, which rotates nothing, has another stage."""
-        return self.function != "apply_rope" and (bool(self.stage) or "q_factor" in tensors)
-
-    def unrotated(self, tensors: Tensors, options: Options) -> tuple[Options, Tensors]:
+    def unrotated(self, t: Tensors, o: Options) -> tuple[Options, Tensors]:
         """The options and the tensors of a call without a table: every token comes before those of the tables."""
-        cos, sin = one_row(next(iter(tensors.values())).device, options.rotary_dim // 2)
-        return changed(options, unrotated=ALL_TOKENS), {**tensors, "cos": cos, "sin": sin}
+        cos, sin = one_row(next(iter(t.values())).device, o.rotary_dim // 2)
+        return changed(o, unrotated=ALL_TOKENS), {**t, "cos": cos, "sin": sin}
 
-    def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
+    def on_cpu(self, t: Tensors, o: Options) -> Tensors:
         """The results in plain torch."""
-        outputs = self.fakes(tensors, options)
-        self.compute(self.sink(outputs, tensors, options), tensors, options)
-        return {name: outputs[name] for name in self.produced(tensors, options)}
+        outputs = self.fakes(t, o)
+        self.compute(outputs, t, o)
+        return {name: outputs[name] for name in self.produced(t, o)} if o.inplace else outputs
 
-    def compute(self, places: Tensors, tensors: Tensors, options: Options) -> None:
-        """Write the results to their places (`results.places`)."""
-        chain.run(self.parts(tensors, options), places, options)
+    def compute(self, outputs: Tensors, t: Tensors, o: Options) -> None:
+        """Write the results."""
+        if o.inplace and not self.cache:
+            places = self.source.places(t, o)
+        else:
+            given = {x: t[f"{x}_out"] for x in LETTERS if f"{x}_out" in t and self.out == "given" and not o.per_row}
+            made = {name: outputs[name] for name in self.made(t, o)}
+            places = results.places({**given, **made, **({"k": t["k"]} if o.rotate_k else {})}, o)
+        chain.run(self.source.parts(t, o), places, o)
 
-    def parts(self, tensors: Tensors, options: Options) -> list[tuple[Tensors, Options]]:
-        """Of each stream, its heads by letter beside its other tensors, and its options."""
-        return [(tensors, options)]
+    # ---- gradients -----------------------------------------------------------------------------------
 
-    def sink(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
-        """The places of a call's results."""
-        given = {name[0]: tensors[name] for name in self.mutated if name.endswith("_out") and name in tensors}
-        given.update({name: outputs[name] for name in self.made(tensors, options)})
-        return results.places({**given, "k": tensors["k"]} if options.rotate_k else given, options)
-
-    def put(self, tensors: Tensors, results: Tensors, options: Options) -> Tensors:
+    def put(self, t: Tensors, found: Tensors, o: Options) -> Tensors:
         """Copy fresh results to the tensors of a call in place."""
-        for name, result in results.items():
-            tensors[name].copy_(spare_stays(tensors[name], result, tensors, options))
-        return {name: tensors[name] for name in results}
+        return self.source.put(t, found, o)
 
-    def saved(self, tensors: Tensors, options: Options) -> Tensors:
+    def saved(self, t: Tensors, o: Options) -> Tensors:
         """The tensors that the backward needs."""
-        return {name: x for name, x in tensors.items() if name not in self.names}
+        return self.source.saved(t, o, {name: x for name, x in t.items() if name in OF_TABLES})
 
-    def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
+    def gradient(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """The gradients of the inputs. grads: gradients of the results, at least one."""
-        if self.norm and self.differentiable:
-            hint = "compute the norm by itself; with a drop-in, enable(model, fuse_norm=False)"
-            raise JitropeError(f"a norm of q or k has no second derivative; {hint}")
-        raise JitropeError(f"{self.function or self.name} has no gradient")
+        if not self.differentiable and not (self.out == "ranks" and grads.keys() == {"v"}):  # which is copied
+            raise JitropeError(f"{self.function} has no gradient")
+        return self.source.gradient(self, call, saved, grads, o)
 
 
-class Normed(Operation):
-    """An operation that normalises q, k or v."""
-
-    norm = True
-
-    def saved(self, tensors: Tensors, options: Options) -> Tensors:
-        return dict(tensors)
+BACKWARDS: dict[str, Operation] = {}
+OPERATIONS: dict[tuple[Any, ...], Operation] = {}
+"""All operations, each made once: a dict that grows would be traced again by torch.compile."""
 
 
-def spare_stays(x: Tensor, rotated: Tensor, tensors: Tensors, options: Options) -> Tensor:
-    """`rotated`, but with x's tokens after the last sequence."""
-    spare = positions.spare(x.shape[0], tensors, options)
-    return rotated if spare is None else torch.where(spare[:, None, None], x, rotated)
+def offer(source: Source, functions: Sequence[str] = ("",)) -> None:
+    """Make the operations of a source. functions: the user's, if there are several."""
+    flags, converts, outs = (False, True), ("", "given", "computed", "rows"), ("", "given", "ranks")
+    for norm, convert, transform, cache, out in itertools.product(flags, converts, flags, flags, outs):
+        whole = norm or not (transform or convert in ("computed", "rows"))
+        alone = convert != "rows" or not (cache or out)
+        if whole and alone and not (cache and out == "ranks"):
+            for name in functions:
+                words = (norm, convert, transform, cache, out)
+                OPERATIONS[(source.word, name, *words)] = Operation(source, name, *words)
 
 
-def turned_back(options: Options, inplace: bool = False) -> Options:
-    """The options of the gradient: the transpose of a rotation rotates back, from output to input."""
-    o = options
-    return changed(
-        o, inverse=not o.inverse, interleaved=o.interleaved_out, interleaved_out=o.interleaved, inplace=inplace
-    )
+def operation(
+    source: Source,
+    function: str = "",
+    *,
+    norm: bool = False,
+    convert: str = "",
+    transform: bool = False,
+    cache: bool = False,
+    out: str = "",
+) -> Operation:
+    """The operation of a source, stages and a sink; `Operation` has the words."""
+    return OPERATIONS[source.word, function, norm, convert, transform, cache, out]
 
 
-def rotated_back(op: Operation, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
-    """The gradients of a rotation. That of k alone takes the place of q's, without q's scale."""
-    back = turned_back(options)
-    if "q" in grads:
-        return call(op, {**grads, **saved}, back)
-    return {"k": call(op, {"q": grads["k"], **of_k(saved)}, back)["q"]}
-
-
-def norm_turned_back(options: Options) -> Options:
-    """The options of the gradient of a norm of q, k and v. The pairs of the output stay those of the output's gradient.
-
-    Roundings do not change gradients, so one kernel serves all. Its products are contracted, which is fastest.
-    """
-    norm = norm_of(options)._replace(rounding="none")
-    return changed(options, inverse=not options.inverse, inplace=False, rounding="complex64", norm=norm)
-
-
-def of_k(tensors: Tensors) -> Tensors:
-    """The tensors of a call for k alone, in the place of q; only q has a scale."""
-    return {name: x for name, x in tensors.items() if name != "q_factor"}
+def operation_of(name: str, given: Container[str], o: Options) -> Operation:
+    """The operation of a call by its name, its tensors and its options."""
+    if name in BACKWARDS:
+        return BACKWARDS[name]
+    if (name, "", False, "", False, False, "") not in OPERATIONS:
+        names = dict.fromkeys([source for source, *_ in OPERATIONS])
+        raise InvalidInput(f"call has the source {name!r}; it must be one of {', '.join([*names, *BACKWARDS])}")
+    cache, outs = "k_cache" in given, any(out in given for out in OUTS) and not o.per_row
+    scaled = any(scale in given for scale in SCALES[: 1 if cache else 3])
+    convert = "rows" if o.per_row else "computed" if o.computed else "given" if scaled else ""
+    out = "ranks" if o.ulysses_degree else "given" if outs else ""
+    return OPERATIONS[name, "", o.norm is not None, convert, o.hadamard, cache, out]

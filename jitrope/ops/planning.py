@@ -62,7 +62,7 @@ def note(op: Operation, tensors: Tensors, options: Options) -> None:
     if planner is None or next(iter(tensors.values())).device.type != "meta":
         return
     specs, launches, sm_count = planner
-    named = launch.with_outputs(op, {**tensors, **(missing_weights(tensors, options) if op.norm else {})}, options)
+    named = launch.with_outputs(op, {**tensors, **(missing_weights(tensors, options) if options.norm else {})}, options)
     for asked in launches:
         found = plan_call(*op.heads(named, options), named, changed(options, launch=asked), sm_count)
         if found is not None and found[0].spec not in specs:

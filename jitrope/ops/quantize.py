@@ -174,6 +174,8 @@ class DynamicQuantize(Conversion):
         self.per = word("DynamicQuantize", "per", per, ("token", "head", "kv_head"))
         allowed = tuple([form.dtype for form in FORMATS.values()])
         self.tensors, self.words = {}, {"out_dtype": _format("DynamicQuantize", dtype, allowed)}
+        if self.per == "token":
+            self.words["computed"] = True
         given = {"q_scale": q_global_scale, "k_scale": k_global_scale, "v_scale": v_global_scale}
         self.given = {label: scale for label, scale in given.items() if scale is not None}
         if group is not None:
@@ -212,7 +214,7 @@ class DynamicQuantize(Conversion):
 def _shown(words: dict[str, Any]) -> list[str]:
     """The words of a value as its arguments."""
     values = {**{name: form.dtype for name, form in FORMATS.items()}, **SCALES, "head": True, _POWERS: "ue8m0"}
-    return [f"{_label(name, words)}={shown(values.get(x, x))}" for name, x in words.items()]
+    return [f"{_label(name, words)}={shown(values.get(x, x))}" for name, x in words.items() if name != "computed"]
 
 
 def _label(name: str, words: dict[str, Any]) -> str:

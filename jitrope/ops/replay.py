@@ -39,7 +39,7 @@ class Form(NamedTuple):
     heads: tuple[str, ...] = ()  # tensors that `record` is given if gradients are enabled; (): it is not recorded
     saved: tuple[str, ...] = ()  # those that its backward needs
     unrecorded: bool = False  # it returns None if gradients are enabled
-    arguments: tuple[str, ...] = ()  # of torch's op, "no_..." for one not given; (): a dict of tensors, and then each
+    by_place: bool = False  # it takes the tensors, as in torch's op; otherwise a dict of them, and then each
     outputs: bool = False  # it returns the op's outputs, not results by name
 
 
@@ -48,9 +48,7 @@ def _checks(form: Form) -> list[str]:
     names, lines = form.names, []
     if form.unrecorded:
         lines.append("if grad_enabled(): return None")
-    if form.arguments:
-        absent = [f"{name} is not None" for name in form.arguments if name.startswith("no_")]
-        lines.append(f"if {' or '.join([*[f'{name} is None' for name in names], *absent])}: return None")
+    if form.by_place:
         lines.append(f"tensors = {{{', '.join(f'{name!r}: {name}' for name in names)}}}")
     if form.guarded:
         given = dict.fromkeys(names) | {name: f"{name}.detach()" for name, _ in form.twice}
@@ -103,11 +101,12 @@ def text(form: Form) -> str:
         lines.append(f"    return {named}")
     lines.append(f"return outputs({made})" if form.outputs else f"return {made}")
     body = "\n        ".join(lines)
+    given = names if form.by_place else ("tensors", *names)
     taken = "known, op, options, blocks, pack, args, device, enqueue, fixed, reach, apart, alignments"
     return (
         f"def make({taken}, matches, record, outputs):\n    fresh, finish, keep_apart, elsewhere = "
         "op.fresh, op.finish, known.keep_apart, known.elsewhere\n"
-        f"    def call({', '.join(form.arguments or ('tensors', *names))}):\n        {body}\n    return call\n"
+        f"    def call({', '.join(given)}):\n        {body}\n    return call\n"
     )
 
 

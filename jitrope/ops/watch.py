@@ -9,11 +9,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 is_compiling = torch.compiler.is_compiling
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -35,7 +37,7 @@ without_values: Callable[[type[Tensor], Tensor], Tensor] = Tensor._make_subclass
 
 records_ops = hasattr(getattr(torch._library, "autograd", None), "make_autograd_impl")
 
-_legacy_batched = torch._C._functorch.is_legacy_batchedtensor  # of is_grads_batched
+is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor  # of is_grads_batched
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -86,13 +88,30 @@ def not_writable(x: Tensor) -> str | None:
     return None
 
 
+def batch_level() -> int:
+    """The level of the innermost batch of `is_grads_batched`."""
+    level: int = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    return level
+
+
+def with_batch(x: Tensor, level: int) -> Tensor:
+    """A tensor of a batch with the batch as its first axis."""
+    return torch._remove_batch_dim(x, level, 1, 0)
+
+
+def without_batch(x: Tensor, level: int) -> Tensor:
+    """The inverse of `with_batch`."""
+    return torch._add_batch_dim(x, 0, level)
+
+
 def plain(tensors: Mapping[str, Any]) -> bool:
     """Whether the tensors can be read from the GPU's memory directly, and only autograd watches.
 
     The library's ops handle tensor subclasses, torch.func's transforms, and lazy negative and conjugate bits.
     """
     for x in tensors.values():
-        if type(x) not in _PLAIN or not on_gpu(x) or x.is_neg() or x.is_conj() or _legacy_batched(x):
+        if type(x) not in _PLAIN or not on_gpu(x) or x.is_neg() or x.is_conj() or is_batched(x):
             return False
         if is_zero(x) or torch._is_functional_tensor(x):  # they have no memory
             return False
@@ -137,9 +156,13 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return found
 
 
-def defaults_of(op: Any) -> dict[str, Any]:
-    """The arguments of torch's op, with their defaults."""
-    return {argument.name: argument.default_value for argument in op._schema.arguments}
+def constant(function: Function) -> Function:
+    """Mark a function of plain values, which Dynamo then calls and does not trace.
+
+    torch.compiler's decorator does the same, but imports Dynamo, which takes a second.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def autograd_of(op: Any, backward: Callable[..., Any], setup: Callable[..., None]) -> Callable[..., Any]:

@@ -85,10 +85,10 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name
     Raises InvalidInput if a word does not go with the operation, a value has another type, or a tensor is missing.
     """
     name = name or op.function
-    for label in (*[label for label in tensors if label not in op.names], *asked):  # layout may be implied by a tensor
-        if label not in op.words and label not in op.tables and not _is_default(label, asked.get(label)):
+    for label in (*tensors, *asked):  # layout may be implied by a tensor
+        if label in op.refused and not _is_default(label, asked.get(label)):
             hint = f"; {_INSTEAD[label]}" if label in _INSTEAD else ""
-            raise InvalidInput(f"{name}: {op.label(label)} does not go with {op.stage or 'this function'}{hint}")
+            raise InvalidInput(f"{name}: {op.label(label)} does not go with {op.said or 'this function'}{hint}")
     kind = _check_tensors(op, tensors, asked, name)
     full = canonical(dict(tensors))
     first, cos = next(iter(full.values())), full.get("cos")
@@ -114,9 +114,9 @@ def _check_tensors(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any]
     ways = len(kinds) + ("cos" in tensors or "sin" in tensors)
     if ways > 1 or (ways == 0 and not op.goes_bare(tensors, asked)) or ("cos" in tensors) != ("sin" in tensors):
         raise InvalidInput(f"{name}: {_missing_table(name, tensors, kinds)}")
-    needed = {*[label for label in op.tensors if not label.endswith("?")], "cos", "sin", *ONE_TABLE}
-    for label in op.tensors:
-        if not label.endswith("?") and label not in tensors:
+    needed = {*op.needed, "cos", "sin", *ONE_TABLE}
+    for label in op.needed:
+        if label not in tensors:
             refuse(name, op.label(label), None, "a tensor")
     for label, x in tensors.items():
         if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:

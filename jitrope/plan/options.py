@@ -89,12 +89,13 @@ class Options(NamedTuple):
     inverse: bool = False
     hadamard: bool = False
     clear_page: bool = False
-    ulysses_degree: int = 1  # ranks, each with a group of heads in the results
+    ulysses_degree: int = 0  # ranks, each with a group of heads in the results
     out_dtype: str = "fp8"  # of elements that are divided by scales
     group: int = 0  # neighbouring elements of a head with one dynamic scale; 0: the head
     scale_out: str = "fp32"  # the dtype of dynamic scales
     scale_fmt: str = ""  # "ue8m0": computed scales beside a cache are powers of two
     swizzled: bool = False  # in tiles of 128 tokens and 4 groups
+    computed: bool = False  # the call computes the scales of q, and of k without a cache
     per_row: bool = False  # dynamic scales alone, each of a head of a batch row or a sequence
     dynamic_v: bool = False  # v has dynamic scales too
     norm: NormOptions | None = None

@@ -59,6 +59,12 @@ def spare(tokens: int, t: Tensors, o: Options) -> Tensor | None:
     return mask
 
 
+def spare_stays(x: Tensor, y: Tensor, t: Tensors, o: Options) -> Tensor:
+    """y (tokens, ...), but with x's tokens after the last sequence."""
+    mask = spare(x.shape[0], t, o)
+    return y if mask is None else torch.where(mask[:, None, None], x, y)
+
+
 def cleared(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
     """x (batch, seq, ...), in which tokens of q and k after the last sequence are zero."""
     mask = spare(x.shape[1], t, o) if letter in TURNED else None

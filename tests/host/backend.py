@@ -27,7 +27,7 @@ import torch
 
 from jitrope.base.spec import Spec
 from jitrope.jit.render import render
-from jitrope.ops import dispatch, enqueue, library, watch
+from jitrope.ops import dispatch, enqueue, torch_op, watch
 from jitrope.ops import launch as runtime
 from jitrope.thd import ops as thd_ops
 
@@ -84,12 +84,12 @@ def plain() -> Iterator[None]:
     """After `install`: CPU tensors run in plain torch here, as beside a GPU."""
     on_gpu, watch.on_gpu = watch.on_gpu, lambda x: False
     dispatch._forget()
-    library.register("CPU", library._on_cpu)
+    torch_op.register("CPU", torch_op._on_cpu)
     try:
         yield
     finally:
         watch.on_gpu = on_gpu
-        library.register_launches("CPU")
+        torch_op.register_launches("CPU")
 
 
 @cache
@@ -102,5 +102,5 @@ def install() -> None:
     watch.on_gpu = lambda x: x.device.type == "cpu"
     torch.cuda.device = lambda device: contextlib.nullcontext()
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=SMS)
-    library.register_launches("CPU")
+    torch_op.register_launches("CPU")
     thd_ops.register("CPU", launches=True)

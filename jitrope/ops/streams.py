@@ -1,19 +1,23 @@
-"""The operations on two streams that are concatenated: their check, each in plain torch, and the gradient."""
+"""Two streams that are concatenated: the source, and its gradient."""
 
 from __future__ import annotations
 
 from collections.abc import Container
 
+from torch import Tensor
+
 from ..plan.options import NO_NORM, Options, changed, norm_of
-from ..plan.views import TABLE_NAMES, Tensors
-from .checks import WEIGHTS as WEIGHT_NAMES
-from .checks import check, check_into, check_norm, check_whole_head, refuse_gradients
+from ..plan.views import MEANS, TABLE_NAMES, Tensors, head_view
+from ..sinks.results import empty_heads
+from .checks import WEIGHTS, check, check_into, refuse_gradients
 from .fit import Fail, check_factor, failing, label_of_ids, named, refuse_per_head
-from .operation import BIASES, NORMED, ROTATION, TABLE_WORDS, WEIGHTS, Call, Normed, Operation, Rule
+from .heads import HEADS, transformed_back
+from .operation import COUNTED, Call, Operation, Rule, offer, operation
+from .outs import OUTS
+from .source import Read, Source
 
 STREAMS = ("first", "second")
 _SCALES = ("q_scale", "k_scale", "v_scale")
-_OUTS = {f"{letter}_out": f"out's {letter}" for letter in "qkv"}
 
 
 def names_of(stream: str) -> dict[str, str]:
@@ -45,9 +49,7 @@ def of_stream(t: Tensors, o: Options, stream: str) -> tuple[Tensors, Options]:
     return {**own, **tables}, changed(o, unrotated=left if second else o.unrotated)
 
 
-def check_joint(
-    name: str, tensors: Tensors, options: Options, rules: tuple[Rule, ...] = (check, check_norm, check_whole_head)
-) -> None:
+def check_joint(name: str, tensors: Tensors, options: Options, rules: tuple[Rule, ...]) -> None:
     """The check of a call with two streams. rules: those of each stream as a separate call."""
     fail = failing(name)
     _check_streams(tensors, fail)
@@ -96,101 +98,70 @@ def _check_streams(tensors: Tensors, fail: Fail) -> None:
         fail("v must have as many heads as k")
 
 
-class _Joint(Normed):
-    name, function, stage = "qk_norm_rope_joint", "prepare_joint_qkv", "two streams"
-    tensors: tuple[str, ...] = (
-        *("first_q", "first_k", "first_v", "second_q", "second_k", "second_v"),
-        *WEIGHTS,
-        *("second_q_weight?", "second_k_weight?", "second_cos?", "second_sin?"),
-        *BIASES,
-        *("second_q_bias?", "second_k_bias?"),
-    )
-    options: tuple[str, ...] = (*NORMED, "mscale", "hadamard")
-    hidden = ("layout", "check")
-    tables = frozenset((*TABLE_WORDS, "q_factor")) - {"start_positions"}
+class Streams(Source):
+    word = op = "streams"
+    whole = True
+    said, function = "two streams", "prepare_joint_qkv"
+    needed = tuple([f"{stream}_{letter}" for stream in STREAMS for letter in "qkv"])
     labels = {  # noqa: RUF012
         **{f"{stream}_{letter}": f"{stream}'s {letter}" for stream in STREAMS for letter in "qkv"},
-        **{name: f"first's {name}" for name in WEIGHT_NAMES},
-        **{f"second_{name}": f"second's {name}" for name in WEIGHT_NAMES},
+        **{name: f"first's {name}" for name in WEIGHTS},
+        **{f"second_{name}": f"second's {name}" for name in WEIGHTS},
     }
-    results: tuple[str, ...] = ("q", "k", "v")
-    reads = ("first_q", "first_k", "first_v")
-    inplace = False
-    rules: tuple[Rule, ...] = (check_joint,)
+    refused = frozenset(("shifts", "inverse", "layout", "check", *COUNTED, *MEANS))
 
-    def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        tokens, first = tokens_of(tensors), {name: tensors[f"first_{name}"] for name in "qkv"}
-        return {name: x.new_empty((x.shape[0], tokens, *x.shape[2:])) for name, x in first.items()}
+    def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
+        return {x: (f"first_{x}", head_view(t[f"first_{x}"], o.layout)) for x in "qkv"}
 
-    def parts(self, tensors: Tensors, options: Options) -> list[tuple[Tensors, Options]]:
-        return [of_stream(tensors, options, stream) for stream in STREAMS]
+    def shaped(self, t: Tensors, o: Options) -> Tensors:
+        found = {name: t[name] for name in (*_SCALES, *OUTS) if name in t}
+        for letter in "qkv":
+            x = t[f"first_{letter}"]
+            found[letter] = x.new_empty((1, 1, 1, x.shape[3])).expand(x.shape[0], tokens_of(t), x.shape[2], -1)
+        return found
 
-    def saved(self, tensors: Tensors, options: Options) -> Tensors:
+    def letters(self, given: Container[str], o: Options) -> tuple[str, ...]:
+        return ("q", "k", "v")
+
+    def empty(self, letter: str, t: Tensors, o: Options, word: str) -> Tensor:
+        x = t[f"first_{letter}"]
+        return empty_heads(x, (x.shape[0], tokens_of(t), *x.shape[2:]), word)
+
+    def parts(self, t: Tensors, o: Options) -> list[tuple[Tensors, Options]]:
+        return [of_stream(t, o, stream) for stream in STREAMS]
+
+    def check(self, op: Operation, name: str, t: Tensors, o: Options) -> None:
+        read = {op.label(label): x for label, x in t.items() if label not in OUTS}
+        if not op.differentiable:
+            refuse_gradients(failing(name), read, *read, use="use a call without quantize and out")
+        check_joint(name, t, o, op.rules)
+        if OUTS.keys() & t.keys():
+            check_into(name, {**read, **self.shaped(t, o)}, o, OUTS, op.dtypes(t, o))
+
+    def saved(self, t: Tensors, o: Options, tables: Tensors) -> Tensors:
         """Without a norm only the tables, and the first stream's q, whose length is needed."""
-        norm = norm_of(options)
+        norm = norm_of(o)
         letters = ("v" if norm.v_norm else "") + ("qk" if norm.kind != NO_NORM.kind else "")
         kept = ("first_q", *[f"{stream}_{letter}" for stream in STREAMS for letter in letters])
-        return {name: x for name, x in tensors.items() if name not in self.names[:6] or name in kept}
+        return {name: x for name, x in t.items() if name not in self.needed or name in kept}
 
-    def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
+    def gradient(self, op: Operation, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """The gradients of each stream, from its tokens and its rows of the tables."""
-        from .operations import QK_NORM_ROPE, QKV_NORM_ROPE, transformed_back
-
-        if options.hadamard:
-            grads, options = transformed_back(call, grads, options), changed(options, hadamard=False)
+        if o.hadamard:
+            grads, o = transformed_back(call, grads, o), changed(o, hadamard=False)
         found: Tensors = {}
         begin = 0
         for stream in STREAMS:
-            (kept, own), names = of_stream(saved, options, stream), names_of(stream)
+            (kept, own), names = of_stream(saved, o, stream), names_of(stream)
             end = saved["first_q"].shape[1] if stream == "first" else None
             given = {name: x[:, begin:end] for name, x in grads.items()}
             begin = end or 0
-            op = QKV_NORM_ROPE if "v" in kept else QK_NORM_ROPE
             if "v" in given and "v" not in kept:
                 found[names["v"]] = given.pop("v")
-            of_heads = op.gradient(call, kept, given, own) if given else {}
+            of_heads = HEADS.gradient(operation(HEADS, norm=True), call, kept, given, own) if given else {}
             found.update({names[name]: x for name, x in of_heads.items()})
         return found
 
 
-class JointInto(_Joint):
-    """A form of `Into`, or the scales of `per_row` alone, that reads the heads of two streams.
-
-    The outputs are always tensors of the call; `gather` makes those that the caller does not give.
-    """
-
-    differentiable = False
-
-    def __init__(self, of: Operation) -> None:
-        self.of, self.base = of, getattr(of, "base", of)
-        self.name, self.results = f"{of.name}_joint", of.results
-        converting = tuple([word for word in of.options if word not in (*ROTATION, "hadamard")])
-        scales = [name for name in of.tensors if name.rstrip("?") in _SCALES]
-        self.tensors = (*_Joint.tensors, *[f"{name.rstrip('?')}?" for name in scales], *[f"{name}?" for name in _OUTS])
-        self.options, self.labels = (*_Joint.options, *converting), {**_Joint.labels, **_OUTS}
-        self.mutated = tuple(_OUTS) if of.mutated else ()
-        super().__init__()
-
-    def separate(self, tensors: Tensors, options: Options) -> Tensors:
-        """Tensors as a call on the joined streams has them. Only the shapes, dtypes and devices of heads are right."""
-        found = {name: tensors[name] for name in (*_SCALES, *_OUTS) if name in tensors}
-        for letter in "qkv" if self.mutated or options.dynamic_v else "qk":  # v is read for its scale alone
-            x, tokens = tensors[f"first_{letter}"], tokens_of(tensors)
-            found[letter] = x.new_empty((1, 1, 1, x.shape[3])).expand(x.shape[0], tokens, x.shape[2], -1)
-        return found
-
-    def check(self, name: str, tensors: Tensors, options: Options) -> None:
-        read = {self.label(label): x for label, x in tensors.items() if label not in _OUTS}
-        refuse_gradients(failing(name), read, *read, use="use a call without quantize and out")
-        check_joint(name, tensors, options, self.base.rules)
-        both = {**read, **self.separate(tensors, changed(options, dynamic_v=True))}
-        check_into(name, both, options, _OUTS, self.base.converted(tensors, options))
-
-    def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        return self.of.fresh(self.separate(tensors, options), options, blocks)
-
-    def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
-        return self.of.made(("q", "k", *("v" if options.dynamic_v else ""), *_OUTS), options)
-
-
-QK_NORM_ROPE_JOINT = _Joint()
+STREAMED = Streams()
+offer(STREAMED)

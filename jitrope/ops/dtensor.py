@@ -1,8 +1,8 @@
 """DTensors: each rank runs the op on its own shards, without communication.
 
 The rotation or the norm of a head needs no other head and no other token. So each dimension of the mesh may shard the
-batch, the sequence or the heads, and `_rows` tells torch how to run the ops of `OUTPUTS` on the shards. If no row
-fits, torch would silently gather; `prepared` refuses that, and places the tensors beside q and k.
+batch, the sequence or the heads, as the rows of `_rows` say. Other placements would need a gather, and are refused. A
+plain tensor beside q and k must be the same on all ranks; each rank takes its part of it.
 
 `dispatch` imports this file with the first DTensor, because it imports torch.distributed.tensor.
 """
@@ -15,25 +15,16 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, zeros
-from torch.distributed.tensor.experimental import register_sharding
 
 from ..base.errors import InvalidInput
 from ..plan.options import ALL_TOKENS, LAYOUT_AXES, Options
 from ..plan.views import MEANS, TABLE_NAMES, Tensors
 from . import watch
-from .library import FORMS, name_of
-from .operation import Operation
+from .operation import Call, Operation
 
-OUTPUTS = {name_of(op, inplace): () if inplace else op.results for op, inplace in FORMS if op.shards}
-"""The ops that take DTensors. An output is placed like an argument, except that the gradients of weights and biases are
-partial sums.
-
-torch caches its decisions by the placements and by all arguments from the first int on, so the words that `_rows` reads
-come after that one.
-"""
-
-Q, K = ("q", "dq"), ("k", "dk")
+Q, K = ("q",), ("k",)
 Row = dict[str, Any]  # the placements of a call's tensors on one dimension of a mesh
 
 
@@ -68,7 +59,7 @@ def _unsharded(call: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _rows(call: Mapping[str, Any]) -> list[Row]:
-    """All the ways to shard a call. call: its arguments by name; torch passes descriptions of the tensors."""
+    """All the ways to shard a call. call: its tensors and words by name."""
     axes = {label: _axes(label, x, call) for label, x in call.items() if hasattr(x, "ndim")}
     unsharded = _unsharded(call)
     rows: list[Row] = [{label: Replicate() for label in axes}]
@@ -80,31 +71,51 @@ def _rows(call: Mapping[str, Any]) -> list[Row]:
     return rows
 
 
-def _rule(op: Any, outputs: Sequence[str]) -> Callable[..., Any]:
-    defaults = watch.defaults_of(op)
-
-    def output(label: str, row: Row) -> Any:
-        summed = label.endswith(("_weight", "_bias")) and label in row and row[label[0]].is_shard()
-        return Partial() if summed else row.get(label, Replicate())
-
-    def rule(*arguments: Any) -> Any:
-        given = dict(zip(defaults, arguments))
-        rows = _rows({**defaults, **given})
-        return [([output(label, row) for label in outputs], [row.get(name) for name in given]) for row in rows]
-
-    return rule
-
-
-for _name, _outputs in OUTPUTS.items():
-    _op = getattr(torch.ops.jitrope, _name).default
-    register_sharding(_op)(_rule(_op, _outputs))
+def run(call: Call, op: Operation, tensors: Tensors, options: Options) -> Tensors:
+    """The results of a checked call, as DTensors placed like q and k. call: makes the call of each rank."""
+    given, rows = _prepared(op, tensors, options)
+    local: Tensors = {}
+    for name, x in given.items():
+        sums = [name.endswith(("_weight", "_bias")) and row[name[0]].is_shard() for row in rows]
+        local[name] = x.to_local(grad_placements=[Partial() if s else p for s, p in zip(sums, x.placements)])
+    if watch.wants_grad(*local.values()) and not (options.inplace or watch.is_compiling()):
+        wanted = [name for name, x in local.items() if x.requires_grad]
+        local.update(zip(wanted, _Together.apply(*[local[name] for name in wanted])))
+    found = call(op, local, options)
+    if options.inplace:
+        return {name: given[name] for name in found}
+    return {name: _whole(x, given[name]) for name, x in found.items()}
 
 
-def prepared(op: Operation, tensors: Tensors, options: Options) -> Tensors:
-    """The tensors of a checked call as DTensors whose placements torch does not change.
+class _Together(torch.autograd.Function):
+    """Gives all tensors a gradient if one has one: torch's redistribution has no backward of a missing gradient."""
 
-    A plain tensor beside q and k must be the same on all ranks, like a replicated one. Each rank takes its part of it.
-    """
+    @staticmethod
+    def forward(ctx: Any, *xs: Tensor) -> tuple[Tensor, ...]:
+        return tuple([x.view_as(x) for x in xs])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads
+
+
+def _whole(x: Tensor, like: Any) -> Any:
+    """The DTensor of a rank's result, which is placed like a tensor of the call."""
+    meta = torch.empty_like(torch.empty_strided(like.shape, like.stride(), device="meta"))
+    placed = {"shape": like.shape, "stride": meta.stride(), "run_check": False}
+    return DTensor.from_local(x, like.device_mesh, like.placements, **placed)
+
+
+def gradient_like(x: Any) -> Callable[[Any], Any]:
+    """A function that places a gradient like x, and makes a missing one of zeros."""
+    mesh, placements, make = x.device_mesh, x.placements, partial(zeros, x.shape, dtype=x.dtype)
+    return lambda grad: (
+        make(device_mesh=mesh, placements=placements) if grad is None else grad.redistribute(mesh, placements)
+    )
+
+
+def _prepared(op: Operation, tensors: Tensors, options: Options) -> tuple[dict[str, Any], list[Row]]:
+    """(the tensors of a checked call as DTensors, the rows of the mesh's dimensions)."""
     name = op.function
     given: dict[str, Any] = dict(tensors)
     across = options.norm is not None and options.norm.across_heads
@@ -127,12 +138,7 @@ def prepared(op: Operation, tensors: Tensors, options: Options) -> Tensors:
         raise InvalidInput(f"{name}: {error}") from None
     if options.inplace and not watch.is_compiling():  # torch only counts writes to the shards
         watch.written(list(heads.values()))
-    return given
-
-
-def zeros_like(x: Any) -> Callable[[], Any]:
-    """Make a gradient of zeros. torch's redistribution of a DTensor has no backward of a missing gradient."""
-    return partial(zeros, x.shape, dtype=x.dtype, device_mesh=x.device_mesh, placements=x.placements)
+    return given, rows
 
 
 def _same(placements: Sequence[Any], wanted: Sequence[Any]) -> bool:

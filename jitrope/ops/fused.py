@@ -1,0 +1,259 @@
+"""A fused projection that holds q, k and v: the source, and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import torch
+from torch import Tensor
+
+from .. import chain
+from ..base.arguments import refuse
+from ..plan import views
+from ..plan.options import NO_NORM, Options, changed, norm_of
+from ..plan.views import MEANS, Tensors, canonical, fused_part, fused_sizes
+from ..sinks import results
+from ..sinks.results import LETTERS, empty_heads
+from ..stages import bias, positions
+from ..stages.norm import gradients_of_means
+from . import checks
+from .backward import Backward, norm_turned_back, turned_back
+from .fit import check_pairs, failing
+from .heads import transformed_back
+from .operation import OF_TABLES, Call, Operation, offer, operation
+from .outs import copy_heads
+from .source import Read, Source
+from .stand_ins import weight_sums
+
+
+def part_with_bias(t: Tensors, name: str, o: Options) -> Tensor:
+    """One part of a call's fused tensor, a view, or with the projection's bias a fresh tensor."""
+    return bias.forward(name, fused_part(t["qkv"], name, o), t, o)
+
+
+def split_qkv(qkv: Tensor, o: Options) -> Tensors:
+    """q, k and v, and the gate, (..., heads, D); views, except a q of several groups."""
+    return _split({"qkv": qkv}, o)
+
+
+def _split(t: Tensors, o: Options) -> Tensors:
+    parts = {name: part_with_bias(t, name, o) for name in LETTERS[: 3 + _gated(o)]}
+    return {**parts, "q": parts["q"].flatten(-3, -2)} if o.order == "grouped" else parts
+
+
+def heads_of(t: Tensors, o: Options) -> Tensors:
+    """A call's tensors with the parts of its fused tensor, which have the projection's bias if it is given."""
+    return {**t, **{name: x.contiguous() for name, x in _split(t, o).items()}}
+
+
+def join_qkv(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, o: Options) -> Tensor:
+    """The inverse of `split_qkv`; a missing gate is zero."""
+    if o.order == "grouped":
+        return torch.cat((q.unflatten(-2, (-1, o.q_per_group)), k.unsqueeze(-2), v.unsqueeze(-2)), -2).flatten(-2)
+    if o.order == "qkv_gated":
+        q = torch.stack((q, torch.zeros_like(q) if gate is None else gate), -2).flatten(-3, -2)
+    return torch.cat((q, k, v), -2)
+
+
+def fused_places(qkv: Tensor, o: Options) -> Tensors:
+    """The places of q, k, v and the gate in a fused tensor."""
+    found = dict(zip("qkv", views.fused_views(qkv, o)))
+    if o.order == "qkv_gated":
+        found["gate"] = fused_part(canonical(qkv, o.layout), "gate", o).unsqueeze(3)
+    return found
+
+
+def _gated(o: Options) -> bool:
+    return o.order == "qkv_gated"
+
+
+class Fused(Source):
+    """A projection's bias is added first, if it is given; v and the gate are then written too."""
+
+    word = op = "fused"
+    said, function = "fused QKV", "prepare_fused_qkv"
+    needed = ("qkv",)
+    refused = frozenset(("shifts", "rotate_k"))
+    inplace = True
+
+    def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
+        found = dict(zip("qkv", views.fused_views(t["qkv"], o, self._writes_gate(t, o))))
+        if o.per_row and not o.dynamic_v:
+            del found["v"]
+        return {letter: ("qkv", x) for letter, x in found.items()}
+
+    def _writes_gate(self, t: Tensors, o: Options) -> bool:
+        """Whether a kernel writes the gate, which lies beside q."""
+        return "bias" in t and _gated(o) and (o.inplace or "gate_out" in t) and not views.sums_heads(t, o)
+
+    def out_view(self, out: Tensor, letter: str, t: Tensors, o: Options) -> Tensor:
+        heads = super().out_view(out, letter, t, o)
+        return heads.expand(-1, -1, -1, 2, -1) if letter == "q" and self._writes_gate(t, o) else heads
+
+    def shaped(self, t: Tensors, o: Options) -> Tensors:
+        heads = views.shaped_parts(t["qkv"], o)
+        if not o.dynamic_v and "v_out" not in t and "v_cache" not in t:
+            del heads["v"]
+        return {**heads, **{name: x for name, x in t.items() if name not in ("qkv", "bias")}}
+
+    def letters(self, given: Container[str], o: Options) -> tuple[str, ...]:
+        return LETTERS[: 2 + o.copy_v + ("bias" in given and _gated(o))]
+
+    def empty(self, letter: str, t: Tensors, o: Options, word: str) -> Tensor:
+        qkv = t["qkv"]
+        groups, head_dim = fused_sizes(qkv, o)
+        return empty_heads(qkv, (*qkv.shape[:-2], groups * (1 if letter in "kv" else o.q_per_group), head_dim), word)
+
+    def viewed(self, given: Container[str], o: Options) -> tuple[str, ...]:
+        """v without `copy_v`, and a gate that has no bias."""
+        return (*("v",) * (not o.copy_v), *("gate",) * (_gated(o) and "bias" not in given))
+
+    def parts(self, t: Tensors, o: Options) -> list[tuple[Tensors, Options]]:
+        return [(heads_of(t, o), o)]
+
+    def check(self, op: Operation, name: str, t: Tensors, o: Options) -> None:
+        fail, staged = failing(name), op.cache or op.convert or op.out
+        if "v_out" in t and not o.copy_v:
+            refuse(name, "out's v", t["v_out"], "None with copy_v=False")
+        if norm_of(o).v_norm and not o.copy_v and "v_cache" not in t:
+            fail("copy_v=False does not go with v_norm, because v is not a view then; leave copy_v out")
+        checks.check_qkv(name, t, o)
+        if staged:
+            alone = "use a call without cache, quantize and out"
+            checks.refuse_gradients(fail, t, "qkv", "bias", use=alone)
+        if o.dynamic_v and not o.copy_v:
+            fail("copy_v=False does not go with v=True of quantize; leave copy_v out")
+        if "bias" in t and norm_of(o).of == "v":
+            fail("the norm has of='v', which does not go with bias")
+        op.check_stages(name, self.shaped(t, o), changed(o, inplace=False))
+        if "bias" in t and checks.takes_pairs(t, o) and staged:
+            check_pairs({"bias": t["bias"]}, o, fail)
+        q, groups = t.get("q_out"), fused_sizes(t["qkv"], o)[0]
+        several = o.order == "grouped" and o.q_per_group > 1
+        if several and q is not None and q.dim() > t["qkv"].dim() and len(q) != groups:
+            fail(f"with order='grouped' and heads for each rank there must be a rank for each of the {groups} groups")
+
+    def copied(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:
+        """v, and a gate with its bias, which a norm across heads leaves."""
+        gate = "bias" in t and _gated(o) and (o.inplace or "gate" in outputs)
+        return {name: part_with_bias(t, name, o) for name in ("v", "gate")[: 1 + gate]}
+
+    def part(self, t: Tensors, letter: str, o: Options) -> Tensor:
+        return fused_part(t["qkv"], letter, o)
+
+    def overwritten(self, given: Container[str]) -> tuple[str, ...]:
+        return ("qkv",) if "qkv" in given else ()
+
+    def places(self, t: Tensors, o: Options) -> Tensors:
+        return fused_places(t["qkv"], o)
+
+    def put(self, t: Tensors, found: Tensors, o: Options) -> Tensors:
+        qkv, own = join_qkv(found["q"], found["k"], found["v"], found.get("gate"), o), t["qkv"]
+        biased = own + views.bias_like(t["bias"], own) if "bias" in t else own
+        return {"qkv": own.copy_(positions.spare_stays(biased, qkv, t, o))}
+
+    def saved(self, t: Tensors, o: Options, tables: Tensors) -> Tensors:
+        normed = o.norm is not None and o.norm.kind != NO_NORM.kind
+        return t if normed else {name: x for name, x in t.items() if name != "qkv"}
+
+    def gradient(self, op: Operation, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
+        """The gradients; that of the bias is the sum of qkv's over the tokens."""
+        if not o.copy_v and grads.keys() == {"v"}:  # a view of qkv, with nothing to rotate back
+            dq, dk, dv = every_gradient(grads, o).values()
+            return {"qkv": join_qkv(dq, dk, dv, None, o)}
+        found, own = self._of_qkv(call, saved, grads, o), saved.get("bias")
+        if own is not None and own.requires_grad:
+            found["bias"] = bias.back(found["qkv"], own)
+        return found
+
+    def _of_qkv(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
+        """The gradients without that of the bias."""
+        if o.hadamard:
+            grads, o = transformed_back(call, grads, o), changed(o, hadamard=False)
+        if o.norm is not None and o.norm.kind != NO_NORM.kind:
+            return self._of_norm(call, saved, grads, o)
+        tables, o = {name: x for name, x in saved.items() if name in OF_TABLES}, changed(o, norm=None)
+        if o.inplace:
+            grad = grads["qkv"].clone(memory_format=torch.contiguous_format)
+            return call(operation(self), {"qkv": grad, **tables}, turned_back(o, inplace=True))
+        return call(FUSED_BACKWARD, {**every_gradient(grads, o), **tables}, changed(turned_back(o), copy_v=True))
+
+    def _of_norm(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
+        back = changed(norm_turned_back(o), copy_v=True)
+        if "v" not in grads:  # its part is zeros, whatever v is
+            back = changed(back, norm=norm_of(back)._replace(v_norm=False))
+        found = call(FUSED_BACKWARD, {**every_gradient(grads, o), **saved}, back)
+        if MEANS[0] in saved:
+            xs, own = heads_of(saved, o), split_qkv(found["qkv"], o)
+            found.update(gradients_of_means(saved, xs, own, o))
+        return found
+
+
+def every_gradient(grads: Tensors, o: Options) -> Tensors:
+    """The gradients of q, k and v as dq, dk and dv, zeros for missing ones, and that of the gate if it is given."""
+    (first, some), n = next(iter(grads.items())), o.q_per_group
+    heads = some.shape[-2] // (n if first in ("q", "gate") else 1)
+    for name, count in (("q", heads * n), ("k", heads), ("v", heads)):
+        if name not in grads:
+            grads[name] = some.new_zeros((*some.shape[:-2], count, some.shape[-1]))
+    return {"d" + name: grads[name] for name in ("q", "k", "v", "gate") if name in grads}
+
+
+class FusedBackward(Backward):
+    """The gradient of a fused projection, one tensor. With a norm the kernel reads q and k, v or only its gradient."""
+
+    results = ("qkv", "q_weight", "k_weight", "q_bias", "k_bias")
+
+    def _made(self, t: Tensors, o: Options) -> Tensors:
+        *lead, groups, head_dim = t["dk"].shape
+        return {"qkv": t["dk"].new_empty((*lead, *views.fused_shape(groups, head_dim, o)))}
+
+    def fresh(self, t: Tensors, o: Options, blocks: int) -> Tensors:
+        if o.norm is None:
+            return self._made(t, o)
+        parts, across = views.shaped_parts(t["qkv"], o), norm_of(o).across_heads
+        widths = {name: parts[name].shape[-1] * (parts[name].shape[-2] if across else 1) for name in "qk"}
+        return {**self._made(t, o), **weight_sums(t, widths, blocks)}
+
+    def fakes(self, t: Tensors, o: Options) -> Tensors:
+        return {**self._made(t, o), **{name: torch.empty_like(t[name]) for name in self.made(t, o) if name != "qkv"}}
+
+    def compute(self, outputs: Tensors, t: Tensors, o: Options) -> None:
+        places = {**results.places(outputs, o), **fused_places(outputs["qkv"], o)}
+        if "gate" in places and "dgate" not in t:
+            places.pop("gate").zero_()
+        if o.norm is not None:
+            return chain.back(heads_of(t, o), places, changed(o, inverse=not o.inverse))
+        grads = {name: t[f"d{name}"].contiguous() for name in LETTERS if f"d{name}" in t}
+        chain.run([({**t, **grads}, o)], places, o)
+
+    def ways(self, named: Tensors, o: Options) -> list[tuple[Read, Read] | None]:
+        reads: list[Read] = [(f"d{x}", views.head_view(named[f"d{x}"], o.layout)) for x in "qkv"]
+        if o.norm is not None:
+            reads[: 2 + o.norm.v_norm] = [("qkv", x) for x in views.fused_views(named["qkv"], o)][: 2 + o.norm.v_norm]
+        outs = [("qkv_out", x) for x in views.fused_views(named["qkv_out"], o)]
+        found: list[tuple[Read, Read] | None] = [*zip(reads, outs)]
+        return [*found[:2], None] if views.sums_heads(named, o) else found
+
+    def finishes(self, named: Container[str], o: Options) -> bool:
+        return o.norm is not None or _gated(o)  # with a norm it drops the scratch
+
+    def finish(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:
+        """The gate's part of the gradient is a copy, because the kernel has as many heads to copy as k has."""
+        if _gated(o):
+            part = fused_part(outputs["qkv"], "gate", o)
+            copy_heads(part, t["dgate"]) if "dgate" in t else part.zero_()
+        if views.sums_heads(t, o):
+            copy_heads(fused_part(outputs["qkv"], "v", o), t["dv"])
+        return {name: outputs[name] for name in self.results if name in outputs}
+
+    def gradient(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
+        if o.norm is not None:
+            return super().gradient(call, saved, grads, o)
+        found = call(operation(self.source), {**grads, **saved}, turned_back(o))
+        return {"d" + name: x for name, x in found.items()}
+
+
+FUSED = Fused()
+offer(FUSED)
+FUSED_BACKWARD = FusedBackward(FUSED)

@@ -1,0 +1,197 @@
+"""q, k and v as tensors of their own: the source, and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import chain
+from ..plan.options import LAYOUT_AXES, NO_NORM, NormOptions, Options, changed, norm_of
+from ..plan.views import TABLE_NAMES, Tensors, head_view, joined
+from ..sinks import results
+from ..sinks.results import empty_elements
+from ..stages import positions
+from ..stages.norm import gradients_of_means
+from . import checks
+from .backward import Backward, norm_turned_back, turned_back
+from .operation import Call, Operation, offer, operation
+from .outs import joins_k
+from .source import Read, Source
+from .stand_ins import weight_sums
+from .words import resolved
+
+
+class Heads(Source):
+    word = op = "heads"
+    needed = ("q",)
+    shards = inplace = True
+
+    def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
+        return {letter: (letter, head_view(t[letter], o.layout)) for letter in "qkv" if letter in t}
+
+    def shaped(self, t: Tensors, o: Options) -> Tensors:
+        return t
+
+    def letters(self, given: Container[str], o: Options) -> tuple[str, ...]:
+        return tuple([letter for letter in "qkv" if letter in given])
+
+    def scaled(self, given: Container[str]) -> str:
+        return "".join([letter for letter in "qkv" if letter in given])
+
+    def empty(self, letter: str, t: Tensors, o: Options, word: str) -> Tensor:
+        return empty_elements(t[letter], word) if word else torch.empty_like(t[letter])
+
+    def joins(self, t: Tensors) -> bool:
+        return joins_k(t["v"], t.get("k"), t.get("cos"))
+
+    def saved(self, t: Tensors, o: Options, tables: Tensors) -> Tensors:
+        if norm_of(o).kind == NO_NORM.kind or o.norm is None:
+            return tables
+        return {name: x for name, x in t.items() if name != "v" or norm_of(o).v_norm}
+
+    def gradient(self, op: Operation, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
+        if op.out == "ranks":
+            return _of_ranks(op, call, saved, grads, o)
+        if o.hadamard:
+            grads, o = transformed_back(call, grads, o), changed(o, hadamard=False)
+        if o.norm is not None and o.norm.kind != NO_NORM.kind:
+            return _of_norm(call, saved, grads, o)
+        o = changed(o, norm=None)
+        found = rotated_back(operation(self), call, _tables(saved), grads, o)
+        if o.inplace:  # tokens that are not rotated keep their gradient
+            found = {name: positions.spare_stays(grads[name], x, saved, o) for name, x in found.items()}
+        return found
+
+
+class V(Heads):
+    """v alone, which takes the place of q and is not rotated."""
+
+    word = "v"
+    labels = {"q": "v"}  # noqa: RUF012
+
+    def check(self, op: Any, name: str, t: Tensors, o: Options) -> None:
+        checks.check(name, t, o, "v")
+
+
+def _tables(saved: Tensors) -> Tensors:
+    return {name: x for name, x in saved.items() if name in (*TABLE_NAMES, "sin")}
+
+
+def of_k(tensors: Tensors) -> Tensors:
+    """The tensors of a call for k alone, in the place of q; only q has a scale."""
+    return {name: x for name, x in tensors.items() if name != "q_factor"}
+
+
+def rotated_back(op: Operation, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
+    """The gradients of a rotation. That of k alone takes the place of q's, without q's scale."""
+    back = turned_back(o)
+    if "q" in grads:
+        return call(op, {**grads, **saved}, back)
+    return {"k": call(op, {"q": grads["k"], **of_k(saved)}, back)["q"]}
+
+
+def _of_ranks(op: Operation, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
+    """The gradients of groups of heads for ranks: such a rotation is its own backward."""
+    own: Tensors = {name: grads[name] for name in ("q", "k") if name in grads}
+    found: Tensors = {}
+    if own and op.norm:
+        found = op.source.gradient(operation(op.source), call, saved, own, changed(o, ulysses_degree=0))
+    elif own:
+        with_v = {"v": grads["v"]} if "v" in grads and len(own) == 2 else {}
+        found = rotated_back(op, call, saved, {**own, **with_v}, o)
+    if "v" in grads and "v" not in found:
+        found["v"] = joined(grads["v"], o.layout)
+    return found
+
+
+def _of_norm(call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
+    """The gradients of a norm, from one launch if all of q, k and v have one; else that of v has its own."""
+    grads = dict(grads)
+    grad = grads.pop("v", None) if len(grads) < 3 else None
+    found = _of_letters(call, saved, grads, o) if grads else {}
+    if grad is not None:
+        words = {"layout": o.layout, "norm": norm_of_v(norm_of(o))}
+        of_v, alone = resolved(NORM_OF_V, {"q": saved["v"]}, words)
+        found["v"] = _of_letters(call, alone, {"q": grad}, of_v)["q"]
+    return found
+
+
+def _of_letters(call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
+    """The gradients of q, of k, or of q, k and perhaps v. That of k alone takes the place of q's."""
+    names = dict(zip("qkv", grads))
+    back = norm_turned_back(o)
+    if "v" not in names:
+        back = changed(back, norm=norm_of(back)._replace(v_norm=False))
+    if names["q"] == "k" and (of := norm_of(back).of) != "qk":
+        back = changed(back, norm=norm_of(back)._replace(of="k" if of == "q" else "q"))
+    tensors = {"d" + as_name: grads[name] for as_name, name in names.items()}
+    for ending in ("", "_weight", "_bias", "_mean_square"):
+        given = {as_name: name + ending for as_name, name in names.items() if name + ending in saved}
+        tensors.update({as_name + ending: saved[name] for as_name, name in given.items()})
+    tables = _tables(saved)
+    found = call(HEADS_BACKWARD, {**tensors, **(tables if "q" in grads else of_k(tables))}, back)
+    found = {names[name[0]] + name[1:]: x for name, x in found.items()}
+    return {**found, **gradients_of_means(saved, saved, found, o)}
+
+
+def norm_of_v(norm: NormOptions) -> NormOptions:
+    """The norm of v alone, by that of a call with v_norm: it has no weight."""
+    return NormOptions(norm.rounding, norm.across_heads, kind=norm.kind, eps=norm.eps)
+
+
+def transformed_back(call: Call, grads: Tensors, o: Options) -> Tensors:
+    """The gradients with those of q and k transformed, in their own launch: the matrix is its own transpose."""
+    own = {name: joined(grads[name], o.layout) for name in "qk" if name in grads}
+    if not own:
+        return grads
+    words = {name: getattr(o, name) for name in ("layout", "rotary_dim", "rotary_offset", "hadamard")}
+    given = dict(zip("qk", own.values()))  # k's gradient alone takes the name of q's
+    op = operation(HEADS, norm=True, transform=True)
+    alone, tensors = resolved(op, given, {**words, "norm": NO_NORM})
+    return {**grads, **dict(zip(own, call(op, tensors, alone).values()))}
+
+
+class HeadsBackward(Backward):
+    """The gradients of a norm of q, k and v."""
+
+    results = ("q", "k", "v", "q_weight", "k_weight", "q_bias", "k_bias")
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source)
+        self.norm = self.shards = True
+
+    def made(self, given: Container[str], o: Options) -> tuple[str, ...]:
+        return tuple([name for name in self.results if name in given])
+
+    def fresh(self, t: Tensors, o: Options, blocks: int) -> Tensors:
+        across, axis = norm_of(o).across_heads, LAYOUT_AXES[o.layout][2]
+        given = {name: t[name] for name in "qk" if name in t and (name == "q" or t[name].shape[axis])}
+        sizes = {name: x.shape[-1] * (x.shape[axis] if across else 1) for name, x in given.items()}
+        return {**{x: torch.empty_like(t[x]) for x in "qkv" if x in t}, **weight_sums(t, sizes, blocks)}
+
+    def fakes(self, t: Tensors, o: Options) -> Tensors:
+        return {name: torch.empty_like(t[name]) for name in self.made(t, o)}
+
+    def compute(self, outputs: Tensors, t: Tensors, o: Options) -> None:
+        chain.back(t, results.places(outputs, o), changed(o, inverse=not o.inverse))
+
+    def finishes(self, named: Container[str], o: Options) -> bool:
+        return True  # it drops the scratch
+
+    def ways(self, named: Tensors, o: Options) -> list[tuple[Read, Read] | None]:
+        reads = self.source.reads(named, o)
+        outs = {x: (f"{x}_out", head_view(named[f"{x}_out"], o.layout)) for x in reads}
+        return [(reads[x], outs[x]) if x in reads else None for x in "qkv"]
+
+    def finish(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:
+        return {name: outputs[name] for name in self.results if name in outputs}
+
+
+HEADS, OF_V = Heads(), V()
+HEADS_BACKWARD = HeadsBackward(HEADS)
+offer(HEADS, ("", "apply_rope"))
+offer(OF_V)
+NORM_OF_V = operation(OF_V, norm=True)

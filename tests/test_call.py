@@ -1,0 +1,105 @@
+"""The text of a call: it says all of a call but its counts, and it can be read."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from jitrope import InvalidInput
+from jitrope.call import COUNTS, PARTS, Call
+from jitrope.ops import torch_op
+from jitrope.plan.options import (
+    LAYOUT_AXES,
+    NORM_KINDS,
+    NORM_OF,
+    NORM_ROUNDINGS,
+    QKV_ORDERS,
+    ROUNDINGS,
+    SCALE_DTYPES,
+    SCALE_FMTS,
+    SCALED_DTYPES,
+    TABLES,
+    NormOptions,
+    Options,
+)
+
+from .calls import CALLS, Case, ident
+from .results import places_of
+from .sweep import Made
+
+WORDS = {
+    "layout": tuple(LAYOUT_AXES),
+    "table": TABLES,
+    "order": tuple(QKV_ORDERS),
+    "rounding": ROUNDINGS,
+    "launch": ("auto", "grid_2d"),
+    "out_dtype": SCALED_DTYPES,
+    "scale_out": SCALE_DTYPES,
+    "scale_fmt": SCALE_FMTS,
+    "kind": NORM_KINDS,
+    "of": NORM_OF,
+}
+
+
+def some(chance: random.Random, word: str, default: object) -> object:
+    """A value of a word's type."""
+    if word in WORDS:
+        return chance.choice(NORM_ROUNDINGS if default == "none" else WORDS[word])
+    if isinstance(default, bool):
+        return chance.random() < 0.5
+    if isinstance(default, float):
+        return chance.choice([default, 0.1, 3e-41, chance.random()])
+    if isinstance(default, tuple):
+        return tuple([chance.randrange(64) for _ in range(chance.randrange(4))])
+    return chance.choice([default, chance.randrange(1000)])
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_a_text_can_be_read(seed: int) -> None:
+    chance = random.Random(seed)
+    norm = {word: some(chance, word, value) for word, value in NormOptions._field_defaults.items()}
+    values = {word: some(chance, word, value) for word, value in Options._field_defaults.items() if word != "norm"}
+    values["norm"] = chance.choice([None, NormOptions(), NormOptions(**norm)])
+    parts = [own for part, own in PARTS.items() if part != "norm" or values["norm"]]  # its weights imply a norm
+    names = ["q", "k", "v", *[name for own in parts for name in own.tensors]]
+    call = Call.of("heads", chance.sample(names, chance.randrange(len(names))), Options(**values))
+    assert Call.parse(str(call)) == call
+    assert not any(word in str(call) for word in COUNTS)
+
+
+def test_every_word_has_one_part() -> None:
+    words = [word for part, own in PARTS.items() if part != "norm" for word in own.words]
+    assert sorted([*words, *COUNTS, "layout", "norm", "inplace"]) == sorted(Options._fields)
+
+
+@pytest.mark.parametrize("case", CALLS, ids=ident)
+def test_calls_of_the_table_can_be_read(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each torch op that a call reaches."""
+    texts, seen = [], torch_op.listed
+    monkeypatch.setattr(torch_op, "listed", lambda text: texts.append(text) or seen(text))
+    m = Made(case, "cpu")
+    m.call(**places_of(m).words)
+    assert texts
+    assert all(str(Call.parse(text)) == text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "it must be like"),
+        ("bshd heads q", "it must be like"),
+        ("bhds heads q > fresh", "it must be like"),
+        ("bshd heads q > turn cos > fresh", "call has 'turn'; it must be one of"),
+    ],
+)
+def test_another_text_is_refused(text: str, why: str) -> None:
+    with pytest.raises(InvalidInput, match=why):
+        Call.parse(text)
+
+
+def test_an_op_refuses_another_number_of_tensors() -> None:
+    with pytest.raises(InvalidInput, match="is given 0 tensors, 0 of them written, and 2 sizes; it needs 3, 0 and 2"):
+        torch_op._given("bshd heads q > rotate cos sin > fresh", [0, 0], [])
+    with pytest.raises(InvalidInput, match="call has the source 'turn'"):
+        torch_op.read("bshd turn q > fresh")
