@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 from ..base.errors import JitropeError
 from ..plan.options import Options, changed, norm_of
@@ -31,6 +31,9 @@ class Backward(Operation):
 
     def viewed(self, given: Container[str], o: Options) -> tuple[str, ...]:
         return ()
+
+    def makes_empty(self, given: Sequence[str], o: Options) -> bool:
+        return False  # there may be sums
 
     def alike(self, given: Container[str], o: Options) -> bool:
         return False

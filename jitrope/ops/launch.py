@@ -13,6 +13,7 @@ import math
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,6 +83,7 @@ class Known:
         self.heads = tuple([name for name in given if name not in OF_TABLES])  # may require one
         self.blocks, self.makes, self.finished = 0, False, False
         self.pointers, self.fixed, self.kept = (), [], ()
+        self.empty: list[Callable[[], Tensor]] = []  # they make the results, if nothing else is needed
         self.close: dict[str, Span] = {}  # tensors that must not share memory
         self.apart: set[tuple[int, ...]] = set()  # distances between them without shared memory
         self.unguarded: Callable[..., Any] | None = None
@@ -90,14 +92,15 @@ class Known:
     def form(self) -> Form:
         """The form of its calls, from which `replay` writes their source."""
         like = self.op.alike(self.names, self.options)
-        own = (self.names, self.pointers, self.results, self.options.inplace, like, self.makes)
+        own = (self.names, self.pointers, self.results, self.options.inplace, like, self.makes, bool(self.empty))
         return Form(*own, self.finished, tuple(self.close), self.written, aligned=not any(self.alignments))
 
     def written_out(self, form: Form, matches: Any = None, record: Any = None, outputs: Any = None) -> Any:
         """A function that enqueues a call; `Form` has its arguments."""
         launched = (self.pack, self.args, self.device, self.enqueue) if self.pointers else (None,) * 4
         own = (self.fixed, self.reach, self.apart, self.alignments)
-        return maker(form)(self, self.op, self.options, self.blocks, *launched, *own, matches, record, outputs)
+        known = (self, self.op, self.options, self.blocks, self.empty)
+        return maker(form)(*known, *launched, *own, matches, record, outputs)
 
     def run(self, tensors: Tensors) -> Tensors:
         """Enqueue a call of this kind on torch's current stream, and return its results by name."""
@@ -184,6 +187,9 @@ def _plan(known: Known, tensors: Tensors, statics: Tensors) -> None:
     inputs, results = op.heads(named, options)
     device = next(iter(tensors.values())).device
     known.makes, known.finished = len(named) > len(tensors), op.finishes(named, options)
+    if known.makes and op.makes_empty(known.names, options):
+        made = [named[f"{name}_out"] for name in known.results]
+        known.empty = [partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in made]
     if known.written and len(known.names) > 1:
         known.close = {name: span(x) for name, x in zip(known.names, named.values())}
         known.reach = max(x.extent for x in known.close.values())

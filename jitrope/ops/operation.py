@@ -219,6 +219,11 @@ class Operation:
         plain = self.source.op == "heads" and not (o.inplace or self.out or o.computed or o.per_row)
         return plain and not self.dtypes(given, o) and FRESH + "q" not in given
 
+    def makes_empty(self, given: Sequence[str], o: Options) -> bool:
+        """Whether all results are empty tensors: no views, nothing given, and no scales that need numbers."""
+        filled = any(name.startswith(FRESH) for name in given)
+        return not (o.inplace or o.per_row or o.swizzled or filled or self.viewed(given, o))
+
     # ---- the launch ----------------------------------------------------------------------------------
 
     def ways(self, named: Tensors, o: Options) -> list[tuple[Read, Read] | None]:

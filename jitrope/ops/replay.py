@@ -30,6 +30,7 @@ class Form(NamedTuple):
     inplace: bool  # the results are tensors of the call
     like: bool  # a result is like the tensor of the same name
     fresh: bool  # there are other outputs
+    sized: bool  # they are empty tensors of known sizes
     finished: bool  # results are made from the outputs
     close: tuple[str, ...]  # tensors that must not share memory
     written: tuple[str, ...]  # tensors whose versions are incremented
@@ -80,6 +81,9 @@ def text(form: Form) -> str:
         made = "{}"
     elif form.like:
         lines += [f"{name}_out = empty_like({name})\n        {name}_out_at = {name}_out.data_ptr()" for name in results]
+    elif form.sized:
+        for n, name in enumerate(results):
+            lines.append(f"{name}_out = empty[{n}]()\n        {name}_out_at = {name}_out.data_ptr()")
     else:
         made = "out"
         lines.append("out = fresh(tensors, options, blocks)")
@@ -102,7 +106,7 @@ def text(form: Form) -> str:
     lines.append(f"return outputs({made})" if form.outputs else f"return {made}")
     body = "\n        ".join(lines)
     given = names if form.by_place else ("tensors", *names)
-    taken = "known, op, options, blocks, pack, args, device, enqueue, fixed, reach, apart, alignments"
+    taken = "known, op, options, blocks, empty, pack, args, device, enqueue, fixed, reach, apart, alignments"
     return (
         f"def make({taken}, matches, record, outputs):\n    fresh, finish, keep_apart, elsewhere = "
         "op.fresh, op.finish, known.keep_apart, known.elsewhere\n"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache, partial
+from string import ascii_letters
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,12 @@ _lib = torch.library.Library("jitrope", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _lib.define("prepare(Tensor[] tensors, str call, SymInt[] sizes) -> Tensor[]", tags=_TAGS)
 _lib.define("prepare_(Tensor[] tensors, Tensor(a!)[] written, str call, SymInt[] sizes) -> ()", tags=_TAGS)
+_EACH = 10  # the most tensors that a call writes
+_lib.define(
+    f"prepare_each_(Tensor[] tensors, {', '.join([f'Tensor({x}!)? {x}' for x in ascii_letters[:_EACH]])}, str call, "
+    "SymInt[] sizes) -> ()",
+    tags=_TAGS,
+)
 
 
 # ---- a call and its text -------------------------------------------------------------------------
@@ -118,11 +125,16 @@ def run_op(op: Operation, tensors: Tensors, options: Options) -> Tensors:
     if len(given) == 3:
         results = dict(zip(made, torch.ops.jitrope.prepare(*given)))
     else:
-        torch.ops.jitrope.prepare_(*given)
+        (_prepare_each if watch.tracing() else torch.ops.jitrope.prepare_)(*given)
         if options.inplace:
             return op.outputs(tensors, options)
         results = {name: full[FRESH + name] for name in made}
     return op.complete(results, tensors, options)
+
+
+def _prepare_each(tensors: list[Tensor], written: list[Tensor], *rest: Any) -> None:
+    """`prepare_` for torch.jit.trace, which drops an op that writes the tensors of a list."""
+    torch.ops.jitrope.prepare_each_(tensors, *written, *[None] * (_EACH - len(written)), *rest)
 
 
 def _given(text: str, sizes: Sequence[Any], tensors: Sequence[Tensor], written: Sequence[Tensor] = ()) -> Any:
@@ -163,6 +175,11 @@ def _by(run: Run) -> tuple[Callable[..., Any], Callable[..., None]]:
         run(*_given(text, sizes, tensors, written))
 
     return prepare, prepare_
+
+
+@torch.library.impl(_lib, "prepare_each_", "CompositeExplicitAutograd")
+def _each(tensors: list[Tensor], *rest: Any) -> None:
+    torch.ops.jitrope.prepare_(tensors, [x for x in rest[:_EACH] if x is not None], *rest[_EACH:])
 
 
 def register(key: str, run: Run) -> None:
