@@ -52,7 +52,7 @@ def noise_of(case: Case) -> float:
 def near(got: Tensor, want: Tensor, noise: float = 1e-5, slack: float = 1.0) -> None:
     """A rounding to got's dtype; what was lost before it is in proportion to the largest element."""
     most = noise * slack * max(1.0, float(want.abs().max()))
-    torch.testing.assert_close(got.cpu().to(want), want.cpu(), rtol=slack * STEPS[got.real.dtype], atol=most)
+    torch.testing.assert_close(got.cpu().to(want.dtype), want.cpu(), rtol=slack * STEPS[got.real.dtype], atol=most)
 
 
 def near_each(got: Any, want: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
+import threading
 from dataclasses import replace
 
 import pytest
@@ -702,6 +703,22 @@ def test_functional_gradient_is_refused() -> None:
     q, _, cos, sin, _ = make(*by_name("fp32"))
     with pytest.raises(jitrope.InvalidInput, match="grad is not supported here"):
         torch.func.grad(lambda x: jitrope.apply_rope(x, None, cos, sin)[0].sum())(q)
+
+
+def test_a_batch_of_cotangents_in_another_thread() -> None:
+    """`is_grads_batched` on a GPU: torch runs a backward there in a thread that does not know of the batch."""
+    q, _, cos, sin, _ = make(*by_name("fp32"))
+    text, found = f"bshd heads q > rotate cos sin rotary_dim={q.shape[-1]} > fresh", []
+
+    def elsewhere(x: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=lambda: found.extend(torch.ops.jitrope.prepare([x, cos, sin], text, [0, 0])))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    batch = torch.stack([q, q + 1, -q])
+    want = torch.stack([jitrope.apply_rope(x, None, cos, sin)[0] for x in batch])
+    assert torch.equal(torch._vmap_internals._vmap(elsewhere)(batch), want)
 
 
 @pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])

@@ -355,7 +355,8 @@ def _vmap_(
 
 def _batched(tensors: Sequence[Tensor], text: str, sizes: Sequence[Any]) -> list[Tensor]:
     """The same for a batch of cotangents (`is_grads_batched`), which torch hides in another kind of tensor."""
-    level, dims = watch.batch_level(), [0 if watch.is_batched(x) else None for x in tensors]
+    dims = [0 if watch.is_batched(x) else None for x in tensors]
+    level = next(watch.batch_level(x) for x, dim in zip(tensors, dims) if dim == 0)
     whole = [x if dim is None else watch.with_batch(x, level) for x, dim in zip(tensors, dims)]
     size = next(x.shape[0] for x, dim in zip(whole, dims) if dim == 0)
     found = [torch.ops.jitrope.prepare(_one(whole, dims, n), text, sizes) for n in range(size)]

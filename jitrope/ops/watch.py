@@ -88,11 +88,9 @@ def not_writable(x: Tensor) -> str | None:
     return None
 
 
-def batch_level() -> int:
-    """The level of the innermost batch of `is_grads_batched`."""
-    level: int = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
-    return level
+def batch_level(x: Tensor) -> int:
+    """The level of a batch of `is_grads_batched`, which torch tells only to the thread that began the backward."""
+    return next(level for level in range(1, 65) if not is_batched(with_batch(x, level)))
 
 
 def with_batch(x: Tensor, level: int) -> Tensor:
