@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import cache, lru_cache, partial
 from string import ascii_letters
 from typing import Any, NamedTuple
@@ -65,9 +66,18 @@ def _spelled(name: str, tensors: tuple[str, ...], words: tuple[Any, ...], norm: 
     return str(Call.of(name, tensors, options))
 
 
+@lru_cache(maxsize=1024)
+def _kept(name: str, tensors: tuple[str, ...], options: Options) -> str:
+    return str(Call.of(name, tensors, options))
+
+
 def spelled(name: str, tensors: Iterable[str], options: Options) -> str:
     """The text of a call. Dynamo does not trace how it is spelled, only these plain values."""
-    words = [_number(x) for x in changed(options, norm=None, max_seqlen=0, unrotated=0)]
+    uncounted = changed(options, max_seqlen=0, unrotated=0)
+    if not (watch.is_compiling() or watch.tracing()):
+        with suppress(TypeError):  # a symbolic number has no hash
+            return _kept(name, tuple(tensors), uncounted)
+    words = [_number(x) for x in changed(uncounted, norm=None)]
     return _spelled(name, tuple(tensors), tuple(words), _number(tuple(options.norm or ())))
 
 
