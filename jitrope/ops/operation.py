@@ -1,7 +1,7 @@
 """An operation: where q, k and v come from, what is done to them, and where they go.
 
 A call is an operation, its tensors by name, and its options. `launch` plans and launches it, `dispatch` chooses its
-path, and `library` makes it an op of torch, with a fake and a backward.
+path, and `torch_op` makes it a call of an op of torch, with a fake and a backward.
 """
 
 from __future__ import annotations
