@@ -100,7 +100,6 @@ class Word(str, enum.Enum):
 # Names that a refusal may have in place of the parameter's.
 OTHER_NAMES = {
     "k": ("k_scale",),
-    "qkv": ("q",),  # of which weights are told
     "q_factor": ("q_scale",),
     "position_ids": ("positions",),
     "norm_rounding": ("rounding",),

@@ -662,7 +662,7 @@ def test_the_library_op_is_the_call() -> None:
     q, k, angles = harness.bf16(1, 4, 2, 8), harness.bf16(1, 4, 2, 8), harness.angles(4, 8)
     cos, sin = angles.cos(), angles.sin()
     found = host.library_op(lambda: jitrope.apply_rope(q, k, cos, sin))()
-    assert all(torch.equal(a, b) for a, b in zip(found, jitrope.apply_rope(q, k, cos, sin)))
+    assert all(torch.equal(a, b) for a, b in zip(found, jitrope.apply_rope(q, k, cos, sin), strict=True))
 
 
 class Still(nn.Module):

@@ -17,7 +17,6 @@ class Backward(Operation):
     It has no second derivative, except where it says so.
     """
 
-    reads: tuple[str, ...]  # the tensors with the heads of q, k and v
     results: tuple[str, ...]
 
     def __init__(self, source: Source) -> None:

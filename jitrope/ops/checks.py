@@ -245,7 +245,8 @@ def check_norm(name: str, tensors: Tensors, options: Options) -> None:
         _, _, heads, size = fit.sizes_of(x, options.layout)
         size, letters = (heads * size, "H D") if norm.across_heads or owner == "v" else (size, "D")
         if weight.dim() != 1 or weight.shape[0] != size:
-            had = f"{owner} is {named(x, options.layout)} but {label} has shape {tuple(weight.shape)}"
+            of = f"{owner} of qkv" if options.q_per_group else owner
+            had = f"{of} is {named(x, options.layout)} but {label} has shape {tuple(weight.shape)}"
             or_else = "" if letters == "H D" else ", or H D with across_heads"
             fail(f"{had}; it must be ({letters}), {size} numbers{or_else}")
         if not fit.is_float(weight):

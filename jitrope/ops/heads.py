@@ -32,9 +32,6 @@ class Heads(Source):
     def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
         return {letter: (letter, head_view(t[letter], o.layout)) for letter in "qkv" if letter in t}
 
-    def shaped(self, t: Tensors, o: Options) -> Tensors:
-        return t
-
     def letters(self, given: Container[str], o: Options) -> tuple[str, ...]:
         return tuple([letter for letter in "qkv" if letter in given])
 

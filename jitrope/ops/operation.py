@@ -258,10 +258,7 @@ class Operation:
     def places(self, named: Tensors, o: Options) -> list[str]:
         """The names of the tensors of `heads`, inputs and outputs; "" for one that is missing."""
         ways = self.ways(named, o)
-        return [
-            *["" if way is None else way[0][0] for way in ways],
-            *["" if way is None else way[1][0] for way in ways],
-        ]
+        return ["" if way is None else way[n][0] for n in (0, 1) for way in ways]
 
     def finishes(self, named: Container[str], o: Options) -> bool:
         """Whether v is copied after the launch, because a kernel copies heads only as it stores those of k."""
@@ -282,10 +279,9 @@ class Operation:
 
     def goes_bare(self, t: Container[str], asked: Mapping[str, Any]) -> bool:
         """Whether a call without a table, which rotates nothing, has something to do."""
-        own = self.source.word not in ("heads", "fused") or (self.source.word == "fused" and not asked.get("inplace"))
-        return (
-            self.staged or own or "q_factor" in t or "bias" in t or (self.out != "" and self.function != "apply_rope")
-        )
+        split = self.source.op != "heads" and not asked.get("inplace")
+        moved = self.out != "" and self.function != "apply_rope"
+        return self.staged or split or moved or "q_factor" in t or "bias" in t
 
     def unrotated(self, t: Tensors, o: Options) -> tuple[Options, Tensors]:
         """The options and the tensors of a call without a table: every token comes before those of the tables."""
@@ -360,11 +356,12 @@ def operation_of(name: str, given: Container[str], o: Options) -> Operation:
     """The operation of a call by its name, its tensors and its options."""
     if name in BACKWARDS:
         return BACKWARDS[name]
-    if (name, "", False, "", False, False, "") not in OPERATIONS:
-        names = dict.fromkeys([source for source, *_ in OPERATIONS])
-        raise InvalidInput(f"call has the source {name!r}; it must be one of {', '.join([*names, *BACKWARDS])}")
     cache, outs = "k_cache" in given, any(out in given for out in OUTS) and not o.per_row
     scaled = any(scale in given for scale in SCALES[: 1 if cache else 3])
     convert = "rows" if o.per_row else "computed" if o.computed else "given" if scaled else ""
     out = "ranks" if o.ulysses_degree else "given" if outs else ""
-    return OPERATIONS[name, "", o.norm is not None, convert, o.hadamard, cache, out]
+    found = OPERATIONS.get((name, "", o.norm is not None, convert, o.hadamard, cache, out))
+    if found is None:
+        sources = ", ".join([*dict.fromkeys([source for source, *_ in OPERATIONS]), *BACKWARDS])
+        raise InvalidInput(f"call has the source {name!r}, or stages without a kernel; the sources are {sources}")
+    return found

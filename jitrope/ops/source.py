@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
@@ -29,21 +30,21 @@ class Source:
     whole = False  # its kernels read whole heads
     shards = inplace = False  # it may be DTensors; it may be overwritten
 
+    @abstractmethod
     def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
         """The heads that a kernel reads, by letter."""
-        raise NotImplementedError
 
     def shaped(self, t: Tensors, o: Options) -> Tensors:
         """The call's tensors with q, k and v of their own, for checks. Of heads only shape, dtype and device count."""
-        raise NotImplementedError
+        return t
 
+    @abstractmethod
     def letters(self, given: Container[str], o: Options) -> tuple[str, ...]:
         """The results that are fresh tensors."""
-        raise NotImplementedError
 
+    @abstractmethod
     def empty(self, letter: str, t: Tensors, o: Options, word: str) -> Tensor:
         """A fresh tensor for a result. word: its format, "" for the heads' dtype."""
-        raise NotImplementedError
 
     def out_view(self, out: Tensor, letter: str, t: Tensors, o: Options) -> Tensor:
         """The heads of a result, as a kernel writes them."""
@@ -74,8 +75,8 @@ class Source:
         return {"v": t["v"]}
 
     def part(self, t: Tensors, letter: str, o: Options) -> Tensor:
-        """A view of the heads of a letter in the one tensor that has them."""
-        raise NotImplementedError
+        """A view of the heads of a letter in the tensor that has them."""
+        return t[letter]
 
     def overwritten(self, given: Container[str]) -> tuple[str, ...]:
         """The tensors that a call in place returns."""
@@ -95,6 +96,6 @@ class Source:
         """The tensors that the backward needs. tables: those of the tables among them."""
         return tables
 
+    @abstractmethod
     def gradient(self, op: Any, call: Callable[..., Tensors], saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """The gradients of the inputs. grads: gradients of the results, at least one."""
-        raise NotImplementedError
