@@ -218,7 +218,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "a transform": ({"norm": Norm(across_heads=True), "hadamard": True}, "across_heads does not go with hadamard"),
     "a view of v": ({"norm": Norm(v_norm=True), "copy_v": False}, "copy_v=False does not go with v_norm"),
     "a weight": ({"norm": Norm(torch.ones(4))}, r"H=4, D=8\) but q_weight .* it must be \(D\), 8 numbers, or H D with"),
-    "k's weight": ({"norm": Norm(W, torch.ones(4))}, r"k of qkv is \(B=2, S=6, H=2, D=8\) but k_weight has shape \(4,\)"),
+    "k's weight": ({"norm": Norm(W, torch.ones(4))}, r"k of qkv is \(B=2, S=6, H=2, D=8\) but k_weight has shape \(4"),
     "a bias": ({"norm": Norm(W, q_bias=W)}, "q_bias goes with kind='layer_norm'"),
     "dtypes": ({"norm": Norm(W, W.half())}, "they must match"),
     "another value": ({"norm": W}, "norm is .*; it must be a jitrope.Norm"),
