@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..base.arguments import flag, refuse, wholes, word
 from ..base.errors import InvalidInput
+from ..ops.compiled import compiled
 from ..ops.dispatch import call
 from ..ops.fused import FUSED, part_with_bias
 from ..ops.gather import add, call_fused_into, chosen, forget_positions, gather, into_given, staged
@@ -20,7 +21,7 @@ from ..ops.operation import operation
 from ..ops.outs import is_dense
 from ..ops.quantize import DynamicQuantize, Quantize
 from ..ops.values import Norm, Positions
-from ..ops.watch import is_compiling
+from ..ops.watch import is_traced
 from ..plan.options import FUSED_AXES, QKV_ORDERS, Options
 from .keywords import FusedWords, LatentWords, with_words
 
@@ -155,6 +156,20 @@ def prepare_fused_qkv(
         InvalidInput, CompileError: as in `apply_rope`.
     """
     name = "prepare_fused_qkv"
+    if is_traced():
+        given: dict[str, Any] = {
+            "qkv": qkv,
+            "cos": cos,
+            "sin": sin,
+            "heads": heads,
+            "order": order,
+            "positions": positions,
+        }
+        given.update(norm=norm, copy_v=copy_v, bias=bias, cache=cache, quantize=quantize, hadamard=hadamard, out=out)
+        given.update(inplace=inplace, **words, function=name)
+        results = (qkv,) if inplace is True else (None,) * (4 if order == "qkv_gated" else 3)
+        found: tuple[Tensor, ...] = compiled(given, *results)
+        return found[0] if inplace is True else found
     tensors: Any = {"qkv": qkv, "cos": cos, "sin": sin}
     op, own = chosen(FUSED, name, norm, cache, quantize, hadamard)
     asked = gather(op, tensors, words, _WORDS, positions, inplace)
@@ -178,7 +193,7 @@ def _split(tensors: Any, asked: dict[str, Any], heads: Any, order: Any, copy_v: 
     """Give qkv an axis of heads, and add the words that say where q, k and v are in it."""
     said, qkv = (heads, order, asked.get("layout", "bshd")), tensors.get("qkv")
     try:
-        pair, each, axes = (_counted if is_compiling() else _kept)(*said)
+        pair, each, axes = _kept(*said)
     except TypeError:  # a list of heads has no hash
         pair, each, axes = _counted(*said)
     (q_heads, k_heads), grouped = pair, order == "grouped"
@@ -259,6 +274,19 @@ def prepare_mla_qkv(
     Raises:
         InvalidInput, CompileError: as in `apply_rope`.
     """
+    if is_traced():
+        given: dict[str, Any] = {
+            "q": q,
+            "kv": kv,
+            "k_pe": k_pe,
+            "cos": cos,
+            "sin": sin,
+            "positions": positions,
+            "quantize": quantize,
+        }
+        given.update(out=out, **words, function="prepare_mla_qkv")
+        found: tuple[Tensor, Tensor, Tensor] = compiled(given, None, None, None)
+        return found
     tensors: Any = {"q": q, "kv": kv, "k_pe": k_pe, "cos": cos, "sin": sin}
     op = operation(LATENT, convert="" if quantize is None else "given")
     asked = gather(op, tensors, words, _LATENT_WORDS, positions)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan.options import NO_NORM, NormOptions, Options
-from ..plan.views import Tensors, converts_v, fused_part
+from ..plan.views import BLOCK_SCALES, Tensors, converts_v, fused_part
 from ..sinks.results import empty_elements
 from .dispatch import call
 from .fit import require_apart
@@ -41,9 +41,8 @@ def chosen(
         computed = isinstance(quantize, DynamicQuantize) and (quantize.per == "token" or cache is not None)
         words, convert = quantize.words, "computed" if computed else "given"
     transform = "hadamard" in words
-    whole = (
-        source.whole or norm is not None or transform or convert == "computed" or getattr(cache, "whole_heads", False)
-    )
+    blocks = BLOCK_SCALES[0] in getattr(cache, "tensors", ())  # storing needs all elements of a head
+    whole = source.whole or norm is not None or transform or convert == "computed" or blocks
     return operation(source, norm=whole, convert=convert, transform=transform, cache=cache is not None), words
 
 

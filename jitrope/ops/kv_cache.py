@@ -57,8 +57,6 @@ class KVCache(Value):
         InvalidInput: an argument has a wrong type, or one of two is missing.
     """
 
-    whole_heads = False  # storing needs all elements of a head
-
     def __init__(
         self,
         k_cache: Tensor,
@@ -90,7 +88,6 @@ class KVCache(Value):
             for label, scale in zip(BLOCK_SCALES, (k_block_scale, v_block_scale)):
                 if label[0] == "k" or v_cache is not None:
                     self.tensors[label] = tensor("KVCache", label, scale)
-            self.whole_heads = True
         if scale_fmt is not None:
             if k_block_scale is None or k_block_scale.dtype == FP8:
                 refuse("KVCache", "scale_fmt", scale_fmt, f"None without k_block_scale, and with scales in {FP8}")

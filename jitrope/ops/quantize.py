@@ -25,6 +25,9 @@ class Conversion(Value):
     given: dict[str, Any]
     per = "token"
 
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "given": self.given, "per": self.per}
+
     def on(self, q: Tensor) -> Tensors:
         """The scales of whole tensors on q's device. Shapes and errors are those of `Quantize`."""
         return scales(type(self).__name__, q, **self.given)

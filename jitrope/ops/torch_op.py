@@ -25,15 +25,15 @@ from . import fused, latent, launch, planning, streams, watch  # noqa: F401  eac
 from .checks import LEARNED
 from .operation import OF_TABLES, Operation, operation_of
 
-_lib = torch.library.Library("jitrope", "DEF")
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-_lib.define("prepare(Tensor[] tensors, str call, SymInt[] sizes) -> Tensor[]", tags=_TAGS)
-_lib.define("prepare_(Tensor[] tensors, Tensor(a!)[] written, str call, SymInt[] sizes) -> ()", tags=_TAGS)
+lib = torch.library.Library("jitrope", "DEF")
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+lib.define("prepare(Tensor[] tensors, str call, SymInt[] sizes) -> Tensor[]", tags=TAGS)
+lib.define("prepare_(Tensor[] tensors, Tensor(a!)[] written, str call, SymInt[] sizes) -> ()", tags=TAGS)
 _EACH = 10  # the most tensors that a call writes
-_lib.define(
+lib.define(
     f"prepare_each_(Tensor[] tensors, {', '.join([f'Tensor({x}!)? {x}' for x in ascii_letters[:_EACH]])}, str call, "
     "SymInt[] sizes) -> ()",
-    tags=_TAGS,
+    tags=TAGS,
 )
 
 
@@ -187,7 +187,7 @@ def _by(run: Run) -> tuple[Callable[..., Any], Callable[..., None]]:
     return prepare, prepare_
 
 
-@torch.library.impl(_lib, "prepare_each_", "CompositeExplicitAutograd")
+@torch.library.impl(lib, "prepare_each_", "CompositeExplicitAutograd")
 def _each(tensors: list[Tensor], *rest: Any) -> None:
     torch.ops.jitrope.prepare_(tensors, [x for x in rest[:_EACH] if x is not None], *rest[_EACH:])
 
@@ -195,15 +195,15 @@ def _each(tensors: list[Tensor], *rest: Any) -> None:
 def register(key: str, run: Run) -> None:
     """Make `run` the implementation of both ops for a dispatch key."""
     for name, function in zip(("prepare", "prepare_"), _by(run)):
-        _lib.impl(name, function, key)
+        lib.impl(name, function, key)
 
 
 def register_launches(key: str) -> None:
     """Make launches the implementation of both ops for a dispatch key, and for its key of autograd."""
-    _lib.impl("prepare", _launches(), key, with_keyset=True)
-    _lib.impl("prepare_", _launches_, key)
+    lib.impl("prepare", _launches(), key, with_keyset=True)
+    lib.impl("prepare_", _launches_, key)
     if watch.records_ops:
-        _lib.impl("prepare", _launches(_recorded), f"Autograd{key}", with_keyset=True)
+        lib.impl("prepare", _launches(_recorded), f"Autograd{key}", with_keyset=True)
 
 
 def _launches_(tensors: Sequence[Tensor], written: Sequence[Tensor], text: str, sizes: Sequence[int]) -> None:
@@ -375,9 +375,9 @@ def _batched(tensors: Sequence[Tensor], text: str, sizes: Sequence[Any]) -> list
 
 register("CPU", _on_cpu)
 register_launches("CUDA")
-_lib.impl("prepare", _batched, "Batched")
+lib.impl("prepare", _batched, "Batched")
 for _name, _fake in zip(("prepare", "prepare_"), _by(_fakes)):
-    torch.library.register_fake(f"jitrope::{_name}", _fake, lib=_lib)
-torch.library.register_vmap("jitrope::prepare", _vmap, lib=_lib)
-torch.library.register_vmap("jitrope::prepare_", _vmap_, lib=_lib)
-torch.library.register_autograd("jitrope::prepare", _backward, setup_context=_setup, lib=_lib)
+    torch.library.register_fake(f"jitrope::{_name}", _fake, lib=lib)
+torch.library.register_vmap("jitrope::prepare", _vmap, lib=lib)
+torch.library.register_vmap("jitrope::prepare_", _vmap_, lib=lib)
+torch.library.register_autograd("jitrope::prepare", _backward, setup_context=_setup, lib=lib)

@@ -29,6 +29,10 @@ class Value:
     tensors: Tensors
     words: dict[str, Any]
 
+    def state(self) -> dict[str, Any]:
+        """All that a value is made of."""
+        return {"tensors": self.tensors, "words": self.words}
+
     def __repr__(self) -> str:
         given = {self._argument(name): x for name, x in (*self.tensors.items(), *self.words.items())}
         parts = [f"{name}={shown(x)}" for name, x in given.items() if name]

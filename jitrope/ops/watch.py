@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 is_compiling = torch.compiler.is_compiling
+is_traced = torch.compiler.is_dynamo_compiling  # by Dynamo, line by line
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 written: Callable[[Sequence[Tensor]], None] = getattr(
     torch._C, "_increment_version", torch.autograd.graph.increment_version

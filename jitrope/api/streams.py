@@ -1,0 +1,151 @@
+"""The public function for two streams."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+from torch import Tensor
+
+from ..base.arguments import refuse
+from ..base.errors import InvalidInput
+from ..ops.compiled import compiled
+from ..ops.dispatch import call
+from ..ops.gather import add, chosen, gather, into_given, result, staged
+from ..ops.outs import is_dense
+from ..ops.quantize import DynamicQuantize, Quantize, Scaled
+from ..ops.streams import STREAMED
+from ..ops.values import Norm, Positions, Ulysses
+from ..ops.watch import is_traced
+from ..ops.words import parts, second_tables
+from ..plan.options import Options
+from .keywords import JointWords, with_words
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_JOINT_WORDS = frozenset(JointWords.__annotations__)
+
+
+class StreamWords(JointWords, total=False):
+    """Those of every form of `prepare_joint_qkv`."""
+
+    positions: Tensor | Positions | None
+    norm: Norm | Sequence[Norm] | None
+    out: Sequence[Tensor | None] | Ulysses | None
+    cos_sin_cache: Tensor | Sequence[Tensor] | None
+    freqs: Tensor | None
+    freqs_cis: Tensor | Sequence[Tensor] | None
+
+
+@overload
+def prepare_joint_qkv(
+    first: Sequence[Tensor],
+    second: Sequence[Tensor],
+    cos: Tensor | Sequence[Tensor] | None = None,
+    sin: Tensor | Sequence[Tensor] | None = None,
+    *,
+    quantize: Quantize | None = None,
+    hadamard: bool = False,
+    **words: Unpack[StreamWords],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def prepare_joint_qkv(
+    first: Sequence[Tensor],
+    second: Sequence[Tensor],
+    cos: Tensor | Sequence[Tensor] | None = None,
+    sin: Tensor | Sequence[Tensor] | None = None,
+    *,
+    quantize: DynamicQuantize,
+    **words: Unpack[StreamWords],
+) -> tuple[Scaled, Scaled, Any]: ...
+@with_words(JointWords)
+def prepare_joint_qkv(
+    first: Sequence[Tensor],
+    second: Sequence[Tensor],
+    cos: Tensor | Sequence[Tensor] | None = None,
+    sin: Tensor | Sequence[Tensor] | None = None,
+    *,
+    positions: Tensor | Positions | None = None,
+    norm: Norm | Sequence[Norm] | None = None,
+    quantize: Quantize | DynamicQuantize | None = None,
+    hadamard: bool = False,
+    out: Sequence[Tensor | None] | Ulysses | None = None,
+    cos_sin_cache: Tensor | Sequence[Tensor] | None = None,
+    freqs: Tensor | None = None,
+    freqs_cis: Tensor | Sequence[Tensor] | None = None,
+    **words: Unpack[JointWords],
+) -> tuple[Tensor | Scaled, Tensor | Scaled, Tensor | Scaled]:
+    """Prepare two streams for joint attention in one launch: norm, rope, concatenation, conversion to fp8, int8 or fp4.
+
+    It serves text and image tokens that have their own projections and norms (FLUX, Qwen-Image, HunyuanVideo). q and k
+    of both streams are normalised and rotated, v is copied, and the streams are concatenated along the sequence. The
+    gradient is one launch for each stream, and with v_norm or hadamard another one. With quantize or out there is no
+    gradient.
+
+    >>> text_qkv, image_qkv = (torch.randn(3, 1, tokens, 8, 64).unbind() for tokens in (4, 12))
+    >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> q, k, v = jitrope.prepare_joint_qkv(text_qkv, image_qkv, cos, sin, norm=jitrope.Norm(eps=1e-5))
+
+    Args:
+        first, second: (q, k, v) of each stream in the order of the result, (B, S1, H, D) and (B, S2, H, D), with the
+            same H and D; any strides.
+        cos, sin, or another table: as in `apply_rope`, for both streams, with at least S1 + S2 rows; or a pair, one for
+            each stream, except freqs. To leave the first stream unrotated, pass unrotated=S1 and a table for the second
+            alone. Without a table q and k are not rotated.
+        positions: the row of each token of both streams, (S1 + S2) or (B, S1 + S2), or `Mrope`. It goes with one table.
+        norm: the `Norm` of each stream, or one for both. Only their weights may differ; across_heads is refused. None:
+            the streams are rotated and concatenated.
+        quantize, hadamard: as in `prepare_qkv`, of the concatenated q, k and v, with one set of scales for both streams
+            (the operands of FlashAttention-3 in fp8, and of SageAttention). per="head" and "kv_head" take two launches.
+        out: (q_out, k_out, v_out), as in `apply_rope`, for the concatenated q, k and v; or `Ulysses`.
+        The other arguments are those of `apply_rope`. unrotated counts from the first stream's first token, and goes
+            with one table. There is no cache: with norms that are alike concatenate the streams, and use `prepare_qkv`.
+
+    Returns:
+        q, k and v, (B, S1 + S2, H, D), contiguous unless they are given. With quantize they are as in `prepare_qkv`.
+
+    Raises:
+        InvalidInput, CompileError: as in `apply_rope`.
+    """
+    name = "prepare_joint_qkv"
+    if is_traced():
+        given: dict[str, Any] = {
+            "first": first,
+            "second": second,
+            "cos": cos,
+            "sin": sin,
+            "positions": positions,
+            "norm": norm,
+        }
+        given.update(quantize=quantize, hadamard=hadamard, out=out, cos_sin_cache=cos_sin_cache, freqs=freqs)
+        given.update(freqs_cis=freqs_cis, **words, function=name)
+        qkv: tuple[Any, Any, Any] = compiled(given, None, None, None)
+        return qkv
+    tensors: dict[str, Any] = {}
+    for label, stream in (("first", first), ("second", second)):
+        tensors.update(zip((f"{label}_q", f"{label}_k", f"{label}_v"), parts(name, label, stream, 3)))
+        if not isinstance(q := tensors[f"{label}_q"], Tensor) or q.is_nested or q.dim() != 4:
+            refuse(name, f"{label}'s q", q, "a tensor (B, S, H, D)")
+    tables: dict[str, Any] = {"cos": cos, "sin": sin, "cos_sin_cache": cos_sin_cache}
+    tables.update(freqs=freqs, freqs_cis=freqs_cis)
+    tensors.update({**second_tables(name, tables), **tables})
+    op, own = chosen(STREAMED, name, None, None, quantize, hadamard)
+    norms: Any = (norm, norm) if norm is None or isinstance(norm, Norm) else parts(name, "norm", norm, 2)
+    asked = gather(op, tensors, words, _JOINT_WORDS, positions)
+    asked.update(own)
+    staged(op, tensors, asked, tensors["first_q"], norms[0], None, quantize)
+    if norm is not None:
+        of_second: dict[str, Any] = {}
+        words_of_second: dict[str, Any] = {}
+        add(name, "norm", norms[1], Norm, of_second, words_of_second)
+        if asked["norm"] != words_of_second["norm"]:
+            raise InvalidInput(f"{name}: the norms are {norms[0]} and {norms[1]}; only their weights may differ")
+        tensors.update({"second_" + label: weight for label, weight in of_second.items()})
+    if quantize is None and out is None:
+        made = call(op, tensors, asked)
+    else:
+        heads: list[Any] = [tensors.get(label) for label in STREAMED.needed]
+        dense = all(is_dense(x) and x.dim() == 4 for x in heads)
+        made = into_given(op, tensors, asked, out, quantize, Options(), "qkv" if dense else "")
+    return result(made, "q"), result(made, "k"), result(made, "v")

@@ -1,0 +1,116 @@
+"""A public function under torch.compile: one op, in whose place torch runs the function.
+
+Dynamo traces how the op's arguments are made, and guards them alone. torch decomposes the op, as it does with its own
+composite ones, into the ops of the function's calls, which it makes with tensors that have no values. So what works in
+eager mode works in a compiled model. The op's text is not that of a call (`jitrope.call`), but what the user wrote.
+"""
+
+from __future__ import annotations
+
+from ast import literal_eval
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..plan.options import NormOptions
+from .kv_cache import KVCache
+from .pages import Pages
+from .quantize import DynamicQuantize, Quantize, Scaled
+from .torch_op import TAGS, lib
+from .values import Mrope, Norm, Packed, Positions, Shifts, Starts, Ulysses, Value
+from .watch import constant
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {}
+"""The public functions, by name."""
+_VALUES = (Packed, Starts, Mrope, Shifts, Norm, KVCache, Pages, Quantize, DynamicQuantize, Ulysses)
+_KINDS = {x.__name__: x for x in _VALUES}
+
+lib.define("call(Tensor(a!)[] tensors, str text, SymInt[] sizes) -> Tensor[]", tags=TAGS)
+_op = torch.ops.jitrope.call.default
+
+
+def compiled(arguments: dict[str, Any], *instead: Any) -> Any:
+    """The results of a public function from its op. instead: what it returns for a result that is not fresh.
+
+    Whole numbers are no part of the text, because they may be symbols.
+    """
+    tensors: list[Tensor] = []
+    sizes: list[int] = []
+    said: list[Any] = []
+    todo: list[Any] = [arguments]
+    while todo:  # in one function, because Dynamo guards each call of one
+        x = todo.pop()
+        if isinstance(x, Tensor):
+            tensors.append(x)
+            said.append("tensor")
+        elif isinstance(x, Value):
+            said.append(type(x).__name__)
+            todo.append(x.state())
+        elif isinstance(x, dict):
+            said += ("dict", len(x), *x)
+            todo += x.values()
+        elif isinstance(x, (list, tuple)):
+            said += ("tuple", len(x))
+            todo += [*x]
+        elif isinstance(x, int) and x is not True and x is not False:
+            sizes.append(x)
+            said.append("number")
+        else:
+            said += ("", next(iter({x})) if isinstance(x, float) else x)  # all digits of a symbol
+    found = _op(tensors, _text(*said), sizes)
+    out = arguments.get("out")
+    results: list[Any] = []
+    for other in instead:
+        n = len(results)
+        x, scale = found[2 * n], found[2 * n + 1]
+        if x.dim() > 1:
+            results.append(Scaled(x, scale) if scale.dim() > 1 else x)
+        else:
+            results.append(other if not isinstance(out, (list, tuple)) or out[n] is None else out[n])
+    return tuple(results)
+
+
+@constant
+def _text(*said: Any) -> str:
+    return repr(said)
+
+
+_said = lru_cache(maxsize=1024)(literal_eval)
+
+
+def _read(said: Iterator[Any], tensors: Iterator[Tensor], sizes: Iterator[int]) -> Any:
+    """The next item of a text, with all that it holds. What `compiled` adds last to its list it takes first."""
+    kind = next(said)
+    if kind in ("tensor", "number"):
+        return next(tensors if kind == "tensor" else sizes)
+    if kind == "":
+        return next(said)
+    if kind == "tuple":
+        return tuple([_read(said, tensors, sizes) for _ in range(next(said))][::-1])
+    if kind == "dict":
+        names = [next(said) for _ in range(next(said))]
+        found = {name: _read(said, tensors, sizes) for name in reversed(names)}
+        return {name: found[name] for name in names}
+    value: Any = object.__new__(_KINDS[kind])
+    vars(value).update(_read(said, tensors, sizes))
+    if kind == "Norm":
+        value.words["norm"] = NormOptions(*value.words["norm"])
+    if isinstance(value, Positions):
+        value.form = (*value.tensors, *value.words.items())
+    return value
+
+
+def _call(tensors: Sequence[Tensor], text: str, sizes: Sequence[int]) -> list[Tensor]:
+    arguments = _read(iter(_said(text)), iter(tensors), iter(sizes))
+    found = FUNCTIONS[arguments.pop("function")](**arguments)
+    parts: list[Any] = []
+    for x in found if type(found) is tuple else (found,):
+        parts += x if isinstance(x, Scaled) else (x, None)
+    given = {id(x) for x in tensors}
+    return [tensors[0].new_empty(0) if x is None or id(x) in given else x for x in parts]
+
+
+lib.impl("call", _call, "CompositeImplicitAutograd")
