@@ -289,7 +289,6 @@ WITHOUT_GRADIENT: list[tuple[dict[str, Any], str]] = [
     ({"out": "inplace", "transform": "head"}, "it has no gradient in place"),
     ({"out": "inplace", "learned": "learned"}, "requires a gradient, but this call has none; leave inplace=True out"),
     ({"out": "inplace", "more": ("number", "tokens")}, "q_scale requires a gradient, but this call has none"),
-    ({"out": "ulysses", "source": (*FUSED, *STREAMS)}, "requires a gradient, but this call has none"),
     ({"out": ("given", "some", "by_rank")}, "requires a gradient, but this call has none"),
     ({"out": CACHES}, "requires a gradient, but this call has none"),
     ({"convert": CONVERTED}, "requires a gradient, but this call has none"),

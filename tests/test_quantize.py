@@ -633,7 +633,7 @@ REFUSALS = {
     ),
     "cache-ranks": (
         {"cache": CACHE, "v": K, "out": jitrope.Ulysses(2)},
-        "Ulysses does not go with dynamic scales with",
+        "Ulysses does not go with a cache",
     ),
     "across": ({"norm": Norm(across_heads=True)}, "across_heads does not go with dynamic scales"),
     "inverse": ({"norm": Norm(), "inverse": True}, "inverse does not go with norm"),

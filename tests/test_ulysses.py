@@ -180,7 +180,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "no ranks": ({"out": (torch.zeros(0, B, S, 3, D), None, None)}, r"out's q is \(0, 2, 6, 3, 64\)"),
     "a cache": (
         {"out": Ulysses(2), "cache": KVCache(*torch.zeros(2, 50, 4, D), torch.arange(12))},
-        "Ulysses does not go with cache",
+        "Ulysses does not go with a cache",
     ),
 }
 

@@ -12,9 +12,8 @@ from torch import Tensor
 from ..base.arguments import flag, refuse, wholes, word
 from ..base.errors import InvalidInput
 from ..ops.compiled import compiled
-from ..ops.dispatch import call
 from ..ops.fused import FUSED, part_with_bias
-from ..ops.gather import add, call_fused_into, chosen, forget_positions, gather, into_given, staged
+from ..ops.gather import add, chosen, gather, result, sent
 from ..ops.kv_cache import KVCache
 from ..ops.latent import LATENT
 from ..ops.operation import operation
@@ -39,8 +38,8 @@ class SplitWords(FusedWords, total=False):
     hadamard: bool
 
 
-_WORDS = frozenset(FusedWords.__annotations__)
-_LATENT_WORDS = frozenset(LatentWords.__annotations__)
+_WORDS = frozenset((*FusedWords.__annotations__, "out"))
+_LATENT_WORDS = frozenset((*LatentWords.__annotations__, "out"))
 
 
 @overload
@@ -137,9 +136,9 @@ def prepare_fused_qkv(
             place all of qkv is. Its gradient is the sum of qkv's over the tokens, by torch.
         hadamard: as in `prepare_qkv`, also in place. Its gradient takes a second launch.
         cache, quantize, out: as in `prepare_qkv`, in as many launches. You can combine them with hadamard and with a
-            bias, which torch then adds to a gate. Such a call has no gradient, nor has one with `Ulysses`, which in
-            "grouped" with Hq > Hk needs a rank for each head of k. rotate_k and inplace are refused, and inverse with a
-            cache.
+            bias, which torch then adds to a gate. Such a call has no gradient, but one with `Ulysses` alone has, which
+            in "grouped" with Hq > Hk needs a rank for each head of k. rotate_k and inplace are refused, and inverse
+            with a cache.
         inplace: rotate q and k inside qkv and return it, for attention that takes q, k and v as one tensor or as views.
             v stays, unless it is normalised or gets a bias.
         The other arguments are those of `apply_rope`. `Shifts` and tables for each head are refused. Without a table
@@ -172,21 +171,19 @@ def prepare_fused_qkv(
         return found[0] if inplace is True else found
     tensors: Any = {"qkv": qkv, "cos": cos, "sin": sin}
     op, own = chosen(FUSED, name, norm, cache, quantize, hadamard)
-    asked = gather(op, tensors, words, _WORDS, positions, inplace)
+    asked = gather(op, tensors, {**words, "out": out}, _WORDS, positions, inplace, own, norm, cache, quantize)
     if bias is not None:
         tensors["bias"] = bias
-    asked.update(own)
-    staged(op, tensors, asked, qkv, norm, cache, quantize)
     _split(tensors, asked, heads, order, flag(name, "copy_v", copy_v))
-    if cache is None and quantize is None and out is None:
-        made = call(op, tensors, asked)
-        if "qkv" in made:
-            return qkv
-        return (made["q"], made["k"], made["v"], made["gate"]) if "gate" in made else (made["q"], made["k"], made["v"])
-    found = call_fused_into(op, tensors, asked, out, quantize)
-    if asked["order"] == "qkv_gated":
-        return (*found, part_with_bias(tensors, "gate", Options(q_per_group=asked["q_per_group"], order="qkv_gated")))
-    return found
+    made = sent(op, tensors, asked, quantize)
+    if "qkv" in made:
+        return qkv
+    found = result(made, "q"), result(made, "k"), result(made, "v")
+    if order != "qkv_gated":
+        return found
+    if "gate" in made:
+        return (*found, made["gate"])
+    return (*found, part_with_bias(tensors, "gate", Options(q_per_group=asked["q_per_group"], order=order)))
 
 
 def _split(tensors: Any, asked: dict[str, Any], heads: Any, order: Any, copy_v: Any) -> None:
@@ -289,18 +286,12 @@ def prepare_mla_qkv(
         return found
     tensors: Any = {"q": q, "kv": kv, "k_pe": k_pe, "cos": cos, "sin": sin}
     op = operation(LATENT, convert="" if quantize is None else "given")
-    asked = gather(op, tensors, words, _LATENT_WORDS, positions)
-    forget_positions(tensors, asked)
-    if dense := is_dense(q) and is_dense(kv) and is_dense(k_pe):  # elsewhere the check refuses them
+    asked = gather(op, tensors, {**words, "out": out}, _LATENT_WORDS, positions)
+    if is_dense(q) and is_dense(kv) and is_dense(k_pe):  # elsewhere the check refuses them
         asked["rotary_offset"] = first = q.shape[-1] - k_pe.shape[-1]
         asked["v_dim"] = kv.shape[-1] - first
     if quantize is not None:
         add("prepare_mla_qkv", "quantize", quantize, Quantize, tensors, asked)
         tensors.update(quantize.on(q))
-    if out is None and quantize is None:
-        made = call(op, tensors, asked)
-    else:
-        fits = dense and asked["v_dim"] > 0
-        options = Options(v_dim=asked["v_dim"]) if fits else Options()
-        made = into_given(op, tensors, asked, out, quantize, options, "qkv" if fits else "")
+    made = sent(op, tensors, asked)
     return made["q"], made["k"], made["v"]

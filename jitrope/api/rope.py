@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence  # noqa: F401  in the signature, as Ulysses is
 from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
 from ..ops.compiled import compiled
 from ..ops.dispatch import call
-from ..ops.gather import (
-    call_into,
-    chosen,
-    forget_positions,
-    gather,
-    placed,
-    result,
-    staged,
-    with_scales,
-    with_v,
-    with_v_out,
-)
+from ..ops.gather import chosen, gather, placed, result, sent, with_v
 from ..ops.heads import HEADS
 from ..ops.kv_cache import KVCache
 from ..ops.operation import operation
 from ..ops.quantize import DynamicQuantize, Quantize, Scaled
-from ..ops.values import Norm, Positions
+from ..ops.values import Norm, Positions, Ulysses  # noqa: F401
 from ..ops.watch import is_traced
 from ..ops.words import refuse_table_as_v
-from ..plan.views import converts_v
 from .keywords import RopeWords, with_words
 
 if TYPE_CHECKING:
@@ -52,8 +41,7 @@ def apply_rope(
     """Rotate q and k by position-dependent angles, in one launch.
 
     Pair i of a head, (x0, x1), becomes (x0 cos_i - x1 sin_i, x1 cos_i + x0 sin_i); see RoFormer, arXiv:2104.09864,
-    equation 34. The backward rotates the gradient back. A table that requires a gradient gets one, from one more
-    launch; with q_scale, rounding="complex128" or create_graph=True plain torch computes it.
+    equation 34. The backward rotates the gradient back. A table that requires a gradient gets one from plain torch.
 
     >>> q, k = torch.randn(1, 16, 8, 64), torch.randn(1, 16, 2, 64)
     >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
@@ -134,9 +122,7 @@ def apply_rope(
     asked: dict[str, Any] = {"inplace": True} if inplace is True else {}
     form: Any = None
     if words or cos is None or sin is None or type(inplace) is not bool:
-        asked = gather(ROPE, tensors, words, _ROPE_WORDS, positions, inplace)
-        forget_positions(tensors, asked)
-        out = call_into(ROPE, tensors, asked, {"q": q, "k": k}) if "out" in asked else call(ROPE, tensors, asked)
+        out = sent(ROPE, tensors, gather(ROPE, tensors, words, _ROPE_WORDS, positions, inplace), letters="qk")
     else:  # common calls have a cheaper key than their names and words
         if type(positions) is Tensor:
             tensors["position_ids"], form = positions, "ids"
@@ -248,29 +234,15 @@ def prepare_qkv(
         stays = cache is None or "rotate_k" in cache.words
         qkv: tuple[Any, Any, Any] = compiled({**given, "function": "prepare_qkv"}, q, k if stays else None, v)
         return qkv
-    dynamic = isinstance(quantize, DynamicQuantize)
     op, own = chosen(HEADS, "prepare_qkv", norm, cache, quantize, hadamard)
     tensors: Any = {"q": q, "k": k} if cache is None else {"q": q, "k": k, "v": v}
     tensors.update(cos=cos, sin=sin)
     if sin is None and cos is not None:
         refuse_table_as_v(v, cos)
-    found: Any = {}
-    asked, source = gather(op, tensors, words, _ROPE_WORDS, positions, inplace), v
-    asked.update(own)
-    staged(op, tensors, asked, q, norm, cache, quantize)
-    if quantize is not None and converts_v(tensors, "dynamic_v" in own):
-        with_v_out(asked, v)
-    if norm is not None and cache is None and asked["norm"].v_norm:
+    asked = gather(op, tensors, words, _ROPE_WORDS, positions, inplace, own, norm, cache, quantize)
+    if cache is None:
         v = with_v(op, tensors, asked, v)
-    if quantize is not None and quantize.per != "token":
-        found = with_scales(op, tensors, asked, quantize.per, v)
-    if "out" in asked:
-        out = call_into(op, tensors, asked, {"q": q, "k": k, "v": v}, source)
-    else:
-        out = call(op, tensors, asked)
-    if found:
-        out = {**out, **found}
-    first, second = (result(out, "q"), result(out, "k")) if dynamic else (out["q"], out.get("k"))
+    found = sent(op, tensors, asked, quantize)
     if cache is not None:
-        return first, k if "rotate_k" in asked else None, v
-    return first, second, result(out, "v") if "v" in out else v
+        return result(found, "q"), k if "rotate_k" in asked else None, v
+    return result(found, "q"), result(found, "k"), result(found, "v") if "v" in found else v

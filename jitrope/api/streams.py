@@ -10,21 +10,18 @@ from torch import Tensor
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..ops.compiled import compiled
-from ..ops.dispatch import call
-from ..ops.gather import add, chosen, gather, into_given, result, staged
-from ..ops.outs import is_dense
+from ..ops.gather import add, chosen, gather, result, sent
 from ..ops.quantize import DynamicQuantize, Quantize, Scaled
 from ..ops.streams import STREAMED
 from ..ops.values import Norm, Positions, Ulysses
 from ..ops.watch import is_traced
 from ..ops.words import parts, second_tables
-from ..plan.options import Options
 from .keywords import JointWords, with_words
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_JOINT_WORDS = frozenset(JointWords.__annotations__)
+_JOINT_WORDS = frozenset((*JointWords.__annotations__, "out"))
 
 
 class StreamWords(JointWords, total=False):
@@ -80,8 +77,8 @@ def prepare_joint_qkv(
 
     It serves text and image tokens that have their own projections and norms (FLUX, Qwen-Image, HunyuanVideo). q and k
     of both streams are normalised and rotated, v is copied, and the streams are concatenated along the sequence. The
-    gradient is one launch for each stream, and with v_norm or hadamard another one. With quantize or out there is no
-    gradient.
+    gradient is one launch for each stream, and with v_norm or hadamard another one. With quantize or tensors in out
+    there is no gradient.
 
     >>> text_qkv, image_qkv = (torch.randn(3, 1, tokens, 8, 64).unbind() for tokens in (4, 12))
     >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
@@ -132,9 +129,7 @@ def prepare_joint_qkv(
     tensors.update({**second_tables(name, tables), **tables})
     op, own = chosen(STREAMED, name, None, None, quantize, hadamard)
     norms: Any = (norm, norm) if norm is None or isinstance(norm, Norm) else parts(name, "norm", norm, 2)
-    asked = gather(op, tensors, words, _JOINT_WORDS, positions)
-    asked.update(own)
-    staged(op, tensors, asked, tensors["first_q"], norms[0], None, quantize)
+    asked = gather(op, tensors, {**words, "out": out}, _JOINT_WORDS, positions, False, own, norms[0], None, quantize)
     if norm is not None:
         of_second: dict[str, Any] = {}
         words_of_second: dict[str, Any] = {}
@@ -142,10 +137,5 @@ def prepare_joint_qkv(
         if asked["norm"] != words_of_second["norm"]:
             raise InvalidInput(f"{name}: the norms are {norms[0]} and {norms[1]}; only their weights may differ")
         tensors.update({"second_" + label: weight for label, weight in of_second.items()})
-    if quantize is None and out is None:
-        made = call(op, tensors, asked)
-    else:
-        heads: list[Any] = [tensors.get(label) for label in STREAMED.needed]
-        dense = all(is_dense(x) and x.dim() == 4 for x in heads)
-        made = into_given(op, tensors, asked, out, quantize, Options(), "qkv" if dense else "")
+    made = sent(op, tensors, asked, quantize)
     return result(made, "q"), result(made, "k"), result(made, "v")

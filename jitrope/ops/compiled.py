@@ -66,10 +66,9 @@ def compiled(arguments: dict[str, Any], *instead: Any) -> Any:
     for other in instead:
         n = len(results)
         x, scale = found[2 * n], found[2 * n + 1]
-        if x.dim() > 1:
-            results.append(Scaled(x, scale) if scale.dim() > 1 else x)
-        else:
-            results.append(other if not isinstance(out, (list, tuple)) or out[n] is None else out[n])
+        if x.dim() == 1:
+            x = other if not isinstance(out, (list, tuple)) or out[n] is None else out[n]
+        results.append(Scaled(x, scale) if scale.dim() > 1 else x)
     return tuple(results)
 
 

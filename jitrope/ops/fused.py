@@ -92,7 +92,7 @@ class Fused(Source):
 
     def shaped(self, t: Tensors, o: Options) -> Tensors:
         heads = views.shaped_parts(t["qkv"], o)
-        if not o.dynamic_v and "v_out" not in t and "v_cache" not in t:
+        if not (o.dynamic_v or (o.copy_v and "v_scale" in t) or "v_out" in t or "v_cache" in t):
             del heads["v"]
         return {**heads, **{name: x for name, x in t.items() if name not in ("qkv", "bias")}}
 
@@ -118,7 +118,7 @@ class Fused(Source):
         if norm_of(o).v_norm and not o.copy_v and "v_cache" not in t:
             fail("copy_v=False does not go with v_norm, because v is not a view then; leave copy_v out")
         checks.check_qkv(name, t, o)
-        if staged:
+        if not op.differentiable:
             alone = "use a call without cache, quantize and out"
             checks.refuse_gradients(fail, t, "qkv", "bias", use=alone)
         if o.dynamic_v and not o.copy_v:

@@ -148,6 +148,7 @@ def _check_block_scale(label: str, tensors: Tensors, cache: Tensor, head_dim: in
         fail(f"{label} is {scale.dtype} on {scale.device}; it must be {allowed} on {cache.device}")
     if scale.dtype == FP8 and cache.dtype != FORMATS["fp4"].dtype:
         fail(f"{label} is {scale.dtype}, but {label[0]}_cache is {cache.dtype}; only fp4 has scales in {FP8}")
+    head_dim = int(head_dim)  # a symbol has no hash
     sizes = {head_dim // group: group for group in (head_dim, *GROUPS) if head_dim % group == 0}
     groups = scale.shape[-1] if scale.dim() else 0
     shapes: list[tuple[Any, ...]] = [(*places, heads)]

@@ -64,14 +64,15 @@ class Latent(Source):
 
     def check(self, op: Operation, name: str, t: Tensors, o: Options) -> None:
         check_latent(name, t, o)
-        if op.out != "given":
+        if not (op.out or op.convert):
             return
         q, kv, dtypes = t["q"], t["kv"], op.dtypes(t, o)
         wanted, widths = {}, {"q": q.shape[-1], "k": q.shape[-1], "v": o.v_dim}
         for letter, x in (("q", q), ("k", kv), ("v", kv)):
             needed = letter == "k" and "q_scale" in t
             check_scale(f"{letter}_scale", {**t, letter: x}, letter, True, o, failing(name), needed)
-            wanted[f"{letter}_out"] = (*x.shape[:-1], widths[letter]), dtypes.get(letter, q.dtype)
+            if f"{letter}_out" in t:
+                wanted[f"{letter}_out"] = (*x.shape[:-1], widths[letter]), dtypes.get(letter, q.dtype)
         checks.check_outs(name, t, OUTS, wanted, "use a call without quantize and out")
 
     def gradient(self, op: Operation, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:

@@ -25,6 +25,7 @@ from ..plan.views import (
     by_rank,
     cache_view,
     converts_v,
+    joined,
     sums_heads,
 )  # fmt: skip
 from ..sinks import results
@@ -70,8 +71,10 @@ class Operation:
         sink = ("cache" * cache, {"given": "out", "ranks": "Ulysses"}.get(out, ""))
         self.said = " with ".join([x for x in (*said, "hadamard" * transform, *sink) if x])
         self.staged = bool(norm or convert or transform or cache)
+        self.sends = bool(convert or cache or out)  # without a gate
         self.differentiable = not (convert or cache or out == "given")
         self.inplace = source.inplace and not (out or convert in ("computed", "rows") or (convert and not cache))
+        self.inplace = self.inplace and (source.op == "heads" or not cache)
         self.shards = source.shards and not (out or convert or cache or transform)
         self.refused = set(source.refused)
         alone = {"inplace": not self.inplace, "inverse": cache, "shifts": self.staged, "v_weight": not cache}
@@ -119,8 +122,7 @@ class Operation:
 
     def check_stages(self, name: str, t: Tensors, o: Options) -> None:
         """Refuse what does not fit q, k and v, tensors of their own."""
-        outs = {**t, "v_out": t["v"]} if self.out == "ranks" and "v" in t else t
-        apart = converts_v(t, o.dynamic_v) and "v" in t and self.finishes(outs, o)
+        apart = converts_v(t, o.dynamic_v) and "v" in t and (sums_heads(t, o) or not self.source.joins(t))
         if apart and not sums_heads(t, o):  # before v's scale is compared with v
             refuse_other_v(name, t, o)
         for rule in self.rules:
@@ -129,6 +131,10 @@ class Operation:
             refuse_other_v(name, t, o)
         if self.out == "given":
             checks.check_into(name, t, o, OUTS, self.dtypes(t, o))
+        self.check_groups(name, t, o)
+
+    def check_groups(self, name: str, t: Tensors, o: Options) -> None:
+        """Refuse heads that ranks do not divide."""
         for letter in [x for x in "qkv" if x in t and self.out == "ranks"]:
             check_axes(letter, t[letter], t["q"], failing(name))
             check_ranks(letter, t[letter], o.ulysses_degree, o, failing(name))
@@ -147,15 +153,15 @@ class Operation:
         v = o.dynamic_v and not self.cache
         if o.per_row:
             return tuple([f"{x}_scale" for x in self.source.scaled(given) if x != "v" or v])
-        heads = () if self.out == "given" else self.source.letters(given, o)
-        heads = tuple([x for x in heads if not (self.cache and x in "kv")])
-        places = [x for x in "qkv" if (f"{x}_out" in given if self.out == "given" else x in heads)]
-        return (*heads, *[f"{x}_scale" for x in places if o.computed and (x != "v" or v)])
+        elsewhere = ("k", "v") * self.cache + ("gate",) * self.sends
+        letters = [x for x in self.source.letters(given, o) if x not in elsewhere]
+        heads = [x for x in letters if self.out != "given" or f"{x}_out" not in given]
+        return (*heads, *[f"{x}_scale" for x in letters if o.computed and (x != "v" or v)])
 
     def viewed(self, given: Container[str], o: Options) -> tuple[str, ...]:
         """Names of the results that are views of the call's tensors."""
-        alone = o.inplace or o.per_row or self.out == "given" or self.cache
-        return () if alone else self.source.viewed(given, o)
+        found = () if o.inplace or o.per_row or self.cache else self.source.viewed(given, o)
+        return tuple([x for x in found if x != "gate" or not self.sends])
 
     def produced(self, given: Any, o: Options) -> tuple[str, ...]:
         """Names of all results."""
@@ -197,7 +203,7 @@ class Operation:
 
     def _of_ranks(self, letter: str, t: Tensors, o: Options) -> Tensor:
         """A tensor with a group of heads for each rank; of such a tensor, as gradients are, one in the usual layout."""
-        x, axis = t[letter], LAYOUT_AXES[o.layout][2]
+        x, axis = t[letter] if letter in t else self.source.empty(letter, t, o, ""), LAYOUT_AXES[o.layout][2]
         split = x.dim() == len(o.layout)
         shape = [o.ulysses_degree, *x.shape] if split else [*x.shape[1:]]
         shape[axis + split] = x.shape[axis] // o.ulysses_degree if split else shape[axis] * len(x)
@@ -318,6 +324,9 @@ class Operation:
         """The gradients of the inputs. grads: gradients of the results, at least one."""
         if not self.differentiable and not (self.out == "ranks" and grads.keys() == {"v"}):  # which is copied
             raise JitropeError(f"{self.function} has no gradient")
+        if self.out == "ranks" and self.source.op != "heads":
+            grads = {name: joined(x, o.layout) for name, x in grads.items()}
+            o = changed(o, ulysses_degree=0)
         return self.source.gradient(self, call, saved, grads, o)
 
 

@@ -135,7 +135,8 @@ class Streams(Source):
         if not op.differentiable:
             refuse_gradients(failing(name), read, *read, use="use a call without quantize and out")
         check_joint(name, t, o, op.rules)
-        if OUTS.keys() & t.keys():
+        op.check_groups(name, self.shaped(t, o), o)
+        if op.out == "given":
             check_into(name, {**read, **self.shaped(t, o)}, o, OUTS, op.dtypes(t, o))
 
     def saved(self, t: Tensors, o: Options, tables: Tensors) -> Tensors:

@@ -306,8 +306,7 @@ class Ulysses(Value):
     """As `out=`: return q, k and v as (ranks, B, S, H / ranks, D), contiguous, the layout that Ulysses sends.
 
     Each rank's group of heads is in one piece, so `torch.distributed.all_to_all_single` takes the results as they are
-    (arXiv:2309.14509). The gradient of `prepare_qkv` arrives in that layout; of two streams and of fused QKV there is
-    none. See `apply_rope` for buffers of your own in it.
+    (arXiv:2309.14509). The gradient arrives in that layout. See `apply_rope` for buffers of your own in it.
 
     >>> q, k, v = torch.randn(3, 1, 16, 8, 64)
     >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
