@@ -33,6 +33,7 @@ from .checks import label_of
 from .operation import OF_TABLES, Operation
 from .replay import SCRATCH, Form, maker, twice
 from .stand_ins import missing_weights
+from .words import canonical
 
 KINDS.update(dict.fromkeys(ROPE_KINDS, RopeSpec))
 
@@ -86,6 +87,7 @@ class Known:
         self.empty: list[Callable[[], Tensor]] = []  # they make the results, if nothing else is needed
         self.close: dict[str, Span] = {}  # tensors that must not share memory
         self.apart: set[tuple[int, ...]] = set()  # distances between them without shared memory
+        self.in_torch = False  # on a CPU
         self.unguarded: Callable[..., Any] | None = None
 
     @property
@@ -93,7 +95,8 @@ class Known:
         """The form of its calls, from which `replay` writes their source."""
         like = self.op.alike(self.names, self.options)
         own = (self.names, self.pointers, self.results, self.options.inplace, like, self.makes, bool(self.empty))
-        return Form(*own, self.finished, tuple(self.close), self.written, aligned=not any(self.alignments))
+        form = Form(*own, self.finished, tuple(self.close), self.written, aligned=not any(self.alignments))
+        return form._replace(in_torch=self.in_torch)
 
     def written_out(self, form: Form, matches: Any = None, record: Any = None, outputs: Any = None) -> Any:
         """A function that enqueues a call; `Form` has its arguments."""
@@ -116,6 +119,11 @@ class Known:
         saved = tuple([tensors[name] for name in self.saved])
         made = self, saved, tuple([outputs[name] for name in self.results])
         return dict(zip(self.results, record(made, *[tensors[name] for name in self.heads])))
+
+    def on_cpu(self, tensors: Tensors) -> Tensors:
+        """The results in plain torch."""
+        with torch.autocast("cpu", enabled=False):  # as on a GPU, the words say what is rounded
+            return self.op.on_cpu({**canonical(tensors), **self.stand_ins}, self.options)
 
     def elsewhere(self) -> None:
         """Enqueue on the current stream of the kernel's device, which is not torch's current device."""
@@ -165,8 +173,15 @@ def prepare(op: Operation, given: Tensors, tensors: Tensors, key: Any, options: 
     """
     known = Known(op, options, given)
     known.stand_ins = dict([*tensors.items()][len(given) :])
-    statics = {**known.stand_ins, **(missing_weights(tensors, options) if options.norm else {})}
-    _plan(known, {**tensors, **statics}, statics)
+    on_gpu = watch.on_gpu(next(iter(given.values())))
+    statics = {**known.stand_ins, **(missing_weights(tensors, options) if options.norm and on_gpu else {})}
+    if known.written and len(known.names) > 1:
+        known.close = {name: span(x) for name, x in zip(known.names, tensors.values())}
+        known.reach = max(x.extent for x in known.close.values())
+    if on_gpu:
+        _plan(known, {**tensors, **statics}, statics)
+    else:
+        known.in_torch = True
     if statics and (watch.watched() or watch.transformed() or watch.capturing(next(iter(given.values())))):
         return known  # its tensors are not those that calls share: those of a capture belong to its graph
     if len(known.home.known) >= MAX_LAUNCHES:
@@ -190,9 +205,6 @@ def _plan(known: Known, tensors: Tensors, statics: Tensors) -> None:
     if known.makes and op.makes_empty(known.names, options):
         made = [named[f"{name}_out"] for name in known.results]
         known.empty = [partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in made]
-    if known.written and len(known.names) > 1:
-        known.close = {name: span(x) for name, x in zip(known.names, named.values())}
-        known.reach = max(x.extent for x in known.close.values())
     gpu = torch.cuda.get_device_properties(device)
     planned = plan_call(inputs, results, named, options, gpu.multi_processor_count, watch.memory_speed(gpu))
     if planned is None:

@@ -42,6 +42,7 @@ class Form(NamedTuple):
     unrecorded: bool = False  # it returns None if gradients are enabled
     by_place: bool = False  # it takes the tensors, as in torch's op; otherwise a dict of them, and then each
     outputs: bool = False  # it returns the op's outputs, not results by name
+    in_torch: bool = False  # plain torch computes it
 
 
 def _checks(form: Form) -> list[str]:
@@ -75,7 +76,10 @@ def text(form: Form) -> str:
         tupled = f"({', '.join(distances)},)"
         lines.append(f"if {near}{tupled} not in apart: keep_apart({tupled})")
     named = made = f"{{{', '.join(f'{name!r}: {name}_out' for name in results)}}}"
-    if form.inplace:
+    if form.in_torch:
+        made = "out"
+        lines.append(f"{'with no_grad(): ' if form.heads else ''}out = on_cpu(tensors)")
+    elif form.inplace:
         made = "tensors"
     elif not form.fresh:
         made = "{}"
@@ -108,8 +112,8 @@ def text(form: Form) -> str:
     given = names if form.by_place else ("tensors", *names)
     taken = "known, op, options, blocks, empty, pack, args, device, enqueue, fixed, reach, apart, alignments"
     return (
-        f"def make({taken}, matches, record, outputs):\n    fresh, finish, keep_apart, elsewhere = "
-        "op.fresh, op.finish, known.keep_apart, known.elsewhere\n"
+        f"def make({taken}, matches, record, outputs):\n    fresh, finish, keep_apart, elsewhere, on_cpu = "
+        "op.fresh, op.finish, known.keep_apart, known.elsewhere, known.on_cpu\n"
         f"    def call({', '.join(given)}):\n        {body}\n    return call\n"
     )
 

@@ -105,12 +105,12 @@ def without_batch(x: Tensor, level: int) -> Tensor:
 
 
 def plain(tensors: Mapping[str, Any]) -> bool:
-    """Whether the tensors can be read from the GPU's memory directly, and only autograd watches.
+    """Whether the tensors can be read from the memory of the GPU or the CPU directly, and only autograd watches.
 
     The library's ops handle tensor subclasses, torch.func's transforms, and lazy negative and conjugate bits.
     """
     for x in tensors.values():
-        if type(x) not in _PLAIN or not on_gpu(x) or x.is_neg() or x.is_conj() or is_batched(x):
+        if type(x) not in _PLAIN or x.is_meta or x.is_neg() or x.is_conj() or is_batched(x):
             return False
         if is_zero(x) or torch._is_functional_tensor(x):  # they have no memory
             return False
