@@ -8,6 +8,7 @@ something behind the rotation reads them, as by a host that stores them in betwe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -26,15 +27,15 @@ def run(parts: Sequence[tuple[Tensors, Options]], places: Tensors, o: Options) -
     parts: of each stream, its heads by letter beside its other tensors, and its options.
     """
     t = parts[0][0]
-    batch, tokens = load("q", t, o).shape[:2]
-    spare = positions.spare(tokens, t, o) if o.inplace else None
-    slots = cache.slots(t, o, batch * tokens, spare) if "k_cache" in t else None
+    spare = positions.spare(load("q", t, o).shape[1], t, o) if o.inplace and "cu_seqlens" in t else None
+    slots = cache.slots(t, o, math.prod(load("q", t, o).shape[:2]), spare) if "k_cache" in t else None
     for letter in LETTERS:
         own = f"{letter}_scale"
         if f"{letter}_cache" not in t and places.keys().isdisjoint((letter, own)):
             continue
-        ys = [forward(letter, load(letter, *part), *part) for part in parts]
-        y = torch.cat(ys, 1) if len(ys) > 1 else ys[0]
+        y = forward(letter, load(letter, *parts[0]), *parts[0])
+        if len(parts) > 1:
+            y = torch.cat([y, *[forward(letter, load(letter, *part), *part) for part in parts[1:]]], 1)
         if o.per_row:
             places[own].copy_(convert.row_scales(y, t, o))
             continue
@@ -43,7 +44,7 @@ def run(parts: Sequence[tuple[Tensors, Options]], places: Tensors, o: Options) -
         elif own in places:
             y, scales = convert.scaled(letter, y, t, o)
             results.put(places[own], results.tiles(scales) if o.swizzled else scales)
-        else:
+        elif own in t:
             y = convert.forward(letter, y, t, o)
         if letter in places:
             if spare is not None:  # in place they stay
@@ -53,18 +54,26 @@ def run(parts: Sequence[tuple[Tensors, Options]], places: Tensors, o: Options) -
 
 def load(letter: str, t: Tensors, o: Options) -> Tensor:
     """The heads of a letter, also from a group of heads for each rank."""
-    return canonical(joined(t[letter], o.layout), o.layout)
+    x = t[letter]
+    return canonical(x if x.dim() == len(o.layout) else joined(x, o.layout), o.layout)
 
 
 def forward(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
     """Heads as they are converted and stored. Those of q and k after the last sequence are zero."""
-    if norm.after_rope(letter, o):
-        x = norm.forward(letter, _read(letter, rotate.forward(letter, x, t, o), t, o), t, o)
-    else:
-        x = rotate.forward(letter, norm.forward(letter, x, t, o), t, o)
-    x = scale.forward(letter, _read(letter, rotate.paired(letter, x, o), t, o), t, o)
-    x = transform.forward(letter, _read(letter, x, t, o), t, o)
-    return positions.cleared(letter, _read(letter, x, t, o), t, o)
+    stored = t[letter].dtype if o.rounding == "dtype" else None
+    after = o.norm is not None and norm.after_rope(letter, o)
+    if o.norm is not None and not after:
+        x = norm.forward(letter, x, t, o)
+    x = rotate.forward(letter, x, t, o)
+    if after:
+        x = norm.forward(letter, x if stored is None else x.to(stored), t, o)
+    if o.interleaved != o.interleaved_out:
+        x = rotate.paired(letter, x, o)
+    for stage, present in ((scale, "q_factor" in t), (transform, o.hadamard)):
+        if present:
+            x = stage.forward(letter, x if stored is None else x.to(stored), t, o)
+    x = x if stored is None else x.to(stored)
+    return positions.cleared(letter, x, t, o) if "cu_seqlens" in t else x
 
 
 def back(t: Tensors, places: Tensors, o: Options) -> None:
@@ -84,7 +93,3 @@ def back(t: Tensors, places: Tensors, o: Options) -> None:
         results.put(places[letter], positions.cleared(letter, grad, t, o))
     for name, x in found.items():
         places[name].copy_(x)
-
-
-def _read(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
-    return x.to(t[letter].dtype) if o.rounding == "dtype" else x

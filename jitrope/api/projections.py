@@ -156,14 +156,7 @@ def prepare_fused_qkv(
     """
     name = "prepare_fused_qkv"
     if is_traced():
-        given: dict[str, Any] = {
-            "qkv": qkv,
-            "cos": cos,
-            "sin": sin,
-            "heads": heads,
-            "order": order,
-            "positions": positions,
-        }
+        given: Any = {"qkv": qkv, "cos": cos, "sin": sin, "heads": heads, "order": order, "positions": positions}
         given.update(norm=norm, copy_v=copy_v, bias=bias, cache=cache, quantize=quantize, hadamard=hadamard, out=out)
         given.update(inplace=inplace, **words, function=name)
         results = (qkv,) if inplace is True else (None,) * (4 if order == "qkv_gated" else 3)
@@ -272,16 +265,8 @@ def prepare_mla_qkv(
         InvalidInput, CompileError: as in `apply_rope`.
     """
     if is_traced():
-        given: dict[str, Any] = {
-            "q": q,
-            "kv": kv,
-            "k_pe": k_pe,
-            "cos": cos,
-            "sin": sin,
-            "positions": positions,
-            "quantize": quantize,
-        }
-        given.update(out=out, **words, function="prepare_mla_qkv")
+        given: Any = {"q": q, "kv": kv, "k_pe": k_pe, "cos": cos, "sin": sin, "positions": positions}
+        given.update(quantize=quantize, out=out, **words, function="prepare_mla_qkv")
         found: tuple[Tensor, Tensor, Tensor] = compiled(given, None, None, None)
         return found
     tensors: Any = {"q": q, "kv": kv, "k_pe": k_pe, "cos": cos, "sin": sin}

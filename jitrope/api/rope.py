@@ -107,15 +107,7 @@ def apply_rope(
         CompileError: the kernel could not be built. The message names the missing package.
     """
     if is_traced():
-        given: dict[str, Any] = {
-            "q": q,
-            "k": k,
-            "cos": cos,
-            "sin": sin,
-            "positions": positions,
-            "inplace": inplace,
-            **words,
-        }
+        given: Any = {"q": q, "k": k, "cos": cos, "sin": sin, "positions": positions, "inplace": inplace, **words}
         pair: tuple[Tensor, Tensor | None] = compiled({**given, "function": "apply_rope"}, q, k)
         return pair
     tensors: Any = {"q": q, "cos": cos, "sin": sin} if k is None else {"q": q, "k": k, "cos": cos, "sin": sin}
@@ -220,17 +212,8 @@ def prepare_qkv(
         InvalidInput, CompileError: as in `apply_rope`. Nothing was written.
     """
     if is_traced():
-        given: dict[str, Any] = {
-            "q": q,
-            "k": k,
-            "v": v,
-            "cos": cos,
-            "sin": sin,
-            "positions": positions,
-            "norm": norm,
-            "cache": cache,
-        }
-        given.update(quantize=quantize, hadamard=hadamard, inplace=inplace, **words)
+        given: Any = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "positions": positions}
+        given.update(norm=norm, cache=cache, quantize=quantize, hadamard=hadamard, inplace=inplace, **words)
         stays = cache is None or "rotate_k" in cache.words
         qkv: tuple[Any, Any, Any] = compiled({**given, "function": "prepare_qkv"}, q, k if stays else None, v)
         return qkv

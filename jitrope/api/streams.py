@@ -107,14 +107,7 @@ def prepare_joint_qkv(
     """
     name = "prepare_joint_qkv"
     if is_traced():
-        given: dict[str, Any] = {
-            "first": first,
-            "second": second,
-            "cos": cos,
-            "sin": sin,
-            "positions": positions,
-            "norm": norm,
-        }
+        given: Any = {"first": first, "second": second, "cos": cos, "sin": sin, "positions": positions, "norm": norm}
         given.update(quantize=quantize, hadamard=hadamard, out=out, cos_sin_cache=cos_sin_cache, freqs=freqs)
         given.update(freqs_cis=freqs_cis, **words, function=name)
         qkv: tuple[Any, Any, Any] = compiled(given, None, None, None)

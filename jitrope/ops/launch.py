@@ -87,7 +87,7 @@ class Known:
         self.empty: list[Callable[[], Tensor]] = []  # they make the results, if nothing else is needed
         self.close: dict[str, Span] = {}  # tensors that must not share memory
         self.apart: set[tuple[int, ...]] = set()  # distances between them without shared memory
-        self.in_torch = False  # on a CPU
+        self.in_torch = self.renamed = False  # on a CPU; its tensors have other names there
         self.unguarded: Callable[..., Any] | None = None
 
     @property
@@ -120,10 +120,15 @@ class Known:
         made = self, saved, tuple([outputs[name] for name in self.results])
         return dict(zip(self.results, record(made, *[tensors[name] for name in self.heads])))
 
-    def on_cpu(self, tensors: Tensors) -> Tensors:
-        """The results in plain torch."""
+    def on_cpu(self, tensors: Tensors, made: Tensors | None = None) -> Tensors:
+        """The results in plain torch. made: tensors for them."""
+        if self.renamed:
+            tensors = {**canonical(tensors), **self.stand_ins}
         with torch.autocast("cpu", enabled=False):  # as on a GPU, the words say what is rounded
-            return self.op.on_cpu({**canonical(tensors), **self.stand_ins}, self.options)
+            if made is None:
+                return self.op.on_cpu(tensors, self.options)
+            self.op.compute(made, tensors, self.options)
+            return made
 
     def elsewhere(self) -> None:
         """Enqueue on the current stream of the kernel's device, which is not torch's current device."""
@@ -178,10 +183,15 @@ def prepare(op: Operation, given: Tensors, tensors: Tensors, key: Any, options: 
     if known.written and len(known.names) > 1:
         known.close = {name: span(x) for name, x in zip(known.names, tensors.values())}
         known.reach = max(x.extent for x in known.close.values())
+    known.in_torch, known.renamed = not on_gpu, [*tensors] != [*given]
+    full, sized = {**tensors, **statics}, op.makes_empty(known.names, options)
+    named = with_outputs(op, full, options) if on_gpu or sized else full
+    known.makes = len(named) > len(full)
+    if known.makes and sized:
+        made = [named[f"{name}_out"] for name in known.results]
+        known.empty = [partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in made]
     if on_gpu:
-        _plan(known, {**tensors, **statics}, statics)
-    else:
-        known.in_torch = True
+        _plan(known, full, statics, named)
     if statics and (watch.watched() or watch.transformed() or watch.capturing(next(iter(given.values())))):
         return known  # its tensors are not those that calls share: those of a capture belong to its graph
     if len(known.home.known) >= MAX_LAUNCHES:
@@ -196,15 +206,11 @@ def with_outputs(op: Operation, tensors: Tensors, options: Options) -> Tensors:
     return {**tensors, **{name + "_out": x for name, x in op.outputs(tensors, options).items()}}
 
 
-def _plan(known: Known, tensors: Tensors, statics: Tensors) -> None:
+def _plan(known: Known, tensors: Tensors, statics: Tensors, named: Tensors) -> None:
     op, options = known.op, known.options
-    named = with_outputs(op, tensors, options)
     inputs, results = op.heads(named, options)
     device = next(iter(tensors.values())).device
-    known.makes, known.finished = len(named) > len(tensors), op.finishes(named, options)
-    if known.makes and op.makes_empty(known.names, options):
-        made = [named[f"{name}_out"] for name in known.results]
-        known.empty = [partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in made]
+    known.finished = op.finishes(named, options)
     gpu = torch.cuda.get_device_properties(device)
     planned = plan_call(inputs, results, named, options, gpu.multi_processor_count, watch.memory_speed(gpu))
     if planned is None:

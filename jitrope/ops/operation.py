@@ -297,17 +297,17 @@ class Operation:
     def on_cpu(self, t: Tensors, o: Options) -> Tensors:
         """The results in plain torch."""
         outputs = self.fakes(t, o)
-        self.compute(outputs, t, o)
+        self.compute({name: outputs[name] for name in self.made(t, o)} if not o.inplace or self.cache else {}, t, o)
         return {name: outputs[name] for name in self.produced(t, o)} if o.inplace else outputs
 
-    def compute(self, outputs: Tensors, t: Tensors, o: Options) -> None:
-        """Write the results."""
+    def compute(self, made: Tensors, t: Tensors, o: Options) -> None:
+        """Write the results. made: those that are fresh."""
         if o.inplace and not self.cache:
             places = self.source.places(t, o)
         else:
-            given = {x: t[f"{x}_out"] for x in LETTERS if f"{x}_out" in t and self.out == "given" and not o.per_row}
-            made = {name: outputs[name] for name in self.made(t, o)}
-            places = results.places({**given, **made, **({"k": t["k"]} if o.rotate_k else {})}, o)
+            if self.out == "given" and not o.per_row:
+                made = {**made, **{x: t[f"{x}_out"] for x in LETTERS if f"{x}_out" in t}}
+            places = results.places({**made, "k": t["k"]} if o.rotate_k else made, o)
         chain.run(self.source.parts(t, o), places, o)
 
     # ---- gradients -----------------------------------------------------------------------------------

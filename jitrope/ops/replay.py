@@ -77,8 +77,11 @@ def text(form: Form) -> str:
         lines.append(f"if {near}{tupled} not in apart: keep_apart({tupled})")
     named = made = f"{{{', '.join(f'{name!r}: {name}_out' for name in results)}}}"
     if form.in_torch:
+        lines += [f"{name}_out = empty[{n}]()" for n, name in enumerate(results) if form.sized]
+        lines.append(
+            f"{'with no_grad(): ' if form.heads else ''}out = on_cpu(tensors{', ' + made if form.sized else ''})"
+        )
         made = "out"
-        lines.append(f"{'with no_grad(): ' if form.heads else ''}out = on_cpu(tensors)")
     elif form.inplace:
         made = "tensors"
     elif not form.fresh:

@@ -29,7 +29,8 @@ def places(outputs: Tensors, o: Options) -> Tensors:
 
 def put(place: Tensor, y: Tensor) -> None:
     """Copy heads (batch, seq, heads, dim), or their scales, to their place."""
-    indexed(place).copy_(indexed(y.unflatten(2, place.shape[2:4])))
+    y = y.unflatten(2, place.shape[2:4])
+    place.copy_(y) if y.element_size() > 1 else indexed(place).copy_(indexed(y))
 
 
 def indexed(x: Tensor) -> Tensor:

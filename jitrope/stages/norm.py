@@ -23,10 +23,11 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
     if o.norm is None or not norm.takes(letter):
         return x
     across, one = _places(letter, norm)
-    weight, bias, mean_square = (t.get(f"{letter}_{kind}") for kind in ("weight", "bias", "mean_square"))
+    weight, bias, mean_square = [t.get(f"{letter}_{kind}") for kind in ("weight", "bias", "mean_square")]
     rows = x if norm.rounding == "none" else x.to(t[letter].dtype)
     rows = rows.flatten(-2) if across else rows
-    plain = mean_square is None and not one and all(p is None or p.dtype == rows.dtype for p in (weight, bias))
+    same = {p.dtype for p in (weight, bias) if p is not None} <= {rows.dtype}
+    plain = same and mean_square is None and not one
     if norm.rounding == "once" and plain and norm.kind == "layer_norm":
         y = torch.nn.functional.layer_norm(rows, rows.shape[-1:], weight, bias, norm.eps)
     elif norm.rounding == "once" and plain:
@@ -49,7 +50,7 @@ def back(letter: str, x: Tensor, grad: Tensor, t: Tensors, o: Options, found: Te
     """The gradient of x, in fp32, and those of its weight and bias. Roundings do not change them."""
     norm = norm_of(o)
     across, one = _places(letter, norm)
-    weight, bias, mean_square = (t.get(f"{letter}_{kind}") for kind in ("weight", "bias", "mean_square"))
+    weight, bias, mean_square = [t.get(f"{letter}_{kind}") for kind in ("weight", "bias", "mean_square")]
     if not norm.takes(letter):
         return grad
     rows, g = x.float(), grad.float()

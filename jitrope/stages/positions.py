@@ -67,7 +67,7 @@ def spare_stays(x: Tensor, y: Tensor, t: Tensors, o: Options) -> Tensor:
 
 def cleared(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
     """x (batch, seq, ...), in which tokens of q and k after the last sequence are zero."""
-    mask = spare(x.shape[1], t, o) if letter in TURNED else None
+    mask = spare(x.shape[1], t, o) if letter in TURNED and "cu_seqlens" in t else None
     return x if mask is None else x.masked_fill(mask.view(-1, *[1] * (x.dim() - 2)), 0)
 
 

@@ -19,8 +19,9 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
     if letter not in TURNED:
         return x
     cos, sin, still = _turns(x.shape[1], t[letter].dtype, t, o)
-    # Tokens after the last sequence may hold NaN, which must not reach the gradients of the tables.
-    heads = cleared(letter, x.to(cos.dtype if o.rounding == "complex128" else torch.float32), t, o)
+    heads = x.to(cos.dtype if o.rounding == "complex128" else torch.float32)
+    if "cu_seqlens" in t:  # tokens after the last sequence may hold NaN, which must not reach the tables' gradients
+        heads = cleared(letter, heads, t, o)
     first, end = rotated(o)
     x0, x1 = _members(heads[..., first:end], o.interleaved)
     full = cos.shape[-1] == o.rotary_dim
@@ -32,7 +33,8 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
     else:
         y0 = _sum_of_products(x0, cos0, x1, -sin0, o.rounding)
         y1 = _sum_of_products(x1, cos1, x0, sin1, o.rounding)
-    y0, y1 = (cleared(letter, y, t, o) for y in (y0, y1))
+    if "cu_seqlens" in t:
+        y0, y1 = cleared(letter, y0, t, o), cleared(letter, y1, t, o)
     y = _with_pairs(x, heads, y0, y1, o.interleaved, o)
     y = y if still is None else torch.where(still, heads, y)
     return y.float()
@@ -58,7 +60,8 @@ def _turns(tokens: int, dtype: torch.dtype, t: Tensors, o: Options) -> tuple[Ten
     They are in fp32, with "complex128" in fp64, with "dtype" in the dtype of the call's heads.
     """
     compute_dtype = torch.float64 if o.rounding == "complex128" else torch.float32
-    cos, sin = (table_view(table).to(compute_dtype) for table in table_pair(t["cos"], t.get("sin"), o.table))
+    cos, sin = table_pair(t["cos"], t.get("sin"), o.table)
+    cos, sin = table_view(cos).to(compute_dtype), table_view(sin).to(compute_dtype)
     if o.table == "freqs":
         cos, sin = cos.cos() * o.mscale, sin.sin() * o.mscale
     if o.rounding == "dtype":
