@@ -65,8 +65,7 @@ def cos_sin(
     Raises:
         InvalidInput: an argument is not one of the above.
     """
-    functions = _cos_and_sin("cos_sin", attention_factor)
-    cos, sin = _tables("cos_sin", positions, inv_freq, functions, width, interleaved, dtype, angles)
+    cos, sin = _tables("cos_sin", positions, inv_freq, attention_factor, dtype, angles, width, interleaved)
     return cos, sin
 
 
@@ -87,9 +86,7 @@ def cos_sin_cache(
             [ 0.5403,  0.9999,  0.8415,  0.0100],
             [-0.4161,  0.9998,  0.9093,  0.0200]])
     """
-    functions = _cos_and_sin("cos_sin_cache", attention_factor)
-    tables = _tables("cos_sin_cache", positions, inv_freq, functions, dtype=dtype, angles=angles)
-    return torch.cat(tables, dim=-1)
+    return torch.cat(_tables("cos_sin_cache", positions, inv_freq, attention_factor, dtype, angles), dim=-1)
 
 
 def freqs(positions: int | Tensor, inv_freq: Tensor, *, width: str = "half", interleaved: bool = False) -> Tensor:
@@ -106,29 +103,26 @@ def freqs(positions: int | Tensor, inv_freq: Tensor, *, width: str = "half", int
             [ 3.0000,  0.0300],
             [-2.2832,  0.0400]])
     """
-
-    def turned(angle: Tensor) -> Tensor:
-        return angle.sub((angle / (2 * math.pi)).round_(), alpha=2 * math.pi)
-
-    return _tables("freqs", positions, inv_freq, [turned], width, interleaved)[0]
+    return _tables("freqs", positions, inv_freq, width=width, interleaved=interleaved, functions=[_turned])[0]
 
 
-def _cos_and_sin(name: str, attention_factor: float) -> list[Callable[[Tensor], Tensor]]:
-    factor = arguments.number(name, "attention_factor", attention_factor)
-    return [lambda angle: angle.cos().mul_(factor), lambda angle: angle.sin().mul_(factor)]
+def _turned(angle: Tensor) -> Tensor:
+    return angle.sub((angle / (2 * math.pi)).round_(), alpha=2 * math.pi)
 
 
 def _tables(
     name: str,
     positions: int | Tensor,
     inv_freq: Tensor,
-    functions: Sequence[Callable[[Tensor], Tensor]],
-    width: str = "half",
-    interleaved: bool = False,
+    attention_factor: float = 1.0,
     dtype: torch.dtype = torch.float32,
     angles: str = "fp64",
+    width: str = "half",
+    interleaved: bool = False,
+    functions: Sequence[Callable[[Tensor], Tensor]] = (torch.cos, torch.sin),
 ) -> list[Tensor]:
     """A table (*positions.shape, W) for each function, computed from at most BLOCK_ANGLES angles at a time."""
+    factor = arguments.number(name, "attention_factor", attention_factor)
     arguments.word(name, "width", width, ("half", "full"))
     arguments.word(name, "angles", angles, ("fp64", "fp32"))
     interleaved = arguments.flag(name, "interleaved", interleaved)
@@ -151,5 +145,5 @@ def _tables(
         angle = rows[start : start + step].to(exact) * frequencies
         for table, function in zip(tables, functions):
             each = table.view(len(rows), pairs, times).mT if interleaved else table.view(len(rows), times, pairs)
-            each[start : start + step] = function(angle)[:, None]
+            each[start : start + step] = function(angle).mul_(factor)[:, None]
     return tables

@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -94,19 +93,16 @@ LongRoPE, arXiv:2402.13753; Phi-3's configuration |
     rotary_dim = arguments.whole("inv_freq", "rotary_dim", rotary_dim, least)
     if rotary_dim % 2:
         arguments.refuse("inv_freq", "rotary_dim", rotary_dim, "even")
-    given = {name: value for name, value in parameters.items() if value is not None}
-    accepted = ROPE_TYPES[rope_type].parameters
-    theta = _number("theta", theta)
-    for name, value in given.items():
+    function, accepted = ROPE_TYPES[rope_type]
+    words = {"dim": rotary_dim, "theta": _number("theta", theta), "device": device, **accepted}
+    for name, value in [(name, value) for name, value in parameters.items() if value is not None]:
         if name not in accepted:
             takes = ", ".join(accepted) or "no parameters"
             raise InvalidInput(f"inv_freq: {name} is not a parameter of {rope_type!r}, which takes {takes}")
-        given[name] = _PARAMETERS.get(name, _number)(name, value)
-    missing = [name for name in ROPE_TYPES[rope_type].needed if name not in given]
-    if missing:
+        words[name] = _PARAMETERS.get(name, _number)(name, value)
+    if missing := [name for name, value in words.items() if value is ...]:
         raise InvalidInput(f"inv_freq: {rope_type!r} needs {', '.join(missing)}")
-    words = _Words({"dim": rotary_dim, "theta": theta, "device": device, **accepted, **given})
-    frequencies, attention_factor = ROPE_TYPES[rope_type].function(words)
+    frequencies, attention_factor = function(_Words(words))
     return frequencies, float(attention_factor)
 
 
@@ -122,13 +118,7 @@ class RopeType(NamedTuple):
     """The function of a type and its parameters. It takes `_Words` with dim, theta, device and these parameters."""
 
     function: Callable[[Any], Found]
-    needed: tuple[str, ...] = ()
-    optional: Mapping[str, Any] = MappingProxyType({})  # name: default
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """All parameters with their defaults; None for required ones."""
-        return {**dict.fromkeys(self.needed), **self.optional}
+    parameters: dict[str, Any]  # name: default, or ... if it must be given
 
 
 def _powers(p: Any, theta: Any = None, end: int | None = None, step: int = 2) -> Tensor:
@@ -142,11 +132,6 @@ def _powers(p: Any, theta: Any = None, end: int | None = None, step: int = 2) ->
     return powers
 
 
-def _ntk(p: Any) -> Found:
-    """The slowest pair is interpolated by factor, the fastest does not change."""
-    return 1.0 / _powers(p, p.theta * p.factor ** (p.dim / (p.dim - 2))), 1.0
-
-
 def _dynamic(p: Any) -> Found:
     """NTK with a factor that grows with the sequence; it is 1 up to max_position_embeddings."""
     trained, seq = p.max_position_embeddings, p.seq_len  # a tensor stays on its device
@@ -158,16 +143,14 @@ def _dynamic(p: Any) -> Found:
 def _yarn(p: Any) -> Found:
     """Pairs with over beta_fast turns in the trained length do not change; those below beta_slow are interpolated."""
     if p.beta_fast < p.beta_slow:
-        raise InvalidInput(f"inv_freq: beta_fast is {p.beta_fast}; it must be at least beta_slow {p.beta_slow}")
+        arguments.refuse("inv_freq", "beta_fast", p.beta_fast, f"at least beta_slow {p.beta_slow}")
 
     def temperature(mscale: float) -> float:
         return 0.1 * mscale * math.log(p.factor) + 1.0 if p.factor > 1 else 1.0
 
-    attention_factor = p.attention_factor
-    if attention_factor is None:
+    if p.attention_factor is None:
         both = p.mscale and p.mscale_all_dim
-        attention_factor = temperature(p.mscale) / temperature(p.mscale_all_dim) if both else temperature(1.0)
-
+        p.attention_factor = temperature(p.mscale) / temperature(p.mscale_all_dim) if both else temperature(1.0)
     low, high = (
         p.dim * math.log(p.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(p.theta))
         for turns in (p.beta_fast, p.beta_slow)
@@ -182,15 +165,14 @@ def _yarn(p: Any) -> Found:
     kept = 1 - ramp.to(device=p.device)
     powers = _powers(p)
     # Do not simplify: 1 - kept differs from the ramp in the last bit, and 1 / powers / factor from the first term.
-    return 1.0 / (p.factor * powers) * (1 - kept) + 1.0 / powers * kept, attention_factor
+    return 1.0 / (p.factor * powers) * (1 - kept) + 1.0 / powers * kept, p.attention_factor
 
 
 def _llama3(p: Any) -> Found:
     """Short wavelengths do not change, long ones are interpolated, and those between are blended."""
     if p.low_freq_factor >= p.high_freq_factor:
-        raise InvalidInput(
-            f"inv_freq: low_freq_factor is {p.low_freq_factor}; it must be below high_freq_factor {p.high_freq_factor}"
-        )
+        must = f"below high_freq_factor {p.high_freq_factor}"
+        arguments.refuse("inv_freq", "low_freq_factor", p.low_freq_factor, must)
     trained = p.original_max_position_embeddings
     plain = 1.0 / _powers(p)
     wavelength = 2 * math.pi / plain
@@ -206,18 +188,17 @@ def _longrope(p: Any) -> Found:
         if len(factors) != p.dim // 2:
             raise InvalidInput(f"inv_freq: {name} has {len(factors)} entries for rotary_dim / 2 = {p.dim // 2} pairs")
     trained = p.original_max_position_embeddings
-    attention_factor = p.attention_factor
-    if attention_factor is None:
-        attention_factor = math.sqrt(1 + math.log(p.factor) / math.log(trained)) if p.factor > 1 else 1.0
+    if p.attention_factor is None:
+        p.attention_factor = math.sqrt(1 + math.log(p.factor) / math.log(trained)) if p.factor > 1 else 1.0
     factors = p.long_factor if p.seq_len is not None and p.seq_len > trained else p.short_factor
     each = torch.tensor(factors, dtype=torch.float32, device=p.device)
-    return 1.0 / (each * _powers(p)), attention_factor
+    return 1.0 / (each * _powers(p)), p.attention_factor
 
 
 def _proportional(p: Any) -> Found:
     """The frequencies of the whole head; all but the fastest are 0."""
     if not 0 <= p.partial_rotary_factor <= 1:
-        raise InvalidInput(f"inv_freq: partial_rotary_factor is {p.partial_rotary_factor}; it must be from 0 to 1")
+        arguments.refuse("inv_freq", "partial_rotary_factor", p.partial_rotary_factor, "from 0 to 1")
     rotated = int(p.partial_rotary_factor * p.dim // 2)
     frequencies = 1.0 / _powers(p, end=2 * rotated)
     return torch.nn.functional.pad(frequencies, (0, p.dim // 2 - rotated)) / p.factor, 1.0
@@ -226,27 +207,27 @@ def _proportional(p: Any) -> Found:
 def _axial(p: Any) -> Found:
     """Each axis has the frequencies of a head of its own, one axis after the other."""
     if p.dim % (2 * p.axes):
-        raise InvalidInput(f"inv_freq: rotary_dim is {p.dim}; it must be a multiple of 2 x axes = {2 * p.axes}")
+        arguments.refuse("inv_freq", "rotary_dim", p.dim, f"a multiple of 2 x axes = {2 * p.axes}")
     if not p.in_turn:
         return (1.0 / _powers(p, step=2 * p.axes)).repeat(p.axes), 1.0
     plain = 1.0 / _powers(p)
     return torch.cat([plain[axis :: p.axes] for axis in range(p.axes)]), 1.0
 
 
-_LENGTH = "original_max_position_embeddings"
+_FACTOR, _TRAINED = {"factor": ...}, {"original_max_position_embeddings": ...}
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0, "truncate": True}
-_FACTOR, _SEQ_LEN = {"attention_factor": None}, {"seq_len": None}
+_LISTS, _SET = {"short_factor": ..., "long_factor": ...}, {"attention_factor": None}
 
 ROPE_TYPES = {
-    "default": RopeType(lambda p: (1.0 / _powers(p), 1.0)),
-    "linear": RopeType(lambda p: (1.0 / _powers(p) / p.factor, 1.0), ("factor",)),
-    "ntk": RopeType(_ntk, ("factor",)),
-    "dynamic": RopeType(_dynamic, ("factor", "max_position_embeddings"), _SEQ_LEN),
-    "yarn": RopeType(_yarn, ("factor", _LENGTH), {**_YARN, **_FACTOR}),
-    "llama3": RopeType(_llama3, ("factor", "low_freq_factor", "high_freq_factor", _LENGTH)),
-    "longrope": RopeType(_longrope, ("factor", "short_factor", "long_factor", _LENGTH), {**_FACTOR, **_SEQ_LEN}),
-    "proportional": RopeType(_proportional, ("partial_rotary_factor",), {"factor": 1.0}),
-    "axial": RopeType(_axial, (), {"axes": 2, "in_turn": False}),
+    "default": RopeType(lambda p: (1.0 / _powers(p), 1.0), {}),
+    "linear": RopeType(lambda p: (1.0 / _powers(p) / p.factor, 1.0), _FACTOR),
+    "ntk": RopeType(lambda p: (1.0 / _powers(p, p.theta * p.factor ** (p.dim / (p.dim - 2))), 1.0), _FACTOR),
+    "dynamic": RopeType(_dynamic, {**_FACTOR, "max_position_embeddings": ..., "seq_len": None}),
+    "yarn": RopeType(_yarn, {**_FACTOR, **_TRAINED, **_YARN, **_SET}),
+    "llama3": RopeType(_llama3, {**_FACTOR, "low_freq_factor": ..., "high_freq_factor": ..., **_TRAINED}),
+    "longrope": RopeType(_longrope, {**_FACTOR, **_LISTS, **_TRAINED, **_SET, "seq_len": None}),
+    "proportional": RopeType(_proportional, {"partial_rotary_factor": ..., "factor": 1.0}),
+    "axial": RopeType(_axial, {"axes": 2, "in_turn": False}),
 }
 
 
