@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ..base import arguments
-from ..base.errors import InvalidInput
 from .config import from_config
 from .frequencies import INTEGERS, ROPE_TYPES, inv_freq
 
@@ -131,9 +130,9 @@ def _tables(
     device = arguments.tensor(name, "inv_freq", inv_freq, (torch.float32,), 1).device
     if not isinstance(positions, Tensor):
         positions = torch.arange(arguments.whole(name, "positions", positions, 0), device=device)
-    elif positions.dtype not in INTEGERS or positions.device != device:
-        got = f"{positions.dtype} on {positions.device}"
-        raise InvalidInput(f"{name}: positions is {got}; it must be int32 or int64 on inv_freq's {device}")
+    got = f"{positions.dtype} on {positions.device}"
+    good = positions.dtype in INTEGERS and positions.device == device
+    arguments.require(name, good, f"positions is {got}; it must be int32 or int64 on inv_freq's {device}")
 
     times, pairs = 2 if width == "full" else 1, len(inv_freq)
     shape = (*positions.shape, times * pairs)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..base import arguments
-from ..base.errors import InvalidInput
 
 Device = torch.device | str | int | None
 """The device of new tensors; None: torch's default."""
@@ -91,17 +90,15 @@ LongRoPE, arXiv:2402.13753; Phi-3's configuration |
     device = arguments.device("inv_freq", "device", device)
     least = 4 if rope_type in ("ntk", "dynamic") else 2  # their exponent is d / (d - 2)
     rotary_dim = arguments.whole("inv_freq", "rotary_dim", rotary_dim, least)
-    if rotary_dim % 2:
-        arguments.refuse("inv_freq", "rotary_dim", rotary_dim, "even")
+    _require(rotary_dim % 2 == 0, f"rotary_dim is {rotary_dim}; it must be even")
     function, accepted = ROPE_TYPES[rope_type]
-    words = {"dim": rotary_dim, "theta": _number("theta", theta), "device": device, **accepted}
+    words = {"dim": rotary_dim, "theta": number("theta", theta), "device": device, **accepted}
     for name, value in [(name, value) for name, value in parameters.items() if value is not None]:
-        if name not in accepted:
-            takes = ", ".join(accepted) or "no parameters"
-            raise InvalidInput(f"inv_freq: {name} is not a parameter of {rope_type!r}, which takes {takes}")
-        words[name] = _PARAMETERS.get(name, _number)(name, value)
-    if missing := [name for name, value in words.items() if value is ...]:
-        raise InvalidInput(f"inv_freq: {rope_type!r} needs {', '.join(missing)}")
+        takes = ", ".join(accepted) or "no parameters"
+        _require(name in accepted, f"{name} is not a parameter of {rope_type!r}, which takes {takes}")
+        words[name] = _PARAMETERS.get(name, number)(name, value)
+    missing = [name for name, value in words.items() if value is ...]
+    _require(not missing, f"{rope_type!r} needs {', '.join(missing)}")
     frequencies, attention_factor = function(_Words(words))
     return frequencies, float(attention_factor)
 
@@ -128,8 +125,7 @@ def _powers(p: Any, theta: Any = None, end: int | None = None, step: int = 2) ->
     on how many torch computes.
     """
     exponents = torch.arange(0, p.dim if end is None else end, step, device=p.device).float() / p.dim
-    powers: Tensor = (p.theta if theta is None else theta) ** exponents
-    return powers
+    return torch.pow(p.theta if theta is None else theta, exponents)
 
 
 def _dynamic(p: Any) -> Found:
@@ -142,8 +138,7 @@ def _dynamic(p: Any) -> Found:
 
 def _yarn(p: Any) -> Found:
     """Pairs with over beta_fast turns in the trained length do not change; those below beta_slow are interpolated."""
-    if p.beta_fast < p.beta_slow:
-        arguments.refuse("inv_freq", "beta_fast", p.beta_fast, f"at least beta_slow {p.beta_slow}")
+    _require(p.beta_fast >= p.beta_slow, f"beta_fast is {p.beta_fast}; it must be at least beta_slow {p.beta_slow}")
 
     def temperature(mscale: float) -> float:
         return 0.1 * mscale * math.log(p.factor) + 1.0 if p.factor > 1 else 1.0
@@ -170,23 +165,21 @@ def _yarn(p: Any) -> Found:
 
 def _llama3(p: Any) -> Found:
     """Short wavelengths do not change, long ones are interpolated, and those between are blended."""
-    if p.low_freq_factor >= p.high_freq_factor:
-        must = f"below high_freq_factor {p.high_freq_factor}"
-        arguments.refuse("inv_freq", "low_freq_factor", p.low_freq_factor, must)
-    trained = p.original_max_position_embeddings
+    low, high, trained = p.low_freq_factor, p.high_freq_factor, p.original_max_position_embeddings
+    _require(low < high, f"low_freq_factor is {low}; it must be below high_freq_factor {high}")
     plain = 1.0 / _powers(p)
     wavelength = 2 * math.pi / plain
-    blend = (trained / wavelength - p.low_freq_factor) / (p.high_freq_factor - p.low_freq_factor)
+    blend = (trained / wavelength - low) / (high - low)
     between = (1 - blend) * plain / p.factor + blend * plain
-    slow = torch.where(wavelength > trained / p.low_freq_factor, plain / p.factor, between)
-    return torch.where(wavelength < trained / p.high_freq_factor, plain, slow), 1.0
+    slow = torch.where(wavelength > trained / low, plain / p.factor, between)
+    return torch.where(wavelength < trained / high, plain, slow), 1.0
 
 
 def _longrope(p: Any) -> Found:
     """A factor for each pair, from one list for short sequences and one for long ones."""
     for name, factors in (("short_factor", p.short_factor), ("long_factor", p.long_factor)):
-        if len(factors) != p.dim // 2:
-            raise InvalidInput(f"inv_freq: {name} has {len(factors)} entries for rotary_dim / 2 = {p.dim // 2} pairs")
+        entries, pairs = len(factors), p.dim // 2
+        _require(entries == pairs, f"{name} has {entries} entries for rotary_dim / 2 = {pairs} pairs")
     trained = p.original_max_position_embeddings
     if p.attention_factor is None:
         p.attention_factor = math.sqrt(1 + math.log(p.factor) / math.log(trained)) if p.factor > 1 else 1.0
@@ -197,19 +190,19 @@ def _longrope(p: Any) -> Found:
 
 def _proportional(p: Any) -> Found:
     """The frequencies of the whole head; all but the fastest are 0."""
-    if not 0 <= p.partial_rotary_factor <= 1:
-        arguments.refuse("inv_freq", "partial_rotary_factor", p.partial_rotary_factor, "from 0 to 1")
-    rotated = int(p.partial_rotary_factor * p.dim // 2)
+    part = p.partial_rotary_factor
+    _require(0 <= part <= 1, f"partial_rotary_factor is {part}; it must be from 0 to 1")
+    rotated = int(part * p.dim // 2)
     frequencies = 1.0 / _powers(p, end=2 * rotated)
     return torch.nn.functional.pad(frequencies, (0, p.dim // 2 - rotated)) / p.factor, 1.0
 
 
 def _axial(p: Any) -> Found:
     """Each axis has the frequencies of a head of its own, one axis after the other."""
-    if p.dim % (2 * p.axes):
-        arguments.refuse("inv_freq", "rotary_dim", p.dim, f"a multiple of 2 x axes = {2 * p.axes}")
+    step = 2 * p.axes
+    _require(p.dim % step == 0, f"rotary_dim is {p.dim}; it must be a multiple of 2 x axes = {step}")
     if not p.in_turn:
-        return (1.0 / _powers(p, step=2 * p.axes)).repeat(p.axes), 1.0
+        return (1.0 / _powers(p, step=step)).repeat(p.axes), 1.0
     plain = 1.0 / _powers(p)
     return torch.cat([plain[axis :: p.axes] for axis in range(p.axes)]), 1.0
 
@@ -231,22 +224,17 @@ ROPE_TYPES = {
 }
 
 
-def least(name: str) -> float | None:
-    return None if name in ANY else float(name in ABOVE_ONE)
-
-
-def _number(name: str, value: Any) -> float:
+def number(name: str, value: Any, function: str = "inv_freq") -> float:
     """A finite number. A whole one stays an int, for the same arithmetic as in transformers."""
-    found = arguments.number("inv_freq", name, value, least(name.partition("[")[0]))
+    found = arguments.number(function, name, value, None if name in ANY else float(name in ABOVE_ONE))
     return int(value) if isinstance(value, numbers.Integral) else found
 
 
 def _numbers(name: str, value: Any) -> list[float]:
-    if not isinstance(value, (list, tuple)):
-        if type(value).__module__ != "numpy" or getattr(value, "ndim", 0) != 1:
-            arguments.refuse("inv_freq", name, value, "a list of numbers")
-        value = value.tolist()
-    return [_number(f"{name}[{i}]", item) for i, item in enumerate(value)]
+    is_array = type(value).__module__ == "numpy" and getattr(value, "ndim", 0) == 1
+    if not is_array and not isinstance(value, (list, tuple)):
+        arguments.refuse("inv_freq", name, value, "a list of numbers")
+    return [number(f"{name}[{i}]", item) for i, item in enumerate(value)]
 
 
 def length(name: str, value: Any, function: str = "inv_freq") -> int | Tensor:
@@ -257,6 +245,7 @@ def length(name: str, value: Any, function: str = "inv_freq") -> int | Tensor:
     return value
 
 
+_require = functools.partial(arguments.require, "inv_freq")
 _PARAMETERS: dict[str, Callable[[str, Any], Any]] = {
     "short_factor": _numbers,
     "long_factor": _numbers,
