@@ -135,8 +135,7 @@ def _tables(
     arguments.require(name, good, f"positions is {got}; it must be int32 or int64 on inv_freq's {device}")
 
     times, pairs = 2 if width == "full" else 1, len(inv_freq)
-    shape = (*positions.shape, times * pairs)
-    tables = [torch.empty(shape, dtype=dtype, device=device) for _ in functions]
+    tables = [torch.empty((*positions.shape, times * pairs), dtype=dtype, device=device) for _ in functions]
     exact = torch.float64 if angles == "fp64" else torch.float32
     rows, frequencies = positions.reshape(-1, 1), inv_freq.detach().to(exact)
     step = max(1, BLOCK_ANGLES // max(1, pairs))

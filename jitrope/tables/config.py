@@ -152,9 +152,8 @@ def _refuse_unknown(config: Any) -> None:
 
 def _rope_parameters(config: Any, layer_type: str | None) -> dict[str, Any]:
     """The parameters of one type of layer, or of all layers."""
-    names = ("rope_parameters", "rope_scaling", "rope_theta")
-    given = any(_get(config, name) is not None for name in names)
-    _require(given, f"config has none of {', '.join(names)}; perhaps its text_config has")
+    given = any(_get(config, name) is not None for name in ("rope_parameters", "rope_scaling", "rope_theta"))
+    _require(given, "config has none of rope_parameters, rope_scaling, rope_theta; perhaps its text_config has")
     found = _get(config, "rope_scaling") or _get(config, "rope_parameters") or {}
     if not isinstance(found, Mapping):
         arguments.refuse("from_config", "config's rope_parameters", found, "a dict")
@@ -178,14 +177,13 @@ def _rope_parameters(config: Any, layer_type: str | None) -> dict[str, Any]:
 
 
 def _type(parameters: Mapping[str, Any]) -> Any:
-    return parameters.get("rope_type") or parameters.get("type") or "default"
+    found = parameters.get("rope_type") or parameters.get("type") or "default"
+    return "default" if found == "mrope" else found  # in Qwen2-VL's file; its positions have several axes
 
 
 def _typed(parameters: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The type in `ROPE_TYPES`, and its parameters that are not None. Refuses those that the type does not have."""
     rope_type, given = _type(parameters), {name: value for name, value in parameters.items() if value is not None}
-    if rope_type == "mrope":  # in Qwen2-VL's file; its positions have several axes
-        rope_type = "default"
     if rope_type == "dynamic" and "alpha" in given:
         rope_type, factor = "ntk", {"factor": given["alpha"]}
         given = {name: value for name, value in given.items() if name not in _WITH_ALPHA} | factor
