@@ -109,7 +109,9 @@ def from_config(
     beside = {name: _get(config, name) for name in ("rope_theta", "partial_rotary_factor")}
     found |= {name: value for name, value in (beside | parameters).items() if value is not None}
     _require("rope_theta" in found, "config has no rope_theta, and its default depends on the model; add it")
-    others = {theta for theta in _get(config, "layer_rope_theta") or () if theta} - {found["rope_theta"]}
+    thetas = _get(config, "layer_rope_theta") or ()
+    thetas = arguments.items("from_config", "config's layer_rope_theta", thetas, "a list of numbers")
+    others = [theta for theta in thetas if theta and theta != found["rope_theta"]]
     _require(not others, "layers differ in layer_rope_theta; pass a dict with one layer's rope_theta")
     # In Phi-3 it is beside rope_parameters and has priority.
     found[trained] = (layer_type is None and _get(config, trained)) or found.get(trained) or longest
