@@ -467,6 +467,7 @@ REFUSALS = {
                                    layer_type="full_attention"),
         "config has no rope_theta",
     ),
+    "one-theta": (refused_config(head_dim=8, rope_theta=1e4, layer_rope_theta=1e4), "layer_rope_theta is 10000.0; it"),
     "thetas": (refused_config(head_dim=8, rope_theta=1e4, layer_rope_theta=[1e4, 5e5]), "differ in layer_rope_theta"),
     "rotary_dim": (
         refused_config(head_dim=8, rotary_dim=4, rope_parameters={"rope_theta": 1e4}),

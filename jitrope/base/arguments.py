@@ -28,6 +28,12 @@ def refuse(function: str, label: str, value: Any, must: str) -> NoReturn:
     raise InvalidInput(f"{function}: {label} is {shown(value)}; it must be {must}")
 
 
+def require(function: str, good: object, text: str) -> None:
+    """Raise InvalidInput with a sentence that names the argument, unless it is good."""
+    if not good:
+        raise InvalidInput(f"{function}: {text}")
+
+
 def whole(function: str, label: str, value: Any, least: int | None = None) -> int:
     """Return a whole number of at least `least`. Python's, numpy's and symbolic ones pass, also 2.0 and True."""
     found: int | None = value

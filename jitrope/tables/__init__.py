@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ..base import arguments
-from ..base.errors import InvalidInput
 from .config import from_config
 from .frequencies import INTEGERS, ROPE_TYPES, inv_freq
 
@@ -65,8 +64,7 @@ def cos_sin(
     Raises:
         InvalidInput: an argument is not one of the above.
     """
-    functions = _cos_and_sin("cos_sin", attention_factor)
-    cos, sin = _tables("cos_sin", positions, inv_freq, functions, width, interleaved, dtype, angles)
+    cos, sin = _tables("cos_sin", positions, inv_freq, attention_factor, dtype, angles, width, interleaved)
     return cos, sin
 
 
@@ -87,9 +85,7 @@ def cos_sin_cache(
             [ 0.5403,  0.9999,  0.8415,  0.0100],
             [-0.4161,  0.9998,  0.9093,  0.0200]])
     """
-    functions = _cos_and_sin("cos_sin_cache", attention_factor)
-    tables = _tables("cos_sin_cache", positions, inv_freq, functions, dtype=dtype, angles=angles)
-    return torch.cat(tables, dim=-1)
+    return torch.cat(_tables("cos_sin_cache", positions, inv_freq, attention_factor, dtype, angles), dim=-1)
 
 
 def freqs(positions: int | Tensor, inv_freq: Tensor, *, width: str = "half", interleaved: bool = False) -> Tensor:
@@ -106,29 +102,26 @@ def freqs(positions: int | Tensor, inv_freq: Tensor, *, width: str = "half", int
             [ 3.0000,  0.0300],
             [-2.2832,  0.0400]])
     """
-
-    def turned(angle: Tensor) -> Tensor:
-        return angle.sub((angle / (2 * math.pi)).round_(), alpha=2 * math.pi)
-
-    return _tables("freqs", positions, inv_freq, [turned], width, interleaved)[0]
+    return _tables("freqs", positions, inv_freq, width=width, interleaved=interleaved, functions=[_turned])[0]
 
 
-def _cos_and_sin(name: str, attention_factor: float) -> list[Callable[[Tensor], Tensor]]:
-    factor = arguments.number(name, "attention_factor", attention_factor)
-    return [lambda angle: angle.cos().mul_(factor), lambda angle: angle.sin().mul_(factor)]
+def _turned(angle: Tensor) -> Tensor:
+    return angle.sub((angle / (2 * math.pi)).round_(), alpha=2 * math.pi)
 
 
 def _tables(
     name: str,
     positions: int | Tensor,
     inv_freq: Tensor,
-    functions: Sequence[Callable[[Tensor], Tensor]],
-    width: str = "half",
-    interleaved: bool = False,
+    attention_factor: float = 1.0,
     dtype: torch.dtype = torch.float32,
     angles: str = "fp64",
+    width: str = "half",
+    interleaved: bool = False,
+    functions: Sequence[Callable[[Tensor], Tensor]] = (torch.cos, torch.sin),
 ) -> list[Tensor]:
     """A table (*positions.shape, W) for each function, computed from at most BLOCK_ANGLES angles at a time."""
+    factor = arguments.number(name, "attention_factor", attention_factor)
     arguments.word(name, "width", width, ("half", "full"))
     arguments.word(name, "angles", angles, ("fp64", "fp32"))
     interleaved = arguments.flag(name, "interleaved", interleaved)
@@ -137,13 +130,12 @@ def _tables(
     device = arguments.tensor(name, "inv_freq", inv_freq, (torch.float32,), 1).device
     if not isinstance(positions, Tensor):
         positions = torch.arange(arguments.whole(name, "positions", positions, 0), device=device)
-    elif positions.dtype not in INTEGERS or positions.device != device:
-        got = f"{positions.dtype} on {positions.device}"
-        raise InvalidInput(f"{name}: positions is {got}; it must be int32 or int64 on inv_freq's {device}")
+    got = f"{positions.dtype} on {positions.device}"
+    good = positions.dtype in INTEGERS and positions.device == device
+    arguments.require(name, good, f"positions is {got}; it must be int32 or int64 on inv_freq's {device}")
 
     times, pairs = 2 if width == "full" else 1, len(inv_freq)
-    shape = (*positions.shape, times * pairs)
-    tables = [torch.empty(shape, dtype=dtype, device=device) for _ in functions]
+    tables = [torch.empty((*positions.shape, times * pairs), dtype=dtype, device=device) for _ in functions]
     exact = torch.float64 if angles == "fp64" else torch.float32
     rows, frequencies = positions.reshape(-1, 1), inv_freq.detach().to(exact)
     step = max(1, BLOCK_ANGLES // max(1, pairs))
@@ -151,5 +143,5 @@ def _tables(
         angle = rows[start : start + step].to(exact) * frequencies
         for table, function in zip(tables, functions):
             each = table.view(len(rows), pairs, times).mT if interleaved else table.view(len(rows), times, pairs)
-            each[start : start + step] = function(angle)[:, None]
+            each[start : start + step] = function(angle).mul_(factor)[:, None]
     return tables

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from ..base import arguments
-from ..base.errors import InvalidInput
-from .frequencies import ROPE_TYPES, Device, Found, Length, inv_freq, least, length
+from .frequencies import ROPE_TYPES, Device, Found, Length, inv_freq, length, number
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _LAYERS = {  # Gemma 3, ModernBERT, OLMo 3, DeepSeek V4
@@ -28,21 +28,20 @@ _AXIAL: dict[str, dict[str, Any]] = {"pixtral": {"in_turn": True}, "minimax_m3_v
 """Parameters of "axial" that a configuration does not name, by model_type."""
 
 _SIZES = (
+    *(("head_dim",), ("attention_head_dim",), ("kv_channels",)),
     ("memory_attention_hidden_size", "memory_attention_num_attention_heads", "memory_attention_downsample_rate"),
-    ("embed_dim", "num_heads"),
-    ("hidden_size", "num_attention_heads"),
-    ("hidden_size", "num_heads"),
+    *(("embed_dim", "num_heads"), ("hidden_size", "num_attention_heads"), ("hidden_size", "num_heads")),
 )
-"""Names of a width and its divisors, which give the head's size. The first row that a configuration has counts."""
+"""Names of the head's size, or of a width and its divisors. The first row that a configuration has counts."""
 
-_TOP = {
-    *("rope_parameters", "rope_scaling", "rope_theta", "layer_rope_theta", "partial_rotary_factor", "rotary_dim"),
-    "qk_rope_head_dim", *(name for row in _LAYERS.values() for name in row[0].values()),
+_TOP = {name for row in _LAYERS.values() for name in row[0].values()} | {
+    *("rope_parameters", "rope_scaling", "rope_theta", "layer_rope_theta", "partial_rotary_factor"),
+    *("rotary_dim", "qk_rope_head_dim"),
     # These speak of rope, but not of its frequencies:
     *("rope_interleave", "no_rope_layers", "no_rope_layer_interval", "rope_scaling_layers", "use_mem_rope"),
     *("memory_attention_rope_dropout", "memory_attention_rope_feat_sizes", "memory_attention_rope_k_sizes"),
     "ignore_keys_at_rope_validation",
-}  # fmt: skip
+}
 _INNER = {
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "max_position_embeddings"),
     *("mrope_section", "mrope_interleaved", "interleaved"),  # which axis a pair takes: for `Mrope`
@@ -104,51 +103,36 @@ def from_config(
     if seq_len is not None:
         length("seq_len", seq_len, "from_config")
     _refuse_unknown(config)
-    parameters = _rope_parameters(config, layer_type)
-    longest = _get(config, "max_position_embeddings")
-    rope_type, parameters = _typed(parameters)
-    accepted = ROPE_TYPES[rope_type].parameters
-    found: dict[str, Any] = {"partial_rotary_factor": 1.0, "seq_len": seq_len, "max_position_embeddings": longest}
-    for source in ({name: _get(config, name) for name in ("rope_theta", "partial_rotary_factor")}, parameters):
-        found.update((name, value) for name, value in source.items() if value is not None)
-    if "rope_theta" not in found:
-        raise InvalidInput("from_config: config has no rope_theta, and its default depends on the model; add it")
-    if {theta for theta in _get(config, "layer_rope_theta") or () if theta} - {found["rope_theta"]}:
-        raise InvalidInput("from_config: layers differ in layer_rope_theta; pass a dict with one layer's rope_theta")
-    trained = found.get("original_max_position_embeddings")
-    if layer_type is None:  # in Phi-3 it is beside rope_parameters and has priority
-        trained = _get(config, "original_max_position_embeddings") or trained
-    found["original_max_position_embeddings"] = trained = trained or longest
-    for name in ("max_position_embeddings", "original_max_position_embeddings", "partial_rotary_factor"):
+    rope_type, parameters = _typed(_rope_parameters(config, layer_type))
+    longest, trained = _get(config, "max_position_embeddings"), "original_max_position_embeddings"
+    found = {"partial_rotary_factor": 1.0, "max_position_embeddings": longest, "seq_len": seq_len}
+    beside = {name: _get(config, name) for name in ("rope_theta", "partial_rotary_factor")}
+    found |= {name: value for name, value in (beside | parameters).items() if value is not None}
+    _require("rope_theta" in found, "config has no rope_theta, and its default depends on the model; add it")
+    thetas = _get(config, "layer_rope_theta") or ()
+    thetas = arguments.items("from_config", "config's layer_rope_theta", thetas, "a list of numbers")
+    others = [theta for theta in thetas if theta and theta != found["rope_theta"]]
+    _require(not others, "layers differ in layer_rope_theta; pass a dict with one layer's rope_theta")
+    # In Phi-3 it is beside rope_parameters and has priority.
+    found[trained] = (layer_type is None and _get(config, trained)) or found.get(trained) or longest
+    for name in ("max_position_embeddings", trained, "partial_rotary_factor"):
         if found[name] is not None:
-            arguments.number("from_config", name, found[name], least(name))
-    if rope_type in ("yarn", "longrope") and longest and trained:
-        found.setdefault("factor", longest / trained)
+            number(name, found[name], "from_config")
+    if rope_type in ("yarn", "longrope") and longest and found[trained]:
+        found.setdefault("factor", longest / found[trained])
     if rope_type == "axial":
-        found.update(_AXIAL.get(_get(config, "model_type"), {}))
-    known = {name: value for name, value in found.items() if name in accepted}
+        found |= _AXIAL.get(_get(config, "model_type"), {})
     if layer_type is not None and not isinstance(config, Mapping):
         with suppress(AttributeError, TypeError, ValueError):  # in transformers, layers may have different head sizes
             config = config.per_layer_config[layer_type]
     rotary_dim = _rotary_dim(config, rope_type, head_dim, found["partial_rotary_factor"])
-    if known.get("axes") == 3:  # elements that are left over are not rotated
+    if found.get("axes") == 3:  # elements that are left over are not rotated
         rotary_dim -= rotary_dim % 6
+    known = {name: value for name, value in found.items() if name in ROPE_TYPES[rope_type].parameters}
     return inv_freq(rope_type, rotary_dim=rotary_dim, theta=found["rope_theta"], device=device, **known)
 
 
-def _typed(parameters: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The type in `ROPE_TYPES`, and its parameters. Refuses those that the type does not have."""
-    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
-    if rope_type == "mrope":  # in Qwen2-VL's file; its positions have several axes
-        rope_type = "default"
-    if rope_type == "dynamic" and "alpha" in parameters:
-        rest = {name: value for name, value in parameters.items() if name not in _WITH_ALPHA}
-        rope_type, parameters = "ntk", {**rest, "factor": parameters["alpha"]}
-    arguments.word("from_config", "rope_type", rope_type, ROPE_TYPES)
-    unknown = [name for name in parameters if name not in ROPE_TYPES[rope_type].parameters and name not in _INNER]
-    if unknown:
-        raise InvalidInput(f"from_config: {rope_type!r} has no {', '.join(unknown)}; leave out what the model ignores")
-    return rope_type, parameters
+_require = functools.partial(arguments.require, "from_config")
 
 
 def _get(config: Any, name: str) -> Any:
@@ -161,59 +145,70 @@ def _refuse_unknown(config: Any) -> None:
         arguments.refuse("from_config", "config", config, "a transformers configuration, or a dict of it")
     names = [str(name) for name in (config if isinstance(config, Mapping) else getattr(config, "__dict__", ()))]
     for name, why in _REFUSED.items():
-        if name in (_get(config, "model_type"), *names):
-            raise InvalidInput(f"from_config: {name} has its own kind of table: {why}; compute it from inv_freq")
+        own = name in (_get(config, "model_type"), *names)
+        _require(not own, f"{name} has its own kind of table: {why}; compute it from inv_freq")
     for name in names:
-        if {"rope", "rotary"} & {*name.split("_")} and name not in _TOP and _get(config, name) not in (None, False):
-            raise InvalidInput(f"from_config: {name} is unknown; pass a dict without it, or use inv_freq")
+        known = name in _TOP or not {"rope", "rotary"} & {*name.split("_")} or _get(config, name) in (None, False)
+        _require(known, f"{name} is unknown; pass a dict without it, or use inv_freq")
 
 
 def _rope_parameters(config: Any, layer_type: str | None) -> dict[str, Any]:
-    """The parameters of one type of layer, or of all layers. Those that are None are left out."""
-    names = ("rope_parameters", "rope_scaling", "rope_theta")
-    if all(_get(config, name) is None for name in names):
-        raise InvalidInput(f"from_config: config has none of {', '.join(names)}; perhaps its text_config has")
+    """The parameters of one type of layer, or of all layers."""
+    given = any(_get(config, name) is not None for name in ("rope_parameters", "rope_scaling", "rope_theta"))
+    _require(given, "config has none of rope_parameters, rope_scaling, rope_theta; perhaps its text_config has")
     found = _get(config, "rope_scaling") or _get(config, "rope_parameters") or {}
     if not isinstance(found, Mapping):
         arguments.refuse("from_config", "config's rope_parameters", found, "a dict")
     layers = {name: value for name, value in found.items() if isinstance(value, Mapping)}
     beside = {name: value for name, value in found.items() if name not in layers}
-    rows = [row for name, row in _LAYERS.items() if _get(config, name) or _get(config, "model_type") == name]
-    for thetas, scaled, factor in [] if layers else rows:
-        defaults = {"attention_factor": factor} if "yarn" in (found.get("rope_type"), found.get("type")) else {}
-        for layer, theta in thetas.items():
-            own = {**defaults, **found} if layer in scaled else {}
-            layers[layer] = {**own, "rope_theta": _get(config, theta) or found.get("rope_theta")}
-        beside = {}
-    if layer_type not in (layers or (None,)):
-        allowed = " or ".join(map(repr, layers)) or "None, because all layers share the parameters"
-        raise InvalidInput(f"from_config: layer_type is {layer_type!r}; allowed is {allowed}")
-    own = {} if layer_type is None else dict(layers[layer_type])
-    if layer_type is not None:
-        beside = {name: value for name, value in beside.items() if name not in ("rope_type", "type")}
-        truncate = beside.pop("truncate", True)  # transformers reads it here, not in the type's own parameters
-        if own.get("rope_type", own.get("type")) == "yarn":
-            own["truncate"] = truncate
-    return {name: value for name, value in {**beside, **own}.items() if value is not None}
+    for name, (thetas, scaled, factor) in _LAYERS.items() if not layers else ():
+        if _get(config, name) or _get(config, "model_type") == name:
+            defaults = {"attention_factor": factor} if _type(found) == "yarn" else {}
+            for layer, theta in thetas.items():
+                own = {**defaults, **found} if layer in scaled else {}
+                layers[layer] = {**own, "rope_theta": _get(config, theta) or found.get("rope_theta")}
+            beside = {}
+    allowed = " or ".join(map(repr, layers)) or "None, because all layers share the parameters"
+    _require(layer_type in (layers or (None,)), f"layer_type is {layer_type!r}; allowed is {allowed}")
+    if layer_type is None:
+        return beside
+    own = dict(layers[layer_type])
+    if _type(own) == "yarn":  # transformers reads truncate beside the types, not in the type's own parameters
+        own["truncate"] = beside.get("truncate", True)
+    return {name: value for name, value in beside.items() if name not in ("rope_type", "type", "truncate")} | own
+
+
+def _type(parameters: Mapping[str, Any]) -> Any:
+    found = parameters.get("rope_type") or parameters.get("type") or "default"
+    return "default" if found == "mrope" else found  # in Qwen2-VL's file; its positions have several axes
+
+
+def _typed(parameters: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The type in `ROPE_TYPES`, and its parameters that are not None. Refuses those that the type does not have."""
+    rope_type, given = _type(parameters), {name: value for name, value in parameters.items() if value is not None}
+    if rope_type == "dynamic" and "alpha" in given:
+        rope_type, factor = "ntk", {"factor": given["alpha"]}
+        given = {name: value for name, value in given.items() if name not in _WITH_ALPHA} | factor
+    arguments.word("from_config", "rope_type", rope_type, ROPE_TYPES)
+    unknown = [name for name in given if name not in _INNER | ROPE_TYPES[rope_type].parameters.keys()]
+    _require(not unknown, f"{rope_type!r} has no {', '.join(unknown)}; leave out what the model ignores")
+    return rope_type, given
 
 
 def _rotary_dim(config: Any, rope_type: str, head_dim: int | None, partial: float) -> int:
     is_file = isinstance(config, Mapping)
-    if head_dim is None and is_file and (_get(config, "global_head_dim") or _get(config, "per_layer_config")):
-        raise InvalidInput("from_config: config has heads of several sizes; pass head_dim, or transformers' object")
-    if head_dim is None and (is_file or rope_type == "default") and _get(config, "qk_rope_head_dim"):
-        return arguments.whole("from_config", "config's qk_rope_head_dim", _get(config, "qk_rope_head_dim"))
-    if head_dim is None and is_file and partial == 1 and rope_type != "proportional" and _get(config, "rotary_dim"):
-        if _get(config, "rope_parameters"):  # transformers 5 ignores it then
-            raise InvalidInput("from_config: rotary_dim is not partial_rotary_factor's 1; leave it out")
-        return arguments.whole("from_config", "config's rotary_dim", config["rotary_dim"])
-    names = ("head_dim", "attention_head_dim", "kv_channels")
-    head_dim = head_dim or next(filter(None, (_get(config, name) for name in names)), None)
     if head_dim is None:
-        sizes = next((row for row in _SIZES if None not in [_get(config, name) for name in row]), None)
-        if sizes is None:
-            raise InvalidInput("from_config: config has neither head_dim nor hidden_size and num_attention_heads")
-        head_dim, *divisors = (arguments.whole("from_config", "config's sizes", _get(config, x), 1) for x in sizes)
+        several = is_file and (_get(config, "global_head_dim") or _get(config, "per_layer_config"))
+        _require(not several, "config has heads of several sizes; pass head_dim, or transformers' object")
+        latent, rotary_dim = _get(config, "qk_rope_head_dim"), _get(config, "rotary_dim")
+        if latent and (is_file or rope_type == "default"):
+            return arguments.whole("from_config", "config's qk_rope_head_dim", latent)
+        if rotary_dim and is_file and partial == 1 and rope_type != "proportional":
+            ignored = _get(config, "rope_parameters")  # by transformers 5
+            _require(not ignored, "rotary_dim is not partial_rotary_factor's 1; leave it out")
+            return arguments.whole("from_config", "config's rotary_dim", rotary_dim)
+        sizes = next((row for row in _SIZES if all(_get(config, name) for name in row)), ())
+        _require(sizes, "config has neither head_dim nor hidden_size and num_attention_heads")
+        head_dim, *divisors = (arguments.whole("from_config", f"config's {x}", _get(config, x), 1) for x in sizes)
         head_dim //= math.prod(divisors)
-    head_dim = arguments.whole("from_config", "config's head_dim", head_dim, 1)
     return int(head_dim) if rope_type == "proportional" else int(head_dim * partial)

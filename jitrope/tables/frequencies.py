@@ -9,15 +9,13 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..base import arguments
-from ..base.errors import InvalidInput
 
 Device = torch.device | str | int | None
 """The device of new tensors; None: torch's default."""
@@ -92,21 +90,16 @@ LongRoPE, arXiv:2402.13753; Phi-3's configuration |
     device = arguments.device("inv_freq", "device", device)
     least = 4 if rope_type in ("ntk", "dynamic") else 2  # their exponent is d / (d - 2)
     rotary_dim = arguments.whole("inv_freq", "rotary_dim", rotary_dim, least)
-    if rotary_dim % 2:
-        arguments.refuse("inv_freq", "rotary_dim", rotary_dim, "even")
-    given = {name: value for name, value in parameters.items() if value is not None}
-    accepted = ROPE_TYPES[rope_type].parameters
-    theta = _number("theta", theta)
-    for name, value in given.items():
-        if name not in accepted:
-            takes = ", ".join(accepted) or "no parameters"
-            raise InvalidInput(f"inv_freq: {name} is not a parameter of {rope_type!r}, which takes {takes}")
-        given[name] = _PARAMETERS.get(name, _number)(name, value)
-    missing = [name for name in ROPE_TYPES[rope_type].needed if name not in given]
-    if missing:
-        raise InvalidInput(f"inv_freq: {rope_type!r} needs {', '.join(missing)}")
-    words = _Words({"dim": rotary_dim, "theta": theta, "device": device, **accepted, **given})
-    frequencies, attention_factor = ROPE_TYPES[rope_type].function(words)
+    _require(rotary_dim % 2 == 0, f"rotary_dim is {rotary_dim}; it must be even")
+    function, accepted = ROPE_TYPES[rope_type]
+    words = {"dim": rotary_dim, "theta": number("theta", theta), "device": device, **accepted}
+    for name, value in [(name, value) for name, value in parameters.items() if value is not None]:
+        takes = ", ".join(accepted) or "no parameters"
+        _require(name in accepted, f"{name} is not a parameter of {rope_type!r}, which takes {takes}")
+        words[name] = _PARAMETERS.get(name, number)(name, value)
+    missing = [name for name, value in words.items() if value is ...]
+    _require(not missing, f"{rope_type!r} needs {', '.join(missing)}")
+    frequencies, attention_factor = function(_Words(words))
     return frequencies, float(attention_factor)
 
 
@@ -122,13 +115,7 @@ class RopeType(NamedTuple):
     """The function of a type and its parameters. It takes `_Words` with dim, theta, device and these parameters."""
 
     function: Callable[[Any], Found]
-    needed: tuple[str, ...] = ()
-    optional: Mapping[str, Any] = MappingProxyType({})  # name: default
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """All parameters with their defaults; None for required ones."""
-        return {**dict.fromkeys(self.needed), **self.optional}
+    parameters: dict[str, Any]  # name: default, or ... if it must be given
 
 
 def _powers(p: Any, theta: Any = None, end: int | None = None, step: int = 2) -> Tensor:
@@ -138,13 +125,7 @@ def _powers(p: Any, theta: Any = None, end: int | None = None, step: int = 2) ->
     on how many torch computes.
     """
     exponents = torch.arange(0, p.dim if end is None else end, step, device=p.device).float() / p.dim
-    powers: Tensor = (p.theta if theta is None else theta) ** exponents
-    return powers
-
-
-def _ntk(p: Any) -> Found:
-    """The slowest pair is interpolated by factor, the fastest does not change."""
-    return 1.0 / _powers(p, p.theta * p.factor ** (p.dim / (p.dim - 2))), 1.0
+    return torch.pow(p.theta if theta is None else theta, exponents)
 
 
 def _dynamic(p: Any) -> Found:
@@ -157,17 +138,14 @@ def _dynamic(p: Any) -> Found:
 
 def _yarn(p: Any) -> Found:
     """Pairs with over beta_fast turns in the trained length do not change; those below beta_slow are interpolated."""
-    if p.beta_fast < p.beta_slow:
-        raise InvalidInput(f"inv_freq: beta_fast is {p.beta_fast}; it must be at least beta_slow {p.beta_slow}")
+    _require(p.beta_fast >= p.beta_slow, f"beta_fast is {p.beta_fast}; it must be at least beta_slow {p.beta_slow}")
 
     def temperature(mscale: float) -> float:
         return 0.1 * mscale * math.log(p.factor) + 1.0 if p.factor > 1 else 1.0
 
-    attention_factor = p.attention_factor
-    if attention_factor is None:
+    if p.attention_factor is None:
         both = p.mscale and p.mscale_all_dim
-        attention_factor = temperature(p.mscale) / temperature(p.mscale_all_dim) if both else temperature(1.0)
-
+        p.attention_factor = temperature(p.mscale) / temperature(p.mscale_all_dim) if both else temperature(1.0)
     low, high = (
         p.dim * math.log(p.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(p.theta))
         for turns in (p.beta_fast, p.beta_slow)
@@ -182,90 +160,81 @@ def _yarn(p: Any) -> Found:
     kept = 1 - ramp.to(device=p.device)
     powers = _powers(p)
     # Do not simplify: 1 - kept differs from the ramp in the last bit, and 1 / powers / factor from the first term.
-    return 1.0 / (p.factor * powers) * (1 - kept) + 1.0 / powers * kept, attention_factor
+    return 1.0 / (p.factor * powers) * (1 - kept) + 1.0 / powers * kept, p.attention_factor
 
 
 def _llama3(p: Any) -> Found:
     """Short wavelengths do not change, long ones are interpolated, and those between are blended."""
-    if p.low_freq_factor >= p.high_freq_factor:
-        raise InvalidInput(
-            f"inv_freq: low_freq_factor is {p.low_freq_factor}; it must be below high_freq_factor {p.high_freq_factor}"
-        )
-    trained = p.original_max_position_embeddings
+    low, high, trained = p.low_freq_factor, p.high_freq_factor, p.original_max_position_embeddings
+    _require(low < high, f"low_freq_factor is {low}; it must be below high_freq_factor {high}")
     plain = 1.0 / _powers(p)
     wavelength = 2 * math.pi / plain
-    blend = (trained / wavelength - p.low_freq_factor) / (p.high_freq_factor - p.low_freq_factor)
+    blend = (trained / wavelength - low) / (high - low)
     between = (1 - blend) * plain / p.factor + blend * plain
-    slow = torch.where(wavelength > trained / p.low_freq_factor, plain / p.factor, between)
-    return torch.where(wavelength < trained / p.high_freq_factor, plain, slow), 1.0
+    slow = torch.where(wavelength > trained / low, plain / p.factor, between)
+    return torch.where(wavelength < trained / high, plain, slow), 1.0
 
 
 def _longrope(p: Any) -> Found:
     """A factor for each pair, from one list for short sequences and one for long ones."""
     for name, factors in (("short_factor", p.short_factor), ("long_factor", p.long_factor)):
-        if len(factors) != p.dim // 2:
-            raise InvalidInput(f"inv_freq: {name} has {len(factors)} entries for rotary_dim / 2 = {p.dim // 2} pairs")
+        entries, pairs = len(factors), p.dim // 2
+        _require(entries == pairs, f"{name} has {entries} entries for rotary_dim / 2 = {pairs} pairs")
     trained = p.original_max_position_embeddings
-    attention_factor = p.attention_factor
-    if attention_factor is None:
-        attention_factor = math.sqrt(1 + math.log(p.factor) / math.log(trained)) if p.factor > 1 else 1.0
+    if p.attention_factor is None:
+        p.attention_factor = math.sqrt(1 + math.log(p.factor) / math.log(trained)) if p.factor > 1 else 1.0
     factors = p.long_factor if p.seq_len is not None and p.seq_len > trained else p.short_factor
     each = torch.tensor(factors, dtype=torch.float32, device=p.device)
-    return 1.0 / (each * _powers(p)), attention_factor
+    return 1.0 / (each * _powers(p)), p.attention_factor
 
 
 def _proportional(p: Any) -> Found:
     """The frequencies of the whole head; all but the fastest are 0."""
-    if not 0 <= p.partial_rotary_factor <= 1:
-        raise InvalidInput(f"inv_freq: partial_rotary_factor is {p.partial_rotary_factor}; it must be from 0 to 1")
-    rotated = int(p.partial_rotary_factor * p.dim // 2)
+    part = p.partial_rotary_factor
+    _require(0 <= part <= 1, f"partial_rotary_factor is {part}; it must be from 0 to 1")
+    rotated = int(part * p.dim // 2)
     frequencies = 1.0 / _powers(p, end=2 * rotated)
     return torch.nn.functional.pad(frequencies, (0, p.dim // 2 - rotated)) / p.factor, 1.0
 
 
 def _axial(p: Any) -> Found:
     """Each axis has the frequencies of a head of its own, one axis after the other."""
-    if p.dim % (2 * p.axes):
-        raise InvalidInput(f"inv_freq: rotary_dim is {p.dim}; it must be a multiple of 2 x axes = {2 * p.axes}")
+    step = 2 * p.axes
+    _require(p.dim % step == 0, f"rotary_dim is {p.dim}; it must be a multiple of 2 x axes = {step}")
     if not p.in_turn:
-        return (1.0 / _powers(p, step=2 * p.axes)).repeat(p.axes), 1.0
+        return (1.0 / _powers(p, step=step)).repeat(p.axes), 1.0
     plain = 1.0 / _powers(p)
     return torch.cat([plain[axis :: p.axes] for axis in range(p.axes)]), 1.0
 
 
-_LENGTH = "original_max_position_embeddings"
+_FACTOR, _TRAINED = {"factor": ...}, {"original_max_position_embeddings": ...}
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0, "truncate": True}
-_FACTOR, _SEQ_LEN = {"attention_factor": None}, {"seq_len": None}
+_LISTS, _SET = {"short_factor": ..., "long_factor": ...}, {"attention_factor": None}
 
 ROPE_TYPES = {
-    "default": RopeType(lambda p: (1.0 / _powers(p), 1.0)),
-    "linear": RopeType(lambda p: (1.0 / _powers(p) / p.factor, 1.0), ("factor",)),
-    "ntk": RopeType(_ntk, ("factor",)),
-    "dynamic": RopeType(_dynamic, ("factor", "max_position_embeddings"), _SEQ_LEN),
-    "yarn": RopeType(_yarn, ("factor", _LENGTH), {**_YARN, **_FACTOR}),
-    "llama3": RopeType(_llama3, ("factor", "low_freq_factor", "high_freq_factor", _LENGTH)),
-    "longrope": RopeType(_longrope, ("factor", "short_factor", "long_factor", _LENGTH), {**_FACTOR, **_SEQ_LEN}),
-    "proportional": RopeType(_proportional, ("partial_rotary_factor",), {"factor": 1.0}),
-    "axial": RopeType(_axial, (), {"axes": 2, "in_turn": False}),
+    "default": RopeType(lambda p: (1.0 / _powers(p), 1.0), {}),
+    "linear": RopeType(lambda p: (1.0 / _powers(p) / p.factor, 1.0), _FACTOR),
+    "ntk": RopeType(lambda p: (1.0 / _powers(p, p.theta * p.factor ** (p.dim / (p.dim - 2))), 1.0), _FACTOR),
+    "dynamic": RopeType(_dynamic, {**_FACTOR, "max_position_embeddings": ..., "seq_len": None}),
+    "yarn": RopeType(_yarn, {**_FACTOR, **_TRAINED, **_YARN, **_SET}),
+    "llama3": RopeType(_llama3, {**_FACTOR, "low_freq_factor": ..., "high_freq_factor": ..., **_TRAINED}),
+    "longrope": RopeType(_longrope, {**_FACTOR, **_LISTS, **_TRAINED, **_SET, "seq_len": None}),
+    "proportional": RopeType(_proportional, {"partial_rotary_factor": ..., "factor": 1.0}),
+    "axial": RopeType(_axial, {"axes": 2, "in_turn": False}),
 }
 
 
-def least(name: str) -> float | None:
-    return None if name in ANY else float(name in ABOVE_ONE)
-
-
-def _number(name: str, value: Any) -> float:
+def number(name: str, value: Any, function: str = "inv_freq") -> float:
     """A finite number. A whole one stays an int, for the same arithmetic as in transformers."""
-    found = arguments.number("inv_freq", name, value, least(name.partition("[")[0]))
+    found = arguments.number(function, name, value, None if name in ANY else float(name in ABOVE_ONE))
     return int(value) if isinstance(value, numbers.Integral) else found
 
 
 def _numbers(name: str, value: Any) -> list[float]:
-    if not isinstance(value, (list, tuple)):
-        if type(value).__module__ != "numpy" or getattr(value, "ndim", 0) != 1:
-            arguments.refuse("inv_freq", name, value, "a list of numbers")
-        value = value.tolist()
-    return [_number(f"{name}[{i}]", item) for i, item in enumerate(value)]
+    is_array = type(value).__module__ == "numpy" and getattr(value, "ndim", 0) == 1
+    if not is_array and not isinstance(value, (list, tuple)):
+        arguments.refuse("inv_freq", name, value, "a list of numbers")
+    return [number(f"{name}[{i}]", item) for i, item in enumerate(value)]
 
 
 def length(name: str, value: Any, function: str = "inv_freq") -> int | Tensor:
@@ -276,6 +245,7 @@ def length(name: str, value: Any, function: str = "inv_freq") -> int | Tensor:
     return value
 
 
+_require = functools.partial(arguments.require, "inv_freq")
 _PARAMETERS: dict[str, Callable[[str, Any], Any]] = {
     "short_factor": _numbers,
     "long_factor": _numbers,
