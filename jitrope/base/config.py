@@ -34,7 +34,7 @@ _batch_invariant = False
 _KEPT: Any = object()
 LAUNCHES = ("token_linear", "grid_2d")
 _reactions: list[Callable[[], None]] = []
-_warned: set[str] = set()
+_warned: set[Any] = set()
 
 
 def unknown_variables() -> list[str]:
@@ -106,7 +106,7 @@ def compile_allowed() -> bool:
         return _may_compile
     word = os.environ.get("JITROPE_NO_COMPILE", "").strip().lower()
     if word not in _TRUE + _FALSE:
-        _warn_once(f"JITROPE_NO_COMPILE={word} is neither 1 nor 0; it counts as 1")
+        warn_once(f"JITROPE_NO_COMPILE={word} is neither 1 nor 0; it counts as 1", word)
     return word in _FALSE
 
 
@@ -117,7 +117,7 @@ def cache_dir() -> Path:
     """
     given = os.environ.get("JITROPE_CACHE_DIR", "")
     if os.path.expanduser(given).startswith("~"):
-        _warn_once(f"JITROPE_CACHE_DIR={given}: there is no such home folder; it counts as not set")
+        warn_once(f"JITROPE_CACHE_DIR={given}: there is no such home folder; it counts as not set", given)
     elif given:
         return _path(given)
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
@@ -161,9 +161,10 @@ def record_file() -> Path | None:
     return _path(given) if given else None
 
 
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
+def warn_once(message: str, topic: Any) -> None:
+    """Log the first warning about a topic."""
+    if topic not in _warned:
+        _warned.add(topic)
         log.warning(message)
 
 

@@ -15,7 +15,7 @@ from ..base import arguments
 from ..base.config import log, record_file
 from ..base.errors import CacheError
 from ..base.spec import Spec
-from .entry import refuse_device, replaced
+from .trust import refuse_device, replaced
 
 _patience = 10.0
 """Seconds to wait for another process that writes the file. After one such wait a process waits no more."""

@@ -19,7 +19,8 @@ from .. import __version__, apply_rope
 from ..base import config
 from ..base.errors import CacheError, CompileError, JitropeError, MissingKernel
 from ..jit import compiler, kernels, render
-from ..jit.entry import Entry, Listing
+from ..jit.cache import Listing
+from ..jit.entry import Entry
 from ..ops.heads import HEADS
 from ..ops.operation import operation
 from ..plan.options import Options

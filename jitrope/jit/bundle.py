@@ -1,0 +1,115 @@
+"""Bundles: tars of entries with a manifest, for machines that do not compile."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import tarfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..base.config import OWN_BUNDLE
+from ..base.errors import CacheError
+from . import entry, trust
+from .entry import DAMAGE, FILES, FORMAT, Read
+
+MANIFEST = "manifest.json"
+DIGEST = "#sha256="
+WHOLE = 1 << 30
+"""The most bytes of a bundle, 1 GiB: it is read once, into memory, because its owner may change it."""
+
+
+def split(path: Path) -> tuple[Path, str]:
+    """(path, digest or "") of `path#sha256=digest`."""
+    text, _, digest = str(path).partition(DIGEST)
+    return Path(text), digest.lower()
+
+
+class Bundle:
+    """A tar of entries with a manifest, which lists the entries. An entry is checked when it is read.
+
+    Files that the manifest does not list are never read. Raises CacheError if the file is not a bundle, has another
+    format, or is not trusted: without a digest it must be root's or this user's.
+
+    Args:
+        path: the file, or `path#sha256=digest`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, digest = split(path)
+        with self._named():
+            self._data = self._whole(digest)
+            with tarfile.open(fileobj=io.BytesIO(self._data), mode="r:") as tar:
+                self._members = {m.name: slice(m.offset_data, m.offset_data + m.size) for m in tar if m.isreg()}
+            manifest = json.loads(self._content(MANIFEST))
+            if manifest.get("format") != FORMAT:
+                raise CacheError(f"{self.path} has format {manifest.get('format')!r}, not {FORMAT}; write it again")
+            self._names = sorted(map(str, manifest["kernels"]))
+
+    def _whole(self, digest: str) -> bytes:
+        """The file's bytes. They are read once, so what was checked is what is used."""
+        with open(self.path, "rb", opener=lambda path, flags: os.open(path, flags | trust.AT_ONCE)) as file:
+            info = trust.regular(file.fileno(), str(self.path), WHOLE)
+            trusted = digest or self.path == OWN_BUNDLE  # who can change jitrope's own bundle can change jitrope too
+            if not trusted and (wrong := trust.way(self.path) or trust.fault(info)):
+                advice = f"if you trust it, name it as {self.path}{DIGEST}DIGEST, with the output of sha256sum"
+                raise CacheError(f"{self.path} is not trusted: {wrong}; {advice}")
+            data = file.read(info.st_size)
+        if digest and (found := hashlib.sha256(data).hexdigest()) != digest:
+            raise CacheError(f"{self.path} has the SHA-256 {found}, not {digest}")
+        return data
+
+    def names(self) -> list[str]:
+        """The names of the entries, in order."""
+        return self._names
+
+    def read(self, name: str) -> Read:
+        """Read and check an entry. Raises CacheError."""
+        with self._named():
+            return entry.check(name, {file: self._content(f"{name}/{file}") for file in FILES})
+
+    def _content(self, name: str) -> bytes:
+        if name not in self._members:
+            raise ValueError(f"it has no {name}")
+        return self._data[self._members[name]]
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Make an error of reading a CacheError with the path."""
+        try:
+            yield
+        except CacheError:
+            raise
+        except OSError as error:  # before DAMAGE, which has one of its kinds
+            raise CacheError(f"cannot read the bundle {self.path}: {trust.reason(error)}") from error
+        except (tarfile.TarError, OverflowError, *DAMAGE) as error:
+            raise CacheError(f"{self.path} cannot be read as a bundle: {error}") from error
+
+
+def write_bundle(path: Path, entries: Mapping[str, Mapping[str, bytes]]) -> None:
+    """Write a bundle of {folder: files}, whole or not at all. The same entries give the same bytes.
+
+    Raises CacheError: the file cannot be written.
+    """
+    manifest = {"format": FORMAT, "kernels": sorted(entries)}
+    with trust.replaced(path) as temporary:
+        with open(temporary, "xb") as file, tarfile.open(fileobj=file, mode="w") as tar:
+            _add(tar, MANIFEST, json.dumps(manifest, indent=1).encode())
+            for folder in sorted(entries):
+                _add(tar, folder, None)
+                for name in FILES:
+                    _add(tar, f"{folder}/{name}", entries[folder][name])
+        temporary.chmod(temporary.stat().st_mode & ~0o022)  # a group-writable layer would not be used
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes | None) -> None:
+    """Add a file, or a folder if data is None. With these modes `tar xf` does not make it group-writable."""
+    info = tarfile.TarInfo(name)  # without time and owner
+    if data is None:
+        info.type, info.mode = tarfile.DIRTYPE, 0o755
+    else:
+        info.size, info.mode = len(data), 0o644
+    tar.addfile(info, io.BytesIO(data or b""))
