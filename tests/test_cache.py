@@ -157,16 +157,13 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 def test_a_damaged_entry_is_a_miss_said_once_and_rebuilt(cache: KernelCache, how: str, caplog) -> None:
     DAMAGE[how](filled(cache).parent)
     with caplog.at_level(logging.WARNING, "jitrope"):
-        assert not cache.holds(KEY)
-        assert cache.read(KEY) is None
-        assert cache.read(KEY) is None
+        assert [cache.read(KEY) for _ in range(3)] == [None] * 3
     assert len(caplog.records) == 1
     assert "is not usable" in caplog.text
     assert cache.counts.repaired == 1
     shutil.rmtree(cache.root.parent / "elsewhere", ignore_errors=True)
     DAMAGE[how](filled(cache).parent)
     filled(cache)  # also if it was damaged between the look-up and the end of the compile
-    assert cache.holds(KEY)
     assert cubin(cache) == DATA
     assert cache.verify() == (1, [])
     assert [p.name for p in cache.root.iterdir()] == [KEY.folder]
@@ -236,7 +233,7 @@ WORK: dict[tuple[str, str], Callable[[KernelCache], object]] = {
 @pytest.mark.parametrize(("before", "work"), WORK)
 def test_kill_9_at_any_step_leaves_no_half_entry(cache: KernelCache, monkeypatch, before: str, work: str) -> None:
     """A kernel that is found afterwards is whole, and the next store works."""
-    for at in range(1, 40):
+    for at in range(1, 60):
         cache.clear()
         if before != "empty":
             filled(cache)
@@ -254,7 +251,7 @@ def test_kill_9_at_any_step_leaves_no_half_entry(cache: KernelCache, monkeypatch
         if status == 0:
             break
         assert status == -signal.SIGKILL
-    assert 3 < at < 39
+    assert 3 < at < 59
 
 
 @pytest.mark.parametrize("number", ["ENOSPC", "EROFS", "EACCES", "EIO", "ESTALE", "EBUSY", "ENOENT", "EMFILE"])
@@ -582,7 +579,7 @@ def test_an_entry_that_is_removed_while_it_is_written_again(tmp_path: Path, monk
     monkeypatch.setattr(os, "rename", once)
     assert cache.store(KEY, "text", DATA, {})
     assert failed
-    assert cache.holds(KEY)
+    assert cubin(cache) == DATA
 
 
 def test_a_recording_replaces_no_device(tmp_path: Path) -> None:
@@ -924,7 +921,7 @@ def test_configure_is_over_the_environment(monkeypatch: pytest.MonkeyPatch, capl
 
 @pytest.mark.gpu
 def test_an_image_that_the_driver_refuses_is_rebuilt_once(tmp_path: Path) -> None:
-    from jitrope.jit.registry import spec_from_dict
+    from jitrope.base.spec import spec_from_dict
     from jitrope.jit.render import render
 
     assert on_the_gpu(COUNTED, tmp_path / "k") == "1 0"

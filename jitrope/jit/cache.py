@@ -15,9 +15,8 @@ import stat
 import threading
 import time
 import uuid
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,42 +121,70 @@ def _delete(folder: int, name: str) -> None:
         os.rmdir(name, dir_fd=folder)
 
 
-class Listing:
-    """A folder or bundle of entries. It is opened at each use."""
+class Layer:
+    """A read-only cache: a folder of entries, a bundle, or an unpacked bundle, by path, or a bundle by path and digest.
 
-    root: Path
-    _given: Path  # the root, or `root#sha256=digest`
-    any_compiler = True  # entries of other compilers are used too
+    Entries are matched by source (templates, constants, options, architecture, format), not by compiler, so a machine
+    needs neither NVRTC nor headers to use them.
+    """
+
+    own = False  # whether it is the user's own folder
     not_used = "a system cache is not used: {}"
 
-    @abstractmethod
-    def _open(self) -> AbstractContextManager[Folder | Bundle]:
-        """What is there now. Raises CacheError if it cannot be used, FileNotFoundError if the user has none yet."""
+    def __init__(self, given: Path) -> None:
+        self._given = given
+        self._bundle: tuple[Any, Any] = None, None  # (the file's identity, what was in it)
 
-    def _bad(self, place: Any, name: str, error: Exception, repair: bool) -> None:
-        """Say that an entry is not usable."""
-        warn_once(f"{name} in the system cache {self.root} is not usable ({error})", self.root / name)
+    @property
+    def root(self) -> Path:
+        """The folder or file."""
+        return split(self._given)[0]
 
-    def read(self, key: Key, repair: bool = True) -> dict[str, bytes] | None:
-        """The files of the key's entry, checked, or None. An entry of this machine's compiler comes first.
+    @contextmanager
+    def _open(self) -> Iterator[Any]:
+        """The `Folder` or `Bundle` that is there now: it may be replaced while this process runs.
 
-        repair: remove damaged entries of the user's own folder, and count them.
+        Raises:
+            CacheError: it cannot be used.
+            FileNotFoundError: the user has none yet.
         """
-        own = [key.folder, key.portable_folder]
-        every = self.any_compiler or not key.compiler  # nothing can be compiled here
+        try:
+            now = self.root.stat()
+            if self.own or (stat.S_ISDIR(now.st_mode) and self._given == self.root):
+                with trust.root(self.root, self.own) as number:
+                    yield Folder(number)
+            else:
+                identity = now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns
+                if self._bundle[0] != identity:
+                    self._bundle = identity, Bundle(self._given)
+                yield self._bundle[1]
+        except OSError as error:
+            if self.own and isinstance(error, FileNotFoundError):
+                raise
+            raise CacheError(f"cannot read the kernel cache {self.root}: {reason(error)}") from error
+
+    def read(self, key: Key) -> dict[str, bytes] | None:
+        """The files of the key's entry, checked, or None. An entry of this machine's compiler comes first."""
+        names = [key.folder, key.portable_folder]
+        every = not self.own or not key.compiler  # nothing can be compiled here, so kernels of any compiler match
         try:
             with suppress(FileNotFoundError), self._open() as place:
-                found = [x for x in place.names() if x in own or (every and x.startswith(f"{key.stem}-"))]
-                for name in sorted(found, key=lambda x: (x != own[0], x != own[1], x)):
+                found = [x for x in place.names() if x in names or (every and x.startswith(f"{key.stem}-"))]
+                for name in sorted(found, key=lambda x: (x != names[0], x != names[1], x)):
                     try:
-                        return place.read(name)[1]
+                        files: dict[str, bytes] = place.read(name)[1]
+                        return files
                     except FileNotFoundError:  # another process removed it
                         continue
                     except (OSError, *DAMAGE) as error:
-                        self._bad(place, name, error, repair)
+                        self._bad(name, reason(error))
         except CacheError as error:
             warn_once(self.not_used.format(error), self._given)
         return None
+
+    def _bad(self, name: str, why: str) -> bool:
+        """Say that an entry is not usable. False if it was said before."""
+        return warn_once(f"{name} in the kernel cache {self.root} is not usable ({why})", self.root / name)
 
     def survey(self) -> tuple[list[Entry], list[tuple[Path, str]]]:
         """(whole entries, damaged ones with the reason), by name. Entries of another version are in neither list.
@@ -189,33 +216,6 @@ class Listing:
         return len(good), bad
 
 
-class Layer(Listing):
-    """A read-only cache: a folder of entries, a bundle, or an unpacked bundle, by path, or a bundle by path and digest.
-
-    Entries are matched by source (templates, constants, options, architecture, format), not by compiler, so a machine
-    needs neither NVRTC nor headers to use them.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._given, self.root = path, split(path)[0]
-        self._bundle: tuple[Any, Any] = None, None  # (the file's identity, what was there)
-
-    @contextmanager
-    def _open(self) -> Iterator[Folder | Bundle]:
-        try:
-            now = self.root.stat()
-            identity = now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns
-            if stat.S_ISDIR(now.st_mode) and self._given == self.root:
-                with trust.root(self.root, parents=True) as number:
-                    yield Folder(number)
-                return
-            if self._bundle[0] != identity:  # it may be replaced while this process runs
-                self._bundle = identity, Bundle(self._given)
-            yield self._bundle[1]
-        except OSError as error:
-            raise CacheError(f"cannot read {self.root}: {reason(error)}") from error
-
-
 @dataclass
 class Counts:
     """Counters of one process.
@@ -226,7 +226,7 @@ class Counts:
     Attributes:
         hits, misses: kernels that were found in the folder or a layer, and kernels that were not.
         compiled: kernels compiled by this process.
-        repaired: unusable entries that were removed.
+        repaired: unusable entries that were found. Each is replaced when its kernel is compiled.
         compile_ms: milliseconds spent on rendering and compiling.
     """
 
@@ -237,7 +237,7 @@ class Counts:
     compile_ms: float = 0.0
 
 
-class KernelCache(Listing):
+class KernelCache(Layer):
     """The kernels in one folder and in read-only layers. A disk fault is a miss, never an error.
 
     >>> cache = KernelCache(Path("kernels"))  # the folder need not exist
@@ -249,11 +249,11 @@ class KernelCache(Listing):
         system: read-only folders and bundles, which are searched after it, in order.
     """
 
-    any_compiler = False
+    own = True
     not_used = "{}; kernels stay in memory"
 
     def __init__(self, root: Path, system: Iterable[Path] = ()) -> None:
-        self._given = arguments.path("KernelCache", "root", root)
+        super().__init__(arguments.path("KernelCache", "root", root))
         self.counts = Counts()
         self._lock = threading.Lock()
         if not isinstance(system, (list, tuple)):
@@ -261,25 +261,14 @@ class KernelCache(Listing):
         self.system = [Layer(arguments.path("KernelCache", f"system[{i}]", path)) for i, path in enumerate(system)]
 
     @property
-    def root(self) -> Path:  # type: ignore[override]
+    def root(self) -> Path:
         """The folder that is used: the given one, or if other users can change that, a private one in it."""
         with suppress(OSError):
-            if trust.fault(os.stat(self._given)):
-                return self._given / f"uid-{trust.user()}"
+            if wrong := trust.fault(os.stat(self._given)):
+                private = self._given / f"uid-{trust.user()}"
+                warn_once(f"{self._given} {wrong}; your kernels are in {private}", private)
+                return private
         return self._given
-
-    @contextmanager
-    def _open(self) -> Iterator[Folder]:
-        path, given = self.root, self._given
-        try:
-            with trust.root(path, private=path != given) as number:
-                if path != given:
-                    warn_once(f"{given} {trust.fault(os.stat(given))}; your kernels are in {path}", path)
-                yield Folder(number)
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise CacheError(f"cannot read the kernel cache {path}: {reason(error)}") from error
 
     # ---- finding ---------------------------------------------------------------------------------
 
@@ -289,23 +278,14 @@ class KernelCache(Listing):
         self.count("hits" if files else "misses")
         return files[CUBIN] if files else None
 
-    def read(self, key: Key, repair: bool = True) -> dict[str, bytes] | None:
+    def read(self, key: Key) -> dict[str, bytes] | None:
         """The files of the key's entry, checked, from the user's own folder or else from a layer, or None."""
-        found = super().read(key, repair)
-        return found or next(filter(None, (layer.read(key) for layer in self.system)), None)
+        return super().read(key) or next(filter(None, (layer.read(key) for layer in self.system)), None)
 
-    def holds(self, key: Key) -> bool:
-        """Whether `find` would find the key's entry. Nothing is changed or counted."""
-        return self.read(key, repair=False) is not None
-
-    def _bad(self, place: Any, name: str, error: Exception, repair: bool) -> None:
-        if not isinstance(error, (PermissionError, *DAMAGE)):  # it may be temporary
-            text = f"cannot read the cache entry {name} ({reason(error)}); the kernel is made again"
-            warn_once(text, (self.root, reason(error)))
-        elif repair:
-            warn_once(f"cache entry {name} is not usable ({reason(error)}); it is rebuilt", self.root / name)
-            self.count("repaired")
-            place.remove(name)
+    def _bad(self, name: str, why: str) -> bool:
+        said = super()._bad(name, why)
+        self.count("repaired", said)
+        return said
 
     # ---- writing ---------------------------------------------------------------------------------
 

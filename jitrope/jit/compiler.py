@@ -17,10 +17,6 @@ from ..base.config import chosen_cupy_folder, cupy_import_environment
 from ..base.errors import CompileError
 from .render import Source
 
-OPTIONS = ("-std=c++17",)
-"""NVRTC's options for every kernel: no fast-math and no flush to zero. A product and a sum are contracted only where a
-template uses an intrinsic for it."""
-
 OLDEST_ARCH = {12: 50, 13: 75}  # the oldest architecture that NVRTC supports, by CUDA's major version
 
 PACKAGES = {12: ("cupy-cuda12x", "nvidia-cuda-nvrtc-cu12"), 13: ("cupy-cuda13x", "nvidia-cuda-nvrtc")}
@@ -143,14 +139,12 @@ def unsupported(arch: str, supported: Sequence[str], version: tuple[int, int]) -
     """(fault, remedy) if an NVRTC of this version cannot compile for `arch`, or None."""
     numbers = sorted(int(name.removeprefix("sm_")) for name in supported)
     nvrtc, range_ = f"NVRTC {version[0]}.{version[1]}", f"this NVRTC compiles for sm_{numbers[0]} to sm_{numbers[-1]}"
-    match = re.fullmatch(r"sm_(\d+)[af]?", arch)
-    if match is None:
-        return f"{arch!r} is not an architecture such as sm_90", f"{range_}: {', '.join(supported)}"
-    number = int(match[1])
+    number = int(match[1]) if (match := re.fullmatch(r"sm_(\d+)[af]?", arch)) else 0
     if number in numbers:
         return None
-    if numbers[0] < number < numbers[-1]:
-        return f"there is no {arch}", f"{range_}: {', '.join(supported)}"
+    if not number or numbers[0] < number < numbers[-1]:
+        wrong = f"there is no {arch}" if number else f"{arch!r} is not an architecture such as sm_90"
+        return wrong, f"{range_}: {', '.join(supported)}"
     if number > numbers[-1]:
         upgrade = f"pip install --upgrade {PACKAGES[_nearest(version[0])][1]}"
         age, advice = f"newer than {nvrtc}", f"{upgrade}, or {install(13)}" if version[0] < 13 else upgrade
@@ -162,8 +156,11 @@ def unsupported(arch: str, supported: Sequence[str], version: tuple[int, int]) -
 
 
 def options_for(arch: str) -> tuple[str, ...]:
-    """NVRTC's options for an architecture such as "sm_90"."""
-    return (*OPTIONS, f"-arch={arch}")
+    """NVRTC's options for an architecture such as "sm_90": no fast-math and no flush to zero.
+
+    A product and a sum are contracted only where a template uses an intrinsic for it.
+    """
+    return "-std=c++17", f"-arch={arch}"
 
 
 def compile_source(

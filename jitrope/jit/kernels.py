@@ -95,8 +95,7 @@ def build(spec: Spec, arch: str, rebuild: bool = False) -> Cubin:
 
     Raises CompileError if the kernel cannot be compiled, MissingKernel if compiling is forbidden.
     """
-    cache, start = kernel_cache(), time.perf_counter()
-    key = key_of(spec, arch)
+    cache, key, start = kernel_cache(), key_of(spec, arch), time.perf_counter()
     if not rebuild and (found := cache.find(key)) is not None:
         recording.tell(spec, arch, start, "disk")
         return Cubin(found, compiled=False, kept=True)

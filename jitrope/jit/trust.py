@@ -71,15 +71,15 @@ def folder(path: str | Path, inside: int | None = None, private: bool = False) -
         os.close(number)
 
 
-def root(path: Path, parents: bool = False, private: bool = False) -> AbstractContextManager[int]:
-    """A handle of a cache's folder. parents: refuse it if other users can put another folder in its place.
+def root(path: Path, own: bool) -> AbstractContextManager[int]:
+    """A handle of a cache's folder: the user's own, or one that is refused if other users can put another in its place.
 
     A link is followed only if they cannot. Raises as `folder` does.
     """
-    follow = parents or os.path.islink(path)
+    follow = not own or os.path.islink(path)
     if follow and (wrong := way(path)):
         raise CacheError(wrong)
-    return folder(os.path.realpath(path) if follow else path, private=private)
+    return folder(os.path.realpath(path) if follow else path, private=own)
 
 
 def read(name: str, inside: int) -> bytes:
