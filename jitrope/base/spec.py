@@ -5,7 +5,6 @@ Pure Python without torch: dtypes are the words "fp32", "fp16", "bf16".
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields
 from typing import Any, ClassVar
@@ -61,6 +60,7 @@ class Spec:
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     kind: Any
+    name: Any  # a readable text
     threads: Any  # threads of a block
     words: Mapping[str, tuple[str, ...]]  # the allowed texts of each text field
     enumerators: tuple[str, ...] = ()  # text fields that are enumerators of the template; the others are dtypes
@@ -75,11 +75,6 @@ class Spec:
     def entry(self) -> str:
         """The kernel's name in the source."""
         return f"jitrope_{self.kind}"
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """A readable name."""
 
     def check(self) -> None:
         """Raise InvalidInput if a field is not a constant of its kind, or if the fields do not fit together."""

@@ -7,8 +7,7 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..base.config import OWN_BUNDLE
@@ -40,7 +39,7 @@ class Bundle:
 
     def __init__(self, path: Path) -> None:
         self.path, digest = split(path)
-        with self._named():
+        try:
             self._data = self._whole(digest)
             with tarfile.open(fileobj=io.BytesIO(self._data), mode="r:") as tar:
                 self._members = {m.name: slice(m.offset_data, m.offset_data + m.size) for m in tar if m.isreg()}
@@ -48,16 +47,20 @@ class Bundle:
             if manifest.get("format") != FORMAT:
                 raise CacheError(f"{self.path} has format {manifest.get('format')!r}, not {FORMAT}; write it again")
             self._names = sorted(map(str, manifest["kernels"]))
+        except CacheError:
+            raise
+        except OSError as error:  # before DAMAGE, which has one of its kinds
+            raise CacheError(f"cannot read the bundle {self.path}: {trust.reason(error)}") from error
+        except (tarfile.TarError, OverflowError, *DAMAGE) as error:
+            raise CacheError(f"{self.path} cannot be read as a bundle: {error}") from error
 
     def _whole(self, digest: str) -> bytes:
         """The file's bytes. They are read once, so what was checked is what is used."""
-        with open(self.path, "rb", opener=lambda path, flags: os.open(path, flags | trust.AT_ONCE)) as file:
-            info = trust.regular(file.fileno(), str(self.path), WHOLE)
-            trusted = digest or self.path == OWN_BUNDLE  # who can change jitrope's own bundle can change jitrope too
-            if not trusted and (wrong := trust.way(self.path) or trust.fault(info)):
-                advice = f"if you trust it, name it as {self.path}{DIGEST}DIGEST, with the output of sha256sum"
-                raise CacheError(f"{self.path} is not trusted: {wrong}; {advice}")
-            data = file.read(info.st_size)
+        trusted = digest or self.path == OWN_BUNDLE  # who can change jitrope's own bundle can change jitrope too
+        if not trusted and (wrong := trust.way(self.path) or trust.fault(os.stat(self.path))):
+            advice = f"if you trust it, name it as {self.path}{DIGEST}DIGEST, with the output of sha256sum"
+            raise CacheError(f"{self.path} is not trusted: {wrong}; {advice}")
+        data = trust.read(os.path.realpath(self.path), most=WHOLE, anybodys=True)
         if digest and (found := hashlib.sha256(data).hexdigest()) != digest:
             raise CacheError(f"{self.path} has the SHA-256 {found}, not {digest}")
         return data
@@ -68,25 +71,15 @@ class Bundle:
 
     def read(self, name: str) -> Read:
         """Read and check an entry. Raises CacheError."""
-        with self._named():
+        try:
             return entry.check(name, {file: self._content(f"{name}/{file}") for file in FILES})
+        except DAMAGE as error:
+            raise CacheError(f"{self.path} cannot be read as a bundle: {error}") from error
 
     def _content(self, name: str) -> bytes:
         if name not in self._members:
             raise ValueError(f"it has no {name}")
         return self._data[self._members[name]]
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Make an error of reading a CacheError with the path."""
-        try:
-            yield
-        except CacheError:
-            raise
-        except OSError as error:  # before DAMAGE, which has one of its kinds
-            raise CacheError(f"cannot read the bundle {self.path}: {trust.reason(error)}") from error
-        except (tarfile.TarError, OverflowError, *DAMAGE) as error:
-            raise CacheError(f"{self.path} cannot be read as a bundle: {error}") from error
 
 
 def write_bundle(path: Path, entries: Mapping[str, Mapping[str, bytes]]) -> None:

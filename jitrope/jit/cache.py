@@ -299,7 +299,7 @@ class KernelCache(Layer):
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._open() as folder:
                 folder.install(name, files)
-        except (OSError, ValueError, CacheError) as error:
+        except (OSError, CacheError) as error:
             why = reason(error.__cause__ or error)
             warn_once(f"cannot write the kernel cache {self.root} ({why}); kernels stay in memory", self._given)
             return False

@@ -18,8 +18,7 @@ LIMIT = 1 << 26
 user = getattr(os, "geteuid", int)
 """The number of this user; 0 where there are no users."""
 
-AT_ONCE = getattr(os, "O_NONBLOCK", 0)  # a pipe must not block
-_FLAGS = os.O_RDONLY | AT_ONCE | getattr(os, "O_NOFOLLOW", 0)
+_FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOFOLLOW"))  # a pipe must not block
 
 
 def fault(info: os.stat_result, above: bool = False) -> str | None:
@@ -82,28 +81,25 @@ def root(path: Path, own: bool) -> AbstractContextManager[int]:
     return folder(os.path.realpath(path) if follow else path, private=own)
 
 
-def read(name: str, inside: int) -> bytes:
-    """The bytes of a file in an open folder. Raises CacheError if it must not be used, OSError if it cannot be read."""
+def read(name: str, inside: int | None = None, most: int = LIMIT, anybodys: bool = False) -> bytes:
+    """The bytes of a file, not through a link. inside: the handle of its folder. anybodys: others may change it.
+
+    Raises CacheError if it must not be used, or has more bytes than `most`; OSError if it cannot be read.
+    """
     try:
         with open(name, "rb", opener=lambda name, _: os.open(name, _FLAGS, dir_fd=inside)) as file:
-            info = regular(file.fileno(), name, LIMIT)
-            if wrong := fault(info):
+            info = os.fstat(file.fileno())
+            if not stat.S_ISREG(info.st_mode):
+                raise CacheError(f"{name} is not a file")
+            if not anybodys and (wrong := fault(info)):
                 raise CacheError(f"{name} {wrong}")
+            if info.st_size > most:
+                raise CacheError(f"{name} has {info.st_size} bytes, more than {most}")
             return file.read(info.st_size)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ELOOP, errno.EISDIR):  # there is none, or a link, or a folder
             raise CacheError(f"{name}: {error.strerror}") from error
         raise
-
-
-def regular(number: int, name: str, most: int) -> os.stat_result:
-    """The properties of an open file. Raises CacheError if it is no file, or has too many bytes."""
-    info = os.fstat(number)
-    if not stat.S_ISREG(info.st_mode):
-        raise CacheError(f"{name} is not a file")
-    if info.st_size > most:
-        raise CacheError(f"{name} has {info.st_size} bytes, more than {most}")
-    return info
 
 
 # ---- writing -------------------------------------------------------------------------------------
