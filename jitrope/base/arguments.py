@@ -10,7 +10,7 @@ from __future__ import annotations
 import numbers
 import operator
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -129,16 +129,10 @@ def items(function: str, label: str, value: Any, must: str) -> list[Any]:
     refuse(function, label, value, must)
 
 
-def tensor(
-    function: str, label: str, value: Any, dtypes: Sequence[torch.dtype] = (), rank: int | None = None
-) -> Tensor:
-    """Return a tensor of one of `dtypes` with `rank` axes. Lists and numpy arrays are refused: they have no device."""
+def tensor(function: str, label: str, value: Any) -> Tensor:
+    """Return a tensor. Lists and numpy arrays are refused: they have no device."""
     if not isinstance(value, Tensor):
         refuse(function, label, value, "a tensor")
-    if dtypes and value.dtype not in dtypes:
-        refuse(function, label, value, "of dtype " + " or ".join(map(_short, dtypes)))
-    if rank is not None and value.dim() != rank:
-        refuse(function, label, value, f"a tensor with {rank} " + ("axis" if rank == 1 else "axes"))
     return value
 
 
@@ -148,7 +142,7 @@ def shown(value: Any) -> str:
     if isinstance(value, Tensor):
         if value.is_nested:
             return "a nested tensor"
-        return f"a tensor of shape {tuple(value.shape)}, {_short(value.dtype)}, on {value.device}"
+        return f"a tensor of shape {tuple(value.shape)}, {str(value.dtype).removeprefix('torch.')}, on {value.device}"
     if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
         return f"a numpy array of shape {tuple(value.shape)}"
     if isinstance(value, (list, tuple)) and any(isinstance(x, (Tensor, list, tuple)) for x in value):
@@ -157,7 +151,3 @@ def shown(value: Any) -> str:
         return f"a module, {kind.__name__}"  # its repr has a line for each layer
     text = " ".join(repr(value).split())
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

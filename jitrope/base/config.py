@@ -204,7 +204,6 @@ def cupy_import_environment() -> Iterator[None]:
         del os.environ["CUPY_CACHE_DIR"]
 
 
-def chosen_cupy_folder() -> Path | None:
+def chosen_cupy_folder() -> str:
     """CuPy's kernel cache folder, if the user chose one."""
-    given = os.environ.get("CUPY_CACHE_DIR")
-    return Path(given) if given else None
+    return os.environ.get("CUPY_CACHE_DIR", "")

@@ -101,8 +101,6 @@ def write_bundle(path: Path, entries: Mapping[str, Mapping[str, bytes]]) -> None
 def _add(tar: tarfile.TarFile, name: str, data: bytes | None) -> None:
     """Add a file, or a folder if data is None. With these modes `tar xf` does not make it group-writable."""
     info = tarfile.TarInfo(name)  # without time and owner
-    if data is None:
-        info.type, info.mode = tarfile.DIRTYPE, 0o755
-    else:
-        info.size, info.mode = len(data), 0o644
+    info.type, info.mode = (tarfile.DIRTYPE, 0o755) if data is None else (tarfile.REGTYPE, 0o644)
+    info.size = len(data or b"")
     tar.addfile(info, io.BytesIO(data or b""))

@@ -121,6 +121,27 @@ def _delete(folder: int, name: str) -> None:
         os.rmdir(name, dir_fd=folder)
 
 
+@dataclass
+class Counts:
+    """Counters of one process.
+
+    >>> KernelCache(Path("kernels")).counts
+    Counts(hits=0, misses=0, compiled=0, repaired=0, compile_ms=0.0)
+
+    Attributes:
+        hits, misses: kernels that were found in the folder or a layer, and kernels that were not.
+        compiled: kernels compiled by this process.
+        repaired: unusable entries that were found. Each is replaced when its kernel is compiled.
+        compile_ms: milliseconds spent on rendering and compiling.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    compiled: int = 0
+    repaired: int = 0
+    compile_ms: float = 0.0
+
+
 class Layer:
     """A read-only cache: a folder of entries, a bundle, or an unpacked bundle, by path, or a bundle by path and digest.
 
@@ -129,11 +150,12 @@ class Layer:
     """
 
     own = False  # whether it is the user's own folder
-    not_used = "a system cache is not used: {}"
 
     def __init__(self, given: Path) -> None:
         self._given = given
         self._bundle: tuple[Any, Any] = None, None  # (the file's identity, what was in it)
+        self.counts = Counts()
+        self._lock = threading.Lock()
 
     @property
     def root(self) -> Path:
@@ -177,14 +199,12 @@ class Layer:
                     except FileNotFoundError:  # another process removed it
                         continue
                     except (OSError, *DAMAGE) as error:
-                        self._bad(name, reason(error))
+                        text = f"{name} in the kernel cache {self.root} is not usable ({reason(error)})"
+                        self.count("repaired", warn_once(text, self.root / name))
         except CacheError as error:
-            warn_once(self.not_used.format(error), self._given)
+            text = "{}; kernels stay in memory" if self.own else "a system cache is not used: {}"
+            warn_once(text.format(error), self._given)
         return None
-
-    def _bad(self, name: str, why: str) -> bool:
-        """Say that an entry is not usable. False if it was said before."""
-        return warn_once(f"{name} in the kernel cache {self.root} is not usable ({why})", self.root / name)
 
     def survey(self) -> tuple[list[Entry], list[tuple[Path, str]]]:
         """(whole entries, damaged ones with the reason), by name. Entries of another version are in neither list.
@@ -215,26 +235,10 @@ class Layer:
             return 0, [(self.root, str(error))]
         return len(good), bad
 
-
-@dataclass
-class Counts:
-    """Counters of one process.
-
-    >>> KernelCache(Path("kernels")).counts
-    Counts(hits=0, misses=0, compiled=0, repaired=0, compile_ms=0.0)
-
-    Attributes:
-        hits, misses: kernels that were found in the folder or a layer, and kernels that were not.
-        compiled: kernels compiled by this process.
-        repaired: unusable entries that were found. Each is replaced when its kernel is compiled.
-        compile_ms: milliseconds spent on rendering and compiling.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    compiled: int = 0
-    repaired: int = 0
-    compile_ms: float = 0.0
+    def count(self, name: str, more: float = 1) -> None:
+        """Add to one of `counts`."""
+        with self._lock:
+            setattr(self.counts, name, getattr(self.counts, name) + more)
 
 
 class KernelCache(Layer):
@@ -250,12 +254,9 @@ class KernelCache(Layer):
     """
 
     own = True
-    not_used = "{}; kernels stay in memory"
 
     def __init__(self, root: Path, system: Iterable[Path] = ()) -> None:
         super().__init__(arguments.path("KernelCache", "root", root))
-        self.counts = Counts()
-        self._lock = threading.Lock()
         if not isinstance(system, (list, tuple)):
             arguments.refuse("KernelCache", "system", system, "a list or tuple of paths")
         self.system = [Layer(arguments.path("KernelCache", f"system[{i}]", path)) for i, path in enumerate(system)]
@@ -281,11 +282,6 @@ class KernelCache(Layer):
     def read(self, key: Key) -> dict[str, bytes] | None:
         """The files of the key's entry, checked, from the user's own folder or else from a layer, or None."""
         return super().read(key) or next(filter(None, (layer.read(key) for layer in self.system)), None)
-
-    def _bad(self, name: str, why: str) -> bool:
-        said = super()._bad(name, why)
-        self.count("repaired", said)
-        return said
 
     # ---- writing ---------------------------------------------------------------------------------
 
@@ -350,8 +346,3 @@ class KernelCache(Layer):
                 if not folder.remove(name):
                     raise CacheError(f"cannot remove {self.root / name}")
         return [self.root / name for name in entries]
-
-    def count(self, name: str, more: float = 1) -> None:
-        """Add to one of `counts`."""
-        with self._lock:
-            setattr(self.counts, name, getattr(self.counts, name) + more)

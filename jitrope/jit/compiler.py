@@ -69,8 +69,7 @@ def _cupy_fault(error: BaseException) -> str:
     """The fault of an installed CuPy that cannot be imported, and the remedy."""
     while error.__cause__ is not None:  # CuPy wraps the original error in many lines
         error = error.__cause__
-    folder = chosen_cupy_folder()
-    if isinstance(error, OSError) and error.filename and folder and folder.is_relative_to(error.filename):
+    if isinstance(error, OSError) and error.filename and chosen_cupy_folder():
         return f"cannot make its own cache folder ({error}): set CUPY_CACHE_DIR to a folder that can be written"
     reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
     command = f"pip install --force-reinstall {PACKAGES[_nearest()][0]}"

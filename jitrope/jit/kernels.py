@@ -8,7 +8,6 @@ import shlex
 import threading
 import time
 from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -29,9 +28,7 @@ _kernels: dict[tuple[Spec, int], Kernel] = {}
 _build_lock = threading.RLock()
 
 
-@lru_cache(maxsize=8)
-def _cache_at(root: Path, system: tuple[Path, ...]) -> KernelCache:
-    return KernelCache(root, system)
+_cache_at = lru_cache(maxsize=8)(KernelCache)
 
 
 def kernel_cache() -> KernelCache:
@@ -68,8 +65,7 @@ def get_kernel(spec: Spec, device: int) -> Kernel:
 
 def arch_of(device: int) -> str:
     """A GPU's architecture, such as "sm_90"."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
+    return "sm_" + "".join(map(str, torch.cuda.get_device_capability(device)))
 
 
 def local_archs() -> list[str]:

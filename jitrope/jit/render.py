@@ -80,7 +80,6 @@ def environment() -> jinja2.Environment:
         finalize=cpp_literal,
         keep_trailing_newline=True,
         trim_blocks=True,
-        autoescape=False,
     )
 
 
