@@ -30,13 +30,7 @@ def refuse(function: str, label: str, value: Any, must: str) -> NoReturn:
 
 def whole(function: str, label: str, value: Any, least: int | None = None) -> int:
     """Return a whole number of at least `least`. Python's, numpy's and symbolic ones pass, also 2.0 and True."""
-    found: int | None = value
-    if type(value) is not int and not isinstance(value, torch.SymInt):
-        real = _real(value)
-        try:
-            found = int(real) if real is not None and int(real) == real else None
-        except (ArithmeticError, ValueError):  # nan and infinite
-            found = None
+    found: int | None = _as(int, value, torch.SymInt)
     if found is None or (least is not None and found < least) or (type(found) is int and abs(found) > _LARGEST):
         refuse(function, label, value, "a whole number" + (f" of at least {least}" if least is not None else ""))
     return found
@@ -44,34 +38,38 @@ def whole(function: str, label: str, value: Any, least: int | None = None) -> in
 
 def flag(function: str, label: str, value: Any) -> bool:
     """Return True or False. numpy's, 1 and 0 are accepted too; None and "no" are refused."""
-    if isinstance(value, bool):
-        return value
-    real = _real(value)
-    if real is None or real not in (0, 1):
+    found: bool | None = _as(bool, value)
+    if found is None:
         refuse(function, label, value, "True or False")
-    return bool(real)
+    return found
 
 
 def number(function: str, label: str, value: Any, above: float | None = None, or_else: str = "") -> float:
     """Return a finite number greater than `above`. Python's, numpy's and symbolic ones are accepted, whole or not."""
-    found: float = value
-    if type(value) is not float and not isinstance(value, (torch.SymInt, torch.SymFloat)):
-        real = _real(value)
-        too_large = isinstance(real, numbers.Integral) and abs(operator.index(real)) > _LARGEST
-        try:
-            found = float("nan" if real is None or too_large else real)
-        except ArithmeticError:
-            found = float("nan")
-    if type(found) is float and (found * 0 != 0 or (above is not None and found <= above)):
+    found: float | None = _as(float, value, torch.SymInt, torch.SymFloat)
+    if found is None or (type(found) is float and (found * 0 != 0 or (above is not None and found <= above))):
         must = "a finite number" if above is None else f"a finite number above {above}"
         refuse(function, label, value, must + or_else)
     return found
 
 
+def _as(kind: Any, value: Any, *symbolic: Any) -> Any:
+    """A value as int, bool or float, or as it is if symbolic; else None. Only a float may be rounded."""
+    if type(value) is kind or isinstance(value, symbolic):
+        return value
+    real = _real(value)
+    try:
+        found = None if real is None else kind(real)
+        return found if kind is float or found == real else None
+    except (ArithmeticError, ValueError):  # nan and infinite
+        return None
+
+
 def _real(value: Any) -> Any:
     """Return a value's real number, or None. Known calls are found by value, so equal values must mean the same."""
     if isinstance(value, numbers.Real):
-        return value
+        is_large = isinstance(value, numbers.Integral) and abs(operator.index(value)) > _LARGEST
+        return None if is_large else value
     if isinstance(value, Tensor):  # `torch.jit.trace` shows sizes as tensors without axes
         return value if torch.jit.is_tracing() and value.dim() == 0 else None  # type: ignore[attr-defined]
     kind = type(value).__name__

@@ -45,11 +45,9 @@ class Bundle:
                 self._members = {m.name: slice(m.offset_data, m.offset_data + m.size) for m in tar if m.isreg()}
             manifest = json.loads(self._content(MANIFEST))
             if manifest.get("format") != FORMAT:
-                raise CacheError(f"{self.path} has format {manifest.get('format')!r}, not {FORMAT}; write it again")
+                raise ValueError(f"it has format {manifest.get('format')!r}, not {FORMAT}; write it again")
             self._names = sorted(map(str, manifest["kernels"]))
-        except CacheError:
-            raise
-        except OSError as error:  # before DAMAGE, which has one of its kinds
+        except OSError as error:  # before DAMAGE, which has some of its kinds
             raise CacheError(f"cannot read the bundle {self.path}: {trust.reason(error)}") from error
         except (tarfile.TarError, OverflowError, *DAMAGE) as error:
             raise CacheError(f"{self.path} cannot be read as a bundle: {error}") from error
@@ -59,10 +57,10 @@ class Bundle:
         trusted = digest or self.path == OWN_BUNDLE  # who can change jitrope's own bundle can change jitrope too
         if not trusted and (wrong := trust.way(self.path) or trust.fault(os.stat(self.path))):
             advice = f"if you trust it, name it as {self.path}{DIGEST}DIGEST, with the output of sha256sum"
-            raise CacheError(f"{self.path} is not trusted: {wrong}; {advice}")
+            raise ValueError(f"it is not trusted: {wrong}; {advice}")
         data = trust.read(os.path.realpath(self.path), most=WHOLE, anybodys=True)
         if digest and (found := hashlib.sha256(data).hexdigest()) != digest:
-            raise CacheError(f"{self.path} has the SHA-256 {found}, not {digest}")
+            raise ValueError(f"it has the SHA-256 {found}, not {digest}")
         return data
 
     def names(self) -> list[str]:

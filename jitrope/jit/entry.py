@@ -17,7 +17,8 @@ FORMAT = 3  # version of an entry's layout; part of every key
 
 FILES = TEXT, CUBIN, META = "kernel.cu", "kernel.cubin", "spec.json"
 
-DAMAGE = (CacheError, ValueError, KeyError, TypeError, AttributeError, RecursionError, NotADirectoryError)
+_OF_FILES = (NotADirectoryError, IsADirectoryError)
+DAMAGE = (CacheError, ValueError, KeyError, TypeError, AttributeError, RecursionError, *_OF_FILES)
 """Errors of reading a damaged or changed entry, or one that is not trusted."""
 
 ANY = "any"  # replaces the compiler's hash in the name of an entry from a bundle, which works with any compiler or none

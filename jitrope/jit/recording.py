@@ -8,7 +8,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +73,7 @@ class KernelEvent(NamedTuple):
 _callbacks: dict[object, Callable[[KernelEvent], object]] = {}
 
 
-def on_compile(callback: Callable[[KernelEvent], object]) -> Callable[[], object]:
+def on_compile(callback: Callable[[KernelEvent], object]) -> Callable[[], None]:
     """Call a function for each kernel that this process compiles, or reads from a cache, from now on.
 
     Use it to monitor a server after its warm-up. The thread that needs the kernel calls the function before the launch.
@@ -89,7 +88,11 @@ def on_compile(callback: Callable[[KernelEvent], object]) -> Callable[[], object
     if not callable(callback):
         arguments.refuse("on_compile", "callback", callback, "a function of a KernelEvent")
     _callbacks[key := object()] = callback
-    return partial(_callbacks.pop, key, None)
+
+    def remove() -> None:
+        _callbacks.pop(key, None)
+
+    return remove
 
 
 def tell(spec: Spec, arch: str, since: float, source: str) -> None:
@@ -147,8 +150,7 @@ def add(path: Path, specs: Iterable[Spec]) -> None:
 def _read(path: Path) -> dict[str, Any]:
     refuse_device(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
-        data = json.loads(text) if text.strip() else {}  # `mktemp` and `touch` make empty files
+        data = json.loads(path.read_text(encoding="utf-8-sig").strip() or "{}")  # `mktemp` makes empty files
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
@@ -162,15 +164,12 @@ def _read(path: Path) -> dict[str, Any]:
 def _locked(path: Path) -> Iterator[None]:
     """Hold a lock, if the system has locks. A process that dies releases its lock."""
     global _patience
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW  # an existing file is not emptied
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)  # an existing file is not emptied
     with open(os.open(path, flags, 0o666), "r+") as file:
         end = time.monotonic() + _patience
-        with contextlib.suppress(OSError):  # this file system has no locks
+        with contextlib.suppress(ImportError, OSError):  # Windows; a file system without locks
+            import fcntl
+
             while True:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

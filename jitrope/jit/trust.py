@@ -97,7 +97,7 @@ def read(name: str, inside: int | None = None, most: int = LIMIT, anybodys: bool
                 raise CacheError(f"{name} has {info.st_size} bytes, more than {most}")
             return file.read(info.st_size)
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ELOOP, errno.EISDIR):  # there is none, or a link, or a folder
+        if error.errno in (errno.ENOENT, errno.ELOOP):  # there is none, or a link
             raise CacheError(f"{name}: {error.strerror}") from error
         raise
 
