@@ -332,16 +332,14 @@ class KernelCache(Layer):
         Raises:
             CacheError: the folder cannot be listed, or an entry cannot be removed.
         """
-        seconds = arguments.number("prune", "older_than", older_than)
-        return self._without("prune", dry_run, seconds, ABANDONED, f"-{ANY}")
+        return self._without("prune", dry_run, arguments.number("prune", "older_than", older_than))
 
-    def _without(
-        self, function: str, dry_run: bool, seconds: float = -math.inf, abandoned: float = -math.inf, kept: str = "/"
-    ) -> list[Path]:
-        """Remove old entries, but those whose names end in `kept`, and old temporary folders."""
+    def _without(self, function: str, dry_run: bool, age: float | None = None) -> list[Path]:
+        """Remove entries and temporary folders: all, or those that are older and not from a bundle."""
         dry_run, entries = arguments.flag(function, "dry_run", dry_run), []
+        old, abandoned = (-math.inf, -math.inf) if age is None else (age, ABANDONED)
         with suppress(FileNotFoundError), self._open() as folder:
-            entries = [name for name in folder.older(seconds, NAME) if not name.endswith(kept)]
+            entries = [x for x in folder.older(old, NAME) if age is None or not x.endswith(f"-{ANY}")]
             for name in () if dry_run else (*entries, *folder.older(abandoned, _TEMPORARY)):
                 if not folder.remove(name):
                     raise CacheError(f"cannot remove {self.root / name}")

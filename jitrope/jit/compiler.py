@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import tempfile
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
+
+import torch
 
 from ..base.config import chosen_cupy_folder, cupy_import_environment
 from ..base.errors import CompileError
@@ -44,10 +45,8 @@ def import_cupy() -> Any:
             raise _failed
         with cupy_import_environment():
             import cupy
-            import cupy_backends.cuda.api.driver
-            import cupy_backends.cuda.libs.nvrtc
 
-            _ = cupy.__version__, cupy_backends.cuda.api.driver, cupy_backends.cuda.libs.nvrtc
+            _ = cupy.__version__, cupy.cuda.driver, cupy.cuda.nvrtc
     except Exception as error:  # an incompatible library or extension module can raise any error
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == "cupy"
         _failed = None if is_missing else error
@@ -78,9 +77,7 @@ def _cupy_fault(error: BaseException) -> str:
 
 @lru_cache(maxsize=1)
 def _nvrtc() -> Any:
-    import_cupy()
-    from cupy_backends.cuda.libs import nvrtc
-
+    nvrtc = import_cupy().cuda.nvrtc
     try:
         nvrtc.getVersion()
     except Exception as error:  # the error of CuPy's loader, of any type
@@ -104,23 +101,18 @@ def _nearest(major: int | None = None) -> int:
 
 def torch_cuda_major() -> int:
     """The major version of the CUDA that torch was built for; 13 if torch was built without CUDA."""
-    version = getattr(sys.modules.get("torch"), "version", None)  # torch is not imported just for this
-    return int((getattr(version, "cuda", None) or "13").split(".")[0])
+    return int((torch.version.cuda or "13").split(".")[0])
 
 
 @lru_cache(maxsize=1)
 def compiler_version() -> str:
     """The versions of CuPy and of the NVRTC that is loaded, which compiles. Raises CompileError if there is none."""
-    major, minor = nvrtc_version()
-    return f"cupy {import_cupy().__version__}, nvrtc {major}.{minor}"
+    return f"cupy {import_cupy().__version__}, nvrtc {'.'.join(map(str, nvrtc_version()))}"
 
 
 def cuda_major() -> int:
     """The major version of the CUDA that CuPy was built for."""
-    import_cupy()
-    from cupy_backends.cuda.api import driver
-
-    return int(driver.get_build_version()) // 1000
+    return int(import_cupy().cuda.driver.get_build_version()) // 1000
 
 
 def nvrtc_version() -> tuple[int, int]:
