@@ -41,8 +41,7 @@ def check_fields(spec: Any, words: Mapping[str, tuple[str, ...]]) -> None:
         else:
             good = type(value) is tuple and len(value) <= MAX_AXES and all(map(_is_count, value))
             wanted = f"at most {MAX_AXES} whole numbers"
-        if not good:
-            raise InvalidInput(f"{type(spec).__name__}: {name} is {value!r}, not {wanted}")
+        refuse_unless(type(spec).__name__, good, f"{name} is {value!r}, not {wanted}")
 
 
 def refuse_unless(spec: str, good: bool, text: str) -> None:

@@ -27,7 +27,6 @@ from ..base.errors import CacheError
 from . import entry, trust
 from .bundle import Bundle, split
 from .entry import ANY, CUBIN, DAMAGE, FILES, NAME, Entry, Key, OtherFormat, Read
-from .trust import reason
 
 __all__ = ["Counts", "KernelCache"]
 
@@ -183,7 +182,7 @@ class Layer:
         except OSError as error:
             if self.own and isinstance(error, FileNotFoundError):
                 raise
-            raise CacheError(f"cannot read the kernel cache {self.root}: {reason(error)}") from error
+            raise CacheError(f"cannot read the kernel cache {self.root}: {trust.reason(error)}") from error
 
     def read(self, key: Key) -> dict[str, bytes] | None:
         """The files of the key's entry, checked, or None. An entry of this machine's compiler comes first."""
@@ -199,7 +198,7 @@ class Layer:
                     except FileNotFoundError:  # another process removed it
                         continue
                     except (OSError, *DAMAGE) as error:
-                        text = f"{name} in the kernel cache {self.root} is not usable ({reason(error)})"
+                        text = f"{name} in the kernel cache {self.root} is not usable ({trust.reason(error)})"
                         self.count("repaired", warn_once(text, self.root / name))
         except CacheError as error:
             text = "{}; kernels stay in memory" if self.own else "a system cache is not used: {}"
@@ -220,7 +219,7 @@ class Layer:
                 except (OtherFormat, FileNotFoundError):  # the second: another process removed it
                     continue
                 except (OSError, *DAMAGE) as error:
-                    bad.append((self.root / name, reason(error)))
+                    bad.append((self.root / name, trust.reason(error)))
         return good, bad
 
     def entries(self) -> list[Entry]:
@@ -296,7 +295,7 @@ class KernelCache(Layer):
             with self._open() as folder:
                 folder.install(name, files)
         except (OSError, CacheError) as error:
-            why = reason(error.__cause__ or error)
+            why = trust.reason(error.__cause__ or error)
             warn_once(f"cannot write the kernel cache {self.root} ({why}); kernels stay in memory", self._given)
             return False
         return True

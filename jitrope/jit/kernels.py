@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 
 from ..base import config
-from ..base.config import log
 from ..base.errors import CompileError, JitropeError, MissingKernel
 from ..base.spec import Spec
 from . import compiler, recording
@@ -104,7 +103,7 @@ def build(spec: Spec, arch: str, rebuild: bool = False) -> Cubin:
     compiled.append(spec.name)
     cache.count("compiled")
     cache.count("compile_ms", ms)
-    log.info("compiled %s for %s in %.0f ms", spec.name, arch, ms)
+    config.log.info("compiled %s for %s in %.0f ms", spec.name, arch, ms)
     kept = cache.store(key, source.text, cubin, spec.to_dict())
     recording.tell(spec, arch, start, "compiled")
     return Cubin(cubin, compiled=True, kept=kept)
@@ -139,5 +138,5 @@ def _load(spec: Spec, device: int) -> Kernel:
     except Refused:
         if found.compiled or not config.compile_allowed():
             raise
-        log.warning("the driver refused the cached kernel %s; it is rebuilt", spec.name)
+        config.log.warning("the driver refused the cached kernel %s; it is rebuilt", spec.name)
         return Kernel(build(spec, arch_of(device), rebuild=True).data, spec.entry, device)
