@@ -30,7 +30,7 @@ def refuse(function: str, label: str, value: Any, must: str) -> NoReturn:
 
 def whole(function: str, label: str, value: Any, least: int | None = None) -> int:
     """Return a whole number of at least `least`. Python's, numpy's and symbolic ones pass, also 2.0 and True."""
-    found: int | None = _as(int, value, torch.SymInt)
+    found: int | None = value if type(value) is int else _as(int, value, torch.SymInt)
     if found is None or (least is not None and found < least) or (type(found) is int and abs(found) > _LARGEST):
         refuse(function, label, value, "a whole number" + (f" of at least {least}" if least is not None else ""))
     return found
@@ -38,7 +38,7 @@ def whole(function: str, label: str, value: Any, least: int | None = None) -> in
 
 def flag(function: str, label: str, value: Any) -> bool:
     """Return True or False. numpy's, 1 and 0 are accepted too; None and "no" are refused."""
-    found: bool | None = _as(bool, value)
+    found: bool | None = value if type(value) is bool else _as(bool, value)
     if found is None:
         refuse(function, label, value, "True or False")
     return found
@@ -46,7 +46,7 @@ def flag(function: str, label: str, value: Any) -> bool:
 
 def number(function: str, label: str, value: Any, above: float | None = None, or_else: str = "") -> float:
     """Return a finite number greater than `above`. Python's, numpy's and symbolic ones are accepted, whole or not."""
-    found: float | None = _as(float, value, torch.SymInt, torch.SymFloat)
+    found: float | None = value if type(value) is float else _as(float, value, torch.SymInt, torch.SymFloat)
     if found is None or (type(found) is float and (found * 0 != 0 or (above is not None and found <= above))):
         must = "a finite number" if above is None else f"a finite number above {above}"
         refuse(function, label, value, must + or_else)
@@ -55,7 +55,7 @@ def number(function: str, label: str, value: Any, above: float | None = None, or
 
 def _as(kind: Any, value: Any, *symbolic: Any) -> Any:
     """A value as int, bool or float, or as it is if symbolic; else None. Only a float may be rounded."""
-    if type(value) is kind or isinstance(value, symbolic):
+    if isinstance(value, symbolic):
         return value
     real = _real(value)
     try:

@@ -187,11 +187,12 @@ class Layer:
     def read(self, key: Key) -> dict[str, bytes] | None:
         """The files of the key's entry, checked, or None. An entry of this machine's compiler comes first."""
         names = [key.folder, key.portable_folder]
-        every = not self.own or not key.compiler  # nothing can be compiled here, so kernels of any compiler match
         try:
             with suppress(FileNotFoundError), self._open() as place:
-                found = [x for x in place.names() if x in names or (every and x.startswith(f"{key.stem}-"))]
-                for name in sorted(found, key=lambda x: (x != names[0], x != names[1], x)):
+                if not self.own or not key.compiler:  # nothing can be compiled here, so any compiler's kernels match
+                    there = [x for x in place.names() if x.startswith(f"{key.stem}-")]
+                    names = sorted(there, key=lambda x: (x != key.folder, x != key.portable_folder, x))
+                for name in names:
                     try:
                         files: dict[str, bytes] = place.read(name)[1]
                         return files
