@@ -24,7 +24,7 @@ import platform
 import shutil
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,15 @@ from jitrope.base.spec import (
     C_TYPES,
     DTYPES,
     ITEM_SIZES,
+    KINDS,
     MAX_INT,
     MAX_THREADS,
     Spec,
     check_fields,
     refuse_unless,
+    spec_from_dict,
 )
-from jitrope.jit import kernels, registry, render
+from jitrope.jit import kernels, render
 from jitrope.plan.problem import DTYPE_NAMES
 
 # ---- 1. what it is, in plain torch -------------------------------------------------------------------
@@ -131,10 +133,6 @@ class GatedAddSpec(Spec):
         """The values of the template's parameter block."""
         self.check()
         return {"c_type": C_TYPES[self.dtype], "vec": self.vec, "threads": self.threads}
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields, for JSON."""
-        return {"kind": self.kind, **asdict(self)}
 
 
 # ---- 4. problem and plan -----------------------------------------------------------------------------
@@ -233,12 +231,12 @@ def main(folder: Path) -> None:
     # cache) by their kind. A file in templates/ and a row in `KINDS` are these two lines.
     (folder / "gated_add.cu.jinja").write_text(TEMPLATE)
     render.TEMPLATE_PATHS.append(folder)
-    registry.KINDS["gated_add"] = GatedAddSpec
+    KINDS["gated_add"] = GatedAddSpec
     os.environ["JITROPE_CACHE_DIR"] = str(folder / "cache")  # this kernel is not the reader's to keep
 
     print("1. A problem is planned; the plan's spec is rendered.")
     spec, grid, reason = plan(Problem("bf16", rows=4608, channels=3072, alignment=16))
-    assert registry.spec_from_dict(spec.to_dict()) == spec
+    assert spec_from_dict(spec.to_dict()) == spec
     source = render.render(spec)
     print(f"    {spec}, a grid of {grid}: {reason}")
     block = source.text.split("only templated lines")[1].split("// ----")[0]

@@ -20,9 +20,9 @@ import torch
 
 from jitrope.base.errors import CacheError, CompileError
 from jitrope.jit import compiler, kernels
+from jitrope.jit.bundle import MANIFEST, write_bundle
 from jitrope.jit.cache import KernelCache
 from jitrope.jit.entry import CUBIN, META, TEXT, Key, pack, seal
-from jitrope.jit.layers import MANIFEST, write_bundle
 from jitrope.tools import bundle
 from jitrope.tools.prewarm import specs_of
 
@@ -629,7 +629,7 @@ print(*seen, len(kernels.compiled) > 0)
 """
     write = """
 from pathlib import Path
-from jitrope.jit.registry import spec_from_dict
+from jitrope.base.spec import spec_from_dict
 from jitrope.tools import bundle
 specs = [spec_from_dict(entry.spec) for entry in kernels.kernel_cache().entries()]
 bundle.write(Path(r"%s"), [(spec, kernels.arch_of(0)) for spec in specs], 1)
@@ -650,7 +650,7 @@ def test_a_gpu_runs_from_a_bundle_with_nothing_compiled(tmp_path: Path, how: str
 from pathlib import Path
 from jitrope.tools import bundle
 from jitrope.jit import kernels
-from jitrope.jit.registry import spec_from_dict
+from jitrope.base.spec import spec_from_dict
 call()
 specs = [spec_from_dict(entry.spec) for entry in kernels.kernel_cache().entries()]
 bundle.write(Path(r"%s"), [(spec, kernels.arch_of(0)) for spec in specs], 1)

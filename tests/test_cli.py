@@ -20,10 +20,10 @@ import torch
 from jitrope import InvalidInput
 from jitrope.base import config
 from jitrope.base.errors import JitropeError
+from jitrope.base.spec import spec_from_dict
 from jitrope.jit import compiler, kernels, render
 from jitrope.jit.cache import KernelCache
 from jitrope.jit.entry import Key
-from jitrope.jit.registry import spec_from_dict
 from jitrope.tools import cli, doctor
 from jitrope.tools import prewarm as prewarming
 from jitrope.tools.models import specs_of_model

@@ -14,10 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jitrope.base.errors import InvalidInput
-from jitrope.base.spec import DTYPES, INDEX_DTYPES, ITEM_SIZES, MAX_INT, Spec
+from jitrope.base.spec import DTYPES, INDEX_DTYPES, ITEM_SIZES, MAX_INT, Spec, spec_from_dict
 from jitrope.jit import compiler, render
 from jitrope.jit.entry import Key
-from jitrope.jit.registry import spec_from_dict
 from jitrope.plan import partition
 from jitrope.plan.arguments import declarations
 from jitrope.plan.heuristics import MAX_GRID_Y, SHARED_BYTES, SHORT_WALK, RopeProblem, plan, shared_by_stages

@@ -1234,3 +1234,35 @@ def test_serving_example_in_a_graph(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "CUDA graph" in done.stdout
+
+
+NORM = jitrope.Norm(None, None)
+STEADY = {
+    "rope": lambda q, k, cos, sin: jitrope.apply_rope(q, k, cos, sin),
+    "in place": lambda q, k, cos, sin: jitrope.apply_rope(q, k, cos, sin, inplace=True),
+    "norm": lambda q, k, cos, sin: jitrope.prepare_qkv(q, k, None, cos, sin, norm=NORM),
+    "gradient": lambda q, k, cos, sin: jitrope.apply_rope(q.requires_grad_(), k, cos, sin)[0].sum().backward(),
+}
+
+
+@pytest.mark.parametrize("what", STEADY)
+def test_a_prepared_call_uses_nothing_of_jit_and_base_but_the_launch(what: str) -> None:
+    """So nothing is rendered, hashed, logged or looked up on a disk (jitrope/jit/README.md)."""
+    q, k = (torch.randn(1, 16, heads, 64, device=DEVICE) for heads in (8, 2))
+    cos, sin = torch.rand(2, 16, 32, device=DEVICE)
+    entered: list[str] = []
+
+    def seen(frame: Any, event: str, _: object) -> None:
+        folder = Path(frame.f_code.co_filename).parent
+        if event == "call" and folder.parent.name == "jitrope" and folder.name in ("jit", "base"):
+            entered.append(frame.f_code.co_name)
+
+    for turn in range(4):
+        entered.clear()
+        before = sys.getprofile()
+        sys.setprofile(seen if turn == 3 else before)
+        try:
+            STEADY[what](q.detach(), k, cos, sin)
+        finally:
+            sys.setprofile(before)
+    assert set(entered) <= {"enqueue"}

@@ -36,6 +36,7 @@ TORCH = {
     "plan/memory.py",
     "plan/problem.py",
     "plan/views.py",
+    "jit/compiler.py",
     "jit/kernels.py",
 }  # modules from base to jit that may import torch
 

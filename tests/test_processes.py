@@ -21,13 +21,13 @@ import torch
 
 import jitrope
 from jitrope.base.errors import CompileError
+from jitrope.base.spec import spec_from_dict
 from jitrope.context_parallel import Partition, Rope, Schedule, all_gather_attention
 from jitrope.context_parallel.interface import Case
 from jitrope.jit import compiler, entry, kernels, recording
 from jitrope.jit.cache import KernelCache
 from jitrope.jit.driver import Refused
 from jitrope.jit.entry import CUBIN, Entry
-from jitrope.jit.registry import spec_from_dict
 from jitrope.plan import heuristics
 from jitrope.plan.options import NormOptions, Options
 from jitrope.plan.partition import Mask

@@ -17,7 +17,7 @@ import torch
 
 import jitrope
 from jitrope import thd
-from jitrope.jit.registry import KINDS
+from jitrope.base.spec import KINDS
 from jitrope.ops import enqueue
 from jitrope.ops import launch as runtime
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numbers
 import operator
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,13 +36,7 @@ def require(function: str, good: object, text: str) -> None:
 
 def whole(function: str, label: str, value: Any, least: int | None = None) -> int:
     """Return a whole number of at least `least`. Python's, numpy's and symbolic ones pass, also 2.0 and True."""
-    found: int | None = value
-    if type(value) is not int and not isinstance(value, torch.SymInt):
-        real = _real(value)
-        try:
-            found = int(real) if real is not None and int(real) == real else None
-        except (ArithmeticError, ValueError):  # nan and infinite
-            found = None
+    found: int | None = value if type(value) is int else _as(int, value, torch.SymInt)
     if found is None or (least is not None and found < least) or (type(found) is int and abs(found) > _LARGEST):
         refuse(function, label, value, "a whole number" + (f" of at least {least}" if least is not None else ""))
     return found
@@ -50,34 +44,38 @@ def whole(function: str, label: str, value: Any, least: int | None = None) -> in
 
 def flag(function: str, label: str, value: Any) -> bool:
     """Return True or False. numpy's, 1 and 0 are accepted too; None and "no" are refused."""
-    if isinstance(value, bool):
-        return value
-    real = _real(value)
-    if real is None or real not in (0, 1):
+    found: bool | None = value if type(value) is bool else _as(bool, value)
+    if found is None:
         refuse(function, label, value, "True or False")
-    return bool(real)
+    return found
 
 
 def number(function: str, label: str, value: Any, above: float | None = None, or_else: str = "") -> float:
     """Return a finite number greater than `above`. Python's, numpy's and symbolic ones are accepted, whole or not."""
-    found: float = value
-    if type(value) is not float and not isinstance(value, (torch.SymInt, torch.SymFloat)):
-        real = _real(value)
-        too_large = isinstance(real, numbers.Integral) and abs(operator.index(real)) > _LARGEST
-        try:
-            found = float("nan" if real is None or too_large else real)
-        except ArithmeticError:
-            found = float("nan")
-    if type(found) is float and (found * 0 != 0 or (above is not None and found <= above)):
+    found: float | None = value if type(value) is float else _as(float, value, torch.SymInt, torch.SymFloat)
+    if found is None or (type(found) is float and (found * 0 != 0 or (above is not None and found <= above))):
         must = "a finite number" if above is None else f"a finite number above {above}"
         refuse(function, label, value, must + or_else)
     return found
 
 
+def _as(kind: Any, value: Any, *symbolic: Any) -> Any:
+    """A value as int, bool or float, or as it is if symbolic; else None. Only a float may be rounded."""
+    if isinstance(value, symbolic):
+        return value
+    real = _real(value)
+    try:
+        found = None if real is None else kind(real)
+        return found if kind is float or found == real else None
+    except (ArithmeticError, ValueError):  # nan and infinite
+        return None
+
+
 def _real(value: Any) -> Any:
     """Return a value's real number, or None. Known calls are found by value, so equal values must mean the same."""
     if isinstance(value, numbers.Real):
-        return value
+        is_large = isinstance(value, numbers.Integral) and abs(operator.index(value)) > _LARGEST
+        return None if is_large else value
     if isinstance(value, Tensor):  # `torch.jit.trace` shows sizes as tensors without axes
         return value if torch.jit.is_tracing() and value.dim() == 0 else None  # type: ignore[attr-defined]
     kind = type(value).__name__
@@ -135,16 +133,10 @@ def items(function: str, label: str, value: Any, must: str) -> list[Any]:
     refuse(function, label, value, must)
 
 
-def tensor(
-    function: str, label: str, value: Any, dtypes: Sequence[torch.dtype] = (), rank: int | None = None
-) -> Tensor:
-    """Return a tensor of one of `dtypes` with `rank` axes. Lists and numpy arrays are refused: they have no device."""
+def tensor(function: str, label: str, value: Any) -> Tensor:
+    """Return a tensor. Lists and numpy arrays are refused: they have no device."""
     if not isinstance(value, Tensor):
         refuse(function, label, value, "a tensor")
-    if dtypes and value.dtype not in dtypes:
-        refuse(function, label, value, "of dtype " + " or ".join(map(_short, dtypes)))
-    if rank is not None and value.dim() != rank:
-        refuse(function, label, value, f"a tensor with {rank} " + ("axis" if rank == 1 else "axes"))
     return value
 
 
@@ -154,7 +146,7 @@ def shown(value: Any) -> str:
     if isinstance(value, Tensor):
         if value.is_nested:
             return "a nested tensor"
-        return f"a tensor of shape {tuple(value.shape)}, {_short(value.dtype)}, on {value.device}"
+        return f"a tensor of shape {tuple(value.shape)}, {str(value.dtype).removeprefix('torch.')}, on {value.device}"
     if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
         return f"a numpy array of shape {tuple(value.shape)}"
     if isinstance(value, (list, tuple)) and any(isinstance(x, (Tensor, list, tuple)) for x in value):
@@ -163,7 +155,3 @@ def shown(value: Any) -> str:
         return f"a module, {kind.__name__}"  # its repr has a line for each layer
     text = " ".join(repr(value).split())
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

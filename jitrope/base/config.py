@@ -34,7 +34,7 @@ _batch_invariant = False
 _KEPT: Any = object()
 LAUNCHES = ("token_linear", "grid_2d")
 _reactions: list[Callable[[], None]] = []
-_warned: set[str] = set()
+_warned: set[Any] = set()
 
 
 def unknown_variables() -> list[str]:
@@ -63,18 +63,18 @@ def configure(*, compile: Any = _KEPT, launch: Any = _KEPT, batch_invariant: Any
         InvalidInput: an argument has another value; nothing was changed.
     """
     global _may_compile, _launch, _batch_invariant
-    if compile is not _KEPT:
-        compile = None if compile is None else arguments.flag("configure", "compile", compile)
+    may_compile = _may_compile if compile is _KEPT else compile
+    if may_compile is not None:
+        may_compile = arguments.flag("configure", "compile", may_compile)
+    forced = _launch if launch is _KEPT else launch
+    if forced is not None:
+        arguments.word("configure", "launch", forced, ("auto", *LAUNCHES))
     given = _batch_invariant if batch_invariant is _KEPT else batch_invariant
     invariant = arguments.flag("configure", "batch_invariant", given)
-    if launch is not _KEPT and launch is not None:
-        arguments.word("configure", "launch", launch, ("auto", *LAUNCHES))
-    if launch is not _KEPT or invariant != _batch_invariant:
-        _launch, _batch_invariant = _launch if launch is _KEPT else launch, invariant
-        for react in _reactions:
-            react()
-    if compile is not _KEPT:
-        _may_compile = compile
+    replanned = launch is not _KEPT or invariant != _batch_invariant
+    _may_compile, _launch, _batch_invariant = may_compile, forced, invariant
+    for react in _reactions if replanned else ():
+        react()
 
 
 def on_change(react: Callable[[], None]) -> Callable[[], None]:
@@ -106,7 +106,7 @@ def compile_allowed() -> bool:
         return _may_compile
     word = os.environ.get("JITROPE_NO_COMPILE", "").strip().lower()
     if word not in _TRUE + _FALSE:
-        _warn_once(f"JITROPE_NO_COMPILE={word} is neither 1 nor 0; it counts as 1")
+        warn_once(f"JITROPE_NO_COMPILE={word} is neither 1 nor 0; it counts as 1", word)
     return word in _FALSE
 
 
@@ -117,20 +117,16 @@ def cache_dir() -> Path:
     """
     given = os.environ.get("JITROPE_CACHE_DIR", "")
     if os.path.expanduser(given).startswith("~"):
-        _warn_once(f"JITROPE_CACHE_DIR={given}: there is no such home folder; it counts as not set")
+        warn_once(f"JITROPE_CACHE_DIR={given}: there is no such home folder; it counts as not set", given)
     elif given:
         return _path(given)
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if base.is_absolute():  # the standard ignores other paths
-        return base / "jitrope"
-    home = Path(os.path.expanduser("~"))
-    if home.is_absolute():
-        return home / ".cache" / "jitrope"
-    try:
+    for base in (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")):
+        if os.path.isabs(base):  # the standard ignores other paths, and without a home folder ~ stays
+            return Path(base, "jitrope")
+    temporary = os.sep  # if no folder is writable, nothing will be stored
+    with contextlib.suppress(OSError):
         temporary = tempfile.gettempdir()
-    except OSError:  # no folder is writable, so nothing will be stored
-        temporary = os.sep
-    return Path(temporary) / f"jitrope-{os.getuid() if hasattr(os, 'getuid') else 'cache'}"
+    return Path(temporary, f"jitrope-{os.getuid() if hasattr(os, 'getuid') else 'cache'}")
 
 
 try:
@@ -161,10 +157,12 @@ def record_file() -> Path | None:
     return _path(given) if given else None
 
 
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
+def warn_once(message: str, topic: Any) -> bool:
+    """Log the first warning about a topic. False if there was one."""
+    if first := topic not in _warned:
+        _warned.add(topic)
         log.warning(message)
+    return first
 
 
 def set_up_logging() -> None:
@@ -188,37 +186,24 @@ def cupy_import_environment() -> Iterator[None]:
     At import CuPy makes its own kernel cache folder or fails; it never changes the folder later. jitrope caches kernels
     itself, so CuPy gets another existing folder, unless the user chose one.
     """
-    if os.environ.get("CUPY_CACHE_DIR") or _home_takes_cupy():
+    home = os.path.expanduser("~/.cupy/kernel_cache")
+    with contextlib.suppress(OSError):
+        if not chosen_cupy_folder() and os.path.isabs(home):
+            os.makedirs(home, exist_ok=True)  # as CuPy would: no other test is reliable
+    if chosen_cupy_folder() or os.path.isdir(home):
         yield
         return
-    os.environ["CUPY_CACHE_DIR"] = _folder_for_cupy()
+    folder = str(Path(__file__).parent)  # an existing folder
+    with contextlib.suppress(OSError):
+        folder = tempfile.mkdtemp(prefix="jitrope-cupy-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ["CUPY_CACHE_DIR"] = folder
     try:
         yield
     finally:
         del os.environ["CUPY_CACHE_DIR"]
 
 
-def chosen_cupy_folder() -> Path | None:
+def chosen_cupy_folder() -> str:
     """CuPy's kernel cache folder, if the user chose one."""
-    given = os.environ.get("CUPY_CACHE_DIR")
-    return Path(given) if given else None
-
-
-def _home_takes_cupy() -> bool:
-    """Whether CuPy can make its folder. This makes it as CuPy would: no other test is reliable."""
-    folder = os.path.expanduser("~/.cupy/kernel_cache")
-    if not os.path.isabs(folder):
-        return False
-    with contextlib.suppress(OSError):
-        os.makedirs(folder, exist_ok=True)
-    return os.path.isdir(folder)
-
-
-def _folder_for_cupy() -> str:
-    """Return a temporary folder that lasts as long as this process; if none is writable, an existing folder."""
-    try:
-        folder = tempfile.mkdtemp(prefix="jitrope-cupy-")
-    except OSError:
-        return str(Path(__file__).parent)
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+    return os.environ.get("CUPY_CACHE_DIR", "")

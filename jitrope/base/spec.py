@@ -5,10 +5,9 @@ Pure Python without torch: dtypes are the words "fp32", "fp16", "bf16".
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from .errors import InvalidInput
 
@@ -42,8 +41,7 @@ def check_fields(spec: Any, words: Mapping[str, tuple[str, ...]]) -> None:
         else:
             good = type(value) is tuple and len(value) <= MAX_AXES and all(map(_is_count, value))
             wanted = f"at most {MAX_AXES} whole numbers"
-        if not good:
-            raise InvalidInput(f"{type(spec).__name__}: {name} is {value!r}, not {wanted}")
+        refuse_unless(type(spec).__name__, good, f"{name} is {value!r}, not {wanted}")
 
 
 def refuse_unless(spec: str, good: bool, text: str) -> None:
@@ -56,14 +54,16 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= MAX_INT
 
 
-_S = TypeVar("_S", bound="Spec")
-
-
 class Spec:
     """A kernel's constants, as a frozen dataclass. The template and the entry are named after the kind."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     kind: Any
+    name: Any  # a readable text
+    threads: Any  # threads of a block
+    words: Mapping[str, tuple[str, ...]]  # the allowed texts of each text field
+    enumerators: tuple[str, ...] = ()  # text fields that are enumerators of the template; the others are dtypes
+    unused: tuple[str, ...] = ()  # fields that the template does not use
 
     @property
     def template(self) -> str:
@@ -75,50 +75,12 @@ class Spec:
         """The kernel's name in the source."""
         return f"jitrope_{self.kind}"
 
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """A readable name."""
-
-    @abstractmethod
     def check(self) -> None:
         """Raise InvalidInput if a field is not a constant of its kind, or if the fields do not fit together."""
-
-    @abstractmethod
-    def constants(self) -> dict[str, Any]:
-        """The values for the template's parameter block."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields, for JSON."""
-        return {"kind": self.kind, **asdict(self)}
-
-    @classmethod
-    def from_dict(cls: type[_S], data: Mapping[str, Any]) -> _S:
-        """The inverse of `to_dict`. Raises InvalidInput for a missing, an unknown or a wrong field."""
-        given = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
-        kind = given.pop("kind", None)
-        missing = sorted(x.name for x in fields(cls) if x.default is MISSING and x.name not in given)
-        unknown = sorted(given.keys() - {x.name for x in fields(cls)})
-        refuse_unless(cls.__name__, not missing and not unknown, f"missing {missing}, unknown {unknown}")
-        spec = cls(**given)
-        spec.check()
-        refuse_unless(cls.__name__, kind in (None, spec.kind), f"kind must be {spec.kind!r}")
-        return spec
-
-
-class PlainSpec(Spec):
-    """A spec whose fields are the constants of its template, under their own names."""
-
-    threads: Any  # threads of a block
-    words: Mapping[str, tuple[str, ...]]  # the allowed texts of each text field
-    enumerators: tuple[str, ...] = ()  # text fields that are enumerators of the template; the others are dtypes
-    unused: tuple[str, ...] = ()  # fields that the template does not use
-
-    def check(self) -> None:
         check_fields(self, self.words)
 
     def constants(self) -> dict[str, Any]:
-        """The values of the template's parameter block, with dtypes as C types."""
+        """The values for the template's parameter block: the fields under their own names, with dtypes as C types."""
         self.check()
         found: dict[str, Any] = {"threads": self.threads}
         for name in [field.name for field in fields(self) if field.name not in self.unused]:
@@ -128,3 +90,28 @@ class PlainSpec(Spec):
             else:
                 found[name] = value.upper() if name in self.enumerators else value
         return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, for JSON."""
+        return {"kind": self.kind, **asdict(self)}
+
+
+KINDS: dict[str, type[Spec]] = {}  # the spec class of each kind; a module with kernels adds its classes at import
+
+
+def spec_from_dict(data: Any) -> Spec:
+    """The inverse of every spec's `to_dict`. Raises InvalidInput for a missing, an unknown or a wrong field."""
+    if not isinstance(data, dict):
+        raise InvalidInput(f"a spec must be a table of fields, not {data!r}")
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+    kind = given.pop("kind", None)
+    if kind not in tuple(KINDS):
+        raise InvalidInput(f"kind is {kind!r}; allowed are {', '.join(KINDS)}")
+    made, known = KINDS[kind], {field.name: field for field in fields(KINDS[kind])}
+    missing = sorted(name for name, field in known.items() if field.default is MISSING and name not in given)
+    unknown = sorted(given.keys() - known.keys())
+    refuse_unless(made.__name__, not missing and not unknown, f"missing {missing}, unknown {unknown}")
+    spec = made(**given)
+    spec.check()
+    refuse_unless(made.__name__, kind == spec.kind, f"kind must be {spec.kind!r}")
+    return spec

@@ -8,23 +8,25 @@ unreadable entry counts as a miss: it is logged once and rebuilt. Read-only laye
 
 from __future__ import annotations
 
-import contextlib
+import math
 import os
 import re
+import stat
 import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..base import arguments
-from ..base.config import log
+from ..base.config import warn_once
 from ..base.errors import CacheError
 from . import entry, trust
-from .entry import ANY, CUBIN, DAMAGE, NAME, Key, Listing, Read, reason
-from .layers import Layer
+from .bundle import Bundle, split
+from .entry import ANY, CUBIN, DAMAGE, FILES, NAME, Entry, Key, OtherFormat, Read
 
 __all__ = ["Counts", "KernelCache"]
 
@@ -33,6 +35,89 @@ ABANDONED = 3600.0
 
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}")
 """Temporary folders. Only these and entries are ever removed, because the user may keep other files in the folder."""
+
+
+class Folder:
+    """An open folder of entries. They are opened relative to it, so nobody can put others in their place."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def names(self, pattern: re.Pattern[str] = NAME) -> list[str]:
+        """The names that match, by default those of all entries, whole or damaged."""
+        return sorted(filter(pattern.fullmatch, os.listdir(self._number)))
+
+    def read(self, name: str, again: bool = True) -> Read:
+        """Read and check an entry. If it looks damaged, read it again: another process may have just replaced it.
+
+        Raises OSError if it cannot be read, one of `DAMAGE` if it must not be used.
+        """
+        try:
+            with trust.folder(name, self._number) as inside:
+                return entry.check(name, {file: trust.read(file, inside) for file in FILES})
+        except DAMAGE:
+            if not again:
+                raise
+            return self.read(name, again=False)
+
+    def install(self, name: str, files: Mapping[str, bytes]) -> None:
+        """Write an entry to a temporary folder, and rename that. An equal one is kept. Raises OSError, CacheError."""
+        for tries_left in (2, 1, 0):  # another process may put an entry there, or remove it, at any time
+            temporary = f".tmp-{uuid.uuid4().hex}"
+            try:
+                self._write(temporary, files)
+                try:
+                    return os.rename(temporary, name, src_dir_fd=self._number, dst_dir_fd=self._number)
+                except OSError:
+                    with suppress(OSError, *DAMAGE):
+                        if self.read(name)[1] == files:
+                            return None
+                    if not tries_left:
+                        raise
+                    self.remove(name)
+            finally:
+                _delete(self._number, temporary)
+
+    def _write(self, name: str, files: Mapping[str, bytes]) -> None:
+        os.mkdir(name, 0o755, dir_fd=self._number)  # subject to the umask: who can read the folder can read the entry
+        with trust.folder(name, self._number) as inside:
+            for file, data in files.items():
+                with open(file, "xb", opener=lambda name, flags: os.open(name, flags, 0o644, dir_fd=inside)) as out:
+                    out.write(data)
+
+    def remove(self, name: str) -> bool:
+        """Rename an entry, so that no process sees half of it, then delete it. False if it is still there."""
+        grave = f".tmp-{uuid.uuid4().hex}"
+        try:
+            os.rename(name, grave, src_dir_fd=self._number, dst_dir_fd=self._number)
+        except OSError as error:
+            return isinstance(error, FileNotFoundError)  # another process removed it
+        _delete(self._number, grave)
+        return True
+
+    def older(self, seconds: float, pattern: re.Pattern[str]) -> list[str]:
+        """The names that match, of what is older. A date more than an hour ahead is old too: a clock was wrong."""
+        found = []
+        for name in self.names(pattern):
+            with suppress(FileNotFoundError):  # another process removed it
+                age = time.time() - os.stat(name, dir_fd=self._number, follow_symlinks=False).st_mtime
+                found += [name] if age >= seconds or age < -3600 else []
+        return found
+
+
+def _delete(folder: int, name: str) -> None:
+    """Delete a file, a folder or a link, if that is possible; links are not followed."""
+    with suppress(OSError):
+        os.unlink(name, dir_fd=folder)
+        return
+    with suppress(OSError):
+        inside = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
+        try:
+            for file in os.listdir(inside):
+                _delete(inside, file)
+        finally:
+            os.close(inside)
+        os.rmdir(name, dir_fd=folder)
 
 
 @dataclass
@@ -45,7 +130,7 @@ class Counts:
     Attributes:
         hits, misses: kernels that were found in the folder or a layer, and kernels that were not.
         compiled: kernels compiled by this process.
-        repaired: unusable entries that were removed.
+        repaired: unusable entries that were found. Each is replaced when its kernel is compiled.
         compile_ms: milliseconds spent on rendering and compiling.
     """
 
@@ -56,7 +141,107 @@ class Counts:
     compile_ms: float = 0.0
 
 
-class KernelCache(Listing):
+class Layer:
+    """A read-only cache: a folder of entries, a bundle, or an unpacked bundle, by path, or a bundle by path and digest.
+
+    Entries are matched by source (templates, constants, options, architecture, format), not by compiler, so a machine
+    needs neither NVRTC nor headers to use them.
+    """
+
+    own = False  # whether it is the user's own folder
+
+    def __init__(self, given: Path) -> None:
+        self._given = given
+        self._bundle: tuple[Any, Any] = None, None  # (the file's identity, what was in it)
+        self.counts = Counts()
+        self._lock = threading.Lock()
+
+    @property
+    def root(self) -> Path:
+        """The folder or file."""
+        return split(self._given)[0]
+
+    @contextmanager
+    def _open(self) -> Iterator[Any]:
+        """The `Folder` or `Bundle` that is there now: it may be replaced while this process runs.
+
+        Raises:
+            CacheError: it cannot be used.
+            FileNotFoundError: the user has none yet.
+        """
+        try:
+            now = self.root.stat()
+            if self.own or (stat.S_ISDIR(now.st_mode) and self._given == self.root):
+                with trust.root(self.root, self.own) as number:
+                    yield Folder(number)
+            else:
+                identity = now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns
+                if self._bundle[0] != identity:
+                    self._bundle = identity, Bundle(self._given)
+                yield self._bundle[1]
+        except OSError as error:
+            if self.own and isinstance(error, FileNotFoundError):
+                raise
+            raise CacheError(f"cannot read the kernel cache {self.root}: {trust.reason(error)}") from error
+
+    def read(self, key: Key) -> dict[str, bytes] | None:
+        """The files of the key's entry, checked, or None. An entry of this machine's compiler comes first."""
+        names = [key.folder, key.portable_folder]
+        try:
+            with suppress(FileNotFoundError), self._open() as place:
+                if not self.own or not key.compiler:  # nothing can be compiled here, so any compiler's kernels match
+                    there = [x for x in place.names() if x.startswith(f"{key.stem}-")]
+                    names = sorted(there, key=lambda x: (x != key.folder, x != key.portable_folder, x))
+                for name in names:
+                    try:
+                        files: dict[str, bytes] = place.read(name)[1]
+                        return files
+                    except FileNotFoundError:  # another process removed it
+                        continue
+                    except (OSError, *DAMAGE) as error:
+                        text = f"{name} in the kernel cache {self.root} is not usable ({trust.reason(error)})"
+                        self.count("repaired", warn_once(text, self.root / name))
+        except CacheError as error:
+            text = "{}; kernels stay in memory" if self.own else "a system cache is not used: {}"
+            warn_once(text.format(error), self._given)
+        return None
+
+    def survey(self) -> tuple[list[Entry], list[tuple[Path, str]]]:
+        """(whole entries, damaged ones with the reason), by name. Entries of another version are in neither list.
+
+        Raises:
+            CacheError: the folder or bundle cannot be used.
+        """
+        good, bad = [], []
+        with suppress(FileNotFoundError), self._open() as place:
+            for name in place.names():
+                try:
+                    good.append(entry.described(self.root / name, *place.read(name)))
+                except (OtherFormat, FileNotFoundError):  # the second: another process removed it
+                    continue
+                except (OSError, *DAMAGE) as error:
+                    bad.append((self.root / name, trust.reason(error)))
+        return good, bad
+
+    def entries(self) -> list[Entry]:
+        """The whole entries, by name. Raises CacheError as `survey` does."""
+        return self.survey()[0]
+
+    def verify(self) -> tuple[int, list[tuple[Path, str]]]:
+        """(number of whole entries, damaged ones with the reason). An unusable folder or bundle is one damaged item."""
+        try:
+            good, bad = self.survey()
+        except CacheError as error:
+            return 0, [(self.root, str(error))]
+        return len(good), bad
+
+    def count(self, name: str, more: float = 1) -> None:
+        """Add to one of `counts`."""
+        with self._lock:
+            setattr(self.counts, name, getattr(self.counts, name) + more)
+
+
+class KernelCache(Layer):
     """The kernels in one folder and in read-only layers. A disk fault is a miss, never an error.
 
     >>> cache = KernelCache(Path("kernels"))  # the folder need not exist
@@ -68,22 +253,22 @@ class KernelCache(Listing):
         system: read-only folders and bundles, which are searched after it, in order.
     """
 
+    own = True
+
     def __init__(self, root: Path, system: Iterable[Path] = ()) -> None:
-        self._given = arguments.path("KernelCache", "root", root)
-        self.counts = Counts()
-        self._warned: set[str] = set()
-        self._lock = threading.Lock()
+        super().__init__(arguments.path("KernelCache", "root", root))
         if not isinstance(system, (list, tuple)):
             arguments.refuse("KernelCache", "system", system, "a list or tuple of paths")
-        paths = [arguments.path("KernelCache", f"system[{i}]", path) for i, path in enumerate(system)]
-        self.system = [Layer(path, self._warn) for path in paths]
+        self.system = [Layer(arguments.path("KernelCache", f"system[{i}]", path)) for i, path in enumerate(system)]
 
     @property
-    def root(self) -> Path:  # type: ignore[override]
+    def root(self) -> Path:
         """The folder that is used: the given one, or if other users can change that, a private one in it."""
-        with contextlib.suppress(OSError):
-            if trust.fault(os.stat(self._given)):
-                return self._given / f"uid-{trust.user()}"
+        with suppress(OSError):
+            if wrong := trust.fault(os.stat(self._given)):
+                private = self._given / f"uid-{trust.user()}"
+                warn_once(f"{self._given} {wrong}; your kernels are in {private}", private)
+                return private
         return self._given
 
     # ---- finding ---------------------------------------------------------------------------------
@@ -96,62 +281,7 @@ class KernelCache(Listing):
 
     def read(self, key: Key) -> dict[str, bytes] | None:
         """The files of the key's entry, checked, from the user's own folder or else from a layer, or None."""
-        return self.load(key) or next(filter(None, (layer.read(key) for layer in self.system)), None)
-
-    def load(self, key: Key, repair: bool = True) -> dict[str, bytes] | None:
-        """The files of the key's entry in the user's own folder, checked, or None.
-
-        repair: remove the entry if it is damaged, and count it.
-        """
-        try:
-            with self._open() as folder:
-                names = [key.folder, key.portable_folder]
-                if not key.compiler:  # nothing can be compiled here, so kernels of any compiler match
-                    names += [name for name in _names(folder, NAME) if name.startswith(f"{key.stem}-")]
-                for name in names:
-                    if files := self._load(key, folder, name, repair):
-                        return files
-        except OSError:  # there is none, or it cannot be listed
-            pass
-        except CacheError as error:
-            self._warn("root", f"{error}; kernels stay in memory")
-        return None
-
-    def holds(self, key: Key) -> bool:
-        """Whether `find` would find the key's entry. Nothing is changed or counted."""
-        return bool(self.load(key, repair=False)) or any(layer.read(key) for layer in self.system)
-
-    def _load(self, key: Key, folder: int, name: str, repair: bool) -> dict[str, bytes] | None:
-        try:
-            meta, files = _checked(folder, name)
-            if not key.owns(meta, any_compiler=name != key.folder):
-                raise ValueError("it belongs to another key")
-            return files
-        except FileNotFoundError:
-            pass  # the ordinary miss
-        except (PermissionError, *DAMAGE) as error:
-            if repair:
-                self._warn(f"repair {name}", f"cache entry {name} is not usable ({reason(error)}); it is rebuilt")
-                self.count("repaired")
-                _remove(folder, name)
-        except OSError as error:  # it may be temporary
-            text = f"cannot read the cache entry {name} ({error.strerror}); the kernel is made again"
-            self._warn(f"read {error.errno}", text)
-        return None
-
-    @contextlib.contextmanager
-    def _open(self) -> Iterator[int]:
-        """A handle of the folder.
-
-        Raises:
-            CacheError: it cannot be read, or other users can change it.
-            FileNotFoundError, NotADirectoryError: there is none.
-        """
-        path, given = self.root, self._given
-        with trust.closing(trust.root(path, private=path != given)) as folder:
-            if path != given:
-                self._warn("private", f"{given} {trust.fault(os.stat(given))}; your kernels are in {path}")
-            yield folder
+        return super().read(key) or next(filter(None, (layer.read(key) for layer in self.system)), None)
 
     # ---- writing ---------------------------------------------------------------------------------
 
@@ -164,27 +294,14 @@ class KernelCache(Listing):
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._open() as folder:
-                _install(folder, name, files)
-        except (OSError, ValueError, CacheError) as error:
-            self._warn("root", f"cannot write the kernel cache {self.root} ({reason(error)}); kernels stay in memory")
+                folder.install(name, files)
+        except (OSError, CacheError) as error:
+            why = trust.reason(error.__cause__ or error)
+            warn_once(f"cannot write the kernel cache {self.root} ({why}); kernels stay in memory", self._given)
             return False
         return True
 
-    # ---- listing and removing --------------------------------------------------------------------
-
-    def _paths(self, pattern: re.Pattern[str] = NAME) -> list[Path]:
-        """All paths in the folder whose names match, whole or damaged. Raises CacheError."""
-        try:
-            with self._open() as folder:
-                return [self.root / name for name in _names(folder, pattern)]
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise CacheError(f"cannot read the kernel cache {self.root}: {error.strerror}") from error
-
-    def _read(self, path: Path) -> Read:
-        with self._open() as folder:
-            return _checked(folder, path.name)
+    # ---- removing --------------------------------------------------------------------------------
 
     def clear(self, dry_run: bool = False) -> list[Path]:
         """Remove every entry, also those of bundles and of other versions.
@@ -198,8 +315,7 @@ class KernelCache(Listing):
         Raises:
             CacheError: the folder cannot be listed, or an entry cannot be removed.
         """
-        dry_run = arguments.flag("clear", "dry_run", dry_run)
-        return self._without(self._paths(), self._paths(_TEMPORARY), dry_run)
+        return self._without("clear", dry_run)
 
     def prune(self, older_than: float, dry_run: bool = False) -> list[Path]:
         """Remove the entries that were written before a time, also damaged ones and those of other versions.
@@ -216,109 +332,15 @@ class KernelCache(Listing):
         Raises:
             CacheError: the folder cannot be listed, or an entry cannot be removed.
         """
-        seconds = arguments.number("prune", "older_than", older_than)
-        dry_run = arguments.flag("prune", "dry_run", dry_run)
-        own = [path for path in self._paths() if not path.name.endswith(f"-{ANY}")]
-        return self._without(_older(own, seconds), _older(self._paths(_TEMPORARY), ABANDONED), dry_run)
+        return self._without("prune", dry_run, arguments.number("prune", "older_than", older_than))
 
-    def _without(self, paths: list[Path], leftovers: list[Path], dry_run: bool) -> list[Path]:
-        """Remove entries and temporary folders. Returns the entries' folders."""
-        with contextlib.suppress(FileNotFoundError), self._open() as folder:
-            for path in () if dry_run else (*paths, *leftovers):
-                if not _remove(folder, path.name):
-                    raise CacheError(f"cannot remove {path}")
-        return paths
-
-    def count(self, name: str, more: float = 1) -> None:
-        """Add to one of `counts`."""
-        with self._lock:
-            setattr(self.counts, name, getattr(self.counts, name) + more)
-
-    def _warn(self, topic: str, message: str) -> None:
-        if topic not in self._warned:
-            self._warned.add(topic)
-            log.warning(message)
-
-
-def _names(folder: int, pattern: re.Pattern[str]) -> list[str]:
-    return sorted(filter(pattern.fullmatch, os.listdir(folder)))
-
-
-def _checked(folder: int, name: str) -> Read:
-    """Read and check an entry. If it looks damaged, read it again: another process may have just replaced it."""
-    try:
-        return entry.read(folder, name)
-    except DAMAGE:
-        return entry.read(folder, name)
-
-
-def _install(folder: int, name: str, files: Mapping[str, bytes]) -> None:
-    """Write an entry to a temporary folder, and rename that. Raises OSError or ValueError."""
-    temporary = f".tmp-{uuid.uuid4().hex}"
-    try:
-        entry.write(folder, temporary, files)
-        for tries_left in (2, 1, 0):  # another process may put an entry there, or remove it, at any time
-            try:
-                return os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-            except OSError:
-                if not tries_left:
-                    raise
-                if _exists(folder, name) and _holds(folder, name, files):
-                    return None
-                _remove(folder, name)
-                if not _exists(folder, temporary):  # by `clear`
-                    entry.write(folder, temporary, files)
-    finally:
-        _delete(folder, temporary)
-
-
-def _holds(folder: int, name: str, files: Mapping[str, bytes]) -> bool:
-    try:
-        return _checked(folder, name)[1] == files
-    except DAMAGE:
-        return False
-    except OSError:
-        return True  # on a network file system, files of another process may appear late
-
-
-def _exists(folder: int, name: str) -> bool:
-    return os.access(name, os.F_OK, dir_fd=folder, follow_symlinks=False)  # it raises nothing
-
-
-def _remove(folder: int, name: str) -> bool:
-    """Rename an entry, so that no process sees half of it, then delete it. False if it is still there."""
-    grave = f".tmp-{uuid.uuid4().hex}"
-    try:
-        os.rename(name, grave, src_dir_fd=folder, dst_dir_fd=folder)
-    except FileNotFoundError:  # another process removed it
-        return True
-    except OSError:
-        return not _exists(folder, name)
-    _delete(folder, grave)
-    return True
-
-
-def _delete(folder: int, name: str) -> None:
-    """Delete a file, a folder or a link, if that is possible; links are not followed."""
-    with contextlib.suppress(OSError):
-        os.unlink(name, dir_fd=folder)
-        return
-    with contextlib.suppress(OSError):
-        with trust.closing(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)) as inside:
-            for file in os.listdir(inside):
-                _delete(inside, file)
-        os.rmdir(name, dir_fd=folder)
-
-
-def _older(paths: list[Path], seconds: float) -> list[Path]:
-    """The paths older than `seconds`. A date more than an hour in the future counts as old: a clock was wrong."""
-    found = []
-    for path in paths:
-        try:
-            age = time.time() - os.lstat(path).st_mtime
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise CacheError(f"cannot read {path}: {error.strerror}") from error
-        found += [path] if age >= seconds or age < -3600 else []
-    return found
+    def _without(self, function: str, dry_run: bool, age: float | None = None) -> list[Path]:
+        """Remove entries and temporary folders: all, or those that are older and not from a bundle."""
+        dry_run, entries = arguments.flag(function, "dry_run", dry_run), []
+        old, abandoned = (-math.inf, -math.inf) if age is None else (age, ABANDONED)
+        with suppress(FileNotFoundError), self._open() as folder:
+            entries = [x for x in folder.older(old, NAME) if age is None or not x.endswith(f"-{ANY}")]
+            for name in () if dry_run else (*entries, *folder.older(abandoned, _TEMPORARY)):
+                if not folder.remove(name):
+                    raise CacheError(f"cannot remove {self.root / name}")
+        return [self.root / name for name in entries]

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import tempfile
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from ..base.config import chosen_cupy_folder, cupy_import_environment
 from ..base.errors import CompileError
 from .render import Source
-
-OPTIONS = ("-std=c++17",)
-"""NVRTC's options for every kernel: no fast-math and no flush to zero. A product and a sum are contracted only where a
-template uses an intrinsic for it."""
 
 OLDEST_ARCH = {12: 50, 13: 75}  # the oldest architecture that NVRTC supports, by CUDA's major version
 
@@ -48,10 +45,8 @@ def import_cupy() -> Any:
             raise _failed
         with cupy_import_environment():
             import cupy
-            import cupy_backends.cuda.api.driver
-            import cupy_backends.cuda.libs.nvrtc
 
-            _ = cupy.__version__, cupy_backends.cuda.api.driver, cupy_backends.cuda.libs.nvrtc
+            _ = cupy.__version__, cupy.cuda.driver, cupy.cuda.nvrtc
     except Exception as error:  # an incompatible library or extension module can raise any error
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == "cupy"
         _failed = None if is_missing else error
@@ -73,8 +68,7 @@ def _cupy_fault(error: BaseException) -> str:
     """The fault of an installed CuPy that cannot be imported, and the remedy."""
     while error.__cause__ is not None:  # CuPy wraps the original error in many lines
         error = error.__cause__
-    folder = chosen_cupy_folder()
-    if isinstance(error, OSError) and error.filename and folder and folder.is_relative_to(error.filename):
+    if isinstance(error, OSError) and error.filename and chosen_cupy_folder():
         return f"cannot make its own cache folder ({error}): set CUPY_CACHE_DIR to a folder that can be written"
     reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
     command = f"pip install --force-reinstall {PACKAGES[_nearest()][0]}"
@@ -83,9 +77,7 @@ def _cupy_fault(error: BaseException) -> str:
 
 @lru_cache(maxsize=1)
 def _nvrtc() -> Any:
-    import_cupy()
-    from cupy_backends.cuda.libs import nvrtc
-
+    nvrtc = import_cupy().cuda.nvrtc
     try:
         nvrtc.getVersion()
     except Exception as error:  # the error of CuPy's loader, of any type
@@ -109,23 +101,18 @@ def _nearest(major: int | None = None) -> int:
 
 def torch_cuda_major() -> int:
     """The major version of the CUDA that torch was built for; 13 if torch was built without CUDA."""
-    version = getattr(sys.modules.get("torch"), "version", None)  # torch is not imported just for this
-    return int((getattr(version, "cuda", None) or "13").split(".")[0])
+    return int((torch.version.cuda or "13").split(".")[0])
 
 
 @lru_cache(maxsize=1)
 def compiler_version() -> str:
     """The versions of CuPy and of the NVRTC that is loaded, which compiles. Raises CompileError if there is none."""
-    major, minor = nvrtc_version()
-    return f"cupy {import_cupy().__version__}, nvrtc {major}.{minor}"
+    return f"cupy {import_cupy().__version__}, nvrtc {'.'.join(map(str, nvrtc_version()))}"
 
 
 def cuda_major() -> int:
     """The major version of the CUDA that CuPy was built for."""
-    import_cupy()
-    from cupy_backends.cuda.api import driver
-
-    return int(driver.get_build_version()) // 1000
+    return int(import_cupy().cuda.driver.get_build_version()) // 1000
 
 
 def nvrtc_version() -> tuple[int, int]:
@@ -143,14 +130,12 @@ def unsupported(arch: str, supported: Sequence[str], version: tuple[int, int]) -
     """(fault, remedy) if an NVRTC of this version cannot compile for `arch`, or None."""
     numbers = sorted(int(name.removeprefix("sm_")) for name in supported)
     nvrtc, range_ = f"NVRTC {version[0]}.{version[1]}", f"this NVRTC compiles for sm_{numbers[0]} to sm_{numbers[-1]}"
-    match = re.fullmatch(r"sm_(\d+)[af]?", arch)
-    if match is None:
-        return f"{arch!r} is not an architecture such as sm_90", f"{range_}: {', '.join(supported)}"
-    number = int(match[1])
+    number = int(match[1]) if (match := re.fullmatch(r"sm_(\d+)[af]?", arch)) else 0
     if number in numbers:
         return None
-    if numbers[0] < number < numbers[-1]:
-        return f"there is no {arch}", f"{range_}: {', '.join(supported)}"
+    if not number or numbers[0] < number < numbers[-1]:
+        wrong = f"there is no {arch}" if number else f"{arch!r} is not an architecture such as sm_90"
+        return wrong, f"{range_}: {', '.join(supported)}"
     if number > numbers[-1]:
         upgrade = f"pip install --upgrade {PACKAGES[_nearest(version[0])][1]}"
         age, advice = f"newer than {nvrtc}", f"{upgrade}, or {install(13)}" if version[0] < 13 else upgrade
@@ -162,8 +147,11 @@ def unsupported(arch: str, supported: Sequence[str], version: tuple[int, int]) -
 
 
 def options_for(arch: str) -> tuple[str, ...]:
-    """NVRTC's options for an architecture such as "sm_90"."""
-    return (*OPTIONS, f"-arch={arch}")
+    """NVRTC's options for an architecture such as "sm_90": no fast-math and no flush to zero.
+
+    A product and a sum are contracted only where a template uses an intrinsic for it.
+    """
+    return "-std=c++17", f"-arch={arch}"
 
 
 def compile_source(

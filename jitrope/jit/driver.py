@@ -19,17 +19,12 @@ class Refused(CompileError):
 
 
 class DriverError(RuntimeError):
-    """A function of the driver failed. status: its CUresult."""
-
-    @property
-    def status(self) -> int:
-        """The CUresult."""
-        return int(self.args[0])
+    """A function of the driver failed. The argument is its CUresult."""
 
     def __str__(self) -> str:
         texts = [ctypes.c_char_p(), ctypes.c_char_p()]
         for name, text in zip(("cuGetErrorName", "cuGetErrorString"), texts):
-            getattr(_library(), name)(self.status, ctypes.byref(text))
+            getattr(_library(), name)(self.args[0], ctypes.byref(text))
         return ": ".join((text.value or b"unknown error").decode() for text in texts)
 
 
@@ -102,27 +97,23 @@ class Kernel:
 
     def __init__(self, cubin: bytes, entry: str, device: int) -> None:
         self._context, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        before, module, cuda = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int()
         try:
-            self._load(cubin, entry, device)
+            self._may_overlap = attribute(_COMPUTE_CAPABILITY_MAJOR, device) >= 9
+            _call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), _place(device))
+            _call("cuCtxGetCurrent", ctypes.byref(before))
+            _call("cuCtxSetCurrent", self._context)
+            try:
+                _call("cuModuleLoadData", ctypes.byref(module), cubin)
+                _call("cuModuleGetFunction", ctypes.byref(self._function), module, entry.encode())
+            finally:
+                _call("cuCtxSetCurrent", before)
         except DriverError as error:
-            if error.status not in _OF_THE_IMAGE:
+            if error.args[0] not in _OF_THE_IMAGE:
                 raise CompileError(f"the kernel {entry} cannot be loaded: {error}") from error
-            cuda = ctypes.c_int()
             _call("cuDriverGetVersion", ctypes.byref(cuda))
             version = f"{cuda.value // 1000}.{cuda.value % 1000 // 10}"
             raise Refused(f"the driver (CUDA {version}) refuses the kernel {entry}: {error}") from error
-
-    def _load(self, cubin: bytes, entry: str, device: int) -> None:
-        before, module = ctypes.c_void_p(), ctypes.c_void_p()
-        self._may_overlap = attribute(_COMPUTE_CAPABILITY_MAJOR, device) >= 9
-        _call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), _place(device))
-        _call("cuCtxGetCurrent", ctypes.byref(before))
-        _call("cuCtxSetCurrent", self._context)
-        try:
-            _call("cuModuleLoadData", ctypes.byref(module), cubin)
-            _call("cuModuleGetFunction", ctypes.byref(self._function), module, entry.encode())
-        finally:
-            _call("cuCtxSetCurrent", before)
 
     def bind_thread(self) -> None:
         """Set the kernel's context in a thread that has not used the GPU yet; a launch needs one."""
@@ -136,17 +127,15 @@ class Kernel:
 
         From sm_90 on it uses programmatic dependent launch; the templates wait for earlier kernels (`dependents.cuh`).
         """
-        overlaps = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
-        overlap = 1 if self._may_overlap else 0
-        config = _LaunchConfig((*grid, 1), (block, 1, 1), 0, None, ctypes.pointer(overlaps), overlap)
+        overlaps = ctypes.pointer(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1))
+        config = _LaunchConfig((*grid, 1), (block, 1, 1), 0, None, overlaps, int(self._may_overlap))
         parameters = (ctypes.c_void_p * 1)(arguments)
         launch = _library().cuLaunchKernelEx  # its arguments are made once and reused
         where = (ctypes.byref(config), self._function, parameters, None)
 
         def enqueue(stream: int) -> None:
             config.stream = stream
-            status = launch(*where)
-            if status:
+            if status := launch(*where):
                 raise DriverError(status)
 
         return enqueue

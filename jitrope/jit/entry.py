@@ -4,35 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import uuid
-from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ..base.errors import CacheError
-from . import trust
 
 FORMAT = 3  # version of an entry's layout; part of every key
 
-TEXT, CUBIN, META = "kernel.cu", "kernel.cubin", "spec.json"
-FILES = (TEXT, CUBIN, META)
+FILES = TEXT, CUBIN, META = "kernel.cu", "kernel.cubin", "spec.json"
 
-DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, NotADirectoryError)
-"""Errors of reading a damaged or changed entry."""
+_OF_FILES = (NotADirectoryError, IsADirectoryError)
+DAMAGE = (CacheError, ValueError, KeyError, TypeError, AttributeError, RecursionError, *_OF_FILES)
+"""Errors of reading a damaged or changed entry, or one that is not trusted."""
 
 ANY = "any"  # replaces the compiler's hash in the name of an entry from a bundle, which works with any compiler or none
 
-NAME = re.compile(r"(?P<stem>\w[\w.+-]*-\w+-(?P<source>[0-9a-f]{20}))-(?P<tag>[0-9a-f]{8}|any)", re.ASCII)
+NAME = re.compile(r"\w[\w.+-]*-\w+-(?P<source>[0-9a-f]{20})-(?P<compiler>[0-9a-f]{8}|any)", re.ASCII)
 """The name of an entry's folder: kernel, architecture, hash of the source, hash of the compiler."""
-
-_PRINTED = {"name": re.compile(r"\w[\w.+-]*", re.ASCII), "arch": re.compile(r"\w+", re.ASCII)}
-"""Texts of `spec.json` that are printed, so they must not contain control sequences of a terminal."""
 
 Read = tuple[dict[str, Any], dict[str, bytes]]  # (`spec.json`, {name: content}) of an entry, checked
 
@@ -71,10 +63,6 @@ class Key:
         """The folder's name of an entry for any compiler."""
         return f"{self.stem}-{ANY}"
 
-    def owns(self, meta: Mapping[str, Any], any_compiler: bool) -> bool:
-        """Whether a `spec.json` belongs to this key."""
-        return bool(meta["source"] == self.source and (any_compiler or meta["compiler"] == self.compiler))
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -87,7 +75,9 @@ class Entry:
     spec: dict[str, Any]
 
 
-# ---- content -------------------------------------------------------------------------------------
+def described(path: Path, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> Entry:
+    """The listing's row for an entry."""
+    return Entry(path, meta["name"], meta["arch"], sum(map(len, files.values())), meta["spec"])
 
 
 def pack(key: Key, text: str, cubin: bytes, spec: dict[str, Any]) -> dict[str, bytes]:
@@ -106,15 +96,15 @@ def pack(key: Key, text: str, cubin: bytes, spec: dict[str, Any]) -> dict[str, b
     return {TEXT: text.encode(), CUBIN: cubin, META: json.dumps(meta, indent=1).encode()}
 
 
-def check(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return an entry's `spec.json`. Raises one of `DAMAGE` if any file of the entry was changed."""
+def check(folder: str, files: Mapping[str, bytes]) -> Read:
+    """(`spec.json`, files) of the entry with this folder's name. Raises one of `DAMAGE` if any file was changed."""
     meta: dict[str, Any] = json.loads(files[META])
     if meta.get("format") != FORMAT:
         raise OtherFormat(f"format {meta.get('format')}, not {FORMAT}")
     if meta.get("seal") != seal(meta):
         raise ValueError(f"{META} does not match its checksum")
-    for name, pattern in _PRINTED.items():
-        if not isinstance(meta[name], str) or not pattern.fullmatch(meta[name]):
+    for name in ("name", "arch"):  # they are printed, so they must not contain control sequences of a terminal
+        if not re.fullmatch(r"\w[\w.+-]*", meta[name], re.ASCII):
             raise ValueError(f"its {name} is {meta[name]!r}, which no kernel has")
     if not isinstance(meta["spec"], dict):
         raise ValueError("it has no spec")
@@ -123,116 +113,17 @@ def check(files: Mapping[str, bytes]) -> dict[str, Any]:
     for name in (TEXT, CUBIN):
         if _sha(files[name]) != meta["sha256"][name]:
             raise ValueError(f"{name} does not match its checksum")
-    return meta
+    hashes = NAME.fullmatch(folder)
+    own = (ANY, _sha(meta["compiler"].encode())[:8])
+    if hashes is None or hashes["source"] != meta["source"][:20] or hashes["compiler"] not in own:
+        raise ValueError(f"{folder} is another kernel")
+    return meta, dict(files)
 
 
 def seal(meta: Mapping[str, Any]) -> str:
     """SHA-256 of a JSON object without its seal."""
     rest = {name: value for name, value in meta.items() if name != "seal"}
     return _sha(json.dumps(rest, sort_keys=True).encode())
-
-
-# ---- files ---------------------------------------------------------------------------------------
-
-
-def read(folder: int, name: str) -> Read:
-    """Read and check an entry of an open folder.
-
-    Raises OSError if it cannot be read, one of `DAMAGE` if it must not be used.
-    """
-    with trust.closing(trust.folder(name, folder)) as inside:
-        files = {file: trust.read(file, inside) for file in FILES}
-    return check(files), files
-
-
-def write(folder: int, name: str, files: Mapping[str, bytes]) -> None:
-    """Make an entry in an open folder. Raises OSError."""
-    os.mkdir(name, 0o755, dir_fd=folder)  # subject to the umask: anyone who can read the folder can read the entry
-    with trust.closing(trust.folder(name, folder)) as inside:
-        for file, data in files.items():
-            with open(file, "xb", opener=lambda name, flags: os.open(name, flags, 0o644, dir_fd=inside)) as out:
-                out.write(data)
-
-
-def refuse_device(path: Path) -> None:
-    """Raise CacheError if there is something else than a file, such as a device or a folder."""
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise CacheError(f"cannot write {path}: it is not a file")
-
-
-@contextmanager
-def replaced(path: Path) -> Iterator[Path]:
-    """A new file, which replaces the one at a path at the end. The path may be a link to a file.
-
-    Raises CacheError, and changes nothing, if it cannot be written, or is a device.
-    """
-    refuse_device(path)
-    target = Path(os.path.realpath(path))
-    temporary = target.parent / f".jitrope-{uuid.uuid4().hex}"
-    try:
-        yield temporary
-        os.replace(temporary, target)
-    except OSError as error:
-        raise CacheError(f"cannot write {path}: {reason(error)}") from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
-
-
-# ---- all entries of a folder or bundle -----------------------------------------------------------
-
-
-def described(path: Path, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> Entry:
-    """Return the listing's row for an entry."""
-    return Entry(path, meta["name"], meta["arch"], sum(map(len, files.values())), meta["spec"])
-
-
-class Listing:
-    """A folder or bundle of entries. Subclasses find the entries and read them."""
-
-    root: Path
-
-    @abstractmethod
-    def _paths(self) -> list[Path]:
-        """The paths of all entries, whole or damaged. Raises CacheError if the folder or bundle cannot be used."""
-
-    @abstractmethod
-    def _read(self, path: Path) -> Read:
-        """Read and check an entry."""
-
-    def survey(self) -> tuple[list[Entry], list[tuple[Path, str]]]:
-        """(whole entries, damaged ones with the reason), by name. Entries of another version are in neither list.
-
-        Raises:
-            CacheError: the folder or bundle cannot be used.
-        """
-        good, bad = [], []
-        for path in self._paths():
-            try:
-                good.append(described(path, *self._read(path)))
-            except (OtherFormat, FileNotFoundError):  # the second: another process removed it
-                continue
-            except (OSError, CacheError, *DAMAGE) as error:
-                if os.path.lexists(path) or self.root.is_file():  # else it was removed since
-                    bad.append((path, reason(error)))
-        return good, bad
-
-    def entries(self) -> list[Entry]:
-        """The whole entries, by name. Raises CacheError as `survey` does."""
-        return self.survey()[0]
-
-    def verify(self) -> tuple[int, list[tuple[Path, str]]]:
-        """(number of whole entries, damaged ones with the reason). An unusable folder or bundle is one damaged item."""
-        try:
-            good, bad = self.survey()
-        except CacheError as error:
-            return 0, [(self.root, str(error))]
-        return len(good), bad
-
-
-def reason(error: Exception) -> str:
-    """An error's message without the path."""
-    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 
 def _sha(data: bytes) -> str:

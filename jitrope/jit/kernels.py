@@ -8,13 +8,11 @@ import shlex
 import threading
 import time
 from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from ..base import config
-from ..base.config import log
 from ..base.errors import CompileError, JitropeError, MissingKernel
 from ..base.spec import Spec
 from . import compiler, recording
@@ -29,9 +27,7 @@ _kernels: dict[tuple[Spec, int], Kernel] = {}
 _build_lock = threading.RLock()
 
 
-@lru_cache(maxsize=8)
-def _cache_at(root: Path, system: tuple[Path, ...]) -> KernelCache:
-    return KernelCache(root, system)
+_cache_at = lru_cache(maxsize=8)(KernelCache)
 
 
 def kernel_cache() -> KernelCache:
@@ -68,8 +64,7 @@ def get_kernel(spec: Spec, device: int) -> Kernel:
 
 def arch_of(device: int) -> str:
     """A GPU's architecture, such as "sm_90"."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
+    return "sm_" + "".join(map(str, torch.cuda.get_device_capability(device)))
 
 
 def local_archs() -> list[str]:
@@ -95,8 +90,7 @@ def build(spec: Spec, arch: str, rebuild: bool = False) -> Cubin:
 
     Raises CompileError if the kernel cannot be compiled, MissingKernel if compiling is forbidden.
     """
-    cache, start = kernel_cache(), time.perf_counter()
-    key = key_of(spec, arch)
+    cache, key, start = kernel_cache(), key_of(spec, arch), time.perf_counter()
     if not rebuild and (found := cache.find(key)) is not None:
         recording.tell(spec, arch, start, "disk")
         return Cubin(found, compiled=False, kept=True)
@@ -109,7 +103,7 @@ def build(spec: Spec, arch: str, rebuild: bool = False) -> Cubin:
     compiled.append(spec.name)
     cache.count("compiled")
     cache.count("compile_ms", ms)
-    log.info("compiled %s for %s in %.0f ms", spec.name, arch, ms)
+    config.log.info("compiled %s for %s in %.0f ms", spec.name, arch, ms)
     kept = cache.store(key, source.text, cubin, spec.to_dict())
     recording.tell(spec, arch, start, "compiled")
     return Cubin(cubin, compiled=True, kept=kept)
@@ -144,5 +138,5 @@ def _load(spec: Spec, device: int) -> Kernel:
     except Refused:
         if found.compiled or not config.compile_allowed():
             raise
-        log.warning("the driver refused the cached kernel %s; it is rebuilt", spec.name)
+        config.log.warning("the driver refused the cached kernel %s; it is rebuilt", spec.name)
         return Kernel(build(spec, arch_of(device), rebuild=True).data, spec.entry, device)

@@ -15,7 +15,7 @@ from ..base import arguments
 from ..base.config import log, record_file
 from ..base.errors import CacheError
 from ..base.spec import Spec
-from .entry import refuse_device, replaced
+from .trust import reason, refuse_device, replaced
 
 _patience = 10.0
 """Seconds to wait for another process that writes the file. After one such wait a process waits no more."""
@@ -131,25 +131,26 @@ def _say_if_empty() -> None:
 
 def add(path: Path, specs: Iterable[Spec]) -> None:
     """Add specs to a file in one step. Concurrent processes wait for each other."""
-    wanted = [spec.to_dict() for spec in specs]
-    if not _missing(_read(path), wanted):
+    wanted = json.loads(json.dumps([spec.to_dict() for spec in specs]))
+    there = _read(path).get("spec", ())
+    if all(spec in there for spec in wanted):
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         target = Path(os.path.realpath(path))  # processes that record through a link and its target share a lock
         with _locked(target.with_name(f".{target.name}.lock")), replaced(target) as temporary:
             data = _read(path)
-            data["spec"] = [*data.get("spec", ()), *_missing(data, wanted)]
+            there = data.get("spec", ())
+            data["spec"] = [*there, *(spec for spec in wanted if spec not in there)]
             temporary.write_text(json.dumps(data, indent=1) + "\n")
     except OSError as error:
-        raise CacheError(f"cannot write {path}: {error.strerror or error}") from error
+        raise CacheError(f"cannot write {path}: {reason(error)}") from error
 
 
 def _read(path: Path) -> dict[str, Any]:
     refuse_device(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
-        data = json.loads(text) if text.strip() else {}  # `mktemp` and `touch` make empty files
+        data = json.loads(path.read_text(encoding="utf-8-sig").strip() or "{}")  # `mktemp` makes empty files
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
@@ -159,33 +160,23 @@ def _read(path: Path) -> dict[str, Any]:
     return data
 
 
-def _missing(data: dict[str, Any], wanted: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The wanted specs that are not in a file."""
-    there = {json.dumps(spec, sort_keys=True) for spec in data.get("spec", ())}
-    return [spec for spec in wanted if json.dumps(spec, sort_keys=True) not in there]
-
-
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold a lock, if the system has locks. A process that dies releases its lock."""
     global _patience
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW  # an existing file is not emptied
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)  # an existing file is not emptied
     with open(os.open(path, flags, 0o666), "r+") as file:
         end = time.monotonic() + _patience
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= end:  # it may hold the lock for ever
-                    _patience = 0.0
+        with contextlib.suppress(ImportError, OSError):  # Windows; a file system without locks
+            import fcntl
+
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
-                time.sleep(0.01)
-            except OSError:  # this file system has no locks
-                break
+                except BlockingIOError:
+                    if time.monotonic() >= end:  # it may hold the lock for ever
+                        _patience = 0.0
+                        break
+                    time.sleep(0.01)
         yield

@@ -8,13 +8,10 @@ import textwrap
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..base.errors import CompileError
 from ..base.spec import Spec
-
-if TYPE_CHECKING:
-    import jinja2
 
 _HERE = Path(__file__).resolve().parent.parent
 TEMPLATE_PATHS = [_HERE / "templates", _HERE.parent / "templates"]  # in a wheel; in a checkout
@@ -60,18 +57,16 @@ def mark_lines(text: str, name: str) -> str:
 
 def cpp_literal(value: Any) -> Any:
     """A template value as C++: booleans in lower case, integers and names unchanged."""
-    import jinja2
-
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, (int, str, jinja2.Undefined)):  # Undefined raises an error with its name
+    if isinstance(value, (int, str)):
         return value
-    raise TypeError(f"a template constant is a bool, an int or a name, not {value!r}")
+    raise TypeError(f"a template constant is a bool, an int or a name, not {value}")  # Undefined raises its own error
 
 
 @cache
-def environment() -> jinja2.Environment:
-    """The Jinja environment. Jinja is imported here, because a kernel from the cache does not need it."""
+def environment() -> Any:
+    """The `jinja2.Environment`. Jinja is imported here, because a kernel from the cache does not need it."""
     import jinja2
 
     return jinja2.Environment(
@@ -80,7 +75,6 @@ def environment() -> jinja2.Environment:
         finalize=cpp_literal,
         keep_trailing_newline=True,
         trim_blocks=True,
-        autoescape=False,
     )
 
 

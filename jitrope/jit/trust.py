@@ -1,12 +1,13 @@
-"""Who is trusted: what only root and this user can change is read, nothing else (README.md, "Who is trusted")."""
+"""Files and folders: read if only root and this user can change them (README.md, "Who is trusted"), written whole."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from ..base.errors import CacheError
@@ -18,7 +19,6 @@ user = getattr(os, "geteuid", int)
 """The number of this user; 0 where there are no users."""
 
 _FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOFOLLOW"))  # a pipe must not block
-_FOLDER = _FLAGS | getattr(os, "O_DIRECTORY", 0)
 
 
 def fault(info: os.stat_result, above: bool = False) -> str | None:
@@ -53,74 +53,83 @@ def way(path: Path) -> str | None:
 
 
 @contextmanager
-def closing(number: int) -> Iterator[int]:
-    """Close a handle at the end of the block."""
-    try:
-        yield number
-    finally:
-        os.close(number)
-
-
-def folder(path: str | Path, inside: int | None = None, private: bool = False) -> int:
+def folder(path: str | Path, inside: int | None = None, private: bool = False) -> Iterator[int]:
     """A handle of a folder, not through a link. inside: the handle of its parent. private: close it to others.
 
-    Raises ValueError if others can change it, OSError if it cannot be read or is no folder.
+    Raises CacheError if others can change it, OSError if it cannot be read or is no folder.
     """
-    number = os.open(path, _FOLDER, dir_fd=inside)
+    number = os.open(path, _FLAGS | getattr(os, "O_DIRECTORY", 0), dir_fd=inside)
     try:
         info = os.fstat(number)
         if private and info.st_uid == user() and info.st_mode & 0o022:
             os.fchmod(number, 0o700)
         elif wrong := fault(info):
-            raise ValueError(wrong)
-    except BaseException:
+            raise CacheError(f"{path} {wrong}")
+        yield number
+    finally:
         os.close(number)
-        raise
-    return number
 
 
-def root(path: Path, parents: bool = False, private: bool = False) -> int:
-    """A handle of a cache's folder. parents: refuse it if other users can put another folder in its place.
+def root(path: Path, own: bool) -> AbstractContextManager[int]:
+    """A handle of a cache's folder: the user's own, or one that is refused if other users can put another in its place.
 
-    A link is followed only if they cannot.
+    A link is followed only if they cannot. Raises as `folder` does.
+    """
+    follow = not own or os.path.islink(path)
+    if follow and (wrong := way(path)):
+        raise CacheError(wrong)
+    return folder(os.path.realpath(path) if follow else path, private=own)
 
-    Raises:
-        CacheError: it is not trusted or cannot be read.
-        FileNotFoundError, NotADirectoryError: there is none.
+
+def read(name: str, inside: int | None = None, most: int = LIMIT, anybodys: bool = False) -> bytes:
+    """The bytes of a file, not through a link. inside: the handle of its folder. anybodys: others may change it.
+
+    Raises CacheError if it must not be used, or has more bytes than `most`; OSError if it cannot be read.
     """
     try:
-        follow = parents or os.path.islink(path)
-        if follow and (wrong := way(path)):
-            raise CacheError(wrong)
-        return folder(os.path.realpath(path) if follow else path, private=private)
-    except ValueError as error:
-        raise CacheError(f"{path} {error}") from error
-    except (FileNotFoundError, NotADirectoryError):
-        raise
-    except OSError as error:
-        raise CacheError(f"{path} cannot be read ({error.strerror})") from error
-
-
-def read(name: str, inside: int) -> bytes:
-    """The bytes of a file in an open folder. Raises ValueError if it must not be used, OSError if it cannot be read."""
-    try:
-        number = os.open(name, _FLAGS, dir_fd=inside)
+        with open(name, "rb", opener=lambda name, _: os.open(name, _FLAGS, dir_fd=inside)) as file:
+            info = os.fstat(file.fileno())
+            if not stat.S_ISREG(info.st_mode):
+                raise CacheError(f"{name} is not a file")
+            if not anybodys and (wrong := fault(info)):
+                raise CacheError(f"{name} {wrong}")
+            if info.st_size > most:
+                raise CacheError(f"{name} has {info.st_size} bytes, more than {most}")
+            return file.read(info.st_size)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ELOOP):  # there is none, or a link
-            raise ValueError(f"{name}: {error.strerror}") from error
+            raise CacheError(f"{name}: {error.strerror}") from error
         raise
-    with closing(number):
-        info = regular(number, name)
-        if wrong := fault(info):
-            raise ValueError(f"{name} {wrong}")
-        if info.st_size > LIMIT:
-            raise ValueError(f"{name} has {info.st_size} bytes, more than any kernel")
-        with open(number, "rb", closefd=False) as file:
-            return file.read(LIMIT)
 
 
-def regular(number: int, name: str) -> os.stat_result:
-    """The properties of an open file. Raises ValueError if it is no file."""
-    if stat.S_ISREG((info := os.fstat(number)).st_mode):
-        return info
-    raise ValueError(f"{name} is not a file")
+# ---- writing -------------------------------------------------------------------------------------
+
+
+def refuse_device(path: Path) -> None:
+    """Raise CacheError if there is something else than a file, such as a device or a folder."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise CacheError(f"cannot write {path}: it is not a file")
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A new file, which replaces the one at a path at the end. The path may be a link to a file.
+
+    Raises CacheError, and changes nothing, if it cannot be written, or is a device.
+    """
+    refuse_device(path)
+    target = Path(os.path.realpath(path))
+    temporary = target.parent / f".jitrope-{uuid.uuid4().hex}"
+    try:
+        yield temporary
+        os.replace(temporary, target)
+    except OSError as error:
+        raise CacheError(f"cannot write {path}: {reason(error)}") from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+
+
+def reason(error: BaseException) -> str:
+    """An error's message without the path."""
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)

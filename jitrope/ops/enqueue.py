@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.spec import PlainSpec
+from ..base.spec import Spec
 from ..jit.kernels import get_kernel
 from .launch import MAX_LAUNCHES
 from .watch import get_device, get_stream
@@ -21,7 +21,7 @@ _local = threading.local()
 class Call(NamedTuple):
     """A launch. Its argument block has the addresses of the tensors, then the words."""
 
-    spec: PlainSpec
+    spec: Spec
     grid: tuple[int, int]
     tensors: Sequence[Tensor | None]
     words: Sequence[int]

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ..base.config import log
+from ..base.spec import KINDS
 from ..jit.kernels import get_kernel
-from ..jit.registry import KINDS
 from ..plan.arguments import address_names
 from ..plan.memory import Span, refuse_meeting, span
 from ..plan.options import Options

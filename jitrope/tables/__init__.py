@@ -127,7 +127,9 @@ def _tables(
     interleaved = arguments.flag(name, "interleaved", interleaved)
     if not isinstance(dtype, torch.dtype) or dtype not in (torch.float32, torch.float16, torch.bfloat16):
         arguments.refuse(name, "dtype", dtype, "torch.float32, torch.float16 or torch.bfloat16")
-    device = arguments.tensor(name, "inv_freq", inv_freq, (torch.float32,), 1).device
+    device = arguments.tensor(name, "inv_freq", inv_freq).device
+    if inv_freq.dtype != torch.float32 or inv_freq.dim() != 1:
+        arguments.refuse(name, "inv_freq", inv_freq, "of dtype float32, with 1 axis")
     if not isinstance(positions, Tensor):
         positions = torch.arange(arguments.whole(name, "positions", positions, 0), device=device)
     got = f"{positions.dtype} on {positions.device}"

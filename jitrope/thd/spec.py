@@ -7,8 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from ..base.spec import ACCESS_BYTES, ACCESSES, DTYPES, INDEX_DTYPES, MAX_INT, MAX_THREADS, PlainSpec, refuse_unless
-from ..jit.registry import KINDS
+from ..base.spec import ACCESS_BYTES, ACCESSES, DTYPES, INDEX_DTYPES, KINDS, MAX_INT, MAX_THREADS, Spec, refuse_unless
 from ..plan.partition import RULES, number_of_chunks
 
 MAPS = ("table", "stay", "to_ranks", "to_sequences", "positions", "valid", "tail")
@@ -31,7 +30,7 @@ COUNTS = range(1, MAX_INT + 1)
 MIN_LANE_USE = 0.9  # the least share of a row's threads that must have work, on average over its passes
 
 
-class _Moves(PlainSpec):
+class _Moves(Spec):
     words, enumerators = _WORDS, tuple(_ENUMERATORS)
     bounds: ClassVar[dict[str, range | tuple[int, ...]]] = {}  # the allowed numbers of fields
 

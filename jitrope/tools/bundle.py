@@ -20,7 +20,7 @@ from pathlib import Path
 from ..base import arguments
 from ..base.errors import CacheError, CompileError
 from ..base.spec import Spec
-from ..jit import layers
+from ..jit.bundle import Bundle, write_bundle
 from ..jit.entry import Entry, Read, described, pack
 from ..jit.kernels import build, kernel_cache, key_of
 from ..jit.render import render
@@ -69,7 +69,7 @@ def write(path: Path, kernels: Iterable[tuple[Spec, str]], jobs: int) -> list[Bu
     if failed := [built for built in results if built.failed]:
         text = f"{path} is not written, {len(failed)} of {len(results)} kernels are missing:"
         raise CompileError("\n".join([text, *reasons(failed)]))
-    layers.write_bundle(path, files)
+    write_bundle(path, files)
     return results
 
 
@@ -104,5 +104,5 @@ def entries(path: Path) -> list[Entry]:
 
 
 def _read(path: Path) -> dict[str, Read]:
-    bundle = layers.Bundle(path)
-    return {folder: bundle.read(folder) for folder in bundle.kernels}
+    bundle = Bundle(path)
+    return {folder: bundle.read(folder) for folder in bundle.names()}

@@ -84,7 +84,7 @@ def build_all(work: Work, dry_run: bool, as_json: bool, build: Callable[[], list
 def _would_build(spec: Spec, arch: str) -> Built:
     """The result that building a kernel would have, without building it."""
     try:
-        cached = kernels.kernel_cache().holds(kernels.key_of(spec, arch))
+        cached = kernels.kernel_cache().read(kernels.key_of(spec, arch))
         return Built(spec, arch, "cached" if cached else "would compile")
     except JitropeError as error:
         return Built(spec, arch, str(error), failed=True)

@@ -19,7 +19,8 @@ from .. import __version__, apply_rope
 from ..base import config
 from ..base.errors import CacheError, CompileError, JitropeError, MissingKernel
 from ..jit import compiler, kernels, render
-from ..jit.entry import Entry, Listing
+from ..jit.cache import Layer
+from ..jit.entry import Entry
 from ..ops.heads import HEADS
 from ..ops.operation import operation
 from ..plan.options import Options
@@ -117,7 +118,7 @@ def _nvrtc() -> Found:
     return f"{version[0]}.{version[1]}, for {supported[0]} to {supported[-1]}", ""
 
 
-def _cache(cache: Listing, own: bool) -> Found:
+def _cache(cache: Layer, own: bool) -> Found:
     good, bad = cache.verify()
     if bad and bad[0][0] == cache.root:
         raise Fault(f"{bad[0][1]}; it is not used", f"chown it, remove it, or {ELSEWHERE}" if own else OWNED)
@@ -170,7 +171,7 @@ def _kernel() -> Found:
     return "a call on the CPU gives the reference's bits, and a kernel compiles for sm_90", ""
 
 
-def caches() -> list[Listing]:
+def caches() -> list[Layer]:
     """The user's cache and the read-only ones."""
     cache = kernels.kernel_cache()
     return [cache, *cache.system]

@@ -23,9 +23,8 @@ from ..api import apply_rope
 from ..base import arguments
 from ..base.config import log
 from ..base.errors import InvalidInput, JitropeError
-from ..base.spec import DTYPES, Spec
+from ..base.spec import DTYPES, Spec, spec_from_dict
 from ..jit import kernels
-from ..jit.registry import spec_from_dict
 from ..ops.planning import planning
 from ..plan.problem import DTYPE_NAMES
 from ..thd import spec as _  # noqa: F401  (adds its kinds of specs to the registry)
