@@ -18,7 +18,7 @@ from ..ops.operation import operation
 from ..ops.words import resolved
 from ..plan.options import HeadWords, Options
 from ..plan.views import Tensors
-from .interface import NAME, fail
+from .backends import NAME, fail
 from .schedule import Schedule
 
 ROPE = operation(HEADS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
-from math import prod
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,8 +23,10 @@ from ..ops.watch import collectives, dispatch_modes, is_compiling, transformed
 from ..plan.partition import RULES
 from ..thd import cp_rank_order_to_sequence_order
 from ..thd import ops as thd_ops
-from ..thd.checks import fail_of
+from ..thd.checks import fail_of, rows_of
 from ..thd.reference import Shape
+
+Group = ProcessGroup | DeviceMesh | None
 
 # ---- ranks ------------------------------------------------------------------------------------------
 
@@ -59,9 +60,7 @@ class Pending(NamedTuple):
         return self.rows if self.rows is self.sent else collectives.wait_tensor(self.rows)
 
 
-def ranks_of(
-    function: str, group: ProcessGroup | DeviceMesh | None, cp_size: int | None = None, cp_rank: int | None = None
-) -> Ranks:
+def ranks_of(function: str, group: Group, cp_size: int | None = None, cp_rank: int | None = None) -> Ranks:
     """The ranks from cp_size and cp_rank, else from the group, else from torch's default group, else one process."""
     fail = failing(function)
     if isinstance(group, DeviceMesh):
@@ -80,8 +79,7 @@ def ranks_of(
         return Ranks(None, size, rank)
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return Ranks(None, 1, 0)
-    group = dist.group.WORLD if group is None else group
-    assert group is not None  # there is a default group
+    group = cast(ProcessGroup, dist.group.WORLD if group is None else group)
     rank = dist.get_rank(group)
     if rank < 0:
         fail("this process is not in the group")
@@ -96,26 +94,25 @@ def all_ranks_rows(shape: Shape, device: torch.device) -> Tensor:
 
 def all_gather(rows: Tensor, ranks: Ranks) -> Pending:
     """All ranks' rows (R, ...), concatenated in rank order: (cp_size * R, ...). All must have the same R."""
-    if ranks.cp_size == 1:
-        return Pending(rows, rows)
     if not rows.numel():
         none = rows.new_empty(ranks.cp_size * len(rows), *rows.shape[1:])
         return Pending(none, none)
-    return Pending(collectives.all_gather_into_tensor(rows, ranks.cp_size, ranks.name), rows)
+    return _begun(collectives.all_gather_into_tensor, rows, ranks, ranks.cp_size)
 
 
 def all_to_all(rows: Tensor, sent: list[int], received: list[int], ranks: Ranks) -> Pending:
     """Send sent[r] rows to rank r, and receive received[r] rows from it."""
-    if ranks.cp_size == 1:
-        return Pending(rows, rows)
-    return Pending(collectives.all_to_all_single(rows, received, sent, ranks.name), rows)
+    return _begun(collectives.all_to_all_single, rows, ranks, received, sent)
 
 
 def largest(x: Tensor, ranks: Ranks) -> Tensor:
     """The largest of all ranks' numbers."""
-    if ranks.cp_size == 1:
-        return x
-    return Pending(collectives.all_reduce(x, "max", ranks.name), x).wait()
+    return _begun(collectives.all_reduce, x, ranks, "max").wait()
+
+
+def _begun(collective: Callable[..., Tensor], x: Tensor, ranks: Ranks, *words: Any) -> Pending:
+    """A collective of x; a single rank's x is its result."""
+    return Pending(x if ranks.cp_size == 1 else collective(x, *words, ranks.name), x)
 
 
 # ---- their rows -------------------------------------------------------------------------------------
@@ -164,6 +161,9 @@ class Partition:
         cu_seqlens_padded: offsets that include padding after sequences. They then determine the cut.
         rule: "dual_chunk" or "contiguous".
 
+    Attributes:
+        rows: t, the number of tokens of this rank.
+
     Raises:
         InvalidInput: the arguments do not fit together.
     """
@@ -173,7 +173,7 @@ class Partition:
         cu_seqlens: Tensor,
         tokens: int,
         *,
-        group: ProcessGroup | DeviceMesh | None = None,
+        group: Group = None,
         cp_size: int | None = None,
         cp_rank: int | None = None,
         cu_seqlens_padded: Tensor | None = None,
@@ -195,16 +195,12 @@ class Partition:
         rule = arguments.word(name, "rule", rule, RULES)
         self.ranks: Ranks = ranks_of(name, group, cp_size, cp_rank)
         self.shape = Shape(tokens, len(cu_seqlens) - 1, *self.ranks[1:3], rule)
+        self.rows = self.shape.rows
 
     def __repr__(self) -> str:
         shape = self.shape
         rows, rank = f"{shape.rows} of {shape.tokens} tokens", f"rank {shape.cp_rank} of {shape.cp_size}"
         return f"{type(self).__name__}({rows}, {shape.sequences} sequences, {rank}, {shape.rule})"
-
-    @property
-    def rows(self) -> int:
-        """Tokens of this rank."""
-        return self.shape.rows
 
     @kept
     def indices(self) -> Tensor:
@@ -264,9 +260,8 @@ class Partition:
 def taken(x: Tensor, index: Tensor | None, rows: int) -> Tensor:
     """The rows of x in the order of an index, (rows, ...); see `thd_ops.move_rows`."""
     out = x.new_empty(rows, *x.shape[1:])
-    width = prod(x.shape[1:])
     if out.numel():
-        thd_ops.move_rows((x.reshape(len(x), width),), (out.view(rows, width),), index)
+        thd_ops.move_rows((rows_of(x),), (out,), index)
     return out
 
 

@@ -28,8 +28,7 @@ from ..ops.watch import is_compiling, wants_grad
 from ..plan.partition import RULES
 from . import checks
 from . import ops as thd_ops
-from .corrections import Correction
-from .reference import Move, Shape
+from .reference import Correction, Move, Shape
 
 __all__ = [
     "copy_valid_tokens_from_per_split_to_rank_local",
@@ -43,11 +42,8 @@ __all__ = [
     "sequence_order_to_cp_rank_order",
 ]
 
-Rows = Tensor | tuple[Tensor, ...]
-"""A tensor (T, ...), or a pair of tensors with equally many rows."""
-
-CORRECTIONS = {"none": "nothing", "add": "add", "copy": "copy"}
-"""The words of `grad_correction`, and the kernels' words for them."""
+Rows = Tensor | tuple[Tensor, ...]  # (T, ...), or a pair of tensors with equally many rows
+CORRECTIONS = {"none": "nothing", "add": "add", "copy": "copy"}  # the words of `grad_correction` for the kernels' words
 
 
 # ---- between a batch and its ranks -----------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ from ..plan.partition import Mask
 from ..plan.problem import DTYPE_NAMES
 from . import reference
 from . import spec as specs
-from .corrections import Correction, correct
-from .reference import Move, Segments, Shape
+from .reference import Correction, Move, Segments, Shape
 
 # ---- rows: `struct Params` of `rows.cuh.jinja` ---------------------------------------------------------
 
@@ -128,9 +127,8 @@ class Operation(NamedTuple):
     reference: Callable[..., object]  # plain torch
     calls: Callable[..., list[Call] | None]  # the launches on a GPU; None: use plain torch there too
     fresh: Callable[..., Tensor] | None = None
+    # The arguments of the functions above, from those of the op:
     read: Callable[..., tuple[Any, ...]] = lambda *given: (*given[:-5], Shape._make(given[-5:]))
-    """Turns the op's arguments into those of the functions above."""
-
     written: Callable[..., Sequence[Any]] = lambda *words: ()  # the tensors that it overwrites
 
 
@@ -157,7 +155,7 @@ OPERATIONS = (
     ),
     Operation(
         f"thd_correct(str quantity, str first, str second, bool packed, Tensor cu_seqlens, int rows, {_STEPS}) -> ()",
-        correct,
+        reference.correct,
         correction_calls,
         read=lambda *given: (Correction(*given),),
         written=lambda given: [given.written],
@@ -206,8 +204,7 @@ register("CUDA", launches=True)
 def table(map: str, cu_seqlens: Tensor, shape: Shape, rows: int | None = None) -> Tensor:
     """The source of each row, (rows), int32; see `reference.table`. rows: default: all rows of the map."""
     rows = (shape.tokens if map == "to_sequences" else shape.rows) if rows is None else rows
-    found: Tensor = torch.ops.jitrope.thd_table(cu_seqlens.contiguous(), map, rows, *shape)
-    return found
+    return cast(Tensor, torch.ops.jitrope.thd_table(cu_seqlens.contiguous(), map, rows, *shape))
 
 
 def segments(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, shape: Shape, mask: Mask) -> Segments:

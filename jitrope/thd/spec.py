@@ -22,9 +22,9 @@ _WORDS = {**_ENUMERATORS, "rule": RULES, "index_dtype": INDEX_DTYPES, "dtype": D
 BLOCK_THREADS = 256
 ROWS_IN_FLIGHT = 4  # rows that a thread loads at the same time
 
+# Rows that a thread adds at the same time, each of two sources. H100, x the copy, 1 / 2 / 4: sums of chunks 1.14 /
+# 1.09 / 1.18, over two ranks 1.08 / 1.05 / 1.11.
 SUMS_IN_FLIGHT = 2
-"""Rows that a thread adds at the same time, each of two sources. H100, x the copy, 1 / 2 / 4: sums of chunks 1.14 /
-1.09 / 1.18, over two ranks 1.08 / 1.05 / 1.11."""
 
 SCAN_THREADS = 1024
 COUNTS = range(1, MAX_INT + 1)
@@ -114,7 +114,7 @@ class SegmentsSpec(_Moves):
 class CorrectionSpec(_Moves):
     """A kernel that joins a step of ring attention with the steps before it (`thd_corrections.cu.jinja`)."""
 
-    quantity: str  # this and the next three: see `corrections.Correction`
+    quantity: str  # this and the next three: see `reference.Correction`
     first: str
     second: str
     packed: bool
