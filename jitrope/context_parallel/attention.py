@@ -23,9 +23,6 @@ from .rotary import Rope, Rotation, rotation_of
 from .schedule import Schedule, check_lengths, check_rows
 from .shards import Pending, all_gather, all_to_all, largest, taken
 
-LAYOUTS = ("thd", "bshd", "sbhd")
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
 
 class Call(NamedTuple):
     """A checked call."""
@@ -42,9 +39,6 @@ class Call(NamedTuple):
     def widths(self) -> list[int]:
         """The numbers of elements in a row of keys and in a row of values."""
         return [self.case.kv_heads * self.case.head_dim, self.case.kv_heads * self.case.head_dim_v]
-
-
-Checked = tuple[Tensor, Tensor, Tensor, Call]
 
 
 def all_gather_attention(
@@ -106,7 +100,7 @@ def all_gather_attention(
         arguments.refuse(NAME, "schedule", schedule, "a Schedule")
     given = (q, k, v)
 
-    def checked() -> tuple[Tensor, Tensor, Tensor, Call]:
+    def checked() -> Any:
         groups = _check_heads(*given, layout, head_groups)
         q, k, v = (_batch_first(x, layout).flatten(0, -3) for x in given)
         check_rows(q, given[0].shape, layout, schedule)
@@ -119,8 +113,7 @@ def all_gather_attention(
         return q, k, v, Call(schedule, choose(backend, case), case, scale, groups, keeps, rotation)
 
     q, k, v, call = _on_all_ranks(checked, schedule) if flag("check", check) else checked()
-    apart = call.head_groups != 1 or schedule.exchange is not None or k.shape != v.shape
-    if call.rotation is not None and apart:
+    if call.rotation is not None and (call.head_groups != 1 or schedule.exchange is not None or k.shape != v.shape):
         q, k = call.rotation.apart(q, k)
         call = call._replace(rotation=None)
     if torch.compiler.is_compiling():  # which lets no autograd function make a tensor that is kept
@@ -144,7 +137,7 @@ def _batch_first(x: Tensor, layout: str) -> Tensor:
 
 def _check_heads(q: Any, k: Any, v: Any, layout: Any, head_groups: Any) -> int:
     """Check a rank's q, k and v. Returns head_groups, a number that divides the heads of k."""
-    arguments.word(NAME, "layout", layout, LAYOUTS)
+    arguments.word(NAME, "layout", layout, ("thd", "bshd", "sbhd"))
     for name, x in (("q", q), ("k", k), ("v", v)):
         arguments.tensor(NAME, name, x)
         if watch.sharded((x,)):
@@ -154,7 +147,7 @@ def _check_heads(q: Any, k: Any, v: Any, layout: Any, head_groups: Any) -> int:
             fail(f"{name} has shape {tuple(x.shape)}, layout {layout!r} needs {len(layout)} axes ({axes})")
         if x.dtype != q.dtype or x.device != q.device:
             fail(f"{name} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}")
-    if q.dtype not in _DTYPES:
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         fail(f"q is {q.dtype}; allowed are fp16, bf16, fp32 and fp64")
     sizes = ", ".join(f"{name} is {named(x, layout)}" for name, x in (("q", q), ("k", k), ("v", v)))
     if not (q.shape[:-2] == k.shape[:-2] == v.shape[:-2]):
@@ -171,7 +164,7 @@ def _check_heads(q: Any, k: Any, v: Any, layout: Any, head_groups: Any) -> int:
     return groups
 
 
-def _on_all_ranks(checked: Callable[[], Checked], schedule: Schedule) -> Checked:
+def _on_all_ranks(checked: Callable[[], Any], schedule: Schedule) -> Any:
     """The result of a rank's own check. Waits for the device.
 
     Every rank refuses if one does, if the ranks' calls differ, or if the lengths are wrong.
@@ -240,27 +233,24 @@ def unpack(gathered: Tensor, call: Call) -> tuple[Tensor, Tensor]:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Result:
     """This rank's attention over the keys of `unpack`: out (rows, Hq, Dv), lse and row_max (rows, Hq); see `Result`."""
-    schedule, rows = call.schedule, len(q)
-    if rows == 0:
+    if len(q) == 0:
         none = q.new_empty(0, q.shape[1], dtype=torch.float32)
         return Result(q.new_empty(0, q.shape[1], v.shape[2]), none, none, ())
     with watch.without_autocast(q):  # backends compute in the dtypes of their inputs
-        result = call.backend.forward(_with_dummies(q, call), k, v, schedule.varlen(call.scale), call.case)
-    lse = _by_rows(result.lse, call, rows) if call.case.lse else None
-    row_max = _by_rows(result.row_max, call, rows) if call.case.max_logit else None
-    return Result(_without_dummies(result.out, call, rows), lse, row_max, result.saved)
+        result = call.backend.forward(_with_dummies(q, call), k, v, call.schedule.varlen(call.scale), call.case)
+    lse = _by_rows(result.lse, call) if call.case.lse else None
+    row_max = _by_rows(result.row_max, call) if call.case.max_logit else None
+    return Result(_without_dummies(result.out, call), lse, row_max, result.saved)
 
 
 def attend_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, call: Call) -> Gradients:
     """dq (rows, Hq, D), dk and dv of the keys of `unpack`. result: out and saved of `attend`."""
-    rows = len(q)
-    if rows == 0:
+    if len(q) == 0:
         return torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     dout, q, out = (_with_dummies(x, call) for x in (dout, q, result.out))
-    varlen = call.schedule.varlen(call.scale)
     with watch.without_autocast(q):
-        dq, dk, dv = call.backend.backward(dout, q, k, v, result._replace(out=out), varlen)
-    return _without_dummies(dq, call, rows), dk, dv
+        dq, dk, dv = call.backend.backward(dout, q, k, v, result._replace(out=out), call.schedule.varlen(call.scale))
+    return _without_dummies(dq, call), dk, dv
 
 
 def pack_gradients(dk: Tensor, dv: Tensor, call: Call) -> Tensor:
@@ -277,8 +267,7 @@ def _side_by_side(k: Tensor, v: Tensor, index: Tensor | None, call: Call) -> Ten
 
 def unpack_gradients(received: Tensor, dk: Tensor, dv: Tensor, call: Call) -> None:
     """Write the sums over all ranks, in fp32, into dk and dv (rows, width) of this rank's keys and values."""
-    if len(dk):
-        thd_ops.move_rows(received.split(call.widths, 1), (dk, dv), call.schedule.sum_rows)
+    thd_ops.move_rows(received.split(call.widths, 1), (dk, dv), call.schedule.sum_rows)
 
 
 def _with_dummies(x: Tensor, call: Call) -> Tensor:
@@ -287,21 +276,21 @@ def _with_dummies(x: Tensor, call: Call) -> Tensor:
     return x if index is None else taken(x, index, len(index))
 
 
-def _without_dummies(x: Tensor, call: Call, rows: int) -> Tensor:
+def _without_dummies(x: Tensor, call: Call) -> Tensor:
     """The inverse, with zeros in rows of no segment. May write x."""
     segments = call.schedule.segments
     if segments.output_rows is not None:
-        return taken(x, segments.output_rows, rows)
+        return taken(x, segments.output_rows, len(segments.output_rows))
     thd_ops.move(Move([x], [x], "tail", segments.cu_seqlens_q))
     return x
 
 
-def _by_rows(x: Tensor | None, call: Call, rows: int) -> Tensor:
+def _by_rows(x: Tensor | None, call: Call) -> Tensor:
     """A value of each query and head (Hq, Tq) as (rows, Hq), -inf for rows of no segment."""
     assert x is not None, f"{call.backend.name} did not refuse the case, but has no such output"
     segments = call.schedule.segments
     if segments.output_rows is None:
-        none = torch.arange(rows, device=x.device) >= segments.cu_seqlens_q[-1]
+        none = torch.arange(x.shape[1], device=x.device) >= segments.cu_seqlens_q[-1]
     else:
         none = segments.output_rows < 0
         x = x[:, segments.output_rows.clamp(min=0)]

@@ -23,7 +23,6 @@ from ..ops.watch import collectives, dispatch_modes, is_compiling, transformed
 from ..plan.partition import RULES
 from ..thd import cp_rank_order_to_sequence_order
 from ..thd import ops as thd_ops
-from ..thd.checks import fail_of, rows_of
 from ..thd.reference import Shape
 
 Group = ProcessGroup | DeviceMesh | None
@@ -69,16 +68,15 @@ def ranks_of(function: str, group: Group, cp_size: int | None = None, cp_rank: i
         group = group.get_group()
     if not (group is None or isinstance(group, ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
         arguments.refuse(function, "group", group, "a process group, a DeviceMesh with one axis, or None")
-    if cp_size is not None or cp_rank is not None:
-        if group is not None:
-            fail("group is given together with cp_size and cp_rank; pass either the group or the numbers")
+    numbers = cp_size is not None or cp_rank is not None
+    if numbers and group is not None:
+        fail("group is given together with cp_size and cp_rank; pass either the group or the numbers")
+    if numbers or (group is None and not (dist.is_available() and dist.is_initialized())):
         size = 1 if cp_size is None else arguments.whole(function, "cp_size", cp_size, 1)
         rank = 0 if cp_rank is None else arguments.whole(function, "cp_rank", cp_rank, 0)
         if rank >= size:
             fail(f"cp_rank is {rank}, cp_size {size}; ranks go from 0 to cp_size - 1")
         return Ranks(None, size, rank)
-    if group is None and not (dist.is_available() and dist.is_initialized()):
-        return Ranks(None, 1, 0)
     group = cast(ProcessGroup, dist.group.WORLD if group is None else group)
     rank = dist.get_rank(group)
     if rank < 0:
@@ -250,7 +248,7 @@ class Partition:
         return cast(Tensor, ordered)
 
     def _check(self, function: str, x: Tensor, rows: int, must: str) -> None:
-        fail = fail_of(function, x=x)
+        fail = thd_ops.fail_of(function, x=x)
         if x.dim() <= 0 or len(x) != rows:
             fail(f"x has shape {tuple(x.shape)}; {must}")
         if x.device != self.offsets.device:
@@ -260,8 +258,7 @@ class Partition:
 def taken(x: Tensor, index: Tensor | None, rows: int) -> Tensor:
     """The rows of x in the order of an index, (rows, ...); see `thd_ops.move_rows`."""
     out = x.new_empty(rows, *x.shape[1:])
-    if out.numel():
-        thd_ops.move_rows((rows_of(x),), (out,), index)
+    thd_ops.move_rows((thd_ops.rows_of(x),), (out,), index)
     return out
 
 

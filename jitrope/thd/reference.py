@@ -107,8 +107,7 @@ def split(flat: Tensor, shape: Shape, mask: Mask, padded: bool) -> list[Any]:
 def _layout(shape: Shape, mask: Mask, padded: bool) -> list[tuple[int, ...]]:
     """The size of each table of `Segments`, () for None; the third table is one that only the kernels use."""
     exchange, (keys, queries) = shape.exchange(mask), shape.most(mask)
-    parts = 1 if mask.full else len(shape.chunks)
-    offsets = (shape.segments(mask, padded) + 1,)
+    offsets, parts = (shape.segments(mask, padded) + 1,), 1 if mask.full else len(shape.chunks)
     gathered = shape.all_rows if exchange is None else sum(row[shape.cp_rank] for row in exchange)
     dummies = [(queries,), (shape.rows,)] if mask.extends else [(), ()]
     if exchange is None:
@@ -163,11 +162,6 @@ class Correction(NamedTuple):
     step: Tensor | None = None
     lse: Tensor | None = None  # (H, rows) if packed, else (B, H, rows)
     lse_step: Tensor | None = None
-
-    @property
-    def written(self) -> Tensor | None:
-        """The tensor that changes."""
-        return {"lse": self.lse, "read_lse": self.lse_step}.get(self.quantity, self.out)
 
 
 # ---- the partition ---------------------------------------------------------------------------------

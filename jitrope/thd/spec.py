@@ -78,14 +78,7 @@ class RowsSpec(_Moves):
     unused = ("writes",)
     bounds: ClassVar = {"access_bytes": ACCESSES, "cp_size": COUNTS, "unroll": COUNTS, "lanes": range(1, threads + 1)}
 
-    @property
-    def kind(self) -> str:
-        return "thd_tables" if self.writes else "thd_rows"
-
-    @property
-    def rows_per_block(self) -> int:
-        """Rows that one block moves."""
-        return self.threads if self.writes else self.threads // self.lanes * self.unroll
+    kind = property(lambda self: "thd_tables" if self.writes else "thd_rows")
 
 
 @dataclass(frozen=True)
@@ -105,9 +98,7 @@ class SegmentsSpec(_Moves):
     unused = ("rows",)
     bounds: ClassVar = {"cp_size": COUNTS, "threads": range(1, MAX_THREADS + 1)}
 
-    @property
-    def kind(self) -> str:
-        return "cp_segment_rows" if self.rows else "cp_segments"
+    kind = property(lambda self: "cp_segment_rows" if self.rows else "cp_segments")
 
 
 @dataclass(frozen=True)
