@@ -386,9 +386,9 @@ def test_opcheck(op: str) -> None:
     cu, shape = offsets((7, 0, 6)), Shape(14, 3, 2, 1)
     x, out = torch.randn(14, 3), torch.empty(14, 3)
     arguments = {
-        "thd_table": (cu, "to_ranks", shape.rows, *shape),
+        "thd_table": (torch.empty(shape.rows, dtype=torch.int32), cu, "to_ranks", shape.rows, *shape),
         "thd_rows": ([x], [out], "to_ranks", cu, None, None, *shape._replace(cp_rank=0)),
-        "cp_segments": (cu, None, 2, 1, *shape),
+        "cp_segments": (reference.empty_segments(cu, None, shape, Mask(2, 1)), cu, None, 2, 1, *shape),
         "thd_correct": ("grad", "add", "copy", True, cu, 14, out.view(14, 3, 1), x.view(14, 3, 1), None, None),
     }[op]
     torch.library.opcheck(getattr(torch.ops.jitrope, op).default, arguments)

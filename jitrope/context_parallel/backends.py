@@ -116,13 +116,12 @@ class Flash(Backend):
     impl: str | None  # its name in torch.nn.attention; None: torch's own
     module: str  # its package
     capabilities: range  # major compute capabilities of supported devices
-    max_segments: int | None = None  # None: no limit
+    max_segments: int = 2**62  # no limit
 
     def reasons(self, case: Case) -> Iterator[tuple[bool, str]]:
         yield from _of_kernels(case, 256)
         most, torchs = self.max_segments, torch.nn.attention
-        many = most is not None and case.segments > most
-        yield many, f"there are {case.segments} segments; at most {most} are possible"
+        yield case.segments > most, f"there are {case.segments} segments; at most {most} are possible"
         yield case.max_logit, "it gives no max_logit"
         wanted, active = self.impl, getattr(torchs, "current_flash_attention_impl", lambda: None)()
         if wanted == active == "FA4" and (case.mask.left >= 0 or case.mask.right > 0):

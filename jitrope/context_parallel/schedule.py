@@ -66,25 +66,14 @@ class Schedule(Partition):
         self.sent, self.received = [*rows[rank]], [each[rank] for each in rows]  # of this rank, to and from each
 
     @classmethod
-    def fixed(
-        cls,
-        batch: int,
-        seqlen: int,
-        device: torch.device | str,
-        *,
-        group: Group = None,
-        cp_size: int | None = None,
-        cp_rank: int | None = None,
-        causal: bool = True,
-        window: tuple[int, int] = (-1, -1),
-        rule: str = "dual_chunk",
-    ) -> Schedule:
-        """A schedule of sequences of one length, for bshd and sbhd. Other arguments, and the errors: see `Schedule`.
+    def fixed(cls, batch: int, seqlen: int, device: torch.device | str, **words: Any) -> Schedule:
+        """A schedule of sequences of one length, for bshd and sbhd. Errors: see `Schedule`.
 
         Args:
             batch: B, the number of sequences.
             seqlen: tokens of a sequence on all ranks together, a multiple of the group's size.
             device: the device of q.
+            words: the keywords of `Schedule`, except cu_seqlens_padded and max_seqlen.
         """
         name = "Schedule.fixed"
         batch = arguments.whole(name, "batch", batch, 1)
@@ -92,9 +81,8 @@ class Schedule(Partition):
         where = arguments.device(name, "device", device)
         if where is None:
             arguments.refuse(name, "device", device, "the device of q")
-        on: dict[str, Any] = {"group": group, "cp_size": cp_size, "cp_rank": cp_rank, "rule": rule}
         offsets = torch.arange(batch + 1, dtype=torch.int32, device=where) * seqlen
-        schedule = cls(offsets, batch * seqlen, max_seqlen=seqlen, causal=causal, window=window, **on)
+        schedule = cls(offsets, batch * seqlen, cu_seqlens_padded=None, max_seqlen=seqlen, **words)
         size = schedule.shape.cp_size
         if seqlen % size != 0:
             failing(name)(f"seqlen is {seqlen}; it must be a multiple of the group's size {size}")

@@ -210,9 +210,8 @@ def read_half_tensor(x: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
         (T / 2, H, D) or (2, T / 2, H, D). If T is odd, the first half has one more row. The halves of a sequence are
         its chunks by the rule "contiguous" for two ranks; if its length is odd, one of them has one more row.
     """
-    name = "read_half_tensor"
-    fail = thd_ops.fail_without_gradient(name, x=x, cu_seqlens=cu_seqlens)
-    half_idx = arguments.whole(name, "half_idx", half_idx)
+    fail = thd_ops.fail_without_gradient("read_half_tensor", x=x, cu_seqlens=cu_seqlens)
+    half_idx = arguments.whole("read_half_tensor", "half_idx", half_idx)
     if half_idx not in (0, 1):
         fail(f"half_idx is {half_idx!r}; it must be 0 or 1")
     both = x.dim() == 4

@@ -111,7 +111,7 @@ def check_step(label: str, out: Tensor, step: Tensor, cu_seqlens: Tensor, first:
 
 def table_calls(out: Tensor, cu_seqlens: Tensor, map: str, rows: int, shape: Shape) -> list[Call]:
     """Write the sources of rows; see `reference.table`."""
-    spec = specs.table_spec(map, True, DTYPE_NAMES[cu_seqlens.dtype], shape.cp_size, shape.rule)
+    spec = specs.RowsSpec(map, True, DTYPE_NAMES[cu_seqlens.dtype], shape.cp_size, shape.rule)
     grid = (-(-rows // spec.threads), 1)
     words = [*[0] * 6, rows, 0, 1, *_batch_words(shape)]
     return [Call(spec, grid, [None, None, None, None, cu_seqlens, None, None, out], words, out.device)] if rows else []
@@ -132,8 +132,7 @@ def rows_calls(move: Move) -> list[Call] | None:
     index_dtype = "int32" if cu_seqlens is None else DTYPE_NAMES[cu_seqlens.dtype]
     cut = (shape.cp_size, shape.rule) if map in specs.PARTITIONED else (1, "dual_chunk")
     dtypes = (True, DTYPE_NAMES[inputs[0].dtype], DTYPE_NAMES[outputs[0].dtype]) if sums else ()
-    addresses = [x.data_ptr() for x in (*inputs, *outputs)]
-    multiple = math.gcd(*addresses, *in_strides, *strides, *widths, *in_widths)
+    multiple = math.gcd(*[x.data_ptr() for x in (*inputs, *outputs)], *in_strides, *strides, *widths, *in_widths)
     spec = specs.rows_spec(tuple(widths), multiple, map, False, index_dtype, *cut, *dtypes)
     zeros, absent = [0] * (2 - len(inputs)), [None] * (2 - len(inputs))
     words = [*in_strides, *zeros, *strides, *zeros, *(in_widths if sums else widths), *zeros]
@@ -167,7 +166,7 @@ def segments_calls(flat: Tensor, cu_seqlens: Tensor, padded: Tensor | None, shap
     flags = (mask.full, mask.extends, padded is not None and not mask.extends, exchange is not None)
     kernels = (False, specs.SCAN_THREADS, blocks), (True, specs.BLOCK_THREADS, -(-rows // specs.BLOCK_THREADS))
     return [
-        Call(specs.segments_spec(of_rows, *cut, *flags, threads), (blocks, 1), tensors, words, flat.device)
+        Call(specs.SegmentsSpec(of_rows, *cut, *flags, threads), (blocks, 1), tensors, words, flat.device)
         for of_rows, threads, blocks in kernels
         if blocks
     ]
@@ -200,23 +199,21 @@ _STEPS = "Tensor(a!)? out, Tensor? step, Tensor(c!)? lse, Tensor(d!)? lse_step"
 
 
 class Operation(NamedTuple):
-    """An op. If it returns a new tensor, `fresh` makes it, and it is the first argument of `reference` and `calls`."""
+    """An op, which writes tensors and returns nothing."""
 
     schema: str
     reference: Callable[..., object]  # plain torch
     calls: Callable[..., list[Call] | None]  # the launches on a GPU; None: use plain torch there too
-    fresh: Callable[..., Tensor] | None = None
     # The arguments of the functions above, from those of the op:
     read: Callable[..., tuple[Any, ...]] = lambda *given: (*given[:-5], Shape._make(given[-5:]))
-    written: Callable[..., Sequence[Any]] = lambda *words: ()  # the tensors that it overwrites
+    written: Callable[..., Sequence[Any]] = lambda out, *_: [out]  # of these arguments, the tensors that change
 
 
 OPERATIONS = (
     Operation(
-        f"thd_table(Tensor cu_seqlens, str map, SymInt rows, {_SHAPE}) -> Tensor",
+        f"thd_table(Tensor(a!) out, Tensor cu_seqlens, str map, SymInt rows, {_SHAPE}) -> ()",
         lambda out, *words: out.copy_(reference.table(*words)),
         table_calls,
-        lambda cu_seqlens, map, rows, shape: cu_seqlens.new_empty(rows, dtype=torch.int32),
     ),
     Operation(
         f"thd_rows(Tensor[] inputs, Tensor(a!)[] outputs, str map, {_TABLES}, {_SHAPE}) -> ()",
@@ -226,11 +223,10 @@ OPERATIONS = (
         written=lambda given: given.outputs,
     ),
     Operation(
-        f"cp_segments(Tensor cu_seqlens, Tensor? cu_seqlens_padded, int left, int right, {_SHAPE}) -> Tensor",
+        f"cp_segments(Tensor(a!) flat, Tensor cu_seqlens, Tensor? padded, int left, int right, {_SHAPE}) -> ()",
         reference.fill_segments,
         segments_calls,
-        reference.empty_segments,
-        lambda cu_seqlens, padded, left, right, *shape: (cu_seqlens, padded, Shape(*shape), Mask(left, right)),
+        lambda *given: (*given[:3], Shape._make(given[5:]), Mask._make(given[3:5])),
     ),
     Operation(
         f"thd_correct(str quantity, str first, str second, bool packed, Tensor cu_seqlens, int rows, {_STEPS}) -> ()",
@@ -242,23 +238,17 @@ OPERATIONS = (
 )
 
 
-def _fake(op: Operation, *given: Any) -> Tensor | None:
-    return op.fresh(*op.read(*given)) if op.fresh else None
-
-
-def _run(op: Operation, launches: bool, *given: Any) -> Tensor | None:
+def _run(op: Operation, launches: bool, *given: Any) -> None:
     """Call an op: by its launches if it has some for these tensors, which are on a GPU, else in plain torch."""
     words = op.read(*given)
-    made = (op.fresh(*words),) if op.fresh else ()
-    calls = op.calls(*made, *words) if launches else None
+    calls = op.calls(*words) if launches else None
     if calls is None:
         with torch.no_grad():  # an exported program writes into views here
-            op.reference(*made, *words)
+            op.reference(*words)
     else:
         for call in calls:
             enqueue(call)
         written(op.written(*words))
-    return made[0] if made else None
 
 
 _lib = torch.library.Library("jitrope", "FRAGMENT")
@@ -272,7 +262,7 @@ def register(key: str, launches: bool) -> None:
 
 for _op in OPERATIONS:
     _name = _lib.define(_op.schema, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.register_fake(f"jitrope::{_name}", partial(_fake, _op), lib=_lib)
+    torch.library.register_fake(f"jitrope::{_name}", lambda *_: None, lib=_lib)
 register("CPU", launches=False)
 register("CUDA", launches=True)
 
@@ -283,14 +273,17 @@ register("CUDA", launches=True)
 def table(map: str, cu_seqlens: Tensor, shape: Shape, rows: int | None = None) -> Tensor:
     """The source of each row, (rows), int32; see `reference.table`. rows: default: all rows of the map."""
     rows = (shape.tokens if map == "to_sequences" else shape.rows) if rows is None else rows
-    return cast(Tensor, torch.ops.jitrope.thd_table(cu_seqlens.contiguous(), map, rows, *shape))
+    out = cu_seqlens.new_empty(rows, dtype=torch.int32)
+    torch.ops.jitrope.thd_table(out, cu_seqlens.contiguous(), map, rows, *shape)
+    return out
 
 
 def segments(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, shape: Shape, mask: Mask) -> Segments:
     """A rank's attention as plain variable-length attention; see `Segments`."""
     if cu_seqlens_padded is not None:
         cu_seqlens_padded = cu_seqlens_padded.to(cu_seqlens.dtype).contiguous()
-    flat = torch.ops.jitrope.cp_segments(cu_seqlens.contiguous(), cu_seqlens_padded, *mask, *shape)
+    flat = reference.empty_segments(cu_seqlens, cu_seqlens_padded, shape, mask)
+    torch.ops.jitrope.cp_segments(flat, cu_seqlens.contiguous(), cu_seqlens_padded, *mask, *shape)
     return Segments.of(flat, shape, mask, cu_seqlens_padded is not None)
 
 

@@ -122,11 +122,10 @@ KINDS.update(dict.fromkeys(("thd_rows", "thd_tables"), RowsSpec))
 KINDS.update(dict.fromkeys(("cp_segments", "cp_segment_rows"), SegmentsSpec), thd_corrections=CorrectionSpec)
 
 
-_cached = lru_cache(maxsize=1024)
-table_spec, segments_spec, correction_spec = map(_cached, (RowsSpec, SegmentsSpec, CorrectionSpec))
+correction_spec = lru_cache(maxsize=1024)(CorrectionSpec)
 
 
-@_cached
+@lru_cache(maxsize=1024)
 def rows_spec(widths: tuple[int, ...], multiple: int, *words: Any, **more: Any) -> RowsSpec:
     """`RowsSpec(*words, **more)` with access_bytes, lanes and unroll, for rows of `widths` bytes.
 
