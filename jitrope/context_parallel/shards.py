@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # its defaults would keep a group that is there when Dynamo imports it
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
