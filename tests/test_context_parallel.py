@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import re
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,8 +24,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import jitrope
 from jitrope import InvalidInput
 from jitrope.context_parallel import Partition, Rope, Schedule, all_gather_attention
-from jitrope.context_parallel.backends import BACKENDS, Math, _block_mask
-from jitrope.context_parallel.interface import Case, Varlen, key_ranges
+from jitrope.context_parallel.backends import BACKENDS, Case, Math, Varlen, _block_mask, key_ranges
 from jitrope.plan.partition import RULES, Mask, capacity, chunks_of, exchange_rows, number_of_chunks
 from jitrope.thd import get_partitioned_indices
 from jitrope.thd import ops as thd_ops
@@ -1055,3 +1056,21 @@ def test_sequences_without_tokens(layout: str) -> None:
     assert [x.grad.shape for x in (q, k, v)] == [x.shape for x in (q, k, v)]
     with pytest.raises(InvalidInput, match="q has B=0 in layout"):
         all_gather_attention(*(torch.randn(0, 4, 2, 8) for _ in range(3)), schedule, layout="bshd")
+
+
+LATE = """
+import weakref, torch, torch.distributed as dist
+import jitrope.context_parallel
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+import torch.distributed.nn.functional  # as Dynamo does, which the first step of an optimizer imports
+group = weakref.ref(dist.group.WORLD)
+dist.destroy_process_group()
+assert group() is None
+"""
+
+
+def test_a_destroyed_group_is_gone() -> None:
+    """Also if Dynamo was imported after the group was made. Else its threads are alive when Python ends."""
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, cwd=root)
+    assert done.returncode == 0, done.stderr

@@ -334,7 +334,7 @@ def test_planned_rows_are_whole_accesses(map: str, widths: list[int], others: li
     assert gcd(16, *widths, *others) == spec.access_bytes
     assert spec.lanes & (spec.lanes - 1) == 0
     assert 1 <= spec.lanes <= spec.threads <= 1024
-    assert spec.rows_per_block * spec.lanes == spec.threads * spec.unroll
+    assert spec.threads % spec.lanes == 0
     # Lanes are a power of two, and none only waits.
     assert spec.lanes <= max(1, 2 * max(widths) // spec.access_bytes)
     spec.check()

@@ -12,9 +12,16 @@ from torch import Tensor
 
 import jitrope
 from jitrope.context_parallel import Partition, Rope, Schedule, all_gather_attention
-from jitrope.context_parallel.backends import BACKENDS, Math, _module, choose
-from jitrope.context_parallel.interface import Case, Gradients, Result, Varlen
-from jitrope.context_parallel.steps import Call, attend, attend_backward, pack, pack_gradients, unpack, unpack_gradients
+from jitrope.context_parallel.attention import (
+    Call,
+    attend,
+    attend_backward,
+    pack,
+    pack_gradients,
+    unpack,
+    unpack_gradients,
+)
+from jitrope.context_parallel.backends import BACKENDS, Case, Gradients, Math, Result, Varlen, _module, choose
 
 from .test_context_parallel import CASES, COMPILED, Attention, Made, check_attention, check_compiled, make
 

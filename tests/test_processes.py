@@ -23,7 +23,7 @@ import jitrope
 from jitrope.base.errors import CompileError
 from jitrope.base.spec import spec_from_dict
 from jitrope.context_parallel import Partition, Rope, Schedule, all_gather_attention
-from jitrope.context_parallel.interface import Case
+from jitrope.context_parallel.backends import Case
 from jitrope.jit import compiler, entry, kernels, recording
 from jitrope.jit.cache import KernelCache
 from jitrope.jit.driver import Refused

@@ -15,10 +15,9 @@ from jitrope import thd
 from jitrope.jit import compiler
 from jitrope.jit.render import render
 from jitrope.plan.partition import RULES, Mask
-from jitrope.thd import corrections, reference
 from jitrope.thd import ops as thd_ops
-from jitrope.thd.corrections import Correction
-from jitrope.thd.reference import Move, Segments, Shape
+from jitrope.thd import reference
+from jitrope.thd.reference import Correction, Move, Segments, Shape
 from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, rows_spec
 
 from .host import harness
@@ -195,7 +194,7 @@ def test_corrections_match_reference(step: tuple[str, str, str]) -> None:
     wants = [None if x is None else x.clone() for x in tensors]
     for call in thd_ops.correction_calls(Correction(*step, packed, cu_seqlens, t, *tensors)):
         run(call)
-    corrections.correct(Correction(*step, packed, cu_seqlens, t, *wants))
+    reference.correct(Correction(*step, packed, cu_seqlens, t, *wants))
     for got, want in zip(tensors, wants):
         if got is not None:
             rtol = 2**-7 if got.dtype == torch.bfloat16 else 1e-5
@@ -210,7 +209,7 @@ def test_steps_of_halves_make_the_whole() -> None:
     t = sum(lengths)
     scores = [torch.randn(heads, t, 5), torch.randn(heads, t, 7)]
     values = [torch.randn(5, heads, size), torch.randn(7, heads, size)]
-    second = corrections.halves(cu_seqlens, t)[2]
+    second = reference.halves(cu_seqlens, t)[2]
     out = torch.einsum("hqk,khd->qhd", scores[0].softmax(-1), values[0]).contiguous()
     lse = scores[0].logsumexp(-1)
     half = thd.read_half_tensor(scores[1].transpose(0, 1), cu_seqlens, 1).transpose(0, 1)
@@ -387,9 +386,9 @@ def test_opcheck(op: str) -> None:
     cu, shape = offsets((7, 0, 6)), Shape(14, 3, 2, 1)
     x, out = torch.randn(14, 3), torch.empty(14, 3)
     arguments = {
-        "thd_table": (cu, "to_ranks", shape.rows, *shape),
+        "thd_table": (torch.empty(shape.rows, dtype=torch.int32), cu, "to_ranks", shape.rows, *shape),
         "thd_rows": ([x], [out], "to_ranks", cu, None, None, *shape._replace(cp_rank=0)),
-        "cp_segments": (cu, None, 2, 1, *shape),
+        "cp_segments": (reference.empty_segments(cu, None, shape, Mask(2, 1)), cu, None, 2, 1, *shape),
         "thd_correct": ("grad", "add", "copy", True, cu, 14, out.view(14, 3, 1), x.view(14, 3, 1), None, None),
     }[op]
     torch.library.opcheck(getattr(torch.ops.jitrope, op).default, arguments)

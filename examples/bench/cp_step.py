@@ -15,10 +15,9 @@ from torch import Tensor
 from jitrope import JitropeError
 from jitrope.context_parallel import all_gather_attention
 from jitrope.context_parallel import attention as library
-from jitrope.context_parallel.backends import choose
-from jitrope.context_parallel.interface import Backend, Result
+from jitrope.context_parallel.attention import Call, attend, unpack
+from jitrope.context_parallel.backends import Backend, Result, choose
 from jitrope.context_parallel.shards import all_gather, all_to_all, ranks_of
-from jitrope.context_parallel.steps import Call, attend, unpack
 
 from .cp import Batch, row
 from .harness import DEVICE, bf16, turn_by_turn

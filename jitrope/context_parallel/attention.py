@@ -4,28 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from ..base import arguments
 from ..base.errors import InvalidInput
 from ..ops import watch
 from ..ops.fit import named
-from .backends import choose
-from .interface import NAME, Case, Result, fail
-from .rotary import Rope, rotation_of
-from .schedule import Schedule
-from .shards import Pending, all_gather, all_to_all, largest
-from .steps import Call, attend, attend_backward, pack, pack_gradients, unpack, unpack_gradients
+from ..thd import ops as thd_ops
+from ..thd.reference import Move
+from .backends import NAME, Backend, Case, Gradients, Result, choose, fail
+from .rotary import Rope, Rotation, rotation_of
+from .schedule import Schedule, check_lengths, check_rows
+from .shards import Pending, all_gather, all_to_all, largest, taken
 
-Checked = tuple[Tensor, Tensor, Tensor, Call]
-LAYOUTS = ("thd", "bshd", "sbhd")
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+class Call(NamedTuple):
+    """A checked call."""
+
+    schedule: Schedule
+    backend: Backend
+    case: Case  # of one head group
+    scale: float
+    head_groups: int = 1
+    keep_gathered: bool = False
+    rotation: Rotation | None = None  # by the launch that packs k and v
+
+    @property
+    def widths(self) -> list[int]:
+        """The numbers of elements in a row of keys and in a row of values."""
+        return [self.case.kv_heads * self.case.head_dim, self.case.kv_heads * self.case.head_dim_v]
 
 
 def all_gather_attention(
@@ -87,10 +100,10 @@ def all_gather_attention(
         arguments.refuse(NAME, "schedule", schedule, "a Schedule")
     given = (q, k, v)
 
-    def checked() -> tuple[Tensor, Tensor, Tensor, Call]:
+    def checked() -> Any:
         groups = _check_heads(*given, layout, head_groups)
         q, k, v = (_batch_first(x, layout).flatten(0, -3) for x in given)
-        _check_rows(q, given[0].shape, layout, schedule)
+        check_rows(q, given[0].shape, layout, schedule)
         sizes = (q.shape[1] // groups, k.shape[1] // groups, q.shape[2], v.shape[2])  # of one head group
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
         wanted = (grad, flag("return_lse", return_lse), flag("return_max_logit", return_max_logit))
@@ -100,8 +113,7 @@ def all_gather_attention(
         return q, k, v, Call(schedule, choose(backend, case), case, scale, groups, keeps, rotation)
 
     q, k, v, call = _on_all_ranks(checked, schedule) if flag("check", check) else checked()
-    apart = call.head_groups != 1 or schedule.exchange is not None or k.shape != v.shape
-    if call.rotation is not None and apart:
+    if call.rotation is not None and (call.head_groups != 1 or schedule.exchange is not None or k.shape != v.shape):
         q, k = call.rotation.apart(q, k)
         call = call._replace(rotation=None)
     if torch.compiler.is_compiling():  # which lets no autograd function make a tensor that is kept
@@ -125,7 +137,7 @@ def _batch_first(x: Tensor, layout: str) -> Tensor:
 
 def _check_heads(q: Any, k: Any, v: Any, layout: Any, head_groups: Any) -> int:
     """Check a rank's q, k and v. Returns head_groups, a number that divides the heads of k."""
-    arguments.word(NAME, "layout", layout, LAYOUTS)
+    arguments.word(NAME, "layout", layout, ("thd", "bshd", "sbhd"))
     for name, x in (("q", q), ("k", k), ("v", v)):
         arguments.tensor(NAME, name, x)
         if watch.sharded((x,)):
@@ -135,7 +147,7 @@ def _check_heads(q: Any, k: Any, v: Any, layout: Any, head_groups: Any) -> int:
             fail(f"{name} has shape {tuple(x.shape)}, layout {layout!r} needs {len(layout)} axes ({axes})")
         if x.dtype != q.dtype or x.device != q.device:
             fail(f"{name} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}")
-    if q.dtype not in _DTYPES:
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         fail(f"q is {q.dtype}; allowed are fp16, bf16, fp32 and fp64")
     sizes = ", ".join(f"{name} is {named(x, layout)}" for name, x in (("q", q), ("k", k), ("v", v)))
     if not (q.shape[:-2] == k.shape[:-2] == v.shape[:-2]):
@@ -152,46 +164,36 @@ def _check_heads(q: Any, k: Any, v: Any, layout: Any, head_groups: Any) -> int:
     return groups
 
 
-def _check_rows(q: Tensor, given: torch.Size, layout: str, schedule: Schedule) -> None:
-    """Check that q (rows, H, D), given in a layout with shape `given`, has the rows of this rank."""
-    shape, device = schedule.shape, schedule.cu_seqlens.device
-    batch = given[layout.index("b")] if "b" in layout else None
-    if batch is not None and (batch != shape.sequences or (not schedule.equal and shape.tokens != 0)):
-        fail(f"q has B={batch} in layout {layout!r}; make the schedule with Schedule.fixed, for that batch")
-    if q.device != device:
-        fail(f"q is on {q.device} but cu_seqlens on {device}")
-    if len(q) != shape.rows:
-        fail(f"q has {len(q)} rows; rank {shape.cp_rank} of {shape.cp_size} has {shape.rows} of tokens={shape.tokens}")
-    if shape.cp_size != 1 and schedule.ranks.group is None:
-        fail("the schedule was made with cp_size and cp_rank; make it with a group")
-
-
-def _on_all_ranks(checked: Callable[[], Checked], schedule: Schedule) -> Checked:
+def _on_all_ranks(checked: Callable[[], Any], schedule: Schedule) -> Any:
     """The result of a rank's own check. Waits for the device.
 
     Every rank refuses if one does, if the ranks' calls differ, or if the lengths are wrong.
     """
-    result: Any
+
+    def told(facts: Any) -> list[Any]:
+        """Every rank's facts; None from a rank that refuses."""
+        ranks = [facts]
+        if schedule.ranks.group is not None:  # else there is one process, or each has refused
+            ranks *= schedule.ranks.cp_size
+            with torch.cuda.device_of(schedule.cu_seqlens):
+                dist.all_gather_object(ranks, facts, schedule.ranks.group)
+        return ranks
+
     try:
         result = checked()
-    except InvalidInput as error:
-        result = error
-    refused = isinstance(result, InvalidInput)
-    ranks: list[Any] = [None if refused else _facts(result[-1])]
-    if schedule.ranks.group is not None:  # else there is one process, or each has refused
-        facts, ranks = ranks[0], [None] * schedule.ranks.cp_size
-        with torch.cuda.device_of(schedule.cu_seqlens):
-            dist.all_gather_object(ranks, facts, schedule.ranks.group)
-    if refused:
-        raise result
+    except InvalidInput:
+        told(None)
+        raise
+    ranks = told(_facts(result[-1]))
     if None in ranks:
         fail(f"rank {ranks.index(None)} refuses its arguments; its error has the reason")
     for name in ranks[0]:
         each = [rank[name] for rank in ranks]
         if any(x != each[0] for x in each):
             fail(f"{name} differs between ranks: {each}")
-    _check_lengths(result[-1])
-    return cast(Checked, result)
+    rotation = result[-1].rotation
+    check_lengths(schedule, None if rotation is None else rotation.rows)
+    return result
 
 
 def _facts(call: Call) -> dict[str, Any]:
@@ -213,43 +215,104 @@ def _facts(call: Call) -> dict[str, Any]:
     }
 
 
-def _check_lengths(call: Call) -> None:
-    schedule, tokens = call.schedule, call.schedule.shape.tokens
-    real, padded = schedule.cu_seqlens.tolist(), schedule.offsets.tolist()
-    if any(offsets[0] != 0 or offsets != sorted(offsets) for offsets in (real, padded)):
-        fail("cu_seqlens does not ascend from 0")
-    if padded[-1] > tokens:
-        fail(f"cu_seqlens goes up to {padded[-1]}, but there are {tokens} tokens")
-    lengths, slots = ([b - a for a, b in pairwise(offsets)] for offsets in (real, padded))
-    longest = max(slots)
-    if longest > schedule.max_seqlen:
-        fail(f"a sequence has {longest} tokens, more than max_seqlen={schedule.max_seqlen}")
-    if call.rotation is not None and longest > call.rotation.rows:
-        fail(f"rope's tables have {call.rotation.rows} rows, but a sequence has {longest} tokens")
-    if any(length > slot for length, slot in zip(lengths, slots)):
-        fail("a sequence is longer in cu_seqlens than in cu_seqlens_padded")
+# ---- the steps of a rank, between the collectives ----------------------------------------------------
+
+
+def pack(k: Tensor, v: Tensor, call: Call) -> Tensor:
+    """The rows that this rank sends, keys and values side by side: (rows, sum of widths)."""
+    return _side_by_side(k, v, None if call.schedule.exchange is None else call.schedule.segments.send_rows, call)
+
+
+def unpack(gathered: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """The keys that this rank's queries see, segment by segment, and their values: (keys, Hk, D), (keys, Hk, Dv)."""
+    case, index = call.case, call.schedule.segments.key_rows
+    k, v = (gathered.new_empty(len(index), case.kv_heads, size) for size in (case.head_dim, case.head_dim_v))
+    thd_ops.move_rows(gathered.split(call.widths, 1), (k.flatten(1), v.flatten(1)), index)
+    return k, v
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Result:
+    """This rank's attention over the keys of `unpack`: out (rows, Hq, Dv), lse and row_max (rows, Hq); see `Result`."""
+    if len(q) == 0:
+        none = q.new_empty(0, q.shape[1], dtype=torch.float32)
+        return Result(q.new_empty(0, q.shape[1], v.shape[2]), none, none, ())
+    with watch.without_autocast(q):  # backends compute in the dtypes of their inputs
+        result = call.backend.forward(_with_dummies(q, call), k, v, call.schedule.varlen(call.scale), call.case)
+    lse = _by_rows(result.lse, call) if call.case.lse else None
+    row_max = _by_rows(result.row_max, call) if call.case.max_logit else None
+    return Result(_without_dummies(result.out, call), lse, row_max, result.saved)
+
+
+def attend_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, call: Call) -> Gradients:
+    """dq (rows, Hq, D), dk and dv of the keys of `unpack`. result: out and saved of `attend`."""
+    if len(q) == 0:
+        return torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    dout, q, out = (_with_dummies(x, call) for x in (dout, q, result.out))
+    with watch.without_autocast(q):
+        dq, dk, dv = call.backend.backward(dout, q, k, v, result._replace(out=out), call.schedule.varlen(call.scale))
+    return _without_dummies(dq, call), dk, dv
+
+
+def pack_gradients(dk: Tensor, dv: Tensor, call: Call) -> Tensor:
+    """Gradients of keys and values, in the order of the received rows. Those of two chunks are added up."""
+    return _side_by_side(dk, dv, call.schedule.segments.gathered_rows, call)
+
+
+def _side_by_side(k: Tensor, v: Tensor, index: Tensor | None, call: Call) -> Tensor:
+    """The rows of an index of k and of v, in one tensor; without an index all rows, and zeros up to the capacity."""
+    rows = k.new_empty(call.schedule.shape.capacity if index is None else index.shape[-1], sum(call.widths))
+    thd_ops.move_rows((k.flatten(1), v.flatten(1)), rows.split(call.widths, 1), index)
+    return rows
+
+
+def unpack_gradients(received: Tensor, dk: Tensor, dv: Tensor, call: Call) -> None:
+    """Write the sums over all ranks, in fp32, into dk and dv (rows, width) of this rank's keys and values."""
+    thd_ops.move_rows(received.split(call.widths, 1), (dk, dv), call.schedule.sum_rows)
+
+
+def _with_dummies(x: Tensor, call: Call) -> Tensor:
+    """Rows of queries in the order of the segments, with dummies; see `Segments`."""
+    index = call.schedule.segments.query_rows
+    return x if index is None else taken(x, index, len(index))
+
+
+def _without_dummies(x: Tensor, call: Call) -> Tensor:
+    """The inverse, with zeros in rows of no segment. May write x."""
+    segments = call.schedule.segments
+    if segments.output_rows is not None:
+        return taken(x, segments.output_rows, len(segments.output_rows))
+    thd_ops.move(Move([x], [x], "tail", segments.cu_seqlens_q))
+    return x
+
+
+def _by_rows(x: Tensor | None, call: Call) -> Tensor:
+    """A value of each query and head (Hq, Tq) as (rows, Hq), -inf for rows of no segment."""
+    assert x is not None, f"{call.backend.name} did not refuse the case, but has no such output"
+    segments = call.schedule.segments
+    if segments.output_rows is None:
+        none = torch.arange(x.shape[1], device=x.device) >= segments.cu_seqlens_q[-1]
+    else:
+        none = segments.output_rows < 0
+        x = x[:, segments.output_rows.clamp(min=0)]
+    return x.masked_fill(none, -torch.inf).t().contiguous()
 
 
 # ---- autograd ----------------------------------------------------------------------------------------
 
 
-def _packed_groups(k: Tensor, v: Tensor | None, call: Call) -> Iterator[Tensor]:
-    """This rank's rows to send, one head group at a time; see `pack`. Without v, k has them."""
-    if v is None:
-        return iter((k,))
-    return (pack(*pair, call) for pair in zip(k.chunk(call.head_groups, 1), v.chunk(call.head_groups, 1)))
-
-
-def _gathered(groups: Iterator[Tensor], call: Call) -> Iterator[tuple[Tensor, Tensor]]:
+def _gathered(k: Tensor, v: Tensor | None, call: Call) -> Iterator[tuple[Tensor, Tensor]]:
     """Gathered keys and values, one head group after the other; see `unpack`. The next group is gathered meanwhile.
 
-    The order of steps frees each tensor before the next takes memory.
+    Without v, k has the rows to send. The order of steps frees each tensor before the next takes memory.
     """
+    schedule, n = call.schedule, call.head_groups
+    groups: Iterator[Any] = iter([(k,)] if v is None else zip(k.chunk(n, 1), v.chunk(n, 1)))
 
     def begin() -> Pending | None:
-        rows, schedule = next(groups, None), call.schedule
-        if rows is None:
+        pair = next(groups, None)
+        if pair is None:
             return None
+        rows = k if v is None else pack(pair[0], pair[1], call)
         if schedule.exchange is None:
             return all_gather(rows, schedule.ranks)
         return all_to_all(rows, schedule.sent, schedule.received, schedule.ranks)
@@ -261,33 +324,6 @@ def _gathered(groups: Iterator[Tensor], call: Call) -> Iterator[tuple[Tensor, Te
         yield unpack(rows.pop(), call)
 
 
-class _Given:
-    """All ranks' gradients for this rank's keys and values, added up group by group."""
-
-    def __init__(self, like: Tensor, call: Call) -> None:
-        self.like, self.call, self.done = like, call, 0
-        self.pending: Pending | None = None
-        self.sums: list[Tensor] = []  # allocated when the first gradients arrive
-
-    def send(self, rows: Tensor | None) -> None:
-        """Send one head group's gradients; see `pack_gradients`. Before that those of the group before arrive."""
-        call, schedule = self.call, self.call.schedule
-        if self.pending is not None:
-            received, self.pending = [self.pending.wait()], None
-            self.sums = self.sums or [self.like.new_empty(len(self.like), call.head_groups, n) for n in call.widths]
-            dk, dv = (x[:, self.done] for x in self.sums)
-            unpack_gradients(received.pop(), dk, dv, call)  # it is freed before more arrive
-            self.done += 1
-        if rows is not None:
-            self.pending = all_to_all(rows, schedule.received, schedule.sent, schedule.ranks)
-
-    def gradients(self) -> list[Tensor]:
-        """dk and dv of all heads."""
-        self.send(None)
-        heads = self.call.case.kv_heads
-        return [x.view(len(x), self.call.head_groups * heads, x.shape[2] // heads) for x in self.sums]
-
-
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -295,18 +331,16 @@ class _Attention(torch.autograd.Function):
         if call.rotation is not None:
             inputs = k.new_empty(call.schedule.shape.capacity, sum(call.widths)), None
             q = call.rotation.into(q, k, v, inputs[0])
-        results, saved, gathered = [], [], _gathered(_packed_groups(*inputs, call), call)
+        results, saved, gathered = [], [], _gathered(*inputs, call)
         for part in q.chunk(call.head_groups, 1):
             keys, values = next(gathered)
             results.append(attend(part, keys, values, call))
             saved += [*([keys, values] if call.keep_gathered else []), *results[-1].saved]
             del keys, values
         out, lse, row_max = (_together([result[i] for result in results]) for i in range(3))
-        max_logit = None
-        if call.case.max_logit:
-            lowest = row_max.new_full((1, row_max.shape[1]), -torch.inf)
-            max_logit = largest(torch.cat((row_max, lowest)).amax(0), call.schedule.ranks)
-        lse = lse if call.case.lse else None
+        lse, max_logit = lse if call.case.lse else None, None
+        if call.case.max_logit:  # of no rows -inf
+            max_logit = largest(pad(row_max, (0, 0, 0, 1), value=-torch.inf).amax(0), call.schedule.ranks)
         ctx.call = call
         ctx.save_for_backward(q, *((None, None) if call.keep_gathered else inputs), out, *saved)
         ctx.mark_non_differentiable(*(x for x in (lse, max_logit) if x is not None))
@@ -318,21 +352,35 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, *_: None) -> tuple[Tensor, Tensor, Tensor, None]:
         call: Call = ctx.call
         q, k, v, out, *saved = ctx.saved_tensors
-        dout = torch.zeros_like(out) if dout is None else dout
-        gathered = _gathered(iter(()) if call.keep_gathered else _packed_groups(k, v, call), call)
-        parts, given, size, kept = [], _Given(q, call), len(saved) // call.head_groups, 2 * call.keep_gathered
-        for i, (dout_i, q_i, out_i) in enumerate(zip(*(x.chunk(call.head_groups, 1) for x in (dout, q, out)))):
-            state = saved[i * size : (i + 1) * size]
-            keys, values = state[:2] if call.keep_gathered else next(gathered)
-            result = Result(out_i, None, None, tuple(state[kept:]))
-            dq, dkeys, dvalues = attend_backward(dout_i, q_i, keys, values, result, call)
+        schedule, groups, kept = call.schedule, call.head_groups, 2 * call.keep_gathered
+        heads, size = call.case.kv_heads, len(saved) // groups
+        gathered: Any = None if kept else _gathered(k, v, call)
+        of_queries = [x.chunk(groups, 1) for x in (torch.zeros_like(out) if dout is None else dout, q, out)]
+        parts: list[Tensor] = []
+
+        def packed(group: int) -> Tensor:
+            """A head group's gradients for other ranks; see `pack_gradients`. dq goes to `parts`."""
+            dout, q, out = (x[group] for x in of_queries)
+            state = saved[group * size : (group + 1) * size]
+            keys, values = state[:2] if kept else next(gathered)
+            result = Result(out, None, None, tuple(state[kept:]))
+            dq, dkeys, dvalues = attend_backward(dout, q, keys, values, result, call)
             del keys, values
             parts.append(dq)
-            rows = pack_gradients(dkeys, dvalues, call)
-            del dkeys, dvalues  # free them before received rows take memory
-            given.send(rows)
-            del rows
-        dq, (dk, dv) = _together(parts), given.gradients()
+            return pack_gradients(dkeys, dvalues, call)
+
+        sums: list[Tensor] = []  # of all ranks' gradients for this rank's keys and values
+        pending = None
+        for group in range(groups + 1):  # a group's gradients arrive during the attention of the next
+            rows = packed(group) if group < groups else None
+            if pending is not None:
+                received, pending = [pending.wait()], None
+                sums = sums or [q.new_empty(len(q), groups, width) for width in call.widths]
+                dk, dv = (x[:, group - 1] for x in sums)
+                unpack_gradients(received.pop(), dk, dv, call)  # it is freed before more arrive
+            if rows is not None:
+                pending = all_to_all(rows, schedule.received, schedule.sent, schedule.ranks)
+        dq, (dk, dv) = _together(parts), (x.view(len(x), groups * heads, x.shape[2] // heads) for x in sums)
         if call.rotation is not None:
             call.rotation.back_(dq, dk)
         return dq, dk, dv, None

@@ -1,21 +1,111 @@
-"""The attention backends, and the choice of one for a call."""
+"""The attention backends: their contract, and the choice of one for a call."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..base import arguments
+from ..ops.fit import failing
 from ..plan.partition import Mask
-from .interface import NAME, Backend, Case, Gradients, Result, Varlen, fail, key_ranges, rows_with_keys
 
+NAME = "all_gather_attention"  # the name at the beginning of messages
+
+fail = failing(NAME)
 _BLOCK = 128
+_aten = torch.ops.aten
+
+
+class Case(NamedTuple):
+    """The parts of a rank's attention that are known without the GPU. A backend may refuse a case."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int  # of q in one head group
+    kv_heads: int  # of k and v
+    head_dim: int  # elements of a head of q and k
+    head_dim_v: int
+    mask: Mask = Mask()
+    segments: int = 1  # the most there may be; one is a chunk's queries and the keys that they see
+    equal: bool = False  # all segments have as many queries, at least one, and as many keys
+    grad: bool = True  # gradients are wanted, and these outputs:
+    lse: bool = False
+    max_logit: bool = False
+
+
+class Varlen(NamedTuple):
+    """Segments of packed queries and keys, with FlashAttention's rules for masks.
+
+    The last query of a segment is at the position of its last key. Rows after the last offset belong to no segment.
+    """
+
+    cu_seqlens_q: Tensor  # int32 offsets (segments + 1)
+    cu_seqlens_k: Tensor
+    max_q: int  # at least the longest segment
+    max_k: int
+    mask: Mask
+    scale: float
+
+
+class Result(NamedTuple):
+    """The outputs of `Backend.forward`. Rows of no segment are unspecified, except in row_max, where they are -inf."""
+
+    out: Tensor  # (Tq, Hq, Dv), zero for rows without keys
+    lse: Tensor | None  # (Hq, Tq), fp32, -inf for rows without keys; None if the case does not need it
+    row_max: Tensor | None  # the same of the largest logit
+    saved: tuple[Tensor, ...]  # more tensors for `Backend.backward`
+
+
+Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk and dv
+
+
+class Backend(Protocol):
+    """Attention over segments: q (Tq, Hq, D), k (Tk, Hk, D), v (Tk, Hk, Dv). Each head of k has Hq / Hk heads of q.
+
+    Rows of q and dout without keys may have any content. Rows of k and v of no segment are zero.
+    """
+
+    name: str
+
+    def refuses(self, case: Case) -> str | None:
+        """Return the reason why the backend cannot do this case, or None if it can."""
+        return next((why for holds, why in self.reasons(case) if holds), None)
+
+    def reasons(self, case: Case) -> Iterable[tuple[bool, str]]:
+        """(whether it holds, the text) of each reason to refuse a case. None is asked after one that holds."""
+        return ()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
+        """Compute the attention; see `Result`."""
+
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, varlen: Varlen) -> Gradients:
+        """Return dq, dk and dv with the shapes and dtypes of q, k and v. Rows of no segment are unspecified."""
+
+
+def key_ranges(varlen: Varlen, rows: int) -> tuple[Tensor, Tensor]:
+    """(low, high), each (rows), int32: query i sees the keys [low_i, high_i), which may be none."""
+    cu_q, cu_k, mask = varlen.cu_seqlens_q, varlen.cu_seqlens_k, varlen.mask
+    row = torch.arange(rows, device=cu_q.device, dtype=cu_q.dtype)
+    segment = torch.searchsorted(cu_q[1:].contiguous(), row, right=True).clamp(max=len(cu_q) - 2)
+    low, high = cu_k[segment], cu_k[segment + 1]
+    key = high - (cu_q[segment + 1] - row)  # at the position of the query
+    if mask.right >= 0:
+        high = torch.minimum(high, key + mask.right + 1)
+    if mask.left >= 0:
+        low = torch.maximum(low, key - mask.left)
+    seen = (row < cu_q[-1]) & (low < high)
+    return torch.where(seen, low, 0), torch.where(seen, high, 0)
+
+
+def rows_with_keys(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Return x with zeros in rows without keys, because such rows may be NaN, and 0 * NaN is NaN."""
+    return torch.where((low < high)[:, None, None], x, 0)
 
 
 @dataclass(frozen=True)
@@ -26,13 +116,12 @@ class Flash(Backend):
     impl: str | None  # its name in torch.nn.attention; None: torch's own
     module: str  # its package
     capabilities: range  # major compute capabilities of supported devices
-    max_segments: int | None = None  # None: no limit
+    max_segments: int = 2**62  # no limit
 
     def reasons(self, case: Case) -> Iterator[tuple[bool, str]]:
         yield from _of_kernels(case, 256)
         most, torchs = self.max_segments, torch.nn.attention
-        many = most is not None and case.segments > most
-        yield many, f"there are {case.segments} segments; at most {most} are possible"
+        yield case.segments > most, f"there are {case.segments} segments; at most {most} are possible"
         yield case.max_logit, "it gives no max_logit"
         wanted, active = self.impl, getattr(torchs, "current_flash_attention_impl", lambda: None)()
         if wanted == active == "FA4" and (case.mask.left >= 0 or case.mask.right > 0):
@@ -47,16 +136,14 @@ class Flash(Backend):
         yield from _of_device(case, self.capabilities)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
-        out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *_lengths(varlen), False, **_words(varlen)
-        )
+        out, lse, state, unused, _ = _aten._flash_attention_forward(q, k, v, *_lengths(varlen), False, **_words(varlen))
         # Rows without keys are +inf or -inf here, and the backward needs them unchanged.
         reported = torch.where(lse.isinf(), -torch.inf, lse) if case.lse else None
         return Result(out, reported, None, (lse, state, unused))
 
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, varlen: Varlen) -> Gradients:
         lse, *state = result.saved
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        dq, dk, dv = _aten._flash_attention_backward(
             dout.contiguous(), q, k, v, result.out, lse, *_lengths(varlen), *state, **_words(varlen)
         )
         return dq, dk, dv
@@ -81,14 +168,14 @@ class Cudnn(Backend):
         yield from _of_device(case, range(9, 100))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
-        out, lse, *_, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        out, lse, *_, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(
             *(_batched(x, varlen) for x in (q, k, v)), None, True, 0.0, False, False, scale=varlen.scale
         )
         return Result(_packed(out), None, None, (lse, seed, offset))
 
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, varlen: Varlen) -> Gradients:
         dout, q, k, v, out = (_batched(x, varlen) for x in (dout.contiguous(), q, k, v, result.out))
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
             dout, q, k, v, out, *result.saved, None, None, None, q.shape[2], k.shape[2], 0.0, False, scale=varlen.scale
         )
         return _packed(dq), _packed(dk), _packed(dv)
@@ -178,13 +265,7 @@ class Flex(Backend):
         return dq, dk, dv
 
 
-@cache
-def _module() -> Any:
-    from torch.nn.attention import flex_attention
-
-    return flex_attention
-
-
+_module = cache(partial(importlib.import_module, "torch.nn.attention.flex_attention"))  # imports Dynamo
 _compiled = cache(lambda: torch.compile(_module().flex_attention))
 
 
@@ -236,26 +317,21 @@ class Math(Backend):
     name = "math"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
-        low, high = key_ranges(varlen, len(q))
-        visible, q = _visible(low, high, len(k)), rows_with_keys(q, low, high)
         out = q.new_empty(*q.shape[:2], v.shape[2])
         lse, row_max = (torch.empty(q.shape[1], len(q), dtype=torch.float32, device=q.device) for _ in range(2))
-        for heads, head in _head_groups(q, k):
-            weights, lse[heads], row_max[heads] = _weights(q[:, heads], k[:, head], visible, varlen.scale)
+        for heads, head, _, (weights, lse[heads], row_max[heads]) in _by_head(q, k, varlen):
             out[:, heads] = torch.einsum("gqk,kd->qgd", weights, _wide(v[:, head]))
         return Result(out, lse, row_max, ())
 
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, varlen: Varlen) -> Gradients:
-        low, high = key_ranges(varlen, len(q))
-        visible, q, dout = _visible(low, high, len(k)), *(rows_with_keys(x, low, high) for x in (q, dout))
+        dout = rows_with_keys(dout, *key_ranges(varlen, len(q)))
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        for heads, head in _head_groups(q, k):
-            weights = _weights(q[:, heads], k[:, head], visible, varlen.scale)[0]
+        for heads, head, queries, (weights, _, _) in _by_head(q, k, varlen):
             given = _wide(dout[:, heads])
             dweights = torch.einsum("qgd,kd->gqk", given, _wide(v[:, head]))
             dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True)) * varlen.scale
             dq[:, heads] = torch.einsum("gqk,kd->qgd", dscores, _wide(k[:, head]))
-            dk[:, head] = torch.einsum("gqk,qgd->kd", dscores, _wide(q[:, heads]))
+            dk[:, head] = torch.einsum("gqk,qgd->kd", dscores, _wide(queries))
             dv[:, head] = torch.einsum("gqk,qgd->kd", weights, given)
         return dq, dk, dv
 
@@ -269,16 +345,14 @@ def _weights(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> tuple[Tenso
     return weights / torch.where(total == 0, 1, total)[..., None], row_max + total.log(), row_max
 
 
-def _visible(low: Tensor, high: Tensor, keys: int) -> Tensor:
-    """(Tq, Tk) bool."""
-    key = torch.arange(keys, device=low.device)
-    return (key >= low[:, None]) & (key < high[:, None])
-
-
-def _head_groups(q: Tensor, k: Tensor) -> list[tuple[slice, int]]:
-    """(heads of q, head of k and v)."""
-    size = q.shape[1] // k.shape[1]
-    return [(slice(head * size, (head + 1) * size), head) for head in range(k.shape[1])]
+def _by_head(q: Tensor, k: Tensor, varlen: Varlen) -> Iterator[Any]:
+    """(heads of q, their head of k and v, the queries of these heads, `_weights`) of each head of k."""
+    low, high = key_ranges(varlen, len(q))
+    key, size, q = torch.arange(len(k), device=q.device), q.shape[1] // k.shape[1], rows_with_keys(q, low, high)
+    visible = (key >= low[:, None]) & (key < high[:, None])
+    for head in range(k.shape[1]):
+        heads = slice(head * size, (head + 1) * size)
+        yield heads, head, q[:, heads], _weights(q[:, heads], k[:, head], visible, varlen.scale)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -295,7 +369,7 @@ _ALL: tuple[Backend, ...] = (
 )
 BACKENDS = {backend.name: backend for backend in _ALL}
 # "auto" takes the first that does not refuse. FlashAttention 3 and 4 refuse until the user activates them.
-AUTO = {"cuda": ("flash4", "flash3", "flash", "flex", "math"), "cpu": ("math",)}
+AUTO = {"cuda": ("flash4", "flash3", "flash", "flex", "math")}
 
 
 def choose(name: str, case: Case) -> Backend:

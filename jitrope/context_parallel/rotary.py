@@ -18,7 +18,7 @@ from ..ops.operation import operation
 from ..ops.words import resolved
 from ..plan.options import HeadWords, Options
 from ..plan.views import Tensors
-from .interface import NAME, fail
+from .backends import NAME, fail
 from .schedule import Schedule
 
 ROPE = operation(HEADS)
@@ -62,8 +62,6 @@ class Rotation:
         """Return q rotated, and write k rotated and v side by side into sent (rows or more, both widths)."""
         sent[len(q) :] = 0
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        if not len(q):
-            return out
         q, k, v = (x.resolve_neg() for x in (q, k, v))
         sent_k, sent_v = (x.view_as(k) for x in sent[: len(q)].chunk(2, 1))
         tensors = {"q": q, "k": k, "v": v, "q_out": out, "k_out": sent_k, "v_out": sent_v, **self.tables}
@@ -77,8 +75,7 @@ class Rotation:
 
     def back_(self, dq: Tensor, dk: Tensor) -> None:
         """Turn the gradients of rotated q and k into those of q and k, in place."""
-        if len(dq):
-            call(ROPE, {"q": dq, "k": dk, **self.tables}, turned_back(self.options, inplace=True))
+        call(ROPE, {"q": dq, "k": dk, **self.tables}, turned_back(self.options, inplace=True))
 
 
 def rotation_of(rope: Any, q: Tensor, k: Tensor, schedule: Schedule) -> Rotation | None:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from ..base import arguments
 from ..ops.fit import failing
-from ..plan.partition import Mask, Rows
+from ..plan.partition import Mask
 from ..thd import ops as thd_ops
 from ..thd.reference import Segments, cut
-from .interface import Varlen
-from .shards import Partition, all_ranks_rows, kept
+from .backends import Varlen, fail
+from .shards import Group, Partition, all_ranks_rows, kept
 
 
 class Schedule(Partition):
@@ -40,7 +39,7 @@ class Schedule(Partition):
         cu_seqlens: Tensor,
         tokens: int,
         *,
-        group: ProcessGroup | DeviceMesh | None = None,
+        group: Group = None,
         cp_size: int | None = None,
         cp_rank: int | None = None,
         cu_seqlens_padded: Tensor | None = None,
@@ -59,27 +58,22 @@ class Schedule(Partition):
         self.longest = None if max_seqlen is None else arguments.whole("Schedule", "max_seqlen", max_seqlen, 0)
         self.max_seqlen = self.shape.tokens if self.longest is None else self.longest
         self.equal = False
+        self.most_segments = self.shape.segments(self.mask, cu_seqlens_padded is not None)  # with empty ones
+        # rows[source][rank]: the number of rows that each rank sends to each; None: all ranks gather all rows
+        self.exchange = self.shape.exchange(self.mask)
+        size, rank = self.shape.cp_size, self.shape.cp_rank
+        rows = ((self.shape.capacity,) * size,) * size if self.exchange is None else self.exchange
+        self.sent, self.received = [*rows[rank]], [each[rank] for each in rows]  # of this rank, to and from each
 
     @classmethod
-    def fixed(
-        cls,
-        batch: int,
-        seqlen: int,
-        device: torch.device | str,
-        *,
-        group: ProcessGroup | DeviceMesh | None = None,
-        cp_size: int | None = None,
-        cp_rank: int | None = None,
-        causal: bool = True,
-        window: tuple[int, int] = (-1, -1),
-        rule: str = "dual_chunk",
-    ) -> Schedule:
-        """A schedule of sequences of one length, for bshd and sbhd. Other arguments, and the errors: see `Schedule`.
+    def fixed(cls, batch: int, seqlen: int, device: torch.device | str, **words: Any) -> Schedule:
+        """A schedule of sequences of one length, for bshd and sbhd. Errors: see `Schedule`.
 
         Args:
             batch: B, the number of sequences.
             seqlen: tokens of a sequence on all ranks together, a multiple of the group's size.
             device: the device of q.
+            words: the keywords of `Schedule`, except cu_seqlens_padded and max_seqlen.
         """
         name = "Schedule.fixed"
         batch = arguments.whole(name, "batch", batch, 1)
@@ -87,9 +81,8 @@ class Schedule(Partition):
         where = arguments.device(name, "device", device)
         if where is None:
             arguments.refuse(name, "device", device, "the device of q")
-        on: dict[str, Any] = {"group": group, "cp_size": cp_size, "cp_rank": cp_rank, "rule": rule}
         offsets = torch.arange(batch + 1, dtype=torch.int32, device=where) * seqlen
-        schedule = cls(offsets, batch * seqlen, max_seqlen=seqlen, causal=causal, window=window, **on)
+        schedule = cls(offsets, batch * seqlen, cu_seqlens_padded=None, max_seqlen=seqlen, **words)
         size = schedule.shape.cp_size
         if seqlen % size != 0:
             failing(name)(f"seqlen is {seqlen}; it must be a multiple of the group's size {size}")
@@ -103,27 +96,6 @@ class Schedule(Partition):
     def segments(self) -> Segments:
         """The tables of rows, on the device."""
         return thd_ops.segments(self.cu_seqlens, self.cu_seqlens_padded, self.shape, self.mask)
-
-    @kept
-    def exchange(self) -> Rows | None:
-        """rows[source][rank]: the number of rows that each rank sends to each; None: all ranks gather all rows."""
-        return self.shape.exchange(self.mask)
-
-    @property
-    def _rows(self) -> Rows:
-        """`exchange`, also if all ranks gather all rows."""
-        size = self.shape.cp_size
-        return ((self.shape.capacity,) * size,) * size if self.exchange is None else self.exchange
-
-    @property
-    def sent(self) -> list[int]:
-        """The number of rows of keys that this rank sends to each."""
-        return [*self._rows[self.shape.cp_rank]]
-
-    @property
-    def received(self) -> list[int]:
-        """The number of rows of keys that this rank receives from each."""
-        return [rows[self.shape.cp_rank] for rows in self._rows]
 
     @kept
     def sum_rows(self) -> Tensor:
@@ -153,17 +125,8 @@ class Schedule(Partition):
         work = torch.zeros(size, dtype=torch.long).index_add_(0, rank, torch.where(position <= last, seen, 0)).tolist()
         return max(work) * size / sum(work) if any(work) else 1.0
 
-    @property
-    def most_segments(self) -> int:
-        """The number of segments, including empty ones."""
-        return self.shape.segments(self.mask, self.cu_seqlens_padded is not None)
-
     def varlen(self, scale: float) -> Varlen:
-        """The segments in the form for backends. scale: the softmax's."""
-        return Varlen(self.segments.cu_seqlens_q, self.segments.cu_seqlens_k, *self._longest(), self.mask, scale)
-
-    def _longest(self) -> tuple[int, int]:
-        """At least the (queries, keys) of the largest segment."""
+        """The segments in the form for backends, with bounds of the largest one. scale: the softmax's."""
         shape, mask = self.shape, self.mask
         longest = min(self.max_seqlen, shape.tokens)
         chunk = -(-longest // shape.of)
@@ -175,4 +138,40 @@ class Schedule(Partition):
         if mask.left >= 0 and mask.right >= 0:
             keys = min(longest, mask.left + chunk + mask.right)
         most_keys, most_queries = shape.most(mask)
-        return min(queries, most_queries), min(keys, most_keys)
+        most = min(queries, most_queries), min(keys, most_keys)
+        return Varlen(self.segments.cu_seqlens_q, self.segments.cu_seqlens_k, *most, mask, scale)
+
+
+# ---- checks of a call -------------------------------------------------------------------------------
+
+
+def check_rows(q: Tensor, given: torch.Size, layout: str, schedule: Schedule) -> None:
+    """Check that q (rows, H, D), given in a layout with shape `given`, has the rows of this rank."""
+    shape, device = schedule.shape, schedule.cu_seqlens.device
+    batch = given[layout.index("b")] if "b" in layout else None
+    if batch is not None and (batch != shape.sequences or (not schedule.equal and shape.tokens != 0)):
+        fail(f"q has B={batch} in layout {layout!r}; make the schedule with Schedule.fixed, for that batch")
+    if q.device != device:
+        fail(f"q is on {q.device} but cu_seqlens on {device}")
+    if len(q) != shape.rows:
+        fail(f"q has {len(q)} rows; rank {shape.cp_rank} of {shape.cp_size} has {shape.rows} of tokens={shape.tokens}")
+    if shape.cp_size != 1 and schedule.ranks.group is None:
+        fail("the schedule was made with cp_size and cp_rank; make it with a group")
+
+
+def check_lengths(schedule: Schedule, table_rows: int | None) -> None:
+    """Refuse wrong offsets, and sequences longer than max_seqlen or rope's tables. Waits for the device."""
+    tokens = schedule.shape.tokens
+    real, padded = schedule.cu_seqlens.tolist(), schedule.offsets.tolist()
+    if any(offsets[0] != 0 or offsets != sorted(offsets) for offsets in (real, padded)):
+        fail("cu_seqlens does not ascend from 0")
+    if padded[-1] > tokens:
+        fail(f"cu_seqlens goes up to {padded[-1]}, but there are {tokens} tokens")
+    lengths, slots = ([b - a for a, b in pairwise(offsets)] for offsets in (real, padded))
+    longest = max(slots)
+    if longest > schedule.max_seqlen:
+        fail(f"a sequence has {longest} tokens, more than max_seqlen={schedule.max_seqlen}")
+    if table_rows is not None and longest > table_rows:
+        fail(f"rope's tables have {table_rows} rows, but a sequence has {longest} tokens")
+    if any(length > slot for length, slot in zip(lengths, slots)):
+        fail("a sequence is longer in cu_seqlens than in cu_seqlens_padded")

@@ -8,11 +8,11 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
-from math import prod
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # its defaults would keep a group that is there when Dynamo imports it
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
@@ -24,8 +24,9 @@ from ..ops.watch import collectives, dispatch_modes, is_compiling, transformed
 from ..plan.partition import RULES
 from ..thd import cp_rank_order_to_sequence_order
 from ..thd import ops as thd_ops
-from ..thd.checks import fail_of
 from ..thd.reference import Shape
+
+Group = ProcessGroup | DeviceMesh | None
 
 # ---- ranks ------------------------------------------------------------------------------------------
 
@@ -59,9 +60,7 @@ class Pending(NamedTuple):
         return self.rows if self.rows is self.sent else collectives.wait_tensor(self.rows)
 
 
-def ranks_of(
-    function: str, group: ProcessGroup | DeviceMesh | None, cp_size: int | None = None, cp_rank: int | None = None
-) -> Ranks:
+def ranks_of(function: str, group: Group, cp_size: int | None = None, cp_rank: int | None = None) -> Ranks:
     """The ranks from cp_size and cp_rank, else from the group, else from torch's default group, else one process."""
     fail = failing(function)
     if isinstance(group, DeviceMesh):
@@ -70,18 +69,16 @@ def ranks_of(
         group = group.get_group()
     if not (group is None or isinstance(group, ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
         arguments.refuse(function, "group", group, "a process group, a DeviceMesh with one axis, or None")
-    if cp_size is not None or cp_rank is not None:
-        if group is not None:
-            fail("group is given together with cp_size and cp_rank; pass either the group or the numbers")
+    numbers = cp_size is not None or cp_rank is not None
+    if numbers and group is not None:
+        fail("group is given together with cp_size and cp_rank; pass either the group or the numbers")
+    if numbers or (group is None and not (dist.is_available() and dist.is_initialized())):
         size = 1 if cp_size is None else arguments.whole(function, "cp_size", cp_size, 1)
         rank = 0 if cp_rank is None else arguments.whole(function, "cp_rank", cp_rank, 0)
         if rank >= size:
             fail(f"cp_rank is {rank}, cp_size {size}; ranks go from 0 to cp_size - 1")
         return Ranks(None, size, rank)
-    if group is None and not (dist.is_available() and dist.is_initialized()):
-        return Ranks(None, 1, 0)
-    group = dist.group.WORLD if group is None else group
-    assert group is not None  # there is a default group
+    group = cast(ProcessGroup, dist.group.WORLD if group is None else group)
     rank = dist.get_rank(group)
     if rank < 0:
         fail("this process is not in the group")
@@ -96,26 +93,25 @@ def all_ranks_rows(shape: Shape, device: torch.device) -> Tensor:
 
 def all_gather(rows: Tensor, ranks: Ranks) -> Pending:
     """All ranks' rows (R, ...), concatenated in rank order: (cp_size * R, ...). All must have the same R."""
-    if ranks.cp_size == 1:
-        return Pending(rows, rows)
     if not rows.numel():
         none = rows.new_empty(ranks.cp_size * len(rows), *rows.shape[1:])
         return Pending(none, none)
-    return Pending(collectives.all_gather_into_tensor(rows, ranks.cp_size, ranks.name), rows)
+    return _begun(collectives.all_gather_into_tensor, rows, ranks, ranks.cp_size)
 
 
 def all_to_all(rows: Tensor, sent: list[int], received: list[int], ranks: Ranks) -> Pending:
     """Send sent[r] rows to rank r, and receive received[r] rows from it."""
-    if ranks.cp_size == 1:
-        return Pending(rows, rows)
-    return Pending(collectives.all_to_all_single(rows, received, sent, ranks.name), rows)
+    return _begun(collectives.all_to_all_single, rows, ranks, received, sent)
 
 
 def largest(x: Tensor, ranks: Ranks) -> Tensor:
     """The largest of all ranks' numbers."""
-    if ranks.cp_size == 1:
-        return x
-    return Pending(collectives.all_reduce(x, "max", ranks.name), x).wait()
+    return _begun(collectives.all_reduce, x, ranks, "max").wait()
+
+
+def _begun(collective: Callable[..., Tensor], x: Tensor, ranks: Ranks, *words: Any) -> Pending:
+    """A collective of x; a single rank's x is its result."""
+    return Pending(x if ranks.cp_size == 1 else collective(x, *words, ranks.name), x)
 
 
 # ---- their rows -------------------------------------------------------------------------------------
@@ -164,6 +160,9 @@ class Partition:
         cu_seqlens_padded: offsets that include padding after sequences. They then determine the cut.
         rule: "dual_chunk" or "contiguous".
 
+    Attributes:
+        rows: t, the number of tokens of this rank.
+
     Raises:
         InvalidInput: the arguments do not fit together.
     """
@@ -173,7 +172,7 @@ class Partition:
         cu_seqlens: Tensor,
         tokens: int,
         *,
-        group: ProcessGroup | DeviceMesh | None = None,
+        group: Group = None,
         cp_size: int | None = None,
         cp_rank: int | None = None,
         cu_seqlens_padded: Tensor | None = None,
@@ -195,16 +194,12 @@ class Partition:
         rule = arguments.word(name, "rule", rule, RULES)
         self.ranks: Ranks = ranks_of(name, group, cp_size, cp_rank)
         self.shape = Shape(tokens, len(cu_seqlens) - 1, *self.ranks[1:3], rule)
+        self.rows = self.shape.rows
 
     def __repr__(self) -> str:
         shape = self.shape
         rows, rank = f"{shape.rows} of {shape.tokens} tokens", f"rank {shape.cp_rank} of {shape.cp_size}"
         return f"{type(self).__name__}({rows}, {shape.sequences} sequences, {rank}, {shape.rule})"
-
-    @property
-    def rows(self) -> int:
-        """Tokens of this rank."""
-        return self.shape.rows
 
     @kept
     def indices(self) -> Tensor:
@@ -254,7 +249,7 @@ class Partition:
         return cast(Tensor, ordered)
 
     def _check(self, function: str, x: Tensor, rows: int, must: str) -> None:
-        fail = fail_of(function, x=x)
+        fail = thd_ops.fail_of(function, x=x)
         if x.dim() <= 0 or len(x) != rows:
             fail(f"x has shape {tuple(x.shape)}; {must}")
         if x.device != self.offsets.device:
@@ -264,9 +259,7 @@ class Partition:
 def taken(x: Tensor, index: Tensor | None, rows: int) -> Tensor:
     """The rows of x in the order of an index, (rows, ...); see `thd_ops.move_rows`."""
     out = x.new_empty(rows, *x.shape[1:])
-    width = prod(x.shape[1:])
-    if out.numel():
-        thd_ops.move_rows((x.reshape(len(x), width),), (out.view(rows, width),), index)
+    thd_ops.move_rows((thd_ops.rows_of(x),), (out,), index)
     return out
 
 

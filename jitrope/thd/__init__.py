@@ -26,10 +26,8 @@ from ..base import arguments
 from ..ops.fit import failing
 from ..ops.watch import is_compiling, wants_grad
 from ..plan.partition import RULES
-from . import checks
 from . import ops as thd_ops
-from .corrections import Correction
-from .reference import Move, Shape
+from .reference import Correction, Move, Shape
 
 __all__ = [
     "copy_valid_tokens_from_per_split_to_rank_local",
@@ -43,11 +41,8 @@ __all__ = [
     "sequence_order_to_cp_rank_order",
 ]
 
-Rows = Tensor | tuple[Tensor, ...]
-"""A tensor (T, ...), or a pair of tensors with equally many rows."""
-
-CORRECTIONS = {"none": "nothing", "add": "add", "copy": "copy"}
-"""The words of `grad_correction`, and the kernels' words for them."""
+Rows = Tensor | tuple[Tensor, ...]  # (T, ...), or a pair of tensors with equally many rows
+CORRECTIONS = {"none": "nothing", "add": "add", "copy": "copy"}  # the words of `grad_correction` for the kernels' words
 
 
 # ---- between a batch and its ranks -----------------------------------------------------------------
@@ -63,7 +58,7 @@ class _Reordered(torch.autograd.Function):
         ctx.save_for_backward(cu_seqlens)
         rows = shape.all_rows if map == "to_ranks" else shape.tokens
         out = tuple(x.new_empty((rows, *x.shape[1:])) for x in xs)
-        thd_ops.move(Move([checks.rows_of(x) for x in xs], out, map, cu_seqlens, shape=shape))
+        thd_ops.move(Move([thd_ops.rows_of(x) for x in xs], out, map, cu_seqlens, shape=shape))
         return out
 
     @staticmethod
@@ -78,22 +73,20 @@ def _reorder(name: str, map: str, x: Rows, cu_seqlens: Tensor, cp_size: int, tok
     if not (1 <= len(xs) <= 2):
         failing(name)(f"x is {len(xs)} tensors; one launch moves one or two")
     labels = ("x",) if len(xs) == 1 else ("x[0]", "x[1]")
-    fail = checks.fail_of(name, **dict(zip(labels, xs)), cu_seqlens=cu_seqlens)
+    fail = thd_ops.fail_of(name, **dict(zip(labels, xs)), cu_seqlens=cu_seqlens)
     cp_size = arguments.whole(name, "cp_size", cp_size, 1)
     tokens = None if tokens is None else arguments.whole(name, "total_tokens", tokens, 0)
     rule = arguments.word(name, "rule", rule, RULES)
     if not all(y.dim() >= 1 and len(y) == len(xs[0]) and y.device == xs[0].device for y in xs):
         each = ", ".join(arguments.shown(y) for y in xs)
         fail(f"x is {each}; it must be (T, ...), or a pair with as many rows on one device")
-    shape = checks.shape_of(xs[0], cu_seqlens, len(xs[0]) if tokens is None else tokens, cp_size, 0, rule, fail)
+    shape = thd_ops.shape_of(xs[0], cu_seqlens, len(xs[0]) if tokens is None else tokens, cp_size, 0, rule, fail)
     if not is_compiling() and cu_seqlens.is_inference() and wants_grad(*xs):
         fail("cu_seqlens was made in inference mode, and x requires a gradient; pass cu_seqlens.clone()")
     rows = shape.tokens if map == "to_ranks" else shape.all_rows
     if len(xs[0]) != rows:
-        fail(
-            f"x has {len(xs[0])} rows; total_tokens={shape.tokens} on cp_size={cp_size} ranks are {rows} (pass "
-            "total_tokens if it is not the number of rows)"
-        )
+        had = f"x has {len(xs[0])} rows; total_tokens={shape.tokens} on cp_size={cp_size} ranks are {rows}"
+        fail(f"{had} (pass total_tokens if it is not the number of rows)")
     out: tuple[Tensor, ...] = _Reordered.apply(map, cu_seqlens, shape, *xs)
     return out if several else out[0]
 
@@ -157,14 +150,14 @@ def get_partitioned_indices(
         (rows), int32. rows is T / world_size, rounded down on some ranks and up on others.
     """
     name = "get_partitioned_indices"
-    fail = checks.fail_of(name, cu_seqlens=cu_seqlens)
+    fail = thd_ops.fail_of(name, cu_seqlens=cu_seqlens)
     total_tokens = arguments.whole(name, "total_tokens", total_tokens, 0)
     world_size = arguments.whole(name, "world_size", world_size, 1)
     rank = arguments.whole(name, "rank", rank, 0)
     if rank >= world_size:
         fail(f"rank is {rank}; it must be from 0 to world_size - 1 = {world_size - 1}")
     rule = arguments.word(name, "rule", rule, RULES)
-    shape = checks.shape_of(cu_seqlens, cu_seqlens, total_tokens, world_size, rank, rule, fail)
+    shape = thd_ops.shape_of(cu_seqlens, cu_seqlens, total_tokens, world_size, rank, rule, fail)
     return thd_ops.table("to_ranks", cu_seqlens, shape)
 
 
@@ -190,16 +183,16 @@ def copy_valid_tokens_from_per_split_to_rank_local(
         InvalidInput: the arguments do not fit together; nothing was written.
     """
     name = "copy_valid_tokens_from_per_split_to_rank_local"
-    fail = checks.fail_without_gradient(name, out=out, x=x, cu_seqlens_padded=cu_seqlens_padded, cu_seqlens=cu_seqlens)
+    fail = thd_ops.fail_without_gradient(name, out=out, x=x, cu_seqlens_padded=cu_seqlens_padded, cu_seqlens=cu_seqlens)
     if out.dim() <= 0 or out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
         fail(f"out is {arguments.shown(out)}, x {arguments.shown(x)}; they must be (T, ...) and alike")
     for label, offsets in (("cu_seqlens_padded", cu_seqlens_padded), ("cu_seqlens", cu_seqlens)):
-        checks.check_offsets(label, offsets, x, fail)
+        thd_ops.check_offsets(label, offsets, x, fail)
     if cu_seqlens.shape != cu_seqlens_padded.shape or cu_seqlens.dtype != cu_seqlens_padded.dtype:
         fail("cu_seqlens and cu_seqlens_padded differ in shape or dtype")
-    checks.require_written("out", out, fail)
+    thd_ops.require_written("out", out, fail)
     if len(cu_seqlens) > 1:
-        thd_ops.move(Move([checks.rows_of(x)], [out], "valid", cu_seqlens_padded, cu_seqlens))
+        thd_ops.move(Move([thd_ops.rows_of(x)], [out], "valid", cu_seqlens_padded, cu_seqlens))
 
 
 def read_half_tensor(x: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
@@ -217,18 +210,17 @@ def read_half_tensor(x: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
         (T / 2, H, D) or (2, T / 2, H, D). If T is odd, the first half has one more row. The halves of a sequence are
         its chunks by the rule "contiguous" for two ranks; if its length is odd, one of them has one more row.
     """
-    name = "read_half_tensor"
-    fail = checks.fail_without_gradient(name, x=x, cu_seqlens=cu_seqlens)
-    half_idx = arguments.whole(name, "half_idx", half_idx)
+    fail = thd_ops.fail_without_gradient("read_half_tensor", x=x, cu_seqlens=cu_seqlens)
+    half_idx = arguments.whole("read_half_tensor", "half_idx", half_idx)
     if half_idx not in (0, 1):
         fail(f"half_idx is {half_idx!r}; it must be 0 or 1")
     both = x.dim() == 4
     if x.dim() != 3 and (not both or len(x) != 2):
         fail(f"x is {tuple(x.shape)}; it must be (T, H, D) or (2, T, H, D)")
     xs = tuple(x) if both else (x,)
-    shape = checks.shape_of(x, cu_seqlens, len(xs[0]), 2, half_idx, "contiguous", fail)
+    shape = thd_ops.shape_of(x, cu_seqlens, len(xs[0]), 2, half_idx, "contiguous", fail)
     out = x.new_empty((len(xs), shape.rows, *xs[0].shape[1:]))
-    thd_ops.move(Move([checks.rows_of(y) for y in xs], list(out), "to_ranks", cu_seqlens, shape=shape))
+    thd_ops.move(Move([thd_ops.rows_of(y) for y in xs], list(out), "to_ranks", cu_seqlens, shape=shape))
     return out if both else out[0]
 
 
@@ -253,9 +245,9 @@ def second_half_lse_correction(lse: Tensor, lse_per_step: Tensor, cu_seqlens: Te
         InvalidInput: the arguments do not fit together; nothing was written.
     """
     name = "second_half_lse_correction"
-    fail = checks.fail_without_gradient(name, lse=lse, lse_per_step=lse_per_step, cu_seqlens=cu_seqlens)
+    fail = thd_ops.fail_without_gradient(name, lse=lse, lse_per_step=lse_per_step, cu_seqlens=cu_seqlens)
     packed = arguments.flag(name, "lse_packed", lse_packed)
-    rows = checks.check_lse(packed, cu_seqlens, fail, lse=lse, lse_per_step=lse_per_step)
+    rows = thd_ops.check_lse(packed, cu_seqlens, fail, lse=lse, lse_per_step=lse_per_step)
     _correct(Correction("lse", "nothing", "add", packed, cu_seqlens, rows, lse=lse, lse_step=lse_per_step))
 
 
@@ -273,10 +265,10 @@ def read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, lse_packed: bool, seco
         fp32, (H, n) if packed, else (B, H, n); zero after the last row of the halves.
     """
     name = "read_second_half_lse"
-    fail = checks.fail_without_gradient(name, lse=lse, cu_seqlens=cu_seqlens)
+    fail = thd_ops.fail_without_gradient(name, lse=lse, cu_seqlens=cu_seqlens)
     packed = arguments.flag(name, "lse_packed", lse_packed)
     columns = arguments.whole(name, "second_half_lse_seqlen", second_half_lse_seqlen, 0)
-    rows = checks.check_lse(packed, cu_seqlens, fail, lse=lse)
+    rows = thd_ops.check_lse(packed, cu_seqlens, fail, lse=lse)
     out = lse.new_zeros((*lse.shape[:-1], columns))
     _correct(Correction("read_lse", "nothing", "copy", packed, cu_seqlens, rows, lse=lse, lse_step=out))
     return out
@@ -308,18 +300,18 @@ def out_correction(
     """
     name = "out_correction"
     both = {"lse": lse, "lse_per_step": lse_per_step}
-    fail = checks.fail_without_gradient(name, out=out, out_per_step=out_per_step, **both, cu_seqlens=cu_seqlens)
+    fail = thd_ops.fail_without_gradient(name, out=out, out_per_step=out_per_step, **both, cu_seqlens=cu_seqlens)
     first = "nothing" if arguments.flag(name, "only_second_half", only_second_half) else "add"
     packed = arguments.flag(name, "lse_packed", lse_packed)
-    checks.check_step("out", out, out_per_step, cu_seqlens, first, "add", fail)
-    checks.check_lse(packed, cu_seqlens, fail, **both)
+    thd_ops.check_step("out", out, out_per_step, cu_seqlens, first, "add", fail)
+    thd_ops.check_lse(packed, cu_seqlens, fail, **both)
     if lse.shape[-2] != out.shape[1]:
         fail(f"lse has {lse.shape[-2]} heads, out {out.shape[1]}; they must match")
     if first != "nothing" and lse.shape != lse_per_step.shape:
         fail(f"lse is {arguments.shown(lse)}, lse_per_step {arguments.shown(lse_per_step)}; they must have one shape")
     if packed and lse.shape[-1] < len(out):
         fail(f"lse has {lse.shape[-1]} rows, out {len(out)}; lse must have as many at least")
-    step = checks.rows_of(out_per_step)
+    step = thd_ops.rows_of(out_per_step)
     _correct(Correction("out", first, "add", packed, cu_seqlens, len(out), out, step, lse, lse_per_step))
 
 
@@ -338,7 +330,7 @@ def grad_correction(grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, fir
         first_half, second_half: "add", "copy" or "none". Errors: see `second_half_lse_correction`.
     """
     name = "grad_correction"
-    fail = checks.fail_without_gradient(name, grad=grad, grad_per_step=grad_per_step, cu_seqlens=cu_seqlens)
+    fail = thd_ops.fail_without_gradient(name, grad=grad, grad_per_step=grad_per_step, cu_seqlens=cu_seqlens)
     first = CORRECTIONS[arguments.word(name, "first_half", first_half, CORRECTIONS)]
     second = CORRECTIONS[arguments.word(name, "second_half", second_half, CORRECTIONS)]
     for label, x in (("grad", grad), ("grad_per_step", grad_per_step)):
@@ -346,9 +338,9 @@ def grad_correction(grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, fir
             fail(f"{label} is {tuple(x.shape)}; it must be (T, H, D) or (2, T, H, D), and so must grad_per_step")
     pairs = [*zip(grad, grad_per_step)] if grad.dim() == 4 else [(grad, grad_per_step)]
     one, step = pairs[0]  # the other has the same strides
-    checks.check_step("grad", one, step, cu_seqlens, first, second, fail)
+    thd_ops.check_step("grad", one, step, cu_seqlens, first, second, fail)
     for one, step in pairs:
-        _correct(Correction("grad", first, second, True, cu_seqlens, len(one), one, checks.rows_of(step)))
+        _correct(Correction("grad", first, second, True, cu_seqlens, len(one), one, thd_ops.rows_of(step)))
 
 
 def _correct(given: Correction) -> None:

@@ -1,4 +1,4 @@
-"""Packed batches under context parallelism: tables of rows, and moves of rows, on any device.
+"""Packed batches under context parallelism: checks, tables of rows, and moves of rows, on any device.
 
 They are torch.library ops, for torch.compile and fake tensors. CPU tensors, and dtypes that the kernels cannot add up,
 use `reference`; nothing here waits for a GPU. The ops have no gradients: `thd` and `context_parallel` define them.
@@ -9,29 +9,110 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from ..base import arguments
 from ..base.spec import ACCESS_BYTES
 from ..ops.enqueue import Call, enqueue
-from ..ops.fit import is_float
-from ..ops.watch import written
+from ..ops.fit import MAX_TOKENS, Fail, failing, is_float
+from ..ops.watch import is_compiling, is_zero, wants_grad, written
 from ..plan.partition import Mask
 from ..plan.problem import DTYPE_NAMES
 from . import reference
 from . import spec as specs
-from .corrections import Correction, correct
-from .reference import Move, Segments, Shape
+from .reference import Correction, Move, Segments, Shape
+
+# ---- checks of the arguments of `jitrope.thd` ------------------------------------------------------------
+
+
+def fail_of(name: str, **tensors: Any) -> Fail:
+    """Check that these arguments of `name` are tensors, and return its `Fail`."""
+    for label, x in tensors.items():
+        if arguments.tensor(name, label, x).is_nested or x.layout is not torch.strided:
+            arguments.refuse(name, label, x, "a strided tensor")
+        if not is_compiling() and is_zero(x):
+            arguments.refuse(name, label, x, "a tensor with memory, not torch's lazy zeros")
+    return failing(name)
+
+
+def fail_without_gradient(name: str, **tensors: Any) -> Fail:
+    """As `fail_of`, for a function without a gradient."""
+    fail = fail_of(name, **tensors)
+    for label, x in tensors.items():
+        if wants_grad(x):
+            fail(f"{label} requires a gradient, which this function does not have; call it under torch.no_grad()")
+    return fail
+
+
+def check_offsets(label: str, cu_seqlens: Tensor, x: Tensor, fail: Fail, rows: str = "x") -> None:
+    """Refuse offsets that are not contiguous int32 or int64 on the device of x."""
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        fail(f"{label} is {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; it must be (sequences + 1) int32 or int64")
+    if cu_seqlens.device != x.device:
+        fail(f"{label} is on {cu_seqlens.device}, {rows} on {x.device}; they must be on one device")
+    if not cu_seqlens.is_contiguous():
+        fail(f"{label} must be contiguous")
+
+
+def shape_of(x: Tensor, cu_seqlens: Tensor, tokens: int, cp_size: int, cp_rank: int, rule: str, fail: Fail) -> Shape:
+    """Return the shape of a batch. Refuse wrong offsets, and more rows than int32 can count."""
+    check_offsets("cu_seqlens", cu_seqlens, x, fail)
+    if tokens + cp_size > MAX_TOKENS:
+        fail(f"{tokens} tokens are more than {MAX_TOKENS} rows")
+    return Shape(tokens, len(cu_seqlens) - 1, cp_size, cp_rank, rule)
+
+
+def require_written(label: str, x: Tensor, fail: Fail) -> None:
+    """Refuse to write rows that are not contiguous, that overlap, or with torch's lazy bits."""
+    if not is_compiling() and (x.is_neg() or x.is_conj()):  # Dynamo cannot trace them
+        fail(f"{label} has torch's lazy negative or conjugate bit; pass {label}.resolve_conj().resolve_neg()")
+    if len(x) != 0 and (not x[0].is_contiguous() or (len(x) != 1 and abs(x.stride(0)) < x[0].numel())):
+        fail(f"{label} has strides {x.stride()}; its rows must be contiguous, and must not overlap")
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """Return x, or a copy, with contiguous rows. There may be gaps between rows."""
+    return x if len(x) == 0 or x[0].is_contiguous() else x.contiguous()
+
+
+def check_lse(packed: bool, cu_seqlens: Tensor, fail: Fail, **given: Tensor) -> int:
+    """Refuse wrong log-sum-exps and offsets. Return the number of rows that fit in the first log-sum-exp."""
+    lse = next(iter(given.values()))
+    check_offsets("cu_seqlens", cu_seqlens, lse, fail, "lse")
+    for label, x in given.items():
+        if x.dim() != (2 if packed else 3) or x.dtype != torch.float32 or not x.is_contiguous():
+            words = "(H, rows)" if packed else "(B, H, rows)"
+            fail(f"{label} is {tuple(x.shape)} {x.dtype}, strides {x.stride()}; it must be contiguous {words} fp32")
+        if not packed and len(x) != len(cu_seqlens) - 1:
+            fail(f"{label} has B={len(x)}, but cu_seqlens has {len(cu_seqlens) - 1} sequences; they must match")
+        if x is not lse and (x.shape[:-1] != lse.shape[:-1] or x.device != lse.device):
+            fail(f"{label} is {arguments.shown(x)}, lse {arguments.shown(lse)}; only rows may differ")
+    return lse.shape[-1] if packed else (len(cu_seqlens) - 1) * lse.shape[-1]
+
+
+def check_step(label: str, out: Tensor, step: Tensor, cu_seqlens: Tensor, first: str, second: str, fail: Fail) -> None:
+    """Refuse a step that does not have the rows of the halves that it changes."""
+    if out.dim() != 3 or not is_float(out):
+        fail(f"{label} is {tuple(out.shape)} {out.dtype}; it must be (T, H, D) fp32, fp16 or bf16")
+    rows = (len(out) + 1) // 2 if second == "nothing" else len(out) // 2 if first == "nothing" else len(out)
+    alike = (step.shape[1:], step.dtype, step.device) == (out.shape[1:], out.dtype, out.device)
+    if not alike or len(step) < rows:
+        must = f"it must have at least {rows} rows, and match {label}, {arguments.shown(out)}"
+        fail(f"{label}_per_step is {arguments.shown(step)}; {must}")
+    require_written(label, out, fail)
+    check_offsets("cu_seqlens", cu_seqlens, out, fail, label)
+
 
 # ---- rows: `struct Params` of `rows.cuh.jinja` ---------------------------------------------------------
 
 
 def table_calls(out: Tensor, cu_seqlens: Tensor, map: str, rows: int, shape: Shape) -> list[Call]:
     """Write the sources of rows; see `reference.table`."""
-    spec = specs.table_spec(map, True, DTYPE_NAMES[cu_seqlens.dtype], shape.cp_size, shape.rule)
-    grid = (-(-rows // spec.rows_per_block), 1)
+    spec = specs.RowsSpec(map, True, DTYPE_NAMES[cu_seqlens.dtype], shape.cp_size, shape.rule)
+    grid = (-(-rows // spec.threads), 1)
     words = [*[0] * 6, rows, 0, 1, *_batch_words(shape)]
     return [Call(spec, grid, [None, None, None, None, cu_seqlens, None, None, out], words, out.device)] if rows else []
 
@@ -51,14 +132,14 @@ def rows_calls(move: Move) -> list[Call] | None:
     index_dtype = "int32" if cu_seqlens is None else DTYPE_NAMES[cu_seqlens.dtype]
     cut = (shape.cp_size, shape.rule) if map in specs.PARTITIONED else (1, "dual_chunk")
     dtypes = (True, DTYPE_NAMES[inputs[0].dtype], DTYPE_NAMES[outputs[0].dtype]) if sums else ()
-    addresses = [x.data_ptr() for x in (*inputs, *outputs)]
-    multiple = math.gcd(*addresses, *in_strides, *strides, *widths, *in_widths)
+    multiple = math.gcd(*[x.data_ptr() for x in (*inputs, *outputs)], *in_strides, *strides, *widths, *in_widths)
     spec = specs.rows_spec(tuple(widths), multiple, map, False, index_dtype, *cut, *dtypes)
     zeros, absent = [0] * (2 - len(inputs)), [None] * (2 - len(inputs))
     words = [*in_strides, *zeros, *strides, *zeros, *(in_widths if sums else widths), *zeros]
     words += [rows, len(inputs[0]), sources, *_batch_words(shape)]
     tensors = [*inputs, *absent, *outputs, *absent, cu_seqlens, lengths, table, None]
-    return [Call(spec, (-(-rows // spec.rows_per_block), len(outputs)), tensors, words, outputs[0].device)]
+    grid = (-(-rows // (spec.threads // spec.lanes * spec.unroll)), len(outputs))
+    return [Call(spec, grid, tensors, words, outputs[0].device)]
 
 
 def _batch_words(shape: Shape) -> tuple[int, ...]:
@@ -70,23 +151,22 @@ def _batch_words(shape: Shape) -> tuple[int, ...]:
 
 def segments_calls(flat: Tensor, cu_seqlens: Tensor, padded: Tensor | None, shape: Shape, mask: Mask) -> list[Call]:
     """Write the tables of `Segments` into a buffer full of -1: first segments, then their rows."""
-    exchange, (keys, queries) = shape.exchange(mask), shape.most(mask)
-    queries = queries if mask.extends else 0
-    bases, sent, gathered, blocks = [0] * (2 * shape.cp_size), 0, shape.all_rows, 1
+    tables = reference.split(flat, shape, mask, padded is not None)
+    _, _, _, key_rows, gathered_rows, query_rows, _, send_rows, sent_rows = tables
+    keys, queries, sent, places = (0 if x is None else x.numel() for x in (key_rows, query_rows, send_rows, sent_rows))
+    bases, blocks, exchange = [0] * (2 * shape.cp_size), 1, shape.exchange(mask)
     if exchange is not None:  # bases: the first row of each rank, among those received and among those sent
         counts = [row[shape.cp_rank] for row in exchange], exchange[shape.cp_rank]
-        bases = [sum(some[:rank]) for some in counts for rank in range(shape.cp_size)]
-        gathered, sent, blocks = sum(counts[0]), sum(counts[1]), 1 + 2 * shape.cp_size
-    tables = reference.split(flat, shape, mask, padded is not None)
+        bases, blocks = [sum(some[:rank]) for some in counts for rank in range(shape.cp_size)], 1 + 2 * shape.cp_size
     tensors = [cu_seqlens, cu_seqlens if padded is None else padded, *tables]
     words = [shape.sequences, shape.tokens, shape.cp_rank, *mask, shape.capacity, shape.rows, keys, queries]
-    words += [gathered, sent, *bases]
-    rows = keys + queries + (0 if exchange is None else shape.cp_size * shape.rows)
+    words += [gathered_rows.shape[1], sent, *bases]
+    rows = keys + queries + places
     cut = (DTYPE_NAMES[cu_seqlens.dtype], shape.cp_size, shape.rule)
     flags = (mask.full, mask.extends, padded is not None and not mask.extends, exchange is not None)
     kernels = (False, specs.SCAN_THREADS, blocks), (True, specs.BLOCK_THREADS, -(-rows // specs.BLOCK_THREADS))
     return [
-        Call(specs.segments_spec(of_rows, *cut, *flags, threads), (blocks, 1), tensors, words, flat.device)
+        Call(specs.SegmentsSpec(of_rows, *cut, *flags, threads), (blocks, 1), tensors, words, flat.device)
         for of_rows, threads, blocks in kernels
         if blocks
     ]
@@ -97,20 +177,17 @@ def segments_calls(flat: Tensor, cu_seqlens: Tensor, padded: Tensor | None, shap
 
 def correction_calls(given: Correction) -> list[Call]:
     """Join a step with the steps before it."""
-    out, step, lse, lse_step, cu_seqlens = given.out, given.step, given.lse, given.lse_step, given.cu_seqlens
+    *kind, cu_seqlens, rows, out, step, lse, lse_step = cast(Any, given)
     vec, heads, head_dim, strides = 1, 0 if lse is None else lse.shape[-2], 1, [0, 0]
-    if out is not None and step is not None:
-        size = out.element_size()
-        heads, head_dim = out.shape[1:]
-        strides = [out.stride(0), step.stride(0)]
-        multiple = math.gcd(out.data_ptr(), step.data_ptr(), *(s * size for s in strides), head_dim * size)
-        vec = math.gcd(ACCESS_BYTES, multiple) // size
+    if out is not None:
+        size, (heads, head_dim), strides = out.element_size(), out.shape[1:], [out.stride(0), step.stride(0)]
+        vec = math.gcd(ACCESS_BYTES, out.data_ptr(), step.data_ptr(), *(n * size for n in (*strides, head_dim))) // size
     dtypes = "fp32" if out is None else DTYPE_NAMES[out.dtype], DTYPE_NAMES[cu_seqlens.dtype]
-    spec = specs.correction_spec(given.quantity, given.first, given.second, given.packed, *dtypes, vec)
+    spec = specs.correction_spec(*kind, *dtypes, vec)
     widths = [0 if x is None else x.shape[-1] for x in (lse, lse_step)]
     words = [len(cu_seqlens) - 1, heads, head_dim, *strides, *widths]
     tensors = [out, step, lse, lse_step, cu_seqlens]
-    return [Call(spec, (given.rows, 1), tensors, words, cu_seqlens.device)] if given.rows and heads else []
+    return [Call(spec, (rows, 1), tensors, words, cu_seqlens.device)] if rows and heads else []
 
 
 # ---- torch's ops ----------------------------------------------------------------------------------
@@ -122,24 +199,21 @@ _STEPS = "Tensor(a!)? out, Tensor? step, Tensor(c!)? lse, Tensor(d!)? lse_step"
 
 
 class Operation(NamedTuple):
-    """An op. If it returns a new tensor, `fresh` makes it, and it is the first argument of `reference` and `calls`."""
+    """An op, which writes tensors and returns nothing."""
 
     schema: str
     reference: Callable[..., object]  # plain torch
     calls: Callable[..., list[Call] | None]  # the launches on a GPU; None: use plain torch there too
-    fresh: Callable[..., Tensor] | None = None
+    # The arguments of the functions above, from those of the op:
     read: Callable[..., tuple[Any, ...]] = lambda *given: (*given[:-5], Shape._make(given[-5:]))
-    """Turns the op's arguments into those of the functions above."""
-
-    written: Callable[..., Sequence[Any]] = lambda *words: ()  # the tensors that it overwrites
+    written: Callable[..., Sequence[Any]] = lambda out, *_: [out]  # of these arguments, the tensors that change
 
 
 OPERATIONS = (
     Operation(
-        f"thd_table(Tensor cu_seqlens, str map, SymInt rows, {_SHAPE}) -> Tensor",
+        f"thd_table(Tensor(a!) out, Tensor cu_seqlens, str map, SymInt rows, {_SHAPE}) -> ()",
         lambda out, *words: out.copy_(reference.table(*words)),
         table_calls,
-        lambda cu_seqlens, map, rows, shape: cu_seqlens.new_empty(rows, dtype=torch.int32),
     ),
     Operation(
         f"thd_rows(Tensor[] inputs, Tensor(a!)[] outputs, str map, {_TABLES}, {_SHAPE}) -> ()",
@@ -149,39 +223,32 @@ OPERATIONS = (
         written=lambda given: given.outputs,
     ),
     Operation(
-        f"cp_segments(Tensor cu_seqlens, Tensor? cu_seqlens_padded, int left, int right, {_SHAPE}) -> Tensor",
+        f"cp_segments(Tensor(a!) flat, Tensor cu_seqlens, Tensor? padded, int left, int right, {_SHAPE}) -> ()",
         reference.fill_segments,
         segments_calls,
-        reference.empty_segments,
-        lambda cu_seqlens, padded, left, right, *shape: (cu_seqlens, padded, Shape(*shape), Mask(left, right)),
+        lambda *given: (*given[:3], Shape._make(given[5:]), Mask._make(given[3:5])),
     ),
     Operation(
         f"thd_correct(str quantity, str first, str second, bool packed, Tensor cu_seqlens, int rows, {_STEPS}) -> ()",
-        correct,
+        reference.correct,
         correction_calls,
         read=lambda *given: (Correction(*given),),
-        written=lambda given: [given.written],
+        written=lambda given: [{"lse": given.lse, "read_lse": given.lse_step}.get(given.quantity, given.out)],
     ),
 )
 
 
-def _fake(op: Operation, *given: Any) -> Tensor | None:
-    return op.fresh(*op.read(*given)) if op.fresh else None
-
-
-def _run(op: Operation, launches: bool, *given: Any) -> Tensor | None:
+def _run(op: Operation, launches: bool, *given: Any) -> None:
     """Call an op: by its launches if it has some for these tensors, which are on a GPU, else in plain torch."""
     words = op.read(*given)
-    made = (op.fresh(*words),) if op.fresh else ()
-    calls = op.calls(*made, *words) if launches else None
+    calls = op.calls(*words) if launches else None
     if calls is None:
         with torch.no_grad():  # an exported program writes into views here
-            op.reference(*made, *words)
+            op.reference(*words)
     else:
         for call in calls:
             enqueue(call)
         written(op.written(*words))
-    return made[0] if made else None
 
 
 _lib = torch.library.Library("jitrope", "FRAGMENT")
@@ -195,7 +262,7 @@ def register(key: str, launches: bool) -> None:
 
 for _op in OPERATIONS:
     _name = _lib.define(_op.schema, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.register_fake(f"jitrope::{_name}", partial(_fake, _op), lib=_lib)
+    torch.library.register_fake(f"jitrope::{_name}", lambda *_: None, lib=_lib)
 register("CPU", launches=False)
 register("CUDA", launches=True)
 
@@ -206,15 +273,17 @@ register("CUDA", launches=True)
 def table(map: str, cu_seqlens: Tensor, shape: Shape, rows: int | None = None) -> Tensor:
     """The source of each row, (rows), int32; see `reference.table`. rows: default: all rows of the map."""
     rows = (shape.tokens if map == "to_sequences" else shape.rows) if rows is None else rows
-    found: Tensor = torch.ops.jitrope.thd_table(cu_seqlens.contiguous(), map, rows, *shape)
-    return found
+    out = cu_seqlens.new_empty(rows, dtype=torch.int32)
+    torch.ops.jitrope.thd_table(out, cu_seqlens.contiguous(), map, rows, *shape)
+    return out
 
 
 def segments(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, shape: Shape, mask: Mask) -> Segments:
     """A rank's attention as plain variable-length attention; see `Segments`."""
     if cu_seqlens_padded is not None:
         cu_seqlens_padded = cu_seqlens_padded.to(cu_seqlens.dtype).contiguous()
-    flat = torch.ops.jitrope.cp_segments(cu_seqlens.contiguous(), cu_seqlens_padded, *mask, *shape)
+    flat = reference.empty_segments(cu_seqlens, cu_seqlens_padded, shape, mask)
+    torch.ops.jitrope.cp_segments(flat, cu_seqlens.contiguous(), cu_seqlens_padded, *mask, *shape)
     return Segments.of(flat, shape, mask, cu_seqlens_padded is not None)
 
 

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import one_hot, pad
 
 from ..base.arguments import shown
 from ..base.errors import InvalidInput
 from ..plan import partition
 from ..plan.partition import Mask, Rows, before, count
+from .spec import STEPS
 
 
 class Shape(NamedTuple):
@@ -98,31 +98,22 @@ class Segments(NamedTuple):
 
 
 def split(flat: Tensor, shape: Shape, mask: Mask, padded: bool) -> list[Any]:
-    """The tables (Tensor | None) of one buffer, in the order of the kernels' argument block; see `_new_layout`."""
+    """The tables (Tensor | None) of one buffer, in the order of the kernels' argument block; see `_layout`."""
     sizes = _layout(shape, mask, padded)
     parts = flat.split([math.prod(size) if size else 0 for size in sizes])
     return [part.view(size) if size else None for part, size in zip(parts, sizes)]
 
 
 def _layout(shape: Shape, mask: Mask, padded: bool) -> list[tuple[int, ...]]:
-    known = type(shape.tokens) is int and type(shape.sequences) is int  # sizes that torch.compile traces are not kept
-    return (_kept_layout if known else _new_layout)(shape, mask, padded)
-
-
-def _new_layout(shape: Shape, mask: Mask, padded: bool) -> list[tuple[int, ...]]:
     """The size of each table of `Segments`, () for None; the third table is one that only the kernels use."""
     exchange, (keys, queries) = shape.exchange(mask), shape.most(mask)
-    parts = 1 if mask.full else len(shape.chunks)
-    offsets = (shape.segments(mask, padded) + 1,)
+    offsets, parts = (shape.segments(mask, padded) + 1,), 1 if mask.full else len(shape.chunks)
     gathered = shape.all_rows if exchange is None else sum(row[shape.cp_rank] for row in exchange)
     dummies = [(queries,), (shape.rows,)] if mask.extends else [(), ()]
     if exchange is None:
         return [offsets, offsets, (), (keys,), (parts, gathered), *dummies, (), ()]
     pairs, sent = (2 * shape.cp_size, shape.sequences + 1), (sum(exchange[shape.cp_rank]),)
     return [offsets, offsets, pairs, (keys,), (parts, gathered), *dummies, sent, (shape.cp_size, shape.rows)]
-
-
-_kept_layout = lru_cache(maxsize=256)(_new_layout)
 
 
 def empty_segments(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, shape: Shape, mask: Mask) -> Tensor:
@@ -151,6 +142,26 @@ class Move(NamedTuple):
     lengths: Any = None
     table: Tensor | None = None
     shape: Shape = Shape(0, 0, 1, 0)
+
+
+class Correction(NamedTuple):
+    """A step of ring attention, to be joined with the steps before it.
+
+    quantity: "lse" joins lse_step into lse, "read_lse" copies lse into lse_step, "out" adds step to out, scaled by
+    exp(lse_step - lse), and "grad" adds step to out. If one half of the sequences has "nothing", step and lse_step have
+    only the rows of the other.
+    """
+
+    quantity: str
+    first: str  # for each first half "nothing", "add" or "copy"
+    second: str
+    packed: bool
+    cu_seqlens: Tensor
+    rows: int
+    out: Tensor | None = None  # (rows, H, D)
+    step: Tensor | None = None
+    lse: Tensor | None = None  # (H, rows) if packed, else (B, H, rows)
+    lse_step: Tensor | None = None
 
 
 # ---- the partition ---------------------------------------------------------------------------------
@@ -186,10 +197,8 @@ def cut(offsets: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     for c in range(1, shape.of):
         chunk += position >= before(end, c, shape.of) - before(first, c, shape.of)
     rank: Tensor = partition.rank_of(chunk, shape.cp_size, shape.rule)
-    shards = torch.arange(shape.all_rows, device=offsets.device).view(shape.cp_size, -1)
-    rows = [shard[: shape._replace(cp_rank=number).rows] for number, shard in enumerate(shards)]
-    row = torch.empty_like(rank).index_put_((rank.argsort(stable=True),), torch.cat(rows))
-    return sequence, position, rank, row
+    among = one_hot(rank, shape.cp_size).cumsum(0).gather(1, rank[:, None])[:, 0]  # the tokens of its rank up to each
+    return sequence, position, rank, rank * shape.capacity + among - 1
 
 
 def table(cu_seqlens: Tensor, map: str, rows: int, shape: Shape) -> Tensor:
@@ -246,7 +255,8 @@ def fill_segments(flat: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | 
     _, _, owner, place = cut(offsets, shape)  # place: of each token, among the rows that are gathered
     own = place - shape.cp_rank * shape.capacity
     if tables.send_rows is not None:
-        place = _exchange(tables, lengths, offsets, owner, own, shape, mask)
+        every = [_seen(lengths, offsets, shape._replace(cp_rank=rank), mask)[2:] for rank in range(shape.cp_size)]
+        place = _exchange(tables, every, owner, own, shape, mask)
 
     token, segment, _ = _ranges(low, keys)
     row = torch.arange(len(token), dtype=torch.int32, device=flat.device)
@@ -267,29 +277,28 @@ def fill_segments(flat: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | 
         ends.copy_(pad(sizes.flatten().cumsum(0), (1, 0)))
 
 
-def _exchange(
-    tables: Any, lengths: Tensor, offsets: Tensor, owner: Tensor, own: Tensor, shape: Shape, mask: Mask
-) -> Tensor:
-    """Write the rows to send, and return each token's place among the rows received. own: each token's row here."""
-    rows, place = shape.exchange(mask), torch.full_like(own, -1)
-    assert rows is not None
+def _exchange(tables: Any, every: list[Any], owner: Tensor, own: Tensor, shape: Shape, mask: Mask) -> Tensor:
+    """Write the rows to send, and return each token's place among the rows received.
+
+    every: each rank's (first key, keys) of its segments; own: each token's row here.
+    """
+    rows: Any = shape.exchange(mask)
+    me, sent, received, place = shape.cp_rank, 0, 0, torch.full_like(own, -1)
 
     def needed(rank: int, source: int, first: int) -> tuple[Tensor, Tensor]:
         """The tokens of `source` that `rank` needs, in order, and their numbers from `first` on."""
-        _, _, low, keys = _seen(lengths, offsets, shape._replace(cp_rank=rank), mask)
         some = torch.zeros_like(owner, dtype=torch.bool)
-        some[_ranges(low, keys)[0]] = True
+        some[_ranges(*every[rank])[0]] = True
         found = torch.nonzero(some & (owner == source))[:, 0]
         return found, torch.arange(first, first + len(found), device=own.device)
 
-    sent = received = 0
     for other in range(shape.cp_size):
-        token, number = needed(shape.cp_rank, other, received)
+        token, number = needed(me, other, received)
         place[token] = number
-        token, number = needed(other, shape.cp_rank, sent)
+        token, number = needed(other, me, sent)
         tables.send_rows[number] = own[token].int()
         tables.sent_rows[other, own[token]] = number.int()
-        sent, received = sent + rows[shape.cp_rank][other], received + rows[other][shape.cp_rank]
+        sent, received = sent + rows[me][other], received + rows[other][me]
     return place
 
 
@@ -330,3 +339,54 @@ def _rows(x: Tensor, index: Tensor) -> Tensor:
 def _by_row(of_rows: Tensor, x: Tensor) -> Tensor:
     """A value of each row of x, in a shape that broadcasts with x."""
     return of_rows.view(-1, *[1] * (x.dim() - 1))
+
+
+# ---- ring attention's corrections ----------------------------------------------------------------------
+
+
+def halves(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(sequence, position in it, whether in its second half, place in the half, row of the half) of each row of a rank.
+
+    Halves are the two chunks of each sequence; their rows are counted over all sequences. The sequence is -1 before the
+    first and after the last.
+    """
+    offsets = cu_seqlens.long()
+    sequence, position = placed(offsets, rows)
+    sequence = torch.where(sequence == len(offsets) - 1, -1, sequence)
+    first, end = offsets[sequence], offsets[sequence + 1]
+    size = count(end, 0, 2) - count(first, 0, 2)
+    second = position >= size
+    place = position - size * second
+    return sequence, position, second, place, place + count(first, second.long(), 2)
+
+
+def correct(given: Correction) -> None:
+    """Join a step (`Correction`). Raises InvalidInput before any write if cu_seqlens has more rows than a tensor."""
+    packed, cu_seqlens, rows, out, step, lse, lse_step = cast(Any, given[3:])
+    check_values(cu_seqlens, rows, "lse" if out is None else given.quantity)
+    sequence, position, second, place, inside = halves(cu_seqlens, rows)
+    done = torch.where(second, STEPS.index(given.second), STEPS.index(given.first))
+    row = torch.nonzero((sequence >= 0) & (done > 0))[:, 0]
+    if not len(row):
+        return
+    sequence, position, place, inside, done = (x[row] for x in (sequence, position, place, inside, done))
+    step_row, step_position = (inside, place) if "nothing" in (given.first, given.second) else (row, position)
+    columns = (row, step_row) if packed else (position, step_position)
+    labels = ("lse", "second_half_lse_seqlen" if given.quantity == "read_lse" else "lse_per_step")
+    for label, x, column in zip(labels, (lse, lse_step), columns):
+        needed = int(column.max()) + 1
+        if x is not None and needed > x.shape[-1]:
+            raise InvalidInput(f"{label} has room for {x.shape[-1]} rows, but cu_seqlens has {needed}")
+    of_lse, of_step = ((slice(None), x) if packed else (sequence, slice(None), x) for x in columns)
+    if given.quantity == "lse":
+        lse[of_lse] = torch.logaddexp(lse[of_lse], lse_step[of_step])
+    elif given.quantity == "read_lse":
+        lse_step[of_step] = lse[of_lse]
+    else:
+        x = step[step_row]
+        if given.quantity == "out":
+            factor = torch.exp(lse_step[of_step] - lse[of_lse])
+            factor = (factor.t() if packed else factor)[..., None]
+            x = torch.where(x == 0, 0.0, x.float() * factor).to(out.dtype)
+        copied = (done == STEPS.index("copy"))[:, None, None]
+        out[row] = torch.where(copied, x, (out[row].float() + x.float()).to(out.dtype))

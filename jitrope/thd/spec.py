@@ -21,9 +21,9 @@ _WORDS = {**_ENUMERATORS, "rule": RULES, "index_dtype": INDEX_DTYPES, "dtype": D
 BLOCK_THREADS = 256
 ROWS_IN_FLIGHT = 4  # rows that a thread loads at the same time
 
+# Rows that a thread adds at the same time, each of two sources. H100, x the copy, 1 / 2 / 4: sums of chunks 1.14 /
+# 1.09 / 1.18, over two ranks 1.08 / 1.05 / 1.11.
 SUMS_IN_FLIGHT = 2
-"""Rows that a thread adds at the same time, each of two sources. H100, x the copy, 1 / 2 / 4: sums of chunks 1.14 /
-1.09 / 1.18, over two ranks 1.08 / 1.05 / 1.11."""
 
 SCAN_THREADS = 1024
 COUNTS = range(1, MAX_INT + 1)
@@ -77,14 +77,7 @@ class RowsSpec(_Moves):
     unused = ("writes",)
     bounds: ClassVar = {"access_bytes": ACCESSES, "cp_size": COUNTS, "unroll": COUNTS, "lanes": range(1, threads + 1)}
 
-    @property
-    def kind(self) -> str:
-        return "thd_tables" if self.writes else "thd_rows"
-
-    @property
-    def rows_per_block(self) -> int:
-        """Rows that one block moves."""
-        return self.threads if self.writes else self.threads // self.lanes * self.unroll
+    kind = property(lambda self: "thd_tables" if self.writes else "thd_rows")
 
 
 @dataclass(frozen=True)
@@ -104,16 +97,14 @@ class SegmentsSpec(_Moves):
     unused = ("rows",)
     bounds: ClassVar = {"cp_size": COUNTS, "threads": range(1, MAX_THREADS + 1)}
 
-    @property
-    def kind(self) -> str:
-        return "cp_segment_rows" if self.rows else "cp_segments"
+    kind = property(lambda self: "cp_segment_rows" if self.rows else "cp_segments")
 
 
 @dataclass(frozen=True)
 class CorrectionSpec(_Moves):
     """A kernel that joins a step of ring attention with the steps before it (`thd_corrections.cu.jinja`)."""
 
-    quantity: str  # this and the next three: see `corrections.Correction`
+    quantity: str  # this and the next three: see `reference.Correction`
     first: str
     second: str
     packed: bool
@@ -130,11 +121,10 @@ KINDS.update(dict.fromkeys(("thd_rows", "thd_tables"), RowsSpec))
 KINDS.update(dict.fromkeys(("cp_segments", "cp_segment_rows"), SegmentsSpec), thd_corrections=CorrectionSpec)
 
 
-_cached = lru_cache(maxsize=1024)
-table_spec, segments_spec, correction_spec = map(_cached, (RowsSpec, SegmentsSpec, CorrectionSpec))
+correction_spec = lru_cache(maxsize=1024)(CorrectionSpec)
 
 
-@_cached
+@lru_cache(maxsize=1024)
 def rows_spec(widths: tuple[int, ...], multiple: int, *words: Any, **more: Any) -> RowsSpec:
     """`RowsSpec(*words, **more)` with access_bytes, lanes and unroll, for rows of `widths` bytes.
 
