@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ..ops.fit import rows_of
 from ..ops.heads import HEADS
 from ..ops.operation import operation
 from ..ops.words import resolved
-from ..plan.options import HeadWords, Options
+from ..plan.options import Options
 from ..plan.views import Tensors
 from .interface import NAME, fail
 from .schedule import Schedule
@@ -25,7 +25,7 @@ ROPE = operation(HEADS)
 
 
 @dataclass(frozen=True, eq=False)  # == of two tensors gives a tensor
-class Rope(HeadWords):
+class Rope:
     """The rotation of q and k in `all_gather_attention`, by each row's position in its sequence.
 
     >>> rope = Rope(freqs=jitrope.tables.freqs(7, jitrope.tables.inv_freq(rotary_dim=64)[0]))
@@ -39,6 +39,10 @@ class Rope(HeadWords):
         The other keywords are those of `apply_rope`.
     """
 
+    interleaved: bool = field(default=False, kw_only=True)
+    rotary_dim: int | None = field(default=None, kw_only=True)
+    rotary_offset: int = field(default=0, kw_only=True)
+    rounding: str = field(default="fp32", kw_only=True)
     cos: Tensor | None = None
     sin: Tensor | None = None
     cos_sin_cache: Tensor | None = None

@@ -61,13 +61,13 @@ class Compiled:
     dynamic: bool = field(metadata=OF_NORM)  # the kernel computes scales
     dynamic_q: bool = field(metadata=OF_NORM)  # of q, and of k without a cache
     group: int = field(metadata=OF_NORM)  # neighbouring elements of a head that share a scale; 0: all
-    scale_out: str = field(metadata={"words": options.SCALE_DTYPES})  # the scales' type
+    scale_out: str = field(metadata={**OF_NORM, "words": options.SCALE_DTYPES})  # the scales' type
     swizzled: bool = field(metadata=OF_NORM)  # those of q and k are in tiles
     block_cache: bool = field(metadata=OF_NORM)  # k and v have scales, beside a cache of theirs
     per_row: bool  # nothing but the scale of each head of a batch row or a sequence
     # A norm. The rounding and the kind are "" in a kernel of rope alone.
-    norm_rounding: str = field(metadata={"words": ("", *options.NORM_ROUNDINGS)})
-    norm_kind: str = field(metadata={"words": ("", "no_norm", *options.NORM_KINDS)})
+    norm_rounding: str = field(metadata={**OF_NORM, "words": ("", *options.NORM_ROUNDINGS)})
+    norm_kind: str = field(metadata={**OF_NORM, "words": ("", "no_norm", *options.NORM_KINDS)})
     across_heads: bool = field(metadata=OF_NORM)  # the mean is over all heads of a token
     row_heads: tuple[int, ...]  # then the numbers of q's (and k's) heads
     given_means: bool = field(metadata=OF_NORM)  # a token's means of squares are given; across_heads is False
@@ -77,7 +77,7 @@ class Compiled:
     norm_k: bool = field(metadata=OF_NORM)
     v_norm: bool = field(metadata=OF_NORM)  # v, which is copied, is normalised too
     latent_norm: bool = field(metadata=OF_NORM)  # v is normalised alone, over all its heads, with weights
-    weight_dtype: str | None = field(metadata={"words": DTYPES})  # of weights and biases; None without them
+    weight_dtype: str | None = field(metadata={**OF_NORM, "words": DTYPES})  # of weights and biases; None without them
     biased: bool = field(metadata=OF_NORM)  # there are biases
     two_streams: bool = field(metadata=OF_NORM)  # q, k and v come from two tensors each
     two_tables: bool = field(metadata=OF_NORM)  # and so do cos and sin
@@ -266,14 +266,7 @@ class RopeSpec(Compiled, Spec):
     def constants(self) -> dict[str, Any]:
         """The values of the template's parameter block. A flag or a number keeps its name, a dtype is a C type."""
         self.check()
-        unused = {"gradient", "wide", *(() if self.norm else _OF_NORM)}
-        found: dict[str, Any] = {name: x for name, x in vars(self).items() if isinstance(x, int) and name not in unused}
-        found |= {f"{name}_c_type": C_TYPES[getattr(self, f"{name}_dtype") or "int32"] for name in INDICES}
-        found |= {
-            "c_type": C_TYPES[self.dtype],
-            "q_out_c_type": C_TYPES[self.q_out],
-            "kv_out_c_type": C_TYPES[self.kv_out],
-            "table_c_type": C_TYPES[self.table_dtype],
+        found: dict[str, Any] = {
             "real_c_type": "double" if self.rounding == "complex128" else "float",
             "stride_c_type": "long long" if self.wide else "unsigned int",
             "packed": self.cu_seqlens_dtype is not None,
@@ -282,25 +275,25 @@ class RopeSpec(Compiled, Spec):
             "cache": self.cached,
             "axes": len(self.mrope_section) or 1,
             "mrope_section_ends": "{" + ", ".join(map(str, accumulate(self.mrope_section or (0,)))) + "}",
-            "rounding": self.rounding.upper(),
             "token_linear": self.launch == "token_linear",
             "arguments": arguments.declarations(self.norm, self.stages),
+            **{name: getattr(self, name) for name in ("paged", "norm", "copy_accesses", "team", "threads")},
         }
-        derived = ["paged", "norm", "copy_accesses", "team", "threads"]
         if self.norm:
-            derived.append("shares_angles")
-            found |= {
-                "weight_c_type": C_TYPES[self.weight_dtype or "fp32"],
-                "scale_out_c_type": C_TYPES[self.scale_out],
-                "weighted": self.weight_dtype is not None,
-                "norm_rounding": self.norm_rounding.upper(),
-                "norm_kind": self.norm_kind.upper(),
-                **dict(zip(("row_q_heads", "row_k_heads"), (*self.row_heads, 0, 0))),
-            }
-        return found | {name: getattr(self, name) for name in derived}
+            q_heads, k_heads, *_ = (*self.row_heads, 0, 0)
+            found |= {"weighted": self.weight_dtype is not None, "row_q_heads": q_heads, "row_k_heads": k_heads}
+            found["shares_angles"] = self.shares_angles
+        for x in [x for x in fields(self) if x.name not in ("gradient", "wide", "launch")]:
+            value, words = getattr(self, x.name), x.metadata.get("words", ())
+            if isinstance(value, tuple) or ("of_norm" in x.metadata and not self.norm):
+                continue
+            if words and C_TYPES.keys() >= {*words}:
+                found[f"{x.name.removesuffix('dtype').rstrip('_')}_c_type".lstrip("_")] = C_TYPES[value or words[0]]
+            else:
+                found[x.name] = value.upper() if words else value
+        return found
 
 
-INDICES = tuple(f.name.removesuffix("_dtype") for f in fields(RopeSpec) if f.metadata.get("words") is INDEX_DTYPES)
-_WORDS = {f.name: f.metadata["words"] for f in fields(RopeSpec) if "words" in f.metadata}
-_OF_NORM = [f.name for f in fields(RopeSpec) if f.metadata == OF_NORM]
+INDICES = tuple(x.name.removesuffix("_dtype") for x in fields(RopeSpec) if x.metadata.get("words") is INDEX_DTYPES)
+_WORDS = {x.name: x.metadata["words"] for x in fields(RopeSpec) if "words" in x.metadata}
 _COUNTS = "cp_size q_per_group kv_per_group v_per_k heads_per_thread blocks_per_sm tokens_per_block heads_per_block"

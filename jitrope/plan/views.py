@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,23 +44,13 @@ TABLE_NAMES = ("cos", "sin", "cu_seqlens", "start_positions", "position_ids", "q
 MEANS = ("q_mean_square", "k_mean_square")  # given means of squares of a norm across heads, (B, S)
 
 
-class BlockFormat(NamedTuple):
-    """A cache with block scales: words of `FORMATS` and `SCALES`, and the neighbouring elements that share a scale."""
-
-    out_dtype: str
-    group: int
-    scale_out: str
-
-
-def block_format(tensors: Tensors, head_dim: int, options: Options) -> BlockFormat:
-    """The format of a call's cache with block scales."""
+def block_format(tensors: Tensors, head_dim: int, options: Options) -> dict[str, Any]:
+    """The words of `Options` that a call's cache with block scales has: out_dtype, group and scale_out."""
     cache, scale = tensors["k_cache"], tensors[BLOCK_SCALES[0]]
-    (form, *_), (dtype, *_) = (
-        [name for name, found in words.items() if found == x.dtype]
-        for words, x in (({name: form.dtype for name, form in FORMATS.items()}, cache), (SCALES, scale))
-    )
+    form = next(name for name, form in FORMATS.items() if form.dtype == cache.dtype)
+    dtype = next(name for name, found in SCALES.items() if found == scale.dtype)
     powers = options.scale_fmt == "ue8m0" and dtype == "fp32"
-    return BlockFormat(form, head_dim // scale.shape[-1], "e8m0_fp32" if powers else dtype)
+    return {"out_dtype": form, "group": head_dim // scale.shape[-1], "scale_out": "e8m0_fp32" if powers else dtype}
 
 
 def sums_heads(tensors: Container[str], options: Options) -> bool:
@@ -200,16 +190,6 @@ def fused_views(qkv: Tensor, options: Options, with_gate: bool = False) -> tuple
     if with_gate and options.order == "qkv_gated":
         q = whole[..., : 2 * q.shape[-2], :].unflatten(-2, (-1, 2))
     return q if q.dim() == 5 else q.unsqueeze(3), k.unsqueeze(3), v.unsqueeze(3)
-
-
-def separate_views(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, with_gate: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same views of separate q (..., Hq, D), k and v (..., Hk, D); a gate has the strides of q."""
-    q, k, v = (canonical(x, options.layout) for x in (q, k, v))
-    q = q.unflatten(2, (-1, options.q_per_group) if options.order == "grouped" else (-1, 1))
-    q = q.expand(-1, -1, -1, 2, -1) if with_gate and options.order == "qkv_gated" else q
-    return q, k.unsqueeze(3), v.unsqueeze(3)
 
 
 def bias_like(bias: Tensor, qkv: Tensor) -> Tensor:
