@@ -255,9 +255,8 @@ def accesses(p: RopeProblem, few: bool) -> dict[str, Any]:
     members = 2 if p.full_width and p.interleaved else 1  # of a pair, neighbours
     table_vec = min(p.table_vec_limit, ACCESS_BYTES // (ITEM_SIZES[p.table_dtype] * p.table_step_limit))
     table_vec = min(table_vec, members) if p.mrope_interleaved else table_vec
-    table_vec = _divisor(
-        table_vec, run, step if chunks == 2 else 0, *[n * members for n in accumulate(p.mrope_section)]
-    )
+    ends = [n * members for n in accumulate(p.mrope_section)]
+    table_vec = _divisor(table_vec, run, step if chunks == 2 else 0, *ends)
     of_table = {"table_vec": table_vec, "table_step": p.table_step_limit if table_vec > 1 else 1}
     return {"vec": vec, "chunks": chunks, "weight_vec": math.gcd(vec, p.weight_vec_limit), **of_table}
 

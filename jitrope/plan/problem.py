@@ -18,18 +18,11 @@ from ..base import config
 from ..base.spec import ACCESS_BYTES
 from . import arguments, heuristics, views
 from .options import ALL_TOKENS, NormOptions, Options
-from .spec import INDICES
+from .spec import GIVEN, INDICES
 from .views import BLOCK_SCALES, FORMATS, MEANS, PER_ITEM, Tensors
 
-DTYPE_NAMES = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.int32: "int32",
-    torch.int64: "int64",
-    **{form.dtype: name for name, form in FORMATS.items()},
-}
+DTYPE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+DTYPE_NAMES |= {torch.int32: "int32", torch.int64: "int64", **{form.dtype: name for name, form in FORMATS.items()}}
 
 Views = tuple[Tensor, "Tensor | None", "Tensor | None"]
 """The heads of q, k and v, each (batch, seq, group, head of the group, dim)."""
@@ -139,14 +132,12 @@ class _Call:
         found: dict[str, Any] = {
             **{name: x for name, x in words.items() if name in heuristics.RopeProblem.__dataclass_fields__},
             **{f"{x}_dtype": DTYPE_NAMES[t[x].dtype] if x in t else None for x in INDICES},
-            **{name: name in t for name in ("page_indptr", "cu_seqlens_q", "batch_indices")},
+            **{name: tensor in t for name, tensor in GIVEN.items()},
             "dtype": DTYPE_NAMES[named["q"].dtype],
             "table_dtype": DTYPE_NAMES[table.dtype],
             "q_out": o.out_dtype if o.per_row else DTYPE_NAMES[q_out.dtype],
             "kv_out": o.out_dtype if o.per_row else DTYPE_NAMES[named.get("k_out", q_out).dtype],
             "dynamic": not self.strides.keys().isdisjoint((*_SCALES, *BLOCK_SCALES)),
-            "dynamic_q": _SCALES[0] in named,
-            "block_cache": BLOCK_SCALES[0] in t,
             "freqs": o.table == "freqs",
             "full_width": table.shape[-1] == o.rotary_dim,
             "per_head": any(self.strides[name][2] for name in self.tables),
@@ -154,12 +145,8 @@ class _Call:
             "copy_v": self.inputs[2] is not None,
             "convert_v": views.converts_v(t, o.dynamic_v),
             "batch_inner": self.batch > 1 and self.seqlen > 1 and named["q"].stride(0) < named["q"].stride(1),
-            "scales_q": "q_factor" in t,
             "prefixed": o.unrotated > 0,
             "head_scales": any(map(any, self.given_scales.values())),
-            "added_bias": "bias" in t,
-            "two_streams": "second_q" in t,
-            "two_tables": "second_cos" in t,
             "gradient": "dq" in named,
             "wide": max(table.shape[1], *chain(*self.strides.values())) >= NARROW,
             "num_sequences": self.sequences,
@@ -183,7 +170,6 @@ class _Call:
             "zero_centered": norm.zero_centered,
             "after_rope": norm.after_rope,
             "across_heads": across,
-            "given_means": MEANS[0] in self.tensors,
             "norm_rounding": norm.rounding,
             "norm_kind": norm.kind,
             "norm_q": "q" in norm.of,
@@ -213,9 +199,8 @@ def _scale_view(scale: Tensor, options: Options) -> Tensor:
     """The view of scales that the kernel computes, with the axes of heads."""
     if options.per_row:  # (B, H) or (N, H)
         return scale[:, None, :, None, None]
-    if options.swizzled:  # tiles of (S, groups)
-        return views.head_view(scale, "bhsd")
-    return views.head_view(scale if options.group else scale.unsqueeze(-1), options.layout)
+    layout = "bhsd" if options.swizzled else options.layout  # tiles of (S, groups)
+    return views.head_view(scale if options.group else scale.unsqueeze(-1), layout)
 
 
 def _strides(x: Tensor) -> list[int]:

@@ -72,15 +72,13 @@ def converts_v(given: Container[str], dynamic_v: bool) -> bool:
 def by_rank(x: Tensor, layout: str, ranks: int) -> Tensor:
     """A (ranks, ..., heads / ranks, dim) view of a tensor in `layout`."""
     axis = LAYOUT_AXES[layout][2]
-    parts: Tensor = x.unflatten(axis, (ranks, -1))
-    return parts.movedim(axis, 0)
+    return torch.movedim(x.unflatten(axis, (ranks, -1)), axis, 0)
 
 
 def joined(x: Tensor, layout: str) -> Tensor:
     """A tensor in `layout`, also from (ranks, ..., heads / ranks, dim)."""
     axis = LAYOUT_AXES[layout][2]
-    together: Tensor = x if x.dim() == len(layout) else x.movedim(0, axis).flatten(axis, axis + 1)
-    return together
+    return x if x.dim() == len(layout) else torch.flatten(x.movedim(0, axis), axis, axis + 1)
 
 
 def table_view(table: Tensor) -> Tensor:
