@@ -20,9 +20,8 @@ class Span(NamedTuple):
     @property
     def extent(self) -> int:
         """Bytes from the first to the last element."""
-        if any(size == 0 for size, _ in self.axes):
-            return 0
-        return sum((size - 1) * step for size, step in self.axes) + self.item
+        reach = sum((size - 1) * step for size, step in self.axes)
+        return reach + self.item if all(size for size, _ in self.axes) else 0
 
 
 def span(x: Tensor) -> Span:
@@ -41,15 +40,14 @@ def overlaps_itself(x: Tensor) -> bool:
 def meet(a: Span, b: Span) -> bool:
     """Whether a and b share a byte."""
     distance = b.at - a.at
-    if not a.extent or not b.extent or not -b.extent < distance < a.extent:
-        return False
     ranges: dict[int, tuple[int, int]] = {}
     for x, sign in ((a, 1), (b, -1)):
         for count, step in ((x.item, 1), *x.axes):
             ends = (0, sign * (count - 1))
             low, high = ranges.get(step, (0, 0))
             ranges[step] = (low + min(ends), high + max(ends))
-    return _reaches(distance, ranges)
+    near = a.extent > 0 and b.extent > 0 and -b.extent < distance < a.extent
+    return near and _reaches(distance, ranges)
 
 
 def _reaches(target: int, ranges: dict[int, tuple[int, int]], moved: bool = False) -> bool:

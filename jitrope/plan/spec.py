@@ -189,17 +189,9 @@ class RopeSpec(Compiled, Spec):
     @property
     def stages(self) -> tuple[str, ...]:
         """The stages with arguments of their own (`arguments.OPTIONAL`)."""
-        return tuple([stage for stage in arguments.OPTIONAL if getattr(self, stage)])
-
-    @property
-    def dynamic_v(self) -> bool:
-        """Whether v has scales that the kernel computes."""
-        return self.dynamic_q and self.convert_v
-
-    @property
-    def v_gradient(self) -> bool:
-        """Whether the gradient of a v that was normalised is computed too."""
-        return self.gradient and self.v_norm
+        of_v = {"dynamic_v": self.dynamic_q and self.convert_v, "v_gradient": self.gradient and self.v_norm}
+        has = {**vars(self), "paged": self.paged, **of_v}
+        return tuple([stage for stage in arguments.OPTIONAL if has[stage]])
 
     @property
     def lanes(self) -> int:

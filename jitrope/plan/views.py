@@ -83,9 +83,8 @@ def joined(x: Tensor, layout: str) -> Tensor:
 
 def table_view(table: Tensor) -> Tensor:
     """A (batch, position, head, width) view of a table with 2, 3 or 4 axes."""
-    if table.dim() == 4:
-        return table
-    return table[None, :, None] if table.dim() == 2 else table[:, :, None]
+    heads = table if table.dim() == 4 else table.unsqueeze(-2)
+    return heads if heads.dim() == 4 else heads[None]
 
 
 def per_head(table: Tensor) -> bool:
@@ -167,9 +166,8 @@ def fused_part(qkv: Tensor, name: str, options: Options) -> Tensor:
         return heads[..., :n, :] if name == "q" else heads[..., ("k", "v").index(name) - 2, :]
     groups, _ = fused_sizes(qkv, options)
     end = groups * n * each
-    if name in ("q", "gate"):
-        return qkv[..., (name == "gate") : end : each, :]
-    return qkv[..., end : end + groups, :] if name == "k" else qkv[..., end + groups :, :]
+    of_q = {"q": slice(0, end, each), "gate": slice(1, end, each)}
+    return qkv[..., {**of_q, "k": slice(end, end + groups), "v": slice(end + groups, None)}[name], :]
 
 
 def shaped_parts(qkv: Tensor, options: Options) -> Tensors:
