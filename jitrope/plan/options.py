@@ -19,12 +19,8 @@ FUSED_AXES = {"bshd": "BS", "sbhd": "SB", "thd": "T"}
 MAX_HEAD_DIM = 512
 
 # The axes of (batch, seq, head, dim) in each layout; None: no batch axis.
-LAYOUT_AXES: dict[str, tuple[int | None, int, int, int]] = {
-    "bshd": (0, 1, 2, 3),
-    "sbhd": (1, 0, 2, 3),
-    "bhsd": (0, 2, 1, 3),
-    "thd": (None, 0, 1, 2),
-}
+LAYOUT_AXES: dict[str, tuple[int | None, int, int, int]]
+LAYOUT_AXES = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3), "thd": (None, 0, 1, 2)}
 
 
 class NormOptions(NamedTuple):

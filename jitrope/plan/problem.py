@@ -128,7 +128,7 @@ class _Call:
         o, t, named = self.options, self.tensors, self.named
         table, tables, q_out = self.tables["cos"], self.tables.values(), named["q_out"]
         pairs = elements_per_access(tables, apart=2)
-        words = {**o._asdict(), **vars(self), **self._of_norm()}
+        words = {**self._of_norm(), **o._asdict(), **vars(self)}
         found: dict[str, Any] = {
             **{name: x for name, x in words.items() if name in heuristics.RopeProblem.__dataclass_fields__},
             **{f"{x}_dtype": DTYPE_NAMES[t[x].dtype] if x in t else None for x in INDICES},
@@ -167,8 +167,7 @@ class _Call:
         weights = {name: x for name, x in self.tensors.items() if name.endswith(("_weight", "_bias"))}
         access = elements_per_access(weights.values()) if weights else 1
         return {
-            "zero_centered": norm.zero_centered,
-            "after_rope": norm.after_rope,
+            **norm._asdict(),
             "across_heads": across,
             "norm_rounding": norm.rounding,
             "norm_kind": norm.kind,
