@@ -15,7 +15,7 @@ from ..ops.dispatch import call
 from ..ops.fit import rows_of
 from ..ops.heads import HEADS
 from ..ops.operation import operation
-from ..ops.words import resolved
+from ..ops.words import ONE_TABLE, resolved
 from ..plan.options import Options
 from ..plan.views import Tensors
 from .interface import NAME, fail
@@ -95,7 +95,7 @@ def rotation_of(rope: Any, q: Tensor, k: Tensor, schedule: Schedule) -> Rotation
     if not isinstance(rope, Rope):
         arguments.refuse(NAME, "rope", rope, "a Rope")
     asked: dict[str, Any] = {"layout": "thd", **vars(rope)}
-    tables = {word: asked.pop(word) for word in Rope.__annotations__}
+    tables = {word: asked.pop(word) for word in ("cos", "sin", *ONE_TABLE)}
     tables = {word: arguments.tensor(NAME, word, x) for word, x in tables.items() if x is not None}
     shape = schedule.shape
     if shape.rule == "dual_chunk" or shape.cp_size == 1:  # the kernel finds the positions from the offsets
