@@ -169,7 +169,7 @@ def check_one_format(name: str, tensors: Tensors, options: Options) -> None:
         return
     dim = tensors["q"].shape[-1]
     own = (options.out_dtype, options.group or dim, options.scale_out)
-    found = tuple(block_format(tensors, dim, options).values())
+    found = tuple(block_format(tensors, dim, options))
     if own != found:
         one, other = (f"{x[0]} with a scale of {x[2]} for {x[1]} elements" for x in (own, found))
         one, other = (said.replace("e8m0_fp32", "ue8m0 in fp32") for said in (one, other))  # as the caller says it

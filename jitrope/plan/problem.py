@@ -158,8 +158,8 @@ class _Call:
             "memory_speed": memory_speed,
         }
         if found["block_cache"] and not found["dynamic_q"]:  # scales of q are of the same kind
-            form = views.block_format(t, self.head_dim, o)
-            found |= {"group": form["group"] % self.head_dim, "scale_out": form["scale_out"]}
+            _, group, scale_out = views.block_format(t, self.head_dim, o)
+            found.update(group=group % self.head_dim, scale_out=scale_out)
         return heuristics.RopeProblem(**found)
 
     def _of_norm(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,13 +44,13 @@ TABLE_NAMES = ("cos", "sin", "cu_seqlens", "start_positions", "position_ids", "q
 MEANS = ("q_mean_square", "k_mean_square")  # given means of squares of a norm across heads, (B, S)
 
 
-def block_format(tensors: Tensors, head_dim: int, options: Options) -> dict[str, Any]:
-    """The words of `Options` that a call's cache with block scales has: out_dtype, group and scale_out."""
+def block_format(tensors: Tensors, head_dim: int, options: Options) -> tuple[str, int, str]:
+    """out_dtype, group and scale_out of `Options` for a call's cache with block scales."""
     cache, scale = tensors["k_cache"], tensors[BLOCK_SCALES[0]]
     form = next(name for name, form in FORMATS.items() if form.dtype == cache.dtype)
     dtype = next(name for name, found in SCALES.items() if found == scale.dtype)
     powers = options.scale_fmt == "ue8m0" and dtype == "fp32"
-    return {"out_dtype": form, "group": head_dim // scale.shape[-1], "scale_out": "e8m0_fp32" if powers else dtype}
+    return form, head_dim // scale.shape[-1], "e8m0_fp32" if powers else dtype
 
 
 def sums_heads(tensors: Container[str], options: Options) -> bool:
