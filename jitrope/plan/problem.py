@@ -70,9 +70,11 @@ class _Call:
         if "bias" in tensors:
             added = views.bias_views(tensors["bias"], tensors["qkv"], options, self.gated)
             self.named |= {f"{letter}_added": x for letter, x in zip("qkv", added)}
-        for letters in ("q", "kv"):  # in the same groups of heads
+        for letters in ("q", "kv"):  # all in the groups of one of them
             names = [name for name in self.named if name.removeprefix("second_").removeprefix("d")[0] in letters]
-            self.named |= zip(names, views.in_groups([self.named[name] for name in names]))
+            groups = next((self.named[name].shape[2] for name in names if self.named[name].shape[3] > 1), 0)
+            for name in [name for name in names if groups and self.named[name].shape[2] != groups]:
+                self.named[name] = self.named[name].squeeze(3).unflatten(2, (groups, -1))
         scales = [f"{letter}_scale" for letter in "qkv" if f"{letter}_scale" in tensors]
         self.given_scales = {name: [0, 0, *_strides(tensors[name])][-2:] for name in scales}
         shape = self.named["q_out"].shape[:2]

@@ -119,12 +119,6 @@ def head_view(x: Tensor, layout: str) -> Tensor:
     return x.permute(seq, 0, head, dim).unsqueeze(0) if batch is None else x.permute(batch + 1, seq, 0, head, dim)
 
 
-def in_groups(views: list[Tensor]) -> list[Tensor]:
-    """The views of some heads, all in the groups of one of them."""
-    groups = next((x.shape[2] for x in views if x.shape[3] > 1), 0)
-    return [x.squeeze(3).unflatten(2, (groups, -1)) if groups and x.shape[2] != groups else x for x in views]
-
-
 def cache_view(cache: Tensor, paged: bool = False) -> Tensor:
     """The heads of a cache (slots, H, D) or (pages, rows, H, D). Pages become the batch axis if needed, or if paged."""
     if not paged and cache.dim() == 4 and cache.stride(0) == cache.shape[1] * cache.stride(1):
