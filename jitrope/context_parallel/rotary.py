@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from ..ops.dispatch import call
 from ..ops.fit import rows_of
 from ..ops.heads import HEADS
 from ..ops.operation import operation
-from ..ops.words import resolved
-from ..plan.options import HeadWords, Options
+from ..ops.words import ONE_TABLE, resolved
+from ..plan.options import Options
 from ..plan.views import Tensors
 from .backends import NAME, fail
 from .schedule import Schedule
@@ -25,7 +25,7 @@ ROPE = operation(HEADS)
 
 
 @dataclass(frozen=True, eq=False)  # == of two tensors gives a tensor
-class Rope(HeadWords):
+class Rope:
     """The rotation of q and k in `all_gather_attention`, by each row's position in its sequence.
 
     >>> rope = Rope(freqs=jitrope.tables.freqs(7, jitrope.tables.inv_freq(rotary_dim=64)[0]))
@@ -39,6 +39,10 @@ class Rope(HeadWords):
         The other keywords are those of `apply_rope`.
     """
 
+    interleaved: bool = field(default=False, kw_only=True)
+    rotary_dim: int | None = field(default=None, kw_only=True)
+    rotary_offset: int = field(default=0, kw_only=True)
+    rounding: str = field(default="fp32", kw_only=True)
     cos: Tensor | None = None
     sin: Tensor | None = None
     cos_sin_cache: Tensor | None = None
@@ -88,7 +92,7 @@ def rotation_of(rope: Any, q: Tensor, k: Tensor, schedule: Schedule) -> Rotation
     if not isinstance(rope, Rope):
         arguments.refuse(NAME, "rope", rope, "a Rope")
     asked: dict[str, Any] = {"layout": "thd", **vars(rope)}
-    tables = {word: asked.pop(word) for word in Rope.__annotations__}
+    tables = {word: asked.pop(word) for word in ("cos", "sin", *ONE_TABLE)}
     tables = {word: arguments.tensor(NAME, word, x) for word, x in tables.items() if x is not None}
     shape = schedule.shape
     if shape.rule == "dual_chunk" or shape.cp_size == 1:  # the kernel finds the positions from the offsets

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..base.errors import InvalidInput
 from ..base.spec import ACCESS_BYTES, ITEM_SIZES
-from .options import NORM_KINDS, rotated
+from .options import NORM_KINDS
 from .partition import number_of_chunks
 from .spec import Compiled, RopeSpec
 
@@ -35,7 +35,7 @@ FEW_PACKED_HEADS = 8192  # up to so many tokens x heads of even packed sequences
 MAX_UNEVEN = 2  # even: sequences x max_seqlen are at most so many times the tokens
 
 # A norm of each head.
-NORM_HEADS_PER_THREAD = 2  # neighbouring heads of a thread
+NORM_HEADS_PER_THREAD = 2  # neighbouring heads of a thread, also in its gradient
 FEW_ELEMENTS = 8  # a thread with so few of each head takes twice as many heads
 NORM_THREADS_PER_SM = 640  # so each has enough registers
 MAX_NORM_THREADS_PER_SM = 768  # with those that idle; if angles are shared; or with neither a norm nor a cache
@@ -52,7 +52,6 @@ MAX_ROW_ACCESSES = 24  # of a row that a thread holds
 MAX_GRADIENT_ACCESSES = 4  # the same for the gradient, which also holds the output's gradient and sums
 
 # The gradient of a norm, whose blocks walk over the tokens.
-GRADIENT_HEADS_PER_THREAD = 2
 GRADIENT_BLOCK_THREADS = 192  # the target
 GRADIENT_THREADS_PER_SM = 384
 ROW_GRADIENT_THREADS_PER_SM = 256  # across heads, where a thread holds sums of several heads
@@ -78,8 +77,7 @@ class RopeProblem(Compiled):
     memory_speed: float = 0.0  # TB/s of the GPU's memory by its clock and width; 0: not known
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """The kernel, its grid and block, and the reason for them."""
 
     spec: RopeSpec
@@ -88,68 +86,68 @@ class Plan:
     reason: str
 
 
-_SMALLEST: dict[str, Any] = dict.fromkeys(
-    ("table_vec", "table_step", "heads_per_thread", "blocks_per_sm", "tokens_per_block", "heads_per_block"), 1
-)
+_COUNTS = ("heads_per_thread", "blocks_per_sm", "tokens_per_block", "heads_per_block")
+_SMALLEST: dict[str, Any] = {**dict.fromkeys(_COUNTS, 1), "one_step": False, "ring": False}
 
 
 @lru_cache(maxsize=4096)
-def plan(problem: RopeProblem) -> Plan:
+def plan(p: RopeProblem) -> Plan:
     """Choose the kernel and the grid of a call that has at least one token."""
-    p = problem
     launch, reason = choose_launch(p)
     tiled = launch == "grid_2d" and not by_sequence(p)
-    vec, chunks = widest_access(p, tiled)
     of_call: dict[str, Any] = {field.name: getattr(p, field.name) for field in fields(Compiled)}
-    chosen: dict[str, Any] = {"vec": vec, "chunks": chunks, "weight_vec": math.gcd(vec, p.weight_vec_limit)}
-    spec = RopeSpec(**of_call, **chosen, **_SMALLEST, launch="token_linear", one_step=False, one_row=False, ring=False)
-    table_vec = table_access(p, spec)
-    spec = replace(spec, table_vec=table_vec, table_step=p.table_step_limit if table_vec > 1 else 1)
-    if p.across_heads or p.gradient:
-        return _plan_rows(p, spec, reason)
-    if p.norm and not tiled:
-        most = NORM_HEADS_PER_THREAD * (2 if spec.chunks * spec.chunk <= FEW_ELEMENTS else 1)
-        k_heads = (p.heads - p.q_heads) // (1 + p.v_per_k * p.copy_v)  # a thread's heads are all of q, of k or of v
-        spec = replace(spec, heads_per_thread=1 if p.per_head else math.gcd(p.q_heads, k_heads, most))
-    tokens, heads = _tile_with_stages(p, spec)
-    if tiled or p.v_dim:
+    one_row = tiled and p.batch == 1  # elsewhere the division is free, and this saves a kernel
+    spec = RopeSpec(**of_call, **accesses(p, tiled), **_SMALLEST, launch=launch, one_row=one_row)
+    if p.norm and not (tiled or p.across_heads or p.per_head):
+        # A thread's heads are all of q, of k or of v; in a gradient one may be of k and the next of v.
+        others = p.heads if p.gradient else (p.heads - p.q_heads) // (1 + p.v_per_k * p.copy_v)
+        few = spec.chunks * spec.chunk <= FEW_ELEMENTS and not p.gradient
+        spec = replace(spec, heads_per_thread=math.gcd(p.q_heads, others, NORM_HEADS_PER_THREAD * (2 if few else 1)))
+    length, second = p.tokens, 1  # tokens and blocks along the axes of the grid
+    if p.across_heads:
+        tokens, heads = _row_tile(p, spec)
+    elif p.gradient:
+        teams = p.heads // spec.heads_per_thread
+        tokens, heads = tile(teams, spec.team, GRADIENT_BLOCK_THREADS)
+        second = -(-teams // heads)
+    elif tiled or p.v_dim:
         sums = int(p.v_dim > 0 and p.inverse)  # a tile of its own
         most = max(1, (SMALL_BLOCK_THREADS if tiled else LATENT_BLOCK_THREADS) // spec.team)
         warp = 1 if tiled else min(most, WARP_THREADS // math.gcd(WARP_THREADS, spec.rotary_lanes))
         tokens, heads = 1, min(p.heads, most // warp * warp)
-        grid = (p.tokens, sums + -(-(p.heads - sums) // heads))
-    elif launch == "grid_2d":
-        # A longer sequence than this is walked in several steps.
-        length = longest_share(p) or -(-p.tokens // max(1, p.num_sequences))
-        grid = (-(-min(p.tokens, length) // tokens), p.num_sequences + 1)
+        second = sums + -(-(p.heads - sums) // heads)
     else:
-        grid = (-(-p.tokens // tokens), 1)
-    one_step = tiled or p.v_dim > 0 or heads * spec.heads_per_thread >= p.heads
-    one_row = tiled and p.batch == 1  # elsewhere the division is free, and this saves a kernel
-    spec = replace(spec, launch=launch, one_step=one_step, one_row=one_row)
-    spec = replace(spec, tokens_per_block=tokens, heads_per_block=heads)
-    short = ((p.full_width or p.freqs) and not spec.shares_angles) or p.rounding == "complex128"  # of registers
-    if p.norm and not tiled:
-        most = SHORT_THREADS_PER_SM if short else MAX_NORM_THREADS_PER_SM
-        alone = p.norm_kind not in NORM_KINDS and not spec.cached
-        threads = most if spec.shares_angles or alone else NORM_THREADS_PER_SM
-        spec = replace(spec, blocks_per_sm=_blocks_per_sm(spec, threads, most), ring=has_ring(spec))
-        if spec.ring:
-            grid = (_walks(p, spec, grid[0], p.sm_count * spec.blocks_per_sm), 1)
-    return Plan(spec, grid, spec.threads, reason)
+        tokens, heads = _tile_with_stages(p, spec)
+        if launch == "grid_2d":  # a longer sequence than this is walked in several steps
+            length = min(length, longest_share(p) or -(-p.tokens // max(1, p.num_sequences)))
+            second = p.num_sequences + 1
+    one_step = p.gradient or tiled or p.v_dim > 0 or p.across_heads or heads * spec.heads_per_thread >= p.heads
+    spec = replace(spec, tokens_per_block=tokens, heads_per_block=heads, one_step=one_step)
+    blocks = -(-length // tokens)
+    if p.gradient or (p.norm and not (tiled or p.across_heads)):
+        spec = replace(spec, blocks_per_sm=_blocks_per_sm(p, spec), ring=has_ring(spec))
+        if p.gradient or spec.ring:
+            blocks = _walks(p, spec, blocks, max(1, p.sm_count * spec.blocks_per_sm // second))
+    return Plan(spec, (blocks, second), spec.threads, reason)
 
 
-def _most_threads(p: RopeProblem) -> int:
-    """The most threads of a block."""
-    converts = p.dtype != p.q_out or p.dtype != p.kv_out
-    if p.norm or not (converts or p.cached or p.position_ids_dtype):
-        return MAX_BLOCK_THREADS
-    return MAX_CONVERTING_THREADS if p.cached and p.dtype != p.kv_out else MAX_WAITING_THREADS
+def _row_tile(p: RopeProblem, spec: RopeSpec) -> tuple[int, int]:
+    """The tile of a norm across heads: of each token as many heads at a time as threads can hold."""
+    warp = max(1, WARP_THREADS // spec.team)  # heads of a warp
+    steps = (MAX_GRADIENT_ACCESSES if p.gradient else MAX_ROW_ACCESSES) // (spec.chunks * spec.chunk // spec.vec)
+    heads = warp * -(-max(p.row_heads) // (warp * max(1, steps)))
+    heads = min(heads, max(warp, MAX_ROW_THREADS // spec.team))
+    tokens = 1 if p.gradient else max(1, ROW_BLOCK_THREADS // (len(p.row_heads) * heads * spec.team))
+    while shared_by_stages(replace(spec, tokens_per_block=tokens, heads_per_block=heads)) > SHARED_BYTES:
+        heads = -(-heads // (2 * warp)) * warp
+    return tokens, heads
 
 
 def _tile_with_stages(p: RopeProblem, spec: RopeSpec) -> tuple[int, int]:
     """The tile of the most threads whose stages fit in a block's shared memory."""
-    most = _most_threads(p)
+    waits = p.cached or p.position_ids_dtype or {p.q_out, p.kv_out} != {p.dtype}
+    most = MAX_CONVERTING_THREADS if p.cached and p.kv_out != p.dtype else MAX_WAITING_THREADS
+    most = most if waits and not p.norm else MAX_BLOCK_THREADS
     while True:
         tokens, heads = tile(p.heads // spec.heads_per_thread, spec.team, most)
         if shared_by_stages(replace(spec, tokens_per_block=tokens, heads_per_block=heads)) <= SHARED_BYTES:
@@ -157,8 +155,14 @@ def _tile_with_stages(p: RopeProblem, spec: RopeSpec) -> tuple[int, int]:
         most //= 2
 
 
-def _blocks_per_sm(spec: RopeSpec, threads: int, most: int) -> int:
-    """Blocks of a norm with so many threads on an SM, without those that idle, and at most so many with them."""
+def _blocks_per_sm(p: RopeProblem, spec: RopeSpec) -> int:
+    """The blocks of a norm that must fit on an SM."""
+    if p.gradient:
+        return max(1, (ROW_GRADIENT_THREADS_PER_SM if p.across_heads else GRADIENT_THREADS_PER_SM) // spec.threads)
+    short = ((p.full_width or p.freqs) and not spec.shares_angles) or p.rounding == "complex128"  # of registers
+    most = SHORT_THREADS_PER_SM if short else MAX_NORM_THREADS_PER_SM
+    alone = p.norm_kind not in NORM_KINDS and not spec.cached
+    threads = most if spec.shares_angles or alone else NORM_THREADS_PER_SM  # without those that idle
     return max(1, min(threads * spec.team // spec.lanes, most) // spec.threads)
 
 
@@ -170,48 +174,17 @@ def _walks(p: RopeProblem, spec: RopeSpec, groups: int, at_once: int) -> int:
     return min(groups, at_once if stays else max(at_once, -(-groups // SHORT_WALK)))
 
 
-def _plan_rows(p: RopeProblem, spec: RopeSpec, reason: str) -> Plan:
-    """The plan of a norm across heads, and of a norm's gradient, whose blocks walk over many tokens."""
-    tiles = 1
-    if not p.across_heads:
-        # One head may be of k and the next of v.
-        of_thread = 1 if p.per_head else math.gcd(p.q_heads, p.heads, GRADIENT_HEADS_PER_THREAD)
-        spec = replace(spec, heads_per_thread=of_thread)
-        teams = p.heads // spec.heads_per_thread
-        tokens, heads = tile(teams, spec.team, GRADIENT_BLOCK_THREADS)
-        tiles = -(-teams // heads)
-    else:
-        warp = max(1, WARP_THREADS // spec.team)  # heads of a warp
-        accesses = spec.chunks * spec.chunk // spec.vec
-        steps = (MAX_GRADIENT_ACCESSES if p.gradient else MAX_ROW_ACCESSES) // accesses
-        heads = warp * -(-max(p.row_heads) // (warp * max(1, steps)))
-        heads = min(heads, max(warp, MAX_ROW_THREADS // spec.team))
-        rows = len(p.row_heads) * heads * spec.team
-        tokens = 1 if p.gradient else max(1, ROW_BLOCK_THREADS // rows)
-        while shared_by_stages(replace(spec, tokens_per_block=tokens, heads_per_block=heads)) > SHARED_BYTES:
-            heads = -(-heads // (2 * warp)) * warp
-    spec = replace(spec, tokens_per_block=tokens, heads_per_block=heads, one_step=True)
-    groups = -(-p.tokens // tokens)
-    if p.gradient:
-        threads = ROW_GRADIENT_THREADS_PER_SM if p.across_heads else GRADIENT_THREADS_PER_SM
-        spec = replace(spec, blocks_per_sm=max(1, threads // spec.threads), ring=has_ring(spec))
-        groups = _walks(p, spec, groups, max(1, p.sm_count * spec.blocks_per_sm // tiles))
-    return Plan(spec, (groups, tiles), spec.threads, reason)
-
-
 def has_ring(spec: RopeSpec) -> bool:
     """Whether the next heads of a block with a norm are on their way while it works on others.
 
     Some kernels have no registers for it: the gradients of biases, of rows across heads and with angles that are not
     shared, and gates.
     """
-    access, item = spec.vec * ITEM_SIZES[spec.dtype], ITEM_SIZES[spec.dtype]
-    angles = spec.freqs and not spec.shares_angles
+    item, angles = ITEM_SIZES[spec.dtype], spec.freqs and not spec.shares_angles
     full = spec.gated or (spec.gradient and (spec.biased or spec.across_heads or angles))
-    if full or not spec.one_step or access < MIN_RING_ACCESS:
-        return False
     of_thread = (2 if spec.gradient else 1) * spec.heads_per_thread * spec.chunks * spec.chunk * item
-    return spec.threads * of_thread <= RING_BYTES - shared_by_stages(spec)
+    fits = spec.threads * of_thread <= RING_BYTES - shared_by_stages(spec)
+    return fits and not full and spec.one_step and spec.vec * item >= MIN_RING_ACCESS
 
 
 def shared_by_stages(spec: RopeSpec) -> int:
@@ -260,40 +233,41 @@ def longest_share(p: RopeProblem) -> int:
     return of // p.cp_size * -(-p.max_seqlen // of)
 
 
-def widest_access(p: RopeProblem, few: bool = False) -> tuple[int, int]:
-    """(elements of an access, runs of them in a thread): the widest that addresses and head allow."""
-    first, _ = rotated(p)
+def accesses(p: RopeProblem, few: bool) -> dict[str, Any]:
+    """The widest accesses of heads, tables and weights that addresses and the head allow. few: the call has few heads.
+
+    A thread holds one or two runs of neighbouring elements, and an access of the tables a part of its angles.
+    """
     vec = min(p.vec_limit, (SMALL_ACCESS_BYTES if few else ACCESS_BYTES) // ITEM_SIZES[p.dtype])
     one_order = p.batch_invariant and p.norm_kind in NORM_KINDS and not (p.gradient or p.given_means)
     if one_order:  # by the head alone
         vec = math.gcd(p.head_dim, ACCESS_BYTES // ITEM_SIZES[p.dtype])
     elif p.norm:  # torch sums in groups of four neighbours
         vec = max(vec, min(p.vec_limit, 4))
-    others = (p.copied, first, p.v_dim)
-    while vec > 1 and (any(x % vec for x in others) or p.rotary_dim % (vec if p.keeps_pairs else 2 * vec)):
-        vec //= 2
+    vec = _divisor(vec, p.copied, p.rotary_offset, p.v_dim, p.rotary_dim if p.keeps_pairs else p.rotary_dim // 2)
     if one_order and vec > p.vec_limit:
         must = f"with batch_invariant and a norm, addresses and strides must be multiples of {vec} elements"
         raise InvalidInput(f"{must}, and those of q, k, v or a result are of {p.vec_limit}")
     chunk = max(vec, 2) if p.keeps_pairs else vec
-    return vec, 2 if p.rotary_dim % (2 * chunk) == 0 else 1
-
-
-def table_access(p: RopeProblem, spec: RopeSpec) -> int:
-    """Elements of an access of the tables: a divisor of a thread's run of neighbouring angles."""
-    run = spec.chunk // 2 if p.keeps_pairs and not p.full_width else spec.chunk
+    chunks = 2 if p.rotary_dim % (2 * chunk) == 0 else 1
+    run = chunk // 2 if p.keeps_pairs and not p.full_width else chunk
     step = p.rotary_dim // (2 if p.full_width or not p.keeps_pairs else 4)  # to the thread's second run
-    table_vec = min(p.table_vec_limit, ACCESS_BYTES // (ITEM_SIZES[p.table_dtype] * p.table_step_limit))
     members = 2 if p.full_width and p.interleaved else 1  # of a pair, neighbours
-    ends = [end * members for end in accumulate(p.mrope_section)]
-    if p.mrope_interleaved:
-        table_vec = min(table_vec, members)
-    while run % table_vec or (spec.chunks == 2 and step % table_vec) or any(end % table_vec for end in ends):
-        table_vec //= 2
-    return table_vec
+    table_vec = min(p.table_vec_limit, ACCESS_BYTES // (ITEM_SIZES[p.table_dtype] * p.table_step_limit))
+    table_vec = min(table_vec, members) if p.mrope_interleaved else table_vec
+    ends = [n * members for n in accumulate(p.mrope_section)]
+    table_vec = _divisor(table_vec, run, step if chunks == 2 else 0, *ends)
+    of_table = {"table_vec": table_vec, "table_step": p.table_step_limit if table_vec > 1 else 1}
+    return {"vec": vec, "chunks": chunks, "weight_vec": math.gcd(vec, p.weight_vec_limit), **of_table}
 
 
-@lru_cache(maxsize=1024)
+def _divisor(most: int, *numbers: int) -> int:
+    """The largest power of two up to `most`, one too, that divides all numbers."""
+    while any(n % most for n in numbers):
+        most //= 2
+    return most
+
+
 def tile(heads: int, lanes: int, block_threads: int = MAX_BLOCK_THREADS) -> tuple[int, int]:
     """(tokens of a block, heads of each at a time): whole tokens, with the fewest even steps for their heads."""
     steps = -(-heads // max(1, block_threads // lanes))

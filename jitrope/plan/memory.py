@@ -20,9 +20,8 @@ class Span(NamedTuple):
     @property
     def extent(self) -> int:
         """Bytes from the first to the last element."""
-        if any(size == 0 for size, _ in self.axes):
-            return 0
-        return sum((size - 1) * step for size, step in self.axes) + self.item
+        reach = sum((size - 1) * step for size, step in self.axes)
+        return reach + self.item if all(size for size, _ in self.axes) else 0
 
 
 def span(x: Tensor) -> Span:
@@ -32,48 +31,34 @@ def span(x: Tensor) -> Span:
 
 def overlaps_itself(x: Tensor) -> bool:
     """Whether two elements share memory, as in an expanded tensor or in overlapping windows."""
-    axes = sorted((stride, size) for size, stride in zip(x.shape, x.stride()) if size > 1)
-    if x.numel() == 0 or not axes:
-        return False
-    if axes[0][0] == 0:  # expanded
-        return True
-    past = [sum((size - 1) * stride for stride, size in axes[:n]) for n in range(len(axes))]
-    if all(stride > reach for (stride, _), reach in zip(axes, past)):  # each axis steps over all smaller ones
-        return False
-    steps = [stride for stride, _ in axes]
-    return len(set(steps)) < len(steps) or _reaches(0, {stride: (1 - size, size - 1) for stride, size in axes}, True)
+    axes = [(stride, size) for size, stride in zip(x.shape, x.stride()) if size > 1]
+    ranges = {stride: (1 - size, size - 1) for stride, size in axes}
+    repeated = 0 in ranges or len(ranges) < len(axes)
+    return x.numel() > 0 and (repeated or _reaches(0, ranges, moved=True))
 
 
 def meet(a: Span, b: Span) -> bool:
     """Whether a and b share a byte."""
     distance = b.at - a.at
-    if not a.extent or not b.extent or not -b.extent < distance < a.extent:
-        return False
     ranges: dict[int, tuple[int, int]] = {}
     for x, sign in ((a, 1), (b, -1)):
         for count, step in ((x.item, 1), *x.axes):
+            ends = (0, sign * (count - 1))
             low, high = ranges.get(step, (0, 0))
-            ranges[step] = (low - (count - 1), high) if sign < 0 else (low, high + count - 1)
-    return _reaches(distance, ranges)
+            ranges[step] = (low + min(ends), high + max(ends))
+    near = a.extent > 0 and b.extent > 0 and -b.extent < distance < a.extent
+    return near and _reaches(distance, ranges)
 
 
 def _reaches(target: int, ranges: dict[int, tuple[int, int]], moved: bool = False) -> bool:
     """Whether steps, repeated within their ranges, can add up to the target; moved: not all zero times."""
-    axes = sorted(((step, low, high) for step, (low, high) in ranges.items() if low < high and step), reverse=True)
-    rest = [
-        (sum(s * low for s, low, _ in axes[n:]), sum(s * high for s, _, high in axes[n:])) for n in range(len(axes) + 1)
-    ]
-
-    def search(n: int, left: int, still: bool) -> bool:
-        if n == len(axes):
-            return left == 0 and not still
-        step, low, high = axes[n]
-        first, last = -((rest[n + 1][1] - left) // step), (left - rest[n + 1][0]) // step
-        return any(
-            search(n + 1, left - step * x, still and x == 0) for x in range(max(low, first), min(high, last) + 1)
-        )
-
-    return search(0, target, moved)
+    if not any(ranges):  # steps of 0 lead nowhere
+        return target == 0 and not moved
+    step = max(ranges)
+    (low, high), rest = ranges[step], {x: ends for x, ends in ranges.items() if x != step}
+    least, most = (sum(x * ends[n] for x, ends in rest.items()) for n in (0, 1))
+    times = range(max(low, -((most - target) // step)), min(high, (target - least) // step) + 1)
+    return any(_reaches(target - step * n, rest, moved and n == 0) for n in times)
 
 
 def refuse_meeting(name: str, spans: Mapping[str, Span], written: Sequence[str]) -> None:
@@ -81,6 +66,5 @@ def refuse_meeting(name: str, spans: Mapping[str, Span], written: Sequence[str])
     for n, label in enumerate(written):
         for other, x in spans.items():
             if other not in written[: n + 1] and meet(spans[label], x):
-                raise InvalidInput(
-                    f"{name}: {label} and {other} share memory, which is written; pass tensors that do not overlap"
-                )
+                shared = f"{label} and {other} share memory, which is written"
+                raise InvalidInput(f"{name}: {shared}; pass tensors that do not overlap")

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from .spec import Compiled
+from typing import Any, NamedTuple
 
 TABLES = ("cos_sin", "freqs", "cos_sin_cache", "freqs_cis")
 ROUNDINGS = ("fp32", "complex64", "complex128", "dtype", "addcmul")
@@ -23,25 +19,8 @@ FUSED_AXES = {"bshd": "BS", "sbhd": "SB", "thd": "T"}
 MAX_HEAD_DIM = 512
 
 # The axes of (batch, seq, head, dim) in each layout; None: no batch axis.
-LAYOUT_AXES: dict[str, tuple[int | None, int, int, int]] = {
-    "bshd": (0, 1, 2, 3),
-    "sbhd": (1, 0, 2, 3),
-    "bhsd": (0, 2, 1, 3),
-    "thd": (None, 0, 1, 2),
-}
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class HeadWords:
-    """The keywords of every function: which elements of a head are rotated, in which pairs, and the rounding."""
-
-    interleaved: bool = False
-    rotary_dim: int | None = None
-    rotary_offset: int = 0
-    rounding: str = "fp32"
-
-
-HEAD_WORDS = tuple(field.name for field in fields(HeadWords))
+LAYOUT_AXES: dict[str, tuple[int | None, int, int, int]]
+LAYOUT_AXES = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3), "thd": (None, 0, 1, 2)}
 
 
 class NormOptions(NamedTuple):
@@ -122,6 +101,6 @@ def changed(options: Options, **fields: Any) -> Options:
 _PLACES = {name: place for place, name in enumerate(Options._fields)}
 
 
-def rotated(options: Options | Compiled) -> tuple[int, int]:
+def rotated(options: Options) -> tuple[int, int]:
     """The first element of a head that is rotated, and the one after the last."""
     return options.rotary_offset, options.rotary_offset + options.rotary_dim

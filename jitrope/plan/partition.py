@@ -13,6 +13,7 @@ Offsets are Python integers or integer tensors. `templates/sequences.cuh` has th
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import product
 from typing import Any, NamedTuple
 
 RULES = ("dual_chunk", "contiguous")
@@ -53,10 +54,7 @@ def chunks_of(cp_rank: int, cp_size: int, rule: str) -> tuple[int, ...]:
 
 def rank_of(chunk: Any, cp_size: int, rule: str) -> Any:
     """The rank that owns a chunk."""
-    of = number_of_chunks(cp_size, rule)
-    if of == cp_size:
-        return chunk
-    return chunk + (chunk >= cp_size) * (of - 1 - 2 * chunk)
+    return chunk + (chunk >= cp_size) * (number_of_chunks(cp_size, rule) - 1 - 2 * chunk)
 
 
 def count(offset: Any, chunk: int, of: int) -> Any:
@@ -112,20 +110,15 @@ def exchange_rows(tokens: int, cp_size: int, sequences: int, mask: Mask, rule: s
 
 
 def _exchange_rows(tokens: int, cp_size: int, sequences: int, mask: Mask, rule: str) -> Rows | None:
-    of = number_of_chunks(cp_size, rule)
-
-    def needed(chunk: int, by: int) -> int:
-        reach = mask.left if chunk < by else mask.right
-        own = int(count(tokens, chunk, of))
-        return own if chunk == by else min(own, sequences * -(-reach // abs(by - chunk)))
+    of, ranks = number_of_chunks(cp_size, rule), range(cp_size)
 
     def rows_between(source: int, rank: int) -> int:
-        theirs, own = chunks_of(source, cp_size, rule), chunks_of(rank, cp_size, rule)
-        keys: int = sum(needed(chunk, by) for chunk in theirs for by in own)
-        own_rows: int = local_rows(tokens, source, cp_size, rule)
-        return min(own_rows, keys)
+        keys = 0
+        for chunk, by in product(chunks_of(source, cp_size, rule), chunks_of(rank, cp_size, rule)):
+            own, reach = int(count(tokens, chunk, of)), mask.left if chunk < by else mask.right
+            keys += own if chunk == by else min(own, sequences * -(-reach // abs(by - chunk)))
+        return min(int(local_rows(tokens, source, cp_size, rule)), keys)
 
-    ranks = range(cp_size)
     rows = tuple(tuple(rows_between(source, rank) for rank in ranks) for source in ranks)
     moved = sum(rows[source][rank] for source in ranks for rank in ranks if source != rank)
     return rows if 4 * moved <= 3 * (cp_size - 1) * cp_size * rows_per_rank(tokens, cp_size) else None

@@ -16,7 +16,8 @@ from .options import MAX_HEAD_DIM
 
 ROPE_KINDS = ("rope", "qk_norm_rope", "qk_norm_rope_backward")
 STORED = (*DTYPES, *options.SCALED_DTYPES)
-OF_NORM = {"of_norm": True}  # in the metadata of a field: only kernels with a norm have its constant
+# In the metadata of a field. words: its texts. given: it says whether a call has this tensor.
+OF_NORM: dict[str, Any] = {"of_norm": True}  # only kernels with a norm have its constant
 
 
 @dataclass(frozen=True)
@@ -50,37 +51,37 @@ class Compiled:
     slot_mapping_dtype: str | None = field(metadata={"words": INDEX_DTYPES})
     page_size: int  # slots of a page; 0: no pages
     page_table_dtype: str | None = field(metadata={"words": INDEX_DTYPES})
-    page_indptr: bool  # these are given beside the page table
-    cu_seqlens_q: bool
-    batch_indices: bool
+    page_indptr: bool = field(metadata={"given": "page_indptr"})
+    cu_seqlens_q: bool = field(metadata={"given": "cu_seqlens_q"})
+    batch_indices: bool = field(metadata={"given": "batch_indices"})
     clear_page: bool  # the rest of a sequence's last page becomes zero
     rotate_k: bool  # k is also rotated in place
     q_out: str = field(metadata={"words": STORED})  # the stored type: dtype, or one of `SCALED_DTYPES`
     kv_out: str = field(metadata={"words": STORED})
     hadamard: bool = field(metadata=OF_NORM)  # heads of q and k are transformed before they are stored
     dynamic: bool = field(metadata=OF_NORM)  # the kernel computes scales
-    dynamic_q: bool = field(metadata=OF_NORM)  # of q, and of k without a cache
+    dynamic_q: bool = field(metadata=OF_NORM | {"given": "q_scale_out"})  # of q, and of k without a cache
     group: int = field(metadata=OF_NORM)  # neighbouring elements of a head that share a scale; 0: all
-    scale_out: str = field(metadata={"words": options.SCALE_DTYPES})  # the scales' type
+    scale_out: str = field(metadata=OF_NORM | {"words": options.SCALE_DTYPES})  # the scales' type
     swizzled: bool = field(metadata=OF_NORM)  # those of q and k are in tiles
-    block_cache: bool = field(metadata=OF_NORM)  # k and v have scales, beside a cache of theirs
+    block_cache: bool = field(metadata=OF_NORM | {"given": "k_block_scale"})  # k and v have scales, beside their cache
     per_row: bool  # nothing but the scale of each head of a batch row or a sequence
     # A norm. The rounding and the kind are "" in a kernel of rope alone.
-    norm_rounding: str = field(metadata={"words": ("", *options.NORM_ROUNDINGS)})
-    norm_kind: str = field(metadata={"words": ("", "no_norm", *options.NORM_KINDS)})
+    norm_rounding: str = field(metadata=OF_NORM | {"words": ("", *options.NORM_ROUNDINGS)})
+    norm_kind: str = field(metadata=OF_NORM | {"words": ("", "no_norm", *options.NORM_KINDS)})
     across_heads: bool = field(metadata=OF_NORM)  # the mean is over all heads of a token
     row_heads: tuple[int, ...]  # then the numbers of q's (and k's) heads
-    given_means: bool = field(metadata=OF_NORM)  # a token's means of squares are given; across_heads is False
+    given_means: bool = field(metadata=OF_NORM | {"given": "q_mean_square"})  # of squares; across_heads is False
     zero_centered: bool = field(metadata=OF_NORM)  # the factor is 1 + weight
     after_rope: bool = field(metadata=OF_NORM)  # the norm follows the rotation
     norm_q: bool = field(metadata=OF_NORM)  # q is normalised
     norm_k: bool = field(metadata=OF_NORM)
     v_norm: bool = field(metadata=OF_NORM)  # v, which is copied, is normalised too
     latent_norm: bool = field(metadata=OF_NORM)  # v is normalised alone, over all its heads, with weights
-    weight_dtype: str | None = field(metadata={"words": DTYPES})  # of weights and biases; None without them
+    weight_dtype: str | None = field(metadata=OF_NORM | {"words": DTYPES})  # of weights and biases; None without them
     biased: bool = field(metadata=OF_NORM)  # there are biases
-    two_streams: bool = field(metadata=OF_NORM)  # q, k and v come from two tensors each
-    two_tables: bool = field(metadata=OF_NORM)  # and so do cos and sin
+    two_streams: bool = field(metadata=OF_NORM | {"given": "second_q"})  # q, k and v come from two tensors each
+    two_tables: bool = field(metadata=OF_NORM | {"given": "second_cos"})  # and so do cos and sin
     gradient: bool  # the kernel computes the gradients of q, k, the weights and the biases
     # Heads, and the rest.
     q_per_group: int  # heads in a group of fused QKV, or of a rank, else 1
@@ -91,10 +92,10 @@ class Compiled:
     v_dim: int  # with latent attention, elements of a head of v, else 0
     batch_inner: bool  # tokens of neighbouring batch rows are neighbours in memory, and are taken in that order
     wide: bool  # a stride, or a table's number of rows, is 2^30 or more
-    scales_q: bool  # q has a scale
+    scales_q: bool = field(metadata={"given": "q_factor"})  # q has a scale
     prefixed: bool  # a run-time number of first tokens of a sequence is not rotated; rows count from the next token
     head_scales: bool  # each head has its own given scale of fp8
-    added_bias: bool  # a projection's bias is added first
+    added_bias: bool = field(metadata={"given": "bias"})  # a projection's bias is added first
     gated: bool  # behind each head of q lies its gate, which is copied
 
     @property
@@ -150,7 +151,6 @@ class RopeSpec(Compiled, Spec):
     def name(self) -> str:
         """A readable name. Kernels that differ only in a detail may share it."""
         pairings = [("halves", "interleaved")[flag] for flag in (self.interleaved, self.interleaved_out)]
-        qkv = f"qkv{self.q_per_group}" if self.copy_v and not self.v_dim else ""
         parts = [
             self.kind,
             self.dtype,
@@ -164,7 +164,7 @@ class RopeSpec(Compiled, Spec):
             f"cp{self.cp_size}" if self.cp_size > 1 else "",
             "ids" + (f"{len(self.mrope_section)}" if self.mrope_section else "") if self.position_ids_dtype else "",
             "shifts" if self.shifts else "",
-            f"cache_{self.kv_out}" if self.cached else qkv,
+            f"cache_{self.kv_out}" if self.cached else f"qkv{self.q_per_group}" * (self.copy_v and not self.v_dim),
             f"to_{self.q_out}" + "_v" * self.convert_v if self.q_out != self.dtype else "",
             f"latent_v{self.v_dim}" if self.v_dim else "",
             self.rounding if self.rounding != "fp32" else "",
@@ -189,17 +189,9 @@ class RopeSpec(Compiled, Spec):
     @property
     def stages(self) -> tuple[str, ...]:
         """The stages with arguments of their own (`arguments.OPTIONAL`)."""
-        return tuple([stage for stage in arguments.OPTIONAL if getattr(self, stage)])
-
-    @property
-    def dynamic_v(self) -> bool:
-        """Whether v has scales that the kernel computes."""
-        return self.dynamic_q and self.convert_v
-
-    @property
-    def v_gradient(self) -> bool:
-        """Whether the gradient of a v that was normalised is computed too."""
-        return self.gradient and self.v_norm
+        of_v = {"dynamic_v": self.dynamic_q and self.convert_v, "v_gradient": self.gradient and self.v_norm}
+        has = {**vars(self), "paged": self.paged, **of_v}
+        return tuple([stage for stage in arguments.OPTIONAL if has[stage]])
 
     @property
     def lanes(self) -> int:
@@ -266,14 +258,7 @@ class RopeSpec(Compiled, Spec):
     def constants(self) -> dict[str, Any]:
         """The values of the template's parameter block. A flag or a number keeps its name, a dtype is a C type."""
         self.check()
-        unused = {"gradient", "wide", *(() if self.norm else _OF_NORM)}
-        found: dict[str, Any] = {name: x for name, x in vars(self).items() if isinstance(x, int) and name not in unused}
-        found |= {f"{name}_c_type": C_TYPES[getattr(self, f"{name}_dtype") or "int32"] for name in INDICES}
-        found |= {
-            "c_type": C_TYPES[self.dtype],
-            "q_out_c_type": C_TYPES[self.q_out],
-            "kv_out_c_type": C_TYPES[self.kv_out],
-            "table_c_type": C_TYPES[self.table_dtype],
+        found: dict[str, Any] = {
             "real_c_type": "double" if self.rounding == "complex128" else "float",
             "stride_c_type": "long long" if self.wide else "unsigned int",
             "packed": self.cu_seqlens_dtype is not None,
@@ -282,25 +267,26 @@ class RopeSpec(Compiled, Spec):
             "cache": self.cached,
             "axes": len(self.mrope_section) or 1,
             "mrope_section_ends": "{" + ", ".join(map(str, accumulate(self.mrope_section or (0,)))) + "}",
-            "rounding": self.rounding.upper(),
             "token_linear": self.launch == "token_linear",
             "arguments": arguments.declarations(self.norm, self.stages),
+            **{name: getattr(self, name) for name in ("paged", "norm", "copy_accesses", "team", "threads")},
         }
-        derived = ["paged", "norm", "copy_accesses", "team", "threads"]
         if self.norm:
-            derived.append("shares_angles")
-            found |= {
-                "weight_c_type": C_TYPES[self.weight_dtype or "fp32"],
-                "scale_out_c_type": C_TYPES[self.scale_out],
-                "weighted": self.weight_dtype is not None,
-                "norm_rounding": self.norm_rounding.upper(),
-                "norm_kind": self.norm_kind.upper(),
-                **dict(zip(("row_q_heads", "row_k_heads"), (*self.row_heads, 0, 0))),
-            }
-        return found | {name: getattr(self, name) for name in derived}
+            q_heads, k_heads, *_ = (*self.row_heads, 0, 0)
+            found |= {"weighted": self.weight_dtype is not None, "row_q_heads": q_heads, "row_k_heads": k_heads}
+            found["shares_angles"] = self.shares_angles
+        for x in [x for x in fields(self) if x.name not in ("gradient", "wide", "launch")]:
+            value, words = getattr(self, x.name), x.metadata.get("words", ())
+            if isinstance(value, tuple) or ("of_norm" in x.metadata and not self.norm):
+                continue
+            if words and C_TYPES.keys() >= {*words}:
+                found[f"{x.name.removesuffix('dtype').rstrip('_')}_c_type".lstrip("_")] = C_TYPES[value or words[0]]
+            else:
+                found[x.name] = value.upper() if words else value
+        return found
 
 
-INDICES = tuple(f.name.removesuffix("_dtype") for f in fields(RopeSpec) if f.metadata.get("words") is INDEX_DTYPES)
-_WORDS = {f.name: f.metadata["words"] for f in fields(RopeSpec) if "words" in f.metadata}
-_OF_NORM = [f.name for f in fields(RopeSpec) if f.metadata == OF_NORM]
+INDICES = tuple(x.name.removesuffix("_dtype") for x in fields(RopeSpec) if x.metadata.get("words") is INDEX_DTYPES)
+GIVEN = {x.name: x.metadata["given"] for x in fields(Compiled) if "given" in x.metadata}
+_WORDS = {x.name: x.metadata["words"] for x in fields(RopeSpec) if "words" in x.metadata}
 _COUNTS = "cp_size q_per_group kv_per_group v_per_k heads_per_thread blocks_per_sm tokens_per_block heads_per_block"

@@ -44,23 +44,13 @@ TABLE_NAMES = ("cos", "sin", "cu_seqlens", "start_positions", "position_ids", "q
 MEANS = ("q_mean_square", "k_mean_square")  # given means of squares of a norm across heads, (B, S)
 
 
-class BlockFormat(NamedTuple):
-    """A cache with block scales: words of `FORMATS` and `SCALES`, and the neighbouring elements that share a scale."""
-
-    out_dtype: str
-    group: int
-    scale_out: str
-
-
-def block_format(tensors: Tensors, head_dim: int, options: Options) -> BlockFormat:
-    """The format of a call's cache with block scales."""
+def block_format(tensors: Tensors, head_dim: int, options: Options) -> tuple[str, int, str]:
+    """out_dtype, group and scale_out of `Options` for a call's cache with block scales."""
     cache, scale = tensors["k_cache"], tensors[BLOCK_SCALES[0]]
-    (form, *_), (dtype, *_) = (
-        [name for name, found in words.items() if found == x.dtype]
-        for words, x in (({name: form.dtype for name, form in FORMATS.items()}, cache), (SCALES, scale))
-    )
+    form = next(name for name, form in FORMATS.items() if form.dtype == cache.dtype)
+    dtype = next(name for name, found in SCALES.items() if found == scale.dtype)
     powers = options.scale_fmt == "ue8m0" and dtype == "fp32"
-    return BlockFormat(form, head_dim // scale.shape[-1], "e8m0_fp32" if powers else dtype)
+    return form, head_dim // scale.shape[-1], "e8m0_fp32" if powers else dtype
 
 
 def sums_heads(tensors: Container[str], options: Options) -> bool:
@@ -82,22 +72,19 @@ def converts_v(given: Container[str], dynamic_v: bool) -> bool:
 def by_rank(x: Tensor, layout: str, ranks: int) -> Tensor:
     """A (ranks, ..., heads / ranks, dim) view of a tensor in `layout`."""
     axis = LAYOUT_AXES[layout][2]
-    parts: Tensor = x.unflatten(axis, (ranks, -1))
-    return parts.movedim(axis, 0)
+    return torch.movedim(x.unflatten(axis, (ranks, -1)), axis, 0)
 
 
 def joined(x: Tensor, layout: str) -> Tensor:
     """A tensor in `layout`, also from (ranks, ..., heads / ranks, dim)."""
     axis = LAYOUT_AXES[layout][2]
-    together: Tensor = x if x.dim() == len(layout) else x.movedim(0, axis).flatten(axis, axis + 1)
-    return together
+    return x if x.dim() == len(layout) else torch.flatten(x.movedim(0, axis), axis, axis + 1)
 
 
 def table_view(table: Tensor) -> Tensor:
     """A (batch, position, head, width) view of a table with 2, 3 or 4 axes."""
-    if table.dim() == 4:
-        return table
-    return table[None, :, None] if table.dim() == 2 else table[:, :, None]
+    heads = table if table.dim() == 4 else table.unsqueeze(-2)
+    return heads if heads.dim() == 4 else heads[None]
 
 
 def per_head(table: Tensor) -> bool:
@@ -130,12 +117,6 @@ def head_view(x: Tensor, layout: str) -> Tensor:
     batch, *rest = LAYOUT_AXES[layout]
     seq, head, dim = (axis + 1 for axis in rest)
     return x.permute(seq, 0, head, dim).unsqueeze(0) if batch is None else x.permute(batch + 1, seq, 0, head, dim)
-
-
-def in_groups(views: list[Tensor]) -> list[Tensor]:
-    """The views of some heads, all in the groups of one of them."""
-    groups = next((x.shape[2] for x in views if x.shape[3] > 1), 0)
-    return [x.squeeze(3).unflatten(2, (groups, -1)) if groups and x.shape[2] != groups else x for x in views]
 
 
 def cache_view(cache: Tensor, paged: bool = False) -> Tensor:
@@ -179,9 +160,8 @@ def fused_part(qkv: Tensor, name: str, options: Options) -> Tensor:
         return heads[..., :n, :] if name == "q" else heads[..., ("k", "v").index(name) - 2, :]
     groups, _ = fused_sizes(qkv, options)
     end = groups * n * each
-    if name in ("q", "gate"):
-        return qkv[..., (name == "gate") : end : each, :]
-    return qkv[..., end : end + groups, :] if name == "k" else qkv[..., end + groups :, :]
+    of_q = {"q": slice(0, end, each), "gate": slice(1, end, each)}
+    return qkv[..., {**of_q, "k": slice(end, end + groups), "v": slice(end + groups, None)}[name], :]
 
 
 def shaped_parts(qkv: Tensor, options: Options) -> Tensors:
@@ -200,16 +180,6 @@ def fused_views(qkv: Tensor, options: Options, with_gate: bool = False) -> tuple
     if with_gate and options.order == "qkv_gated":
         q = whole[..., : 2 * q.shape[-2], :].unflatten(-2, (-1, 2))
     return q if q.dim() == 5 else q.unsqueeze(3), k.unsqueeze(3), v.unsqueeze(3)
-
-
-def separate_views(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, with_gate: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same views of separate q (..., Hq, D), k and v (..., Hk, D); a gate has the strides of q."""
-    q, k, v = (canonical(x, options.layout) for x in (q, k, v))
-    q = q.unflatten(2, (-1, options.q_per_group) if options.order == "grouped" else (-1, 1))
-    q = q.expand(-1, -1, -1, 2, -1) if with_gate and options.order == "qkv_gated" else q
-    return q, k.unsqueeze(3), v.unsqueeze(3)
 
 
 def bias_like(bias: Tensor, qkv: Tensor) -> Tensor:

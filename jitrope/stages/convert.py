@@ -69,7 +69,8 @@ def cached(letter: str, x: Tensor, t: Tensors, o: Options) -> tuple[Tensor, Tens
     """(heads in the format of their cache, their scales if the cache has block scales)."""
     cache = t[f"{letter}_cache"]
     if f"{letter}_block_scale" in t:
-        return scaled(letter, x, t, changed(o, **block_format(t, x.shape[-1], o)._asdict()))
+        out_dtype, group, scale_out = block_format(t, x.shape[-1], o)
+        return scaled(letter, x, t, changed(o, out_dtype=out_dtype, group=group, scale_out=scale_out))
     if cache.dtype in FP8S:
         return divided(x, _given(letter, x, t, o), DTYPE_NAMES[cache.dtype]), None
     return x.to(cache.dtype), None
