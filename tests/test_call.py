@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from jitrope import InvalidInput
 from jitrope.call import COUNTS, PARTS, Call
+from jitrope.ops import torch_op
 from jitrope.plan.options import (
     LAYOUT_AXES,
     NORM_KINDS,
