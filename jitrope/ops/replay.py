@@ -67,6 +67,31 @@ def _checks(form: Form) -> list[str]:
     return lines
 
 
+def _named(results: Sequence[str]) -> str:
+    return f"{{{', '.join(f'{name!r}: {name}_out' for name in results)}}}"
+
+
+def _outputs(form: Form) -> tuple[list[str], str]:
+    """The lines that make the outputs, or all results in plain torch, and those by name as an expression."""
+    results, at = form.results, "" if form.in_torch else "\n        {0}_out_at = {0}_out.data_ptr()"
+    made = "tensors" if form.inplace else _named(results) if form.fresh else "{}"
+    lines = []
+    if form.sized:
+        makers = [f"empty_like({x})" if form.like and at else f"empty[{n}]()" for n, x in enumerate(results)]
+        lines = [f"{name}_out = {make}{at.format(name)}" for name, make in zip(results, makers)]
+    if form.in_torch:
+        of_sizes = f", {made}" if form.sized else ""
+        return [*lines, f"{'with no_grad(): ' if form.heads else ''}out = on_cpu(tensors{of_sizes})"], "out"
+    if form.fresh and not (form.sized or form.inplace):
+        outputs = [name for name in (*results, *SCRATCH) if any(name + "_out_at" in x for x in form.pointers)]
+        lines = [
+            "out = fresh(tensors, options, blocks)",
+            *[f"{name}_out_at = out['{name}'].data_ptr()" for name in outputs],
+        ]
+        made = "out"
+    return lines, made
+
+
 def text(form: Form) -> str:
     """The source of `make`, a function that makes a known call of this form."""
     names, results, lines = form.names, form.results, _checks(form)
@@ -75,27 +100,8 @@ def text(form: Form) -> str:
         near = f"-reach < {distances[0]} < reach and " if len(distances) == 1 else ""
         tupled = f"({', '.join(distances)},)"
         lines.append(f"if {near}{tupled} not in apart: keep_apart({tupled})")
-    named = made = f"{{{', '.join(f'{name!r}: {name}_out' for name in results)}}}"
-    if form.in_torch:
-        lines += [f"{name}_out = empty[{n}]()" for n, name in enumerate(results) if form.sized]
-        lines.append(
-            f"{'with no_grad(): ' if form.heads else ''}out = on_cpu(tensors{', ' + made if form.sized else ''})"
-        )
-        made = "out"
-    elif form.inplace:
-        made = "tensors"
-    elif not form.fresh:
-        made = "{}"
-    elif form.like:
-        lines += [f"{name}_out = empty_like({name})\n        {name}_out_at = {name}_out.data_ptr()" for name in results]
-    elif form.sized:
-        for n, name in enumerate(results):
-            lines.append(f"{name}_out = empty[{n}]()\n        {name}_out_at = {name}_out.data_ptr()")
-    else:
-        made = "out"
-        lines.append("out = fresh(tensors, options, blocks)")
-        outputs = [name for name in (*results, *SCRATCH) if any(name + "_out_at" in x for x in form.pointers)]
-        lines += [f"{name}_out_at = out['{name}'].data_ptr()" for name in outputs]
+    outputs, made = _outputs(form)
+    lines += outputs
     if form.pointers:
         lines.append(f"pack(args, 0, {', '.join([at for at in form.pointers if at != '0'])})")
         lines.append("if device == get_device(): enqueue(get_stream(device))")
@@ -109,7 +115,7 @@ def text(form: Form) -> str:
         fresh = _listed([f"out[{name!r}]" if made == "out" else f"{name}_out" for name in results])
         recorded = f"record((known, ({_listed(form.saved)}), ({fresh})), {', '.join(form.heads)})"
         lines.append(f"if grad_enabled():\n            {_listed([f'{name}_out' for name in results])} = {recorded}")
-        lines.append(f"    return {named}")
+        lines.append(f"    return {_named(results)}")
     lines.append(f"return outputs({made})" if form.outputs else f"return {made}")
     body = "\n        ".join(lines)
     given = names if form.by_place else ("tensors", *names)
