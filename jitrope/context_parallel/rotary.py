@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..api import apply_rope, prepare_qkv
 from ..base import arguments
 from ..ops import checks
-from ..ops.backward import turned_back
-from ..ops.dispatch import call
 from ..ops.fit import rows_of
+from ..ops.gather import placed
 from ..ops.heads import HEADS
 from ..ops.operation import operation
-from ..ops.words import ONE_TABLE, resolved
-from ..plan.options import Options
-from ..plan.views import Tensors
+from ..ops.values import Packed
+from ..ops.watch import is_traced
+from ..ops.words import ONE_TABLE, canonical, resolved
 from .backends import NAME, fail
 from .schedule import Schedule
 
@@ -52,15 +52,10 @@ class Rope:
 
 @dataclass(frozen=True)
 class Rotation:
-    """A `Rope`, checked for one call."""
+    """A `Rope`, checked for one call: the words of a call of `apply_rope`, and the rows of its tables."""
 
-    tables: Tensors
-    options: Options
-
-    @property
-    def rows(self) -> int:
-        """Rows of the tables."""
-        return rows_of(self.tables["cos"])
+    words: dict[str, Any]
+    rows: int
 
     def into(self, q: Tensor, k: Tensor, v: Tensor, sent: Tensor) -> Tensor:
         """Return q rotated, and write k rotated and v side by side into sent (rows or more, both widths)."""
@@ -68,18 +63,16 @@ class Rotation:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         q, k, v = (x.resolve_neg() for x in (q, k, v))
         sent_k, sent_v = (x.view_as(k) for x in sent[: len(q)].chunk(2, 1))
-        tensors = {"q": q, "k": k, "v": v, "q_out": out, "k_out": sent_k, "v_out": sent_v, **self.tables}
-        call(ROPE.to("given"), tensors, self.options)
+        prepare_qkv(q, k, v, **self.words, out=(out, sent_k, sent_v))
         return out
 
-    def apart(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def apart(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
         """Rotate q and k in a separate launch, with gradients."""
-        out = call(ROPE, {"q": q, "k": k, **self.tables}, self.options)
-        return out["q"], out["k"]
+        return apply_rope(q, k, **self.words)
 
     def back_(self, dq: Tensor, dk: Tensor) -> None:
         """Turn the gradients of rotated q and k into those of q and k, in place."""
-        call(ROPE, {"q": dq, "k": dk, **self.tables}, turned_back(self.options, inplace=True))
+        apply_rope(dq, dk, **self.words, inverse=True, inplace=True)
 
 
 def rotation_of(rope: Any, q: Tensor, k: Tensor, schedule: Schedule) -> Rotation | None:
@@ -91,19 +84,19 @@ def rotation_of(rope: Any, q: Tensor, k: Tensor, schedule: Schedule) -> Rotation
         return None
     if not isinstance(rope, Rope):
         arguments.refuse(NAME, "rope", rope, "a Rope")
-    asked: dict[str, Any] = {"layout": "thd", **vars(rope)}
-    tables = {word: asked.pop(word) for word in ("cos", "sin", *ONE_TABLE)}
+    words: dict[str, Any] = {"layout": "thd", **vars(rope)}
+    tables = {word: words.pop(word) for word in ("cos", "sin", *ONE_TABLE)}
     tables = {word: arguments.tensor(NAME, word, x) for word, x in tables.items() if x is not None}
-    shape = schedule.shape
+    shape, positions = schedule.shape, schedule.position_ids
     if shape.rule == "dual_chunk" or shape.cp_size == 1:  # the kernel finds the positions from the offsets
-        asked.update(cp_size=shape.cp_size, cp_rank=shape.cp_rank)
-        positions = {"cu_seqlens": schedule.offsets.contiguous()}
-    else:
-        positions = {"position_ids": schedule.position_ids}
-    options, tensors = resolved(ROPE, {"q": q, "k": k, **tables, **positions}, asked, NAME)
-    checks.check(NAME, tensors, options)
-    tables = {label: x.detach().resolve_conj().resolve_neg() for label, x in tensors.items() if label not in ("q", "k")}
-    rotation = Rotation(tables, options)
+        positions = Packed(schedule.offsets.contiguous(), cp_size=shape.cp_size, cp_rank=shape.cp_rank)
+    if not is_traced():  # the call checks too, but under its own name
+        given = {"q": q, "k": k, **tables}
+        asked = placed(ROPE, given, positions)
+        options, given = resolved(ROPE, given, {**words, **asked}, NAME)
+        checks.check(NAME, given, options)
+    tables = {word: x.detach().resolve_conj().resolve_neg() for word, x in tables.items()}
+    rotation = Rotation({**tables, **words, "positions": positions}, rows_of(canonical(tables)["cos"]))
     if schedule.longest is not None and rotation.rows < schedule.longest:
         fail(f"rope's tables have {rotation.rows} rows; they must have max_seqlen={schedule.longest}")
     return rotation
