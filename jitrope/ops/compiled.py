@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call import COUNTS
 from ..plan.options import NormOptions
 from .kv_cache import KVCache
 from .pages import Pages
@@ -80,6 +81,11 @@ def _text(*said: Any) -> str:
 _said = lru_cache(maxsize=1024)(literal_eval)
 
 
+def _whole(x: Any) -> Any:
+    """x, or the number of a symbol."""
+    return int(x) if isinstance(x, torch.SymInt) else x
+
+
 def _read(said: Iterator[Any], tensors: Iterator[Tensor], sizes: Iterator[int]) -> Any:
     """The next item of a text, with all that it holds. What `compiled` adds last to its list it takes first."""
     kind = next(said)
@@ -88,11 +94,11 @@ def _read(said: Iterator[Any], tensors: Iterator[Tensor], sizes: Iterator[int]) 
     if kind == "":
         return next(said)
     if kind == "tuple":
-        return tuple([_read(said, tensors, sizes) for _ in range(next(said))][::-1])
+        return tuple([_whole(_read(said, tensors, sizes)) for _ in range(next(said))][::-1])
     if kind == "dict":
         names = [next(said) for _ in range(next(said))]
         found = {name: _read(said, tensors, sizes) for name in reversed(names)}
-        return {name: found[name] for name in names}
+        return {name: found[name] if name in COUNTS else _whole(found[name]) for name in names}
     value: Any = object.__new__(_KINDS[kind])
     vars(value).update(_read(said, tensors, sizes))
     if kind == "Norm":

@@ -7,9 +7,7 @@ results beside them are allocated first, and are written too.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from string import ascii_letters
 from typing import Any, NamedTuple
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from ..base.errors import InvalidInput
 from ..call import COUNTS, FRESH, Call
-from ..plan.options import NormOptions, Options, changed
+from ..plan.options import Options, changed
 from ..plan.views import Tensors, table_pair
 from . import fused, latent, launch, planning, streams, watch  # noqa: F401  each source registers its operations
 from .checks import LEARNED
@@ -60,41 +58,9 @@ def read(text: str) -> Read:
     return Read(op, names + written, written, options)
 
 
-@watch.constant
-def _spelled(name: str, tensors: tuple[str, ...], words: tuple[Any, ...], norm: tuple[Any, ...]) -> str:
-    options = changed(Options(*words), norm=NormOptions(*norm) if norm else None)
-    return str(Call.of(name, tensors, options))
-
-
 @lru_cache(maxsize=1024)
-def _kept(name: str, tensors: tuple[str, ...], options: Options) -> str:
+def _spelled(name: str, tensors: tuple[str, ...], options: Options) -> str:
     return str(Call.of(name, tensors, options))
-
-
-def spelled(name: str, tensors: Iterable[str], options: Options) -> str:
-    """The text of a call. Dynamo does not trace how it is spelled, only these plain values."""
-    uncounted = changed(options, max_seqlen=0, unrotated=0)
-    if not (watch.is_compiling() or watch.tracing()):
-        with suppress(TypeError):  # a symbolic number has no hash
-            return _kept(name, tuple(tensors), uncounted)
-    words = [_number(x) for x in changed(uncounted, norm=None)]
-    return _spelled(name, tuple(tensors), tuple(words), _number(tuple(options.norm or ())))
-
-
-def _number(x: Any) -> Any:
-    """x, or the number of a symbol: Dynamo makes one where it must know all its digits."""
-    if isinstance(x, float):
-        return next(iter({x}))
-    if isinstance(x, tuple):
-        return tuple([_number(y) for y in x])
-    return operator.index(x) if isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool) else x
-
-
-@watch.constant
-def listed(text: str) -> str:
-    """The names of a text's tensors in the order of the op, those that are written behind a bar."""
-    found = read(text)
-    return " ".join([*found.names[: len(found.names) - len(found.written)], "|", *found.written])
 
 
 def filled(op: Operation, tensors: Tensors, options: Options) -> Tensors:
@@ -118,12 +84,12 @@ def arguments(op: Operation, tensors: Tensors, options: Options) -> tuple[Any, .
                 pair = table_pair(tensors[stream + "cos"], tensors.get(stream + "sin"), "freqs_cis")
                 tensors[stream + "cos"], tensors[stream + "sin"] = pair
         options = changed(options, table="cos_sin")
-    text = spelled(op.name, tensors, options)
-    read_names, _, written_names = listed(text).partition("|")
-    reads, sizes = [tensors[name] for name in read_names.split()], [options.max_seqlen, options.unrotated]
-    if not written_names:
+    text = _spelled(op.name, tuple(tensors), changed(options, max_seqlen=0, unrotated=0))
+    _, names, written, _ = read(text)
+    reads, sizes = [tensors[name] for name in names if name not in written], [options.max_seqlen, options.unrotated]
+    if not written:
         return reads, text, sizes
-    return reads, [tensors[name] for name in written_names.split()], text, sizes
+    return reads, [tensors[name] for name in written], text, sizes
 
 
 def run_op(op: Operation, tensors: Tensors, options: Options) -> Tensors:

@@ -15,7 +15,6 @@ from ..base.errors import InvalidInput
 from ..plan import options
 from ..plan.options import Options, changed
 from ..plan.views import Tensors, heads_per_group
-from . import watch
 
 MAX_MOVED = 64
 """The most rotated elements of a head that can change their pairing in place: threads of one warp have them, even with
@@ -92,11 +91,10 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name
     kind = _check_tensors(op, tensors, asked, name)
     full = canonical(dict(tensors))
     first, cos = next(iter(full.values())), full.get("cos")
-    widths = first.shape[-1] if first.dim() else 0, cos.shape[-1] if cos is not None and cos.dim() else 0
+    widths = int(first.shape[-1]) if first.dim() else 0, int(cos.shape[-1]) if cos is not None and cos.dim() else 0
     words = (("launch", config.launch()), *[item for item in asked.items() if item[0] != "check"])
     try:
-        known = not (watch.is_compiling() or watch.tracing())
-        found = (_kept if known else _resolved)(op, name, kind, words, *widths)
+        found = _kept(op, name, kind, words, *widths)
     except TypeError:  # a word without a hash
         found = _resolved(op, name, kind, words, *widths)
     return (found, full) if cos is not None else op.unrotated(full, found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..base.errors import InvalidInput
@@ -30,8 +31,13 @@ def span(x: Tensor) -> Span:
 
 
 def overlaps_itself(x: Tensor) -> bool:
-    """Whether two elements share memory, as in an expanded tensor or in overlapping windows."""
+    """Whether two elements share memory, as in an expanded tensor or in overlapping windows.
+
+    A compiler's symbols show only expanded axes.
+    """
     axes = [(stride, size) for size, stride in zip(x.shape, x.stride()) if size > 1]
+    if any(isinstance(number, torch.SymInt) for axis in axes for number in axis):
+        return any(isinstance(stride, int) and stride == 0 for stride, _ in axes)
     ranges = {stride: (1 - size, size - 1) for stride, size in axes}
     repeated = 0 in ranges or len(ranges) < len(axes)
     return x.numel() > 0 and (repeated or _reaches(0, ranges, moved=True))
