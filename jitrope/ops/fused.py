@@ -20,7 +20,7 @@ from . import checks
 from .backward import Backward, norm_turned_back, turned_back
 from .fit import check_pairs, failing
 from .heads import transformed_back
-from .operation import OF_TABLES, Call, Operation, offer, operation
+from .operation import OF_TABLES, Call, Operation, operation
 from .outs import copy_heads
 from .source import Read, Source
 from .stand_ins import weight_sums
@@ -255,5 +255,4 @@ class FusedBackward(Backward):
 
 
 FUSED = Fused()
-offer(FUSED)
 FUSED_BACKWARD = FusedBackward(FUSED)

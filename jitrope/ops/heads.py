@@ -17,7 +17,7 @@ from ..stages import positions
 from ..stages.norm import gradients_of_means
 from . import checks
 from .backward import Backward, norm_turned_back, turned_back
-from .operation import Call, Operation, offer, operation
+from .operation import Call, Operation, operation
 from .outs import joins_k
 from .source import Read, Source
 from .stand_ins import weight_sums
@@ -189,6 +189,4 @@ class HeadsBackward(Backward):
 
 HEADS, OF_V = Heads(), V()
 HEADS_BACKWARD = HeadsBackward(HEADS)
-offer(HEADS, ("", "apply_rope"))
-offer(OF_V)
 NORM_OF_V = operation(OF_V, norm=True)

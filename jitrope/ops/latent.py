@@ -15,7 +15,7 @@ from ..sinks.results import empty_elements, empty_heads
 from . import checks
 from .backward import Backward, turned_back
 from .fit import check_heads, check_scale, failing, named, refuse_per_head
-from .operation import Call, Operation, offer
+from .operation import Call, Operation
 from .outs import OUTS
 from .source import Read, Source
 
@@ -122,5 +122,4 @@ class LatentBackward(Backward):
 
 
 LATENT = Latent()
-offer(LATENT)
 LATENT_BACKWARD = LatentBackward(LATENT)

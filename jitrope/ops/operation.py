@@ -6,8 +6,8 @@ path, and `torch_op` makes it a call of an op of torch, with a fake and a backwa
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -35,7 +35,7 @@ from . import checks
 from .fit import USERS_NAMES, check_axes, check_ranks, failing, sizes_of
 from .kv_cache import check_one_format
 from .outs import OUTS, copy_heads, refuse_other_v
-from .source import Read, Source
+from .source import SOURCES, Read, Source
 from .stand_ins import one_row
 
 Call = Callable[["Operation", Tensors, Options], Tensors]  # `dispatch.call`
@@ -82,7 +82,7 @@ class Operation:
 
     def to(self, out: str) -> Operation:
         """The same with results that are "given", or for "ranks"."""
-        return OPERATIONS[self.source.word, self.asked, self.norm, self.convert, self.transform, self.cache, out]
+        return _made(self.source, self.asked, self.norm, self.convert, self.transform, self.cache, out)
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -331,20 +331,7 @@ class Operation:
 
 
 BACKWARDS: dict[str, Operation] = {}
-OPERATIONS: dict[tuple[Any, ...], Operation] = {}
-"""All operations, each made once: a dict that grows would be traced again by torch.compile."""
-
-
-def offer(source: Source, functions: Sequence[str] = ("",)) -> None:
-    """Make the operations of a source. functions: the user's, if there are several."""
-    flags, converts, outs = (False, True), ("", "given", "computed", "rows"), ("", "given", "ranks")
-    for norm, convert, transform, cache, out in itertools.product(flags, converts, flags, flags, outs):
-        whole = norm or not (transform or convert in ("computed", "rows"))
-        alone = convert != "rows" or not (cache or out)
-        if whole and alone and not (cache and out == "ranks"):
-            for name in functions:
-                words = (norm, convert, transform, cache, out)
-                OPERATIONS[(source.word, name, *words)] = Operation(source, name, *words)
+_made = lru_cache(maxsize=None)(Operation)
 
 
 def operation(
@@ -357,8 +344,8 @@ def operation(
     cache: bool = False,
     out: str = "",
 ) -> Operation:
-    """The operation of a source, stages and a sink; `Operation` has the words."""
-    return OPERATIONS[source.word, function, norm, convert, transform, cache, out]
+    """The operation of a source, stages and a sink, made once; `Operation` has the words."""
+    return _made(source, function, norm, convert, transform, cache, out)
 
 
 def operation_of(name: str, given: Container[str], o: Options) -> Operation:
@@ -369,8 +356,8 @@ def operation_of(name: str, given: Container[str], o: Options) -> Operation:
     scaled = any(scale in given for scale in SCALES[: 1 if cache else 3])
     convert = "rows" if o.per_row else "computed" if o.computed else "given" if scaled else ""
     out = "ranks" if o.ulysses_degree else "given" if outs else ""
-    found = OPERATIONS.get((name, "", o.norm is not None, convert, o.hadamard, cache, out))
-    if found is None:
-        sources = ", ".join([*dict.fromkeys([source for source, *_ in OPERATIONS]), *BACKWARDS])
+    whole = o.norm is not None or not (o.hadamard or convert in ("computed", "rows"))
+    if name not in SOURCES or not whole:
+        sources = ", ".join([*SOURCES, *BACKWARDS])
         raise InvalidInput(f"call has the source {name!r}, or stages without a kernel; the sources are {sources}")
-    return found
+    return _made(SOURCES[name], "", o.norm is not None, convert, o.hadamard, cache, out)

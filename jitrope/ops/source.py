@@ -13,6 +13,8 @@ from ..plan.views import Tensors, head_view
 from ..sinks import results
 from ..stages import positions
 
+SOURCES: dict[str, Source] = {}
+"""All sources by their names."""
 Read = tuple[str, Tensor]
 """A tensor's name, and a view of the heads in it, (batch, seq, group, head of the group, dim)."""
 
@@ -29,6 +31,9 @@ class Source:
     refused: frozenset[str] = frozenset()  # words and tensors that do not go with it
     whole = False  # its kernels read whole heads
     shards = inplace = False  # it may be DTensors; it may be overwritten
+
+    def __init__(self) -> None:
+        SOURCES[self.word] = self
 
     @abstractmethod
     def reads(self, t: Tensors, o: Options) -> dict[str, Read]:

@@ -12,7 +12,7 @@ from ..sinks.results import empty_heads
 from .checks import WEIGHTS, check, check_into, refuse_gradients
 from .fit import Fail, check_factor, failing, label_of_ids, named, refuse_per_head
 from .heads import HEADS, transformed_back
-from .operation import COUNTED, Call, Operation, Rule, offer, operation
+from .operation import COUNTED, Call, Operation, Rule, operation
 from .outs import OUTS
 from .source import Read, Source
 
@@ -165,4 +165,3 @@ class Streams(Source):
 
 
 STREAMED = Streams()
-offer(STREAMED)
