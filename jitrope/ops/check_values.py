@@ -14,7 +14,7 @@ from ..plan.views import TABLE_NAMES, Tensors, table_pair
 from ..sinks.cache import slots_of
 from ..sinks.pages import slots_of_pages
 from ..stages.positions import RULE, spare, table_rows
-from .fit import SWAPPED, Fail, failing, label_of_table, rows_of, sizes_of
+from .fit import SWAPPED, Fail, failing, label_of, rows_of, sizes_of
 
 
 def check_values(name: str, tensors: Tensors, options: Options) -> None:
@@ -75,7 +75,7 @@ def _check_pairing(cos: Tensor, sin: Tensor, options: Options, fail: Fail) -> No
         return
     first_cos, first_sin = (x[(0,) * (x.dim() - 1)] for x in (cos, sin))
     if not first_cos.any() and bool((first_sin == first_sin[0]).all()) and bool(first_sin[0] > 0):
-        table = "" if options.table == "cos_sin" else f"in {label_of_table(options)} "
+        table = "" if options.table == "cos_sin" else f"in {label_of('cos', options)} "
         fail(f"{table}row 0 of cos is 0 and row 0 of sin is not, as if they were exchanged; pass cos first, then sin")
     width = cos.shape[-1]
     if options.table != "cos_sin" or width % 2 != 0:

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ..base.arguments import flag, refuse, tensor, word
+from ..base.arguments import refuse, tensor, word
 from ..plan.options import SCALE_FMTS, Options
 from ..plan.views import BLOCK_SCALES, FORMATS, FP8, FP8S, GROUPS, PER_ITEM, SCALES, Tensors, block_format
 from ..sinks.cache import slots_of
-from .fit import MAX_TOKENS, OWN_MEMORY, Fail, failing, named, require_no_overlap, sizes_of
+from .fit import MAX_TOKENS, OWN_MEMORY, Fail, named, require_no_overlap, sizes_of
 from .pages import Pages
-from .values import Value, divisor, scales
+from .values import Value, divisors, flags, scales
 
 _SCALE_DTYPES = [*SCALES.values()]  # Dynamo of torch 2.6 cannot search in the values
 
@@ -57,7 +57,7 @@ class KVCache(Value):
         InvalidInput: an argument has a wrong type, or one of two is missing.
     """
 
-    whole_heads = False  # storing needs all elements of a head
+    whole_heads: bool  # storing needs all elements of a head
 
     def __init__(
         self,
@@ -73,44 +73,35 @@ class KVCache(Value):
         scale_fmt: str | None = None,
     ) -> None:
         pages = slot_mapping if isinstance(slot_mapping, Pages) else None
-        for label, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-            if scale is not None:
-                divisor("KVCache", label, scale)
-        self.tensors = {
-            "k_cache": tensor("KVCache", "k_cache", k_cache),
-            **({} if v_cache is None else {"v_cache": tensor("KVCache", "v_cache", v_cache)}),
-            **(pages.tensors if pages else {"slot_mapping": tensor("KVCache", "slot_mapping", slot_mapping)}),
-            **scales("KVCache", k_cache, k_scale=k_scale, v_scale=v_scale),
-        }
-        self.words = {"rotate_k": True} if flag("KVCache", "rotate_k", rotate_k) else {}
+        self.whole_heads = k_block_scale is not None or v_block_scale is not None
+        given: Any = {"k_cache": k_cache, **({} if v_cache is None else {"v_cache": v_cache})}
+        given.update(pages.tensors if pages else {"slot_mapping": slot_mapping})
+        if self.whole_heads:
+            given.update(zip(BLOCK_SCALES[: 1 + (v_cache is not None)], (k_block_scale, v_block_scale)))
+        self.tensors = {label: tensor("KVCache", label, x) for label, x in given.items()}
+        self.tensors.update(scales("KVCache", k_cache, **divisors("KVCache", k_scale=k_scale, v_scale=v_scale)))
         for label, x in (("v_scale", v_scale), ("v_block_scale", v_block_scale)):
             if v_cache is None and x is not None:
                 refuse("KVCache", label, x, "None without v_cache")
-        if k_block_scale is not None or v_block_scale is not None:
-            for label, scale in zip(BLOCK_SCALES, (k_block_scale, v_block_scale)):
-                if label[0] == "k" or v_cache is not None:
-                    self.tensors[label] = tensor("KVCache", label, scale)
-            self.whole_heads = True
+        self.words = {**flags("KVCache", rotate_k=rotate_k), **(pages.words if pages else {})}
         if scale_fmt is not None:
             if k_block_scale is None or k_block_scale.dtype == FP8:
                 refuse("KVCache", "scale_fmt", scale_fmt, f"None without k_block_scale, and with scales in {FP8}")
             self.words["scale_fmt"] = word("KVCache", "scale_fmt", scale_fmt, SCALE_FMTS[1:])
-        if pages:
-            self.words.update(pages.words)
 
 
 def check_caches(heads_of: Tensors, tensors: Tensors, options: Options, fail: Fail) -> None:
     """Refuse caches that do not fit k and v, by name, and each other. tensors: the call's."""
     k, blocks = heads_of["k"], BLOCK_SCALES[0] in tensors
     allowed = [form.dtype for form in FORMATS.values()] if blocks else [k.dtype, *FP8S]
-    caches = {f"{name}_cache": tensors[f"{name}_cache"] for name in heads_of}
-    for x, (label, cache) in zip(heads_of.values(), caches.items()):
+    for letter, x in heads_of.items():
+        label, cache = f"{letter}_cache", tensors[f"{letter}_cache"]
         _, _, heads, head_dim = sizes_of(x, options.layout)
         known, per_item = cache.dtype in allowed, PER_ITEM.get(cache.dtype, 1) if blocks else 1
         fits = cache.dim() in (3, 4) and tuple(cache.shape[-2:]) == (heads, head_dim // per_item)
         if not fits and (known or not blocks):
-            had = f"{label[0]} is {named(x, options.layout)} but {label} has shape {tuple(cache.shape)}"
             width = "D" if per_item == 1 else f"D / {per_item}"
+            had = f"{letter} is {named(x, options.layout)} but {label} has shape {tuple(cache.shape)}"
             fail(f"{had}; it must be (slots, H, {width}) or (pages, rows, H, {width})")
         if cache.device != k.device:
             fail(f"{label} is on {cache.device} but k is on {k.device}")
@@ -122,26 +113,25 @@ def check_caches(heads_of: Tensors, tensors: Tensors, options: Options, fail: Fa
         if per_item > 1 and cache.stride(-1) != 1:
             fail(f"{label} has strides {tuple(cache.stride())}; the last must be 1")
         if blocks:
-            _check_block_scale(f"{label[0]}_block_scale", tensors, cache, head_dim, fail)
-    _check_pair(caches, blocks, fail)
-    if blocks:
-        _check_pair({name: tensors[name] for name in BLOCK_SCALES if name in tensors}, blocks, fail, last=1)
-    if slots_of(tensors["k_cache"]) > MAX_TOKENS:
-        fail(f"the caches have {slots_of(tensors['k_cache'])} slots; at most {MAX_TOKENS} are possible")
+            _check_block_scale(f"{letter}_block_scale", tensors, cache, head_dim, fail)
+    if "v" in heads_of:
+        _check_pair({name: tensors[name] for name in ("k_cache", "v_cache")}, slice(-2), fail)
+        if blocks:
+            _check_pair({name: tensors[name] for name in BLOCK_SCALES}, slice(-1, None), fail)
+        both = [tensors[name] for name in ("k_cache", "v_cache")]
+        apart = [x.dim() == 4 and x.stride(0) != x.shape[1] * x.stride(1) for x in both]
+        if apart[0] != apart[1] and not blocks:
+            fail("k_cache and v_cache have their pages in different orders; give both the same strides")
+    if (slots := slots_of(tensors["k_cache"])) > MAX_TOKENS:
+        fail(f"the caches have {slots} slots; at most {MAX_TOKENS} are possible")
 
 
-def _check_pair(pair: Tensors, blocks: bool, fail: Fail, last: int = 0) -> None:
-    """Refuse caches of k and v, or their block scales, that differ. last: the numbers of scales of a head count too."""
-    if len(pair) < 2:
-        return
+def _check_pair(pair: Tensors, axes: slice, fail: Fail) -> None:
+    """Refuse tensors of k and v that differ in their dtype or in these axes."""
     k, v = pair.values()
-    places = k.shape[:-2] != v.shape[:-2] if not last else k.shape[-1] != v.shape[-1]
-    if places or k.dtype != v.dtype:
+    if k.shape[axes] != v.shape[axes] or k.dtype != v.dtype:
         had = " but ".join([f"{label} is {tuple(x.shape)} {x.dtype}" for label, x in pair.items()])
         fail(f"{had}; they must match")
-    paged = [c.dim() == 4 and c.stride(0) != c.shape[1] * c.stride(1) for c in (k, v)]
-    if paged[0] != paged[1] and not blocks:
-        fail("k_cache and v_cache have their pages in different orders; give both the same strides")
 
 
 def _check_block_scale(label: str, tensors: Tensors, cache: Tensor, head_dim: int, fail: Fail) -> None:
@@ -163,14 +153,11 @@ def _check_block_scale(label: str, tensors: Tensors, cache: Tensor, head_dim: in
     require_no_overlap(label, scale, fail, OWN_MEMORY)
 
 
-def check_one_format(name: str, tensors: Tensors, options: Options) -> None:
+def check_one_format(tensors: Tensors, options: Options, fail: Fail) -> None:
     """Refuse computed scales of q of another kind than those beside a cache, because one kernel computes both."""
-    if BLOCK_SCALES[0] not in tensors:
-        return
     dim = tensors["q"].shape[-1]
-    own = (options.out_dtype, options.group or dim, options.scale_out)
-    found = tuple(block_format(tensors, dim, options))
-    if own != found:
-        one, other = (f"{x[0]} with a scale of {x[2]} for {x[1]} elements" for x in (own, found))
-        one, other = (said.replace("e8m0_fp32", "ue8m0 in fp32") for said in (one, other))  # as the caller says it
-        failing(name)(f"quantize makes q {one}, but k_cache and k_block_scale are {other}; they must match")
+    own, found = (options.out_dtype, options.group or dim, options.scale_out), block_format(tensors, dim, options)
+    if own != tuple(found):
+        one, other = (f"{form} with a scale of {scale} for {group} elements" for form, group, scale in (own, found))
+        text = f"quantize makes q {one}, but k_cache and k_block_scale are {other}; they must match"
+        fail(text.replace("e8m0_fp32", "ue8m0 in fp32"))  # as the caller says it

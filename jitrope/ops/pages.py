@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ..base.arguments import flag, refuse, tensor
+from ..base.arguments import refuse, tensor
 from ..plan.options import Options
 from ..plan.views import Tensors
-from .fit import Fail, check_integers, sizes_of
-from .values import Value
-
-PAGE_TENSORS = ("page_table?", "page_indptr?", "lengths?", "cu_seqlens_q?", "batch_indices?", "errors?")
+from .fit import Fail, check_contiguous, check_integers, check_one_axis, sizes_of
+from .values import Value, flags
 
 
 class Pages(Value):
@@ -65,26 +65,25 @@ class Pages(Value):
         clear_page: bool = False,
         errors: Tensor | None = None,
     ) -> None:
-        needed: tuple[str, ...] = ("seq_lens",)
-        if batch_indices is not None or cache_positions is not None:
-            needed = ("batch_indices", "cache_positions")
-        elif page_indptr is not None or last_page_len is not None:
-            needed = ("page_indptr", "last_page_len")
+        placed = batch_indices is not None or cache_positions is not None
+        listed = page_indptr is not None or last_page_len is not None
+        needed: tuple[str, ...] = ("page_indptr", "last_page_len") if listed else ("seq_lens",)
+        needed = ("batch_indices", "cache_positions") if placed else needed
         lengths = {"last_page_len": last_page_len, "seq_lens": seq_lens, "cache_positions": cache_positions}
-        without = [*lengths, *["cu_seqlens_q"] * ("batch_indices" in needed)]
         given = {"page_table": page_table, "page_indptr": page_indptr, **lengths, "cu_seqlens_q": cu_seqlens_q}
         self.tensors = {}
         for label, x in {**given, "batch_indices": batch_indices, "errors": errors}.items():
-            if x is not None and label in without and label not in needed:
+            if x is not None and label not in needed and (label in lengths or (placed and label == "cu_seqlens_q")):
                 refuse("Pages", label, x, f"None beside {' and '.join(needed)}")
             if x is not None or label in ("page_table", *needed):
                 self.tensors["lengths" if label in lengths else label] = tensor("Pages", label, x)
-        self.words = {"clear_page": True} if flag("Pages", "clear_page", clear_page) else {}
-        if self.words and batch_indices is not None:
+        self.words = flags("Pages", clear_page=clear_page)
+        if self.words and placed:
             refuse("Pages", "clear_page", True, "False beside batch_indices")
 
-    def _argument(self, name: str) -> str:
-        return _lengths_of(self.tensors) if name == "lengths" else name
+    def _arguments(self) -> dict[str, Any]:
+        found = super()._arguments()
+        return {_lengths_of(self.tensors) if name == "lengths" else name: x for name, x in found.items()}
 
 
 def _lengths_of(t: Tensors) -> str:
@@ -94,45 +93,42 @@ def _lengths_of(t: Tensors) -> str:
 
 def check_slots(tensors: Tensors, options: Options, fail: Fail) -> None:
     """Refuse slots that do not fit the tokens."""
-    q, slot_mapping = tensors["q"], tensors["slot_mapping"]
-    batch, seqlen, *_ = sizes_of(q, options.layout)
-    check_integers("slot_mapping", slot_mapping, q, fail)
-    check_tokens("slot_mapping", slot_mapping, batch * seqlen, fail)
+    batch, seqlen, *_ = sizes_of(tensors["q"], options.layout)
+    check_integers("slot_mapping", tensors["slot_mapping"], tensors["q"], fail)
+    _check_tokens("slot_mapping", tensors["slot_mapping"], batch * seqlen, fail)
 
 
-def check_tokens(label: str, x: Tensor, tokens: int, fail: Fail) -> None:
+def _check_tokens(label: str, x: Tensor, tokens: int, fail: Fail) -> None:
     """Refuse an argument that is not one contiguous entry for each token."""
-    if not x.is_contiguous():
-        fail(f"{label} has strides {x.stride()}; it must be contiguous")
+    check_contiguous(label, x, fail)
     if x.numel() != tokens:
         fail(f"{label} has shape {tuple(x.shape)} for {tokens} tokens")
 
 
 def check_pages(tensors: Tensors, options: Options, fail: Fail) -> None:
     """Refuse a page table that does not fit its cache, its lengths and the tokens."""
-    q, table = tensors["q"], tensors["page_table"]
+    q, table, cache = tensors["q"], tensors["page_table"], tensors["k_cache"]
     batch, seqlen, *_ = sizes_of(q, options.layout)
-    ragged, placed = "page_indptr" in tensors, "batch_indices" in tensors
-    for name in ("page_table", "page_indptr", "lengths", "cu_seqlens_q", "batch_indices"):
-        if name not in tensors:
-            continue
+    of_tokens = ("lengths", "batch_indices") if "batch_indices" in tensors else ()
+    named = ("page_table", "page_indptr", "lengths", "cu_seqlens_q", "batch_indices")
+    for name in [name for name in named if name in tensors]:
         label, x = _lengths_of(tensors) if name == "lengths" else name, tensors[name]
         check_integers(label, x, q, fail)
         if x.dtype != table.dtype:
             fail(f"{label} is {x.dtype} but page_table is {table.dtype}; they must match")
-        if placed and name in ("lengths", "batch_indices"):
-            check_tokens(label, x, batch * seqlen, fail)
+        if name in of_tokens:
+            _check_tokens(label, x, batch * seqlen, fail)
             continue
-        axes = 2 if name == "page_table" and not ragged else 1
-        if x.dim() != axes:
-            wanted = "(N, max_pages) without page_indptr" if axes == 2 else "one axis"
-            fail(f"{label} has shape {tuple(x.shape)}; it must be {wanted}")
+        if name != "page_table" or "page_indptr" in tensors:
+            check_one_axis(label, x, fail)
+        elif x.dim() != 2:
+            fail(f"page_table has shape {tuple(x.shape)}; it must be (N, max_pages) without page_indptr")
         if x.shape[-1] > 1 and x.stride(-1) != 1:
             fail(f"{label} has strides {x.stride()}; its last axis must be contiguous")
     _check_counts(tensors, batch * seqlen, fail)
-    if tensors["k_cache"].dim() != 4:
-        fail(f"k_cache has shape {tuple(tensors['k_cache'].shape)}; with a page table it must be (pages, rows, H, D)")
-    if tensors["k_cache"].shape[1] == 0:
+    if cache.dim() != 4:
+        fail(f"k_cache has shape {tuple(cache.shape)}; with a page table it must be (pages, rows, H, D)")
+    if cache.shape[1] == 0:
         fail("k_cache has pages of 0 rows; a page table needs pages with rows")
     errors = tensors.get("errors")
     if errors is not None and (errors.dtype != torch.int32 or errors.numel() != 1 or errors.device != q.device):
