@@ -10,17 +10,17 @@ from torch import Tensor
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan import views
-from ..plan.options import Options, changed, norm_of
+from ..plan.options import Options, norm_of
 from ..plan.views import BLOCK_SCALES, FP8, FP8S, PER_ITEM, TABLE_NAMES, Tensors
 from . import fit, watch
 from .fit import Fail, failing, named
-from .kv_cache import check_caches, check_one_format
-from .pages import check_pages, check_slots
+from .kv_cache import check_caches, check_one_format, check_pages, check_slots
 
 WEIGHTS = ("q_weight", "k_weight", "v_weight", "q_bias", "k_bias")
 LEARNED = ("cos", "sin", "second_cos", "second_sin", "q_factor")  # torch computes their gradients, from q and k too
 MAX_HADAMARD = 256
 _FIXED = (*LEARNED, "q_scale", "k_scale", "v_scale")
+_OWN_MEMORY = "pass a tensor with memory for each element"
 _ALONE = {"fused": "cache, quantize and out", **dict.fromkeys(("latent", "streams"), "quantize and out")}
 """What a call with a gradient must lack, by source, in messages."""
 
@@ -45,7 +45,7 @@ def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options)
     if (wanted and not op.differentiable) or (fixed and options.inplace):
         label = label_of(op, (fixed or wanted)[0], options)
         use = "leave inplace=True out, or " if options.inplace and op.differentiable else ""
-        use += f"pass {label}.detach()" if fixed else _without_gradient(op, label, options)
+        use += f"pass {label}.detach()" if fixed else f"{_other_call(op, label, options)}, or torch.no_grad()"
         raise InvalidInput(f"{name}: {label} requires a gradient, but this call has none; {use}")
     if compiling:
         return
@@ -57,35 +57,35 @@ def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options)
             refuse(name, label, x, f"a tensor that was not made in inference mode; pass {label}.clone()")
 
 
-def _without_gradient(op: Any, label: str, options: Options) -> str:
-    """What to do where q, k or v requires a gradient, and the call has none."""
-    if label == "v" and options.dynamic_v:
-        return "leave v=True of quantize out, or torch.no_grad()"
+def _other_call(op: Any, label: str, options: Options) -> str:
+    """The advice where a tensor requires a gradient, and the call has none."""
     alone = _ALONE.get(op.source.op, "cache and quantize" if op.cache or op.convert else "out")
-    return f"use a call without {alone}, or torch.no_grad()"
+    return "leave v=True of quantize out" if label == "v" and options.dynamic_v else f"use a call without {alone}"
 
 
 def _check_written(name: str, label: str, x: Tensor, wants_grad: bool) -> None:
     """Refuse to write inference tensors, lazy negatives and zeros and, under autograd, leaves and some views."""
     if x.is_inference() and not torch.is_inference_mode_enabled():
         refuse(name, label, x, "a tensor that was not made in inference mode; this call writes it outside of that mode")
-    is_out = label.startswith("out's")
+    hint = "" if label.startswith("out's") else f"; pass {label}"
     if watch.is_zero(x):
-        instead = "" if is_out else f"; pass {label}.clone()"
-        refuse(name, label, x, f"a tensor with memory, not torch's lazy zeros{instead}")
+        refuse(name, label, x, f"a tensor with memory, not torch's lazy zeros{hint and hint + '.clone()'}")
     if x.is_neg():
-        instead = "" if is_out else f"; pass {label}.resolve_neg()"
-        refuse(name, label, x, f"a tensor without torch's lazy negative bit{instead}")
+        refuse(name, label, x, f"a tensor without torch's lazy negative bit{hint and hint + '.resolve_neg()'}")
     if wants_grad and x.requires_grad and (kind := watch.not_writable(x)):
         text = f"{label} requires a gradient and is {kind}, which torch cannot write in place"
         raise InvalidInput(f"{name}: {text}; leave inplace=True out")
 
 
 def check_memory(op: Any, tensors: Tensors, options: Options) -> None:
-    """Refuse a tensor that is written and shares memory with another tensor of the call."""
-    named = {name: label_of(op, name, options) for name in tensors}
-    written = {named[name]: tensors[name] for name in op.written(options) if name in tensors}
-    fit.require_apart(op.function, written, {named[name]: x for name, x in tensors.items()})
+    """Refuse a tensor that is written and shares memory with another tensor of the call, or between its elements."""
+    labels = {name: label_of(op, name, options) for name in tensors}
+    written = {name: tensors[name] for name in op.written(options) if name in tensors}
+    for name, x in written.items():
+        own = f"pass {name}.contiguous(), or leave inplace=True out" if name in ("q", "k", "qkv") else _OWN_MEMORY
+        fit.require_no_overlap(labels[name], x, own, failing(op.function))
+    read = {labels[name]: x for name, x in tensors.items()}
+    fit.require_apart(op.function, {labels[name]: x for name, x in written.items()}, read)
 
 
 def label_of(op: Any, name: str, options: Options) -> str:
@@ -118,11 +118,9 @@ def check_qkv(name: str, tensors: Tensors, options: Options) -> None:
     fit.refuse_per_head(tensors["cos"], options, "fused QKV", fail)
     if norm.across_heads and norm.v_norm:
         fail("across_heads does not go with v_norm in fused QKV; split it, and pass q, k and v to prepare_qkv")
-    if options.inplace:
-        fit.require_no_overlap("qkv", qkv, fail)
     # k is also checked as q: the rest of the check does not depend on the number of heads
     k = views.fused_part(qkv, "k", options)
-    check(name, {"q": k, "k": k, **_tables(tensors)}, changed(options, inplace=False), "qkv")
+    check(name, {"q": k, "k": k, **_tables(tensors)}, options, "qkv")
     if "bias" in tensors:
         _check_bias(qkv, tensors["bias"], options, fail)
 
@@ -150,15 +148,13 @@ def check_scales(name: str, tensors: Tensors, options: Options) -> None:
 
 def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     """The check of a call that stores k and v in caches."""
-    fail, read_only = failing(name), changed(options, inplace=False)
+    fail = failing(name)
     k, cache, blocks = tensors["k"], tensors["k_cache"], tensors.get(BLOCK_SCALES[0])
     kv: Tensors = {label: tensors[label] for label in ("k", "v") if label in tensors}
     if ("v" in kv) != ("v_cache" in tensors):
         refuse(name, "v", kv.get("v"), "a tensor" if "v_cache" in tensors else "None, because the cache has no v_cache")
-    check(name, tensors, read_only)
-    fit.check_heads(k, kv.get("v"), read_only, fail, "k", "v")
-    for label in ["q"] * options.inplace + ["k"] * options.rotate_k:
-        fit.require_no_overlap(label, tensors[label], fail)
+    check(name, tensors, options)
+    fit.check_heads(k, kv.get("v"), options, fail, "k", "v")
     fit.refuse_per_head(tensors["cos"], options, "a cache", fail)
     heads, v_heads = (fit.sizes_of(x, options.layout)[2] for x in (k, kv.get("v", k)))
     if v_heads != heads and (not heads or v_heads == 0 or v_heads % heads):
@@ -249,14 +245,13 @@ def check_into(name: str, tensors: Tensors, options: Options, dtypes: dict[str, 
 
 
 def check_out(letter: str, out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, q: Tensor, fail: Fail) -> None:
-    """Refuse an output tensor of the caller with another shape or dtype, or whose elements share memory."""
+    """Refuse an output tensor of the caller with another shape or dtype."""
     if out.shape != shape or out.dtype != dtype or out.device != q.device:
         hint = "; pass its transpose(1, 2)" if out.dim() == 4 and out.transpose(1, 2).shape == shape else ""
         had = f"out's {letter} is {tuple(out.shape)} {out.dtype} on {out.device}"
         fail(f"{had}; it must be {shape} {dtype} on {q.device}{hint}")
     if PER_ITEM.get(dtype, 1) > 1 and out.stride(-1) != 1:
         fail(f"out's {letter} has strides {tuple(out.stride())}; for fp4 the last must be 1")
-    fit.require_no_overlap(f"out's {letter}", out, fail, fit.OWN_MEMORY)
 
 
 def _tables(tensors: Tensors) -> Tensors:

@@ -22,7 +22,6 @@ Fail = Callable[[str], NoReturn]
 USERS_NAMES = {"q_factor": "q_scale", **{name: f"mean_squares' {name[0]}" for name in MEANS}}
 """The users' names of tensors that have another name in a call."""
 
-OWN_MEMORY = "pass a tensor with memory for each element"
 SWAPPED = {"bshd": "bhsd", "bhsd": "bshd"}  # layouts that are easily mistaken for each other
 
 
@@ -96,8 +95,6 @@ def check_heads(q: Tensor, k: Tensor | None, options: Options, fail: Fail, first
         check_floats(label, x, fail)
         if x.device != q.device or x.dtype != q.dtype:
             fail(f"{label} is {x.dtype} on {x.device} but {first} is {q.dtype} on {q.device}; pass {label}.to({first})")
-        if options.inplace:
-            require_no_overlap(label, x, fail)
     if q.device.type not in ("cuda", "cpu", "meta"):
         fail(f"{first} is on {q.device}; it must be on a CUDA device, the CPU or meta")
     batch, seqlen, heads, head_dim = sizes_of(q, layout)
@@ -121,15 +118,12 @@ def check_heads(q: Tensor, k: Tensor | None, options: Options, fail: Fail, first
         fail(f"rotary_dim{default} is {options.rotary_dim}; it must be even and from 2 to {most}")
 
 
-def require_no_overlap(label: str, x: Tensor, fail: Fail, instead: str = "") -> None:
+def require_no_overlap(label: str, x: Tensor, instead: str, fail: Fail) -> None:
     """Refuse to write a tensor whose elements share memory. Symbolic strides of a compiler show only expanded axes."""
-    if torch.compiler.is_compiling():
-        overlaps = not all(stride or size < 2 for size, stride in zip(x.shape, x.stride()))
-    else:
-        overlaps = overlaps_itself(x)
-    if overlaps:
+    compiling, axes = torch.compiler.is_compiling(), zip(x.shape, x.stride())
+    if not all(stride or size < 2 for size, stride in axes) if compiling else overlaps_itself(x):
         had = f"{label} has strides {tuple(x.stride())}; its elements overlap in memory, so it cannot be written"
-        fail(f"{had}; {instead or f'pass {label}.contiguous(), or leave inplace=True out'}")
+        fail(f"{had}; {instead}")
 
 
 def require_apart(name: str, written: dict[str, Tensor], read: dict[str, Tensor]) -> None:
