@@ -14,7 +14,7 @@ from ..plan.options import Options, norm_of
 from ..plan.views import BLOCK_SCALES, FP8, FP8S, PER_ITEM, TABLE_NAMES, Tensors
 from . import fit, watch
 from .fit import Fail, failing, named
-from .kv_cache import check_caches, check_one_format, check_pages, check_slots
+from .kv_cache import check_caches, check_one_format, check_places
 
 WEIGHTS = ("q_weight", "k_weight", "v_weight", "q_bias", "k_bias")
 LEARNED = ("cos", "sin", "second_cos", "second_sin", "q_factor")  # torch computes their gradients, from q and k too
@@ -161,7 +161,7 @@ def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
         had = f"k is {named(k, options.layout)} but v is {named(kv['v'], options.layout)}"
         fail(f"{had}; v must have as many heads, or a multiple of them")
     check_caches(kv, tensors, options, fail)
-    (check_slots if "slot_mapping" in tensors else check_pages)(tensors, options, fail)
+    check_places(tensors, options, fail)
     if options.inplace and "q_scale" in tensors:
         fail("q is returned as fp8, which cannot be in place; leave inplace=True out")
     own = "q_global_scale" if options.scale_out == "fp8" else "q_scale"

@@ -176,7 +176,18 @@ def check_pairs(tensors: Tensors, options: Options, fail: Fail) -> None:
 def check_lengths(tensors: Tensors, options: Options, fail: Fail) -> None:
     q, size = tensors["q"], options.cp_size
     batch, seqlen, *_ = sizes_of(q, options.layout)
-    _check_unrotated(tensors, options, fail)
+    unrotated, alone = options.unrotated, options.unrotated == ALL_TOKENS  # alone: there is no table
+    if unrotated < 0:
+        fail(f"unrotated is {unrotated}; it cannot be negative")
+    others = {
+        label_of("position_ids", options): "position_ids" in tensors,
+        "packed_table": options.packed_table and not alone,
+        "interleaved_out": options.interleaved != options.interleaved_out,
+    }
+    for label, given in others.items():  # they are not counted
+        if unrotated > 0 and given:  # torch 2.6 makes a symbol a number where its truth is asked
+            instead = "pass a table" if alone else "give these tokens a row of the table with cosines of 1"
+            fail(f"{label} does not go {'without a table' if alone else 'with unrotated'}; {instead}")
     if size < 1:
         fail(f"cp_size is {size}; it must be at least 1")
     if not (0 <= options.cp_rank < size):
@@ -199,22 +210,6 @@ def check_lengths(tensors: Tensors, options: Options, fail: Fail) -> None:
     starts = tensors.get("start_positions")
     if starts is not None and starts.shape[0] != rows:  # len would make a symbol a number
         fail(f"start_positions has {starts.shape[0]} entries for {rows} {of}")
-
-
-def _check_unrotated(tensors: Tensors, options: Options, fail: Fail) -> None:
-    """Refuse tokens before those of the tables beside positions that are not counted."""
-    if options.unrotated < 0:
-        fail(f"unrotated is {options.unrotated}; it cannot be negative")
-    alone = options.unrotated == ALL_TOKENS  # there is no table
-    others = {
-        label_of("position_ids", options): "position_ids" in tensors,
-        "packed_table": options.packed_table and not alone,
-        "interleaved_out": options.interleaved != options.interleaved_out,
-    }
-    for label, given in others.items():
-        if options.unrotated > 0 and given:  # torch 2.6 makes a symbol a number where its truth is asked
-            instead = "pass a table" if alone else "give these tokens a row of the table with cosines of 1"
-            fail(f"{label} does not go {'without a table' if alone else 'with unrotated'}; {instead}")
 
 
 def check_position_ids(tensors: Tensors, options: Options, fail: Fail) -> None:

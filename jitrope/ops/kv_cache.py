@@ -189,12 +189,15 @@ def check_caches(heads_of: Tensors, tensors: Tensors, options: Options, fail: Fa
         _check_pair({name: tensors[name] for name in ("k_cache", "v_cache")}, slice(-2), fail)
         if blocks:
             _check_pair({name: tensors[name] for name in BLOCK_SCALES}, slice(-1, None), fail)
-        both = [tensors[name] for name in ("k_cache", "v_cache")]
-        apart = [x.dim() == 4 and x.stride(0) != x.shape[1] * x.stride(1) for x in both]
-        if apart[0] != apart[1] and not blocks:
+        elif _is_apart(tensors["k_cache"]) != _is_apart(tensors["v_cache"]):
             fail("k_cache and v_cache have their pages in different orders; give both the same strides")
     if (slots := slots_of(tensors["k_cache"])) > MAX_TOKENS:
         fail(f"the caches have {slots} slots; at most {MAX_TOKENS} are possible")
+
+
+def _is_apart(cache: Tensor) -> bool:
+    """Whether the pages of a cache do not follow each other."""
+    return cache.dim() == 4 and cache.stride(0) != cache.shape[1] * cache.stride(1)
 
 
 def _check_pair(pair: Tensors, axes: slice, fail: Fail) -> None:
@@ -238,33 +241,21 @@ def _lengths_of(t: Tensors) -> str:
     return "cache_positions" if "batch_indices" in t else "last_page_len" if "page_indptr" in t else "seq_lens"
 
 
-def check_slots(tensors: Tensors, options: Options, fail: Fail) -> None:
-    """Refuse slots that do not fit the tokens."""
-    batch, seqlen, *_ = sizes_of(tensors["q"], options.layout)
-    check_integers("slot_mapping", tensors["slot_mapping"], tensors["q"], fail)
-    _check_tokens("slot_mapping", tensors["slot_mapping"], batch * seqlen, fail)
-
-
-def _check_tokens(label: str, x: Tensor, tokens: int, fail: Fail) -> None:
-    """Refuse an argument that is not one contiguous entry for each token."""
-    check_contiguous(label, x, fail)
-    if x.numel() != tokens:
-        fail(f"{label} has shape {tuple(x.shape)} for {tokens} tokens")
-
-
-def check_pages(tensors: Tensors, options: Options, fail: Fail) -> None:
-    """Refuse a page table that does not fit its cache, its lengths and the tokens."""
-    q, table, cache = tensors["q"], tensors["page_table"], tensors["k_cache"]
+def check_places(tensors: Tensors, options: Options, fail: Fail) -> None:
+    """Refuse slots, or a page table and its lengths, that do not fit the tokens and the cache."""
+    q, cache = tensors["q"], tensors["k_cache"]
     batch, seqlen, *_ = sizes_of(q, options.layout)
-    of_tokens = ("lengths", "batch_indices") if "batch_indices" in tensors else ()
-    named = ("page_table", "page_indptr", "lengths", "cu_seqlens_q", "batch_indices")
-    for name in [name for name in named if name in tensors]:
+    of_tokens = ("slot_mapping", *(("lengths", "batch_indices") if "batch_indices" in tensors else ()))
+    names = ("slot_mapping", "page_table", "page_indptr", "lengths", "cu_seqlens_q", "batch_indices")
+    for name in [name for name in names if name in tensors]:
         label, x = _lengths_of(tensors) if name == "lengths" else name, tensors[name]
         check_integers(label, x, q, fail)
-        if x.dtype != table.dtype:
+        if x.dtype != (table := tensors.get("page_table", x)).dtype:
             fail(f"{label} is {x.dtype} but page_table is {table.dtype}; they must match")
         if name in of_tokens:
-            _check_tokens(label, x, batch * seqlen, fail)
+            check_contiguous(label, x, fail)
+            if x.numel() != batch * seqlen:
+                fail(f"{label} has shape {tuple(x.shape)} for {batch * seqlen} tokens")
             continue
         if name != "page_table" or "page_indptr" in tensors:
             check_one_axis(label, x, fail)
@@ -272,6 +263,8 @@ def check_pages(tensors: Tensors, options: Options, fail: Fail) -> None:
             fail(f"page_table has shape {tuple(x.shape)}; it must be (N, max_pages) without page_indptr")
         if x.shape[-1] > 1 and x.stride(-1) != 1:
             fail(f"{label} has strides {x.stride()}; its last axis must be contiguous")
+    if "slot_mapping" in tensors:
+        return
     _check_counts(tensors, batch * seqlen, fail)
     if cache.dim() != 4:
         fail(f"k_cache has shape {tuple(cache.shape)}; with a page table it must be (pages, rows, H, D)")

@@ -258,12 +258,18 @@ class Norm(Value):
         if of == "v":
             apart += [label for label in ("across_heads", "after_rope", "v_norm") if label in on]
             apart += ["kind='layer_norm'"] * (kind == "layer_norm")
-        if apart:
-            raise InvalidInput(f"Norm: {apart[0]} does not go with of={of!r}; leave it out")
+        for label in apart:
+            raise InvalidInput(f"Norm: {label} does not go with of={of!r}; leave it out")
         if mean_squares is not None:
             without = {"across_heads=False": "across_heads" not in on, "v_norm": "v_norm" in on}
             without.update({f"of={of!r}": of != "qk", f"kind={kind!r}": kind == "layer_norm"})
-            self.tensors.update(_means(mean_squares, [label for label, given in without.items() if given]))
+            for label in [label for label, refused in without.items() if refused]:
+                raise InvalidInput(f"Norm: mean_squares does not go with {label}; leave one out")
+            must = "those of q and k: two tensors, or a tensor and None"
+            means = items("Norm", "mean_squares", mean_squares, must)
+            if len(means) != 2 or not isinstance(means[0], Tensor) or not isinstance(means[1], (Tensor, type(None))):
+                refuse("Norm", "mean_squares", mean_squares, must)
+            self.tensors.update({name: x for name, x in zip(MEANS, means) if x is not None})
         rounding = word("Norm", "rounding", rounding, NORM_ROUNDINGS)
         if type(eps := number("Norm", "eps", eps)) is float and eps < 0:
             refuse("Norm", "eps", eps, "0 or above")
@@ -274,17 +280,6 @@ class Norm(Value):
         found = {name: x for name, x in (*self.tensors.items(), *norm.items()) if x != default.get(name)}
         means = tuple([found.pop(name, None) for name in MEANS])
         return found if means[0] is None else {**found, "mean_squares": means}
-
-
-def _means(given: Any, apart: list[str]) -> Tensors:
-    """The means of squares of q and k by name, without a missing one. apart: what does not go with them."""
-    if apart:
-        raise InvalidInput(f"Norm: mean_squares does not go with {apart[0]}; leave one out")
-    must = "those of q and k: two tensors, or a tensor and None"
-    found = items("Norm", "mean_squares", given, must)
-    if len(found) != 2 or not isinstance(found[0], Tensor) or not isinstance(found[1], (Tensor, type(None))):
-        refuse("Norm", "mean_squares", given, must)
-    return {name: x for name, x in zip(MEANS, found) if x is not None}
 
 
 class Ulysses(Value):
