@@ -196,8 +196,8 @@ def check_caches(heads_of: Tensors, tensors: Tensors, options: Options, fail: Fa
 
 
 def _is_apart(cache: Tensor) -> bool:
-    """Whether the pages of a cache do not follow each other."""
-    return cache.dim() == 4 and cache.stride(0) != cache.shape[1] * cache.stride(1)
+    """Whether the pages of a cache have other memory between them. Those of an expanded cache are refused later."""
+    return cache.dim() == 4 and cache.stride(0) != 0 and cache.stride(0) != cache.shape[1] * cache.stride(1)
 
 
 def _check_pair(pair: Tensors, axes: slice, fail: Fail) -> None:
