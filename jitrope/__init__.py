@@ -41,8 +41,7 @@ from .base.config import __version__, configure
 from .base.config import set_up_logging as _set_up_logging
 from .base.errors import CacheError, CompileError, InvalidInput, JitropeError, MissingKernel
 from .jit.recording import KernelEvent, on_compile, record
-from .ops.kv_cache import KVCache
-from .ops.pages import Pages
+from .ops.kv_cache import KVCache, Pages
 from .ops.planning import planning
 from .ops.quantize import DynamicQuantize, Quantize, Scaled
 from .ops.values import Mrope, Norm, Packed, Shifts, Starts, Ulysses

@@ -343,7 +343,11 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
     "strided sequences": ("placed", {"batch_indices": torch.zeros(26, dtype=INT)[::2]}, "it must be contiguous"),
     "a page to clear": ("placed", {"clear_page": True}, "clear_page is True; it must be False beside batch_indices"),
     "a flat block table": ("vllm", {"page_table": torch.zeros(9, dtype=INT)}, "page_table has shape \\(9,\\)"),
-    "a table of pages with two axes": ("flashinfer", {"page_table": torch.zeros(3, 4, dtype=INT)}, "must be one axis"),
+    "a table of pages with two axes": (
+        "flashinfer",
+        {"page_table": torch.zeros(3, 4, dtype=INT)},
+        "must have one axis",
+    ),
     "floats": ("vllm", {"seq_lens": torch.zeros(3)}, "seq_lens is torch.float32"),
     "two dtypes": ("vllm", {"seq_lens": torch.zeros(3, dtype=torch.int64)}, "seq_lens is torch.int64 but page_table"),
     "too few rows": ("vllm", {"page_table": torch.zeros(2, 4, dtype=INT)}, "page_table has 2 rows and seq_lens has 3"),

@@ -5,6 +5,8 @@ Calls are safe without them: a position outside of the table gives NaN, and a wr
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -14,14 +16,13 @@ from ..plan.views import TABLE_NAMES, Tensors, table_pair
 from ..sinks.cache import slots_of
 from ..sinks.pages import slots_of_pages
 from ..stages.positions import RULE, spare, table_rows
-from .fit import SWAPPED, Fail, failing, label_of_table, rows_of, sizes_of
+from .fit import SWAPPED, Fail, failing, label_of, rows_of, sizes_of
 
 
 def check_values(name: str, tensors: Tensors, options: Options) -> None:
     """Refuse positions outside of the table, slots outside of a cache, and tables and layouts that look mistaken."""
-    fail = failing(name)
+    fail, q = failing(name), next(iter(tensors.values()))
     whole = {label: getattr(x, "full_tensor", lambda x=x: x)() for label, x in tensors.items() if label in TABLE_NAMES}
-    q = next(iter(tensors.values()))
     if "cu_seqlens" in whole:
         _check_offsets(q, whole["cu_seqlens"], options, fail)
     _check_positions(q, whole, options, fail)
@@ -33,35 +34,32 @@ def check_values(name: str, tensors: Tensors, options: Options) -> None:
         _, wrong, _ = slots_of_pages(tensors, batch * seqlen, *tensors["k_cache"].shape[:2])
         if wrong.any():
             fail(f"page_table and its lengths lead {int(wrong.sum())} tokens out of the caches or of the table")
-    if options.table != "freqs":
+    if options.table != "freqs" and whole["cos"].numel():
         _check_pairing(*table_pair(whole["cos"], whole.get("sin"), options.table), options, fail)
     if not whole.keys() - {"cos", "sin"}:
-        _check_layout(q, whole["cos"], options, fail)
+        _check_layout(q, rows_of(whole["cos"]), options, fail)
 
 
 def _check_offsets(q: Tensor, cu_seqlens: Tensor, options: Options, fail: Fail) -> None:
     """Refuse offsets that do not ascend from 0, or that pass the last token."""
-    first, last, tokens = int(cu_seqlens[0]), int(cu_seqlens[-1]), sizes_of(q, options.layout)[1]
-    falls = (cu_seqlens.diff() < 0).nonzero().flatten().tolist()
-    if first != 0 or falls:
-        had = f"falls from {int(cu_seqlens[falls[0]])} to {int(cu_seqlens[falls[0] + 1])}" if falls else f"is {first}"
-        fail(f"cu_seqlens[{falls[0] + 1 if falls else 0}] {had}; cu_seqlens must ascend from 0")
-    rows = partition.local_rows(last, options.cp_rank, options.cp_size, RULE)
+    offsets, tokens = cu_seqlens.tolist(), sizes_of(q, options.layout)[1]
+    if offsets[0] != 0:
+        fail(f"cu_seqlens[0] is {offsets[0]}; cu_seqlens must ascend from 0")
+    for n, (first, end) in enumerate(itertools.pairwise(offsets), 1):
+        if first > end:
+            fail(f"cu_seqlens[{n}] falls from {first} to {end}; cu_seqlens must ascend from 0")
+    rows = partition.local_rows(offsets[-1], options.cp_rank, options.cp_size, RULE)
     if rows > tokens:
         of_rank = "" if options.cp_size == 1 else f", {rows} of them on this rank"
-        fail(f"cu_seqlens ends at {last}{of_rank}, but q has {tokens} tokens")
+        fail(f"cu_seqlens ends at {offsets[-1]}{of_rank}, but q has {tokens} tokens")
 
 
 def _check_positions(q: Tensor, tables: Tensors, options: Options, fail: Fail) -> None:
-    count = rows_of(tables["cos"])
-    tokens = sizes_of(q, options.layout)[1]
+    count, tokens = rows_of(tables["cos"]), sizes_of(q, options.layout)[1]
     rows, beyond = table_rows(tokens, q.device, tables, options), spare(tokens, tables, options)
-    if beyond is not None:
-        rows = rows[..., ~beyond]
+    rows = rows if beyond is None else rows[..., ~beyond]
     rows = rows[rows >= 0] if options.unrotated else rows.abs() if options.shifts else rows
-    if rows.numel() == 0:
-        return
-    lowest, highest = (int(x) for x in rows.aminmax())
+    lowest, highest = map(int, rows.aminmax()) if rows.numel() else (0, -1)
     if lowest < 0:
         fail(f"positions go from {lowest} to {highest}; they must be 0 or above")
     if highest >= count:
@@ -71,20 +69,16 @@ def _check_positions(q: Tensor, tables: Tensors, options: Options, fail: Fail) -
 
 def _check_pairing(cos: Tensor, sin: Tensor, options: Options, fail: Fail) -> None:
     """Refuse exchanged tables, and full-width tables of the other pairing or taken as half width."""
-    if cos.numel() == 0:
-        return
     first_cos, first_sin = (x[(0,) * (x.dim() - 1)] for x in (cos, sin))
     if not first_cos.any() and bool((first_sin == first_sin[0]).all()) and bool(first_sin[0] > 0):
-        table = "" if options.table == "cos_sin" else f"in {label_of_table(options)} "
+        table = "" if options.table == "cos_sin" else f"in {label_of('cos', options)} "
         fail(f"{table}row 0 of cos is 0 and row 0 of sin is not, as if they were exchanged; pass cos first, then sin")
     width = cos.shape[-1]
-    if options.table != "cos_sin" or width % 2 != 0:
-        return
     neighbours = torch.equal(cos[..., ::2], cos[..., 1::2])
-    halves = torch.equal(*cos.chunk(2, -1))
-    stands = "is there twice in a row" if neighbours else "is there again in the second half"
-    if neighbours == halves:
+    halves = torch.equal(cos[..., : width // 2], cos[..., width // 2 :])
+    if options.table != "cos_sin" or neighbours == halves:
         return
+    stands = "is there twice in a row" if neighbours else "is there again in the second half"
     if width != options.rotary_dim:
         fail(f"every entry of cos {stands}, as in a full-width table, not a half-width one; pass rotary_dim={width}")
     if neighbours != options.interleaved:
@@ -92,14 +86,9 @@ def _check_pairing(cos: Tensor, sin: Tensor, options: Options, fail: Fail) -> No
         fail(f"every entry of cos {stands}, but interleaved is {options.interleaved}; {instead}")
 
 
-def _check_layout(q: Tensor, cos: Tensor, options: Options, fail: Fail) -> None:
+def _check_layout(q: Tensor, rows: int, options: Options, fail: Fail) -> None:
     """Refuse (B, H, S, D) as (B, S, H, D), and the reverse, where the table's rows show it."""
-    other = SWAPPED.get(options.layout)
-    if other is None or q.dim() != 4 or options.cp_size > 1:
-        return
-    rows, seqlen = rows_of(cos), sizes_of(q, options.layout)[1]
-    if rows == q.shape[LAYOUT_AXES[other][1]] != seqlen:
-        fail(
-            f"q has shape {tuple(q.shape)} and the table has {rows} rows, as if q's layout were {other!r}, "
-            f"not {options.layout!r}; pass layout={other!r}, or a table with another number of rows"
-        )
+    other, seqlen = SWAPPED.get(options.layout), sizes_of(q, options.layout)[1]
+    if other and options.cp_size == 1 and rows == q.shape[LAYOUT_AXES[other][1]] != seqlen:
+        had = f"q has shape {tuple(q.shape)} and the table has {rows} rows, as if q's layout were {other!r}"
+        fail(f"{had}, not {options.layout!r}; pass layout={other!r}, or a table with another number of rows")

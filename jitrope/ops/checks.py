@@ -10,17 +10,19 @@ from torch import Tensor
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan import views
-from ..plan.options import Options, changed, norm_of
+from ..plan.options import Options, norm_of
 from ..plan.views import BLOCK_SCALES, FP8, FP8S, PER_ITEM, TABLE_NAMES, Tensors
 from . import fit, watch
 from .fit import Fail, failing, named
-from .kv_cache import check_caches
-from .pages import check_pages, check_slots
+from .kv_cache import check_caches, check_one_format, check_places
 
 WEIGHTS = ("q_weight", "k_weight", "v_weight", "q_bias", "k_bias")
 LEARNED = ("cos", "sin", "second_cos", "second_sin", "q_factor")  # torch computes their gradients, from q and k too
 MAX_HADAMARD = 256
-_STAGES = "use a call without cache and quantize"
+_FIXED = (*LEARNED, "q_scale", "k_scale", "v_scale")
+_OWN_MEMORY = "pass a tensor with memory for each element"
+_ALONE = {"fused": "cache, quantize and out", **dict.fromkeys(("latent", "streams"), "quantize and out")}
+"""What a call with a gradient must lack, by source, in messages."""
 
 
 def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options) -> None:
@@ -31,28 +33,34 @@ def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options)
     if wants_grad and options.inplace and op.norm:
         why = ", because that needs the old q and k" if norm_of(options).kind != "no_norm" else ""
         raise InvalidInput(f"{name}: it has no gradient in place{why}; leave inplace=True out")
-    learned = [
-        label for label in LEARNED if label in tensors and tensors[label].requires_grad and torch.is_grad_enabled()
-    ]
-    if learned and (not op.differentiable or options.inplace):
-        label, instead = op.label(learned[0]), "leave inplace=True out, or " if options.inplace else ""
-        text = f"{label} requires a gradient, but this call has none; {instead}pass {label}.detach()"
-        raise InvalidInput(f"{name}: {text}")
-    wants_grad = wants_grad or bool(learned)
-    if torch.compiler.is_compiling():
-        return
+    copied = "v" if op.out == "ranks" and not views.converts_v(tensors, options.dynamic_v) else ""
+    wanted = [label for label, x in tensors.items() if watch.wants_grad(x) and (op.differentiable or label != copied)]
+    fixed = [label for label in _FIXED if label in wanted]
+    compiling = torch.compiler.is_compiling()
     written = {label: tensors[label] for label in op.written(options) if label in tensors}
-    if written:
-        _refuse_transforms(name, written=True)
-    for label, x in written.items():
-        _check_written(name, op.label(label), x, wants_grad and op.differentiable)
-    if not wants_grad or not op.differentiable:
+    for kind in () if compiling else watch.transforms():
+        if kind != "jvp" and (written or (wanted and op.differentiable and kind != "vmap")):  # jvp is refused before
+            instead = "give the tensors a batch axis" if kind == "vmap" else "use torch.autograd.grad"
+            raise InvalidInput(f"{name}: torch.func's {kind} is not supported here; {instead}")
+    if (wanted and not op.differentiable) or (fixed and options.inplace):
+        label = label_of(op, (fixed or wanted)[0], options)
+        use = "leave inplace=True out, or " if options.inplace and op.differentiable else ""
+        use += f"pass {label}.detach()" if fixed else f"{_other_call(op, label, options)}, or torch.no_grad()"
+        raise InvalidInput(f"{name}: {label} requires a gradient, but this call has none; {use}")
+    if compiling:
         return
-    _refuse_transforms(name)
-    for label, x in (tensors if learned else op.saved(tensors, options)).items():
+    for label, x in written.items():
+        _check_written(name, op.label(label), x, bool(wanted))
+    for label, x in (tensors if fixed else op.saved(tensors, options) if wanted else {}).items():
         if x.is_inference():
             label = label_of(op, label, options)
             refuse(name, label, x, f"a tensor that was not made in inference mode; pass {label}.clone()")
+
+
+def _other_call(op: Any, label: str, options: Options) -> str:
+    """The advice where a tensor requires a gradient, and the call has none."""
+    alone = _ALONE.get(op.source.op, "cache and quantize" if op.cache or op.convert else "out")
+    return "leave v=True of quantize out" if label == "v" and options.dynamic_v else f"use a call without {alone}"
 
 
 def _check_written(name: str, label: str, x: Tensor, wants_grad: bool) -> None:
@@ -69,25 +77,20 @@ def _check_written(name: str, label: str, x: Tensor, wants_grad: bool) -> None:
         raise InvalidInput(f"{name}: {text}; leave inplace=True out")
 
 
-def _refuse_transforms(name: str, written: bool = False) -> None:
-    """Refuse torch.func's transforms, except vmap where nothing is written."""
-    for kind in watch.transforms():
-        if kind != "jvp" and (written or kind != "vmap"):  # jvp is refused before
-            instead = "give the tensors a batch axis" if kind == "vmap" else "use torch.autograd.grad"
-            raise InvalidInput(f"{name}: torch.func's {kind} is not supported here; {instead}")
-
-
 def check_memory(op: Any, tensors: Tensors, options: Options) -> None:
-    """Refuse a tensor that is written and shares memory with another tensor of the call."""
-    named = {name: label_of(op, name, options) for name in tensors}
-    written = {named[name]: tensors[name] for name in op.written(options) if name in tensors}
-    fit.require_apart(op.function, written, {named[name]: x for name, x in tensors.items()})
+    """Refuse a tensor that is written and shares memory with another tensor of the call, or between its elements."""
+    labels = {name: label_of(op, name, options) for name in tensors}
+    written = {name: tensors[name] for name in op.written(options) if name in tensors}
+    for name, x in written.items():
+        own = f"pass {name}.contiguous(), or leave inplace=True out" if name in ("q", "k", "qkv") else _OWN_MEMORY
+        fit.require_no_overlap(labels[name], x, own, failing(op.function))
+    read = {labels[name]: x for name, x in tensors.items()}
+    fit.require_apart(op.function, {labels[name]: x for name, x in written.items()}, read)
 
 
 def label_of(op: Any, name: str, options: Options) -> str:
     """The user's name of a tensor of a call."""
-    of_call = {"cos": fit.label_of_table, "position_ids": fit.label_of_ids}
-    return of_call[name](options) if name in of_call else op.label(name)
+    return fit.label_of(name, options) if name in TABLE_NAMES else op.label(name)
 
 
 # ---- the checks of the operations, and the rules of their stages, which follow `check` -----------------
@@ -98,13 +101,11 @@ def check(name: str, tensors: Tensors, options: Options, label: str = "q") -> No
 
     label: the name of q, or of the tensor that contains it, for messages.
     """
-    q, k = tensors["q"], tensors.get("k")
-    fail = failing(name)
+    q, fail = tensors["q"], failing(name)
     for table, x in _tables(tensors).items():
         if x.device != q.device:
-            labels = {"cos": fit.label_of_table(options), "position_ids": fit.label_of_ids(options), **fit.USERS_NAMES}
-            fail(f"{labels.get(table, table)} is on {x.device} but {label} is on {q.device}")
-    fit.check_heads(q, k, options, fail, label, "k" if label == "q" else label)
+            fail(f"{fit.label_of(table, options)} is on {x.device} but {label} is on {q.device}")
+    fit.check_heads(q, tensors.get("k"), options, fail, label, "k" if label == "q" else label)
     fit.check_lengths(tensors, options, fail)
     fit.check_position_ids(tensors, options, fail)
     fit.check_factor(tensors, q, fit.sizes_of(q, options.layout)[1], options.layout, fail)
@@ -113,15 +114,13 @@ def check(name: str, tensors: Tensors, options: Options, label: str = "q") -> No
 
 def check_qkv(name: str, tensors: Tensors, options: Options) -> None:
     """The check of a fused call."""
-    qkv, cos, fail = tensors["qkv"], tensors["cos"], failing(name)
-    fit.refuse_per_head(cos, options, "fused QKV", fail)
-    if norm_of(options).across_heads and norm_of(options).v_norm:
+    qkv, norm, fail = tensors["qkv"], norm_of(options), failing(name)
+    fit.refuse_per_head(tensors["cos"], options, "fused QKV", fail)
+    if norm.across_heads and norm.v_norm:
         fail("across_heads does not go with v_norm in fused QKV; split it, and pass q, k and v to prepare_qkv")
-    if options.inplace:
-        fit.require_no_overlap("qkv", qkv, fail)
     # k is also checked as q: the rest of the check does not depend on the number of heads
     k = views.fused_part(qkv, "k", options)
-    check(name, {"q": k, "k": k, **_tables(tensors)}, changed(options, inplace=False), "qkv")
+    check(name, {"q": k, "k": k, **_tables(tensors)}, options, "qkv")
     if "bias" in tensors:
         _check_bias(qkv, tensors["bias"], options, fail)
 
@@ -129,79 +128,50 @@ def check_qkv(name: str, tensors: Tensors, options: Options) -> None:
 def _check_bias(qkv: Tensor, bias: Tensor, options: Options, fail: Fail) -> None:
     """Refuse a wrong bias of a projection whose output fits."""
     shape = tuple(qkv.shape[-2:])
-    if tuple(bias.shape) not in (shape, (shape[0] * shape[1],)):
+    flat = (shape[0] * shape[1],)
+    if tuple(bias.shape) not in (shape, flat):
         had = f"qkv has shape {tuple(qkv.shape)} but bias {tuple(bias.shape)}"
-        fail(f"{had}; it must be {shape} or ({shape[0] * shape[1]},), as the projection has it")
+        fail(f"{had}; it must be {shape} or {flat}, as the projection has it")
     if bias.dtype != qkv.dtype or bias.device != qkv.device:
         fail(f"bias is {bias.dtype} on {bias.device} but qkv is {qkv.dtype} on {qkv.device}; they must match")
     if not options.copy_v:
         fail("copy_v=False does not go with bias, because v is not a view then; leave copy_v out")
 
 
-def check_fp8(name: str, tensors: Tensors, options: Options) -> None:
-    """The rule of fp8 outputs."""
-    fail = failing(name)
-    refuse_gradients(fail, tensors, "q", "k", *(("v",) if "v_scale" in tensors else ()))
+def check_scales(name: str, tensors: Tensors, options: Options) -> None:
+    """The rule of conversions without a cache."""
+    computed = options.computed or options.per_row
     for own in "qkv":
-        fit.check_scale(f"{own}_scale", tensors, own, own in tensors, options, fail, needed=own != "v")
+        label = f"{own}_global_scale" if computed else f"{own}_scale"
+        fit.check_scale(label, tensors, own, own in tensors, options, not computed and own != "v", failing(name))
 
 
 def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     """The check of a call that stores k and v in caches."""
     fail = failing(name)
-    _refuse_sums(tensors, options, "a cache", fail)
-    q, k, cos = (tensors[label] for label in ("q", "k", "cos"))
+    k, cache, blocks = tensors["k"], tensors["k_cache"], tensors.get(BLOCK_SCALES[0])
     kv: Tensors = {label: tensors[label] for label in ("k", "v") if label in tensors}
     if ("v" in kv) != ("v_cache" in tensors):
         refuse(name, "v", kv.get("v"), "a tensor" if "v_cache" in tensors else "None, because the cache has no v_cache")
-    read_only = changed(options, inplace=False)
-    check(name, tensors, read_only)
-    fit.check_heads(k, kv.get("v"), read_only, fail, "k", "v")
-    if options.inplace:
-        fit.require_no_overlap("q", q, fail)
-    refuse_gradients(fail, tensors, "q", "k", "v", "k_cache", "v_cache", *BLOCK_SCALES)
-    fit.refuse_per_head(cos, options, "a cache", fail)
+    check(name, tensors, options)
+    fit.check_heads(k, kv.get("v"), options, fail, "k", "v")
+    fit.refuse_per_head(tensors["cos"], options, "a cache", fail)
     heads, v_heads = (fit.sizes_of(x, options.layout)[2] for x in (k, kv.get("v", k)))
     if v_heads != heads and (not heads or v_heads == 0 or v_heads % heads):
         had = f"k is {named(k, options.layout)} but v is {named(kv['v'], options.layout)}"
         fail(f"{had}; v must have as many heads, or a multiple of them")
-    if options.rotate_k:
-        fit.require_no_overlap("k", k, fail)
     check_caches(kv, tensors, options, fail)
-    (check_slots if "slot_mapping" in tensors else check_pages)(tensors, options, fail)
+    check_places(tensors, options, fail)
     if options.inplace and "q_scale" in tensors:
         fail("q is returned as fp8, which cannot be in place; leave inplace=True out")
     own = "q_global_scale" if options.scale_out == "fp8" else "q_scale"
-    fit.check_scale(own, tensors, "q", "q_scale" in tensors, options, fail)
-    blocks = tensors.get(BLOCK_SCALES[0])
+    fit.check_scale(own, tensors, "q", "q_scale" in tensors, options, False, fail)
     for label in kv:
         given = f"{label}_scale" in tensors
-        scaled = tensors["k_cache"].dtype in FP8S if blocks is None else given and blocks.dtype == FP8
-        fit.check_scale(f"{label}_scale", tensors, label, scaled, options, fail)
-
-
-def check_scaled(name: str, tensors: Tensors, options: Options) -> None:
-    """The rule of dynamic scales."""
-    fail = failing(name)
-    _refuse_sums(tensors, options, "dynamic scales", fail)
-    for own in [own for own in "qkv" if f"{own}_scale" in tensors]:
-        fit.check_scale(f"{own}_global_scale", tensors, own, own in tensors, options, fail)
-    refuse_gradients(fail, tensors, "q", "k")
-    if options.dynamic_v:
-        refuse_gradients(fail, tensors, "v", use="leave v=True of quantize out")
-
-
-def check_stored(name: str, tensors: Tensors, options: Options) -> None:
-    """The rule of a norm whose results are converted or stored."""
-    check_norm(name, tensors, options)
-    check_whole_head(name, tensors, options)
-    refuse_gradients(failing(name), tensors, *WEIGHTS, *views.MEANS)
-
-
-def _refuse_sums(tensors: Tensors, options: Options, beside: str, fail: Fail) -> None:
-    """Refuse a norm across heads that the kernel sums itself."""
-    if views.sums_heads(tensors, options):
-        fail(f"across_heads does not go with {beside}; pass mean_squares, or normalise before")
+        scaled = cache.dtype in FP8S if blocks is None else given and blocks.dtype == FP8
+        fit.check_scale(f"{label}_scale", tensors, label, scaled, options, True, fail)
+    if options.computed and blocks is not None:
+        check_one_format(tensors, options, fail)
 
 
 def takes_pairs(tensors: Tensors, options: Options) -> bool:
@@ -209,24 +179,13 @@ def takes_pairs(tensors: Tensors, options: Options) -> bool:
     return options.out_dtype == "fp4" or ("k_cache" in tensors and PER_ITEM.get(tensors["k_cache"].dtype, 1) > 1)
 
 
-def check_whole_head(name: str, tensors: Tensors, options: Options) -> None:
-    """The rule of a stage that needs all elements of a head."""
-    fail, dim = failing(name), tensors["q"].shape[-1]
-    if options.inverse and norm_of(options).kind != "no_norm":
-        fail("inverse does not go with norm; rotate back in a call without a norm")
-    if options.group and dim % options.group:
-        fail(f"group is {options.group}; it must divide D={dim}")
-    if takes_pairs(tensors, options):
-        fit.check_pairs(tensors, options, fail)
-    if options.hadamard and (dim > MAX_HADAMARD or dim & (dim - 1)):
-        fail(f"hadamard goes with a power of two of elements up to {MAX_HADAMARD}; q has D={dim}, so leave it out")
-    if options.hadamard:
-        _refuse_sums(tensors, options, "hadamard", fail)
-
-
-def check_norm(name: str, tensors: Tensors, options: Options) -> None:
-    """The rule of a norm: its weights fit q and k."""
-    fail, norm = failing(name), norm_of(options)
+def check_whole_heads(name: str, tensors: Tensors, options: Options) -> None:
+    """The rule of a norm, and of other stages that need all elements of a head."""
+    fail, norm, dim = failing(name), norm_of(options), tensors["q"].shape[-1]
+    others = {"a cache": "k_cache" in tensors, "dynamic scales": options.computed or options.per_row}
+    for beside, given in {**others, "hadamard": options.hadamard}.items():
+        if given and views.sums_heads(tensors, options):
+            fail(f"across_heads does not go with {beside}; pass mean_squares, or normalise before")
     fit.check_means(tensors, options.layout, fail)
     if norm.of == "k" and "k" not in tensors:
         fail("the norm has of='k', but k is not given")
@@ -234,25 +193,37 @@ def check_norm(name: str, tensors: Tensors, options: Options) -> None:
         fail("the norm has v_norm, but v is not given")
     if norm.of == "v" and "v_cache" not in tensors:
         fail("the norm has of='v', which goes with a cache of v; without one pass v as q to a call of its own")
-    weights = {label: tensors[label] for label in WEIGHTS if label in tensors}
+    _check_weights(tensors, options, fail)
+    if options.inverse and norm.kind != "no_norm":
+        fail("inverse does not go with norm; rotate back in a call without a norm")
+    if options.group and dim % options.group:
+        fail(f"group is {options.group}; it must divide D={dim}")
+    if takes_pairs(tensors, options):
+        fit.check_pairs(tensors, options, fail)
+    if options.hadamard and (dim > MAX_HADAMARD or dim & (dim - 1)):
+        fail(f"hadamard goes with a power of two of elements up to {MAX_HADAMARD}; q has D={dim}, so leave it out")
+
+
+def _check_weights(tensors: Tensors, options: Options, fail: Fail) -> None:
+    """Refuse weights and biases of a norm that do not fit q, k, v and each other."""
+    norm, weights = norm_of(options), {label: tensors[label] for label in WEIGHTS if label in tensors}
     for label, weight in weights.items():
-        owner, _, kind = label.partition("_")
+        owner = label[0]
         if owner not in tensors:
             fail(f"{label} is given, but {owner} is not")
-        if kind == "bias" and norm.kind != "layer_norm":
+        if label.endswith("bias") and norm.kind != "layer_norm":
             fail(f"{label} goes with kind='layer_norm'; pass it, or leave {label} out")
         x = tensors[owner]
         _, _, heads, size = fit.sizes_of(x, options.layout)
-        size, letters = (heads * size, "H D") if norm.across_heads or owner == "v" else (size, "D")
+        whole = norm.across_heads or owner == "v"
+        size = heads * size if whole else size
         if weight.dim() != 1 or weight.shape[0] != size:
             of = f"{owner} of qkv" if options.q_per_group else owner
             had = f"{of} is {named(x, options.layout)} but {label} has shape {tuple(weight.shape)}"
-            or_else = "" if letters == "H D" else ", or H D with across_heads"
-            fail(f"{had}; it must be ({letters}), {size} numbers{or_else}")
-        if not fit.is_float(weight):
-            fail(f"{label} is {weight.dtype}; allowed are fp32, fp16 and bf16")
-        if not weight.is_contiguous():
-            fail(f"{label} has stride {weight.stride()}; it must be contiguous")
+            must = f"(H D), {size} numbers" if whole else f"(D), {size} numbers, or H D with across_heads"
+            fail(f"{had}; it must be {must}")
+        fit.check_floats(label, weight, fail)
+        fit.check_contiguous(label, weight, fail)
         if weight.device != x.device:
             fail(f"{label} is on {weight.device} but q is on {x.device}")
     if len({weight.dtype for weight in weights.values()}) > 1:
@@ -260,54 +231,28 @@ def check_norm(name: str, tensors: Tensors, options: Options) -> None:
         fail(f"{had}; they must match")
 
 
-def check_into(
-    name: str, tensors: Tensors, options: Options, labels: dict[str, str], dtypes: dict[str, torch.dtype]
-) -> None:
-    """The check of the caller's output tensors, given labels for messages, and dtypes that differ from the inputs'."""
-    fail, shapes = failing(name), {}
-    for label in [label for label in labels if label in tensors]:
-        letter, out = label[0], tensors[label]
-        x = tensors[letter]
-        fit.check_axes(letter, x, tensors["q"], fail)
+def check_into(name: str, tensors: Tensors, options: Options, dtypes: dict[str, torch.dtype]) -> None:
+    """The check of the caller's output tensors. dtypes: those that differ from the inputs', by letter."""
+    fail, q = failing(name), tensors["q"]
+    for letter in [letter for letter in "qkv" if f"{letter}_out" in tensors]:
+        x, out = tensors[letter], tensors[f"{letter}_out"]
+        dtype = dtypes.get(letter, x.dtype)
+        fit.check_axes(letter, x, q, fail)
         if out.dim() == x.dim() + 1 and len(out):  # a group of heads for each rank
             fit.check_ranks(letter, x, len(out), options, fail)
             x = views.by_rank(x, options.layout, len(out))
-        per_item = PER_ITEM[dtypes[letter]] if letter in dtypes else 1
-        shapes[label] = (*x.shape[:-1], x.shape[-1] // per_item), dtypes.get(letter, x.dtype)
-    check_outs(name, tensors, labels, shapes)
+        check_out(letter, out, (*x.shape[:-1], x.shape[-1] // PER_ITEM.get(dtype, 1)), dtype, q, fail)
 
 
-def check_outs(
-    name: str,
-    tensors: Tensors,
-    labels: dict[str, str],
-    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]],
-    use: str = "use a call without out",
-) -> None:
-    """Refuse output tensors of the caller that are not as wanted, shapes and dtypes by name, or that share memory."""
-    fail, device = failing(name), tensors["q"].device
-    outs = {labels[x]: tensors[x] for x in wanted}
-    for (label, out), (shape, dtype) in zip(outs.items(), wanted.values()):
-        if out.shape != shape or out.dtype != dtype or out.device != device:
-            swapped = out.dim() == 4 and out.transpose(1, 2).shape == shape
-            hint = "; pass its transpose(1, 2)" if swapped else ""
-            had = f"{label} is {tuple(out.shape)} {out.dtype} on {out.device}"
-            fail(f"{had}; it must be {tuple(shape)} {dtype} on {device}{hint}")
-        if PER_ITEM.get(dtype, 1) > 1 and out.stride(-1) != 1:
-            fail(f"{label} has strides {tuple(out.stride())}; for fp4 the last must be 1")
-        fit.require_no_overlap(label, out, fail, fit.OWN_MEMORY)
-    read = {label: x for label, x in tensors.items() if label not in labels}
-    refuse_gradients(fail, {**read, **outs}, *read, *outs, use=use)
+def check_out(letter: str, out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, q: Tensor, fail: Fail) -> None:
+    """Refuse an output tensor of the caller with another shape or dtype."""
+    if out.shape != shape or out.dtype != dtype or out.device != q.device:
+        hint = "; pass its transpose(1, 2)" if out.dim() == 4 and out.transpose(1, 2).shape == shape else ""
+        had = f"out's {letter} is {tuple(out.shape)} {out.dtype} on {out.device}"
+        fail(f"{had}; it must be {shape} {dtype} on {q.device}{hint}")
+    if PER_ITEM.get(dtype, 1) > 1 and out.stride(-1) != 1:
+        fail(f"out's {letter} has strides {tuple(out.stride())}; for fp4 the last must be 1")
 
 
 def _tables(tensors: Tensors) -> Tensors:
     return {label: tensors[label] for label in TABLE_NAMES if label in tensors}
-
-
-def refuse_gradients(fail: Fail, tensors: Tensors, *labels: str, use: str = _STAGES) -> None:
-    """Refuse tensors that require a gradient in a call that has none. use: another call, for the message."""
-    for label in labels:
-        x = tensors.get(label)
-        label = fit.USERS_NAMES.get(label, label)
-        if x is not None and (x.requires_grad and torch.is_grad_enabled()):
-            fail(f"{label} requires a gradient, but this call has none; {use}, or torch.no_grad()")

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ..call import COUNTS
 from ..plan.options import NormOptions
-from .kv_cache import KVCache
-from .pages import Pages
+from .kv_cache import KVCache, Pages
 from .quantize import DynamicQuantize, Quantize, Scaled
 from .torch_op import TAGS, lib
 from .values import Mrope, Norm, Packed, Positions, Shifts, Starts, Ulysses, Value

@@ -21,7 +21,7 @@ from .check_values import check_values
 from .heads import of_k
 from .launch import Asked, Known, Made
 from .operation import OF_TABLES, Operation
-from .watch import dispatch_modes, is_compiling
+from .watch import dispatch_modes
 from .words import canonical, check_asked, resolved
 
 local = launch.local
@@ -42,18 +42,17 @@ def call(op: Operation, tensors: Tensors, asked: Asked, key: Any = None) -> Tens
 
     key: identifies recent calls; by default the operation, the tensors' names and the words.
     """
-    if not is_compiling():
-        if key is None:
-            key = (op, *tensors, *asked.items()) if type(asked) is dict else (op, *tensors, asked)
-        if not dispatch_modes() and forward_ad._current_level < 0:
-            try:
-                recent = local.recent[key]
-            except (KeyError, TypeError):  # the check refuses words without a hash
-                recent = []
-            for known in recent:
-                out: Tensors | None = known(tensors, *tensors.values())
-                if out is not None:
-                    return out
+    if key is None:
+        key = (op, *tensors, *asked.items()) if type(asked) is dict else (op, *tensors, asked)
+    if not dispatch_modes() and forward_ad._current_level < 0:
+        try:
+            recent = local.recent[key]
+        except (KeyError, TypeError):  # the check refuses words without a hash
+            recent = []
+        for known in recent:
+            out: Tensors | None = known(tensors, *tensors.values())
+            if out is not None:
+                return out
     return _call(op, tensors, asked, key)
 
 
@@ -63,7 +62,7 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
         asked = {word: tuple(value) if isinstance(value, list) else value for word, value in asked.items()}
     wants = watch.wants_grad(*[x for name, x in tensors.items() if name not in OF_TABLES])
     tables_want = watch.wants_grad(*[x for name, x in tensors.items() if name in OF_TABLES])
-    plain = not (is_compiling() or tables_want) and (op.differentiable or not wants) and watch.plain(tensors)
+    plain = not tables_want and (op.differentiable or not wants) and watch.plain(tensors)
     known = launch.find(key, tensors) if plain else None
     if known is not None:
         options, full = known.options, {**canonical(tensors), **known.stand_ins}
@@ -94,7 +93,7 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
         known = known or launch.prepare(op, tensors, full, key, options)
         launch.keep_in_mind(known, tensors, key, record)
         return known.run_recorded(tensors, record) if wants else known.run(tensors)
-    if wants and options.inplace and not is_compiling():
+    if wants and options.inplace and not dispatch_modes():
         return _write(op, full, options)
     if wants and options.inplace:  # traced under autograd: Inductor turns the copy into a write in place
         return op.put(full, _through_op(op, full, changed(options, inplace=False), sharded), options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
@@ -22,7 +22,6 @@ Fail = Callable[[str], NoReturn]
 USERS_NAMES = {"q_factor": "q_scale", **{name: f"mean_squares' {name[0]}" for name in MEANS}}
 """The users' names of tensors that have another name in a call."""
 
-OWN_MEMORY = "pass a tensor with memory for each element"
 SWAPPED = {"bshd": "bhsd", "bhsd": "bshd"}  # layouts that are easily mistaken for each other
 
 
@@ -35,12 +34,55 @@ def failing(name: str) -> Fail:
     return fail
 
 
+def label_of(name: str, options: Options) -> str:
+    """The user's name of a table, of positions or of a number for each token."""
+    own = {"cos": "cos" if options.table == "cos_sin" else options.table, **USERS_NAMES}
+    return own.get(name, "positions" if name == "position_ids" and not options.mrope_section else name)
+
+
+# ---- what a tensor of any kind must be ----------------------------------------------------------------
+
+
+def check_integers(label: str, x: Tensor, q: Tensor, fail: Fail) -> None:
+    if x.dtype not in (torch.int32, torch.int64):
+        fail(f"{label} is {x.dtype}; allowed are int32 and int64")
+    if x.device != q.device:
+        fail(f"{label} is on {x.device} but q is on {q.device}")
+
+
+def check_floats(label: str, x: Tensor, fail: Fail) -> None:
+    if not is_float(x):
+        fail(f"{label} is {x.dtype}; allowed are fp32, fp16 and bf16")
+
+
+def check_contiguous(label: str, x: Tensor, fail: Fail) -> None:
+    if not x.is_contiguous():
+        fail(f"{label} has stride{'s' * (x.dim() > 1)} {x.stride()}; it must be contiguous")
+
+
+def check_one_axis(label: str, x: Tensor, fail: Fail) -> None:
+    if x.dim() != 1:
+        fail(f"{label} has shape {tuple(x.shape)}; it must have one axis")
+
+
+def check_shape(
+    label: str, x: Tensor, allowed: Sequence[tuple[int, ...]], fail: Fail, q: Tensor | None = None, layout: str = ""
+) -> None:
+    """Refuse another shape than the allowed ones. q: heads that it must fit, for the message."""
+    if not is_one_of(x, allowed):
+        had = "" if q is None else f"q is {named(q, layout)} but "
+        fail(f"{had}{label} has shape {tuple(x.shape)}; allowed are {', '.join(dict.fromkeys(map(str, allowed)))}")
+
+
+def is_one_of(x: Tensor, shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Whether x has one of the shapes; a compiler's sizes are compared one by one."""
+    return any(x.dim() == len(shape) and all(a == b for a, b in zip(x.shape, shape)) for shape in shapes)
+
+
 def check_heads(q: Tensor, k: Tensor | None, options: Options, fail: Fail, first: str, second: str) -> None:
     """Check q and k. first, second: their names for messages."""
     layout = options.layout
-    for label, x in ((first, q), (second, k)):
-        if x is None:
-            continue
+    for label, x in ((first, q), *([(second, k)] if k is not None else [])):
         if x.dim() != len(layout):
             axes = ", ".join(layout.upper())
             hint = "; Packed implies it" if layout == "thd" else ""
@@ -50,15 +92,10 @@ def check_heads(q: Tensor, k: Tensor | None, options: Options, fail: Fail, first
                     hint += f"; for (B, S, H D) pass {label}.unflatten(-1, (H, D))"
                     hint += "" if x is q else f", for (B, S, D) {label}.unsqueeze(2)"
             fail(f"{label} has shape {tuple(x.shape)}, layout {layout!r} needs {len(layout)} axes ({axes}){hint}")
-        if not is_float(x):
-            fail(f"{label} is {x.dtype}; allowed are fp32, fp16 and bf16")
-        same = x.device == q.device and x.dtype == q.dtype
-        if not same:
+        check_floats(label, x, fail)
+        if x.device != q.device or x.dtype != q.dtype:
             fail(f"{label} is {x.dtype} on {x.device} but {first} is {q.dtype} on {q.device}; pass {label}.to({first})")
-        if options.inplace:
-            require_no_overlap(label, x, fail)
-    known = q.device.type in ("cuda", "cpu", "meta")
-    if not known:
+    if q.device.type not in ("cuda", "cpu", "meta"):
         fail(f"{first} is on {q.device}; it must be on a CUDA device, the CPU or meta")
     batch, seqlen, heads, head_dim = sizes_of(q, layout)
     if k is not None:
@@ -81,48 +118,36 @@ def check_heads(q: Tensor, k: Tensor | None, options: Options, fail: Fail, first
         fail(f"rotary_dim{default} is {options.rotary_dim}; it must be even and from 2 to {most}")
 
 
-def require_no_overlap(label: str, x: Tensor, fail: Fail, instead: str = "") -> None:
-    """Refuse to write a tensor whose elements share memory. Symbolic strides of a compiler show only expanded axes."""
-    if torch.compiler.is_compiling():
-        overlaps = not all(stride or size < 2 for size, stride in zip(x.shape, x.stride()))
-    else:
-        overlaps = overlaps_itself(x)
-    if overlaps:
-        fail(
-            f"{label} has strides {tuple(x.stride())}; its elements overlap in memory, so it cannot be written; "
-            + (instead or f"pass {label}.contiguous(), or leave inplace=True out")
-        )
+def require_no_overlap(label: str, x: Tensor, instead: str, fail: Fail) -> None:
+    """Refuse to write a tensor whose elements share memory."""
+    if overlaps_itself(x):
+        had = f"{label} has strides {tuple(x.stride())}; its elements overlap in memory, so it cannot be written"
+        fail(f"{had}; {instead}")
 
 
 def require_apart(name: str, written: dict[str, Tensor], read: dict[str, Tensor]) -> None:
     """Refuse memory that a call would write as one tensor and read or write as another; skip tensors without memory."""
     tensors = {**written, **read}
     real = all(type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta" for x in tensors.values())
-    if real and not torch.compiler.is_compiling() and not watch.transformed():
+    if real and not watch.transformed():
         refuse_meeting(name, {label: span(x) for label, x in tensors.items()}, tuple(written))
 
 
 def check_scale(
-    label: str, tensors: Tensors, own: str, wanted: bool, options: Options, fail: Fail, needed: bool = True
+    label: str, tensors: Tensors, own: str, wanted: bool, options: Options, needed: bool, fail: Fail
 ) -> None:
-    """Refuse a wrong given scale of `own`, q, k or v. wanted: it may have one; needed: it must."""
-    scale, x, q = tensors.get(f"{own}_scale"), tensors.get(own), tensors["q"]
+    """Refuse a wrong given scale of `own`, q, k or v. wanted: it may have one; needed: it then must."""
+    scale, q = tensors.get(f"{own}_scale"), tensors["q"]
     if scale is None and wanted and needed:
         fail(f"{label} is missing; pass it, because fp8 is stored divided by it")
     if scale is None:
         return
-    if not wanted or x is None:
+    if not wanted:
         fail(f"{label} is given, but no output is divided by it; leave it out")
-    if scale.requires_grad and torch.is_grad_enabled():
-        fail(f"{label} requires a gradient, but this call has none; pass {label}.detach()")
-    batch, _, heads, _ = sizes_of(x, options.layout)
+    batch, _, heads, _ = sizes_of(tensors[own], options.layout)
     rows = {"B": batch, **({"N": tensors["cu_seqlens"].shape[0] - 1} if "cu_seqlens" in tensors else {})}
-    allowed = [(heads,), *[(number, heads) for number in rows.values()]]
-    if (
-        scale.dtype != torch.float32
-        or not (scale.numel() == 1 or _is_one_of(scale, allowed))
-        or scale.device != q.device
-    ):
+    fits = scale.numel() == 1 or is_one_of(scale, [(heads,), *[(number, heads) for number in rows.values()]])
+    if scale.dtype != torch.float32 or not fits or scale.device != q.device:
         had = f"{label} is {tuple(scale.shape)} {scale.dtype} on {scale.device}"
         of_rows = " or ".join([f"({letter}={number}, H)" for letter, number in rows.items()])
         fail(f"{had}; it must be fp32 on q's device: one number, or one for each head, (H={heads}) or {of_rows}")
@@ -130,199 +155,149 @@ def check_scale(
 
 def check_pairs(tensors: Tensors, options: Options, fail: Fail) -> None:
     """Refuse tensors whose elements cannot be taken in aligned pairs: fp4 stores two in a byte."""
-    named = {"bias": "bias"} | {letter: letter for letter in "qkv"} | {f"{x}_out": f"out's {x}" for x in "qkv"}
-    for name, label in named.items():
-        x = tensors.get(name)
-        apart = name == "v_out" and "v" in tensors and ("k" not in tensors or tensors["v"].shape != tensors["k"].shape)
-        if x is None or PER_ITEM.get(x.dtype, 1) > 1 or apart:  # v is copied after the launch
+    k_shape, v_shape = (tensors[x].shape if x in tensors else None for x in "kv")
+    apart = v_shape is not None and v_shape != k_shape  # v is copied after the launch
+    for name in ("bias", *"qkv", "q_out", "k_out", *["v_out"] * (not apart)):
+        x, label = tensors.get(name), f"out's {name[0]}" if name.endswith("_out") else name
+        if x is None or PER_ITEM.get(x.dtype, 1) > 1:
             continue
         steps = [stride for size, stride in zip(x.shape[:-1], x.stride()) if size > 1]
-        offset = 0 if torch.compiler.is_compiling() else x.storage_offset()  # Dynamo has none; a plan refuses odd ones
-        if x.stride(-1) != 1 or x.shape[-1] % 2 or offset % 2 or any(step % 2 for step in steps):
-            had = f"{label} has D={x.shape[-1]}, strides {tuple(x.stride())} and offset {offset}"
+        if x.stride(-1) != 1 or any(n % 2 for n in (x.shape[-1], x.storage_offset(), *steps)):
+            had = f"{label} has D={x.shape[-1]}, strides {tuple(x.stride())} and offset {x.storage_offset()}"
             fail(f"{had}; fp4 needs aligned pairs of neighbouring elements")
-    first, _ = rotated(options)
-    of = 2 if options.interleaved else 4
+    first, of = rotated(options)[0], 2 if options.interleaved else 4
     if first % 2 or options.rotary_dim % of:
         had = f"rotary_offset is {first}, rotary_dim {options.rotary_dim}"
         fail(f"{had}; for fp4 the first must be even, and the second a multiple of {of}")
 
 
 def check_lengths(tensors: Tensors, options: Options, fail: Fail) -> None:
-    q, cu_seqlens, starts = tensors["q"], tensors.get("cu_seqlens"), tensors.get("start_positions")
+    q, size = tensors["q"], options.cp_size
     batch, seqlen, *_ = sizes_of(q, options.layout)
-    size, rank = options.cp_size, options.cp_rank
-    _check_unrotated(tensors, options, fail)
+    unrotated, alone = options.unrotated, options.unrotated == ALL_TOKENS  # alone: there is no table
+    if unrotated < 0:
+        fail(f"unrotated is {unrotated}; it cannot be negative")
+    others = {
+        label_of("position_ids", options): "position_ids" in tensors,
+        "packed_table": options.packed_table and not alone,
+        "interleaved_out": options.interleaved != options.interleaved_out,
+    }
+    for label, given in others.items():  # they are not counted
+        if unrotated > 0 and given:  # torch 2.6 makes a symbol a number where its truth is asked
+            instead = "pass a table" if alone else "give these tokens a row of the table with cosines of 1"
+            fail(f"{label} does not go {'without a table' if alone else 'with unrotated'}; {instead}")
     if size < 1:
         fail(f"cp_size is {size}; it must be at least 1")
-    if not (0 <= rank < size):
-        fail(f"cp_rank is {rank}; it must be from 0 to cp_size - 1 = {size - 1}")
-    for label, x in (("cu_seqlens", cu_seqlens), ("start_positions", starts)):
-        if x is None:
-            continue
-        check_integers(label, x, q, fail)
-        if x.dim() != 1:
-            fail(f"{label} has shape {tuple(x.shape)}; it must have one axis")
-        if not x.is_contiguous():
-            fail(f"{label} has stride {x.stride()}; it must be contiguous")
-    if cu_seqlens is None:
-        if size != 1 and seqlen % 2 != 0:
-            fail(f"q is {named(q, options.layout)}; with cp_size={size} S must be even, for two equal chunks")
-        rows, of = batch, "batch rows"
-    else:
+    if not (0 <= options.cp_rank < size):
+        fail(f"cp_rank is {options.cp_rank}; it must be from 0 to cp_size - 1 = {size - 1}")
+    for label in [label for label in ("cu_seqlens", "start_positions") if label in tensors]:
+        check_integers(label, tensors[label], q, fail)
+        check_one_axis(label, tensors[label], fail)
+        check_contiguous(label, tensors[label], fail)
+    rows, of = batch, "batch rows"
+    if "cu_seqlens" in tensors:
+        rows, of = tensors["cu_seqlens"].shape[0] - 1, "sequences"
         if options.layout != "thd":
             fail(f"cu_seqlens goes with layout 'thd', not {options.layout!r}; leave layout out")
         if options.max_seqlen < 0:
             fail(f"max_seqlen is {options.max_seqlen}; it cannot be negative")
-        if cu_seqlens.shape[0] < 1:
+        if rows < 0:
             fail("cu_seqlens is empty; it must have N + 1 offsets")
-        rows, of = cu_seqlens.shape[0] - 1, "sequences"
+    elif size != 1 and seqlen % 2 != 0:
+        fail(f"q is {named(q, options.layout)}; with cp_size={size} S must be even, for two equal chunks")
+    starts = tensors.get("start_positions")
     if starts is not None and starts.shape[0] != rows:  # len would make a symbol a number
         fail(f"start_positions has {starts.shape[0]} entries for {rows} {of}")
 
 
-def _check_unrotated(tensors: Tensors, options: Options, fail: Fail) -> None:
-    """Refuse tokens before those of the tables beside positions that are not counted."""
-    if options.unrotated < 0:
-        fail(f"unrotated is {options.unrotated}; it cannot be negative")
-    alone = options.unrotated == ALL_TOKENS  # there is no table
-    others = {
-        label_of_ids(options): "position_ids" in tensors,
-        "packed_table": options.packed_table and not alone,
-        "interleaved_out": options.interleaved != options.interleaved_out,
-    }
-    for label, given in others.items():
-        if options.unrotated > 0 and given:  # torch 2.6 makes a symbol a number where its truth is asked
-            instead = "pass a table" if alone else "give these tokens a row of the table with cosines of 1"
-            fail(f"{label} does not go {'without a table' if alone else 'with unrotated'}; {instead}")
-
-
-def check_integers(label: str, x: Tensor, q: Tensor, fail: Fail) -> None:
-    if x.dtype not in (torch.int32, torch.int64):
-        fail(f"{label} is {x.dtype}; allowed are int32 and int64")
-    if x.device != q.device:
-        fail(f"{label} is on {x.device} but q is on {q.device}")
-
-
-def label_of_ids(options: Options) -> str:
-    """The user's name for position_ids."""
-    return "position_ids" if options.mrope_section else "positions"
-
-
 def check_position_ids(tensors: Tensors, options: Options, fail: Fail) -> None:
-    q, ids, sections = tensors["q"], tensors.get("position_ids"), options.mrope_section
-    if ids is None:
+    q, sections, pairs = tensors["q"], options.mrope_section, options.rotary_dim // 2
+    if "position_ids" not in tensors:
         return
-    label = label_of_ids(options)
-    if options.shifts and options.table == "freqs":
-        fail("freqs does not go with Shifts; pass cos and sin")
-    check_integers(label, ids, q, fail)
-    pairs = options.rotary_dim // 2
+    label = label_of("position_ids", options)
+    check_integers(label, tensors["position_ids"], q, fail)
     if sections and (len(sections) > MAX_AXES or sum(sections) != pairs):
         fail(f"mrope_section is {tuple(sections)}; it must be at most {MAX_AXES} numbers of pairs, {pairs} in all")
     batch, seqlen, *_ = sizes_of(q, options.layout)
-    axes = (len(sections),) if sections else ()
-    allowed = [(*axes, seqlen)]
-    if options.layout != "thd":
-        allowed += [(*axes, 1, seqlen), (*axes, batch, seqlen)]
-    if not _is_one_of(ids, allowed):
-        fail(
-            f"q is {named(q, options.layout)} but {label} has shape {tuple(ids.shape)}; allowed are "
-            + ", ".join(dict.fromkeys(map(str, allowed)))
-        )
-
-
-def _is_one_of(x: Tensor, shapes: list[tuple[int, ...]]) -> bool:
-    """Whether x has one of the shapes; a compiler's sizes are compared one by one."""
-    return any(x.dim() == len(shape) and all(a == b for a, b in zip(x.shape, shape)) for shape in shapes)
+    axes, rows = (len(sections),) if sections else (), [] if options.layout == "thd" else [(1,), (batch,)]
+    check_shape(label, tensors["position_ids"], [(*axes, *row, seqlen) for row in [(), *rows]], fail, q, options.layout)
 
 
 def check_factor(tensors: Tensors, q: Tensor, seqlen: int, layout: str, fail: Fail) -> None:
     """Check the scale of q, for that many tokens in each batch row."""
     if "q_factor" in tensors:
-        batch = sizes_of(q, layout)[0]
-        allowed = [(), (seqlen,), *([] if layout == "thd" else [(1, seqlen), (batch, seqlen)])]
-        _check_of_tokens("q_factor", tensors["q_factor"], q, allowed, fail)
+        rows = [] if layout == "thd" else [(1, seqlen), (sizes_of(q, layout)[0], seqlen)]
+        _check_of_tokens("q_factor", tensors["q_factor"], q, [(), (seqlen,), *rows], fail)
 
 
 def check_means(tensors: Tensors, layout: str, fail: Fail) -> None:
     """Check the given means of squares of a norm across heads."""
-    for name in MEANS if MEANS[0] in tensors or MEANS[1] in tensors else ():
-        mean, x, label = tensors.get(name), tensors.get(name[0]), USERS_NAMES[name]
-        if mean is None and x is not None:
-            fail(f"{name[0]} is given, but {label} is not")
-        if mean is not None and x is None:
-            fail(f"{label} is given, but {name[0]} is not")
-        if mean is not None and x is not None:
-            batch, seqlen, *_ = sizes_of(x, layout)
-            _check_of_tokens(name, mean, x, [(seqlen,) if layout == "thd" else (batch, seqlen)], fail)
+    for name in MEANS if any(name in tensors for name in MEANS) else ():
+        letter = name[0]
+        for given, missing in ((letter, name), (name, letter)):
+            if given in tensors and missing not in tensors:
+                fail(f"{USERS_NAMES.get(given, given)} is given, but {USERS_NAMES.get(missing, missing)} is not")
+        if name in tensors:
+            batch, seqlen, *_ = sizes_of(tensors[letter], layout)
+            shape = (seqlen,) if layout == "thd" else (batch, seqlen)
+            _check_of_tokens(name, tensors[name], tensors[letter], [shape], fail)
 
 
 def _check_of_tokens(name: str, x: Tensor, q: Tensor, allowed: list[tuple[int, ...]], fail: Fail) -> None:
     """Refuse a tensor of a number for each token that has another dtype, device or shape."""
     if x.dtype != torch.float32 or x.device != q.device:
         fail(f"{USERS_NAMES[name]} is {x.dtype} on {x.device}; it must be fp32 on {q.device}")
-    if not _is_one_of(x, allowed):
-        shapes = ", ".join(dict.fromkeys(map(str, allowed)))
-        fail(f"{USERS_NAMES[name]} has shape {tuple(x.shape)}; allowed are {shapes}")
+    check_shape(USERS_NAMES[name], x, allowed, fail)
 
 
 def check_tables(tensors: Tensors, options: Options, fail: Fail) -> None:
     cos, kind, rotary = tensors["cos"], options.table, options.rotary_dim
-    if kind == "freqs_cis":
-        in_fp64 = cos.dtype == torch.complex128 and options.rounding == "complex128"
-        if cos.dtype != (torch.complex128 if in_fp64 else torch.complex64):
-            hint = "; pass torch.view_as_complex(table)" if cos.dim() == 3 and cos.shape[-1] == 2 else ""
-            fail(f"freqs_cis is {cos.dtype}; it must be complex64, or complex128 with rounding='complex128'{hint}")
-    if kind == "cos_sin_cache":
-        if cos.dim() != 2:
-            fail(f"cos_sin_cache has shape {tuple(cos.shape)}; it must be (P, rotary_dim)")
-        if cos.shape[-1] != rotary:
-            fail(f"cos_sin_cache is {cos.shape[-1]} wide, rotary_dim is {rotary}; they must be equal")
+    wide = options.rounding == "complex128"
+    if kind == "freqs_cis" and cos.dtype != torch.complex64 and not (wide and cos.dtype == torch.complex128):
+        hint = "; pass torch.view_as_complex(table)" if cos.dim() == 3 and cos.shape[-1] == 2 else ""
+        fail(f"freqs_cis is {cos.dtype}; it must be complex64, or complex128 with rounding='complex128'{hint}")
+    if kind == "cos_sin_cache" and cos.dim() != 2:
+        fail(f"cos_sin_cache has shape {tuple(cos.shape)}; it must be (P, rotary_dim)")
+    if kind == "cos_sin_cache" and cos.shape[-1] != rotary:
+        fail(f"cos_sin_cache is {cos.shape[-1]} wide, rotary_dim is {rotary}; they must be equal")
     cos, sin = table_pair(cos, tensors.get("sin"), kind)
     for label, table in (("cos", cos), ("sin", sin)) if kind == "cos_sin" else ((kind, cos),):
-        _check_table(label, table, options, fail)
+        if not (2 <= table.dim() <= 4):
+            axes = "(P, 1 or B, 1, W)" if kind == "freqs" else "(B, P, H, W)"
+            fail(f"{label} has shape {tuple(table.shape)}; it must be (P, W), (B, P, W) or {axes}")
+        if kind == "freqs" and table.dtype != torch.float32:
+            fail(f"freqs is {table.dtype}; the angles must be computed and passed in fp32")
+        if not is_float(table) and not (wide and table.dtype == torch.float64):
+            instead = "; pass a complex table as freqs_cis=table" if table.is_complex() else ""
+            fail(
+                f"{label} is {table.dtype}; allowed are fp32, fp16, bf16, and fp64 with rounding='complex128'{instead}"
+            )
     if cos.shape != sin.shape or cos.dtype != sin.dtype:
         fail(f"cos is {tuple(cos.shape)} {cos.dtype} but sin is {tuple(sin.shape)} {sin.dtype}; they must match")
-    width = cos.shape[-1]
-    if width != rotary // 2 and width != rotary:
-        both = "cos and sin are" if kind == "cos_sin" else f"{kind} is"
-        hint = "k_pe has as many elements" if options.v_dim else "pass rotary_dim for a partial rotation"
-        fail(
-            f"{both} {width} wide; with rotary_dim {rotary} (D={tensors['q'].shape[-1]}) allowed are {rotary // 2} "
-            f"(half width) and {rotary} (full width); {hint}"
-        )
-    if options.rounding == "complex128" and (kind == "freqs" or "cu_seqlens" in tensors):
+    if kind == "freqs" and options.shifts:
+        fail("freqs does not go with Shifts; pass cos and sin")
+    if wide and (kind == "freqs" or "cu_seqlens" in tensors):
         fail("rounding='complex128' does not go with freqs or cu_seqlens; pass cos and sin, and position_ids")
     if kind != "freqs" and options.mscale != 1:
         fail("mscale goes with freqs; multiply cos and sin by it instead")
+    width, half = cos.shape[-1], rotary // 2
+    if width != half and width != rotary:
+        had = f"{'cos and sin are' if kind == 'cos_sin' else f'{kind} is'} {width} wide; with rotary_dim {rotary}"
+        allowed = f"allowed are {half} (half width) and {rotary} (full width)"
+        hint = "k_pe has as many elements" if options.v_dim else "pass rotary_dim for a partial rotation"
+        fail(f"{had} (D={tensors['q'].shape[-1]}) {allowed}; {hint}")
     if options.interleaved != options.interleaved_out and width == rotary:
-        own = "[..., ::2]" if options.interleaved else f"[..., :{rotary // 2}]"
-        fail(f"interleaved_out goes with half-width tables, {rotary // 2} wide; pass {label_of_table(options)}{own}")
+        own = label_of("cos", options) + ("[..., ::2]" if options.interleaved else f"[..., :{half}]")
+        fail(f"interleaved_out goes with half-width tables, {half} wide; pass {own}")
     _check_rows(tensors, cos, options, fail)
-
-
-def _check_table(label: str, table: Tensor, options: Options, fail: Fail) -> None:
-    freqs, in_fp64 = options.table == "freqs", options.rounding == "complex128" and table.dtype == torch.float64
-    if not (2 <= table.dim() <= 4):
-        axes = "(P, 1 or B, 1, W)" if freqs else "(B, P, H, W)"
-        fail(f"{label} has shape {tuple(table.shape)}; it must be (P, W), (B, P, W) or {axes}")
-    if freqs and table.dtype != torch.float32:
-        fail(f"freqs is {table.dtype}; the angles must be computed and passed in fp32")
-    if not is_float(table) and not in_fp64:
-        instead = "; pass a complex table as freqs_cis=table" if table.is_complex() else ""
-        fail(f"{label} is {table.dtype}; allowed are fp32, fp16, bf16, and fp64 with rounding='complex128'{instead}")
 
 
 def _check_rows(tensors: Tensors, cos: Tensor, options: Options, fail: Fail) -> None:
     """Check the numbers of rows, batch rows and heads of the tables."""
-    q, k, label = tensors["q"], tensors.get("k"), label_of_table(options)
+    q, label, rows = tensors["q"], label_of("cos", options), rows_of(cos)
     batch, seqlen, heads, _ = sizes_of(q, options.layout)
-    rows = rows_of(cos)
-    needed = seqlen * options.cp_size
-    if "cu_seqlens" in tensors or "position_ids" in tensors:
-        needed = options.max_seqlen if "cu_seqlens" in tensors else 0
-    needed -= options.unrotated
+    needed = options.max_seqlen if "cu_seqlens" in tensors else seqlen * options.cp_size
+    needed = (0 if "position_ids" in tensors else needed) - options.unrotated
     if not options.packed_table and rows < needed:
         squeezed = cos.dim() == 4 and rows == 1 and cos.shape[2] >= needed
         hint = f"; it is (B, 1, S, W): pass {label}.squeeze(1)" if squeezed else ""
@@ -335,8 +310,7 @@ def _check_rows(tensors: Tensors, cos: Tensor, options: Options, fail: Fail) -> 
     if per_head(cos):
         if options.table == "freqs":
             fail(f"freqs has angles for {cos.shape[2]} heads; heads must share them, or pass cos and sin")
-        same = k is None or sizes_of(k, options.layout)[2] == heads
-        if cos.shape[2] != heads or not same:
+        if cos.shape[2] != heads or sizes_of(tensors.get("k", q), options.layout)[2] != heads:
             had = f"cos has angles for {cos.shape[2]} heads"
             fail(f"q is {named(q, options.layout)} but {had}; q and k must have as many heads")
 
@@ -344,13 +318,8 @@ def _check_rows(tensors: Tensors, cos: Tensor, options: Options, fail: Fail) -> 
 def refuse_per_head(table: Tensor, options: Options, beside: str, fail: Fail) -> None:
     """Refuse a table with entries for each head."""
     if per_head(table):
-        had = f"{label_of_table(options)} has shape {tuple(table.shape)}"
+        had = f"{label_of('cos', options)} has shape {tuple(table.shape)}"
         fail(f"{had}; with {beside} the heads must share it: (P, W) or (B, P, W)")
-
-
-def label_of_table(options: Options) -> str:
-    """The name of the first table of a call."""
-    return "cos" if options.table == "cos_sin" else options.table
 
 
 def rows_of(table: Tensor) -> int:

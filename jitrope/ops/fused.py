@@ -118,9 +118,6 @@ class Fused(Source):
         if norm_of(o).v_norm and not o.copy_v and "v_cache" not in t:
             fail("copy_v=False does not go with v_norm, because v is not a view then; leave copy_v out")
         checks.check_qkv(name, t, o)
-        if not op.differentiable:
-            alone = "use a call without cache, quantize and out"
-            checks.refuse_gradients(fail, t, "qkv", "bias", use=alone)
         if o.dynamic_v and not o.copy_v:
             fail("copy_v=False does not go with v=True of quantize; leave copy_v out")
         if "bias" in t and norm_of(o).of == "v":

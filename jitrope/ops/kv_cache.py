@@ -1,20 +1,92 @@
-"""A cache of k and v: the value, and its checks. `pages` has what depends on where tokens go."""
+"""A cache of k and v, and the pages of each sequence in it: the values, and their checks."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..base.arguments import flag, refuse, tensor, word
+from ..base.arguments import refuse, tensor, word
 from ..plan.options import SCALE_FMTS, Options
 from ..plan.views import BLOCK_SCALES, FORMATS, FP8, FP8S, GROUPS, PER_ITEM, SCALES, Tensors, block_format
 from ..sinks.cache import slots_of
-from .fit import MAX_TOKENS, OWN_MEMORY, Fail, failing, named, require_no_overlap, sizes_of
-from .pages import Pages
-from .values import Value, divisor, scales
+from .fit import MAX_TOKENS, Fail, check_contiguous, check_integers, check_one_axis, named, sizes_of
+from .values import Value, divisors, flags, scales
 
 _SCALE_DTYPES = [*SCALES.values()]  # Dynamo of torch 2.6 cannot search in the values
+
+
+class Pages(Value):
+    """The pages of each sequence in a `KVCache`, as FlashInfer (arXiv:2501.01005) and vLLM keep them.
+
+    The new tokens are the last ones of each sequence, whose lengths count them; or the sequence and the position of
+    each token are given. The token at position p of its sequence goes to row p % rows of page number p // rows.
+
+    >>> q, (k, v) = torch.randn(2, 8, 64), torch.randn(2, 2, 1, 64)
+    >>> k_cache, v_cache = torch.zeros(2, 4, 16, 1, 64)  # 4 pages of 16 rows
+    >>> block_table, seq_lens = torch.tensor([[3, 1], [2, 0]]), torch.tensor([18, 16])  # a new token each
+    >>> cache = jitrope.KVCache(k_cache, v_cache, jitrope.Pages(block_table, seq_lens=seq_lens))
+    >>> table = jitrope.tables.cos_sin_cache(18, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> ids = seq_lens - 1
+    >>> q, _, v = jitrope.prepare_qkv(q, k, v, cos_sin_cache=table, positions=ids, cache=cache, layout="thd")
+    >>> torch.equal(v_cache[1, 1], v[0]) and torch.equal(v_cache[2, 15], v[1])
+    True
+
+    Args:
+        page_table: vLLM's block_table, (N or more, max_pages); beside batch_indices and `Packed` exactly N. Or, with
+            page_indptr, FlashInfer's page_indices of all sequences, one after the other, (n). All tensors are int32, or
+            all int64, on q's device. The host does not read them.
+        page_indptr: (N + 1): the pages of sequence i are page_table[page_indptr[i] : page_indptr[i + 1]].
+        last_page_len: (N): rows of each sequence's last page that are in use, with the new tokens.
+        seq_lens: (N): the length of each sequence, with the new tokens.
+        cu_seqlens_q: (N + 1): offsets of the new tokens of each sequence, ascending from 0 (vLLM's query_start_loc,
+            FlashInfer's append_indptr). Tokens after the last sequence are padding. None: each sequence has equally
+            many new tokens, as in a decode step.
+        batch_indices, cache_positions: of each token, (B, S) or flat, in place of lengths and cu_seqlens_q: its
+            sequence, and its position there (FlashInfer's batch_indices and positions). A negative sequence is padding.
+        clear_page: write zeros to the rest of the last page of each sequence with new tokens too; not with
+            batch_indices.
+        errors: an int32 tensor of one element. The kernel adds the number of tokens whose page is outside of the cache,
+            or whose sequence or position is outside of the table. Nothing is stored for them, nor for those of a
+            sequence without a length (padding), which are not counted.
+
+    Raises:
+        InvalidInput: an argument has a wrong type, is missing, or does not go with another.
+    """
+
+    def __init__(
+        self,
+        page_table: Tensor,
+        page_indptr: Tensor | None = None,
+        last_page_len: Tensor | None = None,
+        *,
+        seq_lens: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        batch_indices: Tensor | None = None,
+        cache_positions: Tensor | None = None,
+        clear_page: bool = False,
+        errors: Tensor | None = None,
+    ) -> None:
+        placed = batch_indices is not None or cache_positions is not None
+        listed = page_indptr is not None or last_page_len is not None
+        needed: tuple[str, ...] = ("page_indptr", "last_page_len") if listed else ("seq_lens",)
+        needed = ("batch_indices", "cache_positions") if placed else needed
+        lengths = {"last_page_len": last_page_len, "seq_lens": seq_lens, "cache_positions": cache_positions}
+        given = {"page_table": page_table, "page_indptr": page_indptr, **lengths, "cu_seqlens_q": cu_seqlens_q}
+        self.tensors = {}
+        for label, x in {**given, "batch_indices": batch_indices, "errors": errors}.items():
+            if x is not None and label not in needed and (label in lengths or (placed and label == "cu_seqlens_q")):
+                refuse("Pages", label, x, f"None beside {' and '.join(needed)}")
+            if x is not None or label in ("page_table", *needed):
+                self.tensors["lengths" if label in lengths else label] = tensor("Pages", label, x)
+        self.words = flags("Pages", clear_page=clear_page)
+        if self.words and placed:
+            refuse("Pages", "clear_page", True, "False beside batch_indices")
+
+    def _arguments(self) -> dict[str, Any]:
+        found = super()._arguments()
+        return {_lengths_of(self.tensors) if name == "lengths" else name: x for name, x in found.items()}
 
 
 class KVCache(Value):
@@ -71,43 +143,35 @@ class KVCache(Value):
         scale_fmt: str | None = None,
     ) -> None:
         pages = slot_mapping if isinstance(slot_mapping, Pages) else None
-        for label, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-            if scale is not None:
-                divisor("KVCache", label, scale)
-        self.tensors = {
-            "k_cache": tensor("KVCache", "k_cache", k_cache),
-            **({} if v_cache is None else {"v_cache": tensor("KVCache", "v_cache", v_cache)}),
-            **(pages.tensors if pages else {"slot_mapping": tensor("KVCache", "slot_mapping", slot_mapping)}),
-            **scales("KVCache", k_cache, k_scale=k_scale, v_scale=v_scale),
-        }
-        self.words = {"rotate_k": True} if flag("KVCache", "rotate_k", rotate_k) else {}
+        blocks = k_block_scale is not None or v_block_scale is not None
+        given: Any = {"k_cache": k_cache, **({} if v_cache is None else {"v_cache": v_cache})}
+        given.update(pages.tensors if pages else {"slot_mapping": slot_mapping})
+        if blocks:
+            given.update(zip(BLOCK_SCALES[: 1 + (v_cache is not None)], (k_block_scale, v_block_scale)))
+        self.tensors = {label: tensor("KVCache", label, x) for label, x in given.items()}
+        self.tensors.update(scales("KVCache", k_cache, **divisors("KVCache", k_scale=k_scale, v_scale=v_scale)))
         for label, x in (("v_scale", v_scale), ("v_block_scale", v_block_scale)):
             if v_cache is None and x is not None:
                 refuse("KVCache", label, x, "None without v_cache")
-        if k_block_scale is not None or v_block_scale is not None:
-            for label, scale in zip(BLOCK_SCALES, (k_block_scale, v_block_scale)):
-                if label[0] == "k" or v_cache is not None:
-                    self.tensors[label] = tensor("KVCache", label, scale)
+        self.words = {**flags("KVCache", rotate_k=rotate_k), **(pages.words if pages else {})}
         if scale_fmt is not None:
             if k_block_scale is None or k_block_scale.dtype == FP8:
                 refuse("KVCache", "scale_fmt", scale_fmt, f"None without k_block_scale, and with scales in {FP8}")
             self.words["scale_fmt"] = word("KVCache", "scale_fmt", scale_fmt, SCALE_FMTS[1:])
-        if pages:
-            self.words.update(pages.words)
 
 
 def check_caches(heads_of: Tensors, tensors: Tensors, options: Options, fail: Fail) -> None:
     """Refuse caches that do not fit k and v, by name, and each other. tensors: the call's."""
     k, blocks = heads_of["k"], BLOCK_SCALES[0] in tensors
     allowed = [form.dtype for form in FORMATS.values()] if blocks else [k.dtype, *FP8S]
-    caches = {f"{name}_cache": tensors[f"{name}_cache"] for name in heads_of}
-    for x, (label, cache) in zip(heads_of.values(), caches.items()):
+    for letter, x in heads_of.items():
+        label, cache = f"{letter}_cache", tensors[f"{letter}_cache"]
         _, _, heads, head_dim = sizes_of(x, options.layout)
         known, per_item = cache.dtype in allowed, PER_ITEM.get(cache.dtype, 1) if blocks else 1
         fits = cache.dim() in (3, 4) and tuple(cache.shape[-2:]) == (heads, head_dim // per_item)
         if not fits and (known or not blocks):
-            had = f"{label[0]} is {named(x, options.layout)} but {label} has shape {tuple(cache.shape)}"
             width = "D" if per_item == 1 else f"D / {per_item}"
+            had = f"{letter} is {named(x, options.layout)} but {label} has shape {tuple(cache.shape)}"
             fail(f"{had}; it must be (slots, H, {width}) or (pages, rows, H, {width})")
         if cache.device != k.device:
             fail(f"{label} is on {cache.device} but k is on {k.device}")
@@ -115,30 +179,31 @@ def check_caches(heads_of: Tensors, tensors: Tensors, options: Options, fail: Fa
             *most, last = [f"k's {x}" if x == k.dtype else str(x) for x in allowed]
             must = f"{'with block scales it must be' if blocks else 'allowed are'} {', '.join(most)}"
             fail(f"{label} is {cache.dtype}; {must} {'or' if blocks else 'and'} {last}")
-        require_no_overlap(label, cache, fail, OWN_MEMORY)
         if per_item > 1 and cache.stride(-1) != 1:
             fail(f"{label} has strides {tuple(cache.stride())}; the last must be 1")
         if blocks:
-            _check_block_scale(f"{label[0]}_block_scale", tensors, cache, head_dim, fail)
-    _check_pair(caches, blocks, fail)
-    if blocks:
-        _check_pair({name: tensors[name] for name in BLOCK_SCALES if name in tensors}, blocks, fail, last=1)
-    if slots_of(tensors["k_cache"]) > MAX_TOKENS:
-        fail(f"the caches have {slots_of(tensors['k_cache'])} slots; at most {MAX_TOKENS} are possible")
+            _check_block_scale(f"{letter}_block_scale", tensors, cache, head_dim, fail)
+    if "v" in heads_of:
+        _check_pair({name: tensors[name] for name in ("k_cache", "v_cache")}, slice(-2), fail)
+        if blocks:
+            _check_pair({name: tensors[name] for name in BLOCK_SCALES}, slice(-1, None), fail)
+        elif _is_apart(tensors["k_cache"]) != _is_apart(tensors["v_cache"]):
+            fail("k_cache and v_cache have their pages in different orders; give both the same strides")
+    if (slots := slots_of(tensors["k_cache"])) > MAX_TOKENS:
+        fail(f"the caches have {slots} slots; at most {MAX_TOKENS} are possible")
 
 
-def _check_pair(pair: Tensors, blocks: bool, fail: Fail, last: int = 0) -> None:
-    """Refuse caches of k and v, or their block scales, that differ. last: the numbers of scales of a head count too."""
-    if len(pair) < 2:
-        return
+def _is_apart(cache: Tensor) -> bool:
+    """Whether the pages of a cache have other memory between them. Those of an expanded cache are refused later."""
+    return cache.dim() == 4 and cache.stride(0) != 0 and cache.stride(0) != cache.shape[1] * cache.stride(1)
+
+
+def _check_pair(pair: Tensors, axes: slice, fail: Fail) -> None:
+    """Refuse tensors of k and v that differ in their dtype or in these axes."""
     k, v = pair.values()
-    places = k.shape[:-2] != v.shape[:-2] if not last else k.shape[-1] != v.shape[-1]
-    if places or k.dtype != v.dtype:
+    if k.shape[axes] != v.shape[axes] or k.dtype != v.dtype:
         had = " but ".join([f"{label} is {tuple(x.shape)} {x.dtype}" for label, x in pair.items()])
         fail(f"{had}; they must match")
-    paged = [c.dim() == 4 and c.stride(0) != c.shape[1] * c.stride(1) for c in (k, v)]
-    if paged[0] != paged[1] and not blocks:
-        fail("k_cache and v_cache have their pages in different orders; give both the same strides")
 
 
 def _check_block_scale(label: str, tensors: Tensors, cache: Tensor, head_dim: int, fail: Fail) -> None:
@@ -158,17 +223,70 @@ def _check_block_scale(label: str, tensors: Tensors, cache: Tensor, head_dim: in
         shown = " or ".join([f"({', '.join(map(str, shape))}, G)" for shape in shapes])
         counts = ", ".join([f"{count} for groups of {group}" for count, group in sorted(sizes.items())])
         fail(f"{label} has shape {tuple(scale.shape)}; with D={head_dim} it must be {shown}, where G is {counts}")
-    require_no_overlap(label, scale, fail, OWN_MEMORY)
 
 
-def check_one_format(name: str, tensors: Tensors, options: Options) -> None:
+def check_one_format(tensors: Tensors, options: Options, fail: Fail) -> None:
     """Refuse computed scales of q of another kind than those beside a cache, because one kernel computes both."""
-    if BLOCK_SCALES[0] not in tensors:
-        return
     dim = tensors["q"].shape[-1]
-    own = (options.out_dtype, options.group or dim, options.scale_out)
-    found = tuple(block_format(tensors, dim, options))
-    if own != found:
-        one, other = (f"{x[0]} with a scale of {x[2]} for {x[1]} elements" for x in (own, found))
-        one, other = (said.replace("e8m0_fp32", "ue8m0 in fp32") for said in (one, other))  # as the caller says it
-        failing(name)(f"quantize makes q {one}, but k_cache and k_block_scale are {other}; they must match")
+    own, found = (options.out_dtype, options.group or dim, options.scale_out), block_format(tensors, dim, options)
+    if own != tuple(found):
+        one, other = (f"{form} with a scale of {scale} for {group} elements" for form, group, scale in (own, found))
+        text = f"quantize makes q {one}, but k_cache and k_block_scale are {other}; they must match"
+        fail(text.replace("e8m0_fp32", "ue8m0 in fp32"))  # as the caller says it
+
+
+def _lengths_of(t: Tensors) -> str:
+    """The user's name for the lengths."""
+    return "cache_positions" if "batch_indices" in t else "last_page_len" if "page_indptr" in t else "seq_lens"
+
+
+def check_places(tensors: Tensors, options: Options, fail: Fail) -> None:
+    """Refuse slots, or a page table and its lengths, that do not fit the tokens and the cache."""
+    q, cache = tensors["q"], tensors["k_cache"]
+    batch, seqlen, *_ = sizes_of(q, options.layout)
+    of_tokens = ("slot_mapping", *(("lengths", "batch_indices") if "batch_indices" in tensors else ()))
+    names = ("slot_mapping", "page_table", "page_indptr", "lengths", "cu_seqlens_q", "batch_indices")
+    for name in [name for name in names if name in tensors]:
+        label, x = _lengths_of(tensors) if name == "lengths" else name, tensors[name]
+        check_integers(label, x, q, fail)
+        if x.dtype != (table := tensors.get("page_table", x)).dtype:
+            fail(f"{label} is {x.dtype} but page_table is {table.dtype}; they must match")
+        if name in of_tokens:
+            check_contiguous(label, x, fail)
+            if x.numel() != batch * seqlen:
+                fail(f"{label} has shape {tuple(x.shape)} for {batch * seqlen} tokens")
+            continue
+        if name != "page_table" or "page_indptr" in tensors:
+            check_one_axis(label, x, fail)
+        elif x.dim() != 2:
+            fail(f"page_table has shape {tuple(x.shape)}; it must be (N, max_pages) without page_indptr")
+        if x.shape[-1] > 1 and x.stride(-1) != 1:
+            fail(f"{label} has strides {x.stride()}; its last axis must be contiguous")
+    if "slot_mapping" in tensors:
+        return
+    _check_counts(tensors, batch * seqlen, fail)
+    if cache.dim() != 4:
+        fail(f"k_cache has shape {tuple(cache.shape)}; with a page table it must be (pages, rows, H, D)")
+    if cache.shape[1] == 0:
+        fail("k_cache has pages of 0 rows; a page table needs pages with rows")
+    errors = tensors.get("errors")
+    if errors is not None and (errors.dtype != torch.int32 or errors.numel() != 1 or errors.device != q.device):
+        had = f"errors is {tuple(errors.shape)} {errors.dtype} on {errors.device}"
+        fail(f"{had}; it must be one int32 number on q's device")
+
+
+def _check_counts(tensors: Tensors, tokens: int, fail: Fail) -> None:
+    """Refuse tables, lengths and offsets of different numbers of sequences."""
+    sizes = {name: x.shape[0] for name, x in tensors.items() if x.dim()}  # len would make a symbol a number
+    if "batch_indices" in tensors:
+        label, count = "page_table", sizes["page_indptr"] - 1 if "page_indptr" in sizes else sizes["page_table"]
+    else:
+        label, count = _lengths_of(tensors), sizes["lengths"]
+        if "page_indptr" not in sizes and sizes["page_table"] < count:
+            had = f"page_table has {sizes['page_table']} rows and seq_lens has {count} entries"
+            fail(f"{had}; it must have as many rows")
+        if "cu_seqlens_q" not in sizes and tokens and (not count or tokens % count):
+            fail(f"{label} has {count} entries for {tokens} tokens; pass cu_seqlens_q")
+    for name in ("page_indptr", "cu_seqlens_q", "cu_seqlens"):
+        if name in sizes and sizes[name] != count + 1:
+            fail(f"{name} has {sizes[name]} entries and {label} has {count}; {name} must have one more")

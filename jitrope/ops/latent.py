@@ -16,7 +16,6 @@ from . import checks
 from .backward import Backward, turned_back
 from .fit import check_heads, check_scale, failing, named, refuse_per_head
 from .operation import Call, Operation
-from .outs import OUTS
 from .source import Read, Source
 
 
@@ -66,14 +65,13 @@ class Latent(Source):
         check_latent(name, t, o)
         if not (op.out or op.convert):
             return
-        q, kv, dtypes = t["q"], t["kv"], op.dtypes(t, o)
-        wanted, widths = {}, {"q": q.shape[-1], "k": q.shape[-1], "v": o.v_dim}
-        for letter, x in (("q", q), ("k", kv), ("v", kv)):
+        q, kv, dtypes, fail = t["q"], t["kv"], op.dtypes(t, o), failing(name)
+        for letter, x, width in (("q", q, q.shape[-1]), ("k", kv, q.shape[-1]), ("v", kv, o.v_dim)):
             needed = letter == "k" and "q_scale" in t
-            check_scale(f"{letter}_scale", {**t, letter: x}, letter, True, o, failing(name), needed)
+            check_scale(f"{letter}_scale", {**t, letter: x}, letter, True, o, needed, fail)
             if f"{letter}_out" in t:
-                wanted[f"{letter}_out"] = (*x.shape[:-1], widths[letter]), dtypes.get(letter, q.dtype)
-        checks.check_outs(name, t, OUTS, wanted, "use a call without quantize and out")
+                dtype = dtypes.get(letter, q.dtype)
+                checks.check_out(letter, t[f"{letter}_out"], (*x.shape[:-1], width), dtype, q, fail)
 
     def gradient(self, op: Operation, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """A missing gradient has no heads, or, of k or v alone, is zero."""

@@ -33,7 +33,6 @@ from ..sinks.results import LETTERS, empty_heads, empty_scale
 from ..stages.convert import least_scales
 from . import checks
 from .fit import USERS_NAMES, check_axes, check_ranks, failing, sizes_of
-from .kv_cache import check_one_format
 from .outs import OUTS, copy_heads, refuse_other_v
 from .source import SOURCES, Read, Source
 from .stand_ins import one_row
@@ -108,17 +107,9 @@ class Operation:
     @property
     def rules(self) -> tuple[Rule, ...]:
         """The rules of the stages and of the cache."""
-        stored = self.cache or self.convert
-        rules: list[tuple[Any, Rule]] = [
-            (not self.cache, checks.check),
-            (self.cache, checks.check_kv_cache),
-            (self.convert == "given" and not self.cache, checks.check_fp8),
-            (self.convert in ("computed", "rows") and not self.cache, checks.check_scaled),
-            (self.norm, checks.check_stored if stored else checks.check_norm),
-            (self.norm, checks.check_whole_head),
-            (self.convert == "computed" and self.cache, check_one_format),
-        ]
-        return tuple([rule for applies, rule in rules if applies])
+        scales = (checks.check_scales,) if self.convert and not self.cache else ()
+        whole_heads = (checks.check_whole_heads,) if self.norm else ()
+        return (checks.check_kv_cache if self.cache else checks.check, *scales, *whole_heads)
 
     def check_stages(self, name: str, t: Tensors, o: Options) -> None:
         """Refuse what does not fit q, k and v, tensors of their own."""
@@ -130,7 +121,7 @@ class Operation:
         if apart or (o.per_row and "v" in t and not self.source.joins(t)):
             refuse_other_v(name, t, o)
         if self.out == "given":
-            checks.check_into(name, t, o, OUTS, self.dtypes(t, o))
+            checks.check_into(name, t, o, self.dtypes(t, o))
         self.check_groups(name, t, o)
 
     def check_groups(self, name: str, t: Tensors, o: Options) -> None:

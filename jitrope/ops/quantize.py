@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..base.arguments import flag, refuse, shown, whole, word
+from ..base.arguments import refuse, whole, word
 from ..base.errors import InvalidInput
 from ..plan.options import SCALE_FMTS
 from ..plan.problem import DTYPE_NAMES
-from ..plan.views import E8M0, FORMATS, FP8, FP8S, GROUPS, SCALES, Tensors
-from .values import Value, divisor, scales
+from ..plan.views import FORMATS, FP8, FP8S, GROUPS, SCALES, Tensors
+from .values import Value, divisors, flags, scales
 
-_POWERS = "e8m0_fp32"
-_LABELS = {"out_dtype": "dtype", "scale_out": "scale_dtype", _POWERS: "scale_fmt", "dynamic_v": "v"}
-"""The names of arguments whose words have other names; _POWERS is the word of one value of scale_fmt."""
+_SCALE_WORDS = {dtype: name for name, dtype in SCALES.items()}
 
 
 class Conversion(Value):
-    """A conversion of q, k and v. given: the scales of whole tensors that are not None, as given."""
+    """A conversion of q, k and v."""
 
-    given: dict[str, Any]
+    given: dict[str, Any]  # the scales of whole tensors that are not None, as given
+    asked: Mapping[str, Any] = {}
     per = "token"
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "given": self.given, "per": self.per}
+
+    def _arguments(self) -> dict[str, Any]:
+        return dict(self.asked)
 
     def on(self, q: Tensor) -> Tensors:
         """The scales of whole tensors on q's device. Shapes and errors are those of `Quantize`."""
@@ -69,18 +72,12 @@ class Quantize(Conversion):
         dtype: torch.dtype = FP8,
         hadamard: bool = False,
     ) -> None:
-        given = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-        self.given = {label: x for label, x in given.items() if x is not None or label == "q_scale"}
-        for label, scale in self.given.items():
-            divisor("Quantize", label, scale)
+        self.given = divisors("Quantize", "q_scale", q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
         self.tensors, self.words = {}, hadamard_words("Quantize", hadamard)
+        self.asked = {**self.given, **self.words}
         form = _format("Quantize", dtype, FP8S)
         if form != "fp8":
-            self.words["out_dtype"] = form
-
-    def __repr__(self) -> str:
-        given = [f"{name}={shown(x)}" for name, x in self.given.items()]
-        return f"Quantize({', '.join(given + _shown(self.words))})"
+            self.words["out_dtype"], self.asked["dtype"] = form, dtype
 
 
 class Scaled(NamedTuple):
@@ -174,77 +171,57 @@ class DynamicQuantize(Conversion):
         swizzled: bool = False,
         v: bool = False,
     ) -> None:
-        self.per = word("DynamicQuantize", "per", per, ("token", "head", "kv_head"))
-        allowed = tuple([form.dtype for form in FORMATS.values()])
-        self.tensors, self.words = {}, {"out_dtype": _format("DynamicQuantize", dtype, allowed)}
-        if self.per == "token":
-            self.words["computed"] = True
-        given = {"q_scale": q_global_scale, "k_scale": k_global_scale, "v_scale": v_global_scale}
-        self.given = {label: scale for label, scale in given.items() if scale is not None}
+        name = "DynamicQuantize"
+        self.per = word(name, "per", per, ("token", "head", "kv_head"))
+        form = _format(name, dtype, tuple([form.dtype for form in FORMATS.values()]))
+        self.asked = {"dtype": dtype}
+        self.tensors, self.words = {}, {"out_dtype": form, **({"computed": True} if per == "token" else {})}
         if group is not None:
-            self.words["group"] = whole("DynamicQuantize", "group", group)
+            self.words["group"] = self.asked["group"] = whole(name, "group", group)
             if self.words["group"] not in GROUPS:
-                refuse("DynamicQuantize", "group", group, "16, 32, 64, 128 or None")
-        self.words.update(_scale_words(self.words["out_dtype"], scale_dtype, scale_fmt))
-        for label, scale in self.given.items():
-            label = label.replace("_", "_global_")
+                refuse(name, "group", group, "16, 32, 64, 128 or None")
+        scale_out = _scale_out(form, scale_dtype, scale_fmt)
+        if scale_out != "fp32":
+            self.words["scale_out"] = scale_out
+            own = {"scale_fmt": scale_fmt} if scale_dtype == torch.float32 else {"scale_dtype": scale_dtype}
+            self.asked.update(own)
+        on = flags(name, swizzled=swizzled, v=v, hadamard=hadamard)
+        self.words.update({"dynamic_v" if label == "v" else label: True for label in on})
+        numbers = {"q_global_scale": q_global_scale, "k_global_scale": k_global_scale, "v_global_scale": v_global_scale}
+        given = divisors(name, "", **numbers)
+        for label, scale in given.items():
             if scale_dtype != FP8:
-                refuse("DynamicQuantize", label, scale, f"None without scale_dtype={FP8}")
-            divisor("DynamicQuantize", label, scale)
-        if flag("DynamicQuantize", "swizzled", swizzled):
-            self.words["swizzled"] = True
-        if flag("DynamicQuantize", "v", v):
-            self.words["dynamic_v"] = True
-        elif v_global_scale is not None:
-            refuse("DynamicQuantize", "v_global_scale", v_global_scale, "None without v=True")
-        for label in ("group", "scale_out", "swizzled"):
-            if self.per != "token" and label in self.words:
-                raise InvalidInput(
-                    f"DynamicQuantize: {_label(label, self.words)} does not go with per={self.per!r}; leave one out"
-                )
-        if self.per != "token" and self.words["out_dtype"] == "fp4":
-            raise InvalidInput(f"DynamicQuantize: fp4 does not go with per={self.per!r}; leave per out")
-        if swizzled and ("group" not in self.words or self.words.get("scale_out", _POWERS) == _POWERS):
-            raise InvalidInput("DynamicQuantize: swizzled needs scales of one byte; pass group and scale_dtype too")
-        self.words.update(hadamard_words("DynamicQuantize", hadamard))
-
-    def __repr__(self) -> str:
-        given = [f"{label.replace('_', '_global_')}={shown(x)}" for label, x in self.given.items()]
-        given += [] if self.per == "token" else [f"per={self.per!r}"]
-        return f"DynamicQuantize({', '.join(_shown(self.words) + given)})"
+                refuse(name, label, scale, f"None without scale_dtype={FP8}")
+        if v_global_scale is not None and "v" not in on:
+            refuse(name, "v_global_scale", v_global_scale, "None without v=True")
+        self.asked.update({**on, **given, **({} if per == "token" else {"per": per})})
+        self.given = {label.replace("_global", ""): scale for label, scale in given.items()}
+        for label in ("group", "scale_dtype", "scale_fmt", "swizzled"):
+            if per != "token" and label in self.asked:
+                raise InvalidInput(f"{name}: {label} does not go with per={per!r}; leave one out")
+        if per != "token" and form == "fp4":
+            raise InvalidInput(f"{name}: fp4 does not go with per={per!r}; leave per out")
+        if "swizzled" in on and (group is None or scale_dtype == torch.float32):
+            raise InvalidInput(f"{name}: swizzled needs scales of one byte; pass group and scale_dtype too")
 
 
-def _shown(words: dict[str, Any]) -> list[str]:
-    """The words of a value as its arguments."""
-    values = {**{name: form.dtype for name, form in FORMATS.items()}, **SCALES, "head": True, _POWERS: "ue8m0"}
-    return [f"{_label(name, words)}={shown(values.get(x, x))}" for name, x in words.items() if name != "computed"]
-
-
-def _label(name: str, words: dict[str, Any]) -> str:
-    return _LABELS.get(words[name], _LABELS.get(name, name))
-
-
-def _scale_words(form: str, scale_dtype: Any, scale_fmt: Any) -> dict[str, Any]:
-    """The word for scales that are rounded, if they are."""
-    dtypes = [*SCALES.values()]  # Dynamo of torch 2.6 cannot search in the values
-    if not isinstance(scale_dtype, torch.dtype) or scale_dtype not in dtypes:
-        refuse("DynamicQuantize", "scale_dtype", scale_dtype, " or ".join(map(str, dtypes)))
+def _scale_out(form: str, scale_dtype: Any, scale_fmt: Any) -> str:
+    """The word for the dtype of scales, and their rounding."""
+    name = "DynamicQuantize"
+    if not isinstance(scale_dtype, torch.dtype) or scale_dtype not in _SCALE_WORDS:
+        refuse(name, "scale_dtype", scale_dtype, " or ".join(map(str, _SCALE_WORDS)))
     if scale_dtype == FP8 and form != "fp4":
-        must = "torch.float32 or torch.float8_e8m0fnu; only fp4 has scales in e4m3"
-        refuse("DynamicQuantize", "scale_dtype", scale_dtype, must)
-    if scale_fmt is not None:
-        if not isinstance(scale_fmt, str) or scale_fmt not in SCALE_FMTS[1:]:
-            refuse("DynamicQuantize", "scale_fmt", scale_fmt, f"{SCALE_FMTS[1]!r} or None")
-        if scale_dtype == FP8:
-            raise InvalidInput(f"DynamicQuantize: scale_fmt does not go with scale_dtype={FP8}; leave one out")
-    if scale_dtype == torch.float32:
-        return {} if scale_fmt is None else {"scale_out": _POWERS}
-    return {"scale_out": "e8m0" if scale_dtype == E8M0 else "fp8"}
+        refuse(name, "scale_dtype", scale_dtype, "torch.float32 or torch.float8_e8m0fnu; only fp4 has scales in e4m3")
+    if scale_fmt is not None and (not isinstance(scale_fmt, str) or scale_fmt not in SCALE_FMTS[1:]):
+        refuse(name, "scale_fmt", scale_fmt, f"{SCALE_FMTS[1]!r} or None")
+    if scale_fmt is not None and scale_dtype == FP8:
+        raise InvalidInput(f"{name}: scale_fmt does not go with scale_dtype={FP8}; leave one out")
+    return "e8m0_fp32" if scale_fmt and scale_dtype == torch.float32 else _SCALE_WORDS[scale_dtype]
 
 
 def hadamard_words(name: str, value: Any) -> dict[str, Any]:
     """The word for a Hadamard transform, if there is one."""
-    return {"hadamard": True} if flag(name, "hadamard", value) else {}
+    return flags(name, hadamard=value)
 
 
 def _format(name: str, dtype: Any, allowed: tuple[torch.dtype, ...]) -> str:

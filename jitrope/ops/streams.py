@@ -9,8 +9,8 @@ from torch import Tensor
 from ..plan.options import NO_NORM, Options, changed, norm_of
 from ..plan.views import MEANS, TABLE_NAMES, Tensors, head_view
 from ..sinks.results import empty_heads
-from .checks import WEIGHTS, check, check_into, refuse_gradients
-from .fit import Fail, check_factor, failing, label_of_ids, named, refuse_per_head
+from .checks import WEIGHTS, check, check_into
+from .fit import Fail, check_factor, failing, label_of, named, refuse_per_head
 from .heads import HEADS, transformed_back
 from .operation import COUNTED, Call, Operation, Rule, operation
 from .outs import OUTS
@@ -58,7 +58,7 @@ def check_joint(name: str, tensors: Tensors, options: Options, rules: tuple[Rule
         fail(f"the weights are {', '.join(sorted(map(str, given)))}; they must match")
     q, cos, two = tensors["first_q"], tensors["cos"], "second_cos" in tensors
     given_ids, unrotated, angles = "position_ids" in tensors, options.unrotated > 0, options.table == "freqs"
-    for word, said in ((label_of_ids(options), given_ids), ("unrotated", unrotated), ("freqs", angles)):
+    for word, said in ((label_of("position_ids", options), given_ids), ("unrotated", unrotated), ("freqs", angles)):
         if two and said:
             fail(f"{word} does not go with a table for each stream; pass one table")
     tokens = q.shape[1] + tensors["second_q"].shape[1]
@@ -131,13 +131,10 @@ class Streams(Source):
         return [of_stream(t, o, stream) for stream in STREAMS]
 
     def check(self, op: Operation, name: str, t: Tensors, o: Options) -> None:
-        read = {op.label(label): x for label, x in t.items() if label not in OUTS}
-        if not op.differentiable:
-            refuse_gradients(failing(name), read, *read, use="use a call without quantize and out")
         check_joint(name, t, o, op.rules)
         op.check_groups(name, self.shaped(t, o), o)
         if op.out == "given":
-            check_into(name, {**read, **self.shaped(t, o)}, o, OUTS, op.dtypes(t, o))
+            check_into(name, self.shaped(t, o), o, op.dtypes(t, o))
 
     def saved(self, t: Tensors, o: Options, tables: Tensors) -> Tensors:
         """Without a norm only the tables, and the first stream's q, whose length is needed."""

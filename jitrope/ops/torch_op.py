@@ -94,8 +94,8 @@ def arguments(op: Operation, tensors: Tensors, options: Options) -> tuple[Any, .
 
 def run_op(op: Operation, tensors: Tensors, options: Options) -> Tensors:
     """Return the results of an operation from its torch op."""
-    if not watch.is_compiling():  # torch gives the op lazy zeros with other strides than were checked
-        tensors = {name: x.clone() if watch.is_zero(x) else x for name, x in tensors.items()}
+    # torch gives the op lazy zeros with other strides than were checked
+    tensors = {name: x.clone() if watch.is_zero(x) else x for name, x in tensors.items()}
     made, full = op.made(tensors, options), filled(op, tensors, options)
     given = arguments(op, full, options)
     if len(given) == 3:

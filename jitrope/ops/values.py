@@ -34,13 +34,17 @@ class Value:
         return {"tensors": self.tensors, "words": self.words}
 
     def __repr__(self) -> str:
-        given = {self._argument(name): x for name, x in (*self.tensors.items(), *self.words.items())}
-        parts = [f"{name}={shown(x)}" for name, x in given.items() if name]
+        parts = [f"{name}={shown(x)}" for name, x in self._arguments().items()]
         return f"{type(self).__name__}({', '.join(parts)})"
 
-    def _argument(self, name: str) -> str:
-        """The argument for a tensor or a word; "" if the class implies it."""
-        return "" if name in ("layout", "shifts") else "ranks" if name == "ulysses_degree" else name
+    def _arguments(self) -> dict[str, Any]:
+        """The arguments that are not defaults."""
+        return {**self.tensors, **{name: x for name, x in self.words.items() if name not in ("layout", "shifts")}}
+
+
+def flags(name: str, **given: Any) -> dict[str, bool]:
+    """The arguments that are True. They may be True or False."""
+    return {label: True for label, value in given.items() if flag(name, label, value)}
 
 
 class Positions(Value):
@@ -97,8 +101,7 @@ class Packed(Positions):
         self.words = {"layout": "thd"}
         if max_seqlen is not None:
             self.words["max_seqlen"] = whole("Packed", "max_seqlen", max_seqlen)
-        if flag("Packed", "packed_table", packed_table):
-            self.words["packed_table"] = True
+        self.words.update(flags("Packed", packed_table=packed_table))
         self._complete(start_positions, cp_size, cp_rank)
 
 
@@ -146,8 +149,7 @@ class Mrope(Positions):
         self.words = {"mrope_section": wholes("Mrope", "mrope_section", mrope_section, 0)}
         if not self.words["mrope_section"]:
             refuse("Mrope", "mrope_section", mrope_section, "the number of pairs of each axis")
-        if flag("Mrope", "mrope_interleaved", mrope_interleaved):
-            self.words["mrope_interleaved"] = True
+        self.words.update(flags("Mrope", mrope_interleaved=mrope_interleaved))
         self._complete()
 
 
@@ -251,55 +253,37 @@ class Norm(Value):
         v_norm: bool = False,
         rounding: str = "none",
     ) -> None:
-        self.tensors = {}
-        weights = {"q_weight": q_weight, "k_weight": k_weight, "q_bias": q_bias, "k_bias": k_bias, "v_weight": v_weight}
-        for name, weight in weights.items():
-            if weight is not None:
-                self.tensors[name] = tensor("Norm", name, weight)
         kind = word("Norm", "kind", kind, NORM_KINDS)
         of = word("Norm", "of", of, NORM_OF)
-        for name in self.tensors:
-            if name[0] not in of:
-                raise InvalidInput(f"Norm: {name} does not go with of={of!r}; leave it out")
-        given = {
-            "across_heads": across_heads,
-            "zero_centered": zero_centered,
-            "after_rope": after_rope,
-            "v_norm": v_norm,
-        }
-        flags = {name: flag("Norm", name, value) for name, value in given.items()}
-        for name in [name for name in ("across_heads", "after_rope", "v_norm") if of == "v" and flags[name]]:
-            raise InvalidInput(f"Norm: {name} does not go with of='v'; leave it out")
-        if of == "v" and kind == "layer_norm":
-            raise InvalidInput("Norm: kind='layer_norm' does not go with of='v'; leave it out")
+        weights = {"q_weight": q_weight, "k_weight": k_weight, "q_bias": q_bias, "k_bias": k_bias, "v_weight": v_weight}
+        self.tensors = {label: tensor("Norm", label, x) for label, x in weights.items() if x is not None}
+        on = flags("Norm", across_heads=across_heads, zero_centered=zero_centered, after_rope=after_rope, v_norm=v_norm)
+        apart = [label for label in self.tensors if label[0] not in of]
+        if of == "v":
+            apart += [label for label in ("across_heads", "after_rope", "v_norm") if label in on]
+            apart += ["kind='layer_norm'"] * (kind == "layer_norm")
+        for label in apart:
+            raise InvalidInput(f"Norm: {label} does not go with of={of!r}; leave it out")
         if mean_squares is not None:
-            refused = {"across_heads=False": not flags["across_heads"], "v_norm": flags["v_norm"]}
-            refused[f"of={of!r}"] = of != "qk"
-            self.tensors.update(_means(mean_squares, {**refused, f"kind={kind!r}": kind == "layer_norm"}))
+            without = {"across_heads=False": "across_heads" not in on, "v_norm": "v_norm" in on}
+            without.update({f"of={of!r}": of != "qk", f"kind={kind!r}": kind == "layer_norm"})
+            for label in [label for label, refused in without.items() if refused]:
+                raise InvalidInput(f"Norm: mean_squares does not go with {label}; leave one out")
+            must = "those of q and k: two tensors, or a tensor and None"
+            means = items("Norm", "mean_squares", mean_squares, must)
+            if len(means) != 2 or not isinstance(means[0], Tensor) or not isinstance(means[1], (Tensor, type(None))):
+                refuse("Norm", "mean_squares", mean_squares, must)
+            self.tensors.update({name: x for name, x in zip(MEANS, means) if x is not None})
         rounding = word("Norm", "rounding", rounding, NORM_ROUNDINGS)
         if type(eps := number("Norm", "eps", eps)) is float and eps < 0:
             refuse("Norm", "eps", eps, "0 or above")
-        self.words = {"norm": NormOptions(rounding, **flags, kind=kind, of=of, eps=eps)}
+        self.words = {"norm": NormOptions(rounding, **on, kind=kind, of=of, eps=eps)}
 
-    def __repr__(self) -> str:
+    def _arguments(self) -> dict[str, Any]:
         default, norm = NormOptions()._asdict(), self.words["norm"]._asdict()
-        weights = {name: x for name, x in self.tensors.items() if name not in MEANS}
-        parts = [f"{name}={shown(x)}" for name, x in (*weights.items(), *norm.items()) if x != default.get(name)]
-        means = [shown(self.tensors.get(name)) for name in MEANS]
-        parts += [f"mean_squares=({', '.join(means)})"] if MEANS[0] in self.tensors else []
-        return f"Norm({', '.join(parts)})"
-
-
-def _means(given: Any, words: dict[str, bool]) -> Tensors:
-    """The means of squares of q and k by name, without a missing one. words: those that are refused beside them."""
-    for label, refused in words.items():
-        if refused:
-            raise InvalidInput(f"Norm: mean_squares does not go with {label}; leave one out")
-    must = "those of q and k: two tensors, or a tensor and None"
-    q, k = found if len(found := items("Norm", "mean_squares", given, must)) == 2 else (None, None)
-    if not isinstance(q, Tensor) or not (k is None or isinstance(k, Tensor)):
-        refuse("Norm", "mean_squares", given, must)
-    return {name: x for name, x in zip(MEANS, (q, k)) if x is not None}
+        found = {name: x for name, x in (*self.tensors.items(), *norm.items()) if x != default.get(name)}
+        means = tuple([found.pop(name, None) for name in MEANS])
+        return found if means[0] is None else {**found, "mean_squares": means}
 
 
 class Ulysses(Value):
@@ -325,6 +309,9 @@ class Ulysses(Value):
     def __init__(self, ranks: int) -> None:
         self.tensors, self.words = {}, {"ulysses_degree": whole("Ulysses", "ranks", ranks, 1)}
 
+    def _arguments(self) -> dict[str, Any]:
+        return {"ranks": self.words["ulysses_degree"]}
+
 
 def scales(name: str, like: Tensor, **given: float | Tensor | None) -> Tensors:
     """The scales that are not None, as tensors on the device of `like`."""
@@ -334,19 +321,22 @@ def scales(name: str, like: Tensor, **given: float | Tensor | None) -> Tensors:
 def _scale(name: str, label: str, scale: float | Tensor, like: Tensor) -> Tensor:
     if isinstance(scale, Tensor) or not isinstance(like, Tensor):
         return scale
-    value = scale_number(name, label, scale)
+    value = _number(name, label, scale)
     with getattr(like, "fake_mode", None) or nullcontext():  # the mode of a fake tensor need not be active
         made: Tensor = _scale_of(like.device, value, label)
     return made
 
 
-def divisor(name: str, label: str, scale: Any) -> None:
-    """Refuse a scale that is a number without a reciprocal in fp32, by which a call multiplies."""
-    if not isinstance(scale, Tensor) and scale_number(name, label, scale) <= 2.0**-128 + 2.0**-150:  # fp32: 2 ** -128
-        refuse(name, label, scale, "above 2.94e-39, so that fp32 holds its reciprocal")
+def divisors(name: str, needed: str = "", **given: Any) -> dict[str, Any]:
+    """The scales that are not None. fp32 must hold the reciprocal of a number, by which a call multiplies."""
+    found = {label: scale for label, scale in given.items() if scale is not None or label == needed}
+    for label, scale in found.items():
+        if not isinstance(scale, Tensor) and _number(name, label, scale) <= 2.0**-128 + 2.0**-150:  # fp32: 2 ** -128
+            refuse(name, label, scale, "above 2.94e-39, so that fp32 holds its reciprocal")
+    return found
 
 
-def scale_number(name: str, label: str, scale: Any) -> float:
+def _number(name: str, label: str, scale: Any) -> float:
     value = number(name, label, scale, or_else=", or a tensor in fp32 on q's device")
     if type(value) is float and abs(value) > torch.finfo(torch.float32).max:
         refuse(name, label, scale, "a number that fp32 holds")

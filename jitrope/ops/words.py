@@ -215,7 +215,7 @@ def _typed(name: str, label: str, value: Any) -> Any:
 def check_asked(name: str, asked: Mapping[str, Any]) -> bool:
     """Whether a call has `check=True`, which reads the positions and therefore waits for the device."""
     check = flag(name, "check", asked.get("check", False))
-    if check and torch.compiler.is_compiling():
+    if check and (watch.is_compiling() or watch.dispatch_modes()):
         raise InvalidInput(f"{name}: check=True waits for the device and cannot be compiled; leave it out")
     return check
 
