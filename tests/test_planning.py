@@ -243,9 +243,9 @@ FAMILIES = {  # (name of the classes, words of the configuration)
 def launched() -> Iterator[list[Spec]]:
     """Yields the kernels that a GPU would launch for calls on the CPU. In a mode of torch norms stay with the host."""
 
-    def on_cpu(op: Operation, tensors: dict[str, Tensor], options: Options) -> dict[str, Tensor]:
+    def on_cpu(op: Operation, tensors: dict[str, Tensor], options: Options, *made: Any) -> dict[str, Tensor]:
         note(op, {name: twin(x) for name, x in tensors.items()}, options)
-        return computed(op, tensors, options)
+        return computed(op, tensors, options, *made)
 
     computed = Operation.on_cpu
     with pytest.MonkeyPatch.context() as patch, planning() as specs:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.errors import InvalidInput
 from ..call import COUNTS
 from ..plan.options import NormOptions
 from .kv_cache import KVCache, Pages
@@ -109,6 +110,9 @@ def _read(said: Iterator[Any], tensors: Iterator[Tensor], sizes: Iterator[int]) 
 
 def _call(tensors: Sequence[Tensor], text: str, sizes: Sequence[int]) -> list[Tensor]:
     arguments = _read(iter(_said(text)), iter(tensors), iter(sizes))
+    if arguments.get("check") is True:
+        name = arguments["function"]
+        raise InvalidInput(f"{name}: check=True waits for the device and cannot be compiled; leave it out")
     found = FUNCTIONS[arguments.pop("function")](**arguments)
     parts: list[Any] = []
     for x in found if type(found) is tuple else (found,):

@@ -12,8 +12,7 @@ from ..base.errors import InvalidInput
 from ..base.spec import DTYPES, MAX_AXES
 from ..plan.memory import overlaps_itself, refuse_meeting, span
 from ..plan.options import ALL_TOKENS, LAYOUT_AXES, MAX_HEAD_DIM, Options, rotated
-from ..plan.problem import DTYPE_NAMES
-from ..plan.views import MEANS, PER_ITEM, Tensors, per_head, table_pair
+from ..plan.views import DTYPE_NAMES, MEANS, PER_ITEM, Tensors, per_head, table_pair
 from . import watch
 
 MAX_TOKENS = 2**31 - 1  # CUDA's limit on the first grid axis

@@ -20,22 +20,15 @@ import torch
 from torch import Tensor
 
 from ..base.config import log
-from ..base.spec import KINDS
-from ..jit.kernels import get_kernel
-from ..plan.arguments import address_names
 from ..plan.memory import Span, refuse_meeting, span
 from ..plan.options import Options
-from ..plan.problem import HEADS, plan_call
-from ..plan.spec import ROPE_KINDS, RopeSpec
-from ..plan.views import Tensors, bias_views, table_pair
+from ..plan.views import HEADS, Tensors, bias_views, table_pair
 from . import watch
 from .checks import label_of
 from .operation import OF_TABLES, Operation
 from .replay import SCRATCH, Form, maker, twice
 from .stand_ins import missing_weights
 from .words import canonical
-
-KINDS.update(dict.fromkeys(ROPE_KINDS, RopeSpec))
 
 MAX_LAUNCHES = 4096
 """The most prepared calls that a thread keeps. Beyond it all are dropped; preparing one again takes microseconds."""
@@ -125,10 +118,7 @@ class Known:
         if self.renamed:
             tensors = {**canonical(tensors), **self.stand_ins}
         with torch.autocast("cpu", enabled=False):  # as on a GPU, the words say what is rounded
-            if made is None:
-                return self.op.on_cpu(tensors, self.options)
-            self.op.compute(made, tensors, self.options)
-            return made
+            return self.op.on_cpu(tensors, self.options, made)
 
     def elsewhere(self) -> None:
         """Enqueue on the current stream of the kernel's device, which is not torch's current device."""
@@ -207,6 +197,10 @@ def with_outputs(op: Operation, tensors: Tensors, options: Options) -> Tensors:
 
 
 def _plan(known: Known, tensors: Tensors, statics: Tensors, named: Tensors) -> None:
+    from ..jit.kernels import get_kernel  # which the first launch imports, and no call on a CPU
+    from ..plan.arguments import address_names
+    from ..plan.problem import plan_call
+
     op, options = known.op, known.options
     inputs, results = op.heads(named, options)
     device = next(iter(tensors.values())).device

@@ -16,12 +16,12 @@ from .. import chain
 from ..base.errors import InvalidInput, JitropeError
 from ..call import FRESH
 from ..plan.options import ALL_TOKENS, LAYOUT_AXES, Options, changed, norm_of
-from ..plan.problem import Views
 from ..plan.views import (
     BLOCK_SCALES,
     FORMATS,
     TABLE_NAMES,
     Tensors,
+    Views,
     by_rank,
     cache_view,
     converts_v,
@@ -285,8 +285,11 @@ class Operation:
         cos, sin = one_row(next(iter(t.values())).device, o.rotary_dim // 2)
         return changed(o, unrotated=ALL_TOKENS), {**t, "cos": cos, "sin": sin}
 
-    def on_cpu(self, t: Tensors, o: Options) -> Tensors:
-        """The results in plain torch."""
+    def on_cpu(self, t: Tensors, o: Options, made: Tensors | None = None) -> Tensors:
+        """The results in plain torch. made: tensors for all of them, which are fresh."""
+        if made is not None:
+            self.compute(made, t, o)
+            return made
         outputs = self.fakes(t, o)
         self.compute({name: outputs[name] for name in self.made(t, o)} if not o.inplace or self.cache else {}, t, o)
         return {name: outputs[name] for name in self.produced(t, o)} if o.inplace else outputs

@@ -10,7 +10,6 @@ from ..base.arguments import items, whole, word
 from ..base.config import LAUNCHES
 from ..base.spec import Spec
 from ..plan.options import Options, changed
-from ..plan.problem import plan_call
 from ..plan.views import Tensors
 from . import launch
 from .operation import Operation
@@ -61,6 +60,8 @@ def note(op: Operation, tensors: Tensors, options: Options) -> None:
     planner = _planning.get()
     if planner is None or next(iter(tensors.values())).device.type != "meta":
         return
+    from ..plan.problem import plan_call
+
     specs, launches, sm_count = planner
     named = launch.with_outputs(op, {**tensors, **(missing_weights(tensors, options) if options.norm else {})}, options)
     for asked in launches:

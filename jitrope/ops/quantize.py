@@ -11,8 +11,7 @@ from torch import Tensor
 from ..base.arguments import refuse, whole, word
 from ..base.errors import InvalidInput
 from ..plan.options import SCALE_FMTS
-from ..plan.problem import DTYPE_NAMES
-from ..plan.views import FORMATS, FP8, FP8S, GROUPS, SCALES, Tensors
+from ..plan.views import DTYPE_NAMES, FORMATS, FP8, FP8S, GROUPS, SCALES, Tensors
 from .values import Value, divisors, flags, scales
 
 _SCALE_WORDS = {dtype: name for name, dtype in SCALES.items()}

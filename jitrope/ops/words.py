@@ -15,7 +15,7 @@ from ..base.errors import InvalidInput
 from ..plan import options
 from ..plan.options import Options, changed
 from ..plan.views import Tensors, heads_per_group
-from .watch import dispatch_modes, is_compiling
+from .watch import is_compiling
 
 MAX_MOVED = 64
 """The most rotated elements of a head that can change their pairing in place: threads of one warp have them, even with
@@ -216,7 +216,7 @@ def _typed(name: str, label: str, value: Any) -> Any:
 def check_asked(name: str, asked: Mapping[str, Any]) -> bool:
     """Whether a call has `check=True`, which reads the positions and therefore waits for the device."""
     check = flag(name, "check", asked.get("check", False))
-    if check and (is_compiling() or dispatch_modes()):
+    if check and is_compiling():
         raise InvalidInput(f"{name}: check=True waits for the device and cannot be compiled; leave it out")
     return check
 

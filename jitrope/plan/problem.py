@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..base import config
@@ -19,16 +18,9 @@ from ..base.spec import ACCESS_BYTES
 from . import arguments, heuristics, views
 from .options import ALL_TOKENS, NormOptions, Options
 from .spec import GIVEN, INDICES
-from .views import BLOCK_SCALES, FORMATS, MEANS, PER_ITEM, Tensors
-
-DTYPE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-DTYPE_NAMES |= {torch.int32: "int32", torch.int64: "int64", **{form.dtype: name for name, form in FORMATS.items()}}
-
-Views = tuple[Tensor, "Tensor | None", "Tensor | None"]
-"""The heads of q, k and v, each (batch, seq, group, head of the group, dim)."""
+from .views import BLOCK_SCALES, DTYPE_NAMES, HEADS, MEANS, PER_ITEM, Tensors, Views
 
 NARROW = 1 << 30  # strides below this many elements have at most 32 bits in bytes, also those of fp32
-HEADS = ("q", "k", "v", "q_out", "k_out", "v_out")
 _SCALES, _FACTORS = ("q_scale_out", "k_scale_out", "v_scale_out"), ("q_factor", *MEANS)
 
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from ..base.config import LAUNCHES
-from ..base.spec import ACCESSES, C_TYPES, DTYPES, INDEX_DTYPES, MAX_THREADS, Spec, check_fields, refuse_unless
+from ..base.spec import ACCESSES, C_TYPES, DTYPES, INDEX_DTYPES, KINDS, MAX_THREADS, Spec, check_fields, refuse_unless
 from . import arguments, options
 from .options import MAX_HEAD_DIM
 
@@ -290,3 +290,6 @@ INDICES = tuple(x.name.removesuffix("_dtype") for x in fields(RopeSpec) if x.met
 GIVEN = {x.name: x.metadata["given"] for x in fields(Compiled) if "given" in x.metadata}
 _WORDS = {x.name: x.metadata["words"] for x in fields(RopeSpec) if "words" in x.metadata}
 _COUNTS = "cp_size q_per_group kv_per_group v_per_k heads_per_thread blocks_per_sm tokens_per_block heads_per_block"
+
+
+KINDS.update(dict.fromkeys(ROPE_KINDS, RopeSpec))

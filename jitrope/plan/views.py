@@ -28,6 +28,8 @@ FORMATS = {
     "fp4": Format(getattr(torch, "float4_e2m1fn_x2", torch.uint8), 6.0, 2),
 }
 """The formats by the words of `spec.SCALED_DTYPES`; before torch 2.8 fp4 is bytes."""
+DTYPE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+DTYPE_NAMES |= {torch.int32: "int32", torch.int64: "int64", **{form.dtype: name for name, form in FORMATS.items()}}
 PER_ITEM = {form.dtype: form.per_item for form in FORMATS.values()}
 E8M0: torch.dtype = getattr(torch, "float8_e8m0fnu", torch.uint8)  # powers of two; before torch 2.7 their bytes
 SCALES = {"fp32": torch.float32, "e8m0": E8M0, "fp8": FP8}
@@ -38,6 +40,9 @@ BLOCK_SCALES, NVFP4_GROUP = ("k_block_scale", "v_block_scale"), 16
 FP8S = tuple(form.dtype for name, form in FORMATS.items() if name.startswith("fp8"))
 """The dtypes with scales of the caller."""
 Tensors = dict[str, Tensor]  # a call's tensors by the names of their arguments, without those that were not given
+Views = tuple[Tensor, "Tensor | None", "Tensor | None"]
+"""The heads of q, k and v, each (batch, seq, group, head of the group, dim)."""
+HEADS = ("q", "k", "v", "q_out", "k_out", "v_out")
 TABLE_NAMES = ("cos", "sin", "cu_seqlens", "start_positions", "position_ids", "q_factor")
 """The tables, the tokens' positions in them, and the scale of q. Without sin, cos is a single table of the kind
 `Options.table`."""

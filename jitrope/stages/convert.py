@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ..plan.options import Options, changed
-from ..plan.problem import DTYPE_NAMES
-from ..plan.views import E8M0, FORMATS, FP8S, Tensors, block_format
+from ..plan.views import DTYPE_NAMES, E8M0, FORMATS, FP8S, Tensors, block_format
 from .positions import sequences_of, spare
 
 

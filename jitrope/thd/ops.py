@@ -20,7 +20,7 @@ from ..ops.enqueue import Call, enqueue
 from ..ops.fit import MAX_TOKENS, Fail, failing, is_float
 from ..ops.watch import is_compiling, is_zero, wants_grad, written
 from ..plan.partition import Mask
-from ..plan.problem import DTYPE_NAMES
+from ..plan.views import DTYPE_NAMES
 from . import reference
 from . import spec as specs
 from .reference import Correction, Move, Segments, Shape

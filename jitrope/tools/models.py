@@ -21,7 +21,7 @@ from ..base.config import log
 from ..base.errors import InvalidInput, JitropeError
 from ..base.spec import DTYPES, Spec
 from ..ops.planning import planning
-from ..plan.problem import DTYPE_NAMES
+from ..plan.views import DTYPE_NAMES
 from .prewarm import TORCH_DTYPES
 
 RECORD = "record a run instead: JITROPE_RECORD=run.json, then jitrope prewarm --from run.json"

@@ -26,7 +26,7 @@ from ..base.errors import InvalidInput, JitropeError
 from ..base.spec import DTYPES, Spec, spec_from_dict
 from ..jit import kernels
 from ..ops.planning import planning
-from ..plan.problem import DTYPE_NAMES
+from ..plan.views import DTYPE_NAMES
 from ..thd import spec as _  # noqa: F401  (adds its kinds of specs to the registry)
 
 __all__ = ["Built", "prewarm", "read_record", "specs_of"]
