@@ -18,8 +18,7 @@ from jitrope import DynamicQuantize, KVCache, Mrope, Norm, Packed, Quantize, Shi
 from jitrope.base.spec import Spec
 from jitrope.ops.words import rotary_dim_of
 from jitrope.plan.options import Options
-from jitrope.plan.views import DTYPE_NAMES
-from jitrope.plan.views import BLOCK_SCALES, FORMATS, NVFP4_GROUP, SCALES, fused_shape
+from jitrope.plan.views import BLOCK_SCALES, DTYPE_NAMES, FORMATS, NVFP4_GROUP, SCALES, fused_shape
 
 _TOKENS, _ROWS, _SEQUENCES = 4096, 1 << 20, 4
 """Sizes on which no kernel depends: tokens of a sequence, rows of a table, sequences of a packed batch."""
