@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from .base.errors import InvalidInput
-from .plan.options import LAYOUT_AXES, NormOptions, Options, changed
+from .plan.options import LAYOUT_AXES, NormOptions, Options
 
 COUNTS = ("max_seqlen", "unrotated")
 """Words that change from call to call. They are not in the text, so that torch.compile and export keep symbols."""
@@ -74,7 +74,7 @@ class Call(NamedTuple):
         """A call without its counts, with its tensors in order."""
         names = [*tensors]
         ordered = [name for part in PARTS for name in names if _PART_OF.get(name, SOURCE) == part]
-        return Call(name, tuple(ordered), changed(options, **dict.fromkeys(COUNTS, 0)))
+        return Call(name, tuple(ordered), options._replace(max_seqlen=0, unrotated=0))
 
     def __str__(self) -> str:
         o, parts = self.options, []

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .plan.options import Options, changed
+from .plan.options import Options
 from .plan.views import Tensors, canonical, joined
 from .sinks import cache, results
 from .sinks.results import LETTERS
@@ -82,7 +82,7 @@ def back(t: Tensors, places: Tensors, o: Options) -> None:
     They are in fp32 until they are stored. `o` are the options of the call, whose roundings do not change gradients.
     """
     found: Tensors = {}
-    o = changed(o, rounding="fp32")
+    o = o._replace(rounding="fp32")
     for letter in [letter for letter in LETTERS if letter in places]:
         x = load(letter, t, o)
         x = rotate.forward(letter, x, t, o) if norm.after_rope(letter, o) else x

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from jitrope import chain
-from jitrope.plan.options import NO_NORM, NormOptions, Options, changed
+from jitrope.plan.options import NO_NORM, NormOptions, Options
 from jitrope.sinks import results
 
 NORMS = {
@@ -69,9 +69,9 @@ def test_a_rotation_in_the_dtype_rounds_what_follows_it() -> None:
     o = Options(rotary_dim=16, rounding="dtype", hadamard=True, norm=NO_NORM)
     t.update(cos=t["cos"].new_ones(7, 8), sin=t["sin"].new_zeros(7, 8))
     scaled = (t["q"].float() * t["q_factor"][:, None, None]).bfloat16()
-    want = chain.transform.forward("q", scaled, t, changed(o, rounding="fp32")).bfloat16()
+    want = chain.transform.forward("q", scaled, t, o._replace(rounding="fp32")).bfloat16()
     assert torch.equal(chain.forward("q", chain.load("q", t, o), t, o), want)
-    exact = chain.forward("q", chain.load("q", t, o), t, changed(o, rounding="fp32")).bfloat16()
+    exact = chain.forward("q", chain.load("q", t, o), t, o._replace(rounding="fp32")).bfloat16()
     assert not torch.equal(exact, want)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 
 from ..base.errors import JitropeError
-from ..plan.options import Options, changed, norm_of
+from ..plan.options import Options, norm_of
 from ..plan.views import Tensors
 from .operation import BACKWARDS, OF_TABLES, Call, Operation
 from .source import Source
@@ -49,9 +49,8 @@ class Backward(Operation):
 
 def turned_back(o: Options, inplace: bool = False) -> Options:
     """The options of the gradient: the transpose of a rotation rotates back, from output to input."""
-    return changed(
-        o, inverse=not o.inverse, interleaved=o.interleaved_out, interleaved_out=o.interleaved, inplace=inplace
-    )
+    o = o._replace(interleaved=o.interleaved_out, interleaved_out=o.interleaved)
+    return o._replace(inverse=not o.inverse, inplace=inplace)
 
 
 def norm_turned_back(o: Options) -> Options:
@@ -60,4 +59,4 @@ def norm_turned_back(o: Options) -> Options:
     Roundings do not change gradients, so one kernel serves all. Its products are contracted, which is fastest.
     """
     norm = norm_of(o)._replace(rounding="none")
-    return changed(o, inverse=not o.inverse, inplace=False, rounding="complex64", norm=norm)
+    return o._replace(inverse=not o.inverse, inplace=False, rounding="complex64", norm=norm)

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from ..base import config
 from ..base.errors import InvalidInput
-from ..plan.options import Options, changed
+from ..plan.options import Options
 from ..plan.views import Tensors
 from . import checks, launch, torch_op, watch
 from .check_values import check_values
@@ -96,7 +96,7 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
     if wants and options.inplace and not dispatch_modes():
         return _write(op, full, options)
     if wants and options.inplace:  # traced under autograd: Inductor turns the copy into a write in place
-        return op.put(full, _through_op(op, full, changed(options, inplace=False), sharded), options)
+        return op.put(full, _through_op(op, full, options._replace(inplace=False), sharded), options)
     return _through_op(op, full, options, sharded)
 
 

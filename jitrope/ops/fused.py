@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import chain
 from ..base.arguments import refuse
 from ..plan import views
-from ..plan.options import NO_NORM, Options, changed, norm_of
+from ..plan.options import NO_NORM, Options, norm_of
 from ..plan.views import MEANS, Tensors, canonical, fused_part, fused_sizes
 from ..sinks import results
 from ..sinks.results import LETTERS, empty_heads
@@ -122,7 +122,7 @@ class Fused(Source):
             fail("copy_v=False does not go with v=True of quantize; leave copy_v out")
         if "bias" in t and norm_of(o).of == "v":
             fail("the norm has of='v', which does not go with bias")
-        op.check_stages(name, self.shaped(t, o), changed(o, inplace=False))
+        op.check_stages(name, self.shaped(t, o), o._replace(inplace=False))
         if "bias" in t and checks.takes_pairs(t, o) and staged:
             check_pairs({"bias": t["bias"]}, o, fail)
         q, groups = t.get("q_out"), fused_sizes(t["qkv"], o)[0]
@@ -166,19 +166,19 @@ class Fused(Source):
     def _of_qkv(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """The gradients without that of the bias."""
         if o.hadamard:
-            grads, o = transformed_back(call, grads, o), changed(o, hadamard=False)
+            grads, o = transformed_back(call, grads, o), o._replace(hadamard=False)
         if o.norm is not None and o.norm.kind != NO_NORM.kind:
             return self._of_norm(call, saved, grads, o)
-        tables, o = {name: x for name, x in saved.items() if name in OF_TABLES}, changed(o, norm=None)
+        tables, o = {name: x for name, x in saved.items() if name in OF_TABLES}, o._replace(norm=None)
         if o.inplace:
             grad = grads["qkv"].clone(memory_format=torch.contiguous_format)
             return call(operation(self), {"qkv": grad, **tables}, turned_back(o, inplace=True))
-        return call(FUSED_BACKWARD, {**every_gradient(grads, o), **tables}, changed(turned_back(o), copy_v=True))
+        return call(FUSED_BACKWARD, {**every_gradient(grads, o), **tables}, turned_back(o)._replace(copy_v=True))
 
     def _of_norm(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
-        back = changed(norm_turned_back(o), copy_v=True)
+        back = norm_turned_back(o)._replace(copy_v=True)
         if "v" not in grads:  # its part is zeros, whatever v is
-            back = changed(back, norm=norm_of(back)._replace(v_norm=False))
+            back = back._replace(norm=norm_of(back)._replace(v_norm=False))
         found = call(FUSED_BACKWARD, {**every_gradient(grads, o), **saved}, back)
         if MEANS[0] in saved:
             xs, own = heads_of(saved, o), split_qkv(found["qkv"], o)
@@ -220,7 +220,7 @@ class FusedBackward(Backward):
         if "gate" in places and "dgate" not in t:
             places.pop("gate").zero_()
         if o.norm is not None:
-            return chain.back(heads_of(t, o), places, changed(o, inverse=not o.inverse))
+            return chain.back(heads_of(t, o), places, o._replace(inverse=not o.inverse))
         grads = {name: t[f"d{name}"].contiguous() for name in LETTERS if f"d{name}" in t}
         chain.run([({**t, **grads}, o)], places, o)
 

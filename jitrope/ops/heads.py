@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import chain
-from ..plan.options import LAYOUT_AXES, NO_NORM, NormOptions, Options, changed, norm_of
+from ..plan.options import LAYOUT_AXES, NO_NORM, NormOptions, Options, norm_of
 from ..plan.views import TABLE_NAMES, Tensors, head_view, joined
 from ..sinks import results
 from ..sinks.results import empty_elements
@@ -53,10 +53,10 @@ class Heads(Source):
         if op.out == "ranks":
             return _of_ranks(op, call, saved, grads, o)
         if o.hadamard:
-            grads, o = transformed_back(call, grads, o), changed(o, hadamard=False)
+            grads, o = transformed_back(call, grads, o), o._replace(hadamard=False)
         if o.norm is not None and o.norm.kind != NO_NORM.kind:
             return _of_norm(call, saved, grads, o)
-        o = changed(o, norm=None)
+        o = o._replace(norm=None)
         found = rotated_back(operation(self), call, _tables(saved), grads, o)
         if o.inplace:  # tokens that are not rotated keep their gradient
             found = {name: positions.spare_stays(grads[name], x, saved, o) for name, x in found.items()}
@@ -95,7 +95,7 @@ def _of_ranks(op: Operation, call: Call, saved: Tensors, grads: Tensors, o: Opti
     own: Tensors = {name: grads[name] for name in ("q", "k") if name in grads}
     found: Tensors = {}
     if own and op.norm:
-        found = op.source.gradient(operation(op.source), call, saved, own, changed(o, ulysses_degree=0))
+        found = op.source.gradient(operation(op.source), call, saved, own, o._replace(ulysses_degree=0))
     elif own:
         with_v = {"v": grads["v"]} if "v" in grads and len(own) == 2 else {}
         found = rotated_back(op, call, saved, {**own, **with_v}, o)
@@ -121,9 +121,9 @@ def _of_letters(call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tenso
     names = dict(zip("qkv", grads))
     back = norm_turned_back(o)
     if "v" not in names:
-        back = changed(back, norm=norm_of(back)._replace(v_norm=False))
+        back = back._replace(norm=norm_of(back)._replace(v_norm=False))
     if names["q"] == "k" and (of := norm_of(back).of) != "qk":
-        back = changed(back, norm=norm_of(back)._replace(of="k" if of == "q" else "q"))
+        back = back._replace(norm=norm_of(back)._replace(of="k" if of == "q" else "q"))
     tensors = {"d" + as_name: grads[name] for as_name, name in names.items()}
     for ending in ("", "_weight", "_bias", "_mean_square"):
         given = {as_name: name + ending for as_name, name in names.items() if name + ending in saved}
@@ -173,7 +173,7 @@ class HeadsBackward(Backward):
         return {name: torch.empty_like(t[name]) for name in self.made(t, o)}
 
     def compute(self, outputs: Tensors, t: Tensors, o: Options) -> None:
-        chain.back(t, results.places(outputs, o), changed(o, inverse=not o.inverse))
+        chain.back(t, results.places(outputs, o), o._replace(inverse=not o.inverse))
 
     def finishes(self, named: Container[str], o: Options) -> bool:
         return True  # it drops the scratch

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import chain
-from ..plan.options import LAYOUT_AXES, Options, changed
+from ..plan.options import LAYOUT_AXES, Options
 from ..plan.views import TABLE_NAMES, Tensors, canonical, head_view
 from ..sinks import results
 from ..sinks.results import empty_elements, empty_heads
@@ -105,7 +105,7 @@ class LatentBackward(Backward):
         t = {**t, "q": t["dq"], "k": dk}
         chain.run([(t, o)], results.places({"q": outputs["q"]}, o), o)
         summed = dk[..., offset:].float().sum(LAYOUT_AXES[layout][2], keepdim=True)
-        alone = changed(o, rotary_offset=0)
+        alone = o._replace(rotary_offset=0)
         canonical(outputs["k_pe"], layout).copy_(chain.forward("k", canonical(summed, layout), t, alone))
         first, rest = canonical(outputs["kv"], layout).tensor_split([offset], -1)
         first.copy_(chain.forward("k", chain.load("k", t, o), t, o)[..., :offset])

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import chain
 from ..base.errors import InvalidInput, JitropeError
 from ..call import FRESH
-from ..plan.options import ALL_TOKENS, LAYOUT_AXES, Options, changed, norm_of
+from ..plan.options import ALL_TOKENS, LAYOUT_AXES, Options, norm_of
 from ..plan.views import (
     BLOCK_SCALES,
     FORMATS,
@@ -283,7 +283,7 @@ class Operation:
     def unrotated(self, t: Tensors, o: Options) -> tuple[Options, Tensors]:
         """The options and the tensors of a call without a table: every token comes before those of the tables."""
         cos, sin = one_row(next(iter(t.values())).device, o.rotary_dim // 2)
-        return changed(o, unrotated=ALL_TOKENS), {**t, "cos": cos, "sin": sin}
+        return o._replace(unrotated=ALL_TOKENS), {**t, "cos": cos, "sin": sin}
 
     def on_cpu(self, t: Tensors, o: Options, made: Tensors | None = None) -> Tensors:
         """The results in plain torch. made: tensors for all of them, which are fresh."""
@@ -320,7 +320,7 @@ class Operation:
             raise JitropeError(f"{self.function} has no gradient")
         if self.out == "ranks" and self.source.op != "heads":
             grads = {name: joined(x, o.layout) for name, x in grads.items()}
-            o = changed(o, ulysses_degree=0)
+            o = o._replace(ulysses_degree=0)
         return self.source.gradient(self, call, saved, grads, o)
 
 

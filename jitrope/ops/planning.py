@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from ..base.arguments import items, whole, word
 from ..base.config import LAUNCHES
 from ..base.spec import Spec
-from ..plan.options import Options, changed
+from ..plan.options import Options
 from ..plan.views import Tensors
 from . import launch
 from .operation import Operation
@@ -65,6 +65,6 @@ def note(op: Operation, tensors: Tensors, options: Options) -> None:
     specs, launches, sm_count = planner
     named = launch.with_outputs(op, {**tensors, **(missing_weights(tensors, options) if options.norm else {})}, options)
     for asked in launches:
-        found = plan_call(*op.heads(named, options), named, changed(options, launch=asked), sm_count)
+        found = plan_call(*op.heads(named, options), named, options._replace(launch=asked), sm_count)
         if found is not None and found[0].spec not in specs:
             specs.append(found[0].spec)

@@ -6,7 +6,7 @@ from collections.abc import Container
 
 from torch import Tensor
 
-from ..plan.options import NO_NORM, Options, changed, norm_of
+from ..plan.options import NO_NORM, Options, norm_of
 from ..plan.views import MEANS, TABLE_NAMES, Tensors, head_view
 from ..sinks.results import empty_heads
 from .checks import WEIGHTS, check, check_into
@@ -46,7 +46,7 @@ def of_stream(t: Tensors, o: Options, stream: str) -> tuple[Tensors, Options]:
     of_tokens = {name: t[name] for name in ("position_ids", "q_factor") if name in t}
     tables.update({name: x[..., first:end] if x.dim() else x for name, x in of_tokens.items()})
     left = o.unrotated - begin if o.unrotated > begin else 0
-    return {**own, **tables}, changed(o, unrotated=left if second else o.unrotated)
+    return {**own, **tables}, o._replace(unrotated=left if second else o.unrotated)
 
 
 def check_joint(name: str, tensors: Tensors, options: Options, rules: tuple[Rule, ...]) -> None:
@@ -146,7 +146,7 @@ class Streams(Source):
     def gradient(self, op: Operation, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """The gradients of each stream, from its tokens and its rows of the tables."""
         if o.hadamard:
-            grads, o = transformed_back(call, grads, o), changed(o, hadamard=False)
+            grads, o = transformed_back(call, grads, o), o._replace(hadamard=False)
         found: Tensors = {}
         begin = 0
         for stream in STREAMS:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..base.errors import InvalidInput
 from ..call import COUNTS, FRESH, Call
-from ..plan.options import Options, changed
+from ..plan.options import Options
 from ..plan.views import Tensors, table_pair
 from . import fused, latent, launch, planning, streams, watch  # noqa: F401  each source registers its operations
 from .checks import LEARNED
@@ -83,8 +83,8 @@ def arguments(op: Operation, tensors: Tensors, options: Options) -> tuple[Any, .
             if stream + "cos" in tensors:
                 pair = table_pair(tensors[stream + "cos"], tensors.get(stream + "sin"), "freqs_cis")
                 tensors[stream + "cos"], tensors[stream + "sin"] = pair
-        options = changed(options, table="cos_sin")
-    text = _spelled(op.name, tuple(tensors), changed(options, max_seqlen=0, unrotated=0))
+        options = options._replace(table="cos_sin")
+    text = _spelled(op.name, tuple(tensors), options._replace(max_seqlen=0, unrotated=0))
     _, names, written, _ = read(text)
     reads, sizes = [tensors[name] for name in names if name not in written], [options.max_seqlen, options.unrotated]
     if not written:
@@ -120,7 +120,7 @@ def _given(text: str, sizes: Sequence[Any], tensors: Sequence[Tensor], written: 
         what = f"{len(both)} tensors, {len(written)} of them written, and {len(sizes)} sizes"
         needs = f"{len(found.names)}, {len(found.written)} and {len(COUNTS)}"
         raise InvalidInput(f"call {text!r} is given {what}; it needs {needs}")
-    return found.op, dict(zip(found.names, both)), changed(found.options, **dict(zip(COUNTS, sizes)))
+    return found.op, dict(zip(found.names, both)), found.options._replace(**dict(zip(COUNTS, sizes)))
 
 
 # ---- registration --------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ def _of_tables(op: Operation, t: Tensors, names: Sequence[str], grads: Tensors, 
     """The gradients of the tables `names`, by torch's autograd through plain torch. grads: of the results."""
     again = torch.is_grad_enabled()  # the gradient of this gradient is wanted too
     if o.rounding != "complex128":
-        o = changed(o, rounding="fp32")  # roundings do not change gradients
+        o = o._replace(rounding="fp32")  # roundings do not change gradients
     with torch.enable_grad(), watch.without_autocast(t[names[0]]):  # the words alone say what is rounded
         # Views: there is no way from a result to a table through q or through another table.
         inputs = {name: x.view_as(x) if again else x.detach() for name, x in t.items()}

@@ -13,7 +13,7 @@ from ..base import config
 from ..base.arguments import flag, number, refuse, whole, word
 from ..base.errors import InvalidInput
 from ..plan import options
-from ..plan.options import Options, changed
+from ..plan.options import Options
 from ..plan.views import Tensors, heads_per_group
 from .watch import is_compiling
 
@@ -169,12 +169,8 @@ def _resolved(
             if label == "inplace" and not op.norm:
                 why += f", unless rotary_dim is a power of two up to {MAX_MOVED}; it is {rotary_dim}"
             raise InvalidInput(f"{name}: interleaved_out does not go with {label}, {why}; leave {label}=True out")
-    return changed(
-        o,
-        rotary_dim=rotary_dim,
-        interleaved_out=interleaved_out,
-        max_seqlen=0 if o.max_seqlen is None else o.max_seqlen,
-    )
+    longest = 0 if o.max_seqlen is None else o.max_seqlen
+    return o._replace(rotary_dim=rotary_dim, interleaved_out=interleaved_out, max_seqlen=longest)
 
 
 _kept = lru_cache(maxsize=4096)(_resolved)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 TABLES = ("cos_sin", "freqs", "cos_sin_cache", "freqs_cis")
 ROUNDINGS = ("fp32", "complex64", "complex128", "dtype", "addcmul")
@@ -88,17 +88,6 @@ NO_NORM = NormOptions(kind="no_norm")  # the norm of a call whose other stages n
 def norm_of(options: Options) -> NormOptions:
     """The norm of a call that has one."""
     return options.norm or NormOptions()
-
-
-def changed(options: Options, **fields: Any) -> Options:
-    """The options with other values in some fields. Dynamo of torch 2.6 cannot trace `_replace`."""
-    values: list[Any] = [*options]
-    for name, value in fields.items():
-        values[_PLACES[name]] = value
-    return Options(*values)
-
-
-_PLACES = {name: place for place, name in enumerate(Options._fields)}
 
 
 def rotated(options: Options) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from ctypes import c_float
 import torch
 from torch import Tensor
 
-from ..plan.options import Options, changed
+from ..plan.options import Options
 from ..plan.views import DTYPE_NAMES, E8M0, FORMATS, FP8S, Tensors, block_format
 from .positions import sequences_of, spare
 
@@ -69,7 +69,7 @@ def cached(letter: str, x: Tensor, t: Tensors, o: Options) -> tuple[Tensor, Tens
     cache = t[f"{letter}_cache"]
     if f"{letter}_block_scale" in t:
         out_dtype, group, scale_out = block_format(t, x.shape[-1], o)
-        return scaled(letter, x, t, changed(o, out_dtype=out_dtype, group=group, scale_out=scale_out))
+        return scaled(letter, x, t, o._replace(out_dtype=out_dtype, group=group, scale_out=scale_out))
     if cache.dtype in FP8S:
         return divided(x, _given(letter, x, t, o), DTYPE_NAMES[cache.dtype]), None
     return x.to(cache.dtype), None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..plan.options import Options, changed, rotated
+from ..plan.options import Options, rotated
 from ..plan.views import Tensors, table_pair, table_view
 from .positions import POSITIONS, TURNED, cleared, gathered, table_rows
 
@@ -42,7 +42,7 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
 
 def back(letter: str, x: Tensor, grad: Tensor, t: Tensors, o: Options, found: Tensors) -> Tensor:
     """The rotation back."""
-    return forward(letter, grad, t, changed(o, inverse=not o.inverse))
+    return forward(letter, grad, t, o._replace(inverse=not o.inverse))
 
 
 def paired(letter: str, x: Tensor, o: Options, back: bool = False) -> Tensor:
