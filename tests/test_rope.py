@@ -633,6 +633,20 @@ def test_compile_with_numbers_that_change(fused_qkv: bool) -> None:
             torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_refusal_is_caught_in_a_compiled_function(backend: str) -> None:
+    def model(q, cos):
+        try:
+            return jitrope.apply_rope(q, None, cos, cos)[0]
+        except jitrope.InvalidInput as error:
+            return q + len(str(error))
+
+    q, cos = torch.randn(1, 6, 2, 64), torch.rand(6, 32)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for x in (q, q.double(), q):
+        torch.testing.assert_close(compiled(x, cos), model(x, cos))
+
+
 def test_compile_with_head_sizes_that_change() -> None:
     """One compiled function serves the heads of a text model and of a vision tower, with symbolic sizes."""
     compiled = torch.compile(

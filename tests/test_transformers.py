@@ -583,7 +583,8 @@ hub = kernels.get_local_kernel(Path(sys.argv[1]), trust_remote_code=True)
 assert "jitrope" not in sys.modules and hub.__name__ == "_jitrope_0123456"
 x, angles = torch.randn(1, 4, 2, 8), torch.rand(4, 4)
 assert hub.apply_rope(x, None, angles.cos(), angles.sin())[0].shape == x.shape
-jit, tools = (sys.modules[f"{hub.__name__}.jit.kernels"], __import__(f"{hub.__name__}.tools.prewarm").tools)
+tools = __import__(f"{hub.__name__}.tools.prewarm").tools
+jit = sys.modules[f"{hub.__name__}.jit.kernels"]
 (found,) = {jit.build(spec, "sm_90").compiled for spec in tools.prewarm.specs_of(heads=8)}
 assert not found  # but taken from the bundle
 """

@@ -44,7 +44,7 @@ def whole(function: str, label: str, value: Any, least: int | None = None) -> in
 
 def flag(function: str, label: str, value: Any) -> bool:
     """Return True or False. numpy's, 1 and 0 are accepted too; None and "no" are refused."""
-    found: bool | None = value if type(value) is bool else _as(bool, value)
+    found: bool | None = value if isinstance(value, bool) else _as(bool, value)
     if found is None:
         refuse(function, label, value, "True or False")
     return found

@@ -106,7 +106,7 @@ def spec_from_dict(data: Any) -> Spec:
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
     kind = given.pop("kind", None)
     if kind not in tuple(KINDS):
-        raise InvalidInput(f"kind is {kind!r}; allowed are {', '.join(KINDS)}")
+        raise InvalidInput(f"kind is {kind!r}; allowed are {', '.join(sorted(KINDS))}")
     made, known = KINDS[kind], {field.name: field for field in fields(KINDS[kind])}
     missing = sorted(name for name, field in known.items() if field.default is MISSING and name not in given)
     unknown = sorted(given.keys() - known.keys())

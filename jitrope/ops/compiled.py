@@ -7,6 +7,7 @@ eager mode works in a compiled model. The op's text is not that of a call (`jitr
 
 from __future__ import annotations
 
+import threading
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -22,7 +23,7 @@ from .kv_cache import KVCache, Pages
 from .quantize import DynamicQuantize, Quantize, Scaled
 from .torch_op import TAGS, lib
 from .values import Mrope, Norm, Packed, Positions, Shifts, Starts, Ulysses, Value
-from .watch import constant
+from .watch import constant, dispatch_modes
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
 """The public functions, by name."""
@@ -31,6 +32,8 @@ _KINDS = {x.__name__: x for x in _VALUES}
 
 lib.define("call(Tensor(a!)[] tensors, str text, SymInt[] sizes) -> Tensor[]", tags=TAGS)
 _op = torch.ops.jitrope.call.default
+_local = threading.local()
+_refused: set[Any] = set()
 
 
 def compiled(arguments: dict[str, Any], *instead: Any) -> Any:
@@ -62,6 +65,8 @@ def compiled(arguments: dict[str, Any], *instead: Any) -> Any:
         else:
             said += ("", next(iter({x})) if isinstance(x, float) else x)  # all digits of a symbol
     found = _op(tensors, _text(*said), sizes)
+    if not found:
+        raise InvalidInput(_refusal())
     out = arguments.get("out")
     results: list[Any] = []
     for other in instead:
@@ -76,6 +81,12 @@ def compiled(arguments: dict[str, Any], *instead: Any) -> Any:
 @constant
 def _text(*said: Any) -> str:
     return repr(said)
+
+
+@constant
+def _refusal() -> str:
+    """The sentence of the last refusal. An exception inside of an op would end the compilation."""
+    return str(_local.refusal)
 
 
 _said = lru_cache(maxsize=1024)(literal_eval)
@@ -110,10 +121,19 @@ def _read(said: Iterator[Any], tensors: Iterator[Tensor], sizes: Iterator[int]) 
 
 def _call(tensors: Sequence[Tensor], text: str, sizes: Sequence[int]) -> list[Tensor]:
     arguments = _read(iter(_said(text)), iter(tensors), iter(sizes))
-    if arguments.get("check") is True:
-        name = arguments["function"]
-        raise InvalidInput(f"{name}: check=True waits for the device and cannot be compiled; leave it out")
-    found = FUNCTIONS[arguments.pop("function")](**arguments)
+    name = arguments.pop("function")
+    try:
+        if arguments.get("check") is True:
+            raise InvalidInput(f"{name}: check=True waits for the device and cannot be compiled; leave it out")
+        found = FUNCTIONS[name](**arguments)
+    except InvalidInput as error:  # the op stays in the graph of Dynamo, beside what a caller did instead
+        kind = (text, *[(*map(int, x.shape), x.dtype) for x in tensors])
+        if dispatch_modes():
+            _local.refusal = error
+            _refused.add(kind)
+        elif kind not in _refused:
+            raise
+        return []
     parts: list[Any] = []
     for x in found if type(found) is tuple else (found,):
         parts += x if isinstance(x, Scaled) else (x, None)
