@@ -22,6 +22,7 @@ from jitrope.jit import kernels
 from jitrope.ops import dispatch, stand_ins, torch_op
 from jitrope.ops import launch as runtime
 from jitrope.ops.heads import HEADS_BACKWARD
+from jitrope.plan import problem
 from jitrope.plan.options import Options
 from jitrope.plan.views import FORMATS
 from jitrope.stages import convert
@@ -470,7 +471,7 @@ def test_a_plan_from_before_a_change_is_not_used_after_it(function: str, monkeyp
     q, k, cos, sin, _ = make(case_named("halves"), DEVICE)
     tensors, words = (q, k, cos, sin), op_arguments(ROPE, (q, k), (cos, sin), Options(rotary_dim=q.shape[-1]))
     call = (lambda: jitrope.apply_rope(*tensors)) if function == "user" else lambda: torch.ops.jitrope.prepare(*words)
-    planned, plan_call = [], runtime.plan_call
+    planned, plan_call = [], problem.plan_call
 
     def plan(*arguments: Any) -> Any:
         planned.append(arguments)
@@ -478,7 +479,7 @@ def test_a_plan_from_before_a_change_is_not_used_after_it(function: str, monkeyp
             jitrope.configure(batch_invariant=True)
         return plan_call(*arguments)
 
-    monkeypatch.setattr(runtime, "plan_call", plan)
+    monkeypatch.setattr(problem, "plan_call", plan)
     runtime.local.known, runtime.local.recent = {}, {}
     try:
         for _ in range(3):

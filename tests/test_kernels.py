@@ -16,7 +16,7 @@ from jitrope.ops import dispatch, fused, launch
 from jitrope.ops.backward import turned_back
 from jitrope.ops.fused import FUSED_BACKWARD
 from jitrope.ops.latent import LATENT_BACKWARD
-from jitrope.plan import partition
+from jitrope.plan import partition, problem
 from jitrope.plan.heuristics import Plan
 from jitrope.plan.options import NO_NORM, Options
 
@@ -71,14 +71,14 @@ SEEDS = 24 if ON_HOST else 60
 def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Plan]]:
     """The plans of a test's calls. Fresh results are full of NaN before a launch; where NaN is right, see `rotated`."""
     made: list[Plan] = []
-    plan_call = launch.plan_call
+    plan_call = problem.plan_call
 
     def noted(*arguments: Any) -> Any:
         planned = plan_call(*arguments)
         made.extend([planned[0]] if planned else [])
         return planned
 
-    monkeypatch.setattr(launch, "plan_call", noted)
+    monkeypatch.setattr(problem, "plan_call", noted)
     launch.local.known.clear()
     launch.local.recent.clear()
     torch.use_deterministic_algorithms(True, warn_only=True)

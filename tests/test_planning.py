@@ -20,7 +20,7 @@ import jitrope
 from jitrope import InvalidInput, KVCache, Norm, Packed, Quantize, planning
 from jitrope.base.config import LAUNCHES
 from jitrope.base.spec import Spec
-from jitrope.ops import launch as launching
+from jitrope.jit import kernels
 from jitrope.ops.operation import Operation
 from jitrope.ops.planning import note
 from jitrope.plan.options import Options
@@ -396,8 +396,8 @@ def test_the_kernels_of_a_model_on_a_gpu(name: str, tmp_path: Path, monkeypatch:
         config.save_pretrained(tmp_path)
         model = library.AutoModel.from_config(config)
     model = model.to(backend.DEVICE, torch.bfloat16)
-    looked_up, get_kernel = set(), launching.get_kernel
-    monkeypatch.setattr(launching, "get_kernel", lambda spec, device: looked_up.add(spec) or get_kernel(spec, device))
+    looked_up, get_kernel = set(), kernels.get_kernel
+    monkeypatch.setattr(kernels, "get_kernel", lambda spec, device: looked_up.add(spec) or get_kernel(spec, device))
     with drop_in.enable(model) as report:
         for kind, training, batch in itertools.product(LAUNCHES, (False, True), (1, 2)):
             jitrope.configure(launch=kind)

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from jitrope.base.spec import Spec
+from jitrope.jit import kernels
 from jitrope.jit.render import render
 from jitrope.ops import dispatch, enqueue, torch_op, watch
-from jitrope.ops import launch as runtime
 from jitrope.thd import ops as thd_ops
 
 from . import harness
@@ -89,14 +89,14 @@ def plain() -> Iterator[None]:
         yield
     finally:
         watch.on_gpu = on_gpu
+        dispatch._forget()
         torch_op.register_launches("CPU")
 
 
 @cache
 def install() -> None:
     """From now on, treat CPU tensors as GPU tensors in this process."""
-    kernels = cache(lambda spec, device: Kernel(spec))
-    runtime.get_kernel = enqueue.get_kernel = kernels
+    kernels.get_kernel = enqueue.get_kernel = cache(lambda spec, device: Kernel(spec))
     watch.get_device = enqueue.get_device = lambda: None  # the index of the device "cpu"
     watch.get_stream = enqueue.get_stream = lambda device: 0
     watch.on_gpu = lambda x: x.device.type == "cpu"
