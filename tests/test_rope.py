@@ -633,13 +633,14 @@ def test_compile_with_numbers_that_change(fused_qkv: bool) -> None:
             torch.testing.assert_close(got, want)
 
 
+@pytest.mark.skipif(not hasattr(torch, "float8_e8m0fnu"), reason="torch 2.6 cannot trace an exception of a package")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_refusal_is_caught_in_a_compiled_function(backend: str) -> None:
     def model(q, cos):
         try:
             return jitrope.apply_rope(q, None, cos, cos)[0]
-        except jitrope.InvalidInput as error:
-            return q + len(str(error))
+        except jitrope.InvalidInput:
+            return q + 1
 
     q, cos = torch.randn(1, 6, 2, 64), torch.rand(6, 32)
     compiled = torch.compile(model, fullgraph=True, backend=backend)
