@@ -19,7 +19,6 @@ from ..stages.norm import gradients_of_means
 from . import checks
 from .backward import Backward, norm_turned_back, turned_back
 from .fit import check_pairs, failing
-from .heads import transformed_back
 from .operation import OF_TABLES, Call, Operation, operation
 from .outs import copy_heads
 from .source import Read, Source
@@ -165,8 +164,6 @@ class Fused(Source):
 
     def _of_qkv(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """The gradients without that of the bias."""
-        if o.hadamard:
-            grads, o = transformed_back(call, grads, o), o._replace(hadamard=False)
         if o.norm is not None and o.norm.kind != NO_NORM.kind:
             return self._of_norm(call, saved, grads, o)
         tables, o = {name: x for name, x in saved.items() if name in OF_TABLES}, o._replace(norm=None)

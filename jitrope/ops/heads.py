@@ -52,8 +52,6 @@ class Heads(Source):
     def gradient(self, op: Operation, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         if op.out == "ranks":
             return _of_ranks(op, call, saved, grads, o)
-        if o.hadamard:
-            grads, o = transformed_back(call, grads, o), o._replace(hadamard=False)
         if o.norm is not None and o.norm.kind != NO_NORM.kind:
             return _of_norm(call, saved, grads, o)
         o = o._replace(norm=None)
@@ -137,18 +135,6 @@ def _of_letters(call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tenso
 def norm_of_v(norm: NormOptions) -> NormOptions:
     """The norm of v alone, by that of a call with v_norm: it has no weight."""
     return NormOptions(norm.rounding, norm.across_heads, kind=norm.kind, eps=norm.eps)
-
-
-def transformed_back(call: Call, grads: Tensors, o: Options) -> Tensors:
-    """The gradients with those of q and k transformed, in their own launch: the matrix is its own transpose."""
-    own = {name: joined(grads[name], o.layout) for name in "qk" if name in grads}
-    if not own:
-        return grads
-    words = {name: getattr(o, name) for name in ("layout", "rotary_dim", "rotary_offset", "hadamard")}
-    given = dict(zip("qk", own.values()))  # k's gradient alone takes the name of q's
-    op = operation(HEADS, norm=True, transform=True)
-    alone, tensors = resolved(op, given, {**words, "norm": NO_NORM})
-    return {**grads, **dict(zip(own, call(op, tensors, alone).values()))}
 
 
 class HeadsBackward(Backward):

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import chain
 from ..base.errors import InvalidInput, JitropeError
 from ..call import FRESH
-from ..plan.options import ALL_TOKENS, LAYOUT_AXES, Options, norm_of
+from ..plan.options import ALL_TOKENS, LAYOUT_AXES, NO_NORM, Options, norm_of
 from ..plan.views import (
     BLOCK_SCALES,
     FORMATS,
@@ -36,6 +36,7 @@ from .fit import USERS_NAMES, check_axes, check_ranks, failing, sizes_of
 from .outs import OUTS, copy_heads, refuse_other_v
 from .source import SOURCES, Read, Source
 from .stand_ins import one_row
+from .words import resolved
 
 Call = Callable[["Operation", Tensors, Options], Tensors]  # `dispatch.call`
 Rule = Callable[[str, Tensors, Options], None]
@@ -321,7 +322,21 @@ class Operation:
         if self.out == "ranks" and self.source.op != "heads":
             grads = {name: joined(x, o.layout) for name, x in grads.items()}
             o = o._replace(ulysses_degree=0)
+        if o.hadamard:
+            grads, o = _transformed_back(call, grads, o), o._replace(hadamard=False)
         return self.source.gradient(self, call, saved, grads, o)
+
+
+def _transformed_back(call: Call, grads: Tensors, o: Options) -> Tensors:
+    """The gradients with those of q and k transformed, in their own launch: the matrix is its own transpose."""
+    own = {name: joined(grads[name], o.layout) for name in "qk" if name in grads}
+    if not own:
+        return grads
+    words = {name: getattr(o, name) for name in ("layout", "rotary_dim", "rotary_offset", "hadamard")}
+    given = dict(zip("qk", own.values()))  # k's gradient alone takes the name of q's
+    op = operation(SOURCES["heads"], norm=True, transform=True)
+    alone, tensors = resolved(op, given, {**words, "norm": NO_NORM})
+    return {**grads, **dict(zip(own, call(op, tensors, alone).values()))}
 
 
 BACKWARDS: dict[str, Operation] = {}

@@ -11,7 +11,7 @@ from ..plan.views import MEANS, TABLE_NAMES, Tensors, head_view
 from ..sinks.results import empty_heads
 from .checks import WEIGHTS, check, check_into
 from .fit import Fail, check_factor, failing, label_of, named, refuse_per_head
-from .heads import HEADS, transformed_back
+from .heads import HEADS
 from .operation import COUNTED, Call, Operation, Rule, operation
 from .outs import OUTS
 from .source import Read, Source
@@ -145,8 +145,6 @@ class Streams(Source):
 
     def gradient(self, op: Operation, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """The gradients of each stream, from its tokens and its rows of the tables."""
-        if o.hadamard:
-            grads, o = transformed_back(call, grads, o), o._replace(hadamard=False)
         found: Tensors = {}
         begin = 0
         for stream in STREAMS:

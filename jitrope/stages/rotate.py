@@ -35,7 +35,7 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
         y1 = _sum_of_products(x1, cos1, x0, sin1, o.rounding)
     if "cu_seqlens" in t:
         y0, y1 = cleared(letter, y0, t, o), cleared(letter, y1, t, o)
-    y = _with_pairs(x, heads, y0, y1, o.interleaved, o)
+    y = _with_pairs(x, heads, y0, y1, o.interleaved, (first, end))
     y = y if still is None else torch.where(still, heads, y)
     return y.float()
 
@@ -51,7 +51,7 @@ def paired(letter: str, x: Tensor, o: Options, back: bool = False) -> Tensor:
         return x
     read, stored = (o.interleaved_out, o.interleaved) if back else (o.interleaved, o.interleaved_out)
     first, end = rotated(o)
-    return _with_pairs(x, x, *_members(x[..., first:end], read), stored, o)
+    return _with_pairs(x, x, *_members(x[..., first:end], read), stored, (first, end))
 
 
 def _turns(tokens: int, dtype: torch.dtype, t: Tensors, o: Options) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -102,9 +102,9 @@ def _members(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     return x[..., :half], x[..., half:]
 
 
-def _with_pairs(like: Tensor, x: Tensor, y0: Tensor, y1: Tensor, interleaved: bool, o: Options) -> Tensor:
+def _with_pairs(like: Tensor, x: Tensor, y0: Tensor, y1: Tensor, interleaved: bool, within: tuple[int, int]) -> Tensor:
     """Heads x with other members in their pairs, and with the strides of `like`: sums of norms depend on them."""
-    first, end = rotated(o)
+    first, end = within
     out = torch.empty_like(like, dtype=x.dtype)
     out = out if end - first == x.shape[-1] else out.copy_(x)
     for n, y in enumerate((y0, y1)):  # a view from before a write cannot be written under autograd
