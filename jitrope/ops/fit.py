@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..base.errors import InvalidInput
 from ..base.spec import DTYPES, MAX_AXES
-from ..plan.memory import overlaps_itself, refuse_meeting, span
+from ..plan.memory import refuse_meeting, span
 from ..plan.options import ALL_TOKENS, LAYOUT_AXES, MAX_HEAD_DIM, Options, rotated
 from ..plan.views import DTYPE_NAMES, MEANS, PER_ITEM, Tensors, per_head, table_pair
 from . import watch
@@ -38,10 +38,10 @@ class Fail:
 failing = Fail
 
 
-def label_of(name: str, options: Options) -> str:
+def label_of(name: str, o: Options) -> str:
     """The user's name of a table, of positions or of a number for each token."""
-    own = {"cos": "cos" if options.table == "cos_sin" else options.table, **USERS_NAMES}
-    return own.get(name, "positions" if name == "position_ids" and not options.mrope_section else name)
+    own = {"cos": "cos" if o.table == "cos_sin" else o.table, **USERS_NAMES}
+    return own.get(name, "positions" if name == "position_ids" and not o.mrope_section else name)
 
 
 # ---- what a tensor of any kind must be ----------------------------------------------------------------
@@ -75,9 +75,9 @@ def check_shape(label: str, x: Tensor, allowed: list[tuple[int, ...]], fail: Fai
     fail.when(tuple(x.shape) not in allowed, f"{had}{label} has shape {tuple(x.shape)}; {must}")
 
 
-def check_heads(q: Tensor, k: Tensor | None, options: Options, fail: Fail, first: str, second: str) -> None:
+def check_heads(q: Tensor, k: Tensor | None, o: Options, fail: Fail, first: str, second: str) -> None:
     """Check q and k. first, second: their names for messages."""
-    layout = options.layout
+    layout = o.layout
     for label, x in ((first, q), *([(second, k)] if k is not None else [])):
         if x.dim() != len(layout):
             hint = "; Packed implies it" if layout == "thd" else ""
@@ -102,36 +102,30 @@ def check_heads(q: Tensor, k: Tensor | None, options: Options, fail: Fail, first
     tokens, had = batch * seqlen, f"{first} has D={head_dim}; at most {MAX_HEAD_DIM} is possible"
     fail.when(tokens > MAX_TOKENS, f"{first} has {tokens} tokens; at most {MAX_TOKENS} are possible")
     fail.when(head_dim > MAX_HEAD_DIM, f"{had}; pass a view of the rotated elements")
-    begin, end = rotated(options)
+    begin, end = rotated(o)
     fail.when(begin < 0, f"rotary_offset is {begin}; it cannot be negative")
     most = f"D - rotary_offset={head_dim - begin}" if begin else f"D={head_dim}"
-    had = f"rotary_dim{', by default D,' if end == head_dim and not begin else ''} is {options.rotary_dim}"
-    fits = options.rotary_dim % 2 == 0 and begin < end <= head_dim
+    had = f"rotary_dim{', by default D,' if end == head_dim and not begin else ''} is {o.rotary_dim}"
+    fits = o.rotary_dim % 2 == 0 and begin < end <= head_dim
     fail.when(not fits, f"{had}; it must be even and from 2 to {most}")
-
-
-def require_no_overlap(label: str, x: Tensor, instead: str, fail: Fail) -> None:
-    """Refuse to write a tensor whose elements share memory."""
-    had = f"{label} has strides {tuple(x.stride())}; its elements overlap in memory, so it cannot be written"
-    fail.when(overlaps_itself(x), f"{had}; {instead}")
 
 
 def require_apart(name: str, written: dict[str, Tensor], read: dict[str, Tensor]) -> None:
     """Refuse memory that a call would write as one tensor and read or write as another; skip tensors without memory."""
-    tensors = {**written, **read}
-    real = all(type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta" for x in tensors.values())
+    t = {**written, **read}
+    real = all(type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta" for x in t.values())
     if real and not watch.transformed():
-        refuse_meeting(name, {label: span(x) for label, x in tensors.items()}, tuple(written))
+        refuse_meeting(name, {label: span(x) for label, x in t.items()}, tuple(written))
 
 
-def check_scale(label: str, t: Tensors, own: str, wanted: bool, options: Options, needed: bool, fail: Fail) -> None:
+def check_scale(label: str, t: Tensors, own: str, wanted: bool, o: Options, needed: bool, fail: Fail) -> None:
     """Refuse a wrong given scale of `own`, q, k or v. wanted: it may have one; needed: it then must."""
     scale = t.get(f"{own}_scale")
     if scale is None:
         fail.when(wanted and needed, f"{label} is missing; pass it, because fp8 is stored divided by it")
         return
     fail.when(not wanted, f"{label} is given, but no output is divided by it; leave it out")
-    batch, _, heads, _ = sizes_of(t[own], options.layout)
+    batch, _, heads, _ = sizes_of(t[own], o.layout)
     rows = {"B": batch, **({"N": t["cu_seqlens"].shape[0] - 1} if "cu_seqlens" in t else {})}
     fits = scale.numel() == 1 or tuple(scale.shape) in [(heads,), *[(number, heads) for number in rows.values()]]
     had = f"{label} is {tuple(scale.shape)} {scale.dtype} on {scale.device}; it must be fp32 on q's device"
@@ -140,60 +134,60 @@ def check_scale(label: str, t: Tensors, own: str, wanted: bool, options: Options
     fail.when(wrong, f"{had}: one number, or one for each head, {of_heads}")
 
 
-def check_pairs(tensors: Tensors, options: Options, fail: Fail) -> None:
+def check_pairs(t: Tensors, o: Options, fail: Fail) -> None:
     """Refuse tensors whose elements cannot be taken in aligned pairs: fp4 stores two in a byte."""
-    apart = "v" in tensors and ("k" not in tensors or tensors["v"].shape != tensors["k"].shape)
+    apart = "v" in t and ("k" not in t or t["v"].shape != t["k"].shape)
     names = ("bias", *"qkv", "q_out", "k_out", *["v_out"] * (not apart))  # v is copied after the launch
-    for name in [x for x in names if x in tensors and PER_ITEM.get(tensors[x].dtype, 1) == 1]:
-        x, label = tensors[name], f"out's {name[0]}" if name.endswith("_out") else name
+    for name in [x for x in names if x in t and PER_ITEM.get(t[x].dtype, 1) == 1]:
+        x, label = t[name], f"out's {name[0]}" if name.endswith("_out") else name
         steps = [stride for size, stride in zip(x.shape[:-1], x.stride()) if size > 1]
         odd = x.stride(-1) != 1 or any(n % 2 for n in (x.shape[-1], x.storage_offset(), *steps))
         had = f"{label} has D={x.shape[-1]}, strides {tuple(x.stride())} and offset {x.storage_offset()}"
         fail.when(odd, f"{had}; fp4 needs aligned pairs of neighbouring elements")
-    first, dim, of = options.rotary_offset, options.rotary_dim, 2 if options.interleaved else 4
+    first, dim, of = o.rotary_offset, o.rotary_dim, 2 if o.interleaved else 4
     must = f"for fp4 the first must be even, and the second a multiple of {of}"
     fail.when(first % 2 or dim % of, f"rotary_offset is {first}, rotary_dim {dim}; {must}")
 
 
-def check_lengths(tensors: Tensors, options: Options, fail: Fail) -> None:
-    q, size, unrotated = tensors["q"], options.cp_size, options.unrotated
-    batch, seqlen, *_ = sizes_of(q, options.layout)
+def check_lengths(t: Tensors, o: Options, fail: Fail) -> None:
+    q, size, unrotated = t["q"], o.cp_size, o.unrotated
+    batch, seqlen, *_ = sizes_of(q, o.layout)
     alone = unrotated == ALL_TOKENS  # there is no table
     fail.when(unrotated < 0, f"unrotated is {unrotated}; it cannot be negative")
     others = {
-        label_of("position_ids", options): "position_ids" in tensors,
-        "packed_table": options.packed_table and not alone,
-        "interleaved_out": options.interleaved != options.interleaved_out,
+        label_of("position_ids", o): "position_ids" in t,
+        "packed_table": o.packed_table and not alone,
+        "interleaved_out": o.interleaved != o.interleaved_out,
     }
     instead = "pass a table" if alone else "give these tokens a row of the table with cosines of 1"
     for label in [label for label, given in others.items() if given and unrotated > 0]:  # they are not counted
         fail(f"{label} does not go {'without a table' if alone else 'with unrotated'}; {instead}")
     fail.when(size < 1, f"cp_size is {size}; it must be at least 1")
-    had = f"cp_rank is {options.cp_rank}"
-    fail.when(not (0 <= options.cp_rank < size), f"{had}; it must be from 0 to cp_size - 1 = {size - 1}")
-    for label in [label for label in ("cu_seqlens", "start_positions") if label in tensors]:
-        check_integers(label, tensors[label], q, fail)
-        check_one_axis(label, tensors[label], fail)
-        check_contiguous(label, tensors[label], fail)
+    had = f"cp_rank is {o.cp_rank}"
+    fail.when(not (0 <= o.cp_rank < size), f"{had}; it must be from 0 to cp_size - 1 = {size - 1}")
+    for label in [label for label in ("cu_seqlens", "start_positions") if label in t]:
+        check_integers(label, t[label], q, fail)
+        check_one_axis(label, t[label], fail)
+        check_contiguous(label, t[label], fail)
     rows, of = batch, "batch rows"
-    if "cu_seqlens" in tensors:
-        rows, of = tensors["cu_seqlens"].shape[0] - 1, "sequences"
-        had = f"cu_seqlens goes with layout 'thd', not {options.layout!r}"
-        fail.when(options.layout != "thd", f"{had}; leave layout out")
-        fail.when(options.max_seqlen < 0, f"max_seqlen is {options.max_seqlen}; it cannot be negative")
+    if "cu_seqlens" in t:
+        rows, of = t["cu_seqlens"].shape[0] - 1, "sequences"
+        had = f"cu_seqlens goes with layout 'thd', not {o.layout!r}"
+        fail.when(o.layout != "thd", f"{had}; leave layout out")
+        fail.when(o.max_seqlen < 0, f"max_seqlen is {o.max_seqlen}; it cannot be negative")
         fail.when(rows < 0, "cu_seqlens is empty; it must have N + 1 offsets")
     elif size != 1 and seqlen % 2 != 0:
-        fail(f"q is {named(q, options.layout)}; with cp_size={size} S must be even, for two equal chunks")
-    if "start_positions" in tensors:
-        count = tensors["start_positions"].shape[0]  # len would make a symbol a number
+        fail(f"q is {named(q, o.layout)}; with cp_size={size} S must be even, for two equal chunks")
+    if "start_positions" in t:
+        count = t["start_positions"].shape[0]  # len would make a symbol a number
         fail.when(count != rows, f"start_positions has {count} entries for {rows} {of}")
 
 
-def check_position_ids(tensors: Tensors, options: Options, fail: Fail) -> None:
-    q, layout, sections, pairs = tensors["q"], options.layout, options.mrope_section, options.rotary_dim // 2
-    if "position_ids" not in tensors:
+def check_position_ids(t: Tensors, o: Options, fail: Fail) -> None:
+    q, layout, sections, pairs = t["q"], o.layout, o.mrope_section, o.rotary_dim // 2
+    if "position_ids" not in t:
         return
-    label, ids = label_of("position_ids", options), tensors["position_ids"]
+    label, ids = label_of("position_ids", o), t["position_ids"]
     check_integers(label, ids, q, fail)
     if sections and (len(sections) > MAX_AXES or sum(sections) != pairs):
         fail(f"mrope_section is {tuple(sections)}; it must be at most {MAX_AXES} numbers of pairs, {pairs} in all")
@@ -202,23 +196,23 @@ def check_position_ids(tensors: Tensors, options: Options, fail: Fail) -> None:
     check_shape(label, ids, [(*axes, *row, seqlen) for row in [(), *rows]], fail, f"q is {named(q, layout)} but ")
 
 
-def check_factor(tensors: Tensors, q: Tensor, seqlen: int, layout: str, fail: Fail) -> None:
+def check_factor(t: Tensors, q: Tensor, seqlen: int, layout: str, fail: Fail) -> None:
     """Check the scale of q, for that many tokens in each batch row."""
-    if "q_factor" in tensors:
+    if "q_factor" in t:
         rows = [] if layout == "thd" else [(1, seqlen), (sizes_of(q, layout)[0], seqlen)]
-        _check_of_tokens("q_factor", tensors["q_factor"], q, [(), (seqlen,), *rows], fail)
+        _check_of_tokens("q_factor", t["q_factor"], q, [(), (seqlen,), *rows], fail)
 
 
-def check_means(tensors: Tensors, layout: str, fail: Fail) -> None:
+def check_means(t: Tensors, layout: str, fail: Fail) -> None:
     """Check the given means of squares of a norm across heads."""
-    for letter, name in zip("qk", MEANS) if any(name in tensors for name in MEANS) else ():
+    for letter, name in zip("qk", MEANS) if any(name in t for name in MEANS) else ():
         label = USERS_NAMES[name]
-        fail.when(letter in tensors and name not in tensors, f"{letter} is given, but {label} is not")
-        fail.when(name in tensors and letter not in tensors, f"{label} is given, but {letter} is not")
-        if name in tensors:
-            batch, seqlen, *_ = sizes_of(tensors[letter], layout)
+        fail.when(letter in t and name not in t, f"{letter} is given, but {label} is not")
+        fail.when(name in t and letter not in t, f"{label} is given, but {letter} is not")
+        if name in t:
+            batch, seqlen, *_ = sizes_of(t[letter], layout)
             shape = (seqlen,) if layout == "thd" else (batch, seqlen)
-            _check_of_tokens(name, tensors[name], tensors[letter], [shape], fail)
+            _check_of_tokens(name, t[name], t[letter], [shape], fail)
 
 
 def _check_of_tokens(name: str, x: Tensor, q: Tensor, allowed: list[tuple[int, ...]], fail: Fail) -> None:
@@ -228,9 +222,9 @@ def _check_of_tokens(name: str, x: Tensor, q: Tensor, allowed: list[tuple[int, .
     check_shape(USERS_NAMES[name], x, allowed, fail)
 
 
-def check_tables(tensors: Tensors, options: Options, fail: Fail) -> None:
-    cos, kind, rotary = tensors["cos"], options.table, options.rotary_dim
-    wide = options.rounding == "complex128"
+def check_tables(t: Tensors, o: Options, fail: Fail) -> None:
+    cos, kind, rotary = t["cos"], o.table, o.rotary_dim
+    wide = o.rounding == "complex128"
     if kind == "freqs_cis" and cos.dtype != torch.complex64 and not (wide and cos.dtype == torch.complex128):
         hint = "; pass torch.view_as_complex(table)" if cos.dim() == 3 and cos.shape[-1] == 2 else ""
         fail(f"freqs_cis is {cos.dtype}; it must be complex64, or complex128 with rounding='complex128'{hint}")
@@ -238,7 +232,7 @@ def check_tables(tensors: Tensors, options: Options, fail: Fail) -> None:
         fail.when(cos.dim() != 2, f"cos_sin_cache has shape {tuple(cos.shape)}; it must be (P, rotary_dim)")
         had = f"cos_sin_cache is {cos.shape[1]} wide, rotary_dim is {rotary}"
         fail.when(cos.shape[1] != rotary, f"{had}; they must be equal")
-    cos, sin = table_pair(cos, tensors.get("sin"), kind)
+    cos, sin = table_pair(cos, t.get("sin"), kind)
     axes = "(P, 1 or B, 1, W)" if kind == "freqs" else "(B, P, H, W)"
     for label, x in (("cos", cos), ("sin", sin)) if kind == "cos_sin" else ((kind, cos),):
         must = f"it must be (P, W), (B, P, W) or {axes}"
@@ -250,31 +244,31 @@ def check_tables(tensors: Tensors, options: Options, fail: Fail) -> None:
         fail.when(not is_float(x) and not (wide and x.dtype == torch.float64), f"{had}{hint}")
     had = f"cos is {tuple(cos.shape)} {cos.dtype} but sin is {tuple(sin.shape)} {sin.dtype}"
     fail.when(cos.shape != sin.shape or cos.dtype != sin.dtype, f"{had}; they must match")
-    fail.when(kind == "freqs" and options.shifts, "freqs does not go with Shifts; pass cos and sin")
-    if wide and (kind == "freqs" or "cu_seqlens" in tensors):
+    fail.when(kind == "freqs" and o.shifts, "freqs does not go with Shifts; pass cos and sin")
+    if wide and (kind == "freqs" or "cu_seqlens" in t):
         fail("rounding='complex128' does not go with freqs or cu_seqlens; pass cos and sin, and position_ids")
-    wrong = kind != "freqs" and options.mscale != 1
+    wrong = kind != "freqs" and o.mscale != 1
     fail.when(wrong, "mscale goes with freqs; multiply cos and sin by it instead")
     width, half = cos.shape[-1], rotary // 2
     if width != half and width != rotary:
         had = f"{'cos and sin are' if kind == 'cos_sin' else f'{kind} is'} {width} wide; with rotary_dim {rotary}"
         allowed = f"allowed are {half} (half width) and {rotary} (full width)"
-        hint = "k_pe has as many elements" if options.v_dim else "pass rotary_dim for a partial rotation"
-        fail(f"{had} (D={tensors['q'].shape[-1]}) {allowed}; {hint}")
-    if options.interleaved != options.interleaved_out and width == rotary:
-        own = label_of("cos", options) + ("[..., ::2]" if options.interleaved else f"[..., :{half}]")
+        hint = "k_pe has as many elements" if o.v_dim else "pass rotary_dim for a partial rotation"
+        fail(f"{had} (D={t['q'].shape[-1]}) {allowed}; {hint}")
+    if o.interleaved != o.interleaved_out and width == rotary:
+        own = label_of("cos", o) + ("[..., ::2]" if o.interleaved else f"[..., :{half}]")
         fail(f"interleaved_out goes with half-width tables, {half} wide; pass {own}")
-    _check_rows(tensors, cos, options, fail)
+    _check_rows(t, cos, o, fail)
 
 
-def _check_rows(tensors: Tensors, cos: Tensor, options: Options, fail: Fail) -> None:
+def _check_rows(t: Tensors, cos: Tensor, o: Options, fail: Fail) -> None:
     """Check the numbers of rows, batch rows and heads of the tables."""
-    q, label, rows = tensors["q"], label_of("cos", options), rows_of(cos)
-    batch, seqlen, heads, _ = sizes_of(q, options.layout)
-    of_q = f"q is {named(q, options.layout)} but "
-    needed = options.max_seqlen if "cu_seqlens" in tensors else seqlen * options.cp_size
-    needed = (0 if "position_ids" in tensors else needed) - options.unrotated
-    if not options.packed_table and rows < needed:
+    q, label, rows = t["q"], label_of("cos", o), rows_of(cos)
+    batch, seqlen, heads, _ = sizes_of(q, o.layout)
+    of_q = f"q is {named(q, o.layout)} but "
+    needed = o.max_seqlen if "cu_seqlens" in t else seqlen * o.cp_size
+    needed = (0 if "position_ids" in t else needed) - o.unrotated
+    if not o.packed_table and rows < needed:
         squeezed = cos.dim() == 4 and rows == 1 and cos.shape[2] >= needed
         hint = f"; it is (B, 1, S, W): pass {label}.squeeze(1)" if squeezed else ""
         fail(f"{of_q}{label} has {rows} rows; it needs {needed}{hint}")
@@ -283,14 +277,14 @@ def _check_rows(tensors: Tensors, cos: Tensor, options: Options, fail: Fail) -> 
         fail(f"{of_q}{label} has {cos.shape[0]} batch rows; allowed are 1 and B={batch}")
     if per_head(cos):
         had = f"has angles for {cos.shape[2]} heads"
-        fail.when(options.table == "freqs", f"freqs {had}; heads must share them, or pass cos and sin")
-        same = cos.shape[2] == heads == sizes_of(tensors.get("k", q), options.layout)[2]
+        fail.when(o.table == "freqs", f"freqs {had}; heads must share them, or pass cos and sin")
+        same = cos.shape[2] == heads == sizes_of(t.get("k", q), o.layout)[2]
         fail.when(not same, f"{of_q}cos {had}; q and k must have as many heads")
 
 
-def refuse_per_head(table: Tensor, options: Options, beside: str, fail: Fail) -> None:
+def refuse_per_head(table: Tensor, o: Options, beside: str, fail: Fail) -> None:
     """Refuse a table with entries for each head."""
-    had = f"{label_of('cos', options)} has shape {tuple(table.shape)}"
+    had = f"{label_of('cos', o)} has shape {tuple(table.shape)}"
     fail.when(per_head(table), f"{had}; with {beside} the heads must share it: (P, W) or (B, P, W)")
 
 
@@ -319,7 +313,7 @@ def check_axes(letter: str, x: Tensor, q: Tensor, fail: Fail) -> None:
         fail(f"{letter} is {tuple(x.shape)} on {x.device} but q is {tuple(q.shape)} on {q.device}")
 
 
-def check_ranks(letter: str, x: Tensor, ranks: int, options: Options, fail: Fail) -> None:
+def check_ranks(letter: str, x: Tensor, ranks: int, o: Options, fail: Fail) -> None:
     """Refuse heads that cannot be dealt out to ranks in equal groups."""
-    if x.shape[LAYOUT_AXES[options.layout][2]] % ranks:
-        fail(f"{letter} is {named(x, options.layout)}; for {ranks} ranks it needs a multiple of {ranks} heads")
+    if x.shape[LAYOUT_AXES[o.layout][2]] % ranks:
+        fail(f"{letter} is {named(x, o.layout)}; for {ranks} ranks it needs a multiple of {ranks} heads")
