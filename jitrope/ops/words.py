@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -85,26 +84,32 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name
     Raises InvalidInput if a word does not go with the operation, a value has another type, or a tensor is missing.
     """
     name = name or op.function
-    for label in (*tensors, *asked):  # layout may be implied by a tensor
-        if label in op.refused and not _is_default(label, asked.get(label)):
+    for label in [label for label in (*tensors, *asked) if label in op.refused]:  # layout may be implied by a tensor
+        value, default = asked.get(label), Options._field_defaults.get(label)
+        if value is None or type(value) is not type(default) or value != default:  # an array has no single answer
             hint = f"; {_INSTEAD[label]}" if label in _INSTEAD else ""
             raise InvalidInput(f"{name}: {op.label(label)} does not go with {op.said or 'this function'}{hint}")
     kind = _check_tensors(op, tensors, asked, name)
     full = canonical(dict(tensors))
+    words = {label: _typed(name, label, value) for label, value in asked.items() if label != "check"}
+    o = Options(**{"interleaved_out": None, "launch": config.launch(), **words}, table=kind)
     first, cos = next(iter(full.values())), full.get("cos")
-    widths = int(first.shape[-1]) if first.dim() else 0, int(cos.shape[-1]) if cos is not None and cos.dim() else 0
-    words = (("launch", config.launch()), *[item for item in asked.items() if item[0] != "check"])
-    try:
-        found = _kept(op, name, kind, words, *widths)
-    except TypeError:  # a word without a hash
-        found = _resolved(op, name, kind, words, *widths)
+    width = int(first.shape[-1]) if first.dim() else 0
+    table_width = int(cos.shape[-1]) if cos is not None and cos.dim() else 0
+    head_dim = width // heads_per_group(o) if o.q_per_group > 0 and o.order == "grouped" else width
+    rotary_dim = rotary_dim_of(name, words, head_dim, kind, table_width)
+    if not table_width and words.get("rotary_dim") is None:  # nothing is rotated
+        rotary_dim -= rotary_dim % 2
+    interleaved_out = o.interleaved if o.interleaved_out is None else o.interleaved_out
+    within_warp = not op.norm and 0 < rotary_dim <= MAX_MOVED and rotary_dim & (rotary_dim - 1) == 0
+    for label, possible in (("inplace", within_warp), ("rotate_k", False)):
+        if interleaved_out != o.interleaved and getattr(o, label) and not possible:
+            unless = f", unless rotary_dim is a power of two up to {MAX_MOVED}; it is {rotary_dim}"
+            why = f"because it moves elements{unless if label == 'inplace' and not op.norm else ''}"
+            raise InvalidInput(f"{name}: interleaved_out does not go with {label}, {why}; leave {label}=True out")
+    longest = 0 if o.max_seqlen is None else o.max_seqlen
+    found = o._replace(rotary_dim=rotary_dim, interleaved_out=interleaved_out, max_seqlen=longest)
     return (found, full) if cos is not None else op.unrotated(full, found)
-
-
-def _is_default(label: str, value: Any) -> bool:
-    """Whether a word has its default. An array is never one: it has no single answer to ==."""
-    default = Options._field_defaults.get(label)
-    return value is not None and type(value) is type(default) and value == default
 
 
 def _check_tensors(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name: str) -> str:
@@ -150,30 +155,6 @@ def refuse_table_as_v(v: Any, cos: Any) -> None:
     if isinstance(v, Tensor) and isinstance(cos, Tensor) and v.shape == cos.shape:
         shown = f"v has shape {tuple(v.shape)}, like a table, and sin is missing"
         raise InvalidInput(f"prepare_qkv: {shown}; did you mean prepare_qkv(q, k, None, cos, sin)?")
-
-
-def _resolved(
-    op: Any, name: str, kind: str, words: tuple[tuple[str, Any], ...], width: int, table_width: int
-) -> Options:
-    values = {"interleaved_out": None, **{label: _typed(name, label, value) for label, value in words}}
-    o = Options(**values, table=kind)
-    grouped = o.q_per_group > 0 and o.order == "grouped"
-    rotary_dim = rotary_dim_of(name, values, width // heads_per_group(o) if grouped else width, kind, table_width)
-    if not table_width and values.get("rotary_dim") is None:  # nothing is rotated
-        rotary_dim -= rotary_dim % 2
-    interleaved_out = o.interleaved if o.interleaved_out is None else o.interleaved_out
-    within_warp = not op.norm and 0 < rotary_dim <= MAX_MOVED and rotary_dim & (rotary_dim - 1) == 0
-    for label, possible in (("inplace", within_warp), ("rotate_k", False)):
-        if interleaved_out != o.interleaved and getattr(o, label) and not possible:
-            why = "because it moves elements"
-            if label == "inplace" and not op.norm:
-                why += f", unless rotary_dim is a power of two up to {MAX_MOVED}; it is {rotary_dim}"
-            raise InvalidInput(f"{name}: interleaved_out does not go with {label}, {why}; leave {label}=True out")
-    longest = 0 if o.max_seqlen is None else o.max_seqlen
-    return o._replace(rotary_dim=rotary_dim, interleaved_out=interleaved_out, max_seqlen=longest)
-
-
-_kept = lru_cache(maxsize=4096)(_resolved)
 
 
 def rotary_dim_of(name: str, words: Mapping[str, Any], head_dim: int, kind: str = "", table_width: int = 0) -> int:
