@@ -22,26 +22,28 @@ from .fit import SWAPPED, Fail, failing, label_of, rows_of, sizes_of
 def check_values(name: str, t: Tensors, o: Options) -> None:
     """Refuse positions outside of the table, slots outside of a cache, and tables and layouts that look mistaken."""
     fail, q = failing(name), next(iter(t.values()))
+    batch, tokens, *_ = sizes_of(q, o.layout)
     whole = {label: getattr(x, "full_tensor", lambda x=x: x)() for label, x in t.items() if label in TABLE_NAMES}
     if "cu_seqlens" in whole:
-        _check_offsets(q, whole["cu_seqlens"], o, fail)
+        _check_offsets(whole["cu_seqlens"].tolist(), tokens, o, fail)
     _check_positions(q, whole, o, fail)
     if "slot_mapping" in t and t["slot_mapping"].numel():
         most, count = int(t["slot_mapping"].max()), slots_of(t["k_cache"])
         fail.when(most >= count, f"slot_mapping goes up to {most}, but the caches have slots 0 to {count - 1}")
     if "page_table" in t:
-        batch, seqlen, *_ = sizes_of(q, o.layout)
-        lost = int(slots_of_pages(t, batch * seqlen, *t["k_cache"].shape[:2])[1].sum())
+        lost = int(slots_of_pages(t, batch * tokens, *t["k_cache"].shape[:2])[1].sum())
         fail.when(lost, f"page_table and its lengths lead {lost} tokens out of the caches or of the table")
     if o.table != "freqs" and whole["cos"].numel():
         _check_pairing(*table_pair(whole["cos"], whole.get("sin"), o.table), o, fail)
-    if not whole.keys() - {"cos", "sin"}:
-        _check_layout(q, rows_of(whole["cos"]), o, fail)
+    rows, other = rows_of(whole["cos"]), SWAPPED.get(o.layout)
+    alone = o.cp_size == 1 and not whole.keys() - {"cos", "sin"}  # the table has a row for each token
+    if alone and other and rows == q.shape[LAYOUT_AXES[other][1]] != tokens:
+        had = f"q has shape {tuple(q.shape)} and the table has {rows} rows, as if q's layout were {other!r}"
+        fail(f"{had}, not {o.layout!r}; pass layout={other!r}, or a table with another number of rows")
 
 
-def _check_offsets(q: Tensor, cu_seqlens: Tensor, o: Options, fail: Fail) -> None:
+def _check_offsets(offsets: list[int], tokens: int, o: Options, fail: Fail) -> None:
     """Refuse offsets that do not ascend from 0, or that pass the last token."""
-    offsets, tokens = cu_seqlens.tolist(), sizes_of(q, o.layout)[1]
     fail.when(offsets[0] != 0, f"cu_seqlens[0] is {offsets[0]}; cu_seqlens must ascend from 0")
     for n, (first, end) in enumerate(itertools.pairwise(offsets), 1):
         fail.when(first > end, f"cu_seqlens[{n}] falls from {first} to {end}; cu_seqlens must ascend from 0")
@@ -77,11 +79,3 @@ def _check_pairing(cos: Tensor, sin: Tensor, o: Options, fail: Fail) -> None:
     fail.when(width != o.rotary_dim, f"{wrong}; pass rotary_dim={width}")
     wrong = f"{had}, but interleaved is {o.interleaved}"
     fail.when(neighbours != o.interleaved, f"{wrong}; pass interleaved={neighbours}, or half-width tables")
-
-
-def _check_layout(q: Tensor, rows: int, o: Options, fail: Fail) -> None:
-    """Refuse (B, H, S, D) as (B, S, H, D), and the reverse, where the table's rows show it."""
-    other, seqlen = SWAPPED.get(o.layout), sizes_of(q, o.layout)[1]
-    if other and o.cp_size == 1 and rows == q.shape[LAYOUT_AXES[other][1]] != seqlen:
-        had = f"q has shape {tuple(q.shape)} and the table has {rows} rows, as if q's layout were {other!r}"
-        fail(f"{had}, not {o.layout!r}; pass layout={other!r}, or a table with another number of rows")

@@ -28,12 +28,10 @@ _ALONE = {"fused": "cache, quantize and out", **dict.fromkeys(("latent", "stream
 
 def check_watched(op: Any, wants_grad: bool, t: Tensors, o: Options) -> None:
     """Refuse tensors that torch does not let a call write, or that autograd cannot keep for a backward."""
-    name = op.function
-    if watch.has_tangent(t.values()):
-        raise InvalidInput(f"{name}: forward-mode derivatives (jvp) are not supported; use the backward")
-    if wants_grad and o.inplace and op.norm:
-        why = ", because that needs the old q and k" if norm_of(o).kind != "no_norm" else ""
-        raise InvalidInput(f"{name}: it has no gradient in place{why}; leave inplace=True out")
+    name, fail = op.function, failing(op.function)
+    fail.when(watch.has_tangent(t.values()), "forward-mode derivatives (jvp) are not supported; use the backward")
+    why = ", because that needs the old q and k" if norm_of(o).kind != "no_norm" else ""
+    fail.when(wants_grad and o.inplace and op.norm, f"it has no gradient in place{why}; leave inplace=True out")
     copied = "v" if op.out == "ranks" and not views.converts_v(t, o.dynamic_v) else ""
     wanted = [label for label, x in t.items() if watch.wants_grad(x) and (op.differentiable or label != copied)]
     fixed = [label for label in _FIXED if label in wanted]
@@ -42,14 +40,14 @@ def check_watched(op: Any, wants_grad: bool, t: Tensors, o: Options) -> None:
     for kind in () if compiling else watch.transforms():
         if kind != "jvp" and (written or (wanted and op.differentiable and kind != "vmap")):  # jvp is refused before
             instead = "give the tensors a batch axis" if kind == "vmap" else "use torch.autograd.grad"
-            raise InvalidInput(f"{name}: torch.func's {kind} is not supported here; {instead}")
+            fail(f"torch.func's {kind} is not supported here; {instead}")
     if (wanted and not op.differentiable) or (fixed and o.inplace):
         label = label_of(op, (fixed or wanted)[0], o)
         alone = _ALONE.get(op.source.op, "cache and quantize" if op.cache or op.convert else "out")
         other = "leave v=True of quantize out" if label == "v" and o.dynamic_v else f"use a call without {alone}"
         use = "leave inplace=True out, or " if o.inplace and op.differentiable else ""
         use += f"pass {label}.detach()" if fixed else f"{other}, or torch.no_grad()"
-        raise InvalidInput(f"{name}: {label} requires a gradient, but this call has none; {use}")
+        fail(f"{label} requires a gradient, but this call has none; {use}")
     if compiling:
         return
     for label, x in written.items():

@@ -82,10 +82,9 @@ def check_heads(q: Tensor, k: Tensor | None, o: Options, fail: Fail, first: str,
         if x.dim() != len(layout):
             hint = "; Packed implies it" if layout == "thd" else ""
             if x.dim() == 3:
-                hint = '; for (T, H, D) pass layout="thd"' if x is q else ""
-                if layout == "bshd":
-                    hint += f"; for (B, S, H D) pass {label}.unflatten(-1, (H, D))"
-                    hint += "" if x is q else f", for (B, S, D) {label}.unsqueeze(2)"
+                flat = f"; for (B, S, H D) pass {label}.unflatten(-1, (H, D))" if layout == "bshd" else ""
+                one_head = f", for (B, S, D) {label}.unsqueeze(2)" if layout == "bshd" else ""
+                hint = f'; for (T, H, D) pass layout="thd"{flat}' if x is q else flat + one_head
             needs = f"layout {layout!r} needs {len(layout)} axes ({', '.join(layout.upper())})"
             fail(f"{label} has shape {tuple(x.shape)}, {needs}{hint}")
         check_floats(label, x, fail)
@@ -154,11 +153,8 @@ def check_lengths(t: Tensors, o: Options, fail: Fail) -> None:
     batch, seqlen, *_ = sizes_of(q, o.layout)
     alone = unrotated == ALL_TOKENS  # there is no table
     fail.when(unrotated < 0, f"unrotated is {unrotated}; it cannot be negative")
-    others = {
-        label_of("position_ids", o): "position_ids" in t,
-        "packed_table": o.packed_table and not alone,
-        "interleaved_out": o.interleaved != o.interleaved_out,
-    }
+    others = {label_of("position_ids", o): "position_ids" in t, "packed_table": o.packed_table and not alone}
+    others["interleaved_out"] = o.interleaved != o.interleaved_out
     instead = "pass a table" if alone else "give these tokens a row of the table with cosines of 1"
     for label in [label for label, given in others.items() if given and unrotated > 0]:  # they are not counted
         fail(f"{label} does not go {'without a table' if alone else 'with unrotated'}; {instead}")

@@ -211,9 +211,8 @@ def _check_block_scale(label: str, t: Tensors, cache: Tensor, head_dim: int, fai
     fail.when(wrong, f"{had}; only fp4 has scales in {FP8}")
     head_dim = int(head_dim)  # a symbol has no hash
     sizes = {head_dim // group: group for group in (head_dim, *GROUPS) if head_dim % group == 0}
-    shapes: list[tuple[Any, ...]] = [(*places, heads)]
-    if len(places) == 2 and places[1] % 4 == 0:
-        shapes.append((places[0], places[1] // 4, 4, heads))
+    in_fours = len(places) == 2 and places[1] % 4 == 0
+    shapes = [(*places, heads), *([(places[0], places[1] // 4, 4, heads)] if in_fours else [])]
     if scale.dim() == 0 or tuple(scale.shape[:-1]) not in shapes or scale.shape[-1] not in [*sizes]:
         shown = " or ".join([f"({', '.join(map(str, shape))}, G)" for shape in shapes])
         counts = ", ".join([f"{count} for groups of {group}" for count, group in sorted(sizes.items())])
