@@ -25,7 +25,13 @@ def check_values(name: str, t: Tensors, o: Options) -> None:
     batch, tokens, *_ = sizes_of(q, o.layout)
     whole = {label: getattr(x, "full_tensor", lambda x=x: x)() for label, x in t.items() if label in TABLE_NAMES}
     if "cu_seqlens" in whole:
-        _check_offsets(whole["cu_seqlens"].tolist(), tokens, o, fail)
+        offsets = whole["cu_seqlens"].tolist()
+        fail.when(offsets[0] != 0, f"cu_seqlens[0] is {offsets[0]}; cu_seqlens must ascend from 0")
+        for n, (first, end) in enumerate(itertools.pairwise(offsets), 1):
+            fail.when(first > end, f"cu_seqlens[{n}] falls from {first} to {end}; cu_seqlens must ascend from 0")
+        rows = partition.local_rows(offsets[-1], o.cp_rank, o.cp_size, RULE)
+        of_rank = "" if o.cp_size == 1 else f", {rows} of them on this rank"
+        fail.when(rows > tokens, f"cu_seqlens ends at {offsets[-1]}{of_rank}, but q has {tokens} tokens")
     _check_positions(q, whole, o, fail)
     if "slot_mapping" in t and t["slot_mapping"].numel():
         most, count = int(t["slot_mapping"].max()), slots_of(t["k_cache"])
@@ -40,16 +46,6 @@ def check_values(name: str, t: Tensors, o: Options) -> None:
     if alone and other and rows == q.shape[LAYOUT_AXES[other][1]] != tokens:
         had = f"q has shape {tuple(q.shape)} and the table has {rows} rows, as if q's layout were {other!r}"
         fail(f"{had}, not {o.layout!r}; pass layout={other!r}, or a table with another number of rows")
-
-
-def _check_offsets(offsets: list[int], tokens: int, o: Options, fail: Fail) -> None:
-    """Refuse offsets that do not ascend from 0, or that pass the last token."""
-    fail.when(offsets[0] != 0, f"cu_seqlens[0] is {offsets[0]}; cu_seqlens must ascend from 0")
-    for n, (first, end) in enumerate(itertools.pairwise(offsets), 1):
-        fail.when(first > end, f"cu_seqlens[{n}] falls from {first} to {end}; cu_seqlens must ascend from 0")
-    rows = partition.local_rows(offsets[-1], o.cp_rank, o.cp_size, RULE)
-    of_rank = "" if o.cp_size == 1 else f", {rows} of them on this rank"
-    fail.when(rows > tokens, f"cu_seqlens ends at {offsets[-1]}{of_rank}, but q has {tokens} tokens")
 
 
 def _check_positions(q: Tensor, tables: Tensors, o: Options, fail: Fail) -> None:
@@ -75,7 +71,6 @@ def _check_pairing(cos: Tensor, sin: Tensor, o: Options, fail: Fail) -> None:
     if o.table != "cos_sin" or neighbours == halves:
         return
     had = f"every entry of cos {'is there twice in a row' if neighbours else 'is there again in the second half'}"
-    wrong = f"{had}, as in a full-width table, not a half-width one"
-    fail.when(width != o.rotary_dim, f"{wrong}; pass rotary_dim={width}")
+    fail.when(width != o.rotary_dim, f"{had}, as in a full-width table, not a half-width one; pass rotary_dim={width}")
     wrong = f"{had}, but interleaved is {o.interleaved}"
     fail.when(neighbours != o.interleaved, f"{wrong}; pass interleaved={neighbours}, or half-width tables")

@@ -102,7 +102,8 @@ def check(name: str, t: Tensors, o: Options, label: str = "q") -> None:
         fit.check_device(fit.label_of(table, o), x, label, q, fail)
     fit.check_heads(q, t.get("k"), o, fail, label, "k" if label == "q" else label)
     fit.check_lengths(t, o, fail)
-    fit.check_position_ids(t, o, fail)
+    if "position_ids" in t:
+        fit.check_position_ids(t, o, fail)
     fit.check_factor(t, q, fit.sizes_of(q, o.layout)[1], o.layout, fail)
     fit.check_tables(t, o, fail)
 
@@ -117,14 +118,12 @@ def check_qkv(name: str, t: Tensors, o: Options) -> None:
     k = views.fused_part(qkv, "k", o)
     check(name, {"q": k, "k": k, **_tables(t)}, o, "qkv")
     if (bias := t.get("bias")) is not None:
-        shape, flat = tuple(qkv.shape[-2:]), (qkv.shape[-2] * qkv.shape[-1],)
-        had = f"qkv has shape {tuple(qkv.shape)} but bias {tuple(bias.shape)}"
-        must = f"it must be {shape} or {flat}, as the projection has it"
-        fail.when(tuple(bias.shape) not in (shape, flat), f"{had}; {must}")
+        own, shape, flat = tuple(bias.shape), tuple(qkv.shape[-2:]), (qkv.shape[-2] * qkv.shape[-1],)
+        had = f"qkv has shape {tuple(qkv.shape)} but bias {own}"
+        fail.when(own not in (shape, flat), f"{had}; it must be {shape} or {flat}, as the projection has it")
         had = f"bias is {bias.dtype} on {bias.device} but qkv is {qkv.dtype} on {qkv.device}"
         fail.when(bias.dtype != qkv.dtype or bias.device != qkv.device, f"{had}; they must match")
-        alone = "copy_v=False does not go with bias, because v is not a view then; leave copy_v out"
-        fail.when(not o.copy_v, alone)
+        fail.when(not o.copy_v, "copy_v=False does not go with bias, because v is not a view then; leave copy_v out")
 
 
 def check_scales(name: str, t: Tensors, o: Options) -> None:
@@ -151,10 +150,8 @@ def check_kv_cache(name: str, t: Tensors, o: Options) -> None:
         fail(f"{had}; v must have as many heads, or a multiple of them")
     check_caches(kv, t, o, fail)
     check_places(t, o, fail)
-    inplace = o.inplace and "q_scale" in t
-    fail.when(inplace, "q is returned as fp8, which cannot be in place; leave inplace=True out")
-    own = "q_global_scale" if o.scale_out == "fp8" else "q_scale"
-    fit.check_scale(own, t, "q", "q_scale" in t, o, False, fail)
+    fail.when(o.inplace and "q_scale" in t, "q is returned as fp8, which cannot be in place; leave inplace=True out")
+    fit.check_scale("q_global_scale" if o.scale_out == "fp8" else "q_scale", t, "q", "q_scale" in t, o, False, fail)
     for label in kv:
         scaled = cache.dtype in FP8S if blocks is None else blocks.dtype == FP8 and f"{label}_scale" in t
         fit.check_scale(f"{label}_scale", t, label, scaled, o, True, fail)

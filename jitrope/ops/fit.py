@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,11 +21,10 @@ USERS_NAMES = {"q_factor": "q_scale", **{name: f"mean_squares' {name[0]}" for na
 SWAPPED = {"bshd": "bhsd", "bhsd": "bshd"}  # layouts that are easily mistaken for each other
 
 
-class Fail:
+class Fail(NamedTuple):
     """Raise InvalidInput(text) for a call of a function."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
     def __call__(self, text: str) -> NoReturn:
         raise InvalidInput(f"{self.name}: {text}")
@@ -61,8 +60,7 @@ def check_floats(label: str, x: Tensor, fail: Fail) -> None:
 
 
 def check_contiguous(label: str, x: Tensor, fail: Fail) -> None:
-    had = f"{label} has stride{'s' * (x.dim() > 1)} {x.stride()}"
-    fail.when(not x.is_contiguous(), f"{had}; it must be contiguous")
+    fail.when(not x.is_contiguous(), f"{label} has stride{'s' * (x.dim() > 1)} {x.stride()}; it must be contiguous")
 
 
 def check_one_axis(label: str, x: Tensor, fail: Fail) -> None:
@@ -105,8 +103,8 @@ def check_heads(q: Tensor, k: Tensor | None, o: Options, fail: Fail, first: str,
     fail.when(begin < 0, f"rotary_offset is {begin}; it cannot be negative")
     most = f"D - rotary_offset={head_dim - begin}" if begin else f"D={head_dim}"
     had = f"rotary_dim{', by default D,' if end == head_dim and not begin else ''} is {o.rotary_dim}"
-    fits = o.rotary_dim % 2 == 0 and begin < end <= head_dim
-    fail.when(not fits, f"{had}; it must be even and from 2 to {most}")
+    wrong = o.rotary_dim % 2 != 0 or not (begin < end <= head_dim)
+    fail.when(wrong, f"{had}; it must be even and from 2 to {most}")
 
 
 def require_apart(name: str, written: dict[str, Tensor], read: dict[str, Tensor]) -> None:
@@ -159,8 +157,7 @@ def check_lengths(t: Tensors, o: Options, fail: Fail) -> None:
     for label in [label for label, given in others.items() if given and unrotated > 0]:  # they are not counted
         fail(f"{label} does not go {'without a table' if alone else 'with unrotated'}; {instead}")
     fail.when(size < 1, f"cp_size is {size}; it must be at least 1")
-    had = f"cp_rank is {o.cp_rank}"
-    fail.when(not (0 <= o.cp_rank < size), f"{had}; it must be from 0 to cp_size - 1 = {size - 1}")
+    fail.when(not (0 <= o.cp_rank < size), f"cp_rank is {o.cp_rank}; it must be from 0 to cp_size - 1 = {size - 1}")
     for label in [label for label in ("cu_seqlens", "start_positions") if label in t]:
         check_integers(label, t[label], q, fail)
         check_one_axis(label, t[label], fail)
@@ -168,8 +165,7 @@ def check_lengths(t: Tensors, o: Options, fail: Fail) -> None:
     rows, of = batch, "batch rows"
     if "cu_seqlens" in t:
         rows, of = t["cu_seqlens"].shape[0] - 1, "sequences"
-        had = f"cu_seqlens goes with layout 'thd', not {o.layout!r}"
-        fail.when(o.layout != "thd", f"{had}; leave layout out")
+        fail.when(o.layout != "thd", f"cu_seqlens goes with layout 'thd', not {o.layout!r}; leave layout out")
         fail.when(o.max_seqlen < 0, f"max_seqlen is {o.max_seqlen}; it cannot be negative")
         fail.when(rows < 0, "cu_seqlens is empty; it must have N + 1 offsets")
     elif size != 1 and seqlen % 2 != 0:
@@ -181,8 +177,6 @@ def check_lengths(t: Tensors, o: Options, fail: Fail) -> None:
 
 def check_position_ids(t: Tensors, o: Options, fail: Fail) -> None:
     q, layout, sections, pairs = t["q"], o.layout, o.mrope_section, o.rotary_dim // 2
-    if "position_ids" not in t:
-        return
     label, ids = label_of("position_ids", o), t["position_ids"]
     check_integers(label, ids, q, fail)
     if sections and (len(sections) > MAX_AXES or sum(sections) != pairs):
@@ -229,9 +223,8 @@ def check_tables(t: Tensors, o: Options, fail: Fail) -> None:
         had = f"cos_sin_cache is {cos.shape[1]} wide, rotary_dim is {rotary}"
         fail.when(cos.shape[1] != rotary, f"{had}; they must be equal")
     cos, sin = table_pair(cos, t.get("sin"), kind)
-    axes = "(P, 1 or B, 1, W)" if kind == "freqs" else "(B, P, H, W)"
+    must = f"it must be (P, W), (B, P, W) or {'(P, 1 or B, 1, W)' if kind == 'freqs' else '(B, P, H, W)'}"
     for label, x in (("cos", cos), ("sin", sin)) if kind == "cos_sin" else ((kind, cos),):
-        must = f"it must be (P, W), (B, P, W) or {axes}"
         fail.when(not (2 <= x.dim() <= 4), f"{label} has shape {tuple(x.shape)}; {must}")
         wrong = kind == "freqs" and x.dtype != torch.float32
         fail.when(wrong, f"freqs is {x.dtype}; the angles must be computed and passed in fp32")
@@ -243,8 +236,7 @@ def check_tables(t: Tensors, o: Options, fail: Fail) -> None:
     fail.when(kind == "freqs" and o.shifts, "freqs does not go with Shifts; pass cos and sin")
     if wide and (kind == "freqs" or "cu_seqlens" in t):
         fail("rounding='complex128' does not go with freqs or cu_seqlens; pass cos and sin, and position_ids")
-    wrong = kind != "freqs" and o.mscale != 1
-    fail.when(wrong, "mscale goes with freqs; multiply cos and sin by it instead")
+    fail.when(kind != "freqs" and o.mscale != 1, "mscale goes with freqs; multiply cos and sin by it instead")
     width, half = cos.shape[-1], rotary // 2
     if width != half and width != rotary:
         had = f"{'cos and sin are' if kind == 'cos_sin' else f'{kind} is'} {width} wide; with rotary_dim {rotary}"

@@ -83,8 +83,7 @@ class Pages(Value):
             refuse("Pages", "clear_page", True, "False beside batch_indices")
 
     def _arguments(self) -> dict[str, Any]:
-        found = super()._arguments()
-        return {_lengths_of(self.tensors) if name == "lengths" else name: x for name, x in found.items()}
+        return {_lengths_of(self.tensors) if name == "lengths" else name: x for name, x in super()._arguments().items()}
 
 
 class KVCache(Value):
@@ -207,8 +206,7 @@ def _check_block_scale(label: str, t: Tensors, cache: Tensor, head_dim: int, fai
     wrong = scale.dtype not in SCALES.values() or scale.device != cache.device
     fail.when(wrong, f"{label} is {scale.dtype} on {scale.device}; {must}")
     had = f"{label} is {scale.dtype}, but {label[0]}_cache is {cache.dtype}"
-    wrong = scale.dtype == FP8 and cache.dtype != FORMATS["fp4"].dtype
-    fail.when(wrong, f"{had}; only fp4 has scales in {FP8}")
+    fail.when(scale.dtype == FP8 and cache.dtype != FORMATS["fp4"].dtype, f"{had}; only fp4 has scales in {FP8}")
     head_dim = int(head_dim)  # a symbol has no hash
     sizes = {head_dim // group: group for group in (head_dim, *GROUPS) if head_dim % group == 0}
     in_fours = len(places) == 2 and places[1] % 4 == 0
@@ -236,7 +234,7 @@ def _lengths_of(t: Tensors) -> str:
 
 def check_places(t: Tensors, o: Options, fail: Fail) -> None:
     """Refuse slots, or a page table and its lengths, that do not fit the tokens and the cache."""
-    q, cache = t["q"], t["k_cache"]
+    q, shape = t["q"], tuple(t["k_cache"].shape)
     batch, seqlen, *_ = sizes_of(q, o.layout)
     tokens = batch * seqlen
     of_tokens = ("slot_mapping", *(("lengths", "batch_indices") if "batch_indices" in t else ()))
@@ -258,13 +256,10 @@ def check_places(t: Tensors, o: Options, fail: Fail) -> None:
     if "slot_mapping" in t:
         return
     _check_counts(t, tokens, fail)
-    had = f"k_cache has shape {tuple(cache.shape)}"
-    fail.when(cache.dim() != 4, f"{had}; with a page table it must be (pages, rows, H, D)")
-    fail.when(cache.shape[1] == 0, "k_cache has pages of 0 rows; a page table needs pages with rows")
-    errors = t.get("errors")
-    if errors is not None and (errors.dtype != torch.int32 or errors.numel() != 1 or errors.device != q.device):
-        had = f"errors is {tuple(errors.shape)} {errors.dtype} on {errors.device}"
-        fail(f"{had}; it must be one int32 number on q's device")
+    fail.when(len(shape) != 4, f"k_cache has shape {shape}; with a page table it must be (pages, rows, H, D)")
+    fail.when(shape[1] == 0, "k_cache has pages of 0 rows; a page table needs pages with rows")
+    if (e := t.get("errors")) is not None and (e.dtype != torch.int32 or e.numel() != 1 or e.device != q.device):
+        fail(f"errors is {tuple(e.shape)} {e.dtype} on {e.device}; it must be one int32 number on q's device")
 
 
 def _check_counts(t: Tensors, tokens: int, fail: Fail) -> None:

@@ -99,8 +99,7 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name
             unless = f", unless rotary_dim is a power of two up to {MAX_MOVED}; it is {rotary_dim}"
             why = f"because it moves elements{unless if label == 'inplace' and not op.norm else ''}"
             raise InvalidInput(f"{name}: interleaved_out does not go with {label}, {why}; leave {label}=True out")
-    longest = 0 if o.max_seqlen is None else o.max_seqlen
-    found = o._replace(rotary_dim=rotary_dim, interleaved_out=interleaved_out, max_seqlen=longest)
+    found = o._replace(rotary_dim=rotary_dim, interleaved_out=interleaved_out)
     return (found, full) if cos is not None else op.unrotated(full, found)
 
 
@@ -174,7 +173,7 @@ def _typed(name: str, label: str, value: Any) -> Any:
     if label in _WORDS:
         return word(name, label, value, _WORDS[label])
     kind: Any = {bool: flag, int: whole, float: number}.get(type(Options._field_defaults[label]))
-    absent = value is None and label in ("interleaved_out", "rotary_dim", "max_seqlen")
+    absent = value is None and label in ("interleaved_out", "rotary_dim")
     return value if kind is None or absent else kind(name, label, value)  # others are checked elsewhere
 
 
