@@ -29,34 +29,29 @@ def check_values(name: str, t: Tensors, o: Options) -> None:
         fail.when(offsets[0] != 0, f"cu_seqlens[0] is {offsets[0]}; cu_seqlens must ascend from 0")
         for n, (first, end) in enumerate(itertools.pairwise(offsets), 1):
             fail.when(first > end, f"cu_seqlens[{n}] falls from {first} to {end}; cu_seqlens must ascend from 0")
-        rows = partition.local_rows(offsets[-1], o.cp_rank, o.cp_size, RULE)
-        of_rank = "" if o.cp_size == 1 else f", {rows} of them on this rank"
-        fail.when(rows > tokens, f"cu_seqlens ends at {offsets[-1]}{of_rank}, but q has {tokens} tokens")
-    _check_positions(q, whole, o, fail)
-    if "slot_mapping" in t and t["slot_mapping"].numel():
-        most, count = int(t["slot_mapping"].max()), slots_of(t["k_cache"])
-        fail.when(most >= count, f"slot_mapping goes up to {most}, but the caches have slots 0 to {count - 1}")
-    if "page_table" in t:
-        lost = int(slots_of_pages(t, batch * tokens, *t["k_cache"].shape[:2])[1].sum())
-        fail.when(lost, f"page_table and its lengths lead {lost} tokens out of the caches or of the table")
-    if o.table != "freqs" and whole["cos"].numel():
-        _check_pairing(*table_pair(whole["cos"], whole.get("sin"), o.table), o, fail)
-    rows, other = rows_of(whole["cos"]), SWAPPED.get(o.layout)
-    alone = o.cp_size == 1 and not whole.keys() - {"cos", "sin"}  # the table has a row for each token
-    if alone and other and rows == q.shape[LAYOUT_AXES[other][1]] != tokens:
-        had = f"q has shape {tuple(q.shape)} and the table has {rows} rows, as if q's layout were {other!r}"
-        fail(f"{had}, not {o.layout!r}; pass layout={other!r}, or a table with another number of rows")
-
-
-def _check_positions(q: Tensor, tables: Tensors, o: Options, fail: Fail) -> None:
-    count, tokens = rows_of(tables["cos"]), sizes_of(q, o.layout)[1]
-    rows, beyond = table_rows(tokens, q.device, tables, o), spare(tokens, tables, o)
+        own = partition.local_rows(offsets[-1], o.cp_rank, o.cp_size, RULE)
+        of_rank = "" if o.cp_size == 1 else f", {own} of them on this rank"
+        fail.when(own > tokens, f"cu_seqlens ends at {offsets[-1]}{of_rank}, but q has {tokens} tokens")
+    count, rows, beyond = rows_of(whole["cos"]), table_rows(tokens, q.device, whole, o), spare(tokens, whole, o)
     rows = rows if beyond is None else rows[..., ~beyond]
     rows = rows[rows >= 0] if o.unrotated else rows.abs() if o.shifts else rows
     lowest, highest = map(int, rows.aminmax()) if rows.numel() else (0, -1)
     fail.when(lowest < 0, f"positions go from {lowest} to {highest}; they must be 0 or above")
     had = f"{'differences of positions have sizes' if o.shifts else 'positions go'} from {lowest} to {highest}"
     fail.when(highest >= count, f"{had}, but the table has rows 0 to {count - 1}; make it longer")
+    if "slot_mapping" in t and t["slot_mapping"].numel():
+        most, slots = int(t["slot_mapping"].max()), slots_of(t["k_cache"])
+        fail.when(most >= slots, f"slot_mapping goes up to {most}, but the caches have slots 0 to {slots - 1}")
+    if "page_table" in t:
+        lost = int(slots_of_pages(t, batch * tokens, *t["k_cache"].shape[:2])[1].sum())
+        fail.when(lost, f"page_table and its lengths lead {lost} tokens out of the caches or of the table")
+    if o.table != "freqs" and whole["cos"].numel():
+        _check_pairing(*table_pair(whole["cos"], whole.get("sin"), o.table), o, fail)
+    other = SWAPPED.get(o.layout)
+    alone = o.cp_size == 1 and not whole.keys() - {"cos", "sin"}  # the table has a row for each token
+    if alone and other and count == q.shape[LAYOUT_AXES[other][1]] != tokens:
+        had = f"q has shape {tuple(q.shape)} and the table has {count} rows, as if q's layout were {other!r}"
+        fail(f"{had}, not {o.layout!r}; pass layout={other!r}, or a table with another number of rows")
 
 
 def _check_pairing(cos: Tensor, sin: Tensor, o: Options, fail: Fail) -> None:
@@ -65,8 +60,7 @@ def _check_pairing(cos: Tensor, sin: Tensor, o: Options, fail: Fail) -> None:
     if not first_cos.any() and bool((first_sin == first_sin[0]).all()) and bool(first_sin[0] > 0):
         table = "" if o.table == "cos_sin" else f"in {label_of('cos', o)} "
         fail(f"{table}row 0 of cos is 0 and row 0 of sin is not, as if they were exchanged; pass cos first, then sin")
-    width = cos.shape[-1]
-    neighbours = torch.equal(cos[..., ::2], cos[..., 1::2])
+    width, neighbours = cos.shape[-1], torch.equal(cos[..., ::2], cos[..., 1::2])
     halves = torch.equal(cos[..., : width // 2], cos[..., width // 2 :])
     if o.table != "cos_sin" or neighbours == halves:
         return

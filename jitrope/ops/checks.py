@@ -80,8 +80,7 @@ def check_memory(op: Any, t: Tensors, o: Options) -> None:
         own = f"pass {name}.contiguous(), or leave inplace=True out" if name in ("q", "k", "qkv") else _OWN_MEMORY
         had = f"{labels[name]} has strides {tuple(x.stride())}; its elements overlap in memory, so it cannot be written"
         failing(op.function).when(overlaps_itself(x), f"{had}; {own}")
-    read = {labels[name]: x for name, x in t.items()}
-    fit.require_apart(op.function, {labels[name]: x for name, x in written.items()}, read)
+    fit.require_apart(op.function, {labels[n]: x for n, x in written.items()}, {labels[n]: x for n, x in t.items()})
 
 
 def label_of(op: Any, name: str, o: Options) -> str:
@@ -136,8 +135,7 @@ def check_scales(name: str, t: Tensors, o: Options) -> None:
 
 def check_kv_cache(name: str, t: Tensors, o: Options) -> None:
     """The check of a call that stores k and v in caches."""
-    fail = failing(name)
-    k, cache, blocks = t["k"], t["k_cache"], t.get(BLOCK_SCALES[0])
+    fail, k, cache, blocks = failing(name), t["k"], t["k_cache"], t.get(BLOCK_SCALES[0])
     kv: Tensors = {label: t[label] for label in ("k", "v") if label in t}
     if ("v" in kv) != ("v_cache" in t):
         refuse(name, "v", kv.get("v"), "a tensor" if "v_cache" in t else "None, because the cache has no v_cache")
@@ -213,8 +211,7 @@ def check_into(name: str, t: Tensors, o: Options, dtypes: dict[str, torch.dtype]
     """The check of the caller's output tensors. dtypes: those that differ from the inputs', by letter."""
     fail, q = failing(name), t["q"]
     for letter in [letter for letter in "qkv" if f"{letter}_out" in t]:
-        x, out = t[letter], t[f"{letter}_out"]
-        dtype = dtypes.get(letter, x.dtype)
+        x, out, dtype = t[letter], t[f"{letter}_out"], dtypes.get(letter, t[letter].dtype)
         fit.check_axes(letter, x, q, fail)
         if out.dim() == x.dim() + 1 and len(out):  # a group of heads for each rank
             fit.check_ranks(letter, x, len(out), o, fail)

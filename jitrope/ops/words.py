@@ -45,17 +45,13 @@ _INSTEAD = {
     **dict.fromkeys(("hadamard", "inplace", "q_mean_square", "k_mean_square"), "leave it out"),
 }
 """Advice for words that do not go with an operation."""
-_LACKS = {
-    "apply_rope": ("norm", "cache", "quantize"),
-    "prepare_mla_qkv": ("norm", "cache"),
-    "prepare_joint_qkv": ("cache",),
-}
+_LACKS = {"apply_rope": "norm cache quantize", "prepare_mla_qkv": "norm cache", "prepare_joint_qkv": "cache"}
 """The stages that functions do not have."""
 
 
 def unexpected(name: str, label: str) -> TypeError:
     """The error for a word that a function does not have; it names the argument that replaces the word."""
-    lacks = _LACKS.get(name, ())
+    lacks = _LACKS.get(name, "").split()
     hint = "; prepare_qkv has it" if label in lacks else ""
     for new in [new for new, old in _OLD.items() if label in old.split()]:
         hint = f"; pass {new}{' to prepare_qkv' if new.partition('=')[0] in lacks else ''}"
