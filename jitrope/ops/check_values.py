@@ -16,12 +16,12 @@ from ..plan.views import TABLE_NAMES, Tensors, table_pair
 from ..sinks.cache import slots_of
 from ..sinks.pages import slots_of_pages
 from ..stages.positions import RULE, spare, table_rows
-from .fit import SWAPPED, Fail, failing, label_of, rows_of, sizes_of
+from .fit import SWAPPED, Fail, label_of, rows_of, sizes_of
 
 
 def check_values(name: str, t: Tensors, o: Options) -> None:
     """Refuse positions outside of the table, slots outside of a cache, and tables and layouts that look mistaken."""
-    fail, q = failing(name), next(iter(t.values()))
+    fail, q = Fail(name), next(iter(t.values()))
     batch, tokens, *_ = sizes_of(q, o.layout)
     whole = {label: getattr(x, "full_tensor", lambda x=x: x)() for label, x in t.items() if label in TABLE_NAMES}
     if "cu_seqlens" in whole:

@@ -14,7 +14,7 @@ from ..plan.memory import overlaps_itself
 from ..plan.options import Options, norm_of
 from ..plan.views import BLOCK_SCALES, FP8, FP8S, PER_ITEM, TABLE_NAMES, Tensors
 from . import fit, watch
-from .fit import Fail, failing, named
+from .fit import Fail, named
 from .kv_cache import check_caches, check_one_format, check_places
 
 WEIGHTS = ("q_weight", "k_weight", "v_weight", "q_bias", "k_bias")
@@ -28,7 +28,7 @@ _ALONE = {"fused": "cache, quantize and out", **dict.fromkeys(("latent", "stream
 
 def check_watched(op: Any, wants_grad: bool, t: Tensors, o: Options) -> None:
     """Refuse tensors that torch does not let a call write, or that autograd cannot keep for a backward."""
-    name, fail = op.function, failing(op.function)
+    name, fail = op.function, Fail(op.function)
     fail.when(watch.has_tangent(t.values()), "forward-mode derivatives (jvp) are not supported; use the backward")
     why = ", because that needs the old q and k" if norm_of(o).kind != "no_norm" else ""
     fail.when(wants_grad and o.inplace and op.norm, f"it has no gradient in place{why}; leave inplace=True out")
@@ -79,7 +79,7 @@ def check_memory(op: Any, t: Tensors, o: Options) -> None:
     for name, x in written.items():
         own = f"pass {name}.contiguous(), or leave inplace=True out" if name in ("q", "k", "qkv") else _OWN_MEMORY
         had = f"{labels[name]} has strides {tuple(x.stride())}; its elements overlap in memory, so it cannot be written"
-        failing(op.function).when(overlaps_itself(x), f"{had}; {own}")
+        Fail(op.function).when(overlaps_itself(x), f"{had}; {own}")
     fit.require_apart(op.function, {labels[n]: x for n, x in written.items()}, {labels[n]: x for n, x in t.items()})
 
 
@@ -96,7 +96,7 @@ def check(name: str, t: Tensors, o: Options, label: str = "q") -> None:
 
     label: the name of q, or of the tensor that contains it, for messages.
     """
-    q, fail = t["q"], failing(name)
+    q, fail = t["q"], Fail(name)
     for table, x in _tables(t).items():
         fit.check_device(fit.label_of(table, o), x, label, q, fail)
     fit.check_heads(q, t.get("k"), o, fail, label, "k" if label == "q" else label)
@@ -109,7 +109,7 @@ def check(name: str, t: Tensors, o: Options, label: str = "q") -> None:
 
 def check_qkv(name: str, t: Tensors, o: Options) -> None:
     """The check of a fused call."""
-    qkv, norm, fail = t["qkv"], norm_of(o), failing(name)
+    qkv, norm, fail = t["qkv"], norm_of(o), Fail(name)
     fit.refuse_per_head(t["cos"], o, "fused QKV", fail)
     apart = "across_heads does not go with v_norm in fused QKV; split it, and pass q, k and v to prepare_qkv"
     fail.when(norm.across_heads and norm.v_norm, apart)
@@ -130,12 +130,12 @@ def check_scales(name: str, t: Tensors, o: Options) -> None:
     computed = o.computed or o.per_row
     for own in "qkv":
         label = f"{own}_global_scale" if computed else f"{own}_scale"
-        fit.check_scale(label, t, own, own in t, o, not computed and own != "v", failing(name))
+        fit.check_scale(label, t, own, own in t, o, not computed and own != "v", Fail(name))
 
 
 def check_kv_cache(name: str, t: Tensors, o: Options) -> None:
     """The check of a call that stores k and v in caches."""
-    fail, k, cache, blocks = failing(name), t["k"], t["k_cache"], t.get(BLOCK_SCALES[0])
+    fail, k, cache, blocks = Fail(name), t["k"], t["k_cache"], t.get(BLOCK_SCALES[0])
     kv: Tensors = {label: t[label] for label in ("k", "v") if label in t}
     if ("v" in kv) != ("v_cache" in t):
         refuse(name, "v", kv.get("v"), "a tensor" if "v_cache" in t else "None, because the cache has no v_cache")
@@ -164,7 +164,7 @@ def takes_pairs(t: Tensors, o: Options) -> bool:
 
 def check_whole_heads(name: str, t: Tensors, o: Options) -> None:
     """The rule of a norm, and of other stages that need all elements of a head."""
-    fail, norm, dim = failing(name), norm_of(o), t["q"].shape[-1]
+    fail, norm, dim = Fail(name), norm_of(o), t["q"].shape[-1]
     others = {"a cache": "k_cache" in t, "dynamic scales": o.computed or o.per_row, "hadamard": o.hadamard}
     for beside in [x for x, given in others.items() if given and views.sums_heads(t, o)]:
         fail(f"across_heads does not go with {beside}; pass mean_squares, or normalise before")
@@ -209,7 +209,7 @@ def _check_weights(t: Tensors, o: Options, fail: Fail) -> None:
 
 def check_into(name: str, t: Tensors, o: Options, dtypes: dict[str, torch.dtype]) -> None:
     """The check of the caller's output tensors. dtypes: those that differ from the inputs', by letter."""
-    fail, q = failing(name), t["q"]
+    fail, q = Fail(name), t["q"]
     for letter in [letter for letter in "qkv" if f"{letter}_out" in t]:
         x, out, dtype = t[letter], t[f"{letter}_out"], dtypes.get(letter, t[letter].dtype)
         fit.check_axes(letter, x, q, fail)

@@ -34,9 +34,6 @@ class Fail(NamedTuple):
             self(text)
 
 
-failing = Fail
-
-
 def label_of(name: str, o: Options) -> str:
     """The user's name of a table, of positions or of a number for each token."""
     own = {"cos": "cos" if o.table == "cos_sin" else o.table, **USERS_NAMES}
