@@ -207,7 +207,7 @@ def _check_block_scale(label: str, t: Tensors, cache: Tensor, head_dim: int, fai
     fail.when(wrong, f"{label} is {scale.dtype} on {scale.device}; {must}")
     had = f"{label} is {scale.dtype}, but {label[0]}_cache is {cache.dtype}"
     fail.when(scale.dtype == FP8 and cache.dtype != FORMATS["fp4"].dtype, f"{had}; only fp4 has scales in {FP8}")
-    head_dim = int(head_dim)  # a symbol has no hash
+    head_dim = int(head_dim)  # a symbol has no hash, nor has one of the groups
     sizes = {head_dim // group: group for group in (head_dim, *GROUPS) if head_dim % group == 0}
     in_fours = len(places) == 2 and places[1] % 4 == 0
     shapes = [(*places, heads), *([(places[0], places[1] // 4, 4, heads)] if in_fours else [])]
