@@ -303,3 +303,17 @@ def test_refusals() -> None:
     assert "scale_fmt='ue8m0'" in repr(given)
     refused("quantize makes q int8 .*; they must match", quantize=DynamicQuantize(torch.int8))
     refused("k_cache and k_block_scale share memory", k_block_scale=cache.values.view(torch.float32)[..., :1])
+
+
+def test_compiled_with_symbols_for_the_scales_of_a_head() -> None:
+    q, k = torch.randn(2, 3, 8, 128)
+    table = jitrope.tables.cos_sin(3, jitrope.tables.inv_freq(rotary_dim=128)[0])
+
+    def stored(k: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        cache = jitrope.KVCache(torch.zeros(8, 8, 128, dtype=torch.int8), None, torch.arange(3), k_block_scale=scale)
+        jitrope.prepare_qkv(q, k, None, *table, cache=cache, layout="thd")
+        return scale
+
+    want = stored(k, torch.zeros(8, 8, 4))
+    assert want.any()
+    assert torch.equal(torch.compile(stored, backend="eager", dynamic=True)(k, torch.zeros(8, 8, 4)), want)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ..base import arguments
-from ..ops.fit import failing
+from ..ops.fit import Fail
 from ..plan.partition import Mask
 
 NAME = "all_gather_attention"  # the name at the beginning of messages
 
-fail = failing(NAME)
+fail = Fail(NAME)
 _BLOCK = 128
 _aten = torch.ops.aten
 

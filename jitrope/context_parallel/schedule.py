@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..base import arguments
-from ..ops.fit import failing
+from ..ops.fit import Fail
 from ..plan.partition import Mask
 from ..thd import ops as thd_ops
 from ..thd.reference import Segments, cut
@@ -52,7 +52,7 @@ class Schedule(Partition):
         super().__init__(cu_seqlens, tokens, cu_seqlens_padded=cu_seqlens_padded, **on)
         sizes = arguments.wholes("Schedule", "window", window, -1)
         if len(sizes) != 2:
-            failing("Schedule")(f"window is {sizes!r}; it must be (left, right), with -1 for no bound")
+            Fail("Schedule")(f"window is {sizes!r}; it must be (left, right), with -1 for no bound")
         sizes = tuple([-1 if size >= self.shape.tokens else size for size in sizes])
         self.mask = Mask(sizes[0], 0 if arguments.flag("Schedule", "causal", causal) else sizes[1])
         self.longest = None if max_seqlen is None else arguments.whole("Schedule", "max_seqlen", max_seqlen, 0)
@@ -85,7 +85,7 @@ class Schedule(Partition):
         schedule = cls(offsets, batch * seqlen, cu_seqlens_padded=None, max_seqlen=seqlen, **words)
         size = schedule.shape.cp_size
         if seqlen % size != 0:
-            failing(name)(f"seqlen is {seqlen}; it must be a multiple of the group's size {size}")
+            Fail(name)(f"seqlen is {seqlen}; it must be a multiple of the group's size {size}")
         schedule.equal = seqlen > 0
         return schedule
 

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..base import arguments
-from ..ops.fit import MAX_TOKENS, failing
+from ..ops.fit import MAX_TOKENS, Fail
 from ..ops.watch import collectives, dispatch_modes, is_compiling, transformed
 from ..plan.partition import RULES
 from ..thd import cp_rank_order_to_sequence_order
@@ -62,7 +62,7 @@ class Pending(NamedTuple):
 
 def ranks_of(function: str, group: Group, cp_size: int | None = None, cp_rank: int | None = None) -> Ranks:
     """The ranks from cp_size and cp_rank, else from the group, else from torch's default group, else one process."""
-    fail = failing(function)
+    fail = Fail(function)
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             fail(f'group is a DeviceMesh of {group.ndim} axes; pass one of them, as mesh["cp"]')
@@ -187,7 +187,7 @@ class Partition:
                 arguments.refuse(name, label, x, "(N + 1) int32 or int64, with one sequence at least")
         if self.offsets.shape != cu_seqlens.shape or self.offsets.device != cu_seqlens.device:
             both = f"cu_seqlens is {arguments.shown(cu_seqlens)}, cu_seqlens_padded {arguments.shown(self.offsets)}"
-            failing(name)(f"{both}; they must match in shape and device")
+            Fail(name)(f"{both}; they must match in shape and device")
         tokens = arguments.whole(name, "tokens", tokens, 0)
         if tokens > MAX_TOKENS:
             arguments.refuse(name, "tokens", tokens, f"at most {MAX_TOKENS}, the most rows of a whole batch")
@@ -241,7 +241,7 @@ class Partition:
         """
         self._check("unshard", x, self.rows, f"this rank has {self.rows} rows of tokens={self.shape.tokens}")
         if self.ranks.group is None and self.shape.cp_size != 1:
-            failing("unshard")("the partition was made with cp_size and cp_rank; make it with a group")
+            Fail("unshard")("the partition was made with cp_size and cp_rank; make it with a group")
         rows, shape = _AllRows.apply(x, self), self.shape
         copied = not is_compiling() and self.offsets.is_inference()  # which autograd cannot keep
         offsets = self.offsets.clone() if copied else self.offsets.contiguous()

@@ -16,79 +16,55 @@ from ..plan.views import TABLE_NAMES, Tensors, table_pair
 from ..sinks.cache import slots_of
 from ..sinks.pages import slots_of_pages
 from ..stages.positions import RULE, spare, table_rows
-from .fit import SWAPPED, Fail, failing, label_of, rows_of, sizes_of
+from .fit import SWAPPED, Fail, label_of, rows_of, sizes_of
 
 
-def check_values(name: str, tensors: Tensors, options: Options) -> None:
+def check_values(name: str, t: Tensors, o: Options) -> None:
     """Refuse positions outside of the table, slots outside of a cache, and tables and layouts that look mistaken."""
-    fail, q = failing(name), next(iter(tensors.values()))
-    whole = {label: getattr(x, "full_tensor", lambda x=x: x)() for label, x in tensors.items() if label in TABLE_NAMES}
+    fail, q = Fail(name), next(iter(t.values()))
+    batch, tokens, *_ = sizes_of(q, o.layout)
+    whole = {label: getattr(x, "full_tensor", lambda x=x: x)() for label, x in t.items() if label in TABLE_NAMES}
     if "cu_seqlens" in whole:
-        _check_offsets(q, whole["cu_seqlens"], options, fail)
-    _check_positions(q, whole, options, fail)
-    slots = tensors.get("slot_mapping")
-    if slots is not None and slots.numel() and int(slots.max()) >= (count := slots_of(tensors["k_cache"])):
-        fail(f"slot_mapping goes up to {int(slots.max())}, but the caches have slots 0 to {count - 1}")
-    if "page_table" in tensors:
-        batch, seqlen, *_ = sizes_of(q, options.layout)
-        _, wrong, _ = slots_of_pages(tensors, batch * seqlen, *tensors["k_cache"].shape[:2])
-        if wrong.any():
-            fail(f"page_table and its lengths lead {int(wrong.sum())} tokens out of the caches or of the table")
-    if options.table != "freqs" and whole["cos"].numel():
-        _check_pairing(*table_pair(whole["cos"], whole.get("sin"), options.table), options, fail)
-    if not whole.keys() - {"cos", "sin"}:
-        _check_layout(q, rows_of(whole["cos"]), options, fail)
-
-
-def _check_offsets(q: Tensor, cu_seqlens: Tensor, options: Options, fail: Fail) -> None:
-    """Refuse offsets that do not ascend from 0, or that pass the last token."""
-    offsets, tokens = cu_seqlens.tolist(), sizes_of(q, options.layout)[1]
-    if offsets[0] != 0:
-        fail(f"cu_seqlens[0] is {offsets[0]}; cu_seqlens must ascend from 0")
-    for n, (first, end) in enumerate(itertools.pairwise(offsets), 1):
-        if first > end:
-            fail(f"cu_seqlens[{n}] falls from {first} to {end}; cu_seqlens must ascend from 0")
-    rows = partition.local_rows(offsets[-1], options.cp_rank, options.cp_size, RULE)
-    if rows > tokens:
-        of_rank = "" if options.cp_size == 1 else f", {rows} of them on this rank"
-        fail(f"cu_seqlens ends at {offsets[-1]}{of_rank}, but q has {tokens} tokens")
-
-
-def _check_positions(q: Tensor, tables: Tensors, options: Options, fail: Fail) -> None:
-    count, tokens = rows_of(tables["cos"]), sizes_of(q, options.layout)[1]
-    rows, beyond = table_rows(tokens, q.device, tables, options), spare(tokens, tables, options)
+        offsets = whole["cu_seqlens"].tolist()
+        fail.when(offsets[0] != 0, f"cu_seqlens[0] is {offsets[0]}; cu_seqlens must ascend from 0")
+        for n, (first, end) in enumerate(itertools.pairwise(offsets), 1):
+            fail.when(first > end, f"cu_seqlens[{n}] falls from {first} to {end}; cu_seqlens must ascend from 0")
+        own = partition.local_rows(offsets[-1], o.cp_rank, o.cp_size, RULE)
+        of_rank = "" if o.cp_size == 1 else f", {own} of them on this rank"
+        fail.when(own > tokens, f"cu_seqlens ends at {offsets[-1]}{of_rank}, but q has {tokens} tokens")
+    count, rows, beyond = rows_of(whole["cos"]), table_rows(tokens, q.device, whole, o), spare(tokens, whole, o)
     rows = rows if beyond is None else rows[..., ~beyond]
-    rows = rows[rows >= 0] if options.unrotated else rows.abs() if options.shifts else rows
+    rows = rows[rows >= 0] if o.unrotated else rows.abs() if o.shifts else rows
     lowest, highest = map(int, rows.aminmax()) if rows.numel() else (0, -1)
-    if lowest < 0:
-        fail(f"positions go from {lowest} to {highest}; they must be 0 or above")
-    if highest >= count:
-        had = "differences of positions have sizes" if options.shifts else "positions go"
-        fail(f"{had} from {lowest} to {highest}, but the table has rows 0 to {count - 1}; make it longer")
+    fail.when(lowest < 0, f"positions go from {lowest} to {highest}; they must be 0 or above")
+    had = f"{'differences of positions have sizes' if o.shifts else 'positions go'} from {lowest} to {highest}"
+    fail.when(highest >= count, f"{had}, but the table has rows 0 to {count - 1}; make it longer")
+    if "slot_mapping" in t and t["slot_mapping"].numel():
+        most, slots = int(t["slot_mapping"].max()), slots_of(t["k_cache"])
+        fail.when(most >= slots, f"slot_mapping goes up to {most}, but the caches have slots 0 to {slots - 1}")
+    if "page_table" in t:
+        lost = int(slots_of_pages(t, batch * tokens, *t["k_cache"].shape[:2])[1].sum())
+        fail.when(lost, f"page_table and its lengths lead {lost} tokens out of the caches or of the table")
+    if o.table != "freqs" and whole["cos"].numel():
+        _check_pairing(*table_pair(whole["cos"], whole.get("sin"), o.table), o, fail)
+    other = SWAPPED.get(o.layout)
+    alone = o.cp_size == 1 and not whole.keys() - {"cos", "sin"}  # the table has a row for each token
+    if alone and other and count == q.shape[LAYOUT_AXES[other][1]] != tokens:
+        had = f"q has shape {tuple(q.shape)} and the table has {count} rows, as if q's layout were {other!r}"
+        fail(f"{had}, not {o.layout!r}; pass layout={other!r}, or a table with another number of rows")
 
 
-def _check_pairing(cos: Tensor, sin: Tensor, options: Options, fail: Fail) -> None:
+def _check_pairing(cos: Tensor, sin: Tensor, o: Options, fail: Fail) -> None:
     """Refuse exchanged tables, and full-width tables of the other pairing or taken as half width."""
     first_cos, first_sin = (x[(0,) * (x.dim() - 1)] for x in (cos, sin))
     if not first_cos.any() and bool((first_sin == first_sin[0]).all()) and bool(first_sin[0] > 0):
-        table = "" if options.table == "cos_sin" else f"in {label_of('cos', options)} "
+        table = "" if o.table == "cos_sin" else f"in {label_of('cos', o)} "
         fail(f"{table}row 0 of cos is 0 and row 0 of sin is not, as if they were exchanged; pass cos first, then sin")
-    width = cos.shape[-1]
-    neighbours = torch.equal(cos[..., ::2], cos[..., 1::2])
+    width, neighbours = cos.shape[-1], torch.equal(cos[..., ::2], cos[..., 1::2])
     halves = torch.equal(cos[..., : width // 2], cos[..., width // 2 :])
-    if options.table != "cos_sin" or neighbours == halves:
+    if o.table != "cos_sin" or neighbours == halves:
         return
-    stands = "is there twice in a row" if neighbours else "is there again in the second half"
-    if width != options.rotary_dim:
-        fail(f"every entry of cos {stands}, as in a full-width table, not a half-width one; pass rotary_dim={width}")
-    if neighbours != options.interleaved:
-        instead = f"pass interleaved={neighbours}, or half-width tables"
-        fail(f"every entry of cos {stands}, but interleaved is {options.interleaved}; {instead}")
-
-
-def _check_layout(q: Tensor, rows: int, options: Options, fail: Fail) -> None:
-    """Refuse (B, H, S, D) as (B, S, H, D), and the reverse, where the table's rows show it."""
-    other, seqlen = SWAPPED.get(options.layout), sizes_of(q, options.layout)[1]
-    if other and options.cp_size == 1 and rows == q.shape[LAYOUT_AXES[other][1]] != seqlen:
-        had = f"q has shape {tuple(q.shape)} and the table has {rows} rows, as if q's layout were {other!r}"
-        fail(f"{had}, not {options.layout!r}; pass layout={other!r}, or a table with another number of rows")
+    had = f"every entry of cos {'is there twice in a row' if neighbours else 'is there again in the second half'}"
+    fail.when(width != o.rotary_dim, f"{had}, as in a full-width table, not a half-width one; pass rotary_dim={width}")
+    wrong = f"{had}, but interleaved is {o.interleaved}"
+    fail.when(neighbours != o.interleaved, f"{wrong}; pass interleaved={neighbours}, or half-width tables")

@@ -10,10 +10,11 @@ from torch import Tensor
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan import views
+from ..plan.memory import overlaps_itself
 from ..plan.options import Options, norm_of
 from ..plan.views import BLOCK_SCALES, FP8, FP8S, PER_ITEM, TABLE_NAMES, Tensors
 from . import fit, watch
-from .fit import Fail, failing, named
+from .fit import Fail, named
 from .kv_cache import check_caches, check_one_format, check_places
 
 WEIGHTS = ("q_weight", "k_weight", "v_weight", "q_bias", "k_bias")
@@ -25,42 +26,36 @@ _ALONE = {"fused": "cache, quantize and out", **dict.fromkeys(("latent", "stream
 """What a call with a gradient must lack, by source, in messages."""
 
 
-def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options) -> None:
+def check_watched(op: Any, wants_grad: bool, t: Tensors, o: Options) -> None:
     """Refuse tensors that torch does not let a call write, or that autograd cannot keep for a backward."""
-    name = op.function
-    if watch.has_tangent(tensors.values()):
-        raise InvalidInput(f"{name}: forward-mode derivatives (jvp) are not supported; use the backward")
-    if wants_grad and options.inplace and op.norm:
-        why = ", because that needs the old q and k" if norm_of(options).kind != "no_norm" else ""
-        raise InvalidInput(f"{name}: it has no gradient in place{why}; leave inplace=True out")
-    copied = "v" if op.out == "ranks" and not views.converts_v(tensors, options.dynamic_v) else ""
-    wanted = [label for label, x in tensors.items() if watch.wants_grad(x) and (op.differentiable or label != copied)]
+    name, fail = op.function, Fail(op.function)
+    fail.when(watch.has_tangent(t.values()), "forward-mode derivatives (jvp) are not supported; use the backward")
+    why = ", because that needs the old q and k" if norm_of(o).kind != "no_norm" else ""
+    fail.when(wants_grad and o.inplace and op.norm, f"it has no gradient in place{why}; leave inplace=True out")
+    copied = "v" if op.out == "ranks" and not views.converts_v(t, o.dynamic_v) else ""
+    wanted = [label for label, x in t.items() if watch.wants_grad(x) and (op.differentiable or label != copied)]
     fixed = [label for label in _FIXED if label in wanted]
     compiling = torch.compiler.is_compiling()
-    written = {label: tensors[label] for label in op.written(options) if label in tensors}
+    written = {label: t[label] for label in op.written(o) if label in t}
     for kind in () if compiling else watch.transforms():
         if kind != "jvp" and (written or (wanted and op.differentiable and kind != "vmap")):  # jvp is refused before
             instead = "give the tensors a batch axis" if kind == "vmap" else "use torch.autograd.grad"
-            raise InvalidInput(f"{name}: torch.func's {kind} is not supported here; {instead}")
-    if (wanted and not op.differentiable) or (fixed and options.inplace):
-        label = label_of(op, (fixed or wanted)[0], options)
-        use = "leave inplace=True out, or " if options.inplace and op.differentiable else ""
-        use += f"pass {label}.detach()" if fixed else f"{_other_call(op, label, options)}, or torch.no_grad()"
-        raise InvalidInput(f"{name}: {label} requires a gradient, but this call has none; {use}")
+            fail(f"torch.func's {kind} is not supported here; {instead}")
+    if (wanted and not op.differentiable) or (fixed and o.inplace):
+        label = label_of(op, (fixed or wanted)[0], o)
+        alone = _ALONE.get(op.source.op, "cache and quantize" if op.cache or op.convert else "out")
+        other = "leave v=True of quantize out" if label == "v" and o.dynamic_v else f"use a call without {alone}"
+        use = "leave inplace=True out, or " if o.inplace and op.differentiable else ""
+        use += f"pass {label}.detach()" if fixed else f"{other}, or torch.no_grad()"
+        fail(f"{label} requires a gradient, but this call has none; {use}")
     if compiling:
         return
     for label, x in written.items():
         _check_written(name, op.label(label), x, bool(wanted))
-    for label, x in (tensors if fixed else op.saved(tensors, options) if wanted else {}).items():
+    for label, x in (t if fixed else op.saved(t, o) if wanted else {}).items():
         if x.is_inference():
-            label = label_of(op, label, options)
+            label = label_of(op, label, o)
             refuse(name, label, x, f"a tensor that was not made in inference mode; pass {label}.clone()")
-
-
-def _other_call(op: Any, label: str, options: Options) -> str:
-    """The advice where a tensor requires a gradient, and the call has none."""
-    alone = _ALONE.get(op.source.op, "cache and quantize" if op.cache or op.convert else "out")
-    return "leave v=True of quantize out" if label == "v" and options.dynamic_v else f"use a call without {alone}"
 
 
 def _check_written(name: str, label: str, x: Tensor, wants_grad: bool) -> None:
@@ -77,170 +72,150 @@ def _check_written(name: str, label: str, x: Tensor, wants_grad: bool) -> None:
         raise InvalidInput(f"{name}: {text}; leave inplace=True out")
 
 
-def check_memory(op: Any, tensors: Tensors, options: Options) -> None:
+def check_memory(op: Any, t: Tensors, o: Options) -> None:
     """Refuse a tensor that is written and shares memory with another tensor of the call, or between its elements."""
-    labels = {name: label_of(op, name, options) for name in tensors}
-    written = {name: tensors[name] for name in op.written(options) if name in tensors}
+    labels = {name: label_of(op, name, o) for name in t}
+    written = {name: t[name] for name in op.written(o) if name in t}
     for name, x in written.items():
         own = f"pass {name}.contiguous(), or leave inplace=True out" if name in ("q", "k", "qkv") else _OWN_MEMORY
-        fit.require_no_overlap(labels[name], x, own, failing(op.function))
-    read = {labels[name]: x for name, x in tensors.items()}
-    fit.require_apart(op.function, {labels[name]: x for name, x in written.items()}, read)
+        had = f"{labels[name]} has strides {tuple(x.stride())}; its elements overlap in memory, so it cannot be written"
+        Fail(op.function).when(overlaps_itself(x), f"{had}; {own}")
+    fit.require_apart(op.function, {labels[n]: x for n, x in written.items()}, {labels[n]: x for n, x in t.items()})
 
 
-def label_of(op: Any, name: str, options: Options) -> str:
+def label_of(op: Any, name: str, o: Options) -> str:
     """The user's name of a tensor of a call."""
-    return fit.label_of(name, options) if name in TABLE_NAMES else op.label(name)
+    return fit.label_of(name, o) if name in TABLE_NAMES else op.label(name)
 
 
 # ---- the checks of the operations, and the rules of their stages, which follow `check` -----------------
 
 
-def check(name: str, tensors: Tensors, options: Options, label: str = "q") -> None:
+def check(name: str, t: Tensors, o: Options, label: str = "q") -> None:
     """Refuse tensors and options that do not fit together.
 
     label: the name of q, or of the tensor that contains it, for messages.
     """
-    q, fail = tensors["q"], failing(name)
-    for table, x in _tables(tensors).items():
-        if x.device != q.device:
-            fail(f"{fit.label_of(table, options)} is on {x.device} but {label} is on {q.device}")
-    fit.check_heads(q, tensors.get("k"), options, fail, label, "k" if label == "q" else label)
-    fit.check_lengths(tensors, options, fail)
-    fit.check_position_ids(tensors, options, fail)
-    fit.check_factor(tensors, q, fit.sizes_of(q, options.layout)[1], options.layout, fail)
-    fit.check_tables(tensors, options, fail)
+    q, fail = t["q"], Fail(name)
+    for table, x in _tables(t).items():
+        fit.check_device(fit.label_of(table, o), x, label, q, fail)
+    fit.check_heads(q, t.get("k"), o, fail, label, "k" if label == "q" else label)
+    fit.check_lengths(t, o, fail)
+    if "position_ids" in t:
+        fit.check_position_ids(t, o, fail)
+    fit.check_factor(t, q, fit.sizes_of(q, o.layout)[1], o.layout, fail)
+    fit.check_tables(t, o, fail)
 
 
-def check_qkv(name: str, tensors: Tensors, options: Options) -> None:
+def check_qkv(name: str, t: Tensors, o: Options) -> None:
     """The check of a fused call."""
-    qkv, norm, fail = tensors["qkv"], norm_of(options), failing(name)
-    fit.refuse_per_head(tensors["cos"], options, "fused QKV", fail)
-    if norm.across_heads and norm.v_norm:
-        fail("across_heads does not go with v_norm in fused QKV; split it, and pass q, k and v to prepare_qkv")
+    qkv, norm, fail = t["qkv"], norm_of(o), Fail(name)
+    fit.refuse_per_head(t["cos"], o, "fused QKV", fail)
+    apart = "across_heads does not go with v_norm in fused QKV; split it, and pass q, k and v to prepare_qkv"
+    fail.when(norm.across_heads and norm.v_norm, apart)
     # k is also checked as q: the rest of the check does not depend on the number of heads
-    k = views.fused_part(qkv, "k", options)
-    check(name, {"q": k, "k": k, **_tables(tensors)}, options, "qkv")
-    if "bias" in tensors:
-        _check_bias(qkv, tensors["bias"], options, fail)
+    k = views.fused_part(qkv, "k", o)
+    check(name, {"q": k, "k": k, **_tables(t)}, o, "qkv")
+    if (bias := t.get("bias")) is not None:
+        own, shape, flat = tuple(bias.shape), tuple(qkv.shape[-2:]), (qkv.shape[-2] * qkv.shape[-1],)
+        had = f"qkv has shape {tuple(qkv.shape)} but bias {own}"
+        fail.when(own not in (shape, flat), f"{had}; it must be {shape} or {flat}, as the projection has it")
+        had = f"bias is {bias.dtype} on {bias.device} but qkv is {qkv.dtype} on {qkv.device}"
+        fail.when(bias.dtype != qkv.dtype or bias.device != qkv.device, f"{had}; they must match")
+        fail.when(not o.copy_v, "copy_v=False does not go with bias, because v is not a view then; leave copy_v out")
 
 
-def _check_bias(qkv: Tensor, bias: Tensor, options: Options, fail: Fail) -> None:
-    """Refuse a wrong bias of a projection whose output fits."""
-    shape = tuple(qkv.shape[-2:])
-    flat = (shape[0] * shape[1],)
-    if tuple(bias.shape) not in (shape, flat):
-        had = f"qkv has shape {tuple(qkv.shape)} but bias {tuple(bias.shape)}"
-        fail(f"{had}; it must be {shape} or {flat}, as the projection has it")
-    if bias.dtype != qkv.dtype or bias.device != qkv.device:
-        fail(f"bias is {bias.dtype} on {bias.device} but qkv is {qkv.dtype} on {qkv.device}; they must match")
-    if not options.copy_v:
-        fail("copy_v=False does not go with bias, because v is not a view then; leave copy_v out")
-
-
-def check_scales(name: str, tensors: Tensors, options: Options) -> None:
+def check_scales(name: str, t: Tensors, o: Options) -> None:
     """The rule of conversions without a cache."""
-    computed = options.computed or options.per_row
+    computed = o.computed or o.per_row
     for own in "qkv":
         label = f"{own}_global_scale" if computed else f"{own}_scale"
-        fit.check_scale(label, tensors, own, own in tensors, options, not computed and own != "v", failing(name))
+        fit.check_scale(label, t, own, own in t, o, not computed and own != "v", Fail(name))
 
 
-def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
+def check_kv_cache(name: str, t: Tensors, o: Options) -> None:
     """The check of a call that stores k and v in caches."""
-    fail = failing(name)
-    k, cache, blocks = tensors["k"], tensors["k_cache"], tensors.get(BLOCK_SCALES[0])
-    kv: Tensors = {label: tensors[label] for label in ("k", "v") if label in tensors}
-    if ("v" in kv) != ("v_cache" in tensors):
-        refuse(name, "v", kv.get("v"), "a tensor" if "v_cache" in tensors else "None, because the cache has no v_cache")
-    check(name, tensors, options)
-    fit.check_heads(k, kv.get("v"), options, fail, "k", "v")
-    fit.refuse_per_head(tensors["cos"], options, "a cache", fail)
-    heads, v_heads = (fit.sizes_of(x, options.layout)[2] for x in (k, kv.get("v", k)))
+    fail, k, cache, blocks = Fail(name), t["k"], t["k_cache"], t.get(BLOCK_SCALES[0])
+    kv: Tensors = {label: t[label] for label in ("k", "v") if label in t}
+    if ("v" in kv) != ("v_cache" in t):
+        refuse(name, "v", kv.get("v"), "a tensor" if "v_cache" in t else "None, because the cache has no v_cache")
+    check(name, t, o)
+    fit.check_heads(k, kv.get("v"), o, fail, "k", "v")
+    fit.refuse_per_head(t["cos"], o, "a cache", fail)
+    heads, v_heads = (fit.sizes_of(x, o.layout)[2] for x in (k, kv.get("v", k)))
     if v_heads != heads and (not heads or v_heads == 0 or v_heads % heads):
-        had = f"k is {named(k, options.layout)} but v is {named(kv['v'], options.layout)}"
+        had = f"k is {named(k, o.layout)} but v is {named(kv['v'], o.layout)}"
         fail(f"{had}; v must have as many heads, or a multiple of them")
-    check_caches(kv, tensors, options, fail)
-    check_places(tensors, options, fail)
-    if options.inplace and "q_scale" in tensors:
-        fail("q is returned as fp8, which cannot be in place; leave inplace=True out")
-    own = "q_global_scale" if options.scale_out == "fp8" else "q_scale"
-    fit.check_scale(own, tensors, "q", "q_scale" in tensors, options, False, fail)
+    check_caches(kv, t, o, fail)
+    check_places(t, o, fail)
+    fail.when(o.inplace and "q_scale" in t, "q is returned as fp8, which cannot be in place; leave inplace=True out")
+    fit.check_scale("q_global_scale" if o.scale_out == "fp8" else "q_scale", t, "q", "q_scale" in t, o, False, fail)
     for label in kv:
-        given = f"{label}_scale" in tensors
-        scaled = cache.dtype in FP8S if blocks is None else given and blocks.dtype == FP8
-        fit.check_scale(f"{label}_scale", tensors, label, scaled, options, True, fail)
-    if options.computed and blocks is not None:
-        check_one_format(tensors, options, fail)
+        scaled = cache.dtype in FP8S if blocks is None else blocks.dtype == FP8 and f"{label}_scale" in t
+        fit.check_scale(f"{label}_scale", t, label, scaled, o, True, fail)
+    if o.computed and blocks is not None:
+        check_one_format(t, o, fail)
 
 
-def takes_pairs(tensors: Tensors, options: Options) -> bool:
+def takes_pairs(t: Tensors, o: Options) -> bool:
     """Whether a call writes fp4."""
-    return options.out_dtype == "fp4" or ("k_cache" in tensors and PER_ITEM.get(tensors["k_cache"].dtype, 1) > 1)
+    return o.out_dtype == "fp4" or ("k_cache" in t and PER_ITEM.get(t["k_cache"].dtype, 1) > 1)
 
 
-def check_whole_heads(name: str, tensors: Tensors, options: Options) -> None:
+def check_whole_heads(name: str, t: Tensors, o: Options) -> None:
     """The rule of a norm, and of other stages that need all elements of a head."""
-    fail, norm, dim = failing(name), norm_of(options), tensors["q"].shape[-1]
-    others = {"a cache": "k_cache" in tensors, "dynamic scales": options.computed or options.per_row}
-    for beside, given in {**others, "hadamard": options.hadamard}.items():
-        if given and views.sums_heads(tensors, options):
-            fail(f"across_heads does not go with {beside}; pass mean_squares, or normalise before")
-    fit.check_means(tensors, options.layout, fail)
-    if norm.of == "k" and "k" not in tensors:
-        fail("the norm has of='k', but k is not given")
-    if norm.v_norm and "k_cache" in tensors and "v" not in tensors:
-        fail("the norm has v_norm, but v is not given")
-    if norm.of == "v" and "v_cache" not in tensors:
+    fail, norm, dim = Fail(name), norm_of(o), t["q"].shape[-1]
+    others = {"a cache": "k_cache" in t, "dynamic scales": o.computed or o.per_row, "hadamard": o.hadamard}
+    for beside in [x for x, given in others.items() if given and views.sums_heads(t, o)]:
+        fail(f"across_heads does not go with {beside}; pass mean_squares, or normalise before")
+    fit.check_means(t, o.layout, fail)
+    fail.when(norm.of == "k" and "k" not in t, "the norm has of='k', but k is not given")
+    fail.when(norm.v_norm and "k_cache" in t and "v" not in t, "the norm has v_norm, but v is not given")
+    if norm.of == "v" and "v_cache" not in t:
         fail("the norm has of='v', which goes with a cache of v; without one pass v as q to a call of its own")
-    _check_weights(tensors, options, fail)
-    if options.inverse and norm.kind != "no_norm":
+    _check_weights(t, o, fail)
+    if o.inverse and norm.kind != "no_norm":
         fail("inverse does not go with norm; rotate back in a call without a norm")
-    if options.group and dim % options.group:
-        fail(f"group is {options.group}; it must divide D={dim}")
-    if takes_pairs(tensors, options):
-        fit.check_pairs(tensors, options, fail)
-    if options.hadamard and (dim > MAX_HADAMARD or dim & (dim - 1)):
+    fail.when(o.group and dim % o.group, f"group is {o.group}; it must divide D={dim}")
+    if takes_pairs(t, o):
+        fit.check_pairs(t, o, fail)
+    if o.hadamard and (dim > MAX_HADAMARD or dim & (dim - 1)):
         fail(f"hadamard goes with a power of two of elements up to {MAX_HADAMARD}; q has D={dim}, so leave it out")
 
 
-def _check_weights(tensors: Tensors, options: Options, fail: Fail) -> None:
+def _check_weights(t: Tensors, o: Options, fail: Fail) -> None:
     """Refuse weights and biases of a norm that do not fit q, k, v and each other."""
-    norm, weights = norm_of(options), {label: tensors[label] for label in WEIGHTS if label in tensors}
+    norm, weights = norm_of(o), {label: t[label] for label in WEIGHTS if label in t}
     for label, weight in weights.items():
         owner = label[0]
-        if owner not in tensors:
-            fail(f"{label} is given, but {owner} is not")
-        if label.endswith("bias") and norm.kind != "layer_norm":
-            fail(f"{label} goes with kind='layer_norm'; pass it, or leave {label} out")
-        x = tensors[owner]
-        _, _, heads, size = fit.sizes_of(x, options.layout)
+        fail.when(owner not in t, f"{label} is given, but {owner} is not")
+        wrong = label.endswith("bias") and norm.kind != "layer_norm"
+        fail.when(wrong, f"{label} goes with kind='layer_norm'; pass it, or leave {label} out")
+        x = t[owner]
+        _, _, heads, size = fit.sizes_of(x, o.layout)
         whole = norm.across_heads or owner == "v"
         size = heads * size if whole else size
         if weight.dim() != 1 or weight.shape[0] != size:
-            of = f"{owner} of qkv" if options.q_per_group else owner
-            had = f"{of} is {named(x, options.layout)} but {label} has shape {tuple(weight.shape)}"
+            of = f"{owner} of qkv" if o.q_per_group else owner
+            had = f"{of} is {named(x, o.layout)} but {label} has shape {tuple(weight.shape)}"
             must = f"(H D), {size} numbers" if whole else f"(D), {size} numbers, or H D with across_heads"
             fail(f"{had}; it must be {must}")
         fit.check_floats(label, weight, fail)
         fit.check_contiguous(label, weight, fail)
-        if weight.device != x.device:
-            fail(f"{label} is on {weight.device} but q is on {x.device}")
-    if len({weight.dtype for weight in weights.values()}) > 1:
-        had = " but ".join([f"{label} is {weight.dtype}" for label, weight in weights.items()])
-        fail(f"{had}; they must match")
+        fit.check_device(label, weight, "q", x, fail)
+    had = " but ".join([f"{label} is {weight.dtype}" for label, weight in weights.items()])
+    fail.when(len({weight.dtype for weight in weights.values()}) > 1, f"{had}; they must match")
 
 
-def check_into(name: str, tensors: Tensors, options: Options, dtypes: dict[str, torch.dtype]) -> None:
+def check_into(name: str, t: Tensors, o: Options, dtypes: dict[str, torch.dtype]) -> None:
     """The check of the caller's output tensors. dtypes: those that differ from the inputs', by letter."""
-    fail, q = failing(name), tensors["q"]
-    for letter in [letter for letter in "qkv" if f"{letter}_out" in tensors]:
-        x, out = tensors[letter], tensors[f"{letter}_out"]
-        dtype = dtypes.get(letter, x.dtype)
+    fail, q = Fail(name), t["q"]
+    for letter in [letter for letter in "qkv" if f"{letter}_out" in t]:
+        x, out, dtype = t[letter], t[f"{letter}_out"], dtypes.get(letter, t[letter].dtype)
         fit.check_axes(letter, x, q, fail)
         if out.dim() == x.dim() + 1 and len(out):  # a group of heads for each rank
-            fit.check_ranks(letter, x, len(out), options, fail)
-            x = views.by_rank(x, options.layout, len(out))
+            fit.check_ranks(letter, x, len(out), o, fail)
+            x = views.by_rank(x, o.layout, len(out))
         check_out(letter, out, (*x.shape[:-1], x.shape[-1] // PER_ITEM.get(dtype, 1)), dtype, q, fail)
 
 
@@ -254,5 +229,5 @@ def check_out(letter: str, out: Tensor, shape: tuple[int, ...], dtype: torch.dty
         fail(f"out's {letter} has strides {tuple(out.stride())}; for fp4 the last must be 1")
 
 
-def _tables(tensors: Tensors) -> Tensors:
-    return {label: tensors[label] for label in TABLE_NAMES if label in tensors}
+def _tables(t: Tensors) -> Tensors:
+    return {label: t[label] for label in TABLE_NAMES if label in t}

@@ -18,7 +18,7 @@ from ..stages import bias, positions
 from ..stages.norm import gradients_of_means
 from . import checks
 from .backward import Backward, norm_turned_back, turned_back
-from .fit import check_pairs, failing
+from .fit import Fail, check_pairs
 from .operation import OF_TABLES, Call, Operation, operation
 from .outs import copy_heads
 from .source import Read, Source
@@ -111,7 +111,7 @@ class Fused(Source):
         return [(heads_of(t, o), o)]
 
     def check(self, op: Operation, name: str, t: Tensors, o: Options) -> None:
-        fail, staged = failing(name), op.cache or op.convert or op.out
+        fail, staged = Fail(name), op.cache or op.convert or op.out
         if "v_out" in t and not o.copy_v:
             refuse(name, "out's v", t["v_out"], "None with copy_v=False")
         if norm_of(o).v_norm and not o.copy_v and "v_cache" not in t:

@@ -14,14 +14,14 @@ from ..sinks import results
 from ..sinks.results import empty_elements, empty_heads
 from . import checks
 from .backward import Backward, turned_back
-from .fit import check_heads, check_scale, failing, named, refuse_per_head
+from .fit import Fail, check_heads, check_scale, named, refuse_per_head
 from .operation import Call, Operation
 from .source import Read, Source
 
 
 def check_latent(name: str, tensors: Tensors, options: Options) -> None:
     """The check of a call with latent attention."""
-    fail, layout = failing(name), options.layout
+    fail, layout = Fail(name), options.layout
     q, kv, k_pe, cos = (tensors[label] for label in ("q", "kv", "k_pe", "cos"))
     if q.dim() == k_pe.dim() == len(layout) and q.shape[-1] < k_pe.shape[-1]:
         fail(f"q is {named(q, layout)} but k_pe {named(k_pe, layout)}; q's heads end in as many rotated elements")
@@ -65,7 +65,7 @@ class Latent(Source):
         check_latent(name, t, o)
         if not (op.out or op.convert):
             return
-        q, kv, dtypes, fail = t["q"], t["kv"], op.dtypes(t, o), failing(name)
+        q, kv, dtypes, fail = t["q"], t["kv"], op.dtypes(t, o), Fail(name)
         for letter, x, width in (("q", q, q.shape[-1]), ("k", kv, q.shape[-1]), ("v", kv, o.v_dim)):
             needed = letter == "k" and "q_scale" in t
             check_scale(f"{letter}_scale", {**t, letter: x}, letter, True, o, needed, fail)

@@ -32,7 +32,7 @@ from ..sinks import results
 from ..sinks.results import LETTERS, empty_heads, empty_scale
 from ..stages.convert import least_scales
 from . import checks
-from .fit import USERS_NAMES, check_axes, check_ranks, failing, sizes_of
+from .fit import USERS_NAMES, Fail, check_axes, check_ranks, sizes_of
 from .outs import OUTS, copy_heads, refuse_other_v
 from .source import SOURCES, Read, Source
 from .stand_ins import one_row
@@ -128,8 +128,8 @@ class Operation:
     def check_groups(self, name: str, t: Tensors, o: Options) -> None:
         """Refuse heads that ranks do not divide."""
         for letter in [x for x in "qkv" if x in t and self.out == "ranks"]:
-            check_axes(letter, t[letter], t["q"], failing(name))
-            check_ranks(letter, t[letter], o.ulysses_degree, o, failing(name))
+            check_axes(letter, t[letter], t["q"], Fail(name))
+            check_ranks(letter, t[letter], o.ulysses_degree, o, Fail(name))
 
     # ---- results -------------------------------------------------------------------------------------
 

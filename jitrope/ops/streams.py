@@ -10,7 +10,7 @@ from ..plan.options import NO_NORM, Options, norm_of
 from ..plan.views import MEANS, TABLE_NAMES, Tensors, head_view
 from ..sinks.results import empty_heads
 from .checks import WEIGHTS, check, check_into
-from .fit import Fail, check_factor, failing, label_of, named, refuse_per_head
+from .fit import Fail, check_factor, label_of, named, refuse_per_head
 from .heads import HEADS
 from .operation import COUNTED, Call, Operation, Rule, operation
 from .outs import OUTS
@@ -51,7 +51,7 @@ def of_stream(t: Tensors, o: Options, stream: str) -> tuple[Tensors, Options]:
 
 def check_joint(name: str, tensors: Tensors, options: Options, rules: tuple[Rule, ...]) -> None:
     """The check of a call with two streams. rules: those of each stream as a separate call."""
-    fail = failing(name)
+    fail = Fail(name)
     _check_streams(tensors, fail)
     given = {x.dtype for label, x in tensors.items() if label.endswith(("_weight", "_bias"))}
     if len(given) >= 2:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import lru_cache
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,23 +25,19 @@ ONE_TABLE = options.TABLES[1:]  # words for a single table in place of cos and s
 _WORDS = {"layout": tuple(options.LAYOUT_AXES), "rounding": options.ROUNDINGS, "order": tuple(options.QKV_ORDERS)}
 """The keywords that are words. Other words come from values, which checked them."""
 _TIMES_WIDTH = {"cos_sin_cache": 1, "freqs_cis": 2}  # tables whose width determines rotary_dim, by which factor
-_PACKED = "positions=jitrope.Packed(cu_seqlens, ...)"
 _OLD = {
-    "position_ids": "positions=position_ids",
-    **dict.fromkeys(("mrope_section", "mrope_interleaved"), "positions=jitrope.Mrope(position_ids, mrope_section)"),
-    "start_positions": "positions=jitrope.Starts(start_positions)",
-    **dict.fromkeys(("cu_seqlens", "max_seqlen", "packed_table", "cp_size", "cp_rank"), _PACKED),
-    **dict.fromkeys(
-        ("eps", "across_heads", "zero_centered", "after_rope", "q_weight", "k_weight", "q_bias", "k_bias"),
-        "norm=jitrope.Norm(...)",
-    ),
-    **dict.fromkeys(("k_cache", "v_cache", "slot_mapping", "v_scale", "rotate_k"), "cache=jitrope.KVCache(...)"),
-    **dict.fromkeys(("k_scale",), "quantize=jitrope.Quantize(...)"),
-    "launch": "jitrope.configure(launch=...)",
-    **dict.fromkeys(("is_neox_style", "is_neox"), "interleaved=not is_neox_style"),
-    "unsqueeze_dim": "layout='bhsd' or 'bshd'",
+    "positions=position_ids": "position_ids",
+    "positions=jitrope.Mrope(position_ids, mrope_section)": "mrope_section mrope_interleaved",
+    "positions=jitrope.Starts(start_positions)": "start_positions",
+    "positions=jitrope.Packed(cu_seqlens, ...)": "cu_seqlens max_seqlen packed_table cp_size cp_rank",
+    "norm=jitrope.Norm(...)": "eps across_heads zero_centered after_rope q_weight k_weight q_bias k_bias",
+    "cache=jitrope.KVCache(...)": "k_cache v_cache slot_mapping v_scale rotate_k",
+    "quantize=jitrope.Quantize(...)": "k_scale",
+    "jitrope.configure(launch=...)": "launch",
+    "interleaved=not is_neox_style": "is_neox_style is_neox",
+    "layout='bhsd' or 'bshd'": "unsqueeze_dim",
 }
-"""Words of other libraries and of jitrope's old versions, and the argument that replaces them."""
+"""Words of other libraries and of jitrope's old versions, by the argument that replaces them."""
 
 _INSTEAD = {
     **dict.fromkeys(("cu_seqlens", "max_seqlen", "start_positions"), "pass positions as a tensor of ids"),
@@ -50,24 +45,16 @@ _INSTEAD = {
     **dict.fromkeys(("hadamard", "inplace", "q_mean_square", "k_mean_square"), "leave it out"),
 }
 """Advice for words that do not go with an operation."""
-_STAGES = ("norm", "cache", "quantize")
-_HAVE = {
-    "apply_rope": ("positions",),
-    "prepare_mla_qkv": ("positions", "quantize"),
-    "prepare_fused_qkv": ("positions", "norm", "cache", "quantize"),
-    "prepare_joint_qkv": ("positions", "norm", "quantize"),
-}
-"""The allowed values for functions that do not take all values."""
+_LACKS = {"apply_rope": "norm cache quantize", "prepare_mla_qkv": "norm cache", "prepare_joint_qkv": "cache"}
+"""The stages that functions do not have."""
 
 
 def unexpected(name: str, label: str) -> TypeError:
     """The error for a word that a function does not have; it names the argument that replaces the word."""
-    hint = "; prepare_qkv has it" if label in _STAGES else ""
-    if label in _OLD:
-        new = _OLD[label].partition("=")[0]
-        common = "." in new or new not in ("positions", *_STAGES)
-        elsewhere = "" if common or new in _HAVE.get(name, (new,)) else " to prepare_qkv"
-        hint = f"; pass {_OLD[label]}{elsewhere}"
+    lacks = _LACKS.get(name, "").split()
+    hint = "; prepare_qkv has it" if label in lacks else ""
+    for new in [new for new, old in _OLD.items() if label in old.split()]:
+        hint = f"; pass {new}{' to prepare_qkv' if new.partition('=')[0] in lacks else ''}"
     return TypeError(f"{name}() got an unexpected keyword argument {label!r}{hint}")
 
 
@@ -85,26 +72,31 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name
     Raises InvalidInput if a word does not go with the operation, a value has another type, or a tensor is missing.
     """
     name = name or op.function
-    for label in (*tensors, *asked):  # layout may be implied by a tensor
-        if label in op.refused and not _is_default(label, asked.get(label)):
+    for label in [label for label in (*tensors, *asked) if label in op.refused]:  # layout may be implied by a tensor
+        value, default = asked.get(label), Options._field_defaults.get(label)
+        if value is None or type(value) is not type(default) or value != default:  # an array has no single answer
             hint = f"; {_INSTEAD[label]}" if label in _INSTEAD else ""
             raise InvalidInput(f"{name}: {op.label(label)} does not go with {op.said or 'this function'}{hint}")
     kind = _check_tensors(op, tensors, asked, name)
     full = canonical(dict(tensors))
+    words = {label: _typed(name, label, value) for label, value in asked.items() if label != "check"}
+    o = Options(**{"interleaved_out": None, "launch": config.launch(), **words}, table=kind)
     first, cos = next(iter(full.values())), full.get("cos")
-    widths = int(first.shape[-1]) if first.dim() else 0, int(cos.shape[-1]) if cos is not None and cos.dim() else 0
-    words = (("launch", config.launch()), *[item for item in asked.items() if item[0] != "check"])
-    try:
-        found = _kept(op, name, kind, words, *widths)
-    except TypeError:  # a word without a hash
-        found = _resolved(op, name, kind, words, *widths)
+    width = int(first.shape[-1]) if first.dim() else 0
+    table_width = int(cos.shape[-1]) if cos is not None and cos.dim() else 0
+    head_dim = width // heads_per_group(o) if o.q_per_group > 0 and o.order == "grouped" else width
+    rotary_dim = rotary_dim_of(name, words, head_dim, kind, table_width)
+    if not table_width and words.get("rotary_dim") is None:  # nothing is rotated
+        rotary_dim -= rotary_dim % 2
+    interleaved_out = o.interleaved if o.interleaved_out is None else o.interleaved_out
+    within_warp = not op.norm and 0 < rotary_dim <= MAX_MOVED and rotary_dim & (rotary_dim - 1) == 0
+    for label, possible in (("inplace", within_warp), ("rotate_k", False)):
+        if interleaved_out != o.interleaved and getattr(o, label) and not possible:
+            unless = f", unless rotary_dim is a power of two up to {MAX_MOVED}; it is {rotary_dim}"
+            why = f"because it moves elements{unless if label == 'inplace' and not op.norm else ''}"
+            raise InvalidInput(f"{name}: interleaved_out does not go with {label}, {why}; leave {label}=True out")
+    found = o._replace(rotary_dim=rotary_dim, interleaved_out=interleaved_out)
     return (found, full) if cos is not None else op.unrotated(full, found)
-
-
-def _is_default(label: str, value: Any) -> bool:
-    """Whether a word has its default. An array is never one: it has no single answer to ==."""
-    default = Options._field_defaults.get(label)
-    return value is not None and type(value) is type(default) and value == default
 
 
 def _check_tensors(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name: str) -> str:
@@ -114,9 +106,8 @@ def _check_tensors(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any]
     if ways > 1 or (ways == 0 and not op.goes_bare(tensors, asked)) or ("cos" in tensors) != ("sin" in tensors):
         raise InvalidInput(f"{name}: {_missing_table(name, tensors, kinds)}")
     needed = {*op.needed, "cos", "sin", *ONE_TABLE}
-    for label in op.needed:
-        if label not in tensors:
-            refuse(name, op.label(label), None, "a tensor")
+    for label in [label for label in op.needed if label not in tensors]:
+        refuse(name, op.label(label), None, "a tensor")
     for label, x in tensors.items():
         if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
             tensor = "a strided tensor" if isinstance(x, Tensor) else "a tensor"
@@ -140,9 +131,8 @@ def _missing_table(name: str, tensors: Mapping[str, Any], kinds: list[str]) -> s
             shown = f"k has shape {tuple(k.shape)}, like a table, and sin is missing"
             return f"{shown}; did you mean {name}(q, None, cos, sin)?"
         return f"sin is missing; {wanted}"
-    both = "cos and sin" if {"cos", "sin"} <= tensors.keys() else "cos" if cos is not None else "sin"
-    had = [*([both] if cos is not None or sin is not None else []), *kinds]
-    return f"{wanted}, not {', '.join(had) or 'none'}"
+    pair = " and ".join([label for label in ("cos", "sin") if label in tensors])
+    return f"{wanted}, not {', '.join([x for x in (pair, *kinds) if x]) or 'none'}"
 
 
 def refuse_table_as_v(v: Any, cos: Any) -> None:
@@ -150,30 +140,6 @@ def refuse_table_as_v(v: Any, cos: Any) -> None:
     if isinstance(v, Tensor) and isinstance(cos, Tensor) and v.shape == cos.shape:
         shown = f"v has shape {tuple(v.shape)}, like a table, and sin is missing"
         raise InvalidInput(f"prepare_qkv: {shown}; did you mean prepare_qkv(q, k, None, cos, sin)?")
-
-
-def _resolved(
-    op: Any, name: str, kind: str, words: tuple[tuple[str, Any], ...], width: int, table_width: int
-) -> Options:
-    values = {"interleaved_out": None, **{label: _typed(name, label, value) for label, value in words}}
-    o = Options(**values, table=kind)
-    grouped = o.q_per_group > 0 and o.order == "grouped"
-    rotary_dim = rotary_dim_of(name, values, width // heads_per_group(o) if grouped else width, kind, table_width)
-    if not table_width and values.get("rotary_dim") is None:  # nothing is rotated
-        rotary_dim -= rotary_dim % 2
-    interleaved_out = o.interleaved if o.interleaved_out is None else o.interleaved_out
-    within_warp = not op.norm and 0 < rotary_dim <= MAX_MOVED and rotary_dim & (rotary_dim - 1) == 0
-    for label, possible in (("inplace", within_warp), ("rotate_k", False)):
-        if interleaved_out != o.interleaved and getattr(o, label) and not possible:
-            why = "because it moves elements"
-            if label == "inplace" and not op.norm:
-                why += f", unless rotary_dim is a power of two up to {MAX_MOVED}; it is {rotary_dim}"
-            raise InvalidInput(f"{name}: interleaved_out does not go with {label}, {why}; leave {label}=True out")
-    longest = 0 if o.max_seqlen is None else o.max_seqlen
-    return o._replace(rotary_dim=rotary_dim, interleaved_out=interleaved_out, max_seqlen=longest)
-
-
-_kept = lru_cache(maxsize=4096)(_resolved)
 
 
 def rotary_dim_of(name: str, words: Mapping[str, Any], head_dim: int, kind: str = "", table_width: int = 0) -> int:
@@ -200,13 +166,11 @@ def rotates_heads(tensors: Mapping[str, Tensor], words: Mapping[str, Any], head_
 
 
 def _typed(name: str, label: str, value: Any) -> Any:
-    default = Options._field_defaults[label]
     if label in _WORDS:
         return word(name, label, value, _WORDS[label])
-    kinds: dict[type, Callable[..., Any]] = {bool: flag, int: whole, float: number}
-    if type(default) not in kinds or (value is None and label in ("interleaved_out", "rotary_dim", "max_seqlen")):
-        return value  # checked elsewhere
-    return kinds[type(default)](name, label, value)
+    kind: Any = {bool: flag, int: whole, float: number}.get(type(Options._field_defaults[label]))
+    absent = value is None and label in ("interleaved_out", "rotary_dim")
+    return value if kind is None or absent else kind(name, label, value)  # others are checked elsewhere
 
 
 def check_asked(name: str, asked: Mapping[str, Any]) -> bool:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..base import arguments
-from ..ops.fit import failing
+from ..ops.fit import Fail
 from ..ops.watch import is_compiling, wants_grad
 from ..plan.partition import RULES
 from . import ops as thd_ops
@@ -71,7 +71,7 @@ def _reorder(name: str, map: str, x: Rows, cu_seqlens: Tensor, cp_size: int, tok
     several = isinstance(x, (tuple, list))
     xs = tuple(x) if several else (x,)
     if not (1 <= len(xs) <= 2):
-        failing(name)(f"x is {len(xs)} tensors; one launch moves one or two")
+        Fail(name)(f"x is {len(xs)} tensors; one launch moves one or two")
     labels = ("x",) if len(xs) == 1 else ("x[0]", "x[1]")
     fail = thd_ops.fail_of(name, **dict(zip(labels, xs)), cu_seqlens=cu_seqlens)
     cp_size = arguments.whole(name, "cp_size", cp_size, 1)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..base import arguments
 from ..base.spec import ACCESS_BYTES
 from ..ops.enqueue import Call, enqueue
-from ..ops.fit import MAX_TOKENS, Fail, failing, is_float
+from ..ops.fit import MAX_TOKENS, Fail, is_float
 from ..ops.watch import is_compiling, is_zero, wants_grad, written
 from ..plan.partition import Mask
 from ..plan.views import DTYPE_NAMES
@@ -35,7 +35,7 @@ def fail_of(name: str, **tensors: Any) -> Fail:
             arguments.refuse(name, label, x, "a strided tensor")
         if not is_compiling() and is_zero(x):
             arguments.refuse(name, label, x, "a tensor with memory, not torch's lazy zeros")
-    return failing(name)
+    return Fail(name)
 
 
 def fail_without_gradient(name: str, **tensors: Any) -> Fail:
