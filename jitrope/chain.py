@@ -67,8 +67,7 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
     x = rotate.forward(letter, x, t, o)
     if after:
         x = norm.forward(letter, x if stored is None else x.to(stored), t, o)
-    if o.interleaved != o.interleaved_out:
-        x = rotate.paired(letter, x, o)
+    x = rotate.paired(letter, x, o)
     for stage, present in ((scale, "q_factor" in t), (transform, o.hadamard)):
         if present:
             x = stage.forward(letter, x if stored is None else x.to(stored), t, o)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
+import re
 import threading
 from dataclasses import replace
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
@@ -18,6 +21,7 @@ from torch.utils.checkpoint import (
 )
 
 import jitrope
+from jitrope import Norm
 from jitrope.plan import partition, views
 from tests.said import KINDS, fp8, kv_cache, said
 
@@ -633,6 +637,36 @@ def test_compile_with_numbers_that_change(fused_qkv: bool) -> None:
             torch.testing.assert_close(got, want)
 
 
+class OwnNorm(Norm):
+    pass
+
+
+_WORDS = {"norm": OwnNorm(torch.ones(64))}
+COMPILED = {  # what Dynamo meets in a function, and what only the function itself knows to refuse
+    "a flag by a size": lambda x, f: jitrope.apply_rope(x, None, freqs=f, interleaved=x.shape[1] > 3)[0],
+    "a number of numpy": lambda x, f: jitrope.apply_rope(x, None, freqs=f, q_scale=numpy.float32(0.5))[0],
+    "vmap": lambda x, f: torch.vmap(lambda y: jitrope.apply_rope(y[None], None, freqs=f)[0])(x),
+    "a class of the user's": lambda x, f: jitrope.prepare_qkv(x, None, None, freqs=f, **_WORDS)[0],
+    "another keyword": lambda x, f: jitrope.apply_rope(x, None, freqs=f, interleave=True),
+    "another norm": lambda x, f: jitrope.prepare_qkv(x, None, None, freqs=f, norm=torch.nn.RMSNorm(64)),
+    "infinite": lambda x, f: jitrope.apply_rope(x, None, freqs=f, q_scale=math.inf),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_function_does_as_the_function(name: str, backend: str) -> None:
+    x, freqs = torch.randn(2, 6, 4, 64), torch.rand(6, 64)
+    compiled = torch.compile(COMPILED[name], backend=backend, dynamic=True)
+    try:
+        want = COMPILED[name](x, freqs)
+    except (jitrope.InvalidInput, TypeError) as error:
+        with pytest.raises(type(error), match=f"^{re.escape(str(error))}$"):
+            compiled(x, freqs)
+    else:
+        torch.testing.assert_close(compiled(x, freqs), want)
+
+
 @pytest.mark.skipif(not hasattr(torch, "float8_e8m0fnu"), reason="torch 2.6 cannot trace an exception of a package")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_refusal_is_caught_in_a_compiled_function(backend: str) -> None:
@@ -646,6 +680,17 @@ def test_a_refusal_is_caught_in_a_compiled_function(backend: str) -> None:
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     for x in (q, q.double(), q):
         torch.testing.assert_close(compiled(x, cos), model(x, cos))
+
+
+@pytest.mark.parametrize("words", [{"order": "qkv_gated"}, {"copy_v": False}])
+def test_views_of_a_projection_may_be_written_under_autograd(words: dict[str, Any]) -> None:
+    leaf, freqs = torch.randn(1, 6, 12, 64, requires_grad=True), torch.rand(6, 64)
+    heads, found = (4, 2) if "order" in words else (8, 2), []
+    for _ in range(3):  # the same call again is known
+        *_, view = jitrope.prepare_fused_qkv(leaf * 1, freqs=freqs, heads=heads, **words)
+        found.append(torch.autograd.grad(view.mul_(2).square().sum(), leaf)[0])
+    assert found[0].any()
+    assert torch.equal(found[0], found[2])
 
 
 def test_compile_with_head_sizes_that_change() -> None:

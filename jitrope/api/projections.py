@@ -158,10 +158,10 @@ def prepare_fused_qkv(
     if is_traced():
         given: Any = {"qkv": qkv, "cos": cos, "sin": sin, "heads": heads, "order": order, "positions": positions}
         given.update(norm=norm, copy_v=copy_v, bias=bias, cache=cache, quantize=quantize, hadamard=hadamard, out=out)
-        given.update(inplace=inplace, **words, function=name)
+        given.update(inplace=inplace, **words)
         results = (qkv,) if inplace is True else (None,) * (4 if order == "qkv_gated" else 3)
-        found: tuple[Tensor, ...] = compiled(given, *results)
-        return found[0] if inplace is True else found
+        if (split := compiled({**given, "": name}, *results)) is not None:
+            return split[0] if inplace is True else split  # type: ignore[no-any-return]
     tensors: Any = {"qkv": qkv, "cos": cos, "sin": sin}
     op, own = chosen(FUSED, name, norm, cache, quantize, hadamard)
     asked = gather(op, tensors, {**words, "out": out}, _WORDS, positions, inplace, own, norm, cache, quantize)
@@ -266,9 +266,9 @@ def prepare_mla_qkv(
     """
     if is_traced():
         given: Any = {"q": q, "kv": kv, "k_pe": k_pe, "cos": cos, "sin": sin, "positions": positions}
-        given.update(quantize=quantize, out=out, **words, function="prepare_mla_qkv")
-        found: tuple[Tensor, Tensor, Tensor] = compiled(given, None, None, None)
-        return found
+        given.update(quantize=quantize, out=out, **words)
+        if (found := compiled({**given, "": "prepare_mla_qkv"}, None, None, None)) is not None:
+            return found  # type: ignore[no-any-return]
     tensors: Any = {"q": q, "kv": kv, "k_pe": k_pe, "cos": cos, "sin": sin}
     op = operation(LATENT, convert="" if quantize is None else "given")
     asked = gather(op, tensors, {**words, "out": out}, _LATENT_WORDS, positions)

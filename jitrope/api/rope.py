@@ -108,8 +108,8 @@ def apply_rope(
     """
     if is_traced():
         given: Any = {"q": q, "k": k, "cos": cos, "sin": sin, "positions": positions, "inplace": inplace, **words}
-        pair: tuple[Tensor, Tensor | None] = compiled({**given, "function": "apply_rope"}, q, k)
-        return pair
+        if (pair := compiled({**given, "": "apply_rope"}, q, k)) is not None:
+            return pair  # type: ignore[no-any-return]
     tensors: Any = {"q": q, "cos": cos, "sin": sin} if k is None else {"q": q, "k": k, "cos": cos, "sin": sin}
     asked: dict[str, Any] = {"inplace": True} if inplace is True else {}
     form: Any = None
@@ -214,9 +214,9 @@ def prepare_qkv(
     if is_traced():
         given: Any = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "positions": positions}
         given.update(norm=norm, cache=cache, quantize=quantize, hadamard=hadamard, inplace=inplace, **words)
-        stays = cache is None or "rotate_k" in cache.words
-        qkv: tuple[Any, Any, Any] = compiled({**given, "function": "prepare_qkv"}, q, k if stays else None, v)
-        return qkv
+        stays = cache is None or "rotate_k" in getattr(cache, "words", ())
+        if (found := compiled({**given, "": "prepare_qkv"}, q, k if stays else None, v)) is not None:
+            return found  # type: ignore[no-any-return]
     op, own = chosen(HEADS, "prepare_qkv", norm, cache, quantize, hadamard)
     tensors: Any = {"q": q, "k": k} if cache is None else {"q": q, "k": k, "v": v}
     tensors.update(cos=cos, sin=sin)

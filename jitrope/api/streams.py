@@ -109,9 +109,9 @@ def prepare_joint_qkv(
     if is_traced():
         given: Any = {"first": first, "second": second, "cos": cos, "sin": sin, "positions": positions, "norm": norm}
         given.update(quantize=quantize, hadamard=hadamard, out=out, cos_sin_cache=cos_sin_cache, freqs=freqs)
-        given.update(freqs_cis=freqs_cis, **words, function=name)
-        qkv: tuple[Any, Any, Any] = compiled(given, None, None, None)
-        return qkv
+        given.update(freqs_cis=freqs_cis, **words)
+        if (found := compiled({**given, "": name}, None, None, None)) is not None:
+            return found  # type: ignore[no-any-return]
     tensors: dict[str, Any] = {}
     for label, stream in (("first", first), ("second", second)):
         tensors.update(zip((f"{label}_q", f"{label}_k", f"{label}_v"), parts(name, label, stream, 3)))

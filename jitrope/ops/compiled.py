@@ -39,7 +39,8 @@ _refused: set[Any] = set()
 def compiled(arguments: dict[str, Any], *instead: Any) -> Any:
     """The results of a public function from its op. instead: what it returns for a result that is not fresh.
 
-    Whole numbers are no part of the text, because they may be symbols.
+    Whole numbers are no part of the text, because they may be symbols. None: Dynamo must trace the function itself,
+    because an argument has no text, or the op has an error of another kind than a refusal.
     """
     tensors: list[Tensor] = []
     sizes: list[int] = []
@@ -50,7 +51,7 @@ def compiled(arguments: dict[str, Any], *instead: Any) -> Any:
         if isinstance(x, Tensor):
             tensors.append(x)
             said.append("tensor")
-        elif isinstance(x, Value):
+        elif isinstance(x, Value) and type(x) in _VALUES:
             said.append(type(x).__name__)
             todo.append(x.state())
         elif isinstance(x, dict):
@@ -59,14 +60,22 @@ def compiled(arguments: dict[str, Any], *instead: Any) -> Any:
         elif isinstance(x, (list, tuple)):
             said += ("tuple", len(x))
             todo += [*x]
-        elif isinstance(x, int) and x is not True and x is not False:
+        elif isinstance(x, bool):
+            said += ("", True if x else False)  # noqa: SIM210  a symbol's truth
+        elif isinstance(x, int):
             sizes.append(x)
             said.append("number")
+        elif isinstance(x, float) and x - x == 0:
+            said += ("", next(iter({float(x)})))  # all digits of a symbol
+        elif x is None or isinstance(x, str):
+            said += ("", x)
         else:
-            said += ("", next(iter({x})) if isinstance(x, float) else x)  # all digits of a symbol
+            return None
     found = _op(tensors, _text(*said), sizes)
     if not found:
-        raise InvalidInput(_refusal())
+        if text := _refusal():
+            raise InvalidInput(text)
+        return None
     out = arguments.get("out")
     results: list[Any] = []
     for other in instead:
@@ -85,7 +94,7 @@ def _text(*said: Any) -> str:
 
 @constant
 def _refusal() -> str:
-    """The sentence of the last refusal. An exception inside of an op would end the compilation."""
+    """The sentence of the last refusal; "" after another error. An exception in an op would end the compilation."""
     return str(_local.refusal)
 
 
@@ -121,17 +130,17 @@ def _read(said: Iterator[Any], tensors: Iterator[Tensor], sizes: Iterator[int]) 
 
 def _call(tensors: Sequence[Tensor], text: str, sizes: Sequence[int]) -> list[Tensor]:
     arguments = _read(iter(_said(text)), iter(tensors), iter(sizes))
-    name = arguments.pop("function")
+    name = arguments.pop("")
     try:
         if arguments.get("check") is True:
             raise InvalidInput(f"{name}: check=True waits for the device and cannot be compiled; leave it out")
         found = FUNCTIONS[name](**arguments)
-    except InvalidInput as error:  # the op stays in the graph of Dynamo, beside what a caller did instead
-        kind = (text, *[(*map(int, x.shape), x.dtype) for x in tensors])
+    except Exception as error:  # the op stays in the graph of Dynamo, beside what is done instead
+        kinds = [(x.dtype, *[n if isinstance(n, int) else None for n in x.shape]) for x in tensors]
         if dispatch_modes():
-            _local.refusal = error
-            _refused.add(kind)
-        elif kind not in _refused:
+            _local.refusal = error if isinstance(error, InvalidInput) else ""
+            _refused.add((text, *kinds))
+        elif (text, *kinds) not in _refused:
             raise
         return []
     parts: list[Any] = []
@@ -142,3 +151,4 @@ def _call(tensors: Sequence[Tensor], text: str, sizes: Sequence[int]) -> list[Te
 
 
 lib.impl("call", _call, "CompositeImplicitAutograd")
+lib.impl("call", _call, "FuncTorchBatched")

@@ -89,6 +89,8 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
                 check_values(op.function, full, options)
                 asked = {word: value for word, value in asked.items() if word != "check"}
                 plain = False
+    if wants and plain and op.viewed(full, options) and not watch.on_gpu(next(iter(full.values()))):
+        plain = False  # its views may be written, which an autograd function with several results forbids
     if plain and not (wants and options.inplace):
         known = known or launch.prepare(op, tensors, full, key, options)
         launch.keep_in_mind(known, tensors, key, record)
