@@ -21,7 +21,7 @@ from .check_values import check_values
 from .heads import of_k
 from .launch import Asked, Known, Made
 from .operation import OF_TABLES, Operation
-from .watch import dispatch_modes
+from .watch import dispatch_modes, is_compiling
 from .words import canonical, check_asked, resolved
 
 local = launch.local
@@ -95,7 +95,7 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
         known = known or launch.prepare(op, tensors, full, key, options)
         launch.keep_in_mind(known, tensors, key, record)
         return known.run_recorded(tensors, record) if wants else known.run(tensors)
-    if wants and options.inplace and not dispatch_modes():
+    if wants and options.inplace and not is_compiling():
         return _write(op, full, options)
     if wants and options.inplace:  # traced under autograd: Inductor turns the copy into a write in place
         return op.put(full, _through_op(op, full, options._replace(inplace=False), sharded), options)
