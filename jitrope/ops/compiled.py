@@ -93,9 +93,9 @@ def _text(*said: Any) -> str:
 
 
 @constant
-def _refusal() -> str:
+def _refusal() -> Any:
     """The sentence of the last refusal; "" after another error. An exception in an op would end the compilation."""
-    return str(_local.refusal)
+    return _local.refusal
 
 
 _said = lru_cache(maxsize=1024)(literal_eval)
@@ -138,7 +138,7 @@ def _call(tensors: Sequence[Tensor], text: str, sizes: Sequence[int]) -> list[Te
     except Exception as error:  # the op stays in the graph of Dynamo, beside what is done instead
         kinds = [(x.dtype, *[n if isinstance(n, int) else None for n in x.shape]) for x in tensors]
         if dispatch_modes():
-            _local.refusal = error if isinstance(error, InvalidInput) else ""
+            _local.refusal = str(error) if isinstance(error, InvalidInput) else ""
             _refused.add((text, *kinds))
         elif (text, *kinds) not in _refused:
             raise

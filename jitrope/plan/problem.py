@@ -218,8 +218,9 @@ def _block_scale_strides(scale: Tensor) -> list[int]:
 def elements_per_access(tensors: Iterable[Tensor], apart: int = 1) -> int:
     """Elements that one aligned access may span, by addresses and strides, which count items.
 
-    apart: 2 for complex and repeated tables, of which an access loads every other element and both neighbours; 0 if it
-    cannot. The address of a meta tensor is the offset in its storage, which will be aligned.
+    apart: the step from one element to the next. It is 2 for complex and repeated tables: an access then loads both
+    neighbours and uses one. It is 0 where an access cannot do so. The address of a meta tensor is the offset in its
+    storage, which will be aligned.
     """
     limits = []
     for x in tensors:
