@@ -219,7 +219,7 @@ def elements_per_access(tensors: Iterable[Tensor], apart: int = 1) -> int:
     """Elements that one aligned access may span, by addresses and strides, which count items.
 
     apart: the step from one element to the next. It is 2 for complex and repeated tables: an access then loads both
-    neighbours and uses one. It is 0 where an access cannot do so. The address of a meta tensor is the offset in its
+    neighbours and uses one. The result is 0 if that is not possible. The address of a meta tensor is the offset in its
     storage, which will be aligned.
     """
     limits = []
