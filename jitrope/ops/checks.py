@@ -35,7 +35,7 @@ def check_watched(op: Any, wants_grad: bool, t: Tensors, o: Options) -> None:
     copied = "v" if op.out == "ranks" and not views.converts_v(t, o.dynamic_v) else ""
     wanted = [label for label, x in t.items() if watch.wants_grad(x) and (op.differentiable or label != copied)]
     fixed = [label for label in _FIXED if label in wanted]
-    compiling = torch.compiler.is_compiling()
+    compiling = watch.is_compiling()
     written = {label: t[label] for label in op.written(o) if label in t}
     for kind in () if compiling else watch.transforms():
         if kind != "jvp" and (written or (wanted and op.differentiable and kind != "vmap")):  # jvp is refused before

@@ -17,7 +17,6 @@ from torch.autograd import forward_ad
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-is_compiling = torch.compiler.is_compiling
 is_traced = torch.compiler.is_dynamo_compiling  # by Dynamo, line by line
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 written: Callable[[Sequence[Tensor]], None] = getattr(
@@ -40,6 +39,11 @@ records_ops = hasattr(getattr(torch._library, "autograd", None), "make_autograd_
 
 is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor  # of is_grads_batched
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def is_compiling() -> bool:
+    """Whether torch compiles. While it decomposes an op, torch before 2.12 only has a context that says so."""
+    return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
 
 
 def watched() -> bool:
