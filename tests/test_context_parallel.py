@@ -900,10 +900,11 @@ def check_faults() -> None:
     all_gather_attention(q, q, q, schedule, check=True)
 
 
-def check_one_refuses_for_all() -> None:
+def check_one_refuses_for_all(device: str = "cpu") -> None:
     """With check=True every rank refuses what rank 0 refuses, for any reason."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    q, schedule = torch.randn(4, 2, 8), Schedule(torch.tensor([0, 4 * size]), 4 * size)
+    q = torch.randn(4, 2, 8, device=device)
+    schedule = Schedule(torch.tensor([0, 4 * size], device=device), 4 * size)
     odd: list[tuple[str, dict[str, Any]]] = [
         ("q has 3 rows", {"q": q[:3], "k": q[:3], "v": q[:3]}),
         ("layout is 'x'", {"layout": "x"}),
@@ -919,7 +920,7 @@ def check_one_refuses_for_all() -> None:
             all_gather_attention(
                 **{**dict.fromkeys("qkv", q), **({} if rank else words)}, schedule=schedule, check=True
             )
-    short = Rope(freqs=torch.ones(4 * size - 1, 4))
+    short = Rope(freqs=torch.ones(4 * size - 1, 4, device=device))
     with pytest.raises(InvalidInput, match=f"rope's tables have {4 * size - 1} rows, but a sequence has {4 * size}"):
         all_gather_attention(q, q, q, schedule, rope=short, check=True)
 

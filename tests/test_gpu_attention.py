@@ -23,7 +23,16 @@ from jitrope.context_parallel.attention import (
 )
 from jitrope.context_parallel.backends import BACKENDS, Case, Gradients, Math, Result, Varlen, _module, choose
 
-from .test_context_parallel import CASES, COMPILED, Attention, Made, check_attention, check_compiled, make
+from .test_context_parallel import (
+    CASES,
+    COMPILED,
+    Attention,
+    Made,
+    check_attention,
+    check_compiled,
+    check_one_refuses_for_all,
+    make,
+)
 
 CLOSE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
@@ -341,11 +350,11 @@ def process(rank: int, size: int, folder: str) -> None:
     dist.init_process_group("nccl", init_method=f"file://{folder}/init", rank=rank, world_size=size)
     failed = []
     compiled = [(check_compiled, case) for case in NCCL if case.name in COMPILED]
-    for check, case in [*((check_attention, case) for case in NCCL), *compiled]:
+    for check, *given in [*((check_attention, case) for case in NCCL), *compiled, (check_one_refuses_for_all,)]:
         try:
-            check(case, f"cuda:{rank}")
+            check(*given, f"cuda:{rank}")
         except Exception as error:
-            failed.append(f"rank {rank}, {check.__name__}, {case.name}: {type(error).__name__}: {error}")
+            failed.append(f"rank {rank}, {check.__name__}, {given}: {type(error).__name__}: {error}")
         dist.barrier(device_ids=[rank])
     Path(folder, f"rank{rank}").write_text("\n".join(failed))
     dist.destroy_process_group()
@@ -353,7 +362,7 @@ def process(rank: int, size: int, folder: str) -> None:
 
 @pytest.mark.gpu
 def test_on_processes_over_nccl(tmp_path: Path) -> None:
-    """The cases of the gloo test, in bf16, one GPU for each rank, and some compiled and exported."""
+    """The cases of the gloo test, in bf16, one GPU for each rank, some compiled and exported; and what all refuse."""
     size = min(4, torch.cuda.device_count())
     if size < 2:
         pytest.skip("this machine has one GPU; NCCL takes one for each process")
