@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
+from ..ops.dispatch import repeated
 from ..ops.values import Ulysses
 from ..plan.options import Options
 
@@ -63,7 +64,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def with_words(words: Any) -> Callable[[F], F]:
-    """Decorate a function: its signature names the keys of `words`, a TypedDict, in place of its `**words`."""
+    """Decorate a public function, whose recent calls are then `repeated`.
+
+    Its signature names the keys of `words`, a TypedDict, in place of its `**words`.
+    """
 
     def show(function: F) -> F:
         signature = inspect.signature(function)
@@ -74,6 +78,6 @@ def with_words(words: Any) -> Callable[[F], F]:
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
             )
         vars(function)["__signature__"] = signature.replace(parameters=shown)
-        return function
+        return repeated(function)
 
     return show

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, overload
 from torch import Tensor
 
 from ..ops.compiled import compiled
-from ..ops.dispatch import call
-from ..ops.gather import chosen, gather, placed, result, sent, with_v
+from ..ops.gather import chosen, gather, result, sent, with_v
 from ..ops.heads import HEADS
 from ..ops.kv_cache import KVCache
 from ..ops.operation import operation
@@ -110,17 +109,8 @@ def apply_rope(
         given: Any = {"q": q, "k": k, "cos": cos, "sin": sin, "positions": positions, "inplace": inplace, **words}
         if (pair := compiled({**given, "": "apply_rope"}, q, k)) is not None:
             return pair  # type: ignore[no-any-return]
-    tensors: Any = {"q": q, "cos": cos, "sin": sin} if k is None else {"q": q, "k": k, "cos": cos, "sin": sin}
-    asked: dict[str, Any] = {"inplace": True} if inplace is True else {}
-    form: Any = None
-    if words or cos is None or sin is None or type(inplace) is not bool:
-        out = sent(ROPE, tensors, gather(ROPE, tensors, words, _ROPE_WORDS, positions, inplace), letters="qk")
-    else:  # common calls have a cheaper key than their names and words
-        if type(positions) is Tensor:
-            tensors["position_ids"], form = positions, "ids"
-        elif positions is not None:
-            asked, form = {**placed(ROPE, tensors, positions), **asked}, getattr(positions, "form", "ids")
-        out = call(ROPE, tensors, asked, ("apply_rope", k is None, form, inplace))
+    tensors: Any = {"q": q, "k": k, "cos": cos, "sin": sin}
+    out = sent(ROPE, tensors, gather(ROPE, tensors, words, _ROPE_WORDS, positions, inplace), letters="qk")
     return out["q"], out.get("k")
 
 

@@ -18,17 +18,16 @@ from torch import Tensor
 
 from ..base.errors import InvalidInput
 from ..call import COUNTS
-from ..plan.options import NormOptions
 from .kv_cache import KVCache, Pages
 from .quantize import DynamicQuantize, Quantize, Scaled
 from .torch_op import TAGS, lib
-from .values import Mrope, Norm, Packed, Positions, Shifts, Starts, Ulysses, Value
+from .values import Mrope, Norm, Packed, Shifts, Starts, Ulysses, Value
 from .watch import constant, dispatch_modes
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
 """The public functions, by name."""
 _VALUES = (Packed, Starts, Mrope, Shifts, Norm, KVCache, Pages, Quantize, DynamicQuantize, Ulysses)
-_KINDS = {x.__name__: x for x in _VALUES}
+_KINDS: dict[str, type[Value]] = {x.__name__: x for x in _VALUES}
 
 lib.define("call(Tensor(a!)[] tensors, str text, SymInt[] sizes) -> Tensor[]", tags=TAGS)
 _op = torch.ops.jitrope.call.default
@@ -45,15 +44,21 @@ def compiled(arguments: dict[str, Any], *instead: Any) -> Any:
     tensors: list[Tensor] = []
     sizes: list[int] = []
     said: list[Any] = []
+    kinds: list[str] = []
     todo: list[Any] = [arguments]
     while todo:  # in one function, because Dynamo guards each call of one
         x = todo.pop()
         if isinstance(x, Tensor):
             tensors.append(x)
             said.append("tensor")
-        elif isinstance(x, Value) and type(x) in _VALUES:
-            said.append(type(x).__name__)
-            todo.append(x.state())
+        elif isinstance(x, Value):
+            kinds.append(x.text or type(x).__name__)
+            if x.text:
+                said += ("value", x.text, len(x.items))
+                todo += x.items
+            else:
+                said.append(type(x).__name__)
+                todo.append(x.parts())
         elif isinstance(x, dict):
             said += ("dict", len(x), *x)
             todo += x.values()
@@ -71,10 +76,13 @@ def compiled(arguments: dict[str, Any], *instead: Any) -> Any:
             said += ("", x)
         else:
             return None
-    found = _op(tensors, _text(*said), sizes)
+    text = _text(kinds, *said)
+    if text is None:
+        return None
+    found = _op(tensors, text, sizes)
     if not found:
-        if text := _refusal():
-            raise InvalidInput(text)
+        if refusal := _refusal():
+            raise InvalidInput(refusal)
         return None
     out = arguments.get("out")
     results: list[Any] = []
@@ -88,8 +96,10 @@ def compiled(arguments: dict[str, Any], *instead: Any) -> Any:
 
 
 @constant
-def _text(*said: Any) -> str:
-    return repr(said)
+def _text(kinds: list[str], *said: Any) -> str | None:
+    """The text, or None if a value's class is the user's. kinds: of values, names or texts."""
+    ours = all((literal_eval(x)[0] if x.startswith("[") else x) in _KINDS for x in kinds)
+    return repr(said) if ours else None
 
 
 @constant
@@ -119,13 +129,11 @@ def _read(said: Iterator[Any], tensors: Iterator[Tensor], sizes: Iterator[int]) 
         names = [next(said) for _ in range(next(said))]
         found = {name: _read(said, tensors, sizes) for name in reversed(names)}
         return {name: found[name] if name in COUNTS else _whole(found[name]) for name in names}
-    value: Any = object.__new__(_KINDS[kind])
-    vars(value).update(_read(said, tensors, sizes))
-    if kind == "Norm":
-        value.words["norm"] = NormOptions(*value.words["norm"])
-    if isinstance(value, Positions):
-        value.form = (*value.tensors, *value.words.items())
-    return value
+    parts: Any = None
+    if kind == "value":
+        text, count = next(said), next(said)
+        kind, parts = Value.read(text, [_read(said, tensors, sizes) for _ in range(count)][::-1])
+    return _KINDS[kind].of(parts or _read(said, tensors, sizes))
 
 
 def _call(tensors: Sequence[Tensor], text: str, sizes: Sequence[int]) -> list[Tensor]:

@@ -6,11 +6,14 @@ recent one is not checked again (`replay`).
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from ..base import config
 from ..base.errors import InvalidInput
@@ -21,10 +24,13 @@ from .check_values import check_values
 from .heads import of_k
 from .launch import Asked, Known, Made
 from .operation import OF_TABLES, Operation
-from .watch import dispatch_modes, is_compiling
+from .values import Value
+from .watch import dispatch_modes, is_compiling, is_traced
 from .words import canonical, check_asked, resolved
 
 local = launch.local
+F = TypeVar("F", bound=Callable[..., Any])
+_PLAIN = frozenset((bool, int, float, str))
 
 
 @config.on_change
@@ -32,6 +38,48 @@ def _forget() -> None:
     """Forget known calls, which were planned with the launch configured before."""
     global local
     launch.local = local = launch.Local()
+
+
+def repeated(function: F) -> F:
+    """Decorate a public function: a call like a recent one of its user is found by its arguments, and launched."""
+
+    @wraps(function)
+    def call(*args: Any, **words: Any) -> Any:
+        if is_traced():
+            return function(*args, **words)
+        xs: list[Tensor] = []
+        said: list[Any] = [function, *words]
+        items = [*args, *words.values()]
+        for x in items:
+            kind = type(x)
+            said.append(kind)
+            if kind is Tensor or kind is Parameter:
+                xs.append(x)
+            elif kind in _PLAIN:
+                said.append(x)
+            elif kind is tuple or kind is list:
+                said.append(len(x))
+                items += x
+            elif isinstance(x, Value):
+                if not x.text:
+                    x.complete()
+                said.append(x.text)
+                items += x.items
+            elif x is not None:
+                return function(*args, **words)
+        key = tuple(said)
+        if not dispatch_modes() and forward_ad._current_level < 0:
+            for known in local.recent.get(key, ()):
+                if (out := known(*xs)) is not None:
+                    return out
+        local.made = None
+        out = function(*args, **words)
+        made, local.made = local.made, None
+        if made is not None:
+            launch.keep_spelled(key, xs, out, *made)
+        return out
+
+    return call  # type: ignore[return-value]
 
 
 def call(op: Operation, tensors: Tensors, asked: Asked, key: Any = None) -> Tensors:
@@ -52,6 +100,7 @@ def call(op: Operation, tensors: Tensors, asked: Asked, key: Any = None) -> Tens
         for known in recent:
             out: Tensors | None = known(tensors, *tensors.values())
             if out is not None:
+                local.made = known.kept, tensors, out
                 return out
     return _call(op, tensors, asked, key)
 
@@ -93,8 +142,11 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
         plain = False  # its views may be written, which an autograd function with several results forbids
     if plain and not (wants and options.inplace):
         known = known or launch.prepare(op, tensors, full, key, options)
-        launch.keep_in_mind(known, tensors, key, record)
-        return known.run_recorded(tensors, record) if wants else known.run(tensors)
+        kept = launch.keep_in_mind(known, tensors, key, record)
+        out = known.run_recorded(tensors, record) if wants else known.run(tensors)
+        if kept and type(asked) is dict:
+            local.made = kept, tensors, out
+        return out
     if wants and options.inplace and not is_compiling():
         return _write(op, full, options)
     if wants and options.inplace:  # traced under autograd: Inductor turns the copy into a write in place

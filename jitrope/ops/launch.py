@@ -14,7 +14,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,9 @@ from ..plan.views import HEADS, Tensors, bias_views, table_pair
 from . import watch
 from .checks import label_of
 from .operation import OF_TABLES, Operation
+from .quantize import Scaled
 from .replay import SCRATCH, Form, maker, twice
-from .stand_ins import missing_weights
+from .stand_ins import CONSTANTS, missing_weights
 from .words import canonical
 
 MAX_LAUNCHES = 4096
@@ -48,7 +49,8 @@ class Local(threading.local):
 
     def __init__(self) -> None:
         self.known: dict[Any, Known] = {}
-        self.recent: dict[Any, list[Callable[..., Any]]] = {}
+        self.recent: dict[Any, list[Any]] = {}  # functions
+        self.made: Any = None  # the last call by a user's words: its `Kept`, tensors and results
 
 
 local = Local()
@@ -91,12 +93,12 @@ class Known:
         form = Form(*own, self.finished, tuple(self.close), self.written, aligned=not any(self.alignments))
         return form._replace(in_torch=self.in_torch)
 
-    def written_out(self, form: Form, matches: Any = None, record: Any = None, outputs: Any = None) -> Any:
-        """A function that enqueues a call; `Form` has its arguments."""
+    def written_out(self, form: Form, *own: Any) -> Any:
+        """A function that enqueues a call; `Form` has its arguments. own: `tools` of `Kept`, then sizes and tensors."""
         launched = (self.pack, self.args, self.device, self.enqueue) if self.pointers else (None,) * 4
-        own = (self.fixed, self.reach, self.apart, self.alignments)
+        memory = (self.fixed, self.reach, self.apart, self.alignments)
         known = (self, self.op, self.options, self.blocks, self.empty)
-        return maker(form)(*known, *launched, *own, matches, record, outputs)
+        return maker(form)(*known, *launched, *memory, *own, *(None,) * (5 - len(own)))
 
     def run(self, tensors: Tensors) -> Tensors:
         """Enqueue a call of this kind on torch's current stream, and return its results by name."""
@@ -254,6 +256,14 @@ def _offsets(
 # ---- the replay ----------------------------------------------------------------------------------
 
 
+class Kept(NamedTuple):
+    """A call of the fast path, and what it takes to write it again for another spelling of its arguments."""
+
+    known: Known
+    form: Form
+    tools: tuple[Any, ...]  # what tests the tensors, records the call, and makes the op's outputs
+
+
 def keep_in_mind(
     known: Known,
     tensors: Tensors,
@@ -261,33 +271,78 @@ def keep_in_mind(
     record: Record | None = None,
     outputs: Callable[[Tensors], Any] | None = None,
     by_place: bool = False,
-) -> None:
+) -> Kept | None:
     """Keep a plain call for the fast path, with gradients enabled only if it computes all that its tensors require.
 
     record: records such a call; None: it is not for the fast path. by_place: it is a call of torch's op; then outputs
     makes its outputs of the results.
     """
     wants = {name for name, x in tensors.items() if x.requires_grad}
-    form = known.form._replace(by_place=by_place, outputs=outputs is not None)
-    differentiable = known.op.differentiable and not known.options.inplace
-    if wants and record is not None and differentiable and wants <= {*known.heads}:
+    form = known.form
+    if by_place:
+        form = form._replace(given=known.names, returns="outputs({results})" if outputs else "")
+    if (
+        wants
+        and record is not None
+        and known.op.differentiable
+        and not known.options.inplace
+        and wants <= {*known.heads}
+    ):
         form = form._replace(saved=known.saved, heads=known.heads)
-        return _keep(known, tensors, key, form, record)
-    _keep(known, tensors, key, form._replace(unrecorded=bool(wants)), outputs=outputs)
-
-
-def _keep(known: Known, tensors: Tensors, key: Any, form: Form, record: Any = None, outputs: Any = None) -> None:
-    """Keep a form of a plain call for the fast path."""
+    else:
+        form = form._replace(unrecorded=bool(wants))
     xs = [*tensors.values()]
     repeated = twice(form.names, xs)
     matches = watch.guard([x.detach() if name in dict(repeated) else x for name, x in zip(form.names, xs)])
     if matches is None or (known.kept and watch.capturing(xs[0])):
-        return
-    form = form._replace(twice=repeated, guarded=True)
-    recent = known.home.recent
+        return None
+    kept = Kept(known, form._replace(twice=repeated, guarded=True), (matches, record, outputs))
+    _keep(kept, key)
+    return kept
+
+
+def _keep(kept: Kept, key: Any, *own: Any) -> None:
+    function = kept.known.written_out(kept.form, *kept.tools, *own)
+    function.kept = kept
+    recent = kept.known.home.recent
     with contextlib.suppress(TypeError):  # a word without a hash
         if len(recent) >= MAX_RECENT and key not in recent:
             del recent[next(iter(recent))]
         kinds = recent.setdefault(key, [])
-        kinds.insert(0, known.written_out(form, matches, record, outputs))
+        kinds.insert(0, function)
         del kinds[MAX_RECENT_KINDS:]
+
+
+def keep_spelled(key: Any, xs: Sequence[Tensor], out: Any, kept: Kept, tensors: Tensors, found: Tensors) -> None:
+    """Keep a call as its user spelled it, unless it computed more than its results.
+
+    xs: the user's tensors, in order. out: what the user got, of the results `found` by name.
+    """
+    names, wholes, own = [f"unused_{n}" for n in range(len(xs))], {}, {}
+    for name, y in tensors.items():
+        at = next((n for n, x in enumerate(xs) if names[n].startswith("unused") and (x is y or _splits(x, y))), None)
+        if at is None and id(y) not in CONSTANTS:
+            return
+        if at is None or xs[at] is not y:
+            own[name] = y if at is None else y.shape
+        if at is not None:
+            names[at] = name if xs[at] is y else f"{name}_whole"
+            wholes[name] = xs[at].shape
+    said = {id(None): "None", **{id(x): name for x, name in zip(xs, names)}}
+    said.update({id(x): f"{{{name}}}" for name, x in found.items() if id(x) not in said})
+
+    def spelled(x: Any) -> str:
+        return f"Scaled({spelled(x.values)}, {spelled(x.scale)})" if isinstance(x, Scaled) else said[id(x)]
+
+    try:
+        returns = spelled(out) if isinstance(out, Tensor) else f"({', '.join(map(spelled, out))})"
+    except KeyError:  # the user got a view, or what another launch computed
+        return
+    split = tuple([name for name in own if f"{name}_whole" in names])
+    form = kept.form._replace(given=tuple(names), split=split, own=tuple(own), returns=returns)
+    _keep(kept._replace(form=form), key, wholes, own)
+
+
+def _splits(x: Tensor, y: Tensor) -> bool:
+    """Whether y is x with the last axis in two."""
+    return x.shape[:-1] == y.shape[:-2] and x.data_ptr() == y.data_ptr() and x.dtype == y.dtype and watch.is_view(y)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..plan.views import Tensors
 from . import watch
+from .quantize import Scaled
 
 SCRATCH = ("weight_grads", "block_sums", "counters")
 """Outputs that are not results: `Operation.finish` makes results of them."""
@@ -40,8 +41,10 @@ class Form(NamedTuple):
     heads: tuple[str, ...] = ()  # tensors that `record` is given if gradients are enabled; (): it is not recorded
     saved: tuple[str, ...] = ()  # those that its backward needs
     unrecorded: bool = False  # it returns None if gradients are enabled
-    by_place: bool = False  # it takes the tensors, as in torch's op; otherwise a dict of them, and then each
-    outputs: bool = False  # it returns the op's outputs, not results by name
+    given: tuple[str, ...] = ()  # names of what it takes; (): a dict of its tensors, and then each
+    own: tuple[str, ...] = ()  # tensors that it does not take
+    split: tuple[str, ...] = ()  # of these, those that are what it takes with the last axis in two
+    returns: str = ""  # what it returns, with results in braces; "": the results by name
     in_torch: bool = False  # plain torch computes it
 
 
@@ -50,8 +53,10 @@ def _checks(form: Form) -> list[str]:
     names, lines = form.names, []
     if form.unrecorded:
         lines.append("if grad_enabled(): return None")
-    if form.by_place:
-        lines.append(f"tensors = {{{', '.join(f'{name!r}: {name}' for name in names)}}}")
+    for name in form.own:
+        if name in form.split:
+            lines.append(f"if {name}_whole.shape != wholes[{name!r}]: return None")
+        lines.append(f"{name} = {f'{name}_whole.view(own[{name!r}])' if name in form.split else f'own[{name!r}]'}")
     if form.guarded:
         given = dict.fromkeys(names) | {name: f"{name}.detach()" for name, _ in form.twice}
         lines += [f"if {name} is not {earlier}: return None" for name, earlier in form.twice]
@@ -94,7 +99,7 @@ def _outputs(form: Form) -> tuple[list[str], str]:
 
 def text(form: Form) -> str:
     """The source of `make`, a function that makes a known call of this form."""
-    names, results, lines = form.names, form.results, _checks(form)
+    names, results, checks, lines = form.names, form.results, _checks(form), []
     if form.close:
         distances = [f"{name}_at - {form.close[0]}_at" for name in form.close[1:]]
         near = f"-reach < {distances[0]} < reach and " if len(distances) == 1 else ""
@@ -111,19 +116,19 @@ def text(form: Form) -> str:
     if form.finished:
         lines.append(f"{'with no_grad(): ' if form.heads else ''}out = finish({made}, tensors, options)")
         made = "out"
+    at = {name: f"out[{name!r}]" if made == "out" else name if form.inplace else f"{name}_out" for name in results}
     if form.heads:
-        fresh = _listed([f"out[{name!r}]" if made == "out" else f"{name}_out" for name in results])
-        recorded = f"record((known, ({_listed(form.saved)}), ({fresh})), {', '.join(form.heads)})"
-        lines.append(f"if grad_enabled():\n            {_listed([f'{name}_out' for name in results])} = {recorded}")
-        lines.append(f"    return {_named(results)}")
-    lines.append(f"return outputs({made})" if form.outputs else f"return {made}")
-    body = "\n        ".join(lines)
-    given = names if form.by_place else ("tensors", *names)
+        recorded = f"record((known, ({_listed(form.saved)}), ({_listed([*at.values()])})), {', '.join(form.heads)})"
+        lines.append(f"if grad_enabled(): {_listed([*at.values()])} = {recorded}")
+    lines.append(f"return {form.returns.format(results=made, **at) if form.returns else made}")
+    if form.given and any("tensors" in line for line in lines):
+        checks.append(f"tensors = {{{', '.join(f'{name!r}: {name}' for name in names)}}}")
+    body = "\n        ".join(checks + lines)
     taken = "known, op, options, blocks, empty, pack, args, device, enqueue, fixed, reach, apart, alignments"
     return (
-        f"def make({taken}, matches, record, outputs):\n    fresh, finish, keep_apart, elsewhere, on_cpu = "
-        "op.fresh, op.finish, known.keep_apart, known.elsewhere, known.on_cpu\n"
-        f"    def call({', '.join(given)}):\n        {body}\n    return call\n"
+        f"def make({taken}, matches, record, outputs, wholes, own):\n    fresh, finish, keep_apart, elsewhere, on_cpu ="
+        " op.fresh, op.finish, known.keep_apart, known.elsewhere, known.on_cpu\n"
+        f"    def call({', '.join(form.given or ('tensors', *names))}):\n        {body}\n    return call\n"
     )
 
 
@@ -141,6 +146,7 @@ def maker(form: Form) -> Callable[..., Callable[..., Tensors | None]]:
         "written": watch.written,
         "grad_enabled": watch.grad_enabled,
         "no_grad": torch.no_grad,
+        "Scaled": Scaled,
     }
     exec(compile(text(form), f"<known call of {', '.join(form.names)}>", "exec"), scope)
     found: Callable[..., Callable[..., Tensors | None]] = scope["make"]

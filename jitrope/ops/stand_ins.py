@@ -17,6 +17,9 @@ COUNTERS = 4096  # counters of blocks: one for each 16 blocks of a launch, and o
 
 MOST_CONSTANTS = 4096  # of a function
 
+CONSTANTS: set[int] = set()
+"""The ids of the tensors that `constant` keeps."""
+
 _counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
@@ -56,7 +59,9 @@ def constant(make: Callable[..., Any]) -> Callable[..., Any]:
             return known[key]
         if (device.type == "cuda" and torch.cuda.is_current_stream_capturing()) or len(known) >= MOST_CONSTANTS:
             return make(device, *numbers)
-        return known.setdefault(key, kept(make, *key))
+        found = known.setdefault(key, kept(make, *key))
+        CONSTANTS.update(map(id, found if isinstance(found, tuple) else (found,)))
+        return found
 
     get.cache_clear = known.clear  # type: ignore[attr-defined]
     return get

@@ -7,7 +7,9 @@ Values can be pickled, printed and traced by torch.compile. Two values are equal
 
 from __future__ import annotations
 
+from ast import literal_eval
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +19,7 @@ from ..base.arguments import flag, items, number, refuse, shown, tensor, whole, 
 from ..base.errors import InvalidInput
 from ..plan.options import NORM_KINDS, NORM_OF, NORM_ROUNDINGS, NormOptions
 from ..plan.views import MEANS, Tensors
+from . import watch
 from .stand_ins import constant
 
 if TYPE_CHECKING:
@@ -28,10 +31,47 @@ class Value:
 
     tensors: Tensors
     words: dict[str, Any]
+    items: tuple[Any, ...] = ()  # its tensors and whole numbers
+    text = ""  # all else; "" if Dynamo traced the constructor
 
-    def state(self) -> dict[str, Any]:
+    def parts(self) -> dict[str, dict[str, Any]]:
         """All that a value is made of."""
         return {"tensors": self.tensors, "words": self.words}
+
+    def complete(self) -> None:
+        """Spell the value, at the end of its constructor."""
+        if watch.is_traced():  # its words may be symbols
+            return
+        said: list[Any] = [type(self).__name__]
+        items: list[Any] = []
+        for part, own in self.parts().items():
+            said += (part, len(own))
+            for name, x in own.items():
+                if isinstance(x, Tensor) or type(x) is int:
+                    items.append(x)
+                    x = None
+                said += (name, x)
+        self.text, self.items = _spelled(*said), tuple(items)
+
+    @staticmethod
+    def read(text: str, items: Sequence[Any]) -> tuple[str, dict[str, Any]]:
+        """The class and the parts of a text and its items."""
+        kind, *rest = literal_eval(text)
+        said, left, parts = iter(rest), iter(items), {}
+        for part in said:
+            own = {next(said): next(said) for _ in range(next(said))}
+            parts[part] = {name: next(left) if x is None else x for name, x in own.items()}
+        return kind, parts
+
+    @classmethod
+    def of(cls, parts: dict[str, Any]) -> Any:
+        """The value of parts, which are not checked."""
+        value = object.__new__(cls)
+        vars(value).update(parts)
+        if "norm" in value.words:
+            value.words["norm"] = NormOptions(*value.words["norm"])
+        value.complete()
+        return value
 
     def __repr__(self) -> str:
         parts = [f"{name}={shown(x)}" for name, x in self._arguments().items()]
@@ -42,6 +82,11 @@ class Value:
         return {**self.tensors, **{name: x for name, x in self.words.items() if name not in ("layout", "shifts")}}
 
 
+@lru_cache(maxsize=1024)
+def _spelled(*said: Any) -> str:
+    return repr([tuple(x) if isinstance(x, tuple) else float(x) if isinstance(x, float) else x for x in said])
+
+
 def flags(name: str, **given: Any) -> dict[str, bool]:
     """The arguments that are True. They may be True or False."""
     return {label: True for label, value in given.items() if flag(name, label, value)}
@@ -50,16 +95,14 @@ def flags(name: str, **given: Any) -> dict[str, bool]:
 class Positions(Value):
     """The table's row for each token; see `apply_rope`."""
 
-    form: tuple[Any, ...]  # the names of its tensors, and its words
-
-    def _complete(self, start_positions: Tensor | None = None, cp_size: int = 1, cp_rank: int = 0) -> None:
+    def _placed(self, start_positions: Tensor | None = None, cp_size: int = 1, cp_rank: int = 0) -> None:
         name = type(self).__name__
         if start_positions is not None:
             self.tensors["start_positions"] = tensor(name, "start_positions", start_positions)
         size, rank = whole(name, "cp_size", cp_size), whole(name, "cp_rank", cp_rank)
         if size != 1 or rank != 0:
             self.words.update(cp_size=size, cp_rank=rank)
-        self.form = (*self.tensors, *self.words.items())
+        self.complete()
 
 
 class Packed(Positions):
@@ -102,7 +145,7 @@ class Packed(Positions):
         if max_seqlen is not None:
             self.words["max_seqlen"] = whole("Packed", "max_seqlen", max_seqlen)
         self.words.update(flags("Packed", packed_table=packed_table))
-        self._complete(start_positions, cp_size, cp_rank)
+        self._placed(start_positions, cp_size, cp_rank)
 
 
 class Starts(Positions):
@@ -123,7 +166,7 @@ class Starts(Positions):
 
     def __init__(self, start_positions: Tensor | None = None, *, cp_size: int = 1, cp_rank: int = 0) -> None:
         self.tensors, self.words = {}, {}
-        self._complete(start_positions, cp_size, cp_rank)
+        self._placed(start_positions, cp_size, cp_rank)
 
 
 class Mrope(Positions):
@@ -150,7 +193,7 @@ class Mrope(Positions):
         if not self.words["mrope_section"]:
             refuse("Mrope", "mrope_section", mrope_section, "the number of pairs of each axis")
         self.words.update(flags("Mrope", mrope_interleaved=mrope_interleaved))
-        self._complete()
+        self.complete()
 
 
 class Shifts(Positions):
@@ -180,7 +223,7 @@ class Shifts(Positions):
     def __init__(self, position_ids: Tensor) -> None:
         self.tensors = {"position_ids": tensor("Shifts", "position_ids", position_ids)}
         self.words = {"shifts": True}
-        self._complete()
+        self.complete()
 
 
 class Norm(Value):
@@ -278,6 +321,7 @@ class Norm(Value):
         if type(eps := number("Norm", "eps", eps)) is float and eps < 0:
             refuse("Norm", "eps", eps, "0 or above")
         self.words = {"norm": NormOptions(rounding, **on, kind=kind, of=of, eps=eps)}
+        self.complete()
 
     def _arguments(self) -> dict[str, Any]:
         default, norm = NormOptions()._asdict(), self.words["norm"]._asdict()
@@ -308,6 +352,7 @@ class Ulysses(Value):
 
     def __init__(self, ranks: int) -> None:
         self.tensors, self.words = {}, {"ulysses_degree": whole("Ulysses", "ranks", ranks, 1)}
+        self.complete()
 
     def _arguments(self) -> dict[str, Any]:
         return {"ranks": self.words["ulysses_degree"]}
