@@ -100,7 +100,7 @@ def call(op: Operation, tensors: Tensors, asked: Asked, key: Any = None) -> Tens
         for known in recent:
             out: Tensors | None = known(tensors, *tensors.values())
             if out is not None:
-                local.made = known.kept, tensors, out
+                local.made = (known.kept, tensors, out) if type(asked) is dict else None
                 return out
     return _call(op, tensors, asked, key)
 
@@ -142,11 +142,10 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
         plain = False  # its views may be written, which an autograd function with several results forbids
     if plain and not (wants and options.inplace):
         known = known or launch.prepare(op, tensors, full, key, options)
-        kept = launch.keep_in_mind(known, tensors, key, record)
-        out = known.run_recorded(tensors, record) if wants else known.run(tensors)
-        if kept and type(asked) is dict:
-            local.made = kept, tensors, out
-        return out
+        function = launch.function_of(known, tensors, key, record)
+        out = function(tensors, *tensors.values())
+        local.made = (function.kept, tensors, out) if type(asked) is dict else None
+        return out  # type: ignore[no-any-return]
     if wants and options.inplace and not is_compiling():
         return _write(op, full, options)
     if wants and options.inplace:  # traced under autograd: Inductor turns the copy into a write in place

@@ -36,7 +36,7 @@ MAX_LAUNCHES = 4096
 
 MAX_APART = 1024  # the most distances between a call's tensors that are kept as known not to share memory
 
-MAX_RECENT = 256
+MAX_RECENT = 512
 MAX_RECENT_KINDS = 8
 """The most sets of words, and kinds of tensors for each, that the fast path of a thread remembers, with those of
 torch's ops. Beyond it the oldest are dropped."""
@@ -83,7 +83,6 @@ class Known:
         self.close: dict[str, Span] = {}  # tensors that must not share memory
         self.apart: set[tuple[int, ...]] = set()  # distances between them without shared memory
         self.in_torch = self.renamed = False  # on a CPU; its tensors have other names there
-        self.unguarded: Callable[..., Any] | None = None
 
     @property
     def form(self) -> Form:
@@ -92,28 +91,6 @@ class Known:
         own = (self.names, self.pointers, self.results, self.options.inplace, like, self.makes, bool(self.empty))
         form = Form(*own, self.finished, tuple(self.close), self.written, aligned=not any(self.alignments))
         return form._replace(in_torch=self.in_torch)
-
-    def written_out(self, form: Form, *own: Any) -> Any:
-        """A function that enqueues a call; `Form` has its arguments. own: `tools` of `Kept`, then sizes and tensors."""
-        launched = (self.pack, self.args, self.device, self.enqueue) if self.pointers else (None,) * 4
-        memory = (self.fixed, self.reach, self.apart, self.alignments)
-        known = (self, self.op, self.options, self.blocks, self.empty)
-        return maker(form)(*known, *launched, *memory, *own, *(None,) * (5 - len(own)))
-
-    def run(self, tensors: Tensors) -> Tensors:
-        """Enqueue a call of this kind on torch's current stream, and return its results by name."""
-        if self.unguarded is None:
-            self.unguarded = self.written_out(self.form)
-        results: Tensors = self.unguarded(tensors, *tensors.values())
-        return results
-
-    def run_recorded(self, tensors: Tensors, record: Record) -> Tensors:
-        """`run`, recorded for backward."""
-        with torch.no_grad():
-            outputs = self.run(tensors)
-        saved = tuple([tensors[name] for name in self.saved])
-        made = self, saved, tuple([outputs[name] for name in self.results])
-        return dict(zip(self.results, record(made, *[tensors[name] for name in self.heads])))
 
     def on_cpu(self, tensors: Tensors, made: Tensors | None = None) -> Tensors:
         """The results in plain torch. made: tensors for them."""
@@ -257,60 +234,63 @@ def _offsets(
 
 
 class Kept(NamedTuple):
-    """A call of the fast path, and what it takes to write it again for another spelling of its arguments."""
+    """What it takes to write a call's function, and to write it again for another spelling of its arguments."""
 
     known: Known
     form: Form
     tools: tuple[Any, ...]  # what tests the tensors, records the call, and makes the op's outputs
 
+    def written(self, *own: Any) -> Any:
+        """A function that enqueues the call; `Form` has its arguments. own: sizes and tensors for `Form.own`."""
+        known = self.known
+        launched = (known.pack, known.args, known.device, known.enqueue) if known.pointers else (None,) * 4
+        memory = (known.fixed, known.reach, known.apart, known.alignments)
+        make: Any = partial(
+            maker(self.form), known, known.op, known.options, known.blocks, known.empty, *launched, *memory
+        )
+        function: Any = make(*self.tools, *(own or (None, None)))
+        function.kept = self
+        return function
 
-def keep_in_mind(
+    def keep(self, key: Any, *own: Any) -> Any:
+        """Keep such a function for the fast path, and return it."""
+        function, recent = self.written(*own), self.known.home.recent
+        with contextlib.suppress(TypeError):  # a word without a hash
+            if len(recent) >= MAX_RECENT and key not in recent:
+                del recent[next(iter(recent))]
+            kinds = recent.setdefault(key, [])
+            kinds.insert(0, function)
+            del kinds[MAX_RECENT_KINDS:]
+        return function
+
+
+def function_of(
     known: Known,
     tensors: Tensors,
     key: Any,
     record: Record | None = None,
     outputs: Callable[[Tensors], Any] | None = None,
     by_place: bool = False,
-) -> Kept | None:
-    """Keep a plain call for the fast path, with gradients enabled only if it computes all that its tensors require.
+    plain: bool = True,
+) -> Any:
+    """The function of a call, which is kept for the fast path if it is plain.
 
-    record: records such a call; None: it is not for the fast path. by_place: it is a call of torch's op; then outputs
-    makes its outputs of the results.
+    record: records a call whose tensors require gradients. by_place: it is a call of torch's op; then outputs makes its
+    outputs of the results.
     """
-    wants = {name for name, x in tensors.items() if x.requires_grad}
-    form = known.form
+    wants, form = any(x.requires_grad for x in tensors.values()), known.form
     if by_place:
         form = form._replace(given=known.names, returns="outputs({results})" if outputs else "")
-    if (
-        wants
-        and record is not None
-        and known.op.differentiable
-        and not known.options.inplace
-        and wants <= {*known.heads}
-    ):
+    if wants and record is not None and not known.options.inplace and known.op.differentiable:
         form = form._replace(saved=known.saved, heads=known.heads)
-    else:
-        form = form._replace(unrecorded=bool(wants))
+    elif plain:
+        form = form._replace(unrecorded=wants)
     xs = [*tensors.values()]
-    repeated = twice(form.names, xs)
-    matches = watch.guard([x.detach() if name in dict(repeated) else x for name, x in zip(form.names, xs)])
-    if matches is None or (known.kept and watch.capturing(xs[0])):
-        return None
-    kept = Kept(known, form._replace(twice=repeated, guarded=True), (matches, record, outputs))
-    _keep(kept, key)
-    return kept
-
-
-def _keep(kept: Kept, key: Any, *own: Any) -> None:
-    function = kept.known.written_out(kept.form, *kept.tools, *own)
-    function.kept = kept
-    recent = kept.known.home.recent
-    with contextlib.suppress(TypeError):  # a word without a hash
-        if len(recent) >= MAX_RECENT and key not in recent:
-            del recent[next(iter(recent))]
-        kinds = recent.setdefault(key, [])
-        kinds.insert(0, function)
-        del kinds[MAX_RECENT_KINDS:]
+    if not plain or (known.kept and watch.capturing(xs[0])):
+        return Kept(known, form, (None, record, outputs)).written()
+    form = form._replace(twice=twice(form.names, xs), guarded=True)
+    matches = watch.guard([x.detach() if name in dict(form.twice) else x for name, x in zip(form.names, xs)])
+    return Kept(known, form, (matches, record, outputs)).keep(key)
 
 
 def keep_spelled(key: Any, xs: Sequence[Tensor], out: Any, kept: Kept, tensors: Tensors, found: Tensors) -> None:
@@ -318,6 +298,8 @@ def keep_spelled(key: Any, xs: Sequence[Tensor], out: Any, kept: Kept, tensors: 
 
     xs: the user's tensors, in order. out: what the user got, of the results `found` by name.
     """
+    if not kept.form.guarded:
+        return
     names, wholes, own = [f"unused_{n}" for n in range(len(xs))], {}, {}
     for name, y in tensors.items():
         at = next((n for n, x in enumerate(xs) if names[n].startswith("unused") and (x is y or _splits(x, y))), None)
@@ -340,7 +322,7 @@ def keep_spelled(key: Any, xs: Sequence[Tensor], out: Any, kept: Kept, tensors: 
         return
     split = tuple([name for name in own if f"{name}_whole" in names])
     form = kept.form._replace(given=tuple(names), split=split, own=tuple(own), returns=returns)
-    _keep(kept._replace(form=form), key, wholes, own)
+    kept._replace(form=form).keep(key, wholes, own)
 
 
 def _splits(x: Tensor, y: Tensor) -> bool:

@@ -209,10 +209,8 @@ def _launch(
         return watching()
     known = launch.find(key, tensors) or launch.prepare(op, tensors, tensors, key, options)
     outputs = None if written else _outputs(op, op.made(tensors, options))
-    if plain and not wants:
-        launch.keep_in_mind(known, tensors, key, outputs=outputs, by_place=True)
-    results = known.run(tensors)
-    return results if outputs is None else outputs(results)
+    kept = plain and not wants
+    return launch.function_of(known, tensors, key, outputs=outputs, by_place=True, plain=kept)(*given)
 
 
 def _outputs(op: Operation, made: Sequence[str]) -> Callable[[Tensors], list[Tensor]]:

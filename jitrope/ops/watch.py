@@ -175,15 +175,13 @@ def autograd_of(op: Any, backward: Callable[..., Any], setup: Callable[..., None
     return found
 
 
-def guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """Return a C++ function that tests whether other tensors are of the same kind; None if this torch has none.
+def guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Return a C++ function that tests whether other tensors are of the same kind.
 
     It compares types, dispatch keys, dtypes, devices, sizes, strides and requires_grad, but not addresses. It refuses a
     tensor that is given twice, and a nested tensor aborts the process.
     """
-    guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
-    if guards is None:
-        return None
+    guards = torch._C._dynamo.guards.TensorGuards
     check: Callable[..., bool] = guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return check
 
