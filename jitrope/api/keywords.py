@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from ..ops.dispatch import repeated
+from ..ops.public import repeated
 from ..ops.values import Ulysses
 from ..plan.options import Options
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..base.arguments import flag, refuse, wholes, word
 from ..base.errors import InvalidInput
-from ..ops.compiled import compiled
 from ..ops.fused import FUSED, part_with_bias
 from ..ops.gather import add, chosen, gather, result, sent
 from ..ops.kv_cache import KVCache
@@ -20,7 +19,6 @@ from ..ops.operation import operation
 from ..ops.outs import is_dense
 from ..ops.quantize import DynamicQuantize, Quantize
 from ..ops.values import Norm, Positions
-from ..ops.watch import is_traced
 from ..plan.options import FUSED_AXES, QKV_ORDERS, Options
 from .keywords import FusedWords, LatentWords, with_words
 
@@ -155,13 +153,6 @@ def prepare_fused_qkv(
         InvalidInput, CompileError: as in `apply_rope`.
     """
     name = "prepare_fused_qkv"
-    if is_traced():
-        given: Any = {"qkv": qkv, "cos": cos, "sin": sin, "heads": heads, "order": order, "positions": positions}
-        given.update(norm=norm, copy_v=copy_v, bias=bias, cache=cache, quantize=quantize, hadamard=hadamard, out=out)
-        given.update(inplace=inplace, **words)
-        results = (qkv,) if inplace is True else (None,) * (4 if order == "qkv_gated" else 3)
-        if (split := compiled({**given, "": name}, *results)) is not None:
-            return split[0] if inplace is True else split  # type: ignore[no-any-return]
     tensors: Any = {"qkv": qkv, "cos": cos, "sin": sin}
     op, own = chosen(FUSED, name, norm, cache, quantize, hadamard)
     asked = gather(op, tensors, {**words, "out": out}, _WORDS, positions, inplace, own, norm, cache, quantize)
@@ -264,11 +255,6 @@ def prepare_mla_qkv(
     Raises:
         InvalidInput, CompileError: as in `apply_rope`.
     """
-    if is_traced():
-        given: Any = {"q": q, "kv": kv, "k_pe": k_pe, "cos": cos, "sin": sin, "positions": positions}
-        given.update(quantize=quantize, out=out, **words)
-        if (found := compiled({**given, "": "prepare_mla_qkv"}, None, None, None)) is not None:
-            return found  # type: ignore[no-any-return]
     tensors: Any = {"q": q, "kv": kv, "k_pe": k_pe, "cos": cos, "sin": sin}
     op = operation(LATENT, convert="" if quantize is None else "given")
     asked = gather(op, tensors, {**words, "out": out}, _LATENT_WORDS, positions)

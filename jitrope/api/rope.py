@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
-from ..ops.compiled import compiled
 from ..ops.gather import chosen, gather, result, sent, with_v
 from ..ops.heads import HEADS
 from ..ops.kv_cache import KVCache
 from ..ops.operation import operation
 from ..ops.quantize import DynamicQuantize, Quantize, Scaled
 from ..ops.values import Norm, Positions, Ulysses  # noqa: F401
-from ..ops.watch import is_traced
 from ..ops.words import refuse_table_as_v
 from .keywords import RopeWords, with_words
 
@@ -105,10 +103,6 @@ def apply_rope(
         InvalidInput: an argument is wrong, or two do not fit together. Nothing was written.
         CompileError: the kernel could not be built. The message names the missing package.
     """
-    if is_traced():
-        given: Any = {"q": q, "k": k, "cos": cos, "sin": sin, "positions": positions, "inplace": inplace, **words}
-        if (pair := compiled({**given, "": "apply_rope"}, q, k)) is not None:
-            return pair  # type: ignore[no-any-return]
     tensors: Any = {"q": q, "k": k, "cos": cos, "sin": sin}
     out = sent(ROPE, tensors, gather(ROPE, tensors, words, _ROPE_WORDS, positions, inplace), letters="qk")
     return out["q"], out.get("k")
@@ -201,12 +195,6 @@ def prepare_qkv(
     Raises:
         InvalidInput, CompileError: as in `apply_rope`. Nothing was written.
     """
-    if is_traced():
-        given: Any = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "positions": positions}
-        given.update(norm=norm, cache=cache, quantize=quantize, hadamard=hadamard, inplace=inplace, **words)
-        stays = cache is None or "rotate_k" in getattr(cache, "words", ())
-        if (found := compiled({**given, "": "prepare_qkv"}, q, k if stays else None, v)) is not None:
-            return found  # type: ignore[no-any-return]
     op, own = chosen(HEADS, "prepare_qkv", norm, cache, quantize, hadamard)
     tensors: Any = {"q": q, "k": k} if cache is None else {"q": q, "k": k, "v": v}
     tensors.update(cos=cos, sin=sin)

@@ -9,12 +9,10 @@ from torch import Tensor
 
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
-from ..ops.compiled import compiled
 from ..ops.gather import add, chosen, gather, result, sent
 from ..ops.quantize import DynamicQuantize, Quantize, Scaled
 from ..ops.streams import STREAMED
 from ..ops.values import Norm, Positions, Ulysses
-from ..ops.watch import is_traced
 from ..ops.words import parts, second_tables
 from .keywords import JointWords, with_words
 
@@ -106,12 +104,6 @@ def prepare_joint_qkv(
         InvalidInput, CompileError: as in `apply_rope`.
     """
     name = "prepare_joint_qkv"
-    if is_traced():
-        given: Any = {"first": first, "second": second, "cos": cos, "sin": sin, "positions": positions, "norm": norm}
-        given.update(quantize=quantize, hadamard=hadamard, out=out, cos_sin_cache=cos_sin_cache, freqs=freqs)
-        given.update(freqs_cis=freqs_cis, **words)
-        if (found := compiled({**given, "": name}, None, None, None)) is not None:
-            return found  # type: ignore[no-any-return]
     tensors: dict[str, Any] = {}
     for label, stream in (("first", first), ("second", second)):
         tensors.update(zip((f"{label}_q", f"{label}_k", f"{label}_v"), parts(name, label, stream, 3)))

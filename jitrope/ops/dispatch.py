@@ -6,14 +6,11 @@ recent one is not checked again (`replay`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn import Parameter
 
 from ..base import config
 from ..base.errors import InvalidInput
@@ -24,13 +21,10 @@ from .check_values import check_values
 from .heads import of_k
 from .launch import Asked, Known, Made
 from .operation import OF_TABLES, Operation
-from .values import Value
-from .watch import dispatch_modes, is_compiling, is_traced
+from .watch import dispatch_modes, is_compiling
 from .words import canonical, check_asked, resolved
 
 local = launch.local
-F = TypeVar("F", bound=Callable[..., Any])
-_PLAIN = frozenset((bool, int, float, str))
 
 
 @config.on_change
@@ -38,48 +32,6 @@ def _forget() -> None:
     """Forget known calls, which were planned with the launch configured before."""
     global local
     launch.local = local = launch.Local()
-
-
-def repeated(function: F) -> F:
-    """Decorate a public function: a call like a recent one of its user is found by its arguments, and launched."""
-
-    @wraps(function)
-    def call(*args: Any, **words: Any) -> Any:
-        if is_traced():
-            return function(*args, **words)
-        xs: list[Tensor] = []
-        said: list[Any] = [function, *words]
-        items = [*args, *words.values()]
-        for x in items:
-            kind = type(x)
-            said.append(kind)
-            if kind is Tensor or kind is Parameter:
-                xs.append(x)
-            elif kind in _PLAIN:
-                said.append(x)
-            elif kind is tuple or kind is list:
-                said.append(len(x))
-                items += x
-            elif isinstance(x, Value):
-                if not x.text:
-                    x.complete()
-                said.append(x.text)
-                items += x.items
-            elif x is not None:
-                return function(*args, **words)
-        key = tuple(said)
-        if not dispatch_modes() and forward_ad._current_level < 0:
-            for known in local.recent.get(key, ()):
-                if (out := known(*xs)) is not None:
-                    return out
-        local.made = None
-        out = function(*args, **words)
-        made, local.made = local.made, None
-        if made is not None:
-            launch.keep_spelled(key, xs, out, *made)
-        return out
-
-    return call  # type: ignore[return-value]
 
 
 def call(op: Operation, tensors: Tensors, asked: Asked, key: Any = None) -> Tensors:

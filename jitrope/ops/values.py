@@ -23,7 +23,7 @@ from . import watch
 from .stand_ins import constant
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 class Value:
@@ -54,13 +54,13 @@ class Value:
         self.text, self.items = _spelled(*said), tuple(items)
 
     @staticmethod
-    def read(text: str, items: Sequence[Any]) -> tuple[str, dict[str, Any]]:
-        """The class and the parts of a text and its items."""
+    def read(text: str, item: Callable[[], Any]) -> tuple[str, dict[str, Any]]:
+        """The class and the parts of a text. item: gives the next of its items."""
         kind, *rest = literal_eval(text)
-        said, left, parts = iter(rest), iter(items), {}
+        said, parts = iter(rest), {}
         for part in said:
             own = {next(said): next(said) for _ in range(next(said))}
-            parts[part] = {name: next(left) if x is None else x for name, x in own.items()}
+            parts[part] = {name: item() if x is None else x for name, x in own.items()}
         return kind, parts
 
     @classmethod
@@ -70,7 +70,6 @@ class Value:
         vars(value).update(parts)
         if "norm" in value.words:
             value.words["norm"] = NormOptions(*value.words["norm"])
-        value.complete()
         return value
 
     def __repr__(self) -> str:

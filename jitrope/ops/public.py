@@ -1,0 +1,218 @@
+"""A public function: one that repeats its recent calls, and that is one op under torch.compile.
+
+Dynamo traces how the op's arguments are made, and guards them alone. torch decomposes the op, as it does with its own
+composite ones: it runs the function with tensors that have no values, which calls the ops of `torch_op`. So what works
+in eager mode works in a compiled model. The op's text is not that of a call (`jitrope.call`), but what the user wrote.
+"""
+
+from __future__ import annotations
+
+import threading
+from ast import literal_eval
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import lru_cache, partial, wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from ..base.errors import InvalidInput
+from ..call import COUNTS
+from . import launch
+from .kv_cache import KVCache, Pages
+from .quantize import DynamicQuantize, Quantize, Scaled
+from .torch_op import TAGS, lib
+from .values import Mrope, Norm, Packed, Shifts, Starts, Ulysses, Value
+from .watch import constant, dispatch_modes, is_traced
+
+F = TypeVar("F", bound=Callable[..., Any])
+FUNCTIONS: dict[str, Callable[..., Any]] = {}
+"""The public functions, by name."""
+_PLAIN = frozenset((bool, int, float, str))
+_VALUES = (Packed, Starts, Mrope, Shifts, Norm, KVCache, Pages, Quantize, DynamicQuantize, Ulysses)
+_KINDS: dict[str, type[Value]] = {x.__name__: x for x in _VALUES}
+
+lib.define("call(Tensor(a!)[] tensors, str text, SymInt[] sizes) -> Tensor[]", tags=TAGS)
+_op = torch.ops.jitrope.call.default
+_local = threading.local()
+_refused: set[Any] = set()
+
+
+def repeated(function: F) -> F:
+    """Decorate a public function: a call like a recent one of its user is found by its arguments, and launched."""
+    name = function.__name__
+    FUNCTIONS[name] = function
+
+    @wraps(function)
+    def call(*args: Any, **words: Any) -> Any:
+        if is_traced():
+            found = compiled(name, args, words)
+            return function(*args, **words) if found is None else found[0]
+        xs: list[Tensor] = []
+        said: list[Any] = [name, *words]
+        items = [*args, *words.values()]
+        for x in items:
+            kind = type(x)
+            said.append(kind)
+            if kind is Tensor or kind is Parameter:
+                xs.append(x)
+            elif kind in _PLAIN:
+                said.append(x)
+            elif kind is tuple or kind is list:
+                said.append(len(x))
+                items += x
+            elif isinstance(x, Value):
+                if not x.text:
+                    x.complete()
+                said.append(x.text)
+                items += x.items
+            elif x is not None:
+                return function(*args, **words)
+        key = tuple(said)
+        if not dispatch_modes() and forward_ad._current_level < 0:
+            for known in launch.local.recent.get(key, ()):
+                if (out := known(*xs)) is not None:
+                    return out
+        launch.local.made = None
+        out = function(*args, **words)
+        made, launch.local.made = launch.local.made, None
+        if made is not None:
+            launch.keep_spelled(key, xs, out, *made)
+        return out
+
+    return call  # type: ignore[return-value]
+
+
+# ---- under torch.compile ---------------------------------------------------------------------------
+
+
+def compiled(name: str, args: Any, words: Any) -> Any:
+    """[the result of a public function], from its op.
+
+    Whole numbers are no part of the text, because they may be symbols. None: Dynamo must trace the function itself,
+    because an argument has no text, or the op has an error of another kind than a refusal.
+    """
+    tensors: list[Tensor] = []
+    sizes: list[int] = []
+    said = [f"{name!r}"]
+    for word in words:
+        said.append(f"{word!r}")
+    said.append("None")
+    todo: list[Any] = [*words.values(), *args][::-1]
+    while todo:  # in one function, with few builtins: Dynamo guards each that is called
+        x: Any = todo.pop()
+        if isinstance(x, Tensor):
+            tensors.append(x)
+            said.append("'tensor'")
+        elif isinstance(x, Value):
+            said.append(f"'value', {x.text!r}" if x.text else f"{type(x).__name__!r}")
+            todo += x.items[::-1] if x.text else (x.parts(),)
+        elif x is None or isinstance(x, str):
+            said.append(f"'', {x!r}")
+        elif isinstance(x, dict):
+            said.append("'dict'")
+            for word in x:
+                said.append(f"{word!r}")
+            said.append("None")
+            todo += [*x.values()][::-1]
+        elif isinstance(x, (list, tuple)):
+            said.append(f"'tuple', {len(x)}")
+            todo += x[::-1]
+        elif isinstance(x, bool):
+            said.append(f"'', {True if x else False}")  # noqa: SIM210  a symbol's truth
+        elif isinstance(x, int):
+            sizes.append(x)
+            said.append("'number'")
+        elif isinstance(x, float) and x - x == 0:
+            said.append(f"'', {next(iter({float(x)}))!r}")  # all digits of a symbol
+        else:
+            return None
+    fresh = _op(tensors, ", ".join(said), sizes)
+    refusal, shape = _outcome()
+    if refusal:
+        raise InvalidInput(refusal)
+    if shape is None:
+        return None
+    results: list[Any] = []
+    for place, scale in shape:
+        x = None if place is None else tensors[place] if place >= 0 else fresh[~place]
+        results.append(x if scale is None else Scaled(x, fresh[~scale]))
+    return results if refusal is None else [(*results,)]
+
+
+@constant
+def _outcome() -> Any:
+    """A refusal's sentence (None: the result is one tensor), and where the results are (None: there was another error).
+
+    An exception in an op would end the compilation.
+    """
+    return _local.outcome
+
+
+_said = lru_cache(maxsize=1024)(literal_eval)
+
+
+def _whole(name: str, x: Any) -> Any:
+    """x, or the number of a symbol, but of one that changes from call to call."""
+    return int(x) if isinstance(x, torch.SymInt) and name not in COUNTS else x
+
+
+def _names(said: Iterator[Any]) -> list[str]:
+    return [*iter(partial(next, said), None)]
+
+
+def _read(said: Iterator[Any], tensors: Iterator[Tensor], sizes: Iterator[int]) -> Any:
+    """The next item of a text, with all that it holds."""
+    kind, read = next(said), partial(_read, said, tensors, sizes)
+    if kind in ("tensor", "number"):
+        return next(tensors if kind == "tensor" else sizes)
+    if kind == "":
+        return next(said)
+    if kind == "tuple":
+        return tuple([_whole("", read()) for _ in range(next(said))])
+    if kind == "dict":
+        return {name: read() for name in _names(said)}
+    kind, parts = Value.read(next(said), read) if kind == "value" else (kind, read())
+    for own in parts.values():
+        own.update({name: _whole(name, x) for name, x in own.items()})
+    return _KINDS[kind].of(parts)  # KeyError: the class is the user's
+
+
+def _call(tensors: Sequence[Tensor], text: str, sizes: Sequence[int]) -> list[Tensor]:
+    said = iter(_said(text))
+    name, names, read = next(said), _names(said), partial(_read, said, iter(tensors), iter(sizes))
+    try:
+        words, args = {word: _whole(word, read()) for word in names}, []
+        with suppress(StopIteration):
+            while True:
+                args.append(read())
+        found = FUNCTIONS[name](*args, **words)
+    except Exception as error:  # the op stays in the graph of Dynamo, beside what is done instead
+        kinds = [(x.dtype, *[n if isinstance(n, int) else None for n in x.shape]) for x in tensors]
+        refused = isinstance(error, InvalidInput)
+        if dispatch_modes():
+            _local.outcome = str(error) if refused else "", None
+            _refused.add((text, *kinds) if refused else text)
+        elif text not in _refused and (text, *kinds) not in _refused:
+            raise
+        return []
+    fresh: list[Tensor] = []
+    at = {id(x): n for n, x in enumerate(tensors)}
+
+    def place(x: Tensor | None) -> int | None:
+        if x is not None and id(x) not in at:
+            fresh.append(x)
+            at[id(x)] = ~(len(fresh) - 1)
+        return None if x is None else at[id(x)]
+
+    alone = isinstance(found, Tensor)
+    parts = [x if isinstance(x, Scaled) else (x, None) for x in ([found] if alone else found)]
+    _local.outcome = None if alone else "", tuple([(place(x), place(scale)) for x, scale in parts])
+    return fresh
+
+
+lib.impl("call", _call, "CompositeImplicitAutograd")
+lib.impl("call", _call, "FuncTorchBatched")
