@@ -81,7 +81,6 @@ class Pages(Value):
         self.words = flags("Pages", clear_page=clear_page)
         if self.words and placed:
             refuse("Pages", "clear_page", True, "False beside batch_indices")
-        self.complete()
 
     def _arguments(self) -> dict[str, Any]:
         return {_lengths_of(self.tensors) if name == "lengths" else name: x for name, x in super()._arguments().items()}
@@ -156,7 +155,6 @@ class KVCache(Value):
             if k_block_scale is None or k_block_scale.dtype == FP8:
                 refuse("KVCache", "scale_fmt", scale_fmt, f"None without k_block_scale, and with scales in {FP8}")
             self.words["scale_fmt"] = word("KVCache", "scale_fmt", scale_fmt, SCALE_FMTS[1:])
-        self.complete()
 
 
 def check_caches(heads_of: Tensors, t: Tensors, o: Options, fail: Fail) -> None:

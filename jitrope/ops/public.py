@@ -25,13 +25,13 @@ from . import launch
 from .kv_cache import KVCache, Pages
 from .quantize import DynamicQuantize, Quantize, Scaled
 from .torch_op import TAGS, lib
-from .values import Mrope, Norm, Packed, Shifts, Starts, Ulysses, Value
+from .values import Mrope, Norm, Packed, Shifts, Starts, Ulysses, Value, spelled
 from .watch import constant, dispatch_modes, is_traced
 
+_PLAIN = frozenset((bool, int, float, str))
 F = TypeVar("F", bound=Callable[..., Any])
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
 """The public functions, by name."""
-_PLAIN = frozenset((bool, int, float, str))
 _VALUES = (Packed, Starts, Mrope, Shifts, Norm, KVCache, Pages, Quantize, DynamicQuantize, Ulysses)
 _KINDS: dict[str, type[Value]] = {x.__name__: x for x in _VALUES}
 
@@ -49,12 +49,11 @@ def repeated(function: F) -> F:
     @wraps(function)
     def call(*args: Any, **words: Any) -> Any:
         if is_traced():
-            found = compiled(name, args, words)
-            return function(*args, **words) if found is None else found[0]
+            return _compiled(name, args, words)
         xs: list[Tensor] = []
         said: list[Any] = [name, *words]
         items = [*args, *words.values()]
-        for x in items:
+        for x in items:  # half the time of `spelled`
             kind = type(x)
             said.append(kind)
             if kind is Tensor or kind is Parameter:
@@ -64,9 +63,7 @@ def repeated(function: F) -> F:
             elif kind is tuple or kind is list:
                 said.append(len(x))
                 items += x
-            elif isinstance(x, Value):
-                if not x.text:
-                    x.complete()
+            elif isinstance(x, Value) and x.text:
                 said.append(x.text)
                 items += x.items
             elif x is not None:
@@ -89,58 +86,29 @@ def repeated(function: F) -> F:
 # ---- under torch.compile ---------------------------------------------------------------------------
 
 
-def compiled(name: str, args: Any, words: Any) -> Any:
-    """[the result of a public function], from its op.
+def _compiled(name: str, args: Any, words: Any) -> Any:
+    """The result of a public function from its op.
 
-    Whole numbers are no part of the text, because they may be symbols. None: Dynamo must trace the function itself,
-    because an argument has no text, or the op has an error of another kind than a refusal.
+    Dynamo traces the function itself if an argument cannot be spelled, or if the op has another error than a refusal.
     """
-    tensors: list[Tensor] = []
-    sizes: list[int] = []
-    said = [f"{name!r}"]
-    for word in words:
-        said.append(f"{word!r}")
-    said.append("None")
-    todo: list[Any] = [*words.values(), *args][::-1]
-    while todo:  # in one function, with few builtins: Dynamo guards each that is called
-        x: Any = todo.pop()
-        if isinstance(x, Tensor):
-            tensors.append(x)
-            said.append("'tensor'")
-        elif isinstance(x, Value):
-            said.append(f"'value', {x.text!r}" if x.text else f"{type(x).__name__!r}")
-            todo += x.items[::-1] if x.text else (x.parts(),)
-        elif x is None or isinstance(x, str):
-            said.append(f"'', {x!r}")
-        elif isinstance(x, dict):
-            said.append("'dict'")
-            for word in x:
-                said.append(f"{word!r}")
-            said.append("None")
-            todo += [*x.values()][::-1]
-        elif isinstance(x, (list, tuple)):
-            said.append(f"'tuple', {len(x)}")
-            todo += x[::-1]
-        elif isinstance(x, bool):
-            said.append(f"'', {True if x else False}")  # noqa: SIM210  a symbol's truth
-        elif isinstance(x, int):
-            sizes.append(x)
-            said.append("'number'")
-        elif isinstance(x, float) and x - x == 0:
-            said.append(f"'', {next(iter({float(x)}))!r}")  # all digits of a symbol
-        else:
-            return None
-    fresh = _op(tensors, ", ".join(said), sizes)
-    refusal, shape = _outcome()
-    if refusal:
-        raise InvalidInput(refusal)
-    if shape is None:
-        return None
-    results: list[Any] = []
-    for place, scale in shape:
-        x = None if place is None else tensors[place] if place >= 0 else fresh[~place]
-        results.append(x if scale is None else Scaled(x, fresh[~scale]))
-    return results if refusal is None else [(*results,)]
+    found = spelled(name, args, words)
+    if found is not None:
+        said, tensors, sizes = found
+        fresh = _op(tensors, ", ".join(said), sizes)
+        refusal, shape = _outcome()
+        if refusal:
+            raise InvalidInput(refusal)
+        if shape is not None:
+            results: list[Any] = []
+            for place, scale in shape:
+                x: Any = None if place is None else tensors[place] if place >= 0 else fresh[~place]
+                results.append(x if scale is None else Scaled(x, fresh[~scale]))
+            return results[0] if refusal is None else (*results,)
+    for x in (*args, *words.values()):
+        for y in x if isinstance(x, (list, tuple)) else (x,):
+            if isinstance(y, Value):
+                y.make()
+    return FUNCTIONS[name](*args, **words)
 
 
 @constant
@@ -160,10 +128,6 @@ def _whole(name: str, x: Any) -> Any:
     return int(x) if isinstance(x, torch.SymInt) and name not in COUNTS else x
 
 
-def _names(said: Iterator[Any]) -> list[str]:
-    return [*iter(partial(next, said), None)]
-
-
 def _read(said: Iterator[Any], tensors: Iterator[Tensor], sizes: Iterator[int]) -> Any:
     """The next item of a text, with all that it holds."""
     kind, read = next(said), partial(_read, said, tensors, sizes)
@@ -171,24 +135,33 @@ def _read(said: Iterator[Any], tensors: Iterator[Tensor], sizes: Iterator[int]) 
         return next(tensors if kind == "tensor" else sizes)
     if kind == "":
         return next(said)
+    if kind == "dtype":
+        return getattr(torch, next(said).removeprefix("torch."))
     if kind == "tuple":
         return tuple([_whole("", read()) for _ in range(next(said))])
-    if kind == "dict":
-        return {name: read() for name in _names(said)}
-    kind, parts = Value.read(next(said), read) if kind == "value" else (kind, read())
-    for own in parts.values():
-        own.update({name: _whole(name, x) for name, x in own.items()})
-    return _KINDS[kind].of(parts)  # KeyError: the class is the user's
+    own = iter(_said(next(said))) if kind == "value" else said
+    name, words, args = _arguments(own, partial(_read, own, tensors, sizes), kind == "made")
+    return _KINDS[name](*args, **words)  # KeyError: the class is the user's
+
+
+def _arguments(
+    said: Iterator[Any], read: Callable[[], Any], counted: bool = False
+) -> tuple[str, dict[str, Any], list[Any]]:
+    """The name, the keywords and the other arguments of a call. counted: more follows."""
+    name, names = next(said), [*iter(partial(next, said), 0)]
+    count = next(said) if counted else -1
+    words = {word: _whole(word, read()) for word in names}
+    args: list[Any] = []
+    with suppress(StopIteration):
+        while len(args) != count:
+            args.append(_whole("", read()))
+    return name, words, args
 
 
 def _call(tensors: Sequence[Tensor], text: str, sizes: Sequence[int]) -> list[Tensor]:
     said = iter(_said(text))
-    name, names, read = next(said), _names(said), partial(_read, said, iter(tensors), iter(sizes))
     try:
-        words, args = {word: _whole(word, read()) for word in names}, []
-        with suppress(StopIteration):
-            while True:
-                args.append(read())
+        name, words, args = _arguments(said, partial(_read, said, iter(tensors), iter(sizes)))
         found = FUNCTIONS[name](*args, **words)
     except Exception as error:  # the op stays in the graph of Dynamo, beside what is done instead
         kinds = [(x.dtype, *[n if isinstance(n, int) else None for n in x.shape]) for x in tensors]

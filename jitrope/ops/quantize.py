@@ -22,15 +22,7 @@ class Conversion(Value):
 
     given: dict[str, Any]  # the scales of whole tensors that are not None, as given
     asked: Mapping[str, Any] = {}
-    own: dict[str, str] = {"per": "token"}  # noqa: RUF012
-
-    @property
-    def per(self) -> str:
-        """The elements that share a scale, as `DynamicQuantize` says."""
-        return self.own["per"]
-
-    def parts(self) -> dict[str, dict[str, Any]]:
-        return {**super().parts(), "given": self.given, "own": self.own}
+    per = "token"
 
     def _arguments(self) -> dict[str, Any]:
         return dict(self.asked)
@@ -82,7 +74,6 @@ class Quantize(Conversion):
         form = _format("Quantize", dtype, FP8S)
         if form != "fp8":
             self.words["out_dtype"], self.asked["dtype"] = form, dtype
-        self.complete()
 
 
 class Scaled(NamedTuple):
@@ -177,7 +168,7 @@ class DynamicQuantize(Conversion):
         v: bool = False,
     ) -> None:
         name = "DynamicQuantize"
-        self.own = {"per": word(name, "per", per, ("token", "head", "kv_head"))}
+        self.per = word(name, "per", per, ("token", "head", "kv_head"))
         form = _format(name, dtype, tuple([form.dtype for form in FORMATS.values()]))
         self.asked = {"dtype": dtype}
         self.tensors, self.words = {}, {"out_dtype": form, **({"computed": True} if per == "token" else {})}
@@ -208,7 +199,6 @@ class DynamicQuantize(Conversion):
             raise InvalidInput(f"{name}: fp4 does not go with per={per!r}; leave per out")
         if "swizzled" in on and (group is None or scale_dtype == torch.float32):
             raise InvalidInput(f"{name}: swizzled needs scales of one byte; pass group and scale_dtype too")
-        self.complete()
 
 
 def _scale_out(form: str, scale_dtype: Any, scale_fmt: Any) -> str:

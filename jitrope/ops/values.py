@@ -7,9 +7,8 @@ Values can be pickled, printed and traced by torch.compile. Two values are equal
 
 from __future__ import annotations
 
-from ast import literal_eval
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +18,11 @@ from ..base.arguments import flag, items, number, refuse, shown, tensor, whole, 
 from ..base.errors import InvalidInput
 from ..plan.options import NORM_KINDS, NORM_OF, NORM_ROUNDINGS, NormOptions
 from ..plan.views import MEANS, Tensors
-from . import watch
 from .stand_ins import constant
+from .watch import is_traced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 
 class Value:
@@ -31,46 +30,32 @@ class Value:
 
     tensors: Tensors
     words: dict[str, Any]
-    items: tuple[Any, ...] = ()  # its tensors and whole numbers
-    text = ""  # all else; "" if Dynamo traced the constructor
+    text = ""  # what the user wrote (`spelled`) but tensors and whole numbers; "": it cannot be spelled
+    items: tuple[Any, ...]  # these tensors and numbers
+    asked_with: Any = None  # the arguments of a constructor that Dynamo traced, which `make` calls
 
-    def parts(self) -> dict[str, dict[str, Any]]:
-        """All that a value is made of."""
-        return {"tensors": self.tensors, "words": self.words}
-
-    def complete(self) -> None:
-        """Spell the value, at the end of its constructor."""
-        if watch.is_traced():  # its words may be symbols
+    def __init_subclass__(cls) -> None:
+        """Let the constructor note its arguments. Dynamo does not trace what it does with them."""
+        init = vars(cls).get("__init__")
+        if init is None:
             return
-        said: list[Any] = [type(self).__name__]
-        items: list[Any] = []
-        for part, own in self.parts().items():
-            said += (part, len(own))
-            for name, x in own.items():
-                if isinstance(x, Tensor) or type(x) is int:
-                    items.append(x)
-                    x = None
-                said += (name, x)
-        self.text, self.items = _spelled(*said), tuple(items)
 
-    @staticmethod
-    def read(text: str, item: Callable[[], Any]) -> tuple[str, dict[str, Any]]:
-        """The class and the parts of a text. item: gives the next of its items."""
-        kind, *rest = literal_eval(text)
-        said, parts = iter(rest), {}
-        for part in said:
-            own = {next(said): next(said) for _ in range(next(said))}
-            parts[part] = {name: item() if x is None else x for name, x in own.items()}
-        return kind, parts
+        @wraps(init)
+        def noted(self: Any, *args: Any, **words: Any) -> None:
+            if is_traced() and not self.text:
+                self.asked_with = args, words
+                return
+            init(self, *args, **words)
+            if not is_traced() and (found := spelled(type(self).__name__, args, words)):
+                self.text, self.items = ", ".join(found[0]), (*found[1], *found[2])
 
-    @classmethod
-    def of(cls, parts: dict[str, Any]) -> Any:
-        """The value of parts, which are not checked."""
-        value = object.__new__(cls)
-        vars(value).update(parts)
-        if "norm" in value.words:
-            value.words["norm"] = NormOptions(*value.words["norm"])
-        return value
+        cls.__init__ = noted  # type: ignore[method-assign]
+
+    def make(self) -> None:
+        """Run a constructor that Dynamo traced."""
+        if self.asked_with:
+            self.text, (args, words) = "made", self.asked_with
+            self.__init__(*args, **words)  # type: ignore[misc]
 
     def __repr__(self) -> str:
         parts = [f"{name}={shown(x)}" for name, x in self._arguments().items()]
@@ -81,9 +66,57 @@ class Value:
         return {**self.tensors, **{name: x for name, x in self.words.items() if name not in ("layout", "shifts")}}
 
 
-@lru_cache(maxsize=1024)
-def _spelled(*said: Any) -> str:
-    return repr([tuple(x) if isinstance(x, tuple) else float(x) if isinstance(x, float) else x for x in said])
+def spelled(name: str, args: Any, words: Any) -> tuple[list[str], list[Tensor], list[int]] | None:
+    """What a call with these arguments says, its tensors, and its whole numbers, which may be symbols.
+
+    None: an argument cannot be spelled. Dynamo traces this, so it is one function with few builtins, which are guarded.
+    """
+    said = [f"{name!r}"]
+    tensors: list[Tensor] = []
+    sizes: list[int] = []
+    for label in words:
+        said.append(f"{label!r}")
+    said.append("0")
+    todo: list[Any] = [*words.values(), *args][::-1]
+    while todo:
+        x = todo.pop()
+        if isinstance(x, Tensor):
+            tensors.append(x)
+            said.append("'tensor'")
+        elif isinstance(x, Value):
+            if x.text:
+                said.append(f"'value', {x.text!r}")
+                for y in x.items:
+                    (tensors if isinstance(y, Tensor) else sizes).append(y)
+            elif x.asked_with is None:
+                return None
+            else:
+                args, words = x.asked_with
+                said.append(f"'made', {type(x).__name__!r}")
+                for label in words:
+                    said.append(f"{label!r}")
+                count = 0
+                for _ in args:
+                    count += 1
+                said.append(f"0, {count}")
+                todo += [*words.values(), *args][::-1]
+        elif x is None or isinstance(x, str):
+            said.append(f"'', {x!r}")
+        elif isinstance(x, bool):
+            said.append(f"'', {True if x else False}")  # noqa: SIM210  a symbol's truth
+        elif isinstance(x, int):
+            sizes.append(x)
+            said.append("'number'")
+        elif isinstance(x, float) and x - x == 0:
+            said.append(f"'', {next(iter({float(x)}))!r}")  # all digits of a symbol
+        elif isinstance(x, (list, tuple)):
+            said.append(f"'tuple', {len(x)}")
+            todo += x[::-1]
+        elif isinstance(x, torch.dtype):
+            said.append(f"'dtype', '{x}'")
+        else:
+            return None
+    return said, tensors, sizes
 
 
 def flags(name: str, **given: Any) -> dict[str, bool]:
@@ -101,7 +134,6 @@ class Positions(Value):
         size, rank = whole(name, "cp_size", cp_size), whole(name, "cp_rank", cp_rank)
         if size != 1 or rank != 0:
             self.words.update(cp_size=size, cp_rank=rank)
-        self.complete()
 
 
 class Packed(Positions):
@@ -192,7 +224,6 @@ class Mrope(Positions):
         if not self.words["mrope_section"]:
             refuse("Mrope", "mrope_section", mrope_section, "the number of pairs of each axis")
         self.words.update(flags("Mrope", mrope_interleaved=mrope_interleaved))
-        self.complete()
 
 
 class Shifts(Positions):
@@ -222,7 +253,6 @@ class Shifts(Positions):
     def __init__(self, position_ids: Tensor) -> None:
         self.tensors = {"position_ids": tensor("Shifts", "position_ids", position_ids)}
         self.words = {"shifts": True}
-        self.complete()
 
 
 class Norm(Value):
@@ -320,7 +350,6 @@ class Norm(Value):
         if type(eps := number("Norm", "eps", eps)) is float and eps < 0:
             refuse("Norm", "eps", eps, "0 or above")
         self.words = {"norm": NormOptions(rounding, **on, kind=kind, of=of, eps=eps)}
-        self.complete()
 
     def _arguments(self) -> dict[str, Any]:
         default, norm = NormOptions()._asdict(), self.words["norm"]._asdict()
@@ -351,7 +380,6 @@ class Ulysses(Value):
 
     def __init__(self, ranks: int) -> None:
         self.tensors, self.words = {}, {"ulysses_degree": whole("Ulysses", "ranks", ranks, 1)}
-        self.complete()
 
     def _arguments(self) -> dict[str, Any]:
         return {"ranks": self.words["ulysses_degree"]}
