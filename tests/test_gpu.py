@@ -420,9 +420,9 @@ def test_a_plain_call_takes_the_short_cut(grad: bool, monkeypatch: pytest.Monkey
     """Neither direction goes through the dispatcher. A guard that is never true would be a defect."""
     taken = []
 
-    run = runtime.Known.run
+    function_of = runtime.function_of
     monkeypatch.setattr(
-        runtime.Known, "run", lambda known, *a: (taken.append(known.options.inverse), run(known, *a))[1]
+        runtime, "function_of", lambda known, *a: (taken.append(known.options.inverse), function_of(known, *a))[1]
     )
     monkeypatch.setattr(torch_op, "run_op", lambda *_: pytest.fail("through the dispatcher"))
     new = replace(case_named("halves"), shape=(1, 7, 5, 3 + grad, 64))  # a new call for every thread, also autograd's

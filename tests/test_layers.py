@@ -112,6 +112,7 @@ def test_few_exceptions_and_few_folders() -> None:
 
 PRIVATE = {  # torch's private names in other files than ops/watch.py
     "ops/dispatch.py": ("forward_ad._current_level",),  # read in each call
+    "ops/public.py": ("forward_ad._current_level",),
     "context_parallel/backends.py": ("torch.ops.aten.", "torch.nn.attention._fa4"),
     "integrations/_norms.py": ("module._backward_hooks",),  # of a host's module
 }

@@ -34,16 +34,13 @@ def _forget() -> None:
     launch.local = local = launch.Local()
 
 
-def call(op: Operation, tensors: Tensors, asked: Asked, key: Any = None) -> Tensors:
+def call(op: Operation, tensors: Tensors, asked: Asked) -> Tensors:
     """Return the results of an operation by name. A user's words are checked; `Options` are already checked.
 
     The recent calls of this thread are tried first (`replay`). They notice everything that may watch a call, except
     torch.compile, dispatch modes and forward-mode AD, which are tested here.
-
-    key: identifies recent calls; by default the operation, the tensors' names and the words.
     """
-    if key is None:
-        key = (op, *tensors, *asked.items()) if type(asked) is dict else (op, *tensors, asked)
+    key = (op, *tensors, *asked.items()) if type(asked) is dict else (op, *tensors, asked)
     if not dispatch_modes() and forward_ad._current_level < 0:
         try:
             recent = local.recent[key]

@@ -27,7 +27,7 @@ from . import watch
 from .checks import label_of
 from .operation import OF_TABLES, Operation
 from .quantize import Scaled
-from .replay import SCRATCH, Form, maker, twice
+from .replay import SCRATCH, UNUSED, Form, maker, twice
 from .stand_ins import CONSTANTS, missing_weights
 from .words import canonical
 
@@ -289,7 +289,7 @@ def function_of(
     if not plain or (known.kept and watch.capturing(xs[0])):
         return Kept(known, form, (None, record, outputs)).written()
     form = form._replace(twice=twice(form.names, xs), guarded=True)
-    matches = watch.guard([x.detach() if name in dict(form.twice) else x for name, x in zip(form.names, xs)])
+    matches = watch.guard([x for name, x in tensors.items() if name not in dict(form.twice)])
     return Kept(known, form, (matches, record, outputs)).keep(key)
 
 
@@ -300,9 +300,11 @@ def keep_spelled(key: Any, xs: Sequence[Tensor], out: Any, kept: Kept, tensors: 
     """
     if not kept.form.guarded:
         return
-    names, wholes, own = [f"unused_{n}" for n in range(len(xs))], {}, {}
+    names, wholes, own = [f"{UNUSED}{n}" for n in range(len(xs))], {}, {}
     for name, y in tensors.items():
-        at = next((n for n, x in enumerate(xs) if names[n].startswith("unused") and (x is y or _splits(x, y))), None)
+        at = next((n for n, x in enumerate(xs) if names[n].startswith(UNUSED) and (x is y or _splits(x, y))), None)
+        if at is None and name in dict(kept.form.twice):
+            continue
         if at is None and id(y) not in CONSTANTS:
             return
         if at is None or xs[at] is not y:

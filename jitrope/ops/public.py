@@ -154,7 +154,7 @@ def _arguments(
     args: list[Any] = []
     with suppress(StopIteration):
         while len(args) != count:
-            args.append(_whole("", read()))
+            args.append(read())
     return name, words, args
 
 

@@ -18,6 +18,8 @@ from ..plan.views import Tensors
 from . import watch
 from .quantize import Scaled
 
+UNUSED = "unused_"
+"""What begins the names of a user's tensors that a call does not read."""
 SCRATCH = ("weight_grads", "block_sums", "counters")
 """Outputs that are not results: `Operation.finish` makes results of them."""
 
@@ -53,17 +55,22 @@ def _checks(form: Form) -> list[str]:
     names, lines = form.names, []
     if form.unrecorded:
         lines.append("if grad_enabled(): return None")
-    for name in form.own:
-        if name in form.split:
-            lines.append(f"if {name}_whole.shape != wholes[{name!r}]: return None")
-        lines.append(f"{name} = {f'{name}_whole.view(own[{name!r}])' if name in form.split else f'own[{name!r}]'}")
     if form.guarded:
-        given = dict.fromkeys(names) | {name: f"{name}.detach()" for name, _ in form.twice}
-        lines += [f"if {name} is not {earlier}: return None" for name, earlier in form.twice]
         # A nested tensor makes a guard abort the process. A guard refuses a tensor that is given twice.
-        lines.append(f"try:\n            if {' or '.join(f'{name}.is_nested' for name in names)}: return None")
-        lines.append(f"    if not matches({', '.join(given[name] or name for name in names)}): return None")
-        lines.append("except (AttributeError, TypeError): return None")  # a non-tensor, which the check refuses
+        once = [name for name in names if name not in dict(form.twice)]
+        taken = [name for name in form.given or once if not name.startswith(UNUSED)]
+        lines.append(f"try:\n            if {' or '.join([f'{name}.is_nested' for name in taken])}: return None")
+        for name in form.own:
+            if name in form.split:
+                lines.append(f"    if {name}_whole.shape != wholes[{name!r}]: return None")
+            lines.append(
+                f"    {name} = {f'{name}_whole.view(own[{name!r}])' if name in form.split else f'own[{name!r}]'}"
+            )
+        for name, earlier in form.twice:
+            given = not form.given or name in (*form.given, *form.own)
+            lines.append(f"    if {name} is not {earlier}: return None" if given else f"    {name} = {earlier}")
+        lines.append(f"    if not matches({', '.join(once)}): return None")
+        lines.append("except (AttributeError, RuntimeError, TypeError): return None")  # the check refuses them
     lines += [f"{name}_at = {name}.data_ptr()" for name in names]
     if form.guarded:  # a guard does not check addresses
         bits = [f"{name}_at" for name in names]

@@ -379,7 +379,7 @@ class Ulysses(Value):
     """
 
     def __init__(self, ranks: int) -> None:
-        self.tensors, self.words = {}, {"ulysses_degree": whole("Ulysses", "ranks", ranks, 1)}
+        self.tensors, self.words = {}, {"ulysses_degree": int(whole("Ulysses", "ranks", ranks, 1))}
 
     def _arguments(self) -> dict[str, Any]:
         return {"ranks": self.words["ulysses_degree"]}
