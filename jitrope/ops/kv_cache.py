@@ -11,8 +11,9 @@ from ..base.arguments import refuse, tensor, word
 from ..plan.options import SCALE_FMTS, Options
 from ..plan.views import BLOCK_SCALES, FORMATS, FP8, FP8S, GROUPS, PER_ITEM, SCALES, Tensors, block_format
 from ..sinks.cache import slots_of
+from .asked import Value
 from .fit import MAX_TOKENS, Fail, check_contiguous, check_device, check_integers, check_one_axis, named, sizes_of
-from .values import Value, divisors, flags, scales
+from .values import divisors, flags, scales
 
 
 class Pages(Value):

@@ -22,10 +22,11 @@ from torch.nn import Parameter
 from ..base.errors import InvalidInput
 from ..call import COUNTS
 from . import launch
+from .asked import Value, spelled
 from .kv_cache import KVCache, Pages
 from .quantize import DynamicQuantize, Quantize, Scaled
 from .torch_op import TAGS, lib
-from .values import Mrope, Norm, Packed, Shifts, Starts, Ulysses, Value, spelled
+from .values import Mrope, Norm, Packed, Shifts, Starts, Ulysses
 from .watch import constant, dispatch_modes, is_traced
 
 _PLAIN = frozenset((bool, int, float, str))

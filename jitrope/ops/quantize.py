@@ -12,7 +12,8 @@ from ..base.arguments import refuse, whole, word
 from ..base.errors import InvalidInput
 from ..plan.options import SCALE_FMTS
 from ..plan.views import DTYPE_NAMES, FORMATS, FP8, FP8S, GROUPS, SCALES, Tensors
-from .values import Value, divisors, flags, scales
+from .asked import Value
+from .values import divisors, flags, scales
 
 _SCALE_WORDS = {dtype: name for name, dtype in SCALES.items()}
 

@@ -8,115 +8,20 @@ Values can be pickled, printed and traced by torch.compile. Two values are equal
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..base.arguments import flag, items, number, refuse, shown, tensor, whole, wholes, word
+from ..base.arguments import flag, items, number, refuse, tensor, whole, wholes, word
 from ..base.errors import InvalidInput
 from ..plan.options import NORM_KINDS, NORM_OF, NORM_ROUNDINGS, NormOptions
 from ..plan.views import MEANS, Tensors
+from .asked import Value
 from .stand_ins import constant
-from .watch import is_traced
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-
-class Value:
-    """Tensors by name, and the words that are not defaults. They must not change after a value was made."""
-
-    tensors: Tensors
-    words: dict[str, Any]
-    text = ""  # what the user wrote (`spelled`) but tensors and whole numbers; "": it cannot be spelled
-    items: tuple[Any, ...]  # these tensors and numbers
-    asked_with: Any = None  # the arguments of a constructor that Dynamo traced, which `make` calls
-
-    def __init_subclass__(cls) -> None:
-        """Let the constructor note its arguments. Dynamo does not trace what it does with them."""
-        init = vars(cls).get("__init__")
-        if init is None:
-            return
-
-        @wraps(init)
-        def noted(self: Any, *args: Any, **words: Any) -> None:
-            if is_traced() and not self.text:
-                self.asked_with = args, words
-                return
-            init(self, *args, **words)
-            if not is_traced() and (found := spelled(type(self).__name__, args, words)):
-                self.text, self.items = ", ".join(found[0]), (*found[1], *found[2])
-
-        cls.__init__ = noted  # type: ignore[method-assign]
-
-    def make(self) -> None:
-        """Run a constructor that Dynamo traced."""
-        if self.asked_with:
-            self.text, (args, words) = "made", self.asked_with
-            self.__init__(*args, **words)  # type: ignore[misc]
-
-    def __repr__(self) -> str:
-        parts = [f"{name}={shown(x)}" for name, x in self._arguments().items()]
-        return f"{type(self).__name__}({', '.join(parts)})"
-
-    def _arguments(self) -> dict[str, Any]:
-        """The arguments that are not defaults."""
-        return {**self.tensors, **{name: x for name, x in self.words.items() if name not in ("layout", "shifts")}}
-
-
-def spelled(name: str, args: Any, words: Any) -> tuple[list[str], list[Tensor], list[int]] | None:
-    """What a call with these arguments says, its tensors, and its whole numbers, which may be symbols.
-
-    None: an argument cannot be spelled. Dynamo traces this, so it is one function with few builtins, which are guarded.
-    """
-    said = [f"{name!r}"]
-    tensors: list[Tensor] = []
-    sizes: list[int] = []
-    for label in words:
-        said.append(f"{label!r}")
-    said.append("0")
-    todo: list[Any] = [*words.values(), *args][::-1]
-    while todo:
-        x = todo.pop()
-        if isinstance(x, Tensor):
-            tensors.append(x)
-            said.append("'tensor'")
-        elif isinstance(x, Value):
-            if x.text:
-                said.append(f"'value', {x.text!r}")
-                for y in x.items:
-                    (tensors if isinstance(y, Tensor) else sizes).append(y)
-            elif x.asked_with is None:
-                return None
-            else:
-                args, words = x.asked_with
-                said.append(f"'made', {type(x).__name__!r}")
-                for label in words:
-                    said.append(f"{label!r}")
-                count = 0
-                for _ in args:
-                    count += 1
-                said.append(f"0, {count}")
-                todo += [*words.values(), *args][::-1]
-        elif x is None or isinstance(x, str):
-            said.append(f"'', {x!r}")
-        elif isinstance(x, bool):
-            said.append(f"'', {True if x else False}")  # noqa: SIM210  a symbol's truth
-        elif isinstance(x, int):
-            sizes.append(x)
-            said.append("'number'")
-        elif isinstance(x, float) and x - x == 0:
-            said.append(f"'', {next(iter({float(x)}))!r}")  # all digits of a symbol
-        elif isinstance(x, (list, tuple)):
-            said.append(f"'tuple', {len(x)}")
-            todo += x[::-1]
-        elif isinstance(x, torch.dtype):
-            said.append(f"'dtype', '{x}'")
-        else:
-            return None
-    return said, tensors, sizes
 
 
 def flags(name: str, **given: Any) -> dict[str, bool]:
