@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 from ..base.errors import JitropeError
 from ..plan.options import Options, norm_of
 from ..plan.views import Tensors
-from .operation import BACKWARDS, OF_TABLES, Call, Operation
+from .operation import BACKWARDS, Call, Operation, tables_of
 from .source import Source
 
 
@@ -20,7 +20,7 @@ class Backward(Operation):
     results: tuple[str, ...]
 
     def __init__(self, source: Source) -> None:
-        super().__init__(source, "", False, "", False, False, "")
+        super().__init__(source)
         self.name, self.function = f"{source.word}_backward", ""
         self.inplace = False
         BACKWARDS[self.name] = self
@@ -34,11 +34,11 @@ class Backward(Operation):
     def makes_empty(self, given: Sequence[str], o: Options) -> bool:
         return False  # there may be sums
 
-    def alike(self, given: Container[str], o: Options) -> bool:
-        return False
-
     def saved(self, t: Tensors, o: Options) -> Tensors:
-        return {name: x for name, x in t.items() if name in OF_TABLES}
+        return tables_of(t)
+
+    def finish(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:
+        return {name: outputs[name] for name in self.results if name in outputs}
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         if o.norm is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -207,20 +208,9 @@ def _check_weights(t: Tensors, o: Options, fail: Fail) -> None:
     fail.when(len({weight.dtype for weight in weights.values()}) > 1, f"{had}; they must match")
 
 
-def check_into(name: str, t: Tensors, o: Options, dtypes: dict[str, torch.dtype]) -> None:
-    """The check of the caller's output tensors. dtypes: those that differ from the inputs', by letter."""
-    fail, q = Fail(name), t["q"]
-    for letter in [letter for letter in "qkv" if f"{letter}_out" in t]:
-        x, out, dtype = t[letter], t[f"{letter}_out"], dtypes.get(letter, t[letter].dtype)
-        fit.check_axes(letter, x, q, fail)
-        if out.dim() == x.dim() + 1 and len(out):  # a group of heads for each rank
-            fit.check_ranks(letter, x, len(out), o, fail)
-            x = views.by_rank(x, o.layout, len(out))
-        check_out(letter, out, (*x.shape[:-1], x.shape[-1] // PER_ITEM.get(dtype, 1)), dtype, q, fail)
-
-
-def check_out(letter: str, out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, q: Tensor, fail: Fail) -> None:
-    """Refuse an output tensor of the caller with another shape or dtype."""
+def check_out(letter: str, out: Tensor, heads: Sequence[int], dtype: torch.dtype, q: Tensor, fail: Fail) -> None:
+    """Refuse an output tensor of the caller that does not fit heads of a shape and dtype."""
+    shape = (*heads[:-1], heads[-1] // PER_ITEM.get(dtype, 1))
     if out.shape != shape or out.dtype != dtype or out.device != q.device:
         hint = "; pass its transpose(1, 2)" if out.dim() == 4 and out.transpose(1, 2).shape == shape else ""
         had = f"out's {letter} is {tuple(out.shape)} {out.dtype} on {out.device}"

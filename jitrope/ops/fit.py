@@ -290,15 +290,3 @@ def sizes_of(x: Tensor, layout: str) -> list[int]:
 def named(x: Tensor, layout: str) -> str:
     """A shape by its letters: `(B=2, S=128, H=32, D=64)`."""
     return "(" + ", ".join(f"{letter.upper()}={size}" for letter, size in zip(layout, x.shape)) + ")"
-
-
-def check_axes(letter: str, x: Tensor, q: Tensor, fail: Fail) -> None:
-    """Refuse heads with other axes than q's, or on another device."""
-    if x.device != q.device or x.dim() != q.dim():
-        fail(f"{letter} is {tuple(x.shape)} on {x.device} but q is {tuple(q.shape)} on {q.device}")
-
-
-def check_ranks(letter: str, x: Tensor, ranks: int, o: Options, fail: Fail) -> None:
-    """Refuse heads that cannot be dealt out to ranks in equal groups."""
-    if x.shape[LAYOUT_AXES[o.layout][2]] % ranks:
-        fail(f"{letter} is {named(x, o.layout)}; for {ranks} ranks it needs a multiple of {ranks} heads")

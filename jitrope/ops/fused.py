@@ -13,13 +13,13 @@ from ..plan import views
 from ..plan.options import NO_NORM, Options, norm_of
 from ..plan.views import MEANS, Tensors, canonical, fused_part, fused_sizes
 from ..sinks import results
-from ..sinks.results import LETTERS, empty_heads
+from ..sinks.results import LETTERS
 from ..stages import bias, positions
 from ..stages.norm import gradients_of_means
 from . import checks
 from .backward import Backward, norm_turned_back, turned_back
 from .fit import Fail, check_pairs
-from .operation import OF_TABLES, Call, Operation, operation
+from .operation import Call, Operation, operation, tables_of
 from .outs import copy_heads
 from .source import Read, Source
 from .stand_ins import weight_sums
@@ -91,17 +91,12 @@ class Fused(Source):
 
     def shaped(self, t: Tensors, o: Options) -> Tensors:
         heads = views.shaped_parts(t["qkv"], o)
-        if not (o.dynamic_v or (o.copy_v and "v_scale" in t) or "v_out" in t or "v_cache" in t):
+        if "v_cache" not in t and ("k_cache" in t or not o.copy_v):
             del heads["v"]
         return {**heads, **{name: x for name, x in t.items() if name not in ("qkv", "bias")}}
 
     def letters(self, given: Container[str], o: Options) -> tuple[str, ...]:
         return LETTERS[: 2 + o.copy_v + ("bias" in given and _gated(o))]
-
-    def empty(self, letter: str, t: Tensors, o: Options, word: str) -> Tensor:
-        qkv = t["qkv"]
-        groups, head_dim = fused_sizes(qkv, o)
-        return empty_heads(qkv, (*qkv.shape[:-2], groups * (1 if letter in "kv" else o.q_per_group), head_dim), word)
 
     def viewed(self, given: Container[str], o: Options) -> tuple[str, ...]:
         """v without `copy_v`, and a gate that has no bias."""
@@ -166,7 +161,7 @@ class Fused(Source):
         """The gradients without that of the bias."""
         if o.norm is not None and o.norm.kind != NO_NORM.kind:
             return self._of_norm(call, saved, grads, o)
-        tables, o = {name: x for name, x in saved.items() if name in OF_TABLES}, o._replace(norm=None)
+        tables, o = tables_of(saved), o._replace(norm=None)
         if o.inplace:
             grad = grads["qkv"].clone(memory_format=torch.contiguous_format)
             return call(operation(self), {"qkv": grad, **tables}, turned_back(o, inplace=True))
@@ -239,7 +234,7 @@ class FusedBackward(Backward):
             copy_heads(part, t["dgate"]) if "dgate" in t else part.zero_()
         if views.sums_heads(t, o):
             copy_heads(fused_part(outputs["qkv"], "v", o), t["dv"])
-        return {name: outputs[name] for name in self.results if name in outputs}
+        return super().finish(outputs, t, o)
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         if o.norm is not None:

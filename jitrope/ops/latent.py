@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
-
 import torch
-from torch import Tensor
 
 from .. import chain
 from ..plan.options import LAYOUT_AXES, Options
-from ..plan.views import TABLE_NAMES, Tensors, canonical, head_view
+from ..plan.views import Tensors, canonical, head_view
 from ..sinks import results
-from ..sinks.results import empty_elements, empty_heads
-from . import checks
 from .backward import Backward, turned_back
-from .fit import Fail, check_heads, check_scale, named, refuse_per_head
+from .fit import Fail, check_heads, named, refuse_per_head
 from .operation import Call, Operation
 from .source import Read, Source
 
@@ -29,7 +24,6 @@ def check_latent(name: str, tensors: Tensors, options: Options) -> None:
         as_wide = x.dim() == len(layout) == q.dim() and x.shape[-1] > 0  # its own width is checked below
         like = x[..., :1].expand(*x.shape[:-1], q.shape[-1]) if as_wide else x
         check_heads(q, like, options, fail, "q", label)
-    checks.check(name, {"q": q, **{label: tensors[label] for label in TABLE_NAMES if label in tensors}}, options)
     if k_pe.shape[LAYOUT_AXES[layout][2]] != 1 or k_pe.shape[-1] != options.rotary_dim:
         fail(f"k_pe is {named(k_pe, layout)}; it must have H=1, and D=rotary_dim={options.rotary_dim}")
     if options.v_dim < 1 or kv.shape[-1] != options.rotary_offset + options.v_dim:
@@ -47,13 +41,9 @@ class Latent(Source):
     def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
         return {x: (name, head_view(t[name], o.layout)) for x, name in zip("qkv", self.needed)}
 
-    def letters(self, given: Container[str], o: Options) -> tuple[str, ...]:
-        return ("q", "k", "v")
-
-    def empty(self, letter: str, t: Tensors, o: Options, word: str) -> Tensor:
-        if letter == "q":
-            return empty_elements(t["q"], word) if word else torch.empty_like(t["q"])
-        return empty_heads(t["kv"], (*t["kv"].shape[:-1], o.v_dim if letter == "v" else t["q"].shape[-1]), word)
+    def shaped(self, t: Tensors, o: Options) -> Tensors:
+        kv, dim = t["kv"], t["q"].shape[-1]
+        return {**t, "k": kv[..., :1].expand(*kv.shape[:-1], dim), "v": kv[..., o.rotary_offset :]}
 
     def parts(self, t: Tensors, o: Options) -> list[tuple[Tensors, Options]]:
         """k is the first part of kv and the one head k_pe for every head; v is the rest of kv."""
@@ -63,15 +53,7 @@ class Latent(Source):
 
     def check(self, op: Operation, name: str, t: Tensors, o: Options) -> None:
         check_latent(name, t, o)
-        if not (op.out or op.convert):
-            return
-        q, kv, dtypes, fail = t["q"], t["kv"], op.dtypes(t, o), Fail(name)
-        for letter, x, width in (("q", q, q.shape[-1]), ("k", kv, q.shape[-1]), ("v", kv, o.v_dim)):
-            needed = letter == "k" and "q_scale" in t
-            check_scale(f"{letter}_scale", {**t, letter: x}, letter, True, o, needed, fail)
-            if f"{letter}_out" in t:
-                dtype = dtypes.get(letter, q.dtype)
-                checks.check_out(letter, t[f"{letter}_out"], (*x.shape[:-1], width), dtype, q, fail)
+        super().check(op, name, t, o)
 
     def gradient(self, op: Operation, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """A missing gradient has no heads, or, of k or v alone, is zero."""
@@ -114,9 +96,6 @@ class LatentBackward(Backward):
     def ways(self, named: Tensors, o: Options) -> list[tuple[Read, Read] | None]:
         pairs = zip(("dq", "dk", "dv"), ("q_out", "kv_out", "k_pe_out"))
         return [((x, head_view(named[x], o.layout)), (y, head_view(named[y], o.layout))) for x, y in pairs]
-
-    def finishes(self, named: Container[str], o: Options) -> bool:
-        return False
 
 
 LATENT = Latent()

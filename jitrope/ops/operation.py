@@ -32,11 +32,10 @@ from ..sinks import results
 from ..sinks.results import LETTERS, empty_heads, empty_scale
 from ..stages.convert import least_scales
 from . import checks
-from .fit import USERS_NAMES, Fail, check_axes, check_ranks, sizes_of
+from .fit import USERS_NAMES, Fail, named, sizes_of
 from .outs import OUTS, copy_heads, refuse_other_v
 from .source import SOURCES, Read, Source
 from .stand_ins import one_row
-from .words import resolved
 
 Call = Callable[["Operation", Tensors, Options], Tensors]  # `dispatch.call`
 Rule = Callable[[str, Tensors, Options], None]
@@ -61,7 +60,15 @@ class Operation:
     """
 
     def __init__(
-        self, source: Source, function: str, norm: bool, convert: str, transform: bool, cache: bool, out: str
+        self,
+        source: Source,
+        function: str = "",
+        *,
+        norm: bool = False,
+        convert: str = "",
+        transform: bool = False,
+        cache: bool = False,
+        out: str = "",
     ) -> None:
         self.source, self.asked, self.function, self.norm = source, function, function or source.function, norm
         self.convert, self.transform, self.cache, self.out = convert, transform, cache, out
@@ -82,7 +89,8 @@ class Operation:
 
     def to(self, out: str) -> Operation:
         """The same with results that are "given", or for "ranks"."""
-        return _made(self.source, self.asked, self.norm, self.convert, self.transform, self.cache, out)
+        own = {"norm": self.norm, "convert": self.convert, "transform": self.transform, "cache": self.cache}
+        return operation(self.source, self.asked, **own, out=out)
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -91,13 +99,9 @@ class Operation:
 
     def label(self, name: str) -> str:
         """The user's name of a tensor."""
-        return {**OUTS, **USERS_NAMES, **self.scale_names, **self.source.labels}.get(name, name)
-
-    @property
-    def scale_names(self) -> Mapping[str, str]:
-        """The users' names of scales beside those that are computed."""
-        letters = "" if self.convert in ("", "given") else "q" if self.cache else "qkv"
-        return {f"{x}_scale": f"{x}_global_scale" for x in letters}
+        computed = "" if self.convert in ("", "given") else "q" if self.cache else "qkv"
+        scales = {f"{x}_scale": f"{x}_global_scale" for x in computed}
+        return {**OUTS, **USERS_NAMES, **scales, **self.source.labels}.get(name, name)
 
     # ---- checks --------------------------------------------------------------------------------------
 
@@ -114,41 +118,46 @@ class Operation:
 
     def check_stages(self, name: str, t: Tensors, o: Options) -> None:
         """Refuse what does not fit q, k and v, tensors of their own."""
-        apart = converts_v(t, o.dynamic_v) and "v" in t and (sums_heads(t, o) or not self.source.joins(t))
-        if apart and not sums_heads(t, o):  # before v's scale is compared with v
+        converted = "v" in t and converts_v(t, o.dynamic_v)
+        if converted and not self.source.joins(t):  # before v's scale is compared with v
             refuse_other_v(name, t, o)
         for rule in self.rules:
             rule(name, t, o)
-        if apart or (o.per_row and "v" in t and not self.source.joins(t)):
+        if converted and sums_heads(t, o):
             refuse_other_v(name, t, o)
-        if self.out == "given":
-            checks.check_into(name, t, o, self.dtypes(t, o))
-        self.check_groups(name, t, o)
+        self.check_results(name, t, o)
 
-    def check_groups(self, name: str, t: Tensors, o: Options) -> None:
-        """Refuse heads that ranks do not divide."""
-        for letter in [x for x in "qkv" if x in t and self.out == "ranks"]:
-            check_axes(letter, t[letter], t["q"], Fail(name))
-            check_ranks(letter, t[letter], o.ulysses_degree, o, Fail(name))
+    def check_results(self, name: str, t: Tensors, o: Options) -> None:
+        """Refuse heads that ranks do not divide, and output tensors of the caller that do not fit."""
+        fail, q, dtypes = Fail(name), t["q"], self.dtypes(t, o)
+        for letter in [x for x in "qkv" if x in t and (o.ulysses_degree or (self.out and f"{x}_out" in t))]:
+            x, out = t[letter], t.get(f"{letter}_out")
+            if x.device != q.device or x.dim() != q.dim():
+                fail(f"{letter} is {tuple(x.shape)} on {x.device} but q is {tuple(q.shape)} on {q.device}")
+            ranks = o.ulysses_degree if out is None else len(out) if out.dim() == x.dim() + 1 else 0
+            if ranks and x.shape[LAYOUT_AXES[o.layout][2]] % ranks:
+                had = f"{letter} is {named(x, o.layout)}"
+                fail(f"{had}; for {ranks} ranks it needs a multiple of {ranks} heads")
+            if out is not None:
+                x = by_rank(x, o.layout, ranks) if ranks else x
+                checks.check_out(letter, out, x.shape, dtypes.get(letter, x.dtype), q, fail)
 
     # ---- results -------------------------------------------------------------------------------------
 
     def written(self, o: Options) -> tuple[str, ...]:
         """Names of the inputs that a call writes, if they are given."""
         own = self.source.overwritten(("q",) if self.cache else ("q", "k", "qkv")) if o.inplace else ()
-        outs = tuple(OUTS) if self.out == "given" and not o.per_row else ()
+        outs = tuple(OUTS) if self.out == "given" else ()
         fresh = [FRESH + name for name in RESULTS]  # which the caller of torch's op made
         return (*own, *("k" * o.rotate_k), *(CACHE if self.cache else ()), *outs, *fresh)
 
     def made(self, given: Container[str], o: Options) -> tuple[str, ...]:
         """Names of the results that torch's op makes."""
-        v = o.dynamic_v and not self.cache
-        if o.per_row:
-            return tuple([f"{x}_scale" for x in self.source.scaled(given) if x != "v" or v])
         elsewhere = ("k", "v") * self.cache + ("gate",) * self.sends
         letters = [x for x in self.source.letters(given, o) if x not in elsewhere]
-        heads = [x for x in letters if self.out != "given" or f"{x}_out" not in given]
-        return (*heads, *[f"{x}_scale" for x in letters if o.computed and (x != "v" or v)])
+        heads = [x for x in letters if not o.per_row and (self.out != "given" or f"{x}_out" not in given)]
+        scaled = [x for x in letters if (o.computed or o.per_row) and (x != "v" or o.dynamic_v)]
+        return (*heads, *[f"{x}_scale" for x in scaled])
 
     def viewed(self, given: Container[str], o: Options) -> tuple[str, ...]:
         """Names of the results that are views of the call's tensors."""
@@ -213,9 +222,8 @@ class Operation:
         return {letter: FORMATS[word].dtype for letter, word in words.items() if word}
 
     def alike(self, given: Container[str], o: Options) -> bool:
-        """Whether each result is like the tensor of the same name."""
-        plain = self.source.op == "heads" and not (o.inplace or self.out or o.computed or o.per_row)
-        return plain and not self.dtypes(given, o) and FRESH + "q" not in given
+        """Whether each result is like the tensor of the same name, if it `makes_empty` ones."""
+        return self.source.op == "heads" and not (self.out or o.computed or self.dtypes(given, o))
 
     def makes_empty(self, given: Sequence[str], o: Options) -> bool:
         """Whether all results are empty tensors: no views, nothing given, and no scales that need numbers."""
@@ -288,19 +296,16 @@ class Operation:
 
     def on_cpu(self, t: Tensors, o: Options, made: Tensors | None = None) -> Tensors:
         """The results in plain torch. made: tensors for all of them, which are fresh."""
-        if made is not None:
-            self.compute(made, t, o)
-            return made
-        outputs = self.fakes(t, o)
-        self.compute({name: outputs[name] for name in self.made(t, o)} if not o.inplace or self.cache else {}, t, o)
-        return {name: outputs[name] for name in self.produced(t, o)} if o.inplace else outputs
+        outputs = self.fakes(t, o) if made is None else made
+        self.compute({name: outputs[name] for name in self.made(t, o) if name in outputs}, t, o)
+        return outputs
 
     def compute(self, made: Tensors, t: Tensors, o: Options) -> None:
         """Write the results. made: those that are fresh."""
         if o.inplace and not self.cache:
             places = self.source.places(t, o)
         else:
-            if self.out == "given" and not o.per_row:
+            if self.out == "given":
                 made = {**made, **{x: t[f"{x}_out"] for x in LETTERS if f"{x}_out" in t}}
             places = results.places({**made, "k": t["k"]} if o.rotate_k else made, o)
         chain.run(self.source.parts(t, o), places, o)
@@ -313,7 +318,7 @@ class Operation:
 
     def saved(self, t: Tensors, o: Options) -> Tensors:
         """The tensors that the backward needs."""
-        return self.source.saved(t, o, {name: x for name, x in t.items() if name in OF_TABLES})
+        return self.source.saved(t, o, tables_of(t))
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """The gradients of the inputs. grads: gradients of the results, at least one."""
@@ -332,29 +337,20 @@ def _transformed_back(call: Call, grads: Tensors, o: Options) -> Tensors:
     own = {name: joined(grads[name], o.layout) for name in "qk" if name in grads}
     if not own:
         return grads
-    words = {name: getattr(o, name) for name in ("layout", "rotary_dim", "rotary_offset", "hadamard")}
-    given = dict(zip("qk", own.values()))  # k's gradient alone takes the name of q's
     op = operation(SOURCES["heads"], norm=True, transform=True)
-    alone, tensors = resolved(op, given, {**words, "norm": NO_NORM})
+    words = {name: getattr(o, name) for name in ("layout", "rotary_dim", "rotary_offset", "hadamard", "launch")}
+    alone, tensors = op.unrotated(dict(zip("qk", own.values())), Options(**words, norm=NO_NORM))  # k's alone is q's
     return {**grads, **dict(zip(own, call(op, tensors, alone).values()))}
 
 
+def tables_of(t: Tensors) -> Tensors:
+    """Those of a call's tensors that are not of heads, of a norm, or of a sink."""
+    return {name: x for name, x in t.items() if name in OF_TABLES}
+
+
 BACKWARDS: dict[str, Operation] = {}
-_made = lru_cache(maxsize=None)(Operation)
-
-
-def operation(
-    source: Source,
-    function: str = "",
-    *,
-    norm: bool = False,
-    convert: str = "",
-    transform: bool = False,
-    cache: bool = False,
-    out: str = "",
-) -> Operation:
-    """The operation of a source, stages and a sink, made once; `Operation` has the words."""
-    return _made(source, function, norm, convert, transform, cache, out)
+operation = lru_cache(maxsize=None)(Operation)
+"""The operation of a source, stages and a sink, which is made once."""
 
 
 def operation_of(name: str, given: Container[str], o: Options) -> Operation:
@@ -369,4 +365,5 @@ def operation_of(name: str, given: Container[str], o: Options) -> Operation:
     if name not in SOURCES or not whole:
         sources = ", ".join([*SOURCES, *BACKWARDS])
         raise InvalidInput(f"call has the source {name!r}, or stages without a kernel; the sources are {sources}")
-    return _made(SOURCES[name], "", o.norm is not None, convert, o.hadamard, cache, out)
+    stages = {"norm": o.norm is not None, "convert": convert, "transform": o.hadamard, "cache": cache}
+    return operation(SOURCES[name], **stages, out=out)

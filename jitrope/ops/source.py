@@ -43,21 +43,21 @@ class Source:
         """The call's tensors with q, k and v of their own, for checks. Of heads only shape, dtype and device count."""
         return t
 
-    @abstractmethod
     def letters(self, given: Container[str], o: Options) -> tuple[str, ...]:
         """The results that are fresh tensors."""
+        return ("q", "k", "v")
 
-    @abstractmethod
     def empty(self, letter: str, t: Tensors, o: Options, word: str) -> Tensor:
-        """A fresh tensor for a result. word: its format, "" for the heads' dtype."""
+        """A fresh tensor for a result, with the strides of heads that are a tensor of their own. word: its format."""
+        if letter in t:
+            return results.empty_elements(t[letter], word)
+        heads = self.shaped(t, o)
+        like = heads[letter] if letter in heads else heads["q"]  # the gate
+        return results.empty_heads(like, tuple(like.shape), word)
 
     def out_view(self, out: Tensor, letter: str, t: Tensors, o: Options) -> Tensor:
         """The heads of a result, as a kernel writes them."""
         return head_view(out, o.layout)
-
-    def scaled(self, given: Container[str]) -> str:
-        """The letters of heads that can have scales of rows."""
-        return "qkv"
 
     def viewed(self, given: Container[str], o: Options) -> tuple[str, ...]:
         """The results that are views of the call's own tensors."""

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
-
-from torch import Tensor
-
 from ..plan.options import NO_NORM, Options, norm_of
 from ..plan.views import MEANS, TABLE_NAMES, Tensors, head_view
-from ..sinks.results import empty_heads
-from .checks import WEIGHTS, check, check_into
+from .checks import WEIGHTS, check
 from .fit import Fail, check_factor, label_of, named, refuse_per_head
 from .heads import HEADS
-from .operation import COUNTED, Call, Operation, Rule, operation
+from .operation import COUNTED, SCALES, Call, Operation, Rule, operation
 from .outs import OUTS
 from .source import Read, Source
 
 STREAMS = ("first", "second")
-_SCALES = ("q_scale", "k_scale", "v_scale")
 
 
 def names_of(stream: str) -> dict[str, str]:
@@ -35,7 +29,7 @@ def tokens_of(tensors: Tensors) -> int:
 def of_stream(t: Tensors, o: Options, stream: str) -> tuple[Tensors, Options]:
     """One stream of a joint call as a separate call, with its tokens' part of the tables or of their rows."""
     own = {name: t[joint] for name, joint in names_of(stream).items() if joint in t}
-    own.update({name: t[name] for name in _SCALES if name in t})
+    own.update({name: t[name] for name in SCALES if name in t})
     second, begin = stream == "second", t["first_q"].shape[1]
     prefix = "second_" if second and "second_cos" in t else ""
     tables: Tensors = {name: t[prefix + name] for name in ("cos", "sin") if prefix + name in t}
@@ -114,27 +108,18 @@ class Streams(Source):
         return {x: (f"first_{x}", head_view(t[f"first_{x}"], o.layout)) for x in "qkv"}
 
     def shaped(self, t: Tensors, o: Options) -> Tensors:
-        found = {name: t[name] for name in (*_SCALES, *OUTS) if name in t}
+        found = {name: t[name] for name in (*SCALES, *OUTS) if name in t}
         for letter in "qkv":
             x = t[f"first_{letter}"]
             found[letter] = x.new_empty((1, 1, 1, x.shape[3])).expand(x.shape[0], tokens_of(t), x.shape[2], -1)
         return found
-
-    def letters(self, given: Container[str], o: Options) -> tuple[str, ...]:
-        return ("q", "k", "v")
-
-    def empty(self, letter: str, t: Tensors, o: Options, word: str) -> Tensor:
-        x = t[f"first_{letter}"]
-        return empty_heads(x, (x.shape[0], tokens_of(t), *x.shape[2:]), word)
 
     def parts(self, t: Tensors, o: Options) -> list[tuple[Tensors, Options]]:
         return [of_stream(t, o, stream) for stream in STREAMS]
 
     def check(self, op: Operation, name: str, t: Tensors, o: Options) -> None:
         check_joint(name, t, o, op.rules)
-        op.check_groups(name, self.shaped(t, o), o)
-        if op.out == "given":
-            check_into(name, self.shaped(t, o), o, op.dtypes(t, o))
+        op.check_results(name, self.shaped(t, o), o)
 
     def saved(self, t: Tensors, o: Options, tables: Tensors) -> Tensors:
         """Without a norm only the tables, and the first stream's q, whose length is needed."""
