@@ -72,6 +72,7 @@ class Fused(Source):
     word = op = "fused"
     said, function = "fused QKV", "prepare_fused_qkv"
     needed = ("qkv",)
+    labels = {"q": "qkv", "k": "qkv"}  # noqa: RUF012
     refused = frozenset(("shifts", "rotate_k"))
     inplace = True
 
@@ -105,23 +106,32 @@ class Fused(Source):
     def parts(self, t: Tensors, o: Options) -> list[tuple[Tensors, Options]]:
         return [(heads_of(t, o), o)]
 
-    def check(self, op: Operation, name: str, t: Tensors, o: Options) -> None:
-        fail, staged = Fail(name), op.cache or op.convert or op.out
+    def check(self, op: Operation, t: Tensors, o: Options) -> None:
+        name, fail, staged = op.function, Fail(op.function), op.cache or op.convert or op.out
+        qkv, norm, bias = t["qkv"], norm_of(o), t.get("bias")
         if "v_out" in t and not o.copy_v:
             refuse(name, "out's v", t["v_out"], "None with copy_v=False")
-        if norm_of(o).v_norm and not o.copy_v and "v_cache" not in t:
+        if norm.v_norm and not o.copy_v and "v_cache" not in t:
             fail("copy_v=False does not go with v_norm, because v is not a view then; leave copy_v out")
-        checks.check_qkv(name, t, o)
+        apart = "across_heads does not go with v_norm in fused QKV; split it, and pass q, k and v to prepare_qkv"
+        fail.when(norm.across_heads and norm.v_norm, apart)
+        if bias is not None:
+            own, shape, flat = tuple(bias.shape), tuple(qkv.shape[-2:]), (qkv.shape[-2] * qkv.shape[-1],)
+            had = f"qkv has shape {tuple(qkv.shape)} but bias {own}"
+            fail.when(own not in (shape, flat), f"{had}; it must be {shape} or {flat}, as the projection has it")
+            had = f"bias is {bias.dtype} on {bias.device} but qkv is {qkv.dtype} on {qkv.device}"
+            fail.when(bias.dtype != qkv.dtype or bias.device != qkv.device, f"{had}; they must match")
+            had = "copy_v=False does not go with bias, because v is not a view then; leave copy_v out"
+            fail.when(not o.copy_v, had)
+            fail.when(norm.of == "v", "the norm has of='v', which does not go with bias")
         if o.dynamic_v and not o.copy_v:
             fail("copy_v=False does not go with v=True of quantize; leave copy_v out")
-        if "bias" in t and norm_of(o).of == "v":
-            fail("the norm has of='v', which does not go with bias")
-        op.check_stages(name, self.shaped(t, o), o._replace(inplace=False))
-        if "bias" in t and checks.takes_pairs(t, o) and staged:
-            check_pairs({"bias": t["bias"]}, o, fail)
-        q, groups = t.get("q_out"), fused_sizes(t["qkv"], o)[0]
+        op.check_stages(self.shaped(t, o), o._replace(inplace=False))
+        if bias is not None and checks.takes_pairs(t, o) and staged:
+            check_pairs({"bias": bias}, o, fail)
+        q, groups = t.get("q_out"), fused_sizes(qkv, o)[0]
         several = o.order == "grouped" and o.q_per_group > 1
-        if several and q is not None and q.dim() > t["qkv"].dim() and len(q) != groups:
+        if several and q is not None and q.dim() > qkv.dim() and len(q) != groups:
             fail(f"with order='grouped' and heads for each rank there must be a rank for each of the {groups} groups")
 
     def copied(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:

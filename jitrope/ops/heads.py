@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Any
 
 import torch
 
@@ -13,7 +12,6 @@ from ..plan.views import Tensors, head_view, joined
 from ..sinks import results
 from ..stages import positions
 from ..stages.norm import gradients_of_means
-from . import checks
 from .backward import Backward, norm_turned_back, turned_back
 from .operation import Call, Operation, operation, tables_of
 from .outs import joins_k
@@ -58,9 +56,6 @@ class V(Heads):
 
     word = "v"
     labels = {"q": "v"}  # noqa: RUF012
-
-    def check(self, op: Any, name: str, t: Tensors, o: Options) -> None:
-        checks.check(name, t, o, "v")
 
 
 def of_k(tensors: Tensors) -> Tensors:

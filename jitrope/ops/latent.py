@@ -9,7 +9,7 @@ from ..plan.options import LAYOUT_AXES, Options
 from ..plan.views import Tensors, canonical, head_view
 from ..sinks import results
 from .backward import Backward, turned_back
-from .fit import Fail, check_heads, named, refuse_per_head
+from .fit import Fail, check_heads, named
 from .operation import Call, Operation
 from .source import Read, Source
 
@@ -17,7 +17,7 @@ from .source import Read, Source
 def check_latent(name: str, tensors: Tensors, options: Options) -> None:
     """The check of a call with latent attention."""
     fail, layout = Fail(name), options.layout
-    q, kv, k_pe, cos = (tensors[label] for label in ("q", "kv", "k_pe", "cos"))
+    q, kv, k_pe = (tensors[label] for label in ("q", "kv", "k_pe"))
     if q.dim() == k_pe.dim() == len(layout) and q.shape[-1] < k_pe.shape[-1]:
         fail(f"q is {named(q, layout)} but k_pe {named(k_pe, layout)}; q's heads end in as many rotated elements")
     for label, x in (("kv", kv), ("k_pe", k_pe)):
@@ -29,7 +29,6 @@ def check_latent(name: str, tensors: Tensors, options: Options) -> None:
     if options.v_dim < 1 or kv.shape[-1] != options.rotary_offset + options.v_dim:
         had = f"q is {named(q, layout)}, k_pe {named(k_pe, layout)} and kv {named(kv, layout)}"
         fail(f"{had}; kv must be wider than q less k_pe, {options.rotary_offset}, by the elements of a head of v")
-    refuse_per_head(cos, options, "latent attention", fail)
 
 
 class Latent(Source):
@@ -51,9 +50,9 @@ class Latent(Source):
         k = torch.cat((first, t["k_pe"].expand(*first.shape[:-1], -1)), -1)
         return [({**t, "k": k, "v": v}, o)]
 
-    def check(self, op: Operation, name: str, t: Tensors, o: Options) -> None:
-        check_latent(name, t, o)
-        super().check(op, name, t, o)
+    def check(self, op: Operation, t: Tensors, o: Options) -> None:
+        check_latent(op.function, t, o)
+        super().check(op, t, o)
 
     def gradient(self, op: Operation, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """A missing gradient has no heads, or, of k or v alone, is zero."""

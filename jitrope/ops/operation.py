@@ -38,8 +38,8 @@ from .source import SOURCES, Read, Source
 from .stand_ins import one_row
 
 Call = Callable[["Operation", Tensors, Options], Tensors]  # `dispatch.call`
-Rule = Callable[[str, Tensors, Options], None]
-"""(the user's function, tensors, options): raises InvalidInput if they do not fit."""
+Rule = Callable[["Operation", Tensors, Options], None]
+"""Raises InvalidInput if tensors and options do not fit."""
 
 OF_TABLES = frozenset((*TABLE_NAMES, "second_cos", "second_sin", "cos_sin_cache", "freqs", "freqs_cis"))
 """The tensors of a call that are not those of heads, of a norm, or of a sink."""
@@ -107,7 +107,7 @@ class Operation:
 
     def check(self, name: str, t: Tensors, o: Options) -> None:
         """Refuse a wrong call. name: the user's function."""
-        self.source.check(self, name, t, o)
+        self.source.check(self, t, o)
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -116,20 +116,20 @@ class Operation:
         whole_heads = (checks.check_whole_heads,) if self.norm else ()
         return (checks.check_kv_cache if self.cache else checks.check, *scales, *whole_heads)
 
-    def check_stages(self, name: str, t: Tensors, o: Options) -> None:
+    def check_stages(self, t: Tensors, o: Options) -> None:
         """Refuse what does not fit q, k and v, tensors of their own."""
         converted = "v" in t and converts_v(t, o.dynamic_v)
         if converted and not self.source.joins(t):  # before v's scale is compared with v
-            refuse_other_v(name, t, o)
+            refuse_other_v(self.function, t, o)
         for rule in self.rules:
-            rule(name, t, o)
+            rule(self, t, o)
         if converted and sums_heads(t, o):
-            refuse_other_v(name, t, o)
-        self.check_results(name, t, o)
+            refuse_other_v(self.function, t, o)
+        self.check_results(t, o)
 
-    def check_results(self, name: str, t: Tensors, o: Options) -> None:
+    def check_results(self, t: Tensors, o: Options) -> None:
         """Refuse heads that ranks do not divide, and output tensors of the caller that do not fit."""
-        fail, q, dtypes = Fail(name), t["q"], self.dtypes(t, o)
+        fail, q, dtypes = Fail(self.function), t["q"], self.dtypes(t, o)
         for letter in [x for x in "qkv" if x in t and (o.ulysses_degree or (self.out and f"{x}_out" in t))]:
             x, out = t[letter], t.get(f"{letter}_out")
             if x.device != q.device or x.dim() != q.dim():

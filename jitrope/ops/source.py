@@ -67,9 +67,9 @@ class Source:
         """Of each stream, its heads by letter beside its other tensors, and its options."""
         return [(t, o)]
 
-    def check(self, op: Any, name: str, t: Tensors, o: Options) -> None:
-        """Refuse a wrong call. name: the user's function."""
-        op.check_stages(name, self.shaped(t, o), o)
+    def check(self, op: Any, t: Tensors, o: Options) -> None:
+        """Refuse a wrong call."""
+        op.check_stages(self.shaped(t, o), o)
 
     def joins(self, t: Tensors) -> bool:
         """Whether a kernel can store heads of v as it stores those of k."""

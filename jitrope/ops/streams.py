@@ -5,9 +5,9 @@ from __future__ import annotations
 from ..plan.options import NO_NORM, Options, norm_of
 from ..plan.views import MEANS, TABLE_NAMES, Tensors, head_view
 from .checks import WEIGHTS, check
-from .fit import Fail, check_factor, label_of, named, refuse_per_head
+from .fit import Fail, check_factor, label_of, named
 from .heads import HEADS
-from .operation import COUNTED, SCALES, Call, Operation, Rule, operation
+from .operation import COUNTED, SCALES, Call, Operation, operation
 from .outs import OUTS
 from .source import Read, Source
 
@@ -43,9 +43,9 @@ def of_stream(t: Tensors, o: Options, stream: str) -> tuple[Tensors, Options]:
     return {**own, **tables}, o._replace(unrotated=left if second else o.unrotated)
 
 
-def check_joint(name: str, tensors: Tensors, options: Options, rules: tuple[Rule, ...]) -> None:
-    """The check of a call with two streams. rules: those of each stream as a separate call."""
-    fail = Fail(name)
+def check_joint(op: Operation, tensors: Tensors, options: Options) -> None:
+    """The check of a call with two streams, each also as a separate call."""
+    fail = Fail(op.function)
     _check_streams(tensors, fail)
     given = {x.dtype for label, x in tensors.items() if label.endswith(("_weight", "_bias"))}
     if len(given) >= 2:
@@ -59,19 +59,17 @@ def check_joint(name: str, tensors: Tensors, options: Options, rules: tuple[Rule
     check_factor(tensors, q, tokens, "bshd", fail)
     like = q.new_empty((1, 1, 1, 1)).expand(q.shape[0], q.shape[1] if two else tokens, *q.shape[2:])
     of_both = {label: tensors[label] for label in TABLE_NAMES if label in tensors and label != "q_factor"}
-    check(name, {"q": like, **of_both}, options)
+    check(op, {"q": like, **of_both}, options)
     if norm_of(options).across_heads:
         fail("across_heads does not go with two streams; normalise before, or join them and use prepare_qkv")
     for stream in STREAMS:
-        for rule in rules:
-            rule(name, *of_stream(tensors, options, stream))
+        for rule in op.rules:
+            rule(op, *of_stream(tensors, options, stream))
     other = tensors.get("second_cos", cos)
     if cos.dtype != other.dtype:
         fail(f"the first table is {cos.dtype} but the second {other.dtype}")
     if cos.shape[-1] != other.shape[-1]:
         fail(f"the first table is {cos.shape[-1]} wide but the second {other.shape[-1]}")
-    for table in (cos, other):
-        refuse_per_head(table, options, "two streams", fail)
 
 
 def _check_streams(tensors: Tensors, fail: Fail) -> None:
@@ -117,9 +115,9 @@ class Streams(Source):
     def parts(self, t: Tensors, o: Options) -> list[tuple[Tensors, Options]]:
         return [of_stream(t, o, stream) for stream in STREAMS]
 
-    def check(self, op: Operation, name: str, t: Tensors, o: Options) -> None:
-        check_joint(name, t, o, op.rules)
-        op.check_results(name, self.shaped(t, o), o)
+    def check(self, op: Operation, t: Tensors, o: Options) -> None:
+        check_joint(op, t, o)
+        op.check_results(self.shaped(t, o), o)
 
     def saved(self, t: Tensors, o: Options, tables: Tensors) -> Tensors:
         """Without a norm only the tables, and the first stream's q, whose length is needed."""
