@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,8 +11,8 @@ from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan import views
 from ..plan.memory import overlaps_itself
-from ..plan.options import Options, norm_of
-from ..plan.views import BLOCK_SCALES, FP8, FP8S, PER_ITEM, TABLE_NAMES, Tensors
+from ..plan.options import LAYOUT_AXES, Options, norm_of
+from ..plan.views import BLOCK_SCALES, FORMATS, FP8, FP8S, PER_ITEM, TABLE_NAMES, Tensors
 from . import fit, watch
 from .fit import Fail, named
 from .kv_cache import check_caches, check_one_format, check_places
@@ -201,12 +200,24 @@ def _check_weights(t: Tensors, o: Options, fail: Fail) -> None:
     fail.when(len({weight.dtype for weight in weights.values()}) > 1, f"{had}; they must match")
 
 
-def check_out(letter: str, out: Tensor, heads: Sequence[int], dtype: torch.dtype, q: Tensor, fail: Fail) -> None:
-    """Refuse an output tensor of the caller that does not fit heads of a shape and dtype."""
-    shape = (*heads[:-1], heads[-1] // PER_ITEM.get(dtype, 1))
-    if out.shape != shape or out.dtype != dtype or out.device != q.device:
-        hint = "; pass its transpose(1, 2)" if out.dim() == 4 and out.transpose(1, 2).shape == shape else ""
-        had = f"out's {letter} is {tuple(out.shape)} {out.dtype} on {out.device}"
-        fail(f"{had}; it must be {shape} {dtype} on {q.device}{hint}")
-    if PER_ITEM.get(dtype, 1) > 1 and out.stride(-1) != 1:
-        fail(f"out's {letter} has strides {tuple(out.stride())}; for fp4 the last must be 1")
+def check_results(op: Any, t: Tensors, o: Options) -> None:
+    """Refuse heads that ranks do not divide, and output tensors of the caller with another shape or dtype."""
+    fail, q = Fail(op.function), t["q"]
+    for letter in [x for x in "qkv" if x in t and (o.ulysses_degree or (op.out and f"{x}_out" in t))]:
+        x, out, word = t[letter], t.get(f"{letter}_out"), op.format_of(letter, t, o)
+        if x.device != q.device or x.dim() != q.dim():
+            fail(f"{letter} is {tuple(x.shape)} on {x.device} but q is {tuple(q.shape)} on {q.device}")
+        ranks = o.ulysses_degree if out is None else len(out) if out.dim() == x.dim() + 1 else 0
+        if ranks and x.shape[LAYOUT_AXES[o.layout][2]] % ranks:
+            fail(f"{letter} is {named(x, o.layout)}; for {ranks} ranks it needs a multiple of {ranks} heads")
+        if out is None:
+            continue
+        *shape, dim = (views.by_rank(x, o.layout, ranks) if ranks else x).shape
+        dtype, _, per_item = FORMATS[word] if word else (x.dtype, 0, 1)
+        must = (*shape, dim // per_item)
+        if out.shape != must or out.dtype != dtype or out.device != q.device:
+            hint = "; pass its transpose(1, 2)" if out.dim() == 4 and out.transpose(1, 2).shape == must else ""
+            had = f"out's {letter} is {tuple(out.shape)} {out.dtype} on {out.device}"
+            fail(f"{had}; it must be {must} {dtype} on {q.device}{hint}")
+        if per_item > 1 and out.stride(-1) != 1:
+            fail(f"out's {letter} has strides {tuple(out.stride())}; for fp4 the last must be 1")

@@ -22,7 +22,6 @@ from .fit import Fail, check_pairs
 from .operation import Call, Operation, operation, tables_of
 from .outs import copy_heads
 from .source import Read, Source
-from .stand_ins import weight_sums
 
 
 def part_with_bias(t: Tensors, name: str, o: Options) -> Tensor:
@@ -30,19 +29,15 @@ def part_with_bias(t: Tensors, name: str, o: Options) -> Tensor:
     return bias.forward(name, fused_part(t["qkv"], name, o), t, o)
 
 
-def split_qkv(qkv: Tensor, o: Options) -> Tensors:
-    """q, k and v, and the gate, (..., heads, D); views, except a q of several groups."""
-    return _split({"qkv": qkv}, o)
-
-
-def _split(t: Tensors, o: Options) -> Tensors:
+def split_qkv(t: Tensors, o: Options) -> Tensors:
+    """q, k and v, and the gate, (..., heads, D); views, except a q of several groups, or with a bias."""
     parts = {name: part_with_bias(t, name, o) for name in LETTERS[: 3 + _gated(o)]}
     return {**parts, "q": parts["q"].flatten(-3, -2)} if o.order == "grouped" else parts
 
 
 def heads_of(t: Tensors, o: Options) -> Tensors:
     """A call's tensors with the parts of its fused tensor, which have the projection's bias if it is given."""
-    return {**t, **{name: x.contiguous() for name, x in _split(t, o).items()}}
+    return {**t, **{name: x.contiguous() for name, x in split_qkv(t, o).items()}}
 
 
 def join_qkv(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, o: Options) -> Tensor:
@@ -74,7 +69,6 @@ class Fused(Source):
     needed = ("qkv",)
     labels = {"q": "qkv", "k": "qkv"}  # noqa: RUF012
     refused = frozenset(("shifts", "rotate_k"))
-    inplace = True
 
     def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
         found = dict(zip("qkv", views.fused_views(t["qkv"], o, self._writes_gate(t, o))))
@@ -178,12 +172,10 @@ class Fused(Source):
         return call(FUSED_BACKWARD, {**every_gradient(grads, o), **tables}, turned_back(o)._replace(copy_v=True))
 
     def _of_norm(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
-        back = norm_turned_back(o)._replace(copy_v=True)
-        if "v" not in grads:  # its part is zeros, whatever v is
-            back = back._replace(norm=norm_of(back)._replace(v_norm=False))
+        back = norm_turned_back(o, "v" in grads)._replace(copy_v=True)  # without it v's part is zeros
         found = call(FUSED_BACKWARD, {**every_gradient(grads, o), **saved}, back)
         if MEANS[0] in saved:
-            xs, own = heads_of(saved, o), split_qkv(found["qkv"], o)
+            xs, own = heads_of(saved, o), split_qkv({"qkv": found["qkv"]}, o)
             found.update(gradients_of_means(saved, xs, own, o))
         return found
 
@@ -203,19 +195,9 @@ class FusedBackward(Backward):
 
     results = ("qkv", "q_weight", "k_weight", "q_bias", "k_bias")
 
-    def _made(self, t: Tensors, o: Options) -> Tensors:
+    def of_heads(self, t: Tensors, o: Options) -> Tensors:
         *lead, groups, head_dim = t["dk"].shape
         return {"qkv": t["dk"].new_empty((*lead, *views.fused_shape(groups, head_dim, o)))}
-
-    def fresh(self, t: Tensors, o: Options, blocks: int) -> Tensors:
-        if o.norm is None:
-            return self._made(t, o)
-        parts, across = views.shaped_parts(t["qkv"], o), norm_of(o).across_heads
-        widths = {name: parts[name].shape[-1] * (parts[name].shape[-2] if across else 1) for name in "qk"}
-        return {**self._made(t, o), **weight_sums(t, widths, blocks)}
-
-    def fakes(self, t: Tensors, o: Options) -> Tensors:
-        return {**self._made(t, o), **{name: torch.empty_like(t[name]) for name in self.made(t, o) if name != "qkv"}}
 
     def compute(self, outputs: Tensors, t: Tensors, o: Options) -> None:
         places = {**results.places(outputs, o), **fused_places(outputs["qkv"], o)}

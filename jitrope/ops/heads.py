@@ -7,7 +7,7 @@ from collections.abc import Container
 import torch
 
 from .. import chain
-from ..plan.options import LAYOUT_AXES, NO_NORM, NormOptions, Options, norm_of
+from ..plan.options import NO_NORM, NormOptions, Options, norm_of
 from ..plan.views import Tensors, head_view, joined
 from ..sinks import results
 from ..stages import positions
@@ -16,14 +16,12 @@ from .backward import Backward, norm_turned_back, turned_back
 from .operation import Call, Operation, operation, tables_of
 from .outs import joins_k
 from .source import Read, Source
-from .stand_ins import weight_sums
 from .words import resolved
 
 
 class Heads(Source):
     word = op = "heads"
     needed = ("q",)
-    shards = inplace = True
 
     def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
         return {letter: (letter, head_view(t[letter], o.layout)) for letter in "qkv" if letter in t}
@@ -100,9 +98,7 @@ def _of_norm(call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
 def _of_letters(call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
     """The gradients of q, of k, or of q, k and perhaps v. That of k alone takes the place of q's."""
     names = dict(zip("qkv", grads))
-    back = norm_turned_back(o)
-    if "v" not in names:
-        back = back._replace(norm=norm_of(back)._replace(v_norm=False))
+    back = norm_turned_back(o, "v" in names)
     if names["q"] == "k" and (of := norm_of(back).of) != "qk":
         back = back._replace(norm=norm_of(back)._replace(of="k" if of == "q" else "q"))
     tensors = {"d" + as_name: grads[name] for as_name, name in names.items()}
@@ -128,14 +124,8 @@ class HeadsBackward(Backward):
     def made(self, given: Container[str], o: Options) -> tuple[str, ...]:
         return tuple([name for name in self.results if name in given])
 
-    def fresh(self, t: Tensors, o: Options, blocks: int) -> Tensors:
-        across, axis = norm_of(o).across_heads, LAYOUT_AXES[o.layout][2]
-        given = {name: t[name] for name in "qk" if name in t and (name == "q" or t[name].shape[axis])}
-        sizes = {name: x.shape[-1] * (x.shape[axis] if across else 1) for name, x in given.items()}
-        return {**{x: torch.empty_like(t[x]) for x in "qkv" if x in t}, **weight_sums(t, sizes, blocks)}
-
-    def fakes(self, t: Tensors, o: Options) -> Tensors:
-        return {name: torch.empty_like(t[name]) for name in self.made(t, o)}
+    def of_heads(self, t: Tensors, o: Options) -> Tensors:
+        return {name: torch.empty_like(t[name]) for name in "qkv" if name in t}
 
     def compute(self, outputs: Tensors, t: Tensors, o: Options) -> None:
         chain.back(t, results.places(outputs, o), o._replace(inverse=not o.inverse))

@@ -35,7 +35,7 @@ class Latent(Source):
     word = op = "latent"
     said, function = "latent attention", "prepare_mla_qkv"
     needed = ("q", "kv", "k_pe")
-    refused = frozenset(("shifts", "inverse", "hadamard"))
+    refused = frozenset(("inplace", "shifts", "inverse", "hadamard"))
 
     def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
         return {x: (name, head_view(t[name], o.layout)) for x, name in zip("qkv", self.needed)}
@@ -75,7 +75,7 @@ class LatentBackward(Backward):
 
     results = ("q", "kv", "k_pe")
 
-    def fresh(self, t: Tensors, o: Options, blocks: int) -> Tensors:
+    def of_heads(self, t: Tensors, o: Options) -> Tensors:
         dk, shape = t["dk"], [*t["dk"].shape[:-1], o.rotary_dim]
         shape[LAYOUT_AXES[o.layout][2]] = 1
         kv = dk.new_empty((*dk.shape[:-1], o.rotary_offset + o.v_dim))

@@ -32,7 +32,7 @@ from ..sinks import results
 from ..sinks.results import LETTERS, empty_heads, empty_scale
 from ..stages.convert import least_scales
 from . import checks
-from .fit import USERS_NAMES, Fail, named, sizes_of
+from .fit import USERS_NAMES, sizes_of
 from .outs import OUTS, copy_heads, refuse_other_v
 from .source import SOURCES, Read, Source
 from .stand_ins import one_row
@@ -80,12 +80,10 @@ class Operation:
         self.staged = bool(norm or convert or transform or cache)
         self.sends = bool(convert or cache or out)  # without a gate
         self.differentiable = not (convert or cache or out == "given")
-        self.inplace = source.inplace and not (out or convert in ("computed", "rows") or (convert and not cache))
-        self.inplace = self.inplace and (source.op == "heads" or not cache)
-        self.shards = source.shards and not (out or convert or cache or transform)
-        self.refused = set(source.refused)
-        alone = {"inplace": not self.inplace, "inverse": cache, "shifts": self.staged, "v_weight": not cache}
-        self.refused.update([word for word, refused in alone.items() if refused])
+        self.shards = source.op == "heads" and not (out or convert or cache or transform)
+        fresh = out or convert in ("computed", "rows") or (convert and not cache) or (cache and source.op != "heads")
+        alone = {"inplace": fresh, "inverse": cache, "shifts": self.staged, "v_weight": not cache}
+        self.refused = source.refused | {word for word, refused in alone.items() if refused}
 
     def to(self, out: str) -> Operation:
         """The same with results that are "given", or for "ranks"."""
@@ -125,22 +123,7 @@ class Operation:
             rule(self, t, o)
         if converted and sums_heads(t, o):
             refuse_other_v(self.function, t, o)
-        self.check_results(t, o)
-
-    def check_results(self, t: Tensors, o: Options) -> None:
-        """Refuse heads that ranks do not divide, and output tensors of the caller that do not fit."""
-        fail, q, dtypes = Fail(self.function), t["q"], self.dtypes(t, o)
-        for letter in [x for x in "qkv" if x in t and (o.ulysses_degree or (self.out and f"{x}_out" in t))]:
-            x, out = t[letter], t.get(f"{letter}_out")
-            if x.device != q.device or x.dim() != q.dim():
-                fail(f"{letter} is {tuple(x.shape)} on {x.device} but q is {tuple(q.shape)} on {q.device}")
-            ranks = o.ulysses_degree if out is None else len(out) if out.dim() == x.dim() + 1 else 0
-            if ranks and x.shape[LAYOUT_AXES[o.layout][2]] % ranks:
-                had = f"{letter} is {named(x, o.layout)}"
-                fail(f"{had}; for {ranks} ranks it needs a multiple of {ranks} heads")
-            if out is not None:
-                x = by_rank(x, o.layout, ranks) if ranks else x
-                checks.check_out(letter, out, x.shape, dtypes.get(letter, x.dtype), q, fail)
+        checks.check_results(self, t, o)
 
     # ---- results -------------------------------------------------------------------------------------
 
@@ -216,14 +199,10 @@ class Operation:
         converted = (letter in "qk" or o.dynamic_v) if o.computed or o.per_row else f"{letter}_scale" in t
         return o.out_dtype if converted and not of_cache and letter in "qkv" else ""
 
-    def dtypes(self, t: Container[str], o: Options) -> dict[str, Any]:
-        """The dtypes of the results that are converted, by letter."""
-        words = {letter: self.format_of(letter, t, o) for letter in "qkv"}
-        return {letter: FORMATS[word].dtype for letter, word in words.items() if word}
-
     def alike(self, given: Container[str], o: Options) -> bool:
         """Whether each result is like the tensor of the same name, if it `makes_empty` ones."""
-        return self.source.op == "heads" and not (self.out or o.computed or self.dtypes(given, o))
+        converted = any(self.format_of(letter, given, o) for letter in "qkv")
+        return self.source.op == "heads" and not (self.out or converted)
 
     def makes_empty(self, given: Sequence[str], o: Options) -> bool:
         """Whether all results are empty tensors: no views, nothing given, and no scales that need numbers."""

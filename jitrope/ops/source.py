@@ -30,7 +30,6 @@ class Source:
     labels: Mapping[str, str] = {}  # users' names of tensors, where they differ
     refused: frozenset[str] = frozenset()  # words and tensors that do not go with it
     whole = False  # its kernels read whole heads
-    shards = inplace = False  # it may be DTensors; it may be overwritten
 
     def __init__(self) -> None:
         SOURCES[self.word] = self

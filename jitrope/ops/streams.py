@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..plan.options import NO_NORM, Options, norm_of
 from ..plan.views import MEANS, TABLE_NAMES, Tensors, head_view
-from .checks import WEIGHTS, check
+from .checks import check, check_results
 from .fit import Fail, check_factor, label_of, named
 from .heads import HEADS
 from .operation import COUNTED, SCALES, Call, Operation, operation
@@ -48,14 +48,12 @@ def check_joint(op: Operation, tensors: Tensors, options: Options) -> None:
     fail = Fail(op.function)
     _check_streams(tensors, fail)
     given = {x.dtype for label, x in tensors.items() if label.endswith(("_weight", "_bias"))}
-    if len(given) >= 2:
-        fail(f"the weights are {', '.join(sorted(map(str, given)))}; they must match")
+    fail.when(len(given) >= 2, f"the weights are {', '.join(sorted(map(str, given)))}; they must match")
     q, cos, two = tensors["first_q"], tensors["cos"], "second_cos" in tensors
     given_ids, unrotated, angles = "position_ids" in tensors, options.unrotated > 0, options.table == "freqs"
     for word, said in ((label_of("position_ids", options), given_ids), ("unrotated", unrotated), ("freqs", angles)):
-        if two and said:
-            fail(f"{word} does not go with a table for each stream; pass one table")
-    tokens = q.shape[1] + tensors["second_q"].shape[1]
+        fail.when(two and said, f"{word} does not go with a table for each stream; pass one table")
+    tokens = tokens_of(tensors)
     check_factor(tensors, q, tokens, "bshd", fail)
     like = q.new_empty((1, 1, 1, 1)).expand(q.shape[0], q.shape[1] if two else tokens, *q.shape[2:])
     of_both = {label: tensors[label] for label in TABLE_NAMES if label in tensors and label != "q_factor"}
@@ -66,8 +64,7 @@ def check_joint(op: Operation, tensors: Tensors, options: Options) -> None:
         for rule in op.rules:
             rule(op, *of_stream(tensors, options, stream))
     other = tensors.get("second_cos", cos)
-    if cos.dtype != other.dtype:
-        fail(f"the first table is {cos.dtype} but the second {other.dtype}")
+    fail.when(cos.dtype != other.dtype, f"the first table is {cos.dtype} but the second {other.dtype}")
     if cos.shape[-1] != other.shape[-1]:
         fail(f"the first table is {cos.shape[-1]} wide but the second {other.shape[-1]}")
 
@@ -76,8 +73,7 @@ def _check_streams(tensors: Tensors, fail: Fail) -> None:
     for letter in "qkv":
         for stream in STREAMS:
             x, like, q = tensors[f"{stream}_{letter}"], tensors[f"{stream}_q"], tensors["first_q"]
-            if x.dim() != 4:
-                fail(f"{stream}'s {letter} is not a tensor (B, S, H, D)")
+            fail.when(x.dim() != 4, f"{stream}'s {letter} is not a tensor (B, S, H, D)")
             same = x.shape[:2] == like.shape[:2] and x.shape[-1] == like.shape[-1]
             if not same or x.dtype != q.dtype or x.device != q.device:
                 owner, other = ("first", q) if same else (stream, like)
@@ -86,8 +82,7 @@ def _check_streams(tensors: Tensors, fail: Fail) -> None:
         a, b = tensors[f"first_{letter}"], tensors[f"second_{letter}"]
         if a.shape[0] != b.shape[0] or a.shape[2:] != b.shape[2:]:
             fail(f"first's {letter} is {named(a, 'bshd')}, second's {named(b, 'bshd')}; only S may differ")
-    if tensors["first_k"].shape != tensors["first_v"].shape:
-        fail("v must have as many heads as k")
+    fail.when(tensors["first_k"].shape != tensors["first_v"].shape, "v must have as many heads as k")
 
 
 class Streams(Source):
@@ -95,12 +90,8 @@ class Streams(Source):
     whole = True
     said, function = "two streams", "prepare_joint_qkv"
     needed = tuple([f"{stream}_{letter}" for stream in STREAMS for letter in "qkv"])
-    labels = {  # noqa: RUF012
-        **{f"{stream}_{letter}": f"{stream}'s {letter}" for stream in STREAMS for letter in "qkv"},
-        **{name: f"first's {name}" for name in WEIGHTS},
-        **{f"second_{name}": f"second's {name}" for name in WEIGHTS},
-    }
-    refused = frozenset(("shifts", "inverse", "layout", "check", *COUNTED, *MEANS))
+    labels = {own: f"{stream}'s {name}" for stream in STREAMS for name, own in names_of(stream).items()}  # noqa: RUF012
+    refused = frozenset(("inplace", "shifts", "inverse", "layout", "check", *COUNTED, *MEANS))
 
     def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
         return {x: (f"first_{x}", head_view(t[f"first_{x}"], o.layout)) for x in "qkv"}
@@ -117,7 +108,7 @@ class Streams(Source):
 
     def check(self, op: Operation, t: Tensors, o: Options) -> None:
         check_joint(op, t, o)
-        op.check_results(self.shaped(t, o), o)
+        check_results(op, self.shaped(t, o), o)
 
     def saved(self, t: Tensors, o: Options, tables: Tensors) -> Tensors:
         """Without a norm only the tables, and the first stream's q, whose length is needed."""
