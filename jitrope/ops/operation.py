@@ -15,19 +15,9 @@ from torch import Tensor
 from .. import chain
 from ..base.errors import InvalidInput, JitropeError
 from ..call import FRESH
+from ..plan import views
 from ..plan.options import ALL_TOKENS, LAYOUT_AXES, NO_NORM, Options, norm_of
-from ..plan.views import (
-    BLOCK_SCALES,
-    FORMATS,
-    TABLE_NAMES,
-    Tensors,
-    Views,
-    by_rank,
-    cache_view,
-    converts_v,
-    joined,
-    sums_heads,
-)  # fmt: skip
+from ..plan.views import BLOCK_SCALES, FORMATS, TABLE_NAMES, Tensors, Views
 from ..sinks import results
 from ..sinks.results import LETTERS, empty_heads, empty_scale
 from ..stages.convert import least_scales
@@ -44,7 +34,6 @@ Rule = Callable[["Operation", Tensors, Options], None]
 OF_TABLES = frozenset((*TABLE_NAMES, "second_cos", "second_sin", "cos_sin_cache", "freqs", "freqs_cis"))
 """The tensors of a call that are not those of heads, of a norm, or of a sink."""
 SCALES = ("q_scale", "k_scale", "v_scale")
-RESULTS = (*LETTERS, *SCALES)
 CACHE = ("k_cache", "v_cache", "errors", *BLOCK_SCALES)
 """The tensors of a cache that a call writes."""
 COUNTED = ("start_positions", "cu_seqlens", "max_seqlen", "packed_table", "cp_size", "cp_rank")
@@ -116,12 +105,12 @@ class Operation:
 
     def check_stages(self, t: Tensors, o: Options) -> None:
         """Refuse what does not fit q, k and v, tensors of their own."""
-        converted = "v" in t and converts_v(t, o.dynamic_v)
+        converted = "v" in t and views.converts_v(t, o.dynamic_v)
         if converted and not self.source.joins(t):  # before v's scale is compared with v
             refuse_other_v(self.function, t, o)
         for rule in self.rules:
             rule(self, t, o)
-        if converted and sums_heads(t, o):
+        if converted and views.sums_heads(t, o):
             refuse_other_v(self.function, t, o)
         checks.check_results(self, t, o)
 
@@ -131,7 +120,7 @@ class Operation:
         """Names of the inputs that a call writes, if they are given."""
         own = self.source.overwritten(("q",) if self.cache else ("q", "k", "qkv")) if o.inplace else ()
         outs = tuple(OUTS) if self.out == "given" else ()
-        fresh = [FRESH + name for name in RESULTS]  # which the caller of torch's op made
+        fresh = [FRESH + name for name in (*LETTERS, *SCALES)]  # which the caller of torch's op made
         return (*own, *("k" * o.rotate_k), *(CACHE if self.cache else ()), *outs, *fresh)
 
     def made(self, given: Container[str], o: Options) -> tuple[str, ...]:
@@ -216,17 +205,14 @@ class Operation:
         reads = self.source.reads(named, o)
         if self.finishes(named, o):
             reads.pop("v")
-        found: list[tuple[Read, Read] | None] = []
-        for letter in "qkv":
-            place = self._place(letter, named, o, reads) if letter in reads else None
-            found.append(None if place is None else (reads[letter], place))
-        return found
+        places = {letter: self._place(letter, named, o, reads) for letter in reads}
+        return [None if (place := places.get(x)) is None else (reads[x], place) for x in "qkv"]
 
     def _place(self, letter: str, named: Tensors, o: Options, reads: dict[str, Read]) -> Read | None:
         cache, out = f"{letter}_cache", f"{letter}_out"
         if self.cache and letter in "kv":
             paged = "page_table" in named or BLOCK_SCALES[0] in named
-            return (cache, cache_view(named[cache], paged)) if cache in named else None
+            return (cache, views.cache_view(named[cache], paged)) if cache in named else None
         if letter == "v" and not (o.copy_v or o.per_row):
             return None
         if o.inplace or (o.per_row and out not in named):
@@ -248,7 +234,7 @@ class Operation:
     def finishes(self, named: Container[str], o: Options) -> bool:
         """Whether v is copied after the launch, because a kernel copies heads only as it stores those of k."""
         copied = "bias" in named if o.inplace else "v_out" in named and o.copy_v
-        return copied and (sums_heads(named, o) or not self.source.joins(named))  # type: ignore[arg-type]
+        return copied and (views.sums_heads(named, o) or not self.source.joins(named))  # type: ignore[arg-type]
 
     def finish(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:
         """The results, given the outputs of a launch that `finishes`."""
@@ -256,8 +242,8 @@ class Operation:
             given = outputs.get(letter, t.get(f"{letter}_out"))
             out = self.source.part(outputs, letter, o) if given is None else given
             if x.dim() < out.dim():
-                x = by_rank(x, o.layout, len(out))
-            copy_heads(*((out, x) if x.dim() == out.dim() else (by_rank(out, o.layout, len(x)), x)))
+                x = views.by_rank(x, o.layout, len(out))
+            copy_heads(*((out, x) if x.dim() == out.dim() else (views.by_rank(out, o.layout, len(x)), x)))
         return outputs
 
     # ---- without a table, and in plain torch -----------------------------------------------------------
@@ -304,7 +290,7 @@ class Operation:
         if not self.differentiable and not (self.out == "ranks" and grads.keys() == {"v"}):  # which is copied
             raise JitropeError(f"{self.function} has no gradient")
         if self.out == "ranks" and self.source.op != "heads":
-            grads = {name: joined(x, o.layout) for name, x in grads.items()}
+            grads = {name: views.joined(x, o.layout) for name, x in grads.items()}
             o = o._replace(ulysses_degree=0)
         if o.hadamard:
             grads, o = _transformed_back(call, grads, o), o._replace(hadamard=False)
@@ -313,7 +299,7 @@ class Operation:
 
 def _transformed_back(call: Call, grads: Tensors, o: Options) -> Tensors:
     """The gradients with those of q and k transformed, in their own launch: the matrix is its own transpose."""
-    own = {name: joined(grads[name], o.layout) for name in "qk" if name in grads}
+    own = {name: views.joined(grads[name], o.layout) for name in "qk" if name in grads}
     if not own:
         return grads
     op = operation(SOURCES["heads"], norm=True, transform=True)
