@@ -233,7 +233,7 @@ def test_fused_qkv_has_the_references_bits(case: Case, tile: str) -> None:
     changed = qkv.clone()
     launched(ROPE_FUSED, [changed], tables, options._replace(inplace=True))
     end = case.end
-    parts, before = ([*fused.split_qkv(x, options).values()] for x in (changed, qkv))
+    parts, before = ([*fused.split_qkv({"qkv": x}, options).values()] for x in (changed, qkv))
     assert_bits([x[:end] for x in parts[:2]], [x[:end] for x in want[:2]])
     assert_bits(parts[2:], before[2:])
     if end is not None:

@@ -21,7 +21,7 @@ from ..ops.words import ONE_TABLE, canonical, resolved
 from .backends import NAME, fail
 from .schedule import Schedule
 
-ROPE = operation(HEADS)
+ROPE = operation(HEADS, NAME)
 
 
 @dataclass(frozen=True, eq=False)  # == of two tensors gives a tensor
@@ -93,8 +93,8 @@ def rotation_of(rope: Any, q: Tensor, k: Tensor, schedule: Schedule) -> Rotation
     if not is_traced():  # the call checks too, but under its own name
         given = {"q": q, "k": k, **tables}
         asked = placed(ROPE, given, positions)
-        options, given = resolved(ROPE, given, {**words, **asked}, NAME)
-        checks.check(NAME, given, options)
+        options, given = resolved(ROPE, given, {**words, **asked})
+        checks.check(ROPE, given, options)
     tables = {word: x.detach().resolve_conj().resolve_neg() for word, x in tables.items()}
     rotation = Rotation({**tables, **words, "positions": positions}, rows_of(canonical(tables)["cos"]))
     if schedule.longest is not None and rotation.rows < schedule.longest:

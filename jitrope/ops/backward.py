@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Container, Sequence
 
+import torch
+
 from ..base.errors import JitropeError
-from ..plan.options import Options, norm_of
+from ..plan.options import LAYOUT_AXES, Options, norm_of
 from ..plan.views import Tensors
-from .operation import BACKWARDS, OF_TABLES, Call, Operation
+from .operation import BACKWARDS, Call, Operation, tables_of
 from .source import Source
+from .stand_ins import weight_sums
 
 
 class Backward(Operation):
@@ -20,9 +24,8 @@ class Backward(Operation):
     results: tuple[str, ...]
 
     def __init__(self, source: Source) -> None:
-        super().__init__(source, "", False, "", False, False, "")
+        super().__init__(source)
         self.name, self.function = f"{source.word}_backward", ""
-        self.inplace = False
         BACKWARDS[self.name] = self
 
     def made(self, given: Container[str], o: Options) -> tuple[str, ...]:
@@ -31,14 +34,29 @@ class Backward(Operation):
     def viewed(self, given: Container[str], o: Options) -> tuple[str, ...]:
         return ()
 
+    @abstractmethod
+    def of_heads(self, t: Tensors, o: Options) -> Tensors:
+        """New tensors for the gradients of heads."""
+
+    def fresh(self, t: Tensors, o: Options, blocks: int) -> Tensors:
+        across, axis = norm_of(o).across_heads, LAYOUT_AXES[o.layout][2]
+        heads = self.source.shaped(t, o) if o.norm else {}
+        given = {x: heads[x] for x in "qk" if x in heads and (x == "q" or heads[x].shape[axis])}
+        widths = {name: x.shape[-1] * (x.shape[axis] if across else 1) for name, x in given.items()}
+        return {**self.of_heads(t, o), **weight_sums(t, widths, blocks)}
+
+    def fakes(self, t: Tensors, o: Options) -> Tensors:
+        sums = [name for name in self.made(t, o) if name.endswith(("_weight", "_bias"))]
+        return {**self.of_heads(t, o), **{name: torch.empty_like(t[name]) for name in sums}}
+
     def makes_empty(self, given: Sequence[str], o: Options) -> bool:
         return False  # there may be sums
 
-    def alike(self, given: Container[str], o: Options) -> bool:
-        return False
-
     def saved(self, t: Tensors, o: Options) -> Tensors:
-        return {name: x for name, x in t.items() if name in OF_TABLES}
+        return tables_of(t)
+
+    def finish(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:
+        return {name: outputs[name] for name in self.results if name in outputs}
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         if o.norm is not None:
@@ -53,10 +71,10 @@ def turned_back(o: Options, inplace: bool = False) -> Options:
     return o._replace(inverse=not o.inverse, inplace=inplace)
 
 
-def norm_turned_back(o: Options) -> Options:
+def norm_turned_back(o: Options, with_v: bool) -> Options:
     """The options of the gradient of a norm of q, k and v. The pairs of the output stay those of the output's gradient.
 
     Roundings do not change gradients, so one kernel serves all. Its products are contracted, which is fastest.
     """
-    norm = norm_of(o)._replace(rounding="none")
+    norm = norm_of(o)._replace(rounding="none", v_norm=norm_of(o).v_norm and with_v)
     return o._replace(inverse=not o.inverse, inplace=False, rounding="complex64", norm=norm)

@@ -11,8 +11,8 @@ from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan import views
 from ..plan.memory import overlaps_itself
-from ..plan.options import Options, norm_of
-from ..plan.views import BLOCK_SCALES, FP8, FP8S, PER_ITEM, TABLE_NAMES, Tensors
+from ..plan.options import LAYOUT_AXES, Options, norm_of
+from ..plan.views import BLOCK_SCALES, FORMATS, FP8, FP8S, PER_ITEM, TABLE_NAMES, Tensors
 from . import fit, watch
 from .fit import Fail, named
 from .kv_cache import check_caches, check_one_format, check_places
@@ -91,15 +91,14 @@ def label_of(op: Any, name: str, o: Options) -> str:
 # ---- the checks of the operations, and the rules of their stages, which follow `check` -----------------
 
 
-def check(name: str, t: Tensors, o: Options, label: str = "q") -> None:
-    """Refuse tensors and options that do not fit together.
-
-    label: the name of q, or of the tensor that contains it, for messages.
-    """
-    q, fail = t["q"], Fail(name)
-    for table, x in _tables(t).items():
-        fit.check_device(fit.label_of(table, o), x, label, q, fail)
-    fit.check_heads(q, t.get("k"), o, fail, label, "k" if label == "q" else label)
+def check(op: Any, t: Tensors, o: Options) -> None:
+    """Refuse tensors and options that do not fit together."""
+    q, label, fail = t["q"], op.label("q"), Fail(op.function)
+    for table in [table for table in TABLE_NAMES if table in t]:
+        fit.check_device(fit.label_of(table, o), t[table], label, q, fail)
+    if beside := op.source.said or "a cache" * op.cache:
+        fit.refuse_per_head(t["cos"], o, beside, fail)
+    fit.check_heads(q, t.get("k"), o, fail, label, op.label("k"))
     fit.check_lengths(t, o, fail)
     if "position_ids" in t:
         fit.check_position_ids(t, o, fail)
@@ -107,41 +106,20 @@ def check(name: str, t: Tensors, o: Options, label: str = "q") -> None:
     fit.check_tables(t, o, fail)
 
 
-def check_qkv(name: str, t: Tensors, o: Options) -> None:
-    """The check of a fused call."""
-    qkv, norm, fail = t["qkv"], norm_of(o), Fail(name)
-    fit.refuse_per_head(t["cos"], o, "fused QKV", fail)
-    apart = "across_heads does not go with v_norm in fused QKV; split it, and pass q, k and v to prepare_qkv"
-    fail.when(norm.across_heads and norm.v_norm, apart)
-    # k is also checked as q: the rest of the check does not depend on the number of heads
-    k = views.fused_part(qkv, "k", o)
-    check(name, {"q": k, "k": k, **_tables(t)}, o, "qkv")
-    if (bias := t.get("bias")) is not None:
-        own, shape, flat = tuple(bias.shape), tuple(qkv.shape[-2:]), (qkv.shape[-2] * qkv.shape[-1],)
-        had = f"qkv has shape {tuple(qkv.shape)} but bias {own}"
-        fail.when(own not in (shape, flat), f"{had}; it must be {shape} or {flat}, as the projection has it")
-        had = f"bias is {bias.dtype} on {bias.device} but qkv is {qkv.dtype} on {qkv.device}"
-        fail.when(bias.dtype != qkv.dtype or bias.device != qkv.device, f"{had}; they must match")
-        fail.when(not o.copy_v, "copy_v=False does not go with bias, because v is not a view then; leave copy_v out")
-
-
-def check_scales(name: str, t: Tensors, o: Options) -> None:
+def check_scales(op: Any, t: Tensors, o: Options) -> None:
     """The rule of conversions without a cache."""
-    computed = o.computed or o.per_row
     for own in "qkv":
-        label = f"{own}_global_scale" if computed else f"{own}_scale"
-        fit.check_scale(label, t, own, own in t, o, not computed and own != "v", Fail(name))
+        _check_scale(op, t, own, own in t, o, op.convert == "given" and own != "v")
 
 
-def check_kv_cache(name: str, t: Tensors, o: Options) -> None:
+def check_kv_cache(op: Any, t: Tensors, o: Options) -> None:
     """The check of a call that stores k and v in caches."""
-    fail, k, cache, blocks = Fail(name), t["k"], t["k_cache"], t.get(BLOCK_SCALES[0])
+    fail, k, cache, blocks = Fail(op.function), t["k"], t["k_cache"], t.get(BLOCK_SCALES[0])
     kv: Tensors = {label: t[label] for label in ("k", "v") if label in t}
     if ("v" in kv) != ("v_cache" in t):
-        refuse(name, "v", kv.get("v"), "a tensor" if "v_cache" in t else "None, because the cache has no v_cache")
-    check(name, t, o)
+        refuse(fail.name, "v", kv.get("v"), "a tensor" if "v_cache" in t else "None, because the cache has no v_cache")
+    check(op, t, o)
     fit.check_heads(k, kv.get("v"), o, fail, "k", "v")
-    fit.refuse_per_head(t["cos"], o, "a cache", fail)
     heads, v_heads = (fit.sizes_of(x, o.layout)[2] for x in (k, kv.get("v", k)))
     if v_heads != heads and (not heads or v_heads == 0 or v_heads % heads):
         had = f"k is {named(k, o.layout)} but v is {named(kv['v'], o.layout)}"
@@ -149,12 +127,27 @@ def check_kv_cache(name: str, t: Tensors, o: Options) -> None:
     check_caches(kv, t, o, fail)
     check_places(t, o, fail)
     fail.when(o.inplace and "q_scale" in t, "q is returned as fp8, which cannot be in place; leave inplace=True out")
-    fit.check_scale("q_global_scale" if o.scale_out == "fp8" else "q_scale", t, "q", "q_scale" in t, o, False, fail)
+    _check_scale(op, t, "q", True, o, False)
     for label in kv:
         scaled = cache.dtype in FP8S if blocks is None else blocks.dtype == FP8 and f"{label}_scale" in t
-        fit.check_scale(f"{label}_scale", t, label, scaled, o, True, fail)
+        _check_scale(op, t, label, scaled, o, True)
     if o.computed and blocks is not None:
         check_one_format(t, o, fail)
+
+
+def _check_scale(op: Any, t: Tensors, own: str, wanted: bool, o: Options, needed: bool) -> None:
+    """Refuse a wrong given scale of `own`, q, k or v. wanted: it may have one; needed: it then must."""
+    scale, label, fail = t.get(f"{own}_scale"), op.label(f"{own}_scale"), Fail(op.function)
+    if scale is None:
+        return fail.when(wanted and needed, f"{label} is missing; pass it, because fp8 is stored divided by it")
+    fail.when(not wanted, f"{label} is given, but no output is divided by it; leave it out")
+    batch, _, heads, _ = fit.sizes_of(t[own], o.layout)
+    rows = {"B": batch, **({"N": t["cu_seqlens"].shape[0] - 1} if "cu_seqlens" in t else {})}
+    fits = scale.numel() == 1 or tuple(scale.shape) in [(heads,), *[(number, heads) for number in rows.values()]]
+    had = f"{label} is {tuple(scale.shape)} {scale.dtype} on {scale.device}; it must be fp32 on q's device"
+    of_heads = " or ".join([f"(H={heads})", *[f"({letter}={number}, H)" for letter, number in rows.items()]])
+    wrong = scale.dtype != torch.float32 or not fits or scale.device != t["q"].device
+    fail.when(wrong, f"{had}: one number, or one for each head, {of_heads}")
 
 
 def takes_pairs(t: Tensors, o: Options) -> bool:
@@ -162,9 +155,9 @@ def takes_pairs(t: Tensors, o: Options) -> bool:
     return o.out_dtype == "fp4" or ("k_cache" in t and PER_ITEM.get(t["k_cache"].dtype, 1) > 1)
 
 
-def check_whole_heads(name: str, t: Tensors, o: Options) -> None:
+def check_whole_heads(op: Any, t: Tensors, o: Options) -> None:
     """The rule of a norm, and of other stages that need all elements of a head."""
-    fail, norm, dim = Fail(name), norm_of(o), t["q"].shape[-1]
+    fail, norm, dim = Fail(op.function), norm_of(o), t["q"].shape[-1]
     others = {"a cache": "k_cache" in t, "dynamic scales": o.computed or o.per_row, "hadamard": o.hadamard}
     for beside in [x for x, given in others.items() if given and views.sums_heads(t, o)]:
         fail(f"across_heads does not go with {beside}; pass mean_squares, or normalise before")
@@ -207,27 +200,24 @@ def _check_weights(t: Tensors, o: Options, fail: Fail) -> None:
     fail.when(len({weight.dtype for weight in weights.values()}) > 1, f"{had}; they must match")
 
 
-def check_into(name: str, t: Tensors, o: Options, dtypes: dict[str, torch.dtype]) -> None:
-    """The check of the caller's output tensors. dtypes: those that differ from the inputs', by letter."""
-    fail, q = Fail(name), t["q"]
-    for letter in [letter for letter in "qkv" if f"{letter}_out" in t]:
-        x, out, dtype = t[letter], t[f"{letter}_out"], dtypes.get(letter, t[letter].dtype)
-        fit.check_axes(letter, x, q, fail)
-        if out.dim() == x.dim() + 1 and len(out):  # a group of heads for each rank
-            fit.check_ranks(letter, x, len(out), o, fail)
-            x = views.by_rank(x, o.layout, len(out))
-        check_out(letter, out, (*x.shape[:-1], x.shape[-1] // PER_ITEM.get(dtype, 1)), dtype, q, fail)
-
-
-def check_out(letter: str, out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, q: Tensor, fail: Fail) -> None:
-    """Refuse an output tensor of the caller with another shape or dtype."""
-    if out.shape != shape or out.dtype != dtype or out.device != q.device:
-        hint = "; pass its transpose(1, 2)" if out.dim() == 4 and out.transpose(1, 2).shape == shape else ""
-        had = f"out's {letter} is {tuple(out.shape)} {out.dtype} on {out.device}"
-        fail(f"{had}; it must be {shape} {dtype} on {q.device}{hint}")
-    if PER_ITEM.get(dtype, 1) > 1 and out.stride(-1) != 1:
-        fail(f"out's {letter} has strides {tuple(out.stride())}; for fp4 the last must be 1")
-
-
-def _tables(t: Tensors) -> Tensors:
-    return {label: t[label] for label in TABLE_NAMES if label in t}
+def check_results(op: Any, t: Tensors, o: Options) -> None:
+    """Refuse heads that ranks do not divide, and output tensors of the caller with another shape or dtype."""
+    fail, q = Fail(op.function), t["q"]
+    for letter in [x for x in "qkv" if x in t and (o.ulysses_degree or (op.out and f"{x}_out" in t))]:
+        x, out, word = t[letter], t.get(f"{letter}_out"), op.format_of(letter, t, o)
+        if x.device != q.device or x.dim() != q.dim():
+            fail(f"{letter} is {tuple(x.shape)} on {x.device} but q is {tuple(q.shape)} on {q.device}")
+        ranks = o.ulysses_degree if out is None else len(out) if out.dim() == x.dim() + 1 else 0
+        if ranks and x.shape[LAYOUT_AXES[o.layout][2]] % ranks:
+            fail(f"{letter} is {named(x, o.layout)}; for {ranks} ranks it needs a multiple of {ranks} heads")
+        if out is None:
+            continue
+        *shape, dim = (views.by_rank(x, o.layout, ranks) if ranks else x).shape
+        dtype, _, per_item = FORMATS[word] if word else (x.dtype, 0, 1)
+        must = (*shape, dim // per_item)
+        if out.shape != must or out.dtype != dtype or out.device != q.device:
+            hint = "; pass its transpose(1, 2)" if out.dim() == 4 and out.transpose(1, 2).shape == must else ""
+            had = f"out's {letter} is {tuple(out.shape)} {out.dtype} on {out.device}"
+            fail(f"{had}; it must be {must} {dtype} on {q.device}{hint}")
+        if per_item > 1 and out.stride(-1) != 1:
+            fail(f"out's {letter} has strides {tuple(out.stride())}; for fp4 the last must be 1")

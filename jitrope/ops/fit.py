@@ -112,22 +112,6 @@ def require_apart(name: str, written: dict[str, Tensor], read: dict[str, Tensor]
         refuse_meeting(name, {label: span(x) for label, x in t.items()}, tuple(written))
 
 
-def check_scale(label: str, t: Tensors, own: str, wanted: bool, o: Options, needed: bool, fail: Fail) -> None:
-    """Refuse a wrong given scale of `own`, q, k or v. wanted: it may have one; needed: it then must."""
-    scale = t.get(f"{own}_scale")
-    if scale is None:
-        fail.when(wanted and needed, f"{label} is missing; pass it, because fp8 is stored divided by it")
-        return
-    fail.when(not wanted, f"{label} is given, but no output is divided by it; leave it out")
-    batch, _, heads, _ = sizes_of(t[own], o.layout)
-    rows = {"B": batch, **({"N": t["cu_seqlens"].shape[0] - 1} if "cu_seqlens" in t else {})}
-    fits = scale.numel() == 1 or tuple(scale.shape) in [(heads,), *[(number, heads) for number in rows.values()]]
-    had = f"{label} is {tuple(scale.shape)} {scale.dtype} on {scale.device}; it must be fp32 on q's device"
-    of_heads = " or ".join([f"(H={heads})", *[f"({letter}={number}, H)" for letter, number in rows.items()]])
-    wrong = scale.dtype != torch.float32 or not fits or scale.device != t["q"].device
-    fail.when(wrong, f"{had}: one number, or one for each head, {of_heads}")
-
-
 def check_pairs(t: Tensors, o: Options, fail: Fail) -> None:
     """Refuse tensors whose elements cannot be taken in aligned pairs: fp4 stores two in a byte."""
     apart = "v" in t and ("k" not in t or t["v"].shape != t["k"].shape)
@@ -290,15 +274,3 @@ def sizes_of(x: Tensor, layout: str) -> list[int]:
 def named(x: Tensor, layout: str) -> str:
     """A shape by its letters: `(B=2, S=128, H=32, D=64)`."""
     return "(" + ", ".join(f"{letter.upper()}={size}" for letter, size in zip(layout, x.shape)) + ")"
-
-
-def check_axes(letter: str, x: Tensor, q: Tensor, fail: Fail) -> None:
-    """Refuse heads with other axes than q's, or on another device."""
-    if x.device != q.device or x.dim() != q.dim():
-        fail(f"{letter} is {tuple(x.shape)} on {x.device} but q is {tuple(q.shape)} on {q.device}")
-
-
-def check_ranks(letter: str, x: Tensor, ranks: int, o: Options, fail: Fail) -> None:
-    """Refuse heads that cannot be dealt out to ranks in equal groups."""
-    if x.shape[LAYOUT_AXES[o.layout][2]] % ranks:
-        fail(f"{letter} is {named(x, o.layout)}; for {ranks} ranks it needs a multiple of {ranks} heads")

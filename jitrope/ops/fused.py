@@ -13,16 +13,15 @@ from ..plan import views
 from ..plan.options import NO_NORM, Options, norm_of
 from ..plan.views import MEANS, Tensors, canonical, fused_part, fused_sizes
 from ..sinks import results
-from ..sinks.results import LETTERS, empty_heads
+from ..sinks.results import LETTERS
 from ..stages import bias, positions
 from ..stages.norm import gradients_of_means
 from . import checks
 from .backward import Backward, norm_turned_back, turned_back
 from .fit import Fail, check_pairs
-from .operation import OF_TABLES, Call, Operation, operation
+from .operation import Call, Operation, operation, tables_of
 from .outs import copy_heads
 from .source import Read, Source
-from .stand_ins import weight_sums
 
 
 def part_with_bias(t: Tensors, name: str, o: Options) -> Tensor:
@@ -30,19 +29,15 @@ def part_with_bias(t: Tensors, name: str, o: Options) -> Tensor:
     return bias.forward(name, fused_part(t["qkv"], name, o), t, o)
 
 
-def split_qkv(qkv: Tensor, o: Options) -> Tensors:
-    """q, k and v, and the gate, (..., heads, D); views, except a q of several groups."""
-    return _split({"qkv": qkv}, o)
-
-
-def _split(t: Tensors, o: Options) -> Tensors:
+def split_qkv(t: Tensors, o: Options) -> Tensors:
+    """q, k and v, and the gate, (..., heads, D); views, except a q of several groups, or with a bias."""
     parts = {name: part_with_bias(t, name, o) for name in LETTERS[: 3 + _gated(o)]}
     return {**parts, "q": parts["q"].flatten(-3, -2)} if o.order == "grouped" else parts
 
 
 def heads_of(t: Tensors, o: Options) -> Tensors:
     """A call's tensors with the parts of its fused tensor, which have the projection's bias if it is given."""
-    return {**t, **{name: x.contiguous() for name, x in _split(t, o).items()}}
+    return {**t, **{name: x.contiguous() for name, x in split_qkv(t, o).items()}}
 
 
 def join_qkv(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, o: Options) -> Tensor:
@@ -72,8 +67,8 @@ class Fused(Source):
     word = op = "fused"
     said, function = "fused QKV", "prepare_fused_qkv"
     needed = ("qkv",)
+    labels = {"q": "qkv", "k": "qkv"}  # noqa: RUF012
     refused = frozenset(("shifts", "rotate_k"))
-    inplace = True
 
     def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
         found = dict(zip("qkv", views.fused_views(t["qkv"], o, self._writes_gate(t, o))))
@@ -91,17 +86,12 @@ class Fused(Source):
 
     def shaped(self, t: Tensors, o: Options) -> Tensors:
         heads = views.shaped_parts(t["qkv"], o)
-        if not (o.dynamic_v or (o.copy_v and "v_scale" in t) or "v_out" in t or "v_cache" in t):
+        if "v_cache" not in t and ("k_cache" in t or not o.copy_v):
             del heads["v"]
         return {**heads, **{name: x for name, x in t.items() if name not in ("qkv", "bias")}}
 
     def letters(self, given: Container[str], o: Options) -> tuple[str, ...]:
         return LETTERS[: 2 + o.copy_v + ("bias" in given and _gated(o))]
-
-    def empty(self, letter: str, t: Tensors, o: Options, word: str) -> Tensor:
-        qkv = t["qkv"]
-        groups, head_dim = fused_sizes(qkv, o)
-        return empty_heads(qkv, (*qkv.shape[:-2], groups * (1 if letter in "kv" else o.q_per_group), head_dim), word)
 
     def viewed(self, given: Container[str], o: Options) -> tuple[str, ...]:
         """v without `copy_v`, and a gate that has no bias."""
@@ -110,23 +100,32 @@ class Fused(Source):
     def parts(self, t: Tensors, o: Options) -> list[tuple[Tensors, Options]]:
         return [(heads_of(t, o), o)]
 
-    def check(self, op: Operation, name: str, t: Tensors, o: Options) -> None:
-        fail, staged = Fail(name), op.cache or op.convert or op.out
+    def check(self, op: Operation, t: Tensors, o: Options) -> None:
+        name, fail, staged = op.function, Fail(op.function), op.cache or op.convert or op.out
+        qkv, norm, bias = t["qkv"], norm_of(o), t.get("bias")
         if "v_out" in t and not o.copy_v:
             refuse(name, "out's v", t["v_out"], "None with copy_v=False")
-        if norm_of(o).v_norm and not o.copy_v and "v_cache" not in t:
+        if norm.v_norm and not o.copy_v and "v_cache" not in t:
             fail("copy_v=False does not go with v_norm, because v is not a view then; leave copy_v out")
-        checks.check_qkv(name, t, o)
+        apart = "across_heads does not go with v_norm in fused QKV; split it, and pass q, k and v to prepare_qkv"
+        fail.when(norm.across_heads and norm.v_norm, apart)
+        if bias is not None:
+            own, shape, flat = tuple(bias.shape), tuple(qkv.shape[-2:]), (qkv.shape[-2] * qkv.shape[-1],)
+            had = f"qkv has shape {tuple(qkv.shape)} but bias {own}"
+            fail.when(own not in (shape, flat), f"{had}; it must be {shape} or {flat}, as the projection has it")
+            had = f"bias is {bias.dtype} on {bias.device} but qkv is {qkv.dtype} on {qkv.device}"
+            fail.when(bias.dtype != qkv.dtype or bias.device != qkv.device, f"{had}; they must match")
+            had = "copy_v=False does not go with bias, because v is not a view then; leave copy_v out"
+            fail.when(not o.copy_v, had)
+            fail.when(norm.of == "v", "the norm has of='v', which does not go with bias")
         if o.dynamic_v and not o.copy_v:
             fail("copy_v=False does not go with v=True of quantize; leave copy_v out")
-        if "bias" in t and norm_of(o).of == "v":
-            fail("the norm has of='v', which does not go with bias")
-        op.check_stages(name, self.shaped(t, o), o._replace(inplace=False))
-        if "bias" in t and checks.takes_pairs(t, o) and staged:
-            check_pairs({"bias": t["bias"]}, o, fail)
-        q, groups = t.get("q_out"), fused_sizes(t["qkv"], o)[0]
+        op.check_stages(self.shaped(t, o), o._replace(inplace=False))
+        if bias is not None and checks.takes_pairs(t, o) and staged:
+            check_pairs({"bias": bias}, o, fail)
+        q, groups = t.get("q_out"), fused_sizes(qkv, o)[0]
         several = o.order == "grouped" and o.q_per_group > 1
-        if several and q is not None and q.dim() > t["qkv"].dim() and len(q) != groups:
+        if several and q is not None and q.dim() > qkv.dim() and len(q) != groups:
             fail(f"with order='grouped' and heads for each rank there must be a rank for each of the {groups} groups")
 
     def copied(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:
@@ -154,9 +153,6 @@ class Fused(Source):
 
     def gradient(self, op: Operation, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """The gradients; that of the bias is the sum of qkv's over the tokens."""
-        if not o.copy_v and grads.keys() == {"v"}:  # a view of qkv, with nothing to rotate back
-            dq, dk, dv = every_gradient(grads, o).values()
-            return {"qkv": join_qkv(dq, dk, dv, None, o)}
         found, own = self._of_qkv(call, saved, grads, o), saved.get("bias")
         if own is not None and own.requires_grad:
             found["bias"] = bias.back(found["qkv"], own)
@@ -166,19 +162,17 @@ class Fused(Source):
         """The gradients without that of the bias."""
         if o.norm is not None and o.norm.kind != NO_NORM.kind:
             return self._of_norm(call, saved, grads, o)
-        tables, o = {name: x for name, x in saved.items() if name in OF_TABLES}, o._replace(norm=None)
+        tables, o = tables_of(saved), o._replace(norm=None)
         if o.inplace:
             grad = grads["qkv"].clone(memory_format=torch.contiguous_format)
             return call(operation(self), {"qkv": grad, **tables}, turned_back(o, inplace=True))
         return call(FUSED_BACKWARD, {**every_gradient(grads, o), **tables}, turned_back(o)._replace(copy_v=True))
 
     def _of_norm(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
-        back = norm_turned_back(o)._replace(copy_v=True)
-        if "v" not in grads:  # its part is zeros, whatever v is
-            back = back._replace(norm=norm_of(back)._replace(v_norm=False))
+        back = norm_turned_back(o, "v" in grads)._replace(copy_v=True)  # without it v's part is zeros
         found = call(FUSED_BACKWARD, {**every_gradient(grads, o), **saved}, back)
         if MEANS[0] in saved:
-            xs, own = heads_of(saved, o), split_qkv(found["qkv"], o)
+            xs, own = heads_of(saved, o), split_qkv({"qkv": found["qkv"]}, o)
             found.update(gradients_of_means(saved, xs, own, o))
         return found
 
@@ -198,19 +192,9 @@ class FusedBackward(Backward):
 
     results = ("qkv", "q_weight", "k_weight", "q_bias", "k_bias")
 
-    def _made(self, t: Tensors, o: Options) -> Tensors:
+    def of_heads(self, t: Tensors, o: Options) -> Tensors:
         *lead, groups, head_dim = t["dk"].shape
         return {"qkv": t["dk"].new_empty((*lead, *views.fused_shape(groups, head_dim, o)))}
-
-    def fresh(self, t: Tensors, o: Options, blocks: int) -> Tensors:
-        if o.norm is None:
-            return self._made(t, o)
-        parts, across = views.shaped_parts(t["qkv"], o), norm_of(o).across_heads
-        widths = {name: parts[name].shape[-1] * (parts[name].shape[-2] if across else 1) for name in "qk"}
-        return {**self._made(t, o), **weight_sums(t, widths, blocks)}
-
-    def fakes(self, t: Tensors, o: Options) -> Tensors:
-        return {**self._made(t, o), **{name: torch.empty_like(t[name]) for name in self.made(t, o) if name != "qkv"}}
 
     def compute(self, outputs: Tensors, t: Tensors, o: Options) -> None:
         places = {**results.places(outputs, o), **fused_places(outputs["qkv"], o)}
@@ -239,7 +223,7 @@ class FusedBackward(Backward):
             copy_heads(part, t["dgate"]) if "dgate" in t else part.zero_()
         if views.sums_heads(t, o):
             copy_heads(fused_part(outputs["qkv"], "v", o), t["dv"])
-        return {name: outputs[name] for name in self.results if name in outputs}
+        return super().finish(outputs, t, o)
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         if o.norm is not None:

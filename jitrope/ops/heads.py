@@ -3,43 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import chain
-from ..plan.options import LAYOUT_AXES, NO_NORM, NormOptions, Options, norm_of
-from ..plan.views import TABLE_NAMES, Tensors, head_view, joined
+from ..plan.options import NO_NORM, NormOptions, Options, norm_of
+from ..plan.views import Tensors, head_view, joined
 from ..sinks import results
-from ..sinks.results import empty_elements
 from ..stages import positions
 from ..stages.norm import gradients_of_means
-from . import checks
 from .backward import Backward, norm_turned_back, turned_back
-from .operation import Call, Operation, operation
+from .operation import Call, Operation, operation, tables_of
 from .outs import joins_k
 from .source import Read, Source
-from .stand_ins import weight_sums
 from .words import resolved
 
 
 class Heads(Source):
     word = op = "heads"
     needed = ("q",)
-    shards = inplace = True
 
     def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
         return {letter: (letter, head_view(t[letter], o.layout)) for letter in "qkv" if letter in t}
 
     def letters(self, given: Container[str], o: Options) -> tuple[str, ...]:
         return tuple([letter for letter in "qkv" if letter in given])
-
-    def scaled(self, given: Container[str]) -> str:
-        return "".join([letter for letter in "qkv" if letter in given])
-
-    def empty(self, letter: str, t: Tensors, o: Options, word: str) -> Tensor:
-        return empty_elements(t[letter], word) if word else torch.empty_like(t[letter])
 
     def joins(self, t: Tensors) -> bool:
         return joins_k(t["v"], t.get("k"), t.get("cos"))
@@ -55,7 +43,7 @@ class Heads(Source):
         if o.norm is not None and o.norm.kind != NO_NORM.kind:
             return _of_norm(call, saved, grads, o)
         o = o._replace(norm=None)
-        found = rotated_back(operation(self), call, _tables(saved), grads, o)
+        found = rotated_back(operation(self), call, tables_of(saved), grads, o)
         if o.inplace:  # tokens that are not rotated keep their gradient
             found = {name: positions.spare_stays(grads[name], x, saved, o) for name, x in found.items()}
         return found
@@ -66,13 +54,6 @@ class V(Heads):
 
     word = "v"
     labels = {"q": "v"}  # noqa: RUF012
-
-    def check(self, op: Any, name: str, t: Tensors, o: Options) -> None:
-        checks.check(name, t, o, "v")
-
-
-def _tables(saved: Tensors) -> Tensors:
-    return {name: x for name, x in saved.items() if name in (*TABLE_NAMES, "sin")}
 
 
 def of_k(tensors: Tensors) -> Tensors:
@@ -117,16 +98,14 @@ def _of_norm(call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
 def _of_letters(call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
     """The gradients of q, of k, or of q, k and perhaps v. That of k alone takes the place of q's."""
     names = dict(zip("qkv", grads))
-    back = norm_turned_back(o)
-    if "v" not in names:
-        back = back._replace(norm=norm_of(back)._replace(v_norm=False))
+    back = norm_turned_back(o, "v" in names)
     if names["q"] == "k" and (of := norm_of(back).of) != "qk":
         back = back._replace(norm=norm_of(back)._replace(of="k" if of == "q" else "q"))
     tensors = {"d" + as_name: grads[name] for as_name, name in names.items()}
     for ending in ("", "_weight", "_bias", "_mean_square"):
         given = {as_name: name + ending for as_name, name in names.items() if name + ending in saved}
         tensors.update({as_name + ending: saved[name] for as_name, name in given.items()})
-    tables = _tables(saved)
+    tables = tables_of(saved)
     found = call(HEADS_BACKWARD, {**tensors, **(tables if "q" in grads else of_k(tables))}, back)
     found = {names[name[0]] + name[1:]: x for name, x in found.items()}
     return {**found, **gradients_of_means(saved, saved, found, o)}
@@ -142,21 +121,11 @@ class HeadsBackward(Backward):
 
     results = ("q", "k", "v", "q_weight", "k_weight", "q_bias", "k_bias")
 
-    def __init__(self, source: Source) -> None:
-        super().__init__(source)
-        self.norm = self.shards = True
-
     def made(self, given: Container[str], o: Options) -> tuple[str, ...]:
         return tuple([name for name in self.results if name in given])
 
-    def fresh(self, t: Tensors, o: Options, blocks: int) -> Tensors:
-        across, axis = norm_of(o).across_heads, LAYOUT_AXES[o.layout][2]
-        given = {name: t[name] for name in "qk" if name in t and (name == "q" or t[name].shape[axis])}
-        sizes = {name: x.shape[-1] * (x.shape[axis] if across else 1) for name, x in given.items()}
-        return {**{x: torch.empty_like(t[x]) for x in "qkv" if x in t}, **weight_sums(t, sizes, blocks)}
-
-    def fakes(self, t: Tensors, o: Options) -> Tensors:
-        return {name: torch.empty_like(t[name]) for name in self.made(t, o)}
+    def of_heads(self, t: Tensors, o: Options) -> Tensors:
+        return {name: torch.empty_like(t[name]) for name in "qkv" if name in t}
 
     def compute(self, outputs: Tensors, t: Tensors, o: Options) -> None:
         chain.back(t, results.places(outputs, o), o._replace(inverse=not o.inverse))
@@ -168,9 +137,6 @@ class HeadsBackward(Backward):
         reads = self.source.reads(named, o)
         outs = {x: (f"{x}_out", head_view(named[f"{x}_out"], o.layout)) for x in reads}
         return [(reads[x], outs[x]) if x in reads else None for x in "qkv"]
-
-    def finish(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:
-        return {name: outputs[name] for name in self.results if name in outputs}
 
 
 HEADS, OF_V = Heads(), V()

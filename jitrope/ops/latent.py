@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
-
 import torch
-from torch import Tensor
 
 from .. import chain
 from ..plan.options import LAYOUT_AXES, Options
-from ..plan.views import TABLE_NAMES, Tensors, canonical, head_view
+from ..plan.views import Tensors, canonical, head_view
 from ..sinks import results
-from ..sinks.results import empty_elements, empty_heads
-from . import checks
 from .backward import Backward, turned_back
-from .fit import Fail, check_heads, check_scale, named, refuse_per_head
+from .fit import Fail, check_heads, named
 from .operation import Call, Operation
 from .source import Read, Source
 
@@ -22,38 +17,32 @@ from .source import Read, Source
 def check_latent(name: str, tensors: Tensors, options: Options) -> None:
     """The check of a call with latent attention."""
     fail, layout = Fail(name), options.layout
-    q, kv, k_pe, cos = (tensors[label] for label in ("q", "kv", "k_pe", "cos"))
+    q, kv, k_pe = (tensors[label] for label in ("q", "kv", "k_pe"))
     if q.dim() == k_pe.dim() == len(layout) and q.shape[-1] < k_pe.shape[-1]:
         fail(f"q is {named(q, layout)} but k_pe {named(k_pe, layout)}; q's heads end in as many rotated elements")
     for label, x in (("kv", kv), ("k_pe", k_pe)):
         as_wide = x.dim() == len(layout) == q.dim() and x.shape[-1] > 0  # its own width is checked below
         like = x[..., :1].expand(*x.shape[:-1], q.shape[-1]) if as_wide else x
         check_heads(q, like, options, fail, "q", label)
-    checks.check(name, {"q": q, **{label: tensors[label] for label in TABLE_NAMES if label in tensors}}, options)
     if k_pe.shape[LAYOUT_AXES[layout][2]] != 1 or k_pe.shape[-1] != options.rotary_dim:
         fail(f"k_pe is {named(k_pe, layout)}; it must have H=1, and D=rotary_dim={options.rotary_dim}")
     if options.v_dim < 1 or kv.shape[-1] != options.rotary_offset + options.v_dim:
         had = f"q is {named(q, layout)}, k_pe {named(k_pe, layout)} and kv {named(kv, layout)}"
         fail(f"{had}; kv must be wider than q less k_pe, {options.rotary_offset}, by the elements of a head of v")
-    refuse_per_head(cos, options, "latent attention", fail)
 
 
 class Latent(Source):
     word = op = "latent"
     said, function = "latent attention", "prepare_mla_qkv"
     needed = ("q", "kv", "k_pe")
-    refused = frozenset(("shifts", "inverse", "hadamard"))
+    refused = frozenset(("inplace", "shifts", "inverse", "hadamard"))
 
     def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
         return {x: (name, head_view(t[name], o.layout)) for x, name in zip("qkv", self.needed)}
 
-    def letters(self, given: Container[str], o: Options) -> tuple[str, ...]:
-        return ("q", "k", "v")
-
-    def empty(self, letter: str, t: Tensors, o: Options, word: str) -> Tensor:
-        if letter == "q":
-            return empty_elements(t["q"], word) if word else torch.empty_like(t["q"])
-        return empty_heads(t["kv"], (*t["kv"].shape[:-1], o.v_dim if letter == "v" else t["q"].shape[-1]), word)
+    def shaped(self, t: Tensors, o: Options) -> Tensors:
+        kv, dim = t["kv"], t["q"].shape[-1]
+        return {**t, "k": kv[..., :1].expand(*kv.shape[:-1], dim), "v": kv[..., o.rotary_offset :]}
 
     def parts(self, t: Tensors, o: Options) -> list[tuple[Tensors, Options]]:
         """k is the first part of kv and the one head k_pe for every head; v is the rest of kv."""
@@ -61,17 +50,9 @@ class Latent(Source):
         k = torch.cat((first, t["k_pe"].expand(*first.shape[:-1], -1)), -1)
         return [({**t, "k": k, "v": v}, o)]
 
-    def check(self, op: Operation, name: str, t: Tensors, o: Options) -> None:
-        check_latent(name, t, o)
-        if not (op.out or op.convert):
-            return
-        q, kv, dtypes, fail = t["q"], t["kv"], op.dtypes(t, o), Fail(name)
-        for letter, x, width in (("q", q, q.shape[-1]), ("k", kv, q.shape[-1]), ("v", kv, o.v_dim)):
-            needed = letter == "k" and "q_scale" in t
-            check_scale(f"{letter}_scale", {**t, letter: x}, letter, True, o, needed, fail)
-            if f"{letter}_out" in t:
-                dtype = dtypes.get(letter, q.dtype)
-                checks.check_out(letter, t[f"{letter}_out"], (*x.shape[:-1], width), dtype, q, fail)
+    def check(self, op: Operation, t: Tensors, o: Options) -> None:
+        check_latent(op.function, t, o)
+        super().check(op, t, o)
 
     def gradient(self, op: Operation, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """A missing gradient has no heads, or, of k or v alone, is zero."""
@@ -94,7 +75,7 @@ class LatentBackward(Backward):
 
     results = ("q", "kv", "k_pe")
 
-    def fresh(self, t: Tensors, o: Options, blocks: int) -> Tensors:
+    def of_heads(self, t: Tensors, o: Options) -> Tensors:
         dk, shape = t["dk"], [*t["dk"].shape[:-1], o.rotary_dim]
         shape[LAYOUT_AXES[o.layout][2]] = 1
         kv = dk.new_empty((*dk.shape[:-1], o.rotary_offset + o.v_dim))
@@ -114,9 +95,6 @@ class LatentBackward(Backward):
     def ways(self, named: Tensors, o: Options) -> list[tuple[Read, Read] | None]:
         pairs = zip(("dq", "dk", "dv"), ("q_out", "kv_out", "k_pe_out"))
         return [((x, head_view(named[x], o.layout)), (y, head_view(named[y], o.layout))) for x, y in pairs]
-
-    def finishes(self, named: Container[str], o: Options) -> bool:
-        return False
 
 
 LATENT = Latent()

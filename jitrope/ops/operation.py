@@ -15,37 +15,25 @@ from torch import Tensor
 from .. import chain
 from ..base.errors import InvalidInput, JitropeError
 from ..call import FRESH
+from ..plan import views
 from ..plan.options import ALL_TOKENS, LAYOUT_AXES, NO_NORM, Options, norm_of
-from ..plan.views import (
-    BLOCK_SCALES,
-    FORMATS,
-    TABLE_NAMES,
-    Tensors,
-    Views,
-    by_rank,
-    cache_view,
-    converts_v,
-    joined,
-    sums_heads,
-)  # fmt: skip
+from ..plan.views import BLOCK_SCALES, FORMATS, TABLE_NAMES, Tensors, Views
 from ..sinks import results
 from ..sinks.results import LETTERS, empty_heads, empty_scale
 from ..stages.convert import least_scales
 from . import checks
-from .fit import USERS_NAMES, Fail, check_axes, check_ranks, sizes_of
+from .fit import USERS_NAMES, sizes_of
 from .outs import OUTS, copy_heads, refuse_other_v
 from .source import SOURCES, Read, Source
 from .stand_ins import one_row
-from .words import resolved
 
 Call = Callable[["Operation", Tensors, Options], Tensors]  # `dispatch.call`
-Rule = Callable[[str, Tensors, Options], None]
-"""(the user's function, tensors, options): raises InvalidInput if they do not fit."""
+Rule = Callable[["Operation", Tensors, Options], None]
+"""Raises InvalidInput if tensors and options do not fit."""
 
 OF_TABLES = frozenset((*TABLE_NAMES, "second_cos", "second_sin", "cos_sin_cache", "freqs", "freqs_cis"))
 """The tensors of a call that are not those of heads, of a norm, or of a sink."""
 SCALES = ("q_scale", "k_scale", "v_scale")
-RESULTS = (*LETTERS, *SCALES)
 CACHE = ("k_cache", "v_cache", "errors", *BLOCK_SCALES)
 """The tensors of a cache that a call writes."""
 COUNTED = ("start_positions", "cu_seqlens", "max_seqlen", "packed_table", "cp_size", "cp_rank")
@@ -61,7 +49,15 @@ class Operation:
     """
 
     def __init__(
-        self, source: Source, function: str, norm: bool, convert: str, transform: bool, cache: bool, out: str
+        self,
+        source: Source,
+        function: str = "",
+        *,
+        norm: bool = False,
+        convert: str = "",
+        transform: bool = False,
+        cache: bool = False,
+        out: str = "",
     ) -> None:
         self.source, self.asked, self.function, self.norm = source, function, function or source.function, norm
         self.convert, self.transform, self.cache, self.out = convert, transform, cache, out
@@ -73,16 +69,15 @@ class Operation:
         self.staged = bool(norm or convert or transform or cache)
         self.sends = bool(convert or cache or out)  # without a gate
         self.differentiable = not (convert or cache or out == "given")
-        self.inplace = source.inplace and not (out or convert in ("computed", "rows") or (convert and not cache))
-        self.inplace = self.inplace and (source.op == "heads" or not cache)
-        self.shards = source.shards and not (out or convert or cache or transform)
-        self.refused = set(source.refused)
-        alone = {"inplace": not self.inplace, "inverse": cache, "shifts": self.staged, "v_weight": not cache}
-        self.refused.update([word for word, refused in alone.items() if refused])
+        self.shards = source.op == "heads" and not (out or convert or cache or transform)
+        fresh = out or convert in ("computed", "rows") or (convert and not cache) or (cache and source.op != "heads")
+        alone = {"inplace": fresh, "inverse": cache, "shifts": self.staged, "v_weight": not cache}
+        self.refused = source.refused | {word for word, refused in alone.items() if refused}
 
     def to(self, out: str) -> Operation:
         """The same with results that are "given", or for "ranks"."""
-        return _made(self.source, self.asked, self.norm, self.convert, self.transform, self.cache, out)
+        own = {"norm": self.norm, "convert": self.convert, "transform": self.transform, "cache": self.cache}
+        return operation(self.source, self.asked, **own, out=out)
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -91,19 +86,15 @@ class Operation:
 
     def label(self, name: str) -> str:
         """The user's name of a tensor."""
-        return {**OUTS, **USERS_NAMES, **self.scale_names, **self.source.labels}.get(name, name)
-
-    @property
-    def scale_names(self) -> Mapping[str, str]:
-        """The users' names of scales beside those that are computed."""
-        letters = "" if self.convert in ("", "given") else "q" if self.cache else "qkv"
-        return {f"{x}_scale": f"{x}_global_scale" for x in letters}
+        computed = "" if self.convert in ("", "given") else "q" if self.cache else "qkv"
+        scales = {f"{x}_scale": f"{x}_global_scale" for x in computed}
+        return {**OUTS, **USERS_NAMES, **scales, **self.source.labels}.get(name, name)
 
     # ---- checks --------------------------------------------------------------------------------------
 
     def check(self, name: str, t: Tensors, o: Options) -> None:
         """Refuse a wrong call. name: the user's function."""
-        self.source.check(self, name, t, o)
+        self.source.check(self, t, o)
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -112,43 +103,33 @@ class Operation:
         whole_heads = (checks.check_whole_heads,) if self.norm else ()
         return (checks.check_kv_cache if self.cache else checks.check, *scales, *whole_heads)
 
-    def check_stages(self, name: str, t: Tensors, o: Options) -> None:
+    def check_stages(self, t: Tensors, o: Options) -> None:
         """Refuse what does not fit q, k and v, tensors of their own."""
-        apart = converts_v(t, o.dynamic_v) and "v" in t and (sums_heads(t, o) or not self.source.joins(t))
-        if apart and not sums_heads(t, o):  # before v's scale is compared with v
-            refuse_other_v(name, t, o)
+        converted = "v" in t and views.converts_v(t, o.dynamic_v)
+        if converted and not self.source.joins(t):  # before v's scale is compared with v
+            refuse_other_v(self.function, t, o)
         for rule in self.rules:
-            rule(name, t, o)
-        if apart or (o.per_row and "v" in t and not self.source.joins(t)):
-            refuse_other_v(name, t, o)
-        if self.out == "given":
-            checks.check_into(name, t, o, self.dtypes(t, o))
-        self.check_groups(name, t, o)
-
-    def check_groups(self, name: str, t: Tensors, o: Options) -> None:
-        """Refuse heads that ranks do not divide."""
-        for letter in [x for x in "qkv" if x in t and self.out == "ranks"]:
-            check_axes(letter, t[letter], t["q"], Fail(name))
-            check_ranks(letter, t[letter], o.ulysses_degree, o, Fail(name))
+            rule(self, t, o)
+        if converted and views.sums_heads(t, o):
+            refuse_other_v(self.function, t, o)
+        checks.check_results(self, t, o)
 
     # ---- results -------------------------------------------------------------------------------------
 
     def written(self, o: Options) -> tuple[str, ...]:
         """Names of the inputs that a call writes, if they are given."""
         own = self.source.overwritten(("q",) if self.cache else ("q", "k", "qkv")) if o.inplace else ()
-        outs = tuple(OUTS) if self.out == "given" and not o.per_row else ()
-        fresh = [FRESH + name for name in RESULTS]  # which the caller of torch's op made
+        outs = tuple(OUTS) if self.out == "given" else ()
+        fresh = [FRESH + name for name in (*LETTERS, *SCALES)]  # which the caller of torch's op made
         return (*own, *("k" * o.rotate_k), *(CACHE if self.cache else ()), *outs, *fresh)
 
     def made(self, given: Container[str], o: Options) -> tuple[str, ...]:
         """Names of the results that torch's op makes."""
-        v = o.dynamic_v and not self.cache
-        if o.per_row:
-            return tuple([f"{x}_scale" for x in self.source.scaled(given) if x != "v" or v])
         elsewhere = ("k", "v") * self.cache + ("gate",) * self.sends
         letters = [x for x in self.source.letters(given, o) if x not in elsewhere]
-        heads = [x for x in letters if self.out != "given" or f"{x}_out" not in given]
-        return (*heads, *[f"{x}_scale" for x in letters if o.computed and (x != "v" or v)])
+        heads = [x for x in letters if not o.per_row and (self.out != "given" or f"{x}_out" not in given)]
+        scaled = [x for x in letters if (o.computed or o.per_row) and (x != "v" or o.dynamic_v)]
+        return (*heads, *[f"{x}_scale" for x in scaled])
 
     def viewed(self, given: Container[str], o: Options) -> tuple[str, ...]:
         """Names of the results that are views of the call's tensors."""
@@ -207,15 +188,10 @@ class Operation:
         converted = (letter in "qk" or o.dynamic_v) if o.computed or o.per_row else f"{letter}_scale" in t
         return o.out_dtype if converted and not of_cache and letter in "qkv" else ""
 
-    def dtypes(self, t: Container[str], o: Options) -> dict[str, Any]:
-        """The dtypes of the results that are converted, by letter."""
-        words = {letter: self.format_of(letter, t, o) for letter in "qkv"}
-        return {letter: FORMATS[word].dtype for letter, word in words.items() if word}
-
     def alike(self, given: Container[str], o: Options) -> bool:
-        """Whether each result is like the tensor of the same name."""
-        plain = self.source.op == "heads" and not (o.inplace or self.out or o.computed or o.per_row)
-        return plain and not self.dtypes(given, o) and FRESH + "q" not in given
+        """Whether each result is like the tensor of the same name, if it `makes_empty` ones."""
+        converted = any(self.format_of(letter, given, o) for letter in "qkv")
+        return self.source.op == "heads" and not (self.out or converted)
 
     def makes_empty(self, given: Sequence[str], o: Options) -> bool:
         """Whether all results are empty tensors: no views, nothing given, and no scales that need numbers."""
@@ -229,17 +205,14 @@ class Operation:
         reads = self.source.reads(named, o)
         if self.finishes(named, o):
             reads.pop("v")
-        found: list[tuple[Read, Read] | None] = []
-        for letter in "qkv":
-            place = self._place(letter, named, o, reads) if letter in reads else None
-            found.append(None if place is None else (reads[letter], place))
-        return found
+        places = {letter: self._place(letter, named, o, reads) for letter in reads}
+        return [None if (place := places.get(x)) is None else (reads[x], place) for x in "qkv"]
 
     def _place(self, letter: str, named: Tensors, o: Options, reads: dict[str, Read]) -> Read | None:
         cache, out = f"{letter}_cache", f"{letter}_out"
         if self.cache and letter in "kv":
             paged = "page_table" in named or BLOCK_SCALES[0] in named
-            return (cache, cache_view(named[cache], paged)) if cache in named else None
+            return (cache, views.cache_view(named[cache], paged)) if cache in named else None
         if letter == "v" and not (o.copy_v or o.per_row):
             return None
         if o.inplace or (o.per_row and out not in named):
@@ -261,7 +234,7 @@ class Operation:
     def finishes(self, named: Container[str], o: Options) -> bool:
         """Whether v is copied after the launch, because a kernel copies heads only as it stores those of k."""
         copied = "bias" in named if o.inplace else "v_out" in named and o.copy_v
-        return copied and (sums_heads(named, o) or not self.source.joins(named))  # type: ignore[arg-type]
+        return copied and (views.sums_heads(named, o) or not self.source.joins(named))  # type: ignore[arg-type]
 
     def finish(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:
         """The results, given the outputs of a launch that `finishes`."""
@@ -269,8 +242,8 @@ class Operation:
             given = outputs.get(letter, t.get(f"{letter}_out"))
             out = self.source.part(outputs, letter, o) if given is None else given
             if x.dim() < out.dim():
-                x = by_rank(x, o.layout, len(out))
-            copy_heads(*((out, x) if x.dim() == out.dim() else (by_rank(out, o.layout, len(x)), x)))
+                x = views.by_rank(x, o.layout, len(out))
+            copy_heads(*((out, x) if x.dim() == out.dim() else (views.by_rank(out, o.layout, len(x)), x)))
         return outputs
 
     # ---- without a table, and in plain torch -----------------------------------------------------------
@@ -288,19 +261,16 @@ class Operation:
 
     def on_cpu(self, t: Tensors, o: Options, made: Tensors | None = None) -> Tensors:
         """The results in plain torch. made: tensors for all of them, which are fresh."""
-        if made is not None:
-            self.compute(made, t, o)
-            return made
-        outputs = self.fakes(t, o)
-        self.compute({name: outputs[name] for name in self.made(t, o)} if not o.inplace or self.cache else {}, t, o)
-        return {name: outputs[name] for name in self.produced(t, o)} if o.inplace else outputs
+        outputs = self.fakes(t, o) if made is None else made
+        self.compute({name: outputs[name] for name in self.made(t, o) if name in outputs}, t, o)
+        return outputs
 
     def compute(self, made: Tensors, t: Tensors, o: Options) -> None:
         """Write the results. made: those that are fresh."""
         if o.inplace and not self.cache:
             places = self.source.places(t, o)
         else:
-            if self.out == "given" and not o.per_row:
+            if self.out == "given":
                 made = {**made, **{x: t[f"{x}_out"] for x in LETTERS if f"{x}_out" in t}}
             places = results.places({**made, "k": t["k"]} if o.rotate_k else made, o)
         chain.run(self.source.parts(t, o), places, o)
@@ -313,14 +283,14 @@ class Operation:
 
     def saved(self, t: Tensors, o: Options) -> Tensors:
         """The tensors that the backward needs."""
-        return self.source.saved(t, o, {name: x for name, x in t.items() if name in OF_TABLES})
+        return self.source.saved(t, o, tables_of(t))
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """The gradients of the inputs. grads: gradients of the results, at least one."""
         if not self.differentiable and not (self.out == "ranks" and grads.keys() == {"v"}):  # which is copied
             raise JitropeError(f"{self.function} has no gradient")
         if self.out == "ranks" and self.source.op != "heads":
-            grads = {name: joined(x, o.layout) for name, x in grads.items()}
+            grads = {name: views.joined(x, o.layout) for name, x in grads.items()}
             o = o._replace(ulysses_degree=0)
         if o.hadamard:
             grads, o = _transformed_back(call, grads, o), o._replace(hadamard=False)
@@ -329,32 +299,23 @@ class Operation:
 
 def _transformed_back(call: Call, grads: Tensors, o: Options) -> Tensors:
     """The gradients with those of q and k transformed, in their own launch: the matrix is its own transpose."""
-    own = {name: joined(grads[name], o.layout) for name in "qk" if name in grads}
+    own = {name: views.joined(grads[name], o.layout) for name in "qk" if name in grads}
     if not own:
         return grads
-    words = {name: getattr(o, name) for name in ("layout", "rotary_dim", "rotary_offset", "hadamard")}
-    given = dict(zip("qk", own.values()))  # k's gradient alone takes the name of q's
     op = operation(SOURCES["heads"], norm=True, transform=True)
-    alone, tensors = resolved(op, given, {**words, "norm": NO_NORM})
+    words = {name: getattr(o, name) for name in ("layout", "rotary_dim", "rotary_offset", "hadamard", "launch")}
+    alone, tensors = op.unrotated(dict(zip("qk", own.values())), Options(**words, norm=NO_NORM))  # k's alone is q's
     return {**grads, **dict(zip(own, call(op, tensors, alone).values()))}
 
 
+def tables_of(t: Tensors) -> Tensors:
+    """Those of a call's tensors that are not of heads, of a norm, or of a sink."""
+    return {name: x for name, x in t.items() if name in OF_TABLES}
+
+
 BACKWARDS: dict[str, Operation] = {}
-_made = lru_cache(maxsize=None)(Operation)
-
-
-def operation(
-    source: Source,
-    function: str = "",
-    *,
-    norm: bool = False,
-    convert: str = "",
-    transform: bool = False,
-    cache: bool = False,
-    out: str = "",
-) -> Operation:
-    """The operation of a source, stages and a sink, made once; `Operation` has the words."""
-    return _made(source, function, norm, convert, transform, cache, out)
+operation = lru_cache(maxsize=None)(Operation)
+"""The operation of a source, stages and a sink, which is made once."""
 
 
 def operation_of(name: str, given: Container[str], o: Options) -> Operation:
@@ -369,4 +330,5 @@ def operation_of(name: str, given: Container[str], o: Options) -> Operation:
     if name not in SOURCES or not whole:
         sources = ", ".join([*SOURCES, *BACKWARDS])
         raise InvalidInput(f"call has the source {name!r}, or stages without a kernel; the sources are {sources}")
-    return _made(SOURCES[name], "", o.norm is not None, convert, o.hadamard, cache, out)
+    stages = {"norm": o.norm is not None, "convert": convert, "transform": o.hadamard, "cache": cache}
+    return operation(SOURCES[name], **stages, out=out)

@@ -30,7 +30,6 @@ class Source:
     labels: Mapping[str, str] = {}  # users' names of tensors, where they differ
     refused: frozenset[str] = frozenset()  # words and tensors that do not go with it
     whole = False  # its kernels read whole heads
-    shards = inplace = False  # it may be DTensors; it may be overwritten
 
     def __init__(self) -> None:
         SOURCES[self.word] = self
@@ -43,21 +42,21 @@ class Source:
         """The call's tensors with q, k and v of their own, for checks. Of heads only shape, dtype and device count."""
         return t
 
-    @abstractmethod
     def letters(self, given: Container[str], o: Options) -> tuple[str, ...]:
         """The results that are fresh tensors."""
+        return ("q", "k", "v")
 
-    @abstractmethod
     def empty(self, letter: str, t: Tensors, o: Options, word: str) -> Tensor:
-        """A fresh tensor for a result. word: its format, "" for the heads' dtype."""
+        """A fresh tensor for a result, with the strides of heads that are a tensor of their own. word: its format."""
+        if letter in t:
+            return results.empty_elements(t[letter], word)
+        heads = self.shaped(t, o)
+        like = heads[letter] if letter in heads else heads["q"]  # the gate
+        return results.empty_heads(like, tuple(like.shape), word)
 
     def out_view(self, out: Tensor, letter: str, t: Tensors, o: Options) -> Tensor:
         """The heads of a result, as a kernel writes them."""
         return head_view(out, o.layout)
-
-    def scaled(self, given: Container[str]) -> str:
-        """The letters of heads that can have scales of rows."""
-        return "qkv"
 
     def viewed(self, given: Container[str], o: Options) -> tuple[str, ...]:
         """The results that are views of the call's own tensors."""
@@ -67,9 +66,9 @@ class Source:
         """Of each stream, its heads by letter beside its other tensors, and its options."""
         return [(t, o)]
 
-    def check(self, op: Any, name: str, t: Tensors, o: Options) -> None:
-        """Refuse a wrong call. name: the user's function."""
-        op.check_stages(name, self.shaped(t, o), o)
+    def check(self, op: Any, t: Tensors, o: Options) -> None:
+        """Refuse a wrong call."""
+        op.check_stages(self.shaped(t, o), o)
 
     def joins(self, t: Tensors) -> bool:
         """Whether a kernel can store heads of v as it stores those of k."""

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
-
-from torch import Tensor
-
 from ..plan.options import NO_NORM, Options, norm_of
 from ..plan.views import MEANS, TABLE_NAMES, Tensors, head_view
-from ..sinks.results import empty_heads
-from .checks import WEIGHTS, check, check_into
-from .fit import Fail, check_factor, label_of, named, refuse_per_head
+from .checks import check, check_results
+from .fit import Fail, check_factor, label_of, named
 from .heads import HEADS
-from .operation import COUNTED, Call, Operation, Rule, operation
+from .operation import COUNTED, SCALES, Call, Operation, operation
 from .outs import OUTS
 from .source import Read, Source
 
 STREAMS = ("first", "second")
-_SCALES = ("q_scale", "k_scale", "v_scale")
 
 
 def names_of(stream: str) -> dict[str, str]:
@@ -35,7 +29,7 @@ def tokens_of(tensors: Tensors) -> int:
 def of_stream(t: Tensors, o: Options, stream: str) -> tuple[Tensors, Options]:
     """One stream of a joint call as a separate call, with its tokens' part of the tables or of their rows."""
     own = {name: t[joint] for name, joint in names_of(stream).items() if joint in t}
-    own.update({name: t[name] for name in _SCALES if name in t})
+    own.update({name: t[name] for name in SCALES if name in t})
     second, begin = stream == "second", t["first_q"].shape[1]
     prefix = "second_" if second and "second_cos" in t else ""
     tables: Tensors = {name: t[prefix + name] for name in ("cos", "sin") if prefix + name in t}
@@ -49,43 +43,37 @@ def of_stream(t: Tensors, o: Options, stream: str) -> tuple[Tensors, Options]:
     return {**own, **tables}, o._replace(unrotated=left if second else o.unrotated)
 
 
-def check_joint(name: str, tensors: Tensors, options: Options, rules: tuple[Rule, ...]) -> None:
-    """The check of a call with two streams. rules: those of each stream as a separate call."""
-    fail = Fail(name)
+def check_joint(op: Operation, tensors: Tensors, options: Options) -> None:
+    """The check of a call with two streams, each also as a separate call."""
+    fail = Fail(op.function)
     _check_streams(tensors, fail)
     given = {x.dtype for label, x in tensors.items() if label.endswith(("_weight", "_bias"))}
-    if len(given) >= 2:
-        fail(f"the weights are {', '.join(sorted(map(str, given)))}; they must match")
+    fail.when(len(given) >= 2, f"the weights are {', '.join(sorted(map(str, given)))}; they must match")
     q, cos, two = tensors["first_q"], tensors["cos"], "second_cos" in tensors
     given_ids, unrotated, angles = "position_ids" in tensors, options.unrotated > 0, options.table == "freqs"
     for word, said in ((label_of("position_ids", options), given_ids), ("unrotated", unrotated), ("freqs", angles)):
-        if two and said:
-            fail(f"{word} does not go with a table for each stream; pass one table")
-    tokens = q.shape[1] + tensors["second_q"].shape[1]
+        fail.when(two and said, f"{word} does not go with a table for each stream; pass one table")
+    tokens = tokens_of(tensors)
     check_factor(tensors, q, tokens, "bshd", fail)
     like = q.new_empty((1, 1, 1, 1)).expand(q.shape[0], q.shape[1] if two else tokens, *q.shape[2:])
     of_both = {label: tensors[label] for label in TABLE_NAMES if label in tensors and label != "q_factor"}
-    check(name, {"q": like, **of_both}, options)
+    check(op, {"q": like, **of_both}, options)
     if norm_of(options).across_heads:
         fail("across_heads does not go with two streams; normalise before, or join them and use prepare_qkv")
     for stream in STREAMS:
-        for rule in rules:
-            rule(name, *of_stream(tensors, options, stream))
+        for rule in op.rules:
+            rule(op, *of_stream(tensors, options, stream))
     other = tensors.get("second_cos", cos)
-    if cos.dtype != other.dtype:
-        fail(f"the first table is {cos.dtype} but the second {other.dtype}")
+    fail.when(cos.dtype != other.dtype, f"the first table is {cos.dtype} but the second {other.dtype}")
     if cos.shape[-1] != other.shape[-1]:
         fail(f"the first table is {cos.shape[-1]} wide but the second {other.shape[-1]}")
-    for table in (cos, other):
-        refuse_per_head(table, options, "two streams", fail)
 
 
 def _check_streams(tensors: Tensors, fail: Fail) -> None:
     for letter in "qkv":
         for stream in STREAMS:
             x, like, q = tensors[f"{stream}_{letter}"], tensors[f"{stream}_q"], tensors["first_q"]
-            if x.dim() != 4:
-                fail(f"{stream}'s {letter} is not a tensor (B, S, H, D)")
+            fail.when(x.dim() != 4, f"{stream}'s {letter} is not a tensor (B, S, H, D)")
             same = x.shape[:2] == like.shape[:2] and x.shape[-1] == like.shape[-1]
             if not same or x.dtype != q.dtype or x.device != q.device:
                 owner, other = ("first", q) if same else (stream, like)
@@ -94,8 +82,7 @@ def _check_streams(tensors: Tensors, fail: Fail) -> None:
         a, b = tensors[f"first_{letter}"], tensors[f"second_{letter}"]
         if a.shape[0] != b.shape[0] or a.shape[2:] != b.shape[2:]:
             fail(f"first's {letter} is {named(a, 'bshd')}, second's {named(b, 'bshd')}; only S may differ")
-    if tensors["first_k"].shape != tensors["first_v"].shape:
-        fail("v must have as many heads as k")
+    fail.when(tensors["first_k"].shape != tensors["first_v"].shape, "v must have as many heads as k")
 
 
 class Streams(Source):
@@ -103,38 +90,25 @@ class Streams(Source):
     whole = True
     said, function = "two streams", "prepare_joint_qkv"
     needed = tuple([f"{stream}_{letter}" for stream in STREAMS for letter in "qkv"])
-    labels = {  # noqa: RUF012
-        **{f"{stream}_{letter}": f"{stream}'s {letter}" for stream in STREAMS for letter in "qkv"},
-        **{name: f"first's {name}" for name in WEIGHTS},
-        **{f"second_{name}": f"second's {name}" for name in WEIGHTS},
-    }
-    refused = frozenset(("shifts", "inverse", "layout", "check", *COUNTED, *MEANS))
+    labels = {own: f"{stream}'s {name}" for stream in STREAMS for name, own in names_of(stream).items()}  # noqa: RUF012
+    refused = frozenset(("inplace", "shifts", "inverse", "layout", "check", *COUNTED, *MEANS))
 
     def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
         return {x: (f"first_{x}", head_view(t[f"first_{x}"], o.layout)) for x in "qkv"}
 
     def shaped(self, t: Tensors, o: Options) -> Tensors:
-        found = {name: t[name] for name in (*_SCALES, *OUTS) if name in t}
+        found = {name: t[name] for name in (*SCALES, *OUTS) if name in t}
         for letter in "qkv":
             x = t[f"first_{letter}"]
             found[letter] = x.new_empty((1, 1, 1, x.shape[3])).expand(x.shape[0], tokens_of(t), x.shape[2], -1)
         return found
 
-    def letters(self, given: Container[str], o: Options) -> tuple[str, ...]:
-        return ("q", "k", "v")
-
-    def empty(self, letter: str, t: Tensors, o: Options, word: str) -> Tensor:
-        x = t[f"first_{letter}"]
-        return empty_heads(x, (x.shape[0], tokens_of(t), *x.shape[2:]), word)
-
     def parts(self, t: Tensors, o: Options) -> list[tuple[Tensors, Options]]:
         return [of_stream(t, o, stream) for stream in STREAMS]
 
-    def check(self, op: Operation, name: str, t: Tensors, o: Options) -> None:
-        check_joint(name, t, o, op.rules)
-        op.check_groups(name, self.shaped(t, o), o)
-        if op.out == "given":
-            check_into(name, self.shaped(t, o), o, op.dtypes(t, o))
+    def check(self, op: Operation, t: Tensors, o: Options) -> None:
+        check_joint(op, t, o)
+        check_results(op, self.shaped(t, o), o)
 
     def saved(self, t: Tensors, o: Options, tables: Tensors) -> Tensors:
         """Without a norm only the tables, and the first stream's q, whose length is needed."""

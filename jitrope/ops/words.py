@@ -66,12 +66,12 @@ def canonical(tensors: Tensors) -> Tensors:
     return full
 
 
-def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name: str = "") -> tuple[Options, Tensors]:
+def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any]) -> tuple[Options, Tensors]:
     """The checked options of a call with defaults filled in, and its tensors by the kernel's names.
 
     Raises InvalidInput if a word does not go with the operation, a value has another type, or a tensor is missing.
     """
-    name = name or op.function
+    name = op.function
     for label in [label for label in (*tensors, *asked) if label in op.refused]:  # layout may be implied by a tensor
         value, default = asked.get(label), Options._field_defaults.get(label)
         if value is None or type(value) is not type(default) or value != default:  # an array has no single answer

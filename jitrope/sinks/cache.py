@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,36 +13,27 @@ from .pages import slots_of_pages
 from .results import indexed
 
 
-class Slots(NamedTuple):
-    """The tokens that are stored, a mask, and their slots, or with four axes of the cache their pages and rows."""
-
-    kept: Tensor
-    page: Tensor
-    row: Tensor | None
-
-
 def slots_of(cache: Tensor) -> int:
     """The number of slots of a cache."""
     return cache.shape[0] * (cache.shape[1] if cache.dim() == 4 else 1)
 
 
-def slots(t: Tensors, o: Options, tokens: int, spare: Tensor | None) -> Slots:
-    """The slots of a call's tokens, without those in `spare`. It counts errors of pages, and clears their ends."""
-    cache, row = t["k_cache"], None
+def slots(t: Tensors, o: Options, tokens: int, spare: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(a mask of the tokens that are stored, their slots). It counts errors of pages, and clears their ends.
+
+    spare: those that are not stored.
+    """
     found = _in_pages(t, o, tokens, spare) if "page_table" in t else t["slot_mapping"].flatten().long()
-    kept = (found >= 0) & (found < slots_of(cache))
+    kept = (found >= 0) & (found < slots_of(t["k_cache"]))
     kept = kept if spare is None else kept & ~spare
-    page = found[kept]
-    if cache.dim() == 4:
-        page, row = page // cache.shape[1], page % cache.shape[1]
-    return Slots(kept, page, row)
+    return kept, found[kept]
 
 
-def store(letter: str, stored: tuple[Tensor, Tensor | None], t: Tensors, to: Slots) -> None:
+def store(letter: str, stored: tuple[Tensor, Tensor | None], t: Tensors, kept: Tensor, slot: Tensor) -> None:
     """Write heads (batch, seq, heads, dim), and the scales of their blocks if the cache has some."""
     for label, x in zip((f"{letter}_cache", f"{letter}_block_scale"), stored):
         if x is not None:
-            _put(t[label], to.page, to.row, indexed(x).flatten(0, 1)[to.kept])
+            _put(t[label], slot, t["k_cache"].shape[1], indexed(x).flatten(0, 1)[kept])
 
 
 def _in_pages(t: Tensors, o: Options, tokens: int, spare: Tensor | None) -> Tensor:
@@ -58,11 +49,11 @@ def _in_pages(t: Tensors, o: Options, tokens: int, spare: Tensor | None) -> Tens
         rest = rest[rest // rows == ends // rows]
         for name in ("k_cache", "v_cache", *BLOCK_SCALES):
             if name in t:
-                _put(t[name], rest // rows, rest % rows, 0)
+                _put(t[name], rest, rows, 0)
     return found
 
 
-def _put(x: Tensor, page: Tensor, row: Tensor | None, value: Any) -> None:
-    """Write to rows of a cache, or of its block scales."""
-    at = (page,) if row is None else (page, row) if x.dim() == 4 else (page, row // 4, row % 4)
-    indexed(x)[at] = value
+def _put(x: Tensor, slot: Tensor, rows: int, value: Any) -> None:
+    """Write to slots of a cache, or of its block scales, (slots, ...), or in pages of rows, which may be in fours."""
+    page, row = slot // rows, slot % rows
+    indexed(x)[(slot,) if x.dim() == 3 else (page, row) if x.dim() == 4 else (page, row // 4, row % 4)] = value

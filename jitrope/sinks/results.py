@@ -39,16 +39,14 @@ def indexed(x: Tensor) -> Tensor:
 
 
 def empty_elements(x: Tensor, word: str) -> Tensor:
-    """A tensor for the elements of x in a format, in the order of x's axes."""
-    dtype, _, per_item = FORMATS[word]
+    """A tensor for the elements of x in a format, or without a word in x's dtype, in the order of x's axes."""
+    dtype, _, per_item = FORMATS[word] if word else (None, 0, 1)
     return torch.empty_like(x if per_item == 1 else x[..., : x.shape[-1] // per_item], dtype=dtype)
 
 
 def empty_heads(like: Tensor, shape: tuple[int, ...], word: str) -> Tensor:
     """A contiguous tensor for heads of a shape (..., D), in a format, or without a word in the dtype of `like`."""
-    if not word:
-        return like.new_empty(shape)
-    dtype, _, per_item = FORMATS[word]
+    dtype, _, per_item = FORMATS[word] if word else (None, 0, 1)
     return like.new_empty((*shape[:-1], shape[-1] // per_item), dtype=dtype)
 
 

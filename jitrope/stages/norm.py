@@ -88,20 +88,15 @@ def _centred(rows: Tensor, norm: NormOptions, mean_square: Tensor | None) -> tup
     return rows, torch.rsqrt(mean + norm.eps)
 
 
-def gradient_of_mean(mean: Tensor, x: Tensor, dx: Tensor, eps: float, layout: str) -> Tensor:
-    """The gradient of a given mean of squares of x, whose gradient by the other factors is dx.
+def gradients_of_means(t: Tensors, xs: Tensors, grads: Tensors, o: Options) -> Tensors:
+    """The gradients of a call's given means that require one. xs, grads: q and k, and their other gradients.
 
     1 / sqrt(mean + eps) is a factor of x, so it is the sum of dx x over a token's heads, times -1/2 / (mean + eps).
     Elements without a gradient may be anything.
     """
-    both = torch.where(dx == 0, 0, dx.float() * x.float())
-    total = canonical(both, layout).sum((-2, -1))
-    total = total.view(mean.shape)
-    return torch.where(total == 0, 0, total * (-0.5 / (mean + eps)))
-
-
-def gradients_of_means(t: Tensors, xs: Tensors, grads: Tensors, o: Options) -> Tensors:
-    """The gradients of a call's given means that require one. xs, grads: q and k, and their gradients."""
-    names = [name for name in MEANS if name in t and t[name].requires_grad and name[0] in grads]
-    eps = norm_of(o).eps
-    return {name: gradient_of_mean(t[name], xs[name[0]], grads[name[0]], eps, o.layout) for name in names}
+    found = {}
+    for name in [name for name in MEANS if name in t and t[name].requires_grad and name[0] in grads]:
+        mean, x, dx = t[name], xs[name[0]], grads[name[0]]
+        total = canonical(torch.where(dx == 0, 0, dx.float() * x.float()), o.layout).sum((-2, -1)).view(mean.shape)
+        found[name] = torch.where(total == 0, 0, total * (-0.5 / (mean + norm_of(o).eps)))
+    return found

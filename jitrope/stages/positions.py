@@ -102,7 +102,8 @@ def gathered(table: Tensor, rows: Tensor, o: Options) -> Tensor:
     A pair takes the row of its axis of position_ids: one section of pairs after the other, or alternating.
     """
     outside = ((rows < 0) | (rows >= table.shape[1])).any(0)
-    found = [_rows_of(table, axis.masked_fill(outside, 0)) for axis in rows]
+    batch = torch.arange(len(table), device=table.device)[:, None]
+    found = [table[batch, axis.masked_fill(outside, 0)] for axis in rows]
     gathered = found[0]
     if len(found) > 1:
         pair = torch.arange(o.rotary_dim // 2, device=table.device)
@@ -117,9 +118,3 @@ def gathered(table: Tensor, rows: Tensor, o: Options) -> Tensor:
         for axis in range(1, len(found)):
             gathered = torch.where(axis_of == axis, found[axis], gathered)
     return gathered.masked_fill(outside[..., None, None], float("nan"))
-
-
-def _rows_of(table: Tensor, rows: Tensor) -> Tensor:
-    if len(rows) == 1:
-        return table[:, rows[0]]
-    return table.expand(len(rows), -1, -1, -1)[torch.arange(len(rows), device=rows.device)[:, None], rows]
