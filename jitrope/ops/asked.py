@@ -20,7 +20,7 @@ class Value:
     words: dict[str, Any]
     text = ""  # what the user wrote (`spelled`) but tensors and whole numbers; "": it cannot be spelled
     items: tuple[Any, ...]  # these tensors and numbers
-    asked_with: Any = None  # the arguments of a constructor that Dynamo traced, which `make` calls
+    asked_with: Any = None  # the arguments of a constructor that Dynamo traced
 
     def __init_subclass__(cls) -> None:
         """Let the constructor note its arguments. Dynamo does not trace what it does with them."""
@@ -30,7 +30,7 @@ class Value:
 
         @wraps(init)
         def noted(self: Any, *args: Any, **words: Any) -> None:
-            if is_traced() and not self.text:
+            if is_traced() and self.asked_with is None:
                 self.asked_with = args, words
                 return
             init(self, *args, **words)
@@ -39,11 +39,13 @@ class Value:
 
         cls.__init__ = noted  # type: ignore[method-assign]
 
-    def make(self) -> None:
-        """Run a constructor that Dynamo traced."""
-        if self.asked_with:
-            self.text, (args, words) = "made", self.asked_with
-            self.__init__(*args, **words)  # type: ignore[misc]
+    def __getattr__(self, name: str) -> Any:
+        """An attribute that is missing because Dynamo traced the constructor, which runs now."""
+        if name.startswith("__") or self.asked_with is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        args, words = self.asked_with
+        self.__init__(*args, **words)  # type: ignore[misc]
+        return vars(self)[name]
 
     def __repr__(self) -> str:
         parts = [f"{name}={shown(x)}" for name, x in self._arguments().items()]

@@ -105,10 +105,6 @@ def _compiled(name: str, args: Any, words: Any) -> Any:
                 x: Any = None if place is None else tensors[place] if place >= 0 else fresh[~place]
                 results.append(x if scale is None else Scaled(x, fresh[~scale]))
             return results[0] if refusal is None else (*results,)
-    for x in (*args, *words.values()):
-        for y in x if isinstance(x, (list, tuple)) else (x,):
-            if isinstance(y, Value):
-                y.make()
     return FUNCTIONS[name](*args, **words)
 
 
