@@ -23,7 +23,6 @@ from jitrope.base.spec import Spec
 from jitrope.jit import kernels
 from jitrope.ops.operation import Operation
 from jitrope.ops.planning import note
-from jitrope.plan.options import Options
 from jitrope.plan.problem import plan_call
 from jitrope.tools.models import specs_of_model
 from jitrope.tools.prewarm import TORCH_DTYPES
@@ -243,13 +242,19 @@ FAMILIES = {  # (name of the classes, words of the configuration)
 def launched() -> Iterator[list[Spec]]:
     """Yields the kernels that a GPU would launch for calls on the CPU. In a mode of torch norms stay with the host."""
 
-    def on_cpu(op: Operation, tensors: dict[str, Tensor], options: Options, *made: Any) -> dict[str, Tensor]:
-        note(op, {name: twin(x) for name, x in tensors.items()}, options)
-        return computed(op, tensors, options, *made)
+    def noting(name: str) -> Any:
+        computed = getattr(Operation, name)
 
-    computed = Operation.on_cpu
+        def compute(op: Operation, *given: Any) -> Any:
+            *_, tensors, options = given
+            note(op, {label: twin(x) for label, x in tensors.items()}, options)
+            return computed(op, *given)
+
+        return compute
+
     with pytest.MonkeyPatch.context() as patch, planning() as specs:
-        patch.setattr(Operation, "on_cpu", on_cpu)
+        for name in ("compute", "on_cpu"):  # gradients have their own `compute`
+            patch.setattr(Operation, name, noting(name))
         yield specs
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..base.errors import InvalidInput
 from ..base.spec import DTYPES, MAX_AXES
 from ..plan.memory import refuse_meeting, span
-from ..plan.options import ALL_TOKENS, LAYOUT_AXES, MAX_HEAD_DIM, Options, rotated
+from ..plan.options import ALL_TOKENS, LAYOUT_AXES, MAX_HEAD_DIM, Options
 from ..plan.views import DTYPE_NAMES, MEANS, PER_ITEM, Tensors, per_head, table_pair
 from . import watch
 
@@ -96,7 +96,7 @@ def check_heads(q: Tensor, k: Tensor | None, o: Options, fail: Fail, first: str,
     tokens, had = batch * seqlen, f"{first} has D={head_dim}; at most {MAX_HEAD_DIM} is possible"
     fail.when(tokens > MAX_TOKENS, f"{first} has {tokens} tokens; at most {MAX_TOKENS} are possible")
     fail.when(head_dim > MAX_HEAD_DIM, f"{had}; pass a view of the rotated elements")
-    begin, end = rotated(o)
+    begin, end = o.rotary_offset, o.rotary_offset + o.rotary_dim
     fail.when(begin < 0, f"rotary_offset is {begin}; it cannot be negative")
     most = f"D - rotary_offset={head_dim - begin}" if begin else f"D={head_dim}"
     had = f"rotary_dim{', by default D,' if end == head_dim and not begin else ''} is {o.rotary_dim}"

@@ -97,7 +97,10 @@ class Known:
         if self.renamed:
             tensors = {**canonical(tensors), **self.stand_ins}
         with torch.autocast("cpu", enabled=False):  # as on a GPU, the words say what is rounded
-            return self.op.on_cpu(tensors, self.options, made)
+            if made is None:
+                return self.op.on_cpu(tensors, self.options)
+            self.op.compute(made, tensors, self.options)
+            return made
 
     def elsewhere(self) -> None:
         """Enqueue on the current stream of the kernel's device, which is not torch's current device."""

@@ -259,9 +259,9 @@ class Operation:
         cos, sin = one_row(next(iter(t.values())).device, o.rotary_dim // 2)
         return o._replace(unrotated=ALL_TOKENS), {**t, "cos": cos, "sin": sin}
 
-    def on_cpu(self, t: Tensors, o: Options, made: Tensors | None = None) -> Tensors:
-        """The results in plain torch. made: tensors for all of them, which are fresh."""
-        outputs = self.fakes(t, o) if made is None else made
+    def on_cpu(self, t: Tensors, o: Options) -> Tensors:
+        """The results in plain torch."""
+        outputs = self.fakes(t, o)
         self.compute({name: outputs[name] for name in self.made(t, o) if name in outputs}, t, o)
         return outputs
 

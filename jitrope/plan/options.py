@@ -88,8 +88,3 @@ NO_NORM = NormOptions(kind="no_norm")  # the norm of a call whose other stages n
 def norm_of(options: Options) -> NormOptions:
     """The norm of a call that has one."""
     return options.norm or NormOptions()
-
-
-def rotated(options: Options) -> tuple[int, int]:
-    """The first element of a head that is rotated, and the one after the last."""
-    return options.rotary_offset, options.rotary_offset + options.rotary_dim

@@ -117,9 +117,9 @@ def ids_view(position_ids: Tensor, options: Options) -> Tensor:
 
 def head_view(x: Tensor, layout: str) -> Tensor:
     """The heads of a tensor in `layout`. Each is a group; with another axis in front those of a rank are."""
-    if x.dim() == len(layout):
-        return canonical(x, layout).unsqueeze(3)
     batch, *rest = LAYOUT_AXES[layout]
+    if x.dim() == len(layout):
+        return (x.unsqueeze(0) if batch is None else x.permute(batch, *rest)).unsqueeze(3)
     seq, head, dim = (axis + 1 for axis in rest)
     return x.permute(seq, 0, head, dim).unsqueeze(0) if batch is None else x.permute(batch + 1, seq, 0, head, dim)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..plan.options import Options, rotated
+from ..plan.options import Options
 from ..plan.views import Tensors, table_pair, table_view
 from .positions import POSITIONS, TURNED, cleared, gathered, table_rows
 
@@ -22,7 +22,7 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
     heads = x.to(cos.dtype if o.rounding == "complex128" else torch.float32)
     if "cu_seqlens" in t:  # tokens after the last sequence may hold NaN, which must not reach the tables' gradients
         heads = cleared(letter, heads, t, o)
-    first, end = rotated(o)
+    first, end = o.rotary_offset, o.rotary_offset + o.rotary_dim
     x0, x1 = _members(heads[..., first:end], o.interleaved)
     full = cos.shape[-1] == o.rotary_dim
     cos0, cos1 = _members(cos, o.interleaved) if full else (cos, cos)
@@ -50,7 +50,7 @@ def paired(letter: str, x: Tensor, o: Options, back: bool = False) -> Tensor:
     if letter not in TURNED or o.interleaved == o.interleaved_out:
         return x
     read, stored = (o.interleaved_out, o.interleaved) if back else (o.interleaved, o.interleaved_out)
-    first, end = rotated(o)
+    first, end = o.rotary_offset, o.rotary_offset + o.rotary_dim
     return _with_pairs(x, x, *_members(x[..., first:end], read), stored, (first, end))
 
 
