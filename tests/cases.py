@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jitrope.ops import dispatch, torch_op
+from jitrope.ops import dispatch, op_call
 from jitrope.ops.fused import FUSED, FUSED_BACKWARD
 from jitrope.ops.heads import HEADS, HEADS_BACKWARD
 from jitrope.ops.latent import LATENT, LATENT_BACKWARD
@@ -968,7 +968,7 @@ def launched(op: Operation, tensors: Any, tables: Any, options: Options) -> list
 def op_arguments(op: Operation, tensors: Any, tables: Any, options: Options) -> tuple[Any, ...]:
     """A call as arguments of torch's op."""
     given = named(op, tensors, tables)
-    return torch_op.arguments(op, torch_op.filled(op, given, options), options)
+    return op_call.arguments(op, op_call.filled(op, given, options), options)
 
 
 def make_qkv(case: Case, device: str = "cpu", **changes: Any) -> tuple[list[Any], Options]:

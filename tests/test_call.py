@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from jitrope import InvalidInput
 from jitrope.call import COUNTS, PARTS, Call
-from jitrope.ops import torch_op
+from jitrope.ops import op_call
 from jitrope.plan.options import (
     LAYOUT_AXES,
     NORM_KINDS,
@@ -114,6 +114,6 @@ def test_another_text_is_refused(text: str, why: str) -> None:
 
 def test_an_op_refuses_another_number_of_tensors() -> None:
     with pytest.raises(InvalidInput, match="is given 0 tensors, 0 of them written, and 2 sizes; it needs 3, 0 and 2"):
-        torch_op._given("bshd heads q > rotate cos sin > fresh", [0, 0], [])
+        op_call.given_to("bshd heads q > rotate cos sin > fresh", [0, 0], [])
     with pytest.raises(InvalidInput, match="call has the source 'turn'"):
-        torch_op.read("bshd turn q > fresh")
+        op_call.read("bshd turn q > fresh")

@@ -19,7 +19,7 @@ import torch
 
 import jitrope
 from jitrope.jit import kernels
-from jitrope.ops import dispatch, stand_ins, torch_op
+from jitrope.ops import dispatch, stand_ins
 from jitrope.ops import launch as runtime
 from jitrope.ops.heads import HEADS_BACKWARD
 from jitrope.plan import problem
@@ -424,7 +424,7 @@ def test_a_plain_call_takes_the_short_cut(grad: bool, monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         runtime, "function_of", lambda known, *a: (taken.append(known.options.inverse), function_of(known, *a))[1]
     )
-    monkeypatch.setattr(torch_op, "run_op", lambda *_: pytest.fail("through the dispatcher"))
+    monkeypatch.setattr(dispatch, "run_op", lambda *_: pytest.fail("through the dispatcher"))
     new = replace(case_named("halves"), shape=(1, 7, 5, 3 + grad, 64))  # a new call for every thread, also autograd's
     q, k, cos, sin, _ = make(new, DEVICE)
     outputs = jitrope.apply_rope(q.requires_grad_(grad), k.requires_grad_(grad), cos, sin)

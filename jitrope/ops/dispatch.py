@@ -16,11 +16,13 @@ from ..base import config
 from ..base.errors import InvalidInput
 from ..plan.options import Options
 from ..plan.views import Tensors
-from . import checks, launch, torch_op, watch
+from . import checks, launch, watch
 from .check_values import check_values
 from .heads import of_k
 from .launch import Asked, Known, Made
+from .op_call import run_op
 from .operation import OF_TABLES, Operation
+from .record import gradients, keep
 from .watch import dispatch_modes, is_compiling
 from .words import canonical, check_asked, resolved
 
@@ -108,7 +110,7 @@ def _through_op(op: Operation, tensors: Tensors, options: Options, sharded: bool
         from . import dtensor
 
         return dtensor.run(call, op, tensors, options)
-    return torch_op.run_op(op, tensors, options)
+    return run_op(op, tensors, options)
 
 
 # ---- under autograd, in a fraction of the host time of torch.library's recording -------------------
@@ -143,14 +145,14 @@ class _Written(torch.autograd.Function):
         if not over:
             call(op, tensors, options)
         written = names[:1] if over else op.produced(tensors, options)
-        torch_op.keep(ctx, op, names, tensors, written, options)
+        keep(ctx, op, names, tensors, written, options)
         outputs = tuple([tensors[name] for name in written])
         ctx.mark_dirty(*outputs)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return None, None, None, None, *torch_op.gradients(ctx, grads)
+        return None, None, None, None, *gradients(call, ctx, grads)
 
 
 record = watch.apply_of(_Known)

@@ -1,0 +1,105 @@
+"""A call as the arguments of torch's ops, and these arguments as a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..base.errors import InvalidInput
+from ..call import COUNTS, FRESH, Call
+from ..plan.options import Options
+from ..plan.views import Tensors, table_pair
+from . import watch
+from .operation import Operation, operation_of
+
+EACH = 10
+"""The most tensors that a call writes."""
+
+
+class Read(NamedTuple):
+    """What a text says."""
+
+    op: Operation
+    names: tuple[str, ...]  # of the tensors that are only read, and then of those that are written
+    written: tuple[str, ...]
+    options: Options
+
+
+@lru_cache(maxsize=1024)
+def read(text: str) -> Read:
+    """The operation, names and options of a text."""
+    name, tensors, options = Call.parse(text)
+    op = operation_of(name, tensors, options)
+    allowed = op.written(options)
+    written = tuple([name for name in tensors if name in allowed])
+    names = tuple([name for name in tensors if name not in allowed])
+    return Read(op, names + written, written, options)
+
+
+@lru_cache(maxsize=1024)
+def _spelled(name: str, tensors: tuple[str, ...], options: Options) -> str:
+    return str(Call.of(name, tensors, options))
+
+
+def filled(op: Operation, tensors: Tensors, options: Options) -> Tensors:
+    """A call's tensors, with fresh results among them if it writes others."""
+    made, written = op.made(tensors, options), [name for name in op.written(options) if name in tensors]
+    if options.inplace or not made or not written:
+        return tensors
+    fresh = op.fresh(tensors, options, 0)
+    return {**tensors, **{FRESH + name: fresh[name] for name in made}}
+
+
+def arguments(op: Operation, tensors: Tensors, options: Options) -> tuple[Any, ...]:
+    """The arguments of a call's op: (tensors, text, sizes), or (tensors, written, text, sizes).
+
+    Complex tables are passed as real views, because Inductor has no complex numbers.
+    """
+    tensors = dict(tensors)
+    if options.table == "freqs_cis":
+        for stream in ("", "second_"):
+            if stream + "cos" in tensors:
+                pair = table_pair(tensors[stream + "cos"], tensors.get(stream + "sin"), "freqs_cis")
+                tensors[stream + "cos"], tensors[stream + "sin"] = pair
+        options = options._replace(table="cos_sin")
+    text = _spelled(op.name, tuple(tensors), options._replace(max_seqlen=0, unrotated=0))
+    _, names, written, _ = read(text)
+    reads, sizes = [tensors[name] for name in names if name not in written], [options.max_seqlen, options.unrotated]
+    if not written:
+        return reads, text, sizes
+    return reads, [tensors[name] for name in written], text, sizes
+
+
+def run_op(op: Operation, tensors: Tensors, options: Options) -> Tensors:
+    """Return the results of an operation from its torch op."""
+    # torch gives the op lazy zeros with other strides than were checked
+    tensors = {name: x.clone() if watch.is_zero(x) else x for name, x in tensors.items()}
+    made, full = op.made(tensors, options), filled(op, tensors, options)
+    given = arguments(op, full, options)
+    if len(given) == 3:
+        results = dict(zip(made, torch.ops.jitrope.prepare(*given)))
+    else:
+        (_prepare_each if watch.tracing() else torch.ops.jitrope.prepare_)(*given)
+        if options.inplace:
+            return op.outputs(tensors, options)
+        results = {name: full[FRESH + name] for name in made}
+    return op.complete(results, tensors, options)
+
+
+def _prepare_each(tensors: list[Tensor], written: list[Tensor], *rest: Any) -> None:
+    """`prepare_` for torch.jit.trace, which drops an op that writes the tensors of a list."""
+    torch.ops.jitrope.prepare_each_(tensors, *written, *[None] * (EACH - len(written)), *rest)
+
+
+def given_to(text: str, sizes: Sequence[Any], tensors: Sequence[Tensor], written: Sequence[Tensor] = ()) -> Any:
+    """(operation, tensors by name, options) of an op's arguments."""
+    found, both = read(text), (*tensors, *written)
+    if (len(both), len(written), len(sizes)) != (len(found.names), len(found.written), len(COUNTS)):
+        what = f"{len(both)} tensors, {len(written)} of them written, and {len(sizes)} sizes"
+        needs = f"{len(found.names)}, {len(found.written)} and {len(COUNTS)}"
+        raise InvalidInput(f"call {text!r} is given {what}; it needs {needs}")
+    return found.op, dict(zip(found.names, both)), found.options._replace(**dict(zip(COUNTS, sizes)))
