@@ -14,8 +14,8 @@ from ..plan.memory import overlaps_itself
 from ..plan.options import LAYOUT_AXES, Options, norm_of
 from ..plan.views import BLOCK_SCALES, FORMATS, FP8, FP8S, PER_ITEM, TABLE_NAMES, Tensors
 from . import fit, watch
+from .caches import check_caches, check_one_format, check_places
 from .fit import Fail, named
-from .kv_cache import check_caches, check_one_format, check_places
 
 WEIGHTS = ("q_weight", "k_weight", "v_weight", "q_bias", "k_bias")
 LEARNED = ("cos", "sin", "second_cos", "second_sin", "q_factor")  # torch computes their gradients, from q and k too
