@@ -55,5 +55,8 @@ def _in_pages(t: Tensors, o: Options, tokens: int, spare: Tensor | None) -> Tens
 
 def _put(x: Tensor, slot: Tensor, rows: int, value: Any) -> None:
     """Write to slots of a cache, or of its block scales, (slots, ...), or in pages of rows, which may be in fours."""
-    page, row = slot // rows, slot % rows
-    indexed(x)[(slot,) if x.dim() == 3 else (page, row) if x.dim() == 4 else (page, row // 4, row % 4)] = value
+    place: tuple[Tensor, ...] = (slot,)
+    if x.dim() > 3:
+        row = slot % rows
+        place = (slot // rows, row) if x.dim() == 4 else (slot // rows, row // 4, row % 4)
+    indexed(x)[place] = value
