@@ -31,7 +31,7 @@ class Value:
         @wraps(init)
         def noted(self: Any, *args: Any, **words: Any) -> None:
             if is_traced() and self.asked_with is None:
-                self.asked_with = args, words
+                self.text, self.asked_with = "", (args, words)
                 return
             init(self, *args, **words)
             if not is_traced() and (found := spelled(type(self).__name__, args, words)):

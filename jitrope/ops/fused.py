@@ -153,6 +153,9 @@ class Fused(Source):
 
     def gradient(self, op: Operation, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """The gradients; that of the bias is the sum of qkv's over the tokens."""
+        if not o.copy_v and grads.keys() == {"v"}:  # a view of qkv, with nothing to rotate back
+            dq, dk, dv = every_gradient(grads, o).values()
+            return {"qkv": join_qkv(dq, dk, dv, None, o)}
         found, own = self._of_qkv(call, saved, grads, o), saved.get("bias")
         if own is not None and own.requires_grad:
             found["bias"] = bias.back(found["qkv"], own)

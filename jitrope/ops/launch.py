@@ -281,13 +281,14 @@ def function_of(
     record: records a call whose tensors require gradients. by_place: it is a call of torch's op; then outputs makes its
     outputs of the results.
     """
-    wants, form = any(x.requires_grad for x in tensors.values()), known.form
+    wants, form = {name for name, x in tensors.items() if x.requires_grad}, known.form
     if by_place:
         form = form._replace(given=known.names, returns="outputs({results})" if outputs else "")
-    if wants and record is not None and not known.options.inplace and known.op.differentiable:
+    recorded = record is not None and known.op.differentiable and not known.options.inplace
+    if wants and recorded and wants <= {*known.heads}:  # a table has no gradient here
         form = form._replace(saved=known.saved, heads=known.heads)
     elif plain:
-        form = form._replace(unrecorded=wants)
+        form = form._replace(unrecorded=bool(wants))
     xs = [*tensors.values()]
     if not plain or (known.kept and watch.capturing(xs[0])):
         return Kept(known, form, (None, record, outputs)).written()
