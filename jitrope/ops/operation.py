@@ -6,7 +6,7 @@ path, and `torch_op` makes it a call of an op of torch, with a fake and a backwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import chain
 from ..base.errors import InvalidInput, JitropeError
 from ..call import FRESH
+from ..call import Call as CallText
 from ..plan.options import ALL_TOKENS, LAYOUT_AXES, NO_NORM, Options, norm_of
 from ..plan.views import (
     BLOCK_SCALES,
@@ -98,6 +99,12 @@ class Operation:
         """The users' names of scales beside those that are computed."""
         letters = "" if self.convert in ("", "given") else "q" if self.cache else "qkv"
         return {f"{x}_scale": f"{x}_global_scale" for x in letters}
+
+    def text(self, given: Iterable[str], o: Options) -> str:
+        """A call as a user sees it: without what jitrope adds, fresh results and the table of a call without one."""
+        bare = o.unrotated == ALL_TOKENS
+        names = [x for x in given if not (x.startswith(FRESH) or (bare and x in ("cos", "sin")))]
+        return str(CallText.of(self.name, names, o._replace(rotary_dim=0) if bare else o))
 
     # ---- checks --------------------------------------------------------------------------------------
 
