@@ -288,7 +288,7 @@ class Operation:
         moved = self.out != "" and self.function != "apply_rope"
         return self.staged or split or moved or "q_factor" in t or "bias" in t
 
-    def unrotated(self, t: Tensors, o: Options) -> tuple[Options, Tensors]:
+    def without_table(self, t: Tensors, o: Options) -> tuple[Options, Tensors]:
         """The options and the tensors of a call without a table: every token comes before those of the tables."""
         cos, sin = one_row(next(iter(t.values())).device, o.rotary_dim // 2)
         return o._replace(unrotated=ALL_TOKENS), {**t, "cos": cos, "sin": sin}

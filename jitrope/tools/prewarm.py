@@ -85,7 +85,7 @@ def specs_of(
         op, own = operation_of(found.name, tensors, o), [x for label, x in tensors.items() if label not in OF_TABLES]
         leaves = [x.requires_grad_(backward) for x in own if x.dtype == kind and x.dim()]
         tensors = {label: x.clone() if label in op.written(o) else x for label, x in tensors.items()}  # no leaves
-        o, tensors = (o, tensors) if "cos" in tensors else op.unrotated(tensors, o)
+        o, tensors = (o, tensors) if "cos" in tensors else op.without_table(tensors, o)
         if op.function:
             op.check(op.function, tensors, o)
         results = [x for x in dispatch.call(op, tensors, o).values() if x.requires_grad]
