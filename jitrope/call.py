@@ -109,7 +109,7 @@ class Call(NamedTuple):
             try:
                 read = dict([_read(part, word) for word in own])
             except ValueError as error:
-                raise InvalidInput(f"call has a wrong number: {error}") from error
+                raise InvalidInput(f"call has a wrong value in {' '.join(own)!r}: {error}") from error
             tensors += names
             values.update({"norm": NormOptions(**read)} if part == "norm" else read)
         values.setdefault("interleaved_out", values.get("interleaved", False))
@@ -142,10 +142,10 @@ def _spelled(word: str, value: Any) -> str:
 
 def _read(part: str, text: str) -> tuple[str, Any]:
     """The word of a text and its value."""
-    word, equals, value = text.partition("=")
+    word, _, value = text.partition("=")
     kind = type(_DEFAULTS[part][word])
     if kind is bool:
-        return word, not equals or value == "True"
+        return word, ("False", "True", "").index(value) > 0
     if kind is tuple:
         return word, tuple([int(x) for x in value.split(",")])
     return word, kind(value)

@@ -28,7 +28,7 @@ from jitrope.base.errors import CacheError, CompileError
 from jitrope.base.spec import record_of
 from jitrope.jit import compiler, entry, kernels, recording
 from jitrope.jit.cache import Folder, KernelCache
-from jitrope.jit.entry import CUBIN, META, TEXT, Key, pack
+from jitrope.jit.entry import CUBIN, FILES, META, TEXT, Key, pack
 from jitrope.jit.render import Source
 from jitrope.tools.prewarm import prewarm, read_record, specs_of
 
@@ -685,6 +685,27 @@ def test_each_compile_is_said(own_cache: KernelCache, caplog) -> None:
     assert f"compiled {SPEC.name} for sm_90 in" in lines[0]
     assert kernels.build(SPEC, "sm_80").compiled
     assert kernels.build(SPEC, "sm_90", rebuild=True).compiled
+
+
+def test_another_call_finds_the_kernel_of_the_first(own_cache) -> None:
+    """The entry keeps the text of the first. One that the other builds differs in that text alone."""
+    other = SPEC.of("bhsd heads q k > rotate cos sin rotary_dim=128 > fresh")
+    seen: list[jitrope.KernelEvent] = []
+    remove = jitrope.on_compile(seen.append)
+    try:
+        kernels.build(SPEC, "sm_90")
+        kernels.build(other, "sm_90")
+    finally:
+        remove()
+    assert [(event.call, event.source) for event in seen] == [(SPEC.call, "compiled"), (other.call, "disk")]
+    (entry,) = own_cache.entries()
+    assert entry.spec["call"] == SPEC.call
+    first = {name: (entry.path / name).read_bytes() for name in FILES}
+    own_cache.clear()
+    assert kernels.build(other, "sm_90").compiled
+    second = {name: (entry.path / name).read_bytes() for name in FILES}
+    assert [name for name in FILES if first[name] != second[name]] == [META]
+    assert json.loads(second[META])["spec"] == {**json.loads(first[META])["spec"], "call": other.call}
 
 
 def test_a_monitor_is_told_of_compiles(own_cache) -> None:

@@ -437,7 +437,10 @@ def test_what_a_listing_says_of_a_call_can_be_built(jitrope, tmp_path: Path) -> 
     ("text", "why"),
     [
         ("bshd heads q k > rotate cos sin turned > fresh", "call has 'turned', which is neither a word nor a tensor"),
-        ("bshd heads q k > rotate cos sin rotary_dim=x > fresh", "call has a wrong number: invalid literal"),
+        ("bshd heads q k > rotate cos sin rotary_dim=x > fresh", "call has a wrong value in 'rotary_dim=x': invalid"),
+        ("bshd heads q k > rotate cos sin interleaved=1 > fresh", "call has a wrong value in 'interleaved=1'"),
+        ("bshd heads q k > rotate cos sin rotary_dim=-4 > fresh", "heads or call have wrong sizes: Trying to create"),
+        ("bshd fused qkv > rotate cos sin > fresh", "heads is [8, 2]"),
         ("bshd heads q k > rotate cos sin > inplace", "call ends in 'inplace'; with its tensors it must be 'fresh'"),
         (
             "bshd heads q k turned > rotate cos sin > fresh",

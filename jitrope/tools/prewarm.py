@@ -74,14 +74,14 @@ def specs_of(
     found = Call.parse(str(call) or f"bshd heads {'q k'[: 2 * len(counts) - 1]} > rotate cos sin > fresh")
     given, o = {*found.tensors}, found.options
     alone = {"q", "dq"} & given and not {"k", "dk", "kv"} & given
-    if len(counts) != (1 if alone else 2) or o.q_per_group not in (0, counts[0] // counts[-1]):
+    if len(counts) != (1 if alone else 2) or o.q_per_group != ("qkv" in given and counts[0] // counts[-1]):
         arguments.refuse(name, "heads", heads, "those of q and k, as [32, 8], or of q alone, as the call has them")
     o = o._replace(rotary_dim=o.rotary_dim or size - o.rotary_offset, max_seqlen=_TOKENS * ("cu_seqlens" in given))
     with torch.inference_mode(False), torch.enable_grad(), planning() as specs:
         try:
             tensors = _stand_ins(found.tensors, o, counts, size, kind, full)
         except RuntimeError as error:  # sizes that torch does not take
-            raise InvalidInput(f"{name}: heads are too many: {str(error).splitlines()[0]}") from error
+            raise InvalidInput(f"{name}: heads or call have wrong sizes: {str(error).splitlines()[0]}") from error
         op, own = operation_of(found.name, tensors, o), [x for label, x in tensors.items() if label not in OF_TABLES]
         leaves = [x.requires_grad_(backward) for x in own if x.dtype == kind and x.dim()]
         tensors = {label: x.clone() if label in op.written(o) else x for label, x in tensors.items()}  # no leaves
