@@ -36,7 +36,7 @@ PLAIN_SPECS = [
     CorrectionSpec("out", "nothing", "add", True, "bf16", "int32", 8),
 ]
 ROPE_SPECS = [SPEC, NORM_SPEC, ACROSS_SPEC, GRADIENT_SPEC]
-SPECS = pytest.mark.parametrize("spec", [*ROPE_SPECS, *PLAIN_SPECS], ids=lambda spec: spec.name)
+SPECS = pytest.mark.parametrize("spec", [*ROPE_SPECS, *PLAIN_SPECS], ids=lambda spec: spec.call or spec.name)
 TEMPLATES = Path(__file__).parent.parent / "templates"
 ROPE_ENTRIES = {"rope.cu.jinja", "qk_norm_rope.cu.jinja", "qk_norm_rope_backward.cu.jinja"}
 ENTRIES = ROPE_ENTRIES | {spec.template for spec in PLAIN_SPECS}
