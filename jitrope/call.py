@@ -32,7 +32,10 @@ def _part(words: str, tensors: str = "") -> Part:
 
 SOURCE, SINK = "source", "sink"
 PARTS = {
-    SOURCE: _part("q_per_group order copy_v v_dim"),  # and all tensors that no other part has
+    SOURCE: _part(
+        "q_per_group order copy_v v_dim",
+        "dq dk dv dgate q k v qkv kv k_pe first_q first_k first_v second_q second_k second_v",
+    ),
     "bias": _part("", "bias"),
     "norm": _part(
         " ".join(NormOptions._fields),
@@ -50,7 +53,7 @@ PARTS = {
     SINK: _part(
         "rotate_k clear_page ulysses_degree scale_fmt launch",
         "q_out k_out v_out k_cache v_cache slot_mapping k_block_scale v_block_scale page_table page_indptr lengths "
-        f"cu_seqlens_q batch_indices errors {FRESH}q {FRESH}q_scale {FRESH}k_scale {FRESH}v_scale",
+        f"cu_seqlens_q batch_indices errors {FRESH}q {FRESH}k {FRESH}v {FRESH}q_scale {FRESH}k_scale {FRESH}v_scale",
     ),
 }
 """The parts of a call in the order of its text. A word or a tensor of a call is named here and nowhere else."""
@@ -72,23 +75,19 @@ class Call(NamedTuple):
     @staticmethod
     def of(name: str, tensors: Iterable[str], options: Options) -> Call:
         """A call without its counts, with its tensors in order."""
-        names = [*tensors]
-        ordered = [name for part in PARTS for name in names if _PART_OF.get(name, SOURCE) == part]
+        ordered = sorted(tensors, key=[*_PART_OF].index)
         return Call(name, tuple(ordered), options._replace(max_seqlen=0, unrotated=0))
 
     def __str__(self) -> str:
         o, parts = self.options, []
         for part in PARTS:
-            words = [name for name in self.tensors if _PART_OF.get(name, SOURCE) == part]
+            words = [name for name in self.tensors if _PART_OF[name] == part]
             given = o.norm if part == "norm" else o
             words += [_spelled(*item) for item in _others(part, given)] if given is not None else []
-            if part == SOURCE:
-                parts.append([o.layout, self.name, *words])
-            elif part == SINK:
-                parts.append([_sink(self), *words])
-            elif words or (part == "norm" and o.norm is not None):
-                parts.append([part, *words])
-        return " > ".join([" ".join(words) for words in parts])
+            first = {SOURCE: f"{o.layout} {self.name}", SINK: _sink(self)}.get(part, part)
+            if words or part in (SOURCE, SINK) or (part == "norm" and o.norm is not None):
+                parts.append(" ".join([first, *words]))
+        return " > ".join(parts)
 
     @staticmethod
     def parse(text: str) -> Call:
@@ -103,11 +102,21 @@ class Call(NamedTuple):
         for part, words in parts.items():
             if part not in PARTS:
                 raise InvalidInput(f"call has {part!r}; it must be one of {', '.join(PARTS)}")
-            read = dict([_read(part, word) for word in words if _is_word(part, word)])
-            tensors += [word for word in words if not _is_word(part, word)]
+            own = [word for word in words if word.partition("=")[0] in PARTS[part].words]
+            names = [word for word in words if word not in own]
+            if unknown := [word for word in names if _PART_OF.get(word) != part]:
+                raise InvalidInput(f"call has {unknown[0]!r}, which is neither a word nor a tensor of its {part}")
+            try:
+                read = dict([_read(part, word) for word in own])
+            except ValueError as error:
+                raise InvalidInput(f"call has a wrong value in {' '.join(own)!r}: {error}") from error
+            tensors += names
             values.update({"norm": NormOptions(**read)} if part == "norm" else read)
         values.setdefault("interleaved_out", values.get("interleaved", False))
-        return Call.of(name, tensors, Options(**values))
+        found = Call.of(name, tensors, Options(**values))
+        if others[-1][0] != _sink(found):
+            raise InvalidInput(f"call ends in {others[-1][0]!r}; with its tensors it must be {_sink(found)!r}")
+        return found
 
 
 def _sink(call: Call) -> str:
@@ -131,16 +140,12 @@ def _spelled(word: str, value: Any) -> str:
     return f"{word}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
 
 
-def _is_word(part: str, text: str) -> bool:
-    return text.partition("=")[0] in PARTS[part].words
-
-
 def _read(part: str, text: str) -> tuple[str, Any]:
     """The word of a text and its value."""
-    word, equals, value = text.partition("=")
+    word, _, value = text.partition("=")
     kind = type(_DEFAULTS[part][word])
     if kind is bool:
-        return word, not equals or value == "True"
+        return word, ("False", "True", "").index(value) > 0
     if kind is tuple:
         return word, tuple([int(x) for x in value.split(",")])
     return word, kind(value)

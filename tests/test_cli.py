@@ -20,7 +20,7 @@ import torch
 from jitrope import InvalidInput
 from jitrope.base import config
 from jitrope.base.errors import JitropeError
-from jitrope.base.spec import spec_from_dict
+from jitrope.base.spec import record_of, spec_from_dict
 from jitrope.jit import compiler, kernels, render
 from jitrope.jit.cache import KernelCache
 from jitrope.jit.entry import Key
@@ -101,7 +101,7 @@ WRONG += [
     "prewarm",
     "render",
 ]
-WRONG += ["prewarm --arch sm_90 --model m --interleaved", "prewarm --heads 1,2,3 --arch sm_90"]
+WRONG += ["prewarm --arch sm_90 --model m --width full", "prewarm --heads 1,2,3 --arch sm_90", "prewarm text"]
 FAILED = ["bundle load none.tar", "bundle ls none.tar", "prewarm --from none.json --arch sm_90", "bundle write k.tar"]
 FAILED += ["prewarm --model none --arch sm_90"]
 
@@ -158,8 +158,12 @@ def test_prewarm_then_everything_is_cached(jitrope, tmp_path: Path) -> None:
 
 
 def test_options_of_a_call_are_never_ignored(jitrope) -> None:
-    said = "jitrope prewarm: error: the options of a call need --heads; --model takes --dtype and --backward\n"
-    for more in (["--from", "run.json", "--interleaved"], ["--model", "m", "--head-dim", "64"]):
+    said = "jitrope prewarm: error: a call and its options need --heads; --model takes --dtype and --backward\n"
+    for more in (
+        ["--from", "run.json", "--width", "full"],
+        ["--model", "m", "--head-dim", "64"],
+        ["--model", "m", CALL],
+    ):
         assert jitrope("prewarm", *more, "--arch", "sm_90").stderr.endswith(said)
     done = jitrope("prewarm", "--dtype", "fp16", "--arch", "sm_90")
     assert done.stderr.endswith("jitrope prewarm: error: pass one of --heads, --model, --from\n")
@@ -183,15 +187,15 @@ def test_an_architecture_that_nvrtc_does_not_know_is_one_line(jitrope, arch: str
     assert re.match(rf"failed: rope_bf16_d128\w+ {name} and 1 more: {name} is|failed: .* 1 more: .* no {name}", line)
 
 
-WORDS = {"head_dim": 64, "dtype": "fp16", "interleaved": True, "rotary_dim": 32, "width": "full", "inplace": True}
+CALL = "bshd heads q k > norm q_weight k_weight > rotate cos sin position_ids rotary_dim=32 interleaved > in_place"
+WORDS = {"head_dim": 64, "dtype": "fp16", "width": "full"}
 
 
 def test_every_option_of_a_call_has_a_meaning(jitrope) -> None:
-    """With each alone the kernels are those of the function's word, and others than without it."""
+    """With each alone the kernels are those of the function's word, and others than without it. A call is one too."""
     plain = specs_of([8, 2])
-    for word, value in {**WORDS, "backward": True}.items():
-        option = {"inplace": "in_place"}.get(word, word).replace("_", "-")
-        given = [f"--{option}", *([] if value is True else [str(value)])]
+    for word, value in {**WORDS, "backward": True, "call": CALL}.items():
+        given = [f"--{word.replace('_', '-')}", *([] if value is True else [str(value)])][word == "call" :]
         done = jitrope("prewarm", "--heads", "8,2", *given, "--arch", "sm_90", "--dry-run", "--json")
         specs = specs_of([8, 2], **{word: value})
         assert [kernel["name"] for kernel in json.loads(done.stdout)["kernels"]] == [spec.name for spec in specs]
@@ -205,20 +209,23 @@ def test_kernels_that_are_cached_need_no_nvrtc_that_knows_their_architecture(jit
     """A bundle may have kernels that another NVRTC compiled."""
     spec = specs_of(8)[0]
     KernelCache(tmp_path / "kernels").store(kernels.key_of(spec, "sm_50"), "text", b"cubin", spec.to_dict())
-    (tmp_path / "run.json").write_text(json.dumps({"spec": [spec.to_dict()]}))
+    (tmp_path / "run.json").write_text(json.dumps(record_of([spec])))
     done = jitrope("bundle", "write", "k.tar", "--from", "run.json", "--arch", "sm_50", "--json")
     assert (done.returncode, json.loads(done.stdout)["cached"]) == (0, 1)
 
 
 def test_a_dry_run_lists_the_kernels_in_words(jitrope) -> None:
     jitrope("prewarm", "--heads", "8", "--arch", "sm_90")
-    done = jitrope("prewarm", "--heads", "8", "--in-place", "--backward", "--arch", "sm_90", "--dry-run")
+    in_place = "bshd heads q > rotate cos sin > in_place"
+    done = jitrope("prewarm", in_place, "--heads", "8", "--backward", "--arch", "sm_90", "--dry-run")
     *lines, total = done.stdout.splitlines()
-    assert "would compile  sm_90   rope bf16 d128 halves fp32 half table forward in place grid 2d" in lines
-    assert "would compile  sm_90   rope bf16 d128 halves fp32 half table backward token linear" in lines
+    text = "bshd heads q > rotate cos sin rotary_dim=128"
+    name = "rope bf16 d128 halves fp32 half table"
+    assert f"would compile  sm_90   {name} forward in place grid 2d: {text} > in_place" in lines
+    assert f"would compile  sm_90   {name} backward token linear: {text} inverse > fresh" in lines
     assert total == f"{len(lines)} would compile, 0 cached, 0 failed"
     lines = jitrope("prewarm", "--heads", "8", "--arch", "sm_90", "--dry-run").stdout.splitlines()
-    assert "cached         sm_90   rope bf16 d128 halves fp32 half table forward grid 2d" in lines
+    assert f"cached         sm_90   {name} forward grid 2d: {text} > fresh" in lines
 
 
 def test_prewarm_needs_an_architecture(process) -> None:
@@ -238,7 +245,7 @@ def test_prewarm_reports_failures(jitrope, tmp_path: Path, monkeypatch, dry: tup
     assert "2 failed" in done.stdout
     (line,) = done.stderr.splitlines()  # one for all kernels with the same fault
     assert re.match(r"failed: rope_bf16_d128\w+ sm_90 and 1 more: the template rope.cu.jinja is missing", line)
-    (tmp_path / "empty.json").write_text('{"spec": []}')
+    (tmp_path / "empty.json").touch()
     done = jitrope("prewarm", "--from", "empty.json", "--arch", "sm_90", "--json", *dry)
     assert done.returncode == 1
     assert "nothing to build" in done.stderr
@@ -256,7 +263,7 @@ def test_what_a_cache_lists_is_built_elsewhere(jitrope, tmp_path: Path) -> None:
 
 
 BAD_FILES = ["{", "{}", "[]", '{"spec": [{"dtype": "bf16"}]}', '{"spec": 5}', '{"spec": ' + "[" * 100000]
-BAD_FILES += ['{"spec": [5]}', '{"call": [{"heads": 8}]}', "\0", "heads = 8"]
+BAD_FILES += ['{"version": 1, "spec": [5]}', '{"call": [{"heads": 8}]}', "\0", "heads = 8", '{"version": 1, "spec": 5}']
 
 
 @pytest.mark.parametrize("text", BAD_FILES, ids=range(len(BAD_FILES)))
@@ -270,7 +277,8 @@ def test_a_file_of_something_else_is_one_line(jitrope, tmp_path: Path, text: str
 
 
 def test_render(jitrope) -> None:
-    text = jitrope("render", "--heads", "24", "--interleaved", "--head-dim", "64", "--backward").stdout
+    call = "bshd heads q > rotate cos sin interleaved > fresh"
+    text = jitrope("render", call, "--heads", "24", "--head-dim", "64", "--backward").stdout
     assert "constexpr int HEAD_DIM = 64;" in text
     assert "constexpr bool INTERLEAVED = true;" in text
     assert "constexpr bool INVERSE = true;" in text
@@ -280,7 +288,7 @@ def test_render(jitrope) -> None:
 
 
 def test_a_source_renders_again_by_the_command_at_its_head(jitrope, tmp_path: Path) -> None:
-    text = jitrope("render", "--heads", "24", "--interleaved", "--backward").stdout
+    text = jitrope("render", "bshd heads q > rotate cos sin interleaved > fresh", "--heads", "24", "--backward").stdout
     (tmp_path / "kernel.cu").write_text(text)
     (command,) = re.findall(r"^// To render this text again: (.*)$", text, re.MULTILINE)
     command = command.replace("FILE", "kernel.cu").replace("jitrope", f"{sys.executable} -m jitrope")
@@ -309,7 +317,7 @@ def test_a_stdout_that_takes_no_text(tmp_path: Path, where: str, code: int, text
 
 def test_a_spec_of_a_file_that_no_kernel_has_is_named_and_refused(tmp_path: Path) -> None:
     path = tmp_path / "specs.json"
-    path.write_text(json.dumps({"spec": [specs_of(8)[0].to_dict(), {"kind": "rope"}]}))
+    path.write_text(json.dumps({"version": 1, "spec": [specs_of(8)[0].to_dict(), {"kind": "rope"}]}))
     with pytest.raises(InvalidInput, match=rf"^{re.escape(str(path))}: spec\[1\]: "):
         read_record(path)
 
@@ -408,6 +416,61 @@ def test_without_docstrings(tmp_path: Path) -> None:
 
 # ---- cache and bundle ----------------------------------------------------------------------------
 
+ROPE = "bshd heads q > rotate cos sin rotary_dim=128 > fresh"
+
+
+def test_what_a_listing_says_of_a_call_can_be_built(jitrope, tmp_path: Path) -> None:
+    """The text of `cache ls`, `bundle ls` and a record is that of the call, and `prewarm` reads it."""
+    jitrope("prewarm", CALL, "--heads", "8,2", "--head-dim", "64", "--arch", "sm_90")
+    jitrope("bundle", "write", "k.tar")
+    lines = [*jitrope("cache", "ls").stdout.splitlines(), *jitrope("bundle", "ls", "k.tar").stdout.splitlines()]
+    assert len(lines) == 4
+    assert {line.partition(": ")[2] for line in lines} == {CALL}
+    listed = json.loads(jitrope("cache", "ls", "--json").stdout)
+    assert listed["version"] == 1
+    assert [x["call"] for x in (*listed["spec"], *listed["entries"])] == [CALL] * 4
+    given = (lines[0].partition(": ")[2], "--heads", "8,2", "--head-dim", "64", "--arch", "sm_90", "--json")
+    assert json.loads(jitrope("prewarm", *given).stdout)["cached"] == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("bshd heads q k > rotate cos sin turned > fresh", "call has 'turned', which is neither a word nor a tensor"),
+        ("bshd heads q k > rotate cos sin rotary_dim=x > fresh", "call has a wrong value in 'rotary_dim=x': invalid"),
+        ("bshd heads q k > rotate cos sin interleaved=1 > fresh", "call has a wrong value in 'interleaved=1'"),
+        ("bshd heads q k > rotate cos sin rotary_dim=-4 > fresh", "heads or call have wrong sizes: Trying to create"),
+        ("bshd fused qkv > rotate cos sin > fresh", "heads is [8, 2]"),
+        ("bshd heads q k > rotate cos sin > inplace", "call ends in 'inplace'; with its tensors it must be 'fresh'"),
+        (
+            "bshd heads q k turned > rotate cos sin > fresh",
+            "call has 'turned', which is neither a word nor a tensor of its source",
+        ),
+        ("bshd heads q k > rotate cos sin rotary_dim=130 > fresh", "rotary_dim is 130"),
+        ("bshd turn q k > rotate cos sin > fresh", "call has the source 'turn'"),
+        ("bshd heads q > rotate cos sin > fresh", "heads is [8, 2]; it must be those of q and k"),
+        ("bshd fused qkv > rotate cos sin q_per_group=2 > fresh", "call has 'q_per_group=2'"),
+        ("bshd fused qkv q_per_group=2 order=qkv > rotate cos sin > fresh", "heads is [8, 2]"),
+        (
+            "bshd heads q k v > rotate cos sin > cache k_cache v_cache slot_mapping k_block_scale",
+            "call has k_block_scale",
+        ),
+    ],
+)
+def test_a_text_that_no_call_has_is_one_line(jitrope, text: str, why: str) -> None:
+    done = jitrope("prewarm", text, "--heads", "8,2", "--arch", "sm_90", "--dry-run")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert why in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("version", [None, 0, 2, "1"])
+def test_a_record_of_another_version_is_refused_in_one_line(jitrope, tmp_path: Path, version: object) -> None:
+    record = {**record_of(specs_of(8)), "version": version}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    done = jitrope("prewarm", "--from", "run.json", "--arch", "sm_90", "--dry-run")
+    what = "it is no record of version 1; record again with this jitrope, in a new file"
+    assert (done.returncode, done.stderr) == (1, f"error: cannot read run.json: {what}\n")
+
 
 def test_cache_commands(jitrope, tmp_path: Path) -> None:
     kernels = tmp_path / "kernels"
@@ -418,8 +481,8 @@ def test_cache_commands(jitrope, tmp_path: Path) -> None:
     listed = jitrope("cache", "ls")
     rows = [line.split(maxsplit=3) for line in listed.stdout.splitlines()]
     assert [(row[0], row[2], row[3]) for row in rows] == [
-        ("sm_90", "KiB", "rope bf16 d128 halves fp32 half table forward grid 2d"),
-        ("sm_90", "KiB", "rope bf16 d128 halves fp32 half table forward token linear"),
+        ("sm_90", "KiB", f"rope bf16 d128 halves fp32 half table forward {launch}: {ROPE}")
+        for launch in ("grid 2d", "token linear")
     ]
     assert "2 kernels" in listed.stderr
     sizes = [entry["bytes"] for entry in json.loads(jitrope("cache", "ls", "--json").stdout)["entries"]]
@@ -509,14 +572,14 @@ def test_another_versions_entry_blocks_nothing(process, tmp_path: Path) -> None:
     done = process("bundle", "write", "k.tar", "--json")
     assert (done.returncode, json.loads(done.stdout)["cached"]) == (0, 2)
     assert said in done.stderr
-    (tmp_path / "listing.json").write_text(process("cache", "ls", "--json").stdout)
+    done = process("cache", "ls", "--json")
+    (tmp_path / "listing.json").write_text(done.stdout)
+    assert said in done.stderr
     done = process("prewarm", "--from", "listing.json", "--arch", "sm_90", "--json")
     assert (done.returncode, json.loads(done.stdout)["cached"]) == (0, 2)
-    assert said in done.stderr
     done = process("cache", "verify", "--cold", "--json")
     assert (done.returncode, json.loads(done.stdout)["looked_up"]) == (0, 2)
-    recorded = {"spec": json.loads((tmp_path / "listing.json").read_text())["spec"]}
-    (tmp_path / "run.json").write_text(json.dumps(recorded))  # not a cache's listing, so every kernel is needed
+    (tmp_path / "run.json").write_text(json.dumps({"version": 1, "spec": [spec]}))  # so the kernel is needed
     done = process("prewarm", "--from", "run.json", "--arch", "sm_90")
     assert done.returncode == 1
     assert "of_another_version" in done.stderr

@@ -53,7 +53,7 @@ def test_example(command: list[str], tmp_path: Path) -> None:
         assert done.stdout.count("its formula's results: yes") == 6
         assert "of the plain model's: yes" in done.stdout
     if "caching" in command[0]:
-        assert done.stdout.count(" 0 compiled,") == 2  # by the second process, and by the image
+        assert done.stdout.count(" 0 compiled;") == 2  # by the second process, and by the image
         assert ("NVRTC: none" in done.stdout) == (torch.version.cuda is None)
         for said in ("MissingKernel", "8 good, 1 damaged", "kernels stay in memory", "9 kernels removed"):
             assert said in done.stdout

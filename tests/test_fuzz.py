@@ -42,7 +42,7 @@ SPECS: list[Spec] = [
     SegmentsSpec(True, "int32", 2, "dual_chunk", full=False, extends=False, padded=True, exchange=True, threads=256),
     CorrectionSpec("out", "nothing", "add", True, "bf16", "int32", 8),
 ]
-BY_NAME = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+BY_NAME = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.call or spec.name)
 FLAG, COUNTS = st.booleans(), st.integers(1, 64)
 
 # ---- code in a field -----------------------------------------------------------------------------

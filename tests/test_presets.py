@@ -11,8 +11,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from examples.bench import chains, harness
-from examples.bench.presets import PRESETS, Preset, case
+from examples.bench.chains import ROTARY
+from examples.bench.presets import PRESETS, Preset, case, texts
 from examples.bench.rope import small
+from jitrope.call import Call
+from jitrope.tools.prewarm import specs_of
 
 from .devices import DEVICES
 from .host import backend
@@ -107,6 +110,21 @@ def test_launches(name: str) -> None:
     if preset.trained:
         torch.autograd.grad(outputs, leaves, [torch.ones_like(y) for y in outputs], allow_unused=True)
         assert backend.launched.total() - forward == 1
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_says_its_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as it launches, each with a text that `prewarm` reads."""
+    for module in (chains, harness):
+        monkeypatch.setattr(module, "DEVICE", "cpu")
+    found = texts(PRESETS[name])
+    _, _, q_heads, k_heads, size = PRESETS[name].shape
+    assert len(found) == LAUNCHES.get(name, 1)
+    for text in found:
+        alone = not {"k", "kv", "qkv"} & {*Call.parse(text).tensors}
+        heads = {"qwen3.5-fused": [8, 2], "deepseek-indexer": [q_heads]}.get(name, [q_heads, k_heads])
+        assert len(heads) == 2 - alone
+        assert specs_of(heads, ROTARY if "decode" in name and "mla" in name else size, call=text)
 
 
 def test_each_preset_is_in_the_guide() -> None:

@@ -13,7 +13,7 @@ import pytest
 from jinja2 import meta
 
 from jitrope.base.errors import CompileError
-from jitrope.base.spec import Spec, spec_from_dict
+from jitrope.base.spec import Spec, record_of, spec_from_dict
 from jitrope.jit import compiler, render
 from jitrope.plan import arguments
 from jitrope.plan.spec import RopeSpec
@@ -36,7 +36,7 @@ PLAIN_SPECS = [
     CorrectionSpec("out", "nothing", "add", True, "bf16", "int32", 8),
 ]
 ROPE_SPECS = [SPEC, NORM_SPEC, ACROSS_SPEC, GRADIENT_SPEC]
-SPECS = pytest.mark.parametrize("spec", [*ROPE_SPECS, *PLAIN_SPECS], ids=lambda spec: spec.name)
+SPECS = pytest.mark.parametrize("spec", [*ROPE_SPECS, *PLAIN_SPECS], ids=lambda spec: spec.call or spec.name)
 TEMPLATES = Path(__file__).parent.parent / "templates"
 ROPE_ENTRIES = {"rope.cu.jinja", "qk_norm_rope.cu.jinja", "qk_norm_rope_backward.cu.jinja"}
 ENTRIES = ROPE_ENTRIES | {spec.template for spec in PLAIN_SPECS}
@@ -119,7 +119,7 @@ def test_a_source_says_what_it_is(spec: Spec) -> None:
     assert text.splitlines()[0] == f"// {spec.name}"
     assert f"Begin at the kernel, {spec.entry}, at the end" in text
     written = "".join(line.removeprefix("//: ") for line in text.splitlines() if line.startswith("//: "))
-    assert [spec_from_dict(found) for found in json.loads(written)["spec"]] == [spec]
+    assert json.loads(written) == json.loads(json.dumps(record_of([spec.of("")])))
     assert cuda(spec).startswith(f'#line 1 "{spec.template}"\n')
 
 
@@ -205,7 +205,7 @@ def test_ingredients_follow_every_field_and_file() -> None:
         "latent_norm": True,
     }
     norms_own |= {"heads_per_thread": 4, "blocks_per_sm": 7, "ring": not NORM_SPEC.ring}
-    assert changes.keys() | norms_own.keys() == SPEC.to_dict().keys() - {"kind"}
+    assert changes.keys() | norms_own.keys() == SPEC.to_dict().keys() - {"kind", "call"}
     for spec, fields in ((SPEC, changes), (NORM_SPEC, norms_own)):
         for name, value in fields.items():
             other = replace(spec, **{name: value})
@@ -325,15 +325,14 @@ def test_a_compile_error_names_the_templates_line(monkeypatch: pytest.MonkeyPatc
         render.environment.cache_clear()
 
 
-def test_a_compile_error_has_the_spec_and_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compile_error_has_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = replace(render.render(SPEC), text=render.render(SPEC).text.replace("HEAD_DIM = 128", "HEAD_DIM = nope"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(CompileError) as caught:
-        compiler.compile_source(source, "sm_90", spec=SPEC.to_dict())
-    first, *_, spec, kept = str(caught.value).splitlines()
+        compiler.compile_source(source, "sm_90")
+    first, *_, kept = str(caught.value).splitlines()
     assert first.startswith(f"{SPEC.name} for sm_90: ")
     assert re.search(r'parameters\.cuh\.jinja\(\d+\): error: identifier "nope"', str(caught.value))
-    assert spec_from_dict(json.loads(spec.removeprefix("spec: "))) == SPEC
     assert Path(kept.removeprefix("source: ")).read_text() == source.text
     assert Path(kept.removeprefix("source: ")).parent == tmp_path
     monkeypatch.setattr(tempfile, "tempdir", "/proc/none")

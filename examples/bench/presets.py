@@ -6,6 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
 from jitrope import (
     DynamicQuantize,
     KVCache,
@@ -14,6 +17,7 @@ from jitrope import (
     Packed,
     Ulysses,
     apply_rope,
+    planning,
     prepare_fused_qkv,
     prepare_mla_qkv,
     prepare_qkv,
@@ -234,10 +238,19 @@ def timed(preset: Preset, with_peers: bool, training: bool, smoke: bool) -> tupl
     return made, {by: each.backward if training else each.forward for by, each in times.items()}
 
 
+def texts(preset: Preset) -> list[str]:
+    """The texts of a preset's calls, which `jitrope prewarm` reads."""
+    inputs = preset.make(small(preset.shape), preset.rotary_dim or preset.shape[-1])
+    with planning(["auto"]) as specs:
+        preset.ours(tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, inputs))
+    return [*dict.fromkeys(spec.call for spec in specs)]
+
+
 def rows(name: str, with_peers: bool, training: bool = False, smoke: bool = False) -> Rows:
     """A row an implementation, of one pass."""
     made, us = timed(PRESETS[name], with_peers, training, smoke)
-    return rows_of(us, made.moved[COPY], case=name, **{"pass": "backward" if training else "forward"})
+    head = {"case": name, "call": "; ".join(texts(PRESETS[name])), "pass": "backward" if training else "forward"}
+    return rows_of(us, made.moved[COPY], **head)
 
 
 @app.command("presets")

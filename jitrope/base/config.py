@@ -157,12 +157,11 @@ def record_file() -> Path | None:
     return _path(given) if given else None
 
 
-def warn_once(message: str, topic: Any) -> bool:
-    """Log the first warning about a topic. False if there was one."""
-    if first := topic not in _warned:
+def warn_once(message: str, topic: Any) -> None:
+    """Log the first warning about a topic."""
+    if topic not in _warned:
         _warned.add(topic)
         log.warning(message)
-    return first
 
 
 def set_up_logging() -> None:

@@ -5,8 +5,8 @@ Pure Python without torch: dtypes are the words "fp32", "fp16", "bf16".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, asdict, fields, replace
 from typing import Any, ClassVar
 
 from .errors import InvalidInput
@@ -21,6 +21,7 @@ MAX_INT = 2**31 - 1
 MAX_THREADS = 1024  # of a block: CUDA's limit
 ACCESS_BYTES = 16  # the widest load or store of one thread
 ACCESSES = (1, 2, 4, 8, 16)  # elements or bytes of one load or store
+VERSION = 1  # of records; texts of calls leave out defaults, so no default changes within one
 
 
 def check_fields(spec: Any, words: Mapping[str, tuple[str, ...]]) -> None:
@@ -64,6 +65,7 @@ class Spec:
     words: Mapping[str, tuple[str, ...]]  # the allowed texts of each text field
     enumerators: tuple[str, ...] = ()  # text fields that are enumerators of the template; the others are dtypes
     unused: tuple[str, ...] = ()  # fields that the template does not use
+    call = ""  # the text of a call that needs the kernel; it is no field: specs of other calls are equal
 
     @property
     def template(self) -> str:
@@ -91,9 +93,15 @@ class Spec:
                 found[name] = value.upper() if name in self.enumerators else value
         return found
 
+    def of(self, call: str) -> Spec:
+        """The same spec with the text of a call."""
+        made = replace(self)
+        object.__setattr__(made, "call", call)
+        return made
+
     def to_dict(self) -> dict[str, Any]:
-        """The fields, for JSON."""
-        return {"kind": self.kind, **asdict(self)}
+        """The text of the call, if there is one, and the fields, for JSON."""
+        return {"kind": self.kind, **({"call": self.call} if self.call else {}), **asdict(self)}
 
 
 KINDS: dict[str, type[Spec]] = {}  # the spec class of each kind; a module with kernels adds its classes at import
@@ -101,10 +109,10 @@ KINDS: dict[str, type[Spec]] = {}  # the spec class of each kind; a module with 
 
 def spec_from_dict(data: Any) -> Spec:
     """The inverse of every spec's `to_dict`. Raises InvalidInput for a missing, an unknown or a wrong field."""
-    if not isinstance(data, dict):
-        raise InvalidInput(f"a spec must be a table of fields, not {data!r}")
+    if not isinstance(data, dict) or not isinstance(data.get("call", ""), str):
+        raise InvalidInput(f"a spec must be a table of fields, and its call a text, not {data!r}")
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
-    kind = given.pop("kind", None)
+    kind, call = given.pop("kind", None), str(given.pop("call", ""))
     if kind not in tuple(KINDS):
         raise InvalidInput(f"kind is {kind!r}; allowed are {', '.join(sorted(KINDS))}")
     made, known = KINDS[kind], {field.name: field for field in fields(KINDS[kind])}
@@ -114,4 +122,9 @@ def spec_from_dict(data: Any) -> Spec:
     spec = made(**given)
     spec.check()
     refuse_unless(made.__name__, kind == spec.kind, f"kind must be {spec.kind!r}")
-    return spec
+    return spec.of(call)
+
+
+def record_of(specs: Iterable[Spec]) -> dict[str, Any]:
+    """A record, for JSON: kernels, each with its call's text, that `jitrope prewarm --from` builds."""
+    return {"version": VERSION, "spec": [spec.to_dict() for spec in specs]}

@@ -12,12 +12,10 @@ import math
 import os
 import re
 import stat
-import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ from . import entry, trust
 from .bundle import Bundle, split
 from .entry import ANY, CUBIN, DAMAGE, FILES, NAME, Entry, Key, OtherFormat, Read
 
-__all__ = ["Counts", "KernelCache"]
+__all__ = ["KernelCache"]
 
 ABANDONED = 3600.0
 """Seconds after which the process that made a temporary folder is assumed to be dead."""
@@ -120,27 +118,6 @@ def _delete(folder: int, name: str) -> None:
         os.rmdir(name, dir_fd=folder)
 
 
-@dataclass
-class Counts:
-    """Counters of one process.
-
-    >>> KernelCache(Path("kernels")).counts
-    Counts(hits=0, misses=0, compiled=0, repaired=0, compile_ms=0.0)
-
-    Attributes:
-        hits, misses: kernels that were found in the folder or a layer, and kernels that were not.
-        compiled: kernels compiled by this process.
-        repaired: unusable entries that were found. Each is replaced when its kernel is compiled.
-        compile_ms: milliseconds spent on rendering and compiling.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    compiled: int = 0
-    repaired: int = 0
-    compile_ms: float = 0.0
-
-
 class Layer:
     """A read-only cache: a folder of entries, a bundle, or an unpacked bundle, by path, or a bundle by path and digest.
 
@@ -153,8 +130,6 @@ class Layer:
     def __init__(self, given: Path) -> None:
         self._given = given
         self._bundle: tuple[Any, Any] = None, None  # (the file's identity, what was in it)
-        self.counts = Counts()
-        self._lock = threading.Lock()
 
     @property
     def root(self) -> Path:
@@ -200,7 +175,7 @@ class Layer:
                         continue
                     except (OSError, *DAMAGE) as error:
                         text = f"{name} in the kernel cache {self.root} is not usable ({trust.reason(error)})"
-                        self.count("repaired", warn_once(text, self.root / name))
+                        warn_once(text, self.root / name)
         except CacheError as error:
             text = "{}; kernels stay in memory" if self.own else "a system cache is not used: {}"
             warn_once(text.format(error), self._given)
@@ -234,11 +209,6 @@ class Layer:
         except CacheError as error:
             return 0, [(self.root, str(error))]
         return len(good), bad
-
-    def count(self, name: str, more: float = 1) -> None:
-        """Add to one of `counts`."""
-        with self._lock:
-            setattr(self.counts, name, getattr(self.counts, name) + more)
 
 
 class KernelCache(Layer):
@@ -274,9 +244,8 @@ class KernelCache(Layer):
     # ---- finding ---------------------------------------------------------------------------------
 
     def find(self, key: Key) -> bytes | None:
-        """The key's cubin, checked, from the user's own folder or else from a layer. Counts a hit or a miss."""
+        """The key's cubin, checked, from the user's own folder or else from a layer."""
         files = self.read(key)
-        self.count("hits" if files else "misses")
         return files[CUBIN] if files else None
 
     def read(self, key: Key) -> dict[str, bytes] | None:

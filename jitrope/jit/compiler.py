@@ -5,7 +5,6 @@ NVRTC is called through CuPy's bindings, not through its compiler, because the b
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
 from collections.abc import Sequence
@@ -154,13 +153,8 @@ def options_for(arch: str) -> tuple[str, ...]:
     return "-std=c++17", f"-arch={arch}"
 
 
-def compile_source(
-    source: Source, arch: str, extra_options: tuple[str, ...] = (), spec: dict[str, Any] | None = None
-) -> tuple[bytes, str]:
-    """Compile a source to (cubin, the compiler's log). This needs neither a GPU nor a driver.
-
-    spec: the `to_dict` of the source's spec, for the message of a CompileError.
-    """
+def compile_source(source: Source, arch: str, extra_options: tuple[str, ...] = ()) -> tuple[bytes, str]:
+    """Compile a source to (cubin, the compiler's log). This needs neither a GPU nor a driver."""
     wanted = source.text, arch, extra_options
     if wanted in _refused:  # another compile would fail too, and keep the source again
         raise CompileError(_refused[wanted])
@@ -174,7 +168,6 @@ def compile_source(
         if wrong := unsupported(arch, supported_archs(), nvrtc_version()):
             raise CompileError(f"{source.name}: {wrong[0]}; {wrong[1]}") from error
         lines = [f"{source.name} for {arch}: {error}", nvrtc.getProgramLog(program).strip()]
-        lines += [f"spec: {json.dumps(spec)}"] if spec is not None else []
         _refused[wanted] = "\n".join([*lines, f"source: {_keep(source)}"])
         raise CompileError(_refused[wanted]) from error
     finally:

@@ -81,7 +81,7 @@ def described(path: Path, meta: Mapping[str, Any], files: Mapping[str, bytes]) -
 
 
 def pack(key: Key, text: str, cubin: bytes, spec: dict[str, Any]) -> dict[str, bytes]:
-    """The files of an entry. They contain no time and no path, so the same key gives the same bytes."""
+    """The files of an entry, without a time or a path. The same key gives the same bytes, but for the call's text."""
     meta = {
         "format": FORMAT,
         "source": key.source,

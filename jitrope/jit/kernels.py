@@ -14,7 +14,7 @@ import torch
 
 from ..base import config
 from ..base.errors import CompileError, JitropeError, MissingKernel
-from ..base.spec import Spec
+from ..base.spec import Spec, record_of
 from . import compiler, recording
 from .cache import KernelCache
 from .driver import Kernel, Refused
@@ -39,7 +39,6 @@ def _renew_locks() -> None:
     """After fork() the child has only the forking thread, so a lock held by another would never be released."""
     global _build_lock
     _build_lock = threading.RLock()
-    _cache_at.cache_clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -98,12 +97,9 @@ def build(spec: Spec, arch: str, rebuild: bool = False) -> Cubin:
         raise missing_kernel(spec, arch, cache)
     start = time.perf_counter()
     source = render(spec)
-    cubin, _ = compiler.compile_source(source, arch, spec=spec.to_dict())
-    ms = 1e3 * (time.perf_counter() - start)
+    cubin, _ = compiler.compile_source(source, arch)
     compiled.append(spec.name)
-    cache.count("compiled")
-    cache.count("compile_ms", ms)
-    config.log.info("compiled %s for %s in %.0f ms", spec.name, arch, ms)
+    config.log.info("compiled %s for %s in %.0f ms", spec.name, arch, 1e3 * (time.perf_counter() - start))
     kept = cache.store(key, source.text, cubin, spec.to_dict())
     recording.tell(spec, arch, start, "compiled")
     return Cubin(cubin, compiled=True, kept=kept)
@@ -121,7 +117,7 @@ def key_of(spec: Spec, arch: str) -> Key:
 def missing_kernel(spec: Spec, arch: str, cache: KernelCache) -> MissingKernel:
     """The error for a kernel that is in no cache and may not be compiled."""
     fields = spec.to_dict()
-    text = shlex.quote(json.dumps({"spec": [fields]}))
+    text = shlex.quote(json.dumps(record_of([spec])))
     command = f"echo {text} > missing.json && jitrope prewarm --from missing.json --arch {arch}"
     places = ", ".join(map(str, (cache.root, *(layer.root for layer in cache.system))))
     message = (

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ..base import arguments
 from ..base.config import log, record_file
 from ..base.errors import CacheError
-from ..base.spec import Spec
+from ..base.spec import VERSION, Spec, record_of
 from .trust import reason, refuse_device, replaced
 
 _patience = 10.0
@@ -58,13 +58,16 @@ def record(path: str | Path | None = None) -> Iterator[list[Spec]]:
 class KernelEvent(NamedTuple):
     """A kernel that this process made or found.
 
-    >>> event = jitrope.KernelEvent("rope_bf16_d128", "sm_90", "{}", 0.2, "compiled")
+    >>> text = "bshd heads q k > rotate cos sin rotary_dim=128 > fresh"
+    >>> event = jitrope.KernelEvent("rope_bf16_d128", "sm_90", text, "{}", 0.2, "compiled")
 
-    spec is JSON for `jitrope prewarm --from`. source is "compiled", or "disk": from the kernel cache or a bundle.
+    call is the text of the call that needs the kernel, which `jitrope prewarm` reads, or "" for a kernel that moves
+    rows. spec is JSON for `jitrope prewarm --from`. source is "compiled", or "disk": from the kernel cache or a bundle.
     """
 
     name: str
     arch: str
+    call: str
     spec: str
     seconds: float
     source: str
@@ -82,7 +85,7 @@ def on_compile(callback: Callable[[KernelEvent], object]) -> Callable[[], None]:
     soon and not wait for them. A loaded kernel makes no event. Returns a function that removes the callback. Raises
     InvalidInput if callback cannot be called.
 
-    >>> remove = jitrope.on_compile(lambda event: print(event.name, event.source, event.seconds))
+    >>> remove = jitrope.on_compile(lambda event: print(event.call, event.source, event.seconds))
     >>> remove()
     """
     if not callable(callback):
@@ -98,8 +101,8 @@ def on_compile(callback: Callable[[KernelEvent], object]) -> Callable[[], None]:
 def tell(spec: Spec, arch: str, since: float, source: str) -> None:
     """Tell the callbacks of a kernel. since: its start, of `time.perf_counter`."""
     if _callbacks:
-        seconds, text = time.perf_counter() - since, json.dumps({"spec": [spec.to_dict()]})
-        event = KernelEvent(spec.name, arch, text, seconds, source)
+        seconds, text = time.perf_counter() - since, json.dumps(record_of([spec]))
+        event = KernelEvent(spec.name, arch, spec.call, text, seconds, source)
         for callback in [*_callbacks.values()]:
             callback(event)
 
@@ -131,8 +134,8 @@ def _say_if_empty() -> None:
 
 def add(path: Path, specs: Iterable[Spec]) -> None:
     """Add specs to a file in one step. Concurrent processes wait for each other."""
-    wanted = json.loads(json.dumps([spec.to_dict() for spec in specs]))
-    there = _read(path).get("spec", ())
+    wanted = json.loads(json.dumps(record_of(specs)))["spec"]
+    there = _read(path)["spec"]
     if all(spec in there for spec in wanted):
         return
     try:
@@ -140,8 +143,7 @@ def add(path: Path, specs: Iterable[Spec]) -> None:
         target = Path(os.path.realpath(path))  # processes that record through a link and its target share a lock
         with _locked(target.with_name(f".{target.name}.lock")), replaced(target) as temporary:
             data = _read(path)
-            there = data.get("spec", ())
-            data["spec"] = [*there, *(spec for spec in wanted if spec not in there)]
+            data["spec"] += [spec for spec in wanted if spec not in data["spec"]]
             temporary.write_text(json.dumps(data, indent=1) + "\n")
     except OSError as error:
         raise CacheError(f"cannot write {path}: {reason(error)}") from error
@@ -149,14 +151,21 @@ def add(path: Path, specs: Iterable[Spec]) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     refuse_device(path)
+    return content(path) if os.path.exists(path) else record_of(())
+
+
+def content(path: Path) -> dict[str, Any]:
+    """The record in a file. An empty file is an empty one: `mktemp` makes such files.
+
+    Raises CacheError: it cannot be read, or is no record of this version.
+    """
     try:
-        data = json.loads(path.read_text(encoding="utf-8-sig").strip() or "{}")  # `mktemp` makes empty files
-    except FileNotFoundError:
-        return {}
+        text = path.read_text(encoding="utf-8-sig").strip()
+        data: Any = json.loads(text) if text else record_of(())
+        if not isinstance(data, dict) or not isinstance(data.get("spec"), list) or data.get("version") != VERSION:
+            raise ValueError(f"it is no record of version {VERSION}; record again with this jitrope, in a new file")
     except (OSError, ValueError, RecursionError) as error:
-        raise CacheError(f"cannot add kernels to {path}: {error}") from error
-    if not isinstance(data, dict) or not isinstance(data.get("spec", []), list):
-        raise CacheError(f"cannot add kernels to {path}: it has no `spec` list")
+        raise CacheError(f"cannot read {path}: {error}") from error
     return data
 
 

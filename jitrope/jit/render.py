@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import CompileError
-from ..base.spec import Spec
+from ..base.spec import Spec, record_of
 
 _HERE = Path(__file__).resolve().parent.parent
 TEMPLATE_PATHS = [_HERE / "templates", _HERE.parent / "templates"]  # in a wheel; in a checkout
@@ -98,8 +98,9 @@ HEAD = """\
 def head(spec: Spec) -> str:
     """The comment at the start of a source. No text of a spec can end the comment or begin code.
 
-    It depends on the spec alone, as the constants do, so the cache's key need not include it.
+    It depends on the spec alone, as the constants do, so the cache's key need not include it. Other calls may need the
+    same kernel, so it has no call's text.
     """
     name, entry = (re.sub(r"[^ -\[\]-~]", "?", text) for text in (spec.name, spec.entry))  # printable, no backslash
-    lines = textwrap.wrap(json.dumps({"spec": [spec.to_dict()]}), 112, break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(json.dumps(record_of([spec.of("")])), 112, break_long_words=False, break_on_hyphens=False)
     return HEAD.format(name=name, entry=entry) + "".join(f"//: {line}\n" for line in lines)

@@ -194,7 +194,7 @@ def _plan(known: Known, tensors: Tensors, statics: Tensors, named: Tensors) -> N
     plan, words = planned
     log.debug("%s: %s", plan.spec.name, plan.reason)
     with torch.cuda.device(device.index):
-        kernel = get_kernel(plan.spec, device.index)
+        kernel = get_kernel(plan.spec.of(op.text([x for x in tensors if x not in statics], options)), device.index)
         kernel.bind_thread()
     known.device, known.blocks = device.index, math.prod(plan.grid)
     pointers = address_names(options.norm is not None, plan.spec.stages)

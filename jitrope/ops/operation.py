@@ -6,7 +6,7 @@ path, and `torch_op` makes it a call of an op of torch, with a fake and a backwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import chain
 from ..base.errors import InvalidInput, JitropeError
 from ..call import FRESH
+from ..call import Call as CallText
 from ..plan import views
 from ..plan.options import ALL_TOKENS, LAYOUT_AXES, NO_NORM, Options, norm_of
 from ..plan.views import BLOCK_SCALES, FORMATS, TABLE_NAMES, Tensors, Views
@@ -89,6 +90,12 @@ class Operation:
         computed = "" if self.convert in ("", "given") else "q" if self.cache else "qkv"
         scales = {f"{x}_scale": f"{x}_global_scale" for x in computed}
         return {**OUTS, **USERS_NAMES, **scales, **self.source.labels}.get(name, name)
+
+    def text(self, given: Iterable[str], o: Options) -> str:
+        """A call as a user sees it: without what jitrope adds, fresh results and the table of a call without one."""
+        bare = o.unrotated == ALL_TOKENS
+        names = [x for x in given if not (x.startswith(FRESH) or (bare and x in ("cos", "sin")))]
+        return str(CallText.of(self.name, names, o._replace(rotary_dim=0) if bare else o))
 
     # ---- checks --------------------------------------------------------------------------------------
 
@@ -254,7 +261,7 @@ class Operation:
         moved = self.out != "" and self.function != "apply_rope"
         return self.staged or split or moved or "q_factor" in t or "bias" in t
 
-    def unrotated(self, t: Tensors, o: Options) -> tuple[Options, Tensors]:
+    def without_table(self, t: Tensors, o: Options) -> tuple[Options, Tensors]:
         """The options and the tensors of a call without a table: every token comes before those of the tables."""
         cos, sin = one_row(next(iter(t.values())).device, o.rotary_dim // 2)
         return o._replace(unrotated=ALL_TOKENS), {**t, "cos": cos, "sin": sin}

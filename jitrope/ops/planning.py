@@ -67,4 +67,4 @@ def note(op: Operation, tensors: Tensors, options: Options) -> None:
     for asked in launches:
         found = plan_call(*op.heads(named, options), named, options._replace(launch=asked), sm_count)
         if found is not None and found[0].spec not in specs:
-            specs.append(found[0].spec)
+            specs.append(found[0].spec.of(op.text(tensors, options)))

@@ -96,7 +96,7 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any]) -> t
             why = f"because it moves elements{unless if label == 'inplace' and not op.norm else ''}"
             raise InvalidInput(f"{name}: interleaved_out does not go with {label}, {why}; leave {label}=True out")
     found = o._replace(rotary_dim=rotary_dim, interleaved_out=interleaved_out)
-    return (found, full) if cos is not None else op.unrotated(full, found)
+    return (found, full) if cos is not None else op.without_table(full, found)
 
 
 def _check_tensors(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name: str) -> str:

@@ -32,7 +32,7 @@ __all__ = ["entries", "load", "write"]
 def write(path: Path, kernels: Iterable[tuple[Spec, str]], jobs: int) -> list[Built]:
     """Write kernels to `path`, and compile those that are not in a cache. No GPU is needed.
 
-    The same kernels give the same bytes. The file is written completely or not at all.
+    The same kernels of the same calls give the same bytes. The file is written completely or not at all.
 
     Args:
         path: the file; its folder must exist.

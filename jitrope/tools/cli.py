@@ -31,14 +31,6 @@ Options = argparse.Namespace
 Option = tuple[tuple[str, ...], dict[str, Any]]
 COMMANDS: dict[str, tuple[Callable[[Options], Any], tuple[Option, ...]]] = {}
 GROUPS = {"cache": "List, check and remove the kernels on disk.", "bundle": "Move kernels to other machines."}
-HELP = """Rotary position embeddings, compiled on first call.
-
-Examples:
-    jitrope doctor
-    jitrope prewarm --heads 32,8 --arch sm_90
-    jitrope cache ls
-
-Exit codes: 0 done, 1 something failed, was damaged or missing, 2 wrong usage."""
 
 
 # ---- options -------------------------------------------------------------------------------------
@@ -71,7 +63,6 @@ def _archs(text: str) -> list[str]:
 _heads = _value(r"\d+(,\d+)*", "32,8", lambda text: [*map(int, text.split(","))])
 _count = _value(r"[1-9]\d*", "a whole number of at least 1, such as 8", int)
 _age = _value(r"\d{1,6}[dhm]", "30d, 12h or 45m", lambda text: float(text[:-1]) * _SECONDS[text[-1]])
-_FLAG: dict[str, Any] = {"action": "store_true", "default": None}  # None: not given
 
 _JSON = _option("--json", action="store_true", help="print JSON on stdout")
 _DRY_RUN = _option("--dry-run", action="store_true", help="print the actions, and change nothing")
@@ -81,17 +72,15 @@ _FROM = _option("--from", dest="file", metavar="FILE", type=Path, help="a record
 _MODEL = _option("--model", metavar="PATH", type=Path, help="a config.json or its folder, or a pipeline's folder")
 _BUNDLE = _option("path", metavar="FILE", type=Path, help="a file from `jitrope bundle write`")
 _CALL = (
+    _option("call", metavar="CALL", nargs="*", help="a text, as `cache ls` prints it; default: fresh rope"),
     _option("--heads", metavar="N,N", type=_heads, action="append", help="of q and k, as 32,8, or of q; repeatable"),
     _option("--head-dim", metavar="N", type=_count, help="elements of a head; default: 128"),
     _option("--dtype", choices=DTYPES, help="default: the configuration's, else bf16"),
-    _option("--interleaved", **_FLAG, help="pairs are (2i, 2i+1); default: (i, i + half)"),
-    _option("--rotary-dim", metavar="N", type=_count, help="rotated elements of a head; default: all"),
     _option("--width", choices=("half", "full"), help="width of cos and sin; default: half"),
-    _option("--in-place", dest="inplace", **_FLAG, help="write the result into q and k"),
-    _option("--backward", **_FLAG, help="also the kernels of the gradient; `render` prints only the first of these"),
+    _option("--backward", action="store_true", default=None, help="also the gradient's; `render` prints its first"),
     _FROM,
 )
-_WORDS = ("head_dim", "dtype", "interleaved", "rotary_dim", "width", "inplace", "backward")
+_WORDS = ("head_dim", "dtype", "width", "backward")
 
 
 # ---- the parser ----------------------------------------------------------------------------------
@@ -103,7 +92,16 @@ def _command(name: str, *takes: Option) -> Callable[[Callable[[Options], Any]], 
 
 
 def main() -> None:
-    """The console script. Errors of jitrope are one line without a traceback."""
+    """Rotary position embeddings, compiled on first call.
+
+    Examples:
+        jitrope doctor
+        jitrope prewarm --heads 32,8 "bshd heads q k > rotate cos sin > in_place"
+        jitrope cache ls
+
+    Exit codes: 0 done, 1 something failed, was damaged or missing, 2 wrong usage.
+    """
+    # The docstring is the help text. Errors of jitrope are one line without a traceback.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # paths may have any letters
     try:
@@ -130,7 +128,7 @@ def main() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     kept: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-    top = argparse.ArgumentParser(prog="jitrope", description=HELP, **kept)
+    top = argparse.ArgumentParser(prog="jitrope", description=inspect.getdoc(main), **kept)
     top.add_argument("--version", action="version", version=__version__)
     top.set_defaults(run=None, parser=top)
     parents: dict[str, Any] = {"": top.add_subparsers(metavar="command")}
@@ -161,12 +159,13 @@ def prewarm(given: Options) -> bool:
 
     With --arch no GPU is needed.
 
-    The kernels are those of a rope call (--heads and the options after it),
+    The kernels are those of calls (CALL, --heads and the options after it),
     of a --model with the drop-in, or of a recorded run (--from). --dry-run
-    lists them.
+    lists them. A call is written as `jitrope cache ls` prints it.
 
     Examples:
         jitrope prewarm --heads 32,8 --head-dim 128 --arch sm_80,sm_90
+        jitrope prewarm --heads 32,8 "thd heads q k > rotate cos sin > in_place"
         jitrope prewarm --model path/to/config.json --backward --dry-run
         jitrope prewarm --model path/to/pipeline --dtype bf16 --jobs 8
         JITROPE_RECORD=run.json python train.py
@@ -182,7 +181,7 @@ def render(given: Options) -> None:
     """Print the CUDA text of a kernel; with --from, of the first kernel.
 
     Examples:
-        jitrope render --heads 24 --interleaved --head-dim 64
+        jitrope render --heads 8 "bshd heads q > rotate cos sin interleaved > fresh"
         jitrope render --heads 32,8 --json | jq -r .text
     """
     spec = next((spec for spec in _specs(given) if not given.backward or spec.to_dict()["inverse"]), None)
@@ -194,19 +193,20 @@ def render(given: Options) -> None:
 
 
 def _specs(given: Options) -> list[Spec]:
-    """The kernels of --heads, --model or --from, one of which must be given."""
+    """The kernels of calls with --heads, of --model or of --from, one of which must be given."""
     words = {name: getattr(given, name) for name in _WORDS if getattr(given, name) is not None}
     model = getattr(given, "model", None)
     if sum(map(bool, (given.heads, model, given.file))) != 1:
         raise argparse.ArgumentError(None, f"pass one of --heads, {'--model, ' * hasattr(given, 'model')}--from")
-    if not given.heads and words.keys() - ({"dtype", "backward"} if model else set()):
-        raise argparse.ArgumentError(None, "the options of a call need --heads; --model takes --dtype and --backward")
+    if not given.heads and (given.call or words.keys() - ({"dtype", "backward"} if model else set())):
+        raise argparse.ArgumentError(None, "a call and its options need --heads; --model takes --dtype and --backward")
     if given.file:
         return read_record(given.file)
     if model:
         return specs_of_model(model, **words)
     try:
-        return [*dict.fromkeys(spec for heads in given.heads for spec in specs_of(heads, **words))]
+        calls = itertools.product(given.heads, given.call or [""])
+        return [*dict.fromkeys(spec for heads, call in calls for spec in specs_of(heads, call=call, **words))]
     except InvalidInput as error:
         raise argparse.ArgumentError(None, str(error)) from error
 
@@ -216,12 +216,10 @@ def _specs(given: Options) -> list[Spec]:
 
 @_command("cache ls")
 def cache_ls(given: Options) -> None:
-    """List the kernels: architecture, size, and the kernel's name in words.
+    """List the kernels: architecture, size, name, and the call that built it.
 
-    The name says: rope, or a norm and rope (qk norm rope), dtype, elements of
-    a head, pairs, tables, direction, and the launch, token linear for many
-    tokens and grid 2d for few. Kernels in read-only caches are listed too.
-    With --json the list is a file for `jitrope prewarm --from`.
+    A call's text is what `jitrope prewarm` reads. Kernels in read-only caches
+    are listed too. With --json the list is a file for `jitrope prewarm --from`.
     """
     print_entries([(cache.root, cache.entries()) for cache in checks.caches()], given.json)
 

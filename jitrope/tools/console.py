@@ -9,10 +9,10 @@ from typing import Any
 
 from ..base import config
 from ..base.errors import JitropeError
-from ..base.spec import Spec
+from ..base.spec import Spec, record_of
 from ..jit import kernels
 from ..jit.entry import Entry
-from .prewarm import Built, reasons
+from .prewarm import Built, build_each, reasons, this_versions
 
 Work = Sequence[tuple[Spec, str]]  # (spec, architecture) of each kernel
 
@@ -32,9 +32,9 @@ def answer(as_json: bool, data: Any, text: object) -> None:
     print(json.dumps(data, indent=1, default=str) if as_json else printable(text), flush=True)
 
 
-def rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
+def rows(some: Sequence[Entry]) -> list[dict[str, Any]]:
     """Kernels for JSON."""
-    return [{"name": e.name, "arch": e.arch, "bytes": e.size, "path": e.path} for e in entries]
+    return [{"name": e.name, "arch": e.arch, "call": e.spec.get("call"), "bytes": e.size, "path": e.path} for e in some]
 
 
 def total(entries: Sequence[Entry]) -> str:
@@ -47,12 +47,17 @@ def print_entries(places: Sequence[tuple[object, Sequence[Entry]]], as_json: boo
     """Print the kernels of folders and bundles as JSON, which `prewarm --from` reads, or one a line."""
     entries = [entry for _, some in places for entry in some]
     if as_json:
-        specs = list({json.dumps(entry.spec): entry.spec for entry in entries}.values())
-        return answer(True, {"spec": specs, "entries": rows(entries)}, "")
+        specs = dict(this_versions((entry.spec, entry.arch) for entry in entries))
+        return answer(True, {**record_of(specs), "entries": rows(entries)}, "")
     for place, some in places:
         for entry in some:
-            answer(False, None, f"{entry.arch:8}{entry.size / 2**10:5.0f} KiB  {entry.name.replace('_', ' ')}")
+            answer(False, None, f"{entry.arch:8}{entry.size / 2**10:5.0f} KiB  {in_words(entry.name, entry.spec)}")
         say(f"{total(some)} in {place}")
+
+
+def in_words(name: str, spec: dict[str, Any]) -> str:
+    """A kernel's name, and the text of the call that built it."""
+    return f"{name.replace('_', ' ')}: {spec.get('call', '')}".removesuffix(": ")
 
 
 def architectures(given: list[str] | None) -> list[str]:
@@ -66,12 +71,13 @@ def architectures(given: list[str] | None) -> list[str]:
 def build_all(work: Work, dry_run: bool, as_json: bool, build: Callable[[], list[Built]]) -> bool:
     """Build kernels, or with dry_run only list them, and print the results. False if one failed or there are none."""
     config.configure(compile=True)  # the user requests it, so ignore the environment
-    built = [_would_build(*kernel) for kernel in work] if dry_run else build()
+    built = build_each("prewarm", work, 1, _would_build) if dry_run else build()
     failed = [item for item in built if item.failed]
     outcomes = ("would compile" if dry_run else "compiled", "cached")
     counts = {word: sum(item.outcome == word for item in built) for word in outcomes} | {"failed": len(failed)}
     each = [{"name": b.spec.name, "arch": b.arch, "outcome": b.outcome, "failed": b.failed} for b in built]
-    lines = [f"{b.outcome:15}{b.arch:8}{b.spec.name.replace('_', ' ')}" for b in built if dry_run and not b.failed]
+    good = [b for b in built if dry_run and not b.failed]
+    lines = [f"{b.outcome:15}{b.arch:8}{in_words(b.spec.name, b.spec.to_dict())}" for b in good]
     lines.append(", ".join(f"{count} {word}" for word, count in counts.items()))
     answer(as_json, {**counts, "kernels": each}, "\n".join(lines))
     for reason in reasons(failed):
@@ -83,8 +89,5 @@ def build_all(work: Work, dry_run: bool, as_json: bool, build: Callable[[], list
 
 def _would_build(spec: Spec, arch: str) -> Built:
     """The result that building a kernel would have, without building it."""
-    try:
-        cached = kernels.kernel_cache().read(kernels.key_of(spec, arch))
-        return Built(spec, arch, "cached" if cached else "would compile")
-    except JitropeError as error:
-        return Built(spec, arch, str(error), failed=True)
+    cached = kernels.kernel_cache().read(kernels.key_of(spec, arch))
+    return Built(spec, arch, "cached" if cached else "would compile")

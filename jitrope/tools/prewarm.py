@@ -7,26 +7,28 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..api import apply_rope
 from ..base import arguments
 from ..base.config import log
 from ..base.errors import InvalidInput, JitropeError
 from ..base.spec import DTYPES, Spec, spec_from_dict
-from ..jit import kernels
+from ..call import Call
+from ..jit import kernels, recording
+from ..ops import dispatch
+from ..ops.operation import OF_TABLES, operation_of
 from ..ops.planning import planning
-from ..plan.views import DTYPE_NAMES
+from ..plan.options import Options, norm_of
+from ..plan.views import DTYPE_NAMES, FP8, Tensors, fused_shape
+from ..sinks.results import LETTERS
 from ..thd import spec as _  # noqa: F401  (adds its kinds of specs to the registry)
 
 __all__ = ["Built", "prewarm", "read_record", "specs_of"]
@@ -36,62 +38,93 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items() if name in DT
 _ARCH = re.compile(r"(?:sm_?)?([1-9]\d*)|([1-9]\d*)\.(\d)")
 """Ways to write an architecture, without "a" or "f", as a GPU looks for it. The compiler checks that it exists."""
 
-_TOKENS = 4096  # no kernel depends on their number
-
 
 def specs_of(
-    heads: Any,
-    head_dim: int = 128,
-    dtype: str = "bf16",
-    *,
-    interleaved: bool = False,
-    rotary_dim: int | None = None,
-    width: str = "half",
-    inplace: bool = False,
-    backward: bool = False,
+    heads: Any, head_dim: int = 128, dtype: str = "bf16", *, call: str = "", width: str = "half", backward: bool = False
 ) -> list[Spec]:
-    """The kernels of `apply_rope` for contiguous q and k (B, S, H, D) and fp32 cos and sin, for both launches.
+    """The kernels of a call, for both launches, with contiguous tensors of one batch row.
 
-    The call is made on meta tensors. For any other call use `jitrope.planning` or `jitrope.record`.
+    The call is made on meta tensors. A text leaves out dtypes and shapes: tables are fp32, or fp64 where they are
+    rounded as complex128; weights have the dtype of q; positions and slots are int64, other integers int32; a scale is
+    one number, and a page has 16 rows. For other tensors use `jitrope.planning` or `jitrope.record`.
 
     >>> [spec.launch for spec in prewarm.specs_of(heads=[32, 8])]
     ['token_linear', 'grid_2d']
+    >>> prewarm.specs_of([32, 8], call="bshd heads q k > rotate cos sin > in_place")[0].call
+    'bshd heads q k > rotate cos sin rotary_dim=128 > in_place'
 
     Args:
         heads: those of q and k, as [32, 8], or of q alone, as 24.
         head_dim, dtype: the elements of a head; "fp32", "fp16" or "bf16".
-        interleaved, rotary_dim, inplace: the words of `apply_rope`.
+        call: the text, as `KernelEvent.call` and `jitrope cache ls` have it. "": rope in fresh tensors.
         width: of cos and sin, "half" or "full".
-        backward: plan the gradient of q and k too.
+        backward: plan the gradients of heads, weights and biases too.
 
     Returns:
         The specs, each once.
 
     Raises:
-        InvalidInput: an argument is wrong, or the function does not take such a call.
+        InvalidInput: an argument is wrong, the function does not take such a call, or its text does not say enough.
     """
     name = "specs_of"
     counts = arguments.wholes(name, "heads", heads if hasattr(heads, "__len__") else [heads], 1)
-    if not 1 <= len(counts) <= 2:
-        arguments.refuse(name, "heads", heads, "those of q and k, as [32, 8], or of q alone")
-    size = arguments.whole(name, "head_dim", head_dim, 1)
+    size, backward = arguments.whole(name, "head_dim", head_dim, 1), arguments.flag(name, "backward", backward)
     kind = TORCH_DTYPES[arguments.word(name, "dtype", dtype, DTYPES)]
-    rotated = size if rotary_dim is None else arguments.whole(name, "rotary_dim", rotary_dim, 0)
-    columns = rotated // (1 if arguments.word(name, "width", width, ("half", "full")) == "full" else 2)
-    backward, inplace = arguments.flag(name, "backward", backward), arguments.flag(name, "inplace", inplace)
-    empty = partial(torch.empty, device="meta")
+    full = arguments.word(name, "width", width, ("half", "full")) == "full"
+    found = Call.parse(str(call) or f"bshd heads {'q k'[: 2 * len(counts) - 1]} > rotate cos sin > fresh")
+    given, o = {*found.tensors}, found.options
+    alone = {"q", "dq"} & given and not {"k", "dk", "kv"} & given
+    if len(counts) != (1 if alone else 2) or o.q_per_group != ("qkv" in given and counts[0] // counts[-1]):
+        arguments.refuse(name, "heads", heads, "those of q and k, as [32, 8], or of q alone, as the call has them")
+    o = o._replace(rotary_dim=o.rotary_dim or size - o.rotary_offset, max_seqlen=_TOKENS * ("cu_seqlens" in given))
     with torch.inference_mode(False), torch.enable_grad(), planning() as specs:
         try:
-            leaves = [empty(1, _TOKENS, n, size, dtype=kind, requires_grad=backward) for n in counts]
+            tensors = _stand_ins(found.tensors, o, counts, size, kind, full)
         except RuntimeError as error:  # sizes that torch does not take
-            raise InvalidInput(f"{name}: heads are too many: {str(error).splitlines()[0]}") from error
-        q, *ks = (x.clone() if inplace else x for x in leaves)  # torch does not write into leaves
-        k, (cos, sin) = ks[0] if ks else None, empty(2, _TOKENS, columns, dtype=torch.float32)
-        out = apply_rope(q, k, cos, sin, interleaved=interleaved, rotary_dim=rotated, inplace=inplace)
-        if backward:
-            results = [x for x in out if x is not None]
-            torch.autograd.grad(results, leaves, [torch.empty_like(x) for x in results])
+            raise InvalidInput(f"{name}: heads or call have wrong sizes: {str(error).splitlines()[0]}") from error
+        op, own = operation_of(found.name, tensors, o), [x for label, x in tensors.items() if label not in OF_TABLES]
+        leaves = [x.requires_grad_(backward) for x in own if x.dtype == kind and x.dim()]
+        tensors = {label: x.clone() if label in op.written(o) else x for label, x in tensors.items()}  # no leaves
+        o, tensors = (o, tensors) if "cos" in tensors else op.without_table(tensors, o)
+        if op.function:
+            op.check(op.function, tensors, o)
+        results = [x for x in dispatch.call(op, tensors, o).values() if x.requires_grad]
+        if results:
+            torch.autograd.grad(results, leaves, [torch.empty_like(x) for x in results], allow_unused=True)
     return specs
+
+
+_TOKENS = 4096  # of a stream
+
+
+def _stand_ins(names: Sequence[str], o: Options, heads: Sequence[int], dim: int, dtype: Any, full: bool) -> Tensors:
+    """Meta tensors for a call, contiguous ones of one batch row; none for `out`. full: the width of cos and sin."""
+    tokens, packed = _TOKENS * (1 + ("first_q" in names)), "cu_seqlens" in names
+    real, cis = torch.float64 if o.rounding == "complex128" else torch.float32, o.table == "freqs_cis"
+    width = o.rotary_dim // (1 if o.table == "cos_sin_cache" or (full and not cis) else 2)
+    fused, axes = fused_shape(heads[-1], dim, o), [len(o.mrope_section)] * bool(o.mrope_section)
+
+    def of_heads(count: int, size: int) -> list[int]:
+        return [{"h": count, "d": size, "b": 1}.get(axis, _TOKENS) for axis in o.layout]
+
+    scales = dict.fromkeys(("q_scale", "k_scale", "v_scale", "q_factor"), ())
+    shapes: dict[str, Any] = {"cu_seqlens": 5, "page_table": (4, 8), "lengths": 4, "errors": 1}
+    ids = {"slot_mapping": tokens, "position_ids": (*axes, tokens), "start_positions": 4 if packed else 1}
+    tables = dict.fromkeys(("cos", "sin"), (tokens * o.cp_size, width))
+    kinds = dict.fromkeys(shapes, torch.int32) | dict.fromkeys(ids, torch.int64)
+    kinds |= dict.fromkeys(tables, real.to_complex() if cis else real) | dict.fromkeys(scales, torch.float32)
+    shapes |= {**ids, **tables, **scales, "qkv": of_heads(*fused), "bias": fused, "k_pe": of_heads(1, o.rotary_dim)}
+    shapes["kv"] = of_heads(heads[-1], o.rotary_offset + o.v_dim)
+    for letter in LETTERS:
+        count, size = heads[0 if letter in ("q", "gate") else -1], (letter == "v" and o.v_dim) or dim
+        weight = size * (count if norm_of(o).across_heads or letter == "v" else 1)
+        shapes |= {letter: of_heads(count, size), f"{letter}_cache": (tokens // 16, 16, count, size)}
+        shapes |= dict.fromkeys((f"{letter}_weight", f"{letter}_bias"), weight)
+        kinds[f"{letter}_cache"] = FP8 if f"{letter}_scale" in names else dtype
+    found = {name: re.sub("^(first_|second_|d)", "", name) for name in names if not name.endswith("_out")}
+    if unknown := [name for name, own in found.items() if own not in shapes]:
+        raise InvalidInput(f"specs_of: call has {unknown[0]}, whose shape its text does not say; record a run instead")
+    return {name: torch.empty(shapes[own], dtype=kinds.get(own, dtype), device="meta") for name, own in found.items()}
 
 
 def architecture(text: Any) -> str | None:
@@ -103,25 +136,18 @@ def architecture(text: Any) -> str | None:
 def read_record(path: Path) -> list[Spec]:
     """The kernels in a file, each once.
 
-    The file is JSON with a list `spec`, as `jitrope.record` writes it and `jitrope cache ls --json` prints it. The
-    latter has `entries` too; then specs of another version are left out, and the log gives their number.
+    The file is JSON with a version and a list `spec`: what `jitrope.record` writes or `jitrope cache ls --json` prints.
 
-    >>> _ = Path("run.json").write_text('{"spec": []}')
+    >>> _ = Path("run.json").write_text('{"version": 1, "spec": []}')
     >>> prewarm.read_record(Path("run.json"))
     []
 
     Raises:
-        InvalidInput: the file cannot be read, or a spec in it is wrong.
+        CacheError: the file cannot be read, or is no record of this version.
+        InvalidInput: a spec in it is wrong.
     """
     path = arguments.path("read_record", "path", path)
-    try:
-        data = json.loads(path.read_text(encoding="utf-8-sig") or '{"spec": []}')  # an empty recording
-    except (OSError, ValueError, RecursionError) as error:
-        raise InvalidInput(f"cannot read {path}: {error}") from error
-    if not isinstance(data, dict) or not isinstance(data.get("spec"), list):
-        raise InvalidInput(f"{path} has no `spec` list")
-    if "entries" in data:
-        return [*dict(this_versions((item, "") for item in data["spec"]))]
+    data = recording.content(path)
     specs: dict[Spec, None] = {}
     for i, item in enumerate(data["spec"]):
         try:
