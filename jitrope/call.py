@@ -77,15 +77,15 @@ class Call(NamedTuple):
         return Call(name, tuple(ordered), options._replace(max_seqlen=0, unrotated=0))
 
     def __str__(self) -> str:
-        o, parts = self.options, []
+        o, parts, given = self.options, [], any(name.endswith("_out") for name in self.tensors)
+        sink = "in_place" if o.inplace else "cache" if "k_cache" in self.tensors else "given" if given else "fresh"
         for part in PARTS:
             words = [name for name in self.tensors if _PART_OF.get(name, SOURCE) == part]
-            given = o.norm if part == "norm" else o
-            words += [_spelled(*item) for item in _others(part, given)] if given is not None else []
+            words += _others(part, o.norm if part == "norm" else o)
             if part == SOURCE:
                 parts.append([o.layout, self.name, *words])
             elif part == SINK:
-                parts.append([_sink(self), *words])
+                parts.append([sink, *words])
             elif words or (part == "norm" and o.norm is not None):
                 parts.append([part, *words])
         return " > ".join([" ".join(words) for words in parts])
@@ -110,25 +110,13 @@ class Call(NamedTuple):
         return Call.of(name, tensors, Options(**values))
 
 
-def _sink(call: Call) -> str:
-    """The word for where the results go."""
-    if call.options.inplace:
-        return "in_place"
-    if "k_cache" in call.tensors:
-        return "cache"
-    return "given" if any(name.endswith("_out") for name in call.tensors) else "fresh"
-
-
-def _others(part: str, options: Any) -> list[tuple[str, Any]]:
+def _others(part: str, options: Any) -> list[str]:
     """A part's words that do not have their defaults. The pairs of the output are by default those of the input."""
     defaults = {**_DEFAULTS[part], **({"interleaved_out": options.interleaved} if part == "rotate" else {})}
-    return [(word, getattr(options, word)) for word in defaults if getattr(options, word) != defaults[word]]
-
-
-def _spelled(word: str, value: Any) -> str:
-    if value is True:
-        return word
-    return f"{word}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
+    found = {word: getattr(options, word, default) for word, default in defaults.items()}  # of a call without a norm
+    others = {word: x for word, x in found.items() if x != defaults[word]}
+    shown = {word: ",".join(map(str, x)) if isinstance(x, tuple) else x for word, x in others.items()}
+    return [word if x is True else f"{word}={x}" for word, x in shown.items()]
 
 
 def _is_word(part: str, text: str) -> bool:

@@ -120,12 +120,10 @@ class Streams(Source):
     def gradient(self, op: Operation, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """The gradients of each stream, from its tokens and its rows of the tables."""
         found: Tensors = {}
-        begin = 0
-        for stream in STREAMS:
+        end = saved["first_q"].shape[1]
+        for stream, tokens in zip(STREAMS, (slice(0, end), slice(end, None))):
             (kept, own), names = of_stream(saved, o, stream), names_of(stream)
-            end = saved["first_q"].shape[1] if stream == "first" else None
-            given = {name: x[:, begin:end] for name, x in grads.items()}
-            begin = end or 0
+            given = {name: x[:, tokens] for name, x in grads.items()}
             if "v" in given and "v" not in kept:
                 found[names["v"]] = given.pop("v")
             of_heads = HEADS.gradient(operation(HEADS, norm=True), call, kept, given, own) if given else {}
