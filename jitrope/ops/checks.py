@@ -21,7 +21,6 @@ WEIGHTS = ("q_weight", "k_weight", "v_weight", "q_bias", "k_bias")
 LEARNED = ("cos", "sin", "second_cos", "second_sin", "q_factor")  # torch computes their gradients, from q and k too
 MAX_HADAMARD = 256
 _FIXED = (*LEARNED, "q_scale", "k_scale", "v_scale")
-_OWN_MEMORY = "pass a tensor with memory for each element"
 _ALONE = {"fused": "cache, quantize and out", **dict.fromkeys(("latent", "streams"), "quantize and out")}
 """What a call with a gradient must lack, by source, in messages."""
 
@@ -77,9 +76,10 @@ def check_memory(op: Any, t: Tensors, o: Options) -> None:
     labels = {name: label_of(op, name, o) for name in t}
     written = {name: t[name] for name in op.written(o) if name in t}
     for name, x in written.items():
-        own = f"pass {name}.contiguous(), or leave inplace=True out" if name in ("q", "k", "qkv") else _OWN_MEMORY
+        own = f"{name}.contiguous(), or leave inplace=True out"
+        use = own if name in ("q", "k", "qkv") else "a tensor with memory for each element"
         had = f"{labels[name]} has strides {tuple(x.stride())}; its elements overlap in memory, so it cannot be written"
-        Fail(op.function).when(overlaps_itself(x), f"{had}; {own}")
+        Fail(op.function).when(overlaps_itself(x), f"{had}; pass {use}")
     fit.require_apart(op.function, {labels[n]: x for n, x in written.items()}, {labels[n]: x for n, x in t.items()})
 
 

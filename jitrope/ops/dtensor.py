@@ -108,10 +108,9 @@ def _whole(x: Tensor, like: Any) -> Any:
 
 def gradient_like(x: Any) -> Callable[[Any], Any]:
     """A function that places a gradient like x, and makes a missing one of zeros."""
-    mesh, placements, make = x.device_mesh, x.placements, partial(zeros, x.shape, dtype=x.dtype)
-    return lambda grad: (
-        make(device_mesh=mesh, placements=placements) if grad is None else grad.redistribute(mesh, placements)
-    )
+    placed = {"device_mesh": x.device_mesh, "placements": x.placements}
+    missing = partial(zeros, x.shape, dtype=x.dtype, **placed)
+    return lambda grad: missing() if grad is None else grad.redistribute(**placed)
 
 
 def _prepared(op: Operation, tensors: Tensors, options: Options) -> tuple[dict[str, Any], list[Row]]:

@@ -17,11 +17,8 @@ from .source import Read, Source
 class Latent(Source):
     word = op = "latent"
     said, function = "latent attention", "prepare_mla_qkv"
-    needed = ("q", "kv", "k_pe")
+    needed = heads = ("q", "kv", "k_pe")
     refused = frozenset(("inplace", "shifts", "inverse", "hadamard"))
-
-    def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
-        return {x: (name, head_view(t[name], o.layout)) for x, name in zip("qkv", self.needed)}
 
     def shaped(self, t: Tensors, o: Options) -> Tensors:
         kv, dim = t["kv"], t["q"].shape[-1]

@@ -188,8 +188,7 @@ class DynamicQuantize(Conversion):
         scale_out = _scale_out(form, scale_dtype, scale_fmt)
         if scale_out != "fp32":
             self.words["scale_out"] = scale_out
-            own = {"scale_fmt": scale_fmt} if scale_dtype == torch.float32 else {"scale_dtype": scale_dtype}
-            self.asked.update(own)
+            self.asked |= {"scale_fmt": scale_fmt} if scale_dtype == torch.float32 else {"scale_dtype": scale_dtype}
         on = flags(name, swizzled=swizzled, v=v, hadamard=hadamard)
         self.words.update({"dynamic_v" if label == "v" else label: True for label in on})
         numbers = {"q_global_scale": q_global_scale, "k_global_scale": k_global_scale, "v_global_scale": v_global_scale}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ..plan.options import NO_NORM, Options, norm_of
-from ..plan.views import MEANS, TABLE_NAMES, Tensors, head_view
+from ..plan.views import MEANS, TABLE_NAMES, Tensors
 from .checks import check, check_results
 from .fit import Fail, check_factor, label_of, named
 from .heads import HEADS
 from .operation import COUNTED, SCALES, Call, Operation, operation
 from .outs import OUTS
-from .source import Read, Source
+from .source import Source
 
 STREAMS = ("first", "second")
 
@@ -90,11 +90,9 @@ class Streams(Source):
     whole = True
     said, function = "two streams", "prepare_joint_qkv"
     needed = tuple([f"{stream}_{letter}" for stream in STREAMS for letter in "qkv"])
+    heads = needed[:3]
     labels = {own: f"{stream}'s {name}" for stream in STREAMS for name, own in names_of(stream).items()}  # noqa: RUF012
     refused = frozenset(("inplace", "shifts", "inverse", "layout", "check", *COUNTED, *MEANS))
-
-    def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
-        return {x: (f"first_{x}", head_view(t[f"first_{x}"], o.layout)) for x in "qkv"}
 
     def shaped(self, t: Tensors, o: Options) -> Tensors:
         found = {name: t[name] for name in (*SCALES, *OUTS) if name in t}
