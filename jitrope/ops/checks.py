@@ -150,11 +150,6 @@ def _check_scale(op: Any, t: Tensors, own: str, wanted: bool, o: Options, needed
     fail.when(wrong, f"{had}: one number, or one for each head, {of_heads}")
 
 
-def takes_pairs(t: Tensors, o: Options) -> bool:
-    """Whether a call writes fp4."""
-    return o.out_dtype == "fp4" or ("k_cache" in t and PER_ITEM.get(t["k_cache"].dtype, 1) > 1)
-
-
 def check_whole_heads(op: Any, t: Tensors, o: Options) -> None:
     """The rule of a norm, and of other stages that need all elements of a head."""
     fail, norm, dim = Fail(op.function), norm_of(o), t["q"].shape[-1]
@@ -170,7 +165,7 @@ def check_whole_heads(op: Any, t: Tensors, o: Options) -> None:
     if o.inverse and norm.kind != "no_norm":
         fail("inverse does not go with norm; rotate back in a call without a norm")
     fail.when(o.group and dim % o.group, f"group is {o.group}; it must divide D={dim}")
-    if takes_pairs(t, o):
+    if o.out_dtype == "fp4" or ("k_cache" in t and PER_ITEM.get(t["k_cache"].dtype, 1) > 1):
         fit.check_pairs(t, o, fail)
     if o.hadamard and (dim > MAX_HADAMARD or dim & (dim - 1)):
         fail(f"hadamard goes with a power of two of elements up to {MAX_HADAMARD}; q has D={dim}, so leave it out")

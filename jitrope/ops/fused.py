@@ -16,9 +16,8 @@ from ..sinks import results
 from ..sinks.results import LETTERS
 from ..stages import bias, positions
 from ..stages.norm import gradients_of_means
-from . import checks
 from .backward import Backward, norm_turned_back, turned_back
-from .fit import Fail, check_pairs
+from .fit import Fail
 from .operation import Call, Operation, operation, tables_of
 from .outs import copy_heads
 from .source import Read, Source
@@ -88,7 +87,7 @@ class Fused(Source):
         heads = views.shaped_parts(t["qkv"], o)
         if "v_cache" not in t and ("k_cache" in t or not o.copy_v):
             del heads["v"]
-        return {**heads, **{name: x for name, x in t.items() if name not in ("qkv", "bias")}}
+        return {**heads, **{name: x for name, x in t.items() if name != "qkv"}}
 
     def letters(self, given: Container[str], o: Options) -> tuple[str, ...]:
         return LETTERS[: 2 + o.copy_v + ("bias" in given and _gated(o))]
@@ -118,9 +117,7 @@ class Fused(Source):
             had = f"bias is {bias.dtype} on {bias.device} but qkv is {qkv.dtype} on {qkv.device}"
             fail.when(bias.dtype != qkv.dtype or bias.device != qkv.device, f"{had}; they must match")
             fail.when(norm.of == "v", "the norm has of='v', which does not go with bias")
-        op.check_stages(self.shaped(t, o), o._replace(inplace=False))
-        if bias is not None and checks.takes_pairs(t, o) and (op.cache or op.convert or op.out):
-            check_pairs({"bias": bias}, o, fail)
+        super().check(op, t, o)
         q, groups = t.get("q_out"), fused_sizes(qkv, o)[0]
         several = o.order == "grouped" and o.q_per_group > 1
         if several and q is not None and q.dim() > qkv.dim() and len(q) != groups:
