@@ -50,10 +50,8 @@ def join_qkv(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, o: Options) -
 
 def fused_places(qkv: Tensor, o: Options) -> Tensors:
     """The places of q, k, v and the gate in a fused tensor."""
-    found = dict(zip("qkv", views.fused_views(qkv, o)))
-    if o.order == "qkv_gated":
-        found["gate"] = fused_part(canonical(qkv, o.layout), "gate", o).unsqueeze(3)
-    return found
+    parts = {name: fused_part(canonical(qkv, o.layout), name, o) for name in LETTERS[: 3 + _gated(o)]}
+    return {name: x if x.dim() == 5 else x.unsqueeze(3) for name, x in parts.items()}
 
 
 def _gated(o: Options) -> bool:
@@ -127,9 +125,6 @@ class Fused(Source):
         """v, and a gate with its bias, which a norm across heads leaves."""
         gate = "bias" in t and _gated(o) and (o.inplace or "gate" in outputs)
         return {name: part_with_bias(t, name, o) for name in ("v", "gate")[: 1 + gate]}
-
-    def part(self, t: Tensors, letter: str, o: Options) -> Tensor:
-        return fused_part(t["qkv"], letter, o)
 
     def overwritten(self, given: Container[str]) -> tuple[str, ...]:
         return ("qkv",) if "qkv" in given else ()

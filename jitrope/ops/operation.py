@@ -132,7 +132,7 @@ class Operation:
         return (*heads, *[f"{x}_scale" for x in scaled])
 
     def viewed(self, given: Container[str], o: Options) -> tuple[str, ...]:
-        """Names of the results that are views of the call's tensors."""
+        """Names of the results that are views of a call's fused tensor."""
         found = () if o.inplace or o.per_row or self.cache else self.source.viewed(given, o)
         return tuple([x for x in found if x != "gate" or not self.sends])
 
@@ -144,7 +144,7 @@ class Operation:
 
     def complete(self, found: Tensors, t: Tensors, o: Options) -> Tensors:
         """All results, given those of torch's op."""
-        return {**found, **{name: self.source.part(t, name, o) for name in self.viewed(t, o)}}
+        return {**found, **{name: views.fused_part(t["qkv"], name, o) for name in self.viewed(t, o)}}
 
     def outputs(self, t: Tensors, o: Options) -> Tensors:
         """The tensors that a call writes: fresh ones, or its own in place."""
@@ -240,7 +240,7 @@ class Operation:
         """The results, given the outputs of a launch that `finishes`."""
         for letter, x in self.source.copied(outputs, t, o).items():
             given = outputs.get(letter, t.get(f"{letter}_out"))
-            out = self.source.part(outputs, letter, o) if given is None else given
+            out = views.fused_part(outputs["qkv"], letter, o) if given is None else given
             if x.dim() < out.dim():
                 x = views.by_rank(x, o.layout, len(out))
             copy_heads(*((out, x) if x.dim() == out.dim() else (views.by_rank(out, o.layout, len(x)), x)))

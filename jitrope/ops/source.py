@@ -60,7 +60,7 @@ class Source:
         return head_view(out, o.layout)
 
     def viewed(self, given: Container[str], o: Options) -> tuple[str, ...]:
-        """The results that are views of the call's own tensors."""
+        """The results that are views of a fused tensor."""
         return ()
 
     def parts(self, t: Tensors, o: Options) -> list[tuple[Tensors, Options]]:
@@ -78,10 +78,6 @@ class Source:
     def copied(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:
         """The heads that a call copies after its launch, if the kernel cannot, by letter."""
         return {"v": t["v"]}
-
-    def part(self, t: Tensors, letter: str, o: Options) -> Tensor:
-        """A view of the heads of a letter in the tensor that has them."""
-        return t[letter]
 
     def overwritten(self, given: Container[str]) -> tuple[str, ...]:
         """The tensors that a call in place returns."""
