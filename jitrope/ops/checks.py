@@ -20,7 +20,6 @@ from .kv_cache import check_caches, check_one_format, check_places
 WEIGHTS = ("q_weight", "k_weight", "v_weight", "q_bias", "k_bias")
 LEARNED = ("cos", "sin", "second_cos", "second_sin", "q_factor")  # torch computes their gradients, from q and k too
 MAX_HADAMARD = 256
-_FIXED = (*LEARNED, "q_scale", "k_scale", "v_scale")
 _ALONE = {"fused": "cache, quantize and out", **dict.fromkeys(("latent", "streams"), "quantize and out")}
 """What a call with a gradient must lack, by source, in messages."""
 
@@ -33,7 +32,7 @@ def check_watched(op: Any, wants_grad: bool, t: Tensors, o: Options) -> None:
     fail.when(wants_grad and o.inplace and op.norm, f"it has no gradient in place{why}; leave inplace=True out")
     copied = "v" if op.out == "ranks" and not views.converts_v(t, o.dynamic_v) else ""
     wanted = [label for label, x in t.items() if watch.wants_grad(x) and (op.differentiable or label != copied)]
-    fixed = [label for label in _FIXED if label in wanted]
+    fixed = [label for label in (*LEARNED, "q_scale", "k_scale", "v_scale") if label in wanted]
     compiling = watch.is_compiling()
     written = {label: t[label] for label in op.written(o) if label in t}
     for kind in () if compiling else watch.transforms():

@@ -28,8 +28,6 @@ from .source import SOURCES, Read, Source
 from .stand_ins import one_row
 
 Call = Callable[["Operation", Tensors, Options], Tensors]  # `dispatch.call`
-Rule = Callable[["Operation", Tensors, Options], None]
-"""Raises InvalidInput if tensors and options do not fit."""
 
 OF_TABLES = frozenset((*TABLE_NAMES, "second_cos", "second_sin", "cos_sin_cache", "freqs", "freqs_cis"))
 """The tensors of a call that are not those of heads, of a norm, or of a sink."""
@@ -96,20 +94,16 @@ class Operation:
         """Refuse a wrong call. name: the user's function."""
         self.source.check(self, t, o)
 
-    @property
-    def rules(self) -> tuple[Rule, ...]:
-        """The rules of the stages and of the cache."""
-        scales = (checks.check_scales,) if self.convert and not self.cache else ()
-        whole_heads = (checks.check_whole_heads,) if self.norm else ()
-        return (checks.check_kv_cache if self.cache else checks.check, *scales, *whole_heads)
-
     def check_stages(self, t: Tensors, o: Options) -> None:
         """Refuse what does not fit q, k and v, tensors of their own."""
         converted = "v" in t and views.converts_v(t, o.dynamic_v)
         if converted and not self.source.joins(t):  # before v's scale is compared with v
             refuse_other_v(self.function, t, o)
-        for rule in self.rules:
-            rule(self, t, o)
+        (checks.check_kv_cache if self.cache else checks.check)(self, t, o)
+        if self.convert and not self.cache:
+            checks.check_scales(self, t, o)
+        if self.norm:
+            checks.check_whole_heads(self, t, o)
         if converted and views.sums_heads(t, o):
             refuse_other_v(self.function, t, o)
         checks.check_results(self, t, o)
@@ -292,20 +286,13 @@ class Operation:
         if self.out == "ranks" and self.source.op != "heads":
             grads = {name: views.joined(x, o.layout) for name, x in grads.items()}
             o = o._replace(ulysses_degree=0)
-        if o.hadamard:
-            grads, o = _transformed_back(call, grads, o), o._replace(hadamard=False)
-        return self.source.gradient(self, call, saved, grads, o)
-
-
-def _transformed_back(call: Call, grads: Tensors, o: Options) -> Tensors:
-    """The gradients with those of q and k transformed, in their own launch: the matrix is its own transpose."""
-    own = {name: views.joined(grads[name], o.layout) for name in "qk" if name in grads}
-    if not own:
-        return grads
-    op = operation(SOURCES["heads"], norm=True, transform=True)
-    words = {name: getattr(o, name) for name in ("layout", "rotary_dim", "rotary_offset", "hadamard", "launch")}
-    alone, tensors = op.unrotated(dict(zip("qk", own.values())), Options(**words, norm=NO_NORM))  # k's alone is q's
-    return {**grads, **dict(zip(own, call(op, tensors, alone).values()))}
+        own = {name: views.joined(grads[name], o.layout) for name in "qk" if name in grads and o.hadamard}
+        if own:  # they are transformed in their own launch: the matrix is its own transpose
+            op = operation(SOURCES["heads"], norm=True, transform=True)
+            words = {name: getattr(o, name) for name in ("layout", "rotary_dim", "rotary_offset", "hadamard", "launch")}
+            alone, tensors = op.unrotated(dict(zip("qk", own.values())), Options(**words, norm=NO_NORM))
+            grads = {**grads, **dict(zip(own, call(op, tensors, alone).values()))}
+        return self.source.gradient(self, call, saved, grads, o._replace(hadamard=False))
 
 
 def tables_of(t: Tensors) -> Tensors:

@@ -61,8 +61,7 @@ def check_joint(op: Operation, tensors: Tensors, options: Options) -> None:
     if norm_of(options).across_heads:
         fail("across_heads does not go with two streams; normalise before, or join them and use prepare_qkv")
     for stream in STREAMS:
-        for rule in op.rules:
-            rule(op, *of_stream(tensors, options, stream))
+        op.check_stages(*of_stream(tensors, options, stream))
     other = tensors.get("second_cos", cos)
     fail.when(cos.dtype != other.dtype, f"the first table is {cos.dtype} but the second {other.dtype}")
     if cos.shape[-1] != other.shape[-1]:
