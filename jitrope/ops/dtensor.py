@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, zeros
 
-from ..plan.options import ALL_TOKENS, LAYOUT_AXES, Options
+from ..plan.options import ALL_TOKENS, LAYOUT_AXES, Options, norm_of
 from ..plan.views import MEANS, TABLE_NAMES, Tensors
 from . import watch
 from .fit import Fail
@@ -117,8 +117,7 @@ def _prepared(op: Operation, tensors: Tensors, options: Options) -> tuple[dict[s
     """(the tensors of a checked call as DTensors, the rows of the mesh's dimensions)."""
     fail = Fail(op.function)
     given: dict[str, Any] = dict(tensors)
-    across = options.norm is not None and options.norm.across_heads
-    call = {**dict.fromkeys(TABLE_NAMES), **given, **options._asdict(), "across_heads": across}
+    call = {**dict.fromkeys(TABLE_NAMES), **given, **options._asdict(), "across_heads": norm_of(options).across_heads}
     heads = {label: x for label, x in given.items() if label in Q + K}
     for label, x in given.items():
         if label in heads and not isinstance(x, DTensor):

@@ -130,8 +130,7 @@ class HeadsBackward(Backward):
 
     def ways(self, named: Tensors, o: Options) -> list[tuple[Read, Read] | None]:
         reads = self.source.reads(named, o)
-        outs = {x: (f"{x}_out", head_view(named[f"{x}_out"], o.layout)) for x in reads}
-        return [(reads[x], outs[x]) if x in reads else None for x in "qkv"]
+        return [(reads[x], (f"{x}_out", head_view(named[f"{x}_out"], o.layout))) if x in reads else None for x in "qkv"]
 
 
 HEADS, OF_V = Heads(), V()

@@ -255,8 +255,8 @@ class Operation:
 
     def on_cpu(self, t: Tensors, o: Options, made: Tensors | None = None) -> Tensors:
         """The results in plain torch. made: tensors for all of them, which are fresh."""
-        outputs = self.fakes(t, o) if made is None else made
-        self.compute({name: outputs[name] for name in self.made(t, o) if name in outputs}, t, o)
+        outputs = made or self.fakes(t, o)
+        self.compute(made or {name: outputs[name] for name in self.made(t, o) if name in outputs}, t, o)
         return outputs
 
     def compute(self, made: Tensors, t: Tensors, o: Options) -> None:
