@@ -82,8 +82,7 @@ class Call(NamedTuple):
         o, parts = self.options, []
         for part in PARTS:
             words = [name for name in self.tensors if _PART_OF[name] == part]
-            given = o.norm if part == "norm" else o
-            words += [_spelled(*item) for item in _others(part, given)] if given is not None else []
+            words += _others(part, o.norm if part == "norm" else o)
             first = {SOURCE: f"{o.layout} {self.name}", SINK: _sink(self)}.get(part, part)
             if words or part in (SOURCE, SINK) or (part == "norm" and o.norm is not None):
                 parts.append(" ".join([first, *words]))
@@ -121,23 +120,19 @@ class Call(NamedTuple):
 
 def _sink(call: Call) -> str:
     """The word for where the results go."""
-    if call.options.inplace:
-        return "in_place"
-    if "k_cache" in call.tensors:
-        return "cache"
-    return "given" if any(name.endswith("_out") for name in call.tensors) else "fresh"
+    given = any(name.endswith("_out") for name in call.tensors)
+    return (
+        "in_place" if call.options.inplace else "cache" if "k_cache" in call.tensors else "given" if given else "fresh"
+    )
 
 
-def _others(part: str, options: Any) -> list[tuple[str, Any]]:
+def _others(part: str, options: Any) -> list[str]:
     """A part's words that do not have their defaults. The pairs of the output are by default those of the input."""
     defaults = {**_DEFAULTS[part], **({"interleaved_out": options.interleaved} if part == "rotate" else {})}
-    return [(word, getattr(options, word)) for word in defaults if getattr(options, word) != defaults[word]]
-
-
-def _spelled(word: str, value: Any) -> str:
-    if value is True:
-        return word
-    return f"{word}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
+    found = {word: getattr(options, word, default) for word, default in defaults.items()}  # of a call without a norm
+    others = {word: x for word, x in found.items() if x != defaults[word]}
+    shown = {word: ",".join(map(str, x)) if isinstance(x, tuple) else x for word, x in others.items()}
+    return [word if x is True else f"{word}={x}" for word, x in shown.items()]
 
 
 def _read(part: str, text: str) -> tuple[str, Any]:

@@ -20,8 +20,6 @@ from .fit import Fail, named
 WEIGHTS = ("q_weight", "k_weight", "v_weight", "q_bias", "k_bias")
 LEARNED = ("cos", "sin", "second_cos", "second_sin", "q_factor")  # torch computes their gradients, from q and k too
 MAX_HADAMARD = 256
-_FIXED = (*LEARNED, "q_scale", "k_scale", "v_scale")
-_OWN_MEMORY = "pass a tensor with memory for each element"
 _ALONE = {"fused": "cache, quantize and out", **dict.fromkeys(("latent", "streams"), "quantize and out")}
 """What a call with a gradient must lack, by source, in messages."""
 
@@ -34,7 +32,7 @@ def check_watched(op: Any, wants_grad: bool, t: Tensors, o: Options) -> None:
     fail.when(wants_grad and o.inplace and op.norm, f"it has no gradient in place{why}; leave inplace=True out")
     copied = "v" if op.out == "ranks" and not views.converts_v(t, o.dynamic_v) else ""
     wanted = [label for label, x in t.items() if watch.wants_grad(x) and (op.differentiable or label != copied)]
-    fixed = [label for label in _FIXED if label in wanted]
+    fixed = [label for label in (*LEARNED, "q_scale", "k_scale", "v_scale") if label in wanted]
     compiling = watch.is_compiling()
     written = {label: t[label] for label in op.written(o) if label in t}
     for kind in () if compiling else watch.transforms():
@@ -77,9 +75,10 @@ def check_memory(op: Any, t: Tensors, o: Options) -> None:
     labels = {name: label_of(op, name, o) for name in t}
     written = {name: t[name] for name in op.written(o) if name in t}
     for name, x in written.items():
-        own = f"pass {name}.contiguous(), or leave inplace=True out" if name in ("q", "k", "qkv") else _OWN_MEMORY
+        own = f"{name}.contiguous(), or leave inplace=True out"
+        use = own if name in ("q", "k", "qkv") else "a tensor with memory for each element"
         had = f"{labels[name]} has strides {tuple(x.stride())}; its elements overlap in memory, so it cannot be written"
-        Fail(op.function).when(overlaps_itself(x), f"{had}; {own}")
+        Fail(op.function).when(overlaps_itself(x), f"{had}; pass {use}")
     fit.require_apart(op.function, {labels[n]: x for n, x in written.items()}, {labels[n]: x for n, x in t.items()})
 
 
@@ -150,11 +149,6 @@ def _check_scale(op: Any, t: Tensors, own: str, wanted: bool, o: Options, needed
     fail.when(wrong, f"{had}: one number, or one for each head, {of_heads}")
 
 
-def takes_pairs(t: Tensors, o: Options) -> bool:
-    """Whether a call writes fp4."""
-    return o.out_dtype == "fp4" or ("k_cache" in t and PER_ITEM.get(t["k_cache"].dtype, 1) > 1)
-
-
 def check_whole_heads(op: Any, t: Tensors, o: Options) -> None:
     """The rule of a norm, and of other stages that need all elements of a head."""
     fail, norm, dim = Fail(op.function), norm_of(o), t["q"].shape[-1]
@@ -170,7 +164,7 @@ def check_whole_heads(op: Any, t: Tensors, o: Options) -> None:
     if o.inverse and norm.kind != "no_norm":
         fail("inverse does not go with norm; rotate back in a call without a norm")
     fail.when(o.group and dim % o.group, f"group is {o.group}; it must divide D={dim}")
-    if takes_pairs(t, o):
+    if o.out_dtype == "fp4" or ("k_cache" in t and PER_ITEM.get(t["k_cache"].dtype, 1) > 1):
         fit.check_pairs(t, o, fail)
     if o.hadamard and (dim > MAX_HADAMARD or dim & (dim - 1)):
         fail(f"hadamard goes with a power of two of elements up to {MAX_HADAMARD}; q has D={dim}, so leave it out")

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, zeros
 
-from ..base.errors import InvalidInput
-from ..plan.options import ALL_TOKENS, LAYOUT_AXES, Options
+from ..plan.options import ALL_TOKENS, LAYOUT_AXES, Options, norm_of
 from ..plan.views import MEANS, TABLE_NAMES, Tensors
 from . import watch
+from .fit import Fail
 from .operation import Call, Operation
 
 Q, K = ("q",), ("k",)
@@ -108,34 +108,29 @@ def _whole(x: Tensor, like: Any) -> Any:
 
 def gradient_like(x: Any) -> Callable[[Any], Any]:
     """A function that places a gradient like x, and makes a missing one of zeros."""
-    mesh, placements, make = x.device_mesh, x.placements, partial(zeros, x.shape, dtype=x.dtype)
-    return lambda grad: (
-        make(device_mesh=mesh, placements=placements) if grad is None else grad.redistribute(mesh, placements)
-    )
+    placed = {"device_mesh": x.device_mesh, "placements": x.placements}
+    missing = partial(zeros, x.shape, dtype=x.dtype, **placed)
+    return lambda grad: missing() if grad is None else grad.redistribute(**placed)
 
 
 def _prepared(op: Operation, tensors: Tensors, options: Options) -> tuple[dict[str, Any], list[Row]]:
     """(the tensors of a checked call as DTensors, the rows of the mesh's dimensions)."""
-    name = op.function
+    fail = Fail(op.function)
     given: dict[str, Any] = dict(tensors)
-    across = options.norm is not None and options.norm.across_heads
-    call = {**dict.fromkeys(TABLE_NAMES), **given, **options._asdict(), "across_heads": across}
+    call = {**dict.fromkeys(TABLE_NAMES), **given, **options._asdict(), "across_heads": norm_of(options).across_heads}
     heads = {label: x for label, x in given.items() if label in Q + K}
     for label, x in given.items():
         if label in heads and not isinstance(x, DTensor):
-            raise InvalidInput(f"{name}: {op.label(label)} is a plain tensor beside DTensors; use DTensor.from_local")
+            fail(f"{op.label(label)} is a plain tensor beside DTensors; use DTensor.from_local")
         if isinstance(x, DTensor) and x.device_mesh != given["q"].device_mesh:
-            raise InvalidInput(f"{name}: {label} is on {x.device_mesh}, q on {given['q'].device_mesh}; use one mesh")
+            fail(f"{label} is on {x.device_mesh}, q on {given['q'].device_mesh}; use one mesh")
     if options.inplace and call["cu_seqlens"] is not None and any(x.requires_grad for x in heads.values()):
-        raise InvalidInput(f"{name}: DTensors that require a gradient do not go with cu_seqlens; call apply_rope")
+        fail("DTensors that require a gradient do not go with cu_seqlens; call apply_rope")
     axes = {label: _axes(label, x, call) for label, x in given.items()}
-    try:
-        rows = [_row(op, n, heads, call) for n in range(given["q"].device_mesh.ndim)]
-        for label in [label for label in given if label not in heads]:  # the same order on all ranks, for the backward
-            given[label] = _beside(label, given, [row[label] for row in rows], axes)
-        _check_parts(given, axes)
-    except InvalidInput as error:
-        raise InvalidInput(f"{name}: {error}") from None
+    rows = [_row(op, n, heads, call) for n in range(given["q"].device_mesh.ndim)]
+    for label in [label for label in given if label not in heads]:  # the same order on all ranks, for the backward
+        given[label] = _beside(label, given, [row[label] for row in rows], axes, fail)
+    _check_parts(given, axes, fail)
     if options.inplace and not watch.is_compiling():  # torch only counts writes to the shards
         watch.written(list(heads.values()))
     return given, rows
@@ -156,13 +151,11 @@ def _row(op: Operation, n: int, heads: Mapping[str, Any], call: Mapping[str, Any
     allowed = ", ".join(["Replicate()", *shards])
     said, why = {op.label(name): x for name, x in heads.items()}, "; ".join(["", *unsharded.values()])
     placed = " and ".join([_placed(*pair) for pair in said.items()])
-    raise InvalidInput(
-        f"{placed}; allowed are {allowed}, the same for q and k, or the heads of one of them{why}; "
-        f"redistribute {' and '.join(said)}"
-    )
+    must = f"allowed are {allowed}, the same for q and k, or the heads of one of them{why}"
+    Fail(op.function)(f"{placed}; {must}; redistribute {' and '.join(said)}")
 
 
-def _beside(label: str, given: dict[str, Any], wanted: list[Any], axes: Mapping[str, Any]) -> Any:
+def _beside(label: str, given: dict[str, Any], wanted: list[Any], axes: Mapping[str, Any], fail: Fail) -> Any:
     """A tensor beside q with the wanted placements. It must be plain or replicated, so nothing is sent."""
     q: Any = given["q"]
     x: Any = given[label]
@@ -178,26 +171,24 @@ def _beside(label: str, given: dict[str, Any], wanted: list[Any], axes: Mapping[
         return x if wanted == everywhere else x.redistribute(q.device_mesh, wanted)
     if not _same(x.placements, wanted) or x.shape[seq] != tokens:
         wish = f"{tuple(wanted)}, with {tokens} rows, one for each token" if Shard(seq) in wanted else tuple(wanted)
-        raise InvalidInput(f"{_placed(label, x)}; beside q it must be replicated, or {wish}; redistribute {label}")
+        fail(f"{_placed(label, x)}; beside q it must be replicated, or {wish}; redistribute {label}")
     return x
 
 
-def _check_parts(given: Mapping[str, Any], axes: Mapping[str, Any]) -> None:
+def _check_parts(given: Mapping[str, Any], axes: Mapping[str, Any], fail: Fail) -> None:
     """Refuse axes too short to shard, which torch would gather, and shards that torch would cut differently."""
     parts: dict[str, dict[str, int]] = {"batch": {}, "seq": {}, "heads": {}}
     for label, x in given.items():
         for word, axis in axes[label].items():
             ranks = math.prod([x.device_mesh.size(n) for n, p in enumerate(x.placements) if p == Shard(axis)])
             if x.shape[axis] < ranks:
-                raise InvalidInput(
-                    f"{_placed(label, x)}; it has too few {word} for {ranks} ranks; redistribute {label}"
-                )
+                fail(f"{_placed(label, x)}; it has too few {word} for {ranks} ranks; redistribute {label}")
             if ranks > 1:
                 with torch.no_grad():
                     parts[word][label] = x.to_local().shape[axis]
     for word in ("batch", "seq"):
         if len(set(parts[word].values())) > 1:
-            raise InvalidInput(f"the {word} is cut in different parts, here {parts[word]}; use distribute_tensor")
+            fail(f"the {word} is cut in different parts, here {parts[word]}; use distribute_tensor")
 
 
 def _placed(label: str, x: Any) -> str:

@@ -16,9 +16,8 @@ from ..sinks import results
 from ..sinks.results import LETTERS
 from ..stages import bias, positions
 from ..stages.norm import gradients_of_means
-from . import checks
 from .backward import Backward, norm_turned_back, turned_back
-from .fit import Fail, check_pairs
+from .fit import Fail
 from .operation import Call, Operation, operation, tables_of
 from .outs import copy_heads
 from .source import Read, Source
@@ -51,10 +50,8 @@ def join_qkv(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, o: Options) -
 
 def fused_places(qkv: Tensor, o: Options) -> Tensors:
     """The places of q, k, v and the gate in a fused tensor."""
-    found = dict(zip("qkv", views.fused_views(qkv, o)))
-    if o.order == "qkv_gated":
-        found["gate"] = fused_part(canonical(qkv, o.layout), "gate", o).unsqueeze(3)
-    return found
+    parts = {name: fused_part(canonical(qkv, o.layout), name, o) for name in LETTERS[: 3 + _gated(o)]}
+    return {name: x if x.dim() == 5 else x.unsqueeze(3) for name, x in parts.items()}
 
 
 def _gated(o: Options) -> bool:
@@ -88,7 +85,7 @@ class Fused(Source):
         heads = views.shaped_parts(t["qkv"], o)
         if "v_cache" not in t and ("k_cache" in t or not o.copy_v):
             del heads["v"]
-        return {**heads, **{name: x for name, x in t.items() if name not in ("qkv", "bias")}}
+        return {**heads, **{name: x for name, x in t.items() if name != "qkv"}}
 
     def letters(self, given: Container[str], o: Options) -> tuple[str, ...]:
         return LETTERS[: 2 + o.copy_v + ("bias" in given and _gated(o))]
@@ -101,12 +98,14 @@ class Fused(Source):
         return [(heads_of(t, o), o)]
 
     def check(self, op: Operation, t: Tensors, o: Options) -> None:
-        name, fail, staged = op.function, Fail(op.function), op.cache or op.convert or op.out
-        qkv, norm, bias = t["qkv"], norm_of(o), t.get("bias")
+        fail, qkv, norm, bias = Fail(op.function), t["qkv"], norm_of(o), t.get("bias")
         if "v_out" in t and not o.copy_v:
-            refuse(name, "out's v", t["v_out"], "None with copy_v=False")
-        if norm.v_norm and not o.copy_v and "v_cache" not in t:
-            fail("copy_v=False does not go with v_norm, because v is not a view then; leave copy_v out")
+            refuse(op.function, "out's v", t["v_out"], "None with copy_v=False")
+        why = ", because v is not a view then"
+        others = {f"v_norm{why}": norm.v_norm and "v_cache" not in t, f"bias{why}": bias is not None}
+        others["v=True of quantize"] = o.dynamic_v
+        for beside in [x for x, given in others.items() if given and not o.copy_v]:
+            fail(f"copy_v=False does not go with {beside}; leave copy_v out")
         apart = "across_heads does not go with v_norm in fused QKV; split it, and pass q, k and v to prepare_qkv"
         fail.when(norm.across_heads and norm.v_norm, apart)
         if bias is not None:
@@ -115,14 +114,8 @@ class Fused(Source):
             fail.when(own not in (shape, flat), f"{had}; it must be {shape} or {flat}, as the projection has it")
             had = f"bias is {bias.dtype} on {bias.device} but qkv is {qkv.dtype} on {qkv.device}"
             fail.when(bias.dtype != qkv.dtype or bias.device != qkv.device, f"{had}; they must match")
-            had = "copy_v=False does not go with bias, because v is not a view then; leave copy_v out"
-            fail.when(not o.copy_v, had)
             fail.when(norm.of == "v", "the norm has of='v', which does not go with bias")
-        if o.dynamic_v and not o.copy_v:
-            fail("copy_v=False does not go with v=True of quantize; leave copy_v out")
-        op.check_stages(self.shaped(t, o), o._replace(inplace=False))
-        if bias is not None and checks.takes_pairs(t, o) and staged:
-            check_pairs({"bias": bias}, o, fail)
+        super().check(op, t, o)
         q, groups = t.get("q_out"), fused_sizes(qkv, o)[0]
         several = o.order == "grouped" and o.q_per_group > 1
         if several and q is not None and q.dim() > qkv.dim() and len(q) != groups:
@@ -132,9 +125,6 @@ class Fused(Source):
         """v, and a gate with its bias, which a norm across heads leaves."""
         gate = "bias" in t and _gated(o) and (o.inplace or "gate" in outputs)
         return {name: part_with_bias(t, name, o) for name in ("v", "gate")[: 1 + gate]}
-
-    def part(self, t: Tensors, letter: str, o: Options) -> Tensor:
-        return fused_part(t["qkv"], letter, o)
 
     def overwritten(self, given: Container[str]) -> tuple[str, ...]:
         return ("qkv",) if "qkv" in given else ()
@@ -153,30 +143,23 @@ class Fused(Source):
 
     def gradient(self, op: Operation, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """The gradients; that of the bias is the sum of qkv's over the tokens."""
+        tables, own, plain = tables_of(saved), saved.get("bias"), o._replace(norm=None, copy_v=True)
         if not o.copy_v and grads.keys() == {"v"}:  # a view of qkv, with nothing to rotate back
             dq, dk, dv = every_gradient(grads, o).values()
             return {"qkv": join_qkv(dq, dk, dv, None, o)}
-        found, own = self._of_qkv(call, saved, grads, o), saved.get("bias")
+        if o.norm is not None and o.norm.kind != NO_NORM.kind:
+            back = norm_turned_back(o, "v" in grads)._replace(copy_v=True)  # without it v's part is zeros
+            found = call(FUSED_BACKWARD, {**every_gradient(grads, o), **saved}, back)
+            if MEANS[0] in saved:
+                xs = heads_of(saved, o)
+                found.update(gradients_of_means(saved, xs, split_qkv({"qkv": found["qkv"]}, o), o))
+        elif o.inplace:
+            grad = grads["qkv"].clone(memory_format=torch.contiguous_format)
+            found = call(operation(self), {"qkv": grad, **tables}, turned_back(plain, inplace=True))
+        else:
+            found = call(FUSED_BACKWARD, {**every_gradient(grads, o), **tables}, turned_back(plain))
         if own is not None and own.requires_grad:
             found["bias"] = bias.back(found["qkv"], own)
-        return found
-
-    def _of_qkv(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
-        """The gradients without that of the bias."""
-        if o.norm is not None and o.norm.kind != NO_NORM.kind:
-            return self._of_norm(call, saved, grads, o)
-        tables, o = tables_of(saved), o._replace(norm=None)
-        if o.inplace:
-            grad = grads["qkv"].clone(memory_format=torch.contiguous_format)
-            return call(operation(self), {"qkv": grad, **tables}, turned_back(o, inplace=True))
-        return call(FUSED_BACKWARD, {**every_gradient(grads, o), **tables}, turned_back(o)._replace(copy_v=True))
-
-    def _of_norm(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
-        back = norm_turned_back(o, "v" in grads)._replace(copy_v=True)  # without it v's part is zeros
-        found = call(FUSED_BACKWARD, {**every_gradient(grads, o), **saved}, back)
-        if MEANS[0] in saved:
-            xs, own = heads_of(saved, o), split_qkv({"qkv": found["qkv"]}, o)
-            found.update(gradients_of_means(saved, xs, own, o))
         return found
 
 

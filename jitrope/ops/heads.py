@@ -23,9 +23,6 @@ class Heads(Source):
     word = op = "heads"
     needed = ("q",)
 
-    def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
-        return {letter: (letter, head_view(t[letter], o.layout)) for letter in "qkv" if letter in t}
-
     def letters(self, given: Container[str], o: Options) -> tuple[str, ...]:
         return tuple([letter for letter in "qkv" if letter in given])
 
@@ -71,13 +68,12 @@ def rotated_back(op: Operation, call: Call, saved: Tensors, grads: Tensors, o: O
 
 def _of_ranks(op: Operation, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
     """The gradients of groups of heads for ranks: such a rotation is its own backward."""
-    own: Tensors = {name: grads[name] for name in ("q", "k") if name in grads}
+    own = {name: x for name, x in grads.items() if name != "v" or (len(grads) == 3 and not op.norm)}
     found: Tensors = {}
     if own and op.norm:
         found = op.source.gradient(operation(op.source), call, saved, own, o._replace(ulysses_degree=0))
     elif own:
-        with_v = {"v": grads["v"]} if "v" in grads and len(own) == 2 else {}
-        found = rotated_back(op, call, saved, {**own, **with_v}, o)
+        found = rotated_back(op, call, saved, own, o)
     if "v" in grads and "v" not in found:
         found["v"] = joined(grads["v"], o.layout)
     return found
@@ -102,9 +98,8 @@ def _of_letters(call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tenso
     if names["q"] == "k" and (of := norm_of(back).of) != "qk":
         back = back._replace(norm=norm_of(back)._replace(of="k" if of == "q" else "q"))
     tensors = {"d" + as_name: grads[name] for as_name, name in names.items()}
-    for ending in ("", "_weight", "_bias", "_mean_square"):
-        given = {as_name: name + ending for as_name, name in names.items() if name + ending in saved}
-        tensors.update({as_name + ending: saved[name] for as_name, name in given.items()})
+    endings = ("", "_weight", "_bias", "_mean_square")
+    tensors |= {own + x: saved[name + x] for x in endings for own, name in names.items() if name + x in saved}
     tables = tables_of(saved)
     found = call(HEADS_BACKWARD, {**tensors, **(tables if "q" in grads else of_k(tables))}, back)
     found = {names[name[0]] + name[1:]: x for name, x in found.items()}
@@ -135,8 +130,7 @@ class HeadsBackward(Backward):
 
     def ways(self, named: Tensors, o: Options) -> list[tuple[Read, Read] | None]:
         reads = self.source.reads(named, o)
-        outs = {x: (f"{x}_out", head_view(named[f"{x}_out"], o.layout)) for x in reads}
-        return [(reads[x], outs[x]) if x in reads else None for x in "qkv"]
+        return [(reads[x], (f"{x}_out", head_view(named[f"{x}_out"], o.layout))) if x in reads else None for x in "qkv"]
 
 
 HEADS, OF_V = Heads(), V()

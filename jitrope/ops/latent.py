@@ -14,31 +14,11 @@ from .operation import Call, Operation
 from .source import Read, Source
 
 
-def check_latent(name: str, tensors: Tensors, options: Options) -> None:
-    """The check of a call with latent attention."""
-    fail, layout = Fail(name), options.layout
-    q, kv, k_pe = (tensors[label] for label in ("q", "kv", "k_pe"))
-    if q.dim() == k_pe.dim() == len(layout) and q.shape[-1] < k_pe.shape[-1]:
-        fail(f"q is {named(q, layout)} but k_pe {named(k_pe, layout)}; q's heads end in as many rotated elements")
-    for label, x in (("kv", kv), ("k_pe", k_pe)):
-        as_wide = x.dim() == len(layout) == q.dim() and x.shape[-1] > 0  # its own width is checked below
-        like = x[..., :1].expand(*x.shape[:-1], q.shape[-1]) if as_wide else x
-        check_heads(q, like, options, fail, "q", label)
-    if k_pe.shape[LAYOUT_AXES[layout][2]] != 1 or k_pe.shape[-1] != options.rotary_dim:
-        fail(f"k_pe is {named(k_pe, layout)}; it must have H=1, and D=rotary_dim={options.rotary_dim}")
-    if options.v_dim < 1 or kv.shape[-1] != options.rotary_offset + options.v_dim:
-        had = f"q is {named(q, layout)}, k_pe {named(k_pe, layout)} and kv {named(kv, layout)}"
-        fail(f"{had}; kv must be wider than q less k_pe, {options.rotary_offset}, by the elements of a head of v")
-
-
 class Latent(Source):
     word = op = "latent"
     said, function = "latent attention", "prepare_mla_qkv"
-    needed = ("q", "kv", "k_pe")
+    needed = heads = ("q", "kv", "k_pe")
     refused = frozenset(("inplace", "shifts", "inverse", "hadamard"))
-
-    def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
-        return {x: (name, head_view(t[name], o.layout)) for x, name in zip("qkv", self.needed)}
 
     def shaped(self, t: Tensors, o: Options) -> Tensors:
         kv, dim = t["kv"], t["q"].shape[-1]
@@ -51,7 +31,18 @@ class Latent(Source):
         return [({**t, "k": k, "v": v}, o)]
 
     def check(self, op: Operation, t: Tensors, o: Options) -> None:
-        check_latent(op.function, t, o)
+        fail, layout, (q, kv, k_pe) = Fail(op.function), o.layout, [t[label] for label in self.needed]
+        if q.dim() == k_pe.dim() == len(layout) and q.shape[-1] < k_pe.shape[-1]:
+            fail(f"q is {named(q, layout)} but k_pe {named(k_pe, layout)}; q's heads end in as many rotated elements")
+        for label, x in (("kv", kv), ("k_pe", k_pe)):
+            as_wide = x.dim() == len(layout) == q.dim() and x.shape[-1] > 0  # its own width is checked below
+            like = x[..., :1].expand(*x.shape[:-1], q.shape[-1]) if as_wide else x
+            check_heads(q, like, o, fail, "q", label)
+        if k_pe.shape[LAYOUT_AXES[layout][2]] != 1 or k_pe.shape[-1] != o.rotary_dim:
+            fail(f"k_pe is {named(k_pe, layout)}; it must have H=1, and D=rotary_dim={o.rotary_dim}")
+        if o.v_dim < 1 or kv.shape[-1] != o.rotary_offset + o.v_dim:
+            had = f"q is {named(q, layout)}, k_pe {named(k_pe, layout)} and kv {named(kv, layout)}"
+            fail(f"{had}; kv must be wider than q less k_pe, {o.rotary_offset}, by the elements of a head of v")
         super().check(op, t, o)
 
     def gradient(self, op: Operation, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:

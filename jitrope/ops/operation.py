@@ -29,8 +29,6 @@ from .source import SOURCES, Read, Source
 from .stand_ins import one_row
 
 Call = Callable[["Operation", Tensors, Options], Tensors]  # `dispatch.call`
-Rule = Callable[["Operation", Tensors, Options], None]
-"""Raises InvalidInput if tensors and options do not fit."""
 
 OF_TABLES = frozenset((*TABLE_NAMES, "second_cos", "second_sin", "cos_sin_cache", "freqs", "freqs_cis"))
 """The tensors of a call that are not those of heads, of a norm, or of a sink."""
@@ -103,20 +101,16 @@ class Operation:
         """Refuse a wrong call. name: the user's function."""
         self.source.check(self, t, o)
 
-    @property
-    def rules(self) -> tuple[Rule, ...]:
-        """The rules of the stages and of the cache."""
-        scales = (checks.check_scales,) if self.convert and not self.cache else ()
-        whole_heads = (checks.check_whole_heads,) if self.norm else ()
-        return (checks.check_kv_cache if self.cache else checks.check, *scales, *whole_heads)
-
     def check_stages(self, t: Tensors, o: Options) -> None:
         """Refuse what does not fit q, k and v, tensors of their own."""
         converted = "v" in t and views.converts_v(t, o.dynamic_v)
         if converted and not self.source.joins(t):  # before v's scale is compared with v
             refuse_other_v(self.function, t, o)
-        for rule in self.rules:
-            rule(self, t, o)
+        (checks.check_kv_cache if self.cache else checks.check)(self, t, o)
+        if self.convert and not self.cache:
+            checks.check_scales(self, t, o)
+        if self.norm:
+            checks.check_whole_heads(self, t, o)
         if converted and views.sums_heads(t, o):
             refuse_other_v(self.function, t, o)
         checks.check_results(self, t, o)
@@ -139,7 +133,7 @@ class Operation:
         return (*heads, *[f"{x}_scale" for x in scaled])
 
     def viewed(self, given: Container[str], o: Options) -> tuple[str, ...]:
-        """Names of the results that are views of the call's tensors."""
+        """Names of the results that are views of a call's fused tensor."""
         found = () if o.inplace or o.per_row or self.cache else self.source.viewed(given, o)
         return tuple([x for x in found if x != "gate" or not self.sends])
 
@@ -151,7 +145,7 @@ class Operation:
 
     def complete(self, found: Tensors, t: Tensors, o: Options) -> Tensors:
         """All results, given those of torch's op."""
-        return {**found, **{name: self.source.part(t, name, o) for name in self.viewed(t, o)}}
+        return {**found, **{name: views.fused_part(t["qkv"], name, o) for name in self.viewed(t, o)}}
 
     def outputs(self, t: Tensors, o: Options) -> Tensors:
         """The tensors that a call writes: fresh ones, or its own in place."""
@@ -247,7 +241,7 @@ class Operation:
         """The results, given the outputs of a launch that `finishes`."""
         for letter, x in self.source.copied(outputs, t, o).items():
             given = outputs.get(letter, t.get(f"{letter}_out"))
-            out = self.source.part(outputs, letter, o) if given is None else given
+            out = views.fused_part(outputs["qkv"], letter, o) if given is None else given
             if x.dim() < out.dim():
                 x = views.by_rank(x, o.layout, len(out))
             copy_heads(*((out, x) if x.dim() == out.dim() else (views.by_rank(out, o.layout, len(x)), x)))
@@ -299,20 +293,13 @@ class Operation:
         if self.out == "ranks" and self.source.op != "heads":
             grads = {name: views.joined(x, o.layout) for name, x in grads.items()}
             o = o._replace(ulysses_degree=0)
-        if o.hadamard:
-            grads, o = _transformed_back(call, grads, o), o._replace(hadamard=False)
-        return self.source.gradient(self, call, saved, grads, o)
-
-
-def _transformed_back(call: Call, grads: Tensors, o: Options) -> Tensors:
-    """The gradients with those of q and k transformed, in their own launch: the matrix is its own transpose."""
-    own = {name: views.joined(grads[name], o.layout) for name in "qk" if name in grads}
-    if not own:
-        return grads
-    op = operation(SOURCES["heads"], norm=True, transform=True)
-    words = {name: getattr(o, name) for name in ("layout", "rotary_dim", "rotary_offset", "hadamard", "launch")}
-    alone, tensors = op.unrotated(dict(zip("qk", own.values())), Options(**words, norm=NO_NORM))  # k's alone is q's
-    return {**grads, **dict(zip(own, call(op, tensors, alone).values()))}
+        own = {name: views.joined(grads[name], o.layout) for name in "qk" if name in grads and o.hadamard}
+        if own:  # they are transformed in their own launch: the matrix is its own transpose
+            op = operation(SOURCES["heads"], norm=True, transform=True)
+            words = {name: getattr(o, name) for name in ("layout", "rotary_dim", "rotary_offset", "hadamard", "launch")}
+            alone, tensors = op.without_table(dict(zip("qk", own.values())), Options(**words, norm=NO_NORM))
+            grads = {**grads, **dict(zip(own, call(op, tensors, alone).values()))}
+        return self.source.gradient(self, call, saved, grads, o._replace(hadamard=False))
 
 
 def tables_of(t: Tensors) -> Tensors:

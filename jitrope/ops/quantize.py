@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.arguments import refuse, whole, word
-from ..base.errors import InvalidInput
+from ..base.arguments import refuse, require, whole, word
 from ..plan.options import SCALE_FMTS
 from ..plan.views import DTYPE_NAMES, FORMATS, FP8, FP8S, GROUPS, SCALES, Tensors
 from .asked import Value
@@ -180,26 +179,22 @@ class DynamicQuantize(Conversion):
         scale_out = _scale_out(form, scale_dtype, scale_fmt)
         if scale_out != "fp32":
             self.words["scale_out"] = scale_out
-            own = {"scale_fmt": scale_fmt} if scale_dtype == torch.float32 else {"scale_dtype": scale_dtype}
-            self.asked.update(own)
+            self.asked |= {"scale_fmt": scale_fmt} if scale_dtype == torch.float32 else {"scale_dtype": scale_dtype}
         on = flags(name, swizzled=swizzled, v=v, hadamard=hadamard)
         self.words.update({"dynamic_v" if label == "v" else label: True for label in on})
         numbers = {"q_global_scale": q_global_scale, "k_global_scale": k_global_scale, "v_global_scale": v_global_scale}
         given = divisors(name, "", **numbers)
-        for label, scale in given.items():
-            if scale_dtype != FP8:
-                refuse(name, label, scale, f"None without scale_dtype={FP8}")
+        for label, scale in given.items() if scale_dtype != FP8 else ():
+            refuse(name, label, scale, f"None without scale_dtype={FP8}")
         if v_global_scale is not None and "v" not in on:
             refuse(name, "v_global_scale", v_global_scale, "None without v=True")
         self.asked.update({**on, **given, **({} if per == "token" else {"per": per})})
         self.given = {label.replace("_global", ""): scale for label, scale in given.items()}
-        for label in ("group", "scale_dtype", "scale_fmt", "swizzled"):
-            if per != "token" and label in self.asked:
-                raise InvalidInput(f"{name}: {label} does not go with per={per!r}; leave one out")
-        if per != "token" and form == "fp4":
-            raise InvalidInput(f"{name}: fp4 does not go with per={per!r}; leave per out")
-        if "swizzled" in on and (group is None or scale_dtype == torch.float32):
-            raise InvalidInput(f"{name}: swizzled needs scales of one byte; pass group and scale_dtype too")
+        for label in ("group", "scale_dtype", "scale_fmt", "swizzled") if per != "token" else ():
+            require(name, label not in self.asked, f"{label} does not go with per={per!r}; leave one out")
+        require(name, per == "token" or form != "fp4", f"fp4 does not go with per={per!r}; leave per out")
+        one_byte = "swizzled" not in on or (group is not None and scale_dtype != torch.float32)
+        require(name, one_byte, "swizzled needs scales of one byte; pass group and scale_dtype too")
 
 
 def _scale_out(form: str, scale_dtype: Any, scale_fmt: Any) -> str:
@@ -211,8 +206,8 @@ def _scale_out(form: str, scale_dtype: Any, scale_fmt: Any) -> str:
         refuse(name, "scale_dtype", scale_dtype, "torch.float32 or torch.float8_e8m0fnu; only fp4 has scales in e4m3")
     if scale_fmt is not None and (not isinstance(scale_fmt, str) or scale_fmt not in SCALE_FMTS[1:]):
         refuse(name, "scale_fmt", scale_fmt, f"{SCALE_FMTS[1]!r} or None")
-    if scale_fmt is not None and scale_dtype == FP8:
-        raise InvalidInput(f"{name}: scale_fmt does not go with scale_dtype={FP8}; leave one out")
+    good = scale_fmt is None or scale_dtype != FP8
+    require(name, good, f"scale_fmt does not go with scale_dtype={FP8}; leave one out")
     return "e8m0_fp32" if scale_fmt and scale_dtype == torch.float32 else _SCALE_WORDS[scale_dtype]
 
 

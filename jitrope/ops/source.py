@@ -27,6 +27,7 @@ class Source:
     said = ""  # in messages, where a stage does not go with it
     function = "prepare_qkv"  # the user's
     needed: tuple[str, ...]  # tensors that each call has
+    heads: tuple[str, ...] = ("q", "k", "v")  # tensors that a kernel reads as q, k and v
     labels: Mapping[str, str] = {}  # users' names of tensors, where they differ
     refused: frozenset[str] = frozenset()  # words and tensors that do not go with it
     whole = False  # its kernels read whole heads
@@ -34,9 +35,9 @@ class Source:
     def __init__(self) -> None:
         SOURCES[self.word] = self
 
-    @abstractmethod
     def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
         """The heads that a kernel reads, by letter."""
+        return {x: (name, head_view(t[name], o.layout)) for x, name in zip("qkv", self.heads) if name in t}
 
     def shaped(self, t: Tensors, o: Options) -> Tensors:
         """The call's tensors with q, k and v of their own, for checks. Of heads only shape, dtype and device count."""
@@ -59,7 +60,7 @@ class Source:
         return head_view(out, o.layout)
 
     def viewed(self, given: Container[str], o: Options) -> tuple[str, ...]:
-        """The results that are views of the call's own tensors."""
+        """The results that are views of a fused tensor."""
         return ()
 
     def parts(self, t: Tensors, o: Options) -> list[tuple[Tensors, Options]]:
@@ -77,10 +78,6 @@ class Source:
     def copied(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:
         """The heads that a call copies after its launch, if the kernel cannot, by letter."""
         return {"v": t["v"]}
-
-    def part(self, t: Tensors, letter: str, o: Options) -> Tensor:
-        """A view of the heads of a letter in the tensor that has them."""
-        return t[letter]
 
     def overwritten(self, given: Container[str]) -> tuple[str, ...]:
         """The tensors that a call in place returns."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ..plan.options import NO_NORM, Options, norm_of
-from ..plan.views import MEANS, TABLE_NAMES, Tensors, head_view
+from ..plan.views import MEANS, TABLE_NAMES, Tensors
 from .checks import check, check_results
 from .fit import Fail, check_factor, label_of, named
 from .heads import HEADS
 from .operation import COUNTED, SCALES, Call, Operation, operation
 from .outs import OUTS
-from .source import Read, Source
+from .source import Source
 
 STREAMS = ("first", "second")
 
@@ -43,32 +43,6 @@ def of_stream(t: Tensors, o: Options, stream: str) -> tuple[Tensors, Options]:
     return {**own, **tables}, o._replace(unrotated=left if second else o.unrotated)
 
 
-def check_joint(op: Operation, tensors: Tensors, options: Options) -> None:
-    """The check of a call with two streams, each also as a separate call."""
-    fail = Fail(op.function)
-    _check_streams(tensors, fail)
-    given = {x.dtype for label, x in tensors.items() if label.endswith(("_weight", "_bias"))}
-    fail.when(len(given) >= 2, f"the weights are {', '.join(sorted(map(str, given)))}; they must match")
-    q, cos, two = tensors["first_q"], tensors["cos"], "second_cos" in tensors
-    given_ids, unrotated, angles = "position_ids" in tensors, options.unrotated > 0, options.table == "freqs"
-    for word, said in ((label_of("position_ids", options), given_ids), ("unrotated", unrotated), ("freqs", angles)):
-        fail.when(two and said, f"{word} does not go with a table for each stream; pass one table")
-    tokens = tokens_of(tensors)
-    check_factor(tensors, q, tokens, "bshd", fail)
-    like = q.new_empty((1, 1, 1, 1)).expand(q.shape[0], q.shape[1] if two else tokens, *q.shape[2:])
-    of_both = {label: tensors[label] for label in TABLE_NAMES if label in tensors and label != "q_factor"}
-    check(op, {"q": like, **of_both}, options)
-    if norm_of(options).across_heads:
-        fail("across_heads does not go with two streams; normalise before, or join them and use prepare_qkv")
-    for stream in STREAMS:
-        for rule in op.rules:
-            rule(op, *of_stream(tensors, options, stream))
-    other = tensors.get("second_cos", cos)
-    fail.when(cos.dtype != other.dtype, f"the first table is {cos.dtype} but the second {other.dtype}")
-    if cos.shape[-1] != other.shape[-1]:
-        fail(f"the first table is {cos.shape[-1]} wide but the second {other.shape[-1]}")
-
-
 def _check_streams(tensors: Tensors, fail: Fail) -> None:
     for letter in "qkv":
         for stream in STREAMS:
@@ -90,11 +64,9 @@ class Streams(Source):
     whole = True
     said, function = "two streams", "prepare_joint_qkv"
     needed = tuple([f"{stream}_{letter}" for stream in STREAMS for letter in "qkv"])
+    heads = needed[:3]
     labels = {own: f"{stream}'s {name}" for stream in STREAMS for name, own in names_of(stream).items()}  # noqa: RUF012
     refused = frozenset(("inplace", "shifts", "inverse", "layout", "check", *COUNTED, *MEANS))
-
-    def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
-        return {x: (f"first_{x}", head_view(t[f"first_{x}"], o.layout)) for x in "qkv"}
 
     def shaped(self, t: Tensors, o: Options) -> Tensors:
         found = {name: t[name] for name in (*SCALES, *OUTS) if name in t}
@@ -107,8 +79,29 @@ class Streams(Source):
         return [of_stream(t, o, stream) for stream in STREAMS]
 
     def check(self, op: Operation, t: Tensors, o: Options) -> None:
-        check_joint(op, t, o)
+        """Refuse a wrong call, of which each stream is also a separate call."""
+        fail = Fail(op.function)
+        _check_streams(t, fail)
+        given = {x.dtype for label, x in t.items() if label.endswith(("_weight", "_bias"))}
+        fail.when(len(given) >= 2, f"the weights are {', '.join(sorted(map(str, given)))}; they must match")
+        q, cos, two = t["first_q"], t["cos"], "second_cos" in t
+        given_ids, unrotated, angles = "position_ids" in t, o.unrotated > 0, o.table == "freqs"
+        for word, said in ((label_of("position_ids", o), given_ids), ("unrotated", unrotated), ("freqs", angles)):
+            fail.when(two and said, f"{word} does not go with a table for each stream; pass one table")
+        tokens = tokens_of(t)
+        check_factor(t, q, tokens, "bshd", fail)
+        like = q.new_empty((1, 1, 1, 1)).expand(q.shape[0], q.shape[1] if two else tokens, *q.shape[2:])
+        of_both = {label: t[label] for label in TABLE_NAMES if label in t and label != "q_factor"}
+        check(op, {"q": like, **of_both}, o)
+        if norm_of(o).across_heads:
+            fail("across_heads does not go with two streams; normalise before, or join them and use prepare_qkv")
         check_results(op, self.shaped(t, o), o)
+        for stream in STREAMS:
+            op.check_stages(*of_stream(t, o, stream))
+        other = t.get("second_cos", cos)
+        fail.when(cos.dtype != other.dtype, f"the first table is {cos.dtype} but the second {other.dtype}")
+        if cos.shape[-1] != other.shape[-1]:
+            fail(f"the first table is {cos.shape[-1]} wide but the second {other.shape[-1]}")
 
     def saved(self, t: Tensors, o: Options, tables: Tensors) -> Tensors:
         """Without a norm only the tables, and the first stream's q, whose length is needed."""
@@ -120,12 +113,10 @@ class Streams(Source):
     def gradient(self, op: Operation, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """The gradients of each stream, from its tokens and its rows of the tables."""
         found: Tensors = {}
-        begin = 0
-        for stream in STREAMS:
+        end = saved["first_q"].shape[1]
+        for stream, tokens in zip(STREAMS, (slice(0, end), slice(end, None))):
             (kept, own), names = of_stream(saved, o, stream), names_of(stream)
-            end = saved["first_q"].shape[1] if stream == "first" else None
-            given = {name: x[:, begin:end] for name, x in grads.items()}
-            begin = end or 0
+            given = {name: x[:, tokens] for name, x in grads.items()}
             if "v" in given and "v" not in kept:
                 found[names["v"]] = given.pop("v")
             of_heads = HEADS.gradient(operation(HEADS, norm=True), call, kept, given, own) if given else {}

@@ -75,10 +75,9 @@ class _Call:
             self._merge_batch()
         if "second_q" in tensors:
             self.named |= {f"first_{name}": self.named[name] for name in "qkv"}
-        self.strides = {name: strides_of(x) for name, x in (*self.named.items(), *self.tables.items())}
+        ids = {} if self.ids is None else {"position_ids": self.ids}
+        self.strides = {name: strides_of(x) for name, x in {**self.named, **self.tables, **ids}.items()}
         self.strides |= {name: _block_scale_strides(tensors[name]) for name in BLOCK_SCALES if name in tensors}
-        if self.ids is not None:
-            self.strides["position_ids"] = [*strides_of(self.ids)[:2], self.ids.stride(2)]
         self._count()
 
     def _merge_batch(self) -> None:

@@ -52,10 +52,9 @@ MEANS = ("q_mean_square", "k_mean_square")  # given means of squares of a norm a
 def block_format(tensors: Tensors, head_dim: int, options: Options) -> tuple[str, int, str]:
     """out_dtype, group and scale_out of `Options` for a call's cache with block scales."""
     cache, scale = tensors["k_cache"], tensors[BLOCK_SCALES[0]]
-    form = next(name for name, form in FORMATS.items() if form.dtype == cache.dtype)
     dtype = next(name for name, found in SCALES.items() if found == scale.dtype)
     powers = options.scale_fmt == "ue8m0" and dtype == "fp32"
-    return form, head_dim // scale.shape[-1], "e8m0_fp32" if powers else dtype
+    return DTYPE_NAMES[cache.dtype], head_dim // scale.shape[-1], "e8m0_fp32" if powers else dtype
 
 
 def sums_heads(tensors: Container[str], options: Options) -> bool:

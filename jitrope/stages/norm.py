@@ -53,9 +53,7 @@ def back(letter: str, x: Tensor, grad: Tensor, t: Tensors, o: Options, found: Te
     weight, bias, mean_square = [t.get(f"{letter}_{kind}") for kind in ("weight", "bias", "mean_square")]
     if not norm.takes(letter):
         return grad
-    rows, g = x.float(), grad.float()
-    if across:
-        rows, g = rows.flatten(-2), g.flatten(-2)
+    rows, g = (y.float().flatten(-2) if across else y.float() for y in (x, grad))
     rows, scale = _centred(rows, norm, mean_square)
     y, g = (cleared(letter, part, t, o) for part in (rows * scale, g))
     tokens = tuple(range(g.dim() - 1))

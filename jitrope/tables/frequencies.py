@@ -231,10 +231,8 @@ def number(name: str, value: Any, function: str = "inv_freq") -> float:
 
 
 def _numbers(name: str, value: Any) -> list[float]:
-    is_array = type(value).__module__ == "numpy" and getattr(value, "ndim", 0) == 1
-    if not is_array and not isinstance(value, (list, tuple)):
-        arguments.refuse("inv_freq", name, value, "a list of numbers")
-    return [number(f"{name}[{i}]", item) for i, item in enumerate(value)]
+    given = arguments.items("inv_freq", name, value, "a list of numbers")
+    return [number(f"{name}[{i}]", item) for i, item in enumerate(given)]
 
 
 def length(name: str, value: Any, function: str = "inv_freq") -> int | Tensor:
