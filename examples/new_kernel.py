@@ -286,7 +286,7 @@ def main(folder: Path) -> None:
     except jitrope.InvalidInput as error:
         print(f"    refused: {error}")
 
-    # What is left for a kernel that stays: a torch.library op with a fake and a backward (ops/torch_op.py), which
+    # What is left for a kernel that stays: a torch.library op with a fake and a backward (run/torch_op.py), which
     # torch.compile and autograd need; refusals that name the argument (checks.py); argument blocks that are made once
     # (launch.py), for the host's time; a case in each of tests/test_compile.py, test_kernels.py, test_gpu.py and
     # test_fuzz.py; and its time over a copy of the same bytes on the GPU that it is for (examples/bench).

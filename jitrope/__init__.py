@@ -41,10 +41,10 @@ from .base.config import __version__, configure
 from .base.config import set_up_logging as _set_up_logging
 from .base.errors import CacheError, CompileError, InvalidInput, JitropeError, MissingKernel
 from .jit.recording import KernelEvent, on_compile, record
-from .ops.kv_cache import KVCache, Pages
-from .ops.planning import planning
-from .ops.quantize import DynamicQuantize, Quantize, Scaled
-from .ops.values import Mrope, Norm, Packed, Shifts, Starts, Ulysses
+from .run.planning import planning
+from .values.kv_cache import KVCache, Pages
+from .values.quantize import DynamicQuantize, Quantize, Scaled
+from .values.values import Mrope, Norm, Packed, Shifts, Starts, Ulysses
 
 # ruff: noqa: RUF022  (in the order of the documentation)
 __all__ = ["apply_rope", "prepare_qkv", "prepare_fused_qkv", "prepare_joint_qkv", "prepare_mla_qkv"]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from jitrope import DynamicQuantize, KVCache, Mrope, Norm, Packed, Quantize, Shifts, Starts, api, planning
 from jitrope.base.spec import Spec
-from jitrope.ops.words import rotary_dim_of
+from jitrope.checks.words import rotary_dim_of
 from jitrope.plan.options import Options
 from jitrope.plan.views import BLOCK_SCALES, DTYPE_NAMES, FORMATS, NVFP4_GROUP, SCALES, fused_shape
 

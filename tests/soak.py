@@ -29,8 +29,8 @@ import torch
 
 import jitrope
 from jitrope.jit import kernels
-from jitrope.ops import enqueue
-from jitrope.ops import launch as runtime
+from jitrope.run import enqueue
+from jitrope.run import launch as runtime
 
 from .soak_pool import Call, Job, Outputs, check, pool
 

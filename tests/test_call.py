@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from jitrope import InvalidInput
 from jitrope.call import COUNTS, PARTS, Call
-from jitrope.ops import op_call
 from jitrope.plan.options import (
     LAYOUT_AXES,
     NORM_KINDS,
@@ -25,6 +24,7 @@ from jitrope.plan.options import (
     NormOptions,
     Options,
 )
+from jitrope.run import op_call
 
 from .calls import CALLS, Case, ident
 from .results import places_of

@@ -22,11 +22,11 @@ from jitrope import KVCache, Norm, Pages, planning
 from jitrope.base.errors import CompileError
 from jitrope.jit import compiler
 from jitrope.jit.render import Source, render
-from jitrope.ops.backward import turned_back
-from jitrope.ops.heads import HEADS_BACKWARD
 from jitrope.plan.options import Options
 from jitrope.plan.problem import plan_call
 from jitrope.plan.spec import RopeSpec
+from jitrope.sources.backward import turned_back
+from jitrope.sources.heads import HEADS_BACKWARD
 
 from .cases import (
     CASES,

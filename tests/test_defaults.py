@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import jitrope
 from jitrope import DynamicQuantize, KVCache, Norm, Quantize
-from jitrope.ops import stand_ins, values
+from jitrope.values import stand_ins, values
 
 from .devices import DEVICES
 

@@ -19,13 +19,14 @@ import torch
 
 import jitrope
 from jitrope.jit import kernels
-from jitrope.ops import dispatch, stand_ins
-from jitrope.ops import launch as runtime
-from jitrope.ops.heads import HEADS_BACKWARD
 from jitrope.plan import problem
 from jitrope.plan.options import Options
 from jitrope.plan.views import FORMATS
+from jitrope.run import dispatch
+from jitrope.run import launch as runtime
+from jitrope.sources.heads import HEADS_BACKWARD
 from jitrope.stages import convert
+from jitrope.values import stand_ins
 from tests.said import KINDS, kv_cache, norm_fp8, norm_kv_cache, norm_rope, norm_rope_joint, said
 
 from . import oracle
@@ -1153,7 +1154,7 @@ def test_a_gpu_without_cupy_names_the_packages(tmp_path: Path) -> None:
 SANITIZED = """
 import torch
 from tests.said import KINDS
-from jitrope.ops.fused import FUSED_BACKWARD
+from jitrope.sources.fused import FUSED_BACKWARD
 from tests.cases import CACHE_CASES, CASES, NORM_CASES, QKV_CASES, ROPE_CACHE, ROPE_FUSED
 from tests.cases import launched, make, make_cache, make_norm, make_qkv, norm_call
 from tests.test_gpu import test_wild_ids_and_slots_on_the_device as wild

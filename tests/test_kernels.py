@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope.ops import dispatch, fused, launch
-from jitrope.ops.backward import turned_back
-from jitrope.ops.fused import FUSED_BACKWARD
-from jitrope.ops.latent import LATENT_BACKWARD
 from jitrope.plan import partition, problem
 from jitrope.plan.heuristics import Plan
 from jitrope.plan.options import NO_NORM, Options
+from jitrope.run import dispatch, launch
+from jitrope.sources import fused
+from jitrope.sources.backward import turned_back
+from jitrope.sources.fused import FUSED_BACKWARD
+from jitrope.sources.latent import LATENT_BACKWARD
 
 from .cases import (
     CACHE_CASES,

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import jitrope
-from jitrope.ops.dispatch import call
-from jitrope.ops.latent import LATENT_BACKWARD
 from jitrope.plan.options import LAYOUT_AXES, Options
+from jitrope.run.dispatch import call
+from jitrope.sources.latent import LATENT_BACKWARD
 from tests.said import said
 
 from . import oracle

@@ -12,9 +12,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import jitrope
-from jitrope.ops import stand_ins
-from jitrope.ops.heads import HEADS_BACKWARD
 from jitrope.plan import views
+from jitrope.sources.heads import HEADS_BACKWARD
+from jitrope.values import stand_ins
 from tests.said import KINDS, norm_rope, norm_rope_joint, said
 
 from .cases import NORM_CASES, NormCase, make_norm, norm_call, op_arguments, random_norm_case

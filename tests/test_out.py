@@ -11,8 +11,8 @@ from torch import Tensor
 
 import jitrope
 from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Quantize
-from jitrope.ops import dispatch
-from jitrope.ops import launch as runtime
+from jitrope.run import dispatch
+from jitrope.run import launch as runtime
 
 from .cases import CASES, make
 from .devices import DEVICE, DEVICES

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import jitrope
 from jitrope import InvalidInput, KVCache, Mrope, Norm, Pages, Quantize
-from jitrope.ops import launch as runtime
+from jitrope.run import launch as runtime
 
 from .devices import DEVICE, DEVICES
 

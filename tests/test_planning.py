@@ -21,9 +21,9 @@ from jitrope import InvalidInput, KVCache, Norm, Packed, Quantize, planning
 from jitrope.base.config import LAUNCHES
 from jitrope.base.spec import Spec
 from jitrope.jit import kernels
-from jitrope.ops.operation import Operation
-from jitrope.ops.planning import note
 from jitrope.plan.problem import plan_call
+from jitrope.run.planning import note
+from jitrope.sources.operation import Operation
 from jitrope.tools.models import specs_of_model
 from jitrope.tools.prewarm import TORCH_DTYPES
 

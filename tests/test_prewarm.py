@@ -13,8 +13,8 @@ from jitrope import KVCache, Norm, Packed, planning
 from jitrope.base.spec import Spec, record_of, spec_from_dict
 from jitrope.call import Call
 from jitrope.jit import kernels
-from jitrope.ops import dispatch
 from jitrope.plan.spec import RopeSpec
+from jitrope.run import dispatch
 from jitrope.tools.prewarm import specs_of
 
 from .calls import CALLS, Case, ident

@@ -1064,7 +1064,7 @@ def test_an_exported_call_takes_any_number_of_sequences(name: str) -> None:
 
 
 def test_the_guard_of_known_calls_sees_what_changes_and_what_watches() -> None:
-    """`ops/replay.py` uses torch's guards instead of comparing each tensor."""
+    """`run/replay.py` uses torch's guards instead of comparing each tensor."""
     q, other = torch.randn(2, 3), torch.randn(2, 3)
     guards = torch._C._dynamo.guards.TensorGuards(q, other, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     assert guards.check(torch.randn(2, 3), torch.randn(2, 3))

@@ -18,8 +18,8 @@ import torch
 import jitrope
 from jitrope import thd
 from jitrope.base.spec import KINDS
-from jitrope.ops import enqueue
-from jitrope.ops import launch as runtime
+from jitrope.run import enqueue
+from jitrope.run import launch as runtime
 
 from . import bits, sanitizer, soak
 from .sanitizer import FOUND, GROUPS, WRONG, Done

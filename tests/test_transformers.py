@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import jitrope
-from jitrope.integrations import _host, _variants
+from jitrope.integrations import _host
 from jitrope.integrations import transformers as integration
+from jitrope.integrations.transformers import variants
 from jitrope.tools import bundle
 from jitrope.tools.prewarm import specs_of
 
@@ -376,9 +377,9 @@ def test_recognised(name: str) -> None:
         for shape in rope.variant.shapes:
             for part in (1, 2) if rope.variant.partial else (1,):
                 for dtypes in ((fp32, fp32), (bf16, fp32), (fp32, bf16)):
-                    arguments = _variants.probe(host, rope.variant, shape, part, dtypes)
+                    arguments = variants.probe(host, rope.variant, shape, part, dtypes)
                     arguments = [turned(x) if isinstance(x, Tensor) and x.dim() > 3 else x for x in arguments]
-                    assert _variants.equal(host_of(name)(*arguments), host(*arguments), tolerance=0.02)
+                    assert variants.equal(host_of(name)(*arguments), host(*arguments), tolerance=0.02)
 
 
 def returns_fp64(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
@@ -398,7 +399,7 @@ def returns_fp64(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: 
     ],
 )
 def test_not_recognised(function: Any, why: str) -> None:
-    assert why in _variants.recognise(host_of(function) if isinstance(function, str) else function)
+    assert why in variants.recognise(host_of(function) if isinstance(function, str) else function)
 
 
 # ---- calls ---------------------------------------------------------------------------------------------

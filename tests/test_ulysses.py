@@ -10,8 +10,8 @@ from torch import Tensor
 
 import jitrope
 from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Quantize, Scaled, Ulysses
-from jitrope.ops import launch as runtime
 from jitrope.plan.options import LAYOUT_AXES
+from jitrope.run import launch as runtime
 
 from .devices import DEVICE, DEVICES
 

@@ -14,8 +14,8 @@ import torch
 
 import jitrope
 from jitrope import KVCache, Mrope, Norm, Packed, Pages, Quantize, Shifts, Starts, Ulysses
+from jitrope import torch_state as watch
 from jitrope.base import config
-from jitrope.ops import watch
 
 Q, K, V = (torch.randn(2, 6, heads, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
 ANGLES = torch.linspace(0, 3, 32).view(8, 4)

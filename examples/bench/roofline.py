@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 from jitrope.jit.driver import attribute
-from jitrope.ops.watch import memory_speed
+from jitrope.torch_state import memory_speed
 
 from . import presets
 from .harness import DEVICE, Case

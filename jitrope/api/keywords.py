@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from ..ops.public import repeated
-from ..ops.values import Ulysses
 from ..plan.options import Options
+from ..run.public import repeated
+from ..values.values import Ulysses
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict

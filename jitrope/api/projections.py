@@ -11,15 +11,15 @@ from torch import Tensor
 
 from ..base.arguments import flag, refuse, wholes, word
 from ..base.errors import InvalidInput
-from ..ops.fused import FUSED, part_with_bias
-from ..ops.gather import add, chosen, gather, result, sent
-from ..ops.kv_cache import KVCache
-from ..ops.latent import LATENT
-from ..ops.operation import operation
-from ..ops.outs import is_dense
-from ..ops.quantize import DynamicQuantize, Quantize
-from ..ops.values import Norm, Positions
 from ..plan.options import FUSED_AXES, QKV_ORDERS, Options
+from ..run.gather import add, chosen, gather, result, sent
+from ..sources.fused import FUSED, part_with_bias
+from ..sources.latent import LATENT
+from ..sources.operation import operation
+from ..sources.outs import is_dense
+from ..values.kv_cache import KVCache
+from ..values.quantize import DynamicQuantize, Quantize
+from ..values.values import Norm, Positions
 from .keywords import FusedWords, LatentWords, with_words
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
-from ..ops.gather import chosen, gather, result, sent, with_v
-from ..ops.heads import HEADS
-from ..ops.kv_cache import KVCache
-from ..ops.operation import operation
-from ..ops.quantize import DynamicQuantize, Quantize, Scaled
-from ..ops.values import Norm, Positions, Ulysses  # noqa: F401
-from ..ops.words import refuse_table_as_v
+from ..checks.words import refuse_table_as_v
+from ..run.gather import chosen, gather, result, sent, with_v
+from ..sources.heads import HEADS
+from ..sources.operation import operation
+from ..values.kv_cache import KVCache
+from ..values.quantize import DynamicQuantize, Quantize, Scaled
+from ..values.values import Norm, Positions, Ulysses  # noqa: F401
 from .keywords import RopeWords, with_words
 
 if TYPE_CHECKING:

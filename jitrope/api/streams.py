@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
-from ..ops.gather import add, chosen, gather, result, sent
-from ..ops.quantize import DynamicQuantize, Quantize, Scaled
-from ..ops.streams import STREAMED
-from ..ops.values import Norm, Positions, Ulysses
-from ..ops.words import parts, second_tables
+from ..checks.words import parts, second_tables
+from ..run.gather import add, chosen, gather, result, sent
+from ..sources.streams import STREAMED
+from ..values.quantize import DynamicQuantize, Quantize, Scaled
+from ..values.values import Norm, Positions, Ulysses
 from .keywords import JointWords, with_words
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from .. import torch_state as watch
 from ..base import arguments
 from ..base.errors import InvalidInput
-from ..ops import watch
-from ..ops.fit import named
+from ..checks.fit import named
 from ..thd import ops as thd_ops
 from ..thd.reference import Move
 from .backends import NAME, Backend, Case, Gradients, Result, choose, fail

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..base import arguments
-from ..ops.fit import Fail
+from ..checks.fit import Fail
 from ..plan.partition import Mask
 
 NAME = "all_gather_attention"  # the name at the beginning of messages

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from ..api import apply_rope, prepare_qkv
 from ..base import arguments
-from ..ops import checks
-from ..ops.fit import rows_of
-from ..ops.gather import placed
-from ..ops.heads import HEADS
-from ..ops.operation import operation
-from ..ops.values import Packed
-from ..ops.watch import is_traced
-from ..ops.words import ONE_TABLE, canonical, resolved
+from ..checks import checks
+from ..checks.fit import rows_of
+from ..checks.words import ONE_TABLE, canonical, resolved
+from ..run.gather import placed
+from ..sources.heads import HEADS
+from ..sources.operation import operation
+from ..torch_state import is_traced
+from ..values.values import Packed
 from .backends import NAME, fail
 from .schedule import Schedule
 

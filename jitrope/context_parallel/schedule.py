@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..base import arguments
-from ..ops.fit import Fail
+from ..checks.fit import Fail
 from ..plan.partition import Mask
 from ..thd import ops as thd_ops
 from ..thd.reference import Segments, cut

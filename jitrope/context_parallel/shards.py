@@ -19,12 +19,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..base import arguments
-from ..ops.fit import MAX_TOKENS, Fail
-from ..ops.watch import collectives, dispatch_modes, is_compiling, transformed
+from ..checks.fit import MAX_TOKENS, Fail
 from ..plan.partition import RULES
 from ..thd import cp_rank_order_to_sequence_order
 from ..thd import ops as thd_ops
 from ..thd.reference import Shape
+from ..torch_state import collectives, dispatch_modes, is_compiling, transformed
 
 Group = ProcessGroup | DeviceMesh | None
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import InvalidInput
-from ..ops.stand_ins import filled
-from ..ops.values import Norm
+from ..values.stand_ins import filled
+from ..values.values import Norm
 from . import _host
 from ._host import Function
 from ._norms import check_results, form_of, parameters_of

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import InvalidInput
-from ..ops.watch import hooks_of_all, in_autocast
+from ..torch_state import hooks_of_all, in_autocast
 from ._host import module_of, original, text_of
 
 # A torch.nn.RMSNorm without an eps uses that of its computing type, which is fp32 for fp32, fp16 and bf16

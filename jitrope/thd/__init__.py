@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from ..base import arguments
-from ..ops.fit import Fail
-from ..ops.watch import is_compiling, wants_grad
+from ..checks.fit import Fail
 from ..plan.partition import RULES
+from ..torch_state import is_compiling, wants_grad
 from . import ops as thd_ops
 from .reference import Correction, Move, Shape
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ..base import arguments
 from ..base.spec import ACCESS_BYTES
-from ..ops.enqueue import Call, enqueue
-from ..ops.fit import MAX_TOKENS, Fail, is_float
-from ..ops.watch import is_compiling, is_zero, wants_grad, written
+from ..checks.fit import MAX_TOKENS, Fail, is_float
 from ..plan.partition import Mask
 from ..plan.views import DTYPE_NAMES
+from ..run.enqueue import Call, enqueue
+from ..torch_state import is_compiling, is_zero, wants_grad, written
 from . import reference
 from . import spec as specs
 from .reference import Correction, Move, Segments, Shape

@@ -21,9 +21,9 @@ from ..base.errors import CacheError, CompileError, JitropeError, MissingKernel
 from ..jit import compiler, kernels, render
 from ..jit.cache import Layer
 from ..jit.entry import Entry
-from ..ops.heads import HEADS
-from ..ops.operation import operation
 from ..plan.options import Options
+from ..sources.heads import HEADS
+from ..sources.operation import operation
 from .prewarm import specs_of, this_versions
 
 ROOM = 1 << 20

@@ -20,8 +20,8 @@ from ..base import arguments
 from ..base.config import log
 from ..base.errors import InvalidInput, JitropeError
 from ..base.spec import DTYPES, Spec
-from ..ops.planning import planning
 from ..plan.views import DTYPE_NAMES
+from ..run.planning import planning
 from .prewarm import TORCH_DTYPES
 
 RECORD = "record a run instead: JITROPE_RECORD=run.json, then jitrope prewarm --from run.json"

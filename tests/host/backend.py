@@ -25,10 +25,11 @@ from typing import Any
 
 import torch
 
+from jitrope import torch_state as watch
 from jitrope.base.spec import Spec
 from jitrope.jit import kernels
 from jitrope.jit.render import render
-from jitrope.ops import dispatch, enqueue, torch_op, watch
+from jitrope.run import dispatch, enqueue, torch_op
 from jitrope.thd import ops as thd_ops
 
 from . import harness

@@ -21,13 +21,13 @@ from torch.nn import Parameter
 
 from ..base.errors import InvalidInput
 from ..call import COUNTS
+from ..torch_state import constant, dispatch_modes, is_traced
+from ..values.asked import Value, spelled
+from ..values.kv_cache import KVCache, Pages
+from ..values.quantize import DynamicQuantize, Quantize, Scaled
+from ..values.values import Mrope, Norm, Packed, Shifts, Starts, Ulysses
 from . import launch
-from .asked import Value, spelled
-from .kv_cache import KVCache, Pages
-from .quantize import DynamicQuantize, Quantize, Scaled
 from .torch_op import TAGS, lib
-from .values import Mrope, Norm, Packed, Shifts, Starts, Ulysses
-from .watch import constant, dispatch_modes, is_traced
 
 _PLAIN = frozenset((bool, int, float, str))
 F = TypeVar("F", bound=Callable[..., Any])

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import torch_state as watch
 from ..plan.options import LAYOUT_AXES, Options, norm_of
 from ..plan.views import Tensors, shaped_parts
-from . import watch
 
 COUNTERS = 4096  # counters of blocks: one for each 16 blocks of a launch, and one more (`templates/block_sums.cuh`)
 

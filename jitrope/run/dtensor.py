@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, zeros
 
+from .. import torch_state as watch
+from ..checks.fit import Fail
 from ..plan.options import ALL_TOKENS, LAYOUT_AXES, Options, norm_of
 from ..plan.views import MEANS, TABLE_NAMES, Tensors
-from . import watch
-from .fit import Fail
-from .operation import Call, Operation
+from ..sources.operation import Call, Operation
 
 Q, K = ("q",), ("k",)
 Row = dict[str, Any]  # the placements of a call's tensors on one dimension of a mesh

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import torch_state as watch
 from ..plan.views import Tensors
-from . import watch
-from .quantize import Scaled
+from ..values.quantize import Scaled
 
 UNUSED = "unused_"
 """What begins the names of a user's tensors that a call does not read."""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..base.spec import Spec
 from ..jit.kernels import get_kernel
+from ..torch_state import get_device, get_stream
 from .launch import MAX_LAUNCHES
-from .watch import get_device, get_stream
 
 _local = threading.local()
 

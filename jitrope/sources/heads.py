@@ -7,6 +7,7 @@ from collections.abc import Container
 import torch
 
 from .. import chain
+from ..checks.words import resolved
 from ..plan.options import NO_NORM, NormOptions, Options, norm_of
 from ..plan.views import Tensors, head_view, joined
 from ..sinks import results
@@ -16,7 +17,6 @@ from .backward import Backward, norm_turned_back, turned_back
 from .operation import Call, Operation, operation, tables_of
 from .outs import joins_k
 from .source import Read, Source
-from .words import resolved
 
 
 class Heads(Source):

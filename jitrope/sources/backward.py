@@ -10,9 +10,9 @@ import torch
 from ..base.errors import JitropeError
 from ..plan.options import LAYOUT_AXES, Options, norm_of
 from ..plan.views import Tensors
+from ..values.stand_ins import weight_sums
 from .operation import BACKWARDS, Call, Operation, tables_of
 from .source import Source
-from .stand_ins import weight_sums
 
 
 class Backward(Operation):

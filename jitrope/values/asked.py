@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..base.arguments import shown
 from ..plan.views import Tensors
-from .watch import is_traced
+from ..torch_state import is_traced
 
 
 class Value:

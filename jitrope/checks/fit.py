@@ -7,12 +7,12 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from .. import torch_state as watch
 from ..base.errors import InvalidInput
 from ..base.spec import DTYPES, MAX_AXES
 from ..plan.memory import refuse_meeting, span
 from ..plan.options import ALL_TOKENS, LAYOUT_AXES, MAX_HEAD_DIM, Options
 from ..plan.views import DTYPE_NAMES, MEANS, PER_ITEM, Tensors, per_head, table_pair
-from . import watch
 
 MAX_TOKENS = 2**31 - 1  # CUDA's limit on the first grid axis
 USERS_NAMES = {"q_factor": "q_scale", **{name: f"mean_squares' {name[0]}" for name in MEANS}}

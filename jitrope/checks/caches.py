@@ -8,8 +8,8 @@ from torch import Tensor
 from ..plan.options import Options
 from ..plan.views import BLOCK_SCALES, FORMATS, FP8, FP8S, GROUPS, PER_ITEM, SCALES, Tensors, block_format
 from ..sinks.cache import slots_of
+from ..values.kv_cache import lengths_of
 from .fit import MAX_TOKENS, Fail, check_contiguous, check_device, check_integers, check_one_axis, named, sizes_of
-from .kv_cache import lengths_of
 
 
 def check_caches(heads_of: Tensors, t: Tensors, o: Options, fail: Fail) -> None:

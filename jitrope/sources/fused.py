@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import chain
 from ..base.arguments import refuse
+from ..checks.fit import Fail
 from ..plan import views
 from ..plan.options import NO_NORM, Options, norm_of
 from ..plan.views import MEANS, Tensors, canonical, fused_part, fused_sizes
@@ -17,7 +18,6 @@ from ..sinks.results import LETTERS
 from ..stages import bias, positions
 from ..stages.norm import gradients_of_means
 from .backward import Backward, norm_turned_back, turned_back
-from .fit import Fail
 from .operation import Call, Operation, operation, tables_of
 from .outs import copy_heads
 from .source import Read, Source

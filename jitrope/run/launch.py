@@ -19,17 +19,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import torch_state as watch
 from ..base.config import log
+from ..checks.checks import label_of
+from ..checks.words import canonical
 from ..plan.memory import Span, refuse_meeting, span
 from ..plan.options import Options
 from ..plan.views import HEADS, Tensors, bias_views, table_pair
-from . import watch
-from .checks import label_of
-from .operation import OF_TABLES, Operation
-from .quantize import Scaled
+from ..sources.operation import OF_TABLES, Operation
+from ..values.quantize import Scaled
+from ..values.stand_ins import CONSTANTS, missing_weights
 from .replay import SCRATCH, UNUSED, Form, maker, twice
-from .stand_ins import CONSTANTS, missing_weights
-from .words import canonical
 
 MAX_LAUNCHES = 4096
 """The most prepared calls that a thread keeps. Beyond it all are dropped; preparing one again takes microseconds."""

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import torch_state as watch
+from ..checks.checks import LEARNED
 from ..plan.options import Options
 from ..plan.views import Tensors
-from . import watch
-from .checks import LEARNED
-from .operation import OF_TABLES, Call, Operation
+from ..sources.operation import OF_TABLES, Call, Operation
 
 
 def keep(ctx: Any, op: Operation, names: Sequence[str], tensors: Tensors, outputs: Any, options: Options) -> None:

@@ -14,7 +14,7 @@ from ..base.errors import InvalidInput
 from ..plan import options
 from ..plan.options import Options
 from ..plan.views import Tensors, heads_per_group
-from .watch import is_compiling
+from ..torch_state import is_compiling
 
 MAX_MOVED = 64
 """The most rotated elements of a head that can change their pairing in place: threads of one warp have them, even with

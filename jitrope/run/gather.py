@@ -9,19 +9,19 @@ from torch import Tensor
 
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
+from ..checks.fit import require_apart
+from ..checks.words import ONE_TABLE, parts, rotates_heads, unexpected
 from ..plan.options import NO_NORM, Options
 from ..plan.views import BLOCK_SCALES, Tensors, converts_v
+from ..sources.heads import NORM_OF_V, norm_of_v
+from ..sources.operation import Operation, operation
+from ..sources.outs import is_dense, joins_k
+from ..sources.source import Source
+from ..torch_state import sharded
+from ..values.kv_cache import KVCache
+from ..values.quantize import DynamicQuantize, Quantize, Scaled, hadamard_words
+from ..values.values import Norm, Positions, Ulysses, scales
 from .dispatch import call
-from .fit import require_apart
-from .heads import NORM_OF_V, norm_of_v
-from .kv_cache import KVCache
-from .operation import Operation, operation
-from .outs import is_dense, joins_k
-from .quantize import DynamicQuantize, Quantize, Scaled, hadamard_words
-from .source import Source
-from .values import Norm, Positions, Ulysses, scales
-from .watch import sharded
-from .words import ONE_TABLE, parts, rotates_heads, unexpected
 
 _TABLE_NAMES = ("cos", "sin", *ONE_TABLE)
 NO_WORDS: dict[str, Any] = {}

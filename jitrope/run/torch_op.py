@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import torch_state as watch
 from ..base.errors import InvalidInput
 from ..plan.options import Options
 from ..plan.views import Tensors
-from . import fused, latent, launch, planning, streams, watch  # noqa: F401  each source registers its operations
+from ..sources import fused, latent, streams  # noqa: F401  each source registers its operations
+from ..sources.operation import Operation
+from . import launch, planning
 from .dispatch import call
 from .op_call import EACH, given_to
-from .operation import Operation
 from .record import gradients, keep
 
 lib = torch.library.Library("jitrope", "DEF")

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import torch_state as watch
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan import views
 from ..plan.memory import overlaps_itself
 from ..plan.options import LAYOUT_AXES, Options, norm_of
 from ..plan.views import BLOCK_SCALES, FORMATS, FP8, FP8S, PER_ITEM, TABLE_NAMES, Tensors
-from . import fit, watch
+from . import fit
 from .caches import check_caches, check_one_format, check_places
 from .fit import Fail, named
 

@@ -37,12 +37,14 @@ from typing import Any
 
 from torch import nn
 
-from ..base.arguments import flag, refuse, word
-from ..base.errors import InvalidInput, JitropeError
-from . import _host
-from ._norms import form_of
-from ._variants import State, recognise
-from ._waiting import WAITS, Rope, wait
+from ...base.arguments import flag, refuse, word
+from ...base.errors import InvalidInput, JitropeError
+from .. import _host
+from .._norms import form_of
+from .variants import State, recognise
+from .waiting import WAITS, Rope, wait
+
+__all__ = ["Report", "calls", "disable", "enable"]
 
 ROPES = re.compile(r"\w*apply_\w*rotary\w*")  # the names of rope functions
 NORMS = re.compile(r"(q|k|qk|v|query|key)_(layer)?norm")  # and of the norms of q, k and v in an attention

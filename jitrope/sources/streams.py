@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ..checks.checks import check, check_results
+from ..checks.fit import Fail, check_factor, label_of, named
 from ..plan.options import NO_NORM, Options, norm_of
 from ..plan.views import MEANS, TABLE_NAMES, Tensors
-from .checks import check, check_results
-from .fit import Fail, check_factor, label_of, named
 from .heads import HEADS
 from .operation import COUNTED, SCALES, Call, Operation, operation
 from .outs import OUTS

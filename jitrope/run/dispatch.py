@@ -12,19 +12,21 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .. import torch_state as watch
 from ..base import config
 from ..base.errors import InvalidInput
+from ..checks import checks
+from ..checks.check_values import check_values
+from ..checks.words import canonical, check_asked, resolved
 from ..plan.options import Options
 from ..plan.views import Tensors
-from . import checks, launch, watch
-from .check_values import check_values
-from .heads import of_k
+from ..sources.heads import of_k
+from ..sources.operation import OF_TABLES, Operation
+from ..torch_state import dispatch_modes, is_compiling
+from . import launch
 from .launch import Asked, Known, Made
 from .op_call import run_op
-from .operation import OF_TABLES, Operation
 from .record import gradients, keep
-from .watch import dispatch_modes, is_compiling
-from .words import canonical, check_asked, resolved
 
 local = launch.local
 

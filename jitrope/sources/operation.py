@@ -16,17 +16,17 @@ from .. import chain
 from ..base.errors import InvalidInput, JitropeError
 from ..call import FRESH
 from ..call import Call as CallText
+from ..checks import checks
+from ..checks.fit import USERS_NAMES, sizes_of
 from ..plan import views
 from ..plan.options import ALL_TOKENS, LAYOUT_AXES, NO_NORM, Options, norm_of
 from ..plan.views import BLOCK_SCALES, FORMATS, TABLE_NAMES, Tensors, Views
 from ..sinks import results
 from ..sinks.results import LETTERS, empty_heads, empty_scale
 from ..stages.convert import least_scales
-from . import checks
-from .fit import USERS_NAMES, sizes_of
+from ..values.stand_ins import one_row
 from .outs import OUTS, copy_heads, refuse_other_v
 from .source import SOURCES, Read, Source
-from .stand_ins import one_row
 
 Call = Callable[["Operation", Tensors, Options], Tensors]  # `dispatch.call`
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.fx import Graph, Proxy
 from torch.fx.proxy import GraphAppendingTracer
 
-from ..api import apply_rope, prepare_qkv
-from ..base.errors import InvalidInput
-from ..ops.values import Norm
-from ..ops.watch import outside_modes
-from ._host import Function
+from ...api import apply_rope, prepare_qkv
+from ...base.errors import InvalidInput
+from ...torch_state import outside_modes
+from ...values.values import Norm
+from .._host import Function
 
 Shape = tuple[int, int, int]
 SHAPES: tuple[Shape, ...] = ((4, 3, 1), (4, 3, 2), (4, 2, 0), (4, 2, 1), (3, 2, 0), (3, 2, 1))

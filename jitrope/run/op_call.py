@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import torch_state as watch
 from ..base.errors import InvalidInput
 from ..call import COUNTS, FRESH, Call
 from ..plan.options import Options
 from ..plan.views import Tensors, table_pair
-from . import watch
-from .operation import Operation, operation_of
+from ..sources.operation import Operation, operation_of
 
 EACH = 10
 """The most tensors that a call writes."""

@@ -11,9 +11,9 @@ from ..base.config import LAUNCHES
 from ..base.spec import Spec
 from ..plan.options import Options
 from ..plan.views import Tensors
+from ..sources.operation import Operation
+from ..values.stand_ins import missing_weights
 from . import launch
-from .operation import Operation
-from .stand_ins import missing_weights
 
 _planning: ContextVar[tuple[list[Spec], list[str], int] | None] = ContextVar("planning", default=None)
 

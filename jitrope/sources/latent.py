@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from .. import chain
+from ..checks.fit import Fail, check_heads, named
 from ..plan.options import LAYOUT_AXES, Options
 from ..plan.views import Tensors, canonical, head_view
 from ..sinks import results
 from .backward import Backward, turned_back
-from .fit import Fail, check_heads, named
 from .operation import Call, Operation
 from .source import Read, Source
 

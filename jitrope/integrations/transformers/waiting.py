@@ -17,14 +17,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..api import prepare_qkv
-from ..base.errors import InvalidInput
-from ..ops.values import Norm
-from ..ops.watch import same_memory, saves_otherwise, transformed, version, watched, without_autocast, without_values
-from . import _host
-from ._host import Function
-from ._norms import check_results, form_of, parameters_of
-from ._variants import State, Variant, changed, launch, names, read, result, rotate, state_of, words_of
+from ...api import prepare_qkv
+from ...base.errors import InvalidInput
+from ...torch_state import same_memory, saves_otherwise, transformed, version, watched, without_autocast, without_values
+from ...values.values import Norm
+from .. import _host
+from .._host import Function
+from .._norms import check_results, form_of, parameters_of
+from .variants import State, Variant, changed, launch, names, read, result, rotate, state_of, words_of
 
 HOST, WAITS = "transformers", "norms of q and k wait for rope"
 
