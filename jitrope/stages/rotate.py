@@ -60,7 +60,8 @@ def _turns(tokens: int, dtype: torch.dtype, t: Tensors, o: Options) -> tuple[Ten
     They are in fp32, with "complex128" in fp64, with "dtype" in the dtype of the call's heads.
     """
     compute_dtype = torch.float64 if o.rounding == "complex128" else torch.float32
-    cos, sin = table_pair(t["cos"], t.get("sin"), o.table)
+    plain = o.table == "cos_sin"
+    cos, sin = (t["cos"], t["sin"]) if plain else table_pair(t["cos"], t.get("sin"), o.table)
     cos, sin = table_view(cos).to(compute_dtype), table_view(sin).to(compute_dtype)
     if o.table == "freqs":
         cos, sin = cos.cos() * o.mscale, sin.sin() * o.mscale
