@@ -11,6 +11,7 @@ from torch import Tensor
 from ..base import config
 from ..base.arguments import flag, number, refuse, whole, word
 from ..base.errors import InvalidInput
+from ..call import PARTS
 from ..plan import options
 from ..plan.options import Options
 from ..plan.views import Tensors, heads_per_group
@@ -42,7 +43,7 @@ _OLD = {
 _INSTEAD = {
     **dict.fromkeys(("cu_seqlens", "max_seqlen", "start_positions"), "pass positions as a tensor of ids"),
     "shifts": "rotate by Shifts in a call of apply_rope",
-    **dict.fromkeys(("hadamard", "inplace", "q_mean_square", "k_mean_square"), "leave it out"),
+    **dict.fromkeys((*PARTS["transform"].words, "inplace", "q_mean_square", "k_mean_square"), "leave it out"),
 }
 """Advice for words that do not go with an operation."""
 _LACKS = {"apply_rope": "norm cache quantize", "prepare_mla_qkv": "norm cache", "prepare_joint_qkv": "cache"}

@@ -186,9 +186,8 @@ def _check_parts(given: Mapping[str, Any], axes: Mapping[str, Any], fail: Fail) 
             if ranks > 1:
                 with torch.no_grad():
                     parts[word][label] = x.to_local().shape[axis]
-    for word in ("batch", "seq"):
-        if len(set(parts[word].values())) > 1:
-            fail(f"the {word} is cut in different parts, here {parts[word]}; use distribute_tensor")
+    for word in [word for word in ("batch", "seq") if len(set(parts[word].values())) > 1]:
+        fail(f"the {word} is cut in different parts, here {parts[word]}; use distribute_tensor")
 
 
 def _placed(label: str, x: Any) -> str:

@@ -143,6 +143,9 @@ class Fused(Source):
 
     def gradient(self, op: Operation, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """The gradients; that of the bias is the sum of qkv's over the tokens."""
+        if not o.copy_v and grads.keys() == {"v"}:  # a view of qkv, with nothing to rotate back
+            dq, dk, dv = every_gradient(grads, o).values()
+            return {"qkv": join_qkv(dq, dk, dv, None, o)}
         tables, own, plain = tables_of(saved), saved.get("bias"), o._replace(norm=None, copy_v=True)
         if not o.copy_v and grads.keys() == {"v"}:  # a view of qkv, with nothing to rotate back
             dq, dk, dv = every_gradient(grads, o).values()

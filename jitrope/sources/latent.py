@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import chain
+from ..call import PARTS
 from ..checks.fit import Fail, check_heads, named
 from ..plan.options import LAYOUT_AXES, Options
 from ..plan.views import Tensors, canonical, head_view
@@ -18,7 +19,7 @@ class Latent(Source):
     word = op = "latent"
     said, function = "latent attention", "prepare_mla_qkv"
     needed = heads = ("q", "kv", "k_pe")
-    refused = frozenset(("inplace", "shifts", "inverse", "hadamard"))
+    refused = frozenset(("inplace", "shifts", "inverse", *PARTS["transform"].words))
 
     def shaped(self, t: Tensors, o: Options) -> Tensors:
         kv, dim = t["kv"], t["q"].shape[-1]

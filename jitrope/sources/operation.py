@@ -293,7 +293,7 @@ class Operation:
         if self.out == "ranks" and self.source.op != "heads":
             grads = {name: views.joined(x, o.layout) for name, x in grads.items()}
             o = o._replace(ulysses_degree=0)
-        own = {name: views.joined(grads[name], o.layout) for name in "qk" if name in grads and o.hadamard}
+        own = {name: views.joined(grads[name], o.layout) for name in "qk" if name in grads and self.transform}
         if own:  # they are transformed in their own launch: the matrix is its own transpose
             op = operation(SOURCES["heads"], norm=True, transform=True)
             words = {name: getattr(o, name) for name in ("layout", "rotary_dim", "rotary_offset", "hadamard", "launch")}

@@ -84,18 +84,16 @@ class Streams(Source):
         _check_streams(t, fail)
         given = {x.dtype for label, x in t.items() if label.endswith(("_weight", "_bias"))}
         fail.when(len(given) >= 2, f"the weights are {', '.join(sorted(map(str, given)))}; they must match")
-        q, cos, two = t["first_q"], t["cos"], "second_cos" in t
+        cos, two, heads = t["cos"], "second_cos" in t, self.shaped(t, o)
         given_ids, unrotated, angles = "position_ids" in t, o.unrotated > 0, o.table == "freqs"
         for word, said in ((label_of("position_ids", o), given_ids), ("unrotated", unrotated), ("freqs", angles)):
             fail.when(two and said, f"{word} does not go with a table for each stream; pass one table")
-        tokens = tokens_of(t)
-        check_factor(t, q, tokens, "bshd", fail)
-        like = q.new_empty((1, 1, 1, 1)).expand(q.shape[0], q.shape[1] if two else tokens, *q.shape[2:])
-        of_both = {label: t[label] for label in TABLE_NAMES if label in t and label != "q_factor"}
-        check(op, {"q": like, **of_both}, o)
+        check_factor(t, heads["q"], tokens_of(t), "bshd", fail)
+        if not two:  # the checks of streams compare each with its own
+            check(op, {"q": heads["q"], **{label: t[label] for label in TABLE_NAMES if label in t}}, o)
         if norm_of(o).across_heads:
             fail("across_heads does not go with two streams; normalise before, or join them and use prepare_qkv")
-        check_results(op, self.shaped(t, o), o)
+        check_results(op, heads, o)
         for stream in STREAMS:
             op.check_stages(*of_stream(t, o, stream))
         other = t.get("second_cos", cos)

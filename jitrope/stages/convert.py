@@ -31,9 +31,8 @@ def divided(y: Tensor, scale: Tensor, word: str) -> Tensor:
 
 def _two_in_a_byte(units: Tensor) -> Tensor:
     """Numbers up to 6 in size as e2m1, rounded to the nearest, ties to the even; the first of two in the low bits."""
-    halfway = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between e2m1's numbers
-    below = torch.tensor(halfway, dtype=torch.float32)
-    below[1::2] = torch.nextafter(below[1::2], below.new_zeros(()))  # halfway goes up to the even number
+    below = torch.tensor((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), dtype=torch.float32)  # halfway between e2m1's numbers
+    below[1::2] = torch.nextafter(below[1::2], below.new_zeros(()))  # which goes up to the even number
     codes = torch.bucketize(units.abs().contiguous(), below.to(units.device)) | units.signbit().long() << 3
     return (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
 

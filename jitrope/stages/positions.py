@@ -55,8 +55,7 @@ def spare(tokens: int, t: Tensors, o: Options) -> Tensor | None:
     if "cu_seqlens" not in t:
         return None
     end = partition.local_rows(t["cu_seqlens"][-1].long(), o.cp_rank, o.cp_size, RULE)
-    mask: Tensor = torch.arange(tokens, device=end.device) >= end
-    return mask
+    return torch.arange(tokens, device=end.device).ge(end)
 
 
 def spare_stays(x: Tensor, y: Tensor, t: Tensors, o: Options) -> Tensor:

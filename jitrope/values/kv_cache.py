@@ -138,10 +138,9 @@ class KVCache(Value):
         scale_fmt: str | None = None,
     ) -> None:
         pages = slot_mapping if isinstance(slot_mapping, Pages) else None
-        blocks = k_block_scale is not None or v_block_scale is not None
         given: Any = {"k_cache": k_cache, **({} if v_cache is None else {"v_cache": v_cache})}
         given.update(pages.tensors if pages else {"slot_mapping": slot_mapping})
-        if blocks:
+        if k_block_scale is not None or v_block_scale is not None:
             given.update(zip(BLOCK_SCALES[: 1 + (v_cache is not None)], (k_block_scale, v_block_scale)))
         self.tensors = {label: tensor("KVCache", label, x) for label, x in given.items()}
         self.tensors.update(scales("KVCache", k_cache, **divisors("KVCache", k_scale=k_scale, v_scale=v_scale)))
