@@ -118,8 +118,7 @@ def _place(report: Report, model: nn.Module | None, files: list[Any], fuse_norm:
     for module, name in [(file, name) for file in files for name in vars(file) if ROPES.fullmatch(name)]:
         if not callable(function := getattr(module, name)):
             continue
-        rope = known.get(function) or _rope(function, exact)
-        known[function] = rope
+        rope = known[function] = known.get(function) or _rope(function, exact)
         if isinstance(rope, str):
             report.left[f"{module.__name__}.{name}"] = rope
         else:
