@@ -7,7 +7,6 @@ import itertools
 import math
 import re
 import threading
-import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -1084,55 +1083,6 @@ def test_the_guard_of_known_calls_sees_what_changes_and_what_watches() -> None:
     torch.vmap(lambda x: (seen.append(guards.check(q, other)), x)[1])(torch.randn(4))
     torch.func.grad(lambda x: (seen.append(guards.check(q, other)), x.sum())[1])(torch.randn(4))
     assert seen == [False, False]
-
-
-@pytest.mark.parametrize("words", [{"inplace": 0}, {"interleaved": 1.0}, {"unrotated": True}, {"mscale": True}])
-def test_a_known_call_has_the_same_words(words: dict[str, Any]) -> None:
-    """Numbers of other kinds are equal, and are refused after a call with the right one too, or mean the same."""
-    q, freqs = torch.randn(1, 6, 4, 64), torch.rand(6, 32)
-
-    def run(**words: Any) -> Any:
-        try:
-            return jitrope.apply_rope(q.clone(), None, freqs=freqs, **words)[0].tolist()
-        except jitrope.InvalidInput as error:
-            return str(error)
-
-    ((word, wrong),) = words.items()
-    kind = {"inplace": bool, "interleaved": bool, "unrotated": int, "mscale": float}[word]
-    want = [run(**words), run(**{word: kind(wrong)})]
-    for _ in range(2):
-        assert [run(**words), run(**{word: kind(wrong)})] == want
-
-
-def test_a_known_call_uses_the_tensors_of_its_user() -> None:
-    """v that is only passed on, out in a list, a number of q, and a projection without an axis of heads."""
-    freqs, norm = torch.rand(6, 32), jitrope.Norm(torch.ones(64), torch.ones(64))
-    for turn in range(4):
-        q, k, v = torch.randn(3, 1, 6, 4, 64)
-        v = v if turn % 2 else v.double()[:, :1]
-        assert jitrope.prepare_qkv(q, k, v, freqs=freqs, norm=norm)[2] is v
-        given = [torch.empty_like(q), torch.empty_like(k)]
-        found = jitrope.apply_rope(q, k, freqs=freqs, out=given if turn % 2 else tuple(given))
-        assert all(x is y for x, y in zip(found, given))
-        half = jitrope.apply_rope(q, None, freqs=freqs, q_scale=0.5 * (turn % 2 + 1))[0]
-        torch.testing.assert_close(half, found[0] * 0.5 * (turn % 2 + 1))
-        qkv = torch.cat([x.flatten(2) for x in (q, k, torch.randn_like(k))], -1)
-        split = jitrope.prepare_fused_qkv(qkv, freqs=freqs, heads=(4, 4))
-        assert all(torch.equal(x, y) for x, y in zip(split, found))
-    with pytest.raises(jitrope.InvalidInput, match="qkv has shape"):  # as many elements
-        jitrope.prepare_fused_qkv(qkv.view(6, -1), freqs=freqs, heads=(4, 4))
-
-
-def test_a_known_call_keeps_no_tensors() -> None:
-    freqs = torch.rand(6, 32)
-
-    def run() -> list[Any]:
-        q, weight = torch.randn(1, 6, 4, 64), torch.ones(64)
-        found = jitrope.prepare_qkv(q, None, None, freqs=freqs, norm=jitrope.Norm(weight))[0]
-        return [weakref.ref(x) for x in (q, weight, found)]
-
-    for _ in range(3):
-        assert [ref() for ref in run()] == [None] * 3
 
 
 def call(**changes):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor
 
 from ..plan.options import Options
-from ..run.public import repeated
 from ..values.values import Ulysses
 
 if TYPE_CHECKING:
@@ -64,10 +63,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def with_words(words: Any) -> Callable[[F], F]:
-    """Decorate a public function, whose recent calls are then `repeated`.
-
-    Its signature names the keys of `words`, a TypedDict, in place of its `**words`.
-    """
+    """Decorate a function: its signature names the keys of `words`, a TypedDict, in place of its `**words`."""
 
     def show(function: F) -> F:
         signature = inspect.signature(function)
@@ -78,6 +74,6 @@ def with_words(words: Any) -> Callable[[F], F]:
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
             )
         vars(function)["__signature__"] = signature.replace(parameters=shown)
-        return repeated(function)
+        return function
 
     return show

@@ -13,6 +13,7 @@ from ..base.arguments import flag, refuse, wholes, word
 from ..base.errors import InvalidInput
 from ..plan.options import FUSED_AXES, QKV_ORDERS, Options
 from ..run.gather import add, chosen, gather, result, sent
+from ..run.public import repeated
 from ..sources.fused import FUSED, part_with_bias
 from ..sources.latent import LATENT
 from ..sources.operation import operation
@@ -86,6 +87,7 @@ def prepare_fused_qkv(
     out: Sequence[Tensor | None] | None = None,
     **words: Unpack[SplitWords],
 ) -> tuple[Any, ...]: ...
+@repeated
 @with_words(FusedWords)
 def prepare_fused_qkv(
     qkv: Tensor,
@@ -209,6 +211,7 @@ def _counted(heads: Any, order: Any, layout: Any) -> tuple[tuple[int, int], int,
 _kept = lru_cache(maxsize=256)(_counted)
 
 
+@repeated
 @with_words(LatentWords)
 def prepare_mla_qkv(
     q: Tensor,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..checks.words import refuse_table_as_v
 from ..run.gather import chosen, gather, result, sent, with_v
+from ..run.public import repeated
 from ..sources.heads import HEADS
 from ..sources.operation import operation
 from ..values.kv_cache import KVCache
@@ -24,6 +25,7 @@ _ROPE_WORDS = frozenset(RopeWords.__annotations__)
 ROPE = operation(HEADS, "apply_rope")
 
 
+@repeated
 @with_words(RopeWords)
 def apply_rope(
     q: Tensor,
@@ -138,6 +140,7 @@ def prepare_qkv(
     inplace: bool = False,
     **words: Unpack[RopeWords],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
+@repeated
 @with_words(RopeWords)
 def prepare_qkv(
     q: Tensor,

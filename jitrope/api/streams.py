@@ -11,6 +11,7 @@ from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..checks.words import parts, second_tables
 from ..run.gather import add, chosen, gather, result, sent
+from ..run.public import repeated
 from ..sources.streams import STREAMED
 from ..values.quantize import DynamicQuantize, Quantize, Scaled
 from ..values.values import Norm, Positions, Ulysses
@@ -54,6 +55,7 @@ def prepare_joint_qkv(
     quantize: DynamicQuantize,
     **words: Unpack[StreamWords],
 ) -> tuple[Scaled, Scaled, Any]: ...
+@repeated
 @with_words(JointWords)
 def prepare_joint_qkv(
     first: Sequence[Tensor],

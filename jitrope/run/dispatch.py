@@ -50,16 +50,17 @@ def call(op: Operation, tensors: Tensors, asked: Asked) -> Tensors:
             recent = local.recent[key]
         except (KeyError, TypeError):  # the check refuses words without a hash
             recent = []
-        for known in recent:
-            out: Tensors | None = known(tensors, *tensors.values())
+        for replay in recent:
+            out: Tensors | None = replay(tensors, *tensors.values())
             if out is not None:
-                local.made = (known.kept, tensors, out) if type(asked) is dict else None
+                local.made = (replay.kept, tensors, out) if type(asked) is dict else None
                 return out
     return _call(op, tensors, asked, key)
 
 
 def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
     """Return the results of a call that is new or watched."""
+    local.made = None
     if not isinstance(asked, Options):
         asked = {word: tuple(value) if isinstance(value, list) else value for word, value in asked.items()}
     wants = watch.wants_grad(*[x for name, x in tensors.items() if name not in OF_TABLES])
@@ -80,7 +81,7 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
             raise InvalidInput(f"{op.function}: {text}")
         checks.check_watched(op, wants, full, options)
         if known is None:
-            op.check(op.function, full, options)
+            op.source.check(op, full, options)
             checks.check_memory(op, full, options)
             if check_asked(op.function, asked):
                 if watch.transformed():
@@ -102,7 +103,7 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
     if wants and options.inplace and not is_compiling():
         return _write(op, full, options)
     if wants and options.inplace:  # traced under autograd: Inductor turns the copy into a write in place
-        return op.put(full, _through_op(op, full, options._replace(inplace=False), sharded), options)
+        return op.source.put(full, _through_op(op, full, options._replace(inplace=False), sharded), options)
     return _through_op(op, full, options, sharded)
 
 

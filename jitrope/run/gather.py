@@ -19,8 +19,8 @@ from ..sources.outs import is_dense, joins_k
 from ..sources.source import Source
 from ..torch_state import sharded
 from ..values.kv_cache import KVCache
-from ..values.quantize import DynamicQuantize, Quantize, Scaled, hadamard_words
-from ..values.values import Norm, Positions, Ulysses, scales
+from ..values.quantize import DynamicQuantize, Quantize, Scaled
+from ..values.values import Norm, Positions, Ulysses, flags, scales
 from .dispatch import call
 
 _TABLE_NAMES = ("cos", "sin", *ONE_TABLE)
@@ -32,7 +32,7 @@ def chosen(
 ) -> tuple[Operation, dict[str, Any]]:
     """(the operation of a source with these stages, the words of its conversion or its transform)."""
     if quantize is None:
-        words, convert = {} if hadamard is False else hadamard_words(name, hadamard), ""
+        words, convert = {} if hadamard is False else flags(name, hadamard=hadamard), ""
     else:
         if not isinstance(quantize, (Quantize, DynamicQuantize)):
             refuse(name, "quantize", quantize, "a jitrope.Quantize or DynamicQuantize")
@@ -79,11 +79,10 @@ def gather(
         del tensors[label]
     if op.norm:
         words["norm"] = NO_NORM
+    forget_positions(tensors, words)
     for label, value, kind in (("norm", norm, Norm), ("cache", cache, KVCache)):
         if value is not None:
             add(name, label, value, kind, tensors, words)
-        if label == "norm":
-            forget_positions(tensors, words)
     words.update(own)
     if quantize is not None:
         if cache is not None and "dynamic_v" in quantize.words:

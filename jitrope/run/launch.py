@@ -206,7 +206,7 @@ def _plan(known: Known, tensors: Tensors, statics: Tensors, named: Tensors) -> N
     at |= {name: f"fixed[{n}]" for n, name in enumerate(statics)}
     known.kept = tuple(statics.values())
     known.fixed = [x.data_ptr() for x in known.kept]
-    offsets = _offsets(op, named, (*inputs, *results), options)
+    offsets = _offsets(op, named, options)
     for pointer in pointers:
         name, offset = offsets.get(pointer, (pointer, 0))
         where = at.get(name, at.get(name + "_out", "0") if name in SCRATCH else "0")
@@ -214,14 +214,13 @@ def _plan(known: Known, tensors: Tensors, statics: Tensors, named: Tensors) -> N
     known.pack = struct.Struct("".join("8x" if at == "0" else "q" for at in known.pointers)).pack_into
 
 
-def _offsets(
-    op: Operation, named: Tensors, heads: Sequence[Tensor | None], options: Options
-) -> dict[str, tuple[str, int]]:
+def _offsets(op: Operation, named: Tensors, options: Options) -> dict[str, tuple[str, int]]:
     """(tensor's name, bytes from its first element) for the pointers into other tensors."""
-    found = {}
-    places = op.places(named, options)
-    for pointer, name, head in zip(HEADS, places, heads):  # no head of a missing k or v is read
-        found[pointer] = (places[0], 0) if head is None else (name, head.data_ptr() - named[name].data_ptr())
+    found, ways = {}, op.ways(named, options)
+    places = [None if way is None else way[n] for n in (0, 1) for way in ways]
+    for pointer, place in zip(HEADS, places):  # no head of a missing k or v is read
+        name, head = place or (places[0][0], None)  # type: ignore[index]
+        found[pointer] = (name, 0 if head is None else head.data_ptr() - named[name].data_ptr())
     if "bias" in named:
         for letter, part in zip("qkv", bias_views(named["bias"], named["qkv"], options)):
             found[f"{letter}_added"] = ("bias", part.data_ptr() - named["bias"].data_ptr())
@@ -306,7 +305,10 @@ def keep_spelled(key: Any, xs: Sequence[Tensor], out: Any, kept: Kept, tensors: 
         return
     names, wholes, own = [f"{UNUSED}{n}" for n in range(len(xs))], {}, {}
     for name, y in tensors.items():
-        at = next((n for n, x in enumerate(xs) if names[n].startswith(UNUSED) and (x is y or _splits(x, y))), None)
+        places = [n for n, x in enumerate(xs) if x is y or _splits(x, y)]
+        if len(places) > max(1, sum(x is y for x in tensors.values())):
+            return  # another call may have another tensor at a place that is not read
+        at = next((n for n in places if names[n].startswith(UNUSED)), None)
         if at is None and name in dict(kept.form.twice):
             continue
         if at is None and id(y) not in CONSTANTS:

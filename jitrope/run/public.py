@@ -30,6 +30,7 @@ from . import launch
 from .torch_op import TAGS, lib
 
 _PLAIN = frozenset((bool, int, float, str))
+_MOST = 256  # items of a call that are looked at
 F = TypeVar("F", bound=Callable[..., Any])
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
 """The public functions, by name."""
@@ -61,7 +62,7 @@ def repeated(function: F) -> F:
                 xs.append(x)
             elif kind in _PLAIN:
                 said.append(x)
-            elif kind is tuple or kind is list:
+            elif (kind is tuple or kind is list) and len(items) < _MOST:
                 said.append(len(x))
                 items += x
             elif isinstance(x, Value) and x.text:
@@ -71,12 +72,13 @@ def repeated(function: F) -> F:
                 return function(*args, **words)
         key = tuple(said)
         if not dispatch_modes() and forward_ad._current_level < 0:
-            for known in launch.local.recent.get(key, ()):
-                if (out := known(*xs)) is not None:
+            for replay in launch.local.recent.get(key, ()):
+                if (out := replay(*xs)) is not None:
                     return out
-        launch.local.made = None
-        out = function(*args, **words)
-        made, launch.local.made = launch.local.made, None
+        try:
+            out = function(*args, **words)
+        finally:
+            made, launch.local.made = launch.local.made, None
         if made is not None:
             launch.keep_spelled(key, xs, out, *made)
         return out
@@ -156,8 +158,8 @@ def _arguments(
 
 
 def _call(tensors: Sequence[Tensor], text: str, sizes: Sequence[int]) -> list[Tensor]:
-    said = iter(_said(text))
     try:
+        said = iter(_said(text))
         name, words, args = _arguments(said, partial(_read, said, iter(tensors), iter(sizes)))
         found = FUNCTIONS[name](*args, **words)
     except Exception as error:  # the op stays in the graph of Dynamo, beside what is done instead
@@ -165,10 +167,12 @@ def _call(tensors: Sequence[Tensor], text: str, sizes: Sequence[int]) -> list[Te
         refused = isinstance(error, InvalidInput)
         if dispatch_modes():
             _local.outcome = str(error) if refused else "", None
-            _refused.add((text, *kinds) if refused else text)
+            _refused.add((text, *kinds) if refused and not any(None in kind for kind in kinds) else text)
         elif text not in _refused and (text, *kinds) not in _refused:
             raise
         return []
+    finally:
+        launch.local.made = None
     fresh: list[Tensor] = []
     at = {id(x): n for n, x in enumerate(tensors)}
 

@@ -35,8 +35,6 @@ OF_TABLES = frozenset((*TABLE_NAMES, "second_cos", "second_sin", "cos_sin_cache"
 SCALES = ("q_scale", "k_scale", "v_scale")
 CACHE = ("k_cache", "v_cache", "errors", *BLOCK_SCALES)
 """The tensors of a cache that a call writes."""
-COUNTED = ("start_positions", "cu_seqlens", "max_seqlen", "packed_table", "cp_size", "cp_rank")
-"""Tensors and words of positions that are counted from the first token of a sequence."""
 
 
 class Operation:
@@ -96,10 +94,6 @@ class Operation:
         return str(CallText.of(self.name, names, o._replace(rotary_dim=0) if bare else o))
 
     # ---- checks --------------------------------------------------------------------------------------
-
-    def check(self, name: str, t: Tensors, o: Options) -> None:
-        """Refuse a wrong call. name: the user's function."""
-        self.source.check(self, t, o)
 
     def check_stages(self, t: Tensors, o: Options) -> None:
         """Refuse what does not fit q, k and v, tensors of their own."""
@@ -227,11 +221,6 @@ class Operation:
         inputs, outputs = (tuple([None if way is None else way[n][1] for way in ways]) for n in (0, 1))
         return inputs, outputs  # type: ignore[return-value]
 
-    def places(self, named: Tensors, o: Options) -> list[str]:
-        """The names of the tensors of `heads`, inputs and outputs; "" for one that is missing."""
-        ways = self.ways(named, o)
-        return ["" if way is None else way[n][0] for n in (0, 1) for way in ways]
-
     def finishes(self, named: Container[str], o: Options) -> bool:
         """Whether v is copied after the launch, because a kernel copies heads only as it stores those of k."""
         copied = "bias" in named if o.inplace else "v_out" in named and o.copy_v
@@ -278,10 +267,6 @@ class Operation:
 
     # ---- gradients -----------------------------------------------------------------------------------
 
-    def put(self, t: Tensors, found: Tensors, o: Options) -> Tensors:
-        """Copy fresh results to the tensors of a call in place."""
-        return self.source.put(t, found, o)
-
     def saved(self, t: Tensors, o: Options) -> Tensors:
         """The tensors that the backward needs."""
         return self.source.saved(t, o, tables_of(t))
@@ -309,7 +294,7 @@ def tables_of(t: Tensors) -> Tensors:
 
 BACKWARDS: dict[str, Operation] = {}
 operation = lru_cache(maxsize=None)(Operation)
-"""The operation of a source, stages and a sink, which is made once."""
+"""The operation of a source, stages and a sink, made once for each spelling."""
 
 
 def operation_of(name: str, given: Container[str], o: Options) -> Operation:

@@ -7,11 +7,14 @@ from ..checks.fit import Fail, check_factor, label_of, named
 from ..plan.options import NO_NORM, Options, norm_of
 from ..plan.views import MEANS, TABLE_NAMES, Tensors
 from .heads import HEADS
-from .operation import COUNTED, SCALES, Call, Operation, operation
+from .operation import SCALES, Call, Operation, operation
 from .outs import OUTS
 from .source import Source
 
 STREAMS = ("first", "second")
+
+COUNTED = ("start_positions", "cu_seqlens", "max_seqlen", "packed_table", "cp_size", "cp_rank")
+"""Tensors and words of positions that are counted from the first token of a sequence."""
 
 
 def names_of(stream: str) -> dict[str, str]:

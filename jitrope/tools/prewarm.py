@@ -87,7 +87,7 @@ def specs_of(
         tensors = {label: x.clone() if label in op.written(o) else x for label, x in tensors.items()}  # no leaves
         o, tensors = (o, tensors) if "cos" in tensors else op.without_table(tensors, o)
         if op.function:
-            op.check(op.function, tensors, o)
+            op.source.check(op, tensors, o)
         results = [x for x in dispatch.call(op, tensors, o).values() if x.requires_grad]
         if results:
             torch.autograd.grad(results, leaves, [torch.empty_like(x) for x in results], allow_unused=True)

@@ -14,7 +14,10 @@ from ..torch_state import is_traced
 
 
 class Value:
-    """Tensors by name, and the words that are not defaults. They must not change after a value was made."""
+    """Tensors by name, and the words that are not defaults. They must not change after a value was made.
+
+    Dynamo only notes the arguments of a constructor. The call that takes the value refuses what is wrong with them.
+    """
 
     tensors: Tensors
     words: dict[str, Any]
@@ -23,29 +26,33 @@ class Value:
     asked_with: Any = None  # the arguments of a constructor that Dynamo traced
 
     def __init_subclass__(cls) -> None:
-        """Let the constructor note its arguments. Dynamo does not trace what it does with them."""
+        """Let the constructor note its arguments, of a class of jitrope's own. Dynamo does not trace the rest of it."""
         init = vars(cls).get("__init__")
-        if init is None:
+        if init is None or not cls.__module__.startswith(__package__):
             return
 
         @wraps(init)
         def noted(self: Any, *args: Any, **words: Any) -> None:
-            if is_traced() and self.asked_with is None:
-                self.text, self.asked_with = "", (args, words)
-                return
-            init(self, *args, **words)
-            if not is_traced() and (found := spelled(type(self).__name__, args, words)):
-                self.text, self.items = ", ".join(found[0]), (*found[1], *found[2])
+            self.text = ""
+            if type(self) is not cls:  # the arguments are not all that a class of the user's is made of
+                init(self, *args, **words)
+            elif is_traced() and self.asked_with is None:
+                frozen = {word: tuple(x) if isinstance(x, list) else x for word, x in words.items()}
+                self.asked_with = [tuple(x) if isinstance(x, list) else x for x in args], frozen
+            else:
+                init(self, *args, **words)
+                if not is_traced() and (found := spelled(cls.__name__, args, words)):
+                    self.text, self.items = ", ".join(found[0]), (*found[1], *found[2])
 
         cls.__init__ = noted  # type: ignore[method-assign]
 
     def __getattr__(self, name: str) -> Any:
         """An attribute that is missing because Dynamo traced the constructor, which runs now."""
-        if name.startswith("__") or self.asked_with is None:
+        if name.startswith("__") or self.asked_with is None or "tensors" in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         args, words = self.asked_with
         self.__init__(*args, **words)  # type: ignore[misc]
-        return vars(self)[name]
+        return getattr(self, name)
 
     def __repr__(self) -> str:
         parts = [f"{name}={shown(x)}" for name, x in self._arguments().items()]

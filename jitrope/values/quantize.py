@@ -69,7 +69,7 @@ class Quantize(Conversion):
         hadamard: bool = False,
     ) -> None:
         self.given = divisors("Quantize", "q_scale", q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-        self.tensors, self.words = {}, hadamard_words("Quantize", hadamard)
+        self.tensors, self.words = {}, {**flags("Quantize", hadamard=hadamard)}
         self.asked = {**self.given, **self.words}
         form = _format("Quantize", dtype, FP8S)
         if form != "fp8":
@@ -209,11 +209,6 @@ def _scale_out(form: str, scale_dtype: Any, scale_fmt: Any) -> str:
     good = scale_fmt is None or scale_dtype != FP8
     require(name, good, f"scale_fmt does not go with scale_dtype={FP8}; leave one out")
     return "e8m0_fp32" if scale_fmt and scale_dtype == torch.float32 else _SCALE_WORDS[scale_dtype]
-
-
-def hadamard_words(name: str, value: Any) -> dict[str, Any]:
-    """The word for a Hadamard transform, if there is one."""
-    return flags(name, hadamard=value)
 
 
 def _format(name: str, dtype: Any, allowed: tuple[torch.dtype, ...]) -> str:

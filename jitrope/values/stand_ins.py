@@ -92,7 +92,7 @@ def weight_sums(tensors: Tensors, widths: dict[str, int], blocks: int) -> Tensor
         return {}
     kinds = ("weight", "bias") if any(name.endswith("_bias") for name in given) else ("weight",)
     sizes = {f"{name}_{kind}": size for kind in kinds for name, size in widths.items()}
-    some, width = next(iter(given.values())), sum(sizes.values())  # all have one dtype: `checks.check_norm`
+    some, width = next(iter(given.values())), sum(sizes.values())  # all have one dtype: `checks`
     sums = some.new_empty(width) if blocks else some.new_zeros(width)
     parts = dict(zip(sizes, sums.split([*sizes.values()])))
     out = {name: parts[name] if name in parts else torch.zeros_like(x) for name, x in given.items()}

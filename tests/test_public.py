@@ -1,0 +1,242 @@
+"""A public function repeats its recent calls, found by what their user wrote, eager and compiled."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import jitrope
+from jitrope.run.public import FUNCTIONS
+
+COS, SIN = jitrope.tables.cos_sin(64, jitrope.tables.inv_freq(rotary_dim=64)[0])
+W = torch.ones(64)
+
+
+def heads(n: int = 3) -> list[Tensor]:
+    return [torch.randn(1, 16, 4, 64) for _ in range(n)]
+
+
+# ---- the same words ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [{"inplace": 0}, {"interleaved": 1.0}, {"unrotated": True}, {"mscale": True}])
+def test_a_known_call_has_the_same_words(words: dict[str, Any]) -> None:
+    """Numbers of other kinds are equal, and are refused after a call with the right one too, or mean the same."""
+    q, freqs = torch.randn(1, 6, 4, 64), torch.rand(6, 32)
+
+    def run(**words: Any) -> Any:
+        try:
+            return jitrope.apply_rope(q.clone(), None, freqs=freqs, **words)[0].tolist()
+        except jitrope.InvalidInput as error:
+            return str(error)
+
+    ((word, wrong),) = words.items()
+    kind = {"inplace": bool, "interleaved": bool, "unrotated": int, "mscale": float}[word]
+    want = [run(**words), run(**{word: kind(wrong)})]
+    for _ in range(2):
+        assert [run(**words), run(**{word: kind(wrong)})] == want
+
+
+def test_a_known_call_uses_the_tensors_of_its_user() -> None:
+    """v that is only passed on, out in a list, a number of q, and a projection without an axis of heads."""
+    freqs, norm = torch.rand(6, 32), jitrope.Norm(torch.ones(64), torch.ones(64))
+    for turn in range(4):
+        q, k, v = torch.randn(3, 1, 6, 4, 64)
+        v = v if turn % 2 else v.double()[:, :1]
+        assert jitrope.prepare_qkv(q, k, v, freqs=freqs, norm=norm)[2] is v
+        given = [torch.empty_like(q), torch.empty_like(k)]
+        found = jitrope.apply_rope(q, k, freqs=freqs, out=given if turn % 2 else tuple(given))
+        assert all(x is y for x, y in zip(found, given))
+        half = jitrope.apply_rope(q, None, freqs=freqs, q_scale=0.5 * (turn % 2 + 1))[0]
+        torch.testing.assert_close(half, found[0] * 0.5 * (turn % 2 + 1))
+        qkv = torch.cat([x.flatten(2) for x in (q, k, torch.randn_like(k))], -1)
+        split = jitrope.prepare_fused_qkv(qkv, freqs=freqs, heads=(4, 4))
+        assert all(torch.equal(x, y) for x, y in zip(split, found))
+    with pytest.raises(jitrope.InvalidInput, match="qkv has shape"):  # as many elements
+        jitrope.prepare_fused_qkv(qkv.view(6, -1), freqs=freqs, heads=(4, 4))
+
+
+def test_a_known_call_keeps_no_tensors() -> None:
+    freqs = torch.rand(6, 32)
+
+    def run() -> list[Any]:
+        q, weight = torch.randn(1, 6, 4, 64), torch.ones(64)
+        found = jitrope.prepare_qkv(q, None, None, freqs=freqs, norm=jitrope.Norm(weight))[0]
+        return [weakref.ref(x) for x in (q, weight, found)]
+
+    for _ in range(3):
+        assert [ref() for ref in run()] == [None] * 3
+
+
+def test_a_list_that_holds_itself_is_refused() -> None:
+    q, k = heads(2)
+    out: list[Any] = [torch.empty_like(q)]
+    out.append(out)
+    with pytest.raises(jitrope.InvalidInput, match="out's k is a list"):
+        jitrope.apply_rope(q, k, COS, SIN, out=out)
+
+
+# ---- the same tensors at other places ------------------------------------------------------------------
+
+
+def qkv_in_place(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    return jitrope.prepare_qkv(q, k, v, COS, SIN, inplace=True)
+
+
+def v_first(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    return jitrope.prepare_qkv(v=v, q=q, k=k, cos=COS, sin=SIN)
+
+
+@pytest.mark.parametrize("call", [qkv_in_place, v_first])
+@pytest.mark.parametrize("first", ["v is q", "v is k", "q is a view of v"])
+def test_a_tensor_that_an_earlier_call_had_twice(call: Callable[..., Any], first: str) -> None:
+    q, k, v = heads()
+    flat = torch.randn(1, 16, 256)
+    given = {"v is q": (q, k, q), "v is k": (q, k, k), "q is a view of v": (flat.view(1, 16, 4, 64), k, flat)}[first]
+    for _ in range(2):
+        call(*given)
+    q, k, v = heads()
+    v = v.flatten(2) if first == "q is a view of v" else v
+    want = FUNCTIONS["apply_rope"](q.clone(), k.clone(), COS, SIN)
+    found = call(q, k, v)
+    assert torch.equal(found[0], want[0])
+    assert torch.equal(found[1], want[1])
+    assert found[2] is v
+    if call is qkv_in_place:
+        assert (found[0] is q, found[1] is k) == (True, True)
+
+
+@pytest.mark.parametrize("placed", ["ids", "starts"])
+def test_positions_that_are_dropped_and_are_slots(placed: str) -> None:
+    """Without a table positions have no effect; those of an earlier call were its slots, or its lengths."""
+    caches, (q, k, v) = torch.zeros(2, 4, 16, 4, 64), torch.randn(3, 1, 4, 64)
+
+    def call(positions: Any, lengths: Tensor) -> list[int]:
+        caches.zero_()
+        slots: Any = jitrope.Pages(torch.tensor([[2, 3]]), seq_lens=lengths) if placed == "starts" else lengths
+        where = jitrope.Starts(positions) if placed == "starts" else positions
+        more = {} if placed == "starts" else {"layout": "thd"}
+        xs = [x[None] if placed == "starts" else x for x in (q, k, v)]
+        jitrope.prepare_qkv(*xs, positions=where, cache=jitrope.KVCache(*caches, slots), **more)
+        return caches[0].flatten(0, 1).any(-1).any(-1).nonzero().flatten().tolist()
+
+    same = torch.tensor([5])
+    call(same, same)
+    want = {"ids": [41], "starts": [40]}[placed]
+    assert call(same, torch.tensor([41 if placed == "ids" else 9])) == want
+
+
+# ---- more than one launch ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [{"inplace": True}, {"out": True}])
+def test_what_is_checked_each_time_is_computed_each_time(more: dict[str, Any]) -> None:
+    """check=True beside a norm of v that takes a launch of its own."""
+    norm = jitrope.Norm(v_norm=True, across_heads="out" in more)
+    for _ in range(3):
+        q, k, v = heads()
+        want = FUNCTIONS["prepare_qkv"](q, k, v, COS, SIN, norm=norm)
+        words = {"out": [torch.zeros_like(x) for x in (q, k, v)]} if "out" in more else more
+        found = jitrope.prepare_qkv(q, k, v, COS, SIN, norm=norm, check=True, **words)
+        assert all(torch.equal(x, y) for x, y in zip(found, want))
+    ids = torch.arange(16) + 100
+    with pytest.raises(jitrope.InvalidInput, match="position"):
+        jitrope.prepare_qkv(*heads(), COS, SIN, norm=norm, check=True, positions=ids, inplace=True)
+
+
+def test_a_refusal_keeps_no_tensors() -> None:
+    q, k, v = heads()
+    kept = weakref.ref(v)
+    with pytest.raises(jitrope.InvalidInput):
+        jitrope.prepare_qkv(q, k, v, COS, SIN, norm=jitrope.Norm(v_norm=True), inplace=True, rotary_offset=999)
+    del v
+    assert kept() is None
+
+
+# ---- values ------------------------------------------------------------------------------------------
+
+
+class Sequences(jitrope.Packed):
+    def __init__(self, cu_seqlens: Tensor) -> None:
+        super().__init__(cu_seqlens, int(cu_seqlens.diff().max()))
+
+
+class Norm(jitrope.Norm):
+    """Has the name of jitrope's."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(weight, weight, eps=0.5)
+        self.tag = 3
+
+
+def test_a_class_of_the_users_is_made_of_more_than_its_arguments() -> None:
+    x, tables = torch.randn(40, 4, 64), (COS[:16], SIN[:16])
+    jitrope.apply_rope(x, None, *tables, positions=Sequences(torch.tensor([0, 10, 20, 30, 40])))
+    with pytest.raises(jitrope.InvalidInput, match="cos has 16 rows; it needs 37"):
+        jitrope.apply_rope(x, None, *tables, positions=Sequences(torch.tensor([0, 1, 2, 3, 40])))
+
+
+def test_a_value_that_is_made_again() -> None:
+    q, k = heads(2)
+    norm = jitrope.Norm(W, W)
+    before = jitrope.prepare_qkv(q, k, None, COS, SIN, norm=norm)[0]
+    norm.__init__(W, W, eps=0.75)  # type: ignore[misc]
+    after = jitrope.prepare_qkv(q, k, None, COS, SIN, norm=norm)[0]
+    assert not torch.equal(before, after)
+
+
+# ---- compiled ------------------------------------------------------------------------------------------
+
+
+def changed_list(q: Tensor) -> Any:
+    sections = [16, 8, 8]
+    mrope = jitrope.Mrope(torch.stack([torch.arange(16) + n for n in (0, 3, 7)]), sections)
+    sections[:] = [8, 16, 8]
+    return jitrope.apply_rope(q, None, COS, SIN, positions=mrope)[0]
+
+
+def own_class(q: Tensor) -> Any:
+    return jitrope.prepare_qkv(q, q * 2, None, COS, SIN, norm=Norm(W))[0]
+
+
+def own_attribute(q: Tensor) -> Any:
+    norm = Norm(W)
+    norm.tag = 5
+    return jitrope.prepare_qkv(q, q * 2, None, COS, SIN, norm=norm)[0] + norm.tag
+
+
+def read_attribute(q: Tensor) -> Any:
+    norm = jitrope.Norm(W * 2)
+    return jitrope.prepare_qkv(q, None, None, COS, SIN, norm=norm)[0] + norm.tensors["q_weight"]
+
+
+def refused(q: Tensor) -> Any:
+    try:
+        return jitrope.apply_rope(q, None, COS, SIN, positions=torch.arange(q.shape[1] - 1))[0]
+    except jitrope.InvalidInput:
+        return q + 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("call", [changed_list, own_class, own_attribute, read_attribute, refused])
+def test_a_compiled_call_does_as_in_eager_mode(call: Callable[[Tensor], Tensor], backend: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend=backend)
+    for tokens in (16, 15, 14):
+        q = torch.randn(1, 16 if call is changed_list else tokens, 4, 64)
+        assert torch.equal(compiled(q), call(q))
+
+
+def test_a_value_from_a_compiled_function() -> None:
+    q, start = heads(1)[0], torch.tensor([3])
+    made = torch.compile(lambda x: jitrope.Starts(x), backend="eager")(start)
+    assert not hasattr(made, "shape")
+    assert torch.equal(
+        jitrope.apply_rope(q, None, COS, SIN, positions=made)[0],
+        jitrope.apply_rope(q, None, COS, SIN, positions=jitrope.Starts(start))[0],
+    )
