@@ -144,7 +144,8 @@ pages_frames = frames(lambda: jitrope.prepare_qkv(q[0], k[0], v[0], **words))
 inlined, guards = compiled(lambda *args: jitrope.prepare_qkv(*args, norm=norm), q, k, v, *angles)
 ops_of_calls = ops()
 every_op = ops() if jitrope.thd and jitrope.context_parallel else 0  # they are imported here
-public = [inspect.unwrap(getattr(jitrope, name)).__code__ for name in jitrope.__all__ if name.startswith(("apply_", "prepare_"))]
+names = [name for name in jitrope.__all__ if name.startswith(("apply_", "prepare_"))]
+public = [inspect.unwrap(getattr(jitrope, name)).__code__ for name in names]
 parameters = [x.co_argcount + x.co_kwonlyargcount + bool(x.co_flags & 8) for x in public]  # `**words` is one
 
 BOUNDS = [  # what, its number here, its bound, and what is held while the bound is missed
