@@ -1120,8 +1120,9 @@ def path_of_imports() -> str:
 def test_a_prewarmed_process_compiles_nothing(tmp_path: Path) -> None:
     assert len(fresh(tmp_path / "cold")) == 3
     environment = {**os.environ, "JITROPE_CACHE_DIR": str(tmp_path / "warm"), "PYTHONPATH": path_of_imports()}
-    for options in (["--heads", "32,8"], ["--heads", "24,24", "--heads", "24", "--interleaved"]):
-        command = [sys.executable, "-m", "jitrope", "prewarm", *options]
+    for heads, names in (("32,8", ""), ("24,24", "q k"), ("24", "q")):
+        texts = [f"bshd heads {names} > rotate cos sin interleaved > fresh"] if names else []
+        command = [sys.executable, "-m", "jitrope", "prewarm", "--heads", heads, *texts]
         subprocess.run(command, check=True, env=environment, capture_output=True)
     assert fresh(tmp_path / "warm") == []
     assert fresh(tmp_path / "cold") == []  # the cache of a real run works too
