@@ -856,7 +856,8 @@ def test_without_cupy_and_without_a_gpu(without: Callable[[str], Run]) -> None:
     fails_with(run(*prewarm), compiler.install())
     done = run(*prewarm, "--dry-run")
     assert done.returncode == 0
-    assert "would compile  sm_90   rope bf16 d128 halves fp32 half table forward grid 2d\n" in done.stdout
+    text = "bshd heads q > rotate cos sin rotary_dim=128 > fresh"
+    assert f"would compile  sm_90   rope bf16 d128 halves fp32 half table forward grid 2d: {text}\n" in done.stdout
     assert done.stdout.endswith("\n2 would compile, 0 cached, 0 failed\n")
     assert done.stderr == ""
 
