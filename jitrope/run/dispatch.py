@@ -60,7 +60,8 @@ def call(op: Operation, tensors: Tensors, asked: Asked) -> Tensors:
 
 def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
     """Return the results of a call that is new or watched."""
-    local.made = None
+    if not is_compiling():
+        local.made = None
     if not isinstance(asked, Options):
         asked = {word: tuple(value) if isinstance(value, list) else value for word, value in asked.items()}
     wants = watch.wants_grad(*[x for name, x in tensors.items() if name not in OF_TABLES])
