@@ -149,8 +149,8 @@ public = [inspect.unwrap(getattr(jitrope, name)).__code__ for name in names]
 parameters = [x.co_argcount + x.co_kwonlyargcount + bool(x.co_flags & 8) for x in public]  # `**words` is one
 
 BOUNDS = [  # what, its number here, its bound, and what is held while the bound is missed
-    ("code lines of the core", code - sum(parts[part] for part in NOT_CORE), 6000, 6972),
-    ("code lines of jitrope/", code, 10500, 11255),
+    ("code lines of the core", code - sum(parts[part] for part in NOT_CORE), 6000, 6970),
+    ("code lines of jitrope/", code, 10500, 11253),
     ("torch ops of calls", ops_of_calls, 4, 4),
     ("torch ops, with thd and context parallelism", every_op, 16, 16),
     ("files outside hosts and api that name hadamard", naming("hadamard"), 3, 13),

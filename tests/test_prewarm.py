@@ -116,7 +116,7 @@ def test_specs_of_other_calls_are_equal_and_a_record_keeps_the_first() -> None:
 
 @pytest.mark.gpu
 def test_a_launch_says_the_text_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a call and of a backward. What jitrope adds is in none: fresh results and missing tables."""
+    """A plan and its launch have one text, also of a backward. It names no fresh results and no missing tables."""
     seen: list[str] = []
     get_kernel = kernels.get_kernel
     monkeypatch.setattr(kernels, "get_kernel", lambda spec, index: seen.append(spec.call) or get_kernel(spec, index))

@@ -28,14 +28,11 @@ from .launch import Asked, Known, Made
 from .op_call import run_op
 from .record import gradients, keep
 
-local = launch.local
-
 
 @config.on_change
 def _forget() -> None:
     """Forget known calls, which were planned with the launch configured before."""
-    global local
-    launch.local = local = launch.Local()
+    launch.local = launch.Local()
 
 
 def call(op: Operation, tensors: Tensors, asked: Asked) -> Tensors:
@@ -47,13 +44,13 @@ def call(op: Operation, tensors: Tensors, asked: Asked) -> Tensors:
     key = (op, *tensors, *asked.items()) if type(asked) is dict else (op, *tensors, asked)
     if not dispatch_modes() and forward_ad._current_level < 0:
         try:
-            recent = local.recent[key]
+            recent = launch.local.recent[key]
         except (KeyError, TypeError):  # the check refuses words without a hash
             recent = []
         for replay in recent:
             out: Tensors | None = replay(tensors, *tensors.values())
             if out is not None:
-                local.made = (replay.kept, tensors, out) if type(asked) is dict else None
+                launch.local.made = (replay.kept, tensors, out) if type(asked) is dict else None
                 return out
     return _call(op, tensors, asked, key)
 
@@ -61,7 +58,7 @@ def call(op: Operation, tensors: Tensors, asked: Asked) -> Tensors:
 def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
     """Return the results of a call that is new or watched."""
     if not is_compiling():
-        local.made = None
+        launch.local.made = None
     if not isinstance(asked, Options):
         asked = {word: tuple(value) if isinstance(value, list) else value for word, value in asked.items()}
     wants = watch.wants_grad(*[x for name, x in tensors.items() if name not in OF_TABLES])
@@ -99,7 +96,7 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
         known = known or launch.prepare(op, tensors, full, key, options)
         function = launch.function_of(known, tensors, key, record)
         out = function(tensors, *tensors.values())
-        local.made = (function.kept, tensors, out) if type(asked) is dict else None
+        launch.local.made = (function.kept, tensors, out) if type(asked) is dict else None
         return out  # type: ignore[no-any-return]
     if wants and options.inplace and not is_compiling():
         return _write(op, full, options)

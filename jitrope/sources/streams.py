@@ -82,7 +82,7 @@ class Streams(Source):
         return [of_stream(t, o, stream) for stream in STREAMS]
 
     def check(self, op: Operation, t: Tensors, o: Options) -> None:
-        """Refuse a wrong call, of which each stream is also a separate call."""
+        """Refuse a wrong call. Each stream must also be right as a call of its own."""
         fail = Fail(op.function)
         _check_streams(t, fail)
         given = {x.dtype for label, x in t.items() if label.endswith(("_weight", "_bias"))}
