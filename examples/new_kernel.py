@@ -46,8 +46,8 @@ from jitrope.base.spec import (
     refuse_unless,
     spec_from_dict,
 )
+from jitrope.base.views import DTYPE_NAMES
 from jitrope.jit import kernels, render
-from jitrope.plan.views import DTYPE_NAMES
 
 # ---- 1. what it is, in plain torch -------------------------------------------------------------------
 # First, because everything else is held against it: the kernel under g++, the kernel on a GPU. The arithmetic is part

@@ -8,15 +8,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from inspect import get_annotations
+from itertools import chain
 from typing import Any, NamedTuple
 
+from .base import layouts
 from .base.errors import InvalidInput
-from .plan.options import LAYOUT_AXES, NormOptions, Options
+from .base.layouts import LAYOUT_AXES
+from .plan.options import DEFAULTS, Options
+from .sinks import cache, pages, results
+from .stages import bias, convert, norm, positions, rotate, scale, transform
+from .stages.norm import NormOptions
+from .stages.positions import COUNTS
 
-COUNTS = ("max_seqlen", "unrotated")
-"""Words that change from call to call. They are not in the text, so that torch.compile and export keep symbols."""
 FRESH = "fresh_"
 """What begins the name of a tensor that a call with other written tensors fills with a fresh result."""
+FRESHES = tuple([FRESH + name for name in ("q", "k", "v", "q_scale", "k_scale", "v_scale")])
 
 
 class Part(NamedTuple):
@@ -26,41 +33,31 @@ class Part(NamedTuple):
     tensors: tuple[str, ...] = ()
 
 
-def _part(words: str, tensors: str = "") -> Part:
-    return Part(tuple(words.split()), tuple(tensors.split()))
+def _part(tensors: Iterable[str], *parts: Any) -> Part:
+    found = dict.fromkeys(chain(*map(get_annotations, parts)))
+    return Part(tuple([word for word in found if word not in (*COUNTS, "layout", "inplace")]), tuple(tensors))
 
 
 SOURCE, SINK = "source", "sink"
+_HEADS = "dq dk dv dgate q k v qkv kv k_pe first_q first_k first_v second_q second_k second_v"
+_OUTS = (*results.TENSORS, *cache.TENSORS, *pages.TENSORS, *FRESHES)
 PARTS = {
-    SOURCE: _part(
-        "q_per_group order copy_v v_dim",
-        "dq dk dv dgate q k v qkv kv k_pe first_q first_k first_v second_q second_k second_v",
-    ),
-    "bias": _part("", "bias"),
-    "norm": _part(
-        " ".join(NormOptions._fields),
-        "q_weight k_weight v_weight q_bias k_bias q_mean_square k_mean_square "
-        "second_q_weight second_k_weight second_q_bias second_k_bias",
-    ),
-    "rotate": _part(
-        "rotary_dim rotary_offset interleaved interleaved_out rounding inverse table mscale mrope_section "
-        "mrope_interleaved shifts packed_table cp_size cp_rank",
-        "cos sin second_cos second_sin cu_seqlens start_positions position_ids",
-    ),
-    "scale": _part("", "q_factor"),
-    "transform": _part("hadamard"),
-    "convert": _part("out_dtype computed group scale_out swizzled per_row dynamic_v", "q_scale k_scale v_scale"),
+    SOURCE: _part(_HEADS.split(), layouts.Words),
+    "bias": _part(bias.TENSORS),
+    "norm": _part(norm.TENSORS, NormOptions),
+    "rotate": _part(rotate.TENSORS, rotate.Words, positions.Words),
+    "scale": _part(scale.TENSORS),
+    "transform": _part(transform.TENSORS, transform.Words),
+    "convert": _part(convert.TENSORS, convert.Words),
     SINK: _part(
-        "rotate_k clear_page ulysses_degree scale_fmt launch",
-        "q_out k_out v_out k_cache v_cache slot_mapping k_block_scale v_block_scale page_table page_indptr lengths "
-        f"cu_seqlens_q batch_indices errors {FRESH}q {FRESH}k {FRESH}v {FRESH}q_scale {FRESH}k_scale {FRESH}v_scale",
+        (*results.TENSORS, *cache.TENSORS, *pages.TENSORS, *FRESHES), cache.Words, pages.Words, results.Words, Options
     ),
 }
-"""The parts of a call in the order of its text. A word or a tensor of a call is named here and nowhere else."""
+"""The parts of a call in the order of its text. A word or a tensor is named by its part, and nowhere else."""
 
 _PART_OF = {name: part for part, own in PARTS.items() for name in own.tensors}
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    part: {word: (NormOptions if part == "norm" else Options)._field_defaults[word] for word in own.words}
+    part: {word: (NormOptions._field_defaults if part == "norm" else DEFAULTS)[word] for word in own.words}
     for part, own in PARTS.items()
 }
 
@@ -76,7 +73,7 @@ class Call(NamedTuple):
     def of(name: str, tensors: Iterable[str], options: Options) -> Call:
         """A call without its counts, with its tensors in order."""
         ordered = sorted(tensors, key=[*_PART_OF].index)
-        return Call(name, tuple(ordered), options._replace(max_seqlen=0, unrotated=0))
+        return Call(name, tuple(ordered), options._replace(**dict.fromkeys(COUNTS, 0), **rotate.pairs_of(options)))
 
     def __str__(self) -> str:
         o, parts = self.options, []
@@ -111,7 +108,6 @@ class Call(NamedTuple):
                 raise InvalidInput(f"call has a wrong value in {' '.join(own)!r}: {error}") from error
             tensors += names
             values.update({"norm": NormOptions(**read)} if part == "norm" else read)
-        values.setdefault("interleaved_out", values.get("interleaved", False))
         found = Call.of(name, tensors, Options(**values))
         if others[-1][0] != _sink(found):
             raise InvalidInput(f"call ends in {others[-1][0]!r}; with its tensors it must be {_sink(found)!r}")
@@ -127,10 +123,9 @@ def _sink(call: Call) -> str:
 
 
 def _others(part: str, options: Any) -> list[str]:
-    """A part's words that do not have their defaults. The pairs of the output are by default those of the input."""
-    defaults = {**_DEFAULTS[part], **({"interleaved_out": options.interleaved} if part == "rotate" else {})}
-    found = {word: getattr(options, word, default) for word, default in defaults.items()}  # of a call without a norm
-    others = {word: x for word, x in found.items() if x != defaults[word]}
+    """A part's words that do not have their defaults."""
+    found = {word: getattr(options, word, default) for word, default in _DEFAULTS[part].items()}  # without a norm too
+    others = {word: x for word, x in found.items() if x != _DEFAULTS[part][word]}
     shown = {word: ",".join(map(str, x)) if isinstance(x, tuple) else x for word, x in others.items()}
     return [word if x is True else f"{word}={x}" for word, x in shown.items()]
 
@@ -139,7 +134,7 @@ def _read(part: str, text: str) -> tuple[str, Any]:
     """The word of a text and its value."""
     word, _, value = text.partition("=")
     kind = type(_DEFAULTS[part][word])
-    if kind is bool:
+    if kind in (bool, type(None)):
         return word, ("False", "True", "").index(value) > 0
     if kind is tuple:
         return word, tuple([int(x) for x in value.split(",")])

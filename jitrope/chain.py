@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .base.views import Tensors, canonical, joined
 from .plan.options import Options
-from .plan.views import Tensors, canonical, joined
 from .sinks import cache, results
 from .sinks.results import LETTERS
 from .stages import convert, norm, positions, rotate, scale, transform
@@ -68,8 +68,8 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
     if after:
         x = norm.forward(letter, x if stored is None else x.to(stored), t, o)
     x = rotate.paired(letter, x, o)
-    for stage, present in ((scale, "q_factor" in t), (transform, o.hadamard)):
-        if present:
+    for stage in (scale, transform):
+        if stage.present(t, o):
             x = stage.forward(letter, x if stored is None else x.to(stored), t, o)
     x = x if stored is None else x.to(stored)
     return positions.cleared(letter, x, t, o) if "cu_seqlens" in t else x

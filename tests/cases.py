@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jitrope.plan.options import LAYOUT_AXES, NormOptions, Options
-from jitrope.plan.views import FORMATS, TABLE_NAMES, canonical, fused_shape, head_view
+from jitrope.base.layouts import LAYOUT_AXES
+from jitrope.base.views import FORMATS, TABLE_NAMES, canonical, fused_shape, head_view
+from jitrope.plan.options import Options
 from jitrope.run import dispatch, op_call
 from jitrope.sources.fused import FUSED, FUSED_BACKWARD
 from jitrope.sources.heads import HEADS, HEADS_BACKWARD
 from jitrope.sources.latent import LATENT, LATENT_BACKWARD
 from jitrope.sources.operation import Operation, operation
 from jitrope.sources.streams import STREAMED
+from jitrope.stages.norm import NormOptions
 from tests.said import norm_rope, norm_rope_joint
 
 ROPE, NORM_ROPE = operation(HEADS), operation(HEADS, norm=True)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from jitrope import DynamicQuantize, KVCache, Mrope, Norm, Packed, Quantize, Shifts, Starts, api, planning
 from jitrope.base.spec import Spec
+from jitrope.base.views import BLOCK_SCALES, DTYPE_NAMES, FORMATS, NVFP4_GROUP, SCALES, fused_shape
 from jitrope.checks.words import rotary_dim_of
 from jitrope.plan.options import Options
-from jitrope.plan.views import BLOCK_SCALES, DTYPE_NAMES, FORMATS, NVFP4_GROUP, SCALES, fused_shape
 
 _TOKENS, _ROWS, _SEQUENCES = 4096, 1 << 20, 4
 """Sizes on which no kernel depends: tokens of a sequence, rows of a table, sequences of a packed batch."""

@@ -18,8 +18,8 @@ from torch import Tensor
 
 import jitrope
 from jitrope import thd
+from jitrope.base.partition import RULES, Mask
 from jitrope.context_parallel import Partition, Schedule, all_gather_attention
-from jitrope.plan.partition import RULES, Mask
 from jitrope.thd.reference import Shape
 from tests.said import fp8, kv_cache, norm_kv_cache, said
 

@@ -9,22 +9,16 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jitrope import InvalidInput
+from jitrope.base.layouts import LAYOUT_AXES, QKV_ORDERS
 from jitrope.call import COUNTS, PARTS, Call
-from jitrope.plan.options import (
-    LAYOUT_AXES,
-    NORM_KINDS,
-    NORM_OF,
-    NORM_ROUNDINGS,
-    QKV_ORDERS,
-    ROUNDINGS,
-    SCALE_DTYPES,
-    SCALE_FMTS,
-    SCALED_DTYPES,
-    TABLES,
-    NormOptions,
-    Options,
-)
+from jitrope.plan.options import DEFAULTS, Options
 from jitrope.run import op_call
+from jitrope.stages.convert import SCALE_DTYPES, SCALE_FMTS, SCALED_DTYPES
+from jitrope.stages.norm import KINDS as NORM_KINDS
+from jitrope.stages.norm import OF as NORM_OF
+from jitrope.stages.norm import ROUNDINGS as NORM_ROUNDINGS
+from jitrope.stages.norm import NormOptions
+from jitrope.stages.rotate import ROUNDINGS, TABLES
 
 from .calls import CALLS, Case, ident
 from .results import places_of
@@ -61,7 +55,7 @@ def some(chance: random.Random, word: str, default: object) -> object:
 def test_a_text_can_be_read(seed: int) -> None:
     chance = random.Random(seed)
     norm = {word: some(chance, word, value) for word, value in NormOptions._field_defaults.items()}
-    values = {word: some(chance, word, value) for word, value in Options._field_defaults.items() if word != "norm"}
+    values = {word: some(chance, word, value) for word, value in DEFAULTS.items() if word != "norm"}
     values["norm"] = chance.choice([None, NormOptions(), NormOptions(**norm)])
     parts = [own for part, own in PARTS.items() if part != "norm" or values["norm"]]  # its weights imply a norm
     names = ["q", "k", "v", *[name for own in parts for name in own.tensors]]
@@ -72,7 +66,7 @@ def test_a_text_can_be_read(seed: int) -> None:
 
 def test_every_word_has_one_part() -> None:
     words = [word for part, own in PARTS.items() if part != "norm" for word in own.words]
-    assert sorted([*words, *COUNTS, "layout", "norm", "inplace"]) == sorted(Options._fields)
+    assert sorted([*words, *COUNTS, "layout", "norm", "inplace"]) == sorted(DEFAULTS)
 
 
 class Texts(TorchDispatchMode):

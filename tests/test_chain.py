@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from jitrope import chain
-from jitrope.plan.options import NO_NORM, NormOptions, Options
+from jitrope.plan.options import Options
 from jitrope.sinks import results
+from jitrope.stages.norm import NO_NORM, NormOptions
 
 NORMS = {
     "none": NO_NORM,

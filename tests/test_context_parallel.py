@@ -23,9 +23,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import jitrope
 from jitrope import InvalidInput
+from jitrope.base.partition import RULES, Mask, capacity, chunks_of, exchange_rows, number_of_chunks
 from jitrope.context_parallel import Partition, Rope, Schedule, all_gather_attention
 from jitrope.context_parallel.backends import BACKENDS, Case, Math, Varlen, _block_mask, key_ranges
-from jitrope.plan.partition import RULES, Mask, capacity, chunks_of, exchange_rows, number_of_chunks
 from jitrope.thd import get_partitioned_indices
 from jitrope.thd import ops as thd_ops
 from jitrope.thd.reference import Segments, Shape

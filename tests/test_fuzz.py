@@ -13,16 +13,19 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jitrope.base import partition
 from jitrope.base.errors import InvalidInput
 from jitrope.base.spec import DTYPES, INDEX_DTYPES, ITEM_SIZES, MAX_INT, Spec, spec_from_dict
+from jitrope.base.views import GROUPS
 from jitrope.jit import compiler, render
 from jitrope.jit.entry import Key
-from jitrope.plan import partition
 from jitrope.plan.arguments import declarations
 from jitrope.plan.heuristics import MAX_GRID_Y, SHARED_BYTES, SHORT_WALK, RopeProblem, plan, shared_by_stages
-from jitrope.plan.options import NORM_KINDS, NORM_ROUNDINGS, ROUNDINGS, SCALE_DTYPES
 from jitrope.plan.spec import RopeSpec
-from jitrope.plan.views import GROUPS
+from jitrope.stages.convert import SCALE_DTYPES
+from jitrope.stages.norm import KINDS as NORM_KINDS
+from jitrope.stages.norm import ROUNDINGS as NORM_ROUNDINGS
+from jitrope.stages.rotate import ROUNDINGS
 from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, rows_spec
 
 from .described import specs_of

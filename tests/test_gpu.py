@@ -18,10 +18,10 @@ import pytest
 import torch
 
 import jitrope
+from jitrope.base.views import FORMATS
 from jitrope.jit import kernels
 from jitrope.plan import problem
 from jitrope.plan.options import Options
-from jitrope.plan.views import FORMATS
 from jitrope.run import dispatch
 from jitrope.run import launch as runtime
 from jitrope.sources.heads import HEADS_BACKWARD

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from jitrope import thd
-from jitrope.plan.partition import RULES
+from jitrope.base.partition import RULES
 from jitrope.thd import ops as thd_ops
 from jitrope.thd import reference
 from jitrope.thd.reference import Shape

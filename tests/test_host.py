@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from jitrope.base.views import FORMATS
 from jitrope.jit.render import Source, environment, render
 from jitrope.plan.problem import plan_call
-from jitrope.plan.views import FORMATS
 
 from .cases import Case, head_views, lower, make, named_tables
 from .host import backend, harness

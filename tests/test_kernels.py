@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope.plan import partition, problem
+from jitrope.base import partition, problem
 from jitrope.plan.heuristics import Plan
-from jitrope.plan.options import NO_NORM, Options
+from jitrope.plan.options import Options
 from jitrope.run import dispatch, launch
 from jitrope.sources import fused
 from jitrope.sources.backward import turned_back
 from jitrope.sources.fused import FUSED_BACKWARD
 from jitrope.sources.latent import LATENT_BACKWARD
+from jitrope.stages.norm import NO_NORM
 
 from .cases import (
     CACHE_CASES,

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import jitrope
-from jitrope.plan.options import LAYOUT_AXES, Options
+from jitrope.base.layouts import LAYOUT_AXES
+from jitrope.plan.options import Options
 from jitrope.run.dispatch import call
 from jitrope.sources.latent import LATENT_BACKWARD
 from tests.said import said

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import jitrope
 from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Quantize, planning
-from jitrope.plan.options import NormOptions, Options
+from jitrope.plan.options import Options
+from jitrope.stages.norm import NormOptions
 
 from .cases import NORM_ROPE, op_arguments
 from .devices import DEVICES

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import jitrope
-from jitrope.plan import views
+from jitrope.base import views
 from jitrope.sources.heads import HEADS_BACKWARD
 from jitrope.values import stand_ins
 from tests.said import KINDS, norm_rope, norm_rope_joint, said

@@ -21,6 +21,7 @@ import torch
 
 import jitrope
 from jitrope.base.errors import CompileError
+from jitrope.base.partition import Mask
 from jitrope.base.spec import spec_from_dict
 from jitrope.context_parallel import Partition, Rope, Schedule, all_gather_attention
 from jitrope.context_parallel.backends import Case
@@ -29,8 +30,8 @@ from jitrope.jit.cache import KernelCache
 from jitrope.jit.driver import Refused
 from jitrope.jit.entry import CUBIN, Entry
 from jitrope.plan import heuristics
-from jitrope.plan.options import NormOptions, Options
-from jitrope.plan.partition import Mask
+from jitrope.plan.options import Options
+from jitrope.stages.norm import NormOptions
 from jitrope.thd.spec import CorrectionSpec, RowsSpec, SegmentsSpec
 from jitrope.tools.doctor import Check
 from jitrope.tools.prewarm import Built, read_record

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 
 import jitrope
 from jitrope import Norm
-from jitrope.plan import partition, views
+from jitrope.base import partition, views
 from tests.said import KINDS, fp8, kv_cache, said
 
 from .cases import (

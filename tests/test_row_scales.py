@@ -11,7 +11,8 @@ from torch import Tensor
 
 import jitrope
 from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Packed, Quantize, planning
-from jitrope.plan.options import NO_NORM, Options
+from jitrope.plan.options import Options
+from jitrope.stages.norm import NO_NORM
 
 from .cases import NORM_SCALES, op_arguments
 from .devices import DEVICE, DEVICES

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 import jitrope
-from jitrope.plan.options import LAYOUT_AXES
+from jitrope.base.layouts import LAYOUT_AXES
 from tests.said import KINDS, norm_rope, said
 
 if not dist.is_available():

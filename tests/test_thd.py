@@ -12,9 +12,9 @@ import torch
 
 import jitrope
 from jitrope import thd
+from jitrope.base.partition import RULES, Mask
 from jitrope.jit import compiler
 from jitrope.jit.render import render
-from jitrope.plan.partition import RULES, Mask
 from jitrope.thd import ops as thd_ops
 from jitrope.thd import reference
 from jitrope.thd.reference import Correction, Move, Segments, Shape

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import jitrope
 from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Quantize, Scaled, Ulysses
-from jitrope.plan.options import LAYOUT_AXES
+from jitrope.base.layouts import LAYOUT_AXES
 from jitrope.run import launch as runtime
 
 from .devices import DEVICE, DEVICES

@@ -17,10 +17,10 @@ import typer
 from torch import Tensor
 
 from jitrope import thd
+from jitrope.base.partition import chunks_of, count, local_rows, number_of_chunks
 from jitrope.context_parallel.attention import Call, pack_gradients, unpack, unpack_gradients
 from jitrope.context_parallel.backends import Case as Attention
 from jitrope.context_parallel.schedule import Schedule
-from jitrope.plan.partition import chunks_of, count, local_rows, number_of_chunks
 from jitrope.thd import ops as thd_ops
 from jitrope.thd import reference as thd_reference
 

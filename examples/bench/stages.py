@@ -23,7 +23,7 @@ from jitrope import (
     prepare_joint_qkv,
     prepare_qkv,
 )
-from jitrope.plan.views import E8M0, FORMATS
+from jitrope.base.views import E8M0, FORMATS
 
 from . import chains
 from .chains import RANKS, SECTIONS, Inputs

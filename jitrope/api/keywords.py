@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from ..plan.options import Options
+from ..plan.options import DEFAULTS
 from ..values.values import Ulysses
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class RopeWords(FusedWords, total=False):
     out: Sequence[Tensor | None] | Ulysses | None
 
 
-DEFAULTS = {**Options._field_defaults, "interleaved_out": None, "rotary_dim": None, "check": False}
+SHOWN = {**DEFAULTS, "rotary_dim": None, "check": False}
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -69,7 +69,7 @@ def with_words(words: Any) -> Callable[[F], F]:
         signature = inspect.signature(function)
         shown = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         for name, annotation in words.__annotations__.items():
-            annotation, default = getattr(annotation, "__forward_arg__", annotation), DEFAULTS.get(name)
+            annotation, default = getattr(annotation, "__forward_arg__", annotation), SHOWN.get(name)
             shown.append(
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
             )

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..base.arguments import flag, refuse, wholes, word
 from ..base.errors import InvalidInput
-from ..plan.options import FUSED_AXES, QKV_ORDERS, Options
+from ..base.layouts import FUSED_AXES, QKV_ORDERS
+from ..plan.options import Options
 from ..run.gather import add, chosen, gather, result, sent
 from ..run.public import repeated
 from ..sources.fused import FUSED, part_with_bias

@@ -10,13 +10,16 @@ import itertools
 import torch
 from torch import Tensor
 
-from ..plan import partition
-from ..plan.options import LAYOUT_AXES, Options
-from ..plan.views import TABLE_NAMES, Tensors, table_pair
+from ..base import partition
+from ..base.fit import Fail, sizes_of
+from ..base.layouts import LAYOUT_AXES
+from ..base.views import TABLE_NAMES, Tensors, table_pair
+from ..plan.options import Options
 from ..sinks.cache import slots_of
 from ..sinks.pages import slots_of_pages
-from ..stages.positions import RULE, spare, table_rows
-from .fit import SWAPPED, Fail, label_of, rows_of, sizes_of
+from ..stages.positions import RULE, rows_read, spare, table_rows
+from ..stages.rotate import label_of, rows_of
+from .checks import SWAPPED
 
 
 def check_values(name: str, t: Tensors, o: Options) -> None:
@@ -34,7 +37,7 @@ def check_values(name: str, t: Tensors, o: Options) -> None:
         fail.when(own > tokens, f"cu_seqlens ends at {offsets[-1]}{of_rank}, but q has {tokens} tokens")
     count, rows, beyond = rows_of(whole["cos"]), table_rows(tokens, q.device, whole, o), spare(tokens, whole, o)
     rows = rows if beyond is None else rows[..., ~beyond]
-    rows = rows[rows >= 0] if o.unrotated else rows.abs() if o.shifts else rows
+    rows = rows_read(rows, o)
     lowest, highest = map(int, rows.aminmax()) if rows.numel() else (0, -1)
     fail.when(lowest < 0, f"positions go from {lowest} to {highest}; they must be 0 or above")
     had = f"{'differences of positions have sizes' if o.shifts else 'positions go'} from {lowest} to {highest}"

@@ -8,19 +8,20 @@ import torch
 from torch import Tensor
 
 from .. import torch_state as watch
+from ..base import views
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
-from ..plan import views
-from ..plan.memory import overlaps_itself
-from ..plan.options import LAYOUT_AXES, Options, norm_of
-from ..plan.views import BLOCK_SCALES, FORMATS, FP8, FP8S, PER_ITEM, TABLE_NAMES, Tensors
-from . import fit
-from .caches import check_caches, check_one_format, check_places
-from .fit import Fail, named
+from ..base.fit import Fail, check_device, check_floats, named, sizes_of
+from ..base.layouts import LAYOUT_AXES, MAX_HEAD_DIM, MAX_TOKENS
+from ..base.memory import overlaps_itself, refuse_meeting, span
+from ..base.views import BLOCK_SCALES, FORMATS, FP8, FP8S, PER_ITEM, TABLE_NAMES, Tensors
+from ..plan.options import Options
+from ..sinks import cache, pages
+from ..stages import norm, positions, rotate, scale, transform
+from ..stages.convert import converts_v
 
-WEIGHTS = ("q_weight", "k_weight", "v_weight", "q_bias", "k_bias")
+SWAPPED = {"bshd": "bhsd", "bhsd": "bshd"}  # layouts that are easily mistaken for each other
 LEARNED = ("cos", "sin", "second_cos", "second_sin", "q_factor")  # torch computes their gradients, from q and k too
-MAX_HADAMARD = 256
 _ALONE = {"fused": "cache, quantize and out", **dict.fromkeys(("latent", "streams"), "quantize and out")}
 """What a call with a gradient must lack, by source, in messages."""
 
@@ -29,9 +30,9 @@ def check_watched(op: Any, wants_grad: bool, t: Tensors, o: Options) -> None:
     """Refuse tensors that torch does not let a call write, or that autograd cannot keep for a backward."""
     name, fail = op.function, Fail(op.function)
     fail.when(watch.has_tangent(t.values()), "forward-mode derivatives (jvp) are not supported; use the backward")
-    why = ", because that needs the old q and k" if norm_of(o).kind != "no_norm" else ""
+    why = ", because that needs the old q and k" if norm.norm_of(o).kind != "no_norm" else ""
     fail.when(wants_grad and o.inplace and op.norm, f"it has no gradient in place{why}; leave inplace=True out")
-    copied = "v" if op.out == "ranks" and not views.converts_v(t, o.dynamic_v) else ""
+    copied = "v" if op.out == "ranks" and not converts_v(t, o.dynamic_v) else ""
     wanted = [label for label, x in t.items() if watch.wants_grad(x) and (op.differentiable or label != copied)]
     fixed = [label for label in (*LEARNED, "q_scale", "k_scale", "v_scale") if label in wanted]
     compiling = watch.is_compiling()
@@ -80,30 +81,80 @@ def check_memory(op: Any, t: Tensors, o: Options) -> None:
         use = own if name in ("q", "k", "qkv") else "a tensor with memory for each element"
         had = f"{labels[name]} has strides {tuple(x.stride())}; its elements overlap in memory, so it cannot be written"
         Fail(op.function).when(overlaps_itself(x), f"{had}; pass {use}")
-    fit.require_apart(op.function, {labels[n]: x for n, x in written.items()}, {labels[n]: x for n, x in t.items()})
+    require_apart(op.function, {labels[n]: x for n, x in written.items()}, {labels[n]: x for n, x in t.items()})
 
 
 def label_of(op: Any, name: str, o: Options) -> str:
     """The user's name of a tensor of a call."""
-    return fit.label_of(name, o) if name in TABLE_NAMES else op.label(name)
+    return rotate.label_of(name, o) if name in TABLE_NAMES else op.label(name)
 
 
 # ---- the checks of the operations, and the rules of their stages, which follow `check` -----------------
+
+
+def check_heads(q: Tensor, k: Tensor | None, o: Options, fail: Fail, first: str, second: str) -> None:
+    """Check q and k. first, second: their names for messages."""
+    layout = o.layout
+    for label, x in ((first, q), *([(second, k)] if k is not None else [])):
+        if x.dim() != len(layout):
+            hint = "; Packed implies it" if layout == "thd" else ""
+            if x.dim() == 3:
+                flat = f"; for (B, S, H D) pass {label}.unflatten(-1, (H, D))" if layout == "bshd" else ""
+                one_head = f", for (B, S, D) {label}.unsqueeze(2)" if layout == "bshd" else ""
+                hint = f'; for (T, H, D) pass layout="thd"{flat}' if x is q else flat + one_head
+            needs = f"layout {layout!r} needs {len(layout)} axes ({', '.join(layout.upper())})"
+            fail(f"{label} has shape {tuple(x.shape)}, {needs}{hint}")
+        check_floats(label, x, fail)
+        if x.device != q.device or x.dtype != q.dtype:
+            fail(f"{label} is {x.dtype} on {x.device} but {first} is {q.dtype} on {q.device}; pass {label}.to({first})")
+    on = f"{first} is on {q.device}"
+    fail.when(q.device.type not in ("cuda", "cpu", "meta"), f"{on}; it must be on a CUDA device, the CPU or meta")
+    batch, seqlen, heads, head_dim = sizes_of(q, layout)
+    if k is not None and (unlike := [a for a, x, y in zip(layout, q.shape, k.shape) if a != "h" and x != y]):
+        other = SWAPPED.get(layout)
+        alike = other and unlike == ["s"] and heads == sizes_of(k, layout)[2]
+        hint = f"; if their layout is {other!r}, pass layout={other!r}" if alike else ""
+        fail(f"{first} is {named(q, layout)} but {second} is {named(k, layout)}; only H may differ{hint}")
+    tokens, had = batch * seqlen, f"{first} has D={head_dim}; at most {MAX_HEAD_DIM} is possible"
+    fail.when(tokens > MAX_TOKENS, f"{first} has {tokens} tokens; at most {MAX_TOKENS} are possible")
+    fail.when(head_dim > MAX_HEAD_DIM, f"{had}; pass a view of the rotated elements")
+    rotate.refuse_dims(first, head_dim, o, fail)
+
+
+def require_apart(name: str, written: dict[str, Tensor], read: dict[str, Tensor]) -> None:
+    """Refuse memory that a call would write as one tensor and read or write as another; skip tensors without memory."""
+    t = {**written, **read}
+    real = all(type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta" for x in t.values())
+    if real and not watch.transformed():
+        refuse_meeting(name, {label: span(x) for label, x in t.items()}, tuple(written))
+
+
+def check_pairs(t: Tensors, o: Options, fail: Fail) -> None:
+    """Refuse tensors whose elements cannot be taken in aligned pairs: fp4 stores two in a byte."""
+    apart = "v" in t and ("k" not in t or t["v"].shape != t["k"].shape)
+    names = ("bias", *"qkv", "q_out", "k_out", *["v_out"] * (not apart))  # v is copied after the launch
+    for name in [x for x in names if x in t and PER_ITEM.get(t[x].dtype, 1) == 1]:
+        x, label = t[name], f"out's {name[0]}" if name.endswith("_out") else name
+        steps = [stride for size, stride in zip(x.shape[:-1], x.stride()) if size > 1]
+        odd = x.stride(-1) != 1 or any(n % 2 for n in (x.shape[-1], x.storage_offset(), *steps))
+        had = f"{label} has D={x.shape[-1]}, strides {tuple(x.stride())} and offset {x.storage_offset()}"
+        fail.when(odd, f"{had}; fp4 needs aligned pairs of neighbouring elements")
+    first, dim, of = o.rotary_offset, o.rotary_dim, 2 if o.interleaved else 4
+    must = f"for fp4 the first must be even, and the second a multiple of {of}"
+    fail.when(first % 2 or dim % of, f"rotary_offset is {first}, rotary_dim {dim}; {must}")
 
 
 def check(op: Any, t: Tensors, o: Options) -> None:
     """Refuse tensors and options that do not fit together."""
     q, label, fail = t["q"], op.label("q"), Fail(op.function)
     for table in [table for table in TABLE_NAMES if table in t]:
-        fit.check_device(fit.label_of(table, o), t[table], label, q, fail)
+        check_device(rotate.label_of(table, o), t[table], label, q, fail)
     if beside := op.source.said or "a cache" * op.cache:
-        fit.refuse_per_head(t["cos"], o, beside, fail)
-    fit.check_heads(q, t.get("k"), o, fail, label, op.label("k"))
-    fit.check_lengths(t, o, fail)
-    if "position_ids" in t:
-        fit.check_position_ids(t, o, fail)
-    fit.check_factor(t, q, fit.sizes_of(q, o.layout)[1], o.layout, fail)
-    fit.check_tables(t, o, fail)
+        rotate.refuse_per_head(t["cos"], o, beside, fail)
+    check_heads(q, t.get("k"), o, fail, label, op.label("k"))
+    positions.refuse(t, o, fail)
+    scale.refuse(t, sizes_of(q, o.layout)[1], o, fail)
+    rotate.refuse(t, o, fail)
 
 
 def check_scales(op: Any, t: Tensors, o: Options) -> None:
@@ -114,25 +165,25 @@ def check_scales(op: Any, t: Tensors, o: Options) -> None:
 
 def check_kv_cache(op: Any, t: Tensors, o: Options) -> None:
     """The check of a call that stores k and v in caches."""
-    fail, k, cache, blocks = Fail(op.function), t["k"], t["k_cache"], t.get(BLOCK_SCALES[0])
+    fail, k, blocks = Fail(op.function), t["k"], t.get(BLOCK_SCALES[0])
     kv: Tensors = {label: t[label] for label in ("k", "v") if label in t}
     if ("v" in kv) != ("v_cache" in t):
         refuse(fail.name, "v", kv.get("v"), "a tensor" if "v_cache" in t else "None, because the cache has no v_cache")
     check(op, t, o)
-    fit.check_heads(k, kv.get("v"), o, fail, "k", "v")
-    heads, v_heads = (fit.sizes_of(x, o.layout)[2] for x in (k, kv.get("v", k)))
+    check_heads(k, kv.get("v"), o, fail, "k", "v")
+    heads, v_heads = (sizes_of(x, o.layout)[2] for x in (k, kv.get("v", k)))
     if v_heads != heads and (not heads or v_heads == 0 or v_heads % heads):
         had = f"k is {named(k, o.layout)} but v is {named(kv['v'], o.layout)}"
         fail(f"{had}; v must have as many heads, or a multiple of them")
-    check_caches(kv, t, o, fail)
-    check_places(t, o, fail)
+    cache.refuse(kv, t, o, fail)
+    pages.refuse(t, o, fail)
     fail.when(o.inplace and "q_scale" in t, "q is returned as fp8, which cannot be in place; leave inplace=True out")
     _check_scale(op, t, "q", True, o, False)
     for label in kv:
-        scaled = cache.dtype in FP8S if blocks is None else blocks.dtype == FP8 and f"{label}_scale" in t
+        scaled = t["k_cache"].dtype in FP8S if blocks is None else blocks.dtype == FP8 and f"{label}_scale" in t
         _check_scale(op, t, label, scaled, o, True)
     if o.computed and blocks is not None:
-        check_one_format(t, o, fail)
+        cache.refuse_other_format(t, o, fail)
 
 
 def _check_scale(op: Any, t: Tensors, own: str, wanted: bool, o: Options, needed: bool) -> None:
@@ -141,7 +192,7 @@ def _check_scale(op: Any, t: Tensors, own: str, wanted: bool, o: Options, needed
     if scale is None:
         return fail.when(wanted and needed, f"{label} is missing; pass it, because fp8 is stored divided by it")
     fail.when(not wanted, f"{label} is given, but no output is divided by it; leave it out")
-    batch, _, heads, _ = fit.sizes_of(t[own], o.layout)
+    batch, _, heads, _ = sizes_of(t[own], o.layout)
     rows = {"B": batch, **({"N": t["cu_seqlens"].shape[0] - 1} if "cu_seqlens" in t else {})}
     fits = scale.numel() == 1 or tuple(scale.shape) in [(heads,), *[(number, heads) for number in rows.values()]]
     had = f"{label} is {tuple(scale.shape)} {scale.dtype} on {scale.device}; it must be fp32 on q's device"
@@ -152,47 +203,18 @@ def _check_scale(op: Any, t: Tensors, own: str, wanted: bool, o: Options, needed
 
 def check_whole_heads(op: Any, t: Tensors, o: Options) -> None:
     """The rule of a norm, and of other stages that need all elements of a head."""
-    fail, norm, dim = Fail(op.function), norm_of(o), t["q"].shape[-1]
-    others = {"a cache": "k_cache" in t, "dynamic scales": o.computed or o.per_row, "hadamard": o.hadamard}
-    for beside in [x for x, given in others.items() if given and views.sums_heads(t, o)]:
+    fail, dim = Fail(op.function), t["q"].shape[-1]
+    others = {"a cache": "k_cache" in t, "dynamic scales": o.computed or o.per_row}
+    others[transform.LABEL] = transform.present(t, o)
+    for beside in [x for x, given in others.items() if given and norm.sums_heads(t, o)]:
         fail(f"across_heads does not go with {beside}; pass mean_squares, or normalise before")
-    fit.check_means(t, o.layout, fail)
-    fail.when(norm.of == "k" and "k" not in t, "the norm has of='k', but k is not given")
-    fail.when(norm.v_norm and "k_cache" in t and "v" not in t, "the norm has v_norm, but v is not given")
-    if norm.of == "v" and "v_cache" not in t:
-        fail("the norm has of='v', which goes with a cache of v; without one pass v as q to a call of its own")
-    _check_weights(t, o, fail)
-    if o.inverse and norm.kind != "no_norm":
+    norm.refuse(t, o, fail)
+    if o.inverse and norm.norm_of(o).kind != "no_norm":
         fail("inverse does not go with norm; rotate back in a call without a norm")
     fail.when(o.group and dim % o.group, f"group is {o.group}; it must divide D={dim}")
     if o.out_dtype == "fp4" or ("k_cache" in t and PER_ITEM.get(t["k_cache"].dtype, 1) > 1):
-        fit.check_pairs(t, o, fail)
-    if o.hadamard and (dim > MAX_HADAMARD or dim & (dim - 1)):
-        fail(f"hadamard goes with a power of two of elements up to {MAX_HADAMARD}; q has D={dim}, so leave it out")
-
-
-def _check_weights(t: Tensors, o: Options, fail: Fail) -> None:
-    """Refuse weights and biases of a norm that do not fit q, k, v and each other."""
-    norm, weights = norm_of(o), {label: t[label] for label in WEIGHTS if label in t}
-    for label, weight in weights.items():
-        owner = label[0]
-        fail.when(owner not in t, f"{label} is given, but {owner} is not")
-        wrong = label.endswith("bias") and norm.kind != "layer_norm"
-        fail.when(wrong, f"{label} goes with kind='layer_norm'; pass it, or leave {label} out")
-        x = t[owner]
-        _, _, heads, size = fit.sizes_of(x, o.layout)
-        whole = norm.across_heads or owner == "v"
-        size = heads * size if whole else size
-        if weight.dim() != 1 or weight.shape[0] != size:
-            of = f"{owner} of qkv" if o.q_per_group else owner
-            had = f"{of} is {named(x, o.layout)} but {label} has shape {tuple(weight.shape)}"
-            must = f"(H D), {size} numbers" if whole else f"(D), {size} numbers, or H D with across_heads"
-            fail(f"{had}; it must be {must}")
-        fit.check_floats(label, weight, fail)
-        fit.check_contiguous(label, weight, fail)
-        fit.check_device(label, weight, "q", x, fail)
-    had = " but ".join([f"{label} is {weight.dtype}" for label, weight in weights.items()])
-    fail.when(len({weight.dtype for weight in weights.values()}) > 1, f"{had}; they must match")
+        check_pairs(t, o, fail)
+    transform.refuse(t, o, fail)
 
 
 def check_results(op: Any, t: Tensors, o: Options) -> None:

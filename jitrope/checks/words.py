@@ -11,19 +11,16 @@ from torch import Tensor
 from ..base import config
 from ..base.arguments import flag, number, refuse, whole, word
 from ..base.errors import InvalidInput
+from ..base.layouts import LAYOUT_AXES, QKV_ORDERS
+from ..base.views import Tensors, heads_per_group
 from ..call import PARTS
-from ..plan import options
-from ..plan.options import Options
-from ..plan.views import Tensors, heads_per_group
+from ..plan.options import DEFAULTS, Options
+from ..stages import rotate
 from ..torch_state import is_compiling
 
-MAX_MOVED = 64
-"""The most rotated elements of a head that can change their pairing in place: threads of one warp have them, even with
-one element in an access."""
+ONE_TABLE = rotate.TABLES[1:]  # words for a single table in place of cos and sin
 
-ONE_TABLE = options.TABLES[1:]  # words for a single table in place of cos and sin
-
-_WORDS = {"layout": tuple(options.LAYOUT_AXES), "rounding": options.ROUNDINGS, "order": tuple(options.QKV_ORDERS)}
+_WORDS = {"layout": tuple(LAYOUT_AXES), "rounding": rotate.ROUNDINGS, "order": tuple(QKV_ORDERS)}
 """The keywords that are words. Other words come from values, which checked them."""
 _TIMES_WIDTH = {"cos_sin_cache": 1, "freqs_cis": 2}  # tables whose width determines rotary_dim, by which factor
 _OLD = {
@@ -74,14 +71,14 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any]) -> t
     """
     name = op.function
     for label in [label for label in (*tensors, *asked) if label in op.refused]:  # layout may be implied by a tensor
-        value, default = asked.get(label), Options._field_defaults.get(label)
+        value, default = asked.get(label), DEFAULTS.get(label)
         if value is None or type(value) is not type(default) or value != default:  # an array has no single answer
             hint = f"; {_INSTEAD[label]}" if label in _INSTEAD else ""
             raise InvalidInput(f"{name}: {op.label(label)} does not go with {op.said or 'this function'}{hint}")
     kind = _check_tensors(op, tensors, asked, name)
     full = canonical(dict(tensors))
     words = {label: _typed(name, label, value) for label, value in asked.items() if label != "check"}
-    o = Options(**{"interleaved_out": None, "launch": config.launch(), **words}, table=kind)
+    o = Options(**{"launch": config.launch(), **words}, table=kind)
     first, cos = next(iter(full.values())), full.get("cos")
     width = int(first.shape[-1]) if first.dim() else 0
     table_width = int(cos.shape[-1]) if cos is not None and cos.dim() else 0
@@ -89,14 +86,8 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any]) -> t
     rotary_dim = rotary_dim_of(name, words, head_dim, kind, table_width)
     if not table_width and words.get("rotary_dim") is None:  # nothing is rotated
         rotary_dim -= rotary_dim % 2
-    interleaved_out = o.interleaved if o.interleaved_out is None else o.interleaved_out
-    within_warp = not op.norm and 0 < rotary_dim <= MAX_MOVED and rotary_dim & (rotary_dim - 1) == 0
-    for label, possible in (("inplace", within_warp), ("rotate_k", False)):
-        if interleaved_out != o.interleaved and getattr(o, label) and not possible:
-            unless = f", unless rotary_dim is a power of two up to {MAX_MOVED}; it is {rotary_dim}"
-            why = f"because it moves elements{unless if label == 'inplace' and not op.norm else ''}"
-            raise InvalidInput(f"{name}: interleaved_out does not go with {label}, {why}; leave {label}=True out")
-    found = o._replace(rotary_dim=rotary_dim, interleaved_out=interleaved_out)
+    found = o._replace(rotary_dim=rotary_dim, **rotate.pairs_of(o))
+    rotate.refuse_moved(name, op.norm, found, found.rotate_k)
     return (found, full) if cos is not None else op.without_table(full, found)
 
 
@@ -169,9 +160,10 @@ def rotates_heads(tensors: Mapping[str, Tensor], words: Mapping[str, Any], head_
 def _typed(name: str, label: str, value: Any) -> Any:
     if label in _WORDS:
         return word(name, label, value, _WORDS[label])
-    kind: Any = {bool: flag, int: whole, float: number}.get(type(Options._field_defaults[label]))
-    absent = value is None and label in ("interleaved_out", "rotary_dim")
-    return value if kind is None or absent else kind(name, label, value)  # others are checked elsewhere
+    kind: Any = {bool: flag, type(None): flag, int: whole, float: number}.get(type(DEFAULTS[label]))
+    absent = value is None and (DEFAULTS[label] is None or label == "rotary_dim")
+    elsewhere = kind is None or label == "norm"  # it is checked
+    return value if absent or elsewhere else kind(name, label, value)
 
 
 def check_asked(name: str, asked: Mapping[str, Any]) -> bool:

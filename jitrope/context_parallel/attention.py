@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from .. import torch_state as watch
 from ..base import arguments
 from ..base.errors import InvalidInput
-from ..checks.fit import named
+from ..base.fit import named
 from ..thd import ops as thd_ops
 from ..thd.reference import Move
 from .backends import NAME, Backend, Case, Gradients, Result, choose, fail

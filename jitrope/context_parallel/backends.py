@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..base import arguments
-from ..checks.fit import Fail
-from ..plan.partition import Mask
+from ..base.fit import Fail
+from ..base.partition import Mask
 
 NAME = "all_gather_attention"  # the name at the beginning of messages
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from ..api import apply_rope, prepare_qkv
 from ..base import arguments
 from ..checks import checks
-from ..checks.fit import rows_of
 from ..checks.words import ONE_TABLE, canonical, resolved
 from ..run.gather import placed
 from ..sources.heads import HEADS
 from ..sources.operation import operation
+from ..stages.rotate import rows_of
 from ..torch_state import is_traced
 from ..values.values import Packed
 from .backends import NAME, fail

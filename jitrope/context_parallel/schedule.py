@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..base import arguments
-from ..checks.fit import Fail
-from ..plan.partition import Mask
+from ..base.fit import Fail
+from ..base.partition import Mask
 from ..thd import ops as thd_ops
 from ..thd.reference import Segments, cut
 from .backends import Varlen, fail

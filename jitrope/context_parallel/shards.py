@@ -19,8 +19,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..base import arguments
-from ..checks.fit import MAX_TOKENS, Fail
-from ..plan.partition import RULES
+from ..base.fit import Fail
+from ..base.layouts import MAX_TOKENS
+from ..base.partition import RULES
 from ..thd import cp_rank_order_to_sequence_order
 from ..thd import ops as thd_ops
 from ..thd.reference import Shape

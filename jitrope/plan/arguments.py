@@ -12,6 +12,9 @@ from collections.abc import Collection, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
+from ..sinks import cache, pages
+from ..stages import bias, convert, norm, rotate, scale
+
 
 class Argument(NamedTuple):
     """A field of the struct. names: of its elements, tensors or numbers; a field with several names is an array."""
@@ -53,57 +56,44 @@ NORM_WORDS = _arguments("""
     Strides grad_stride: dq dk; Strides scale_stride: q_scale_out k_scale_out
     TableStrides second_table_stride: second_cos second_sin; long long split
 """)
-_MEANS, _ADDED, _BLOCKS = "q_mean_square k_mean_square", "q_added k_added v_added", "k_block_scale v_block_scale"
-_PAGES = "const PageIndex* page_table, page_indptr, lengths, cu_seqlens_q, batch_indices; int* errors"
 OPTIONAL = {
-    stage: (_arguments(addresses), _arguments(words))
-    for stage, addresses, words in (
-        ("scales_q", "const float* q_factor", "Strides factor_stride: q_factor"),
-        ("prefixed", "", "long long unrotated"),
-        ("given_means", f"const float* mean_square: {_MEANS}", f"Strides mean_stride: {_MEANS}"),
-        ("added_bias", f"const T* added: {_ADDED}", f"Strides added_stride: {_ADDED}"),
-        ("dynamic_v", "void* v_scale_out", "Strides v_scale_stride: v_scale_out"),
-        ("latent_norm", "const void* v_weight", ""),
-        ("v_gradient", "const T* dv", "Strides dv_stride: dv"),
-        ("gated", "void* gate_out", ""),
-        ("block_cache", f"void* block_scale: {_BLOCKS}", f"Strides block_scale_stride: {_BLOCKS}"),
-        ("head_scales", "", "ScaleStrides scale_strides: q_scale k_scale v_scale"),
-        ("paged", _PAGES, "long long page_table_stride, page_table_width, page_count, new_tokens"),
-    )
+    flag: (_arguments(addresses), _arguments(words))
+    for part in (scale, rotate, norm, bias, convert, cache, pages)
+    for flag, (addresses, words) in part.ARGUMENTS.items()
 }
 """The addresses and the words of a stage, by its flag in the spec."""
 
 _COMMENT_COLUMN = 57
 
 
-def _ordered(norm: bool, stages: Collection[str]) -> tuple[tuple[Argument, ...], tuple[Argument, ...]]:
+def _ordered(whole: bool, stages: Collection[str]) -> tuple[tuple[Argument, ...], tuple[Argument, ...]]:
     """(the addresses, the words) of a kernel. stages: those of `OPTIONAL` that it has."""
     own = [OPTIONAL[stage] for stage in OPTIONAL if stage in stages]
-    addresses = (*(NORM_ADDRESSES if norm else ()), *ADDRESSES, *chain(*[first for first, _ in own]))
-    return addresses, (*WORDS, *(NORM_WORDS if norm else ()), *chain(*[second for _, second in own]))
+    addresses = (*(NORM_ADDRESSES if whole else ()), *ADDRESSES, *chain(*[first for first, _ in own]))
+    return addresses, (*WORDS, *(NORM_WORDS if whole else ()), *chain(*[second for _, second in own]))
 
 
-def address_names(norm: bool, stages: Collection[str] = ()) -> tuple[str, ...]:
+def address_names(whole: bool, stages: Collection[str] = ()) -> tuple[str, ...]:
     """The names of the addresses, in order."""
-    return tuple([name for argument in _ordered(norm, stages)[0] for name in argument.names])
+    return tuple([name for argument in _ordered(whole, stages)[0] for name in argument.names])
 
 
-def declarations(norm: bool, stages: Collection[str] = ()) -> str:
+def declarations(whole: bool, stages: Collection[str] = ()) -> str:
     """The fields of the struct in CUDA, one on each line."""
     lines = []
-    for c_type, field, names in chain(*_ordered(norm, stages)):
+    for c_type, field, names in chain(*_ordered(whole, stages)):
         line = f"    {c_type} {field}{f'[{len(names)}]' if len(names) > 1 else ''};"
         lines.append(line if len(names) == 1 else f"{line:{_COMMENT_COLUMN}}// {', '.join(names)}")
     return "\n".join(lines)
 
 
-def words(given: Mapping[str, Any], norm: bool, stages: Collection[str] = ()) -> list[int]:
+def words(given: Mapping[str, Any], whole: bool, stages: Collection[str] = ()) -> list[int]:
     """The words after the addresses, in order. given: the strides of tensors, and numbers, by name.
 
     The strides of a tensor that is not given are zeros.
     """
     found: list[int] = []
-    for c_type, _, names in _ordered(norm, stages)[1]:
+    for c_type, _, names in _ordered(whole, stages)[1]:
         for name in names:
             size = WORDS_OF.get(c_type)
             strides = given.get(name, [0] * size) if size else [given[name]]

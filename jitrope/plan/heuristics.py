@@ -9,9 +9,9 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ..base.errors import InvalidInput
+from ..base.partition import number_of_chunks
 from ..base.spec import ACCESS_BYTES, ITEM_SIZES
-from .options import NORM_KINDS
-from .partition import number_of_chunks
+from ..stages.norm import KINDS as NORM_KINDS
 from .spec import Compiled, RopeSpec
 
 # The rules of the launch. `templates/README.md`, "The rules of the launch", has the measurements behind each.
@@ -168,7 +168,7 @@ def _blocks_per_sm(p: RopeProblem, spec: RopeSpec) -> int:
 
 def _walks(p: RopeProblem, spec: RopeSpec, groups: int, at_once: int) -> int:
     """The number of blocks for these groups of tokens. at_once: the blocks that fit on the GPU."""
-    slow_start = spec.hadamard or spec.dynamic or spec.team > spec.lanes
+    slow_start = spec.transforms or spec.dynamic or spec.team > spec.lanes
     sums = spec.gradient and (spec.weight_dtype is not None or spec.biased)
     stays = slow_start or sums or not spec.ring or p.memory_speed >= FAST_MEMORY
     return min(groups, at_once if stays else max(at_once, -(-groups // SHORT_WALK)))
@@ -190,7 +190,7 @@ def has_ring(spec: RopeSpec) -> bool:
 def shared_by_stages(spec: RopeSpec) -> int:
     """Bytes of shared memory that exchanged elements, the scales of groups and shared angles take at most."""
     teams = spec.threads // spec.team
-    exchanges = spec.norm and (spec.hadamard or spec.interleaved != spec.interleaved_out)
+    exchanges = spec.norm and (spec.transforms or spec.reorders)
     sums = 3 * spec.threads // 8 + 64 if spec.across_heads else 0  # three of each warp at most
     exchanged = teams * spec.head_dim * 4 + sums if exchanges else 0
     angles = 4 * spec.rotary_dim * spec.tokens_per_block * 4 if spec.shares_angles else 0

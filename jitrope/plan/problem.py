@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
-from ..base import config
-from ..base.spec import ACCESS_BYTES
-from . import arguments, heuristics, views
-from .options import ALL_TOKENS, NormOptions, Options
+from ..base import config, views
+from ..base.views import BLOCK_SCALES, DTYPE_NAMES, HEADS, MEANS, Tensors, Views, elements_per_access, strides_of
+from ..stages import norm, positions, rotate
+from ..stages.convert import block_format, converts_v
+from . import arguments, heuristics
+from .options import Options
 from .spec import GIVEN, INDICES
-from .views import BLOCK_SCALES, DTYPE_NAMES, HEADS, MEANS, PER_ITEM, Tensors, Views
 
 NARROW = 1 << 30  # strides below this many elements have at most 32 bits in bytes, also those of fp32
 _SCALES, _FACTORS = ("q_scale_out", "k_scale_out", "v_scale_out"), ("q_factor", *MEANS)
@@ -48,7 +49,7 @@ class _Call:
         self.inputs, self.tensors, self.options = inputs, tensors, options
         self.paged = "page_table" in tensors
         self.cached = self.paged or "slot_mapping" in tensors
-        self.ids = views.ids_view(tensors["position_ids"], options) if "position_ids" in tensors else None
+        self.ids = positions.ids_view(tensors["position_ids"], options) if "position_ids" in tensors else None
         self.tables: Tensors = {}
         for stream in [x for x in ("", "second_") if x + "cos" in tensors]:
             pair = views.table_pair(tensors[stream + "cos"], tensors.get(stream + "sin"), options.table)
@@ -68,7 +69,7 @@ class _Call:
             for name in [name for name in names if groups and self.named[name].shape[2] != groups]:
                 self.named[name] = self.named[name].squeeze(3).unflatten(2, (groups, -1))
         scales = [f"{letter}_scale" for letter in "qkv" if f"{letter}_scale" in tensors]
-        self.given_scales = {name: [0, 0, *_strides(tensors[name])][-2:] for name in scales}
+        self.given_scales = {name: [0, 0, *views.strides_of_axes(tensors[name])][-2:] for name in scales}
         shape = self.named["q_out"].shape[:2]
         self.named |= {name: views.factor_view(tensors[name], shape) for name in _FACTORS if name in tensors}
         if not beside:
@@ -86,7 +87,7 @@ class _Call:
         ids = None if self.ids is None else self.ids.expand(-1, batch, -1)
         others = ("q_added", "k_added", "v_added", *(("k_out", "v_out") if self.cached else ()))
         of_tokens = {name: x for name, x in self.named.items() if name not in others}
-        counted = "start_positions" in self.tensors or 0 < o.unrotated < ALL_TOKENS or o.per_row or o.swizzled
+        counted = positions.counted(self.tensors, o) or o.per_row or o.swizzled
         counted |= any(row for row, _ in self.given_scales.values())
         if batch == 1 or (ids is not None and len(tables["cos"]) > 1) or counted:
             return
@@ -121,24 +122,20 @@ class _Call:
         o, t, named = self.options, self.tensors, self.named
         table, tables, q_out = self.tables["cos"], self.tables.values(), named["q_out"]
         pairs = elements_per_access(tables, apart=2)
-        words = {**self._of_norm(), **o._asdict(), **vars(self)}
+        of_norm = norm.fields(t, self.inputs[:2], o)
+        words = {**of_norm, **o._asdict(), **vars(self), **rotate.fields(self.tables, o)}
         found: dict[str, Any] = {
             **{name: x for name, x in words.items() if name in heuristics.RopeProblem.__dataclass_fields__},
             **{f"{x}_dtype": DTYPE_NAMES[t[x].dtype] if x in t else None for x in INDICES},
             **{name: tensor in t for name, tensor in GIVEN.items()},
             "dtype": DTYPE_NAMES[named["q"].dtype],
-            "table_dtype": DTYPE_NAMES[table.dtype],
             "q_out": o.out_dtype if o.per_row else DTYPE_NAMES[q_out.dtype],
             "kv_out": o.out_dtype if o.per_row else DTYPE_NAMES[named.get("k_out", q_out).dtype],
             "dynamic": not self.strides.keys().isdisjoint((*_SCALES, *BLOCK_SCALES)),
-            "freqs": o.table == "freqs",
-            "full_width": table.shape[-1] == o.rotary_dim,
-            "per_head": any(self.strides[name][2] for name in self.tables),
             "in_place": o.inplace,
             "copy_v": self.inputs[2] is not None,
-            "convert_v": views.converts_v(t, o.dynamic_v),
+            "convert_v": converts_v(t, o.dynamic_v),
             "batch_inner": self.batch > 1 and self.seqlen > 1 and named["q"].stride(0) < named["q"].stride(1),
-            "prefixed": o.unrotated > 0,
             "head_scales": any(map(any, self.given_scales.values())),
             "gradient": "dq" in named,
             "wide": max(table.shape[1], *chain(*self.strides.values())) >= NARROW,
@@ -146,45 +143,27 @@ class _Call:
             "vec_limit": elements_per_access([x for name, x in named.items() if name not in (*_SCALES, *_FACTORS)]),
             "table_vec_limit": pairs or elements_per_access(tables),
             "table_step_limit": 2 if pairs else 1,
+            "weight_vec_limit": math.gcd(of_norm["weight_vec_limit"], self.head_dim),
             "batch_invariant": config.batch_invariant(),
             "sm_count": sm_count,
             "memory_speed": memory_speed,
         }
         if found["block_cache"] and not found["dynamic_q"]:  # scales of q are of the same kind
-            _, group, scale_out = views.block_format(t, self.head_dim, o)
+            _, group, scale_out = block_format(t, self.head_dim, o)
             found.update(group=group % self.head_dim, scale_out=scale_out)
         return heuristics.RopeProblem(**found)
 
-    def _of_norm(self) -> dict[str, Any]:
-        norm, across = self.options.norm or NormOptions("", kind=""), views.sums_heads(self.tensors, self.options)
-        weights = {name: x for name, x in self.tensors.items() if name.endswith(("_weight", "_bias"))}
-        access = elements_per_access(weights.values()) if weights else 1
-        return {
-            **norm._asdict(),
-            "across_heads": across,
-            "norm_rounding": norm.rounding,
-            "norm_kind": norm.kind,
-            "norm_q": "q" in norm.of,
-            "norm_k": "k" in norm.of,
-            "latent_norm": norm.of == "v",
-            "v_norm": norm.v_norm or norm.of == "v",
-            "row_heads": tuple([x.shape[2] * x.shape[3] for x in self.inputs[:2] if across and x is not None]),
-            "weight_dtype": next((DTYPE_NAMES[x.dtype] for x in weights.values()), None),
-            "biased": any(name.endswith("_bias") for name in weights),
-            "weight_vec_limit": math.gcd(access, self.head_dim),
-        }
-
     def words(self, stages: Sequence[str]) -> list[int]:
         """The words of the argument block of a kernel with these stages."""
-        o, norm = self.options, self.options.norm
-        (scalars,) = struct.unpack("q", struct.pack("2f", o.mscale, norm.eps if norm else 0))
+        o = self.options
+        (scalars,) = struct.unpack("q", struct.pack("2f", o.mscale, o.norm.eps if o.norm else 0))
         given: dict[str, Any] = {**o._asdict(), **vars(self), **self.strides}
         given.update(self.given_scales, scalars=scalars)
         if self.paged:
             table = self.tensors["page_table"]
             given.update(page_table_stride=table.stride(0), page_table_width=table.shape[-1])
             given["new_tokens"] = max(1, self.tokens // max(1, self.sequences))
-        return arguments.words(given, norm=norm is not None, stages=stages)
+        return arguments.words(given, whole=o.norm is not None, stages=stages)
 
 
 def _scale_view(scale: Tensor, options: Options) -> Tensor:
@@ -195,16 +174,6 @@ def _scale_view(scale: Tensor, options: Options) -> Tensor:
     return views.head_view(scale if options.group else scale.unsqueeze(-1), layout)
 
 
-def _strides(x: Tensor) -> list[int]:
-    """Strides in elements. An axis of size 1 is shared, so its stride is 0."""
-    return [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride())]
-
-
-def strides_of(view: Tensor) -> list[int]:
-    """The strides of heads or of a table. The last axis has 1 if its size is 1."""
-    return [*_strides(view)[:-1], 1 if view.shape[-1] == 1 else view.stride(-1)]
-
-
 def _block_scale_strides(scale: Tensor) -> list[int]:
     """The strides over pages, four rows, heads, a row and groups.
 
@@ -212,20 +181,3 @@ def _block_scale_strides(scale: Tensor) -> list[int]:
     """
     page, *rows, head, group = scale.stride() if scale.dim() > 3 else (0, *scale.stride())
     return [page, 4 * rows[0] if len(rows) == 1 else rows[0], head, rows[-1], group]
-
-
-def elements_per_access(tensors: Iterable[Tensor], apart: int = 1) -> int:
-    """Elements that one aligned access may span, by addresses and strides, which count items.
-
-    apart: the step from one element to the next. It is 2 for complex and repeated tables: an access then loads both
-    neighbours and uses one. The result is 0 if that is not possible. The address of a meta tensor is the offset in its
-    storage, which will be aligned.
-    """
-    limits = []
-    for x in tensors:
-        (*outer, inner), size = strides_of(x), x.element_size()
-        address = int(x.storage_offset()) * size if x.is_meta else x.data_ptr()
-        span = apart * size
-        aligned = math.gcd(ACCESS_BYTES, *(stride * size for stride in outer), address // span * span)
-        limits.append(aligned // span * PER_ITEM.get(x.dtype, 1) if inner == apart else 0)
-    return min(limits) or int(apart == 1)

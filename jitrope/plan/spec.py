@@ -10,93 +10,45 @@ from itertools import accumulate
 from typing import Any
 
 from ..base.config import LAUNCHES
-from ..base.spec import ACCESSES, C_TYPES, DTYPES, INDEX_DTYPES, KINDS, MAX_THREADS, Spec, check_fields, refuse_unless
-from . import arguments, options
-from .options import MAX_HEAD_DIM
+from ..base.layouts import MAX_HEAD_DIM
+from ..base.spec import (
+    ACCESSES,
+    C_TYPES,
+    DTYPES,
+    INDEX_DTYPES,
+    KINDS,
+    MAX_THREADS,
+    OF_NORM,
+    Spec,
+    check_fields,
+    refuse_unless,
+)
+from ..sinks import cache, pages
+from ..stages import bias, convert, norm, positions, rotate, scale, transform
+from . import arguments
 
 ROPE_KINDS = ("rope", "qk_norm_rope", "qk_norm_rope_backward")
-STORED = (*DTYPES, *options.SCALED_DTYPES)
-# In the metadata of a field. words: its texts. given: it says whether a call has this tensor.
-OF_NORM: dict[str, Any] = {"of_norm": True}  # only kernels with a norm have its constant
+PARTS = (positions, rotate, norm, scale, transform, bias, convert, pages, cache)
+for part in PARTS:  # here, because a dataclass takes a while to make
+    dataclass(frozen=True)(part.Fields)
 
 
 @dataclass(frozen=True)
-class Compiled:
+class Compiled(cache.Fields, convert.Fields, bias.Fields, transform.Fields, scale.Fields, norm.Fields, rotate.Fields):
     """The parts of a call that are compiled into its kernel. A problem and a spec share these fields."""
 
     dtype: str = field(metadata={"words": DTYPES})  # of q and k
-    table_dtype: str = field(metadata={"words": (*DTYPES, "fp64")})
     head_dim: int
-    rotary_dim: int  # elements of a head that are rotated, from rotary_offset on
-    rotary_offset: int
-    interleaved: bool  # pairs are (2i, 2i+1), else (i, i + rotary_dim / 2)
-    interleaved_out: bool  # the same for the output
-    inverse: bool  # rotate back (the backward)
-    # The tables.
-    freqs: bool  # they hold angles, not cos and sin
-    full_width: bool  # each member of a pair has an entry
-    per_head: bool  # each head has entries
-    packed_table: bool  # there is a row for each token of the packed batch
-    rounding: str = field(metadata={"words": options.ROUNDINGS})  # only "complex128" computes in fp64, by fp64 tables
     in_place: bool
-    # Rows of the tables. A dtype is None if its tensor is not given.
-    cu_seqlens_dtype: str | None = field(metadata={"words": INDEX_DTYPES})
-    start_positions_dtype: str | None = field(metadata={"words": INDEX_DTYPES})
-    cp_size: int  # ranks that share each sequence
-    position_ids_dtype: str | None = field(metadata={"words": INDEX_DTYPES})
-    mrope_section: tuple[int, ...]  # pairs of each axis of position_ids; () for one axis
-    mrope_interleaved: bool  # the axes' pairs alternate
-    shifts: bool  # a position id below 0 rotates back
-    # Outputs. With slots or a page table k goes to a cache, and v with copy_v.
-    slot_mapping_dtype: str | None = field(metadata={"words": INDEX_DTYPES})
-    page_size: int  # slots of a page; 0: no pages
-    page_table_dtype: str | None = field(metadata={"words": INDEX_DTYPES})
-    page_indptr: bool = field(metadata={"given": "page_indptr"})
-    cu_seqlens_q: bool = field(metadata={"given": "cu_seqlens_q"})
-    batch_indices: bool = field(metadata={"given": "batch_indices"})
-    clear_page: bool  # the rest of a sequence's last page becomes zero
-    rotate_k: bool  # k is also rotated in place
-    q_out: str = field(metadata={"words": STORED})  # the stored type: dtype, or one of `SCALED_DTYPES`
-    kv_out: str = field(metadata={"words": STORED})
-    hadamard: bool = field(metadata=OF_NORM)  # heads of q and k are transformed before they are stored
-    dynamic: bool = field(metadata=OF_NORM)  # the kernel computes scales
-    dynamic_q: bool = field(metadata=OF_NORM | {"given": "q_scale_out"})  # of q, and of k without a cache
-    group: int = field(metadata=OF_NORM)  # neighbouring elements of a head that share a scale; 0: all
-    scale_out: str = field(metadata=OF_NORM | {"words": options.SCALE_DTYPES})  # the scales' type
-    swizzled: bool = field(metadata=OF_NORM)  # those of q and k are in tiles
-    block_cache: bool = field(metadata=OF_NORM | {"given": "k_block_scale"})  # k and v have scales, beside their cache
-    per_row: bool  # nothing but the scale of each head of a batch row or a sequence
-    # A norm. The rounding and the kind are "" in a kernel of rope alone.
-    norm_rounding: str = field(metadata=OF_NORM | {"words": ("", *options.NORM_ROUNDINGS)})
-    norm_kind: str = field(metadata=OF_NORM | {"words": ("", "no_norm", *options.NORM_KINDS)})
-    across_heads: bool = field(metadata=OF_NORM)  # the mean is over all heads of a token
-    row_heads: tuple[int, ...]  # then the numbers of q's (and k's) heads
-    given_means: bool = field(metadata=OF_NORM | {"given": "q_mean_square"})  # of squares; across_heads is False
-    zero_centered: bool = field(metadata=OF_NORM)  # the factor is 1 + weight
-    after_rope: bool = field(metadata=OF_NORM)  # the norm follows the rotation
-    norm_q: bool = field(metadata=OF_NORM)  # q is normalised
-    norm_k: bool = field(metadata=OF_NORM)
-    v_norm: bool = field(metadata=OF_NORM)  # v, which is copied, is normalised too
-    latent_norm: bool = field(metadata=OF_NORM)  # v is normalised alone, over all its heads, with weights
-    weight_dtype: str | None = field(metadata=OF_NORM | {"words": DTYPES})  # of weights and biases; None without them
-    biased: bool = field(metadata=OF_NORM)  # there are biases
     two_streams: bool = field(metadata=OF_NORM | {"given": "second_q"})  # q, k and v come from two tensors each
-    two_tables: bool = field(metadata=OF_NORM | {"given": "second_cos"})  # and so do cos and sin
     gradient: bool  # the kernel computes the gradients of q, k, the weights and the biases
-    # Heads, and the rest.
     q_per_group: int  # heads in a group of fused QKV, or of a rank, else 1
     kv_per_group: int
     copy_v: bool
     v_per_k: int  # heads of v for each of k
-    convert_v: bool  # v is divided by scales too
     v_dim: int  # with latent attention, elements of a head of v, else 0
     batch_inner: bool  # tokens of neighbouring batch rows are neighbours in memory, and are taken in that order
     wide: bool  # a stride, or a table's number of rows, is 2^30 or more
-    scales_q: bool = field(metadata={"given": "q_factor"})  # q has a scale
-    prefixed: bool  # a run-time number of first tokens of a sequence is not rotated; rows count from the next token
-    head_scales: bool  # each head has its own given scale of fp8
-    added_bias: bool = field(metadata={"given": "bias"})  # a projection's bias is added first
-    gated: bool  # behind each head of q lies its gate, which is copied
 
     @property
     def norm(self) -> bool:
@@ -105,17 +57,7 @@ class Compiled:
     @property
     def keeps_pairs(self) -> bool:
         """Whether a thread holds interleaved pairs, members side by side. With a norm they are reordered behind it."""
-        return self.interleaved and (self.interleaved_out or self.norm)
-
-    @property
-    def paged(self) -> bool:
-        """Whether a cache's pages are given by a page table."""
-        return self.page_table_dtype is not None
-
-    @property
-    def cached(self) -> bool:
-        """Whether k and v go to a cache."""
-        return self.paged or self.slot_mapping_dtype is not None
+        return self.interleaved and (self.norm or not self.reorders)
 
     @property
     def copied(self) -> int:
@@ -150,34 +92,15 @@ class RopeSpec(Compiled, Spec):
     @property
     def name(self) -> str:
         """A readable name. Kernels that differ only in a detail may share it."""
-        pairings = [("halves", "interleaved")[flag] for flag in (self.interleaved, self.interleaved_out)]
         parts = [
             self.kind,
             self.dtype,
             f"d{self.head_dim}" + (f"r{self.rotary_dim}" if self.rotary_dim != self.head_dim else ""),
-            "_to_".join(dict.fromkeys(pairings)),
-            f"{self.table_dtype}_{'full' if self.full_width else 'half'}_{'freqs' if self.freqs else 'table'}"
-            + ("_per_head" if self.per_head else ""),
+            self.pairing,
             "backward" if self.inverse else "forward",
-            "in_place" if self.in_place else "",
-            "packed" if self.cu_seqlens_dtype else "",
-            f"cp{self.cp_size}" if self.cp_size > 1 else "",
-            "ids" + (f"{len(self.mrope_section)}" if self.mrope_section else "") if self.position_ids_dtype else "",
-            "shifts" if self.shifts else "",
-            f"cache_{self.kv_out}" if self.cached else f"qkv{self.q_per_group}" * (self.copy_v and not self.v_dim),
-            f"to_{self.q_out}" + "_v" * self.convert_v if self.q_out != self.dtype else "",
-            f"latent_v{self.v_dim}" if self.v_dim else "",
-            self.rounding if self.rounding != "fp32" else "",
-            f"round_{self.norm_rounding}" if self.norm else "",
-            self.norm_kind if self.norm_kind != "rms_norm" else "",
-            *[word for word in ("hadamard", "dynamic") if getattr(self, word)],
-            f"group{self.group}" if self.group else "",
-            self.scale_out if self.scale_out != "fp32" else "",
-            *[word for word in ("swizzled", "per_row", "after_rope") if getattr(self, word)],
-            "" if self.norm_q == self.norm_k else "of_q" if self.norm_q else "of_k",
-            "v_norm" if self.v_norm and not self.latent_norm else "",
-            "_".join(map(str, ("across", *self.row_heads))) if self.across_heads else "",
-            "two_streams" if self.two_streams else "",
+            f"cache_{self.kv_out}" if self.cached else "",
+            f"to_{self.q_out}" if self.q_out != self.dtype else "",
+            self.norm_kind,
             *self.stages,
             self.launch,
         ]
@@ -210,7 +133,7 @@ class RopeSpec(Compiled, Spec):
         in_one_piece = self.copied % (2 * self.vec) == 0 and self.rotary_offset in (0, self.copied)
         alike = self.rotary_offset == 0 and self.copied % self.rotary_dim == 0 and self.copied > 0
         two_each = self.chunks == 2 and self.chunk == self.vec
-        sums = self.norm and not (self.hadamard or self.dynamic)
+        sums = self.norm and not (self.transforms or self.dynamic)
         return 2 if two_each and (alike if sums else in_one_piece) else 1
 
     @property

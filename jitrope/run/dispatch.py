@@ -15,11 +15,11 @@ from torch.autograd import forward_ad
 from .. import torch_state as watch
 from ..base import config
 from ..base.errors import InvalidInput
+from ..base.views import Tensors
 from ..checks import checks
 from ..checks.check_values import check_values
 from ..checks.words import canonical, check_asked, resolved
 from ..plan.options import Options
-from ..plan.views import Tensors
 from ..sources.heads import of_k
 from ..sources.operation import OF_TABLES, Operation
 from ..torch_state import dispatch_modes, is_compiling

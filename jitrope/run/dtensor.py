@@ -19,10 +19,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, zeros
 
 from .. import torch_state as watch
-from ..checks.fit import Fail
-from ..plan.options import ALL_TOKENS, LAYOUT_AXES, Options, norm_of
-from ..plan.views import MEANS, TABLE_NAMES, Tensors
+from ..base.fit import Fail
+from ..base.layouts import LAYOUT_AXES
+from ..base.views import MEANS, TABLE_NAMES, Tensors
+from ..plan.options import Options
 from ..sources.operation import Call, Operation
+from ..stages import positions
+from ..stages.norm import norm_of
 
 Q, K = ("q",), ("k",)
 Row = dict[str, Any]  # the placements of a call's tensors on one dimension of a mesh
@@ -35,7 +38,7 @@ def _axes(label: str, x: Any, call: Mapping[str, Any]) -> dict[str, int]:
         axes = dict(zip(("batch", "seq", "heads"), LAYOUT_AXES[call["layout"]]))
     elif label in ("cos", "sin"):  # (P, W), (B, P, W) or (B, P, H, W)
         axes["batch"] = 0 if x.ndim > 2 and x.shape[0] != 1 else None
-        by_place = call["position_ids"] is None and call.get("unrotated") != ALL_TOKENS  # else one row serves all
+        by_place = call["position_ids"] is None and not call["bare"]  # else one row serves all
         axes["seq"] = min(x.ndim - 2, 1) if by_place else None
         axes["heads"] = 2 if x.ndim > 3 and x.shape[2] != 1 else None
     elif label == "position_ids":  # (S) or (B, S), with an axis before them for mrope_section
@@ -50,12 +53,9 @@ def _axes(label: str, x: Any, call: Mapping[str, Any]) -> dict[str, int]:
 
 def _unsharded(call: Mapping[str, Any]) -> dict[str, str]:
     """The axes that must not be sharded, each with the reason."""
-    counted = call.get("cp_size", 1) > 1 or call["cu_seqlens"] is not None or call["start_positions"] is not None
-    counted = counted or 0 < call.get("unrotated", 0) < ALL_TOKENS
-    words = "cu_seqlens, start_positions, unrotated and cp_size"
-    seq = {"seq": f"{words} count tokens of whole sequences; pass positions as ids instead"}
+    seq = {"seq": f"{positions.WHOLE} count tokens of whole sequences; pass positions as ids instead"}
     heads = {"heads": "across_heads does not go with sharded heads"}
-    return {**(seq if counted else {}), **(heads if call.get("across_heads") else {})}
+    return {**(seq if call["whole"] else {}), **(heads if call.get("across_heads") else {})}
 
 
 def _rows(call: Mapping[str, Any]) -> list[Row]:
@@ -118,6 +118,7 @@ def _prepared(op: Operation, tensors: Tensors, options: Options) -> tuple[dict[s
     fail = Fail(op.function)
     given: dict[str, Any] = dict(tensors)
     call = {**dict.fromkeys(TABLE_NAMES), **given, **options._asdict(), "across_heads": norm_of(options).across_heads}
+    call.update(bare=positions.bare(options), whole=positions.whole_sequences(given, options))
     heads = {label: x for label, x in given.items() if label in Q + K}
     for label, x in given.items():
         if label in heads and not isinstance(x, DTensor):

@@ -9,18 +9,21 @@ from torch import Tensor
 
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
-from ..checks.fit import require_apart
+from ..base.views import BLOCK_SCALES, Tensors
+from ..checks.checks import require_apart
 from ..checks.words import ONE_TABLE, parts, rotates_heads, unexpected
-from ..plan.options import NO_NORM, Options
-from ..plan.views import BLOCK_SCALES, Tensors, converts_v
+from ..plan.options import Options
 from ..sources.heads import NORM_OF_V, norm_of_v
 from ..sources.operation import Operation, operation
 from ..sources.outs import is_dense, joins_k
 from ..sources.source import Source
+from ..stages.convert import converts_v
+from ..stages.norm import NO_NORM
+from ..stages.rotate import WITHOUT_TABLE
 from ..torch_state import sharded
 from ..values.kv_cache import KVCache
-from ..values.quantize import DynamicQuantize, Quantize, Scaled
-from ..values.values import Norm, Positions, Ulysses, flags, scales
+from ..values.quantize import DynamicQuantize, Scaled, asked_of
+from ..values.values import Norm, Positions, Ulysses, scales
 from .dispatch import call
 
 _TABLE_NAMES = ("cos", "sin", *ONE_TABLE)
@@ -28,19 +31,12 @@ NO_WORDS: dict[str, Any] = {}
 
 
 def chosen(
-    source: Source, name: str, norm: Any, cache: Any, quantize: Any, hadamard: Any
+    source: Source, name: str, norm: Any, cache: Any, quantize: Any, transform: Any
 ) -> tuple[Operation, dict[str, Any]]:
     """(the operation of a source with these stages, the words of its conversion or its transform)."""
-    if quantize is None:
-        words, convert = {} if hadamard is False else flags(name, hadamard=hadamard), ""
-    else:
-        if not isinstance(quantize, (Quantize, DynamicQuantize)):
-            refuse(name, "quantize", quantize, "a jitrope.Quantize or DynamicQuantize")
-        if hadamard is not False:
-            raise InvalidInput(f"{name}: hadamard is given beside quantize, which has its own; give it to that")
-        computed = isinstance(quantize, DynamicQuantize) and (quantize.per == "token" or cache is not None)
-        words, convert = quantize.words, "computed" if computed else "given"
-    transform = "hadamard" in words
+    words, transform = asked_of(name, quantize, transform)
+    computed = isinstance(quantize, DynamicQuantize) and (quantize.per == "token" or cache is not None)
+    convert = "" if quantize is None else "computed" if computed else "given"
     blocks = BLOCK_SCALES[0] in getattr(cache, "tensors", ())  # storing needs all elements of a head
     whole = source.whole or norm is not None or transform or convert == "computed" or blocks
     return operation(source, norm=whole, convert=convert, transform=transform, cache=cache is not None), words
@@ -112,10 +108,9 @@ def forget_positions(tensors: Tensors, words: dict[str, Any]) -> None:
     for name in _TABLE_NAMES:
         if name in tensors:
             return
-    for name in ("position_ids", "start_positions"):
+    for name in (*WITHOUT_TABLE, "rotary_offset"):
         tensors.pop(name, None)
-    for word in ("mrope_section", "mrope_interleaved", "shifts", "unrotated", "rotary_dim", "rotary_offset"):
-        words.pop(word, None)
+        words.pop(name, None)
 
 
 def add(name: str, label: str, value: Any, kind: Any, tensors: Tensors, words: dict[str, Any]) -> None:

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from .. import torch_state as watch
 from ..base.config import log
+from ..base.memory import Span, refuse_meeting, span
+from ..base.views import HEADS, Tensors, bias_views, table_pair
 from ..checks.checks import label_of
 from ..checks.words import canonical
-from ..plan.memory import Span, refuse_meeting, span
 from ..plan.options import Options
-from ..plan.views import HEADS, Tensors, bias_views, table_pair
 from ..sources.operation import OF_TABLES, Operation
 from ..values.quantize import Scaled
 from ..values.stand_ins import CONSTANTS, missing_weights

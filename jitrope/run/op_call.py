@@ -11,10 +11,11 @@ from torch import Tensor
 
 from .. import torch_state as watch
 from ..base.errors import InvalidInput
-from ..call import COUNTS, FRESH, Call
+from ..base.views import Tensors, table_pair
+from ..call import FRESH, Call
 from ..plan.options import Options
-from ..plan.views import Tensors, table_pair
 from ..sources.operation import Operation, operation_of
+from ..stages.positions import COUNTS
 
 EACH = 10
 """The most tensors that a call writes."""
@@ -66,9 +67,9 @@ def arguments(op: Operation, tensors: Tensors, options: Options) -> tuple[Any, .
                 pair = table_pair(tensors[stream + "cos"], tensors.get(stream + "sin"), "freqs_cis")
                 tensors[stream + "cos"], tensors[stream + "sin"] = pair
         options = options._replace(table="cos_sin")
-    text = _spelled(op.name, tuple(tensors), options._replace(max_seqlen=0, unrotated=0))
+    text = _spelled(op.name, tuple(tensors), options._replace(**dict.fromkeys(COUNTS, 0)))
     _, names, written, _ = read(text)
-    reads, sizes = [tensors[name] for name in names if name not in written], [options.max_seqlen, options.unrotated]
+    reads, sizes = [tensors[name] for name in names if name not in written], [getattr(options, word) for word in COUNTS]
     if not written:
         return reads, text, sizes
     return reads, [tensors[name] for name in written], text, sizes

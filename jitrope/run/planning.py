@@ -9,8 +9,8 @@ from contextvars import ContextVar
 from ..base.arguments import items, whole, word
 from ..base.config import LAUNCHES
 from ..base.spec import Spec
+from ..base.views import Tensors
 from ..plan.options import Options
-from ..plan.views import Tensors
 from ..sources.operation import Operation
 from ..values.stand_ins import missing_weights
 from . import launch

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from ..base.errors import InvalidInput
-from ..call import COUNTS
+from ..stages.positions import COUNTS
 from ..torch_state import constant, dispatch_modes, is_traced
 from ..values.asked import Value, spelled
 from ..values.kv_cache import KVCache, Pages

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from .. import torch_state as watch
+from ..base.views import Tensors
 from ..checks.checks import LEARNED
 from ..plan.options import Options
-from ..plan.views import Tensors
 from ..sources.operation import OF_TABLES, Call, Operation
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import torch_state as watch
-from ..plan.views import Tensors
+from ..base.views import Tensors
 from ..values.quantize import Scaled
 
 UNUSED = "unused_"

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from .. import torch_state as watch
 from ..base.errors import InvalidInput
+from ..base.views import Tensors
 from ..plan.options import Options
-from ..plan.views import Tensors
 from ..sources import fused, latent, streams  # noqa: F401  each source registers its operations
 from ..sources.operation import Operation
 from . import launch, planning

@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..plan.options import Options
-from ..plan.views import BLOCK_SCALES, Tensors
-from .pages import slots_of_pages
+from ..base.fit import Fail, check_device, named, sizes_of
+from ..base.layouts import MAX_TOKENS
+from ..base.spec import INDEX_DTYPES, OF_NORM
+from ..base.views import BLOCK_SCALES, FORMATS, FP8, FP8S, GROUPS, PER_ITEM, SCALES, Tensors
+from ..stages import convert
+from ..stages.convert import block_format
+from . import pages
 from .results import indexed
+
+_BLOCKS = " ".join(BLOCK_SCALES)
+TENSORS = ("k_cache", "v_cache", "slot_mapping", *BLOCK_SCALES)
+ARGUMENTS = {"block_cache": (f"void* block_scale: {_BLOCKS}", f"Strides block_scale_stride: {_BLOCKS}")}
+
+
+class Words(pages.Words, convert.Words):
+    """Its words."""
+
+    rotate_k: bool = False  # rotate k in place too, beside its copy in a cache
+
+
+class Fields(pages.Fields):
+    """Constants of a kernel. With slots or a page table k goes to a cache, and v with copy_v."""
+
+    slot_mapping_dtype: str | None = field(metadata={"words": INDEX_DTYPES})
+    block_cache: bool = field(metadata=OF_NORM | {"given": "k_block_scale"})  # k and v have scales, beside their cache
+    rotate_k: bool  # k is also rotated in place
+
+    @property
+    def cached(self) -> bool:
+        """Whether k and v go to a cache."""
+        return self.paged or self.slot_mapping_dtype is not None
 
 
 def slots_of(cache: Tensor) -> int:
@@ -18,7 +46,77 @@ def slots_of(cache: Tensor) -> int:
     return cache.shape[0] * (cache.shape[1] if cache.dim() == 4 else 1)
 
 
-def slots(t: Tensors, o: Options, tokens: int, spare: Tensor | None) -> tuple[Tensor, Tensor]:
+def refuse(heads_of: Tensors, t: Tensors, o: Words, fail: Fail) -> None:
+    """Refuse caches that do not fit k and v, by name, and each other. t: the call's tensors."""
+    k, blocks = heads_of["k"], BLOCK_SCALES[0] in t
+    allowed = [form.dtype for form in FORMATS.values()] if blocks else [k.dtype, *FP8S]
+    for letter, x in heads_of.items():
+        label, cache = f"{letter}_cache", t[f"{letter}_cache"]
+        _, _, heads, head_dim = sizes_of(x, o.layout)
+        known, per_item = cache.dtype in allowed, PER_ITEM.get(cache.dtype, 1) if blocks else 1
+        fits = cache.dim() in (3, 4) and tuple(cache.shape[-2:]) == (heads, head_dim // per_item)
+        width = "D" if per_item == 1 else f"D / {per_item}"
+        had = f"{letter} is {named(x, o.layout)} but {label} has shape {tuple(cache.shape)}"
+        must = f"it must be (slots, H, {width}) or (pages, rows, H, {width})"
+        fail.when(not fits and (known or not blocks), f"{had}; {must}")
+        check_device(label, cache, "k", k, fail)
+        *most, last = [f"k's {x}" if x == k.dtype else str(x) for x in allowed]
+        must = f"{'with block scales it must be' if blocks else 'allowed are'} {', '.join(most)}"
+        fail.when(not known, f"{label} is {cache.dtype}; {must} {'or' if blocks else 'and'} {last}")
+        had = f"{label} has strides {tuple(cache.stride())}"
+        fail.when(per_item > 1 and cache.stride(-1) != 1, f"{had}; the last must be 1")
+        if blocks:
+            _refuse_block_scale(f"{letter}_block_scale", t, cache, head_dim, fail)
+    if "v" in heads_of:
+        _refuse_pair(t, ("k_cache", "v_cache"), slice(-2), fail)
+        if blocks:
+            _refuse_pair(t, BLOCK_SCALES, slice(-1, None), fail)
+        elif _is_apart(t["k_cache"]) != _is_apart(t["v_cache"]):
+            fail("k_cache and v_cache have their pages in different orders; give both the same strides")
+    slots = slots_of(t["k_cache"])
+    fail.when(slots > MAX_TOKENS, f"the caches have {slots} slots; at most {MAX_TOKENS} are possible")
+
+
+def _is_apart(cache: Tensor) -> bool:
+    """Whether the pages of a cache have other memory between them. Those of an expanded cache are refused later."""
+    return cache.dim() == 4 and cache.stride(0) != 0 and cache.stride(0) != cache.shape[1] * cache.stride(1)
+
+
+def _refuse_pair(t: Tensors, names: tuple[str, ...], axes: slice, fail: Fail) -> None:
+    """Refuse tensors of k and v that differ in their dtype or in these axes."""
+    k, v = (t[name] for name in names)
+    had = " but ".join([f"{name} is {tuple(t[name].shape)} {t[name].dtype}" for name in names])
+    fail.when(k.shape[axes] != v.shape[axes] or k.dtype != v.dtype, f"{had}; they must match")
+
+
+def _refuse_block_scale(label: str, t: Tensors, cache: Tensor, head_dim: int, fail: Fail) -> None:
+    scale, (*places, heads, _) = t[label], cache.shape
+    must = f"it must be {' or '.join(map(str, SCALES.values()))} on {cache.device}"
+    wrong = scale.dtype not in SCALES.values() or scale.device != cache.device
+    fail.when(wrong, f"{label} is {scale.dtype} on {scale.device}; {must}")
+    had = f"{label} is {scale.dtype}, but {label[0]}_cache is {cache.dtype}"
+    fail.when(scale.dtype == FP8 and cache.dtype != FORMATS["fp4"].dtype, f"{had}; only fp4 has scales in {FP8}")
+    head_dim = int(head_dim)  # a symbol has no hash, nor has one of the groups
+    sizes = {head_dim // group: group for group in (head_dim, *GROUPS) if head_dim % group == 0}
+    in_fours = len(places) == 2 and places[1] % 4 == 0
+    shapes = [(*places, heads), *([(places[0], places[1] // 4, 4, heads)] if in_fours else [])]
+    if scale.dim() == 0 or tuple(scale.shape[:-1]) not in shapes or scale.shape[-1] not in [*sizes]:
+        shown = " or ".join([f"({', '.join(map(str, shape))}, G)" for shape in shapes])
+        counts = ", ".join([f"{count} for groups of {group}" for count, group in sorted(sizes.items())])
+        fail(f"{label} has shape {tuple(scale.shape)}; with D={head_dim} it must be {shown}, where G is {counts}")
+
+
+def refuse_other_format(t: Tensors, o: Words, fail: Fail) -> None:
+    """Refuse computed scales of q of another kind than those beside a cache, because one kernel computes both."""
+    dim = t["q"].shape[-1]
+    own, found = (o.out_dtype, o.group or dim, o.scale_out), block_format(t, dim, o)
+    if own != tuple(found):
+        one, other = (f"{form} with a scale of {scale} for {group} elements" for form, group, scale in (own, found))
+        text = f"quantize makes q {one}, but k_cache and k_block_scale are {other}; they must match"
+        fail(text.replace("e8m0_fp32", "ue8m0 in fp32"))  # as the caller says it
+
+
+def slots(t: Tensors, o: Words, tokens: int, spare: Tensor | None) -> tuple[Tensor, Tensor]:
     """(a mask of the tokens that are stored, their slots). It counts errors of pages, and clears their ends.
 
     spare: those that are not stored.
@@ -36,10 +134,10 @@ def store(letter: str, stored: tuple[Tensor, Tensor | None], t: Tensors, kept: T
             _put(t[label], slot, t["k_cache"].shape[1], indexed(x).flatten(0, 1)[kept])
 
 
-def _in_pages(t: Tensors, o: Options, tokens: int, spare: Tensor | None) -> Tensor:
+def _in_pages(t: Tensors, o: Words, tokens: int, spare: Tensor | None) -> Tensor:
     """The slot of each token. The rest of the last page of a sequence with new tokens is cleared if asked."""
-    pages, rows = t["k_cache"].shape[:2]
-    found, wrong, last = slots_of_pages(t, tokens, pages, rows)
+    count, rows = t["k_cache"].shape[:2]
+    found, wrong, last = pages.slots_of_pages(t, tokens, count, rows)
     if "errors" in t:
         t["errors"] += wrong.sum().to(torch.int32)
     if o.clear_page:

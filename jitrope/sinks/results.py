@@ -9,14 +9,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..plan.options import Options
-from ..plan.views import FORMATS, SCALES, Tensors, canonical, head_view
+from ..base.views import FORMATS, SCALES, Tensors, canonical, head_view
+from ..stages import convert
+
+TENSORS = ("q_out", "k_out", "v_out")
+
+
+class Words(convert.Words):
+    """Its words."""
+
+    ulysses_degree: int = 0  # ranks, each with a group of heads in the results
+
 
 LETTERS = ("q", "k", "v", "gate")
 TILE = (128, 4)  # tokens and groups of a tile of swizzled scales
 
 
-def places(outputs: Tensors, o: Options) -> Tensors:
+def places(outputs: Tensors, o: Words) -> Tensors:
     """The places of results by name. Scales of rows, weights and biases are as they are."""
     found = dict(outputs)
     for name, x in outputs.items():
@@ -50,7 +59,7 @@ def empty_heads(like: Tensor, shape: tuple[int, ...], word: str) -> Tensor:
     return like.new_empty((*shape[:-1], shape[-1] // per_item), dtype=dtype)
 
 
-def empty_scale(x: Tensor, o: Options, per_item: int = 1) -> Tensor:
+def empty_scale(x: Tensor, o: Words, per_item: int = 1) -> Tensor:
     """A tensor for the scales of x. Swizzled scales are padded with zeros to whole tiles.
 
     per_item: the elements of a head in an item of x.

@@ -8,8 +8,11 @@ from collections.abc import Container, Sequence
 import torch
 
 from ..base.errors import JitropeError
-from ..plan.options import LAYOUT_AXES, Options, norm_of
-from ..plan.views import Tensors
+from ..base.layouts import LAYOUT_AXES
+from ..base.views import Tensors
+from ..plan.options import Options
+from ..stages import rotate
+from ..stages.norm import norm_of
 from ..values.stand_ins import weight_sums
 from .operation import BACKWARDS, Call, Operation, tables_of
 from .source import Source
@@ -67,8 +70,7 @@ class Backward(Operation):
 
 def turned_back(o: Options, inplace: bool = False) -> Options:
     """The options of the gradient: the transpose of a rotation rotates back, from output to input."""
-    o = o._replace(interleaved=o.interleaved_out, interleaved_out=o.interleaved)
-    return o._replace(inverse=not o.inverse, inplace=inplace)
+    return o._replace(**rotate.exchanged(o), inverse=not o.inverse, inplace=inplace)
 
 
 def norm_turned_back(o: Options, with_v: bool) -> Options:

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from .. import chain
+from ..base import views
 from ..base.arguments import refuse
-from ..checks.fit import Fail
-from ..plan import views
-from ..plan.options import NO_NORM, Options, norm_of
-from ..plan.views import MEANS, Tensors, canonical, fused_part, fused_sizes
+from ..base.fit import Fail
+from ..base.views import MEANS, Tensors, canonical, fused_part, fused_sizes
+from ..plan.options import Options
 from ..sinks import results
 from ..sinks.results import LETTERS
 from ..stages import bias, positions
-from ..stages.norm import gradients_of_means
+from ..stages.norm import NO_NORM, gradients_of_means, norm_of, sums_heads
 from .backward import Backward, norm_turned_back, turned_back
 from .operation import Call, Operation, operation, tables_of
 from .outs import copy_heads
@@ -75,7 +75,7 @@ class Fused(Source):
 
     def _writes_gate(self, t: Tensors, o: Options) -> bool:
         """Whether a kernel writes the gate, which lies beside q."""
-        return "bias" in t and _gated(o) and (o.inplace or "gate_out" in t) and not views.sums_heads(t, o)
+        return "bias" in t and _gated(o) and (o.inplace or "gate_out" in t) and not sums_heads(t, o)
 
     def out_view(self, out: Tensor, letter: str, t: Tensors, o: Options) -> Tensor:
         heads = super().out_view(out, letter, t, o)
@@ -200,7 +200,7 @@ class FusedBackward(Backward):
             reads[: 2 + o.norm.v_norm] = [("qkv", x) for x in views.fused_views(named["qkv"], o)][: 2 + o.norm.v_norm]
         outs = [("qkv_out", x) for x in views.fused_views(named["qkv_out"], o)]
         found: list[tuple[Read, Read] | None] = [*zip(reads, outs)]
-        return [*found[:2], None] if views.sums_heads(named, o) else found
+        return [*found[:2], None] if sums_heads(named, o) else found
 
     def finishes(self, named: Container[str], o: Options) -> bool:
         return o.norm is not None or _gated(o)  # with a norm it drops the scratch
@@ -210,7 +210,7 @@ class FusedBackward(Backward):
         if _gated(o):
             part = fused_part(outputs["qkv"], "gate", o)
             copy_heads(part, t["dgate"]) if "dgate" in t else part.zero_()
-        if views.sums_heads(t, o):
+        if sums_heads(t, o):
             copy_heads(fused_part(outputs["qkv"], "v", o), t["dv"])
         return super().finish(outputs, t, o)
 

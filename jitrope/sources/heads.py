@@ -7,12 +7,12 @@ from collections.abc import Container
 import torch
 
 from .. import chain
+from ..base.views import Tensors, head_view, joined
 from ..checks.words import resolved
-from ..plan.options import NO_NORM, NormOptions, Options, norm_of
-from ..plan.views import Tensors, head_view, joined
+from ..plan.options import Options
 from ..sinks import results
 from ..stages import positions
-from ..stages.norm import gradients_of_means
+from ..stages.norm import NO_NORM, NormOptions, gradients_of_means, norm_of
 from .backward import Backward, norm_turned_back, turned_back
 from .operation import Call, Operation, operation, tables_of
 from .outs import joins_k

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 from .. import chain
+from ..base.fit import Fail, named
+from ..base.layouts import LAYOUT_AXES
+from ..base.views import Tensors, canonical, head_view
 from ..call import PARTS
-from ..checks.fit import Fail, check_heads, named
-from ..plan.options import LAYOUT_AXES, Options
-from ..plan.views import Tensors, canonical, head_view
+from ..checks.checks import check_heads
+from ..plan.options import Options
 from ..sinks import results
 from .backward import Backward, turned_back
 from .operation import Call, Operation

@@ -13,17 +13,23 @@ from typing import Any
 from torch import Tensor
 
 from .. import chain
+from ..base import views
 from ..base.errors import InvalidInput, JitropeError
+from ..base.fit import USERS_NAMES, sizes_of
+from ..base.layouts import LAYOUT_AXES
+from ..base.views import BLOCK_SCALES, FORMATS, TABLE_NAMES, Tensors, Views
 from ..call import FRESH
 from ..call import Call as CallText
 from ..checks import checks
-from ..checks.fit import USERS_NAMES, sizes_of
-from ..plan import views
-from ..plan.options import ALL_TOKENS, LAYOUT_AXES, NO_NORM, Options, norm_of
-from ..plan.views import BLOCK_SCALES, FORMATS, TABLE_NAMES, Tensors, Views
+from ..plan.options import Options
 from ..sinks import results
 from ..sinks.results import LETTERS, empty_heads, empty_scale
-from ..stages.convert import least_scales
+from ..stages import positions
+from ..stages.convert import converts_v, least_scales
+from ..stages.norm import NO_NORM, norm_of, sums_heads
+from ..stages.transform import ABSENT, alone
+from ..stages.transform import LABEL as TRANSFORM
+from ..stages.transform import present as transforms
 from ..values.stand_ins import one_row
 from .outs import OUTS, copy_heads, refuse_other_v
 from .source import SOURCES, Read, Source
@@ -62,7 +68,7 @@ class Operation:
         whole = norm and not (source.whole or transform or convert not in ("", "given"))
         said = (source.said, "norm" * whole, {"given": "quantize"}.get(convert, "dynamic scales" * bool(convert)))
         sink = ("cache" * cache, {"given": "out", "ranks": "Ulysses"}.get(out, ""))
-        self.said = " with ".join([x for x in (*said, "hadamard" * transform, *sink) if x])
+        self.said = " with ".join([x for x in (*said, TRANSFORM * transform, *sink) if x])
         self.staged = bool(norm or convert or transform or cache)
         self.sends = bool(convert or cache or out)  # without a gate
         self.differentiable = not (convert or cache or out == "given")
@@ -89,7 +95,7 @@ class Operation:
 
     def text(self, given: Iterable[str], o: Options) -> str:
         """A call as a user sees it: without what jitrope adds, fresh results and the table of a call without one."""
-        bare = o.unrotated == ALL_TOKENS
+        bare = positions.bare(o)
         names = [x for x in given if not (x.startswith(FRESH) or (bare and x in ("cos", "sin")))]
         return str(CallText.of(self.name, names, o._replace(rotary_dim=0) if bare else o))
 
@@ -97,7 +103,7 @@ class Operation:
 
     def check_stages(self, t: Tensors, o: Options) -> None:
         """Refuse what does not fit q, k and v, tensors of their own."""
-        converted = "v" in t and views.converts_v(t, o.dynamic_v)
+        converted = "v" in t and converts_v(t, o.dynamic_v)
         if converted and not self.source.joins(t):  # before v's scale is compared with v
             refuse_other_v(self.function, t, o)
         (checks.check_kv_cache if self.cache else checks.check)(self, t, o)
@@ -105,7 +111,7 @@ class Operation:
             checks.check_scales(self, t, o)
         if self.norm:
             checks.check_whole_heads(self, t, o)
-        if converted and views.sums_heads(t, o):
+        if converted and sums_heads(t, o):
             refuse_other_v(self.function, t, o)
         checks.check_results(self, t, o)
 
@@ -224,7 +230,7 @@ class Operation:
     def finishes(self, named: Container[str], o: Options) -> bool:
         """Whether v is copied after the launch, because a kernel copies heads only as it stores those of k."""
         copied = "bias" in named if o.inplace else "v_out" in named and o.copy_v
-        return copied and (views.sums_heads(named, o) or not self.source.joins(named))  # type: ignore[arg-type]
+        return copied and (sums_heads(named, o) or not self.source.joins(named))  # type: ignore[arg-type]
 
     def finish(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:
         """The results, given the outputs of a launch that `finishes`."""
@@ -247,7 +253,7 @@ class Operation:
     def without_table(self, t: Tensors, o: Options) -> tuple[Options, Tensors]:
         """The options and the tensors of a call without a table: every token comes before those of the tables."""
         cos, sin = one_row(next(iter(t.values())).device, o.rotary_dim // 2)
-        return o._replace(unrotated=ALL_TOKENS), {**t, "cos": cos, "sin": sin}
+        return o._replace(**positions.BARE), {**t, "cos": cos, "sin": sin}
 
     def on_cpu(self, t: Tensors, o: Options) -> Tensors:
         """The results in plain torch."""
@@ -281,10 +287,11 @@ class Operation:
         own = {name: views.joined(grads[name], o.layout) for name in "qk" if name in grads and self.transform}
         if own:  # they are transformed in their own launch: the matrix is its own transpose
             op = operation(SOURCES["heads"], norm=True, transform=True)
-            words = {name: getattr(o, name) for name in ("layout", "rotary_dim", "rotary_offset", "hadamard", "launch")}
-            alone, tensors = op.without_table(dict(zip("qk", own.values())), Options(**words, norm=NO_NORM))
-            grads = {**grads, **dict(zip(own, call(op, tensors, alone).values()))}
-        return self.source.gradient(self, call, saved, grads, o._replace(hadamard=False))
+            names = ("layout", "rotary_dim", "rotary_offset", "launch")
+            words = {**alone(o), **{name: getattr(o, name) for name in names}}
+            bare, tensors = op.without_table(dict(zip("qk", own.values())), Options(**words, norm=NO_NORM))
+            grads = {**grads, **dict(zip(own, call(op, tensors, bare).values()))}
+        return self.source.gradient(self, call, saved, grads, o._replace(**ABSENT))
 
 
 def tables_of(t: Tensors) -> Tensors:
@@ -305,9 +312,9 @@ def operation_of(name: str, given: Container[str], o: Options) -> Operation:
     scaled = any(scale in given for scale in SCALES[: 1 if cache else 3])
     convert = "rows" if o.per_row else "computed" if o.computed else "given" if scaled else ""
     out = "ranks" if o.ulysses_degree else "given" if outs else ""
-    whole = o.norm is not None or not (o.hadamard or convert in ("computed", "rows"))
+    whole = o.norm is not None or not (transforms(given, o) or convert in ("computed", "rows"))
     if name not in SOURCES or not whole:
         sources = ", ".join([*SOURCES, *BACKWARDS])
         raise InvalidInput(f"call has the source {name!r}, or stages without a kernel; the sources are {sources}")
-    stages = {"norm": o.norm is not None, "convert": convert, "transform": o.hadamard, "cache": cache}
+    stages = {"norm": o.norm is not None, "convert": convert, "transform": transforms(given, o), "cache": cache}
     return operation(SOURCES[name], **stages, out=out)

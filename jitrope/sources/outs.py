@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
-from ..plan.options import Options, norm_of
-from ..plan.views import Tensors, per_head
+from ..base.views import Tensors, per_head
+from ..plan.options import Options
+from ..stages.norm import norm_of
 
 OUTS = {f"{letter}_out": f"out's {letter}" for letter in "qkv"}
 """The users' names of output tensors."""

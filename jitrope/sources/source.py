@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..base.views import Tensors, head_view
 from ..plan.options import Options
-from ..plan.views import Tensors, head_view
 from ..sinks import results
 from ..stages import positions
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from ..base.fit import Fail, named
+from ..base.views import MEANS, TABLE_NAMES, Tensors
 from ..checks.checks import check, check_results
-from ..checks.fit import Fail, check_factor, label_of, named
-from ..plan.options import NO_NORM, Options, norm_of
-from ..plan.views import MEANS, TABLE_NAMES, Tensors
+from ..plan.options import Options
+from ..stages import positions, scale
+from ..stages.norm import NO_NORM, norm_of
 from .heads import HEADS
 from .operation import SCALES, Call, Operation, operation
 from .outs import OUTS
@@ -37,13 +39,12 @@ def of_stream(t: Tensors, o: Options, stream: str) -> tuple[Tensors, Options]:
     prefix = "second_" if second and "second_cos" in t else ""
     tables: Tensors = {name: t[prefix + name] for name in ("cos", "sin") if prefix + name in t}
     if second and not prefix and "position_ids" not in t:
-        row = begin - o.unrotated if o.unrotated < begin else 0
+        row, _ = positions.behind(begin, o)
         tables = {name: x[row:] if x.dim() == 2 else x[:, row:] for name, x in tables.items()}
     first, end = (begin, None) if second else (0, begin)
     of_tokens = {name: t[name] for name in ("position_ids", "q_factor") if name in t}
     tables.update({name: x[..., first:end] if x.dim() else x for name, x in of_tokens.items()})
-    left = o.unrotated - begin if o.unrotated > begin else 0
-    return {**own, **tables}, o._replace(unrotated=left if second else o.unrotated)
+    return {**own, **tables}, o._replace(**positions.behind(begin, o)[1]) if second else o
 
 
 def _check_streams(tensors: Tensors, fail: Fail) -> None:
@@ -88,10 +89,9 @@ class Streams(Source):
         given = {x.dtype for label, x in t.items() if label.endswith(("_weight", "_bias"))}
         fail.when(len(given) >= 2, f"the weights are {', '.join(sorted(map(str, given)))}; they must match")
         cos, two, heads = t["cos"], "second_cos" in t, self.shaped(t, o)
-        given_ids, unrotated, angles = "position_ids" in t, o.unrotated > 0, o.table == "freqs"
-        for word, said in ((label_of("position_ids", o), given_ids), ("unrotated", unrotated), ("freqs", angles)):
+        for word, said in {**positions.apart(t, o), "freqs": o.table == "freqs"}.items():
             fail.when(two and said, f"{word} does not go with a table for each stream; pass one table")
-        check_factor(t, heads["q"], tokens_of(t), "bshd", fail)
+        scale.refuse({**t, "q": heads["q"]}, tokens_of(t), o, fail)
         if not two:  # the checks of streams compare each with its own
             check(op, {"q": heads["q"], **{label: t[label] for label in TABLE_NAMES if label in t}}, o)
         if norm_of(o).across_heads:

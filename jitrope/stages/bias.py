@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import field
+
 from torch import Tensor
 
-from ..plan.options import Options
-from ..plan.views import Tensors, bias_like, fused_part
+from ..base.layouts import Words
+from ..base.views import Tensors, bias_like, fused_part
+
+TENSORS = ("bias",)
+_ADDED = "q_added k_added v_added"
+ARGUMENTS = {
+    "added_bias": (f"const T* added: {_ADDED}", f"Strides added_stride: {_ADDED}"),
+    "gated": ("void* gate_out", ""),
+}
 
 
-def forward(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
+class Fields:
+    """Constants of a kernel."""
+
+    added_bias: bool = field(metadata={"given": "bias"})  # it is added first
+    gated: bool  # behind each head of q lies its gate, which is copied
+
+
+def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
     """One part of the projection's output, (..., heads, head_dim), plus its part of the bias."""
     return x + fused_part(bias_like(t["bias"], t["qkv"]), letter, o) if "bias" in t else x
 

@@ -6,15 +6,68 @@ Sources: arXiv:2209.05433 (fp8), OCP Microscaling Formats 1.0 and arXiv:2506.080
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from ctypes import c_float
+from dataclasses import field
 
 import torch
 from torch import Tensor
 
-from ..plan.options import Options
-from ..plan.views import DTYPE_NAMES, E8M0, FORMATS, FP8S, Tensors, block_format
+from ..base.spec import DTYPES, OF_NORM
+from ..base.views import BLOCK_SCALES, DTYPE_NAMES, E8M0, FORMATS, FP8S, SCALES, Tensors
+from . import positions
 from .positions import sequences_of, spare
+
+SCALED_DTYPES = ("fp8", "fp8_e5m2", "int8", "fp4")
+SCALE_DTYPES = ("fp32", "e8m0", "fp8", "e8m0_fp32")
+SCALE_FMTS = ("", "ue8m0")
+TENSORS = ("q_scale", "k_scale", "v_scale")
+_SCALES = " ".join(TENSORS)
+ARGUMENTS = {
+    "dynamic_v": ("void* v_scale_out", "Strides v_scale_stride: v_scale_out"),
+    "head_scales": ("", f"ScaleStrides scale_strides: {_SCALES}"),
+}
+
+
+class Words(positions.Words):
+    """Its words."""
+
+    out_dtype: str = "fp8"  # of elements that are divided by scales
+    computed: bool = False  # the call computes the scales of q, and of k without a cache
+    group: int = 0  # neighbouring elements of a head with one dynamic scale; 0: the head
+    scale_out: str = "fp32"  # the dtype of dynamic scales
+    swizzled: bool = False  # in tiles of 128 tokens and 4 groups
+    per_row: bool = False  # dynamic scales alone, each of a head of a batch row or a sequence
+    dynamic_v: bool = False  # v has dynamic scales too
+    scale_fmt: str = ""  # "ue8m0": computed scales beside a cache are powers of two
+
+
+class Fields:
+    """Constants of a kernel."""
+
+    q_out: str = field(metadata={"words": (*DTYPES, *SCALED_DTYPES)})  # the stored type: dtype, or a format
+    kv_out: str = field(metadata={"words": (*DTYPES, *SCALED_DTYPES)})
+    dynamic: bool = field(metadata=OF_NORM)  # the kernel computes scales
+    dynamic_q: bool = field(metadata=OF_NORM | {"given": "q_scale_out"})  # of q, and of k without a cache
+    group: int = field(metadata=OF_NORM)  # neighbouring elements of a head that share a scale; 0: all
+    scale_out: str = field(metadata=OF_NORM | {"words": SCALE_DTYPES})  # the scales' type
+    swizzled: bool = field(metadata=OF_NORM)  # those of q and k are in tiles
+    per_row: bool  # nothing but the scale of each head of a batch row or a sequence
+    convert_v: bool  # v is divided by scales too
+    head_scales: bool  # each head has its own given scale of fp8
+
+
+def block_format(t: Tensors, head_dim: int, o: Words) -> tuple[str, int, str]:
+    """out_dtype, group and scale_out for a call's cache with block scales."""
+    cache, scale = t["k_cache"], t[BLOCK_SCALES[0]]
+    dtype = next(name for name, found in SCALES.items() if found == scale.dtype)
+    powers = o.scale_fmt == "ue8m0" and dtype == "fp32"
+    return DTYPE_NAMES[cache.dtype], head_dim // scale.shape[-1], "e8m0_fp32" if powers else dtype
+
+
+def converts_v(given: Container[str], dynamic_v: bool) -> bool:
+    """Whether a call returns v divided by scales. A cache has its own. given: the names of the call's tensors."""
+    return dynamic_v or ("v_scale" in given and "v_cache" not in given)
 
 
 def divided(y: Tensor, scale: Tensor, word: str) -> Tensor:
@@ -37,12 +90,12 @@ def _two_in_a_byte(units: Tensor) -> Tensor:
     return (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
 
 
-def forward(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
+def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
     """Heads divided by their given scales, if they have some."""
     return divided(x, _given(letter, x, t, o), o.out_dtype) if f"{letter}_scale" in t else x
 
 
-def scaled(letter: str, x: Tensor, t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
+def scaled(letter: str, x: Tensor, t: Tensors, o: Words) -> tuple[Tensor, Tensor]:
     """(heads in a format, the scale of each head or group, (batch, seq, heads, groups)).
 
     A given scale is the unit of scales in "fp8".
@@ -63,7 +116,7 @@ def scaled(letter: str, x: Tensor, t: Tensors, o: Options) -> tuple[Tensor, Tens
     return divided(rows, scale[..., None], o.out_dtype).flatten(-2), stored
 
 
-def cached(letter: str, x: Tensor, t: Tensors, o: Options) -> tuple[Tensor, Tensor | None]:
+def cached(letter: str, x: Tensor, t: Tensors, o: Words) -> tuple[Tensor, Tensor | None]:
     """(heads in the format of their cache, their scales if the cache has block scales)."""
     cache = t[f"{letter}_cache"]
     if f"{letter}_block_scale" in t:
@@ -74,7 +127,7 @@ def cached(letter: str, x: Tensor, t: Tensors, o: Options) -> tuple[Tensor, Tens
     return x.to(cache.dtype), None
 
 
-def row_scales(x: Tensor, t: Tensors, o: Options) -> Tensor:
+def row_scales(x: Tensor, t: Tensors, o: Words) -> Tensor:
     """The scales of the heads of each batch row, (B, H), or of each sequence, (N, H); the least without tokens."""
     largest, beyond = x.float().abs(), spare(x.shape[1], t, o)
     if beyond is not None:
@@ -84,7 +137,7 @@ def row_scales(x: Tensor, t: Tensors, o: Options) -> Tensor:
     return _unit(largest.amax((1, 3)) if largest.shape[1] else largest.sum((1, 3)), o)
 
 
-def _given(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
+def _given(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
     """The given scale of heads, (batch or 1, seq or 1, heads, 1) or a number; 1 without one.
 
     After the last sequence v has the scale of that one, and zeros of q and k have 1. It is also 1 with scales of no
@@ -103,13 +156,13 @@ def _given(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
     return scale.reshape(-1, 1, scale.shape[-1], 1)
 
 
-def least_scales(shape: Sequence[int], like: Tensor, o: Options) -> Tensor:
+def least_scales(shape: Sequence[int], like: Tensor, o: Words) -> Tensor:
     """The scales of heads of zeros: the product of two fp32 numbers, rounded to fp32."""
     number = c_float(1e-12).value * c_float(1 / FORMATS[o.out_dtype].largest).value
     return like.new_full(shape, number, dtype=torch.float32)
 
 
-def _unit(largest: Tensor, o: Options) -> Tensor:
+def _unit(largest: Tensor, o: Words) -> Tensor:
     least = 1e-12 if o.scale_out == "fp32" else 0
     return (largest.clamp(min=least) * (1 / FORMATS[o.out_dtype].largest)).contiguous()
 

@@ -5,15 +5,150 @@ Sources: RMSNorm, arXiv:1910.07467; with kind="layer_norm" the mean of x is subt
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
+from dataclasses import field
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
-from ..plan.options import NormOptions, Options, norm_of
-from ..plan.views import MEANS, Tensors, canonical, factor_view
+from ..base.fit import USERS_NAMES, Fail, check_contiguous, check_device, check_floats, check_of_tokens, named, sizes_of
+from ..base.spec import DTYPES, OF_NORM
+from ..base.views import DTYPE_NAMES, MEANS, Tensors, canonical, elements_per_access, factor_view
+from . import positions
 from .positions import cleared
 
+ROUNDINGS = ("none", "once", "twice")
+KINDS = ("rms_norm", "layer_norm")
+OF = ("qk", "q", "k", "v")
+WEIGHTS = ("q_weight", "k_weight", "v_weight", "q_bias", "k_bias")
+_SECOND = tuple([f"second_{name}" for name in WEIGHTS if name != "v_weight"])
+TENSORS = (*WEIGHTS, *MEANS, *_SECOND)
+_MEANS = " ".join(MEANS)
+ARGUMENTS = {
+    "given_means": (f"const float* mean_square: {_MEANS}", f"Strides mean_stride: {_MEANS}"),
+    "latent_norm": ("const void* v_weight", ""),
+    "v_gradient": ("const T* dv", "Strides dv_stride: dv"),
+}
 
-def forward(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
+
+class NormOptions(NamedTuple):
+    """The norm of q and k, in the words of `Norm`."""
+
+    rounding: str = "none"
+    across_heads: bool = False
+    zero_centered: bool = False
+    after_rope: bool = False
+    v_norm: bool = False
+    kind: str = "rms_norm"
+    of: str = "qk"  # one of `NORM_OF`
+    eps: float = 1e-6
+
+    def takes(self, name: str) -> bool:
+        """Whether q, k or v is normalised."""
+        return self.kind != "no_norm" and (name in self.of or (name == "v" and self.v_norm))
+
+
+NO_NORM = NormOptions(kind="no_norm")  # the norm of a call whose other stages need whole heads
+
+
+class Words(positions.Words):
+    """Its words."""
+
+    norm: NormOptions | None = None
+
+
+class Fields:
+    """Constants of a kernel. The rounding and the kind are "" in a kernel of rope alone."""
+
+    norm_rounding: str = field(metadata=OF_NORM | {"words": ("", *ROUNDINGS)})
+    norm_kind: str = field(metadata=OF_NORM | {"words": ("", "no_norm", *KINDS)})
+    across_heads: bool = field(metadata=OF_NORM)  # the mean is over all heads of a token
+    row_heads: tuple[int, ...]  # then the numbers of q's (and k's) heads
+    given_means: bool = field(metadata=OF_NORM | {"given": "q_mean_square"})  # of squares; across_heads is False
+    zero_centered: bool = field(metadata=OF_NORM)  # the factor is 1 + weight
+    after_rope: bool = field(metadata=OF_NORM)  # the norm follows the rotation
+    norm_q: bool = field(metadata=OF_NORM)  # q is normalised
+    norm_k: bool = field(metadata=OF_NORM)
+    v_norm: bool = field(metadata=OF_NORM)  # v, which is copied, is normalised too
+    latent_norm: bool = field(metadata=OF_NORM)  # v is normalised alone, over all its heads, with weights
+    weight_dtype: str | None = field(metadata=OF_NORM | {"words": DTYPES})  # of weights and biases; None without them
+    biased: bool = field(metadata=OF_NORM)  # there are biases
+
+
+def norm_of(o: Words) -> NormOptions:
+    """The norm of a call that has one."""
+    return o.norm or NormOptions()
+
+
+def sums_heads(t: Container[str], o: Words) -> bool:
+    """Whether a kernel takes all heads of a token: a norm across heads without given means, or its gradient."""
+    return norm_of(o).across_heads and (MEANS[0] not in t or "dq" in t)
+
+
+def fields(t: Tensors, heads: Sequence[Tensor | None], o: Words) -> dict[str, Any]:
+    """The constants that its words do not name, and the widest access of its weights. heads: views of q and k."""
+    norm, across = o.norm or NormOptions("", kind=""), sums_heads(t, o)
+    weights = {name: x for name, x in t.items() if name.endswith(("_weight", "_bias"))}
+    return {
+        **norm._asdict(),
+        "across_heads": across,
+        "norm_rounding": norm.rounding,
+        "norm_kind": norm.kind,
+        "norm_q": "q" in norm.of,
+        "norm_k": "k" in norm.of,
+        "latent_norm": norm.of == "v",
+        "v_norm": norm.v_norm or norm.of == "v",
+        "row_heads": tuple([x.shape[2] * x.shape[3] for x in heads if across and x is not None]),
+        "weight_dtype": next((DTYPE_NAMES[x.dtype] for x in weights.values()), None),
+        "biased": any(name.endswith("_bias") for name in weights),
+        "weight_vec_limit": elements_per_access(weights.values()) if weights else 1,
+    }
+
+
+def refuse(t: Tensors, o: Words, fail: Fail) -> None:
+    """Refuse means, weights and biases that do not fit q, k, v and each other."""
+    norm = norm_of(o)
+    for letter, name in zip("qk", MEANS) if any(name in t for name in MEANS) else ():
+        label = USERS_NAMES[name]
+        fail.when(letter in t and name not in t, f"{letter} is given, but {label} is not")
+        fail.when(name in t and letter not in t, f"{label} is given, but {letter} is not")
+        if name in t:
+            batch, seqlen, *_ = sizes_of(t[letter], o.layout)
+            shape = (seqlen,) if o.layout == "thd" else (batch, seqlen)
+            check_of_tokens(name, t[name], t[letter], [shape], fail)
+    fail.when(norm.of == "k" and "k" not in t, "the norm has of='k', but k is not given")
+    fail.when(norm.v_norm and "k_cache" in t and "v" not in t, "the norm has v_norm, but v is not given")
+    if norm.of == "v" and "v_cache" not in t:
+        fail("the norm has of='v', which goes with a cache of v; without one pass v as q to a call of its own")
+    _refuse_weights(t, o, fail)
+
+
+def _refuse_weights(t: Tensors, o: Words, fail: Fail) -> None:
+    """Refuse weights and biases of a norm that do not fit q, k, v and each other."""
+    norm, weights = norm_of(o), {label: t[label] for label in WEIGHTS if label in t}
+    for label, weight in weights.items():
+        owner = label[0]
+        fail.when(owner not in t, f"{label} is given, but {owner} is not")
+        wrong = label.endswith("bias") and norm.kind != "layer_norm"
+        fail.when(wrong, f"{label} goes with kind='layer_norm'; pass it, or leave {label} out")
+        x = t[owner]
+        _, _, heads, size = sizes_of(x, o.layout)
+        whole = norm.across_heads or owner == "v"
+        size = heads * size if whole else size
+        if weight.dim() != 1 or weight.shape[0] != size:
+            of = f"{owner} of qkv" if o.q_per_group else owner
+            had = f"{of} is {named(x, o.layout)} but {label} has shape {tuple(weight.shape)}"
+            must = f"(H D), {size} numbers" if whole else f"(D), {size} numbers, or H D with across_heads"
+            fail(f"{had}; it must be {must}")
+        check_floats(label, weight, fail)
+        check_contiguous(label, weight, fail)
+        check_device(label, weight, "q", x, fail)
+    had = " but ".join([f"{label} is {weight.dtype}" for label, weight in weights.items()])
+    fail.when(len({weight.dtype for weight in weights.values()}) > 1, f"{had}; they must match")
+
+
+def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
     """Heads, normalised with the mean in fp32.
 
     The result is in fp32 with the rounding "none", else in the dtype of the call's heads: "once" has the bits of
@@ -46,7 +181,7 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
     return torch.empty_like(x, dtype=y.dtype).copy_(y.view(x.shape)) if across else y
 
 
-def back(letter: str, x: Tensor, grad: Tensor, t: Tensors, o: Options, found: Tensors) -> Tensor:
+def back(letter: str, x: Tensor, grad: Tensor, t: Tensors, o: Words, found: Tensors) -> Tensor:
     """The gradient of x, in fp32, and those of its weight and bias. Roundings do not change them."""
     norm = norm_of(o)
     across, one = _places(letter, norm)
@@ -68,7 +203,7 @@ def back(letter: str, x: Tensor, grad: Tensor, t: Tensors, o: Options, found: Te
     return (scale * (g - y * (g * y).mean(-1, keepdim=True) - centre)).view(x.shape)
 
 
-def after_rope(letter: str, o: Options) -> bool:
+def after_rope(letter: str, o: Words) -> bool:
     """Whether heads are rotated before they are normalised."""
     return norm_of(o).after_rope and norm_of(o).takes(letter)
 
@@ -86,7 +221,7 @@ def _centred(rows: Tensor, norm: NormOptions, mean_square: Tensor | None) -> tup
     return rows, torch.rsqrt(mean + norm.eps)
 
 
-def gradients_of_means(t: Tensors, xs: Tensors, grads: Tensors, o: Options) -> Tensors:
+def gradients_of_means(t: Tensors, xs: Tensors, grads: Tensors, o: Words) -> Tensors:
     """The gradients of a call's given means that require one. xs, grads: q and k, and their other gradients.
 
     1 / sqrt(mean + eps) is a factor of x, so it is the sum of dx x over a token's heads, times -1/2 / (mean + eps).

@@ -6,22 +6,149 @@ Megatron-LM does; mrope is of arXiv:2409.12191.
 
 from __future__ import annotations
 
+from collections.abc import Container
+from dataclasses import field
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ..plan import partition
-from ..plan.options import Options
-from ..plan.views import Tensors, ids_view
+from ..base import layouts, partition
+from ..base.fit import Fail, check_contiguous, check_integers, check_one_axis, check_shape, named, sizes_of
+from ..base.spec import INDEX_DTYPES
+from ..base.views import Tensors
+
+
+class Words(layouts.Words):
+    """Its words."""
+
+    mrope_section: tuple[int, ...] = ()  # pairs of each axis of position_ids; () for one axis
+    mrope_interleaved: bool = False
+    shifts: bool = False  # position_ids are differences, and those below 0 rotate back
+    packed_table: bool = False
+    cp_size: int = 1
+    cp_rank: int = 0
+    max_seqlen: int = 0
+    unrotated: int = 0  # the first tokens of each sequence, before those of the tables
+
+
+class Fields:
+    """Constants of a kernel; a dtype is None if its tensor is not given."""
+
+    packed_table: bool  # there is a row for each token of the packed batch
+    cu_seqlens_dtype: str | None = field(metadata={"words": INDEX_DTYPES})
+    start_positions_dtype: str | None = field(metadata={"words": INDEX_DTYPES})
+    cp_size: int  # ranks that share each sequence
+    position_ids_dtype: str | None = field(metadata={"words": INDEX_DTYPES})
+    mrope_section: tuple[int, ...]  # pairs of each axis of position_ids; () for one axis
+    mrope_interleaved: bool  # the axes' pairs alternate
+    shifts: bool  # a position id below 0 rotates back
+    prefixed: bool  # a run-time number of first tokens of a sequence is not rotated; rows count from the next token
+
+
+TENSORS = ("cu_seqlens", "start_positions", "position_ids")
+ARGUMENTS = {"prefixed": ("", "long long unrotated")}
+COUNTS = ("max_seqlen", "unrotated")
+"""Words that change from call to call. They are not in a call's text: torch.compile and export keep symbols."""
+ALL_TOKENS = 2**31 - 1
+BARE = {"unrotated": ALL_TOKENS}
+"""The words of a call without a table, which rotates nothing: every token comes before those of the tables."""
+WHOLE = "cu_seqlens, start_positions, unrotated and cp_size"
+"""Words and tensors by which tokens are counted from the first one of a whole sequence."""
 
 RULE = "dual_chunk"  # the rule of `partition` by which rope's context parallelism cuts sequences
 
 TURNED = ("q", "k")
 """The letters of heads that have positions."""
-POSITIONS = {"position_ids", "start_positions", "cu_seqlens"}
-"""Tensors by which a token's row differs from its place in the batch row."""
 
 
-def table_rows(tokens: int, device: torch.device, t: Tensors, o: Options) -> Tensor:
+def bare(o: Words) -> bool:
+    """Whether a call has no table."""
+    return o.unrotated == ALL_TOKENS
+
+
+def apart(t: Container[str], o: Words) -> dict[str, bool]:
+    """Words that do not go with a table for each stream, and whether a call has them."""
+    return {label(o): "position_ids" in t, "unrotated": o.unrotated > 0}
+
+
+def behind(first: int, o: Words) -> tuple[int, dict[str, int]]:
+    """(the row of the token `first` of each sequence, the words of the tokens from it on)."""
+    row = first - o.unrotated if o.unrotated < first else 0
+    return row, {"unrotated": o.unrotated - first if o.unrotated > first else 0}
+
+
+def by_place(t: Container[str], o: Words) -> bool:
+    """Whether a token's row is its place in the batch row."""
+    return o.cp_size == 1 and not o.unrotated and not any(name in t for name in TENSORS)
+
+
+def counted(t: Container[str], o: Words) -> bool:
+    """Whether rows are counted from the first token of each batch row."""
+    return "start_positions" in t or 0 < o.unrotated < ALL_TOKENS
+
+
+def whole_sequences(t: Container[str], o: Words) -> bool:
+    """Whether a call has one of `WHOLE`."""
+    return o.cp_size > 1 or "cu_seqlens" in t or counted(t, o)
+
+
+def fields(o: Words) -> dict[str, Any]:
+    """The constants that its words do not name."""
+    return {"prefixed": o.unrotated > 0}
+
+
+def label(o: Words) -> str:
+    """The user's name of position_ids."""
+    return "position_ids" if o.mrope_section else "positions"
+
+
+def refuse(t: Tensors, o: Words, fail: Fail) -> None:
+    """Refuse positions that do not fit q, and each other."""
+    q, size, unrotated = t["q"], o.cp_size, o.unrotated
+    batch, seqlen, *_ = sizes_of(q, o.layout)
+    fail.when(unrotated < 0, f"unrotated is {unrotated}; it cannot be negative")
+    refuse_uncounted(label(o), "position_ids" in t, o, fail)
+    refuse_uncounted("packed_table", o.packed_table and not bare(o), o, fail)
+    fail.when(size < 1, f"cp_size is {size}; it must be at least 1")
+    fail.when(not (0 <= o.cp_rank < size), f"cp_rank is {o.cp_rank}; it must be from 0 to cp_size - 1 = {size - 1}")
+    for name in [name for name in ("cu_seqlens", "start_positions") if name in t]:
+        check_integers(name, t[name], q, fail)
+        check_one_axis(name, t[name], fail)
+        check_contiguous(name, t[name], fail)
+    rows, of = batch, "batch rows"
+    if "cu_seqlens" in t:
+        rows, of = t["cu_seqlens"].shape[0] - 1, "sequences"
+        fail.when(o.layout != "thd", f"cu_seqlens goes with layout 'thd', not {o.layout!r}; leave layout out")
+        fail.when(o.max_seqlen < 0, f"max_seqlen is {o.max_seqlen}; it cannot be negative")
+        fail.when(rows < 0, "cu_seqlens is empty; it must have N + 1 offsets")
+    elif size != 1 and seqlen % 2 != 0:
+        fail(f"q is {named(q, o.layout)}; with cp_size={size} S must be even, for two equal chunks")
+    if "start_positions" in t:
+        count = t["start_positions"].shape[0]  # len would make a symbol a number
+        fail.when(count != rows, f"start_positions has {count} entries for {rows} {of}")
+    if "position_ids" in t:
+        check_integers(label(o), t["position_ids"], q, fail)
+        axes = (len(o.mrope_section),) if o.mrope_section else ()
+        allowed = [(*axes, *row, seqlen) for row in [(), *([] if o.layout == "thd" else [(1,), (batch,)])]]
+        check_shape(label(o), t["position_ids"], allowed, fail, f"q is {named(q, o.layout)} but ")
+
+
+def refuse_uncounted(word: str, given: bool, o: Words, fail: Fail) -> None:
+    """Refuse what does not go with tokens that are not counted."""
+    if given and o.unrotated > 0:
+        instead = "pass a table" if bare(o) else "give these tokens a row of the table with cosines of 1"
+        fail(f"{word} does not go {'without a table' if bare(o) else 'with unrotated'}; {instead}")
+
+
+def needed_rows(t: Tensors, o: Words) -> int:
+    """The fewest rows of a table that the host knows to be needed."""
+    seqlen = sizes_of(t["q"], o.layout)[1]
+    needed = o.max_seqlen if "cu_seqlens" in t else seqlen * o.cp_size
+    return (0 if "position_ids" in t else needed) - o.unrotated
+
+
+def table_rows(tokens: int, device: torch.device, t: Tensors, o: Words) -> Tensor:
     """Each token's row of the table, (axes, batch or 1, tokens).
 
     The rows of tokens that are not rotated, before those of the table, are below 0.
@@ -31,7 +158,7 @@ def table_rows(tokens: int, device: torch.device, t: Tensors, o: Options) -> Ten
     return _counted_rows(torch.arange(tokens, device=device), t, o)[None] - o.unrotated
 
 
-def _counted_rows(index: Tensor, t: Tensors, o: Options) -> Tensor:
+def _counted_rows(index: Tensor, t: Tensors, o: Words) -> Tensor:
     starts = t.get("start_positions")
     if "cu_seqlens" not in t:
         rows = local_positions(index, 0, len(index) * o.cp_size, o)[None]
@@ -50,7 +177,20 @@ def _counted_rows(index: Tensor, t: Tensors, o: Options) -> Tensor:
     return rows[None]
 
 
-def spare(tokens: int, t: Tensors, o: Options) -> Tensor | None:
+def turned(rows: Tensor, o: Words) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(the rows that tokens read, whether each is not rotated, whether each is rotated back)."""
+    below = rows[0] < 0
+    if o.unrotated:
+        return rows.clamp(min=0), below, None
+    return (rows.abs(), None, below) if o.shifts else (rows, None, None)
+
+
+def rows_read(rows: Tensor, o: Words) -> Tensor:
+    """The numbers of the rows that tokens read, for checks."""
+    return rows[rows >= 0] if o.unrotated else turned(rows, o)[0]
+
+
+def spare(tokens: int, t: Tensors, o: Words) -> Tensor | None:
     """A mask of the tokens after the last sequence; None without sequences."""
     if "cu_seqlens" not in t:
         return None
@@ -58,19 +198,19 @@ def spare(tokens: int, t: Tensors, o: Options) -> Tensor | None:
     return torch.arange(tokens, device=end.device).ge(end)
 
 
-def spare_stays(x: Tensor, y: Tensor, t: Tensors, o: Options) -> Tensor:
+def spare_stays(x: Tensor, y: Tensor, t: Tensors, o: Words) -> Tensor:
     """y (tokens, ...), but with x's tokens after the last sequence."""
     mask = spare(x.shape[0], t, o)
     return y if mask is None else torch.where(mask[:, None, None], x, y)
 
 
-def cleared(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
+def cleared(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
     """x (batch, seq, ...), in which tokens of q and k after the last sequence are zero."""
     mask = spare(x.shape[1], t, o) if letter in TURNED and "cu_seqlens" in t else None
     return x if mask is None else x.masked_fill(mask.view(-1, *[1] * (x.dim() - 2)), 0)
 
 
-def sequences_of(tokens: int, t: Tensors, o: Options) -> Tensor:
+def sequences_of(tokens: int, t: Tensors, o: Words) -> Tensor:
     """The sequence of each of a packed batch's tokens; of those after the last sequence that one."""
     ends = t["cu_seqlens"].long()
     return _sequences(torch.arange(tokens, device=ends.device), partition.local_rows(ends, o.cp_rank, o.cp_size, RULE))
@@ -80,7 +220,7 @@ def _sequences(index: Tensor, offsets: Tensor) -> Tensor:
     return torch.searchsorted(offsets[1:].contiguous(), index, right=True).clamp(max=offsets.shape[0] - 2)
 
 
-def local_positions(index: Tensor, first: Tensor | int, end: Tensor | int, o: Options) -> Tensor:
+def local_positions(index: Tensor, first: Tensor | int, end: Tensor | int, o: Words) -> Tensor:
     """The position in its sequence of the index-th token that a rank has of it.
 
     A sequence owns the tokens [first, end) of the batch and is cut into 2 cp_size chunks (`partition`). A rank has
@@ -95,25 +235,7 @@ def local_positions(index: Tensor, first: Tensor | int, end: Tensor | int, o: Op
     return torch.where(index < size, begins[0] + index, begins[1] + index - size)
 
 
-def gathered(table: Tensor, rows: Tensor, o: Options) -> Tensor:
-    """The table's rows, (batch, token, head, width). A row outside gives NaN.
-
-    A pair takes the row of its axis of position_ids: one section of pairs after the other, or alternating.
-    """
-    outside = ((rows < 0) | (rows >= table.shape[1])).any(0)
-    batch = torch.arange(len(table), device=table.device)[:, None]
-    found = [table[batch, axis.masked_fill(outside, 0)] for axis in rows]
-    gathered = found[0]
-    if len(found) > 1:
-        pair = torch.arange(o.rotary_dim // 2, device=table.device)
-        sections = torch.tensor(o.mrope_section, device=table.device)
-        if o.mrope_interleaved:
-            axis_of = pair % len(sections)
-            axis_of = torch.where(pair < len(sections) * sections[axis_of], axis_of, 0)
-        else:
-            axis_of = torch.searchsorted(sections.cumsum(0), pair, right=True)
-        if table.shape[-1] == o.rotary_dim:
-            axis_of = axis_of.repeat_interleave(2) if o.interleaved else axis_of.repeat(2)
-        for axis in range(1, len(found)):
-            gathered = torch.where(axis_of == axis, found[axis], gathered)
-    return gathered.masked_fill(outside[..., None, None], float("nan"))
+def ids_view(position_ids: Tensor, o: Words) -> Tensor:
+    """An (axes, batch, seq) view of position_ids; batch is 1 where they are shared."""
+    ids = position_ids if o.mrope_section else position_ids[None]
+    return ids if ids.dim() == 3 else ids[:, None]

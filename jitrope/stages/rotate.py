@@ -2,15 +2,198 @@
 
 from __future__ import annotations
 
+from dataclasses import field
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ..plan.options import Options
-from ..plan.views import Tensors, table_pair, table_view
-from .positions import POSITIONS, TURNED, cleared, gathered, table_rows
+from ..base.errors import InvalidInput
+from ..base.fit import USERS_NAMES, Fail, is_float, named, sizes_of
+from ..base.spec import DTYPES, MAX_AXES, OF_NORM
+from ..base.views import DTYPE_NAMES, Tensors, per_head, table_pair, table_view
+from . import positions
+from .positions import TURNED, cleared, table_rows
+
+TABLES = ("cos_sin", "freqs", "cos_sin_cache", "freqs_cis")
+ROUNDINGS = ("fp32", "complex64", "complex128", "dtype", "addcmul")
+TENSORS = ("cos", "sin", "second_cos", "second_sin", *positions.TENSORS)
+MAX_MOVED = 64
+"""The most rotated elements of a head that can change their pairing in place: threads of one warp have them, even with
+one element in an access."""
+ARGUMENTS = positions.ARGUMENTS
+WITHOUT_TABLE = (*positions.TENSORS[1:], "mrope_section", "mrope_interleaved", "shifts", *positions.BARE, "rotary_dim")
+"""The tensors and words that have no effect without a table, beside rotary_offset."""
 
 
-def forward(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
+class Words(positions.Words):
+    """Its words."""
+
+    rotary_dim: int = 0
+    rotary_offset: int = 0
+    interleaved: bool = False
+    interleaved_out: bool | None = None  # None: as interleaved
+    rounding: str = "fp32"
+    inverse: bool = False
+    table: str = "cos_sin"  # every other kind is a single tensor in the place of cos
+    mscale: float = 1.0
+
+
+class Fields(positions.Fields):
+    """Constants of a kernel."""
+
+    table_dtype: str = field(metadata={"words": (*DTYPES, "fp64")})
+    rotary_dim: int  # elements of a head that are rotated, from rotary_offset on
+    rotary_offset: int
+    interleaved: bool  # pairs are (2i, 2i+1), else (i, i + rotary_dim / 2)
+    interleaved_out: bool  # the same for the output
+    inverse: bool  # rotate back (the backward)
+    freqs: bool  # the tables hold angles, not cos and sin
+    full_width: bool  # each member of a pair has an entry
+    per_head: bool  # each head has entries
+    two_tables: bool = field(metadata=OF_NORM | {"given": "second_cos"})  # each stream has its own
+    rounding: str = field(metadata={"words": ROUNDINGS})  # only "complex128" computes in fp64, by fp64 tables
+
+    @property
+    def reorders(self) -> bool:
+        """Whether pairs are stored otherwise than they are read."""
+        return self.interleaved != self.interleaved_out
+
+    @property
+    def pairing(self) -> str:
+        """How pairs lie, as a word."""
+        words = [("halves", "interleaved")[flag] for flag in (self.interleaved, self.interleaved_out)]
+        return "_to_".join(dict.fromkeys(words))
+
+
+def fields(tables: Tensors, o: Words) -> dict[str, Any]:
+    """The constants that its words do not name. tables: views of the tables."""
+    cos = tables["cos"]
+    return {
+        **positions.fields(o),
+        "table_dtype": DTYPE_NAMES[cos.dtype],
+        "interleaved_out": interleaved_out(o),
+        "freqs": o.table == "freqs",
+        "full_width": cos.shape[-1] == o.rotary_dim,
+        "per_head": any(x.shape[2] != 1 and x.stride(2) for x in tables.values()),
+    }
+
+
+def interleaved_out(o: Words) -> bool:
+    """Whether pairs are stored as neighbours."""
+    return o.interleaved if o.interleaved_out is None else o.interleaved_out
+
+
+def pairs_of(o: Words) -> dict[str, Any]:
+    """The one spelling of its pairs."""
+    return {"interleaved_out": None if interleaved_out(o) == o.interleaved else o.interleaved_out}
+
+
+def exchanged(o: Words) -> dict[str, Any]:
+    """The pairs of the way back, from the output to the input."""
+    return {} if o.interleaved_out is None else {"interleaved": o.interleaved_out, "interleaved_out": o.interleaved}
+
+
+def label_of(name: str, o: Words) -> str:
+    """The user's name of a table, of positions or of a number for each token."""
+    own = {"cos": "cos" if o.table == "cos_sin" else o.table, **USERS_NAMES}
+    return own.get(name, positions.label(o) if name == "position_ids" else name)
+
+
+def refuse_moved(name: str, norm: bool, o: Words, rotate_k: bool) -> None:
+    """Refuse other pairs in place, where elements move. norm: a kernel reads whole heads."""
+    dim = o.rotary_dim
+    within_warp = not norm and 0 < dim <= MAX_MOVED and dim & (dim - 1) == 0
+    for word, given, possible in (("inplace", o.inplace, within_warp), ("rotate_k", rotate_k, False)):
+        if interleaved_out(o) != o.interleaved and given and not possible:
+            unless = f", unless rotary_dim is a power of two up to {MAX_MOVED}; it is {dim}"
+            why = f"because it moves elements{unless if word == 'inplace' and not norm else ''}"
+            raise InvalidInput(f"{name}: interleaved_out does not go with {word}, {why}; leave {word}=True out")
+
+
+def refuse_dims(owner: str, head_dim: int, o: Words, fail: Fail) -> None:
+    """Refuse to rotate elements that a head does not have. owner: the head's name."""
+    begin, end = o.rotary_offset, o.rotary_offset + o.rotary_dim
+    fail.when(begin < 0, f"rotary_offset is {begin}; it cannot be negative")
+    most = f"D - rotary_offset={head_dim - begin}" if begin else f"D={head_dim}"
+    had = f"rotary_dim{', by default D,' if end == head_dim and not begin else ''} is {o.rotary_dim}"
+    wrong = o.rotary_dim % 2 != 0 or not (begin < end <= head_dim)
+    fail.when(wrong, f"{had}; it must be even and from 2 to {most}")
+
+
+def refuse(t: Tensors, o: Words, fail: Fail) -> None:
+    """Refuse tables that do not fit q, k and the positions."""
+    cos, kind, rotary = t["cos"], o.table, o.rotary_dim
+    wide, sections, pairs = o.rounding == "complex128", o.mrope_section, rotary // 2
+    positions.refuse_uncounted("interleaved_out", interleaved_out(o) != o.interleaved, o, fail)
+    if sections and (len(sections) > MAX_AXES or sum(sections) != pairs):
+        fail(f"mrope_section is {tuple(sections)}; it must be at most {MAX_AXES} numbers of pairs, {pairs} in all")
+    if kind == "freqs_cis" and cos.dtype != torch.complex64 and not (wide and cos.dtype == torch.complex128):
+        hint = "; pass torch.view_as_complex(table)" if cos.dim() == 3 and cos.shape[-1] == 2 else ""
+        fail(f"freqs_cis is {cos.dtype}; it must be complex64, or complex128 with rounding='complex128'{hint}")
+    if kind == "cos_sin_cache":
+        fail.when(cos.dim() != 2, f"cos_sin_cache has shape {tuple(cos.shape)}; it must be (P, rotary_dim)")
+        had = f"cos_sin_cache is {cos.shape[1]} wide, rotary_dim is {rotary}"
+        fail.when(cos.shape[1] != rotary, f"{had}; they must be equal")
+    cos, sin = table_pair(cos, t.get("sin"), kind)
+    must = f"it must be (P, W), (B, P, W) or {'(P, 1 or B, 1, W)' if kind == 'freqs' else '(B, P, H, W)'}"
+    for label, x in (("cos", cos), ("sin", sin)) if kind == "cos_sin" else ((kind, cos),):
+        fail.when(not (2 <= x.dim() <= 4), f"{label} has shape {tuple(x.shape)}; {must}")
+        wrong = kind == "freqs" and x.dtype != torch.float32
+        fail.when(wrong, f"freqs is {x.dtype}; the angles must be computed and passed in fp32")
+        hint = "; pass a complex table as freqs_cis=table" if x.is_complex() else ""
+        had = f"{label} is {x.dtype}; allowed are fp32, fp16, bf16, and fp64 with rounding='complex128'"
+        fail.when(not is_float(x) and not (wide and x.dtype == torch.float64), f"{had}{hint}")
+    had = f"cos is {tuple(cos.shape)} {cos.dtype} but sin is {tuple(sin.shape)} {sin.dtype}"
+    fail.when(cos.shape != sin.shape or cos.dtype != sin.dtype, f"{had}; they must match")
+    fail.when(kind == "freqs" and o.shifts, "freqs does not go with Shifts; pass cos and sin")
+    if wide and (kind == "freqs" or "cu_seqlens" in t):
+        fail("rounding='complex128' does not go with freqs or cu_seqlens; pass cos and sin, and position_ids")
+    fail.when(kind != "freqs" and o.mscale != 1, "mscale goes with freqs; multiply cos and sin by it instead")
+    width, half = cos.shape[-1], rotary // 2
+    if width != half and width != rotary:
+        had = f"{'cos and sin are' if kind == 'cos_sin' else f'{kind} is'} {width} wide; with rotary_dim {rotary}"
+        allowed = f"allowed are {half} (half width) and {rotary} (full width)"
+        hint = "k_pe has as many elements" if o.v_dim else "pass rotary_dim for a partial rotation"
+        fail(f"{had} (D={t['q'].shape[-1]}) {allowed}; {hint}")
+    if o.interleaved != interleaved_out(o) and width == rotary:
+        own = label_of("cos", o) + ("[..., ::2]" if o.interleaved else f"[..., :{half}]")
+        fail(f"interleaved_out goes with half-width tables, {half} wide; pass {own}")
+    _check_rows(t, cos, o, fail)
+
+
+def _check_rows(t: Tensors, cos: Tensor, o: Words, fail: Fail) -> None:
+    """Check the numbers of rows, batch rows and heads of the tables."""
+    q, label, rows = t["q"], label_of("cos", o), rows_of(cos)
+    batch, seqlen, heads, _ = sizes_of(q, o.layout)
+    of_q = f"q is {named(q, o.layout)} but "
+    needed = positions.needed_rows(t, o)
+    if not o.packed_table and rows < needed:
+        squeezed = cos.dim() == 4 and rows == 1 and cos.shape[2] >= needed
+        hint = f"; it is (B, 1, S, W): pass {label}.squeeze(1)" if squeezed else ""
+        fail(f"{of_q}{label} has {rows} rows; it needs {needed}{hint}")
+    fail.when(rows <= 0 and seqlen != 0, f"{label} has no rows")
+    if cos.dim() > 2 and cos.shape[0] != 1 and cos.shape[0] != batch:
+        fail(f"{of_q}{label} has {cos.shape[0]} batch rows; allowed are 1 and B={batch}")
+    if per_head(cos):
+        had = f"has angles for {cos.shape[2]} heads"
+        fail.when(o.table == "freqs", f"freqs {had}; heads must share them, or pass cos and sin")
+        same = cos.shape[2] == heads == sizes_of(t.get("k", q), o.layout)[2]
+        fail.when(not same, f"{of_q}cos {had}; q and k must have as many heads")
+
+
+def refuse_per_head(table: Tensor, o: Words, beside: str, fail: Fail) -> None:
+    """Refuse a table with entries for each head."""
+    had = f"{label_of('cos', o)} has shape {tuple(table.shape)}"
+    fail.when(per_head(table), f"{had}; with {beside} the heads must share it: (P, W) or (B, P, W)")
+
+
+def rows_of(table: Tensor) -> int:
+    """The number of rows of a table, one for each position."""
+    return table.shape[0] if table.dim() == 2 else table.shape[1]
+
+
+def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
     """Heads, rotated, with their pairs as they are read, in fp32 with the strides of x.
 
     Products and the sum are rounded separately, as in torch's real multiplies; complex multiplies and the fused product
@@ -40,21 +223,22 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
     return y.float()
 
 
-def back(letter: str, x: Tensor, grad: Tensor, t: Tensors, o: Options, found: Tensors) -> Tensor:
+def back(letter: str, x: Tensor, grad: Tensor, t: Tensors, o: Words, found: Tensors) -> Tensor:
     """The rotation back."""
     return forward(letter, grad, t, o._replace(inverse=not o.inverse))
 
 
-def paired(letter: str, x: Tensor, o: Options, back: bool = False) -> Tensor:
+def paired(letter: str, x: Tensor, o: Words, back: bool = False) -> Tensor:
     """Heads with their pairs as they are read -> as they are stored; `back`: the other way."""
-    if letter not in TURNED or o.interleaved == o.interleaved_out:
+    stored = interleaved_out(o)
+    if letter not in TURNED or o.interleaved == stored:
         return x
-    read, stored = (o.interleaved_out, o.interleaved) if back else (o.interleaved, o.interleaved_out)
+    read, stored = (stored, o.interleaved) if back else (o.interleaved, stored)
     first, end = o.rotary_offset, o.rotary_offset + o.rotary_dim
     return _with_pairs(x, x, *_members(x[..., first:end], read), stored, (first, end))
 
 
-def _turns(tokens: int, dtype: torch.dtype, t: Tensors, o: Options) -> tuple[Tensor, Tensor, Tensor | None]:
+def _turns(tokens: int, dtype: torch.dtype, t: Tensors, o: Words) -> tuple[Tensor, Tensor, Tensor | None]:
     """Cosines and sines of each token, (batch or 1, seq, head or 1, width), and a mask of tokens that are not rotated.
 
     They are in fp32, with "complex128" in fp64, with "dtype" in the dtype of the call's heads.
@@ -68,17 +252,15 @@ def _turns(tokens: int, dtype: torch.dtype, t: Tensors, o: Options) -> tuple[Ten
     if o.rounding == "dtype":
         cos, sin = cos.to(dtype), sin.to(dtype)
     sin = _transposed(sin, o) if o.inverse else sin
-    if o.cp_size == 1 and not o.unrotated and POSITIONS.isdisjoint(t):
+    if positions.by_place(t, o):
         return cos[:, :tokens], sin[:, :tokens], None
-    rows = table_rows(tokens, cos.device, t, o)
-    below = (rows[0] < 0)[..., None, None]
-    rows = rows.clamp(min=0) if o.unrotated else rows.abs() if o.shifts else rows
-    cos, sin = gathered(cos, rows, o), gathered(sin, rows, o)
-    sin = torch.where(below, _transposed(sin, o), sin) if o.shifts else sin
-    return cos, sin, below if o.unrotated else None
+    rows, still, back = positions.turned(table_rows(tokens, cos.device, t, o), o)
+    cos, sin = _gathered(cos, rows, o), _gathered(sin, rows, o)
+    sin = sin if back is None else torch.where(back[..., None, None], _transposed(sin, o), sin)
+    return cos, sin, None if still is None else still[..., None, None]
 
 
-def _transposed(sin: Tensor, o: Options) -> Tensor:
+def _transposed(sin: Tensor, o: Words) -> Tensor:
     """The sines of the rotation back: negated, each at the partner."""
     if sin.shape[-1] != o.rotary_dim:
         return -sin
@@ -111,3 +293,27 @@ def _with_pairs(like: Tensor, x: Tensor, y0: Tensor, y1: Tensor, interleaved: bo
     for n, y in enumerate((y0, y1)):  # a view from before a write cannot be written under autograd
         _members(out[..., first:end], interleaved)[n].copy_(y)
     return out
+
+
+def _gathered(table: Tensor, rows: Tensor, o: Words) -> Tensor:
+    """The table's rows, (batch, token, head, width). A row outside gives NaN.
+
+    A pair takes the row of its axis of position_ids: one section of pairs after the other, or alternating.
+    """
+    outside = ((rows < 0) | (rows >= table.shape[1])).any(0)
+    batch = torch.arange(len(table), device=table.device)[:, None]
+    found = [table[batch, axis.masked_fill(outside, 0)] for axis in rows]
+    gathered = found[0]
+    if len(found) > 1:
+        pair = torch.arange(o.rotary_dim // 2, device=table.device)
+        sections = torch.tensor(o.mrope_section, device=table.device)
+        if o.mrope_interleaved:
+            axis_of = pair % len(sections)
+            axis_of = torch.where(pair < len(sections) * sections[axis_of], axis_of, 0)
+        else:
+            axis_of = torch.searchsorted(sections.cumsum(0), pair, right=True)
+        if table.shape[-1] == o.rotary_dim:
+            axis_of = axis_of.repeat_interleave(2) if o.interleaved else axis_of.repeat(2)
+        for axis in range(1, len(found)):
+            gathered = torch.where(axis_of == axis, found[axis], gathered)
+    return gathered.masked_fill(outside[..., None, None], float("nan"))

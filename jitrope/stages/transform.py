@@ -5,15 +5,61 @@ Source: arXiv:2404.00456.
 
 from __future__ import annotations
 
+from collections.abc import Container
+from dataclasses import field
+
 import torch
 from torch import Tensor
 
-from ..plan.options import Options
-from ..plan.views import Tensors
+from ..base import layouts
+from ..base.fit import Fail
+from ..base.spec import OF_NORM
+from ..base.views import Tensors
 from .positions import TURNED
 
+TENSORS = ()
+ARGUMENTS: dict[str, tuple[str, str]] = {}
+MAX_DIM = 256
+LABEL = "hadamard"
+"""Its name in messages."""
+ABSENT = {"hadamard": False}
 
-def forward(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
+
+class Words(layouts.Words):
+    """Its words."""
+
+    hadamard: bool = False
+
+
+class Fields:
+    """Constants of a kernel."""
+
+    hadamard: bool = field(metadata=OF_NORM)  # heads of q and k are transformed before they are stored
+
+    @property
+    def transforms(self) -> bool:
+        """Whether threads of a head exchange its elements behind the rotation."""
+        return self.hadamard
+
+
+def present(t: Container[str], o: Words) -> bool:
+    """Whether a call has this stage."""
+    return o.hadamard
+
+
+def alone(o: Words) -> dict[str, bool]:
+    """Its words."""
+    return {"hadamard": o.hadamard}
+
+
+def refuse(t: Tensors, o: Words, fail: Fail) -> None:
+    """Refuse heads of another size."""
+    dim = t["q"].shape[-1]
+    if o.hadamard and (dim > MAX_DIM or dim & (dim - 1)):
+        fail(f"hadamard goes with a power of two of elements up to {MAX_DIM}; q has D={dim}, so leave it out")
+
+
+def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
     """Heads times the matrix, in fp32. The order of sums is the kernel's."""
     if not o.hadamard or letter not in TURNED:
         return x
@@ -25,6 +71,6 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
     return x * (0.5 ** (bits // 2) * (0.5**0.5 if bits % 2 else 1))
 
 
-def back(letter: str, x: Tensor, grad: Tensor, t: Tensors, o: Options, found: Tensors) -> Tensor:
+def back(letter: str, x: Tensor, grad: Tensor, t: Tensors, o: Words, found: Tensors) -> Tensor:
     """The same: the matrix is its own transpose."""
     return forward(letter, grad, t, o)

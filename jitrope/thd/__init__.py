@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from ..base import arguments
-from ..checks.fit import Fail
-from ..plan.partition import RULES
+from ..base.fit import Fail
+from ..base.partition import RULES
 from ..torch_state import is_compiling, wants_grad
 from . import ops as thd_ops
 from .reference import Correction, Move, Shape

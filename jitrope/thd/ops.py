@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from ..base import arguments
+from ..base.fit import Fail, is_float
+from ..base.layouts import MAX_TOKENS
+from ..base.partition import Mask
 from ..base.spec import ACCESS_BYTES
-from ..checks.fit import MAX_TOKENS, Fail, is_float
-from ..plan.partition import Mask
-from ..plan.views import DTYPE_NAMES
+from ..base.views import DTYPE_NAMES
 from ..run.enqueue import Call, enqueue
 from ..torch_state import is_compiling, is_zero, wants_grad, written
 from . import reference

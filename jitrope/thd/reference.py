@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
+from ..base import partition
 from ..base.arguments import shown
 from ..base.errors import InvalidInput
-from ..plan import partition
-from ..plan.partition import Mask, Rows, before, count
+from ..base.partition import Mask, Rows, before, count
 from .spec import STEPS
 
 

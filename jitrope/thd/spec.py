@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
+from ..base.partition import RULES, number_of_chunks
 from ..base.spec import ACCESS_BYTES, ACCESSES, DTYPES, INDEX_DTYPES, KINDS, MAX_INT, MAX_THREADS, Spec, refuse_unless
-from ..plan.partition import RULES, number_of_chunks
 
 MAPS = ("table", "stay", "to_ranks", "to_sequences", "positions", "valid", "tail")
 PARTITIONED = ("to_ranks", "to_sequences", "positions")  # maps that depend on the cut of the batch

@@ -20,7 +20,7 @@ from ..base import arguments
 from ..base.config import log
 from ..base.errors import InvalidInput, JitropeError
 from ..base.spec import DTYPES, Spec
-from ..plan.views import DTYPE_NAMES
+from ..base.views import DTYPE_NAMES
 from ..run.planning import planning
 from .prewarm import TORCH_DTYPES
 

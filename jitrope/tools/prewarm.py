@@ -21,14 +21,15 @@ from ..base import arguments
 from ..base.config import log
 from ..base.errors import InvalidInput, JitropeError
 from ..base.spec import DTYPES, Spec, spec_from_dict
+from ..base.views import DTYPE_NAMES, FP8, Tensors, fused_shape
 from ..call import Call
 from ..jit import kernels, recording
-from ..plan.options import Options, norm_of
-from ..plan.views import DTYPE_NAMES, FP8, Tensors, fused_shape
+from ..plan.options import Options
 from ..run import dispatch
 from ..run.planning import planning
 from ..sinks.results import LETTERS
 from ..sources.operation import OF_TABLES, operation_of
+from ..stages.norm import norm_of
 from ..thd import spec as _  # noqa: F401  (adds its kinds of specs to the registry)
 
 __all__ = ["Built", "prewarm", "read_record", "specs_of"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import shown
-from ..plan.views import Tensors
+from ..base.views import Tensors
 from ..torch_state import is_traced
 
 

@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from ..base.arguments import refuse, tensor, word
-from ..plan.options import SCALE_FMTS
-from ..plan.views import BLOCK_SCALES, FP8, Tensors
+from ..base.views import BLOCK_SCALES, FP8
+from ..sinks.pages import lengths_of
+from ..stages.convert import SCALE_FMTS
 from .asked import Value
 from .values import divisors, flags, scales
 
@@ -152,8 +153,3 @@ class KVCache(Value):
             if k_block_scale is None or k_block_scale.dtype == FP8:
                 refuse("KVCache", "scale_fmt", scale_fmt, f"None without k_block_scale, and with scales in {FP8}")
             self.words["scale_fmt"] = word("KVCache", "scale_fmt", scale_fmt, SCALE_FMTS[1:])
-
-
-def lengths_of(t: Tensors) -> str:
-    """The user's name for the lengths."""
-    return "cache_positions" if "batch_indices" in t else "last_page_len" if "page_indptr" in t else "seq_lens"

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import refuse, require, whole, word
-from ..plan.options import SCALE_FMTS
-from ..plan.views import DTYPE_NAMES, FORMATS, FP8, FP8S, GROUPS, SCALES, Tensors
+from ..base.errors import InvalidInput
+from ..base.views import DTYPE_NAMES, FORMATS, FP8, FP8S, GROUPS, SCALES, Tensors
+from ..stages.convert import SCALE_FMTS
 from .asked import Value
 from .values import divisors, flags, scales
 
@@ -216,3 +217,16 @@ def _format(name: str, dtype: Any, allowed: tuple[torch.dtype, ...]) -> str:
     if not isinstance(dtype, torch.dtype) or dtype not in allowed:
         refuse(name, "dtype", dtype, " or ".join([", ".join(map(str, allowed[:-1])), str(allowed[-1])]))
     return DTYPE_NAMES[dtype]
+
+
+def asked_of(name: str, quantize: Any, hadamard: Any) -> tuple[dict[str, Any], bool]:
+    """(the words of a call's conversion or transform, whether heads are transformed). They are checked."""
+    if quantize is None:
+        words = {} if hadamard is False else flags(name, hadamard=hadamard)
+    else:
+        if not isinstance(quantize, (Quantize, DynamicQuantize)):
+            refuse(name, "quantize", quantize, "a jitrope.Quantize or DynamicQuantize")
+        if hadamard is not False:
+            raise InvalidInput(f"{name}: hadamard is given beside quantize, which has its own; give it to that")
+        words = quantize.words
+    return words, "hadamard" in words

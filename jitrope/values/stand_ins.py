@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from .. import torch_state as watch
-from ..plan.options import LAYOUT_AXES, Options, norm_of
-from ..plan.views import Tensors, shaped_parts
+from ..base.layouts import LAYOUT_AXES
+from ..base.views import Tensors, shaped_parts
+from ..plan.options import Options
+from ..stages.norm import norm_of
 
 COUNTERS = 4096  # counters of blocks: one for each 16 blocks of a launch, and one more (`templates/block_sums.cuh`)
 

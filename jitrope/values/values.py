@@ -15,8 +15,11 @@ from torch import Tensor
 
 from ..base.arguments import flag, items, number, refuse, tensor, whole, wholes, word
 from ..base.errors import InvalidInput
-from ..plan.options import NORM_KINDS, NORM_OF, NORM_ROUNDINGS, NormOptions
-from ..plan.views import MEANS, Tensors
+from ..base.views import MEANS, Tensors
+from ..stages.norm import KINDS as NORM_KINDS
+from ..stages.norm import OF as NORM_OF
+from ..stages.norm import ROUNDINGS as NORM_ROUNDINGS
+from ..stages.norm import NormOptions
 from .asked import Value
 from .stand_ins import constant
 

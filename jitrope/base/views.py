@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .options import LAYOUT_AXES, QKV_ORDERS, Options, norm_of
+from .layouts import LAYOUT_AXES, QKV_ORDERS, Words
+from .spec import ACCESS_BYTES
 
 FP8 = torch.float8_e4m3fn
 
@@ -49,28 +51,10 @@ TABLE_NAMES = ("cos", "sin", "cu_seqlens", "start_positions", "position_ids", "q
 MEANS = ("q_mean_square", "k_mean_square")  # given means of squares of a norm across heads, (B, S)
 
 
-def block_format(tensors: Tensors, head_dim: int, options: Options) -> tuple[str, int, str]:
-    """out_dtype, group and scale_out of `Options` for a call's cache with block scales."""
-    cache, scale = tensors["k_cache"], tensors[BLOCK_SCALES[0]]
-    dtype = next(name for name, found in SCALES.items() if found == scale.dtype)
-    powers = options.scale_fmt == "ue8m0" and dtype == "fp32"
-    return DTYPE_NAMES[cache.dtype], head_dim // scale.shape[-1], "e8m0_fp32" if powers else dtype
-
-
-def sums_heads(tensors: Container[str], options: Options) -> bool:
-    """Whether a kernel takes all heads of a token: a norm across heads without given means, or its gradient."""
-    return norm_of(options).across_heads and (MEANS[0] not in tensors or "dq" in tensors)
-
-
 def canonical(x: Tensor, layout: str) -> Tensor:
     """A (batch, seq, head, dim) view of a tensor in `layout`."""
     batch, *rest = LAYOUT_AXES[layout]
     return x.unsqueeze(0) if batch is None else x.permute(batch, *rest)
-
-
-def converts_v(given: Container[str], dynamic_v: bool) -> bool:
-    """Whether a call returns v divided by scales. A cache has its own. given: the names of the call's tensors."""
-    return dynamic_v or ("v_scale" in given and "v_cache" not in given)
 
 
 def by_rank(x: Tensor, layout: str, ranks: int) -> Tensor:
@@ -108,12 +92,6 @@ def table_pair(cos: Tensor, sin: Tensor | None, table: str) -> tuple[Tensor, Ten
     return cos, sin
 
 
-def ids_view(position_ids: Tensor, options: Options) -> Tensor:
-    """An (axes, batch, seq) view of position_ids; batch is 1 where they are shared."""
-    ids = position_ids if options.mrope_section else position_ids[None]
-    return ids if ids.dim() == 3 else ids[:, None]
-
-
 def head_view(x: Tensor, layout: str) -> Tensor:
     """The heads of a tensor in `layout`. Each is a group; with another axis in front those of a rank are."""
     batch, *rest = LAYOUT_AXES[layout]
@@ -139,24 +117,24 @@ def factor_view(q_factor: Tensor, shape: tuple[int, ...] = (-1, -1)) -> Tensor:
 # ---- fused QKV ------------------------------------------------------------------------------------
 
 
-def heads_per_group(options: Options) -> int:
+def heads_per_group(options: Words) -> int:
     """The number of heads of q, with their gates, of k and of v for each head of k in fused QKV."""
     return options.q_per_group * QKV_ORDERS[options.order] + 2
 
 
-def fused_sizes(qkv: Tensor, options: Options) -> tuple[int, int]:
+def fused_sizes(qkv: Tensor, options: Words) -> tuple[int, int]:
     """(groups, head_dim) of a fused tensor; a group is a head of k."""
     (*_, heads, width), per_group = qkv.shape, heads_per_group(options)
     return (heads, width // per_group) if options.order == "grouped" else (heads // per_group, width)
 
 
-def fused_shape(groups: int, head_dim: int, options: Options) -> tuple[int, int]:
+def fused_shape(groups: int, head_dim: int, options: Words) -> tuple[int, int]:
     """The last two axes of a fused tensor, the inverse of `fused_sizes`."""
     per_group = heads_per_group(options)
     return (groups, per_group * head_dim) if options.order == "grouped" else (groups * per_group, head_dim)
 
 
-def fused_part(qkv: Tensor, name: str, options: Options) -> Tensor:
+def fused_part(qkv: Tensor, name: str, options: Words) -> Tensor:
     """q, k, v or the gate inside a fused tensor, (..., heads, D); q of the order "grouped" is (..., G, heads, D)."""
     n, each = options.q_per_group, QKV_ORDERS[options.order]
     if options.order == "grouped":
@@ -168,13 +146,13 @@ def fused_part(qkv: Tensor, name: str, options: Options) -> Tensor:
     return qkv[..., {**of_q, "k": slice(end, end + groups), "v": slice(end + groups, None)}[name], :]
 
 
-def shaped_parts(qkv: Tensor, options: Options) -> Tensors:
+def shaped_parts(qkv: Tensor, options: Words) -> Tensors:
     """Views with the shapes, dtype and device of q, k and v, for checks. The elements of q are others."""
     k, v = (fused_part(qkv, name, options) for name in "kv")
     return {"q": k[..., :1, :].expand(*k.shape[:-2], k.shape[-2] * options.q_per_group, -1), "k": k, "v": v}
 
 
-def fused_views(qkv: Tensor, options: Options, with_gate: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def fused_views(qkv: Tensor, options: Words, with_gate: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """The heads of q, k and v inside a fused tensor, (batch, seq, group, head of the group, dim).
 
     with_gate: a gate is the second head of its head of q.
@@ -191,6 +169,36 @@ def bias_like(bias: Tensor, qkv: Tensor) -> Tensor:
     return bias.unflatten(0, qkv.shape[-2:]) if bias.dim() == 1 else bias
 
 
-def bias_views(bias: Tensor, qkv: Tensor, options: Options, with_gate: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def bias_views(bias: Tensor, qkv: Tensor, options: Words, with_gate: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """The views of a bias as one token of its fused tensor."""
     return fused_views(bias_like(bias, qkv)[(None,) * (qkv.dim() - 2)], options, with_gate)
+
+
+# ---- strides ----------------------------------------------------------------------------------------
+
+
+def strides_of_axes(x: Tensor) -> list[int]:
+    """Strides in elements. An axis of size 1 is shared, so its stride is 0."""
+    return [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride())]
+
+
+def strides_of(view: Tensor) -> list[int]:
+    """The strides of heads or of a table. The last axis has 1 if its size is 1."""
+    return [*strides_of_axes(view)[:-1], 1 if view.shape[-1] == 1 else view.stride(-1)]
+
+
+def elements_per_access(tensors: Iterable[Tensor], apart: int = 1) -> int:
+    """Elements that one aligned access may span, by addresses and strides, which count items.
+
+    apart: the step from one element to the next. It is 2 for complex and repeated tables: an access then loads both
+    neighbours and uses one. The result is 0 if that is not possible. The address of a meta tensor is the offset in its
+    storage, which will be aligned.
+    """
+    limits = []
+    for x in tensors:
+        (*outer, inner), size = strides_of(x), x.element_size()
+        address = int(x.storage_offset()) * size if x.is_meta else x.data_ptr()
+        span = apart * size
+        aligned = math.gcd(ACCESS_BYTES, *(stride * size for stride in outer), address // span * span)
+        limits.append(aligned // span * PER_ITEM.get(x.dtype, 1) if inner == apart else 0)
+    return min(limits) or int(apart == 1)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.errors import InvalidInput
+from .errors import InvalidInput
 
 
 class Span(NamedTuple):
