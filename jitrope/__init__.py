@@ -42,9 +42,12 @@ from .base.config import set_up_logging as _set_up_logging
 from .base.errors import CacheError, CompileError, InvalidInput, JitropeError, MissingKernel
 from .jit.recording import KernelEvent, on_compile, record
 from .run.planning import planning
-from .values.kv_cache import KVCache, Pages
-from .values.quantize import DynamicQuantize, Quantize, Scaled
-from .values.values import Mrope, Norm, Packed, Shifts, Starts, Ulysses
+from .sinks.cache import KVCache
+from .sinks.pages import Pages
+from .sinks.results import Ulysses
+from .stages.convert import DynamicQuantize, Quantize, Scaled
+from .stages.norm import Norm
+from .stages.positions import Mrope, Packed, Shifts, Starts
 
 # ruff: noqa: RUF022  (in the order of the documentation)
 __all__ = ["apply_rope", "prepare_qkv", "prepare_fused_qkv", "prepare_joint_qkv", "prepare_mla_qkv"]

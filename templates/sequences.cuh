@@ -2,7 +2,7 @@
 //
 // cu_seqlens[0..count] are the offsets of `count` sequences, ascending from 0; sequence i owns the
 // tokens [cu_seqlens[i], cu_seqlens[i + 1]) and may be empty. Under context parallelism these are the offsets of
-// the whole batch, and each sequence is cut into `chunks` parts by the rule of jitrope/plan/partition.py. With
+// the whole batch, and each sequence is cut into `chunks` parts by the rule of jitrope/base/partition.py. With
 // chunks = 2 cp_size a rank has chunk cp_rank followed by chunk chunks - 1 - cp_rank ("dual chunk"); with
 // chunks = cp_size it has chunk cp_rank ("contiguous"). Both numbers are compile-time constants in every call, so
 // divisions by them become multiplications.

@@ -42,6 +42,8 @@ def some(chance: random.Random, word: str, default: object) -> object:
     """A value of a word's type."""
     if word in WORDS:
         return chance.choice(NORM_ROUNDINGS if default == "none" else WORDS[word])
+    if default is None:
+        return chance.choice([None, True, False])
     if isinstance(default, bool):
         return chance.random() < 0.5
     if isinstance(default, float):

@@ -239,22 +239,26 @@ def compiled(spec: RopeSpec, arch: str) -> tuple[bytes, str]:
 # newest; with other versions kernels must only compile. For each version: the most bytes that a thread spills, on each
 # of ARCHS, for kernels with limited registers.
 # Two rows of 40 heads, their gradients and sums: 320 threads with 168 registers each, one block at a time.
-LARGE = "qk_norm_rope_backward_bf16_d128_interleaved_fp32_half_table_backward_complex64_round_none_across_40_40"
+PLAIN = {"dtype": "bf16", "table_dtype": "fp32", "full_width": False, "freqs": False}
+LARGE = {**PLAIN, "head_dim": 128, "interleaved": True, "gradient": True, "row_heads": (40, 40)}
 # Gradients of weights and biases: two sums for each element.
-BIASED = "qk_norm_rope_backward_bf16_d64_halves_fp32_half_table_backward_complex64_round_none_layer_norm"
+BIASED = {**PLAIN, "head_dim": 64, "interleaved": False, "gradient": True, "norm_kind": "layer_norm"}
 # Keys and values in a cache with scales of groups: 80 registers.
-FP4_CACHE = "qk_norm_rope_bf16_d128_halves_fp32_half_table_forward_ids_cache_fp4_round_twice_dynamic_group16"
+FP4_CACHE = {**PLAIN, "head_dim": 128, "interleaved": False, "kv_out": "fp4", "norm_rounding": "twice", "group": 16}
 # The widest angles without a norm: 40 registers, as many as 1,536 threads have.
-ANGLES = "rope_bf16_d128_halves_fp32_full_freqs"
+ANGLES = {"kind": "rope", "dtype": "bf16", "head_dim": 128, "interleaved": False, "freqs": True, "full_width": True}
 # Two streams that are transformed: 96 registers. The bounds were read with 13.5 alone.
-FORWARD = "qk_norm_rope_bf16_d128_interleaved_fp32_half_table_forward_qkv1_"
-STREAMS = {
-    FORWARD + "to_int8_round_once_hadamard_dynamic_two_streams": (0, 0, 8, 8),
-    FORWARD + "round_once_hadamard_two_streams": (0, 0, 40, 40),
-}
+TWO = {**PLAIN, "head_dim": 128, "interleaved": True, "norm_rounding": "once", "hadamard": True, "two_streams": True}
+STREAMS = [({**TWO, "q_out": "int8", "dynamic": True}, (0, 0, 8, 8)), ({**TWO, "dynamic": False}, (0, 0, 40, 40))]
 SPILLS = {
-    (13, 2): {LARGE: (0, 0, 32, 32), BIASED: (8, 0, 0, 0), FP4_CACHE: (0, 8, 16, 0), ANGLES: (0, 0, 0, 16), **STREAMS},
-    (13, 5): {LARGE: (0, 0, 24, 24), FP4_CACHE: (0, 8, 0, 0), ANGLES: (0, 0, 0, 8), **STREAMS},
+    (13, 2): [
+        (LARGE, (0, 0, 32, 32)),
+        (BIASED, (8, 0, 0, 0)),
+        (FP4_CACHE, (0, 8, 16, 0)),
+        (ANGLES, (0, 0, 0, 16)),
+        *STREAMS,
+    ],
+    (13, 5): [(LARGE, (0, 0, 24, 24)), (FP4_CACHE, (0, 8, 0, 0)), (ANGLES, (0, 0, 0, 8)), *STREAMS],
 }
 
 
@@ -267,7 +271,7 @@ def test_other_pairs_of_wide_rows_fit_in_shared_memory(heads: int, head_dim: int
         assert compiled(spec, "sm_90")[0].startswith(b"\x7fELF")
 
 
-def bounds() -> dict[str, tuple[int, ...]]:
+def bounds() -> list[tuple[dict[str, Any], tuple[int, ...]]]:
     """This compiler's row of SPILLS. Without one the rest of the test, which is about machine code, is skipped."""
     version = compiler.nvrtc_version()
     if version not in SPILLS:
@@ -287,8 +291,11 @@ def test_prewarm_specs_compile_without_spills_and_move_16_bytes_an_access(arch: 
     code = {spec: compiled(spec, arch) for spec in specs}
     for spec, (cubin, _) in code.items():
         assert cubin.startswith(b"\x7fELF"), spec.name
-    row = {name: sizes[ARCHS.index(arch)] for name, sizes in bounds().items()}
-    allowed = {spec: next((row[name] for name in row if spec.name.startswith(name)), 0) for spec in specs}
+    row = [(of, sizes[ARCHS.index(arch)]) for of, sizes in bounds()]
+    allowed = {
+        spec: next((size for of, size in row if all(getattr(spec, name) == x for name, x in of.items())), 0)
+        for spec in specs
+    }
     for spec, (cubin, log) in code.items():
         assert "warning" not in log, f"{spec.name}: {log}"
         report = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)

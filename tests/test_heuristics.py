@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from jitrope.plan import heuristics, partition
+from jitrope.base import partition
+from jitrope.plan import heuristics
 from jitrope.plan.heuristics import RopeProblem, plan
 
 BASE = RopeProblem(

@@ -279,13 +279,13 @@ def test_words_take_every_name_in_any_order() -> None:
     given = {name: [next(numbers) for _ in range(size)] if size else next(numbers) for name, size in sizes.items()}
     shuffled = dict(reversed(given.items()))
     words = list(range(sum(size or 1 for size in sizes.values())))
-    assert arguments.words(shuffled, norm=False) == words
+    assert arguments.words(shuffled, whole=False) == words
     without_k = {name: x for name, x in given.items() if name != "k"}
-    assert arguments.words(without_k, norm=False) == words[:5] + [0] * 5 + words[10:]
+    assert arguments.words(without_k, whole=False) == words[:5] + [0] * 5 + words[10:]
     with pytest.raises(AssertionError):
-        arguments.words({**given, "q": [1, 2]}, norm=False)
+        arguments.words({**given, "q": [1, 2]}, whole=False)
     with pytest.raises(KeyError):
-        arguments.words({name: x for name, x in given.items() if name != "batch"}, norm=False)
+        arguments.words({name: x for name, x in given.items() if name != "batch"}, whole=False)
 
 
 def test_missing_constant_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,7 +386,7 @@ def test_known_architectures_are_not() -> None:
 def test_names_are_short_and_different() -> None:
     names = [spec.name for spec in popular()]
     assert all(len(name) < 120 for name in names)
-    assert "rope_bf16_d128_halves_fp32_half_table_forward_token_linear" in names
+    assert "rope_bf16_d128_halves_forward_token_linear" in names
 
 
 @SPECS

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor
 
 from ..plan.options import DEFAULTS
-from ..values.values import Ulysses
+from ..sinks.results import Ulysses
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict

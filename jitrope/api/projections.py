@@ -15,13 +15,14 @@ from ..base.layouts import FUSED_AXES, QKV_ORDERS
 from ..plan.options import Options
 from ..run.gather import add, chosen, gather, result, sent
 from ..run.public import repeated
+from ..sinks.cache import KVCache
 from ..sources.fused import FUSED, part_with_bias
 from ..sources.latent import LATENT
 from ..sources.operation import operation
 from ..sources.outs import is_dense
-from ..values.kv_cache import KVCache
-from ..values.quantize import DynamicQuantize, Quantize
-from ..values.values import Norm, Positions
+from ..stages.convert import DynamicQuantize, Quantize
+from ..stages.norm import Norm
+from ..stages.positions import Positions
 from .keywords import FusedWords, LatentWords, with_words
 
 if TYPE_CHECKING:

@@ -10,11 +10,13 @@ from torch import Tensor
 from ..checks.words import refuse_table_as_v
 from ..run.gather import chosen, gather, result, sent, with_v
 from ..run.public import repeated
+from ..sinks.cache import KVCache
+from ..sinks.results import Ulysses  # noqa: F401
 from ..sources.heads import HEADS
 from ..sources.operation import operation
-from ..values.kv_cache import KVCache
-from ..values.quantize import DynamicQuantize, Quantize, Scaled
-from ..values.values import Norm, Positions, Ulysses  # noqa: F401
+from ..stages.convert import DynamicQuantize, Quantize, Scaled
+from ..stages.norm import Norm
+from ..stages.positions import Positions
 from .keywords import RopeWords, with_words
 
 if TYPE_CHECKING:

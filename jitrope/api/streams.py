@@ -12,9 +12,11 @@ from ..base.errors import InvalidInput
 from ..checks.words import parts, second_tables
 from ..run.gather import add, chosen, gather, result, sent
 from ..run.public import repeated
+from ..sinks.results import Ulysses
 from ..sources.streams import STREAMED
-from ..values.quantize import DynamicQuantize, Quantize, Scaled
-from ..values.values import Norm, Positions, Ulysses
+from ..stages.convert import DynamicQuantize, Quantize, Scaled
+from ..stages.norm import Norm
+from ..stages.positions import Positions
 from .keywords import JointWords, with_words
 
 if TYPE_CHECKING:

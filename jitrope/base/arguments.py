@@ -155,3 +155,8 @@ def shown(value: Any) -> str:
         return f"a module, {kind.__name__}"  # its repr has a line for each layer
     text = " ".join(repr(value).split())
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def flags(name: str, **given: Any) -> dict[str, bool]:
+    """The arguments that are True. They may be True or False."""
+    return {label: True for label, value in given.items() if flag(name, label, value)}

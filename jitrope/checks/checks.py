@@ -118,7 +118,7 @@ def check_heads(q: Tensor, k: Tensor | None, o: Options, fail: Fail, first: str,
     tokens, had = batch * seqlen, f"{first} has D={head_dim}; at most {MAX_HEAD_DIM} is possible"
     fail.when(tokens > MAX_TOKENS, f"{first} has {tokens} tokens; at most {MAX_TOKENS} are possible")
     fail.when(head_dim > MAX_HEAD_DIM, f"{had}; pass a view of the rotated elements")
-    rotate.refuse_dims(first, head_dim, o, fail)
+    rotate.check_dims(first, head_dim, o, fail)
 
 
 def require_apart(name: str, written: dict[str, Tensor], read: dict[str, Tensor]) -> None:
@@ -152,9 +152,9 @@ def check(op: Any, t: Tensors, o: Options) -> None:
     if beside := op.source.said or "a cache" * op.cache:
         rotate.refuse_per_head(t["cos"], o, beside, fail)
     check_heads(q, t.get("k"), o, fail, label, op.label("k"))
-    positions.refuse(t, o, fail)
-    scale.refuse(t, sizes_of(q, o.layout)[1], o, fail)
-    rotate.refuse(t, o, fail)
+    positions.check(t, o, fail)
+    scale.check(t, sizes_of(q, o.layout)[1], o, fail)
+    rotate.check(t, o, fail)
 
 
 def check_scales(op: Any, t: Tensors, o: Options) -> None:
@@ -175,15 +175,15 @@ def check_kv_cache(op: Any, t: Tensors, o: Options) -> None:
     if v_heads != heads and (not heads or v_heads == 0 or v_heads % heads):
         had = f"k is {named(k, o.layout)} but v is {named(kv['v'], o.layout)}"
         fail(f"{had}; v must have as many heads, or a multiple of them")
-    cache.refuse(kv, t, o, fail)
-    pages.refuse(t, o, fail)
+    cache.check(kv, t, o, fail)
+    pages.check(t, o, fail)
     fail.when(o.inplace and "q_scale" in t, "q is returned as fp8, which cannot be in place; leave inplace=True out")
     _check_scale(op, t, "q", True, o, False)
     for label in kv:
         scaled = t["k_cache"].dtype in FP8S if blocks is None else blocks.dtype == FP8 and f"{label}_scale" in t
         _check_scale(op, t, label, scaled, o, True)
     if o.computed and blocks is not None:
-        cache.refuse_other_format(t, o, fail)
+        cache.check_format(t, o, fail)
 
 
 def _check_scale(op: Any, t: Tensors, own: str, wanted: bool, o: Options, needed: bool) -> None:
@@ -208,13 +208,13 @@ def check_whole_heads(op: Any, t: Tensors, o: Options) -> None:
     others[transform.LABEL] = transform.present(t, o)
     for beside in [x for x, given in others.items() if given and norm.sums_heads(t, o)]:
         fail(f"across_heads does not go with {beside}; pass mean_squares, or normalise before")
-    norm.refuse(t, o, fail)
+    norm.check(t, o, fail)
     if o.inverse and norm.norm_of(o).kind != "no_norm":
         fail("inverse does not go with norm; rotate back in a call without a norm")
     fail.when(o.group and dim % o.group, f"group is {o.group}; it must divide D={dim}")
     if o.out_dtype == "fp4" or ("k_cache" in t and PER_ITEM.get(t["k_cache"].dtype, 1) > 1):
         check_pairs(t, o, fail)
-    transform.refuse(t, o, fail)
+    transform.check(t, o, fail)
 
 
 def check_results(op: Any, t: Tensors, o: Options) -> None:

@@ -87,7 +87,7 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any]) -> t
     if not table_width and words.get("rotary_dim") is None:  # nothing is rotated
         rotary_dim -= rotary_dim % 2
     found = o._replace(rotary_dim=rotary_dim, **rotate.pairs_of(o))
-    rotate.refuse_moved(name, op.norm, found, found.rotate_k)
+    rotate.check_moved(name, op.norm, found, found.rotate_k)
     return (found, full) if cos is not None else op.without_table(full, found)
 
 

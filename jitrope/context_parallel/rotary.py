@@ -15,9 +15,9 @@ from ..checks.words import ONE_TABLE, canonical, resolved
 from ..run.gather import placed
 from ..sources.heads import HEADS
 from ..sources.operation import operation
+from ..stages.positions import Packed
 from ..stages.rotate import rows_of
 from ..torch_state import is_traced
-from ..values.values import Packed
 from .backends import NAME, fail
 from .schedule import Schedule
 

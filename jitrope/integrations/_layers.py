@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import InvalidInput
-from ..values.stand_ins import filled
-from ..values.values import Norm
+from ..stages.norm import Norm
+from ..values.constants import filled
 from . import _host
 from ._host import Function
 from ._norms import check_results, form_of, parameters_of

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..api import prepare_qkv
 from ..base.errors import InvalidInput, JitropeError
-from ..values.values import Norm
+from ..stages.norm import Norm
 from . import _host
 
 HOST, BACKEND = "comfy_kitchen", "jitrope"

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from ..api import prepare_qkv
 from ..base.errors import InvalidInput
+from ..stages.norm import Norm
 from ..torch_state import in_autocast
-from ..values.values import Norm
 from . import _host
 from ._layers import AsSelf
 from ._norms import unhooked

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..api import apply_rope, prepare_fused_qkv, prepare_qkv
 from ..base.errors import InvalidInput
-from ..values.values import Packed, Starts
+from ..stages.positions import Packed, Starts
 from . import _host
 from ._layers import AsSelf, norm_of, without_rope
 

@@ -13,17 +13,18 @@ from ..base.views import BLOCK_SCALES, Tensors
 from ..checks.checks import require_apart
 from ..checks.words import ONE_TABLE, parts, rotates_heads, unexpected
 from ..plan.options import Options
+from ..sinks.cache import KVCache
+from ..sinks.results import Ulysses
 from ..sources.heads import NORM_OF_V, norm_of_v
 from ..sources.operation import Operation, operation
 from ..sources.outs import is_dense, joins_k
 from ..sources.source import Source
-from ..stages.convert import converts_v
-from ..stages.norm import NO_NORM
+from ..stages.convert import DynamicQuantize, Scaled, asked_of, converts_v
+from ..stages.norm import NO_NORM, Norm
+from ..stages.positions import Positions
 from ..stages.rotate import WITHOUT_TABLE
 from ..torch_state import sharded
-from ..values.kv_cache import KVCache
-from ..values.quantize import DynamicQuantize, Scaled, asked_of
-from ..values.values import Norm, Positions, Ulysses, scales
+from ..values.scales import scales
 from .dispatch import call
 
 _TABLE_NAMES = ("cos", "sin", *ONE_TABLE)

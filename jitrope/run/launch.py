@@ -27,8 +27,9 @@ from ..checks.checks import label_of
 from ..checks.words import canonical
 from ..plan.options import Options
 from ..sources.operation import OF_TABLES, Operation
-from ..values.quantize import Scaled
-from ..values.stand_ins import CONSTANTS, missing_weights
+from ..sources.stand_ins import missing_weights
+from ..stages.convert import Scaled
+from ..values.constants import CONSTANTS
 from .replay import SCRATCH, UNUSED, Form, maker, twice
 
 MAX_LAUNCHES = 4096

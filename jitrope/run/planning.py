@@ -12,7 +12,7 @@ from ..base.spec import Spec
 from ..base.views import Tensors
 from ..plan.options import Options
 from ..sources.operation import Operation
-from ..values.stand_ins import missing_weights
+from ..sources.stand_ins import missing_weights
 from . import launch
 
 _planning: ContextVar[tuple[list[Spec], list[str], int] | None] = ContextVar("planning", default=None)
@@ -29,7 +29,7 @@ def planning(launches: Sequence[str] = LAUNCHES, sm_count: int = 132) -> Iterato
     >>> with jitrope.planning(["auto"]) as specs:
     ...     q, k = jitrope.apply_rope(q, k, cos, sin)
     >>> [spec.name for spec in specs]
-    ['rope_bf16_d128_halves_fp32_half_table_forward_token_linear']
+    ['rope_bf16_d128_halves_forward_token_linear']
 
     A kernel depends on shapes, strides, dtypes and alignment, which meta tensors have too; they are aligned like fresh
     tensors. A backward in the block is also listed. Calls on other tensors run as usual and are not listed. Calls of

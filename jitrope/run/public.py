@@ -20,12 +20,14 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from ..base.errors import InvalidInput
-from ..stages.positions import COUNTS
+from ..sinks.cache import KVCache
+from ..sinks.pages import Pages
+from ..sinks.results import Ulysses
+from ..stages.convert import DynamicQuantize, Quantize, Scaled
+from ..stages.norm import Norm
+from ..stages.positions import COUNTS, Mrope, Packed, Shifts, Starts
 from ..torch_state import constant, dispatch_modes, is_traced
 from ..values.asked import Value, spelled
-from ..values.kv_cache import KVCache, Pages
-from ..values.quantize import DynamicQuantize, Quantize, Scaled
-from ..values.values import Mrope, Norm, Packed, Shifts, Starts, Ulysses
 from . import launch
 from .torch_op import TAGS, lib
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import torch_state as watch
 from ..base.views import Tensors
-from ..values.quantize import Scaled
+from ..stages.convert import Scaled
 
 UNUSED = "unused_"
 """What begins the names of a user's tensors that a call does not read."""

@@ -8,18 +8,92 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.arguments import flags, refuse, tensor, word
 from ..base.fit import Fail, check_device, named, sizes_of
 from ..base.layouts import MAX_TOKENS
 from ..base.spec import INDEX_DTYPES, OF_NORM
 from ..base.views import BLOCK_SCALES, FORMATS, FP8, FP8S, GROUPS, PER_ITEM, SCALES, Tensors
 from ..stages import convert
-from ..stages.convert import block_format
+from ..stages.convert import SCALE_FMTS, block_format
+from ..values.asked import Value
+from ..values.scales import divisors, scales
 from . import pages
+from .pages import Pages
 from .results import indexed
 
 _BLOCKS = " ".join(BLOCK_SCALES)
 TENSORS = ("k_cache", "v_cache", "slot_mapping", *BLOCK_SCALES)
 ARGUMENTS = {"block_cache": (f"void* block_scale: {_BLOCKS}", f"Strides block_scale_stride: {_BLOCKS}")}
+
+
+class KVCache(Value):
+    """A cache for the rotated k, and v if there is one, paged like vLLM's (arXiv:2309.06180).
+
+    >>> q, (k, v) = torch.randn(2, 8, 64), torch.randn(2, 2, 1, 64)
+    >>> k_cache, v_cache = torch.zeros(2, 4, 16, 1, 64)  # 4 pages of 16 rows
+    >>> cache = jitrope.KVCache(k_cache, v_cache, torch.tensor([20, 21]))
+    >>> table = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> q, _, v = jitrope.prepare_qkv(q, k, v, cos_sin_cache=table, cache=cache, layout="thd")
+    >>> torch.equal(v_cache[1, 4:6], v)
+    True
+
+    Args:
+        k_cache, v_cache: (slots, Hk, D), or (pages, rows, Hk, D); any strides; k's dtype, torch.float8_e4m3fn or
+            torch.float8_e5m2, or with block scales their format. Pass a cache with heads before rows as a transposed
+            view. v and its cache may have a multiple of Hk heads, such as the latents of MLA in pieces of k_pe's size.
+            v_cache None: a cache of k alone, and v is None too (the index cache of DeepSeek-V3.2).
+        slot_mapping: int32 or int64, one entry for each token, (B, S) or flat: the slot of its k and v, page * rows +
+            row. Nothing is stored for a negative slot (padding) or a slot past the end, which `check` refuses. If two
+            tokens have one slot, either may be stored. Or `Pages`: the pages of each sequence.
+        k_scale, v_scale: only for fp8 caches, which hold k / k_scale and v / v_scale; see `Quantize`. For fp4 the unit
+            of block scales, by default 1.
+        rotate_k: also rotate k itself, in place.
+        k_block_scale, v_block_scale: the scales of the cache's elements, which the call computes as `DynamicQuantize`
+            does and stores beside them: (slots, Hk, G) or (pages, rows, Hk, G), or with the rows in fours
+            (pages, rows / 4, 4, Hk, G); any strides. A head has G scales, each for D / G neighbouring elements: 16,
+            32, 64, 128 or D. The cache is fp8, torch.int8, or fp4: D / 2 wide, torch.float4_e2m1fn_x2 (before torch
+            2.8 torch.uint8; view bytes as this dtype), two elements in a byte. The scales are torch.float32,
+            torch.float8_e8m0fnu, or for fp4 torch.float8_e4m3fn, with groups of 16 NVFP4, whose k is values times
+            k_block_scale times k_scale; v likewise. trtllm-gen reads v's scales with tokens innermost (FlashInfer's
+            nvfp4_quantize_paged_kv_cache): give it memory (pages, Hk, rows / 4, D / 16, 4) as its
+            permute(0, 2, 4, 1, 3). In the index cache of DeepSeek-V3.2 the scales of a page follow its values: pass
+            two views of its bytes. q stays in its dtype, is fp8 with `Quantize`, or has scales of the same kind with
+            `DynamicQuantize`.
+        scale_fmt: as in `DynamicQuantize`, for the scales beside the cache: "ue8m0" rounds them up to powers of two in
+            torch.float32 (vLLM's word for the index cache of DeepSeek-V3.2). Scales of q must be of the same kind.
+
+    Raises:
+        InvalidInput: an argument has a wrong type, or one of two is missing.
+    """
+
+    def __init__(
+        self,
+        k_cache: Tensor,
+        v_cache: Tensor | None,
+        slot_mapping: Tensor | Pages,
+        *,
+        k_scale: float | Tensor | None = None,
+        v_scale: float | Tensor | None = None,
+        rotate_k: bool = False,
+        k_block_scale: Tensor | None = None,
+        v_block_scale: Tensor | None = None,
+        scale_fmt: str | None = None,
+    ) -> None:
+        pages = slot_mapping if isinstance(slot_mapping, Pages) else None
+        given: Any = {"k_cache": k_cache, **({} if v_cache is None else {"v_cache": v_cache})}
+        given.update(pages.tensors if pages else {"slot_mapping": slot_mapping})
+        if k_block_scale is not None or v_block_scale is not None:
+            given.update(zip(BLOCK_SCALES[: 1 + (v_cache is not None)], (k_block_scale, v_block_scale)))
+        self.tensors = {label: tensor("KVCache", label, x) for label, x in given.items()}
+        self.tensors.update(scales("KVCache", k_cache, **divisors("KVCache", k_scale=k_scale, v_scale=v_scale)))
+        for label, x in (("v_scale", v_scale), ("v_block_scale", v_block_scale)):
+            if v_cache is None and x is not None:
+                refuse("KVCache", label, x, "None without v_cache")
+        self.words = {**flags("KVCache", rotate_k=rotate_k), **(pages.words if pages else {})}
+        if scale_fmt is not None:
+            if k_block_scale is None or k_block_scale.dtype == FP8:
+                refuse("KVCache", "scale_fmt", scale_fmt, f"None without k_block_scale, and with scales in {FP8}")
+            self.words["scale_fmt"] = word("KVCache", "scale_fmt", scale_fmt, SCALE_FMTS[1:])
 
 
 class Words(pages.Words, convert.Words):
@@ -46,7 +120,7 @@ def slots_of(cache: Tensor) -> int:
     return cache.shape[0] * (cache.shape[1] if cache.dim() == 4 else 1)
 
 
-def refuse(heads_of: Tensors, t: Tensors, o: Words, fail: Fail) -> None:
+def check(heads_of: Tensors, t: Tensors, o: Words, fail: Fail) -> None:
     """Refuse caches that do not fit k and v, by name, and each other. t: the call's tensors."""
     k, blocks = heads_of["k"], BLOCK_SCALES[0] in t
     allowed = [form.dtype for form in FORMATS.values()] if blocks else [k.dtype, *FP8S]
@@ -66,11 +140,11 @@ def refuse(heads_of: Tensors, t: Tensors, o: Words, fail: Fail) -> None:
         had = f"{label} has strides {tuple(cache.stride())}"
         fail.when(per_item > 1 and cache.stride(-1) != 1, f"{had}; the last must be 1")
         if blocks:
-            _refuse_block_scale(f"{letter}_block_scale", t, cache, head_dim, fail)
+            _check_block_scale(f"{letter}_block_scale", t, cache, head_dim, fail)
     if "v" in heads_of:
-        _refuse_pair(t, ("k_cache", "v_cache"), slice(-2), fail)
+        _check_pair(t, ("k_cache", "v_cache"), slice(-2), fail)
         if blocks:
-            _refuse_pair(t, BLOCK_SCALES, slice(-1, None), fail)
+            _check_pair(t, BLOCK_SCALES, slice(-1, None), fail)
         elif _is_apart(t["k_cache"]) != _is_apart(t["v_cache"]):
             fail("k_cache and v_cache have their pages in different orders; give both the same strides")
     slots = slots_of(t["k_cache"])
@@ -82,14 +156,14 @@ def _is_apart(cache: Tensor) -> bool:
     return cache.dim() == 4 and cache.stride(0) != 0 and cache.stride(0) != cache.shape[1] * cache.stride(1)
 
 
-def _refuse_pair(t: Tensors, names: tuple[str, ...], axes: slice, fail: Fail) -> None:
+def _check_pair(t: Tensors, names: tuple[str, ...], axes: slice, fail: Fail) -> None:
     """Refuse tensors of k and v that differ in their dtype or in these axes."""
     k, v = (t[name] for name in names)
     had = " but ".join([f"{name} is {tuple(t[name].shape)} {t[name].dtype}" for name in names])
     fail.when(k.shape[axes] != v.shape[axes] or k.dtype != v.dtype, f"{had}; they must match")
 
 
-def _refuse_block_scale(label: str, t: Tensors, cache: Tensor, head_dim: int, fail: Fail) -> None:
+def _check_block_scale(label: str, t: Tensors, cache: Tensor, head_dim: int, fail: Fail) -> None:
     scale, (*places, heads, _) = t[label], cache.shape
     must = f"it must be {' or '.join(map(str, SCALES.values()))} on {cache.device}"
     wrong = scale.dtype not in SCALES.values() or scale.device != cache.device
@@ -106,7 +180,7 @@ def _refuse_block_scale(label: str, t: Tensors, cache: Tensor, head_dim: int, fa
         fail(f"{label} has shape {tuple(scale.shape)}; with D={head_dim} it must be {shown}, where G is {counts}")
 
 
-def refuse_other_format(t: Tensors, o: Words, fail: Fail) -> None:
+def check_format(t: Tensors, o: Words, fail: Fail) -> None:
     """Refuse computed scales of q of another kind than those beside a cache, because one kernel computes both."""
     dim = t["q"].shape[-1]
     own, found = (o.out_dtype, o.group or dim, o.scale_out), block_format(t, dim, o)

@@ -5,14 +5,45 @@ A place is a view (batch, seq, group, head of the group, dim) of the heads of su
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..base.arguments import whole
 from ..base.views import FORMATS, SCALES, Tensors, canonical, head_view
 from ..stages import convert
+from ..values.asked import Value
 
 TENSORS = ("q_out", "k_out", "v_out")
+
+
+class Ulysses(Value):
+    """As `out=`: return q, k and v as (ranks, B, S, H / ranks, D), contiguous, the layout that Ulysses sends.
+
+    Each rank's group of heads is in one piece, so `torch.distributed.all_to_all_single` takes the results as they are
+    (arXiv:2309.14509). The gradient arrives in that layout. See `apply_rope` for buffers of your own in it.
+
+    >>> q, k, v = torch.randn(3, 1, 16, 8, 64)
+    >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> q, k, v = jitrope.prepare_qkv(q, k, v, cos, sin, out=jitrope.Ulysses(4))
+    >>> q.shape
+    torch.Size([4, 1, 16, 2, 64])
+
+    Args:
+        ranks: the number of ranks; it must divide the numbers of heads. With "sbhd" and the other layouts the axis of
+            ranks comes first too.
+
+    Raises:
+        InvalidInput: ranks is not a whole number of at least 1.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.tensors, self.words = {}, {"ulysses_degree": int(whole("Ulysses", "ranks", ranks, 1))}
+
+    def _arguments(self) -> dict[str, Any]:
+        return {"ranks": self.words["ulysses_degree"]}
 
 
 class Words(convert.Words):

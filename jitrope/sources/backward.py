@@ -11,9 +11,9 @@ from ..base.errors import JitropeError
 from ..base.layouts import LAYOUT_AXES
 from ..base.views import Tensors
 from ..plan.options import Options
+from ..sources.stand_ins import weight_sums
 from ..stages import rotate
 from ..stages.norm import norm_of
-from ..values.stand_ins import weight_sums
 from .operation import BACKWARDS, Call, Operation, tables_of
 from .source import Source
 

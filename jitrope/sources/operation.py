@@ -30,7 +30,7 @@ from ..stages.norm import NO_NORM, norm_of, sums_heads
 from ..stages.transform import ABSENT, alone
 from ..stages.transform import LABEL as TRANSFORM
 from ..stages.transform import present as transforms
-from ..values.stand_ins import one_row
+from ..values.constants import one_row
 from .outs import OUTS, copy_heads, refuse_other_v
 from .source import SOURCES, Read, Source
 

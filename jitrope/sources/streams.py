@@ -91,7 +91,7 @@ class Streams(Source):
         cos, two, heads = t["cos"], "second_cos" in t, self.shaped(t, o)
         for word, said in {**positions.apart(t, o), "freqs": o.table == "freqs"}.items():
             fail.when(two and said, f"{word} does not go with a table for each stream; pass one table")
-        scale.refuse({**t, "q": heads["q"]}, tokens_of(t), o, fail)
+        scale.check({**t, "q": heads["q"]}, tokens_of(t), o, fail)
         if not two:  # the checks of streams compare each with its own
             check(op, {"q": heads["q"], **{label: t[label] for label in TABLE_NAMES if label in t}}, o)
         if norm_of(o).across_heads:

@@ -12,9 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..base.arguments import flags, items, number, refuse, tensor, word
+from ..base.errors import InvalidInput
 from ..base.fit import USERS_NAMES, Fail, check_contiguous, check_device, check_floats, check_of_tokens, named, sizes_of
 from ..base.spec import DTYPES, OF_NORM
 from ..base.views import DTYPE_NAMES, MEANS, Tensors, canonical, elements_per_access, factor_view
+from ..values.asked import Value
 from . import positions
 from .positions import cleared
 
@@ -50,6 +53,109 @@ class NormOptions(NamedTuple):
 
 
 NO_NORM = NormOptions(kind="no_norm")  # the norm of a call whose other stages need whole heads
+
+
+class Norm(Value):
+    """A norm of q and k: x / sqrt(mean(x^2) + eps) times the weight (RMSNorm, arXiv:1910.07467, eq. 4).
+
+    Make one in each forward, because FSDP and `torch.func` replace a module's parameters.
+
+    >>> q, k = torch.randn(2, 1, 16, 8, 64)
+    >>> q, k, _ = jitrope.prepare_qkv(q, k, None, norm=jitrope.Norm(torch.ones(64), torch.ones(64)))
+
+    Args:
+        q_weight, k_weight: (D), or (H D) with across_heads; contiguous, in fp32, fp16 or bf16, and all weights and
+            biases in one dtype; None: no weight. Without weights it is the L2 norm of Llama 4; with weights of
+            D ** -0.5, and eps / D as eps, TransformerEngine's `L2Normalization`.
+        q_bias, k_bias: like the weights, added at the end; only with "layer_norm".
+        kind: "rms_norm", or "layer_norm": the mean of x is subtracted first (arXiv:1607.06450; Phi, Persimmon,
+            CogVideoX, HunyuanDiT).
+        eps: added to the mean of the squares. Qwen3, FLUX, Qwen-Image and Wan have this default in transformers and
+            diffusers.
+        across_heads: one mean over all heads of a token (Wan, LTX), not one for each head (FLUX, Qwen3).
+        mean_squares: only with across_heads, if each rank has a part of the heads (tensor parallelism of Wan, LTX-2,
+            MiniMax-M2): the means of x^2 of each token over the heads of all ranks, (q's, k's), in fp32, (B, S), with
+            "thd" (T). k's is None without k. Pass this rank's part of the weights. If all ranks have equally many
+            heads, in the default layout: `mean = q.float().square().mean((-2, -1))`, then
+            `all_reduce(mean, op=ReduceOp.AVG)`. across_heads then also goes with a cache, `DynamicQuantize` and
+            hadamard. mean_squares cannot be combined with "layer_norm", v_norm and `prepare_joint_qkv`. They get a
+            gradient. To train, use an all_reduce that passes it on, such as
+            `torch.distributed.nn.functional.all_reduce(mean, op=ReduceOp.AVG)`, which returns the mean of all ranks.
+            A mean's gradient is computed from q's (or k's) gradient in its dtype.
+        zero_centered: the factor is 1 + weight (Gemma, Qwen3-Next).
+        after_rope: the norm follows the rotation (Hunyuan, Llama 4, TransformerEngine's default); by default it is
+            before.
+        of: "qk", "q", "k" or "v". A q or k that is not normalised is only rotated, with the bits of a call without a
+            norm (q of DeepSeek-V3.2's indexer). It has no weights, and mean_squares is refused. "v": with a cache, v
+            alone is normalised on its way there, by one mean over all heads of a token, as the latents of MLA are (kv_a
+            norm of DeepSeek); kind is "rms_norm", and across_heads, after_rope and v_norm are refused.
+        v_weight: (Hv D), only with of="v".
+        v_norm: normalise v too, without a weight (Gemma 3n and 4), in the same launch. Without a cache v takes a launch
+            of its own in these cases: it has another shape or dtype than k; inplace; across_heads; tables for each
+            head; DTensors; heads rotated in part, if v is not converted; Ulysses or quantize, unless out has a tensor
+            for v. Its gradient takes a launch of its own in the same cases, and if q or k gets no gradient.
+        rounding: how often the norm's result is rounded to q's dtype; with after_rope the rotated elements are rounded
+            before the norm too, except with "none". "none": never. "once": after the weight, as in torch.nn.RMSNorm and
+            LayerNorm. "twice": before and after the weight, as in the RMSNorm of transformers and diffusers. Both give
+            the bits of those modules and a rotation, in the order of after_rope: on a CPU always; on a GPU with
+            "rms_norm" for aligned heads of 64, 128 and 256 that are rotated whole, or in their first 16, 32, 64 or 128
+            elements ("twice": of 128 alone); across heads those that are rotated whole, "once", in fp16 and bf16, up to
+            6,144 elements a token. In other cases elements are summed in another order, and a few results differ in the
+            last bit.
+
+    Raises:
+        InvalidInput: an argument is wrong, or two do not fit together.
+    """
+
+    def __init__(
+        self,
+        q_weight: Tensor | None = None,
+        k_weight: Tensor | None = None,
+        *,
+        q_bias: Tensor | None = None,
+        k_bias: Tensor | None = None,
+        v_weight: Tensor | None = None,
+        kind: str = "rms_norm",
+        eps: float = 1e-6,
+        across_heads: bool = False,
+        mean_squares: Sequence[Tensor | None] | None = None,
+        zero_centered: bool = False,
+        after_rope: bool = False,
+        of: str = "qk",
+        v_norm: bool = False,
+        rounding: str = "none",
+    ) -> None:
+        kind = word("Norm", "kind", kind, KINDS)
+        of = word("Norm", "of", of, OF)
+        weights = {"q_weight": q_weight, "k_weight": k_weight, "q_bias": q_bias, "k_bias": k_bias, "v_weight": v_weight}
+        self.tensors = {label: tensor("Norm", label, x) for label, x in weights.items() if x is not None}
+        on = flags("Norm", across_heads=across_heads, zero_centered=zero_centered, after_rope=after_rope, v_norm=v_norm)
+        apart = [label for label in self.tensors if label[0] not in of]
+        if of == "v":
+            apart += [label for label in ("across_heads", "after_rope", "v_norm") if label in on]
+            apart += ["kind='layer_norm'"] * (kind == "layer_norm")
+        for label in apart:
+            raise InvalidInput(f"Norm: {label} does not go with of={of!r}; leave it out")
+        if mean_squares is not None:
+            without = {"across_heads=False": "across_heads" not in on, "v_norm": "v_norm" in on}
+            without.update({f"of={of!r}": of != "qk", f"kind={kind!r}": kind == "layer_norm"})
+            for label in [label for label, refused in without.items() if refused]:
+                raise InvalidInput(f"Norm: mean_squares does not go with {label}; leave one out")
+            must = "those of q and k: two tensors, or a tensor and None"
+            means = items("Norm", "mean_squares", mean_squares, must)
+            if len(means) != 2 or not isinstance(means[0], Tensor) or not isinstance(means[1], (Tensor, type(None))):
+                refuse("Norm", "mean_squares", mean_squares, must)
+            self.tensors.update({name: x for name, x in zip(MEANS, means) if x is not None})
+        rounding = word("Norm", "rounding", rounding, ROUNDINGS)
+        if type(eps := number("Norm", "eps", eps)) is float and eps < 0:
+            refuse("Norm", "eps", eps, "0 or above")
+        self.words = {"norm": NormOptions(rounding, **on, kind=kind, of=of, eps=eps)}
+
+    def _arguments(self) -> dict[str, Any]:
+        default, norm = NormOptions()._asdict(), self.words["norm"]._asdict()
+        found = {name: x for name, x in (*self.tensors.items(), *norm.items()) if x != default.get(name)}
+        means = tuple([found.pop(name, None) for name in MEANS])
+        return found if means[0] is None else {**found, "mean_squares": means}
 
 
 class Words(positions.Words):
@@ -106,7 +212,7 @@ def fields(t: Tensors, heads: Sequence[Tensor | None], o: Words) -> dict[str, An
     }
 
 
-def refuse(t: Tensors, o: Words, fail: Fail) -> None:
+def check(t: Tensors, o: Words, fail: Fail) -> None:
     """Refuse means, weights and biases that do not fit q, k, v and each other."""
     norm = norm_of(o)
     for letter, name in zip("qk", MEANS) if any(name in t for name in MEANS) else ():
@@ -121,10 +227,10 @@ def refuse(t: Tensors, o: Words, fail: Fail) -> None:
     fail.when(norm.v_norm and "k_cache" in t and "v" not in t, "the norm has v_norm, but v is not given")
     if norm.of == "v" and "v_cache" not in t:
         fail("the norm has of='v', which goes with a cache of v; without one pass v as q to a call of its own")
-    _refuse_weights(t, o, fail)
+    _check_weights(t, o, fail)
 
 
-def _refuse_weights(t: Tensors, o: Words, fail: Fail) -> None:
+def _check_weights(t: Tensors, o: Words, fail: Fail) -> None:
     """Refuse weights and biases of a norm that do not fit q, k, v and each other."""
     norm, weights = norm_of(o), {label: t[label] for label in WEIGHTS if label in t}
     for label, weight in weights.items():

@@ -6,7 +6,7 @@ Megatron-LM does; mrope is of arXiv:2409.12191.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import field
 from typing import Any
 
@@ -14,9 +14,142 @@ import torch
 from torch import Tensor
 
 from ..base import layouts, partition
+from ..base.arguments import flags, refuse, tensor, whole, wholes
 from ..base.fit import Fail, check_contiguous, check_integers, check_one_axis, check_shape, named, sizes_of
 from ..base.spec import INDEX_DTYPES
 from ..base.views import Tensors
+from ..values.asked import Value
+
+
+class Positions(Value):
+    """The table's row for each token; see `apply_rope`."""
+
+    def _placed(self, start_positions: Tensor | None = None, cp_size: int = 1, cp_rank: int = 0) -> None:
+        name = type(self).__name__
+        if start_positions is not None:
+            self.tensors["start_positions"] = tensor(name, "start_positions", start_positions)
+        size, rank = whole(name, "cp_size", cp_size), whole(name, "cp_rank", cp_rank)
+        if size != 1 or rank != 0:
+            self.words.update(cp_size=size, cp_rank=rank)
+
+
+class Packed(Positions):
+    """Concatenated sequences, (T, H, D). Positions start at 0 in each. The layout is "thd".
+
+    >>> q, freqs = torch.randn(10, 8, 64), jitrope.tables.freqs(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> packed = jitrope.Packed(torch.tensor([0, 7, 10]))  # sequences of 7 and 3 tokens
+    >>> q, _ = jitrope.apply_rope(q, None, freqs=freqs, positions=packed)
+
+    Args:
+        cu_seqlens: int32 or int64 offsets (N + 1) of N sequences, on q's device, ascending from 0. The host does not
+            read them. Tokens after the last sequence become zero; in place they do not change, except that a bias is
+            added. Tokens past the end of the table become NaN.
+        max_seqlen: the length of the longest sequence, if known on the host.
+        start_positions: int32 or int64, (N): the position of the first token of each sequence; default 0.
+        packed_table: the table has a row for each token of the batch, so positions do not restart (as in tables of
+            mRoPE).
+        cp_size, cp_rank: context parallelism. Every sequence is cut into 2 cp_size chunks, and q and k hold this rank's
+            chunks cp_rank and 2 cp_size - 1 - cp_rank of each, concatenated. cu_seqlens, max_seqlen and the tables
+            describe the whole batch. Sequences may have any length: token t of the batch adds a place to chunk
+            t % (2 cp_size) of its sequence, so the chunks of a sequence differ by at most one token
+            (`jitrope.context_parallel.Partition`).
+
+    Raises:
+        InvalidInput: an argument has a wrong type. The values are not read; see `check` of `apply_rope`.
+    """
+
+    def __init__(
+        self,
+        cu_seqlens: Tensor,
+        max_seqlen: int | None = None,
+        *,
+        start_positions: Tensor | None = None,
+        packed_table: bool = False,
+        cp_size: int = 1,
+        cp_rank: int = 0,
+    ) -> None:
+        self.tensors = {"cu_seqlens": tensor("Packed", "cu_seqlens", cu_seqlens)}
+        self.words = {"layout": "thd"}
+        if max_seqlen is not None:
+            self.words["max_seqlen"] = whole("Packed", "max_seqlen", max_seqlen)
+        self.words.update(flags("Packed", packed_table=packed_table))
+        self._placed(start_positions, cp_size, cp_rank)
+
+
+class Starts(Positions):
+    """A first position for each batch row, or context parallelism of batch rows.
+
+    >>> q, freqs = torch.randn(2, 1, 8, 64), jitrope.tables.freqs(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> starts = jitrope.Starts(torch.tensor([5, 9]))  # the two tokens are at positions 5 and 9
+    >>> q, _ = jitrope.apply_rope(q, None, freqs=freqs, positions=starts)
+
+    Args:
+        start_positions: int32 or int64, (B), on q's device: the position of the first token of each row; default 0.
+            Positions outside of the table give NaN.
+        cp_size, cp_rank: context parallelism as in `Packed`, with sequences of one length and chunks of one size.
+
+    Raises:
+        InvalidInput: an argument has a wrong type.
+    """
+
+    def __init__(self, start_positions: Tensor | None = None, *, cp_size: int = 1, cp_rank: int = 0) -> None:
+        self.tensors, self.words = {}, {}
+        self._placed(start_positions, cp_size, cp_rank)
+
+
+class Mrope(Positions):
+    """A position along each of several axes (multimodal rope, arXiv:2409.12191; the axial rope of images and video).
+
+    >>> q, freqs = torch.randn(1, 10, 8, 64), jitrope.tables.freqs(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> mrope = jitrope.Mrope(torch.randint(16, (3, 10)), (16, 8, 8))  # time, height and width of 10 tokens
+    >>> q, _ = jitrope.apply_rope(q, None, freqs=freqs, positions=mrope)
+
+    Args:
+        position_ids: int32 or int64, (A, S) or (A, B, S), with "thd" (A, T), on q's device: a row of the table for each
+            token and axis. A, the number of sections, is at most 4.
+        mrope_section: the number of pairs of each axis, rotary_dim / 2 in all. A pair takes the id of its axis.
+        mrope_interleaved: True: the pairs of axis a > 0 are a, a + A, a + 2A, ..., as many as its section has; all
+            others belong to axis 0 (Qwen3-VL). False: the pairs of a section are neighbours (Qwen2-VL).
+
+    Raises:
+        InvalidInput: an argument has a wrong type.
+    """
+
+    def __init__(self, position_ids: Tensor, mrope_section: Sequence[int], mrope_interleaved: bool = False) -> None:
+        self.tensors = {"position_ids": tensor("Mrope", "position_ids", position_ids)}
+        self.words = {"mrope_section": wholes("Mrope", "mrope_section", mrope_section, 0)}
+        if not self.words["mrope_section"]:
+            refuse("Mrope", "mrope_section", mrope_section, "the number of pairs of each axis")
+        self.words.update(flags("Mrope", mrope_interleaved=mrope_interleaved))
+
+
+class Shifts(Positions):
+    """Differences of positions: keys in a cache move from old positions to new ones, forwards or back.
+
+    >>> k, freq = torch.randn(1, 2, 8, 64), jitrope.tables.inv_freq(rotary_dim=64)[0]
+    >>> tables = jitrope.tables.cos_sin(16, freq)
+    >>> old, new = torch.tensor([9, 4]), torch.tensor([2, 5])
+    >>> keys, _ = jitrope.apply_rope(k, None, *tables, positions=old)
+    >>> keys, _ = jitrope.apply_rope(keys, None, *tables, positions=jitrope.Shifts(new - old), inplace=True)
+    >>> torch.allclose(keys, jitrope.apply_rope(k, None, *tables, positions=new)[0], atol=1e-5)
+    True
+
+    For servers that reuse cached text at another place (LMCache, the context shift of llama.cpp). k may be the keys of
+    packed K|V pages, a view.
+
+    Args:
+        position_ids: new - old, int32 or int64, (S) or (B, S), with "thd" (T), on q's device. A token is rotated by the
+            row of the table that is the difference's size, and back if the difference is below 0. A difference past the
+            table on either side gives NaN. The tables begin at position 0 and have no factor (of YaRN), because the
+            keys have it already. Pass them as cos and sin, cos_sin_cache or freqs_cis.
+
+    Raises:
+        InvalidInput: an argument has a wrong type.
+    """
+
+    def __init__(self, position_ids: Tensor) -> None:
+        self.tensors = {"position_ids": tensor("Shifts", "position_ids", position_ids)}
+        self.words = {"shifts": True}
 
 
 class Words(layouts.Words):
@@ -103,13 +236,13 @@ def label(o: Words) -> str:
     return "position_ids" if o.mrope_section else "positions"
 
 
-def refuse(t: Tensors, o: Words, fail: Fail) -> None:
+def check(t: Tensors, o: Words, fail: Fail) -> None:
     """Refuse positions that do not fit q, and each other."""
     q, size, unrotated = t["q"], o.cp_size, o.unrotated
     batch, seqlen, *_ = sizes_of(q, o.layout)
     fail.when(unrotated < 0, f"unrotated is {unrotated}; it cannot be negative")
-    refuse_uncounted(label(o), "position_ids" in t, o, fail)
-    refuse_uncounted("packed_table", o.packed_table and not bare(o), o, fail)
+    check_counted(label(o), "position_ids" in t, o, fail)
+    check_counted("packed_table", o.packed_table and not bare(o), o, fail)
     fail.when(size < 1, f"cp_size is {size}; it must be at least 1")
     fail.when(not (0 <= o.cp_rank < size), f"cp_rank is {o.cp_rank}; it must be from 0 to cp_size - 1 = {size - 1}")
     for name in [name for name in ("cu_seqlens", "start_positions") if name in t]:
@@ -134,7 +267,7 @@ def refuse(t: Tensors, o: Words, fail: Fail) -> None:
         check_shape(label(o), t["position_ids"], allowed, fail, f"q is {named(q, o.layout)} but ")
 
 
-def refuse_uncounted(word: str, given: bool, o: Words, fail: Fail) -> None:
+def check_counted(word: str, given: bool, o: Words, fail: Fail) -> None:
     """Refuse what does not go with tokens that are not counted."""
     if given and o.unrotated > 0:
         instead = "pass a table" if bare(o) else "give these tokens a row of the table with cosines of 1"

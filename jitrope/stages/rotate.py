@@ -100,7 +100,7 @@ def label_of(name: str, o: Words) -> str:
     return own.get(name, positions.label(o) if name == "position_ids" else name)
 
 
-def refuse_moved(name: str, norm: bool, o: Words, rotate_k: bool) -> None:
+def check_moved(name: str, norm: bool, o: Words, rotate_k: bool) -> None:
     """Refuse other pairs in place, where elements move. norm: a kernel reads whole heads."""
     dim = o.rotary_dim
     within_warp = not norm and 0 < dim <= MAX_MOVED and dim & (dim - 1) == 0
@@ -111,7 +111,7 @@ def refuse_moved(name: str, norm: bool, o: Words, rotate_k: bool) -> None:
             raise InvalidInput(f"{name}: interleaved_out does not go with {word}, {why}; leave {word}=True out")
 
 
-def refuse_dims(owner: str, head_dim: int, o: Words, fail: Fail) -> None:
+def check_dims(owner: str, head_dim: int, o: Words, fail: Fail) -> None:
     """Refuse to rotate elements that a head does not have. owner: the head's name."""
     begin, end = o.rotary_offset, o.rotary_offset + o.rotary_dim
     fail.when(begin < 0, f"rotary_offset is {begin}; it cannot be negative")
@@ -121,11 +121,11 @@ def refuse_dims(owner: str, head_dim: int, o: Words, fail: Fail) -> None:
     fail.when(wrong, f"{had}; it must be even and from 2 to {most}")
 
 
-def refuse(t: Tensors, o: Words, fail: Fail) -> None:
+def check(t: Tensors, o: Words, fail: Fail) -> None:
     """Refuse tables that do not fit q, k and the positions."""
     cos, kind, rotary = t["cos"], o.table, o.rotary_dim
     wide, sections, pairs = o.rounding == "complex128", o.mrope_section, rotary // 2
-    positions.refuse_uncounted("interleaved_out", interleaved_out(o) != o.interleaved, o, fail)
+    positions.check_counted("interleaved_out", interleaved_out(o) != o.interleaved, o, fail)
     if sections and (len(sections) > MAX_AXES or sum(sections) != pairs):
         fail(f"mrope_section is {tuple(sections)}; it must be at most {MAX_AXES} numbers of pairs, {pairs} in all")
     if kind == "freqs_cis" and cos.dtype != torch.complex64 and not (wide and cos.dtype == torch.complex128):

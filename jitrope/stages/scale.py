@@ -26,7 +26,7 @@ def present(t: Container[str], o: Words) -> bool:
     return "q_factor" in t
 
 
-def refuse(t: Tensors, seqlen: int, o: Words, fail: Fail) -> None:
+def check(t: Tensors, seqlen: int, o: Words, fail: Fail) -> None:
     """Refuse a factor that does not fit q. seqlen: the tokens of a batch row."""
     if present(t, o):
         rows = [] if o.layout == "thd" else [(1, seqlen), (sizes_of(t["q"], o.layout)[0], seqlen)]

@@ -52,7 +52,7 @@ def alone(o: Words) -> dict[str, bool]:
     return {"hadamard": o.hadamard}
 
 
-def refuse(t: Tensors, o: Words, fail: Fail) -> None:
+def check(t: Tensors, o: Words, fail: Fail) -> None:
     """Refuse heads of another size."""
     dim = t["q"].shape[-1]
     if o.hadamard and (dim > MAX_DIM or dim & (dim - 1)):

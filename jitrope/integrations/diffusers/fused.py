@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ...api import prepare_joint_qkv, prepare_qkv
 from ...base.errors import InvalidInput
+from ...stages.norm import Norm
 from ...torch_state import in_autocast
-from ...values.values import Norm
 from .._norms import DEFAULT_EPS, parameters_of
 from .ropes import HALF, HEADS, PAIRS, ROWS, TURNS, WORDS, Form, of_pairs, pair
 

@@ -21,8 +21,8 @@ from torch.fx.proxy import GraphAppendingTracer
 
 from ...api import apply_rope, prepare_qkv
 from ...base.errors import InvalidInput
+from ...stages.norm import Norm
 from ...torch_state import outside_modes
-from ...values.values import Norm
 from .._host import Function
 
 Shape = tuple[int, int, int]

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from ...api import prepare_qkv
 from ...base.errors import InvalidInput
+from ...stages.norm import Norm
 from ...torch_state import same_memory, saves_otherwise, transformed, version, watched, without_autocast, without_values
-from ...values.values import Norm
 from .. import _host
 from .._host import Function
 from .._norms import check_results, form_of, parameters_of
