@@ -69,7 +69,7 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
         x = norm.forward(letter, x if stored is None else x.to(stored), t, o)
     x = rotate.paired(letter, x, o)
     for stage in (scale, transform):
-        if stage.present(t, o):
+        if stage.LABEL in t or getattr(o, stage.LABEL, False):
             x = stage.forward(letter, x if stored is None else x.to(stored), t, o)
     x = x if stored is None else x.to(stored)
     return positions.cleared(letter, x, t, o) if "cu_seqlens" in t else x

@@ -205,7 +205,7 @@ def check_whole_heads(op: Any, t: Tensors, o: Options) -> None:
     """The rule of a norm, and of other stages that need all elements of a head."""
     fail, dim = Fail(op.function), t["q"].shape[-1]
     others = {"a cache": "k_cache" in t, "dynamic scales": o.computed or o.per_row}
-    others[transform.LABEL] = transform.present(t, o)
+    others[transform.LABEL] = getattr(o, transform.LABEL)
     for beside in [x for x, given in others.items() if given and norm.sums_heads(t, o)]:
         fail(f"across_heads does not go with {beside}; pass mean_squares, or normalise before")
     norm.check(t, o, fail)

@@ -27,9 +27,7 @@ from ..sinks.results import LETTERS, empty_heads, empty_scale
 from ..stages import positions
 from ..stages.convert import converts_v, least_scales
 from ..stages.norm import NO_NORM, norm_of, sums_heads
-from ..stages.transform import ABSENT, alone
 from ..stages.transform import LABEL as TRANSFORM
-from ..stages.transform import present as transforms
 from ..values.constants import one_row
 from .outs import OUTS, copy_heads, refuse_other_v
 from .source import SOURCES, Read, Source
@@ -287,11 +285,10 @@ class Operation:
         own = {name: views.joined(grads[name], o.layout) for name in "qk" if name in grads and self.transform}
         if own:  # they are transformed in their own launch: the matrix is its own transpose
             op = operation(SOURCES["heads"], norm=True, transform=True)
-            names = ("layout", "rotary_dim", "rotary_offset", "launch")
-            words = {**alone(o), **{name: getattr(o, name) for name in names}}
+            words = {name: getattr(o, name) for name in ("layout", "rotary_dim", "rotary_offset", TRANSFORM, "launch")}
             bare, tensors = op.without_table(dict(zip("qk", own.values())), Options(**words, norm=NO_NORM))
             grads = {**grads, **dict(zip(own, call(op, tensors, bare).values()))}
-        return self.source.gradient(self, call, saved, grads, o._replace(**ABSENT))
+        return self.source.gradient(self, call, saved, grads, o._replace(**{TRANSFORM: False}))
 
 
 def tables_of(t: Tensors) -> Tensors:
@@ -312,9 +309,9 @@ def operation_of(name: str, given: Container[str], o: Options) -> Operation:
     scaled = any(scale in given for scale in SCALES[: 1 if cache else 3])
     convert = "rows" if o.per_row else "computed" if o.computed else "given" if scaled else ""
     out = "ranks" if o.ulysses_degree else "given" if outs else ""
-    whole = o.norm is not None or not (transforms(given, o) or convert in ("computed", "rows"))
+    whole = o.norm is not None or not (getattr(o, TRANSFORM) or convert in ("computed", "rows"))
     if name not in SOURCES or not whole:
         sources = ", ".join([*SOURCES, *BACKWARDS])
         raise InvalidInput(f"call has the source {name!r}, or stages without a kernel; the sources are {sources}")
-    stages = {"norm": o.norm is not None, "convert": convert, "transform": transforms(given, o), "cache": cache}
+    stages = {"norm": o.norm is not None, "convert": convert, "transform": getattr(o, TRANSFORM), "cache": cache}
     return operation(SOURCES[name], **stages, out=out)

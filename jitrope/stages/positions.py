@@ -180,6 +180,8 @@ class Fields:
 
 
 TENSORS = ("cu_seqlens", "start_positions", "position_ids")
+POSITIONS = frozenset(TENSORS)
+"""Tensors by which a token's row differs from its place in the batch row."""
 ARGUMENTS = {"prefixed": ("", "long long unrotated")}
 COUNTS = ("max_seqlen", "unrotated")
 """Words that change from call to call. They are not in a call's text: torch.compile and export keep symbols."""
@@ -209,11 +211,6 @@ def behind(first: int, o: Words) -> tuple[int, dict[str, int]]:
     """(the row of the token `first` of each sequence, the words of the tokens from it on)."""
     row = first - o.unrotated if o.unrotated < first else 0
     return row, {"unrotated": o.unrotated - first if o.unrotated > first else 0}
-
-
-def by_place(t: Container[str], o: Words) -> bool:
-    """Whether a token's row is its place in the batch row."""
-    return o.cp_size == 1 and not o.unrotated and not any(name in t for name in TENSORS)
 
 
 def counted(t: Container[str], o: Words) -> bool:

@@ -230,10 +230,9 @@ def back(letter: str, x: Tensor, grad: Tensor, t: Tensors, o: Words, found: Tens
 
 def paired(letter: str, x: Tensor, o: Words, back: bool = False) -> Tensor:
     """Heads with their pairs as they are read -> as they are stored; `back`: the other way."""
-    stored = interleaved_out(o)
-    if letter not in TURNED or o.interleaved == stored:
+    if letter not in TURNED or o.interleaved_out is None:
         return x
-    read, stored = (stored, o.interleaved) if back else (o.interleaved, stored)
+    read, stored = (o.interleaved_out, o.interleaved) if back else (o.interleaved, o.interleaved_out)
     first, end = o.rotary_offset, o.rotary_offset + o.rotary_dim
     return _with_pairs(x, x, *_members(x[..., first:end], read), stored, (first, end))
 
@@ -252,7 +251,7 @@ def _turns(tokens: int, dtype: torch.dtype, t: Tensors, o: Words) -> tuple[Tenso
     if o.rounding == "dtype":
         cos, sin = cos.to(dtype), sin.to(dtype)
     sin = _transposed(sin, o) if o.inverse else sin
-    if positions.by_place(t, o):
+    if o.cp_size == 1 and not o.unrotated and positions.POSITIONS.isdisjoint(t):
         return cos[:, :tokens], sin[:, :tokens], None
     rows, still, back = positions.turned(table_rows(tokens, cos.device, t, o), o)
     cos, sin = _gathered(cos, rows, o), _gathered(sin, rows, o)

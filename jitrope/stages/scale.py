@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import field
 
 from torch import Tensor
@@ -11,7 +10,8 @@ from ..base.fit import Fail, check_of_tokens, sizes_of
 from ..base.layouts import Words
 from ..base.views import Tensors, factor_view
 
-TENSORS = ("q_factor",)
+LABEL = "q_factor"
+TENSORS = (LABEL,)
 ARGUMENTS = {"scales_q": ("const float* q_factor", "Strides factor_stride: q_factor")}
 
 
@@ -21,21 +21,16 @@ class Fields:
     scales_q: bool = field(metadata={"given": "q_factor"})
 
 
-def present(t: Container[str], o: Words) -> bool:
-    """Whether a call has this stage."""
-    return "q_factor" in t
-
-
 def check(t: Tensors, seqlen: int, o: Words, fail: Fail) -> None:
     """Refuse a factor that does not fit q. seqlen: the tokens of a batch row."""
-    if present(t, o):
+    if "q_factor" in t:
         rows = [] if o.layout == "thd" else [(1, seqlen), (sizes_of(t["q"], o.layout)[0], seqlen)]
         check_of_tokens("q_factor", t["q_factor"], t["q"], [(), (seqlen,), *rows], fail)
 
 
 def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
     """q times the number of its token, in fp32."""
-    return x.float() * factor_view(t["q_factor"])[..., 0] if letter == "q" and present(t, o) else x
+    return x.float() * factor_view(t["q_factor"])[..., 0] if letter == "q" and "q_factor" in t else x
 
 
 def back(letter: str, x: Tensor, grad: Tensor, t: Tensors, o: Words, found: Tensors) -> Tensor:

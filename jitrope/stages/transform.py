@@ -5,7 +5,6 @@ Source: arXiv:2404.00456.
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import field
 
 import torch
@@ -21,8 +20,6 @@ TENSORS = ()
 ARGUMENTS: dict[str, tuple[str, str]] = {}
 MAX_DIM = 256
 LABEL = "hadamard"
-"""Its name in messages."""
-ABSENT = {"hadamard": False}
 
 
 class Words(layouts.Words):
@@ -40,16 +37,6 @@ class Fields:
     def transforms(self) -> bool:
         """Whether threads of a head exchange its elements behind the rotation."""
         return self.hadamard
-
-
-def present(t: Container[str], o: Words) -> bool:
-    """Whether a call has this stage."""
-    return o.hadamard
-
-
-def alone(o: Words) -> dict[str, bool]:
-    """Its words."""
-    return {"hadamard": o.hadamard}
 
 
 def check(t: Tensors, o: Words, fail: Fail) -> None:

@@ -28,7 +28,7 @@ class Value:
     def __init_subclass__(cls) -> None:
         """Let the constructor note its arguments, of a class of jitrope's own. Dynamo does not trace the rest of it."""
         init = vars(cls).get("__init__")
-        if init is None or not cls.__module__.startswith(__package__):
+        if init is None or not cls.__module__.startswith("jitrope."):
             return
 
         @wraps(init)
