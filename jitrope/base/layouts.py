@@ -34,4 +34,6 @@ class Words:
         vars(self).update(words)
 
     def _replace(self, **words: Any) -> Self:
-        return type(self)(**{**vars(self), **words})
+        made = type(self)()
+        vars(made).update(vars(self), **words)
+        return made

@@ -18,10 +18,10 @@ class Options(cache.Words, results.Words, transform.Words, norm.Words, rotate.Wo
         return {**DEFAULTS, **vars(self)}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Options) and self._asdict() == other._asdict()
+        return isinstance(other, Options) and (vars(self) == vars(other) or self._asdict() == other._asdict())
 
     def __hash__(self) -> int:
-        return hash(tuple(self._asdict().values()))
+        return hash((self.rotary_dim, self.layout, self.inverse, self.inplace, self.norm))  # which differ most
 
 
 DEFAULTS: dict[str, Any]

@@ -72,21 +72,16 @@ def fields(tables: Tensors, o: Words) -> dict[str, Any]:
     return {
         **positions.fields(o),
         "table_dtype": DTYPE_NAMES[cos.dtype],
-        "interleaved_out": interleaved_out(o),
+        "interleaved_out": o.interleaved if o.interleaved_out is None else o.interleaved_out,
         "freqs": o.table == "freqs",
         "full_width": cos.shape[-1] == o.rotary_dim,
         "per_head": any(x.shape[2] != 1 and x.stride(2) for x in tables.values()),
     }
 
 
-def interleaved_out(o: Words) -> bool:
-    """Whether pairs are stored as neighbours."""
-    return o.interleaved if o.interleaved_out is None else o.interleaved_out
-
-
 def pairs_of(o: Words) -> dict[str, Any]:
     """The one spelling of its pairs."""
-    return {"interleaved_out": None if interleaved_out(o) == o.interleaved else o.interleaved_out}
+    return {"interleaved_out": None if o.interleaved_out == o.interleaved else o.interleaved_out}
 
 
 def exchanged(o: Words) -> dict[str, Any]:
@@ -105,7 +100,7 @@ def check_moved(name: str, norm: bool, o: Words, rotate_k: bool) -> None:
     dim = o.rotary_dim
     within_warp = not norm and 0 < dim <= MAX_MOVED and dim & (dim - 1) == 0
     for word, given, possible in (("inplace", o.inplace, within_warp), ("rotate_k", rotate_k, False)):
-        if interleaved_out(o) != o.interleaved and given and not possible:
+        if o.interleaved_out is not None and given and not possible:
             unless = f", unless rotary_dim is a power of two up to {MAX_MOVED}; it is {dim}"
             why = f"because it moves elements{unless if word == 'inplace' and not norm else ''}"
             raise InvalidInput(f"{name}: interleaved_out does not go with {word}, {why}; leave {word}=True out")
@@ -125,7 +120,7 @@ def check(t: Tensors, o: Words, fail: Fail) -> None:
     """Refuse tables that do not fit q, k and the positions."""
     cos, kind, rotary = t["cos"], o.table, o.rotary_dim
     wide, sections, pairs = o.rounding == "complex128", o.mrope_section, rotary // 2
-    positions.check_counted("interleaved_out", interleaved_out(o) != o.interleaved, o, fail)
+    positions.check_counted("interleaved_out", o.interleaved_out is not None, o, fail)
     if sections and (len(sections) > MAX_AXES or sum(sections) != pairs):
         fail(f"mrope_section is {tuple(sections)}; it must be at most {MAX_AXES} numbers of pairs, {pairs} in all")
     if kind == "freqs_cis" and cos.dtype != torch.complex64 and not (wide and cos.dtype == torch.complex128):
@@ -156,7 +151,7 @@ def check(t: Tensors, o: Words, fail: Fail) -> None:
         allowed = f"allowed are {half} (half width) and {rotary} (full width)"
         hint = "k_pe has as many elements" if o.v_dim else "pass rotary_dim for a partial rotation"
         fail(f"{had} (D={t['q'].shape[-1]}) {allowed}; {hint}")
-    if o.interleaved != interleaved_out(o) and width == rotary:
+    if o.interleaved_out is not None and width == rotary:
         own = label_of("cos", o) + ("[..., ::2]" if o.interleaved else f"[..., :{half}]")
         fail(f"interleaved_out goes with half-width tables, {half} wide; pass {own}")
     _check_rows(t, cos, o, fail)
