@@ -80,7 +80,7 @@ def check_memory(op: Any, t: Tensors, o: Options) -> None:
         use = own if name in ("q", "k", "qkv") else "a tensor with memory for each element"
         had = f"{labels[name]} has strides {tuple(x.stride())}; its elements overlap in memory, so it cannot be written"
         Fail(op.function).when(overlaps_itself(x), f"{had}; pass {use}")
-    fit.require_apart(op.function, {labels[n]: x for n, x in written.items()}, {labels[n]: x for n, x in t.items()})
+    fit.require_apart(op.function, written, t, labels)
 
 
 def label_of(op: Any, name: str, o: Options) -> str:

@@ -104,12 +104,12 @@ def check_heads(q: Tensor, k: Tensor | None, o: Options, fail: Fail, first: str,
     fail.when(wrong, f"{had}; it must be even and from 2 to {most}")
 
 
-def require_apart(name: str, written: dict[str, Tensor], read: dict[str, Tensor]) -> None:
+def require_apart(name: str, written: Tensors, read: Tensors, labels: dict[str, str]) -> None:
     """Refuse memory that a call would write as one tensor and read or write as another; skip tensors without memory."""
     t = {**written, **read}
     real = all(type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta" for x in t.values())
     if real and not watch.transformed():
-        refuse_meeting(name, {label: span(x) for label, x in t.items()}, tuple(written))
+        refuse_meeting(name, {label: span(x) for label, x in t.items()}, tuple(written), labels)
 
 
 def check_pairs(t: Tensors, o: Options, fail: Fail) -> None:
