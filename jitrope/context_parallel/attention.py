@@ -14,7 +14,6 @@ from torch.nn.functional import pad
 
 from .. import torch_state as watch
 from ..base import arguments
-from ..base.errors import InvalidInput
 from ..checks.fit import named
 from ..thd import ops as thd_ops
 from ..thd.reference import Move
@@ -170,6 +169,9 @@ def _on_all_ranks(checked: Callable[[], Any], schedule: Schedule) -> Any:
     Every rank refuses if one does, if the ranks' calls differ, or if the lengths are wrong.
     """
 
+    if watch.is_compiling() or watch.capturing(schedule.cu_seqlens):
+        fail("check=True waits for the device, so it cannot be compiled or captured in a CUDA graph; leave it out")
+
     def told(facts: Any) -> list[Any]:
         """Every rank's facts; None from a rank that refuses."""
         ranks = [facts]
@@ -181,7 +183,7 @@ def _on_all_ranks(checked: Callable[[], Any], schedule: Schedule) -> Any:
 
     try:
         result = checked()
-    except InvalidInput:
+    except Exception:  # also another one: the other ranks wait for this one
         told(None)
         raise
     ranks = told(_facts(result[-1]))
