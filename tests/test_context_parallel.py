@@ -985,7 +985,7 @@ def check_mesh() -> None:
         all_gather_attention(x, x, x, Schedule(cu, 4 * size))
 
 
-COMPILED = ("causal", "one long, short window", "groups", "kept")
+COMPILED = ("causal", "one long, short window", "groups", "kept", "more ranks than tokens")
 CHECKS: list[tuple[str, Callable[[], None]]] = [
     *((case.name, lambda case=case: check_attention(case)) for case in CASES),
     ("bshd", lambda: check_fixed("bshd")),

@@ -235,9 +235,9 @@ def unpack(gathered: Tensor, call: Call) -> tuple[Tensor, Tensor]:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Result:
     """This rank's attention over the keys of `unpack`: out (rows, Hq, Dv), lse and row_max (rows, Hq); see `Result`."""
-    if len(q) == 0:
+    if len(q) == 0:  # of v: a compiler must keep the collective that brought it, in the order of the other ranks
         none = q.new_empty(0, q.shape[1], dtype=torch.float32)
-        return Result(q.new_empty(0, q.shape[1], v.shape[2]), none, none, ())
+        return Result(v[:0].repeat(1, q.shape[1] // v.shape[1], 1), none, none, ())
     with watch.without_autocast(q):  # backends compute in the dtypes of their inputs
         result = call.backend.forward(_with_dummies(q, call), k, v, call.schedule.varlen(call.scale), call.case)
     lse = _by_rows(result.lse, call) if call.case.lse else None
@@ -248,7 +248,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Result:
 def attend_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, call: Call) -> Gradients:
     """dq (rows, Hq, D), dk and dv of the keys of `unpack`. result: out and saved of `attend`."""
     if len(q) == 0:
-        return torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        # Zeros of dout, so that a compiler does not send them before dout is there.
+        return torch.empty_like(q), torch.zeros_like(k) + dout.sum(), torch.zeros_like(v) + dout.sum()
     dout, q, out = (_with_dummies(x, call) for x in (dout, q, result.out))
     with watch.without_autocast(q):
         dq, dk, dv = call.backend.backward(dout, q, k, v, result._replace(out=out), call.schedule.varlen(call.scale))
