@@ -509,6 +509,8 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({name: torch.zeros(6, 2, 8, dtype=torch.int32) for name in "qkv"}, "q is torch.int32; allowed are"),
     ({"v": torch.zeros(6, 2, 8, dtype=torch.float16)}, "v is torch.float16 on cpu but q is torch.float32"),
     ({"k": None}, "k is None; it must be a tensor"),
+    ({"q": torch.zeros(6, 4, 8).to_sparse()}, "q is a tensor of shape .* it must be a strided tensor"),
+    ({"v": torch.nested.nested_tensor([torch.zeros(6, 2, 8)])}, "v is a nested tensor; it must be a strided tensor"),
     ({"schedule": None}, "schedule is None; it must be a Schedule"),
     ({"cu_seqlens": [0, 6]}, r"cu_seqlens is \[0, 6\]; it must be a tensor"),
     ({"cu_seqlens": torch.tensor([0.0, 6.0])}, "int32 or int64"),
@@ -913,6 +915,7 @@ def check_one_refuses_for_all(device: str = "cpu") -> None:
         ("flash3 is not", {"backend": "flash3"}),
         ("pass cos and sin, or one of", {"rope": Rope()}),
         ("v is None", {"v": None}),
+        ("q is a tensor of shape", {"q": q.to_sparse()}),
     ]
     for message, words in odd:
         mine = "" if rank else message.split(" is not")[0]
@@ -920,6 +923,12 @@ def check_one_refuses_for_all(device: str = "cpu") -> None:
             all_gather_attention(
                 **{**dict.fromkeys("qkv", q), **({} if rank else words)}, schedule=schedule, check=True
             )
+    rope = Rope(freqs=torch.ones(4 * size, 4, device=device))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr("jitrope.context_parallel.rotary.resolved", lambda *_: 1 / 0)
+        with pytest.raises(InvalidInput if rank else ZeroDivisionError, match="rank 0 refuses" if rank else "division"):
+            all_gather_attention(q, q, q, schedule, rope=rope, check=True)
     short = Rope(freqs=torch.ones(4 * size - 1, 4, device=device))
     with pytest.raises(InvalidInput, match=f"rope's tables have {4 * size - 1} rows, but a sequence has {4 * size}"):
         all_gather_attention(q, q, q, schedule, rope=short, check=True)
@@ -976,7 +985,7 @@ def check_mesh() -> None:
         all_gather_attention(x, x, x, Schedule(cu, 4 * size))
 
 
-COMPILED = ("causal", "one long, short window", "groups", "kept")
+COMPILED = ("causal", "one long, short window", "groups", "kept", "more ranks than tokens")
 CHECKS: list[tuple[str, Callable[[], None]]] = [
     *((case.name, lambda case=case: check_attention(case)) for case in CASES),
     ("bshd", lambda: check_fixed("bshd")),
@@ -1043,6 +1052,16 @@ def test_a_table_shorter_than_max_seqlen_is_refused() -> None:
     q, schedule = torch.randn(10, 4, 8), Schedule(torch.tensor([0, 7, 10]), 10, max_seqlen=7)
     with pytest.raises(InvalidInput, match="rope's tables have 5 rows; they must have max_seqlen=7"):
         all_gather_attention(q, q, q, schedule, rope=Rope(freqs=torch.rand(5, 4)))
+
+
+def test_a_check_that_cannot_wait_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, schedule = torch.randn(3, 10, 4, 8), Schedule(torch.tensor([0, 7, 10]), 10)
+    checked = torch.compile(lambda *q: all_gather_attention(*q, schedule, check=True), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="check=True waits for the device"):
+        checked(*q)
+    monkeypatch.setattr("jitrope.torch_state.capturing", lambda x: x is schedule.cu_seqlens)
+    with pytest.raises(InvalidInput, match="all_gather_attention: check=True waits for the device"):
+        all_gather_attention(*q, schedule, check=True)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "sbhd"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope import InvalidInput, KVCache, Norm
+from jitrope import InvalidInput, KVCache, Norm, Quantize
 
 from .devices import DEVICES
 
@@ -22,6 +22,7 @@ SHAPES = {
     "slots": (T,),
     "k_cache": (T, H, D),
     "qkv": (1, T, 3, D),
+    "q_scale": (T,),
 }
 CALLS: dict[str, tuple[str, str, Callable[[dict[str, Tensor]], Any]]] = {
     "in place": ("q", "cos", lambda x: jitrope.apply_rope(x["q"], None, x["cos"], x["sin"], inplace=True)),
@@ -34,6 +35,7 @@ CALLS: dict[str, tuple[str, str, Callable[[dict[str, Tensor]], Any]]] = {
     "out": ("out's q", "cos", lambda x: jitrope.apply_rope(x["k"], None, x["cos"], x["sin"], out=(x["q"], None))),
     "cache": ("k_cache", "slot_mapping", lambda x: stored(x["q"], x["k_cache"], x["slot_mapping"])),
     "projection": ("qkv", "sin", lambda x: projected(x["qkv"], x["cos"], x["sin"], None)),
+    "two scales": ("out's q", "q_scale", lambda x: scaled(x["q"], x["k"], x["cos"], x["sin"], x["q_scale"])),
     "bias": ("qkv", "bias", lambda x: projected(x["qkv"], x["cos"], x["sin"], x["bias"])),
 }
 
@@ -45,6 +47,13 @@ def rotated_by_ids(q: Tensor, ids: Tensor, cos: Tensor, sin: Tensor) -> Any:
 def stored(k: Tensor, cache: Tensor, slots: Tensor) -> Any:
     q = torch.zeros_like(k)
     return jitrope.prepare_qkv(q[0], k[0], q[0], layout="thd", cache=KVCache(cache, torch.zeros_like(cache), slots))
+
+
+def scaled(out: Tensor, q: Tensor, cos: Tensor, sin: Tensor, factor: Tensor) -> Any:
+    """Quantize has a q_scale of its own."""
+    given = out.flatten().view(torch.float8_e4m3fn)[: q.numel()].view(q.shape)
+    words = {"quantize": Quantize(q_scale=0.5), "out": (given, None, None)}
+    return jitrope.prepare_qkv(q, None, None, cos, sin, q_scale=factor, **words)
 
 
 def projected(qkv: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None) -> Any:

@@ -490,6 +490,10 @@ REFUSALS = {
         lambda: tables.cos_sin(torch.ones(2, dtype=torch.int64, device="meta"), FREQUENCIES),
         "positions is torch.int64 on meta; it must be int32 or int64 on inv_freq's cpu",
     ),
+    "positions-sparse": (
+        lambda: tables.cos_sin(torch.arange(3).to_sparse(), FREQUENCIES), "positions is .* must be a strided tensor",
+    ),
+    "frequencies-sparse": (lambda: tables.freqs(2, FREQUENCIES.to_sparse()), "inv_freq is .* must be a strided tensor"),
     "frequencies": (lambda: tables.cos_sin(2, FREQUENCIES.bfloat16()), "inv_freq .* must be of dtype float32"),
     "frequencies-shape": (lambda: tables.freqs(2, torch.ones(1, 4)), "inv_freq is .* .1, 4.* with 1 axis"),
     "width": (lambda: tables.freqs(2, FREQUENCIES, width="double"), "width is 'double'; it must be one of 'half'"),

@@ -134,9 +134,9 @@ def items(function: str, label: str, value: Any, must: str) -> list[Any]:
 
 
 def tensor(function: str, label: str, value: Any) -> Tensor:
-    """Return a tensor. Lists and numpy arrays are refused: they have no device."""
-    if not isinstance(value, Tensor):
-        refuse(function, label, value, "a tensor")
+    """Return a strided tensor. Lists and numpy arrays are refused: they have no device."""
+    if not isinstance(value, Tensor) or value.is_nested or value.layout is not torch.strided:
+        refuse(function, label, value, "a strided tensor" if isinstance(value, Tensor) else "a tensor")
     return value
 
 

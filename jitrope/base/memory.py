@@ -67,10 +67,10 @@ def _reaches(target: int, ranges: dict[int, tuple[int, int]], moved: bool = Fals
     return any(_reaches(target - step * n, rest, moved and n == 0) for n in times)
 
 
-def refuse_meeting(name: str, spans: Mapping[str, Span], written: Sequence[str]) -> None:
-    """Refuse memory that one tensor writes and another reads or writes."""
+def refuse_meeting(name: str, spans: Mapping[str, Span], written: Sequence[str], labels: Mapping[str, str]) -> None:
+    """Refuse memory that one tensor writes and another reads or writes. labels: users' names, which may be equal."""
     for n, label in enumerate(written):
         for other, x in spans.items():
             if other not in written[: n + 1] and meet(spans[label], x):
-                shared = f"{label} and {other} share memory, which is written"
+                shared = f"{labels.get(label, label)} and {labels.get(other, other)} share memory, which is written"
                 raise InvalidInput(f"{name}: {shared}; pass tensors that do not overlap")

@@ -81,7 +81,7 @@ def check_memory(op: Any, t: Tensors, o: Options) -> None:
         use = own if name in ("q", "k", "qkv") else "a tensor with memory for each element"
         had = f"{labels[name]} has strides {tuple(x.stride())}; its elements overlap in memory, so it cannot be written"
         Fail(op.function).when(overlaps_itself(x), f"{had}; pass {use}")
-    require_apart(op.function, {labels[n]: x for n, x in written.items()}, {labels[n]: x for n, x in t.items()})
+    require_apart(op.function, written, t, labels)
 
 
 def label_of(op: Any, name: str, o: Options) -> str:
@@ -121,12 +121,12 @@ def check_heads(q: Tensor, k: Tensor | None, o: Options, fail: Fail, first: str,
     rotate.check_dims(first, head_dim, o, fail)
 
 
-def require_apart(name: str, written: dict[str, Tensor], read: dict[str, Tensor]) -> None:
+def require_apart(name: str, written: Tensors, read: Tensors, labels: dict[str, str]) -> None:
     """Refuse memory that a call would write as one tensor and read or write as another; skip tensors without memory."""
     t = {**written, **read}
     real = all(type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta" for x in t.values())
     if real and not watch.transformed():
-        refuse_meeting(name, {label: span(x) for label, x in t.items()}, tuple(written))
+        refuse_meeting(name, {label: span(x) for label, x in t.items()}, tuple(written), labels)
 
 
 def check_pairs(t: Tensors, o: Options, fail: Fail) -> None:

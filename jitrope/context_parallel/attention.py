@@ -14,7 +14,6 @@ from torch.nn.functional import pad
 
 from .. import torch_state as watch
 from ..base import arguments
-from ..base.errors import InvalidInput
 from ..base.fit import named
 from ..thd import ops as thd_ops
 from ..thd.reference import Move
@@ -170,6 +169,9 @@ def _on_all_ranks(checked: Callable[[], Any], schedule: Schedule) -> Any:
     Every rank refuses if one does, if the ranks' calls differ, or if the lengths are wrong.
     """
 
+    if watch.is_compiling() or watch.capturing(schedule.cu_seqlens):
+        fail("check=True waits for the device, so it cannot be compiled or captured in a CUDA graph; leave it out")
+
     def told(facts: Any) -> list[Any]:
         """Every rank's facts; None from a rank that refuses."""
         ranks = [facts]
@@ -181,7 +183,7 @@ def _on_all_ranks(checked: Callable[[], Any], schedule: Schedule) -> Any:
 
     try:
         result = checked()
-    except InvalidInput:
+    except Exception:  # also another one: the other ranks wait for this one
         told(None)
         raise
     ranks = told(_facts(result[-1]))
@@ -233,9 +235,9 @@ def unpack(gathered: Tensor, call: Call) -> tuple[Tensor, Tensor]:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Result:
     """This rank's attention over the keys of `unpack`: out (rows, Hq, Dv), lse and row_max (rows, Hq); see `Result`."""
-    if len(q) == 0:
+    if len(q) == 0:  # of v: a compiler must keep the collective that brought it, in the order of the other ranks
         none = q.new_empty(0, q.shape[1], dtype=torch.float32)
-        return Result(q.new_empty(0, q.shape[1], v.shape[2]), none, none, ())
+        return Result(v[:0].repeat(1, q.shape[1] // v.shape[1], 1), none, none, ())
     with watch.without_autocast(q):  # backends compute in the dtypes of their inputs
         result = call.backend.forward(_with_dummies(q, call), k, v, call.schedule.varlen(call.scale), call.case)
     lse = _by_rows(result.lse, call) if call.case.lse else None
@@ -246,7 +248,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Result:
 def attend_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, call: Call) -> Gradients:
     """dq (rows, Hq, D), dk and dv of the keys of `unpack`. result: out and saved of `attend`."""
     if len(q) == 0:
-        return torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        # Zeros of dout, so that a compiler does not send them before dout is there.
+        return torch.empty_like(q), torch.zeros_like(k) + dout.sum(), torch.zeros_like(v) + dout.sum()
     dout, q, out = (_with_dummies(x, call) for x in (dout, q, result.out))
     with watch.without_autocast(q):
         dq, dk, dv = call.backend.backward(dout, q, k, v, result._replace(out=out), call.schedule.varlen(call.scale))

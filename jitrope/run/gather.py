@@ -210,5 +210,5 @@ def with_v(op: Operation, tensors: Tensors, words: dict[str, Any], v: Any) -> An
         tensors["v"] = v
     if given and v is not source:
         items = zip("qkv", parts(name, "out", out, 3))
-        require_apart(name, {f"out's {letter}": x for letter, x in items if x is not None}, {"v": source})
+        require_apart(name, {f"out's {letter}": x for letter, x in items if x is not None}, {"v": source}, {})
     return v

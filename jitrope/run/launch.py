@@ -113,12 +113,12 @@ class Known:
 
         distances: bytes from the first of the tensors in `close` to the others.
         """
-        named = {name: label_of(self.op, name, self.options) for name in self.close}
-        spans = {named[name]: x._replace(at=at) for (name, x), at in zip(self.close.items(), (0, *distances))}
+        spans = {name: x._replace(at=at) for (name, x), at in zip(self.close.items(), (0, *distances))}
         ordered = sorted(spans.values())
         ends = itertools.accumulate([x.at + x.extent for x in ordered], max)
         if any(x.at < end for x, end in zip(ordered[1:], ends)):
-            refuse_meeting(self.op.function, spans, [named[name] for name in self.written])
+            labels = {name: label_of(self.op, name, self.options) for name in self.close}
+            refuse_meeting(self.op.function, spans, self.written, labels)
         if len(self.apart) >= MAX_APART:
             self.apart.clear()
         self.apart.add(distances)

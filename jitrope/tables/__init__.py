@@ -132,7 +132,7 @@ def _tables(
         arguments.refuse(name, "inv_freq", inv_freq, "of dtype float32, with 1 axis")
     if not isinstance(positions, Tensor):
         positions = torch.arange(arguments.whole(name, "positions", positions, 0), device=device)
-    got = f"{positions.dtype} on {positions.device}"
+    got = f"{arguments.tensor(name, 'positions', positions).dtype} on {positions.device}"
     good = positions.dtype in INTEGERS and positions.device == device
     arguments.require(name, good, f"positions is {got}; it must be int32 or int64 on inv_freq's {device}")
 

@@ -82,6 +82,7 @@ def from_config(
             max_position_embeddings, original_max_position_embeddings and, in a dict, rotary_dim, and qk_rope_head_dim
             for multi-head latent attention. rope_theta must be given. A file may leave out other defaults of its class,
             such as head_dim: pass the object then. Names that choose layers, such as no_rope_layers, are not read.
+            partial_rotary_factor counts also if the module of that model ignores it, as Llama's does in transformers.
         layer_type: the type of layer, if rope_parameters has one entry for each type, or if the file has a theta for
             each: "full_attention" and "sliding_attention" (Gemma 3, ModernBERT, OLMo 3), "main" and "compress"
             (DeepSeek V4); else None.

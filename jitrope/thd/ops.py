@@ -32,8 +32,7 @@ from .reference import Correction, Move, Segments, Shape
 def fail_of(name: str, **tensors: Any) -> Fail:
     """Check that these arguments of `name` are tensors, and return its `Fail`."""
     for label, x in tensors.items():
-        if arguments.tensor(name, label, x).is_nested or x.layout is not torch.strided:
-            arguments.refuse(name, label, x, "a strided tensor")
+        arguments.tensor(name, label, x)
         if not is_compiling() and is_zero(x):
             arguments.refuse(name, label, x, "a tensor with memory, not torch's lazy zeros")
     return Fail(name)
