@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import jitrope
 from jitrope import DynamicQuantize, KVCache, Norm, Quantize
-from jitrope.values import stand_ins, values
+from jitrope.values import constants, scales
 
 from .devices import DEVICES
 
@@ -66,7 +66,7 @@ def bits(found: Any) -> list[Any]:
 
 def forget() -> None:
     """Forget the tensors that calls keep."""
-    for made in (stand_ins.one_row, stand_ins.filled, values._scale_of):
+    for made in (constants.one_row, constants.filled, scales._scale_of):
         made.cache_clear()
 
 

@@ -26,7 +26,7 @@ from jitrope.run import dispatch
 from jitrope.run import launch as runtime
 from jitrope.sources.heads import HEADS_BACKWARD
 from jitrope.stages import convert
-from jitrope.values import stand_ins
+from jitrope.values import constants
 from tests.said import KINDS, kv_cache, norm_fp8, norm_kv_cache, norm_rope, norm_rope_joint, said
 
 from . import oracle
@@ -812,7 +812,7 @@ def test_a_norm_alone_first_met_in_a_cuda_graph() -> None:
     cos = torch.ones(1, 32, device=DEVICE).expand(8, 32)
     want, _ = norm_rope(q, None, weight, None, cos, torch.zeros_like(cos[:1]).expand(8, 32))
     norm_rope(torch.cat((q, q), 1), None, weight)  # the same kernel
-    stand_ins.one_row.cache_clear()
+    constants.one_row.cache_clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         norm_rope(q, None, weight)
@@ -827,8 +827,8 @@ def test_a_norm_alone_first_met_in_a_cuda_graph() -> None:
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_norm_in_the_graphs_of_torch_compile(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensors that jitrope makes once are not in the memory of a graph, which torch uses again."""
-    stand_ins.filled.cache_clear()
-    monkeypatch.setattr(stand_ins, "_counters", {})
+    constants.filled.cache_clear()
+    monkeypatch.setattr(constants, "_counters", {})
     cos, sin = torch.randn(2, 7, 44, device=DEVICE)
     q, k, weight = (torch.randn(*shape, device=DEVICE).bfloat16() for shape in ((1, 7, 3, 88), (1, 7, 1, 88), (88,)))
     leaves = [x.requires_grad_(grad) for x in (q, k, weight)]

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import jitrope
 from jitrope.base import views
 from jitrope.sources.heads import HEADS_BACKWARD
-from jitrope.values import stand_ins
+from jitrope.values import constants
 from tests.said import KINDS, norm_rope, norm_rope_joint, said
 
 from .cases import NORM_CASES, NormCase, make_norm, norm_call, op_arguments, random_norm_case
@@ -487,7 +487,7 @@ def test_fake_tensors_leave_nothing_behind(device: str) -> None:
     """The table of no rotation is kept, but never a fake one, which a later real call would use."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    stand_ins.one_row.cache_clear()
+    constants.one_row.cache_clear()
     with FakeTensorMode():
         norm_rope(torch.ones(1, 2, 1, 10, device=device), None)
     with torch.inference_mode():

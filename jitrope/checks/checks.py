@@ -152,7 +152,7 @@ def check(op: Any, t: Tensors, o: Options) -> None:
     if beside := op.source.said or "a cache" * op.cache:
         rotate.refuse_per_head(t["cos"], o, beside, fail)
     check_heads(q, t.get("k"), o, fail, label, op.label("k"))
-    positions.check(t, o, fail)
+    positions.check(t, o.rotary_dim // 2, o, fail)
     scale.check(t, sizes_of(q, o.layout)[1], o, fail)
     rotate.check(t, o, fail)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..base import layouts, partition
 from ..base.arguments import flags, refuse, tensor, whole, wholes
 from ..base.fit import Fail, check_contiguous, check_integers, check_one_axis, check_shape, named, sizes_of
-from ..base.spec import INDEX_DTYPES
+from ..base.spec import INDEX_DTYPES, MAX_AXES
 from ..base.views import Tensors
 from ..values.asked import Value
 
@@ -233,8 +233,8 @@ def label(o: Words) -> str:
     return "position_ids" if o.mrope_section else "positions"
 
 
-def check(t: Tensors, o: Words, fail: Fail) -> None:
-    """Refuse positions that do not fit q, and each other."""
+def check(t: Tensors, pairs: int, o: Words, fail: Fail) -> None:
+    """Refuse positions that do not fit q, and each other. pairs: those of a head that are rotated."""
     q, size, unrotated = t["q"], o.cp_size, o.unrotated
     batch, seqlen, *_ = sizes_of(q, o.layout)
     fail.when(unrotated < 0, f"unrotated is {unrotated}; it cannot be negative")
@@ -259,7 +259,10 @@ def check(t: Tensors, o: Words, fail: Fail) -> None:
         fail.when(count != rows, f"start_positions has {count} entries for {rows} {of}")
     if "position_ids" in t:
         check_integers(label(o), t["position_ids"], q, fail)
-        axes = (len(o.mrope_section),) if o.mrope_section else ()
+        sections = o.mrope_section
+        if sections and (len(sections) > MAX_AXES or sum(sections) != pairs):
+            fail(f"mrope_section is {tuple(sections)}; it must be at most {MAX_AXES} numbers of pairs, {pairs} in all")
+        axes = (len(sections),) if sections else ()
         allowed = [(*axes, *row, seqlen) for row in [(), *([] if o.layout == "thd" else [(1,), (batch,)])]]
         check_shape(label(o), t["position_ids"], allowed, fail, f"q is {named(q, o.layout)} but ")
 

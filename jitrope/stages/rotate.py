@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..base.errors import InvalidInput
 from ..base.fit import USERS_NAMES, Fail, is_float, named, sizes_of
-from ..base.spec import DTYPES, MAX_AXES, OF_NORM
+from ..base.spec import DTYPES, OF_NORM
 from ..base.views import DTYPE_NAMES, Tensors, per_head, table_pair, table_view
 from . import positions
 from .positions import TURNED, cleared, table_rows
@@ -119,10 +119,8 @@ def check_dims(owner: str, head_dim: int, o: Words, fail: Fail) -> None:
 def check(t: Tensors, o: Words, fail: Fail) -> None:
     """Refuse tables that do not fit q, k and the positions."""
     cos, kind, rotary = t["cos"], o.table, o.rotary_dim
-    wide, sections, pairs = o.rounding == "complex128", o.mrope_section, rotary // 2
+    wide = o.rounding == "complex128"
     positions.check_counted("interleaved_out", o.interleaved_out is not None, o, fail)
-    if sections and (len(sections) > MAX_AXES or sum(sections) != pairs):
-        fail(f"mrope_section is {tuple(sections)}; it must be at most {MAX_AXES} numbers of pairs, {pairs} in all")
     if kind == "freqs_cis" and cos.dtype != torch.complex64 and not (wide and cos.dtype == torch.complex128):
         hint = "; pass torch.view_as_complex(table)" if cos.dim() == 3 and cos.shape[-1] == 2 else ""
         fail(f"freqs_cis is {cos.dtype}; it must be complex64, or complex128 with rounding='complex128'{hint}")
