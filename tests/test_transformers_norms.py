@@ -446,6 +446,8 @@ import math, torch
 from torch import nn
 from transformers.models.llama.modeling_llama import rotate_half
 SCALE = 1.0
+class Settings:
+    scale = 1.0
 def helper(x):
     return x * SCALE
 def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
@@ -463,6 +465,11 @@ LINES = {
     "q, k = q.clamp(-8, 8), k.clamp(-8, 8)": "others for other numbers of tokens or larger values",
     "q = q * max(1, q.shape[-2] // 4096)": "branches on the values or sizes",
     "q = q * (q.shape[-2] // 64 + 1)": "others for other numbers of tokens or larger values",
+    "q = q * max(1.0, math.log(q.shape[-2]) / math.log(9999))": "branches on the values or sizes",
+    "q = q if int(q.shape[-2]) < 9999 else 2 * q": "branches on the values or sizes",
+    "q = [q * 2 ** n for n in range(q.shape[-2] // 9999 + 1)][-1]": "branches on the values or sizes",
+    "assert isinstance(q, torch.Tensor); q = q if len(q.mT) < 9999 else 2 * q": "branches on the values or sizes",
+    "q = q * Settings.scale": "reads the global Settings",
     "q = q * SCALE": "reads the global SCALE",
     "q = helper(q)": "reads the global SCALE",
 }

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Proxy
-from torch.fx.proxy import GraphAppendingTracer
+from torch.fx.proxy import GraphAppendingTracer, TraceError
 
 from ...api import apply_rope, prepare_qkv
 from ...base.errors import InvalidInput
@@ -326,15 +326,15 @@ class _Branch(BaseException):  # no code of a host catches it
 def undetermined(function: Function, *arguments: Any, cls: Any = None) -> str:
     """Why calls of a host's function say nothing about others: it reads a global value, or it branches; else ""."""
     for _, name, value in called(function, cls):
-        if not (callable(value) or isinstance(value, ModuleType)):
+        if not (inspect.isroutine(value) or isinstance(value, ModuleType)):
             return f"it reads the global {name}"
     symbols = _Symbols(graph := Graph())
     try:
         function(*(Proxy(graph.placeholder("x"), symbols) if isinstance(x, Tensor) else x for x in arguments))
-    except _Branch:
-        return "its code branches on the values or sizes of its arguments"
-    except Exception:  # stand-ins cannot do all; what is left to say is said by calls
-        pass
+    except TraceError:  # of `*x.shape[:-1]`; what is left to say is said by calls
+        return ""
+    except (_Branch, Exception):  # such as `math.log` or `range` of a stand-in
+        return "its code branches on the values or sizes of its arguments, or may do so"
     return ""
 
 
