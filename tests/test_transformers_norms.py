@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,16 @@ def test_enable_judges_outside_of_modes(mode: Any) -> None:
     for _ in range(2):
         assert torch.equal(zoo.run(model), want)
     assert report.calls == {"jitrope": 0, "host": 0, "fused": 4}
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return 2 * grads[0], None
 
 
 # ---- uses of what waits --------------------------------------------------------------------------------
@@ -226,6 +237,29 @@ def test_uses(name: str) -> None:
             assert all(type(x) is Tensor for x in got)
             torch.testing.assert_close(found, grads, rtol=1e-4, atol=1e-4)
     assert report.calls["fused"] == fused, report.reasons
+
+
+@pytest.mark.parametrize("use", [partial(checkpoint, torch.mul, use_reentrant=True), Twice.apply])
+def test_a_function_of_autograd_does_not_lose_its_gradient(use: Any) -> None:
+    """Such a function takes a waiting tensor, in a layer whose earlier calls were fused, as a tensor without values."""
+    layer = Layer(plain)
+    with integration.enable(layer):
+        for _ in range(2):
+            layer(*given())
+        layer.use = lambda layer, q, k, t: (use(q, torch.tensor(2)), k)
+        with pytest.raises(RuntimeError, match="invalid gradient"):
+            layer(*given())[0].sum().backward()
+
+
+@pytest.mark.parametrize(("norm", "name"), [(nn.RMSNorm, "rms_norm"), (nn.LayerNorm, "layer_norm")])
+def test_a_function_of_torch_is_replaced(norm: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer(plain, norm)
+    with integration.enable(layer) as report:
+        for _ in range(2):
+            layer(*given())
+        monkeypatch.setattr(nn.functional, name, doubled(getattr(nn.functional, name)))
+        layer(*given())
+    assert report.calls["fused"] == 2
 
 
 def test_a_change_in_between_is_an_error() -> None:
