@@ -476,7 +476,7 @@ def test_hooks_of_all_modules(qwen3: nn.Module) -> None:
 # ---- what a rope function reads ------------------------------------------------------------------------
 
 REMOTE = """
-import math, torch
+import functools, math, torch
 from torch import nn
 from transformers.models.llama.modeling_llama import rotate_half
 SCALE = 1.0
@@ -484,6 +484,17 @@ class Settings:
     scale = 1.0
 def helper(x):
     return x * SCALE
+def scaled(function):
+    @functools.wraps(function)
+    def call(x):
+        return function(x) * SCALE
+    return call
+@scaled
+def decorated(x):
+    return x
+def inner(factors):
+    return lambda x: x * factors[0]
+outer = inner([1.0])
 def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     LINE
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
@@ -506,6 +517,8 @@ LINES = {
     "q = q * Settings.scale": "reads the global Settings",
     "q = q * SCALE": "reads the global SCALE",
     "q = helper(q)": "reads the global SCALE",
+    "q = decorated(q)": "reads the global SCALE",
+    "q = outer(q)": "reads the global factors",
 }
 
 
