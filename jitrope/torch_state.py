@@ -33,7 +33,7 @@ collectives = torch.ops._c10d_functional
 is_zero: Callable[[Tensor], bool] = operator.methodcaller("_is_zerotensor")  # lazily: it has no memory
 version: Callable[[Tensor], int] = operator.attrgetter("_version")  # counts the writes to a tensor
 
-without_values: Callable[[type[Tensor], Tensor], Tensor] = Tensor._make_subclass
+without_values: Callable[[type[Tensor], Tensor, bool], Tensor] = Tensor._make_subclass  # and requires_grad
 
 records_ops = hasattr(getattr(torch._library, "autograd", None), "make_autograd_impl")
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope.base import partition, problem
+from jitrope.base import partition
+from jitrope.plan import problem
 from jitrope.plan.heuristics import Plan
 from jitrope.plan.options import Options
 from jitrope.run import dispatch, launch

@@ -346,6 +346,7 @@ def test_norms_that_differ_or_are_absent(host: Any, counted: dict[str, int]) -> 
 
 REPLACED = "was replaced, or its file has another text than in 0.3.0"
 PATCHES = {
+    "F.rms_norm": "a norm is not torchtitan's RMSNorm or has no weight, or q's and k's differ",
     "RMSNorm.forward": "a norm is not torchtitan's RMSNorm or has no weight, or q's and k's differ",
     "CosSinRoPE.forward": f"a method of CosSinRoPE {REPLACED}",
     "CosSinRoPE.apply_rotary_emb": f"a method of CosSinRoPE {REPLACED}",

@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,16 @@ def test_enable_judges_outside_of_modes(mode: Any) -> None:
     for _ in range(2):
         assert torch.equal(zoo.run(model), want)
     assert report.calls == {"jitrope": 0, "host": 0, "fused": 4}
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return 2 * grads[0], None
 
 
 # ---- uses of what waits --------------------------------------------------------------------------------
@@ -226,6 +237,29 @@ def test_uses(name: str) -> None:
             assert all(type(x) is Tensor for x in got)
             torch.testing.assert_close(found, grads, rtol=1e-4, atol=1e-4)
     assert report.calls["fused"] == fused, report.reasons
+
+
+@pytest.mark.parametrize("use", [partial(checkpoint, torch.mul, use_reentrant=True), Twice.apply])
+def test_a_function_of_autograd_does_not_lose_its_gradient(use: Any) -> None:
+    """Such a function takes a waiting tensor, in a layer whose earlier calls were fused, as a tensor without values."""
+    layer = Layer(plain)
+    with integration.enable(layer):
+        for _ in range(2):
+            layer(*given())
+        layer.use = lambda layer, q, k, t: (use(q, torch.tensor(2)), k)
+        with pytest.raises(RuntimeError, match="invalid gradient"):
+            layer(*given())[0].sum().backward()
+
+
+@pytest.mark.parametrize(("norm", "name"), [(nn.RMSNorm, "rms_norm"), (nn.LayerNorm, "layer_norm")])
+def test_a_function_of_torch_is_replaced(norm: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer(plain, norm)
+    with integration.enable(layer) as report:
+        for _ in range(2):
+            layer(*given())
+        monkeypatch.setattr(nn.functional, name, doubled(getattr(nn.functional, name)))
+        layer(*given())
+    assert report.calls["fused"] == 2
 
 
 def test_a_change_in_between_is_an_error() -> None:
@@ -442,12 +476,25 @@ def test_hooks_of_all_modules(qwen3: nn.Module) -> None:
 # ---- what a rope function reads ------------------------------------------------------------------------
 
 REMOTE = """
-import math, torch
+import functools, math, torch
 from torch import nn
 from transformers.models.llama.modeling_llama import rotate_half
 SCALE = 1.0
+class Settings:
+    scale = 1.0
 def helper(x):
     return x * SCALE
+def scaled(function):
+    @functools.wraps(function)
+    def call(x):
+        return function(x) * SCALE
+    return call
+@scaled
+def decorated(x):
+    return x
+def inner(factors):
+    return lambda x: x * factors[0]
+outer = inner([1.0])
 def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     LINE
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
@@ -463,8 +510,15 @@ LINES = {
     "q, k = q.clamp(-8, 8), k.clamp(-8, 8)": "others for other numbers of tokens or larger values",
     "q = q * max(1, q.shape[-2] // 4096)": "branches on the values or sizes",
     "q = q * (q.shape[-2] // 64 + 1)": "others for other numbers of tokens or larger values",
+    "q = q * max(1.0, math.log(q.shape[-2]) / math.log(9999))": "branches on the values or sizes",
+    "q = q if int(q.shape[-2]) < 9999 else 2 * q": "branches on the values or sizes",
+    "q = [q * 2 ** n for n in range(q.shape[-2] // 9999 + 1)][-1]": "branches on the values or sizes",
+    "assert isinstance(q, torch.Tensor); q = q if len(q.mT) < 9999 else 2 * q": "branches on the values or sizes",
+    "q = q * Settings.scale": "reads the global Settings",
     "q = q * SCALE": "reads the global SCALE",
     "q = helper(q)": "reads the global SCALE",
+    "q = decorated(q)": "reads the global SCALE",
+    "q = outer(q)": "reads the global factors",
 }
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..base.errors import InvalidInput
 from ..torch_state import hooks_of_all, in_autocast
-from ._host import module_of, original, text_of
+from ._host import module_of, original, own, text_of
 
 # A torch.nn.RMSNorm without an eps uses that of its computing type, which is fp32 for fp32, fp16 and bf16
 # (its documentation, and ATen's rms_norm on CPU and CUDA).
@@ -80,20 +80,20 @@ def form_of(module: nn.Module) -> NormForm:
 
 @torch.compiler.assume_constant_result
 def _of_class(cls: Any) -> NormForm | None:
-    return _form_of(cls, cls.forward, getattr(cls, _PART, None))
+    return _form_of(cls, cls.forward, getattr(cls, _PART, None), nn.functional.rms_norm, nn.functional.layer_norm)
 
 
 @lru_cache  # torch 2.11 traces into it
-def _form_of(cls: Any, *methods: Any) -> NormForm | None:
-    methods = tuple(method for method in methods if method is not None)
-    if not all(of_host(cls, method) for method in methods) or hasattr(cls, "weight") or hasattr(cls, "bias"):
+def _form_of(cls: Any, forward: Any, part: Any, *called: Any) -> NormForm | None:
+    known = of_host(cls, forward) and (part is None or of_host(cls, part)) and all(own("torch", f) for f in called)
+    if not known or hasattr(cls, "weight") or hasattr(cls, "bias"):
         return None
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
     for name in (f"{base.__module__}.{base.__qualname__}" for base in (cls, owner)):
         if name in _NAMES:
             return _NAMES[name]
-    forward, part = (*(text_of(original(method)) for method in methods), "")[:2]
-    return next((form for form, known, texts in _TEXTS if part == known and forward in texts.split()), None)
+    text, of_part = (text_of(original(method)) for method in (forward, part))
+    return next((form for form, known, texts in _TEXTS if of_part == known and text in texts.split()), None)
 
 
 def of_host(cls: Any, method: Any) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial, wraps
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..api import prepare_qkv
@@ -89,10 +89,10 @@ def _fused(layer: Any, query: Tensor, key: Tensor, positions: Any = None) -> Any
     if type(layer.rope).__module__ != __name__:
         raise InvalidInput("the layer's rope is not jitrope's")
     unhooked(layer.rope, _moves_nothing(layer.rope), "rope")  # we do not call it
-    norms, (cls, forward) = (layer.q_norm, layer.k_norm), layer._norm
+    norms, (cls, *known) = (layer.q_norm, layer.k_norm), layer._norm
     weights: Any = [unhooked(norm, _moves_nothing(norm))[0] for norm in norms]
-    plain = cls.forward is forward and all(type(norm) is cls and norm.weight is not None for norm in norms)
-    if not plain or norms[0].eps != norms[1].eps:
+    plain = all(type(norm) is cls and norm.weight is not None for norm in norms)
+    if not plain or [cls.forward, nn.functional.rms_norm] != known or norms[0].eps != norms[1].eps:
         raise InvalidInput(f"a norm is not torchtitan's {cls.__name__} or has no weight, or q's and k's differ")
     if in_autocast(query) or any(weight.dtype != query.dtype for weight in weights):
         raise InvalidInput("autocast or the weight's dtype may change the norm")
@@ -143,7 +143,7 @@ def _of_rope(host: Any, module: Any) -> dict[str, Any]:
 
 def _of_attention(host: Any, module: Any) -> dict[str, Any]:
     theirs = _host.own(HOST, host.forward) if _host.text_of(host.forward) == _PLACES[host.__name__][1] else None
-    norm = module.RMSNorm  # with torch's forward
+    norm, own = module.RMSNorm, partial(_host.own, "torch")  # with torch's forward, which calls a function
 
     @wraps(host.forward)
     def forward(self: Any, *arguments: Any, **words: Any) -> Any:
@@ -155,7 +155,7 @@ def _of_attention(host: Any, module: Any) -> dict[str, Any]:
             _host.note_unfused(HOST, f"{host.__name__}.forward was replaced, or has another text than in 0.3.0")
         return host.forward(self, *arguments, **words)
 
-    return {"forward": forward, "_norm": (norm, _host.own("torch", norm.forward))}
+    return {"forward": forward, "_norm": (norm, own(norm.forward), own(nn.functional.rms_norm))}
 
 
 def __getattr__(name: str) -> Any:

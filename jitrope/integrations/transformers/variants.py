@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Proxy
-from torch.fx.proxy import GraphAppendingTracer
+from torch.fx.proxy import GraphAppendingTracer, TraceError
 
 from ...api import apply_rope, prepare_qkv
 from ...base.errors import InvalidInput
 from ...stages.norm import Norm
 from ...torch_state import outside_modes
-from .._host import Function
+from .._host import Function, module_of
 
 Shape = tuple[int, int, int]
 SHAPES: tuple[Shape, ...] = ((4, 3, 1), (4, 3, 2), (4, 2, 0), (4, 2, 1), (3, 2, 0), (3, 2, 1))
@@ -286,7 +286,7 @@ def equal(ours: Any, want: Any, tolerance: float) -> bool:
 # ---- what a host's function reads -------------------------------------------------------------------------
 
 State = tuple[tuple[Any, str, Any], ...]
-"""(holder, name, value): of a function's global the module, of a class the method."""
+"""(holder, name, value): of a function's global the module."""
 
 
 def changed(state: State) -> str:
@@ -323,39 +323,38 @@ class _Branch(BaseException):  # no code of a host catches it
     pass
 
 
-def undetermined(function: Function, *arguments: Any, cls: Any = None) -> str:
+def undetermined(function: Function, *arguments: Any) -> str:
     """Why calls of a host's function say nothing about others: it reads a global value, or it branches; else ""."""
-    for _, name, value in called(function, cls):
-        if not (callable(value) or isinstance(value, ModuleType)):
+    for _, name, value in called(function):
+        if not (inspect.isroutine(value) or isinstance(value, ModuleType)):
             return f"it reads the global {name}"
     symbols = _Symbols(graph := Graph())
     try:
         function(*(Proxy(graph.placeholder("x"), symbols) if isinstance(x, Tensor) else x for x in arguments))
-    except _Branch:
-        return "its code branches on the values or sizes of its arguments"
-    except Exception:  # stand-ins cannot do all; what is left to say is said by calls
-        pass
+    except TraceError:  # of `*x.shape[:-1]`; what is left to say is said by calls
+        return ""
+    except (_Branch, Exception):  # such as `math.log` or `range` of a stand-in
+        return "its code branches on the values or sizes of its arguments, or may do so"
     return ""
 
 
-def state_of(function: Any, cls: Any = None) -> State:
-    """What a host's function, perhaps a method of cls, reads and calls, but for names of an outer function."""
-    return tuple(told for told in called(function, cls) if told[0] is not None)
+def state_of(function: Any) -> State:
+    """What a host's function reads and calls, but for names of an outer function."""
+    return tuple(told for told in called(function) if told[0] is not None)
 
 
-def called(function: Any, cls: Any = None) -> State:
+def called(function: Any) -> State:
     """What the code of a host's function reads, and the code of what it calls; the holder of an outer name is None."""
     found: dict[tuple[int, str], tuple[Any, str, Any]] = {}
-    todo = [function]
+    todo = [function, inspect.unwrap(function)]
     while todo:
-        one = inspect.unwrap(todo.pop())
-        if not isinstance(one, FunctionType) or one.__module__.split(".")[0] == "torch":
+        one = todo.pop()
+        if not isinstance(one, FunctionType) or module_of(one).split(".")[0] == "torch":
             continue
         told, module = inspect.getclosurevars(one), sys.modules.get(one.__module__)
-        own = {name: getattr(cls, name, None) for name in told.unbound if cls and name != "forward"}
-        for holder, values in ((module, told.globals), (None, told.nonlocals), (cls, own)):
+        for holder, values in ((module, told.globals), (None, told.nonlocals)):
             for name, value in values.items():
-                if (id(holder), name) not in found and (holder is not cls or isinstance(value, FunctionType)):
+                if (id(holder), name) not in found:
                     found[id(holder), name] = holder, name, value
-                    todo.append(value)
+                    todo += [value, inspect.unwrap(value)]
     return tuple(found.values())

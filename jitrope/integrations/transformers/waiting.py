@@ -55,7 +55,8 @@ class Pending(Tensor):
     @staticmethod
     def of(root: Any, x: Tensor, made: Tensor | None = None, step: Any = None) -> Any:
         """A new one."""
-        new: Any = without_values(Pending, _NOTHING) if made is None else made.as_subclass(Pending)
+        # What takes no notice of `__torch_function__`, as autograd's Functions, must not leave out its gradient.
+        new: Any = without_values(Pending, _NOTHING, root.grad) if made is None else made.as_subclass(Pending)
         new.root, new.x, new.made, new.step = root, x, made, step
         return new
 
