@@ -24,6 +24,7 @@ ROOT = Path(jitrope.__file__).parent
 FILES = {str(path.relative_to(ROOT)): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
 TREES = {file: ast.parse(text) for file, text in FILES.items()}
 NOT_CORE = ("integrations", "thd", "context_parallel", "tools")
+REWRITES = re.compile(r"\bimport ast\b|\bco_\w+|__code__|\b(?:exec|eval)\(")
 IMPORT = "from time import process_time as t; a = t(); import torch; b = t(); import jitrope; print(b - a, t() - b)"
 BLANK = {*(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)}
 
@@ -126,6 +127,7 @@ def naming(word: str) -> int:
     return sum(re.search(rf"\b{word}\b", text) is not None for text in inside)
 
 
+hosts = [text for file, text in FILES.items() if file.startswith("integrations/")]
 parts: Counter[str] = Counter()
 for file in FILES:
     parts[file.split("/")[0]] += code_lines(file)
@@ -151,6 +153,10 @@ parameters = [x.co_argcount + x.co_kwonlyargcount + bool(x.co_flags & 8) for x i
 BOUNDS = [  # what, its number here, its bound, and what is held while the bound is missed
     ("code lines of the core", code - sum(parts[part] for part in NOT_CORE), 6000, 6970),
     ("code lines of jitrope/", code, 10500, 11253),
+    ("code lines of integrations", parts["integrations"], 1900, 1900),
+    ("lines of integrations", sum(len(text.splitlines()) for text in hosts), 3200, 3200),
+    ("code lines of tools", parts["tools"], 800, 800),
+    ("ast, code objects, exec and eval in integrations", sum(len(REWRITES.findall(text)) for text in hosts), 0, 0),
     ("torch ops of calls", ops_of_calls, 4, 4),
     ("torch ops, with thd and context parallelism", every_op, 16, 16),
     ("files outside hosts and api that name hadamard", naming("hadamard"), 3, 13),
