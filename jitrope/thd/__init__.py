@@ -299,7 +299,7 @@ def out_correction(
         lse_packed, and the errors: see `second_half_lse_correction`.
     """
     name = "out_correction"
-    both = {"lse": lse, "lse_per_step": lse_per_step}
+    both: dict[str, Any] = {"lse": lse, "lse_per_step": lse_per_step}
     fail = thd_ops.fail_of(name, out=out, out_per_step=out_per_step, **both, cu_seqlens=cu_seqlens)
     first = "nothing" if arguments.flag(name, "only_second_half", only_second_half) else "add"
     packed = arguments.flag(name, "lse_packed", lse_packed)
