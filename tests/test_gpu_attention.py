@@ -59,6 +59,7 @@ def ranks_of(case: Attention, made: Made, cp_size: int, device: str, lse: bool) 
             *case.heads,
             schedule.mask,
             schedule.most_segments,
+            schedule.equal,
             lse=lse,
         )
         call = Call(schedule, choose(case.backend, asked), asked, made.scale)
@@ -244,6 +245,19 @@ def test_flex(case: Attention) -> None:
     taken_or_skipped(case, installed=hasattr(_module(), "AuxRequest"))
     torch._dynamo.reset()  # one head size each: torch stops recompiling a function after a few
     check(case, 2, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rule", ["dual_chunk", "contiguous"])
+@pytest.mark.parametrize("length", [256, 192, 90])
+def test_cudnn(length: int, dtype: torch.dtype, rule: str) -> None:
+    """Full masks over sequences of one length, which it supports."""
+    case = Attention(
+        "fixed", (length, length, length), causal=False, rule=rule, heads=(4, 4, 64, 64), dtype=dtype, backend="cudnn",
+        options={"fixed": True},
+    )  # fmt: skip
+    check(case, 2, "cuda", lse=False)
 
 
 # ---- one call ----------------------------------------------------------------------------------------
