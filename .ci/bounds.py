@@ -6,6 +6,7 @@ A bound that is missed has a second number beside it, the one of today: it may f
 import ast
 import inspect
 import io
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -150,6 +152,13 @@ names = [name for name in jitrope.__all__ if name.startswith(("apply_", "prepare
 public = [inspect.unwrap(getattr(jitrope, name)).__code__ for name in names]
 parameters = [x.co_argcount + x.co_kwonlyargcount + bool(x.co_flags & 8) for x in public]  # `**words` is one
 
+command = [sys.executable, "-c", IMPORT]
+with TemporaryDirectory() as folder:  # as installed: where Python may not write, jitrope is compiled at each import
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    own["PYTHONPYCACHEPREFIX"] = folder
+    runs = [subprocess.run(command, capture_output=True, check=True, env=own) for _ in range(6)]
+of_torch, ours = map(min, zip(*[map(float, run.stdout.split()) for run in runs[1:]]))
+
 BOUNDS = [  # what, its number here, its bound, and what is held while the bound is missed
     ("code lines of the core", code - sum(parts[part] for part in NOT_CORE), 6000, 6970),
     ("code lines of jitrope/", code, 10500, 11253),
@@ -170,6 +179,7 @@ BOUNDS = [  # what, its number here, its bound, and what is held while the bound
     ("functions that Dynamo inlines for prepare_qkv(norm)", inlined, 8, 8),
     ("guards of its frame", guards, 30, 35),
     ("guards of a frame that makes the norm", compiled(Layer(), q, k, v, *angles)[1], 34, 39),
+    ("CPU time of importing jitrope over that of torch", round(ours / of_torch, 3), 0.05, 0.05),
     ("public functions that compute", len(public), 5, 5),
     ("their parameters", sum(parameters), 60, 60),
     ("type: ignore", text.count("type: ignore"), 20, 16),
@@ -181,8 +191,4 @@ print("code lines: ", ", ".join(f"{part} {lines}" for part, lines in parts.most_
 for name, number, bound, most in BOUNDS:
     kept = "" if number <= bound else f", missed; at most {most}"
     print(f"{name:58} {number:6}, bound {bound}{kept}{'' if number <= most else ': ABOVE IT'}")
-command = [sys.executable, "-c", IMPORT]
-times = [map(float, subprocess.run(command, capture_output=True, check=True).stdout.split()) for _ in range(5)]
-of_torch, ours = map(min, zip(*times))
-print(f"{'CPU time of importing jitrope over that of torch':58} {ours / of_torch:6.3f}, bound 0.05, not held")
 sys.exit(any(number > max(bound, most) for _, number, bound, most in BOUNDS))

@@ -32,7 +32,20 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope.base.spec import ACCESS_BYTES, ACCESSES, C_TYPES, DTYPES, ITEM_SIZES, KINDS, MAX_INT, MAX_THREADS, Spec, check_fields, refuse_unless, spec_from_dict
+from jitrope.base.spec import (
+    ACCESS_BYTES,
+    ACCESSES,
+    C_TYPES,
+    DTYPES,
+    ITEM_SIZES,
+    KINDS,
+    MAX_INT,
+    MAX_THREADS,
+    Spec,
+    check_fields,
+    refuse_unless,
+    spec_from_dict,
+)
 from jitrope.base.views import DTYPE_NAMES
 from jitrope.jit import kernels, render
 

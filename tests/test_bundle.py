@@ -20,9 +20,8 @@ import torch
 
 from jitrope.base.errors import CacheError, CompileError
 from jitrope.jit import compiler, kernels
-from jitrope.jit.bundle import MANIFEST, write_bundle
 from jitrope.jit.cache import KernelCache
-from jitrope.jit.entry import CUBIN, META, TEXT, Key, pack, seal
+from jitrope.jit.entry import CUBIN, MANIFEST, META, TEXT, Key, pack, seal, write_bundle
 from jitrope.tools import bundle
 from jitrope.tools.prewarm import specs_of
 

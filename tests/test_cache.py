@@ -550,12 +550,12 @@ def test_a_writer_whose_folder_is_cleared_writes_again(cache: KernelCache, monke
     assert cubin(cache) == DATA
 
 
-@pytest.mark.parametrize("odd", [{"options": 5}, {"compiler": None}])
+@pytest.mark.parametrize("odd", [{"name": "rope_y"}, {"compiler": None}, {"arch": "sm_80"}])
 def test_a_sealed_entry_with_odd_fields_is_damaged(cache: KernelCache, odd: dict[str, object]) -> None:
     path = filled(cache).with_name(META)
     meta = {**json.loads(path.read_text()), **odd}
     path.write_text(json.dumps({**meta, "seal": entry.seal(meta)}))
-    assert [text for _, text in cache.verify()[1]] == ["its options or its compiler are none"]
+    assert [text for _, text in cache.verify()[1]] == [f"{KEY.folder} is another kernel"]
 
 
 def test_a_cache_with_a_name_that_is_too_long(tmp_path: Path, monkeypatch, caplog) -> None:

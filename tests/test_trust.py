@@ -20,9 +20,8 @@ import pytest
 
 from jitrope.base import config
 from jitrope.base.errors import CacheError
-from jitrope.jit.bundle import write_bundle
 from jitrope.jit.cache import KernelCache
-from jitrope.jit.entry import CUBIN, FILES, META, Key, pack
+from jitrope.jit.entry import CUBIN, FILES, META, Key, pack, write_bundle
 from jitrope.tools import bundle
 
 if not hasattr(os, "getuid") or os.getuid() != 0:
@@ -344,7 +343,7 @@ def test_the_bundle_beside_jitrope_is_as_trusted_as_jitrope(place: Path, monkeyp
     """Who installed it, such as a cluster's administrator, installed the code that runs."""
     bundled(place / "kernels.tar", OTHER)
     run(lambda: is_(found(place / "none", place / "kernels.tar"), None))
-    monkeypatch.setattr("jitrope.jit.bundle.OWN_BUNDLE", place / "kernels.tar")
+    monkeypatch.setattr("jitrope.jit.entry.OWN_BUNDLE", place / "kernels.tar")
     run(lambda: is_(found(place / "none", place / "kernels.tar"), OURS))
 
 

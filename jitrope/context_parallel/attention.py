@@ -309,13 +309,12 @@ def _gathered(k: Tensor, v: Tensor | None, call: Call) -> Iterator[tuple[Tensor,
     Without v, k has the rows to send. The order of steps frees each tensor before the next takes memory.
     """
     schedule, n = call.schedule, call.head_groups
-    groups: Iterator[Any] = iter([(k,)] if v is None else zip(k.chunk(n, 1), v.chunk(n, 1)))
+    packed = iter([k]) if v is None else (pack(*pair, call) for pair in zip(k.chunk(n, 1), v.chunk(n, 1)))
 
     def begin() -> Pending | None:
-        pair = next(groups, None)
-        if pair is None:
+        rows = next(packed, None)
+        if rows is None:
             return None
-        rows = k if v is None else pack(pair[0], pair[1], call)
         if schedule.exchange is None:
             return all_gather(rows, schedule.ranks)
         return all_to_all(rows, schedule.sent, schedule.received, schedule.ranks)

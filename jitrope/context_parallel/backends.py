@@ -136,16 +136,15 @@ class Flash(Backend):
         yield from _of_device(case, self.capabilities)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
-        out, lse, state, unused, _ = _aten._flash_attention_forward(q, k, v, *_lengths(varlen), False, **_words(varlen))
+        lengths, words = _given(varlen)
+        out, lse, state, unused, _ = _aten._flash_attention_forward(q, k, v, *lengths, False, **words)
         # Rows without keys are +inf or -inf here, and the backward needs them unchanged.
         reported = torch.where(lse.isinf(), -torch.inf, lse) if case.lse else None
         return Result(out, reported, None, (lse, state, unused))
 
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, varlen: Varlen) -> Gradients:
-        lse, *state = result.saved
-        dq, dk, dv = _aten._flash_attention_backward(
-            dout.contiguous(), q, k, v, result.out, lse, *_lengths(varlen), *state, **_words(varlen)
-        )
+        (lse, *state), (lengths, words), out = result.saved, _given(varlen), result.out
+        dq, dk, dv = _aten._flash_attention_backward(dout.contiguous(), q, k, v, out, lse, *lengths, *state, **words)
         return dq, dk, dv
 
 
@@ -213,18 +212,15 @@ def _installed(module: str) -> bool:
         return False
 
 
-def _lengths(varlen: Varlen) -> tuple[Any, ...]:
-    """The segments, no dropout, and whether the mask is causal.
+def _given(varlen: Varlen) -> tuple[tuple[Any, ...], dict[str, float]]:
+    """The segments, no dropout and whether the mask is causal; and the scale, with the window of another mask.
 
     For max_q = 1, FlashAttention 2 assumes that no segment is empty and no row is spare, so max_q is at least 2.
     """
-    return varlen.cu_seqlens_q, varlen.cu_seqlens_k, max(varlen.max_q, 2), varlen.max_k, 0.0, varlen.mask == Mask(-1, 0)
-
-
-def _words(varlen: Varlen) -> dict[str, float]:
-    if varlen.mask.full or varlen.mask == Mask(-1, 0):
-        return {"scale": varlen.scale}
-    return {"scale": varlen.scale, "window_size_left": varlen.mask.left, "window_size_right": varlen.mask.right}
+    mask, causal = varlen.mask, varlen.mask == Mask(-1, 0)
+    window = {} if mask.full or causal else {"window_size_left": mask.left, "window_size_right": mask.right}
+    lengths = varlen.cu_seqlens_q, varlen.cu_seqlens_k, max(varlen.max_q, 2), varlen.max_k, 0.0, causal
+    return lengths, {"scale": varlen.scale, **window}
 
 
 class Flex(Backend):

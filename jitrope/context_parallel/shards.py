@@ -250,7 +250,7 @@ class Partition:
         return cast(Tensor, ordered)
 
     def _check(self, function: str, x: Tensor, rows: int, must: str) -> None:
-        fail = thd_ops.fail_of(function, x=x)
+        fail = thd_ops.fail_of(function, gradient=True, x=x)
         if x.dim() <= 0 or len(x) != rows:
             fail(f"x has shape {tuple(x.shape)}; {must}")
         if x.device != self.offsets.device:

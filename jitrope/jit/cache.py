@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,7 @@ from ..base import arguments
 from ..base.config import warn_once
 from ..base.errors import CacheError
 from . import entry, trust
-from .bundle import Bundle, split
-from .entry import ANY, CUBIN, DAMAGE, FILES, NAME, Entry, Key, OtherFormat, Read
+from .entry import ANY, CUBIN, DAMAGE, FILES, NAME, Bundle, Entry, Key, OtherFormat, Read, split
 
 __all__ = ["KernelCache"]
 
@@ -191,7 +191,7 @@ class Layer:
         with suppress(FileNotFoundError), self._open() as place:
             for name in place.names():
                 try:
-                    good.append(entry.described(self.root / name, *place.read(name)))
+                    good.append(replace(place.read(name)[0], path=self.root / name))
                 except (OtherFormat, FileNotFoundError):  # the second: another process removed it
                     continue
                 except (OSError, *DAMAGE) as error:

@@ -73,7 +73,7 @@ def _reorder(name: str, map: str, x: Rows, cu_seqlens: Tensor, cp_size: int, tok
     if not (1 <= len(xs) <= 2):
         Fail(name)(f"x is {len(xs)} tensors; one launch moves one or two")
     labels = ("x",) if len(xs) == 1 else ("x[0]", "x[1]")
-    fail = thd_ops.fail_of(name, **dict(zip(labels, xs)), cu_seqlens=cu_seqlens)
+    fail = thd_ops.fail_of(name, gradient=True, **dict(zip(labels, xs)), cu_seqlens=cu_seqlens)
     cp_size = arguments.whole(name, "cp_size", cp_size, 1)
     tokens = None if tokens is None else arguments.whole(name, "total_tokens", tokens, 0)
     rule = arguments.word(name, "rule", rule, RULES)
@@ -183,7 +183,7 @@ def copy_valid_tokens_from_per_split_to_rank_local(
         InvalidInput: the arguments do not fit together; nothing was written.
     """
     name = "copy_valid_tokens_from_per_split_to_rank_local"
-    fail = thd_ops.fail_without_gradient(name, out=out, x=x, cu_seqlens_padded=cu_seqlens_padded, cu_seqlens=cu_seqlens)
+    fail = thd_ops.fail_of(name, out=out, x=x, cu_seqlens_padded=cu_seqlens_padded, cu_seqlens=cu_seqlens)
     if out.dim() <= 0 or out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
         fail(f"out is {arguments.shown(out)}, x {arguments.shown(x)}; they must be (T, ...) and alike")
     for label, offsets in (("cu_seqlens_padded", cu_seqlens_padded), ("cu_seqlens", cu_seqlens)):
@@ -210,7 +210,7 @@ def read_half_tensor(x: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
         (T / 2, H, D) or (2, T / 2, H, D). If T is odd, the first half has one more row. The halves of a sequence are
         its chunks by the rule "contiguous" for two ranks; if its length is odd, one of them has one more row.
     """
-    fail = thd_ops.fail_without_gradient("read_half_tensor", x=x, cu_seqlens=cu_seqlens)
+    fail = thd_ops.fail_of("read_half_tensor", x=x, cu_seqlens=cu_seqlens)
     half_idx = arguments.whole("read_half_tensor", "half_idx", half_idx)
     if half_idx not in (0, 1):
         fail(f"half_idx is {half_idx!r}; it must be 0 or 1")
@@ -245,7 +245,7 @@ def second_half_lse_correction(lse: Tensor, lse_per_step: Tensor, cu_seqlens: Te
         InvalidInput: the arguments do not fit together; nothing was written.
     """
     name = "second_half_lse_correction"
-    fail = thd_ops.fail_without_gradient(name, lse=lse, lse_per_step=lse_per_step, cu_seqlens=cu_seqlens)
+    fail = thd_ops.fail_of(name, lse=lse, lse_per_step=lse_per_step, cu_seqlens=cu_seqlens)
     packed = arguments.flag(name, "lse_packed", lse_packed)
     rows = thd_ops.check_lse(packed, cu_seqlens, fail, lse=lse, lse_per_step=lse_per_step)
     _correct(Correction("lse", "nothing", "add", packed, cu_seqlens, rows, lse=lse, lse_step=lse_per_step))
@@ -265,7 +265,7 @@ def read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, lse_packed: bool, seco
         fp32, (H, n) if packed, else (B, H, n); zero after the last row of the halves.
     """
     name = "read_second_half_lse"
-    fail = thd_ops.fail_without_gradient(name, lse=lse, cu_seqlens=cu_seqlens)
+    fail = thd_ops.fail_of(name, lse=lse, cu_seqlens=cu_seqlens)
     packed = arguments.flag(name, "lse_packed", lse_packed)
     columns = arguments.whole(name, "second_half_lse_seqlen", second_half_lse_seqlen, 0)
     rows = thd_ops.check_lse(packed, cu_seqlens, fail, lse=lse)
@@ -299,8 +299,8 @@ def out_correction(
         lse_packed, and the errors: see `second_half_lse_correction`.
     """
     name = "out_correction"
-    both = {"lse": lse, "lse_per_step": lse_per_step}
-    fail = thd_ops.fail_without_gradient(name, out=out, out_per_step=out_per_step, **both, cu_seqlens=cu_seqlens)
+    both: dict[str, Any] = {"lse": lse, "lse_per_step": lse_per_step}
+    fail = thd_ops.fail_of(name, out=out, out_per_step=out_per_step, **both, cu_seqlens=cu_seqlens)
     first = "nothing" if arguments.flag(name, "only_second_half", only_second_half) else "add"
     packed = arguments.flag(name, "lse_packed", lse_packed)
     thd_ops.check_step("out", out, out_per_step, cu_seqlens, first, "add", fail)
@@ -330,7 +330,7 @@ def grad_correction(grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, fir
         first_half, second_half: "add", "copy" or "none". Errors: see `second_half_lse_correction`.
     """
     name = "grad_correction"
-    fail = thd_ops.fail_without_gradient(name, grad=grad, grad_per_step=grad_per_step, cu_seqlens=cu_seqlens)
+    fail = thd_ops.fail_of(name, grad=grad, grad_per_step=grad_per_step, cu_seqlens=cu_seqlens)
     first = CORRECTIONS[arguments.word(name, "first_half", first_half, CORRECTIONS)]
     second = CORRECTIONS[arguments.word(name, "second_half", second_half, CORRECTIONS)]
     for label, x in (("grad", grad), ("grad_per_step", grad_per_step)):

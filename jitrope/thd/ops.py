@@ -29,20 +29,14 @@ from .reference import Correction, Move, Segments, Shape
 # ---- checks of the arguments of `jitrope.thd` ------------------------------------------------------------
 
 
-def fail_of(name: str, **tensors: Any) -> Fail:
-    """Check that these arguments of `name` are tensors, and return its `Fail`."""
+def fail_of(name: str, gradient: bool = False, **tensors: Any) -> Fail:
+    """Check that these arguments of `name` are tensors, and require no gradient if it has none. Return its `Fail`."""
+    fail = Fail(name)
     for label, x in tensors.items():
         arguments.tensor(name, label, x)
         if not is_compiling() and is_zero(x):
             arguments.refuse(name, label, x, "a tensor with memory, not torch's lazy zeros")
-    return Fail(name)
-
-
-def fail_without_gradient(name: str, **tensors: Any) -> Fail:
-    """As `fail_of`, for a function without a gradient."""
-    fail = fail_of(name, **tensors)
-    for label, x in tensors.items():
-        if wants_grad(x):
+        if not gradient and wants_grad(x):
             fail(f"{label} requires a gradient, which this function does not have; call it under torch.no_grad()")
     return fail
 

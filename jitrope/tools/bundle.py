@@ -15,13 +15,13 @@ code: so it must be root's or yours, or be named with its digest, `kernels.tar#s
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from ..base import arguments
 from ..base.errors import CacheError, CompileError
 from ..base.spec import Spec
-from ..jit.bundle import Bundle, write_bundle
-from ..jit.entry import Entry, Read, described, pack
+from ..jit.entry import Bundle, Entry, Read, pack, write_bundle
 from ..jit.kernels import build, kernel_cache, key_of
 from ..jit.render import render
 from .prewarm import Built, build_each, reasons
@@ -90,7 +90,7 @@ def load(path: Path) -> list[Entry]:
     for number, (folder, (_, files)) in enumerate(found.items()):
         if not cache.install(folder, files):
             raise CacheError(f"cannot write the kernel cache {cache.root}; {number} kernels of {path} are in it")
-    return [described(cache.root / folder, *read) for folder, read in found.items()]
+    return [replace(entry, path=cache.root / folder) for folder, (entry, _) in found.items()]
 
 
 def entries(path: Path) -> list[Entry]:
@@ -100,7 +100,7 @@ def entries(path: Path) -> list[Entry]:
         CacheError: the file is not a bundle, is damaged or is not trusted.
     """
     path = arguments.path("entries", "path", path)
-    return [described(path / folder, *read) for folder, read in _read(path).items()]
+    return [replace(entry, path=path / folder) for folder, (entry, _) in _read(path).items()]
 
 
 def _read(path: Path) -> dict[str, Read]:
