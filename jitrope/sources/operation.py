@@ -22,7 +22,7 @@ from ..plan import views
 from ..plan.options import ALL_TOKENS, LAYOUT_AXES, NO_NORM, Options, norm_of
 from ..plan.views import BLOCK_SCALES, FORMATS, TABLE_NAMES, Tensors, Views
 from ..sinks import results
-from ..sinks.results import LETTERS, empty_heads, empty_scale
+from ..sinks.results import LETTERS, empty_scale
 from ..stages.convert import least_scales
 from ..values.stand_ins import one_row
 from .outs import OUTS, copy_heads, refuse_other_v
@@ -111,16 +111,20 @@ class Operation:
 
     # ---- results -------------------------------------------------------------------------------------
 
+    def _own(self) -> tuple[str, ...]:
+        """Names of the tensors that a call in place writes and returns."""
+        return self.source.heads[: 1 if self.cache else 2]
+
     def written(self, o: Options) -> tuple[str, ...]:
         """Names of the inputs that a call writes, if they are given."""
-        own = self.source.overwritten(("q",) if self.cache else ("q", "k", "qkv")) if o.inplace else ()
+        own = self._own() if o.inplace else ()
         outs = tuple(OUTS) if self.out == "given" else ()
         fresh = [FRESH + name for name in (*LETTERS, *SCALES)]  # which the caller of torch's op made
         return (*own, *("k" * o.rotate_k), *(CACHE if self.cache else ()), *outs, *fresh)
 
     def made(self, given: Container[str], o: Options) -> tuple[str, ...]:
         """Names of the results that torch's op makes."""
-        elsewhere = ("k", "v") * self.cache + ("gate",) * self.sends
+        elsewhere = ("k", "v") * self.cache + ("gate",) * self.sends + self.source.viewed(given, o)
         letters = [x for x in self.source.letters(given, o) if x not in elsewhere]
         heads = [x for x in letters if not o.per_row and (self.out != "given" or f"{x}_out" not in given)]
         scaled = [x for x in letters if (o.computed or o.per_row) and (x != "v" or o.dynamic_v)]
@@ -134,7 +138,7 @@ class Operation:
     def produced(self, given: Any, o: Options) -> tuple[str, ...]:
         """Names of all results."""
         if o.inplace:
-            return self.source.overwritten(("q",) if self.cache else given)
+            return tuple([name for name in self._own() if name in given])
         return (*self.made(given, o), *self.viewed(given, o))
 
     def complete(self, found: Tensors, t: Tensors, o: Options) -> Tensors:
@@ -163,19 +167,28 @@ class Operation:
             elif letter != name:
                 like = found[letter] if letter in found else t[f"{letter}_out"]
                 found[name] = empty_scale(like, o, FORMATS[o.out_dtype].per_item)
-            elif self.out == "ranks":
-                found[name] = self._of_ranks(letter, t, o)
             else:
-                found[name] = self.source.empty(name, t, o, self.format_of(letter, t, o))
+                found[name] = self._empty(letter, t, o)
         return self.complete(found, t, o)
 
-    def _of_ranks(self, letter: str, t: Tensors, o: Options) -> Tensor:
-        """A tensor with a group of heads for each rank; of such a tensor, as gradients are, one in the usual layout."""
-        x, axis = t[letter] if letter in t else self.source.empty(letter, t, o, ""), LAYOUT_AXES[o.layout][2]
-        split = x.dim() == len(o.layout)
-        shape = [o.ulysses_degree, *x.shape] if split else [*x.shape[1:]]
-        shape[axis + split] = x.shape[axis] // o.ulysses_degree if split else shape[axis] * len(x)
-        return empty_heads(x, tuple(shape), self.format_of(letter, t, o))
+    def _empty(self, letter: str, t: Tensors, o: Options) -> Tensor:
+        """A tensor for heads. It has the strides of heads that are a tensor of their own.
+
+        With ranks it has a group of heads for each; of such a tensor, as gradients are, it has the usual layout.
+        """
+        word, (*_, axis, _) = self.format_of(letter, t, o), LAYOUT_AXES[o.layout]
+        heads = t if letter in t else self.source.shaped(t, o)
+        x = heads[letter if letter in heads else "q"]  # a gate is like q
+        if letter in t and self.out != "ranks":
+            return results.empty_elements(x, word)
+        shape = [*x.shape]
+        if self.out == "ranks" and x.dim() > len(o.layout):
+            ranks, *shape = shape
+            shape[axis] *= ranks
+        elif self.out == "ranks":
+            shape[axis] //= o.ulysses_degree
+            shape = [o.ulysses_degree, *shape]
+        return results.empty_heads(x, tuple(shape), word)
 
     def format_of(self, letter: str, t: Container[str], o: Options) -> str:
         """The format of a converted result, "" for one in the heads' dtype."""
@@ -221,20 +234,34 @@ class Operation:
         inputs, outputs = (tuple([None if way is None else way[n][1] for way in ways]) for n in (0, 1))
         return inputs, outputs  # type: ignore[return-value]
 
-    def finishes(self, named: Container[str], o: Options) -> bool:
-        """Whether v is copied after the launch, because a kernel copies heads only as it stores those of k."""
+    def leaves_v(self, named: Tensors, o: Options) -> bool:
+        """Whether a kernel cannot copy v, because it copies heads only as it stores those of k."""
+        return views.sums_heads(named, o) or not self.source.joins(named)
+
+    def finishes(self, named: Tensors, o: Options) -> bool:
+        """Whether v is copied after the launch."""
         copied = "bias" in named if o.inplace else "v_out" in named and o.copy_v
-        return copied and (views.sums_heads(named, o) or not self.source.joins(named))  # type: ignore[arg-type]
+        return copied and self.leaves_v(named, o)
 
     def finish(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:
         """The results, given the outputs of a launch that `finishes`."""
-        for letter, x in self.source.copied(outputs, t, o).items():
-            given = outputs.get(letter, t.get(f"{letter}_out"))
-            out = views.fused_part(outputs["qkv"], letter, o) if given is None else given
-            if x.dim() < out.dim():
-                x = views.by_rank(x, o.layout, len(out))
-            copy_heads(*((out, x) if x.dim() == out.dim() else (views.by_rank(out, o.layout, len(x)), x)))
+        places = self.places(outputs, t, o)
+        if "v" in places and self.leaves_v(t, o):
+            copy_heads(places["v"], views.head_view(self.part("v", t, o), o.layout))
+        if "gate" in places and "gate" not in self.viewed(t, o):
+            copy_heads(places["gate"], views.head_view(self.part("gate", t, o), o.layout))
         return outputs
+
+    def part(self, letter: str, t: Tensors, o: Options) -> Tensor:
+        """The heads of a letter that a call copies."""
+        return self.source.part(letter, t, o)
+
+    def places(self, made: Tensors, t: Tensors, o: Options) -> Tensors:
+        """The places of the results (`sinks.results`). made: those that are fresh, and own tensors in place."""
+        if self.out == "given":
+            made = {**made, **{x: t[f"{x}_out"] for x in LETTERS if f"{x}_out" in t}}
+        own = {"k": t["k"]} if o.rotate_k else {}
+        return {**results.places({**made, **own}, o), **self.source.places(made, o)}
 
     # ---- without a table, and in plain torch -----------------------------------------------------------
 
@@ -251,40 +278,44 @@ class Operation:
 
     def on_cpu(self, t: Tensors, o: Options) -> Tensors:
         """The results in plain torch."""
-        outputs = self.fakes(t, o)
-        self.compute({name: outputs[name] for name in self.made(t, o) if name in outputs}, t, o)
+        outputs, viewed = self.fakes(t, o), self.viewed(t, o)
+        self.compute({name: x for name, x in outputs.items() if name not in viewed}, t, o)
         return outputs
 
     def compute(self, made: Tensors, t: Tensors, o: Options) -> None:
-        """Write the results. made: those that are fresh."""
-        if o.inplace and not self.cache:
-            places = self.source.places(t, o)
-        else:
-            if self.out == "given":
-                made = {**made, **{x: t[f"{x}_out"] for x in LETTERS if f"{x}_out" in t}}
-            places = results.places({**made, "k": t["k"]} if o.rotate_k else made, o)
-        chain.run(self.source.parts(t, o), places, o)
+        """Write the results. made: as in `places`."""
+        chain.run(self.source.parts(t, o), self.places(made, t, o), o)
 
     # ---- gradients -----------------------------------------------------------------------------------
 
     def saved(self, t: Tensors, o: Options) -> Tensors:
-        """The tensors that the backward needs."""
-        return self.source.saved(t, o, tables_of(t))
+        """The tensors that the backward needs; of the source's those of heads that have a norm."""
+        norm = _normed(o).norm
+        letters = set("" if norm is None else "qkv" if norm.v_norm else "qk")
+        left = [x for x in self.source.heads if letters.isdisjoint(x.rpartition("_")[2])]
+        return {name: x for name, x in t.items() if name not in left or name in self.source.kept}
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """The gradients of the inputs. grads: gradients of the results, at least one."""
         if not self.differentiable and not (self.out == "ranks" and grads.keys() == {"v"}):  # which is copied
             raise JitropeError(f"{self.function} has no gradient")
-        if self.out == "ranks" and self.source.op != "heads":
-            grads = {name: views.joined(x, o.layout) for name, x in grads.items()}
+        o, heads = _normed(o), self.source.op == "heads"
+        if self.norm or not heads:  # else a rotation for ranks is its own backward
             o = o._replace(ulysses_degree=0)
-        own = {name: views.joined(grads[name], o.layout) for name in "qk" if name in grads and self.transform}
+        if self.transform or not heads:
+            grads = {name: views.joined(x, o.layout) for name, x in grads.items()}
+        own = {name: grads[name] for name in "qk" if name in grads and self.transform}
         if own:  # they are transformed in their own launch: the matrix is its own transpose
             op = operation(SOURCES["heads"], norm=True, transform=True)
             words = {name: getattr(o, name) for name in ("layout", "rotary_dim", "rotary_offset", "hadamard", "launch")}
             alone, tensors = op.without_table(dict(zip("qk", own.values())), Options(**words, norm=NO_NORM))
             grads = {**grads, **dict(zip(own, call(op, tensors, alone).values()))}
         return self.source.gradient(self, call, saved, grads, o._replace(hadamard=False))
+
+
+def _normed(o: Options) -> Options:
+    """The same options, but without a norm of no kind."""
+    return o._replace(norm=None) if norm_of(o).kind == NO_NORM.kind else o
 
 
 def tables_of(t: Tensors) -> Tensors:

@@ -35,8 +35,12 @@ def refuse_other_v(name: str, tensors: Tensors, options: Options) -> None:
 
 
 def copy_heads(out: Tensor, x: Tensor) -> None:
-    """Copy x to out, 16 bytes at a time if possible: torch's copy between layouts takes its time for each element."""
-    both = [out, x]
+    """Copy heads (batch, seq, group, head of the group, dim), which have groups in out, in x, or in both.
+
+    It copies 16 bytes at a time if possible: torch's copy between layouts takes its time for each element.
+    """
+    pairs = ((out, x), (x, out))
+    both = [y.squeeze(3).unflatten(2, other.shape[2:4]) if y.shape[3] == 1 else y for y, other in pairs]
     if out.dtype == x.dtype and not any(y.data_ptr() % 16 for y in both):
         with suppress(RuntimeError):  # 16 bytes are not always neighbours
             both = [y.view(torch.complex128) for y in both]
