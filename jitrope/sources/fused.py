@@ -54,19 +54,12 @@ class Fused(Source):
     refused = frozenset(("shifts", "rotate_k"))
 
     def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
-        found = dict(zip("qkv", views.fused_views(t["qkv"], o, self._writes_gate(t, o))))
+        """A gate that a kernel writes too is the second head of its head of q."""
+        gated = "bias" in t and o.order == "qkv_gated" and (o.inplace or "gate_out" in t) and not views.sums_heads(t, o)
+        found = dict(zip("qkv", views.fused_views(t["qkv"], o, gated)))
         if o.per_row and not o.dynamic_v:
             del found["v"]
         return {letter: ("qkv", x) for letter, x in found.items()}
-
-    def _writes_gate(self, t: Tensors, o: Options) -> bool:
-        """Whether a kernel writes the gate, which lies beside q."""
-        gated = "bias" in t and o.order == "qkv_gated"
-        return gated and (o.inplace or "gate_out" in t) and not views.sums_heads(t, o)
-
-    def out_view(self, out: Tensor, letter: str, t: Tensors, o: Options) -> Tensor:
-        heads = super().out_view(out, letter, t, o)
-        return heads.expand(-1, -1, -1, 2, -1) if letter == "q" and self._writes_gate(t, o) else heads
 
     def shaped(self, t: Tensors, o: Options) -> Tensors:
         heads = views.shaped_parts(t["qkv"], o)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from ..checks.words import resolved
 from ..plan.options import NormOptions, Options, norm_of
 from ..plan.views import Tensors, joined
 from ..stages import positions
@@ -26,16 +25,17 @@ class Heads(Source):
         return joins_k(t["v"], t.get("k"), t.get("cos"))
 
     def gradient(self, op: Operation, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
-        """From one launch of q, k and v; but v has its own without one of them, or beside a norm of ranks' heads."""
-        found, ranks = {}, op.out == "ranks"
-        if "v" in grads and (len(grads) < 3 or (ranks and op.norm)):
+        """From one launch of q, k and v; but v has its own if a gradient is missing, or none if it was copied alone."""
+        found, copied = {}, "v" not in saved
+        if "v" in grads and (len(grads) < 3 or (copied and not o.ulysses_degree)):
             grad = grads.pop("v")
-            if ranks:
+            if copied:
                 found["v"] = joined(grad, o.layout)
             else:
-                words = {"layout": o.layout, "norm": norm_of_v(norm_of(o))}
-                of_v, alone = resolved(NORM_OF_V, {"q": saved["v"]}, words)
-                found["v"] = self.gradient(NORM_OF_V, call, alone, {"q": grad}, of_v)["q"]
+                v, norm = saved["v"], norm_of_v(norm_of(o))
+                alone = Options(v.shape[-1] - v.shape[-1] % 2, o.layout, launch=o.launch, norm=norm)
+                of_v, own = NORM_OF_V.without_table({"q": v}, alone)
+                found["v"] = self.gradient(NORM_OF_V, call, own, {"q": grad}, of_v)["q"]
         if not grads:
             return found
         if "q" not in grads:

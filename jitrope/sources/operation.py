@@ -7,6 +7,7 @@ path, and `torch_op` makes it a call of an op of torch, with a fake and a backwa
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -37,32 +38,26 @@ CACHE = ("k_cache", "v_cache", "errors", *BLOCK_SCALES)
 """The tensors of a cache that a call writes."""
 
 
+@dataclass(eq=False)
 class Operation:
-    """A source, stages and a sink, as functions of (tensors by name, options).
+    """A source, stages and a sink, as functions of (tensors by name, options)."""
 
-    norm: a kernel reads whole heads, because of a norm or of another stage. convert: "given" or "computed" scales, or
-    the computed scales of "rows" alone. transform: by a Hadamard matrix. cache: k and v go to one. out: results go to
-    tensors that are "given", or are groups of heads for "ranks".
-    """
+    source: Source
+    asked: str = ""  # the user's function, if it is not the source's
+    norm: bool = False  # a kernel reads whole heads, because of a norm or of another stage
+    convert: str = ""  # "given" or "computed" scales, or the computed scales of "rows" alone
+    transform: bool = False  # by a Hadamard matrix
+    cache: bool = False  # k and v go to one
+    out: str = ""  # results go to tensors that are "given", or are groups of heads for "ranks"
 
-    def __init__(
-        self,
-        source: Source,
-        function: str = "",
-        *,
-        norm: bool = False,
-        convert: str = "",
-        transform: bool = False,
-        cache: bool = False,
-        out: str = "",
-    ) -> None:
-        self.source, self.asked, self.function, self.norm = source, function, function or source.function, norm
-        self.convert, self.transform, self.cache, self.out = convert, transform, cache, out
-        self.name = source.op
+    def __post_init__(self) -> None:
+        source, norm, convert, transform = self.source, self.norm, self.convert, self.transform
+        cache, out, self.function, self.name = self.cache, self.out, self.asked or self.source.function, self.source.op
         whole = norm and not (source.whole or transform or convert not in ("", "given"))
         said = (source.said, "norm" * whole, {"given": "quantize"}.get(convert, "dynamic scales" * bool(convert)))
         sink = ("cache" * cache, {"given": "out", "ranks": "Ulysses"}.get(out, ""))
         self.said = " with ".join([x for x in (*said, "hadamard" * transform, *sink) if x])
+        self.needed = (*source.needed, *(("k", "k_cache") if cache and "q" in source.needed else ()))  # beside tables
         self.staged = bool(norm or convert or transform or cache)
         self.sends = bool(convert or cache or out)  # without a gate
         self.differentiable = not (convert or cache or out == "given")
@@ -73,13 +68,7 @@ class Operation:
 
     def to(self, out: str) -> Operation:
         """The same with results that are "given", or for "ranks"."""
-        own = {"norm": self.norm, "convert": self.convert, "transform": self.transform, "cache": self.cache}
-        return operation(self.source, self.asked, **own, out=out)
-
-    @property
-    def needed(self) -> tuple[str, ...]:
-        """The tensors that each call has, beside those of tables."""
-        return (*self.source.needed, *(("k", "k_cache") if self.cache and "q" in self.source.needed else ()))
+        return operation(self.source, self.asked, self.norm, self.convert, self.transform, self.cache, out)
 
     def label(self, name: str) -> str:
         """The user's name of a tensor."""
@@ -210,23 +199,17 @@ class Operation:
 
     def ways(self, named: Tensors, o: Options) -> list[tuple[Read, Read] | None]:
         """Of q, k and v, the heads that a launch reads, and where it writes them. An output "q" is "q_out"."""
-        reads = self.source.reads(named, o)
-        if self.finishes(named, o):
-            reads.pop("v")
-        places = {letter: self._place(letter, named, o, reads) for letter in reads}
-        return [None if (place := places.get(x)) is None else (reads[x], place) for x in "qkv"]
-
-    def _place(self, letter: str, named: Tensors, o: Options, reads: dict[str, Read]) -> Read | None:
-        cache, out = f"{letter}_cache", f"{letter}_out"
-        if self.cache and letter in "kv":
-            paged = "page_table" in named or BLOCK_SCALES[0] in named
-            return (cache, views.cache_view(named[cache], paged)) if cache in named else None
-        if letter == "v" and not (o.copy_v or o.per_row):
-            return None
-        if o.inplace or (o.per_row and out not in named):
-            added = "bias" in named or norm_of(o).v_norm or o.per_row
-            return None if letter == "v" and not added else reads[letter]
-        return (out, self.source.out_view(named[out], letter, named, o)) if out in named else None
+        reads, paged = self.source.reads(named, o), "page_table" in named or BLOCK_SCALES[0] in named
+        found = {**reads} if o.inplace or o.per_row else {}
+        for x in [x for x in reads if f"{x}_out" in named and not o.inplace]:
+            out = views.head_view(named[f"{x}_out"], o.layout)
+            gated = x == "q" and o.order == "qkv_gated" and reads[x][1].shape[3] == 2
+            found[x] = (f"{x}_out", out.expand(-1, -1, -1, 2, -1) if gated else out)
+        if "v" in found and (self.finishes(named, o) or (o.inplace and not ("bias" in named or norm_of(o).v_norm))):
+            del found["v"]
+        for x in [x for x in "kv" if f"{x}_cache" in named]:
+            found[x] = (f"{x}_cache", views.cache_view(named[f"{x}_cache"], paged))
+        return [(reads[x], found[x]) if x in found else None for x in "qkv"]
 
     def heads(self, named: Tensors, o: Options) -> tuple[Views, Views]:
         """Views of the heads of q, k and v, read and written. An output "q" is "q_out" in `named`."""
@@ -340,5 +323,4 @@ def operation_of(name: str, given: Container[str], o: Options) -> Operation:
     if name not in SOURCES or not whole:
         sources = ", ".join([*SOURCES, *BACKWARDS])
         raise InvalidInput(f"call has the source {name!r}, or stages without a kernel; the sources are {sources}")
-    stages = {"norm": o.norm is not None, "convert": convert, "transform": o.hadamard, "cache": cache}
-    return operation(SOURCES[name], **stages, out=out)
+    return operation(SOURCES[name], "", o.norm is not None, convert, o.hadamard, cache, out)

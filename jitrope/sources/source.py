@@ -52,10 +52,6 @@ class Source:
         """The results that are views of a fused tensor."""
         return ()
 
-    def out_view(self, out: Tensor, letter: str, t: Tensors, o: Options) -> Tensor:
-        """The heads of a result, as a kernel writes them."""
-        return head_view(out, o.layout)
-
     def part(self, letter: str, t: Tensors, o: Options) -> Tensor:
         """The heads of a letter, in the call's layout."""
         return t[letter]

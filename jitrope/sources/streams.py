@@ -111,9 +111,7 @@ class Streams(Source):
         for stream, tokens in zip(STREAMS, (slice(0, end), slice(end, None))):
             (kept, own), names = of_stream(saved, o, stream), names_of(stream)
             given = {name: x[:, tokens] for name, x in grads.items()}
-            if "v" in given and "v" not in kept:
-                found[names["v"]] = given.pop("v")
-            of_heads = HEADS.gradient(operation(HEADS), call, kept, given, own) if given else {}
+            of_heads = HEADS.gradient(operation(HEADS), call, kept, given, own)
             found.update({names[name]: x for name, x in of_heads.items()})
         return found
 
