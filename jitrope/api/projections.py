@@ -17,7 +17,7 @@ from ..run.public import repeated
 from ..sources.fused import FUSED, part_with_bias
 from ..sources.latent import LATENT
 from ..sources.operation import operation
-from ..sources.outs import is_dense
+from ..sources.source import is_dense
 from ..values.kv_cache import KVCache
 from ..values.quantize import DynamicQuantize, Quantize
 from ..values.values import Norm, Positions

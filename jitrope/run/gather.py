@@ -15,8 +15,7 @@ from ..plan.options import NO_NORM, Options
 from ..plan.views import BLOCK_SCALES, Tensors, converts_v
 from ..sources.heads import NORM_OF_V, norm_of_v
 from ..sources.operation import Operation, operation
-from ..sources.outs import is_dense, joins_k
-from ..sources.source import Source
+from ..sources.source import Source, is_dense, joins_k
 from ..torch_state import sharded
 from ..values.kv_cache import KVCache
 from ..values.quantize import DynamicQuantize, Quantize, Scaled

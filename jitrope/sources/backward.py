@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from .. import chain
 from ..base.errors import JitropeError
+from ..plan import views
 from ..plan.options import LAYOUT_AXES, Options, norm_of
 from ..plan.views import Tensors, head_view
 from ..sinks.results import LETTERS
@@ -64,14 +64,10 @@ class Backward(Operation):
         return [(reads[x], writes[x]) if x in writes else None for x in "qkv"]
 
     def finishes(self, named: Container[str], o: Options) -> bool:
-        return o.norm is not None or o.order == "qkv_gated"  # with a norm it drops the scratch
+        return o.order == "qkv_gated" or ("dv" in named and views.sums_heads(named, o))
 
     def finish(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:
-        found = super().finish(outputs, t, o)
-        return {name: found[name] for name in self.made(t, o)}
-
-    def part(self, letter: str, t: Tensors, o: Options) -> Tensor:
-        return t[f"d{letter}"]
+        return super().finish(outputs, {**t, **{x: t[f"d{x}"] for x in ("v", "gate") if f"d{x}" in t}}, o)
 
     def places(self, made: Tensors, t: Tensors, o: Options) -> Tensors:
         """Those of results with a gradient; the others are zero."""

@@ -11,7 +11,7 @@ from ..base.arguments import refuse
 from ..checks.fit import Fail
 from ..plan import views
 from ..plan.options import Options, norm_of
-from ..plan.views import MEANS, Tensors, canonical, fused_part, fused_sizes
+from ..plan.views import MEANS, Tensors, fused_part, fused_sizes
 from ..sinks.results import LETTERS
 from ..stages import bias, positions
 from ..stages.norm import gradients_of_means
@@ -75,16 +75,10 @@ class Fused(Source):
         return (*("v",) * (not o.copy_v), *("gate",) * (o.order == "qkv_gated" and "bias" not in given))
 
     def part(self, letter: str, t: Tensors, o: Options) -> Tensor:
-        return part_with_bias(t, letter, o)
+        return t[letter] if letter in t else part_with_bias(t, letter, o)
 
     def parts(self, t: Tensors, o: Options) -> list[tuple[Tensors, Options]]:
         return [({**t, **{name: x.contiguous() for name, x in split_qkv(t, o).items()}}, o)]
-
-    def places(self, made: Tensors, o: Options) -> Tensors:
-        if "qkv" not in made:
-            return {}
-        parts = {name: fused_part(canonical(made["qkv"], o.layout), name, o) for name in _letters(o)}
-        return {name: x if x.dim() == 5 else x.unsqueeze(3) for name, x in parts.items()}
 
     def check(self, op: Operation, t: Tensors, o: Options) -> None:
         fail, qkv, norm, bias = Fail(op.function), t["qkv"], norm_of(o), t.get("bias")

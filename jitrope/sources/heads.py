@@ -10,8 +10,7 @@ from ..stages import positions
 from ..stages.norm import gradients_of_means
 from .backward import Backward, norm_turned_back, turned_back
 from .operation import OF_TABLES, Call, Operation, operation, tables_of
-from .outs import joins_k
-from .source import Source
+from .source import Source, joins_k
 
 
 class Heads(Source):
@@ -42,7 +41,7 @@ class Heads(Source):
             if o.norm is not None:
                 o = o._replace(norm=o.norm._replace(of={"q": "k", "k": "q"}.get(o.norm.of, o.norm.of)))
             of_q = self.gradient(op, call, of_k(saved), {"q": grads["k"]}, o)
-            return {**found, **{f"k{name[1:]}": x for name, x in of_q.items()}}
+            return {**found, **{f"k{name[1:]}": x for name, x in of_q.items() if name[0] == "q"}}
         if o.norm is None:  # a rotation of ranks' heads is its own backward
             op = op if o.ulysses_degree else operation(self)
             back = call(op, {**grads, **tables_of(saved)}, turned_back(o))

@@ -7,13 +7,16 @@ path, and `torch_op` makes it a call of an op of torch, with a fake and a backwa
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import chain
+from ..base.arguments import refuse
 from ..base.errors import InvalidInput, JitropeError
 from ..call import FRESH
 from ..call import Call as CallText
@@ -26,14 +29,15 @@ from ..sinks import results
 from ..sinks.results import LETTERS, empty_scale
 from ..stages.convert import least_scales
 from ..values.stand_ins import one_row
-from .outs import OUTS, copy_heads, refuse_other_v
-from .source import SOURCES, Read, Source
+from .source import SOURCES, Read, Source, joins_k
 
 Call = Callable[["Operation", Tensors, Options], Tensors]  # `dispatch.call`
 
 OF_TABLES = frozenset((*TABLE_NAMES, "second_cos", "second_sin", "cos_sin_cache", "freqs", "freqs_cis"))
 """The tensors of a call that are not those of heads, of a norm, or of a sink."""
 SCALES = ("q_scale", "k_scale", "v_scale")
+OUTS = {f"{letter}_out": f"out's {letter}" for letter in "qkv"}
+"""The users' names of output tensors."""
 CACHE = ("k_cache", "v_cache", "errors", *BLOCK_SCALES)
 """The tensors of a cache that a call writes."""
 
@@ -230,21 +234,22 @@ class Operation:
         """The results, given the outputs of a launch that `finishes`."""
         places = self.places(outputs, t, o)
         if "v" in places and self.leaves_v(t, o):
-            copy_heads(places["v"], views.head_view(self.part("v", t, o), o.layout))
+            copy_heads(places["v"], views.head_view(self.source.part("v", t, o), o.layout))
         if "gate" in places and "gate" not in self.viewed(t, o):
-            copy_heads(places["gate"], views.head_view(self.part("gate", t, o), o.layout))
+            copy_heads(places["gate"], views.head_view(self.source.part("gate", t, o), o.layout))
         return outputs
-
-    def part(self, letter: str, t: Tensors, o: Options) -> Tensor:
-        """The heads of a letter that a call copies."""
-        return self.source.part(letter, t, o)
 
     def places(self, made: Tensors, t: Tensors, o: Options) -> Tensors:
         """The places of the results (`sinks.results`). made: those that are fresh, and own tensors in place."""
         if self.out == "given":
             made = {**made, **{x: t[f"{x}_out"] for x in LETTERS if f"{x}_out" in t}}
         own = {"k": t["k"]} if o.rotate_k else {}
-        return {**results.places({**made, **own}, o), **self.source.places(made, o)}
+        found = results.places({**made, **own}, o)
+        if "qkv" in made:
+            whole, letters = views.canonical(made["qkv"], o.layout), self.source.letters(made, o)
+            parts = {letter: views.fused_part(whole, letter, o) for letter in letters}
+            found.update({letter: x if x.dim() == 5 else x.unsqueeze(3) for letter, x in parts.items()})
+        return found
 
     # ---- without a table, and in plain torch -----------------------------------------------------------
 
@@ -299,6 +304,30 @@ class Operation:
 def _normed(o: Options) -> Options:
     """The same options, but without a norm of no kind."""
     return o._replace(norm=None) if norm_of(o).kind == NO_NORM.kind else o
+
+
+def refuse_other_v(name: str, tensors: Tensors, options: Options) -> None:
+    """Refuse to convert a v that does not join k."""
+    why = "quantize has v=True" if options.dynamic_v else "v_scale is given"
+    if "k" not in tensors:
+        refuse(name, "k", None, f"a tensor, because {why}")
+    if joins_k(tensors["v"], tensors["k"]):
+        beside = "a norm across heads" if norm_of(options).across_heads else "tables for each head"
+        raise InvalidInput(f"{name}: v cannot be converted beside {beside}, but {why}; convert v in a call as q")
+    refuse(name, "v", tensors["v"], f"like k, because {why}")
+
+
+def copy_heads(out: Tensor, x: Tensor) -> None:
+    """Copy heads (batch, seq, group, head of the group, dim), which have groups in out, in x, or in both.
+
+    It copies 16 bytes at a time if possible: torch's copy between layouts takes its time for each element.
+    """
+    pairs = ((out, x), (x, out))
+    both = [y.squeeze(3).unflatten(2, other.shape[2:4]) if y.shape[3] == 1 else y for y, other in pairs]
+    if out.dtype == x.dtype and not any(y.data_ptr() % 16 for y in both):
+        with suppress(RuntimeError):  # 16 bytes are not always neighbours
+            both = [y.view(torch.complex128) for y in both]
+    both[0].copy_(both[1])
 
 
 def tables_of(t: Tensors) -> Tensors:

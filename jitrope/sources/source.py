@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..plan.options import Options
-from ..plan.views import Tensors, head_view
+from ..plan.views import Tensors, head_view, per_head
 from ..stages import positions
 
 SOURCES: dict[str, Source] = {}
@@ -60,10 +60,6 @@ class Source:
         """Of each stream, its heads by letter beside its other tensors, and its options."""
         return [(t, o)]
 
-    def places(self, made: Tensors, o: Options) -> Tensors:
-        """The places (`sinks.results`) inside those of its tensors that a call writes and that hold several letters."""
-        return {}
-
     def check(self, op: Any, t: Tensors, o: Options) -> None:
         """Refuse a wrong call."""
         op.check_stages(self.shaped(t, o), o)
@@ -85,3 +81,14 @@ class Source:
     def empty(self, t: Tensors, o: Options) -> Tensors:
         """New tensors for the gradients of its tensors. t: those of the gradient's call."""
         return {name: torch.empty_like(t[name]) for name in self.heads if name in t}
+
+
+def joins_k(v: Tensor, k: Tensor | None, cos: Tensor | None = None) -> bool:
+    """Whether a kernel can store heads of v as it stores those of k."""
+    shared = cos is None or not per_head(cos)
+    return shared and k is not None and v.shape == k.shape and v.dtype == k.dtype
+
+
+def is_dense(x: Any) -> bool:
+    """Whether x is a strided tensor with an axis."""
+    return isinstance(x, Tensor) and x.layout is torch.strided and not (x.is_nested or x.is_quantized) and x.dim() > 0

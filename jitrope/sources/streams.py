@@ -7,8 +7,7 @@ from ..checks.fit import Fail, check_factor, label_of, named
 from ..plan.options import Options, norm_of
 from ..plan.views import MEANS, TABLE_NAMES, Tensors
 from .heads import HEADS
-from .operation import SCALES, Call, Operation, operation
-from .outs import OUTS
+from .operation import OUTS, SCALES, Call, Operation, operation
 from .source import Source
 
 STREAMS = ("first", "second")
@@ -112,7 +111,7 @@ class Streams(Source):
             (kept, own), names = of_stream(saved, o, stream), names_of(stream)
             given = {name: x[:, tokens] for name, x in grads.items()}
             of_heads = HEADS.gradient(operation(HEADS), call, kept, given, own)
-            found.update({names[name]: x for name, x in of_heads.items()})
+            found.update({names[name]: x for name, x in of_heads.items() if name in names})
         return found
 
 
