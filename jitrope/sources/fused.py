@@ -130,9 +130,9 @@ class Fused(Source):
                 found = call(FUSED_BACKWARD, {**every, **tables}, turned_back(plain))
             else:
                 found = call(FUSED_BACKWARD, {**every, **saved}, norm_turned_back(plain, normed))
-            if o.norm is not None and MEANS[0] in saved:
-                ((xs, _),) = self.parts(saved, o)
-                found.update(gradients_of_means(saved, xs, split_qkv({"qkv": found["qkv"]}, o), o))
+                if MEANS[0] in saved:
+                    ((xs, _),) = self.parts(saved, o)
+                    found.update(gradients_of_means(saved, xs, split_qkv({"qkv": found["qkv"]}, o), o))
         if own is not None and own.requires_grad:
             found["bias"] = bias.back(found["qkv"], own)
         return found
