@@ -32,7 +32,7 @@ class Heads(Source):
                 found["v"] = joined(grad, o.layout)
             else:
                 v, norm = saved["v"], norm_of_v(norm_of(o))
-                alone = Options(v.shape[-1] - v.shape[-1] % 2, o.layout, launch=o.launch, norm=norm)
+                alone = Options(rotary_dim=v.shape[-1] // 2 * 2, layout=o.layout, launch=o.launch, norm=norm)
                 of_v, own = NORM_OF_V.without_table({"q": v}, alone)
                 found["v"] = self.gradient(NORM_OF_V, call, own, {"q": grad}, of_v)["q"]
         if not grads:
