@@ -204,8 +204,8 @@ class Operation:
     def ways(self, named: Tensors, o: Options) -> list[tuple[Read, Read] | None]:
         """Of q, k and v, the heads that a launch reads, and where it writes them. An output "q" is "q_out"."""
         reads, paged = self.source.reads(named, o), "page_table" in named or BLOCK_SCALES[0] in named
-        found = {**reads} if o.inplace or o.per_row else {}
-        for x in [x for x in reads if f"{x}_out" in named and not o.inplace]:
+        found, viewed = {**reads} if o.inplace or o.per_row else {}, self.viewed(named, o)
+        for x in [x for x in reads if f"{x}_out" in named and x not in viewed and not o.inplace]:
             out = views.head_view(named[f"{x}_out"], o.layout)
             gated = x == "q" and o.order == "qkv_gated" and reads[x][1].shape[3] == 2
             found[x] = (f"{x}_out", out.expand(-1, -1, -1, 2, -1) if gated else out)
