@@ -66,8 +66,14 @@ class Backward(Operation):
     def finishes(self, named: Container[str], o: Options) -> bool:
         return o.order == "qkv_gated" or ("dv" in named and views.sums_heads(named, o))
 
+    def left(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:
+        letters = ("v",) * views.sums_heads(t, o) + ("gate",) * ("dgate" in t)
+        return {letter: t[f"d{letter}"] for letter in letters}
+
     def finish(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:
-        return super().finish(outputs, {**t, **{x: t[f"d{x}"] for x in ("v", "gate") if f"d{x}" in t}}, o)
+        if o.order == "qkv_gated" and "dgate" not in t:
+            views.fused_part(outputs["qkv"], "gate", o).zero_()
+        return super().finish(outputs, t, o)
 
     def places(self, made: Tensors, t: Tensors, o: Options) -> Tensors:
         """Those of results with a gradient; the others are zero."""

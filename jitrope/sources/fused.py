@@ -75,7 +75,7 @@ class Fused(Source):
         return (*("v",) * (not o.copy_v), *("gate",) * (o.order == "qkv_gated" and "bias" not in given))
 
     def part(self, letter: str, t: Tensors, o: Options) -> Tensor:
-        return t[letter] if letter in t else part_with_bias(t, letter, o)
+        return part_with_bias(t, letter, o)
 
     def parts(self, t: Tensors, o: Options) -> list[tuple[Tensors, Options]]:
         return [({**t, **{name: x.contiguous() for name, x in split_qkv(t, o).items()}}, o)]

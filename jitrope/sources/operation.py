@@ -230,13 +230,20 @@ class Operation:
         copied = "bias" in named if o.inplace else "v_out" in named and o.copy_v
         return copied and self.leaves_v(named, o)
 
+    def left(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:
+        """The heads that are copied then: v, and a gate with its bias."""
+        gated = o.order == "qkv_gated" and "bias" in t and (o.inplace or "gate" in outputs)
+        return {letter: self.source.part(letter, t, o) for letter in ("v", "gate")[: 1 + gated]}
+
     def finish(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:
         """The results, given the outputs of a launch that `finishes`."""
-        places = self.places(outputs, t, o)
-        if "v" in places and self.leaves_v(t, o):
-            copy_heads(places["v"], views.head_view(self.source.part("v", t, o), o.layout))
-        if "gate" in places and "gate" not in self.viewed(t, o):
-            copy_heads(places["gate"], views.head_view(self.source.part("gate", t, o), o.layout))
+        for letter, x in self.left(outputs, t, o).items():
+            given = outputs.get(letter, t.get(f"{letter}_out"))
+            out = views.fused_part(outputs["qkv"], letter, o) if given is None else given
+            if x.dim() != out.dim():  # one has a group of heads for each rank
+                pairs = ((out, x), (x, out))
+                out, x = [views.by_rank(y, o.layout, len(z)) if y.dim() < z.dim() else y for y, z in pairs]
+            copy_heads(out, x)
         return outputs
 
     def places(self, made: Tensors, t: Tensors, o: Options) -> Tensors:
@@ -318,12 +325,8 @@ def refuse_other_v(name: str, tensors: Tensors, options: Options) -> None:
 
 
 def copy_heads(out: Tensor, x: Tensor) -> None:
-    """Copy heads (batch, seq, group, head of the group, dim), which have groups in out, in x, or in both.
-
-    It copies 16 bytes at a time if possible: torch's copy between layouts takes its time for each element.
-    """
-    pairs = ((out, x), (x, out))
-    both = [y.squeeze(3).unflatten(2, other.shape[2:4]) if y.shape[3] == 1 else y for y, other in pairs]
+    """Copy x to out, 16 bytes at a time if possible: torch's copy between layouts takes its time for each element."""
+    both = [out, x]
     if out.dtype == x.dtype and not any(y.data_ptr() % 16 for y in both):
         with suppress(RuntimeError):  # 16 bytes are not always neighbours
             both = [y.view(torch.complex128) for y in both]
