@@ -295,10 +295,10 @@ class Operation:
         if not self.differentiable and not (self.out == "ranks" and grads.keys() == {"v"}):  # which is copied
             raise JitropeError(f"{self.function} has no gradient")
         o, heads = _normed(o), self.source.op == "heads"
-        if self.norm or not heads:  # else a rotation for ranks is its own backward
+        if o.ulysses_degree and (self.norm or not heads):  # else a rotation for ranks is its own backward
             o = o._replace(ulysses_degree=0)
-        if self.transform or not heads:
-            grads = {name: views.joined(x, o.layout) for name, x in grads.items()}
+            if self.transform or not heads:
+                grads = {name: views.joined(x, o.layout) for name, x in grads.items()}
         own = {name: grads[name] for name in "qk" if name in grads and self.transform}
         if own:  # they are transformed in their own launch: the matrix is its own transpose
             op = operation(SOURCES["heads"], norm=True, transform=True)
@@ -310,7 +310,7 @@ class Operation:
 
 def _normed(o: Options) -> Options:
     """The same options, but without a norm of no kind."""
-    return o._replace(norm=None) if norm_of(o).kind == NO_NORM.kind else o
+    return o if o.norm is None or o.norm.kind != NO_NORM.kind else o._replace(norm=None)
 
 
 def refuse_other_v(name: str, tensors: Tensors, options: Options) -> None:
