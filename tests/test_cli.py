@@ -481,8 +481,7 @@ def test_cache_commands(jitrope, tmp_path: Path) -> None:
     listed = jitrope("cache", "ls")
     rows = [line.split(maxsplit=3) for line in listed.stdout.splitlines()]
     assert [(row[0], row[2], row[3]) for row in rows] == [
-        ("sm_90", "KiB", f"rope bf16 d128 halves forward {launch}: {ROPE}")
-        for launch in ("grid 2d", "token linear")
+        ("sm_90", "KiB", f"rope bf16 d128 halves forward {launch}: {ROPE}") for launch in ("grid 2d", "token linear")
     ]
     assert "2 kernels" in listed.stderr
     sizes = [entry["bytes"] for entry in json.loads(jitrope("cache", "ls", "--json").stdout)["entries"]]

@@ -19,7 +19,7 @@ from ..sinks.cache import KVCache
 from ..sources.fused import FUSED, part_with_bias
 from ..sources.latent import LATENT
 from ..sources.operation import operation
-from ..sources.outs import is_dense
+from ..sources.source import is_dense
 from ..stages.convert import DynamicQuantize, Quantize
 from ..stages.norm import Norm
 from ..stages.positions import Positions

@@ -17,8 +17,7 @@ from ..sinks.cache import KVCache
 from ..sinks.results import Ulysses
 from ..sources.heads import NORM_OF_V, norm_of_v
 from ..sources.operation import Operation, operation
-from ..sources.outs import is_dense, joins_k
-from ..sources.source import Source
+from ..sources.source import Source, is_dense, joins_k
 from ..stages.convert import DynamicQuantize, Scaled, asked_of, converts_v
 from ..stages.norm import NO_NORM, Norm
 from ..stages.positions import Positions

@@ -21,7 +21,7 @@ from ..stages.convert import Scaled
 UNUSED = "unused_"
 """What begins the names of a user's tensors that a call does not read."""
 SCRATCH = ("weight_grads", "block_sums", "counters")
-"""Outputs that are not results: `Operation.finish` makes results of them."""
+"""Outputs of a gradient that are not its results: the gradients of weights are parts of the first."""
 
 
 class Form(NamedTuple):

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 
+from .. import chain
+from ..base import views
 from ..base.errors import JitropeError
 from ..base.layouts import LAYOUT_AXES
-from ..base.views import Tensors
+from ..base.views import Tensors, head_view
 from ..plan.options import Options
+from ..sinks.results import LETTERS
 from ..sources.stand_ins import weight_sums
 from ..stages import rotate
-from ..stages.norm import norm_of
-from .operation import BACKWARDS, Call, Operation, tables_of
-from .source import Source
+from ..stages.norm import norm_of, sums_heads
+from .operation import BACKWARDS, Call, Operation, operation, tables_of
+from .source import Read, Source
 
 
 class Backward(Operation):
-    """The gradient of a source, where it is no call of the user's, from gradients of q, k and v.
+    """The gradient of a source, where it is no call of the user's, from gradients of q, k and v: dq, dk, dv and dgate.
 
-    It has no second derivative, except where it says so.
+    It writes what the source reads. With a norm it reads that too, and v only if it has a norm. It has no second
+    derivative then; else it is the source's own call.
     """
-
-    results: tuple[str, ...]
 
     def __init__(self, source: Source) -> None:
         super().__init__(source)
@@ -32,25 +33,22 @@ class Backward(Operation):
         BACKWARDS[self.name] = self
 
     def made(self, given: Container[str], o: Options) -> tuple[str, ...]:
-        return tuple([name for name in self.results if name in given or not name.endswith(("_weight", "_bias"))])
+        heads = [x for x in self.source.heads if x not in LETTERS or f"d{x}" in given]
+        return (*heads, *[x for x in ("q_weight", "k_weight", "q_bias", "k_bias") if x in given])
 
     def viewed(self, given: Container[str], o: Options) -> tuple[str, ...]:
         return ()
-
-    @abstractmethod
-    def of_heads(self, t: Tensors, o: Options) -> Tensors:
-        """New tensors for the gradients of heads."""
 
     def fresh(self, t: Tensors, o: Options, blocks: int) -> Tensors:
         across, axis = norm_of(o).across_heads, LAYOUT_AXES[o.layout][2]
         heads = self.source.shaped(t, o) if o.norm else {}
         given = {x: heads[x] for x in "qk" if x in heads and (x == "q" or heads[x].shape[axis])}
         widths = {name: x.shape[-1] * (x.shape[axis] if across else 1) for name, x in given.items()}
-        return {**self.of_heads(t, o), **weight_sums(t, widths, blocks)}
+        return {**self.source.empty(t, o), **weight_sums(t, widths, blocks)}
 
     def fakes(self, t: Tensors, o: Options) -> Tensors:
         sums = [name for name in self.made(t, o) if name.endswith(("_weight", "_bias"))]
-        return {**self.of_heads(t, o), **{name: torch.empty_like(t[name]) for name in sums}}
+        return {**self.source.empty(t, o), **{name: torch.empty_like(t[name]) for name in sums}}
 
     def makes_empty(self, given: Sequence[str], o: Options) -> bool:
         return False  # there may be sums
@@ -58,14 +56,62 @@ class Backward(Operation):
     def saved(self, t: Tensors, o: Options) -> Tensors:
         return tables_of(t)
 
+    def ways(self, named: Tensors, o: Options) -> list[tuple[Read, Read] | None]:
+        reads = {x: (f"d{x}", head_view(named[f"d{x}"], o.layout)) for x in "qkv" if f"d{x}" in named}
+        if o.norm is not None:
+            reads |= {x: y for x, y in self.source.reads(named, o).items() if x != "v" or norm_of(o).v_norm}
+        outs = {name: named[f"{name}_out"] for name in self.source.heads if f"{name}_out" in named}
+        writes = {x: (f"{name}_out", view) for x, (name, view) in self.source.reads(outs, o).items()}
+        if "v" in writes and self.leaves_v(named, o):
+            del writes["v"]
+        return [(reads[x], writes[x]) if x in writes else None for x in "qkv"]
+
+    def finishes(self, named: Container[str], o: Options) -> bool:
+        return o.order == "qkv_gated" or ("dv" in named and sums_heads(named, o))
+
+    def left(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:
+        letters = ("v",) * sums_heads(t, o) + ("gate",) * ("dgate" in t)
+        return {letter: t[f"d{letter}"] for letter in letters}
+
     def finish(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:
-        return {name: outputs[name] for name in self.results if name in outputs}
+        if o.order == "qkv_gated" and "dgate" not in t:
+            views.fused_part(outputs["qkv"], "gate", o).zero_()
+        return super().finish(outputs, t, o)
+
+    def places(self, made: Tensors, t: Tensors, o: Options) -> Tensors:
+        """Those of results with a gradient; the others are zero."""
+        found = super().places(made, t, o)
+        if "gate" in found and "dgate" not in t:
+            found.pop("gate").zero_()
+        return found
+
+    def compute(self, made: Tensors, t: Tensors, o: Options) -> None:
+        places = self.places(made, t, o)
+        if o.norm is not None:
+            return chain.back(self.source.parts(t, o)[0][0], places, o._replace(inverse=not o.inverse))
+        grads = {x: t[f"d{x}"].contiguous() for x in LETTERS if f"d{x}" in t}
+        chain.run([({**t, **grads}, o)], places, o)
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         if o.norm is not None:
             hint = "compute the norm by itself; with a drop-in, enable(model, fuse_norm=False)"
             raise JitropeError(f"a norm of q or k has no second derivative; {hint}")
-        raise JitropeError(f"{self.name} has no gradient")
+        found = call(operation(self.source), {**grads, **saved}, turned_back(o))
+        return {f"d{name}": x for name, x in found.items()}
+
+
+def every_gradient(grads: Tensors, sizes: Mapping[str, tuple[int, int]], axis: int) -> Tensors:
+    """The gradients of q, k and v as dq, dk and dv, zeros for missing ones, and that of the gate if it is given.
+
+    sizes: of q, k and v, the heads, along `axis`, and their elements.
+    """
+    some = next(iter(grads.values()))
+    for name, (heads, dim) in sizes.items():
+        if name not in grads:
+            shape = [*some.shape[:-1], dim]
+            shape[axis] = heads
+            grads[name] = some.new_zeros(shape)
+    return {f"d{name}": grads[name] for name in LETTERS if name in grads}
 
 
 def turned_back(o: Options, inplace: bool = False) -> Options:

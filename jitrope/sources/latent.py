@@ -5,16 +5,17 @@ from __future__ import annotations
 import torch
 
 from .. import chain
+from ..base.errors import JitropeError
 from ..base.fit import Fail, named
 from ..base.layouts import LAYOUT_AXES
-from ..base.views import Tensors, canonical, head_view
+from ..base.views import Tensors, canonical
 from ..call import PARTS
 from ..checks.checks import check_heads
 from ..plan.options import Options
 from ..sinks import results
-from .backward import Backward, turned_back
+from .backward import Backward, every_gradient, turned_back
 from .operation import Call, Operation
-from .source import Read, Source
+from .source import Source
 
 
 class Latent(Source):
@@ -48,47 +49,38 @@ class Latent(Source):
             fail(f"{had}; kv must be wider than q less k_pe, {o.rotary_offset}, by the elements of a head of v")
         super().check(op, t, o)
 
+    def empty(self, t: Tensors, o: Options) -> Tensors:
+        dk, shape = t["dk"], [*t["dk"].shape[:-1], o.rotary_dim]
+        shape[LAYOUT_AXES[o.layout][2]] = 1
+        kv = dk.new_empty((*dk.shape[:-1], o.rotary_offset + o.v_dim))
+        return {"q": torch.empty_like(t["dq"]), "kv": kv, "k_pe": dk.new_empty(shape)}
+
     def gradient(self, op: Operation, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """A missing gradient has no heads, or, of k or v alone, is zero."""
-        axis, sizes = LAYOUT_AXES[o.layout][2], {"v": o.v_dim}
+        axis, dim = LAYOUT_AXES[o.layout][2], o.rotary_offset + o.rotary_dim
         heads = {name: x.shape[axis] for name, x in grads.items()}
         pair = heads.get("k", heads.get("v", 0))
-        some = next(iter(grads.values()))
-        for name, count in (("q", 0), ("k", pair), ("v", pair)):
-            if name not in grads:
-                shape = [*some.shape[:-1], sizes.get(name, o.rotary_offset + o.rotary_dim)]
-                shape[axis] = count
-                grads[name] = some.new_zeros(shape)
-        ordered = {"d" + name: grads[name] for name in "qkv"}
-        found = call(LATENT_BACKWARD, {**ordered, **saved}, turned_back(o))
+        every = every_gradient(grads, {"q": (0, dim), "k": (pair, dim), "v": (pair, o.v_dim)}, axis)
+        found = call(LATENT_BACKWARD, {**every, **saved}, turned_back(o))
         return {name: x for name, x in found.items() if (name == "q" and "q" in heads) or (name != "q" and pair)}
 
 
 class LatentBackward(Backward):
     """The gradients of q, kv and k_pe, whose heads are summed in fp32; the options rotate back."""
 
-    results = ("q", "kv", "k_pe")
-
-    def of_heads(self, t: Tensors, o: Options) -> Tensors:
-        dk, shape = t["dk"], [*t["dk"].shape[:-1], o.rotary_dim]
-        shape[LAYOUT_AXES[o.layout][2]] = 1
-        kv = dk.new_empty((*dk.shape[:-1], o.rotary_offset + o.v_dim))
-        return {"q": torch.empty_like(t["dq"]), "kv": kv, "k_pe": dk.new_empty(shape)}
-
-    def compute(self, outputs: Tensors, t: Tensors, o: Options) -> None:
+    def compute(self, made: Tensors, t: Tensors, o: Options) -> None:
         dk, dv, offset, layout = t["dk"], t["dv"], o.rotary_offset, o.layout
         t = {**t, "q": t["dq"], "k": dk}
-        chain.run([(t, o)], results.places({"q": outputs["q"]}, o), o)
+        chain.run([(t, o)], results.places({"q": made["q"]}, o), o)
         summed = dk[..., offset:].float().sum(LAYOUT_AXES[layout][2], keepdim=True)
         alone = o._replace(rotary_offset=0)
-        canonical(outputs["k_pe"], layout).copy_(chain.forward("k", canonical(summed, layout), t, alone))
-        first, rest = canonical(outputs["kv"], layout).tensor_split([offset], -1)
+        canonical(made["k_pe"], layout).copy_(chain.forward("k", canonical(summed, layout), t, alone))
+        first, rest = canonical(made["kv"], layout).tensor_split([offset], -1)
         first.copy_(chain.forward("k", chain.load("k", t, o), t, o)[..., :offset])
         rest.copy_(canonical(dv, layout))
 
-    def ways(self, named: Tensors, o: Options) -> list[tuple[Read, Read] | None]:
-        pairs = zip(("dq", "dk", "dv"), ("q_out", "kv_out", "k_pe_out"))
-        return [((x, head_view(named[x], o.layout)), (y, head_view(named[y], o.layout))) for x, y in pairs]
+    def gradient(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
+        raise JitropeError(f"{self.name} has no gradient")
 
 
 LATENT = Latent()

@@ -7,13 +7,17 @@ path, and `torch_op` makes it a call of an op of torch, with a fake and a backwa
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import chain
 from ..base import views
+from ..base.arguments import refuse
 from ..base.errors import InvalidInput, JitropeError
 from ..base.fit import USERS_NAMES, sizes_of
 from ..base.layouts import LAYOUT_AXES
@@ -23,50 +27,45 @@ from ..call import Call as CallText
 from ..checks import checks
 from ..plan.options import Options
 from ..sinks import results
-from ..sinks.results import LETTERS, empty_heads, empty_scale
+from ..sinks.results import LETTERS, empty_scale
 from ..stages import positions
 from ..stages.convert import converts_v, least_scales
 from ..stages.norm import NO_NORM, norm_of, sums_heads
 from ..stages.transform import LABEL as TRANSFORM
 from ..values.constants import one_row
-from .outs import OUTS, copy_heads, refuse_other_v
-from .source import SOURCES, Read, Source
+from .source import SOURCES, Read, Source, joins_k
 
 Call = Callable[["Operation", Tensors, Options], Tensors]  # `dispatch.call`
 
 OF_TABLES = frozenset((*TABLE_NAMES, "second_cos", "second_sin", "cos_sin_cache", "freqs", "freqs_cis"))
 """The tensors of a call that are not those of heads, of a norm, or of a sink."""
 SCALES = ("q_scale", "k_scale", "v_scale")
+OUTS = {f"{letter}_out": f"out's {letter}" for letter in "qkv"}
+"""The users' names of output tensors."""
 CACHE = ("k_cache", "v_cache", "errors", *BLOCK_SCALES)
 """The tensors of a cache that a call writes."""
 
 
+@dataclass(eq=False)
 class Operation:
-    """A source, stages and a sink, as functions of (tensors by name, options).
+    """A source, stages and a sink, as functions of (tensors by name, options)."""
 
-    norm: a kernel reads whole heads, because of a norm or of another stage. convert: "given" or "computed" scales, or
-    the computed scales of "rows" alone. transform: by a Hadamard matrix. cache: k and v go to one. out: results go to
-    tensors that are "given", or are groups of heads for "ranks".
-    """
+    source: Source
+    asked: str = ""  # the user's function, if it is not the source's
+    norm: bool = False  # a kernel reads whole heads, because of a norm or of another stage
+    convert: str = ""  # "given" or "computed" scales, or the computed scales of "rows" alone
+    transform: bool = False  # by a Hadamard matrix
+    cache: bool = False  # k and v go to one
+    out: str = ""  # results go to tensors that are "given", or are groups of heads for "ranks"
 
-    def __init__(
-        self,
-        source: Source,
-        function: str = "",
-        *,
-        norm: bool = False,
-        convert: str = "",
-        transform: bool = False,
-        cache: bool = False,
-        out: str = "",
-    ) -> None:
-        self.source, self.asked, self.function, self.norm = source, function, function or source.function, norm
-        self.convert, self.transform, self.cache, self.out = convert, transform, cache, out
-        self.name = source.op
+    def __post_init__(self) -> None:
+        source, norm, convert, transform = self.source, self.norm, self.convert, self.transform
+        cache, out, self.function, self.name = self.cache, self.out, self.asked or self.source.function, self.source.op
         whole = norm and not (source.whole or transform or convert not in ("", "given"))
         said = (source.said, "norm" * whole, {"given": "quantize"}.get(convert, "dynamic scales" * bool(convert)))
         sink = ("cache" * cache, {"given": "out", "ranks": "Ulysses"}.get(out, ""))
         self.said = " with ".join([x for x in (*said, TRANSFORM * transform, *sink) if x])
+        self.needed = (*source.needed, *(("k", "k_cache") if cache and "q" in source.needed else ()))  # beside tables
         self.staged = bool(norm or convert or transform or cache)
         self.sends = bool(convert or cache or out)  # without a gate
         self.differentiable = not (convert or cache or out == "given")
@@ -77,13 +76,7 @@ class Operation:
 
     def to(self, out: str) -> Operation:
         """The same with results that are "given", or for "ranks"."""
-        own = {"norm": self.norm, "convert": self.convert, "transform": self.transform, "cache": self.cache}
-        return operation(self.source, self.asked, **own, out=out)
-
-    @property
-    def needed(self) -> tuple[str, ...]:
-        """The tensors that each call has, beside those of tables."""
-        return (*self.source.needed, *(("k", "k_cache") if self.cache and "q" in self.source.needed else ()))
+        return operation(self.source, self.asked, self.norm, self.convert, self.transform, self.cache, out)
 
     def label(self, name: str) -> str:
         """The user's name of a tensor."""
@@ -115,16 +108,20 @@ class Operation:
 
     # ---- results -------------------------------------------------------------------------------------
 
+    def _own(self) -> tuple[str, ...]:
+        """Names of the tensors that a call in place writes and returns."""
+        return self.source.heads[: 1 if self.cache else 2]
+
     def written(self, o: Options) -> tuple[str, ...]:
         """Names of the inputs that a call writes, if they are given."""
-        own = self.source.overwritten(("q",) if self.cache else ("q", "k", "qkv")) if o.inplace else ()
+        own = self._own() if o.inplace else ()
         outs = tuple(OUTS) if self.out == "given" else ()
         fresh = [FRESH + name for name in (*LETTERS, *SCALES)]  # which the caller of torch's op made
         return (*own, *("k" * o.rotate_k), *(CACHE if self.cache else ()), *outs, *fresh)
 
     def made(self, given: Container[str], o: Options) -> tuple[str, ...]:
         """Names of the results that torch's op makes."""
-        elsewhere = ("k", "v") * self.cache + ("gate",) * self.sends
+        elsewhere = ("k", "v") * self.cache + ("gate",) * self.sends + self.source.viewed(given, o)
         letters = [x for x in self.source.letters(given, o) if x not in elsewhere]
         heads = [x for x in letters if not o.per_row and (self.out != "given" or f"{x}_out" not in given)]
         scaled = [x for x in letters if (o.computed or o.per_row) and (x != "v" or o.dynamic_v)]
@@ -138,7 +135,7 @@ class Operation:
     def produced(self, given: Any, o: Options) -> tuple[str, ...]:
         """Names of all results."""
         if o.inplace:
-            return self.source.overwritten(("q",) if self.cache else given)
+            return tuple([name for name in self._own() if name in given])
         return (*self.made(given, o), *self.viewed(given, o))
 
     def complete(self, found: Tensors, t: Tensors, o: Options) -> Tensors:
@@ -167,19 +164,28 @@ class Operation:
             elif letter != name:
                 like = found[letter] if letter in found else t[f"{letter}_out"]
                 found[name] = empty_scale(like, o, FORMATS[o.out_dtype].per_item)
-            elif self.out == "ranks":
-                found[name] = self._of_ranks(letter, t, o)
             else:
-                found[name] = self.source.empty(name, t, o, self.format_of(letter, t, o))
+                found[name] = self._empty(letter, t, o)
         return self.complete(found, t, o)
 
-    def _of_ranks(self, letter: str, t: Tensors, o: Options) -> Tensor:
-        """A tensor with a group of heads for each rank; of such a tensor, as gradients are, one in the usual layout."""
-        x, axis = t[letter] if letter in t else self.source.empty(letter, t, o, ""), LAYOUT_AXES[o.layout][2]
-        split = x.dim() == len(o.layout)
-        shape = [o.ulysses_degree, *x.shape] if split else [*x.shape[1:]]
-        shape[axis + split] = x.shape[axis] // o.ulysses_degree if split else shape[axis] * len(x)
-        return empty_heads(x, tuple(shape), self.format_of(letter, t, o))
+    def _empty(self, letter: str, t: Tensors, o: Options) -> Tensor:
+        """A tensor for heads. It has the strides of heads that are a tensor of their own.
+
+        With ranks it has a group of heads for each; of such a tensor, as gradients are, it has the usual layout.
+        """
+        word, (*_, axis, _) = self.format_of(letter, t, o), LAYOUT_AXES[o.layout]
+        heads = t if letter in t else self.source.shaped(t, o)
+        x = heads[letter if letter in heads else "q"]  # a gate is like q
+        if letter in t and self.out != "ranks":
+            return results.empty_elements(x, word)
+        shape = [*x.shape]
+        if self.out == "ranks" and x.dim() > len(o.layout):
+            ranks, *shape = shape
+            shape[axis] *= ranks
+        elif self.out == "ranks":
+            shape[axis] //= o.ulysses_degree
+            shape = [o.ulysses_degree, *shape]
+        return results.empty_heads(x, tuple(shape), word)
 
     def format_of(self, letter: str, t: Container[str], o: Options) -> str:
         """The format of a converted result, "" for one in the heads' dtype."""
@@ -201,23 +207,17 @@ class Operation:
 
     def ways(self, named: Tensors, o: Options) -> list[tuple[Read, Read] | None]:
         """Of q, k and v, the heads that a launch reads, and where it writes them. An output "q" is "q_out"."""
-        reads = self.source.reads(named, o)
-        if self.finishes(named, o):
-            reads.pop("v")
-        places = {letter: self._place(letter, named, o, reads) for letter in reads}
-        return [None if (place := places.get(x)) is None else (reads[x], place) for x in "qkv"]
-
-    def _place(self, letter: str, named: Tensors, o: Options, reads: dict[str, Read]) -> Read | None:
-        cache, out = f"{letter}_cache", f"{letter}_out"
-        if self.cache and letter in "kv":
-            paged = "page_table" in named or BLOCK_SCALES[0] in named
-            return (cache, views.cache_view(named[cache], paged)) if cache in named else None
-        if letter == "v" and not (o.copy_v or o.per_row):
-            return None
-        if o.inplace or (o.per_row and out not in named):
-            added = "bias" in named or norm_of(o).v_norm or o.per_row
-            return None if letter == "v" and not added else reads[letter]
-        return (out, self.source.out_view(named[out], letter, named, o)) if out in named else None
+        reads, paged = self.source.reads(named, o), "page_table" in named or BLOCK_SCALES[0] in named
+        found, viewed = {**reads} if o.inplace or o.per_row else {}, self.viewed(named, o)
+        for x in [x for x in reads if f"{x}_out" in named and x not in viewed and not o.inplace]:
+            out = views.head_view(named[f"{x}_out"], o.layout)
+            gated = x == "q" and o.order == "qkv_gated" and reads[x][1].shape[3] == 2
+            found[x] = (f"{x}_out", out.expand(-1, -1, -1, 2, -1) if gated else out)
+        if "v" in found and (self.finishes(named, o) or (o.inplace and not ("bias" in named or norm_of(o).v_norm))):
+            del found["v"]
+        for x in [x for x in "kv" if f"{x}_cache" in named]:
+            found[x] = (f"{x}_cache", views.cache_view(named[f"{x}_cache"], paged))
+        return [(reads[x], found[x]) if x in found else None for x in "qkv"]
 
     def heads(self, named: Tensors, o: Options) -> tuple[Views, Views]:
         """Views of the heads of q, k and v, read and written. An output "q" is "q_out" in `named`."""
@@ -225,20 +225,42 @@ class Operation:
         inputs, outputs = (tuple([None if way is None else way[n][1] for way in ways]) for n in (0, 1))
         return inputs, outputs  # type: ignore[return-value]
 
-    def finishes(self, named: Container[str], o: Options) -> bool:
-        """Whether v is copied after the launch, because a kernel copies heads only as it stores those of k."""
+    def leaves_v(self, named: Tensors, o: Options) -> bool:
+        """Whether a kernel cannot copy v, because it copies heads only as it stores those of k."""
+        return sums_heads(named, o) or not self.source.joins(named)
+
+    def finishes(self, named: Tensors, o: Options) -> bool:
+        """Whether v is copied after the launch."""
         copied = "bias" in named if o.inplace else "v_out" in named and o.copy_v
-        return copied and (sums_heads(named, o) or not self.source.joins(named))  # type: ignore[arg-type]
+        return copied and self.leaves_v(named, o)
+
+    def left(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:
+        """The heads that are copied then: v, and a gate with its bias."""
+        gated = o.order == "qkv_gated" and "bias" in t and (o.inplace or "gate" in outputs)
+        return {letter: self.source.part(letter, t, o) for letter in ("v", "gate")[: 1 + gated]}
 
     def finish(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:
         """The results, given the outputs of a launch that `finishes`."""
-        for letter, x in self.source.copied(outputs, t, o).items():
+        for letter, x in self.left(outputs, t, o).items():
             given = outputs.get(letter, t.get(f"{letter}_out"))
             out = views.fused_part(outputs["qkv"], letter, o) if given is None else given
-            if x.dim() < out.dim():
-                x = views.by_rank(x, o.layout, len(out))
-            copy_heads(*((out, x) if x.dim() == out.dim() else (views.by_rank(out, o.layout, len(x)), x)))
+            if x.dim() != out.dim():  # one has a group of heads for each rank
+                pairs = ((out, x), (x, out))
+                out, x = [views.by_rank(y, o.layout, len(z)) if y.dim() < z.dim() else y for y, z in pairs]
+            copy_heads(out, x)
         return outputs
+
+    def places(self, made: Tensors, t: Tensors, o: Options) -> Tensors:
+        """The places of the results (`sinks.results`). made: those that are fresh, and own tensors in place."""
+        if self.out == "given":
+            made = {**made, **{x: t[f"{x}_out"] for x in LETTERS if f"{x}_out" in t}}
+        own = {"k": t["k"]} if o.rotate_k else {}
+        found = results.places({**made, **own}, o)
+        if "qkv" in made:
+            whole, letters = views.canonical(made["qkv"], o.layout), self.source.letters(made, o)
+            parts = {letter: views.fused_part(whole, letter, o) for letter in letters}
+            found.update({letter: x if x.dim() == 5 else x.unsqueeze(3) for letter, x in parts.items()})
+        return found
 
     # ---- without a table, and in plain torch -----------------------------------------------------------
 
@@ -255,40 +277,64 @@ class Operation:
 
     def on_cpu(self, t: Tensors, o: Options) -> Tensors:
         """The results in plain torch."""
-        outputs = self.fakes(t, o)
-        self.compute({name: outputs[name] for name in self.made(t, o) if name in outputs}, t, o)
+        outputs, viewed = self.fakes(t, o), self.viewed(t, o)
+        self.compute({name: x for name, x in outputs.items() if name not in viewed}, t, o)
         return outputs
 
     def compute(self, made: Tensors, t: Tensors, o: Options) -> None:
-        """Write the results. made: those that are fresh."""
-        if o.inplace and not self.cache:
-            places = self.source.places(t, o)
-        else:
-            if self.out == "given":
-                made = {**made, **{x: t[f"{x}_out"] for x in LETTERS if f"{x}_out" in t}}
-            places = results.places({**made, "k": t["k"]} if o.rotate_k else made, o)
-        chain.run(self.source.parts(t, o), places, o)
+        """Write the results. made: as in `places`."""
+        chain.run(self.source.parts(t, o), self.places(made, t, o), o)
 
     # ---- gradients -----------------------------------------------------------------------------------
 
     def saved(self, t: Tensors, o: Options) -> Tensors:
-        """The tensors that the backward needs."""
-        return self.source.saved(t, o, tables_of(t))
+        """The tensors that the backward needs; of the source's those of heads that have a norm."""
+        norm = _normed(o).norm
+        letters = set("" if norm is None else "qkv" if norm.v_norm else "qk")
+        left = [x for x in self.source.heads if letters.isdisjoint(x.rpartition("_")[2])]
+        return {name: x for name, x in t.items() if name not in left or name in self.source.kept}
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """The gradients of the inputs. grads: gradients of the results, at least one."""
         if not self.differentiable and not (self.out == "ranks" and grads.keys() == {"v"}):  # which is copied
             raise JitropeError(f"{self.function} has no gradient")
-        if self.out == "ranks" and self.source.op != "heads":
-            grads = {name: views.joined(x, o.layout) for name, x in grads.items()}
+        o, heads = _normed(o), self.source.op == "heads"
+        if o.ulysses_degree and (self.norm or not heads):  # else a rotation for ranks is its own backward
             o = o._replace(ulysses_degree=0)
-        own = {name: views.joined(grads[name], o.layout) for name in "qk" if name in grads and self.transform}
+            if self.transform or not heads:
+                grads = {name: views.joined(x, o.layout) for name, x in grads.items()}
+        own = {name: grads[name] for name in "qk" if name in grads and self.transform}
         if own:  # they are transformed in their own launch: the matrix is its own transpose
             op = operation(SOURCES["heads"], norm=True, transform=True)
             words = {name: getattr(o, name) for name in ("layout", "rotary_dim", "rotary_offset", TRANSFORM, "launch")}
-            bare, tensors = op.without_table(dict(zip("qk", own.values())), Options(**words, norm=NO_NORM))
-            grads = {**grads, **dict(zip(own, call(op, tensors, bare).values()))}
+            alone, tensors = op.without_table(dict(zip("qk", own.values())), Options(**words, norm=NO_NORM))
+            grads = {**grads, **dict(zip(own, call(op, tensors, alone).values()))}
         return self.source.gradient(self, call, saved, grads, o._replace(**{TRANSFORM: False}))
+
+
+def _normed(o: Options) -> Options:
+    """The same options, but without a norm of no kind."""
+    return o if o.norm is None or o.norm.kind != NO_NORM.kind else o._replace(norm=None)
+
+
+def refuse_other_v(name: str, tensors: Tensors, options: Options) -> None:
+    """Refuse to convert a v that does not join k."""
+    why = "quantize has v=True" if options.dynamic_v else "v_scale is given"
+    if "k" not in tensors:
+        refuse(name, "k", None, f"a tensor, because {why}")
+    if joins_k(tensors["v"], tensors["k"]):
+        beside = "a norm across heads" if norm_of(options).across_heads else "tables for each head"
+        raise InvalidInput(f"{name}: v cannot be converted beside {beside}, but {why}; convert v in a call as q")
+    refuse(name, "v", tensors["v"], f"like k, because {why}")
+
+
+def copy_heads(out: Tensor, x: Tensor) -> None:
+    """Copy x to out, 16 bytes at a time if possible: torch's copy between layouts takes its time for each element."""
+    both = [out, x]
+    if out.dtype == x.dtype and not any(y.data_ptr() % 16 for y in both):
+        with suppress(RuntimeError):  # 16 bytes are not always neighbours
+            both = [y.view(torch.complex128) for y in both]
+    both[0].copy_(both[1])
 
 
 def tables_of(t: Tensors) -> Tensors:
@@ -313,5 +359,4 @@ def operation_of(name: str, given: Container[str], o: Options) -> Operation:
     if name not in SOURCES or not whole:
         sources = ", ".join([*SOURCES, *BACKWARDS])
         raise InvalidInput(f"call has the source {name!r}, or stages without a kernel; the sources are {sources}")
-    stages = {"norm": o.norm is not None, "convert": convert, "transform": getattr(o, TRANSFORM), "cache": cache}
-    return operation(SOURCES[name], **stages, out=out)
+    return operation(SOURCES[name], "", o.norm is not None, convert, getattr(o, TRANSFORM), cache, out)

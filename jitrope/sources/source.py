@@ -6,11 +6,11 @@ from abc import abstractmethod
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..base.views import Tensors, head_view
+from ..base.views import Tensors, head_view, per_head
 from ..plan.options import Options
-from ..sinks import results
 from ..stages import positions
 
 SOURCES: dict[str, Source] = {}
@@ -27,7 +27,8 @@ class Source:
     said = ""  # in messages, where a stage does not go with it
     function = "prepare_qkv"  # the user's
     needed: tuple[str, ...]  # tensors that each call has
-    heads: tuple[str, ...] = ("q", "k", "v")  # tensors that a kernel reads as q, k and v
+    heads: tuple[str, ...] = ("q", "k", "v")  # its tensors; a kernel reads the first three as q, k and v
+    kept: tuple[str, ...] = ()  # those that each backward needs
     labels: Mapping[str, str] = {}  # users' names of tensors, where they differ
     refused: frozenset[str] = frozenset()  # words and tensors that do not go with it
     whole = False  # its kernels read whole heads
@@ -36,7 +37,7 @@ class Source:
         SOURCES[self.word] = self
 
     def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
-        """The heads that a kernel reads, by letter."""
+        """The heads that a kernel reads, by letter; those that it writes in place, or as gradients, are the same."""
         return {x: (name, head_view(t[name], o.layout)) for x, name in zip("qkv", self.heads) if name in t}
 
     def shaped(self, t: Tensors, o: Options) -> Tensors:
@@ -44,24 +45,16 @@ class Source:
         return t
 
     def letters(self, given: Container[str], o: Options) -> tuple[str, ...]:
-        """The results that are fresh tensors."""
+        """The results."""
         return ("q", "k", "v")
-
-    def empty(self, letter: str, t: Tensors, o: Options, word: str) -> Tensor:
-        """A fresh tensor for a result, with the strides of heads that are a tensor of their own. word: its format."""
-        if letter in t:
-            return results.empty_elements(t[letter], word)
-        heads = self.shaped(t, o)
-        like = heads[letter] if letter in heads else heads["q"]  # the gate
-        return results.empty_heads(like, tuple(like.shape), word)
-
-    def out_view(self, out: Tensor, letter: str, t: Tensors, o: Options) -> Tensor:
-        """The heads of a result, as a kernel writes them."""
-        return head_view(out, o.layout)
 
     def viewed(self, given: Container[str], o: Options) -> tuple[str, ...]:
         """The results that are views of a fused tensor."""
         return ()
+
+    def part(self, letter: str, t: Tensors, o: Options) -> Tensor:
+        """The heads of a letter, in the call's layout."""
+        return t[letter]
 
     def parts(self, t: Tensors, o: Options) -> list[tuple[Tensors, Options]]:
         """Of each stream, its heads by letter beside its other tensors, and its options."""
@@ -75,28 +68,27 @@ class Source:
         """Whether a kernel can store heads of v as it stores those of k."""
         return True
 
-    def copied(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:
-        """The heads that a call copies after its launch, if the kernel cannot, by letter."""
-        return {"v": t["v"]}
-
-    def overwritten(self, given: Container[str]) -> tuple[str, ...]:
-        """The tensors that a call in place returns."""
-        return tuple([name for name in ("q", "k") if name in given])
-
-    def places(self, t: Tensors, o: Options) -> Tensors:
-        """The places of the results of a call in place, for plain torch."""
-        return results.places({name: t[name] for name in self.overwritten(t)}, o)
-
     def put(self, t: Tensors, found: Tensors, o: Options) -> Tensors:
         """Copy fresh results to the tensors of a call in place."""
         for name, x in found.items():
             t[name].copy_(positions.spare_stays(t[name], x, t, o))
         return {name: t[name] for name in found}
 
-    def saved(self, t: Tensors, o: Options, tables: Tensors) -> Tensors:
-        """The tensors that the backward needs. tables: those of the tables among them."""
-        return tables
-
     @abstractmethod
     def gradient(self, op: Any, call: Callable[..., Tensors], saved: Tensors, grads: Tensors, o: Options) -> Tensors:
-        """The gradients of the inputs. grads: gradients of the results, at least one."""
+        """The gradients of the inputs. grads: gradients of the results, at least one. o: without a norm of no kind."""
+
+    def empty(self, t: Tensors, o: Options) -> Tensors:
+        """New tensors for the gradients of its tensors. t: those of the gradient's call."""
+        return {name: torch.empty_like(t[name]) for name in self.heads if name in t}
+
+
+def joins_k(v: Tensor, k: Tensor | None, cos: Tensor | None = None) -> bool:
+    """Whether a kernel can store heads of v as it stores those of k."""
+    shared = cos is None or not per_head(cos)
+    return shared and k is not None and v.shape == k.shape and v.dtype == k.dtype
+
+
+def is_dense(x: Any) -> bool:
+    """Whether x is a strided tensor with an axis."""
+    return isinstance(x, Tensor) and x.layout is torch.strided and not (x.is_nested or x.is_quantized) and x.dim() > 0

@@ -7,10 +7,9 @@ from ..base.views import MEANS, TABLE_NAMES, Tensors
 from ..checks.checks import check, check_results
 from ..plan.options import Options
 from ..stages import positions, scale
-from ..stages.norm import NO_NORM, norm_of
+from ..stages.norm import norm_of
 from .heads import HEADS
-from .operation import SCALES, Call, Operation, operation
-from .outs import OUTS
+from .operation import OUTS, SCALES, Call, Operation, operation
 from .source import Source
 
 STREAMS = ("first", "second")
@@ -67,8 +66,8 @@ class Streams(Source):
     word = op = "streams"
     whole = True
     said, function = "two streams", "prepare_joint_qkv"
-    needed = tuple([f"{stream}_{letter}" for stream in STREAMS for letter in "qkv"])
-    heads = needed[:3]
+    needed = heads = tuple([f"{stream}_{letter}" for stream in STREAMS for letter in "qkv"])
+    kept = ("first_q",)  # its length is needed
     labels = {own: f"{stream}'s {name}" for stream in STREAMS for name, own in names_of(stream).items()}  # noqa: RUF012
     refused = frozenset(("inplace", "shifts", "inverse", "layout", "check", *COUNTED, *MEANS))
 
@@ -104,13 +103,6 @@ class Streams(Source):
         if cos.shape[-1] != other.shape[-1]:
             fail(f"the first table is {cos.shape[-1]} wide but the second {other.shape[-1]}")
 
-    def saved(self, t: Tensors, o: Options, tables: Tensors) -> Tensors:
-        """Without a norm only the tables, and the first stream's q, whose length is needed."""
-        norm = norm_of(o)
-        letters = ("v" if norm.v_norm else "") + ("qk" if norm.kind != NO_NORM.kind else "")
-        kept = ("first_q", *[f"{stream}_{letter}" for stream in STREAMS for letter in letters])
-        return {name: x for name, x in t.items() if name not in self.needed or name in kept}
-
     def gradient(self, op: Operation, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """The gradients of each stream, from its tokens and its rows of the tables."""
         found: Tensors = {}
@@ -118,10 +110,8 @@ class Streams(Source):
         for stream, tokens in zip(STREAMS, (slice(0, end), slice(end, None))):
             (kept, own), names = of_stream(saved, o, stream), names_of(stream)
             given = {name: x[:, tokens] for name, x in grads.items()}
-            if "v" in given and "v" not in kept:
-                found[names["v"]] = given.pop("v")
-            of_heads = HEADS.gradient(operation(HEADS, norm=True), call, kept, given, own) if given else {}
-            found.update({names[name]: x for name, x in of_heads.items()})
+            of_heads = HEADS.gradient(operation(HEADS), call, kept, given, own)
+            found.update({names[name]: x for name, x in of_heads.items() if name in names})
         return found
 
 
