@@ -28,7 +28,8 @@ def run(parts: Sequence[tuple[Tensors, Options]], places: Tensors, o: Options) -
     """
     t = parts[0][0]
     spare = positions.spare(load("q", t, o).shape[1], t, o) if o.inplace and "cu_seqlens" in t else None
-    slots = cache.slots(t, o, math.prod(load("q", t, o).shape[:2]), spare) if "k_cache" in t else None
+    tokens = sum([math.prod(load("q", *part).shape[:2]) for part in parts]) if "k_cache" in t else 0
+    slots = cache.slots(t, o, tokens, spare) if "k_cache" in t else None
     for letter in LETTERS:
         own = f"{letter}_scale"
         if f"{letter}_cache" not in t and places.keys().isdisjoint((letter, own)):

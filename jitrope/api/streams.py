@@ -12,6 +12,7 @@ from ..base.errors import InvalidInput
 from ..checks.words import parts, second_tables
 from ..run.gather import add, chosen, gather, result, sent
 from ..run.public import repeated
+from ..sinks.cache import KVCache
 from ..sinks.results import Ulysses
 from ..sources.streams import STREAMED
 from ..stages.convert import DynamicQuantize, Quantize, Scaled
@@ -67,6 +68,7 @@ def prepare_joint_qkv(
     *,
     positions: Tensor | Positions | None = None,
     norm: Norm | Sequence[Norm] | None = None,
+    cache: KVCache | None = None,
     quantize: Quantize | DynamicQuantize | None = None,
     hadamard: bool = False,
     out: Sequence[Tensor | None] | Ulysses | None = None,
@@ -95,14 +97,17 @@ def prepare_joint_qkv(
         positions: the row of each token of both streams, (S1 + S2) or (B, S1 + S2), or `Mrope`. It goes with one table.
         norm: the `Norm` of each stream, or one for both. Only their weights may differ; across_heads is refused. None:
             the streams are rotated and concatenated.
+        cache: store k and v of both streams, as in `prepare_qkv`; slots and pages are of the concatenated tokens. There
+            is no rotate_k, and no gradient.
         quantize, hadamard: as in `prepare_qkv`, of the concatenated q, k and v, with one set of scales for both streams
             (the operands of FlashAttention-3 in fp8, and of SageAttention). per="head" and "kv_head" take two launches.
         out: (q_out, k_out, v_out), as in `apply_rope`, for the concatenated q, k and v; or `Ulysses`.
         The other arguments are those of `apply_rope`. unrotated counts from the first stream's first token, and goes
-            with one table. There is no cache: with norms that are alike concatenate the streams, and use `prepare_qkv`.
+            with one table.
 
     Returns:
-        q, k and v, (B, S1 + S2, H, D), contiguous unless they are given. With quantize they are as in `prepare_qkv`.
+        q, k and v, (B, S1 + S2, H, D), contiguous unless they are given; with a cache k and v are None. With quantize
+        they are as in `prepare_qkv`.
 
     Raises:
         InvalidInput, CompileError: as in `apply_rope`.
@@ -116,9 +121,9 @@ def prepare_joint_qkv(
     tables: dict[str, Any] = {"cos": cos, "sin": sin, "cos_sin_cache": cos_sin_cache}
     tables.update(freqs=freqs, freqs_cis=freqs_cis)
     tensors.update({**second_tables(name, tables), **tables})
-    op, own = chosen(STREAMED, name, None, None, quantize, hadamard)
+    op, own = chosen(STREAMED, name, None, cache, quantize, hadamard)
     norms: Any = (norm, norm) if norm is None or isinstance(norm, Norm) else parts(name, "norm", norm, 2)
-    asked = gather(op, tensors, {**words, "out": out}, _JOINT_WORDS, positions, False, own, norms[0], None, quantize)
+    asked = gather(op, tensors, {**words, "out": out}, _JOINT_WORDS, positions, False, own, norms[0], cache, quantize)
     if norm is not None:
         of_second: dict[str, Any] = {}
         words_of_second: dict[str, Any] = {}

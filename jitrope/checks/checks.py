@@ -22,7 +22,7 @@ from ..stages.convert import converts_v
 
 SWAPPED = {"bshd": "bhsd", "bhsd": "bshd"}  # layouts that are easily mistaken for each other
 LEARNED = ("cos", "sin", "second_cos", "second_sin", "q_factor")  # torch computes their gradients, from q and k too
-_ALONE = {"fused": "cache, quantize and out", **dict.fromkeys(("latent", "streams"), "quantize and out")}
+_ALONE = {**dict.fromkeys(("fused", "streams"), "cache, quantize and out"), "latent": "quantize and out"}
 """What a call with a gradient must lack, by source, in messages."""
 
 
@@ -164,12 +164,9 @@ def check_scales(op: Any, t: Tensors, o: Options) -> None:
 
 
 def check_kv_cache(op: Any, t: Tensors, o: Options) -> None:
-    """The check of a call that stores k and v in caches."""
+    """The rule of a call that stores k and v in caches."""
     fail, k, blocks = Fail(op.function), t["k"], t.get(BLOCK_SCALES[0])
     kv: Tensors = {label: t[label] for label in ("k", "v") if label in t}
-    if ("v" in kv) != ("v_cache" in t):
-        refuse(fail.name, "v", kv.get("v"), "a tensor" if "v_cache" in t else "None, because the cache has no v_cache")
-    check(op, t, o)
     check_heads(k, kv.get("v"), o, fail, "k", "v")
     heads, v_heads = (sizes_of(x, o.layout)[2] for x in (k, kv.get("v", k)))
     if v_heads != heads and (not heads or v_heads == 0 or v_heads % heads):

@@ -43,7 +43,7 @@ _INSTEAD = {
     **dict.fromkeys((*PARTS["transform"].words, "inplace", "q_mean_square", "k_mean_square"), "leave it out"),
 }
 """Advice for words that do not go with an operation."""
-_LACKS = {"apply_rope": "norm cache quantize", "prepare_mla_qkv": "norm cache", "prepare_joint_qkv": "cache"}
+_LACKS = {"apply_rope": "norm cache quantize", "prepare_mla_qkv": "norm cache"}
 """The stages that functions do not have."""
 
 

@@ -97,8 +97,13 @@ class Operation:
         converted = "v" in t and converts_v(t, o.dynamic_v)
         if converted and not self.source.joins(t):  # before v's scale is compared with v
             refuse_other_v(self.function, t, o)
-        (checks.check_kv_cache if self.cache else checks.check)(self, t, o)
-        if self.convert and not self.cache:
+        if self.cache and ("v" in t) != ("v_cache" in t):
+            must = "a tensor" if "v_cache" in t else "None, because the cache has no v_cache"
+            refuse(self.function, "v", t.get("v"), must)
+        checks.check(self, t, o)
+        if self.cache:
+            checks.check_kv_cache(self, t, o)
+        elif self.convert:
             checks.check_scales(self, t, o)
         if self.norm:
             checks.check_whole_heads(self, t, o)

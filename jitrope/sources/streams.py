@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ..base.fit import Fail, named
 from ..base.views import MEANS, TABLE_NAMES, Tensors
-from ..checks.checks import check, check_results
+from ..checks.checks import check, check_kv_cache, check_results
 from ..plan.options import Options
+from ..sinks import cache, pages
 from ..stages import positions, scale
 from ..stages.norm import norm_of
 from .heads import HEADS
@@ -33,7 +34,7 @@ def tokens_of(tensors: Tensors) -> int:
 def of_stream(t: Tensors, o: Options, stream: str) -> tuple[Tensors, Options]:
     """One stream of a joint call as a separate call, with its tokens' part of the tables or of their rows."""
     own = {name: t[joint] for name, joint in names_of(stream).items() if joint in t}
-    own.update({name: t[name] for name in SCALES if name in t})
+    own.update({name: t[name] for name in (*SCALES, *cache.TENSORS, *pages.TENSORS) if name in t})
     second, begin = stream == "second", t["first_q"].shape[1]
     prefix = "second_" if second and "second_cos" in t else ""
     tables: Tensors = {name: t[prefix + name] for name in ("cos", "sin") if prefix + name in t}
@@ -69,7 +70,7 @@ class Streams(Source):
     needed = heads = tuple([f"{stream}_{letter}" for stream in STREAMS for letter in "qkv"])
     kept = ("first_q",)  # its length is needed
     labels = {own: f"{stream}'s {name}" for stream in STREAMS for name, own in names_of(stream).items()}  # noqa: RUF012
-    refused = frozenset(("inplace", "shifts", "inverse", "layout", "check", *COUNTED, *MEANS))
+    refused = frozenset(("inplace", "rotate_k", "shifts", "inverse", "layout", "check", "v_weight", *COUNTED, *MEANS))
 
     def shaped(self, t: Tensors, o: Options) -> Tensors:
         found = {name: t[name] for name in (*SCALES, *OUTS) if name in t}
@@ -96,8 +97,12 @@ class Streams(Source):
         if norm_of(o).across_heads:
             fail("across_heads does not go with two streams; normalise before, or join them and use prepare_qkv")
         check_results(op, heads, o)
+        alone = operation(self, "", op.norm, "" if op.cache else op.convert, op.transform)
         for stream in STREAMS:
-            op.check_stages(*of_stream(t, o, stream))
+            alone.check_stages(*of_stream(t, o, stream))
+        if op.cache:
+            fail.when("v_cache" not in t, "the cache has no v_cache, but v goes to it; pass one")
+            check_kv_cache(op, {**{name: x for name, x in t.items() if name not in self.needed}, **heads}, o)
         other = t.get("second_cos", cos)
         fail.when(cos.dtype != other.dtype, f"the first table is {cos.dtype} but the second {other.dtype}")
         if cos.shape[-1] != other.shape[-1]:
