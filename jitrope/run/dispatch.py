@@ -24,9 +24,9 @@ from ..sources.heads import of_k
 from ..sources.operation import OF_TABLES, Operation
 from ..torch_state import dispatch_modes, is_compiling
 from . import launch
-from .launch import Asked, Known, Made
+from .launch import Asked
 from .op_call import run_op
-from .record import gradients, keep
+from .record import gradients, recorded
 
 
 @config.on_change
@@ -48,9 +48,9 @@ def call(op: Operation, tensors: Tensors, asked: Asked) -> Tensors:
         except (KeyError, TypeError):  # the check refuses words without a hash
             recent = []
         for replay in recent:
-            out: Tensors | None = replay(tensors, *tensors.values())
+            out: Tensors | None = replay(*tensors.values())
             if out is not None:
-                launch.local.made = (replay.kept, tensors, out) if type(asked) is dict else None
+                launch.local.made = (replay, tensors, out) if type(asked) is dict else None
                 return out
     return _call(op, tensors, asked, key)
 
@@ -92,11 +92,13 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
                 plain = False
     if wants and plain and op.viewed(full, options) and not watch.on_gpu(next(iter(full.values()))):
         plain = False  # its views may be written, which an autograd function with several results forbids
-    if plain and not (wants and options.inplace):
+    heads = [full[name] for name in op.produced(full, options)] if options.inplace else []
+    apart = any(watch.is_view(x) or not x.requires_grad for x in heads)  # if it is recorded
+    if plain and not (wants and apart):
         known = known or launch.prepare(op, tensors, full, key, options)
-        function = launch.function_of(known, tensors, key, record)
-        out = function(tensors, *tensors.values())
-        launch.local.made = (function.kept, tensors, out) if type(asked) is dict else None
+        function = launch.function_of(known, tensors, key, None if apart else record)
+        out = function(*tensors.values())
+        launch.local.made = (function, tensors, out) if type(asked) is dict else None
         return out  # type: ignore[no-any-return]
     if wants and options.inplace and not is_compiling():
         return _write(op, full, options)
@@ -117,62 +119,38 @@ def _through_op(op: Operation, tensors: Tensors, options: Options, sharded: bool
 # ---- under autograd, in a fraction of the host time of torch.library's recording -------------------
 
 
-class _Known(torch.autograd.Function):
-    """A known call that returned fresh tensors, of `known.heads`."""
+class _Made(torch.autograd.Function):
+    """A call that was made: it returned fresh tensors, or wrote its own."""
 
     @staticmethod
-    def forward(ctx: Any, made: Made, *xs: Tensor) -> Any:
-        ctx.known, saved, outputs = made
+    def forward(ctx: Any, made: Any, *inputs: Tensor) -> Any:
+        ctx.recorded, saved, outputs = made
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
+        if ctx.recorded.options.inplace:
+            ctx.mark_dirty(*outputs)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        known: Known = ctx.known
-        saved = dict(zip(known.saved, ctx.saved_tensors))  # a checkpoint allows one access
-        given = {name: grad for name, grad in zip(known.results, grads) if grad is not None}
-        tensors = {**canonical(saved), **known.stand_ins}
-        found = known.op.gradient(call, tensors, given, known.options) if given else {}
-        return None, *[found.get(name) for name in known.heads]
+        return None, *gradients(call, ctx, grads)
 
 
-class _Written(torch.autograd.Function):
-    """A call in place; or, after such a call, one tensor that it wrote."""
-
-    @staticmethod
-    def forward(ctx: Any, op: Operation, options: Options, over: bool, names: tuple[str, ...], *xs: Tensor) -> Any:
-        tensors = dict(zip(names, xs))
-        if not over:
-            call(op, tensors, options)
-        written = names[:1] if over else op.produced(tensors, options)
-        keep(ctx, op, names, tensors, written, options)
-        outputs = tuple([tensors[name] for name in written])
-        ctx.mark_dirty(*outputs)
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return None, None, None, None, *gradients(call, ctx, grads)
-
-
-record = watch.apply_of(_Known)
+record = watch.apply_of(_Made)
 
 
 def _write(op: Operation, tensors: Tensors, options: Options) -> Tensors:
-    """Return the results of a call in place, recorded for backward.
+    """Return the results of a call in place. Each is recorded by itself: torch wants that of views.
 
-    torch must record each written tensor separately if one is a view, or only one requires a gradient.
+    A backward knows k by itself as q.
     """
-    results = op.produced(tensors, options)
-    heads = [tensors[name] for name in results]
-    if len(heads) == 1 or not any(watch.is_view(x) or x.requires_grad != heads[0].requires_grad for x in heads):
-        return dict(zip(results, _Written.apply(op, options, False, tuple(tensors), *tensors.values())))
     with torch.no_grad():
         call(op, tensors, options)
-    tables, outputs = op.saved(tensors, options), {name: tensors[name] for name in results}
-    for name, x in outputs.items():
-        if x.requires_grad:
-            kept = {"q": x, **(tables if name == "q" else of_k(tables))}
-            (outputs[name],) = _Written.apply(op, options, True, tuple(kept), *kept.values())
-    return outputs
+    found = {name: tensors[name] for name in op.produced(tensors, options)}
+    others = {name: x for name, x in op.saved(tensors, options).items() if name not in found}
+    for name, x in found.items():
+        own = {"q" if name == "k" else name: x, **(of_k(others) if name == "k" else others)}
+        if watch.wants_grad(*own.values()):
+            made, saved = recorded(op, tuple(own), own, (next(iter(own)),), options)
+            (found[name],) = record((made, saved, (x,)), *own.values())
+    return found

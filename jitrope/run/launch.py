@@ -14,7 +14,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,8 @@ from ..plan.views import HEADS, Tensors, bias_views, table_pair
 from ..sources.operation import OF_TABLES, Operation
 from ..values.quantize import Scaled
 from ..values.stand_ins import CONSTANTS, missing_weights
-from .replay import SCRATCH, UNUSED, Form, maker, twice
+from .record import Recorded
+from .replay import SCRATCH, UNUSED, Form, compiled, text
 
 MAX_LAUNCHES = 4096
 """The most prepared calls that a thread keeps. Beyond it all are dropped; preparing one again takes microseconds."""
@@ -50,7 +51,7 @@ class Local(threading.local):
     def __init__(self) -> None:
         self.known: dict[Any, Known] = {}
         self.recent: dict[Any, list[Any]] = {}  # functions
-        self.made: Any = None  # the last call by a user's words: its `Kept`, tensors and results
+        self.made: Any = None  # the last call by a user's words: its function, tensors and results
 
 
 local = Local()
@@ -59,38 +60,31 @@ local = Local()
 class Known:
     """A prepared kind of call."""
 
-    device: int  # the GPU's index
-    reach = 0  # bytes; tensors further apart share no memory
-    stand_ins: Tensors  # tensors for those that were not given, by name
-    kept: tuple[Tensor, ...]  # tensors that are the same in every call
-    fixed: list[int]  # their addresses
-    pointers: tuple[str, ...]  # the argument block's addresses as expressions; (): nothing is launched
-    enqueue: Callable[[int], None]
-    pack: Callable[..., None]
-    args: ctypes.Array[ctypes.c_int64]
+    device = -1  # the GPU's index
+    reach = blocks = 0  # bytes: tensors further apart share no memory; blocks of the launch
+    in_torch = renamed = finished = False  # on a CPU; its tensors have other names there; something follows the launch
+    kept: tuple[Tensor, ...] = ()  # tensors that are the same in every call
+    fixed: Sequence[int] = ()  # their addresses
+    pointers: tuple[str, ...] = ()  # the argument block's addresses as expressions; (): nothing is launched
+    enqueue: Any = None
+    pack: Any = None
+    args: Any = None
 
-    def __init__(self, op: Operation, options: Options, given: Tensors) -> None:
+    def __init__(self, op: Operation, options: Options, given: Tensors, stand_ins: Tensors) -> None:
         self.op, self.options, self.home = op, options, local  # which `configure` may replace while this is planned
-        self.names = tuple(given)
+        self.names, self.stand_ins = tuple(given), stand_ins  # tensors for those that were not given
         self.written = tuple([name for name in op.written(options) if name in given])
         self.alignments = tuple([x.data_ptr() & 15 for x in given.values()])
-        self.results = op.produced(given, options)
+        self.results, self.like = op.produced(given, options), op.alike(self.names, options)
         self.saved = tuple(op.saved(given, options))  # tensors for the backward
         self.heads = tuple([name for name in given if name not in OF_TABLES])  # may require one
-        self.blocks, self.makes, self.finished = 0, False, False
-        self.pointers, self.fixed, self.kept = (), [], ()
+        self.recorded = Recorded(op, options, self.saved, self.heads, self.results, stand_ins, (), {})
+        self.fresh, self.finish = op.fresh, op.finish
+        self.makes = False
         self.empty: list[Callable[[], Tensor]] = []  # they make the results, if nothing else is needed
         self.close: dict[str, Span] = {}  # tensors that must not share memory
         self.apart: set[tuple[int, ...]] = set()  # distances between them without shared memory
-        self.in_torch = self.renamed = False  # on a CPU; its tensors have other names there
-
-    @property
-    def form(self) -> Form:
-        """The form of its calls, from which `replay` writes their source."""
-        like = self.op.alike(self.names, self.options)
-        own = (self.names, self.pointers, self.results, self.options.inplace, like, self.makes, bool(self.empty))
-        form = Form(*own, self.finished, tuple(self.close), self.written, aligned=not any(self.alignments))
-        return form._replace(in_torch=self.in_torch)
+        self.makers: dict[Form, Callable[..., Any]] = {}
 
     def on_cpu(self, tensors: Tensors, made: Tensors | None = None) -> Tensors:
         """The results in plain torch. made: tensors for them."""
@@ -123,11 +117,8 @@ class Known:
         self.apart.add(distances)
 
 
-Made = tuple[Known, tuple[Tensor, ...], tuple[Tensor, ...]]
-"""A call that was enqueued, the tensors that `Known.saved` names, and its results."""
-
 Record = Callable[..., tuple[Tensor, ...]]
-"""Records a call for backward: (made: `Made`, *heads) -> results."""
+"""Records a call that was enqueued: ((what its backward needs, the tensors that this saves, results), *heads)."""
 
 
 def find(key: Any, tensors: Tensors) -> Known | None:
@@ -148,8 +139,7 @@ def prepare(op: Operation, given: Tensors, tensors: Tensors, key: Any, options: 
 
     tensors: the given ones by the kernel's names, followed by stand-ins for those that were not given.
     """
-    known = Known(op, options, given)
-    known.stand_ins = dict([*tensors.items()][len(given) :])
+    known = Known(op, options, given, dict([*tensors.items()][len(given) :]))
     on_gpu = watch.on_gpu(next(iter(given.values())))
     statics = {**known.stand_ins, **(missing_weights(tensors, options) if options.norm and on_gpu else {})}
     if known.written and len(known.names) > 1:
@@ -158,7 +148,7 @@ def prepare(op: Operation, given: Tensors, tensors: Tensors, key: Any, options: 
     known.in_torch, known.renamed = not on_gpu, [*tensors] != [*given]
     full, sized = {**tensors, **statics}, op.makes_empty(known.names, options)
     named = with_outputs(op, full, options) if on_gpu or sized else full
-    known.makes = len(named) > len(full)
+    known.makes = len(named) > len(full) and not options.inplace
     if known.makes and sized:
         made = [named[f"{name}_out"] for name in known.results]
         known.empty = [partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in made]
@@ -235,73 +225,61 @@ def _offsets(op: Operation, named: Tensors, options: Options) -> dict[str, tuple
 # ---- the replay ----------------------------------------------------------------------------------
 
 
-class Kept(NamedTuple):
-    """What it takes to write a call's function, and to write it again for another spelling of its arguments."""
+def written(known: Known, form: Form, tools: Sequence[Any], wholes: Any = None, own: Any = None) -> Any:
+    """The function of a call. tools: what tests its tensors, and what records it; wholes, own: for `Form.own`."""
+    make = known.makers.get(form)
+    if make is None:
+        name = f"<known call of {', '.join(known.names)}>"
+        make = known.makers[form] = compiled(text(known, form), name)
+    function: Any = make(known, *tools, wholes, own)
+    function.written = known, form, tools
+    return function
 
-    known: Known
-    form: Form
-    tools: tuple[Any, ...]  # what tests the tensors, records the call, and makes the op's outputs
 
-    def written(self, *own: Any) -> Any:
-        """A function that enqueues the call; `Form` has its arguments. own: sizes and tensors for `Form.own`."""
-        known = self.known
-        launched = (known.pack, known.args, known.device, known.enqueue) if known.pointers else (None,) * 4
-        memory = (known.fixed, known.reach, known.apart, known.alignments)
-        make: Any = partial(
-            maker(self.form), known, known.op, known.options, known.blocks, known.empty, *launched, *memory
-        )
-        function: Any = make(*self.tools, *(own or (None, None)))
-        function.kept = self
-        return function
-
-    def keep(self, key: Any, *own: Any) -> Any:
-        """Keep such a function for the fast path, and return it."""
-        function, recent = self.written(*own), self.known.home.recent
-        with contextlib.suppress(TypeError):  # a word without a hash
-            if len(recent) >= MAX_RECENT and key not in recent:
-                del recent[next(iter(recent))]
-            kinds = recent.setdefault(key, [])
-            kinds.insert(0, function)
-            del kinds[MAX_RECENT_KINDS:]
-        return function
+def keep(key: Any, function: Any) -> None:
+    """Keep the function of a call for the fast path."""
+    recent = function.written[0].home.recent
+    with contextlib.suppress(TypeError):  # a word without a hash
+        if len(recent) >= MAX_RECENT and key not in recent:
+            del recent[next(iter(recent))]
+        kinds = recent.setdefault(key, [])
+        kinds.insert(0, function)
+        del kinds[MAX_RECENT_KINDS:]
 
 
 def function_of(
-    known: Known,
-    tensors: Tensors,
-    key: Any,
-    record: Record | None = None,
-    outputs: Callable[[Tensors], Any] | None = None,
-    by_place: bool = False,
-    plain: bool = True,
+    known: Known, tensors: Tensors, key: Any, record: Record | None = None, returns: str = "", plain: bool = True
 ) -> Any:
-    """The function of a call, which is kept for the fast path if it is plain.
+    """The function of a call, which takes its tensors, and is kept for the fast path if it is plain.
 
-    record: records a call whose tensors require gradients. by_place: it is a call of torch's op; then outputs makes its
-    outputs of the results.
+    record: records a call whose tensors require gradients.
     """
-    wants, form = {name for name, x in tensors.items() if x.requires_grad}, known.form
-    if by_place:
-        form = form._replace(given=known.names, returns="outputs({results})" if outputs else "")
-    recorded = record is not None and known.op.differentiable and not known.options.inplace
-    if wants and recorded and wants <= {*known.heads}:  # a table has no gradient here
-        form = form._replace(saved=known.saved, heads=known.heads)
-    elif plain:
-        form = form._replace(unrecorded=bool(wants))
-    xs = [*tensors.values()]
+    wants, xs = {name for name, x in tensors.items() if x.requires_grad}, [*tensors.values()]
+    recorded = bool(wants) and record is not None and known.op.differentiable and wants <= {*known.heads}
+    form = Form(known.names, returns, recorded=recorded)  # a table has no gradient here
     if not plain or (known.kept and watch.capturing(xs[0])):
-        return Kept(known, form, (None, record, outputs)).written()
-    form = form._replace(twice=twice(form.names, xs), guarded=True)
-    matches = watch.guard([x for name, x in tensors.items() if name not in dict(form.twice)])
-    return Kept(known, form, (matches, record, outputs)).keep(key)
+        return written(known, form, (None, record))
+    pairs = twice(form.given, xs)
+    form = form._replace(twice=pairs, guarded=True, unrecorded=bool(wants) and not recorded)
+    matches = watch.guard([x for name, x in tensors.items() if name not in dict(pairs)])
+    function = written(known, form, (matches, record))
+    keep(key, function)
+    return function
 
 
-def keep_spelled(key: Any, xs: Sequence[Tensor], out: Any, kept: Kept, tensors: Tensors, found: Tensors) -> None:
+def twice(names: Sequence[str], tensors: Sequence[Tensor]) -> tuple[tuple[str, str], ...]:
+    """Pairs of names (later, earlier) of tensors that are given twice."""
+    first: dict[int, str] = {}
+    return tuple([(name, first[id(x)]) for name, x in zip(names, tensors) if first.setdefault(id(x), name) != name])
+
+
+def keep_spelled(key: Any, xs: Sequence[Tensor], out: Any, function: Any, tensors: Tensors, found: Tensors) -> None:
     """Keep a call as its user spelled it, unless it computed more than its results.
 
     xs: the user's tensors, in order. out: what the user got, of the results `found` by name.
     """
-    if not kept.form.guarded:
+    known, form, tools = function.written
+    if not form.guarded:
         return
     names, wholes, own = [f"{UNUSED}{n}" for n in range(len(xs))], {}, {}
     for name, y in tensors.items():
@@ -309,7 +287,7 @@ def keep_spelled(key: Any, xs: Sequence[Tensor], out: Any, kept: Kept, tensors: 
         if len(places) > max(1, sum(x is y for x in tensors.values())):
             return  # another call may have another tensor at a place that is not read
         at = next((n for n in places if names[n].startswith(UNUSED)), None)
-        if at is None and name in dict(kept.form.twice):
+        if at is None and name in dict(form.twice):
             continue
         if at is None and id(y) not in CONSTANTS:
             return
@@ -329,8 +307,8 @@ def keep_spelled(key: Any, xs: Sequence[Tensor], out: Any, kept: Kept, tensors: 
     except KeyError:  # the user got a view, or what another launch computed
         return
     split = tuple([name for name in own if f"{name}_whole" in names])
-    form = kept.form._replace(given=tuple(names), split=split, own=tuple(own), returns=returns)
-    kept._replace(form=form).keep(key, wholes, own)
+    form = form._replace(given=tuple(names), split=split, own=tuple(own), returns=returns)
+    keep(key, written(known, form, tools, wholes, own))
 
 
 def _splits(x: Tensor, y: Tensor) -> bool:

@@ -2,50 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import torch_state as watch
 from ..checks.checks import LEARNED
+from ..checks.words import canonical
 from ..plan.options import Options
 from ..plan.views import Tensors
 from ..sources.operation import OF_TABLES, Call, Operation
 
 
-def keep(ctx: Any, op: Operation, names: Sequence[str], tensors: Tensors, outputs: Any, options: Options) -> None:
-    """Save the tensors and names for the backward of a call. names, outputs: "" for a missing one.
+class Recorded(NamedTuple):
+    """What the backward of a call needs, beside the tensors that are saved for it."""
 
-    The gradients of tables need q and k too.
-    """
+    op: Operation
+    options: Options
+    saved: tuple[str, ...]  # names of those tensors
+    inputs: tuple[str, ...]  # names of the tensors that autograd sees
+    results: tuple[str, ...]  # names
+    stand_ins: Tensors  # tensors that are the same in every call
+    learned: tuple[str, ...]  # tables that require a gradient, for which q and k are saved too
+    like: Mapping[str, Any]  # functions that place gradients of DTensors
+
+
+def recorded(op: Operation, inputs: Sequence[str], tensors: Tensors, results: Sequence[str], options: Options) -> Any:
+    """(the `Recorded` of a call, the tensors that it saves)."""
     learned = tuple([name for name in LEARNED if name in tensors and tensors[name].requires_grad])
-    saved = tensors if learned else op.saved(tensors, options)
-    ctx.kept = op, tuple(saved), names, tuple(outputs), options, learned
-    ctx.like = {}
+    saved, like = tensors if learned else op.saved(tensors, options), {}
     if watch.sharded(tensors.values()):
         from .dtensor import gradient_like
 
-        ctx.like = {name: gradient_like(x) for name, x in tensors.items() if name not in OF_TABLES and x.requires_grad}
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*saved.values())
+        like = {name: gradient_like(x) for name, x in tensors.items() if name not in OF_TABLES and x.requires_grad}
+    made = Recorded(op, options, tuple(saved), tuple(inputs), tuple(results), {}, learned, like)
+    return made, tuple(saved.values())
 
 
 def gradients(call: Call, ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients of all tensors of a call, None for those without. call: makes the calls of the backward."""
-    op, saved, names, results, options, learned = ctx.kept
-    given = {name: grad for name, grad in zip(results, grads) if name and grad is not None}
-    if given and ctx.like:  # torch places gradients in its own way, and cannot place a missing one
-        given = {name: ctx.like[name](given.get(name)) for name in results if name in ctx.like}
-    tensors = dict(zip(saved, ctx.saved_tensors))  # a checkpoint allows one access
+    """The gradients of the inputs of a call, None for those without. call: makes the calls of the backward."""
+    op, options, saved, inputs, results, stand_ins, learned, like = ctx.recorded
+    given = {name: grad for name, grad in zip(results, grads) if grad is not None}
+    if not given:
+        return [None] * len(inputs)
+    if like:  # torch places gradients in its own way, and cannot place a missing one
+        given = {name: like[name](given.get(name)) for name in results if name in like}
+    tensors = {**canonical(dict(zip(saved, ctx.saved_tensors))), **stand_ins}  # a checkpoint allows one access
     needed = op.saved(tensors, options) if learned else tensors
     if learned and not torch.is_grad_enabled():  # a launch like a recent one, whose tables are not learned
         needed = {name: x.detach() if name in learned else x for name, x in needed.items()}
-    found = op.gradient(call, needed, dict(given), options) if given else {}
-    if learned and given:
+    found = op.gradient(call, needed, dict(given), options)
+    if learned:
         found.update(_of_tables(op, tensors, learned, given, options))
-    return [found.get(name) for name in names]
+    return [found.get(name) for name in inputs]
 
 
 def _of_tables(op: Operation, t: Tensors, names: Sequence[str], grads: Tensors, o: Options) -> dict[str, Tensor | None]:
