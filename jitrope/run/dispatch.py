@@ -124,10 +124,9 @@ class _Made(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, made: Any, *inputs: Tensor) -> Any:
-        ctx.recorded, saved, outputs = made
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*saved)
-        if ctx.recorded.options.inplace:
+        ctx.recorded, ctx.to_save, outputs = made  # as `save_for_backward` does
+        ctx.materialize_grads = False
+        if outputs[0] is inputs[0]:
             ctx.mark_dirty(*outputs)
         return outputs
 
