@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,66 +27,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class SplitWords(FusedWords, total=False):
-    """Those of every form of `prepare_fused_qkv`."""
-
-    positions: Tensor | Positions | None
-    norm: Norm | None
-    copy_v: bool
-    bias: Tensor | None
-    hadamard: bool
-
-
 _WORDS = frozenset((*FusedWords.__annotations__, "out"))
 _LATENT_WORDS = frozenset((*LatentWords.__annotations__, "out"))
 
 
-@overload
-def prepare_fused_qkv(
-    qkv: Tensor,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    *,
-    heads: Sequence[int],
-    order: Literal["grouped", "qkv"] = "qkv",
-    inplace: Literal[False] = False,
-    **words: Unpack[SplitWords],
-) -> tuple[Tensor, Tensor, Tensor]: ...
-@overload
-def prepare_fused_qkv(
-    qkv: Tensor,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    *,
-    heads: Sequence[int],
-    order: Literal["qkv_gated"],
-    inplace: Literal[False] = False,
-    **words: Unpack[SplitWords],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
-@overload
-def prepare_fused_qkv(
-    qkv: Tensor,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    *,
-    heads: Sequence[int],
-    order: str = "qkv",
-    inplace: Literal[True],
-    **words: Unpack[SplitWords],
-) -> Tensor: ...
-@overload
-def prepare_fused_qkv(
-    qkv: Tensor,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    *,
-    heads: Sequence[int],
-    order: str = "qkv",
-    cache: KVCache | None = None,
-    quantize: Quantize | DynamicQuantize | None = None,
-    out: Sequence[Tensor | None] | None = None,
-    **words: Unpack[SplitWords],
-) -> tuple[Any, ...]: ...
 @repeated
 @with_words(FusedWords)
 def prepare_fused_qkv(
@@ -106,7 +50,7 @@ def prepare_fused_qkv(
     out: Sequence[Tensor | None] | None = None,
     inplace: bool = False,
     **words: Unpack[FusedWords],
-) -> tuple[Tensor, ...] | Tensor:
+) -> Any:
     """Split a fused projection, normalise q and k if asked, and rotate them, in one launch; so is its gradient.
 
     >>> qkv, freqs = torch.randn(1, 16, 12 * 64), jitrope.tables.freqs(16, jitrope.tables.inv_freq(rotary_dim=64)[0])

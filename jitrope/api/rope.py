@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence  # noqa: F401  in the signature, as Ulysses is
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from ..run.public import repeated
 from ..sources.heads import HEADS
 from ..sources.operation import operation
 from ..values.kv_cache import KVCache
-from ..values.quantize import DynamicQuantize, Quantize, Scaled
+from ..values.quantize import DynamicQuantize, Quantize
 from ..values.values import Norm, Positions, Ulysses  # noqa: F401
 from .keywords import RopeWords, with_words
 
@@ -110,36 +110,6 @@ def apply_rope(
     return out["q"], out.get("k")
 
 
-@overload
-def prepare_qkv(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    *,
-    positions: Tensor | Positions | None = None,
-    norm: Norm | None = None,
-    cache: KVCache | None = None,
-    quantize: DynamicQuantize,
-    **words: Unpack[RopeWords],
-) -> tuple[Scaled, Any, Any]: ...
-@overload
-def prepare_qkv(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    *,
-    positions: Tensor | Positions | None = None,
-    norm: Norm | None = None,
-    cache: KVCache | None = None,
-    quantize: Quantize | None = None,
-    hadamard: bool = False,
-    inplace: bool = False,
-    **words: Unpack[RopeWords],
-) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
 @repeated
 @with_words(RopeWords)
 def prepare_qkv(
@@ -156,7 +126,7 @@ def prepare_qkv(
     hadamard: bool = False,
     inplace: bool = False,
     **words: Unpack[RopeWords],
-) -> tuple[Tensor | Scaled, Tensor | Scaled | None, Tensor | Scaled | None]:
+) -> tuple[Any, Any, Any]:
     """Prepare q, k and v for attention in one launch: norm, rope, conversion to fp8 or fp4, write to a KV cache.
 
     >>> q, k, v = torch.randn(3, 1, 16, 8, 64)

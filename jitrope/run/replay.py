@@ -20,7 +20,18 @@ UNUSED = "unused_"
 SCRATCH = ("weight_grads", "block_sums", "counters")
 """Outputs that are not results: `Operation.finish` makes results of them."""
 
-_OF_KNOWN = ("alignments", "apart", "args", "blocks", "device", "elsewhere", "empty", "enqueue", "finish", "fixed")
+_OF_KNOWN: tuple[str, ...] = (
+    "alignments",
+    "apart",
+    "args",
+    "blocks",
+    "device",
+    "elsewhere",
+    "empty",
+    "enqueue",
+    "finish",
+    "fixed",
+)
 _OF_KNOWN += ("fresh", "keep_apart", "on_cpu", "options", "pack", "reach", "recorded")
 """The attributes of `launch.Known` that the source names."""
 
