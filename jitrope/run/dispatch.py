@@ -6,6 +6,7 @@ recent one is not checked again (`replay`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..base import config
 from ..base.errors import InvalidInput
 from ..checks import checks
 from ..checks.check_values import check_values
+from ..checks.checks import LEARNED
 from ..checks.words import canonical, check_asked, resolved
 from ..plan.options import Options
 from ..plan.views import Tensors
@@ -24,9 +26,8 @@ from ..sources.heads import of_k
 from ..sources.operation import OF_TABLES, Operation
 from ..torch_state import dispatch_modes, is_compiling
 from . import launch
-from .launch import Asked
+from .launch import Asked, Recorded
 from .op_call import run_op
-from .record import gradients, recorded
 
 
 @config.on_change
@@ -132,7 +133,7 @@ class _Made(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return None, *gradients(call, ctx, grads)
+        return None, *gradients(ctx, grads)
 
 
 record = watch.apply_of(_Made)
@@ -150,6 +151,52 @@ def _write(op: Operation, tensors: Tensors, options: Options) -> Tensors:
     for name, x in found.items():
         own = {"q" if name == "k" else name: x, **(of_k(others) if name == "k" else others)}
         if watch.wants_grad(*own.values()):
-            made, saved = recorded(op, tuple(own), own, (next(iter(own)),), options)
+            made, saved = recorded(op, own, [*own][:1], options)
             (found[name],) = record((made, saved, (x,)), *own.values())
     return found
+
+
+def recorded(op: Operation, tensors: Tensors, results: Sequence[str], options: Options) -> Any:
+    """(the `Recorded` of a call, the tensors that it saves)."""
+    learned = tuple([name for name in LEARNED if name in tensors and tensors[name].requires_grad])
+    saved, like = tensors if learned else op.saved(tensors, options), {}
+    if watch.sharded(tensors.values()):
+        from . import dtensor
+
+        like = dtensor.gradients_like({name: x for name, x in tensors.items() if name not in OF_TABLES})
+    made = Recorded(op, options, tuple(saved), tuple(tensors), tuple(results), {}, learned, like)
+    return made, tuple(saved.values())
+
+
+def gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients of the inputs of a call, None for those without."""
+    op, options, saved, inputs, results, stand_ins, learned, like = ctx.recorded
+    given = {name: grad for name, grad in zip(results, grads) if grad is not None}
+    if not given:
+        return [None] * len(inputs)
+    if like:  # torch places gradients in its own way, and cannot place a missing one
+        given = {name: like[name](given.get(name)) for name in results if name in like}
+    tensors = {**canonical(dict(zip(saved, ctx.saved_tensors))), **stand_ins}  # a checkpoint allows one access
+    found = op.gradient(call, op.saved(tensors, options) if learned else tensors, dict(given), options)
+    if learned:
+        found.update(_of_tables(op, tensors, learned, given, options))
+    return [found.get(name) for name in inputs]
+
+
+def _of_tables(op: Operation, t: Tensors, names: Sequence[str], grads: Tensors, o: Options) -> dict[str, Tensor | None]:
+    """The gradients of the tables `names`, by torch's autograd through plain torch. grads: of the results."""
+    again = torch.is_grad_enabled()  # the gradient of this gradient is wanted too
+    if o.rounding != "complex128":
+        o = o._replace(rounding="fp32")  # roundings do not change gradients
+    with torch.enable_grad(), watch.without_autocast(t[names[0]]):  # the words alone say what is rounded
+        # Views: there is no way from a result to a table through q or through another table.
+        inputs = {name: x.view_as(x) if again else x.detach() for name, x in t.items()}
+        for name in names:  # a sum in the dtype of the table would be rounded for q, and for k again
+            exact = inputs[name] if inputs[name].dtype == torch.float64 else inputs[name].float()
+            inputs[name] = exact if again else exact.requires_grad_()
+        results = op.on_cpu(inputs, o)
+        given = [name for name in grads if results[name].requires_grad]  # k has no scale
+        outputs, sent = [results[name] for name in given], [grads[name] for name in given]
+        wanted = [inputs[name] for name in names]
+        found = torch.autograd.grad(outputs, wanted, sent, create_graph=again, allow_unused=True)
+    return {name: None if grad is None else grad.to(t[name].dtype) for name, grad in zip(names, found)}

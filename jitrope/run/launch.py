@@ -12,9 +12,9 @@ import itertools
 import math
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ from ..plan.views import HEADS, Tensors, bias_views, table_pair
 from ..sources.operation import OF_TABLES, Operation
 from ..values.quantize import Scaled
 from ..values.stand_ins import CONSTANTS, missing_weights
-from .record import Recorded
 from .replay import SCRATCH, UNUSED, Form, compiled, text
 
 MAX_LAUNCHES = 4096
@@ -43,6 +42,19 @@ MAX_RECENT_KINDS = 8
 torch's ops. Beyond it the oldest are dropped."""
 
 Asked = Any  # a user's words as given (a dict), or `Options` that were checked
+
+
+class Recorded(NamedTuple):
+    """What the backward of a call needs, beside the tensors that are saved for it."""
+
+    op: Operation
+    options: Options
+    saved: tuple[str, ...]  # names of those tensors
+    inputs: tuple[str, ...]  # names of the tensors that autograd sees
+    results: tuple[str, ...]  # names
+    stand_ins: Tensors  # tensors that are the same in every call
+    learned: tuple[str, ...]  # tables that require a gradient, for which q and k are saved too
+    like: Mapping[str, Any]  # functions that place gradients of DTensors
 
 
 class Local(threading.local):

@@ -22,9 +22,8 @@ from ..plan.views import Tensors
 from ..sources import fused, latent, streams  # noqa: F401  each source registers its operations
 from ..sources.operation import Operation
 from . import launch, planning
-from .dispatch import call
+from .dispatch import gradients, recorded
 from .op_call import EACH, given_to
-from .record import gradients, recorded
 
 lib = torch.library.Library("jitrope", "DEF")
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -143,13 +142,13 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """Save what the backward of `prepare` needs."""
     given, text, sizes = inputs
     op, tensors, options = given_to(text, sizes, given)
-    ctx.recorded, saved = recorded(op, tuple(tensors), tensors, op.made(tensors, options), options)
+    ctx.recorded, saved = recorded(op, tensors, op.made(tensors, options), options)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*saved)
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    return gradients(call, ctx, grads), None, None
+    return gradients(ctx, grads), None, None
 
 
 @cache
