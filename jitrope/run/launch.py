@@ -65,6 +65,13 @@ class Local(threading.local):
         self.recent: dict[Any, list[Any]] = {}  # functions
         self.made: Any = None  # the last call by a user's words: its function, tensors and results
 
+    def keep(self, key: Any, *functions: Any) -> None:
+        """Keep the function of a call for the fast path. Without one the calls of this key are not tried again."""
+        with contextlib.suppress(TypeError):  # a word without a hash
+            if len(self.recent) >= MAX_RECENT and key not in self.recent:
+                del self.recent[next(iter(self.recent))]
+            self.recent[key] = [*functions, *self.recent.get(key, ())][:MAX_RECENT_KINDS]
+
 
 local = Local()
 
@@ -237,26 +244,15 @@ def _offsets(op: Operation, named: Tensors, options: Options) -> dict[str, tuple
 # ---- the replay ----------------------------------------------------------------------------------
 
 
-def written(known: Known, form: Form, tools: Sequence[Any], wholes: Any = None, own: Any = None) -> Any:
-    """The function of a call. tools: what tests its tensors, and what records it; wholes, own: for `Form.own`."""
+def written(known: Known, form: Form, tools: Sequence[Any], own: Any = None) -> Any:
+    """The function of a call. tools: what tests its tensors, and what records it; own: for `Form.own`."""
     make = known.makers.get(form)
     if make is None:
         name = f"<known call of {', '.join(known.names)}>"
         make = known.makers[form] = compiled(text(known, form), name)
-    function: Any = make(known, *tools, wholes, own)
+    function: Any = make(known, *tools, own)
     function.written = known, form, tools
     return function
-
-
-def keep(key: Any, function: Any) -> None:
-    """Keep the function of a call for the fast path."""
-    recent = function.written[0].home.recent
-    with contextlib.suppress(TypeError):  # a word without a hash
-        if len(recent) >= MAX_RECENT and key not in recent:
-            del recent[next(iter(recent))]
-        kinds = recent.setdefault(key, [])
-        kinds.insert(0, function)
-        del kinds[MAX_RECENT_KINDS:]
 
 
 def function_of(
@@ -275,7 +271,7 @@ def function_of(
     form = form._replace(twice=pairs, guarded=True, unrecorded=bool(wants) and not recorded)
     matches = watch.guard([x for name, x in tensors.items() if name not in dict(pairs)])
     function = written(known, form, (matches, record))
-    keep(key, function)
+    known.home.keep(key, function)
     return function
 
 
@@ -293,21 +289,22 @@ def keep_spelled(key: Any, xs: Sequence[Tensor], out: Any, function: Any, tensor
     known, form, tools = function.written
     if not form.guarded:
         return
-    names, wholes, own = [f"{UNUSED}{n}" for n in range(len(xs))], {}, {}
+    home: Local = known.home
+    names = [f"{UNUSED}{n}" for n in range(len(xs))]
+    own: dict[str, Any] = {}
     for name, y in tensors.items():
         places = [n for n, x in enumerate(xs) if x is y or _splits(x, y)]
         if len(places) > max(1, sum(x is y for x in tensors.values())):
             return  # another call may have another tensor at a place that is not read
         at = next((n for n in places if names[n].startswith(UNUSED)), None)
-        if at is None and name in dict(form.twice):
-            continue
-        if at is None and id(y) not in CONSTANTS:
-            return
-        if at is None or xs[at] is not y:
-            own[name] = y if at is None else y.shape
-        if at is not None:
-            names[at] = name if xs[at] is y else f"{name}_whole"
-            wholes[name] = xs[at].shape
+        if at is not None and xs[at] is y:
+            names[at] = name
+        elif at is not None:
+            names[at], own[name] = f"{name}_whole", y.shape[-2:]
+        elif name not in dict(form.twice):
+            if id(y) not in CONSTANTS:
+                return home.keep(key)
+            own[name] = y
     said = {id(None): "None", **{id(x): name for x, name in zip(xs, names)}}
     said.update({id(x): f"{{{name}}}" for name, x in found.items() if id(x) not in said})
 
@@ -317,10 +314,9 @@ def keep_spelled(key: Any, xs: Sequence[Tensor], out: Any, function: Any, tensor
     try:
         returns = spelled(out) if isinstance(out, Tensor) else f"({', '.join(map(spelled, out))})"
     except KeyError:  # the user got a view, or what another launch computed
-        return
-    split = tuple([name for name in own if f"{name}_whole" in names])
-    form = form._replace(given=tuple(names), split=split, own=tuple(own), returns=returns)
-    keep(key, written(known, form, tools, wholes, own))
+        return home.keep(key)
+    form = form._replace(given=tuple(names), own=tuple(own), returns=returns)
+    home.keep(key, written(known, form, tools, own))
 
 
 def _splits(x: Tensor, y: Tensor) -> bool:

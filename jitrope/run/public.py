@@ -79,7 +79,7 @@ def repeated(function: F) -> F:
             out = function(*args, **words)
         finally:
             made, launch.local.made = launch.local.made, None
-        if made is not None:
+        if made is not None and launch.local.recent.get(key) != []:
             launch.keep_spelled(key, xs, out, *made)
         return out
 

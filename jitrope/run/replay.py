@@ -41,8 +41,7 @@ class Form(NamedTuple):
 
     given: tuple[str, ...]  # names of the tensors that it takes
     returns: str = ""  # what it returns, with results in braces; "": the results by name
-    own: tuple[str, ...] = ()  # tensors that it does not take
-    split: tuple[str, ...] = ()  # of these, those that are what it takes with the last axis in two
+    own: tuple[str, ...] = ()  # tensors that it keeps, or takes whole and splits on the last axis
     twice: tuple[tuple[str, str], ...] = ()  # pairs of names (later, earlier) of one tensor
     guarded: bool = False  # it returns None for another kind of call
     recorded: bool = False  # for backward, if gradients are enabled
@@ -60,11 +59,8 @@ def _checks(known: Any, form: Form) -> list[str]:
         nested = [f"{name}.is_nested" for name in form.given if not name.startswith(UNUSED)]
         lines.append(f"try:\n            if {' or '.join(nested)}: return None")
         for name in form.own:
-            if name in form.split:
-                lines.append(f"    if {name}_whole.shape != wholes[{name!r}]: return None")
-            lines.append(
-                f"    {name} = {f'{name}_whole.view(own[{name!r}])' if name in form.split else f'own[{name!r}]'}"
-            )
+            split = f"{name}_whole" in form.given
+            lines.append(f"    {name} = {f'unflatten({name}_whole, -1, own[{name!r}])' if split else f'own[{name!r}]'}")
         for name, earlier in form.twice:
             given = name in (*form.given, *form.own)
             lines.append(f"    if {name} is not {earlier}: return None" if given else f"    {name} = {earlier}")
@@ -124,7 +120,7 @@ def text(known: Any, form: Form) -> str:
         lines.insert(0, f"tensors = {{{', '.join([f'{name!r}: {name}' for name in known.names])}}}")
     body = "\n        ".join(_checks(known, form) + lines)
     return (
-        f"def make(known, matches, record, wholes, own):\n"
+        f"def make(known, matches, record, own):\n"
         f"    {', '.join(_OF_KNOWN)} = {', '.join([f'known.{name}' for name in _OF_KNOWN])}\n"
         f"    def call({', '.join(form.given)}):\n        {body}\n    return call\n"
     )
@@ -139,6 +135,7 @@ def compiled(source: str, name: str) -> Callable[..., Callable[..., Any]]:
     """The function `make` of a source. name: for profilers, in place of a file's."""
     scope: dict[str, Any] = {
         "empty_like": torch.empty_like,
+        "unflatten": torch.unflatten,
         "get_device": watch.get_device,
         "get_stream": watch.get_stream,
         "written": watch.written,
