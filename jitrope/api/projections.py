@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,11 +117,8 @@ def prepare_fused_qkv(
 
 def _split(tensors: Any, asked: dict[str, Any], heads: Any, order: Any, copy_v: Any) -> None:
     """Give qkv an axis of heads, and add the words that say where q, k and v are in it."""
-    said, qkv = (heads, order, asked.get("layout", "bshd")), tensors.get("qkv")
-    try:
-        pair, each, axes = _kept(*said)
-    except TypeError:  # a list of heads has no hash
-        pair, each, axes = _counted(*said)
+    layout, qkv = asked.get("layout", "bshd"), tensors.get("qkv")
+    pair, each, axes = _counted(heads, order, layout)
     (q_heads, k_heads), grouped = pair, order == "grouped"
     asked["q_per_group"], asked["order"] = q_heads // k_heads, order
     if copy_v is not True:
@@ -138,7 +134,7 @@ def _split(tensors: Any, asked: dict[str, Any], heads: Any, order: Any, copy_v: 
     elif rank != 2 or width <= 0 or shape[-2] != count or width % (every // count):
         had = f"qkv has shape {tuple(shape)}, but heads={pair} with order={order!r} are {every} heads of D elements"
         lead, last = ", ".join(axes), f"{count}, {every // count} D" if grouped else f"{count}, D"
-        must = f"it must be ({lead}, {every} D) or ({lead}, {last}) in layout {said[2]!r}"
+        must = f"it must be ({lead}, {every} D) or ({lead}, {last}) in layout {layout!r}"
         raise InvalidInput(f"prepare_fused_qkv: {had}; {must}")
 
 
@@ -150,9 +146,6 @@ def _counted(heads: Any, order: Any, layout: Any) -> tuple[tuple[int, int], int,
         refuse(name, "heads", heads, "(Hq, Hk), the heads of q and of k; Hk must divide Hq")
     each = QKV_ORDERS[word(name, "order", order, QKV_ORDERS)]
     return (pair[0], pair[1]), each, FUSED_AXES[word(name, "layout", layout, FUSED_AXES)]
-
-
-_kept = lru_cache(maxsize=256)(_counted)
 
 
 @repeated

@@ -1,4 +1,4 @@
-"""The path of a call: directly to the launch, through an autograd function, or to torch's op.
+"""The path of a call: directly to the launch, through an autograd function, or to torch's op; and its backward.
 
 A call that nothing watches skips torch's dispatcher, which takes as much host time as the launch. A call like a
 recent one is not checked again (`replay`).
@@ -140,10 +140,7 @@ record = watch.apply_of(_Made)
 
 
 def _write(op: Operation, tensors: Tensors, options: Options) -> Tensors:
-    """Return the results of a call in place. Each is recorded by itself: torch wants that of views.
-
-    A backward knows k by itself as q.
-    """
+    """Return the results of a call in place. Each is recorded by itself, which views need; k takes q's place."""
     with torch.no_grad():
         call(op, tensors, options)
     found = {name: tensors[name] for name in op.produced(tensors, options)}

@@ -95,10 +95,8 @@ class Known:
         self.written = tuple([name for name in op.written(options) if name in given])
         self.alignments = tuple([x.data_ptr() & 15 for x in given.values()])
         self.results, self.like = op.produced(given, options), op.alike(self.names, options)
-        self.saved = tuple(op.saved(given, options))  # tensors for the backward
-        self.heads = tuple([name for name in given if name not in OF_TABLES])  # may require one
-        self.recorded = Recorded(op, options, self.saved, self.heads, self.results, stand_ins, (), {})
-        self.fresh, self.finish = op.fresh, op.finish
+        saved, heads = op.saved(given, options), [name for name in given if name not in OF_TABLES]
+        self.recorded = Recorded(op, options, tuple(saved), tuple(heads), self.results, stand_ins, (), {})
         self.makes = False
         self.empty: list[Callable[[], Tensor]] = []  # they make the results, if nothing else is needed
         self.close: dict[str, Span] = {}  # tensors that must not share memory
@@ -263,7 +261,7 @@ def function_of(
     record: records a call whose tensors require gradients.
     """
     wants, xs = {name for name, x in tensors.items() if x.requires_grad}, [*tensors.values()]
-    recorded = bool(wants) and record is not None and known.op.differentiable and wants <= {*known.heads}
+    recorded = bool(wants) and record is not None and known.op.differentiable and wants <= {*known.recorded.inputs}
     form = Form(known.names, returns, recorded=recorded)  # a table has no gradient here
     if not plain or (known.kept and watch.capturing(xs[0])):
         return written(known, form, (None, record))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -20,19 +21,10 @@ UNUSED = "unused_"
 SCRATCH = ("weight_grads", "block_sums", "counters")
 """Outputs that are not results: `Operation.finish` makes results of them."""
 
-_OF_KNOWN: tuple[str, ...] = (
-    "alignments",
-    "apart",
-    "args",
-    "blocks",
-    "device",
-    "elsewhere",
-    "empty",
-    "enqueue",
-    "finish",
-    "fixed",
+_OF_KNOWN = (
+    "alignments, apart, args, blocks, device, elsewhere, empty, enqueue, fixed, keep_apart, on_cpu, op.finish, "
+    "op.fresh, options, pack, reach, recorded"
 )
-_OF_KNOWN += ("fresh", "keep_apart", "on_cpu", "options", "pack", "reach", "recorded")
 """The attributes of `launch.Known` that the source names."""
 
 
@@ -85,9 +77,9 @@ def _checks(known: Any, form: Form) -> list[str]:
 
 def text(known: Any, form: Form) -> str:
     """The source of `make`, which makes the function of a call. known: a `launch.Known`."""
-    results, inplace, lines = known.results, known.options.inplace, []
+    results, recorded, lines = known.results, known.recorded, []
     no_grad = "with no_grad(): " if form.recorded else ""
-    at = {name: name if inplace else f"{name}_out" for name in results}
+    at = {name: name if known.options.inplace else f"{name}_out" for name in results}
     made = f"{{{', '.join([f'{name!r}: {x}' for name, x in at.items()])}}}"
     if known.empty:
         makers = [f"empty_like({name})" if known.like else f"empty[{n}]()" for n, name in enumerate(results)]
@@ -100,7 +92,7 @@ def text(known: Any, form: Form) -> str:
         made = "out"
     if known.pointers:
         used = {pointer.partition(" ")[0] for pointer in known.pointers}
-        for name in [name for name in (*results, *SCRATCH) if f"{name}_out_at" in used and not inplace]:
+        for name in [name for name in (*results, *SCRATCH) if f"{name}_out_at" in used]:
             lines.append(f"{name}_out_at = {f'out[{name!r}]' if made == 'out' else at[name]}.data_ptr()")
         lines.append(f"pack(args, 0, {', '.join([pointer for pointer in known.pointers if pointer != '0'])})")
         lines.append("if device == get_device(): enqueue(get_stream(device))")
@@ -113,7 +105,7 @@ def text(known: Any, form: Form) -> str:
     at = {name: f"out[{name!r}]" if made == "out" else x for name, x in at.items()}
     if form.recorded:
         outputs = _tuple([*at.values()])
-        arguments = f"(recorded, {_tuple(known.saved)}, {outputs}), {', '.join(known.heads)}"
+        arguments = f"(recorded, {_tuple(recorded.saved)}, {outputs}), {', '.join(recorded.inputs)}"
         lines.append(f"if grad_enabled(): {outputs} = record({arguments})")
     lines.append(f"return {form.returns.format(**at) or made}")
     if any("tensors" in line for line in lines):
@@ -121,7 +113,7 @@ def text(known: Any, form: Form) -> str:
     body = "\n        ".join(_checks(known, form) + lines)
     return (
         f"def make(known, matches, record, own):\n"
-        f"    {', '.join(_OF_KNOWN)} = {', '.join([f'known.{name}' for name in _OF_KNOWN])}\n"
+        f"    {_OF_KNOWN.replace('op.', '')} = attributes(known)\n"
         f"    def call({', '.join(form.given)}):\n        {body}\n    return call\n"
     )
 
@@ -134,6 +126,7 @@ def _tuple(items: Sequence[str]) -> str:
 def compiled(source: str, name: str) -> Callable[..., Callable[..., Any]]:
     """The function `make` of a source. name: for profilers, in place of a file's."""
     scope: dict[str, Any] = {
+        "attributes": attrgetter(*_OF_KNOWN.split(", ")),
         "empty_like": torch.empty_like,
         "unflatten": torch.unflatten,
         "get_device": watch.get_device,
