@@ -65,9 +65,9 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
     wants = watch.wants_grad(*[x for name, x in tensors.items() if name not in OF_TABLES])
     tables_want = watch.wants_grad(*[x for name, x in tensors.items() if name in OF_TABLES])
     plain = not tables_want and (op.differentiable or not wants) and watch.plain(tensors)
-    known = launch.find(key, tensors) if plain else None
-    if known is not None:
-        options, full = known.options, {**canonical(tensors), **known.stand_ins}
+    prepared = launch.find(key, tensors) if plain else None
+    if prepared is not None:
+        options, full = prepared.options, {**canonical(tensors), **prepared.stand_ins}
     elif isinstance(asked, Options):
         options, full = asked, tensors
     else:
@@ -79,7 +79,7 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
             text += "; pass x.to_local(), and make results with DTensor.from_local"
             raise InvalidInput(f"{op.function}: {text}")
         checks.check_watched(op, wants, full, options)
-        if known is None:
+        if prepared is None:
             op.source.check(op, full, options)
             checks.check_memory(op, full, options)
             if check_asked(op.function, asked):
@@ -96,8 +96,8 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
     heads = [full[name] for name in op.produced(full, options)] if options.inplace else []
     apart = any(watch.is_view(x) or not x.requires_grad for x in heads)  # if it is recorded
     if plain and not (wants and apart):
-        known = known or launch.prepare(op, tensors, full, key, options)
-        function = launch.function_of(known, tensors, key, None if apart else record)
+        prepared = prepared or launch.prepare(op, tensors, full, key, options)
+        function = launch.function_of(prepared, tensors, key, None if apart else record)
         out = function(*tensors.values())
         launch.local.made = (function, tensors, out) if type(asked) is dict else None
         return out  # type: ignore[no-any-return]

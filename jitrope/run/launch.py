@@ -61,7 +61,7 @@ class Local(threading.local):
     """The prepared calls of a thread. Only one thread fills an argument block."""
 
     def __init__(self) -> None:
-        self.known: dict[Any, Known] = {}
+        self.prepared: dict[Any, Prepared] = {}
         self.recent: dict[Any, list[Any]] = {}  # functions
         self.made: Any = None  # the last call by a user's words: its function, tensors and results
 
@@ -76,32 +76,78 @@ class Local(threading.local):
 local = Local()
 
 
-class Known:
-    """A prepared kind of call."""
+class Prepared:
+    """A kind of call that was planned, and its kernel.
 
-    device = -1  # the GPU's index
-    reach = blocks = 0  # bytes: tensors further apart share no memory; blocks of the launch
-    in_torch = renamed = finished = False  # on a CPU; its tensors have other names there; something follows the launch
-    kept: tuple[Tensor, ...] = ()  # tensors that are the same in every call
-    fixed: Sequence[int] = ()  # their addresses
+    given: the tensors of a call. tensors: the same by the kernel's names, followed by stand-ins for missing ones.
+    """
+
+    device, blocks = -1, 0  # the GPU's index; the blocks of the launch
+    finished = False  # something follows the launch
     pointers: tuple[str, ...] = ()  # the argument block's addresses as expressions; (): nothing is launched
     enqueue: Any = None
     pack: Any = None
     args: Any = None
 
-    def __init__(self, op: Operation, options: Options, given: Tensors, stand_ins: Tensors) -> None:
+    def __init__(self, op: Operation, options: Options, given: Tensors, tensors: Tensors) -> None:
         self.op, self.options, self.home = op, options, local  # which `configure` may replace while this is planned
-        self.names, self.stand_ins = tuple(given), stand_ins  # tensors for those that were not given
+        self.names, self.stand_ins = tuple(given), dict([*tensors.items()][len(given) :])
         self.written = tuple([name for name in op.written(options) if name in given])
         self.alignments = tuple([x.data_ptr() & 15 for x in given.values()])
         self.results, self.like = op.produced(given, options), op.alike(self.names, options)
         saved, heads = op.saved(given, options), [name for name in given if name not in OF_TABLES]
-        self.recorded = Recorded(op, options, tuple(saved), tuple(heads), self.results, stand_ins, (), {})
-        self.makes = False
-        self.empty: list[Callable[[], Tensor]] = []  # they make the results, if nothing else is needed
-        self.close: dict[str, Span] = {}  # tensors that must not share memory
-        self.apart: set[tuple[int, ...]] = set()  # distances between them without shared memory
+        self.recorded = Recorded(op, options, tuple(saved), tuple(heads), self.results, self.stand_ins, (), {})
+        self.in_torch, self.renamed = not watch.on_gpu(next(iter(given.values()))), [*tensors] != [*given]
+        weights = missing_weights(tensors, options) if options.norm and not self.in_torch else {}
+        self.kept = {**self.stand_ins, **weights}  # tensors that are the same in every call
+        self.fixed = [x.data_ptr() for x in self.kept.values()]
+        apart = self.written and len(given) > 1
+        self.close: dict[str, Span] = dict(zip(given, map(span, tensors.values()))) if apart else {}
+        self.reach = max([x.extent for x in self.close.values()], default=0)  # tensors further apart share no memory
+        self.apart: set[tuple[int, ...]] = set()  # distances between those in `close` without shared memory
+        full, sized = {**tensors, **weights}, op.makes_empty(self.names, options)
+        named = full if self.in_torch and not sized else with_outputs(op, full, options)
+        self.makes = len(named) > len(full) and not options.inplace  # fresh results
+        made = [named[f"{name}_out"] for name in self.results] if self.makes and sized else []
+        self.empty = [partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in made]
         self.makers: dict[Form, Callable[..., Any]] = {}
+        if not self.in_torch:
+            self._plan(full, named)
+
+    def _plan(self, tensors: Tensors, named: Tensors) -> None:
+        """Plan the launch, and get its kernel. named: the tensors, followed by the outputs."""
+        from ..jit.kernels import get_kernel  # which the first launch imports, and no call on a CPU
+        from ..plan.arguments import address_names
+        from ..plan.problem import plan_call
+
+        op, options = self.op, self.options
+        inputs, results = op.heads(named, options)
+        device = next(iter(tensors.values())).device
+        self.finished = op.finishes(named, options)
+        gpu = torch.cuda.get_device_properties(device)
+        planned = plan_call(inputs, results, named, options, gpu.multi_processor_count, watch.memory_speed(gpu))
+        if planned is None:
+            return
+        plan, words = planned
+        log.debug("%s: %s", plan.spec.name, plan.reason)
+        with torch.cuda.device(device.index):
+            spec = plan.spec.of(op.text([x for x in tensors if x not in self.kept], options))
+            kernel = get_kernel(spec, device.index)
+            kernel.bind_thread()
+        self.device, self.blocks = device.index, math.prod(plan.grid)
+        pointers = address_names(options.norm is not None, plan.spec.stages)
+        self.args = (ctypes.c_int64 * (len(pointers) + len(words)))(*[0] * len(pointers), *words)
+        self.enqueue = kernel.enqueuer(plan.grid, plan.block, ctypes.addressof(self.args))
+        fresh = [] if options.inplace else [*named][len(tensors) :]
+        own = dict(zip(named, self.names))  # a single table is cos in the kernel, and has its word as name in a call
+        at = {name: f"{own[name]}_at" for name in own} | {name: f"{name}_at" for name in fresh}
+        at |= {name: f"fixed[{n}]" for n, name in enumerate(self.kept)}
+        offsets = _offsets(op, named, options)
+        for pointer in pointers:
+            name, offset = offsets.get(pointer, (pointer, 0))
+            where = at.get(name, at.get(name + "_out", "0") if name in SCRATCH else "0")
+            self.pointers += (f"{where} + {offset}" if offset else where,)
+        self.pack = struct.Struct("".join("8x" if at == "0" else "q" for at in self.pointers)).pack_into
 
     def on_cpu(self, tensors: Tensors, made: Tensors | None = None) -> Tensors:
         """The results in plain torch. made: tensors for them."""
@@ -138,10 +184,10 @@ Record = Callable[..., tuple[Tensor, ...]]
 """Records a call that was enqueued: ((what its backward needs, the tensors that this saves, results), *heads)."""
 
 
-def find(key: Any, tensors: Tensors) -> Known | None:
+def find(key: Any, tensors: Tensors) -> Prepared | None:
     """The prepared call of a kind in this thread, or None. key: as in `dispatch.call`."""
     try:
-        return local.known.get((key, *map(_kind, tensors.values())))
+        return local.prepared.get((key, *map(_kind, tensors.values())))
     except (RuntimeError, TypeError):  # the check refuses them: sparse or nested tensors, and words without a hash
         return None
 
@@ -151,74 +197,22 @@ def _kind(x: Tensor) -> Any:
     return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15
 
 
-def prepare(op: Operation, given: Tensors, tensors: Tensors, key: Any, options: Options) -> Known:
-    """Plan a kind of call, get its kernel, and keep both.
-
-    tensors: the given ones by the kernel's names, followed by stand-ins for those that were not given.
-    """
-    known = Known(op, options, given, dict([*tensors.items()][len(given) :]))
-    on_gpu = watch.on_gpu(next(iter(given.values())))
-    statics = {**known.stand_ins, **(missing_weights(tensors, options) if options.norm and on_gpu else {})}
-    if known.written and len(known.names) > 1:
-        known.close = {name: span(x) for name, x in zip(known.names, tensors.values())}
-        known.reach = max(x.extent for x in known.close.values())
-    known.in_torch, known.renamed = not on_gpu, [*tensors] != [*given]
-    full, sized = {**tensors, **statics}, op.makes_empty(known.names, options)
-    named = with_outputs(op, full, options) if on_gpu or sized else full
-    known.makes = len(named) > len(full) and not options.inplace
-    if known.makes and sized:
-        made = [named[f"{name}_out"] for name in known.results]
-        known.empty = [partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in made]
-    if on_gpu:
-        _plan(known, full, statics, named)
-    if statics and (watch.watched() or watch.transformed() or watch.capturing(next(iter(given.values())))):
-        return known  # its tensors are not those that calls share: those of a capture belong to its graph
-    if len(known.home.known) >= MAX_LAUNCHES:
-        known.home.known.clear()
+def prepare(op: Operation, given: Tensors, tensors: Tensors, key: Any, options: Options) -> Prepared:
+    """Prepare a kind of call, and keep it."""
+    prepared = Prepared(op, options, given, tensors)
+    if prepared.kept and (watch.watched() or watch.transformed() or watch.capturing(next(iter(given.values())))):
+        return prepared  # its tensors are not those that calls share: those of a capture belong to its graph
+    kinds = prepared.home.prepared
+    if len(kinds) >= MAX_LAUNCHES:
+        kinds.clear()
     with contextlib.suppress(TypeError):  # a word without a hash
-        known.home.known[(key, *map(_kind, given.values()))] = known
-    return known
+        kinds[(key, *map(_kind, given.values()))] = prepared
+    return prepared
 
 
 def with_outputs(op: Operation, tensors: Tensors, options: Options) -> Tensors:
     """A call's tensors, followed by its outputs: an output "q" is called "q_out"."""
     return {**tensors, **{name + "_out": x for name, x in op.outputs(tensors, options).items()}}
-
-
-def _plan(known: Known, tensors: Tensors, statics: Tensors, named: Tensors) -> None:
-    from ..jit.kernels import get_kernel  # which the first launch imports, and no call on a CPU
-    from ..plan.arguments import address_names
-    from ..plan.problem import plan_call
-
-    op, options = known.op, known.options
-    inputs, results = op.heads(named, options)
-    device = next(iter(tensors.values())).device
-    known.finished = op.finishes(named, options)
-    gpu = torch.cuda.get_device_properties(device)
-    planned = plan_call(inputs, results, named, options, gpu.multi_processor_count, watch.memory_speed(gpu))
-    if planned is None:
-        return
-    plan, words = planned
-    log.debug("%s: %s", plan.spec.name, plan.reason)
-    with torch.cuda.device(device.index):
-        kernel = get_kernel(plan.spec.of(op.text([x for x in tensors if x not in statics], options)), device.index)
-        kernel.bind_thread()
-    known.device, known.blocks = device.index, math.prod(plan.grid)
-    pointers = address_names(options.norm is not None, plan.spec.stages)
-    known.args = (ctypes.c_int64 * (len(pointers) + len(words)))(*[0] * len(pointers), *words)
-    known.enqueue = kernel.enqueuer(plan.grid, plan.block, ctypes.addressof(known.args))
-    fresh = [] if options.inplace else [*named][len(tensors) :]
-    own = dict(zip(named, known.names))  # a single table is cos in the kernel, and has its word as name in a call
-    at = {name: f"{own[name]}_at" for name in own} | {name: f"{name}_at" for name in fresh}
-    at |= {name: f"fixed[{n}]" for n, name in enumerate(statics)}
-    known.kept = tuple(statics.values())
-    known.fixed = [x.data_ptr() for x in known.kept]
-    offsets = _offsets(op, named, options)
-    for pointer in pointers:
-        name, offset = offsets.get(pointer, (pointer, 0))
-        where = at.get(name, at.get(name + "_out", "0") if name in SCRATCH else "0")
-        known.pointers += (f"{where} + {offset}" if offset else where,)
-    known.pack = struct.Struct("".join("8x" if at == "0" else "q" for at in known.pointers)).pack_into
 
 
 def _offsets(op: Operation, named: Tensors, options: Options) -> dict[str, tuple[str, int]]:
@@ -242,34 +236,36 @@ def _offsets(op: Operation, named: Tensors, options: Options) -> dict[str, tuple
 # ---- the replay ----------------------------------------------------------------------------------
 
 
-def written(known: Known, form: Form, tools: Sequence[Any], own: Any = None) -> Any:
+def written(prepared: Prepared, form: Form, tools: Sequence[Any], own: Any = None) -> Any:
     """The function of a call. tools: what tests its tensors, and what records it; own: for `Form.own`."""
-    make = known.makers.get(form)
+    make = prepared.makers.get(form)
     if make is None:
-        name = f"<known call of {', '.join(known.names)}>"
-        make = known.makers[form] = compiled(text(known, form), name)
-    function: Any = make(known, *tools, own)
-    function.written = known, form, tools
+        name = f"<known call of {', '.join(prepared.names)}>"
+        make = prepared.makers[form] = compiled(text(prepared, form), name)
+    function: Any = make(prepared, *tools, own)
+    function.written = prepared, form, tools
     return function
 
 
 def function_of(
-    known: Known, tensors: Tensors, key: Any, record: Record | None = None, returns: str = "", plain: bool = True
+    prepared: Prepared, tensors: Tensors, key: Any, record: Record | None = None, returns: str = "", plain: bool = True
 ) -> Any:
     """The function of a call, which takes its tensors, and is kept for the fast path if it is plain.
 
     record: records a call whose tensors require gradients.
     """
     wants, xs = {name for name, x in tensors.items() if x.requires_grad}, [*tensors.values()]
-    recorded = bool(wants) and record is not None and known.op.differentiable and wants <= {*known.recorded.inputs}
-    form = Form(known.names, returns, recorded=recorded)  # a table has no gradient here
-    if not plain or (known.kept and watch.capturing(xs[0])):
-        return written(known, form, (None, record))
+    recorded = (
+        bool(wants) and record is not None and prepared.op.differentiable and wants <= {*prepared.recorded.inputs}
+    )
+    form = Form(prepared.names, returns, recorded=recorded)  # a table has no gradient here
+    if not plain or (prepared.kept and watch.capturing(xs[0])):
+        return written(prepared, form, (None, record))
     pairs = twice(form.given, xs)
     form = form._replace(twice=pairs, guarded=True, unrecorded=bool(wants) and not recorded)
     matches = watch.guard([x for name, x in tensors.items() if name not in dict(pairs)])
-    function = written(known, form, (matches, record))
-    known.home.keep(key, function)
+    function = written(prepared, form, (matches, record))
+    prepared.home.keep(key, function)
     return function
 
 
@@ -284,10 +280,10 @@ def keep_spelled(key: Any, xs: Sequence[Tensor], out: Any, function: Any, tensor
 
     xs: the user's tensors, in order. out: what the user got, of the results `found` by name.
     """
-    known, form, tools = function.written
+    prepared, form, tools = function.written
     if not form.guarded:
         return
-    home: Local = known.home
+    home: Local = prepared.home
     names = [f"{UNUSED}{n}" for n in range(len(xs))]
     own: dict[str, Any] = {}
     for name, y in tensors.items():
@@ -314,7 +310,7 @@ def keep_spelled(key: Any, xs: Sequence[Tensor], out: Any, function: Any, tensor
     except KeyError:  # the user got a view, or what another launch computed
         return home.keep(key)
     form = form._replace(given=tuple(names), own=tuple(own), returns=returns)
-    home.keep(key, written(known, form, tools, own))
+    home.keep(key, written(prepared, form, tools, own))
 
 
 def _splits(x: Tensor, y: Tensor) -> bool:

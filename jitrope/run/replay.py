@@ -21,15 +21,15 @@ UNUSED = "unused_"
 SCRATCH = ("weight_grads", "block_sums", "counters")
 """Outputs that are not results: `Operation.finish` makes results of them."""
 
-_OF_KNOWN = (
+_OF_PREPARED = (
     "alignments, apart, args, blocks, device, elsewhere, empty, enqueue, fixed, keep_apart, on_cpu, op.finish, "
     "op.fresh, options, pack, reach, recorded"
 )
-"""The attributes of `launch.Known` that the source names."""
+"""The attributes of `launch.Prepared` that the source names."""
 
 
 class Form(NamedTuple):
-    """How a call is given, checked and returned. A `launch.Known` says the rest of its source."""
+    """How a call is given, checked and returned. A `launch.Prepared` says the rest of its source."""
 
     given: tuple[str, ...]  # names of the tensors that it takes
     returns: str = ""  # what it returns, with results in braces; "": the results by name
@@ -40,9 +40,9 @@ class Form(NamedTuple):
     unrecorded: bool = False  # it returns None if gradients are enabled
 
 
-def _checks(known: Any, form: Form) -> list[str]:
+def _checks(prepared: Any, form: Form) -> list[str]:
     """The lines that return None for a call of another kind, and read the addresses."""
-    names, lines = known.names, []
+    names, lines = prepared.names, []
     if form.unrecorded:
         lines.append("if grad_enabled(): return None")
     if form.guarded:
@@ -58,48 +58,48 @@ def _checks(known: Any, form: Form) -> list[str]:
             lines.append(f"    if {name} is not {earlier}: return None" if given else f"    {name} = {earlier}")
         lines.append(f"    if not matches({', '.join(once)}): return None")
         lines.append("except (AttributeError, RuntimeError, TypeError): return None")  # the check refuses them
-    if form.recorded and known.options.inplace:  # autograd may refuse to write these
-        apart = " or ".join([f"{name}.is_leaf or {name}._is_view()" for name in known.results])
+    if form.recorded and prepared.options.inplace:  # autograd may refuse to write these
+        apart = " or ".join([f"{name}.is_leaf or {name}._is_view()" for name in prepared.results])
         lines.append(f"if grad_enabled() and ({apart}): return None")
     lines += [f"{name}_at = {name}.data_ptr()" for name in names]
     if form.guarded:  # a guard does not check addresses
         bits = [f"{name}_at" for name in names]
-        one = not any(known.alignments)
+        one = not any(prepared.alignments)
         other = f"({' | '.join(bits)}) & 15" if one else f"({' & 15, '.join(bits)} & 15,) != alignments"
         lines.append(f"if {other}: return None")
-    if known.close:
-        first, *others = known.close
+    if prepared.close:
+        first, *others = prepared.close
         distances = [f"{name}_at - {first}_at" for name in others]
         near = f"-reach < {distances[0]} < reach and " if len(distances) == 1 else ""
         lines.append(f"if {near}{_tuple(distances)} not in apart: keep_apart({_tuple(distances)})")
     return lines
 
 
-def text(known: Any, form: Form) -> str:
-    """The source of `make`, which makes the function of a call. known: a `launch.Known`."""
-    results, recorded, lines = known.results, known.recorded, []
+def text(prepared: Any, form: Form) -> str:
+    """The source of `make`, which makes the function of a call. prepared: a `launch.Prepared`."""
+    results, recorded, lines = prepared.results, prepared.recorded, []
     no_grad = "with no_grad(): " if form.recorded else ""
-    at = {name: name if known.options.inplace else f"{name}_out" for name in results}
+    at = {name: name if prepared.options.inplace else f"{name}_out" for name in results}
     made = f"{{{', '.join([f'{name!r}: {x}' for name, x in at.items()])}}}"
-    if known.empty:
-        makers = [f"empty_like({name})" if known.like else f"empty[{n}]()" for n, name in enumerate(results)]
+    if prepared.empty:
+        makers = [f"empty_like({name})" if prepared.like else f"empty[{n}]()" for n, name in enumerate(results)]
         lines += [f"{at[name]} = {make}" for name, make in zip(results, makers)]
-    if known.in_torch:
-        lines.append(f"{no_grad}out = on_cpu(tensors{f', {made}' if known.empty else ''})")
+    if prepared.in_torch:
+        lines.append(f"{no_grad}out = on_cpu(tensors{f', {made}' if prepared.empty else ''})")
         made = "out"
-    elif known.makes and not known.empty:
+    elif prepared.makes and not prepared.empty:
         lines.append("out = fresh(tensors, options, blocks)")
         made = "out"
-    if known.pointers:
-        used = {pointer.partition(" ")[0] for pointer in known.pointers}
+    if prepared.pointers:
+        used = {pointer.partition(" ")[0] for pointer in prepared.pointers}
         for name in [name for name in (*results, *SCRATCH) if f"{name}_out_at" in used]:
             lines.append(f"{name}_out_at = {f'out[{name!r}]' if made == 'out' else at[name]}.data_ptr()")
-        lines.append(f"pack(args, 0, {', '.join([pointer for pointer in known.pointers if pointer != '0'])})")
+        lines.append(f"pack(args, 0, {', '.join([pointer for pointer in prepared.pointers if pointer != '0'])})")
         lines.append("if device == get_device(): enqueue(get_stream(device))")
         lines.append("else: elsewhere()")
-    if known.written:
-        lines.append(f"written({_tuple(known.written)})")
-    if known.finished:
+    if prepared.written:
+        lines.append(f"written({_tuple(prepared.written)})")
+    if prepared.finished:
         lines.append(f"{no_grad}out = finish({made}, tensors, options)")
         made = "out"
     at = {name: f"out[{name!r}]" if made == "out" else x for name, x in at.items()}
@@ -109,11 +109,11 @@ def text(known: Any, form: Form) -> str:
         lines.append(f"if grad_enabled(): {outputs} = record({arguments})")
     lines.append(f"return {form.returns.format(**at) or made}")
     if any("tensors" in line for line in lines):
-        lines.insert(0, f"tensors = {{{', '.join([f'{name!r}: {name}' for name in known.names])}}}")
-    body = "\n        ".join(_checks(known, form) + lines)
+        lines.insert(0, f"tensors = {{{', '.join([f'{name!r}: {name}' for name in prepared.names])}}}")
+    body = "\n        ".join(_checks(prepared, form) + lines)
     return (
-        f"def make(known, matches, record, own):\n"
-        f"    {_OF_KNOWN.replace('op.', '')} = attributes(known)\n"
+        f"def make(prepared, matches, record, own):\n"
+        f"    {_OF_PREPARED.replace('op.', '')} = attributes(prepared)\n"
         f"    def call({', '.join(form.given)}):\n        {body}\n    return call\n"
     )
 
@@ -126,7 +126,7 @@ def _tuple(items: Sequence[str]) -> str:
 def compiled(source: str, name: str) -> Callable[..., Callable[..., Any]]:
     """The function `make` of a source. name: for profilers, in place of a file's."""
     scope: dict[str, Any] = {
-        "attributes": attrgetter(*_OF_KNOWN.split(", ")),
+        "attributes": attrgetter(*_OF_PREPARED.split(", ")),
         "empty_like": torch.empty_like,
         "unflatten": torch.unflatten,
         "get_device": watch.get_device,

@@ -121,9 +121,9 @@ def _launch(
     plain, wants = watch.plain(tensors), watch.wants_grad(*given)
     if watching is not None and (wants or not plain):
         return watching()
-    known = launch.find(key, tensors) or launch.prepare(op, tensors, tensors, key, options)
+    prepared = launch.find(key, tensors) or launch.prepare(op, tensors, tensors, key, options)
     returns = "" if written else f"[{', '.join(_outputs(op.made(tensors, options)))}]"
-    return launch.function_of(known, tensors, key, None, returns, plain and not wants)(*given)
+    return launch.function_of(prepared, tensors, key, None, returns, plain and not wants)(*given)
 
 
 def _outputs(made: Sequence[str]) -> list[str]:
