@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope.run import dispatch
+from jitrope.run import dispatch, launch
 from jitrope.run.public import FUNCTIONS
 
 from .devices import DEVICES
@@ -105,6 +105,16 @@ def test_a_recorded_call_in_place_is_known_but_for_what_torch_does_not_write(dev
     with torch.no_grad():
         assert jitrope.apply_rope(leaves[0], leaves[1], *tables, inplace=True)[0] is leaves[0]
     assert torch.equal(leaves[0], want[0])
+
+
+def test_a_call_of_two_launches_is_not_tried_again(monkeypatch: Any) -> None:
+    """Its words cannot find it: the user got what another launch computed."""
+    (q, k, v), quantize, tried = heads(), jitrope.DynamicQuantize(per="head"), []
+    keep = launch.keep_spelled
+    monkeypatch.setattr(launch, "keep_spelled", lambda *rest: (tried.append(rest[0]), keep(*rest))[1])
+    found = [jitrope.prepare_qkv(q, k, v, COS, SIN, quantize=quantize)[0] for _ in range(3)]
+    assert len(tried) == 1
+    assert all(torch.equal(x.scale, found[0].scale) for x in found)
 
 
 def test_a_list_that_holds_itself_is_refused() -> None:
