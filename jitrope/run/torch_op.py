@@ -82,8 +82,7 @@ def register_launches(key: str) -> None:
     """Make launches the implementation of both ops for a dispatch key, and for its key of autograd."""
     lib.impl("prepare", _launches(), key, with_keyset=True)
     lib.impl("prepare_", _launches_, key)
-    if watch.records_ops:
-        lib.impl("prepare", _launches(_recorded), f"Autograd{key}", with_keyset=True)
+    lib.impl("prepare", _launches(_recorded), f"Autograd{key}", with_keyset=True)
 
 
 def _launches_(tensors: Sequence[Tensor], written: Sequence[Tensor], text: str, sizes: Sequence[int]) -> None:
