@@ -35,8 +35,6 @@ version: Callable[[Tensor], int] = operator.attrgetter("_version")  # counts the
 
 without_values: Callable[[type[Tensor], Tensor, bool], Tensor] = Tensor._make_subclass  # and requires_grad
 
-records_ops = hasattr(getattr(torch._library, "autograd", None), "make_autograd_impl")
-
 is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor  # of is_grads_batched
 _PLAIN = (Tensor, torch.nn.Parameter)
 

@@ -423,7 +423,9 @@ def test_a_plain_call_takes_the_short_cut(grad: bool, monkeypatch: pytest.Monkey
 
     function_of = runtime.function_of
     monkeypatch.setattr(
-        runtime, "function_of", lambda known, *a: (taken.append(known.options.inverse), function_of(known, *a))[1]
+        runtime,
+        "function_of",
+        lambda prepared, *a: (taken.append(prepared.options.inverse), function_of(prepared, *a))[1],
     )
     monkeypatch.setattr(dispatch, "run_op", lambda *_: pytest.fail("through the dispatcher"))
     new = replace(case_named("halves"), shape=(1, 7, 5, 3 + grad, 64))  # a new call for every thread, also autograd's
@@ -481,7 +483,7 @@ def test_a_plan_from_before_a_change_is_not_used_after_it(function: str, monkeyp
         return plan_call(*arguments)
 
     monkeypatch.setattr(problem, "plan_call", plan)
-    runtime.local.known, runtime.local.recent = {}, {}
+    runtime.local.prepared, runtime.local.recent = {}, {}
     try:
         for _ in range(3):
             call()

@@ -466,7 +466,7 @@ def test_a_value_is_printed_and_planned() -> None:
 @pytest.mark.gpu
 def test_one_launch() -> None:
     m = made(FORMS["vllm"], DEVICE)
-    runtime.local.known.clear()
+    runtime.local.prepared.clear()
     runtime.local.recent.clear()
     run(m, {"clear_page": True})
-    assert len(runtime.local.known) == 1
+    assert len(runtime.local.prepared) == 1

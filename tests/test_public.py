@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 import jitrope
+from jitrope.run import dispatch, launch
 from jitrope.run.public import FUNCTIONS
+
+from .devices import DEVICES
 
 COS, SIN = jitrope.tables.cos_sin(64, jitrope.tables.inv_freq(rotary_dim=64)[0])
 W = torch.ones(64)
@@ -71,6 +74,47 @@ def test_a_known_call_keeps_no_tensors() -> None:
 
     for _ in range(3):
         assert [ref() for ref in run()] == [None] * 3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_recorded_call_in_place_is_known_but_for_what_torch_does_not_write(device: str, monkeypatch: Any) -> None:
+    """A leaf is refused, before it is written, and views are recorded each by itself."""
+    leaves = [x.to(device).requires_grad_() for x in heads(2)]
+    tables, seen = (COS.to(device), SIN.to(device)), []
+    call = dispatch._call
+    monkeypatch.setattr(dispatch, "_call", lambda op, *rest: (seen.append(op.name), call(op, *rest))[1])
+
+    def rotated(q: Tensor, k: Tensor) -> list[Tensor]:
+        out = jitrope.apply_rope(q, k, *tables, inplace=True)
+        assert out[0] is q
+        assert out[1] is k
+        return [*out, *torch.autograd.grad([*out], leaves, [x.detach() for x in out])]
+
+    fresh = jitrope.apply_rope(*leaves, *tables)
+    want = [*fresh, *torch.autograd.grad(fresh, leaves, [x.detach() for x in fresh])]
+    for turn in range(3):
+        assert all(torch.equal(x, y) for x, y in zip(rotated(*[x * 1 for x in leaves]), want))
+        if turn == 0:
+            seen.clear()
+    assert not seen
+    before = leaves[0].detach().clone()
+    with pytest.raises(jitrope.InvalidInput, match="q requires a gradient and is a leaf"):
+        jitrope.apply_rope(leaves[0], leaves[1] * 1, *tables, inplace=True)
+    assert torch.equal(leaves[0], before)
+    assert all(torch.equal(x, y) for x, y in zip(rotated(*[(x * 1).view_as(x) for x in leaves]), want))
+    with torch.no_grad():
+        assert jitrope.apply_rope(leaves[0], leaves[1], *tables, inplace=True)[0] is leaves[0]
+    assert torch.equal(leaves[0], want[0])
+
+
+def test_a_call_of_two_launches_is_not_tried_again(monkeypatch: Any) -> None:
+    """Its words cannot find it: the user got what another launch computed."""
+    (q, k, v), quantize, tried = heads(), jitrope.DynamicQuantize(per="head"), []
+    keep = launch.keep_spelled
+    monkeypatch.setattr(launch, "keep_spelled", lambda *rest: (tried.append(rest[0]), keep(*rest))[1])
+    found = [jitrope.prepare_qkv(q, k, v, COS, SIN, quantize=quantize)[0] for _ in range(3)]
+    assert len(tried) == 1
+    assert all(torch.equal(x.scale, found[0].scale) for x in found)
 
 
 def test_a_list_that_holds_itself_is_refused() -> None:

@@ -202,8 +202,8 @@ def test_ranks_are_a_number(ranks: Any) -> None:
 @pytest.mark.gpu
 def test_one_launch() -> None:
     given, words, _ = call("norm", DEVICE)
-    runtime.local.known.clear()
+    runtime.local.prepared.clear()
     runtime.local.recent.clear()
     jitrope.prepare_qkv(*given, **words, out=Ulysses(R))
-    (known,) = runtime.local.known.values()
-    assert not known.finished  # v is copied in the launch
+    (prepared,) = runtime.local.prepared.values()
+    assert not prepared.finished  # v is copied in the launch

@@ -74,17 +74,17 @@ def by_ids(x: Inputs, inplace: bool = True) -> Any:
     return apply_rope(x.q, x.k, cos_sin_cache=x.table, positions=x.positions, inplace=inplace)
 
 
-def to_cache(x: Inputs, inplace: bool = True) -> Tensor:
+def to_cache(x: Inputs, inplace: bool = True) -> Any:
     """q rotated, k and v into the paged cache."""
     return prepare_qkv(x.q, x.k, x.v, cos_sin_cache=x.table, positions=x.positions, cache=x.kv, inplace=inplace)[0]
 
 
-def to_fp8_cache(x: Inputs) -> Tensor:
+def to_fp8_cache(x: Inputs) -> Any:
     """The same in place, with a cache of e4m3."""
     return prepare_qkv(x.q, x.k, x.v, cos_sin_cache=x.table, positions=x.positions, cache=x.kv_fp8, inplace=True)[0]
 
 
-def norm_to_cache(x: Inputs) -> Tensor:
+def norm_to_cache(x: Inputs) -> Any:
     """q and k normalised first, in the same launch."""
     made = prepare_qkv(
         x.q, x.k, x.v, cos_sin_cache=x.table, positions=x.positions, norm=x.norm, cache=x.kv, inplace=True
@@ -92,7 +92,7 @@ def norm_to_cache(x: Inputs) -> Tensor:
     return made[0]
 
 
-def norm_then_cache(x: Inputs) -> Tensor:
+def norm_then_cache(x: Inputs) -> Any:
     """The same in two launches."""
     prepare_qkv(x.q, x.k, None, norm=x.norm, inplace=True)
     return to_cache(x)

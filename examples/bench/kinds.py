@@ -150,7 +150,7 @@ ROWS, IDS, KV, FP8, FP8_Q, NORM_KV = (
 COPY_FP8_Q = "COPY, fp8 q and KV cache"
 
 
-def fp8_q(x: decode.Inputs) -> Tensor:
+def fp8_q(x: decode.Inputs) -> Any:
     """q in fp8, k and v to an fp8 cache."""
     words: Any = {"cos_sin_cache": x.table, "positions": x.positions, "cache": x.kv_fp8}
     return prepare_qkv(x.q, x.k, x.v, **words, quantize=Quantize(x.kv_fp8.tensors["k_scale"]))[0]

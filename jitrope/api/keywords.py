@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from torch import Tensor
 
 from ..plan.options import DEFAULTS
 from ..sinks.results import Ulysses
-
-if TYPE_CHECKING:
-    from typing_extensions import TypedDict
-else:
-    from typing import TypedDict
 
 
 class SharedWords(TypedDict, total=False):

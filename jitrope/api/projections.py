@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,66 +28,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class SplitWords(FusedWords, total=False):
-    """Those of every form of `prepare_fused_qkv`."""
-
-    positions: Tensor | Positions | None
-    norm: Norm | None
-    copy_v: bool
-    bias: Tensor | None
-    hadamard: bool
-
-
 _WORDS = frozenset((*FusedWords.__annotations__, "out"))
 _LATENT_WORDS = frozenset((*LatentWords.__annotations__, "out"))
 
 
-@overload
-def prepare_fused_qkv(
-    qkv: Tensor,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    *,
-    heads: Sequence[int],
-    order: Literal["grouped", "qkv"] = "qkv",
-    inplace: Literal[False] = False,
-    **words: Unpack[SplitWords],
-) -> tuple[Tensor, Tensor, Tensor]: ...
-@overload
-def prepare_fused_qkv(
-    qkv: Tensor,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    *,
-    heads: Sequence[int],
-    order: Literal["qkv_gated"],
-    inplace: Literal[False] = False,
-    **words: Unpack[SplitWords],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
-@overload
-def prepare_fused_qkv(
-    qkv: Tensor,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    *,
-    heads: Sequence[int],
-    order: str = "qkv",
-    inplace: Literal[True],
-    **words: Unpack[SplitWords],
-) -> Tensor: ...
-@overload
-def prepare_fused_qkv(
-    qkv: Tensor,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    *,
-    heads: Sequence[int],
-    order: str = "qkv",
-    cache: KVCache | None = None,
-    quantize: Quantize | DynamicQuantize | None = None,
-    out: Sequence[Tensor | None] | None = None,
-    **words: Unpack[SplitWords],
-) -> tuple[Any, ...]: ...
 @repeated
 @with_words(FusedWords)
 def prepare_fused_qkv(
@@ -108,7 +51,7 @@ def prepare_fused_qkv(
     out: Sequence[Tensor | None] | None = None,
     inplace: bool = False,
     **words: Unpack[FusedWords],
-) -> tuple[Tensor, ...] | Tensor:
+) -> Any:
     """Split a fused projection, normalise q and k if asked, and rotate them, in one launch; so is its gradient.
 
     >>> qkv, freqs = torch.randn(1, 16, 12 * 64), jitrope.tables.freqs(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
@@ -176,11 +119,8 @@ def prepare_fused_qkv(
 
 def _split(tensors: Any, asked: dict[str, Any], heads: Any, order: Any, copy_v: Any) -> None:
     """Give qkv an axis of heads, and add the words that say where q, k and v are in it."""
-    said, qkv = (heads, order, asked.get("layout", "bshd")), tensors.get("qkv")
-    try:
-        pair, each, axes = _kept(*said)
-    except TypeError:  # a list of heads has no hash
-        pair, each, axes = _counted(*said)
+    layout, qkv = asked.get("layout", "bshd"), tensors.get("qkv")
+    pair, each, axes = _counted(heads, order, layout)
     (q_heads, k_heads), grouped = pair, order == "grouped"
     asked["q_per_group"], asked["order"] = q_heads // k_heads, order
     if copy_v is not True:
@@ -196,7 +136,7 @@ def _split(tensors: Any, asked: dict[str, Any], heads: Any, order: Any, copy_v: 
     elif rank != 2 or width <= 0 or shape[-2] != count or width % (every // count):
         had = f"qkv has shape {tuple(shape)}, but heads={pair} with order={order!r} are {every} heads of D elements"
         lead, last = ", ".join(axes), f"{count}, {every // count} D" if grouped else f"{count}, D"
-        must = f"it must be ({lead}, {every} D) or ({lead}, {last}) in layout {said[2]!r}"
+        must = f"it must be ({lead}, {every} D) or ({lead}, {last}) in layout {layout!r}"
         raise InvalidInput(f"prepare_fused_qkv: {had}; {must}")
 
 
@@ -208,9 +148,6 @@ def _counted(heads: Any, order: Any, layout: Any) -> tuple[tuple[int, int], int,
         refuse(name, "heads", heads, "(Hq, Hk), the heads of q and of k; Hk must divide Hq")
     each = QKV_ORDERS[word(name, "order", order, QKV_ORDERS)]
     return (pair[0], pair[1]), each, FUSED_AXES[word(name, "layout", layout, FUSED_AXES)]
-
-
-_kept = lru_cache(maxsize=256)(_counted)
 
 
 @repeated

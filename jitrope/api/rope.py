@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence  # noqa: F401  in the signature, as Ulysses is
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -11,10 +11,9 @@ from ..checks.words import refuse_table_as_v
 from ..run.gather import chosen, gather, result, sent, with_v
 from ..run.public import repeated
 from ..sinks.cache import KVCache
-from ..sinks.results import Ulysses  # noqa: F401
 from ..sources.heads import HEADS
 from ..sources.operation import operation
-from ..stages.convert import DynamicQuantize, Quantize, Scaled
+from ..stages.convert import DynamicQuantize, Quantize
 from ..stages.norm import Norm
 from ..stages.positions import Positions
 from .keywords import RopeWords, with_words
@@ -112,36 +111,6 @@ def apply_rope(
     return out["q"], out.get("k")
 
 
-@overload
-def prepare_qkv(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    *,
-    positions: Tensor | Positions | None = None,
-    norm: Norm | None = None,
-    cache: KVCache | None = None,
-    quantize: DynamicQuantize,
-    **words: Unpack[RopeWords],
-) -> tuple[Scaled, Any, Any]: ...
-@overload
-def prepare_qkv(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    *,
-    positions: Tensor | Positions | None = None,
-    norm: Norm | None = None,
-    cache: KVCache | None = None,
-    quantize: Quantize | None = None,
-    hadamard: bool = False,
-    inplace: bool = False,
-    **words: Unpack[RopeWords],
-) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
 @repeated
 @with_words(RopeWords)
 def prepare_qkv(
@@ -158,7 +127,7 @@ def prepare_qkv(
     hadamard: bool = False,
     inplace: bool = False,
     **words: Unpack[RopeWords],
-) -> tuple[Tensor | Scaled, Tensor | Scaled | None, Tensor | Scaled | None]:
+) -> tuple[Any, Any, Any]:
     """Prepare q, k and v for attention in one launch: norm, rope, conversion to fp8 or fp4, write to a KV cache.
 
     >>> q, k, v = torch.randn(3, 1, 16, 8, 64)

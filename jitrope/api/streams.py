@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from ..run.public import repeated
 from ..sinks.cache import KVCache
 from ..sinks.results import Ulysses
 from ..sources.streams import STREAMED
-from ..stages.convert import DynamicQuantize, Quantize, Scaled
+from ..stages.convert import DynamicQuantize, Quantize
 from ..stages.norm import Norm
 from ..stages.positions import Positions
 from .keywords import JointWords, with_words
@@ -26,38 +26,6 @@ if TYPE_CHECKING:
 _JOINT_WORDS = frozenset((*JointWords.__annotations__, "out"))
 
 
-class StreamWords(JointWords, total=False):
-    """Those of every form of `prepare_joint_qkv`."""
-
-    positions: Tensor | Positions | None
-    norm: Norm | Sequence[Norm] | None
-    out: Sequence[Tensor | None] | Ulysses | None
-    cos_sin_cache: Tensor | Sequence[Tensor] | None
-    freqs: Tensor | None
-    freqs_cis: Tensor | Sequence[Tensor] | None
-
-
-@overload
-def prepare_joint_qkv(
-    first: Sequence[Tensor],
-    second: Sequence[Tensor],
-    cos: Tensor | Sequence[Tensor] | None = None,
-    sin: Tensor | Sequence[Tensor] | None = None,
-    *,
-    quantize: Quantize | None = None,
-    hadamard: bool = False,
-    **words: Unpack[StreamWords],
-) -> tuple[Tensor, Tensor, Tensor]: ...
-@overload
-def prepare_joint_qkv(
-    first: Sequence[Tensor],
-    second: Sequence[Tensor],
-    cos: Tensor | Sequence[Tensor] | None = None,
-    sin: Tensor | Sequence[Tensor] | None = None,
-    *,
-    quantize: DynamicQuantize,
-    **words: Unpack[StreamWords],
-) -> tuple[Scaled, Scaled, Any]: ...
 @repeated
 @with_words(JointWords)
 def prepare_joint_qkv(
@@ -76,7 +44,7 @@ def prepare_joint_qkv(
     freqs: Tensor | None = None,
     freqs_cis: Tensor | Sequence[Tensor] | None = None,
     **words: Unpack[JointWords],
-) -> tuple[Tensor | Scaled, Tensor | Scaled, Tensor | Scaled]:
+) -> tuple[Any, Any, Any]:
     """Prepare two streams for joint attention in one launch: norm, rope, concatenation, conversion to fp8, int8 or fp4.
 
     It serves text and image tokens that have their own projections and norms (FLUX, Qwen-Image, HunyuanVideo). q and k

@@ -1,4 +1,4 @@
-"""The path of a call: directly to the launch, through an autograd function, or to torch's op.
+"""The path of a call: directly to the launch, through an autograd function, or to torch's op; and its backward.
 
 A call that nothing watches skips torch's dispatcher, which takes as much host time as the launch. A call like a
 recent one is not checked again (`replay`).
@@ -6,6 +6,7 @@ recent one is not checked again (`replay`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,15 +19,15 @@ from ..base.errors import InvalidInput
 from ..base.views import Tensors
 from ..checks import checks
 from ..checks.check_values import check_values
+from ..checks.checks import LEARNED
 from ..checks.words import canonical, check_asked, resolved
 from ..plan.options import Options
 from ..sources.heads import of_k
 from ..sources.operation import OF_TABLES, Operation
 from ..torch_state import dispatch_modes, is_compiling
 from . import launch
-from .launch import Asked, Known, Made
+from .launch import Asked, Recorded
 from .op_call import run_op
-from .record import gradients, keep
 
 
 @config.on_change
@@ -48,9 +49,9 @@ def call(op: Operation, tensors: Tensors, asked: Asked) -> Tensors:
         except (KeyError, TypeError):  # the check refuses words without a hash
             recent = []
         for replay in recent:
-            out: Tensors | None = replay(tensors, *tensors.values())
+            out: Tensors | None = replay(*tensors.values())
             if out is not None:
-                launch.local.made = (replay.kept, tensors, out) if type(asked) is dict else None
+                launch.local.made = (replay, tensors, out) if type(asked) is dict else None
                 return out
     return _call(op, tensors, asked, key)
 
@@ -64,9 +65,9 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
     wants = watch.wants_grad(*[x for name, x in tensors.items() if name not in OF_TABLES])
     tables_want = watch.wants_grad(*[x for name, x in tensors.items() if name in OF_TABLES])
     plain = not tables_want and (op.differentiable or not wants) and watch.plain(tensors)
-    known = launch.find(key, tensors) if plain else None
-    if known is not None:
-        options, full = known.options, {**canonical(tensors), **known.stand_ins}
+    prepared = launch.find(key, tensors) if plain else None
+    if prepared is not None:
+        options, full = prepared.options, {**canonical(tensors), **prepared.stand_ins}
     elif isinstance(asked, Options):
         options, full = asked, tensors
     else:
@@ -78,7 +79,7 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
             text += "; pass x.to_local(), and make results with DTensor.from_local"
             raise InvalidInput(f"{op.function}: {text}")
         checks.check_watched(op, wants, full, options)
-        if known is None:
+        if prepared is None:
             op.source.check(op, full, options)
             checks.check_memory(op, full, options)
             if check_asked(op.function, asked):
@@ -92,11 +93,13 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
                 plain = False
     if wants and plain and op.viewed(full, options) and not watch.on_gpu(next(iter(full.values()))):
         plain = False  # its views may be written, which an autograd function with several results forbids
-    if plain and not (wants and options.inplace):
-        known = known or launch.prepare(op, tensors, full, key, options)
-        function = launch.function_of(known, tensors, key, record)
-        out = function(tensors, *tensors.values())
-        launch.local.made = (function.kept, tensors, out) if type(asked) is dict else None
+    heads = [full[name] for name in op.produced(full, options)] if options.inplace else []
+    apart = any(watch.is_view(x) or not x.requires_grad for x in heads)  # if it is recorded
+    if plain and not (wants and apart):
+        prepared = prepared or launch.prepare(op, tensors, full, key, options)
+        function = launch.function_of(prepared, tensors, key, None if apart else record)
+        out = function(*tensors.values())
+        launch.local.made = (function, tensors, out) if type(asked) is dict else None
         return out  # type: ignore[no-any-return]
     if wants and options.inplace and not is_compiling():
         return _write(op, full, options)
@@ -117,62 +120,80 @@ def _through_op(op: Operation, tensors: Tensors, options: Options, sharded: bool
 # ---- under autograd, in a fraction of the host time of torch.library's recording -------------------
 
 
-class _Known(torch.autograd.Function):
-    """A known call that returned fresh tensors, of `known.heads`."""
+class _Made(torch.autograd.Function):
+    """A call that was made: it returned fresh tensors, or wrote its own."""
 
     @staticmethod
-    def forward(ctx: Any, made: Made, *xs: Tensor) -> Any:
-        ctx.known, saved, outputs = made
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*saved)
+    def forward(ctx: Any, made: Any, *inputs: Tensor) -> Any:
+        ctx.recorded, ctx.to_save, outputs = made  # as `save_for_backward` does
+        ctx.materialize_grads = False
+        if outputs[0] is inputs[0]:
+            ctx.mark_dirty(*outputs)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        known: Known = ctx.known
-        saved = dict(zip(known.saved, ctx.saved_tensors))  # a checkpoint allows one access
-        given = {name: grad for name, grad in zip(known.results, grads) if grad is not None}
-        tensors = {**canonical(saved), **known.stand_ins}
-        found = known.op.gradient(call, tensors, given, known.options) if given else {}
-        return None, *[found.get(name) for name in known.heads]
+        return None, *gradients(ctx, grads)
 
 
-class _Written(torch.autograd.Function):
-    """A call in place; or, after such a call, one tensor that it wrote."""
-
-    @staticmethod
-    def forward(ctx: Any, op: Operation, options: Options, over: bool, names: tuple[str, ...], *xs: Tensor) -> Any:
-        tensors = dict(zip(names, xs))
-        if not over:
-            call(op, tensors, options)
-        written = names[:1] if over else op.produced(tensors, options)
-        keep(ctx, op, names, tensors, written, options)
-        outputs = tuple([tensors[name] for name in written])
-        ctx.mark_dirty(*outputs)
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return None, None, None, None, *gradients(call, ctx, grads)
-
-
-record = watch.apply_of(_Known)
+record = watch.apply_of(_Made)
 
 
 def _write(op: Operation, tensors: Tensors, options: Options) -> Tensors:
-    """Return the results of a call in place, recorded for backward.
-
-    torch must record each written tensor separately if one is a view, or only one requires a gradient.
-    """
-    results = op.produced(tensors, options)
-    heads = [tensors[name] for name in results]
-    if len(heads) == 1 or not any(watch.is_view(x) or x.requires_grad != heads[0].requires_grad for x in heads):
-        return dict(zip(results, _Written.apply(op, options, False, tuple(tensors), *tensors.values())))
+    """Return the results of a call in place. Each is recorded by itself, which views need; k takes q's place."""
     with torch.no_grad():
         call(op, tensors, options)
-    tables, outputs = op.saved(tensors, options), {name: tensors[name] for name in results}
-    for name, x in outputs.items():
-        if x.requires_grad:
-            kept = {"q": x, **(tables if name == "q" else of_k(tables))}
-            (outputs[name],) = _Written.apply(op, options, True, tuple(kept), *kept.values())
-    return outputs
+    found = {name: tensors[name] for name in op.produced(tensors, options)}
+    others = {name: x for name, x in op.saved(tensors, options).items() if name not in found}
+    for name, x in found.items():
+        own = {"q" if name == "k" else name: x, **(of_k(others) if name == "k" else others)}
+        if watch.wants_grad(*own.values()):
+            made, saved = recorded(op, own, [*own][:1], options)
+            (found[name],) = record((made, saved, (x,)), *own.values())
+    return found
+
+
+def recorded(op: Operation, tensors: Tensors, results: Sequence[str], options: Options) -> Any:
+    """(the `Recorded` of a call, the tensors that it saves)."""
+    learned = tuple([name for name in LEARNED if name in tensors and tensors[name].requires_grad])
+    saved, like = tensors if learned else op.saved(tensors, options), {}
+    if watch.sharded(tensors.values()):
+        from . import dtensor
+
+        like = dtensor.gradients_like({name: x for name, x in tensors.items() if name not in OF_TABLES})
+    made = Recorded(op, options, tuple(saved), tuple(tensors), tuple(results), {}, learned, like)
+    return made, tuple(saved.values())
+
+
+def gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients of the inputs of a call, None for those without."""
+    op, options, saved, inputs, results, stand_ins, learned, like = ctx.recorded
+    given = {name: grad for name, grad in zip(results, grads) if grad is not None}
+    if not given:
+        return [None] * len(inputs)
+    if like:  # torch places gradients in its own way, and cannot place a missing one
+        given = {name: like[name](given.get(name)) for name in results if name in like}
+    tensors = {**canonical(dict(zip(saved, ctx.saved_tensors))), **stand_ins}  # a checkpoint allows one access
+    found = op.gradient(call, op.saved(tensors, options) if learned else tensors, dict(given), options)
+    if learned:
+        found.update(_of_tables(op, tensors, learned, given, options))
+    return [found.get(name) for name in inputs]
+
+
+def _of_tables(op: Operation, t: Tensors, names: Sequence[str], grads: Tensors, o: Options) -> dict[str, Tensor | None]:
+    """The gradients of the tables `names`, by torch's autograd through plain torch. grads: of the results."""
+    again = torch.is_grad_enabled()  # the gradient of this gradient is wanted too
+    if o.rounding != "complex128":
+        o = o._replace(rounding="fp32")  # roundings do not change gradients
+    with torch.enable_grad(), watch.without_autocast(t[names[0]]):  # the words alone say what is rounded
+        # Views: there is no way from a result to a table through q or through another table.
+        inputs = {name: x.view_as(x) if again else x.detach() for name, x in t.items()}
+        for name in names:  # a sum in the dtype of the table would be rounded for q, and for k again
+            exact = inputs[name] if inputs[name].dtype == torch.float64 else inputs[name].float()
+            inputs[name] = exact if again else exact.requires_grad_()
+        results = op.on_cpu(inputs, o)
+        given = [name for name in grads if results[name].requires_grad]  # k has no scale
+        outputs, sent = [results[name] for name in given], [grads[name] for name in given]
+        wanted = [inputs[name] for name in names]
+        found = torch.autograd.grad(outputs, wanted, sent, create_graph=again, allow_unused=True)
+    return {name: None if grad is None else grad.to(t[name].dtype) for name, grad in zip(names, found)}

@@ -106,11 +106,15 @@ def _whole(x: Tensor, like: Any) -> Any:
     return DTensor.from_local(x, like.device_mesh, like.placements, **placed)
 
 
-def gradient_like(x: Any) -> Callable[[Any], Any]:
-    """A function that places a gradient like x, and makes a missing one of zeros."""
-    placed = {"device_mesh": x.device_mesh, "placements": x.placements}
-    missing = partial(zeros, x.shape, dtype=x.dtype, **placed)
-    return lambda grad: missing() if grad is None else grad.redistribute(**placed)
+def gradients_like(tensors: Tensors) -> dict[str, Callable[[Any], Any]]:
+    """For each tensor that requires a gradient, a function that places it alike, and makes a missing one of zeros."""
+
+    def placed(x: Any) -> Callable[[Any], Any]:
+        alike = {"device_mesh": x.device_mesh, "placements": x.placements}
+        missing = partial(zeros, x.shape, dtype=x.dtype, **alike)
+        return lambda grad: missing() if grad is None else grad.redistribute(**alike)
+
+    return {name: placed(x) for name, x in tensors.items() if x.requires_grad}
 
 
 def _prepared(op: Operation, tensors: Tensors, options: Options) -> tuple[dict[str, Any], list[Row]]:

@@ -12,7 +12,7 @@ import itertools
 import math
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from ..sources.operation import OF_TABLES, Operation
 from ..sources.stand_ins import missing_weights
 from ..stages.convert import Scaled
 from ..values.constants import CONSTANTS
-from .replay import SCRATCH, UNUSED, Form, maker, twice
+from .replay import SCRATCH, UNUSED, Form, compiled, text
 
 MAX_LAUNCHES = 4096
 """The most prepared calls that a thread keeps. Beyond it all are dropped; preparing one again takes microseconds."""
@@ -45,53 +45,110 @@ torch's ops. Beyond it the oldest are dropped."""
 Asked = Any  # a user's words as given (a dict), or `Options` that were checked
 
 
+class Recorded(NamedTuple):
+    """What the backward of a call needs, beside the tensors that are saved for it."""
+
+    op: Operation
+    options: Options
+    saved: tuple[str, ...]  # names of those tensors
+    inputs: tuple[str, ...]  # names of the tensors that autograd sees
+    results: tuple[str, ...]  # names
+    stand_ins: Tensors  # tensors that are the same in every call
+    learned: tuple[str, ...]  # tables that require a gradient, for which q and k are saved too
+    like: Mapping[str, Any]  # functions that place gradients of DTensors
+
+
 class Local(threading.local):
     """The prepared calls of a thread. Only one thread fills an argument block."""
 
     def __init__(self) -> None:
-        self.known: dict[Any, Known] = {}
+        self.prepared: dict[Any, Prepared] = {}
         self.recent: dict[Any, list[Any]] = {}  # functions
-        self.made: Any = None  # the last call by a user's words: its `Kept`, tensors and results
+        self.made: Any = None  # the last call by a user's words: its function, tensors and results
+
+    def keep(self, key: Any, *functions: Any) -> None:
+        """Keep the function of a call for the fast path. Without one the calls of this key are not tried again."""
+        with contextlib.suppress(TypeError):  # a word without a hash
+            if len(self.recent) >= MAX_RECENT and key not in self.recent:
+                del self.recent[next(iter(self.recent))]
+            self.recent[key] = [*functions, *self.recent.get(key, ())][:MAX_RECENT_KINDS]
 
 
 local = Local()
 
 
-class Known:
-    """A prepared kind of call."""
+class Prepared:
+    """A kind of call that was planned, and its kernel.
 
-    device: int  # the GPU's index
-    reach = 0  # bytes; tensors further apart share no memory
-    stand_ins: Tensors  # tensors for those that were not given, by name
-    kept: tuple[Tensor, ...]  # tensors that are the same in every call
-    fixed: list[int]  # their addresses
-    pointers: tuple[str, ...]  # the argument block's addresses as expressions; (): nothing is launched
-    enqueue: Callable[[int], None]
-    pack: Callable[..., None]
-    args: ctypes.Array[ctypes.c_int64]
+    given: the tensors of a call. tensors: the same by the kernel's names, followed by stand-ins for missing ones.
+    """
 
-    def __init__(self, op: Operation, options: Options, given: Tensors) -> None:
+    device, blocks = -1, 0  # the GPU's index; the blocks of the launch
+    finished = False  # something follows the launch
+    pointers: tuple[str, ...] = ()  # the argument block's addresses as expressions; (): nothing is launched
+    enqueue: Any = None
+    pack: Any = None
+    args: Any = None
+
+    def __init__(self, op: Operation, options: Options, given: Tensors, tensors: Tensors) -> None:
         self.op, self.options, self.home = op, options, local  # which `configure` may replace while this is planned
-        self.names = tuple(given)
+        self.names, self.stand_ins = tuple(given), dict([*tensors.items()][len(given) :])
         self.written = tuple([name for name in op.written(options) if name in given])
         self.alignments = tuple([x.data_ptr() & 15 for x in given.values()])
-        self.results = op.produced(given, options)
-        self.saved = tuple(op.saved(given, options))  # tensors for the backward
-        self.heads = tuple([name for name in given if name not in OF_TABLES])  # may require one
-        self.blocks, self.makes, self.finished = 0, False, False
-        self.pointers, self.fixed, self.kept = (), [], ()
-        self.empty: list[Callable[[], Tensor]] = []  # they make the results, if nothing else is needed
-        self.close: dict[str, Span] = {}  # tensors that must not share memory
-        self.apart: set[tuple[int, ...]] = set()  # distances between them without shared memory
-        self.in_torch = self.renamed = False  # on a CPU; its tensors have other names there
+        self.results, self.like = op.produced(given, options), op.alike(self.names, options)
+        saved, heads = op.saved(given, options), [name for name in given if name not in OF_TABLES]
+        self.recorded = Recorded(op, options, tuple(saved), tuple(heads), self.results, self.stand_ins, (), {})
+        self.in_torch, self.renamed = not watch.on_gpu(next(iter(given.values()))), [*tensors] != [*given]
+        weights = missing_weights(tensors, options) if options.norm and not self.in_torch else {}
+        self.kept = {**self.stand_ins, **weights}  # tensors that are the same in every call
+        self.fixed = [x.data_ptr() for x in self.kept.values()]
+        apart = self.written and len(given) > 1
+        self.close: dict[str, Span] = dict(zip(given, map(span, tensors.values()))) if apart else {}
+        self.reach = max([x.extent for x in self.close.values()], default=0)  # tensors further apart share no memory
+        self.apart: set[tuple[int, ...]] = set()  # distances between those in `close` without shared memory
+        full, sized = {**tensors, **weights}, op.makes_empty(self.names, options)
+        named = full if self.in_torch and not sized else with_outputs(op, full, options)
+        self.makes = len(named) > len(full) and not options.inplace  # fresh results
+        made = [named[f"{name}_out"] for name in self.results] if self.makes and sized else []
+        self.empty = [partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in made]
+        self.makers: dict[Form, Callable[..., Any]] = {}
+        if not self.in_torch:
+            self._plan(full, named)
 
-    @property
-    def form(self) -> Form:
-        """The form of its calls, from which `replay` writes their source."""
-        like = self.op.alike(self.names, self.options)
-        own = (self.names, self.pointers, self.results, self.options.inplace, like, self.makes, bool(self.empty))
-        form = Form(*own, self.finished, tuple(self.close), self.written, aligned=not any(self.alignments))
-        return form._replace(in_torch=self.in_torch)
+    def _plan(self, tensors: Tensors, named: Tensors) -> None:
+        """Plan the launch, and get its kernel. named: the tensors, followed by the outputs."""
+        from ..jit.kernels import get_kernel  # which the first launch imports, and no call on a CPU
+        from ..plan.arguments import address_names
+        from ..plan.problem import plan_call
+
+        op, options = self.op, self.options
+        inputs, results = op.heads(named, options)
+        device = next(iter(tensors.values())).device
+        self.finished = op.finishes(named, options)
+        gpu = torch.cuda.get_device_properties(device)
+        planned = plan_call(inputs, results, named, options, gpu.multi_processor_count, watch.memory_speed(gpu))
+        if planned is None:
+            return
+        plan, words = planned
+        log.debug("%s: %s", plan.spec.name, plan.reason)
+        with torch.cuda.device(device.index):
+            spec = plan.spec.of(op.text([x for x in tensors if x not in self.kept], options))
+            kernel = get_kernel(spec, device.index)
+            kernel.bind_thread()
+        self.device, self.blocks = device.index, math.prod(plan.grid)
+        pointers = address_names(options.norm is not None, plan.spec.stages)
+        self.args = (ctypes.c_int64 * (len(pointers) + len(words)))(*[0] * len(pointers), *words)
+        self.enqueue = kernel.enqueuer(plan.grid, plan.block, ctypes.addressof(self.args))
+        fresh = [] if options.inplace else [*named][len(tensors) :]
+        own = dict(zip(named, self.names))  # a single table is cos in the kernel, and has its word as name in a call
+        at = {name: f"{own[name]}_at" for name in own} | {name: f"{name}_at" for name in fresh}
+        at |= {name: f"fixed[{n}]" for n, name in enumerate(self.kept)}
+        offsets = _offsets(op, named, options)
+        for pointer in pointers:
+            name, offset = offsets.get(pointer, (pointer, 0))
+            where = at.get(name, at.get(name + "_out", "0") if name in SCRATCH else "0")
+            self.pointers += (f"{where} + {offset}" if offset else where,)
+        self.pack = struct.Struct("".join("8x" if at == "0" else "q" for at in self.pointers)).pack_into
 
     def on_cpu(self, tensors: Tensors, made: Tensors | None = None) -> Tensors:
         """The results in plain torch. made: tensors for them."""
@@ -124,17 +181,14 @@ class Known:
         self.apart.add(distances)
 
 
-Made = tuple[Known, tuple[Tensor, ...], tuple[Tensor, ...]]
-"""A call that was enqueued, the tensors that `Known.saved` names, and its results."""
-
 Record = Callable[..., tuple[Tensor, ...]]
-"""Records a call for backward: (made: `Made`, *heads) -> results."""
+"""Records a call that was enqueued: ((what its backward needs, the tensors that this saves, results), *heads)."""
 
 
-def find(key: Any, tensors: Tensors) -> Known | None:
+def find(key: Any, tensors: Tensors) -> Prepared | None:
     """The prepared call of a kind in this thread, or None. key: as in `dispatch.call`."""
     try:
-        return local.known.get((key, *map(_kind, tensors.values())))
+        return local.prepared.get((key, *map(_kind, tensors.values())))
     except (RuntimeError, TypeError):  # the check refuses them: sparse or nested tensors, and words without a hash
         return None
 
@@ -144,75 +198,22 @@ def _kind(x: Tensor) -> Any:
     return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15
 
 
-def prepare(op: Operation, given: Tensors, tensors: Tensors, key: Any, options: Options) -> Known:
-    """Plan a kind of call, get its kernel, and keep both.
-
-    tensors: the given ones by the kernel's names, followed by stand-ins for those that were not given.
-    """
-    known = Known(op, options, given)
-    known.stand_ins = dict([*tensors.items()][len(given) :])
-    on_gpu = watch.on_gpu(next(iter(given.values())))
-    statics = {**known.stand_ins, **(missing_weights(tensors, options) if options.norm and on_gpu else {})}
-    if known.written and len(known.names) > 1:
-        known.close = {name: span(x) for name, x in zip(known.names, tensors.values())}
-        known.reach = max(x.extent for x in known.close.values())
-    known.in_torch, known.renamed = not on_gpu, [*tensors] != [*given]
-    full, sized = {**tensors, **statics}, op.makes_empty(known.names, options)
-    named = with_outputs(op, full, options) if on_gpu or sized else full
-    known.makes = len(named) > len(full)
-    if known.makes and sized:
-        made = [named[f"{name}_out"] for name in known.results]
-        known.empty = [partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in made]
-    if on_gpu:
-        _plan(known, full, statics, named)
-    if statics and (watch.watched() or watch.transformed() or watch.capturing(next(iter(given.values())))):
-        return known  # its tensors are not those that calls share: those of a capture belong to its graph
-    if len(known.home.known) >= MAX_LAUNCHES:
-        known.home.known.clear()
+def prepare(op: Operation, given: Tensors, tensors: Tensors, key: Any, options: Options) -> Prepared:
+    """Prepare a kind of call, and keep it."""
+    prepared = Prepared(op, options, given, tensors)
+    if prepared.kept and (watch.watched() or watch.transformed() or watch.capturing(next(iter(given.values())))):
+        return prepared  # its tensors are not those that calls share: those of a capture belong to its graph
+    kinds = prepared.home.prepared
+    if len(kinds) >= MAX_LAUNCHES:
+        kinds.clear()
     with contextlib.suppress(TypeError):  # a word without a hash
-        known.home.known[(key, *map(_kind, given.values()))] = known
-    return known
+        kinds[(key, *map(_kind, given.values()))] = prepared
+    return prepared
 
 
 def with_outputs(op: Operation, tensors: Tensors, options: Options) -> Tensors:
     """A call's tensors, followed by its outputs: an output "q" is called "q_out"."""
     return {**tensors, **{name + "_out": x for name, x in op.outputs(tensors, options).items()}}
-
-
-def _plan(known: Known, tensors: Tensors, statics: Tensors, named: Tensors) -> None:
-    from ..jit.kernels import get_kernel  # which the first launch imports, and no call on a CPU
-    from ..plan.arguments import address_names
-    from ..plan.problem import plan_call
-
-    op, options = known.op, known.options
-    inputs, results = op.heads(named, options)
-    device = next(iter(tensors.values())).device
-    known.finished = op.finishes(named, options)
-    gpu = torch.cuda.get_device_properties(device)
-    planned = plan_call(inputs, results, named, options, gpu.multi_processor_count, watch.memory_speed(gpu))
-    if planned is None:
-        return
-    plan, words = planned
-    log.debug("%s: %s", plan.spec.name, plan.reason)
-    with torch.cuda.device(device.index):
-        kernel = get_kernel(plan.spec.of(op.text([x for x in tensors if x not in statics], options)), device.index)
-        kernel.bind_thread()
-    known.device, known.blocks = device.index, math.prod(plan.grid)
-    pointers = address_names(options.norm is not None, plan.spec.stages)
-    known.args = (ctypes.c_int64 * (len(pointers) + len(words)))(*[0] * len(pointers), *words)
-    known.enqueue = kernel.enqueuer(plan.grid, plan.block, ctypes.addressof(known.args))
-    fresh = [] if options.inplace else [*named][len(tensors) :]
-    own = dict(zip(named, known.names))  # a single table is cos in the kernel, and has its word as name in a call
-    at = {name: f"{own[name]}_at" for name in own} | {name: f"{name}_at" for name in fresh}
-    at |= {name: f"fixed[{n}]" for n, name in enumerate(statics)}
-    known.kept = tuple(statics.values())
-    known.fixed = [x.data_ptr() for x in known.kept]
-    offsets = _offsets(op, named, options)
-    for pointer in pointers:
-        name, offset = offsets.get(pointer, (pointer, 0))
-        where = at.get(name, at.get(name + "_out", "0") if name in SCRATCH else "0")
-        known.pointers += (f"{where} + {offset}" if offset else where,)
-    known.pack = struct.Struct("".join("8x" if at == "0" else "q" for at in known.pointers)).pack_into
 
 
 def _offsets(op: Operation, named: Tensors, options: Options) -> dict[str, tuple[str, int]]:
@@ -236,89 +237,69 @@ def _offsets(op: Operation, named: Tensors, options: Options) -> dict[str, tuple
 # ---- the replay ----------------------------------------------------------------------------------
 
 
-class Kept(NamedTuple):
-    """What it takes to write a call's function, and to write it again for another spelling of its arguments."""
-
-    known: Known
-    form: Form
-    tools: tuple[Any, ...]  # what tests the tensors, records the call, and makes the op's outputs
-
-    def written(self, *own: Any) -> Any:
-        """A function that enqueues the call; `Form` has its arguments. own: sizes and tensors for `Form.own`."""
-        known = self.known
-        launched = (known.pack, known.args, known.device, known.enqueue) if known.pointers else (None,) * 4
-        memory = (known.fixed, known.reach, known.apart, known.alignments)
-        make: Any = partial(
-            maker(self.form), known, known.op, known.options, known.blocks, known.empty, *launched, *memory
-        )
-        function: Any = make(*self.tools, *(own or (None, None)))
-        function.kept = self
-        return function
-
-    def keep(self, key: Any, *own: Any) -> Any:
-        """Keep such a function for the fast path, and return it."""
-        function, recent = self.written(*own), self.known.home.recent
-        with contextlib.suppress(TypeError):  # a word without a hash
-            if len(recent) >= MAX_RECENT and key not in recent:
-                del recent[next(iter(recent))]
-            kinds = recent.setdefault(key, [])
-            kinds.insert(0, function)
-            del kinds[MAX_RECENT_KINDS:]
-        return function
+def written(prepared: Prepared, form: Form, tools: Sequence[Any], own: Any = None) -> Any:
+    """The function of a call. tools: what tests its tensors, and what records it; own: for `Form.own`."""
+    make = prepared.makers.get(form)
+    if make is None:
+        name = f"<known call of {', '.join(prepared.names)}>"
+        make = prepared.makers[form] = compiled(text(prepared, form), name)
+    function: Any = make(prepared, *tools, own)
+    function.written = prepared, form, tools
+    return function
 
 
 def function_of(
-    known: Known,
-    tensors: Tensors,
-    key: Any,
-    record: Record | None = None,
-    outputs: Callable[[Tensors], Any] | None = None,
-    by_place: bool = False,
-    plain: bool = True,
+    prepared: Prepared, tensors: Tensors, key: Any, record: Record | None = None, returns: str = "", plain: bool = True
 ) -> Any:
-    """The function of a call, which is kept for the fast path if it is plain.
+    """The function of a call, which takes its tensors, and is kept for the fast path if it is plain.
 
-    record: records a call whose tensors require gradients. by_place: it is a call of torch's op; then outputs makes its
-    outputs of the results.
+    record: records a call whose tensors require gradients.
     """
-    wants, form = {name for name, x in tensors.items() if x.requires_grad}, known.form
-    if by_place:
-        form = form._replace(given=known.names, returns="outputs({results})" if outputs else "")
-    recorded = record is not None and known.op.differentiable and not known.options.inplace
-    if wants and recorded and wants <= {*known.heads}:  # a table has no gradient here
-        form = form._replace(saved=known.saved, heads=known.heads)
-    elif plain:
-        form = form._replace(unrecorded=bool(wants))
-    xs = [*tensors.values()]
-    if not plain or (known.kept and watch.capturing(xs[0])):
-        return Kept(known, form, (None, record, outputs)).written()
-    form = form._replace(twice=twice(form.names, xs), guarded=True)
-    matches = watch.guard([x for name, x in tensors.items() if name not in dict(form.twice)])
-    return Kept(known, form, (matches, record, outputs)).keep(key)
+    wants, xs = {name for name, x in tensors.items() if x.requires_grad}, [*tensors.values()]
+    recorded = (
+        bool(wants) and record is not None and prepared.op.differentiable and wants <= {*prepared.recorded.inputs}
+    )
+    form = Form(prepared.names, returns, recorded=recorded)  # a table has no gradient here
+    if not plain or (prepared.kept and watch.capturing(xs[0])):
+        return written(prepared, form, (None, record))
+    pairs = twice(form.given, xs)
+    form = form._replace(twice=pairs, guarded=True, unrecorded=bool(wants) and not recorded)
+    matches = watch.guard([x for name, x in tensors.items() if name not in dict(pairs)])
+    function = written(prepared, form, (matches, record))
+    prepared.home.keep(key, function)
+    return function
 
 
-def keep_spelled(key: Any, xs: Sequence[Tensor], out: Any, kept: Kept, tensors: Tensors, found: Tensors) -> None:
+def twice(names: Sequence[str], tensors: Sequence[Tensor]) -> tuple[tuple[str, str], ...]:
+    """Pairs of names (later, earlier) of tensors that are given twice."""
+    first: dict[int, str] = {}
+    return tuple([(name, first[id(x)]) for name, x in zip(names, tensors) if first.setdefault(id(x), name) != name])
+
+
+def keep_spelled(key: Any, xs: Sequence[Tensor], out: Any, function: Any, tensors: Tensors, found: Tensors) -> None:
     """Keep a call as its user spelled it, unless it computed more than its results.
 
     xs: the user's tensors, in order. out: what the user got, of the results `found` by name.
     """
-    if not kept.form.guarded:
+    prepared, form, tools = function.written
+    if not form.guarded:
         return
-    names, wholes, own = [f"{UNUSED}{n}" for n in range(len(xs))], {}, {}
+    home: Local = prepared.home
+    names = [f"{UNUSED}{n}" for n in range(len(xs))]
+    own: dict[str, Any] = {}
     for name, y in tensors.items():
         places = [n for n, x in enumerate(xs) if x is y or _splits(x, y)]
         if len(places) > max(1, sum(x is y for x in tensors.values())):
             return  # another call may have another tensor at a place that is not read
         at = next((n for n in places if names[n].startswith(UNUSED)), None)
-        if at is None and name in dict(kept.form.twice):
-            continue
-        if at is None and id(y) not in CONSTANTS:
-            return
-        if at is None or xs[at] is not y:
-            own[name] = y if at is None else y.shape
-        if at is not None:
-            names[at] = name if xs[at] is y else f"{name}_whole"
-            wholes[name] = xs[at].shape
+        if at is not None and xs[at] is y:
+            names[at] = name
+        elif at is not None:
+            names[at], own[name] = f"{name}_whole", y.shape[-2:]
+        elif name not in dict(form.twice):
+            if id(y) not in CONSTANTS:
+                return home.keep(key)
+            own[name] = y
     said = {id(None): "None", **{id(x): name for x, name in zip(xs, names)}}
     said.update({id(x): f"{{{name}}}" for name, x in found.items() if id(x) not in said})
 
@@ -328,10 +309,9 @@ def keep_spelled(key: Any, xs: Sequence[Tensor], out: Any, kept: Kept, tensors: 
     try:
         returns = spelled(out) if isinstance(out, Tensor) else f"({', '.join(map(spelled, out))})"
     except KeyError:  # the user got a view, or what another launch computed
-        return
-    split = tuple([name for name in own if f"{name}_whole" in names])
-    form = kept.form._replace(given=tuple(names), split=split, own=tuple(own), returns=returns)
-    kept._replace(form=form).keep(key, wholes, own)
+        return home.keep(key)
+    form = form._replace(given=tuple(names), own=tuple(own), returns=returns)
+    home.keep(key, written(prepared, form, tools, own))
 
 
 def _splits(x: Tensor, y: Tensor) -> bool:

@@ -31,7 +31,7 @@ from ..values.asked import Value, spelled
 from . import launch
 from .torch_op import TAGS, lib
 
-_PLAIN = frozenset((bool, int, float, str))
+_PLAIN = frozenset((bool, int, float, str, type(None)))
 _MOST = 256  # items of a call that are looked at
 F = TypeVar("F", bound=Callable[..., Any])
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
@@ -64,13 +64,13 @@ def repeated(function: F) -> F:
                 xs.append(x)
             elif kind in _PLAIN:
                 said.append(x)
-            elif (kind is tuple or kind is list) and len(items) < _MOST:
-                said.append(len(x))
-                items += x
             elif isinstance(x, Value) and x.text:
                 said.append(x.text)
                 items += x.items
-            elif x is not None:
+            elif (kind is tuple or kind is list) and len(items) < _MOST:
+                said.append(len(x))
+                items += x
+            else:
                 return function(*args, **words)
         key = tuple(said)
         if not dispatch_modes() and forward_ad._current_level < 0:
@@ -81,7 +81,7 @@ def repeated(function: F) -> F:
             out = function(*args, **words)
         finally:
             made, launch.local.made = launch.local.made, None
-        if made is not None:
+        if made is not None and launch.local.recent.get(key) != []:
             launch.keep_spelled(key, xs, out, *made)
         return out
 

@@ -8,7 +8,7 @@ results beside them are allocated first, and are written too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from string import ascii_letters
 from typing import Any
 
@@ -22,9 +22,8 @@ from ..plan.options import Options
 from ..sources import fused, latent, streams  # noqa: F401  each source registers its operations
 from ..sources.operation import Operation
 from . import launch, planning
-from .dispatch import call
+from .dispatch import gradients, recorded
 from .op_call import EACH, given_to
-from .record import gradients, keep
 
 lib = torch.library.Library("jitrope", "DEF")
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -59,7 +58,8 @@ def _by(run: Run) -> tuple[Callable[..., Any], Callable[..., None]]:
 
     def prepare(tensors: Sequence[Tensor], text: str, sizes: Sequence[Any]) -> list[Tensor]:
         op, named, options = given_to(text, sizes, tensors)
-        return _outputs(op, op.made(named, options))(run(op, named, options))
+        results = run(op, named, options)
+        return [results[name] for name in op.made(named, options)]
 
     def prepare_(tensors: Sequence[Tensor], written: Sequence[Tensor], text: str, sizes: Sequence[Any]) -> None:
         run(*given_to(text, sizes, tensors, written))
@@ -82,8 +82,7 @@ def register_launches(key: str) -> None:
     """Make launches the implementation of both ops for a dispatch key, and for its key of autograd."""
     lib.impl("prepare", _launches(), key, with_keyset=True)
     lib.impl("prepare_", _launches_, key)
-    if watch.records_ops:
-        lib.impl("prepare", _launches(_recorded), f"Autograd{key}", with_keyset=True)
+    lib.impl("prepare", _launches(_recorded), f"Autograd{key}", with_keyset=True)
 
 
 def _launches_(tensors: Sequence[Tensor], written: Sequence[Tensor], text: str, sizes: Sequence[int]) -> None:
@@ -121,26 +120,18 @@ def _launch(
     plain, wants = watch.plain(tensors), watch.wants_grad(*given)
     if watching is not None and (wants or not plain):
         return watching()
-    known = launch.find(key, tensors) or launch.prepare(op, tensors, tensors, key, options)
-    outputs = None if written else _outputs(op, op.made(tensors, options))
-    kept = plain and not wants
-    return launch.function_of(known, tensors, key, outputs=outputs, by_place=True, plain=kept)(*given)
+    prepared = launch.find(key, tensors) or launch.prepare(op, tensors, tensors, key, options)
+    returns = "" if written else f"[{', '.join(_outputs(op.made(tensors, options)))}]"
+    return launch.function_of(prepared, tensors, key, None, returns, plain and not wants)(*given)
 
 
-def _outputs(op: Operation, made: Sequence[str]) -> Callable[[Tensors], list[Tensor]]:
-    """A function that lists an op's outputs, of its results."""
-    return (lambda results: [results[name] for name in made]) if op.function else partial(_completed, made)
-
-
-def _completed(made: Sequence[str], results: Tensors) -> list[Tensor]:
-    """The outputs of a gradient. A missing one is empty, and none may share memory with another.
+def _outputs(made: Sequence[str]) -> list[str]:
+    """The outputs of an op, of its results. No output may share memory with another.
 
     The gradients of weights and biases share memory, parts of one tensor of sums.
     """
     parts = [name for name in made if name.endswith(("_weight", "_bias"))]
-    results = {**results, **{name: results[name].clone() for name in parts[1:] if name in results}}
-    some = next(iter(results.values()))
-    return [results[name] if name in results else some.new_empty(0) for name in made]
+    return [f"{{{name}}}{'.clone()' * (name in parts[1:])}" for name in made]
 
 
 # ---- the backward ----------------------------------------------------------------------------------
@@ -150,11 +141,13 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """Save what the backward of `prepare` needs."""
     given, text, sizes = inputs
     op, tensors, options = given_to(text, sizes, given)
-    keep(ctx, op, tuple(tensors), tensors, op.made(tensors, options), options)
+    ctx.recorded, saved = recorded(op, tensors, op.made(tensors, options), options)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*saved)
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    return gradients(call, ctx, grads), None, None
+    return gradients(ctx, grads), None, None
 
 
 @cache
