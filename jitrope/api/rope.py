@@ -11,6 +11,7 @@ from ..checks.words import refuse_table_as_v
 from ..run.gather import chosen, gather, result, sent, with_v
 from ..run.public import repeated
 from ..sinks.cache import KVCache
+from ..sinks.results import Ulysses  # noqa: F401
 from ..sources.heads import HEADS
 from ..sources.operation import operation
 from ..stages.convert import DynamicQuantize, Quantize
