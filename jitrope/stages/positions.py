@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -221,11 +220,6 @@ def counted(t: Container[str], o: Words) -> bool:
 def whole_sequences(t: Container[str], o: Words) -> bool:
     """Whether a call has one of `WHOLE`."""
     return o.cp_size > 1 or "cu_seqlens" in t or counted(t, o)
-
-
-def fields(o: Words) -> dict[str, Any]:
-    """The constants that its words do not name."""
-    return {"prefixed": o.unrotated > 0}
 
 
 def label(o: Words) -> str:

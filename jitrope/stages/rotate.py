@@ -67,10 +67,10 @@ class Fields(positions.Fields):
 
 
 def fields(tables: Tensors, o: Words) -> dict[str, Any]:
-    """The constants that its words do not name. tables: views of the tables."""
+    """The constants that its words do not name, with those of positions. tables: views of the tables."""
     cos = tables["cos"]
     return {
-        **positions.fields(o),
+        "prefixed": o.unrotated > 0,
         "table_dtype": DTYPE_NAMES[cos.dtype],
         "interleaved_out": o.interleaved if o.interleaved_out is None else o.interleaved_out,
         "freqs": o.table == "freqs",
