@@ -33,6 +33,9 @@ class Words:
         assert all(hasattr(type(self), word) for word in words), words
         vars(self).update(words)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join([f'{word}={x!r}' for word, x in vars(self).items()])})"
+
     def _replace(self, **words: Any) -> Self:
         made = type(self)()
         vars(made).update(vars(self), **words)
