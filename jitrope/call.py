@@ -49,9 +49,7 @@ PARTS = {
     "scale": _part(scale.TENSORS),
     "transform": _part(transform.TENSORS, transform.Words),
     "convert": _part(convert.TENSORS, convert.Words),
-    SINK: _part(
-        (*results.TENSORS, *cache.TENSORS, *pages.TENSORS, *FRESHES), cache.Words, pages.Words, results.Words, Options
-    ),
+    SINK: _part(_OUTS, cache.Words, pages.Words, results.Words, Options),
 }
 """The parts of a call in the order of its text. A word or a tensor is named by its part, and nowhere else."""
 

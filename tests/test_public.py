@@ -286,3 +286,28 @@ def test_a_value_from_a_compiled_function() -> None:
         jitrope.apply_rope(q, None, COS, SIN, positions=made)[0],
         jitrope.apply_rope(q, None, COS, SIN, positions=jitrope.Starts(start))[0],
     )
+
+
+def test_what_a_call_without_gradients_leaves_is_not_taken_for_one_with_them() -> None:
+    """A gradient of a norm needs the old q and k, and autograd forbids to write a view of several results."""
+    q, k = torch.randn(2, 1, 16, 4, 64)
+    words = {"norm": jitrope.Norm(), "inplace": True}
+    qkv = torch.randn(1, 16, 8 * 64, requires_grad=True)
+    fused = {"heads": (4, 2), "copy_v": False}
+    with torch.no_grad():
+        for _ in range(2):
+            leaves = [x.clone().requires_grad_() for x in (q, k)]
+            jitrope.prepare_qkv(*leaves, None, COS, SIN, **words)
+            jitrope.prepare_fused_qkv(qkv * 1, COS, SIN, **fused)
+    leaves = [x.clone().requires_grad_() for x in (q, k)]
+    with pytest.raises(jitrope.InvalidInput, match="it has no gradient in place"):
+        jitrope.prepare_qkv(*[x * 1 for x in leaves], None, COS, SIN, **words)
+    jitrope.prepare_fused_qkv(qkv * 1, COS, SIN, **fused)[2].mul_(2)
+
+
+def test_the_backward_of_a_call_in_place_is_planned_as_it_is_launched() -> None:
+    q, k = (torch.empty(1, 16, 4, 64, device="meta", requires_grad=True) for _ in range(2))
+    cos, sin = torch.empty(2, 16, 32, device="meta")
+    with jitrope.planning(["auto"]) as specs:
+        sum(x.sum() for x in jitrope.apply_rope(q * 1, k * 1, cos, sin, inplace=True)).backward()
+    assert [spec.call.partition(" > ")[0] for spec in specs] == ["bshd heads q k"] * 2

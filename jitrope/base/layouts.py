@@ -30,13 +30,17 @@ class Words:
     inplace: bool = False
 
     def __init__(self, **words: Any) -> None:
-        assert all(hasattr(type(self), word) for word in words), words
+        for word in words:
+            getattr(type(self), word)  # AttributeError: there is no such word
         vars(self).update(words)
+
+    def __setattr__(self, word: str, value: Any) -> None:
+        raise AttributeError(f"{word} cannot be set")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join([f'{word}={x!r}' for word, x in vars(self).items()])})"
 
     def _replace(self, **words: Any) -> Self:
-        made = type(self)()
-        vars(made).update(vars(self), **words)
+        made = type(self)(**words)
+        vars(made).update({**vars(self), **words})
         return made

@@ -94,15 +94,15 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
     if wants and plain and op.viewed(full, options) and not watch.on_gpu(next(iter(full.values()))):
         plain = False  # its views may be written, which an autograd function with several results forbids
     heads = [full[name] for name in op.produced(full, options)] if options.inplace else []
-    apart = any(watch.is_view(x) or not x.requires_grad for x in heads)  # if it is recorded
+    apart = any(watch.is_view(x) or not x.requires_grad for x in heads)  # autograd must record each by itself
     if plain and not (wants and apart):
         prepared = prepared or launch.prepare(op, tensors, full, key, options)
-        function = launch.function_of(prepared, tensors, key, None if apart else record)
+        function = launch.function_of(prepared, tensors, key, record if wants else None)  # checked as one that records
         out = function(*tensors.values())
         launch.local.made = (function, tensors, out) if type(asked) is dict else None
         return out  # type: ignore[no-any-return]
     if wants and options.inplace and not is_compiling():
-        return _write(op, full, options)
+        return _write(op, full, options, apart)
     if wants and options.inplace:  # traced under autograd: Inductor turns the copy into a write in place
         return op.source.put(full, _through_op(op, full, options._replace(inplace=False), sharded), options)
     return _through_op(op, full, options, sharded)
@@ -139,11 +139,14 @@ class _Made(torch.autograd.Function):
 record = watch.apply_of(_Made)
 
 
-def _write(op: Operation, tensors: Tensors, options: Options) -> Tensors:
-    """Return the results of a call in place. Each is recorded by itself, which views need; k takes q's place."""
+def _write(op: Operation, tensors: Tensors, options: Options, apart: bool) -> Tensors:
+    """Return the results of a call in place. apart: each is recorded by itself, and k takes q's place."""
     with torch.no_grad():
         call(op, tensors, options)
     found = {name: tensors[name] for name in op.produced(tensors, options)}
+    if not apart:
+        made, saved = recorded(op, tensors, [*found], options)
+        return dict(zip(found, record((made, saved, tuple(found.values())), *tensors.values())))
     others = {name: x for name, x in op.saved(tensors, options).items() if name not in found}
     for name, x in found.items():
         own = {"q" if name == "k" else name: x, **(of_k(others) if name == "k" else others)}

@@ -97,8 +97,6 @@ class KVCache(Value):
 
 
 class Words(pages.Words, convert.Words):
-    """Its words."""
-
     rotate_k: bool = False  # rotate k in place too, beside its copy in a cache
 
 

@@ -99,8 +99,6 @@ class Pages(Value):
 
 
 class Words(layouts.Words):
-    """Its words."""
-
     clear_page: bool = False
 
 

@@ -47,8 +47,6 @@ class Ulysses(Value):
 
 
 class Words(convert.Words):
-    """Its words."""
-
     ulysses_degree: int = 0  # ranks, each with a group of heads in the results
 
 

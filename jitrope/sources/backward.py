@@ -13,11 +13,11 @@ from ..base.layouts import LAYOUT_AXES
 from ..base.views import Tensors, head_view
 from ..plan.options import Options
 from ..sinks.results import LETTERS
-from ..sources.stand_ins import weight_sums
 from ..stages import rotate
 from ..stages.norm import norm_of, sums_heads
 from .operation import BACKWARDS, Call, Operation, operation, tables_of
 from .source import Read, Source
+from .stand_ins import weight_sums
 
 
 class Backward(Operation):

@@ -248,8 +248,6 @@ def asked_of(name: str, quantize: Any, hadamard: Any) -> tuple[dict[str, Any], b
 
 
 class Words(positions.Words):
-    """Its words."""
-
     out_dtype: str = "fp8"  # of elements that are divided by scales
     computed: bool = False  # the call computes the scales of q, and of k without a cache
     group: int = 0  # neighbouring elements of a head with one dynamic scale; 0: the head

@@ -44,7 +44,7 @@ class NormOptions(NamedTuple):
     after_rope: bool = False
     v_norm: bool = False
     kind: str = "rms_norm"
-    of: str = "qk"  # one of `NORM_OF`
+    of: str = "qk"  # one of `OF`
     eps: float = 1e-6
 
     def takes(self, name: str) -> bool:
@@ -159,8 +159,6 @@ class Norm(Value):
 
 
 class Words(positions.Words):
-    """Its words."""
-
     norm: NormOptions | None = None
 
 

@@ -152,8 +152,6 @@ class Shifts(Positions):
 
 
 class Words(layouts.Words):
-    """Its words."""
-
     mrope_section: tuple[int, ...] = ()  # pairs of each axis of position_ids; () for one axis
     mrope_interleaved: bool = False
     shifts: bool = False  # position_ids are differences, and those below 0 rotate back

@@ -27,8 +27,6 @@ WITHOUT_TABLE = (*positions.TENSORS[1:], "mrope_section", "mrope_interleaved", "
 
 
 class Words(positions.Words):
-    """Its words."""
-
     rotary_dim: int = 0
     rotary_offset: int = 0
     interleaved: bool = False

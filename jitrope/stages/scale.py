@@ -1,4 +1,4 @@
-"""Scale of q, a word of attention that is learned or grows with the context: y = x factor. Source: arXiv:2309.00071."""
+"""Scale of q, a factor that is learned, or that grows with the context: y = x factor. Source: arXiv:2309.00071."""
 
 from __future__ import annotations
 

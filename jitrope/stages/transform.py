@@ -23,8 +23,6 @@ LABEL = "hadamard"
 
 
 class Words(layouts.Words):
-    """Its words."""
-
     hadamard: bool = False
 
 
