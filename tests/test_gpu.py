@@ -1259,7 +1259,7 @@ def test_a_prepared_call_uses_nothing_of_jit_and_base_but_the_launch(what: str) 
 
     def seen(frame: Any, event: str, _: object) -> None:
         path = Path(frame.f_code.co_filename)
-        inside = path.parents[1].name == "jitrope" and path.parent.name in ("jit", "base")
+        inside = path.parent.parent.name == "jitrope" and path.parent.name in ("jit", "base")
         if event == "call" and inside and path.name != "layouts.py":  # which has the words of a call
             entered.append(frame.f_code.co_name)
 
