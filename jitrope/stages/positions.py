@@ -177,7 +177,7 @@ class Fields:
 
 
 TENSORS = ("cu_seqlens", "start_positions", "position_ids")
-POSITIONS = frozenset(TENSORS)
+POSITIONS = {*TENSORS}
 """Tensors by which a token's row differs from its place in the batch row."""
 ARGUMENTS = {"prefixed": ("", "long long unrotated")}
 COUNTS = ("max_seqlen", "unrotated")

@@ -13,7 +13,7 @@ from ..base.fit import USERS_NAMES, Fail, is_float, named, sizes_of
 from ..base.spec import DTYPES, OF_NORM
 from ..base.views import DTYPE_NAMES, Tensors, per_head, table_pair, table_view
 from . import positions
-from .positions import TURNED, cleared, table_rows
+from .positions import POSITIONS, TURNED, cleared, table_rows
 
 TABLES = ("cos_sin", "freqs", "cos_sin_cache", "freqs_cis")
 ROUNDINGS = ("fp32", "complex64", "complex128", "dtype", "addcmul")
@@ -242,7 +242,7 @@ def _turns(tokens: int, dtype: torch.dtype, t: Tensors, o: Words) -> tuple[Tenso
     if o.rounding == "dtype":
         cos, sin = cos.to(dtype), sin.to(dtype)
     sin = _transposed(sin, o) if o.inverse else sin
-    if o.cp_size == 1 and not o.unrotated and positions.POSITIONS.isdisjoint(t):
+    if o.cp_size == 1 and not o.unrotated and POSITIONS.isdisjoint(t):
         return cos[:, :tokens], sin[:, :tokens], None
     rows, still, back = positions.turned(table_rows(tokens, cos.device, t, o), o)
     cos, sin = _gathered(cos, rows, o), _gathered(sin, rows, o)
