@@ -108,7 +108,7 @@ def forget_positions(tensors: Tensors, words: dict[str, Any]) -> None:
     for name in _TABLE_NAMES:
         if name in tensors:
             return
-    for name in (*WITHOUT_TABLE, "rotary_offset"):
+    for name in WITHOUT_TABLE.split():
         tensors.pop(name, None)
         words.pop(name, None)
 

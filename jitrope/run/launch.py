@@ -67,7 +67,7 @@ class Local(threading.local):
         self.made: Any = None  # the last call by a user's words: its function, tensors and results
 
     def keep(self, key: Any, *functions: Any) -> None:
-        """Keep the function of a call for the fast path. Without one the calls of this key are not tried again."""
+        """Keep the function of a call for the fast path. Without any the calls of this key are not kept again."""
         with contextlib.suppress(TypeError):  # a word without a hash
             if len(self.recent) >= MAX_RECENT and key not in self.recent:
                 del self.recent[next(iter(self.recent))]

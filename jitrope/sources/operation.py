@@ -28,7 +28,7 @@ from ..checks import checks
 from ..plan.options import Options
 from ..sinks import results
 from ..sinks.results import LETTERS, empty_scale
-from ..stages import positions
+from ..stages import convert, positions
 from ..stages.convert import converts_v, least_scales
 from ..stages.norm import NO_NORM, norm_of, sums_heads
 from ..stages.transform import LABEL as TRANSFORM
@@ -39,8 +39,8 @@ Call = Callable[["Operation", Tensors, Options], Tensors]  # `dispatch.call`
 
 OF_TABLES = frozenset((*TABLE_NAMES, "second_cos", "second_sin", "cos_sin_cache", "freqs", "freqs_cis"))
 """The tensors of a call that are not those of heads, of a norm, or of a sink."""
-SCALES = ("q_scale", "k_scale", "v_scale")
-OUTS = {f"{letter}_out": f"out's {letter}" for letter in "qkv"}
+SCALES = convert.TENSORS
+OUTS = {name: f"out's {name[0]}" for name in results.TENSORS}
 """The users' names of output tensors."""
 CACHE = ("k_cache", "v_cache", "errors", *BLOCK_SCALES)
 """The tensors of a cache that a call writes."""

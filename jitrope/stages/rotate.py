@@ -22,8 +22,8 @@ MAX_MOVED = 64
 """The most rotated elements of a head that can change their pairing in place: threads of one warp have them, even with
 one element in an access."""
 ARGUMENTS = positions.ARGUMENTS
-WITHOUT_TABLE = (*positions.TENSORS[1:], "mrope_section", "mrope_interleaved", "shifts", *positions.BARE, "rotary_dim")
-"""The tensors and words that have no effect without a table, beside rotary_offset."""
+WITHOUT_TABLE = "position_ids start_positions mrope_section mrope_interleaved shifts unrotated rotary_dim rotary_offset"
+"""The tensors and words that have no effect without a table."""
 
 
 class Words(positions.Words):
