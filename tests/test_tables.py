@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from typing import Any, NamedTuple
 
 import pytest
@@ -222,6 +223,14 @@ def test_published_files_of_other_models() -> None:
         found, factor = tables.from_config({**sizes, **own})
         assert torch.equal(found, tables.inv_freq(rotary_dim=2 * pairs, theta=1e6)[0])
         assert factor == 1
+
+
+def test_a_file_of_a_model_needs_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = {"head_dim": 8, "rope_theta": 1e4}
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert torch.equal(tables.from_config(file)[0], tables.inv_freq(rotary_dim=8)[0])
+    with pytest.raises(jitrope.InvalidInput, match=r"file of 'gemma'; pass a dict without model_type .*transformers"):
+        tables.from_config({"model_type": "gemma", **file})
 
 
 def test_deepseeks_published_configuration_rotates_a_part_of_the_head() -> None:
@@ -457,16 +466,20 @@ REFUSALS = {
     "parameter-beside": (refused_config(head_dim=8, rope_theta=1e4, swa_rope_theta=5e4), "swa_rope_theta is unknown"),
     "ernie-vl-file": (refused_config(head_dim=8, rope_theta=1e4, rope_3d=True), "rope_3d is unknown; pass a dict"),
     "dinov3-file": (refused_config(head_dim=8, rope_theta=1e2, pos_embed_rescale=None), "fractions of an image"),
+    "dinov3-short-file": (
+        refused_config(model_type="dinov3_vit", hidden_size=384, num_attention_heads=6, rope_theta=1e2),
+        "fractions of an image",
+    ),
+    "file-of-wrong-values": (
+        refused_config(model_type="llama", rope_theta=1e4, hidden_size="4096"),
+        r"transformers does not read config, a file of 'llama'; .* \(Validation error .* 'hidden_size':\)",
+    ),
     "alpha": (
         refused_config(head_dim=8, rope_theta=1e4, rope_scaling={"type": "dynamic", "alpha": 0}),
         "factor is 0; it must be a finite number above 0",
     ),
     "no-theta": (refused_config(head_dim=8, rope_scaling={"type": "linear", "factor": 2.0}), "has no rope_theta, and"),
-    "no-local-theta": (
-        lambda: tables.from_config({"head_dim": 8, "local_rope_theta": 1e4, "rope_parameters": {"type": "default"}},
-                                   layer_type="full_attention"),
-        "config has no rope_theta",
-    ),
+    "local-theta": (refused_config(head_dim=8, rope_theta=1e4, rope_local_base_freq=1e4), "base_freq is unknown; pass"),
     "one-theta": (refused_config(head_dim=8, rope_theta=1e4, layer_rope_theta=1e4), "layer_rope_theta is 10000.0; it"),
     "thetas": (refused_config(head_dim=8, rope_theta=1e4, layer_rope_theta=[1e4, 5e5]), "differ in layer_rope_theta"),
     "rotary_dim": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Mapping
@@ -9,17 +10,8 @@ from contextlib import suppress
 from typing import Any
 
 from ..base import arguments
+from ..base.errors import InvalidInput
 from .frequencies import ROPE_TYPES, Device, Found, Length, inv_freq, length, number
-
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-_LAYERS = {  # Gemma 3, ModernBERT, OLMo 3, DeepSeek V4
-    "rope_local_base_freq": ({_FULL: "rope_theta", _SLIDING: "rope_local_base_freq"}, (_FULL,), None),
-    "local_rope_theta": ({_FULL: "global_rope_theta", _SLIDING: "local_rope_theta"}, (_FULL, _SLIDING), None),
-    "olmo3": ({_FULL: "rope_theta", _SLIDING: "rope_theta"}, (_FULL,), None),
-    "compress_rope_theta": ({"main": "rope_theta", "compress": "compress_rope_theta"}, ("compress",), 1.0),
-}
-"""Files whose types of layers differ, by a name that only they have or by model_type: the name of each type's theta,
-the types that are scaled, and YaRN's attention_factor there."""
 
 _WITH_ALPHA = ("alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 """HunYuan's parameters. Its models read alpha only."""
@@ -34,7 +26,7 @@ _SIZES = (
 )
 """Names of the head's size, or of a width and its divisors. The first row that a configuration has counts."""
 
-_TOP = {name for row in _LAYERS.values() for name in row[0].values()} | {
+_TOP = {
     *("rope_parameters", "rope_scaling", "rope_theta", "layer_rope_theta", "partial_rotary_factor"),
     *("rotary_dim", "qk_rope_head_dim"),
     # These speak of rope, but not of its frequencies:
@@ -80,12 +72,12 @@ def from_config(
         config: the function reads rope_parameters (or the older rope_scaling and rope_theta), head_dim (or
             attention_head_dim, kv_channels, or hidden_size and num_attention_heads), partial_rotary_factor,
             max_position_embeddings, original_max_position_embeddings and, in a dict, rotary_dim, and qk_rope_head_dim
-            for multi-head latent attention. rope_theta must be given. A file may leave out other defaults of its class,
-            such as head_dim: pass the object then. Names that choose layers, such as no_rope_layers, are not read.
-            partial_rotary_factor counts also if the module of that model ignores it, as Llama's does in transformers.
-        layer_type: the type of layer, if rope_parameters has one entry for each type, or if the file has a theta for
-            each: "full_attention" and "sliding_attention" (Gemma 3, ModernBERT, OLMo 3), "main" and "compress"
-            (DeepSeek V4); else None.
+            for multi-head latent attention. A dict with a model_type of transformers is read by its class there, which
+            fills in what the file leaves out. Any other dict must have rope_theta and the rest. Names that choose
+            layers, such as no_rope_layers, are not read. partial_rotary_factor counts also if the module of that model
+            ignores it, as Llama's does in transformers.
+        layer_type: the type of layer, if rope_parameters has one entry for each type, as in transformers' objects for
+            Gemma 3 ("full_attention", "sliding_attention") and DeepSeek V4 ("main", "compress"); else None.
         seq_len: for "dynamic" and "longrope"; the other types do not depend on it.
         head_dim: replaces the configuration's value, for a dict that has it under another name.
 
@@ -95,7 +87,8 @@ def from_config(
 
     Raises:
         InvalidInput: as in `inv_freq`; or the configuration has no such parameters, or none for this layer_type; or it
-            names a parameter of rope that this function does not know; or the model computes its tables otherwise.
+            names a parameter of rope that this function does not know; or the model computes its tables otherwise; or
+            transformers is missing or cannot read a dict with model_type.
     """
     if layer_type is not None and not isinstance(layer_type, str):
         arguments.refuse("from_config", "layer_type", layer_type, "the name of a type of layer, or None")
@@ -103,6 +96,7 @@ def from_config(
         head_dim = arguments.whole("from_config", "head_dim", head_dim, 2)
     if seq_len is not None:
         length("seq_len", seq_len, "from_config")
+    config = _with_defaults(config)
     _refuse_unknown(config)
     rope_type, parameters = _typed(_rope_parameters(config, layer_type))
     longest, trained = _get(config, "max_position_embeddings"), "original_max_position_embeddings"
@@ -140,6 +134,22 @@ def _get(config: Any, name: str) -> Any:
     return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
 
+def _with_defaults(config: Any) -> Any:
+    """A file that names a model, as transformers' class reads it: with the defaults that the file leaves out."""
+    model_type = config.get("model_type") if isinstance(config, Mapping) else None
+    if not isinstance(model_type, str):
+        return config
+    try:
+        from transformers import CONFIG_MAPPING
+
+        known = model_type in CONFIG_MAPPING
+        return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(config))) if known else config
+    except Exception as error:  # there is no transformers, or it does not expect the values
+        text = f"transformers does not read config, a file of {model_type!r}; pass a dict without model_type"
+        why = str(error).partition("\n")[0]
+        raise InvalidInput(f"from_config: {text} ({why})") from error
+
+
 def _refuse_unknown(config: Any) -> None:
     """Refuse models with tables of their own, and names that may change the frequencies."""
     if config is None or isinstance(config, (str, bytes)):
@@ -148,8 +158,9 @@ def _refuse_unknown(config: Any) -> None:
     for name, why in _REFUSED.items():
         own = name in (_get(config, "model_type"), *names)
         _require(not own, f"{name} has its own kind of table: {why}; compute it from inv_freq")
+    top = _TOP if isinstance(config, Mapping) else {*_TOP, "compress_rope_theta"}  # which DeepSeek V4's object has read
     for name in names:
-        known = name in _TOP or not {"rope", "rotary"} & {*name.split("_")} or _get(config, name) in (None, False)
+        known = name in top or not {"rope", "rotary"} & {*name.split("_")} or _get(config, name) in (None, False)
         _require(known, f"{name} is unknown; pass a dict without it, or use inv_freq")
 
 
@@ -162,13 +173,6 @@ def _rope_parameters(config: Any, layer_type: str | None) -> dict[str, Any]:
         arguments.refuse("from_config", "config's rope_parameters", found, "a dict")
     layers = {name: value for name, value in found.items() if isinstance(value, Mapping)}
     beside = {name: value for name, value in found.items() if name not in layers}
-    for name, (thetas, scaled, factor) in _LAYERS.items() if not layers else ():
-        if _get(config, name) or _get(config, "model_type") == name:
-            defaults = {"attention_factor": factor} if _type(found) == "yarn" else {}
-            for layer, theta in thetas.items():
-                own = {**defaults, **found} if layer in scaled else {}
-                layers[layer] = {**own, "rope_theta": _get(config, theta) or found.get("rope_theta")}
-            beside = {}
     allowed = " or ".join(map(repr, layers)) or "None, because all layers share the parameters"
     _require(layer_type in (layers or (None,)), f"layer_type is {layer_type!r}; allowed is {allowed}")
     if layer_type is None:
