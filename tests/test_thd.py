@@ -394,6 +394,7 @@ def test_opcheck(op: str) -> None:
     torch.library.opcheck(getattr(torch.ops.jitrope, op).default, arguments)
 
 
+QUANTIZED = torch._empty_affine_quantized((8, 2, 4), scale=1.0, zero_point=0, dtype=torch.quint8)
 REFUSED = {
     "dtype": (lambda: thd.get_partitioned_indices(torch.zeros(3), 4, 2, 0), "cu_seqlens is"),
     "rank": (lambda: thd.get_partitioned_indices(offsets((4,)), 4, 2, 2), "rank is 2; it must be from 0"),
@@ -463,6 +464,11 @@ REFUSED = {
         lambda: thd.sequence_order_to_cp_rank_order(torch.ones(8).to_sparse(), offsets((8,)), 2),
         "x is .*; it must be a strided tensor",
     ),
+    "quantized": (
+        lambda: thd.cp_rank_order_to_sequence_order(QUANTIZED, offsets((8,)), 2),
+        "x is .*, quint8, on cpu; it must be a tensor with memory, neither quantized nor",
+    ),
+    "half of quantized": (lambda: thd.read_half_tensor(QUANTIZED, offsets((8,)), 0), "x is .*, quint8, on cpu; it"),
     "nested": (
         lambda: thd.read_half_tensor(torch.nested.nested_tensor([torch.ones(2)]), offsets((8,)), 0),
         "x is a nested tensor; it must be a strided tensor",

@@ -34,8 +34,8 @@ def fail_of(name: str, gradient: bool = False, **tensors: Any) -> Fail:
     fail = Fail(name)
     for label, x in tensors.items():
         arguments.tensor(name, label, x)
-        if not is_compiling() and is_zero(x):
-            arguments.refuse(name, label, x, "a tensor with memory, not torch's lazy zeros")
+        if x.is_quantized or (not is_compiling() and is_zero(x)):
+            arguments.refuse(name, label, x, "a tensor with memory, neither quantized nor torch's lazy zeros")
         if not gradient and wants_grad(x):
             fail(f"{label} requires a gradient, which this function does not have; call it under torch.no_grad()")
     return fail
