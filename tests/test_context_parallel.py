@@ -546,6 +546,7 @@ def test_invalid_schedules_and_partitions() -> None:
     """Schedules and partitions for another rank, batch or group are refused."""
     cu, x = torch.tensor([0, 6]), torch.zeros(3, 1, 8)
     of_two = Schedule(cu, 6, cp_size=2, cp_rank=1)
+    quantized = torch._empty_affine_quantized((6, 1, 8), scale=1.0, zero_point=0, dtype=torch.qint8)
     for message, call in (
         ("made with cp_size and cp_rank", lambda: all_gather_attention(x, x, x, of_two)),
         (
@@ -557,6 +558,11 @@ def test_invalid_schedules_and_partitions() -> None:
         ("x has shape", lambda: Partition(cu, 6, cp_size=2, cp_rank=0).shard(x)),
         ("made with cp_size", lambda: Partition(cu, 6, cp_size=2, cp_rank=0).unshard(x)),
         ("this rank has 3 rows of tokens=6", lambda: Partition(cu, 6, cp_size=2, cp_rank=0).unshard(x[:2])),
+        (
+            "shard: x is .*, qint8, on cpu; it must be .* neither quantized nor",
+            lambda: Partition(cu, 6).shard(quantized),
+        ),
+        ("unshard: x is .*, qint8, on cpu; it must be", lambda: Partition(cu, 6).unshard(quantized)),
         ("tokens is None", lambda: Partition(cu, None)),
         ("seqlen is 5; it must be a multiple", lambda: Schedule.fixed(2, 5, "cpu", cp_size=2, cp_rank=0)),
     ):
@@ -900,6 +906,10 @@ def check_faults() -> None:
             with pytest.raises(InvalidInput, match=message):
                 all_gather_attention(q, q, q, schedule, check=True, **words)
     all_gather_attention(q, q, q, schedule, check=True)
+    alone = Schedule(torch.tensor([0, 8]), 8, cp_size=1)
+    with pytest.raises(InvalidInput, match="the schedule has no group, so check=True cannot ask"):
+        all_gather_attention(q, q, q, alone, check=True)  # the other ranks would wait for this one
+    all_gather_attention(q, q, q, alone)
 
 
 def check_one_refuses_for_all(device: str = "cpu") -> None:

@@ -472,7 +472,7 @@ REFUSALS = {
     ),
     "file-of-wrong-values": (
         refused_config(model_type="llama", rope_theta=1e4, hidden_size="4096"),
-        r"transformers does not read config, a file of 'llama'; .* \(Validation error .* 'hidden_size':\)",
+        r"transformers does not read config, a file of 'llama'; .*Validation error for field 'hidden_size'",
     ),
     "alpha": (
         refused_config(head_dim=8, rope_theta=1e4, rope_scaling={"type": "dynamic", "alpha": 0}),

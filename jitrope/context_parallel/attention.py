@@ -85,7 +85,8 @@ def all_gather_attention(
         head_groups: gather the heads of k in this many groups, each during the attention of the previous group. This
             divides the memory for gathered keys.
         check: compare the arguments of all ranks (of rope only the rows of its tables), and check the lengths. If one
-            rank refuses its arguments, all ranks raise InvalidInput. This waits for the device.
+            rank refuses its arguments, all ranks raise InvalidInput. A rank whose schedule has no group refuses at once
+            and tells nobody: the others wait until it ends, or for the group's timeout. This waits for the device.
 
     Returns:
         out (t, Hq, Dv), in q's layout and dtype; with lse or max_logit a tuple of out, lse and max_logit in this order.
@@ -171,12 +172,13 @@ def _on_all_ranks(checked: Callable[[], Any], schedule: Schedule) -> Any:
 
     if watch.is_compiling() or watch.capturing(schedule.cu_seqlens):
         fail("check=True waits for the device, so it cannot be compiled or captured in a CUDA graph; leave it out")
+    if schedule.ranks.group is None and dist.is_initialized():
+        fail("the schedule has no group, so check=True cannot ask the other ranks; pass group to Schedule")
 
     def told(facts: Any) -> list[Any]:
         """Every rank's facts; None from a rank that refuses."""
-        ranks = [facts]
-        if schedule.ranks.group is not None:  # else there is one process, or each has refused
-            ranks *= schedule.ranks.cp_size
+        ranks = [facts] * schedule.ranks.cp_size
+        if schedule.ranks.group is not None:  # else there is one process
             with torch.cuda.device_of(schedule.cu_seqlens):
                 dist.all_gather_object(ranks, facts, schedule.ranks.group)
         return ranks

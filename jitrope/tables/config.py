@@ -146,8 +146,7 @@ def _with_defaults(config: Any) -> Any:
         return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(config))) if known else config
     except Exception as error:  # there is no transformers, or it does not expect the values
         text = f"transformers does not read config, a file of {model_type!r}; pass a dict without model_type"
-        why = str(error).partition("\n")[0]
-        raise InvalidInput(f"from_config: {text} ({why})") from error
+        raise InvalidInput(f"from_config: {text} ({error!r:.150})") from error
 
 
 def _refuse_unknown(config: Any) -> None:
