@@ -364,6 +364,12 @@ NO_MODELS = {
         {"model_type": "jamba", "dtype": "float16"},
         "jamba are not known",
     ),
+    "two sounds": (
+        {"model_type": "pe_audio", "dtype": "float16"},
+        "pe_audio are not known (PeAudioModel.forward() missing",
+    ),
+    "sound": ({"model_type": "wav2vec2-conformer", "dtype": "float16"}, "Wav2Vec2ConformerModel has no rope function"),
+    "images and text": ({"model_type": "sam3", "dtype": "float16"}, "sam3 are not known ('Sam3Config' object has no"),
     "a class that is not there": ({**LLAMA, "dtype": "float16", "architectures": ["Nonesuch"]}, "Nonesuch"),
 }
 

@@ -311,6 +311,21 @@ def test_a_model_of_images(tmp_path: Path) -> None:
     assert set(specs_of_model(tmp_path, "bf16")) == set(want) != set()
 
 
+def test_a_model_of_sound(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from jitrope.integrations import transformers as drop_in
+
+    layers = {"encoder_num_hidden_layers": 1, "decoder_num_hidden_layers": 1}
+    config = transformers.MoonshineConfig(hidden_size=64, intermediate_size=64, **layers)
+    config.save_pretrained(tmp_path)
+    model = transformers.AutoModel.from_config(config, dtype=torch.bfloat16)
+    with drop_in.enable(model), launched() as want, torch.no_grad():
+        for batch, tokens in ((1, 8), (2, 8), (1, 1), (2, 1)):
+            ids = torch.zeros(batch, tokens, dtype=torch.int64)
+            model(torch.randn(batch, 16000, dtype=torch.bfloat16), decoder_input_ids=ids)
+    assert set(specs_of_model(tmp_path, "bf16")) == set(want) != set()
+
+
 def first_row(value: Any) -> Any:
     """Inputs of two samples, cut to those of the first."""
     if isinstance(value, Tensor):

@@ -172,15 +172,15 @@ def _of_transformers(path: Path, data: dict[str, Any], dtype: torch.dtype | None
 
 
 def _words(model: Any, batch: int, tokens: int, dtype: torch.dtype) -> dict[str, Any]:
-    """The inputs of a model of transformers: tokens, or pixels of its configuration's size."""
-    config = model.config
-    if model.main_input_name == "pixel_values":
+    """The inputs of a model of transformers: tokens, pixels of its configuration's size, or a second of sound."""
+    config, main = model.config, model.main_input_name
+    if main == "pixel_values":
         size = config.image_size
         sides = size if isinstance(size, (list, tuple)) else (size, size)
-        return {"pixel_values": torch.empty(batch, config.num_channels, *sides, dtype=dtype)}
+        return {main: torch.empty(batch, config.num_channels, *sides, dtype=dtype)}
     ids = torch.zeros(batch, tokens, dtype=torch.int64)
-    decoder = {"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {}
-    return {"input_ids": ids, **decoder}
+    given = {main: torch.empty(batch, 16000, dtype=dtype)} if main == "input_values" else {"input_ids": ids}
+    return {**given, **({"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {})}
 
 
 # ---- diffusers -----------------------------------------------------------------------------------
