@@ -212,6 +212,9 @@ FILES: dict[str, tuple[str, tuple[str | None, ...], dict[str, Any]]] = {
         "rope_theta": 500000, "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32, "beta_slow": 1,
                                                "original_max_position_embeddings": 8192},
     }),
+    "cohere2_moe.Cohere2Moe": ("Cohere2MoeConfig", (None,), {  # its module does not read rope_scaling
+        "model_type": "cohere2_moe", "rope_theta": 50000, "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    }),
 }  # fmt: skip
 """Published files, whose names are older than transformers 5."""
 

@@ -167,7 +167,7 @@ def _rope_parameters(config: Any, layer_type: str | None) -> dict[str, Any]:
     """The parameters of one type of layer, or of all layers."""
     given = any(_get(config, name) is not None for name in ("rope_parameters", "rope_scaling", "rope_theta"))
     _require(given, "config has none of rope_parameters, rope_scaling, rope_theta; perhaps its text_config has")
-    found = _get(config, "rope_scaling") or _get(config, "rope_parameters") or {}
+    found = _get(config, "rope_parameters") or _get(config, "rope_scaling") or {}
     if not isinstance(found, Mapping):
         arguments.refuse("from_config", "config's rope_parameters", found, "a dict")
     layers = {name: value for name, value in found.items() if isinstance(value, Mapping)}
