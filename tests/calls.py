@@ -124,7 +124,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"source": "view", "convert": "of_v"}, "v_scale is given, but no output is divided by it"),
     ({"source": "view", "out": "ulysses"}, "Ulysses does not go with copy_v=False"),
     ({"source": BIASED, "norm": "of_v"}, "the norm has of='v', which does not go with bias"),
-    ({"source": FUSED, "out": "own"}, "does not go with fused QKV"),
     ({"source": FUSED, "layout": "bhsd"}, "layout is 'bhsd'; it must be one of 'bshd', 'sbhd', 'thd'"),
     ({"source": (*FUSED, "latent", *STREAMS), "table": "per_head"}, "the heads must share it"),
     ({"source": (*FUSED, "latent", *STREAMS), "positions": "shifts"}, "shifts does not go with"),

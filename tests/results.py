@@ -318,7 +318,7 @@ def lies_in(x: Tensor, y: Tensor) -> bool:
 def unchanged(m: Made) -> Iterator[str]:
     """The names of the tensors of heads that a call does not write."""
     for name in m.tensors:
-        written = name in "qk" or name == "qkv" if m.case["out"] == "inplace" else False
-        written = written or (m.case["out"] == "own" and (name == "k" or (name == "q" and is_own(m.case))))
+        of_own = ("k", "qkv", *("q" * is_own(m.case)))
+        written = name in {"inplace": ("q", "k", "qkv"), "own": of_own}.get(m.case["out"], ())
         if not written:
             yield name

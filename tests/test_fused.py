@@ -274,7 +274,6 @@ def test_refusals_beside_other_stages() -> None:
 
     refused("prepare_fused_qkv: cache is 1; it must be a jitrope.KVCache", cache=1)
     refused("prepare_fused_qkv: quantize is 1; it must be a jitrope.Quantize", quantize=1)
-    refused("inplace does not go with fused QKV with cache", inplace=True)
     refused("inverse does not go with fused QKV with cache", inverse=True)
     refused("out's k is .*; it must be None, because k goes to the cache", out=(None, qkv, None))
     refused("out is .*; it must be a tuple of 3 tensors", out=qkv)
@@ -299,8 +298,6 @@ def test_refusals_beside_other_stages() -> None:
     refused("copy_v is None; it must be True or False", copy_v=None)
     refused("qkv is None; it must be a tensor", qkv=None)
     refused("qkv requires a gradient, but this call has none", qkv=qkv.clone().requires_grad_())
-    own = KVCache(*torch.zeros(2, 24, 2, 64).bfloat16(), torch.arange(10), rotate_k=True)
-    refused("rotate_k does not go with fused QKV", cache=own)
     buffer = torch.zeros(2, 5, 10 * 64).bfloat16()
     out = (buffer[..., : 6 * 64].unflatten(2, (-1, 64)), None, None)
     refused("out's q and qkv share memory", buffer.unflatten(2, (2, -1)), out=out)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..base.arguments import flag, refuse, wholes, word
 from ..base.errors import InvalidInput
 from ..base.layouts import FUSED_AXES, QKV_ORDERS
+from ..base.views import fused_part
 from ..plan.options import Options
 from ..run.gather import add, chosen, gather, result, sent
 from ..run.public import repeated
@@ -82,10 +83,9 @@ def prepare_fused_qkv(
         hadamard: as in `prepare_qkv`, also in place. Its gradient takes a second launch.
         cache, quantize, out: as in `prepare_qkv`, in as many launches. You can combine them with hadamard and with a
             bias, which torch then adds to a gate. Such a call has no gradient, but one with `Ulysses` alone has, which
-            in "grouped" with Hq > Hk needs a rank for each head of k. rotate_k and inplace are refused, and inverse
-            with a cache.
+            in "grouped" with Hq > Hk needs a rank for each head of k. inverse is refused with a cache.
         inplace: rotate q and k inside qkv and return it, for attention that takes q, k and v as one tensor or as views.
-            v stays, unless it is normalised or gets a bias.
+            v stays, unless it is normalised or gets a bias. With a cache k and v stay, but k is rotated with rotate_k.
         The other arguments are those of `apply_rope`. `Shifts` and tables for each head are refused. Without a table
             nothing is rotated; in place it then needs a norm, a bias, hadamard or q_scale, or there is nothing to do.
 
@@ -93,8 +93,8 @@ def prepare_fused_qkv(
         q (B, S, Hq, D), k and v (B, S, Hk, D), contiguous, unless v is a view. For tokens after the last sequence q and
         k are zero, and v is as elsewhere. With a gate it is the fourth result, a view of qkv with q's shape, not
         rotated, or with a bias a fresh tensor; a second launch copies its gradient into that of qkv. In place: qkv.
-        With quantize q, k and v are as in `prepare_qkv`; with a cache k and v are None. With `Ulysses` q, k and v have
-        groups of heads for the ranks, and the gate has not.
+        With quantize q, k and v are as in `prepare_qkv`; with a cache v is None, and k too, or with rotate_k the
+        rotated view of qkv. With `Ulysses` q, k and v have groups of heads for the ranks, and the gate has not.
 
     Raises:
         InvalidInput, CompileError: as in `apply_rope`.
@@ -109,12 +109,12 @@ def prepare_fused_qkv(
     made = sent(op, tensors, asked, quantize)
     if "qkv" in made:
         return qkv
-    found = result(made, "q"), result(made, "k"), result(made, "v")
+    o = Options(q_per_group=asked["q_per_group"], order=order)
+    k = fused_part(tensors["qkv"], "k", o) if "rotate_k" in asked else result(made, "k")
+    found = result(made, "q"), k, result(made, "v")
     if order != "qkv_gated":
         return found
-    if "gate" in made:
-        return (*found, made["gate"])
-    return (*found, part_with_bias(tensors, "gate", Options(q_per_group=asked["q_per_group"], order=order)))
+    return (*found, made["gate"] if "gate" in made else part_with_bias(tensors, "gate", o))
 
 
 def _split(tensors: Any, asked: dict[str, Any], heads: Any, order: Any, copy_v: Any) -> None:

@@ -51,7 +51,7 @@ class Fused(Source):
     said, function = "fused QKV", "prepare_fused_qkv"
     needed = heads = ("qkv",)
     labels = {"q": "qkv", "k": "qkv"}  # noqa: RUF012
-    refused = frozenset(("shifts", "rotate_k"))
+    refused = frozenset(("shifts",))
 
     def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
         """A gate that a kernel writes too is the second head of its head of q."""

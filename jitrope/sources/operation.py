@@ -70,7 +70,12 @@ class Operation:
         self.sends = bool(convert or cache or out)  # without a gate
         self.differentiable = not (convert or cache or out == "given")
         self.shards = source.op == "heads" and not (out or convert or cache or transform)
-        fresh = out or convert in ("computed", "rows") or (convert and not cache) or (cache and source.op != "heads")
+        fresh = (
+            out
+            or convert in ("computed", "rows")
+            or (convert and not cache)
+            or (cache and source.op not in ("heads", "fused"))
+        )
         alone = {"inplace": fresh, "inverse": cache, "shifts": self.staged, "v_weight": not cache}
         self.refused = source.refused | {word for word, refused in alone.items() if refused}
 
@@ -122,7 +127,7 @@ class Operation:
         own = self._own() if o.inplace else ()
         outs = tuple(OUTS) if self.out == "given" else ()
         fresh = [FRESH + name for name in (*LETTERS, *SCALES)]  # which the caller of torch's op made
-        return (*own, *("k" * o.rotate_k), *(CACHE if self.cache else ()), *outs, *fresh)
+        return (*own, *self.source.heads[:2][-1 if o.rotate_k else 2 :], *(CACHE if self.cache else ()), *outs, *fresh)
 
     def made(self, given: Container[str], o: Options) -> tuple[str, ...]:
         """Names of the results that torch's op makes."""
@@ -259,11 +264,11 @@ class Operation:
         """The places of the results (`sinks.results`). made: those that are fresh, and own tensors in place."""
         if self.out == "given":
             made = {**made, **{x: t[f"{x}_out"] for x in LETTERS if f"{x}_out" in t}}
-        own = {"k": t["k"]} if o.rotate_k else {}
+        own = {"k": t["k"] if "k" in t else views.fused_part(t["qkv"], "k", o)} if o.rotate_k else {}
         found = results.places({**made, **own}, o)
         if "qkv" in made:
             whole, letters = views.canonical(made["qkv"], o.layout), self.source.letters(made, o)
-            parts = {letter: views.fused_part(whole, letter, o) for letter in letters}
+            parts = {x: views.fused_part(whole, x, o) for x in letters if not (self.cache and x in "kv")}
             found.update({letter: x if x.dim() == 5 else x.unsqueeze(3) for letter, x in parts.items()})
         return found
 
