@@ -33,8 +33,6 @@ collectives = torch.ops._c10d_functional
 is_zero: Callable[[Tensor], bool] = operator.methodcaller("_is_zerotensor")  # lazily: it has no memory
 version: Callable[[Tensor], int] = operator.attrgetter("_version")  # counts the writes to a tensor
 
-without_values: Callable[[type[Tensor], Tensor, bool], Tensor] = Tensor._make_subclass  # and requires_grad
-
 is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor  # of is_grads_batched
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -60,10 +58,10 @@ def outside_modes() -> AbstractContextManager[Any]:
     return off
 
 
-def saves_otherwise() -> bool:
-    """Whether hooks handle what autograd saves, as in a checkpoint, which compares it when it computes a part again."""
+def saves_otherwise() -> Any:
+    """The hooks, if any, that handle what autograd saves, as a checkpoint does, which compares it with later calls."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return grad_enabled() if top is None else top(True) is not None
+    return (grad_enabled() and object()) if top is None else top(True)  # torch 2.6 does not tell; nothing equals it
 
 
 def transforms() -> list[str]:

@@ -450,6 +450,7 @@ CALLS = {
     "sam": call(file=SAM, q=ROW, k=ROW, table=(6, 8)),
     "sam-repeats": call(file=SAM, q=ROW, k=ROW, table=(6, 8), repeat_freqs_k=True),
     "sam-longer": call("host", SAM, q=ROW, k=(1, 2, 12, 8), table=(6, 8), repeat_freqs_k=True),
+    "sam-no-keys": call("host", SAM, ROW, (1, 2, 0, 8), (6, 8)),
     "sam-in-part": call("host", SAM, ROW, (1, 2, 14, 8), (6, 8), num_k_exclude_rope=2, repeat_freqs_k=True),
 }
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,68 @@ def test_a_function_of_autograd_does_not_lose_its_gradient(use: Any) -> None:
         layer.use = lambda layer, q, k, t: (use(q, torch.tensor(2)), k)
         with pytest.raises(RuntimeError, match="invalid gradient"):
             layer(*given())[0].sum().backward()
+
+
+def rotates(wrap: Any, layer: Layer, q: Tensor, k: Tensor, t: Any) -> Any:
+    """The rotation is in what takes the tensors."""
+    return wrap(lambda q, k: layer.rope(q, k, *t))(q, k)
+
+
+def takes(wrap: Any, layer: Layer, q: Tensor, k: Tensor, t: Any) -> Any:
+    """It takes tensors that are rotated before, or later, or not; and views of them."""
+    part = wrap(lambda x: (2 * x).sin())
+    first = part(q.transpose(1, 2))
+    return *layer.rope(q, k, *t), first, part(q), part(k)
+
+
+WRAPS = {
+    "checkpoint": lambda function: partial(checkpoint, function, use_reentrant=False),
+    "compile": partial(torch.compile, backend="aot_eager"),
+    "vmap": torch.func.vmap,
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(("name", "use"), [*product(("checkpoint", "compile"), (rotates, takes)), ("vmap", takes)])
+def test_what_takes_a_waiting_tensor(name: str, use: Any, grad: bool) -> None:
+    """In a layer whose earlier calls were fused, it has the host's results and gradients, or says what to do."""
+
+    def outcome() -> list[Tensor]:
+        layer.zero_grad()
+        with torch.set_grad_enabled(grad):
+            out = layer(*given())
+            if grad:
+                sum((x.square().sum() for x in out), torch.zeros(())).backward()
+        return [*out, *(p.grad for p in layer.parameters() if grad)]
+
+    torch.compiler.reset()
+    layer, uses = Layer(plain), partial(use, WRAPS[name])
+    layer.use = uses
+    want = outcome()
+    with integration.enable(layer):
+        for layer.use in (plain, plain, uses, uses):
+            if grad and name == "vmap" and layer.use is uses:
+                with pytest.raises(RuntimeError, match=r"^torch\.func takes the result of a norm .*fuse_norm=False$"):
+                    outcome()
+            else:
+                got = outcome()
+    if not grad or name != "vmap":
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_views_in_a_transform_of_torch_func() -> None:
+    """What waits is a constant of the function that is derived."""
+
+    def use(layer: Layer, q: Tensor, k: Tensor, t: Any) -> Any:
+        return torch.func.grad(lambda x: (x * q.transpose(1, 2)).sum())(torch.ones(2, 6, 2, 8)), k
+
+    layer = Layer(plain)
+    layer.use = use
+    want = layer(*given())[0]
+    with integration.enable(layer):
+        for layer.use in (plain, plain, use):
+            got = layer(*given())[0]
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize(("norm", "name"), [(nn.RMSNorm, "rms_norm"), (nn.LayerNorm, "layer_norm")])
@@ -519,6 +582,14 @@ LINES = {
     "q = helper(q)": "reads the global SCALE",
     "q = decorated(q)": "reads the global SCALE",
     "q = outer(q)": "reads the global factors",
+    "q = (lambda x: x * SCALE)(q)": "reads the global SCALE",
+    "q = (lambda x: helper(x))(q)": "reads the global SCALE",
+    "def nested(x):\n        return x * SCALE\n    q = nested(q)": "reads the global SCALE",
+    "q = sum(x * SCALE for x in (q,))": "reads the global SCALE",
+    "q = q.view(*q.shape[:-1], 8) * (1 if q.shape[-2] < 9999 else 2)": "branches on the values or sizes",
+    "q = q if [*q.shape][-2] < 9999 else 2 * q": "branches on the values or sizes",
+    "first, *_ = q.size(); q = q if first < 9999 else 2 * q": "branches on the values or sizes",
+    "q = sum(row * 0 for row in q) + q": "branches on the values or sizes",
 }
 
 
@@ -530,6 +601,34 @@ def test_a_rope_function_that_is_not_seen_whole(line: str, tmp_path: Path, monke
     with pytest.raises(jitrope.JitropeError, match=LINES[line]):
         integration.enable(importlib.import_module(name).Attention())
     sys.modules.pop(name)
+
+
+def test_a_rope_function_without_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can see whether it has code in it that reads a global value."""
+    path = tmp_path / "without.py"
+    path.write_text(REMOTE.replace("LINE", "q = (lambda x: x * SCALE)(q)"))
+    monkeypatch.syspath_prepend(tmp_path)
+    layer = importlib.import_module("without").Attention()
+    path.unlink()
+    linecache.checkcache()
+    with pytest.raises(jitrope.JitropeError, match=r"branches on .*, or may do so"):
+        integration.enable(layer)
+    sys.modules.pop("without")
+
+
+def test_a_patch_of_what_nested_code_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "patched.py").write_text(REMOTE.replace("LINE", "q = (lambda x: nothing(x))(q)"))
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("patched")
+    module.nothing = lambda x: x
+    layer, given = module.Attention(), (*torch.randn(2, 1, 2, 5, 8), *torch.randn(2, 1, 5, 8))
+    want = layer(*given)
+    with integration.enable(layer) as report:
+        assert torch.equal(layer(*given)[0], want[0])
+        module.nothing = lambda x: 2 * x
+        torch.testing.assert_close(layer(*given)[0], 2 * want[0])
+    assert report.calls == {"jitrope": 1, "host": 1}
+    sys.modules.pop("patched")
 
 
 def test_a_file_that_is_edited_after_its_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,9 +37,6 @@ UNKNOWN = "jitrope does not know the argument"
 _MOST_REASONS = 100  # messages contain shapes, so there may be any number
 
 
-# ---- a call --------------------------------------------------------------------------------------------
-
-
 @torch.compiler.assume_constant_result
 def note(host: str, who: str, reason: str = "", count: int = 1) -> None:
     """Count a call, and log a new reason for leaving it to the host.

@@ -134,9 +134,6 @@ def _tables(x: Tensor, freqs_cis: Tensor, width: int, cut: bool) -> tuple[str, T
     return layout, table[..., 0, 0], table[..., 1, 0]
 
 
-# ---- the registry --------------------------------------------------------------------------------------
-
-
 def enable() -> _host.Report:
     """Register jitrope as the first backend for rope. Calls that it refuses go to the registry's next one.
 

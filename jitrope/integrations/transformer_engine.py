@@ -175,13 +175,12 @@ def _separate(
 _FUSED = _host.or_else("transformer_engine", _fused, _separate)
 _ROPE = "transformer_engine.pytorch.attention.rope"
 _ATTENTION = "transformer_engine.pytorch.attention.multi_head_attention"
-_KNOWN = (
-    "hidden_states attention_mask attn_mask_type window_size bottom_right_diagonal "
-    "is_first_microbatch checkpoint_core_attention rotary_pos_emb core_attention_bias_type "
-    "core_attention_bias alibi_slopes cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded "
-    "max_seqlen_q max_seqlen_kv fast_zero_fill pad_between_seqs thd_attention_policies "
-    "thd_attention_policy_dispatch softcap"
-)
+_KNOWN = """
+hidden_states attention_mask attn_mask_type window_size bottom_right_diagonal is_first_microbatch
+checkpoint_core_attention rotary_pos_emb core_attention_bias_type core_attention_bias alibi_slopes cu_seqlens_q
+cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv fast_zero_fill pad_between_seqs
+thd_attention_policies thd_attention_policy_dispatch softcap
+"""
 """The arguments of self-attention in training; a call with another one, as of inference, is the host's."""
 
 _FUNCTIONS = _host.named(_ROPE, apply_rotary_pos_emb, apply_fused_qkv_rotary_pos_emb)

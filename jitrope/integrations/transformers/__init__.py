@@ -31,7 +31,6 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -103,7 +102,7 @@ def enable(model: nn.Module | None = None, *, fuse_norm: bool = True, rounding: 
         raise ImportError("transformers is not installed in this Python: pip install transformers")
     fuse_norm = flag("enable", "fuse_norm", fuse_norm)
     exact = word("enable", "rounding", rounding, ("fp32", "dtype")) == "dtype"
-    files, report = list(_files(model)), Report()
+    files, report = _files(model), Report()
     try:
         _place(report, model, files, fuse_norm, exact)
     except BaseException:
@@ -146,7 +145,7 @@ def _rope(function: Any, exact: bool) -> Rope | str:
 disable = _host.disabler(__name__)
 
 
-def _files(model: nn.Module | None) -> Iterator[ModuleType]:
+def _files(model: nn.Module | None) -> list[ModuleType]:
     """The modules that define a model's classes; None: all loaded ones of transformers and of remote code."""
     if model is not None and not isinstance(model, nn.Module):
         refuse("enable", "model", model, "a model (torch.nn.Module), or None for all loaded ones")
@@ -155,31 +154,22 @@ def _files(model: nn.Module | None) -> Iterator[ModuleType]:
     else:
         names = [base.__module__ for cls in {type(m) for m in model.modules()} for base in cls.__mro__]
         names = sorted({n for n in names if n.split(".")[0] not in ("torch", "builtins", "jitrope")})
-    for name in names:
-        module = sys.modules.get(name)
-        if isinstance(module, ModuleType):
-            yield module
-
-
-# ---- finding the norms of a model ----------------------------------------------------------------------
+    return [module for name in names if isinstance(module := sys.modules.get(name), ModuleType)]
 
 
 def _ropes_of(cls: type) -> State:
     """The rope functions that a class's methods call."""
     found: list[Any] = []
-    for function in map(inspect.unwrap, filter(callable, vars(cls).values())):
-        if inspect.isfunction(function):
-            told = inspect.getclosurevars(function).globals
-            module = sys.modules.get(function.__module__)
-            found += [(module, n, f) for n, f in told.items() if ROPES.fullmatch(n) and callable(f)]
+    for function in filter(inspect.isfunction, map(inspect.unwrap, filter(callable, vars(cls).values()))):
+        told, module = inspect.getclosurevars(function).globals, sys.modules.get(function.__module__)
+        found += [(module, n, f) for n, f in told.items() if ROPES.fullmatch(n) and callable(f)]
     return tuple(found)
 
 
 def _attention(model: nn.Module) -> dict[type, list[nn.Module]]:
     """The modules of a model with a method that calls a rope function, by their classes."""
     found: dict[type, list[nn.Module]] = {}
-    classes = {type(module) for module in model.modules()}
-    owners = {cls: next((b for b in cls.__mro__ if b is not object and _ropes_of(b)), None) for cls in classes}
+    owners = {cls: next(filter(_ropes_of, cls.__mro__[:-1]), None) for cls in {type(m) for m in model.modules()}}
     for module in model.modules():
         if (cls := owners[type(module)]) is not None:
             found.setdefault(cls, []).append(module)

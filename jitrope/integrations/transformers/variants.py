@@ -7,17 +7,17 @@ small random CPU tensors and looks for the variant that gives the same bits; `re
 from __future__ import annotations
 
 import inspect
+import operator
+import re
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from itertools import product
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, Proxy
-from torch.fx.proxy import GraphAppendingTracer, TraceError
+from torch.fx import Graph, Interpreter, Node, Proxy
+from torch.fx.proxy import GraphAppendingTracer
 
 from ...api import apply_rope, prepare_qkv
 from ...base.errors import InvalidInput
@@ -53,6 +53,7 @@ class Variant(NamedTuple):
         return f"{pairs}{into}, {self.table} tables{words}"
 
 
+_FP32 = (torch.float32,) * 2
 _OF_PAIRS = ("half", "complex")  # tables with a column for each pair
 
 
@@ -76,9 +77,8 @@ def words_of(v: Variant, q: Any, cos: Tensor, sin: Tensor, unsqueeze_dim: int | 
         raise InvalidInput(f"q has shape {tuple(q.shape)} and cos {tuple(cos.shape)}, with {axis=}")
     if v.table == "first":
         cos, sin = cos[..., : width // 2], sin[..., : width // 2]
-    words = {"cos": cos, "sin": sin, "layout": layout, "rotary_dim": rotary, "interleaved": v.interleaved}
-    if first:
-        words["unrotated"] = first
+    words = {"cos": cos, "sin": sin, "layout": layout, "rotary_dim": rotary, "unrotated": first}
+    words["interleaved"] = v.interleaved
     if v.table == "complex":
         words["rounding"] = "complex64"
     if v.exact and not q.dtype == cos.dtype == torch.float32:
@@ -113,8 +113,6 @@ def result(heads: list[Tensor]) -> Any:
     """What a host's function returns for q, or for q and k."""
     return tuple(heads) if len(heads) == 2 else heads[0]
 
-
-# ---- the hosts' signatures -----------------------------------------------------------------------------
 
 SIGNATURES: set[tuple[str, ...]] = {  # the names of the parameters
     ("q", "k", "cos", "sin", "unsqueeze_dim"),
@@ -161,15 +159,15 @@ def read(known: tuple[str, ...], *arguments: Any, **words: Any) -> tuple[list[An
 
 def _parameters(host: Function) -> list[inspect.Parameter]:
     # The `kernels` library turns functions into modules, whose `forward` has the function's signature.
-    return list(inspect.signature(host.forward if isinstance(host, nn.Module) else host).parameters.values())
+    try:
+        return list(inspect.signature(host.forward if isinstance(host, nn.Module) else host).parameters.values())
+    except (TypeError, ValueError):
+        return []
 
 
 def names(host: Function) -> tuple[str, ...]:
     """The names of a function's parameters; () if it has no signature."""
-    try:
-        return tuple(p.name for p in _parameters(host))
-    except (TypeError, ValueError):
-        return ()
+    return tuple(p.name for p in _parameters(host))
 
 
 # ---- recognising ---------------------------------------------------------------------------------------
@@ -181,7 +179,8 @@ def recognise(host: Function) -> Variant | str:
     if known not in SIGNATURES:
         return "its signature is not known"
     default = _parameters(host)[-1].default
-    with on_its_own():
+    # Outside of autocast and modes of torch; the arguments are on the CPU.
+    with torch.autocast("cpu", enabled=False), outside_modes(), torch.no_grad():
         for v in _CANDIDATES:
             found: list[Variant] = []
             for axis in (None,) if known[-1] == "unsqueeze_dim" else (-2, 1, 0):
@@ -209,14 +208,14 @@ def _completed(host: Function, v: Variant) -> Variant | str:
     if part is False:
         return "the part of a head that it rotates is not the first"
     v = v._replace(partial=part is True)  # None: it refuses narrower tables
-    v = v._replace(prefixed=_same(host, v._replace(prefixed=True), shape, rows=3) is True)
+    v = v._replace(prefixed=_same(host, v._replace(prefixed=True), shape, tokens=(5, 3)) is True)
     bf16, fp32 = torch.bfloat16, torch.float32
     wide = [_same(host, v._replace(widens=widens), shape, dtypes=(bf16, fp32)) for widens in (False, True)]
     if True not in wide or not _same(host, v, shape, dtypes=(bf16, bf16)):
         return "the dtype of its results is not one of jitrope's"
     if why := undetermined(host, *probe(host, v, shape)):
         return why
-    if not all(_same(host, v, shape, tokens=n, rows=n, size=size) for n, size in PROBES):
+    if not all(_same(host, v, shape, tokens=(n, n), size=size) for n, size in ((2, 1.0), (4096, 1.0), (5, 1e4))):
         return "its results are others for other numbers of tokens or larger values"
     v = v._replace(widens=wide[0] is not True)
     return v._replace(bits=(_rounding(host, v, bf16), "" if v.widens else _rounding(host, v, fp32)))
@@ -232,16 +231,9 @@ def _rounding(host: Function, v: Variant, tables: torch.dtype) -> str:
 
 
 def probe(
-    host: Function,
-    v: Variant,
-    shape: Shape,
-    part: int = 1,
-    dtypes: Any = (torch.float32,) * 2,
-    rows: int = 5,
-    tokens: int = 5,
-    size: float = 1.0,
+    host: Function, v: Variant, shape: Shape, part: int = 1, dtypes: Any = _FP32, tokens: Any = (5, 5), size: float = 1
 ) -> list[Any]:
-    """Arguments of a call: heads of 8 of this size, the first 8 / part elements rotated, random tables of some rows."""
+    """Arguments of a call: heads of 8 of this size, of which 8 / part are rotated. tokens: of q and of the tables."""
     generator = torch.Generator().manual_seed(0)
 
     def random(dtype: torch.dtype, *sizes: int) -> Tensor:
@@ -249,9 +241,9 @@ def probe(
 
     axes, table_axes, axis = shape
     width = (4 if v.table in _OF_PAIRS else 8) // part
-    placed = [(heads, tokens) if axis == table_axes - 2 else (tokens, heads) for heads in (3, 2)]
+    placed = [(heads, tokens[0]) if axis == table_axes - 2 else (tokens[0], heads) for heads in (3, 2)]
     q, k = (random(dtypes[0], *(2,) * (axes - 3), *sizes, 8) * size for sizes in placed)
-    cos, sin = (random(dtypes[1], *(2,) * (table_axes - 2), rows, width) for _ in range(2))
+    cos, sin = (random(dtypes[1], *(2,) * (table_axes - 2), tokens[1], width) for _ in range(2))
     values: dict[str, Any] = {"cos": cos, "sin": sin, "position_ids": None, "unsqueeze_dim": axis}
     values |= dict.fromkeys(OF_Q, q) | dict.fromkeys(OF_K, k)
     values |= dict.fromkeys(("freqs_cis", "freqs_ci"), torch.complex(cos.float(), sin.float()))
@@ -285,8 +277,7 @@ def equal(ours: Any, want: Any, tolerance: float) -> bool:
 
 # ---- what a host's function reads -------------------------------------------------------------------------
 
-State = tuple[tuple[Any, str, Any], ...]
-"""(holder, name, value): of a function's global the module."""
+State = tuple[tuple[Any, str, Any], ...]  # (holder, name, value): of a function's global the module
 
 
 def changed(state: State) -> str:
@@ -294,28 +285,35 @@ def changed(state: State) -> str:
     return next((name for holder, name, value in state if getattr(holder, name, None) is not value), "")
 
 
-@contextmanager
-def on_its_own() -> Iterator[None]:
-    """A context without gradients, autocast and modes of torch, in which a host's functions are judged."""
-    with ExitStack() as stack:
-        for device in [name for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)]:
-            stack.enter_context(torch.autocast(device, enabled=False))
-        stack.enter_context(outside_modes())
-        stack.enter_context(torch.no_grad())
-        yield
+class _Symbol(Proxy):
+    """A stand-in for a tensor or a size. It has as many axes as in the probe."""
 
+    shape = property(lambda self: self.size())
 
-PROBES = ((2, 1.0), (4096, 1.0), (5, 1e4))
-"""The numbers of tokens and the sizes of the values with which a host's function is called, beside the usual ones."""
+    @property
+    def ndim(self) -> Any:
+        run = Interpreter(nn.Module(), garbage_collect_values=False, graph=self.node.graph)
+        run.run()
+        return run.env[self.node].dim()
+
+    def size(self, *axis: int) -> Any:
+        sizes = [self.tracer.create_proxy("call_method", "size", (self, i), {}) for i in range(self.ndim)]
+        return sizes[axis[0]] if axis else tuple(sizes)
 
 
 class _Symbols(GraphAppendingTracer):
-    """Makes the stand-ins for tensors with which a function is called, to see whether it asks for their values."""
+    """Makes the stand-ins with which a function is called, to see whether it asks for their values."""
+
+    def proxy(self, node: Node) -> Proxy:
+        return _Symbol(node, self)
 
     def create_arg(self, a: Any) -> Any:
-        return None if isinstance(a, Tensor) else super().create_arg(a)
+        return a if isinstance(a, Tensor) else super().create_arg(a)
 
     def to_bool(self, obj: Any) -> bool:
+        test = obj.node
+        if test.target is operator.eq and test.args[1] == 0 and test.args[0].target == "size":
+            return False  # the tensor is not empty
         raise _Branch
 
 
@@ -325,36 +323,37 @@ class _Branch(BaseException):  # no code of a host catches it
 
 def undetermined(function: Function, *arguments: Any) -> str:
     """Why calls of a host's function say nothing about others: it reads a global value, or it branches; else ""."""
-    for _, name, value in called(function):
-        if not (inspect.isroutine(value) or isinstance(value, ModuleType)):
-            return f"it reads the global {name}"
-    symbols = _Symbols(graph := Graph())
+    stand_in = _Symbols(Graph()).create_proxy
     try:
-        function(*(Proxy(graph.placeholder("x"), symbols) if isinstance(x, Tensor) else x for x in arguments))
-    except TraceError:  # of `*x.shape[:-1]`; what is left to say is said by calls
-        return ""
-    except (_Branch, Exception):  # such as `math.log` or `range` of a stand-in
+        for _, name, value in called(function):
+            if not (inspect.isroutine(value) or isinstance(value, ModuleType)):
+                return f"it reads the global {name}"
+        function(*(stand_in("placeholder", "x", (x,), {}) if isinstance(x, Tensor) else x for x in arguments))
+    except (_Branch, Exception):  # such as `math.log` or `range` of a stand-in, or a code without its text
         return "its code branches on the values or sizes of its arguments, or may do so"
     return ""
-
-
-def state_of(function: Any) -> State:
-    """What a host's function reads and calls, but for names of an outer function."""
-    return tuple(told for told in called(function) if told[0] is not None)
 
 
 def called(function: Any) -> State:
     """What the code of a host's function reads, and the code of what it calls; the holder of an outer name is None."""
     found: dict[tuple[int, str], tuple[Any, str, Any]] = {}
-    todo = [function, inspect.unwrap(function)]
+    todo = [function, inspect.unwrap(function), getattr(type(function), "forward", None)]
     while todo:
         one = todo.pop()
         if not isinstance(one, FunctionType) or module_of(one).split(".")[0] == "torch":
             continue
         told, module = inspect.getclosurevars(one), sys.modules.get(one.__module__)
-        for holder, values in ((module, told.globals), (None, told.nonlocals)):
+        for holder, values in ((module, {**_nested(one), **told.globals}), (None, told.nonlocals)):
             for name, value in values.items():
                 if (id(holder), name) not in found:
                     found[id(holder), name] = holder, name, value
                     todo += [value, inspect.unwrap(value)]
     return tuple(found.values())
+
+
+def _nested(function: FunctionType) -> dict[str, Any]:
+    """The globals that a function's text names, if there may be code in it that `getclosurevars` does not see."""
+    text = re.sub(r'(?s)""".*?"""|#[^\n]*', "", inspect.getsource(function))
+    inner = re.search(r"(?s)\b(lambda|for|class)\b|\bdef\b.*\bdef\b", text)
+    words = [word for word in re.findall(r"\w+", text) if word != function.__name__] if inner else []
+    return {word: function.__globals__[word] for word in words if word in function.__globals__}

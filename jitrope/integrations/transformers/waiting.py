@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from functools import partial
+from contextlib import nullcontext
+from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,14 +21,15 @@ from torch import Tensor, nn
 from ...api import prepare_qkv
 from ...base.errors import InvalidInput
 from ...stages.norm import Norm
-from ...torch_state import same_memory, saves_otherwise, transformed, version, watched, without_autocast, without_values
+from ...torch_state import same_memory, saves_otherwise, transformed, version, watched, without_autocast
 from .. import _host
 from .._host import Function
 from .._norms import check_results, form_of, parameters_of
-from .variants import State, Variant, changed, launch, names, read, result, rotate, state_of, words_of
+from .variants import State, Variant, called, changed, launch, names, read, result, rotate, words_of
 
 HOST, WAITS = "transformers", "norms of q and k wait for rope"
 
+_HINT = "call jitrope.integrations.transformers.enable with fuse_norm=False"
 _TRIES = 3  # a norm whose result did not go to rope in so many calls waits no more
 _here = threading.local()
 
@@ -55,8 +57,7 @@ class Pending(Tensor):
     @staticmethod
     def of(root: Any, x: Tensor, made: Tensor | None = None, step: Any = None) -> Any:
         """A new one."""
-        # What takes no notice of `__torch_function__`, as autograd's Functions, must not leave out its gradient.
-        new: Any = without_values(Pending, _NOTHING, root.grad) if made is None else made.as_subclass(Pending)
+        new: Any = nothing(x.shape, root.grad).as_subclass(Hollow) if made is None else made.as_subclass(Pending)
         new.root, new.x, new.made, new.step = root, x, made, step
         return new
 
@@ -64,7 +65,7 @@ class Pending(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What is known without the values, and views; else the function of the values."""
         words, first = kwargs or {}, args[0] if args else None
-        if type(first) is Pending:
+        if isinstance(first, Pending):
             if func in _SHAPES:
                 return func(first.x, *args[1:], **words)
             if func in _VIEWS and (view := first._view(func, args[1:], words)) is not None:
@@ -74,20 +75,35 @@ class Pending(Tensor):
     def _view(self, func: Function, args: Any, words: Any) -> Any:
         try:
             x = func(self.x, *args, **words)
-        except RuntimeError:  # the result may have strides that allow it
-            return None
-        if x.dtype != self.x.dtype or not same_memory(x, self.x):
+            if x.dtype != self.x.dtype or not same_memory(x, self.x):
+                return None
+        except RuntimeError:  # the result may have strides that allow it, or torch.func wraps it
             return None
         made = None if self.made is None else func(self.made, *args, **words)
         return Pending.of(self.root, x, made, (self, func, args, words))
 
 
-_NOTHING = torch.empty(0, device="meta")
+class Hollow(Pending):
+    """One without values in its memory. Dynamo does not trace code with a class that has a `__torch_dispatch__`."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any) -> Any:  # type: ignore[override]
+        """The function of the values, for what takes no notice of `__torch_function__`, as torch.func.vmap."""
+        if any(isinstance(x, Hollow) and x.root.grad for x in args):
+            raise RuntimeError(f"torch.func takes the result of a norm that waits for rope; {_HINT}")
+        return func(*real(args), **real(kwargs or {}))
+
+
+@lru_cache
+def nothing(shape: torch.Size, grad: bool) -> Tensor:
+    """A tensor without values. What takes no notice of its class, as autograd's Functions, finds no gradient for it."""
+    with torch.inference_mode(False):
+        return torch.empty((), device="meta").expand(shape).requires_grad_(grad)
 
 
 def real(value: Any) -> Any:
     """A value, in which each Pending is its tensor."""
-    if type(value) is Pending:
+    if isinstance(value, Pending):
         value.root.used = True
         if value.made is None:
             if value.step is None:
@@ -110,7 +126,7 @@ class Later:
 
     def __init__(self, waiting: Waiting, x: Tensor, state: Any, function: Function) -> None:
         self.waiting, self.x, self.state, self.function = waiting, x, state, function
-        self.version, self.grad = _version(x), torch.is_grad_enabled()
+        self.version, self.grad, self.saves = _version(x), torch.is_grad_enabled(), saves_otherwise()
 
     def result(self) -> Tensor:
         """The function's result."""
@@ -118,7 +134,9 @@ class Later:
             which = "what goes to" if self.done is not None else "the result of"
             _host.note_unfused(HOST, f"{which} {self.waiting.name} has another use")
             check(self.x, self.version)
-            with torch.set_grad_enabled(self.grad), without_autocast(self.x):
+            # A checkpoint that begins after the norm would compute it only once, in the first of its two calls.
+            apart = nullcontext() if saves_otherwise() == self.saves else unseen(self.x, self.version)
+            with torch.set_grad_enabled(self.grad), without_autocast(self.x), apart:
                 self.out = self.function(self.x)
         return self.out
 
@@ -126,8 +144,7 @@ class Later:
 def check(x: Tensor, version: int) -> None:
     """Raise RuntimeError if x has changed since it had this version."""
     if _version(x) != version:
-        hint = "call jitrope.integrations.transformers.enable with fuse_norm=False"
-        raise RuntimeError(f"q or k was changed in place between its norm and rope; {hint}")
+        raise RuntimeError(f"q or k was changed in place between its norm and rope; {_HINT}")
 
 
 def unseen(x: Tensor, version: int) -> Any:
@@ -209,7 +226,7 @@ class Waiting:
 
     def call(self, module: nn.Module, host: Function, x: Any) -> Any:
         """The norm of x, which may wait, or of v, which does not; or the host's."""
-        if type(x) is Pending:
+        if isinstance(x, Pending):
             root, whole, x = x.root, x.step is None, x if x.root.done is not None else real(x)
             if root.done is not None:  # rope has launched the norm of q or k, too
                 at_once = whole and root.waiting is self and root.grad == torch.is_grad_enabled()
@@ -229,7 +246,7 @@ class Waiting:
             return host(x)
         later = Later(self, x, state, host)
         if not self.rotated:  # this call shows where the host's result goes
-            self.tries += not saves_otherwise()  # a checkpoint computes its calls again, and compares what they save
+            self.tries += not later.saves  # a checkpoint computes its calls again, and compares what they save
             with unseen(x, later.version):
                 later.out = host(x)
         return Pending.of(later, x, later.out)
@@ -257,7 +274,7 @@ class Rope:
 
     def __init__(self, original: Function, variant: Variant) -> None:
         self.variant, self.exact, self.names = variant, variant._replace(exact=True), names(original)
-        self.calls = state_of(original)
+        self.calls = tuple(told for told in called(original) if told[0] is not None)
 
     def __str__(self) -> str:
         return str(self.variant)
@@ -280,7 +297,7 @@ class Rope:
             return alone(*arguments, **words)
         layer = getattr(_here, "layer", None)
         try:
-            if Pending in map(type, (*arguments, *words.values())):
+            if not {Pending, Hollow}.isdisjoint(map(type, (*arguments, *words.values()))):
                 return self.before(*self.read(*arguments, **words))
             if layer is not None and len(layer.after) == 2:
                 return self.after(layer, partial(alone, *arguments, **words), *self.read(*arguments, **words))
@@ -293,7 +310,7 @@ class Rope:
 
     def before(self, heads: list[Any], table: Any) -> Any:
         """The rotation of tensors whose norms wait. Raises InvalidInput if they must be computed before."""
-        laters = [x.root for x in heads if type(x) is Pending]
+        laters = [x.root for x in heads if isinstance(x, Pending)]
         for later in laters:
             if len(laters) < len(heads) or later.done is not None or later.grad != torch.is_grad_enabled():
                 raise InvalidInput("a norm of q or k does not wait")
