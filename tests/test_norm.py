@@ -13,11 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import jitrope
 from jitrope.base import views
-from jitrope.sources.heads import HEADS_BACKWARD
 from jitrope.values import constants
 from tests.said import KINDS, norm_rope, norm_rope_joint, said
 
-from .cases import NORM_CASES, NormCase, make_norm, norm_call, op_arguments, random_norm_case
+from .cases import HEADS_BACK, NORM_CASES, NormCase, make_norm, norm_call, op_arguments, random_norm_case
 from .devices import DEVICE, DEVICES, slow
 from .results import near_each
 from .test_rope import autograd_reference
@@ -785,7 +784,7 @@ def test_opcheck_of_the_gradient(case: NormCase) -> None:
     grads = [None if x is None else torch.randn_like(x) for x in call.streams]
     options = call.options._replace(inverse=True, rounding="fp32")
     tensors = (*grads, *call.streams, *call.weights, *call.biases)
-    arguments = op_arguments(HEADS_BACKWARD, tensors, call.tables, options)
+    arguments = op_arguments(HEADS_BACK, tensors, call.tables, options)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.jitrope.prepare.default, arguments, test_utils=tests)
 

@@ -23,7 +23,8 @@ from ..checks.checks import LEARNED
 from ..checks.words import canonical, check_asked, resolved
 from ..plan.options import Options
 from ..sources.heads import of_k
-from ..sources.operation import OF_TABLES, Operation
+from ..sources.operation import Operation
+from ..sources.source import OF_TABLES
 from ..torch_state import dispatch_modes, is_compiling
 from . import launch
 from .launch import Asked, Recorded
@@ -64,7 +65,7 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
         asked = {word: tuple(value) if isinstance(value, list) else value for word, value in asked.items()}
     wants = watch.wants_grad(*[x for name, x in tensors.items() if name not in OF_TABLES])
     tables_want = watch.wants_grad(*[x for name, x in tensors.items() if name in OF_TABLES])
-    plain = not tables_want and (op.differentiable or not wants) and watch.plain(tensors)
+    plain = not tables_want and watch.plain(tensors)
     prepared = launch.find(key, tensors) if plain else None
     if prepared is not None:
         options, full = prepared.options, {**canonical(tensors), **prepared.stand_ins}
@@ -74,13 +75,14 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
         options, full = resolved(op, tensors, asked)
     sharded = not plain and watch.sharded(full.values())
     if not isinstance(asked, Options):
-        if sharded and (tables_want or not op.shards):
-            text = "it takes no DTensors" + " beside a table that requires a gradient" * (tables_want and op.shards)
+        if sharded and (tables_want or not op.shards(full, options)):
+            beside = tables_want and op.shards(full, options)
+            text = "it takes no DTensors" + " beside a table that requires a gradient" * beside
             text += "; pass x.to_local(), and make results with DTensor.from_local"
             raise InvalidInput(f"{op.function}: {text}")
         checks.check_watched(op, wants, full, options)
         if prepared is None:
-            op.source.check(op, full, options)
+            op.check(full, options)
             checks.check_memory(op, full, options)
             if check_asked(op.function, asked):
                 if watch.transformed():
@@ -93,6 +95,7 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
                 plain = False
     if wants and plain and op.viewed(full, options) and not watch.on_gpu(next(iter(full.values()))):
         plain = False  # its views may be written, which an autograd function with several results forbids
+    plain = plain and (not wants or op.differentiable(full, options))
     heads = [full[name] for name in op.produced(full, options)] if options.inplace else []
     apart = any(watch.is_view(x) or not x.requires_grad for x in heads)  # autograd must record each by itself
     if plain and not (wants and apart):
@@ -104,7 +107,7 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
     if wants and options.inplace and not is_compiling():
         return _write(op, full, options, apart)
     if wants and options.inplace:  # traced under autograd: Inductor turns the copy into a write in place
-        return op.source.put(full, _through_op(op, full, options._replace(inplace=False), sharded), options)
+        return op.put(full, _through_op(op, full, options._replace(inplace=False), sharded), options)
     return _through_op(op, full, options, sharded)
 
 

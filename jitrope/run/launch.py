@@ -26,7 +26,8 @@ from ..base.views import HEADS, Tensors, bias_views, table_pair
 from ..checks.checks import label_of
 from ..checks.words import canonical
 from ..plan.options import Options
-from ..sources.operation import OF_TABLES, Operation
+from ..sources.operation import Operation
+from ..sources.source import OF_TABLES
 from ..sources.stand_ins import missing_weights
 from ..stages.convert import Scaled
 from ..values.constants import CONSTANTS
@@ -93,7 +94,7 @@ class Prepared:
     def __init__(self, op: Operation, options: Options, given: Tensors, tensors: Tensors) -> None:
         self.op, self.options, self.home = op, options, local  # which `configure` may replace while this is planned
         self.names, self.stand_ins = tuple(given), dict([*tensors.items()][len(given) :])
-        self.written = tuple([name for name in op.written(options) if name in given])
+        self.written = op.written(given, options)
         self.alignments = tuple([x.data_ptr() & 15 for x in given.values()])
         self.results, self.like = op.produced(given, options), op.alike(self.names, options)
         saved, heads = op.saved(given, options), [name for name in given if name not in OF_TABLES]
@@ -122,7 +123,7 @@ class Prepared:
         from ..plan.problem import plan_call
 
         op, options = self.op, self.options
-        inputs, results = op.heads(named, options)
+        inputs, results = op.head_views(named, options)
         device = next(iter(tensors.values())).device
         self.finished = op.finishes(named, options)
         gpu = torch.cuda.get_device_properties(device)
@@ -174,7 +175,7 @@ class Prepared:
         ordered = sorted(spans.values())
         ends = itertools.accumulate([x.at + x.extent for x in ordered], max)
         if any(x.at < end for x, end in zip(ordered[1:], ends)):
-            labels = {name: label_of(self.op, name, self.options) for name in self.close}
+            labels = {name: label_of(self.op, name, self.close, self.options) for name in self.close}
             refuse_meeting(self.op.function, spans, self.written, labels)
         if len(self.apart) >= MAX_APART:
             self.apart.clear()
@@ -256,9 +257,7 @@ def function_of(
     record: records a call whose tensors require gradients.
     """
     wants, xs = {name for name, x in tensors.items() if x.requires_grad}, [*tensors.values()]
-    recorded = (
-        bool(wants) and record is not None and prepared.op.differentiable and wants <= {*prepared.recorded.inputs}
-    )
+    recorded = bool(wants) and record is not None and wants <= {*prepared.recorded.inputs}
     form = Form(prepared.names, returns, recorded=recorded)  # a table has no gradient here
     if not plain or (prepared.kept and watch.capturing(xs[0])):
         return written(prepared, form, (None, record))

@@ -34,10 +34,9 @@ class Read(NamedTuple):
 def read(text: str) -> Read:
     """The operation, names and options of a text."""
     name, tensors, options = Call.parse(text)
-    op = operation_of(name, tensors, options)
-    allowed = op.written(options)
-    written = tuple([name for name in tensors if name in allowed])
-    names = tuple([name for name in tensors if name not in allowed])
+    op = operation_of(name, options)
+    written = op.written(tensors, options)
+    names = tuple([name for name in tensors if name not in written])
     return Read(op, names + written, written, options)
 
 
@@ -48,8 +47,8 @@ def _spelled(name: str, tensors: tuple[str, ...], options: Options) -> str:
 
 def filled(op: Operation, tensors: Tensors, options: Options) -> Tensors:
     """A call's tensors, with fresh results among them if it writes others."""
-    made, written = op.made(tensors, options), [name for name in op.written(options) if name in tensors]
-    if options.inplace or not made or not written:
+    made = op.made(tensors, options)
+    if options.inplace or not made or not op.written(tensors, options):
         return tensors
     fresh = op.fresh(tensors, options, 0)
     return {**tensors, **{FRESH + name: fresh[name] for name in made}}

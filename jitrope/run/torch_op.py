@@ -44,7 +44,7 @@ Run = Callable[[Operation, Tensors, Options], Tensors]
 def _on_cpu(op: Operation, tensors: Tensors, options: Options) -> Tensors:
     with torch.autocast("cpu", enabled=False):  # as on a GPU, the words say what is rounded
         results = op.on_cpu(tensors, options)
-    watch.written([tensors[name] for name in op.written(options) if name in tensors])
+    watch.written([tensors[name] for name in op.written(tensors, options)])
     return results
 
 

@@ -15,8 +15,8 @@ from ..plan.options import Options
 from ..sinks.results import LETTERS
 from ..stages import rotate
 from ..stages.norm import norm_of, sums_heads
-from .operation import BACKWARDS, Call, Operation, operation, tables_of
-from .source import Read, Source
+from .operation import Call, Operation
+from .source import Read, tables_of
 from .stand_ins import weight_sums
 
 
@@ -27,10 +27,11 @@ class Backward(Operation):
     derivative then; else it is the source's own call.
     """
 
-    def __init__(self, source: Source) -> None:
-        super().__init__(source)
-        self.name, self.function = f"{source.word}_backward", ""
-        BACKWARDS[self.name] = self
+    function = ""
+
+    def __init__(self, source: Operation) -> None:
+        super().__init__(name=f"{source.name}_backward")
+        self.source = source
 
     def made(self, given: Container[str], o: Options) -> tuple[str, ...]:
         heads = [x for x in self.source.heads if x not in LETTERS or f"d{x}" in given]
@@ -62,7 +63,7 @@ class Backward(Operation):
             reads |= {x: y for x, y in self.source.reads(named, o).items() if x != "v" or norm_of(o).v_norm}
         outs = {name: named[f"{name}_out"] for name in self.source.heads if f"{name}_out" in named}
         writes = {x: (f"{name}_out", view) for x, (name, view) in self.source.reads(outs, o).items()}
-        if "v" in writes and self.leaves_v(named, o):
+        if "v" in writes and self.source.leaves_v(named, o):
             del writes["v"]
         return [(reads[x], writes[x]) if x in writes else None for x in "qkv"]
 
@@ -80,7 +81,7 @@ class Backward(Operation):
 
     def places(self, made: Tensors, t: Tensors, o: Options) -> Tensors:
         """Those of results with a gradient; the others are zero."""
-        found = super().places(made, t, o)
+        found = self.source.places(made, t, o)
         if "gate" in found and "dgate" not in t:
             found.pop("gate").zero_()
         return found
@@ -92,11 +93,11 @@ class Backward(Operation):
         grads = {x: t[f"d{x}"].contiguous() for x in LETTERS if f"d{x}" in t}
         chain.run([({**t, **grads}, o)], places, o)
 
-    def gradient(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
+    def back(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         if o.norm is not None:
             hint = "compute the norm by itself; with a drop-in, enable(model, fuse_norm=False)"
             raise JitropeError(f"a norm of q or k has no second derivative; {hint}")
-        found = call(operation(self.source), {**grads, **saved}, turned_back(o))
+        found = call(self.source, {**grads, **saved}, turned_back(o))
         return {f"d{name}": x for name, x in found.items()}
 
 
