@@ -973,12 +973,12 @@ def stream(tokens: int = 3, **changes):
 
 
 JOINT_REFUSALS = {
-    "heads": ((stream(), stream(5, heads=6)), {}, "first's q is .*H=4.* second's .*H=6.*; only S may differ"),
-    "k-heads": ((stream(), stream(5, k_heads=1)), {}, "first's k is"),
-    "dim": ((stream(), stream(5, dim=16)), {}, "only S may differ"),
-    "batch": ((stream(), stream(5, batch=1)), {}, "only S may differ"),
+    "heads": ((stream(), stream(5, heads=6)), {}, r"second's q is .*H=6.*; it must be \(2, 5, 4, 8\)"),
+    "k-heads": ((stream(), stream(5, k_heads=1)), {}, "second's k is .*it must be"),
+    "dim": ((stream(), stream(5, dim=16)), {}, "second's q is .*D=16.*; it must be"),
+    "batch": ((stream(), stream(5, batch=1)), {}, "second's q is .*B=1.*; it must be"),
     "dtype": ((stream(), stream(5, dtype=torch.bfloat16)), {}, "second's q is .* torch.bfloat16"),
-    "v": (((*stream()[:2], stream()[0]), (*stream(5)[:2], stream(5)[0])), {}, "v must have as many heads as k"),
+    "v": (((*stream()[:2], stream()[0]), (*stream(5)[:2], stream(5)[0])), {}, "first's v is .*; it must be"),
     "rank": (((*stream()[:2], torch.ones(3)), stream(5)), {}, "first's v is not a tensor"),
     "rows": ((stream(), stream(6)), {}, "S=9.* but cos has 8 rows; it needs 9"),
     "weights": ((stream(), stream(5)), {"second": (ONES.half(), ONES.half())}, "the weights are"),

@@ -85,7 +85,7 @@ class Prepared:
     """
 
     device, blocks = -1, 0  # the GPU's index; the blocks of the launch
-    finished = False  # something follows the launch
+    left: tuple[str, ...] = ()  # letters that are copied after the launch
     pointers: tuple[str, ...] = ()  # the argument block's addresses as expressions; (): nothing is launched
     enqueue: Any = None
     pack: Any = None
@@ -125,7 +125,7 @@ class Prepared:
         op, options = self.op, self.options
         inputs, results = op.head_views(named, options)
         device = next(iter(tensors.values())).device
-        self.finished = op.finishes(named, options)
+        self.left = op.left(named, options)
         gpu = torch.cuda.get_device_properties(device)
         planned = plan_call(inputs, results, named, options, gpu.multi_processor_count, watch.memory_speed(gpu))
         if planned is None:

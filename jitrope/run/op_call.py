@@ -17,9 +17,6 @@ from ..plan.options import Options
 from ..sources.operation import Operation, operation_of
 from ..stages.positions import COUNTS
 
-EACH = 10
-"""The most tensors that a call writes."""
-
 
 class Read(NamedTuple):
     """What a text says."""
@@ -83,16 +80,14 @@ def run_op(op: Operation, tensors: Tensors, options: Options) -> Tensors:
     if len(given) == 3:
         results = dict(zip(made, torch.ops.jitrope.prepare(*given)))
     else:
-        (_prepare_each if watch.tracing() else torch.ops.jitrope.prepare_)(*given)
+        if watch.tracing():
+            text = "torch.jit.trace loses what a call writes to a cache or to out; export the model"
+            raise InvalidInput(f"{op.function}: {text}")
+        torch.ops.jitrope.prepare_(*given)
         if options.inplace:
             return op.outputs(tensors, options)
         results = {name: full[FRESH + name] for name in made}
     return op.complete(results, tensors, options)
-
-
-def _prepare_each(tensors: list[Tensor], written: list[Tensor], *rest: Any) -> None:
-    """`prepare_` for torch.jit.trace, which drops an op that writes the tensors of a list."""
-    torch.ops.jitrope.prepare_each_(tensors, *written, *[None] * (EACH - len(written)), *rest)
 
 
 def given_to(text: str, sizes: Sequence[Any], tensors: Sequence[Tensor], written: Sequence[Tensor] = ()) -> Any:

@@ -9,31 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from string import ascii_letters
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import torch_state as watch
-from ..base.errors import InvalidInput
 from ..base.views import Tensors
 from ..plan.options import Options
 from ..sources import fused, latent, streams  # noqa: F401  each source registers its operations
 from ..sources.operation import Operation
 from . import launch, planning
 from .dispatch import gradients, recorded
-from .op_call import EACH, given_to
+from .op_call import given_to
 
 lib = torch.library.Library("jitrope", "DEF")
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 lib.define("prepare(Tensor[] tensors, str call, SymInt[] sizes) -> Tensor[]", tags=TAGS)
 lib.define("prepare_(Tensor[] tensors, Tensor(a!)[] written, str call, SymInt[] sizes) -> ()", tags=TAGS)
-lib.define(
-    f"prepare_each_(Tensor[] tensors, {', '.join([f'Tensor({x}!)? {x}' for x in ascii_letters[:EACH]])}, str call, "
-    "SymInt[] sizes) -> ()",
-    tags=TAGS,
-)
 
 
 # ---- registration --------------------------------------------------------------------------------
@@ -65,11 +58,6 @@ def _by(run: Run) -> tuple[Callable[..., Any], Callable[..., None]]:
         run(*given_to(text, sizes, tensors, written))
 
     return prepare, prepare_
-
-
-@torch.library.impl(lib, "prepare_each_", "CompositeExplicitAutograd")
-def _each(tensors: list[Tensor], *rest: Any) -> None:
-    torch.ops.jitrope.prepare_(tensors, [x for x in rest[:EACH] if x is not None], *rest[EACH:])
 
 
 def register(key: str, run: Run) -> None:
@@ -170,16 +158,6 @@ def _vmap(info: Any, dims: Any, tensors: Sequence[Tensor], text: str, sizes: Seq
     return [torch.stack(outputs) for outputs in zip(*found)], [0] * len(found[0])
 
 
-def _vmap_(
-    info: Any, dims: Any, tensors: Sequence[Tensor], written: Sequence[Tensor], text: str, sizes: Sequence[Any]
-) -> Any:
-    if None in dims[1]:
-        raise InvalidInput(f"vmap: call {text!r} writes a tensor that all calls share; give each call its own")
-    for n in range(info.batch_size):
-        torch.ops.jitrope.prepare_(_one(tensors, dims[0], n), _one(written, dims[1], n), text, sizes)
-    return None, None
-
-
 def _batched(tensors: Sequence[Tensor], text: str, sizes: Sequence[Any]) -> list[Tensor]:
     """The same for a batch of cotangents (`is_grads_batched`), which torch hides in another kind of tensor."""
     dims = [0 if watch.is_batched(x) else None for x in tensors]
@@ -196,5 +174,4 @@ lib.impl("prepare", _batched, "Batched")
 for _name, _fake in zip(("prepare", "prepare_"), _by(_fakes)):
     torch.library.register_fake(f"jitrope::{_name}", _fake, lib=lib)
 torch.library.register_vmap("jitrope::prepare", _vmap, lib=lib)
-torch.library.register_vmap("jitrope::prepare_", _vmap_, lib=lib)
 torch.library.register_autograd("jitrope::prepare", _backward, setup_context=_setup, lib=lib)

@@ -47,7 +47,7 @@ WRITTEN = frozenset(("k_cache", "v_cache", "errors", *BLOCK_SCALES, *FRESHES))
 def parts_of(given: Container[str], o: Options) -> list[str]:
     """The stages and the sinks of a call, of those that not all sources and sinks go with."""
     parts = {
-        "norm": o.norm is not None,  # a kernel reads whole heads, also because of another stage
+        "norm": _normed(o).norm is not None,
         "convert": o.computed or o.per_row or any(x in given for x in SCALES[: 1 if "k_cache" in given else 3]),
         "transform": getattr(o, TRANSFORM),
         "cache": "k_cache" in given,
@@ -74,10 +74,6 @@ class Operation(Source):
         """Whether a call has a gradient."""
         return not has("convert cache out", given, o)
 
-    def shards(self, given: Container[str], o: Options) -> bool:
-        """Whether a call takes DTensors."""
-        return self.name == "heads" and not has("convert transform cache out Ulysses", given, o)
-
     def refused(self, given: Container[str], o: Options) -> tuple[str, ...]:
         """The words and the tensors that do not go with a call's parts. o: not checked."""
         alone = {
@@ -90,10 +86,8 @@ class Operation(Source):
 
     def said_with(self, given: Container[str], o: Options) -> str:
         """The source and the parts of a call, in messages."""
-        computed = o.computed or o.per_row
-        said = {"convert": "dynamic scales" if computed else "quantize", "transform": TRANSFORM}
-        parts = [x for x in parts_of(given, o) if x != "norm" or not (self.whole or computed or getattr(o, TRANSFORM))]
-        return " with ".join([x for x in (self.said, *[said.get(part, part) for part in parts]) if x])
+        said = {"convert": "dynamic scales" if o.computed or o.per_row else "quantize", "transform": TRANSFORM}
+        return " with ".join([x for x in (self.said, *[said.get(x, x) for x in parts_of(given, o)]) if x])
 
     def label(self, name: str) -> str:
         """The user's name of a tensor."""
@@ -125,11 +119,8 @@ class Operation(Source):
     def check_sink(self, t: Tensors, o: Options) -> None:
         """Refuse scales, caches and outputs that do not fit q, k and v."""
         if "k_cache" in t:
-            if "k" not in t:
-                refuse(self.function, "k", None, "a tensor")
-            if ("v" in t) != ("v_cache" in t):
-                must = "a tensor" if "v_cache" in t else "None, because the cache has no v_cache"
-                refuse(self.function, "v", t.get("v"), must)
+            for x in [x for x in "kv" if (x in t) != (f"{x}_cache" in t)]:
+                refuse(self.function, x, t.get(x), "None, because the cache has no v_cache" if x in t else "a tensor")
             checks.check_kv_cache(self, t, o)
         else:
             checks.check_scales(self, t, o)
@@ -145,20 +136,21 @@ class Operation(Source):
 
     def made(self, given: Container[str], o: Options) -> tuple[str, ...]:
         """Names of the results that torch's op makes."""
-        elsewhere = ("k", "v") * ("k_cache" in given) + ("gate",) * self._sends(given, o) + self.views(given, o)
-        letters = [x for x in self.letters(given, o) if x not in elsewhere]
+        viewed, letters = self.views(given, o), self._returned(given, o)
+        letters = [x for x in letters if x not in viewed]
         heads = [x for x in letters if not o.per_row and f"{x}_out" not in given]
         scaled = [x for x in letters if (o.computed or o.per_row) and (x != "v" or o.dynamic_v)]
         return (*heads, *[f"{x}_scale" for x in scaled])
 
     def viewed(self, given: Container[str], o: Options) -> tuple[str, ...]:
         """Names of the results that are views of a call's fused tensor."""
-        found = () if o.inplace or o.per_row or "k_cache" in given else self.views(given, o)
-        return tuple([x for x in found if x != "gate" or not self._sends(given, o)])
+        found = () if o.inplace or o.per_row else self._returned(given, o)
+        return tuple([x for x in found if x in self.views(given, o)])
 
-    def _sends(self, given: Container[str], o: Options) -> bool:
-        """Whether results are converted or sent elsewhere, which a gate is not."""
-        return has("convert cache out Ulysses", given, o)
+    def _returned(self, given: Container[str], o: Options) -> list[str]:
+        """The results that do not go to a cache. A gate is neither converted nor sent elsewhere."""
+        elsewhere = ("k", "v") * ("k_cache" in given) + ("gate",) * has("convert cache out Ulysses", given, o)
+        return [x for x in self.letters(given, o) if x not in elsewhere]
 
     def produced(self, given: Container[str], o: Options) -> tuple[str, ...]:
         """Names of all results; in place those of the tensors that a call writes."""
@@ -227,9 +219,10 @@ class Operation(Source):
         return self.name == "heads" and not (converted or has("out Ulysses", given, o))
 
     def makes_empty(self, given: Sequence[str], o: Options) -> bool:
-        """Whether all results are empty tensors: no views, nothing given, and no scales that need numbers."""
+        """Whether all results are empty tensors: no views, nothing given, no sums, and no scales that need numbers."""
         filled = any(name.startswith(FRESH) for name in given)
-        return not (o.inplace or o.per_row or o.swizzled or filled or self.viewed(given, o))
+        sums = any(name.endswith(("_weight", "_bias")) for name in self.made(given, o))
+        return not (o.inplace or o.per_row or o.swizzled or filled or sums or self.viewed(given, o))
 
     # ---- the launch ----------------------------------------------------------------------------------
 
@@ -241,7 +234,7 @@ class Operation(Source):
             out = views.head_view(named[f"{x}_out"], o.layout)
             gated = x == "q" and o.order == "qkv_gated" and reads[x][1].shape[3] == 2
             found[x] = (f"{x}_out", out.expand(-1, -1, -1, 2, -1) if gated else out)
-        if "v" in found and (self.finishes(named, o) or (o.inplace and not ("bias" in named or norm_of(o).v_norm))):
+        if "v" in found and ("v" in self.left(named, o) or (o.inplace and not ("bias" in named or norm_of(o).v_norm))):
             del found["v"]
         for x in [x for x in "kv" if f"{x}_cache" in named]:
             found[x] = (f"{x}_cache", views.cache_view(named[f"{x}_cache"], paged))
@@ -257,20 +250,16 @@ class Operation(Source):
         """Whether a kernel cannot copy v, because it copies heads only as it stores those of k."""
         return sums_heads(named, o) or not self.joins(named)
 
-    def finishes(self, named: Tensors, o: Options) -> bool:
-        """Whether v is copied after the launch."""
+    def left(self, named: Tensors, o: Options) -> tuple[str, ...]:
+        """The letters that are copied after the launch: v, and a gate with its bias."""
         copied = "bias" in named if o.inplace else "v_out" in named and o.copy_v
-        return copied and self.leaves_v(named, o)
+        gated = o.order == "qkv_gated" and "bias" in named and (o.inplace or "gate_out" in named)
+        return ("v", "gate")[: 1 + gated] if copied and self.leaves_v(named, o) else ()
 
-    def left(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:
-        """The heads that are copied then: v, and a gate with its bias."""
-        gated = o.order == "qkv_gated" and "bias" in t and (o.inplace or "gate" in outputs)
-        return {letter: self.part(letter, t, o) for letter in ("v", "gate")[: 1 + gated]}
-
-    def finish(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:
-        """The results, given the outputs of a launch that `finishes`."""
-        for letter, x in self.left(outputs, t, o).items():
-            given = outputs.get(letter, t.get(f"{letter}_out"))
+    def finish(self, left: Sequence[str], outputs: Tensors, t: Tensors, o: Options) -> Tensors:
+        """The results, given the outputs of a launch that has `left` letters."""
+        for letter in left:
+            x, given = self.part(letter, t, o), outputs.get(letter, t.get(f"{letter}_out"))
             out = views.fused_part(outputs["qkv"], letter, o) if given is None else given
             if x.dim() != out.dim():  # one has a group of heads for each rank
                 pairs = ((out, x), (x, out))

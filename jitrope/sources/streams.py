@@ -46,20 +46,17 @@ def of_stream(t: Tensors, o: Options, stream: str) -> tuple[Tensors, Options]:
     return {**own, **tables}, o._replace(**positions.behind(begin, o)[1]) if second else o
 
 
-def _check_streams(tensors: Tensors, fail: Fail) -> None:
-    for letter in "qkv":
-        for stream in STREAMS:
-            x, like, q = tensors[f"{stream}_{letter}"], tensors[f"{stream}_q"], tensors["first_q"]
+def _check_streams(t: Tensors, fail: Fail) -> None:
+    """Refuse heads unlike those of the first stream: only S and, of q, H may differ."""
+    q = t["first_q"]
+    for stream in STREAMS:
+        for letter in "qkv":
+            x, like = t[f"{stream}_{letter}"], t["first_q" if letter == "q" else "first_k"]
             fail.when(x.dim() != 4, f"{stream}'s {letter} is not a tensor (B, S, H, D)")
-            same = x.shape[:2] == like.shape[:2] and x.shape[-1] == like.shape[-1]
-            if not same or x.dtype != q.dtype or x.device != q.device:
-                owner, other = ("first", q) if same else (stream, like)
+            must = (q.shape[0], t[f"{stream}_q"].shape[1], like.shape[2], q.shape[3])
+            if x.shape != must or x.dtype != q.dtype or x.device != q.device:
                 had = f"{stream}'s {letter} is {named(x, 'bshd')} {x.dtype} on {x.device}"
-                fail(f"{had}; {owner}'s q is {named(other, 'bshd')} {other.dtype} on {other.device}")
-        a, b = tensors[f"first_{letter}"], tensors[f"second_{letter}"]
-        if a.shape[0] != b.shape[0] or a.shape[2:] != b.shape[2:]:
-            fail(f"first's {letter} is {named(a, 'bshd')}, second's {named(b, 'bshd')}; only S may differ")
-    fail.when(tensors["first_k"].shape != tensors["first_v"].shape, "v must have as many heads as k")
+                fail(f"{had}; it must be {must} {q.dtype} on {q.device}")
 
 
 class Streams(Operation):
