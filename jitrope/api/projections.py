@@ -15,7 +15,7 @@ from ..plan.options import Options
 from ..run.gather import add, gather, result, sent
 from ..run.public import repeated
 from ..sinks.cache import KVCache
-from ..sources.fused import FUSED, part_with_bias
+from ..sources.fused import FUSED
 from ..sources.latent import LATENT
 from ..sources.source import is_dense
 from ..stages.convert import DynamicQuantize, Quantize
@@ -113,7 +113,7 @@ def prepare_fused_qkv(
         return found
     if "gate" in made:
         return (*found, made["gate"])
-    return (*found, part_with_bias(tensors, "gate", Options(q_per_group=asked["q_per_group"], order=order)))
+    return (*found, FUSED.part("gate", tensors, Options(q_per_group=asked["q_per_group"], order=order)))
 
 
 def _split(tensors: Any, asked: dict[str, Any], heads: Any, order: Any, copy_v: Any) -> None:

@@ -116,8 +116,6 @@ def sent(op: Operation, tensors: Tensors, words: dict[str, Any], quantize: Any =
     if isinstance(out, Ulysses) and op.name != "latent":
         if "k_cache" in tensors:
             raise InvalidInput(f"{op.function}: Ulysses does not go with a cache; leave out= out")
-        if words.get("copy_v") is False:
-            raise InvalidInput(f"{op.function}: Ulysses does not go with copy_v=False; leave copy_v out")
         words.update(out.words)
     elif out is not None:
         items = zip(letters, parts(op.function, "out", out, len(letters)))

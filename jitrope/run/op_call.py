@@ -84,9 +84,7 @@ def run_op(op: Operation, tensors: Tensors, options: Options) -> Tensors:
             text = "torch.jit.trace loses what a call writes to a cache or to out; export the model"
             raise InvalidInput(f"{op.function}: {text}")
         torch.ops.jitrope.prepare_(*given)
-        if options.inplace:
-            return op.outputs(tensors, options)
-        results = {name: full[FRESH + name] for name in made}
+        results = op.outputs(full, options)
     return op.complete(results, tensors, options)
 
 

@@ -68,33 +68,31 @@ def register(key: str, run: Run) -> None:
 
 def register_launches(key: str) -> None:
     """Make launches the implementation of both ops for a dispatch key, and for its key of autograd."""
-    lib.impl("prepare", _launches(), key, with_keyset=True)
-    lib.impl("prepare_", _launches_, key)
-    lib.impl("prepare", _launches(_recorded), f"Autograd{key}", with_keyset=True)
+    lib.impl("prepare", _launch, key)
+    lib.impl("prepare_", _launch_, key)
+    lib.impl("prepare", _launch_or_record, f"Autograd{key}", with_keyset=True)
 
 
-def _launches_(tensors: Sequence[Tensor], written: Sequence[Tensor], text: str, sizes: Sequence[int]) -> None:
-    _launch((*tensors, *written), text, sizes, len(written), None)
+def _launch_(tensors: Sequence[Tensor], written: Sequence[Tensor], text: str, sizes: Sequence[int]) -> None:
+    _launch((*tensors, *written), text, sizes, len(written))
 
 
-def _launches(recorded: Callable[[], Any] | None = None) -> Callable[..., Any]:
-    """The implementation of `prepare` on a GPU.
-
-    recorded: gives the implementation of calls that autograd records, or that more than autograd watches. All others
-    skip torch's Python layer of autograd, which takes longer than the launch.
-    """
-
-    def call(keys: Any, tensors: Sequence[Tensor], text: str, sizes: Sequence[int]) -> Any:
-        watching = None if recorded is None else (lambda: recorded()(keys, tensors, text, sizes))
-        return _launch(tensors, text, sizes, 0, watching)
-
-    return call
+def _launch_or_record(keys: Any, tensors: Sequence[Tensor], text: str, sizes: Sequence[int]) -> Any:
+    """A call that autograd may record. All others skip torch's Python layer of it, which takes longer than a launch."""
+    return _launch(tensors, text, sizes, watching=lambda: _recorded()(keys, tensors, text, sizes))
 
 
 def _launch(
-    given: Sequence[Tensor], text: str, sizes: Sequence[int], written: int, watching: Callable[[], Any] | None
+    given: Sequence[Tensor],
+    text: str,
+    sizes: Sequence[int],
+    written: int = 0,
+    watching: Callable[[], Any] | None = None,
 ) -> Any:
-    """Launch a call. One like a recent one is not read again (`replay`)."""
+    """Launch a call. One like a recent one is not read again (`replay`).
+
+    watching: makes a call that autograd records, or that more than autograd watches.
+    """
     key = (text, len(given), written, *sizes)
     try:
         recent = () if watch.watched() else launch.local.recent[key]

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..base import views
-from ..base.arguments import refuse
 from ..base.fit import Fail
 from ..base.views import MEANS, Tensors, fused_part, fused_sizes
 from ..plan.options import Options
@@ -20,14 +19,9 @@ from .operation import Call, Operation
 from .source import Read, tables_of
 
 
-def part_with_bias(t: Tensors, name: str, o: Options) -> Tensor:
-    """One part of a call's fused tensor, a view, or with the projection's bias a fresh tensor."""
-    return bias.forward(name, fused_part(t["qkv"], name, o), t, o)
-
-
 def split_qkv(t: Tensors, o: Options) -> Tensors:
     """q, k and v, and the gate, (..., heads, D); views, except a q of several groups, or with a bias."""
-    parts = {name: part_with_bias(t, name, o) for name in _letters(o)}
+    parts = {name: FUSED.part(name, t, o) for name in FUSED.letters(t, o)}
     return {**parts, "q": parts["q"].flatten(-3, -2)} if o.order == "grouped" else parts
 
 
@@ -38,10 +32,6 @@ def join_qkv(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, o: Options) -
     if o.order == "qkv_gated":
         q = torch.stack((q, torch.zeros_like(q) if gate is None else gate), -2).flatten(-3, -2)
     return torch.cat((q, k, v), -2)
-
-
-def _letters(o: Options) -> tuple[str, ...]:
-    return LETTERS[: 3 + (o.order == "qkv_gated")]
 
 
 class Fused(Operation):
@@ -68,25 +58,23 @@ class Fused(Operation):
         return {**heads, **{name: x for name, x in t.items() if name != "qkv"}}
 
     def letters(self, given: Container[str], o: Options) -> tuple[str, ...]:
-        return _letters(o)
+        return LETTERS[: 3 + (o.order == "qkv_gated")]
 
     def views(self, given: Container[str], o: Options) -> tuple[str, ...]:
         """v without `copy_v`, and a gate that has no bias."""
         return (*("v",) * (not o.copy_v), *("gate",) * (o.order == "qkv_gated" and "bias" not in given))
 
     def part(self, letter: str, t: Tensors, o: Options) -> Tensor:
-        return part_with_bias(t, letter, o)
+        """A view, or with the projection's bias a fresh tensor."""
+        return bias.forward(letter, fused_part(t["qkv"], letter, o), t, o)
 
     def parts(self, t: Tensors, o: Options) -> list[tuple[Tensors, Options]]:
         return [({**t, **{name: x.contiguous() for name, x in split_qkv(t, o).items()}}, o)]
 
     def check(self, t: Tensors, o: Options) -> None:
         fail, qkv, norm, bias = Fail(self.function), t["qkv"], norm_of(o), t.get("bias")
-        if "v_out" in t and not o.copy_v:
-            refuse(self.function, "out's v", t["v_out"], "None with copy_v=False")
-        why = ", because v is not a view then"
-        others = {f"v_norm{why}": norm.v_norm and "v_cache" not in t, f"bias{why}": bias is not None}
-        others["v=True of quantize"] = o.dynamic_v
+        others = {"v_norm": norm.v_norm and "v_cache" not in t, "bias": bias is not None, "out's v": "v_out" in t}
+        others |= {"v=True of quantize": o.dynamic_v, "Ulysses": o.ulysses_degree > 0}
         for beside in [x for x, given in others.items() if given and not o.copy_v]:
             fail(f"copy_v=False does not go with {beside}; leave copy_v out")
         apart = "across_heads does not go with v_norm in fused QKV; split it, and pass q, k and v to prepare_qkv"

@@ -31,7 +31,7 @@ from ..stages.convert import converts_v, least_scales
 from ..stages.norm import NO_NORM, norm_of, sums_heads
 from ..stages.transform import LABEL as TRANSFORM
 from ..values.constants import one_row
-from .source import Read, Source, joins_k
+from .source import Read, Source
 
 Call = Callable[["Operation", Tensors, Options], Tensors]  # `dispatch.call`
 
@@ -197,7 +197,7 @@ class Operation(Source):
         heads = t if letter in t else self.shaped(t, o)
         x = heads[letter if letter in heads else "q"]  # a gate is like q
         if letter in t and not o.ulysses_degree:
-            return results.empty_elements(x, word)
+            return results.empty_heads(x, word)
         shape = [*x.shape]
         if o.ulysses_degree and x.dim() > len(o.layout):
             ranks, *shape = shape
@@ -205,7 +205,7 @@ class Operation(Source):
         elif o.ulysses_degree:
             shape[axis] //= o.ulysses_degree
             shape = [o.ulysses_degree, *shape]
-        return results.empty_heads(x, tuple(shape), word)
+        return results.empty_heads(x, word, shape)
 
     def format_of(self, letter: str, t: Container[str], o: Options) -> str:
         """The format of a converted result, "" for one in the heads' dtype."""
@@ -336,12 +336,8 @@ def _normed(o: Options) -> Options:
 def refuse_other_v(name: str, tensors: Tensors, options: Options) -> None:
     """Refuse to convert a v that does not join k."""
     why = "quantize has v=True" if options.dynamic_v else "v_scale is given"
-    if "k" not in tensors:
-        refuse(name, "k", None, f"a tensor, because {why}")
-    if joins_k(tensors["v"], tensors["k"]):
-        beside = "a norm across heads" if norm_of(options).across_heads else "tables for each head"
-        raise InvalidInput(f"{name}: v cannot be converted beside {beside}, but {why}; convert v in a call as q")
-    refuse(name, "v", tensors["v"], f"like k, because {why}")
+    beside = "beside neither a norm across heads nor tables for each head"
+    refuse(name, "v", tensors["v"], f"like k, because {why}, {beside}; or convert v in a call as q")
 
 
 def copy_heads(out: Tensor, x: Tensor) -> None:
