@@ -788,7 +788,8 @@ def test_jit_trace() -> None:
     traced = torch.jit.trace(lambda x: jitrope.apply_rope(x, None, cos, sin, inplace=True)[0], q.clone())
     other = q.flip(1).clone()
     want = jitrope.apply_rope(other, None, cos, sin)[0]
-    assert torch.equal(traced(other), want) and torch.equal(other, want)
+    assert torch.equal(traced(other), want)
+    assert torch.equal(other, want)
     with pytest.raises(
         jitrope.InvalidInput, match=r"apply_rope: torch.jit.trace loses what .* or to out; export the model"
     ):

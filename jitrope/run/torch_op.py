@@ -15,10 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import torch_state as watch
-from ..base.views import Tensors
-from ..plan.options import Options
 from ..sources import fused, latent, streams  # noqa: F401  each source registers its operations
-from ..sources.operation import Operation
 from . import launch, planning
 from .dispatch import gradients, recorded
 from .op_call import given_to
@@ -29,48 +26,7 @@ lib.define("prepare(Tensor[] tensors, str call, SymInt[] sizes) -> Tensor[]", ta
 lib.define("prepare_(Tensor[] tensors, Tensor(a!)[] written, str call, SymInt[] sizes) -> ()", tags=TAGS)
 
 
-# ---- registration --------------------------------------------------------------------------------
-
-Run = Callable[[Operation, Tensors, Options], Tensors]
-
-
-def _on_cpu(op: Operation, tensors: Tensors, options: Options) -> Tensors:
-    with torch.autocast("cpu", enabled=False):  # as on a GPU, the words say what is rounded
-        results = op.on_cpu(tensors, options)
-    watch.written([tensors[name] for name in op.written(tensors, options)])
-    return results
-
-
-def _fakes(op: Operation, tensors: Tensors, options: Options) -> Tensors:
-    planning.note(op, tensors, options)
-    return op.fakes(tensors, options)
-
-
-def _by(run: Run) -> tuple[Callable[..., Any], Callable[..., None]]:
-    """The implementations of both ops that call `run`."""
-
-    def prepare(tensors: Sequence[Tensor], text: str, sizes: Sequence[Any]) -> list[Tensor]:
-        op, named, options = given_to(text, sizes, tensors)
-        results = run(op, named, options)
-        return [results[name] for name in op.made(named, options)]
-
-    def prepare_(tensors: Sequence[Tensor], written: Sequence[Tensor], text: str, sizes: Sequence[Any]) -> None:
-        run(*given_to(text, sizes, tensors, written))
-
-    return prepare, prepare_
-
-
-def register(key: str, run: Run) -> None:
-    """Make `run` the implementation of both ops for a dispatch key."""
-    for name, function in zip(("prepare", "prepare_"), _by(run)):
-        lib.impl(name, function, key)
-
-
-def register_launches(key: str) -> None:
-    """Make launches the implementation of both ops for a dispatch key, and for its key of autograd."""
-    lib.impl("prepare", _launch, key)
-    lib.impl("prepare_", _launch_, key)
-    lib.impl("prepare", _launch_or_record, f"Autograd{key}", with_keyset=True)
+# ---- launches, and plain torch on a CPU -----------------------------------------------------------
 
 
 def _launch_(tensors: Sequence[Tensor], written: Sequence[Tensor], text: str, sizes: Sequence[int]) -> None:
@@ -120,6 +76,22 @@ def _outputs(made: Sequence[str]) -> list[str]:
     return [f"{{{name}}}{'.clone()' * (name in parts[1:])}" for name in made]
 
 
+# ---- without values --------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("jitrope::prepare", lib=lib)
+def _fake(tensors: Sequence[Tensor], text: str, sizes: Sequence[Any]) -> list[Tensor]:
+    op, named, options = given_to(text, sizes, tensors)
+    planning.note(op, named, options)
+    results = op.fakes(named, options)
+    return [results[name] for name in op.made(named, options)]
+
+
+@torch.library.register_fake("jitrope::prepare_", lib=lib)
+def _fake_(tensors: Sequence[Tensor], written: Sequence[Tensor], text: str, sizes: Sequence[Any]) -> None:
+    planning.note(*given_to(text, sizes, tensors, written))
+
+
 # ---- the backward ----------------------------------------------------------------------------------
 
 
@@ -166,10 +138,10 @@ def _batched(tensors: Sequence[Tensor], text: str, sizes: Sequence[Any]) -> list
     return [watch.without_batch(torch.stack(outputs), level) for outputs in zip(*found)]
 
 
-register("CPU", _on_cpu)
-register_launches("CUDA")
+for _key in ("CPU", "CUDA"):
+    lib.impl("prepare", _launch, _key)
+    lib.impl("prepare_", _launch_, _key)
+    lib.impl("prepare", _launch_or_record, f"Autograd{_key}", with_keyset=True)
 lib.impl("prepare", _batched, "Batched")
-for _name, _fake in zip(("prepare", "prepare_"), _by(_fakes)):
-    torch.library.register_fake(f"jitrope::{_name}", _fake, lib=lib)
 torch.library.register_vmap("jitrope::prepare", _vmap, lib=lib)
 torch.library.register_autograd("jitrope::prepare", _backward, setup_context=_setup, lib=lib)
