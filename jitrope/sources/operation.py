@@ -213,11 +213,6 @@ class Operation(Source):
         converted = (letter in "qk" or o.dynamic_v) if o.computed or o.per_row else f"{letter}_scale" in t
         return o.out_dtype if converted and not of_cache and letter in "qkv" else ""
 
-    def alike(self, given: Container[str], o: Options) -> bool:
-        """Whether each result is like the tensor of the same name, if it `makes_empty` ones."""
-        converted = any(self.format_of(letter, given, o) for letter in "qkv")
-        return self.name == "heads" and not (converted or has("out Ulysses", given, o))
-
     def makes_empty(self, given: Sequence[str], o: Options) -> bool:
         """Whether all results are empty tensors: no views, nothing given, no sums, and no scales that need numbers."""
         filled = any(name.startswith(FRESH) for name in given)
