@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,49 +19,38 @@ from jitrope.run import dispatch, op_call
 from jitrope.sources.fused import FUSED, FUSED_BACKWARD
 from jitrope.sources.heads import HEADS, HEADS_BACKWARD
 from jitrope.sources.latent import LATENT, LATENT_BACKWARD
-from jitrope.sources.operation import Operation, operation
+from jitrope.sources.operation import Operation
 from jitrope.sources.streams import STREAMED
 from jitrope.stages.norm import NormOptions
 from tests.said import norm_rope, norm_rope_joint
-
-ROPE, NORM_ROPE = operation(HEADS), operation(HEADS, norm=True)
-ROPE_FP8, ROPE_CACHE = operation(HEADS, convert="given"), operation(HEADS, cache=True)
-NORM_SCALED = operation(HEADS, norm=True, convert="computed")
-NORM_SCALES = operation(HEADS, norm=True, convert="rows")
-ROPE_INTO = ROPE.to("given")
-ROPE_FUSED, ROPE_LATENT = operation(FUSED), operation(LATENT)
-NORM_STREAMS = operation(STREAMED, norm=True)
 
 _SCALES, _WEIGHTS = ("q_scale", "k_scale", "v_scale"), ("q_weight", "k_weight")
 _STAGE = (*_WEIGHTS, "q_bias", "k_bias", "q_mean_square", "k_mean_square")
 _SECOND = ("second_q_weight", "second_k_weight", "second_cos", "second_sin")
 _BIASES = ("q_bias", "k_bias", "second_q_bias", "second_k_bias")
-TENSORS: dict[Operation, tuple[str, ...]] = {
-    ROPE: ("q", "k"),
-    ROPE_INTO: ("q", "k", "v", "q_out", "k_out", "v_out"),
-    NORM_ROPE: ("q", "k", *_STAGE),
-    ROPE_FP8: ("q", "k", *_SCALES),
-    ROPE_CACHE: ("q", "k", "v", "k_cache", "v_cache", "slot_mapping", *_SCALES),
-    NORM_SCALED: ("q", "k", *_SCALES, *_STAGE),
-    NORM_SCALES: ("q", "k", "v", *_SCALES, *_STAGE),
-    ROPE_FUSED: ("qkv", "bias"),
-    ROPE_LATENT: LATENT.needed,
-    NORM_STREAMS: (*STREAMED.needed, *_WEIGHTS, *_SECOND, *_BIASES),
-    HEADS_BACKWARD: ("dq", "dk", "q", "k", *_STAGE),
-    FUSED_BACKWARD: ("dq", "dk", "dv", "dgate"),
-    LATENT_BACKWARD: ("dq", "dk", "dv"),
-}
-"""The tensors of some operations, in the order of these tests."""
-RESULTS: dict[Operation, tuple[str, ...]] = {
-    **dict.fromkeys((ROPE, NORM_ROPE, ROPE_FP8), ("q", "k")),
-    **dict.fromkeys((ROPE_LATENT, NORM_STREAMS), ("q", "k", "v")),
-    ROPE_CACHE: ("q",),
-    ROPE_INTO: (),
-    ROPE_FUSED: ("q", "k", "v", "gate"),
-    HEADS_BACKWARD: ("q", "k", "q_weight", "k_weight", "q_bias", "k_bias"),
-    FUSED_BACKWARD: ("qkv",),
-    LATENT_BACKWARD: ("q", "kv", "k_pe"),
-}
+
+
+class Kind(NamedTuple):
+    """Calls of an operation: its tensors and results, in the order of these tests."""
+
+    op: Operation
+    tensors: tuple[str, ...]
+    results: tuple[str, ...] = ("q", "k")
+
+
+ROPE, NORM_ROPE = Kind(HEADS, ("q", "k")), Kind(HEADS, ("q", "k", *_STAGE))
+ROPE_FP8 = Kind(HEADS, ("q", "k", *_SCALES))
+ROPE_INTO = Kind(HEADS, ("q", "k", "v", "q_out", "k_out", "v_out"), ())
+ROPE_CACHE = Kind(HEADS, ("q", "k", "v", "k_cache", "v_cache", "slot_mapping", *_SCALES), ("q",))
+NORM_SCALES = Kind(HEADS, ("q", "k", "v", *_SCALES, *_STAGE))
+ROPE_FUSED = Kind(FUSED, ("qkv", "bias"), ("q", "k", "v", "gate"))
+ROPE_LATENT = Kind(LATENT, LATENT.needed, ("q", "k", "v"))
+NORM_STREAMS = Kind(STREAMED, (*STREAMED.needed, *_WEIGHTS, *_SECOND, *_BIASES), ("q", "k", "v"))
+HEADS_BACK = Kind(
+    HEADS_BACKWARD, ("dq", "dk", "q", "k", *_STAGE), ("q", "k", "q_weight", "k_weight", "q_bias", "k_bias")
+)
+FUSED_BACK = Kind(FUSED_BACKWARD, ("dq", "dk", "dv", "dgate"), ("qkv",))
+LATENT_BACK = Kind(LATENT_BACKWARD, ("dq", "dk", "dv"), ("q", "kv", "k_pe"))
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 TABLE_DTYPES = {**DTYPES, "fp64": torch.float64}
@@ -749,17 +738,17 @@ def norm_call(call: NormTensors, in_place: bool = False) -> tuple[Tensor | None,
 
 def norm_reference(call: NormTensors) -> tuple[Tensor | None, ...]:
     """The results of the reference, on the tensors' device."""
-    op, tensors = norm_operation(call)
-    results = op.on_cpu(tensors, call.options)
-    return tuple([results.get(name) for name in RESULTS[op]])
+    kind, tensors = norm_kind(call)
+    results = kind.op.on_cpu(tensors, call.options)
+    return tuple([results.get(name) for name in kind.results])
 
 
-def norm_operation(call: NormTensors) -> tuple[Operation, dict[str, Tensor]]:
-    """The operation of a call, and its tensors by name."""
+def norm_kind(call: NormTensors) -> tuple[Kind, dict[str, Tensor]]:
+    """The kind of a call, and its tensors by name."""
     joint = len(call.streams) == 6
     tensors = (*call.streams, *call.weights, *(call.second_tables if joint else ()), *call.biases)
-    op = NORM_STREAMS if joint else NORM_ROPE
-    return op, named(op, tensors, call.tables)
+    kind = NORM_STREAMS if joint else NORM_ROPE
+    return kind, named(kind, tensors, call.tables)
 
 
 @dataclass(frozen=True)
@@ -939,9 +928,9 @@ def head_views(q: Tensor, k: Tensor | None, options: Options, dtype: torch.dtype
     return inputs, outputs
 
 
-def named(op: Operation, tensors: Any, tables: Any) -> dict[str, Tensor]:
-    """An operation's tensors by name, from a list in its order; None for a missing one."""
-    return {**{name: x for name, x in zip(TENSORS[op], tensors) if x is not None}, **named_tables(tables)}
+def named(kind: Kind, tensors: Any, tables: Any) -> dict[str, Tensor]:
+    """A call's tensors by name, from a list in its order; None for a missing one."""
+    return {**{name: x for name, x in zip(kind.tensors, tensors) if x is not None}, **named_tables(tables)}
 
 
 def named_tables(tables: Any) -> dict[str, Tensor]:
@@ -949,9 +938,9 @@ def named_tables(tables: Any) -> dict[str, Tensor]:
     return {name: x for name, x in zip(TABLE_NAMES, tables) if x is not None}
 
 
-def referenced(op: Operation, tensors: Any, tables: Any, options: Options) -> dict[str, Tensor]:
-    """The results of an operation in plain torch."""
-    return op.on_cpu(named(op, tensors, tables), options)
+def referenced(kind: Kind, tensors: Any, tables: Any, options: Options) -> dict[str, Tensor]:
+    """The results of a call in plain torch."""
+    return kind.op.on_cpu(named(kind, tensors, tables), options)
 
 
 def rope_reference(*arguments: Any) -> list[Tensor | None]:
@@ -961,16 +950,16 @@ def rope_reference(*arguments: Any) -> list[Tensor | None]:
     return [found.get("q"), found.get("k")]
 
 
-def launched(op: Operation, tensors: Any, tables: Any, options: Options) -> list[Tensor | None]:
-    """The results of an operation's launch; None for a missing result."""
-    results = dispatch.call(op, named(op, tensors, tables), options)
-    return [results.get(name) for name in (results if "qkv" in results else RESULTS[op])]
+def launched(kind: Kind, tensors: Any, tables: Any, options: Options) -> list[Tensor | None]:
+    """The results of a call's launch; None for a missing result."""
+    results = dispatch.call(kind.op, named(kind, tensors, tables), options)
+    return [results.get(name) for name in (results if "qkv" in results else kind.results)]
 
 
-def op_arguments(op: Operation, tensors: Any, tables: Any, options: Options) -> tuple[Any, ...]:
+def op_arguments(kind: Kind, tensors: Any, tables: Any, options: Options) -> tuple[Any, ...]:
     """A call as arguments of torch's op."""
-    given = named(op, tensors, tables)
-    return op_call.arguments(op, op_call.filled(op, given, options), options)
+    given = named(kind, tensors, tables)
+    return op_call.arguments(kind.op, op_call.filled(kind.op, given, options), options)
 
 
 def make_qkv(case: Case, device: str = "cpu", **changes: Any) -> tuple[list[Any], Options]:

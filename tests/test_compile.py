@@ -26,10 +26,10 @@ from jitrope.plan.options import Options
 from jitrope.plan.problem import plan_call
 from jitrope.plan.spec import RopeSpec
 from jitrope.sources.backward import turned_back
-from jitrope.sources.heads import HEADS_BACKWARD
 
 from .cases import (
     CASES,
+    HEADS_BACK,
     NORM_CASES,
     NormCase,
     head_views,
@@ -38,7 +38,7 @@ from .cases import (
     make_norm,
     named,
     named_tables,
-    norm_operation,
+    norm_kind,
 )
 from .described import popular, specs_of
 
@@ -350,14 +350,14 @@ def test_every_case_compiles(arch: str) -> None:
 def norm_specs(case: NormCase) -> list[RopeSpec]:
     """The kernels of a case and, unless it is a joint one, of its gradient."""
     call = make_norm(case)
-    _, tensors = norm_operation(call)
+    _, tensors = norm_kind(call)
     if case.first is not None:
         parts = [tuple(x.unsqueeze(3) for x in xs) for xs in (call.streams[:3], call.streams[3:])]
         out = [torch.empty(*a.shape[:1], a.shape[1] + b.shape[1], *a.shape[2:], dtype=a.dtype) for a, b in zip(*parts)]
         return [plan_call(parts[0], tuple(out), tensors, call.options, 132)[0].spec]
     specs = [plan_call(*head_views(*call.streams, call.options), tensors, call.options, 132)[0].spec]
     back = turned_back(call.options)._replace(rounding="complex64", norm=call.norm._replace(rounding="none"))
-    tensors = named(HEADS_BACKWARD, (*call.streams, *call.streams, *call.weights), call.tables)
+    tensors = named(HEADS_BACK, (*call.streams, *call.streams, *call.weights), call.tables)
     return [*specs, plan_call(*head_views(*call.streams, back), tensors, back, 132)[0].spec]
 
 

@@ -282,7 +282,7 @@ def test_refusals_beside_other_stages() -> None:
         words = {"cache": None, "quantize": DynamicQuantize(per=per, v=True), "copy_v": False}
         refused("copy_v=False does not go with v=True of quantize", **words)
     refused("Ulysses does not go with a cache", out=Ulysses(2))
-    refused("Ulysses does not go with copy_v=False", out=Ulysses(2), cache=None, copy_v=False)
+    refused("copy_v=False does not go with Ulysses", out=Ulysses(2), cache=None, copy_v=False)
     refused("q is .*; for 4 ranks it needs a multiple of 4 heads", out=Ulysses(4), cache=None)
     one = [torch.zeros(1, 2, 5, n, 64).bfloat16() for n in (6, 2, 2)]
     refused("there must be a rank for each of the 2 groups", out=one, cache=None)
@@ -303,4 +303,4 @@ def test_refusals_beside_other_stages() -> None:
     refused("out's q and qkv share memory", buffer.unflatten(2, (2, -1)), out=out)
     refused(r"out's q is \(2, 5, 6, 32\) .*; it must be \(2, 5, 6, 64\)", out=(out[0][..., :32], None, None))
     out = (None, None, torch.zeros(2, 5, 2, 64).bfloat16())
-    refused(r"out's v is .*; it must be None with copy_v=False", cache=None, copy_v=False, out=out)
+    refused("copy_v=False does not go with out's v", cache=None, copy_v=False, out=out)

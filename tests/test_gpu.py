@@ -24,7 +24,6 @@ from jitrope.plan import problem
 from jitrope.plan.options import Options
 from jitrope.run import dispatch
 from jitrope.run import launch as runtime
-from jitrope.sources.heads import HEADS_BACKWARD
 from jitrope.stages import convert
 from jitrope.values import constants
 from tests.said import KINDS, kv_cache, norm_fp8, norm_kv_cache, norm_rope, norm_rope_joint, said
@@ -34,6 +33,7 @@ from .cases import (
     CACHE_CASES,
     CASES,
     DTYPES,
+    HEADS_BACK,
     NORM_CASES,
     NORM_ROPE,
     QKV_CASES,
@@ -935,7 +935,7 @@ def test_opcheck_of_norms(name: str) -> None:
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(
         torch.ops.jitrope.prepare.default,
-        op_arguments(HEADS_BACKWARD, (*grads, *call.streams, *call.weights, *call.biases), call.tables, call.options),
+        op_arguments(HEADS_BACK, (*grads, *call.streams, *call.weights, *call.biases), call.tables, call.options),
         test_utils=tests,
     )
     arguments = op_arguments(NORM_ROPE, (*call.streams, *call.weights, *call.biases), call.tables, call.options)
@@ -1157,8 +1157,7 @@ def test_a_gpu_without_cupy_names_the_packages(tmp_path: Path) -> None:
 SANITIZED = """
 import torch
 from tests.said import KINDS
-from jitrope.sources.fused import FUSED_BACKWARD
-from tests.cases import CACHE_CASES, CASES, NORM_CASES, QKV_CASES, ROPE_CACHE, ROPE_FUSED
+from tests.cases import CACHE_CASES, CASES, FUSED_BACK, NORM_CASES, QKV_CASES, ROPE_CACHE, ROPE_FUSED
 from tests.cases import launched, make, make_cache, make_norm, make_qkv, norm_call
 from tests.test_gpu import test_wild_ids_and_slots_on_the_device as wild
 names = ("halves", "interleaved", "partial-odd", "packed", "packed-too-long", "fused-qkv", "d72", "full-interleaved",
@@ -1174,7 +1173,7 @@ for launch in ("token_linear", "grid_2d"):
     for case in QKV_CASES:
         tensors, options = make_qkv(case, "cuda", launch=launch)
         parts = launched(ROPE_FUSED, tensors[:1], tensors[1:], options)
-        launched(FUSED_BACKWARD, parts, tensors[1:], options)
+        launched(FUSED_BACK, parts, tensors[1:], options)
     for case in CACHE_CASES:
         c = make_cache(case, "cuda", launch=launch)
         launched(ROPE_CACHE, (c.q, c.k, c.v, c.k_cache, c.v_cache, c.slots, *c.scales), c.tables, c.options)

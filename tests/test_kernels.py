@@ -19,18 +19,17 @@ from jitrope.plan.options import Options
 from jitrope.run import dispatch, launch
 from jitrope.sources import fused
 from jitrope.sources.backward import turned_back
-from jitrope.sources.fused import FUSED_BACKWARD
-from jitrope.sources.latent import LATENT_BACKWARD
 from jitrope.stages.norm import NO_NORM
 
 from .cases import (
     CACHE_CASES,
     CASES,
+    FUSED_BACK,
+    LATENT_BACK,
     LATENT_CASES,
     NORM_CASES,
-    NORM_SCALED,
+    NORM_ROPE,
     QKV_CASES,
-    RESULTS,
     ROPE,
     ROPE_CACHE,
     ROPE_FP8,
@@ -50,7 +49,7 @@ from .cases import (
     make_qkv,
     named,
     norm_call,
-    norm_operation,
+    norm_kind,
     norm_reference,
     random_case,
     random_norm_case,
@@ -242,8 +241,8 @@ def test_fused_qkv_has_the_references_bits(case: Case, tile: str) -> None:
     if end is not None:
         assert torch.equal(changed[end:], qkv[end:])
     back = turned_back(options)
-    assert_bits(launched(FUSED_BACKWARD, want, tables, back),
-                referenced(FUSED_BACKWARD, want, tables, back).values())  # fmt: skip
+    assert_bits(launched(FUSED_BACK, want, tables, back),
+                referenced(FUSED_BACK, want, tables, back).values())  # fmt: skip
 
 
 @pytest.mark.parametrize("cp", [(1, 0), (2, 1)], ids=str)
@@ -259,7 +258,7 @@ def test_k_and_v_go_side_by_side(cp: tuple[int, int]) -> None:
     outputs = (out, *(x.view(rows, 2, 16) for x in sent[:rows].split(32, 1)))
     launched(ROPE_INTO, (q, k, v, *outputs), tables, options)
     wants = [torch.full_like(q, 7), *(torch.full_like(k, 7) for _ in range(2))]
-    ROPE_INTO.on_cpu(named(ROPE_INTO, (q, k, v, *wants), tables), options)
+    ROPE_INTO.op.on_cpu(named(ROPE_INTO, (q, k, v, *wants), tables), options)
     assert_bits(outputs, wants)
     assert torch.equal(wants[2], v)
     assert (sent[rows] == 777).all()
@@ -271,9 +270,9 @@ def test_latent_attention_has_the_references_bits(case: LatentCase, tile: str, p
     """Forward, and the gradient, whose sum over heads has another order than torch's."""
     (*tensors, cos, sin, cu_seqlens, starts, ids), options = make_latent(case, DEVICE, launch=tile)
     tables = (cos, sin, cu_seqlens, starts, ids)
-    for op, o in ((ROPE_LATENT, options), (LATENT_BACKWARD, turned_back(options))):
-        want = referenced(op, tensors, tables, o)
-        for name, got in zip(RESULTS[op], launched(op, tensors, tables, o), strict=True):
+    for kind, o in ((ROPE_LATENT, options), (LATENT_BACK, turned_back(options))):
+        want = referenced(kind, tensors, tables, o)
+        for name, got in zip(kind.results, launched(kind, tensors, tables, o), strict=True):
             unit = torch.finfo(got.dtype).eps
             exact = name != "k_pe" and (o.table != "freqs" or not ON_HOST) and o.rounding != "complex64"
             bound = 0 if exact else 2 * unit if name == "k_pe" else 2**-7
@@ -411,8 +410,8 @@ def test_dynamic_scales_are_the_cpus(number: int, case: NormCase, normed: bool, 
         hadamard=dim & (dim - 1) == 0, computed=True,
         out_dtype=("fp8", "int8")[number // 2 % 2], group=(0, 32, 64)[number % 3] if dim % 64 == 0 else 0,
     )  # fmt: skip
-    want = NORM_SCALED.on_cpu(norm_operation(call)[1], options)
-    got = dispatch.call(NORM_SCALED, norm_operation(there)[1], options)
+    want = NORM_ROPE.op.on_cpu(norm_kind(call)[1], options)
+    got = dispatch.call(NORM_ROPE.op, norm_kind(there)[1], options)
     assert plans[0].spec.hadamard == options.hadamard
     for name, expected in want.items():
         x = got[name].cpu()

@@ -172,7 +172,9 @@ def test_refusals_of_fp8() -> None:
         with pytest.raises(jitrope.InvalidInput, match="kv must be wider than q less k_pe"):
             jitrope.prepare_mla_qkv(Q, narrow, K_PE, TABLE[0], TABLE[0], **words)
     leaf, both = KV.clone().requires_grad_(), jitrope.Quantize(1.0, 1.0)
-    with pytest.raises(jitrope.InvalidInput, match=r"kv requires a gradient, .*; use a call without quantize and out"):
+    with pytest.raises(
+        jitrope.InvalidInput, match=r"kv requires a gradient, .*; use a call without cache, quantize and out"
+    ):
         jitrope.prepare_mla_qkv(Q, leaf, K_PE, TABLE[0], TABLE[0], quantize=both)
 
 

@@ -13,11 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import jitrope
 from jitrope.base import views
-from jitrope.sources.heads import HEADS_BACKWARD
 from jitrope.values import constants
 from tests.said import KINDS, norm_rope, norm_rope_joint, said
 
-from .cases import NORM_CASES, NormCase, make_norm, norm_call, op_arguments, random_norm_case
+from .cases import HEADS_BACK, NORM_CASES, NormCase, make_norm, norm_call, op_arguments, random_norm_case
 from .devices import DEVICE, DEVICES, slow
 from .results import near_each
 from .test_rope import autograd_reference
@@ -785,7 +784,7 @@ def test_opcheck_of_the_gradient(case: NormCase) -> None:
     grads = [None if x is None else torch.randn_like(x) for x in call.streams]
     options = call.options._replace(inverse=True, rounding="fp32")
     tensors = (*grads, *call.streams, *call.weights, *call.biases)
-    arguments = op_arguments(HEADS_BACKWARD, tensors, call.tables, options)
+    arguments = op_arguments(HEADS_BACK, tensors, call.tables, options)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.jitrope.prepare.default, arguments, test_utils=tests)
 
@@ -974,12 +973,12 @@ def stream(tokens: int = 3, **changes):
 
 
 JOINT_REFUSALS = {
-    "heads": ((stream(), stream(5, heads=6)), {}, "first's q is .*H=4.* second's .*H=6.*; only S may differ"),
-    "k-heads": ((stream(), stream(5, k_heads=1)), {}, "first's k is"),
-    "dim": ((stream(), stream(5, dim=16)), {}, "only S may differ"),
-    "batch": ((stream(), stream(5, batch=1)), {}, "only S may differ"),
+    "heads": ((stream(), stream(5, heads=6)), {}, r"second's q is .*H=6.*; it must be \(2, 5, 4, 8\)"),
+    "k-heads": ((stream(), stream(5, k_heads=1)), {}, "second's k is .*it must be"),
+    "dim": ((stream(), stream(5, dim=16)), {}, "second's q is .*D=16.*; it must be"),
+    "batch": ((stream(), stream(5, batch=1)), {}, "second's q is .*B=1.*; it must be"),
     "dtype": ((stream(), stream(5, dtype=torch.bfloat16)), {}, "second's q is .* torch.bfloat16"),
-    "v": (((*stream()[:2], stream()[0]), (*stream(5)[:2], stream(5)[0])), {}, "v must have as many heads as k"),
+    "v": (((*stream()[:2], stream()[0]), (*stream(5)[:2], stream(5)[0])), {}, "first's v is .*; it must be"),
     "rank": (((*stream()[:2], torch.ones(3)), stream(5)), {}, "first's v is not a tensor"),
     "rows": ((stream(), stream(6)), {}, "S=9.* but cos has 8 rows; it needs 9"),
     "weights": ((stream(), stream(5)), {"second": (ONES.half(), ONES.half())}, "the weights are"),

@@ -23,6 +23,7 @@ from jitrope.base.spec import Spec
 from jitrope.jit import kernels
 from jitrope.plan.problem import plan_call
 from jitrope.run.planning import note
+from jitrope.sources.backward import Backward
 from jitrope.sources.operation import Operation
 from jitrope.tools.models import specs_of_model
 from jitrope.tools.prewarm import TORCH_DTYPES
@@ -242,8 +243,8 @@ FAMILIES = {  # (name of the classes, words of the configuration)
 def launched() -> Iterator[list[Spec]]:
     """Yields the kernels that a GPU would launch for calls on the CPU. In a mode of torch norms stay with the host."""
 
-    def noting(name: str) -> Any:
-        computed = getattr(Operation, name)
+    def noting(owner: type[Operation], name: str) -> Any:
+        computed = getattr(owner, name)
 
         def compute(op: Operation, *given: Any) -> Any:
             *_, tensors, options = given
@@ -253,8 +254,8 @@ def launched() -> Iterator[list[Spec]]:
         return compute
 
     with pytest.MonkeyPatch.context() as patch, planning() as specs:
-        for name in ("compute", "on_cpu"):  # gradients have their own `compute`
-            patch.setattr(Operation, name, noting(name))
+        for owner, name in ((Operation, "compute"), (Operation, "on_cpu"), (Backward, "compute")):
+            patch.setattr(owner, name, noting(owner, name))
         yield specs
 
 

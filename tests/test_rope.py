@@ -739,7 +739,7 @@ def test_check_goes_without_vmap() -> None:
     _, _, cos, sin, _ = make(*by_name("fp32"))
     rows, ids = torch.randn(3, 7, 4, 2 * cos.shape[-1]), torch.zeros(3, 7, dtype=torch.long)
     words = {"layout": "thd", "check": True}
-    with pytest.raises(jitrope.InvalidInput, match=r"check=True does not go with torch\.func"):
+    with pytest.raises(jitrope.InvalidInput, match=r"check=True waits for the device, which torch.func"):
         torch.vmap(lambda x, i: jitrope.apply_rope(x, None, cos, sin, positions=i, **words)[0])(rows, ids)
 
 
@@ -779,6 +779,21 @@ def test_a_batch_of_cotangents_in_another_thread() -> None:
     batch = torch.stack([q, q + 1, -q])
     want = torch.stack([jitrope.apply_rope(x, None, cos, sin)[0] for x in batch])
     assert torch.equal(torch._vmap_internals._vmap(elsewhere)(batch), want)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_jit_trace() -> None:
+    """A call in place is traced as a fresh one and a copy, which torch.jit keeps; other tensors that it would lose."""
+    q, _, cos, sin, _ = make(*by_name("fp32"))
+    traced = torch.jit.trace(lambda x: jitrope.apply_rope(x, None, cos, sin, inplace=True)[0], q.clone())
+    other = q.flip(1).clone()
+    want = jitrope.apply_rope(other, None, cos, sin)[0]
+    assert torch.equal(traced(other), want)
+    assert torch.equal(other, want)
+    with pytest.raises(
+        jitrope.InvalidInput, match=r"apply_rope: torch.jit.trace loses what .* or to out; export the model"
+    ):
+        torch.jit.trace(lambda x: jitrope.apply_rope(x, None, cos, sin, out=(torch.empty_like(x), None))[0], q)
 
 
 @pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])

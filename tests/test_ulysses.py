@@ -206,4 +206,4 @@ def test_one_launch() -> None:
     runtime.local.recent.clear()
     jitrope.prepare_qkv(*given, **words, out=Ulysses(R))
     (prepared,) = runtime.local.prepared.values()
-    assert not prepared.finished  # v is copied in the launch
+    assert not prepared.left  # v is copied in the launch

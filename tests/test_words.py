@@ -126,7 +126,10 @@ WITHOUT_MEANING = {
     ),
     "two scales of k": ({"cache": VALUES["cache"], "quantize": VALUES["quantize"]}, "give it to KVCache"),
     "fp8 in place": ({"quantize": VALUES["quantize"], "inplace": True}, "inplace does not go with quantize"),
-    "fp8 of a q in place": ({"cache": VALUES["cache"], "quantize": Quantize(0.5), "inplace": True}, "in place"),
+    "fp8 of a q in place": (
+        {"cache": VALUES["cache"], "quantize": Quantize(0.5), "inplace": True},
+        "inplace does not go",
+    ),
     "ids in a list": ({"positions": [0, 1]}, "positions is .*it must be a tensor of ids, or a jitrope.Packed"),
     "a norm's module": ({"norm": torch.nn.RMSNorm(8)}, "norm is a module, RMSNorm; it must be a jitrope.Norm"),
     "caches in a tuple": ({"cache": caches()}, "cache is .*it must be a jitrope.KVCache"),

@@ -13,12 +13,11 @@ from ..base.errors import InvalidInput
 from ..base.layouts import FUSED_AXES, QKV_ORDERS
 from ..base.views import fused_part
 from ..plan.options import Options
-from ..run.gather import add, chosen, gather, result, sent
+from ..run.gather import add, gather, result, sent
 from ..run.public import repeated
 from ..sinks.cache import KVCache
-from ..sources.fused import FUSED, part_with_bias
+from ..sources.fused import FUSED
 from ..sources.latent import LATENT
-from ..sources.operation import operation
 from ..sources.source import is_dense
 from ..stages.convert import DynamicQuantize, Quantize
 from ..stages.norm import Norm
@@ -101,12 +100,12 @@ def prepare_fused_qkv(
     """
     name = "prepare_fused_qkv"
     tensors: Any = {"qkv": qkv, "cos": cos, "sin": sin}
-    op, own = chosen(FUSED, name, norm, cache, quantize, hadamard)
-    asked = gather(op, tensors, {**words, "out": out}, _WORDS, positions, inplace, own, norm, cache, quantize)
+    values = norm, cache, quantize, hadamard
+    asked = gather(FUSED, tensors, {**words, "out": out}, _WORDS, positions, inplace, *values)
     if bias is not None:
         tensors["bias"] = bias
     _split(tensors, asked, heads, order, flag(name, "copy_v", copy_v))
-    made = sent(op, tensors, asked, quantize)
+    made = sent(FUSED, tensors, asked, quantize)
     if "qkv" in made:
         return qkv
     o = Options(q_per_group=asked["q_per_group"], order=order)
@@ -114,7 +113,7 @@ def prepare_fused_qkv(
     found = result(made, "q"), k, result(made, "v")
     if order != "qkv_gated":
         return found
-    return (*found, made["gate"] if "gate" in made else part_with_bias(tensors, "gate", o))
+    return (*found, made["gate"] if "gate" in made else FUSED.part("gate", tensors, o))
 
 
 def _split(tensors: Any, asked: dict[str, Any], heads: Any, order: Any, copy_v: Any) -> None:
@@ -198,13 +197,12 @@ def prepare_mla_qkv(
         InvalidInput, CompileError: as in `apply_rope`.
     """
     tensors: Any = {"q": q, "kv": kv, "k_pe": k_pe, "cos": cos, "sin": sin}
-    op = operation(LATENT, convert="" if quantize is None else "given")
-    asked = gather(op, tensors, {**words, "out": out}, _LATENT_WORDS, positions)
+    asked = gather(LATENT, tensors, {**words, "out": out}, _LATENT_WORDS, positions)
     if is_dense(q) and is_dense(kv) and is_dense(k_pe):  # elsewhere the check refuses them
         asked["rotary_offset"] = first = int(q.shape[-1] - k_pe.shape[-1])
         asked["v_dim"] = int(kv.shape[-1]) - first
     if quantize is not None:
         add("prepare_mla_qkv", "quantize", quantize, Quantize, tensors, asked)
         tensors.update(quantize.on(q))
-    made = sent(op, tensors, asked)
+    made = sent(LATENT, tensors, asked)
     return made["q"], made["k"], made["v"]

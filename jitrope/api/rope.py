@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..checks.words import refuse_table_as_v
-from ..run.gather import chosen, gather, result, sent, with_v
+from ..run.gather import gather, result, sent, with_v
 from ..run.public import repeated
 from ..sinks.cache import KVCache
 from ..sinks.results import Ulysses  # noqa: F401
-from ..sources.heads import HEADS
-from ..sources.operation import operation
+from ..sources.heads import HEADS, ROPE
 from ..stages.convert import DynamicQuantize, Quantize
 from ..stages.norm import Norm
 from ..stages.positions import Positions
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 
 _ROPE_WORDS = frozenset(RopeWords.__annotations__)
-ROPE = operation(HEADS, "apply_rope")
 
 
 @repeated
@@ -170,15 +168,14 @@ def prepare_qkv(
     Raises:
         InvalidInput, CompileError: as in `apply_rope`. Nothing was written.
     """
-    op, own = chosen(HEADS, "prepare_qkv", norm, cache, quantize, hadamard)
     tensors: Any = {"q": q, "k": k} if cache is None else {"q": q, "k": k, "v": v}
     tensors.update(cos=cos, sin=sin)
     if sin is None and cos is not None:
         refuse_table_as_v(v, cos)
-    asked = gather(op, tensors, words, _ROPE_WORDS, positions, inplace, own, norm, cache, quantize)
+    asked = gather(HEADS, tensors, words, _ROPE_WORDS, positions, inplace, norm, cache, quantize, hadamard)
     if cache is None:
-        v = with_v(op, tensors, asked, v)
-    found = sent(op, tensors, asked, quantize)
+        v = with_v(HEADS, tensors, asked, v)
+    found = sent(HEADS, tensors, asked, quantize)
     if cache is not None:
         return result(found, "q"), k if "rotate_k" in asked else None, v
     return result(found, "q"), result(found, "k"), result(found, "v") if "v" in found else v

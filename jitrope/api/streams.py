@@ -10,7 +10,7 @@ from torch import Tensor
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..checks.words import parts, second_tables
-from ..run.gather import add, chosen, gather, result, sent
+from ..run.gather import add, gather, result, sent
 from ..run.public import repeated
 from ..sinks.cache import KVCache
 from ..sinks.results import Ulysses
@@ -89,9 +89,9 @@ def prepare_joint_qkv(
     tables: dict[str, Any] = {"cos": cos, "sin": sin, "cos_sin_cache": cos_sin_cache}
     tables.update(freqs=freqs, freqs_cis=freqs_cis)
     tensors.update({**second_tables(name, tables), **tables})
-    op, own = chosen(STREAMED, name, None, cache, quantize, hadamard)
     norms: Any = (norm, norm) if norm is None or isinstance(norm, Norm) else parts(name, "norm", norm, 2)
-    asked = gather(op, tensors, {**words, "out": out}, _JOINT_WORDS, positions, False, own, norms[0], cache, quantize)
+    values = norms[0], cache, quantize, hadamard
+    asked = gather(STREAMED, tensors, {**words, "out": out}, _JOINT_WORDS, positions, False, *values)
     if norm is not None:
         of_second: dict[str, Any] = {}
         words_of_second: dict[str, Any] = {}
@@ -99,5 +99,5 @@ def prepare_joint_qkv(
         if asked["norm"] != words_of_second["norm"]:
             raise InvalidInput(f"{name}: the norms are {norms[0]} and {norms[1]}; only their weights may differ")
         tensors.update({"second_" + label: weight for label, weight in of_second.items()})
-    made = sent(op, tensors, asked, quantize)
+    made = sent(STREAMED, tensors, asked, quantize)
     return result(made, "q"), result(made, "k"), result(made, "v")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -18,34 +19,32 @@ from ..base.views import BLOCK_SCALES, FORMATS, FP8, FP8S, PER_ITEM, TABLE_NAMES
 from ..plan.options import Options
 from ..sinks import cache, pages
 from ..stages import norm, positions, rotate, scale, transform
+from ..stages.convert import TENSORS as SCALES
 from ..stages.convert import converts_v
 
 SWAPPED = {"bshd": "bhsd", "bhsd": "bshd"}  # layouts that are easily mistaken for each other
 LEARNED = ("cos", "sin", "second_cos", "second_sin", "q_factor")  # torch computes their gradients, from q and k too
-_ALONE = {**dict.fromkeys(("fused", "streams"), "cache, quantize and out"), "latent": "quantize and out"}
-"""What a call with a gradient must lack, by source, in messages."""
 
 
 def check_watched(op: Any, wants_grad: bool, t: Tensors, o: Options) -> None:
     """Refuse tensors that torch does not let a call write, or that autograd cannot keep for a backward."""
-    name, fail = op.function, Fail(op.function)
+    name, fail, differentiable = op.function, Fail(op.function), op.differentiable(t, o)
     fail.when(watch.has_tangent(t.values()), "forward-mode derivatives (jvp) are not supported; use the backward")
     why = ", because that needs the old q and k" if norm.norm_of(o).kind != "no_norm" else ""
-    fail.when(wants_grad and o.inplace and op.norm, f"it has no gradient in place{why}; leave inplace=True out")
-    copied = "v" if op.out == "ranks" and not converts_v(t, o.dynamic_v) else ""
-    wanted = [label for label, x in t.items() if watch.wants_grad(x) and (op.differentiable or label != copied)]
+    fail.when(wants_grad and o.inplace and o.norm, f"it has no gradient in place{why}; leave inplace=True out")
+    copied = "v" if o.ulysses_degree and not converts_v(t, o.dynamic_v) else ""
+    wanted = [label for label, x in t.items() if watch.wants_grad(x) and (differentiable or label != copied)]
     fixed = [label for label in (*LEARNED, "q_scale", "k_scale", "v_scale") if label in wanted]
     compiling = watch.is_compiling()
-    written = {label: t[label] for label in op.written(o) if label in t}
+    written = {label: t[label] for label in op.written(t, o)}
     for kind in () if compiling else watch.transforms():
-        if kind != "jvp" and (written or (wanted and op.differentiable and kind != "vmap")):  # jvp is refused before
+        if kind != "jvp" and (written or (wanted and differentiable and kind != "vmap")):  # jvp is refused before
             instead = "give the tensors a batch axis" if kind == "vmap" else "use torch.autograd.grad"
             fail(f"torch.func's {kind} is not supported here; {instead}")
-    if (wanted and not op.differentiable) or (fixed and o.inplace):
-        label = label_of(op, (fixed or wanted)[0], o)
-        alone = _ALONE.get(op.source.op, "cache and quantize" if op.cache or op.convert else "out")
-        other = "leave v=True of quantize out" if label == "v" and o.dynamic_v else f"use a call without {alone}"
-        use = "leave inplace=True out, or " if o.inplace and op.differentiable else ""
+    if (wanted and not differentiable) or (fixed and o.inplace):
+        label, other = label_of(op, (fixed or wanted)[0], t, o), "use a call without cache, quantize and out"
+        other = "leave v=True of quantize out" if label == "v" and o.dynamic_v else other
+        use = "leave inplace=True out, or " if o.inplace and differentiable else ""
         use += f"pass {label}.detach()" if fixed else f"{other}, or torch.no_grad()"
         fail(f"{label} requires a gradient, but this call has none; {use}")
     if compiling:
@@ -54,7 +53,7 @@ def check_watched(op: Any, wants_grad: bool, t: Tensors, o: Options) -> None:
         _check_written(name, op.label(label), x, bool(wanted))
     for label, x in (t if fixed else op.saved(t, o) if wanted else {}).items():
         if x.is_inference():
-            label = label_of(op, label, o)
+            label = label_of(op, label, t, o)
             refuse(name, label, x, f"a tensor that was not made in inference mode; pass {label}.clone()")
 
 
@@ -74,8 +73,8 @@ def _check_written(name: str, label: str, x: Tensor, wants_grad: bool) -> None:
 
 def check_memory(op: Any, t: Tensors, o: Options) -> None:
     """Refuse a tensor that is written and shares memory with another tensor of the call, or between its elements."""
-    labels = {name: label_of(op, name, o) for name in t}
-    written = {name: t[name] for name in op.written(o) if name in t}
+    labels = {name: label_of(op, name, t, o) for name in t}
+    written = {name: t[name] for name in op.written(t, o)}
     for name, x in written.items():
         own = f"{name}.contiguous(), or leave inplace=True out"
         use = own if name in ("q", "k", "qkv") else "a tensor with memory for each element"
@@ -84,8 +83,10 @@ def check_memory(op: Any, t: Tensors, o: Options) -> None:
     require_apart(op.function, written, t, labels)
 
 
-def label_of(op: Any, name: str, o: Options) -> str:
+def label_of(op: Any, name: str, t: Container[str], o: Options) -> str:
     """The user's name of a tensor of a call."""
+    if (o.computed or o.per_row) and name in SCALES[: 1 if "k_cache" in t else 3]:
+        return f"{name[0]}_global_scale"
     return rotate.label_of(name, o) if name in TABLE_NAMES else op.label(name)
 
 
@@ -149,7 +150,7 @@ def check(op: Any, t: Tensors, o: Options) -> None:
     q, label, fail = t["q"], op.label("q"), Fail(op.function)
     for table in [table for table in TABLE_NAMES if table in t]:
         check_device(rotate.label_of(table, o), t[table], label, q, fail)
-    if beside := op.source.said or "a cache" * op.cache:
+    if beside := op.said or "a cache" * ("k_cache" in t):
         rotate.refuse_per_head(t["cos"], o, beside, fail)
     check_heads(q, t.get("k"), o, fail, label, op.label("k"))
     positions.check(t, o.rotary_dim // 2, o, fail)
@@ -159,8 +160,9 @@ def check(op: Any, t: Tensors, o: Options) -> None:
 
 def check_scales(op: Any, t: Tensors, o: Options) -> None:
     """The rule of conversions without a cache."""
+    needed = not (o.computed or o.per_row) and any(scale in t for scale in SCALES)
     for own in "qkv":
-        _check_scale(op, t, own, own in t, o, op.convert == "given" and own != "v")
+        _check_scale(op, t, own, own in t, o, needed and own != "v")
 
 
 def check_kv_cache(op: Any, t: Tensors, o: Options) -> None:
@@ -174,7 +176,6 @@ def check_kv_cache(op: Any, t: Tensors, o: Options) -> None:
         fail(f"{had}; v must have as many heads, or a multiple of them")
     cache.check(kv, t, o, fail)
     pages.check(t, o, fail)
-    fail.when(o.inplace and "q_scale" in t, "q is returned as fp8, which cannot be in place; leave inplace=True out")
     _check_scale(op, t, "q", True, o, False)
     for label in kv:
         scaled = t["k_cache"].dtype in FP8S if blocks is None else blocks.dtype == FP8 and f"{label}_scale" in t
@@ -185,7 +186,7 @@ def check_kv_cache(op: Any, t: Tensors, o: Options) -> None:
 
 def _check_scale(op: Any, t: Tensors, own: str, wanted: bool, o: Options, needed: bool) -> None:
     """Refuse a wrong given scale of `own`, q, k or v. wanted: it may have one; needed: it then must."""
-    scale, label, fail = t.get(f"{own}_scale"), op.label(f"{own}_scale"), Fail(op.function)
+    scale, label, fail = t.get(f"{own}_scale"), label_of(op, f"{own}_scale", t, o), Fail(op.function)
     if scale is None:
         return fail.when(wanted and needed, f"{label} is missing; pass it, because fp8 is stored divided by it")
     fail.when(not wanted, f"{label} is given, but no output is divided by it; leave it out")
@@ -217,7 +218,7 @@ def check_whole_heads(op: Any, t: Tensors, o: Options) -> None:
 def check_results(op: Any, t: Tensors, o: Options) -> None:
     """Refuse heads that ranks do not divide, and output tensors of the caller with another shape or dtype."""
     fail, q = Fail(op.function), t["q"]
-    for letter in [x for x in "qkv" if x in t and (o.ulysses_degree or (op.out and f"{x}_out" in t))]:
+    for letter in [x for x in "qkv" if x in t and (o.ulysses_degree or (f"{x}_out" in t and not o.per_row))]:
         x, out, word = t[letter], t.get(f"{letter}_out"), op.format_of(letter, t, o)
         if x.device != q.device or x.dim() != q.dim():
             fail(f"{letter} is {tuple(x.shape)} on {x.device} but q is {tuple(q.shape)} on {q.device}")

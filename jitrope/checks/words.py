@@ -69,13 +69,15 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any]) -> t
 
     Raises InvalidInput if a word does not go with the operation, a value has another type, or a tensor is missing.
     """
-    name = op.function
-    for label in [label for label in (*tensors, *asked) if label in op.refused]:  # layout may be implied by a tensor
+    name, given = op.function, Options(**{label: value for label, value in asked.items() if label != "check"})
+    refused = op.refused(tensors, given)
+    for label in [label for label in (*tensors, *asked) if label in refused]:  # layout may be implied by a tensor
         value, default = asked.get(label), DEFAULTS.get(label)
         if value is None or type(value) is not type(default) or value != default:  # an array has no single answer
             hint = f"; {_INSTEAD[label]}" if label in _INSTEAD else ""
-            raise InvalidInput(f"{name}: {op.label(label)} does not go with {op.said or 'this function'}{hint}")
-    kind = _check_tensors(op, tensors, asked, name)
+            said = op.said_with(tensors, given) or "this function"
+            raise InvalidInput(f"{name}: {op.label(label)} does not go with {said}{hint}")
+    kind = _check_tensors(op, tensors, given, name)
     full = canonical(dict(tensors))
     words = {label: _typed(name, label, value) for label, value in asked.items() if label != "check"}
     o = Options(**{"launch": config.launch(), **words}, table=kind)
@@ -87,15 +89,15 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any]) -> t
     if not table_width and words.get("rotary_dim") is None:  # nothing is rotated
         rotary_dim -= rotary_dim % 2
     found = o._replace(rotary_dim=rotary_dim, **rotate.pairs_of(o))
-    rotate.check_moved(name, op.norm, found, found.rotate_k)
+    rotate.check_moved(name, found.norm is not None, found, found.rotate_k)
     return (found, full) if cos is not None else op.without_table(full, found)
 
 
-def _check_tensors(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name: str) -> str:
+def _check_tensors(op: Any, tensors: Mapping[str, Any], o: Options, name: str) -> str:
     """Refuse missing and wrong tensors, and return the kind of the tables."""
     kinds = [kind for kind in ONE_TABLE if kind in tensors]
     ways = len(kinds) + ("cos" in tensors or "sin" in tensors)
-    if ways > 1 or (ways == 0 and not op.goes_bare(tensors, asked)) or ("cos" in tensors) != ("sin" in tensors):
+    if ways > 1 or (ways == 0 and not op.goes_bare(tensors, o)) or ("cos" in tensors) != ("sin" in tensors):
         raise InvalidInput(f"{name}: {_missing_table(name, tensors, kinds)}")
     needed = {*op.needed, "cos", "sin", *ONE_TABLE}
     for label in [label for label in op.needed if label not in tensors]:

@@ -13,15 +13,14 @@ from ..base import arguments
 from ..checks import checks
 from ..checks.words import ONE_TABLE, canonical, resolved
 from ..run.gather import placed
-from ..sources.heads import HEADS
-from ..sources.operation import operation
+from ..sources.heads import Heads
 from ..stages.positions import Packed
 from ..stages.rotate import rows_of
 from ..torch_state import is_traced
 from .backends import NAME, fail
 from .schedule import Schedule
 
-ROPE = operation(HEADS, NAME)
+ROPE = Heads(function=NAME)
 
 
 @dataclass(frozen=True, eq=False)  # == of two tensors gives a tensor

@@ -22,8 +22,8 @@ from ..checks.check_values import check_values
 from ..checks.checks import LEARNED
 from ..checks.words import canonical, check_asked, resolved
 from ..plan.options import Options
-from ..sources.heads import of_k
-from ..sources.operation import OF_TABLES, Operation
+from ..sources.operation import Operation, has
+from ..sources.source import OF_TABLES
 from ..torch_state import dispatch_modes, is_compiling
 from . import launch
 from .launch import Asked, Recorded
@@ -64,7 +64,7 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
         asked = {word: tuple(value) if isinstance(value, list) else value for word, value in asked.items()}
     wants = watch.wants_grad(*[x for name, x in tensors.items() if name not in OF_TABLES])
     tables_want = watch.wants_grad(*[x for name, x in tensors.items() if name in OF_TABLES])
-    plain = not tables_want and (op.differentiable or not wants) and watch.plain(tensors)
+    plain = not tables_want and watch.plain(tensors)
     prepared = launch.find(key, tensors) if plain else None
     if prepared is not None:
         options, full = prepared.options, {**canonical(tensors), **prepared.stand_ins}
@@ -74,25 +74,25 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
         options, full = resolved(op, tensors, asked)
     sharded = not plain and watch.sharded(full.values())
     if not isinstance(asked, Options):
-        if sharded and (tables_want or not op.shards):
-            text = "it takes no DTensors" + " beside a table that requires a gradient" * (tables_want and op.shards)
+        shards = op.name == "heads" and not has("convert transform cache out Ulysses", full, options)
+        if sharded and (tables_want or not shards):
+            text = "it takes no DTensors" + " beside a table that requires a gradient" * shards
             text += "; pass x.to_local(), and make results with DTensor.from_local"
             raise InvalidInput(f"{op.function}: {text}")
         checks.check_watched(op, wants, full, options)
         if prepared is None:
-            op.source.check(op, full, options)
+            op.check(full, options)
             checks.check_memory(op, full, options)
             if check_asked(op.function, asked):
-                if watch.transformed():
-                    raise InvalidInput(f"{op.function}: check=True does not go with torch.func; leave it out")
-                if watch.capturing(next(iter(full.values()))):
-                    text = "check=True waits for the device, but a CUDA graph is captured; leave it out"
+                if watch.transformed() or watch.capturing(next(iter(full.values()))):
+                    text = "check=True waits for the device, which torch.func and a CUDA graph do not; leave it out"
                     raise InvalidInput(f"{op.function}: {text}")
                 check_values(op.function, full, options)
                 asked = {word: value for word, value in asked.items() if word != "check"}
                 plain = False
-    if wants and plain and op.viewed(full, options) and not watch.on_gpu(next(iter(full.values()))):
-        plain = False  # its views may be written, which an autograd function with several results forbids
+    if wants and plain:  # views may be written, which an autograd function with several results forbids
+        viewed = op.viewed(full, options) and not watch.on_gpu(next(iter(full.values())))
+        plain = op.differentiable(full, options) and not viewed
     heads = [full[name] for name in op.produced(full, options)] if options.inplace else []
     apart = any(watch.is_view(x) or not x.requires_grad for x in heads)  # autograd must record each by itself
     if plain and not (wants and apart):
@@ -101,10 +101,10 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
         out = function(*tensors.values())
         launch.local.made = (function, tensors, out) if type(asked) is dict else None
         return out  # type: ignore[no-any-return]
-    if wants and options.inplace and not is_compiling():
+    if options.inplace and (watch.tracing() or (wants and is_compiling())):  # Inductor turns the copy into a write
+        return op.put(full, _through_op(op, full, options._replace(inplace=False), sharded), options)
+    if wants and options.inplace:
         return _write(op, full, options, apart)
-    if wants and options.inplace:  # traced under autograd: Inductor turns the copy into a write in place
-        return op.source.put(full, _through_op(op, full, options._replace(inplace=False), sharded), options)
     return _through_op(op, full, options, sharded)
 
 
@@ -140,7 +140,7 @@ record = watch.apply_of(_Made)
 
 
 def _write(op: Operation, tensors: Tensors, options: Options, apart: bool) -> Tensors:
-    """Return the results of a call in place. apart: each is recorded by itself, and k takes q's place."""
+    """Return the results of a call in place. apart: each is recorded by itself."""
     with torch.no_grad():
         call(op, tensors, options)
     found = {name: tensors[name] for name in op.produced(tensors, options)}
@@ -149,9 +149,9 @@ def _write(op: Operation, tensors: Tensors, options: Options, apart: bool) -> Te
         return dict(zip(found, record((made, saved, tuple(found.values())), *tensors.values())))
     others = {name: x for name, x in op.saved(tensors, options).items() if name not in found}
     for name, x in found.items():
-        own = {"q" if name == "k" else name: x, **(of_k(others) if name == "k" else others)}
+        own = {name: x, **others}
         if watch.wants_grad(*own.values()):
-            made, saved = recorded(op, own, [*own][:1], options)
+            made, saved = recorded(op, own, [name], options)
             (found[name],) = record((made, saved, (x,)), *own.values())
     return found
 

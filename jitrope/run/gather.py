@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -15,31 +14,19 @@ from ..checks.words import ONE_TABLE, parts, rotates_heads, unexpected
 from ..plan.options import Options
 from ..sinks.cache import KVCache
 from ..sinks.results import Ulysses
-from ..sources.heads import NORM_OF_V, norm_of_v
-from ..sources.operation import Operation, operation
-from ..sources.source import Source, is_dense, joins_k
+from ..sources.heads import OF_V, norm_of_v
+from ..sources.operation import Operation
+from ..sources.source import is_dense, joins_k
 from ..stages.convert import DynamicQuantize, Scaled, asked_of, converts_v
 from ..stages.norm import NO_NORM, Norm
 from ..stages.positions import Positions
 from ..stages.rotate import WITHOUT_TABLE
+from ..stages.transform import LABEL as TRANSFORM
 from ..torch_state import sharded
 from ..values.scales import scales
 from .dispatch import call
 
 _TABLE_NAMES = ("cos", "sin", *ONE_TABLE)
-NO_WORDS: dict[str, Any] = {}
-
-
-def chosen(
-    source: Source, name: str, norm: Any, cache: Any, quantize: Any, transform: Any
-) -> tuple[Operation, dict[str, Any]]:
-    """(the operation of a source with these stages, the words of its conversion or its transform)."""
-    words, transform = asked_of(name, quantize, transform)
-    computed = isinstance(quantize, DynamicQuantize) and (quantize.per == "token" or cache is not None)
-    convert = "" if quantize is None else "computed" if computed else "given"
-    blocks = BLOCK_SCALES[0] in getattr(cache, "tensors", ())  # storing needs all elements of a head
-    whole = source.whole or norm is not None or transform or convert == "computed" or blocks
-    return operation(source, norm=whole, convert=convert, transform=transform, cache=cache is not None), words
 
 
 def gather(
@@ -49,16 +36,14 @@ def gather(
     allowed: frozenset[str],
     positions: Any = None,
     inplace: bool = False,
-    own: Mapping[str, Any] = NO_WORDS,
     norm: Any = None,
     cache: Any = None,
     quantize: Any = None,
+    transform: Any = False,
 ) -> dict[str, Any]:
-    """Add the tensors of a call's words and values to its others; return the remaining words.
-
-    own: the words of `chosen`.
-    """
+    """Add the tensors of a call's words and values to its others; return the remaining words."""
     name, like = op.function, next(iter(tensors.values()))
+    own = asked_of(name, quantize, transform)
     for word in [*words]:
         if word not in allowed:
             raise unexpected(name, word)
@@ -73,7 +58,8 @@ def gather(
         words = {**placed(op, tensors, positions), **words}
     for label in [label for label, x in tensors.items() if x is None]:
         del tensors[label]
-    if op.norm:
+    blocks = BLOCK_SCALES[0] in getattr(cache, "tensors", ())
+    if op.whole or norm is not None or blocks or "computed" in own or TRANSFORM in own:  # they need whole heads
         words["norm"] = NO_NORM
     forget_positions(tensors, words)
     for label, value, kind in (("norm", norm, Norm), ("cache", cache, KVCache)):
@@ -127,26 +113,23 @@ def sent(op: Operation, tensors: Tensors, words: dict[str, Any], quantize: Any =
     letters: those of `out`.
     """
     out, given = words.pop("out", None), {}
-    if isinstance(out, Ulysses) and op.source.op != "latent":
-        if op.cache:
+    if isinstance(out, Ulysses) and op.name != "latent":
+        if "k_cache" in tensors:
             raise InvalidInput(f"{op.function}: Ulysses does not go with a cache; leave out= out")
-        if words.get("copy_v") is False:
-            raise InvalidInput(f"{op.function}: Ulysses does not go with copy_v=False; leave copy_v out")
         words.update(out.words)
-        op = op.to("ranks")
     elif out is not None:
         items = zip(letters, parts(op.function, "out", out, len(letters)))
+        if "inplace" in words:
+            raise InvalidInput(f"{op.function}: inplace does not go with out; leave it out")
         given = {letter: x for letter, x in items if x is not None}
         for letter, x in given.items():
-            if op.cache and letter != "q":
+            if "k_cache" in tensors and letter != "q":
                 refuse(op.function, f"out's {letter}", x, f"None, because {letter} goes to the cache")
-            if op.source.op == "heads" and letter not in tensors:
+            if op.name == "heads" and letter not in tensors:
                 refuse(op.function, f"out's {letter}", x, f"None, because {letter} is None")
     per = "token" if quantize is None else quantize.per
     tensors.update({f"{letter}_out": x for letter, x in given.items()})
     found = {} if per == "token" else with_scales(op, tensors, words, per)
-    if given or (isinstance(out, (list, tuple)) and "inplace" in words):
-        op = op.to("given")
     return {**given, **call(op, tensors, words), **found}
 
 
@@ -162,10 +145,10 @@ def with_scales(op: Operation, tensors: Tensors, words: dict[str, Any], per: str
     own = {word: x for word, x in words.items() if word != "ulysses_degree"}
     own.update(norm=norm if of_v else norm._replace(v_norm=False), per_row=True, dynamic_v=of_v)
     read = {name: x for name, x in tensors.items() if not name.endswith("_out") and (of_v or name != "v")}
-    if op.source.word == "streams":  # a launch counts its tokens by its outputs, which this one does not write
-        both = op.source.shaped(tensors, Options())
+    if op.name == "streams":  # a launch counts its tokens by its outputs, which this one does not write
+        both = op.shaped(tensors, Options())
         read.update({f"{letter}_out": both[letter] for letter in "qkv"})
-    found = call(operation(op.source, norm=True, convert="rows", transform=op.transform), read, own)
+    found = call(op, read, own)
     tensors.update(found)
     if per == "kv_head":
         heads, of_k = (found[name].shape[-1] if name in found else 0 for name in ("q_scale", "k_scale"))
@@ -199,11 +182,12 @@ def with_v(op: Operation, tensors: Tensors, words: dict[str, Any], v: Any) -> An
         xs: list[Any] = [v, tensors.get("k"), *[tensors[x] for x in _TABLE_NAMES if x in tensors]]
         one = all(is_dense(x) and x.dim() > 1 for x in xs) and joins_k(*xs[:3]) and xs[1].device == v.device
         one = one and not (norm.across_heads or "inplace" in words or sharded((v, *tensors.values())))
-        alone = given or not (op.convert or op.transform or ranks)
+        staged = "out_dtype" in words or TRANSFORM in words or "q_scale" in tensors
+        alone = given or not (staged or ranks)
         joins = one and bool(converts or (alone and rotates_heads(tensors, words, v.shape[-1])))
     if norm.v_norm and not joins:
         own = {"layout": words["layout"]} if "layout" in words else {}
-        v = call(NORM_OF_V, {"q": v}, {**own, "norm": norm_of_v(norm)})["q"]
+        v = call(OF_V, {"q": v}, {**own, "norm": norm_of_v(norm)})["q"]
         words["norm"] = norm._replace(v_norm=False)
     if v is not None and (joins or converts or ranks or given):
         tensors["v"] = v

@@ -26,7 +26,8 @@ from ..base.views import HEADS, Tensors, bias_views, table_pair
 from ..checks.checks import label_of
 from ..checks.words import canonical
 from ..plan.options import Options
-from ..sources.operation import OF_TABLES, Operation
+from ..sources.operation import Operation
+from ..sources.source import OF_TABLES
 from ..sources.stand_ins import missing_weights
 from ..stages.convert import Scaled
 from ..values.constants import CONSTANTS
@@ -84,7 +85,7 @@ class Prepared:
     """
 
     device, blocks = -1, 0  # the GPU's index; the blocks of the launch
-    finished = False  # something follows the launch
+    left: tuple[str, ...] = ()  # letters that are copied after the launch
     pointers: tuple[str, ...] = ()  # the argument block's addresses as expressions; (): nothing is launched
     enqueue: Any = None
     pack: Any = None
@@ -93,9 +94,9 @@ class Prepared:
     def __init__(self, op: Operation, options: Options, given: Tensors, tensors: Tensors) -> None:
         self.op, self.options, self.home = op, options, local  # which `configure` may replace while this is planned
         self.names, self.stand_ins = tuple(given), dict([*tensors.items()][len(given) :])
-        self.written = tuple([name for name in op.written(options) if name in given])
+        self.written = op.written(given, options)
         self.alignments = tuple([x.data_ptr() & 15 for x in given.values()])
-        self.results, self.like = op.produced(given, options), op.alike(self.names, options)
+        self.results = op.produced(given, options)
         saved, heads = op.saved(given, options), [name for name in given if name not in OF_TABLES]
         self.recorded = Recorded(op, options, tuple(saved), tuple(heads), self.results, self.stand_ins, (), {})
         self.in_torch, self.renamed = not watch.on_gpu(next(iter(given.values()))), [*tensors] != [*given]
@@ -110,6 +111,8 @@ class Prepared:
         named = full if self.in_torch and not sized else with_outputs(op, full, options)
         self.makes = len(named) > len(full) and not options.inplace  # fresh results
         made = [named[f"{name}_out"] for name in self.results] if self.makes and sized else []
+        like = [_kind(torch.empty_like(given[name]))[:4] if name in given else None for name in self.results]
+        self.like = [_kind(x)[:4] for x in made] == like  # which takes a fifth less time
         self.empty = [partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in made]
         self.makers: dict[Form, Callable[..., Any]] = {}
         if not self.in_torch:
@@ -122,9 +125,9 @@ class Prepared:
         from ..plan.problem import plan_call
 
         op, options = self.op, self.options
-        inputs, results = op.heads(named, options)
+        inputs, results = op.head_views(named, options)
         device = next(iter(tensors.values())).device
-        self.finished = op.finishes(named, options)
+        self.left = op.left(named, options)
         gpu = torch.cuda.get_device_properties(device)
         planned = plan_call(inputs, results, named, options, gpu.multi_processor_count, watch.memory_speed(gpu))
         if planned is None:
@@ -174,7 +177,7 @@ class Prepared:
         ordered = sorted(spans.values())
         ends = itertools.accumulate([x.at + x.extent for x in ordered], max)
         if any(x.at < end for x, end in zip(ordered[1:], ends)):
-            labels = {name: label_of(self.op, name, self.options) for name in self.close}
+            labels = {name: label_of(self.op, name, self.close, self.options) for name in self.close}
             refuse_meeting(self.op.function, spans, self.written, labels)
         if len(self.apart) >= MAX_APART:
             self.apart.clear()
@@ -256,9 +259,7 @@ def function_of(
     record: records a call whose tensors require gradients.
     """
     wants, xs = {name for name, x in tensors.items() if x.requires_grad}, [*tensors.values()]
-    recorded = (
-        bool(wants) and record is not None and prepared.op.differentiable and wants <= {*prepared.recorded.inputs}
-    )
+    recorded = bool(wants) and record is not None and wants <= {*prepared.recorded.inputs}
     form = Form(prepared.names, returns, recorded=recorded)  # a table has no gradient here
     if not plain or (prepared.kept and watch.capturing(xs[0])):
         return written(prepared, form, (None, record))

@@ -17,9 +17,6 @@ from ..plan.options import Options
 from ..sources.operation import Operation, operation_of
 from ..stages.positions import COUNTS
 
-EACH = 10
-"""The most tensors that a call writes."""
-
 
 class Read(NamedTuple):
     """What a text says."""
@@ -34,10 +31,9 @@ class Read(NamedTuple):
 def read(text: str) -> Read:
     """The operation, names and options of a text."""
     name, tensors, options = Call.parse(text)
-    op = operation_of(name, tensors, options)
-    allowed = op.written(options)
-    written = tuple([name for name in tensors if name in allowed])
-    names = tuple([name for name in tensors if name not in allowed])
+    op = operation_of(name, options)
+    written = op.written(tensors, options)
+    names = tuple([name for name in tensors if name not in written])
     return Read(op, names + written, written, options)
 
 
@@ -48,8 +44,8 @@ def _spelled(name: str, tensors: tuple[str, ...], options: Options) -> str:
 
 def filled(op: Operation, tensors: Tensors, options: Options) -> Tensors:
     """A call's tensors, with fresh results among them if it writes others."""
-    made, written = op.made(tensors, options), [name for name in op.written(options) if name in tensors]
-    if options.inplace or not made or not written:
+    made = op.made(tensors, options)
+    if options.inplace or not made or not op.written(tensors, options):
         return tensors
     fresh = op.fresh(tensors, options, 0)
     return {**tensors, **{FRESH + name: fresh[name] for name in made}}
@@ -84,16 +80,12 @@ def run_op(op: Operation, tensors: Tensors, options: Options) -> Tensors:
     if len(given) == 3:
         results = dict(zip(made, torch.ops.jitrope.prepare(*given)))
     else:
-        (_prepare_each if watch.tracing() else torch.ops.jitrope.prepare_)(*given)
-        if options.inplace:
-            return op.outputs(tensors, options)
-        results = {name: full[FRESH + name] for name in made}
+        if watch.tracing():
+            text = "torch.jit.trace loses what a call writes to a cache or to out; export the model"
+            raise InvalidInput(f"{op.function}: {text}")
+        torch.ops.jitrope.prepare_(*given)
+        results = op.outputs(full, options)
     return op.complete(results, tensors, options)
-
-
-def _prepare_each(tensors: list[Tensor], written: list[Tensor], *rest: Any) -> None:
-    """`prepare_` for torch.jit.trace, which drops an op that writes the tensors of a list."""
-    torch.ops.jitrope.prepare_each_(tensors, *written, *[None] * (EACH - len(written)), *rest)
 
 
 def given_to(text: str, sizes: Sequence[Any], tensors: Sequence[Tensor], written: Sequence[Tensor] = ()) -> Any:

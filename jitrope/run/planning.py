@@ -65,6 +65,6 @@ def note(op: Operation, tensors: Tensors, options: Options) -> None:
     specs, launches, sm_count = planner
     named = launch.with_outputs(op, {**tensors, **(missing_weights(tensors, options) if options.norm else {})}, options)
     for asked in launches:
-        found = plan_call(*op.heads(named, options), named, options._replace(launch=asked), sm_count)
+        found = plan_call(*op.head_views(named, options), named, options._replace(launch=asked), sm_count)
         if found is not None and found[0].spec not in specs:
             specs.append(found[0].spec.of(op.text(tensors, options)))

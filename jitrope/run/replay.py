@@ -22,8 +22,8 @@ SCRATCH = ("weight_grads", "block_sums", "counters")
 """Outputs of a gradient that are not its results: the gradients of weights are parts of the first."""
 
 _OF_PREPARED = (
-    "alignments, apart, args, blocks, device, elsewhere, empty, enqueue, fixed, keep_apart, on_cpu, op.finish, "
-    "op.fresh, options, pack, reach, recorded"
+    "alignments, apart, args, blocks, device, elsewhere, empty, enqueue, fixed, keep_apart, left, on_cpu, "
+    "op.finish, op.fresh, options, pack, reach, recorded"
 )
 """The attributes of `launch.Prepared` that the source names."""
 
@@ -99,8 +99,8 @@ def text(prepared: Any, form: Form) -> str:
         lines.append("else: elsewhere()")
     if prepared.written:
         lines.append(f"written({_tuple(prepared.written)})")
-    if prepared.finished:
-        lines.append(f"{no_grad}out = finish({made}, tensors, options)")
+    if prepared.left:
+        lines.append(f"{no_grad}out = finish(left, {made}, tensors, options)")
         made = "out"
     at = {name: f"out[{name!r}]" if made == "out" else x for name, x in at.items()}
     if form.recorded:

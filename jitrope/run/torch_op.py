@@ -9,104 +9,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from string import ascii_letters
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import torch_state as watch
-from ..base.errors import InvalidInput
-from ..base.views import Tensors
-from ..plan.options import Options
 from ..sources import fused, latent, streams  # noqa: F401  each source registers its operations
-from ..sources.operation import Operation
 from . import launch, planning
 from .dispatch import gradients, recorded
-from .op_call import EACH, given_to
+from .op_call import given_to
 
 lib = torch.library.Library("jitrope", "DEF")
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 lib.define("prepare(Tensor[] tensors, str call, SymInt[] sizes) -> Tensor[]", tags=TAGS)
 lib.define("prepare_(Tensor[] tensors, Tensor(a!)[] written, str call, SymInt[] sizes) -> ()", tags=TAGS)
-lib.define(
-    f"prepare_each_(Tensor[] tensors, {', '.join([f'Tensor({x}!)? {x}' for x in ascii_letters[:EACH]])}, str call, "
-    "SymInt[] sizes) -> ()",
-    tags=TAGS,
-)
 
 
-# ---- registration --------------------------------------------------------------------------------
-
-Run = Callable[[Operation, Tensors, Options], Tensors]
+# ---- launches, and plain torch on a CPU -----------------------------------------------------------
 
 
-def _on_cpu(op: Operation, tensors: Tensors, options: Options) -> Tensors:
-    with torch.autocast("cpu", enabled=False):  # as on a GPU, the words say what is rounded
-        results = op.on_cpu(tensors, options)
-    watch.written([tensors[name] for name in op.written(options) if name in tensors])
-    return results
+def _launch_(tensors: Sequence[Tensor], written: Sequence[Tensor], text: str, sizes: Sequence[int]) -> None:
+    _launch((*tensors, *written), text, sizes, len(written))
 
 
-def _fakes(op: Operation, tensors: Tensors, options: Options) -> Tensors:
-    planning.note(op, tensors, options)
-    return op.fakes(tensors, options)
-
-
-def _by(run: Run) -> tuple[Callable[..., Any], Callable[..., None]]:
-    """The implementations of both ops that call `run`."""
-
-    def prepare(tensors: Sequence[Tensor], text: str, sizes: Sequence[Any]) -> list[Tensor]:
-        op, named, options = given_to(text, sizes, tensors)
-        results = run(op, named, options)
-        return [results[name] for name in op.made(named, options)]
-
-    def prepare_(tensors: Sequence[Tensor], written: Sequence[Tensor], text: str, sizes: Sequence[Any]) -> None:
-        run(*given_to(text, sizes, tensors, written))
-
-    return prepare, prepare_
-
-
-@torch.library.impl(lib, "prepare_each_", "CompositeExplicitAutograd")
-def _each(tensors: list[Tensor], *rest: Any) -> None:
-    torch.ops.jitrope.prepare_(tensors, [x for x in rest[:EACH] if x is not None], *rest[EACH:])
-
-
-def register(key: str, run: Run) -> None:
-    """Make `run` the implementation of both ops for a dispatch key."""
-    for name, function in zip(("prepare", "prepare_"), _by(run)):
-        lib.impl(name, function, key)
-
-
-def register_launches(key: str) -> None:
-    """Make launches the implementation of both ops for a dispatch key, and for its key of autograd."""
-    lib.impl("prepare", _launches(), key, with_keyset=True)
-    lib.impl("prepare_", _launches_, key)
-    lib.impl("prepare", _launches(_recorded), f"Autograd{key}", with_keyset=True)
-
-
-def _launches_(tensors: Sequence[Tensor], written: Sequence[Tensor], text: str, sizes: Sequence[int]) -> None:
-    _launch((*tensors, *written), text, sizes, len(written), None)
-
-
-def _launches(recorded: Callable[[], Any] | None = None) -> Callable[..., Any]:
-    """The implementation of `prepare` on a GPU.
-
-    recorded: gives the implementation of calls that autograd records, or that more than autograd watches. All others
-    skip torch's Python layer of autograd, which takes longer than the launch.
-    """
-
-    def call(keys: Any, tensors: Sequence[Tensor], text: str, sizes: Sequence[int]) -> Any:
-        watching = None if recorded is None else (lambda: recorded()(keys, tensors, text, sizes))
-        return _launch(tensors, text, sizes, 0, watching)
-
-    return call
+def _launch_or_record(keys: Any, tensors: Sequence[Tensor], text: str, sizes: Sequence[int]) -> Any:
+    """A call that autograd may record. All others skip torch's Python layer of it, which takes longer than a launch."""
+    return _launch(tensors, text, sizes, watching=lambda: _recorded()(keys, tensors, text, sizes))
 
 
 def _launch(
-    given: Sequence[Tensor], text: str, sizes: Sequence[int], written: int, watching: Callable[[], Any] | None
+    given: Sequence[Tensor],
+    text: str,
+    sizes: Sequence[int],
+    written: int = 0,
+    watching: Callable[[], Any] | None = None,
 ) -> Any:
-    """Launch a call. One like a recent one is not read again (`replay`)."""
+    """Launch a call. One like a recent one is not read again (`replay`).
+
+    watching: makes a call that autograd records, or that more than autograd watches.
+    """
     key = (text, len(given), written, *sizes)
     try:
         recent = () if watch.watched() else launch.local.recent[key]
@@ -132,6 +74,22 @@ def _outputs(made: Sequence[str]) -> list[str]:
     """
     parts = [name for name in made if name.endswith(("_weight", "_bias"))]
     return [f"{{{name}}}{'.clone()' * (name in parts[1:])}" for name in made]
+
+
+# ---- without values --------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("jitrope::prepare", lib=lib)
+def _fake(tensors: Sequence[Tensor], text: str, sizes: Sequence[Any]) -> list[Tensor]:
+    op, named, options = given_to(text, sizes, tensors)
+    planning.note(op, named, options)
+    results = op.fakes(named, options)
+    return [results[name] for name in op.made(named, options)]
+
+
+@torch.library.register_fake("jitrope::prepare_", lib=lib)
+def _fake_(tensors: Sequence[Tensor], written: Sequence[Tensor], text: str, sizes: Sequence[Any]) -> None:
+    planning.note(*given_to(text, sizes, tensors, written))
 
 
 # ---- the backward ----------------------------------------------------------------------------------
@@ -170,16 +128,6 @@ def _vmap(info: Any, dims: Any, tensors: Sequence[Tensor], text: str, sizes: Seq
     return [torch.stack(outputs) for outputs in zip(*found)], [0] * len(found[0])
 
 
-def _vmap_(
-    info: Any, dims: Any, tensors: Sequence[Tensor], written: Sequence[Tensor], text: str, sizes: Sequence[Any]
-) -> Any:
-    if None in dims[1]:
-        raise InvalidInput(f"vmap: call {text!r} writes a tensor that all calls share; give each call its own")
-    for n in range(info.batch_size):
-        torch.ops.jitrope.prepare_(_one(tensors, dims[0], n), _one(written, dims[1], n), text, sizes)
-    return None, None
-
-
 def _batched(tensors: Sequence[Tensor], text: str, sizes: Sequence[Any]) -> list[Tensor]:
     """The same for a batch of cotangents (`is_grads_batched`), which torch hides in another kind of tensor."""
     dims = [0 if watch.is_batched(x) else None for x in tensors]
@@ -190,11 +138,10 @@ def _batched(tensors: Sequence[Tensor], text: str, sizes: Sequence[Any]) -> list
     return [watch.without_batch(torch.stack(outputs), level) for outputs in zip(*found)]
 
 
-register("CPU", _on_cpu)
-register_launches("CUDA")
+for _key in ("CPU", "CUDA"):
+    lib.impl("prepare", _launch, _key)
+    lib.impl("prepare_", _launch_, _key)
+    lib.impl("prepare", _launch_or_record, f"Autograd{_key}", with_keyset=True)
 lib.impl("prepare", _batched, "Batched")
-for _name, _fake in zip(("prepare", "prepare_"), _by(_fakes)):
-    torch.library.register_fake(f"jitrope::{_name}", _fake, lib=lib)
 torch.library.register_vmap("jitrope::prepare", _vmap, lib=lib)
-torch.library.register_vmap("jitrope::prepare_", _vmap_, lib=lib)
 torch.library.register_autograd("jitrope::prepare", _backward, setup_context=_setup, lib=lib)

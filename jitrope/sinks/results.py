@@ -5,6 +5,7 @@ A place is a view (batch, seq, group, head of the group, dim) of the heads of su
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -76,16 +77,15 @@ def indexed(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
-def empty_elements(x: Tensor, word: str) -> Tensor:
-    """A tensor for the elements of x in a format, or without a word in x's dtype, in the order of x's axes."""
+def empty_heads(x: Tensor, word: str, shape: Sequence[int] | None = None) -> Tensor:
+    """A tensor for heads like x, in the order of x's axes, in a format, or without a word in x's dtype.
+
+    shape: (..., D) of other heads, which are contiguous.
+    """
     dtype, _, per_item = FORMATS[word] if word else (None, 0, 1)
+    if shape is not None:
+        return x.new_empty((*shape[:-1], shape[-1] // per_item), dtype=dtype)
     return torch.empty_like(x if per_item == 1 else x[..., : x.shape[-1] // per_item], dtype=dtype)
-
-
-def empty_heads(like: Tensor, shape: tuple[int, ...], word: str) -> Tensor:
-    """A contiguous tensor for heads of a shape (..., D), in a format, or without a word in the dtype of `like`."""
-    dtype, _, per_item = FORMATS[word] if word else (None, 0, 1)
-    return like.new_empty((*shape[:-1], shape[-1] // per_item), dtype=dtype)
 
 
 def empty_scale(x: Tensor, o: Words, per_item: int = 1) -> Tensor:

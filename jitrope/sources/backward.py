@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 
 import torch
+from torch import Tensor
 
 from .. import chain
-from ..base import views
 from ..base.errors import JitropeError
 from ..base.layouts import LAYOUT_AXES
 from ..base.views import Tensors, head_view
@@ -15,8 +15,9 @@ from ..plan.options import Options
 from ..sinks.results import LETTERS
 from ..stages import rotate
 from ..stages.norm import norm_of, sums_heads
-from .operation import BACKWARDS, Call, Operation, operation, tables_of
-from .source import Read, Source
+from ..values.constants import filled
+from .operation import Call, Operation
+from .source import Read
 from .stand_ins import weight_sums
 
 
@@ -27,17 +28,16 @@ class Backward(Operation):
     derivative then; else it is the source's own call.
     """
 
-    def __init__(self, source: Source) -> None:
-        super().__init__(source)
-        self.name, self.function = f"{source.word}_backward", ""
-        BACKWARDS[self.name] = self
+    function = ""
+    heads = ("dq", "dk", "dv", "dgate")
+
+    def __init__(self, source: Operation) -> None:
+        super().__init__(name=f"{source.name}_backward")
+        self.source = source
 
     def made(self, given: Container[str], o: Options) -> tuple[str, ...]:
         heads = [x for x in self.source.heads if x not in LETTERS or f"d{x}" in given]
         return (*heads, *[x for x in ("q_weight", "k_weight", "q_bias", "k_bias") if x in given])
-
-    def viewed(self, given: Container[str], o: Options) -> tuple[str, ...]:
-        return ()
 
     def fresh(self, t: Tensors, o: Options, blocks: int) -> Tensors:
         across, axis = norm_of(o).across_heads, LAYOUT_AXES[o.layout][2]
@@ -50,53 +50,37 @@ class Backward(Operation):
         sums = [name for name in self.made(t, o) if name.endswith(("_weight", "_bias"))]
         return {**self.source.empty(t, o), **{name: torch.empty_like(t[name]) for name in sums}}
 
-    def makes_empty(self, given: Sequence[str], o: Options) -> bool:
-        return False  # there may be sums
-
-    def saved(self, t: Tensors, o: Options) -> Tensors:
-        return tables_of(t)
-
     def ways(self, named: Tensors, o: Options) -> list[tuple[Read, Read] | None]:
         reads = {x: (f"d{x}", head_view(named[f"d{x}"], o.layout)) for x in "qkv" if f"d{x}" in named}
         if o.norm is not None:
             reads |= {x: y for x, y in self.source.reads(named, o).items() if x != "v" or norm_of(o).v_norm}
         outs = {name: named[f"{name}_out"] for name in self.source.heads if f"{name}_out" in named}
         writes = {x: (f"{name}_out", view) for x, (name, view) in self.source.reads(outs, o).items()}
-        if "v" in writes and self.leaves_v(named, o):
+        if "v" in writes and self.source.leaves_v(named, o):
             del writes["v"]
         return [(reads[x], writes[x]) if x in writes else None for x in "qkv"]
 
-    def finishes(self, named: Container[str], o: Options) -> bool:
-        return o.order == "qkv_gated" or ("dv" in named and sums_heads(named, o))
+    def left(self, named: Container[str], o: Options) -> tuple[str, ...]:
+        return ("v",) * ("dv" in named and sums_heads(named, o)) + ("gate",) * (o.order == "qkv_gated")
 
-    def left(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:
-        letters = ("v",) * sums_heads(t, o) + ("gate",) * ("dgate" in t)
-        return {letter: t[f"d{letter}"] for letter in letters}
-
-    def finish(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:
-        if o.order == "qkv_gated" and "dgate" not in t:
-            views.fused_part(outputs["qkv"], "gate", o).zero_()
-        return super().finish(outputs, t, o)
-
-    def places(self, made: Tensors, t: Tensors, o: Options) -> Tensors:
-        """Those of results with a gradient; the others are zero."""
-        found = super().places(made, t, o)
-        if "gate" in found and "dgate" not in t:
-            found.pop("gate").zero_()
-        return found
+    def part(self, letter: str, t: Tensors, o: Options) -> Tensor:
+        """The gradient of a letter. That of a gate may be missing, and is zero then."""
+        q = t["dq"]
+        return t[f"d{letter}"] if f"d{letter}" in t else filled(q.device, 1, q.dtype, 0).expand(q.shape)
 
     def compute(self, made: Tensors, t: Tensors, o: Options) -> None:
-        places = self.places(made, t, o)
-        if o.norm is not None:
-            return chain.back(self.source.parts(t, o)[0][0], places, o._replace(inverse=not o.inverse))
-        grads = {x: t[f"d{x}"].contiguous() for x in LETTERS if f"d{x}" in t}
-        chain.run([({**t, **grads}, o)], places, o)
+        places = self.source.places(made, t, o)
+        grads = {x: self.part(x, t, o) for x in LETTERS if x in places}
+        if o.norm is None:
+            return chain.run([({**t, **{x: grad.contiguous() for x, grad in grads.items()}}, o)], places, o)
+        t = {**self.source.parts(t, o)[0][0], **{f"d{x}": grad for x, grad in grads.items()}}
+        chain.back(t, places, o._replace(inverse=not o.inverse))
 
-    def gradient(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
+    def back(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         if o.norm is not None:
             hint = "compute the norm by itself; with a drop-in, enable(model, fuse_norm=False)"
             raise JitropeError(f"a norm of q or k has no second derivative; {hint}")
-        found = call(operation(self.source), {**grads, **saved}, turned_back(o))
+        found = call(self.source, {**grads, **saved}, turned_back(o))
         return {f"d{name}": x for name, x in found.items()}
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..base import views
-from ..base.arguments import refuse
 from ..base.fit import Fail
 from ..base.views import MEANS, Tensors, fused_part, fused_sizes
 from ..plan.options import Options
@@ -16,18 +15,13 @@ from ..sinks.results import LETTERS
 from ..stages import bias, positions
 from ..stages.norm import gradients_of_means, norm_of, sums_heads
 from .backward import Backward, every_gradient, norm_turned_back, turned_back
-from .operation import Call, Operation, operation, tables_of
-from .source import Read, Source
-
-
-def part_with_bias(t: Tensors, name: str, o: Options) -> Tensor:
-    """One part of a call's fused tensor, a view, or with the projection's bias a fresh tensor."""
-    return bias.forward(name, fused_part(t["qkv"], name, o), t, o)
+from .operation import Call, Operation
+from .source import Read, tables_of
 
 
 def split_qkv(t: Tensors, o: Options) -> Tensors:
     """q, k and v, and the gate, (..., heads, D); views, except a q of several groups, or with a bias."""
-    parts = {name: part_with_bias(t, name, o) for name in _letters(o)}
+    parts = {name: FUSED.part(name, t, o) for name in FUSED.letters(t, o)}
     return {**parts, "q": parts["q"].flatten(-3, -2)} if o.order == "grouped" else parts
 
 
@@ -40,18 +34,14 @@ def join_qkv(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, o: Options) -
     return torch.cat((q, k, v), -2)
 
 
-def _letters(o: Options) -> tuple[str, ...]:
-    return LETTERS[: 3 + (o.order == "qkv_gated")]
-
-
-class Fused(Source):
+class Fused(Operation):
     """A projection's bias is added first, if it is given; v and the gate are then written too."""
 
-    word = op = "fused"
+    name = "fused"
     said, function = "fused QKV", "prepare_fused_qkv"
     needed = heads = ("qkv",)
     labels = {"q": "qkv", "k": "qkv"}  # noqa: RUF012
-    refused = frozenset(("shifts",))
+    lacks = ("shifts",)
 
     def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
         """A gate that a kernel writes too is the second head of its head of q."""
@@ -68,25 +58,23 @@ class Fused(Source):
         return {**heads, **{name: x for name, x in t.items() if name != "qkv"}}
 
     def letters(self, given: Container[str], o: Options) -> tuple[str, ...]:
-        return _letters(o)
+        return LETTERS[: 3 + (o.order == "qkv_gated")]
 
-    def viewed(self, given: Container[str], o: Options) -> tuple[str, ...]:
+    def views(self, given: Container[str], o: Options) -> tuple[str, ...]:
         """v without `copy_v`, and a gate that has no bias."""
         return (*("v",) * (not o.copy_v), *("gate",) * (o.order == "qkv_gated" and "bias" not in given))
 
     def part(self, letter: str, t: Tensors, o: Options) -> Tensor:
-        return part_with_bias(t, letter, o)
+        """A view, or with the projection's bias a fresh tensor."""
+        return bias.forward(letter, fused_part(t["qkv"], letter, o), t, o)
 
     def parts(self, t: Tensors, o: Options) -> list[tuple[Tensors, Options]]:
         return [({**t, **{name: x.contiguous() for name, x in split_qkv(t, o).items()}}, o)]
 
-    def check(self, op: Operation, t: Tensors, o: Options) -> None:
-        fail, qkv, norm, bias = Fail(op.function), t["qkv"], norm_of(o), t.get("bias")
-        if "v_out" in t and not o.copy_v:
-            refuse(op.function, "out's v", t["v_out"], "None with copy_v=False")
-        why = ", because v is not a view then"
-        others = {f"v_norm{why}": norm.v_norm and "v_cache" not in t, f"bias{why}": bias is not None}
-        others["v=True of quantize"] = o.dynamic_v
+    def check(self, t: Tensors, o: Options) -> None:
+        fail, qkv, norm, bias = Fail(self.function), t["qkv"], norm_of(o), t.get("bias")
+        others = {"v_norm": norm.v_norm and "v_cache" not in t, "bias": bias is not None, "out's v": "v_out" in t}
+        others |= {"v=True of quantize": o.dynamic_v, "Ulysses": o.ulysses_degree > 0}
         for beside in [x for x, given in others.items() if given and not o.copy_v]:
             fail(f"copy_v=False does not go with {beside}; leave copy_v out")
         apart = "across_heads does not go with v_norm in fused QKV; split it, and pass q, k and v to prepare_qkv"
@@ -98,7 +86,7 @@ class Fused(Source):
             had = f"bias is {bias.dtype} on {bias.device} but qkv is {qkv.dtype} on {qkv.device}"
             fail.when(bias.dtype != qkv.dtype or bias.device != qkv.device, f"{had}; they must match")
             fail.when(norm.of == "v", "the norm has of='v', which does not go with bias")
-        super().check(op, t, o)
+        super().check(t, o)
         q, groups = t.get("q_out"), fused_sizes(qkv, o)[0]
         several = o.order == "grouped" and o.q_per_group > 1
         if several and q is not None and q.dim() > qkv.dim() and len(q) != groups:
@@ -113,12 +101,12 @@ class Fused(Source):
         *lead, groups, head_dim = t["dk"].shape
         return {"qkv": t["dk"].new_empty((*lead, *views.fused_shape(groups, head_dim, o)))}
 
-    def gradient(self, op: Operation, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
+    def back(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """The gradients; that of the bias is the sum of qkv's over the tokens."""
         tables, own, plain = tables_of(saved), saved.get("bias"), o._replace(copy_v=True)
         if o.inplace:
             grad = grads["qkv"].clone(memory_format=torch.contiguous_format)
-            found = call(operation(self), {"qkv": grad, **tables}, turned_back(plain, inplace=True))
+            found = call(self, {"qkv": grad, **tables}, turned_back(plain, inplace=True))
         else:
             (first, some), n, normed = next(iter(grads.items())), o.q_per_group, "v" in grads
             heads, dim = some.shape[-2] // (n if first in ("q", "gate") else 1), some.shape[-1]

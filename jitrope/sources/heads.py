@@ -9,12 +9,12 @@ from ..plan.options import Options
 from ..stages import positions
 from ..stages.norm import NormOptions, gradients_of_means, norm_of
 from .backward import Backward, norm_turned_back, turned_back
-from .operation import OF_TABLES, Call, Operation, operation, tables_of
-from .source import Source, joins_k
+from .operation import Call, Operation
+from .source import OF_TABLES, joins_k, tables_of
 
 
-class Heads(Source):
-    word = op = "heads"
+class Heads(Operation):
+    name = "heads"
     needed = ("q",)
 
     def letters(self, given: Container[str], o: Options) -> tuple[str, ...]:
@@ -23,7 +23,7 @@ class Heads(Source):
     def joins(self, t: Tensors) -> bool:
         return joins_k(t["v"], t.get("k"), t.get("cos"))
 
-    def gradient(self, op: Operation, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
+    def back(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """From one launch of q, k and v; but v has its own if a gradient is missing, or none if it was copied alone."""
         found, copied = {}, "v" not in saved
         if "v" in grads and (len(grads) < 3 or (copied and not o.ulysses_degree)):
@@ -33,18 +33,17 @@ class Heads(Source):
             else:
                 v, norm = saved["v"], norm_of_v(norm_of(o))
                 alone = Options(rotary_dim=v.shape[-1] // 2 * 2, layout=o.layout, launch=o.launch, norm=norm)
-                of_v, own = NORM_OF_V.without_table({"q": v}, alone)
-                found["v"] = self.gradient(NORM_OF_V, call, own, {"q": grad}, of_v)["q"]
+                of_v, own = self.without_table({"q": v}, alone)
+                found["v"] = self.back(call, own, {"q": grad}, of_v)["q"]
         if not grads:
             return found
         if "q" not in grads:
             if o.norm is not None:
                 o = o._replace(norm=o.norm._replace(of={"q": "k", "k": "q"}.get(o.norm.of, o.norm.of)))
-            of_q = self.gradient(op, call, of_k(saved), {"q": grads["k"]}, o)
+            of_q = self.back(call, of_k(saved), {"q": grads["k"]}, o)
             return {**found, **{f"k{name[1:]}": x for name, x in of_q.items() if name[0] == "q"}}
         if o.norm is None:  # a rotation of ranks' heads is its own backward
-            op = op if o.ulysses_degree else operation(self)
-            back = call(op, {**grads, **tables_of(saved)}, turned_back(o))
+            back = call(self, {**grads, **tables_of(saved)}, turned_back(o))
             if o.inplace:  # tokens that are not rotated keep their gradient
                 back = {name: positions.spare_stays(grads[name], x, saved, o) for name, x in back.items()}
             return {**found, **back}
@@ -52,13 +51,6 @@ class Heads(Source):
         own |= {f"d{name}": grad for name, grad in grads.items()}
         back = call(HEADS_BACKWARD, own, norm_turned_back(o, "v" in grads))
         return {**found, **back, **gradients_of_means(saved, saved, back, o)}
-
-
-class V(Heads):
-    """v alone, which takes the place of q and is not rotated."""
-
-    word = "v"
-    labels = {"q": "v"}  # noqa: RUF012
 
 
 def of_k(tensors: Tensors) -> Tensors:
@@ -71,6 +63,8 @@ def norm_of_v(norm: NormOptions) -> NormOptions:
     return NormOptions(norm.rounding, norm.across_heads, kind=norm.kind, eps=norm.eps)
 
 
-HEADS, OF_V = Heads(), V()
+HEADS = Heads()
 HEADS_BACKWARD = Backward(HEADS)
-NORM_OF_V = operation(OF_V, norm=True)
+ROPE = Heads(function="apply_rope")
+OF_V = Heads(labels={"q": "v"})
+"""v alone, which takes the place of q and is not rotated."""

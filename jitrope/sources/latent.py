@@ -15,14 +15,13 @@ from ..plan.options import Options
 from ..sinks import results
 from .backward import Backward, every_gradient, turned_back
 from .operation import Call, Operation
-from .source import Source
 
 
-class Latent(Source):
-    word = op = "latent"
+class Latent(Operation):
+    name = "latent"
     said, function = "latent attention", "prepare_mla_qkv"
     needed = heads = ("q", "kv", "k_pe")
-    refused = frozenset(("inplace", "shifts", "inverse", *PARTS["transform"].words))
+    lacks = ("inplace", "shifts", "inverse", *PARTS["transform"].words)
 
     def shaped(self, t: Tensors, o: Options) -> Tensors:
         kv, dim = t["kv"], t["q"].shape[-1]
@@ -34,8 +33,8 @@ class Latent(Source):
         k = torch.cat((first, t["k_pe"].expand(*first.shape[:-1], -1)), -1)
         return [({**t, "k": k, "v": v}, o)]
 
-    def check(self, op: Operation, t: Tensors, o: Options) -> None:
-        fail, layout, (q, kv, k_pe) = Fail(op.function), o.layout, [t[label] for label in self.needed]
+    def check(self, t: Tensors, o: Options) -> None:
+        fail, layout, (q, kv, k_pe) = Fail(self.function), o.layout, [t[label] for label in self.needed]
         if q.dim() == k_pe.dim() == len(layout) and q.shape[-1] < k_pe.shape[-1]:
             fail(f"q is {named(q, layout)} but k_pe {named(k_pe, layout)}; q's heads end in as many rotated elements")
         for label, x in (("kv", kv), ("k_pe", k_pe)):
@@ -47,7 +46,7 @@ class Latent(Source):
         if o.v_dim < 1 or kv.shape[-1] != o.rotary_offset + o.v_dim:
             had = f"q is {named(q, layout)}, k_pe {named(k_pe, layout)} and kv {named(kv, layout)}"
             fail(f"{had}; kv must be wider than q less k_pe, {o.rotary_offset}, by the elements of a head of v")
-        super().check(op, t, o)
+        super().check(t, o)
 
     def empty(self, t: Tensors, o: Options) -> Tensors:
         dk, shape = t["dk"], [*t["dk"].shape[:-1], o.rotary_dim]
@@ -55,7 +54,7 @@ class Latent(Source):
         kv = dk.new_empty((*dk.shape[:-1], o.rotary_offset + o.v_dim))
         return {"q": torch.empty_like(t["dq"]), "kv": kv, "k_pe": dk.new_empty(shape)}
 
-    def gradient(self, op: Operation, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
+    def back(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """A missing gradient has no heads, or, of k or v alone, is zero."""
         axis, dim = LAYOUT_AXES[o.layout][2], o.rotary_offset + o.rotary_dim
         heads = {name: x.shape[axis] for name, x in grads.items()}
@@ -79,7 +78,7 @@ class LatentBackward(Backward):
         first.copy_(chain.forward("k", chain.load("k", t, o), t, o)[..., :offset])
         rest.copy_(canonical(dv, layout))
 
-    def gradient(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
+    def back(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         raise JitropeError(f"{self.name} has no gradient")
 
 

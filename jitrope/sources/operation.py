@@ -1,15 +1,13 @@
-"""An operation: where q, k and v come from, what is done to them, and where they go.
+"""An operation: where q, k and v come from, and what calls do from there, as functions of (tensors by name, options).
 
-A call is an operation, its tensors by name, and its options. `launch` plans and launches it, `dispatch` chooses its
-path, and `torch_op` makes it a call of an op of torch, with a fake and a backward.
+`launch` plans and launches a call, `dispatch` chooses its path, and `torch_op` makes it a call of an op of torch, with
+a fake and a backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,8 +19,8 @@ from ..base.arguments import refuse
 from ..base.errors import InvalidInput, JitropeError
 from ..base.fit import USERS_NAMES, sizes_of
 from ..base.layouts import LAYOUT_AXES
-from ..base.views import BLOCK_SCALES, FORMATS, TABLE_NAMES, Tensors, Views
-from ..call import FRESH
+from ..base.views import BLOCK_SCALES, FORMATS, Tensors, Views
+from ..call import FRESH, FRESHES
 from ..call import Call as CallText
 from ..checks import checks
 from ..plan.options import Options
@@ -33,61 +31,67 @@ from ..stages.convert import converts_v, least_scales
 from ..stages.norm import NO_NORM, norm_of, sums_heads
 from ..stages.transform import LABEL as TRANSFORM
 from ..values.constants import one_row
-from .source import SOURCES, Read, Source, joins_k
+from .source import Read, Source
 
 Call = Callable[["Operation", Tensors, Options], Tensors]  # `dispatch.call`
 
-OF_TABLES = frozenset((*TABLE_NAMES, "second_cos", "second_sin", "cos_sin_cache", "freqs", "freqs_cis"))
-"""The tensors of a call that are not those of heads, of a norm, or of a sink."""
+OPERATIONS: dict[str, Operation] = {}
+"""All operations by their names."""
 SCALES = convert.TENSORS
 OUTS = {name: f"out's {name[0]}" for name in results.TENSORS}
 """The users' names of output tensors."""
-CACHE = ("k_cache", "v_cache", "errors", *BLOCK_SCALES)
-"""The tensors of a cache that a call writes."""
+WRITTEN = frozenset(("k_cache", "v_cache", "errors", *BLOCK_SCALES, *FRESHES))
+"""The tensors that each call with them writes; those of `FRESHES` are made by the caller of torch's op."""
 
 
-@dataclass(eq=False)
-class Operation:
-    """A source, stages and a sink, as functions of (tensors by name, options)."""
+def parts_of(given: Container[str], o: Options) -> list[str]:
+    """The stages and the sinks of a call, of those that not all sources and sinks go with."""
+    parts = {
+        "norm": _normed(o).norm is not None,
+        "convert": o.computed or o.per_row or any(x in given for x in SCALES[: 1 if "k_cache" in given else 3]),
+        "transform": getattr(o, TRANSFORM),
+        "cache": "k_cache" in given,
+        "out": any(x in given for x in OUTS) and not o.per_row,
+        "Ulysses": o.ulysses_degree > 0,
+    }
+    return [part for part, there in parts.items() if there]
 
-    source: Source
-    asked: str = ""  # the user's function, if it is not the source's
-    norm: bool = False  # a kernel reads whole heads, because of a norm or of another stage
-    convert: str = ""  # "given" or "computed" scales, or the computed scales of "rows" alone
-    transform: bool = False  # by a Hadamard matrix
-    cache: bool = False  # k and v go to one
-    out: str = ""  # results go to tensors that are "given", or are groups of heads for "ranks"
 
-    def __post_init__(self) -> None:
-        source, norm, convert, transform = self.source, self.norm, self.convert, self.transform
-        cache, out, self.function, self.name = self.cache, self.out, self.asked or self.source.function, self.source.op
-        whole = norm and not (source.whole or transform or convert not in ("", "given"))
-        said = (source.said, "norm" * whole, {"given": "quantize"}.get(convert, "dynamic scales" * bool(convert)))
-        sink = ("cache" * cache, {"given": "out", "ranks": "Ulysses"}.get(out, ""))
-        self.said = " with ".join([x for x in (*said, TRANSFORM * transform, *sink) if x])
-        self.needed = (*source.needed, *(("k", "k_cache") if cache and "q" in source.needed else ()))  # beside tables
-        self.staged = bool(norm or convert or transform or cache)
-        self.sends = bool(convert or cache or out)  # without a gate
-        self.differentiable = not (convert or cache or out == "given")
-        self.shards = source.op == "heads" and not (out or convert or cache or transform)
-        fresh = (
-            out
-            or convert in ("computed", "rows")
-            or (convert and not cache)
-            or (cache and source.op not in ("heads", "fused"))
-        )
-        alone = {"inplace": fresh, "inverse": cache, "shifts": self.staged, "v_weight": not cache}
-        self.refused = source.refused | {word for word, refused in alone.items() if refused}
+def has(parts: str, given: Container[str], o: Options) -> bool:
+    """Whether a call has one of these parts."""
+    return any(part in parts.split() for part in parts_of(given, o))
 
-    def to(self, out: str) -> Operation:
-        """The same with results that are "given", or for "ranks"."""
-        return operation(self.source, self.asked, self.norm, self.convert, self.transform, self.cache, out)
+
+class Operation(Source):
+    """A source, and all that a call does with its heads."""
+
+    def __init__(self, **others: Any) -> None:
+        """others: attributes that differ from the class's."""
+        vars(self).update(others)
+        OPERATIONS.setdefault(self.name, self)
+
+    def differentiable(self, given: Container[str], o: Options) -> bool:
+        """Whether a call has a gradient."""
+        return not has("convert cache out", given, o)
+
+    def refused(self, given: Container[str], o: Options) -> tuple[str, ...]:
+        """The words and the tensors that do not go with a call's parts. o: not checked."""
+        alone = {
+            "inplace": has("convert Ulysses" + " cache" * (self.name not in ("heads", "fused")), given, o),
+            "inverse": has("cache", given, o),
+            "shifts": has("norm convert transform cache", given, o),
+            "v_weight": not has("cache", given, o),
+        }
+        return (*self.lacks, *[word for word, refused in alone.items() if refused])
+
+    def said_with(self, given: Container[str], o: Options) -> str:
+        """The source and the parts of a call, in messages."""
+        said = {"convert": "dynamic scales" if o.computed or o.per_row else "quantize", "transform": TRANSFORM}
+        return " with ".join([x for x in (self.said, *[said.get(x, x) for x in parts_of(given, o)]) if x])
 
     def label(self, name: str) -> str:
         """The user's name of a tensor."""
-        computed = "" if self.convert in ("", "given") else "q" if self.cache else "qkv"
-        scales = {f"{x}_scale": f"{x}_global_scale" for x in computed}
-        return {**OUTS, **USERS_NAMES, **scales, **self.source.labels}.get(name, name)
+        return {**OUTS, **USERS_NAMES, **self.labels}.get(name, name)
 
     def text(self, given: Iterable[str], o: Options) -> str:
         """A call as a user sees it: without what jitrope adds, fresh results and the table of a call without one."""
@@ -97,55 +101,65 @@ class Operation:
 
     # ---- checks --------------------------------------------------------------------------------------
 
+    def check(self, t: Tensors, o: Options) -> None:
+        """Refuse a wrong call."""
+        shaped = self.shaped(t, o)
+        self.check_stages(shaped, o)
+        self.check_sink(shaped, o)
+
     def check_stages(self, t: Tensors, o: Options) -> None:
         """Refuse what does not fit q, k and v, tensors of their own."""
         converted = "v" in t and converts_v(t, o.dynamic_v)
-        if converted and not self.source.joins(t):  # before v's scale is compared with v
+        if converted and (not self.joins(t) or sums_heads(t, o)):
             refuse_other_v(self.function, t, o)
-        if self.cache and ("v" in t) != ("v_cache" in t):
-            must = "a tensor" if "v_cache" in t else "None, because the cache has no v_cache"
-            refuse(self.function, "v", t.get("v"), must)
         checks.check(self, t, o)
-        if self.cache:
-            checks.check_kv_cache(self, t, o)
-        elif self.convert:
-            checks.check_scales(self, t, o)
-        if self.norm:
+        if o.norm is not None:
             checks.check_whole_heads(self, t, o)
-        if converted and sums_heads(t, o):
-            refuse_other_v(self.function, t, o)
+
+    def check_sink(self, t: Tensors, o: Options) -> None:
+        """Refuse scales, caches and outputs that do not fit q, k and v."""
+        if "k_cache" in t:
+            for x in [x for x in "kv" if (x in t) != (f"{x}_cache" in t)]:
+                refuse(self.function, x, t.get(x), "None, because the cache has no v_cache" if x in t else "a tensor")
+            checks.check_kv_cache(self, t, o)
+        else:
+            checks.check_scales(self, t, o)
         checks.check_results(self, t, o)
 
     # ---- results -------------------------------------------------------------------------------------
 
-    def _own(self) -> tuple[str, ...]:
-        """Names of the tensors that a call in place writes and returns."""
-        return self.source.heads[: 1 if self.cache else 2]
-
-    def written(self, o: Options) -> tuple[str, ...]:
-        """Names of the inputs that a call writes, if they are given."""
-        own = self._own() if o.inplace else ()
-        outs = tuple(OUTS) if self.out == "given" else ()
-        fresh = [FRESH + name for name in (*LETTERS, *SCALES)]  # which the caller of torch's op made
-        return (*own, *self.source.heads[:2][-1 if o.rotate_k else 2 :], *(CACHE if self.cache else ()), *outs, *fresh)
+    def written(self, given: Iterable[str], o: Options) -> tuple[str, ...]:
+        """Names of the given tensors that a call writes."""
+        names = (*given,)
+        own = (
+            *(self.produced(names, o) if o.inplace else ()),
+            *self.heads[:2][-1 if o.rotate_k else 2 :],
+            *(() if o.per_row else OUTS),
+        )
+        return tuple([name for name in names if name in WRITTEN or name in own])
 
     def made(self, given: Container[str], o: Options) -> tuple[str, ...]:
         """Names of the results that torch's op makes."""
-        elsewhere = ("k", "v") * self.cache + ("gate",) * self.sends + self.source.viewed(given, o)
-        letters = [x for x in self.source.letters(given, o) if x not in elsewhere]
-        heads = [x for x in letters if not o.per_row and (self.out != "given" or f"{x}_out" not in given)]
+        viewed, letters = self.views(given, o), self._returned(given, o)
+        letters = [x for x in letters if x not in viewed]
+        heads = [x for x in letters if not o.per_row and f"{x}_out" not in given]
         scaled = [x for x in letters if (o.computed or o.per_row) and (x != "v" or o.dynamic_v)]
         return (*heads, *[f"{x}_scale" for x in scaled])
 
     def viewed(self, given: Container[str], o: Options) -> tuple[str, ...]:
         """Names of the results that are views of a call's fused tensor."""
-        found = () if o.inplace or o.per_row or self.cache else self.source.viewed(given, o)
-        return tuple([x for x in found if x != "gate" or not self.sends])
+        found = () if o.inplace or o.per_row else self._returned(given, o)
+        return tuple([x for x in found if x in self.views(given, o)])
 
-    def produced(self, given: Any, o: Options) -> tuple[str, ...]:
-        """Names of all results."""
+    def _returned(self, given: Container[str], o: Options) -> list[str]:
+        """The results that do not go to a cache. A gate is neither converted nor sent elsewhere."""
+        elsewhere = ("k", "v") * ("k_cache" in given) + ("gate",) * has("convert cache out Ulysses", given, o)
+        return [x for x in self.letters(given, o) if x not in elsewhere]
+
+    def produced(self, given: Container[str], o: Options) -> tuple[str, ...]:
+        """Names of all results; in place those of the tensors that a call writes."""
         if o.inplace:
-            return tuple([name for name in self._own() if name in given])
+            return tuple([name for name in self.heads[: 1 if "k_cache" in given else 2] if name in given])
         return (*self.made(given, o), *self.viewed(given, o))
 
     def complete(self, found: Tensors, t: Tensors, o: Options) -> Tensors:
@@ -164,7 +178,7 @@ class Operation:
         found = {name.removeprefix(FRESH): x for name, x in t.items() if name.startswith(FRESH)}
         if found:
             return found
-        heads = self.source.shaped(t, o) if o.per_row else t
+        heads = self.shaped(t, o) if o.per_row else t
         for name in self.made(t, o):
             letter = name.removesuffix("_scale")
             if o.per_row:
@@ -184,52 +198,48 @@ class Operation:
         With ranks it has a group of heads for each; of such a tensor, as gradients are, it has the usual layout.
         """
         word, (*_, axis, _) = self.format_of(letter, t, o), LAYOUT_AXES[o.layout]
-        heads = t if letter in t else self.source.shaped(t, o)
+        heads = t if letter in t else self.shaped(t, o)
         x = heads[letter if letter in heads else "q"]  # a gate is like q
-        if letter in t and self.out != "ranks":
-            return results.empty_elements(x, word)
+        if letter in t and not o.ulysses_degree:
+            return results.empty_heads(x, word)
         shape = [*x.shape]
-        if self.out == "ranks" and x.dim() > len(o.layout):
+        if o.ulysses_degree and x.dim() > len(o.layout):
             ranks, *shape = shape
             shape[axis] *= ranks
-        elif self.out == "ranks":
+        elif o.ulysses_degree:
             shape[axis] //= o.ulysses_degree
             shape = [o.ulysses_degree, *shape]
-        return results.empty_heads(x, tuple(shape), word)
+        return results.empty_heads(x, word, shape)
 
     def format_of(self, letter: str, t: Container[str], o: Options) -> str:
         """The format of a converted result, "" for one in the heads' dtype."""
-        of_cache = self.cache and letter in "kv"
+        of_cache = "k_cache" in t and letter in "kv"
         converted = (letter in "qk" or o.dynamic_v) if o.computed or o.per_row else f"{letter}_scale" in t
         return o.out_dtype if converted and not of_cache and letter in "qkv" else ""
 
-    def alike(self, given: Container[str], o: Options) -> bool:
-        """Whether each result is like the tensor of the same name, if it `makes_empty` ones."""
-        converted = any(self.format_of(letter, given, o) for letter in "qkv")
-        return self.source.op == "heads" and not (self.out or converted)
-
     def makes_empty(self, given: Sequence[str], o: Options) -> bool:
-        """Whether all results are empty tensors: no views, nothing given, and no scales that need numbers."""
+        """Whether all results are empty tensors: no views, nothing given, no sums, and no scales that need numbers."""
         filled = any(name.startswith(FRESH) for name in given)
-        return not (o.inplace or o.per_row or o.swizzled or filled or self.viewed(given, o))
+        sums = any(name.endswith(("_weight", "_bias")) for name in self.made(given, o))
+        return not (o.inplace or o.per_row or o.swizzled or filled or sums or self.viewed(given, o))
 
     # ---- the launch ----------------------------------------------------------------------------------
 
     def ways(self, named: Tensors, o: Options) -> list[tuple[Read, Read] | None]:
         """Of q, k and v, the heads that a launch reads, and where it writes them. An output "q" is "q_out"."""
-        reads, paged = self.source.reads(named, o), "page_table" in named or BLOCK_SCALES[0] in named
+        reads, paged = self.reads(named, o), "page_table" in named or BLOCK_SCALES[0] in named
         found, viewed = {**reads} if o.inplace or o.per_row else {}, self.viewed(named, o)
         for x in [x for x in reads if f"{x}_out" in named and x not in viewed and not o.inplace]:
             out = views.head_view(named[f"{x}_out"], o.layout)
             gated = x == "q" and o.order == "qkv_gated" and reads[x][1].shape[3] == 2
             found[x] = (f"{x}_out", out.expand(-1, -1, -1, 2, -1) if gated else out)
-        if "v" in found and (self.finishes(named, o) or (o.inplace and not ("bias" in named or norm_of(o).v_norm))):
+        if "v" in found and ("v" in self.left(named, o) or (o.inplace and not ("bias" in named or norm_of(o).v_norm))):
             del found["v"]
         for x in [x for x in "kv" if f"{x}_cache" in named]:
             found[x] = (f"{x}_cache", views.cache_view(named[f"{x}_cache"], paged))
         return [(reads[x], found[x]) if x in found else None for x in "qkv"]
 
-    def heads(self, named: Tensors, o: Options) -> tuple[Views, Views]:
+    def head_views(self, named: Tensors, o: Options) -> tuple[Views, Views]:
         """Views of the heads of q, k and v, read and written. An output "q" is "q_out" in `named`."""
         ways = self.ways(named, o)
         inputs, outputs = (tuple([None if way is None else way[n][1] for way in ways]) for n in (0, 1))
@@ -237,22 +247,18 @@ class Operation:
 
     def leaves_v(self, named: Tensors, o: Options) -> bool:
         """Whether a kernel cannot copy v, because it copies heads only as it stores those of k."""
-        return sums_heads(named, o) or not self.source.joins(named)
+        return sums_heads(named, o) or not self.joins(named)
 
-    def finishes(self, named: Tensors, o: Options) -> bool:
-        """Whether v is copied after the launch."""
+    def left(self, named: Tensors, o: Options) -> tuple[str, ...]:
+        """The letters that are copied after the launch: v, and a gate with its bias."""
         copied = "bias" in named if o.inplace else "v_out" in named and o.copy_v
-        return copied and self.leaves_v(named, o)
+        gated = o.order == "qkv_gated" and "bias" in named and (o.inplace or "gate_out" in named)
+        return ("v", "gate")[: 1 + gated] if copied and self.leaves_v(named, o) else ()
 
-    def left(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:
-        """The heads that are copied then: v, and a gate with its bias."""
-        gated = o.order == "qkv_gated" and "bias" in t and (o.inplace or "gate" in outputs)
-        return {letter: self.source.part(letter, t, o) for letter in ("v", "gate")[: 1 + gated]}
-
-    def finish(self, outputs: Tensors, t: Tensors, o: Options) -> Tensors:
-        """The results, given the outputs of a launch that `finishes`."""
-        for letter, x in self.left(outputs, t, o).items():
-            given = outputs.get(letter, t.get(f"{letter}_out"))
+    def finish(self, left: Sequence[str], outputs: Tensors, t: Tensors, o: Options) -> Tensors:
+        """The results, given the outputs of a launch that has `left` letters."""
+        for letter in left:
+            x, given = self.part(letter, t, o), outputs.get(letter, t.get(f"{letter}_out"))
             out = views.fused_part(outputs["qkv"], letter, o) if given is None else given
             if x.dim() != out.dim():  # one has a group of heads for each rank
                 pairs = ((out, x), (x, out))
@@ -262,23 +268,23 @@ class Operation:
 
     def places(self, made: Tensors, t: Tensors, o: Options) -> Tensors:
         """The places of the results (`sinks.results`). made: those that are fresh, and own tensors in place."""
-        if self.out == "given":
+        if not o.per_row:
             made = {**made, **{x: t[f"{x}_out"] for x in LETTERS if f"{x}_out" in t}}
         own = {"k": t["k"] if "k" in t else views.fused_part(t["qkv"], "k", o)} if o.rotate_k else {}
         found = results.places({**made, **own}, o)
         if "qkv" in made:
-            whole, letters = views.canonical(made["qkv"], o.layout), self.source.letters(made, o)
-            parts = {x: views.fused_part(whole, x, o) for x in letters if not (self.cache and x in "kv")}
+            whole, letters = views.canonical(made["qkv"], o.layout), self.letters(made, o)
+            parts = {x: views.fused_part(whole, x, o) for x in letters if f"{x}_cache" not in t}
             found.update({letter: x if x.dim() == 5 else x.unsqueeze(3) for letter, x in parts.items()})
         return found
 
     # ---- without a table, and in plain torch -----------------------------------------------------------
 
-    def goes_bare(self, t: Container[str], asked: Mapping[str, Any]) -> bool:
-        """Whether a call without a table, which rotates nothing, has something to do."""
-        split = self.source.op != "heads" and not asked.get("inplace")
-        moved = self.out != "" and self.function != "apply_rope"
-        return self.staged or split or moved or "q_factor" in t or "bias" in t
+    def goes_bare(self, t: Container[str], o: Options) -> bool:
+        """Whether a call without a table, which rotates nothing, has something to do. o: not checked."""
+        split = self.name != "heads" and not o.inplace
+        moved = self.function != "apply_rope" and has("out Ulysses", t, o)
+        return split or moved or has("norm convert transform cache", t, o) or "q_factor" in t or "bias" in t
 
     def without_table(self, t: Tensors, o: Options) -> tuple[Options, Tensors]:
         """The options and the tensors of a call without a table: every token comes before those of the tables."""
@@ -293,7 +299,7 @@ class Operation:
 
     def compute(self, made: Tensors, t: Tensors, o: Options) -> None:
         """Write the results. made: as in `places`."""
-        chain.run(self.source.parts(t, o), self.places(made, t, o), o)
+        chain.run(self.parts(t, o), self.places(made, t, o), o)
 
     # ---- gradients -----------------------------------------------------------------------------------
 
@@ -301,25 +307,24 @@ class Operation:
         """The tensors that the backward needs; of the source's those of heads that have a norm."""
         norm = _normed(o).norm
         letters = set("" if norm is None else "qkv" if norm.v_norm else "qk")
-        left = [x for x in self.source.heads if letters.isdisjoint(x.rpartition("_")[2])]
-        return {name: x for name, x in t.items() if name not in left or name in self.source.kept}
+        left = [x for x in self.heads if letters.isdisjoint(x.rpartition("_")[2])]
+        return {name: x for name, x in t.items() if name not in left or name in self.kept}
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """The gradients of the inputs. grads: gradients of the results, at least one."""
-        if not self.differentiable and not (self.out == "ranks" and grads.keys() == {"v"}):  # which is copied
+        if not self.differentiable(saved, o) and not (o.ulysses_degree and grads.keys() == {"v"}):  # which is copied
             raise JitropeError(f"{self.function} has no gradient")
-        o, heads = _normed(o), self.source.op == "heads"
-        if o.ulysses_degree and (self.norm or not heads):  # else a rotation for ranks is its own backward
+        heads, transform = self.name == "heads", getattr(o, TRANSFORM)
+        if o.ulysses_degree and (o.norm is not None or not heads):  # else a rotation for ranks is its own backward
             o = o._replace(ulysses_degree=0)
-            if self.transform or not heads:
+            if transform or not heads:
                 grads = {name: views.joined(x, o.layout) for name, x in grads.items()}
-        own = {name: grads[name] for name in "qk" if name in grads and self.transform}
+        own = {name: grads[name] for name in "qk" if name in grads and transform}
         if own:  # they are transformed in their own launch: the matrix is its own transpose
-            op = operation(SOURCES["heads"], norm=True, transform=True)
             words = {name: getattr(o, name) for name in ("layout", "rotary_dim", "rotary_offset", TRANSFORM, "launch")}
-            alone, tensors = op.without_table(dict(zip("qk", own.values())), Options(**words, norm=NO_NORM))
-            grads = {**grads, **dict(zip(own, call(op, tensors, alone).values()))}
-        return self.source.gradient(self, call, saved, grads, o._replace(**{TRANSFORM: False}))
+            alone, tensors = self.without_table(dict(zip("qk", own.values())), Options(**words, norm=NO_NORM))
+            grads = {**grads, **dict(zip(own, call(OPERATIONS["heads"], tensors, alone).values()))}
+        return self.back(call, saved, grads, _normed(o)._replace(**{TRANSFORM: False}))
 
 
 def _normed(o: Options) -> Options:
@@ -330,12 +335,8 @@ def _normed(o: Options) -> Options:
 def refuse_other_v(name: str, tensors: Tensors, options: Options) -> None:
     """Refuse to convert a v that does not join k."""
     why = "quantize has v=True" if options.dynamic_v else "v_scale is given"
-    if "k" not in tensors:
-        refuse(name, "k", None, f"a tensor, because {why}")
-    if joins_k(tensors["v"], tensors["k"]):
-        beside = "a norm across heads" if norm_of(options).across_heads else "tables for each head"
-        raise InvalidInput(f"{name}: v cannot be converted beside {beside}, but {why}; convert v in a call as q")
-    refuse(name, "v", tensors["v"], f"like k, because {why}")
+    beside = "beside neither a norm across heads nor tables for each head"
+    refuse(name, "v", tensors["v"], f"like k, because {why}, {beside}; or convert v in a call as q")
 
 
 def copy_heads(out: Tensor, x: Tensor) -> None:
@@ -347,26 +348,10 @@ def copy_heads(out: Tensor, x: Tensor) -> None:
     both[0].copy_(both[1])
 
 
-def tables_of(t: Tensors) -> Tensors:
-    """Those of a call's tensors that are not of heads, of a norm, or of a sink."""
-    return {name: x for name, x in t.items() if name in OF_TABLES}
-
-
-BACKWARDS: dict[str, Operation] = {}
-operation = lru_cache(maxsize=None)(Operation)
-"""The operation of a source, stages and a sink, made once for each spelling."""
-
-
-def operation_of(name: str, given: Container[str], o: Options) -> Operation:
-    """The operation of a call by its name, its tensors and its options."""
-    if name in BACKWARDS:
-        return BACKWARDS[name]
-    cache, outs = "k_cache" in given, any(out in given for out in OUTS) and not o.per_row
-    scaled = any(scale in given for scale in SCALES[: 1 if cache else 3])
-    convert = "rows" if o.per_row else "computed" if o.computed else "given" if scaled else ""
-    out = "ranks" if o.ulysses_degree else "given" if outs else ""
-    whole = o.norm is not None or not (getattr(o, TRANSFORM) or convert in ("computed", "rows"))
-    if name not in SOURCES or not whole:
-        sources = ", ".join([*SOURCES, *BACKWARDS])
+def operation_of(name: str, o: Options) -> Operation:
+    """The operation of a call by its name."""
+    whole = o.norm is not None or not (getattr(o, TRANSFORM) or o.computed or o.per_row)
+    if name not in OPERATIONS or not whole:
+        sources = ", ".join(OPERATIONS)
         raise InvalidInput(f"call has the source {name!r}, or stages without a kernel; the sources are {sources}")
-    return operation(SOURCES[name], "", o.norm is not None, convert, getattr(o, TRANSFORM), cache, out)
+    return OPERATIONS[name]

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.views import Tensors, head_view, per_head
+from ..base.views import TABLE_NAMES, Tensors, head_view, per_head
 from ..plan.options import Options
 from ..stages import positions
 
-SOURCES: dict[str, Source] = {}
-"""All sources by their names."""
+OF_TABLES = frozenset((*TABLE_NAMES, "second_cos", "second_sin", "cos_sin_cache", "freqs", "freqs_cis"))
+"""The tensors of a call that are not those of heads, of a norm, or of a sink."""
 Read = tuple[str, Tensor]
 """A tensor's name, and a view of the heads in it, (batch, seq, group, head of the group, dim)."""
 
@@ -22,19 +22,15 @@ Read = tuple[str, Tensor]
 class Source:
     """The heads of a call. letter: "q", "k", "v" or "gate"; t: the call's tensors by name; o: its options."""
 
-    word: str  # its name
-    op: str  # its name in torch's ops
+    name: str  # also in the texts of calls
     said = ""  # in messages, where a stage does not go with it
     function = "prepare_qkv"  # the user's
     needed: tuple[str, ...]  # tensors that each call has
     heads: tuple[str, ...] = ("q", "k", "v")  # its tensors; a kernel reads the first three as q, k and v
     kept: tuple[str, ...] = ()  # those that each backward needs
     labels: Mapping[str, str] = {}  # users' names of tensors, where they differ
-    refused: frozenset[str] = frozenset()  # words and tensors that do not go with it
+    lacks: tuple[str, ...] = ()  # words and tensors that do not go with it
     whole = False  # its kernels read whole heads
-
-    def __init__(self) -> None:
-        SOURCES[self.word] = self
 
     def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
         """The heads that a kernel reads, by letter; those that it writes in place, or as gradients, are the same."""
@@ -48,8 +44,8 @@ class Source:
         """The results."""
         return ("q", "k", "v")
 
-    def viewed(self, given: Container[str], o: Options) -> tuple[str, ...]:
-        """The results that are views of a fused tensor."""
+    def views(self, given: Container[str], o: Options) -> tuple[str, ...]:
+        """The results that are views of a fused tensor, if they are not sent elsewhere."""
         return ()
 
     def part(self, letter: str, t: Tensors, o: Options) -> Tensor:
@@ -59,10 +55,6 @@ class Source:
     def parts(self, t: Tensors, o: Options) -> list[tuple[Tensors, Options]]:
         """Of each stream, its heads by letter beside its other tensors, and its options."""
         return [(t, o)]
-
-    def check(self, op: Any, t: Tensors, o: Options) -> None:
-        """Refuse a wrong call."""
-        op.check_stages(self.shaped(t, o), o)
 
     def joins(self, t: Tensors) -> bool:
         """Whether a kernel can store heads of v as it stores those of k."""
@@ -75,7 +67,7 @@ class Source:
         return {name: t[name] for name in found}
 
     @abstractmethod
-    def gradient(self, op: Any, call: Callable[..., Tensors], saved: Tensors, grads: Tensors, o: Options) -> Tensors:
+    def back(self, call: Callable[..., Tensors], saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """The gradients of the inputs. grads: gradients of the results, at least one. o: without a norm of no kind."""
 
     def empty(self, t: Tensors, o: Options) -> Tensors:
@@ -92,3 +84,8 @@ def joins_k(v: Tensor, k: Tensor | None, cos: Tensor | None = None) -> bool:
 def is_dense(x: Any) -> bool:
     """Whether x is a strided tensor with an axis."""
     return isinstance(x, Tensor) and x.layout is torch.strided and not (x.is_nested or x.is_quantized) and x.dim() > 0
+
+
+def tables_of(t: Tensors) -> Tensors:
+    """Those of a call's tensors that are not of heads, of a norm, or of a sink."""
+    return {name: x for name, x in t.items() if name in OF_TABLES}

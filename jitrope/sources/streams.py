@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from ..base.fit import Fail, named
 from ..base.views import MEANS, TABLE_NAMES, Tensors
-from ..checks.checks import check, check_kv_cache, check_results
+from ..checks.checks import check
 from ..plan.options import Options
 from ..sinks import cache, pages
 from ..stages import positions, scale
 from ..stages.norm import norm_of
 from .heads import HEADS
-from .operation import OUTS, SCALES, Call, Operation, operation
-from .source import Source
+from .operation import OUTS, SCALES, Call, Operation
 
 STREAMS = ("first", "second")
 
@@ -47,30 +46,27 @@ def of_stream(t: Tensors, o: Options, stream: str) -> tuple[Tensors, Options]:
     return {**own, **tables}, o._replace(**positions.behind(begin, o)[1]) if second else o
 
 
-def _check_streams(tensors: Tensors, fail: Fail) -> None:
-    for letter in "qkv":
-        for stream in STREAMS:
-            x, like, q = tensors[f"{stream}_{letter}"], tensors[f"{stream}_q"], tensors["first_q"]
+def _check_streams(t: Tensors, fail: Fail) -> None:
+    """Refuse heads unlike those of the first stream: only S and, of q, H may differ."""
+    q = t["first_q"]
+    for stream in STREAMS:
+        for letter in "qkv":
+            x, like = t[f"{stream}_{letter}"], t["first_q" if letter == "q" else "first_k"]
             fail.when(x.dim() != 4, f"{stream}'s {letter} is not a tensor (B, S, H, D)")
-            same = x.shape[:2] == like.shape[:2] and x.shape[-1] == like.shape[-1]
-            if not same or x.dtype != q.dtype or x.device != q.device:
-                owner, other = ("first", q) if same else (stream, like)
+            must = (q.shape[0], t[f"{stream}_q"].shape[1], like.shape[2], q.shape[3])
+            if x.shape != must or x.dtype != q.dtype or x.device != q.device:
                 had = f"{stream}'s {letter} is {named(x, 'bshd')} {x.dtype} on {x.device}"
-                fail(f"{had}; {owner}'s q is {named(other, 'bshd')} {other.dtype} on {other.device}")
-        a, b = tensors[f"first_{letter}"], tensors[f"second_{letter}"]
-        if a.shape[0] != b.shape[0] or a.shape[2:] != b.shape[2:]:
-            fail(f"first's {letter} is {named(a, 'bshd')}, second's {named(b, 'bshd')}; only S may differ")
-    fail.when(tensors["first_k"].shape != tensors["first_v"].shape, "v must have as many heads as k")
+                fail(f"{had}; it must be {must} {q.dtype} on {q.device}")
 
 
-class Streams(Source):
-    word = op = "streams"
+class Streams(Operation):
+    name = "streams"
     whole = True
     said, function = "two streams", "prepare_joint_qkv"
     needed = heads = tuple([f"{stream}_{letter}" for stream in STREAMS for letter in "qkv"])
     kept = ("first_q",)  # its length is needed
     labels = {own: f"{stream}'s {name}" for stream in STREAMS for name, own in names_of(stream).items()}  # noqa: RUF012
-    refused = frozenset(("inplace", "rotate_k", "shifts", "inverse", "layout", "check", "v_weight", *COUNTED, *MEANS))
+    lacks = ("inplace", "rotate_k", "shifts", "inverse", "layout", "check", "v_weight", *COUNTED, *MEANS)
 
     def shaped(self, t: Tensors, o: Options) -> Tensors:
         found = {name: t[name] for name in (*SCALES, *OUTS) if name in t}
@@ -82,9 +78,9 @@ class Streams(Source):
     def parts(self, t: Tensors, o: Options) -> list[tuple[Tensors, Options]]:
         return [of_stream(t, o, stream) for stream in STREAMS]
 
-    def check(self, op: Operation, t: Tensors, o: Options) -> None:
+    def check(self, t: Tensors, o: Options) -> None:
         """Refuse a wrong call. Each stream must also be right as a call of its own."""
-        fail = Fail(op.function)
+        fail = Fail(self.function)
         _check_streams(t, fail)
         given = {x.dtype for label, x in t.items() if label.endswith(("_weight", "_bias"))}
         fail.when(len(given) >= 2, f"the weights are {', '.join(sorted(map(str, given)))}; they must match")
@@ -93,29 +89,26 @@ class Streams(Source):
             fail.when(two and said, f"{word} does not go with a table for each stream; pass one table")
         scale.check({**t, "q": heads["q"]}, tokens_of(t), o, fail)
         if not two:  # the checks of streams compare each with its own
-            check(op, {"q": heads["q"], **{label: t[label] for label in TABLE_NAMES if label in t}}, o)
+            check(self, {"q": heads["q"], **{label: t[label] for label in TABLE_NAMES if label in t}}, o)
         if norm_of(o).across_heads:
             fail("across_heads does not go with two streams; normalise before, or join them and use prepare_qkv")
-        check_results(op, heads, o)
-        alone = operation(self, "", op.norm, "" if op.cache else op.convert, op.transform)
         for stream in STREAMS:
-            alone.check_stages(*of_stream(t, o, stream))
-        if op.cache:
-            fail.when("v_cache" not in t, "the cache has no v_cache, but v goes to it; pass one")
-            check_kv_cache(op, {**{name: x for name, x in t.items() if name not in self.needed}, **heads}, o)
+            self.check_stages(*of_stream(t, o, stream))
+        fail.when("k_cache" in t and "v_cache" not in t, "the cache has no v_cache, but v goes to it; pass one")
+        self.check_sink({**{name: x for name, x in t.items() if name not in self.needed}, **heads}, o)
         other = t.get("second_cos", cos)
         fail.when(cos.dtype != other.dtype, f"the first table is {cos.dtype} but the second {other.dtype}")
         if cos.shape[-1] != other.shape[-1]:
             fail(f"the first table is {cos.shape[-1]} wide but the second {other.shape[-1]}")
 
-    def gradient(self, op: Operation, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
+    def back(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """The gradients of each stream, from its tokens and its rows of the tables."""
         found: Tensors = {}
         end = saved["first_q"].shape[1]
         for stream, tokens in zip(STREAMS, (slice(0, end), slice(end, None))):
             (kept, own), names = of_stream(saved, o, stream), names_of(stream)
             given = {name: x[:, tokens] for name, x in grads.items()}
-            of_heads = HEADS.gradient(operation(HEADS), call, kept, given, own)
+            of_heads = HEADS.back(call, kept, given, own)
             found.update({names[name]: x for name, x in of_heads.items() if name in names})
         return found
 

@@ -234,17 +234,16 @@ def _format_word(name: str, dtype: Any, allowed: tuple[torch.dtype, ...]) -> str
     return DTYPE_NAMES[dtype]
 
 
-def asked_of(name: str, quantize: Any, hadamard: Any) -> tuple[dict[str, Any], bool]:
-    """(the words of a call's conversion or transform, whether heads are transformed). They are checked."""
+def asked_of(name: str, quantize: Any, hadamard: Any) -> dict[str, Any]:
+    """The words of a call's conversion or transform, checked."""
     if quantize is None:
-        words = {} if hadamard is False else flags(name, hadamard=hadamard)
-    else:
-        if not isinstance(quantize, (Quantize, DynamicQuantize)):
-            refuse(name, "quantize", quantize, "a jitrope.Quantize or DynamicQuantize")
-        if hadamard is not False:
-            raise InvalidInput(f"{name}: hadamard is given beside quantize, which has its own; give it to that")
-        words = quantize.words
-    return words, "hadamard" in words
+        return {} if hadamard is False else flags(name, hadamard=hadamard)
+    if not isinstance(quantize, (Quantize, DynamicQuantize)):
+        refuse(name, "quantize", quantize, "a jitrope.Quantize or DynamicQuantize")
+    if hadamard is not False:
+        raise InvalidInput(f"{name}: hadamard is given beside quantize, which has its own; give it to that")
+    words: dict[str, Any] = quantize.words
+    return words
 
 
 class Words(positions.Words):

@@ -23,7 +23,6 @@ from ..jit.cache import Layer
 from ..jit.entry import Entry
 from ..plan.options import Options
 from ..sources.heads import HEADS
-from ..sources.operation import operation
 from .prewarm import specs_of, this_versions
 
 ROOM = 1 << 20
@@ -162,7 +161,7 @@ def _kernel() -> Found:
     q, k = (torch.randn(1, 9, heads, 64).to("cuda" if on_gpu else "cpu", torch.bfloat16) for heads in (4, 2))
     angles = torch.rand(9, 32, device=q.device) * 9
     tensors = {"q": q, "k": k, "cos": angles.cos(), "sin": angles.sin()}
-    got, want = apply_rope(*tensors.values()), operation(HEADS).on_cpu(tensors, Options(rotary_dim=64)).values()
+    got, want = apply_rope(*tensors.values()), HEADS.on_cpu(tensors, Options(rotary_dim=64)).values()
     if not all(torch.equal(a, b) for a, b in zip(got, want) if a is not None):
         raise Fault("wrong numbers", "report it, with the output of `jitrope doctor --json`")
     if on_gpu or missing or not config.compile_allowed():

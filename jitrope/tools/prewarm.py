@@ -28,7 +28,8 @@ from ..plan.options import Options
 from ..run import dispatch
 from ..run.planning import planning
 from ..sinks.results import LETTERS
-from ..sources.operation import OF_TABLES, operation_of
+from ..sources.operation import operation_of
+from ..sources.source import OF_TABLES
 from ..stages.norm import norm_of
 from ..thd import spec as _  # noqa: F401  (adds its kinds of specs to the registry)
 
@@ -83,12 +84,12 @@ def specs_of(
             tensors = _stand_ins(found.tensors, o, counts, size, kind, full)
         except RuntimeError as error:  # sizes that torch does not take
             raise InvalidInput(f"{name}: heads or call have wrong sizes: {str(error).splitlines()[0]}") from error
-        op, own = operation_of(found.name, tensors, o), [x for label, x in tensors.items() if label not in OF_TABLES]
+        op, own = operation_of(found.name, o), [x for label, x in tensors.items() if label not in OF_TABLES]
         leaves = [x.requires_grad_(backward) for x in own if x.dtype == kind and x.dim()]
-        tensors = {label: x.clone() if label in op.written(o) else x for label, x in tensors.items()}  # no leaves
+        tensors.update({label: tensors[label].clone() for label in op.written(tensors, o)})  # no leaves
         o, tensors = (o, tensors) if "cos" in tensors else op.without_table(tensors, o)
         if op.function:
-            op.source.check(op, tensors, o)
+            op.check(tensors, o)
         results = [x for x in dispatch.call(op, tensors, o).values() if x.requires_grad]
         if results:
             torch.autograd.grad(results, leaves, [torch.empty_like(x) for x in results], allow_unused=True)

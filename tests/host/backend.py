@@ -29,7 +29,7 @@ from jitrope import torch_state as watch
 from jitrope.base.spec import Spec
 from jitrope.jit import kernels
 from jitrope.jit.render import render
-from jitrope.run import dispatch, enqueue, torch_op
+from jitrope.run import dispatch, enqueue
 from jitrope.thd import ops as thd_ops
 
 from . import harness
@@ -85,13 +85,11 @@ def plain() -> Iterator[None]:
     """After `install`: CPU tensors run in plain torch here, as beside a GPU."""
     on_gpu, watch.on_gpu = watch.on_gpu, lambda x: False
     dispatch._forget()
-    torch_op.register("CPU", torch_op._on_cpu)
     try:
         yield
     finally:
         watch.on_gpu = on_gpu
         dispatch._forget()
-        torch_op.register_launches("CPU")
 
 
 @cache
@@ -103,5 +101,4 @@ def install() -> None:
     watch.on_gpu = lambda x: x.device.type == "cpu"
     torch.cuda.device = lambda device: contextlib.nullcontext()
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=SMS)
-    torch_op.register_launches("CPU")
     thd_ops.register("CPU", launches=True)
