@@ -1,8 +1,9 @@
 """A public function: one that repeats its recent calls, and that is one op under torch.compile.
 
-Dynamo traces how the op's arguments are made, and guards them alone. torch decomposes the op, as it does with its own
-composite ones: it runs the function with tensors that have no values, which calls the ops of `torch_op`. So what works
-in eager mode works in a compiled model. The op's text is not that of a call (`jitrope.call`), but what the user wrote.
+Dynamo traces how the op's arguments are made, and guards them alone; a value's constructor it only notes. torch
+decomposes the op, as it does with its own composite ones: it runs the function with tensors that have no values, which
+calls the ops of `torch_op`. So what works in eager mode works in a compiled model. The op's text is not that of a call
+(`jitrope.call`), but what the user wrote.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ..stages.convert import DynamicQuantize, Quantize, Scaled
 from ..stages.norm import Norm
 from ..stages.positions import COUNTS, Mrope, Packed, Shifts, Starts
 from ..torch_state import constant, dispatch_modes, is_traced
-from ..values.asked import Value, spelled
+from ..values.asked import Value
 from . import launch
 from .torch_op import TAGS, lib
 
@@ -36,8 +37,6 @@ _MOST = 256  # items of a call that are looked at
 F = TypeVar("F", bound=Callable[..., Any])
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
 """The public functions, by name."""
-_VALUES = (Packed, Starts, Mrope, Shifts, Norm, KVCache, Pages, Quantize, DynamicQuantize, Ulysses)
-_KINDS: dict[str, type[Value]] = {x.__name__: x for x in _VALUES}
 
 lib.define("call(Tensor(a!)[] tensors, str text, SymInt[] sizes) -> Tensor[]", tags=TAGS)
 _op = torch.ops.jitrope.call.default
@@ -57,14 +56,14 @@ def repeated(function: F) -> F:
         xs: list[Tensor] = []
         said: list[Any] = [name, *words]
         items = [*args, *words.values()]
-        for x in items:  # half the time of `spelled`
+        for x in items:  # half the time of `_spelled`
             kind = type(x)
             said.append(kind)
             if kind is Tensor or kind is Parameter:
                 xs.append(x)
             elif kind in _PLAIN:
                 said.append(x)
-            elif isinstance(x, Value) and x.text:
+            elif kind in _VALUES and x.text:
                 said.append(x.text)
                 items += x.items
             elif (kind is tuple or kind is list) and len(items) < _MOST:
@@ -96,10 +95,10 @@ def _compiled(name: str, args: Any, words: Any) -> Any:
 
     Dynamo traces the function itself if an argument cannot be spelled, or if the op has another error than a refusal.
     """
-    found = spelled(name, args, words)
+    found = _spelled(name, args, words)
     if found is not None:
-        said, tensors, sizes = found
-        fresh = _op(tensors, ", ".join(said), sizes)
+        text, tensors, sizes = found
+        fresh = _op(tensors, text, sizes)
         refusal, shape = _outcome()
         if refusal:
             raise InvalidInput(refusal)
@@ -121,6 +120,66 @@ def _outcome() -> Any:
     return _local.outcome
 
 
+def _spelled(name: str, args: Any, words: Any) -> tuple[str, list[Tensor], list[int]] | None:
+    """What a call with these arguments says, its tensors, and its whole numbers, which may be symbols.
+
+    None: an argument cannot be spelled. Dynamo traces this, so it is one function with few builtins, which are guarded.
+    """
+    said = [f"{name!r}", *[f"{label!r}" for label in words], "0"]
+    tensors: list[Tensor] = []
+    sizes: list[int] = []
+    todo: list[Any] = [*words.values(), *args][::-1]
+    while todo:
+        x = todo.pop()
+        if isinstance(x, Tensor):
+            tensors.append(x)
+            said.append("'tensor'")
+        elif isinstance(x, Value) and (text := x.text):
+            said.append(f"'value', {text!r}")
+            for y in x.items:
+                (tensors if isinstance(y, Tensor) else sizes).append(y)
+        elif x is None or isinstance(x, str):
+            said.append(f"'', {x!r}")
+        elif isinstance(x, bool):
+            said.append(f"'', {True if x else False}")  # noqa: SIM210  a symbol's truth
+        elif isinstance(x, int):
+            sizes.append(x)
+            said.append("'number'")
+        elif isinstance(x, float) and x - x == 0:
+            said.append(f"'', {next(iter({float(x)}))!r}")  # all digits of a symbol
+        elif isinstance(x, (list, tuple)):
+            said.append(f"'tuple', {len(x)}")
+            todo += x[::-1]
+        elif isinstance(x, torch.dtype):
+            said.append(f"'dtype', '{x}'")
+        else:
+            return None
+    return ", ".join(said), tensors, sizes
+
+
+def _noted(kind: Any) -> Any:
+    """Let the values of a class note what they are made of. Dynamo traces no more of their constructor."""
+    init = kind.__init__
+
+    @wraps(init)
+    def noted(self: Any, *args: Any, **words: Any) -> None:
+        self.text = ""
+        own = type(self) is kind  # a class of the user's is made of more than these arguments
+        if own and is_traced():
+            args = (*[tuple(x) if isinstance(x, list) else x for x in args],)
+            words = {word: tuple(x) if isinstance(x, list) else x for word, x in words.items()}
+            self.asked_with = args, words
+        else:
+            init(self, *args, **words)
+        if own and (found := _spelled(kind.__name__, args, words)):
+            self.text, self.items = found[0], (*found[1], *found[2])
+
+    kind.__init__ = noted
+    return kind
+
+
+_VALUES = frozenset((Packed, Starts, Mrope, Shifts, Norm, KVCache, Pages, Quantize, DynamicQuantize, Ulysses))
+_KINDS: dict[str, Any] = {kind.__name__: _noted(kind) for kind in _VALUES}
 _said = lru_cache(maxsize=1024)(literal_eval)
 
 
@@ -140,21 +199,18 @@ def _read(said: Iterator[Any], tensors: Iterator[Tensor], sizes: Iterator[int]) 
         return getattr(torch, next(said).removeprefix("torch."))
     if kind == "tuple":
         return tuple([_whole("", read()) for _ in range(next(said))])
-    own = iter(_said(next(said))) if kind == "value" else said
-    name, words, args = _arguments(own, partial(_read, own, tensors, sizes), kind == "made")
-    return _KINDS[name](*args, **words)  # KeyError: the class is the user's
+    own = iter(_said(next(said)))
+    name, words, args = _arguments(own, partial(_read, own, tensors, sizes))
+    return _KINDS[name](*args, **words)
 
 
-def _arguments(
-    said: Iterator[Any], read: Callable[[], Any], counted: bool = False
-) -> tuple[str, dict[str, Any], list[Any]]:
-    """The name, the keywords and the other arguments of a call. counted: more follows."""
+def _arguments(said: Iterator[Any], read: Callable[[], Any]) -> tuple[str, dict[str, Any], list[Any]]:
+    """The name, the keywords and the other arguments of a call."""
     name, names = next(said), [*iter(partial(next, said), 0)]
-    count = next(said) if counted else -1
     words = {word: _whole(word, read()) for word in names}
     args: list[Any] = []
     with suppress(StopIteration):
-        while len(args) != count:
+        while True:
             args.append(read())
     return name, words, args
 
