@@ -36,7 +36,7 @@ _PLAIN = frozenset((bool, int, float, str, type(None)))
 _MOST = 256  # items of a call that are looked at
 F = TypeVar("F", bound=Callable[..., Any])
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
-"""The public functions, by name."""
+"""The public functions and the classes of values, by name."""
 
 lib.define("call(Tensor(a!)[] tensors, str text, SymInt[] sizes) -> Tensor[]", tags=TAGS)
 _op = torch.ops.jitrope.call.default
@@ -63,8 +63,8 @@ def repeated(function: F) -> F:
                 xs.append(x)
             elif kind in _PLAIN:
                 said.append(x)
-            elif kind in _VALUES and x.text:
-                said.append(x.text)
+            elif kind in _VALUES and (text := x.text):
+                said.append(text)
                 items += x.items
             elif (kind is tuple or kind is list) and len(items) < _MOST:
                 said.append(len(x))
@@ -98,24 +98,21 @@ def _compiled(name: str, args: Any, words: Any) -> Any:
     found = _spelled(name, args, words)
     if found is not None:
         text, tensors, sizes = found
-        fresh = _op(tensors, text, sizes)
-        refusal, shape = _outcome()
+        both = [*tensors, *_op(tensors, text, sizes), None]
+        refusal, alone, places = _outcome()
         if refusal:
             raise InvalidInput(refusal)
-        if shape is not None:
-            results: list[Any] = []
-            for place, scale in shape:
-                x: Any = None if place is None else tensors[place] if place >= 0 else fresh[~place]
-                results.append(x if scale is None else Scaled(x, fresh[~scale]))
-            return results[0] if refusal is None else (*results,)
+        if places is not None:
+            results = [both[x] if scale < 0 else Scaled(both[x], both[scale]) for x, scale in places]
+            return results[0] if alone else (*results,)
     return FUNCTIONS[name](*args, **words)
 
 
 @constant
 def _outcome() -> Any:
-    """A refusal's sentence (None: the result is one tensor), and where the results are (None: there was another error).
+    """A refusal, whether the result is one tensor, and the places of results and their scales among given and fresh.
 
-    An exception in an op would end the compilation.
+    An exception in an op would end the compilation. Of one that is no refusal there are no places.
     """
     return _local.outcome
 
@@ -179,7 +176,7 @@ def _noted(kind: Any) -> Any:
 
 
 _VALUES = frozenset((Packed, Starts, Mrope, Shifts, Norm, KVCache, Pages, Quantize, DynamicQuantize, Ulysses))
-_KINDS: dict[str, Any] = {kind.__name__: _noted(kind) for kind in _VALUES}
+FUNCTIONS.update({kind.__name__: _noted(kind) for kind in _VALUES})
 _said = lru_cache(maxsize=1024)(literal_eval)
 
 
@@ -199,51 +196,48 @@ def _read(said: Iterator[Any], tensors: Iterator[Tensor], sizes: Iterator[int]) 
         return getattr(torch, next(said).removeprefix("torch."))
     if kind == "tuple":
         return tuple([_whole("", read()) for _ in range(next(said))])
-    own = iter(_said(next(said)))
-    name, words, args = _arguments(own, partial(_read, own, tensors, sizes))
-    return _KINDS[name](*args, **words)
+    return _made(next(said), tensors, sizes)
 
 
-def _arguments(said: Iterator[Any], read: Callable[[], Any]) -> tuple[str, dict[str, Any], list[Any]]:
-    """The name, the keywords and the other arguments of a call."""
+def _made(text: str, tensors: Iterator[Tensor], sizes: Iterator[int]) -> Any:
+    """What a text makes: the results of a call, or a value."""
+    said = iter(_said(text))
+    read = partial(_read, said, tensors, sizes)
     name, names = next(said), [*iter(partial(next, said), 0)]
-    words = {word: _whole(word, read()) for word in names}
-    args: list[Any] = []
+    words, args = {word: _whole(word, read()) for word in names}, []
     with suppress(StopIteration):
         while True:
             args.append(read())
-    return name, words, args
+    return FUNCTIONS[name](*args, **words)
 
 
 def _call(tensors: Sequence[Tensor], text: str, sizes: Sequence[int]) -> list[Tensor]:
     try:
-        said = iter(_said(text))
-        name, words, args = _arguments(said, partial(_read, said, iter(tensors), iter(sizes)))
-        found = FUNCTIONS[name](*args, **words)
+        found = _made(text, iter(tensors), iter(sizes))
     except Exception as error:  # the op stays in the graph of Dynamo, beside what is done instead
         kinds = [(x.dtype, *[n if isinstance(n, int) else None for n in x.shape]) for x in tensors]
         refused = isinstance(error, InvalidInput)
         if dispatch_modes():
-            _local.outcome = str(error) if refused else "", None
+            _local.outcome = str(error) if refused else "", False, None
             _refused.add((text, *kinds) if refused and not any(None in kind for kind in kinds) else text)
         elif text not in _refused and (text, *kinds) not in _refused:
             raise
         return []
     finally:
         launch.local.made = None
-    fresh: list[Tensor] = []
-    at = {id(x): n for n, x in enumerate(tensors)}
+    at = {id(None): -1, **{id(x): n for n, x in enumerate(tensors)}}
+    both = [*tensors]
 
-    def place(x: Tensor | None) -> int | None:
-        if x is not None and id(x) not in at:
-            fresh.append(x)
-            at[id(x)] = ~(len(fresh) - 1)
-        return None if x is None else at[id(x)]
+    def place(x: Any) -> int:
+        if id(x) not in at:
+            at[id(x)] = len(both)
+            both.append(x)
+        return at[id(x)]
 
     alone = isinstance(found, Tensor)
     parts = [x if isinstance(x, Scaled) else (x, None) for x in ([found] if alone else found)]
-    _local.outcome = None if alone else "", tuple([(place(x), place(scale)) for x, scale in parts])
-    return fresh
+    _local.outcome = "", alone, tuple([(place(x), place(scale)) for x, scale in parts])
+    return both[len(tensors) :]
 
 
 lib.impl("call", _call, "CompositeImplicitAutograd")
