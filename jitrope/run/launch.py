@@ -36,7 +36,7 @@ from .replay import SCRATCH, UNUSED, Form, compiled, text
 MAX_LAUNCHES = 4096
 """The most prepared calls that a thread keeps. Beyond it all are dropped; preparing one again takes microseconds."""
 
-MAX_APART = 1024  # the most distances between a call's tensors that are kept as known not to share memory
+MAX_APART = 1024  # the most addresses of a call's tensors that are kept as known not to share memory
 
 MAX_RECENT = 512
 MAX_RECENT_KINDS = 8
@@ -105,8 +105,7 @@ class Prepared:
         self.fixed = [x.data_ptr() for x in self.kept.values()]
         apart = self.written and len(given) > 1
         self.close: dict[str, Span] = dict(zip(given, map(span, tensors.values()))) if apart else {}
-        self.reach = max([x.extent for x in self.close.values()], default=0)  # tensors further apart share no memory
-        self.apart: set[tuple[int, ...]] = set()  # distances between those in `close` without shared memory
+        self.apart: set[tuple[int, ...]] = set()  # addresses at which those in `close` share no memory
         full, sized = {**tensors, **weights}, op.makes_empty(self.names, options)
         named = full if self.in_torch and not sized else with_outputs(op, full, options)
         self.makes = len(named) > len(full) and not options.inplace  # fresh results
@@ -151,7 +150,7 @@ class Prepared:
             name, offset = offsets.get(pointer, (pointer, 0))
             where = at.get(name, at.get(name + "_out", "0") if name in SCRATCH else "0")
             self.pointers += (f"{where} + {offset}" if offset else where,)
-        self.pack = struct.Struct("".join("8x" if at == "0" else "q" for at in self.pointers)).pack_into
+        self.pack = struct.Struct("".join("8x" if at == "0" else "n" for at in self.pointers)).pack_into  # "q" is slow
 
     def on_cpu(self, tensors: Tensors, made: Tensors | None = None) -> Tensors:
         """The results in plain torch. made: tensors for them."""
@@ -168,12 +167,9 @@ class Prepared:
         with torch.cuda.device(self.device):
             self.enqueue(watch.get_stream(self.device))
 
-    def keep_apart(self, distances: tuple[int, ...]) -> None:
-        """Refuse memory that a call would write as one of its tensors and read or write as another.
-
-        distances: bytes from the first of the tensors in `close` to the others.
-        """
-        spans = {name: x._replace(at=at) for (name, x), at in zip(self.close.items(), (0, *distances))}
+    def keep_apart(self, addresses: tuple[int, ...]) -> None:
+        """Refuse memory that a call would write as one of its tensors and read or write as another, of `close`."""
+        spans = {name: x._replace(at=at) for (name, x), at in zip(self.close.items(), addresses)}
         ordered = sorted(spans.values())
         ends = itertools.accumulate([x.at + x.extent for x in ordered], max)
         if any(x.at < end for x, end in zip(ordered[1:], ends)):
@@ -181,7 +177,7 @@ class Prepared:
             refuse_meeting(self.op.function, spans, self.written, labels)
         if len(self.apart) >= MAX_APART:
             self.apart.clear()
-        self.apart.add(distances)
+        self.apart.add(addresses)
 
 
 Record = Callable[..., tuple[Tensor, ...]]

@@ -1,8 +1,9 @@
 """A public function: one that repeats its recent calls, and that is one op under torch.compile.
 
-Dynamo traces how the op's arguments are made, and guards them alone. torch decomposes the op, as it does with its own
-composite ones: it runs the function with tensors that have no values, which calls the ops of `torch_op`. So what works
-in eager mode works in a compiled model. The op's text is not that of a call (`jitrope.call`), but what the user wrote.
+Dynamo traces how the op's arguments are made, and guards them alone; a value's constructor it only notes. torch
+decomposes the op, as it does with its own composite ones: it runs the function with tensors that have no values, which
+calls the ops of `torch_op`. So what works in eager mode works in a compiled model. The op's text is not that of a call
+(`jitrope.call`), but what the user wrote.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ..stages.convert import DynamicQuantize, Quantize, Scaled
 from ..stages.norm import Norm
 from ..stages.positions import COUNTS, Mrope, Packed, Shifts, Starts
 from ..torch_state import constant, dispatch_modes, is_traced
-from ..values.asked import Value, spelled
+from ..values.asked import Value
 from . import launch
 from .torch_op import TAGS, lib
 
@@ -35,9 +36,7 @@ _PLAIN = frozenset((bool, int, float, str, type(None)))
 _MOST = 256  # items of a call that are looked at
 F = TypeVar("F", bound=Callable[..., Any])
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
-"""The public functions, by name."""
-_VALUES = (Packed, Starts, Mrope, Shifts, Norm, KVCache, Pages, Quantize, DynamicQuantize, Ulysses)
-_KINDS: dict[str, type[Value]] = {x.__name__: x for x in _VALUES}
+"""The public functions and the classes of values, by name."""
 
 lib.define("call(Tensor(a!)[] tensors, str text, SymInt[] sizes) -> Tensor[]", tags=TAGS)
 _op = torch.ops.jitrope.call.default
@@ -57,15 +56,15 @@ def repeated(function: F) -> F:
         xs: list[Tensor] = []
         said: list[Any] = [name, *words]
         items = [*args, *words.values()]
-        for x in items:  # half the time of `spelled`
+        for x in items:  # half the time of `_spelled`
             kind = type(x)
             said.append(kind)
             if kind is Tensor or kind is Parameter:
                 xs.append(x)
             elif kind in _PLAIN:
                 said.append(x)
-            elif isinstance(x, Value) and x.text:
-                said.append(x.text)
+            elif kind in _VALUES and (text := x.text):
+                said.append(text)
                 items += x.items
             elif (kind is tuple or kind is list) and len(items) < _MOST:
                 said.append(len(x))
@@ -96,31 +95,88 @@ def _compiled(name: str, args: Any, words: Any) -> Any:
 
     Dynamo traces the function itself if an argument cannot be spelled, or if the op has another error than a refusal.
     """
-    found = spelled(name, args, words)
+    found = _spelled(name, args, words)
     if found is not None:
-        said, tensors, sizes = found
-        fresh = _op(tensors, ", ".join(said), sizes)
-        refusal, shape = _outcome()
+        text, tensors, sizes = found
+        both = [*tensors, *_op(tensors, text, sizes), None]
+        refusal, alone, places = _outcome()
         if refusal:
             raise InvalidInput(refusal)
-        if shape is not None:
-            results: list[Any] = []
-            for place, scale in shape:
-                x: Any = None if place is None else tensors[place] if place >= 0 else fresh[~place]
-                results.append(x if scale is None else Scaled(x, fresh[~scale]))
-            return results[0] if refusal is None else (*results,)
+        if places is not None:
+            results = [both[x] if scale < 0 else Scaled(both[x], both[scale]) for x, scale in places]
+            return results[0] if alone else (*results,)
     return FUNCTIONS[name](*args, **words)
 
 
 @constant
 def _outcome() -> Any:
-    """A refusal's sentence (None: the result is one tensor), and where the results are (None: there was another error).
+    """A refusal, whether the result is one tensor, and the places of results and their scales among given and fresh.
 
-    An exception in an op would end the compilation.
+    An exception in an op would end the compilation. Of one that is no refusal there are no places.
     """
     return _local.outcome
 
 
+def _spelled(name: str, args: Any, words: Any) -> tuple[str, list[Tensor], list[int]] | None:
+    """What a call with these arguments says, its tensors, and its whole numbers, which may be symbols.
+
+    None: an argument cannot be spelled. Dynamo traces this, so it is one function with few builtins, which are guarded.
+    """
+    said = [f"{name!r}", *[f"{label!r}" for label in words], "0"]
+    tensors: list[Tensor] = []
+    sizes: list[int] = []
+    todo: list[Any] = [*words.values(), *args][::-1]
+    while todo:
+        x = todo.pop()
+        if isinstance(x, Tensor):
+            tensors.append(x)
+            said.append("'tensor'")
+        elif isinstance(x, Value) and (text := x.text):
+            said.append(f"'value', {text!r}")
+            for y in x.items:
+                (tensors if isinstance(y, Tensor) else sizes).append(y)
+        elif x is None or isinstance(x, str):
+            said.append(f"'', {x!r}")
+        elif isinstance(x, bool):
+            said.append(f"'', {True if x else False}")  # noqa: SIM210  a symbol's truth
+        elif isinstance(x, int):
+            sizes.append(x)
+            said.append("'number'")
+        elif isinstance(x, float) and x - x == 0:
+            said.append(f"'', {next(iter({float(x)}))!r}")  # all digits of a symbol
+        elif isinstance(x, (list, tuple)):
+            said.append(f"'tuple', {len(x)}")
+            todo += x[::-1]
+        elif isinstance(x, torch.dtype):
+            said.append(f"'dtype', '{x}'")
+        else:
+            return None
+    return ", ".join(said), tensors, sizes
+
+
+def _noted(kind: Any) -> Any:
+    """Let the values of a class note what they are made of. Dynamo traces no more of their constructor."""
+    init = kind.__init__
+
+    @wraps(init)
+    def noted(self: Any, *args: Any, **words: Any) -> None:
+        self.text = ""
+        own = type(self) is kind  # a class of the user's is made of more than these arguments
+        if own and is_traced():
+            args = (*[tuple(x) if isinstance(x, list) else x for x in args],)
+            words = {word: tuple(x) if isinstance(x, list) else x for word, x in words.items()}
+            self.asked_with = args, words
+        else:
+            init(self, *args, **words)
+        if own and (found := _spelled(kind.__name__, args, words)):
+            self.text, self.items = found[0], (*found[1], *found[2])
+
+    kind.__init__ = noted
+    return kind
+
+
+_VALUES = frozenset((Packed, Starts, Mrope, Shifts, Norm, KVCache, Pages, Quantize, DynamicQuantize, Ulysses))
+FUNCTIONS.update({kind.__name__: _noted(kind) for kind in _VALUES})
 _said = lru_cache(maxsize=1024)(literal_eval)
 
 
@@ -140,54 +196,48 @@ def _read(said: Iterator[Any], tensors: Iterator[Tensor], sizes: Iterator[int]) 
         return getattr(torch, next(said).removeprefix("torch."))
     if kind == "tuple":
         return tuple([_whole("", read()) for _ in range(next(said))])
-    own = iter(_said(next(said))) if kind == "value" else said
-    name, words, args = _arguments(own, partial(_read, own, tensors, sizes), kind == "made")
-    return _KINDS[name](*args, **words)  # KeyError: the class is the user's
+    return _made(next(said), tensors, sizes)
 
 
-def _arguments(
-    said: Iterator[Any], read: Callable[[], Any], counted: bool = False
-) -> tuple[str, dict[str, Any], list[Any]]:
-    """The name, the keywords and the other arguments of a call. counted: more follows."""
+def _made(text: str, tensors: Iterator[Tensor], sizes: Iterator[int]) -> Any:
+    """What a text makes: the results of a call, or a value."""
+    said = iter(_said(text))
+    read = partial(_read, said, tensors, sizes)
     name, names = next(said), [*iter(partial(next, said), 0)]
-    count = next(said) if counted else -1
-    words = {word: _whole(word, read()) for word in names}
-    args: list[Any] = []
+    words, args = {word: _whole(word, read()) for word in names}, []
     with suppress(StopIteration):
-        while len(args) != count:
+        while True:
             args.append(read())
-    return name, words, args
+    return FUNCTIONS[name](*args, **words)
 
 
 def _call(tensors: Sequence[Tensor], text: str, sizes: Sequence[int]) -> list[Tensor]:
     try:
-        said = iter(_said(text))
-        name, words, args = _arguments(said, partial(_read, said, iter(tensors), iter(sizes)))
-        found = FUNCTIONS[name](*args, **words)
+        found = _made(text, iter(tensors), iter(sizes))
     except Exception as error:  # the op stays in the graph of Dynamo, beside what is done instead
         kinds = [(x.dtype, *[n if isinstance(n, int) else None for n in x.shape]) for x in tensors]
         refused = isinstance(error, InvalidInput)
         if dispatch_modes():
-            _local.outcome = str(error) if refused else "", None
+            _local.outcome = str(error) if refused else "", False, None
             _refused.add((text, *kinds) if refused and not any(None in kind for kind in kinds) else text)
         elif text not in _refused and (text, *kinds) not in _refused:
             raise
         return []
     finally:
         launch.local.made = None
-    fresh: list[Tensor] = []
-    at = {id(x): n for n, x in enumerate(tensors)}
+    at = {id(None): -1, **{id(x): n for n, x in enumerate(tensors)}}
+    both = [*tensors]
 
-    def place(x: Tensor | None) -> int | None:
-        if x is not None and id(x) not in at:
-            fresh.append(x)
-            at[id(x)] = ~(len(fresh) - 1)
-        return None if x is None else at[id(x)]
+    def place(x: Any) -> int:
+        if id(x) not in at:
+            at[id(x)] = len(both)
+            both.append(x)
+        return at[id(x)]
 
     alone = isinstance(found, Tensor)
     parts = [x if isinstance(x, Scaled) else (x, None) for x in ([found] if alone else found)]
-    _local.outcome = None if alone else "", tuple([(place(x), place(scale)) for x, scale in parts])
-    return fresh
+    _local.outcome = "", alone, tuple([(place(x), place(scale)) for x, scale in parts])
+    return both[len(tensors) :]
 
 
 lib.impl("call", _call, "CompositeImplicitAutograd")

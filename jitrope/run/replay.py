@@ -23,7 +23,7 @@ SCRATCH = ("weight_grads", "block_sums", "counters")
 
 _OF_PREPARED = (
     "alignments, apart, args, blocks, device, elsewhere, empty, enqueue, fixed, keep_apart, left, on_cpu, "
-    "op.finish, op.fresh, options, pack, reach, recorded"
+    "op.finish, op.fresh, options, pack, recorded"
 )
 """The attributes of `launch.Prepared` that the source names."""
 
@@ -61,17 +61,17 @@ def _checks(prepared: Any, form: Form) -> list[str]:
     if form.recorded and prepared.options.inplace:  # autograd may refuse to write these
         apart = " or ".join([f"{name}.is_leaf or {name}._is_view()" for name in prepared.results])
         lines.append(f"if grad_enabled() and ({apart}): return None")
+    bits = [f"{name}_at" for name in names]
     lines += [f"{name}_at = {name}.data_ptr()" for name in names]
+    new = "    " if prepared.close else ""
+    if prepared.close:
+        lines.append(f"if {_tuple(bits)} not in apart:")
     if form.guarded:  # a guard does not check addresses
-        bits = [f"{name}_at" for name in names]
         one = not any(prepared.alignments)
         other = f"({' | '.join(bits)}) & 15" if one else f"({' & 15, '.join(bits)} & 15,) != alignments"
-        lines.append(f"if {other}: return None")
+        lines.append(f"{new}if {other}: return None")
     if prepared.close:
-        first, *others = prepared.close
-        distances = [f"{name}_at - {first}_at" for name in others]
-        near = f"-reach < {distances[0]} < reach and " if len(distances) == 1 else ""
-        lines.append(f"if {near}{_tuple(distances)} not in apart: keep_apart({_tuple(distances)})")
+        lines.append(f"    keep_apart({_tuple(bits)})")
     return lines
 
 

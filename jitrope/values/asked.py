@@ -1,16 +1,11 @@
-"""What a user wrote: the base of values, and the arguments of a call as a text."""
+"""The base of a user's values."""
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from ..base.arguments import shown
 from ..base.views import Tensors
-from ..torch_state import is_traced
 
 
 class Value:
@@ -21,37 +16,16 @@ class Value:
 
     tensors: Tensors
     words: dict[str, Any]
-    text = ""  # what the user wrote (`spelled`) but tensors and whole numbers; "": it cannot be spelled
+    text = ""  # what the user wrote but tensors and whole numbers (`run/public.py`); "": it cannot be spelled
     items: tuple[Any, ...]  # these tensors and numbers
     asked_with: Any = None  # the arguments of a constructor that Dynamo traced
-
-    def __init_subclass__(cls) -> None:
-        """Let the constructor note its arguments, of a class of jitrope's own. Dynamo does not trace the rest of it."""
-        init = vars(cls).get("__init__")
-        if init is None or not cls.__module__.startswith("jitrope."):
-            return
-
-        @wraps(init)
-        def noted(self: Any, *args: Any, **words: Any) -> None:
-            self.text = ""
-            if type(self) is not cls:  # the arguments are not all that a class of the user's is made of
-                init(self, *args, **words)
-            elif is_traced() and self.asked_with is None:
-                frozen = {word: tuple(x) if isinstance(x, list) else x for word, x in words.items()}
-                self.asked_with = [tuple(x) if isinstance(x, list) else x for x in args], frozen
-            else:
-                init(self, *args, **words)
-                if not is_traced() and (found := spelled(cls.__name__, args, words)):
-                    self.text, self.items = ", ".join(found[0]), (*found[1], *found[2])
-
-        cls.__init__ = noted  # type: ignore[method-assign]
 
     def __getattr__(self, name: str) -> Any:
         """An attribute that is missing because Dynamo traced the constructor, which runs now."""
         if name.startswith("__") or self.asked_with is None or "tensors" in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         args, words = self.asked_with
-        self.__init__(*args, **words)  # type: ignore[misc]
+        type(self).__init__.__wrapped__(self, *args, **words)  # type: ignore[attr-defined]
         return getattr(self, name)
 
     def __repr__(self) -> str:
@@ -61,56 +35,3 @@ class Value:
     def _arguments(self) -> dict[str, Any]:
         """The arguments that are not defaults."""
         return {**self.tensors, **{name: x for name, x in self.words.items() if name not in ("layout", "shifts")}}
-
-
-def spelled(name: str, args: Any, words: Any) -> tuple[list[str], list[Tensor], list[int]] | None:
-    """What a call with these arguments says, its tensors, and its whole numbers, which may be symbols.
-
-    None: an argument cannot be spelled. Dynamo traces this, so it is one function with few builtins, which are guarded.
-    """
-    said = [f"{name!r}"]
-    tensors: list[Tensor] = []
-    sizes: list[int] = []
-    for label in words:
-        said.append(f"{label!r}")
-    said.append("0")
-    todo: list[Any] = [*words.values(), *args][::-1]
-    while todo:
-        x = todo.pop()
-        if isinstance(x, Tensor):
-            tensors.append(x)
-            said.append("'tensor'")
-        elif isinstance(x, Value):
-            if x.text:
-                said.append(f"'value', {x.text!r}")
-                for y in x.items:
-                    (tensors if isinstance(y, Tensor) else sizes).append(y)
-            elif x.asked_with is None:
-                return None
-            else:
-                args, words = x.asked_with
-                said.append(f"'made', {type(x).__name__!r}")
-                for label in words:
-                    said.append(f"{label!r}")
-                count = 0
-                for _ in args:
-                    count += 1
-                said.append(f"0, {count}")
-                todo += [*words.values(), *args][::-1]
-        elif x is None or isinstance(x, str):
-            said.append(f"'', {x!r}")
-        elif isinstance(x, bool):
-            said.append(f"'', {True if x else False}")  # noqa: SIM210  a symbol's truth
-        elif isinstance(x, int):
-            sizes.append(x)
-            said.append("'number'")
-        elif isinstance(x, float) and x - x == 0:
-            said.append(f"'', {next(iter({float(x)}))!r}")  # all digits of a symbol
-        elif isinstance(x, (list, tuple)):
-            said.append(f"'tuple', {len(x)}")
-            todo += x[::-1]
-        elif isinstance(x, torch.dtype):
-            said.append(f"'dtype', '{x}'")
-        else:
-            return None
-    return said, tensors, sizes
