@@ -16,7 +16,7 @@ Compiling needs CuPy and NVRTC. On a CPU the kernel runs under g++, from a check
 torch, bit by bit. The last comment lists what is left to do for a kernel that stays.
 """
 
-from __future__ import annotations  # also, `check_fields` reads the types of a spec's fields as text
+from __future__ import annotations  # also, `Spec.check` reads the types of a spec's fields as text
 
 import ctypes
 import os
@@ -35,15 +35,11 @@ import jitrope
 from jitrope.base.spec import (
     ACCESS_BYTES,
     ACCESSES,
-    C_TYPES,
     DTYPES,
     ITEM_SIZES,
     KINDS,
     MAX_INT,
-    MAX_THREADS,
     Spec,
-    check_fields,
-    refuse_unless,
     spec_from_dict,
 )
 from jitrope.base.views import DTYPE_NAMES
@@ -116,23 +112,13 @@ class GatedAddSpec(Spec):
     vec: int
     threads: int
 
+    words, bounds = {"dtype": DTYPES}, {"vec": ACCESSES}  # what the fields may be
     kind = "gated_add"  # names the template and, with `jitrope_` before it, the entry
 
     @property
     def name(self) -> str:
         """A readable name, for the cache's folder."""
         return f"{self.kind}_{self.dtype}_{self.vec}x{self.threads}"
-
-    def check(self) -> None:
-        """Raise InvalidInput where a field is not a constant of its kind."""
-        check_fields(self, {"dtype": DTYPES})
-        refuse_unless("GatedAddSpec", self.vec in ACCESSES, f"vec is one of {ACCESSES}")
-        refuse_unless("GatedAddSpec", 0 < self.threads <= MAX_THREADS, f"a block has 1 to {MAX_THREADS} threads")
-
-    def constants(self) -> dict[str, Any]:
-        """The values of the template's parameter block."""
-        self.check()
-        return {"c_type": C_TYPES[self.dtype], "vec": self.vec, "threads": self.threads}
 
 
 # ---- 4. problem and plan -----------------------------------------------------------------------------
