@@ -124,7 +124,7 @@ PAIRS = {"interleaved": True, "interleaved_out": True}
         ({"launch": "token_linear", "tokens": 1}, "token_linear", "is configured"),
         ({"cu_seqlens_dtype": "int32", "num_sequences": 2401}, "token_linear", "cost follows the tokens"),
         ({"cu_seqlens_dtype": "int32", "num_sequences": 4, "max_seqlen": 1200}, "token_linear", "cost follows"),
-        ({**FEW, "num_sequences": 4, "max_seqlen": 64}, "grid_2d", "256 packed tokens of 4 even sequences"),
+        ({**FEW, "num_sequences": 4, "max_seqlen": 64}, "grid_2d", "256 tokens of even sequences"),
         ({**FEW, "num_sequences": 4, "max_seqlen": 129}, "token_linear", "cost follows"),
         ({**FEW, "num_sequences": 4, "max_seqlen": 256, "cp_size": 2}, "grid_2d", "even sequences"),
         ({**FEW, "num_sequences": 4}, "token_linear", "cost follows"),

@@ -198,28 +198,23 @@ def shared_by_stages(spec: RopeSpec) -> int:
 
 
 def choose_launch(p: RopeProblem) -> tuple[str, str]:
-    """The launch and the rule that chose it."""
-    packed = by_sequence(p)
-    if p.across_heads:
-        return "token_linear", "across_heads: a block has whole rows"
-    if p.gradient:
-        return "token_linear", "the gradient kernel: blocks walk over the tokens"
-    if p.v_dim and packed:
-        return "token_linear", "latent attention: the second grid axis is over heads"
-    if p.launch == "grid_2d" and packed and p.num_sequences >= MAX_GRID_Y:
-        return "token_linear", f"{p.num_sequences} sequences exceed the grid's limit of {MAX_GRID_Y} rows"
-    if p.launch != "auto":
-        return p.launch, f"launch={p.launch!r} is configured"
-    if packed:
-        even = 0 < p.num_sequences * longest_share(p) <= MAX_UNEVEN * p.tokens
-        if even and p.tokens * p.heads <= FEW_PACKED_HEADS and p.num_sequences < MAX_GRID_Y:
-            return "grid_2d", f"{p.tokens} packed tokens of {p.num_sequences} even sequences: no search"
-        return "token_linear", "packed: cost follows the tokens, not sequences x max_seqlen"
+    """The launch, and the rule that chose it: the first one that holds."""
+    packed, too_many = by_sequence(p), p.num_sequences >= MAX_GRID_Y
+    even = packed and 0 < p.num_sequences * longest_share(p) <= MAX_UNEVEN * p.tokens
     threads = p.tokens * p.heads * p.rotary_dim * ITEM_SIZES[p.dtype] // (2 * SMALL_ACCESS_BYTES)
-    few = FEW_CACHED_THREADS_PER_SM if p.cached and not p.norm else FEW_THREADS_PER_SM
-    if threads < few * p.sm_count and p.heads > 1:
-        return "grid_2d", f"{p.tokens} tokens leave room on {p.sm_count} SMs: heads are tiled too"
-    return "token_linear", f"{p.tokens} tokens fill {p.sm_count} SMs"
+    few = (FEW_CACHED_THREADS_PER_SM if p.cached and not p.norm else FEW_THREADS_PER_SM) * p.sm_count
+    rules = (
+        (p.across_heads, "token_linear", "across_heads: a block has whole rows"),
+        (p.gradient, "token_linear", "the gradient kernel: blocks walk over the tokens"),
+        (packed and p.v_dim, "token_linear", "latent attention: the second grid axis is over heads"),
+        (packed and too_many, "token_linear", f"{p.num_sequences} sequences exceed the limit of {MAX_GRID_Y} rows"),
+        (p.launch != "auto", p.launch, f"launch={p.launch!r} is configured"),
+        (even and p.tokens * p.heads <= FEW_PACKED_HEADS, "grid_2d", f"{p.tokens} tokens of even sequences: no search"),
+        (packed, "token_linear", "packed: cost follows the tokens, not sequences x max_seqlen"),
+        (threads < few and p.heads > 1, "grid_2d", f"{p.tokens} tokens leave room on {p.sm_count} SMs"),
+        (True, "token_linear", f"{p.tokens} tokens fill {p.sm_count} SMs"),
+    )
+    return next((launch, reason) for holds, launch, reason in rules if holds)
 
 
 def by_sequence(p: RopeProblem) -> bool:
