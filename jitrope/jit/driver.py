@@ -11,6 +11,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from ..base.errors import CompileError
 
 
@@ -44,21 +46,6 @@ def _call(name: str, *arguments: Any) -> None:
         raise DriverError(status)
 
 
-def attribute(number: int, device: int) -> int:
-    """A property of a GPU. number: a CUdevice_attribute. Raises DriverError, CompileError."""
-    found = ctypes.c_int()
-    _call("cuDeviceGetAttribute", ctypes.byref(found), number, _place(device))
-    return found.value
-
-
-def _place(device: int) -> ctypes.c_int:
-    """The CUdevice of a GPU's index."""
-    found = ctypes.c_int()
-    _call("cuInit", 0)
-    _call("cuDeviceGet", ctypes.byref(found), device)
-    return found
-
-
 class _Attribute(ctypes.Structure):  # CUlaunchAttribute
     _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15))
 
@@ -75,7 +62,6 @@ class _LaunchConfig(ctypes.Structure):  # CUlaunchConfig
 
 
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
-_COMPUTE_CAPABILITY_MAJOR = 75  # CUdevice_attribute
 
 _OF_THE_IMAGE = (200, 209, 218, 222, 300, 301, 500)
 """Errors (CUresult) of a bad image: it is damaged, made for another GPU or CUDA, or lacks the entry. Any other error,
@@ -97,10 +83,11 @@ class Kernel:
 
     def __init__(self, cubin: bytes, entry: str, device: int) -> None:
         self._context, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        before, module, cuda = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int()
+        before, module, place, cuda = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
         try:
-            self._may_overlap = attribute(_COMPUTE_CAPABILITY_MAJOR, device) >= 9
-            _call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), _place(device))
+            _call("cuInit", 0)
+            _call("cuDeviceGet", ctypes.byref(place), device)
+            _call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), place)
             _call("cuCtxGetCurrent", ctypes.byref(before))
             _call("cuCtxSetCurrent", self._context)
             try:
@@ -114,6 +101,7 @@ class Kernel:
             _call("cuDriverGetVersion", ctypes.byref(cuda))
             version = f"{cuda.value // 1000}.{cuda.value % 1000 // 10}"
             raise Refused(f"the driver (CUDA {version}) refuses the kernel {entry}: {error}") from error
+        self._may_overlap = torch.cuda.get_device_capability(device) >= (9, 0)
 
     def bind_thread(self) -> None:
         """Set the kernel's context in a thread that has not used the GPU yet; a launch needs one."""
