@@ -11,8 +11,6 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-import torch
-
 from ..base.errors import CompileError
 
 
@@ -62,6 +60,7 @@ class _LaunchConfig(ctypes.Structure):  # CUlaunchConfig
 
 
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+_COMPUTE_CAPABILITY_MAJOR = 75  # CUdevice_attribute
 
 _OF_THE_IMAGE = (200, 209, 218, 222, 300, 301, 500)
 """Errors (CUresult) of a bad image: it is damaged, made for another GPU or CUDA, or lacks the entry. Any other error,
@@ -83,10 +82,13 @@ class Kernel:
 
     def __init__(self, cubin: bytes, entry: str, device: int) -> None:
         self._context, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        before, module, place, cuda = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+        before, module = ctypes.c_void_p(), ctypes.c_void_p()
+        place, major, cuda = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
         try:
             _call("cuInit", 0)
             _call("cuDeviceGet", ctypes.byref(place), device)
+            _call("cuDeviceGetAttribute", ctypes.byref(major), _COMPUTE_CAPABILITY_MAJOR, place)
+            self._may_overlap = major.value >= 9
             _call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), place)
             _call("cuCtxGetCurrent", ctypes.byref(before))
             _call("cuCtxSetCurrent", self._context)
@@ -101,7 +103,6 @@ class Kernel:
             _call("cuDriverGetVersion", ctypes.byref(cuda))
             version = f"{cuda.value // 1000}.{cuda.value % 1000 // 10}"
             raise Refused(f"the driver (CUDA {version}) refuses the kernel {entry}: {error}") from error
-        self._may_overlap = torch.cuda.get_device_capability(device) >= (9, 0)
 
     def bind_thread(self) -> None:
         """Set the kernel's context in a thread that has not used the GPU yet; a launch needs one."""
