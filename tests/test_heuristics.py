@@ -85,7 +85,7 @@ BASE = RopeProblem(
     tokens=4608,
     heads=48,
     q_heads=24,
-    num_sequences=0,
+    sequences=0,
     max_seqlen=0,
     vec_limit=8,
     table_vec_limit=4,
@@ -122,15 +122,15 @@ PAIRS = {"interleaved": True, "interleaved_out": True}
         ({"tokens": 1, "heads": 1}, "token_linear"),
         ({"launch": "grid_2d"}, "grid_2d"),
         ({"launch": "token_linear", "tokens": 1}, "token_linear"),
-        ({"cu_seqlens_dtype": "int32", "num_sequences": 2401}, "token_linear"),
-        ({"cu_seqlens_dtype": "int32", "num_sequences": 4, "max_seqlen": 1200}, "token_linear"),
-        ({**FEW, "num_sequences": 4, "max_seqlen": 64}, "grid_2d"),
-        ({**FEW, "num_sequences": 4, "max_seqlen": 129}, "token_linear"),
-        ({**FEW, "num_sequences": 4, "max_seqlen": 256, "cp_size": 2}, "grid_2d"),
-        ({**FEW, "num_sequences": 4}, "token_linear"),
-        ({**FEW, "num_sequences": 4, "max_seqlen": 64, "heads": 33}, "token_linear"),
-        ({"cu_seqlens_dtype": "int32", "num_sequences": 4, "launch": "grid_2d"}, "grid_2d"),
-        ({"cu_seqlens_dtype": "int32", "num_sequences": 70000, "launch": "grid_2d"}, "token_linear"),
+        ({"cu_seqlens_dtype": "int32", "sequences": 2401}, "token_linear"),
+        ({"cu_seqlens_dtype": "int32", "sequences": 4, "max_seqlen": 1200}, "token_linear"),
+        ({**FEW, "sequences": 4, "max_seqlen": 64}, "grid_2d"),
+        ({**FEW, "sequences": 4, "max_seqlen": 129}, "token_linear"),
+        ({**FEW, "sequences": 4, "max_seqlen": 256, "cp_size": 2}, "grid_2d"),
+        ({**FEW, "sequences": 4}, "token_linear"),
+        ({**FEW, "sequences": 4, "max_seqlen": 64, "heads": 33}, "token_linear"),
+        ({"cu_seqlens_dtype": "int32", "sequences": 4, "launch": "grid_2d"}, "grid_2d"),
+        ({"cu_seqlens_dtype": "int32", "sequences": 70000, "launch": "grid_2d"}, "token_linear"),
         (across(24, 24), "token_linear"),
         (GRADIENT, "token_linear"),
     ],
@@ -295,9 +295,7 @@ def test_every_norm_plan_fits_cudas_limits(across_heads: bool, gradient: bool) -
 @pytest.mark.parametrize("sequences", [1, 2, 64])
 def test_no_dead_blocks_under_context_parallelism(sequences) -> None:
     """TransformerEngine launches a block for each row of the whole sequence, which is cp_size times too many."""
-    p = replace(
-        BASE, heads=32, cu_seqlens_dtype="int32", num_sequences=sequences, tokens=8192, cp_size=8, max_seqlen=65536
-    )
+    p = replace(BASE, heads=32, cu_seqlens_dtype="int32", sequences=sequences, tokens=8192, cp_size=8, max_seqlen=65536)
     linear, by_sequence = plan(p), plan(replace(p, launch="grid_2d", max_seqlen=65536 // sequences))
     assert linear.spec.launch == "token_linear"
     assert linear.grid == (8192, 1)
@@ -312,9 +310,7 @@ def test_a_ranks_share_of_a_sequence_is_one_step(cp_size) -> None:
         for rank, first in itertools.product(range(cp_size), range(2 * cp_size)):
             begin, end = (partition.local_rows(x, rank, cp_size, "dual_chunk") for x in (first, first + length))
             shares.append(end - begin)
-        p = replace(
-            BASE, cu_seqlens_dtype="int32", num_sequences=3, max_seqlen=length, cp_size=cp_size, launch="grid_2d"
-        )
+        p = replace(BASE, cu_seqlens_dtype="int32", sequences=3, max_seqlen=length, cp_size=cp_size, launch="grid_2d")
         assert max(shares) <= heuristics.longest_share(p) <= max(shares) + 1
         found = plan(replace(p, heads=32))
         assert (found.grid[0] - 1) * found.spec.tokens_per_block < heuristics.longest_share(p)
@@ -322,7 +318,5 @@ def test_a_ranks_share_of_a_sequence_is_one_step(cp_size) -> None:
 
 
 def test_token_linear_does_not_depend_on_the_number_of_sequences() -> None:
-    problems = [
-        replace(BASE, cu_seqlens_dtype="int32", num_sequences=n, launch="token_linear") for n in (1, 100, 10**6)
-    ]
+    problems = [replace(BASE, cu_seqlens_dtype="int32", sequences=n, launch="token_linear") for n in (1, 100, 10**6)]
     assert len({plan(p).grid for p in problems}) == 1

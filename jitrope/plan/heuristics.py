@@ -65,7 +65,7 @@ class RopeProblem(Compiled):
     tokens: int
     heads: int  # of q and k, and of v where it is copied
     q_heads: int
-    num_sequences: int  # 0 without cu_seqlens
+    sequences: int  # 0 without cu_seqlens
     max_seqlen: int  # the whole sequence's, also under context parallelism; 0: not given
     vec_limit: int  # the most elements of an access, by addresses and strides of q and k; 1: not aligned, or strided
     table_vec_limit: int  # the same of the tables
@@ -117,8 +117,8 @@ def plan(p: RopeProblem) -> Plan:
     else:
         tokens, heads = _tile_with_stages(p, spec)
         if launch == "grid_2d":  # a longer sequence than this is walked in several steps
-            length = min(length, longest_share(p) or -(-p.tokens // max(1, p.num_sequences)))
-            second = p.num_sequences + 1
+            length = min(length, longest_share(p) or -(-p.tokens // max(1, p.sequences)))
+            second = p.sequences + 1
     one_step = p.gradient or tiled or p.v_dim > 0 or p.across_heads or heads * spec.heads_per_thread >= p.heads
     spec = replace(spec, tokens_per_block=tokens, heads_per_block=heads, one_step=one_step)
     blocks = -(-length // tokens)
@@ -197,13 +197,13 @@ def shared_by_stages(spec: RopeSpec) -> int:
 
 def choose_launch(p: RopeProblem) -> str:
     """The launch: over tokens alone, or also over heads, or over the sequences of a packed batch."""
-    packed, many = by_sequence(p), p.num_sequences >= MAX_GRID_Y
+    packed, many = by_sequence(p), p.sequences >= MAX_GRID_Y
     if p.across_heads or p.gradient or (packed and (p.v_dim or many)):  # whole rows; a walk; an axis that is not free
         return "token_linear"
     if p.launch != "auto":
         return p.launch
     if packed:  # the cost follows the tokens, not sequences x max_seqlen, but a search takes long for few
-        even = 0 < p.num_sequences * longest_share(p) <= MAX_UNEVEN * p.tokens
+        even = 0 < p.sequences * longest_share(p) <= MAX_UNEVEN * p.tokens
         return "grid_2d" if even and p.tokens * p.heads <= FEW_PACKED_HEADS else "token_linear"
     threads = p.tokens * p.heads * p.rotary_dim * ITEM_SIZES[p.dtype] // (2 * SMALL_ACCESS_BYTES)
     few = FEW_CACHED_THREADS_PER_SM if p.cached and not p.norm else FEW_THREADS_PER_SM
