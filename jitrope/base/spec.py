@@ -18,7 +18,7 @@ DTYPES = ("fp32", "fp16", "bf16")
 INDEX_DTYPES = ("int32", "int64")
 MAX_AXES = 4  # of position_ids; also the most numbers in a field
 MAX_INT = 2**31 - 1
-COUNTS = range(MAX_INT + 1)
+NUMBERS = range(MAX_INT + 1)  # of a field, if it has no bounds of its own
 MAX_THREADS = 1024  # of a block: CUDA's limit
 ACCESS_BYTES = 16  # the widest load or store of one thread
 ACCESSES = (1, 2, 4, 8, 16)  # elements or bytes of one load or store
@@ -41,7 +41,7 @@ class Spec:
     name: Any  # a readable text
     threads: Any  # threads of a block
     words: Mapping[str, tuple[str, ...]]  # the allowed texts of each text field: dtypes, or enumerators of the template
-    bounds: ClassVar[Mapping[str, Sequence[int]]] = {}  # the allowed numbers of fields; of others `COUNTS`
+    bounds: ClassVar[Mapping[str, Sequence[int]]] = {}  # the allowed numbers of fields
     unused: Any = ()  # fields that the template does not use
     call = ""  # the text of a call that needs the kernel; it is no field: specs of other calls are equal
 
@@ -64,7 +64,7 @@ class Spec:
         for field in fields(self):
             name, value, several = field.name, getattr(self, field.name), field.type.startswith("tuple")
             items = value if type(value) is tuple else (value,)
-            allowed = (True, False) if field.type == "bool" else self.words.get(name) or self.bounds.get(name, COUNTS)
+            allowed = (True, False) if field.type == "bool" else self.words.get(name) or self.bounds.get(name, NUMBERS)
             good = all(type(x) is type(allowed[0]) and x in allowed for x in items) and len(items) <= MAX_AXES
             good = (good and several == (type(value) is tuple)) or (value is None and field.type.endswith("None"))
             shown = " or ".join(map(repr, allowed)) if type(allowed) is tuple else f"{allowed[0]} to {allowed[-1]}"

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from ..base.config import LAUNCHES
 from ..base.layouts import MAX_HEAD_DIM
-from ..base.spec import ACCESSES, COUNTS, DTYPES, INDEX_DTYPES, KINDS, OF_NORM, Spec, refuse_unless
+from ..base.spec import ACCESSES, DTYPES, INDEX_DTYPES, KINDS, NUMBERS, OF_NORM, Spec, refuse_unless
 from ..sinks import cache, pages
 from ..stages import bias, convert, norm, positions, rotate, scale, transform
 from . import arguments
@@ -77,7 +77,7 @@ class RopeSpec(Compiled, Spec):
     bounds: ClassVar = {
         **dict.fromkeys(("vec", "table_vec", "weight_vec"), ACCESSES),
         **dict.fromkeys(("chunks", "table_step"), (1, 2)),
-        **dict.fromkeys(_COUNTS.split(), COUNTS[1:]),
+        **dict.fromkeys(_COUNTS.split(), NUMBERS[1:]),
     }
 
     @property

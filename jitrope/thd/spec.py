@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from ..base.partition import RULES, number_of_chunks
-from ..base.spec import ACCESS_BYTES, ACCESSES, COUNTS, DTYPES, INDEX_DTYPES, KINDS, Spec
+from ..base.spec import ACCESS_BYTES, ACCESSES, DTYPES, INDEX_DTYPES, KINDS, NUMBERS, Spec
 
 MAPS = ("table", "stay", "to_ranks", "to_sequences", "positions", "valid", "tail")
 PARTITIONED = ("to_ranks", "to_sequences", "positions")  # maps that depend on the cut of the batch
@@ -68,8 +68,8 @@ class RowsSpec(_Moves):
 
     threads = BLOCK_THREADS
     unused = ("writes",)
-    bounds: ClassVar = {"access_bytes": ACCESSES, "lanes": COUNTS[1 : threads + 1]}
-    bounds |= dict.fromkeys(("cp_size", "unroll"), COUNTS[1:])
+    bounds: ClassVar = {"access_bytes": ACCESSES, "lanes": NUMBERS[1 : threads + 1]}
+    bounds |= dict.fromkeys(("cp_size", "unroll"), NUMBERS[1:])
 
     kind = property(lambda self: "thd_tables" if self.writes else "thd_rows")
 
@@ -89,7 +89,7 @@ class SegmentsSpec(_Moves):
     threads: int
 
     unused = ("rows",)
-    bounds: ClassVar = {"cp_size": COUNTS[1:]}
+    bounds: ClassVar = {"cp_size": NUMBERS[1:]}
 
     kind = property(lambda self: "cp_segment_rows" if self.rows else "cp_segments")
 
