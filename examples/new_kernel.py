@@ -7,7 +7,7 @@ gate for each batch row. Eager torch makes two kernels of it, with a rounding in
 be inside of the library, and uses the library as it is:
 
     problem     what is asked: integers and words, no tensors           (jitrope/plan/problem.py)
-    plan        spec, grid, and why                                     (jitrope/plan/heuristics.py)
+    plan        spec and grid                                           (jitrope/plan/heuristics.py)
     spec        all that is compiled in                                 (jitrope/plan/spec.py, jitrope/thd/spec.py)
     source      the template with the spec's constants                  (templates/, jitrope/jit/render.py)
     kernel      compiled, cached, loaded                      (jitrope/jit/kernels.py: compiler.py, cache.py, driver.py)
@@ -16,7 +16,7 @@ Compiling needs CuPy and NVRTC. On a CPU the kernel runs under g++, from a check
 torch, bit by bit. The last comment lists what is left to do for a kernel that stays.
 """
 
-from __future__ import annotations  # also, `check_fields` reads the types of a spec's fields as text
+from __future__ import annotations  # also, `Spec.check` reads the types of a spec's fields as text
 
 import ctypes
 import os
@@ -35,15 +35,11 @@ import jitrope
 from jitrope.base.spec import (
     ACCESS_BYTES,
     ACCESSES,
-    C_TYPES,
     DTYPES,
     ITEM_SIZES,
     KINDS,
     MAX_INT,
-    MAX_THREADS,
     Spec,
-    check_fields,
-    refuse_unless,
     spec_from_dict,
 )
 from jitrope.base.views import DTYPE_NAMES
@@ -116,23 +112,13 @@ class GatedAddSpec(Spec):
     vec: int
     threads: int
 
+    words, bounds = {"dtype": DTYPES}, {"vec": ACCESSES}  # what the fields may be
     kind = "gated_add"  # names the template and, with `jitrope_` before it, the entry
 
     @property
     def name(self) -> str:
         """A readable name, for the cache's folder."""
         return f"{self.kind}_{self.dtype}_{self.vec}x{self.threads}"
-
-    def check(self) -> None:
-        """Raise InvalidInput where a field is not a constant of its kind."""
-        check_fields(self, {"dtype": DTYPES})
-        refuse_unless("GatedAddSpec", self.vec in ACCESSES, f"vec is one of {ACCESSES}")
-        refuse_unless("GatedAddSpec", 0 < self.threads <= MAX_THREADS, f"a block has 1 to {MAX_THREADS} threads")
-
-    def constants(self) -> dict[str, Any]:
-        """The values of the template's parameter block."""
-        self.check()
-        return {"c_type": C_TYPES[self.dtype], "vec": self.vec, "threads": self.threads}
 
 
 # ---- 4. problem and plan -----------------------------------------------------------------------------
@@ -152,13 +138,11 @@ class Problem:
     alignment: int
 
 
-def plan(problem: Problem) -> tuple[GatedAddSpec, tuple[int, int], str]:
-    """(spec, grid, reason)."""
+def plan(problem: Problem) -> tuple[GatedAddSpec, tuple[int, int]]:
+    """(spec, grid)."""
     vec = problem.alignment // ITEM_SIZES[problem.dtype]
     warps = -(-problem.channels // (vec * 32))
-    spec = GatedAddSpec(problem.dtype, vec, min(32 * warps, THREADS))
-    reason = f"accesses of {problem.alignment} bytes, a row has them for {warps} warps"
-    return spec, (problem.rows, 1), reason
+    return GatedAddSpec(problem.dtype, vec, min(32 * warps, THREADS)), (problem.rows, 1)
 
 
 def problem_of(residual: Tensor, gate: Tensor, x: Tensor, out: Tensor) -> Problem:
@@ -173,7 +157,7 @@ def prepared(
     residual: Tensor, gate: Tensor, x: Tensor, out: Tensor
 ) -> tuple[GatedAddSpec, Any, list[Tensor], list[int]]:
     """(spec, grid, tensors, words) of a call: what the launcher on a GPU gets and what the shim under g++ gets."""
-    spec, grid, _ = plan(problem_of(residual, gate, x, out))
+    spec, grid = plan(problem_of(residual, gate, x, out))
     return spec, grid, [residual, gate, x, out], [x.shape[2], x.shape[1]]
 
 
@@ -235,10 +219,10 @@ def main(folder: Path) -> None:
     os.environ["JITROPE_CACHE_DIR"] = str(folder / "cache")  # this kernel is not the reader's to keep
 
     print("1. A problem is planned; the plan's spec is rendered.")
-    spec, grid, reason = plan(Problem("bf16", rows=4608, channels=3072, alignment=16))
+    spec, grid = plan(Problem("bf16", rows=4608, channels=3072, alignment=16))
     assert spec_from_dict(spec.to_dict()) == spec
     source = render.render(spec)
-    print(f"    {spec}, a grid of {grid}: {reason}")
+    print(f"    {spec}, a grid of {grid}")
     block = source.text.split("only templated lines")[1].split("// ----")[0]
     print("".join(f"    {line}\n" for line in block.splitlines()[1:]), end="")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from jitrope import DynamicQuantize, KVCache, Mrope, Norm, Packed, Quantize, Shifts, Starts, api, planning
 from jitrope.base.spec import Spec
-from jitrope.base.views import BLOCK_SCALES, DTYPE_NAMES, FORMATS, NVFP4_GROUP, SCALES, fused_shape
+from jitrope.base.views import BLOCK_SCALES, DTYPE_NAMES, FORMATS, SCALES, fused_shape
 from jitrope.checks.words import rotary_dim_of
 from jitrope.plan.options import Options
 
@@ -136,7 +136,7 @@ class _Described:
             return self.empty(given, (tokens,))
         words, across = dict(given), given.get("across_heads")
         page, k_heads, axes = words.pop("page_size", None), self.heads[-1], words.get("mrope_section")
-        group = NVFP4_GROUP
+        group = 16  # NVFP4
         if label == "cache":
             words.setdefault("v_cache", None)
             group = words.pop("group", group)

@@ -219,7 +219,7 @@ def problems(draw: Any) -> RopeProblem:
         v_dim=draw(st.integers(1, 256)) if kind == "latent" else 0,
         batch_inner=kind != "packed" and draw(FLAG), wide=draw(FLAG), batch=draw(st.integers(1, 4)), tokens=tokens,
         heads=heads, q_heads=q_heads if not row_heads else row_heads[0],
-        num_sequences=draw(st.one_of(st.integers(1, 9), st.just(MAX_GRID_Y), st.just(100_000)))
+        sequences=draw(st.one_of(st.integers(1, 9), st.just(MAX_GRID_Y), st.just(100_000)))
         if kind == "packed" else 0,
         max_seqlen=draw(st.integers(0, tokens)) if kind == "packed" else 0,
         vec_limit=pick(1, 2, 4, 8, 16), table_vec_limit=pick(1, 2, 4, 8), table_step_limit=pick(1, 1, 2),
@@ -234,7 +234,7 @@ def test_plans_are_launchable_and_whole(p: RopeProblem) -> None:
     spec, (x, y) = chosen.spec, chosen.grid
     assert 1 <= x <= MAX_INT
     assert 1 <= y <= MAX_GRID_Y
-    assert chosen.block == spec.threads <= 1024
+    assert spec.threads <= 1024
     assert spec.threads % 32 == 0
     assert shared_by_stages(spec) <= SHARED_BYTES
     assert spec.lanes <= spec.team <= spec.threads
@@ -261,7 +261,7 @@ def test_plans_are_launchable_and_whole(p: RopeProblem) -> None:
             assert y == 1
             assert spec.one_step == (step >= p.heads)
     elif p.cu_seqlens_dtype and not p.norm:
-        assert y == p.num_sequences + 1
+        assert y == p.sequences + 1
     else:
         assert x * spec.tokens_per_block >= p.tokens
         assert y * step >= p.heads

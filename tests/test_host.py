@@ -30,7 +30,7 @@ def test_sanitizer_sees_a_read_past_the_table() -> None:
     short = [table[:7].clone() for table in (cos, sin)]
     tensors = [q, q, q, outputs[0], outputs[0], outputs[0], *short, *[None] * 7]
     with pytest.raises(AssertionError, match=r"use-after-poison|heap-buffer-overflow"):
-        harness.run(render(plan.spec), plan.grid, plan.block, tensors, words)
+        harness.run(render(plan.spec), plan.grid, plan.spec.threads, tensors, words)
 
 
 def test_a_kernel_in_the_folder_is_built_once_and_again_if_it_is_broken(
@@ -61,7 +61,7 @@ def test_sanitizer_sees_a_misaligned_access() -> None:
     shifted = torch.zeros(q.numel() + 1, dtype=q.dtype)[1:].view_as(q)
     tensors = [shifted, q, q, q, q, q, cos, sin, *[None] * 7]
     with pytest.raises(AssertionError, match=rf"(?s)AddressSanitizer: {ILLEGAL}.* load<.*vec\.cuh:\d+"):
-        harness.run(render(plan.spec), plan.grid, plan.block, tensors, words)
+        harness.run(render(plan.spec), plan.grid, plan.spec.threads, tensors, words)
 
 
 WRONG = {  # what the body of a kernel does wrong, with a count of 1, and ASan's report

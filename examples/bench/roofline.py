@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
 
 import torch
 
-from jitrope.jit.driver import attribute
 from jitrope.torch_state import memory_speed
 
 from . import presets
@@ -17,8 +15,6 @@ from .kinds import Kind, timed
 from .plots import Plot
 from .report import AS_JSON, ONLY, SMOKE, Rows, app, chosen, show
 from .sections import Row, Section, Table, grouped, of, span
-
-CLOCK, WIDTH = 36, 37  # CUdevice_attribute: of the memory, in kHz, and of its bus, in bits
 
 
 def of_preset(name: str, smoke: bool) -> Case:
@@ -35,11 +31,10 @@ KINDS = {
 
 
 def datasheet() -> float | None:
-    """TB/s of this GPU's memory, as its driver states clock and width."""
+    """TB/s of this GPU's memory by its clock and width, if this torch tells them."""
     if DEVICE != "cuda":
         return None
-    clock, width = (attribute(number, torch.cuda.current_device()) for number in (CLOCK, WIDTH))
-    return memory_speed(SimpleNamespace(memory_clock_rate=clock, memory_bus_width=width))
+    return memory_speed(torch.cuda.get_device_properties(torch.cuda.current_device())) or None
 
 
 def rows(name: str, hot: bool, smoke: bool) -> Rows:

@@ -5,7 +5,7 @@ Pure Python without torch: dtypes are the words "fp32", "fp16", "bf16".
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, replace
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ DTYPES = ("fp32", "fp16", "bf16")
 INDEX_DTYPES = ("int32", "int64")
 MAX_AXES = 4  # of position_ids; also the most numbers in a field
 MAX_INT = 2**31 - 1
+NUMBERS = range(MAX_INT + 1)  # of a field, if it has no bounds of its own
 MAX_THREADS = 1024  # of a block: CUDA's limit
 ACCESS_BYTES = 16  # the widest load or store of one thread
 ACCESSES = (1, 2, 4, 8, 16)  # elements or bytes of one load or store
@@ -26,35 +27,10 @@ OF_NORM: dict[str, Any] = {"of_norm": True}  # only kernels with a norm have its
 VERSION = 1  # of records; texts of calls leave out defaults, so no default changes within one
 
 
-def check_fields(spec: Any, words: Mapping[str, tuple[str, ...]]) -> None:
-    """Raise InvalidInput for a wrong field: only words from `words`, flags and whole numbers may enter the source.
-
-    words: the allowed texts of each text field. The check runs when constants are made: before rendering, once for each
-    kernel and not at each call.
-    """
-    for field in fields(spec):
-        name, kind, value = field.name, field.type, getattr(spec, field.name)
-        if kind in ("str", "str | None"):
-            good = (type(value) is str and value in words[name]) or (value is None and kind == "str | None")
-            wanted = " or ".join(map(repr, words[name]))
-        elif kind == "bool":
-            good, wanted = type(value) is bool, "True or False"
-        elif kind == "int":
-            good, wanted = _is_count(value), f"a whole number up to {MAX_INT}"
-        else:
-            good = type(value) is tuple and len(value) <= MAX_AXES and all(map(_is_count, value))
-            wanted = f"at most {MAX_AXES} whole numbers"
-        refuse_unless(type(spec).__name__, good, f"{name} is {value!r}, not {wanted}")
-
-
 def refuse_unless(spec: str, good: bool, text: str) -> None:
     """Raise InvalidInput(text) unless `good`."""
     if not good:
         raise InvalidInput(f"{spec}: {text}")
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= MAX_INT
 
 
 class Spec:
@@ -64,9 +40,9 @@ class Spec:
     kind: Any
     name: Any  # a readable text
     threads: Any  # threads of a block
-    words: Mapping[str, tuple[str, ...]]  # the allowed texts of each text field
-    enumerators: tuple[str, ...] = ()  # text fields that are enumerators of the template; the others are dtypes
-    unused: tuple[str, ...] = ()  # fields that the template does not use
+    words: Mapping[str, tuple[str, ...]]  # the allowed texts of each text field: dtypes, or enumerators of the template
+    bounds: ClassVar[Mapping[str, Sequence[int]]] = {}  # the allowed numbers of fields
+    unused: Any = ()  # fields that the template does not use
     call = ""  # the text of a call that needs the kernel; it is no field: specs of other calls are equal
 
     @property
@@ -80,19 +56,33 @@ class Spec:
         return f"jitrope_{self.kind}"
 
     def check(self) -> None:
-        """Raise InvalidInput if a field is not a constant of its kind, or if the fields do not fit together."""
-        check_fields(self, self.words)
+        """Raise InvalidInput for a wrong field: only words, flags and whole numbers may enter the source.
+
+        This runs when constants are made: before rendering, once for each kernel and not at each call. A kind with
+        fields that must fit together adds its own checks.
+        """
+        for field in fields(self):
+            name, value, several = field.name, getattr(self, field.name), field.type.startswith("tuple")
+            items = value if type(value) is tuple else (value,)
+            allowed = (True, False) if field.type == "bool" else self.words.get(name) or self.bounds.get(name, NUMBERS)
+            good = all(type(x) is type(allowed[0]) and x in allowed for x in items) and len(items) <= MAX_AXES
+            good = (good and several == (type(value) is tuple)) or (value is None and field.type.endswith("None"))
+            shown = " or ".join(map(repr, allowed)) if type(allowed) is tuple else f"{allowed[0]} to {allowed[-1]}"
+            wanted = f"at most {MAX_AXES} numbers, each {shown}" if several else shown
+            refuse_unless(type(self).__name__, good, f"{name} is {value!r}, not {wanted}")
+        few = f"a block must have 1 to {MAX_THREADS} threads"
+        refuse_unless(type(self).__name__, 0 < self.threads <= MAX_THREADS, few)
 
     def constants(self) -> dict[str, Any]:
-        """The values for the template's parameter block: the fields under their own names, with dtypes as C types."""
+        """The values for the template's parameter block. A flag or a number keeps its name, a dtype is a C type."""
         self.check()
         found: dict[str, Any] = {"threads": self.threads}
         for name in [field.name for field in fields(self) if field.name not in self.unused]:
-            value = getattr(self, name)
-            if name.endswith("dtype"):
-                found[name.replace("dtype", "c_type")] = C_TYPES[value]
+            value, words = getattr(self, name), self.words.get(name, ())
+            if words and C_TYPES.keys() >= {*words}:
+                found[f"{name.removesuffix('dtype').rstrip('_')}_c_type".lstrip("_")] = C_TYPES[value or words[0]]
             else:
-                found[name] = value.upper() if name in self.enumerators else value
+                found[name] = value.upper() if words else value
         return found
 
     def of(self, call: str) -> Spec:

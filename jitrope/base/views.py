@@ -37,8 +37,8 @@ E8M0: torch.dtype = getattr(torch, "float8_e8m0fnu", torch.uint8)  # powers of t
 SCALES = {"fp32": torch.float32, "e8m0": E8M0, "fp8": FP8}
 """The dtypes of dynamic scales by the words of `SCALE_DTYPES`, without "e8m0_fp32", powers of two in fp32."""
 GROUPS = (16, 32, 64, 128)  # numbers of neighbouring elements of a head that may share a scale
-BLOCK_SCALES, NVFP4_GROUP = ("k_block_scale", "v_block_scale"), 16
-"""Computed scales beside a cache, and the neighbouring elements of a head that share one in NVFP4."""
+BLOCK_SCALES = ("k_block_scale", "v_block_scale")
+"""Computed scales beside a cache."""
 FP8S = tuple(form.dtype for name, form in FORMATS.items() if name.startswith("fp8"))
 """The dtypes with scales of the caller."""
 Tensors = dict[str, Tensor]  # a call's tensors by the names of their arguments, without those that were not given

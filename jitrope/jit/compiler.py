@@ -5,8 +5,6 @@ NVRTC is called through CuPy's bindings, not through its compiler, because the b
 
 from __future__ import annotations
 
-import re
-import tempfile
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -17,8 +15,6 @@ from ..base.config import chosen_cupy_folder, cupy_import_environment
 from ..base.errors import CompileError
 from .render import Source
 
-OLDEST_ARCH = {12: 50, 13: 75}  # the oldest architecture that NVRTC supports, by CUDA's major version
-
 PACKAGES = {12: ("cupy-cuda12x", "nvidia-cuda-nvrtc-cu12"), 13: ("cupy-cuda13x", "nvidia-cuda-nvrtc")}
 """The packages of CuPy and NVRTC by CUDA's major version, as in the extras `cuda12` and `cuda13`."""
 
@@ -26,9 +22,6 @@ MISSING = "CuPy is missing"
 
 _failed: Exception | None = None
 """The error of the first import of CuPy. A second import in the same process would raise other, misleading errors."""
-
-_refused: dict[tuple[str, str, tuple[str, ...]], str] = {}
-"""The messages of the sources that did not compile, by text, architecture and options."""
 
 
 @lru_cache(maxsize=1)
@@ -127,22 +120,11 @@ def supported_archs() -> list[str]:
 
 def unsupported(arch: str, supported: Sequence[str], version: tuple[int, int]) -> tuple[str, str] | None:
     """(fault, remedy) if an NVRTC of this version cannot compile for `arch`, or None."""
-    numbers = sorted(int(name.removeprefix("sm_")) for name in supported)
-    nvrtc, range_ = f"NVRTC {version[0]}.{version[1]}", f"this NVRTC compiles for sm_{numbers[0]} to sm_{numbers[-1]}"
-    number = int(match[1]) if (match := re.fullmatch(r"sm_(\d+)[af]?", arch)) else 0
-    if number in numbers:
+    if arch.rstrip("af") in supported:
         return None
-    if not number or numbers[0] < number < numbers[-1]:
-        wrong = f"there is no {arch}" if number else f"{arch!r} is not an architecture such as sm_90"
-        return wrong, f"{range_}: {', '.join(supported)}"
-    if number > numbers[-1]:
-        upgrade = f"pip install --upgrade {PACKAGES[_nearest(version[0])][1]}"
-        age, advice = f"newer than {nvrtc}", f"{upgrade}, or {install(13)}" if version[0] < 13 else upgrade
-    elif number >= OLDEST_ARCH.get(version[0] - 1, numbers[0]):
-        age, advice = f"too old for {nvrtc}", install(version[0] - 1)
-    else:
-        age, advice = "too old for every NVRTC that jitrope supports", "use another GPU"
-    return f"{arch} is {age}: {range_}", advice
+    newer, older = install(version[0] + 1), install(version[0] - 1)
+    fault = f"NVRTC {version[0]}.{version[1]} compiles for {', '.join(supported)}, not for {arch}"
+    return fault, f"for a newer architecture {newer} --upgrade; for an older one {older}"
 
 
 def options_for(arch: str) -> tuple[str, ...]:
@@ -155,9 +137,6 @@ def options_for(arch: str) -> tuple[str, ...]:
 
 def compile_source(source: Source, arch: str, extra_options: tuple[str, ...] = ()) -> tuple[bytes, str]:
     """Compile a source to (cubin, the compiler's log). This needs neither a GPU nor a driver."""
-    wanted = source.text, arch, extra_options
-    if wanted in _refused:  # another compile would fail too, and keep the source again
-        raise CompileError(_refused[wanted])
     nvrtc = _nvrtc()
     program = nvrtc.createProgram(source.text, f"{source.name}.cu", (), ())
     try:
@@ -167,18 +146,7 @@ def compile_source(source: Source, arch: str, extra_options: tuple[str, ...] = (
     except nvrtc.NVRTCError as error:
         if wrong := unsupported(arch, supported_archs(), nvrtc_version()):
             raise CompileError(f"{source.name}: {wrong[0]}; {wrong[1]}") from error
-        lines = [f"{source.name} for {arch}: {error}", nvrtc.getProgramLog(program).strip()]
-        _refused[wanted] = "\n".join([*lines, f"source: {_keep(source)}"])
-        raise CompileError(_refused[wanted]) from error
+        said, log = f"{source.name} for {arch}: {error}", nvrtc.getProgramLog(program).strip()
+        raise CompileError(f"{said}\n{log}\n`jitrope render` shows the source") from error
     finally:
         nvrtc.destroyProgram(program)
-
-
-def _keep(source: Source) -> str:
-    """Keep a source that does not compile. Returns the file's path, or the reason why it could not be written."""
-    try:
-        with tempfile.NamedTemporaryFile("w", prefix=f"{source.name[:80]}-", suffix=".cu", delete=False) as file:
-            file.write(source.text)
-    except OSError as error:
-        return f"not kept ({error})"
-    return file.name

@@ -44,21 +44,6 @@ def _call(name: str, *arguments: Any) -> None:
         raise DriverError(status)
 
 
-def attribute(number: int, device: int) -> int:
-    """A property of a GPU. number: a CUdevice_attribute. Raises DriverError, CompileError."""
-    found = ctypes.c_int()
-    _call("cuDeviceGetAttribute", ctypes.byref(found), number, _place(device))
-    return found.value
-
-
-def _place(device: int) -> ctypes.c_int:
-    """The CUdevice of a GPU's index."""
-    found = ctypes.c_int()
-    _call("cuInit", 0)
-    _call("cuDeviceGet", ctypes.byref(found), device)
-    return found
-
-
 class _Attribute(ctypes.Structure):  # CUlaunchAttribute
     _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15))
 
@@ -97,10 +82,14 @@ class Kernel:
 
     def __init__(self, cubin: bytes, entry: str, device: int) -> None:
         self._context, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        before, module, cuda = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int()
+        before, module = ctypes.c_void_p(), ctypes.c_void_p()
+        place, major, cuda = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
         try:
-            self._may_overlap = attribute(_COMPUTE_CAPABILITY_MAJOR, device) >= 9
-            _call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), _place(device))
+            _call("cuInit", 0)
+            _call("cuDeviceGet", ctypes.byref(place), device)
+            _call("cuDeviceGetAttribute", ctypes.byref(major), _COMPUTE_CAPABILITY_MAJOR, place)
+            self._may_overlap = major.value >= 9
+            _call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), place)
             _call("cuCtxGetCurrent", ctypes.byref(before))
             _call("cuCtxSetCurrent", self._context)
             try:

@@ -65,7 +65,7 @@ class RopeProblem(Compiled):
     tokens: int
     heads: int  # of q and k, and of v where it is copied
     q_heads: int
-    num_sequences: int  # 0 without cu_seqlens
+    sequences: int  # 0 without cu_seqlens
     max_seqlen: int  # the whole sequence's, also under context parallelism; 0: not given
     vec_limit: int  # the most elements of an access, by addresses and strides of q and k; 1: not aligned, or strided
     table_vec_limit: int  # the same of the tables
@@ -78,12 +78,10 @@ class RopeProblem(Compiled):
 
 
 class Plan(NamedTuple):
-    """The kernel, its grid and block, and the reason for them."""
+    """The kernel and its grid."""
 
     spec: RopeSpec
     grid: tuple[int, int]
-    block: int
-    reason: str
 
 
 _COUNTS = ("heads_per_thread", "blocks_per_sm", "tokens_per_block", "heads_per_block")
@@ -93,7 +91,7 @@ _SMALLEST: dict[str, Any] = {**dict.fromkeys(_COUNTS, 1), "one_step": False, "ri
 @lru_cache(maxsize=4096)
 def plan(p: RopeProblem) -> Plan:
     """Choose the kernel and the grid of a call that has at least one token."""
-    launch, reason = choose_launch(p)
+    launch = choose_launch(p)
     tiled = launch == "grid_2d" and not by_sequence(p)
     of_call: dict[str, Any] = {field.name: getattr(p, field.name) for field in fields(Compiled)}
     one_row = tiled and p.batch == 1  # elsewhere the division is free, and this saves a kernel
@@ -119,8 +117,8 @@ def plan(p: RopeProblem) -> Plan:
     else:
         tokens, heads = _tile_with_stages(p, spec)
         if launch == "grid_2d":  # a longer sequence than this is walked in several steps
-            length = min(length, longest_share(p) or -(-p.tokens // max(1, p.num_sequences)))
-            second = p.num_sequences + 1
+            length = min(length, longest_share(p) or -(-p.tokens // max(1, p.sequences)))
+            second = p.sequences + 1
     one_step = p.gradient or tiled or p.v_dim > 0 or p.across_heads or heads * spec.heads_per_thread >= p.heads
     spec = replace(spec, tokens_per_block=tokens, heads_per_block=heads, one_step=one_step)
     blocks = -(-length // tokens)
@@ -128,7 +126,7 @@ def plan(p: RopeProblem) -> Plan:
         spec = replace(spec, blocks_per_sm=_blocks_per_sm(p, spec), ring=has_ring(spec))
         if p.gradient or spec.ring:
             blocks = _walks(p, spec, blocks, max(1, p.sm_count * spec.blocks_per_sm // second))
-    return Plan(spec, (blocks, second), spec.threads, reason)
+    return Plan(spec, (blocks, second))
 
 
 def _row_tile(p: RopeProblem, spec: RopeSpec) -> tuple[int, int]:
@@ -197,29 +195,19 @@ def shared_by_stages(spec: RopeSpec) -> int:
     return exchanged + angles + (teams * spec.head_dim // spec.vec * 4 if spec.dynamic else 0)
 
 
-def choose_launch(p: RopeProblem) -> tuple[str, str]:
-    """The launch and the rule that chose it."""
-    packed = by_sequence(p)
-    if p.across_heads:
-        return "token_linear", "across_heads: a block has whole rows"
-    if p.gradient:
-        return "token_linear", "the gradient kernel: blocks walk over the tokens"
-    if p.v_dim and packed:
-        return "token_linear", "latent attention: the second grid axis is over heads"
-    if p.launch == "grid_2d" and packed and p.num_sequences >= MAX_GRID_Y:
-        return "token_linear", f"{p.num_sequences} sequences exceed the grid's limit of {MAX_GRID_Y} rows"
+def choose_launch(p: RopeProblem) -> str:
+    """The launch: over tokens alone, or also over heads, or over the sequences of a packed batch."""
+    packed, many = by_sequence(p), p.sequences >= MAX_GRID_Y
+    if p.across_heads or p.gradient or (packed and (p.v_dim or many)):  # whole rows; a walk; an axis that is not free
+        return "token_linear"
     if p.launch != "auto":
-        return p.launch, f"launch={p.launch!r} is configured"
-    if packed:
-        even = 0 < p.num_sequences * longest_share(p) <= MAX_UNEVEN * p.tokens
-        if even and p.tokens * p.heads <= FEW_PACKED_HEADS and p.num_sequences < MAX_GRID_Y:
-            return "grid_2d", f"{p.tokens} packed tokens of {p.num_sequences} even sequences: no search"
-        return "token_linear", "packed: cost follows the tokens, not sequences x max_seqlen"
+        return p.launch
+    if packed:  # the cost follows the tokens, not sequences x max_seqlen, but a search takes long for few
+        even = 0 < p.sequences * longest_share(p) <= MAX_UNEVEN * p.tokens
+        return "grid_2d" if even and p.tokens * p.heads <= FEW_PACKED_HEADS else "token_linear"
     threads = p.tokens * p.heads * p.rotary_dim * ITEM_SIZES[p.dtype] // (2 * SMALL_ACCESS_BYTES)
     few = FEW_CACHED_THREADS_PER_SM if p.cached and not p.norm else FEW_THREADS_PER_SM
-    if threads < few * p.sm_count and p.heads > 1:
-        return "grid_2d", f"{p.tokens} tokens leave room on {p.sm_count} SMs: heads are tiled too"
-    return "token_linear", f"{p.tokens} tokens fill {p.sm_count} SMs"
+    return "grid_2d" if threads < few * p.sm_count and p.heads > 1 else "token_linear"
 
 
 def by_sequence(p: RopeProblem) -> bool:

@@ -139,7 +139,6 @@ class _Call:
             "head_scales": any(map(any, self.given_scales.values())),
             "gradient": "dq" in named,
             "wide": max(table.shape[1], *chain(*self.strides.values())) >= NARROW,
-            "num_sequences": self.sequences,
             "vec_limit": elements_per_access([x for name, x in named.items() if name not in (*_SCALES, *_FACTORS)]),
             "table_vec_limit": pairs or elements_per_access(tables),
             "table_step_limit": 2 if pairs else 1,

@@ -7,26 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 from ..base.config import LAUNCHES
 from ..base.layouts import MAX_HEAD_DIM
-from ..base.spec import (
-    ACCESSES,
-    C_TYPES,
-    DTYPES,
-    INDEX_DTYPES,
-    KINDS,
-    MAX_THREADS,
-    OF_NORM,
-    Spec,
-    check_fields,
-    refuse_unless,
-)
+from ..base.spec import ACCESSES, DTYPES, INDEX_DTYPES, KINDS, NUMBERS, OF_NORM, Spec, refuse_unless
 from ..sinks import cache, pages
 from ..stages import bias, convert, norm, positions, rotate, scale, transform
 from . import arguments
 
+_COUNTS = "cp_size q_per_group kv_per_group v_per_k heads_per_thread blocks_per_sm tokens_per_block heads_per_block"
 ROPE_KINDS = ("rope", "qk_norm_rope", "qk_norm_rope_backward")
 PARTS = (positions, rotate, norm, scale, transform, bias, convert, pages, cache)
 for part in PARTS:  # here, because a dataclass takes a while to make
@@ -83,6 +73,18 @@ class RopeSpec(Compiled, Spec):
     tokens_per_block: int
     heads_per_block: int  # of a token at a time, times heads_per_thread
     one_step: bool  # a block takes its heads in one step
+
+    bounds: ClassVar = {
+        **dict.fromkeys(("vec", "table_vec", "weight_vec"), ACCESSES),
+        **dict.fromkeys(("chunks", "table_step"), (1, 2)),
+        **dict.fromkeys(_COUNTS.split(), NUMBERS[1:]),
+    }
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Fields that the template knows by other names or not at all."""
+        of_norm = () if self.norm else [x.name for x in fields(self) if "of_norm" in x.metadata]
+        return ("gradient", "wide", "launch", "row_heads", "mrope_section", *of_norm)
 
     @property
     def kind(self) -> str:
@@ -162,22 +164,16 @@ class RopeSpec(Compiled, Spec):
 
     def check(self) -> None:
         """Raise InvalidInput if a field has a wrong value, or if no kernel can have these fields together."""
-        check_fields(self, _WORDS)
+        super().check()
         dims = f"head_dim {self.head_dim}, rotary_dim {self.rotary_dim}: both must be even and at most {MAX_HEAD_DIM}"
         even = self.rotary_dim % 2 == 0
         refuse_unless("RopeSpec", even and 0 < self.rotary_dim <= self.head_dim <= MAX_HEAD_DIM, dims)
         refuse_unless("RopeSpec", not self.norm or self.norm_kind != "", "a norm must have a norm_kind")
-        refuse_unless("RopeSpec", {self.chunks, self.table_step} <= {1, 2}, "chunks and table_step must be 1 or 2")
-        for name in ("vec", "table_vec", "weight_vec"):
-            refuse_unless("RopeSpec", getattr(self, name) in ACCESSES, f"{name} must be one of {ACCESSES}")
-        for name in _COUNTS.split():
-            refuse_unless("RopeSpec", getattr(self, name) > 0, f"{name} must be at least 1")
         refuse_unless("RopeSpec", self.vec > 1 or "fp4" not in (self.q_out, self.kv_out), "fp4 needs vec above 1")
-        refuse_unless("RopeSpec", 0 < self.threads <= MAX_THREADS, f"a block must have 1 to {MAX_THREADS} threads")
 
     def constants(self) -> dict[str, Any]:
-        """The values of the template's parameter block. A flag or a number keeps its name, a dtype is a C type."""
-        self.check()
+        """The fields, and what the template needs of those that it does not know."""
+        own = super().constants()
         found: dict[str, Any] = {
             "real_c_type": "double" if self.rounding == "complex128" else "float",
             "stride_c_type": "long long" if self.wide else "unsigned int",
@@ -195,21 +191,12 @@ class RopeSpec(Compiled, Spec):
             q_heads, k_heads, *_ = (*self.row_heads, 0, 0)
             found |= {"weighted": self.weight_dtype is not None, "row_q_heads": q_heads, "row_k_heads": k_heads}
             found["shares_angles"] = self.shares_angles
-        for x in [x for x in fields(self) if x.name not in ("gradient", "wide", "launch")]:
-            value, words = getattr(self, x.name), x.metadata.get("words", ())
-            if isinstance(value, tuple) or ("of_norm" in x.metadata and not self.norm):
-                continue
-            if words and C_TYPES.keys() >= {*words}:
-                found[f"{x.name.removesuffix('dtype').rstrip('_')}_c_type".lstrip("_")] = C_TYPES[value or words[0]]
-            else:
-                found[x.name] = value.upper() if words else value
-        return found
+        return found | own
 
 
 INDICES = tuple(x.name.removesuffix("_dtype") for x in fields(RopeSpec) if x.metadata.get("words") is INDEX_DTYPES)
 GIVEN = {x.name: x.metadata["given"] for x in fields(Compiled) if "given" in x.metadata}
-_WORDS = {x.name: x.metadata["words"] for x in fields(RopeSpec) if "words" in x.metadata}
-_COUNTS = "cp_size q_per_group kv_per_group v_per_k heads_per_thread blocks_per_sm tokens_per_block heads_per_block"
+RopeSpec.words = {x.name: x.metadata["words"] for x in fields(RopeSpec) if "words" in x.metadata}
 
 
 KINDS.update(dict.fromkeys(ROPE_KINDS, RopeSpec))

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from .. import torch_state as watch
-from ..base.config import log
 from ..base.memory import Span, refuse_meeting, span
 from ..base.views import HEADS, Tensors, bias_views, table_pair
 from ..checks.checks import label_of
@@ -132,7 +131,6 @@ class Prepared:
         if planned is None:
             return
         plan, words = planned
-        log.debug("%s: %s", plan.spec.name, plan.reason)
         with torch.cuda.device(device.index):
             spec = plan.spec.of(op.text([x for x in tensors if x not in self.kept], options))
             kernel = get_kernel(spec, device.index)
@@ -140,7 +138,7 @@ class Prepared:
         self.device, self.blocks = device.index, math.prod(plan.grid)
         pointers = address_names(options.norm is not None, plan.spec.stages)
         self.args = (ctypes.c_int64 * (len(pointers) + len(words)))(*[0] * len(pointers), *words)
-        self.enqueue = kernel.enqueuer(plan.grid, plan.block, ctypes.addressof(self.args))
+        self.enqueue = kernel.enqueuer(plan.grid, plan.spec.threads, ctypes.addressof(self.args))
         fresh = [] if options.inplace else [*named][len(tensors) :]
         own = dict(zip(named, self.names))  # a single table is cos in the kernel, and has its word as name in a call
         at = {name: f"{own[name]}_at" for name in own} | {name: f"{name}_at" for name in fresh}

@@ -176,8 +176,6 @@ def slots_of_pages(t: Tensors, tokens: int, pages: int, rows: int) -> tuple[Tens
     count = len(t["page_indptr"]) - 1 if "page_indptr" in t else len(table)
     token = torch.arange(tokens, device=table.device)
     sequence, position, padding, last = _given_places(t) if "batch_indices" in t else _last_places(t, token, rows)
-    if count == 0:
-        return torch.full_like(token, -1), ~padding, last
     known, sequence = (sequence >= 0) & (sequence < count), sequence.clamp(0, count - 1)
     if "page_indptr" in t:
         first = t["page_indptr"].long()[sequence]

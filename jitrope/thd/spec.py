@@ -8,15 +8,15 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from ..base.partition import RULES, number_of_chunks
-from ..base.spec import ACCESS_BYTES, ACCESSES, DTYPES, INDEX_DTYPES, KINDS, MAX_INT, MAX_THREADS, Spec, refuse_unless
+from ..base.spec import ACCESS_BYTES, ACCESSES, DTYPES, INDEX_DTYPES, KINDS, NUMBERS, Spec
 
 MAPS = ("table", "stay", "to_ranks", "to_sequences", "positions", "valid", "tail")
 PARTITIONED = ("to_ranks", "to_sequences", "positions")  # maps that depend on the cut of the batch
 
 QUANTITIES = ("lse", "read_lse", "out", "grad")
 STEPS = ("nothing", "add", "copy")
-_ENUMERATORS = {"map": MAPS, "quantity": QUANTITIES, "first": STEPS, "second": STEPS}
-_WORDS = {**_ENUMERATORS, "rule": RULES, "index_dtype": INDEX_DTYPES, "dtype": DTYPES, "out_dtype": DTYPES}
+_WORDS = {"map": MAPS, "quantity": QUANTITIES, "first": STEPS, "second": STEPS, "rule": RULES}
+_WORDS |= {"index_dtype": INDEX_DTYPES, "dtype": DTYPES, "out_dtype": DTYPES}
 
 BLOCK_THREADS = 256
 ROWS_IN_FLIGHT = 4  # rows that a thread loads at the same time
@@ -26,13 +26,12 @@ ROWS_IN_FLIGHT = 4  # rows that a thread loads at the same time
 SUMS_IN_FLIGHT = 2
 
 SCAN_THREADS = 1024
-COUNTS = range(1, MAX_INT + 1)
 MIN_LANE_USE = 0.9  # the least share of a row's threads that must have work, on average over its passes
 
 
 class _Moves(Spec):
-    words, enumerators = _WORDS, tuple(_ENUMERATORS)
-    bounds: ClassVar[dict[str, range | tuple[int, ...]]] = {}  # the allowed numbers of fields
+    words = _WORDS
+    rule: Any
 
     @property
     def name(self) -> str:
@@ -44,16 +43,10 @@ class _Moves(Spec):
                 words.append({bool: field.name, str: value}.get(type(value), f"{field.name}{value}"))
         return "_".join(words)
 
-    def check(self) -> None:
-        super().check()
-        for name, allowed in self.bounds.items():
-            must = f"{allowed[0]} to {allowed[-1]}" if isinstance(allowed, range) else f"one of {allowed}"
-            refuse_unless(type(self).__name__, getattr(self, name) in allowed, f"{name} must be {must}")
-
     def constants(self) -> dict[str, Any]:
         found = super().constants()
-        if "rule" in found:  # a kernel takes the number of chunks
-            found["chunks"] = number_of_chunks(found["cp_size"], found.pop("rule"))
+        if found.pop("rule", ""):  # a kernel takes the number of chunks
+            found["chunks"] = number_of_chunks(found["cp_size"], self.rule)
         return found
 
 
@@ -75,7 +68,8 @@ class RowsSpec(_Moves):
 
     threads = BLOCK_THREADS
     unused = ("writes",)
-    bounds: ClassVar = {"access_bytes": ACCESSES, "cp_size": COUNTS, "unroll": COUNTS, "lanes": range(1, threads + 1)}
+    bounds: ClassVar = {"access_bytes": ACCESSES, "lanes": NUMBERS[1 : threads + 1]}
+    bounds |= dict.fromkeys(("cp_size", "unroll"), NUMBERS[1:])
 
     kind = property(lambda self: "thd_tables" if self.writes else "thd_rows")
 
@@ -95,7 +89,7 @@ class SegmentsSpec(_Moves):
     threads: int
 
     unused = ("rows",)
-    bounds: ClassVar = {"cp_size": COUNTS, "threads": range(1, MAX_THREADS + 1)}
+    bounds: ClassVar = {"cp_size": NUMBERS[1:]}
 
     kind = property(lambda self: "cp_segment_rows" if self.rows else "cp_segments")
 
