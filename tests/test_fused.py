@@ -217,14 +217,17 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "across heads": ({"norm": Norm(across_heads=True, v_norm=True)}, "across_heads does not go with v_norm in fused"),
     "a transform": ({"norm": Norm(across_heads=True), "hadamard": True}, "across_heads does not go with hadamard"),
     "a view of v": ({"norm": Norm(v_norm=True), "copy_v": False}, "copy_v=False does not go with v_norm"),
-    "a weight": ({"norm": Norm(torch.ones(4))}, r"H=4, D=8\) but q_weight .* it must be \(D\), 8 numbers, or H D with"),
-    "k's weight": ({"norm": Norm(W, torch.ones(4))}, r"k of qkv is \(B=2, S=6, H=2, D=8\) but k_weight has shape \(4"),
+    "a weight": ({"norm": Norm(torch.ones(4))}, r"q_weight is .*; it must be \(8,\), float32 or"),
+    "k's weight": ({"norm": Norm(W, torch.ones(4))}, r"k_weight is .*; it must be \(8,\), float32, contiguous"),
     "a bias": ({"norm": Norm(W, q_bias=W)}, "q_bias goes with kind='layer_norm'"),
-    "dtypes": ({"norm": Norm(W, W.half())}, "they must match"),
+    "dtypes": ({"norm": Norm(W, W.half())}, r"k_weight is .*; it must be \(8,\), float32, contiguous"),
     "another value": ({"norm": W}, "norm is .*; it must be a jitrope.Norm"),
     "inverse": ({"inverse": True}, "inverse does not go with norm"),
     "shifts": ({"positions": jitrope.Shifts(torch.zeros(6, dtype=torch.int64))}, "shifts does not go with"),
-    "tables for each head": ({"cos": torch.zeros(1, 6, 2, 4), "sin": torch.zeros(1, 6, 2, 4)}, "must share it"),
+    "tables for each head": (
+        {"cos": torch.zeros(1, 6, 2, 4), "sin": torch.zeros(1, 6, 2, 4)},
+        r"cos is .*; it must be .* or \(1\|2, P, 1, W\), float32",
+    ),
     "layout": ({"layout": "bhsd"}, "layout is 'bhsd'"),
     "width": ({"heads": (6, 2)}, "qkv has shape .*, but heads=.6, 2. with order='grouped' are 10 heads"),
     "heads": ({"heads": (0, 2)}, r"heads\[0\] is 0"),
@@ -278,7 +281,7 @@ def test_refusals_beside_other_stages() -> None:
     refused("inverse does not go with fused QKV with cache", inverse=True)
     refused("out's k is .*; it must be None, because k goes to the cache", out=(None, qkv, None))
     refused("out is .*; it must be a tuple of 3 tensors", out=qkv)
-    refused("prepare_fused_qkv: per='head' does not go with a cache", quantize=DynamicQuantize(per="head"))
+    refused("cache does not go with per of quantize; leave one out", quantize=DynamicQuantize(per="head"))
     for per in ("token", "head"):
         words = {"cache": None, "quantize": DynamicQuantize(per=per, v=True), "copy_v": False}
         refused("copy_v=False does not go with v=True of quantize", **words)
@@ -288,8 +291,8 @@ def test_refusals_beside_other_stages() -> None:
     one = [torch.zeros(1, 2, 5, n, 64).bfloat16() for n in (6, 2, 2)]
     refused("there must be a rank for each of the 2 groups", out=one, cache=None)
     refused("across_heads does not go with a cache", norm=Norm(across_heads=True))
-    refused("prepare_fused_qkv: hadamard is given beside quantize", quantize=Quantize(1.0), hadamard=True)
-    refused("quantize has a k_scale, but k goes to the cache", quantize=Quantize(1.0, 1.0))
+    refused("hadamard does not go with quantize, which has its own", quantize=Quantize(1.0), hadamard=True)
+    refused("cache does not go with k_scale of quantize", quantize=Quantize(1.0, 1.0))
     refused("copy_v=False does not go with bias", bias=bias, copy_v=False)
     refused("bias is torch.float32", bias=bias.float())
     refused("heads=.14, 2. with order='grouped' are 18 heads of D elements", heads=(14, 2))
@@ -304,6 +307,6 @@ def test_refusals_beside_other_stages() -> None:
     buffer = torch.zeros(2, 5, 10 * 64).bfloat16()
     out = (buffer[..., : 6 * 64].unflatten(2, (-1, 64)), None, None)
     refused("out's q and qkv share memory", buffer.unflatten(2, (2, -1)), out=out)
-    refused(r"out's q is \(2, 5, 6, 32\) .*; it must be \(2, 5, 6, 64\)", out=(out[0][..., :32], None, None))
+    refused(r"out's q is .*; it must be \(2, 5, 6, 64\)", out=(out[0][..., :32], None, None))
     out = (None, None, torch.zeros(2, 5, 2, 64).bfloat16())
     refused(r"out's v is .*; it must be None with copy_v=False", cache=None, copy_v=False, out=out)

@@ -103,21 +103,24 @@ def test_one_launch(way: str, norm: str) -> None:
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
-    "ids": ({"cos": COS, "sin": SIN, "positions": IDS[:, 1:]}, r"positions has shape \(2, 7\); allowed are \(8,\)"),
+    "ids": (
+        {"cos": COS, "sin": SIN, "positions": IDS[:, 1:]},
+        r"positions is .*; it must be \(8,\) or \(1\|2, 8\), int32",
+    ),
     "ids beside two tables": ({**WAYS["two tables"], "positions": IDS}, "positions does not go with a table for each"),
     "unrotated beside two tables": ({**WAYS["two tables"], "unrotated": 1}, "unrotated does not go with a table for"),
     "two tables of angles": ({"freqs": (ANGLES, ANGLES)}, "freqs does not go with a table for each stream"),
     "unrotated beside ids": ({**WAYS["ids"], "unrotated": 1}, "positions does not go with unrotated"),
-    "rows": ({"cos": COS[:6], "sin": SIN[:6], "unrotated": 1}, "cos has 6 rows; it needs 7"),
+    "rows": ({"cos": COS[:6], "sin": SIN[:6], "unrotated": 1}, "cos has 6 rows; q needs 7"),
     "starts": (
         {"cos": COS, "sin": SIN, "positions": Starts(IDS[0, :2])},
         "start_positions does not go with two streams",
     ),
     "packed": (
         {"cos": COS, "sin": SIN, "positions": Packed(IDS[0, :2])},
-        "cu_seqlens does not go with two streams; pass positions as a tensor of ids",
+        "cu_seqlens does not go with two streams; leave it out",
     ),
-    "axes": ({"cos": COS[0], "sin": SIN[0]}, r"cos has shape \(32,\); it must be"),
+    "axes": ({"cos": COS[0], "sin": SIN[0]}, r"cos is .*; it must be \(P, W\) or \(1\|2, P, W\)"),
 }
 
 
@@ -195,7 +198,7 @@ def test_refusals_of_stages() -> None:
 
     quantize = Quantize(0.05, 0.02)
     refused("prepare_joint_qkv: quantize is 1; it must be a jitrope.Quantize", quantize=1)
-    refused("prepare_joint_qkv: hadamard is given beside quantize", quantize=quantize, hadamard=True)
+    refused("hadamard does not go with quantize, which has its own; leave one out", quantize=quantize, hadamard=True)
     refused("k_scale is missing", quantize=Quantize(0.05))
     for n, label in ((1, "first's k"), (2, "first's v"), (4, "second's k"), (5, "second's v")):
         without: list[Any] = [None if i == n else x for i, x in enumerate(given)]
@@ -208,10 +211,14 @@ def test_refusals_of_stages() -> None:
     )
     refused("start_positions does not go with two streams", quantize=quantize, positions=Starts(IDS[0, :2]))
     refused("out is .*; it must be a tuple of 3 tensors", out=given[0])
-    refused(r"out's q is \(2, 7, 4, 64\) .*; it must be \(2, 8, 4, 64\)", out=(torch.zeros(2, 7, 4, 64), None, None))
+    refused(r"out's q is .*; it must be \(2, 8, 4, 64\)", out=(torch.zeros(2, 7, 4, 64), None, None))
     refused("q is .*; for 3 ranks it needs a multiple of 3 heads", out=Ulysses(3))
     of_rows = DynamicQuantize(per="head")
-    refused(r"out's q is \(2, 9, 4, 64\)", quantize=of_rows, out=(torch.zeros(2, 9, 4, 64).to(FP8), None, None))
+    refused(
+        r"out's q is .*; it must be \(2, 8, 4, 64\)",
+        quantize=of_rows,
+        out=(torch.zeros(2, 9, 4, 64).to(FP8), None, None),
+    )
     wants = [x.clone().requires_grad_() for x in given]
     buffer = torch.zeros(2, 8, 4, 64).bfloat16()
     text = "first's q requires .*; use a call without cache, quantize and out, or torch.no_grad"

@@ -99,11 +99,11 @@ def test_refusals() -> None:
     q, k_pe, c_kv, table, _ = tensors("cpu", 512, 64, torch.bfloat16)
     w = torch.ones(512)
     for words, text in (
-        ({"across_heads": True}, "across_heads does not go with of='v'"),
-        ({"after_rope": True}, "after_rope does not go with of='v'"),
-        ({"v_norm": True}, "v_norm does not go with of='v'"),
-        ({"kind": "layer_norm"}, "kind='layer_norm' does not go with of='v'"),
-        ({"q_weight": w}, "q_weight does not go with of='v'"),
+        ({"across_heads": True}, "of='v' does not go with across_heads; leave one out"),
+        ({"after_rope": True}, "of='v' does not go with after_rope"),
+        ({"v_norm": True}, "of='v' does not go with v_norm"),
+        ({"kind": "layer_norm"}, "of='v' does not go with kind='layer_norm'"),
+        ({"q_weight": w}, "of='v' does not go with q_weight"),
         ({"mean_squares": (w, None)}, "mean_squares does not go with"),
     ):
         with pytest.raises(InvalidInput, match=text):
@@ -111,7 +111,7 @@ def test_refusals() -> None:
     for _, stranger in STRANGERS[:-1]:
         with pytest.raises(InvalidInput, match="Norm: v_weight is "):
             Norm(of="v", v_weight=stranger)
-    with pytest.raises(InvalidInput, match="v_weight does not go with of='qk'"):
+    with pytest.raises(InvalidInput, match="of='qk' does not go with v_weight"):
         Norm(v_weight=w)
     words = {"cos_sin_cache": table[:T], "layout": "thd"}
     ckv, kpe = caches("cpu", 512, 64, True, q.dtype)
@@ -120,7 +120,7 @@ def test_refusals() -> None:
         (
             Norm(of="v", v_weight=w[:64]),
             {"cache": cache},
-            r"v_weight has shape \(64,\); it must be \(H D\), 512 numbers$",
+            r"v_weight is .*; it must be \(512,\), ",
         ),
         (Norm(of="v", v_weight=w), {}, "v_weight does not go with norm"),
         (Norm(of="v"), {}, "the norm has of='v', which goes with a cache of v"),

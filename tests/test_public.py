@@ -221,7 +221,7 @@ class Norm(jitrope.Norm):
 def test_a_class_of_the_users_is_made_of_more_than_its_arguments() -> None:
     x, tables = torch.randn(40, 4, 64), (COS[:16], SIN[:16])
     jitrope.apply_rope(x, None, *tables, positions=Sequences(torch.tensor([0, 10, 20, 30, 40])))
-    with pytest.raises(jitrope.InvalidInput, match="cos has 16 rows; it needs 37"):
+    with pytest.raises(jitrope.InvalidInput, match="cos has 16 rows; q needs 37"):
         jitrope.apply_rope(x, None, *tables, positions=Sequences(torch.tensor([0, 1, 2, 3, 40])))
 
 

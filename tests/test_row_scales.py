@@ -235,22 +235,22 @@ def test_refusals() -> None:
             jitrope.prepare_qkv(*(heads or (q, k, None)), cos, sin, quantize=quantize, **words)
 
     for text, words in {
-        "group does not go with per='head'": {"group": 32},
-        "scale_dtype does not go with per='head'": {"scale_dtype": getattr(torch, "float8_e8m0fnu", torch.uint8)},
+        "per='head' does not go with group; leave one out": {"group": 32},
+        "per='head' does not go with scale_dtype": {"scale_dtype": getattr(torch, "float8_e8m0fnu", torch.uint8)},
         "per is 'row'; it must be": {"per": "row"},
-        "fp4 does not go with per='head'": {"dtype": FP4},
+        "per='head' does not go with fp4": {"dtype": FP4},
     }.items():
         with pytest.raises(InvalidInput, match=text):
             DynamicQuantize(**{"per": "head", **words})
     cache = KVCache(*torch.zeros(2, 9, 2, 64, dtype=q.dtype), torch.arange(5))
-    refused("per='head' does not go with a cache; pass q's scales in Quantize", q, k, k, cache=cache)
+    refused("cache does not go with per of quantize", q, k, k, cache=cache)
     refused("per='kv_head' needs a multiple of k's heads; q has 4, k 0", q, None, None, per="kv_head")
     refused("per='kv_head' needs a multiple of k's heads; q has 4, k 3", q, q[:, :, :3], None, per="kv_head")
     refused("q requires a gradient, but this call has none", q.clone().requires_grad_(), k, None)
     refused("inplace does not go with dynamic scales", inplace=True)
     refused("across_heads does not go with dynamic scales", norm=Norm(across_heads=True))
     sequences = Packed(torch.tensor([0, 2, 5]))
-    with pytest.raises(InvalidInput, match=r"one for each head, \(H=4\) or \(B=1, H\) or \(N=2, H\)"):
+    with pytest.raises(InvalidInput, match=r"q_scale is .*; it must be \(\) or \(4,\) or \(1\|2, 4\)"):
         jitrope.prepare_qkv(q[0], k[0], None, cos, sin, positions=sequences, quantize=Quantize(torch.ones(3, 4), 1.0))
     assert repr(DynamicQuantize(per="head")).endswith("e4m3fn, per='head')")
 

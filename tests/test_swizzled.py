@@ -108,8 +108,8 @@ def test_refusals() -> None:
         ({"group": 32}, needs),
         ({"scale_dtype": E8M0}, needs),
         ({"dtype": torch.int8, "group": 16}, needs),
-        ({"per": "head"}, "swizzled does not go with per='head'"),
-        ({"per": "kv_head"}, "swizzled does not go with per='kv_head'"),
+        ({"per": "head"}, "per='head' does not go with swizzled; leave one out"),
+        ({"per": "kv_head"}, "per='kv_head' does not go with swizzled"),
         ({**mx, "swizzled": "yes"}, "swizzled is 'yes'; it must be True or False"),
     ):
         with pytest.raises(InvalidInput, match=message):

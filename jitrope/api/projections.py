@@ -201,8 +201,8 @@ def prepare_mla_qkv(
     op = operation(LATENT, convert="" if quantize is None else "given")
     asked = gather(op, tensors, {**words, "out": out}, _LATENT_WORDS, positions)
     if is_dense(q) and is_dense(kv) and is_dense(k_pe):  # elsewhere the check refuses them
-        asked["rotary_offset"] = first = int(q.shape[-1] - k_pe.shape[-1])
-        asked["v_dim"] = int(kv.shape[-1]) - first
+        asked["rotary_offset"] = first = max(0, int(q.shape[-1] - k_pe.shape[-1]))
+        asked["v_dim"] = max(0, int(kv.shape[-1]) - first)
     if quantize is not None:
         add("prepare_mla_qkv", "quantize", quantize, Quantize, tensors, asked)
         tensors.update(quantize.on(q))

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..checks.words import refuse_table_as_v
 from ..run.gather import chosen, gather, result, sent, with_v
 from ..run.public import repeated
 from ..sinks.cache import KVCache
@@ -96,9 +95,8 @@ def apply_rope(
             must have its input's shape, or (ranks, B, S, H / ranks, D) for an all-to-all. Its strides may be any. It
             must share no memory with another tensor. None: a fresh tensor. With out there is no gradient, except with
             `Ulysses`, which makes fresh tensors for an all-to-all. It cannot be combined with inplace.
-        check: refuse positions outside of the table, exchanged cos and sin, full-width tables of the other pairing, and
-            a table with a row for each head but not for each token. Use it to find mistakes: it waits for the device,
-            so the call cannot be captured in a CUDA graph or compiled.
+        check: refuse positions outside of the table, offsets that fall, and slots and pages outside of a cache. Use it
+            to find mistakes: it waits for the device, so the call cannot be captured in a CUDA graph or compiled.
 
     Returns:
         (q, k) rotated, with the shapes, dtype and (if dense) strides of the inputs.
@@ -173,8 +171,6 @@ def prepare_qkv(
     op, own = chosen(HEADS, "prepare_qkv", norm, cache, quantize, hadamard)
     tensors: Any = {"q": q, "k": k} if cache is None else {"q": q, "k": k, "v": v}
     tensors.update(cos=cos, sin=sin)
-    if sin is None and cos is not None:
-        refuse_table_as_v(v, cos)
     asked = gather(op, tensors, words, _ROPE_WORDS, positions, inplace, own, norm, cache, quantize)
     if cache is None:
         v = with_v(op, tensors, asked, v)

@@ -133,6 +133,13 @@ def items(function: str, label: str, value: Any, must: str) -> list[Any]:
     refuse(function, label, value, must)
 
 
+def parts(function: str, label: str, value: Any, count: int) -> tuple[Any, ...]:
+    """Return the `count` items of a list or a tuple."""
+    if not isinstance(value, (list, tuple)) or len(value) != count:
+        refuse(function, label, value, f"a tuple of {count} {'norms' if label == 'norm' else 'tensors'}")
+    return tuple(value)
+
+
 def tensor(function: str, label: str, value: Any) -> Tensor:
     """Return a strided tensor. Lists and numpy arrays are refused: they have no device."""
     if not isinstance(value, Tensor) or value.is_nested or value.layout is not torch.strided:

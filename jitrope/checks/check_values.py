@@ -1,37 +1,30 @@
-"""The checks of `check=True`. They read tables, positions and slots, so they wait for the device.
+"""The checks of `check=True`. They read positions and slots, so they wait for the device.
 
-Calls are safe without them: a position outside of the table gives NaN, and a wrong table gives wrong angles.
+Calls are safe without them: a position outside of the table gives NaN.
 """
 
 from __future__ import annotations
 
-import itertools
-
-import torch
-from torch import Tensor
-
 from ..base import partition
+from ..base.arguments import refuse
 from ..base.fit import Fail, sizes_of
-from ..base.layouts import LAYOUT_AXES
-from ..base.views import TABLE_NAMES, Tensors, table_pair
+from ..base.views import TABLE_NAMES, Tensors
 from ..plan.options import Options
 from ..sinks.cache import slots_of
 from ..sinks.pages import slots_of_pages
 from ..stages.positions import RULE, rows_read, spare, table_rows
-from ..stages.rotate import label_of, rows_of
-from .checks import SWAPPED
+from ..stages.rotate import rows_of
 
 
 def check_values(name: str, t: Tensors, o: Options) -> None:
-    """Refuse positions outside of the table, slots outside of a cache, and tables and layouts that look mistaken."""
+    """Refuse offsets that fall, positions outside of the table, and slots outside of a cache."""
     fail, q = Fail(name), next(iter(t.values()))
     batch, tokens, *_ = sizes_of(q, o.layout)
     whole = {label: getattr(x, "full_tensor", lambda x=x: x)() for label, x in t.items() if label in TABLE_NAMES}
     if "cu_seqlens" in whole:
         offsets = whole["cu_seqlens"].tolist()
-        fail.when(offsets[0] != 0, f"cu_seqlens[0] is {offsets[0]}; cu_seqlens must ascend from 0")
-        for n, (first, end) in enumerate(itertools.pairwise(offsets), 1):
-            fail.when(first > end, f"cu_seqlens[{n}] falls from {first} to {end}; cu_seqlens must ascend from 0")
+        if offsets != sorted(offsets) or offsets[0] != 0:
+            refuse(name, "cu_seqlens", offsets, "ascending from 0")
         own = partition.local_rows(offsets[-1], o.cp_rank, o.cp_size, RULE)
         of_rank = "" if o.cp_size == 1 else f", {own} of them on this rank"
         fail.when(own > tokens, f"cu_seqlens ends at {offsets[-1]}{of_rank}, but q has {tokens} tokens")
@@ -48,26 +41,3 @@ def check_values(name: str, t: Tensors, o: Options) -> None:
     if "page_table" in t:
         lost = int(slots_of_pages(t, batch * tokens, *t["k_cache"].shape[:2])[1].sum())
         fail.when(lost, f"page_table and its lengths lead {lost} tokens out of the caches or of the table")
-    if o.table != "freqs" and whole["cos"].numel():
-        _check_pairing(*table_pair(whole["cos"], whole.get("sin"), o.table), o, fail)
-    other = SWAPPED.get(o.layout)
-    alone = o.cp_size == 1 and not whole.keys() - {"cos", "sin"}  # the table has a row for each token
-    if alone and other and count == q.shape[LAYOUT_AXES[other][1]] != tokens:
-        had = f"q has shape {tuple(q.shape)} and the table has {count} rows, as if q's layout were {other!r}"
-        fail(f"{had}, not {o.layout!r}; pass layout={other!r}, or a table with another number of rows")
-
-
-def _check_pairing(cos: Tensor, sin: Tensor, o: Options, fail: Fail) -> None:
-    """Refuse exchanged tables, and full-width tables of the other pairing or taken as half width."""
-    first_cos, first_sin = (x[(0,) * (x.dim() - 1)] for x in (cos, sin))
-    if not first_cos.any() and bool((first_sin == first_sin[0]).all()) and bool(first_sin[0] > 0):
-        table = "" if o.table == "cos_sin" else f"in {label_of('cos', o)} "
-        fail(f"{table}row 0 of cos is 0 and row 0 of sin is not, as if they were exchanged; pass cos first, then sin")
-    width, neighbours = cos.shape[-1], torch.equal(cos[..., ::2], cos[..., 1::2])
-    halves = torch.equal(cos[..., : width // 2], cos[..., width // 2 :])
-    if o.table != "cos_sin" or neighbours == halves:
-        return
-    had = f"every entry of cos {'is there twice in a row' if neighbours else 'is there again in the second half'}"
-    fail.when(width != o.rotary_dim, f"{had}, as in a full-width table, not a half-width one; pass rotary_dim={width}")
-    wrong = f"{had}, but interleaved is {o.interleaved}"
-    fail.when(neighbours != o.interleaved, f"{wrong}; pass interleaved={neighbours}, or half-width tables")

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..base import config
-from ..base.arguments import flag, number, refuse, whole, word
+from ..base.arguments import flag, number, parts, refuse, tensor, whole, word
 from ..base.errors import InvalidInput
 from ..base.layouts import LAYOUT_AXES, QKV_ORDERS
 from ..base.views import Tensors, heads_per_group
-from ..call import PARTS
 from ..plan.options import DEFAULTS, Options
 from ..stages import rotate
 from ..torch_state import is_compiling
@@ -23,37 +22,6 @@ ONE_TABLE = rotate.TABLES[1:]  # words for a single table in place of cos and si
 _WORDS = {"layout": tuple(LAYOUT_AXES), "rounding": rotate.ROUNDINGS, "order": tuple(QKV_ORDERS)}
 """The keywords that are words. Other words come from values, which checked them."""
 _TIMES_WIDTH = {"cos_sin_cache": 1, "freqs_cis": 2}  # tables whose width determines rotary_dim, by which factor
-_OLD = {
-    "positions=position_ids": "position_ids",
-    "positions=jitrope.Mrope(position_ids, mrope_section)": "mrope_section mrope_interleaved",
-    "positions=jitrope.Starts(start_positions)": "start_positions",
-    "positions=jitrope.Packed(cu_seqlens, ...)": "cu_seqlens max_seqlen packed_table cp_size cp_rank",
-    "norm=jitrope.Norm(...)": "eps across_heads zero_centered after_rope q_weight k_weight q_bias k_bias",
-    "cache=jitrope.KVCache(...)": "k_cache v_cache slot_mapping v_scale rotate_k",
-    "quantize=jitrope.Quantize(...)": "k_scale",
-    "jitrope.configure(launch=...)": "launch",
-    "interleaved=not is_neox_style": "is_neox_style is_neox",
-    "layout='bhsd' or 'bshd'": "unsqueeze_dim",
-}
-"""Words of other libraries and of jitrope's old versions, by the argument that replaces them."""
-
-_INSTEAD = {
-    **dict.fromkeys(("cu_seqlens", "max_seqlen", "start_positions"), "pass positions as a tensor of ids"),
-    "shifts": "rotate by Shifts in a call of apply_rope",
-    **dict.fromkeys((*PARTS["transform"].words, "inplace", "q_mean_square", "k_mean_square"), "leave it out"),
-}
-"""Advice for words that do not go with an operation."""
-_LACKS = {"apply_rope": "norm cache quantize", "prepare_mla_qkv": "norm cache"}
-"""The stages that functions do not have."""
-
-
-def unexpected(name: str, label: str) -> TypeError:
-    """The error for a word that a function does not have; it names the argument that replaces the word."""
-    lacks = _LACKS.get(name, "").split()
-    hint = "; prepare_qkv has it" if label in lacks else ""
-    for new in [new for new, old in _OLD.items() if label in old.split()]:
-        hint = f"; pass {new}{' to prepare_qkv' if new.partition('=')[0] in lacks else ''}"
-    return TypeError(f"{name}() got an unexpected keyword argument {label!r}{hint}")
 
 
 def canonical(tensors: Tensors) -> Tensors:
@@ -73,9 +41,19 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any]) -> t
     for label in [label for label in (*tensors, *asked) if label in op.refused]:  # layout may be implied by a tensor
         value, default = asked.get(label), DEFAULTS.get(label)
         if value is None or type(value) is not type(default) or value != default:  # an array has no single answer
-            hint = f"; {_INSTEAD[label]}" if label in _INSTEAD else ""
-            raise InvalidInput(f"{name}: {op.label(label)} does not go with {op.said or 'this function'}{hint}")
-    kind = _check_tensors(op, tensors, asked, name)
+            said = op.said or "this function"
+            raise InvalidInput(f"{name}: {op.label(label)} does not go with {said}; leave it out")
+    for label in [label for label in op.needed if label not in tensors]:
+        refuse(name, op.label(label), None, "a tensor")
+    for label, x in tensors.items():
+        tensor(name, op.label(label), x)
+    kinds = [*["cos_sin"] * ("cos" in tensors or "sin" in tensors), *[kind for kind in ONE_TABLE if kind in tensors]]
+    bare = not kinds and op.goes_bare(tensors, asked)
+    if (len(kinds) != 1 and not bare) or ("cos" in tensors) != ("sin" in tensors):
+        had = ", ".join([label for label in ("cos", "sin", *ONE_TABLE) if label in tensors]) or "none"
+        must = "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis"
+        raise InvalidInput(f"{name}: {must}, not {had}; without a k or v pass None")
+    kind = "cos_sin" if bare else kinds[0]
     full = canonical(dict(tensors))
     words = {label: _typed(name, label, value) for label, value in asked.items() if label != "check"}
     o = Options(**{"launch": config.launch(), **words}, table=kind)
@@ -91,49 +69,6 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any]) -> t
     return (found, full) if cos is not None else op.without_table(full, found)
 
 
-def _check_tensors(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name: str) -> str:
-    """Refuse missing and wrong tensors, and return the kind of the tables."""
-    kinds = [kind for kind in ONE_TABLE if kind in tensors]
-    ways = len(kinds) + ("cos" in tensors or "sin" in tensors)
-    if ways > 1 or (ways == 0 and not op.goes_bare(tensors, asked)) or ("cos" in tensors) != ("sin" in tensors):
-        raise InvalidInput(f"{name}: {_missing_table(name, tensors, kinds)}")
-    needed = {*op.needed, "cos", "sin", *ONE_TABLE}
-    for label in [label for label in op.needed if label not in tensors]:
-        refuse(name, op.label(label), None, "a tensor")
-    for label, x in tensors.items():
-        if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
-            tensor = "a strided tensor" if isinstance(x, Tensor) else "a tensor"
-            shown = (kinds or ["cos"])[0] if label == "second_cos" else op.label(label)
-            hint = f"; pass torch.from_numpy({shown})" if type(x).__name__ == "ndarray" else ""
-            refuse(name, shown, x, (tensor if label in needed else f"{tensor} or None") + hint)
-    return kinds[0] if kinds else "cos_sin"
-
-
-def _missing_table(name: str, tensors: Mapping[str, Any], kinds: list[str]) -> str:
-    """The message about a call's wrong tables, with the call that was probably meant."""
-    wanted = "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis"
-    q, k, cos, sin = (tensors.get(label) for label in ("q", "k", "cos", "sin"))
-    if isinstance(cos, (list, tuple)):
-        return f"cos is a {type(cos).__name__} of {len(cos)}; unpack it: pass *table for cos and sin"
-    nested = any(isinstance(x, Tensor) and x.is_nested for x in (q, k, cos))
-    if isinstance(cos, Tensor) and sin is None and not kinds and not nested:
-        if cos.is_complex():
-            return "cos is complex; pass a complex table as freqs_cis=table"
-        if isinstance(q, Tensor) and isinstance(k, Tensor) and k.shape == cos.shape:
-            shown = f"k has shape {tuple(k.shape)}, like a table, and sin is missing"
-            return f"{shown}; did you mean {name}(q, None, cos, sin)?"
-        return f"sin is missing; {wanted}"
-    pair = " and ".join([label for label in ("cos", "sin") if label in tensors])
-    return f"{wanted}, not {', '.join([x for x in (pair, *kinds) if x]) or 'none'}"
-
-
-def refuse_table_as_v(v: Any, cos: Any) -> None:
-    """Refuse `prepare_qkv(q, k, cos, sin)`, which lacks v."""
-    if isinstance(v, Tensor) and isinstance(cos, Tensor) and v.shape == cos.shape:
-        shown = f"v has shape {tuple(v.shape)}, like a table, and sin is missing"
-        raise InvalidInput(f"prepare_qkv: {shown}; did you mean prepare_qkv(q, k, None, cos, sin)?")
-
-
 def rotary_dim_of(name: str, words: Mapping[str, Any], head_dim: int, kind: str = "", table_width: int = 0) -> int:
     """The number of elements of a head to rotate: rotary_dim, or by the width of some tables, or all after the offset.
 
@@ -141,13 +76,9 @@ def rotary_dim_of(name: str, words: Mapping[str, Any], head_dim: int, kind: str 
     """
     rotary_dim: int | None = _typed(name, "rotary_dim", words.get("rotary_dim"))
     offset: int = _typed(name, "rotary_offset", words.get("rotary_offset", 0))
-    if rotary_dim is not None or kind not in _TIMES_WIDTH:
-        return head_dim - offset if rotary_dim is None else rotary_dim
-    found = _TIMES_WIDTH[kind] * table_width
-    if found < 2 or found % 2:
-        width_words = "rotary_dim (even)" if kind == "cos_sin_cache" else "rotary_dim / 2"
-        raise InvalidInput(f"{name}: {kind} is {table_width} wide; it must be (P, W) with W = {width_words}")
-    return found
+    if rotary_dim is not None:
+        return rotary_dim
+    return _TIMES_WIDTH[kind] * table_width if kind in _TIMES_WIDTH else head_dim - offset
 
 
 def rotates_heads(tensors: Mapping[str, Tensor], words: Mapping[str, Any], head_dim: int) -> bool:
@@ -158,12 +89,13 @@ def rotates_heads(tensors: Mapping[str, Tensor], words: Mapping[str, Any], head_
 
 
 def _typed(name: str, label: str, value: Any) -> Any:
+    """The value of a word, checked; those that come from a value were checked as that was made."""
     if label in _WORDS:
         return word(name, label, value, _WORDS[label])
-    kind: Any = {bool: flag, type(None): flag, int: whole, float: number}.get(type(DEFAULTS[label]))
-    absent = value is None and (DEFAULTS[label] is None or label == "rotary_dim")
-    elsewhere = kind is None or label == "norm"  # it is checked
-    return value if absent or elsewhere else kind(name, label, value)
+    readers: Any = {bool: flag, type(None): flag, int: partial(whole, least=0), float: number}
+    read = readers.get(type(DEFAULTS[label]))
+    absent = value is None and label in ("interleaved_out", "rotary_dim")
+    return value if absent or read is None or label == "norm" else read(name, label, value)
 
 
 def check_asked(name: str, asked: Mapping[str, Any]) -> bool:
@@ -187,10 +119,3 @@ def second_tables(name: str, tables: dict[str, Any]) -> dict[str, Tensor]:
         had, other = (" and ".join(sorted(labels)) for labels in (given, second))
         raise InvalidInput(f"{name}: the first table is {had}, the second {other}; pass two of one kind")
     return dict(zip(("second_cos", "second_sin"), second.values()))
-
-
-def parts(name: str, label: str, value: Any, count: int) -> tuple[Any, ...]:
-    """The `count` items of an argument that is a list or a tuple."""
-    if not isinstance(value, (list, tuple)) or len(value) != count:
-        refuse(name, label, value, f"a tuple of {count} {'norms' if label == 'norm' else 'tensors'}")
-    return tuple(value)

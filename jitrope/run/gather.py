@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ..base.arguments import refuse
+from ..base.arguments import parts, refuse
 from ..base.errors import InvalidInput
+from ..base.fit import Fail
 from ..base.views import BLOCK_SCALES, Tensors
-from ..checks.checks import require_apart
-from ..checks.words import ONE_TABLE, parts, rotates_heads, unexpected
+from ..checks.words import ONE_TABLE, rotates_heads
 from ..plan.options import Options
 from ..sinks.cache import KVCache
 from ..sinks.results import Ulysses
@@ -61,7 +61,7 @@ def gather(
     name, like = op.function, next(iter(tensors.values()))
     for word in [*words]:
         if word not in allowed:
-            raise unexpected(name, word)
+            raise TypeError(f"{name}() got an unexpected keyword argument {word!r}")  # as Python says it
         if word in ONE_TABLE:
             tensors[word] = words.pop(word)
         elif word == "q_scale":  # fp8 has a tensor of this name
@@ -75,20 +75,18 @@ def gather(
         del tensors[label]
     if op.norm:
         words["norm"] = NO_NORM
-    forget_positions(tensors, words)
+    if tensors.keys().isdisjoint(_TABLE_NAMES):  # nothing is rotated
+        for label in WITHOUT_TABLE.split():
+            tensors.pop(label, None)
+            words.pop(label, None)
     for label, value, kind in (("norm", norm, Norm), ("cache", cache, KVCache)):
         if value is not None:
             add(name, label, value, kind, tensors, words)
     words.update(own)
     if quantize is not None:
-        if cache is not None and "dynamic_v" in quantize.words:
-            raise InvalidInput(f"{name}: v=True of quantize does not go with a cache, which has v_block_scale")
-        given = quantize.on(like) if quantize.given else {}
-        for letter in [letter for letter in "kv" if cache is not None and f"{letter}_scale" in given]:
-            dynamic = isinstance(quantize, DynamicQuantize)
-            label, instead = ("global_scale", "leave it out") if dynamic else ("scale", "give it to KVCache")
-            raise InvalidInput(f"{name}: quantize has a {letter}_{label}, but {letter} goes to the cache; {instead}")
-        tensors.update(given)
+        of_cache = {f"{label} of quantize": cache is not None for label in quantize.asked if label[0] in "kvp"}
+        Fail(name).apart("cache", of_cache)  # which has scales of k and v itself
+        tensors.update(quantize.on(like))
     return words  # type: ignore[no-any-return]
 
 
@@ -101,16 +99,6 @@ def placed(op: Operation, tensors: Tensors, positions: Any) -> dict[str, Any]:
         refuse(op.function, "positions", positions, "a tensor of ids, or a jitrope.Packed, Mrope, Shifts or Starts")
     tensors["position_ids"] = positions
     return {}
-
-
-def forget_positions(tensors: Tensors, words: dict[str, Any]) -> None:
-    """Drop the positions of a call without a table, which rotates nothing."""
-    for name in _TABLE_NAMES:
-        if name in tensors:
-            return
-    for name in WITHOUT_TABLE.split():
-        tensors.pop(name, None)
-        words.pop(name, None)
 
 
 def add(name: str, label: str, value: Any, kind: Any, tensors: Tensors, words: dict[str, Any]) -> None:
@@ -128,20 +116,16 @@ def sent(op: Operation, tensors: Tensors, words: dict[str, Any], quantize: Any =
     """
     out, given = words.pop("out", None), {}
     if isinstance(out, Ulysses) and op.source.op != "latent":
-        if op.cache:
-            raise InvalidInput(f"{op.function}: Ulysses does not go with a cache; leave out= out")
-        if words.get("copy_v") is False:
-            raise InvalidInput(f"{op.function}: Ulysses does not go with copy_v=False; leave copy_v out")
+        Fail(op.function).apart("Ulysses", {"a cache": op.cache, "copy_v=False": words.get("copy_v") is False})
         words.update(out.words)
         op = op.to("ranks")
     elif out is not None:
         items = zip(letters, parts(op.function, "out", out, len(letters)))
         given = {letter: x for letter, x in items if x is not None}
         for letter, x in given.items():
-            if op.cache and letter != "q":
-                refuse(op.function, f"out's {letter}", x, f"None, because {letter} goes to the cache")
-            if op.source.op == "heads" and letter not in tensors:
-                refuse(op.function, f"out's {letter}", x, f"None, because {letter} is None")
+            why = "goes to the cache" if op.cache and letter != "q" else "is None"
+            if why != "is None" or (op.source.op == "heads" and letter not in tensors):
+                refuse(op.function, f"out's {letter}", x, f"None, because {letter} {why}")
     per = "token" if quantize is None else quantize.per
     tensors.update({f"{letter}_out": x for letter, x in given.items()})
     found = {} if per == "token" else with_scales(op, tensors, words, per)
@@ -155,8 +139,6 @@ def with_scales(op: Operation, tensors: Tensors, words: dict[str, Any], per: str
 
     per: a word of `DynamicQuantize`. With "kv_head" the heads of q that share a head of k have the largest of theirs.
     """
-    if "k_cache" in tensors:
-        raise InvalidInput(f"{op.function}: per={per!r} does not go with a cache; pass q's scales in Quantize")
     norm = words.get("norm", NO_NORM)
     of_v = words.pop("dynamic_v", False)
     own = {word: x for word, x in words.items() if word != "ulysses_degree"}
@@ -187,13 +169,11 @@ def with_v(op: Operation, tensors: Tensors, words: dict[str, Any], v: Any) -> An
     One launch needs a v like k, tables that the heads share, and fresh results or tensors in `out`. A v that is not
     converted also needs a rotation of whole heads: squares are then summed in the order of a launch for v alone.
     """
-    name, out, norm, source = op.function, words.get("out"), words.get("norm", NO_NORM), v
+    name, out, norm = op.function, words.get("out"), words.get("norm", NO_NORM)
     converts, ranks = converts_v(tensors, "dynamic_v" in words), isinstance(out, Ulysses)
     given = isinstance(out, (list, tuple)) and out[2:] and out[2] is not None
-    if converts and not is_dense(v):
-        refuse(name, "v", v, f"a tensor, because quantize has {'v=True' if 'dynamic_v' in words else 'a v_scale'}")
-    if norm.v_norm and not isinstance(v, Tensor):
-        refuse(name, "v", v, "a tensor, because the norm has v_norm")
+    if (converts or norm.v_norm) and not is_dense(v):
+        refuse(name, "v", v, f"a tensor, because {'quantize converts it' if converts else 'the norm has v_norm'}")
     joins = False
     if norm.v_norm:
         xs: list[Any] = [v, tensors.get("k"), *[tensors[x] for x in _TABLE_NAMES if x in tensors]]
@@ -207,7 +187,4 @@ def with_v(op: Operation, tensors: Tensors, words: dict[str, Any], v: Any) -> An
         words["norm"] = norm._replace(v_norm=False)
     if v is not None and (joins or converts or ranks or given):
         tensors["v"] = v
-    if given and v is not source:
-        items = zip("qkv", parts(name, "out", out, 3))
-        require_apart(name, {f"out's {letter}": x for letter, x in items if x is not None}, {"v": source}, {})
     return v

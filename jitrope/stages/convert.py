@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.arguments import flags, refuse, require, whole, word
-from ..base.errors import InvalidInput
+from ..base.arguments import flags, refuse, whole, word
+from ..base.fit import Fail
 from ..base.spec import DTYPES, OF_NORM
 from ..base.views import BLOCK_SCALES, DTYPE_NAMES, E8M0, FORMATS, FP8, FP8S, GROUPS, SCALES, Tensors
 from ..values.asked import Value
@@ -184,7 +184,7 @@ class DynamicQuantize(Conversion):
         v: bool = False,
     ) -> None:
         name = "DynamicQuantize"
-        self.per = word(name, "per", per, ("token", "head", "kv_head"))
+        fail, self.per = Fail(name), word(name, "per", per, ("token", "head", "kv_head"))
         form = _format_word(name, dtype, tuple([form.dtype for form in FORMATS.values()]))
         self.asked = {"dtype": dtype}
         self.tensors, self.words = {}, {"out_dtype": form, **({"computed": True} if per == "token" else {})}
@@ -206,11 +206,11 @@ class DynamicQuantize(Conversion):
             refuse(name, "v_global_scale", v_global_scale, "None without v=True")
         self.asked.update({**on, **given, **({} if per == "token" else {"per": per})})
         self.given = {label.replace("_global", ""): scale for label, scale in given.items()}
-        for label in ("group", "scale_dtype", "scale_fmt", "swizzled") if per != "token" else ():
-            require(name, label not in self.asked, f"{label} does not go with per={per!r}; leave one out")
-        require(name, per == "token" or form != "fp4", f"fp4 does not go with per={per!r}; leave per out")
-        one_byte = "swizzled" not in on or (group is not None and scale_dtype != torch.float32)
-        require(name, one_byte, "swizzled needs scales of one byte; pass group and scale_dtype too")
+        if per != "token":
+            others = {label: label in self.asked for label in ("group", "scale_dtype", "scale_fmt", "swizzled")}
+            fail.apart(f"per={per!r}", {**others, "fp4": form == "fp4"})
+        wrong = "swizzled" in on and (group is None or scale_dtype == torch.float32)
+        fail.when(wrong, "swizzled needs scales of one byte; pass group and scale_dtype too")
 
 
 def _scale_out(form: str, scale_dtype: Any, scale_fmt: Any) -> str:
@@ -222,8 +222,7 @@ def _scale_out(form: str, scale_dtype: Any, scale_fmt: Any) -> str:
         refuse(name, "scale_dtype", scale_dtype, "torch.float32 or torch.float8_e8m0fnu; only fp4 has scales in e4m3")
     if scale_fmt is not None and (not isinstance(scale_fmt, str) or scale_fmt not in SCALE_FMTS[1:]):
         refuse(name, "scale_fmt", scale_fmt, f"{SCALE_FMTS[1]!r} or None")
-    good = scale_fmt is None or scale_dtype != FP8
-    require(name, good, f"scale_fmt does not go with scale_dtype={FP8}; leave one out")
+    Fail(name).apart("scale_fmt", {f"scale_dtype={FP8}": scale_fmt is not None and scale_dtype == FP8})
     return "e8m0_fp32" if scale_fmt and scale_dtype == torch.float32 else _SCALE_WORDS[scale_dtype]
 
 
@@ -241,8 +240,7 @@ def asked_of(name: str, quantize: Any, hadamard: Any) -> tuple[dict[str, Any], b
     else:
         if not isinstance(quantize, (Quantize, DynamicQuantize)):
             refuse(name, "quantize", quantize, "a jitrope.Quantize or DynamicQuantize")
-        if hadamard is not False:
-            raise InvalidInput(f"{name}: hadamard is given beside quantize, which has its own; give it to that")
+        Fail(name).apart("hadamard", {"quantize, which has its own": hadamard is not False})
         words = quantize.words
     return words, "hadamard" in words
 

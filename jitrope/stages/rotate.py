@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..base.errors import InvalidInput
-from ..base.fit import USERS_NAMES, Fail, is_float, named, sizes_of
+from ..base.fit import FLOATS, USERS_NAMES, Fail, sizes_of
 from ..base.spec import DTYPES, OF_NORM
-from ..base.views import DTYPE_NAMES, Tensors, per_head, table_pair, table_view
+from ..base.views import DTYPE_NAMES, Tensors, table_pair, table_view
 from . import positions
 from .positions import POSITIONS, TURNED, cleared, table_rows
 
@@ -104,79 +104,39 @@ def check_moved(name: str, norm: bool, o: Words, rotate_k: bool) -> None:
             raise InvalidInput(f"{name}: interleaved_out does not go with {word}, {why}; leave {word}=True out")
 
 
-def check_dims(owner: str, head_dim: int, o: Words, fail: Fail) -> None:
-    """Refuse to rotate elements that a head does not have. owner: the head's name."""
-    begin, end = o.rotary_offset, o.rotary_offset + o.rotary_dim
-    fail.when(begin < 0, f"rotary_offset is {begin}; it cannot be negative")
-    most = f"D - rotary_offset={head_dim - begin}" if begin else f"D={head_dim}"
-    had = f"rotary_dim{', by default D,' if end == head_dim and not begin else ''} is {o.rotary_dim}"
-    wrong = o.rotary_dim % 2 != 0 or not (begin < end <= head_dim)
-    fail.when(wrong, f"{had}; it must be even and from 2 to {most}")
+def check_dims(head_dim: int, o: Words, fail: Fail) -> None:
+    """Refuse to rotate elements that a head does not have."""
+    most = head_dim - o.rotary_offset
+    wrong = o.rotary_dim % 2 != 0 or not (0 < o.rotary_dim <= most)
+    had = f"rotary_dim is {o.rotary_dim}{f' with {o.table}' * (o.table != 'cos_sin')}"
+    fail.when(wrong, f"{had}; it must be even and from 2 to D - rotary_offset={most}")
 
 
-def check(t: Tensors, o: Words, fail: Fail) -> None:
-    """Refuse tables that do not fit q, k and the positions."""
-    cos, kind, rotary = t["cos"], o.table, o.rotary_dim
-    wide = o.rounding == "complex128"
+def check(t: Tensors, o: Words, shared: bool, fail: Fail) -> None:
+    """Refuse tables that do not fit q, k and the positions. shared: heads cannot have entries of their own."""
+    q, cos, kind, rotary, wide = t["q"], t["cos"], o.table, o.rotary_dim, o.rounding == "complex128"
+    label, (batch, seqlen, heads, _) = label_of("cos", o), sizes_of(q, o.layout)
     positions.check_counted("interleaved_out", o.interleaved_out is not None, o, fail)
-    if kind == "freqs_cis" and cos.dtype != torch.complex64 and not (wide and cos.dtype == torch.complex128):
-        hint = "; pass torch.view_as_complex(table)" if cos.dim() == 3 and cos.shape[-1] == 2 else ""
-        fail(f"freqs_cis is {cos.dtype}; it must be complex64, or complex128 with rounding='complex128'{hint}")
-    if kind == "cos_sin_cache":
-        fail.when(cos.dim() != 2, f"cos_sin_cache has shape {tuple(cos.shape)}; it must be (P, rotary_dim)")
-        had = f"cos_sin_cache is {cos.shape[1]} wide, rotary_dim is {rotary}"
-        fail.when(cos.shape[1] != rotary, f"{had}; they must be equal")
-    cos, sin = table_pair(cos, t.get("sin"), kind)
-    must = f"it must be (P, W), (B, P, W) or {'(P, 1 or B, 1, W)' if kind == 'freqs' else '(B, P, H, W)'}"
-    for label, x in (("cos", cos), ("sin", sin)) if kind == "cos_sin" else ((kind, cos),):
-        fail.when(not (2 <= x.dim() <= 4), f"{label} has shape {tuple(x.shape)}; {must}")
-        wrong = kind == "freqs" and x.dtype != torch.float32
-        fail.when(wrong, f"freqs is {x.dtype}; the angles must be computed and passed in fp32")
-        hint = "; pass a complex table as freqs_cis=table" if x.is_complex() else ""
-        had = f"{label} is {x.dtype}; allowed are fp32, fp16, bf16, and fp64 with rounding='complex128'"
-        fail.when(not is_float(x) and not (wide and x.dtype == torch.float64), f"{had}{hint}")
-    had = f"cos is {tuple(cos.shape)} {cos.dtype} but sin is {tuple(sin.shape)} {sin.dtype}"
-    fail.when(cos.shape != sin.shape or cos.dtype != sin.dtype, f"{had}; they must match")
-    fail.when(kind == "freqs" and o.shifts, "freqs does not go with Shifts; pass cos and sin")
-    if wide and (kind == "freqs" or "cu_seqlens" in t):
-        fail("rounding='complex128' does not go with freqs or cu_seqlens; pass cos and sin, and position_ids")
+    fail.apart("freqs", {"Shifts": kind == "freqs" and o.shifts})
+    fail.apart("rounding='complex128'", {"freqs": wide and kind == "freqs", "cu_seqlens": wide and "cu_seqlens" in t})
     fail.when(kind != "freqs" and o.mscale != 1, "mscale goes with freqs; multiply cos and sin by it instead")
-    width, half = cos.shape[-1], rotary // 2
-    if width != half and width != rotary:
-        had = f"{'cos and sin are' if kind == 'cos_sin' else f'{kind} is'} {width} wide; with rotary_dim {rotary}"
-        allowed = f"allowed are {half} (half width) and {rotary} (full width)"
-        hint = "k_pe has as many elements" if o.v_dim else "pass rotary_dim for a partial rotation"
-        fail(f"{had} (D={t['q'].shape[-1]}) {allowed}; {hint}")
-    if o.interleaved_out is not None and width == rotary:
-        own = label_of("cos", o) + ("[..., ::2]" if o.interleaved else f"[..., :{half}]")
-        fail(f"interleaved_out goes with half-width tables, {half} wide; pass {own}")
-    _check_rows(t, cos, o, fail)
-
-
-def _check_rows(t: Tensors, cos: Tensor, o: Words, fail: Fail) -> None:
-    """Check the numbers of rows, batch rows and heads of the tables."""
-    q, label, rows = t["q"], label_of("cos", o), rows_of(cos)
-    batch, seqlen, heads, _ = sizes_of(q, o.layout)
-    of_q = f"q is {named(q, o.layout)} but "
-    needed = positions.needed_rows(t, o)
-    if not o.packed_table and rows < needed:
-        squeezed = cos.dim() == 4 and rows == 1 and cos.shape[2] >= needed
-        hint = f"; it is (B, 1, S, W): pass {label}.squeeze(1)" if squeezed else ""
-        fail(f"{of_q}{label} has {rows} rows; it needs {needed}{hint}")
-    fail.when(rows <= 0 and seqlen != 0, f"{label} has no rows")
-    if cos.dim() > 2 and cos.shape[0] != 1 and cos.shape[0] != batch:
-        fail(f"{of_q}{label} has {cos.shape[0]} batch rows; allowed are 1 and B={batch}")
-    if per_head(cos):
-        had = f"has angles for {cos.shape[2]} heads"
-        fail.when(o.table == "freqs", f"freqs {had}; heads must share them, or pass cos and sin")
-        same = cos.shape[2] == heads == sizes_of(t.get("k", q), o.layout)[2]
-        fail.when(not same, f"{of_q}cos {had}; q and k must have as many heads")
-
-
-def refuse_per_head(table: Tensor, o: Words, beside: str, fail: Fail) -> None:
-    """Refuse a table with entries for each head."""
-    had = f"{label_of('cos', o)} has shape {tuple(table.shape)}"
-    fail.when(per_head(table), f"{had}; with {beside} the heads must share it: (P, W) or (B, P, W)")
+    complexes, floats = (torch.complex64, torch.complex128)[: 1 + wide], (*FLOATS, *[torch.float64] * wide)
+    dtypes = {"freqs": (torch.float32,), "freqs_cis": complexes}.get(kind, floats)
+    own = not shared and heads == sizes_of(t.get("k", q), o.layout)[2]
+    shapes = [("P", "W"), ((1, batch), "P", "W"), ((1, batch), "P", (1, heads) if own else 1, "W")]
+    if kind == "freqs":
+        shapes[2] = ("P", (1, batch), 1, "W")
+    given = cos.transpose(0, 1) if kind == "freqs" and cos.dim() == 4 else cos
+    fail.unlike(label, given, q.device, dtypes, *shapes[: 1 if kind == "cos_sin_cache" else 3])
+    if "sin" in t:
+        fail.unlike("sin", t["sin"], q.device, (cos.dtype,), cos.shape, like="cos")
+    rows, needed, width = rows_of(cos), positions.needed_rows(t, o), cos.shape[-1]
+    wrong = (rows < needed and not o.packed_table) or (rows == 0 and seqlen != 0)
+    fail.when(wrong, f"{label} has {rows} rows; q needs {needed}")
+    half = (rotary // 2, rotary)[: 1 + (o.interleaved_out is None)]
+    widths = (rotary,) if kind == "cos_sin_cache" else half
+    had = f"{label} is {width} wide; with rotary_dim={rotary}{' and interleaved_out' * (len(half) == 1)}"
+    fail.when(width not in widths, f"{had} it must be {' or '.join(map(str, widths))}")
 
 
 def rows_of(table: Tensor) -> int:
