@@ -162,8 +162,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pairs": INTO, "out": "own"}, "interleaved_out does not go with (inplace|rotate_k)"),
     ({"pairs": INTO, "out": "inplace", "norm": NORMS}, "interleaved_out does not go with inplace"),
     ({"pairs": INTO, "out": "inplace", "transform": "head"}, "interleaved_out does not go with inplace"),
-    ({"pairs": INTO, "out": "inplace", "part": "whole", "size": ("128", "80", "256")}, "a power of two up to 64"),
-    ({"pairs": INTO, "out": "inplace", "part": ("first", "last"), "size": "256"}, "up to 64; it is 128"),
+    ({"pairs": INTO, "out": "inplace", "part": "whole", "size": ("128", "80", "256")}, "with inplace and rotary_dim="),
+    ({"pairs": INTO, "out": "inplace", "part": ("first", "last"), "size": "256"}, "inplace and rotary_dim=128; leave"),
     ({"pairs": INTO, "table": "none"}, "interleaved_out does not go without a table|pass cos and sin"),
     # The transform, conversions.
     ({"transform": "head", "size": "80"}, "a power of two of elements up to 256; q has D=80"),
@@ -288,10 +288,10 @@ WITH_GRADIENT: Axes = {
     "wanted": ("all", "of_first", "of_last"),
 }
 WITHOUT_GRADIENT: list[tuple[dict[str, Any], str]] = [
-    ({"out": "inplace", "norm": NORMS}, "it has no gradient in place, because that needs the old q and k"),
-    ({"out": "inplace", "transform": "head"}, "it has no gradient in place"),
-    ({"out": "inplace", "learned": "learned"}, "requires a gradient, but this call has none; leave inplace=True out"),
-    ({"out": "inplace", "more": ("number", "tokens")}, "q_scale requires a gradient, but this call has none"),
+    ({"out": "inplace", "norm": NORMS}, "requires a gradient, but this call has none in place"),
+    ({"out": "inplace", "transform": "head"}, "requires a gradient, but this call has none in place"),
+    ({"out": "inplace", "learned": "learned"}, "requires a gradient, but this call has none in place"),
+    ({"out": "inplace", "more": ("number", "tokens")}, "q_scale requires a gradient, but this call has none in place"),
     ({"out": ("given", "some", "by_rank")}, "requires a gradient, but this call has none"),
     ({"out": CACHES}, "requires a gradient, but this call has none"),
     ({"convert": CONVERTED}, "requires a gradient, but this call has none"),

@@ -286,7 +286,7 @@ REFUSALS: dict[str, tuple[str, Change, dict[str, Any]]] = {
     "out's q and cos share memory": ("apply_rope", of("q", lambda x: WIDE[:, :, :4]), {"cos": WIDE[0, :, 0, :32]}),
     "out's k and out's v share memory": ("prepare_qkv", lambda outs: (None, outs[1], outs[1]), {}),
     "out's v and v share memory": ("prepare_qkv", of("v", lambda x: V), {"norm": Norm(v_norm=True)}),
-    "out's k requires a gradient, but this call has none; use a call without out": (
+    "out's k requires a gradient, but this call has none; pass out's k.detach()": (
         "apply_rope", of("k", lambda x: x.requires_grad_()), {}),
     "inplace does not go with out": ("apply_rope", lambda outs: outs, {"inplace": True}),
     "inplace does not go with norm with out": ("prepare_qkv", lambda outs: outs, {"inplace": True, "norm": Norm()}),
@@ -338,7 +338,7 @@ def test_a_tensor_that_requires_a_gradient_is_refused(label: str) -> None:
         out = (given["out's q"], None, torch.empty_like(V))
         return jitrope.prepare_qkv(given["q"], given["k"], given["v"], COS, SIN, norm=norm, out=out)
 
-    with pytest.raises(InvalidInput, match=f"{label} requires a gradient, but this call has none; use a call without"):
+    with pytest.raises(InvalidInput, match=f"{label} requires a gradient, but this call has none; pass"):
         call()
     with torch.no_grad():
         assert call()[0] is given["out's q"]

@@ -98,7 +98,7 @@ def test_a_recorded_call_in_place_is_known_but_for_what_torch_does_not_write(dev
             seen.clear()
     assert not seen
     before = leaves[0].detach().clone()
-    with pytest.raises(jitrope.InvalidInput, match="q requires a gradient and is a leaf"):
+    with pytest.raises(jitrope.InvalidInput, match="q is a leaf that requires a gradient"):
         jitrope.apply_rope(leaves[0], leaves[1] * 1, *tables, inplace=True)
     assert torch.equal(leaves[0], before)
     assert all(torch.equal(x, y) for x, y in zip(rotated(*[(x * 1).view_as(x) for x in leaves]), want))
@@ -300,7 +300,7 @@ def test_what_a_call_without_gradients_leaves_is_not_taken_for_one_with_them() -
             jitrope.prepare_qkv(*leaves, None, COS, SIN, **words)
             jitrope.prepare_fused_qkv(qkv * 1, COS, SIN, **fused)
     leaves = [x.clone().requires_grad_() for x in (q, k)]
-    with pytest.raises(jitrope.InvalidInput, match="it has no gradient in place"):
+    with pytest.raises(jitrope.InvalidInput, match="requires a gradient, but this call has none in place"):
         jitrope.prepare_qkv(*[x * 1 for x in leaves], None, COS, SIN, **words)
     jitrope.prepare_fused_qkv(qkv * 1, COS, SIN, **fused)[2].mul_(2)
 

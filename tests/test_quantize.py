@@ -575,7 +575,10 @@ REFUSALS = {
         lambda: DynamicQuantize(FP4, q_global_scale=1.0),
         "q_global_scale is 1.0; it must be None without scale_dtype",
     ),
-    "global-sign": (lambda: two_levels(q_global_scale=-0.5), "q_global_scale is -0.5; it must be above 2.94e-39"),
+    "global-sign": (
+        lambda: two_levels(q_global_scale=-0.5),
+        "q_global_scale is -0.5; it must be above 2.94e-39",
+    ),
     "global-type": (lambda: two_levels(k_global_scale="1"), "k_global_scale is '1'; it must be a finite number"),
     "global-cache": (
         {"cache": CACHE, "v": K, "quantize": two_levels(k_global_scale=1.0)},

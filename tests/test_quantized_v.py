@@ -113,7 +113,7 @@ def test_refusals_of_computed_scales(per: str) -> None:
     refused("v cannot be converted beside tables for each head, but quantize has v=True", q=k, **each)
     refused("v is .*; it must be like k, because quantize has v=True", v=torch.cat((k, k), 2), out=Ulysses(2))
     refused("v requires a gradient, but this call has none", v=k.clone().requires_grad_(), out=Ulysses(2))
-    refused("v requires a gradient, but this call has none; leave v=True of quantize out", v=k.clone().requires_grad_())
+    refused("v requires a gradient, but this call has none; pass v.detach", v=k.clone().requires_grad_())
     refused("out's v is .*, bfloat16, on cpu; it must be", out=(None, None, torch.empty_like(k)))
     cache = KVCache(*torch.zeros(2, 10, k.shape[2], 64).to(k), torch.arange(10))
     refused("cache does not go with v of quantize", cache=cache)

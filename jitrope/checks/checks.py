@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .. import torch_state as watch
 from ..base import views
-from ..base.arguments import refuse
-from ..base.errors import InvalidInput
 from ..base.fit import FLOATS, Fail, named, sizes_of
 from ..base.layouts import LAYOUT_AXES, MAX_HEAD_DIM, MAX_TOKENS
 from ..base.memory import overlaps_itself, refuse_meeting, span
@@ -21,54 +19,39 @@ from ..stages import norm, positions, rotate, scale, transform
 from ..stages.convert import converts_v
 
 LEARNED = ("cos", "sin", "second_cos", "second_sin", "q_factor")  # torch computes their gradients, from q and k too
-_ALONE = {**dict.fromkeys(("fused", "streams"), "cache, quantize and out"), "latent": "quantize and out"}
-"""What a call with a gradient must lack, by source, in messages."""
 
 
-def check_watched(op: Any, wants_grad: bool, t: Tensors, o: Options) -> None:
+def check_watched(op: Any, t: Tensors, o: Options) -> None:
     """Refuse tensors that torch does not let a call write, or that autograd cannot keep for a backward."""
-    name, fail = op.function, Fail(op.function)
+    fail, compiling = Fail(op.function), watch.is_compiling()
     fail.when(watch.has_tangent(t.values()), "forward-mode derivatives (jvp) are not supported; use the backward")
-    why = ", because that needs the old q and k" if norm.norm_of(o).kind != "no_norm" else ""
-    fail.when(wants_grad and o.inplace and op.norm, f"it has no gradient in place{why}; leave inplace=True out")
     copied = "v" if op.out == "ranks" and not converts_v(t, o.dynamic_v) else ""
     wanted = [label for label, x in t.items() if watch.wants_grad(x) and (op.differentiable or label != copied)]
     fixed = [label for label in (*LEARNED, "q_scale", "k_scale", "v_scale") if label in wanted]
-    compiling = watch.is_compiling()
     written = {label: t[label] for label in op.written(o) if label in t}
     for kind in () if compiling else watch.transforms():
         if kind != "jvp" and (written or (wanted and op.differentiable and kind != "vmap")):  # jvp is refused before
             instead = "give the tensors a batch axis" if kind == "vmap" else "use torch.autograd.grad"
             fail(f"torch.func's {kind} is not supported here; {instead}")
-    if (wanted and not op.differentiable) or (fixed and o.inplace):
-        label = label_of(op, (fixed or wanted)[0], o)
-        alone = _ALONE.get(op.source.op, "cache and quantize" if op.cache or op.convert else "out")
-        other = "leave v=True of quantize out" if label == "v" and o.dynamic_v else f"use a call without {alone}"
-        use = "leave inplace=True out, or " if o.inplace and op.differentiable else ""
-        use += f"pass {label}.detach()" if fixed else f"{other}, or torch.no_grad()"
-        fail(f"{label} requires a gradient, but this call has none; {use}")
+    lost = wanted if not op.differentiable or (o.inplace and op.norm) else fixed if o.inplace else []
+    for label in [label_of(op, label, o) for label in lost]:
+        had = f"{label} requires a gradient, but this call has none{' in place' * o.inplace}"
+        fail(f"{had}; pass {label}.detach(), or use torch.no_grad()")
     if compiling:
         return
-    for label, x in written.items():
-        _check_written(name, op.label(label), x, bool(wanted))
-    for label, x in (t if fixed else op.saved(t, o) if wanted else {}).items():
-        if x.is_inference():
-            label = label_of(op, label, o)
-            refuse(name, label, x, f"a tensor that was not made in inference mode; pass {label}.clone()")
-
-
-def _check_written(name: str, label: str, x: Tensor, wants_grad: bool) -> None:
-    """Refuse to write inference tensors, lazy negatives and zeros and, under autograd, leaves and some views."""
-    if x.is_inference() and not torch.is_inference_mode_enabled():
-        refuse(name, label, x, "a tensor that was not made in inference mode; this call writes it outside of that mode")
-    hint = "" if label.startswith("out's") else f"; pass {label}"
-    if watch.is_zero(x):
-        refuse(name, label, x, f"a tensor with memory, not torch's lazy zeros{hint and hint + '.clone()'}")
-    if x.is_neg():
-        refuse(name, label, x, f"a tensor without torch's lazy negative bit{hint and hint + '.resolve_neg()'}")
-    if wants_grad and x.requires_grad and (kind := watch.not_writable(x)):
-        text = f"{label} requires a gradient and is {kind}, which torch cannot write in place"
-        raise InvalidInput(f"{name}: {text}; leave inplace=True out")
+    for name, x in written.items():
+        label, apart = op.label(name), watch.not_writable(x) if wanted and x.requires_grad else None
+        states = {
+            "made in inference mode": x.is_inference() and not torch.is_inference_mode_enabled(),
+            "torch's lazy zeros": watch.is_zero(x),
+            "lazily negated": x.is_neg(),
+            f"{apart} that requires a gradient": apart,
+        }
+        for state, found in states.items():
+            fail.when(found, f"{label} is {state}, which this call cannot write; pass a clone")
+    for name, x in (t if fixed else op.saved(t, o) if wanted else {}).items():
+        label = label_of(op, name, o)
+        fail.when(x.is_inference(), f"{label} was made in inference mode, so autograd cannot keep it; pass a clone")
 
 
 def check_memory(op: Any, t: Tensors, o: Options) -> None:
@@ -76,10 +59,8 @@ def check_memory(op: Any, t: Tensors, o: Options) -> None:
     labels = {name: label_of(op, name, o) for name in t}
     written = {name: t[name] for name in op.written(o) if name in t}
     for name, x in written.items():
-        own = f"{name}.contiguous(), or leave inplace=True out"
-        use = own if name in ("q", "k", "qkv") else "a tensor with memory for each element"
         had = f"{labels[name]} has strides {tuple(x.stride())}; its elements overlap in memory, so it cannot be written"
-        Fail(op.function).when(overlaps_itself(x), f"{had}; pass {use}")
+        Fail(op.function).when(overlaps_itself(x), f"{had}; pass a clone")
     require_apart(op.function, written, t, labels)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.errors import InvalidInput
 from ..base.fit import FLOATS, USERS_NAMES, Fail, sizes_of
 from ..base.spec import DTYPES, OF_NORM
 from ..base.views import DTYPE_NAMES, Tensors, table_pair, table_view
@@ -95,13 +94,10 @@ def label_of(name: str, o: Words) -> str:
 
 def check_moved(name: str, norm: bool, o: Words, rotate_k: bool) -> None:
     """Refuse other pairs in place, where elements move. norm: a kernel reads whole heads."""
-    dim = o.rotary_dim
-    within_warp = not norm and 0 < dim <= MAX_MOVED and dim & (dim - 1) == 0
-    for word, given, possible in (("inplace", o.inplace, within_warp), ("rotate_k", rotate_k, False)):
-        if o.interleaved_out is not None and given and not possible:
-            unless = f", unless rotary_dim is a power of two up to {MAX_MOVED}; it is {dim}"
-            why = f"because it moves elements{unless if word == 'inplace' and not norm else ''}"
-            raise InvalidInput(f"{name}: interleaved_out does not go with {word}, {why}; leave {word}=True out")
+    dim, moved = o.rotary_dim, o.interleaved_out is not None
+    apart = norm or dim > MAX_MOVED or dim & (dim - 1) != 0
+    of_dim = f"inplace{f' and rotary_dim={dim}' * (not norm)}"
+    Fail(name).apart("interleaved_out", {of_dim: moved and o.inplace and apart, "rotate_k": moved and rotate_k})
 
 
 def check_dims(head_dim: int, o: Words, fail: Fail) -> None:
