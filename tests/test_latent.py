@@ -110,15 +110,15 @@ def test_one_launch_each_way() -> None:
 Q, KV, K_PE, TABLE = (torch.ones(2, 6, *s) for s in ((4, 48), (3, 56), (1, 16), (8,)))
 REFUSALS = {
     "kv is narrow": ({"kv": KV[..., :32]}, r"q is \(B=2, S=6, H=4, D=48\), k_pe .* and kv .*D=32\); kv must be wider"),
-    "heads of k_pe": ({"k_pe": K_PE.expand(2, 6, 3, 16)}, r"k_pe is \(B=2, S=6, H=3, D=16\); it must have H=1"),
+    "heads of k_pe": ({"k_pe": K_PE.expand(2, 6, 3, 16)}, r"k_pe is .*; it must be \(2, 6, 1, 16\), float32"),
     "odd k_pe": ({"k_pe": K_PE[..., :15]}, "rotary_dim is 15; it must be even"),
     "wide k_pe": ({"k_pe": torch.ones(2, 6, 1, 50)}, "q is .* but k_pe .*; q's heads end in as many rotated elements"),
-    "tokens of kv": ({"kv": KV[:, :5]}, r"kv is .*; it must be \(2, 6, H, 48\), float32"),
-    "tokens of k_pe": ({"k_pe": K_PE[:, :5]}, r"k_pe is .*; it must be \(2, 6, H, 48\), float32"),
-    "axes of kv": ({"kv": KV.flatten(2)}, r"kv is .*; it must be \(2, 6, H, 48\), float32"),
-    "axes of k_pe": ({"k_pe": K_PE[:, :, 0]}, r"k_pe is .*; it must be \(2, 6, H, 48\), float32"),
-    "a number": ({"kv": torch.ones(())}, r"kv is .*; it must be \(2, 6, H, 48\), float32"),
-    "dtype": ({"kv": KV.half()}, r"kv is .*; it must be \(2, 6, H, 48\), float32"),
+    "tokens of kv": ({"kv": KV[:, :5]}, r"kv is .*; it must be \(2, 6, H, D\), float32"),
+    "tokens of k_pe": ({"k_pe": K_PE[:, :5]}, r"k_pe is .*; it must be \(2, 6, 1, 16\), float32"),
+    "axes of kv": ({"kv": KV.flatten(2)}, r"kv is .*; it must be \(2, 6, H, D\), float32"),
+    "axes of k_pe": ({"k_pe": K_PE[:, :, 0]}, r"k_pe is .*; it must be \(2, 6, 1, 16\), float32"),
+    "a number": ({"kv": torch.ones(())}, r"kv is .*; it must be \(2, 6, H, D\), float32"),
+    "dtype": ({"kv": KV.half()}, r"kv is .*; it must be \(2, 6, H, D\), float32"),
     "not a tensor": ({"k_pe": None}, "k_pe is None; it must be a tensor"),
     "nested": (
         {"q": torch.nested.nested_tensor([Q[0], Q[1, :5]])},
@@ -172,7 +172,7 @@ def test_refusals_of_fp8() -> None:
         with pytest.raises(jitrope.InvalidInput, match="kv must be wider than q less k_pe"):
             jitrope.prepare_mla_qkv(Q, narrow, K_PE, TABLE[0], TABLE[0], **words)
     leaf, both = KV.clone().requires_grad_(), jitrope.Quantize(1.0, 1.0)
-    with pytest.raises(jitrope.InvalidInput, match=r"kv requires a gradient, .*; use a call without quantize and out"):
+    with pytest.raises(jitrope.InvalidInput, match=r"kv requires a gradient, .*; pass kv.detach\(\)"):
         jitrope.prepare_mla_qkv(Q, leaf, K_PE, TABLE[0], TABLE[0], quantize=both)
 
 

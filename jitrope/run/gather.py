@@ -27,6 +27,8 @@ from ..values.scales import scales
 from .dispatch import call
 
 _TABLE_NAMES = ("cos", "sin", *ONE_TABLE)
+BESIDE_CACHE = ("k_scale", "v_scale", "k_global_scale", "v_global_scale", "v", "per")
+"""The arguments of a conversion that a cache has itself, or that need a launch of their own."""
 NO_WORDS: dict[str, Any] = {}
 
 
@@ -84,8 +86,8 @@ def gather(
             add(name, label, value, kind, tensors, words)
     words.update(own)
     if quantize is not None:
-        of_cache = {f"{label} of quantize": cache is not None for label in quantize.asked if label[0] in "kvp"}
-        Fail(name).apart("cache", of_cache)  # which has scales of k and v itself
+        if cache is not None:
+            Fail(name).apart("cache", {f"{label} of quantize": label in quantize.asked for label in BESIDE_CACHE})
         tensors.update(quantize.on(like))
     return words  # type: ignore[no-any-return]
 
