@@ -221,7 +221,7 @@ def test_refusals_of_stages() -> None:
     )
     wants = [x.clone().requires_grad_() for x in given]
     buffer = torch.zeros(2, 8, 4, 64).bfloat16()
-    text = "first's q requires .*; use a call without cache, quantize and out, or torch.no_grad"
+    text = r"first's q requires .*; pass first's q.detach\(\), or use torch.no_grad"
     refused(text, wants, out=(buffer, None, None))
     refused("cos requires a gradient, but this call has none", quantize=quantize, cos=COS.clone().requires_grad_())
     refused("out's q and first's q share memory", [buffer[:, :3], *given[1:]], out=(buffer, None, None))

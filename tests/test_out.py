@@ -269,11 +269,11 @@ REFUSALS: dict[str, tuple[str, Change, dict[str, Any]]] = {
     "out's q is 3; it must be a tensor": ("apply_rope", of("q", lambda x: 3), {}),
     "out's k is a tensor of shape (2, 6, 4, 64), bfloat16, on cpu; it must be (2, 6, 2, 64), bfloat16, on cpu": (
         "apply_rope", of("k", lambda x: x.repeat(1, 1, 2, 1)), {}),
-    "out's v is a tensor of shape (2, 6, 2, 64), float32, on cpu; it must be (2, 6, 2, 64), bfloat16, on cpu": (
+    "out's v is float32; it must be (2, 6, 2, 64), bfloat16, on cpu": (
         "prepare_qkv", of("v", lambda x: x.float()), {}),
-    "out's q is a tensor of shape (2, 6, 4, 64), bfloat16, on cpu; it must be (2, 6, 4, 64), float8_e4m3fn, on cpu": (
+    "out's q is bfloat16; it must be (2, 6, 4, 64), float8_e4m3fn, on cpu": (
         "prepare_qkv", lambda outs: outs, {"quantize": Quantize(0.5, 0.5)}),
-    "out's q is a tensor of shape (2, 6, 4, 64), float8_e4m3fn, on cpu; it must be (2, 6, 4, 64), bfloat16, on cpu": (
+    "out's q is float8_e4m3fn; it must be (2, 6, 4, 64), bfloat16, on cpu": (
         "apply_rope", of("q", lambda x: x.to(FP8)), {}),
     "out's q is a tensor of shape (2, 6, 4, 64), bfloat16, on meta; it must be (2, 6, 4, 64), bfloat16, on cpu": (
         "apply_rope", of("q", lambda x: x.to("meta")), {}),

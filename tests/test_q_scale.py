@@ -138,5 +138,5 @@ def test_a_scale_of_inference_mode_is_refused_by_its_name() -> None:
     """Autograd cannot keep such a tensor for the backward."""
     with torch.inference_mode():
         scale = torch.ones(6)
-    with pytest.raises(jitrope.InvalidInput, match=r"apply_rope: q_scale is .* pass q_scale.clone\(\)"):
+    with pytest.raises(jitrope.InvalidInput, match=r"apply_rope: q_scale was made in inference mode, .*; pass a clone"):
         jitrope.apply_rope(Q.clone().requires_grad_(), K, COS, SIN, q_scale=scale)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from .arguments import refuse
+from .arguments import shown
 from .errors import InvalidInput
 from .layouts import LAYOUT_AXES
 from .views import MEANS
@@ -54,10 +54,11 @@ class Fail(NamedTuple):
         """
         same = x.device == device and x.dtype in dtypes and (x.is_contiguous() or not contiguous)
         if not same or (shapes and not any(_fits(x.shape, shape) for shape in shapes)):
-            names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+            *names, own = [str(dtype).removeprefix("torch.") for dtype in (*dtypes, x.dtype)]
             must = [" or ".join(map(_shown, shapes)), " or ".join(names), "contiguous" * contiguous, f"on {device}"]
             fits = f" like {like or self.owner}" * (label != (like or self.owner))
-            refuse(self.name, label, x, ", ".join([x for x in must if x]) + fits)
+            had = shown(x) if x.dtype in dtypes else own  # a host counts the messages, so a dtype has one
+            self(f"{label} is {had}; it must be {', '.join([x for x in must if x])}{fits}")
 
 
 def _fits(sizes: Sequence[int], shape: Sequence[Any]) -> bool:
