@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from ..base.arguments import flag, refuse, wholes, word
+from ..base.arguments import flag, refuse, tensor, wholes, word
 from ..base.errors import InvalidInput
 from ..base.layouts import FUSED_AXES, QKV_ORDERS
 from ..base.views import fused_part
@@ -118,35 +117,21 @@ def prepare_fused_qkv(
 
 def _split(tensors: Any, asked: dict[str, Any], heads: Any, order: Any, copy_v: Any) -> None:
     """Give qkv an axis of heads, and add the words that say where q, k and v are in it."""
-    layout, qkv = asked.get("layout", "bshd"), tensors.get("qkv")
-    pair, each, axes = _counted(heads, order, layout)
-    (q_heads, k_heads), grouped = pair, order == "grouped"
-    asked["q_per_group"], asked["order"] = q_heads // k_heads, order
-    if copy_v is not True:
-        asked["copy_v"] = copy_v
-    if not isinstance(qkv, Tensor) or qkv.layout is not torch.strided or qkv.is_nested:
-        return  # the check refuses it
-    every = q_heads * each + 2 * k_heads
-    count, shape = k_heads if grouped else every, qkv.shape
-    rank = len(shape) - len(axes)
-    width = shape[-1] if rank > 0 else 0
-    if rank == 1 and width > 0 and width % every == 0:
-        tensors["qkv"] = qkv.unflatten(-1, (count, width // count))
-    elif rank != 2 or width <= 0 or shape[-2] != count or width % (every // count):
-        had = f"qkv has shape {tuple(shape)}, but heads={pair} with order={order!r} are {every} heads of D elements"
-        lead, last = ", ".join(axes), f"{count}, {every // count} D" if grouped else f"{count}, D"
-        must = f"it must be ({lead}, {every} D) or ({lead}, {last}) in layout {layout!r}"
-        raise InvalidInput(f"prepare_fused_qkv: {had}; {must}")
-
-
-def _counted(heads: Any, order: Any, layout: Any) -> tuple[tuple[int, int], int, str]:
-    """((Hq, Hk), the heads of the projection for each of q, the axes before them), checked."""
-    name = "prepare_fused_qkv"
-    pair = wholes(name, "heads", heads, 1)
+    name, layout = "prepare_fused_qkv", asked.get("layout", "bshd")
+    pair, qkv = wholes(name, "heads", heads, 1), tensor(name, "qkv", tensors.get("qkv"))
     if len(pair) != 2 or pair[0] % pair[1]:
         refuse(name, "heads", heads, "(Hq, Hk), the heads of q and of k; Hk must divide Hq")
-    each = QKV_ORDERS[word(name, "order", order, QKV_ORDERS)]
-    return (pair[0], pair[1]), each, FUSED_AXES[word(name, "layout", layout, FUSED_AXES)]
+    axes, grouped = FUSED_AXES[word(name, "layout", layout, FUSED_AXES)], order == "grouped"
+    every = pair[0] * QKV_ORDERS[word(name, "order", order, QKV_ORDERS)] + 2 * pair[1]
+    asked.update(q_per_group=pair[0] // pair[1], order=order, **({} if copy_v is True else {"copy_v": copy_v}))
+    count, rank, width = pair[1] if grouped else every, qkv.dim() - len(axes), qkv.shape[-1] if qkv.dim() else 0
+    if rank == 1 and width > 0 and width % every == 0:
+        tensors["qkv"] = qkv.unflatten(-1, (count, width // count))
+    elif rank != 2 or width <= 0 or qkv.shape[-2] != count or width % (every // count):
+        had = f"qkv has shape {tuple(qkv.shape)}, but heads={pair} with order={order!r} are {every} heads of D elements"
+        lead, last = ", ".join(axes), f"{count}, {every // count} D" if grouped else f"{count}, D"
+        must = f"it must be ({lead}, {every} D) or ({lead}, {last}) in layout {layout!r}"
+        raise InvalidInput(f"{name}: {had}; {must}")
 
 
 @repeated
@@ -199,8 +184,8 @@ def prepare_mla_qkv(
     tensors: Any = {"q": q, "kv": kv, "k_pe": k_pe, "cos": cos, "sin": sin}
     asked = gather(LATENT, tensors, {**words, "out": out}, _LATENT_WORDS, positions)
     if is_dense(q) and is_dense(kv) and is_dense(k_pe):  # elsewhere the check refuses them
-        asked["rotary_offset"] = first = int(q.shape[-1] - k_pe.shape[-1])
-        asked["v_dim"] = int(kv.shape[-1]) - first
+        asked["rotary_offset"] = first = max(0, int(q.shape[-1] - k_pe.shape[-1]))
+        asked["v_dim"] = max(0, int(kv.shape[-1]) - first)
     if quantize is not None:
         add("prepare_mla_qkv", "quantize", quantize, Quantize, tensors, asked)
         tensors.update(quantize.on(q))

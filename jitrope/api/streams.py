@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..base.arguments import refuse
+from ..base.arguments import parts, refuse
 from ..base.errors import InvalidInput
-from ..checks.words import parts, second_tables
+from ..checks.words import second_tables
 from ..run.gather import add, gather, result, sent
 from ..run.public import repeated
 from ..sinks.cache import KVCache

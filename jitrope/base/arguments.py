@@ -133,10 +133,18 @@ def items(function: str, label: str, value: Any, must: str) -> list[Any]:
     refuse(function, label, value, must)
 
 
+def parts(function: str, label: str, value: Any, count: int) -> tuple[Any, ...]:
+    """Return the `count` items of a list or a tuple."""
+    if not isinstance(value, (list, tuple)) or len(value) != count:
+        refuse(function, label, value, f"a tuple of {count} {'norms' if label == 'norm' else 'tensors'}")
+    return tuple(value)
+
+
 def tensor(function: str, label: str, value: Any) -> Tensor:
     """Return a strided tensor. Lists and numpy arrays are refused: they have no device."""
     if not isinstance(value, Tensor) or value.is_nested or value.layout is not torch.strided:
-        refuse(function, label, value, "a strided tensor" if isinstance(value, Tensor) else "a tensor")
+        hint = f"; pass torch.from_numpy({label})" * (type(value).__name__ == "ndarray")
+        refuse(function, label, value, f"a strided tensor{hint}" if isinstance(value, Tensor) else f"a tensor{hint}")
     return value
 
 

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, NoReturn
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from .arguments import shown
 from .errors import InvalidInput
 from .layouts import LAYOUT_AXES
-from .spec import DTYPES
-from .views import DTYPE_NAMES, MEANS
+from .views import MEANS
 
+FLOATS: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
+INTEGERS: tuple[torch.dtype, ...] = (torch.int32, torch.int64)
 USERS_NAMES = {"q_factor": "q_scale", **{name: f"mean_squares' {name[0]}" for name in MEANS}}
 """The users' names of tensors that have another name in a call."""
 
 
 class Fail(NamedTuple):
-    """Raise InvalidInput(text) for a call of a function."""
+    """Raise InvalidInput(text) for a call of a function. owner: the user's name of the heads that a tensor must fit."""
 
     name: str
+    owner: str = "q"
+    heads: Tensor | None = None
+    layout: str = ""
 
     def __call__(self, text: str) -> NoReturn:
         raise InvalidInput(f"{self.name}: {text}")
@@ -28,43 +34,46 @@ class Fail(NamedTuple):
         if wrong:
             self(text)
 
+    def apart(self, label: str, others: dict[str, Any], instead: str = "leave one out") -> None:
+        """Refuse an argument beside those of the others that are given."""
+        for other, given in others.items():
+            self.when(given, f"{label} does not go with {other}; {instead}")
 
-def check_device(label: str, x: Tensor, owner: str, q: Tensor, fail: Fail) -> None:
-    fail.when(x.device != q.device, f"{label} is on {x.device} but {owner} is on {q.device}")
+    def unlike(
+        self,
+        label: str,
+        x: Tensor,
+        device: torch.device,
+        dtypes: Sequence[torch.dtype],
+        *shapes: Sequence[Any],
+        contiguous: bool = False,
+        like: str = "",
+        hint: str = "",
+    ) -> None:
+        """Refuse a tensor with another dtype, device or shape. No shapes: it may have any.
 
-
-def check_integers(label: str, x: Tensor, q: Tensor, fail: Fail) -> None:
-    fail.when(x.dtype not in (torch.int32, torch.int64), f"{label} is {x.dtype}; allowed are int32 and int64")
-    check_device(label, x, "q", q, fail)
-
-
-def check_floats(label: str, x: Tensor, fail: Fail) -> None:
-    fail.when(not is_float(x), f"{label} is {x.dtype}; allowed are fp32, fp16 and bf16")
-
-
-def check_contiguous(label: str, x: Tensor, fail: Fail) -> None:
-    fail.when(not x.is_contiguous(), f"{label} has stride{'s' * (x.dim() > 1)} {x.stride()}; it must be contiguous")
-
-
-def check_one_axis(label: str, x: Tensor, fail: Fail) -> None:
-    fail.when(x.dim() != 1, f"{label} has shape {tuple(x.shape)}; it must have one axis")
-
-
-def check_shape(label: str, x: Tensor, allowed: list[tuple[int, ...]], fail: Fail, had: str = "") -> None:
-    """Refuse another shape than the allowed ones. had: what it must fit, for the message."""
-    must = f"allowed are {', '.join(dict.fromkeys(map(str, allowed)))}"
-    fail.when(tuple(x.shape) not in allowed, f"{had}{label} has shape {tuple(x.shape)}; {must}")
-
-
-def check_of_tokens(name: str, x: Tensor, q: Tensor, allowed: list[tuple[int, ...]], fail: Fail) -> None:
-    """Refuse a tensor of a number for each token that has another dtype, device or shape."""
-    had = f"{USERS_NAMES[name]} is {x.dtype} on {x.device}"
-    fail.when(x.dtype != torch.float32 or x.device != q.device, f"{had}; it must be fp32 on {q.device}")
-    check_shape(USERS_NAMES[name], x, allowed, fail)
+        Of each axis a shape has its size, a tuple of the sizes that it may have, or a name for any size. like: the
+        argument that it must fit, if not the owner's heads. hint: what else to do, after a semicolon.
+        """
+        same = x.device == device and x.dtype in dtypes and (x.is_contiguous() or not contiguous)
+        if not same or (shapes and not any(_fits(x.shape, shape) for shape in shapes)):
+            *names, own = [str(dtype).removeprefix("torch.") for dtype in (*dtypes, x.dtype)]
+            must = [" or ".join(map(_shown, shapes)), " or ".join(names), "contiguous" * contiguous, f"on {device}"]
+            fits = f" like {like or self.owner}" * (label != (like or self.owner))
+            had = shown(x) if x.dtype in dtypes else own  # a host counts the messages, so a dtype has one
+            if had != own and self.heads is not None and not like:
+                fits += f" {named(self.heads, self.layout)}"
+            self(f"{label} is {had}; it must be {', '.join([x for x in must if x])}{fits}{hint}")
 
 
-def is_float(x: Tensor) -> bool:
-    return DTYPE_NAMES.get(x.dtype) in DTYPES
+def _fits(sizes: Sequence[int], shape: Sequence[Any]) -> bool:
+    allowed = [(size, x if isinstance(x, tuple) else (x,)) for size, x in zip(sizes, shape) if not isinstance(x, str)]
+    return len(sizes) == len(shape) and all(size in own for size, own in allowed)
+
+
+def _shown(shape: Sequence[Any]) -> str:
+    axes = ["|".join(dict.fromkeys(map(str, x))) if isinstance(x, tuple) else str(x) for x in shape]
+    return f"({', '.join(axes)}{',' * (len(axes) == 1)})"
 
 
 def sizes_of(x: Tensor, layout: str) -> list[int]:

@@ -12,7 +12,7 @@ from .. import torch_state as watch
 from ..base import views
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
-from ..base.fit import Fail, check_device, check_floats, named, sizes_of
+from ..base.fit import FLOATS, Fail, named, sizes_of
 from ..base.layouts import LAYOUT_AXES, MAX_HEAD_DIM, MAX_TOKENS
 from ..base.memory import overlaps_itself, refuse_meeting, span
 from ..base.views import BLOCK_SCALES, FORMATS, FP8, FP8S, PER_ITEM, TABLE_NAMES, Tensors
@@ -96,6 +96,7 @@ def label_of(op: Any, name: str, t: Container[str], o: Options) -> str:
 def check_heads(q: Tensor, k: Tensor | None, o: Options, fail: Fail, first: str, second: str) -> None:
     """Check q and k. first, second: their names for messages."""
     layout = o.layout
+    fail.unlike(first, q, q.device, FLOATS, like=first)
     for label, x in ((first, q), *([(second, k)] if k is not None else [])):
         if x.dim() != len(layout):
             hint = "; Packed implies it" if layout == "thd" else ""
@@ -105,9 +106,7 @@ def check_heads(q: Tensor, k: Tensor | None, o: Options, fail: Fail, first: str,
                 hint = f'; for (T, H, D) pass layout="thd"{flat}' if x is q else flat + one_head
             needs = f"layout {layout!r} needs {len(layout)} axes ({', '.join(layout.upper())})"
             fail(f"{label} has shape {tuple(x.shape)}, {needs}{hint}")
-        check_floats(label, x, fail)
-        if x.device != q.device or x.dtype != q.dtype:
-            fail(f"{label} is {x.dtype} on {x.device} but {first} is {q.dtype} on {q.device}; pass {label}.to({first})")
+        fail.unlike(label, x, q.device, (q.dtype,), like=first, hint=f"; pass {label}.to({first})")
     on = f"{first} is on {q.device}"
     fail.when(q.device.type not in ("cuda", "cpu", "meta"), f"{on}; it must be on a CUDA device, the CPU or meta")
     batch, seqlen, heads, head_dim = sizes_of(q, layout)
@@ -119,7 +118,7 @@ def check_heads(q: Tensor, k: Tensor | None, o: Options, fail: Fail, first: str,
     tokens, had = batch * seqlen, f"{first} has D={head_dim}; at most {MAX_HEAD_DIM} is possible"
     fail.when(tokens > MAX_TOKENS, f"{first} has {tokens} tokens; at most {MAX_TOKENS} are possible")
     fail.when(head_dim > MAX_HEAD_DIM, f"{had}; pass a view of the rotated elements")
-    rotate.check_dims(first, head_dim, o, fail)
+    rotate.check_dims(head_dim, o, fail)
 
 
 def require_apart(name: str, written: Tensors, read: Tensors, labels: dict[str, str]) -> None:
@@ -147,9 +146,8 @@ def check_pairs(t: Tensors, o: Options, fail: Fail) -> None:
 
 def check(op: Any, t: Tensors, o: Options) -> None:
     """Refuse tensors and options that do not fit together."""
-    q, label, fail = t["q"], op.label("q"), Fail(op.function)
-    for table in [table for table in TABLE_NAMES if table in t]:
-        check_device(rotate.label_of(table, o), t[table], label, q, fail)
+    q, label = t["q"], op.label("q")
+    fail = Fail(op.function, label, q, o.layout)
     if beside := op.said or "a cache" * ("k_cache" in t):
         rotate.refuse_per_head(t["cos"], o, beside, fail)
     check_heads(q, t.get("k"), o, fail, label, op.label("k"))
@@ -167,7 +165,8 @@ def check_scales(op: Any, t: Tensors, o: Options) -> None:
 
 def check_kv_cache(op: Any, t: Tensors, o: Options) -> None:
     """The rule of a call that stores k and v in caches."""
-    fail, k, blocks = Fail(op.function), t["k"], t.get(BLOCK_SCALES[0])
+    k, blocks = t["k"], t.get(BLOCK_SCALES[0])
+    fail = Fail(op.function, "k", k, o.layout)
     kv: Tensors = {label: t[label] for label in ("k", "v") if label in t}
     check_heads(k, kv.get("v"), o, fail, "k", "v")
     heads, v_heads = (sizes_of(x, o.layout)[2] for x in (k, kv.get("v", k)))
@@ -186,29 +185,27 @@ def check_kv_cache(op: Any, t: Tensors, o: Options) -> None:
 
 def _check_scale(op: Any, t: Tensors, own: str, wanted: bool, o: Options, needed: bool) -> None:
     """Refuse a wrong given scale of `own`, q, k or v. wanted: it may have one; needed: it then must."""
-    scale, label, fail = t.get(f"{own}_scale"), label_of(op, f"{own}_scale", t, o), Fail(op.function)
+    scale, label = t.get(f"{own}_scale"), label_of(op, f"{own}_scale", t, o)
+    fail = Fail(op.function, own, t.get(own), o.layout)
     if scale is None:
         return fail.when(wanted and needed, f"{label} is missing; pass it, because fp8 is stored divided by it")
     fail.when(not wanted, f"{label} is given, but no output is divided by it; leave it out")
     batch, _, heads, _ = sizes_of(t[own], o.layout)
-    rows = {"B": batch, **({"N": t["cu_seqlens"].shape[0] - 1} if "cu_seqlens" in t else {})}
-    fits = scale.numel() == 1 or tuple(scale.shape) in [(heads,), *[(number, heads) for number in rows.values()]]
-    had = f"{label} is {tuple(scale.shape)} {scale.dtype} on {scale.device}; it must be fp32 on q's device"
-    of_heads = " or ".join([f"(H={heads})", *[f"({letter}={number}, H)" for letter, number in rows.items()]])
-    wrong = scale.dtype != torch.float32 or not fits or scale.device != t["q"].device
-    fail.when(wrong, f"{had}: one number, or one for each head, {of_heads}")
+    rows = (batch, t["cu_seqlens"].shape[0] - 1) if "cu_seqlens" in t else (batch,)
+    shapes = [scale.shape] if scale.numel() == 1 else [(), (heads,), (rows, heads)]
+    fail.unlike(label, scale, t["q"].device, (torch.float32,), *shapes)
 
 
 def check_whole_heads(op: Any, t: Tensors, o: Options) -> None:
     """The rule of a norm, and of other stages that need all elements of a head."""
-    fail, dim = Fail(op.function), t["q"].shape[-1]
+    fail, dim = Fail(op.function, op.label("q"), t["q"], o.layout), t["q"].shape[-1]
     others = {"a cache": "k_cache" in t, "dynamic scales": o.computed or o.per_row}
     others[transform.LABEL] = getattr(o, transform.LABEL)
-    for beside in [x for x, given in others.items() if given and norm.sums_heads(t, o)]:
-        fail(f"across_heads does not go with {beside}; pass mean_squares, or normalise before")
+    if norm.sums_heads(t, o):
+        fail.apart("across_heads", others, "pass mean_squares, or normalise before")
     norm.check(t, o, fail)
-    if o.inverse and norm.norm_of(o).kind != "no_norm":
-        fail("inverse does not go with norm; rotate back in a call without a norm")
+    with_norm = o.inverse and norm.norm_of(o).kind != "no_norm"
+    fail.apart("inverse", {"norm": with_norm}, "rotate back in a call without a norm")
     fail.when(o.group and dim % o.group, f"group is {o.group}; it must divide D={dim}")
     if o.out_dtype == "fp4" or ("k_cache" in t and PER_ITEM.get(t["k_cache"].dtype, 1) > 1):
         check_pairs(t, o, fail)
@@ -220,8 +217,7 @@ def check_results(op: Any, t: Tensors, o: Options) -> None:
     fail, q = Fail(op.function), t["q"]
     for letter in [x for x in "qkv" if x in t and (o.ulysses_degree or (f"{x}_out" in t and not o.per_row))]:
         x, out, word = t[letter], t.get(f"{letter}_out"), op.format_of(letter, t, o)
-        if x.device != q.device or x.dim() != q.dim():
-            fail(f"{letter} is {tuple(x.shape)} on {x.device} but q is {tuple(q.shape)} on {q.device}")
+        fail.unlike(letter, x, q.device, (x.dtype,), tuple(o.layout.upper()))
         ranks = o.ulysses_degree if out is None else len(out) if out.dim() == x.dim() + 1 else 0
         if ranks and x.shape[LAYOUT_AXES[o.layout][2]] % ranks:
             fail(f"{letter} is {named(x, o.layout)}; for {ranks} ranks it needs a multiple of {ranks} heads")
@@ -230,9 +226,8 @@ def check_results(op: Any, t: Tensors, o: Options) -> None:
         *shape, dim = (views.by_rank(x, o.layout, ranks) if ranks else x).shape
         dtype, _, per_item = FORMATS[word] if word else (x.dtype, 0, 1)
         must = (*shape, dim // per_item)
-        if out.shape != must or out.dtype != dtype or out.device != q.device:
-            hint = "; pass its transpose(1, 2)" if out.dim() == 4 and out.transpose(1, 2).shape == must else ""
-            had = f"out's {letter} is {tuple(out.shape)} {out.dtype} on {out.device}"
-            fail(f"{had}; it must be {must} {dtype} on {q.device}{hint}")
+        turned = out.shape != must and len(must) == 4 and out.shape == (must[0], *must[2:0:-1], must[3])
+        hint = "; pass its transpose(1, 2)" * turned
+        fail.unlike(f"out's {letter}", out, q.device, (dtype,), must, hint=hint)
         if per_item > 1 and out.stride(-1) != 1:
             fail(f"out's {letter} has strides {tuple(out.stride())}; for fp4 the last must be 1")

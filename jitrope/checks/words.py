@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..base import config
-from ..base.arguments import flag, number, refuse, whole, word
+from ..base.arguments import flag, number, parts, refuse, tensor, whole, word
 from ..base.errors import InvalidInput
 from ..base.layouts import LAYOUT_AXES, QKV_ORDERS
 from ..base.views import Tensors, heads_per_group
@@ -99,15 +99,10 @@ def _check_tensors(op: Any, tensors: Mapping[str, Any], o: Options, name: str) -
     ways = len(kinds) + ("cos" in tensors or "sin" in tensors)
     if ways > 1 or (ways == 0 and not op.goes_bare(tensors, o)) or ("cos" in tensors) != ("sin" in tensors):
         raise InvalidInput(f"{name}: {_missing_table(name, tensors, kinds)}")
-    needed = {*op.needed, "cos", "sin", *ONE_TABLE}
     for label in [label for label in op.needed if label not in tensors]:
         refuse(name, op.label(label), None, "a tensor")
     for label, x in tensors.items():
-        if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
-            tensor = "a strided tensor" if isinstance(x, Tensor) else "a tensor"
-            shown = (kinds or ["cos"])[0] if label == "second_cos" else op.label(label)
-            hint = f"; pass torch.from_numpy({shown})" if type(x).__name__ == "ndarray" else ""
-            refuse(name, shown, x, (tensor if label in needed else f"{tensor} or None") + hint)
+        tensor(name, op.label(label), x)
     return kinds[0] if kinds else "cos_sin"
 
 
@@ -143,13 +138,9 @@ def rotary_dim_of(name: str, words: Mapping[str, Any], head_dim: int, kind: str 
     """
     rotary_dim: int | None = _typed(name, "rotary_dim", words.get("rotary_dim"))
     offset: int = _typed(name, "rotary_offset", words.get("rotary_offset", 0))
-    if rotary_dim is not None or kind not in _TIMES_WIDTH:
-        return head_dim - offset if rotary_dim is None else rotary_dim
-    found = _TIMES_WIDTH[kind] * table_width
-    if found < 2 or found % 2:
-        width_words = "rotary_dim (even)" if kind == "cos_sin_cache" else "rotary_dim / 2"
-        raise InvalidInput(f"{name}: {kind} is {table_width} wide; it must be (P, W) with W = {width_words}")
-    return found
+    if rotary_dim is not None:
+        return rotary_dim
+    return _TIMES_WIDTH[kind] * table_width if kind in _TIMES_WIDTH else head_dim - offset
 
 
 def rotates_heads(tensors: Mapping[str, Tensor], words: Mapping[str, Any], head_dim: int) -> bool:
@@ -160,12 +151,13 @@ def rotates_heads(tensors: Mapping[str, Tensor], words: Mapping[str, Any], head_
 
 
 def _typed(name: str, label: str, value: Any) -> Any:
+    """The value of a word, checked; those that come from a value were checked as that was made."""
     if label in _WORDS:
         return word(name, label, value, _WORDS[label])
-    kind: Any = {bool: flag, type(None): flag, int: whole, float: number}.get(type(DEFAULTS[label]))
-    absent = value is None and (DEFAULTS[label] is None or label == "rotary_dim")
-    elsewhere = kind is None or label == "norm"  # it is checked
-    return value if absent or elsewhere else kind(name, label, value)
+    readers: Any = {bool: flag, type(None): flag, int: partial(whole, least=0), float: number}
+    read = readers.get(type(DEFAULTS[label]))
+    absent = value is None and label in ("interleaved_out", "rotary_dim")
+    return value if absent or read is None or label == "norm" else read(name, label, value)
 
 
 def check_asked(name: str, asked: Mapping[str, Any]) -> bool:
@@ -189,10 +181,3 @@ def second_tables(name: str, tables: dict[str, Any]) -> dict[str, Tensor]:
         had, other = (" and ".join(sorted(labels)) for labels in (given, second))
         raise InvalidInput(f"{name}: the first table is {had}, the second {other}; pass two of one kind")
     return dict(zip(("second_cos", "second_sin"), second.values()))
-
-
-def parts(name: str, label: str, value: Any, count: int) -> tuple[Any, ...]:
-    """The `count` items of an argument that is a list or a tuple."""
-    if not isinstance(value, (list, tuple)) or len(value) != count:
-        refuse(name, label, value, f"a tuple of {count} {'norms' if label == 'norm' else 'tensors'}")
-    return tuple(value)

@@ -6,11 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ..base.arguments import refuse
+from ..base.arguments import parts, refuse
 from ..base.errors import InvalidInput
+from ..base.fit import Fail
 from ..base.views import BLOCK_SCALES, Tensors
 from ..checks.checks import require_apart
-from ..checks.words import ONE_TABLE, parts, rotates_heads, unexpected
+from ..checks.words import ONE_TABLE, rotates_heads, unexpected
 from ..plan.options import Options
 from ..sinks.cache import KVCache
 from ..sinks.results import Ulysses
@@ -61,7 +62,10 @@ def gather(
     blocks = BLOCK_SCALES[0] in getattr(cache, "tensors", ())
     if op.whole or norm is not None or blocks or "computed" in own or TRANSFORM in own:  # they need whole heads
         words["norm"] = NO_NORM
-    forget_positions(tensors, words)
+    if tensors.keys().isdisjoint(_TABLE_NAMES):  # nothing is rotated
+        for label in WITHOUT_TABLE.split():
+            tensors.pop(label, None)
+            words.pop(label, None)
     for label, value, kind in (("norm", norm, Norm), ("cache", cache, KVCache)):
         if value is not None:
             add(name, label, value, kind, tensors, words)
@@ -89,16 +93,6 @@ def placed(op: Operation, tensors: Tensors, positions: Any) -> dict[str, Any]:
     return {}
 
 
-def forget_positions(tensors: Tensors, words: dict[str, Any]) -> None:
-    """Drop the positions of a call without a table, which rotates nothing."""
-    for name in _TABLE_NAMES:
-        if name in tensors:
-            return
-    for name in WITHOUT_TABLE.split():
-        tensors.pop(name, None)
-        words.pop(name, None)
-
-
 def add(name: str, label: str, value: Any, kind: Any, tensors: Tensors, words: dict[str, Any]) -> None:
     """Add the tensors and words of a value to those of a call."""
     if not isinstance(value, kind):
@@ -114,19 +108,16 @@ def sent(op: Operation, tensors: Tensors, words: dict[str, Any], quantize: Any =
     """
     out, given = words.pop("out", None), {}
     if isinstance(out, Ulysses) and op.name != "latent":
-        if "k_cache" in tensors:
-            raise InvalidInput(f"{op.function}: Ulysses does not go with a cache; leave out= out")
+        Fail(op.function).apart("Ulysses", {"a cache": "k_cache" in tensors}, "leave out= out")
         words.update(out.words)
     elif out is not None:
         items = zip(letters, parts(op.function, "out", out, len(letters)))
-        if "inplace" in words:
-            raise InvalidInput(f"{op.function}: inplace does not go with out; leave it out")
+        Fail(op.function).apart("inplace", {"out": "inplace" in words}, "leave it out")
         given = {letter: x for letter, x in items if x is not None}
         for letter, x in given.items():
-            if "k_cache" in tensors and letter != "q":
-                refuse(op.function, f"out's {letter}", x, f"None, because {letter} goes to the cache")
-            if op.name == "heads" and letter not in tensors:
-                refuse(op.function, f"out's {letter}", x, f"None, because {letter} is None")
+            why = "goes to the cache" if "k_cache" in tensors and letter != "q" else "is None"
+            if why != "is None" or (op.name == "heads" and letter not in tensors):
+                refuse(op.function, f"out's {letter}", x, f"None, because {letter} {why}")
     per = "token" if quantize is None else quantize.per
     tensors.update({f"{letter}_out": x for letter, x in given.items()})
     found = {} if per == "token" else with_scales(op, tensors, words, per)
@@ -138,8 +129,7 @@ def with_scales(op: Operation, tensors: Tensors, words: dict[str, Any], per: str
 
     per: a word of `DynamicQuantize`. With "kv_head" the heads of q that share a head of k have the largest of theirs.
     """
-    if "k_cache" in tensors:
-        raise InvalidInput(f"{op.function}: per={per!r} does not go with a cache; pass q's scales in Quantize")
+    Fail(op.function).apart(f"per={per!r}", {"a cache": "k_cache" in tensors}, "pass q's scales in Quantize")
     norm = words.get("norm", NO_NORM)
     of_v = words.pop("dynamic_v", False)
     own = {word: x for word, x in words.items() if word != "ulysses_degree"}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import flags, refuse, tensor, word
-from ..base.fit import Fail, check_device, named, sizes_of
+from ..base.fit import Fail, sizes_of
 from ..base.layouts import MAX_TOKENS
 from ..base.spec import INDEX_DTYPES, OF_NORM
 from ..base.views import BLOCK_SCALES, FORMATS, FP8, FP8S, GROUPS, PER_ITEM, SCALES, Tensors
@@ -120,31 +120,27 @@ def slots_of(cache: Tensor) -> int:
 
 def check(heads_of: Tensors, t: Tensors, o: Words, fail: Fail) -> None:
     """Refuse caches that do not fit k and v, by name, and each other. t: the call's tensors."""
-    k, blocks = heads_of["k"], BLOCK_SCALES[0] in t
-    allowed = [form.dtype for form in FORMATS.values()] if blocks else [k.dtype, *FP8S]
+    k, blocks, lead, groups = heads_of["k"], BLOCK_SCALES[0] in t, None, None
+    dtypes: tuple[torch.dtype, ...] = tuple([form.dtype for form in FORMATS.values()]) if blocks else (k.dtype, *FP8S)
     for letter, x in heads_of.items():
-        label, cache = f"{letter}_cache", t[f"{letter}_cache"]
-        _, _, heads, head_dim = sizes_of(x, o.layout)
-        known, per_item = cache.dtype in allowed, PER_ITEM.get(cache.dtype, 1) if blocks else 1
-        fits = cache.dim() in (3, 4) and tuple(cache.shape[-2:]) == (heads, head_dim // per_item)
-        width = "D" if per_item == 1 else f"D / {per_item}"
-        had = f"{letter} is {named(x, o.layout)} but {label} has shape {tuple(cache.shape)}"
-        must = f"it must be (slots, H, {width}) or (pages, rows, H, {width})"
-        fail.when(not fits and (known or not blocks), f"{had}; {must}")
-        check_device(label, cache, "k", k, fail)
-        *most, last = [f"k's {x}" if x == k.dtype else str(x) for x in allowed]
-        must = f"{'with block scales it must be' if blocks else 'allowed are'} {', '.join(most)}"
-        fail.when(not known, f"{label} is {cache.dtype}; {must} {'or' if blocks else 'and'} {last}")
+        label, cache, (_, _, heads, dim) = f"{letter}_cache", t[f"{letter}_cache"], sizes_of(x, o.layout)
+        per_item = PER_ITEM.get(cache.dtype, 1) if blocks else 1
+        leads = [("slots",), ("pages", "rows")] if lead is None else [lead]
+        of = fail if letter == "k" else fail._replace(owner="k_cache and v", heads=x)
+        of.unlike(label, cache, k.device, dtypes, *[(*own, heads, dim // per_item) for own in leads])
         had = f"{label} has strides {tuple(cache.stride())}"
         fail.when(per_item > 1 and cache.stride(-1) != 1, f"{had}; the last must be 1")
+        lead, dtypes = tuple(cache.shape[:-2]), (cache.dtype,)  # v's are those of k
         if blocks:
-            _check_block_scale(f"{letter}_block_scale", t, cache, head_dim, fail)
-    if "v" in heads_of:
-        _check_pair(t, ("k_cache", "v_cache"), slice(-2), fail)
-        if blocks:
-            _check_pair(t, BLOCK_SCALES, slice(-1, None), fail)
-        elif _is_apart(t["k_cache"]) != _is_apart(t["v_cache"]):
-            fail("k_cache and v_cache have their pages in different orders; give both the same strides")
+            scale, label, dim = t[f"{letter}_block_scale"], f"{letter}_block_scale", int(dim)  # a symbol has no hash
+            known = [x for x in SCALES.values() if x != FP8 or cache.dtype == FORMATS["fp4"].dtype]
+            sizes = tuple([dim // group for group in (dim, *GROUPS[::-1]) if dim % group == 0])
+            fours = [(lead[0], lead[1] // 4, 4)] if len(lead) == 2 and lead[1] % 4 == 0 else []
+            shapes = [(*own, heads, groups or sizes) for own in (lead, *fours)]
+            fail.unlike(label, scale, k.device, known if groups is None else (t[BLOCK_SCALES[0]].dtype,), *shapes)
+            groups = (scale.shape[-1],)
+    if "v" in heads_of and not blocks and _is_apart(t["k_cache"]) != _is_apart(t["v_cache"]):
+        fail("k_cache and v_cache have their pages in different orders; give both the same strides")
     slots = slots_of(t["k_cache"])
     fail.when(slots > MAX_TOKENS, f"the caches have {slots} slots; at most {MAX_TOKENS} are possible")
 
@@ -152,30 +148,6 @@ def check(heads_of: Tensors, t: Tensors, o: Words, fail: Fail) -> None:
 def _is_apart(cache: Tensor) -> bool:
     """Whether the pages of a cache have other memory between them. Those of an expanded cache are refused later."""
     return cache.dim() == 4 and cache.stride(0) != 0 and cache.stride(0) != cache.shape[1] * cache.stride(1)
-
-
-def _check_pair(t: Tensors, names: tuple[str, ...], axes: slice, fail: Fail) -> None:
-    """Refuse tensors of k and v that differ in their dtype or in these axes."""
-    k, v = (t[name] for name in names)
-    had = " but ".join([f"{name} is {tuple(t[name].shape)} {t[name].dtype}" for name in names])
-    fail.when(k.shape[axes] != v.shape[axes] or k.dtype != v.dtype, f"{had}; they must match")
-
-
-def _check_block_scale(label: str, t: Tensors, cache: Tensor, head_dim: int, fail: Fail) -> None:
-    scale, (*places, heads, _) = t[label], cache.shape
-    must = f"it must be {' or '.join(map(str, SCALES.values()))} on {cache.device}"
-    wrong = scale.dtype not in SCALES.values() or scale.device != cache.device
-    fail.when(wrong, f"{label} is {scale.dtype} on {scale.device}; {must}")
-    had = f"{label} is {scale.dtype}, but {label[0]}_cache is {cache.dtype}"
-    fail.when(scale.dtype == FP8 and cache.dtype != FORMATS["fp4"].dtype, f"{had}; only fp4 has scales in {FP8}")
-    head_dim = int(head_dim)  # a symbol has no hash, nor has one of the groups
-    sizes = {head_dim // group: group for group in (head_dim, *GROUPS) if head_dim % group == 0}
-    in_fours = len(places) == 2 and places[1] % 4 == 0
-    shapes = [(*places, heads), *([(places[0], places[1] // 4, 4, heads)] if in_fours else [])]
-    if scale.dim() == 0 or tuple(scale.shape[:-1]) not in shapes or scale.shape[-1] not in [*sizes]:
-        shown = " or ".join([f"({', '.join(map(str, shape))}, G)" for shape in shapes])
-        counts = ", ".join([f"{count} for groups of {group}" for count, group in sorted(sizes.items())])
-        fail(f"{label} has shape {tuple(scale.shape)}; with D={head_dim} it must be {shown}, where G is {counts}")
 
 
 def check_format(t: Tensors, o: Words, fail: Fail) -> None:

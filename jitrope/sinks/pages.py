@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..base import layouts
 from ..base.arguments import flags, refuse, tensor
-from ..base.fit import Fail, check_contiguous, check_integers, check_one_axis, sizes_of
+from ..base.fit import INTEGERS, Fail, sizes_of
 from ..base.spec import INDEX_DTYPES
 from ..base.views import Tensors
 from ..values.asked import Value
@@ -125,49 +125,35 @@ def lengths_of(t: Tensors) -> str:
 
 def check(t: Tensors, o: Words, fail: Fail) -> None:
     """Refuse slots, or a page table and its lengths, that do not fit the tokens and the cache."""
-    q, shape = t["q"], tuple(t["k_cache"].shape)
-    batch, seqlen, *_ = sizes_of(q, o.layout)
-    tokens = batch * seqlen
-    of_tokens = ("slot_mapping", *(("lengths", "batch_indices") if "batch_indices" in t else ()))
-    names = ("slot_mapping", "page_table", "page_indptr", "lengths", "cu_seqlens_q", "batch_indices")
-    for name in [name for name in names if name in t]:
-        label, x, table = lengths_of(t) if name == "lengths" else name, t[name], t.get("page_table", t[name])
-        check_integers(label, x, q, fail)
-        fail.when(x.dtype != table.dtype, f"{label} is {x.dtype} but page_table is {table.dtype}; they must match")
-        if name in of_tokens:
-            check_contiguous(label, x, fail)
-            fail.when(x.numel() != tokens, f"{label} has shape {tuple(x.shape)} for {tokens} tokens")
-            continue
-        if name != "page_table" or "page_indptr" in t:
-            check_one_axis(label, x, fail)
-        elif x.dim() != 2:
-            fail(f"page_table has shape {tuple(x.shape)}; it must be (N, max_pages) without page_indptr")
-        had = f"{label} has strides {x.stride()}"
-        fail.when(x.shape[-1] > 1 and x.stride(-1) != 1, f"{had}; its last axis must be contiguous")
-    if "slot_mapping" in t:
-        return
-    _check_counts(t, tokens, fail)
-    fail.when(len(shape) != 4, f"k_cache has shape {shape}; with a page table it must be (pages, rows, H, D)")
-    fail.when(shape[1] == 0, "k_cache has pages of 0 rows; a page table needs pages with rows")
-    if (e := t.get("errors")) is not None and (e.dtype != torch.int32 or e.numel() != 1 or e.device != q.device):
-        fail(f"errors is {tuple(e.shape)} {e.dtype} on {e.device}; it must be one int32 number on q's device")
-
-
-def _check_counts(t: Tensors, tokens: int, fail: Fail) -> None:
-    """Refuse tables, lengths and offsets of different numbers of sequences."""
-    sizes = {name: x.shape[0] for name, x in t.items() if x.dim()}  # len would make a symbol a number
-    if "batch_indices" in t:
-        label, count = "page_table", sizes["page_indptr"] - 1 if "page_indptr" in sizes else sizes["page_table"]
-    else:
-        label, count = lengths_of(t), sizes["lengths"]
-        if "page_indptr" not in sizes and sizes["page_table"] < count:
-            had = f"page_table has {sizes['page_table']} rows and seq_lens has {count} entries"
-            fail(f"{had}; it must have as many rows")
-        wrong = "cu_seqlens_q" not in sizes and tokens and (not count or tokens % count)
-        fail.when(wrong, f"{label} has {count} entries for {tokens} tokens; pass cu_seqlens_q")
-    for name in [name for name in ("page_indptr", "cu_seqlens_q", "cu_seqlens") if name in sizes]:
-        must = f"{name} must have one more"
-        fail.when(sizes[name] != count + 1, f"{name} has {sizes[name]} entries and {label} has {count}; {must}")
+    device, (batch, seqlen, *_) = t["q"].device, sizes_of(t["q"], o.layout)
+    tokens, dtypes, owner = batch * seqlen, INTEGERS, "q"
+    shapes: dict[str, list[tuple[int]]] = {"slot_mapping": []}  # []: a number for each token, with any axes
+    if "page_table" in t:
+        table, listed, of_cache = t["page_table"], "page_indptr" in t, tuple(t["k_cache"].shape)
+        fail.unlike("page_table", table, device, INTEGERS, ("n",) if listed else ("N", "max_pages"))
+        apart = table.shape[-1] > 1 and table.stride(-1) != 1
+        fail.when(apart, f"page_table has strides {table.stride()}; its last axis must be contiguous")
+        if "batch_indices" in t:
+            owner, count = "page_table", t["page_indptr"].numel() - 1 if listed else table.shape[0]
+            shapes = {"lengths": [], "batch_indices": []}
+        else:
+            owner, count = lengths_of(t), t["lengths"].numel()
+            shapes = {"lengths": [(count,)]}
+            had = f"{owner} has {count} entries"
+            fail.when(not listed and table.shape[0] < count, f"page_table has {table.shape[0]} rows, but {had}")
+            wrong = "cu_seqlens_q" not in t and tokens and (not count or tokens % count)
+            fail.when(wrong, f"{had} for {tokens} tokens; pass cu_seqlens_q")
+        dtypes = (table.dtype,)
+        shapes.update(page_indptr=[(count + 1,)], cu_seqlens_q=[(count + 1,)], cu_seqlens=[(count + 1,)])
+        fail.when(len(of_cache) != 4, f"k_cache has shape {of_cache}; with a page table it must be (pages, rows, H, D)")
+        fail.when(of_cache[1] == 0, "k_cache has pages of 0 rows; a page table needs pages with rows")
+        if "errors" in t:
+            fail.unlike("errors", t["errors"], device, (torch.int32,), (1,), ())
+    for name in [name for name in shapes if name in t]:
+        label, x, own = lengths_of(t) if name == "lengths" else name, t[name], shapes[name]
+        allowed = INTEGERS if name == "cu_seqlens" else dtypes  # positions have their own
+        fail.unlike(label, x, device, allowed, *own, contiguous=True, like=owner)
+        fail.when(not own and x.numel() != tokens, f"{label} has {x.numel()} entries for {tokens} tokens")
 
 
 def slots_of_pages(t: Tensors, tokens: int, pages: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:

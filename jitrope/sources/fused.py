@@ -75,16 +75,13 @@ class Fused(Operation):
         fail, qkv, norm, bias = Fail(self.function), t["qkv"], norm_of(o), t.get("bias")
         others = {"v_norm": norm.v_norm and "v_cache" not in t, "bias": bias is not None, "out's v": "v_out" in t}
         others |= {"v=True of quantize": o.dynamic_v, "Ulysses": o.ulysses_degree > 0}
-        for beside in [x for x, given in others.items() if given and not o.copy_v]:
-            fail(f"copy_v=False does not go with {beside}; leave copy_v out")
+        if not o.copy_v:
+            fail.apart("copy_v=False", others, "leave copy_v out")
         apart = "across_heads does not go with v_norm in fused QKV; split it, and pass q, k and v to prepare_qkv"
         fail.when(norm.across_heads and norm.v_norm, apart)
         if bias is not None:
-            own, shape, flat = tuple(bias.shape), tuple(qkv.shape[-2:]), (qkv.shape[-2] * qkv.shape[-1],)
-            had = f"qkv has shape {tuple(qkv.shape)} but bias {own}"
-            fail.when(own not in (shape, flat), f"{had}; it must be {shape} or {flat}, as the projection has it")
-            had = f"bias is {bias.dtype} on {bias.device} but qkv is {qkv.dtype} on {qkv.device}"
-            fail.when(bias.dtype != qkv.dtype or bias.device != qkv.device, f"{had}; they must match")
+            shapes = qkv.shape[-2:], (qkv.shape[-2] * qkv.shape[-1],)
+            fail.unlike("bias", bias, qkv.device, (qkv.dtype,), *shapes, like="qkv")
             fail.when(norm.of == "v", "the norm has of='v', which does not go with bias")
         super().check(t, o)
         q, groups = t.get("q_out"), fused_sizes(qkv, o)[0]

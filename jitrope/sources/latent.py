@@ -34,15 +34,17 @@ class Latent(Operation):
         return [({**t, "k": k, "v": v}, o)]
 
     def check(self, t: Tensors, o: Options) -> None:
-        fail, layout, (q, kv, k_pe) = Fail(self.function), o.layout, [t[label] for label in self.needed]
+        fail, layout, (q, kv, k_pe) = (
+            Fail(self.function, "q", t["q"], o.layout),
+            o.layout,
+            [t[label] for label in self.needed],
+        )
         if q.dim() == k_pe.dim() == len(layout) and q.shape[-1] < k_pe.shape[-1]:
             fail(f"q is {named(q, layout)} but k_pe {named(k_pe, layout)}; q's heads end in as many rotated elements")
-        for label, x in (("kv", kv), ("k_pe", k_pe)):
-            as_wide = x.dim() == len(layout) == q.dim() and x.shape[-1] > 0  # its own width is checked below
-            like = x[..., :1].expand(*x.shape[:-1], q.shape[-1]) if as_wide else x
-            check_heads(q, like, o, fail, "q", label)
-        if k_pe.shape[LAYOUT_AXES[layout][2]] != 1 or k_pe.shape[-1] != o.rotary_dim:
-            fail(f"k_pe is {named(k_pe, layout)}; it must have H=1, and D=rotary_dim={o.rotary_dim}")
+        check_heads(q, None, o, fail, "q", "")
+        for label, x, heads, width in (("kv", kv, "H", "D"), ("k_pe", k_pe, 1, o.rotary_dim)):
+            shape = [heads if axis == "h" else size for axis, size in zip(layout, q.shape)]
+            fail.unlike(label, x, q.device, (q.dtype,), (*shape[:-1], width))
         if o.v_dim < 1 or kv.shape[-1] != o.rotary_offset + o.v_dim:
             had = f"q is {named(q, layout)}, k_pe {named(k_pe, layout)} and kv {named(kv, layout)}"
             fail(f"{had}; kv must be wider than q less k_pe, {o.rotary_offset}, by the elements of a head of v")

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import flags, items, number, refuse, tensor, word
-from ..base.errors import InvalidInput
-from ..base.fit import USERS_NAMES, Fail, check_contiguous, check_device, check_floats, check_of_tokens, named, sizes_of
+from ..base.fit import FLOATS, USERS_NAMES, Fail, named, sizes_of
 from ..base.spec import DTYPES, OF_NORM
 from ..base.views import DTYPE_NAMES, MEANS, Tensors, canonical, elements_per_access, factor_view
 from ..values.asked import Value
@@ -130,17 +129,15 @@ class Norm(Value):
         weights = {"q_weight": q_weight, "k_weight": k_weight, "q_bias": q_bias, "k_bias": k_bias, "v_weight": v_weight}
         self.tensors = {label: tensor("Norm", label, x) for label, x in weights.items() if x is not None}
         on = flags("Norm", across_heads=across_heads, zero_centered=zero_centered, after_rope=after_rope, v_norm=v_norm)
-        apart = [label for label in self.tensors if label[0] not in of]
+        fail, said, layer = Fail("Norm"), f"of={of!r}", kind == "layer_norm"
+        apart = {label: label[0] not in of for label in self.tensors}
         if of == "v":
-            apart += [label for label in ("across_heads", "after_rope", "v_norm") if label in on]
-            apart += ["kind='layer_norm'"] * (kind == "layer_norm")
-        for label in apart:
-            raise InvalidInput(f"Norm: {label} does not go with of={of!r}; leave it out")
+            apart.update({label: label != "zero_centered" for label in on}, **{"kind='layer_norm'": layer})
+        for label, given in apart.items():
+            fail.apart(label, {said: given}, "leave it out")
         if mean_squares is not None:
-            without = {"across_heads=False": "across_heads" not in on, "v_norm": "v_norm" in on}
-            without.update({f"of={of!r}": of != "qk", f"kind={kind!r}": kind == "layer_norm"})
-            for label in [label for label, refused in without.items() if refused]:
-                raise InvalidInput(f"Norm: mean_squares does not go with {label}; leave one out")
+            others = {"across_heads=False": "across_heads" not in on, "v_norm": "v_norm" in on, said: of != "qk"}
+            fail.apart("mean_squares", {**others, f"kind={kind!r}": layer})
             must = "those of q and k: two tensors, or a tensor and None"
             means = items("Norm", "mean_squares", mean_squares, must)
             if len(means) != 2 or not isinstance(means[0], Tensor) or not isinstance(means[1], (Tensor, type(None))):
@@ -220,36 +217,27 @@ def check(t: Tensors, o: Words, fail: Fail) -> None:
         if name in t:
             batch, seqlen, *_ = sizes_of(t[letter], o.layout)
             shape = (seqlen,) if o.layout == "thd" else (batch, seqlen)
-            check_of_tokens(name, t[name], t[letter], [shape], fail)
+            of = fail._replace(owner=letter, heads=t[letter])
+            of.unlike(label, t[name], t[letter].device, (torch.float32,), shape)
     fail.when(norm.of == "k" and "k" not in t, "the norm has of='k', but k is not given")
     fail.when(norm.v_norm and "k_cache" in t and "v" not in t, "the norm has v_norm, but v is not given")
     if norm.of == "v" and "v_cache" not in t:
         fail("the norm has of='v', which goes with a cache of v; without one pass v as q to a call of its own")
-    _check_weights(t, o, fail)
-
-
-def _check_weights(t: Tensors, o: Words, fail: Fail) -> None:
-    """Refuse weights and biases of a norm that do not fit q, k, v and each other."""
-    norm, weights = norm_of(o), {label: t[label] for label in WEIGHTS if label in t}
-    for label, weight in weights.items():
-        owner = label[0]
+    dtypes, like = FLOATS, ""
+    for label in [label for label in WEIGHTS if label in t]:
+        owner, weight = label[0], t[label]
         fail.when(owner not in t, f"{label} is given, but {owner} is not")
         wrong = label.endswith("bias") and norm.kind != "layer_norm"
         fail.when(wrong, f"{label} goes with kind='layer_norm'; pass it, or leave {label} out")
-        x = t[owner]
-        _, _, heads, size = sizes_of(x, o.layout)
+        _, _, heads, size = sizes_of(t[owner], o.layout)
         whole = norm.across_heads or owner == "v"
         size = heads * size if whole else size
+        had = f"{owner}{' of qkv' * (o.q_per_group > 0)} is {named(t[owner], o.layout)}"
+        must = f"(H D), {size} numbers" if whole else f"(D), {size} numbers, or H D with across_heads"
         if weight.dim() != 1 or weight.shape[0] != size:
-            of = f"{owner} of qkv" if o.q_per_group else owner
-            had = f"{of} is {named(x, o.layout)} but {label} has shape {tuple(weight.shape)}"
-            must = f"(H D), {size} numbers" if whole else f"(D), {size} numbers, or H D with across_heads"
-            fail(f"{had}; it must be {must}")
-        check_floats(label, weight, fail)
-        check_contiguous(label, weight, fail)
-        check_device(label, weight, "q", x, fail)
-    had = " but ".join([f"{label} is {weight.dtype}" for label, weight in weights.items()])
-    fail.when(len({weight.dtype for weight in weights.values()}) > 1, f"{had}; they must match")
+            fail(f"{had} but {label} has shape {tuple(weight.shape)}; it must be {must}")
+        fail.unlike(label, weight, t[owner].device, dtypes, contiguous=True, like=like)
+        dtypes, like = (weight.dtype,), like or label  # all have one
 
 
 def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..base import layouts, partition
 from ..base.arguments import flags, refuse, tensor, whole, wholes
-from ..base.fit import Fail, check_contiguous, check_integers, check_one_axis, check_shape, named, sizes_of
+from ..base.fit import INTEGERS, Fail, named, sizes_of
 from ..base.spec import INDEX_DTYPES, MAX_AXES
 from ..base.views import Tensors
 from ..values.asked import Value
@@ -27,7 +27,7 @@ class Positions(Value):
         name = type(self).__name__
         if start_positions is not None:
             self.tensors["start_positions"] = tensor(name, "start_positions", start_positions)
-        size, rank = whole(name, "cp_size", cp_size), whole(name, "cp_rank", cp_rank)
+        size, rank = whole(name, "cp_size", cp_size, 1), whole(name, "cp_rank", cp_rank, 0)
         if size != 1 or rank != 0:
             self.words.update(cp_size=size, cp_rank=rank)
 
@@ -70,7 +70,7 @@ class Packed(Positions):
         self.tensors = {"cu_seqlens": tensor("Packed", "cu_seqlens", cu_seqlens)}
         self.words = {"layout": "thd"}
         if max_seqlen is not None:
-            self.words["max_seqlen"] = whole("Packed", "max_seqlen", max_seqlen)
+            self.words["max_seqlen"] = whole("Packed", "max_seqlen", max_seqlen, 0)
         self.words.update(flags("Packed", packed_table=packed_table))
         self._placed(start_positions, cp_size, cp_rank)
 
@@ -227,36 +227,27 @@ def label(o: Words) -> str:
 
 def check(t: Tensors, pairs: int, o: Words, fail: Fail) -> None:
     """Refuse positions that do not fit q, and each other. pairs: those of a head that are rotated."""
-    q, size, unrotated = t["q"], o.cp_size, o.unrotated
-    batch, seqlen, *_ = sizes_of(q, o.layout)
-    fail.when(unrotated < 0, f"unrotated is {unrotated}; it cannot be negative")
+    q, size, sections = t["q"], o.cp_size, o.mrope_section
+    rows, seqlen, *_ = sizes_of(q, o.layout)
     check_counted(label(o), "position_ids" in t, o, fail)
     check_counted("packed_table", o.packed_table and not bare(o), o, fail)
-    fail.when(size < 1, f"cp_size is {size}; it must be at least 1")
-    fail.when(not (0 <= o.cp_rank < size), f"cp_rank is {o.cp_rank}; it must be from 0 to cp_size - 1 = {size - 1}")
-    for name in [name for name in ("cu_seqlens", "start_positions") if name in t]:
-        check_integers(name, t[name], q, fail)
-        check_one_axis(name, t[name], fail)
-        check_contiguous(name, t[name], fail)
-    rows, of = batch, "batch rows"
+    fail.when(o.cp_rank >= size, f"cp_rank is {o.cp_rank}; it must be from 0 to cp_size - 1 = {size - 1}")
     if "cu_seqlens" in t:
-        rows, of = t["cu_seqlens"].shape[0] - 1, "sequences"
+        fail.unlike("cu_seqlens", t["cu_seqlens"], q.device, INTEGERS, ("N + 1",), contiguous=True)
+        rows = t["cu_seqlens"].shape[0] - 1  # len would make a symbol a number
         fail.when(o.layout != "thd", f"cu_seqlens goes with layout 'thd', not {o.layout!r}; leave layout out")
-        fail.when(o.max_seqlen < 0, f"max_seqlen is {o.max_seqlen}; it cannot be negative")
         fail.when(rows < 0, "cu_seqlens is empty; it must have N + 1 offsets")
     elif size != 1 and seqlen % 2 != 0:
         fail(f"q is {named(q, o.layout)}; with cp_size={size} S must be even, for two equal chunks")
     if "start_positions" in t:
-        count = t["start_positions"].shape[0]  # len would make a symbol a number
-        fail.when(count != rows, f"start_positions has {count} entries for {rows} {of}")
+        starts, like = t["start_positions"], "cu_seqlens" * ("cu_seqlens" in t)
+        fail.unlike("start_positions", starts, q.device, INTEGERS, (rows,), contiguous=True, like=like)
     if "position_ids" in t:
-        check_integers(label(o), t["position_ids"], q, fail)
-        sections = o.mrope_section
         if sections and (len(sections) > MAX_AXES or sum(sections) != pairs):
             fail(f"mrope_section is {tuple(sections)}; it must be at most {MAX_AXES} numbers of pairs, {pairs} in all")
         axes = (len(sections),) if sections else ()
-        allowed = [(*axes, *row, seqlen) for row in [(), *([] if o.layout == "thd" else [(1,), (batch,)])]]
-        check_shape(label(o), t["position_ids"], allowed, fail, f"q is {named(q, o.layout)} but ")
+        allowed = [(*axes, seqlen), *([] if o.layout == "thd" else [(*axes, (1, rows), seqlen)])]
+        fail.unlike(label(o), t["position_ids"], q.device, INTEGERS, *allowed)
 
 
 def check_counted(word: str, given: bool, o: Words, fail: Fail) -> None:

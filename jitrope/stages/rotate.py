@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import InvalidInput
-from ..base.fit import USERS_NAMES, Fail, is_float, named, sizes_of
+from ..base.fit import FLOATS, USERS_NAMES, Fail, named, sizes_of
 from ..base.spec import DTYPES, OF_NORM
 from ..base.views import DTYPE_NAMES, Tensors, per_head, table_pair, table_view
 from . import positions
@@ -104,10 +104,9 @@ def check_moved(name: str, norm: bool, o: Words, rotate_k: bool) -> None:
             raise InvalidInput(f"{name}: interleaved_out does not go with {word}, {why}; leave {word}=True out")
 
 
-def check_dims(owner: str, head_dim: int, o: Words, fail: Fail) -> None:
-    """Refuse to rotate elements that a head does not have. owner: the head's name."""
+def check_dims(head_dim: int, o: Words, fail: Fail) -> None:
+    """Refuse to rotate elements that a head does not have."""
     begin, end = o.rotary_offset, o.rotary_offset + o.rotary_dim
-    fail.when(begin < 0, f"rotary_offset is {begin}; it cannot be negative")
     most = f"D - rotary_offset={head_dim - begin}" if begin else f"D={head_dim}"
     had = f"rotary_dim{', by default D,' if end == head_dim and not begin else ''} is {o.rotary_dim}"
     wrong = o.rotary_dim % 2 != 0 or not (begin < end <= head_dim)
@@ -134,10 +133,11 @@ def check(t: Tensors, o: Words, fail: Fail) -> None:
         fail.when(wrong, f"freqs is {x.dtype}; the angles must be computed and passed in fp32")
         hint = "; pass a complex table as freqs_cis=table" if x.is_complex() else ""
         had = f"{label} is {x.dtype}; allowed are fp32, fp16, bf16, and fp64 with rounding='complex128'"
-        fail.when(not is_float(x) and not (wide and x.dtype == torch.float64), f"{had}{hint}")
+        fail.when(x.dtype not in FLOATS and not (wide and x.dtype == torch.float64), f"{had}{hint}")
+        fail.unlike(label, x, t["q"].device, (x.dtype,))
     had = f"cos is {tuple(cos.shape)} {cos.dtype} but sin is {tuple(sin.shape)} {sin.dtype}"
     fail.when(cos.shape != sin.shape or cos.dtype != sin.dtype, f"{had}; they must match")
-    fail.when(kind == "freqs" and o.shifts, "freqs does not go with Shifts; pass cos and sin")
+    fail.apart("freqs", {"Shifts": kind == "freqs" and o.shifts}, "pass cos and sin")
     if wide and (kind == "freqs" or "cu_seqlens" in t):
         fail("rounding='complex128' does not go with freqs or cu_seqlens; pass cos and sin, and position_ids")
     fail.when(kind != "freqs" and o.mscale != 1, "mscale goes with freqs; multiply cos and sin by it instead")

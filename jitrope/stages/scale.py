@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import field
 
+import torch
 from torch import Tensor
 
-from ..base.fit import Fail, check_of_tokens, sizes_of
+from ..base.fit import USERS_NAMES, Fail, sizes_of
 from ..base.layouts import Words
 from ..base.views import Tensors, factor_view
 
@@ -24,8 +25,9 @@ class Fields:
 def check(t: Tensors, seqlen: int, o: Words, fail: Fail) -> None:
     """Refuse a factor that does not fit q. seqlen: the tokens of a batch row."""
     if "q_factor" in t:
-        rows = [] if o.layout == "thd" else [(1, seqlen), (sizes_of(t["q"], o.layout)[0], seqlen)]
-        check_of_tokens("q_factor", t["q_factor"], t["q"], [(), (seqlen,), *rows], fail)
+        rows = [] if o.layout == "thd" else [((1, sizes_of(t["q"], o.layout)[0]), seqlen)]
+        label, device = USERS_NAMES[LABEL], t["q"].device
+        fail.unlike(label, t[LABEL], device, (torch.float32,), (), (seqlen,), *rows)
 
 
 def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:

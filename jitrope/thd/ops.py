@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..base import arguments
-from ..base.fit import Fail, is_float
+from ..base.fit import FLOATS, Fail
 from ..base.layouts import MAX_TOKENS
 from ..base.partition import Mask
 from ..base.spec import ACCESS_BYTES
@@ -89,7 +89,7 @@ def check_lse(packed: bool, cu_seqlens: Tensor, fail: Fail, **given: Tensor) -> 
 
 def check_step(label: str, out: Tensor, step: Tensor, cu_seqlens: Tensor, first: str, second: str, fail: Fail) -> None:
     """Refuse a step that does not have the rows of the halves that it changes."""
-    if out.dim() != 3 or not is_float(out):
+    if out.dim() != 3 or out.dtype not in FLOATS:
         fail(f"{label} is {tuple(out.shape)} {out.dtype}; it must be (T, H, D) fp32, fp16 or bf16")
     rows = (len(out) + 1) // 2 if second == "nothing" else len(out) // 2 if first == "nothing" else len(out)
     alike = (step.shape[1:], step.dtype, step.device) == (out.shape[1:], out.dtype, out.device)
@@ -116,7 +116,7 @@ def rows_calls(move: Move) -> list[Call] | None:
     inputs, outputs, map, cu_seqlens, lengths, table, shape = move
     sums, sources = (False, 1) if table is None or table.dim() == 1 else (True, len(table))
     whole = all(x.is_contiguous() or x.numel() == 0 or x[0].is_contiguous() for x in (*inputs, *outputs))
-    if not whole or len(outputs) > 2 or (sums and not is_float(inputs[0])):
+    if not whole or len(outputs) > 2 or (sums and inputs[0].dtype not in FLOATS):
         return None
     rows = len(outputs[0])  # widths and strides are in bytes
     widths, in_widths = ([x.shape[1:].numel() * x.itemsize * (len(x) > 0) for x in xs] for xs in (outputs, inputs))
