@@ -716,7 +716,7 @@ def test_autocast_and_fp64_are_not_fused() -> None:
     assert report.reasons == {"autocast": 2 * 3}
     inputs = {key: zoo.moved(value, "cpu", torch.float64) for key, value in inputs.items()}
     report = same_as_stock(model.double(), inputs, {"host": 6})
-    assert all("torch.float64" in reason for reason in report.reasons)
+    assert all("is float64; it must be" in reason for reason in report.reasons)
 
 
 @pytest.mark.parametrize(
@@ -761,7 +761,7 @@ def full_tables(seqlen: int = 6, head_dim: int = 16) -> tuple[Tensor, Tensor]:
     ("change", "reason"),
     [
         (lambda x, cos, sin: (x, cos.double(), sin.double()), "cos is torch.float64"),
-        (lambda x, cos, sin: (x.double(), cos, sin), "q is torch.float64"),
+        (lambda x, cos, sin: (x.double(), cos, sin), "q is float64"),
         (lambda x, cos, sin: (x, cos[:1], sin[:1]), "the tables' shape"),
         (lambda x, cos, sin: (x.repeat(1, 1, 1, 33), cos.repeat(1, 33), sin.repeat(1, 33)), "at most 512 is possible"),
     ],

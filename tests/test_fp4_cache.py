@@ -142,25 +142,29 @@ def test_refusals() -> None:
         refused("v_block_scale", v_block_scale=stranger)
     scale = torch.zeros(PAGES, ROWS, 2, 4)
     refused(
-        r"k_block_scale is \(5, 8, 2, 4\) torch.float32 but v_block_scale is .*; they must match", k_block_scale=scale
+        r"v_block_scale is float8_e4m3fn; it must be \(5, 8, 2, 4\) or \(5, 2, 4, 2, 4\), float32", k_block_scale=scale
     )
     refused(
-        r"v_block_scale has shape \(5, 8, 2, 3\); with D=64 it must be \(5, 8, 2, G\) or",
+        r"v_block_scale is .*; it must be \(5, 8, 2, 4\) or \(5, 2, 4, 2, 4\), float8_e4m3fn",
         v_block_scale=scale.to(FP8)[..., :3],
     )
     refused("v_block_scale has strides .*; its elements overlap in memory", v_block_scale=scale.to(FP8)[:1].expand(
         PAGES, ROWS, 2, 4))  # fmt: skip
     refused(
-        "k_cache is torch.bfloat16; with block scales it must be", k_cache=torch.zeros(PAGES, ROWS, 2, 32).bfloat16()
+        r"k_cache is bfloat16; it must be .*, float8_e4m3fn or float8_e5m2 or int8 or float4",
+        k_cache=torch.zeros(PAGES, ROWS, 2, 32).bfloat16(),
     )
     refused(
-        "k_cache has shape .*must be .slots, H, D / 2.",
+        r"k_cache is .*; it must be \(slots, 2, 32\) or \(pages, rows, 2, 32\)",
         k_cache=torch.zeros(PAGES, ROWS, 2, 64).to(torch.uint8).view(FP4),
     )
-    refused("only fp4 has scales in torch.float8_e4m3fn", k_cache=torch.zeros(PAGES, ROWS, 2, 64).to(FP8))
-    refused("k_block_scale has shape .*; with D=40 it must be .*, where G is 1 for groups of 40", d=40,
+    refused(
+        r"k_block_scale is float8_e4m3fn; it must be \(5, 8, 2, 1\|2\|4\) or \(5, 2, 4, 2, 1\|2\|4\)",
+        k_cache=torch.zeros(PAGES, ROWS, 2, 64).to(FP8),
+    )
+    refused(r"k_block_scale is .*; it must be \(5, 8, 2, 1\) or \(5, 2, 4, 2, 1\)", d=40,
             k_cache=torch.zeros(PAGES, ROWS, 2, 20, dtype=torch.uint8).view(FP4))  # fmt: skip
-    refused("k_scale is .*; it must be fp32 on q's device", k_scale=torch.ones(3))
+    refused(r"k_scale is .*; it must be \(\) or \(2,\) or \(1, 2\), float32", k_scale=torch.ones(3))
     refused(
         "quantize makes q fp8 .*, but k_cache and k_block_scale are fp4 .*; they must match", quantize=DynamicQuantize()
     )
@@ -170,5 +174,5 @@ def test_refusals() -> None:
     words = Caches("NHD", (2, 2), 64, "cpu").words
     shared = words["k_cache"].view(torch.uint8).flatten()[: scale.numel()].view(FP8).view(scale.shape)
     refused("k_cache and k_block_scale share memory", k_cache=words["k_cache"], k_block_scale=shared)
-    refused("k_cache is torch.uint8|k_cache is torch.float4|k is .* but k_cache has shape", k_block_scale=None,
+    refused("k_cache is .*; it must be", k_block_scale=None,
             v_block_scale=None)  # fmt: skip

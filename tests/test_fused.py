@@ -220,7 +220,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "a weight": ({"norm": Norm(torch.ones(4))}, r"H=4, D=8\) but q_weight .* it must be \(D\), 8 numbers, or H D with"),
     "k's weight": ({"norm": Norm(W, torch.ones(4))}, r"k of qkv is \(B=2, S=6, H=2, D=8\) but k_weight has shape \(4"),
     "a bias": ({"norm": Norm(W, q_bias=W)}, "q_bias goes with kind='layer_norm'"),
-    "dtypes": ({"norm": Norm(W, W.half())}, "they must match"),
+    "dtypes": ({"norm": Norm(W, W.half())}, "k_weight is float16; it must be float32, contiguous"),
     "another value": ({"norm": W}, "norm is .*; it must be a jitrope.Norm"),
     "inverse": ({"inverse": True}, "inverse does not go with norm"),
     "shifts": ({"positions": jitrope.Shifts(torch.zeros(6, dtype=torch.int64))}, "shifts does not go with"),
@@ -230,10 +230,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"heads": (0, 2)}, r"heads\[0\] is 0"),
     "a gradient in place": ({"inplace": True, "norm": Norm(W.clone().requires_grad_())}, "has no gradient in place"),
     "a view of v and a bias": ({"bias": torch.ones(64), "copy_v": False}, "copy_v=False does not go with bias"),
-    "size of a bias": ({"bias": torch.ones(63)}, r"qkv has .* but bias \(63,\); it must be \(2, 32\) or"),
-    "axes of a bias": ({"bias": torch.ones(1, 2, 32)}, r"bias \(1, 2, 32\); it must be \(2, 32\) or \(64,\)"),
-    "dtype of a bias": ({"bias": torch.ones(64).bfloat16()}, "bias is torch.bfloat16 on cpu but qkv is torch.float32"),
-    "device of a bias": ({"bias": torch.ones(64, device="meta")}, "bias is torch.float32 on meta but qkv"),
+    "size of a bias": ({"bias": torch.ones(63)}, r"bias is .*; it must be \(2, 32\) or \(64,\), float32"),
+    "axes of a bias": ({"bias": torch.ones(1, 2, 32)}, r"bias is .*; it must be \(2, 32\) or \(64,\), float32"),
+    "dtype of a bias": ({"bias": torch.ones(64).bfloat16()}, r"bias is bfloat16; it must be .*, float32"),
+    "device of a bias": ({"bias": torch.ones(64, device="meta")}, "bias is .* on meta; it must be .* on cpu like qkv"),
     "a number as a bias": ({"bias": 1.0}, "bias is 1.0; it must be a tensor"),
     "order": ({"order": "qkv"}, "qkv has shape .*, but heads=.4, 2. with order='qkv' are 8 heads of D elements"),
 }  # fmt: skip
@@ -290,7 +290,7 @@ def test_refusals_beside_other_stages() -> None:
     refused("prepare_fused_qkv: hadamard is given beside quantize", quantize=Quantize(1.0), hadamard=True)
     refused("quantize has a k_scale, but k goes to the cache", quantize=Quantize(1.0, 1.0))
     refused("copy_v=False does not go with bias", bias=bias, copy_v=False)
-    refused("bias is torch.float32", bias=bias.float())
+    refused(r"bias is float32; it must be \(2, 320\) or \(640,\), bfloat16", bias=bias.float())
     refused("heads=.14, 2. with order='grouped' are 18 heads of D elements", heads=(14, 2))
     refused("heads is 'a'", heads="a")
     refused("order is 'b'", order="b")
@@ -301,6 +301,6 @@ def test_refusals_beside_other_stages() -> None:
     buffer = torch.zeros(2, 5, 10 * 64).bfloat16()
     out = (buffer[..., : 6 * 64].unflatten(2, (-1, 64)), None, None)
     refused("out's q and qkv share memory", buffer.unflatten(2, (2, -1)), out=out)
-    refused(r"out's q is \(2, 5, 6, 32\) .*; it must be \(2, 5, 6, 64\)", out=(out[0][..., :32], None, None))
+    refused(r"out's q is .*; it must be \(2, 5, 6, 64\), bfloat16", out=(out[0][..., :32], None, None))
     out = (None, None, torch.zeros(2, 5, 2, 64).bfloat16())
     refused("copy_v=False does not go with out's v", cache=None, copy_v=False, out=out)

@@ -1082,8 +1082,8 @@ def test_refusals_write_nothing() -> None:
     q, k, cos, sin, _ = make(case_named("halves"), DEVICE)
     before = q.clone()
     for arguments, message in (
-        ((q, k, cos.cpu(), sin), "cos is on cpu but q is on cuda:0"),
-        ((q, k.cpu(), cos, sin), "k is torch.bfloat16 on cpu"),
+        ((q, k, cos.cpu(), sin), "cos is .*, on cpu; it must be .*, on cuda:0 like q"),
+        ((q, k.cpu(), cos, sin), "k is .*, on cpu; it must be .*, on cuda:0 like q"),
         ((q, k, cos[:2], sin[:2]), "cos has 2 rows"),
     ):
         for _ in range(2):  # the second time too

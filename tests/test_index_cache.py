@@ -283,13 +283,19 @@ def test_refusals() -> None:
     refused("k_scale is given, but no output is divided by it", k_scale=1.0)
     refused("the norm has v_norm, but v is not given", norm=Norm(v_norm=True))
     halves, e4m3, three = cache.scales.half(), cache.scales.to(E4M3), torch.zeros(5, 4, 1, 3)
-    refused("k_block_scale is torch.float16 on cpu; it must be torch.float32 or .* on cpu", k_block_scale=halves)
-    refused("k_block_scale is torch.float8_e4m3fn, but k_cache is .*; only fp4 has scales in", k_block_scale=e4m3)
-    shapes = r"shape \(5, 4, 1, 3\); with D=128 it must be \(5, 4, 1, G\) or \(5, 1, 4, 1, G\), where G is 1 for groups"
+    refused(
+        r"k_block_scale is float16; it must be \(5, 4, 1, 1\|2\|4\|8\) or",
+        k_block_scale=halves,
+    )
+    refused(
+        r"k_block_scale is float8_e4m3fn; it must be \(5, 4, 1, 1\|2\|4\|8\) or \(5, 1, 4, 1, 1\|2\|4\|8\)",
+        k_block_scale=e4m3,
+    )
+    shapes = r"k_block_scale is .*; it must be \(5, 4, 1, 1\|2\|4\|8\) or \(5, 1, 4, 1, 1\|2\|4\|8\)"
     refused(shapes, k_block_scale=three)
     refused("v_block_scale is None; it must be a tensor", v=v, v_cache=cache.values)
     other = Cache("cpu", group=64)
-    both = r"k_block_scale is \(5, 4, 1, 1\) .* but v_block_scale is \(5, 4, 1, 2\) .*; they must match"
+    both = r"v_block_scale is .*; it must be \(5, 4, 1, 1\) or \(5, 1, 4, 1, 1\), float32"
     refused(both, v=v, v_cache=other.values, v_block_scale=other.scales)
     differs = "quantize makes q fp8 with a scale of fp32 for 32 elements, but k_cache and k_block_scale are fp8 with a "
     refused(f"{differs}scale of fp32 for 128 elements; they must match", quantize=DynamicQuantize(group=32))

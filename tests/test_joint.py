@@ -103,7 +103,10 @@ def test_one_launch(way: str, norm: str) -> None:
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
-    "ids": ({"cos": COS, "sin": SIN, "positions": IDS[:, 1:]}, r"positions has shape \(2, 7\); allowed are \(8,\)"),
+    "ids": (
+        {"cos": COS, "sin": SIN, "positions": IDS[:, 1:]},
+        r"positions is .*; it must be \(8,\) or \(1\|2, 8\), int32",
+    ),
     "ids beside two tables": ({**WAYS["two tables"], "positions": IDS}, "positions does not go with a table for each"),
     "unrotated beside two tables": ({**WAYS["two tables"], "unrotated": 1}, "unrotated does not go with a table for"),
     "two tables of angles": ({"freqs": (ANGLES, ANGLES)}, "freqs does not go with a table for each stream"),
@@ -208,10 +211,14 @@ def test_refusals_of_stages() -> None:
     )
     refused("start_positions does not go with two streams", quantize=quantize, positions=Starts(IDS[0, :2]))
     refused("out is .*; it must be a tuple of 3 tensors", out=given[0])
-    refused(r"out's q is \(2, 7, 4, 64\) .*; it must be \(2, 8, 4, 64\)", out=(torch.zeros(2, 7, 4, 64), None, None))
+    refused(r"out's q is float32; it must be \(2, 8, 4, 64\), bfloat16", out=(torch.zeros(2, 7, 4, 64), None, None))
     refused("q is .*; for 3 ranks it needs a multiple of 3 heads", out=Ulysses(3))
     of_rows = DynamicQuantize(per="head")
-    refused(r"out's q is \(2, 9, 4, 64\)", quantize=of_rows, out=(torch.zeros(2, 9, 4, 64).to(FP8), None, None))
+    refused(
+        r"out's q is .*; it must be \(2, 8, 4, 64\), float8_e4m3fn",
+        quantize=of_rows,
+        out=(torch.zeros(2, 9, 4, 64).to(FP8), None, None),
+    )
     wants = [x.clone().requires_grad_() for x in given]
     buffer = torch.zeros(2, 8, 4, 64).bfloat16()
     text = "first's q requires .*; use a call without cache, quantize and out, or torch.no_grad"

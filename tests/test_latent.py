@@ -110,15 +110,33 @@ def test_one_launch_each_way() -> None:
 Q, KV, K_PE, TABLE = (torch.ones(2, 6, *s) for s in ((4, 48), (3, 56), (1, 16), (8,)))
 REFUSALS = {
     "kv is narrow": ({"kv": KV[..., :32]}, r"q is \(B=2, S=6, H=4, D=48\), k_pe .* and kv .*D=32\); kv must be wider"),
-    "heads of k_pe": ({"k_pe": K_PE.expand(2, 6, 3, 16)}, r"k_pe is \(B=2, S=6, H=3, D=16\); it must have H=1"),
+    "heads of k_pe": (
+        {"k_pe": K_PE.expand(2, 6, 3, 16)},
+        r"k_pe is .*; it must be \(2, 6, 1, 16\), float32, .* like q \(B=2, S=6, H=4, D=48\)",
+    ),
     "odd k_pe": ({"k_pe": K_PE[..., :15]}, "rotary_dim is 15; it must be even"),
     "wide k_pe": ({"k_pe": torch.ones(2, 6, 1, 50)}, r"q is .* but k_pe .*; q's heads end in as many rotated elements"),
-    "tokens of kv": ({"kv": KV[:, :5]}, r"q is \(B=2, S=6.* but kv is \(B=2, S=5"),
-    "tokens of k_pe": ({"k_pe": K_PE[:, :5]}, r"q is \(B=2, S=6.* but k_pe is \(B=2, S=5"),
-    "axes of kv": ({"kv": KV.flatten(2)}, r"kv has shape \(2, 6, 168\), layout 'bshd' needs 4 axes"),
-    "axes of k_pe": ({"k_pe": K_PE[:, :, 0]}, r"k_pe has shape \(2, 6, 16\), layout 'bshd' needs 4 axes"),
-    "a number": ({"kv": torch.ones(())}, r"kv has shape \(\), layout 'bshd' needs 4 axes"),
-    "dtype": ({"kv": KV.half()}, "kv is torch.float16 on cpu but q is torch.float32"),
+    "tokens of kv": (
+        {"kv": KV[:, :5]},
+        r"kv is .*; it must be \(2, 6, H, D\), float32, .* like q \(B=2, S=6, H=4, D=48\)",
+    ),
+    "tokens of k_pe": (
+        {"k_pe": K_PE[:, :5]},
+        r"k_pe is .*; it must be \(2, 6, 1, 16\), float32, .* like q \(B=2, S=6, H=4, D=48\)",
+    ),
+    "axes of kv": (
+        {"kv": KV.flatten(2)},
+        r"kv is .*; it must be \(2, 6, H, D\), float32, .* like q \(B=2, S=6, H=4, D=48\)",
+    ),
+    "axes of k_pe": (
+        {"k_pe": K_PE[:, :, 0]},
+        r"k_pe is .*; it must be \(2, 6, 1, 16\), float32, .* like q \(B=2, S=6, H=4, D=48\)",
+    ),
+    "a number": (
+        {"kv": torch.ones(())},
+        r"kv is .*; it must be \(2, 6, H, D\), float32, .* like q \(B=2, S=6, H=4, D=48\)",
+    ),
+    "dtype": ({"kv": KV.half()}, r"kv is float16; it must be \(2, 6, H, D\), float32"),
     "not a tensor": ({"k_pe": None}, "k_pe is None; it must be a tensor"),
     "nested": (
         {"q": torch.nested.nested_tensor([Q[0], Q[1, :5]])},
@@ -162,7 +180,7 @@ def test_refusals_of_fp8() -> None:
         (1, "quantize is 1; it must be a jitrope.Quantize"),
         (jitrope.DynamicQuantize(), r"quantize is DynamicQuantize\(.*; it must be a jitrope.Quantize"),
         (one, "k_scale is missing"),
-        (jitrope.Quantize(1.0, 1.0, five), r"v_scale is \(5,\) .*\(H=3\)"),
+        (jitrope.Quantize(1.0, 1.0, five), r"v_scale is .*; it must be \(\) or \(3,\) or \(2, 3\), float32"),
         (jitrope.Quantize(1.0, 1.0, hadamard=True), "hadamard does not go with latent attention with quantize"),
     ):
         with pytest.raises(jitrope.InvalidInput, match=f"prepare_mla_qkv: {match}"):
@@ -184,7 +202,7 @@ def test_refusals_of_given_tensors() -> None:
     for out, match in (
         ((q, k), "out is .*; it must be a tuple of 3 tensors"),
         ((q, k, v[..., 1:]), "out's v is .*; it must be"),
-        ((q.double(), k, v), "out's q is .* torch.float64"),
+        ((q.double(), k, v), r"out's q is float64; it must be \(2, 3, 4, 48\), bfloat16"),
         ((q, k[:1].expand_as(k), v), "out's k is|out's k has strides"),
         ((q, k, 1), "v_out|out's v is 1"),
         ((tensors[0], None, None), "out's q and q share memory"),

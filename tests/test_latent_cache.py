@@ -134,8 +134,8 @@ def test_refusals() -> None:
     table, slots = torch.randn(T, 64), torch.arange(T)
     for k_heads, v_heads, text in (
         (2, 3, r"k is .*H=2.* but v is .*H=3.*; v must have as many heads, or a multiple of them"),
-        (2, 2, r"v is .*H=4.* but v_cache has shape \(9, 2, 64\)"),
-        (4, 4, r"k is .*H=2.* but k_cache has shape \(9, 4, 64\)"),
+        (2, 2, r"v_cache is .*; it must be \(9, 4, 64\), float32"),
+        (4, 4, r"k_cache is .*; it must be \(slots, 2, 64\)"),
     ):
         given = v if v_heads == 3 else torch.randn(T, 4, 64)
         cache = KVCache(torch.zeros(9, k_heads, 64), torch.zeros(9, v_heads, 64), slots)

@@ -342,7 +342,10 @@ def test_v_norm_is_gemma_4s_norm(rounding: str, device: str) -> None:
     torch.testing.assert_close(compiled(v), results[0][0])
     with pytest.raises(jitrope.InvalidInput, match="v is None; it must be a tensor, because the norm has v_norm"):
         jitrope.prepare_qkv(q, k, None, norm=norm)
-    for wrong, text in ((v.double(), "v is torch.float64"), (v[0], r"v has shape \(5, 2, 64\), layout 'bshd' needs")):
+    for wrong, text in (
+        (v.double(), "v is float64; it must be"),
+        (v[0], r"v has shape \(5, 2, 64\), layout 'bshd' needs"),
+    ):
         with pytest.raises(jitrope.InvalidInput, match=f"prepare_qkv: {text}"):
             jitrope.prepare_qkv(q, k, wrong, norm=norm)
     for word in ("rotary_dim", "rotary_offset"):
@@ -914,20 +917,32 @@ REFUSALS = {
     "weight-rank": (arguments(k_weight=torch.ones(1, 8)), r"k_weight has shape \(1, 8\)"),
     "weight-across": (arguments(across_heads=True), r"q_weight has shape \(8,\); it must be \(H D\), 32 numbers"),
     "weight-per-head": (arguments(q_weight=torch.ones(32)), r"it must be \(D\), 8 numbers"),
-    "weight-dtype": (arguments(q_weight=torch.ones(8).double()), "q_weight is torch.float64; allowed are fp32, fp16"),
+    "weight-dtype": (
+        arguments(q_weight=torch.ones(8).double()),
+        "q_weight is float64; it must be float32 or float16 or bfloat16, contiguous",
+    ),
     "weights-dtypes": (
         arguments(k_weight=torch.ones(8).half()),
-        "q_weight is torch.float32 but k_weight is torch.float16; they must match",
+        "k_weight is float16; it must be float32, contiguous, on cpu like q_weight",
     ),
-    "weight-device": (arguments(k_weight=torch.ones(8, device="meta")), "k_weight is on meta but q is on cpu"),
-    "weight-strided": (arguments(q_weight=torch.ones(16)[::2]), r"q_weight has stride \(2,\); it must be contiguous"),
-    "weight-expanded": (arguments(k_weight=torch.ones(1).expand(8)), "k_weight has stride .*; it must be contiguous"),
+    "weight-device": (
+        arguments(k_weight=torch.ones(8, device="meta")),
+        "k_weight is .* on meta; it must be float32, contiguous, on cpu",
+    ),
+    "weight-strided": (
+        arguments(q_weight=torch.ones(16)[::2]),
+        r"q_weight is .*, with strides \(2,\); it must be .*, contiguous",
+    ),
+    "weight-expanded": (
+        arguments(k_weight=torch.ones(1).expand(8)),
+        r"k_weight is .*, with strides \(0,\); it must be .*, contiguous",
+    ),
     "weight-without-k": (arguments(k=None), "k_weight is given, but k is not"),
     "bias": (arguments(q_bias=ONES), "q_bias goes with kind='layer_norm'"),
     "bias-shape": (arguments(k_bias=torch.ones(9), norm_kind="layer_norm"), r"k_bias has shape \(9,\); it must be"),
     "bias-dtype": (
         arguments(q_bias=ONES.half(), norm_kind="layer_norm"),
-        "k_weight is torch.float32 but q_bias is torch.float16; they must match",
+        "q_bias is float16; it must be float32, contiguous",
     ),
     "of": (arguments(of="kq"), "of is 'kq'; it must be one of 'qk', 'q', 'k'"),
     "of-weight": (arguments(of="k", q_weight=ONES), "q_weight does not go with of='k'"),
@@ -945,7 +960,10 @@ REFUSALS = {
     "layout": (arguments(layout="hsbd"), "layout is 'hsbd'"),
     "layout-no-table": (arguments(cos=None, sin=None, layout="hsbd"), "layout is 'hsbd'"),
     "k-shape": (arguments(k=torch.ones(2, 5, 2, 8)), "only H may differ"),
-    "k-dtype": (arguments(k=torch.ones(2, 6, 2, 8).half()), "k is torch.float16 on cpu but q is torch.float32"),
+    "k-dtype": (
+        arguments(k=torch.ones(2, 6, 2, 8).half()),
+        r"k is float16; it must be float32, on cpu like q; pass k.to\(q\)",
+    ),
     "rank": (arguments(q=torch.ones(6, 4, 8)), "layout 'bshd' needs 4 axes"),
     "table-rows": (arguments(cos=torch.zeros(5, 4), sin=torch.zeros(5, 4)), "cos has 5 rows"),
     "table-width": (arguments(cos=torch.zeros(6, 3), sin=torch.zeros(6, 3)), "3 wide"),

@@ -266,19 +266,19 @@ REFUSALS: dict[str, tuple[str, Change, dict[str, Any]]] = {
     "out is (None, None, None); it must be a tuple of 2 tensors": ("apply_rope", lambda outs: (None, None, None), {}),
     "out is a tensor of shape (3,), float32, on cpu; it must be a tuple of 3 tensors": (
         "prepare_qkv", lambda outs: torch.zeros(3), {}),
-    "out's q is 3; it must be a tensor or None": ("apply_rope", of("q", lambda x: 3), {}),
-    "out's k is (2, 6, 4, 64) torch.bfloat16 on cpu; it must be (2, 6, 2, 64) torch.bfloat16 on cpu": (
+    "out's q is 3; it must be a tensor": ("apply_rope", of("q", lambda x: 3), {}),
+    "out's k is a tensor of shape (2, 6, 4, 64), bfloat16, on cpu; it must be (2, 6, 2, 64), bfloat16, on cpu": (
         "apply_rope", of("k", lambda x: x.repeat(1, 1, 2, 1)), {}),
-    "out's v is (2, 6, 2, 64) torch.float32 on cpu; it must be (2, 6, 2, 64) torch.bfloat16 on cpu": (
+    "out's v is float32; it must be (2, 6, 2, 64), bfloat16, on cpu": (
         "prepare_qkv", of("v", lambda x: x.float()), {}),
-    "out's q is (2, 6, 4, 64) torch.bfloat16 on cpu; it must be (2, 6, 4, 64) torch.float8_e4m3fn on cpu": (
+    "out's q is bfloat16; it must be (2, 6, 4, 64), float8_e4m3fn, on cpu": (
         "prepare_qkv", lambda outs: outs, {"quantize": Quantize(0.5, 0.5)}),
-    "out's q is (2, 6, 4, 64) torch.float8_e4m3fn on cpu; it must be (2, 6, 4, 64) torch.bfloat16 on cpu": (
+    "out's q is float8_e4m3fn; it must be (2, 6, 4, 64), bfloat16, on cpu": (
         "apply_rope", of("q", lambda x: x.to(FP8)), {}),
-    "out's q is (2, 6, 4, 64) torch.bfloat16 on meta; it must be (2, 6, 4, 64) torch.bfloat16 on cpu": (
+    "out's q is a tensor of shape (2, 6, 4, 64), bfloat16, on meta; it must be (2, 6, 4, 64), bfloat16, on cpu": (
         "apply_rope", of("q", lambda x: x.to("meta")), {}),
-    "out's q is (2, 4, 6, 64) torch.bfloat16 on cpu; it must be (2, 6, 4, 64) torch.bfloat16 on cpu; pass its "
-    "transpose(1, 2)": ("apply_rope", of("q", lambda x: x.transpose(1, 2)), {}),
+    "out's q is a tensor of shape (2, 4, 6, 64), bfloat16, on cpu; it must be (2, 6, 4, 64), bfloat16, on cpu like q; "
+    "pass its transpose(1, 2)": ("apply_rope", of("q", lambda x: x.transpose(1, 2)), {}),
     "out's k has strides (768, 0, 64, 1); its elements overlap in memory": (
         "apply_rope", of("k", lambda x: x[:, :1].expand(-1, 6, -1, -1)), {}),
     "out's q and q share memory": ("apply_rope", of("q", lambda x: Q), {}),

@@ -116,10 +116,16 @@ Q, K, V, COS, SIN = inputs("cpu")
 REFUSED = {
     "a word": ({"q_scale": "1"}, r"apply_rope: q_scale is '1'; it must be a finite number, or a tensor"),
     "nan": ({"q_scale": float("nan")}, "q_scale is nan"),
-    "fp16": ({"q_scale": torch.ones(6).half()}, "q_scale is torch.float16 on cpu; it must be fp32 on cpu"),
-    "length": ({"q_scale": torch.ones(5)}, r"q_scale has shape \(5,\); allowed are \(\), \(6,\), \(1, 6\), \(2, 6\)"),
-    "heads": ({"q_scale": torch.ones(2, 6, 4)}, r"q_scale has shape \(2, 6, 4\)"),
-    "device": ({"q_scale": torch.ones(6, device="meta")}, "q_scale is on meta but q is on cpu"),
+    "fp16": (
+        {"q_scale": torch.ones(6).half()},
+        r"q_scale is float16; it must be \(\) or \(6,\) or \(1\|2, 6\), float32",
+    ),
+    "length": ({"q_scale": torch.ones(5)}, r"q_scale is .*; it must be \(\) or \(6,\) or \(1\|2, 6\), float32"),
+    "heads": ({"q_scale": torch.ones(2, 6, 4)}, r"q_scale is .*; it must be \(\) or \(6,\) or \(1\|2, 6\), float32"),
+    "device": (
+        {"q_scale": torch.ones(6, device="meta")},
+        r"q_scale is .*; it must be \(\) or \(6,\) or \(1\|2, 6\), float32",
+    ),
     "sparse": ({"q_scale": torch.ones(6).to_sparse()}, "q_scale is .* a strided tensor"),
 }
 

@@ -885,11 +885,17 @@ def test_scales_may_be_numbers() -> None:
 
 
 CACHE_REFUSALS = {
-    "width": ({"k_cache": torch.zeros(9, 2, 32), "v_cache": torch.zeros(9, 2, 32)}, "it must be \\(slots, H, D\\) or"),
-    "dtype": ({"k_cache": torch.zeros(11, 2, 64), "v_cache": torch.zeros(11, 2, 64)}, "allowed are k's torch.bfloat16"),
-    "differ": ({"v_cache": torch.zeros(12, 2, 64).bfloat16()}, "v_cache is \\(12, 2, 64\\)"),
-    "slots": ({"slot_mapping": torch.zeros(5, dtype=torch.int64)}, "has shape \\(5,\\) for 6 tokens"),
-    "slots-dtype": ({"slot_mapping": torch.zeros(6)}, "slot_mapping is torch.float32"),
+    "width": (
+        {"k_cache": torch.zeros(9, 2, 32), "v_cache": torch.zeros(9, 2, 32)},
+        r"k_cache is .*; it must be \(slots, 2, 64\) or \(pages, rows, 2, 64\), bfloat16 or float8",
+    ),
+    "dtype": (
+        {"k_cache": torch.zeros(11, 2, 64), "v_cache": torch.zeros(11, 2, 64)},
+        r"k_cache is float32; it must be .*, bfloat16 or float8_e4m3fn or float8_e5m2, on cpu like k$",
+    ),
+    "differ": ({"v_cache": torch.zeros(12, 2, 64).bfloat16()}, r"v_cache is .*; it must be \(11, 2, 64\), bfloat16"),
+    "slots": ({"slot_mapping": torch.zeros(5, dtype=torch.int64)}, "slot_mapping has 5 entries for 6 tokens"),
+    "slots-dtype": ({"slot_mapping": torch.zeros(6)}, "slot_mapping is float32; it must be int32 or int64, contiguous"),
     "slots-past": ({"slot_mapping": torch.tensor([0, 1, 2, 3, 4, 11]), "check": True}, "goes up to 11, but"),
     "scale-alone": ({"k_scale": 0.5}, "k_scale is given, but no output is divided by it"),
     "scale-missing": (
@@ -1113,12 +1119,24 @@ REFUSALS = {
     "rank": (call(q=torch.ones(6, 4, 8)), r"q has shape \(6, 4, 8\), layout 'bshd' needs 4 axes"),
     "k-rank": (call(k=torch.ones(6, 4, 8)), "k has shape"),
     "thd-rank": (call(layout="thd"), "needs 3 axes"),
-    "dtype": (call(q=torch.ones(2, 6, 4, 8).double(), k=None), "q is torch.float64; allowed are fp32, fp16 and bf16"),
-    "integers": (call(q=torch.ones(2, 6, 4, 8, dtype=torch.int32), k=None), "q is torch.int32"),
-    "mixed-dtypes": (call(k=torch.ones(2, 6, 2, 8).half()), "k is torch.float16 on cpu but q is torch.float32"),
-    "device-mix": (call(k=torch.ones(2, 6, 2, 8, device="meta")), "k is torch.float32 on meta but q"),
-    "table-device": (call(cos=torch.zeros(6, 4, device="meta")), "cos is on meta but q is on cpu"),
-    "device": (call(q=torch.ones(2, 6, 4, 8, device="meta"), k=None), "cos is on cpu but q is on meta"),
+    "dtype": (
+        call(q=torch.ones(2, 6, 4, 8).double(), k=None),
+        "q is float64; it must be float32 or float16 or bfloat16",
+    ),
+    "integers": (
+        call(q=torch.ones(2, 6, 4, 8, dtype=torch.int32), k=None),
+        "q is int32; it must be float32 or float16 or bfloat16",
+    ),
+    "mixed-dtypes": (call(k=torch.ones(2, 6, 2, 8).half()), r"k is float16; it must be float32.*; pass k.to\(q\)"),
+    "device-mix": (call(k=torch.ones(2, 6, 2, 8, device="meta")), r"k is .*; it must be float32.*; pass k.to\(q\)"),
+    "table-device": (
+        call(cos=torch.zeros(6, 4, device="meta")),
+        r"cos is .*; it must be float32, .* like q \(B=2, S=6, H=4, D=8\)",
+    ),
+    "device": (
+        call(q=torch.ones(2, 6, 4, 8, device="meta"), k=None),
+        r"cos is .*; it must be float32, .* like q \(B=2, S=6, H=4, D=8\)",
+    ),
     "batch": (call(k=torch.ones(1, 6, 2, 8)), r"q is \(B=2, S=6, H=4, D=8\) but k is \(B=1, S=6, H=2, D=8\)"),
     "odd-rotary": (call(rotary_dim=3), "rotary_dim is 3; it must be even"),
     "large-rotary": (call(rotary_dim=10), "rotary_dim is 10; it must be even and from 2 to D=8"),
@@ -1131,16 +1149,25 @@ REFUSALS = {
     "tables-differ": (call(sin=torch.zeros(7, 4)), "they must match"),
     "table-batch": (call(cos=torch.zeros(3, 6, 4), sin=torch.zeros(3, 6, 4)), "3 batch rows; allowed are 1 and B=2"),
     "table-heads": (call(cos=torch.zeros(1, 6, 4, 4), sin=torch.zeros(1, 6, 4, 4)), "angles for 4 heads"),
-    "ids-shape": (call(position_ids=torch.zeros(6, 2, dtype=torch.int32)), r"allowed are \(6,\), \(1, 6\), \(2, 6\)"),
-    "ids-dtype": (call(position_ids=torch.zeros(6)), "positions is torch.float32; allowed are int32 and int64"),
-    "ids-device": (call(position_ids=torch.zeros(6, dtype=torch.int32, device="meta")), "positions is on meta"),
+    "ids-shape": (
+        call(position_ids=torch.zeros(6, 2, dtype=torch.int32)),
+        r"positions is .*; it must be \(6,\) or \(1\|2, 6\), int32 or int64",
+    ),
+    "ids-dtype": (
+        call(position_ids=torch.zeros(6)),
+        r"positions is float32; it must be \(6,\) or \(1\|2, 6\), int32 or int64",
+    ),
+    "ids-device": (
+        call(position_ids=torch.zeros(6, dtype=torch.int32, device="meta")),
+        r"positions is .*; it must be \(6,\) or \(1\|2, 6\), int32 or int64",
+    ),
     "mrope-sum": (
         call(position_ids=torch.zeros(2, 6, dtype=torch.int32), mrope_section=(2, 1)),
         "numbers of pairs, 4 in all",
     ),
     "mrope-axes": (
         call(position_ids=torch.zeros(6, dtype=torch.int32), mrope_section=(2, 2)),
-        r"allowed are \(2, 6\), \(2, 1, 6\)",
+        r"position_ids is .*; it must be \(2, 6\) or \(2, 1\|2, 6\), int32 or int64",
     ),
     "check-past": (
         call(position_ids=torch.tensor([0, 1, 2, 3, 4, 6]), check=True),
@@ -1182,24 +1209,39 @@ REFUSALS = {
         call(cu_seqlens=torch.tensor([0, 6]), layout="bshd"),
         "cu_seqlens goes with layout 'thd', not 'bshd'",
     ),
-    "lengths-dtype": (call(**packed, cu_seqlens=torch.tensor([0.0, 6.0])), "cu_seqlens is torch.float32"),
-    "lengths-device": (call(**packed, cu_seqlens=torch.zeros(2, dtype=torch.int32, device="meta")), "on meta but q"),
+    "lengths-dtype": (
+        call(**packed, cu_seqlens=torch.tensor([0.0, 6.0])),
+        r"cu_seqlens is float32; it must be \(N \+ 1,\), int32 or int64, contiguous",
+    ),
+    "lengths-device": (
+        call(**packed, cu_seqlens=torch.zeros(2, dtype=torch.int32, device="meta")),
+        r"cu_seqlens is .*; it must be \(N \+ 1,\), int32 or int64, contiguous",
+    ),
     "lengths-rank": (
         call(**packed, cu_seqlens=torch.zeros(2, 2, dtype=torch.int32)),
-        "cu_seqlens has shape \\(2, 2\\); it must have one axis",
+        r"cu_seqlens is .*; it must be \(N \+ 1,\), int32 or int64, contiguous",
     ),
-    "lengths-strided": (call(**packed, cu_seqlens=torch.zeros(4, dtype=torch.int32)[::2]), "must be contiguous"),
+    "lengths-strided": (
+        call(**packed, cu_seqlens=torch.zeros(4, dtype=torch.int32)[::2]),
+        r"cu_seqlens is .*; it must be \(N \+ 1,\), int32 or int64, contiguous",
+    ),
     "lengths-too-long": (call(**packed, cu_seqlens=torch.tensor([0, 6]), max_seqlen=7), "it needs 7"),
-    "cp-size": (call(cp_size=0), "cp_size is 0; it must be at least 1"),
+    "cp-size": (call(cp_size=0), "cp_size is 0; it must be a whole number of at least 1"),
     "cp-rank": (call(cp_size=2, cp_rank=2), "cp_rank is 2; it must be from 0 to cp_size - 1 = 1"),
     "cp-odd": (call(**{**packed, "q": torch.ones(5, 4, 8)}, cp_size=2), "S must be even, for two equal chunks"),
     "cp-table": (call(cp_size=2), "cos has 6 rows; it needs 12"),
-    "starts-count": (call(start_positions=torch.tensor([0])), "start_positions has 1 entries for 2 batch rows"),
+    "starts-count": (
+        call(start_positions=torch.tensor([0])),
+        r"start_positions is .*; it must be \(2,\), int32 or int64, contiguous",
+    ),
     "starts-sequences": (
         call(**packed, cu_seqlens=torch.tensor([0, 6]), start_positions=torch.tensor([0, 1])),
-        "2 entries for 1 sequences",
+        r"start_positions is .*; it must be \(1,\), int32 or int64, contiguous",
     ),
-    "starts-dtype": (call(start_positions=torch.zeros(2)), "start_positions is torch.float32"),
+    "starts-dtype": (
+        call(start_positions=torch.zeros(2)),
+        r"start_positions is float32; it must be \(2,\), int32 or int64, contiguous",
+    ),
     "no-table": (call(cos=None), "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not sin"),
     "freqs-and-cos": (call(freqs=torch.zeros(6, 4)), "not cos and sin, freqs"),
     "freqs-dtype": (call(cos=None, sin=None, freqs=torch.zeros(6, 4).bfloat16()), "freqs is torch.bfloat16; the"),
@@ -1218,7 +1260,7 @@ def test_refusals_name_the_argument_and_write_nothing(name: str, function) -> No
     before = arguments["q"].clone()
     with pytest.raises(jitrope.InvalidInput, match=message) as error:
         function(**arguments)
-    assert str(error.value).startswith(("apply_rope: ", "prepare_fused_qkv: "))
+    assert str(error.value).startswith(("apply_rope: ", "prepare_fused_qkv: ", "Starts: "))
     assert isinstance(error.value, ValueError)
     if not before.is_meta:
         assert torch.equal(arguments["q"], before)
@@ -1251,7 +1293,7 @@ QKV_REFUSALS = {
     "tokens first": ({"layout": "thd"}, r"it must be \(T, 12 D\) or \(T, 3, 4 D\) in layout 'thd'"),
     "order": ({"order": "kqv"}, "order is 'kqv'; it must be one of 'grouped', 'qkv', 'qkv_gated'"),
     "rows": ({"cos": torch.zeros(5, 4), "sin": torch.zeros(5, 4)}, "cos has 5 rows"),
-    "dtype": ({"qkv": torch.ones(2, 6, 3, 32).double()}, "torch.float64"),
+    "dtype": ({"qkv": torch.ones(2, 6, 3, 32).double()}, "qkv is float64; it must be float32 or float16 or bfloat16"),
 }
 
 
@@ -1263,4 +1305,4 @@ def test_fused_refusals_name_the_argument(name: str, function) -> None:
     arguments |= {"heads": (6, 3), "order": "grouped"}
     with pytest.raises(jitrope.InvalidInput, match=message) as error:
         function(**{**arguments, **changes})
-    assert str(error.value).startswith(("apply_rope: ", "prepare_fused_qkv: "))
+    assert str(error.value).startswith(("apply_rope: ", "prepare_fused_qkv: ", "Starts: "))

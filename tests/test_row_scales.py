@@ -250,7 +250,7 @@ def test_refusals() -> None:
     refused("inplace does not go with dynamic scales", inplace=True)
     refused("across_heads does not go with dynamic scales", norm=Norm(across_heads=True))
     sequences = Packed(torch.tensor([0, 2, 5]))
-    with pytest.raises(InvalidInput, match=r"one for each head, \(H=4\) or \(B=1, H\) or \(N=2, H\)"):
+    with pytest.raises(InvalidInput, match=r"q_scale is .*; it must be \(\) or \(4,\) or \(1\|2, 4\), float32"):
         jitrope.prepare_qkv(q[0], k[0], None, cos, sin, positions=sequences, quantize=Quantize(torch.ones(3, 4), 1.0))
     assert repr(DynamicQuantize(per="head")).endswith("e4m3fn, per='head')")
 

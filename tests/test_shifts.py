@@ -95,8 +95,14 @@ REFUSED = {
     "a norm": ({"norm": Norm()}, "shifts does not go with norm"),
     "fp8": ({"quantize": Quantize(1.0, 1.0)}, "shifts does not go with quantize"),
     "a cache": ({"cache": KVCache(V[0], V[0].clone(), torch.arange(10))}, "shifts does not go with cache"),
-    "floats": ({"positions": Shifts(torch.zeros(5))}, "positions is torch.float32; allowed are int32 and int64"),
-    "two axes": ({"positions": Shifts(torch.zeros(2, 2, 5).long())}, r"positions has shape \(2, 2, 5\)"),
+    "floats": (
+        {"positions": Shifts(torch.zeros(5))},
+        r"positions is float32; it must be \(5,\) or \(1\|2, 5\), int32 or int64",
+    ),
+    "two axes": (
+        {"positions": Shifts(torch.zeros(2, 2, 5).long())},
+        r"positions is .*; it must be \(5,\) or \(1\|2, 5\), int32 or int64",
+    ),
 }
 
 

@@ -176,8 +176,14 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "heads of q": ({"out": Ulysses(3)}, "q is .*H=8.*; for 3 ranks it needs a multiple of 3 heads"),
     "in place": ({"out": Ulysses(2), "inplace": True}, "inplace does not go with Ulysses"),
     "the same in given tensors": ({"out": (torch.zeros(3, B, S, 2, D), None, None)}, "q is .*H=8.*; for 3 ranks"),
-    "another shape": ({"out": (torch.zeros(4, B, S, 3, D), None, None)}, r"out's q is \(4, 2, 6, 3, 64\)"),
-    "no ranks": ({"out": (torch.zeros(0, B, S, 3, D), None, None)}, r"out's q is \(0, 2, 6, 3, 64\)"),
+    "another shape": (
+        {"out": (torch.zeros(4, B, S, 3, D), None, None)},
+        r"out's q is .*; it must be \(4, 2, 6, 2, 64\), float32",
+    ),
+    "no ranks": (
+        {"out": (torch.zeros(0, B, S, 3, D), None, None)},
+        r"out's q is .*; it must be \(2, 6, 8, 64\), float32",
+    ),
     "a cache": (
         {"out": Ulysses(2), "cache": KVCache(*torch.zeros(2, 50, 4, D), torch.arange(12))},
         "Ulysses does not go with a cache",

@@ -145,7 +145,7 @@ def test_a_call_that_would_do_nothing_is_refused(name: str) -> None:
 Q, K, V, COS, SIN = inputs("cpu")
 IDS = torch.arange(7)
 REFUSED = {
-    "negative": ({"unrotated": -1}, "unrotated is -1; it cannot be negative"),
+    "negative": ({"unrotated": -1}, "unrotated is -1; it must be a whole number of at least 0"),
     "ids": ({"unrotated": 1, "positions": IDS}, "positions does not go with unrotated"),
     "axes": ({"unrotated": 1, "positions": Mrope(IDS[None], (32,))}, "position_ids does not go with unrotated"),
     "mixed": ({"unrotated": 1, "interleaved_out": True}, "interleaved_out does not go with unrotated"),
