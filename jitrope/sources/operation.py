@@ -268,8 +268,9 @@ class Operation(Source):
 
     def places(self, made: Tensors, t: Tensors, o: Options) -> Tensors:
         """The places of the results (`sinks.results`). made: those that are fresh, and own tensors in place."""
-        if not o.per_row:
-            made = {**made, **{x: t[f"{x}_out"] for x in LETTERS if f"{x}_out" in t}}
+        for x in () if o.per_row else LETTERS:
+            if f"{x}_out" in t:
+                made = {**made, x: t[f"{x}_out"]}
         own = {"k": t["k"] if "k" in t else views.fused_part(t["qkv"], "k", o)} if o.rotate_k else {}
         found = results.places({**made, **own}, o)
         if "qkv" in made:
