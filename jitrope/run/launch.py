@@ -252,10 +252,9 @@ def function_of(
     record: records a call whose tensors require gradients.
     """
     wants, xs = {name for name, x in tensors.items() if x.requires_grad}, [*tensors.values()]
-    recorded = (
-        bool(wants) and record is not None and prepared.op.differentiable and wants <= {*prepared.recorded.inputs}
-    )
-    form = Form(prepared.names, returns, recorded=recorded)  # a table has no gradient here
+    inputs = prepared.recorded.inputs if record is not None and prepared.op.differentiable else ()
+    recorded = bool(wants) and wants <= {*inputs}  # a table has no gradient here
+    form = Form(prepared.names, returns, recorded=recorded)
     if not plain or (prepared.kept and watch.capturing(xs[0])):
         return written(prepared, form, (None, record))
     pairs = twice(form.given, xs)
