@@ -448,7 +448,7 @@ def test_cubin_is_whole(tmp_path: Path) -> None:
 
 
 def test_an_unknown_architecture_is_explained() -> None:
-    with pytest.raises(CompileError, match="compiles for sm_75, .*, not for sm_20"):
+    with pytest.raises(CompileError, match=r"compiles for sm_75, .*, not for sm_20"):
         compiler.compile_source(render(PREWARM[0]), "sm_20")
 
 
