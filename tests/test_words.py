@@ -305,7 +305,7 @@ def test_a_check_during_the_capture_of_a_cuda_graph_is_refused(name: str, monkey
     """It would wait for the device, which ends a capture with an error of CUDA."""
     CAPTURED[name]()
     monkeypatch.setattr(watch, "capturing", lambda x: True)
-    with pytest.raises(jitrope.InvalidInput, match=f"{name}: check=True .* CUDA graph is captured; leave it out"):
+    with pytest.raises(jitrope.InvalidInput, match=f"{name}: check=True .* CUDA graph do not; leave it out"):
         CAPTURED[name]()
 
 
