@@ -16,7 +16,7 @@ from ..base.views import BLOCK_SCALES, FORMATS, FP8, FP8S, GROUPS, PER_ITEM, SCA
 from ..stages import convert
 from ..stages.convert import SCALE_FMTS, block_format
 from ..values.asked import Value
-from ..values.scales import divisors, scales
+from ..values.scales import divisors
 from . import pages
 from .pages import Pages
 from .results import indexed
@@ -85,7 +85,7 @@ class KVCache(Value):
         if k_block_scale is not None or v_block_scale is not None:
             given.update(zip(BLOCK_SCALES[: 1 + (v_cache is not None)], (k_block_scale, v_block_scale)))
         self.tensors = {label: tensor("KVCache", label, x) for label, x in given.items()}
-        self.tensors.update(scales("KVCache", k_cache, **divisors("KVCache", k_scale=k_scale, v_scale=v_scale)))
+        self.tensors.update(divisors("KVCache", k_scale=k_scale, v_scale=v_scale))
         for label, x in (("v_scale", v_scale), ("v_block_scale", v_block_scale)):
             if v_cache is None and x is not None:
                 refuse("KVCache", label, x, "None without v_cache")

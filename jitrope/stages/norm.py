@@ -151,12 +151,6 @@ class Norm(Value):
             refuse("Norm", "eps", eps, "0 or above")
         self.words = {"norm": NormOptions(rounding, **on, kind=kind, of=of, eps=eps)}
 
-    def _arguments(self) -> dict[str, Any]:
-        default, norm = NormOptions()._asdict(), self.words["norm"]._asdict()
-        found = {name: x for name, x in (*self.tensors.items(), *norm.items()) if x != default.get(name)}
-        means = tuple([found.pop(name, None) for name in MEANS])
-        return found if means[0] is None else {**found, "mean_squares": means}
-
 
 class Words(positions.Words):
     norm: NormOptions | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from ..torch_state import is_traced
 class Value:
     """Tensors by name, and the words that are not defaults. They must not change after a value was made.
 
+    A number in the place of a tensor becomes one in a call, on the device of its heads.
+
     Dynamo only notes the arguments of a constructor. The call that takes the value refuses what is wrong with them.
     """
 
@@ -23,6 +26,7 @@ class Value:
     words: dict[str, Any]
     text = ""  # what the user wrote (`spelled`) but tensors and whole numbers; "": it cannot be spelled
     items: tuple[Any, ...]  # these tensors and numbers
+    asked: tuple[Any, dict[str, Any]]  # all arguments
     asked_with: Any = None  # the arguments of a constructor that Dynamo traced
 
     def __init_subclass__(cls) -> None:
@@ -36,11 +40,13 @@ class Value:
             self.text = ""
             if type(self) is not cls:  # the arguments are not all that a class of the user's is made of
                 init(self, *args, **words)
+                self.asked = args, words
             elif is_traced() and self.asked_with is None:
                 frozen = {word: tuple(x) if isinstance(x, list) else x for word, x in words.items()}
                 self.asked_with = [tuple(x) if isinstance(x, list) else x for x in args], frozen
             else:
                 init(self, *args, **words)
+                self.asked = args, words
                 if not is_traced() and (found := spelled(cls.__name__, args, words)):
                     self.text, self.items = ", ".join(found[0]), (*found[1], *found[2])
 
@@ -55,12 +61,10 @@ class Value:
         return getattr(self, name)
 
     def __repr__(self) -> str:
-        parts = [f"{name}={shown(x)}" for name, x in self._arguments().items()]
+        own = next(x for x in type(self).__mro__ if x.__module__.startswith("jitrope."))
+        given = signature(own).bind(*self.asked[0], **self.asked[1]).arguments
+        parts = [f"{name}={shown(x)}" for name, x in given.items() if x is not None and x is not False]
         return f"{type(self).__name__}({', '.join(parts)})"
-
-    def _arguments(self) -> dict[str, Any]:
-        """The arguments that are not defaults."""
-        return {**self.tensors, **{name: x for name, x in self.words.items() if name not in ("layout", "shifts")}}
 
 
 def spelled(name: str, args: Any, words: Any) -> tuple[list[str], list[Tensor], list[int]] | None:
