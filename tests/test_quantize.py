@@ -557,7 +557,7 @@ FP4_OUT = torch.zeros(1, 4, 4, 24, dtype=torch.uint8).view(FP4)
 REFUSALS = {
     "dtype": (
         lambda: DynamicQuantize(torch.float16),
-        "DynamicQuantize: dtype is torch.float16; it must be torch.float8",
+        "DynamicQuantize: dtype is torch.float16; it must be one of torch.float8",
     ),
     "fp4-out": (
         {"quantize": DynamicQuantize(FP4), "out": (FP4_OUT.transpose(2, 3).contiguous().transpose(2, 3), None, None)},
@@ -617,7 +617,10 @@ REFUSALS = {
     "group-type": (lambda: DynamicQuantize(group="32"), "DynamicQuantize: group is '32'; it must be"),
     "group-size": ({"quantize": DynamicQuantize(group=32)}, "group is 32; it must divide D=48"),
     "scale-dtype": (lambda: DynamicQuantize(scale_dtype=torch.float16), "scale_dtype is torch.float16; it must be"),
-    "scale-dtype-type": (lambda: DynamicQuantize(scale_dtype="e8m0"), "scale_dtype is 'e8m0'; it must be torch.float"),
+    "scale-dtype-type": (
+        lambda: DynamicQuantize(scale_dtype="e8m0"),
+        "scale_dtype is 'e8m0'; it must be one of",
+    ),
     "scale-fmt": (lambda: DynamicQuantize(scale_fmt="mx"), "DynamicQuantize: scale_fmt is 'mx'; it must be"),
     "scale-fmt-type": (lambda: DynamicQuantize(scale_fmt=[1]), "DynamicQuantize: scale_fmt is "),
     "scale-fmt-e4m3": (lambda: DynamicQuantize(FP4, scale_dtype=FP8, scale_fmt="ue8m0"), "scale_fmt does not go with"),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.arguments import flags, refuse, require, whole, word
+from ..base.arguments import flags, refuse, refuse_beside, require, whole, word
 from ..base.errors import InvalidInput
 from ..base.spec import DTYPES, OF_NORM
 from ..base.views import BLOCK_SCALES, DTYPE_NAMES, E8M0, FORMATS, FP8, FP8S, GROUPS, SCALES, Tensors
@@ -73,7 +73,8 @@ class Quantize(Value):
         hadamard: bool = False,
     ) -> None:
         self.tensors = divisors("Quantize", "q_scale", q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-        self.words = {"out_dtype": _format_word("Quantize", dtype, FP8S), **flags("Quantize", hadamard=hadamard)}
+        form = DTYPE_NAMES[word("Quantize", "dtype", dtype, FP8S)]
+        self.words = {"out_dtype": form, **flags("Quantize", hadamard=hadamard)}
 
 
 class Scaled(NamedTuple):
@@ -168,17 +169,17 @@ class DynamicQuantize(Value):
     ) -> None:
         name = "DynamicQuantize"
         self.per = word(name, "per", per, ("token", "head", "kv_head"))
-        form = _format_word(name, dtype, tuple([form.dtype for form in FORMATS.values()]))
+        form = DTYPE_NAMES[word(name, "dtype", dtype, [form.dtype for form in FORMATS.values()])]
         size = 0 if group is None else whole(name, "group", group)
         if group is not None and size not in GROUPS:
             refuse(name, "group", group, "16, 32, 64, 128 or None")
-        self.words = {"out_dtype": form, "scale_out": _scale_out(form, scale_dtype, scale_fmt), "group": size}
+        self.words = {"out_dtype": form, "scale_out": _scale_out(name, form, scale_dtype, scale_fmt), "group": size}
         on = flags(name, swizzled=swizzled, v=v, hadamard=hadamard)
         self.words |= {"computed": per == "token", **{"dynamic_v" if x == "v" else x: True for x in on}}
         wide = scale_dtype == torch.float32
-        given = {"group": size, "scale_dtype": not wide, "scale_fmt": scale_fmt, "fp4": form == "fp4", **on}
-        for label in ("group", "scale_dtype", "scale_fmt", "swizzled", "fp4") if per != "token" else ():
-            require(name, not given.get(label), f"{label} does not go with per={per!r}; leave one out")
+        given = {"group": size, "scale_dtype": not wide, "scale_fmt": scale_fmt, "fp4": form == "fp4"}
+        labels = [label for label, x in {**given, "swizzled": "swizzled" in on}.items() if x]
+        refuse_beside(name, labels, [f"per={per!r}"] if per != "token" else [])
         one_byte = "swizzled" not in on or (size and not wide)
         require(name, one_byte, "swizzled needs scales of one byte; pass group and scale_dtype too")
         numbers = {"q_global_scale": q_global_scale, "k_global_scale": k_global_scale, "v_global_scale": v_global_scale}
@@ -190,25 +191,14 @@ class DynamicQuantize(Value):
             self.tensors[label.replace("_global", "")] = scale
 
 
-def _scale_out(form: str, scale_dtype: Any, scale_fmt: Any) -> str:
+def _scale_out(name: str, form: str, scale_dtype: Any, scale_fmt: Any) -> str:
     """The word for the dtype of scales, and their rounding."""
-    name = "DynamicQuantize"
-    if not isinstance(scale_dtype, torch.dtype) or scale_dtype not in _SCALE_WORDS:
-        refuse(name, "scale_dtype", scale_dtype, " or ".join(map(str, _SCALE_WORDS)))
-    if scale_dtype == FP8 and form != "fp4":
+    found = _SCALE_WORDS[word(name, "scale_dtype", scale_dtype, _SCALE_WORDS)]
+    if found == "fp8" and form != "fp4":
         refuse(name, "scale_dtype", scale_dtype, "torch.float32 or torch.float8_e8m0fnu; only fp4 has scales in e4m3")
-    if scale_fmt is not None and (not isinstance(scale_fmt, str) or scale_fmt not in SCALE_FMTS[1:]):
-        refuse(name, "scale_fmt", scale_fmt, f"{SCALE_FMTS[1]!r} or None")
-    good = scale_fmt is None or scale_dtype != FP8
-    require(name, good, f"scale_fmt does not go with scale_dtype={FP8}; leave one out")
-    return "e8m0_fp32" if scale_fmt and scale_dtype == torch.float32 else _SCALE_WORDS[scale_dtype]
-
-
-def _format_word(name: str, dtype: Any, allowed: tuple[torch.dtype, ...]) -> str:
-    """The word for the dtype of a conversion."""
-    if not isinstance(dtype, torch.dtype) or dtype not in allowed:
-        refuse(name, "dtype", dtype, " or ".join([", ".join(map(str, allowed[:-1])), str(allowed[-1])]))
-    return DTYPE_NAMES[dtype]
+    word(name, "scale_fmt", scale_fmt, (None, *SCALE_FMTS[1:]))
+    refuse_beside(name, ["scale_fmt"] * (scale_fmt is not None), [f"scale_dtype={FP8}"] * (found == "fp8"))
+    return "e8m0_fp32" if scale_fmt and found == "fp32" else found
 
 
 def asked_of(name: str, quantize: Any, hadamard: Any) -> tuple[dict[str, Any], bool]:
