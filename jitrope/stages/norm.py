@@ -135,12 +135,9 @@ class Norm(Value):
             apart += [label for label in on if label != "zero_centered"] + layer
         refuse_beside("Norm", apart, [f"of={of!r}"])
         if mean_squares is not None:
-            others = {
-                "across_heads=False": "across_heads" not in on,
-                "v_norm": "v_norm" in on,
-                f"of={of!r}": of != "qk",
-            }
-            refuse_beside("Norm", ["mean_squares"], [label for label, x in others.items() if x] + layer)
+            others = [label for label in on if label == "v_norm"] + [f"of={of!r}"] * (of != "qk") + layer
+            others += [] if "across_heads" in on else ["across_heads=False"]
+            refuse_beside("Norm", ["mean_squares"], others)
             must = "those of q and k: two tensors, or a tensor and None"
             means = items("Norm", "mean_squares", mean_squares, must)
             if len(means) != 2 or not isinstance(means[0], Tensor) or not isinstance(means[1], (Tensor, type(None))):
