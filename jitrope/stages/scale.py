@@ -10,8 +10,7 @@ from ..base.fit import Fail, check_of_tokens, sizes_of
 from ..base.layouts import Words
 from ..base.views import Tensors, factor_view
 
-LABEL = "q_factor"
-TENSORS = (LABEL,)
+TENSORS = ("q_factor",)
 ARGUMENTS = {"scales_q": ("const float* q_factor", "Strides factor_stride: q_factor")}
 
 
