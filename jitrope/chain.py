@@ -62,18 +62,15 @@ def load(letter: str, t: Tensors, o: Options) -> Tensor:
 def forward(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
     """Heads as they are converted and stored. Those of q and k after the last sequence are zero."""
     stored = t[letter].dtype if o.rounding == "dtype" else None
-    after = o.norm is not None and norm.after_rope(letter, o)
-    if o.norm is not None and not after:
-        x = norm.forward(letter, x, t, o)
-    x = rotate.forward(letter, x, t, o)
+    after = norm.after_rope(letter, o)
+    x = rotate.forward(letter, x if after else norm.forward(letter, x, t, o), t, o)
     if after:
         x = norm.forward(letter, x if stored is None else x.to(stored), t, o)
     x = rotate.paired(letter, x, o)
     for stage in (scale, transform):
-        if stage.LABEL in t or getattr(o, stage.LABEL, False):
-            x = stage.forward(letter, x if stored is None else x.to(stored), t, o)
+        x = stage.forward(letter, x if stored is None else x.to(stored), t, o)
     x = x if stored is None else x.to(stored)
-    return positions.cleared(letter, x, t, o) if "cu_seqlens" in t else x
+    return positions.cleared(letter, x, t, o)
 
 
 def back(t: Tensors, places: Tensors, o: Options) -> None:
@@ -83,13 +80,14 @@ def back(t: Tensors, places: Tensors, o: Options) -> None:
     """
     found: Tensors = {}
     o = o._replace(rounding="fp32")
+    turned = o._replace(inverse=not o.inverse)
     for letter in [letter for letter in LETTERS if letter in places]:
-        x = load(letter, t, o)
-        x = rotate.forward(letter, x, t, o) if norm.after_rope(letter, o) else x
+        x, after = load(letter, t, o), norm.after_rope(letter, o)
+        x = rotate.forward(letter, x, t, o) if after else x
         grad = canonical(joined(t[f"d{letter}"], o.layout), o.layout)
-        grad = rotate.paired(letter, transform.back(letter, x, grad, t, o, found), o, back=True)
-        for stage in (scale, norm, rotate) if norm.after_rope(letter, o) else (rotate, scale, norm):
-            grad = stage.back(letter, x, grad, t, o, found)
+        grad = rotate.paired(letter, transform.forward(letter, grad, t, o), o, back=True)
+        for stage in (scale, norm, rotate) if after else (rotate, scale, norm):
+            grad = norm.back(letter, x, grad, t, o, found) if stage is norm else stage.forward(letter, grad, t, turned)
         results.put(places[letter], positions.cleared(letter, grad, t, o))
     for name, x in found.items():
         places[name].copy_(x)

@@ -69,7 +69,7 @@ def gather(
     if quantize is not None:
         if cache is not None and "dynamic_v" in quantize.words:
             raise InvalidInput(f"{name}: v=True of quantize does not go with a cache, which has v_block_scale")
-        given = quantize.on(like) if quantize.given else {}
+        given = scales(name, like, **quantize.tensors)
         for letter in [letter for letter in "kv" if cache is not None and f"{letter}_scale" in given]:
             dynamic = isinstance(quantize, DynamicQuantize)
             label, instead = ("global_scale", "leave it out") if dynamic else ("scale", "give it to KVCache")
@@ -103,7 +103,7 @@ def add(name: str, label: str, value: Any, kind: Any, tensors: Tensors, words: d
     """Add the tensors and words of a value to those of a call."""
     if not isinstance(value, kind):
         refuse(name, label, value, f"a jitrope.{kind.__name__}")
-    tensors.update(value.tensors)
+    tensors.update(scales(name, next(iter(tensors.values()), None), **value.tensors))
     words.update(value.words)
 
 

@@ -185,7 +185,7 @@ def rows_of(table: Tensor) -> int:
 
 
 def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
-    """Heads, rotated, with their pairs as they are read, in fp32 with the strides of x.
+    """Heads, rotated, with their pairs as they are read, in fp32 with the strides of x. Its transpose is the inverse.
 
     Products and the sum are rounded separately, as in torch's real multiplies; complex multiplies and the fused product
     of "addcmul" are torch's own. With "dtype" each step is rounded to the dtype of the call's heads.
@@ -193,30 +193,21 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
     if letter not in TURNED:
         return x
     cos, sin, still = _turns(x.shape[1], t[letter].dtype, t, o)
-    heads = x.to(cos.dtype if o.rounding == "complex128" else torch.float32)
-    if "cu_seqlens" in t:  # tokens after the last sequence may hold NaN, which must not reach the tables' gradients
-        heads = cleared(letter, heads, t, o)
-    first, end = o.rotary_offset, o.rotary_offset + o.rotary_dim
-    x0, x1 = _members(heads[..., first:end], o.interleaved)
     full = cos.shape[-1] == o.rotary_dim
-    cos0, cos1 = _members(cos, o.interleaved) if full else (cos, cos)
-    sin0, sin1 = _members(sin, o.interleaved) if full else (sin, sin)
+    (cos0, cos1), (sin0, sin1) = ((_members(y, o.interleaved) if full else (y, y)) for y in (cos, sin))
+    heads = x.to(cos.dtype if o.rounding == "complex128" else torch.float32)
+    heads = cleared(letter, heads, t, o)  # NaN after the last sequence must not reach the tables' gradients
+    x0, x1 = _pairs(heads, o.interleaved, o)
     if o.rounding.startswith("complex") and not full:  # torch's, which may round a row's last pairs otherwise
         turned = torch.complex(x0, x1) * torch.complex(cos0, sin0)
         y0, y1 = turned.real, turned.imag
     else:
         y0 = _sum_of_products(x0, cos0, x1, -sin0, o.rounding)
         y1 = _sum_of_products(x1, cos1, x0, sin1, o.rounding)
-    if "cu_seqlens" in t:
-        y0, y1 = cleared(letter, y0, t, o), cleared(letter, y1, t, o)
-    y = _with_pairs(x, heads, y0, y1, o.interleaved, (first, end))
+    y0, y1 = cleared(letter, y0, t, o), cleared(letter, y1, t, o)
+    y = _with_pairs(x, heads, y0, y1, o.interleaved, o)
     y = y if still is None else torch.where(still, heads, y)
     return y.float()
-
-
-def back(letter: str, x: Tensor, grad: Tensor, t: Tensors, o: Words, found: Tensors) -> Tensor:
-    """The rotation back."""
-    return forward(letter, grad, t, o._replace(inverse=not o.inverse))
 
 
 def paired(letter: str, x: Tensor, o: Words, back: bool = False) -> Tensor:
@@ -224,8 +215,7 @@ def paired(letter: str, x: Tensor, o: Words, back: bool = False) -> Tensor:
     if letter not in TURNED or o.interleaved_out is None:
         return x
     read, stored = (o.interleaved_out, o.interleaved) if back else (o.interleaved, o.interleaved_out)
-    first, end = o.rotary_offset, o.rotary_offset + o.rotary_dim
-    return _with_pairs(x, x, *_members(x[..., first:end], read), stored, (first, end))
+    return _with_pairs(x, x, *_pairs(x, read, o), stored, o)
 
 
 def _turns(tokens: int, dtype: torch.dtype, t: Tensors, o: Words) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -234,9 +224,7 @@ def _turns(tokens: int, dtype: torch.dtype, t: Tensors, o: Words) -> tuple[Tenso
     They are in fp32, with "complex128" in fp64, with "dtype" in the dtype of the call's heads.
     """
     compute_dtype = torch.float64 if o.rounding == "complex128" else torch.float32
-    plain = o.table == "cos_sin"
-    cos, sin = (t["cos"], t["sin"]) if plain else table_pair(t["cos"], t.get("sin"), o.table)
-    cos, sin = table_view(cos).to(compute_dtype), table_view(sin).to(compute_dtype)
+    cos, sin = (table_view(x).to(compute_dtype) for x in table_pair(t["cos"], t.get("sin"), o.table))
     if o.table == "freqs":
         cos, sin = cos.cos() * o.mscale, sin.sin() * o.mscale
     if o.rounding == "dtype":
@@ -252,10 +240,10 @@ def _turns(tokens: int, dtype: torch.dtype, t: Tensors, o: Words) -> tuple[Tenso
 
 def _transposed(sin: Tensor, o: Words) -> Tensor:
     """The sines of the rotation back: negated, each at the partner."""
-    if sin.shape[-1] != o.rotary_dim:
-        return -sin
-    sin0, sin1 = _members(sin, o.interleaved)
-    return torch.stack((-sin1, -sin0), -1).flatten(-2) if o.interleaved else torch.cat((-sin1, -sin0), -1)
+    if sin.shape[-1] == o.rotary_dim:
+        pairs, axis = ((-1, 2), -1) if o.interleaved else ((2, -1), -2)
+        sin = sin.unflatten(-1, pairs).flip(axis).flatten(-2)
+    return -sin
 
 
 def _sum_of_products(a: Tensor, b: Tensor, c: Tensor, d: Tensor, rounding: str) -> Tensor:
@@ -275,13 +263,17 @@ def _members(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     return x[..., :half], x[..., half:]
 
 
-def _with_pairs(like: Tensor, x: Tensor, y0: Tensor, y1: Tensor, interleaved: bool, within: tuple[int, int]) -> Tensor:
+def _pairs(x: Tensor, interleaved: bool, o: Words) -> tuple[Tensor, Tensor]:
+    """The members of the pairs of heads that are rotated."""
+    return _members(x[..., o.rotary_offset : o.rotary_offset + o.rotary_dim], interleaved)
+
+
+def _with_pairs(like: Tensor, x: Tensor, y0: Tensor, y1: Tensor, interleaved: bool, o: Words) -> Tensor:
     """Heads x with other members in their pairs, and with the strides of `like`: sums of norms depend on them."""
-    first, end = within
     out = torch.empty_like(like, dtype=x.dtype)
-    out = out if end - first == x.shape[-1] else out.copy_(x)
+    out = out if o.rotary_dim == x.shape[-1] else out.copy_(x)
     for n, y in enumerate((y0, y1)):  # a view from before a write cannot be written under autograd
-        _members(out[..., first:end], interleaved)[n].copy_(y)
+        _pairs(out, interleaved, o)[n].copy_(y)
     return out
 
 
@@ -295,15 +287,13 @@ def _gathered(table: Tensor, rows: Tensor, o: Words) -> Tensor:
     found = [table[batch, axis.masked_fill(outside, 0)] for axis in rows]
     gathered = found[0]
     if len(found) > 1:
-        pair = torch.arange(o.rotary_dim // 2, device=table.device)
-        sections = torch.tensor(o.mrope_section, device=table.device)
+        sections, count = o.mrope_section, len(found)
+        axis_of = [axis for axis, pairs in enumerate(sections) for _ in range(pairs)]
         if o.mrope_interleaved:
-            axis_of = pair % len(sections)
-            axis_of = torch.where(pair < len(sections) * sections[axis_of], axis_of, 0)
-        else:
-            axis_of = torch.searchsorted(sections.cumsum(0), pair, right=True)
+            axis_of = [n % count if n < count * sections[n % count] else 0 for n in range(len(axis_of))]
         if table.shape[-1] == o.rotary_dim:
-            axis_of = axis_of.repeat_interleave(2) if o.interleaved else axis_of.repeat(2)
-        for axis in range(1, len(found)):
-            gathered = torch.where(axis_of == axis, found[axis], gathered)
+            axis_of = [axis for axis in axis_of for _ in "01"] if o.interleaved else axis_of * 2
+        columns = torch.tensor(axis_of, device=table.device)
+        for axis in range(1, count):
+            gathered = torch.where(columns == axis, found[axis], gathered)
     return gathered.masked_fill(outside[..., None, None], float("nan"))
