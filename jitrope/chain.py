@@ -62,15 +62,18 @@ def load(letter: str, t: Tensors, o: Options) -> Tensor:
 def forward(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
     """Heads as they are converted and stored. Those of q and k after the last sequence are zero."""
     stored = t[letter].dtype if o.rounding == "dtype" else None
-    after = norm.after_rope(letter, o)
-    x = rotate.forward(letter, x if after else norm.forward(letter, x, t, o), t, o)
+    after = o.norm is not None and norm.after_rope(letter, o)
+    if o.norm is not None and not after:
+        x = norm.forward(letter, x, t, o)
+    x = rotate.forward(letter, x, t, o)
     if after:
         x = norm.forward(letter, x if stored is None else x.to(stored), t, o)
     x = rotate.paired(letter, x, o)
     for stage in (scale, transform):
-        x = stage.forward(letter, x if stored is None else x.to(stored), t, o)
+        if stage.LABEL in t or getattr(o, stage.LABEL, False):
+            x = stage.forward(letter, x if stored is None else x.to(stored), t, o)
     x = x if stored is None else x.to(stored)
-    return positions.cleared(letter, x, t, o)
+    return positions.cleared(letter, x, t, o) if "cu_seqlens" in t else x
 
 
 def back(t: Tensors, places: Tensors, o: Options) -> None:

@@ -194,18 +194,22 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
         return x
     cos, sin, still = _turns(x.shape[1], t[letter].dtype, t, o)
     full = cos.shape[-1] == o.rotary_dim
-    (cos0, cos1), (sin0, sin1) = ((_members(y, o.interleaved) if full else (y, y)) for y in (cos, sin))
+    cos0, cos1 = _members(cos, o.interleaved) if full else (cos, cos)
+    sin0, sin1 = _members(sin, o.interleaved) if full else (sin, sin)
     heads = x.to(cos.dtype if o.rounding == "complex128" else torch.float32)
-    heads = cleared(letter, heads, t, o)  # NaN after the last sequence must not reach the tables' gradients
-    x0, x1 = _pairs(heads, o.interleaved, o)
+    if "cu_seqlens" in t:  # tokens after the last sequence may hold NaN, which must not reach the tables' gradients
+        heads = cleared(letter, heads, t, o)
+    first, end = o.rotary_offset, o.rotary_offset + o.rotary_dim
+    x0, x1 = _members(heads[..., first:end], o.interleaved)
     if o.rounding.startswith("complex") and not full:  # torch's, which may round a row's last pairs otherwise
         turned = torch.complex(x0, x1) * torch.complex(cos0, sin0)
         y0, y1 = turned.real, turned.imag
     else:
         y0 = _sum_of_products(x0, cos0, x1, -sin0, o.rounding)
         y1 = _sum_of_products(x1, cos1, x0, sin1, o.rounding)
-    y0, y1 = cleared(letter, y0, t, o), cleared(letter, y1, t, o)
-    y = _with_pairs(x, heads, y0, y1, o.interleaved, o)
+    if "cu_seqlens" in t:
+        y0, y1 = cleared(letter, y0, t, o), cleared(letter, y1, t, o)
+    y = _with_pairs(x, heads, y0, y1, o.interleaved, (first, end))
     y = y if still is None else torch.where(still, heads, y)
     return y.float()
 
@@ -215,7 +219,8 @@ def paired(letter: str, x: Tensor, o: Words, back: bool = False) -> Tensor:
     if letter not in TURNED or o.interleaved_out is None:
         return x
     read, stored = (o.interleaved_out, o.interleaved) if back else (o.interleaved, o.interleaved_out)
-    return _with_pairs(x, x, *_pairs(x, read, o), stored, o)
+    first, end = o.rotary_offset, o.rotary_offset + o.rotary_dim
+    return _with_pairs(x, x, *_members(x[..., first:end], read), stored, (first, end))
 
 
 def _turns(tokens: int, dtype: torch.dtype, t: Tensors, o: Words) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -224,7 +229,8 @@ def _turns(tokens: int, dtype: torch.dtype, t: Tensors, o: Words) -> tuple[Tenso
     They are in fp32, with "complex128" in fp64, with "dtype" in the dtype of the call's heads.
     """
     compute_dtype = torch.float64 if o.rounding == "complex128" else torch.float32
-    cos, sin = (table_view(x).to(compute_dtype) for x in table_pair(t["cos"], t.get("sin"), o.table))
+    cos, sin = (t["cos"], t["sin"]) if o.table == "cos_sin" else table_pair(t["cos"], t.get("sin"), o.table)
+    cos, sin = table_view(cos).to(compute_dtype), table_view(sin).to(compute_dtype)
     if o.table == "freqs":
         cos, sin = cos.cos() * o.mscale, sin.sin() * o.mscale
     if o.rounding == "dtype":
@@ -263,17 +269,13 @@ def _members(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     return x[..., :half], x[..., half:]
 
 
-def _pairs(x: Tensor, interleaved: bool, o: Words) -> tuple[Tensor, Tensor]:
-    """The members of the pairs of heads that are rotated."""
-    return _members(x[..., o.rotary_offset : o.rotary_offset + o.rotary_dim], interleaved)
-
-
-def _with_pairs(like: Tensor, x: Tensor, y0: Tensor, y1: Tensor, interleaved: bool, o: Words) -> Tensor:
+def _with_pairs(like: Tensor, x: Tensor, y0: Tensor, y1: Tensor, interleaved: bool, within: tuple[int, int]) -> Tensor:
     """Heads x with other members in their pairs, and with the strides of `like`: sums of norms depend on them."""
+    first, end = within
     out = torch.empty_like(like, dtype=x.dtype)
-    out = out if o.rotary_dim == x.shape[-1] else out.copy_(x)
+    out = out if end - first == x.shape[-1] else out.copy_(x)
     for n, y in enumerate((y0, y1)):  # a view from before a write cannot be written under autograd
-        _pairs(out, interleaved, o)[n].copy_(y)
+        _members(out[..., first:end], interleaved)[n].copy_(y)
     return out
 
 

@@ -10,7 +10,8 @@ from ..base.fit import Fail, check_of_tokens, sizes_of
 from ..base.layouts import Words
 from ..base.views import Tensors, factor_view
 
-TENSORS = ("q_factor",)
+LABEL = "q_factor"
+TENSORS = (LABEL,)
 ARGUMENTS = {"scales_q": ("const float* q_factor", "Strides factor_stride: q_factor")}
 
 
