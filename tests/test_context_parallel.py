@@ -455,10 +455,6 @@ REFUSED = [  # (backend, case, reason)
     ("flash", PLAIN._replace(segments=65536), "at most 65535"),
     ("flash3", PLAIN, "not installed|not active|no registry"),
     ("flash4", PLAIN, "not installed|not active|no registry"),
-    ("cudnn", PLAIN, "full masks only"),
-    ("cudnn", PLAIN._replace(mask=Mask(-1, -1)), "fixed-length batches only"),
-    ("cudnn", PLAIN._replace(mask=Mask(-1, -1), equal=True), "q has H=8 and k H=2"),
-    ("cudnn", PLAIN._replace(mask=Mask(-1, -1), equal=True, kv_heads=8, lse=True), "neither lse"),
     ("flex", PLAIN._replace(dtype=torch.float64), "allowed are fp32, fp16 and bf16"),
     ("flex", PLAIN._replace(head_dim=8), "from 16 to 256"),
     ("flex", PLAIN._replace(device=CPU), "no backward on CPUs"),
@@ -476,7 +472,7 @@ def test_a_backend_refuses(name: str, case: Case, why: str) -> None:
 def test_a_refused_backend_is_not_replaced() -> None:
     """A backend selected by name raises its reason; "auto" selects another backend."""
     q, schedule = torch.randn(6, 2, 16, requires_grad=True), Schedule(torch.tensor([0, 6]), 6)
-    for name, why in (("flash", "CUDA"), ("cudnn", "CUDA"), ("flex", "no backward"), ("flash5", "one of 'auto'")):
+    for name, why in (("flash", "CUDA"), ("flex", "no backward"), ("flash5", "one of 'auto'")):
         with pytest.raises(InvalidInput, match=f"backend (is )?'{name}'.*{why}"):
             all_gather_attention(q, q, q, schedule, backend=name)
     assert all_gather_attention(q, q, q, schedule).shape == q.shape

@@ -46,31 +46,24 @@ def routed(sent: list[Tensor], splits: list[list[int]]) -> list[Tensor]:
     return [torch.cat(to_rank) for to_rank in zip(*parts)]
 
 
-def ranks_of(case: Attention, made: Made, cp_size: int, device: str, lse: bool) -> list[tuple[Call, list[Tensor]]]:
+def ranks_of(case: Attention, made: Made, cp_size: int, device: str) -> list[tuple[Call, list[Tensor]]]:
     """Every rank's call, and its rows of q, k, v and dout."""
     pack_ = case.pack
     real, padded = (None if x is None else x.to(device) for x in (pack_.cu_seqlens, pack_.cu_seqlens_padded))
     ranks = []
     for rank in range(cp_size):
         schedule = schedule_of(case, cp_size, rank, real, padded)
-        asked = Case(
-            torch.device(device),
-            case.dtype,
-            *case.heads,
-            schedule.mask,
-            schedule.most_segments,
-            schedule.equal,
-            lse=lse,
-        )
+        sizes = torch.device(device), case.dtype, *case.heads
+        asked = Case(*sizes, schedule.mask, schedule.most_segments, lse=True)
         call = Call(schedule, choose(case.backend, asked), asked, made.scale)
         part = partition_of(case, cp_size, rank)
         ranks.append((call, [part.shard(x).to(device) for x in made.inputs]))
     return ranks
 
 
-def simulate(case: Attention, made: Made, cp_size: int, device: str, lse: bool = True) -> list[Tensor]:
-    """out, dq, dk, dv of the whole batch, and lse if requested, by the steps of `all_gather_attention`."""
-    ranks = ranks_of(case, made, cp_size, device, lse)
+def simulate(case: Attention, made: Made, cp_size: int, device: str) -> list[Tensor]:
+    """out, dq, dk, dv and lse of the whole batch, by the steps of `all_gather_attention`."""
+    ranks = ranks_of(case, made, cp_size, device)
     calls = [call for call, _ in ranks]
     sent = [pack(k, v, call) for call, (_, k, v, _) in ranks]
     if calls[0].schedule.exchange is None:
@@ -83,7 +76,7 @@ def simulate(case: Attention, made: Made, cp_size: int, device: str, lse: bool =
         result = attend(q, keys, values, call)
         dq, *gradients = attend_backward(dout, q, keys, values, result, call)
         back.append(pack_gradients(*gradients, call))
-        outputs.append([result.out, dq, *([result.lse] if lse else [])])
+        outputs.append([result.out, dq, result.lse])
     for x, (call, (_, k, v, _)), rows in zip(outputs, ranks, routed(back, [call.schedule.received for call in calls])):
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         unpack_gradients(rows, dk.flatten(1), dv.flatten(1), call)
@@ -93,8 +86,6 @@ def simulate(case: Attention, made: Made, cp_size: int, device: str, lse: bool =
 
 def schedule_of(case: Attention, cp_size: int, rank: int, real: Tensor, padded: Tensor | None) -> Schedule:
     ranks = {"cp_size": cp_size, "cp_rank": rank, "causal": case.causal, "window": case.window, "rule": case.rule}
-    if case.options.get("fixed"):
-        return Schedule.fixed(len(case.lengths), case.lengths[0], real.device, **ranks)
     longest = max(1, *case.pack.pads)
     return Schedule(real, case.pack.tokens, cu_seqlens_padded=padded, max_seqlen=longest, **ranks)
 
@@ -111,15 +102,14 @@ def together(x: tuple[Tensor, ...], case: Attention) -> Tensor:
     return out
 
 
-def check(case: Attention, cp_size: int, device: str, lse: bool = True) -> None:
+def check(case: Attention, cp_size: int, device: str) -> None:
     """Compare with the fp64 oracle; padding is exactly zero."""
     made, atol = make(case), CLOSE[case.dtype]
-    got = simulate(case, made, cp_size, device, lse)
+    got = simulate(case, made, cp_size, device)
     for name, x, want in zip(("out", "dq", "dk", "dv"), got, made.want):
         assert not x[made.spare].any(), f"{name}: padding is not zero"
         torch.testing.assert_close(x.double(), want, rtol=atol, atol=atol, msg=lambda t, name=name: f"{name}: {t}")
-    if lse:
-        torch.testing.assert_close(got[4].double(), made.want[4], rtol=0, atol=max(1e-5, atol / 4))
+    torch.testing.assert_close(got[4].double(), made.want[4], rtol=0, atol=max(1e-5, atol / 4))
 
 
 # Each mask, rule and kind of padding once, with lengths that no number of chunks divides.
@@ -245,19 +235,6 @@ def test_flex(case: Attention) -> None:
     taken_or_skipped(case, installed=hasattr(_module(), "AuxRequest"))
     torch._dynamo.reset()  # one head size each: torch stops recompiling a function after a few
     check(case, 2, "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rule", ["dual_chunk", "contiguous"])
-@pytest.mark.parametrize("length", [256, 192, 90])
-def test_cudnn(length: int, dtype: torch.dtype, rule: str) -> None:
-    """Full masks over sequences of one length, which it supports."""
-    case = Attention(
-        "fixed", (length, length, length), causal=False, rule=rule, heads=(4, 4, 64, 64), dtype=dtype, backend="cudnn",
-        options={"fixed": True},
-    )  # fmt: skip
-    check(case, 2, "cuda", lse=False)
 
 
 # ---- one call ----------------------------------------------------------------------------------------

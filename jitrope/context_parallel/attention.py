@@ -76,7 +76,7 @@ def all_gather_attention(
         softmax_scale: default 1 / sqrt(D) (arXiv:1706.03762).
         rope: rotate q and k first, by their positions. The launch that packs keys and values also rotates if
             head_groups is 1, all rows are gathered, and k and v have the same shape; otherwise another launch does it.
-        backend: "auto", "flash4", "flash3", "flash", "cudnn", "flex" or "math". A named backend is never replaced by
+        backend: "auto", "flash4", "flash3", "flash", "flex" or "math". A named backend is never replaced by
             another.
         return_lse: also return the logarithm of each softmax's sum, fp32, (t, Hq), or as q without D; -inf for rows
             that see no key. It has no gradient.
@@ -107,7 +107,7 @@ def all_gather_attention(
         sizes = (q.shape[1] // groups, k.shape[1] // groups, q.shape[2], v.shape[2])  # of one head group
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
         wanted = (grad, flag("return_lse", return_lse), flag("return_max_logit", return_max_logit))
-        case = Case(q.device, q.dtype, *sizes, schedule.mask, schedule.most_segments, schedule.equal, *wanted)
+        case = Case(q.device, q.dtype, *sizes, schedule.mask, schedule.most_segments, *wanted)
         scale = q.shape[2] ** -0.5 if softmax_scale is None else arguments.number(NAME, "softmax_scale", softmax_scale)
         keeps, rotation = flag("keep_gathered", keep_gathered), rotation_of(rope, q, k, schedule)
         return q, k, v, Call(schedule, choose(backend, case), case, scale, groups, keeps, rotation)

@@ -33,7 +33,6 @@ class Case(NamedTuple):
     head_dim_v: int
     mask: Mask = Mask()
     segments: int = 1  # the most there may be; one is a chunk's queries and the keys that they see
-    equal: bool = False  # all segments have as many queries, at least one, and as many keys
     grad: bool = True  # gradients are wanted, and these outputs:
     lse: bool = False
     max_logit: bool = False
@@ -119,7 +118,11 @@ class Flash(Backend):
     max_segments: int = 2**62  # no limit
 
     def reasons(self, case: Case) -> Iterator[tuple[bool, str]]:
-        yield from _of_kernels(case, 256)
+        d, d_v = case.head_dim, case.head_dim_v
+        yield case.device.type != "cuda" or bool(torch.version.hip), f"q is on {case.device}; it needs a CUDA device"
+        yield case.dtype not in (torch.float16, torch.bfloat16), f"q is {case.dtype}; allowed are fp16 and bf16"
+        yield d % 8 != 0 or d > 256, f"D is {d}; it must be a multiple of 8 up to 256"
+        yield d != d_v, f"v has D={d_v} and k D={d}; they must be equal"
         most, torchs = self.max_segments, torch.nn.attention
         yield case.segments > most, f"there are {case.segments} segments; at most {most} are possible"
         yield case.max_logit, "it gives no max_logit"
@@ -133,7 +136,10 @@ class Flash(Backend):
             yield not has, f"this torch ({torch.__version__}) has no registry of FlashAttention implementations"
             yield not _installed(self.module), f"the module {self.module} is not installed"
             yield True, f"it is not active; call torch.nn.attention.activate_flash_attention_impl({wanted!r})"
-        yield from _of_device(case, self.capabilities)
+        yield not torch.cuda.is_available(), "there is no CUDA device"
+        (major, minor), can = torch.cuda.get_device_capability(case.device), self.capabilities
+        allowed = f"allowed are {can[0]} to {can[-1]}"
+        yield major not in can, f"the device has compute capability {major}.{minor}; {allowed}"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
         lengths, words = _given(varlen)
@@ -146,63 +152,6 @@ class Flash(Backend):
         (lse, *state), (lengths, words), out = result.saved, _given(varlen), result.out
         dq, dk, dv = _aten._flash_attention_backward(dout.contiguous(), q, k, v, out, lse, *lengths, *state, **words)
         return dq, dk, dv
-
-
-class Cudnn(Backend):
-    """torch.ops.aten._scaled_dot_product_cudnn_attention and its backward.
-
-    It needs full masks, because its causal mask counts from the first key. It needs sequences of one length, because
-    torch's backward for packed sequences uses the head size as the longest length (pytorch/pytorch#186142), which gives
-    a wrong dq in torch 2.11.
-    """
-
-    name = "cudnn"
-
-    def reasons(self, case: Case) -> Iterator[tuple[bool, str]]:
-        yield from _of_kernels(case, 128)
-        yield not case.mask.full, "it has full masks only: its causal mask counts from the first key"
-        yield not case.equal, "sequences may be empty or of different lengths; it takes fixed-length batches only"
-        yield case.heads != case.kv_heads, f"q has H={case.heads} and k H={case.kv_heads}; they must be equal"
-        yield case.lse or case.max_logit, "it gives neither lse nor max_logit"
-        yield from _of_device(case, range(9, 100))
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
-        out, lse, *_, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(
-            *(_batched(x, varlen) for x in (q, k, v)), None, True, 0.0, False, False, scale=varlen.scale
-        )
-        return Result(_packed(out), None, None, (lse, seed, offset))
-
-    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, varlen: Varlen) -> Gradients:
-        dout, q, k, v, out = (_batched(x, varlen) for x in (dout.contiguous(), q, k, v, result.out))
-        dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
-            dout, q, k, v, out, *result.saved, None, None, None, q.shape[2], k.shape[2], 0.0, False, scale=varlen.scale
-        )
-        return _packed(dq), _packed(dk), _packed(dv)
-
-
-def _batched(x: Tensor, varlen: Varlen) -> Tensor:
-    """Packed rows of equal segments (T, H, D) as (B, H, S, D)."""
-    return x.view(len(varlen.cu_seqlens_q) - 1, -1, *x.shape[1:]).transpose(1, 2)
-
-
-def _packed(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).flatten(0, 1)
-
-
-def _of_kernels(case: Case, most: int) -> Iterator[tuple[bool, str]]:
-    """The reasons of flash and cudnn. most: the largest D."""
-    d, d_v = case.head_dim, case.head_dim_v
-    yield case.device.type != "cuda" or bool(torch.version.hip), f"q is on {case.device}; it needs a CUDA device"
-    yield case.dtype not in (torch.float16, torch.bfloat16), f"q is {case.dtype}; allowed are fp16 and bf16"
-    yield d % 8 != 0 or d > most, f"D is {d}; it must be a multiple of 8 up to {most}"
-    yield d != d_v, f"v has D={d_v} and k D={d}; they must be equal"
-
-
-def _of_device(case: Case, capabilities: range) -> Iterator[tuple[bool, str]]:
-    yield not torch.cuda.is_available(), "there is no CUDA device"
-    major, minor = torch.cuda.get_device_capability(case.device)
-    allowed = f"allowed are {capabilities[0]} to {capabilities[-1]}"
-    yield major not in capabilities, f"the device has compute capability {major}.{minor}; {allowed}"
 
 
 def _installed(module: str) -> bool:
@@ -359,7 +308,6 @@ _ALL: tuple[Backend, ...] = (
     Flash("flash4", "FA4", "flash_attn.cute.interface", range(9, 11)),
     Flash("flash3", "FA3", "flash_attn_interface", range(9, 10)),
     Flash("flash", None, "torch", range(8, 100), max_segments=65535),  # the limit of CUDA's second grid axis
-    Cudnn(),
     Flex(),
     Math(),
 )

@@ -57,7 +57,7 @@ class Schedule(Partition):
         self.mask = Mask(sizes[0], 0 if arguments.flag("Schedule", "causal", causal) else sizes[1])
         self.longest = None if max_seqlen is None else arguments.whole("Schedule", "max_seqlen", max_seqlen, 0)
         self.max_seqlen = self.shape.tokens if self.longest is None else self.longest
-        self.equal = False
+        self.equal = False  # whether sequences have one length
         self.most_segments = self.shape.segments(self.mask, cu_seqlens_padded is not None)  # with empty ones
         # rows[source][rank]: the number of rows that each rank sends to each; None: all ranks gather all rows
         self.exchange = self.shape.exchange(self.mask)
@@ -86,7 +86,7 @@ class Schedule(Partition):
         size = schedule.shape.cp_size
         if seqlen % size != 0:
             Fail(name)(f"seqlen is {seqlen}; it must be a multiple of the group's size {size}")
-        schedule.equal = seqlen > 0
+        schedule.equal = True
         return schedule
 
     def __repr__(self) -> str:
@@ -149,7 +149,7 @@ def check_rows(q: Tensor, given: torch.Size, layout: str, schedule: Schedule) ->
     """Check that q (rows, H, D), given in a layout with shape `given`, has the rows of this rank."""
     shape, device = schedule.shape, schedule.cu_seqlens.device
     batch = given[layout.index("b")] if "b" in layout else None
-    if batch is not None and (batch != shape.sequences or (not schedule.equal and shape.tokens != 0)):
+    if batch is not None and (batch != shape.sequences or not schedule.equal):
         fail(f"q has B={batch} in layout {layout!r}; make the schedule with Schedule.fixed, for that batch")
     if q.device != device:
         fail(f"q is on {q.device} but cu_seqlens on {device}")
