@@ -76,8 +76,7 @@ def all_gather_attention(
         softmax_scale: default 1 / sqrt(D) (arXiv:1706.03762).
         rope: rotate q and k first, by their positions. The launch that packs keys and values also rotates if
             head_groups is 1, all rows are gathered, and k and v have the same shape; otherwise another launch does it.
-        backend: "auto", "flash4", "flash3", "flash", "flex" or "math". A named backend is never replaced by
-            another.
+        backend: "auto", "flash", "flex" or "math". A named backend is never replaced by another.
         return_lse: also return the logarithm of each softmax's sum, fp32, (t, Hq), or as q without D; -inf for rows
             that see no key. It has no gradient.
         return_max_logit: also return the largest logit of each head over all ranks, (Hq), fp32. It has no gradient.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
@@ -19,6 +18,8 @@ NAME = "all_gather_attention"  # the name at the beginning of messages
 
 fail = Fail(NAME)
 _BLOCK = 128
+_MOST_SEGMENTS = 65535  # of FlashAttention 2: the limit of CUDA's second grid axis
+_CAPABILITIES: dict[str | None, range] = {"FA3": range(9, 10), "FA4": range(9, 11)}  # major
 _aten = torch.ops.aten
 
 
@@ -107,37 +108,26 @@ def rows_with_keys(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return torch.where((low < high)[:, None, None], x, 0)
 
 
-@dataclass(frozen=True)
 class Flash(Backend):
-    """torch.ops.aten._flash_attention_forward and _backward, with the implementation that is active in torch."""
+    """torch.ops.aten._flash_attention_forward and _backward: FlashAttention 2, or what is active in its place."""
 
-    name: str
-    impl: str | None  # its name in torch.nn.attention; None: torch's own
-    module: str  # its package
-    capabilities: range  # major compute capabilities of supported devices
-    max_segments: int = 2**62  # no limit
+    name = "flash"
 
     def reasons(self, case: Case) -> Iterator[tuple[bool, str]]:
-        d, d_v = case.head_dim, case.head_dim_v
+        d, d_v, torchs = case.head_dim, case.head_dim_v, torch.nn.attention
+        active = getattr(torchs, "current_flash_attention_impl", lambda: None)()
         yield case.device.type != "cuda" or bool(torch.version.hip), f"q is on {case.device}; it needs a CUDA device"
         yield case.dtype not in (torch.float16, torch.bfloat16), f"q is {case.dtype}; allowed are fp16 and bf16"
         yield d % 8 != 0 or d > 256, f"D is {d}; it must be a multiple of 8 up to 256"
         yield d != d_v, f"v has D={d_v} and k D={d}; they must be equal"
-        most, torchs = self.max_segments, torch.nn.attention
-        yield case.segments > most, f"there are {case.segments} segments; at most {most} are possible"
+        too_many = active is None and case.segments > _MOST_SEGMENTS
+        yield too_many, f"there are {case.segments} segments; at most {_MOST_SEGMENTS} are possible"
         yield case.max_logit, "it gives no max_logit"
-        wanted, active = self.impl, getattr(torchs, "current_flash_attention_impl", lambda: None)()
-        if wanted == active == "FA4" and (case.mask.left >= 0 or case.mask.right > 0):
-            old = not hasattr(torch.nn.attention._fa4, "_aten_to_fa4_window_size")
-            yield old, f"it has windows from torch 2.13 on; this is torch {torch.__version__}"
-        if wanted != active:
-            yield wanted is None, f"torch has {active} active in its place; pass {'flash' + str(active)[2:]!r}"
-            has = hasattr(torchs, "activate_flash_attention_impl")
-            yield not has, f"this torch ({torch.__version__}) has no registry of FlashAttention implementations"
-            yield not _installed(self.module), f"the module {self.module} is not installed"
-            yield True, f"it is not active; call torch.nn.attention.activate_flash_attention_impl({wanted!r})"
+        if active == "FA4" and (case.mask.left >= 0 or case.mask.right > 0):
+            old = not hasattr(torchs._fa4, "_aten_to_fa4_window_size")
+            yield old, f"FlashAttention 4 has windows from torch 2.13 on; this is torch {torch.__version__}"
         yield not torch.cuda.is_available(), "there is no CUDA device"
-        (major, minor), can = torch.cuda.get_device_capability(case.device), self.capabilities
+        (major, minor), can = torch.cuda.get_device_capability(case.device), _CAPABILITIES.get(active, range(8, 100))
         allowed = f"allowed are {can[0]} to {can[-1]}"
         yield major not in can, f"the device has compute capability {major}.{minor}; {allowed}"
 
@@ -152,13 +142,6 @@ class Flash(Backend):
         (lse, *state), (lengths, words), out = result.saved, _given(varlen), result.out
         dq, dk, dv = _aten._flash_attention_backward(dout.contiguous(), q, k, v, out, lse, *lengths, *state, **words)
         return dq, dk, dv
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its package is not installed
-        return False
 
 
 def _given(varlen: Varlen) -> tuple[tuple[Any, ...], dict[str, float]]:
@@ -304,16 +287,8 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-_ALL: tuple[Backend, ...] = (
-    Flash("flash4", "FA4", "flash_attn.cute.interface", range(9, 11)),
-    Flash("flash3", "FA3", "flash_attn_interface", range(9, 10)),
-    Flash("flash", None, "torch", range(8, 100), max_segments=65535),  # the limit of CUDA's second grid axis
-    Flex(),
-    Math(),
-)
-BACKENDS = {backend.name: backend for backend in _ALL}
-# "auto" takes the first that does not refuse. FlashAttention 3 and 4 refuse until the user activates them.
-AUTO = {"cuda": ("flash4", "flash3", "flash", "flex", "math")}
+BACKENDS: dict[str, Backend] = {"flash": Flash(), "flex": Flex(), "math": Math()}
+AUTO = {"cuda": tuple(BACKENDS)}  # "auto" takes the first that does not refuse; on another device "math"
 
 
 def choose(name: str, case: Case) -> Backend:
