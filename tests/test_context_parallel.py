@@ -23,12 +23,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import jitrope
 from jitrope import InvalidInput
-from jitrope.base.partition import RULES, Mask, capacity, chunks_of, exchange_rows, number_of_chunks
+from jitrope.base.partition import RULES, chunks_of, number_of_chunks
 from jitrope.context_parallel import Partition, Rope, Schedule, all_gather_attention
 from jitrope.context_parallel.backends import BACKENDS, Case, Math, Varlen, _block_mask, key_ranges
 from jitrope.thd import get_partitioned_indices
 from jitrope.thd import ops as thd_ops
-from jitrope.thd.reference import Segments, Shape
+from jitrope.thd.shape import Mask, Segments, Shape
 from tests.said import said
 
 # ---- the oracle ------------------------------------------------------------------------------------
@@ -175,13 +175,11 @@ def test_segments(seed: int) -> None:
     shards = dealt(pack, cp_size, rule)
     shapes = [shape_of(pack, cp_size, rank, rule) for rank in range(cp_size)]
     tables = [thd_ops.segments(pack.cu_seqlens, pack.cu_seqlens_padded, shape, mask) for shape in shapes]
-    exchange = exchange_rows(pack.tokens, cp_size, len(pack.lengths), mask, rule)
+    exchange = shapes[0].exchange(mask)
     want = visible(pack, mask)
     for rank, (shape, table) in enumerate(zip(shapes, tables)):
         gathered = gathered_tokens(rank, shards, tables, shapes, exchange)
-        assert [len(table.key_rows), queries_of(table, shape)] == list(
-            capacity(pack.tokens, rank, cp_size, len(pack.lengths), mask, rule)
-        )
+        assert (len(table.key_rows), queries_of(table, shape)) == shape.most(mask)
         seen = seen_through(table, mask, shards[rank], gathered, pack.tokens)
         for token in shards[rank]:
             assert torch.equal(seen[token], want[token]), (pack, mask, token)
@@ -272,7 +270,7 @@ def seen_in_window(lengths: list[int], cp_size: int, window: int, token: int) ->
     shards = dealt(pack, cp_size, "dual_chunk")
     shapes = [shape_of(pack, cp_size, rank, "dual_chunk") for rank in range(cp_size)]
     tables = [thd_ops.segments(pack.cu_seqlens, None, shape, mask) for shape in shapes]
-    exchange = exchange_rows(pack.tokens, cp_size, len(lengths), mask, "dual_chunk")
+    exchange = shapes[0].exchange(mask)
     row = sum(lengths[:-1]) + token
     rank = next(r for r, rows in enumerate(shards) if row in rows)
     gathered = gathered_tokens(rank, shards, tables, shapes, exchange)

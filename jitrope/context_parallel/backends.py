@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..base import arguments
 from ..base.fit import Fail
-from ..base.partition import Mask
+from ..thd.shape import Mask
 
 NAME = "all_gather_attention"  # the name at the beginning of messages
 

@@ -11,9 +11,9 @@ from torch.nn.functional import pad
 
 from ..base import arguments
 from ..base.fit import Fail
-from ..base.partition import Mask
 from ..thd import ops as thd_ops
-from ..thd.reference import Segments, cut
+from ..thd.reference import cut
+from ..thd.shape import Mask, Segments
 from .backends import Varlen, fail
 from .shards import Group, Partition, all_ranks_rows, kept
 

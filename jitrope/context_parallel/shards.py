@@ -24,7 +24,7 @@ from ..base.layouts import MAX_TOKENS
 from ..base.partition import RULES
 from ..thd import cp_rank_order_to_sequence_order
 from ..thd import ops as thd_ops
-from ..thd.reference import Shape
+from ..thd.shape import Shape
 from ..torch_state import collectives, dispatch_modes, is_compiling, transformed
 
 Group = ProcessGroup | DeviceMesh | None

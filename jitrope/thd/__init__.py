@@ -27,7 +27,8 @@ from ..base.fit import Fail
 from ..base.partition import RULES
 from ..torch_state import is_compiling, wants_grad
 from . import ops as thd_ops
-from .reference import Correction, Move, Shape
+from .reference import Correction, Move
+from .shape import Shape
 
 __all__ = [
     "copy_valid_tokens_from_per_split_to_rank_local",

@@ -1,11 +1,10 @@
 """Packed batches under context parallelism in plain torch: the oracle of the tests and the code for CPU tensors.
 
-Sizes are known without the GPU; only `fill_segments` reads lengths. In every table -1 marks a missing row.
+In every table -1 marks a missing row.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -16,110 +15,9 @@ from torch.nn.functional import one_hot, pad
 from ..base import partition
 from ..base.arguments import shown
 from ..base.errors import InvalidInput
-from ..base.partition import Mask, Rows, before, count
+from ..base.partition import before, count
+from .shape import Mask, Segments, Shape
 from .spec import STEPS
-
-
-class Shape(NamedTuple):
-    """The parts of a sharded batch that are known without the GPU."""
-
-    tokens: int  # of the whole batch, including spare ones
-    sequences: int
-    cp_size: int
-    cp_rank: int
-    rule: str = "dual_chunk"
-
-    @property
-    def of(self) -> int:
-        """Chunks of a sequence."""
-        return partition.number_of_chunks(self.cp_size, self.rule)
-
-    @property
-    def chunks(self) -> tuple[int, ...]:
-        """This rank's chunks of each sequence."""
-        return partition.chunks_of(self.cp_rank, self.cp_size, self.rule)
-
-    @property
-    def rows(self) -> int:
-        """Tokens of this rank."""
-        return int(self.local(self.tokens))
-
-    @property
-    def capacity(self) -> int:
-        """The rows that fit in every rank's shard."""
-        return partition.rows_per_rank(self.tokens, self.cp_size)
-
-    @property
-    def all_rows(self) -> int:
-        """The total rows of all ranks' shards."""
-        return self.cp_size * self.capacity
-
-    def segments(self, mask: Mask, padded: bool) -> int:
-        """The number of `Segments`, including empty ones."""
-        return self.sequences * ((1 if mask.full else len(self.chunks)) + (padded and not mask.extends))
-
-    def local(self, offsets: Any) -> Any:
-        """This rank's offsets for offsets into the batch; see `partition.local_rows`."""
-        return partition.local_rows(offsets, self.cp_rank, self.cp_size, self.rule)
-
-    def most(self, mask: Mask) -> tuple[int, int]:
-        """The most (keys, queries) of this rank; see `partition.capacity`."""
-        return partition.capacity(self.tokens, self.cp_rank, self.cp_size, self.sequences, mask, self.rule)
-
-    def exchange(self, mask: Mask) -> Rows | None:
-        """The number of rows that each rank sends to each; see `partition.exchange_rows`."""
-        return partition.exchange_rows(self.tokens, self.cp_size, self.sequences, mask, self.rule)
-
-
-class Segments(NamedTuple):
-    """Attention of a rank's queries as plain variable-length attention.
-
-    A segment is a run of queries that see one run of keys: a chunk of a sequence, or under a full mask all queries
-    that the rank has of a sequence. The last query of a segment is at its last key, so masks counted from the end
-    (bottom right) are correct for every segment. If keys come after a chunk's queries (`Mask.extends`), dummy queries
-    are added to the chunk. Otherwise queries keep their places, and padding forms segments without keys. All tables
-    are int32. Those that a case does not need are None.
-    """
-
-    cu_seqlens_q: Tensor  # (segments + 1), offsets of the segments
-    cu_seqlens_k: Tensor
-    key_rows: Tensor  # (keys), the gathered row of each key
-    gathered_rows: Tensor  # (chunks, gathered), the inverse for each of the rank's chunks; one under a full mask
-    query_rows: Tensor | None  # (queries), the source row of each query
-    output_rows: Tensor | None  # (rows), the query of each row's output
-    send_rows: Tensor | None  # (sent), the rows to send, in rank order
-    sent_rows: Tensor | None  # (cp_size, rows), the place of each row among the rows sent to each rank
-
-    @classmethod
-    def of(cls, flat: Tensor, shape: Shape, mask: Mask, padded: bool) -> Segments:
-        """The tables of one buffer; see `split`."""
-        cu_seqlens_q, cu_seqlens_k, _, *rows = split(flat, shape, mask, padded)
-        return cls(cu_seqlens_q, cu_seqlens_k, *rows)
-
-
-def split(flat: Tensor, shape: Shape, mask: Mask, padded: bool) -> list[Any]:
-    """The tables (Tensor | None) of one buffer, in the order of the kernels' argument block; see `_layout`."""
-    sizes = _layout(shape, mask, padded)
-    parts = flat.split([math.prod(size) if size else 0 for size in sizes])
-    return [part.view(size) if size else None for part, size in zip(parts, sizes)]
-
-
-def _layout(shape: Shape, mask: Mask, padded: bool) -> list[tuple[int, ...]]:
-    """The size of each table of `Segments`, () for None; the third table is one that only the kernels use."""
-    exchange, (keys, queries) = shape.exchange(mask), shape.most(mask)
-    offsets, parts = (shape.segments(mask, padded) + 1,), 1 if mask.full else len(shape.chunks)
-    gathered = shape.all_rows if exchange is None else sum(row[shape.cp_rank] for row in exchange)
-    dummies = [(queries,), (shape.rows,)] if mask.extends else [(), ()]
-    if exchange is None:
-        return [offsets, offsets, (), (keys,), (parts, gathered), *dummies, (), ()]
-    pairs, sent = (2 * shape.cp_size, shape.sequences + 1), (sum(exchange[shape.cp_rank]),)
-    return [offsets, offsets, pairs, (keys,), (parts, gathered), *dummies, sent, (shape.cp_size, shape.rows)]
-
-
-def empty_segments(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, shape: Shape, mask: Mask) -> Tensor:
-    """One buffer for all tables, int32, full of -1."""
-    sizes = _layout(shape, mask, cu_seqlens_padded is not None)
-    return cu_seqlens.new_full((sum(math.prod(size) for size in sizes if size),), -1, dtype=torch.int32)
 
 
 class Move(NamedTuple):
