@@ -149,14 +149,9 @@ def _check_heads(q: Any, k: Any, v: Any, layout: Any, head_groups: Any) -> int:
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         fail(f"q is {q.dtype}; allowed are fp16, bf16, fp32 and fp64")
     sizes = ", ".join(f"{name} is {named(x, layout)}" for name, x in (("q", q), ("k", k), ("v", v)))
-    if not (q.shape[:-2] == k.shape[:-2] == v.shape[:-2]):
-        fail(f"{sizes}; only H and v's D may differ")
-    if k.shape[-2] != v.shape[-2] or q.shape[-1] != k.shape[-1]:
-        fail(f"{sizes}; k's H must be v's, and k's D must be q's")
-    if min(*q.shape[-2:], *v.shape[-2:]) <= 0:
-        fail(f"{sizes}; H and D must be at least 1")
-    if q.shape[-2] % k.shape[-2] != 0:
-        fail(f"q has H={q.shape[-2]}, which k's H={k.shape[-2]} does not divide")
+    alike = q.shape[:-2] == k.shape[:-2] == v.shape[:-2] and k.shape[-2] == v.shape[-2] and q.shape[-1] == k.shape[-1]
+    if not alike or min(*q.shape[-2:], *v.shape[-2:]) <= 0 or q.shape[-2] % k.shape[-2] != 0:
+        fail(f"{sizes}; only H and v's D may differ, k's H must be v's and divide q's, and H and D be at least 1")
     groups = arguments.whole(NAME, "head_groups", head_groups, 1)
     if k.shape[-2] % groups != 0:
         fail(f"head_groups is {groups}, which does not divide k's H={k.shape[-2]}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.nn.functional import pad
 from ..base import arguments
 from ..base.fit import Fail
 from ..thd import ops as thd_ops
-from ..thd.reference import cut
+from ..thd.reference import check_values, cut
 from ..thd.shape import Mask, Segments
 from .backends import Varlen, fail
 from .shards import Group, Partition, all_ranks_rows, kept
@@ -161,17 +160,13 @@ def check_rows(q: Tensor, given: torch.Size, layout: str, schedule: Schedule) ->
 
 def check_lengths(schedule: Schedule, table_rows: int | None) -> None:
     """Refuse wrong offsets, and sequences longer than max_seqlen or rope's tables. Waits for the device."""
-    tokens = schedule.shape.tokens
-    real, padded = schedule.cu_seqlens.tolist(), schedule.offsets.tolist()
-    if any(offsets[0] != 0 or offsets != sorted(offsets) for offsets in (real, padded)):
-        fail("cu_seqlens does not ascend from 0")
-    if padded[-1] > tokens:
-        fail(f"cu_seqlens goes up to {padded[-1]}, but there are {tokens} tokens")
-    lengths, slots = ([b - a for a, b in pairwise(offsets)] for offsets in (real, padded))
-    longest = max(slots)
+    real, padded = schedule.cu_seqlens.cpu(), schedule.offsets.cpu()
+    for offsets in (real, padded):
+        check_values(offsets, schedule.shape.tokens)
+    longest = int(padded.diff().max())
     if longest > schedule.max_seqlen:
         fail(f"a sequence has {longest} tokens, more than max_seqlen={schedule.max_seqlen}")
     if table_rows is not None and longest > table_rows:
         fail(f"rope's tables have {table_rows} rows, but a sequence has {longest} tokens")
-    if any(length > slot for length, slot in zip(lengths, slots)):
+    if (real.diff() > padded.diff()).any():
         fail("a sequence is longer in cu_seqlens than in cu_seqlens_padded")
