@@ -288,7 +288,6 @@ def _wide(x: Tensor) -> Tensor:
 
 
 BACKENDS: dict[str, Backend] = {"flash": Flash(), "flex": Flex(), "math": Math()}
-AUTO = {"cuda": tuple(BACKENDS)}  # "auto" takes the first that does not refuse; on another device "math"
 
 
 def choose(name: str, case: Case) -> Backend:
@@ -298,7 +297,8 @@ def choose(name: str, case: Case) -> Backend:
     """
     arguments.word(NAME, "backend", name, ("auto", *BACKENDS))
     if name == "auto":
-        name = next(n for n in AUTO.get(case.device.type, ("math",)) if BACKENDS[n].refuses(case) is None)
+        names = BACKENDS if case.device.type == "cuda" else ("math",)
+        name = next(name for name in names if BACKENDS[name].refuses(case) is None)
     why = BACKENDS[name].refuses(case)
     if why is not None:
         fail(f"backend {name!r} cannot do this: {why}")

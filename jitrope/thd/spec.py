@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 from ..base.partition import RULES, number_of_chunks
-from ..base.spec import ACCESS_BYTES, ACCESSES, DTYPES, INDEX_DTYPES, KINDS, MAX_INT, MAX_THREADS, Spec, refuse_unless
+from ..base.spec import ACCESS_BYTES, DTYPES, INDEX_DTYPES, KINDS, Spec
 
 MAPS = ("table", "stay", "to_ranks", "to_sequences", "positions", "valid", "tail")
 PARTITIONED = ("to_ranks", "to_sequences", "positions")  # maps that depend on the cut of the batch
@@ -26,13 +26,11 @@ ROWS_IN_FLIGHT = 4  # rows that a thread loads at the same time
 SUMS_IN_FLIGHT = 2
 
 SCAN_THREADS = 1024
-COUNTS = range(1, MAX_INT + 1)
 MIN_LANE_USE = 0.9  # the least share of a row's threads that must have work, on average over its passes
 
 
 class _Moves(Spec):
     words, enumerators = _WORDS, tuple(_ENUMERATORS)
-    bounds: ClassVar[dict[str, range | tuple[int, ...]]] = {}  # the allowed numbers of fields
 
     @property
     def name(self) -> str:
@@ -43,12 +41,6 @@ class _Moves(Spec):
             if value is not False and value != field.default and field.name not in self.unused:
                 words.append({bool: field.name, str: value}.get(type(value), f"{field.name}{value}"))
         return "_".join(words)
-
-    def check(self) -> None:
-        super().check()
-        for name, allowed in self.bounds.items():
-            must = f"{allowed[0]} to {allowed[-1]}" if isinstance(allowed, range) else f"one of {allowed}"
-            refuse_unless(type(self).__name__, getattr(self, name) in allowed, f"{name} must be {must}")
 
     def constants(self) -> dict[str, Any]:
         found = super().constants()
@@ -75,7 +67,6 @@ class RowsSpec(_Moves):
 
     threads = BLOCK_THREADS
     unused = ("writes",)
-    bounds: ClassVar = {"access_bytes": ACCESSES, "cp_size": COUNTS, "unroll": COUNTS, "lanes": range(1, threads + 1)}
 
     kind = property(lambda self: "thd_tables" if self.writes else "thd_rows")
 
@@ -95,7 +86,6 @@ class SegmentsSpec(_Moves):
     threads: int
 
     unused = ("rows",)
-    bounds: ClassVar = {"cp_size": COUNTS, "threads": range(1, MAX_THREADS + 1)}
 
     kind = property(lambda self: "cp_segment_rows" if self.rows else "cp_segments")
 
@@ -114,7 +104,6 @@ class CorrectionSpec(_Moves):
 
     kind = "thd_corrections"
     threads = 128
-    bounds: ClassVar = {"vec": ACCESSES}
 
 
 KINDS.update(dict.fromkeys(("thd_rows", "thd_tables"), RowsSpec))
