@@ -77,12 +77,12 @@ def check_lse(packed: bool, cu_seqlens: Tensor, fail: Fail, **given: Tensor) -> 
     """Refuse wrong log-sum-exps and offsets. Return the number of rows that fit in the first log-sum-exp."""
     lse = next(iter(given.values()))
     check_offsets(fail, "lse", lse, cu_seqlens=cu_seqlens)
-    words = "(H, rows)" if packed else f"(B, H, rows) with cu_seqlens' B={len(cu_seqlens) - 1}"
     for label, x in given.items():
         good = x.dim() == (2 if packed else 3) and (packed or len(x) == len(cu_seqlens) - 1) and x.is_contiguous()
         if not good or x.dtype != torch.float32 or x.shape[:-1] != lse.shape[:-1] or x.device != lse.device:
-            like = f"{words} fp32, and but for rows like lse, {arguments.shown(lse)}"
-            fail(f"{label} is {arguments.shown(x)}, strides {x.stride()}; it must be contiguous {like}")
+            words = "(H, rows)" if packed else f"(B, H, rows) with cu_seqlens' B={len(cu_seqlens) - 1}"
+            must = f"it must be contiguous {words} fp32, and but for rows like lse, {arguments.shown(lse)}"
+            fail(f"{label} is {arguments.shown(x)}, strides {x.stride()}; {must}")
     return lse.shape[-1] if packed else (len(cu_seqlens) - 1) * lse.shape[-1]
 
 
