@@ -28,7 +28,8 @@ from jitrope.context_parallel import Partition, Rope, Schedule, all_gather_atten
 from jitrope.context_parallel.backends import BACKENDS, Case, Math, Varlen, _block_mask, key_ranges
 from jitrope.thd import get_partitioned_indices
 from jitrope.thd import ops as thd_ops
-from jitrope.thd.shape import Mask, Segments, Shape
+from jitrope.thd.reference import Segments
+from jitrope.thd.shape import Mask, Shape
 from tests.said import said
 
 # ---- the oracle ------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from jitrope.jit import compiler
 from jitrope.jit.render import render
 from jitrope.thd import ops as thd_ops
 from jitrope.thd import reference
-from jitrope.thd.reference import Correction, Move
-from jitrope.thd.shape import Mask, Segments, Shape, empty_segments
+from jitrope.thd.reference import Correction, Move, Segments
+from jitrope.thd.shape import Mask, Shape
 from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, rows_spec
 
 from .host import harness
@@ -47,14 +47,14 @@ def move(given: Move) -> None:
 
 def wanted_segments(cu_seqlens, padded, shape: Shape, mask: Mask) -> Segments:
     """The tables from plain torch."""
-    flat = empty_segments(cu_seqlens, padded, shape, mask)
+    flat = reference.empty_segments(cu_seqlens, padded, shape, mask)
     reference.fill_segments(flat, cu_seqlens, padded, shape, mask)
     return Segments.of(flat, shape, mask, padded is not None)
 
 
 def segments(cu_seqlens, padded, shape: Shape, mask: Mask) -> Segments:
     """The tables from the kernels."""
-    flat = empty_segments(cu_seqlens, padded, shape, mask)
+    flat = reference.empty_segments(cu_seqlens, padded, shape, mask)
     for call in thd_ops.segments_calls(flat, cu_seqlens, padded, shape, mask):
         run(call if call.spec.rows else call._replace(spec=replace(call.spec, threads=SCAN_THREADS)))
     return Segments.of(flat, shape, mask, padded is not None)
@@ -389,7 +389,7 @@ def test_opcheck(op: str) -> None:
     arguments = {
         "thd_table": (torch.empty(shape.rows, dtype=torch.int32), cu, "to_ranks", shape.rows, *shape),
         "thd_rows": ([x], [out], "to_ranks", cu, None, None, *shape._replace(cp_rank=0)),
-        "cp_segments": (empty_segments(cu, None, shape, Mask(2, 1)), cu, None, 2, 1, *shape),
+        "cp_segments": (reference.empty_segments(cu, None, shape, Mask(2, 1)), cu, None, 2, 1, *shape),
         "thd_correct": ("grad", "add", "copy", True, cu, 14, out.view(14, 3, 1), x.view(14, 3, 1), None, None),
     }[op]
     torch.library.opcheck(getattr(torch.ops.jitrope, op).default, arguments)

@@ -23,7 +23,6 @@ from jitrope.context_parallel.backends import Case as Attention
 from jitrope.context_parallel.schedule import Schedule
 from jitrope.thd import ops as thd_ops
 from jitrope.thd import reference as thd_reference
-from jitrope.thd import shape as thd_shape
 
 from .harness import COPY, DEVICE, Case, bf16, gpu_time, host_times, measure, stream_time
 from .plots import Plot
@@ -152,7 +151,7 @@ def metadata(cp_sizes: list[int], sequences: int, batch: Batch) -> Rows:
             host = {"host us": host_times({"": call})[""]}
             found.append(row("metadata", cp_size, f"{sequences} {name}", "segments", gpu_time([call]), **host))
     words = schedule.cu_seqlens, None, schedule.shape, schedule.mask
-    plain = partial(thd_reference.fill_segments, thd_shape.empty_segments(*words), *words)
+    plain = partial(thd_reference.fill_segments, thd_reference.empty_segments(*words), *words)
     host = {"host us": host_times({"": plain}, count=20)[""]}
     us = stream_time([plain])
     return [*found, row("metadata", cp_size, f"{sequences} {name}", "segments, plain torch", us, **host)]

@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 from ..base import arguments
 from ..base.fit import Fail
 from ..thd import ops as thd_ops
-from ..thd.reference import check_values, cut
-from ..thd.shape import Mask, Segments
+from ..thd.reference import Segments, check_values, cut
+from ..thd.shape import Mask
 from .backends import Varlen, fail
 from .shards import Group, Partition, all_ranks_rows, kept
 

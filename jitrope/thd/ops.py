@@ -23,8 +23,8 @@ from ..run.enqueue import Call, enqueue
 from ..torch_state import is_compiling, is_zero, wants_grad, written
 from . import reference
 from . import spec as specs
-from .reference import Correction, Move
-from .shape import Mask, Segments, Shape, empty_segments, split
+from .reference import Correction, Move, Segments
+from .shape import Mask, Shape
 
 # ---- checks of the arguments of `jitrope.thd` ------------------------------------------------------------
 
@@ -144,7 +144,7 @@ def _batch_words(shape: Shape) -> tuple[int, ...]:
 
 def segments_calls(flat: Tensor, cu_seqlens: Tensor, padded: Tensor | None, shape: Shape, mask: Mask) -> list[Call]:
     """Write the tables of `Segments` into a buffer full of -1: first segments, then their rows."""
-    tables = split(flat, shape, mask, padded is not None)
+    tables = reference.split(flat, shape, mask, padded is not None)
     _, _, _, key_rows, gathered_rows, query_rows, _, send_rows, sent_rows = tables
     keys, queries, sent, places = (0 if x is None else x.numel() for x in (key_rows, query_rows, send_rows, sent_rows))
     bases, blocks, exchange = [0] * (2 * shape.cp_size), 1, shape.exchange(mask)
@@ -275,7 +275,7 @@ def segments(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, shape: Shape,
     """A rank's attention as plain variable-length attention; see `Segments`."""
     if cu_seqlens_padded is not None:
         cu_seqlens_padded = cu_seqlens_padded.to(cu_seqlens.dtype)
-    flat = empty_segments(cu_seqlens, cu_seqlens_padded, shape, mask)
+    flat = reference.empty_segments(cu_seqlens, cu_seqlens_padded, shape, mask)
     torch.ops.jitrope.cp_segments(flat, cu_seqlens, cu_seqlens_padded, *mask, *shape)
     return Segments.of(flat, shape, mask, cu_seqlens_padded is not None)
 

@@ -5,6 +5,7 @@ In every table -1 marks a missing row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -16,8 +17,59 @@ from ..base import partition
 from ..base.arguments import shown
 from ..base.errors import InvalidInput
 from ..base.partition import before, count
-from .shape import Mask, Segments, Shape
+from .shape import Mask, Shape
 from .spec import STEPS
+
+
+class Segments(NamedTuple):
+    """Attention of a rank's queries as plain variable-length attention.
+
+    A segment is a run of queries that see one run of keys: a chunk of a sequence, or under a full mask all queries
+    that the rank has of a sequence. The last query of a segment is at its last key, so masks counted from the end
+    (bottom right) are correct for every segment. If keys come after a chunk's queries (`Mask.extends`), dummy queries
+    are added to the chunk. Otherwise queries keep their places, and padding forms segments without keys. All tables
+    are int32. Those that a case does not need are None.
+    """
+
+    cu_seqlens_q: Tensor  # (segments + 1), offsets of the segments
+    cu_seqlens_k: Tensor
+    key_rows: Tensor  # (keys), the gathered row of each key
+    gathered_rows: Tensor  # (chunks, gathered), the inverse for each of the rank's chunks; one under a full mask
+    query_rows: Tensor | None  # (queries), the source row of each query
+    output_rows: Tensor | None  # (rows), the query of each row's output
+    send_rows: Tensor | None  # (sent), the rows to send, in rank order
+    sent_rows: Tensor | None  # (cp_size, rows), the place of each row among the rows sent to each rank
+
+    @classmethod
+    def of(cls, flat: Tensor, shape: Shape, mask: Mask, padded: bool) -> Segments:
+        """The tables of one buffer; see `split`."""
+        cu_seqlens_q, cu_seqlens_k, _, *rows = split(flat, shape, mask, padded)
+        return cls(cu_seqlens_q, cu_seqlens_k, *rows)
+
+
+def split(flat: Tensor, shape: Shape, mask: Mask, padded: bool) -> list[Any]:
+    """The tables (Tensor | None) of one buffer, in the order of the kernels' argument block; see `_layout`."""
+    sizes = _layout(shape, mask, padded)
+    parts = flat.split([math.prod(size) if size else 0 for size in sizes])
+    return [part.view(size) if size else None for part, size in zip(parts, sizes)]
+
+
+def _layout(shape: Shape, mask: Mask, padded: bool) -> list[tuple[int, ...]]:
+    """The size of each table of `Segments`, () for None; the third table is one that only the kernels use."""
+    exchange, (keys, queries) = shape.exchange(mask), shape.most(mask)
+    offsets, parts = (shape.segments(mask, padded) + 1,), 1 if mask.full else len(shape.chunks)
+    gathered = shape.all_rows if exchange is None else sum(row[shape.cp_rank] for row in exchange)
+    dummies = [(queries,), (shape.rows,)] if mask.extends else [(), ()]
+    if exchange is None:
+        return [offsets, offsets, (), (keys,), (parts, gathered), *dummies, (), ()]
+    pairs, sent = (2 * shape.cp_size, shape.sequences + 1), (sum(exchange[shape.cp_rank]),)
+    return [offsets, offsets, pairs, (keys,), (parts, gathered), *dummies, sent, (shape.cp_size, shape.rows)]
+
+
+def empty_segments(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, shape: Shape, mask: Mask) -> Tensor:
+    """One buffer for all tables, int32, full of -1."""
+    sizes = _layout(shape, mask, cu_seqlens_padded is not None)
+    return cu_seqlens.new_full((sum(math.prod(size) for size in sizes if size),), -1, dtype=torch.int32)
 
 
 class Move(NamedTuple):

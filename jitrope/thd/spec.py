@@ -79,7 +79,7 @@ class SegmentsSpec(_Moves):
     index_dtype: str
     cp_size: int
     rule: str
-    full: bool  # see `partition.Mask`
+    full: bool  # see `shape.Mask`
     extends: bool
     padded: bool  # each sequence ends in queries without keys
     exchange: bool  # ranks send each other only the rows that are needed
