@@ -83,13 +83,14 @@ def back(t: Tensors, places: Tensors, o: Options) -> None:
     """
     found: Tensors = {}
     o = o._replace(rounding="fp32")
+    turned = o._replace(inverse=not o.inverse)
     for letter in [letter for letter in LETTERS if letter in places]:
-        x = load(letter, t, o)
-        x = rotate.forward(letter, x, t, o) if norm.after_rope(letter, o) else x
+        x, after = load(letter, t, o), norm.after_rope(letter, o)
+        x = rotate.forward(letter, x, t, o) if after else x
         grad = canonical(joined(t[f"d{letter}"], o.layout), o.layout)
-        grad = rotate.paired(letter, transform.back(letter, x, grad, t, o, found), o, back=True)
-        for stage in (scale, norm, rotate) if norm.after_rope(letter, o) else (rotate, scale, norm):
-            grad = stage.back(letter, x, grad, t, o, found)
+        grad = rotate.paired(letter, transform.forward(letter, grad, t, o), o, back=True)
+        for stage in (scale, norm, rotate) if after else (rotate, scale, norm):
+            grad = norm.back(letter, x, grad, t, o, found) if stage is norm else stage.forward(letter, grad, t, turned)
         results.put(places[letter], positions.cleared(letter, grad, t, o))
     for name, x in found.items():
         places[name].copy_(x)

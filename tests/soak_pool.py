@@ -18,9 +18,9 @@ from torch import Tensor
 
 import jitrope
 from jitrope import thd
-from jitrope.base.partition import RULES, Mask
+from jitrope.base.partition import RULES
 from jitrope.context_parallel import Partition, Schedule, all_gather_attention
-from jitrope.thd.reference import Shape
+from jitrope.thd.shape import Mask, Shape
 from tests.said import fp8, kv_cache, norm_kv_cache, said
 
 from .cases import (

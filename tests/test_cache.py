@@ -29,6 +29,7 @@ from jitrope.base.spec import record_of
 from jitrope.jit import compiler, entry, kernels, recording
 from jitrope.jit.cache import Folder, KernelCache
 from jitrope.jit.entry import CUBIN, FILES, META, TEXT, Key, pack
+from jitrope.jit.render import Source
 from jitrope.tools.prewarm import prewarm, read_record, specs_of
 
 from . import fresh
@@ -791,6 +792,25 @@ def test_the_key_has_the_nvrtc_that_is_loaded(monkeypatch: pytest.MonkeyPatch) -
         found = kernels.key_of(SPEC, "sm_90").compiler
         assert found == f"cupy {compiler.import_cupy().__version__}, nvrtc {major}.{minor}"
     compiler.compiler_version.cache_clear()
+
+
+def test_a_source_that_does_not_compile_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call needs the kernel and fails, with the same message; it keeps one file."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(compiler, "_refused", {})
+    nvrtc, asked = compiler._nvrtc(), []
+    counted = types.SimpleNamespace(**{name: getattr(nvrtc, name) for name in dir(nvrtc) if not name.startswith("__")})
+    counted.compileProgram = lambda *arguments: asked.append(1) or nvrtc.compileProgram(*arguments)
+    monkeypatch.setattr(compiler, "_nvrtc", lambda: counted)
+    source, said = Source('#error "broken"\n', "f", "broken"), set()
+    for _ in range(5):
+        with pytest.raises(CompileError, match=r"broken for sm_90: (.*\n)*source: ") as caught:
+            compiler.compile_source(source, "sm_90")
+        said.add(str(caught.value))
+    assert (len(said), len(asked), len([*tmp_path.iterdir()])) == (1, 1, 1)
+    with pytest.raises(CompileError, match="broken for sm_80"):
+        compiler.compile_source(source, "sm_80")  # another architecture may compile
+    assert len(asked) == 2
 
 
 def test_missing_cupy_names_the_packages(own_cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:

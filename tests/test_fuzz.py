@@ -26,6 +26,7 @@ from jitrope.stages.convert import SCALE_DTYPES
 from jitrope.stages.norm import KINDS as NORM_KINDS
 from jitrope.stages.norm import ROUNDINGS as NORM_ROUNDINGS
 from jitrope.stages.rotate import ROUNDINGS
+from jitrope.thd.shape import Mask, Shape
 from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, rows_spec
 
 from .described import specs_of
@@ -360,8 +361,7 @@ def test_chunks_share_out_every_token(first: int, end: int, cp_size: int, rule: 
     assert [partition.before(end, chunk, of) for chunk in range(of)] == [sum(counts[:chunk]) for chunk in range(of)]
     mine = [partition.local_rows(end, rank, cp_size, rule) for rank in range(cp_size)]
     assert sum(mine) == end
-    assert max(mine) <= partition.rows_per_rank(end, cp_size)
-    assert partition.rows_per_rank(end, cp_size) - min(mine) <= 1
+    assert max(mine) <= Shape(end, 1, cp_size, 0, rule).capacity <= min(mine) + 1
     for chunk in range(of):  # a sequence's share of a chunk is never negative
         assert partition.count(first, chunk, of) <= counts[chunk]
 
@@ -398,16 +398,15 @@ def test_tensors_and_integers_agree(offsets: list[int], cp_size: int, rule: str,
 def test_capacity_and_exchange_are_bounds(
     tokens: int, cp_size: int, sequences: int, left: int, right: int, rule: str
 ) -> None:
-    mask = partition.Mask(left, right)
-    for rank in range(cp_size):
-        keys, queries = partition.capacity(tokens, rank, cp_size, sequences, mask, rule)
-        local = partition.local_rows(tokens, rank, cp_size, rule)
-        assert local <= queries
-        assert local <= keys
+    mask, shapes = Mask(left, right), [Shape(tokens, sequences, cp_size, rank, rule) for rank in range(cp_size)]
+    for shape in shapes:
+        keys, queries = shape.most(mask)
+        assert shape.rows <= queries
+        assert shape.rows <= keys
         assert mask.full or keys <= 2 * tokens
-    rows = partition.exchange_rows(tokens, cp_size, sequences, mask, rule)
+    rows = shapes[0].exchange(mask)
     for source, needed in enumerate(rows or []):
-        own = partition.local_rows(tokens, source, cp_size, rule)
+        own = shapes[source].rows
         assert needed[source] == own
         assert all(0 <= count <= own for count in needed)
 

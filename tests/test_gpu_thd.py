@@ -12,7 +12,7 @@ from jitrope import thd
 from jitrope.base.partition import RULES
 from jitrope.thd import ops as thd_ops
 from jitrope.thd import reference
-from jitrope.thd.reference import Shape
+from jitrope.thd.shape import Shape
 
 from .host.backend import DEVICE
 from .test_thd import MASKS, MOVES, STEPS, TABLES, WIDTHS, Pack, offsets, rows, step_of, wanted_segments

@@ -21,7 +21,6 @@ import torch
 
 import jitrope
 from jitrope.base.errors import CompileError
-from jitrope.base.partition import Mask
 from jitrope.base.spec import spec_from_dict
 from jitrope.context_parallel import Partition, Rope, Schedule, all_gather_attention
 from jitrope.context_parallel.backends import Case
@@ -32,6 +31,7 @@ from jitrope.jit.entry import CUBIN, Entry
 from jitrope.plan import heuristics
 from jitrope.plan.options import Options
 from jitrope.stages.norm import NormOptions
+from jitrope.thd.shape import Mask
 from jitrope.thd.spec import CorrectionSpec, RowsSpec, SegmentsSpec
 from jitrope.tools.doctor import Check
 from jitrope.tools.prewarm import Built, read_record

@@ -121,7 +121,7 @@ def test_refusals_of_computed_scales(per: str) -> None:
         DynamicQuantize(FP4, group=16, scale_dtype=FP8, v_global_scale=1.0)
     with pytest.raises(InvalidInput, match="DynamicQuantize: v is 'yes'; it must be"):
         DynamicQuantize(v="yes")  # type: ignore[arg-type]
-    assert repr(DynamicQuantize(v=True)).endswith("e4m3fn, v=True)")
+    assert repr(DynamicQuantize(v=True)) == "DynamicQuantize(v=True)"
 
 
 def test_refusals() -> None:

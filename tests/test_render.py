@@ -325,16 +325,19 @@ def test_a_compile_error_names_the_templates_line(monkeypatch: pytest.MonkeyPatc
         render.environment.cache_clear()
 
 
-def test_a_compile_error_names_the_kernel_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compile_error_has_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = replace(render.render(SPEC), text=render.render(SPEC).text.replace("HEAD_DIM = 128", "HEAD_DIM = nope"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(CompileError) as caught:
         compiler.compile_source(source, "sm_90")
-    first, *_, last = str(caught.value).splitlines()
+    first, *_, kept = str(caught.value).splitlines()
     assert first.startswith(f"{SPEC.name} for sm_90: ")
     assert re.search(r'parameters\.cuh\.jinja\(\d+\): error: identifier "nope"', str(caught.value))
-    assert last == "`jitrope render` shows the source"
-    assert not [*tmp_path.iterdir()]
+    assert Path(kept.removeprefix("source: ")).read_text() == source.text
+    assert Path(kept.removeprefix("source: ")).parent == tmp_path
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/none")
+    with pytest.raises(CompileError, match=r"source: not kept \(.*No such file"):
+        compiler.compile_source(source, "sm_80")  # for sm_90 the first message stays
 
 
 NVRTC_12, NVRTC_13 = [f"sm_{n}" for n in (50, 60, 75, 80, 90, 120)], [f"sm_{n}" for n in (75, 80, 90, 100, 120, 121)]

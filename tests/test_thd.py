@@ -12,12 +12,13 @@ import torch
 
 import jitrope
 from jitrope import thd
-from jitrope.base.partition import RULES, Mask
+from jitrope.base.partition import RULES
 from jitrope.jit import compiler
 from jitrope.jit.render import render
 from jitrope.thd import ops as thd_ops
 from jitrope.thd import reference
-from jitrope.thd.reference import Correction, Move, Segments, Shape
+from jitrope.thd.reference import Correction, Move, Segments
+from jitrope.thd.shape import Mask, Shape
 from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, rows_spec
 
 from .host import harness
@@ -419,7 +420,7 @@ REFUSED = {
     "heads": (
         lambda: thd.out_correction(
             torch.ones(4, 3, 1), torch.ones(4, 3, 1), torch.ones(2, 4), torch.ones(2, 4), offsets((4,)), False, True
-        ), "lse has 2 heads, out 3",
+        ), "lse is .*; they must have one shape, and out's heads",
     ),
     "step": (
         lambda: thd.grad_correction(torch.ones(4, 1, 1), torch.ones(1, 1, 1), offsets((4,)), "add", "none"),
@@ -433,7 +434,7 @@ REFUSED = {
     "rows of lse": (
         lambda: thd.out_correction(
             torch.ones(4, 1, 1), torch.ones(4, 1, 1), torch.ones(1, 3), torch.ones(1, 3), offsets((3,)), False, True
-        ), "lse has 3 rows, out 4",
+        ), "lse is .*; they must have one shape, and out's heads and at least its rows",
     ),
     "lse of fewer tokens": (
         lambda: thd.second_half_lse_correction(torch.ones(1, 3), torch.ones(1, 2), offsets((4,)), True),
@@ -450,6 +451,11 @@ REFUSED = {
     "gradient of fewer tokens": (
         lambda: thd.grad_correction(torch.ones(3, 1, 1), torch.ones(3, 1, 1), offsets((4,)), "add", "add"),
         "cu_seqlens is .*; it must ascend to at most 3",
+    ),
+    "offsets of more sequences": (
+        lambda: thd.copy_valid_tokens_from_per_split_to_rank_local(
+            torch.ones(3, 1), torch.ones(3, 1), offsets((3,)), offsets((1, 2))
+        ), "cu_seqlens is .*; it must be .* of as many sequences as cu_seqlens_padded",
     ),
     "valid past the end": (
         lambda: thd.copy_valid_tokens_from_per_split_to_rank_local(
@@ -486,13 +492,14 @@ REFUSED = {
 }  # fmt: skip
 
 
-def test_offsets_of_inference_mode_are_refused_under_autograd() -> None:
+def test_offsets_of_inference_mode_serve_training() -> None:
     with torch.inference_mode():
         cu_seqlens = offsets((7, 3))
     x = torch.randn(10, 4)
-    assert len(thd.sequence_order_to_cp_rank_order(x, cu_seqlens, 2)) == 10
-    with pytest.raises(jitrope.InvalidInput, match=r"pass cu_seqlens.clone\(\)"):
-        thd.sequence_order_to_cp_rank_order(x.requires_grad_(), cu_seqlens, 2)
+    want = thd.sequence_order_to_cp_rank_order(x, cu_seqlens, 2)
+    got = thd.sequence_order_to_cp_rank_order(x.requires_grad_(), cu_seqlens, 2)
+    assert torch.equal(got, want)
+    assert torch.equal(torch.autograd.grad(got.sum(), x)[0], torch.ones_like(x))
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -305,7 +305,7 @@ def test_a_check_during_the_capture_of_a_cuda_graph_is_refused(name: str, monkey
     """It would wait for the device, which ends a capture with an error of CUDA."""
     CAPTURED[name]()
     monkeypatch.setattr(watch, "capturing", lambda x: True)
-    with pytest.raises(jitrope.InvalidInput, match=f"{name}: check=True .* CUDA graph is captured; leave it out"):
+    with pytest.raises(jitrope.InvalidInput, match=f"{name}: check=True .* CUDA graph do not; leave it out"):
         CAPTURED[name]()
 
 
@@ -361,7 +361,7 @@ WRONG = {  # a value with a wrong number or word, and the message
     ),
     "hadamard": (lambda: Quantize(1.0, hadamard="rest"), "Quantize: hadamard is 'rest'; it must be True or False"),
     "an array of words": (lambda: jitrope.DynamicQuantize(scale_fmt=np.array(["ue8m0"])), "scale_fmt is a numpy array"),
-    "scale_fmt": (lambda: jitrope.DynamicQuantize(scale_fmt="x"), "it must be 'ue8m0' or None"),
+    "scale_fmt": (lambda: jitrope.DynamicQuantize(scale_fmt="x"), "it must be one of None, 'ue8m0'"),
     "no configuration": (lambda: jitrope.tables.from_config(None), "config is None; it must be a transformers"),
     "a file's name": (lambda: jitrope.tables.from_config("config.json"), "config is 'config.json'; it must be"),
 }

@@ -188,6 +188,5 @@ def prepare_mla_qkv(
         asked["v_dim"] = max(0, int(kv.shape[-1]) - first)
     if quantize is not None:
         add("prepare_mla_qkv", "quantize", quantize, Quantize, tensors, asked)
-        tensors.update(quantize.on(q))
     made = sent(LATENT, tensors, asked)
     return made["q"], made["k"], made["v"]

@@ -11,14 +11,16 @@ import numbers
 import operator
 import os
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from .errors import InvalidInput
 
+Word = TypeVar("Word")
 _LARGEST = 2**63 - 1  # the largest integer that torch's operations take
 _LONGEST = 80  # characters of a value in a message
 
@@ -85,10 +87,16 @@ def _real(value: Any) -> Any:
     return value.real if is_number and value.imag == 0 else None
 
 
-def word(function: str, label: str, value: Any, allowed: Iterable[str]) -> str:
-    """Return one of the allowed words."""
+def refuse_beside(function: str, labels: Iterable[str], others: Iterable[str], instead: str = "leave one out") -> None:
+    """Raise InvalidInput if there are both: arguments, and others that they do not go with."""
+    for label, other in product(labels, others):
+        raise InvalidInput(f"{function}: {label} does not go with {other}; {instead}")
+
+
+def word(function: str, label: str, value: Any, allowed: Iterable[Word]) -> Word:
+    """Return one of the allowed words or dtypes; None may be one of them."""
     words = tuple(allowed)
-    if not isinstance(value, str) or value not in words:
+    if not isinstance(value, (str, torch.dtype, type(None))) or value not in words:
         refuse(function, label, value, "one of " + ", ".join(map(repr, words)))
     return value
 

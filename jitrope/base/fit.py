@@ -34,11 +34,6 @@ class Fail(NamedTuple):
         if wrong:
             self(text)
 
-    def apart(self, label: str, others: dict[str, Any], instead: str = "leave one out") -> None:
-        """Refuse an argument beside those of the others that are given."""
-        for other, given in others.items():
-            self.when(given, f"{label} does not go with {other}; {instead}")
-
     def unlike(
         self,
         label: str,

@@ -17,7 +17,7 @@ from ..base.views import TABLE_NAMES, Tensors, table_pair
 from ..plan.options import Options
 from ..sinks.cache import slots_of
 from ..sinks.pages import slots_of_pages
-from ..stages.positions import RULE, rows_read, spare, table_rows
+from ..stages.positions import RULE, spare, table_rows, turned
 from ..stages.rotate import label_of, rows_of
 from .checks import SWAPPED
 
@@ -37,7 +37,7 @@ def check_values(name: str, t: Tensors, o: Options) -> None:
         fail.when(own > tokens, f"cu_seqlens ends at {offsets[-1]}{of_rank}, but q has {tokens} tokens")
     count, rows, beyond = rows_of(whole["cos"]), table_rows(tokens, q.device, whole, o), spare(tokens, whole, o)
     rows = rows if beyond is None else rows[..., ~beyond]
-    rows = rows_read(rows, o)
+    rows = turned(rows, o)[0]
     lowest, highest = map(int, rows.aminmax()) if rows.numel() else (0, -1)
     fail.when(lowest < 0, f"positions go from {lowest} to {highest}; they must be 0 or above")
     had = f"{'differences of positions have sizes' if o.shifts else 'positions go'} from {lowest} to {highest}"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import torch_state as watch
 from ..base import views
-from ..base.arguments import refuse
+from ..base.arguments import refuse, refuse_beside
 from ..base.errors import InvalidInput
 from ..base.fit import FLOATS, Fail, named, sizes_of
 from ..base.layouts import LAYOUT_AXES, MAX_HEAD_DIM, MAX_TOKENS
@@ -202,10 +202,11 @@ def check_whole_heads(op: Any, t: Tensors, o: Options) -> None:
     others = {"a cache": "k_cache" in t, "dynamic scales": o.computed or o.per_row}
     others[transform.LABEL] = getattr(o, transform.LABEL)
     if norm.sums_heads(t, o):
-        fail.apart("across_heads", others, "pass mean_squares, or normalise before")
+        beside = [x for x, given in others.items() if given]
+        refuse_beside(op.function, ["across_heads"], beside, "pass mean_squares, or normalise before")
     norm.check(t, o, fail)
-    with_norm = o.inverse and norm.norm_of(o).kind != "no_norm"
-    fail.apart("inverse", {"norm": with_norm}, "rotate back in a call without a norm")
+    wrong = o.inverse and norm.norm_of(o).kind != "no_norm"
+    fail.when(wrong, "inverse does not go with norm; rotate back in a call without a norm")
     fail.when(o.group and dim % o.group, f"group is {o.group}; it must divide D={dim}")
     if o.out_dtype == "fp4" or ("k_cache" in t and PER_ITEM.get(t["k_cache"].dtype, 1) > 1):
         check_pairs(t, o, fail)

@@ -76,8 +76,7 @@ def all_gather_attention(
         softmax_scale: default 1 / sqrt(D) (arXiv:1706.03762).
         rope: rotate q and k first, by their positions. The launch that packs keys and values also rotates if
             head_groups is 1, all rows are gathered, and k and v have the same shape; otherwise another launch does it.
-        backend: "auto", "flash4", "flash3", "flash", "cudnn", "flex" or "math". A named backend is never replaced by
-            another.
+        backend: "auto", "flash", "flex" or "math". A named backend is never replaced by another.
         return_lse: also return the logarithm of each softmax's sum, fp32, (t, Hq), or as q without D; -inf for rows
             that see no key. It has no gradient.
         return_max_logit: also return the largest logit of each head over all ranks, (Hq), fp32. It has no gradient.
@@ -107,7 +106,7 @@ def all_gather_attention(
         sizes = (q.shape[1] // groups, k.shape[1] // groups, q.shape[2], v.shape[2])  # of one head group
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
         wanted = (grad, flag("return_lse", return_lse), flag("return_max_logit", return_max_logit))
-        case = Case(q.device, q.dtype, *sizes, schedule.mask, schedule.most_segments, schedule.equal, *wanted)
+        case = Case(q.device, q.dtype, *sizes, schedule.mask, schedule.most_segments, *wanted)
         scale = q.shape[2] ** -0.5 if softmax_scale is None else arguments.number(NAME, "softmax_scale", softmax_scale)
         keeps, rotation = flag("keep_gathered", keep_gathered), rotation_of(rope, q, k, schedule)
         return q, k, v, Call(schedule, choose(backend, case), case, scale, groups, keeps, rotation)
@@ -150,14 +149,9 @@ def _check_heads(q: Any, k: Any, v: Any, layout: Any, head_groups: Any) -> int:
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         fail(f"q is {q.dtype}; allowed are fp16, bf16, fp32 and fp64")
     sizes = ", ".join(f"{name} is {named(x, layout)}" for name, x in (("q", q), ("k", k), ("v", v)))
-    if not (q.shape[:-2] == k.shape[:-2] == v.shape[:-2]):
-        fail(f"{sizes}; only H and v's D may differ")
-    if k.shape[-2] != v.shape[-2] or q.shape[-1] != k.shape[-1]:
-        fail(f"{sizes}; k's H must be v's, and k's D must be q's")
-    if min(*q.shape[-2:], *v.shape[-2:]) <= 0:
-        fail(f"{sizes}; H and D must be at least 1")
-    if q.shape[-2] % k.shape[-2] != 0:
-        fail(f"q has H={q.shape[-2]}, which k's H={k.shape[-2]} does not divide")
+    alike = q.shape[:-2] == k.shape[:-2] == v.shape[:-2] and k.shape[-2] == v.shape[-2] and q.shape[-1] == k.shape[-1]
+    if not alike or min(*q.shape[-2:], *v.shape[-2:]) <= 0 or q.shape[-2] % k.shape[-2] != 0:
+        fail(f"{sizes}; only H and v's D may differ, k's H must be v's and divide q's, and H and D be at least 1")
     groups = arguments.whole(NAME, "head_groups", head_groups, 1)
     if k.shape[-2] % groups != 0:
         fail(f"head_groups is {groups}, which does not divide k's H={k.shape[-2]}")

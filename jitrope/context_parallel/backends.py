@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
@@ -13,12 +12,14 @@ from torch import Tensor
 
 from ..base import arguments
 from ..base.fit import Fail
-from ..base.partition import Mask
+from ..thd.shape import Mask
 
 NAME = "all_gather_attention"  # the name at the beginning of messages
 
 fail = Fail(NAME)
 _BLOCK = 128
+_MOST_SEGMENTS = 65535  # of FlashAttention 2: the limit of CUDA's second grid axis
+_CAPABILITIES: dict[str | None, range] = {"FA3": range(9, 10), "FA4": range(9, 11)}  # major
 _aten = torch.ops.aten
 
 
@@ -33,7 +34,6 @@ class Case(NamedTuple):
     head_dim_v: int
     mask: Mask = Mask()
     segments: int = 1  # the most there may be; one is a chunk's queries and the keys that they see
-    equal: bool = False  # all segments have as many queries, at least one, and as many keys
     grad: bool = True  # gradients are wanted, and these outputs:
     lse: bool = False
     max_logit: bool = False
@@ -108,32 +108,28 @@ def rows_with_keys(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return torch.where((low < high)[:, None, None], x, 0)
 
 
-@dataclass(frozen=True)
 class Flash(Backend):
-    """torch.ops.aten._flash_attention_forward and _backward, with the implementation that is active in torch."""
+    """torch.ops.aten._flash_attention_forward and _backward: FlashAttention 2, or what is active in its place."""
 
-    name: str
-    impl: str | None  # its name in torch.nn.attention; None: torch's own
-    module: str  # its package
-    capabilities: range  # major compute capabilities of supported devices
-    max_segments: int = 2**62  # no limit
+    name = "flash"
 
     def reasons(self, case: Case) -> Iterator[tuple[bool, str]]:
-        yield from _of_kernels(case, 256)
-        most, torchs = self.max_segments, torch.nn.attention
-        yield case.segments > most, f"there are {case.segments} segments; at most {most} are possible"
+        d, d_v, torchs = case.head_dim, case.head_dim_v, torch.nn.attention
+        active = getattr(torchs, "current_flash_attention_impl", lambda: None)()
+        yield case.device.type != "cuda" or bool(torch.version.hip), f"q is on {case.device}; it needs a CUDA device"
+        yield case.dtype not in (torch.float16, torch.bfloat16), f"q is {case.dtype}; allowed are fp16 and bf16"
+        yield d % 8 != 0 or d > 256, f"D is {d}; it must be a multiple of 8 up to 256"
+        yield d != d_v, f"v has D={d_v} and k D={d}; they must be equal"
+        too_many = active is None and case.segments > _MOST_SEGMENTS
+        yield too_many, f"there are {case.segments} segments; at most {_MOST_SEGMENTS} are possible"
         yield case.max_logit, "it gives no max_logit"
-        wanted, active = self.impl, getattr(torchs, "current_flash_attention_impl", lambda: None)()
-        if wanted == active == "FA4" and (case.mask.left >= 0 or case.mask.right > 0):
-            old = not hasattr(torch.nn.attention._fa4, "_aten_to_fa4_window_size")
-            yield old, f"it has windows from torch 2.13 on; this is torch {torch.__version__}"
-        if wanted != active:
-            yield wanted is None, f"torch has {active} active in its place; pass {'flash' + str(active)[2:]!r}"
-            has = hasattr(torchs, "activate_flash_attention_impl")
-            yield not has, f"this torch ({torch.__version__}) has no registry of FlashAttention implementations"
-            yield not _installed(self.module), f"the module {self.module} is not installed"
-            yield True, f"it is not active; call torch.nn.attention.activate_flash_attention_impl({wanted!r})"
-        yield from _of_device(case, self.capabilities)
+        if active == "FA4" and (case.mask.left >= 0 or case.mask.right > 0):
+            old = not hasattr(torchs._fa4, "_aten_to_fa4_window_size")
+            yield old, f"FlashAttention 4 has windows from torch 2.13 on; this is torch {torch.__version__}"
+        yield not torch.cuda.is_available(), "there is no CUDA device"
+        (major, minor), can = torch.cuda.get_device_capability(case.device), _CAPABILITIES.get(active, range(8, 100))
+        allowed = f"allowed are {can[0]} to {can[-1]}"
+        yield major not in can, f"the device has compute capability {major}.{minor}; {allowed}"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
         lengths, words = _given(varlen)
@@ -146,70 +142,6 @@ class Flash(Backend):
         (lse, *state), (lengths, words), out = result.saved, _given(varlen), result.out
         dq, dk, dv = _aten._flash_attention_backward(dout.contiguous(), q, k, v, out, lse, *lengths, *state, **words)
         return dq, dk, dv
-
-
-class Cudnn(Backend):
-    """torch.ops.aten._scaled_dot_product_cudnn_attention and its backward.
-
-    It needs full masks, because its causal mask counts from the first key. It needs sequences of one length, because
-    torch's backward for packed sequences uses the head size as the longest length (pytorch/pytorch#186142), which gives
-    a wrong dq in torch 2.11.
-    """
-
-    name = "cudnn"
-
-    def reasons(self, case: Case) -> Iterator[tuple[bool, str]]:
-        yield from _of_kernels(case, 128)
-        yield not case.mask.full, "it has full masks only: its causal mask counts from the first key"
-        yield not case.equal, "sequences may be empty or of different lengths; it takes fixed-length batches only"
-        yield case.heads != case.kv_heads, f"q has H={case.heads} and k H={case.kv_heads}; they must be equal"
-        yield case.lse or case.max_logit, "it gives neither lse nor max_logit"
-        yield from _of_device(case, range(9, 100))
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
-        out, lse, *_, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(
-            *(_batched(x, varlen) for x in (q, k, v)), None, True, 0.0, False, False, scale=varlen.scale
-        )
-        return Result(_packed(out), None, None, (lse, seed, offset))
-
-    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, varlen: Varlen) -> Gradients:
-        dout, q, k, v, out = (_batched(x, varlen) for x in (dout.contiguous(), q, k, v, result.out))
-        dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
-            dout, q, k, v, out, *result.saved, None, None, None, q.shape[2], k.shape[2], 0.0, False, scale=varlen.scale
-        )
-        return _packed(dq), _packed(dk), _packed(dv)
-
-
-def _batched(x: Tensor, varlen: Varlen) -> Tensor:
-    """Packed rows of equal segments (T, H, D) as (B, H, S, D)."""
-    return x.view(len(varlen.cu_seqlens_q) - 1, -1, *x.shape[1:]).transpose(1, 2)
-
-
-def _packed(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).flatten(0, 1)
-
-
-def _of_kernels(case: Case, most: int) -> Iterator[tuple[bool, str]]:
-    """The reasons of flash and cudnn. most: the largest D."""
-    d, d_v = case.head_dim, case.head_dim_v
-    yield case.device.type != "cuda" or bool(torch.version.hip), f"q is on {case.device}; it needs a CUDA device"
-    yield case.dtype not in (torch.float16, torch.bfloat16), f"q is {case.dtype}; allowed are fp16 and bf16"
-    yield d % 8 != 0 or d > most, f"D is {d}; it must be a multiple of 8 up to {most}"
-    yield d != d_v, f"v has D={d_v} and k D={d}; they must be equal"
-
-
-def _of_device(case: Case, capabilities: range) -> Iterator[tuple[bool, str]]:
-    yield not torch.cuda.is_available(), "there is no CUDA device"
-    major, minor = torch.cuda.get_device_capability(case.device)
-    allowed = f"allowed are {capabilities[0]} to {capabilities[-1]}"
-    yield major not in capabilities, f"the device has compute capability {major}.{minor}; {allowed}"
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its package is not installed
-        return False
 
 
 def _given(varlen: Varlen) -> tuple[tuple[Any, ...], dict[str, float]]:
@@ -355,17 +287,7 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-_ALL: tuple[Backend, ...] = (
-    Flash("flash4", "FA4", "flash_attn.cute.interface", range(9, 11)),
-    Flash("flash3", "FA3", "flash_attn_interface", range(9, 10)),
-    Flash("flash", None, "torch", range(8, 100), max_segments=65535),  # the limit of CUDA's second grid axis
-    Cudnn(),
-    Flex(),
-    Math(),
-)
-BACKENDS = {backend.name: backend for backend in _ALL}
-# "auto" takes the first that does not refuse. FlashAttention 3 and 4 refuse until the user activates them.
-AUTO = {"cuda": ("flash4", "flash3", "flash", "flex", "math")}
+BACKENDS: dict[str, Backend] = {"flash": Flash(), "flex": Flex(), "math": Math()}
 
 
 def choose(name: str, case: Case) -> Backend:
@@ -375,7 +297,8 @@ def choose(name: str, case: Case) -> Backend:
     """
     arguments.word(NAME, "backend", name, ("auto", *BACKENDS))
     if name == "auto":
-        name = next(n for n in AUTO.get(case.device.type, ("math",)) if BACKENDS[n].refuses(case) is None)
+        names = BACKENDS if case.device.type == "cuda" else ("math",)
+        name = next(name for name in names if BACKENDS[name].refuses(case) is None)
     why = BACKENDS[name].refuses(case)
     if why is not None:
         fail(f"backend {name!r} cannot do this: {why}")

@@ -88,7 +88,7 @@ def rotation_of(rope: Any, q: Tensor, k: Tensor, schedule: Schedule) -> Rotation
     tables = {word: arguments.tensor(NAME, word, x) for word, x in tables.items() if x is not None}
     shape, positions = schedule.shape, schedule.position_ids
     if shape.rule == "dual_chunk" or shape.cp_size == 1:  # the kernel finds the positions from the offsets
-        positions = Packed(schedule.offsets.contiguous(), cp_size=shape.cp_size, cp_rank=shape.cp_rank)
+        positions = Packed(schedule.offsets, cp_size=shape.cp_size, cp_rank=shape.cp_rank)
     if not is_traced():  # the call checks too, but under its own name
         given = {"q": q, "k": k, **tables}
         asked = placed(ROPE, given, positions)

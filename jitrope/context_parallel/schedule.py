@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,9 +10,9 @@ from torch.nn.functional import pad
 
 from ..base import arguments
 from ..base.fit import Fail
-from ..base.partition import Mask
 from ..thd import ops as thd_ops
-from ..thd.reference import Segments, cut
+from ..thd.reference import Segments, check_values, cut
+from ..thd.shape import Mask
 from .backends import Varlen, fail
 from .shards import Group, Partition, all_ranks_rows, kept
 
@@ -57,7 +56,7 @@ class Schedule(Partition):
         self.mask = Mask(sizes[0], 0 if arguments.flag("Schedule", "causal", causal) else sizes[1])
         self.longest = None if max_seqlen is None else arguments.whole("Schedule", "max_seqlen", max_seqlen, 0)
         self.max_seqlen = self.shape.tokens if self.longest is None else self.longest
-        self.equal = False
+        self.equal = False  # whether sequences have one length
         self.most_segments = self.shape.segments(self.mask, cu_seqlens_padded is not None)  # with empty ones
         # rows[source][rank]: the number of rows that each rank sends to each; None: all ranks gather all rows
         self.exchange = self.shape.exchange(self.mask)
@@ -86,7 +85,7 @@ class Schedule(Partition):
         size = schedule.shape.cp_size
         if seqlen % size != 0:
             Fail(name)(f"seqlen is {seqlen}; it must be a multiple of the group's size {size}")
-        schedule.equal = seqlen > 0
+        schedule.equal = True
         return schedule
 
     def __repr__(self) -> str:
@@ -149,7 +148,7 @@ def check_rows(q: Tensor, given: torch.Size, layout: str, schedule: Schedule) ->
     """Check that q (rows, H, D), given in a layout with shape `given`, has the rows of this rank."""
     shape, device = schedule.shape, schedule.cu_seqlens.device
     batch = given[layout.index("b")] if "b" in layout else None
-    if batch is not None and (batch != shape.sequences or (not schedule.equal and shape.tokens != 0)):
+    if batch is not None and (batch != shape.sequences or not schedule.equal):
         fail(f"q has B={batch} in layout {layout!r}; make the schedule with Schedule.fixed, for that batch")
     if q.device != device:
         fail(f"q is on {q.device} but cu_seqlens on {device}")
@@ -161,17 +160,13 @@ def check_rows(q: Tensor, given: torch.Size, layout: str, schedule: Schedule) ->
 
 def check_lengths(schedule: Schedule, table_rows: int | None) -> None:
     """Refuse wrong offsets, and sequences longer than max_seqlen or rope's tables. Waits for the device."""
-    tokens = schedule.shape.tokens
-    real, padded = schedule.cu_seqlens.tolist(), schedule.offsets.tolist()
-    if any(offsets[0] != 0 or offsets != sorted(offsets) for offsets in (real, padded)):
-        fail("cu_seqlens does not ascend from 0")
-    if padded[-1] > tokens:
-        fail(f"cu_seqlens goes up to {padded[-1]}, but there are {tokens} tokens")
-    lengths, slots = ([b - a for a, b in pairwise(offsets)] for offsets in (real, padded))
-    longest = max(slots)
+    real, padded = schedule.cu_seqlens.cpu(), schedule.offsets.cpu()
+    for offsets in (real, padded):
+        check_values(offsets, schedule.shape.tokens)
+    longest = int(padded.diff().max())
     if longest > schedule.max_seqlen:
         fail(f"a sequence has {longest} tokens, more than max_seqlen={schedule.max_seqlen}")
     if table_rows is not None and longest > table_rows:
         fail(f"rope's tables have {table_rows} rows, but a sequence has {longest} tokens")
-    if any(length > slot for length, slot in zip(lengths, slots)):
+    if (real.diff() > padded.diff()).any():
         fail("a sequence is longer in cu_seqlens than in cu_seqlens_padded")

@@ -20,11 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..base import arguments
 from ..base.fit import Fail
-from ..base.layouts import MAX_TOKENS
 from ..base.partition import RULES
 from ..thd import cp_rank_order_to_sequence_order
 from ..thd import ops as thd_ops
-from ..thd.reference import Shape
+from ..thd.shape import Shape
 from ..torch_state import collectives, dispatch_modes, is_compiling, transformed
 
 Group = ProcessGroup | DeviceMesh | None
@@ -180,21 +179,17 @@ class Partition:
         rule: str = "dual_chunk",
     ) -> None:
         name = type(self).__name__
-        self.cu_seqlens, self.cu_seqlens_padded = cu_seqlens, cu_seqlens_padded
-        self.offsets = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
-        for label, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_padded", self.offsets)):
-            arguments.tensor(name, label, x)
-            if x.dtype not in (torch.int32, torch.int64) or x.dim() != 1 or len(x) < 2:
-                arguments.refuse(name, label, x, "(N + 1) int32 or int64, with one sequence at least")
-        if self.offsets.shape != cu_seqlens.shape or self.offsets.device != cu_seqlens.device:
-            both = f"cu_seqlens is {arguments.shown(cu_seqlens)}, cu_seqlens_padded {arguments.shown(self.offsets)}"
-            Fail(name)(f"{both}; they must match in shape and device")
-        tokens = arguments.whole(name, "tokens", tokens, 0)
-        if tokens > MAX_TOKENS:
-            arguments.refuse(name, "tokens", tokens, f"at most {MAX_TOKENS}, the most rows of a whole batch")
-        rule = arguments.word(name, "rule", rule, RULES)
+        tokens, rule = arguments.whole(name, "tokens", tokens, 0), arguments.word(name, "rule", rule, RULES)
+        offsets = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+        fail = thd_ops.fail_of(name, cu_seqlens=cu_seqlens, cu_seqlens_padded=offsets)
+        self.cu_seqlens, self.offsets = cu_seqlens.contiguous(), offsets.contiguous()
+        self.cu_seqlens_padded = None if cu_seqlens_padded is None else self.offsets
         self.ranks: Ranks = ranks_of(name, group, cp_size, cp_rank)
-        self.shape = Shape(tokens, len(cu_seqlens) - 1, *self.ranks[1:3], rule)
+        both = {"cu_seqlens": self.cu_seqlens, "cu_seqlens_padded": self.offsets}
+        thd_ops.check_offsets(fail, "cu_seqlens_padded", offsets, **both)
+        self.shape = thd_ops.shape_of(offsets, self.offsets, tokens, *self.ranks[1:3], rule, fail)
+        if self.shape.sequences < 1:
+            fail("cu_seqlens has one offset; it must have those of one sequence at least")
         self.rows = self.shape.rows
 
     def __repr__(self) -> str:
@@ -244,9 +239,7 @@ class Partition:
         if self.ranks.group is None and self.shape.cp_size != 1:
             Fail("unshard")("the partition was made with cp_size and cp_rank; make it with a group")
         rows, shape = _AllRows.apply(x, self), self.shape
-        copied = not is_compiling() and self.offsets.is_inference()  # which autograd cannot keep
-        offsets = self.offsets.clone() if copied else self.offsets.contiguous()
-        ordered = cp_rank_order_to_sequence_order(rows, offsets, shape.cp_size, shape.tokens, rule=shape.rule)
+        ordered = cp_rank_order_to_sequence_order(rows, self.offsets, shape.cp_size, shape.tokens, rule=shape.rule)
         return cast(Tensor, ordered)
 
     def _check(self, function: str, x: Tensor, rows: int, must: str) -> None:

@@ -5,6 +5,7 @@ NVRTC is called through CuPy's bindings, not through its compiler, because the b
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -22,6 +23,9 @@ MISSING = "CuPy is missing"
 
 _failed: Exception | None = None
 """The error of the first import of CuPy. A second import in the same process would raise other, misleading errors."""
+
+_refused: dict[tuple[str, str, tuple[str, ...]], str] = {}
+"""The messages of the sources that did not compile, by text, architecture and options."""
 
 
 @lru_cache(maxsize=1)
@@ -137,6 +141,9 @@ def options_for(arch: str) -> tuple[str, ...]:
 
 def compile_source(source: Source, arch: str, extra_options: tuple[str, ...] = ()) -> tuple[bytes, str]:
     """Compile a source to (cubin, the compiler's log). This needs neither a GPU nor a driver."""
+    wanted = source.text, arch, extra_options
+    if wanted in _refused:  # another compile would fail too, and keep the source again
+        raise CompileError(_refused[wanted])
     nvrtc = _nvrtc()
     program = nvrtc.createProgram(source.text, f"{source.name}.cu", (), ())
     try:
@@ -146,7 +153,18 @@ def compile_source(source: Source, arch: str, extra_options: tuple[str, ...] = (
     except nvrtc.NVRTCError as error:
         if wrong := unsupported(arch, supported_archs(), nvrtc_version()):
             raise CompileError(f"{source.name}: {wrong[0]}; {wrong[1]}") from error
-        said, log = f"{source.name} for {arch}: {error}", nvrtc.getProgramLog(program).strip()
-        raise CompileError(f"{said}\n{log}\n`jitrope render` shows the source") from error
+        lines = [f"{source.name} for {arch}: {error}", nvrtc.getProgramLog(program).strip()]
+        _refused[wanted] = "\n".join([*lines, f"source: {_keep(source)}"])
+        raise CompileError(_refused[wanted]) from error
     finally:
         nvrtc.destroyProgram(program)
+
+
+def _keep(source: Source) -> str:
+    """Keep a source that does not compile. Returns the file's path, or the reason why it could not be written."""
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix=f"{source.name[:80]}-", suffix=".cu", delete=False) as file:
+            file.write(source.text)
+    except OSError as error:
+        return f"not kept ({error})"
+    return file.name

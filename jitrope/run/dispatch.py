@@ -144,15 +144,12 @@ def _write(op: Operation, tensors: Tensors, options: Options, apart: bool) -> Te
     with torch.no_grad():
         call(op, tensors, options)
     found = {name: tensors[name] for name in op.produced(tensors, options)}
-    if not apart:
-        made, saved = recorded(op, tensors, [*found], options)
-        return dict(zip(found, record((made, saved, tuple(found.values())), *tensors.values())))
     others = {name: x for name, x in op.saved(tensors, options).items() if name not in found}
-    for name, x in found.items():
-        own = {name: x, **others}
+    for names in [[name] for name in found] if apart else [[*found]]:
+        own = {**{name: found[name] for name in names}, **others}
         if watch.wants_grad(*own.values()):
-            made, saved = recorded(op, own, [name], options)
-            (found[name],) = record((made, saved, (x,)), *own.values())
+            made, saved = recorded(op, own, names, options)
+            found.update(zip(names, record((made, saved, tuple([found[name] for name in names])), *own.values())))
     return found
 
 

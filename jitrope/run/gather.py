@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..base.arguments import parts, refuse
+from ..base.arguments import parts, refuse, refuse_beside
 from ..base.errors import InvalidInput
-from ..base.fit import Fail
 from ..base.views import BLOCK_SCALES, Tensors
 from ..checks.checks import require_apart
 from ..checks.words import ONE_TABLE, rotates_heads, unexpected
@@ -73,7 +72,7 @@ def gather(
     if quantize is not None:
         if cache is not None and "dynamic_v" in quantize.words:
             raise InvalidInput(f"{name}: v=True of quantize does not go with a cache, which has v_block_scale")
-        given = quantize.on(like) if quantize.given else {}
+        given = scales(name, like, **quantize.tensors)
         for letter in [letter for letter in "kv" if cache is not None and f"{letter}_scale" in given]:
             dynamic = isinstance(quantize, DynamicQuantize)
             label, instead = ("global_scale", "leave it out") if dynamic else ("scale", "give it to KVCache")
@@ -97,7 +96,7 @@ def add(name: str, label: str, value: Any, kind: Any, tensors: Tensors, words: d
     """Add the tensors and words of a value to those of a call."""
     if not isinstance(value, kind):
         refuse(name, label, value, f"a jitrope.{kind.__name__}")
-    tensors.update(value.tensors)
+    tensors.update(scales(name, next(iter(tensors.values()), None), **value.tensors))
     words.update(value.words)
 
 
@@ -108,11 +107,11 @@ def sent(op: Operation, tensors: Tensors, words: dict[str, Any], quantize: Any =
     """
     out, given = words.pop("out", None), {}
     if isinstance(out, Ulysses) and op.name != "latent":
-        Fail(op.function).apart("Ulysses", {"a cache": "k_cache" in tensors}, "leave out= out")
+        refuse_beside(op.function, ["Ulysses"], ["a cache"] if "k_cache" in tensors else [], "leave out= out")
         words.update(out.words)
     elif out is not None:
         items = zip(letters, parts(op.function, "out", out, len(letters)))
-        Fail(op.function).apart("inplace", {"out": "inplace" in words}, "leave it out")
+        refuse_beside(op.function, [x for x in words if x == "inplace"], ["out"], "leave it out")
         given = {letter: x for letter, x in items if x is not None}
         for letter, x in given.items():
             why = "goes to the cache" if "k_cache" in tensors and letter != "q" else "is None"
@@ -129,7 +128,8 @@ def with_scales(op: Operation, tensors: Tensors, words: dict[str, Any], per: str
 
     per: a word of `DynamicQuantize`. With "kv_head" the heads of q that share a head of k have the largest of theirs.
     """
-    Fail(op.function).apart(f"per={per!r}", {"a cache": "k_cache" in tensors}, "pass q's scales in Quantize")
+    of_cache = ["a cache"] if "k_cache" in tensors else []
+    refuse_beside(op.function, [f"per={per!r}"], of_cache, "pass q's scales in Quantize")
     norm = words.get("norm", NO_NORM)
     of_v = words.pop("dynamic_v", False)
     own = {word: x for word, x in words.items() if word != "ulysses_degree"}

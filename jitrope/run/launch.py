@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import torch_state as watch
+from ..base.config import log
 from ..base.memory import Span, refuse_meeting, span
 from ..base.views import HEADS, Tensors, bias_views, table_pair
 from ..checks.checks import label_of
@@ -131,6 +132,7 @@ class Prepared:
         if planned is None:
             return
         plan, words = planned
+        log.debug("%s: a grid of %d x %d blocks", plan.spec.name, *plan.grid)
         with torch.cuda.device(device.index):
             spec = plan.spec.of(op.text([x for x in tensors if x not in self.kept], options))
             kernel = get_kernel(spec, device.index)

@@ -165,9 +165,9 @@ def _noted(kind: Any) -> Any:
         if own and is_traced():
             args = (*[tuple(x) if isinstance(x, list) else x for x in args],)
             words = {word: tuple(x) if isinstance(x, list) else x for word, x in words.items()}
-            self.asked_with = args, words
         else:
             init(self, *args, **words)
+        self.asked = args, words
         if own and (found := _spelled(kind.__name__, args, words)):
             self.text, self.items = found[0], (*found[1], *found[2])
 

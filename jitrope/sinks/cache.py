@@ -16,7 +16,7 @@ from ..base.views import BLOCK_SCALES, FORMATS, FP8, FP8S, GROUPS, PER_ITEM, SCA
 from ..stages import convert
 from ..stages.convert import SCALE_FMTS, block_format
 from ..values.asked import Value
-from ..values.scales import divisors, scales
+from ..values.scales import divisors
 from . import pages
 from .pages import Pages
 from .results import indexed
@@ -85,7 +85,7 @@ class KVCache(Value):
         if k_block_scale is not None or v_block_scale is not None:
             given.update(zip(BLOCK_SCALES[: 1 + (v_cache is not None)], (k_block_scale, v_block_scale)))
         self.tensors = {label: tensor("KVCache", label, x) for label, x in given.items()}
-        self.tensors.update(scales("KVCache", k_cache, **divisors("KVCache", k_scale=k_scale, v_scale=v_scale)))
+        self.tensors.update(divisors("KVCache", k_scale=k_scale, v_scale=v_scale))
         for label, x in (("v_scale", v_scale), ("v_block_scale", v_block_scale)):
             if v_cache is None and x is not None:
                 refuse("KVCache", label, x, "None without v_cache")
@@ -161,13 +161,25 @@ def check_format(t: Tensors, o: Words, fail: Fail) -> None:
 
 
 def slots(t: Tensors, o: Words, tokens: int, spare: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(a mask of the tokens that are stored, their slots). It counts errors of pages, and clears their ends.
+    """(a mask of the tokens that are stored, their slots). It counts errors of pages.
 
-    spare: those that are not stored.
+    If asked, it clears the rest of the last page of each sequence with new tokens. spare: tokens that are not stored.
     """
-    found = _in_pages(t, o, tokens, spare) if "page_table" in t else t["slot_mapping"].flatten().long()
+    if "page_table" in t:
+        count, rows = t["k_cache"].shape[:2]
+        found, wrong, last = pages.slots_of_pages(t, tokens, count, rows)
+        if "errors" in t:
+            t["errors"] += wrong.sum().to(torch.int32)
+    else:
+        found = t["slot_mapping"].flatten().long()
     kept = (found >= 0) & (found < slots_of(t["k_cache"]))
     kept = kept if spare is None else kept & ~spare
+    if o.clear_page:
+        ends = found[last & kept][:, None]
+        rest = ends + torch.arange(1, rows, device=found.device)
+        rest = rest[rest // rows == ends // rows]
+        for name in [name for name in ("k_cache", "v_cache", *BLOCK_SCALES) if name in t]:
+            _put(t[name], rest, rows, 0)
     return kept, found[kept]
 
 
@@ -176,23 +188,6 @@ def store(letter: str, stored: tuple[Tensor, Tensor | None], t: Tensors, kept: T
     for label, x in zip((f"{letter}_cache", f"{letter}_block_scale"), stored):
         if x is not None:
             _put(t[label], slot, t["k_cache"].shape[1], indexed(x).flatten(0, 1)[kept])
-
-
-def _in_pages(t: Tensors, o: Words, tokens: int, spare: Tensor | None) -> Tensor:
-    """The slot of each token. The rest of the last page of a sequence with new tokens is cleared if asked."""
-    count, rows = t["k_cache"].shape[:2]
-    found, wrong, last = pages.slots_of_pages(t, tokens, count, rows)
-    if "errors" in t:
-        t["errors"] += wrong.sum().to(torch.int32)
-    if o.clear_page:
-        last = last & (found >= 0) if spare is None else last & (found >= 0) & ~spare
-        ends = found[last][:, None]
-        rest = ends + torch.arange(1, rows, device=found.device)
-        rest = rest[rest // rows == ends // rows]
-        for name in ("k_cache", "v_cache", *BLOCK_SCALES):
-            if name in t:
-                _put(t[name], rest, rows, 0)
-    return found
 
 
 def _put(x: Tensor, slot: Tensor, rows: int, value: Any) -> None:

@@ -6,10 +6,10 @@ Source: arXiv:2309.06180.
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..base import layouts
 from ..base.arguments import flags, refuse, tensor
@@ -94,9 +94,6 @@ class Pages(Value):
         if self.words and placed:
             refuse("Pages", "clear_page", True, "False beside batch_indices")
 
-    def _arguments(self) -> dict[str, Any]:
-        return {lengths_of(self.tensors) if name == "lengths" else name: x for name, x in super()._arguments().items()}
-
 
 class Words(layouts.Words):
     clear_page: bool = False
@@ -157,54 +154,31 @@ def check(t: Tensors, o: Words, fail: Fail) -> None:
 
 
 def slots_of_pages(t: Tensors, tokens: int, pages: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(the slot of each token, -1 for none; whether it is an error; whether it is its sequence's last token)."""
-    table = t["page_table"].long()
-    count = len(t["page_indptr"]) - 1 if "page_indptr" in t else len(table)
-    token = torch.arange(tokens, device=table.device)
-    sequence, position, padding, last = _given_places(t) if "batch_indices" in t else _last_places(t, token, rows)
-    known, sequence = (sequence >= 0) & (sequence < count), sequence.clamp(0, count - 1)
-    if "page_indptr" in t:
-        first = t["page_indptr"].long()[sequence]
-        width = t["page_indptr"].long()[sequence + 1] - first
-    else:
-        first, width = sequence * table.shape[1], torch.full_like(token, table.shape[1])
-    at = first + position // rows
-    inside = known & (position >= 0) & (position // rows < width)
-    inside = inside & (first >= 0) & (at >= 0) & (at < table.numel())
-    entries = torch.cat((table.flatten(), table.new_full((1,), -1)))
-    page = entries[at.where(inside, table.numel())]
-    inside = (page >= 0) & (page < pages)
-    slots = torch.where(inside & ~padding, page * rows + position % rows, -1)
-    return slots, ~inside & ~padding, last
+    """(the slot of each token, -1 for none; whether it is an error; whether it is its sequence's last token).
 
-
-def _given_places(t: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(each token's sequence, its position there, whether it is padding, False)."""
-    sequence, position = (t[name].flatten().long() for name in ("batch_indices", "lengths"))
-    return sequence, position, sequence < 0, torch.zeros_like(sequence, dtype=torch.bool)
-
-
-def _last_places(t: Tensors, token: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same for sequences whose last tokens are the new ones, and whether a token is its sequence's last.
-
-    A token without a position has -1.
+    One sequence more, without pages and of length 0, has the tokens of no sequence.
     """
-    lengths = t["lengths"].long()
-    none = torch.zeros_like(token, dtype=torch.bool)
-    if len(lengths) == 0:
-        return token, token, ~none, none
-    if "cu_seqlens_q" in t:
-        ends = t["cu_seqlens_q"].long()[1:]
-        sequence = torch.searchsorted(ends.contiguous(), token, right=True)
-        padding = sequence == len(ends)
-        sequence = sequence.clamp(max=len(ends) - 1)
-        left = ends[sequence] - token
+    table = t["page_table"].long()
+    token = torch.arange(tokens, device=table.device)
+    bounds = t["page_indptr"].long() if "page_indptr" in t else torch.arange(len(table) + 1).to(token) * table.shape[1]
+    first, width = pad(bounds[:-1], (0, 1)), pad(bounds.diff(), (0, 1))
+    if "batch_indices" in t:
+        sequence, position = (t[name].flatten().long() for name in ("batch_indices", "lengths"))
+        padding, left = sequence < 0, torch.zeros_like(token)
     else:
-        new = max(1, len(token) // len(lengths))
-        sequence, left, padding = token // new, new - token % new, none
-    length = lengths[sequence]
-    if "page_indptr" in t:
-        width = t["page_indptr"].long().diff()[sequence]
-        length = torch.where(width == 0, 0, (width - 1) * rows + length)
-    position = torch.where(left > 0, length - left, -1)
-    return sequence, position, padding | (length == 0), left == 1
+        lengths = t["lengths"].long()
+        new = max(1, tokens // max(1, len(lengths)))
+        ends = t["cu_seqlens_q"].long()[1:] if "cu_seqlens_q" in t else torch.arange(len(lengths)).to(token) * new + new
+        sequence = torch.searchsorted(ends.contiguous(), token, right=True)
+        left = pad(ends, (0, 1))[sequence] - token
+        length = pad(lengths, (0, 1))[sequence]
+        if "page_indptr" in t:
+            length = torch.where(width[sequence] == 0, 0, (width[sequence] - 1) * rows + length)
+        padding, position = length == 0, torch.where(left > 0, length - left, -1)
+    sequence = torch.where((sequence >= 0) & (sequence < len(first)), sequence, len(first) - 1)
+    first, width, number = first[sequence], width[sequence], position // rows
+    at = first + number
+    inside = (position >= 0) & (number < width) & (first >= 0) & (at >= 0) & (at < table.numel())
+    page = pad(table.flatten(), (0, 1), value=-1)[at.where(inside, table.numel())]
+    inside = (page >= 0) & (page < pages)
+    return torch.where(inside & ~padding, page * rows + position % rows, -1), ~inside & ~padding, left == 1

@@ -6,7 +6,6 @@ A place is a view (batch, seq, group, head of the group, dim) of the heads of su
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,9 +41,6 @@ class Ulysses(Value):
 
     def __init__(self, ranks: int) -> None:
         self.tensors, self.words = {}, {"ulysses_degree": int(whole("Ulysses", "ranks", ranks, 1))}
-
-    def _arguments(self) -> dict[str, Any]:
-        return {"ranks": self.words["ulysses_degree"]}
 
 
 class Words(convert.Words):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..base import views
+from ..base.arguments import refuse_beside
 from ..base.fit import Fail
 from ..base.views import MEANS, Tensors, fused_part, fused_sizes
 from ..plan.options import Options
@@ -76,7 +77,7 @@ class Fused(Operation):
         others = {"v_norm": norm.v_norm and "v_cache" not in t, "bias": bias is not None, "out's v": "v_out" in t}
         others |= {"v=True of quantize": o.dynamic_v, "Ulysses": o.ulysses_degree > 0}
         if not o.copy_v:
-            fail.apart("copy_v=False", others, "leave copy_v out")
+            refuse_beside(self.function, ["copy_v=False"], [x for x in others if others[x]], "leave copy_v out")
         apart = "across_heads does not go with v_norm in fused QKV; split it, and pass q, k and v to prepare_qkv"
         fail.when(norm.across_heads and norm.v_norm, apart)
         if bias is not None:

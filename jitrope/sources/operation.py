@@ -40,6 +40,7 @@ OPERATIONS: dict[str, Operation] = {}
 SCALES = convert.TENSORS
 OUTS = {name: f"out's {name[0]}" for name in results.TENSORS}
 """The users' names of output tensors."""
+_LAST = frozenset(("k_cache", *OUTS, *SCALES))  # of calls without a gradient
 WRITTEN = frozenset(("k_cache", "v_cache", "errors", *BLOCK_SCALES, *FRESHES))
 """The tensors that each call with them writes; those of `FRESHES` are made by the caller of torch's op."""
 
@@ -70,9 +71,9 @@ class Operation(Source):
         vars(self).update(others)
         OPERATIONS.setdefault(self.name, self)
 
-    def differentiable(self, given: Container[str], o: Options) -> bool:
+    def differentiable(self, given: Iterable[str], o: Options) -> bool:
         """Whether a call has a gradient."""
-        return not has("convert cache out", given, o)
+        return not (o.computed or o.per_row) and _LAST.isdisjoint(given)
 
     def refused(self, given: Container[str], o: Options) -> tuple[str, ...]:
         """The words and the tensors that do not go with a call's parts. o: not checked."""
@@ -325,7 +326,7 @@ class Operation(Source):
             words = {name: getattr(o, name) for name in ("layout", "rotary_dim", "rotary_offset", TRANSFORM, "launch")}
             alone, tensors = self.without_table(dict(zip("qk", own.values())), Options(**words, norm=NO_NORM))
             grads = {**grads, **dict(zip(own, call(OPERATIONS["heads"], tensors, alone).values()))}
-        return self.back(call, saved, grads, _normed(o)._replace(**{TRANSFORM: False}))
+        return self.back(call, saved, grads, _normed(o._replace(**{TRANSFORM: False}) if transform else o))
 
 
 def _normed(o: Options) -> Options:

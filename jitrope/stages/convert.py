@@ -6,7 +6,7 @@ Sources: arXiv:2209.05433 (fp8), OCP Microscaling Formats 1.0 and arXiv:2506.080
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from ctypes import c_float
 from dataclasses import field
 from typing import Any, NamedTuple
@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.arguments import flags, refuse, require, whole, word
+from ..base.arguments import flags, refuse, refuse_beside, require, whole, word
 from ..base.errors import InvalidInput
 from ..base.spec import DTYPES, OF_NORM
 from ..base.views import BLOCK_SCALES, DTYPE_NAMES, E8M0, FORMATS, FP8, FP8S, GROUPS, SCALES, Tensors
 from ..values.asked import Value
-from ..values.scales import divisors, scales
+from ..values.scales import divisors
 from . import positions
 from .positions import sequences_of, spare
 
@@ -34,22 +34,7 @@ ARGUMENTS = {
 _SCALE_WORDS = {dtype: name for name, dtype in SCALES.items()}
 
 
-class Conversion(Value):
-    """A conversion of q, k and v."""
-
-    given: dict[str, Any]  # the scales of whole tensors that are not None, as given
-    asked: Mapping[str, Any] = {}
-    per = "token"
-
-    def _arguments(self) -> dict[str, Any]:
-        return dict(self.asked)
-
-    def on(self, q: Tensor) -> Tensors:
-        """The scales of whole tensors on q's device. Shapes and errors are those of `Quantize`."""
-        return scales(type(self).__name__, q, **self.given)
-
-
-class Quantize(Conversion):
+class Quantize(Value):
     """Return q, and without a cache also k, in fp8 (arXiv:2209.05433).
 
     >>> q, k = torch.randn(2, 1, 16, 8, 64)
@@ -76,6 +61,8 @@ class Quantize(Conversion):
         InvalidInput: an argument has a wrong type.
     """
 
+    per = "token"
+
     def __init__(
         self,
         q_scale: float | Tensor,
@@ -85,12 +72,9 @@ class Quantize(Conversion):
         dtype: torch.dtype = FP8,
         hadamard: bool = False,
     ) -> None:
-        self.given = divisors("Quantize", "q_scale", q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-        self.tensors, self.words = {}, {**flags("Quantize", hadamard=hadamard)}
-        self.asked = {**self.given, **self.words}
-        form = _format_word("Quantize", dtype, FP8S)
-        if form != "fp8":
-            self.words["out_dtype"], self.asked["dtype"] = form, dtype
+        self.tensors = divisors("Quantize", "q_scale", q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+        form = DTYPE_NAMES[word("Quantize", "dtype", dtype, FP8S)]
+        self.words = {"out_dtype": form, **flags("Quantize", hadamard=hadamard)}
 
 
 class Scaled(NamedTuple):
@@ -111,7 +95,7 @@ class Scaled(NamedTuple):
     scale: Tensor
 
 
-class DynamicQuantize(Conversion):
+class DynamicQuantize(Value):
     """Return q, k and if asked v as `Scaled`, with scales of each token and head that the launch computes.
 
     >>> q, k = torch.randn(2, 1, 16, 8, 64)
@@ -185,53 +169,36 @@ class DynamicQuantize(Conversion):
     ) -> None:
         name = "DynamicQuantize"
         self.per = word(name, "per", per, ("token", "head", "kv_head"))
-        form = _format_word(name, dtype, tuple([form.dtype for form in FORMATS.values()]))
-        self.asked = {"dtype": dtype}
-        self.tensors, self.words = {}, {"out_dtype": form, **({"computed": True} if per == "token" else {})}
-        if group is not None:
-            self.words["group"] = self.asked["group"] = whole(name, "group", group)
-            if self.words["group"] not in GROUPS:
-                refuse(name, "group", group, "16, 32, 64, 128 or None")
-        scale_out = _scale_out(form, scale_dtype, scale_fmt)
-        if scale_out != "fp32":
-            self.words["scale_out"] = scale_out
-            self.asked |= {"scale_fmt": scale_fmt} if scale_dtype == torch.float32 else {"scale_dtype": scale_dtype}
+        form = DTYPE_NAMES[word(name, "dtype", dtype, [form.dtype for form in FORMATS.values()])]
+        size = 0 if group is None else whole(name, "group", group)
+        if group is not None and size not in GROUPS:
+            refuse(name, "group", group, "16, 32, 64, 128 or None")
+        self.words = {"out_dtype": form, "scale_out": _scale_out(name, form, scale_dtype, scale_fmt), "group": size}
         on = flags(name, swizzled=swizzled, v=v, hadamard=hadamard)
-        self.words.update({"dynamic_v" if label == "v" else label: True for label in on})
-        numbers = {"q_global_scale": q_global_scale, "k_global_scale": k_global_scale, "v_global_scale": v_global_scale}
-        given = divisors(name, "", **numbers)
-        for label, scale in given.items() if scale_dtype != FP8 else ():
-            refuse(name, label, scale, f"None without scale_dtype={FP8}")
-        if v_global_scale is not None and "v" not in on:
-            refuse(name, "v_global_scale", v_global_scale, "None without v=True")
-        self.asked.update({**on, **given, **({} if per == "token" else {"per": per})})
-        self.given = {label.replace("_global", ""): scale for label, scale in given.items()}
-        for label in ("group", "scale_dtype", "scale_fmt", "swizzled") if per != "token" else ():
-            require(name, label not in self.asked, f"{label} does not go with per={per!r}; leave one out")
-        require(name, per == "token" or form != "fp4", f"fp4 does not go with per={per!r}; leave per out")
-        one_byte = "swizzled" not in on or (group is not None and scale_dtype != torch.float32)
+        self.words |= {"computed": per == "token", **{"dynamic_v" if x == "v" else x: True for x in on}}
+        wide = scale_dtype == torch.float32
+        given = {"group": size, "scale_dtype": not wide, "scale_fmt": scale_fmt, "fp4": form == "fp4"}
+        labels = [label for label, x in {**given, "swizzled": "swizzled" in on}.items() if x]
+        refuse_beside(name, labels, [f"per={per!r}"] if per != "token" else [])
+        one_byte = "swizzled" not in on or (size and not wide)
         require(name, one_byte, "swizzled needs scales of one byte; pass group and scale_dtype too")
+        numbers = {"q_global_scale": q_global_scale, "k_global_scale": k_global_scale, "v_global_scale": v_global_scale}
+        self.tensors = {}
+        for label, scale in divisors(name, "", **numbers).items():
+            beside = f"scale_dtype={FP8}" if scale_dtype != FP8 else "v=True" if label[0] not in ("q", "k", *on) else ""
+            if beside:
+                refuse(name, label, scale, f"None without {beside}")
+            self.tensors[label.replace("_global", "")] = scale
 
 
-def _scale_out(form: str, scale_dtype: Any, scale_fmt: Any) -> str:
+def _scale_out(name: str, form: str, scale_dtype: Any, scale_fmt: Any) -> str:
     """The word for the dtype of scales, and their rounding."""
-    name = "DynamicQuantize"
-    if not isinstance(scale_dtype, torch.dtype) or scale_dtype not in _SCALE_WORDS:
-        refuse(name, "scale_dtype", scale_dtype, " or ".join(map(str, _SCALE_WORDS)))
-    if scale_dtype == FP8 and form != "fp4":
+    found = _SCALE_WORDS[word(name, "scale_dtype", scale_dtype, _SCALE_WORDS)]
+    if found == "fp8" and form != "fp4":
         refuse(name, "scale_dtype", scale_dtype, "torch.float32 or torch.float8_e8m0fnu; only fp4 has scales in e4m3")
-    if scale_fmt is not None and (not isinstance(scale_fmt, str) or scale_fmt not in SCALE_FMTS[1:]):
-        refuse(name, "scale_fmt", scale_fmt, f"{SCALE_FMTS[1]!r} or None")
-    good = scale_fmt is None or scale_dtype != FP8
-    require(name, good, f"scale_fmt does not go with scale_dtype={FP8}; leave one out")
-    return "e8m0_fp32" if scale_fmt and scale_dtype == torch.float32 else _SCALE_WORDS[scale_dtype]
-
-
-def _format_word(name: str, dtype: Any, allowed: tuple[torch.dtype, ...]) -> str:
-    """The word for the dtype of a conversion."""
-    if not isinstance(dtype, torch.dtype) or dtype not in allowed:
-        refuse(name, "dtype", dtype, " or ".join([", ".join(map(str, allowed[:-1])), str(allowed[-1])]))
-    return DTYPE_NAMES[dtype]
+    word(name, "scale_fmt", scale_fmt, (None, *SCALE_FMTS[1:]))
+    refuse_beside(name, ["scale_fmt"] * (scale_fmt is not None), [f"scale_dtype={FP8}"] * (found == "fp8"))
+    return "e8m0_fp32" if scale_fmt and found == "fp32" else found
 
 
 def asked_of(name: str, quantize: Any, hadamard: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.arguments import flags, items, number, refuse, tensor, word
+from ..base.arguments import flags, items, number, refuse, refuse_beside, tensor, word
 from ..base.fit import FLOATS, USERS_NAMES, Fail, named, sizes_of
 from ..base.spec import DTYPES, OF_NORM
 from ..base.views import DTYPE_NAMES, MEANS, Tensors, canonical, elements_per_access, factor_view
@@ -129,15 +129,15 @@ class Norm(Value):
         weights = {"q_weight": q_weight, "k_weight": k_weight, "q_bias": q_bias, "k_bias": k_bias, "v_weight": v_weight}
         self.tensors = {label: tensor("Norm", label, x) for label, x in weights.items() if x is not None}
         on = flags("Norm", across_heads=across_heads, zero_centered=zero_centered, after_rope=after_rope, v_norm=v_norm)
-        fail, said, layer = Fail("Norm"), f"of={of!r}", kind == "layer_norm"
-        apart = {label: label[0] not in of for label in self.tensors}
+        layer = ["kind='layer_norm'"] if kind == "layer_norm" else []
+        apart = [label for label in self.tensors if label[0] not in of]
         if of == "v":
-            apart.update({label: label != "zero_centered" for label in on}, **{"kind='layer_norm'": layer})
-        for label, given in apart.items():
-            fail.apart(label, {said: given}, "leave it out")
+            apart += [label for label in on if label != "zero_centered"] + layer
+        refuse_beside("Norm", apart, [f"of={of!r}"])
         if mean_squares is not None:
-            others = {"across_heads=False": "across_heads" not in on, "v_norm": "v_norm" in on, said: of != "qk"}
-            fail.apart("mean_squares", {**others, f"kind={kind!r}": layer})
+            others = [label for label in on if label == "v_norm"] + [f"of={of!r}"] * (of != "qk") + layer
+            others += [] if "across_heads" in on else ["across_heads=False"]
+            refuse_beside("Norm", ["mean_squares"], others)
             must = "those of q and k: two tensors, or a tensor and None"
             means = items("Norm", "mean_squares", mean_squares, must)
             if len(means) != 2 or not isinstance(means[0], Tensor) or not isinstance(means[1], (Tensor, type(None))):
@@ -147,12 +147,6 @@ class Norm(Value):
         if type(eps := number("Norm", "eps", eps)) is float and eps < 0:
             refuse("Norm", "eps", eps, "0 or above")
         self.words = {"norm": NormOptions(rounding, **on, kind=kind, of=of, eps=eps)}
-
-    def _arguments(self) -> dict[str, Any]:
-        default, norm = NormOptions()._asdict(), self.words["norm"]._asdict()
-        found = {name: x for name, x in (*self.tensors.items(), *norm.items()) if x != default.get(name)}
-        means = tuple([found.pop(name, None) for name in MEANS])
-        return found if means[0] is None else {**found, "mean_squares": means}
 
 
 class Words(positions.Words):
@@ -232,9 +226,9 @@ def check(t: Tensors, o: Words, fail: Fail) -> None:
         _, _, heads, size = sizes_of(t[owner], o.layout)
         whole = norm.across_heads or owner == "v"
         size = heads * size if whole else size
-        had = f"{owner}{' of qkv' * (o.q_per_group > 0)} is {named(t[owner], o.layout)}"
-        must = f"(H D), {size} numbers" if whole else f"(D), {size} numbers, or H D with across_heads"
         if weight.dim() != 1 or weight.shape[0] != size:
+            had = f"{owner}{' of qkv' * (o.q_per_group > 0)} is {named(t[owner], o.layout)}"
+            must = f"(H D), {size} numbers" if whole else f"(D), {size} numbers, or H D with across_heads"
             fail(f"{had} but {label} has shape {tuple(weight.shape)}; it must be {must}")
         fail.unlike(label, weight, t[owner].device, dtypes, contiguous=True, like=like)
         dtypes, like = (weight.dtype,), like or label  # all have one
@@ -249,8 +243,7 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
     norm = norm_of(o)
     if o.norm is None or not norm.takes(letter):
         return x
-    across, one = _places(letter, norm)
-    weight, bias, mean_square = [t.get(f"{letter}_{kind}") for kind in ("weight", "bias", "mean_square")]
+    across, one, weight, bias, mean_square = _parameters(letter, t, norm)
     rows = x if norm.rounding == "none" else x.to(t[letter].dtype)
     rows = rows.flatten(-2) if across else rows
     same = {p.dtype for p in (weight, bias) if p is not None} <= {rows.dtype}
@@ -276,8 +269,7 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
 def back(letter: str, x: Tensor, grad: Tensor, t: Tensors, o: Words, found: Tensors) -> Tensor:
     """The gradient of x, in fp32, and those of its weight and bias. Roundings do not change them."""
     norm = norm_of(o)
-    across, one = _places(letter, norm)
-    weight, bias, mean_square = [t.get(f"{letter}_{kind}") for kind in ("weight", "bias", "mean_square")]
+    across, one, weight, bias, mean_square = _parameters(letter, t, norm)
     if not norm.takes(letter):
         return grad
     rows, g = (y.float().flatten(-2) if across else y.float() for y in (x, grad))
@@ -300,10 +292,14 @@ def after_rope(letter: str, o: Words) -> bool:
     return norm_of(o).after_rope and norm_of(o).takes(letter)
 
 
-def _places(letter: str, norm: NormOptions) -> tuple[bool, bool]:
-    """Whether all heads of a token share a mean; whether one is added to the weight. A v beside q and k has neither."""
+def _parameters(letter: str, t: Tensors, norm: NormOptions) -> tuple[Any, ...]:
+    """Whether all heads of a token share a mean; whether one is added to the weight; the weight, bias and given mean.
+
+    A v beside q and k has neither.
+    """
     own = letter != "v" or norm.of == "v"
-    return (norm.across_heads or norm.of == "v") and own, norm.zero_centered and own
+    given = [t.get(f"{letter}_{kind}") for kind in ("weight", "bias", "mean_square")]
+    return (norm.across_heads or norm.of == "v") and own, norm.zero_centered and own, *given
 
 
 def _centred(rows: Tensor, norm: NormOptions, mean_square: Tensor | None) -> tuple[Tensor, Tensor]:

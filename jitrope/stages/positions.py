@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..base import layouts, partition
 from ..base.arguments import flags, refuse, tensor, whole, wholes
@@ -271,26 +273,18 @@ def table_rows(tokens: int, device: torch.device, t: Tensors, o: Words) -> Tenso
     """
     if "position_ids" in t:
         return ids_view(t["position_ids"], o).long()
-    return _counted_rows(torch.arange(tokens, device=device), t, o)[None] - o.unrotated
-
-
-def _counted_rows(index: Tensor, t: Tensors, o: Words) -> Tensor:
-    starts = t.get("start_positions")
-    if "cu_seqlens" not in t:
-        rows = local_positions(index, 0, len(index) * o.cp_size, o)[None]
-        return rows if starts is None else rows + starts[:, None]
-    ends = t["cu_seqlens"].long()
-    offsets = partition.local_rows(ends, o.cp_rank, o.cp_size, RULE)
-    if offsets.shape[0] == 1:
-        return index[None]
-    sequence = _sequences(index, offsets)
-    first = ends[sequence]
-    rows = local_positions(index - offsets[sequence], first, ends[sequence + 1], o)
-    if starts is not None:
-        rows = rows + starts[sequence]
-    if o.packed_table:
-        rows = rows + first
-    return rows[None]
+    index, starts = torch.arange(tokens, device=device)[None], t.get("start_positions")
+    bounds: Any = 0, tokens * o.cp_size
+    if "cu_seqlens" in t:
+        ends, sequence = t["cu_seqlens"].long(), sequences_of(tokens, t, o)
+        index, bounds = index - offsets_of(t, o)[sequence], (ends[sequence], ends[sequence + 1])
+        starts = None if starts is None else pad(starts, (0, 1))[sequence]  # the last is there without sequences
+    elif starts is not None:
+        starts = starts[:, None]
+    rows = local_positions(index, bounds[0], bounds[1], o)
+    rows = rows if starts is None else rows + starts
+    rows = rows + bounds[0] if o.packed_table else rows
+    return rows[None] - o.unrotated
 
 
 def turned(rows: Tensor, o: Words) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -301,16 +295,16 @@ def turned(rows: Tensor, o: Words) -> tuple[Tensor, Tensor | None, Tensor | None
     return (rows.abs(), None, below) if o.shifts else (rows, None, None)
 
 
-def rows_read(rows: Tensor, o: Words) -> Tensor:
-    """The numbers of the rows that tokens read, for checks."""
-    return rows[rows >= 0] if o.unrotated else turned(rows, o)[0]
+def offsets_of(t: Tensors, o: Words) -> Any:
+    """The offsets of the sequences among the tokens of a rank."""
+    return partition.local_rows(t["cu_seqlens"].long(), o.cp_rank, o.cp_size, RULE)
 
 
 def spare(tokens: int, t: Tensors, o: Words) -> Tensor | None:
     """A mask of the tokens after the last sequence; None without sequences."""
     if "cu_seqlens" not in t:
         return None
-    end = partition.local_rows(t["cu_seqlens"][-1].long(), o.cp_rank, o.cp_size, RULE)
+    end = offsets_of(t, o)[-1]
     return torch.arange(tokens, device=end.device).ge(end)
 
 
@@ -322,18 +316,15 @@ def spare_stays(x: Tensor, y: Tensor, t: Tensors, o: Words) -> Tensor:
 
 def cleared(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
     """x (batch, seq, ...), in which tokens of q and k after the last sequence are zero."""
-    mask = spare(x.shape[1], t, o) if letter in TURNED and "cu_seqlens" in t else None
+    mask = spare(x.shape[1], t, o) if letter in TURNED else None
     return x if mask is None else x.masked_fill(mask.view(-1, *[1] * (x.dim() - 2)), 0)
 
 
 def sequences_of(tokens: int, t: Tensors, o: Words) -> Tensor:
     """The sequence of each of a packed batch's tokens; of those after the last sequence that one."""
-    ends = t["cu_seqlens"].long()
-    return _sequences(torch.arange(tokens, device=ends.device), partition.local_rows(ends, o.cp_rank, o.cp_size, RULE))
-
-
-def _sequences(index: Tensor, offsets: Tensor) -> Tensor:
-    return torch.searchsorted(offsets[1:].contiguous(), index, right=True).clamp(max=offsets.shape[0] - 2)
+    offsets = offsets_of(t, o)
+    index = torch.arange(tokens, device=offsets.device)
+    return torch.searchsorted(offsets[1:], index, right=True).clamp(max=len(offsets) - 2)
 
 
 def local_positions(index: Tensor, first: Tensor | int, end: Tensor | int, o: Words) -> Tensor:

@@ -137,7 +137,7 @@ def check(t: Tensors, o: Words, fail: Fail) -> None:
         fail.unlike(label, x, t["q"].device, (x.dtype,))
     had = f"cos is {tuple(cos.shape)} {cos.dtype} but sin is {tuple(sin.shape)} {sin.dtype}"
     fail.when(cos.shape != sin.shape or cos.dtype != sin.dtype, f"{had}; they must match")
-    fail.apart("freqs", {"Shifts": kind == "freqs" and o.shifts}, "pass cos and sin")
+    fail.when(kind == "freqs" and o.shifts, "freqs does not go with Shifts; pass cos and sin")
     if wide and (kind == "freqs" or "cu_seqlens" in t):
         fail("rounding='complex128' does not go with freqs or cu_seqlens; pass cos and sin, and position_ids")
     fail.when(kind != "freqs" and o.mscale != 1, "mscale goes with freqs; multiply cos and sin by it instead")
@@ -185,7 +185,7 @@ def rows_of(table: Tensor) -> int:
 
 
 def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
-    """Heads, rotated, with their pairs as they are read, in fp32 with the strides of x.
+    """Heads, rotated, with their pairs as they are read, in fp32 with the strides of x. Its transpose is the inverse.
 
     Products and the sum are rounded separately, as in torch's real multiplies; complex multiplies and the fused product
     of "addcmul" are torch's own. With "dtype" each step is rounded to the dtype of the call's heads.
@@ -193,14 +193,14 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
     if letter not in TURNED:
         return x
     cos, sin, still = _turns(x.shape[1], t[letter].dtype, t, o)
+    full = cos.shape[-1] == o.rotary_dim
+    cos0, cos1 = _members(cos, o.interleaved) if full else (cos, cos)
+    sin0, sin1 = _members(sin, o.interleaved) if full else (sin, sin)
     heads = x.to(cos.dtype if o.rounding == "complex128" else torch.float32)
     if "cu_seqlens" in t:  # tokens after the last sequence may hold NaN, which must not reach the tables' gradients
         heads = cleared(letter, heads, t, o)
     first, end = o.rotary_offset, o.rotary_offset + o.rotary_dim
     x0, x1 = _members(heads[..., first:end], o.interleaved)
-    full = cos.shape[-1] == o.rotary_dim
-    cos0, cos1 = _members(cos, o.interleaved) if full else (cos, cos)
-    sin0, sin1 = _members(sin, o.interleaved) if full else (sin, sin)
     if o.rounding.startswith("complex") and not full:  # torch's, which may round a row's last pairs otherwise
         turned = torch.complex(x0, x1) * torch.complex(cos0, sin0)
         y0, y1 = turned.real, turned.imag
@@ -212,11 +212,6 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
     y = _with_pairs(x, heads, y0, y1, o.interleaved, (first, end))
     y = y if still is None else torch.where(still, heads, y)
     return y.float()
-
-
-def back(letter: str, x: Tensor, grad: Tensor, t: Tensors, o: Words, found: Tensors) -> Tensor:
-    """The rotation back."""
-    return forward(letter, grad, t, o._replace(inverse=not o.inverse))
 
 
 def paired(letter: str, x: Tensor, o: Words, back: bool = False) -> Tensor:
@@ -234,8 +229,7 @@ def _turns(tokens: int, dtype: torch.dtype, t: Tensors, o: Words) -> tuple[Tenso
     They are in fp32, with "complex128" in fp64, with "dtype" in the dtype of the call's heads.
     """
     compute_dtype = torch.float64 if o.rounding == "complex128" else torch.float32
-    plain = o.table == "cos_sin"
-    cos, sin = (t["cos"], t["sin"]) if plain else table_pair(t["cos"], t.get("sin"), o.table)
+    cos, sin = (t["cos"], t["sin"]) if o.table == "cos_sin" else table_pair(t["cos"], t.get("sin"), o.table)
     cos, sin = table_view(cos).to(compute_dtype), table_view(sin).to(compute_dtype)
     if o.table == "freqs":
         cos, sin = cos.cos() * o.mscale, sin.sin() * o.mscale
@@ -252,10 +246,10 @@ def _turns(tokens: int, dtype: torch.dtype, t: Tensors, o: Words) -> tuple[Tenso
 
 def _transposed(sin: Tensor, o: Words) -> Tensor:
     """The sines of the rotation back: negated, each at the partner."""
-    if sin.shape[-1] != o.rotary_dim:
-        return -sin
-    sin0, sin1 = _members(sin, o.interleaved)
-    return torch.stack((-sin1, -sin0), -1).flatten(-2) if o.interleaved else torch.cat((-sin1, -sin0), -1)
+    if sin.shape[-1] == o.rotary_dim:
+        pairs, axis = ((-1, 2), -1) if o.interleaved else ((2, -1), -2)
+        sin = sin.unflatten(-1, pairs).flip(axis).flatten(-2)
+    return -sin
 
 
 def _sum_of_products(a: Tensor, b: Tensor, c: Tensor, d: Tensor, rounding: str) -> Tensor:
@@ -295,15 +289,13 @@ def _gathered(table: Tensor, rows: Tensor, o: Words) -> Tensor:
     found = [table[batch, axis.masked_fill(outside, 0)] for axis in rows]
     gathered = found[0]
     if len(found) > 1:
-        pair = torch.arange(o.rotary_dim // 2, device=table.device)
-        sections = torch.tensor(o.mrope_section, device=table.device)
+        sections, count = o.mrope_section, len(found)
+        axis_of = [axis for axis, pairs in enumerate(sections) for _ in range(pairs)]
         if o.mrope_interleaved:
-            axis_of = pair % len(sections)
-            axis_of = torch.where(pair < len(sections) * sections[axis_of], axis_of, 0)
-        else:
-            axis_of = torch.searchsorted(sections.cumsum(0), pair, right=True)
+            axis_of = [n % count if n < count * sections[n % count] else 0 for n in range(len(axis_of))]
         if table.shape[-1] == o.rotary_dim:
-            axis_of = axis_of.repeat_interleave(2) if o.interleaved else axis_of.repeat(2)
-        for axis in range(1, len(found)):
-            gathered = torch.where(axis_of == axis, found[axis], gathered)
+            axis_of = [axis for axis in axis_of for _ in "01"] if o.interleaved else axis_of * 2
+        columns = torch.tensor(axis_of, device=table.device)
+        for axis in range(1, count):
+            gathered = torch.where(columns == axis, found[axis], gathered)
     return gathered.masked_fill(outside[..., None, None], float("nan"))

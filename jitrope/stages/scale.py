@@ -33,7 +33,3 @@ def check(t: Tensors, seqlen: int, o: Words, fail: Fail) -> None:
 def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
     """q times the number of its token, in fp32."""
     return x.float() * factor_view(t["q_factor"])[..., 0] if letter == "q" and "q_factor" in t else x
-
-
-def back(letter: str, x: Tensor, grad: Tensor, t: Tensors, o: Words, found: Tensors) -> Tensor:
-    return forward(letter, grad, t, o)

@@ -45,7 +45,7 @@ def check(t: Tensors, o: Words, fail: Fail) -> None:
 
 
 def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
-    """Heads times the matrix, in fp32. The order of sums is the kernel's."""
+    """Heads times the matrix, its own transpose, in fp32. The order of sums is the kernel's."""
     if not o.hadamard or letter not in TURNED:
         return x
     x, bits = x.float(), x.shape[-1].bit_length() - 1
@@ -54,8 +54,3 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
         a, b = pairs[..., 0, :], pairs[..., 1, :]
         x = torch.stack((a + b, a - b), -2).flatten(-3)
     return x * (0.5 ** (bits // 2) * (0.5**0.5 if bits % 2 else 1))
-
-
-def back(letter: str, x: Tensor, grad: Tensor, t: Tensors, o: Words, found: Tensors) -> Tensor:
-    """The same: the matrix is its own transpose."""
-    return forward(letter, grad, t, o)

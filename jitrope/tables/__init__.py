@@ -125,8 +125,7 @@ def _tables(
     arguments.word(name, "width", width, ("half", "full"))
     arguments.word(name, "angles", angles, ("fp64", "fp32"))
     interleaved = arguments.flag(name, "interleaved", interleaved)
-    if not isinstance(dtype, torch.dtype) or dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        arguments.refuse(name, "dtype", dtype, "torch.float32, torch.float16 or torch.bfloat16")
+    arguments.word(name, "dtype", dtype, (torch.float32, torch.float16, torch.bfloat16))
     device = arguments.tensor(name, "inv_freq", inv_freq).device
     if inv_freq.dtype != torch.float32 or inv_freq.dim() != 1:
         arguments.refuse(name, "inv_freq", inv_freq, "of dtype float32, with 1 axis")

@@ -27,7 +27,8 @@ from ..base.fit import Fail
 from ..base.partition import RULES
 from ..torch_state import is_compiling, wants_grad
 from . import ops as thd_ops
-from .reference import Correction, Move, Shape
+from .reference import Correction, Move
+from .shape import Shape
 
 __all__ = [
     "copy_valid_tokens_from_per_split_to_rank_local",
@@ -82,7 +83,7 @@ def _reorder(name: str, map: str, x: Rows, cu_seqlens: Tensor, cp_size: int, tok
         fail(f"x is {each}; it must be (T, ...), or a pair with as many rows on one device")
     shape = thd_ops.shape_of(xs[0], cu_seqlens, len(xs[0]) if tokens is None else tokens, cp_size, 0, rule, fail)
     if not is_compiling() and cu_seqlens.is_inference() and wants_grad(*xs):
-        fail("cu_seqlens was made in inference mode, and x requires a gradient; pass cu_seqlens.clone()")
+        cu_seqlens = cu_seqlens.clone()  # which autograd can keep
     rows = shape.tokens if map == "to_ranks" else shape.all_rows
     if len(xs[0]) != rows:
         had = f"x has {len(xs[0])} rows; total_tokens={shape.tokens} on cp_size={cp_size} ranks are {rows}"
@@ -186,10 +187,8 @@ def copy_valid_tokens_from_per_split_to_rank_local(
     fail = thd_ops.fail_of(name, out=out, x=x, cu_seqlens_padded=cu_seqlens_padded, cu_seqlens=cu_seqlens)
     if out.dim() <= 0 or out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
         fail(f"out is {arguments.shown(out)}, x {arguments.shown(x)}; they must be (T, ...) and alike")
-    for label, offsets in (("cu_seqlens_padded", cu_seqlens_padded), ("cu_seqlens", cu_seqlens)):
-        thd_ops.check_offsets(label, offsets, x, fail)
-    if cu_seqlens.shape != cu_seqlens_padded.shape or cu_seqlens.dtype != cu_seqlens_padded.dtype:
-        fail("cu_seqlens and cu_seqlens_padded differ in shape or dtype")
+    thd_ops.check_offsets(fail, "x", x, cu_seqlens_padded=cu_seqlens_padded, cu_seqlens=cu_seqlens)
+    cu_seqlens = cu_seqlens.to(cu_seqlens_padded.dtype)
     thd_ops.require_written("out", out, fail)
     if len(cu_seqlens) > 1:
         thd_ops.move(Move([thd_ops.rows_of(x)], [out], "valid", cu_seqlens_padded, cu_seqlens))
@@ -305,12 +304,10 @@ def out_correction(
     packed = arguments.flag(name, "lse_packed", lse_packed)
     thd_ops.check_step("out", out, out_per_step, cu_seqlens, first, "add", fail)
     thd_ops.check_lse(packed, cu_seqlens, fail, **both)
-    if lse.shape[-2] != out.shape[1]:
-        fail(f"lse has {lse.shape[-2]} heads, out {out.shape[1]}; they must match")
-    if first != "nothing" and lse.shape != lse_per_step.shape:
-        fail(f"lse is {arguments.shown(lse)}, lse_per_step {arguments.shown(lse_per_step)}; they must have one shape")
-    if packed and lse.shape[-1] < len(out):
-        fail(f"lse has {lse.shape[-1]} rows, out {len(out)}; lse must have as many at least")
+    fits = lse.shape[-2] == out.shape[1] and not (packed and lse.shape[-1] < len(out))
+    if not fits or (first != "nothing" and lse.shape != lse_per_step.shape):
+        both_are = f"lse is {arguments.shown(lse)}, lse_per_step {arguments.shown(lse_per_step)}"
+        fail(f"{both_are}; they must have one shape, and out's heads and at least its rows: {arguments.shown(out)}")
     step = thd_ops.rows_of(out_per_step)
     _correct(Correction("out", first, "add", packed, cu_seqlens, len(out), out, step, lse, lse_per_step))
 

@@ -17,14 +17,14 @@ from torch import Tensor
 from ..base import arguments
 from ..base.fit import FLOATS, Fail
 from ..base.layouts import MAX_TOKENS
-from ..base.partition import Mask
 from ..base.spec import ACCESS_BYTES
 from ..base.views import DTYPE_NAMES
 from ..run.enqueue import Call, enqueue
 from ..torch_state import is_compiling, is_zero, wants_grad, written
 from . import reference
 from . import spec as specs
-from .reference import Correction, Move, Segments, Shape
+from .reference import Correction, Move, Segments
+from .shape import Mask, Shape
 
 # ---- checks of the arguments of `jitrope.thd` ------------------------------------------------------------
 
@@ -41,19 +41,20 @@ def fail_of(name: str, gradient: bool = False, **tensors: Any) -> Fail:
     return fail
 
 
-def check_offsets(label: str, cu_seqlens: Tensor, x: Tensor, fail: Fail, rows: str = "x") -> None:
-    """Refuse offsets that are not contiguous int32 or int64 on the device of x."""
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        fail(f"{label} is {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; it must be (sequences + 1) int32 or int64")
-    if cu_seqlens.device != x.device:
-        fail(f"{label} is on {cu_seqlens.device}, {rows} on {x.device}; they must be on one device")
-    if not cu_seqlens.is_contiguous():
-        fail(f"{label} must be contiguous")
+def check_offsets(fail: Fail, rows: str, x: Tensor, **given: Tensor) -> None:
+    """Refuse offsets that are not contiguous int32 or int64 on the device of x, the argument `rows`, or not as many."""
+    first = next(iter(given))
+    for label, offsets in given.items():
+        good = offsets.dim() == 1 and len(offsets) >= 1 and offsets.shape == given[first].shape
+        good = good and offsets.is_contiguous() and offsets.dtype in (torch.int32, torch.int64)
+        if not good or offsets.device != x.device:
+            must = f"contiguous (sequences + 1) int32 or int64 on {x.device} as {rows}, of as many sequences as {first}"
+            fail(f"{label} is {arguments.shown(offsets)}; it must be {must}")
 
 
 def shape_of(x: Tensor, cu_seqlens: Tensor, tokens: int, cp_size: int, cp_rank: int, rule: str, fail: Fail) -> Shape:
     """Return the shape of a batch. Refuse wrong offsets, and more rows than int32 can count."""
-    check_offsets("cu_seqlens", cu_seqlens, x, fail)
+    check_offsets(fail, "x", x, cu_seqlens=cu_seqlens)
     if tokens + cp_size > MAX_TOKENS:
         fail(f"{tokens} tokens are more than {MAX_TOKENS} rows")
     return Shape(tokens, len(cu_seqlens) - 1, cp_size, cp_rank, rule)
@@ -75,15 +76,13 @@ def rows_of(x: Tensor) -> Tensor:
 def check_lse(packed: bool, cu_seqlens: Tensor, fail: Fail, **given: Tensor) -> int:
     """Refuse wrong log-sum-exps and offsets. Return the number of rows that fit in the first log-sum-exp."""
     lse = next(iter(given.values()))
-    check_offsets("cu_seqlens", cu_seqlens, lse, fail, "lse")
+    check_offsets(fail, "lse", lse, cu_seqlens=cu_seqlens)
     for label, x in given.items():
-        if x.dim() != (2 if packed else 3) or x.dtype != torch.float32 or not x.is_contiguous():
-            words = "(H, rows)" if packed else "(B, H, rows)"
-            fail(f"{label} is {tuple(x.shape)} {x.dtype}, strides {x.stride()}; it must be contiguous {words} fp32")
-        if not packed and len(x) != len(cu_seqlens) - 1:
-            fail(f"{label} has B={len(x)}, but cu_seqlens has {len(cu_seqlens) - 1} sequences; they must match")
-        if x is not lse and (x.shape[:-1] != lse.shape[:-1] or x.device != lse.device):
-            fail(f"{label} is {arguments.shown(x)}, lse {arguments.shown(lse)}; only rows may differ")
+        good = x.dim() == (2 if packed else 3) and (packed or len(x) == len(cu_seqlens) - 1) and x.is_contiguous()
+        if not good or x.dtype != torch.float32 or x.shape[:-1] != lse.shape[:-1] or x.device != lse.device:
+            words = "(H, rows)" if packed else f"(B, H, rows) with cu_seqlens' B={len(cu_seqlens) - 1}"
+            must = f"it must be contiguous {words} fp32, and but for rows like lse, {arguments.shown(lse)}"
+            fail(f"{label} is {arguments.shown(x)}, strides {x.stride()}; {must}")
     return lse.shape[-1] if packed else (len(cu_seqlens) - 1) * lse.shape[-1]
 
 
@@ -97,7 +96,7 @@ def check_step(label: str, out: Tensor, step: Tensor, cu_seqlens: Tensor, first:
         must = f"it must have at least {rows} rows, and match {label}, {arguments.shown(out)}"
         fail(f"{label}_per_step is {arguments.shown(step)}; {must}")
     require_written(label, out, fail)
-    check_offsets("cu_seqlens", cu_seqlens, out, fail, label)
+    check_offsets(fail, label, out, cu_seqlens=cu_seqlens)
 
 
 # ---- rows: `struct Params` of `rows.cuh.jinja` ---------------------------------------------------------
@@ -268,16 +267,16 @@ def table(map: str, cu_seqlens: Tensor, shape: Shape, rows: int | None = None) -
     """The source of each row, (rows), int32; see `reference.table`. rows: default: all rows of the map."""
     rows = (shape.tokens if map == "to_sequences" else shape.rows) if rows is None else rows
     out = cu_seqlens.new_empty(rows, dtype=torch.int32)
-    torch.ops.jitrope.thd_table(out, cu_seqlens.contiguous(), map, rows, *shape)
+    torch.ops.jitrope.thd_table(out, cu_seqlens, map, rows, *shape)
     return out
 
 
 def segments(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, shape: Shape, mask: Mask) -> Segments:
     """A rank's attention as plain variable-length attention; see `Segments`."""
     if cu_seqlens_padded is not None:
-        cu_seqlens_padded = cu_seqlens_padded.to(cu_seqlens.dtype).contiguous()
+        cu_seqlens_padded = cu_seqlens_padded.to(cu_seqlens.dtype)
     flat = reference.empty_segments(cu_seqlens, cu_seqlens_padded, shape, mask)
-    torch.ops.jitrope.cp_segments(flat, cu_seqlens.contiguous(), cu_seqlens_padded, *mask, *shape)
+    torch.ops.jitrope.cp_segments(flat, cu_seqlens, cu_seqlens_padded, *mask, *shape)
     return Segments.of(flat, shape, mask, cu_seqlens_padded is not None)
 
 

@@ -1,6 +1,6 @@
 """Packed batches under context parallelism in plain torch: the oracle of the tests and the code for CPU tensors.
 
-Sizes are known without the GPU; only `fill_segments` reads lengths. In every table -1 marks a missing row.
+In every table -1 marks a missing row.
 """
 
 from __future__ import annotations
@@ -16,59 +16,9 @@ from torch.nn.functional import one_hot, pad
 from ..base import partition
 from ..base.arguments import shown
 from ..base.errors import InvalidInput
-from ..base.partition import Mask, Rows, before, count
+from ..base.partition import before, count
+from .shape import Mask, Shape
 from .spec import STEPS
-
-
-class Shape(NamedTuple):
-    """The parts of a sharded batch that are known without the GPU."""
-
-    tokens: int  # of the whole batch, including spare ones
-    sequences: int
-    cp_size: int
-    cp_rank: int
-    rule: str = "dual_chunk"
-
-    @property
-    def of(self) -> int:
-        """Chunks of a sequence."""
-        return partition.number_of_chunks(self.cp_size, self.rule)
-
-    @property
-    def chunks(self) -> tuple[int, ...]:
-        """This rank's chunks of each sequence."""
-        return partition.chunks_of(self.cp_rank, self.cp_size, self.rule)
-
-    @property
-    def rows(self) -> int:
-        """Tokens of this rank."""
-        return int(self.local(self.tokens))
-
-    @property
-    def capacity(self) -> int:
-        """The rows that fit in every rank's shard."""
-        return partition.rows_per_rank(self.tokens, self.cp_size)
-
-    @property
-    def all_rows(self) -> int:
-        """The total rows of all ranks' shards."""
-        return self.cp_size * self.capacity
-
-    def segments(self, mask: Mask, padded: bool) -> int:
-        """The number of `Segments`, including empty ones."""
-        return self.sequences * ((1 if mask.full else len(self.chunks)) + (padded and not mask.extends))
-
-    def local(self, offsets: Any) -> Any:
-        """This rank's offsets for offsets into the batch; see `partition.local_rows`."""
-        return partition.local_rows(offsets, self.cp_rank, self.cp_size, self.rule)
-
-    def most(self, mask: Mask) -> tuple[int, int]:
-        """The most (keys, queries) of this rank; see `partition.capacity`."""
-        return partition.capacity(self.tokens, self.cp_rank, self.cp_size, self.sequences, mask, self.rule)
-
-    def exchange(self, mask: Mask) -> Rows | None:
-        """The number of rows that each rank sends to each; see `partition.exchange_rows`."""
-        return partition.exchange_rows(self.tokens, self.cp_size, self.sequences, mask, self.rule)
 
 
 class Segments(NamedTuple):

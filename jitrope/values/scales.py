@@ -13,18 +13,14 @@ from ..base.views import Tensors
 from .constants import constant
 
 
-def scales(name: str, like: Tensor, **given: float | Tensor | None) -> Tensors:
-    """The scales that are not None, as tensors on the device of `like`."""
-    return {label: _scale(name, label, scale, like) for label, scale in given.items() if scale is not None}
-
-
-def _scale(name: str, label: str, scale: float | Tensor, like: Tensor) -> Tensor:
-    if isinstance(scale, Tensor) or not isinstance(like, Tensor):
-        return scale
-    value = _number(name, label, scale)
-    with getattr(like, "fake_mode", None) or nullcontext():  # the mode of a fake tensor need not be active
-        made: Tensor = _scale_of(like.device, value, label)
-    return made
+def scales(name: str, like: Any, **given: Any) -> Tensors:
+    """The scales that are not None, as tensors on the device of `like`, if that is a tensor."""
+    found = {label: scale for label, scale in given.items() if scale is not None}
+    for label, scale in found.items():
+        if not isinstance(scale, Tensor) and isinstance(like, Tensor):
+            with getattr(like, "fake_mode", None) or nullcontext():  # the mode of a fake tensor need not be active
+                found[label] = _scale_of(like.device, _number(name, label, scale), label)
+    return found
 
 
 def divisors(name: str, needed: str = "", **given: Any) -> dict[str, Any]:
