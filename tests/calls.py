@@ -175,7 +175,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # Caches.
     ({"out": CACHES, "more": "inverse"}, "inverse does not go with"),
     *[({"out": blocks, "convert": other}, "quantize makes q .* they must match") for blocks, other in UNLIKE.items()],
-    ({"out": "mx_blocks", "size": "80"}, "k_block_scale has shape .*; with D=80 it must be"),
+    ({"out": "mx_blocks", "size": "80"}, "k_block_scale is .*; it must be .*D=80.; a scale is for 80 or 16 elements"),
     ({"out": "nvfp4_blocks", "strides": "apart"}, "fp4 needs aligned pairs of neighbouring elements"),
     ({"out": ("inplace", "own"), "strides": "expanded"}, "its elements overlap in memory, so it cannot be written"),
     # Nothing to do.

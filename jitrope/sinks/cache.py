@@ -134,10 +134,12 @@ def check(heads_of: Tensors, t: Tensors, o: Words, fail: Fail) -> None:
         if blocks:
             scale, label, dim = t[f"{letter}_block_scale"], f"{letter}_block_scale", int(dim)  # a symbol has no hash
             known = [x for x in SCALES.values() if x != FP8 or cache.dtype == FORMATS["fp4"].dtype]
-            sizes = tuple([dim // group for group in (dim, *GROUPS[::-1]) if dim % group == 0])
+            by = [*dict.fromkeys([group for group in (dim, *GROUPS[::-1]) if dim % group == 0])]
+            sizes, hint = tuple([dim // x for x in by]), f"; a scale is for {' or '.join(map(str, by))} elements"
             fours = [(lead[0], lead[1] // 4, 4)] if len(lead) == 2 and lead[1] % 4 == 0 else []
             shapes = [(*own, heads, groups or sizes) for own in (lead, *fours)]
-            fail.unlike(label, scale, k.device, known if groups is None else (t[BLOCK_SCALES[0]].dtype,), *shapes)
+            known = known if groups is None else [t[BLOCK_SCALES[0]].dtype]  # v's are those of k
+            fail.unlike(label, scale, k.device, known, *shapes, hint=hint)
             groups = (scale.shape[-1],)
     if "v" in heads_of and not blocks and _is_apart(t["k_cache"]) != _is_apart(t["v_cache"]):
         fail("k_cache and v_cache have their pages in different orders; give both the same strides")
