@@ -339,6 +339,14 @@ def test_the_folders_above_a_bundle(place: Path, parent: str, kind: str) -> None
         run(lambda: is_(found(place / "none", f"{layer}#sha256={digest}"), OURS))
 
 
+def test_the_bundle_beside_jitrope_is_as_trusted_as_jitrope(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who installed it, such as a cluster's administrator, installed the code that runs."""
+    bundled(place / "kernels.tar", OTHER)
+    run(lambda: is_(found(place / "none", place / "kernels.tar"), None))
+    monkeypatch.setattr("jitrope.jit.entry.OWN_BUNDLE", place / "kernels.tar")
+    run(lambda: is_(found(place / "none", place / "kernels.tar"), OURS))
+
+
 def test_a_link_of_another_user_to_my_own_bundle(place: Path) -> None:
     """It may lead to a file of mine that I do not trust, such as a download."""
     above = make(place / "above", 0o1777)

@@ -140,10 +140,15 @@ def _path(given: str) -> Path:
     return _start / os.path.expanduser(given)
 
 
+OWN_BUNDLE = Path(__file__).parent.parent / "kernels.tar"
+"""A bundle that a distributor of jitrope may put into its folder. Wheels of this repository have none."""
+
+
 def system_caches() -> tuple[Path, ...]:
-    """The folders and bundles of `JITROPE_SYSTEM_CACHE`, in order."""
+    """The folders and bundles of `JITROPE_SYSTEM_CACHE`, in order, and `OWN_BUNDLE` if there is one."""
     given = os.environ.get("JITROPE_SYSTEM_CACHE", "")
-    return tuple([_path(part) for part in given.split(os.pathsep) if part])
+    named = [_path(part) for part in given.split(os.pathsep) if part]
+    return (*named, OWN_BUNDLE) if OWN_BUNDLE.exists() else tuple(named)
 
 
 def record_file() -> Path | None:

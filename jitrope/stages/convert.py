@@ -175,7 +175,9 @@ class DynamicQuantize(Value):
             refuse(name, "group", group, "16, 32, 64, 128 or None")
         self.words = {"out_dtype": form, "scale_out": _scale_out(name, form, scale_dtype, scale_fmt), "group": size}
         on = flags(name, swizzled=swizzled, v=v, hadamard=hadamard)
-        self.words |= {"computed": per == "token", **{"dynamic_v" if x == "v" else x: True for x in on}}
+        self.words |= {"dynamic_v" if x == "v" else x: True for x in on}
+        if per == "token":
+            self.words["computed"] = True
         wide = scale_dtype == torch.float32
         given = {"group": size, "scale_dtype": not wide, "scale_fmt": scale_fmt, "fp4": form == "fp4"}
         labels = [label for label, x in {**given, "swizzled": "swizzled" in on}.items() if x]

@@ -10,7 +10,7 @@ from ..base.views import Tensors
 
 
 class Value:
-    """Tensors by name, and the words that are not defaults. They must not change after a value was made.
+    """Tensors and words by name. They must not change after a value was made.
 
     A number in the place of a tensor becomes one in a call, on the device of its heads.
 
