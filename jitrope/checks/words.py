@@ -138,9 +138,13 @@ def rotary_dim_of(name: str, words: Mapping[str, Any], head_dim: int, kind: str 
     """
     rotary_dim: int | None = _typed(name, "rotary_dim", words.get("rotary_dim"))
     offset: int = _typed(name, "rotary_offset", words.get("rotary_offset", 0))
-    if rotary_dim is not None:
-        return rotary_dim
-    return _TIMES_WIDTH[kind] * table_width if kind in _TIMES_WIDTH else head_dim - offset
+    if rotary_dim is not None or kind not in _TIMES_WIDTH:
+        return head_dim - offset if rotary_dim is None else rotary_dim
+    found = _TIMES_WIDTH[kind] * table_width
+    if found < 2 or found % 2:
+        must = "rotary_dim (even)" if kind == "cos_sin_cache" else "rotary_dim / 2"
+        raise InvalidInput(f"{name}: {kind} is {table_width} wide; it must be (P, W) with W = {must}")
+    return found
 
 
 def rotates_heads(tensors: Mapping[str, Tensor], words: Mapping[str, Any], head_dim: int) -> bool:
