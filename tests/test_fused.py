@@ -262,6 +262,16 @@ def test_refusals_by_name_that_write_nothing(name: str, inplace: bool) -> None:
     assert torch.equal(words["qkv"], before)
 
 
+@pytest.mark.parametrize(("order", "width"), [("qkv", 10), ("grouped", 10), ("qkv_gated", 16)])
+def test_one_token_in_place(order: str, width: int) -> None:
+    """A decode step: its heads lie one after the other, as in a tensor of their own."""
+    qkv, table = torch.randn(1, 1, width * 64), (torch.randn(1, 32), torch.randn(1, 32))
+    q, k, v, *gate = jitrope.prepare_fused_qkv(qkv, *table, heads=(6, 2), order=order)
+    jitrope.prepare_fused_qkv(own := qkv.clone(), *table, heads=(6, 2), order=order, inplace=True)
+    parts = jitrope.prepare_fused_qkv(own, *(torch.ones(1, 32), torch.zeros(1, 32)), heads=(6, 2), order=order)
+    assert all(torch.equal(x, y) for x, y in zip((q, k, v, *gate), parts))
+
+
 def test_refusals_beside_other_stages() -> None:
     qkv, bias, table = (torch.ones(shape).bfloat16() for shape in ((2, 5, 2, 5 * 64), (2, 5 * 64), (5, 32)))
     cache = KVCache(*torch.zeros(2, 24, 2, 64).bfloat16(), torch.arange(10))

@@ -311,3 +311,10 @@ def test_the_backward_of_a_call_in_place_is_planned_as_it_is_launched() -> None:
     with jitrope.planning(["auto"]) as specs:
         sum(x.sum() for x in jitrope.apply_rope(q * 1, k * 1, cos, sin, inplace=True)).backward()
     assert [spec.call.partition(" > ")[0] for spec in specs] == ["bshd heads q k"] * 2
+
+
+def test_a_v_that_is_returned_as_given_may_be_nested() -> None:
+    q, k, cos, sin = torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 8), torch.randn(5, 4), torch.randn(5, 4)
+    v = torch.nested.nested_tensor([torch.randn(2, 8)])
+    for _ in range(2):
+        assert jitrope.prepare_qkv(q, k, v, cos, sin)[2] is v

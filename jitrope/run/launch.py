@@ -313,4 +313,5 @@ def keep_spelled(key: Any, xs: Sequence[Tensor], out: Any, function: Any, tensor
 
 def _splits(x: Tensor, y: Tensor) -> bool:
     """Whether y is x with the last axis in two."""
-    return x.shape[:-1] == y.shape[:-2] and x.data_ptr() == y.data_ptr() and x.dtype == y.dtype and watch.is_view(y)
+    one = not x.is_nested and x.shape[:-1] == y.shape[:-2] and x.dtype == y.dtype
+    return one and watch.is_view(y) and x.data_ptr() == y.data_ptr()

@@ -162,11 +162,10 @@ def _noted(kind: Any) -> Any:
     def noted(self: Any, *args: Any, **words: Any) -> None:
         self.text = ""
         own = type(self) is kind  # a class of the user's is made of more than these arguments
-        if own and is_traced():
-            args = (*[tuple(x) if isinstance(x, list) else x for x in args],)
-            words = {word: tuple(x) if isinstance(x, list) else x for word, x in words.items()}
-        else:
+        if not (own and is_traced()):
             init(self, *args, **words)
+        args = (*[tuple(x) if isinstance(x, list) else x for x in args],)  # which the user may change later
+        words = {word: tuple(x) if isinstance(x, list) else x for word, x in words.items()}
         self.asked = args, words
         if own and (found := _spelled(kind.__name__, args, words)):
             self.text, self.items = found[0], (*found[1], *found[2])

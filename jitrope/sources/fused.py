@@ -70,7 +70,8 @@ class Fused(Operation):
         return bias.forward(letter, fused_part(t["qkv"], letter, o), t, o)
 
     def parts(self, t: Tensors, o: Options) -> list[tuple[Tensors, Options]]:
-        return [({**t, **{name: x.contiguous() for name, x in split_qkv(t, o).items()}}, o)]
+        apart = {name: x.clone(memory_format=torch.contiguous_format) for name, x in split_qkv(t, o).items()}
+        return [({**t, **apart}, o)]
 
     def check(self, t: Tensors, o: Options) -> None:
         fail, qkv, norm, bias = Fail(self.function), t["qkv"], norm_of(o), t.get("bias")

@@ -337,6 +337,8 @@ def _normed(o: Options) -> Options:
 def refuse_other_v(name: str, tensors: Tensors, options: Options) -> None:
     """Refuse to convert a v that does not join k."""
     why = "quantize has v=True" if options.dynamic_v else "v_scale is given"
+    if "k" not in tensors:
+        refuse(name, "k", None, f"a tensor, because {why}")
     beside = "beside neither a norm across heads nor tables for each head"
     refuse(name, "v", tensors["v"], f"like k, because {why}, {beside}; or convert v in a call as q")
 
