@@ -233,7 +233,7 @@ def _rounding(host: Function, v: Variant, tables: torch.dtype) -> str:
 def probe(
     host: Function, v: Variant, shape: Shape, part: int = 1, dtypes: Any = _FP32, tokens: Any = (5, 5), size: float = 1
 ) -> list[Any]:
-    """Arguments of a call: heads of 8 of this size, of which 8 / part are rotated. tokens: of q and of the tables."""
+    """Make the arguments of a call. A head has 8 elements; 8 / part of them rotate. tokens: (q's, the tables')."""
     generator = torch.Generator().manual_seed(0)
 
     def random(dtype: torch.dtype, *sizes: int) -> Tensor:

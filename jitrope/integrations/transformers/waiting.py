@@ -96,7 +96,7 @@ class Hollow(Pending):
 
 @lru_cache
 def nothing(shape: torch.Size, grad: bool) -> Tensor:
-    """A tensor without values. What takes no notice of its class, as autograd's Functions, finds no gradient for it."""
+    """Return a tensor without values. An autograd Function ignores its class; a backward there must be an error."""
     with torch.inference_mode(False):
         return torch.empty((), device="meta").expand(shape).requires_grad_(grad)
 
