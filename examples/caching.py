@@ -11,16 +11,16 @@ wheel that README.md makes:
     FROM python:3.12-slim AS kernels                # has NVRTC, needs no GPU
     COPY jitrope-0.1.0-py3-none-any.whl run.json ./
     RUN pip install ./jitrope-0.1.0-py3-none-any.whl cupy-cuda13x nvidia-cuda-nvrtc
-    RUN jitrope bundle write /kernels.tar --from run.json --arch sm_90,sm_100
+    RUN jitrope bundle write /kernels.zip --from run.json --arch sm_90,sm_100
 
     FROM python:3.12-slim                           # the same version of jitrope, without CuPy and NVRTC
     COPY jitrope-0.1.0-py3-none-any.whl ./
     RUN pip install ./jitrope-0.1.0-py3-none-any.whl
-    COPY --from=kernels /kernels.tar /opt/kernels.tar
-    ENV JITROPE_SYSTEM_CACHE=/opt/kernels.tar JITROPE_NO_COMPILE=1
+    COPY --from=kernels /kernels.zip /opt/kernels.zip
+    ENV JITROPE_SYSTEM_CACHE=/opt/kernels.zip JITROPE_NO_COMPILE=1
     RUN jitrope cache verify --cold                 # fails the build if a call would have to compile one of them
 
-`jitrope bundle load kernels.tar` copies the kernels into the image's own cache instead. Where compiling is fine but
+`jitrope bundle load kernels.zip` copies the kernels into the image's own cache instead. Where compiling is fine but
 slow starts are not, a volume at ~/.cache/jitrope, or at JITROPE_CACHE_DIR, is enough.
 """
 
@@ -147,8 +147,8 @@ def main(folder: Path) -> None:
     command("jitrope prewarm --from run.json --arch sm_120")
 
     print("4. One file for images. It needs no compiler there, and the user's own folder stays empty.")
-    command(f"jitrope bundle write kernels.tar --from run.json --arch {ARCH}")
-    image = {"JITROPE_CACHE_DIR": "image", "JITROPE_SYSTEM_CACHE": "kernels.tar", "JITROPE_NO_COMPILE": "1"}
+    command(f"jitrope bundle write kernels.zip --from run.json --arch {ARCH}")
+    image = {"JITROPE_CACHE_DIR": "image", "JITROPE_SYSTEM_CACHE": "kernels.zip", "JITROPE_NO_COMPILE": "1"}
     if torch.version.cuda is None:
         assert " 0 compiled" in shell("program", **image, **without_nvidia(folder / "site"))
     else:  # torch for CUDA is not imported without NVIDIA's packages: NVRTC is there, and is not asked

@@ -312,10 +312,10 @@ ROWS: dict[str, Row] = {
     "KernelCache.prune": Row(lambda **a: KernelCache(Path("none")).prune(**a), {"older_than": 5, "dry_run": True},
         {"older_than": {"int"} | FLOAT}),
     "KernelCache.clear": Row(lambda **a: KernelCache(Path("none")).clear(**a), {"dry_run": True}),
-    "bundle.write": Row(bundled, {"path": Path("k.tar"), "kernels": [(SPEC, "sm_90")], "jobs": 1},
+    "bundle.write": Row(bundled, {"path": Path("k.zip"), "kernels": [(SPEC, "sm_90")], "jobs": 1},
         {"path": PATHS, "jobs": {"int"}}),
-    "bundle.load": Row(lambda **a: len(bundle.load(**a)), {"path": Path("there.tar")}, {"path": PATHS}),
-    "bundle.entries": Row(lambda **a: len(bundle.entries(**a)), {"path": Path("there.tar")}, {"path": PATHS}),
+    "bundle.load": Row(lambda **a: len(bundle.load(**a)), {"path": Path("there.zip")}, {"path": PATHS}),
+    "bundle.entries": Row(lambda **a: len(bundle.entries(**a)), {"path": Path("there.zip")}, {"path": PATHS}),
     "prewarm": Row(prewarmed, {"specs": [SPEC], "archs": ["sm_90"], "jobs": 1},
         {"specs": {"empty list", "empty tuple", "generator", "dict", "empty tensor"},
          "archs": {"empty list", "empty tuple", "generator", "dict", "empty tensor"}, "jobs": {"int"}}),
@@ -342,7 +342,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("llama").mkdir()
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8}
     Path("llama/config.json").write_text(json.dumps({"model_type": "llama", "dtype": "bfloat16", **sizes}))
-    bundle.write(Path("there.tar"), [(SPEC, "sm_90")], 1)
+    bundle.write(Path("there.zip"), [(SPEC, "sm_90")], 1)
 
 
 def same(a: Any, b: Any) -> bool:

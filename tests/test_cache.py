@@ -839,7 +839,7 @@ from jitrope.tools.prewarm import prewarm, specs_of
 (spec, *_) = specs_of(heads=[32, 8])
 for ask in (
     lambda: kernels.build(spec, "sm_90"),
-    lambda: bundle.write(Path("kernels.tar"), [(spec, "sm_90")], 1),
+    lambda: bundle.write(Path("kernels.zip"), [(spec, "sm_90")], 1),
 ):
     try:
         ask()

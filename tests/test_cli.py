@@ -102,7 +102,7 @@ WRONG += [
     "render",
 ]
 WRONG += ["prewarm --arch sm_90 --model m --width full", "prewarm --heads 1,2,3 --arch sm_90", "prewarm text"]
-FAILED = ["bundle load none.tar", "bundle ls none.tar", "prewarm --from none.json --arch sm_90", "bundle write k.tar"]
+FAILED = ["bundle load none.zip", "bundle ls none.zip", "prewarm --from none.json --arch sm_90", "bundle write k.zip"]
 FAILED += ["prewarm --model none --arch sm_90"]
 
 
@@ -210,7 +210,7 @@ def test_kernels_that_are_cached_need_no_nvrtc_that_knows_their_architecture(jit
     spec = specs_of(8)[0]
     KernelCache(tmp_path / "kernels").store(kernels.key_of(spec, "sm_50"), "text", b"cubin", spec.to_dict())
     (tmp_path / "run.json").write_text(json.dumps(record_of([spec])))
-    done = jitrope("bundle", "write", "k.tar", "--from", "run.json", "--arch", "sm_50", "--json")
+    done = jitrope("bundle", "write", "k.zip", "--from", "run.json", "--arch", "sm_50", "--json")
     assert (done.returncode, json.loads(done.stdout)["cached"]) == (0, 1)
 
 
@@ -428,8 +428,8 @@ ROPE = "bshd heads q > rotate cos sin rotary_dim=128 > fresh"
 def test_what_a_listing_says_of_a_call_can_be_built(jitrope, tmp_path: Path) -> None:
     """The text of `cache ls`, `bundle ls` and a record is that of the call, and `prewarm` reads it."""
     jitrope("prewarm", CALL, "--heads", "8,2", "--head-dim", "64", "--arch", "sm_90")
-    jitrope("bundle", "write", "k.tar")
-    lines = [*jitrope("cache", "ls").stdout.splitlines(), *jitrope("bundle", "ls", "k.tar").stdout.splitlines()]
+    jitrope("bundle", "write", "k.zip")
+    lines = [*jitrope("cache", "ls").stdout.splitlines(), *jitrope("bundle", "ls", "k.zip").stdout.splitlines()]
     assert len(lines) == 4
     assert {line.partition(": ")[2] for line in lines} == {CALL}
     listed = json.loads(jitrope("cache", "ls", "--json").stdout)
@@ -515,11 +515,11 @@ def test_cache_commands(jitrope, tmp_path: Path) -> None:
 
 def test_a_listing_has_the_kernels_of_bundles_too(jitrope, tmp_path: Path) -> None:
     jitrope("prewarm", "--heads", "8", "--arch", "sm_90")
-    jitrope("bundle", "write", "k.tar")
-    where = {"JITROPE_CACHE_DIR": str(tmp_path / "other"), "JITROPE_SYSTEM_CACHE": str(tmp_path / "k.tar")}
+    jitrope("bundle", "write", "k.zip")
+    where = {"JITROPE_CACHE_DIR": str(tmp_path / "other"), "JITROPE_SYSTEM_CACHE": str(tmp_path / "k.zip")}
     done = jitrope("cache", "ls", **where)
     assert done.stdout.count("sm_90") == 2
-    assert re.fullmatch(r"0 kernels, .* in .*/other\n2 kernels, .* in .*/k.tar\n", done.stderr)
+    assert re.fullmatch(r"0 kernels, .* in .*/other\n2 kernels, .* in .*/k.zip\n", done.stderr)
     listed = json.loads(jitrope("cache", "ls", "--json", **where).stdout)
     assert (len(listed["spec"]), len(listed["entries"])) == (2, 2)
 
@@ -574,7 +574,7 @@ def test_another_versions_entry_blocks_nothing(process, tmp_path: Path) -> None:
     spec = {**meta["spec"], "of_another_version": 1}
     KernelCache(tmp_path / "kernels").store(key, "text", (entry / "kernel.cubin").read_bytes(), spec)
     said = "1 of the cache's 3 kernels are another version's"
-    done = process("bundle", "write", "k.tar", "--json")
+    done = process("bundle", "write", "k.zip", "--json")
     assert (done.returncode, json.loads(done.stdout)["cached"]) == (0, 2)
     assert said in done.stderr
     done = process("cache", "ls", "--json")
@@ -592,7 +592,7 @@ def test_another_versions_entry_blocks_nothing(process, tmp_path: Path) -> None:
 
 def test_a_bundle_of_nothing_says_how_to_name_kernels(jitrope) -> None:
     for more in ([], ["--arch", "sm_90"]):
-        done = jitrope("bundle", "write", "k.tar", *more)
+        done = jitrope("bundle", "write", "k.zip", *more)
         said = "error: there are no kernels to bundle; run `jitrope prewarm` first, or name a record with --from"
         assert (done.returncode, done.stderr) == (1, f"{said}\n")
 
@@ -601,33 +601,33 @@ def test_a_bundle_has_what_the_cache_has_and_serves_where_nothing_can_be_compile
     jitrope("prewarm", "--heads", "8", "--arch", "sm_80")
     (tmp_path / "run.json").write_text(jitrope("cache", "ls", "--json").stdout)
     jitrope("prewarm", "--heads", "40", "--arch", "sm_90")
-    dry = json.loads(jitrope("bundle", "write", "k.tar", "--dry-run", "--json").stdout)
+    dry = json.loads(jitrope("bundle", "write", "k.zip", "--dry-run", "--json").stdout)
     assert (dry["cached"], dry["would compile"]) == (4, 0)
-    assert not (tmp_path / "k.tar").exists()
-    assert json.loads(jitrope("bundle", "write", "k.tar", "--json").stdout)["cached"] == 4
+    assert not (tmp_path / "k.zip").exists()
+    assert json.loads(jitrope("bundle", "write", "k.zip", "--json").stdout)["cached"] == 4
     kernels, bundled = (
         {(e["name"], e["arch"]) for e in json.loads(jitrope(*command, "--json").stdout)["entries"]}
-        for command in (("cache", "ls"), ("bundle", "ls", "k.tar"))
+        for command in (("cache", "ls"), ("bundle", "ls", "k.zip"))
     )
     assert bundled == kernels
-    done = json.loads(jitrope("bundle", "write", "k.tar", "--arch", "sm_90,sm_89", "--dry-run", "--json").stdout)
+    done = json.loads(jitrope("bundle", "write", "k.zip", "--arch", "sm_90,sm_89", "--dry-run", "--json").stdout)
     assert (done["cached"], done["would compile"]) == (2, 4)  # three specs for two architectures
-    done = json.loads(jitrope("bundle", "write", "l.tar", "--from", "run.json", "--arch", "sm_80", "--json").stdout)
+    done = json.loads(jitrope("bundle", "write", "l.zip", "--from", "run.json", "--arch", "sm_80", "--json").stdout)
     assert (done["cached"], done["compiled"]) == (2, 0)
 
     production = {"JITROPE_CACHE_DIR": str(tmp_path / "production"), "JITROPE_NO_COMPILE": "1"}
-    assert len(json.loads(jitrope("bundle", "load", "k.tar", "--json", **production).stdout)["loaded"]) == 4
-    for environment in (production, {"JITROPE_CACHE_DIR": "/none", "JITROPE_SYSTEM_CACHE": "k.tar"}):
+    assert len(json.loads(jitrope("bundle", "load", "k.zip", "--json", **production).stdout)["loaded"]) == 4
+    for environment in (production, {"JITROPE_CACHE_DIR": "/none", "JITROPE_SYSTEM_CACHE": "k.zip"}):
         found = json.loads(jitrope("cache", "verify", "--cold", "--json", **environment).stdout)
         assert (found["looked_up"], found["missing"]) == (4, [])
 
     victim = next((tmp_path / "kernels").glob("*sm_90*/kernel.cubin"))
     victim.write_bytes(b"")
-    (tmp_path / "k.tar").unlink()
-    failed = jitrope("bundle", "write", "k.tar")
+    (tmp_path / "k.zip").unlink()
+    failed = jitrope("bundle", "write", "k.zip")
     assert failed.returncode == 1
     assert str(victim.parent) in failed.stderr
-    assert not (tmp_path / "k.tar").exists()
+    assert not (tmp_path / "k.zip").exists()
 
 
 # ---- doctor --------------------------------------------------------------------------------------
@@ -727,19 +727,19 @@ def test_doctor_of_a_full_disk(tmp_path: Path) -> None:
 
 def test_doctor_of_damaged_kernels_and_of_system_caches(jitrope, tmp_path: Path) -> None:
     jitrope("prewarm", "--heads", "8", "--arch", "sm_90")
-    jitrope("bundle", "write", "k.tar")
-    layer = {"JITROPE_SYSTEM_CACHE": str(tmp_path / "k.tar")}
+    jitrope("bundle", "write", "k.zip")
+    layer = {"JITROPE_SYSTEM_CACHE": str(tmp_path / "k.zip")}
     victim = next((tmp_path / "kernels").glob("*/kernel.cubin"))
     victim.write_bytes(victim.read_bytes()[:-9])
     done = jitrope("doctor", "--json", **layer)
     assert done.returncode == 0  # not a fault: the next call makes the kernel again
     assert "1 kernels, 1 damaged" in status(done, "kernel cache")[1]
     assert victim.parent.name in status(done, "kernel cache")[1]
-    assert status(done, "system cache") == (True, f"{tmp_path}/k.tar, 2 kernels", "")
-    (tmp_path / "k.tar").write_bytes(b"no tar")
+    assert status(done, "system cache") == (True, f"{tmp_path}/k.zip, 2 kernels", "")
+    (tmp_path / "k.zip").write_bytes(b"no zip")
     found = status(jitrope("doctor", "--json", **layer), "system cache")
     assert not found[0]
-    assert "cannot be read as a bundle" in found[1]
+    assert "cannot read the bundle" in found[1]
 
 
 def missing_kernel(*arguments: object) -> None:

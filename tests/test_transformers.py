@@ -603,7 +603,7 @@ def test_the_package_is_a_kernel_of_the_hub(kernels: Any, tmp_path: Path) -> Non
     metadata = {"id": "_jitrope_0123456", "name": "jitrope", "version": 1, "license": "Apache-2.0"}
     metadata |= {"python-depends": [], "backend": {"type": backend}}
     (folder / "metadata.json").write_text(json.dumps(metadata))
-    bundle.write(folder / "kernels.tar", [(spec, "sm_90") for spec in specs_of(heads=8)], 1)
+    bundle.write(folder / "kernels.zip", [(spec, "sm_90") for spec in specs_of(heads=8)], 1)
     environment = {**os.environ, "JITROPE_CACHE_DIR": str(tmp_path / "k")}
     done = fresh.python("-c", HUB, str(tmp_path), env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -140,7 +140,7 @@ def _path(given: str) -> Path:
     return _start / os.path.expanduser(given)
 
 
-OWN_BUNDLE = Path(__file__).parent.parent / "kernels.tar"
+OWN_BUNDLE = Path(__file__).parent.parent / "kernels.zip"
 """A bundle that a distributor of jitrope may put into its folder. Wheels of this repository have none."""
 
 

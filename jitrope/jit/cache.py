@@ -16,15 +16,14 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..base import arguments
 from ..base.config import warn_once
 from ..base.errors import CacheError
-from . import entry, trust
-from .entry import ANY, CUBIN, DAMAGE, FILES, NAME, Bundle, Entry, Key, OtherFormat, Read, split
+from . import trust
+from .entry import ANY, CUBIN, DAMAGE, FILES, NAME, Entry, Key, OtherFormat, check, pack, read_bundle, split
 
 __all__ = ["KernelCache"]
 
@@ -36,27 +35,22 @@ _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}")
 
 
 class Folder:
-    """An open folder of entries. They are opened relative to it, so nobody can put others in their place."""
+    """An open folder of entries: {name: files}, as `read_bundle` returns them.
+
+    They are opened relative to it, so nobody can put others in their place.
+    """
 
     def __init__(self, number: int) -> None:
         self._number = number
 
-    def names(self, pattern: re.Pattern[str] = NAME) -> list[str]:
-        """The names that match, by default those of all entries, whole or damaged."""
-        return sorted(filter(pattern.fullmatch, os.listdir(self._number)))
+    def __iter__(self) -> Iterator[str]:
+        """The names of all entries, whole or damaged."""
+        return filter(NAME.fullmatch, os.listdir(self._number))
 
-    def read(self, name: str, again: bool = True) -> Read:
-        """Read and check an entry. If it looks damaged, read it again: another process may have just replaced it.
-
-        Raises OSError if it cannot be read, one of `DAMAGE` if it must not be used.
-        """
-        try:
-            with trust.folder(name, self._number) as inside:
-                return entry.check(name, {file: trust.read(file, inside) for file in FILES})
-        except DAMAGE:
-            if not again:
-                raise
-            return self.read(name, again=False)
+    def __getitem__(self, name: str) -> dict[str, bytes]:
+        """The files of an entry. Raises OSError if they cannot be read, CacheError if they must not be used."""
+        with trust.folder(name, self._number) as inside:
+            return {file: trust.read(file, inside) for file in FILES}
 
     def install(self, name: str, files: Mapping[str, bytes]) -> None:
         """Write an entry to a temporary folder, and rename that. An equal one is kept. Raises OSError, CacheError."""
@@ -67,8 +61,8 @@ class Folder:
                 try:
                     return os.rename(temporary, name, src_dir_fd=self._number, dst_dir_fd=self._number)
                 except OSError:
-                    with suppress(OSError, *DAMAGE):
-                        if self.read(name)[1] == files:
+                    with suppress(*DAMAGE):
+                        if self[name] == files:
                             return None
                     if not tries_left:
                         raise
@@ -96,7 +90,7 @@ class Folder:
     def older(self, seconds: float, pattern: re.Pattern[str]) -> list[str]:
         """The names that match, of what is older. A date more than an hour ahead is old too: a clock was wrong."""
         found = []
-        for name in self.names(pattern):
+        for name in sorted(filter(pattern.fullmatch, os.listdir(self._number))):
             with suppress(FileNotFoundError):  # another process removed it
                 age = time.time() - os.stat(name, dir_fd=self._number, follow_symlinks=False).st_mtime
                 found += [name] if age >= seconds or age < -3600 else []
@@ -138,7 +132,7 @@ class Layer:
 
     @contextmanager
     def _open(self) -> Iterator[Any]:
-        """The `Folder` or `Bundle` that is there now: it may be replaced while this process runs.
+        """The entries that are there now, {name: files}: the folder or file may be replaced while this process runs.
 
         Raises:
             CacheError: it cannot be used.
@@ -152,7 +146,7 @@ class Layer:
             else:
                 identity = now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns
                 if self._bundle[0] != identity:
-                    self._bundle = identity, Bundle(self._given)
+                    self._bundle = identity, read_bundle(self._given)
                 yield self._bundle[1]
         except OSError as error:
             if self.own and isinstance(error, FileNotFoundError):
@@ -165,15 +159,16 @@ class Layer:
         try:
             with suppress(FileNotFoundError), self._open() as place:
                 if not self.own or not key.compiler:  # nothing can be compiled here, so any compiler's kernels match
-                    there = [x for x in place.names() if x.startswith(f"{key.stem}-")]
+                    there = [x for x in place if x.startswith(f"{key.stem}-")]
                     names = sorted(there, key=lambda x: (x != key.folder, x != key.portable_folder, x))
                 for name in names:
                     try:
-                        files: dict[str, bytes] = place.read(name)[1]
+                        files: dict[str, bytes] = place[name]
+                        check(self.root / name, files)
                         return files
                     except FileNotFoundError:  # another process removed it
                         continue
-                    except (OSError, *DAMAGE) as error:
+                    except DAMAGE as error:
                         text = f"{name} in the kernel cache {self.root} is not usable ({trust.reason(error)})"
                         warn_once(text, self.root / name)
         except CacheError as error:
@@ -189,12 +184,12 @@ class Layer:
         """
         good, bad = [], []
         with suppress(FileNotFoundError), self._open() as place:
-            for name in place.names():
+            for name in sorted(place):
                 try:
-                    good.append(replace(place.read(name)[0], path=self.root / name))
+                    good.append(check(self.root / name, place[name]))
                 except (OtherFormat, FileNotFoundError):  # the second: another process removed it
                     continue
-                except (OSError, *DAMAGE) as error:
+                except DAMAGE as error:
                     bad.append((self.root / name, trust.reason(error)))
         return good, bad
 
@@ -256,7 +251,7 @@ class KernelCache(Layer):
 
     def store(self, key: Key, text: str, cubin: bytes, spec: dict[str, Any]) -> bool:
         """Write an entry; False if the folder cannot be written."""
-        return self.install(key.folder, entry.pack(key, text, cubin, spec))
+        return self.install(key.folder, pack(key, text, cubin, spec))
 
     def install(self, name: str, files: Mapping[str, bytes]) -> bool:
         """Install an entry in one step; an equal one is kept. False if the folder cannot be written."""

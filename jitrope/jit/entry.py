@@ -1,4 +1,4 @@
-"""Kernels on disk, and the checks of their files: an entry, the files of one kernel, and a bundle, a tar of entries."""
+"""Kernels on disk, and the checks of their files: an entry, the files of one kernel, and a bundle, a zip of entries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import json
 import os
 import re
-import tarfile
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,9 +22,8 @@ FORMAT = 3  # version of an entry's layout; part of every key
 
 FILES = TEXT, CUBIN, META = "kernel.cu", "kernel.cubin", "spec.json"
 
-_OF_FILES = (NotADirectoryError, IsADirectoryError)
-DAMAGE = (CacheError, ValueError, KeyError, TypeError, AttributeError, RecursionError, *_OF_FILES)
-"""Errors of reading a damaged or changed entry, or one that is not trusted."""
+DAMAGE = (OSError, CacheError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""Errors of reading an entry that is damaged, changed or not trusted, or that cannot be read."""
 
 ANY = "any"  # replaces the compiler's hash in the name of an entry from a bundle, which works with any compiler or none
 
@@ -78,9 +77,6 @@ class Entry:
     spec: dict[str, Any]
 
 
-Read = tuple[Entry, dict[str, bytes]]  # an entry by the name of its folder, and {name: content}, checked
-
-
 def pack(key: Key, text: str, cubin: bytes, spec: dict[str, Any]) -> dict[str, bytes]:
     """The files of an entry, without a time or a path. The same key gives the same bytes, but for the call's text."""
     meta = {
@@ -97,11 +93,11 @@ def pack(key: Key, text: str, cubin: bytes, spec: dict[str, Any]) -> dict[str, b
     return {TEXT: text.encode(), CUBIN: cubin, META: json.dumps(meta, indent=1).encode()}
 
 
-def check(folder: str, files: Mapping[str, bytes]) -> Read:
-    """The entry with this folder's name, and its files. Raises one of `DAMAGE` if any file was changed."""
+def check(folder: Path, files: Mapping[str, bytes]) -> Entry:
+    """The entry in a folder, of its files. Raises one of `DAMAGE` if any file was changed."""
     meta: dict[str, Any] = json.loads(files[META])
     if meta.get("format") != FORMAT:
-        raise OtherFormat(f"format {meta.get('format')}, not {FORMAT}")
+        raise OtherFormat(f"it has format {meta.get('format')}, and this version of jitrope has {FORMAT}")
     if meta.get("seal") != seal(meta):
         raise ValueError(f"{META} does not match its checksum")
     if not isinstance(meta["spec"], dict):
@@ -111,9 +107,9 @@ def check(folder: str, files: Mapping[str, bytes]) -> Read:
             raise ValueError(f"{name} does not match its checksum")
     stem = _stem(meta["name"], meta["arch"], meta["source"])
     own = [f"{stem}-{compiler}" for compiler in (ANY, _sha(str(meta["compiler"]).encode())[:8])]
-    if folder not in own or not NAME.fullmatch(folder):
-        raise ValueError(f"{folder} is another kernel")
-    return Entry(Path(folder), meta["name"], meta["arch"], sum(map(len, files.values())), meta["spec"]), dict(files)
+    if folder.name not in own or not NAME.fullmatch(folder.name):
+        raise ValueError(f"{folder.name} is another kernel")
+    return Entry(folder, meta["name"], meta["arch"], sum(map(len, files.values())), meta["spec"])
 
 
 def seal(meta: Mapping[str, Any]) -> str:
@@ -132,7 +128,6 @@ def _sha(data: bytes) -> str:
 
 # ---- bundles --------------------------------------------------------------------------------------
 
-MANIFEST = "manifest.json"
 DIGEST = "#sha256="
 WHOLE = 1 << 30
 """The most bytes of a bundle, 1 GiB: it is read once, into memory, because its owner may change it."""
@@ -144,57 +139,32 @@ def split(path: Path) -> tuple[Path, str]:
     return Path(text), digest.lower()
 
 
-class Bundle:
-    """A tar of entries with a manifest, which lists the entries. An entry is checked when it is read.
+def read_bundle(given: Path) -> dict[str, dict[str, bytes]]:
+    """{folder: files} of a bundle's entries, checked, by name. given: the file, or `path#sha256=digest`.
 
-    Files that the manifest does not list are never read. Raises CacheError if the file is not a bundle, has another
-    format, or is not trusted: without a digest it must be root's or this user's.
-
-    Args:
-        path: the file, or `path#sha256=digest`.
+    Other files in it are not read. Raises CacheError if the file is not a bundle, is damaged or of another version, or
+    is not trusted: without a digest it must be root's or this user's.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path, digest = split(path)
-        try:
-            self._data = self._whole(digest)
-            with tarfile.open(fileobj=io.BytesIO(self._data), mode="r:") as tar:
-                self._members = {m.name: slice(m.offset_data, m.offset_data + m.size) for m in tar if m.isreg()}
-            manifest = json.loads(self._content(MANIFEST))
-            if manifest.get("format") != FORMAT:
-                raise ValueError(f"it has format {manifest.get('format')!r}, not {FORMAT}; write it again")
-            self._names = sorted(map(str, manifest["kernels"]))
-        except OSError as error:  # before DAMAGE, which has some of its kinds
-            raise CacheError(f"cannot read the bundle {self.path}: {trust.reason(error)}") from error
-        except (tarfile.TarError, OverflowError, *DAMAGE) as error:
-            raise CacheError(f"{self.path} cannot be read as a bundle: {error}") from error
-
-    def _whole(self, digest: str) -> bytes:
-        """The file's bytes. They are read once, so what was checked is what is used."""
-        trusted = digest or self.path == OWN_BUNDLE  # who can change jitrope's own bundle can change jitrope too
-        if not trusted and (wrong := trust.way(self.path) or trust.fault(os.stat(self.path))):
-            advice = f"if you trust it, name it as {self.path}{DIGEST}DIGEST, with the output of sha256sum"
+    path, digest = split(given)
+    entries: dict[str, dict[str, bytes]] = {}
+    try:
+        trusted = digest or path == OWN_BUNDLE  # who can change jitrope's own bundle can change jitrope too
+        if not trusted and (wrong := trust.way(path) or trust.fault(os.stat(path))):
+            advice = f"if you trust it, name it as {path}{DIGEST}DIGEST, with the output of sha256sum"
             raise ValueError(f"it is not trusted: {wrong}; {advice}")
-        data = trust.read(os.path.realpath(self.path), most=WHOLE, anybodys=True)
-        if digest and (found := hashlib.sha256(data).hexdigest()) != digest:
+        data = trust.read(os.path.realpath(path), most=WHOLE, anybodys=True)  # once: what was checked is what is used
+        if digest and (found := _sha(data)) != digest:
             raise ValueError(f"it has the SHA-256 {found}, not {digest}")
-        return data
-
-    def names(self) -> list[str]:
-        """The names of the entries, in order."""
-        return self._names
-
-    def read(self, name: str) -> Read:
-        """Read and check an entry. Raises CacheError."""
-        try:
-            return check(name, {file: self._content(f"{name}/{file}") for file in FILES})
-        except DAMAGE as error:
-            raise CacheError(f"{self.path} cannot be read as a bundle: {error}") from error
-
-    def _content(self, name: str) -> bytes:
-        if name not in self._members:
-            raise ValueError(f"it has no {name}")
-        return self._data[self._members[name]]
+        with zipfile.ZipFile(io.BytesIO(data)) as file:
+            folders = {name.partition("/")[0] for name in file.namelist()}
+            for folder in sorted(filter(NAME.fullmatch, folders)):
+                entries[folder] = {name: file.read(f"{folder}/{name}") for name in FILES}
+                check(Path(folder), entries[folder])
+    except Exception as error:  # for a damaged file zipfile raises errors of many types
+        raise CacheError(f"cannot read the bundle {path}: {trust.reason(error)}") from error
+    if not entries:
+        raise CacheError(f"the bundle {path} has no kernels")
+    return entries
 
 
 def write_bundle(path: Path, entries: Mapping[str, Mapping[str, bytes]]) -> None:
@@ -202,20 +172,12 @@ def write_bundle(path: Path, entries: Mapping[str, Mapping[str, bytes]]) -> None
 
     Raises CacheError: the file cannot be written.
     """
-    manifest = {"format": FORMAT, "kernels": sorted(entries)}
+    members = {f"{folder}/{name}": files[name] for folder, files in entries.items() for name in FILES}
+    members |= dict.fromkeys((f"{folder}/" for folder in entries), b"")
     with trust.replaced(path) as temporary:
-        with open(temporary, "xb") as file, tarfile.open(fileobj=file, mode="w") as tar:
-            _add(tar, MANIFEST, json.dumps(manifest, indent=1).encode())
-            for folder in sorted(entries):
-                _add(tar, folder, None)
-                for name in FILES:
-                    _add(tar, f"{folder}/{name}", entries[folder][name])
+        with zipfile.ZipFile(temporary, "x") as file:
+            for name in sorted(members):
+                info = zipfile.ZipInfo(name)  # without a time
+                info.external_attr = (0o40755 if info.is_dir() else 0o100644) << 16  # `unzip` uses them
+                file.writestr(info, members[name])
         temporary.chmod(temporary.stat().st_mode & ~0o022)  # a group-writable layer would not be used
-
-
-def _add(tar: tarfile.TarFile, name: str, data: bytes | None) -> None:
-    """Add a file, or a folder if data is None. With these modes `tar xf` does not make it group-writable."""
-    info = tarfile.TarInfo(name)  # without time and owner
-    info.type, info.mode = (tarfile.DIRTYPE, 0o755) if data is None else (tarfile.REGTYPE, 0o644)
-    info.size = len(data or b"")
-    tar.addfile(info, io.BytesIO(data or b""))

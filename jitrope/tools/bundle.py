@@ -1,27 +1,26 @@
-"""Kernels in a file, for machines that do not compile: `JITROPE_SYSTEM_CACHE=kernels.tar`, or `load`.
+"""Kernels in a file, for machines that do not compile: `JITROPE_SYSTEM_CACHE=kernels.zip`, or `load`.
 
 >>> from jitrope.tools import bundle, prewarm
 >>> kernels = [(spec, "sm_90") for spec in prewarm.specs_of(heads=[32, 8])]
->>> results = bundle.write(Path("kernels.tar"), kernels, jobs=2)
->>> len(bundle.entries(Path("kernels.tar"))), len(bundle.load(Path("kernels.tar")))
+>>> results = bundle.write(Path("kernels.zip"), kernels, jobs=2)
+>>> len(bundle.entries(Path("kernels.zip"))), len(bundle.load(Path("kernels.zip")))
 (2, 2)
 
-A bundle is a tar of entries with a manifest; each entry has SHA-256 checksums of its files. Kernels are matched by
+A bundle is a zip of entries; each entry has SHA-256 checksums of its files. Kernels are matched by
 source (templates, constants, options, architecture, format), not by compiler. So a machine that uses them needs torch
 and NVIDIA's driver, but neither CuPy, NVRTC nor headers. The checksums detect damage, not tampering, and a bundle is
-code: so it must be root's or yours, or be named with its digest, `kernels.tar#sha256=...`.
+code: so it must be root's or yours, or be named with its digest, `kernels.zip#sha256=...`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 from ..base import arguments
 from ..base.errors import CacheError, CompileError
 from ..base.spec import Spec
-from ..jit.entry import Bundle, Entry, Read, pack, write_bundle
+from ..jit.entry import Entry, check, pack, read_bundle, write_bundle
 from ..jit.kernels import build, kernel_cache, key_of
 from ..jit.render import render
 from .prewarm import Built, build_each, reasons
@@ -85,12 +84,11 @@ def load(path: Path) -> list[Entry]:
     Raises:
         CacheError: the file is not a bundle, is damaged or is not trusted, or the cache cannot be written.
     """
-    cache = kernel_cache()
-    found = _read(arguments.path("load", "path", path))
-    for number, (folder, (_, files)) in enumerate(found.items()):
+    cache, found = kernel_cache(), read_bundle(arguments.path("load", "path", path))
+    for number, (folder, files) in enumerate(found.items()):
         if not cache.install(folder, files):
             raise CacheError(f"cannot write the kernel cache {cache.root}; {number} kernels of {path} are in it")
-    return [replace(entry, path=cache.root / folder) for folder, (entry, _) in found.items()]
+    return [check(cache.root / folder, files) for folder, files in found.items()]
 
 
 def entries(path: Path) -> list[Entry]:
@@ -100,9 +98,4 @@ def entries(path: Path) -> list[Entry]:
         CacheError: the file is not a bundle, is damaged or is not trusted.
     """
     path = arguments.path("entries", "path", path)
-    return [replace(entry, path=path / folder) for folder, (entry, _) in _read(path).items()]
-
-
-def _read(path: Path) -> dict[str, Read]:
-    bundle = Bundle(path)
-    return {folder: bundle.read(folder) for folder in bundle.names()}
+    return [check(path / folder, files) for folder, files in read_bundle(path).items()]

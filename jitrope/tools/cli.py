@@ -286,7 +286,7 @@ def _report(removed: list[Path], given: Options, kept: str = "") -> None:
 # ---- bundle --------------------------------------------------------------------------------------
 
 
-_WRITTEN = _option("path", metavar="FILE", type=Path, help="the file to write, a tar")
+_WRITTEN = _option("path", metavar="FILE", type=Path, help="the file to write, a zip")
 
 
 @_command("bundle write", _WRITTEN, _FROM, _ARCHS, _JOBS, _DRY_RUN)
@@ -298,8 +298,8 @@ def bundle_write(given: Options) -> bool:
     architectures that they were compiled for, or for those of --arch.
 
     Examples:
-        jitrope bundle write kernels.tar --from run.json --arch sm_90,sm_100
-        JITROPE_SYSTEM_CACHE=kernels.tar JITROPE_NO_COMPILE=1 python serve.py
+        jitrope bundle write kernels.zip --from run.json --arch sm_90,sm_100
+        JITROPE_SYSTEM_CACHE=kernels.zip JITROPE_NO_COMPILE=1 python serve.py
     """
     work = [(spec, "") for spec in read_record(given.file)] if given.file else _cached()
     if given.file or given.arch:
