@@ -645,8 +645,9 @@ def test_doctor(process, jitrope) -> None:
     done = process("doctor", "--json", JITROPE_CACHE_DR="/x")
     checks = {check["what"]: check["ok"] for check in json.loads(done.stdout)["checks"]}
     assert done.returncode == 0, done.stdout
-    assert list(checks) == ["jitrope", "torch", "GPU", "CuPy", "NVRTC", "kernel cache", "variables", "kernel"]
+    assert list(checks) == ["jitrope", "torch", "GPU", "compiler", "kernel cache", "variables", "kernel"]
     assert status(done, "GPU")[2].startswith("CPU tensors use plain torch")
+    assert re.fullmatch(r"cupy 14\..*, nvrtc 1\d\.\d+, for CUDA 1\d; .*sm_90", status(done, "compiler")[1])
     assert "JITROPE_CACHE_DR is unknown" in status(done, "variables")[1]
     assert "jitrope reads JITROPE_CACHE_DIR" in status(done, "variables")[2]
     done = jitrope("doctor")
@@ -662,7 +663,7 @@ def test_doctor_of_amds_gpus(jitrope, monkeypatch: pytest.MonkeyPatch) -> None:
     ok, found, advice = status(done, "GPU")
     assert (done.returncode, ok, found) == (1, False, "torch is built for ROCm 6.4")
     assert advice.startswith("AMD GPUs are not supported; calls need an NVIDIA GPU")
-    assert status(done, "NVRTC")[0]
+    assert status(done, "compiler")[0]
     assert status(done, "kernel")[0]
     assert jitrope("doctor").stdout.endswith("\nfaults: GPU\n")
     assert "there is no GPU here" in jitrope("prewarm", "--heads", "8").stderr
@@ -770,7 +771,7 @@ def test_doctor_of_missing_templates(process, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "jitrope", tmp_path / "broken" / "jitrope", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "templates", tmp_path / "broken" / "templates")
     (tmp_path / "broken" / "templates" / "vec.cuh").unlink()
-    found = status(process("doctor", "--json", PYTHONPATH=str(tmp_path / "broken")), "kernel")
+    found = status(process("doctor", "--json", PYTHONPATH=str(tmp_path / "broken")), "compiler")
     assert not found[0]
     assert "vec.cuh is missing" in found[1]
     assert "install jitrope again" in found[1]
@@ -781,20 +782,20 @@ def test_doctor_of_two_cupys(jitrope, tmp_path: Path, monkeypatch: pytest.Monkey
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cupy-cuda11x\nVersion: 14.2.0\n")
     monkeypatch.syspath_prepend(tmp_path / "more")
-    found = status(jitrope("doctor", "--json"), "CuPy")
+    found = status(jitrope("doctor", "--json"), "compiler")
     assert not found[0]
     assert re.search(r"cupy-cuda11x and cupy-cuda1[23]x are installed", found[1])
     assert re.match(r"pip uninstall -y cupy-cuda11x cupy-cuda1[23]x && pip install cupy-cuda1[23]x nvidia", found[2])
     last = jitrope("doctor").stdout.splitlines()[-1]
-    assert last == "faults: CuPy"
+    assert last == "faults: compiler"
 
 
 def test_doctor_of_a_torch_for_another_cuda(jitrope, monkeypatch: pytest.MonkeyPatch) -> None:
     major = compiler.cuda_major()
     monkeypatch.setattr(torch.version, "cuda", f"{25 - major}.8")  # 12 beside 13, 13 beside 12
-    found = status(jitrope("doctor", "--json"), "CuPy")
+    found = status(jitrope("doctor", "--json"), "compiler")
     assert found[0]
-    assert f"for CUDA {major}, but torch is for CUDA {25 - major}.8" in found[1]
+    assert f"for CUDA {major}; a kernel compiles for sm_90; but torch is for CUDA {25 - major}.8" in found[1]
     assert found[2] == f"pip uninstall -y cupy-cuda{major}x && {compiler.install(25 - major)}"
 
 
@@ -835,14 +836,14 @@ def fails_with(done: subprocess.CompletedProcess[str], remedy: str) -> None:
 @needs_a_cpu_torch
 def test_without_nvrtc(without: Callable[[str], Run]) -> None:
     run = without("nvidia*")
-    ok, found, _ = status(run("doctor", "--json"), "NVRTC")
+    ok, found, _ = status(run("doctor", "--json"), "compiler")
     assert not ok
     assert "cannot be loaded" in found
     advice = compiler.install(compiler.cuda_major())
     assert found.endswith(advice)
     fails_with(run("prewarm", "--heads", "8", "--arch", "sm_90"), advice)
     # An image that only loads kernels needs no NVRTC.
-    assert status(run("doctor", "--json", JITROPE_NO_COMPILE="1"), "NVRTC")[0]
+    assert status(run("doctor", "--json", JITROPE_NO_COMPILE="1"), "compiler")[0]
 
 
 @pytest.mark.slow
@@ -852,9 +853,8 @@ def test_without_cupy_and_without_a_gpu(without: Callable[[str], Run]) -> None:
     run = without("cupy*")
     done = run("doctor", "--json")
     assert done.returncode == 0
-    assert "needed only to compile kernels" in status(done, "CuPy")[1]
-    assert status(done, "CuPy")[2] == compiler.install()
-    assert status(done, "NVRTC")[:2] == (True, "not checked: CuPy is missing")
+    assert "needed only to compile kernels" in status(done, "compiler")[1]
+    assert status(done, "compiler")[2] == compiler.install()
     assert status(done, "kernel") == (True, "a call on the CPU gives the reference's bits", "")
     assert run("doctor").stdout.endswith("\njitrope works here\n")
     prewarm = ("prewarm", "--heads", "8", "--arch", "sm_90")
@@ -871,22 +871,20 @@ def test_a_cupy_that_cannot_be_imported_is_one_fault(process, tmp_path: Path) ->
     (tmp_path / "broken" / "cupy").mkdir(parents=True)
     (tmp_path / "broken" / "cupy" / "__init__.py").write_text("raise RuntimeError('for another Python')")
     done = process("doctor", "--json", PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path / 'broken'}")
-    assert "for another Python" in status(done, "CuPy")[1]
-    assert [x["what"] for x in json.loads(done.stdout)["checks"] if not x["ok"]] == ["CuPy"]
-    assert status(done, "NVRTC")[1] == "not checked: CuPy cannot be imported"
+    assert "for another Python" in status(done, "compiler")[1]
+    assert [x["what"] for x in json.loads(done.stdout)["checks"] if not x["ok"]] == ["compiler"]
 
 
 @pytest.mark.gpu
-def test_without_cupy_a_gpu_has_one_fault() -> None:
+def test_without_cupy_a_gpu_has_no_compiler_and_no_kernel(tmp_path: Path) -> None:
     code = "import sys; sys.modules['cupy'] = None; from jitrope.tools.cli import main; main()"  # as if not installed
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JITROPE_CACHE_DIR": str(tmp_path / "k")}
     done = subprocess.run(
         [sys.executable, "-c", code, "doctor", "--json"], env=environment, capture_output=True, text=True
     )
-    assert status(done, "CuPy")[1].endswith(compiler.install())
-    assert [x["what"] for x in json.loads(done.stdout)["checks"] if not x["ok"]] == ["CuPy"]
-    for what in ("NVRTC", "kernel"):
-        assert status(done, what)[1] == "not checked: CuPy is missing"
+    assert [x["what"] for x in json.loads(done.stdout)["checks"] if not x["ok"]] == ["compiler", "kernel"]
+    for what in ("compiler", "kernel"):
+        assert status(done, what)[1].endswith(compiler.install())
 
 
 def test_bench_says_that_it_needs_a_gpu(process) -> None:

@@ -335,7 +335,7 @@ PICKLED = {
     "built": Built(SPEC, "sm_90", "cached"),
     "mask": Mask(),
     "entry": Entry(Path("/a"), "name", "sm_90", 3, {}),
-    "check": Check("CuPy", True, "14.0"),
+    "check": Check("compiler", True, "cupy 14.0"),
     "case": Case(torch.device("cpu"), torch.float32, 2, 1, 8, 8),
 }
 

@@ -19,8 +19,6 @@ from .render import Source
 PACKAGES = {12: ("cupy-cuda12x", "nvidia-cuda-nvrtc-cu12"), 13: ("cupy-cuda13x", "nvidia-cuda-nvrtc")}
 """The packages of CuPy and NVRTC by CUDA's major version, as in the extras `cuda12` and `cuda13`."""
 
-MISSING = "CuPy is missing"
-
 _failed: Exception | None = None
 """The error of the first import of CuPy. A second import in the same process would raise other, misleading errors."""
 
@@ -49,15 +47,6 @@ def import_cupy() -> Any:
         fault = f"cannot be imported ({error}): {install()}" if is_missing else _cupy_fault(error)
         raise CompileError(f"jitrope compiles through CuPy, which {fault}") from error
     return cupy
-
-
-def without_cupy() -> str:
-    """The reason why nothing can be compiled, in a few words; "" if CuPy can be imported."""
-    try:
-        import_cupy()
-    except CompileError:
-        return MISSING if _failed is None else "CuPy cannot be imported"
-    return ""
 
 
 def _cupy_fault(error: BaseException) -> str:
@@ -122,13 +111,13 @@ def supported_archs() -> list[str]:
     return [f"sm_{number}" for number in _nvrtc().getSupportedArchs()]
 
 
-def unsupported(arch: str, supported: Sequence[str], version: tuple[int, int]) -> tuple[str, str] | None:
-    """(fault, remedy) if an NVRTC of this version cannot compile for `arch`, or None."""
+def unsupported(arch: str, supported: Sequence[str], version: tuple[int, int]) -> str | None:
+    """The fault and the remedy if an NVRTC of this version cannot compile for `arch`, or None."""
     if arch.rstrip("af") in supported:
         return None
     newer, older = install(version[0] + 1), install(version[0] - 1)
     fault = f"NVRTC {version[0]}.{version[1]} compiles for {', '.join(supported)}, not for {arch}"
-    return fault, f"for a newer architecture {newer} --upgrade; for an older one {older}"
+    return f"{fault}; for a newer architecture {newer} --upgrade; for an older one {older}"
 
 
 def options_for(arch: str) -> tuple[str, ...]:
@@ -152,7 +141,7 @@ def compile_source(source: Source, arch: str, extra_options: tuple[str, ...] = (
         return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError as error:
         if wrong := unsupported(arch, supported_archs(), nvrtc_version()):
-            raise CompileError(f"{source.name}: {wrong[0]}; {wrong[1]}") from error
+            raise CompileError(f"{source.name}: {wrong}") from error
         lines = [f"{source.name} for {arch}: {error}", nvrtc.getProgramLog(program).strip()]
         _refused[wanted] = "\n".join([*lines, f"source: {_keep(source)}"])
         raise CompileError(_refused[wanted]) from error

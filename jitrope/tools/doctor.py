@@ -30,7 +30,6 @@ ROOM = 1 << 20
 
 ELSEWHERE = "set JITROPE_CACHE_DIR to a folder that you own and can write; until then each process compiles its kernels"
 OWNED = "JITROPE_SYSTEM_CACHE must name folders or bundles that exist and only root and you can write, or a digest"
-AFTER_CUPY = "first do what the line of CuPy says"
 IF_CACHED = "nothing, if the caches have every kernel you need: jitrope cache verify --cold"
 CPU = "CPU tensors use plain torch; if there is a GPU, "
 
@@ -60,8 +59,7 @@ def run() -> list[Check]:
         Check("jitrope", True, f"{__version__}, Python {platform.python_version()}, {platform.system()}"),
         Check("torch", True, f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"),
         _check("GPU", _gpu),
-        _check("CuPy", _cupy),
-        _check("NVRTC", _nvrtc),
+        _check("compiler", _compiler),
         _check("kernel cache", partial(_cache, own, True)),
         *(_check("system cache", partial(_cache, layer, False)) for layer in layers),
         _check("variables", _variables),
@@ -93,28 +91,22 @@ def _gpu() -> Found:
     return "none that torch can use", f"{CPU}check nvidia-smi and CUDA_VISIBLE_DEVICES"
 
 
-def _cupy() -> Found:
+def _compiler() -> Found:
     names = {str(found.metadata["Name"]).lower() for found in importlib.metadata.distributions()}
     wheels = sorted(name for name in names if re.fullmatch(r"cupy(-cuda\w+|-rocm[\w-]+)?", name))
     again = f"pip uninstall -y {' '.join(wheels)} && {compiler.install()}"
     if len(wheels) > 1:
         raise Fault(f"{' and '.join(wheels)} are installed, and their files overwrite each other", again)
-    if compiler.without_cupy() == compiler.MISSING and config.compile_allowed() and not kernels.local_archs():
-        return "not installed; needed only to compile kernels (prewarm, bundle write)", compiler.install()
-    found, major = f"{compiler.import_cupy().__version__}, for CUDA {compiler.cuda_major()}", compiler.cuda_major()
+    archs = sorted({*kernels.local_archs()})
+    if not wheels and not archs:
+        return "CuPy is not installed; needed only to compile kernels (prewarm, bundle write)", compiler.install()
+    found, major = f"{compiler.compiler_version()}, for CUDA {compiler.cuda_major()}", compiler.cuda_major()
+    for arch in archs or ["sm_90"]:
+        compiler.compile_source(render.render(specs_of([4, 2], 64)[0]), arch)
+        found += f"; a kernel compiles for {arch}"
     if torch.version.cuda and compiler.torch_cuda_major() != major:
-        return f"{found}, but torch is for CUDA {torch.version.cuda}: the driver must support both", again
+        return f"{found}; but torch is for CUDA {torch.version.cuda}: the driver must support both", again
     return found, ""
-
-
-def _nvrtc() -> Found:
-    if reason := compiler.without_cupy():
-        return f"not checked: {reason}", AFTER_CUPY
-    version, supported = compiler.nvrtc_version(), compiler.supported_archs()
-    for arch in kernels.local_archs():
-        if wrong := compiler.unsupported(arch, supported, version):
-            raise Fault(*wrong)
-    return f"{version[0]}.{version[1]}, for {supported[0]} to {supported[-1]}", ""
 
 
 def _cache(cache: Layer, own: bool) -> Found:
@@ -155,19 +147,14 @@ def _variables() -> Found:
 
 
 def _kernel() -> Found:
-    on_gpu, missing = bool(kernels.local_archs()), compiler.without_cupy()
-    if missing and on_gpu and config.compile_allowed():
-        return f"not checked: {missing}", AFTER_CUPY
-    q, k = (torch.randn(1, 9, heads, 64).to("cuda" if on_gpu else "cpu", torch.bfloat16) for heads in (4, 2))
+    device = "cuda" if kernels.local_archs() else "cpu"
+    q, k = (torch.randn(1, 9, heads, 64).to(device, torch.bfloat16) for heads in (4, 2))
     angles = torch.rand(9, 32, device=q.device) * 9
     tensors = {"q": q, "k": k, "cos": angles.cos(), "sin": angles.sin()}
     got, want = apply_rope(*tensors.values()), HEADS.on_cpu(tensors, Options(rotary_dim=64)).values()
     if not all(torch.equal(a, b) for a, b in zip(got, want) if a is not None):
         raise Fault("wrong numbers", "report it, with the output of `jitrope doctor --json`")
-    if on_gpu or missing or not config.compile_allowed():
-        return f"a call on the {'GPU' if on_gpu else 'CPU'} gives the reference's bits", ""
-    compiler.compile_source(render.render(specs_of([4, 2], 64)[0]), "sm_90")
-    return "a call on the CPU gives the reference's bits, and a kernel compiles for sm_90", ""
+    return f"a call on the {'GPU' if device == 'cuda' else 'CPU'} gives the reference's bits", ""
 
 
 def caches() -> list[Layer]:
