@@ -453,7 +453,7 @@ REFUSALS = {
     "pairs": (refused("longrope", **longrope(3)), "short_factor has 3 entries for rotary_dim / 2 = 4 pairs"),
     "zero-in-list": (refused("longrope", **longrope(4, long_factor=[1, 1, 0, 1])), "long_factor.2. is 0"),
     "part": (refused("proportional", partial_rotary_factor=2), "partial_rotary_factor is 2; it must be from 0 to 1"),
-    "no-config": (refused_config(hidden_size=8), "from_config: config has none of rope_parameters, rope_scaling"),
+    "no-config": (refused_config(hidden_size=8), "from_config: config has no rope_theta, and its default"),
     "parameter": (
         refused_config(head_dim=8, rope_theta=1e4, rope_scaling={"rope_type": "linear", "factor": 2.0, "alpha": 3.0}),
         "'linear' has no alpha; leave out what the model ignores",
@@ -492,11 +492,11 @@ REFUSALS = {
     "no-head": (refused_config(rope_theta=1e4), "config has neither head_dim nor hidden_size"),
     "layers": (
         refused_config(head_dim=8, rope_parameters={"full": {}, "sliding": {}}),
-        "layer_type is None; allowed is 'full' or 'sliding'",
+        "layer_type is None; it must be one of 'full', 'sliding'",
     ),
     "no-layers": (
         lambda: tables.from_config({"head_dim": 8, "rope_parameters": {}}, layer_type="full"),
-        "layer_type is 'full'; allowed is None",
+        "layer_type is 'full'; it must be one of None",
     ),
     "several-heads": (refused_config(rope_theta=1e4, head_dim=8, global_head_dim=16), "heads of several sizes; pass"),
     "positions": (lambda: tables.cos_sin(-1, FREQUENCIES), "cos_sin: positions is -1"),

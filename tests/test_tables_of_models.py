@@ -22,13 +22,13 @@ from jitrope import InvalidInput, tables
 
 REFUSED = {
     "ClvpRotaryPositionalEmbedding": "use_rotary_embedding is unknown",
-    "CodeGenRotaryEmbedding": "has none of rope_parameters",
+    "CodeGenRotaryEmbedding": "has no rope_theta",
     "DINOv3ViTRopePositionEmbedding": "fractions of an image",
     "EfficientLoFTRRotaryEmbedding": "efficientloftr",
     "EomtDinov3RotaryEmbedding": "fractions of an image",
     "Ernie4_5_VLMoeTextRotaryEmbedding": "take turns from pair to pair, and time",
     "EsmFold2RotaryEmbedding": "spatial_rope_base_frequency is unknown",
-    "GPTJRotaryEmbedding": "has none of rope_parameters",
+    "GPTJRotaryEmbedding": "has no rope_theta",
     "Gemma4VisionRotaryEmbedding": "each half of a head",
     "Glm4MoeRotaryEmbedding": "rotary_dim is 21; it must be even",
     "Glm4vMoeTextRotaryEmbedding": "rotary_dim is 21; it must be even",
@@ -237,5 +237,5 @@ def test_a_published_file_has_the_frequencies_of_its_module(name: str) -> None:
             assert factor == want[1]
     assert file == as_published
     if layer_types != (None,):
-        with pytest.raises(InvalidInput, match=r"layer_type is None; allowed is .* or"):
+        with pytest.raises(InvalidInput, match=r"layer_type is None; it must be one of '.*', '"):
             tables.from_config(file)

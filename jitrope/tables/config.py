@@ -90,10 +90,6 @@ def from_config(
             names a parameter of rope that this function does not know; or the model computes its tables otherwise; or
             transformers is missing or cannot read a dict with model_type.
     """
-    if layer_type is not None and not isinstance(layer_type, str):
-        arguments.refuse("from_config", "layer_type", layer_type, "the name of a type of layer, or None")
-    if head_dim is not None:
-        head_dim = arguments.whole("from_config", "head_dim", head_dim, 2)
     if seq_len is not None:
         length("seq_len", seq_len, "from_config")
     config = _with_defaults(config)
@@ -103,7 +99,8 @@ def from_config(
     found = {"partial_rotary_factor": 1.0, "max_position_embeddings": longest, "seq_len": seq_len}
     beside = {name: _get(config, name) for name in ("rope_theta", "partial_rotary_factor")}
     found |= {name: value for name, value in (beside | parameters).items() if value is not None}
-    _require("rope_theta" in found, "config has no rope_theta, and its default depends on the model; add it")
+    no_theta = "config has no rope_theta, and its default depends on the model; add it, or pass its text_config"
+    _require("rope_theta" in found, no_theta)
     thetas = _get(config, "layer_rope_theta") or ()
     thetas = arguments.items("from_config", "config's layer_rope_theta", thetas, "a list of numbers")
     others = [theta for theta in thetas if theta and theta != found["rope_theta"]]
@@ -165,15 +162,12 @@ def _refuse_unknown(config: Any) -> None:
 
 def _rope_parameters(config: Any, layer_type: str | None) -> dict[str, Any]:
     """The parameters of one type of layer, or of all layers."""
-    given = any(_get(config, name) is not None for name in ("rope_parameters", "rope_scaling", "rope_theta"))
-    _require(given, "config has none of rope_parameters, rope_scaling, rope_theta; perhaps its text_config has")
     found = _get(config, "rope_parameters") or _get(config, "rope_scaling") or {}
     if not isinstance(found, Mapping):
         arguments.refuse("from_config", "config's rope_parameters", found, "a dict")
     layers = {name: value for name, value in found.items() if isinstance(value, Mapping)}
     beside = {name: value for name, value in found.items() if name not in layers}
-    allowed = " or ".join(map(repr, layers)) or "None, because all layers share the parameters"
-    _require(layer_type in (layers or (None,)), f"layer_type is {layer_type!r}; allowed is {allowed}")
+    arguments.word("from_config", "layer_type", layer_type, layers or (None,))
     if layer_type is None:
         return beside
     own = dict(layers[layer_type])
@@ -215,4 +209,5 @@ def _rotary_dim(config: Any, rope_type: str, head_dim: int | None, partial: floa
         _require(sizes, "config has neither head_dim nor hidden_size and num_attention_heads")
         head_dim, *divisors = (arguments.whole("from_config", f"config's {x}", _get(config, x), 1) for x in sizes)
         head_dim //= math.prod(divisors)
-    return int(head_dim) if rope_type == "proportional" else int(head_dim * partial)
+    head_dim = arguments.whole("from_config", "head_dim", head_dim, 2)
+    return head_dim if rope_type == "proportional" else int(head_dim * partial)
