@@ -636,12 +636,19 @@ def test_compiling_with_a_home_that_cannot_be_written(tmp_path: Path, home: str)
     assert not (tmp_path / "~").exists()
 
 
-def test_a_cupy_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chosen", ["made/x", "file/x"])
+def test_a_cupy_folder_that_the_user_chose(tmp_path: Path, chosen: str) -> None:
+    """It is used, or another one if it cannot be made. The variable keeps its value."""
     (tmp_path / "file").touch()
-    code = "from jitrope.jit import compiler\ntry: compiler.import_cupy()\nexcept compiler.CompileError as e: print(e)"
-    environment = {**os.environ, "CUPY_CACHE_DIR": f"{tmp_path}/file/x", "PYTHONPATH": IMPORTS}
-    done = fresh.python("-c", code, env=environment)
-    assert "set CUPY_CACHE_DIR to a folder that can be written" in done.stdout, done.stderr
+    (tmp_path / "made").mkdir()
+    environment = {**os.environ, "CUPY_CACHE_DIR": f"{tmp_path}/{chosen}", "PYTHONPATH": IMPORTS}
+    environment["JITROPE_CACHE_DIR"] = str(tmp_path / "kernels")
+    done = fresh.python("-c", f"{COMPILE}print(kept, os.environ['CUPY_CACHE_DIR'])", "", env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    *said, kept, named = done.stdout.split()
+    assert said == ["True"] * 4
+    assert named == f"{tmp_path}/{chosen}"
+    assert (kept == named) == (chosen == "made/x")
 
 
 @pytest.mark.parametrize(("level", "said"), [("info", "compiled rope_"), ("loud", "is not a logging level"), ("", "")])
@@ -879,7 +886,7 @@ def test_a_cupy_that_is_broken_is_one_error_with_its_cause(tmp_path: Path, how: 
         "cut": ".so: file too short",
     }
     assert cause.get(how, "libcublas.so.13: cannot open shared object file") in lines[0]
-    assert re.search(r"pip install --force-reinstall cupy-cuda1[23]x, and start Python again$", lines[0])
+    assert re.search(r": pip install cupy-cuda1[23]x nvidia\S+ --force-reinstall, and start Python again$", lines[0])
     assert "cache folder" not in lines[0]
     assert done.stderr == ""
 

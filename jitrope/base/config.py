@@ -17,15 +17,9 @@ from . import arguments
 __version__ = "0.1.0"  # read by the build, without an import
 log = logging.getLogger("jitrope")
 
-VARIABLES = {
-    "JITROPE_CACHE_DIR": "the folder of the kernel cache",
-    "JITROPE_SYSTEM_CACHE": "read-only caches to search after that folder: folders or bundles, joined as in PATH",
-    "JITROPE_NO_COMPILE": "1: a kernel that is in no cache is an error",
-    "JITROPE_RECORD": "a JSON file to which every kernel of a run is added, for `jitrope prewarm --from`",
-    "JITROPE_LAUNCH": "token_linear or grid_2d to force a launch, or auto",
-    "JITROPE_LOG": "debug, info, warning or error",
-}
-"""Every variable that jitrope reads."""
+VARIABLES = ["JITROPE_CACHE_DIR", "JITROPE_SYSTEM_CACHE", "JITROPE_NO_COMPILE"]
+VARIABLES += ["JITROPE_RECORD", "JITROPE_LAUNCH", "JITROPE_LOG"]
+"""Every variable that jitrope reads. jit/README.md explains them."""
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 _may_compile: bool | None = None  # None: follow the environment
@@ -180,29 +174,25 @@ def set_up_logging() -> None:
 
 @contextlib.contextmanager
 def cupy_import_environment() -> Iterator[None]:
-    """Allow importing CuPy when the home folder is not writable.
+    """Allow importing CuPy when its folder cannot be made, the user's `CUPY_CACHE_DIR` or one in the home folder.
 
-    At import CuPy makes its own kernel cache folder or fails; it never changes the folder later. jitrope caches kernels
-    itself, so CuPy gets another existing folder, unless the user chose one.
+    At import CuPy makes that folder for its own kernels or fails; it never changes the folder later. jitrope caches
+    kernels itself, so CuPy gets another existing folder.
     """
-    home = os.path.expanduser("~/.cupy/kernel_cache")
+    chosen = os.environ.pop("CUPY_CACHE_DIR", "")
+    folder = chosen or os.path.expanduser("~/.cupy/kernel_cache")
     with contextlib.suppress(OSError):
-        if not chosen_cupy_folder() and os.path.isabs(home):
-            os.makedirs(home, exist_ok=True)  # as CuPy would: no other test is reliable
-    if chosen_cupy_folder() or os.path.isdir(home):
-        yield
-        return
-    folder = str(Path(__file__).parent)  # an existing folder
-    with contextlib.suppress(OSError):
-        folder = tempfile.mkdtemp(prefix="jitrope-cupy-")
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        if chosen or os.path.isabs(folder):  # without a home folder ~ stays
+            os.makedirs(folder, exist_ok=True)  # as CuPy would: no other test is reliable
+    if not os.path.isdir(folder):
+        folder = str(Path(__file__).parent)  # an existing folder
+        with contextlib.suppress(OSError):
+            folder = tempfile.mkdtemp(prefix="jitrope-cupy-")
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ["CUPY_CACHE_DIR"] = folder
     try:
         yield
     finally:
         del os.environ["CUPY_CACHE_DIR"]
-
-
-def chosen_cupy_folder() -> str:
-    """CuPy's kernel cache folder, if the user chose one."""
-    return os.environ.get("CUPY_CACHE_DIR", "")
+        if chosen:
+            os.environ["CUPY_CACHE_DIR"] = chosen

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..base.config import chosen_cupy_folder, cupy_import_environment
+from ..base.config import cupy_import_environment
 from ..base.errors import CompileError
 from .render import Source
 
@@ -42,22 +42,14 @@ def import_cupy() -> Any:
 
             _ = cupy.__version__, cupy.cuda.driver, cupy.cuda.nvrtc
     except Exception as error:  # an incompatible library or extension module can raise any error
-        is_missing = isinstance(error, ModuleNotFoundError) and error.name == "cupy"
-        _failed = None if is_missing else error
-        fault = f"cannot be imported ({error}): {install()}" if is_missing else _cupy_fault(error)
-        raise CompileError(f"jitrope compiles through CuPy, which {fault}") from error
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "cupy"
+        _failed, cause = None if missing else error, error
+        while isinstance(cause.__cause__, Exception):  # CuPy wraps the original error in many lines
+            cause = cause.__cause__
+        fault = f"cannot be imported ({type(cause).__name__}: {' '.join(str(cause).split())})"
+        remedy = install() if missing else f"{install()} --force-reinstall, and start Python again"
+        raise CompileError(f"jitrope compiles through CuPy, which {fault}: {remedy}") from error
     return cupy
-
-
-def _cupy_fault(error: BaseException) -> str:
-    """The fault of an installed CuPy that cannot be imported, and the remedy."""
-    while error.__cause__ is not None:  # CuPy wraps the original error in many lines
-        error = error.__cause__
-    if isinstance(error, OSError) and error.filename and chosen_cupy_folder():
-        return f"cannot make its own cache folder ({error}): set CUPY_CACHE_DIR to a folder that can be written"
-    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    command = f"pip install --force-reinstall {PACKAGES[_nearest()][0]}"
-    return f"is installed but cannot be imported ({reason}): {command}, and start Python again"
 
 
 @lru_cache(maxsize=1)
@@ -72,16 +64,12 @@ def _nvrtc() -> Any:
 
 
 def install(major: int | None = None) -> str:
-    """The command that installs CuPy and NVRTC for a major version of CUDA, by default torch's.
+    """The command that installs CuPy and NVRTC for a major version of CUDA, or the nearest; by default torch's.
 
     It names packages that exist in every index. No message may name an extra of jitrope, which an index may not have.
     """
-    return "pip install " + " ".join(PACKAGES[_nearest(major)])
-
-
-def _nearest(major: int | None = None) -> int:
-    """The nearest major version of CUDA that has packages, by default to torch's."""
-    return min(max(PACKAGES), max(min(PACKAGES), torch_cuda_major() if major is None else major))
+    wanted = torch_cuda_major() if major is None else major
+    return "pip install " + " ".join(PACKAGES[min(max(PACKAGES), max(min(PACKAGES), wanted))])
 
 
 def torch_cuda_major() -> int:
