@@ -183,7 +183,7 @@ def test_a_forced_launch_gives_the_same_bits() -> None:
             for x, y in zip(jitrope.apply_rope(Q, K, COS, SIN), want):
                 assert x is not None
                 assert torch.equal(x, y)  # type: ignore[arg-type]
-        with pytest.raises(jitrope.InvalidInput, match="configure: launch is '3d'; it must be one of 'auto', "):
+        with pytest.raises(jitrope.InvalidInput, match="configure: launch is '3d'; it must be one of None, 'auto', "):
             jitrope.configure(launch="3d")
         jitrope.configure(compile=False)
         assert config.launch() == "grid_2d"  # a setting that is not given does not change

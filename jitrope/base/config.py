@@ -61,8 +61,7 @@ def configure(*, compile: Any = _KEPT, launch: Any = _KEPT, batch_invariant: Any
     if may_compile is not None:
         may_compile = arguments.flag("configure", "compile", may_compile)
     forced = _launch if launch is _KEPT else launch
-    if forced is not None:
-        arguments.word("configure", "launch", forced, ("auto", *LAUNCHES))
+    arguments.word("configure", "launch", forced, (None, "auto", *LAUNCHES))
     given = _batch_invariant if batch_invariant is _KEPT else batch_invariant
     invariant = arguments.flag("configure", "batch_invariant", given)
     replanned = launch is not _KEPT or invariant != _batch_invariant

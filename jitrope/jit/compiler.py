@@ -94,11 +94,6 @@ def nvrtc_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def supported_archs() -> list[str]:
-    """The architectures that this NVRTC compiles for, such as "sm_90"."""
-    return [f"sm_{number}" for number in _nvrtc().getSupportedArchs()]
-
-
 def unsupported(arch: str, supported: Sequence[str], version: tuple[int, int]) -> str | None:
     """The fault and the remedy if an NVRTC of this version cannot compile for `arch`, or None."""
     if arch.rstrip("af") in supported:
@@ -128,7 +123,8 @@ def compile_source(source: Source, arch: str, extra_options: tuple[str, ...] = (
         # CuPy's getCUBIN treats a cubin as a C string and drops the last byte, which is 0.
         return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError as error:
-        if wrong := unsupported(arch, supported_archs(), nvrtc_version()):
+        supported = [f"sm_{number}" for number in nvrtc.getSupportedArchs()]
+        if wrong := unsupported(arch, supported, nvrtc_version()):
             raise CompileError(f"{source.name}: {wrong}") from error
         lines = [f"{source.name} for {arch}: {error}", nvrtc.getProgramLog(program).strip()]
         _refused[wanted] = "\n".join([*lines, f"source: {_keep(source)}"])
