@@ -178,20 +178,22 @@ def cupy_import_environment() -> Iterator[None]:
     At import CuPy makes that folder for its own kernels or fails; it never changes the folder later. jitrope caches
     kernels itself, so CuPy gets another existing folder.
     """
-    chosen = os.environ.pop("CUPY_CACHE_DIR", "")
+    chosen = os.environ.get("CUPY_CACHE_DIR", "")
     folder = chosen or os.path.expanduser("~/.cupy/kernel_cache")
     with contextlib.suppress(OSError):
         if chosen or os.path.isabs(folder):  # without a home folder ~ stays
             os.makedirs(folder, exist_ok=True)  # as CuPy would: no other test is reliable
-    if not os.path.isdir(folder):
-        folder = str(Path(__file__).parent)  # an existing folder
-        with contextlib.suppress(OSError):
-            folder = tempfile.mkdtemp(prefix="jitrope-cupy-")
-            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    if os.path.isdir(folder):
+        yield
+        return
+    folder = str(Path(__file__).parent)  # an existing folder
+    with contextlib.suppress(OSError):
+        folder = tempfile.mkdtemp(prefix="jitrope-cupy-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ["CUPY_CACHE_DIR"] = folder
     try:
         yield
     finally:
-        del os.environ["CUPY_CACHE_DIR"]
+        os.environ.pop("CUPY_CACHE_DIR", None)  # another thread may import too
         if chosen:
             os.environ["CUPY_CACHE_DIR"] = chosen
