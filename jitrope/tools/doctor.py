@@ -44,12 +44,8 @@ class Check:
     advice: str = ""
 
 
-class Fault(Exception):
-    """A fault: the finding and the advice."""
-
-
-Found = tuple[str, str]
-"""(finding, advice or "")."""
+Found = tuple[bool, str, str]
+"""(False for a fault, the finding, the advice or "")."""
 
 
 def run() -> list[Check]:
@@ -69,9 +65,7 @@ def run() -> list[Check]:
 
 def _check(what: str, look: Callable[[], Found]) -> Check:
     try:
-        return Check(what, True, *look())
-    except Fault as fault:
-        return Check(what, False, *fault.args)
+        return Check(what, *look())
     except CompileError as error:
         if not config.compile_allowed():
             return Check(what, True, "not there, and compiling is forbidden", IF_CACHED)
@@ -83,12 +77,12 @@ def _check(what: str, look: Callable[[], Found]) -> Check:
 def _gpu() -> Found:
     if torch.version.hip:
         text = f"torch is built for ROCm {torch.version.hip}"
-        raise Fault(text, "AMD GPUs are not supported; calls need an NVIDIA GPU and a torch built for CUDA")
+        return False, text, "AMD GPUs are not supported; calls need an NVIDIA GPU and a torch built for CUDA"
     if archs := kernels.local_archs():
-        return ", ".join(f"{torch.cuda.get_device_name(i)} ({arch})" for i, arch in enumerate(archs)), ""
+        return True, ", ".join(f"{torch.cuda.get_device_name(i)} ({arch})" for i, arch in enumerate(archs)), ""
     if not torch.version.cuda:
-        return "torch is built without CUDA", f"{CPU}install a torch for CUDA"
-    return "none that torch can use", f"{CPU}check nvidia-smi and CUDA_VISIBLE_DEVICES"
+        return True, "torch is built without CUDA", f"{CPU}install a torch for CUDA"
+    return True, "none that torch can use", f"{CPU}check nvidia-smi and CUDA_VISIBLE_DEVICES"
 
 
 def _compiler() -> Found:
@@ -96,36 +90,33 @@ def _compiler() -> Found:
     wheels = sorted(name for name in names if re.fullmatch(r"cupy(-cuda\w+|-rocm[\w-]+)?", name))
     again = f"pip uninstall -y {' '.join(wheels)} && {compiler.install()}"
     if len(wheels) > 1:
-        raise Fault(f"{' and '.join(wheels)} are installed, and their files overwrite each other", again)
+        return False, f"{' and '.join(wheels)} are installed, and their files overwrite each other", again
     archs = sorted({*kernels.local_archs()})
     if not wheels and not archs:
-        return "CuPy is not installed; needed only to compile kernels (prewarm, bundle write)", compiler.install()
+        return True, "CuPy is not installed; needed only to compile kernels (prewarm, bundle write)", compiler.install()
     found, major = f"{compiler.compiler_version()}, for CUDA {compiler.cuda_major()}", compiler.cuda_major()
     for arch in archs or ["sm_90"]:
         compiler.compile_source(render.render(specs_of([4, 2], 64)[0]), arch)
         found += f"; a kernel compiles for {arch}"
     if torch.version.cuda and compiler.torch_cuda_major() != major:
-        return f"{found}; but torch is for CUDA {torch.version.cuda}: the driver must support both", again
-    return found, ""
+        return True, f"{found}; but torch is for CUDA {torch.version.cuda}: the driver must support both", again
+    return True, found, ""
 
 
 def _cache(cache: Layer, own: bool) -> Found:
     good, bad = cache.verify()
     if bad and bad[0][0] == cache.root:
-        raise Fault(f"{bad[0][1]}; it is not used", f"chown it, remove it, or {ELSEWHERE}" if own else OWNED)
+        return False, f"{bad[0][1]}; it is not used", f"chown it, remove it, or {ELSEWHERE}" if own else OWNED
     found = f"{cache.root}, {good} kernels"
     if bad:
         found += f", {len(bad)} damaged, such as {bad[0][0].name} ({bad[0][1]})"
     if not own:
-        if bad:
-            raise Fault(found, "write it again with jitrope bundle write")
-        return found, "" if good else "write it again: it has no kernels of this version"
+        return not bad, found, "" if good and not bad else "write it again with jitrope bundle write"
     if error := cannot_write(cache.root):
+        needed = config.compile_allowed() and not good
         found += f"; it cannot be written ({error.strerror})"
-        if config.compile_allowed() and not good:
-            raise Fault(found, ELSEWHERE)
-        return found, IF_CACHED
-    return found, "nothing: the next call rebuilds a damaged kernel" if bad else ""
+        return not needed, found, ELSEWHERE if needed else IF_CACHED
+    return True, found, "nothing: the next call rebuilds a damaged kernel" if bad else ""
 
 
 def cannot_write(root: Path) -> OSError | None:
@@ -142,8 +133,9 @@ def cannot_write(root: Path) -> OSError | None:
 
 def _variables() -> Found:
     if unknown := config.unknown_variables():
-        return f"{', '.join(unknown)} is unknown and has no effect", f"jitrope reads {', '.join(config.VARIABLES)}"
-    return "no unknown JITROPE_*" + ("" if config.compile_allowed() else "; compiling is forbidden"), ""
+        advice = f"jitrope reads {', '.join(config.VARIABLES)}"
+        return True, f"{', '.join(unknown)} is unknown and has no effect", advice
+    return True, "no unknown JITROPE_*" + ("" if config.compile_allowed() else "; compiling is forbidden"), ""
 
 
 def _kernel() -> Found:
@@ -153,8 +145,8 @@ def _kernel() -> Found:
     tensors = {"q": q, "k": k, "cos": angles.cos(), "sin": angles.sin()}
     got, want = apply_rope(*tensors.values()), HEADS.on_cpu(tensors, Options(rotary_dim=64)).values()
     if not all(torch.equal(a, b) for a, b in zip(got, want) if a is not None):
-        raise Fault("wrong numbers", "report it, with the output of `jitrope doctor --json`")
-    return f"a call on the {'GPU' if device == 'cuda' else 'CPU'} gives the reference's bits", ""
+        return False, "wrong numbers", "report it, with the output of `jitrope doctor --json`"
+    return True, f"a call on the {'GPU' if device == 'cuda' else 'CPU'} gives the reference's bits", ""
 
 
 def caches() -> list[Layer]:
