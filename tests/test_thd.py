@@ -398,7 +398,7 @@ def test_opcheck(op: str) -> None:
 QUANTIZED = torch._empty_affine_quantized((8, 2, 4), scale=1.0, zero_point=0, dtype=torch.quint8)
 REFUSED = {
     "dtype": (lambda: thd.get_partitioned_indices(torch.zeros(3), 4, 2, 0), "cu_seqlens is"),
-    "rank": (lambda: thd.get_partitioned_indices(offsets((4,)), 4, 2, 2), "rank is 2; it must be from 0"),
+    "rank": (lambda: thd.get_partitioned_indices(offsets((4,)), 4, 2, 2), "rank is 2; it must be below world_size=2"),
     "rule": (lambda: thd.get_partitioned_indices(offsets((4,)), 4, 2, 0, rule="striped"), "rule is 'striped'"),
     "too-many": (lambda: thd.get_partitioned_indices(offsets((4,)), 2**31, 2, 0), "tokens are more than"),
     "rows": (lambda: thd.cp_rank_order_to_sequence_order(torch.ones(7, 1), offsets((6,)), 2, 6), "x has 7 rows"),
@@ -410,7 +410,7 @@ REFUSED = {
     "valid": (
         lambda: thd.copy_valid_tokens_from_per_split_to_rank_local(
             torch.ones(4, 1), torch.ones(5, 1), offsets((4,)), offsets((4,))
-        ), "out is",
+        ), r"x is .*; it must be \(4, 1\), float32, on cpu like out",
     ),
     "half": (lambda: thd.read_half_tensor(torch.ones(4, 1, 1), offsets((4,)), 2), "half_idx is 2"),
     "lse": (
@@ -424,7 +424,7 @@ REFUSED = {
     ),
     "step": (
         lambda: thd.grad_correction(torch.ones(4, 1, 1), torch.ones(1, 1, 1), offsets((4,)), "add", "none"),
-        "grad_per_step is .* it must have at least 2 rows",
+        "grad_per_step is .*; it must have at least 2 rows",
     ),
     "equal lse": (
         lambda: thd.out_correction(
@@ -455,7 +455,7 @@ REFUSED = {
     "offsets of more sequences": (
         lambda: thd.copy_valid_tokens_from_per_split_to_rank_local(
             torch.ones(3, 1), torch.ones(3, 1), offsets((3,)), offsets((1, 2))
-        ), "cu_seqlens is .*; it must be .* of as many sequences as cu_seqlens_padded",
+        ), r"cu_seqlens is .*; it must be \(2,\), int32 or int64, contiguous, on cpu like cu_seqlens_padded",
     ),
     "valid past the end": (
         lambda: thd.copy_valid_tokens_from_per_split_to_rank_local(

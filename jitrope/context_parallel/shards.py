@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..base import arguments
 from ..base.fit import Fail
-from ..base.partition import RULES
 from ..thd import cp_rank_order_to_sequence_order
 from ..thd import ops as thd_ops
 from ..thd.shape import Shape
@@ -73,11 +72,7 @@ def ranks_of(function: str, group: Group, cp_size: int | None = None, cp_rank: i
     if numbers and group is not None:
         fail("group is given together with cp_size and cp_rank; pass either the group or the numbers")
     if numbers or (group is None and not (dist.is_available() and dist.is_initialized())):
-        size = 1 if cp_size is None else arguments.whole(function, "cp_size", cp_size, 1)
-        rank = 0 if cp_rank is None else arguments.whole(function, "cp_rank", cp_rank, 0)
-        if rank >= size:
-            fail(f"cp_rank is {rank}, cp_size {size}; ranks go from 0 to cp_size - 1")
-        return Ranks(None, size, rank)
+        return Ranks(None, 1 if cp_size is None else cp_size, 0 if cp_rank is None else cp_rank)
     group = cast(ProcessGroup, dist.group.WORLD if group is None else group)
     rank = dist.get_rank(group)
     if rank < 0:
@@ -179,15 +174,16 @@ class Partition:
         rule: str = "dual_chunk",
     ) -> None:
         name = type(self).__name__
-        tokens, rule = arguments.whole(name, "tokens", tokens, 0), arguments.word(name, "rule", rule, RULES)
         offsets = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
         fail = thd_ops.fail_of(name, cu_seqlens=cu_seqlens, cu_seqlens_padded=offsets)
         self.cu_seqlens, self.offsets = cu_seqlens.contiguous(), offsets.contiguous()
         self.cu_seqlens_padded = None if cu_seqlens_padded is None else self.offsets
-        self.ranks: Ranks = ranks_of(name, group, cp_size, cp_rank)
+        ranks = ranks_of(name, group, cp_size, cp_rank)
         both = {"cu_seqlens": self.cu_seqlens, "cu_seqlens_padded": self.offsets}
         thd_ops.check_offsets(fail, "cu_seqlens_padded", offsets, **both)
-        self.shape = thd_ops.shape_of(offsets, self.offsets, tokens, *self.ranks[1:3], rule, fail)
+        sizes = {"tokens": tokens, "cp_size": ranks.cp_size, "cp_rank": ranks.cp_rank}
+        self.shape = thd_ops.shape_of(fail, offsets, self.offsets, rule, **sizes)
+        self.ranks: Ranks = ranks._replace(cp_size=self.shape.cp_size, cp_rank=self.shape.cp_rank)
         if self.shape.sequences < 1:
             fail("cu_seqlens has one offset; it must have those of one sequence at least")
         self.rows = self.shape.rows

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from ..base import arguments
-from ..base.fit import FLOATS, Fail
+from ..base.fit import FLOATS, INTEGERS, Fail
 from ..base.layouts import MAX_TOKENS
+from ..base.partition import RULES
 from ..base.spec import ACCESS_BYTES
 from ..base.views import DTYPE_NAMES
 from ..run.enqueue import Call, enqueue
-from ..torch_state import is_compiling, is_zero, wants_grad, written
+from ..torch_state import grad_enabled, is_compiling, is_zero, written
 from . import reference
 from . import spec as specs
 from .reference import Correction, Move, Segments
@@ -31,33 +32,40 @@ from .shape import Mask, Shape
 
 def fail_of(name: str, gradient: bool = False, **tensors: Any) -> Fail:
     """Check that these arguments of `name` are tensors, and require no gradient if it has none. Return its `Fail`."""
-    fail = Fail(name)
+    fail, lazy, recorded = Fail(name), not is_compiling(), not gradient and grad_enabled()
     for label, x in tensors.items():
         arguments.tensor(name, label, x)
-        if x.is_quantized or (not is_compiling() and is_zero(x)):
+        if x.is_quantized or (lazy and is_zero(x)):
             arguments.refuse(name, label, x, "a tensor with memory, neither quantized nor torch's lazy zeros")
-        if not gradient and wants_grad(x):
+        if recorded and x.requires_grad:
             fail(f"{label} requires a gradient, which this function does not have; call it under torch.no_grad()")
     return fail
 
 
 def check_offsets(fail: Fail, rows: str, x: Tensor, **given: Tensor) -> None:
     """Refuse offsets that are not contiguous int32 or int64 on the device of x, the argument `rows`, or not as many."""
-    first = next(iter(given))
+    shape: tuple[Any, ...] = ("sequences + 1",)
+    like = rows
     for label, offsets in given.items():
-        good = offsets.dim() == 1 and len(offsets) >= 1 and offsets.shape == given[first].shape
-        good = good and offsets.is_contiguous() and offsets.dtype in (torch.int32, torch.int64)
-        if not good or offsets.device != x.device:
-            must = f"contiguous (sequences + 1) int32 or int64 on {x.device} as {rows}, of as many sequences as {first}"
-            fail(f"{label} is {arguments.shown(offsets)}; it must be {must}")
+        fail.unlike(label, offsets, x.device, INTEGERS, shape, contiguous=True, like=like)
+        if len(offsets) == 0:
+            fail(f"{label} is empty; it must have sequences + 1 offsets")
+        shape, like = offsets.shape, label
 
 
-def shape_of(x: Tensor, cu_seqlens: Tensor, tokens: int, cp_size: int, cp_rank: int, rule: str, fail: Fail) -> Shape:
-    """Return the shape of a batch. Refuse wrong offsets, and more rows than int32 can count."""
+def shape_of(fail: Fail, x: Tensor, cu_seqlens: Tensor, rule: str, **sizes: int) -> Shape:
+    """Return the shape of a batch. Refuse wrong offsets, a rank that is none, and more rows than int32 can count.
+
+    sizes: the tokens, the number of ranks and a rank, by the names of the function's arguments.
+    """
     check_offsets(fail, "x", x, cu_seqlens=cu_seqlens)
+    tokens, cp_size, rank = map(partial(arguments.whole, fail.name), sizes, sizes.values(), (0, 1, 0))
+    if rank >= cp_size:
+        _, of, label = sizes
+        fail(f"{label} is {rank}; it must be below {of}={cp_size}")
     if tokens + cp_size > MAX_TOKENS:
         fail(f"{tokens} tokens are more than {MAX_TOKENS} rows")
-    return Shape(tokens, len(cu_seqlens) - 1, cp_size, cp_rank, rule)
+    return Shape(tokens, len(cu_seqlens) - 1, cp_size, rank, arguments.word(fail.name, "rule", rule, RULES))
 
 
 def require_written(label: str, x: Tensor, fail: Fail) -> None:
@@ -73,29 +81,30 @@ def rows_of(x: Tensor) -> Tensor:
     return x if len(x) == 0 or x[0].is_contiguous() else x.contiguous()
 
 
-def check_lse(packed: bool, cu_seqlens: Tensor, fail: Fail, **given: Tensor) -> int:
+def check_lse(fail: Fail, packed: bool, cu_seqlens: Tensor, **given: Tensor) -> int:
     """Refuse wrong log-sum-exps and offsets. Return the number of rows that fit in the first log-sum-exp."""
-    lse = next(iter(given.values()))
+    lse = given["lse"]
     check_offsets(fail, "lse", lse, cu_seqlens=cu_seqlens)
+    axes: tuple[Any, ...] = ("H",) if packed else (len(cu_seqlens) - 1, "H")
     for label, x in given.items():
-        good = x.dim() == (2 if packed else 3) and (packed or len(x) == len(cu_seqlens) - 1) and x.is_contiguous()
-        if not good or x.dtype != torch.float32 or x.shape[:-1] != lse.shape[:-1] or x.device != lse.device:
-            words = "(H, rows)" if packed else f"(B, H, rows) with cu_seqlens' B={len(cu_seqlens) - 1}"
-            must = f"it must be contiguous {words} fp32, and but for rows like lse, {arguments.shown(lse)}"
-            fail(f"{label} is {arguments.shown(x)}, strides {x.stride()}; {must}")
+        fail.unlike(label, x, lse.device, (torch.float32,), (*axes, "rows"), contiguous=True, like="lse")
+        axes = x.shape[:-1]
     return lse.shape[-1] if packed else (len(cu_seqlens) - 1) * lse.shape[-1]
 
 
-def check_step(label: str, out: Tensor, step: Tensor, cu_seqlens: Tensor, first: str, second: str, fail: Fail) -> None:
-    """Refuse a step that does not have the rows of the halves that it changes."""
-    if out.dim() != 3 or out.dtype not in FLOATS:
-        fail(f"{label} is {tuple(out.shape)} {out.dtype}; it must be (T, H, D) fp32, fp16 or bf16")
-    rows = (len(out) + 1) // 2 if second == "nothing" else len(out) // 2 if first == "nothing" else len(out)
-    alike = (step.shape[1:], step.dtype, step.device) == (out.shape[1:], out.dtype, out.device)
-    if not alike or len(step) < rows:
-        must = f"it must have at least {rows} rows, and match {label}, {arguments.shown(out)}"
-        fail(f"{label}_per_step is {arguments.shown(step)}; {must}")
-    require_written(label, out, fail)
+def check_step(
+    fail: Fail, label: str, out: Tensor, step: Tensor, cu_seqlens: Tensor, first: str, second: str, *pair: int
+) -> None:
+    """Refuse a step that does not have the rows of the halves that it changes. pair: 2 if out may be two tensors."""
+    shapes = [("T", "H", "D"), *[(n, "T", "H", "D") for n in pair]]
+    fail.unlike(label, out, out.device, FLOATS, *shapes, like=label)
+    shape = (*out.shape[:-3], "rows", *out.shape[-2:])
+    fail.unlike(f"{label}_per_step", step, out.device, (out.dtype,), shape, like=label)
+    tokens = out.shape[-3]
+    rows = (tokens + 1) // 2 if second == "nothing" else tokens // 2 if first == "nothing" else tokens
+    if step.shape[-3] < rows:
+        fail(f"{label}_per_step is {arguments.shown(step)}; it must have at least {rows} rows")
+    require_written(label, out if out.dim() == 3 else out[0], fail)
     check_offsets(fail, label, out, cu_seqlens=cu_seqlens)
 
 
