@@ -90,8 +90,7 @@ def test_tables_match_reference(seed: int) -> None:
     for map, rows in TABLES:
         want = reference.table(pack.slots, map, getattr(pack.shape, rows), pack.shape)
         out = torch.full((len(want),), -7, dtype=torch.int32)
-        for call in thd_ops.table_calls(out, pack.slots, map, len(want), pack.shape):
-            run(call)
+        move(Move([], [out], map, pack.slots, shape=pack.shape))
         assert torch.equal(out, want), map
 
 
@@ -382,12 +381,11 @@ def test_gradient_corrections() -> None:
         assert out.view(2, 6).tolist() == [want, want]
 
 
-@pytest.mark.parametrize("op", ["thd_table", "thd_rows", "cp_segments", "thd_correct"])
+@pytest.mark.parametrize("op", ["thd_rows", "cp_segments", "thd_correct"])
 def test_opcheck(op: str) -> None:
     cu, shape = offsets((7, 0, 6)), Shape(14, 3, 2, 1)
     x, out = torch.randn(14, 3), torch.empty(14, 3)
     arguments = {
-        "thd_table": (torch.empty(shape.rows, dtype=torch.int32), cu, "to_ranks", shape.rows, *shape),
         "thd_rows": ([x], [out], "to_ranks", cu, None, None, *shape._replace(cp_rank=0)),
         "cp_segments": (reference.empty_segments(cu, None, shape, Mask(2, 1)), cu, None, 2, 1, *shape),
         "thd_correct": ("grad", "add", "copy", True, cu, 14, out.view(14, 3, 1), x.view(14, 3, 1), None, None),

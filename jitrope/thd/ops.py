@@ -111,17 +111,10 @@ def check_step(
 # ---- rows: `struct Params` of `rows.cuh.jinja` ---------------------------------------------------------
 
 
-def table_calls(out: Tensor, cu_seqlens: Tensor, map: str, rows: int, shape: Shape) -> list[Call]:
-    """Write the sources of rows; see `reference.table`."""
-    spec = specs.RowsSpec(map, True, DTYPE_NAMES[cu_seqlens.dtype], shape.cp_size, shape.rule)
-    grid = (-(-rows // spec.threads), 1)
-    words = [*[0] * 6, rows, 0, 1, *_batch_words(shape)]
-    return [Call(spec, grid, [None, None, None, None, cu_seqlens, None, None, out], words, out.device)] if rows else []
-
-
 def rows_calls(move: Move) -> list[Call] | None:
-    """Move rows. None if no kernel can: rows are not contiguous, there are three tensors, or sums of other dtypes."""
+    """Move rows, or write their sources. None if no kernel can: rows are not contiguous, there are three tensors, or sums of other dtypes."""
     inputs, outputs, map, cu_seqlens, lengths, table, shape = move
+    inputs, writes = inputs or outputs, not inputs
     sums, sources = (False, 1) if table is None or table.dim() == 1 else (True, len(table))
     whole = all(x.is_contiguous() or x.numel() == 0 or x[0].is_contiguous() for x in (*inputs, *outputs))
     if not whole or len(outputs) > 2 or (sums and inputs[0].dtype not in FLOATS):
@@ -135,17 +128,14 @@ def rows_calls(move: Move) -> list[Call] | None:
     cut = (shape.cp_size, shape.rule) if map in specs.PARTITIONED else (1, "dual_chunk")
     dtypes = (True, DTYPE_NAMES[inputs[0].dtype], DTYPE_NAMES[outputs[0].dtype]) if sums else ()
     multiple = math.gcd(*[x.data_ptr() for x in (*inputs, *outputs)], *in_strides, *strides, *widths, *in_widths)
-    spec = specs.rows_spec(tuple(widths), multiple, map, False, index_dtype, *cut, *dtypes)
+    kind = (map, writes, index_dtype, *cut, *dtypes)
+    spec = specs.RowsSpec(*kind) if writes else specs.rows_spec(tuple(widths), multiple, *kind)
     zeros, absent = [0] * (2 - len(inputs)), [None] * (2 - len(inputs))
     words = [*in_strides, *zeros, *strides, *zeros, *(in_widths if sums else widths), *zeros]
-    words += [rows, len(inputs[0]), sources, *_batch_words(shape)]
-    tensors = [*inputs, *absent, *outputs, *absent, cu_seqlens, lengths, table, None]
+    words += [rows, len(inputs[0]), sources, shape.sequences, shape.tokens, shape.cp_rank, max(1, shape.capacity)]
+    tensors = [*inputs, *absent, *outputs, *absent, cu_seqlens, lengths, table, outputs[0] if writes else None]
     grid = (-(-rows // (spec.threads // spec.lanes * spec.unroll)), len(outputs))
     return [Call(spec, grid, tensors, words, outputs[0].device)]
-
-
-def _batch_words(shape: Shape) -> tuple[int, ...]:
-    return shape.sequences, shape.tokens, shape.cp_rank, max(1, shape.capacity)
 
 
 # ---- attention's segments: `struct Params` of `segments.cuh.jinja` -------------------------------------
@@ -213,11 +203,6 @@ class Operation(NamedTuple):
 
 OPERATIONS = (
     Operation(
-        f"thd_table(Tensor(a!) out, Tensor cu_seqlens, str map, SymInt rows, {_SHAPE}) -> ()",
-        lambda out, *words: out.copy_(reference.table(*words)),
-        table_calls,
-    ),
-    Operation(
         f"thd_rows(Tensor[] inputs, Tensor(a!)[] outputs, str map, {_TABLES}, {_SHAPE}) -> ()",
         reference.move,
         rows_calls,
@@ -276,7 +261,7 @@ def table(map: str, cu_seqlens: Tensor, shape: Shape, rows: int | None = None) -
     """The source of each row, (rows), int32; see `reference.table`. rows: default: all rows of the map."""
     rows = (shape.tokens if map == "to_sequences" else shape.rows) if rows is None else rows
     out = cu_seqlens.new_empty(rows, dtype=torch.int32)
-    torch.ops.jitrope.thd_table(out, cu_seqlens, map, rows, *shape)
+    move(Move([], [out], map, cu_seqlens, shape=shape))
     return out
 
 
