@@ -14,13 +14,15 @@ from torch.nn.functional import pad
 
 from .. import torch_state as watch
 from ..base import arguments
-from ..base.fit import named
+from ..base.fit import FLOATS, named
 from ..thd import ops as thd_ops
 from ..thd.reference import Move
 from .backends import NAME, Backend, Case, Gradients, Result, choose, fail
 from .rotary import Rope, Rotation, rotation_of
-from .schedule import Schedule, check_lengths, check_rows
+from .schedule import Schedule, check_lengths
 from .shards import Pending, all_gather, all_to_all, largest, taken
+
+DTYPES: tuple[torch.dtype, ...] = (*FLOATS, torch.float64)
 
 
 class Call(NamedTuple):
@@ -102,7 +104,10 @@ def all_gather_attention(
     def checked() -> Any:
         groups = _check_heads(*given, layout, head_groups)
         q, k, v = (_batch_first(x, layout).flatten(0, -3) for x in given)
-        check_rows(q, given[0].shape, layout, schedule)
+        batch = given[0].shape[layout.index("b")] if "b" in layout else None
+        if batch is not None and (batch != schedule.shape.sequences or not schedule.equal):
+            fail(f"q has B={batch} in layout {layout!r}; make the schedule with Schedule.fixed, for that batch")
+        schedule.check(fail, "q", q)
         sizes = (q.shape[1] // groups, k.shape[1] // groups, q.shape[2], v.shape[2])  # of one head group
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
         wanted = (grad, flag("return_lse", return_lse), flag("return_max_logit", return_max_logit))
@@ -137,21 +142,17 @@ def _batch_first(x: Tensor, layout: str) -> Tensor:
 def _check_heads(q: Any, k: Any, v: Any, layout: Any, head_groups: Any) -> int:
     """Check a rank's q, k and v. Returns head_groups, a number that divides the heads of k."""
     arguments.word(NAME, "layout", layout, ("thd", "bshd", "sbhd"))
+    like, shape, dtypes = "q", tuple(layout.upper()), DTYPES
     for name, x in (("q", q), ("k", k), ("v", v)):
         arguments.tensor(NAME, name, x)
         if watch.sharded((x,)):
             fail(f"{name} is a DTensor; pass {name}.to_local(), and make the result with DTensor.from_local")
-        if x.dim() != len(layout):
-            axes = ", ".join(layout.upper())
-            fail(f"{name} has shape {tuple(x.shape)}, layout {layout!r} needs {len(layout)} axes ({axes})")
-        if x.dtype != q.dtype or x.device != q.device:
-            fail(f"{name} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}")
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        fail(f"q is {q.dtype}; allowed are fp16, bf16, fp32 and fp64")
-    sizes = ", ".join(f"{name} is {named(x, layout)}" for name, x in (("q", q), ("k", k), ("v", v)))
-    alike = q.shape[:-2] == k.shape[:-2] == v.shape[:-2] and k.shape[-2] == v.shape[-2] and q.shape[-1] == k.shape[-1]
-    if not alike or min(*q.shape[-2:], *v.shape[-2:]) <= 0 or q.shape[-2] % k.shape[-2] != 0:
-        fail(f"{sizes}; only H and v's D may differ, k's H must be v's and divide q's, and H and D be at least 1")
+        fail.unlike(name, x, q.device, dtypes, shape, like=like, hint=f"; layout is {layout!r}")
+        shape = (*x.shape[:-2], "H", x.shape[-1]) if name == "q" else (*x.shape[:-1], "D")
+        like, dtypes = name, (x.dtype,)
+    if not q.shape[-2:].numel() * v.shape[-2:].numel() or q.shape[-2] % k.shape[-2] != 0:
+        sizes = ", ".join(f"{name} is {named(x, layout)}" for name, x in (("q", q), ("k", k), ("v", v)))
+        fail(f"{sizes}; k's H must divide q's, and H and D be at least 1")
     groups = arguments.whole(NAME, "head_groups", head_groups, 1)
     if k.shape[-2] % groups != 0:
         fail(f"head_groups is {groups}, which does not divide k's H={k.shape[-2]}")

@@ -56,7 +56,7 @@ class Schedule(Partition):
         self.mask = Mask(sizes[0], 0 if arguments.flag("Schedule", "causal", causal) else sizes[1])
         self.longest = None if max_seqlen is None else arguments.whole("Schedule", "max_seqlen", max_seqlen, 0)
         self.max_seqlen = self.shape.tokens if self.longest is None else self.longest
-        self.equal = False  # whether sequences have one length
+        self.equal = self.shape.tokens == 0  # whether sequences have one length
         self.most_segments = self.shape.segments(self.mask, cu_seqlens_padded is not None)  # with empty ones
         # rows[source][rank]: the number of rows that each rank sends to each; None: all ranks gather all rows
         self.exchange = self.shape.exchange(self.mask)
@@ -142,20 +142,6 @@ class Schedule(Partition):
 
 
 # ---- checks of a call -------------------------------------------------------------------------------
-
-
-def check_rows(q: Tensor, given: torch.Size, layout: str, schedule: Schedule) -> None:
-    """Check that q (rows, H, D), given in a layout with shape `given`, has the rows of this rank."""
-    shape, device = schedule.shape, schedule.cu_seqlens.device
-    batch = given[layout.index("b")] if "b" in layout else None
-    if batch is not None and (batch != shape.sequences or not (schedule.equal or shape.tokens == 0)):
-        fail(f"q has B={batch} in layout {layout!r}; make the schedule with Schedule.fixed, for that batch")
-    if q.device != device:
-        fail(f"q is on {q.device} but cu_seqlens on {device}")
-    if len(q) != shape.rows:
-        fail(f"q has {len(q)} rows; rank {shape.cp_rank} of {shape.cp_size} has {shape.rows} of tokens={shape.tokens}")
-    if shape.cp_size != 1 and schedule.ranks.group is None:
-        fail("the schedule was made with cp_size and cp_rank; make it with a group")
 
 
 def check_lengths(schedule: Schedule, table_rows: int | None) -> None:

@@ -208,20 +208,14 @@ class Partition:
         """The offsets (N + 1) of the sequences, with padding, in this rank's rows. They have the given dtype."""
         return cast(Tensor, self.shape.local(self.offsets))
 
-    @kept
-    def _own_rows(self) -> Tensor:
-        """The row of each token on this rank, or -1: (T)."""
-        row = thd_ops.table("to_sequences", self.offsets, self.shape) - self.shape.cp_rank * self.shape.capacity
-        return torch.where((row >= 0) & (row < self.shape.capacity), row, -1)
-
     def shard(self, x: Tensor) -> Tensor:
         """This rank's rows (rows, ...) of x (T, ...). The gradient is zero in all other rows.
 
         Raises:
             InvalidInput: x does not have T rows.
         """
-        self._check("shard", x, self.shape.tokens, f"the batch has T={self.shape.tokens} tokens")
-        return cast(Tensor, _Shard.apply(x, self.indices, self._own_rows if x.requires_grad else None))
+        self.check(thd_ops.fail_of("shard", gradient=True, x=x), "x", x, whole=True)
+        return x.index_select(0, self.indices)
 
     def unshard(self, x: Tensor) -> Tensor:
         """All rows (T, ...) of all ranks' x (rows, ...), in the order of the batch. Every rank must call it.
@@ -231,19 +225,21 @@ class Partition:
         Raises:
             InvalidInput: x does not have this rank's rows, or the partition has no group; nothing was sent.
         """
-        self._check("unshard", x, self.rows, f"this rank has {self.rows} rows of tokens={self.shape.tokens}")
-        if self.ranks.group is None and self.shape.cp_size != 1:
-            Fail("unshard")("the partition was made with cp_size and cp_rank; make it with a group")
+        self.check(thd_ops.fail_of("unshard", gradient=True, x=x), "x", x)
         rows, shape = _AllRows.apply(x, self), self.shape
         ordered = cp_rank_order_to_sequence_order(rows, self.offsets, shape.cp_size, shape.tokens, rule=shape.rule)
         return cast(Tensor, ordered)
 
-    def _check(self, function: str, x: Tensor, rows: int, must: str) -> None:
-        fail = thd_ops.fail_of(function, gradient=True, x=x)
-        if x.dim() <= 0 or len(x) != rows:
-            fail(f"x has shape {tuple(x.shape)}; {must}")
-        if x.device != self.offsets.device:
-            fail(f"x is on {x.device} but cu_seqlens on {self.offsets.device}")
+    def check(self, fail: Fail, label: str, x: Tensor, whole: bool = False) -> None:
+        """Refuse other rows than those of the batch, if `whole`, or of this rank, which then must be in a group."""
+        shape, device, has = self.shape, self.offsets.device, len(x) if x.dim() else "no"
+        rows, where = (shape.tokens, "") if whole else (shape.rows, f", rank {shape.cp_rank} of {shape.cp_size}")
+        if has != rows:
+            fail(f"{label} has {has} rows; it must have {rows} (tokens={shape.tokens}{where})")
+        if x.device != device:
+            fail(f"{label} is on {x.device} but cu_seqlens on {device}")
+        if not whole and shape.cp_size != 1 and self.ranks.group is None:
+            fail(f"the {type(self).__name__} was made with cp_size and cp_rank; make it with a group")
 
 
 def taken(x: Tensor, index: Tensor | None, rows: int) -> Tensor:
@@ -251,19 +247,6 @@ def taken(x: Tensor, index: Tensor | None, rows: int) -> Tensor:
     out = x.new_empty(rows, *x.shape[1:])
     thd_ops.move_rows((thd_ops.rows_of(x),), (out,), index)
     return out
-
-
-class _Shard(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, indices: Tensor, own_rows: Tensor | None) -> Tensor:
-        ctx.save_for_backward(own_rows)
-        return taken(x, indices, len(indices))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (own_rows,) = ctx.saved_tensors
-        return taken(gradient, own_rows, len(own_rows)), None, None
 
 
 class _AllRows(torch.autograd.Function):

@@ -112,7 +112,10 @@ def check_step(
 
 
 def rows_calls(move: Move) -> list[Call] | None:
-    """Move rows, or write their sources. None if no kernel can: rows are not contiguous, there are three tensors, or sums of other dtypes."""
+    """Move rows, or write their sources.
+
+    None if no kernel can: rows are not contiguous, there are three tensors, or sums of other dtypes.
+    """
     inputs, outputs, map, cu_seqlens, lengths, table, shape = move
     inputs, writes = inputs or outputs, not inputs
     sums, sources = (False, 1) if table is None or table.dim() == 1 else (True, len(table))
