@@ -78,10 +78,8 @@ def simulate(case: Attention, made: Made, cp_size: int, device: str) -> list[Ten
         dq, *gradients = attend_backward(dout, q, keys, values, result, call)
         back.append(pack_gradients(*gradients, call))
         outputs.append([result.out, dq, result.lse])
-    for x, (call, (_, k, v, _)), rows in zip(outputs, ranks, routed(back, [call.schedule.received for call in calls])):
-        dk, dv = torch.empty_like(k), torch.empty_like(v)
-        unpack_gradients(rows, dk.flatten(1), dv.flatten(1), call)
-        x[2:2] = dk, dv
+    for x, call, rows in zip(outputs, calls, routed(back, [call.schedule.received for call in calls])):
+        x[2:2] = unpack_gradients(rows, call)
     return [together(x, case) for x in zip(*outputs)]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -224,10 +224,7 @@ def pack(k: Tensor, v: Tensor, call: Call) -> Tensor:
 
 def unpack(gathered: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """The keys that this rank's queries see, segment by segment, and their values: (keys, Hk, D), (keys, Hk, Dv)."""
-    case, index = call.case, call.schedule.segments.key_rows
-    k, v = (gathered.new_empty(len(index), case.kv_heads, size) for size in (case.head_dim, case.head_dim_v))
-    thd_ops.move_rows(gathered.split(call.widths, 1), (k.flatten(1), v.flatten(1)), index)
-    return k, v
+    return _apart(gathered, call.schedule.segments.key_rows, call)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Result:
@@ -265,9 +262,16 @@ def _side_by_side(k: Tensor, v: Tensor, index: Tensor | None, call: Call) -> Ten
     return rows
 
 
-def unpack_gradients(received: Tensor, dk: Tensor, dv: Tensor, call: Call) -> None:
-    """Write the sums over all ranks, in fp32, into dk and dv (rows, width) of this rank's keys and values."""
-    thd_ops.move_rows(received.split(call.widths, 1), (dk, dv), call.schedule.sum_rows)
+def unpack_gradients(received: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """The sums over all ranks, in fp32: dk (rows, Hk, D) and dv (rows, Hk, Dv) of this rank's keys and values."""
+    return _apart(received, call.schedule.sum_rows, call)
+
+
+def _apart(rows: Tensor, index: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """The inverse of `_side_by_side`: k (rows, Hk, D) and v (rows, Hk, Dv), by the rows of an index."""
+    k, v = (rows.new_empty(index.shape[-1], width) for width in call.widths)
+    thd_ops.move_rows(rows.split(call.widths, 1), (k, v), index)
+    return k.unflatten(1, (call.case.kv_heads, -1)), v.unflatten(1, (call.case.kv_heads, -1))
 
 
 def _with_dummies(x: Tensor, call: Call) -> Tensor:
@@ -352,7 +356,7 @@ class _Attention(torch.autograd.Function):
         call: Call = ctx.call
         q, k, v, out, *saved = ctx.saved_tensors
         schedule, groups, kept = call.schedule, call.head_groups, 2 * call.keep_gathered
-        heads, size = call.case.kv_heads, len(saved) // groups
+        size = len(saved) // groups
         gathered: Any = None if kept else _gathered(k, v, call)
         of_queries = [x.chunk(groups, 1) for x in (torch.zeros_like(out) if dout is None else dout, q, out)]
         parts: list[Tensor] = []
@@ -368,24 +372,22 @@ class _Attention(torch.autograd.Function):
             parts.append(dq)
             return pack_gradients(dkeys, dvalues, call)
 
-        sums: list[Tensor] = []  # of all ranks' gradients for this rank's keys and values
+        sums: list[tuple[Tensor, Tensor]] = []  # of all ranks' gradients for this rank's keys and values
         pending = None
         for group in range(groups + 1):  # a group's gradients arrive during the attention of the next
             rows = packed(group) if group < groups else None
             if pending is not None:
-                received, pending = [pending.wait()], None
-                sums = sums or [q.new_empty(len(q), groups, width) for width in call.widths]
-                dk, dv = (x[:, group - 1] for x in sums)
-                unpack_gradients(received.pop(), dk, dv, call)  # it is freed before more arrive
+                sums.append(unpack_gradients(pending.wait(), call))
+                pending = None  # its rows are freed before more arrive
             if rows is not None:
                 pending = all_to_all(rows, schedule.received, schedule.sent, schedule.ranks)
-        dq, (dk, dv) = _together(parts), (x.view(len(x), groups * heads, x.shape[2] // heads) for x in sums)
+        dq, dk, dv = map(_together, (parts, *zip(*sums)))
         if call.rotation is not None:
             call.rotation.back_(dq, dk)
         return dq, dk, dv, None
 
 
-def _together(parts: list[Any]) -> Any:
+def _together(parts: Sequence[Any]) -> Any:
     """All heads, from head groups."""
     if len(parts) == 1 or parts[0] is None:
         return parts[0]

@@ -264,7 +264,7 @@ def move(given: Move) -> None:
         size = pad(lengths.long().diff(), (0, 1))[sequence]  # none after the last sequence
         kept = (position < 0) | (position >= size)
     if not inputs:
-        outputs[0].copy_(index)
+        outputs[0].copy_(cast(Tensor, index))
     for x, out in zip(inputs, outputs):
         if map == "tail":
             out.masked_fill_(_by_row(torch.arange(len(out), device=out.device) >= cu_seqlens[-1], out), 0)
