@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -233,10 +233,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Result:
         none = q.new_empty(0, q.shape[1], dtype=torch.float32)
         return Result(v[:0].repeat(1, q.shape[1] // v.shape[1], 1), none, none, ())
     with watch.without_autocast(q):  # backends compute in the dtypes of their inputs
-        result = call.backend.forward(_with_dummies(q, call), k, v, call.schedule.varlen(call.scale), call.case)
-    lse = _by_rows(result.lse, call) if call.case.lse else None
-    row_max = _by_rows(result.row_max, call) if call.case.max_logit else None
-    return Result(_without_dummies(result.out, call), lse, row_max, result.saved)
+        out, lse, row_max, saved = call.backend.forward(
+            _with_dummies(q, call), k, v, call.schedule.varlen(call.scale), call.case
+        )
+    return Result(_without_dummies(out, call), _by_rows(lse, call), _by_rows(row_max, call), saved)
 
 
 def attend_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, call: Call) -> Gradients:
@@ -289,16 +289,12 @@ def _without_dummies(x: Tensor, call: Call) -> Tensor:
     return x
 
 
-def _by_rows(x: Tensor | None, call: Call) -> Tensor:
+def _by_rows(x: Tensor | None, call: Call) -> Tensor | None:
     """A value of each query and head (Hq, Tq) as (rows, Hq), -inf for rows of no segment."""
-    assert x is not None, f"{call.backend.name} did not refuse the case, but has no such output"
-    segments = call.schedule.segments
-    if segments.output_rows is None:
-        none = torch.arange(x.shape[1], device=x.device) >= segments.cu_seqlens_q[-1]
-    else:
-        none = segments.output_rows < 0
-        x = x[:, segments.output_rows.clamp(min=0)]
-    return x.masked_fill(none, -torch.inf).t().contiguous()
+    rows = call.schedule.segments.output_rows
+    if x is not None and rows is not None:
+        x = x[:, rows.clamp(min=0)].masked_fill(rows < 0, -torch.inf)
+    return None if x is None else x.t().contiguous()
 
 
 # ---- autograd ----------------------------------------------------------------------------------------
@@ -310,21 +306,16 @@ def _gathered(k: Tensor, v: Tensor | None, call: Call) -> Iterator[tuple[Tensor,
     Without v, k has the rows to send. The order of steps frees each tensor before the next takes memory.
     """
     schedule, n = call.schedule, call.head_groups
-    packed = iter([k]) if v is None else (pack(*pair, call) for pair in zip(k.chunk(n, 1), v.chunk(n, 1)))
-
-    def begin() -> Pending | None:
-        rows = next(packed, None)
-        if rows is None:
-            return None
+    pending: list[Pending] = []
+    for rows in [k] if v is None else (pack(*pair, call) for pair in zip(k.chunk(n, 1), v.chunk(n, 1))):
         if schedule.exchange is None:
-            return all_gather(rows, schedule.ranks)
-        return all_to_all(rows, schedule.sent, schedule.received, schedule.ranks)
-
-    pending = begin()
-    while pending is not None:
-        rows, pending = [pending.wait()], None
-        pending = begin()
-        yield unpack(rows.pop(), call)
+            pending.append(all_gather(rows, schedule.ranks))
+        else:
+            pending.append(all_to_all(rows, schedule.sent, schedule.received, schedule.ranks))
+        del rows
+        if len(pending) > 1:
+            yield unpack(pending.pop(0).wait(), call)
+    yield unpack(pending.pop().wait(), call)
 
 
 class _Attention(torch.autograd.Function):
@@ -387,8 +378,8 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, None
 
 
-def _together(parts: Sequence[Any]) -> Any:
-    """All heads, from head groups."""
+def _together(parts: Any) -> Any:
+    """All heads, from a list of head groups."""
     if len(parts) == 1 or parts[0] is None:
         return parts[0]
     with watch.without_autocast(parts[0]):  # which would promote

@@ -129,14 +129,11 @@ class Schedule(Partition):
         shape, mask = self.shape, self.mask
         longest = min(self.max_seqlen, shape.tokens)
         chunk = -(-longest // shape.of)
+        left, right = (longest if side < 0 else side for side in mask)
         # Under a full mask, segments (of padding too) can have all of the rank's queries of a sequence.
-        queries = chunk * len(shape.chunks) if mask.full or self.cu_seqlens_padded is not None else chunk
-        keys = longest
-        if mask.extends:
-            queries = longest if mask.right < 0 else min(longest, chunk + mask.right)
-        if mask.left >= 0 and mask.right >= 0:
-            keys = min(longest, mask.left + chunk + mask.right)
-        most_keys, most_queries = shape.most(mask)
+        whole = mask.full or (self.cu_seqlens_padded is not None and not mask.extends)
+        queries = chunk * len(shape.chunks) if whole else min(longest, chunk + right)
+        keys, (most_keys, most_queries) = min(longest, left + chunk + right), shape.most(mask)
         most = min(queries, most_queries), min(keys, most_keys)
         return Varlen(self.segments.cu_seqlens_q, self.segments.cu_seqlens_k, *most, mask, scale)
 
