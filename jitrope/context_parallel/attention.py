@@ -17,6 +17,7 @@ from ..base import arguments
 from ..base.fit import FLOATS, named
 from ..thd import ops as thd_ops
 from ..thd.reference import Move
+from ..thd.shape import Shape
 from .backends import NAME, Backend, Case, Gradients, Result, choose, fail
 from .rotary import Rope, Rotation, rotation_of
 from .schedule import Schedule, check_lengths
@@ -285,7 +286,8 @@ def _without_dummies(x: Tensor, call: Call) -> Tensor:
     segments = call.schedule.segments
     if segments.output_rows is not None:
         return taken(x, segments.output_rows, len(segments.output_rows))
-    thd_ops.move(Move([x], [x], "tail", segments.cu_seqlens_q))
+    shape = Shape(0, len(segments.cu_seqlens_q) - 1, 1, 0)
+    thd_ops.move(Move([x], [x], "tail", segments.cu_seqlens_q, shape=shape))
     return x
 
 

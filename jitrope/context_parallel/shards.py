@@ -59,21 +59,21 @@ class Pending(NamedTuple):
         return self.rows if self.rows is self.sent else collectives.wait_tensor(self.rows)
 
 
-def ranks_of(function: str, group: Group, cp_size: int | None = None, cp_rank: int | None = None) -> Ranks:
+def ranks_of(function: str, group: Any, cp_size: int | None = None, cp_rank: int | None = None) -> Ranks:
     """The ranks from cp_size and cp_rank, else from the group, else from torch's default group, else one process."""
     fail = Fail(function)
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            fail(f'group is a DeviceMesh of {group.ndim} axes; pass one of them, as mesh["cp"]')
+    if isinstance(group, DeviceMesh) and group.ndim == 1:
         group = group.get_group()
     if not (group is None or isinstance(group, ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
-        arguments.refuse(function, "group", group, "a process group, a DeviceMesh with one axis, or None")
+        arguments.refuse(
+            function, "group", group, 'a process group, a DeviceMesh with one axis, as mesh["cp"], or None'
+        )
     numbers = cp_size is not None or cp_rank is not None
     if numbers and group is not None:
         fail("group is given together with cp_size and cp_rank; pass either the group or the numbers")
     if numbers or (group is None and not (dist.is_available() and dist.is_initialized())):
         return Ranks(None, 1 if cp_size is None else cp_size, 0 if cp_rank is None else cp_rank)
-    group = cast(ProcessGroup, dist.group.WORLD if group is None else group)
+    group = dist.group.WORLD if group is None else group
     rank = dist.get_rank(group)
     if rank < 0:
         fail("this process is not in the group")

@@ -72,8 +72,8 @@ def _reorder(name: str, map: str, x: Rows, cu_seqlens: Tensor, cp_size: int, tok
     xs = tuple(x) if several else (x,)
     if not (1 <= len(xs) <= 2):
         Fail(name)(f"x is {len(xs)} tensors; one launch moves one or two")
-    labels = ("x",) if len(xs) == 1 else ("x[0]", "x[1]")
-    fail = thd_ops.fail_of(name, gradient=True, **dict(zip(labels, xs)), cu_seqlens=cu_seqlens)
+    labels = {f"x[{i}]": y for i, y in enumerate(xs)} if several else {"x": x}
+    fail = thd_ops.fail_of(name, gradient=True, **labels, cu_seqlens=cu_seqlens)
     if not all(y.dim() >= 1 and len(y) == len(xs[0]) and y.device == xs[0].device for y in xs):
         each = ", ".join(arguments.shown(y) for y in xs)
         fail(f"x is {each}; it must be (T, ...), or a pair with as many rows on one device")
@@ -182,7 +182,8 @@ def copy_valid_tokens_from_per_split_to_rank_local(
     cu_seqlens = cu_seqlens.to(cu_seqlens_padded.dtype)
     thd_ops.require_written("out", out, fail)
     if len(cu_seqlens) > 1:
-        thd_ops.move(Move([thd_ops.rows_of(x)], [out], "valid", cu_seqlens_padded, cu_seqlens))
+        shape = Shape(0, len(cu_seqlens) - 1, 1, 0)
+        thd_ops.move(Move([thd_ops.rows_of(x)], [out], "valid", cu_seqlens_padded, cu_seqlens, shape=shape))
 
 
 def read_half_tensor(x: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
@@ -231,9 +232,7 @@ def second_half_lse_correction(lse: Tensor, lse_per_step: Tensor, cu_seqlens: Te
         InvalidInput: the arguments do not fit together; nothing was written.
     """
     name = "second_half_lse_correction"
-    fail = thd_ops.fail_of(name, lse=lse, lse_per_step=lse_per_step, cu_seqlens=cu_seqlens)
-    packed = arguments.flag(name, "lse_packed", lse_packed)
-    rows = thd_ops.check_lse(fail, packed, cu_seqlens, lse=lse, lse_per_step=lse_per_step)
+    packed, rows = thd_ops.check_lse(name, lse_packed, cu_seqlens, lse=lse, lse_per_step=lse_per_step)
     _correct(Correction("lse", "nothing", "add", packed, cu_seqlens, rows, lse=lse, lse_step=lse_per_step))
 
 
@@ -251,10 +250,8 @@ def read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, lse_packed: bool, seco
         fp32, (H, n) if packed, else (B, H, n); zero after the last row of the halves.
     """
     name = "read_second_half_lse"
-    fail = thd_ops.fail_of(name, lse=lse, cu_seqlens=cu_seqlens)
-    packed = arguments.flag(name, "lse_packed", lse_packed)
+    packed, rows = thd_ops.check_lse(name, lse_packed, cu_seqlens, lse=lse)
     columns = arguments.whole(name, "second_half_lse_seqlen", second_half_lse_seqlen, 0)
-    rows = thd_ops.check_lse(fail, packed, cu_seqlens, lse=lse)
     out = lse.new_zeros((*lse.shape[:-1], columns))
     _correct(Correction("read_lse", "nothing", "copy", packed, cu_seqlens, rows, lse=lse, lse_step=out))
     return out
@@ -285,13 +282,11 @@ def out_correction(
         lse_packed, and the errors: see `second_half_lse_correction`.
     """
     name = "out_correction"
-    both: dict[str, Any] = {"lse": lse, "lse_per_step": lse_per_step}
-    fail = thd_ops.fail_of(name, out=out, out_per_step=out_per_step, **both, cu_seqlens=cu_seqlens)
+    fail = thd_ops.fail_of(name, out=out, out_per_step=out_per_step)
+    packed, _ = thd_ops.check_lse(name, lse_packed, cu_seqlens, lse=lse, lse_per_step=lse_per_step)
     first = "nothing" if arguments.flag(name, "only_second_half", only_second_half) else "add"
-    packed = arguments.flag(name, "lse_packed", lse_packed)
-    thd_ops.check_step(fail, "out", out, out_per_step, cu_seqlens, first, "add")
-    thd_ops.check_lse(fail, packed, cu_seqlens, **both)
-    fits = lse.shape[-2] == out.shape[1] and not (packed and lse.shape[-1] < len(out))
+    thd_ops.check_step(fail, "out", out, out_per_step, first, "add")
+    fits = lse.shape[-2] == out.shape[1] and not (packed and lse.shape[-1] < len(out)) and lse.device == out.device
     if not fits or (first != "nothing" and lse.shape != lse_per_step.shape):
         both_are = f"lse is {arguments.shown(lse)}, lse_per_step {arguments.shown(lse_per_step)}"
         fail(f"{both_are}; they must have one shape, and out's heads and at least its rows: {arguments.shown(out)}")
@@ -317,7 +312,8 @@ def grad_correction(grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, fir
     fail = thd_ops.fail_of(name, grad=grad, grad_per_step=grad_per_step, cu_seqlens=cu_seqlens)
     first = CORRECTIONS[arguments.word(name, "first_half", first_half, CORRECTIONS)]
     second = CORRECTIONS[arguments.word(name, "second_half", second_half, CORRECTIONS)]
-    thd_ops.check_step(fail, "grad", grad, grad_per_step, cu_seqlens, first, second, 2)
+    thd_ops.check_step(fail, "grad", grad, grad_per_step, first, second, 2)
+    thd_ops.check_offsets(fail, "grad", grad, cu_seqlens=cu_seqlens)
     for one, step in zip(grad, grad_per_step) if grad.dim() == 4 else [(grad, grad_per_step)]:
         _correct(Correction("grad", first, second, True, cu_seqlens, len(one), one, thd_ops.rows_of(step)))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from ..base.partition import RULES
 from ..base.spec import ACCESS_BYTES
 from ..base.views import DTYPE_NAMES
 from ..run.enqueue import Call, enqueue
-from ..torch_state import grad_enabled, is_compiling, is_zero, written
+from ..torch_state import grad_enabled, is_traced, is_zero, written
 from . import reference
 from . import spec as specs
 from .reference import Correction, Move, Segments
@@ -32,7 +32,7 @@ from .shape import Mask, Shape
 
 def fail_of(name: str, gradient: bool = False, **tensors: Any) -> Fail:
     """Check that these arguments of `name` are tensors, and require no gradient if it has none. Return its `Fail`."""
-    fail, lazy, recorded = Fail(name), not is_compiling(), not gradient and grad_enabled()
+    fail, lazy, recorded = Fail(name), not is_traced(), not gradient and grad_enabled()
     for label, x in tensors.items():
         arguments.tensor(name, label, x)
         if x.is_quantized or (lazy and is_zero(x)):
@@ -70,7 +70,7 @@ def shape_of(fail: Fail, x: Tensor, cu_seqlens: Tensor, rule: str, **sizes: int)
 
 def require_written(label: str, x: Tensor, fail: Fail) -> None:
     """Refuse to write rows that are not contiguous, that overlap, or with torch's lazy bits."""
-    if not is_compiling() and (x.is_neg() or x.is_conj()):  # Dynamo cannot trace them
+    if not is_traced() and (x.is_neg() or x.is_conj()):  # Dynamo cannot trace them
         fail(f"{label} has torch's lazy negative or conjugate bit; pass {label}.resolve_conj().resolve_neg()")
     if len(x) != 0 and (not x[0].is_contiguous() or (len(x) != 1 and abs(x.stride(0)) < x[0].numel())):
         fail(f"{label} has strides {x.stride()}; its rows must be contiguous, and must not overlap")
@@ -81,20 +81,19 @@ def rows_of(x: Tensor) -> Tensor:
     return x if len(x) == 0 or x[0].is_contiguous() else x.contiguous()
 
 
-def check_lse(fail: Fail, packed: bool, cu_seqlens: Tensor, **given: Tensor) -> int:
-    """Refuse wrong log-sum-exps and offsets. Return the number of rows that fit in the first log-sum-exp."""
-    lse = given["lse"]
+def check_lse(name: str, packed: Any, cu_seqlens: Tensor, **given: Any) -> tuple[bool, int]:
+    """Refuse wrong log-sum-exps and offsets. Return whether they are packed, and the rows that fit in `lse`."""
+    fail, lse = fail_of(name, **given, cu_seqlens=cu_seqlens), given["lse"]
+    packed = arguments.flag(name, "lse_packed", packed)
     check_offsets(fail, "lse", lse, cu_seqlens=cu_seqlens)
     axes: tuple[Any, ...] = ("H",) if packed else (len(cu_seqlens) - 1, "H")
     for label, x in given.items():
         fail.unlike(label, x, lse.device, (torch.float32,), (*axes, "rows"), contiguous=True, like="lse")
         axes = x.shape[:-1]
-    return lse.shape[-1] if packed else (len(cu_seqlens) - 1) * lse.shape[-1]
+    return packed, lse.shape[-1] if packed else (len(cu_seqlens) - 1) * lse.shape[-1]
 
 
-def check_step(
-    fail: Fail, label: str, out: Tensor, step: Tensor, cu_seqlens: Tensor, first: str, second: str, *pair: int
-) -> None:
+def check_step(fail: Fail, label: str, out: Tensor, step: Tensor, first: str, second: str, *pair: int) -> None:
     """Refuse a step that does not have the rows of the halves that it changes. pair: 2 if out may be two tensors."""
     shapes = [("T", "H", "D"), *[(n, "T", "H", "D") for n in pair]]
     fail.unlike(label, out, out.device, FLOATS, *shapes, like=label)
@@ -105,7 +104,6 @@ def check_step(
     if step.shape[-3] < rows:
         fail(f"{label}_per_step is {arguments.shown(step)}; it must have at least {rows} rows")
     require_written(label, out if out.dim() == 3 else out[0], fail)
-    check_offsets(fail, label, out, cu_seqlens=cu_seqlens)
 
 
 # ---- rows: `struct Params` of `rows.cuh.jinja` ---------------------------------------------------------
@@ -190,55 +188,45 @@ def correction_calls(given: Correction) -> list[Call]:
 
 _SHAPE = "SymInt tokens, SymInt sequences, int cp_size, int cp_rank, str rule"
 _TABLES = "Tensor? cu_seqlens, Tensor? lengths, Tensor? table"
-_STEPS = "Tensor(a!)? out, Tensor? step, Tensor(c!)? lse, Tensor(d!)? lse_step"
+_STEPS = "Tensor cu_seqlens, int rows, Tensor(a!)? out, Tensor? step, Tensor(c!)? lse, Tensor(d!)? lse_step"
 
 
-class Operation(NamedTuple):
-    """An op, which writes tensors and returns nothing."""
-
-    schema: str
-    reference: Callable[..., object]  # plain torch
-    calls: Callable[..., list[Call] | None]  # the launches on a GPU; None: use plain torch there too
-    # The arguments of the functions above, from those of the op:
-    read: Callable[..., tuple[Any, ...]] = lambda *given: (*given[:-5], Shape._make(given[-5:]))
-    written: Callable[..., Sequence[Any]] = lambda out, *_: [out]  # of these arguments, the tensors that change
+def _rows(*given: Any) -> Any:
+    move = Move._make((*given[:-5], Shape(*given[-5:])))
+    return reference.move, rows_calls, (move,), move.outputs
 
 
-OPERATIONS = (
-    Operation(
-        f"thd_rows(Tensor[] inputs, Tensor(a!)[] outputs, str map, {_TABLES}, {_SHAPE}) -> ()",
-        reference.move,
-        rows_calls,
-        read=lambda *given: (Move._make((*given[:-5], Shape._make(given[-5:]))),),
-        written=lambda given: given.outputs,
-    ),
-    Operation(
-        f"cp_segments(Tensor(a!) flat, Tensor cu_seqlens, Tensor? padded, int left, int right, {_SHAPE}) -> ()",
-        reference.fill_segments,
-        segments_calls,
-        lambda *given: (*given[:3], Shape._make(given[5:]), Mask._make(given[3:5])),
-    ),
-    Operation(
-        f"thd_correct(str quantity, str first, str second, bool packed, Tensor cu_seqlens, int rows, {_STEPS}) -> ()",
-        reference.correct,
-        correction_calls,
-        read=lambda *given: (Correction(*given),),
-        written=lambda given: [{"lse": given.lse, "read_lse": given.lse_step}.get(given.quantity, given.out)],
-    ),
-)
+def _segments(flat: Tensor, cu_seqlens: Tensor, padded: Tensor | None, left: int, right: int, *shape: Any) -> Any:
+    words = flat, cu_seqlens, padded, Shape(*shape), Mask(left, right)
+    return reference.fill_segments, segments_calls, words, [flat]
 
 
-def _run(op: Operation, launches: bool, *given: Any) -> None:
+def _correction(*given: Any) -> Any:
+    step = Correction(*given)
+    changed = {"lse": step.lse, "read_lse": step.lse_step}.get(step.quantity, step.out)
+    return reference.correct, correction_calls, (step,), [changed]
+
+
+# An op writes tensors and returns nothing. Its function reads its arguments, and returns what does it in plain torch,
+# what finds its launches on a GPU (None: plain torch does it there too), the arguments of both, and what changes.
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    f"thd_rows(Tensor[] inputs, Tensor(a!)[] outputs, str map, {_TABLES}, {_SHAPE}) -> ()": _rows,
+    f"cp_segments(Tensor(a!) flat, Tensor cu_seqlens, Tensor? padded, int left, int right, {_SHAPE}) -> ()": _segments,
+    f"thd_correct(str quantity, str first, str second, bool packed, {_STEPS}) -> ()": _correction,
+}
+
+
+def _run(op: Callable[..., Any], launches: bool, *given: Any) -> None:
     """Call an op: by its launches if it has some for these tensors, which are on a GPU, else in plain torch."""
-    words = op.read(*given)
-    calls = op.calls(*words) if launches else None
+    plain, launched, words, changed = op(*given)
+    calls = launched(*words) if launches else None
     if calls is None:
         with torch.no_grad():  # an exported program writes into views here
-            op.reference(*words)
+            plain(*words)
     else:
         for call in calls:
             enqueue(call)
-        written(op.written(*words))
+        written(changed)
 
 
 _lib = torch.library.Library("jitrope", "FRAGMENT")
@@ -246,12 +234,12 @@ _lib = torch.library.Library("jitrope", "FRAGMENT")
 
 def register(key: str, launches: bool) -> None:
     """Implement all ops for a dispatch key of torch."""
-    for op in OPERATIONS:
-        _lib.impl(op.schema.partition("(")[0], partial(_run, op, launches), key)
+    for schema, op in OPERATIONS.items():
+        _lib.impl(schema.partition("(")[0], partial(_run, op, launches), key)
 
 
-for _op in OPERATIONS:
-    _name = _lib.define(_op.schema, tags=(torch.Tag.pt2_compliant_tag,))
+for _schema in OPERATIONS:
+    _name = _lib.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"jitrope::{_name}", lambda *_: None, lib=_lib)
 register("CPU", launches=False)
 register("CUDA", launches=True)
@@ -279,9 +267,7 @@ def segments(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, shape: Shape,
 
 def move(given: Move) -> None:
     """Move rows; see `Move`."""
-    offsets, shape = given.cu_seqlens, given.shape
-    shape = shape if offsets is None else shape._replace(sequences=len(offsets) - 1)
-    torch.ops.jitrope.thd_rows(list(given.inputs), list(given.outputs), *given[2:-1], *shape)
+    torch.ops.jitrope.thd_rows(list(given.inputs), list(given.outputs), *given[2:-1], *given.shape)
 
 
 def move_rows(inputs: Sequence[Tensor], outputs: Sequence[Tensor], index: Tensor | None) -> None:

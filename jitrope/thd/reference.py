@@ -92,7 +92,7 @@ class Move(NamedTuple):
     cu_seqlens: Any = None
     lengths: Any = None
     table: Tensor | None = None
-    shape: Shape = Shape(0, 0, 1, 0)
+    shape: Shape = Shape(0, 0, 1, 0)  # of cu_seqlens' sequences
 
 
 class Correction(NamedTuple):
