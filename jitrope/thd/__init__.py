@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from ..base import arguments
-from ..base.fit import Fail
 from ..torch_state import is_compiling, wants_grad
 from . import ops as thd_ops
 from .reference import Correction, Move
@@ -69,9 +68,7 @@ class _Reordered(torch.autograd.Function):
 
 def _reorder(name: str, map: str, x: Rows, cu_seqlens: Tensor, cp_size: int, tokens: int | None, rule: str) -> Rows:
     several = isinstance(x, (tuple, list))
-    xs = tuple(x) if several else (x,)
-    if not (1 <= len(xs) <= 2):
-        Fail(name)(f"x is {len(xs)} tensors; one launch moves one or two")
+    xs = arguments.parts(name, "x", x, 2) if several else (x,)
     labels = {f"x[{i}]": y for i, y in enumerate(xs)} if several else {"x": x}
     fail = thd_ops.fail_of(name, gradient=True, **labels, cu_seqlens=cu_seqlens)
     if not all(y.dim() >= 1 and len(y) == len(xs[0]) and y.device == xs[0].device for y in xs):

@@ -126,10 +126,9 @@ def rows_calls(move: Move) -> list[Call] | None:
         return []
     in_strides, strides = ([x.stride(0) * x.itemsize * (len(x) > 1) for x in xs] for xs in (inputs, outputs))
     index_dtype = "int32" if cu_seqlens is None else DTYPE_NAMES[cu_seqlens.dtype]
-    cut = (shape.cp_size, shape.rule) if map in specs.PARTITIONED else (1, "dual_chunk")
     dtypes = (True, DTYPE_NAMES[inputs[0].dtype], DTYPE_NAMES[outputs[0].dtype]) if sums else ()
     multiple = math.gcd(*[x.data_ptr() for x in (*inputs, *outputs)], *in_strides, *strides, *widths, *in_widths)
-    kind = (map, writes, index_dtype, *cut, *dtypes)
+    kind = (map, writes, index_dtype, shape.cp_size, shape.rule, *dtypes)
     spec = specs.RowsSpec(*kind) if writes else specs.rows_spec(tuple(widths), multiple, *kind)
     zeros, absent = [0] * (2 - len(inputs)), [None] * (2 - len(inputs))
     words = [*in_strides, *zeros, *strides, *zeros, *(in_widths if sums else widths), *zeros]
@@ -248,10 +247,9 @@ register("CUDA", launches=True)
 # ---- for the modules above ---------------------------------------------------------------------------
 
 
-def table(map: str, cu_seqlens: Tensor, shape: Shape, rows: int | None = None) -> Tensor:
-    """The source of each row, (rows), int32; see `reference.table`. rows: default: all rows of the map."""
-    rows = (shape.tokens if map == "to_sequences" else shape.rows) if rows is None else rows
-    out = cu_seqlens.new_empty(rows, dtype=torch.int32)
+def table(map: str, cu_seqlens: Tensor, shape: Shape) -> Tensor:
+    """The source of each row of a rank, (rows), int32; see `reference.table`."""
+    out = cu_seqlens.new_empty(shape.rows, dtype=torch.int32)
     move(Move([], [out], map, cu_seqlens, shape=shape))
     return out
 
