@@ -376,7 +376,7 @@ class _Attention(torch.autograd.Function):
                 pending = all_to_all(rows, schedule.received, schedule.sent, schedule.ranks)
         dq, dk, dv = map(_together, (parts, *zip(*sums)))
         if call.rotation is not None:
-            call.rotation.back_(dq, dk)
+            call.rotation.apart(dq, dk, inverse=True, inplace=True)
         return dq, dk, dv, None
 
 

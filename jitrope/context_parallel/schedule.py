@@ -65,21 +65,19 @@ class Schedule(Partition):
         self.sent, self.received = [*rows[rank]], [each[rank] for each in rows]  # of this rank, to and from each
 
     @classmethod
-    def fixed(cls, batch: int, seqlen: int, device: torch.device | str, **words: Any) -> Schedule:
+    def fixed(cls, batch: int, seqlen: int, device: torch.device | str | None, **words: Any) -> Schedule:
         """A schedule of sequences of one length, for bshd and sbhd. Errors: see `Schedule`.
 
         Args:
             batch: B, the number of sequences.
             seqlen: tokens of a sequence on all ranks together, a multiple of the group's size.
-            device: the device of q.
+            device: the device of q; None: torch's default device.
             words: the keywords of `Schedule`, except cu_seqlens_padded and max_seqlen.
         """
         name = "Schedule.fixed"
         batch = arguments.whole(name, "batch", batch, 1)
         seqlen = arguments.whole(name, "seqlen", seqlen, 0)
         where = arguments.device(name, "device", device)
-        if where is None:
-            arguments.refuse(name, "device", device, "the device of q")
         offsets = torch.arange(batch + 1, dtype=torch.int32, device=where) * seqlen
         schedule = cls(offsets, batch * seqlen, cu_seqlens_padded=None, max_seqlen=seqlen, **words)
         size = schedule.shape.cp_size
