@@ -1002,7 +1002,7 @@ def check_mesh() -> None:
     cu = torch.tensor([0, 4 * size])
     assert repr(Schedule(cu, 4 * size, group=mesh["cp"])) == repr(Schedule(cu, 4 * size))
     with pytest.raises(
-        InvalidInput, match=r"group is DeviceMesh.*; it must be a process group, a DeviceMesh with one axis, as mesh"
+        InvalidInput, match=r"group is DeviceMesh.*; it must be a process group, a DeviceMesh of one axis"
     ):
         Partition(cu, 4 * size, group=mesh)
     x = distribute_tensor(torch.randn(4, 2, 8), mesh["cp"], [Replicate()])

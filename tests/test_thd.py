@@ -404,7 +404,7 @@ REFUSED = {
         lambda: thd.sequence_order_to_cp_rank_order((torch.ones(7, 1), torch.ones(6, 1)), offsets((6,)), 2),
         "it must be .T, ...., or a pair with as many rows",
     ),
-    "three": (lambda: thd.sequence_order_to_cp_rank_order((torch.ones(1),) * 3, offsets((1,)), 1), "x is a tuple of 3; it"),
+    "three": (lambda: thd.sequence_order_to_cp_rank_order((torch.ones(1),) * 3, offsets((1,)), 1), "x is a tuple of 3"),
     "valid": (
         lambda: thd.copy_valid_tokens_from_per_split_to_rank_local(
             torch.ones(4, 1), torch.ones(5, 1), offsets((4,)), offsets((4,))

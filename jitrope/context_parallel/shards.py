@@ -65,9 +65,7 @@ def ranks_of(function: str, group: Any, cp_size: int | None = None, cp_rank: int
     if isinstance(group, DeviceMesh) and group.ndim == 1:
         group = group.get_group()
     if not (group is None or isinstance(group, ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
-        arguments.refuse(
-            function, "group", group, 'a process group, a DeviceMesh with one axis, as mesh["cp"], or None'
-        )
+        arguments.refuse(function, "group", group, 'a process group, a DeviceMesh of one axis (mesh["cp"]), or None')
     numbers = cp_size is not None or cp_rank is not None
     if numbers and group is not None:
         fail("group is given together with cp_size and cp_rank; pass either the group or the numbers")
