@@ -296,7 +296,7 @@ ROWS: dict[str, Row] = {
     "Schedule.fixed": Row(fixed, {
         "batch": 2, "seqlen": 8, "device": "cpu", "group": None, "cp_size": 2, "cp_rank": 1, "causal": False,
         "window": (3, 1), "rule": "contiguous",
-    }, {"batch": {"int"}, "cp_rank": {"int"}, "cp_size": {"int"}}),
+    }, {"batch": {"int"}, "cp_rank": {"int"}, "cp_size": {"int"}, "device": {"None"}}),
     "all_gather_attention": Row(cp.all_gather_attention, ATTEND,
         {"softmax_scale": FLOAT | NEGATIVE, "head_groups": {"int"}}),
     "Rope": Row(roped, {"cos": rows(8, 2), "sin": rows(8, 2), "interleaved": True, "rotary_dim": 4, "rotary_offset": 0,

@@ -78,10 +78,8 @@ def simulate(case: Attention, made: Made, cp_size: int, device: str) -> list[Ten
         dq, *gradients = attend_backward(dout, q, keys, values, result, call)
         back.append(pack_gradients(*gradients, call))
         outputs.append([result.out, dq, result.lse])
-    for x, (call, (_, k, v, _)), rows in zip(outputs, ranks, routed(back, [call.schedule.received for call in calls])):
-        dk, dv = torch.empty_like(k), torch.empty_like(v)
-        unpack_gradients(rows, dk.flatten(1), dv.flatten(1), call)
-        x[2:2] = dk, dv
+    for x, call, rows in zip(outputs, calls, routed(back, [call.schedule.received for call in calls])):
+        x[2:2] = unpack_gradients(rows, call)
     return [together(x, case) for x in zip(*outputs)]
 
 
@@ -171,15 +169,13 @@ def taken_or_skipped(case: Attention, installed: bool) -> None:
 
 
 class Poisoned(Math):
-    """NaN in all unspecified rows, and lse of any sign in rows without keys."""
+    """NaN in all unspecified rows."""
 
     name = "poisoned"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
         result = super().forward(q, k, v, varlen, case)
-        assert result.lse is not None
         result.out[varlen.cu_seqlens_q[-1] :] = torch.nan
-        result.lse[:, varlen.cu_seqlens_q[-1] :] = torch.nan
         return result
 
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, varlen: Varlen) -> Gradients:

@@ -90,8 +90,7 @@ def test_tables_match_reference(seed: int) -> None:
     for map, rows in TABLES:
         want = reference.table(pack.slots, map, getattr(pack.shape, rows), pack.shape)
         out = torch.full((len(want),), -7, dtype=torch.int32)
-        for call in thd_ops.table_calls(out, pack.slots, map, len(want), pack.shape):
-            run(call)
+        move(Move([], [out], map, pack.slots, shape=pack.shape))
         assert torch.equal(out, want), map
 
 
@@ -382,12 +381,11 @@ def test_gradient_corrections() -> None:
         assert out.view(2, 6).tolist() == [want, want]
 
 
-@pytest.mark.parametrize("op", ["thd_table", "thd_rows", "cp_segments", "thd_correct"])
+@pytest.mark.parametrize("op", ["thd_rows", "cp_segments", "thd_correct"])
 def test_opcheck(op: str) -> None:
     cu, shape = offsets((7, 0, 6)), Shape(14, 3, 2, 1)
     x, out = torch.randn(14, 3), torch.empty(14, 3)
     arguments = {
-        "thd_table": (torch.empty(shape.rows, dtype=torch.int32), cu, "to_ranks", shape.rows, *shape),
         "thd_rows": ([x], [out], "to_ranks", cu, None, None, *shape._replace(cp_rank=0)),
         "cp_segments": (reference.empty_segments(cu, None, shape, Mask(2, 1)), cu, None, 2, 1, *shape),
         "thd_correct": ("grad", "add", "copy", True, cu, 14, out.view(14, 3, 1), x.view(14, 3, 1), None, None),
@@ -398,7 +396,7 @@ def test_opcheck(op: str) -> None:
 QUANTIZED = torch._empty_affine_quantized((8, 2, 4), scale=1.0, zero_point=0, dtype=torch.quint8)
 REFUSED = {
     "dtype": (lambda: thd.get_partitioned_indices(torch.zeros(3), 4, 2, 0), "cu_seqlens is"),
-    "rank": (lambda: thd.get_partitioned_indices(offsets((4,)), 4, 2, 2), "rank is 2; it must be from 0"),
+    "rank": (lambda: thd.get_partitioned_indices(offsets((4,)), 4, 2, 2), "rank is 2; it must be below world_size=2"),
     "rule": (lambda: thd.get_partitioned_indices(offsets((4,)), 4, 2, 0, rule="striped"), "rule is 'striped'"),
     "too-many": (lambda: thd.get_partitioned_indices(offsets((4,)), 2**31, 2, 0), "tokens are more than"),
     "rows": (lambda: thd.cp_rank_order_to_sequence_order(torch.ones(7, 1), offsets((6,)), 2, 6), "x has 7 rows"),
@@ -406,11 +404,11 @@ REFUSED = {
         lambda: thd.sequence_order_to_cp_rank_order((torch.ones(7, 1), torch.ones(6, 1)), offsets((6,)), 2),
         "it must be .T, ...., or a pair with as many rows",
     ),
-    "three": (lambda: thd.sequence_order_to_cp_rank_order((torch.ones(1),) * 3, offsets((1,)), 1), "x is 3 tensors"),
+    "three": (lambda: thd.sequence_order_to_cp_rank_order((torch.ones(1),) * 3, offsets((1,)), 1), "x is a tuple of 3"),
     "valid": (
         lambda: thd.copy_valid_tokens_from_per_split_to_rank_local(
             torch.ones(4, 1), torch.ones(5, 1), offsets((4,)), offsets((4,))
-        ), "out is",
+        ), r"x is .*; it must be \(4, 1\), float32, on cpu like out",
     ),
     "half": (lambda: thd.read_half_tensor(torch.ones(4, 1, 1), offsets((4,)), 2), "half_idx is 2"),
     "lse": (
@@ -424,7 +422,7 @@ REFUSED = {
     ),
     "step": (
         lambda: thd.grad_correction(torch.ones(4, 1, 1), torch.ones(1, 1, 1), offsets((4,)), "add", "none"),
-        "grad_per_step is .* it must have at least 2 rows",
+        "grad_per_step is .*; it must have at least 2 rows",
     ),
     "equal lse": (
         lambda: thd.out_correction(
@@ -455,7 +453,7 @@ REFUSED = {
     "offsets of more sequences": (
         lambda: thd.copy_valid_tokens_from_per_split_to_rank_local(
             torch.ones(3, 1), torch.ones(3, 1), offsets((3,)), offsets((1, 2))
-        ), "cu_seqlens is .*; it must be .* of as many sequences as cu_seqlens_padded",
+        ), r"cu_seqlens is .*; it must be \(2,\), int32 or int64, contiguous, on cpu like cu_seqlens_padded",
     ),
     "valid past the end": (
         lambda: thd.copy_valid_tokens_from_per_split_to_rank_local(

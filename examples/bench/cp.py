@@ -109,12 +109,12 @@ def works(cp_size: int, batch: Batch, ragged: bool) -> Iterator[Work]:
     copy = partial(thd.copy_valid_tokens_from_per_split_to_rank_local, cu_seqlens_padded=starts, cu_seqlens=lengths)
     yield Work("copy valid", 2 * valid * size, copy, ((shape.rows, width),) * 2)
     keys, seen = len(schedule.segments.key_rows), int(schedule.segments.cu_seqlens_k[-1])
-    everyone, own = (padded, 2 * width), (shape.rows, width)
+    everyone = (padded, 2 * width)
     moved = 2 * (seen + keys) * size, 2 * (seen + padded) * size, 2 * (cp_size + 1) * shape.rows * size
     gather, chunks, ranks = (partial(lambda f, *x: f(*x, call), f) for f in (unpack, pack_gradients, unpack_gradients))
     yield Work("gather of visible keys, k and v", moved[0], gather, (everyone,))
     yield Work("sum of chunks, dK and dV", moved[1], chunks, ((keys, width),) * 2)
-    yield Work("sum over ranks, dK and dV", moved[2], ranks, (everyone, own, own))
+    yield Work("sum over ranks, dK and dV", moved[2], ranks, (everyone,))
 
 
 def first_halves(cu_seqlens: Tensor, cp_size: int, rank: int, rule: str) -> tuple[Tensor, Tensor, int]:

@@ -64,8 +64,8 @@ class Fail(NamedTuple):
 
 
 def _fits(sizes: Sequence[int], shape: Sequence[Any]) -> bool:
-    allowed = [(size, x if isinstance(x, tuple) else (x,)) for size, x in zip(sizes, shape) if not isinstance(x, str)]
-    return len(sizes) == len(shape) and all(size in own for size, own in allowed)
+    fit = [x == size or isinstance(x, str) or (isinstance(x, tuple) and size in x) for size, x in zip(sizes, shape)]
+    return len(sizes) == len(shape) and all(fit)
 
 
 def _shown(shape: Sequence[Any]) -> str:

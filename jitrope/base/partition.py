@@ -37,7 +37,7 @@ def rank_of(chunk: Any, cp_size: int, rule: str) -> Any:
     return chunk + (chunk >= cp_size) * (number_of_chunks(cp_size, rule) - 1 - 2 * chunk)
 
 
-def count(offset: Any, chunk: int, of: int) -> Any:
+def count(offset: Any, chunk: Any, of: int) -> Any:
     """The number of the first `offset` tokens of the batch that are in chunk `chunk` of `of`."""
     return (offset + of - 1 - chunk) // of
 

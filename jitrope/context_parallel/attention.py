@@ -14,13 +14,16 @@ from torch.nn.functional import pad
 
 from .. import torch_state as watch
 from ..base import arguments
-from ..base.fit import named
+from ..base.fit import FLOATS, named
 from ..thd import ops as thd_ops
 from ..thd.reference import Move
+from ..thd.shape import Shape
 from .backends import NAME, Backend, Case, Gradients, Result, choose, fail
 from .rotary import Rope, Rotation, rotation_of
-from .schedule import Schedule, check_lengths, check_rows
+from .schedule import Schedule, check_lengths
 from .shards import Pending, all_gather, all_to_all, largest, taken
+
+DTYPES: tuple[torch.dtype, ...] = (*FLOATS, torch.float64)
 
 
 class Call(NamedTuple):
@@ -102,7 +105,10 @@ def all_gather_attention(
     def checked() -> Any:
         groups = _check_heads(*given, layout, head_groups)
         q, k, v = (_batch_first(x, layout).flatten(0, -3) for x in given)
-        check_rows(q, given[0].shape, layout, schedule)
+        batch = given[0].shape[layout.index("b")] if "b" in layout else None
+        if batch is not None and (batch != schedule.shape.sequences or not schedule.equal):
+            fail(f"q has B={batch} in layout {layout!r}; make the schedule with Schedule.fixed, for that batch")
+        schedule.check(fail, "q", q)
         sizes = (q.shape[1] // groups, k.shape[1] // groups, q.shape[2], v.shape[2])  # of one head group
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
         wanted = (grad, flag("return_lse", return_lse), flag("return_max_logit", return_max_logit))
@@ -137,21 +143,17 @@ def _batch_first(x: Tensor, layout: str) -> Tensor:
 def _check_heads(q: Any, k: Any, v: Any, layout: Any, head_groups: Any) -> int:
     """Check a rank's q, k and v. Returns head_groups, a number that divides the heads of k."""
     arguments.word(NAME, "layout", layout, ("thd", "bshd", "sbhd"))
+    like, shape, dtypes = "q", tuple(layout.upper()), DTYPES
     for name, x in (("q", q), ("k", k), ("v", v)):
         arguments.tensor(NAME, name, x)
         if watch.sharded((x,)):
             fail(f"{name} is a DTensor; pass {name}.to_local(), and make the result with DTensor.from_local")
-        if x.dim() != len(layout):
-            axes = ", ".join(layout.upper())
-            fail(f"{name} has shape {tuple(x.shape)}, layout {layout!r} needs {len(layout)} axes ({axes})")
-        if x.dtype != q.dtype or x.device != q.device:
-            fail(f"{name} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}")
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        fail(f"q is {q.dtype}; allowed are fp16, bf16, fp32 and fp64")
-    sizes = ", ".join(f"{name} is {named(x, layout)}" for name, x in (("q", q), ("k", k), ("v", v)))
-    alike = q.shape[:-2] == k.shape[:-2] == v.shape[:-2] and k.shape[-2] == v.shape[-2] and q.shape[-1] == k.shape[-1]
-    if not alike or min(*q.shape[-2:], *v.shape[-2:]) <= 0 or q.shape[-2] % k.shape[-2] != 0:
-        fail(f"{sizes}; only H and v's D may differ, k's H must be v's and divide q's, and H and D be at least 1")
+        fail.unlike(name, x, q.device, dtypes, shape, like=like, hint=f"; layout is {layout!r}")
+        shape = (*x.shape[:-2], "H", x.shape[-1]) if name == "q" else (*x.shape[:-1], "D")
+        like, dtypes = name, (x.dtype,)
+    if not q.shape[-2:].numel() * v.shape[-2:].numel() or q.shape[-2] % k.shape[-2] != 0:
+        sizes = ", ".join(f"{name} is {named(x, layout)}" for name, x in (("q", q), ("k", k), ("v", v)))
+        fail(f"{sizes}; k's H must divide q's, and H and D be at least 1")
     groups = arguments.whole(NAME, "head_groups", head_groups, 1)
     if k.shape[-2] % groups != 0:
         fail(f"head_groups is {groups}, which does not divide k's H={k.shape[-2]}")
@@ -223,10 +225,7 @@ def pack(k: Tensor, v: Tensor, call: Call) -> Tensor:
 
 def unpack(gathered: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """The keys that this rank's queries see, segment by segment, and their values: (keys, Hk, D), (keys, Hk, Dv)."""
-    case, index = call.case, call.schedule.segments.key_rows
-    k, v = (gathered.new_empty(len(index), case.kv_heads, size) for size in (case.head_dim, case.head_dim_v))
-    thd_ops.move_rows(gathered.split(call.widths, 1), (k.flatten(1), v.flatten(1)), index)
-    return k, v
+    return _apart(gathered, call.schedule.segments.key_rows, call)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Result:
@@ -235,10 +234,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Result:
         none = q.new_empty(0, q.shape[1], dtype=torch.float32)
         return Result(v[:0].repeat(1, q.shape[1] // v.shape[1], 1), none, none, ())
     with watch.without_autocast(q):  # backends compute in the dtypes of their inputs
-        result = call.backend.forward(_with_dummies(q, call), k, v, call.schedule.varlen(call.scale), call.case)
-    lse = _by_rows(result.lse, call) if call.case.lse else None
-    row_max = _by_rows(result.row_max, call) if call.case.max_logit else None
-    return Result(_without_dummies(result.out, call), lse, row_max, result.saved)
+        out, lse, row_max, saved = call.backend.forward(
+            _with_dummies(q, call), k, v, call.schedule.varlen(call.scale), call.case
+        )
+    return Result(_without_dummies(out, call), _by_rows(lse, call), _by_rows(row_max, call), saved)
 
 
 def attend_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, call: Call) -> Gradients:
@@ -264,9 +263,16 @@ def _side_by_side(k: Tensor, v: Tensor, index: Tensor | None, call: Call) -> Ten
     return rows
 
 
-def unpack_gradients(received: Tensor, dk: Tensor, dv: Tensor, call: Call) -> None:
-    """Write the sums over all ranks, in fp32, into dk and dv (rows, width) of this rank's keys and values."""
-    thd_ops.move_rows(received.split(call.widths, 1), (dk, dv), call.schedule.sum_rows)
+def unpack_gradients(received: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """The sums over all ranks, in fp32: dk (rows, Hk, D) and dv (rows, Hk, Dv) of this rank's keys and values."""
+    return _apart(received, call.schedule.sum_rows, call)
+
+
+def _apart(rows: Tensor, index: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """The inverse of `_side_by_side`: k (rows, Hk, D) and v (rows, Hk, Dv), by the rows of an index."""
+    k, v = (rows.new_empty(index.shape[-1], width) for width in call.widths)
+    thd_ops.move_rows(rows.split(call.widths, 1), (k, v), index)
+    return k.unflatten(1, (call.case.kv_heads, -1)), v.unflatten(1, (call.case.kv_heads, -1))
 
 
 def _with_dummies(x: Tensor, call: Call) -> Tensor:
@@ -280,20 +286,17 @@ def _without_dummies(x: Tensor, call: Call) -> Tensor:
     segments = call.schedule.segments
     if segments.output_rows is not None:
         return taken(x, segments.output_rows, len(segments.output_rows))
-    thd_ops.move(Move([x], [x], "tail", segments.cu_seqlens_q))
+    shape = Shape(0, len(segments.cu_seqlens_q) - 1, 1, 0)
+    thd_ops.move(Move([x], [x], "tail", segments.cu_seqlens_q, shape=shape))
     return x
 
 
-def _by_rows(x: Tensor | None, call: Call) -> Tensor:
+def _by_rows(x: Tensor | None, call: Call) -> Tensor | None:
     """A value of each query and head (Hq, Tq) as (rows, Hq), -inf for rows of no segment."""
-    assert x is not None, f"{call.backend.name} did not refuse the case, but has no such output"
-    segments = call.schedule.segments
-    if segments.output_rows is None:
-        none = torch.arange(x.shape[1], device=x.device) >= segments.cu_seqlens_q[-1]
-    else:
-        none = segments.output_rows < 0
-        x = x[:, segments.output_rows.clamp(min=0)]
-    return x.masked_fill(none, -torch.inf).t().contiguous()
+    rows = call.schedule.segments.output_rows
+    if x is not None and rows is not None:
+        x = x[:, rows.clamp(min=0)].masked_fill(rows < 0, -torch.inf)
+    return None if x is None else x.t().contiguous()
 
 
 # ---- autograd ----------------------------------------------------------------------------------------
@@ -305,21 +308,16 @@ def _gathered(k: Tensor, v: Tensor | None, call: Call) -> Iterator[tuple[Tensor,
     Without v, k has the rows to send. The order of steps frees each tensor before the next takes memory.
     """
     schedule, n = call.schedule, call.head_groups
-    packed = iter([k]) if v is None else (pack(*pair, call) for pair in zip(k.chunk(n, 1), v.chunk(n, 1)))
-
-    def begin() -> Pending | None:
-        rows = next(packed, None)
-        if rows is None:
-            return None
+    pending: list[Pending] = []
+    for rows in [k] if v is None else (pack(*pair, call) for pair in zip(k.chunk(n, 1), v.chunk(n, 1))):
         if schedule.exchange is None:
-            return all_gather(rows, schedule.ranks)
-        return all_to_all(rows, schedule.sent, schedule.received, schedule.ranks)
-
-    pending = begin()
-    while pending is not None:
-        rows, pending = [pending.wait()], None
-        pending = begin()
-        yield unpack(rows.pop(), call)
+            pending.append(all_gather(rows, schedule.ranks))
+        else:
+            pending.append(all_to_all(rows, schedule.sent, schedule.received, schedule.ranks))
+        del rows
+        if len(pending) > 1:
+            yield unpack(pending.pop(0).wait(), call)
+    yield unpack(pending.pop().wait(), call)
 
 
 class _Attention(torch.autograd.Function):
@@ -351,7 +349,7 @@ class _Attention(torch.autograd.Function):
         call: Call = ctx.call
         q, k, v, out, *saved = ctx.saved_tensors
         schedule, groups, kept = call.schedule, call.head_groups, 2 * call.keep_gathered
-        heads, size = call.case.kv_heads, len(saved) // groups
+        size = len(saved) // groups
         gathered: Any = None if kept else _gathered(k, v, call)
         of_queries = [x.chunk(groups, 1) for x in (torch.zeros_like(out) if dout is None else dout, q, out)]
         parts: list[Tensor] = []
@@ -367,25 +365,23 @@ class _Attention(torch.autograd.Function):
             parts.append(dq)
             return pack_gradients(dkeys, dvalues, call)
 
-        sums: list[Tensor] = []  # of all ranks' gradients for this rank's keys and values
+        sums: list[tuple[Tensor, Tensor]] = []  # of all ranks' gradients for this rank's keys and values
         pending = None
         for group in range(groups + 1):  # a group's gradients arrive during the attention of the next
             rows = packed(group) if group < groups else None
             if pending is not None:
-                received, pending = [pending.wait()], None
-                sums = sums or [q.new_empty(len(q), groups, width) for width in call.widths]
-                dk, dv = (x[:, group - 1] for x in sums)
-                unpack_gradients(received.pop(), dk, dv, call)  # it is freed before more arrive
+                sums.append(unpack_gradients(pending.wait(), call))
+                pending = None  # its rows are freed before more arrive
             if rows is not None:
                 pending = all_to_all(rows, schedule.received, schedule.sent, schedule.ranks)
-        dq, (dk, dv) = _together(parts), (x.view(len(x), groups * heads, x.shape[2] // heads) for x in sums)
+        dq, dk, dv = map(_together, (parts, *zip(*sums)))
         if call.rotation is not None:
-            call.rotation.back_(dq, dk)
+            call.rotation.apart(dq, dk, inverse=True, inplace=True)
         return dq, dk, dv, None
 
 
-def _together(parts: list[Any]) -> Any:
-    """All heads, from head groups."""
+def _together(parts: Any) -> Any:
+    """All heads, from a list of head groups."""
     if len(parts) == 1 or parts[0] is None:
         return parts[0]
     with watch.without_autocast(parts[0]):  # which would promote

@@ -54,7 +54,7 @@ class Varlen(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The outputs of `Backend.forward`. Rows of no segment are unspecified, except in row_max, where they are -inf."""
+    """The outputs of `Backend.forward`. Rows of no segment are unspecified in out, and -inf in lse and row_max."""
 
     out: Tensor  # (Tq, Hq, Dv), zero for rows without keys
     lse: Tensor | None  # (Hq, Tq), fp32, -inf for rows without keys; None if the case does not need it
@@ -134,8 +134,10 @@ class Flash(Backend):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
         lengths, words = _given(varlen)
         out, lse, state, unused, _ = _aten._flash_attention_forward(q, k, v, *lengths, False, **words)
-        # Rows without keys are +inf or -inf here, and the backward needs them unchanged.
-        reported = torch.where(lse.isinf(), -torch.inf, lse) if case.lse else None
+        reported = None
+        if case.lse:  # rows without keys are +inf or -inf here, spare rows anything; the backward needs them unchanged
+            spare = torch.arange(len(q), device=q.device) >= varlen.cu_seqlens_q[-1]
+            reported = lse.masked_fill(lse.isinf() | spare, -torch.inf)
         return Result(out, reported, None, (lse, state, unused))
 
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, varlen: Varlen) -> Gradients:

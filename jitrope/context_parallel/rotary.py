@@ -65,13 +65,9 @@ class Rotation:
         prepare_qkv(q, k, v, **self.words, out=(out, sent_k, sent_v))
         return out
 
-    def apart(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Rotate q and k in a separate launch, with gradients."""
-        return apply_rope(q, k, **self.words)
-
-    def back_(self, dq: Tensor, dk: Tensor) -> None:
-        """Turn the gradients of rotated q and k into those of q and k, in place."""
-        apply_rope(dq, dk, **self.words, inverse=True, inplace=True)
+    def apart(self, q: Tensor, k: Tensor, **more: Any) -> tuple[Tensor, Tensor | None]:
+        """Rotate q and k, or their gradients, in a separate launch. more: words of `apply_rope`."""
+        return apply_rope(q, k, **self.words, **more)
 
 
 def rotation_of(rope: Any, q: Tensor, k: Tensor, schedule: Schedule) -> Rotation | None:

@@ -56,7 +56,7 @@ class Schedule(Partition):
         self.mask = Mask(sizes[0], 0 if arguments.flag("Schedule", "causal", causal) else sizes[1])
         self.longest = None if max_seqlen is None else arguments.whole("Schedule", "max_seqlen", max_seqlen, 0)
         self.max_seqlen = self.shape.tokens if self.longest is None else self.longest
-        self.equal = False  # whether sequences have one length
+        self.equal = self.shape.tokens == 0  # whether sequences have one length
         self.most_segments = self.shape.segments(self.mask, cu_seqlens_padded is not None)  # with empty ones
         # rows[source][rank]: the number of rows that each rank sends to each; None: all ranks gather all rows
         self.exchange = self.shape.exchange(self.mask)
@@ -65,21 +65,19 @@ class Schedule(Partition):
         self.sent, self.received = [*rows[rank]], [each[rank] for each in rows]  # of this rank, to and from each
 
     @classmethod
-    def fixed(cls, batch: int, seqlen: int, device: torch.device | str, **words: Any) -> Schedule:
+    def fixed(cls, batch: int, seqlen: int, device: torch.device | str | None, **words: Any) -> Schedule:
         """A schedule of sequences of one length, for bshd and sbhd. Errors: see `Schedule`.
 
         Args:
             batch: B, the number of sequences.
             seqlen: tokens of a sequence on all ranks together, a multiple of the group's size.
-            device: the device of q.
+            device: the device of q; None: torch's default device.
             words: the keywords of `Schedule`, except cu_seqlens_padded and max_seqlen.
         """
         name = "Schedule.fixed"
         batch = arguments.whole(name, "batch", batch, 1)
         seqlen = arguments.whole(name, "seqlen", seqlen, 0)
         where = arguments.device(name, "device", device)
-        if where is None:
-            arguments.refuse(name, "device", device, "the device of q")
         offsets = torch.arange(batch + 1, dtype=torch.int32, device=where) * seqlen
         schedule = cls(offsets, batch * seqlen, cu_seqlens_padded=None, max_seqlen=seqlen, **words)
         size = schedule.shape.cp_size
@@ -129,33 +127,16 @@ class Schedule(Partition):
         shape, mask = self.shape, self.mask
         longest = min(self.max_seqlen, shape.tokens)
         chunk = -(-longest // shape.of)
+        left, right = (longest if side < 0 else side for side in mask)
         # Under a full mask, segments (of padding too) can have all of the rank's queries of a sequence.
-        queries = chunk * len(shape.chunks) if mask.full or self.cu_seqlens_padded is not None else chunk
-        keys = longest
-        if mask.extends:
-            queries = longest if mask.right < 0 else min(longest, chunk + mask.right)
-        if mask.left >= 0 and mask.right >= 0:
-            keys = min(longest, mask.left + chunk + mask.right)
-        most_keys, most_queries = shape.most(mask)
+        whole = mask.full or (self.cu_seqlens_padded is not None and not mask.extends)
+        queries = chunk * len(shape.chunks) if whole else min(longest, chunk + right)
+        keys, (most_keys, most_queries) = min(longest, left + chunk + right), shape.most(mask)
         most = min(queries, most_queries), min(keys, most_keys)
         return Varlen(self.segments.cu_seqlens_q, self.segments.cu_seqlens_k, *most, mask, scale)
 
 
 # ---- checks of a call -------------------------------------------------------------------------------
-
-
-def check_rows(q: Tensor, given: torch.Size, layout: str, schedule: Schedule) -> None:
-    """Check that q (rows, H, D), given in a layout with shape `given`, has the rows of this rank."""
-    shape, device = schedule.shape, schedule.cu_seqlens.device
-    batch = given[layout.index("b")] if "b" in layout else None
-    if batch is not None and (batch != shape.sequences or not (schedule.equal or shape.tokens == 0)):
-        fail(f"q has B={batch} in layout {layout!r}; make the schedule with Schedule.fixed, for that batch")
-    if q.device != device:
-        fail(f"q is on {q.device} but cu_seqlens on {device}")
-    if len(q) != shape.rows:
-        fail(f"q has {len(q)} rows; rank {shape.cp_rank} of {shape.cp_size} has {shape.rows} of tokens={shape.tokens}")
-    if shape.cp_size != 1 and schedule.ranks.group is None:
-        fail("the schedule was made with cp_size and cp_rank; make it with a group")
 
 
 def check_lengths(schedule: Schedule, table_rows: int | None) -> None:

@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..base import arguments
 from ..base.fit import Fail
-from ..base.partition import RULES
 from ..thd import cp_rank_order_to_sequence_order
 from ..thd import ops as thd_ops
 from ..thd.shape import Shape
@@ -60,25 +59,19 @@ class Pending(NamedTuple):
         return self.rows if self.rows is self.sent else collectives.wait_tensor(self.rows)
 
 
-def ranks_of(function: str, group: Group, cp_size: int | None = None, cp_rank: int | None = None) -> Ranks:
+def ranks_of(function: str, group: Any, cp_size: int | None = None, cp_rank: int | None = None) -> Ranks:
     """The ranks from cp_size and cp_rank, else from the group, else from torch's default group, else one process."""
     fail = Fail(function)
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            fail(f'group is a DeviceMesh of {group.ndim} axes; pass one of them, as mesh["cp"]')
+    if isinstance(group, DeviceMesh) and group.ndim == 1:
         group = group.get_group()
     if not (group is None or isinstance(group, ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
-        arguments.refuse(function, "group", group, "a process group, a DeviceMesh with one axis, or None")
+        arguments.refuse(function, "group", group, 'a process group, a DeviceMesh of one axis (mesh["cp"]), or None')
     numbers = cp_size is not None or cp_rank is not None
     if numbers and group is not None:
         fail("group is given together with cp_size and cp_rank; pass either the group or the numbers")
     if numbers or (group is None and not (dist.is_available() and dist.is_initialized())):
-        size = 1 if cp_size is None else arguments.whole(function, "cp_size", cp_size, 1)
-        rank = 0 if cp_rank is None else arguments.whole(function, "cp_rank", cp_rank, 0)
-        if rank >= size:
-            fail(f"cp_rank is {rank}, cp_size {size}; ranks go from 0 to cp_size - 1")
-        return Ranks(None, size, rank)
-    group = cast(ProcessGroup, dist.group.WORLD if group is None else group)
+        return Ranks(None, 1 if cp_size is None else cp_size, 0 if cp_rank is None else cp_rank)
+    group = dist.group.WORLD if group is None else group
     rank = dist.get_rank(group)
     if rank < 0:
         fail("this process is not in the group")
@@ -179,15 +172,16 @@ class Partition:
         rule: str = "dual_chunk",
     ) -> None:
         name = type(self).__name__
-        tokens, rule = arguments.whole(name, "tokens", tokens, 0), arguments.word(name, "rule", rule, RULES)
         offsets = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
         fail = thd_ops.fail_of(name, cu_seqlens=cu_seqlens, cu_seqlens_padded=offsets)
         self.cu_seqlens, self.offsets = cu_seqlens.contiguous(), offsets.contiguous()
         self.cu_seqlens_padded = None if cu_seqlens_padded is None else self.offsets
-        self.ranks: Ranks = ranks_of(name, group, cp_size, cp_rank)
+        ranks = ranks_of(name, group, cp_size, cp_rank)
         both = {"cu_seqlens": self.cu_seqlens, "cu_seqlens_padded": self.offsets}
         thd_ops.check_offsets(fail, "cu_seqlens_padded", offsets, **both)
-        self.shape = thd_ops.shape_of(offsets, self.offsets, tokens, *self.ranks[1:3], rule, fail)
+        sizes = {"tokens": tokens, "cp_size": ranks.cp_size, "cp_rank": ranks.cp_rank}
+        self.shape = thd_ops.shape_of(fail, offsets, self.offsets, rule, **sizes)
+        self.ranks: Ranks = ranks._replace(cp_size=self.shape.cp_size, cp_rank=self.shape.cp_rank)
         if self.shape.sequences < 1:
             fail("cu_seqlens has one offset; it must have those of one sequence at least")
         self.rows = self.shape.rows
@@ -212,20 +206,14 @@ class Partition:
         """The offsets (N + 1) of the sequences, with padding, in this rank's rows. They have the given dtype."""
         return cast(Tensor, self.shape.local(self.offsets))
 
-    @kept
-    def _own_rows(self) -> Tensor:
-        """The row of each token on this rank, or -1: (T)."""
-        row = thd_ops.table("to_sequences", self.offsets, self.shape) - self.shape.cp_rank * self.shape.capacity
-        return torch.where((row >= 0) & (row < self.shape.capacity), row, -1)
-
     def shard(self, x: Tensor) -> Tensor:
         """This rank's rows (rows, ...) of x (T, ...). The gradient is zero in all other rows.
 
         Raises:
             InvalidInput: x does not have T rows.
         """
-        self._check("shard", x, self.shape.tokens, f"the batch has T={self.shape.tokens} tokens")
-        return cast(Tensor, _Shard.apply(x, self.indices, self._own_rows if x.requires_grad else None))
+        self.check(thd_ops.fail_of("shard", gradient=True, x=x), "x", x, whole=True)
+        return x.index_select(0, self.indices)
 
     def unshard(self, x: Tensor) -> Tensor:
         """All rows (T, ...) of all ranks' x (rows, ...), in the order of the batch. Every rank must call it.
@@ -235,19 +223,21 @@ class Partition:
         Raises:
             InvalidInput: x does not have this rank's rows, or the partition has no group; nothing was sent.
         """
-        self._check("unshard", x, self.rows, f"this rank has {self.rows} rows of tokens={self.shape.tokens}")
-        if self.ranks.group is None and self.shape.cp_size != 1:
-            Fail("unshard")("the partition was made with cp_size and cp_rank; make it with a group")
+        self.check(thd_ops.fail_of("unshard", gradient=True, x=x), "x", x)
         rows, shape = _AllRows.apply(x, self), self.shape
         ordered = cp_rank_order_to_sequence_order(rows, self.offsets, shape.cp_size, shape.tokens, rule=shape.rule)
         return cast(Tensor, ordered)
 
-    def _check(self, function: str, x: Tensor, rows: int, must: str) -> None:
-        fail = thd_ops.fail_of(function, gradient=True, x=x)
-        if x.dim() <= 0 or len(x) != rows:
-            fail(f"x has shape {tuple(x.shape)}; {must}")
-        if x.device != self.offsets.device:
-            fail(f"x is on {x.device} but cu_seqlens on {self.offsets.device}")
+    def check(self, fail: Fail, label: str, x: Tensor, whole: bool = False) -> None:
+        """Refuse other rows than those of the batch, if `whole`, or of this rank, which then must be in a group."""
+        shape, device, has = self.shape, self.offsets.device, len(x) if x.dim() else "no"
+        rows, where = (shape.tokens, "") if whole else (shape.rows, f", rank {shape.cp_rank} of {shape.cp_size}")
+        if has != rows:
+            fail(f"{label} has {has} rows; it must have {rows} (tokens={shape.tokens}{where})")
+        if x.device != device:
+            fail(f"{label} is on {x.device} but cu_seqlens on {device}")
+        if not whole and shape.cp_size != 1 and self.ranks.group is None:
+            fail(f"the {type(self).__name__} was made with cp_size and cp_rank; make it with a group")
 
 
 def taken(x: Tensor, index: Tensor | None, rows: int) -> Tensor:
@@ -255,19 +245,6 @@ def taken(x: Tensor, index: Tensor | None, rows: int) -> Tensor:
     out = x.new_empty(rows, *x.shape[1:])
     thd_ops.move_rows((thd_ops.rows_of(x),), (out,), index)
     return out
-
-
-class _Shard(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, indices: Tensor, own_rows: Tensor | None) -> Tensor:
-        ctx.save_for_backward(own_rows)
-        return taken(x, indices, len(indices))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (own_rows,) = ctx.saved_tensors
-        return taken(gradient, own_rows, len(own_rows)), None, None
 
 
 class _AllRows(torch.autograd.Function):

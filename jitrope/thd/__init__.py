@@ -23,8 +23,6 @@ import torch
 from torch import Tensor
 
 from ..base import arguments
-from ..base.fit import Fail
-from ..base.partition import RULES
 from ..torch_state import is_compiling, wants_grad
 from . import ops as thd_ops
 from .reference import Correction, Move
@@ -70,19 +68,15 @@ class _Reordered(torch.autograd.Function):
 
 def _reorder(name: str, map: str, x: Rows, cu_seqlens: Tensor, cp_size: int, tokens: int | None, rule: str) -> Rows:
     several = isinstance(x, (tuple, list))
-    xs = tuple(x) if several else (x,)
-    if not (1 <= len(xs) <= 2):
-        Fail(name)(f"x is {len(xs)} tensors; one launch moves one or two")
-    labels = ("x",) if len(xs) == 1 else ("x[0]", "x[1]")
-    fail = thd_ops.fail_of(name, gradient=True, **dict(zip(labels, xs)), cu_seqlens=cu_seqlens)
-    cp_size = arguments.whole(name, "cp_size", cp_size, 1)
-    tokens = None if tokens is None else arguments.whole(name, "total_tokens", tokens, 0)
-    rule = arguments.word(name, "rule", rule, RULES)
+    xs = arguments.parts(name, "x", x, 2) if several else (x,)
+    labels = {f"x[{i}]": y for i, y in enumerate(xs)} if several else {"x": x}
+    fail = thd_ops.fail_of(name, gradient=True, **labels, cu_seqlens=cu_seqlens)
     if not all(y.dim() >= 1 and len(y) == len(xs[0]) and y.device == xs[0].device for y in xs):
         each = ", ".join(arguments.shown(y) for y in xs)
         fail(f"x is {each}; it must be (T, ...), or a pair with as many rows on one device")
-    shape = thd_ops.shape_of(xs[0], cu_seqlens, len(xs[0]) if tokens is None else tokens, cp_size, 0, rule, fail)
-    if not is_compiling() and cu_seqlens.is_inference() and wants_grad(*xs):
+    tokens = len(xs[0]) if tokens is None else tokens
+    shape = thd_ops.shape_of(fail, xs[0], cu_seqlens, rule, total_tokens=tokens, cp_size=cp_size, cp_rank=0)
+    if wants_grad(*xs) and not is_compiling() and cu_seqlens.is_inference():
         cu_seqlens = cu_seqlens.clone()  # which autograd can keep
     rows = shape.tokens if map == "to_ranks" else shape.all_rows
     if len(xs[0]) != rows:
@@ -150,15 +144,9 @@ def get_partitioned_indices(
     Returns:
         (rows), int32. rows is T / world_size, rounded down on some ranks and up on others.
     """
-    name = "get_partitioned_indices"
-    fail = thd_ops.fail_of(name, cu_seqlens=cu_seqlens)
-    total_tokens = arguments.whole(name, "total_tokens", total_tokens, 0)
-    world_size = arguments.whole(name, "world_size", world_size, 1)
-    rank = arguments.whole(name, "rank", rank, 0)
-    if rank >= world_size:
-        fail(f"rank is {rank}; it must be from 0 to world_size - 1 = {world_size - 1}")
-    rule = arguments.word(name, "rule", rule, RULES)
-    shape = thd_ops.shape_of(cu_seqlens, cu_seqlens, total_tokens, world_size, rank, rule, fail)
+    fail = thd_ops.fail_of("get_partitioned_indices", cu_seqlens=cu_seqlens)
+    sizes = {"total_tokens": total_tokens, "world_size": world_size, "rank": rank}
+    shape = thd_ops.shape_of(fail, cu_seqlens, cu_seqlens, rule, **sizes)
     return thd_ops.table("to_ranks", cu_seqlens, shape)
 
 
@@ -185,13 +173,14 @@ def copy_valid_tokens_from_per_split_to_rank_local(
     """
     name = "copy_valid_tokens_from_per_split_to_rank_local"
     fail = thd_ops.fail_of(name, out=out, x=x, cu_seqlens_padded=cu_seqlens_padded, cu_seqlens=cu_seqlens)
-    if out.dim() <= 0 or out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
-        fail(f"out is {arguments.shown(out)}, x {arguments.shown(x)}; they must be (T, ...) and alike")
+    fail.when(out.dim() == 0, "out has no axes; it must be (T, ...)")
+    fail.unlike("x", x, out.device, (out.dtype,), out.shape, like="out")
     thd_ops.check_offsets(fail, "x", x, cu_seqlens_padded=cu_seqlens_padded, cu_seqlens=cu_seqlens)
     cu_seqlens = cu_seqlens.to(cu_seqlens_padded.dtype)
     thd_ops.require_written("out", out, fail)
     if len(cu_seqlens) > 1:
-        thd_ops.move(Move([thd_ops.rows_of(x)], [out], "valid", cu_seqlens_padded, cu_seqlens))
+        shape = Shape(0, len(cu_seqlens) - 1, 1, 0)
+        thd_ops.move(Move([thd_ops.rows_of(x)], [out], "valid", cu_seqlens_padded, cu_seqlens, shape=shape))
 
 
 def read_half_tensor(x: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
@@ -210,14 +199,10 @@ def read_half_tensor(x: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
         its chunks by the rule "contiguous" for two ranks; if its length is odd, one of them has one more row.
     """
     fail = thd_ops.fail_of("read_half_tensor", x=x, cu_seqlens=cu_seqlens)
-    half_idx = arguments.whole("read_half_tensor", "half_idx", half_idx)
-    if half_idx not in (0, 1):
-        fail(f"half_idx is {half_idx!r}; it must be 0 or 1")
     both = x.dim() == 4
-    if x.dim() != 3 and (not both or len(x) != 2):
-        fail(f"x is {tuple(x.shape)}; it must be (T, H, D) or (2, T, H, D)")
+    fail.unlike("x", x, x.device, (x.dtype,), (2, "T", "H", "D") if both else ("T", "H", "D"), like="x")
     xs = tuple(x) if both else (x,)
-    shape = thd_ops.shape_of(x, cu_seqlens, len(xs[0]), 2, half_idx, "contiguous", fail)
+    shape = thd_ops.shape_of(fail, x, cu_seqlens, "contiguous", tokens=len(xs[0]), halves=2, half_idx=half_idx)
     out = x.new_empty((len(xs), shape.rows, *xs[0].shape[1:]))
     thd_ops.move(Move([thd_ops.rows_of(y) for y in xs], list(out), "to_ranks", cu_seqlens, shape=shape))
     return out if both else out[0]
@@ -244,9 +229,7 @@ def second_half_lse_correction(lse: Tensor, lse_per_step: Tensor, cu_seqlens: Te
         InvalidInput: the arguments do not fit together; nothing was written.
     """
     name = "second_half_lse_correction"
-    fail = thd_ops.fail_of(name, lse=lse, lse_per_step=lse_per_step, cu_seqlens=cu_seqlens)
-    packed = arguments.flag(name, "lse_packed", lse_packed)
-    rows = thd_ops.check_lse(packed, cu_seqlens, fail, lse=lse, lse_per_step=lse_per_step)
+    packed, rows = thd_ops.check_lse(name, lse_packed, cu_seqlens, lse=lse, lse_per_step=lse_per_step)
     _correct(Correction("lse", "nothing", "add", packed, cu_seqlens, rows, lse=lse, lse_step=lse_per_step))
 
 
@@ -264,10 +247,8 @@ def read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, lse_packed: bool, seco
         fp32, (H, n) if packed, else (B, H, n); zero after the last row of the halves.
     """
     name = "read_second_half_lse"
-    fail = thd_ops.fail_of(name, lse=lse, cu_seqlens=cu_seqlens)
-    packed = arguments.flag(name, "lse_packed", lse_packed)
+    packed, rows = thd_ops.check_lse(name, lse_packed, cu_seqlens, lse=lse)
     columns = arguments.whole(name, "second_half_lse_seqlen", second_half_lse_seqlen, 0)
-    rows = thd_ops.check_lse(packed, cu_seqlens, fail, lse=lse)
     out = lse.new_zeros((*lse.shape[:-1], columns))
     _correct(Correction("read_lse", "nothing", "copy", packed, cu_seqlens, rows, lse=lse, lse_step=out))
     return out
@@ -298,13 +279,11 @@ def out_correction(
         lse_packed, and the errors: see `second_half_lse_correction`.
     """
     name = "out_correction"
-    both: dict[str, Any] = {"lse": lse, "lse_per_step": lse_per_step}
-    fail = thd_ops.fail_of(name, out=out, out_per_step=out_per_step, **both, cu_seqlens=cu_seqlens)
+    fail = thd_ops.fail_of(name, out=out, out_per_step=out_per_step)
+    packed, _ = thd_ops.check_lse(name, lse_packed, cu_seqlens, lse=lse, lse_per_step=lse_per_step)
     first = "nothing" if arguments.flag(name, "only_second_half", only_second_half) else "add"
-    packed = arguments.flag(name, "lse_packed", lse_packed)
-    thd_ops.check_step("out", out, out_per_step, cu_seqlens, first, "add", fail)
-    thd_ops.check_lse(packed, cu_seqlens, fail, **both)
-    fits = lse.shape[-2] == out.shape[1] and not (packed and lse.shape[-1] < len(out))
+    thd_ops.check_step(fail, "out", out, out_per_step, first, "add")
+    fits = lse.shape[-2] == out.shape[1] and not (packed and lse.shape[-1] < len(out)) and lse.device == out.device
     if not fits or (first != "nothing" and lse.shape != lse_per_step.shape):
         both_are = f"lse is {arguments.shown(lse)}, lse_per_step {arguments.shown(lse_per_step)}"
         fail(f"{both_are}; they must have one shape, and out's heads and at least its rows: {arguments.shown(out)}")
@@ -330,13 +309,9 @@ def grad_correction(grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, fir
     fail = thd_ops.fail_of(name, grad=grad, grad_per_step=grad_per_step, cu_seqlens=cu_seqlens)
     first = CORRECTIONS[arguments.word(name, "first_half", first_half, CORRECTIONS)]
     second = CORRECTIONS[arguments.word(name, "second_half", second_half, CORRECTIONS)]
-    for label, x in (("grad", grad), ("grad_per_step", grad_per_step)):
-        if x.dim() != grad.dim() or (x.dim() != 3 and (x.dim() != 4 or len(x) != 2)):
-            fail(f"{label} is {tuple(x.shape)}; it must be (T, H, D) or (2, T, H, D), and so must grad_per_step")
-    pairs = [*zip(grad, grad_per_step)] if grad.dim() == 4 else [(grad, grad_per_step)]
-    one, step = pairs[0]  # the other has the same strides
-    thd_ops.check_step("grad", one, step, cu_seqlens, first, second, fail)
-    for one, step in pairs:
+    thd_ops.check_step(fail, "grad", grad, grad_per_step, first, second, 2)
+    thd_ops.check_offsets(fail, "grad", grad, cu_seqlens=cu_seqlens)
+    for one, step in zip(grad, grad_per_step) if grad.dim() == 4 else [(grad, grad_per_step)]:
         _correct(Correction("grad", first, second, True, cu_seqlens, len(one), one, thd_ops.rows_of(step)))
 
 

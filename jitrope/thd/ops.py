@@ -9,18 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ..base import arguments
-from ..base.fit import FLOATS, Fail
+from ..base.fit import FLOATS, INTEGERS, Fail
 from ..base.layouts import MAX_TOKENS
+from ..base.partition import RULES
 from ..base.spec import ACCESS_BYTES
 from ..base.views import DTYPE_NAMES
 from ..run.enqueue import Call, enqueue
-from ..torch_state import is_compiling, is_zero, wants_grad, written
+from ..torch_state import grad_enabled, is_traced, is_zero, written
 from . import reference
 from . import spec as specs
 from .reference import Correction, Move, Segments
@@ -31,38 +32,45 @@ from .shape import Mask, Shape
 
 def fail_of(name: str, gradient: bool = False, **tensors: Any) -> Fail:
     """Check that these arguments of `name` are tensors, and require no gradient if it has none. Return its `Fail`."""
-    fail = Fail(name)
+    fail, lazy, recorded = Fail(name), not is_traced(), not gradient and grad_enabled()
     for label, x in tensors.items():
         arguments.tensor(name, label, x)
-        if x.is_quantized or (not is_compiling() and is_zero(x)):
+        if x.is_quantized or (lazy and is_zero(x)):
             arguments.refuse(name, label, x, "a tensor with memory, neither quantized nor torch's lazy zeros")
-        if not gradient and wants_grad(x):
+        if recorded and x.requires_grad:
             fail(f"{label} requires a gradient, which this function does not have; call it under torch.no_grad()")
     return fail
 
 
 def check_offsets(fail: Fail, rows: str, x: Tensor, **given: Tensor) -> None:
     """Refuse offsets that are not contiguous int32 or int64 on the device of x, the argument `rows`, or not as many."""
-    first = next(iter(given))
+    shape: tuple[Any, ...] = ("sequences + 1",)
+    like = rows
     for label, offsets in given.items():
-        good = offsets.dim() == 1 and len(offsets) >= 1 and offsets.shape == given[first].shape
-        good = good and offsets.is_contiguous() and offsets.dtype in (torch.int32, torch.int64)
-        if not good or offsets.device != x.device:
-            must = f"contiguous (sequences + 1) int32 or int64 on {x.device} as {rows}, of as many sequences as {first}"
-            fail(f"{label} is {arguments.shown(offsets)}; it must be {must}")
+        fail.unlike(label, offsets, x.device, INTEGERS, shape, contiguous=True, like=like)
+        if len(offsets) == 0:
+            fail(f"{label} is empty; it must have sequences + 1 offsets")
+        shape, like = offsets.shape, label
 
 
-def shape_of(x: Tensor, cu_seqlens: Tensor, tokens: int, cp_size: int, cp_rank: int, rule: str, fail: Fail) -> Shape:
-    """Return the shape of a batch. Refuse wrong offsets, and more rows than int32 can count."""
+def shape_of(fail: Fail, x: Tensor, cu_seqlens: Tensor, rule: str, **sizes: int) -> Shape:
+    """Return the shape of a batch. Refuse wrong offsets, a rank that is none, and more rows than int32 can count.
+
+    sizes: the tokens, the number of ranks and a rank, by the names of the function's arguments.
+    """
     check_offsets(fail, "x", x, cu_seqlens=cu_seqlens)
+    tokens, cp_size, rank = map(partial(arguments.whole, fail.name), sizes, sizes.values(), (0, 1, 0))
+    if rank >= cp_size:
+        _, of, label = sizes
+        fail(f"{label} is {rank}; it must be below {of}={cp_size}")
     if tokens + cp_size > MAX_TOKENS:
         fail(f"{tokens} tokens are more than {MAX_TOKENS} rows")
-    return Shape(tokens, len(cu_seqlens) - 1, cp_size, cp_rank, rule)
+    return Shape(tokens, len(cu_seqlens) - 1, cp_size, rank, arguments.word(fail.name, "rule", rule, RULES))
 
 
 def require_written(label: str, x: Tensor, fail: Fail) -> None:
     """Refuse to write rows that are not contiguous, that overlap, or with torch's lazy bits."""
-    if not is_compiling() and (x.is_neg() or x.is_conj()):  # Dynamo cannot trace them
+    if not is_traced() and (x.is_neg() or x.is_conj()):  # Dynamo cannot trace them
         fail(f"{label} has torch's lazy negative or conjugate bit; pass {label}.resolve_conj().resolve_neg()")
     if len(x) != 0 and (not x[0].is_contiguous() or (len(x) != 1 and abs(x.stride(0)) < x[0].numel())):
         fail(f"{label} has strides {x.stride()}; its rows must be contiguous, and must not overlap")
@@ -73,46 +81,41 @@ def rows_of(x: Tensor) -> Tensor:
     return x if len(x) == 0 or x[0].is_contiguous() else x.contiguous()
 
 
-def check_lse(packed: bool, cu_seqlens: Tensor, fail: Fail, **given: Tensor) -> int:
-    """Refuse wrong log-sum-exps and offsets. Return the number of rows that fit in the first log-sum-exp."""
-    lse = next(iter(given.values()))
+def check_lse(name: str, packed: Any, cu_seqlens: Tensor, **given: Any) -> tuple[bool, int]:
+    """Refuse wrong log-sum-exps and offsets. Return whether they are packed, and the rows that fit in `lse`."""
+    fail, lse = fail_of(name, **given, cu_seqlens=cu_seqlens), given["lse"]
+    packed = arguments.flag(name, "lse_packed", packed)
     check_offsets(fail, "lse", lse, cu_seqlens=cu_seqlens)
+    axes: tuple[Any, ...] = ("H",) if packed else (len(cu_seqlens) - 1, "H")
     for label, x in given.items():
-        good = x.dim() == (2 if packed else 3) and (packed or len(x) == len(cu_seqlens) - 1) and x.is_contiguous()
-        if not good or x.dtype != torch.float32 or x.shape[:-1] != lse.shape[:-1] or x.device != lse.device:
-            words = "(H, rows)" if packed else f"(B, H, rows) with cu_seqlens' B={len(cu_seqlens) - 1}"
-            must = f"it must be contiguous {words} fp32, and but for rows like lse, {arguments.shown(lse)}"
-            fail(f"{label} is {arguments.shown(x)}, strides {x.stride()}; {must}")
-    return lse.shape[-1] if packed else (len(cu_seqlens) - 1) * lse.shape[-1]
+        fail.unlike(label, x, lse.device, (torch.float32,), (*axes, "rows"), contiguous=True, like="lse")
+        axes = x.shape[:-1]
+    return packed, lse.shape[-1] if packed else (len(cu_seqlens) - 1) * lse.shape[-1]
 
 
-def check_step(label: str, out: Tensor, step: Tensor, cu_seqlens: Tensor, first: str, second: str, fail: Fail) -> None:
-    """Refuse a step that does not have the rows of the halves that it changes."""
-    if out.dim() != 3 or out.dtype not in FLOATS:
-        fail(f"{label} is {tuple(out.shape)} {out.dtype}; it must be (T, H, D) fp32, fp16 or bf16")
-    rows = (len(out) + 1) // 2 if second == "nothing" else len(out) // 2 if first == "nothing" else len(out)
-    alike = (step.shape[1:], step.dtype, step.device) == (out.shape[1:], out.dtype, out.device)
-    if not alike or len(step) < rows:
-        must = f"it must have at least {rows} rows, and match {label}, {arguments.shown(out)}"
-        fail(f"{label}_per_step is {arguments.shown(step)}; {must}")
-    require_written(label, out, fail)
-    check_offsets(fail, label, out, cu_seqlens=cu_seqlens)
+def check_step(fail: Fail, label: str, out: Tensor, step: Tensor, first: str, second: str, *pair: int) -> None:
+    """Refuse a step that does not have the rows of the halves that it changes. pair: 2 if out may be two tensors."""
+    shapes = [("T", "H", "D"), *[(n, "T", "H", "D") for n in pair]]
+    fail.unlike(label, out, out.device, FLOATS, *shapes, like=label)
+    shape = (*out.shape[:-3], "rows", *out.shape[-2:])
+    fail.unlike(f"{label}_per_step", step, out.device, (out.dtype,), shape, like=label)
+    tokens = out.shape[-3]
+    rows = (tokens + 1) // 2 if second == "nothing" else tokens // 2 if first == "nothing" else tokens
+    if step.shape[-3] < rows:
+        fail(f"{label}_per_step is {arguments.shown(step)}; it must have at least {rows} rows")
+    require_written(label, out if out.dim() == 3 else out[0], fail)
 
 
 # ---- rows: `struct Params` of `rows.cuh.jinja` ---------------------------------------------------------
 
 
-def table_calls(out: Tensor, cu_seqlens: Tensor, map: str, rows: int, shape: Shape) -> list[Call]:
-    """Write the sources of rows; see `reference.table`."""
-    spec = specs.RowsSpec(map, True, DTYPE_NAMES[cu_seqlens.dtype], shape.cp_size, shape.rule)
-    grid = (-(-rows // spec.threads), 1)
-    words = [*[0] * 6, rows, 0, 1, *_batch_words(shape)]
-    return [Call(spec, grid, [None, None, None, None, cu_seqlens, None, None, out], words, out.device)] if rows else []
-
-
 def rows_calls(move: Move) -> list[Call] | None:
-    """Move rows. None if no kernel can: rows are not contiguous, there are three tensors, or sums of other dtypes."""
+    """Move rows, or write their sources.
+
+    None if no kernel can: rows are not contiguous, there are three tensors, or sums of other dtypes.
+    """
     inputs, outputs, map, cu_seqlens, lengths, table, shape = move
+    inputs, writes = inputs or outputs, not inputs
     sums, sources = (False, 1) if table is None or table.dim() == 1 else (True, len(table))
     whole = all(x.is_contiguous() or x.numel() == 0 or x[0].is_contiguous() for x in (*inputs, *outputs))
     if not whole or len(outputs) > 2 or (sums and inputs[0].dtype not in FLOATS):
@@ -123,20 +126,16 @@ def rows_calls(move: Move) -> list[Call] | None:
         return []
     in_strides, strides = ([x.stride(0) * x.itemsize * (len(x) > 1) for x in xs] for xs in (inputs, outputs))
     index_dtype = "int32" if cu_seqlens is None else DTYPE_NAMES[cu_seqlens.dtype]
-    cut = (shape.cp_size, shape.rule) if map in specs.PARTITIONED else (1, "dual_chunk")
     dtypes = (True, DTYPE_NAMES[inputs[0].dtype], DTYPE_NAMES[outputs[0].dtype]) if sums else ()
     multiple = math.gcd(*[x.data_ptr() for x in (*inputs, *outputs)], *in_strides, *strides, *widths, *in_widths)
-    spec = specs.rows_spec(tuple(widths), multiple, map, False, index_dtype, *cut, *dtypes)
+    kind = (map, writes, index_dtype, shape.cp_size, shape.rule, *dtypes)
+    spec = specs.RowsSpec(*kind) if writes else specs.rows_spec(tuple(widths), multiple, *kind)
     zeros, absent = [0] * (2 - len(inputs)), [None] * (2 - len(inputs))
     words = [*in_strides, *zeros, *strides, *zeros, *(in_widths if sums else widths), *zeros]
-    words += [rows, len(inputs[0]), sources, *_batch_words(shape)]
-    tensors = [*inputs, *absent, *outputs, *absent, cu_seqlens, lengths, table, None]
+    words += [rows, len(inputs[0]), sources, shape.sequences, shape.tokens, shape.cp_rank, max(1, shape.capacity)]
+    tensors = [*inputs, *absent, *outputs, *absent, cu_seqlens, lengths, table, outputs[0] if writes else None]
     grid = (-(-rows // (spec.threads // spec.lanes * spec.unroll)), len(outputs))
     return [Call(spec, grid, tensors, words, outputs[0].device)]
-
-
-def _batch_words(shape: Shape) -> tuple[int, ...]:
-    return shape.sequences, shape.tokens, shape.cp_rank, max(1, shape.capacity)
 
 
 # ---- attention's segments: `struct Params` of `segments.cuh.jinja` -------------------------------------
@@ -188,60 +187,45 @@ def correction_calls(given: Correction) -> list[Call]:
 
 _SHAPE = "SymInt tokens, SymInt sequences, int cp_size, int cp_rank, str rule"
 _TABLES = "Tensor? cu_seqlens, Tensor? lengths, Tensor? table"
-_STEPS = "Tensor(a!)? out, Tensor? step, Tensor(c!)? lse, Tensor(d!)? lse_step"
+_STEPS = "Tensor cu_seqlens, int rows, Tensor(a!)? out, Tensor? step, Tensor(c!)? lse, Tensor(d!)? lse_step"
 
 
-class Operation(NamedTuple):
-    """An op, which writes tensors and returns nothing."""
-
-    schema: str
-    reference: Callable[..., object]  # plain torch
-    calls: Callable[..., list[Call] | None]  # the launches on a GPU; None: use plain torch there too
-    # The arguments of the functions above, from those of the op:
-    read: Callable[..., tuple[Any, ...]] = lambda *given: (*given[:-5], Shape._make(given[-5:]))
-    written: Callable[..., Sequence[Any]] = lambda out, *_: [out]  # of these arguments, the tensors that change
+def _rows(*given: Any) -> Any:
+    move = Move._make((*given[:-5], Shape(*given[-5:])))
+    return reference.move, rows_calls, (move,), move.outputs
 
 
-OPERATIONS = (
-    Operation(
-        f"thd_table(Tensor(a!) out, Tensor cu_seqlens, str map, SymInt rows, {_SHAPE}) -> ()",
-        lambda out, *words: out.copy_(reference.table(*words)),
-        table_calls,
-    ),
-    Operation(
-        f"thd_rows(Tensor[] inputs, Tensor(a!)[] outputs, str map, {_TABLES}, {_SHAPE}) -> ()",
-        reference.move,
-        rows_calls,
-        read=lambda *given: (Move._make((*given[:-5], Shape._make(given[-5:]))),),
-        written=lambda given: given.outputs,
-    ),
-    Operation(
-        f"cp_segments(Tensor(a!) flat, Tensor cu_seqlens, Tensor? padded, int left, int right, {_SHAPE}) -> ()",
-        reference.fill_segments,
-        segments_calls,
-        lambda *given: (*given[:3], Shape._make(given[5:]), Mask._make(given[3:5])),
-    ),
-    Operation(
-        f"thd_correct(str quantity, str first, str second, bool packed, Tensor cu_seqlens, int rows, {_STEPS}) -> ()",
-        reference.correct,
-        correction_calls,
-        read=lambda *given: (Correction(*given),),
-        written=lambda given: [{"lse": given.lse, "read_lse": given.lse_step}.get(given.quantity, given.out)],
-    ),
-)
+def _segments(flat: Tensor, cu_seqlens: Tensor, padded: Tensor | None, left: int, right: int, *shape: Any) -> Any:
+    words = flat, cu_seqlens, padded, Shape(*shape), Mask(left, right)
+    return reference.fill_segments, segments_calls, words, [flat]
 
 
-def _run(op: Operation, launches: bool, *given: Any) -> None:
+def _correction(*given: Any) -> Any:
+    step = Correction(*given)
+    changed = {"lse": step.lse, "read_lse": step.lse_step}.get(step.quantity, step.out)
+    return reference.correct, correction_calls, (step,), [changed]
+
+
+# An op writes tensors and returns nothing. Its function reads its arguments, and returns what does it in plain torch,
+# what finds its launches on a GPU (None: plain torch does it there too), the arguments of both, and what changes.
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    f"thd_rows(Tensor[] inputs, Tensor(a!)[] outputs, str map, {_TABLES}, {_SHAPE}) -> ()": _rows,
+    f"cp_segments(Tensor(a!) flat, Tensor cu_seqlens, Tensor? padded, int left, int right, {_SHAPE}) -> ()": _segments,
+    f"thd_correct(str quantity, str first, str second, bool packed, {_STEPS}) -> ()": _correction,
+}
+
+
+def _run(op: Callable[..., Any], launches: bool, *given: Any) -> None:
     """Call an op: by its launches if it has some for these tensors, which are on a GPU, else in plain torch."""
-    words = op.read(*given)
-    calls = op.calls(*words) if launches else None
+    plain, launched, words, changed = op(*given)
+    calls = launched(*words) if launches else None
     if calls is None:
         with torch.no_grad():  # an exported program writes into views here
-            op.reference(*words)
+            plain(*words)
     else:
         for call in calls:
             enqueue(call)
-        written(op.written(*words))
+        written(changed)
 
 
 _lib = torch.library.Library("jitrope", "FRAGMENT")
@@ -249,12 +233,12 @@ _lib = torch.library.Library("jitrope", "FRAGMENT")
 
 def register(key: str, launches: bool) -> None:
     """Implement all ops for a dispatch key of torch."""
-    for op in OPERATIONS:
-        _lib.impl(op.schema.partition("(")[0], partial(_run, op, launches), key)
+    for schema, op in OPERATIONS.items():
+        _lib.impl(schema.partition("(")[0], partial(_run, op, launches), key)
 
 
-for _op in OPERATIONS:
-    _name = _lib.define(_op.schema, tags=(torch.Tag.pt2_compliant_tag,))
+for _schema in OPERATIONS:
+    _name = _lib.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"jitrope::{_name}", lambda *_: None, lib=_lib)
 register("CPU", launches=False)
 register("CUDA", launches=True)
@@ -263,11 +247,10 @@ register("CUDA", launches=True)
 # ---- for the modules above ---------------------------------------------------------------------------
 
 
-def table(map: str, cu_seqlens: Tensor, shape: Shape, rows: int | None = None) -> Tensor:
-    """The source of each row, (rows), int32; see `reference.table`. rows: default: all rows of the map."""
-    rows = (shape.tokens if map == "to_sequences" else shape.rows) if rows is None else rows
-    out = cu_seqlens.new_empty(rows, dtype=torch.int32)
-    torch.ops.jitrope.thd_table(out, cu_seqlens, map, rows, *shape)
+def table(map: str, cu_seqlens: Tensor, shape: Shape) -> Tensor:
+    """The source of each row of a rank, (rows), int32; see `reference.table`."""
+    out = cu_seqlens.new_empty(shape.rows, dtype=torch.int32)
+    move(Move([], [out], map, cu_seqlens, shape=shape))
     return out
 
 
@@ -282,9 +265,7 @@ def segments(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, shape: Shape,
 
 def move(given: Move) -> None:
     """Move rows; see `Move`."""
-    offsets, shape = given.cu_seqlens, given.shape
-    shape = shape if offsets is None else shape._replace(sequences=len(offsets) - 1)
-    torch.ops.jitrope.thd_rows(list(given.inputs), list(given.outputs), *given[2:-1], *shape)
+    torch.ops.jitrope.thd_rows(list(given.inputs), list(given.outputs), *given[2:-1], *given.shape)
 
 
 def move_rows(inputs: Sequence[Tensor], outputs: Sequence[Tensor], index: Tensor | None) -> None:

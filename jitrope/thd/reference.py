@@ -18,7 +18,7 @@ from ..base.arguments import shown
 from ..base.errors import InvalidInput
 from ..base.partition import before, count
 from .shape import Mask, Shape
-from .spec import STEPS
+from .spec import PARTITIONED, STEPS
 
 
 class Segments(NamedTuple):
@@ -73,11 +73,12 @@ def empty_segments(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, shape: 
 
 
 class Move(NamedTuple):
-    """A move of rows, of one or two tensors in one launch. The map gives the input row of each output row:
+    """A move of rows, of one or two tensors in one launch. The map gives the input row of each output row, its source.
+    Without inputs the output is the sources, (rows), int32.
 
     - "stay": the row in the same place
     - "table": the row in `table` (rows), or the sum in fp32 of the rows in `table` (n, rows)
-    - "to_ranks" (from shape.cp_rank on), "to_sequences": the row from the function `table`
+    - "to_ranks" (from shape.cp_rank on), "to_sequences", "positions": the row from the function `table`
     - "valid": the row in the same place, but padding of the output does not change. cu_seqlens are the offsets with
       padding, and lengths the offsets without
     - "tail": zeros from row cu_seqlens[-1] on; the rows before do not change
@@ -91,7 +92,7 @@ class Move(NamedTuple):
     cu_seqlens: Any = None
     lengths: Any = None
     table: Tensor | None = None
-    shape: Shape = Shape(0, 0, 1, 0)
+    shape: Shape = Shape(0, 0, 1, 0)  # of cu_seqlens' sequences
 
 
 class Correction(NamedTuple):
@@ -205,8 +206,10 @@ def fill_segments(flat: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | 
     _, _, owner, place = cut(offsets, shape)  # place: of each token, among the rows that are gathered
     own = place - shape.cp_rank * shape.capacity
     if tables.send_rows is not None:
-        every = [_seen(lengths, offsets, shape._replace(cp_rank=rank), mask)[2:] for rank in range(shape.cp_size)]
-        place = _exchange(tables, every, owner, own, shape, mask)
+        needed = torch.zeros(shape.cp_size, shape.tokens, dtype=torch.bool, device=flat.device)
+        for rank, some in enumerate(needed):
+            some[_ranges(*_seen(lengths, offsets, shape._replace(cp_rank=rank), mask)[2:])[0]] = True
+        place = _exchange(tables, needed, owner, shape, mask)
 
     token, segment, _ = _ranges(low, keys)
     row = torch.arange(len(token), dtype=torch.int32, device=flat.device)
@@ -227,29 +230,24 @@ def fill_segments(flat: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | 
         ends.copy_(pad(sizes.flatten().cumsum(0), (1, 0)))
 
 
-def _exchange(tables: Any, every: list[Any], owner: Tensor, own: Tensor, shape: Shape, mask: Mask) -> Tensor:
-    """Write the rows to send, and return each token's place among the rows received.
+def _exchange(tables: Any, needed: Tensor, owner: Tensor, shape: Shape, mask: Mask) -> Tensor:
+    """Write the rows to send, and return each token's place among the rows received, or -1.
 
-    every: each rank's (first key, keys) of its segments; own: each token's row here.
+    needed: (cp_size, T), the tokens that each rank needs; owner: (T), the rank of each.
     """
     rows: Any = shape.exchange(mask)
-    me, sent, received, place = shape.cp_rank, 0, 0, torch.full_like(own, -1)
+    each = torch.arange(shape.cp_size, device=owner.device)[:, None]
 
-    def needed(rank: int, source: int, first: int) -> tuple[Tensor, Tensor]:
-        """The tokens of `source` that `rank` needs, in order, and their numbers from `first` on."""
-        some = torch.zeros_like(owner, dtype=torch.bool)
-        some[_ranges(*every[rank])[0]] = True
-        found = torch.nonzero(some & (owner == source))[:, 0]
-        return found, torch.arange(first, first + len(found), device=own.device)
+    def numbered(some: Tensor, room: list[int]) -> Tensor:
+        """The number of each, or -1. The numbers of a rank begin after the room of the ranks before."""
+        first = torch.tensor([sum(room[:rank]) for rank in range(shape.cp_size)], device=owner.device)
+        return torch.where(some, some.cumsum(1) - 1 + first[:, None], -1)
 
-    for other in range(shape.cp_size):
-        token, number = needed(me, other, received)
-        place[token] = number
-        token, number = needed(other, me, sent)
-        tables.send_rows[number] = own[token].int()
-        tables.sent_rows[other, own[token]] = number.int()
-        sent, received = sent + rows[me][other], received + rows[other][me]
-    return place
+    sent = numbered(needed[:, owner == shape.cp_rank], rows[shape.cp_rank])
+    tables.sent_rows.copy_(sent)
+    row = torch.arange(shape.rows, dtype=torch.int32, device=owner.device).expand_as(sent)
+    tables.send_rows[sent[sent >= 0]] = row[sent >= 0]
+    return numbered(needed[shape.cp_rank] & (owner == each), [row[shape.cp_rank] for row in rows]).amax(0)
 
 
 # ---- rows --------------------------------------------------------------------------------------------
@@ -258,13 +256,15 @@ def _exchange(tables: Any, every: list[Any], owner: Tensor, own: Tensor, shape: 
 def move(given: Move) -> None:
     """Move rows; see `Move`."""
     inputs, outputs, map, cu_seqlens, lengths, index, shape = given
-    if map in ("to_ranks", "to_sequences"):
+    if map in PARTITIONED:
         index = table(cu_seqlens, map, len(outputs[0]), shape)
     elif map == "valid":
         check_values(cu_seqlens, len(outputs[0]), "out")
         sequence, position = placed(cu_seqlens.long(), len(outputs[0]))
         size = pad(lengths.long().diff(), (0, 1))[sequence]  # none after the last sequence
         kept = (position < 0) | (position >= size)
+    if not inputs:
+        outputs[0].copy_(cast(Tensor, index))
     for x, out in zip(inputs, outputs):
         if map == "tail":
             out.masked_fill_(_by_row(torch.arange(len(out), device=out.device) >= cu_seqlens[-1], out), 0)
@@ -300,14 +300,12 @@ def halves(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tenso
     Halves are the two chunks of each sequence; their rows are counted over all sequences. The sequence is -1 before the
     first and after the last.
     """
-    offsets = cu_seqlens.long()
-    sequence, position = placed(offsets, rows)
-    sequence = torch.where(sequence == len(offsets) - 1, -1, sequence)
-    first, end = offsets[sequence], offsets[sequence + 1]
-    size = count(end, 0, 2) - count(first, 0, 2)
-    second = position >= size
-    place = position - size * second
-    return sequence, position, second, place, place + count(first, second.long(), 2)
+    offsets = pad(cu_seqlens.long(), (1, 0))  # what is before the first is a sequence too
+    shape = Shape(rows, len(cu_seqlens), 2, 0, "contiguous")
+    sequence, position, half, row = cut(offsets, shape)
+    inside, end = row - half * shape.capacity, len(cu_seqlens) - 1
+    place = inside - count(offsets[sequence], half, 2)
+    return torch.where(sequence > end, 0, sequence) - 1, position, half > 0, place, inside
 
 
 def correct(given: Correction) -> None:
