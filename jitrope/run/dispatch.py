@@ -60,18 +60,10 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
     """Return the results of a call that is new or watched."""
     if not is_compiling():
         launch.local.made = None
-    if not isinstance(asked, Options):
-        asked = {word: tuple(value) if isinstance(value, list) else value for word, value in asked.items()}
     wants = watch.wants_grad(*[x for name, x in tensors.items() if name not in OF_TABLES])
     tables_want = watch.wants_grad(*[x for name, x in tensors.items() if name in OF_TABLES])
     plain = not tables_want and watch.plain(tensors)
-    prepared = launch.find(key, tensors) if plain else None
-    if prepared is not None:
-        options, full = prepared.options, {**canonical(tensors), **prepared.stand_ins}
-    elif isinstance(asked, Options):
-        options, full = asked, tensors
-    else:
-        options, full = resolved(op, tensors, asked)
+    options, full = (asked, tensors) if isinstance(asked, Options) else resolved(op, tensors, asked)
     sharded = not plain and watch.sharded(full.values())
     if not isinstance(asked, Options):
         shards = op.name == "heads" and not has("convert transform cache out Ulysses", full, options)
@@ -80,23 +72,21 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
             text += "; pass x.to_local(), and make results with DTensor.from_local"
             raise InvalidInput(f"{op.function}: {text}")
         checks.check_watched(op, wants, full, options)
-        if prepared is None:
-            op.check(full, options)
-            checks.check_memory(op, full, options)
-            if check_asked(op.function, asked):
-                if watch.transformed() or watch.capturing(next(iter(full.values()))):
-                    text = "check=True waits for the device, which torch.func and a CUDA graph do not; leave it out"
-                    raise InvalidInput(f"{op.function}: {text}")
-                check_values(op.function, full, options)
-                asked = {word: value for word, value in asked.items() if word != "check"}
-                plain = False
+        op.check(full, options)
+        checks.check_memory(op, full, options)
+        if check_asked(op.function, asked):
+            if watch.transformed() or watch.capturing(next(iter(full.values()))):
+                text = "check=True waits for the device, which torch.func and a CUDA graph do not; leave it out"
+                raise InvalidInput(f"{op.function}: {text}")
+            check_values(op.function, full, options)
+            plain = False
     if wants and plain:  # views may be written, which an autograd function with several results forbids
         viewed = op.viewed(full, options) and not watch.on_gpu(next(iter(full.values())))
         plain = op.differentiable(full, options) and not viewed
     heads = [full[name] for name in op.produced(full, options)] if options.inplace else []
     apart = any(watch.is_view(x) or not x.requires_grad for x in heads)  # autograd must record each by itself
     if plain and not (wants and apart):
-        prepared = prepared or launch.prepare(op, tensors, full, key, options)
+        prepared = launch.Prepared(op, options, tensors, full)
         function = launch.function_of(prepared, tensors, key, record if wants else None)  # checked as one that records
         out = function(*tensors.values())
         launch.local.made = (function, tensors, out) if type(asked) is dict else None

@@ -62,7 +62,7 @@ def _launch(
     plain, wants = watch.plain(tensors), watch.wants_grad(*given)
     if watching is not None and (wants or not plain):
         return watching()
-    prepared = launch.find(key, tensors) or launch.prepare(op, tensors, tensors, key, options)
+    prepared = launch.Prepared(op, options, tensors, tensors)
     returns = "" if written else f"[{', '.join(_outputs(op.made(tensors, options)))}]"
     return launch.function_of(prepared, tensors, key, None, returns, plain and not wants)(*given)
 
