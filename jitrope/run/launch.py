@@ -12,7 +12,7 @@ import itertools
 import math
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -53,7 +53,6 @@ class Recorded(NamedTuple):
     results: tuple[str, ...]  # names
     stand_ins: Tensors  # tensors that are the same in every call
     learned: tuple[str, ...]  # tables that require a gradient, for which q and k are saved too
-    like: Mapping[str, Any]  # functions that place gradients of DTensors
 
 
 class Local(threading.local):
@@ -94,7 +93,7 @@ class Prepared:
         self.alignments = tuple([x.data_ptr() & 15 for x in given.values()])
         self.results = op.produced(given, options)
         saved, heads = op.saved(given, options), [name for name in given if name not in OF_TABLES]
-        self.recorded = Recorded(op, options, tuple(saved), tuple(heads), self.results, self.stand_ins, (), {})
+        self.recorded = Recorded(op, options, tuple(saved), tuple(heads), self.results, self.stand_ins, ())
         self.in_torch, self.renamed = not watch.on_gpu(next(iter(given.values()))), [*tensors] != [*given]
         weights = missing_weights(tensors, options) if options.norm and not self.in_torch else {}
         self.kept = {**self.stand_ins, **weights}  # tensors that are the same in every call
@@ -224,13 +223,12 @@ def function_of(
 
     record: records a call whose tensors require gradients.
     """
-    wants, xs = {name for name, x in tensors.items() if x.requires_grad}, [*tensors.values()]
-    recorded = bool(wants) and record is not None and wants <= {*prepared.recorded.inputs}
-    form = Form(prepared.names, returns, recorded=recorded)  # a table has no gradient here
+    xs, recorded = [*tensors.values()], record is not None
+    form = Form(prepared.names, returns, recorded=recorded)
     if not plain or (prepared.kept and watch.capturing(xs[0])):  # what is kept then belongs to the capture's graph
         return written(prepared, form, (None, record))
     pairs = twice(form.given, xs)
-    form = form._replace(twice=pairs, guarded=True, unrecorded=bool(wants) and not recorded)
+    form = form._replace(twice=pairs, guarded=True, unrecorded=not recorded and any(x.requires_grad for x in xs))
     matches = watch.guard([x for name, x in tensors.items() if name not in dict(pairs)])
     function = written(prepared, form, (matches, record))
     prepared.home.keep(key, function)
