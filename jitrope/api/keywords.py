@@ -52,7 +52,7 @@ class RopeWords(FusedWords, total=False):
     out: Sequence[Tensor | None] | Ulysses | None
 
 
-SHOWN = {**DEFAULTS, "rotary_dim": None, "check": False}
+SHOWN = {**DEFAULTS, "rotary_dim": None}
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -20,7 +20,7 @@ from ..base.views import Tensors
 from ..checks import checks
 from ..checks.check_values import check_values
 from ..checks.checks import LEARNED
-from ..checks.words import canonical, check_asked, resolved
+from ..checks.words import canonical, resolved
 from ..plan.options import Options
 from ..sources.operation import Operation, has
 from ..sources.source import OF_TABLES
@@ -75,12 +75,12 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
         checks.check_watched(op, wants, full, options)
         op.check(full, options)
         checks.check_memory(op, full, options)
-        if check_asked(op.function, asked):
-            if watch.transformed() or watch.capturing(next(iter(full.values()))):
-                text = "check=True waits for the device, which torch.func and a CUDA graph do not; leave it out"
-                raise InvalidInput(f"{op.function}: {text}")
+        if options.check:
+            if is_compiling() or watch.transformed() or watch.capturing(next(iter(full.values()))):
+                text = "check=True waits for the device, which torch.compile, torch.func and a CUDA graph do not"
+                raise InvalidInput(f"{op.function}: {text}; leave it out")
             check_values(op.function, full, options)
-            plain = False
+            plain, options = False, options._replace(check=False)
     if wants and plain:  # views may be written, which an autograd function with several results forbids
         viewed = op.viewed(full, options) and not watch.on_gpu(next(iter(full.values())))
         plain = op.differentiable(full, options) and not viewed
