@@ -64,7 +64,7 @@ def run(call: Call, op: Operation, tensors: Tensors, options: Options) -> Tensor
     for name, x in given.items():
         sums = [name.endswith(("_weight", "_bias")) and row[name[0]].is_shard() for row in rows]
         local[name] = x.to_local(grad_placements=[Partial() if s else p for s, p in zip(sums, x.placements)])
-    if watch.wants_grad(*local.values()) and not (options.inplace or watch.is_compiling()):
+    if watch.wants_grad(*local.values()) and not watch.is_compiling():
         wanted = [name for name, x in local.items() if x.requires_grad]
         local.update(zip(wanted, _Together.apply(*[local[name] for name in wanted])))
     found = call(op, local, options)
@@ -102,10 +102,8 @@ def _prepared(op: Operation, tensors: Tensors, options: Options) -> tuple[dict[s
             fail(f"{op.label(label)} is a plain tensor beside DTensors; use DTensor.from_local")
         if isinstance(x, DTensor) and x.device_mesh != given["q"].device_mesh:
             fail(f"{label} is on {x.device_mesh}, q on {given['q'].device_mesh}; use one mesh")
-    axes, unsharded = (
-        {label: _axes(label, x, tensors, options) for label, x in given.items()},
-        _unsharded(given, options),
-    )
+    axes = {label: _axes(label, x, tensors, options) for label, x in given.items()}
+    unsharded = _unsharded(given, options)
     rows = [_row(op, n, heads, axes, unsharded) for n in range(given["q"].device_mesh.ndim)]
     for label in [label for label in given if label not in heads]:  # the same order on all ranks, for the backward
         given[label] = _beside(label, given, [row[label] for row in rows], axes, fail)
