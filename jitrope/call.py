@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
 def _part(tensors: Iterable[str], *parts: Any) -> Part:
     found = dict.fromkeys(chain(*map(get_annotations, parts)))
-    return Part(tuple([word for word in found if word not in (*COUNTS, "layout", "inplace")]), tuple(tensors))
+    return Part(tuple([word for word in found if word not in (*COUNTS, "layout", "inplace", "check")]), tuple(tensors))
 
 
 SOURCE, SINK = "source", "sink"

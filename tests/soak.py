@@ -36,8 +36,8 @@ from .soak_pool import Call, Job, Outputs, check, pool
 
 MIB = 1 << 20
 MOST_IN_FLIGHT = 6
-KEPT_LAUNCHES = 512
-"""In place of 4096, so that threads drop their prepared calls many times in ten minutes, and reach the most memory for
+KEPT_CALLS, KEPT_LAUNCHES = 64, 512
+"""In place of 512 and 4096, so that threads drop known calls many times in ten minutes, and reach the most memory for
 them in the warm-up."""
 
 MOST_RSS_GROWTH = 64 * MIB
@@ -368,7 +368,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--between-meetings", type=float, default=20.0, help="seconds")
     given = parser.parse_args(arguments)
     jitrope.configure(launch=given.launch)
-    runtime.MAX_LAUNCHES = enqueue.MAX_LAUNCHES = KEPT_LAUNCHES
+    runtime.MAX_RECENT, enqueue.MAX_LAUNCHES = KEPT_CALLS, KEPT_LAUNCHES
     plan = Plan(
         given.device, 60 * given.minutes, given.threads, given.streams, given.cases, given.seed, given.between_meetings
     )

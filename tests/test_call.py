@@ -57,7 +57,7 @@ def some(chance: random.Random, word: str, default: object) -> object:
 def test_a_text_can_be_read(seed: int) -> None:
     chance = random.Random(seed)
     norm = {word: some(chance, word, value) for word, value in NormOptions._field_defaults.items()}
-    values = {word: some(chance, word, value) for word, value in DEFAULTS.items() if word != "norm"}
+    values = {word: some(chance, word, value) for word, value in DEFAULTS.items() if word not in ("norm", "check")}
     values["norm"] = chance.choice([None, NormOptions(), NormOptions(**norm)])
     parts = [own for part, own in PARTS.items() if part != "norm" or values["norm"]]  # its weights imply a norm
     names = ["q", "k", "v", *[name for own in parts for name in own.tensors]]
@@ -68,7 +68,7 @@ def test_a_text_can_be_read(seed: int) -> None:
 
 def test_every_word_has_one_part() -> None:
     words = [word for part, own in PARTS.items() if part != "norm" for word in own.words]
-    assert sorted([*words, *COUNTS, "layout", "norm", "inplace"]) == sorted(DEFAULTS)
+    assert sorted([*words, *COUNTS, "layout", "norm", "inplace", "check"]) == sorted(DEFAULTS)
 
 
 class Texts(TorchDispatchMode):

@@ -483,7 +483,7 @@ def test_a_plan_from_before_a_change_is_not_used_after_it(function: str, monkeyp
         return plan_call(*arguments)
 
     monkeypatch.setattr(problem, "plan_call", plan)
-    runtime.local.prepared, runtime.local.recent = {}, {}
+    runtime.local.recent = {}
     try:
         for _ in range(3):
             call()

@@ -81,7 +81,6 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Plan]]:
         return planned
 
     monkeypatch.setattr(problem, "plan_call", noted)
-    launch.local.prepared.clear()
     launch.local.recent.clear()
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield made

@@ -39,8 +39,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def _launches_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore the limits that `soak.main` lowers."""
-    for module in (runtime, enqueue):
-        monkeypatch.setattr(module, "MAX_LAUNCHES", module.MAX_LAUNCHES)
+    for module, limit in ((runtime, "MAX_RECENT"), (enqueue, "MAX_LAUNCHES")):
+        monkeypatch.setattr(module, limit, getattr(module, limit))
 
 
 def soaked(folder: Path, seconds: float = 3.0, cases: int = 31) -> tuple[int, dict[str, Any]]:

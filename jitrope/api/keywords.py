@@ -28,6 +28,7 @@ class JointWords(SharedWords, total=False):
 
     rotary_dim: int | None
     rotary_offset: int
+    out: Sequence[Tensor | None] | Ulysses | None
 
 
 class LatentWords(SharedWords, total=False):
@@ -40,19 +41,13 @@ class LatentWords(SharedWords, total=False):
     check: bool
 
 
-class FusedWords(JointWords, LatentWords, total=False):
-    """The keywords of `prepare_fused_qkv`."""
+class RopeWords(JointWords, LatentWords, total=False):
+    """All keywords: those of `apply_rope`, `prepare_qkv` and `prepare_fused_qkv`."""
 
     inverse: bool
 
 
-class RopeWords(FusedWords, total=False):
-    """All keywords: those of `apply_rope` and `prepare_qkv`."""
-
-    out: Sequence[Tensor | None] | Ulysses | None
-
-
-SHOWN = {**DEFAULTS, "rotary_dim": None, "check": False}
+SHOWN = {**DEFAULTS, "rotary_dim": None}
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -15,24 +15,25 @@ from ..plan.options import Options
 from ..run.gather import add, gather, result, sent
 from ..run.public import repeated
 from ..sinks.cache import KVCache
+from ..sinks.results import Ulysses  # noqa: F401  in the signature
 from ..sources.fused import FUSED
 from ..sources.latent import LATENT
 from ..sources.source import is_dense
 from ..stages.convert import DynamicQuantize, Quantize
 from ..stages.norm import Norm
 from ..stages.positions import Positions
-from .keywords import FusedWords, LatentWords, with_words
+from .keywords import LatentWords, RopeWords, with_words
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-_WORDS = frozenset((*FusedWords.__annotations__, "out"))
+_WORDS = frozenset(RopeWords.__annotations__)
 _LATENT_WORDS = frozenset((*LatentWords.__annotations__, "out"))
 
 
 @repeated
-@with_words(FusedWords)
+@with_words(RopeWords)
 def prepare_fused_qkv(
     qkv: Tensor,
     cos: Tensor | None = None,
@@ -47,9 +48,8 @@ def prepare_fused_qkv(
     cache: KVCache | None = None,
     quantize: Quantize | DynamicQuantize | None = None,
     hadamard: bool = False,
-    out: Sequence[Tensor | None] | None = None,
     inplace: bool = False,
-    **words: Unpack[FusedWords],
+    **words: Unpack[RopeWords],
 ) -> Any:
     """Split a fused projection, normalise q and k if asked, and rotate them, in one launch; so is its gradient.
 
@@ -100,7 +100,7 @@ def prepare_fused_qkv(
     name = "prepare_fused_qkv"
     tensors: Any = {"qkv": qkv, "cos": cos, "sin": sin}
     values = norm, cache, quantize, hadamard
-    asked = gather(FUSED, tensors, {**words, "out": out}, _WORDS, positions, inplace, *values)
+    asked = gather(FUSED, tensors, words, _WORDS, positions, inplace, *values)
     if bias is not None:
         tensors["bias"] = bias
     _split(tensors, asked, heads, order, flag(name, "copy_v", copy_v))

@@ -13,7 +13,7 @@ from ..checks.words import second_tables
 from ..run.gather import add, gather, result, sent
 from ..run.public import repeated
 from ..sinks.cache import KVCache
-from ..sinks.results import Ulysses
+from ..sinks.results import Ulysses  # noqa: F401  in the signature
 from ..sources.streams import STREAMED
 from ..stages.convert import DynamicQuantize, Quantize
 from ..stages.norm import Norm
@@ -23,7 +23,7 @@ from .keywords import JointWords, with_words
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_JOINT_WORDS = frozenset((*JointWords.__annotations__, "out"))
+_JOINT_WORDS = frozenset(JointWords.__annotations__)
 
 
 @repeated
@@ -39,7 +39,6 @@ def prepare_joint_qkv(
     cache: KVCache | None = None,
     quantize: Quantize | DynamicQuantize | None = None,
     hadamard: bool = False,
-    out: Sequence[Tensor | None] | Ulysses | None = None,
     cos_sin_cache: Tensor | Sequence[Tensor] | None = None,
     freqs: Tensor | None = None,
     freqs_cis: Tensor | Sequence[Tensor] | None = None,
@@ -91,7 +90,7 @@ def prepare_joint_qkv(
     tensors.update({**second_tables(name, tables), **tables})
     norms: Any = (norm, norm) if norm is None or isinstance(norm, Norm) else parts(name, "norm", norm, 2)
     values = norms[0], cache, quantize, hadamard
-    asked = gather(STREAMED, tensors, {**words, "out": out}, _JOINT_WORDS, positions, False, *values)
+    asked = gather(STREAMED, tensors, words, _JOINT_WORDS, positions, False, *values)
     if norm is not None:
         of_second: dict[str, Any] = {}
         words_of_second: dict[str, Any] = {}

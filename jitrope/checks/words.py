@@ -16,7 +16,6 @@ from ..base.views import Tensors, heads_per_group
 from ..call import PARTS
 from ..plan.options import DEFAULTS, Options
 from ..stages import rotate
-from ..torch_state import is_compiling
 
 ONE_TABLE = rotate.TABLES[1:]  # words for a single table in place of cos and sin
 
@@ -69,7 +68,7 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any]) -> t
 
     Raises InvalidInput if a word does not go with the operation, a value has another type, or a tensor is missing.
     """
-    name, given = op.function, Options(**{label: value for label, value in asked.items() if label != "check"})
+    name, given = op.function, Options(**asked)
     refused = op.refused(tensors, given)
     for label in [label for label in (*tensors, *asked) if label in refused]:  # layout may be implied by a tensor
         value, default = asked.get(label), DEFAULTS.get(label)
@@ -79,7 +78,7 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any]) -> t
             raise InvalidInput(f"{name}: {op.label(label)} does not go with {said}{hint}")
     kind = _check_tensors(op, tensors, given, name)
     full = canonical(dict(tensors))
-    words = {label: _typed(name, label, value) for label, value in asked.items() if label != "check"}
+    words = {label: _typed(name, label, value) for label, value in asked.items()}
     o = Options(**{"launch": config.launch(), **words}, table=kind)
     first, cos = next(iter(full.values())), full.get("cos")
     width = int(first.shape[-1]) if first.dim() else 0
@@ -162,14 +161,6 @@ def _typed(name: str, label: str, value: Any) -> Any:
     read = readers.get(type(DEFAULTS[label]))
     absent = value is None and label in ("interleaved_out", "rotary_dim")
     return value if absent or read is None or label == "norm" else read(name, label, value)
-
-
-def check_asked(name: str, asked: Mapping[str, Any]) -> bool:
-    """Whether a call has `check=True`, which reads the positions and therefore waits for the device."""
-    check = flag(name, "check", asked.get("check", False))
-    if check and is_compiling():
-        raise InvalidInput(f"{name}: check=True waits for the device and cannot be compiled; leave it out")
-    return check
 
 
 def second_tables(name: str, tables: dict[str, Any]) -> dict[str, Tensor]:

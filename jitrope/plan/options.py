@@ -13,6 +13,7 @@ class Options(cache.Words, results.Words, transform.Words, norm.Words, rotate.Wo
     """The words of a call, as `apply_rope` describes them. Those that are not given have the parts' defaults."""
 
     launch: str = "auto"
+    check: bool = False  # read the positions first; no text has it
 
     def _asdict(self) -> dict[str, Any]:
         return {**DEFAULTS, **vars(self)}

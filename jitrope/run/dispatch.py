@@ -20,7 +20,7 @@ from ..base.views import Tensors
 from ..checks import checks
 from ..checks.check_values import check_values
 from ..checks.checks import LEARNED
-from ..checks.words import canonical, check_asked, resolved
+from ..checks.words import canonical, resolved
 from ..plan.options import Options
 from ..sources.operation import Operation, has
 from ..sources.source import OF_TABLES
@@ -60,48 +60,39 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
     """Return the results of a call that is new or watched."""
     if not is_compiling():
         launch.local.made = None
-    if not isinstance(asked, Options):
-        asked = {word: tuple(value) if isinstance(value, list) else value for word, value in asked.items()}
     wants = watch.wants_grad(*[x for name, x in tensors.items() if name not in OF_TABLES])
     tables_want = watch.wants_grad(*[x for name, x in tensors.items() if name in OF_TABLES])
     plain = not tables_want and watch.plain(tensors)
-    prepared = launch.find(key, tensors) if plain else None
-    if prepared is not None:
-        options, full = prepared.options, {**canonical(tensors), **prepared.stand_ins}
-    elif isinstance(asked, Options):
-        options, full = asked, tensors
-    else:
-        options, full = resolved(op, tensors, asked)
+    options, full = (asked, tensors) if isinstance(asked, Options) else resolved(op, tensors, asked)
     sharded = not plain and watch.sharded(full.values())
     if not isinstance(asked, Options):
         shards = op.name == "heads" and not has("convert transform cache out Ulysses", full, options)
+        shards = shards and not (wants and options.inplace and "cu_seqlens" in full)
         if sharded and (tables_want or not shards):
             text = "it takes no DTensors" + " beside a table that requires a gradient" * shards
             text += "; pass x.to_local(), and make results with DTensor.from_local"
             raise InvalidInput(f"{op.function}: {text}")
         checks.check_watched(op, wants, full, options)
-        if prepared is None:
-            op.check(full, options)
-            checks.check_memory(op, full, options)
-            if check_asked(op.function, asked):
-                if watch.transformed() or watch.capturing(next(iter(full.values()))):
-                    text = "check=True waits for the device, which torch.func and a CUDA graph do not; leave it out"
-                    raise InvalidInput(f"{op.function}: {text}")
-                check_values(op.function, full, options)
-                asked = {word: value for word, value in asked.items() if word != "check"}
-                plain = False
+        op.check(full, options)
+        checks.check_memory(op, full, options)
+        if options.check:
+            if is_compiling() or watch.transformed() or watch.capturing(next(iter(full.values()))):
+                text = "check=True waits for the device, which torch.compile, torch.func and a CUDA graph do not"
+                raise InvalidInput(f"{op.function}: {text}; leave it out")
+            check_values(op.function, full, options)
+            plain, options = False, options._replace(check=False)
     if wants and plain:  # views may be written, which an autograd function with several results forbids
         viewed = op.viewed(full, options) and not watch.on_gpu(next(iter(full.values())))
         plain = op.differentiable(full, options) and not viewed
     heads = [full[name] for name in op.produced(full, options)] if options.inplace else []
     apart = any(watch.is_view(x) or not x.requires_grad for x in heads)  # autograd must record each by itself
     if plain and not (wants and apart):
-        prepared = prepared or launch.prepare(op, tensors, full, key, options)
+        prepared = launch.Prepared(op, options, tensors, full)
         function = launch.function_of(prepared, tensors, key, record if wants else None)  # checked as one that records
         out = function(*tensors.values())
         launch.local.made = (function, tensors, out) if type(asked) is dict else None
         return out  # type: ignore[no-any-return]
-    if options.inplace and (watch.tracing() or (wants and is_compiling())):  # Inductor turns the copy into a write
+    if options.inplace and (watch.tracing() or (wants and (sharded or is_compiling()))):  # Inductor writes at once
         return op.put(full, _through_op(op, full, options._replace(inplace=False), sharded), options)
     if wants and options.inplace:
         return _write(op, full, options, apart)
@@ -156,23 +147,16 @@ def _write(op: Operation, tensors: Tensors, options: Options, apart: bool) -> Te
 def recorded(op: Operation, tensors: Tensors, results: Sequence[str], options: Options) -> Any:
     """(the `Recorded` of a call, the tensors that it saves)."""
     learned = tuple([name for name in LEARNED if name in tensors and tensors[name].requires_grad])
-    saved, like = tensors if learned else op.saved(tensors, options), {}
-    if watch.sharded(tensors.values()):
-        from . import dtensor
-
-        like = dtensor.gradients_like({name: x for name, x in tensors.items() if name not in OF_TABLES})
-    made = Recorded(op, options, tuple(saved), tuple(tensors), tuple(results), {}, learned, like)
-    return made, tuple(saved.values())
+    saved = tensors if learned else op.saved(tensors, options)
+    return Recorded(op, options, tuple(saved), tuple(tensors), tuple(results), {}, learned), tuple(saved.values())
 
 
 def gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The gradients of the inputs of a call, None for those without."""
-    op, options, saved, inputs, results, stand_ins, learned, like = ctx.recorded
+    op, options, saved, inputs, results, stand_ins, learned = ctx.recorded
     given = {name: grad for name, grad in zip(results, grads) if grad is not None}
     if not given:
         return [None] * len(inputs)
-    if like:  # torch places gradients in its own way, and cannot place a missing one
-        given = {name: like[name](given.get(name)) for name in results if name in like}
     tensors = {**canonical(dict(zip(saved, ctx.saved_tensors))), **stand_ins}  # a checkpoint allows one access
     found = op.gradient(call, op.saved(tensors, options) if learned else tensors, dict(given), options)
     if learned:

@@ -12,7 +12,7 @@ import itertools
 import math
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,15 +33,12 @@ from ..stages.convert import Scaled
 from ..values.constants import CONSTANTS
 from .replay import SCRATCH, UNUSED, Form, compiled, text
 
-MAX_LAUNCHES = 4096
-"""The most prepared calls that a thread keeps. Beyond it all are dropped; preparing one again takes microseconds."""
-
 MAX_APART = 1024  # the most addresses of a call's tensors that are kept as known not to share memory
 
 MAX_RECENT = 512
 MAX_RECENT_KINDS = 8
-"""The most sets of words, and kinds of tensors for each, that the fast path of a thread remembers, with those of
-torch's ops. Beyond it the oldest are dropped."""
+"""The most sets of words, and kinds of tensors for each, that a thread remembers, with those of torch's ops. Beyond it
+the oldest are dropped; one that comes again is checked and planned again."""
 
 Asked = Any  # a user's words as given (a dict), or `Options` that were checked
 
@@ -56,14 +53,12 @@ class Recorded(NamedTuple):
     results: tuple[str, ...]  # names
     stand_ins: Tensors  # tensors that are the same in every call
     learned: tuple[str, ...]  # tables that require a gradient, for which q and k are saved too
-    like: Mapping[str, Any]  # functions that place gradients of DTensors
 
 
 class Local(threading.local):
-    """The prepared calls of a thread. Only one thread fills an argument block."""
+    """The known calls of a thread. Only one thread fills an argument block."""
 
     def __init__(self) -> None:
-        self.prepared: dict[Any, Prepared] = {}
         self.recent: dict[Any, list[Any]] = {}  # functions
         self.made: Any = None  # the last call by a user's words: its function, tensors and results
 
@@ -98,7 +93,7 @@ class Prepared:
         self.alignments = tuple([x.data_ptr() & 15 for x in given.values()])
         self.results = op.produced(given, options)
         saved, heads = op.saved(given, options), [name for name in given if name not in OF_TABLES]
-        self.recorded = Recorded(op, options, tuple(saved), tuple(heads), self.results, self.stand_ins, (), {})
+        self.recorded = Recorded(op, options, tuple(saved), tuple(heads), self.results, self.stand_ins, ())
         self.in_torch, self.renamed = not watch.on_gpu(next(iter(given.values()))), [*tensors] != [*given]
         weights = missing_weights(tensors, options) if options.norm and not self.in_torch else {}
         self.kept = {**self.stand_ins, **weights}  # tensors that are the same in every call
@@ -110,10 +105,9 @@ class Prepared:
         named = full if self.in_torch and not sized else with_outputs(op, full, options)
         self.makes = len(named) > len(full) and not options.inplace  # fresh results
         made = [named[f"{name}_out"] for name in self.results] if self.makes and sized else []
-        like = [_kind(torch.empty_like(given[name]))[:4] if name in given else None for name in self.results]
-        self.like = [_kind(x)[:4] for x in made] == like  # which takes a fifth less time
+        pairs = [(x, torch.empty_like(given[name])) for name, x in zip(self.results, made) if name in given]
+        self.like = len(pairs) == len(made) and all(watch.guard([x])(y) for x, y in pairs)  # it takes a fifth less time
         self.empty = [partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in made]
-        self.makers: dict[Form, Callable[..., Any]] = {}
         if not self.in_torch:
             self._plan(full, named)
 
@@ -184,32 +178,6 @@ Record = Callable[..., tuple[Tensor, ...]]
 """Records a call that was enqueued: ((what its backward needs, the tensors that this saves, results), *heads)."""
 
 
-def find(key: Any, tensors: Tensors) -> Prepared | None:
-    """The prepared call of a kind in this thread, or None. key: as in `dispatch.call`."""
-    try:
-        return local.prepared.get((key, *map(_kind, tensors.values())))
-    except (RuntimeError, TypeError):  # the check refuses them: sparse or nested tensors, and words without a hash
-        return None
-
-
-def _kind(x: Tensor) -> Any:
-    """The properties of a tensor that checks, plans and argument blocks depend on."""
-    return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15
-
-
-def prepare(op: Operation, given: Tensors, tensors: Tensors, key: Any, options: Options) -> Prepared:
-    """Prepare a kind of call, and keep it."""
-    prepared = Prepared(op, options, given, tensors)
-    if prepared.kept and (watch.watched() or watch.transformed() or watch.capturing(next(iter(given.values())))):
-        return prepared  # its tensors are not those that calls share: those of a capture belong to its graph
-    kinds = prepared.home.prepared
-    if len(kinds) >= MAX_LAUNCHES:
-        kinds.clear()
-    with contextlib.suppress(TypeError):  # a word without a hash
-        kinds[(key, *map(_kind, given.values()))] = prepared
-    return prepared
-
-
 def with_outputs(op: Operation, tensors: Tensors, options: Options) -> Tensors:
     """A call's tensors, followed by its outputs: an output "q" is called "q_out"."""
     return {**tensors, **{name + "_out": x for name, x in op.outputs(tensors, options).items()}}
@@ -238,10 +206,7 @@ def _offsets(op: Operation, named: Tensors, options: Options) -> dict[str, tuple
 
 def written(prepared: Prepared, form: Form, tools: Sequence[Any], own: Any = None) -> Any:
     """The function of a call. tools: what tests its tensors, and what records it; own: for `Form.own`."""
-    make = prepared.makers.get(form)
-    if make is None:
-        name = f"<known call of {', '.join(prepared.names)}>"
-        make = prepared.makers[form] = compiled(text(prepared, form), name)
+    make = compiled(text(prepared, form), f"<known call of {', '.join(prepared.names)}>")
     function: Any = make(prepared, *tools, own)
     function.written = prepared, form, tools
     return function
@@ -254,13 +219,12 @@ def function_of(
 
     record: records a call whose tensors require gradients.
     """
-    wants, xs = {name for name, x in tensors.items() if x.requires_grad}, [*tensors.values()]
-    recorded = bool(wants) and record is not None and wants <= {*prepared.recorded.inputs}
-    form = Form(prepared.names, returns, recorded=recorded)  # a table has no gradient here
-    if not plain or (prepared.kept and watch.capturing(xs[0])):
+    xs, recorded = [*tensors.values()], record is not None
+    form = Form(prepared.names, returns, recorded=recorded)
+    if not plain or (prepared.kept and watch.capturing(xs[0])):  # what is kept then belongs to the capture's graph
         return written(prepared, form, (None, record))
     pairs = twice(form.given, xs)
-    form = form._replace(twice=pairs, guarded=True, unrecorded=bool(wants) and not recorded)
+    form = form._replace(twice=pairs, guarded=True, unrecorded=not recorded and any(x.requires_grad for x in xs))
     matches = watch.guard([x for name, x in tensors.items() if name not in dict(pairs)])
     function = written(prepared, form, (matches, record))
     prepared.home.keep(key, function)

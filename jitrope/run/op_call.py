@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,23 +18,14 @@ from ..sources.operation import Operation, operation_of
 from ..stages.positions import COUNTS
 
 
-class Read(NamedTuple):
-    """What a text says."""
-
-    op: Operation
-    names: tuple[str, ...]  # of the tensors that are only read, and then of those that are written
-    written: tuple[str, ...]
-    options: Options
-
-
 @lru_cache(maxsize=1024)
-def read(text: str) -> Read:
-    """The operation, names and options of a text."""
+def read(text: str) -> tuple[Operation, tuple[str, ...], tuple[str, ...], Options]:
+    """What a text says: operation, names of tensors, those of them that are written (the last), options."""
     name, tensors, options = Call.parse(text)
     op = operation_of(name, options)
     written = op.written(tensors, options)
     names = tuple([name for name in tensors if name not in written])
-    return Read(op, names + written, written, options)
+    return op, names + written, written, options
 
 
 @lru_cache(maxsize=1024)
@@ -90,9 +81,9 @@ def run_op(op: Operation, tensors: Tensors, options: Options) -> Tensors:
 
 def given_to(text: str, sizes: Sequence[Any], tensors: Sequence[Tensor], written: Sequence[Tensor] = ()) -> Any:
     """(operation, tensors by name, options) of an op's arguments."""
-    found, both = read(text), (*tensors, *written)
-    if (len(both), len(written), len(sizes)) != (len(found.names), len(found.written), len(COUNTS)):
+    (op, names, own, options), both = read(text), (*tensors, *written)
+    if (len(both), len(written), len(sizes)) != (len(names), len(own), len(COUNTS)):
         what = f"{len(both)} tensors, {len(written)} of them written, and {len(sizes)} sizes"
-        needs = f"{len(found.names)}, {len(found.written)} and {len(COUNTS)}"
+        needs = f"{len(names)}, {len(own)} and {len(COUNTS)}"
         raise InvalidInput(f"call {text!r} is given {what}; it needs {needs}")
-    return found.op, dict(zip(found.names, both)), found.options._replace(**dict(zip(COUNTS, sizes)))
+    return op, dict(zip(names, both)), options._replace(**dict(zip(COUNTS, sizes)))

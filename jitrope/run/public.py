@@ -11,8 +11,7 @@ from __future__ import annotations
 import threading
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -122,7 +121,7 @@ def _spelled(name: str, args: Any, words: Any) -> tuple[str, list[Tensor], list[
 
     None: an argument cannot be spelled. Dynamo traces this, so it is one function with few builtins, which are guarded.
     """
-    said = [f"{name!r}", *[f"{label!r}" for label in words], "0"]
+    said = [f"{{{(name, *words)!r}: ("]
     tensors: list[Tensor] = []
     sizes: list[int] = []
     todo: list[Any] = [*words.values(), *args][::-1]
@@ -130,28 +129,30 @@ def _spelled(name: str, args: Any, words: Any) -> tuple[str, list[Tensor], list[
         x = todo.pop()
         if isinstance(x, Tensor):
             tensors.append(x)
-            said.append("'tensor'")
+            said.append("0,")
         elif isinstance(x, Value) and (text := x.text):
-            said.append(f"'value', {text!r}")
+            said.append(f"{text},")
             for y in x.items:
                 (tensors if isinstance(y, Tensor) else sizes).append(y)
         elif x is None or isinstance(x, str):
-            said.append(f"'', {x!r}")
+            said.append(f"{x!r},")
         elif isinstance(x, bool):
-            said.append(f"'', {True if x else False}")  # noqa: SIM210  a symbol's truth
+            said.append(f"{True if x else False},")  # noqa: SIM210  a symbol's truth
         elif isinstance(x, int):
             sizes.append(x)
-            said.append("'number'")
+            said.append("1,")
         elif isinstance(x, float) and x - x == 0:
-            said.append(f"'', {next(iter({float(x)}))!r}")  # all digits of a symbol
+            said.append(f"{next(iter({float(x)}))!r},")  # all digits of a symbol
         elif isinstance(x, (list, tuple)):
-            said.append(f"'tuple', {len(x)}")
-            todo += x[::-1]
+            said.append("(")
+            todo += [..., *x[::-1]]
+        elif x is ...:
+            said.append("),")
         elif isinstance(x, torch.dtype):
-            said.append(f"'dtype', '{x}'")
+            said.append(f"b'{x}',")
         else:
             return None
-    return ", ".join(said), tensors, sizes
+    return "".join([*said, ")}"]), tensors, sizes
 
 
 def _noted(kind: Any) -> Any:
@@ -184,35 +185,25 @@ def _whole(name: str, x: Any) -> Any:
     return int(x) if isinstance(x, torch.SymInt) and name not in COUNTS else x
 
 
-def _read(said: Iterator[Any], tensors: Iterator[Tensor], sizes: Iterator[int]) -> Any:
-    """The next item of a text, with all that it holds."""
-    kind, read = next(said), partial(_read, said, tensors, sizes)
-    if kind in ("tensor", "number"):
-        return next(tensors if kind == "tensor" else sizes)
-    if kind == "":
-        return next(said)
-    if kind == "dtype":
-        return getattr(torch, next(said).removeprefix("torch."))
-    if kind == "tuple":
-        return tuple([_whole("", read()) for _ in range(next(said))])
-    return _made(next(said), tensors, sizes)
-
-
-def _made(text: str, tensors: Iterator[Tensor], sizes: Iterator[int]) -> Any:
-    """What a text makes: the results of a call, or a value."""
-    said = iter(_said(text))
-    read = partial(_read, said, tensors, sizes)
-    name, names = next(said), [*iter(partial(next, said), 0)]
-    words, args = {word: _whole(word, read()) for word in names}, []
-    with suppress(StopIteration):
-        while True:
-            args.append(read())
-    return FUNCTIONS[name](*args, **words)
+def _made(said: Any, tensors: Iterator[Tensor], sizes: Iterator[int]) -> Any:
+    """What an item of a text means. That of a dict are the results of a call, or a value."""
+    if isinstance(said, tuple):
+        return tuple([_whole("", _made(x, tensors, sizes)) for x in said])
+    if isinstance(said, bytes):
+        return getattr(torch, said.decode().removeprefix("torch."))
+    if type(said) is int:
+        return next(sizes if said else tensors)
+    if not isinstance(said, dict):
+        return said
+    (((name, *labels), items),) = said.items()
+    found = [_made(x, tensors, sizes) for x in items]
+    words = {word: _whole(word, x) for word, x in zip(labels, found)}
+    return FUNCTIONS[name](*found[len(labels) :], **words)
 
 
 def _call(tensors: Sequence[Tensor], text: str, sizes: Sequence[int]) -> list[Tensor]:
     try:
-        found = _made(text, iter(tensors), iter(sizes))
+        found = _made(_said(text), iter(tensors), iter(sizes))
     except Exception as error:  # the op stays in the graph of Dynamo, beside what is done instead
         kinds = [(x.dtype, *[n if isinstance(n, int) else None for n in x.shape]) for x in tensors]
         refused = isinstance(error, InvalidInput)

@@ -62,7 +62,7 @@ def _launch(
     plain, wants = watch.plain(tensors), watch.wants_grad(*given)
     if watching is not None and (wants or not plain):
         return watching()
-    prepared = launch.find(key, tensors) or launch.prepare(op, tensors, tensors, key, options)
+    prepared = launch.Prepared(op, options, tensors, tensors)
     returns = "" if written else f"[{', '.join(_outputs(op.made(tensors, options)))}]"
     return launch.function_of(prepared, tensors, key, None, returns, plain and not wants)(*given)
 
@@ -116,16 +116,15 @@ def _recorded() -> Any:
 # ---- vmap ------------------------------------------------------------------------------------------
 
 
-def _one(tensors: Sequence[Tensor], dims: Sequence[int | None], n: int) -> list[Tensor]:
-    """The tensors of one call of a batch."""
-    return [x if dim is None else x.select(dim, n) for x, dim in zip(tensors, dims)]
+def _each(count: int, dims: Sequence[int | None], tensors: Sequence[Tensor], *words: Any) -> list[Tensor]:
+    """The results of each call of a batch, stacked: torch has no batching rule for lists."""
+    calls = [[x if dim is None else x.select(dim, n) for x, dim in zip(tensors, dims)] for n in range(count)]
+    return [torch.stack(outputs) for outputs in zip(*[torch.ops.jitrope.prepare(xs, *words) for xs in calls])]
 
 
-def _vmap(info: Any, dims: Any, tensors: Sequence[Tensor], text: str, sizes: Sequence[Any]) -> Any:
-    """torch has no batching rule for lists."""
-    calls = range(info.batch_size)
-    found = [torch.ops.jitrope.prepare(_one(tensors, dims[0], n), text, sizes) for n in calls]
-    return [torch.stack(outputs) for outputs in zip(*found)], [0] * len(found[0])
+def _vmap(info: Any, dims: Any, *given: Any) -> Any:
+    found = _each(info.batch_size, dims[0], *given)
+    return found, [0] * len(found)
 
 
 def _batched(tensors: Sequence[Tensor], text: str, sizes: Sequence[Any]) -> list[Tensor]:
@@ -133,9 +132,8 @@ def _batched(tensors: Sequence[Tensor], text: str, sizes: Sequence[Any]) -> list
     dims = [0 if watch.is_batched(x) else None for x in tensors]
     level = next(watch.batch_level(x) for x, dim in zip(tensors, dims) if dim == 0)
     whole = [x if dim is None else watch.with_batch(x, level) for x, dim in zip(tensors, dims)]
-    size = next(x.shape[0] for x, dim in zip(whole, dims) if dim == 0)
-    found = [torch.ops.jitrope.prepare(_one(whole, dims, n), text, sizes) for n in range(size)]
-    return [watch.without_batch(torch.stack(outputs), level) for outputs in zip(*found)]
+    count = next(x.shape[0] for x, dim in zip(whole, dims) if dim == 0)
+    return [watch.without_batch(x, level) for x in _each(count, dims, whole, text, sizes)]
 
 
 for _key in ("CPU", "CUDA"):
