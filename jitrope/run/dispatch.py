@@ -48,9 +48,11 @@ def call(op: Operation, tensors: Tensors, asked: Asked) -> Tensors:
             recent = launch.local.recent[key]
         except (KeyError, TypeError):  # the check refuses words without a hash
             recent = []
-        for replay in recent:
+        for number, replay in enumerate(recent):
             out: Tensors | None = replay(*tensors.values())
             if out is not None:
+                if number:
+                    recent.insert(0, recent.pop(number))
                 launch.local.made = (replay, tensors, out) if type(asked) is dict else None
                 return out
     return _call(op, tensors, asked, key)

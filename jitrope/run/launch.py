@@ -36,9 +36,9 @@ from .replay import SCRATCH, UNUSED, Form, compiled, text
 MAX_APART = 1024  # the most addresses of a call's tensors that are kept as known not to share memory
 
 MAX_RECENT = 512
-MAX_RECENT_KINDS = 8
-"""The most sets of words, and kinds of tensors for each, that a thread remembers, with those of torch's ops. Beyond it
-the oldest are dropped; one that comes again is checked and planned again."""
+MAX_RECENT_KINDS, MAX_KINDS = 8, 64
+"""The most sets of words that a thread remembers, with those of torch's ops, and the kinds of tensors for each: as a
+user spelled them, and checked. Beyond it the oldest are dropped; one that comes again is checked and planned again."""
 
 Asked = Any  # a user's words as given (a dict), or `Options` that were checked
 
@@ -62,12 +62,12 @@ class Local(threading.local):
         self.recent: dict[Any, list[Any]] = {}  # functions
         self.made: Any = None  # the last call by a user's words: its function, tensors and results
 
-    def keep(self, key: Any, *functions: Any) -> None:
-        """Keep the function of a call for the fast path. Without any the calls of this key are not kept again."""
+    def keep(self, key: Any, *functions: Any, most: int = MAX_KINDS) -> None:
+        """Keep the function of a call for the fast path. Without any the calls of this key are not kept."""
         with contextlib.suppress(TypeError):  # a word without a hash
             if len(self.recent) >= MAX_RECENT and key not in self.recent:
                 del self.recent[next(iter(self.recent))]
-            self.recent[key] = [*functions, *self.recent.get(key, ())][:MAX_RECENT_KINDS]
+            self.recent[key] = [*functions, *self.recent.get(key, ())][:most]
 
 
 local = Local()
@@ -272,7 +272,7 @@ def keep_spelled(key: Any, xs: Sequence[Tensor], out: Any, function: Any, tensor
     except KeyError:  # the user got a view, or what another launch computed
         return home.keep(key)
     form = form._replace(given=tuple(names), own=tuple(own), returns=returns)
-    home.keep(key, written(prepared, form, tools, own))
+    home.keep(key, written(prepared, form, tools, own), most=MAX_RECENT_KINDS)
 
 
 def _splits(x: Tensor, y: Tensor) -> bool:
