@@ -1,7 +1,8 @@
 """Queries about torch's state around a call, and torch's private names, with a fallback where torch has one.
 
-Some files have their own: `dispatch`, because a function would take time in each call, `context_parallel/backends.py`,
-because the ops of attention have no public names, and `integrations`, which read the hooks of a host's modules.
+Some files have their own: `dispatch` and `public`, because a function would take time in each call,
+`context_parallel/backends.py`, because the ops of attention have no public names, and `integrations`, which read the
+hooks of a host's modules.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def call(op: Operation, tensors: Tensors, asked: Asked) -> Tensors:
     """Return the results of an operation by name. A user's words are checked; `Options` are already checked.
 
     The recent calls of this thread are tried first (`replay`). They notice everything that may watch a call, except
-    torch.compile, dispatch modes and forward-mode AD, which are tested here.
+    dispatch modes, with torch.compile's, and forward-mode AD, which are tested here.
     """
     key = (op, *tensors, *asked.items()) if type(asked) is dict else (op, *tensors, asked)
     if not dispatch_modes() and forward_ad._current_level < 0:

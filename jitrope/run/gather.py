@@ -41,7 +41,7 @@ def gather(
     quantize: Any = None,
     transform: Any = False,
 ) -> dict[str, Any]:
-    """Add the tensors of a call's words and values to its others; return the remaining words."""
+    """Add the tensors of a call's words and values to its others; return the words of all stages and sinks."""
     name, like = op.function, next(iter(tensors.values()))
     own = asked_of(name, quantize, transform)
     for word in [*words]:

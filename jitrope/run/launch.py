@@ -1,7 +1,7 @@
-"""Prepared calls, kept by each thread, and the launch itself.
+"""Prepared calls, and the known calls of each thread.
 
-A kind of call is planned once. The result is a kernel, a grid and an argument block, into which each later call of
-that kind writes its addresses.
+A kind of call is planned once. The result is a kernel, a grid and an argument block. Each later call of that kind is a
+function (`replay`) that writes its addresses into the block, and launches.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Local(threading.local):
         self.made: Any = None  # the last call by a user's words: its function, tensors and results
 
     def keep(self, key: Any, *functions: Any, most: int = MAX_KINDS) -> None:
-        """Keep the function of a call for the fast path. Without any the calls of this key are not kept."""
+        """Keep the function of a call for the fast path. An empty list under a key: its calls are not kept."""
         with contextlib.suppress(TypeError):  # a word without a hash
             if len(self.recent) >= MAX_RECENT and key not in self.recent:
                 del self.recent[next(iter(self.recent))]
@@ -204,11 +204,11 @@ def _offsets(op: Operation, named: Tensors, options: Options) -> dict[str, tuple
 # ---- the replay ----------------------------------------------------------------------------------
 
 
-def written(prepared: Prepared, form: Form, tools: Sequence[Any], own: Any = None) -> Any:
+def function_from(prepared: Prepared, form: Form, tools: Sequence[Any], own: Any = None) -> Any:
     """The function of a call. tools: what tests its tensors, and what records it; own: for `Form.own`."""
     make = compiled(text(prepared, form), f"<known call of {', '.join(prepared.names)}>")
     function: Any = make(prepared, *tools, own)
-    function.written = prepared, form, tools
+    function.origin = prepared, form, tools
     return function
 
 
@@ -222,11 +222,11 @@ def function_of(
     xs, recorded = [*tensors.values()], record is not None
     form = Form(prepared.names, returns, recorded=recorded)
     if not plain or (prepared.kept and watch.capturing(xs[0])):  # what is kept then belongs to the capture's graph
-        return written(prepared, form, (None, record))
+        return function_from(prepared, form, (None, record))
     pairs = twice(form.given, xs)
     form = form._replace(twice=pairs, guarded=True, unrecorded=not recorded and any(x.requires_grad for x in xs))
     matches = watch.guard([x for name, x in tensors.items() if name not in dict(pairs)])
-    function = written(prepared, form, (matches, record))
+    function = function_from(prepared, form, (matches, record))
     prepared.home.keep(key, function)
     return function
 
@@ -242,7 +242,7 @@ def keep_spelled(key: Any, xs: Sequence[Tensor], out: Any, function: Any, tensor
 
     xs: the user's tensors, in order. out: what the user got, of the results `found` by name.
     """
-    prepared, form, tools = function.written
+    prepared, form, tools = function.origin
     if not form.guarded:
         return
     home: Local = prepared.home
@@ -272,7 +272,7 @@ def keep_spelled(key: Any, xs: Sequence[Tensor], out: Any, function: Any, tensor
     except KeyError:  # the user got a view, or what another launch computed
         return home.keep(key)
     form = form._replace(given=tuple(names), own=tuple(own), returns=returns)
-    home.keep(key, written(prepared, form, tools, own), most=MAX_RECENT_KINDS)
+    home.keep(key, function_from(prepared, form, tools, own), most=MAX_RECENT_KINDS)
 
 
 def _splits(x: Tensor, y: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """The Python source of a known call, which checks its guard, fills the argument block and launches.
 
 This is the hot path: every line runs once for each layer of a decode step. A loop over the tensors would double the
-time, so the source has none. It depends only on names, and each source is compiled once.
+time, so the source has none. Equal sources are compiled once.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What a user makes once and passes to each call: positions, norms, caches, conversions."""
+"""What values (`Norm`, `KVCache`, ...) share: what they were made of, scales, kept constants."""
