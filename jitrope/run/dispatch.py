@@ -126,7 +126,7 @@ class _Made(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, made: Any, *inputs: Tensor) -> Any:
         ctx.recorded, ctx.to_save, outputs = made  # as `save_for_backward` does
-        ctx.materialize_grads = False
+        ctx.materialize_grads = ctx.recorded.op.zeros
         if outputs[0] is inputs[0]:
             ctx.mark_dirty(*outputs)
         return outputs

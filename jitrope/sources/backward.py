@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container
 
 import torch
 from torch import Tensor
@@ -80,33 +80,22 @@ class Backward(Operation):
         if o.norm is not None:
             hint = "compute the norm by itself; with a drop-in, enable(model, fuse_norm=False)"
             raise JitropeError(f"a norm of q or k has no second derivative; {hint}")
-        found = call(self.source, {**grads, **saved}, turned_back(o))
-        return {f"d{name}": x for name, x in found.items()}
+        return named_back(call(self.source, {**grads, **saved}, turned_back(o)))
 
 
-def every_gradient(grads: Tensors, sizes: Mapping[str, tuple[int, int]], axis: int) -> Tensors:
-    """The gradients of q, k and v as dq, dk and dv, zeros for missing ones, and that of the gate if it is given.
+def named_back(grads: Tensors) -> Tensors:
+    """The gradients of results by their names in a call."""
+    return {f"d{name}": x for name, x in grads.items()}
 
-    sizes: of q, k and v, the heads, along `axis`, and their elements.
+
+def turned_back(o: Options, inplace: bool = False, with_v: bool = True) -> Options:
+    """The options of the gradient: the transpose of a rotation rotates back, from output to input.
+
+    With a norm the pairs of the output stay those of the output's gradient. Roundings do not change gradients, so one
+    kernel serves all. Its products are contracted, which is fastest. with_v: v has a gradient.
     """
-    some = next(iter(grads.values()))
-    for name, (heads, dim) in sizes.items():
-        if name not in grads:
-            shape = [*some.shape[:-1], dim]
-            shape[axis] = heads
-            grads[name] = some.new_zeros(shape)
-    return {f"d{name}": grads[name] for name in LETTERS if name in grads}
-
-
-def turned_back(o: Options, inplace: bool = False) -> Options:
-    """The options of the gradient: the transpose of a rotation rotates back, from output to input."""
-    return o._replace(**rotate.exchanged(o), inverse=not o.inverse, inplace=inplace)
-
-
-def norm_turned_back(o: Options, with_v: bool) -> Options:
-    """The options of the gradient of a norm of q, k and v. The pairs of the output stay those of the output's gradient.
-
-    Roundings do not change gradients, so one kernel serves all. Its products are contracted, which is fastest.
-    """
-    norm = norm_of(o)._replace(rounding="none", v_norm=norm_of(o).v_norm and with_v)
-    return o._replace(inverse=not o.inverse, inplace=False, rounding="complex64", norm=norm)
+    o = o._replace(inverse=not o.inverse, inplace=inplace)
+    if o.norm is None:
+        return o._replace(**rotate.exchanged(o))
+    norm = o.norm._replace(rounding="none", v_norm=o.norm.v_norm and with_v)
+    return o._replace(rounding="complex64", norm=norm)

@@ -314,8 +314,10 @@ class Operation(Source):
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """The gradients of the inputs. grads: gradients of the results, at least one."""
-        if not self.differentiable(saved, o) and not (o.ulysses_degree and grads.keys() == {"v"}):  # which is copied
-            raise JitropeError(f"{self.function} has no gradient")
+        if not self.differentiable(saved, o):
+            if not (o.ulysses_degree and grads.keys() == {"v"}):
+                raise JitropeError(f"{self.function} has no gradient")
+            return {"v": views.joined(grads["v"], o.layout)}  # which is copied
         heads, transform = self.name == "heads", getattr(o, TRANSFORM)
         if o.ulysses_degree and (o.norm is not None or not heads):  # else a rotation for ranks is its own backward
             o = o._replace(ulysses_degree=0)
