@@ -284,7 +284,7 @@ def test_refusals_beside_other_stages() -> None:
 
     refused("prepare_fused_qkv: cache is 1; it must be a jitrope.KVCache", cache=1)
     refused("prepare_fused_qkv: quantize is 1; it must be a jitrope.Quantize", quantize=1)
-    refused("inverse does not go with fused QKV with cache", inverse=True)
+    refused("inverse does not go with cache; leave it out", inverse=True)
     refused("out's k is .*; it must be None, because k goes to the cache", out=(None, qkv, None))
     refused("out is .*; it must be a tuple of 3 tensors", out=qkv)
     refused("prepare_fused_qkv: per='head' does not go with a cache", quantize=DynamicQuantize(per="head"))

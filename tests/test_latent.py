@@ -187,7 +187,7 @@ def test_refusals_of_fp8() -> None:
         (jitrope.DynamicQuantize(), r"quantize is DynamicQuantize\(.*; it must be a jitrope.Quantize"),
         (one, "k_scale is missing"),
         (jitrope.Quantize(1.0, 1.0, five), r"v_scale is .*; it must be \(\) or \(3,\) or \(2, 3\), float32"),
-        (jitrope.Quantize(1.0, 1.0, hadamard=True), "hadamard does not go with latent attention with quantize"),
+        (jitrope.Quantize(1.0, 1.0, hadamard=True), "hadamard does not go with latent attention; leave it out"),
     ):
         with pytest.raises(jitrope.InvalidInput, match=f"prepare_mla_qkv: {match}"):
             jitrope.prepare_mla_qkv(Q, KV, K_PE, TABLE[0], TABLE[0], quantize=quantize)

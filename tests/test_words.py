@@ -232,7 +232,7 @@ MISTAKES = {
     "packed with a batch": (
         (_Q, _K, _COS, _SIN),
         {"positions": jitrope.Packed(torch.tensor([0, 6]))},
-        "layout 'thd' needs 3 axes .* Packed implies it",
+        r"it must be \(T, H, D\), .*; Packed implies layout 'thd'",
     ),
     "real and imaginary parts": (
         (_Q, _K),
@@ -259,14 +259,22 @@ MISTAKES = {
         "ends at 9, but q",
     ),
     "another dtype": ((_Q, _K.half(), _COS, _SIN), {}, r"pass k.to\(q\)"),
-    "layout of both": ((_Q.transpose(1, 2), _Q[:, :, :1].transpose(1, 2), _COS, _SIN), {}, "pass layout='bhsd'"),
+    "layout of both": (
+        (_Q.transpose(1, 2), _Q[:, :, :1].transpose(1, 2), _COS, _SIN),
+        {},
+        "only H may differ, and layout is 'bshd'",
+    ),
     "a list": ((_Q.tolist(), _K, _COS, _SIN), {}, "q is a list of"),
-    "heads that are not split": ((_Q.flatten(2), None, _COS, _SIN), {}, r"pass q.unflatten\(-1, \(H, D\)\)"),
+    "heads that are not split": (
+        (_Q.flatten(2), None, _COS, _SIN),
+        {},
+        r"for \(B, S, H D\) q.unflatten\(-1, \(H, D\)\)",
+    ),
     "one head without its axis": ((_Q, _K[:, :, 0], _COS, _SIN), {}, r"for \(B, S, D\) k.unsqueeze\(2\)"),
-    "one of two is not split": ((_Q, _K.flatten(2), _COS, _SIN), {}, r"pass k.unflatten\(-1, \(H, D\)\)"),
+    "one of two is not split": ((_Q, _K.flatten(2), _COS, _SIN), {}, r"for \(B, S, H D\) k.unflatten\(-1, \(H, D\)\)"),
     "heads first, not split": ((_Q.flatten(2), None, _COS, _SIN), {"layout": "bhsd"}, r'pass layout="thd"$'),
-    "another width": ((_Q, _K[..., :4], _COS, _SIN), {}, r"only H may differ$"),
-    "another batch": ((_Q, _K[:1], _COS, _SIN), {}, r"only H may differ$"),
+    "another width": ((_Q, _K[..., :4], _COS, _SIN), {}, "only H may differ, and layout is 'bshd'$"),
+    "another batch": ((_Q, _K[:1], _COS, _SIN), {}, "only H may differ, and layout is 'bshd'$"),
     "an odd head": ((_Q[..., :7], None, _COS, _SIN), {}, "rotary_dim, by default D, is 7"),
     "a negative position": (
         (_Q, _K, _COS, _SIN),

@@ -9,11 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from ..base import config
-from ..base.arguments import flag, number, parts, refuse, tensor, whole, word
+from ..base.arguments import flag, number, parts, refuse, refuse_beside, tensor, whole, word
 from ..base.errors import InvalidInput
 from ..base.layouts import LAYOUT_AXES, QKV_ORDERS
 from ..base.views import Tensors, heads_per_group
-from ..call import PARTS
 from ..plan.options import DEFAULTS, Options
 from ..stages import rotate
 from ..torch_state import is_compiling
@@ -40,7 +39,6 @@ _OLD = {
 _INSTEAD = {
     **dict.fromkeys(("cu_seqlens", "max_seqlen", "start_positions"), "pass positions as a tensor of ids"),
     "shifts": "rotate by Shifts in a call of apply_rope",
-    **dict.fromkeys((*PARTS["transform"].words, "inplace", "q_mean_square", "k_mean_square"), "leave it out"),
 }
 """Advice for words that do not go with an operation."""
 _LACKS = {"apply_rope": "norm cache quantize", "prepare_mla_qkv": "norm cache"}
@@ -70,13 +68,11 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any]) -> t
     Raises InvalidInput if a word does not go with the operation, a value has another type, or a tensor is missing.
     """
     name, given = op.function, Options(**{label: value for label, value in asked.items() if label != "check"})
-    refused = op.refused(tensors, given)
-    for label in [label for label in (*tensors, *asked) if label in refused]:  # layout may be implied by a tensor
+    for label in (*tensors, *asked):
         value, default = asked.get(label), DEFAULTS.get(label)
         if value is None or type(value) is not type(default) or value != default:  # an array has no single answer
-            hint = f"; {_INSTEAD[label]}" if label in _INSTEAD else ""
-            said = op.said_with(tensors, given) or "this function"
-            raise InvalidInput(f"{name}: {op.label(label)} does not go with {said}{hint}")
+            beside = op.beside(label, tensors, given)
+            refuse_beside(name, [op.label(label)], beside, _INSTEAD.get(label, "leave it out"))
     kind = _check_tensors(op, tensors, given, name)
     full = canonical(dict(tensors))
     words = {label: _typed(name, label, value) for label, value in asked.items() if label != "check"}

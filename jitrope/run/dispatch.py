@@ -24,6 +24,7 @@ from ..checks.words import canonical, check_asked, resolved
 from ..plan.options import Options
 from ..sources.operation import Operation, has
 from ..sources.source import OF_TABLES
+from ..stages.transform import LABEL as TRANSFORM
 from ..torch_state import dispatch_modes, is_compiling
 from . import launch
 from .launch import Asked, Recorded
@@ -74,7 +75,7 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
         options, full = resolved(op, tensors, asked)
     sharded = not plain and watch.sharded(full.values())
     if not isinstance(asked, Options):
-        shards = op.name == "heads" and not has("convert transform cache out Ulysses", full, options)
+        shards = op.name == "heads" and not has(f"quantize {TRANSFORM} cache out Ulysses", full, options)
         if sharded and (tables_want or not shards):
             text = "it takes no DTensors" + " beside a table that requires a gradient" * shards
             text += "; pass x.to_local(), and make results with DTensor.from_local"

@@ -41,7 +41,7 @@ class Latent(Operation):
         )
         if q.dim() == k_pe.dim() == len(layout) and q.shape[-1] < k_pe.shape[-1]:
             fail(f"q is {named(q, layout)} but k_pe {named(k_pe, layout)}; q's heads end in as many rotated elements")
-        check_heads(q, None, o, fail, "q", "")
+        check_heads({"q": q}, o, fail)
         for label, x, heads, width in (("kv", kv, "H", "D"), ("k_pe", k_pe, 1, o.rotary_dim)):
             shape = [heads if axis == "h" else size for axis, size in zip(layout, q.shape)]
             fail.unlike(label, x, q.device, (q.dtype,), (*shape[:-1], width))
