@@ -287,8 +287,8 @@ WITH_GRADIENT: Axes = {
     "wanted": ("all", "of_first", "of_last"),
 }
 WITHOUT_GRADIENT: list[tuple[dict[str, Any], str]] = [
-    ({"out": "inplace", "norm": NORMS}, "it has no gradient in place, because that needs the old q and k"),
-    ({"out": "inplace", "transform": "head"}, "it has no gradient in place"),
+    ({"out": "inplace", "norm": NORMS}, "requires a gradient, but this call has none; leave inplace=True out"),
+    ({"out": "inplace", "transform": "head"}, "requires a gradient, but this call has none; leave inplace=True out"),
     ({"out": "inplace", "learned": "learned"}, "requires a gradient, but this call has none; leave inplace=True out"),
     ({"out": "inplace", "more": ("number", "tokens")}, "q_scale requires a gradient, but this call has none"),
     ({"out": ("given", "some", "by_rank")}, "requires a gradient, but this call has none"),

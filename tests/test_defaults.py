@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import jitrope
 from jitrope import DynamicQuantize, KVCache, Norm, Quantize
-from jitrope.values import constants, scales
+from jitrope.values import constants
 
 from .devices import DEVICES
 
@@ -66,7 +66,7 @@ def bits(found: Any) -> list[Any]:
 
 def forget() -> None:
     """Forget the tensors that calls keep."""
-    for made in (constants.one_row, constants.filled, scales._scale_of):
+    for made in (constants.one_row, constants.filled):
         made.cache_clear()
 
 

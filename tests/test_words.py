@@ -220,12 +220,16 @@ _HALVES = [torch.cat((x, x), -1) for x in (_COS, _SIN)]
 _PARTIAL = [torch.cat((x, x), -1) for x in (_COS[:, :2], _SIN[:, :2])]
 
 MISTAKES = {
-    "no k": ((_Q, _COS, _SIN), {}, r"k has shape \(6, 4\), like a table, .*apply_rope\(q, None, cos, sin\)\?"),
-    "no sin": ((_Q, _K, _COS), {}, "sin is missing; pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis$"),
+    "no k": ((_Q, _COS, _SIN), {}, "sin is missing; pass cos and sin, .*, and None in the place of a k"),
+    "no sin": (
+        (_Q, _K, _COS),
+        {},
+        "sin is missing; pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis, and None",
+    ),
     "tables for q and k": (
         (_Q, *[x[None, :, None] for x in (_COS, _SIN)]),
         {},
-        r"k has shape \(1, 6, 1, 4\), like a table, .*apply_rope\(q, None, cos, sin\)\?",
+        "sin is missing; pass cos and sin, .*, and None in the place of a k",
     ),
     "numpy": ((_Q, _K, _COS.numpy(), _SIN), {}, r"pass torch.from_numpy\(cos\)"),
     "no batch": ((_Q[0], _K[0], _COS, _SIN), {}, r'for \(T, H, D\) pass layout="thd"'),
@@ -325,7 +329,7 @@ def test_a_mistake_of_the_first_hour_is_named(name: str) -> None:
 
 
 def test_a_forgotten_v_is_named() -> None:
-    with pytest.raises(jitrope.InvalidInput, match=r"v has shape \(6, 4\), .* prepare_qkv\(q, k, None, cos, sin\)\?"):
+    with pytest.raises(jitrope.InvalidInput, match="prepare_qkv: sin is missing; .* None in the place of a k or v"):
         jitrope.prepare_qkv(_Q, _K, _COS, _SIN)
 
 

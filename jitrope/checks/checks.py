@@ -26,12 +26,10 @@ SWAPPED = {"bshd": "bhsd", "bhsd": "bshd"}  # layouts that are easily mistaken f
 LEARNED = ("cos", "sin", "second_cos", "second_sin", "q_factor")  # torch computes their gradients, from q and k too
 
 
-def check_watched(op: Any, wants_grad: bool, t: Tensors, o: Options) -> None:
+def check_watched(op: Any, t: Tensors, o: Options) -> None:
     """Refuse tensors that torch does not let a call write, or that autograd cannot keep for a backward."""
     name, fail, differentiable = op.function, Fail(op.function), op.differentiable(t, o)
     fail.when(watch.has_tangent(t.values()), "forward-mode derivatives (jvp) are not supported; use the backward")
-    why = ", because that needs the old q and k" if norm.norm_of(o).kind != "no_norm" else ""
-    fail.when(wants_grad and o.inplace and o.norm, f"it has no gradient in place{why}; leave inplace=True out")
     copied = "v" if o.ulysses_degree and not converts_v(t, o.dynamic_v) else ""
     wanted = [label for label, x in t.items() if watch.wants_grad(x) and (differentiable or label != copied)]
     fixed = [label for label in (*LEARNED, "q_scale", "k_scale", "v_scale") if label in wanted]
@@ -44,7 +42,7 @@ def check_watched(op: Any, wants_grad: bool, t: Tensors, o: Options) -> None:
     if (wanted and not differentiable) or (fixed and o.inplace):
         label, other = label_of(op, (fixed or wanted)[0], t, o), "use a call without cache, quantize and out"
         other = "leave v=True of quantize out" if label == "v" and o.dynamic_v else other
-        use = "leave inplace=True out, or " if o.inplace and differentiable else ""
+        use = "leave inplace=True out, or " if o.inplace and op.differentiable(t, o._replace(inplace=False)) else ""
         use += f"pass {label}.detach()" if fixed else f"{other}, or torch.no_grad()"
         fail(f"{label} requires a gradient, but this call has none; {use}")
     if compiling:

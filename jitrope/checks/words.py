@@ -94,7 +94,7 @@ def _check_tensors(op: Any, tensors: Mapping[str, Any], o: Options, name: str) -
     kinds = [kind for kind in ONE_TABLE if kind in tensors]
     ways = len(kinds) + ("cos" in tensors or "sin" in tensors)
     if ways > 1 or (ways == 0 and not op.goes_bare(tensors, o)) or ("cos" in tensors) != ("sin" in tensors):
-        raise InvalidInput(f"{name}: {_missing_table(name, tensors, kinds)}")
+        raise InvalidInput(f"{name}: {_missing_table(tensors, kinds)}")
     for label in [label for label in op.needed if label not in tensors]:
         refuse(name, op.label(label), None, "a tensor")
     for label, x in tensors.items():
@@ -102,29 +102,18 @@ def _check_tensors(op: Any, tensors: Mapping[str, Any], o: Options, name: str) -
     return kinds[0] if kinds else "cos_sin"
 
 
-def _missing_table(name: str, tensors: Mapping[str, Any], kinds: list[str]) -> str:
+def _missing_table(tensors: Mapping[str, Any], kinds: list[str]) -> str:
     """The message about a call's wrong tables, with the call that was probably meant."""
     wanted = "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis"
-    q, k, cos, sin = (tensors.get(label) for label in ("q", "k", "cos", "sin"))
+    cos = tensors.get("cos")
     if isinstance(cos, (list, tuple)):
         return f"cos is a {type(cos).__name__} of {len(cos)}; unpack it: pass *table for cos and sin"
-    nested = any(isinstance(x, Tensor) and x.is_nested for x in (q, k, cos))
-    if isinstance(cos, Tensor) and sin is None and not kinds and not nested:
+    if isinstance(cos, Tensor) and "sin" not in tensors and not kinds:
         if cos.is_complex():
             return "cos is complex; pass a complex table as freqs_cis=table"
-        if isinstance(q, Tensor) and isinstance(k, Tensor) and k.shape == cos.shape:
-            shown = f"k has shape {tuple(k.shape)}, like a table, and sin is missing"
-            return f"{shown}; did you mean {name}(q, None, cos, sin)?"
-        return f"sin is missing; {wanted}"
+        return f"sin is missing; {wanted}, and None in the place of a k or v that there is not"
     pair = " and ".join([label for label in ("cos", "sin") if label in tensors])
     return f"{wanted}, not {', '.join([x for x in (pair, *kinds) if x]) or 'none'}"
-
-
-def refuse_table_as_v(v: Any, cos: Any) -> None:
-    """Refuse `prepare_qkv(q, k, cos, sin)`, which lacks v."""
-    if isinstance(v, Tensor) and isinstance(cos, Tensor) and v.shape == cos.shape:
-        shown = f"v has shape {tuple(v.shape)}, like a table, and sin is missing"
-        raise InvalidInput(f"prepare_qkv: {shown}; did you mean prepare_qkv(q, k, None, cos, sin)?")
 
 
 def rotary_dim_of(name: str, words: Mapping[str, Any], head_dim: int, kind: str = "", table_width: int = 0) -> int:

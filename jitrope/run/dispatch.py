@@ -80,7 +80,7 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
             text = "it takes no DTensors" + " beside a table that requires a gradient" * shards
             text += "; pass x.to_local(), and make results with DTensor.from_local"
             raise InvalidInput(f"{op.function}: {text}")
-        checks.check_watched(op, wants, full, options)
+        checks.check_watched(op, full, options)
         if prepared is None:
             op.check(full, options)
             checks.check_memory(op, full, options)

@@ -66,7 +66,7 @@ class Backward(Operation):
     def part(self, letter: str, t: Tensors, o: Options) -> Tensor:
         """The gradient of a letter. That of a gate may be missing, and is zero then."""
         q = t["dq"]
-        return t[f"d{letter}"] if f"d{letter}" in t else filled(q.device, 1, q.dtype, 0).expand(q.shape)
+        return t[f"d{letter}"] if f"d{letter}" in t else filled(q.device, (1,), q.dtype, 0).expand(q.shape)
 
     def compute(self, made: Tensors, t: Tensors, o: Options) -> None:
         places = self.source.places(made, t, o)

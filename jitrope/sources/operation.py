@@ -75,8 +75,8 @@ class Operation(Source):
         OPERATIONS.setdefault(self.name, self)
 
     def differentiable(self, given: Iterable[str], o: Options) -> bool:
-        """Whether a call has a gradient."""
-        return not (o.computed or o.per_row) and _LAST.isdisjoint(given)
+        """Whether a call has a gradient. In place a norm would need the old q and k."""
+        return not (o.computed or o.per_row or (o.inplace and o.norm)) and _LAST.isdisjoint(given)
 
     def beside(self, word: str, given: Container[str], o: Options) -> list[str]:
         """What a word or a tensor does not go with: the source, and parts of the call. o: not checked."""

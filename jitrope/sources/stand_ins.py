@@ -42,5 +42,5 @@ def missing_weights(tensors: Tensors, options: Options) -> Tensors:
         for ending, value in (("_weight", 0 if norm.zero_centered else 1), *([("_bias", 0)] if biased else [])):
             if x is not None and owner + ending not in tensors:
                 count = x.shape[-1] * (x.shape[LAYOUT_AXES[options.layout][2]] if norm.across_heads else 1)
-                made[owner + ending] = filled(x.device, count, tensors[given[0]].dtype, value)
+                made[owner + ending] = filled(x.device, (count,), tensors[given[0]].dtype, value)
     return made

@@ -88,6 +88,6 @@ def one_row(device: torch.device, pairs: int) -> tuple[Tensor, Tensor]:
 
 
 @constant
-def filled(device: torch.device, count: int, dtype: torch.dtype, value: float) -> Tensor:
-    """So many equal numbers."""
-    return torch.full((count,), value, dtype=dtype, device=device)
+def filled(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, value: float) -> Tensor:
+    """Equal numbers."""
+    return torch.full(shape, value, dtype=dtype, device=device)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..base.arguments import number, refuse
 from ..base.views import Tensors
-from .constants import constant
+from .constants import filled
 
 
 def scales(name: str, like: Any, **given: Any) -> Tensors:
@@ -19,7 +19,7 @@ def scales(name: str, like: Any, **given: Any) -> Tensors:
     for label, scale in found.items():
         if not isinstance(scale, Tensor) and isinstance(like, Tensor):
             with getattr(like, "fake_mode", None) or nullcontext():  # the mode of a fake tensor need not be active
-                found[label] = _scale_of(like.device, _number(name, label, scale), label)
+                found[label] = filled(like.device, (), torch.float32, _number(name, label, scale))
     return found
 
 
@@ -37,9 +37,3 @@ def _number(name: str, label: str, scale: Any) -> float:
     if type(value) is float and abs(value) > torch.finfo(torch.float32).max:
         refuse(name, label, scale, "a number that fp32 holds")
     return value
-
-
-@constant
-def _scale_of(device: torch.device, scale: float, label: str) -> Tensor:
-    """A separate tensor for each argument, because guards refuse a tensor that is given twice."""
-    return torch.full((), scale, dtype=torch.float32, device=device)
