@@ -329,7 +329,7 @@ def test_a_mistake_of_the_first_hour_is_named(name: str) -> None:
 
 
 def test_a_forgotten_v_is_named() -> None:
-    with pytest.raises(jitrope.InvalidInput, match="prepare_qkv: sin is missing; .* None in the place of a k or v"):
+    with pytest.raises(jitrope.InvalidInput, match=r"prepare_qkv: sin is missing; .* None in the place of a k or v"):
         jitrope.prepare_qkv(_Q, _K, _COS, _SIN)
 
 

@@ -22,7 +22,6 @@ from ..stages import norm, positions, rotate, scale, transform
 from ..stages.convert import TENSORS as SCALES
 from ..stages.convert import converts_v
 
-SWAPPED = {"bshd": "bhsd", "bhsd": "bshd"}  # layouts that are easily mistaken for each other
 LEARNED = ("cos", "sin", "second_cos", "second_sin", "q_factor")  # torch computes their gradients, from q and k too
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .. import torch_state as watch
 from ..base import config
 from ..base.arguments import flag, number, parts, refuse, refuse_beside, tensor, whole, word
 from ..base.errors import InvalidInput
@@ -15,7 +16,6 @@ from ..base.layouts import LAYOUT_AXES, QKV_ORDERS
 from ..base.views import Tensors, heads_per_group
 from ..plan.options import DEFAULTS, Options
 from ..stages import rotate
-from ..torch_state import is_compiling
 
 ONE_TABLE = rotate.TABLES[1:]  # words for a single table in place of cos and sin
 
@@ -149,11 +149,12 @@ def _typed(name: str, label: str, value: Any) -> Any:
     return value if absent or read is None or label == "norm" else read(name, label, value)
 
 
-def check_asked(name: str, asked: Mapping[str, Any]) -> bool:
-    """Whether a call has `check=True`, which reads the positions and therefore waits for the device."""
+def check_asked(name: str, asked: Mapping[str, Any], some: Tensor) -> bool:
+    """Whether a call has `check=True`, which reads the positions and therefore waits for the device of `some`."""
     check = flag(name, "check", asked.get("check", False))
-    if check and is_compiling():
-        raise InvalidInput(f"{name}: check=True waits for the device and cannot be compiled; leave it out")
+    if check and (watch.is_compiling() or watch.transformed() or watch.capturing(some)):
+        others = "torch.compile, torch.func and a CUDA graph do not"
+        raise InvalidInput(f"{name}: check=True waits for the device, which {others}; leave it out")
     return check
 
 

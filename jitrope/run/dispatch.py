@@ -84,10 +84,7 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
         if prepared is None:
             op.check(full, options)
             checks.check_memory(op, full, options)
-            if check_asked(op.function, asked):
-                if watch.transformed() or watch.capturing(next(iter(full.values()))):
-                    text = "check=True waits for the device, which torch.func and a CUDA graph do not; leave it out"
-                    raise InvalidInput(f"{op.function}: {text}")
+            if check_asked(op.function, asked, next(iter(full.values()))):
                 check_values(op.function, full, options)
                 asked = {word: value for word, value in asked.items() if word != "check"}
                 plain = False

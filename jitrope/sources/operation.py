@@ -18,7 +18,6 @@ from ..base import views
 from ..base.arguments import refuse, shown
 from ..base.errors import InvalidInput, JitropeError
 from ..base.fit import USERS_NAMES, Fail, sizes_of
-from ..base.layouts import LAYOUT_AXES
 from ..base.views import BLOCK_SCALES, FORMATS, Tensors, Views
 from ..call import FRESH, FRESHES
 from ..call import Call as CallText
@@ -193,19 +192,17 @@ class Operation(Source):
 
         With ranks it has a group of heads for each; of such a tensor, as gradients are, it has the usual layout.
         """
-        word, (*_, axis, _) = self.format_of(letter, t, o), LAYOUT_AXES[o.layout]
-        heads = t if letter in t else self.shaped(t, o)
+        word, heads = self.format_of(letter, t, o), t if letter in t else self.shaped(t, o)
+        dtype, _, per_item = FORMATS[word] if word else (None, 0, 1)
         x = heads[letter if letter in heads else "q"]  # a gate is like q
-        if letter in t and not o.ulysses_degree:
-            return results.empty_heads(x, word)
-        shape = [*x.shape]
         if o.ulysses_degree and x.dim() > len(o.layout):
-            ranks, *shape = shape
-            shape[axis] *= ranks
+            x = views.joined(x.new_empty(()).expand(x.shape), o.layout)
         elif o.ulysses_degree:
-            shape[axis] //= o.ulysses_degree
-            shape = [o.ulysses_degree, *shape]
-        return results.empty_heads(x, word, shape)
+            x = views.by_rank(x, o.layout, o.ulysses_degree)
+        x = x if per_item == 1 else x[..., : x.shape[-1] // per_item]
+        if letter in t and not o.ulysses_degree:
+            return torch.empty_like(x, dtype=dtype)
+        return x.new_empty(x.shape, dtype=dtype)
 
     def format_of(self, letter: str, t: Container[str], o: Options) -> str:
         """The format of a converted result, "" for one in the heads' dtype."""
@@ -256,10 +253,8 @@ class Operation(Source):
         for letter in left:
             x, given = self.part(letter, t, o), outputs.get(letter, t.get(f"{letter}_out"))
             out = views.fused_part(outputs["qkv"], letter, o) if given is None else given
-            if x.dim() != out.dim():  # one has a group of heads for each rank
-                pairs = ((out, x), (x, out))
-                out, x = [views.by_rank(y, o.layout, len(z)) if y.dim() < z.dim() else y for y, z in pairs]
-            copy_heads(out, x)
+            pairs = ((out, x), (x, out))  # one may have a group of heads for each rank
+            copy_heads(*[views.by_rank(y, o.layout, len(z)) if y.dim() < z.dim() else y for y, z in pairs])
         return outputs
 
     def places(self, made: Tensors, t: Tensors, o: Options) -> Tensors:
