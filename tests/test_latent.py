@@ -115,7 +115,7 @@ REFUSALS = {
         r"k_pe is .*; it must be \(2, 6, 1, 16\), float32, .* like q \(B=2, S=6, H=4, D=48\)",
     ),
     "odd k_pe": ({"k_pe": K_PE[..., :15]}, "rotary_dim is 15; it must be even"),
-    "wide k_pe": ({"k_pe": torch.ones(2, 6, 1, 50)}, r"q is .* but k_pe .*; q's heads end in as many rotated elements"),
+    "wide k_pe": ({"k_pe": torch.ones(2, 6, 1, 50)}, r"k_pe is .*; it must be \(2, 6, 1, 48\), float32, .*D=48"),
     "tokens of kv": (
         {"kv": KV[:, :5]},
         r"kv is .*; it must be \(2, 6, H, D\), float32, .* like q \(B=2, S=6, H=4, D=48\)",

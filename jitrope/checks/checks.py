@@ -58,11 +58,9 @@ def _check_written(name: str, label: str, x: Tensor, wants_grad: bool) -> None:
     """Refuse to write inference tensors, lazy negatives and zeros and, under autograd, leaves and some views."""
     if x.is_inference() and not torch.is_inference_mode_enabled():
         refuse(name, label, x, "a tensor that was not made in inference mode; this call writes it outside of that mode")
-    hint = "" if label.startswith("out's") else f"; pass {label}"
-    if watch.is_zero(x):
-        refuse(name, label, x, f"a tensor with memory, not torch's lazy zeros{hint and hint + '.clone()'}")
-    if x.is_neg():
-        refuse(name, label, x, f"a tensor without torch's lazy negative bit{hint and hint + '.resolve_neg()'}")
+    if watch.is_zero(x) or x.is_neg():
+        hint = "" if label.startswith("out's") else f"; pass {label}.clone()"
+        refuse(name, label, x, f"a tensor with its numbers in memory, not torch's lazy zeros or negatives{hint}")
     if wants_grad and x.requires_grad and (kind := watch.not_writable(x)):
         text = f"{label} requires a gradient and is {kind}, which torch cannot write in place"
         raise InvalidInput(f"{name}: {text}; leave inplace=True out")

@@ -15,10 +15,9 @@ from ..plan.options import Options
 from ..sinks.results import LETTERS
 from ..stages import rotate
 from ..stages.norm import norm_of, sums_heads
-from ..values.constants import filled
+from ..values.constants import counters, filled
 from .operation import Call, Operation
 from .source import Read
-from .stand_ins import weight_sums
 
 
 class Backward(Operation):
@@ -81,6 +80,24 @@ class Backward(Operation):
             hint = "compute the norm by itself; with a drop-in, enable(model, fuse_norm=False)"
             raise JitropeError(f"a norm of q or k has no second derivative; {hint}")
         return named_back(call(self.source, {**grads, **saved}, turned_back(o)))
+
+
+def weight_sums(tensors: Tensors, widths: dict[str, int], blocks: int) -> Tensors:
+    """The gradients of the given weights and biases, and the memory of the kernel that sums them over its blocks.
+
+    widths: the lengths of a weight of q, and of k if it has heads, in the kernel's order.
+    """
+    given = {name: x for name, x in tensors.items() if name.endswith(("_weight", "_bias"))}
+    if not given:
+        return {}
+    kinds = ("weight", "bias") if any(name.endswith("_bias") for name in given) else ("weight",)
+    sizes = {f"{name}_{kind}": size for kind in kinds for name, size in widths.items()}
+    some, width = next(iter(given.values())), sum(sizes.values())  # all have one dtype: `checks`
+    sums = some.new_empty(width) if blocks else some.new_zeros(width)
+    parts = dict(zip(sizes, sums.split([*sizes.values()])))
+    out = {name: parts[name] if name in parts else torch.zeros_like(x) for name, x in given.items()}
+    scratch = {"block_sums": some.new_empty((blocks, width), dtype=torch.float32), "counters": counters(some)}
+    return {"weight_grads": sums, **out, **scratch}
 
 
 def named_back(grads: Tensors) -> Tensors:

@@ -34,13 +34,8 @@ class Latent(Operation):
         return [({**t, "k": k, "v": v}, o)]
 
     def check(self, t: Tensors, o: Options) -> None:
-        fail, layout, (q, kv, k_pe) = (
-            Fail(self.function, "q", t["q"], o.layout),
-            o.layout,
-            [t[label] for label in self.needed],
-        )
-        if q.dim() == k_pe.dim() == len(layout) and q.shape[-1] < k_pe.shape[-1]:
-            fail(f"q is {named(q, layout)} but k_pe {named(k_pe, layout)}; q's heads end in as many rotated elements")
+        q, kv, k_pe = (t[label] for label in self.needed)
+        fail, layout = Fail(self.function, "q", q, o.layout), o.layout
         check_heads({"q": q}, o, fail)
         for label, x, heads, width in (("kv", kv, "H", "D"), ("k_pe", k_pe, 1, o.rotary_dim)):
             shape = [heads if axis == "h" else size for axis, size in zip(layout, q.shape)]

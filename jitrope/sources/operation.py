@@ -18,6 +18,7 @@ from ..base import views
 from ..base.arguments import refuse, shown
 from ..base.errors import InvalidInput, JitropeError
 from ..base.fit import USERS_NAMES, Fail, sizes_of
+from ..base.layouts import LAYOUT_AXES
 from ..base.views import BLOCK_SCALES, FORMATS, Tensors, Views
 from ..call import FRESH, FRESHES
 from ..call import Call as CallText
@@ -29,7 +30,7 @@ from ..stages import convert, positions
 from ..stages.convert import converts_v, least_scales
 from ..stages.norm import NO_NORM, norm_of, sums_heads
 from ..stages.transform import LABEL as TRANSFORM
-from ..values.constants import one_row
+from ..values.constants import filled, one_row
 from .source import Read, Source
 
 Call = Callable[["Operation", Tensors, Options], Tensors]  # `dispatch.call`
@@ -324,6 +325,23 @@ class Operation(Source):
 def _normed(o: Options) -> Options:
     """The same options, but without a norm of no kind."""
     return o if o.norm is None or o.norm.kind != NO_NORM.kind else o._replace(norm=None)
+
+
+def missing_weights(tensors: Tensors, options: Options) -> Tensors:
+    """Factors of one and biases of zero for missing ones if some are given, because a kernel takes all or none."""
+    norm, made = norm_of(options), {}
+    given = [name for name in tensors if name.endswith(("_weight", "_bias"))]
+    biased = any(name.endswith("_bias") for name in given)
+    if "qkv" in tensors:
+        tensors = {**tensors, **views.shaped_parts(tensors["qkv"], options)}
+    heads = {"q": "q", "k": "k", "first_q": "q", "first_k": "k", "second_q": "second_q", "second_k": "second_k"}
+    for head, owner in heads.items() if given else ():
+        x = tensors.get(head)
+        for ending, value in (("_weight", 0 if norm.zero_centered else 1), *([("_bias", 0)] if biased else [])):
+            if x is not None and owner + ending not in tensors:
+                count = x.shape[-1] * (x.shape[LAYOUT_AXES[options.layout][2]] if norm.across_heads else 1)
+                made[owner + ending] = filled(x.device, (count,), tensors[given[0]].dtype, value)
+    return made
 
 
 def copy_heads(out: Tensor, x: Tensor) -> None:
