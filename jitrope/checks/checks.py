@@ -90,25 +90,24 @@ def label_of(op: Any, name: str, t: Container[str], o: Options) -> str:
 
 def check_heads(heads: Tensors, o: Options, fail: Fail) -> None:
     """Check q, which owns `fail`, and k if it is there. heads: by their names for messages."""
-    layout, q = o.layout, next(iter(heads.values()))
+    layout, first, q = o.layout, fail.owner, next(iter(heads.values()))
     for label, x in heads.items():
-        shape: Sequence[Any] = layout.upper()
-        dtypes, like, hint = FLOATS, label, ""
-        if x is not q:
-            shape = [size if axis != "h" else "H" for axis, size in zip(layout, q.shape)]
-            dtypes, like, hint = (q.dtype,), "", f"; only H may differ, and layout is {layout!r}"
-            hint = hint if x.dtype == q.dtype and x.device == q.device else f"; pass {label}.to({fail.owner})"
+        hint = "" if x is q else f"; only H may differ, and layout is {layout!r}"
         if x.dim() != len(layout):
             hint = "; Packed implies layout 'thd'" if layout == "thd" else '; for (T, H, D) pass layout="thd"'
             if layout == "bshd":
                 hint += f", for (B, S, H D) {label}.unflatten(-1, (H, D)), for (B, S, D) {label}.unsqueeze(2)"
+        elif x.dtype != q.dtype or x.device != q.device:
+            hint = f"; pass {label}.to({first})"
+        shape: Sequence[Any] = [size if axis != "h" else "H" for axis, size in zip(layout, q.shape)]
+        dtypes, shape, like = (FLOATS, layout.upper(), first) if x is q else ((q.dtype,), shape, "")
         fail.unlike(label, x, q.device, dtypes, shape, like=like, hint=hint)
     batch, seqlen, _, head_dim = sizes_of(q, layout)
-    on, tokens, had = f"{fail.owner} is on {q.device}", batch * seqlen, f"{fail.owner} has D={head_dim}"
-    fail.when(q.device.type not in ("cuda", "cpu", "meta"), f"{on}; it must be on a CUDA device, the CPU or meta")
-    fail.when(tokens > MAX_TOKENS, f"{fail.owner} has {tokens} tokens; at most {MAX_TOKENS} are possible")
-    most = f"{had}; at most {MAX_HEAD_DIM} is possible; pass a view of the rotated elements"
-    fail.when(head_dim > MAX_HEAD_DIM, most)
+    tokens, had = batch * seqlen, f"{first} has D={head_dim}; at most {MAX_HEAD_DIM} is possible"
+    on = f"{first} is on {q.device}; it must be on a CUDA device, the CPU or meta"
+    fail.when(q.device.type not in ("cuda", "cpu", "meta"), on)
+    fail.when(tokens > MAX_TOKENS, f"{first} has {tokens} tokens; at most {MAX_TOKENS} are possible")
+    fail.when(head_dim > MAX_HEAD_DIM, f"{had}; pass a view of the rotated elements")
     rotate.check_dims(head_dim, o, fail)
 
 
