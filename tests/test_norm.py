@@ -966,7 +966,10 @@ REFUSALS = {
     ),
     "rank": (arguments(q=torch.ones(6, 4, 8)), "layout 'bshd' needs 4 axes"),
     "table-rows": (arguments(cos=torch.zeros(5, 4), sin=torch.zeros(5, 4)), "cos has 5 rows"),
-    "table-width": (arguments(cos=torch.zeros(6, 3), sin=torch.zeros(6, 3)), "3 wide"),
+    "table-width": (
+        arguments(cos=torch.zeros(6, 3), sin=torch.zeros(6, 3)),
+        r"cos is .*\(6, 3\).* must be \(P, 4\|8\)",
+    ),
     "half-a-table": (arguments(sin=None), "pass cos and sin, or one of"),
     "check": (arguments(position_ids=torch.tensor([0, 1, 2, 3, 4, 6]), check=True), "positions go from 0 to 6"),
 }

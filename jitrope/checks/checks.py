@@ -148,12 +148,10 @@ def check(op: Any, t: Tensors, o: Options) -> None:
     """Refuse tensors and options that do not fit together."""
     q, label = t["q"], op.label("q")
     fail = Fail(op.function, label, q, o.layout)
-    if beside := op.said or "a cache" * ("k_cache" in t):
-        rotate.refuse_per_head(t["cos"], o, beside, fail)
     check_heads(q, t.get("k"), o, fail, label, op.label("k"))
     positions.check(t, o.rotary_dim // 2, o, fail)
     scale.check(t, sizes_of(q, o.layout)[1], o, fail)
-    rotate.check(t, o, fail)
+    rotate.check(t, o, op.said or "a cache" * ("k_cache" in t), fail)
 
 
 def check_scales(op: Any, t: Tensors, o: Options) -> None:
