@@ -41,7 +41,7 @@ class Made:
         self.weights: dict[str, Tensor] = {}
         if isinstance(case, NormCase):
             self.qkv, self.weights, words = norm_call(case, device)
-            words["norm"] = jitrope.Norm(**self.weights, **{**case.norm._asdict(), "v_norm": v_norm})
+            words["norm"] = jitrope.Norm(**self.weights, **{**case.norm, "v_norm": v_norm})
         else:
             self.qkv, _, cos, sin, words = make(as_fused(case), device)
             words.update(cos=cos, sin=sin, heads=heads_of(case))

@@ -11,7 +11,6 @@ from torch import Tensor
 import jitrope
 from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Quantize, planning
 from jitrope.plan.options import Options
-from jitrope.stages.norm import NormOptions
 
 from .cases import NORM_ROPE, op_arguments
 from .devices import DEVICES
@@ -97,7 +96,7 @@ def test_torchs_machinery() -> None:
     for x, y in zip(torch.compile(call, fullgraph=True, backend="aot_eager")(q, k), call(q, k)):
         assert torch.equal(x, y)
     given = [q, k, *weights, None, None, mean_square(q), mean_square(k)]
-    options = Options(rotary_dim=64, interleaved_out=False, norm=NormOptions(across_heads=True))
+    options = Options(rotary_dim=64, interleaved_out=False, norm_kind="rms_norm", across_heads=True)
     arguments = op_arguments(NORM_ROPE, given, tables, options)
     utils = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(torch.ops.jitrope.prepare.default, arguments, test_utils=utils)

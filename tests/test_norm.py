@@ -59,7 +59,7 @@ def normed64(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | 
     factor = 1 if weight is None else weight.double() + (1 if case.zero_centered else 0)
     if case.kind == "layer_norm":
         rows = rows - rows.sum(-1, keepdim=True) / rows.shape[-1]
-    rows = rows / (rows.square().sum(-1, keepdim=True) / rows.shape[-1] + case.norm.eps).sqrt() * factor + (
+    rows = rows / (rows.square().sum(-1, keepdim=True) / rows.shape[-1] + 1e-6).sqrt() * factor + (
         0 if bias is None else bias.double()
     )
     rows = rows.reshape(view.shape)

@@ -30,8 +30,8 @@ def check_watched(op: Any, wants_grad: bool, t: Tensors, o: Options) -> None:
     """Refuse tensors that torch does not let a call write, or that autograd cannot keep for a backward."""
     name, fail, differentiable = op.function, Fail(op.function), op.differentiable(t, o)
     fail.when(watch.has_tangent(t.values()), "forward-mode derivatives (jvp) are not supported; use the backward")
-    why = ", because that needs the old q and k" if norm.norm_of(o).kind != "no_norm" else ""
-    fail.when(wants_grad and o.inplace and o.norm, f"it has no gradient in place{why}; leave inplace=True out")
+    why = ", because that needs the old q and k" if norm.normed(o) else ""
+    fail.when(wants_grad and o.inplace and o.norm_kind, f"it has no gradient in place{why}; leave inplace=True out")
     copied = "v" if o.ulysses_degree and not converts_v(t, o.dynamic_v) else ""
     wanted = [label for label, x in t.items() if watch.wants_grad(x) and (differentiable or label != copied)]
     fixed = [label for label in (*LEARNED, "q_scale", "k_scale", "v_scale") if label in wanted]
@@ -203,7 +203,7 @@ def check_whole_heads(op: Any, t: Tensors, o: Options) -> None:
         beside = [x for x, given in others.items() if given]
         refuse_beside(op.function, ["across_heads"], beside, "pass mean_squares, or normalise before")
     norm.check(t, o, fail)
-    wrong = o.inverse and norm.norm_of(o).kind != "no_norm"
+    wrong = o.inverse and norm.normed(o)
     fail.when(wrong, "inverse does not go with norm; rotate back in a call without a norm")
     fail.when(o.group and dim % o.group, f"group is {o.group}; it must divide D={dim}")
     if o.out_dtype == "fp4" or ("k_cache" in t and PER_ITEM.get(t["k_cache"].dtype, 1) > 1):

@@ -25,7 +25,6 @@ from ..base.views import MEANS, TABLE_NAMES, Tensors
 from ..plan.options import Options
 from ..sources.operation import Call, Operation
 from ..stages import positions
-from ..stages.norm import norm_of
 
 Q, K = ("q",), ("k",)
 Row = dict[str, Any]  # the placements of a call's tensors on one dimension of a mesh
@@ -55,7 +54,7 @@ def _unsharded(call: Mapping[str, Any]) -> dict[str, str]:
     """The axes that must not be sharded, each with the reason."""
     seq = {"seq": f"{positions.WHOLE} count tokens of whole sequences; pass positions as ids instead"}
     heads = {"heads": "across_heads does not go with sharded heads"}
-    return {**(seq if call["whole"] else {}), **(heads if call.get("across_heads") else {})}
+    return {**(seq if call["whole"] else {}), **(heads if call["across_heads"] else {})}
 
 
 def _rows(call: Mapping[str, Any]) -> list[Row]:
@@ -121,7 +120,7 @@ def _prepared(op: Operation, tensors: Tensors, options: Options) -> tuple[dict[s
     """(the tensors of a checked call as DTensors, the rows of the mesh's dimensions)."""
     fail = Fail(op.function)
     given: dict[str, Any] = dict(tensors)
-    call = {**dict.fromkeys(TABLE_NAMES), **given, **options._asdict(), "across_heads": norm_of(options).across_heads}
+    call = {**dict.fromkeys(TABLE_NAMES), **given, **options._asdict()}
     call.update(bare=positions.bare(options), whole=positions.whole_sequences(given, options))
     heads = {label: x for label, x in given.items() if label in Q + K}
     for label, x in given.items():

@@ -14,7 +14,7 @@ from ..checks.words import ONE_TABLE, rotates_heads, unexpected
 from ..plan.options import Options
 from ..sinks.cache import KVCache
 from ..sinks.results import Ulysses
-from ..sources.heads import OF_V, norm_of_v
+from ..sources.heads import OF_V, of_v_alone
 from ..sources.operation import Operation
 from ..sources.source import is_dense, joins_k
 from ..stages.convert import DynamicQuantize, Scaled, asked_of, converts_v
@@ -60,7 +60,7 @@ def gather(
         del tensors[label]
     blocks = BLOCK_SCALES[0] in getattr(cache, "tensors", ())
     if op.whole or norm is not None or blocks or "computed" in own or TRANSFORM in own:  # they need whole heads
-        words["norm"] = NO_NORM
+        words.update(NO_NORM)
     if tensors.keys().isdisjoint(_TABLE_NAMES):  # nothing is rotated
         for label in WITHOUT_TABLE.split():
             tensors.pop(label, None)
@@ -130,10 +130,9 @@ def with_scales(op: Operation, tensors: Tensors, words: dict[str, Any], per: str
     """
     of_cache = ["a cache"] if "k_cache" in tensors else []
     refuse_beside(op.function, [f"per={per!r}"], of_cache, "pass q's scales in Quantize")
-    norm = words.get("norm", NO_NORM)
     of_v = words.pop("dynamic_v", False)
-    own = {word: x for word, x in words.items() if word != "ulysses_degree"}
-    own.update(norm=norm if of_v else norm._replace(v_norm=False), per_row=True, dynamic_v=of_v)
+    own = {word: x for word, x in words.items() if word != "ulysses_degree" and (of_v or word != "v_norm")}
+    own = {**NO_NORM, **own, "per_row": True, "dynamic_v": of_v}
     read = {name: x for name, x in tensors.items() if not name.endswith("_out") and (of_v or name != "v")}
     if op.name == "streams":  # a launch counts its tokens by its outputs, which this one does not write
         both = op.shaped(tensors, Options())
@@ -160,25 +159,24 @@ def with_v(op: Operation, tensors: Tensors, words: dict[str, Any], v: Any) -> An
     One launch needs a v like k, tables that the heads share, and fresh results or tensors in `out`. A v that is not
     converted also needs a rotation of whole heads: squares are then summed in the order of a launch for v alone.
     """
-    name, out, norm, source = op.function, words.get("out"), words.get("norm", NO_NORM), v
+    name, out, normed, source = op.function, words.get("out"), "v_norm" in words, v
     converts, ranks = converts_v(tensors, "dynamic_v" in words), isinstance(out, Ulysses)
     given = isinstance(out, (list, tuple)) and out[2:] and out[2] is not None
     if converts and not is_dense(v):
         refuse(name, "v", v, f"a tensor, because quantize has {'v=True' if 'dynamic_v' in words else 'a v_scale'}")
-    if norm.v_norm and not isinstance(v, Tensor):
+    if normed and not isinstance(v, Tensor):
         refuse(name, "v", v, "a tensor, because the norm has v_norm")
     joins = False
-    if norm.v_norm:
+    if normed:
         xs: list[Any] = [v, tensors.get("k"), *[tensors[x] for x in _TABLE_NAMES if x in tensors]]
         one = all(is_dense(x) and x.dim() > 1 for x in xs) and joins_k(*xs[:3]) and xs[1].device == v.device
-        one = one and not (norm.across_heads or "inplace" in words or sharded((v, *tensors.values())))
+        one = one and not ("across_heads" in words or "inplace" in words or sharded((v, *tensors.values())))
         staged = "out_dtype" in words or TRANSFORM in words or "q_scale" in tensors
         alone = given or not (staged or ranks)
         joins = one and bool(converts or (alone and rotates_heads(tensors, words, v.shape[-1])))
-    if norm.v_norm and not joins:
-        own = {"layout": words["layout"]} if "layout" in words else {}
-        v = call(OF_V, {"q": v}, {**own, "norm": norm_of_v(norm)})["q"]
-        words["norm"] = norm._replace(v_norm=False)
+    if normed and not joins:
+        v = call(OF_V, {"q": v}, of_v_alone(words))["q"]
+        del words["v_norm"]
     if v is not None and (joins or converts or ranks or given):
         tensors["v"] = v
     if given and v is not source:

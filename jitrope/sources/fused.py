@@ -14,7 +14,7 @@ from ..base.views import MEANS, Tensors, fused_part, fused_sizes
 from ..plan.options import Options
 from ..sinks.results import LETTERS
 from ..stages import bias, positions
-from ..stages.norm import gradients_of_means, norm_of, sums_heads
+from ..stages.norm import gradients_of_means, normed, sums_heads
 from .backward import Backward, every_gradient, norm_turned_back, turned_back
 from .operation import Call, Operation
 from .source import Read, tables_of
@@ -74,17 +74,17 @@ class Fused(Operation):
         return [({**t, **apart}, o)]
 
     def check(self, t: Tensors, o: Options) -> None:
-        fail, qkv, norm, bias = Fail(self.function), t["qkv"], norm_of(o), t.get("bias")
-        others = {"v_norm": norm.v_norm and "v_cache" not in t, "bias": bias is not None, "out's v": "v_out" in t}
+        fail, qkv, bias = Fail(self.function), t["qkv"], t.get("bias")
+        others = {"v_norm": o.v_norm and "v_cache" not in t, "bias": bias is not None, "out's v": "v_out" in t}
         others |= {"v=True of quantize": o.dynamic_v, "Ulysses": o.ulysses_degree > 0}
         if not o.copy_v:
             refuse_beside(self.function, ["copy_v=False"], [x for x in others if others[x]], "leave copy_v out")
         apart = "across_heads does not go with v_norm in fused QKV; split it, and pass q, k and v to prepare_qkv"
-        fail.when(norm.across_heads and norm.v_norm, apart)
+        fail.when(o.across_heads and o.v_norm, apart)
         if bias is not None:
             shapes = qkv.shape[-2:], (qkv.shape[-2] * qkv.shape[-1],)
             fail.unlike("bias", bias, qkv.device, (qkv.dtype,), *shapes, like="qkv")
-            fail.when(norm.of == "v", "the norm has of='v', which does not go with bias")
+            fail.when(o.of == "v", "the norm has of='v', which does not go with bias")
         super().check(t, o)
         q, groups = t.get("q_out"), fused_sizes(qkv, o)[0]
         several = o.order == "grouped" and o.q_per_group > 1
@@ -107,16 +107,16 @@ class Fused(Operation):
             grad = grads["qkv"].clone(memory_format=torch.contiguous_format)
             found = call(self, {"qkv": grad, **tables}, turned_back(plain, inplace=True))
         else:
-            (first, some), n, normed = next(iter(grads.items())), o.q_per_group, "v" in grads
+            (first, some), n, with_v = next(iter(grads.items())), o.q_per_group, "v" in grads
             heads, dim = some.shape[-2] // (n if first in ("q", "gate") else 1), some.shape[-1]
             alone = grads.keys() == {"v"} and not o.copy_v
             every = every_gradient(grads, {"q": (heads * n, dim), "k": (heads, dim), "v": (heads, dim)}, -2)
             if alone:  # a view of qkv, with nothing to rotate back
                 return {"qkv": join_qkv(every["dq"], every["dk"], every["dv"], None, o)}
-            if o.norm is None:
+            if not normed(o):
                 found = call(FUSED_BACKWARD, {**every, **tables}, turned_back(plain))
             else:
-                found = call(FUSED_BACKWARD, {**every, **saved}, norm_turned_back(plain, normed))
+                found = call(FUSED_BACKWARD, {**every, **saved}, norm_turned_back(plain, with_v))
                 if MEANS[0] in saved:
                     ((xs, _),) = self.parts(saved, o)
                     found.update(gradients_of_means(saved, xs, split_qkv({"qkv": found["qkv"]}, o), o))

@@ -7,7 +7,6 @@ import torch
 from ..base.layouts import LAYOUT_AXES
 from ..base.views import Tensors, shaped_parts
 from ..plan.options import Options
-from ..stages.norm import norm_of
 from ..values.constants import counters, filled
 
 
@@ -31,7 +30,7 @@ def weight_sums(tensors: Tensors, widths: dict[str, int], blocks: int) -> Tensor
 
 def missing_weights(tensors: Tensors, options: Options) -> Tensors:
     """Factors of one and biases of zero for missing ones if some are given, because a kernel takes all or none."""
-    norm, made = norm_of(options), {}
+    made = {}
     given = [name for name in tensors if name.endswith(("_weight", "_bias"))]
     biased = any(name.endswith("_bias") for name in given)
     if "qkv" in tensors:
@@ -39,8 +38,8 @@ def missing_weights(tensors: Tensors, options: Options) -> Tensors:
     heads = {"q": "q", "k": "k", "first_q": "q", "first_k": "k", "second_q": "second_q", "second_k": "second_k"}
     for head, owner in heads.items() if given else ():
         x = tensors.get(head)
-        for ending, value in (("_weight", 0 if norm.zero_centered else 1), *([("_bias", 0)] if biased else [])):
+        for ending, value in (("_weight", 0 if options.zero_centered else 1), *([("_bias", 0)] if biased else [])):
             if x is not None and owner + ending not in tensors:
-                count = x.shape[-1] * (x.shape[LAYOUT_AXES[options.layout][2]] if norm.across_heads else 1)
+                count = x.shape[-1] * (x.shape[LAYOUT_AXES[options.layout][2]] if options.across_heads else 1)
                 made[owner + ending] = filled(x.device, count, tensors[given[0]].dtype, value)
     return made
