@@ -47,7 +47,7 @@ PARTS = {
     "norm": _part(norm.TENSORS, norm.Words),
     "rotate": _part(rotate.TENSORS, rotate.Words, positions.Words),
     "scale": _part(scale.TENSORS),
-    "transform": _part(transform.TENSORS, transform.Words),
+    "transform": _part((), transform.Words),
     "convert": _part(convert.TENSORS, convert.Words),
     SINK: _part(_OUTS, cache.Words, pages.Words, results.Words, Options),
 }

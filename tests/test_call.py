@@ -10,10 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from jitrope import InvalidInput
 from jitrope.base.layouts import LAYOUT_AXES, QKV_ORDERS
+from jitrope.base.views import FORMATS
 from jitrope.call import COUNTS, PARTS, Call
 from jitrope.plan.options import DEFAULTS, Options
 from jitrope.run import op_call
-from jitrope.stages.convert import SCALE_DTYPES, SCALE_FMTS, SCALED_DTYPES
+from jitrope.stages.convert import SCALE_DTYPES, SCALE_FMTS
 from jitrope.stages.norm import KINDS as NORM_KINDS
 from jitrope.stages.norm import OF as NORM_OF
 from jitrope.stages.norm import ROUNDINGS as NORM_ROUNDINGS
@@ -29,7 +30,7 @@ WORDS = {
     "order": tuple(QKV_ORDERS),
     "rounding": ROUNDINGS,
     "launch": ("auto", "grid_2d"),
-    "out_dtype": SCALED_DTYPES,
+    "out_dtype": tuple(FORMATS),
     "scale_out": SCALE_DTYPES,
     "scale_fmt": SCALE_FMTS,
     "norm_kind": (*NORM_KINDS, "no_norm"),

@@ -126,7 +126,7 @@ def test_refusals() -> None:
     refused(r"mean_squares' q is .*; it must be \(2, 5\), float32", given=[x.t() for x in means])
     refused(r"mean_squares' k is float64; it must be \(2, 5\), float32", given=(means[0], means[1].double()))
     one = Norm(*[w[:64] for w in weights], across_heads=True, mean_squares=means)
-    with pytest.raises(InvalidInput, match=r"q_weight has shape \(64,\); it must be \(H D\), 384 numbers"):
+    with pytest.raises(InvalidInput, match=r"q_weight is .*\(64,\).*; it must be \(384,\)"):
         jitrope.prepare_qkv(q, k, None, *tables, norm=one)
     needed = Norm(across_heads=True, mean_squares=(means[0].clone().requires_grad_(), means[1]))
     cache = KVCache(*torch.zeros(2, 10, 4, 64, dtype=k.dtype), torch.arange(10))

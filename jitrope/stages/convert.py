@@ -23,7 +23,6 @@ from ..values.scales import divisors
 from . import positions
 from .positions import sequences_of, spare
 
-SCALED_DTYPES = ("fp8", "fp8_e5m2", "int8", "fp4")
 SCALE_DTYPES = ("fp32", "e8m0", "fp8", "e8m0_fp32")
 SCALE_FMTS = ("", "ue8m0")
 TENSORS = ("q_scale", "k_scale", "v_scale")
@@ -229,8 +228,8 @@ class Words(positions.Words):
 class Fields:
     """Constants of a kernel."""
 
-    q_out: str = field(metadata={"words": (*DTYPES, *SCALED_DTYPES)})  # the stored type: dtype, or a format
-    kv_out: str = field(metadata={"words": (*DTYPES, *SCALED_DTYPES)})
+    q_out: str = field(metadata={"words": (*DTYPES, *FORMATS)})  # the stored type: dtype, or a format
+    kv_out: str = field(metadata={"words": (*DTYPES, *FORMATS)})
     dynamic: bool = field(metadata=OF_NORM)  # the kernel computes scales
     dynamic_q: bool = field(metadata=OF_NORM | {"given": "q_scale_out"})  # of q, and of k without a cache
     group: int = field(metadata=OF_NORM)  # neighbouring elements of a head that share a scale; 0: all

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import flags, items, number, refuse, refuse_beside, tensor, word
-from ..base.fit import FLOATS, USERS_NAMES, Fail, named, sizes_of
+from ..base.fit import FLOATS, USERS_NAMES, Fail, sizes_of
 from ..base.spec import DTYPES, OF_NORM
 from ..base.views import DTYPE_NAMES, MEANS, Tensors, canonical, elements_per_access, factor_view
 from ..values.asked import Value
@@ -216,15 +216,11 @@ def check(t: Tensors, o: Words, fail: Fail) -> None:
         fail.when(owner not in t, f"{label} is given, but {owner} is not")
         wrong = label.endswith("bias") and o.norm_kind != "layer_norm"
         fail.when(wrong, f"{label} goes with kind='layer_norm'; pass it, or leave {label} out")
-        _, _, heads, size = sizes_of(t[owner], o.layout)
-        whole = o.across_heads or owner == "v"
-        size = heads * size if whole else size
-        if weight.dim() != 1 or weight.shape[0] != size:
-            had = f"{owner}{' of qkv' * (o.q_per_group > 0)} is {named(t[owner], o.layout)}"
-            must = f"(H D), {size} numbers" if whole else f"(D), {size} numbers, or H D with across_heads"
-            fail(f"{had} but {label} has shape {tuple(weight.shape)}; it must be {must}")
-        fail.unlike(label, weight, t[owner].device, dtypes, contiguous=True, like=like)
-        dtypes, like = (weight.dtype,), like or label  # all have one
+        _, _, heads, dim = sizes_of(t[owner], o.layout)
+        size = heads * dim if o.across_heads or owner == "v" else dim
+        of = fail._replace(owner=f"{like}{owner}{' of qkv' * (o.q_per_group > 0)}", heads=t[owner])
+        of.unlike(label, weight, t[owner].device, dtypes, (size,), contiguous=True)
+        dtypes, like = (weight.dtype,), like or f"{label} and "  # all have one
 
 
 def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:

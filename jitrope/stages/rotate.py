@@ -183,8 +183,6 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
     else:
         y0 = _sum_of_products(x0, cos0, x1, -sin0, o.rounding)
         y1 = _sum_of_products(x1, cos1, x0, sin1, o.rounding)
-    if "cu_seqlens" in t:
-        y0, y1 = cleared(letter, y0, t, o), cleared(letter, y1, t, o)
     y = _with_pairs(x, heads, y0, y1, o.interleaved, (first, end))
     y = y if still is None else torch.where(still, heads, y)
     return y.float()
