@@ -170,7 +170,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"size": "64", "convert": "fp4"}, "group is 128; it must divide D=64"),
     ({"strides": "apart", "convert": FP4S}, "fp4 needs aligned pairs of neighbouring elements"),
     ({"convert": CONVERTED, "out": "inplace"}, "inplace does not go with"),
-    ({"convert": "of_v", "out": CACHES}, "quantize has a v_scale, but v goes to the cache; give it to KVCache"),
+    ({"convert": "of_v", "out": CACHES}, "v_scale of quantize does not go with a cache; give its scales to KVCache"),
     ({"convert": OF_ROWS, "out": CACHES}, "does not go with a cache; pass q's scales in Quantize"),
     # Caches.
     ({"out": CACHES, "more": "inverse"}, "inverse does not go with"),

@@ -94,7 +94,7 @@ def prepare_joint_qkv(
     asked = gather(STREAMED, tensors, {**words, "out": out}, _JOINT_WORDS, positions, False, *values)
     if norm is not None:
         of_second: dict[str, Any] = {}
-        add(name, "norm", norms[1], Norm, of_second, {})
+        add(name, "norm", norms[1], (Norm,), of_second, {})
         if norms[0].words != norms[1].words:
             raise InvalidInput(f"{name}: the norms are {norms[0]} and {norms[1]}; only their weights may differ")
         tensors.update({"second_" + label: weight for label, weight in of_second.items()})

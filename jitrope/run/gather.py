@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..base.arguments import parts, refuse, refuse_beside
+from ..base.arguments import flags, parts, refuse, refuse_beside
 from ..base.errors import InvalidInput
 from ..base.views import BLOCK_SCALES, Tensors
 from ..checks.checks import require_apart
@@ -17,7 +17,7 @@ from ..sinks.results import Ulysses
 from ..sources.heads import OF_V, of_v_alone
 from ..sources.operation import Operation
 from ..sources.source import is_dense, joins_k
-from ..stages.convert import DynamicQuantize, Scaled, asked_of, converts_v
+from ..stages.convert import DynamicQuantize, Quantize, Scaled, converts_v
 from ..stages.norm import NO_NORM, Norm
 from ..stages.positions import Positions
 from ..stages.rotate import WITHOUT_TABLE
@@ -43,7 +43,8 @@ def gather(
 ) -> dict[str, Any]:
     """Add the tensors of a call's words and values to its others; return the remaining words."""
     name, like = op.function, next(iter(tensors.values()))
-    own = asked_of(name, quantize, transform)
+    own = flags(name, **{TRANSFORM: transform})
+    refuse_beside(name, own, [] if quantize is None else ["quantize"], "give it to that")
     for word in [*words]:
         if word not in allowed:
             raise unexpected(name, word)
@@ -58,26 +59,22 @@ def gather(
         words = {**placed(op, tensors, positions), **words}
     for label in [label for label, x in tensors.items() if x is None]:
         del tensors[label]
-    blocks = BLOCK_SCALES[0] in getattr(cache, "tensors", ())
-    if op.whole or norm is not None or blocks or "computed" in own or TRANSFORM in own:  # they need whole heads
-        words.update(NO_NORM)
     if tensors.keys().isdisjoint(_TABLE_NAMES):  # nothing is rotated
         for label in WITHOUT_TABLE.split():
             tensors.pop(label, None)
             words.pop(label, None)
-    for label, value, kind in (("norm", norm, Norm), ("cache", cache, KVCache)):
+    words.update(own)
+    kinds: Any = (Quantize, DynamicQuantize)
+    for label, value, kind in (("norm", norm, (Norm,)), ("cache", cache, (KVCache,)), ("quantize", quantize, kinds)):
         if value is not None:
             add(name, label, value, kind, tensors, words)
-    words.update(own)
-    if quantize is not None:
-        if cache is not None and "dynamic_v" in quantize.words:
-            raise InvalidInput(f"{name}: v=True of quantize does not go with a cache, which has v_block_scale")
-        given = scales(name, like, **quantize.tensors)
-        for letter in [letter for letter in "kv" if cache is not None and f"{letter}_scale" in given]:
-            dynamic = isinstance(quantize, DynamicQuantize)
-            label, instead = ("global_scale", "leave it out") if dynamic else ("scale", "give it to KVCache")
-            raise InvalidInput(f"{name}: quantize has a {letter}_{label}, but {letter} goes to the cache; {instead}")
-        tensors.update(given)
+    if cache is not None and quantize is not None:  # k and v go to the cache, which has its own scales
+        dynamic = "_global" * isinstance(quantize, DynamicQuantize)
+        beside = [f"{letter}{dynamic}_scale" for letter in "kv" if f"{letter}_scale" in quantize.tensors]
+        beside += ["v=True"] * ("dynamic_v" in quantize.words)
+        refuse_beside(name, [f"{x} of quantize" for x in beside], ["a cache"], "give its scales to KVCache")
+    if op.whole or BLOCK_SCALES[0] in tensors or "computed" in words or TRANSFORM in words:  # they need whole heads
+        words = {**NO_NORM, **words}
     return words  # type: ignore[no-any-return]
 
 
@@ -92,10 +89,10 @@ def placed(op: Operation, tensors: Tensors, positions: Any) -> dict[str, Any]:
     return {}
 
 
-def add(name: str, label: str, value: Any, kind: Any, tensors: Tensors, words: dict[str, Any]) -> None:
-    """Add the tensors and words of a value to those of a call."""
-    if not isinstance(value, kind):
-        refuse(name, label, value, f"a jitrope.{kind.__name__}")
+def add(name: str, label: str, value: Any, kinds: Any, tensors: Tensors, words: dict[str, Any]) -> None:
+    """Add the tensors and words of a value, of one of these kinds, to those of a call."""
+    if not isinstance(value, kinds):
+        refuse(name, label, value, f"a jitrope.{' or '.join([kind.__name__ for kind in kinds])}")
     tensors.update(scales(name, next(iter(tensors.values()), None), **value.tensors))
     words.update(value.words)
 

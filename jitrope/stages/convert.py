@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import flags, refuse, refuse_beside, require, whole, word
-from ..base.errors import InvalidInput
 from ..base.spec import DTYPES, OF_NORM
 from ..base.views import BLOCK_SCALES, DTYPE_NAMES, E8M0, FORMATS, FP8, FP8S, GROUPS, SCALES, Tensors
 from ..values.asked import Value
@@ -200,18 +199,6 @@ def _scale_out(name: str, form: str, scale_dtype: Any, scale_fmt: Any) -> str:
     word(name, "scale_fmt", scale_fmt, (None, *SCALE_FMTS[1:]))
     refuse_beside(name, ["scale_fmt"] * (scale_fmt is not None), [f"scale_dtype={FP8}"] * (found == "fp8"))
     return "e8m0_fp32" if scale_fmt and found == "fp32" else found
-
-
-def asked_of(name: str, quantize: Any, hadamard: Any) -> dict[str, Any]:
-    """The words of a call's conversion or transform, checked."""
-    if quantize is None:
-        return {} if hadamard is False else flags(name, hadamard=hadamard)
-    if not isinstance(quantize, (Quantize, DynamicQuantize)):
-        refuse(name, "quantize", quantize, "a jitrope.Quantize or DynamicQuantize")
-    if hadamard is not False:
-        raise InvalidInput(f"{name}: hadamard is given beside quantize, which has its own; give it to that")
-    words: dict[str, Any] = quantize.words
-    return words
 
 
 class Words(positions.Words):
