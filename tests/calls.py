@@ -130,7 +130,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"source": STREAMS, "norm": ("across", "means")}, "does not go with two streams"),
     ({"source": STREAMS, "positions": ("starts", "cp")}, "does not go with two streams"),
     ({"source": STREAMS, "norm": "of_v"}, "v_weight does not go with two streams"),
-    ({"source": STREAMS, "out": "of_k"}, "the cache has no v_cache, but v goes to it"),
+    ({"source": STREAMS, "out": "of_k"}, "None, because the cache has no v_cache; or pass one"),
     ({"source": "two", "table": ("angles", "scaled")}, "freqs does not go with a table for each stream"),
     ({"source": "two", "positions": ("ids", "shared", "mrope", "mrope_turns")}, "does not go with a table for each"),
     ({"source": "two", "more": "unrotated"}, "unrotated does not go with a table for each stream"),
@@ -287,8 +287,8 @@ WITH_GRADIENT: Axes = {
     "wanted": ("all", "of_first", "of_last"),
 }
 WITHOUT_GRADIENT: list[tuple[dict[str, Any], str]] = [
-    ({"out": "inplace", "norm": NORMS}, "it has no gradient in place, because that needs the old q and k"),
-    ({"out": "inplace", "transform": "head"}, "it has no gradient in place"),
+    ({"out": "inplace", "norm": NORMS}, "requires a gradient, but this call has none; leave inplace=True out"),
+    ({"out": "inplace", "transform": "head"}, "requires a gradient, but this call has none; leave inplace=True out"),
     ({"out": "inplace", "learned": "learned"}, "requires a gradient, but this call has none; leave inplace=True out"),
     ({"out": "inplace", "more": ("number", "tokens")}, "q_scale requires a gradient, but this call has none"),
     ({"out": ("given", "some", "by_rank")}, "requires a gradient, but this call has none"),

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import jitrope
 from jitrope import DynamicQuantize, KVCache, Norm, Quantize
-from jitrope.values import constants, scales
+from jitrope.values import constants
 
 from .devices import DEVICES
 
@@ -66,7 +66,7 @@ def bits(found: Any) -> list[Any]:
 
 def forget() -> None:
     """Forget the tensors that calls keep."""
-    for made in (constants.one_row, constants.filled, scales._scale_of):
+    for made in (constants.one_row, constants.filled):
         made.cache_clear()
 
 
@@ -109,5 +109,5 @@ def test_tensors_without_memory_are_no_calls_of_a_kernel(device: str) -> None:
     weight = torch._efficientzerotensor((q.shape[-1],), dtype=q.dtype, device=device)
     got, _, _ = jitrope.prepare_qkv(q, k, None, cos, sin, norm=jitrope.Norm(weight, torch.ones_like(weight)))
     assert not got.any()
-    with pytest.raises(jitrope.InvalidInput, match=r"not torch's lazy zeros; pass q.clone\(\)"):
+    with pytest.raises(jitrope.InvalidInput, match=r"not torch's lazy zeros or negatives; pass q.clone\(\)"):
         jitrope.apply_rope(zeros, k, cos, sin, inplace=True)

@@ -228,7 +228,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "layout": ({"layout": "bhsd"}, "layout is 'bhsd'"),
     "width": ({"heads": (6, 2)}, "qkv has shape .*, but heads=.6, 2. with order='grouped' are 10 heads"),
     "heads": ({"heads": (0, 2)}, r"heads\[0\] is 0"),
-    "a gradient in place": ({"inplace": True, "norm": Norm(W.clone().requires_grad_())}, "has no gradient in place"),
+    "a gradient in place": ({"inplace": True, "norm": Norm(W.clone().requires_grad_())}, "leave inplace=True out"),
     "a view of v and a bias": ({"bias": torch.ones(64), "copy_v": False}, "copy_v=False does not go with bias"),
     "size of a bias": ({"bias": torch.ones(63)}, r"bias is .*; it must be \(2, 32\) or \(64,\), float32"),
     "axes of a bias": ({"bias": torch.ones(1, 2, 32)}, r"bias is .*; it must be \(2, 32\) or \(64,\), float32"),
@@ -284,7 +284,7 @@ def test_refusals_beside_other_stages() -> None:
 
     refused("prepare_fused_qkv: cache is 1; it must be a jitrope.KVCache", cache=1)
     refused("prepare_fused_qkv: quantize is 1; it must be a jitrope.Quantize", quantize=1)
-    refused("inverse does not go with fused QKV with cache", inverse=True)
+    refused("inverse does not go with cache; leave it out", inverse=True)
     refused("out's k is .*; it must be None, because k goes to the cache", out=(None, qkv, None))
     refused("out is .*; it must be a tuple of 3 tensors", out=qkv)
     refused("prepare_fused_qkv: per='head' does not go with a cache", quantize=DynamicQuantize(per="head"))

@@ -122,7 +122,7 @@ def test_refusals() -> None:
             {"cache": cache},
             r"v_weight is .*\(64,\).*; it must be \(512,\)",
         ),
-        (Norm(of="v", v_weight=w), {}, "v_weight does not go with norm"),
+        (Norm(of="v", v_weight=w), {}, "the norm has of='v', which goes with a cache of v"),
         (Norm(of="v"), {}, "the norm has of='v', which goes with a cache of v"),
         (
             Norm(of="v"),

@@ -300,7 +300,9 @@ def test_what_a_call_without_gradients_leaves_is_not_taken_for_one_with_them() -
             jitrope.prepare_qkv(*leaves, None, COS, SIN, **words)
             jitrope.prepare_fused_qkv(qkv * 1, COS, SIN, **fused)
     leaves = [x.clone().requires_grad_() for x in (q, k)]
-    with pytest.raises(jitrope.InvalidInput, match="it has no gradient in place"):
+    with pytest.raises(
+        jitrope.InvalidInput, match="requires a gradient, but this call has none; leave inplace=True out"
+    ):
         jitrope.prepare_qkv(*[x * 1 for x in leaves], None, COS, SIN, **words)
     jitrope.prepare_fused_qkv(qkv * 1, COS, SIN, **fused)[2].mul_(2)
 

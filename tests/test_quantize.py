@@ -643,7 +643,7 @@ REFUSALS = {
     ),
     "across": ({"norm": Norm(across_heads=True)}, "across_heads does not go with dynamic scales"),
     "inverse": ({"norm": Norm(), "inverse": True}, "inverse does not go with norm"),
-    "inplace": ({"inplace": True}, "inplace does not go with dynamic scales"),
+    "inplace": ({"inplace": True}, "inplace does not go with quantize"),
     "out-dtype": ({"out": (torch.empty_like(Q), None, None)}, r"out's q is .*bfloat16.*; it must be .*float8_e4m3fn"),
 }
 

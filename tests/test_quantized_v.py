@@ -99,19 +99,19 @@ def test_refusals_of_computed_scales(per: str) -> None:
             jitrope.prepare_qkv(q, k, v, **words)
 
     refused("v is None; it must be a tensor, because quantize has v=True", v=None)
-    like_k = "v is .*; it must be like k, because quantize has v=True"
+    like_k = "v is a tensor .*, k a tensor .*; quantize converts a v like k"
     refused(like_k, v=torch.cat((k, k), 2))
     refused(like_k, v=k.float())
     refused(like_k, v=k[0])
     refused(like_k, v=k[0], out=Ulysses(2))
-    refused("k is None; it must be a tensor, because quantize has v=True", k=None, out=Ulysses(2))
+    refused("v is a tensor .*, k None; quantize converts a v like k", k=None, out=Ulysses(2))
     nvfp4 = {"group": 16, "scale_dtype": FP8, "v_global_scale": 1.0}
     refused(like_k, v=k[0], quantize=DynamicQuantize(FP4, **nvfp4, v=True))
     refused("q is a tensor of shape|q has shape", q=torch.ones(()), quantize=DynamicQuantize(FP4, v=True))
-    refused("k is None; it must be a tensor, because quantize has v=True", k=None)
+    refused("v is a tensor .*, k None; quantize converts a v like k", k=None)
     each = {name: x[None, :, None].expand(2, 5, 2, -1) for name, x in (("cos", cos), ("sin", sin))}
-    refused("like k, because quantize has v=True, beside neither .* nor tables for each head", q=k, **each)
-    refused("v is .*; it must be like k, because quantize has v=True", v=torch.cat((k, k), 2), out=Ulysses(2))
+    refused("a v like k, beside neither .* nor tables for each head", q=k, **each)
+    refused(like_k, v=torch.cat((k, k), 2), out=Ulysses(2))
     refused("v requires a gradient, but this call has none", v=k.clone().requires_grad_(), out=Ulysses(2))
     refused("v requires a gradient, but this call has none; leave v=True of quantize out", v=k.clone().requires_grad_())
     refused("out's v is bfloat16; it must be", out=(None, None, torch.empty_like(k)))
@@ -134,9 +134,9 @@ def test_refusals() -> None:
             jitrope.prepare_qkv(q, k, v, **given)
 
     refused("v is None; it must be a tensor, because quantize has a v_scale", v=None)
-    refused("v is .*; it must be like k, because v_scale is given", v=torch.cat((k, k), 2))
-    refused("v is .*; it must be like k, because v_scale is given", v=k[0])
-    refused("k is None; it must be a tensor, because v_scale is given", k=None)
+    refused("v is a tensor .*; quantize converts a v like k", v=torch.cat((k, k), 2))
+    refused("v is a tensor .*; quantize converts a v like k", v=k[0])
+    refused("v is a tensor .*, k None; quantize converts a v like k", k=None)
     refused("v is None; it must be a tensor, because quantize has a v_scale", v=None, out=Ulysses(2))
     refused("v requires a gradient, but this call has none", v=k.clone().requires_grad_(), out=Ulysses(2))
     refused(r"v_scale is .*; it must be \(\) or \(2,\) or \(2, 2\), float32", scale=torch.ones(3))

@@ -247,7 +247,7 @@ def test_refusals() -> None:
     refused("per='kv_head' needs a multiple of k's heads; q has 4, k 0", q, None, None, per="kv_head")
     refused("per='kv_head' needs a multiple of k's heads; q has 4, k 3", q, q[:, :, :3], None, per="kv_head")
     refused("q requires a gradient, but this call has none", q.clone().requires_grad_(), k, None)
-    refused("inplace does not go with dynamic scales", inplace=True)
+    refused("inplace does not go with quantize", inplace=True)
     refused("across_heads does not go with dynamic scales", norm=Norm(across_heads=True))
     sequences = Packed(torch.tensor([0, 2, 5]))
     with pytest.raises(InvalidInput, match=r"q_scale is .*; it must be \(\) or \(4,\) or \(1\|2, 4\), float32"):

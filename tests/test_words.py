@@ -220,19 +220,23 @@ _HALVES = [torch.cat((x, x), -1) for x in (_COS, _SIN)]
 _PARTIAL = [torch.cat((x, x), -1) for x in (_COS[:, :2], _SIN[:, :2])]
 
 MISTAKES = {
-    "no k": ((_Q, _COS, _SIN), {}, r"k has shape \(6, 4\), like a table, .*apply_rope\(q, None, cos, sin\)\?"),
-    "no sin": ((_Q, _K, _COS), {}, "sin is missing; pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis$"),
+    "no k": ((_Q, _COS, _SIN), {}, "sin is missing; pass cos and sin, .*, and None in the place of a k"),
+    "no sin": (
+        (_Q, _K, _COS),
+        {},
+        "sin is missing; pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis, and None",
+    ),
     "tables for q and k": (
         (_Q, *[x[None, :, None] for x in (_COS, _SIN)]),
         {},
-        r"k has shape \(1, 6, 1, 4\), like a table, .*apply_rope\(q, None, cos, sin\)\?",
+        "sin is missing; pass cos and sin, .*, and None in the place of a k",
     ),
     "numpy": ((_Q, _K, _COS.numpy(), _SIN), {}, r"pass torch.from_numpy\(cos\)"),
     "no batch": ((_Q[0], _K[0], _COS, _SIN), {}, r'for \(T, H, D\) pass layout="thd"'),
     "packed with a batch": (
         (_Q, _K, _COS, _SIN),
         {"positions": jitrope.Packed(torch.tensor([0, 6]))},
-        "layout 'thd' needs 3 axes .* Packed implies it",
+        r"it must be \(T, H, D\), .*; Packed implies layout 'thd'",
     ),
     "real and imaginary parts": (
         (_Q, _K),
@@ -259,14 +263,22 @@ MISTAKES = {
         "ends at 9, but q",
     ),
     "another dtype": ((_Q, _K.half(), _COS, _SIN), {}, r"pass k.to\(q\)"),
-    "layout of both": ((_Q.transpose(1, 2), _Q[:, :, :1].transpose(1, 2), _COS, _SIN), {}, "pass layout='bhsd'"),
+    "layout of both": (
+        (_Q.transpose(1, 2), _Q[:, :, :1].transpose(1, 2), _COS, _SIN),
+        {},
+        "only H may differ, and layout is 'bshd'",
+    ),
     "a list": ((_Q.tolist(), _K, _COS, _SIN), {}, "q is a list of"),
-    "heads that are not split": ((_Q.flatten(2), None, _COS, _SIN), {}, r"pass q.unflatten\(-1, \(H, D\)\)"),
+    "heads that are not split": (
+        (_Q.flatten(2), None, _COS, _SIN),
+        {},
+        r"for \(B, S, H D\) q.unflatten\(-1, \(H, D\)\)",
+    ),
     "one head without its axis": ((_Q, _K[:, :, 0], _COS, _SIN), {}, r"for \(B, S, D\) k.unsqueeze\(2\)"),
-    "one of two is not split": ((_Q, _K.flatten(2), _COS, _SIN), {}, r"pass k.unflatten\(-1, \(H, D\)\)"),
+    "one of two is not split": ((_Q, _K.flatten(2), _COS, _SIN), {}, r"for \(B, S, H D\) k.unflatten\(-1, \(H, D\)\)"),
     "heads first, not split": ((_Q.flatten(2), None, _COS, _SIN), {"layout": "bhsd"}, r'pass layout="thd"$'),
-    "another width": ((_Q, _K[..., :4], _COS, _SIN), {}, r"only H may differ$"),
-    "another batch": ((_Q, _K[:1], _COS, _SIN), {}, r"only H may differ$"),
+    "another width": ((_Q, _K[..., :4], _COS, _SIN), {}, "only H may differ, and layout is 'bshd'$"),
+    "another batch": ((_Q, _K[:1], _COS, _SIN), {}, "only H may differ, and layout is 'bshd'$"),
     "an odd head": ((_Q[..., :7], None, _COS, _SIN), {}, "rotary_dim, by default D, is 7"),
     "a negative position": (
         (_Q, _K, _COS, _SIN),
@@ -317,7 +329,7 @@ def test_a_mistake_of_the_first_hour_is_named(name: str) -> None:
 
 
 def test_a_forgotten_v_is_named() -> None:
-    with pytest.raises(jitrope.InvalidInput, match=r"v has shape \(6, 4\), .* prepare_qkv\(q, k, None, cos, sin\)\?"):
+    with pytest.raises(jitrope.InvalidInput, match=r"prepare_qkv: sin is missing; .* None in the place of a k or v"):
         jitrope.prepare_qkv(_Q, _K, _COS, _SIN)
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..checks.words import refuse_table_as_v
 from ..run.gather import gather, result, sent, with_v
 from ..run.public import repeated
 from ..sinks.cache import KVCache
@@ -170,8 +169,6 @@ def prepare_qkv(
     """
     tensors: Any = {"q": q, "k": k} if cache is None else {"q": q, "k": k, "v": v}
     tensors.update(cos=cos, sin=sin)
-    if sin is None and cos is not None:
-        refuse_table_as_v(v, cos)
     asked = gather(HEADS, tensors, words, _ROPE_WORDS, positions, inplace, norm, cache, quantize, hadamard)
     if cache is None:
         v = with_v(HEADS, tensors, asked, v)

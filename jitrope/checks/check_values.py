@@ -19,7 +19,6 @@ from ..sinks.cache import slots_of
 from ..sinks.pages import slots_of_pages
 from ..stages.positions import RULE, spare, table_rows, turned
 from ..stages.rotate import label_of, rows_of
-from .checks import SWAPPED
 
 
 def check_values(name: str, t: Tensors, o: Options) -> None:
@@ -50,7 +49,7 @@ def check_values(name: str, t: Tensors, o: Options) -> None:
         fail.when(lost, f"page_table and its lengths lead {lost} tokens out of the caches or of the table")
     if o.table != "freqs" and whole["cos"].numel():
         _check_pairing(*table_pair(whole["cos"], whole.get("sin"), o.table), o, fail)
-    other = SWAPPED.get(o.layout)
+    other = {"bshd": "bhsd", "bhsd": "bshd"}.get(o.layout)
     alone = o.cp_size == 1 and not whole.keys() - {"cos", "sin"}  # the table has a row for each token
     if alone and other and count == q.shape[LAYOUT_AXES[other][1]] != tokens:
         had = f"q has shape {tuple(q.shape)} and the table has {count} rows, as if q's layout were {other!r}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -22,16 +22,13 @@ from ..stages import norm, positions, rotate, scale, transform
 from ..stages.convert import TENSORS as SCALES
 from ..stages.convert import converts_v
 
-SWAPPED = {"bshd": "bhsd", "bhsd": "bshd"}  # layouts that are easily mistaken for each other
 LEARNED = ("cos", "sin", "second_cos", "second_sin", "q_factor")  # torch computes their gradients, from q and k too
 
 
-def check_watched(op: Any, wants_grad: bool, t: Tensors, o: Options) -> None:
+def check_watched(op: Any, t: Tensors, o: Options) -> None:
     """Refuse tensors that torch does not let a call write, or that autograd cannot keep for a backward."""
     name, fail, differentiable = op.function, Fail(op.function), op.differentiable(t, o)
     fail.when(watch.has_tangent(t.values()), "forward-mode derivatives (jvp) are not supported; use the backward")
-    why = ", because that needs the old q and k" if norm.normed(o) else ""
-    fail.when(wants_grad and o.inplace and o.norm_kind, f"it has no gradient in place{why}; leave inplace=True out")
     copied = "v" if o.ulysses_degree and not converts_v(t, o.dynamic_v) else ""
     wanted = [label for label, x in t.items() if watch.wants_grad(x) and (differentiable or label != copied)]
     fixed = [label for label in (*LEARNED, "q_scale", "k_scale", "v_scale") if label in wanted]
@@ -44,7 +41,7 @@ def check_watched(op: Any, wants_grad: bool, t: Tensors, o: Options) -> None:
     if (wanted and not differentiable) or (fixed and o.inplace):
         label, other = label_of(op, (fixed or wanted)[0], t, o), "use a call without cache, quantize and out"
         other = "leave v=True of quantize out" if label == "v" and o.dynamic_v else other
-        use = "leave inplace=True out, or " if o.inplace and differentiable else ""
+        use = "leave inplace=True out, or " if o.inplace and op.differentiable(t, o._replace(inplace=False)) else ""
         use += f"pass {label}.detach()" if fixed else f"{other}, or torch.no_grad()"
         fail(f"{label} requires a gradient, but this call has none; {use}")
     if compiling:
@@ -61,11 +58,9 @@ def _check_written(name: str, label: str, x: Tensor, wants_grad: bool) -> None:
     """Refuse to write inference tensors, lazy negatives and zeros and, under autograd, leaves and some views."""
     if x.is_inference() and not torch.is_inference_mode_enabled():
         refuse(name, label, x, "a tensor that was not made in inference mode; this call writes it outside of that mode")
-    hint = "" if label.startswith("out's") else f"; pass {label}"
-    if watch.is_zero(x):
-        refuse(name, label, x, f"a tensor with memory, not torch's lazy zeros{hint and hint + '.clone()'}")
-    if x.is_neg():
-        refuse(name, label, x, f"a tensor without torch's lazy negative bit{hint and hint + '.resolve_neg()'}")
+    if watch.is_zero(x) or x.is_neg():
+        hint = "" if label.startswith("out's") else f"; pass {label}.clone()"
+        refuse(name, label, x, f"a tensor with its numbers in memory, not torch's lazy zeros or negatives{hint}")
     if wants_grad and x.requires_grad and (kind := watch.not_writable(x)):
         text = f"{label} requires a gradient and is {kind}, which torch cannot write in place"
         raise InvalidInput(f"{name}: {text}; leave inplace=True out")
@@ -93,29 +88,24 @@ def label_of(op: Any, name: str, t: Container[str], o: Options) -> str:
 # ---- the checks of the operations, and the rules of their stages, which follow `check` -----------------
 
 
-def check_heads(q: Tensor, k: Tensor | None, o: Options, fail: Fail, first: str, second: str) -> None:
-    """Check q and k. first, second: their names for messages."""
-    layout = o.layout
-    fail.unlike(first, q, q.device, FLOATS, like=first)
-    for label, x in ((first, q), *([(second, k)] if k is not None else [])):
+def check_heads(heads: Tensors, o: Options, fail: Fail) -> None:
+    """Check q, which owns `fail`, and k if it is there. heads: by their names for messages."""
+    layout, first, q = o.layout, fail.owner, next(iter(heads.values()))
+    for label, x in heads.items():
+        hint = "" if x is q else f"; only H may differ, and layout is {layout!r}"
         if x.dim() != len(layout):
-            hint = "; Packed implies it" if layout == "thd" else ""
-            if x.dim() == 3:
-                flat = f"; for (B, S, H D) pass {label}.unflatten(-1, (H, D))" if layout == "bshd" else ""
-                one_head = f", for (B, S, D) {label}.unsqueeze(2)" if layout == "bshd" else ""
-                hint = f'; for (T, H, D) pass layout="thd"{flat}' if x is q else flat + one_head
-            needs = f"layout {layout!r} needs {len(layout)} axes ({', '.join(layout.upper())})"
-            fail(f"{label} has shape {tuple(x.shape)}, {needs}{hint}")
-        fail.unlike(label, x, q.device, (q.dtype,), like=first, hint=f"; pass {label}.to({first})")
-    on = f"{first} is on {q.device}"
-    fail.when(q.device.type not in ("cuda", "cpu", "meta"), f"{on}; it must be on a CUDA device, the CPU or meta")
-    batch, seqlen, heads, head_dim = sizes_of(q, layout)
-    if k is not None and (unlike := [a for a, x, y in zip(layout, q.shape, k.shape) if a != "h" and x != y]):
-        other = SWAPPED.get(layout)
-        alike = other and unlike == ["s"] and heads == sizes_of(k, layout)[2]
-        hint = f"; if their layout is {other!r}, pass layout={other!r}" if alike else ""
-        fail(f"{first} is {named(q, layout)} but {second} is {named(k, layout)}; only H may differ{hint}")
+            hint = "; Packed implies layout 'thd'" if layout == "thd" else '; for (T, H, D) pass layout="thd"'
+            if layout == "bshd":
+                hint += f", for (B, S, H D) {label}.unflatten(-1, (H, D)), for (B, S, D) {label}.unsqueeze(2)"
+        elif x.dtype != q.dtype or x.device != q.device:
+            hint = f"; pass {label}.to({first})"
+        shape: Sequence[Any] = [size if axis != "h" else "H" for axis, size in zip(layout, q.shape)]
+        dtypes, shape, like = (FLOATS, layout.upper(), first) if x is q else ((q.dtype,), shape, "")
+        fail.unlike(label, x, q.device, dtypes, shape, like=like, hint=hint)
+    batch, seqlen, _, head_dim = sizes_of(q, layout)
     tokens, had = batch * seqlen, f"{first} has D={head_dim}; at most {MAX_HEAD_DIM} is possible"
+    on = f"{first} is on {q.device}; it must be on a CUDA device, the CPU or meta"
+    fail.when(q.device.type not in ("cuda", "cpu", "meta"), on)
     fail.when(tokens > MAX_TOKENS, f"{first} has {tokens} tokens; at most {MAX_TOKENS} are possible")
     fail.when(head_dim > MAX_HEAD_DIM, f"{had}; pass a view of the rotated elements")
     rotate.check_dims(head_dim, o, fail)
@@ -148,43 +138,36 @@ def check(op: Any, t: Tensors, o: Options) -> None:
     """Refuse tensors and options that do not fit together."""
     q, label = t["q"], op.label("q")
     fail = Fail(op.function, label, q, o.layout)
-    check_heads(q, t.get("k"), o, fail, label, op.label("k"))
+    check_heads({label: q, **({op.label("k"): t["k"]} if "k" in t else {})}, o, fail)
     positions.check(t, o.rotary_dim // 2, o, fail)
     scale.check(t, sizes_of(q, o.layout)[1], o, fail)
     rotate.check(t, o, op.said or "a cache" * ("k_cache" in t), fail)
 
 
-def check_scales(op: Any, t: Tensors, o: Options) -> None:
-    """The rule of conversions without a cache."""
-    needed = not (o.computed or o.per_row) and any(scale in t for scale in SCALES)
-    for own in "qkv":
-        _check_scale(op, t, own, own in t, o, needed and own != "v")
-
-
 def check_kv_cache(op: Any, t: Tensors, o: Options) -> None:
     """The rule of a call that stores k and v in caches."""
-    k, blocks = t["k"], t.get(BLOCK_SCALES[0])
+    k = t["k"]
     fail = Fail(op.function, "k", k, o.layout)
     kv: Tensors = {label: t[label] for label in ("k", "v") if label in t}
-    check_heads(k, kv.get("v"), o, fail, "k", "v")
+    check_heads(kv, o, fail)
     heads, v_heads = (sizes_of(x, o.layout)[2] for x in (k, kv.get("v", k)))
     if v_heads != heads and (not heads or v_heads == 0 or v_heads % heads):
         had = f"k is {named(k, o.layout)} but v is {named(kv['v'], o.layout)}"
         fail(f"{had}; v must have as many heads, or a multiple of them")
     cache.check(kv, t, o, fail)
     pages.check(t, o, fail)
-    _check_scale(op, t, "q", True, o, False)
-    for label in kv:
-        scaled = t["k_cache"].dtype in FP8S if blocks is None else blocks.dtype == FP8 and f"{label}_scale" in t
-        _check_scale(op, t, label, scaled, o, True)
-    if o.computed and blocks is not None:
+    if o.computed and BLOCK_SCALES[0] in t:
         cache.check_format(t, o, fail)
 
 
-def _check_scale(op: Any, t: Tensors, own: str, wanted: bool, o: Options, needed: bool) -> None:
-    """Refuse a wrong given scale of `own`, q, k or v. wanted: it may have one; needed: it then must."""
-    scale, label = t.get(f"{own}_scale"), label_of(op, f"{own}_scale", t, o)
+def check_scale(op: Any, own: str, t: Tensors, o: Options) -> None:
+    """Refuse a wrong given scale of `own`, q, k or v, and a missing one."""
+    scale, label, blocks = t.get(f"{own}_scale"), label_of(op, f"{own}_scale", t, o), t.get(BLOCK_SCALES[0])
     fail = Fail(op.function, own, t.get(own), o.layout)
+    wanted, needed = own in t, own != "v" and not (o.computed or o.per_row) and any(x in t for x in SCALES)
+    if "k_cache" in t:
+        of_cache = t["k_cache"].dtype in FP8S if blocks is None else blocks.dtype == FP8 and scale is not None
+        wanted, needed = wanted and (own == "q" or of_cache), own != "q"
     if scale is None:
         return fail.when(wanted and needed, f"{label} is missing; pass it, because fp8 is stored divided by it")
     fail.when(not wanted, f"{label} is given, but no output is divided by it; leave it out")

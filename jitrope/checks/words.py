@@ -8,15 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
+from .. import torch_state as watch
 from ..base import config
-from ..base.arguments import flag, number, parts, refuse, tensor, whole, word
+from ..base.arguments import flag, number, parts, refuse, refuse_beside, tensor, whole, word
 from ..base.errors import InvalidInput
 from ..base.layouts import LAYOUT_AXES, QKV_ORDERS
 from ..base.views import Tensors, heads_per_group
-from ..call import PARTS
 from ..plan.options import DEFAULTS, Options
 from ..stages import rotate
-from ..torch_state import is_compiling
 
 ONE_TABLE = rotate.TABLES[1:]  # words for a single table in place of cos and sin
 
@@ -40,7 +39,6 @@ _OLD = {
 _INSTEAD = {
     **dict.fromkeys(("cu_seqlens", "max_seqlen", "start_positions"), "pass positions as a tensor of ids"),
     "shifts": "rotate by Shifts in a call of apply_rope",
-    **dict.fromkeys((*PARTS["transform"].words, "inplace", "q_mean_square", "k_mean_square"), "leave it out"),
 }
 """Advice for words that do not go with an operation."""
 _LACKS = {"apply_rope": "norm cache quantize", "prepare_mla_qkv": "norm cache"}
@@ -70,13 +68,11 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any]) -> t
     Raises InvalidInput if a word does not go with the operation, a value has another type, or a tensor is missing.
     """
     name, given = op.function, Options(**{label: value for label, value in asked.items() if label != "check"})
-    refused = op.refused(tensors, given)
-    for label in [label for label in (*tensors, *asked) if label in refused]:  # layout may be implied by a tensor
+    for label in (*tensors, *asked):
         value, default = asked.get(label), DEFAULTS.get(label)
         if value is None or type(value) is not type(default) or value != default:  # an array has no single answer
-            hint = f"; {_INSTEAD[label]}" if label in _INSTEAD else ""
-            said = op.said_with(tensors, given) or "this function"
-            raise InvalidInput(f"{name}: {op.label(label)} does not go with {said}{hint}")
+            beside = op.beside(label, tensors, given)
+            refuse_beside(name, [op.label(label)], beside, _INSTEAD.get(label, "leave it out"))
     kind = _check_tensors(op, tensors, given, name)
     full = canonical(dict(tensors))
     words = {label: _typed(name, label, value) for label, value in asked.items() if label != "check"}
@@ -98,7 +94,7 @@ def _check_tensors(op: Any, tensors: Mapping[str, Any], o: Options, name: str) -
     kinds = [kind for kind in ONE_TABLE if kind in tensors]
     ways = len(kinds) + ("cos" in tensors or "sin" in tensors)
     if ways > 1 or (ways == 0 and not op.goes_bare(tensors, o)) or ("cos" in tensors) != ("sin" in tensors):
-        raise InvalidInput(f"{name}: {_missing_table(name, tensors, kinds)}")
+        raise InvalidInput(f"{name}: {_missing_table(tensors, kinds)}")
     for label in [label for label in op.needed if label not in tensors]:
         refuse(name, op.label(label), None, "a tensor")
     for label, x in tensors.items():
@@ -106,29 +102,18 @@ def _check_tensors(op: Any, tensors: Mapping[str, Any], o: Options, name: str) -
     return kinds[0] if kinds else "cos_sin"
 
 
-def _missing_table(name: str, tensors: Mapping[str, Any], kinds: list[str]) -> str:
+def _missing_table(tensors: Mapping[str, Any], kinds: list[str]) -> str:
     """The message about a call's wrong tables, with the call that was probably meant."""
     wanted = "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis"
-    q, k, cos, sin = (tensors.get(label) for label in ("q", "k", "cos", "sin"))
+    cos = tensors.get("cos")
     if isinstance(cos, (list, tuple)):
         return f"cos is a {type(cos).__name__} of {len(cos)}; unpack it: pass *table for cos and sin"
-    nested = any(isinstance(x, Tensor) and x.is_nested for x in (q, k, cos))
-    if isinstance(cos, Tensor) and sin is None and not kinds and not nested:
+    if isinstance(cos, Tensor) and "sin" not in tensors and not kinds:
         if cos.is_complex():
             return "cos is complex; pass a complex table as freqs_cis=table"
-        if isinstance(q, Tensor) and isinstance(k, Tensor) and k.shape == cos.shape:
-            shown = f"k has shape {tuple(k.shape)}, like a table, and sin is missing"
-            return f"{shown}; did you mean {name}(q, None, cos, sin)?"
-        return f"sin is missing; {wanted}"
+        return f"sin is missing; {wanted}, and None in the place of a k or v that there is not"
     pair = " and ".join([label for label in ("cos", "sin") if label in tensors])
     return f"{wanted}, not {', '.join([x for x in (pair, *kinds) if x]) or 'none'}"
-
-
-def refuse_table_as_v(v: Any, cos: Any) -> None:
-    """Refuse `prepare_qkv(q, k, cos, sin)`, which lacks v."""
-    if isinstance(v, Tensor) and isinstance(cos, Tensor) and v.shape == cos.shape:
-        shown = f"v has shape {tuple(v.shape)}, like a table, and sin is missing"
-        raise InvalidInput(f"prepare_qkv: {shown}; did you mean prepare_qkv(q, k, None, cos, sin)?")
 
 
 def rotary_dim_of(name: str, words: Mapping[str, Any], head_dim: int, kind: str = "", table_width: int = 0) -> int:
@@ -164,11 +149,12 @@ def _typed(name: str, label: str, value: Any) -> Any:
     return value if absent or read is None else read(name, label, value)
 
 
-def check_asked(name: str, asked: Mapping[str, Any]) -> bool:
-    """Whether a call has `check=True`, which reads the positions and therefore waits for the device."""
+def check_asked(name: str, asked: Mapping[str, Any], some: Tensor) -> bool:
+    """Whether a call has `check=True`, which reads the positions and therefore waits for the device of `some`."""
     check = flag(name, "check", asked.get("check", False))
-    if check and is_compiling():
-        raise InvalidInput(f"{name}: check=True waits for the device and cannot be compiled; leave it out")
+    if check and (watch.is_compiling() or watch.transformed() or watch.capturing(some)):
+        others = "torch.compile, torch.func and a CUDA graph do not"
+        raise InvalidInput(f"{name}: check=True waits for the device, which {others}; leave it out")
     return check
 
 

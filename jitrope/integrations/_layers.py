@@ -88,6 +88,6 @@ def norm_of(norms: tuple[nn.Module, nn.Module], x: Tensor, **words: Any) -> Norm
         raise InvalidInput("the norms of q and k differ")
     if found.pop("total"):  # x / sqrt(sum + eps) = x / sqrt(mean + eps / D) / sqrt(D)
         found["eps"] /= x.shape[-1]
-        parameters = [(filled(x.device, x.shape[-1], torch.float32, x.shape[-1] ** -0.5), None)] * 2
+        parameters = [(filled(x.device, x.shape[-1:], torch.float32, x.shape[-1] ** -0.5), None)] * 2
     (q, q_bias), (k, k_bias) = parameters
     return Norm(q, k, q_bias=q_bias, k_bias=k_bias, **found, **words)

@@ -24,6 +24,7 @@ from ..checks.words import canonical, check_asked, resolved
 from ..plan.options import Options
 from ..sources.operation import Operation, has
 from ..sources.source import OF_TABLES
+from ..stages.transform import LABEL as TRANSFORM
 from ..torch_state import dispatch_modes, is_compiling
 from . import launch
 from .launch import Asked, Recorded
@@ -74,19 +75,16 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
         options, full = resolved(op, tensors, asked)
     sharded = not plain and watch.sharded(full.values())
     if not isinstance(asked, Options):
-        shards = op.name == "heads" and not has("convert transform cache out Ulysses", full, options)
+        shards = op.name == "heads" and not has(f"quantize {TRANSFORM} cache out Ulysses", full, options)
         if sharded and (tables_want or not shards):
             text = "it takes no DTensors" + " beside a table that requires a gradient" * shards
             text += "; pass x.to_local(), and make results with DTensor.from_local"
             raise InvalidInput(f"{op.function}: {text}")
-        checks.check_watched(op, wants, full, options)
+        checks.check_watched(op, full, options)
         if prepared is None:
             op.check(full, options)
             checks.check_memory(op, full, options)
-            if check_asked(op.function, asked):
-                if watch.transformed() or watch.capturing(next(iter(full.values()))):
-                    text = "check=True waits for the device, which torch.func and a CUDA graph do not; leave it out"
-                    raise InvalidInput(f"{op.function}: {text}")
+            if check_asked(op.function, asked, next(iter(full.values()))):
                 check_values(op.function, full, options)
                 asked = {word: value for word, value in asked.items() if word != "check"}
                 plain = False
@@ -126,7 +124,7 @@ class _Made(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, made: Any, *inputs: Tensor) -> Any:
         ctx.recorded, ctx.to_save, outputs = made  # as `save_for_backward` does
-        ctx.materialize_grads = False
+        ctx.materialize_grads = ctx.recorded.op.zeros
         if outputs[0] is inputs[0]:
             ctx.mark_dirty(*outputs)
         return outputs

@@ -23,7 +23,7 @@ from ..stages.positions import Positions
 from ..stages.rotate import WITHOUT_TABLE
 from ..stages.transform import LABEL as TRANSFORM
 from ..torch_state import sharded
-from ..values.scales import scales
+from ..values.constants import scales
 from .dispatch import call
 
 _TABLE_NAMES = ("cos", "sin", *ONE_TABLE)

@@ -26,9 +26,8 @@ from ..base.views import HEADS, Tensors, bias_views, table_pair
 from ..checks.checks import label_of
 from ..checks.words import canonical
 from ..plan.options import Options
-from ..sources.operation import Operation
+from ..sources.operation import Operation, missing_weights
 from ..sources.source import OF_TABLES
-from ..sources.stand_ins import missing_weights
 from ..stages.convert import Scaled
 from ..values.constants import CONSTANTS
 from .replay import SCRATCH, UNUSED, Form, compiled, text

@@ -11,8 +11,7 @@ from ..base.config import LAUNCHES
 from ..base.spec import Spec
 from ..base.views import Tensors
 from ..plan.options import Options
-from ..sources.operation import Operation
-from ..sources.stand_ins import missing_weights
+from ..sources.operation import Operation, missing_weights
 from . import launch
 
 _planning: ContextVar[tuple[list[Spec], list[str], int] | None] = ContextVar("planning", default=None)

@@ -16,7 +16,7 @@ from ..base.views import BLOCK_SCALES, FORMATS, FP8, FP8S, GROUPS, PER_ITEM, SCA
 from ..stages import convert
 from ..stages.convert import SCALE_FMTS, block_format
 from ..values.asked import Value
-from ..values.scales import divisors
+from ..values.constants import divisors
 from . import pages
 from .pages import Pages
 from .results import indexed

@@ -5,14 +5,12 @@ A place is a view (batch, seq, group, head of the group, dim) of the heads of su
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ..base.arguments import whole
-from ..base.views import FORMATS, SCALES, Tensors, canonical, head_view
+from ..base.views import SCALES, Tensors, canonical, head_view
 from ..stages import convert
 from ..values.asked import Value
 
@@ -71,17 +69,6 @@ def put(place: Tensor, y: Tensor) -> None:
 def indexed(x: Tensor) -> Tensor:
     """A tensor that torch can index and copy: fp8 and fp4 as bytes."""
     return x.view(torch.uint8) if x.element_size() == 1 else x
-
-
-def empty_heads(x: Tensor, word: str, shape: Sequence[int] | None = None) -> Tensor:
-    """A tensor for heads like x, in the order of x's axes, in a format, or without a word in x's dtype.
-
-    shape: (..., D) of other heads, which are contiguous.
-    """
-    dtype, _, per_item = FORMATS[word] if word else (None, 0, 1)
-    if shape is not None:
-        return x.new_empty((*shape[:-1], shape[-1] // per_item), dtype=dtype)
-    return torch.empty_like(x if per_item == 1 else x[..., : x.shape[-1] // per_item], dtype=dtype)
 
 
 def empty_scale(x: Tensor, o: Words, per_item: int = 1) -> Tensor:

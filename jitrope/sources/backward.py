@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container
 
 import torch
 from torch import Tensor
@@ -14,11 +14,10 @@ from ..base.views import Tensors, head_view
 from ..plan.options import Options
 from ..sinks.results import LETTERS
 from ..stages import rotate
-from ..stages.norm import sums_heads
-from ..values.constants import filled
+from ..stages.norm import normed, sums_heads
+from ..values.constants import counters, filled
 from .operation import Call, Operation
 from .source import Read
-from .stand_ins import weight_sums
 
 
 class Backward(Operation):
@@ -66,7 +65,7 @@ class Backward(Operation):
     def part(self, letter: str, t: Tensors, o: Options) -> Tensor:
         """The gradient of a letter. That of a gate may be missing, and is zero then."""
         q = t["dq"]
-        return t[f"d{letter}"] if f"d{letter}" in t else filled(q.device, 1, q.dtype, 0).expand(q.shape)
+        return t[f"d{letter}"] if f"d{letter}" in t else filled(q.device, (1,), q.dtype, 0).expand(q.shape)
 
     def compute(self, made: Tensors, t: Tensors, o: Options) -> None:
         places = self.source.places(made, t, o)
@@ -80,33 +79,39 @@ class Backward(Operation):
         if o.norm_kind:
             hint = "compute the norm by itself; with a drop-in, enable(model, fuse_norm=False)"
             raise JitropeError(f"a norm of q or k has no second derivative; {hint}")
-        found = call(self.source, {**grads, **saved}, turned_back(o))
-        return {f"d{name}": x for name, x in found.items()}
+        return named_back(call(self.source, {**grads, **saved}, turned_back(o)))
 
 
-def every_gradient(grads: Tensors, sizes: Mapping[str, tuple[int, int]], axis: int) -> Tensors:
-    """The gradients of q, k and v as dq, dk and dv, zeros for missing ones, and that of the gate if it is given.
+def weight_sums(tensors: Tensors, widths: dict[str, int], blocks: int) -> Tensors:
+    """The gradients of the given weights and biases, and the memory of the kernel that sums them over its blocks.
 
-    sizes: of q, k and v, the heads, along `axis`, and their elements.
+    widths: the lengths of a weight of q, and of k if it has heads, in the kernel's order.
     """
-    some = next(iter(grads.values()))
-    for name, (heads, dim) in sizes.items():
-        if name not in grads:
-            shape = [*some.shape[:-1], dim]
-            shape[axis] = heads
-            grads[name] = some.new_zeros(shape)
-    return {f"d{name}": grads[name] for name in LETTERS if name in grads}
+    given = {name: x for name, x in tensors.items() if name.endswith(("_weight", "_bias"))}
+    if not given:
+        return {}
+    kinds = ("weight", "bias") if any(name.endswith("_bias") for name in given) else ("weight",)
+    sizes = {f"{name}_{kind}": size for kind in kinds for name, size in widths.items()}
+    some, width = next(iter(given.values())), sum(sizes.values())  # all have one dtype: `checks`
+    sums = some.new_empty(width) if blocks else some.new_zeros(width)
+    parts = dict(zip(sizes, sums.split([*sizes.values()])))
+    out = {name: parts[name] if name in parts else torch.zeros_like(x) for name, x in given.items()}
+    scratch = {"block_sums": some.new_empty((blocks, width), dtype=torch.float32), "counters": counters(some)}
+    return {"weight_grads": sums, **out, **scratch}
 
 
-def turned_back(o: Options, inplace: bool = False) -> Options:
-    """The options of the gradient: the transpose of a rotation rotates back, from output to input."""
-    return o._replace(**rotate.exchanged(o), norm_kind="", inverse=not o.inverse, inplace=inplace)
+def named_back(grads: Tensors) -> Tensors:
+    """The gradients of results by their names in a call."""
+    return {f"d{name}": x for name, x in grads.items()}
 
 
-def norm_turned_back(o: Options, with_v: bool) -> Options:
-    """The options of the gradient of a norm of q, k and v. The pairs of the output stay those of the output's gradient.
+def turned_back(o: Options, inplace: bool = False, with_v: bool = True) -> Options:
+    """The options of the gradient: the transpose of a rotation rotates back, from output to input.
 
-    Roundings do not change gradients, so one kernel serves all. Its products are contracted, which is fastest.
+    With a norm the pairs of the output stay those of the output's gradient. Roundings do not change gradients, so one
+    kernel serves all. Its products are contracted, which is fastest. with_v: v has a gradient.
     """
-    words = {"rounding": "complex64", "norm_rounding": "none", "v_norm": o.v_norm and with_v}
-    return o._replace(**words, inverse=not o.inverse, inplace=False)
+    o = o._replace(inverse=not o.inverse, inplace=inplace)
+    if not normed(o):
+        return o._replace(**rotate.exchanged(o), norm_kind="")
+    return o._replace(rounding="complex64", norm_rounding="none", v_norm=o.v_norm and with_v)

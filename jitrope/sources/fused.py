@@ -15,7 +15,7 @@ from ..plan.options import Options
 from ..sinks.results import LETTERS
 from ..stages import bias, positions
 from ..stages.norm import gradients_of_means, normed, sums_heads
-from .backward import Backward, every_gradient, norm_turned_back, turned_back
+from .backward import Backward, named_back, turned_back
 from .operation import Call, Operation
 from .source import Read, tables_of
 
@@ -26,12 +26,13 @@ def split_qkv(t: Tensors, o: Options) -> Tensors:
     return {**parts, "q": parts["q"].flatten(-3, -2)} if o.order == "grouped" else parts
 
 
-def join_qkv(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, o: Options) -> Tensor:
-    """The inverse of `split_qkv`; a missing gate is zero."""
+def join_qkv(parts: Tensors, o: Options) -> Tensor:
+    """The inverse of `split_qkv`."""
+    q, k, v = (parts[x] for x in "qkv")
     if o.order == "grouped":
         return torch.cat((q.unflatten(-2, (-1, o.q_per_group)), k.unsqueeze(-2), v.unsqueeze(-2)), -2).flatten(-2)
     if o.order == "qkv_gated":
-        q = torch.stack((q, torch.zeros_like(q) if gate is None else gate), -2).flatten(-3, -2)
+        q = torch.stack((q, parts["gate"]), -2).flatten(-3, -2)
     return torch.cat((q, k, v), -2)
 
 
@@ -92,7 +93,7 @@ class Fused(Operation):
             fail(f"with order='grouped' and heads for each rank there must be a rank for each of the {groups} groups")
 
     def put(self, t: Tensors, found: Tensors, o: Options) -> Tensors:
-        qkv, own = join_qkv(found["q"], found["k"], found["v"], found.get("gate"), o), t["qkv"]
+        qkv, own = join_qkv(found, o), t["qkv"]
         biased = own + views.bias_like(t["bias"], own) if "bias" in t else own
         return {"qkv": own.copy_(positions.spare_stays(biased, qkv, t, o))}
 
@@ -108,18 +109,14 @@ class Fused(Operation):
             found = call(self, {"qkv": grad, **tables}, turned_back(plain, inplace=True))
         else:
             (first, some), n, with_v = next(iter(grads.items())), o.q_per_group, "v" in grads
-            heads, dim = some.shape[-2] // (n if first in ("q", "gate") else 1), some.shape[-1]
-            alone = grads.keys() == {"v"} and not o.copy_v
-            every = every_gradient(grads, {"q": (heads * n, dim), "k": (heads, dim), "v": (heads, dim)}, -2)
-            if alone:  # a view of qkv, with nothing to rotate back
-                return {"qkv": join_qkv(every["dq"], every["dk"], every["dv"], None, o)}
-            if not normed(o):
-                found = call(FUSED_BACKWARD, {**every, **tables}, turned_back(plain))
-            else:
-                found = call(FUSED_BACKWARD, {**every, **saved}, norm_turned_back(plain, with_v))
-                if MEANS[0] in saved:
-                    ((xs, _),) = self.parts(saved, o)
-                    found.update(gradients_of_means(saved, xs, split_qkv({"qkv": found["qkv"]}, o), o))
+            *lead, heads, dim = some.shape
+            groups = heads // (1 if first in "kv" else n)
+            zeros = {x: some.new_zeros((*lead, groups * (n if x == "q" else 1), dim)) for x in "qkv" if x not in grads}
+            read = saved if normed(o) else tables
+            found = call(FUSED_BACKWARD, {**named_back(grads | zeros), **read}, turned_back(plain, with_v=with_v))
+            if MEANS[0] in saved:
+                ((xs, _),) = self.parts(saved, o)
+                found.update(gradients_of_means(saved, xs, split_qkv({"qkv": found["qkv"]}, o), o))
         if own is not None and own.requires_grad:
             found["bias"] = bias.back(found["qkv"], own)
         return found

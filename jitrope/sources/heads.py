@@ -9,7 +9,7 @@ from ..base.views import Tensors, joined
 from ..plan.options import Options
 from ..stages import positions
 from ..stages.norm import gradients_of_means, normed
-from .backward import Backward, norm_turned_back, turned_back
+from .backward import Backward, named_back, turned_back
 from .operation import Call, Operation
 from .source import OF_TABLES, joins_k, tables_of
 
@@ -48,8 +48,7 @@ class Heads(Operation):
                 back = {name: positions.spare_stays(grads[name], x, saved, o) for name, x in back.items()}
             return {**found, **back}
         own = {name: x for name, x in saved.items() if name in OF_TABLES or name[0] in grads}
-        own |= {f"d{name}": grad for name, grad in grads.items()}
-        back = call(HEADS_BACKWARD, own, norm_turned_back(o, "v" in grads))
+        back = call(HEADS_BACKWARD, {**own, **named_back(grads)}, turned_back(o, with_v="v" in grads))
         return {**found, **back, **gradients_of_means(saved, saved, back, o)}
 
 

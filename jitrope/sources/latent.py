@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from .. import chain
-from ..base.errors import JitropeError
 from ..base.fit import Fail, named
 from ..base.layouts import LAYOUT_AXES
 from ..base.views import Tensors, canonical
@@ -13,7 +12,7 @@ from ..call import PARTS
 from ..checks.checks import check_heads
 from ..plan.options import Options
 from ..sinks import results
-from .backward import Backward, every_gradient, turned_back
+from .backward import Backward, named_back, turned_back
 from .operation import Call, Operation
 
 
@@ -21,6 +20,7 @@ class Latent(Operation):
     name = "latent"
     said, function = "latent attention", "prepare_mla_qkv"
     needed = heads = ("q", "kv", "k_pe")
+    zeros = True
     lacks = ("inplace", "shifts", "inverse", *PARTS["transform"].words)
 
     def shaped(self, t: Tensors, o: Options) -> Tensors:
@@ -34,14 +34,9 @@ class Latent(Operation):
         return [({**t, "k": k, "v": v}, o)]
 
     def check(self, t: Tensors, o: Options) -> None:
-        fail, layout, (q, kv, k_pe) = (
-            Fail(self.function, "q", t["q"], o.layout),
-            o.layout,
-            [t[label] for label in self.needed],
-        )
-        if q.dim() == k_pe.dim() == len(layout) and q.shape[-1] < k_pe.shape[-1]:
-            fail(f"q is {named(q, layout)} but k_pe {named(k_pe, layout)}; q's heads end in as many rotated elements")
-        check_heads(q, None, o, fail, "q", "")
+        q, kv, k_pe = (t[label] for label in self.needed)
+        fail, layout = Fail(self.function, "q", q, o.layout), o.layout
+        check_heads({"q": q}, o, fail)
         for label, x, heads, width in (("kv", kv, "H", "D"), ("k_pe", k_pe, 1, o.rotary_dim)):
             shape = [heads if axis == "h" else size for axis, size in zip(layout, q.shape)]
             fail.unlike(label, x, q.device, (q.dtype,), (*shape[:-1], width))
@@ -57,13 +52,7 @@ class Latent(Operation):
         return {"q": torch.empty_like(t["dq"]), "kv": kv, "k_pe": dk.new_empty(shape)}
 
     def back(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
-        """A missing gradient has no heads, or, of k or v alone, is zero."""
-        axis, dim = LAYOUT_AXES[o.layout][2], o.rotary_offset + o.rotary_dim
-        heads = {name: x.shape[axis] for name, x in grads.items()}
-        pair = heads.get("k", heads.get("v", 0))
-        every = every_gradient(grads, {"q": (0, dim), "k": (pair, dim), "v": (pair, o.v_dim)}, axis)
-        found = call(LATENT_BACKWARD, {**every, **saved}, turned_back(o))
-        return {name: x for name, x in found.items() if (name == "q" and "q" in heads) or (name != "q" and pair)}
+        return call(LATENT_BACKWARD, {**named_back(grads), **saved}, turned_back(o))
 
 
 class LatentBackward(Backward):
@@ -79,9 +68,6 @@ class LatentBackward(Backward):
         first, rest = canonical(made["kv"], layout).tensor_split([offset], -1)
         first.copy_(chain.forward("k", chain.load("k", t, o), t, o)[..., :offset])
         rest.copy_(canonical(dv, layout))
-
-    def back(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
-        raise JitropeError(f"{self.name} has no gradient")
 
 
 LATENT = Latent()

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from .. import chain
 from ..base import views
-from ..base.arguments import refuse
+from ..base.arguments import refuse, shown
 from ..base.errors import InvalidInput, JitropeError
-from ..base.fit import USERS_NAMES, sizes_of
+from ..base.fit import USERS_NAMES, Fail, sizes_of
 from ..base.layouts import LAYOUT_AXES
 from ..base.views import BLOCK_SCALES, FORMATS, Tensors, Views
 from ..call import FRESH, FRESHES
@@ -30,7 +30,7 @@ from ..stages import convert, positions
 from ..stages.convert import converts_v, least_scales
 from ..stages.norm import NO_NORM, normed, sums_heads
 from ..stages.transform import LABEL as TRANSFORM
-from ..values.constants import one_row
+from ..values.constants import filled, one_row
 from .source import Read, Source
 
 Call = Callable[["Operation", Tensors, Options], Tensors]  # `dispatch.call`
@@ -44,13 +44,16 @@ _LAST = frozenset(("k_cache", *OUTS, *SCALES))  # of calls without a gradient
 WRITTEN = frozenset(("k_cache", "v_cache", "errors", *BLOCK_SCALES, *FRESHES))
 """The tensors that each call with them writes; those of `FRESHES` are made by the caller of torch's op."""
 
+APART = {"inplace": "quantize Ulysses", "inverse": "cache", "shifts": f"norm quantize {TRANSFORM} cache"}
+"""The words that do not go with some parts of calls, whatever the source."""
+
 
 def parts_of(given: Container[str], o: Options) -> list[str]:
     """The stages and the sinks of a call, of those that not all sources and sinks go with."""
     parts = {
         "norm": normed(o),
-        "convert": o.computed or o.per_row or any(x in given for x in SCALES[: 1 if "k_cache" in given else 3]),
-        "transform": getattr(o, TRANSFORM),
+        "quantize": o.computed or o.per_row or any(x in given for x in SCALES[: 1 if "k_cache" in given else 3]),
+        TRANSFORM: getattr(o, TRANSFORM),
         "cache": "k_cache" in given,
         "out": any(x in given for x in OUTS) and not o.per_row,
         "Ulysses": o.ulysses_degree > 0,
@@ -72,23 +75,13 @@ class Operation(Source):
         OPERATIONS.setdefault(self.name, self)
 
     def differentiable(self, given: Iterable[str], o: Options) -> bool:
-        """Whether a call has a gradient."""
-        return not (o.computed or o.per_row) and _LAST.isdisjoint(given)
+        """Whether a call has a gradient. In place a norm would need the old q and k."""
+        return not (o.computed or o.per_row or (o.inplace and o.norm_kind != "")) and _LAST.isdisjoint(given)
 
-    def refused(self, given: Container[str], o: Options) -> tuple[str, ...]:
-        """The words and the tensors that do not go with a call's parts. o: not checked."""
-        alone = {
-            "inplace": has("convert Ulysses" + " cache" * (self.name not in ("heads", "fused")), given, o),
-            "inverse": has("cache", given, o),
-            "shifts": has("norm convert transform cache", given, o),
-            "v_weight": not has("cache", given, o),
-        }
-        return (*self.lacks, *[word for word, refused in alone.items() if refused])
-
-    def said_with(self, given: Container[str], o: Options) -> str:
-        """The source and the parts of a call, in messages."""
-        said = {"convert": "dynamic scales" if o.computed or o.per_row else "quantize", "transform": TRANSFORM}
-        return " with ".join([x for x in (self.said, *[said.get(x, x) for x in parts_of(given, o)]) if x])
+    def beside(self, word: str, given: Container[str], o: Options) -> list[str]:
+        """What a word or a tensor does not go with: the source, and parts of the call. o: not checked."""
+        parts = [part for part in parts_of(given, o) if part in APART.get(word, "").split()]
+        return [self.said, *parts] if word in self.lacks else parts
 
     def label(self, name: str) -> str:
         """The user's name of a tensor."""
@@ -112,7 +105,8 @@ class Operation(Source):
         """Refuse what does not fit q, k and v, tensors of their own."""
         converted = "v" in t and converts_v(t, o.dynamic_v)
         if converted and (not self.joins(t) or sums_heads(t, o)):
-            refuse_other_v(self.function, t, o)
+            had = f"v is {shown(t['v'])}, k {shown(t.get('k'))}; quantize converts a v like k, beside neither a norm"
+            Fail(self.function)(f"{had} across heads nor tables for each head; or convert v in a call as q")
         checks.check(self, t, o)
         if o.norm_kind:
             checks.check_whole_heads(self, t, o)
@@ -121,10 +115,11 @@ class Operation(Source):
         """Refuse scales, caches and outputs that do not fit q, k and v."""
         if "k_cache" in t:
             for x in [x for x in "kv" if (x in t) != (f"{x}_cache" in t)]:
-                refuse(self.function, x, t.get(x), "None, because the cache has no v_cache" if x in t else "a tensor")
+                none = "None, because the cache has no v_cache; or pass one"
+                refuse(self.function, x, t.get(x), none if x in t else "a tensor")
             checks.check_kv_cache(self, t, o)
-        else:
-            checks.check_scales(self, t, o)
+        for letter in "qkv":
+            checks.check_scale(self, letter, t, o)
         checks.check_results(self, t, o)
 
     # ---- results -------------------------------------------------------------------------------------
@@ -154,7 +149,7 @@ class Operation(Source):
 
     def _returned(self, given: Container[str], o: Options) -> list[str]:
         """The results that do not go to a cache. A gate is neither converted nor sent elsewhere."""
-        elsewhere = ("k", "v") * ("k_cache" in given) + ("gate",) * has("convert cache out Ulysses", given, o)
+        elsewhere = ("k", "v") * ("k_cache" in given) + ("gate",) * has("quantize cache out Ulysses", given, o)
         return [x for x in self.letters(given, o) if x not in elsewhere]
 
     def produced(self, given: Container[str], o: Options) -> tuple[str, ...]:
@@ -198,19 +193,17 @@ class Operation(Source):
 
         With ranks it has a group of heads for each; of such a tensor, as gradients are, it has the usual layout.
         """
-        word, (*_, axis, _) = self.format_of(letter, t, o), LAYOUT_AXES[o.layout]
-        heads = t if letter in t else self.shaped(t, o)
+        word, heads = self.format_of(letter, t, o), t if letter in t else self.shaped(t, o)
+        dtype, _, per_item = FORMATS[word] if word else (None, 0, 1)
         x = heads[letter if letter in heads else "q"]  # a gate is like q
-        if letter in t and not o.ulysses_degree:
-            return results.empty_heads(x, word)
-        shape = [*x.shape]
         if o.ulysses_degree and x.dim() > len(o.layout):
-            ranks, *shape = shape
-            shape[axis] *= ranks
+            x = views.joined(x.new_empty(()).expand(x.shape), o.layout)
         elif o.ulysses_degree:
-            shape[axis] //= o.ulysses_degree
-            shape = [o.ulysses_degree, *shape]
-        return results.empty_heads(x, word, shape)
+            x = views.by_rank(x, o.layout, o.ulysses_degree)
+        x = x if per_item == 1 else x[..., : x.shape[-1] // per_item]
+        if letter in t and not o.ulysses_degree:
+            return torch.empty_like(x, dtype=dtype)
+        return x.new_empty(x.shape, dtype=dtype)
 
     def format_of(self, letter: str, t: Container[str], o: Options) -> str:
         """The format of a converted result, "" for one in the heads' dtype."""
@@ -261,10 +254,8 @@ class Operation(Source):
         for letter in left:
             x, given = self.part(letter, t, o), outputs.get(letter, t.get(f"{letter}_out"))
             out = views.fused_part(outputs["qkv"], letter, o) if given is None else given
-            if x.dim() != out.dim():  # one has a group of heads for each rank
-                pairs = ((out, x), (x, out))
-                out, x = [views.by_rank(y, o.layout, len(z)) if y.dim() < z.dim() else y for y, z in pairs]
-            copy_heads(out, x)
+            pairs = ((out, x), (x, out))  # one may have a group of heads for each rank
+            copy_heads(*[views.by_rank(y, o.layout, len(z)) if y.dim() < z.dim() else y for y, z in pairs])
         return outputs
 
     def places(self, made: Tensors, t: Tensors, o: Options) -> Tensors:
@@ -286,7 +277,7 @@ class Operation(Source):
         """Whether a call without a table, which rotates nothing, has something to do. o: not checked."""
         split = self.name != "heads" and not o.inplace
         moved = self.function != "apply_rope" and has("out Ulysses", t, o)
-        return split or moved or has("norm convert transform cache", t, o) or "q_factor" in t or "bias" in t
+        return split or moved or has(f"norm quantize {TRANSFORM} cache", t, o) or "q_factor" in t or "bias" in t
 
     def without_table(self, t: Tensors, o: Options) -> tuple[Options, Tensors]:
         """The options and the tensors of a call without a table: every token comes before those of the tables."""
@@ -313,8 +304,10 @@ class Operation(Source):
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """The gradients of the inputs. grads: gradients of the results, at least one."""
-        if not self.differentiable(saved, o) and not (o.ulysses_degree and grads.keys() == {"v"}):  # which is copied
-            raise JitropeError(f"{self.function} has no gradient")
+        if not self.differentiable(saved, o):
+            if not (o.ulysses_degree and grads.keys() == {"v"}):
+                raise JitropeError(f"{self.function} has no gradient")
+            return {"v": views.joined(grads["v"], o.layout)}  # which is copied
         heads, transform = self.name == "heads", getattr(o, TRANSFORM)
         if o.ulysses_degree and (o.norm_kind or not heads):  # else a rotation for ranks is its own backward
             o = o._replace(ulysses_degree=0)
@@ -328,13 +321,21 @@ class Operation(Source):
         return self.back(call, saved, grads, o._replace(**{TRANSFORM: False}) if transform else o)
 
 
-def refuse_other_v(name: str, tensors: Tensors, options: Options) -> None:
-    """Refuse to convert a v that does not join k."""
-    why = "quantize has v=True" if options.dynamic_v else "v_scale is given"
-    if "k" not in tensors:
-        refuse(name, "k", None, f"a tensor, because {why}")
-    beside = "beside neither a norm across heads nor tables for each head"
-    refuse(name, "v", tensors["v"], f"like k, because {why}, {beside}; or convert v in a call as q")
+def missing_weights(tensors: Tensors, options: Options) -> Tensors:
+    """Factors of one and biases of zero for missing ones if some are given, because a kernel takes all or none."""
+    made = {}
+    given = [name for name in tensors if name.endswith(("_weight", "_bias"))]
+    biased = any(name.endswith("_bias") for name in given)
+    if "qkv" in tensors:
+        tensors = {**tensors, **views.shaped_parts(tensors["qkv"], options)}
+    heads = {"q": "q", "k": "k", "first_q": "q", "first_k": "k", "second_q": "second_q", "second_k": "second_k"}
+    for head, owner in heads.items() if given else ():
+        x = tensors.get(head)
+        for ending, value in (("_weight", 0 if options.zero_centered else 1), *([("_bias", 0)] if biased else [])):
+            if x is not None and owner + ending not in tensors:
+                count = x.shape[-1] * (x.shape[LAYOUT_AXES[options.layout][2]] if options.across_heads else 1)
+                made[owner + ending] = filled(x.device, (count,), tensors[given[0]].dtype, value)
+    return made
 
 
 def copy_heads(out: Tensor, x: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..base.fit import Fail, named
+from ..base.fit import Fail
 from ..base.views import MEANS, TABLE_NAMES, Tensors
 from ..checks.checks import check
 from ..plan.options import Options
@@ -45,19 +45,6 @@ def of_stream(t: Tensors, o: Options, stream: str) -> tuple[Tensors, Options]:
     return {**own, **tables}, o._replace(**positions.behind(begin, o)[1]) if second else o
 
 
-def _check_streams(t: Tensors, fail: Fail) -> None:
-    """Refuse heads unlike those of the first stream: only S and, of q, H may differ."""
-    q = t["first_q"]
-    for stream in STREAMS:
-        for letter in "qkv":
-            x, like = t[f"{stream}_{letter}"], t["first_q" if letter == "q" else "first_k"]
-            fail.when(x.dim() != 4, f"{stream}'s {letter} is not a tensor (B, S, H, D)")
-            must = (q.shape[0], t[f"{stream}_q"].shape[1], like.shape[2], q.shape[3])
-            if x.shape != must or x.dtype != q.dtype or x.device != q.device:
-                had = f"{stream}'s {letter} is {named(x, 'bshd')} {x.dtype} on {x.device}"
-                fail(f"{had}; it must be {must} {q.dtype} on {q.device}")
-
-
 class Streams(Operation):
     name = "streams"
     whole = True
@@ -79,26 +66,29 @@ class Streams(Operation):
 
     def check(self, t: Tensors, o: Options) -> None:
         """Refuse a wrong call. Each stream must also be right as a call of its own."""
-        fail = Fail(self.function)
-        _check_streams(t, fail)
+        q = t["first_q"]
+        fail = Fail(self.function, "first's q", q, o.layout)
+        for name in self.heads:
+            stream, _, letter = name.partition("_")
+            heads = "H" if name == "first_k" else t["first_q" if letter == "q" else "first_k"].shape[2]
+            shape = q.shape[0], t[f"{stream}_q"].shape[1], heads, q.shape[3]
+            fail.unlike(self.label(name), t[name], q.device, (q.dtype,), shape)
         given = {x.dtype for label, x in t.items() if label.endswith(("_weight", "_bias"))}
         fail.when(len(given) >= 2, f"the weights are {', '.join(sorted(map(str, given)))}; they must match")
-        cos, two, heads = t["cos"], "second_cos" in t, self.shaped(t, o)
+        cos, two, shaped = t["cos"], "second_cos" in t, self.shaped(t, o)
         for word, said in {**positions.apart(t, o), "freqs": o.table == "freqs"}.items():
             fail.when(two and said, f"{word} does not go with a table for each stream; pass one table")
-        scale.check({**t, "q": heads["q"]}, tokens_of(t), o, fail)
+        scale.check({**t, "q": shaped["q"]}, tokens_of(t), o, fail)
         if not two:  # the checks of streams compare each with its own
-            check(self, {"q": heads["q"], **{label: t[label] for label in TABLE_NAMES if label in t}}, o)
+            check(self, {"q": shaped["q"], **{label: t[label] for label in TABLE_NAMES if label in t}}, o)
         if o.across_heads:
             fail("across_heads does not go with two streams; normalise before, or join them and use prepare_qkv")
         for stream in STREAMS:
             self.check_stages(*of_stream(t, o, stream))
-        fail.when("k_cache" in t and "v_cache" not in t, "the cache has no v_cache, but v goes to it; pass one")
-        self.check_sink({**{name: x for name, x in t.items() if name not in self.needed}, **heads}, o)
-        other = t.get("second_cos", cos)
-        fail.when(cos.dtype != other.dtype, f"the first table is {cos.dtype} but the second {other.dtype}")
-        if cos.shape[-1] != other.shape[-1]:
-            fail(f"the first table is {cos.shape[-1]} wide but the second {other.shape[-1]}")
+        self.check_sink({**{name: x for name, x in t.items() if name not in self.needed}, **shaped}, o)
+        second = t.get("second_cos", cos)
+        width = (*map(str, second.shape[:-1]), cos.shape[-1])
+        fail.unlike("the second table", second, q.device, (cos.dtype,), width, like="the first")
 
     def back(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """The gradients of each stream, from its tokens and its rows of the tables."""

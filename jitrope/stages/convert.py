@@ -18,7 +18,7 @@ from ..base.arguments import flags, refuse, refuse_beside, require, whole, word
 from ..base.spec import DTYPES, OF_NORM
 from ..base.views import BLOCK_SCALES, DTYPE_NAMES, E8M0, FORMATS, FP8, FP8S, GROUPS, SCALES, Tensors
 from ..values.asked import Value
-from ..values.scales import divisors
+from ..values.constants import divisors
 from . import positions
 from .positions import sequences_of, spare
 
