@@ -18,7 +18,6 @@ from .base.layouts import LAYOUT_AXES
 from .plan.options import DEFAULTS, Options
 from .sinks import cache, pages, results
 from .stages import bias, convert, norm, positions, rotate, scale, transform
-from .stages.norm import NormOptions
 from .stages.positions import COUNTS
 
 FRESH = "fresh_"
@@ -27,15 +26,16 @@ FRESHES = tuple([FRESH + name for name in ("q", "k", "v", "q_scale", "k_scale", 
 
 
 class Part(NamedTuple):
-    """The words and the tensors of a part of a call."""
+    """The words and the tensors of a part of a call. words: those of the options by those of a text."""
 
-    words: tuple[str, ...]
+    words: dict[str, str]
     tensors: tuple[str, ...] = ()
 
 
 def _part(tensors: Iterable[str], *parts: Any) -> Part:
     found = dict.fromkeys(chain(*map(get_annotations, parts)))
-    return Part(tuple([word for word in found if word not in (*COUNTS, "layout", "inplace", "check")]), tuple(tensors))
+    words = [word for word in found if word not in (*COUNTS, "layout", "inplace", "check")]
+    return Part({word.removeprefix("norm_"): word for word in words}, tuple(tensors))
 
 
 SOURCE, SINK = "source", "sink"
@@ -44,10 +44,10 @@ _OUTS = (*results.TENSORS, *cache.TENSORS, *pages.TENSORS, *FRESHES)
 PARTS = {
     SOURCE: _part(_HEADS.split(), layouts.Words),
     "bias": _part(bias.TENSORS),
-    "norm": _part(norm.TENSORS, NormOptions),
+    "norm": _part(norm.TENSORS, norm.Words),
     "rotate": _part(rotate.TENSORS, rotate.Words, positions.Words),
     "scale": _part(scale.TENSORS),
-    "transform": _part(transform.TENSORS, transform.Words),
+    "transform": _part((), transform.Words),
     "convert": _part(convert.TENSORS, convert.Words),
     SINK: _part(_OUTS, cache.Words, pages.Words, results.Words, Options),
 }
@@ -55,9 +55,9 @@ PARTS = {
 
 _PART_OF = {name: part for part, own in PARTS.items() for name in own.tensors}
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    part: {word: (NormOptions._field_defaults if part == "norm" else DEFAULTS)[word] for word in own.words}
-    for part, own in PARTS.items()
+    part: {word: DEFAULTS[of_options] for word, of_options in own.words.items()} for part, own in PARTS.items()
 }
+_DEFAULTS["norm"]["kind"] = norm.KINDS[0]  # of a text with a norm
 
 
 class Call(NamedTuple):
@@ -77,9 +77,9 @@ class Call(NamedTuple):
         o, parts = self.options, []
         for part in PARTS:
             words = [name for name in self.tensors if _PART_OF[name] == part]
-            words += _others(part, o.norm if part == "norm" else o)
+            words += _others(part, o) if part != "norm" or o.norm_kind else []
             first = {SOURCE: f"{o.layout} {self.name}", SINK: _sink(self)}.get(part, part)
-            if words or part in (SOURCE, SINK) or (part == "norm" and o.norm is not None):
+            if words or part in (SOURCE, SINK) or (part == "norm" and o.norm_kind):
                 parts.append(" ".join([first, *words]))
         return " > ".join(parts)
 
@@ -105,7 +105,7 @@ class Call(NamedTuple):
             except ValueError as error:
                 raise InvalidInput(f"call has a wrong value in {' '.join(own)!r}: {error}") from error
             tensors += names
-            values.update({"norm": NormOptions(**read)} if part == "norm" else read)
+            values.update({PARTS[part].words[word]: x for word, x in {**_DEFAULTS[part], **read}.items()})
         found = Call.of(name, tensors, Options(**values))
         if others[-1][0] != _sink(found):
             raise InvalidInput(f"call ends in {others[-1][0]!r}; with its tensors it must be {_sink(found)!r}")
@@ -120,9 +120,9 @@ def _sink(call: Call) -> str:
     )
 
 
-def _others(part: str, options: Any) -> list[str]:
+def _others(part: str, o: Options) -> list[str]:
     """A part's words that do not have their defaults."""
-    found = {word: getattr(options, word, default) for word, default in _DEFAULTS[part].items()}  # without a norm too
+    found = {word: getattr(o, of_options) for word, of_options in PARTS[part].words.items()}
     others = {word: x for word, x in found.items() if x != _DEFAULTS[part][word]}
     shown = {word: ",".join(map(str, x)) if isinstance(x, tuple) else x for word, x in others.items()}
     return [word if x is True else f"{word}={x}" for word, x in shown.items()]

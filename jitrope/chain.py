@@ -62,8 +62,8 @@ def load(letter: str, t: Tensors, o: Options) -> Tensor:
 def forward(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
     """Heads as they are converted and stored. Those of q and k after the last sequence are zero."""
     stored = t[letter].dtype if o.rounding == "dtype" else None
-    after = o.norm is not None and norm.after_rope(letter, o)
-    if o.norm is not None and not after:
+    after = o.norm_kind and norm.after_rope(letter, o)
+    if o.norm_kind and not after:
         x = norm.forward(letter, x, t, o)
     x = rotate.forward(letter, x, t, o)
     if after:

@@ -144,10 +144,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"norm": NORMS, "positions": "shifts"}, "shifts does not go with norm"),
     ({"norm": NORMS, "more": "inverse"}, "inverse does not go with"),
     # Tables and positions.
-    ({"table": "per_head", "heads": "gqa", "source": TWO_HEADS}, "q and k must have as many heads"),
+    ({"table": "per_head", "heads": "gqa", "source": TWO_HEADS}, "the third axis is the heads, as many of q and k"),
     ({"table": "per_head", "out": CACHES}, "with a cache the heads must share it"),
     ({"table": "per_head", "convert": "of_v"}, "beside neither a norm across heads nor tables for each head"),
-    ({"table": ("angles", "scaled"), "of_table": ("half", "double")}, "the angles must be computed and passed in fp32"),
+    ({"table": ("angles", "scaled"), "of_table": ("half", "double")}, "freqs is .*; it must be .*, float32, on"),
     ({"table": ("angles", "scaled"), "rounding": "complex128"}, "rounding='complex128' does not go with freqs"),
     ({"table": ("angles", "scaled"), "positions": "shifts"}, "freqs does not go with Shifts; pass cos and sin"),
     ({"of_table": "double", "rounding": but("rounding", "complex128")}, "with rounding='complex128'"),
@@ -170,7 +170,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"size": "64", "convert": "fp4"}, "group is 128; it must divide D=64"),
     ({"strides": "apart", "convert": FP4S}, "fp4 needs aligned pairs of neighbouring elements"),
     ({"convert": CONVERTED, "out": "inplace"}, "inplace does not go with"),
-    ({"convert": "of_v", "out": CACHES}, "quantize has a v_scale, but v goes to the cache; give it to KVCache"),
+    ({"convert": "of_v", "out": CACHES}, "v_scale of quantize does not go with a cache; give its scales to KVCache"),
     ({"convert": OF_ROWS, "out": CACHES}, "does not go with a cache; pass q's scales in Quantize"),
     # Caches.
     ({"out": CACHES, "more": "inverse"}, "inverse does not go with"),

@@ -21,7 +21,6 @@ from jitrope.sources.heads import HEADS, HEADS_BACKWARD
 from jitrope.sources.latent import LATENT, LATENT_BACKWARD
 from jitrope.sources.operation import Operation
 from jitrope.sources.streams import STREAMED
-from jitrope.stages.norm import NormOptions
 from tests.said import norm_rope, norm_rope_joint
 
 _SCALES, _WEIGHTS = ("q_scale", "k_scale", "v_scale"), ("q_weight", "k_weight")
@@ -438,9 +437,10 @@ class NormCase:
         return self.name
 
     @property
-    def norm(self) -> NormOptions:
-        flags = self.across_heads, self.zero_centered, self.after_rope
-        return NormOptions(self.rounding, *flags, kind=self.kind, of=self.of)
+    def norm(self) -> dict[str, Any]:
+        """The words of `Norm`."""
+        flags = {name: getattr(self, name) for name in ("across_heads", "zero_centered", "after_rope")}
+        return {"rounding": self.rounding, **flags, "kind": self.kind, "of": self.of}
 
 
 def _normed(name: str, why: str, shape: tuple[int, ...] = (1, 3, 4, 2, 64), **words: Any) -> NormCase:
@@ -638,7 +638,7 @@ class NormTensors:
     tables: Any  # the ops' arguments
     second_tables: tuple[Tensor | None, Tensor | None]
     options: Options
-    norm: NormOptions
+    norm: dict[str, Any]  # those of the options that are a norm's
 
 
 def make_norm(case: NormCase, device: str = "cpu", seed: int = 0, **changes: Any) -> NormTensors:
@@ -673,10 +673,11 @@ def make_norm(case: NormCase, device: str = "cpu", seed: int = 0, **changes: Any
     tables, second = _split(tables, case)
     names = ("cos", "sin") if options.table == "cos_sin" else (options.table,)
     given = dict(zip(names, tables[:2] if second[0] is None else zip(tables[:2], second)))
-    options = options._replace(norm=case.norm)
+    norm = {**words, "across_heads": case.across_heads}
+    options = options._replace(**norm)
     found = {**keywords, **words, **given}
     return NormTensors(
-        streams, tuple(weights), tuple(biases), found, tuple(tables), second, options, case.norm
+        streams, tuple(weights), tuple(biases), found, tuple(tables), second, options, norm
     )  # fmt: skip
 
 

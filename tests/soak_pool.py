@@ -378,7 +378,7 @@ def qkv_norm_job(case: NormCase, mode: str, biased: bool = False) -> Job:
 
     def made(device: str, seed: int) -> Call:
         qkv, weights, words = qkv_norm_call(resized_norm(case, random.Random(seed)), device, seed)
-        own = {**case.norm._asdict(), "v_norm": not case.across_heads and random.Random(seed).random() < 0.5}
+        own = {**case.norm, "v_norm": not case.across_heads and random.Random(seed).random() < 0.5}
         norm, words = jitrope.Norm(**weights, **own), said(**words)
         words["bias"] = bias = make_bias(qkv, "flat", seed) if biased else None
         if mode == "in place":

@@ -10,14 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from jitrope import InvalidInput
 from jitrope.base.layouts import LAYOUT_AXES, QKV_ORDERS
+from jitrope.base.views import FORMATS
 from jitrope.call import COUNTS, PARTS, Call
 from jitrope.plan.options import DEFAULTS, Options
 from jitrope.run import op_call
-from jitrope.stages.convert import SCALE_DTYPES, SCALE_FMTS, SCALED_DTYPES
+from jitrope.stages.convert import SCALE_DTYPES, SCALE_FMTS
 from jitrope.stages.norm import KINDS as NORM_KINDS
 from jitrope.stages.norm import OF as NORM_OF
 from jitrope.stages.norm import ROUNDINGS as NORM_ROUNDINGS
-from jitrope.stages.norm import NormOptions
 from jitrope.stages.rotate import ROUNDINGS, TABLES
 
 from .calls import CALLS, Case, ident
@@ -30,10 +30,11 @@ WORDS = {
     "order": tuple(QKV_ORDERS),
     "rounding": ROUNDINGS,
     "launch": ("auto", "grid_2d"),
-    "out_dtype": SCALED_DTYPES,
+    "out_dtype": tuple(FORMATS),
     "scale_out": SCALE_DTYPES,
     "scale_fmt": SCALE_FMTS,
-    "kind": NORM_KINDS,
+    "norm_kind": (*NORM_KINDS, "no_norm"),
+    "norm_rounding": NORM_ROUNDINGS,
     "of": NORM_OF,
 }
 
@@ -41,7 +42,7 @@ WORDS = {
 def some(chance: random.Random, word: str, default: object) -> object:
     """A value of a word's type."""
     if word in WORDS:
-        return chance.choice(NORM_ROUNDINGS if default == "none" else WORDS[word])
+        return chance.choice(WORDS[word])
     if default is None:
         return chance.choice([None, True, False])
     if isinstance(default, bool):
@@ -56,10 +57,10 @@ def some(chance: random.Random, word: str, default: object) -> object:
 @pytest.mark.parametrize("seed", range(300))
 def test_a_text_can_be_read(seed: int) -> None:
     chance = random.Random(seed)
-    norm = {word: some(chance, word, value) for word, value in NormOptions._field_defaults.items()}
-    values = {word: some(chance, word, value) for word, value in DEFAULTS.items() if word not in ("norm", "check")}
-    values["norm"] = chance.choice([None, NormOptions(), NormOptions(**norm)])
-    parts = [own for part, own in PARTS.items() if part != "norm" or values["norm"]]  # its weights imply a norm
+    values = {word: some(chance, word, value) for word, value in DEFAULTS.items() if word != "check"}
+    without = {word: DEFAULTS[word] for word in PARTS["norm"].words.values()}
+    values.update(chance.choice([without, {**without, "norm_kind": "rms_norm"}, {}]))
+    parts = [own for part, own in PARTS.items() if part != "norm" or values["norm_kind"]]  # its weights imply a norm
     names = ["q", "k", "v", *[name for own in parts for name in own.tensors]]
     call = Call.of("heads", chance.sample(names, chance.randrange(len(names))), Options(**values))
     assert Call.parse(str(call)) == call
@@ -67,8 +68,8 @@ def test_a_text_can_be_read(seed: int) -> None:
 
 
 def test_every_word_has_one_part() -> None:
-    words = [word for part, own in PARTS.items() if part != "norm" for word in own.words]
-    assert sorted([*words, *COUNTS, "layout", "norm", "inplace", "check"]) == sorted(DEFAULTS)
+    words = [word for own in PARTS.values() for word in own.words.values()]
+    assert sorted([*words, *COUNTS, "layout", "inplace", "check"]) == sorted(DEFAULTS)
 
 
 class Texts(TorchDispatchMode):

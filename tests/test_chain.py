@@ -11,26 +11,26 @@ from torch import Tensor
 from jitrope import chain
 from jitrope.plan.options import Options
 from jitrope.sinks import results
-from jitrope.stages.norm import NO_NORM, NormOptions
+from jitrope.stages.norm import NO_NORM, takes
 
 NORMS = {
     "none": NO_NORM,
-    "rms": NormOptions(zero_centered=True),
-    "layer": NormOptions(kind="layer_norm"),
-    "after": NormOptions(after_rope=True),
-    "across": NormOptions(across_heads=True),
-    "of_k": NormOptions(of="k", after_rope=True),
-    "v_norm": NormOptions(v_norm=True, kind="layer_norm"),
+    "rms": {"norm_kind": "rms_norm", "zero_centered": True},
+    "layer": {"norm_kind": "layer_norm"},
+    "after": {"norm_kind": "rms_norm", "after_rope": True},
+    "across": {"norm_kind": "rms_norm", "across_heads": True},
+    "of_k": {"norm_kind": "rms_norm", "of": "k", "after_rope": True},
+    "v_norm": {"norm_kind": "layer_norm", "v_norm": True},
 }
 
 
-def made(norm: NormOptions, packed: bool) -> dict[str, Tensor]:
+def made(o: Options, packed: bool) -> dict[str, Tensor]:
     """q, k and v, (1, 7, heads, 16), tables, a scale of q, weights and biases; packed: two tokens are spare."""
     torch.manual_seed(0)
     t = {name: torch.randn(1, 7, heads, 16) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
-    heads = {"q": 4, "k": 2} if norm.across_heads else {"q": 1, "k": 1}
-    names = [f"{name}_{kind}" for name in "qk" for kind in ("weight", "bias")[: 1 + (norm.kind == "layer_norm")]]
-    t.update({name: torch.randn(heads[name[0]] * 16) for name in names if norm.takes(name[0])})
+    heads = {"q": 4, "k": 2} if o.across_heads else {"q": 1, "k": 1}
+    names = [f"{name}_{kind}" for name in "qk" for kind in ("weight", "bias")[: 1 + (o.norm_kind == "layer_norm")]]
+    t.update({name: torch.randn(heads[name[0]] * 16) for name in names if takes(name[0], o)})
     angles = torch.rand(7, 6) * 6
     t.update(cos=angles.cos(), sin=angles.sin(), q_factor=torch.rand(7) + 0.5)
     if packed:
@@ -50,8 +50,8 @@ def places(t: dict[str, Tensor], o: Options) -> tuple[dict[str, Tensor], dict[st
 @pytest.mark.parametrize("pairs", [*itertools.product((False, True), repeat=2)], ids=str)
 def test_the_stages_gradients_are_autograds(norm: str, hadamard: bool, packed: bool, pairs: tuple[bool, bool]) -> None:
     words = dict(zip(("interleaved", "interleaved_out"), pairs), hadamard=hadamard, layout="thd" if packed else "bshd")
-    o = Options(rotary_dim=12, rotary_offset=2, norm=NORMS[norm], **words)
-    t = made(NORMS[norm], packed)
+    o = Options(rotary_dim=12, rotary_offset=2, **NORMS[norm], **words)
+    t = made(o, packed)
     leaves = {name: x.requires_grad_() for name, x in t.items() if name in "qkv" or name.endswith(("_weight", "_bias"))}
     fresh, to = places({name: t[name].detach() for name in "qkv"}, o)
     chain.run([(t, o)], to, o)
@@ -66,8 +66,8 @@ def test_the_stages_gradients_are_autograds(norm: str, hadamard: bool, packed: b
 
 def test_a_rotation_in_the_dtype_rounds_what_follows_it() -> None:
     """q's scale and the transform read heads in their dtype, as from a host that stores them in between."""
-    t = {name: x.bfloat16() if name in "qkv" else x for name, x in made(NO_NORM, False).items()}
-    o = Options(rotary_dim=16, rounding="dtype", hadamard=True, norm=NO_NORM)
+    o = Options(rotary_dim=16, rounding="dtype", hadamard=True, **NO_NORM)
+    t = {name: x.bfloat16() if name in "qkv" else x for name, x in made(o, False).items()}
     t.update(cos=t["cos"].new_ones(7, 8), sin=t["sin"].new_zeros(7, 8))
     scaled = (t["q"].float() * t["q_factor"][:, None, None]).bfloat16()
     want = chain.transform.forward("q", scaled, t, o._replace(rounding="fp32")).bfloat16()
@@ -78,7 +78,7 @@ def test_a_rotation_in_the_dtype_rounds_what_follows_it() -> None:
 
 def test_a_rotation_keeps_strides() -> None:
     """The order of the sums of a norm behind it depends on them."""
-    t = made(NO_NORM, True)
+    t = made(Options(**NO_NORM), True)
     x = t["q"].transpose(0, 2).contiguous().transpose(0, 2)[None]
     for interleaved_out in (False, True):
         o = Options(rotary_dim=12, layout="thd", interleaved_out=interleaved_out)

@@ -356,7 +356,7 @@ def norm_specs(case: NormCase) -> list[RopeSpec]:
         out = [torch.empty(*a.shape[:1], a.shape[1] + b.shape[1], *a.shape[2:], dtype=a.dtype) for a, b in zip(*parts)]
         return [plan_call(parts[0], tuple(out), tensors, call.options, 132)[0].spec]
     specs = [plan_call(*head_views(*call.streams, call.options), tensors, call.options, 132)[0].spec]
-    back = turned_back(call.options)._replace(rounding="complex64", norm=call.norm._replace(rounding="none"))
+    back = turned_back(call.options)._replace(rounding="complex64", **{**call.norm, "norm_rounding": "none"})
     tensors = named(HEADS_BACK, (*call.streams, *call.streams, *call.weights), call.tables)
     return [*specs, plan_call(*head_views(*call.streams, back), tensors, back, 132)[0].spec]
 

@@ -41,7 +41,7 @@ class Made:
         self.weights: dict[str, Tensor] = {}
         if isinstance(case, NormCase):
             self.qkv, self.weights, words = norm_call(case, device)
-            words["norm"] = jitrope.Norm(**self.weights, **{**case.norm._asdict(), "v_norm": v_norm})
+            words["norm"] = jitrope.Norm(**self.weights, **{**case.norm, "v_norm": v_norm})
         else:
             self.qkv, _, cos, sin, words = make(as_fused(case), device)
             words.update(cos=cos, sin=sin, heads=heads_of(case))
@@ -217,10 +217,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "across heads": ({"norm": Norm(across_heads=True, v_norm=True)}, "across_heads does not go with v_norm in fused"),
     "a transform": ({"norm": Norm(across_heads=True), "hadamard": True}, "across_heads does not go with hadamard"),
     "a view of v": ({"norm": Norm(v_norm=True), "copy_v": False}, "copy_v=False does not go with v_norm"),
-    "a weight": ({"norm": Norm(torch.ones(4))}, r"H=4, D=8\) but q_weight .* it must be \(D\), 8 numbers, or H D with"),
-    "k's weight": ({"norm": Norm(W, torch.ones(4))}, r"k of qkv is \(B=2, S=6, H=2, D=8\) but k_weight has shape \(4"),
+    "a weight": ({"norm": Norm(torch.ones(4))}, r"q_weight .* it must be \(8,\), .* like q of qkv \(.* H=4, D=8\)$"),
+    "k's weight": ({"norm": Norm(W, torch.ones(4))}, r"k_weight is .*\(4,\).*like q_weight and k of qkv \(.*H=2"),
     "a bias": ({"norm": Norm(W, q_bias=W)}, "q_bias goes with kind='layer_norm'"),
-    "dtypes": ({"norm": Norm(W, W.half())}, "k_weight is float16; it must be float32, contiguous"),
+    "dtypes": ({"norm": Norm(W, W.half())}, "k_weight is float16; it must be .*, float32, contiguous"),
     "another value": ({"norm": W}, "norm is .*; it must be a jitrope.Norm"),
     "inverse": ({"inverse": True}, "inverse does not go with norm"),
     "shifts": ({"positions": jitrope.Shifts(torch.zeros(6, dtype=torch.int64))}, "shifts does not go with"),
@@ -297,8 +297,10 @@ def test_refusals_beside_other_stages() -> None:
     one = [torch.zeros(1, 2, 5, n, 64).bfloat16() for n in (6, 2, 2)]
     refused("there must be a rank for each of the 2 groups", out=one, cache=None)
     refused("across_heads does not go with a cache", norm=Norm(across_heads=True))
-    refused("prepare_fused_qkv: hadamard is given beside quantize", quantize=Quantize(1.0), hadamard=True)
-    refused("quantize has a k_scale, but k goes to the cache", quantize=Quantize(1.0, 1.0))
+    refused(
+        "prepare_fused_qkv: hadamard does not go with quantize; give it to that", quantize=Quantize(1.0), hadamard=True
+    )
+    refused("k_scale of quantize does not go with a cache", quantize=Quantize(1.0, 1.0))
     refused("copy_v=False does not go with bias", bias=bias, copy_v=False)
     refused(r"bias is float32; it must be \(2, 320\) or \(640,\), bfloat16", bias=bias.float())
     refused("heads=.14, 2. with order='grouped' are 18 heads of D elements", heads=(14, 2))

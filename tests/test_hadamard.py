@@ -52,7 +52,7 @@ def test_one_launch_and_two_for_the_gradient(norm: str) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "beside quantize": ({"quantize": Quantize(0.1, 0.1)}, "hadamard is given beside quantize, which has its own"),
+    "beside quantize": ({"quantize": Quantize(0.1, 0.1)}, "hadamard does not go with quantize; give it to that"),
     "a number": ({"hadamard": 2}, "hadamard is 2; it must be"),
     "a word": ({"hadamard": "rotary"}, "prepare_qkv: hadamard is 'rotary'; it must be True or False"),
     "across heads": ({"norm": Norm(across_heads=True)}, "across_heads does not go with hadamard"),

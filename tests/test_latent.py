@@ -142,7 +142,10 @@ REFUSALS = {
         {"q": torch.nested.nested_tensor([Q[0], Q[1, :5]])},
         "q is a nested tensor; it must be a strided tensor",
     ),
-    "table": ({"cos": TABLE[0, :, :4], "sin": TABLE[0, :, :4]}, "cos and sin are 4 wide; with rotary_dim 16"),
+    "table": (
+        {"cos": TABLE[0, :, :4], "sin": TABLE[0, :, :4]},
+        r"cos is .*\(6, 4\).* it must be \(P, 8\|16\) or .*; k_pe has rotary_dim elements",
+    ),
     "rows": ({"cos": TABLE[0, :5], "sin": TABLE[0, :5]}, "cos has 5 rows; it needs 6"),
     "tables for each head": (
         {"cos": TABLE[:, :, None].expand(2, 6, 4, 8), "sin": TABLE[:, :, None].expand(2, 6, 4, 8)},

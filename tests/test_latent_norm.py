@@ -120,7 +120,7 @@ def test_refusals() -> None:
         (
             Norm(of="v", v_weight=w[:64]),
             {"cache": cache},
-            r"v_weight has shape \(64,\); it must be \(H D\), 512 numbers$",
+            r"v_weight is .*\(64,\).*; it must be \(512,\)",
         ),
         (Norm(of="v", v_weight=w), {}, "the norm has of='v', which goes with a cache of v"),
         (Norm(of="v"), {}, "the norm has of='v', which goes with a cache of v"),

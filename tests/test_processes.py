@@ -30,7 +30,6 @@ from jitrope.jit.driver import Refused
 from jitrope.jit.entry import CUBIN, Entry
 from jitrope.plan import heuristics
 from jitrope.plan.options import Options
-from jitrope.stages.norm import NormOptions
 from jitrope.thd.shape import Mask
 from jitrope.thd.spec import CorrectionSpec, RowsSpec, SegmentsSpec
 from jitrope.tools.doctor import Check
@@ -331,7 +330,7 @@ PICKLED = {
     "correction spec": CorrectionSpec("lse", "add", "copy", True, "fp32", "int32", 1),
     "options": Options(layout="thd"),
     "plan": heuristics.plan(BASE),
-    "norm": NormOptions("once"),
+    "a norm's options": Options(norm_kind="rms_norm", norm_rounding="once"),
     "built": Built(SPEC, "sm_90", "cached"),
     "mask": Mask(),
     "entry": Entry(Path("/a"), "name", "sm_90", 3, {}),

@@ -579,7 +579,7 @@ REFUSALS = {
     "global-type": (lambda: two_levels(k_global_scale="1"), "k_global_scale is '1'; it must be a finite number"),
     "global-cache": (
         {"cache": CACHE, "v": K, "quantize": two_levels(k_global_scale=1.0)},
-        "quantize has a k_global_scale, but k goes to the cache",
+        "k_global_scale of quantize does not go with a cache",
     ),
     "global-shape": (
         {"quantize": two_levels(q_global_scale=torch.ones(3))},

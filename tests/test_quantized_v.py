@@ -116,7 +116,7 @@ def test_refusals_of_computed_scales(per: str) -> None:
     refused("v requires a gradient, but this call has none; leave v=True of quantize out", v=k.clone().requires_grad_())
     refused("out's v is bfloat16; it must be", out=(None, None, torch.empty_like(k)))
     cache = KVCache(*torch.zeros(2, 10, k.shape[2], 64).to(k), torch.arange(10))
-    refused("v=True of quantize does not go with a cache, which has v_block_scale", cache=cache)
+    refused("v=True of quantize does not go with a cache; give its scales to KVCache", cache=cache)
     with pytest.raises(InvalidInput, match=r"v_global_scale is 1\.0; it must be None without v=True"):
         DynamicQuantize(FP4, group=16, scale_dtype=FP8, v_global_scale=1.0)
     with pytest.raises(InvalidInput, match="DynamicQuantize: v is 'yes'; it must be"):
@@ -144,5 +144,5 @@ def test_refusals() -> None:
     with pytest.raises(InvalidInput, match="Quantize: v_scale is 'a'; it must be a finite number"):
         Quantize(0.1, 0.1, "a")  # type: ignore[arg-type]
     cache = KVCache(*torch.zeros(2, 10, k.shape[2], 64).to(k), slots)
-    with pytest.raises(InvalidInput, match="quantize has a v_scale, but v goes to the cache; give it to KVCache"):
+    with pytest.raises(InvalidInput, match="v_scale of quantize does not go with a cache; give its scales to KVCache"):
         jitrope.prepare_qkv(q, k, k, cos, sin, cache=cache, quantize=Quantize(0.1, None, 0.1))

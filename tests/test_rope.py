@@ -1131,11 +1131,11 @@ REFUSALS = {
     "device-mix": (call(k=torch.ones(2, 6, 2, 8, device="meta")), r"k is .*; it must be .* float32.*; pass k.to\(q\)"),
     "table-device": (
         call(cos=torch.zeros(6, 4, device="meta")),
-        r"cos is .*; it must be float32, .* like q \(B=2, S=6, H=4, D=8\)",
+        r"cos is .*; it must be \(P, 4\|8\) or .*, float32 or .*, on cpu like q \(B=2, S=6, H=4, D=8\)$",
     ),
     "device": (
         call(q=torch.ones(2, 6, 4, 8, device="meta"), k=None),
-        r"cos is .*; it must be float32, .* like q \(B=2, S=6, H=4, D=8\)",
+        r"cos is .*; it must be \(P, 4\|8\) or .*, float32 or .*, on meta like q \(B=2, S=6, H=4, D=8\)$",
     ),
     "batch": (
         call(k=torch.ones(1, 6, 2, 8)),
@@ -1145,13 +1145,25 @@ REFUSALS = {
     "large-rotary": (call(rotary_dim=10), "rotary_dim is 10; it must be even and from 2 to D=8"),
     "large-head": (call(q=torch.ones(1, 1, 1, 514), k=None), "D=514; at most 512"),
     "short-table": (call(cos=torch.zeros(5, 4), sin=torch.zeros(5, 4)), r"\(B=2, S=6, H=4, D=8\) but cos has 5 rows"),
-    "table-width": (call(cos=torch.zeros(6, 3), sin=torch.zeros(6, 3)), "3 wide; with rotary_dim 8"),
-    "table-rank": (call(cos=torch.zeros(4), sin=torch.zeros(4)), r"cos has shape \(4,\)"),
-    "table-dtype": (call(cos=torch.zeros(6, 4).double(), sin=torch.zeros(6, 4).double()), "cos is torch.float64"),
-    "complex-table": (call(cos=torch.zeros(6, 4).cfloat(), sin=torch.zeros(6, 4).cfloat()), "cos is torch.complex64"),
-    "tables-differ": (call(sin=torch.zeros(7, 4)), "they must match"),
-    "table-batch": (call(cos=torch.zeros(3, 6, 4), sin=torch.zeros(3, 6, 4)), "3 batch rows; allowed are 1 and B=2"),
-    "table-heads": (call(cos=torch.zeros(1, 6, 4, 4), sin=torch.zeros(1, 6, 4, 4)), "angles for 4 heads"),
+    "table-width": (
+        call(cos=torch.zeros(6, 3), sin=torch.zeros(6, 3)),
+        r"cos is .*\(6, 3\).* must be \(P, 4\|8\) or \(1\|2, P, 4\|8\).*; pass rotary_dim for a partial",
+    ),
+    "table-rank": (call(cos=torch.zeros(4), sin=torch.zeros(4)), r"cos is a tensor of shape \(4,\)"),
+    "table-dtype": (call(cos=torch.zeros(6, 4).double(), sin=torch.zeros(6, 4).double()), "cos is float64; it must be"),
+    "complex-table": (
+        call(cos=torch.zeros(6, 4).cfloat(), sin=torch.zeros(6, 4).cfloat()),
+        "cos is complex64; it must be .*; pass a complex table as freqs_cis=table",
+    ),
+    "tables-differ": (call(sin=torch.zeros(7, 4)), r"sin is .*; it must be \(6, 4\), float32, on cpu like cos$"),
+    "table-batch": (
+        call(cos=torch.zeros(3, 6, 4), sin=torch.zeros(3, 6, 4)),
+        r"cos is .*\(3, 6, 4\).* or \(1\|2, P, 4\|8\) or",
+    ),
+    "table-heads": (
+        call(cos=torch.zeros(1, 6, 4, 4), sin=torch.zeros(1, 6, 4, 4)),
+        r"or \(1\|2, P, 1, 4\|8\), .*; the third axis is the heads, as many of q and k",
+    ),
     "ids-shape": (
         call(position_ids=torch.zeros(6, 2, dtype=torch.int32)),
         r"positions is .*; it must be \(6,\) or \(1\|2, 6\), int32 or int64",
@@ -1180,12 +1192,15 @@ REFUSALS = {
     "check-starts": (call(start_positions=torch.tensor([0, 1]), check=True), "positions go from 0 to 6"),
     "cache-width": (
         call(cos=None, sin=None, cos_sin_cache=torch.zeros(6, 8), rotary_dim=6),
-        "cos_sin_cache is 8 wide, rotary_dim is 6",
+        r"cos_sin_cache is .*\(6, 8\).*; it must be \(P, 6\), .*; pass rotary_dim",
     ),
-    "cache-rank": (call(cos=None, sin=None, cos_sin_cache=torch.zeros(1, 6, 8)), r"it must be \(P, rotary_dim\)"),
+    "cache-rank": (
+        call(cos=None, sin=None, cos_sin_cache=torch.zeros(1, 6, 8)),
+        r"cos_sin_cache is .*; it must be \(P, 8\)",
+    ),
     "cis-dtype": (
         call(cos=None, sin=None, freqs_cis=torch.zeros(6, 4)),
-        "freqs_cis is torch.float32; it must be complex64",
+        r"freqs_cis is float32; it must be .*, complex64, .*; pass torch.view_as_complex\(table\)",
     ),
     "layout": (call(layout="hsbd"), "layout is 'hsbd'; it must be one of 'bshd', 'sbhd', 'bhsd', 'thd'"),
     "rounding": (
@@ -1202,11 +1217,11 @@ REFUSALS = {
     ),
     "complex128-cis": (
         call(cos=None, sin=None, freqs_cis=torch.zeros(6, 4).cdouble()),
-        "freqs_cis is torch.complex128; it must be complex64, or complex128 with rounding=",
+        "freqs_cis is complex128; it must be .*, complex64, .*; fp64 goes with rounding='complex128'",
     ),
     "fp64-dtype": (
         call(cos=torch.zeros(6, 4).double(), sin=torch.zeros(6, 4).double(), rounding="dtype"),
-        "cos is torch.float64; allowed are fp32, fp16, bf16, and fp64 with rounding='complex128'",
+        "cos is float64; it must be .* float32 or float16 or bfloat16, .*; fp64 goes with rounding='complex128'",
     ),
     "lengths-layout": (
         call(cu_seqlens=torch.tensor([0, 6]), layout="bshd"),
@@ -1247,9 +1262,15 @@ REFUSALS = {
     ),
     "no-table": (call(cos=None), "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not sin"),
     "freqs-and-cos": (call(freqs=torch.zeros(6, 4)), "not cos and sin, freqs"),
-    "freqs-dtype": (call(cos=None, sin=None, freqs=torch.zeros(6, 4).bfloat16()), "freqs is torch.bfloat16; the"),
+    "freqs-dtype": (
+        call(cos=None, sin=None, freqs=torch.zeros(6, 4).bfloat16()),
+        "freqs is bfloat16; it must be .*, float32, on",
+    ),
     "freqs-rows": (call(cos=None, sin=None, freqs=torch.zeros(5, 1, 1, 4)), "freqs has 5 rows"),
-    "freqs-heads": (call(cos=None, sin=None, freqs=torch.zeros(6, 1, 4, 4), k=None), "freqs has angles for 4 heads"),
+    "freqs-heads": (
+        call(cos=None, sin=None, freqs=torch.zeros(6, 1, 4, 4), k=None),
+        r"freqs is .*\(6, 1, 4, 4\).* or \(P, 1\|2, 1, 4\|8\)",
+    ),
     "mscale-alone": (call(mscale=2.0), "mscale goes with freqs"),
     "offset": (call(rotary_offset=-1), "rotary_offset is -1"),
     "offset-past": (call(rotary_offset=6, rotary_dim=4), "from 2 to D - rotary_offset=2"),
@@ -1270,7 +1291,10 @@ def test_refusals_name_the_argument_and_write_nothing(name: str, function) -> No
 
 
 def test_two_pairings_need_half_width() -> None:
-    with pytest.raises(jitrope.InvalidInput, match="interleaved_out goes with half-width tables, 4 wide"):
+    with pytest.raises(
+        jitrope.InvalidInput,
+        match=r"cos is .*\(6, 8\).*; interleaved_out goes with half-width tables",
+    ):
         jitrope.apply_rope(**said(**call(cos=torch.zeros(6, 8), sin=torch.zeros(6, 8)), interleaved_out=True))
 
 

@@ -220,7 +220,7 @@ def test_torchs_machinery() -> None:
     for x, y in zip(torch.compile(call, fullgraph=True, backend="aot_eager")(q, k), call(q, k)):
         assert_same(x, tuple(y))
     for heads in ([q, k], [q, k, k + 1]):
-        options = Options(rotary_dim=64, per_row=True, norm=NO_NORM, dynamic_v=len(heads) > 2)
+        options = Options(rotary_dim=64, per_row=True, **NO_NORM, dynamic_v=len(heads) > 2)
         arguments = op_arguments(NORM_SCALES, heads, [cos, sin], options)
         utils = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
         torch.library.opcheck(torch.ops.jitrope.prepare.default, arguments, test_utils=utils)

@@ -124,7 +124,7 @@ WITHOUT_MEANING = {
         {"norm": Norm(across_heads=True), "cache": VALUES["cache"]},
         "across_heads does not go with a cache",
     ),
-    "two scales of k": ({"cache": VALUES["cache"], "quantize": VALUES["quantize"]}, "give it to KVCache"),
+    "two scales of k": ({"cache": VALUES["cache"], "quantize": VALUES["quantize"]}, "give its scales to KVCache"),
     "fp8 in place": ({"quantize": VALUES["quantize"], "inplace": True}, "inplace does not go with quantize"),
     "fp8 of a q in place": (
         {"cache": VALUES["cache"], "quantize": Quantize(0.5), "inplace": True},

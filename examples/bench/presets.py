@@ -64,7 +64,7 @@ def ours(norm: Callable[[Inputs], Norm], **words: Any) -> Call:
     def call(x: Inputs) -> Any:
         made = norm(x)
         q, k, v = prepare_qkv(x.q, x.k, x.v, x.cos, x.sin, norm=made, **words)
-        return (q, k, v) if made.words["norm"].v_norm else (q, k)
+        return (q, k, v) if "v_norm" in made.words else (q, k)
 
     return call
 

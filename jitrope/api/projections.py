@@ -187,6 +187,6 @@ def prepare_mla_qkv(
         asked["rotary_offset"] = first = max(0, int(q.shape[-1] - k_pe.shape[-1]))
         asked["v_dim"] = max(0, int(kv.shape[-1]) - first)
     if quantize is not None:
-        add("prepare_mla_qkv", "quantize", quantize, Quantize, tensors, asked)
+        add("prepare_mla_qkv", "quantize", quantize, (Quantize,), tensors, asked)
     made = sent(LATENT, tensors, asked)
     return made["q"], made["k"], made["v"]

@@ -93,9 +93,8 @@ def prepare_joint_qkv(
     asked = gather(STREAMED, tensors, words, _JOINT_WORDS, positions, False, *values)
     if norm is not None:
         of_second: dict[str, Any] = {}
-        words_of_second: dict[str, Any] = {}
-        add(name, "norm", norms[1], Norm, of_second, words_of_second)
-        if asked["norm"] != words_of_second["norm"]:
+        add(name, "norm", norms[1], (Norm,), of_second, {})
+        if norms[0].words != norms[1].words:
             raise InvalidInput(f"{name}: the norms are {norms[0]} and {norms[1]}; only their weights may differ")
         tensors.update({"second_" + label: weight for label, weight in of_second.items()})
     made = sent(STREAMED, tensors, asked, quantize)

@@ -29,7 +29,7 @@ FORMATS = {
     "int8": Format(torch.int8, 127.0),
     "fp4": Format(getattr(torch, "float4_e2m1fn_x2", torch.uint8), 6.0, 2),
 }
-"""The formats by the words of `spec.SCALED_DTYPES`; before torch 2.8 fp4 is bytes."""
+"""The formats by their words; before torch 2.8 fp4 is bytes."""
 DTYPE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 DTYPE_NAMES |= {torch.int32: "int32", torch.int64: "int64", **{form.dtype: name for name, form in FORMATS.items()}}
 PER_ITEM = {form.dtype: form.per_item for form in FORMATS.values()}

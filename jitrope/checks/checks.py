@@ -138,12 +138,10 @@ def check(op: Any, t: Tensors, o: Options) -> None:
     """Refuse tensors and options that do not fit together."""
     q, label = t["q"], op.label("q")
     fail = Fail(op.function, label, q, o.layout)
-    if beside := op.said or "a cache" * ("k_cache" in t):
-        rotate.refuse_per_head(t["cos"], o, beside, fail)
     check_heads({label: q, **({op.label("k"): t["k"]} if "k" in t else {})}, o, fail)
     positions.check(t, o.rotary_dim // 2, o, fail)
     scale.check(t, sizes_of(q, o.layout)[1], o, fail)
-    rotate.check(t, o, fail)
+    rotate.check(t, o, op.said or "a cache" * ("k_cache" in t), fail)
 
 
 def check_kv_cache(op: Any, t: Tensors, o: Options) -> None:
@@ -188,7 +186,7 @@ def check_whole_heads(op: Any, t: Tensors, o: Options) -> None:
         beside = [x for x, given in others.items() if given]
         refuse_beside(op.function, ["across_heads"], beside, "pass mean_squares, or normalise before")
     norm.check(t, o, fail)
-    wrong = o.inverse and norm.norm_of(o).kind != "no_norm"
+    wrong = o.inverse and norm.normed(o)
     fail.when(wrong, "inverse does not go with norm; rotate back in a call without a norm")
     fail.when(o.group and dim % o.group, f"group is {o.group}; it must divide D={dim}")
     if o.out_dtype == "fp4" or ("k_cache" in t and PER_ITEM.get(t["k_cache"].dtype, 1) > 1):

@@ -84,7 +84,7 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any]) -> t
     if not table_width and words.get("rotary_dim") is None:  # nothing is rotated
         rotary_dim -= rotary_dim % 2
     found = o._replace(rotary_dim=rotary_dim, **rotate.pairs_of(o))
-    rotate.check_moved(name, found.norm is not None, found, found.rotate_k)
+    rotate.check_moved(name, found.norm_kind != "", found, found.rotate_k)
     return (found, full) if cos is not None else op.without_table(full, found)
 
 
@@ -145,7 +145,7 @@ def _typed(name: str, label: str, value: Any) -> Any:
     readers: Any = {bool: flag, type(None): flag, int: partial(whole, least=0), float: number}
     read = readers.get(type(DEFAULTS[label]))
     absent = value is None and label in ("interleaved_out", "rotary_dim")
-    return value if absent or read is None or label == "norm" else read(name, label, value)
+    return value if absent or read is None else read(name, label, value)
 
 
 def second_tables(name: str, tables: dict[str, Any]) -> dict[str, Tensor]:

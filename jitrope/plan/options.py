@@ -22,7 +22,7 @@ class Options(cache.Words, results.Words, transform.Words, norm.Words, rotate.Wo
         return isinstance(other, Options) and (vars(self) == vars(other) or self._asdict() == other._asdict())
 
     def __hash__(self) -> int:
-        return hash((self.rotary_dim, self.layout, self.inverse, self.inplace, self.norm))  # which differ most
+        return hash((self.rotary_dim, self.layout, self.inverse, self.inplace, self.norm_kind))  # which differ most
 
 
 DEFAULTS: dict[str, Any]

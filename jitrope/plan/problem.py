@@ -55,7 +55,7 @@ class _Call:
             pair = views.table_pair(tensors[stream + "cos"], tensors.get(stream + "sin"), options.table)
             self.tables |= {stream + name: views.table_view(x) for name, x in zip(("cos", "sin"), pair)}
         self.named = {name: x for name, x in zip(HEADS, (*inputs, *outputs)) if x is not None}
-        grads = ("dq", "dk", "dv")[: 2 + options.norm.v_norm] if options.norm else ()
+        grads = ("dq", "dk", "dv")[: 2 + options.v_norm] if options.norm_kind else ()
         beside = [name for name in (*grads, "second_q", "second_k", "second_v") if name in tensors]
         self.named |= {name: views.head_view(tensors[name], options.layout) for name in beside}
         self.named |= {name: _scale_view(tensors[name], options) for name in _SCALES if name in tensors}
@@ -123,7 +123,7 @@ class _Call:
         table, tables, q_out = self.tables["cos"], self.tables.values(), named["q_out"]
         pairs = elements_per_access(tables, apart=2)
         of_norm = norm.fields(t, self.inputs[:2], o)
-        words = {**of_norm, **o._asdict(), **vars(self), **rotate.fields(self.tables, o)}
+        words = {**o._asdict(), **of_norm, **vars(self), **rotate.fields(self.tables, o)}
         found: dict[str, Any] = {
             **{name: x for name, x in words.items() if name in heuristics.RopeProblem.__dataclass_fields__},
             **{f"{x}_dtype": DTYPE_NAMES[t[x].dtype] if x in t else None for x in INDICES},
@@ -155,14 +155,14 @@ class _Call:
     def words(self, stages: Sequence[str]) -> list[int]:
         """The words of the argument block of a kernel with these stages."""
         o = self.options
-        (scalars,) = struct.unpack("q", struct.pack("2f", o.mscale, o.norm.eps if o.norm else 0))
+        (scalars,) = struct.unpack("q", struct.pack("2f", o.mscale, o.eps if o.norm_kind else 0))
         given: dict[str, Any] = {**o._asdict(), **vars(self), **self.strides}
         given.update(self.given_scales, scalars=scalars)
         if self.paged:
             table = self.tensors["page_table"]
             given.update(page_table_stride=table.stride(0), page_table_width=table.shape[-1])
             given["new_tokens"] = max(1, self.tokens // max(1, self.sequences))
-        return arguments.words(given, whole=o.norm is not None, stages=stages)
+        return arguments.words(given, whole=o.norm_kind != "", stages=stages)
 
 
 def _scale_view(scale: Tensor, options: Options) -> Tensor:

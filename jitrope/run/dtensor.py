@@ -24,7 +24,6 @@ from ..base.views import MEANS, Tensors
 from ..plan.options import Options
 from ..sources.operation import Call, Operation
 from ..stages import positions
-from ..stages.norm import norm_of
 
 HEADS, WORDS = ("q", "k"), ("batch", "seq", "heads")
 Row = dict[str, Any]  # the placements of a call's tensors on one dimension of a mesh
@@ -54,7 +53,7 @@ def _unsharded(t: Mapping[str, Any], o: Options) -> dict[str, str]:
     """The axes that must not be sharded, each with the reason."""
     whole = {"seq": f"{positions.WHOLE} count tokens of whole sequences; pass positions as ids instead"}
     across = {"heads": "across_heads does not go with sharded heads"}
-    return (whole if positions.whole_sequences(t, o) else {}) | (across if norm_of(o).across_heads else {})
+    return (whole if positions.whole_sequences(t, o) else {}) | (across if o.across_heads else {})
 
 
 def run(call: Call, op: Operation, tensors: Tensors, options: Options) -> Tensors:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..base.arguments import parts, refuse, refuse_beside
+from ..base.arguments import flags, parts, refuse, refuse_beside
 from ..base.errors import InvalidInput
 from ..base.views import BLOCK_SCALES, Tensors
 from ..checks.checks import require_apart
@@ -14,10 +14,10 @@ from ..checks.words import ONE_TABLE, rotates_heads, unexpected
 from ..plan.options import Options
 from ..sinks.cache import KVCache
 from ..sinks.results import Ulysses
-from ..sources.heads import OF_V, norm_of_v
+from ..sources.heads import OF_V, of_v_alone
 from ..sources.operation import Operation
 from ..sources.source import is_dense, joins_k
-from ..stages.convert import DynamicQuantize, Scaled, asked_of, converts_v
+from ..stages.convert import DynamicQuantize, Quantize, Scaled, converts_v
 from ..stages.norm import NO_NORM, Norm
 from ..stages.positions import Positions
 from ..stages.rotate import WITHOUT_TABLE
@@ -43,7 +43,8 @@ def gather(
 ) -> dict[str, Any]:
     """Add the tensors of a call's words and values to its others; return the words of all stages and sinks."""
     name, like = op.function, next(iter(tensors.values()))
-    own = asked_of(name, quantize, transform)
+    own = flags(name, **{TRANSFORM: transform})
+    refuse_beside(name, own, [] if quantize is None else ["quantize"], "give it to that")
     for word in [*words]:
         if word not in allowed:
             raise unexpected(name, word)
@@ -58,26 +59,22 @@ def gather(
         words = {**placed(op, tensors, positions), **words}
     for label in [label for label, x in tensors.items() if x is None]:
         del tensors[label]
-    blocks = BLOCK_SCALES[0] in getattr(cache, "tensors", ())
-    if op.whole or norm is not None or blocks or "computed" in own or TRANSFORM in own:  # they need whole heads
-        words["norm"] = NO_NORM
     if tensors.keys().isdisjoint(_TABLE_NAMES):  # nothing is rotated
         for label in WITHOUT_TABLE.split():
             tensors.pop(label, None)
             words.pop(label, None)
-    for label, value, kind in (("norm", norm, Norm), ("cache", cache, KVCache)):
+    words.update(own)
+    kinds: Any = (Quantize, DynamicQuantize)
+    for label, value, kind in (("norm", norm, (Norm,)), ("cache", cache, (KVCache,)), ("quantize", quantize, kinds)):
         if value is not None:
             add(name, label, value, kind, tensors, words)
-    words.update(own)
-    if quantize is not None:
-        if cache is not None and "dynamic_v" in quantize.words:
-            raise InvalidInput(f"{name}: v=True of quantize does not go with a cache, which has v_block_scale")
-        given = scales(name, like, **quantize.tensors)
-        for letter in [letter for letter in "kv" if cache is not None and f"{letter}_scale" in given]:
-            dynamic = isinstance(quantize, DynamicQuantize)
-            label, instead = ("global_scale", "leave it out") if dynamic else ("scale", "give it to KVCache")
-            raise InvalidInput(f"{name}: quantize has a {letter}_{label}, but {letter} goes to the cache; {instead}")
-        tensors.update(given)
+    if cache is not None and quantize is not None:  # k and v go to the cache, which has its own scales
+        dynamic = "_global" * isinstance(quantize, DynamicQuantize)
+        beside = [f"{letter}{dynamic}_scale" for letter in "kv" if f"{letter}_scale" in quantize.tensors]
+        beside += ["v=True"] * ("dynamic_v" in quantize.words)
+        refuse_beside(name, [f"{x} of quantize" for x in beside], ["a cache"], "give its scales to KVCache")
+    if op.whole or BLOCK_SCALES[0] in tensors or "computed" in words or TRANSFORM in words:  # they need whole heads
+        words = {**NO_NORM, **words}
     return words  # type: ignore[no-any-return]
 
 
@@ -92,10 +89,10 @@ def placed(op: Operation, tensors: Tensors, positions: Any) -> dict[str, Any]:
     return {}
 
 
-def add(name: str, label: str, value: Any, kind: Any, tensors: Tensors, words: dict[str, Any]) -> None:
-    """Add the tensors and words of a value to those of a call."""
-    if not isinstance(value, kind):
-        refuse(name, label, value, f"a jitrope.{kind.__name__}")
+def add(name: str, label: str, value: Any, kinds: Any, tensors: Tensors, words: dict[str, Any]) -> None:
+    """Add the tensors and words of a value, of one of these kinds, to those of a call."""
+    if not isinstance(value, kinds):
+        refuse(name, label, value, f"a jitrope.{' or '.join([kind.__name__ for kind in kinds])}")
     tensors.update(scales(name, next(iter(tensors.values()), None), **value.tensors))
     words.update(value.words)
 
@@ -130,10 +127,9 @@ def with_scales(op: Operation, tensors: Tensors, words: dict[str, Any], per: str
     """
     of_cache = ["a cache"] if "k_cache" in tensors else []
     refuse_beside(op.function, [f"per={per!r}"], of_cache, "pass q's scales in Quantize")
-    norm = words.get("norm", NO_NORM)
     of_v = words.pop("dynamic_v", False)
-    own = {word: x for word, x in words.items() if word != "ulysses_degree"}
-    own.update(norm=norm if of_v else norm._replace(v_norm=False), per_row=True, dynamic_v=of_v)
+    own = {word: x for word, x in words.items() if word != "ulysses_degree" and (of_v or word != "v_norm")}
+    own = {**NO_NORM, **own, "per_row": True, "dynamic_v": of_v}
     read = {name: x for name, x in tensors.items() if not name.endswith("_out") and (of_v or name != "v")}
     if op.name == "streams":  # a launch counts its tokens by its outputs, which this one does not write
         both = op.shaped(tensors, Options())
@@ -160,25 +156,24 @@ def with_v(op: Operation, tensors: Tensors, words: dict[str, Any], v: Any) -> An
     One launch needs a v like k, tables that the heads share, and fresh results or tensors in `out`. A v that is not
     converted also needs a rotation of whole heads: squares are then summed in the order of a launch for v alone.
     """
-    name, out, norm, source = op.function, words.get("out"), words.get("norm", NO_NORM), v
+    name, out, normed, source = op.function, words.get("out"), "v_norm" in words, v
     converts, ranks = converts_v(tensors, "dynamic_v" in words), isinstance(out, Ulysses)
     given = isinstance(out, (list, tuple)) and out[2:] and out[2] is not None
     if converts and not is_dense(v):
         refuse(name, "v", v, f"a tensor, because quantize has {'v=True' if 'dynamic_v' in words else 'a v_scale'}")
-    if norm.v_norm and not isinstance(v, Tensor):
+    if normed and not isinstance(v, Tensor):
         refuse(name, "v", v, "a tensor, because the norm has v_norm")
     joins = False
-    if norm.v_norm:
+    if normed:
         xs: list[Any] = [v, tensors.get("k"), *[tensors[x] for x in _TABLE_NAMES if x in tensors]]
         one = all(is_dense(x) and x.dim() > 1 for x in xs) and joins_k(*xs[:3]) and xs[1].device == v.device
-        one = one and not (norm.across_heads or "inplace" in words or sharded((v, *tensors.values())))
+        one = one and not ("across_heads" in words or "inplace" in words or sharded((v, *tensors.values())))
         staged = "out_dtype" in words or TRANSFORM in words or "q_scale" in tensors
         alone = given or not (staged or ranks)
         joins = one and bool(converts or (alone and rotates_heads(tensors, words, v.shape[-1])))
-    if norm.v_norm and not joins:
-        own = {"layout": words["layout"]} if "layout" in words else {}
-        v = call(OF_V, {"q": v}, {**own, "norm": norm_of_v(norm)})["q"]
-        words["norm"] = norm._replace(v_norm=False)
+    if normed and not joins:
+        v = call(OF_V, {"q": v}, of_v_alone(words))["q"]
+        del words["v_norm"]
     if v is not None and (joins or converts or ranks or given):
         tensors["v"] = v
     if given and v is not source:

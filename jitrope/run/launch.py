@@ -94,7 +94,7 @@ class Prepared:
         saved, heads = op.saved(given, options), [name for name in given if name not in OF_TABLES]
         self.recorded = Recorded(op, options, tuple(saved), tuple(heads), self.results, self.stand_ins, ())
         self.in_torch, self.renamed = not watch.on_gpu(next(iter(given.values()))), [*tensors] != [*given]
-        weights = missing_weights(tensors, options) if options.norm and not self.in_torch else {}
+        weights = {} if self.in_torch else missing_weights(tensors, options)
         self.kept = {**self.stand_ins, **weights}  # tensors that are the same in every call
         self.fixed = [x.data_ptr() for x in self.kept.values()]
         apart = self.written and len(given) > 1
@@ -131,7 +131,7 @@ class Prepared:
             kernel = get_kernel(spec, device.index)
             kernel.bind_thread()
         self.device, self.blocks = device.index, math.prod(plan.grid)
-        pointers = address_names(options.norm is not None, plan.spec.stages)
+        pointers = address_names(options.norm_kind != "", plan.spec.stages)
         self.args = (ctypes.c_int64 * (len(pointers) + len(words)))(*[0] * len(pointers), *words)
         self.enqueue = kernel.enqueuer(plan.grid, plan.spec.threads, ctypes.addressof(self.args))
         fresh = [] if options.inplace else [*named][len(tensors) :]

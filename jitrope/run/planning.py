@@ -62,7 +62,7 @@ def note(op: Operation, tensors: Tensors, options: Options) -> None:
     from ..plan.problem import plan_call
 
     specs, launches, sm_count = planner
-    named = launch.with_outputs(op, {**tensors, **(missing_weights(tensors, options) if options.norm else {})}, options)
+    named = launch.with_outputs(op, {**tensors, **missing_weights(tensors, options)}, options)
     for asked in launches:
         found = plan_call(*op.head_views(named, options), named, options._replace(launch=asked), sm_count)
         if found is not None and found[0].spec not in specs:

@@ -14,7 +14,7 @@ from ..base.views import Tensors, head_view
 from ..plan.options import Options
 from ..sinks.results import LETTERS
 from ..stages import rotate
-from ..stages.norm import norm_of, sums_heads
+from ..stages.norm import normed, sums_heads
 from ..values.constants import counters, filled
 from .operation import Call, Operation
 from .source import Read
@@ -39,8 +39,8 @@ class Backward(Operation):
         return (*heads, *[x for x in ("q_weight", "k_weight", "q_bias", "k_bias") if x in given])
 
     def fresh(self, t: Tensors, o: Options, blocks: int) -> Tensors:
-        across, axis = norm_of(o).across_heads, LAYOUT_AXES[o.layout][2]
-        heads = self.source.shaped(t, o) if o.norm else {}
+        across, axis = o.across_heads, LAYOUT_AXES[o.layout][2]
+        heads = self.source.shaped(t, o) if o.norm_kind else {}
         given = {x: heads[x] for x in "qk" if x in heads and (x == "q" or heads[x].shape[axis])}
         widths = {name: x.shape[-1] * (x.shape[axis] if across else 1) for name, x in given.items()}
         return {**self.source.empty(t, o), **weight_sums(t, widths, blocks)}
@@ -51,8 +51,8 @@ class Backward(Operation):
 
     def ways(self, named: Tensors, o: Options) -> list[tuple[Read, Read] | None]:
         reads = {x: (f"d{x}", head_view(named[f"d{x}"], o.layout)) for x in "qkv" if f"d{x}" in named}
-        if o.norm is not None:
-            reads |= {x: y for x, y in self.source.reads(named, o).items() if x != "v" or norm_of(o).v_norm}
+        if o.norm_kind:
+            reads |= {x: y for x, y in self.source.reads(named, o).items() if x != "v" or o.v_norm}
         outs = {name: named[f"{name}_out"] for name in self.source.heads if f"{name}_out" in named}
         writes = {x: (f"{name}_out", view) for x, (name, view) in self.source.reads(outs, o).items()}
         if "v" in writes and self.source.leaves_v(named, o):
@@ -70,13 +70,13 @@ class Backward(Operation):
     def compute(self, made: Tensors, t: Tensors, o: Options) -> None:
         places = self.source.places(made, t, o)
         grads = {x: self.part(x, t, o) for x in LETTERS if x in places}
-        if o.norm is None:
+        if not o.norm_kind:
             return chain.run([({**t, **{x: grad.contiguous() for x, grad in grads.items()}}, o)], places, o)
         t = {**self.source.parts(t, o)[0][0], **{f"d{x}": grad for x, grad in grads.items()}}
         chain.back(t, places, o._replace(inverse=not o.inverse))
 
     def back(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
-        if o.norm is not None:
+        if o.norm_kind:
             hint = "compute the norm by itself; with a drop-in, enable(model, fuse_norm=False)"
             raise JitropeError(f"a norm of q or k has no second derivative; {hint}")
         return named_back(call(self.source, {**grads, **saved}, turned_back(o)))
@@ -112,7 +112,6 @@ def turned_back(o: Options, inplace: bool = False, with_v: bool = True) -> Optio
     kernel serves all. Its products are contracted, which is fastest. with_v: v has a gradient.
     """
     o = o._replace(inverse=not o.inverse, inplace=inplace)
-    if o.norm is None:
-        return o._replace(**rotate.exchanged(o))
-    norm = o.norm._replace(rounding="none", v_norm=o.norm.v_norm and with_v)
-    return o._replace(rounding="complex64", norm=norm)
+    if not normed(o):
+        return o._replace(**rotate.exchanged(o), norm_kind="")
+    return o._replace(rounding="complex64", norm_rounding="none", v_norm=o.v_norm and with_v)

@@ -14,7 +14,7 @@ from ..base.views import MEANS, Tensors, fused_part, fused_sizes
 from ..plan.options import Options
 from ..sinks.results import LETTERS
 from ..stages import bias, positions
-from ..stages.norm import gradients_of_means, norm_of, sums_heads
+from ..stages.norm import gradients_of_means, normed, sums_heads
 from .backward import Backward, named_back, turned_back
 from .operation import Call, Operation
 from .source import Read, tables_of
@@ -75,17 +75,17 @@ class Fused(Operation):
         return [({**t, **apart}, o)]
 
     def check(self, t: Tensors, o: Options) -> None:
-        fail, qkv, norm, bias = Fail(self.function), t["qkv"], norm_of(o), t.get("bias")
-        others = {"v_norm": norm.v_norm and "v_cache" not in t, "bias": bias is not None, "out's v": "v_out" in t}
+        fail, qkv, bias = Fail(self.function), t["qkv"], t.get("bias")
+        others = {"v_norm": o.v_norm and "v_cache" not in t, "bias": bias is not None, "out's v": "v_out" in t}
         others |= {"v=True of quantize": o.dynamic_v, "Ulysses": o.ulysses_degree > 0}
         if not o.copy_v:
             refuse_beside(self.function, ["copy_v=False"], [x for x in others if others[x]], "leave copy_v out")
         apart = "across_heads does not go with v_norm in fused QKV; split it, and pass q, k and v to prepare_qkv"
-        fail.when(norm.across_heads and norm.v_norm, apart)
+        fail.when(o.across_heads and o.v_norm, apart)
         if bias is not None:
             shapes = qkv.shape[-2:], (qkv.shape[-2] * qkv.shape[-1],)
             fail.unlike("bias", bias, qkv.device, (qkv.dtype,), *shapes, like="qkv")
-            fail.when(norm.of == "v", "the norm has of='v', which does not go with bias")
+            fail.when(o.of == "v", "the norm has of='v', which does not go with bias")
         super().check(t, o)
         q, groups = t.get("q_out"), fused_sizes(qkv, o)[0]
         several = o.order == "grouped" and o.q_per_group > 1
@@ -112,7 +112,7 @@ class Fused(Operation):
             *lead, heads, dim = some.shape
             groups = heads // (1 if first in "kv" else n)
             zeros = {x: some.new_zeros((*lead, groups * (n if x == "q" else 1), dim)) for x in "qkv" if x not in grads}
-            read = tables if o.norm is None else saved
+            read = saved if normed(o) else tables
             found = call(FUSED_BACKWARD, {**named_back(grads | zeros), **read}, turned_back(plain, with_v=with_v))
             if MEANS[0] in saved:
                 ((xs, _),) = self.parts(saved, o)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
+from typing import Any
 
 from ..base.views import Tensors, joined
 from ..plan.options import Options
 from ..stages import positions
-from ..stages.norm import NormOptions, gradients_of_means, norm_of
+from ..stages.norm import gradients_of_means, normed
 from .backward import Backward, named_back, turned_back
 from .operation import Call, Operation
 from .source import OF_TABLES, joins_k, tables_of
@@ -31,18 +32,17 @@ class Heads(Operation):
             if copied:
                 found["v"] = joined(grad, o.layout)
             else:
-                v, norm = saved["v"], norm_of_v(norm_of(o))
-                alone = Options(rotary_dim=v.shape[-1] // 2 * 2, layout=o.layout, launch=o.launch, norm=norm)
+                v = saved["v"]
+                alone = Options(rotary_dim=v.shape[-1] // 2 * 2, **of_v_alone(o._asdict()), launch=o.launch)
                 of_v, own = self.without_table({"q": v}, alone)
                 found["v"] = self.back(call, own, {"q": grad}, of_v)["q"]
         if not grads:
             return found
         if "q" not in grads:
-            if o.norm is not None:
-                o = o._replace(norm=o.norm._replace(of={"q": "k", "k": "q"}.get(o.norm.of, o.norm.of)))
+            o = o._replace(of={"q": "k", "k": "q"}.get(o.of, o.of))
             of_q = self.back(call, of_k(saved), {"q": grads["k"]}, o)
             return {**found, **{f"k{name[1:]}": x for name, x in of_q.items() if name[0] == "q"}}
-        if o.norm is None:  # a rotation of ranks' heads is its own backward
+        if not normed(o):  # a rotation of ranks' heads is its own backward
             back = call(self, {**grads, **tables_of(saved)}, turned_back(o))
             if o.inplace:  # tokens that are not rotated keep their gradient
                 back = {name: positions.spare_stays(grads[name], x, saved, o) for name, x in back.items()}
@@ -57,9 +57,9 @@ def of_k(tensors: Tensors) -> Tensors:
     return {f"q{name[1:]}" if name[0] == "k" else name: x for name, x in tensors.items() if name[0] != "q"}
 
 
-def norm_of_v(norm: NormOptions) -> NormOptions:
-    """The norm of v alone, by that of a call with v_norm: it has no weight."""
-    return NormOptions(norm.rounding, norm.across_heads, kind=norm.kind, eps=norm.eps)
+def of_v_alone(words: Mapping[str, Any]) -> dict[str, Any]:
+    """The words of a norm of v alone, by those of a call with v_norm: it has no weight."""
+    return {x: words[x] for x in ("layout", "norm_kind", "norm_rounding", "across_heads", "eps") if x in words}
 
 
 HEADS = Heads()

@@ -28,7 +28,7 @@ from ..sinks import results
 from ..sinks.results import LETTERS, empty_scale
 from ..stages import convert, positions
 from ..stages.convert import converts_v, least_scales
-from ..stages.norm import NO_NORM, norm_of, sums_heads
+from ..stages.norm import NO_NORM, normed, sums_heads
 from ..stages.transform import LABEL as TRANSFORM
 from ..values.constants import filled, one_row
 from .source import Read, Source
@@ -51,7 +51,7 @@ APART = {"inplace": "quantize Ulysses", "inverse": "cache", "shifts": f"norm qua
 def parts_of(given: Container[str], o: Options) -> list[str]:
     """The stages and the sinks of a call, of those that not all sources and sinks go with."""
     parts = {
-        "norm": _normed(o).norm is not None,
+        "norm": normed(o),
         "quantize": o.computed or o.per_row or any(x in given for x in SCALES[: 1 if "k_cache" in given else 3]),
         TRANSFORM: getattr(o, TRANSFORM),
         "cache": "k_cache" in given,
@@ -76,7 +76,7 @@ class Operation(Source):
 
     def differentiable(self, given: Iterable[str], o: Options) -> bool:
         """Whether a call has a gradient. In place a norm would need the old q and k."""
-        return not (o.computed or o.per_row or (o.inplace and o.norm)) and _LAST.isdisjoint(given)
+        return not (o.computed or o.per_row or (o.inplace and o.norm_kind != "")) and _LAST.isdisjoint(given)
 
     def beside(self, word: str, given: Container[str], o: Options) -> list[str]:
         """What a word or a tensor does not go with: the source, and parts of the call. o: not checked."""
@@ -108,7 +108,7 @@ class Operation(Source):
             had = f"v is {shown(t['v'])}, k {shown(t.get('k'))}; quantize converts a v like k, beside neither a norm"
             Fail(self.function)(f"{had} across heads nor tables for each head; or convert v in a call as q")
         checks.check(self, t, o)
-        if o.norm is not None:
+        if o.norm_kind:
             checks.check_whole_heads(self, t, o)
 
     def check_sink(self, t: Tensors, o: Options) -> None:
@@ -227,7 +227,7 @@ class Operation(Source):
             out = views.head_view(named[f"{x}_out"], o.layout)
             gated = x == "q" and o.order == "qkv_gated" and reads[x][1].shape[3] == 2
             found[x] = (f"{x}_out", out.expand(-1, -1, -1, 2, -1) if gated else out)
-        if "v" in found and ("v" in self.left(named, o) or (o.inplace and not ("bias" in named or norm_of(o).v_norm))):
+        if "v" in found and ("v" in self.left(named, o) or (o.inplace and not ("bias" in named or o.v_norm))):
             del found["v"]
         for x in [x for x in "kv" if f"{x}_cache" in named]:
             found[x] = (f"{x}_cache", views.cache_view(named[f"{x}_cache"], paged))
@@ -298,8 +298,7 @@ class Operation(Source):
 
     def saved(self, t: Tensors, o: Options) -> Tensors:
         """The tensors that the backward needs; of the source's those of heads that have a norm."""
-        norm = _normed(o).norm
-        letters = set("" if norm is None else "qkv" if norm.v_norm else "qk")
+        letters = set("" if not normed(o) else "qkv" if o.v_norm else "qk")
         left = [x for x in self.heads if letters.isdisjoint(x.rpartition("_")[2])]
         return {name: x for name, x in t.items() if name not in left or name in self.kept}
 
@@ -310,26 +309,21 @@ class Operation(Source):
                 raise JitropeError(f"{self.function} has no gradient")
             return {"v": views.joined(grads["v"], o.layout)}  # which is copied
         heads, transform = self.name == "heads", getattr(o, TRANSFORM)
-        if o.ulysses_degree and (o.norm is not None or not heads):  # else a rotation for ranks is its own backward
+        if o.ulysses_degree and (o.norm_kind or not heads):  # else a rotation for ranks is its own backward
             o = o._replace(ulysses_degree=0)
             if transform or not heads:
                 grads = {name: views.joined(x, o.layout) for name, x in grads.items()}
         own = {name: grads[name] for name in "qk" if name in grads and transform}
         if own:  # they are transformed in their own launch: the matrix is its own transpose
             words = {name: getattr(o, name) for name in ("layout", "rotary_dim", "rotary_offset", TRANSFORM, "launch")}
-            alone, tensors = self.without_table(dict(zip("qk", own.values())), Options(**words, norm=NO_NORM))
+            alone, tensors = self.without_table(dict(zip("qk", own.values())), Options(**words, **NO_NORM))
             grads = {**grads, **dict(zip(own, call(OPERATIONS["heads"], tensors, alone).values()))}
-        return self.back(call, saved, grads, _normed(o._replace(**{TRANSFORM: False}) if transform else o))
-
-
-def _normed(o: Options) -> Options:
-    """The same options, but without a norm of no kind."""
-    return o if o.norm is None or o.norm.kind != NO_NORM.kind else o._replace(norm=None)
+        return self.back(call, saved, grads, o._replace(**{TRANSFORM: False}) if transform else o)
 
 
 def missing_weights(tensors: Tensors, options: Options) -> Tensors:
     """Factors of one and biases of zero for missing ones if some are given, because a kernel takes all or none."""
-    norm, made = norm_of(options), {}
+    made = {}
     given = [name for name in tensors if name.endswith(("_weight", "_bias"))]
     biased = any(name.endswith("_bias") for name in given)
     if "qkv" in tensors:
@@ -337,9 +331,9 @@ def missing_weights(tensors: Tensors, options: Options) -> Tensors:
     heads = {"q": "q", "k": "k", "first_q": "q", "first_k": "k", "second_q": "second_q", "second_k": "second_k"}
     for head, owner in heads.items() if given else ():
         x = tensors.get(head)
-        for ending, value in (("_weight", 0 if norm.zero_centered else 1), *([("_bias", 0)] if biased else [])):
+        for ending, value in (("_weight", 0 if options.zero_centered else 1), *([("_bias", 0)] if biased else [])):
             if x is not None and owner + ending not in tensors:
-                count = x.shape[-1] * (x.shape[LAYOUT_AXES[options.layout][2]] if norm.across_heads else 1)
+                count = x.shape[-1] * (x.shape[LAYOUT_AXES[options.layout][2]] if options.across_heads else 1)
                 made[owner + ending] = filled(x.device, (count,), tensors[given[0]].dtype, value)
     return made
 
@@ -355,7 +349,7 @@ def copy_heads(out: Tensor, x: Tensor) -> None:
 
 def operation_of(name: str, o: Options) -> Operation:
     """The operation of a call by its name."""
-    whole = o.norm is not None or not (getattr(o, TRANSFORM) or o.computed or o.per_row)
+    whole = o.norm_kind or not (getattr(o, TRANSFORM) or o.computed or o.per_row)
     if name not in OPERATIONS or not whole:
         sources = ", ".join(OPERATIONS)
         raise InvalidInput(f"call has the source {name!r}, or stages without a kernel; the sources are {sources}")

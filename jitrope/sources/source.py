@@ -69,7 +69,7 @@ class Source:
 
     @abstractmethod
     def back(self, call: Callable[..., Tensors], saved: Tensors, grads: Tensors, o: Options) -> Tensors:
-        """The gradients of the inputs. grads: gradients of the results, at least one. o: without a norm of no kind."""
+        """The gradients of the inputs. grads: gradients of the results, at least one."""
 
     def empty(self, t: Tensors, o: Options) -> Tensors:
         """New tensors for the gradients of its tensors. t: those of the gradient's call."""

@@ -8,7 +8,6 @@ from ..checks.checks import check
 from ..plan.options import Options
 from ..sinks import cache, pages
 from ..stages import positions, scale
-from ..stages.norm import norm_of
 from .heads import HEADS
 from .operation import OUTS, SCALES, Call, Operation
 
@@ -82,7 +81,7 @@ class Streams(Operation):
         scale.check({**t, "q": shaped["q"]}, tokens_of(t), o, fail)
         if not two:  # the checks of streams compare each with its own
             check(self, {"q": shaped["q"], **{label: t[label] for label in TABLE_NAMES if label in t}}, o)
-        if norm_of(o).across_heads:
+        if o.across_heads:
             fail("across_heads does not go with two streams; normalise before, or join them and use prepare_qkv")
         for stream in STREAMS:
             self.check_stages(*of_stream(t, o, stream))

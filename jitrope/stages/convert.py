@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import flags, refuse, refuse_beside, require, whole, word
-from ..base.errors import InvalidInput
 from ..base.spec import DTYPES, OF_NORM
 from ..base.views import BLOCK_SCALES, DTYPE_NAMES, E8M0, FORMATS, FP8, FP8S, GROUPS, SCALES, Tensors
 from ..values.asked import Value
@@ -23,7 +22,6 @@ from ..values.constants import divisors
 from . import positions
 from .positions import sequences_of, spare
 
-SCALED_DTYPES = ("fp8", "fp8_e5m2", "int8", "fp4")
 SCALE_DTYPES = ("fp32", "e8m0", "fp8", "e8m0_fp32")
 SCALE_FMTS = ("", "ue8m0")
 TENSORS = ("q_scale", "k_scale", "v_scale")
@@ -203,18 +201,6 @@ def _scale_out(name: str, form: str, scale_dtype: Any, scale_fmt: Any) -> str:
     return "e8m0_fp32" if scale_fmt and found == "fp32" else found
 
 
-def asked_of(name: str, quantize: Any, hadamard: Any) -> dict[str, Any]:
-    """The words of a call's conversion or transform, checked."""
-    if quantize is None:
-        return {} if hadamard is False else flags(name, hadamard=hadamard)
-    if not isinstance(quantize, (Quantize, DynamicQuantize)):
-        refuse(name, "quantize", quantize, "a jitrope.Quantize or DynamicQuantize")
-    if hadamard is not False:
-        raise InvalidInput(f"{name}: hadamard is given beside quantize, which has its own; give it to that")
-    words: dict[str, Any] = quantize.words
-    return words
-
-
 class Words(positions.Words):
     out_dtype: str = "fp8"  # of elements that are divided by scales
     computed: bool = False  # the call computes the scales of q, and of k without a cache
@@ -229,8 +215,8 @@ class Words(positions.Words):
 class Fields:
     """Constants of a kernel."""
 
-    q_out: str = field(metadata={"words": (*DTYPES, *SCALED_DTYPES)})  # the stored type: dtype, or a format
-    kv_out: str = field(metadata={"words": (*DTYPES, *SCALED_DTYPES)})
+    q_out: str = field(metadata={"words": (*DTYPES, *FORMATS)})  # the stored type: dtype, or a format
+    kv_out: str = field(metadata={"words": (*DTYPES, *FORMATS)})
     dynamic: bool = field(metadata=OF_NORM)  # the kernel computes scales
     dynamic_q: bool = field(metadata=OF_NORM | {"given": "q_scale_out"})  # of q, and of k without a cache
     group: int = field(metadata=OF_NORM)  # neighbouring elements of a head that share a scale; 0: all

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..base.arguments import flags, items, number, refuse, refuse_beside, tensor, word
-from ..base.fit import FLOATS, USERS_NAMES, Fail, named, sizes_of
+from ..base.fit import FLOATS, USERS_NAMES, Fail, sizes_of
 from ..base.spec import DTYPES, OF_NORM
 from ..base.views import DTYPE_NAMES, MEANS, Tensors, canonical, elements_per_access, factor_view
 from ..values.asked import Value
@@ -32,26 +32,6 @@ ARGUMENTS = {
     "latent_norm": ("const void* v_weight", ""),
     "v_gradient": ("const T* dv", "Strides dv_stride: dv"),
 }
-
-
-class NormOptions(NamedTuple):
-    """The norm of q and k, in the words of `Norm`."""
-
-    rounding: str = "none"
-    across_heads: bool = False
-    zero_centered: bool = False
-    after_rope: bool = False
-    v_norm: bool = False
-    kind: str = "rms_norm"
-    of: str = "qk"  # one of `OF`
-    eps: float = 1e-6
-
-    def takes(self, name: str) -> bool:
-        """Whether q, k or v is normalised."""
-        return self.kind != "no_norm" and (name in self.of or (name == "v" and self.v_norm))
-
-
-NO_NORM = NormOptions(kind="no_norm")  # the norm of a call whose other stages need whole heads
 
 
 class Norm(Value):
@@ -146,11 +126,22 @@ class Norm(Value):
         rounding = word("Norm", "rounding", rounding, ROUNDINGS)
         if type(eps := number("Norm", "eps", eps)) is float and eps < 0:
             refuse("Norm", "eps", eps, "0 or above")
-        self.words = {"norm": NormOptions(rounding, **on, kind=kind, of=of, eps=eps)}
+        self.words = {"norm_kind": kind, "norm_rounding": rounding, **on, "of": of, "eps": eps}
+
+
+NO_NORM = {"norm_kind": "no_norm"}
+"""The words of a call without a norm whose other stages need whole heads."""
 
 
 class Words(positions.Words):
-    norm: NormOptions | None = None
+    norm_rounding: str = "none"
+    across_heads: bool = False
+    zero_centered: bool = False
+    after_rope: bool = False
+    v_norm: bool = False
+    norm_kind: str = ""  # "no_norm" or one of `KINDS`; "": a kernel of rope alone
+    of: str = "qk"  # one of `OF`
+    eps: float = 1e-6
 
 
 class Fields:
@@ -171,29 +162,32 @@ class Fields:
     biased: bool = field(metadata=OF_NORM)  # there are biases
 
 
-def norm_of(o: Words) -> NormOptions:
-    """The norm of a call that has one."""
-    return o.norm or NormOptions()
+def normed(o: Words) -> bool:
+    """Whether heads are normalised."""
+    return o.norm_kind in KINDS
+
+
+def takes(letter: str, o: Words) -> bool:
+    """Whether q, k or v is normalised."""
+    return normed(o) and (letter in o.of or (letter == "v" and o.v_norm))
 
 
 def sums_heads(t: Container[str], o: Words) -> bool:
     """Whether a kernel takes all heads of a token: a norm across heads without given means, or its gradient."""
-    return norm_of(o).across_heads and (MEANS[0] not in t or "dq" in t)
+    return o.across_heads and (MEANS[0] not in t or "dq" in t)
 
 
 def fields(t: Tensors, heads: Sequence[Tensor | None], o: Words) -> dict[str, Any]:
     """The constants that its words do not name, and the widest access of its weights. heads: views of q and k."""
-    norm, across = o.norm or NormOptions("", kind=""), sums_heads(t, o)
+    across = sums_heads(t, o)
     weights = {name: x for name, x in t.items() if name.endswith(("_weight", "_bias"))}
     return {
-        **norm._asdict(),
+        "norm_rounding": o.norm_rounding if o.norm_kind else "",
         "across_heads": across,
-        "norm_rounding": norm.rounding,
-        "norm_kind": norm.kind,
-        "norm_q": "q" in norm.of,
-        "norm_k": "k" in norm.of,
-        "latent_norm": norm.of == "v",
-        "v_norm": norm.v_norm or norm.of == "v",
+        "norm_q": "q" in o.of,
+        "norm_k": "k" in o.of,
+        "latent_norm": o.of == "v",
+        "v_norm": o.v_norm or o.of == "v",
         "row_heads": tuple([x.shape[2] * x.shape[3] for x in heads if across and x is not None]),
         "weight_dtype": next((DTYPE_NAMES[x.dtype] for x in weights.values()), None),
         "biased": any(name.endswith("_bias") for name in weights),
@@ -203,7 +197,6 @@ def fields(t: Tensors, heads: Sequence[Tensor | None], o: Words) -> dict[str, An
 
 def check(t: Tensors, o: Words, fail: Fail) -> None:
     """Refuse means, weights and biases that do not fit q, k, v and each other."""
-    norm = norm_of(o)
     for letter, name in zip("qk", MEANS) if any(name in t for name in MEANS) else ():
         label = USERS_NAMES[name]
         fail.when(letter in t and name not in t, f"{letter} is given, but {label} is not")
@@ -213,25 +206,21 @@ def check(t: Tensors, o: Words, fail: Fail) -> None:
             shape = (seqlen,) if o.layout == "thd" else (batch, seqlen)
             of = fail._replace(owner=letter, heads=t[letter])
             of.unlike(label, t[name], t[letter].device, (torch.float32,), shape)
-    fail.when(norm.of == "k" and "k" not in t, "the norm has of='k', but k is not given")
-    fail.when(norm.v_norm and "k_cache" in t and "v" not in t, "the norm has v_norm, but v is not given")
-    if norm.of == "v" and "v_cache" not in t:
+    fail.when(o.of == "k" and "k" not in t, "the norm has of='k', but k is not given")
+    fail.when(o.v_norm and "k_cache" in t and "v" not in t, "the norm has v_norm, but v is not given")
+    if o.of == "v" and "v_cache" not in t:
         fail("the norm has of='v', which goes with a cache of v; without one pass v as q to a call of its own")
     dtypes, like = FLOATS, ""
     for label in [label for label in WEIGHTS if label in t]:
         owner, weight = label[0], t[label]
         fail.when(owner not in t, f"{label} is given, but {owner} is not")
-        wrong = label.endswith("bias") and norm.kind != "layer_norm"
+        wrong = label.endswith("bias") and o.norm_kind != "layer_norm"
         fail.when(wrong, f"{label} goes with kind='layer_norm'; pass it, or leave {label} out")
-        _, _, heads, size = sizes_of(t[owner], o.layout)
-        whole = norm.across_heads or owner == "v"
-        size = heads * size if whole else size
-        if weight.dim() != 1 or weight.shape[0] != size:
-            had = f"{owner}{' of qkv' * (o.q_per_group > 0)} is {named(t[owner], o.layout)}"
-            must = f"(H D), {size} numbers" if whole else f"(D), {size} numbers, or H D with across_heads"
-            fail(f"{had} but {label} has shape {tuple(weight.shape)}; it must be {must}")
-        fail.unlike(label, weight, t[owner].device, dtypes, contiguous=True, like=like)
-        dtypes, like = (weight.dtype,), like or label  # all have one
+        _, _, heads, dim = sizes_of(t[owner], o.layout)
+        size = heads * dim if o.across_heads or owner == "v" else dim
+        of = fail._replace(owner=f"{like}{owner}{' of qkv' * (o.q_per_group > 0)}", heads=t[owner])
+        of.unlike(label, weight, t[owner].device, dtypes, (size,), contiguous=True)
+        dtypes, like = (weight.dtype,), like or f"{label} and "  # all have one
 
 
 def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
@@ -240,40 +229,38 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
     The result is in fp32 with the rounding "none", else in the dtype of the call's heads: "once" has the bits of
     torch.nn.RMSNorm and LayerNorm, "twice" those of the RMSNorm of transformers and diffusers.
     """
-    norm = norm_of(o)
-    if o.norm is None or not norm.takes(letter):
+    if not takes(letter, o):
         return x
-    across, one, weight, bias, mean_square = _parameters(letter, t, norm)
-    rows = x if norm.rounding == "none" else x.to(t[letter].dtype)
+    across, one, weight, bias, mean_square = _parameters(letter, t, o)
+    rows = x if o.norm_rounding == "none" else x.to(t[letter].dtype)
     rows = rows.flatten(-2) if across else rows
     same = {p.dtype for p in (weight, bias) if p is not None} <= {rows.dtype}
     plain = same and mean_square is None and not one
-    if norm.rounding == "once" and plain and norm.kind == "layer_norm":
-        y = torch.nn.functional.layer_norm(rows, rows.shape[-1:], weight, bias, norm.eps)
-    elif norm.rounding == "once" and plain:
-        y = torch.nn.functional.rms_norm(rows, rows.shape[-1:], weight, norm.eps)
+    if o.norm_rounding == "once" and plain and o.norm_kind == "layer_norm":
+        y = torch.nn.functional.layer_norm(rows, rows.shape[-1:], weight, bias, o.eps)
+    elif o.norm_rounding == "once" and plain:
+        y = torch.nn.functional.rms_norm(rows, rows.shape[-1:], weight, o.eps)
     else:
-        y, scale = _centred(rows.float(), norm, mean_square)
+        y, scale = _centred(rows.float(), o, mean_square)
         y = y * scale
-        if norm.rounding == "twice":
+        if o.norm_rounding == "twice":
             y = y.to(rows.dtype)
         if weight is not None:
             y = y * (weight.float() + one)
         if bias is not None:
             y = y + bias.float()
-        if norm.rounding != "none":
+        if o.norm_rounding != "none":
             y = y.to(rows.dtype)
     return torch.empty_like(x, dtype=y.dtype).copy_(y.view(x.shape)) if across else y
 
 
 def back(letter: str, x: Tensor, grad: Tensor, t: Tensors, o: Words, found: Tensors) -> Tensor:
     """The gradient of x, in fp32, and those of its weight and bias. Roundings do not change them."""
-    norm = norm_of(o)
-    across, one, weight, bias, mean_square = _parameters(letter, t, norm)
-    if not norm.takes(letter):
+    across, one, weight, bias, mean_square = _parameters(letter, t, o)
+    if not takes(letter, o):
         return grad
     rows, g = (y.float().flatten(-2) if across else y.float() for y in (x, grad))
-    rows, scale = _centred(rows, norm, mean_square)
+    rows, scale = _centred(rows, o, mean_square)
     y, g = (cleared(letter, part, t, o) for part in (rows * scale, g))
     tokens = tuple(range(g.dim() - 1))
     if bias is not None:
@@ -283,30 +270,30 @@ def back(letter: str, x: Tensor, grad: Tensor, t: Tensors, o: Words, found: Tens
         g = g * (weight.float() + one)
     if mean_square is not None:
         return (scale * g).view(x.shape)
-    centre = g.mean(-1, keepdim=True) if norm.kind == "layer_norm" else 0
+    centre = g.mean(-1, keepdim=True) if o.norm_kind == "layer_norm" else 0
     return (scale * (g - y * (g * y).mean(-1, keepdim=True) - centre)).view(x.shape)
 
 
 def after_rope(letter: str, o: Words) -> bool:
     """Whether heads are rotated before they are normalised."""
-    return norm_of(o).after_rope and norm_of(o).takes(letter)
+    return o.after_rope and takes(letter, o)
 
 
-def _parameters(letter: str, t: Tensors, norm: NormOptions) -> tuple[Any, ...]:
+def _parameters(letter: str, t: Tensors, o: Words) -> tuple[Any, ...]:
     """Whether all heads of a token share a mean; whether one is added to the weight; the weight, bias and given mean.
 
     A v beside q and k has neither.
     """
-    own = letter != "v" or norm.of == "v"
+    own = letter != "v" or o.of == "v"
     given = [t.get(f"{letter}_{kind}") for kind in ("weight", "bias", "mean_square")]
-    return (norm.across_heads or norm.of == "v") and own, norm.zero_centered and own, *given
+    return (o.across_heads or o.of == "v") and own, o.zero_centered and own, *given
 
 
-def _centred(rows: Tensor, norm: NormOptions, mean_square: Tensor | None) -> tuple[Tensor, Tensor]:
+def _centred(rows: Tensor, o: Words, mean_square: Tensor | None) -> tuple[Tensor, Tensor]:
     """Rows in fp32, less their mean with "layer_norm", and 1 / sqrt(mean of their squares + eps)."""
-    rows = rows - rows.mean(-1, keepdim=True) if norm.kind == "layer_norm" else rows
+    rows = rows - rows.mean(-1, keepdim=True) if o.norm_kind == "layer_norm" else rows
     mean = rows.pow(2).mean(-1, keepdim=True) if mean_square is None else factor_view(mean_square)[..., 0, 0]
-    return rows, torch.rsqrt(mean + norm.eps)
+    return rows, torch.rsqrt(mean + o.eps)
 
 
 def gradients_of_means(t: Tensors, xs: Tensors, grads: Tensors, o: Words) -> Tensors:
@@ -319,5 +306,5 @@ def gradients_of_means(t: Tensors, xs: Tensors, grads: Tensors, o: Words) -> Ten
     for name in [name for name in MEANS if name in t and t[name].requires_grad and name[0] in grads]:
         mean, x, dx = t[name], xs[name[0]], grads[name[0]]
         total = canonical(torch.where(dx == 0, 0, dx.float() * x.float()), o.layout).sum((-2, -1)).view(mean.shape)
-        found[name] = torch.where(total == 0, 0, total * (-0.5 / (mean + norm_of(o).eps)))
+        found[name] = torch.where(total == 0, 0, total * (-0.5 / (mean + o.eps)))
     return found

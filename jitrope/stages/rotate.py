@@ -113,70 +113,46 @@ def check_dims(head_dim: int, o: Words, fail: Fail) -> None:
     fail.when(wrong, f"{had}; it must be even and from 2 to {most}")
 
 
-def check(t: Tensors, o: Words, fail: Fail) -> None:
-    """Refuse tables that do not fit q, k and the positions."""
-    cos, kind, rotary = t["cos"], o.table, o.rotary_dim
-    wide = o.rounding == "complex128"
+def check(t: Tensors, o: Words, beside: str, fail: Fail) -> None:
+    """Refuse tables that do not fit q, k and the positions. beside: what needs a table that the heads share, or ""."""
+    q, cos, kind, rotary, label = t["q"], t["cos"], o.table, o.rotary_dim, label_of("cos", o)
+    (batch, seqlen, heads, _), half, wide = sizes_of(q, o.layout), rotary // 2, o.rounding == "complex128"
     positions.check_counted("interleaved_out", o.interleaved_out is not None, o, fail)
-    if kind == "freqs_cis" and cos.dtype != torch.complex64 and not (wide and cos.dtype == torch.complex128):
-        hint = "; pass torch.view_as_complex(table)" if cos.dim() == 3 and cos.shape[-1] == 2 else ""
-        fail(f"freqs_cis is {cos.dtype}; it must be complex64, or complex128 with rounding='complex128'{hint}")
-    if kind == "cos_sin_cache":
-        fail.when(cos.dim() != 2, f"cos_sin_cache has shape {tuple(cos.shape)}; it must be (P, rotary_dim)")
-        had = f"cos_sin_cache is {cos.shape[1]} wide, rotary_dim is {rotary}"
-        fail.when(cos.shape[1] != rotary, f"{had}; they must be equal")
-    cos, sin = table_pair(cos, t.get("sin"), kind)
-    must = f"it must be (P, W), (B, P, W) or {'(P, 1 or B, 1, W)' if kind == 'freqs' else '(B, P, H, W)'}"
-    for label, x in (("cos", cos), ("sin", sin)) if kind == "cos_sin" else ((kind, cos),):
-        fail.when(not (2 <= x.dim() <= 4), f"{label} has shape {tuple(x.shape)}; {must}")
-        wrong = kind == "freqs" and x.dtype != torch.float32
-        fail.when(wrong, f"freqs is {x.dtype}; the angles must be computed and passed in fp32")
-        hint = "; pass a complex table as freqs_cis=table" if x.is_complex() else ""
-        had = f"{label} is {x.dtype}; allowed are fp32, fp16, bf16, and fp64 with rounding='complex128'"
-        fail.when(x.dtype not in FLOATS and not (wide and x.dtype == torch.float64), f"{had}{hint}")
-        fail.unlike(label, x, t["q"].device, (x.dtype,))
-    had = f"cos is {tuple(cos.shape)} {cos.dtype} but sin is {tuple(sin.shape)} {sin.dtype}"
-    fail.when(cos.shape != sin.shape or cos.dtype != sin.dtype, f"{had}; they must match")
+    width: Any = rotary if kind == "cos_sin_cache" else (half, *[rotary] * (o.interleaved_out is None))
+    beside = "freqs" if kind == "freqs" else beside
+    each = () if beside or heads != sizes_of(t.get("k", q), o.layout)[2] else (heads,)
+    lead = ("P", (1, batch)) if kind == "freqs" else ((1, batch), "P")  # of four axes
+    shapes: list[Any] = [("P", width), ((1, batch), "P", width), (*lead, (1, *each), width)]
+    kinds = {"freqs": FLOATS[:1], "freqs_cis": (torch.complex64, *[torch.complex128] * wide)}
+    dtypes = kinds.get(kind, (*FLOATS, *[torch.float64] * wide))
+    for name in ("cos", "sin") if kind == "cos_sin" else ("cos",):
+        x = t[name].transpose(0, 1) if kind == "freqs" and cos.dim() == 4 else t[name]  # as the user has it
+        hint = ""
+        if x.is_complex() and kind != "freqs_cis":
+            hint = "; pass a complex table as freqs_cis=table"
+        elif kind == "freqs_cis" and not x.is_complex():
+            hint = "; pass torch.view_as_complex(table)"
+        elif x.dtype in (torch.float64, torch.complex128):
+            hint = "; fp64 goes with rounding='complex128'"
+        elif per_head(x) and beside:
+            hint = f"; with {beside} the heads must share it"
+        elif per_head(x):
+            hint = f"; the third axis is the heads, as many of q and k; of (B, 1, S, W) pass {label}.squeeze(1)"
+        elif o.interleaved_out is not None and x.shape[-1:] == (rotary,):
+            hint = "; interleaved_out goes with half-width tables"
+        elif x.shape[-1:] not in ((half,), (rotary,)):
+            hint = "; k_pe has rotary_dim elements" if o.v_dim else "; pass rotary_dim for a partial rotation"
+        like, allowed = "cos" * (name == "sin"), shapes[: 1 if kind == "cos_sin_cache" else None]
+        fail.unlike(label_of(name, o), x, q.device, dtypes, *allowed, like=like, hint=hint)
+        dtypes, shapes = (x.dtype,), [x.shape]
     fail.when(kind == "freqs" and o.shifts, "freqs does not go with Shifts; pass cos and sin")
     if wide and (kind == "freqs" or "cu_seqlens" in t):
         fail("rounding='complex128' does not go with freqs or cu_seqlens; pass cos and sin, and position_ids")
     fail.when(kind != "freqs" and o.mscale != 1, "mscale goes with freqs; multiply cos and sin by it instead")
-    width, half = cos.shape[-1], rotary // 2
-    if width != half and width != rotary:
-        had = f"{'cos and sin are' if kind == 'cos_sin' else f'{kind} is'} {width} wide; with rotary_dim {rotary}"
-        allowed = f"allowed are {half} (half width) and {rotary} (full width)"
-        hint = "k_pe has as many elements" if o.v_dim else "pass rotary_dim for a partial rotation"
-        fail(f"{had} (D={t['q'].shape[-1]}) {allowed}; {hint}")
-    if o.interleaved_out is not None and width == rotary:
-        own = label_of("cos", o) + ("[..., ::2]" if o.interleaved else f"[..., :{half}]")
-        fail(f"interleaved_out goes with half-width tables, {half} wide; pass {own}")
-    _check_rows(t, cos, o, fail)
-
-
-def _check_rows(t: Tensors, cos: Tensor, o: Words, fail: Fail) -> None:
-    """Check the numbers of rows, batch rows and heads of the tables."""
-    q, label, rows = t["q"], label_of("cos", o), rows_of(cos)
-    batch, seqlen, heads, _ = sizes_of(q, o.layout)
-    of_q = f"q is {named(q, o.layout)} but "
-    needed = positions.needed_rows(t, o)
+    rows, needed = rows_of(cos), positions.needed_rows(t, o)
     if not o.packed_table and rows < needed:
-        squeezed = cos.dim() == 4 and rows == 1 and cos.shape[2] >= needed
-        hint = f"; it is (B, 1, S, W): pass {label}.squeeze(1)" if squeezed else ""
-        fail(f"{of_q}{label} has {rows} rows; it needs {needed}{hint}")
+        fail(f"q is {named(q, o.layout)} but {label} has {rows} rows; it needs {needed}")
     fail.when(rows <= 0 and seqlen != 0, f"{label} has no rows")
-    if cos.dim() > 2 and cos.shape[0] != 1 and cos.shape[0] != batch:
-        fail(f"{of_q}{label} has {cos.shape[0]} batch rows; allowed are 1 and B={batch}")
-    if per_head(cos):
-        had = f"has angles for {cos.shape[2]} heads"
-        fail.when(o.table == "freqs", f"freqs {had}; heads must share them, or pass cos and sin")
-        same = cos.shape[2] == heads == sizes_of(t.get("k", q), o.layout)[2]
-        fail.when(not same, f"{of_q}cos {had}; q and k must have as many heads")
-
-
-def refuse_per_head(table: Tensor, o: Words, beside: str, fail: Fail) -> None:
-    """Refuse a table with entries for each head."""
-    had = f"{label_of('cos', o)} has shape {tuple(table.shape)}"
-    fail.when(per_head(table), f"{had}; with {beside} the heads must share it: (P, W) or (B, P, W)")
 
 
 def rows_of(table: Tensor) -> int:
@@ -207,8 +183,6 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
     else:
         y0 = _sum_of_products(x0, cos0, x1, -sin0, o.rounding)
         y1 = _sum_of_products(x1, cos1, x0, sin1, o.rounding)
-    if "cu_seqlens" in t:
-        y0, y1 = cleared(letter, y0, t, o), cleared(letter, y1, t, o)
     y = _with_pairs(x, heads, y0, y1, o.interleaved, (first, end))
     y = y if still is None else torch.where(still, heads, y)
     return y.float()

@@ -16,8 +16,6 @@ from ..base.spec import OF_NORM
 from ..base.views import Tensors
 from .positions import TURNED
 
-TENSORS = ()
-ARGUMENTS: dict[str, tuple[str, str]] = {}
 MAX_DIM = 256
 LABEL = "hadamard"
 

@@ -30,7 +30,6 @@ from ..run.planning import planning
 from ..sinks.results import LETTERS
 from ..sources.operation import operation_of
 from ..sources.source import OF_TABLES
-from ..stages.norm import norm_of
 from ..thd import spec as _  # noqa: F401  (adds its kinds of specs to the registry)
 
 __all__ = ["Built", "prewarm", "read_record", "specs_of"]
@@ -119,7 +118,7 @@ def _stand_ins(names: Sequence[str], o: Options, heads: Sequence[int], dim: int,
     shapes["kv"] = of_heads(heads[-1], o.rotary_offset + o.v_dim)
     for letter in LETTERS:
         count, size = heads[0 if letter in ("q", "gate") else -1], (letter == "v" and o.v_dim) or dim
-        weight = size * (count if norm_of(o).across_heads or letter == "v" else 1)
+        weight = size * (count if o.across_heads or letter == "v" else 1)
         shapes |= {letter: of_heads(count, size), f"{letter}_cache": (tokens // 16, 16, count, size)}
         shapes |= dict.fromkeys((f"{letter}_weight", f"{letter}_bias"), weight)
         kinds[f"{letter}_cache"] = FP8 if f"{letter}_scale" in names else dtype
