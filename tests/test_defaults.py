@@ -70,6 +70,13 @@ def forget() -> None:
         made.cache_clear()
 
 
+def test_a_users_tensor_is_never_taken_for_a_kept_one() -> None:
+    """Calls know those that are kept by their ids, which must not become free."""
+    constants.filled(torch.device("cpu"), (), torch.float32, 0.125)
+    forget()
+    assert not any(id(torch.ones(())) in constants.CONSTANTS for _ in range(1000))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)

@@ -21,7 +21,7 @@ from ..thd.shape import Shape
 from .backends import NAME, Backend, Case, Gradients, Result, choose, fail
 from .rotary import Rope, Rotation, rotation_of
 from .schedule import Schedule, check_lengths
-from .shards import Pending, all_gather, all_to_all, largest, taken
+from .shards import Pending, all_gather, all_to_all, check_rows, largest, taken
 
 DTYPES: tuple[torch.dtype, ...] = (*FLOATS, torch.float64)
 
@@ -108,7 +108,7 @@ def all_gather_attention(
         batch = given[0].shape[layout.index("b")] if "b" in layout else None
         if batch is not None and (batch != schedule.shape.sequences or not schedule.equal):
             fail(f"q has B={batch} in layout {layout!r}; make the schedule with Schedule.fixed, for that batch")
-        schedule.check(fail, "q", q)
+        check_rows(schedule, fail, "q", q)
         sizes = (q.shape[1] // groups, k.shape[1] // groups, q.shape[2], v.shape[2])  # of one head group
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
         wanted = (grad, flag("return_lse", return_lse), flag("return_max_logit", return_max_logit))

@@ -212,7 +212,7 @@ class Partition:
         Raises:
             InvalidInput: x does not have T rows.
         """
-        self.check(thd_ops.fail_of("shard", gradient=True, x=x), "x", x, whole=True)
+        check_rows(self, thd_ops.fail_of("shard", gradient=True, x=x), "x", x, whole=True)
         return x.index_select(0, self.indices)
 
     def unshard(self, x: Tensor) -> Tensor:
@@ -223,21 +223,22 @@ class Partition:
         Raises:
             InvalidInput: x does not have this rank's rows, or the partition has no group; nothing was sent.
         """
-        self.check(thd_ops.fail_of("unshard", gradient=True, x=x), "x", x)
+        check_rows(self, thd_ops.fail_of("unshard", gradient=True, x=x), "x", x)
         rows, shape = _AllRows.apply(x, self), self.shape
         ordered = cp_rank_order_to_sequence_order(rows, self.offsets, shape.cp_size, shape.tokens, rule=shape.rule)
         return cast(Tensor, ordered)
 
-    def check(self, fail: Fail, label: str, x: Tensor, whole: bool = False) -> None:
-        """Refuse other rows than those of the batch, if `whole`, or of this rank, which then must be in a group."""
-        shape, device, has = self.shape, self.offsets.device, len(x) if x.dim() else "no"
-        rows, where = (shape.tokens, "") if whole else (shape.rows, f", rank {shape.cp_rank} of {shape.cp_size}")
-        if has != rows:
-            fail(f"{label} has {has} rows; it must have {rows} (tokens={shape.tokens}{where})")
-        if x.device != device:
-            fail(f"{label} is on {x.device} but cu_seqlens on {device}")
-        if not whole and shape.cp_size != 1 and self.ranks.group is None:
-            fail(f"the {type(self).__name__} was made with cp_size and cp_rank; make it with a group")
+
+def check_rows(of: Partition, fail: Fail, label: str, x: Tensor, whole: bool = False) -> None:
+    """Refuse other rows than those of the batch, if `whole`, or of this rank, which then must be in a group."""
+    shape, device, has = of.shape, of.offsets.device, len(x) if x.dim() else "no"
+    rows, where = (shape.tokens, "") if whole else (shape.rows, f", rank {shape.cp_rank} of {shape.cp_size}")
+    if has != rows:
+        fail(f"{label} has {has} rows; it must have {rows} (tokens={shape.tokens}{where})")
+    if x.device != device:
+        fail(f"{label} is on {x.device} but cu_seqlens on {device}")
+    if not whole and shape.cp_size != 1 and of.ranks.group is None:
+        fail(f"the {type(of).__name__} was made with cp_size and cp_rank; make it with a group")
 
 
 def taken(x: Tensor, index: Tensor | None, rows: int) -> Tensor:

@@ -18,8 +18,8 @@ COUNTERS = 4096  # counters of blocks: one for each 16 blocks of a launch, and o
 
 MOST_CONSTANTS = 4096  # of a function
 
-CONSTANTS: set[int] = set()
-"""The ids of the tensors that `constant` keeps."""
+CONSTANTS: dict[int, Tensor] = {}
+"""The tensors that `constant` keeps, by their ids, which no other tensor gets as long as they live."""
 
 _counters: dict[tuple[torch.device, int], Tensor] = {}
 
@@ -61,7 +61,7 @@ def constant(make: Callable[..., Any]) -> Callable[..., Any]:
         if (device.type == "cuda" and torch.cuda.is_current_stream_capturing()) or len(known) >= MOST_CONSTANTS:
             return make(device, *numbers)
         found = known.setdefault(key, kept(make, *key))
-        CONSTANTS.update(map(id, found if isinstance(found, tuple) else (found,)))
+        CONSTANTS.update({id(x): x for x in (found if isinstance(found, tuple) else (found,))})
         return found
 
     get.cache_clear = known.clear  # type: ignore[attr-defined]
