@@ -496,4 +496,4 @@ def test_one_launch() -> None:
     m = made(FORMS["vllm"], DEVICE)
     runtime.local.recent.clear()
     run(m, {"clear_page": True})
-    assert len({known.written[0] for functions in runtime.local.recent.values() for known in functions}) == 1
+    assert len({known.origin[0] for functions in runtime.local.recent.values() for known in functions}) == 1

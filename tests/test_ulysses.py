@@ -210,5 +210,5 @@ def test_one_launch() -> None:
     given, words, _ = call("norm", DEVICE)
     runtime.local.recent.clear()
     jitrope.prepare_qkv(*given, **words, out=Ulysses(R))
-    (prepared,) = {known.written[0] for functions in runtime.local.recent.values() for known in functions}
+    (prepared,) = {known.origin[0] for functions in runtime.local.recent.values() for known in functions}
     assert not prepared.left  # v is copied in the launch

@@ -112,6 +112,8 @@ class Fused(Operation):
             *lead, heads, dim = some.shape
             groups = heads // (1 if first in "kv" else n)
             zeros = {x: some.new_zeros((*lead, groups * (n if x == "q" else 1), dim)) for x in "qkv" if x not in grads}
+            if grads.keys() == {"v"} and not o.copy_v:  # a view of qkv, with nothing to rotate back
+                return {"qkv": join_qkv({"gate": zeros["q"], **zeros, **grads}, o)}
             read = saved if normed(o) else tables
             found = call(FUSED_BACKWARD, {**named_back(grads | zeros), **read}, turned_back(plain, with_v=with_v))
             if MEANS[0] in saved:
