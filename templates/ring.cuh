@@ -87,10 +87,3 @@ struct Track {
         return {reinterpret_cast<Element*>(address), dim};
     }
 };
-
-// A head of the gradient of a normalised v. HAS: V_NORM; a template, because other kernels have no dv.
-template <bool HAS, typename Arguments>
-__device__ __forceinline__ Track<const T> gradient_of_v(const Arguments& p, const Head& head, int dim) {
-    if constexpr (HAS) return {lane_of(p.dv, p.dv_stride, {}, head, dim), p.dv_stride};
-    return {};
-}

@@ -40,10 +40,17 @@ SPECS = pytest.mark.parametrize("spec", [*ROPE_SPECS, *PLAIN_SPECS], ids=lambda 
 TEMPLATES = Path(__file__).parent.parent / "templates"
 ROPE_ENTRIES = {"rope.cu.jinja", "qk_norm_rope.cu.jinja", "qk_norm_rope_backward.cu.jinja"}
 ENTRIES = ROPE_ENTRIES | {spec.template for spec in PLAIN_SPECS}
-# The template's constants.
+# A template's constants are in one block.
 PARAMETERS = {"rows.cuh.jinja", "segments.cuh.jinja", "thd_corrections.cu.jinja"}
 PARAMETERS |= {"parameters.cuh.jinja", "norm_parameters.cuh.jinja"}
-HEADERS = {path.name for path in TEMPLATES.glob("*.cuh")}
+HEADERS = {path.name for path in TEMPLATES.glob("*.cuh*")}
+# Kernels with other stages, so that each file is in one.
+STAGES = {"scales_q": True, "added_bias": True, "hadamard": True, "q_out": "fp8", "dynamic": True, "per_row": True}
+STAGE_SPECS = [
+    replace(NORM_SPEC, **STAGES),
+    replace(NORM_SPEC, interleaved_out=True),
+    replace(SPEC, v_dim=64, copy_v=True),
+]
 
 
 def cuda(spec: Spec) -> str:
@@ -53,7 +60,8 @@ def cuda(spec: Spec) -> str:
 
 def test_every_template_is_used() -> None:
     assert {SPEC.template, NORM_SPEC.template, GRADIENT_SPEC.template} == ROPE_ENTRIES
-    assert {path.name for path in TEMPLATES.glob("*.jinja")} == ENTRIES | PARAMETERS
+    used = set().union(*[render._texts(entry) for entry in ENTRIES])
+    assert {path.name for path in TEMPLATES.glob("*.cu*")} == used
 
 
 @SPECS
@@ -78,15 +86,23 @@ def test_assembly_that_reads_or_writes_memory_is_volatile() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ENTRIES | PARAMETERS))
-def test_no_jinja_below_the_parameter_block(name: str) -> None:
+def test_constants_are_in_one_block(name: str) -> None:
+    """Below it a template only chooses what its kernel has, but for the arguments and what follows from no norm."""
     text = (TEMPLATES / name).read_text()
     marker = "// --------------------------------------------------------------------------------------------"
     assert (marker in text) == (name in PARAMETERS)
     below = text.split(marker)[-1]
-    assert len(below) > {"thd_tables.cu.jinja": 300, "norm_parameters.cuh.jinja": -1}.get(name, 1000)
-    if name in ENTRIES:  # these only include other files
-        below = re.sub(r'^{% include "[\w.]+" %}$', "", below, flags=re.MULTILINE)
-    assert not re.search(r"{{|{%|{#", below)
+    found = {*re.findall(r"{{ (\w+) }}", below)}
+    assert found == {
+        "parameters.cuh.jinja": {"arguments"}, "norm_parameters.cuh.jinja": {"after_rope", "norm_q", "norm_k"}
+    }.get(name, set())  # fmt: skip
+    lines = [line for line in below.splitlines() if "{%" in line or "{#" in line]
+    assert all(re.fullmatch(r"{% (if|elif|else|endif|include) ?[^%]*%}", line) for line in lines)
+
+
+def test_a_plain_rotation_has_few_constants() -> None:
+    block = cuda(SPEC).split("// -----------------------------------------------------------")[0]
+    assert len(re.findall(r"^(?:constexpr|using) ", block, re.MULTILINE)) <= 40
 
 
 def test_no_jinja_in_plain_headers() -> None:
@@ -161,6 +177,19 @@ def test_no_text_ends_the_comment_at_the_head(text: str, tmp_path: Path, monkeyp
         render.environment.cache_clear()
 
 
+# What a constant needs to be in the text of its kernel.
+_OF_BOTH = {"cu_seqlens_dtype": "int32", "start_positions_dtype": "int32", "position_ids_dtype": "int32", "cp_size": 3}
+_OF_BOTH |= {
+    "copy_v": True,
+    "slot_mapping_dtype": "int32",
+    "page_table_dtype": "int32",
+    "q_out": "int8",
+    "kv_out": "int8",
+}
+_OF_BOTH |= {"added_bias": True, "mrope_section": (32, 32), "q_per_group": 2, "kv_per_group": 3}
+WHOLE = _OF_BOTH, {"two_streams": True, "dynamic": True, "across_heads": True, "row_heads": (4, 4)}
+
+
 def test_ingredients_follow_every_field_and_file() -> None:
     changes = {"dtype": "fp16", "table_dtype": "bf16", "head_dim": 256, "rotary_dim": 64, "interleaved": True}
     changes |= {"inverse": True, "full_width": True, "per_head": True, "rounding": "complex64", "in_place": True}
@@ -210,16 +239,10 @@ def test_ingredients_follow_every_field_and_file() -> None:
         for name, value in fields.items():
             other = replace(spec, **{name: value})
             assert render.ingredients(other) != render.ingredients(spec), name
-            assert cuda(other) != cuda(spec), name
+            whole = replace(spec, **{**WHOLE[spec is NORM_SPEC], name: getattr(spec, name)})  # with its stage
+            assert cuda(replace(whole, **{name: value})) != cuda(whole), name
     for entry in ROPE_ENTRIES:
-        texts = render._texts(entry)
-        shared = {"vec.cuh", "sequences.cuh", "dependents.cuh", "positions.cuh", "angles.cuh", "heads.cuh"}
-        assert texts.keys() >= shared | {"parameters.cuh.jinja", entry}
-        for name in ("norm_parameters.cuh.jinja", "norm.cuh"):
-            assert (name in texts) == (entry != "rope.cu.jinja")
-        assert ("torch_sum.cuh" in texts) == (entry == "qk_norm_rope.cu.jinja")
-        assert ("sink.cuh" in texts) == (entry != "qk_norm_rope_backward.cu.jinja")
-        for name, text in texts.items():
+        for name, text in render._texts(entry).items():
             assert (TEMPLATES / name).read_text() == text
 
 
@@ -236,29 +259,27 @@ def test_ingredients_follow_every_field_of_a_plain_spec() -> None:
             assert cuda(other) != cuda(spec), name
 
 
-STAGED = tuple([stage for stage in arguments.OPTIONAL if stage != "v_gradient"])  # that one goes with few others
+OF_GRADIENT = ("weight_dtype", "biased", "gradient", "v_gradient")
+STAGED = tuple([stage for stage in arguments.OPTIONAL if stage not in OF_GRADIENT[2:]])
 
 
-@pytest.mark.parametrize("stages", [(), STAGED, ("v_gradient",)], ids=["plain", "staged", "gradient"])
-@pytest.mark.parametrize("spec", [SPEC, NORM_SPEC], ids=["rope", "norm"])
-def test_the_host_and_the_kernel_count_the_same_words(spec: RopeSpec, stages: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("stages", [(), STAGED, OF_GRADIENT], ids=["plain", "staged", "gradient"])
+def test_the_host_and_the_kernel_count_the_same_words(stages: tuple[str, ...]) -> None:
     """The compiler and the host give each field the same offset."""
     if compiler.nvrtc_version() < (13, 5):
         pytest.skip("this NVRTC has no __builtin_offsetof, which 13.5 has")
-    if stages == ("v_gradient",):
-        spec = replace(spec, gradient=True, v_norm=True, copy_v=True)
+    spec: RopeSpec = NORM_SPEC if stages else SPEC
+    if stages == OF_GRADIENT:
+        spec = replace(spec, gradient=True, v_norm=True, copy_v=True, biased=True)
     elif stages:
-        own = dict.fromkeys({*stages, "dynamic_q", "convert_v"} - {"paged", "dynamic_v"}, True)
+        own = dict.fromkeys({*stages, "convert_v"} - {"paged", "dynamic_v", "weight_dtype"}, True)
         spec = replace(spec, **own, page_table_dtype="int32", page_size=16, copy_v=True, q_per_group=2)
-    assert spec.stages == stages
-    own = [[argument for stage in stages for argument in arguments.OPTIONAL[stage][n]] for n in (0, 1)]
-    names = arguments.address_names(spec.norm, stages)
-    assert len(names) == len(set(names)) == (38 if spec.norm else 15) + sum(len(argument.names) for argument in own[0])
+    assert {*spec.stages} == {*stages}
+    own = [[argument for stage in spec.stages for argument in arguments.OPTIONAL[stage][n]] for n in (0, 1)]
+    names = arguments.address_names(spec.stages)
+    assert len(names) == len(set(names)) == 15 + sum(len(argument.names) for argument in own[0])
     source = render.render(spec)
-    groups = (arguments.ADDRESSES, own[0], arguments.WORDS)
-    if spec.norm:
-        groups = (arguments.NORM_ADDRESSES, *groups, arguments.NORM_WORDS)
-    groups = (*groups, own[1])
+    groups = (arguments.ADDRESSES, own[0], arguments.WORDS, own[1])
     at, checks = 0, []
     for argument in (argument for group in groups for argument in group):
         checks.append(f"static_assert(__builtin_offsetof(Params, {argument.field}) == {8 * at});")
@@ -279,13 +300,13 @@ def test_words_take_every_name_in_any_order() -> None:
     given = {name: [next(numbers) for _ in range(size)] if size else next(numbers) for name, size in sizes.items()}
     shuffled = dict(reversed(given.items()))
     words = list(range(sum(size or 1 for size in sizes.values())))
-    assert arguments.words(shuffled, whole=False) == words
+    assert arguments.words(shuffled) == words
     without_k = {name: x for name, x in given.items() if name != "k"}
-    assert arguments.words(without_k, whole=False) == words[:5] + [0] * 5 + words[10:]
+    assert arguments.words(without_k) == words[:5] + [0] * 5 + words[10:]
     with pytest.raises(AssertionError):
-        arguments.words({**given, "q": [1, 2]}, whole=False)
+        arguments.words({**given, "q": [1, 2]})
     with pytest.raises(KeyError):
-        arguments.words({name: x for name, x in given.items() if name != "batch"}, whole=False)
+        arguments.words({name: x for name, x in given.items() if name != "batch"})
 
 
 def test_missing_constant_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,11 +330,12 @@ def test_other_types_are_refused(value) -> None:
 
 @pytest.mark.parametrize("name", sorted(ENTRIES | PARAMETERS | HEADERS))
 def test_a_compile_error_names_the_templates_line(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    spec = next(s for s in (*ROPE_SPECS, *PLAIN_SPECS) if name in render._texts(s.template))
+    spec = next(s for s in (*ROPE_SPECS, *STAGE_SPECS, *PLAIN_SPECS) if f'#line 1 "{name}"' in cuda(s))
     texts = dict(render._texts(spec.template))
     lines = texts[name].splitlines()
     ends = ("}", "};", "static_assert")  # line starts before a declaration
-    at = next((i for i, line in enumerate(lines) if i > len(lines) // 2 and line.startswith(ends)), len(lines) - 1)
+    half = 0 if "{% else %}" in lines else len(lines) // 2  # behind a choice a line may be left out
+    at = next((i for i, line in enumerate(lines) if i > half and line.startswith(ends)), len(lines) - 1) if half else 0
     lines.insert(at + 1, "int broken = nope;")
     texts[name] = "\n".join(lines) + "\n"
     monkeypatch.setattr(render, "_texts", lambda file: {file: texts[file]})

@@ -44,56 +44,46 @@ WORDS = _arguments("""
     TableStrides cos_stride: cos; TableStrides sin_stride: sin; IdStrides ids_stride: position_ids
     long long tokens, batch, seqlen, q_heads, k_heads, sequences, table_rows, cp_rank, slot_count; Scalars scalars
 """)
-NORM_ADDRESSES = _arguments("""
-    const T* source: first_q first_k first_v second_q second_k second_v
-    const Weight* weight: q_weight k_weight second_q_weight second_k_weight
-    const Weight* bias: q_bias k_bias second_q_bias second_k_bias
-    Weight* weight_grads; float* block_sums; unsigned int* counters
-    ScaleOut* scale_out: q_scale_out k_scale_out; const T* grad: dq dk; const Table* second_table: second_cos second_sin
-""")
-NORM_WORDS = _arguments("""
-    Strides source_stride: first_q first_k first_v second_q second_k second_v
-    Strides grad_stride: dq dk; Strides scale_stride: q_scale_out k_scale_out
-    TableStrides second_table_stride: second_cos second_sin; long long split
-""")
+_STREAMS = "first_q first_k first_v second_q second_k second_v"
+_SOURCES = {"two_streams": (f"const T* source: {_STREAMS}", f"Strides source_stride: {_STREAMS}; long long split")}
 OPTIONAL = {
     flag: (_arguments(addresses), _arguments(words))
-    for part in (scale, rotate, norm, bias, convert, cache, pages)
-    for flag, (addresses, words) in part.ARGUMENTS.items()
+    for part in (_SOURCES, *[x.ARGUMENTS for x in (scale, rotate, norm, bias, convert, cache, pages)])
+    for flag, (addresses, words) in part.items()
 }
 """The addresses and the words of a stage, by its flag in the spec."""
 
 _COMMENT_COLUMN = 57
 
 
-def _ordered(whole: bool, stages: Collection[str]) -> tuple[tuple[Argument, ...], tuple[Argument, ...]]:
+def _ordered(stages: Collection[str]) -> tuple[tuple[Argument, ...], tuple[Argument, ...]]:
     """(the addresses, the words) of a kernel. stages: those of `OPTIONAL` that it has."""
     own = [OPTIONAL[stage] for stage in OPTIONAL if stage in stages]
-    addresses = (*(NORM_ADDRESSES if whole else ()), *ADDRESSES, *chain(*[first for first, _ in own]))
-    return addresses, (*WORDS, *(NORM_WORDS if whole else ()), *chain(*[second for _, second in own]))
+    addresses = (*ADDRESSES, *chain(*[first for first, _ in own]))
+    return addresses, (*WORDS, *chain(*[second for _, second in own]))
 
 
-def address_names(whole: bool, stages: Collection[str] = ()) -> tuple[str, ...]:
+def address_names(stages: Collection[str] = ()) -> tuple[str, ...]:
     """The names of the addresses, in order."""
-    return tuple([name for argument in _ordered(whole, stages)[0] for name in argument.names])
+    return tuple([name for argument in _ordered(stages)[0] for name in argument.names])
 
 
-def declarations(whole: bool, stages: Collection[str] = ()) -> str:
+def declarations(stages: Collection[str] = ()) -> str:
     """The fields of the struct in CUDA, one on each line."""
     lines = []
-    for c_type, field, names in chain(*_ordered(whole, stages)):
+    for c_type, field, names in chain(*_ordered(stages)):
         line = f"    {c_type} {field}{f'[{len(names)}]' if len(names) > 1 else ''};"
         lines.append(line if len(names) == 1 else f"{line:{_COMMENT_COLUMN}}// {', '.join(names)}")
     return "\n".join(lines)
 
 
-def words(given: Mapping[str, Any], whole: bool, stages: Collection[str] = ()) -> list[int]:
+def words(given: Mapping[str, Any], stages: Collection[str] = ()) -> list[int]:
     """The words after the addresses, in order. given: the strides of tensors, and numbers, by name.
 
     The strides of a tensor that is not given are zeros.
     """
     found: list[int] = []
-    for c_type, _, names in _ordered(whole, stages)[1]:
+    for c_type, _, names in _ordered(stages)[1]:
         for name in names:
             size = WORDS_OF.get(c_type)
             strides = given.get(name, [0] * size) if size else [given[name]]

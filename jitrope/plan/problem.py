@@ -162,7 +162,7 @@ class _Call:
             table = self.tensors["page_table"]
             given.update(page_table_stride=table.stride(0), page_table_width=table.shape[-1])
             given["new_tokens"] = max(1, self.tokens // max(1, self.sequences))
-        return arguments.words(given, whole=o.norm_kind != "", stages=stages)
+        return arguments.words(given, stages)
 
 
 def _scale_view(scale: Tensor, options: Options) -> Tensor:

@@ -17,6 +17,7 @@ from ..stages import bias, convert, norm, positions, rotate, scale, transform
 from . import arguments
 
 _COUNTS = "cp_size q_per_group kv_per_group v_per_k heads_per_thread blocks_per_sm tokens_per_block heads_per_block"
+_UNNAMED = ("two_streams", "two_tables", "weight_dtype", "biased", "gradient", "dynamic_q")  # in a kernel's name
 ROPE_KINDS = ("rope", "qk_norm_rope", "qk_norm_rope_backward")
 PARTS = (positions, rotate, norm, scale, transform, bias, convert, pages, cache)
 for part in PARTS:  # here, because a dataclass takes a while to make
@@ -83,8 +84,8 @@ class RopeSpec(Compiled, Spec):
     @property
     def unused(self) -> tuple[str, ...]:
         """Fields that the template knows by other names or not at all."""
-        of_norm = () if self.norm else [x.name for x in fields(self) if "of_norm" in x.metadata]
-        return ("gradient", "wide", "launch", "row_heads", "mrope_section", *of_norm)
+        of_norm = () if self.norm else ["gradient", *[x.name for x in fields(self) if "of_norm" in x.metadata]]
+        return ("wide", "launch", "row_heads", "mrope_section", *of_norm)
 
     @property
     def kind(self) -> str:
@@ -103,7 +104,7 @@ class RopeSpec(Compiled, Spec):
             f"cache_{self.kv_out}" if self.cached else "",
             f"to_{self.q_out}" if self.q_out != self.dtype else "",
             self.norm_kind,
-            *self.stages,
+            *[x for x in self.stages if x not in _UNNAMED],
             self.launch,
         ]
         return "_".join(part for part in parts if part)
@@ -112,7 +113,7 @@ class RopeSpec(Compiled, Spec):
     def stages(self) -> tuple[str, ...]:
         """The stages with arguments of their own (`arguments.OPTIONAL`)."""
         of_v = {"dynamic_v": self.dynamic_q and self.convert_v, "v_gradient": self.gradient and self.v_norm}
-        has = {**vars(self), "paged": self.paged, **of_v}
+        has = {**vars(self), "paged": self.paged, "dynamic_q": self.dynamic_q, **of_v}
         return tuple([stage for stage in arguments.OPTIONAL if has[stage]])
 
     @property
@@ -181,10 +182,11 @@ class RopeSpec(Compiled, Spec):
             "start_positions": self.start_positions_dtype is not None,
             "position_ids": self.position_ids_dtype is not None,
             "cache": self.cached,
+            "converts": self.q_out != self.dtype or self.kv_out != self.dtype,
             "axes": len(self.mrope_section) or 1,
             "mrope_section_ends": "{" + ", ".join(map(str, accumulate(self.mrope_section or (0,)))) + "}",
             "token_linear": self.launch == "token_linear",
-            "arguments": arguments.declarations(self.norm, self.stages),
+            "arguments": arguments.declarations(self.stages),
             **{name: getattr(self, name) for name in ("paged", "norm", "copy_accesses", "team", "threads")},
         }
         if self.norm:

@@ -131,7 +131,7 @@ class Prepared:
             kernel = get_kernel(spec, device.index)
             kernel.bind_thread()
         self.device, self.blocks = device.index, math.prod(plan.grid)
-        pointers = address_names(options.norm_kind != "", plan.spec.stages)
+        pointers = address_names(plan.spec.stages)
         self.args = (ctypes.c_int64 * (len(pointers) + len(words)))(*[0] * len(pointers), *words)
         self.enqueue = kernel.enqueuer(plan.grid, plan.spec.threads, ctypes.addressof(self.args))
         fresh = [] if options.inplace else [*named][len(tensors) :]

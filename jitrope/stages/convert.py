@@ -26,6 +26,7 @@ SCALE_DTYPES = ("fp32", "e8m0", "fp8", "e8m0_fp32")
 SCALE_FMTS = ("", "ue8m0")
 TENSORS = ("q_scale", "k_scale", "v_scale")
 ARGUMENTS = {
+    "dynamic_q": ("ScaleOut* scale_out: q_scale_out k_scale_out", "Strides scale_stride: q_scale_out k_scale_out"),
     "dynamic_v": ("void* v_scale_out", "Strides v_scale_stride: v_scale_out"),
     "head_scales": ("", f"ScaleStrides scale_strides: {' '.join(TENSORS)}"),
 }

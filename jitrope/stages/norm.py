@@ -31,6 +31,12 @@ ARGUMENTS = {
     "given_means": (f"const float* mean_square: {_MEANS}", f"Strides mean_stride: {_MEANS}"),
     "latent_norm": ("const void* v_weight", ""),
     "v_gradient": ("const T* dv", "Strides dv_stride: dv"),
+    "weight_dtype": ("const Weight* weight: q_weight k_weight second_q_weight second_k_weight", ""),
+    "biased": ("const Weight* bias: q_bias k_bias second_q_bias second_k_bias", ""),
+    "gradient": (
+        "Weight* weight_grads; float* block_sums; unsigned int* counters; const T* grad: dq dk",
+        "Strides grad_stride: dq dk",
+    ),
 }
 
 

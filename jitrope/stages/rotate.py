@@ -21,7 +21,11 @@ TENSORS = ("cos", "sin", "second_cos", "second_sin", *positions.TENSORS)
 MAX_MOVED = 64
 """The most rotated elements of a head that can change their pairing in place: threads of one warp have them, even with
 one element in an access."""
-ARGUMENTS = positions.ARGUMENTS
+_SECOND = "second_cos second_sin"
+ARGUMENTS = {
+    **positions.ARGUMENTS,
+    "two_tables": (f"const Table* second_table: {_SECOND}", f"TableStrides second_table_stride: {_SECOND}"),
+}
 WITHOUT_TABLE = "position_ids start_positions mrope_section mrope_interleaved shifts unrotated rotary_dim rotary_offset"
 """The tensors and words that have no effect without a table."""
 
