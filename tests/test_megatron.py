@@ -333,8 +333,8 @@ TABLE = freqs_of(6, 32)
 LEFT = {  # a change of the layer and of the words of its call, the reason why it is not fused, and calls of rope
     "own": (lambda x, _: setattr(x, "k_layernorm", Own()), "Own is no norm that jitrope knows, or was changed", 2),
     "eps": (lambda x, _: setattr(x.k_layernorm, "eps", 1e-3), "the norms of q and k differ", 2),
-    "weight": (lambda x, _: x.q_layernorm.double(), "prepare_fused_qkv: q_weight is float64; it must be float32 or "
-               "float16 or bfloat16, contiguous, on cpu like qkv", 2),
+    "weight": (lambda x, _: x.q_layernorm.double(), "prepare_fused_qkv: q_weight is float64; it must be (32,), "
+               "float32 or float16 or bfloat16, contiguous, on cpu like q of qkv", 2),
     "tables": (lambda _, w: w.update(rotary_pos_emb=(TABLE, TABLE.clone())), "q and k have different tables", 2),
     "no table": (lambda _, w: w.update(rotary_pos_emb=None), None, 0),
     "no norm": (lambda x, _: [setattr(x, f"{name}_layernorm", None) for name in "qk"], None, 2),

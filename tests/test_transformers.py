@@ -160,7 +160,7 @@ def test_compiled_fullgraph(name: str, dtype: torch.dtype) -> None:
         by = "host" if dtype == torch.float64 else "jitrope"
         assert report.calls - before == {by: {**ROPE, **FUSED}[name]}
         zoo.check_close(zoo.outcome(model, given), want, dtype)
-    must = "float32 or float16 or bfloat16, on cpu"
+    must = "(B, H, S, D), float32 or float16 or bfloat16, on cpu"
     assert by == "jitrope" or report.reasons == {f"apply_rope: q is float64; it must be {must}": 6}
     before = integration.calls.copy()
     check(stock)
