@@ -1,4 +1,4 @@
-"""Problem -> plan: the kernel and its grid. Integers in, integers out; no torch, no GPU."""
+"""Problem -> plan: the kernel and its grid. Integers in, integers out; no tensor, no GPU."""
 
 from __future__ import annotations
 

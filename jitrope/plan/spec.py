@@ -1,6 +1,6 @@
 """The specs of the rope kernels. Their fields become constants of the templates.
 
-Pure Python, no torch: dtypes are the words "fp32", "fp16", "bf16".
+No tensor: dtypes are the words "fp32", "fp16", "bf16".
 """
 
 from __future__ import annotations

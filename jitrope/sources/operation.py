@@ -1,7 +1,7 @@
 """An operation: where q, k and v come from, and what calls do from there, as functions of (tensors by name, options).
 
-`launch` plans and launches a call, `dispatch` chooses its path, and `torch_op` makes it a call of an op of torch, with
-a fake and a backward.
+`launch` plans and launches a call, `dispatch` chooses its path, `op_call` makes it a call of an op of torch, and
+`torch_op` has these ops, with a fake and a backward.
 """
 
 from __future__ import annotations
@@ -297,7 +297,7 @@ class Operation(Source):
     # ---- gradients -----------------------------------------------------------------------------------
 
     def saved(self, t: Tensors, o: Options) -> Tensors:
-        """The tensors that the backward needs; of the source's those of heads that have a norm."""
+        """The tensors that the backward needs; of the source's q and k if one has a norm, and a v that has."""
         letters = set("" if not normed(o) else "qkv" if o.v_norm else "qk")
         left = [x for x in self.heads if letters.isdisjoint(x.rpartition("_")[2])]
         return {name: x for name, x in t.items() if name not in left or name in self.kept}
