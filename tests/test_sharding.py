@@ -311,7 +311,21 @@ def in_place() -> None:
     placed = place(q, [Shard(1)])
     jitrope.apply_rope(placed, None, cos, sin, **said(**packed), inplace=True)
     same(placed, jitrope.apply_rope(q, None, cos, sin, **said(**packed), inplace=True)[0], [Shard(1)])
-    refuses("it takes no DTensors", KINDS["rope_"], placed.requires_grad_() * 1, None, cos, sin, **packed)
+    refuses("cu_seqlens; call apply_rope", KINDS["rope_"], placed.requires_grad_() * 1, None, cos, sin, **packed)
+
+
+@case
+def in_place_with_a_gradient() -> None:
+    """Tensors that share memory are refused, and a k without a gradient stays one."""
+    cos, sin = table(40, D // 2)
+    whole = heads(9).requires_grad_() * 1
+    parts = [place(x, [R]) for x in (heads(8), heads(8))]
+    parts = [DTensor.from_local(x, parts[0].device_mesh, [R]) for x in (whole[:, :, :8], whole[:, :, 1:])]
+    refuses("share memory", lambda *x: jitrope.apply_rope(*x, cos, sin, inplace=True), *parts)
+    q, k = place(heads(8), [Shard(2)]).requires_grad_() * 1, place(heads(4), [Shard(2)])
+    jitrope.apply_rope(q, k, cos, sin, inplace=True)
+    assert q.requires_grad
+    assert not k.requires_grad
 
 
 @case

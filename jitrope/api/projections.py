@@ -152,7 +152,7 @@ def prepare_mla_qkv(
 
     The last R elements of each head of q are rotated. k is the first part of each head of kv and the rotated k_pe,
     which all heads share (equation 17); v is the rest of kv. The gradient is one launch too, with one tensor for kv;
-    that of k_pe is the sum over k's heads in fp32, in their order, rotated back.
+    that of k_pe is the sum over k's heads in fp32, in their order, rotated back. There is no second derivative.
 
     >>> q, kv, k_pe = torch.randn(1, 16, 8, 128 + 64), torch.randn(1, 16, 8, 128 + 96), torch.randn(1, 16, 1, 64)
     >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])

@@ -94,7 +94,7 @@ def prepare_joint_qkv(
     if norm is not None:
         of_second: dict[str, Any] = {}
         add(name, "norm", norms[1], (Norm,), of_second, {})
-        if norms[0].words != norms[1].words:
+        if getattr(norms[0], "words", None) != getattr(norms[1], "words", None):
             raise InvalidInput(f"{name}: the norms are {norms[0]} and {norms[1]}; only their weights may differ")
         tensors.update({"second_" + label: weight for label, weight in of_second.items()})
     made = sent(STREAMED, tensors, asked, quantize)

@@ -41,8 +41,9 @@ def check_watched(op: Any, t: Tensors, o: Options) -> None:
     if (wanted and not differentiable) or (fixed and o.inplace):
         label, other = label_of(op, (fixed or wanted)[0], t, o), "use a call without cache, quantize and out"
         other = "leave v=True of quantize out" if label == "v" and o.dynamic_v else other
-        use = "leave inplace=True out, or " if o.inplace and op.differentiable(t, o._replace(inplace=False)) else ""
-        use += f"pass {label}.detach()" if fixed else f"{other}, or torch.no_grad()"
+        fresh = o.inplace and op.differentiable(t, o._replace(inplace=False))
+        use = "leave inplace=True out, or " if fresh else "" if fixed else f"{other}, or "
+        use += f"pass {label}.detach()" if fixed else "torch.no_grad()"
         fail(f"{label} requires a gradient, but this call has none; {use}")
     if compiling:
         return

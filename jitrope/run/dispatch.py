@@ -70,7 +70,6 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
     sharded = not plain and watch.sharded(full.values())
     if not isinstance(asked, Options):
         shards = op.name == "heads" and not has(f"quantize {TRANSFORM} cache out Ulysses", full, options)
-        shards = shards and not (wants and options.inplace and "cu_seqlens" in full)
         if sharded and (tables_want or not shards):
             text = "it takes no DTensors" + " beside a table that requires a gradient" * shards
             text += "; pass x.to_local(), and make results with DTensor.from_local"
@@ -95,7 +94,7 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
         out = function(*tensors.values())
         launch.local.made = (function, tensors, out) if type(asked) is dict else None
         return out  # type: ignore[no-any-return]
-    if options.inplace and (watch.tracing() or (wants and (sharded or is_compiling()))):  # Inductor writes at once
+    if options.inplace and (watch.tracing() or (wants and is_compiling())):  # Inductor turns the copy into a write
         return op.put(full, _through_op(op, full, options._replace(inplace=False), sharded), options)
     if wants and options.inplace:
         return _write(op, full, options, apart)
@@ -120,7 +119,7 @@ class _Made(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, made: Any, *inputs: Tensor) -> Any:
         ctx.recorded, ctx.to_save, outputs = made  # as `save_for_backward` does
-        ctx.materialize_grads = ctx.recorded.op.zeros
+        ctx.materialize_grads = False
         if outputs[0] is inputs[0]:
             ctx.mark_dirty(*outputs)
         return outputs
@@ -150,16 +149,23 @@ def _write(op: Operation, tensors: Tensors, options: Options, apart: bool) -> Te
 def recorded(op: Operation, tensors: Tensors, results: Sequence[str], options: Options) -> Any:
     """(the `Recorded` of a call, the tensors that it saves)."""
     learned = tuple([name for name in LEARNED if name in tensors and tensors[name].requires_grad])
-    saved = tensors if learned else op.saved(tensors, options)
-    return Recorded(op, options, tuple(saved), tuple(tensors), tuple(results), {}, learned), tuple(saved.values())
+    saved, like = tensors if learned else op.saved(tensors, options), {}
+    if watch.sharded(tensors.values()):
+        from . import dtensor
+
+        like = dtensor.gradients_like({name: x for name, x in tensors.items() if name not in OF_TABLES})
+    made = Recorded(op, options, tuple(saved), tuple(tensors), tuple(results), {}, learned, like)
+    return made, tuple(saved.values())
 
 
 def gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The gradients of the inputs of a call, None for those without."""
-    op, options, saved, inputs, results, stand_ins, learned = ctx.recorded
+    op, options, saved, inputs, results, stand_ins, learned, like = ctx.recorded
     given = {name: grad for name, grad in zip(results, grads) if grad is not None}
     if not given:
         return [None] * len(inputs)
+    if like:  # torch places gradients in its own way, and cannot place a missing one
+        given = {name: like[name](given.get(name)) for name in results if name in like}
     tensors = {**canonical(dict(zip(saved, ctx.saved_tensors))), **stand_ins}  # a checkpoint allows one access
     found = op.gradient(call, op.saved(tensors, options) if learned else tensors, dict(given), options)
     if learned:

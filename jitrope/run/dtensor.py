@@ -10,37 +10,38 @@ plain tensor beside q and k must be the same on all ranks; each rank takes its p
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, zeros
 
 from .. import torch_state as watch
 from ..base.fit import Fail
 from ..base.layouts import LAYOUT_AXES
-from ..base.views import MEANS, Tensors
+from ..base.views import MEANS, TABLE_NAMES, Tensors
 from ..plan.options import Options
 from ..sources.operation import Call, Operation
 from ..stages import positions
 
-HEADS, WORDS = ("q", "k"), ("batch", "seq", "heads")
+Q, K = ("q",), ("k",)
 Row = dict[str, Any]  # the placements of a call's tensors on one dimension of a mesh
 
 
-def _axes(label: str, x: Any, t: Mapping[str, Any], o: Options) -> dict[str, int]:
+def _axes(label: str, x: Any, call: Mapping[str, Any]) -> dict[str, int]:
     """The axes of a tensor that are the batch, the sequence and the heads. An axis of size 1 is shared."""
     axes: dict[str, int | None] = {}
-    if label in HEADS:
-        axes = dict(zip(WORDS, LAYOUT_AXES[o.layout]))
+    if label in Q + K:
+        axes = dict(zip(("batch", "seq", "heads"), LAYOUT_AXES[call["layout"]]))
     elif label in ("cos", "sin"):  # (P, W), (B, P, W) or (B, P, H, W)
         axes["batch"] = 0 if x.ndim > 2 and x.shape[0] != 1 else None
-        by_place = "position_ids" not in t and not positions.bare(o)  # else one row serves all
+        by_place = call["position_ids"] is None and not call["bare"]  # else one row serves all
         axes["seq"] = min(x.ndim - 2, 1) if by_place else None
         axes["heads"] = 2 if x.ndim > 3 and x.shape[2] != 1 else None
     elif label == "position_ids":  # (S) or (B, S), with an axis before them for mrope_section
-        alone = x.ndim == 1 + any(o.mrope_section) or x.shape[-2] == 1
+        alone = x.ndim == 1 + any(call["mrope_section"]) or x.shape[-2] == 1
         axes = {"batch": None if alone else x.ndim - 2, "seq": x.ndim - 1}
     elif label in ("q_factor", *MEANS):  # a number, (S) or (B, S)
         axes = {"batch": 0 if x.ndim > 1 and x.shape[0] != 1 else None, "seq": x.ndim - 1 if x.ndim else None}
@@ -49,11 +50,24 @@ def _axes(label: str, x: Any, t: Mapping[str, Any], o: Options) -> dict[str, int
     return {word: axis for word, axis in axes.items() if axis is not None}
 
 
-def _unsharded(t: Mapping[str, Any], o: Options) -> dict[str, str]:
+def _unsharded(call: Mapping[str, Any]) -> dict[str, str]:
     """The axes that must not be sharded, each with the reason."""
-    whole = {"seq": f"{positions.WHOLE} count tokens of whole sequences; pass positions as ids instead"}
-    across = {"heads": "across_heads does not go with sharded heads"}
-    return (whole if positions.whole_sequences(t, o) else {}) | (across if o.across_heads else {})
+    seq = {"seq": f"{positions.WHOLE} count tokens of whole sequences; pass positions as ids instead"}
+    heads = {"heads": "across_heads does not go with sharded heads"}
+    return {**(seq if call["whole"] else {}), **(heads if call["across_heads"] else {})}
+
+
+def _rows(call: Mapping[str, Any]) -> list[Row]:
+    """All the ways to shard a call. call: its tensors and words by name."""
+    axes = {label: _axes(label, x, call) for label, x in call.items() if hasattr(x, "ndim")}
+    unsharded = _unsharded(call)
+    rows: list[Row] = [{label: Replicate() for label in axes}]
+    for word in axes["q"]:
+        if word not in unsharded:
+            rows.append({label: Shard(own[word]) if word in own else Replicate() for label, own in axes.items()})
+    if "heads" not in unsharded and "k" in axes and "heads" not in axes["cos"]:  # each rank has all heads of k, or of q
+        rows += [{label: Replicate() if label in one else p for label, p in rows[-1].items()} for one in (K, Q)]
+    return rows
 
 
 def run(call: Call, op: Operation, tensors: Tensors, options: Options) -> Tensors:
@@ -63,7 +77,7 @@ def run(call: Call, op: Operation, tensors: Tensors, options: Options) -> Tensor
     for name, x in given.items():
         sums = [name.endswith(("_weight", "_bias")) and row[name[0]].is_shard() for row in rows]
         local[name] = x.to_local(grad_placements=[Partial() if s else p for s, p in zip(sums, x.placements)])
-    if watch.wants_grad(*local.values()) and not watch.is_compiling():
+    if watch.wants_grad(*local.values()) and not (options.inplace or watch.is_compiling()):
         wanted = [name for name, x in local.items() if x.requires_grad]
         local.update(zip(wanted, _Together.apply(*[local[name] for name in wanted])))
     found = call(op, local, options)
@@ -91,19 +105,33 @@ def _whole(x: Tensor, like: Any) -> Any:
     return DTensor.from_local(x, like.device_mesh, like.placements, **placed)
 
 
+def gradients_like(tensors: Tensors) -> dict[str, Callable[[Any], Any]]:
+    """For each tensor that requires a gradient, a function that places it alike, and makes a missing one of zeros."""
+
+    def placed(x: Any) -> Callable[[Any], Any]:
+        alike = {"device_mesh": x.device_mesh, "placements": x.placements}
+        missing = partial(zeros, x.shape, dtype=x.dtype, **alike)
+        return lambda grad: missing() if grad is None else grad.redistribute(**alike)
+
+    return {name: placed(x) for name, x in tensors.items() if x.requires_grad}
+
+
 def _prepared(op: Operation, tensors: Tensors, options: Options) -> tuple[dict[str, Any], list[Row]]:
     """(the tensors of a checked call as DTensors, the rows of the mesh's dimensions)."""
     fail = Fail(op.function)
     given: dict[str, Any] = dict(tensors)
-    heads = {label: x for label, x in given.items() if label in HEADS}
+    call = {**dict.fromkeys(TABLE_NAMES), **given, **options._asdict()}
+    call.update(bare=positions.bare(options), whole=positions.whole_sequences(given, options))
+    heads = {label: x for label, x in given.items() if label in Q + K}
     for label, x in given.items():
         if label in heads and not isinstance(x, DTensor):
             fail(f"{op.label(label)} is a plain tensor beside DTensors; use DTensor.from_local")
         if isinstance(x, DTensor) and x.device_mesh != given["q"].device_mesh:
             fail(f"{label} is on {x.device_mesh}, q on {given['q'].device_mesh}; use one mesh")
-    axes = {label: _axes(label, x, tensors, options) for label, x in given.items()}
-    unsharded = _unsharded(given, options)
-    rows = [_row(op, n, heads, axes, unsharded) for n in range(given["q"].device_mesh.ndim)]
+    if options.inplace and call["cu_seqlens"] is not None and any(x.requires_grad for x in heads.values()):
+        fail("DTensors that require a gradient do not go with cu_seqlens; call apply_rope")
+    axes = {label: _axes(label, x, call) for label, x in given.items()}
+    rows = [_row(op, n, heads, call) for n in range(given["q"].device_mesh.ndim)]
     for label in [label for label in given if label not in heads]:  # the same order on all ranks, for the backward
         given[label] = _beside(label, given, [row[label] for row in rows], axes, fail)
     _check_parts(given, axes, fail)
@@ -117,17 +145,14 @@ def _same(placements: Sequence[Any], wanted: Sequence[Any]) -> bool:
     return all(type(p) is type(w) and p == w for p, w in zip(placements, wanted))
 
 
-def _row(op: Operation, n: int, heads: Mapping[str, Any], axes: Mapping[str, Any], unsharded: Mapping[str, str]) -> Row:
+def _row(op: Operation, n: int, heads: Mapping[str, Any], call: Mapping[str, Any]) -> Row:
     """The placements of a call's tensors on dimension n of the mesh, by those of q and k."""
-    sharded = [word for word in axes["q"] if word not in unsharded]
-    words = (None, *sharded)
-    rows = [{label: Shard(own[x]) if x in own else Replicate() for label, own in axes.items()} for x in words]
-    if "heads" in sharded and "heads" not in axes["cos"]:  # each rank has all heads of k, or of q
-        rows += [{**rows[-1], one: Replicate()} for one in HEADS]
-    for row in rows:
+    for row in _rows(call):
         if _same([x.placements[n] for x in heads.values()], [row[label] for label in heads]):
             return row
-    allowed = ", ".join(["Replicate()", *[f"Shard({axes['q'][word]}) ({word})" for word in sharded]])
+    unsharded, axes = _unsharded(call), _axes("q", None, call)
+    shards = [f"Shard({axis}) ({word})" for word, axis in axes.items() if word not in unsharded]
+    allowed = ", ".join(["Replicate()", *shards])
     said, why = {op.label(name): x for name, x in heads.items()}, "; ".join(["", *unsharded.values()])
     placed = " and ".join([_placed(*pair) for pair in said.items()])
     must = f"allowed are {allowed}, the same for q and k, or the heads of one of them{why}"
@@ -156,7 +181,7 @@ def _beside(label: str, given: dict[str, Any], wanted: list[Any], axes: Mapping[
 
 def _check_parts(given: Mapping[str, Any], axes: Mapping[str, Any], fail: Fail) -> None:
     """Refuse axes too short to shard, which torch would gather, and shards that torch would cut differently."""
-    parts: dict[str, dict[str, int]] = {word: {} for word in WORDS}
+    parts: dict[str, dict[str, int]] = {"batch": {}, "seq": {}, "heads": {}}
     for label, x in given.items():
         for word, axis in axes[label].items():
             ranks = math.prod([x.device_mesh.size(n) for n, p in enumerate(x.placements) if p == Shard(axis)])

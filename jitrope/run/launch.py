@@ -12,7 +12,7 @@ import itertools
 import math
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -52,6 +52,7 @@ class Recorded(NamedTuple):
     results: tuple[str, ...]  # names
     stand_ins: Tensors  # tensors that are the same in every call
     learned: tuple[str, ...]  # tables that require a gradient, for which q and k are saved too
+    like: Mapping[str, Any]  # functions that place gradients of DTensors
 
 
 class Local(threading.local):
@@ -92,7 +93,7 @@ class Prepared:
         self.alignments = tuple([x.data_ptr() & 15 for x in given.values()])
         self.results = op.produced(given, options)
         saved, heads = op.saved(given, options), [name for name in given if name not in OF_TABLES]
-        self.recorded = Recorded(op, options, tuple(saved), tuple(heads), self.results, self.stand_ins, ())
+        self.recorded = Recorded(op, options, tuple(saved), tuple(heads), self.results, self.stand_ins, (), {})
         self.in_torch, self.renamed = not watch.on_gpu(next(iter(given.values()))), [*tensors] != [*given]
         weights = {} if self.in_torch else missing_weights(tensors, options)
         self.kept = {**self.stand_ins, **weights}  # tensors that are the same in every call
@@ -218,12 +219,13 @@ def function_of(
 
     record: records a call whose tensors require gradients.
     """
-    xs, recorded = [*tensors.values()], record is not None
-    form = Form(prepared.names, returns, recorded=recorded)
+    wants, xs = {name for name, x in tensors.items() if x.requires_grad}, [*tensors.values()]
+    recorded = bool(wants) and record is not None and wants <= {*prepared.recorded.inputs}
+    form = Form(prepared.names, returns, recorded=recorded)  # a table has no gradient here
     if not plain or (prepared.kept and watch.capturing(xs[0])):  # what is kept then belongs to the capture's graph
         return function_from(prepared, form, (None, record))
     pairs = twice(form.given, xs)
-    form = form._replace(twice=pairs, guarded=True, unrecorded=not recorded and any(x.requires_grad for x in xs))
+    form = form._replace(twice=pairs, guarded=True, unrecorded=bool(wants) and not recorded)
     matches = watch.guard([x for name, x in tensors.items() if name not in dict(pairs)])
     function = function_from(prepared, form, (matches, record))
     prepared.home.keep(key, function)

@@ -100,7 +100,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     given, text, sizes = inputs
     op, tensors, options = given_to(text, sizes, given)
     ctx.recorded, saved = recorded(op, tensors, op.made(tensors, options), options)
-    ctx.set_materialize_grads(op.zeros)
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*saved)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import chain
+from ..base.errors import JitropeError
 from ..base.fit import Fail, named
 from ..base.layouts import LAYOUT_AXES
 from ..base.views import Tensors, canonical
@@ -20,7 +21,6 @@ class Latent(Operation):
     name = "latent"
     said, function = "latent attention", "prepare_mla_qkv"
     needed = heads = ("q", "kv", "k_pe")
-    zeros = True
     lacks = ("inplace", "shifts", "inverse", *PARTS["transform"].words)
 
     def shaped(self, t: Tensors, o: Options) -> Tensors:
@@ -52,7 +52,15 @@ class Latent(Operation):
         return {"q": torch.empty_like(t["dq"]), "kv": kv, "k_pe": dk.new_empty(shape)}
 
     def back(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
-        return call(LATENT_BACKWARD, {**named_back(grads), **saved}, turned_back(o))
+        """A missing gradient has no heads, or, of k or v alone, is zero."""
+        some, axis, dim = next(iter(grads.values())), LAYOUT_AXES[o.layout][2], o.rotary_offset + o.rotary_dim
+        heads = {x: grad.shape[axis] for x, grad in grads.items()}
+        pair = heads.get("k", heads.get("v", 0))
+        for x, n, width in (("q", 0, dim), ("k", pair, dim), ("v", pair, o.v_dim)):
+            if x not in grads:
+                grads[x] = some.new_zeros((*some.shape[:axis], n, *some.shape[axis + 1 : -1], width))
+        found = call(LATENT_BACKWARD, {**named_back({x: grads[x] for x in "qkv"}), **saved}, turned_back(o))
+        return {name: x for name, x in found.items() if (name == "q" and "q" in heads) or (name != "q" and pair)}
 
 
 class LatentBackward(Backward):
@@ -68,6 +76,9 @@ class LatentBackward(Backward):
         first, rest = canonical(made["kv"], layout).tensor_split([offset], -1)
         first.copy_(chain.forward("k", chain.load("k", t, o), t, o)[..., :offset])
         rest.copy_(canonical(dv, layout))
+
+    def back(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
+        raise JitropeError(f"{self.name} has no gradient")
 
 
 LATENT = Latent()

@@ -31,7 +31,6 @@ class Source:
     labels: Mapping[str, str] = {}  # users' names of tensors, where they differ
     lacks: tuple[str, ...] = ()  # words and tensors that do not go with it
     whole = False  # its kernels read whole heads
-    zeros = False  # in place of missing gradients of its results
 
     def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
         """The heads that a kernel reads, by letter; those that it writes in place, or as gradients, are the same."""

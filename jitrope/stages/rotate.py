@@ -136,15 +136,18 @@ def check(t: Tensors, o: Words, beside: str, fail: Fail) -> None:
             hint = "; pass a complex table as freqs_cis=table"
         elif kind == "freqs_cis" and not x.is_complex():
             hint = "; pass torch.view_as_complex(table)"
+        elif kind == "freqs" and x.dtype != torch.float32:
+            hint = "; the angles must be computed and passed in fp32"
         elif x.dtype in (torch.float64, torch.complex128):
             hint = "; fp64 goes with rounding='complex128'"
         elif per_head(x) and beside:
             hint = f"; with {beside} the heads must share it"
         elif per_head(x):
-            hint = f"; the third axis is the heads, as many of q and k; of (B, 1, S, W) pass {label}.squeeze(1)"
+            flat = f"pass {label_of(name, o)}.squeeze(1)"
+            hint = f"; the third axis is the heads, as many of q and k; of (B, 1, S, W) {flat}"
         elif o.interleaved_out is not None and x.shape[-1:] == (rotary,):
             hint = "; interleaved_out goes with half-width tables"
-        elif x.shape[-1:] not in ((half,), (rotary,)):
+        elif name == "cos" and x.shape[-1:] not in ((half,), (rotary,)):
             hint = "; k_pe has rotary_dim elements" if o.v_dim else "; pass rotary_dim for a partial rotation"
         like, allowed = "cos" * (name == "sin"), shapes[: 1 if kind == "cos_sin_cache" else None]
         fail.unlike(label_of(name, o), x, q.device, dtypes, *allowed, like=like, hint=hint)

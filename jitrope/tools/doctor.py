@@ -95,7 +95,7 @@ def _compiler() -> Found:
     if not wheels and not archs:
         return True, "CuPy is not installed; needed only to compile kernels (prewarm, bundle write)", compiler.install()
     found, major = f"{compiler.compiler_version()}, for CUDA {compiler.cuda_major()}", compiler.cuda_major()
-    for arch in archs or ["sm_90"]:
+    for arch in (archs or ["sm_90"]) if config.compile_allowed() else ():
         compiler.compile_source(render.render(specs_of([4, 2], 64)[0]), arch)
         found += f"; a kernel compiles for {arch}"
     if torch.version.cuda and compiler.torch_cuda_major() != major:
