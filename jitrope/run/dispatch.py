@@ -52,7 +52,7 @@ def call(op: Operation, tensors: Tensors, asked: Asked) -> Tensors:
         for number, replay in enumerate(recent):
             out: Tensors | None = replay(*tensors.values())
             if out is not None:
-                if number:
+                if number:  # the next layers of a step have this kind too
                     recent.insert(0, recent.pop(number))
                 launch.local.made = (replay, tensors, out) if type(asked) is dict else None
                 return out
