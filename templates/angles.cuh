@@ -4,14 +4,14 @@
 #define NOT_A_NUMBER __uint_as_float(0x7fffffffu)
 
 // Returns the value rounded as a store of T rounds it.
-__device__ __forceinline__ float rounded(float value) {
+DEVICE float rounded(float value) {
     T stored;
     from_float(value, stored);
     return to_float(stored);
 }
 
 // Writes cos and sin: (a, b) of an entry, or the cosine and sine of the angle a.
-__device__ __forceinline__ void write_turn(const Params& p, float a, float b, float* out) {
+DEVICE void write_turn(const Params& p, float a, float b, float* out) {
     if constexpr (FREQS) {
         float sine, cosine;
         sincosf(a, &sine, &cosine);
@@ -28,7 +28,7 @@ struct Turn { Real cos0, sin0, cos1, sin1; };
 struct Angles {
     Real cos[ENTRIES], sin[ENTRIES];
 
-    __device__ __forceinline__ Turn of(int pair) const {
+    DEVICE Turn of(int pair) const {
         const int first = FULL_WIDTH && INTERLEAVED ? 2 * pair : pair;
         const int second = !FULL_WIDTH ? pair : INTERLEAVED ? 2 * pair + 1 : PAIRS + pair;
         return {cos[first], sin[first], cos[second], sin[second]};
@@ -37,20 +37,18 @@ struct Angles {
 
 struct TablePair { const Table *cos, *sin; TableStrides cos_stride, sin_stride; };
 
-__device__ __forceinline__ int pair_of(int column) {
+DEVICE int pair_of(int column) {
     return !FULL_WIDTH ? column : INTERLEAVED ? column / 2 : column % (ROTARY_DIM / 2);
 }
 
 // Pairs from an entry of a run to a later one.
-__device__ __forceinline__ constexpr int pairs_in(int entries) {
+DEVICE constexpr int pairs_in(int entries) {
     return FULL_WIDTH && INTERLEAVED ? entries / 2 : entries;
 }
 
 // A table that the heads share is much smaller than q and k, and every layer reads it, so it is kept in L2
 // (1.036 -> 1.024 x a copy on an H100, out of place). A table with entries for each head is as large as q.
-__device__ __forceinline__ void load_table(
-    Real* out, const Table* table, const TableStrides& stride, const Row& row, int head, int lane
-) {
+DEVICE void load_table(Real* out, const Table* table, const TableStrides& stride, const Row& row, int head, int lane) {
     if constexpr (!ONE_ROW) table += stride.batch.step(row.batch);
     if constexpr (PER_HEAD) table += stride.head.step(head);
     // The table is the first or the second of two neighbours. An access starts at the first, which is aligned.
@@ -78,9 +76,7 @@ __device__ __forceinline__ void load_table(
 }
 
 // Asks L2 for a lane's entries.
-__device__ __forceinline__ void ask_for_table(
-    const Table* table, const TableStrides& stride, const Row& row, int lane
-) {
+DEVICE void ask_for_table(const Table* table, const TableStrides& stride, const Row& row, int lane) {
 #if defined(__CUDA_ARCH__)
     if constexpr (!ONE_ROW) table += stride.batch.step(row.batch);
     constexpr int SECTOR = 32 / sizeof(Table) / TABLE_STEP;
@@ -94,7 +90,7 @@ __device__ __forceinline__ void ask_for_table(
 }
 
 // Makes a rotation its transpose: each sine is negated, and belongs to the partner.
-__device__ __forceinline__ void turn_back(Angles& a) {
+DEVICE void turn_back(Angles& a) {
     Real sin[ENTRIES];
     #pragma unroll
     for (int i = 0; i < ENTRIES; ++i) sin[i] = -a.sin[!FULL_WIDTH ? i : INTERLEAVED ? i ^ 1 : (i + PAIRS) % ENTRIES];
@@ -103,7 +99,7 @@ __device__ __forceinline__ void turn_back(Angles& a) {
 }
 
 // A token whose row is outside the tables gets NaN, not wrong numbers.
-__device__ __forceinline__ Angles load_angles(const TablePair& t, const Row& row, bool outside, int head, int lane) {
+DEVICE Angles load_angles(const TablePair& t, const Row& row, bool outside, int head, int lane) {
     Angles a;
     if (outside) {
         #pragma unroll
@@ -115,7 +111,7 @@ __device__ __forceinline__ Angles load_angles(const TablePair& t, const Row& row
     if (SHIFTS && row.row[0] < 0) turn_back(a);
     return a;
 }
-__device__ __forceinline__ Angles load_angles(const Params& p, const Row& row, int head, int lane) {
+DEVICE Angles load_angles(const Params& p, const Row& row, int head, int lane) {
     const TablePair t = {p.cos, p.sin, p.cos_stride, p.sin_stride};
     Angles a = load_angles(t, row, outside(p, row), head, lane);
     if constexpr (FREQS) {
@@ -130,12 +126,12 @@ __device__ __forceinline__ Angles load_angles(const Params& p, const Row& row, i
 }
 
 // Asks L2 for what `load_angles` will load.
-__device__ __forceinline__ void ask_for_angles(const TablePair& t, const Row& row, int lane) {
+DEVICE void ask_for_angles(const TablePair& t, const Row& row, int lane) {
     if (PER_HEAD || lane >= ROTARY_LANES) return;
     ask_for_table(t.cos, t.cos_stride, row, lane);
     if constexpr (!FREQS) ask_for_table(t.sin, t.sin_stride, row, lane);
 }
-__device__ __forceinline__ void ask_for_angles(const Params& p, const Row& row, int lane) {
+DEVICE void ask_for_angles(const Params& p, const Row& row, int lane) {
     if (row.spare || is_unrotated(row) || outside(p, row)) return;
     ask_for_angles({p.cos, p.sin, p.cos_stride, p.sin_stride}, row, lane);
 }
@@ -148,7 +144,7 @@ template <bool MEMBERS_DIFFER>
 struct Staged {
     const float* first;                                  // the lane's first pair
 
-    __device__ __forceinline__ Turn of(int pair) const {
+    DEVICE Turn of(int pair) const {
         const int index = pair / PAIR_RUN * (ROTARY_DIM / 4) + pair % PAIR_RUN;
         const int aligned = index * 2 / STAGE_VEC * STAGE_VEC;
         const Vec<float, STAGE_VEC> v = load<float, STAGE_VEC>(first + aligned);
@@ -159,7 +155,7 @@ struct Staged {
     }
 };
 
-__device__ __forceinline__ float entry(const Table* row, const TableStrides& stride, int column) {
+DEVICE float entry(const Table* row, const TableStrides& stride, int column) {
     row += TABLE_VEC == 1 ? stride.dim.step(column) : column * TABLE_STEP;
     return to_float(load_kept<Table, 1>(row).item[0]);
 }
@@ -169,7 +165,7 @@ struct Entries {
     float cos0, sin0, cos1, sin1;
 
     // Stages the pair. Returns whether its members differ; in a full-width table they rarely do.
-    __device__ __forceinline__ bool store(const Params& p, float* out) const {
+    DEVICE bool store(const Params& p, float* out) const {
         const bool differ =
             __float_as_uint(cos1) != __float_as_uint(cos0) || __float_as_uint(sin1) != __float_as_uint(sin0);
         write_turn(p, cos0, sin0, out);
@@ -181,7 +177,7 @@ struct Entries {
     }
 };
 
-__device__ __forceinline__ Entries entries_of(const Params& p, const Row& row, int pair) {
+DEVICE Entries entries_of(const Params& p, const Row& row, int pair) {
     const Stride pair_row = row_of_pair(row, pair);
     const Table* cos = p.cos + p.cos_stride.batch.step(row.batch) + row_offset(pair_row, p.cos_stride);
     const Table* sin = p.sin + p.sin_stride.batch.step(row.batch) + row_offset(pair_row, p.sin_stride);
@@ -197,7 +193,7 @@ __device__ __forceinline__ Entries entries_of(const Params& p, const Row& row, i
 
 // Stages the pairs of every token of the block: each entry is loaded once, and each sine and cosine computed once.
 // Returns whether the members of any pair of this thread differ.
-__device__ __forceinline__ bool stage(const Params& p, const Row* rows, float* staged) {
+DEVICE bool stage(const Params& p, const Row* rows, float* staged) {
     bool members_differ = false;
     for (int i = threadIdx.x; i < TOKENS_PER_BLOCK * (ROTARY_DIM / 2); i += THREADS) {
         const int slot = i / (ROTARY_DIM / 2), pair = i % (ROTARY_DIM / 2);

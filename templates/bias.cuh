@@ -1,8 +1,6 @@
 // bias: a projection's bias is added to a lane's part of a head as it was read, and the sums are rounded to T.
 struct Bias {
-    static __device__ __forceinline__ void apply(
-        const Params& p, const Head& head, int dim, bool rotary, int accesses, Chunks& chunks
-    ) {
+    static DEVICE void apply(const Params& p, const Head& head, int dim, bool rotary, int accesses, Chunks& chunks) {
         const Lane<const T> bias = head.in(head.of(p.added), p.added_stride, {}, dim);
         #pragma unroll
         for (int n = 0; n < ACCESSES; ++n) {

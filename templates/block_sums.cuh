@@ -6,7 +6,7 @@
 constexpr int FAN_IN = 16;
 
 // Whether this is the last of `blocks` blocks to call this with `counter`. The last one sees the writes of all.
-__device__ __forceinline__ bool is_last(unsigned int* counter, unsigned int blocks) {
+DEVICE bool is_last(unsigned int* counter, unsigned int blocks) {
     __shared__ bool last;
     __threadfence();
     __syncthreads();
@@ -18,7 +18,7 @@ __device__ __forceinline__ bool is_last(unsigned int* counter, unsigned int bloc
 
 // Stores the sum of `count` rows of `width` floats that are `step` floats apart.
 template <int N, typename Result>
-__device__ __forceinline__ void add_rows(const float* rows, int count, long long step, int width, Result* out) {
+DEVICE void add_rows(const float* rows, int count, long long step, int width, Result* out) {
     for (int i = threadIdx.x * N; i < width; i += THREADS * N) {
         float sum[N] = {};
         for (int first = 0; first < count; first += FAN_IN) {

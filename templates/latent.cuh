@@ -2,12 +2,12 @@
 
 // Whether a lane stores its part of a head as of q and k elsewhere. A head of v is copied by all lanes. SUMS: the
 // rotary lanes store the sum over k's heads, and the others store the rest of each head.
-__device__ __forceinline__ bool stores(const Head& head, bool rotary) {
+DEVICE bool stores(const Head& head, bool rotary) {
     return !head.is_v && (!SUMS || head.is_q || rotary == (head.index < 0));
 }
 
 // Loads a lane's first accesses of a head of v, which has V_DIM elements.
-__device__ __forceinline__ Chunks load_value(const Params& p, const Head& head, const Place& place, int lane) {
+DEVICE Chunks load_value(const Params& p, const Head& head, const Place& place, int lane) {
     Chunks chunks = {};
     #pragma unroll
     for (int n = 0; n < ACCESSES; ++n) {
@@ -18,7 +18,7 @@ __device__ __forceinline__ Chunks load_value(const Params& p, const Head& head, 
 }
 
 // Stores them, and copies the lane's other accesses. CONVERT_V: divided by v's scale.
-__device__ __forceinline__ void copy_value(
+DEVICE void copy_value(
     const Params& p, const Head& head, const Place& place, const Row& row, int lane, const Chunks& chunks
 ) {
     const float factor = CONVERT_V ? __frcp_rn(scale_of(p, head, row)) : 1.0f;
@@ -40,7 +40,7 @@ __device__ __forceinline__ void copy_value(
 
 // Sums the rotated elements of a token over all heads of k, in fp32 and in their order. All threads of the block load
 // a part of several heads at once.
-__device__ __forceinline__ void sum_heads(const Params& p, const Place& place, float* sums) {
+DEVICE void sum_heads(const Params& p, const Place& place, float* sums) {
     constexpr int EACH = ROTARY_DIM / VEC;               // accesses of a head
     constexpr int AT_ONCE = 16384 / static_cast<int>(ROTARY_DIM * sizeof(T));
     __shared__ Vec<T, VEC> parts[AT_ONCE * EACH];

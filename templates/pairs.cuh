@@ -2,7 +2,7 @@
 // lanes and the sums of a call that keeps its pairs. x: the lane's part, from `dim` on; has: it is of q or k. All
 // threads of a team call this.
 template <bool TO_PAIRS>
-__device__ __forceinline__ void reorder(float (&x)[ELEMENTS], int dim, bool rotary, bool has) {
+DEVICE void reorder(Elements& x, int dim, bool rotary, bool has) {
     constexpr int HALF = ROTARY_DIM / 2;
     float* head = shared_head();
     const auto place_of = [&](int i) { return dim - ROTARY_OFFSET + dims_to(i / VEC, INTERLEAVED) + i % VEC; };
@@ -20,17 +20,15 @@ __device__ __forceinline__ void reorder(float (&x)[ELEMENTS], int dim, bool rota
 
 struct Reorder {
     static constexpr bool WHOLE = true;
-    __device__ __forceinline__ void apply(
-        const Part& part, const Own& own, float (&x)[ELEMENTS], Chunks& chunks
-    ) const {
-        reorder<INTERLEAVED_OUT>(x, part.dim, part.rotary, own.here && !own.head.is_v);
+    DEVICE void apply(const Own& own, Elements& x, Chunks& chunks) const {
+        reorder<INTERLEAVED_OUT>(x, own.part.dim, own.part.rotary, own.here && !own.head.is_v);
         if (STORES_T && !own.head.is_v) pack_head(x, chunks);
     }
     // The output's gradient.
-    __device__ __forceinline__ void back(const Part& part, const Own& own, Chunks& chunks) const {
-        float g[ELEMENTS];
+    DEVICE void back(const Own& own, Chunks& chunks) const {
+        Elements g;
         unpack_head(chunks, g);
-        reorder<INTERLEAVED>(g, part.dim, part.rotary, own.here && !(V_NORM && own.head.is_v));
+        reorder<INTERLEAVED>(g, own.part.dim, own.part.rotary, own.here && !(V_NORM && own.head.is_v));
         pack_head(g, chunks);
     }
 };

@@ -1,13 +1,16 @@
 // What a stage is given: a thread's part of a token, and one of its heads.
 
+struct Part;
+
 // A head of a part. here: the thread has it. turns: it is rotated.
 struct Own {
+    const Part& part;
     int s;
     Head head;
     bool here, turns;
 
     // The row of a norm that it is in, among the thread's.
-    __device__ __forceinline__ int row() const { return ACROSS_HEADS ? 0 : s; }
+    DEVICE int row() const { return ACROSS_HEADS ? 0 : s; }
 };
 
 // A lane of heads first, first + STRIDE, ... before last, if the thread `works`.
@@ -17,11 +20,11 @@ struct Job {
     int first, last;
     bool works;
 
-    __device__ __forceinline__ bool has(int s) const { return works && first + s * STRIDE < last; }
+    DEVICE bool has(int s) const { return works && first + s * STRIDE < last; }
 };
 
 // Head s of a thread, whose first one is `nearest`, number `first` of the token.
-__device__ __forceinline__ Head head_of(const Params& p, const Head& nearest, int first, int s) {
+DEVICE Head head_of(const Params& p, const Head& nearest, int first, int s) {
     if constexpr (EACH_HEAD) return Head(p, first + s * STRIDE);
     return Head(nearest, s * STRIDE);
 }
@@ -38,7 +41,7 @@ struct Part {
     bool second;                                         // of the second stream
     Head nearest;
 
-    __device__ __forceinline__ Part(const Params& p, const Job& given, int thread)
+    DEVICE Part(const Params& p, const Job& given, int thread)
         : place(given.place), row(given.row), begin(given.first), end(given.last), works(given.works),
           stays(PACKED && IN_PLACE && row.spare),
           rotary(COPY_LANES == 0 || thread < ROTARY_LANES), turning(rotary && !stays && !is_unrotated(row)),
@@ -49,7 +52,7 @@ struct Part {
         heads = works ? end - begin : 0;
     }
 
-    __device__ __forceinline__ Head head(const Params& p, int s) const {
+    DEVICE Head head(const Params& p, int s) const {
         if constexpr (!CLAMPED) return head_of(p, nearest, begin, s);
         if constexpr (EACH_HEAD) return Head(p, min(begin + s * STRIDE, end - 1));
         return Head(nearest, max(0, min(s * STRIDE, end - 1 - begin)));
@@ -57,25 +60,25 @@ struct Part {
 
     // Counting takes HunyuanDiT's LayerNorm 1.68 -> 1.60 x a copy on an H200; in rows across heads and with computed
     // scales it would spill or take up to 8 % more instructions.
-    __device__ __forceinline__ bool has(int s) const {
+    DEVICE bool has(int s) const {
         return ACROSS_HEADS || DYNAMIC ? works && begin + s * STRIDE < end : s < heads;
     }
 
     // Calls `work` for each of the thread's heads. ALL: also where it has none, because threads exchange elements. In a
     // tile, an idle thread works on the same head as another one.
     template <bool ALL = true, typename Work>
-    __device__ __forceinline__ void each(const Params& p, const Work& work) const {
+    DEVICE void each(const Params& p, const Work& work) const {
         #pragma unroll
         for (int s = 0; s < STEPS; ++s) {
             const bool here = has(s);
             if (!ALL && !CLAMPED && !here) continue;
             const Head own = head(p, s);
-            work(Own{s, own, here, (!ALL || here) && turning && !own.is_v});
+            work(Own{*this, s, own, here, (!ALL || here) && turning && !own.is_v});
         }
     }
 
     // Whether a head of it is more than copied.
-    __device__ __forceinline__ bool changes(const Head& head) const {
+    DEVICE bool changes(const Head& head) const {
         return !stays && ((V_NORM && !head.is_gate()) || !head.is_v);
     }
 };

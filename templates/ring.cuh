@@ -5,7 +5,7 @@
 
 // Begins to copy an access of 8 or 16 bytes. Before sm_80 it is copied at once.
 template <typename Element, int N>
-__device__ __forceinline__ void begin_copy(Vec<Element, N>* to, const Element* from) {
+DEVICE void begin_copy(Vec<Element, N>* to, const Element* from) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     const unsigned int address = static_cast<unsigned int>(__cvta_generic_to_shared(to));
     if constexpr (sizeof(Element) * N == 16)
@@ -19,7 +19,7 @@ __device__ __forceinline__ void begin_copy(Vec<Element, N>* to, const Element* f
 }
 
 // Waits until all copies of the thread are there.
-__device__ __forceinline__ void wait_for_copies() {
+DEVICE void wait_for_copies() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
@@ -29,7 +29,7 @@ __device__ __forceinline__ void wait_for_copies() {
 constexpr bool EARLY_ROWS = RING && (POSITION_IDS || PACKED);
 
 // Where a token of a walk lies. Most calls have one batch row, and then nothing is divided.
-__device__ __forceinline__ Place place_in_walk(const Params& p, unsigned int index) {
+DEVICE Place place_in_walk(const Params& p, unsigned int index) {
     if (RING && p.batch == 1) return {0, static_cast<int>(index)};
     return place_of(p, index);
 }
@@ -40,7 +40,7 @@ struct Slots {
     Vec<T, VEC> (*slots)[THREADS];                       // COUNT of them, in shared memory
 
     // Begins to copy a lane's part of a head to the slots from `first` on.
-    __device__ __forceinline__ void fill(int first, const Lane<const T>& head, int lane, bool interleaved) const {
+    DEVICE void fill(int first, const Lane<const T>& head, int lane, bool interleaved) const {
         const bool rotary = COPY_LANES == 0 || lane < ROTARY_LANES;
         #pragma unroll
         for (int n = 0; n < ACCESSES; ++n)
@@ -49,7 +49,7 @@ struct Slots {
     }
 
     // The first `accesses` of them, and zeros.
-    __device__ __forceinline__ Chunks take(int first, int accesses) const {
+    DEVICE Chunks take(int first, int accesses) const {
         Chunks chunks = {};
         #pragma unroll
         for (int n = 0; n < ACCESSES; ++n)
@@ -70,18 +70,18 @@ struct Track {
     Axis batch, token, group, dim;
 
     Track() = default;
-    __device__ __forceinline__ Track(const Lane<Element>& lane, const Strides& strides)
+    DEVICE Track(const Lane<Element>& lane, const Strides& strides)
         : first(reinterpret_cast<unsigned long long>(lane.first)), batch(bytes(strides.batch)),
           token(bytes(strides.token)), group(bytes(strides.group)), dim(lane.dim) {
 #if defined(__CUDA_ARCH__)
         asm volatile("" : "+l"(first));                  // otherwise it is found again for each token
 #endif
     }
-    static __device__ __forceinline__ Axis bytes(const Axis& axis) {
+    static DEVICE Axis bytes(const Axis& axis) {
         return {axis.stride * static_cast<Stride>(sizeof(Element))};
     }
     // At a token; EVEN: of the head `heads` further on.
-    __device__ __forceinline__ Lane<Element> at(const Place& place, int heads) const {
+    DEVICE Lane<Element> at(const Place& place, int heads) const {
         unsigned long long address = token.step(place.token) + (first + group.step(heads));
         if constexpr (!ONE_ROW) address += batch.step(place.batch);
         return {reinterpret_cast<Element*>(address), dim};

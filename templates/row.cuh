@@ -20,7 +20,7 @@ constexpr int ROW_WARPS = (ROW_THREADS + 31) / 32;
 static_assert(ROW_THREADS <= 32 || (ROW_THREADS % 32 == 0 && THREADS % ROW_THREADS == 0), "a row is whole warps");
 
 // Whether a head of q or k is not normalised, beside one that is.
-__device__ __forceinline__ bool is_plain(const Head& head) {
+DEVICE bool is_plain(const Head& head) {
     return !NORM_BOTH && !head.is_v && !(head.is_q ? NORM_Q : NORM_K);
 }
 
@@ -28,7 +28,7 @@ __device__ __forceinline__ bool is_plain(const Head& head) {
 struct SharedAngles { const float* first; bool members_differ; };
 
 template <bool BACK = INVERSE>
-__device__ __forceinline__ void turn(const float* x, float* y, const SharedAngles& angles) {
+DEVICE void turn(const float* x, float* y, const SharedAngles& angles) {
     if (FULL_WIDTH && angles.members_differ) turn<BACK>(x, y, Staged<FULL_WIDTH>{angles.first});
     else turn<BACK>(x, y, Staged<false>{angles.first});
 }
@@ -39,12 +39,12 @@ template <> struct Turns<true> { using Of = SharedAngles; };
 using Turned = Turns<SHARES_ANGLES>::Of;
 
 // Finds the angles of a head, or of all heads, for a lane that `turns`.
-__device__ __forceinline__ void find_angles(
+DEVICE void find_angles(
     const Params& p, const Place& place, const Row& row, int head, int lane, bool turns, Angles& angles
 ) {
     if (turns) angles = angles_of(p, place, row, head, lane);
 }
-__device__ __forceinline__ void find_angles(
+DEVICE void find_angles(
     const Params&, const Place&, const Row&, int, int, bool, SharedAngles&
 ) {}                                                     // staged already
 
@@ -59,36 +59,36 @@ struct Stage {
     Entries next = {};
 
     // A thread of token `slot` of the block.
-    __device__ __forceinline__ Stage(float (*places)[FLOATS], int slot)
+    DEVICE Stage(float (*places)[FLOATS], int slot)
         : places(places), offset(min(slot, TOKENS_PER_BLOCK - 1) * STAGE_FLOATS),
           pair(slot < TOKENS_PER_BLOCK ? threadIdx.x % (HEADS_PER_BLOCK * TEAM) : ROTARY_DIM) {}
 
     // Begins to load the next token's.
-    __device__ __forceinline__ void load(const Params& p, const Row& row) {
+    DEVICE void load(const Params& p, const Row& row) {
         if (SHARES_ANGLES && pair < ROTARY_DIM / 2) next = entries_of(p, row, pair);
     }
-    __device__ __forceinline__ void store(const Params& p) {
+    DEVICE void store(const Params& p) {
         if (SHARES_ANGLES && pair < ROTARY_DIM / 2)
             members_differ = next.store(p, places[second] + offset + 2 * pair);
     }
     // Those that were stored last become this token's. All threads of the block call this.
-    __device__ __forceinline__ void take(int lane, SharedAngles& angles) {
+    DEVICE void take(int lane, SharedAngles& angles) {
         const bool differ = __syncthreads_or(members_differ);
         angles = {places[second] + offset + 2 * min(lane, ROTARY_LANES - 1) * PAIR_RUN, differ};
         second = !second;
     }
-    __device__ __forceinline__ void take(int, Angles&) {}
+    DEVICE void take(int, Angles&) {}
 };
 
 // ---- threads that exchange elements ------------------------------------------------------------
 
-__device__ __forceinline__ void sync_team() {
+DEVICE void sync_team() {
     if constexpr (TEAM <= 32) __syncwarp();
     else __syncthreads();
 }
 
 // Room for a team's head.
-__device__ __forceinline__ float* shared_head() {
+DEVICE float* shared_head() {
     __shared__ float heads[THREADS / TEAM][HEAD_DIM];
     return heads[threadIdx.x / TEAM];
 }
@@ -97,7 +97,7 @@ __device__ __forceinline__ float* shared_head() {
 
 // Sums COUNT numbers, each over the threads of a row. Every thread of the row gets the sums.
 template <int COUNT>
-__device__ __forceinline__ void row_sum(float (&sum)[COUNT]) {
+DEVICE void row_sum(float (&sum)[COUNT]) {
     #pragma unroll
     for (int step = (ROW_THREADS < 32 ? ROW_THREADS : 32) / 2; step > 0; step /= 2)
         #pragma unroll
@@ -116,25 +116,25 @@ __device__ __forceinline__ void row_sum(float (&sum)[COUNT]) {
     }
 }
 
-__device__ __forceinline__ float elements_of_row(const Head& head) {
+DEVICE float elements_of_row(const Head& head) {
     return ACROSS_HEADS ? HEAD_DIM * static_cast<float>(head.tensor ? K_HEADS : Q_HEADS) : HEAD_DIM;
 }
 
 // Adds a lane's part of a head to a row's sum.
-__device__ __forceinline__ void add_up(const float* x, float& sum) {
+DEVICE void add_up(const float* x, float& sum) {
     #pragma unroll
     for (int i = 0; i < ELEMENTS; ++i) sum = __fadd_rn(sum, x[i]);
 }
 
 // Subtracts the mean of a row from a lane's part of a head, which has `count` elements. The others are zeros.
-__device__ __forceinline__ void subtract(float mean, int count, float* x) {
+DEVICE void subtract(float mean, int count, float* x) {
     #pragma unroll
     for (int i = 0; i < ELEMENTS; ++i) x[i] = i < count ? __fadd_rn(x[i], -mean) : 0.0f;
 }
 
 // 1 / sqrt(mean + eps) of a row's sum of squares, as torch's rms_norm or its mean computes it. For a power of two
 // both are the same.
-__device__ __forceinline__ float scale_of_row(const Params& p, float sum, const Head& head) {
+DEVICE float scale_of_row(const Params& p, float sum, const Head& head) {
     constexpr bool exact = !ACROSS_HEADS && (HEAD_DIM & (HEAD_DIM - 1)) == 0;
     const float count = elements_of_row(head), part = ACROSS_HEADS ? __frcp_rn(count) : 1.0f / HEAD_DIM;
     const float mean = exact || NORM_ROUNDING == TWICE ? __fmul_rn(sum, part) : __fdiv_rn(sum, count);

@@ -2,18 +2,18 @@
 struct Scale {
     float factor;
 
-    __device__ __forceinline__ Scale(const Params& p, const Place& place) {
+    DEVICE Scale(const Params& p, const Place& place) {
         const float* found = p.q_factor + p.factor_stride.token.step(place.token);
         if constexpr (!ONE_ROW) found += p.factor_stride.batch.step(place.batch);
         factor = *found;
     }
-    __device__ __forceinline__ void apply(const Head& head, float (&y)[ELEMENTS]) const {
+    DEVICE void apply(const Head& head, Elements& y) const {
         #pragma unroll
         for (int i = 0; i < ELEMENTS && head.is_q; ++i)
             y[i] = __fmul_rn(ROUNDING == DTYPE ? rounded(y[i]) : y[i], factor);
     }
     // Of the output's gradient. Without a branch it takes fewer registers.
-    __device__ __forceinline__ void back(const Head& head, float (&g)[ELEMENTS]) const {
+    DEVICE void back(const Head& head, Elements& g) const {
         const float own = head.is_q ? factor : 1.0f;
         #pragma unroll
         for (int i = 0; i < ELEMENTS; ++i) g[i] = __fmul_rn(g[i], own);

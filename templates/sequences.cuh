@@ -9,19 +9,19 @@
 
 // Counts those of the first `offset` tokens of the batch that are in chunk number `chunk` of their sequences.
 template <typename Index>
-__device__ __forceinline__ long long chunk_count(Index offset, int chunk, int chunks) {
+DEVICE long long chunk_count(Index offset, int chunk, int chunks) {
     return static_cast<long long>(offset / chunks) + (static_cast<int>(offset % chunks) > chunk);
 }
 
 // Counts those of the first `offset` tokens of the batch that are in the chunks before `chunk`.
 template <typename Index>
-__device__ __forceinline__ long long chunk_before(Index offset, int chunk, int chunks) {
+DEVICE long long chunk_before(Index offset, int chunk, int chunks) {
     return static_cast<long long>(offset / chunks) * chunk + min(static_cast<int>(offset % chunks), chunk);
 }
 
 // Counts those of the first `offset` tokens of the batch that a rank has.
 template <typename Index>
-__device__ __forceinline__ long long local_offset(Index offset, int cp_size, int chunks, int cp_rank) {
+DEVICE long long local_offset(Index offset, int cp_size, int chunks, int cp_rank) {
     if (chunks == 1) return offset;
     const long long head = chunk_count(offset, cp_rank, chunks);
     return chunks == cp_size ? head : head + chunk_count(offset, chunks - 1 - cp_rank, chunks);
@@ -29,7 +29,7 @@ __device__ __forceinline__ long long local_offset(Index offset, int cp_size, int
 
 // The least offset whose local offset is past a rank's `token`. Chunk c grows at c + 1, chunks + c + 1, ..., so the
 // two chunks of a rank grow in turn.
-__device__ __forceinline__ long long offset_past(long long token, int cp_size, int chunks, int cp_rank) {
+DEVICE long long offset_past(long long token, int cp_size, int chunks, int cp_rank) {
     if (chunks == cp_size) return token * chunks + cp_rank + 1;
     return (token >> 1) * chunks + (token & 1 ? chunks - cp_rank : cp_rank + 1);
 }
@@ -38,7 +38,7 @@ __device__ __forceinline__ long long offset_past(long long token, int cp_size, i
 // the sequence of a rank's token, and no probe divides: local_offset(end) <= token means end < offset_past(token). The
 // lanes of a warp search together: 32 probes a step, so a million sequences take four steps.
 template <typename Index>
-__device__ __forceinline__ long long find_sequence(const Index* cu_seqlens, long long count, long long target) {
+DEVICE long long find_sequence(const Index* cu_seqlens, long long count, long long target) {
     const int lane = threadIdx.x % 32;
     long long low = 0, high = count;                 // the answer is in [low, high]
     while (low < high) {
@@ -54,9 +54,7 @@ __device__ __forceinline__ long long find_sequence(const Index* cu_seqlens, long
 
 // The same search by one thread alone, between two sequences.
 template <typename Index>
-__device__ __forceinline__ long long find_between(
-    const Index* cu_seqlens, long long low, long long high, long long target
-) {
+DEVICE long long find_between(const Index* cu_seqlens, long long low, long long high, long long target) {
     while (low < high) {
         const long long middle = (low + high) >> 1;
         if (static_cast<long long>(cu_seqlens[middle + 1]) < target) low = middle + 1;
@@ -67,9 +65,7 @@ __device__ __forceinline__ long long find_between(
 
 // The position of the i-th token that a rank has of a sequence, which is the tokens [first, end) of the batch.
 template <typename Index>
-__device__ __forceinline__ long long position_of(
-    long long i, Index first, Index end, int cp_size, int chunks, int cp_rank
-) {
+DEVICE long long position_of(long long i, Index first, Index end, int cp_size, int chunks, int cp_rank) {
     if (chunks == 1) return i;
     if (chunks == cp_size) return chunk_before(end, cp_rank, chunks) - chunk_before(first, cp_rank, chunks) + i;
     const long long head = chunk_count(end, cp_rank, chunks) - chunk_count(first, cp_rank, chunks);
@@ -78,7 +74,7 @@ __device__ __forceinline__ long long position_of(
 }
 
 // The same for a sequence that is not packed, with equal chunks. A rank has n tokens of it; n is even.
-__device__ __forceinline__ long long position_in_equal_chunks(long long i, long long n, int cp_size, int cp_rank) {
+DEVICE long long position_in_equal_chunks(long long i, long long n, int cp_size, int cp_rank) {
     if (cp_size == 1) return i;
     const long long half = n / 2;
     return i + (i < half ? cp_rank : 2 * cp_size - 2 - cp_rank) * half;

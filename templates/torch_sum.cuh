@@ -39,7 +39,7 @@ struct Squares {
     float leaf[ROWS][CHUNKS][LEAVES] = {};
 
     // Adds the squares of a lane's part of a head.
-    __device__ __forceinline__ void add(int row, const float* x) {
+    DEVICE void add(int row, const float* x) {
         float (&sums)[CHUNKS][LEAVES] = leaf[row];
         if constexpr (!AS_TORCH) {
             for (int i = 0; i < ELEMENTS; ++i) sums[0][0] = __fmaf_rn(x[i], x[i], sums[0][0]);
@@ -57,7 +57,7 @@ struct Squares {
     }
 
     // Computes the sums of the rows in every thread of a row.
-    __device__ __forceinline__ void of_rows(float (&sum)[ROWS]) {
+    DEVICE void of_rows(float (&sum)[ROWS]) {
         if constexpr (AS_TORCH) {
             int chunks = CHUNKS_FIRST ? 1 : 2, leaves = LEAVES;     // not yet added up
             #pragma unroll
@@ -76,7 +76,7 @@ struct Squares {
 
     // Adds to each leaf the leaf whose number differs in `bit`. That leaf is in the lane's other chunk, in the same
     // chunk, or in the thread `step` lanes away.
-    __device__ __forceinline__ void add_across(int bit, int chunks, int leaves) {
+    DEVICE void add_across(int bit, int chunks, int leaves) {
         const int step = bit < LANE_BIT || bit == CHUNK_BIT ? 0
             : bit < CHUNK_BIT ? 1 << (bit - LANE_BIT)
             : bit < HEAD_BIT ? ROTARY_LANES << (bit - CHUNK_BIT - 1) : TEAM << (bit - HEAD_BIT);

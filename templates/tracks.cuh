@@ -11,7 +11,7 @@ struct Tracks {
     Track<T> outputs[COUNT];
 
     // A lane of the heads from `first` on.
-    __device__ __forceinline__ Tracks(const Params& p, int first, int lane) {
+    DEVICE Tracks(const Params& p, int first, int lane) {
         if constexpr (!TRACKED) return;
         const int dim = first_dim(lane, INTERLEAVED);
         const Head nearest(p, first);                    // the others are in the same tensor
@@ -23,14 +23,10 @@ struct Tracks {
         }
     }
     // Head s of them at a token.
-    __device__ __forceinline__ Lane<const T> source(
-        const Params& p, int s, const Head& head, const Place& place, int dim
-    ) const {
+    DEVICE Lane<const T> source(const Params& p, int s, const Head& head, const Place& place, int dim) const {
         return TRACKED ? sources[s % COUNT].at(place, EVEN ? s : 0) : source_of(p, head, place, dim);
     }
-    __device__ __forceinline__ Lane<T> output(
-        const Params& p, int s, const Head& head, const Place& place, int dim
-    ) const {
+    DEVICE Lane<T> output(const Params& p, int s, const Head& head, const Place& place, int dim) const {
         return TRACKED ? outputs[s % COUNT].at(place, EVEN ? s : 0) : head.output<T>(p, place, dim);
     }
 };

@@ -8,7 +8,7 @@ constexpr bool IN_ORDER = TEAM <= 32 && TEAM == LANES && (REST == 0 || ALIKE);
 
 // Sums and differences of elements 1, 2, 4, ... apart.
 template <int COUNT>
-__device__ __forceinline__ void add_neighbours(float* x) {
+DEVICE void add_neighbours(float* x) {
     #pragma unroll
     for (int step = 1; step < COUNT; step *= 2)
         #pragma unroll
@@ -21,7 +21,7 @@ __device__ __forceinline__ void add_neighbours(float* x) {
 
 // The same for the elements of threads `begin`, 2 begin, ... apart, before `end`.
 template <int COUNT>
-__device__ __forceinline__ void add_threads(float* x, int begin, int end) {
+DEVICE void add_threads(float* x, int begin, int end) {
     #pragma unroll
     for (int step = begin; step < end; step *= 2) {
         const float sign = threadIdx.x & step ? -1.0f : 1.0f;
@@ -36,62 +36,55 @@ __device__ constexpr float inverse_root(int n) {
 }
 
 // Multiplies a head by the orthogonal Hadamard matrix in Sylvester's order, from the lowest bit of an element's number
-// to the highest. x: the lane's part of the head, `count` elements from `dim` on; has: the thread has a part; wanted:
-// the head is transformed.
-__device__ __forceinline__ void transform(
-    float (&x)[ELEMENTS], int dim, int count, bool rotary, bool has, bool wanted
-) {
-    float y[ELEMENTS];
-    #pragma unroll
-    for (int i = 0; i < ELEMENTS; ++i) y[i] = x[i];
-    if constexpr (IN_ORDER) {
-        #pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) add_neighbours<CHUNK>(y + c * CHUNK);
-        add_threads<ELEMENTS>(y, 1, ROTARY_LANES);
-        #pragma unroll
-        for (int i = 0; i < CHUNK && CHUNKS == 2; ++i) {
-            const float a = y[i], b = y[(i + CHUNK) % ELEMENTS];
-            y[i] = __fadd_rn(a, b), y[(i + CHUNK) % ELEMENTS] = __fadd_rn(a, -b);
-        }
-        add_threads<ELEMENTS>(y, ROTARY_LANES, TEAM);
-    } else {
-        const int thread = threadIdx.x % TEAM;
-        float* head = shared_head();
-        #pragma unroll
-        for (int i = 0; i < ELEMENTS; ++i)
-            if (has && wanted && i < count)
-                head[dim + dims_to(i / VEC, INTERLEAVED_OUT, rotary) + i % VEC] = y[i];
-        sync_team();
-        if (thread < WIDTH) {
-            const bool uses = USED == WIDTH || thread < USED;
-            float own[SPAN] = {};
-            #pragma unroll
-            for (int i = 0; i < SPAN; ++i)
-                if (uses) own[i] = head[thread * SPAN + i];
-            add_neighbours<SPAN>(own);
-            add_threads<SPAN>(own, 1, USED);
-            #pragma unroll
-            for (int i = 0; i < SPAN; ++i)
-                if (uses) head[thread * SPAN + i] = own[i];
-        }
-        sync_team();
-        #pragma unroll
-        for (int i = 0; i < ELEMENTS; ++i)
-            if (has && wanted && i < count)
-                y[i] = head[dim + dims_to(i / VEC, INTERLEAVED_OUT, rotary) + i % VEC];
-        sync_team();                                     // the next head may be written
-    }
-    #pragma unroll
-    for (int i = 0; i < ELEMENTS; ++i)
-        if (wanted) x[i] = __fmul_rn(y[i], inverse_root(HEAD_DIM));
-}
-
+// to the highest.
 struct Transform {
     static constexpr bool WHOLE = true;
-    __device__ __forceinline__ void apply(
-        const Part& part, const Own& own, float (&x)[ELEMENTS], Chunks& chunks
-    ) const {
-        transform(x, part.dim, part.count, part.rotary, own.here, !COPY_V || !own.head.is_v);
+
+    DEVICE void apply(const Own& own, Elements& x, Chunks& chunks) const {
+        const Part& part = own.part;
+        const bool wanted = !COPY_V || !own.head.is_v, has = own.here && wanted;
+        Elements y;
+        #pragma unroll
+        for (int i = 0; i < ELEMENTS; ++i) y[i] = x[i];
+        if constexpr (IN_ORDER) {
+            #pragma unroll
+            for (int c = 0; c < CHUNKS; ++c) add_neighbours<CHUNK>(y + c * CHUNK);
+            add_threads<ELEMENTS>(y, 1, ROTARY_LANES);
+            #pragma unroll
+            for (int i = 0; i < CHUNK && CHUNKS == 2; ++i) {
+                const float a = y[i], b = y[(i + CHUNK) % ELEMENTS];
+                y[i] = __fadd_rn(a, b), y[(i + CHUNK) % ELEMENTS] = __fadd_rn(a, -b);
+            }
+            add_threads<ELEMENTS>(y, ROTARY_LANES, TEAM);
+        } else {
+            const int thread = threadIdx.x % TEAM;
+            float* head = shared_head();
+            const auto at = [&](int i) { return part.dim + dims_to(i / VEC, INTERLEAVED_OUT, part.rotary) + i % VEC; };
+            #pragma unroll
+            for (int i = 0; i < ELEMENTS; ++i)
+                if (has && i < part.count) head[at(i)] = y[i];
+            sync_team();
+            if (thread < WIDTH) {
+                const bool uses = USED == WIDTH || thread < USED;
+                float some[SPAN] = {};
+                #pragma unroll
+                for (int i = 0; i < SPAN; ++i)
+                    if (uses) some[i] = head[thread * SPAN + i];
+                add_neighbours<SPAN>(some);
+                add_threads<SPAN>(some, 1, USED);
+                #pragma unroll
+                for (int i = 0; i < SPAN; ++i)
+                    if (uses) head[thread * SPAN + i] = some[i];
+            }
+            sync_team();
+            #pragma unroll
+            for (int i = 0; i < ELEMENTS; ++i)
+                if (has && i < part.count) y[i] = head[at(i)];
+            sync_team();                                 // the next head may be written
+        }
+        #pragma unroll
+        for (int i = 0; i < ELEMENTS; ++i)
+            if (wanted) x[i] = __fmul_rn(y[i], inverse_root(HEAD_DIM));
         if constexpr (ROUNDS_FIRST) round_all(x);
         if (STORES_T && !own.head.is_v && !(ADDED_BIAS && part.stays)) pack_head(x, chunks);
     }

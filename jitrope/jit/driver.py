@@ -114,7 +114,7 @@ class Kernel:
     def enqueuer(self, grid: tuple[int, int], block: int, arguments: int) -> Callable[[int], None]:
         """Return a function that enqueues the kernel on a stream. arguments: the address of its one argument, a struct.
 
-        From sm_90 on it uses programmatic dependent launch; the templates wait for earlier kernels (`dependents.cuh`).
+        From sm_90 on it uses programmatic dependent launch; the templates wait for earlier kernels (`device.cuh`).
         """
         overlaps = ctypes.pointer(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1))
         config = _LaunchConfig((*grid, 1), (block, 1, 1), 0, None, overlaps, int(self._may_overlap))

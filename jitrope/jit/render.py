@@ -55,6 +55,18 @@ def mark_lines(text: str, name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _needed_marks(text: str) -> str:
+    """Drop the marks of lines that are left out, and those that say what a compiler has counted."""
+    kept: list[str] = []
+    counted = ""  # what a mark at the next line would say
+    for mark, lines in re.findall(r'^#line (\d+ "\S+")\n((?:(?!#line ).*\n)*)', text, re.MULTILINE):
+        if lines.strip("\n"):
+            kept += [f"#line {mark}\n"] * (mark != counted) + [lines]
+            number, name = mark.split(" ")
+            counted = f"{int(number) + lines.count(chr(10))} {name}"
+    return "".join(kept)
+
+
 def cpp_literal(value: Any) -> Any:
     """A template value as C++: booleans in lower case, integers and names unchanged."""
     if isinstance(value, bool):
@@ -81,7 +93,7 @@ def environment() -> Any:
 def render(spec: Spec) -> Source:
     """The whole CUDA text of a spec with its includes. It begins with a descriptive comment (`head`)."""
     text = environment().get_template(spec.template).render(spec.constants())
-    return Source(head(spec) + text, spec.entry, spec.name)
+    return Source(head(spec) + _needed_marks(text), spec.entry, spec.name)
 
 
 HEAD = """\
