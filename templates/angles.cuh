@@ -54,7 +54,6 @@ DEVICE void load_table(Real* out, const Table* table, const TableStrides& stride
     // The table is the first or the second of two neighbours. An access starts at the first, which is aligned.
     const bool second = TABLE_STEP == 2 && reinterpret_cast<unsigned long long>(table) / sizeof(Table) % 2;
     table += TABLE_VEC == 1 ? stride.dim.step(lane * RUN) : lane * RUN * TABLE_STEP - second;
-    #pragma unroll
     for (int i = 0; i < ENTRIES; i += TABLE_VEC) {
         const int step = i / RUN * RUN_STEP + i % RUN;
         const Stride pair_row = MROPE_INTERLEAVED
@@ -65,12 +64,10 @@ DEVICE void load_table(Real* out, const Table* table, const TableStrides& stride
         address += TABLE_VEC == 1 ? stride.dim.step(step) : step * TABLE_STEP;
         Real loaded[LOADED];
         unpack(PER_HEAD ? load<Table, LOADED>(address) : load_kept<Table, LOADED>(address), loaded);
-        #pragma unroll
         for (int n = 0; n < LOADED; n += TABLE_STEP)
             out[i + n / TABLE_STEP] = second ? loaded[n + TABLE_STEP - 1] : loaded[n];
     }
     if constexpr (ROUNDING == DTYPE && !FREQS) {
-        #pragma unroll
         for (int i = 0; i < ENTRIES; ++i) out[i] = rounded(out[i]);
     }
 }
@@ -80,7 +77,6 @@ DEVICE void ask_for_table(const Table* table, const TableStrides& stride, const 
 #if defined(__CUDA_ARCH__)
     if constexpr (!ONE_ROW) table += stride.batch.step(row.batch);
     constexpr int SECTOR = 32 / sizeof(Table) / TABLE_STEP;
-    #pragma unroll
     for (int i = 0; i < ENTRIES; i += RUN < SECTOR ? RUN : SECTOR) {
         const int step = lane * RUN + i / RUN * RUN_STEP + i % RUN;
         const Table* address = table + row_offset(row_of_pair(row, pair_of(step)), stride) + stride.dim.step(step);
@@ -92,9 +88,7 @@ DEVICE void ask_for_table(const Table* table, const TableStrides& stride, const 
 // Makes a rotation its transpose: each sine is negated, and belongs to the partner.
 DEVICE void turn_back(Angles& a) {
     Real sin[ENTRIES];
-    #pragma unroll
     for (int i = 0; i < ENTRIES; ++i) sin[i] = -a.sin[!FULL_WIDTH ? i : INTERLEAVED ? i ^ 1 : (i + PAIRS) % ENTRIES];
-    #pragma unroll
     for (int i = 0; i < ENTRIES; ++i) a.sin[i] = sin[i];
 }
 
@@ -102,7 +96,6 @@ DEVICE void turn_back(Angles& a) {
 DEVICE Angles load_angles(const TablePair& t, const Row& row, bool outside, int head, int lane) {
     Angles a;
     if (outside) {
-        #pragma unroll
         for (int i = 0; i < ENTRIES; ++i) a.cos[i] = a.sin[i] = NOT_A_NUMBER;
         return a;
     }

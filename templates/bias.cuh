@@ -2,13 +2,11 @@
 struct Bias {
     static DEVICE void apply(const Params& p, const Head& head, int dim, bool rotary, int accesses, Chunks& chunks) {
         const Lane<const T> bias = head.in(head.of(p.added), p.added_stride, {}, dim);
-        #pragma unroll
         for (int n = 0; n < ACCESSES; ++n) {
             if (n >= accesses) continue;
             float sum[VEC], own[VEC];
             unpack(chunks.x[n], sum);
             unpack(load_kept<T, VEC>(bias[dims_to(n, INTERLEAVED, rotary)]), own);
-            #pragma unroll
             for (int i = 0; i < VEC; ++i) sum[i] = __fadd_rn(sum[i], own[i]);
             pack(sum, chunks.x[n]);
         }

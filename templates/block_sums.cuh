@@ -23,14 +23,11 @@ DEVICE void add_rows(const float* rows, int count, long long step, int width, Re
         float sum[N] = {};
         for (int first = 0; first < count; first += FAN_IN) {
             Vec<float, N> part[FAN_IN] = {};
-            #pragma unroll                               // all loads at once
             for (int r = 0; r < FAN_IN; ++r) {
                 const float* row = rows + (first + r) * step + i;
                 if (first + r < count) part[r].word = __ldcg(reinterpret_cast<const typename Word<4 * N>::type*>(row));
             }
-            #pragma unroll
             for (int r = 0; r < FAN_IN; ++r)
-                #pragma unroll
                 for (int n = 0; n < N; ++n) sum[n] += part[r].item[n];
         }
         Vec<Result, N> total;

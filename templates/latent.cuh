@@ -9,7 +9,6 @@ DEVICE bool stores(const Head& head, bool rotary) {
 // Loads a lane's first accesses of a head of v, which has V_DIM elements.
 DEVICE Chunks load_value(const Params& p, const Head& head, const Place& place, int lane) {
     Chunks chunks = {};
-    #pragma unroll
     for (int n = 0; n < ACCESSES; ++n) {
         const int dim = (n * LANES + lane) * VEC;
         if (dim < V_DIM) chunks.x[n] = load_global<T, VEC>(head.input(p, place, dim).first);
@@ -22,7 +21,6 @@ DEVICE void copy_value(
     const Params& p, const Head& head, const Place& place, const Row& row, int lane, const Chunks& chunks
 ) {
     const float factor = CONVERT_V ? __frcp_rn(scale_of(p, head, row)) : 1.0f;
-    #pragma unroll
     for (int n = 0; n * LANES * VEC < V_DIM; ++n) {
         const int dim = (n * LANES + lane) * VEC;
         if (dim >= V_DIM) return;

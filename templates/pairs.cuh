@@ -6,13 +6,11 @@ DEVICE void reorder(Elements& x, int dim, bool rotary, bool has) {
     constexpr int HALF = ROTARY_DIM / 2;
     float* head = shared_head();
     const auto place_of = [&](int i) { return dim - ROTARY_OFFSET + dims_to(i / VEC, INTERLEAVED) + i % VEC; };
-    #pragma unroll
     for (int i = 0; i < ELEMENTS; ++i) {
         const int from = place_of(i), to = TO_PAIRS ? from % HALF * 2 + from / HALF : from % 2 * HALF + from / 2;
         if (has && rotary) head[to] = x[i];
     }
     sync_team();
-    #pragma unroll
     for (int i = 0; i < ELEMENTS; ++i)
         if (has && rotary) x[i] = head[place_of(i)];
     sync_team();                                         // the next head may be written

@@ -42,7 +42,6 @@ struct Slots {
     // Begins to copy a lane's part of a head to the slots from `first` on.
     DEVICE void fill(int first, const Lane<const T>& head, int lane, bool interleaved) const {
         const bool rotary = COPY_LANES == 0 || lane < ROTARY_LANES;
-        #pragma unroll
         for (int n = 0; n < ACCESSES; ++n)
             if (rotary || n < COPY_ACCESSES)
                 begin_copy(&slots[first + n][threadIdx.x], head[dims_to(n, interleaved, rotary)]);
@@ -51,7 +50,6 @@ struct Slots {
     // The first `accesses` of them, and zeros.
     DEVICE Chunks take(int first, int accesses) const {
         Chunks chunks = {};
-        #pragma unroll
         for (int n = 0; n < ACCESSES; ++n)
             if (n < accesses) chunks.x[n] = slots[first + n][threadIdx.x];
         return chunks;

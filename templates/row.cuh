@@ -98,9 +98,7 @@ DEVICE float* shared_head() {
 // Sums COUNT numbers, each over the threads of a row. Every thread of the row gets the sums.
 template <int COUNT>
 DEVICE void row_sum(float (&sum)[COUNT]) {
-    #pragma unroll
     for (int step = (ROW_THREADS < 32 ? ROW_THREADS : 32) / 2; step > 0; step /= 2)
-        #pragma unroll
         for (int n = 0; n < COUNT; ++n) sum[n] = __fadd_rn(sum[n], __shfl_xor_sync(~0u, sum[n], step));
     if constexpr (ROW_THREADS > 32) {
         __shared__ float of_warps[COUNT][THREADS / 32];
@@ -122,13 +120,11 @@ DEVICE float elements_of_row(const Head& head) {
 
 // Adds a lane's part of a head to a row's sum.
 DEVICE void add_up(const float* x, float& sum) {
-    #pragma unroll
     for (int i = 0; i < ELEMENTS; ++i) sum = __fadd_rn(sum, x[i]);
 }
 
 // Subtracts the mean of a row from a lane's part of a head, which has `count` elements. The others are zeros.
 DEVICE void subtract(float mean, int count, float* x) {
-    #pragma unroll
     for (int i = 0; i < ELEMENTS; ++i) x[i] = i < count ? __fadd_rn(x[i], -mean) : 0.0f;
 }
 

@@ -8,14 +8,12 @@ struct Scale {
         factor = *found;
     }
     DEVICE void apply(const Head& head, Elements& y) const {
-        #pragma unroll
         for (int i = 0; i < ELEMENTS && head.is_q; ++i)
             y[i] = __fmul_rn(ROUNDING == DTYPE ? rounded(y[i]) : y[i], factor);
     }
     // Of the output's gradient. Without a branch it takes fewer registers.
     DEVICE void back(const Head& head, Elements& g) const {
         const float own = head.is_q ? factor : 1.0f;
-        #pragma unroll
         for (int i = 0; i < ELEMENTS; ++i) g[i] = __fmul_rn(g[i], own);
     }
 };

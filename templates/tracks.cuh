@@ -15,7 +15,6 @@ struct Tracks {
         if constexpr (!TRACKED) return;
         const int dim = first_dim(lane, INTERLEAVED);
         const Head nearest(p, first);                    // the others are in the same tensor
-        #pragma unroll
         for (int s = 0; s < COUNT; ++s) {
             const Head head(nearest, s);
             sources[s] = {head.input(p, {}, dim), head.of(p.in_stride)};

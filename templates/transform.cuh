@@ -9,9 +9,7 @@ constexpr bool IN_ORDER = TEAM <= 32 && TEAM == LANES && (REST == 0 || ALIKE);
 // Sums and differences of elements 1, 2, 4, ... apart.
 template <int COUNT>
 DEVICE void add_neighbours(float* x) {
-    #pragma unroll
     for (int step = 1; step < COUNT; step *= 2)
-        #pragma unroll
         for (int i = 0; i < COUNT; ++i)
             if (!(i & step)) {
                 const float a = x[i], b = x[i + step];
@@ -22,10 +20,8 @@ DEVICE void add_neighbours(float* x) {
 // The same for the elements of threads `begin`, 2 begin, ... apart, before `end`.
 template <int COUNT>
 DEVICE void add_threads(float* x, int begin, int end) {
-    #pragma unroll
     for (int step = begin; step < end; step *= 2) {
         const float sign = threadIdx.x & step ? -1.0f : 1.0f;
-        #pragma unroll
         for (int i = 0; i < COUNT; ++i) x[i] = __fmaf_rn(x[i], sign, __shfl_xor_sync(~0u, x[i], step));
     }
 }
@@ -44,13 +40,10 @@ struct Transform {
         const Part& part = own.part;
         const bool wanted = !COPY_V || !own.head.is_v, has = own.here && wanted;
         Elements y;
-        #pragma unroll
         for (int i = 0; i < ELEMENTS; ++i) y[i] = x[i];
         if constexpr (IN_ORDER) {
-            #pragma unroll
             for (int c = 0; c < CHUNKS; ++c) add_neighbours<CHUNK>(y + c * CHUNK);
             add_threads<ELEMENTS>(y, 1, ROTARY_LANES);
-            #pragma unroll
             for (int i = 0; i < CHUNK && CHUNKS == 2; ++i) {
                 const float a = y[i], b = y[(i + CHUNK) % ELEMENTS];
                 y[i] = __fadd_rn(a, b), y[(i + CHUNK) % ELEMENTS] = __fadd_rn(a, -b);
@@ -60,29 +53,24 @@ struct Transform {
             const int thread = threadIdx.x % TEAM;
             float* head = shared_head();
             const auto at = [&](int i) { return part.dim + dims_to(i / VEC, INTERLEAVED_OUT, part.rotary) + i % VEC; };
-            #pragma unroll
             for (int i = 0; i < ELEMENTS; ++i)
                 if (has && i < part.count) head[at(i)] = y[i];
             sync_team();
             if (thread < WIDTH) {
                 const bool uses = USED == WIDTH || thread < USED;
                 float some[SPAN] = {};
-                #pragma unroll
                 for (int i = 0; i < SPAN; ++i)
                     if (uses) some[i] = head[thread * SPAN + i];
                 add_neighbours<SPAN>(some);
                 add_threads<SPAN>(some, 1, USED);
-                #pragma unroll
                 for (int i = 0; i < SPAN; ++i)
                     if (uses) head[thread * SPAN + i] = some[i];
             }
             sync_team();
-            #pragma unroll
             for (int i = 0; i < ELEMENTS; ++i)
                 if (has && i < part.count) y[i] = head[at(i)];
             sync_team();                                 // the next head may be written
         }
-        #pragma unroll
         for (int i = 0; i < ELEMENTS; ++i)
             if (wanted) x[i] = __fmul_rn(y[i], inverse_root(HEAD_DIM));
         if constexpr (ROUNDS_FIRST) round_all(x);

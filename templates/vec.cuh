@@ -150,7 +150,6 @@ DEVICE Vec<T, N> load_once(const T* address) {
 
 template <typename T, int N, typename Real>
 DEVICE void unpack(const Vec<T, N>& v, Real* out) {
-    #pragma unroll
     for (int i = 0; i < N; ++i) out[i] = static_cast<Real>(to_float(v.item[i]));
 }
 template <int N>
@@ -158,7 +157,6 @@ DEVICE void unpack(const Vec<bf16, N>& v, float* out) {     // one instruction e
     if constexpr (N == 1) {
         out[0] = to_float(v.item[0]);
     } else {
-        #pragma unroll
         for (int i = 0; i < N; ++i)
             out[i] = __uint_as_float(i % 2 ? v.quad[i / 2] & 0xffff0000u : v.quad[i / 2] << 16);
     }
@@ -179,14 +177,11 @@ DEVICE void round_pair(float&, float&, float) {}
 template <typename T, int N>
 DEVICE void pack(const float* x, Vec<T, N>& v) {
     if constexpr (sizeof(T) == 2 && N > 1) {
-        #pragma unroll
         for (int i = 0; i < N; i += 2) v.quad[i / 2] = pack(x[i], x[i + 1], T{});
     } else if constexpr (sizeof(T) == 1 && N > 1) {
-        #pragma unroll
         for (int i = 0; i < N; i += 2)
             v.quad[i / 4] = (i % 4 ? v.quad[i / 4] : 0) | pack(x[i], x[i + 1], T{}) << i % 4 * 8;
     } else {
-        #pragma unroll
         for (int i = 0; i < N; ++i) from_float(x[i], v.item[i]);
     }
 }
