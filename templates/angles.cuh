@@ -184,15 +184,24 @@ DEVICE Entries entries_of(const Params& p, const Row& row, int pair) {
     return {a, b, c, d};
 }
 
+// A lane's staged angles. members_differ: those of a pair, somewhere.
+struct SharedAngles { const float* first; bool members_differ; };
+
+// A lane's angles: loaded by itself, or staged.
+template <bool SHARED> struct Turns { using Of = Angles; };
+template <> struct Turns<true> { using Of = SharedAngles; };
+using Turned = Turns<STAGED>::Of;
+
 // Stages the pairs of every token of the block: each entry is loaded once, and each sine and cosine computed once.
-// Returns whether the members of any pair of this thread differ.
-DEVICE bool stage(const Params& p, const Row* rows, float* staged) {
-    bool members_differ = false;
+// `angles` are those of a lane of token `slot`. All threads of the block call this.
+DEVICE void stage(const Params& p, const Row* rows, float* staged, int slot, int lane, SharedAngles& angles) {
+    bool differ = false;
     for (int i = threadIdx.x; i < TOKENS_PER_BLOCK * (ROTARY_DIM / 2); i += THREADS) {
-        const int slot = i / (ROTARY_DIM / 2), pair = i % (ROTARY_DIM / 2);
-        const Row row = rows[slot];
-        members_differ |= entries_of(p, row, pair).store(p, staged + slot * STAGE_FLOATS + 2 * pair);
+        const int token = i / (ROTARY_DIM / 2), pair = i % (ROTARY_DIM / 2);
+        const Row row = rows[token];
+        differ |= entries_of(p, row, pair).store(p, staged + token * STAGE_FLOATS + 2 * pair);
         if constexpr (TOKENS_PER_BLOCK * (ROTARY_DIM / 2) <= THREADS) break;
     }
-    return members_differ;
+    angles = {staged + slot * STAGE_FLOATS + 2 * lane * PAIR_RUN, __syncthreads_or(differ) != 0};
 }
+DEVICE void stage(const Params&, const Row*, float*, int, int, Angles&) {}

@@ -52,6 +52,9 @@ struct Part {
         heads = works ? end - begin : 0;
     }
 
+    // The dim of one of the lane's elements.
+    DEVICE int dim_of(int element) const { return dim + dims_to(element / VEC, INTERLEAVED, rotary) + element % VEC; }
+
     DEVICE Head head(const Params& p, int s) const {
         if constexpr (!CLAMPED) return head_of(p, nearest, begin, s);
         if constexpr (EACH_HEAD) return Head(p, min(begin + s * STRIDE, end - 1));

@@ -24,34 +24,10 @@ DEVICE bool is_plain(const Head& head) {
     return !NORM_BOTH && !head.is_v && !(head.is_q ? NORM_Q : NORM_K);
 }
 
-// A lane's staged angles. members_differ: those of a pair, somewhere.
-struct SharedAngles { const float* first; bool members_differ; };
-
-template <bool BACK = INVERSE>
-DEVICE void turn(const float* x, float* y, const SharedAngles& angles) {
-    if (FULL_WIDTH && angles.members_differ) turn<BACK>(x, y, Staged<FULL_WIDTH>{angles.first});
-    else turn<BACK>(x, y, Staged<false>{angles.first});
-}
-
-// A lane's angles: loaded by itself, or staged.
-template <bool SHARED> struct Turns { using Of = Angles; };
-template <> struct Turns<true> { using Of = SharedAngles; };
-using Turned = Turns<SHARES_ANGLES>::Of;
-
-// Finds the angles of a head, or of all heads, for a lane that `turns`.
-DEVICE void find_angles(
-    const Params& p, const Place& place, const Row& row, int head, int lane, bool turns, Angles& angles
-) {
-    if (turns) angles = angles_of(p, place, row, head, lane);
-}
-DEVICE void find_angles(
-    const Params&, const Place&, const Row&, int, int, bool, SharedAngles&
-) {}                                                     // staged already
-
-// SHARES_ANGLES: the threads of a token find its angles together, a pair each. Those of the block's next token are on
+// STAGED: the threads of a token find its angles together, a pair each. Those of the block's next token are on
 // their way while it works on this one. Two places in shared memory take turns, so there is one barrier for a token.
 struct Stage {
-    static constexpr int FLOATS = SHARES_ANGLES ? TOKENS_PER_BLOCK * STAGE_FLOATS : 1;          // of a place
+    static constexpr int FLOATS = STAGED ? TOKENS_PER_BLOCK * STAGE_FLOATS : 1;          // of a place
 
     float (*places)[FLOATS];
     int offset, pair;                                    // of the thread's token in a place; the pair that it finds
@@ -65,10 +41,10 @@ struct Stage {
 
     // Begins to load the next token's.
     DEVICE void load(const Params& p, const Row& row) {
-        if (SHARES_ANGLES && pair < ROTARY_DIM / 2) next = entries_of(p, row, pair);
+        if (STAGED && pair < ROTARY_DIM / 2) next = entries_of(p, row, pair);
     }
     DEVICE void store(const Params& p) {
-        if (SHARES_ANGLES && pair < ROTARY_DIM / 2)
+        if (STAGED && pair < ROTARY_DIM / 2)
             members_differ = next.store(p, places[second] + offset + 2 * pair);
     }
     // Those that were stored last become this token's. All threads of the block call this.

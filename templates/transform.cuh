@@ -40,7 +40,7 @@ struct Transform {
         const Part& part = own.part;
         const bool wanted = !COPY_V || !own.head.is_v, has = own.here && wanted;
         Elements y;
-        for (int i = 0; i < ELEMENTS; ++i) y[i] = x[i];
+        copy(x, y);
         if constexpr (IN_ORDER) {
             for (int c = 0; c < CHUNKS; ++c) add_neighbours<CHUNK>(y + c * CHUNK);
             add_threads<ELEMENTS>(y, 1, ROTARY_LANES);
@@ -52,9 +52,8 @@ struct Transform {
         } else {
             const int thread = threadIdx.x % TEAM;
             float* head = shared_head();
-            const auto at = [&](int i) { return part.dim + dims_to(i / VEC, INTERLEAVED_OUT, part.rotary) + i % VEC; };
             for (int i = 0; i < ELEMENTS; ++i)
-                if (has && i < part.count) head[at(i)] = y[i];
+                if (has && i < part.count) head[part.dim_of(i)] = y[i];
             sync_team();
             if (thread < WIDTH) {
                 const bool uses = USED == WIDTH || thread < USED;
@@ -68,7 +67,7 @@ struct Transform {
             }
             sync_team();
             for (int i = 0; i < ELEMENTS; ++i)
-                if (has && i < part.count) y[i] = head[at(i)];
+                if (has && i < part.count) y[i] = head[part.dim_of(i)];
             sync_team();                                 // the next head may be written
         }
         for (int i = 0; i < ELEMENTS; ++i)
