@@ -28,7 +28,6 @@ struct Turn { Real cos0, sin0, cos1, sin1; };
 struct Angles {
     Real cos[ENTRIES], sin[ENTRIES];
 
-    template <typename Work> DEVICE void give(const Work& work) const { work(*this); }
     DEVICE Turn of(int pair) const {
         const int first = FULL_WIDTH && INTERLEAVED ? 2 * pair : pair;
         const int second = !FULL_WIDTH ? pair : INTERLEAVED ? 2 * pair + 1 : PAIRS + pair;
@@ -186,15 +185,7 @@ DEVICE Entries entries_of(const Params& p, const Row& row, int pair) {
 }
 
 // A lane's staged angles. members_differ: those of a pair, somewhere.
-struct SharedAngles {
-    const float* first;
-    bool members_differ;
-
-    template <typename Work> DEVICE void give(const Work& work) const {
-        if (FULL_WIDTH && members_differ) work(Staged<FULL_WIDTH>{first});
-        else work(Staged<false>{first});
-    }
-};
+struct SharedAngles { const float* first; bool members_differ; };
 
 // A lane's angles: loaded by itself, or staged.
 template <bool SHARED> struct Turns { using Of = Angles; };
