@@ -12,7 +12,7 @@ struct Absent {
     template <typename... Any> DEVICE void back(const Any&...) const {}
 };
 
-// A norm that a kernel has not: x is a head as it is read.
+// A norm that a kernel has not (then it is `Norm`): x is a head as it is read.
 struct AbsentNorm : Absent {
     using Absent::Absent;
     template <typename Any, typename Own, typename Read, typename X>

@@ -1,5 +1,5 @@
-// The cosine and the sine that turn each pair: loaded from the tables by each lane, or staged in shared memory by the
-// whole block.
+// The cosine and the sine that turn each pair: loaded from the tables by each lane, or staged in shared memory, by a
+// block (`stage`) or by the threads of a token (row.cuh).
 
 #define NOT_A_NUMBER __uint_as_float(0x7fffffffu)
 
@@ -187,13 +187,13 @@ DEVICE Entries entries_of(const Params& p, const Row& row, int pair) {
 // A lane's staged angles. members_differ: those of a pair, somewhere.
 struct SharedAngles { const float* first; bool members_differ; };
 
-// A lane's angles: loaded by itself, or staged.
+// A lane's angles: what `find_angles` loads, or `stage` finds, and `turn` takes.
 template <bool SHARED> struct Turns { using Of = Angles; };
 template <> struct Turns<true> { using Of = SharedAngles; };
 using Turned = Turns<STAGED>::Of;
 
-// Stages the pairs of every token of the block: each entry is loaded once, and each sine and cosine computed once.
-// `angles` are those of a lane of token `slot`. All threads of the block call this.
+// Without a norm: stages the pairs of every token of the block, each once. `angles` become those of a lane of token
+// `slot`. All threads of the block call this.
 DEVICE void stage(const Params& p, const Row* rows, float* staged, int slot, int lane, SharedAngles& angles) {
     bool differ = false;
     for (int i = threadIdx.x; i < TOKENS_PER_BLOCK * (ROTARY_DIM / 2); i += THREADS) {

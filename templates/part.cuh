@@ -61,11 +61,8 @@ struct Part {
         return Head(nearest, max(0, min(s * STRIDE, end - 1 - begin)));
     }
 
-    // Counting takes HunyuanDiT's LayerNorm 1.68 -> 1.60 x a copy on an H200; in rows across heads and with computed
-    // scales it would spill or take up to 8 % more instructions.
-    DEVICE bool has(int s) const {
-        return ACROSS_HEADS || DYNAMIC ? works && begin + s * STRIDE < end : s < heads;
-    }
+    // COUNTED: once, not for each head: HunyuanDiT 1.68 -> 1.60 x a copy on an H200. Elsewhere that may spill.
+    DEVICE bool has(int s) const { return COUNTED ? s < heads : works && begin + s * STRIDE < end; }
 
     // Calls `work` for each of the thread's heads. ALL: also where it has none, because threads exchange elements. In a
     // tile, an idle thread works on the same head as another one.

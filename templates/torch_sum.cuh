@@ -38,7 +38,6 @@ constexpr bool AS_TORCH = (COPY_LANES == 0 || (ALIKE && !CHUNKS_FIRST)) && CHUNK
 struct Squares {
     float leaf[ROWS][CHUNKS][LEAVES] = {};
 
-    // Adds the squares of a lane's part of a head.
     DEVICE void add(int row, const float* x) {
         float (&sums)[CHUNKS][LEAVES] = leaf[row];
         if constexpr (!AS_TORCH) {

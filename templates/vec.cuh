@@ -61,6 +61,7 @@ DEVICE float to_float(bf16 x) {
 DEVICE void from_float(float value, float& x) { x = value; }
 DEVICE void from_float(float value, fp16& x) { x.bits = float_to_half(value); }
 DEVICE void from_float(float value, bf16& x) { x.bits = float_to_bfloat(value); }
+
 template <int BYTES> struct Word;                                   // one access of BYTES bytes
 template <> struct Word<1> { using type = unsigned char; };
 template <> struct Word<2> { using type = unsigned short; };

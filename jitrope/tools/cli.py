@@ -189,7 +189,8 @@ def render(given: Options) -> None:
         raise JitropeError("there is no such kernel")
     source = render_source(spec)
     found = {"name": source.name, "entry": source.entry, "spec": spec.to_dict(), "text": source.text}
-    answer(given.json, found, source.text.removesuffix("\n"))
+    call = f"// {spec.call}\n" * bool(spec.call)
+    answer(given.json, found, call + source.text.removesuffix("\n"))
 
 
 def _specs(given: Options) -> list[Spec]:
