@@ -191,7 +191,7 @@ LARGEST += [
              quantize={"dtype": "fp8", "group": 128}),
     prepared(heads=[2, 2], head_dim=6, rotary_dim=2, norm=NONE),
     prepared(heads=[32, 8], norm={**LAYER, "after_rope": True}),
-    prepared(heads=[16, 8], norm={"rounding": "once"}, interleaved=True),
+    prepared(heads=[16, 8], norm={"rounding": "once"}, interleaved=True, backward=True),
     *(prepared(heads=heads, norm={**ACROSS, "mean_squares": "fp32"}, **more) for heads, more in
       (([10, 10], {"interleaved": True, "backward": True}), ([24, 4], {"positions": IDS, "cache": FP8_CACHE}))),
     prepared(heads=[32, 8], norm={**TWICE, "after_rope": True}, q_scale=0.5, unrotated=1, backward=True),
