@@ -38,33 +38,27 @@ def _texts(name: str) -> dict[str, str]:
     if path is None:
         folders = " and ".join(map(str, TEMPLATE_PATHS))
         raise CompileError(f"the template {name} is missing in {folders}; install jitrope again")
-    text = path.read_text(encoding="utf-8")
-    texts = {name: text}
-    for included in re.findall(r'{%\s*include\s*"([^"]+)"', text):
+    texts = {name: path.read_text(encoding="utf-8")}
+    for included in re.findall(r'{%\s*include\s*"([^"]+)"', texts[name]):
         texts.update(_texts(included))
     return texts
 
 
 def mark_lines(text: str, name: str) -> str:
-    """Add `#line` marks, so that compiler errors name the template's file and line."""
-    lines = [f'#line 1 "{name}"']
-    for number, line in enumerate(text.splitlines(), start=1):
-        lines.append(line)
-        if "{%" in line or line.startswith("{{"):  # these may expand to several lines
-            lines.append(f'#line {number + 1} "{name}"')
-    return "\n".join(lines) + "\n"
+    """Add `#line` marks behind lines that may expand to several, so that compiler errors name the template's line."""
+    lines = ["{%", *text.splitlines()]
+    after = [f'#line {n} "{name}"\n' * ("{%" in line or line.startswith("{{")) for n, line in enumerate(lines, 1)]
+    return "".join(mark + line + "\n" for mark, line in zip(after, lines[1:]))
 
 
 def _needed_marks(text: str) -> str:
-    """Drop the marks of lines that are left out, and those that say what a compiler has counted."""
-    kept: list[str] = []
-    counted = ""  # what a mark at the next line would say
-    for mark, lines in re.findall(r'^#line (\d+ "\S+")\n((?:(?!#line ).*\n)*)', text, re.MULTILINE):
-        if lines.strip("\n"):
-            kept += [f"#line {mark}\n"] * (mark != counted) + [lines]
-            number, name = mark.split(" ")
-            counted = f"{int(number) + lines.count(chr(10))} {name}"
-    return "".join(kept)
+    """Drop the marks that say what a compiler has counted, and the lines that are left out."""
+    kept = counted = ""  # counted: what a mark at the next line would say
+    for mark, number, name, lines in re.findall(r"^(#line (\d+) (.+)\n)((?:(?!#line ).*\n)*)", text, re.MULTILINE):
+        if lines.strip():
+            kept += mark * (mark != counted) + lines
+            counted = f"#line {int(number) + len(lines.splitlines())} {name}\n"
+    return kept
 
 
 def cpp_literal(value: Any) -> Any:
@@ -98,11 +92,8 @@ def render(spec: Spec) -> Source:
 
 HEAD = """\
 // {name}
-//
 // Begin at the kernel, {entry}, at the end of this text.
-// Its constants ("parameters") and the pieces that it uses come first. `#line` marks name the file of each piece.
-// templates/README.md has a drawing of a head and defines the nouns.
-//
+// Its constants ("parameters") and pieces come first; `#line` marks name their files. templates/README.md has the nouns.
 // To render this text again: sed -n 's|^//: ||p' FILE | jitrope render --from /dev/stdin
 """
 
