@@ -93,7 +93,7 @@ def render(spec: Spec) -> Source:
 HEAD = """\
 // {name}
 // Begin at the kernel, {entry}, at the end of this text.
-// Its constants ("parameters") and pieces come first; `#line` marks name their files. templates/README.md has the nouns.
+// Its constants ("parameters") and pieces come first; `#line` marks name files. templates/README.md has the nouns.
 // To render this text again: sed -n 's|^//: ||p' FILE | jitrope render --from /dev/stdin
 """
 
