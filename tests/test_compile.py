@@ -469,7 +469,8 @@ extern "C" __global__ void guarded(const float* from, float* to, int n, int lane
 def test_no_load_is_done_before_its_condition(load: str, tmp_path: Path) -> None:
     """Assembly that is not volatile counts as arithmetic, and was moved out of a loop."""
     bounds()
-    text = (Path(__file__).parent.parent / "templates" / "vec.cuh").read_text()
+    templates = Path(__file__).parent.parent / "templates"
+    text = (templates / "device.cuh").read_text() + (templates / "vec.cuh").read_text()
     texts = [text + GUARDED.format(load=load, width=width) for width in (1, 2, 4)]
     if load == "load_kept":
         texts.append(text.replace("asm volatile", "asm") + GUARDED.format(load=load, width=1))

@@ -102,7 +102,9 @@ extern "C" __global__ void probe(const Params p) {{
 # ---- conversions and the shim --------------------------------------------------------------------
 
 CONVERT = """
+{% include "device.cuh" %}
 {% include "vec.cuh" %}
+{% include "formats.cuh" %}
 struct Params { const float* x; unsigned char* out; long long count; };
 extern "C" __global__ void probe(const Params p) {
     for (long long at = threadIdx.x; at < p.count; at += blockDim.x) p.out[at] = float_to_FORM(p.x[at]);
