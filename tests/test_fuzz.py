@@ -82,7 +82,8 @@ def test_constants_are_harmless(spec: Spec) -> None:
 @cache
 def template_lines(template: str) -> tuple[frozenset[str], re.Pattern[str]]:
     """The lines of a template without a constant, and a pattern of the others."""
-    lines = {line for text in render._texts(template).values() for line in text.splitlines()}
+    between_tags = [x for text in render._texts(template).values() for x in re.split(r"{%[^%]*%}", text)]
+    lines = {line for x in between_tags for line in x.splitlines()}
     with_constant = {line for line in lines if "{{" in line}
     parts = [[*map(re.escape, re.split(r"{{ \w+ }}", line))] for line in with_constant]
     return frozenset(lines - with_constant), re.compile("|".join(f"(?:{LITERAL.pattern})".join(x) for x in parts))
