@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from inspect import get_annotations
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from .base import layouts
@@ -17,7 +18,7 @@ from .base.errors import InvalidInput
 from .base.layouts import LAYOUT_AXES
 from .plan.options import DEFAULTS, Options
 from .sinks import cache, pages, results
-from .stages import bias, convert, norm, positions, rotate, scale, transform
+from .stages import STAGES, norm, positions, rotate
 from .stages.positions import COUNTS
 
 FRESH = "fresh_"
@@ -32,24 +33,21 @@ class Part(NamedTuple):
     tensors: tuple[str, ...] = ()
 
 
-def _part(tensors: Iterable[str], *parts: Any) -> Part:
-    found = dict.fromkeys(chain(*map(get_annotations, parts)))
+def _part(*files: Any) -> Part:
+    """The words and the tensors of some files."""
+    found = chain(*[get_annotations(getattr(file, "Words", object)) for file in files])
     words = [word for word in found if word not in (*COUNTS, "layout", "inplace", "check")]
+    tensors = chain(*[getattr(file, "TENSORS", ()) for file in files])
     return Part({word.removeprefix("norm_"): word for word in words}, tuple(tensors))
 
 
 SOURCE, SINK = "source", "sink"
 _HEADS = "dq dk dv dgate q k v qkv kv k_pe first_q first_k first_v second_q second_k second_v"
-_OUTS = (*results.TENSORS, *cache.TENSORS, *pages.TENSORS, *FRESHES)
 PARTS = {
-    SOURCE: _part(_HEADS.split(), layouts.Words),
-    "bias": _part(bias.TENSORS),
-    "norm": _part(norm.TENSORS, norm.Words),
-    "rotate": _part(rotate.TENSORS, rotate.Words, positions.Words),
-    "scale": _part(scale.TENSORS),
-    "transform": _part((), transform.Words),
-    "convert": _part(convert.TENSORS, convert.Words),
-    SINK: _part(_OUTS, cache.Words, pages.Words, results.Words, Options),
+    SOURCE: _part(SimpleNamespace(TENSORS=_HEADS.split(), Words=layouts.Words)),
+    **{name: _part(stage) for name, stage in STAGES.items()},
+    "rotate": _part(rotate, positions),
+    SINK: _part(results, cache, pages, SimpleNamespace(TENSORS=FRESHES, Words=Options)),
 }
 """The parts of a call in the order of its text. A word or a tensor is named by its part, and nowhere else."""
 

@@ -18,7 +18,7 @@ from .base.views import Tensors, canonical, joined
 from .plan.options import Options
 from .sinks import cache, results
 from .sinks.results import LETTERS
-from .stages import convert, norm, positions, rotate, scale, transform
+from .stages import BEHIND, convert, norm, positions, rotate, scale, transform
 
 
 def run(parts: Sequence[tuple[Tensors, Options]], places: Tensors, o: Options) -> None:
@@ -69,7 +69,7 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
     if after:
         x = norm.forward(letter, x if stored is None else x.to(stored), t, o)
     x = rotate.paired(letter, x, o)
-    for stage in (scale, transform):
+    for stage in BEHIND:
         if stage.LABEL in t or getattr(o, stage.LABEL, False):
             x = stage.forward(letter, x if stored is None else x.to(stored), t, o)
     x = x if stored is None else x.to(stored)
@@ -88,9 +88,9 @@ def back(t: Tensors, places: Tensors, o: Options) -> None:
         x, after = load(letter, t, o), norm.after_rope(letter, o)
         x = rotate.forward(letter, x, t, o) if after else x
         grad = canonical(joined(t[f"d{letter}"], o.layout), o.layout)
-        grad = rotate.paired(letter, transform.forward(letter, grad, t, o), o, back=True)
+        grad = rotate.paired(letter, transform.back(letter, grad, t, o), o, back=True)
         for stage in (scale, norm, rotate) if after else (rotate, scale, norm):
-            grad = norm.back(letter, x, grad, t, o, found) if stage is norm else stage.forward(letter, grad, t, turned)
+            grad = norm.back(letter, x, grad, t, o, found) if stage is norm else stage.back(letter, grad, t, turned)
         results.put(places[letter], positions.cleared(letter, grad, t, o))
     for name, x in found.items():
         places[name].copy_(x)

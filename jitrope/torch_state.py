@@ -14,17 +14,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, graph
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 is_traced = torch.compiler.is_dynamo_compiling  # by Dynamo, line by line
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-written: Callable[[Sequence[Tensor]], None] = getattr(
-    torch._C, "_increment_version", torch.autograd.graph.increment_version
-)
-_is_tracing: Callable[[], object] = torch.jit.is_tracing  # type: ignore[attr-defined]
-tracing: Callable[[], object] = getattr(torch._C, "_get_tracing_state", _is_tracing)
+written: Callable[[Sequence[Tensor]], None] = getattr(torch._C, "_increment_version", graph.increment_version)
+tracing = getattr(torch._C, "_get_tracing_state", torch.jit.is_tracing)  # type: ignore[attr-defined]
 grad_enabled = torch.is_grad_enabled
 get_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)  # a torch without CUDA has neither
 get_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
@@ -165,11 +162,9 @@ def constant(function: Function) -> Function:
     return function
 
 
-def autograd_of(op: Any, backward: Callable[..., Any], setup: Callable[..., None]) -> Callable[..., Any]:
+def autograd_of(op: Any, backward: Callable[..., Any], setup: Callable[..., None]) -> Any:
     """The function that records an op for backward, as `torch.library.register_autograd` makes it."""
-    info = torch._library.autograd.Info(backward, setup)
-    found: Callable[..., Any] = torch._library.autograd.make_autograd_impl(op, info)
-    return found
+    return torch._library.autograd.make_autograd_impl(op, torch._library.autograd.Info(backward, setup))
 
 
 def guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:

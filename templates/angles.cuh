@@ -15,7 +15,7 @@ DEVICE void write_turn(const Params& p, float a, float b, float* out) {
     if constexpr (FREQS) {
         float sine, cosine;
         sincosf(a, &sine, &cosine);
-        a = __fmul_rn(cosine, p.scalars.mscale), b = __fmul_rn(sine, p.scalars.mscale);
+        a = __fmul_rn(cosine, p.mscale.value), b = __fmul_rn(sine, p.mscale.value);
     }
     out[0] = ROUNDING == DTYPE ? rounded(a) : a, out[1] = ROUNDING == DTYPE ? rounded(b) : b;
 }

@@ -110,5 +110,5 @@ DEVICE float scale_of_row(const Params& p, float sum, const Head& head) {
     constexpr bool exact = !ACROSS_HEADS && (HEAD_DIM & (HEAD_DIM - 1)) == 0;
     const float count = elements_of_row(head), part = ACROSS_HEADS ? __frcp_rn(count) : 1.0f / HEAD_DIM;
     const float mean = exact || NORM_ROUNDING == TWICE ? __fmul_rn(sum, part) : __fdiv_rn(sum, count);
-    return rsqrtf(__fadd_rn(mean, p.scalars.eps));
+    return rsqrtf(__fadd_rn(mean, p.eps.value));
 }

@@ -78,6 +78,8 @@ def test_specs_are_those_of_the_call() -> None:
     packed = Packed(cu_seqlens, max_seqlen=4096)
     with_errors = "bshd heads q k v > rotate cos sin rotary_dim=128 > cache k_cache v_cache page_table lengths errors"
     assert {x.call for x in specs_of([32, 8], call=with_errors)} == {with_errors}
+    with pytest.raises(jitrope.InvalidInput, match="call lacks lengths, which it needs with its other tensors"):
+        specs_of([32, 8], call=with_errors.replace(" lengths", ""))
     calls = [
         lambda: jitrope.prepare_qkv(q, k, v, cos, sin, norm=Norm(*weights), positions=ids, cache=slots, inplace=True),
         lambda: jitrope.prepare_qkv(q, k, None, cos, sin, norm=Norm(*weights, after_rope=True)),

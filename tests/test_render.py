@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -295,7 +296,8 @@ def test_words_take_every_name_in_any_order() -> None:
     numbers = iter(range(sum(size or 1 for size in sizes.values())))
     given = {name: [next(numbers) for _ in range(size)] if size else next(numbers) for name, size in sizes.items()}
     shuffled = dict(reversed(given.items()))
-    words = list(range(sum(size or 1 for size in sizes.values())))
+    *words, mscale, eps = range(sum(size or 1 for size in sizes.values()))
+    words += struct.unpack("2q", struct.pack("f4xf4x", mscale, eps))
     assert arguments.words(shuffled) == words
     without_k = {name: x for name, x in given.items() if name != "k"}
     assert arguments.words(without_k) == words[:5] + [0] * 5 + words[10:]

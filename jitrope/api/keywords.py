@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
+from inspect import Parameter, signature
 from typing import Any, TypedDict, TypeVar
 
 from torch import Tensor
@@ -47,6 +47,7 @@ class RopeWords(JointWords, LatentWords, total=False):
     inverse: bool
 
 
+ROPE_WORDS = frozenset(RopeWords.__annotations__)
 SHOWN = {**DEFAULTS, "rotary_dim": None}
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -56,14 +57,12 @@ def with_words(words: Any) -> Callable[[F], F]:
     """Decorate a function: its signature names the keys of `words`, a TypedDict, in place of its `**words`."""
 
     def show(function: F) -> F:
-        signature = inspect.signature(function)
-        shown = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        own = signature(function)
+        shown = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
         for name, annotation in words.__annotations__.items():
             annotation, default = getattr(annotation, "__forward_arg__", annotation), SHOWN.get(name)
-            shown.append(
-                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-            )
-        vars(function)["__signature__"] = signature.replace(parameters=shown)
+            shown.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+        vars(function)["__signature__"] = own.replace(parameters=shown)
         return function
 
     return show

@@ -22,13 +22,12 @@ from ..sources.source import is_dense
 from ..stages.convert import DynamicQuantize, Quantize
 from ..stages.norm import Norm
 from ..stages.positions import Positions
-from .keywords import LatentWords, RopeWords, with_words
+from .keywords import ROPE_WORDS, LatentWords, RopeWords, with_words
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-_WORDS = frozenset(RopeWords.__annotations__)
 _LATENT_WORDS = frozenset((*LatentWords.__annotations__, "out"))
 
 
@@ -97,13 +96,11 @@ def prepare_fused_qkv(
     Raises:
         InvalidInput, CompileError: as in `apply_rope`.
     """
-    name = "prepare_fused_qkv"
     tensors: Any = {"qkv": qkv, "cos": cos, "sin": sin}
-    values = norm, cache, quantize, hadamard
-    asked = gather(FUSED, tensors, words, _WORDS, positions, inplace, *values)
+    asked = gather(FUSED, tensors, words, ROPE_WORDS, positions, inplace, norm, cache, quantize, hadamard)
     if bias is not None:
         tensors["bias"] = bias
-    _split(tensors, asked, heads, order, flag(name, "copy_v", copy_v))
+    _split(tensors, asked, heads, order, flag("prepare_fused_qkv", "copy_v", copy_v))
     made = sent(FUSED, tensors, asked, quantize)
     if "qkv" in made:
         return qkv

@@ -15,13 +15,10 @@ from ..sources.heads import HEADS, ROPE
 from ..stages.convert import DynamicQuantize, Quantize
 from ..stages.norm import Norm
 from ..stages.positions import Positions
-from .keywords import RopeWords, with_words
+from .keywords import ROPE_WORDS, RopeWords, with_words
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-_ROPE_WORDS = frozenset(RopeWords.__annotations__)
 
 
 @repeated
@@ -105,7 +102,7 @@ def apply_rope(
         CompileError: the kernel could not be built. The message names the missing package.
     """
     tensors: Any = {"q": q, "k": k, "cos": cos, "sin": sin}
-    out = sent(ROPE, tensors, gather(ROPE, tensors, words, _ROPE_WORDS, positions, inplace), letters="qk")
+    out = sent(ROPE, tensors, gather(ROPE, tensors, words, ROPE_WORDS, positions, inplace), letters="qk")
     return out["q"], out.get("k")
 
 
@@ -169,7 +166,7 @@ def prepare_qkv(
     """
     tensors: Any = {"q": q, "k": k} if cache is None else {"q": q, "k": k, "v": v}
     tensors.update(cos=cos, sin=sin)
-    asked = gather(HEADS, tensors, words, _ROPE_WORDS, positions, inplace, norm, cache, quantize, hadamard)
+    asked = gather(HEADS, tensors, words, ROPE_WORDS, positions, inplace, norm, cache, quantize, hadamard)
     if cache is None:
         v = with_v(HEADS, tensors, asked, v)
     found = sent(HEADS, tensors, asked, quantize)

@@ -85,12 +85,10 @@ def prepare_joint_qkv(
         tensors.update(zip((f"{label}_q", f"{label}_k", f"{label}_v"), parts(name, label, stream, 3)))
         if not isinstance(q := tensors[f"{label}_q"], Tensor) or q.is_nested or q.dim() != 4:
             refuse(name, f"{label}'s q", q, "a tensor (B, S, H, D)")
-    tables: dict[str, Any] = {"cos": cos, "sin": sin, "cos_sin_cache": cos_sin_cache}
-    tables.update(freqs=freqs, freqs_cis=freqs_cis)
+    tables: Any = {"cos": cos, "sin": sin, "cos_sin_cache": cos_sin_cache, "freqs": freqs, "freqs_cis": freqs_cis}
     tensors.update({**second_tables(name, tables), **tables})
     norms: Any = (norm, norm) if norm is None or isinstance(norm, Norm) else parts(name, "norm", norm, 2)
-    values = norms[0], cache, quantize, hadamard
-    asked = gather(STREAMED, tensors, words, _JOINT_WORDS, positions, False, *values)
+    asked = gather(STREAMED, tensors, words, _JOINT_WORDS, positions, False, norms[0], cache, quantize, hadamard)
     if norm is not None:
         of_second: dict[str, Any] = {}
         add(name, "norm", norms[1], (Norm,), of_second, {})

@@ -60,8 +60,7 @@ def configure(*, compile: Any = _KEPT, launch: Any = _KEPT, batch_invariant: Any
     may_compile = _may_compile if compile is _KEPT else compile
     if may_compile is not None:
         may_compile = arguments.flag("configure", "compile", may_compile)
-    forced = _launch if launch is _KEPT else launch
-    arguments.word("configure", "launch", forced, (None, "auto", *LAUNCHES))
+    forced = arguments.word("configure", "launch", _launch if launch is _KEPT else launch, (None, "auto", *LAUNCHES))
     given = _batch_invariant if batch_invariant is _KEPT else batch_invariant
     invariant = arguments.flag("configure", "batch_invariant", given)
     replanned = launch is not _KEPT or invariant != _batch_invariant
@@ -122,10 +121,9 @@ def cache_dir() -> Path:
     return Path(temporary, f"jitrope-{os.getuid() if hasattr(os, 'getuid') else 'cache'}")
 
 
-try:
+_start = Path()
+with contextlib.suppress(FileNotFoundError):  # it was deleted
     _start = Path.cwd()
-except FileNotFoundError:  # it was deleted
-    _start = Path()
 
 
 def _path(given: str) -> Path:
@@ -139,8 +137,7 @@ OWN_BUNDLE = Path(__file__).parent.parent / "kernels.zip"
 
 def system_caches() -> tuple[Path, ...]:
     """The folders and bundles of `JITROPE_SYSTEM_CACHE`, in order, and `OWN_BUNDLE` if there is one."""
-    given = os.environ.get("JITROPE_SYSTEM_CACHE", "")
-    named = [_path(part) for part in given.split(os.pathsep) if part]
+    named = [_path(part) for part in os.environ.get("JITROPE_SYSTEM_CACHE", "").split(os.pathsep) if part]
     return (*named, OWN_BUNDLE) if OWN_BUNDLE.exists() else tuple(named)
 
 

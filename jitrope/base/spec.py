@@ -22,7 +22,7 @@ NUMBERS = range(MAX_INT + 1)  # of a field, if it has no bounds of its own
 MAX_THREADS = 1024  # of a block: CUDA's limit
 ACCESS_BYTES = 16  # the widest load or store of one thread
 ACCESSES = (1, 2, 4, 8, 16)  # elements or bytes of one load or store
-# In the metadata of a field. words: its texts. given: it says whether a call has this tensor.
+# In the metadata of a field. words: its texts. given: it says whether a call has this tensor, or number.
 OF_NORM: dict[str, Any] = {"of_norm": True}  # only kernels with a norm have its constant
 VERSION = 1  # of records; texts of calls leave out defaults, so no default changes within one
 

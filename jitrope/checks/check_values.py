@@ -35,8 +35,7 @@ def check_values(name: str, t: Tensors, o: Options) -> None:
         of_rank = "" if o.cp_size == 1 else f", {own} of them on this rank"
         fail.when(own > tokens, f"cu_seqlens ends at {offsets[-1]}{of_rank}, but q has {tokens} tokens")
     count, rows, beyond = rows_of(whole["cos"]), table_rows(tokens, q.device, whole, o), spare(tokens, whole, o)
-    rows = rows if beyond is None else rows[..., ~beyond]
-    rows = turned(rows, o)[0]
+    rows = turned(rows if beyond is None else rows[..., ~beyond], o)[0]
     lowest, highest = map(int, rows.aminmax()) if rows.numel() else (0, -1)
     fail.when(lowest < 0, f"positions go from {lowest} to {highest}; they must be 0 or above")
     had = f"{'differences of positions have sizes' if o.shifts else 'positions go'} from {lowest} to {highest}"

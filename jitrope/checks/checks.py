@@ -18,7 +18,7 @@ from ..base.memory import overlaps_itself, refuse_meeting, span
 from ..base.views import BLOCK_SCALES, FORMATS, FP8, FP8S, PER_ITEM, TABLE_NAMES, Tensors
 from ..plan.options import Options
 from ..sinks import cache, pages
-from ..stages import norm, positions, rotate, scale, transform
+from ..stages import BEHIND, norm, positions, rotate, transform
 from ..stages.convert import TENSORS as SCALES
 from ..stages.convert import converts_v
 
@@ -141,8 +141,9 @@ def check(op: Any, t: Tensors, o: Options) -> None:
     fail = Fail(op.function, label, q, o.layout)
     check_heads({label: q, **({op.label("k"): t["k"]} if "k" in t else {})}, o, fail)
     positions.check(t, o.rotary_dim // 2, o, fail)
-    scale.check(t, sizes_of(q, o.layout)[1], o, fail)
     rotate.check(t, o, op.said or "a cache" * ("k_cache" in t), fail)
+    for stage in BEHIND:
+        stage.check(t, o, fail)
 
 
 def check_kv_cache(op: Any, t: Tensors, o: Options) -> None:
@@ -192,7 +193,6 @@ def check_whole_heads(op: Any, t: Tensors, o: Options) -> None:
     fail.when(o.group and dim % o.group, f"group is {o.group}; it must divide D={dim}")
     if o.out_dtype == "fp4" or ("k_cache" in t and PER_ITEM.get(t["k_cache"].dtype, 1) > 1):
         check_pairs(t, o, fail)
-    transform.check(t, o, fail)
 
 
 def check_results(op: Any, t: Tensors, o: Options) -> None:

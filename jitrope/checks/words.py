@@ -66,7 +66,8 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any]) -> t
 
     Raises InvalidInput if a word does not go with the operation, a value has another type, or a tensor is missing.
     """
-    name, given = op.function, Options(**asked)
+    name, words = op.function, {label: _typed(op.function, label, value) for label, value in asked.items()}
+    given = Options(**words)
     for label in (*tensors, *asked):
         value, default = asked.get(label), DEFAULTS.get(label)
         if value is None or type(value) is not type(default) or value != default:  # an array has no single answer
@@ -74,7 +75,6 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any]) -> t
             refuse_beside(name, [op.label(label)], beside, _INSTEAD.get(label, "leave it out"))
     kind = _check_tensors(op, tensors, given, name)
     full = canonical(dict(tensors))
-    words = {label: _typed(name, label, value) for label, value in asked.items()}
     o = Options(**{"launch": config.launch(), **words}, table=kind)
     first, cos = next(iter(full.values())), full.get("cos")
     width = int(first.shape[-1]) if first.dim() else 0

@@ -116,7 +116,6 @@ def key_of(spec: Spec, arch: str) -> Key:
 
 def missing_kernel(spec: Spec, arch: str, cache: KernelCache) -> MissingKernel:
     """The error for a kernel that is in no cache and may not be compiled."""
-    fields = spec.to_dict()
     text = shlex.quote(json.dumps(record_of([spec])))
     command = f"echo {text} > missing.json && jitrope prewarm --from missing.json --arch {arch}"
     places = ", ".join(map(str, (cache.root, *(layer.root for layer in cache.system))))
@@ -124,7 +123,7 @@ def missing_kernel(spec: Spec, arch: str, cache: KernelCache) -> MissingKernel:
         f"{spec.name} for {arch} is not in {places}, and compiling is forbidden (JITROPE_NO_COMPILE or "
         f"jitrope.configure). Where compiling is allowed, this command makes it:\n{command}"
     )
-    return MissingKernel(message, fields, arch, command)
+    return MissingKernel(message, spec.to_dict(), arch, command)
 
 
 def _load(spec: Spec, device: int) -> Kernel:

@@ -8,12 +8,13 @@ the front and more words at the end, and a kernel with a stage of `OPTIONAL` has
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Collection, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
 from ..sinks import cache, pages
-from ..stages import bias, convert, norm, rotate, scale
+from ..stages import STAGES
 
 
 class Argument(NamedTuple):
@@ -42,13 +43,13 @@ ADDRESSES = _arguments("""
 WORDS = _arguments("""
     Strides in_stride: q k v; Strides out_stride: q_out k_out v_out
     TableStrides cos_stride: cos; TableStrides sin_stride: sin; IdStrides ids_stride: position_ids
-    long long tokens, batch, seqlen, q_heads, k_heads, sequences, table_rows, cp_rank, slot_count; Scalars scalars
+    long long tokens, batch, seqlen, q_heads, k_heads, sequences, table_rows, cp_rank, slot_count; Number mscale, eps
 """)
 _STREAMS = "first_q first_k first_v second_q second_k second_v"
-_SOURCES = {"two_streams": (f"const T* source: {_STREAMS}", f"Strides source_stride: {_STREAMS}; long long split")}
+_SOURCE = {"two_streams": (f"const T* source: {_STREAMS}", f"Strides source_stride: {_STREAMS}; long long split")}
 OPTIONAL = {
     flag: (_arguments(addresses), _arguments(words))
-    for part in (_SOURCES, *[x.ARGUMENTS for x in (scale, rotate, norm, bias, convert, cache, pages)])
+    for part in (_SOURCE, *[getattr(x, "ARGUMENTS", {}) for x in (*STAGES.values(), cache, pages)])
     for flag, (addresses, words) in part.items()
 }
 """The addresses and the words of a stage, by its flag in the spec."""
@@ -86,7 +87,8 @@ def words(given: Mapping[str, Any], stages: Collection[str] = ()) -> list[int]:
     for c_type, _, names in _ordered(stages)[1]:
         for name in names:
             size = WORDS_OF.get(c_type)
-            strides = given.get(name, [0] * size) if size else [given[name]]
-            assert len(strides) == (size or 1), name
-            found += strides
+            own = given.get(name, [0] * size) if size else [given[name]]
+            own = struct.unpack("q", struct.pack("f4x", *own)) if c_type == "Number" else own
+            assert len(own) == (size or 1), name
+            found += own
     return found

@@ -5,11 +5,11 @@ from __future__ import annotations
 from inspect import get_annotations
 from typing import Any
 
+from .. import stages
 from ..sinks import cache, results
-from ..stages import norm, rotate, transform
 
 
-class Options(cache.Words, results.Words, transform.Words, norm.Words, rotate.Words):
+class Options(cache.Words, results.Words, stages.Words):
     """The words of a call, as `apply_rope` describes them. Those that are not given have the parts' defaults."""
 
     launch: str = "auto"

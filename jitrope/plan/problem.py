@@ -6,7 +6,6 @@ Only shapes, strides and alignment are read, so the tensors may be on any device
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -127,7 +126,7 @@ class _Call:
         found: dict[str, Any] = {
             **{name: x for name, x in words.items() if name in heuristics.RopeProblem.__dataclass_fields__},
             **{f"{x}_dtype": DTYPE_NAMES[t[x].dtype] if x in t else None for x in INDICES},
-            **{name: tensor in t for name, tensor in GIVEN.items()},
+            **{name: given in t or bool(words.get(given)) for name, given in GIVEN.items()},
             "dtype": DTYPE_NAMES[named["q"].dtype],
             "q_out": o.out_dtype if o.per_row else DTYPE_NAMES[q_out.dtype],
             "kv_out": o.out_dtype if o.per_row else DTYPE_NAMES[named.get("k_out", q_out).dtype],
@@ -155,9 +154,7 @@ class _Call:
     def words(self, stages: Sequence[str]) -> list[int]:
         """The words of the argument block of a kernel with these stages."""
         o = self.options
-        (scalars,) = struct.unpack("q", struct.pack("2f", o.mscale, o.eps if o.norm_kind else 0))
-        given: dict[str, Any] = {**o._asdict(), **vars(self), **self.strides}
-        given.update(self.given_scales, scalars=scalars)
+        given: dict[str, Any] = {**o._asdict(), **vars(self), **self.strides, **self.given_scales}
         if self.paged:
             table = self.tensors["page_table"]
             given.update(page_table_stride=table.stride(0), page_table_width=table.shape[-1])

@@ -12,20 +12,21 @@ from typing import Any, ClassVar
 from ..base.config import LAUNCHES
 from ..base.layouts import MAX_HEAD_DIM
 from ..base.spec import ACCESSES, DTYPES, INDEX_DTYPES, KINDS, NUMBERS, OF_NORM, Spec, refuse_unless
-from ..sinks import cache, pages
-from ..stages import bias, convert, norm, positions, rotate, scale, transform
+from ..sinks import cache
+from ..stages import Fields
 from . import arguments
 
 _COUNTS = "cp_size q_per_group kv_per_group v_per_k heads_per_thread blocks_per_sm tokens_per_block heads_per_block"
 _UNNAMED = ("two_streams", "two_tables", "weight_dtype", "biased", "gradient", "dynamic_q")  # in a kernel's name
 ROPE_KINDS = ("rope", "qk_norm_rope", "qk_norm_rope_backward")
-PARTS = (positions, rotate, norm, scale, transform, bias, convert, pages, cache)
-for part in PARTS:  # here, because a dataclass takes a while to make
-    dataclass(frozen=True)(part.Fields)
+
+
+for part in (*Fields.__mro__[-2::-1], *cache.Fields.__mro__[-2::-1]):  # here, because a dataclass takes a while to make
+    dataclass(frozen=True)(part)
 
 
 @dataclass(frozen=True)
-class Compiled(cache.Fields, convert.Fields, bias.Fields, transform.Fields, scale.Fields, norm.Fields, rotate.Fields):
+class Compiled(cache.Fields, Fields):
     """The parts of a call that are compiled into its kernel. A problem and a spec share these fields."""
 
     dtype: str = field(metadata={"words": DTYPES})  # of q and k

@@ -19,7 +19,6 @@ from ..base.errors import InvalidInput
 from ..base.views import Tensors
 from ..checks import checks
 from ..checks.check_values import check_values
-from ..checks.checks import LEARNED
 from ..checks.words import canonical, resolved
 from ..plan.options import Options
 from ..sources.operation import Operation, has
@@ -27,7 +26,6 @@ from ..sources.source import OF_TABLES
 from ..stages.transform import LABEL as TRANSFORM
 from ..torch_state import dispatch_modes, is_compiling
 from . import launch
-from .launch import Asked, Recorded
 from .op_call import run_op
 
 
@@ -37,7 +35,7 @@ def _forget() -> None:
     launch.local = launch.Local()
 
 
-def call(op: Operation, tensors: Tensors, asked: Asked) -> Tensors:
+def call(op: Operation, tensors: Tensors, asked: launch.Asked) -> Tensors:
     """Return the results of an operation by name. A user's words are checked; `Options` are already checked.
 
     The recent calls of this thread are tried first (`replay`). They notice everything that may watch a call, except
@@ -59,7 +57,7 @@ def call(op: Operation, tensors: Tensors, asked: Asked) -> Tensors:
     return _call(op, tensors, asked, key)
 
 
-def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
+def _call(op: Operation, tensors: Tensors, asked: launch.Asked, key: Any) -> Tensors:
     """Return the results of a call that is new or watched."""
     if not is_compiling():
         launch.local.made = None
@@ -148,13 +146,13 @@ def _write(op: Operation, tensors: Tensors, options: Options, apart: bool) -> Te
 
 def recorded(op: Operation, tensors: Tensors, results: Sequence[str], options: Options) -> Any:
     """(the `Recorded` of a call, the tensors that it saves)."""
-    learned = tuple([name for name in LEARNED if name in tensors and tensors[name].requires_grad])
+    learned = tuple([name for name in checks.LEARNED if name in tensors and tensors[name].requires_grad])
     saved, like = tensors if learned else op.saved(tensors, options), {}
     if watch.sharded(tensors.values()):
         from . import dtensor
 
         like = dtensor.gradients_like({name: x for name, x in tensors.items() if name not in OF_TABLES})
-    made = Recorded(op, options, tuple(saved), tuple(tensors), tuple(results), {}, learned, like)
+    made = launch.Recorded(op, options, tuple(saved), tuple(tensors), tuple(results), {}, learned, like)
     return made, tuple(saved.values())
 
 
@@ -187,6 +185,5 @@ def _of_tables(op: Operation, t: Tensors, names: Sequence[str], grads: Tensors, 
         results = op.on_cpu(inputs, o)
         given = [name for name in grads if results[name].requires_grad]  # k has no scale
         outputs, sent = [results[name] for name in given], [grads[name] for name in given]
-        wanted = [inputs[name] for name in names]
-        found = torch.autograd.grad(outputs, wanted, sent, create_graph=again, allow_unused=True)
+        found = torch.autograd.grad(outputs, [inputs[x] for x in names], sent, create_graph=again, allow_unused=True)
     return {name: None if grad is None else grad.to(t[name].dtype) for name, grad in zip(names, found)}

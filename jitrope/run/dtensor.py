@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,14 +25,13 @@ from ..plan.options import Options
 from ..sources.operation import Call, Operation
 from ..stages import positions
 
-Q, K = ("q",), ("k",)
 Row = dict[str, Any]  # the placements of a call's tensors on one dimension of a mesh
 
 
 def _axes(label: str, x: Any, call: Mapping[str, Any]) -> dict[str, int]:
     """The axes of a tensor that are the batch, the sequence and the heads. An axis of size 1 is shared."""
     axes: dict[str, int | None] = {}
-    if label in Q + K:
+    if label in ("q", "k"):
         axes = dict(zip(("batch", "seq", "heads"), LAYOUT_AXES[call["layout"]]))
     elif label in ("cos", "sin"):  # (P, W), (B, P, W) or (B, P, H, W)
         axes["batch"] = 0 if x.ndim > 2 and x.shape[0] != 1 else None
@@ -62,11 +60,10 @@ def _rows(call: Mapping[str, Any]) -> list[Row]:
     axes = {label: _axes(label, x, call) for label, x in call.items() if hasattr(x, "ndim")}
     unsharded = _unsharded(call)
     rows: list[Row] = [{label: Replicate() for label in axes}]
-    for word in axes["q"]:
-        if word not in unsharded:
-            rows.append({label: Shard(own[word]) if word in own else Replicate() for label, own in axes.items()})
+    for word in [word for word in axes["q"] if word not in unsharded]:
+        rows.append({label: Shard(own[word]) if word in own else Replicate() for label, own in axes.items()})
     if "heads" not in unsharded and "k" in axes and "heads" not in axes["cos"]:  # each rank has all heads of k, or of q
-        rows += [{label: Replicate() if label in one else p for label, p in rows[-1].items()} for one in (K, Q)]
+        rows += [{label: Replicate() if label == one else p for label, p in rows[-1].items()} for one in "kq"]
     return rows
 
 
@@ -110,8 +107,8 @@ def gradients_like(tensors: Tensors) -> dict[str, Callable[[Any], Any]]:
 
     def placed(x: Any) -> Callable[[Any], Any]:
         alike = {"device_mesh": x.device_mesh, "placements": x.placements}
-        missing = partial(zeros, x.shape, dtype=x.dtype, **alike)
-        return lambda grad: missing() if grad is None else grad.redistribute(**alike)
+        shape, dtype = x.shape, x.dtype
+        return lambda grad: zeros(shape, dtype=dtype, **alike) if grad is None else grad.redistribute(**alike)
 
     return {name: placed(x) for name, x in tensors.items() if x.requires_grad}
 
@@ -122,7 +119,7 @@ def _prepared(op: Operation, tensors: Tensors, options: Options) -> tuple[dict[s
     given: dict[str, Any] = dict(tensors)
     call = {**dict.fromkeys(TABLE_NAMES), **given, **options._asdict()}
     call.update(bare=positions.bare(options), whole=positions.whole_sequences(given, options))
-    heads = {label: x for label, x in given.items() if label in Q + K}
+    heads = {label: x for label, x in given.items() if label in ("q", "k")}
     for label, x in given.items():
         if label in heads and not isinstance(x, DTensor):
             fail(f"{op.label(label)} is a plain tensor beside DTensors; use DTensor.from_local")

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .. import stages
 from ..base.arguments import flags, parts, refuse, refuse_beside
 from ..base.errors import InvalidInput
 from ..base.views import BLOCK_SCALES, Tensors
@@ -73,7 +74,7 @@ def gather(
         beside = [f"{letter}{dynamic}_scale" for letter in "kv" if f"{letter}_scale" in quantize.tensors]
         beside += ["v=True"] * ("dynamic_v" in quantize.words)
         refuse_beside(name, [f"{x} of quantize" for x in beside], ["a cache"], "give its scales to KVCache")
-    if op.whole or BLOCK_SCALES[0] in tensors or "computed" in words or TRANSFORM in words:  # they need whole heads
+    if op.whole or BLOCK_SCALES[0] in tensors or not stages.WHOLE.isdisjoint((*tensors, *words)):
         words = {**NO_NORM, **words}
     return words  # type: ignore[no-any-return]
 

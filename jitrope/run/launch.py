@@ -193,11 +193,10 @@ def _offsets(op: Operation, named: Tensors, options: Options) -> dict[str, tuple
     if "bias" in named:
         for letter, part in zip("qkv", bias_views(named["bias"], named["qkv"], options)):
             found[f"{letter}_added"] = ("bias", part.data_ptr() - named["bias"].data_ptr())
-    for stream in ("", "second_"):
-        cos = named.get(stream + "cos")
-        if cos is not None and stream + "sin" not in named:
-            sin = table_pair(cos, None, options.table)[1]
-            found[stream + "sin"] = (stream + "cos", sin.data_ptr() - cos.data_ptr())
+    for cos, sin in (("cos", "sin"), ("second_cos", "second_sin")):
+        if cos in named and sin not in named:
+            sines = table_pair(named[cos], None, options.table)[1]
+            found[sin] = (cos, sines.data_ptr() - named[cos].data_ptr())
     return found
 
 

@@ -49,10 +49,9 @@ def arguments(op: Operation, tensors: Tensors, options: Options) -> tuple[Any, .
     """
     tensors = dict(tensors)
     if options.table == "freqs_cis":
-        for stream in ("", "second_"):
-            if stream + "cos" in tensors:
-                pair = table_pair(tensors[stream + "cos"], tensors.get(stream + "sin"), "freqs_cis")
-                tensors[stream + "cos"], tensors[stream + "sin"] = pair
+        for cos, sin in (("cos", "sin"), ("second_cos", "second_sin")):
+            if cos in tensors:
+                tensors[cos], tensors[sin] = table_pair(tensors[cos], tensors.get(sin), "freqs_cis")
         options = options._replace(table="cos_sin")
     text = _spelled(op.name, tuple(tensors), options._replace(**dict.fromkeys(COUNTS, 0)))
     _, names, written, _ = read(text)

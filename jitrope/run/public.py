@@ -94,8 +94,7 @@ def _compiled(name: str, args: Any, words: Any) -> Any:
 
     Dynamo traces the function itself if an argument cannot be spelled, or if the op has another error than a refusal.
     """
-    found = _spelled(name, args, words)
-    if found is not None:
+    if found := _spelled(name, args, words):
         text, tensors, sizes = found
         both = [*tensors, *_op(tensors, text, sizes), None]
         refusal, alone, places = _outcome()

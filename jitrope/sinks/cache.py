@@ -14,7 +14,6 @@ from ..base.layouts import MAX_TOKENS
 from ..base.spec import INDEX_DTYPES, OF_NORM
 from ..base.views import BLOCK_SCALES, FORMATS, FP8, FP8S, GROUPS, PER_ITEM, SCALES, Tensors
 from ..stages import convert
-from ..stages.convert import SCALE_FMTS, block_format
 from ..values.asked import Value
 from ..values.constants import divisors
 from . import pages
@@ -93,7 +92,7 @@ class KVCache(Value):
         if scale_fmt is not None:
             if k_block_scale is None or k_block_scale.dtype == FP8:
                 refuse("KVCache", "scale_fmt", scale_fmt, f"None without k_block_scale, and with scales in {FP8}")
-            self.words["scale_fmt"] = word("KVCache", "scale_fmt", scale_fmt, SCALE_FMTS[1:])
+            self.words["scale_fmt"] = word("KVCache", "scale_fmt", scale_fmt, convert.SCALE_FMTS[1:])
 
 
 class Words(pages.Words, convert.Words):
@@ -155,7 +154,7 @@ def _is_apart(cache: Tensor) -> bool:
 def check_format(t: Tensors, o: Words, fail: Fail) -> None:
     """Refuse computed scales of q of another kind than those beside a cache, because one kernel computes both."""
     dim = t["q"].shape[-1]
-    own, found = (o.out_dtype, o.group or dim, o.scale_out), block_format(t, dim, o)
+    own, found = (o.out_dtype, o.group or dim, o.scale_out), convert.block_format(t, dim, o)
     if own != tuple(found):
         one, other = (f"{form} with a scale of {scale} for {group} elements" for form, group, scale in (own, found))
         text = f"quantize makes q {one}, but k_cache and k_block_scale are {other}; they must match"

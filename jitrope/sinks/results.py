@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..base.arguments import whole
 from ..base.views import SCALES, Tensors, canonical, head_view
@@ -96,6 +95,6 @@ def tiles(scales: Tensor) -> Tensor:
     """
     by_head = scales.transpose(1, 2).view(torch.uint8)
     tokens, groups = by_head.shape[2:]
-    padded = pad(by_head, (0, -groups % TILE[1], 0, -tokens % TILE[0]))
+    padded = torch.nn.functional.pad(by_head, (0, -groups % TILE[1], 0, -tokens % TILE[0]))
     found: Tensor = padded.unflatten(3, (-1, TILE[1])).unflatten(2, (-1, 4, TILE[0] // 4))
     return found.permute(0, 1, 2, 5, 4, 3, 6).reshape(padded.shape).transpose(1, 2).view(scales.dtype)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import chain
+from .. import chain, stages
 from ..base import views
 from ..base.arguments import refuse, shown
 from ..base.errors import InvalidInput, JitropeError
@@ -40,7 +40,6 @@ OPERATIONS: dict[str, Operation] = {}
 SCALES = convert.TENSORS
 OUTS = {name: f"out's {name[0]}" for name in results.TENSORS}
 """The users' names of output tensors."""
-_LAST = frozenset(("k_cache", *OUTS, *SCALES))  # of calls without a gradient
 WRITTEN = frozenset(("k_cache", "v_cache", "errors", *BLOCK_SCALES, *FRESHES))
 """The tensors that each call with them writes; those of `FRESHES` are made by the caller of torch's op."""
 
@@ -49,16 +48,10 @@ APART = {"inplace": "quantize Ulysses", "inverse": "cache", "shifts": f"norm qua
 
 
 def parts_of(given: Container[str], o: Options) -> list[str]:
-    """The stages and the sinks of a call, of those that not all sources and sinks go with."""
-    parts = {
-        "norm": normed(o),
-        "quantize": o.computed or o.per_row or any(x in given for x in SCALES[: 1 if "k_cache" in given else 3]),
-        TRANSFORM: getattr(o, TRANSFORM),
-        "cache": "k_cache" in given,
-        "out": any(x in given for x in OUTS) and not o.per_row,
-        "Ulysses": o.ulysses_degree > 0,
-    }
-    return [part for part, there in parts.items() if there]
+    """The stages and the sinks of a call."""
+    out = any(x in given for x in OUTS) and not o.per_row
+    sinks = {"cache": "k_cache" in given, "out": out, "Ulysses": o.ulysses_degree > 0}
+    return [*stages.present(given, o), *[sink for sink, there in sinks.items() if there]]
 
 
 def has(parts: str, given: Container[str], o: Options) -> bool:
@@ -74,9 +67,9 @@ class Operation(Source):
         vars(self).update(others)
         OPERATIONS.setdefault(self.name, self)
 
-    def differentiable(self, given: Iterable[str], o: Options) -> bool:
+    def differentiable(self, given: Container[str], o: Options) -> bool:
         """Whether a call has a gradient. In place a norm would need the old q and k."""
-        return not (o.computed or o.per_row or (o.inplace and o.norm_kind != "")) and _LAST.isdisjoint(given)
+        return not (has(f"{stages.LAST} cache out", given, o) or (o.inplace and o.norm_kind != ""))
 
     def beside(self, word: str, given: Container[str], o: Options) -> list[str]:
         """What a word or a tensor does not go with: the source, and parts of the call. o: not checked."""
@@ -277,7 +270,7 @@ class Operation(Source):
         """Whether a call without a table, which rotates nothing, has something to do. o: not checked."""
         split = self.name != "heads" and not o.inplace
         moved = self.function != "apply_rope" and has("out Ulysses", t, o)
-        return split or moved or has(f"norm quantize {TRANSFORM} cache", t, o) or "q_factor" in t or "bias" in t
+        return split or moved or "k_cache" in t or bool(stages.present(t, o))
 
     def without_table(self, t: Tensors, o: Options) -> tuple[Options, Tensors]:
         """The options and the tensors of a call without a table: every token comes before those of the tables."""
@@ -349,7 +342,7 @@ def copy_heads(out: Tensor, x: Tensor) -> None:
 
 def operation_of(name: str, o: Options) -> Operation:
     """The operation of a call by its name."""
-    whole = o.norm_kind or not (getattr(o, TRANSFORM) or o.computed or o.per_row)
+    whole = o.norm_kind or not any(getattr(o, word, False) for word in stages.WHOLE)
     if name not in OPERATIONS or not whole:
         sources = ", ".join(OPERATIONS)
         raise InvalidInput(f"call has the source {name!r}, or stages without a kernel; the sources are {sources}")

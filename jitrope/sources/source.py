@@ -77,8 +77,7 @@ class Source:
 
 def joins_k(v: Tensor, k: Tensor | None, cos: Tensor | None = None) -> bool:
     """Whether a kernel can store heads of v as it stores those of k."""
-    shared = cos is None or not per_head(cos)
-    return shared and k is not None and v.shape == k.shape and v.dtype == k.dtype
+    return (cos is None or not per_head(cos)) and k is not None and v.shape == k.shape and v.dtype == k.dtype
 
 
 def is_dense(x: Any) -> bool:

@@ -78,7 +78,7 @@ class Streams(Operation):
         cos, two, shaped = t["cos"], "second_cos" in t, self.shaped(t, o)
         for word, said in {**positions.apart(t, o), "freqs": o.table == "freqs"}.items():
             fail.when(two and said, f"{word} does not go with a table for each stream; pass one table")
-        scale.check({**t, "q": shaped["q"]}, tokens_of(t), o, fail)
+        scale.check({**t, "q": shaped["q"]}, o, fail)
         if not two:  # the checks of streams compare each with its own
             check(self, {"q": shaped["q"], **{label: t[label] for label in TABLE_NAMES if label in t}}, o)
         if o.across_heads:

@@ -6,7 +6,7 @@ from dataclasses import field
 
 from torch import Tensor
 
-from ..base.layouts import Words
+from ..base import layouts
 from ..base.views import Tensors, bias_like, fused_part
 
 TENSORS = ("bias",)
@@ -24,7 +24,7 @@ class Fields:
     gated: bool  # behind each head of q lies its gate, which is copied
 
 
-def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
+def forward(letter: str, x: Tensor, t: Tensors, o: layouts.Words) -> Tensor:
     """One part of the projection's output, (..., heads, head_dim), plus its part of the bias."""
     return x + fused_part(bias_like(t["bias"], t["qkv"]), letter, o) if "bias" in t else x
 

@@ -22,6 +22,8 @@ from ..values.constants import divisors
 from . import positions
 from .positions import sequences_of, spare
 
+LABEL = "quantize"
+WHOLE = ("computed", "per_row")
 SCALE_DTYPES = ("fp32", "e8m0", "fp8", "e8m0_fp32")
 SCALE_FMTS = ("", "ue8m0")
 TENSORS = ("q_scale", "k_scale", "v_scale")
@@ -234,6 +236,11 @@ def block_format(t: Tensors, head_dim: int, o: Words) -> tuple[str, int, str]:
     dtype = next(name for name, found in SCALES.items() if found == scale.dtype)
     powers = o.scale_fmt == "ue8m0" and dtype == "fp32"
     return DTYPE_NAMES[cache.dtype], head_dim // scale.shape[-1], "e8m0_fp32" if powers else dtype
+
+
+def converts(given: Container[str], o: Words) -> bool:
+    """Whether a call returns heads divided by scales. A cache has its own, but for q. given: as in `converts_v`."""
+    return o.computed or o.per_row or any(x in given for x in TENSORS[: 1 if "k_cache" in given else 3])
 
 
 def converts_v(given: Container[str], dynamic_v: bool) -> bool:

@@ -7,8 +7,8 @@ from dataclasses import field
 import torch
 from torch import Tensor
 
+from ..base import layouts
 from ..base.fit import USERS_NAMES, Fail, sizes_of
-from ..base.layouts import Words
 from ..base.views import Tensors, factor_view
 
 LABEL = "q_factor"
@@ -22,14 +22,18 @@ class Fields:
     scales_q: bool = field(metadata={"given": "q_factor"})
 
 
-def check(t: Tensors, seqlen: int, o: Words, fail: Fail) -> None:
-    """Refuse a factor that does not fit q. seqlen: the tokens of a batch row."""
+def check(t: Tensors, o: layouts.Words, fail: Fail) -> None:
+    """Refuse a factor that does not fit q."""
     if "q_factor" in t:
-        rows = [] if o.layout == "thd" else [((1, sizes_of(t["q"], o.layout)[0]), seqlen)]
+        batch, seqlen, *_ = sizes_of(t["q"], o.layout)
+        rows = [] if o.layout == "thd" else [((1, batch), seqlen)]
         label, device = USERS_NAMES[LABEL], t["q"].device
         fail.unlike(label, t[LABEL], device, (torch.float32,), (), (seqlen,), *rows)
 
 
-def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
+def forward(letter: str, x: Tensor, t: Tensors, o: layouts.Words) -> Tensor:
     """q times the number of its token, in fp32."""
     return x.float() * factor_view(t["q_factor"])[..., 0] if letter == "q" and "q_factor" in t else x
+
+
+back = forward

@@ -18,6 +18,7 @@ from .positions import TURNED
 
 MAX_DIM = 256
 LABEL = "hadamard"
+WHOLE = (LABEL,)
 
 
 class Words(layouts.Words):
@@ -52,3 +53,6 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
         a, b = pairs[..., 0, :], pairs[..., 1, :]
         x = torch.stack((a + b, a - b), -2).flatten(-3)
     return x * (0.5 ** (bits // 2) * (0.5**0.5 if bits % 2 else 1))
+
+
+back = forward

@@ -107,9 +107,8 @@ def from_config(
     _require(not others, "layers differ in layer_rope_theta; pass a dict with one layer's rope_theta")
     # In Phi-3 it is beside rope_parameters and has priority.
     found[trained] = (layer_type is None and _get(config, trained)) or found.get(trained) or longest
-    for name in ("max_position_embeddings", trained, "partial_rotary_factor"):
-        if found[name] is not None:
-            number(name, found[name], "from_config")
+    for name in [x for x in ("max_position_embeddings", trained, "partial_rotary_factor") if found[x] is not None]:
+        number(name, found[name], "from_config")
     if rope_type in ("yarn", "longrope") and longest and found[trained]:
         found.setdefault("factor", longest / found[trained])
     if rope_type == "axial":

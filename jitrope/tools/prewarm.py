@@ -87,8 +87,11 @@ def specs_of(
         leaves = [x.requires_grad_(backward) for x in own if x.dtype == kind and x.dim()]
         tensors.update({label: tensors[label].clone() for label in op.written(tensors, o)})  # no leaves
         o, tensors = (o, tensors) if "cos" in tensors else op.without_table(tensors, o)
-        if op.function:
-            op.check(tensors, o)
+        try:
+            if op.function:
+                op.check(tensors, o)
+        except KeyError as error:
+            raise InvalidInput(f"{name}: call lacks {error.args[0]}, which it needs with its other tensors") from error
         results = [x for x in dispatch.call(op, tensors, o).values() if x.requires_grad]
         if results:
             torch.autograd.grad(results, leaves, [torch.empty_like(x) for x in results], allow_unused=True)

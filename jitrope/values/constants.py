@@ -73,10 +73,9 @@ def counters(x: Tensor) -> Tensor:
     if x.is_meta or watch.capturing(x):
         return _zeros(x.device)
     key = (x.device, watch.get_stream(x.get_device()))
-    found = _counters.get(key)
-    if found is None:
-        found = _counters.setdefault(key, kept(_zeros, x.device))
-    return found
+    if key not in _counters:
+        _counters.setdefault(key, kept(_zeros, x.device))
+    return _counters[key]
 
 
 def _zeros(device: torch.device) -> Tensor:

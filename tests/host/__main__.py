@@ -12,7 +12,7 @@ from . import backend
 
 FILES = (
     "comfy_kitchen defaults fp4_cache gpu gpu_thd hadamard index_cache joint kernels latent "
-    "latent_cache latent_norm learned mean_squares other_pairs out fused packed_cache "
+    "latent_cache latent_norm learned mean_squares new_stage other_pairs out fused packed_cache "
     "pages presets prewarm public q_scale quantize quantized_v rope row_scales same_bits shifts stages swizzled "
     "timm transformers ulysses unrotated"
 )
