@@ -69,8 +69,8 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Options) -> Tensor:
     if after:
         x = norm.forward(letter, x if stored is None else x.to(stored), t, o)
     x = rotate.paired(letter, x, o)
-    for stage in BEHIND:
-        if stage.LABEL in t or getattr(o, stage.LABEL, False):
+    for label, stage in BEHIND.items():
+        if label in t or getattr(o, label, False):
             x = stage.forward(letter, x if stored is None else x.to(stored), t, o)
     x = x if stored is None else x.to(stored)
     return positions.cleared(letter, x, t, o) if "cu_seqlens" in t else x
@@ -90,7 +90,7 @@ def back(t: Tensors, places: Tensors, o: Options) -> None:
         grad = canonical(joined(t[f"d{letter}"], o.layout), o.layout)
         grad = rotate.paired(letter, transform.back(letter, grad, t, o), o, back=True)
         for stage in (scale, norm, rotate) if after else (rotate, scale, norm):
-            grad = norm.back(letter, x, grad, t, o, found) if stage is norm else stage.back(letter, grad, t, turned)
+            grad = norm.back(letter, x, grad, t, o, found) if stage is norm else stage.forward(letter, grad, t, turned)
         results.put(places[letter], positions.cleared(letter, grad, t, o))
     for name, x in found.items():
         places[name].copy_(x)

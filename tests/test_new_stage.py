@@ -31,7 +31,6 @@ from ..base.views import Tensors
 from .positions import TURNED
 
 LABEL = "clip"
-WHOLE = (LABEL,)
 ARGUMENTS = {"clipped": ("", "Number clip")}
 
 
@@ -65,7 +64,7 @@ struct Clip {
 BEHIND = {  # what stands behind which text of the lists, and in the signatures
     "jitrope/stages/__init__.py": {
         "from . import bias, ": "clip, ",
-        "(bias, norm, rotate, ": "clip, ",
+        "for stage in (": "clip, ",
         "class Words(": "clip.Words, ",
         "class Fields(": "clip.Fields, ",
     },
@@ -89,15 +88,25 @@ numbers = torch.Generator().manual_seed(0)
 q, k = (torch.randn(2, 8, heads, 64, generator=numbers).to(sys.argv[1]) for heads in (4, 2))
 tables = [x.to(sys.argv[1]) for x in jitrope.tables.cos_sin(8, jitrope.tables.inv_freq(rotary_dim=64)[0])]
 text = "bshd heads q k > norm kind=no_norm > rotate cos sin rotary_dim=64 > clip clip=0.5 > fresh"
-with jitrope.planning() as planned:
-    jitrope.apply_rope(*[x.to("meta") for x in (q, k, *tables)], clip=0.5)
-assert {spec.call for spec in planned} == {text}, planned
+for clip, call in ((0.5, text), (0.0, "bshd heads q k > rotate cos sin rotary_dim=64 > fresh")):
+    with jitrope.planning() as planned:
+        jitrope.apply_rope(*[x.to("meta") for x in (q, k, *tables)], clip=clip)
+    assert {spec.call for spec in planned} == {call}, planned
 for words in ({}, {"norm": jitrope.Norm()}, {"rounding": "dtype"}, {"interleaved": True, "inplace": True}):
     for heads in ((q, k), (q.bfloat16(), k.bfloat16())):
         plain = jitrope.prepare_qkv(*[x.clone() for x in heads], None, *tables, **words)[:2]
         found = jitrope.prepare_qkv(*[x.clone() for x in heads], None, *tables, clip=0.5, q_scale=2.0, **words)[:2]
         must = [plain[0].clamp(-0.5, 0.5) * 2, plain[1].clamp(-0.5, 0.5)]
         assert all(map(torch.equal, found, must)), words
+streams = [q[:, :2], k[:, :2], k[:, :2]], [q[:, 2:], k[:, 2:], k[:, 2:]]
+qkv = torch.cat([q, k, k], 2).flatten(2)
+for function, arguments, words in (
+    (jitrope.prepare_joint_qkv, streams, {}), (jitrope.prepare_fused_qkv, (qkv,), {"heads": (4, 2)}),
+):
+    found, plain = (function(*arguments, *tables, **words, **own) for own in ({"clip": 0.5}, {}))
+    assert all(map(torch.equal, found, [plain[0].clamp(-0.5, 0.5), plain[1].clamp(-0.5, 0.5), k])), function
+with pytest.raises(jitrope.InvalidInput, match="clip does not go with latent attention"):
+    jitrope.prepare_mla_qkv(q, torch.cat([k, k, k], -1), k[:, :, :1], *tables, clip=0.5)
 with pytest.raises(jitrope.InvalidInput, match="clip is -1.0; it must be 0 or above"):
     jitrope.apply_rope(q, k, *tables, clip=-1.0)
 with pytest.raises(jitrope.InvalidInput, match="q requires a gradient, but this call has none"):

@@ -80,6 +80,8 @@ def test_specs_are_those_of_the_call() -> None:
     assert {x.call for x in specs_of([32, 8], call=with_errors)} == {with_errors}
     with pytest.raises(jitrope.InvalidInput, match="call lacks lengths, which it needs with its other tensors"):
         specs_of([32, 8], call=with_errors.replace(" lengths", ""))
+    with pytest.raises(jitrope.InvalidInput, match="call lacks heads"):
+        specs_of([32, 8], call="bshd heads > norm kind=no_norm > convert per_row > fresh")
     calls = [
         lambda: jitrope.prepare_qkv(q, k, v, cos, sin, norm=Norm(*weights), positions=ids, cache=slots, inplace=True),
         lambda: jitrope.prepare_qkv(q, k, None, cos, sin, norm=Norm(*weights, after_rope=True)),

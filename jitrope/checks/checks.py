@@ -142,7 +142,7 @@ def check(op: Any, t: Tensors, o: Options) -> None:
     check_heads({label: q, **({op.label("k"): t["k"]} if "k" in t else {})}, o, fail)
     positions.check(t, o.rotary_dim // 2, o, fail)
     rotate.check(t, o, op.said or "a cache" * ("k_cache" in t), fail)
-    for stage in BEHIND:
+    for stage in BEHIND.values():
         stage.check(t, o, fail)
 
 

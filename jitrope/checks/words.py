@@ -15,6 +15,7 @@ from ..base.layouts import LAYOUT_AXES, QKV_ORDERS
 from ..base.views import Tensors, heads_per_group
 from ..plan.options import DEFAULTS, Options
 from ..stages import rotate
+from ..stages.norm import NO_NORM
 
 ONE_TABLE = rotate.TABLES[1:]  # words for a single table in place of cos and sin
 
@@ -76,6 +77,7 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any]) -> t
     kind = _check_tensors(op, tensors, given, name)
     full = canonical(dict(tensors))
     o = Options(**{"launch": config.launch(), **words}, table=kind)
+    o = o if o.norm_kind or not op.takes_whole(tensors, o) else o._replace(**NO_NORM)
     first, cos = next(iter(full.values())), full.get("cos")
     width = int(first.shape[-1]) if first.dim() else 0
     table_width = int(cos.shape[-1]) if cos is not None and cos.dim() else 0

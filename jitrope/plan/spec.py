@@ -171,6 +171,7 @@ class RopeSpec(Compiled, Spec):
         even = self.rotary_dim % 2 == 0
         refuse_unless("RopeSpec", even and 0 < self.rotary_dim <= self.head_dim <= MAX_HEAD_DIM, dims)
         refuse_unless("RopeSpec", not self.norm or self.norm_kind != "", "a norm must have a norm_kind")
+        refuse_unless("RopeSpec", not (self.norm and self.v_dim), "v_dim goes with no norm_kind")
         refuse_unless("RopeSpec", self.vec > 1 or "fp4" not in (self.q_out, self.kv_out), "fp4 needs vec above 1")
 
     def constants(self) -> dict[str, Any]:

@@ -6,10 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import stages
 from ..base.arguments import flags, parts, refuse, refuse_beside
 from ..base.errors import InvalidInput
-from ..base.views import BLOCK_SCALES, Tensors
+from ..base.views import Tensors
 from ..checks.checks import require_apart
 from ..checks.words import ONE_TABLE, rotates_heads, unexpected
 from ..plan.options import Options
@@ -74,8 +73,6 @@ def gather(
         beside = [f"{letter}{dynamic}_scale" for letter in "kv" if f"{letter}_scale" in quantize.tensors]
         beside += ["v=True"] * ("dynamic_v" in quantize.words)
         refuse_beside(name, [f"{x} of quantize" for x in beside], ["a cache"], "give its scales to KVCache")
-    if op.whole or BLOCK_SCALES[0] in tensors or not stages.WHOLE.isdisjoint((*tensors, *words)):
-        words = {**NO_NORM, **words}
     return words  # type: ignore[no-any-return]
 
 

@@ -22,7 +22,7 @@ from ..stages.positions import COUNTS
 def read(text: str) -> tuple[Operation, tuple[str, ...], tuple[str, ...], Options]:
     """What a text says: operation, names of tensors, those of them that are written (the last), options."""
     name, tensors, options = Call.parse(text)
-    op = operation_of(name, options)
+    op = operation_of(name, tensors, options)
     written = op.written(tensors, options)
     names = tuple([name for name in tensors if name not in written])
     return op, names + written, written, options

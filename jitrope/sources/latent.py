@@ -9,10 +9,10 @@ from ..base.errors import JitropeError
 from ..base.fit import Fail, named
 from ..base.layouts import LAYOUT_AXES
 from ..base.views import Tensors, canonical
-from ..call import PARTS
 from ..checks.checks import check_heads
 from ..plan.options import Options
 from ..sinks import results
+from ..stages import BEHIND, WHOLE
 from .backward import Backward, named_back, turned_back
 from .operation import Call, Operation
 
@@ -21,7 +21,7 @@ class Latent(Operation):
     name = "latent"
     said, function = "latent attention", "prepare_mla_qkv"
     needed = heads = ("q", "kv", "k_pe")
-    lacks = ("inplace", "shifts", "inverse", *PARTS["transform"].words)
+    lacks = ("inplace", "shifts", "inverse", *[label for label in BEHIND if label in WHOLE])
 
     def shaped(self, t: Tensors, o: Options) -> Tensors:
         kv, dim = t["kv"], t["q"].shape[-1]

@@ -73,8 +73,12 @@ class Operation(Source):
 
     def beside(self, word: str, given: Container[str], o: Options) -> list[str]:
         """What a word or a tensor does not go with: the source, and parts of the call. o: not checked."""
-        parts = [part for part in parts_of(given, o) if part in APART.get(word, "").split()]
+        parts = [part for part in APART.get(word, "").split() if part in parts_of(given, o)]
         return [self.said, *parts] if word in self.lacks else parts
+
+    def takes_whole(self, given: Container[str], o: Options) -> bool:
+        """Whether a kernel takes whole heads, with or without a norm."""
+        return self.whole or any(x in given or getattr(o, x, False) for x in (BLOCK_SCALES[0], *stages.WHOLE))
 
     def label(self, name: str) -> str:
         """The user's name of a tensor."""
@@ -340,10 +344,9 @@ def copy_heads(out: Tensor, x: Tensor) -> None:
     both[0].copy_(both[1])
 
 
-def operation_of(name: str, o: Options) -> Operation:
+def operation_of(name: str, given: Container[str], o: Options) -> Operation:
     """The operation of a call by its name."""
-    whole = o.norm_kind or not any(getattr(o, word, False) for word in stages.WHOLE)
-    if name not in OPERATIONS or not whole:
+    if name not in OPERATIONS or not (o.norm_kind or not OPERATIONS[name].takes_whole(given, o)):
         sources = ", ".join(OPERATIONS)
         raise InvalidInput(f"call has the source {name!r}, or stages without a kernel; the sources are {sources}")
     return OPERATIONS[name]

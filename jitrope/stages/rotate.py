@@ -195,9 +195,6 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
     return y.float()
 
 
-back = forward
-
-
 def paired(letter: str, x: Tensor, o: Words, back: bool = False) -> Tensor:
     """Heads with their pairs as they are read -> as they are stored; `back`: the other way."""
     if letter not in TURNED or o.interleaved_out is None:

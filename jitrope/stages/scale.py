@@ -12,6 +12,7 @@ from ..base.fit import USERS_NAMES, Fail, sizes_of
 from ..base.views import Tensors, factor_view
 
 LABEL = "q_factor"
+PLAIN = True  # the kernel of a plain rotation has it too
 TENSORS = (LABEL,)
 ARGUMENTS = {"scales_q": ("const float* q_factor", "Strides factor_stride: q_factor")}
 

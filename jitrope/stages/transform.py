@@ -18,7 +18,6 @@ from .positions import TURNED
 
 MAX_DIM = 256
 LABEL = "hadamard"
-WHOLE = (LABEL,)
 
 
 class Words(layouts.Words):

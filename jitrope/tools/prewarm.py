@@ -83,15 +83,16 @@ def specs_of(
             tensors = _stand_ins(found.tensors, o, counts, size, kind, full)
         except RuntimeError as error:  # sizes that torch does not take
             raise InvalidInput(f"{name}: heads or call have wrong sizes: {str(error).splitlines()[0]}") from error
-        op, own = operation_of(found.name, o), [x for label, x in tensors.items() if label not in OF_TABLES]
+        op, own = operation_of(found.name, tensors, o), [x for label, x in tensors.items() if label not in OF_TABLES]
         leaves = [x.requires_grad_(backward) for x in own if x.dtype == kind and x.dim()]
         tensors.update({label: tensors[label].clone() for label in op.written(tensors, o)})  # no leaves
-        o, tensors = (o, tensors) if "cos" in tensors else op.without_table(tensors, o)
         try:
+            o, tensors = (o, tensors) if "cos" in tensors else op.without_table(tensors, o)
             if op.function:
                 op.check(tensors, o)
-        except KeyError as error:
-            raise InvalidInput(f"{name}: call lacks {error.args[0]}, which it needs with its other tensors") from error
+        except (KeyError, StopIteration) as error:
+            text = f"call lacks {[*error.args, 'heads'][0]}, which it needs with its other tensors"
+            raise InvalidInput(f"{name}: {text}") from error
         results = [x for x in dispatch.call(op, tensors, o).values() if x.requires_grad]
         if results:
             torch.autograd.grad(results, leaves, [torch.empty_like(x) for x in results], allow_unused=True)
