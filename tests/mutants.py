@@ -1,0 +1,235 @@
+"""Change one thing in a copy of the package, and see whether its tests notice.
+
+    python -m tests.mutants                        # 120 mutants, the same each time, on two processes
+    python -m tests.mutants --only norm --json mutants.json
+
+A mutant differs in one word of a stage, a source, a sink, a check, a template or of `jit/`: a sign, a comparison, a
+bound, a flag, a number, `and` for `or`. Its tests are the part of the table (`calls.py`) that its file has to do with,
+and the file's own (`TESTS`), until the first one fails; those of a template run on the CPU (`tests.host`). The program
+lists the mutants that live, and exits with 1 if more than `--lives` of them do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import keyword
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tokenize
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("jitrope/stages", "jitrope/sources", "jitrope/sinks", "jitrope/checks", "jitrope/jit", "templates")
+COPIED = ("jitrope", "templates", "tests", "examples", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", ".ci")
+OTHERS = {
+    **{"+": "-", "-": "+", "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "+=": "-=", "&&": "||"},
+    **{"||": "&&", "and": "or", "or": "and", "True": "False", "False": "True", "true": "false", "false": "true"},
+}
+"""The words that change, and what they become. A number becomes the next one."""
+CUDA = re.compile(r"(?<=[ (!])(?:true|false)\b|(?<= )(?:\+=|[<>]=?|[=!]=|[+-]|&&|\|\|)(?= )|(?<![\w.])\d+(?![\w.])")
+SECONDS = 600
+"""After which the tests of a mutant are stopped. It counts as one that lives."""
+
+
+class Mutant(NamedTuple):
+    """A word of a file, from `begin` on, that becomes another one."""
+
+    file: str
+    line: int
+    begin: int
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.old!r} -> {self.new!r}"
+
+
+# Of a file's name: the part of the table, as pytest's -k, and its own tests.
+TESTS: dict[str, tuple[str, str]] = {
+    "bias": ("bias", "fused"),
+    "norm": ("rms or layer or across or means or twice or v_norm or of_k or of_v", "norm mean_squares latent_norm"),
+    "norm_backward": ("rms or layer or across or means or after", "norm"),
+    "rotate": ("plain or interleaved or full or into or first or cis or complex or dtype", "rope other_pairs"),
+    "positions": ("ids or starts or cp or mrope or shifts or packed or unrotated", "rope shifts unrotated"),
+    "scale": ("tokens or number", "q_scale"),
+    "transform": ("head", "hadamard"),
+    "convert": ("e4m3 or int8 or fp4 or mxfp8 or rows or heads or ue8m0 or of_v", "quantize quantized_v row_scales"),
+    "heads": ("plain or alone or no_v or v_norm", "rope norm"),
+    "fused": ("qkv or grouped or gated or view", "fused"),
+    "latent": ("latent", "latent latent_cache"),
+    "streams": ("streams or two", "joint"),
+    "backward": ("rms or streams or gated or latent", "norm fused latent"),
+    "operation": ("plain or ulysses or given or rows or none", "out hadamard ulysses row_scales fused"),
+    "source": ("v_norm or inplace", "norm fused"),
+    "cache": ("slots or blocks or own or of_k", "index_cache fp4_cache packed_cache"),
+    "pages": ("pages or indptr or indices", "pages"),
+    "results": ("by_rank or ulysses or given or tiles", "out ulysses swizzled"),
+    "checks": ("refus", "words out q_scale arguments"),
+    "check_values": ("check", "words"),
+    "words": ("refus", "words arguments"),
+    "compiler": ("", "cache processes"),
+    "driver": ("", "processes"),
+    "entry": ("", "bundle cache"),
+    "kernels": ("", "cache processes"),
+    "recording": ("", "processes cli"),
+    "render": ("", "render"),
+    "trust": ("", "trust"),
+}
+KERNELS = {
+    "qk_norm_rope": "rms or layer or head or mxfp8",
+    "qk_norm_rope_backward": "rms or layer or across",
+    "rope": "plain or ids or packed",
+    "parameters": "plain or rms or packed or full",
+    "largest": "rows",
+    "pairs": "into",
+    "tracks": "rms",
+    "ring": "rms",
+    "row": "rms or means",
+    "torch_sum": "once or twice or layer",
+    "weights": "rms or layer",
+    "block_sums": "rms",
+    "formats": "fp4 or mxfp8 or int8 or ue8m0",
+    "sequences": "packed",
+    "angles": "angles or full or cis",
+    "sink": "e4m3 or slots",
+    "store": "e4m3 or rms",
+}
+"""Of other templates: the part of the table that runs their lines."""
+
+
+def of_python(file: str, text: str) -> Iterator[Mutant]:
+    before: tokenize.TokenInfo | None = None
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        word, kind = token.string, token.type
+        binary = before is not None and (before.type in (tokenize.NAME, tokenize.NUMBER) or before.string in (")", "]"))
+        binary = binary and before is not None and not keyword.iskeyword(before.string)
+        new = OTHERS.get(word, "") if kind in (tokenize.OP, tokenize.NAME) else ""
+        if kind == tokenize.NUMBER and word.isdigit():
+            new = str(int(word) + 1)
+        if new and (binary or word not in "+-"):
+            yield Mutant(file, token.start[0], token.start[1], word, new)
+        before = token if kind not in (tokenize.NL, tokenize.COMMENT) else before
+
+
+def of_cuda(file: str, text: str) -> Iterator[Mutant]:
+    for number, line in enumerate(text.splitlines(), 1):
+        code = line.partition("//")[0]
+        if code.lstrip().startswith(("#", "{%", "static_assert", "asm")) or "template" in code:
+            continue
+        for found in CUDA.finditer(code):
+            word = found[0]
+            yield Mutant(file, number, found.start(), word, OTHERS.get(word) or str(int(word) + 1))
+
+
+def mutants(count: int, seed: int) -> list[Mutant]:
+    """One of each file in turn."""
+    chance, of_files = random.Random(seed), []
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).iterdir()):
+            if path.suffix in (".py", ".cuh", ".jinja"):
+                make = of_python if path.suffix == ".py" else of_cuda
+                found = [*make(str(path.relative_to(ROOT)), path.read_text())]
+                of_files.append(chance.sample(found, len(found)))
+    turns = [own[n] for n in range(count) for own in of_files if n < len(own)]
+    return turns[:count]
+
+
+def commands(file: str) -> list[list[str]]:
+    """The tests of a file: of its part of the table, then its own."""
+    name = Path(file).name.partition(".")[0]
+    python = [sys.executable, "-m"]
+    pytest = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=no"]
+    if file.startswith("templates"):
+        if name.startswith(("thd", "cp", "rows", "segments", "shards")):
+            return [[*python, "tests.host", *pytest, "tests/test_gpu_thd.py"]]
+        part = KERNELS.get(name) or TESTS.get(name, ("plain or rms or slots",))[0]
+        columns = "gradient_is" if "backward" in name or name == "block_sums" else "chain_of or gradient_is"
+        return [[*python, "tests.host", *pytest, "tests/test_stages.py", "-k", f"({columns}) and ({part})"]]
+    part, own = ("", "cache") if file == "jitrope/jit/cache.py" else TESTS.get(name, ("plain or rms or head", "words"))
+    columns = "refus" if part == "refus" else f"(chain_of or gradient_is or refus) and ({part})"
+    of_table = [[*python, "pytest", *pytest, "-m", "", "tests/test_stages.py", "-k", f"({columns}) and not cuda"]]
+    own_files = [f"tests/test_{x}.py" for x in own.split()]
+    return [*(of_table if part else []), [*python, "pytest", *pytest, *own_files]]
+
+
+def lives(mutant: Mutant, copy: Path) -> tuple[bool, float]:
+    """Whether no test of a mutant fails, and the seconds that they took."""
+    path, begun = copy / mutant.file, time.monotonic()
+    text = path.read_text()
+    lines = text.splitlines(keepends=True)
+    line = lines[mutant.line - 1]
+    assert line[mutant.begin :].startswith(mutant.old), mutant
+    lines[mutant.line - 1] = line[: mutant.begin] + mutant.new + line[mutant.begin + len(mutant.old) :]
+    path.write_text("".join(lines))
+    own = {"PYTHONPATH": str(copy), "JITROPE_CACHE_DIR": str(copy / "kernels"), "XDG_CACHE_HOME": str(copy / "cache")}
+    try:
+        for command in commands(mutant.file):
+            left = SECONDS - (time.monotonic() - begun)
+            done = subprocess.run(command, cwd=copy, env={**os.environ, **own}, capture_output=True, timeout=left)
+            if done.returncode not in (0, 5):  # 5: there is no such test
+                return False, time.monotonic() - begun
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        path.write_text(text)
+    return True, time.monotonic() - begun
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=120)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--only", default="", help="a part of the files' names")
+    parser.add_argument("--lives", type=int, default=4, help="so many mutants may live")
+    parser.add_argument("--list", action="store_true", help="list the mutants")
+    parser.add_argument("--unchanged", action="store_true", help="change nothing: all must live")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args(arguments)
+    chosen = [x for x in mutants(given.count, given.seed) if given.only in x.file]
+    if given.unchanged:
+        chosen = [*{x.file: x._replace(new=x.old) for x in chosen}.values()]
+    if given.list:
+        print(*chosen, sep="\n")
+        return 0
+    copies: SimpleQueue[Path] = SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.jobs) as pool:
+        for number in range(given.jobs):
+            for name in COPIED:
+                source, place = ROOT / name, Path(folder, str(number), name)
+                place.parent.mkdir(exist_ok=True)
+                ignored = shutil.ignore_patterns("__pycache__", "results")
+                shutil.copytree(source, place, ignore=ignored) if source.is_dir() else shutil.copy(source, place)
+            copies.put(Path(folder, str(number)))
+
+        def run(mutant: Mutant) -> tuple[bool, float]:
+            copy = copies.get()
+            try:
+                found = lives(mutant, copy)
+            finally:
+                copies.put(copy)
+            print(f"{'LIVES' if found[0] else 'dead '} {found[1]:6.1f} s  {mutant}", flush=True)
+            return found
+
+        found = dict(zip(chosen, pool.map(run, chosen)))
+    living = [str(mutant) for mutant, (left, _) in found.items() if left]
+    print(f"\n{len(found)} mutants, {len(living)} live", *living, sep="\n")
+    if given.json:
+        given.json.write_text(json.dumps({str(mutant): left for mutant, (left, _) in found.items()}, indent=1))
+    return len(living) < len(found) if given.unchanged else len(living) > given.lives
+
+
+if __name__ == "__main__":
+    sys.exit(main())
