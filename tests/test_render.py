@@ -13,7 +13,7 @@ import jinja2
 import pytest
 from jinja2 import meta
 
-from jitrope.base.errors import CompileError
+from jitrope.base.errors import CompileError, InvalidInput
 from jitrope.base.spec import Spec, record_of, spec_from_dict
 from jitrope.jit import compiler, render
 from jitrope.plan import arguments
@@ -305,6 +305,11 @@ def test_words_take_every_name_in_any_order() -> None:
         arguments.words({**given, "q": [1, 2]})
     with pytest.raises(KeyError):
         arguments.words({name: x for name, x in given.items() if name != "batch"})
+
+
+def test_a_kernel_of_whole_heads_does_not_know_latent_attention() -> None:
+    with pytest.raises(InvalidInput, match="v_dim goes with no norm_kind"):
+        replace(NORM_SPEC, v_dim=64).constants()
 
 
 def test_missing_constant_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from ..checks import checks
 from ..plan.options import Options
 from ..sinks import results
 from ..sinks.results import LETTERS, empty_scale
-from ..stages import convert, positions
+from ..stages import positions
 from ..stages.convert import converts_v, least_scales
 from ..stages.norm import NO_NORM, normed, sums_heads
 from ..stages.transform import LABEL as TRANSFORM
@@ -37,7 +37,6 @@ Call = Callable[["Operation", Tensors, Options], Tensors]  # `dispatch.call`
 
 OPERATIONS: dict[str, Operation] = {}
 """All operations by their names."""
-SCALES = convert.TENSORS
 OUTS = {name: f"out's {name[0]}" for name in results.TENSORS}
 """The users' names of output tensors."""
 WRITTEN = frozenset(("k_cache", "v_cache", "errors", *BLOCK_SCALES, *FRESHES))
@@ -72,7 +71,7 @@ class Operation(Source):
         return not (has(f"{stages.LAST} cache out", given, o) or (o.inplace and o.norm_kind != ""))
 
     def beside(self, word: str, given: Container[str], o: Options) -> list[str]:
-        """What a word or a tensor does not go with: the source, and parts of the call. o: not checked."""
+        """What a word or a tensor does not go with: the source, and parts of the call. o: of the right types."""
         parts = [part for part in APART.get(word, "").split() if part in parts_of(given, o)]
         return [self.said, *parts] if word in self.lacks else parts
 
@@ -271,7 +270,7 @@ class Operation(Source):
     # ---- without a table, and in plain torch -----------------------------------------------------------
 
     def goes_bare(self, t: Container[str], o: Options) -> bool:
-        """Whether a call without a table, which rotates nothing, has something to do. o: not checked."""
+        """Whether a call without a table, which rotates nothing, has something to do. o: of the right types."""
         split = self.name != "heads" and not o.inplace
         moved = self.function != "apply_rope" and has("out Ulysses", t, o)
         return split or moved or "k_cache" in t or bool(stages.present(t, o))

@@ -8,8 +8,9 @@ from ..checks.checks import check
 from ..plan.options import Options
 from ..sinks import cache, pages
 from ..stages import positions, scale
+from ..stages.convert import TENSORS as SCALES
 from .heads import HEADS
-from .operation import OUTS, SCALES, Call, Operation
+from .operation import OUTS, Call, Operation
 
 STREAMS = ("first", "second")
 
