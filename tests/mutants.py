@@ -160,8 +160,10 @@ def commands(file: str) -> list[list[str]]:
     part, own = ("", "cache") if file == "jitrope/jit/cache.py" else TESTS.get(name, ("plain or rms or head", "words"))
     columns = "refus" if part == "refus" else f"(chain_of or gradient_is or refus) and ({part})"
     of_table = [[*python, "pytest", *pytest, "-m", "", "tests/test_stages.py", "-k", f"({columns}) and not cuda"]]
-    own_files = [f"tests/test_{x}.py" for x in own.split()]
-    return [*(of_table if part else []), [*python, "pytest", *pytest, *own_files]]
+    place = Path("tests", *Path(file).parts[1:-1])
+    own_files = [place / f"test_{name}.py", *[Path(f"tests/test_{x}.py") for x in own.split()]]
+    there = [str(x) for x in own_files if (ROOT / x).exists()]
+    return [*(of_table if part else []), *([[*python, "pytest", *pytest, *there]] if there else [])]
 
 
 def lives(mutant: Mutant, copy: Path) -> tuple[bool, float]:
