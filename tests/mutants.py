@@ -111,8 +111,13 @@ KERNELS = {
 
 def of_python(file: str, text: str) -> Iterator[Mutant]:
     before: tokenize.TokenInfo | None = None
+    inside = 0  # of f-strings, which Python 3.12 reads as words
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         word, kind = token.string, token.type
+        name = tokenize.tok_name[kind]
+        inside += (name == "FSTRING_START") - (name == "FSTRING_END")
+        if inside or name == "FSTRING_END":
+            continue
         binary = before is not None and (before.type in (tokenize.NAME, tokenize.NUMBER) or before.string in (")", "]"))
         binary = binary and before is not None and not keyword.iskeyword(before.string)
         new = OTHERS.get(word, "") if kind in (tokenize.OP, tokenize.NAME) else ""
@@ -135,13 +140,14 @@ def of_cuda(file: str, text: str) -> Iterator[Mutant]:
 
 def mutants(count: int, seed: int) -> list[Mutant]:
     """One of each file in turn."""
-    chance, of_files = random.Random(seed), []
+    of_files = []
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).iterdir()):
             if path.suffix in (".py", ".cuh", ".jinja"):
                 make = of_python if path.suffix == ".py" else of_cuda
-                found = [*make(str(path.relative_to(ROOT)), path.read_text())]
-                of_files.append(chance.sample(found, len(found)))
+                file = str(path.relative_to(ROOT))
+                found = [*make(file, path.read_text())]
+                of_files.append(random.Random(f"{seed} {file}").sample(found, len(found)))
     turns = [own[n] for n in range(count) for own in of_files if n < len(own)]
     return turns[:count]
 
