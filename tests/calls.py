@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 from collections.abc import Sequence
 from operator import and_
 from typing import Any
@@ -53,10 +54,11 @@ AXES: Axes = {
     ),
     "layout": ("bshd", "sbhd", "bhsd", "thd"),
     "dtype": ("bf16", "fp16", "fp32"),
-    "size": ("64", "128", "80", "256"),
-    "heads": ("gqa", "mha"),
-    # view: of a wider tensor; turned: two axes are exchanged in memory; apart: of every second element
-    "strides": ("plain", "view", "turned", "apart", "expanded"),
+    "size": ("64", "128", "80", "256", "72", "512", "6"),
+    "heads": ("gqa", "mha", "odd", "many"),
+    # sliced: of a wider tensor; turned: two axes are exchanged in memory; apart: of every second element;
+    # offset: the address is that of the second element
+    "strides": ("plain", "sliced", "turned", "apart", "expanded", "offset"),
     "ints": ("int64", "int32"),
 }
 PLAIN: Case = {axis: values[0] for axis, values in AXES.items()}
@@ -72,6 +74,7 @@ BIASED, ALONE = ("qkv_bias", "grouped_bias", "gated_bias"), ("alone", "rope_alon
 CONVERTED, GIVEN, DYNAMIC = AXES["convert"][1:], AXES["convert"][1:6], AXES["convert"][6:]
 CACHES, BLOCKS, PACKED = AXES["out"][6:], AXES["out"][14:], AXES["positions"][8:]
 INTO, ONE_TABLE = AXES["pairs"][3:], ("cache", "angles", "scaled", "cis")
+GROUPED = ("groups", "e4m3_64", "mxfp8", "mxfp4", "fp4", "tiles", "ue8m0")
 FP4S, OF_ROWS = ("mxfp4", "nvfp4", "fp4"), ("rows", "kv_rows")
 NORMS, CACHED_V, TWO_HEADS = (
     but("norm", "none"),
@@ -99,6 +102,7 @@ UNSAID: list[dict[str, Any]] = [
     {"source": "latent", "transform": "head"},
     {"source": "latent", "convert": DYNAMIC},
     {"source": "latent", "out": ("by_rank", "ulysses")},
+    {"size": "6", "part": "middle"},
     {"source": "latent", "part": ("first", "middle")},  # the widths of the tensors say which
     {"source": ("latent", *STREAMS), "more": "inverse"},
     {"source": STREAMS, "more": "check"},
@@ -144,7 +148,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"norm": NORMS, "positions": "shifts"}, "shifts does not go with norm"),
     ({"norm": NORMS, "more": "inverse"}, "inverse does not go with"),
     # Tables and positions.
-    ({"table": "per_head", "heads": "gqa", "source": TWO_HEADS}, "the third axis is the heads, as many of q and k"),
+    ({"table": "per_head", "heads": but("heads", "mha"), "source": TWO_HEADS}, "third axis is the heads, as many of q"),
     ({"table": "per_head", "out": CACHES}, "with a cache the heads must share it"),
     ({"table": "per_head", "convert": "of_v"}, "beside neither a norm across heads nor tables for each head"),
     ({"table": ("angles", "scaled"), "of_table": ("half", "double")}, "freqs is .*; it must be .*, float32, on"),
@@ -161,22 +165,26 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pairs": INTO, "out": "own"}, "interleaved_out does not go with (inplace|rotate_k)"),
     ({"pairs": INTO, "out": "inplace", "norm": NORMS}, "interleaved_out does not go with inplace"),
     ({"pairs": INTO, "out": "inplace", "transform": "head"}, "interleaved_out does not go with inplace"),
-    ({"pairs": INTO, "out": "inplace", "part": "whole", "size": ("128", "80", "256")}, "a power of two up to 64"),
-    ({"pairs": INTO, "out": "inplace", "part": ("first", "last"), "size": "256"}, "up to 64; it is 128"),
+    ({"pairs": INTO, "out": "inplace", "part": "whole", "size": but("size", "64")}, "a power of two up to 64"),
+    ({"pairs": INTO, "out": "inplace", "part": ("first", "last"), "size": ("256", "512")}, "up to 64; it is"),
     ({"pairs": INTO, "table": "none"}, "interleaved_out does not go without a table|pass cos and sin"),
     # The transform, conversions.
-    ({"transform": "head", "size": "80"}, "a power of two of elements up to 256; q has D=80"),
-    ({"size": "80", "convert": ("groups", "e4m3_64", "mxfp8", "mxfp4", "fp4", "tiles", "ue8m0")}, "must divide D=80"),
+    ({"transform": "head", "size": ("80", "72", "512", "6")}, "a power of two of elements up to 256; q has D="),
+    ({"size": ("80", "72", "6"), "convert": GROUPED}, "must divide D="),
+    ({"size": ("72", "6"), "convert": ("int8_16", "nvfp4")}, "must divide D="),
     ({"size": "64", "convert": "fp4"}, "group is 128; it must divide D=64"),
-    ({"strides": "apart", "convert": FP4S}, "fp4 needs aligned pairs of neighbouring elements"),
+    ({"strides": ("apart", "offset"), "convert": FP4S}, "fp4 needs aligned pairs of neighbouring elements"),
     ({"convert": CONVERTED, "out": "inplace"}, "inplace does not go with"),
     ({"convert": "of_v", "out": CACHES}, "v_scale of quantize does not go with a cache; give its scales to KVCache"),
     ({"convert": OF_ROWS, "out": CACHES}, "does not go with a cache; pass q's scales in Quantize"),
     # Caches.
     ({"out": CACHES, "more": "inverse"}, "inverse does not go with"),
     *[({"out": blocks, "convert": other}, "quantize makes q .* they must match") for blocks, other in UNLIKE.items()],
-    ({"out": "mx_blocks", "size": "80"}, "k_block_scale is .*; it must be .*D=80.; a scale is for 80 or 16 elements"),
-    ({"out": "nvfp4_blocks", "strides": "apart"}, "fp4 needs aligned pairs of neighbouring elements"),
+    ({"heads": "odd", "out": ("by_rank", "ulysses")}, "for 2 ranks it needs a multiple of 2 heads"),
+    ({"source": ("grouped", "grouped_bias"), "heads": "many", "out": ("by_rank", "ulysses")}, "a rank for each of"),
+    ({"out": "mx_blocks", "size": ("80", "72", "6")}, "k_block_scale is .*; it must be"),
+    ({"out": "nvfp4_blocks", "size": ("72", "6")}, "k_block_scale is .*; it must be|for fp4 the first must be even"),
+    ({"out": "nvfp4_blocks", "strides": ("apart", "offset")}, "fp4 needs aligned pairs of neighbouring elements"),
     ({"out": ("inplace", "own"), "strides": "expanded"}, "its elements overlap in memory, so it cannot be written"),
     # Nothing to do.
     ({**IDLE, "source": ROPES}, "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not none"),
@@ -228,6 +236,11 @@ class Table:
                     missing[n] &= ~bits
         return cases, never
 
+    def case(self, values: Case, order: Any) -> Case | None:
+        """The completed case with some values."""
+        found = self.completed({axis: self.number[axis, x] for axis, x in values.items()}, order)
+        return None if found is None else {axis: self.words[found[axis]][1] for axis in self.axes}
+
     def completed(self, chosen: dict[str, int], order: Any) -> dict[str, int] | None:
         """The values with one for each axis, the first in an order with which no rule holds; None if there is none."""
         left = [axis for axis in self.axes if axis not in chosen]
@@ -267,15 +280,39 @@ def fits(case: Case, rule: dict[str, Any]) -> bool:
 
 def plainest(values: Case, but_for: int = -1) -> Case | None:
     """The case with some values that is otherwise as plain as the rules allow without one of those of `REFUSED`."""
-    table = Table(AXES, [*UNSAID, *[rule for n, (rule, _) in enumerate(REFUSED) if n != but_for]])
-    found = table.completed({axis: table.number[axis, x] for axis, x in values.items()}, lambda numbers, _: numbers)
-    return None if found is None else {axis: table.words[found[axis]][1] for axis in AXES}
+    rules = [*UNSAID, *[rule for n, (rule, _) in enumerate(REFUSED) if n != but_for]]
+    return Table(AXES, rules).case(values, lambda numbers, _: numbers)
 
 
 UNSAID = [in_tuples(rule) for rule in UNSAID]
 REFUSED = [(in_tuples(rule), text) for rule, text in REFUSED]
 RULES = [*UNSAID, *[rule for rule, _ in REFUSED]]
-CALLS, NEVER = Table(AXES, RULES).covered()
+TABLE = Table(AXES, RULES)
+CALLS, NEVER = TABLE.covered()
+
+
+def named(words: str) -> Case:
+    """The plain call but for some values, "rms slots fp16"; where two axes have one of this name, "out=of_k".
+
+    "32+8" are the heads of q and of k. Other axes have the first value that is allowed beside those.
+    """
+    found: Case = {}
+    for word in words.split():
+        axis, _, value = word.rpartition("=")
+        (own,) = [axis] if axis else [x for x, values in AXES.items() if value in values[1:]] or ["heads"]
+        found[own] = value
+    counts = {"heads": found.pop("heads")} if "+" in found.get("heads", "") else {}
+    plain = TABLE.case(found, lambda numbers, _: numbers)
+    assert plain is not None, f"{words} is refused"
+    return plain | counts
+
+
+def random_case(draw: random.Random, gradient: bool = False) -> Case:
+    """A call of the table that need not be one of `CALLS`, or one of those with a gradient."""
+    found = (GRADIENT_TABLE if gradient else TABLE).case({}, lambda numbers, _: draw.sample(numbers, len(numbers)))
+    assert found is not None
+    return found
+
 
 # Calls with a gradient. learned: the table requires one too; wanted: the results that get one.
 WITH_GRADIENT: Axes = {
@@ -297,7 +334,8 @@ WITHOUT_GRADIENT: list[tuple[dict[str, Any], str]] = [
 ]
 UNLEARNED = [{"learned": "learned", "table": "none"}]
 OF_GRADIENTS = [*RULES, *[in_tuples(rule) for rule in (*UNLEARNED, *[rule for rule, _ in WITHOUT_GRADIENT])]]
-GRADIENTS, NO_GRADIENTS = Table(WITH_GRADIENT, OF_GRADIENTS).covered()
+GRADIENT_TABLE = Table(WITH_GRADIENT, OF_GRADIENTS)
+GRADIENTS, NO_GRADIENTS = GRADIENT_TABLE.covered()
 
 
 def ident(case: Case) -> str:

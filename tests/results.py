@@ -322,3 +322,51 @@ def unchanged(m: Made) -> Iterator[str]:
         written = name in {"inplace": ("q", "k", "qkv"), "own": of_own}.get(m.case["out"], ())
         if not written:
             yield name
+
+
+# ---- gradients ---------------------------------------------------------------------------------------
+
+
+def flat(results: Any) -> Iterator[Tensor]:
+    """The tensors of results."""
+    if isinstance(results, Tensor):
+        yield results
+    elif isinstance(results, dict):
+        yield from flat([*results.values()])
+    elif isinstance(results, (list, tuple)):
+        for x in results:
+            yield from flat(x)
+
+
+def wanted(case: Case) -> str:
+    every = outputs_of(case)
+    return {"all": every, "of_first": every[:1], "of_last": every[-1:]}[case["wanted"]]
+
+
+def outputs(m: Made) -> list[Tensor]:
+    """The wanted results, (B, S, H, D), of a call whose tensors require a gradient."""
+    if m.case["out"] == "inplace":
+        m.tensors = {name: x.clone() for name, x in m.tensors.items()}
+    got = m.call(**places_of(m).words)
+    return [oracle.heads(whole(got[x], m, x), m.layout) for x in wanted(m.case)]
+
+
+def gradients(results: list[Tensor], m: Made, leaves: dict[str, Tensor] | None = None) -> Any:
+    """Of all tensors that can have one, by the wanted results. leaves: those of a call in place, before it."""
+    generator = torch.Generator().manual_seed(3)
+    grads = [torch.randn(x.shape, generator=generator).to(m.dtype).to(x) for x in results]
+    return torch.autograd.grad(results, [*(leaves or m.leaves_of()).values()], grads, allow_unused=True)
+
+
+def check_gradients(like: Made, found: Any) -> None:
+    """Gradients are those of the chain in fp64."""
+    case, results = like.case, [like.expected(letter) for letter in wanted(like.case)]
+    elements = sum(x.numel() for x in results)
+    for name, got, want in zip(like.leaves_of(), found, gradients(results, like)):
+        if got is None or want is None:
+            assert all(x is None or not x.any() for x in (got, want)), name
+            continue
+        # Sums are of values that were rounded, as those of a transform's gradient are, which has a launch of its own.
+        sums = name in ("bias", "q_scale", *like.turn) or name.endswith("_mean") or case["transform"] == "head"
+        noise = max(noise_of(case), STEPS[like.dtype] * sums)
+        near(got, want, noise * max(1.0, (elements / want.numel()) ** 0.5 / max(1.0, float(want.abs().max()))), 4.0)

@@ -19,6 +19,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP4 = getattr(torch, "float4_e2m1fn_x2", torch.uint8)
 FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
+HEADS = {"gqa": (4, 2), "mha": (4, 4), "odd": (9, 3), "many": (70, 10)}  # else as "32+8"
 B, S, SKIPPED, FIRST, V_DIM = 2, 6, 2, 2, 48
 """Rows, tokens, unrotated tokens, tokens of the first stream, elements of a head of v in latent attention."""
 NUMBER = 0.75
@@ -102,7 +103,7 @@ def is_fresh_twin(case: Case) -> bool:
 def rotated_part(case: Case) -> tuple[int, int]:
     """The first rotated element of a head, and the number of them; the rest of "last" is a power of two."""
     size = int(case["size"])
-    rest = 16 if size == 80 else size // 2
+    rest = {80: 16, 72: 8, 6: 4}.get(size, size // 2)
     return {"whole": (0, size), "first": (0, size - rest), "last": (rest, size - rest), "middle": (16, 32)}[
         case["part"]
     ]
@@ -110,7 +111,9 @@ def rotated_part(case: Case) -> tuple[int, int]:
 
 def strided(x: Tensor, kind: str, axis: int) -> Tensor:
     """The same numbers, or one head's for "expanded", with other strides. axis: of the heads."""
-    if kind == "view":
+    if kind == "offset":
+        return torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape)
+    if kind == "sliced":
         return torch.cat((x, x), axis).narrow(axis, x.shape[axis], x.shape[axis])
     if kind == "turned":
         return x.transpose(-3, -2).contiguous().transpose(-3, -2)
@@ -127,7 +130,7 @@ class Made:
         self.generator = torch.Generator().manual_seed(seed)
         self.layout, self.dtype, self.size = case["layout"], FLOATS[case["dtype"]], int(case["size"])
         self.batch, self.tokens = (1, B * tokens) if self.layout == "thd" else (B, tokens)
-        self.counts = (4, 4) if case["heads"] == "mha" else (4, 2)
+        self.counts = HEADS.get(case["heads"]) or tuple(map(int, case["heads"].split("+")))
         self.ints = torch.int32 if case["ints"] == "int32" else torch.int64
         packed = case["positions"] in PACKED
         self.cu = (
@@ -144,8 +147,8 @@ class Made:
         shape = {"number": (), "tokens": (self.batch, self.tokens)}.get(case["more"])
         factor = torch.full((), NUMBER, device=device) if shape == () else self.noise(*(shape or ())).abs() + 0.5
         self.factor = None if shape is None else self.leaf(factor)
-        heads = torch.arange(1, 5) / 40
-        self.of_heads = {letter: heads[:n].to(device) for letter, n in zip("qkv", (4, self.counts[1], self.counts[1]))}
+        heads = torch.arange(1, self.counts[0] + 1) / 40
+        self.of_heads = {letter: heads[:n].to(device) for letter, n in zip("qkv", (*self.counts, self.counts[1]))}
 
     def noise(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator).to(self.device)
@@ -179,7 +182,7 @@ class Made:
             each = q_heads * (2 if order == "qkv_gated" else 1) + 2 * k_heads
             shape = (k_heads, each // k_heads * size) if order == "grouped" else (each, size)
             made["qkv"] = self.laid(*shape)
-            if self.case["strides"] in ("plain", "view"):
+            if self.case["strides"] in ("plain", "sliced", "offset"):
                 made["qkv"] = made["qkv"].flatten(-2)
             if source in BIASED:
                 made["bias"] = self.noise(each * size).to(self.dtype)

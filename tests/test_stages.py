@@ -41,14 +41,26 @@ from .calls import (
 )
 from .devices import DEVICES
 from .host import backend
-from .results import LARGEST, STEPS, Caches, lies_in, near, noise_of, places_of, same, unchanged, whole
+from .results import (
+    LARGEST,
+    Caches,
+    check_gradients,
+    flat,
+    gradients,
+    lies_in,
+    outputs,
+    places_of,
+    same,
+    unchanged,
+    whole,
+)
 from .sweep import Made, S, function_of, in_place, is_fresh_twin, outputs_of
 
 OURS = str(Path(jitrope.__file__).parent)
 MODES = [*CALLS, *GRADIENTS]
 
 
-def named(value: Any) -> str:
+def short(value: Any) -> str:
     return ident(value) if isinstance(value, dict) else "dynamic" if value else "static"
 
 
@@ -66,17 +78,6 @@ def frames(function: Callable[[], Any]) -> tuple[Any, int]:
         return function(), count
     finally:
         sys.setprofile(before)
-
-
-def flat(results: Any) -> Iterator[Tensor]:
-    """The tensors of results."""
-    if isinstance(results, Tensor):
-        yield results
-    elif isinstance(results, dict):
-        yield from flat([*results.values()])
-    elif isinstance(results, (list, tuple)):
-        for x in results:
-            yield from flat(x)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -101,47 +102,19 @@ def test_a_call_is_the_chain_of_its_stages(case: Case, device: str) -> None:
         assert counts[1] < counts[0] / 2
 
 
-def outputs(m: Made) -> list[Tensor]:
-    """The wanted results, (B, S, H, D), of a call whose tensors require a gradient."""
-    if m.case["out"] == "inplace":
-        m.tensors = {name: x.clone() for name, x in m.tensors.items()}
-    got = m.call(**places_of(m).words)
-    return [oracle.heads(whole(got[x], m, x), m.layout) for x in wanted(m.case)]
-
-
-def wanted(case: Case) -> str:
-    every = outputs_of(case)
-    return {"all": every, "of_first": every[:1], "of_last": every[-1:]}[case["wanted"]]
-
-
-def gradients(results: list[Tensor], leaves: dict[str, Tensor], dtype: torch.dtype) -> Any:
-    generator = torch.Generator().manual_seed(3)
-    grads = [torch.randn(x.shape, generator=generator).to(dtype).to(x) for x in results]
-    return torch.autograd.grad(results, [*leaves.values()], grads, allow_unused=True)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", GRADIENTS, ids=ident)
 def test_a_gradient_is_that_of_the_chain(case: Case, device: str) -> None:
     """Of all tensors that can have one, by all results or by one."""
     m, like = Made(case, device, leaves=True), Made(case, "cpu", leaves=True)
-    leaves, results = m.leaves_of(), [like.expected(letter) for letter in wanted(case)]
-    found = gradients(outputs(m), leaves, m.dtype), gradients(results, like.leaves_of(), m.dtype)
-    elements = sum(x.numel() for x in results)
-    for name, got, want in zip(leaves, *found):
-        if got is None or want is None:
-            assert all(x is None or not x.any() for x in (got, want)), name
-            continue
-        # Sums are of values that were rounded, as those of a transform's gradient are, which has a launch of its own.
-        sums = name in ("bias", "q_scale", *m.turn) or name.endswith("_mean") or case["transform"] == "head"
-        noise = max(noise_of(case), STEPS[m.dtype] * sums)
-        near(got, want, noise * max(1.0, (elements / want.numel()) ** 0.5 / max(1.0, float(want.abs().max()))), 4.0)
+    leaves = m.leaves_of()
+    check_gradients(like, gradients(outputs(m), m, leaves))
 
 
 # Sizes that may be any take torch ten times as long.
 @pytest.mark.tenth
 @pytest.mark.parametrize(
-    ("dynamic", "case"), [*itertools.product([False], CALLS), *itertools.product([True], CALLS[::6])], ids=named
+    ("dynamic", "case"), [*itertools.product([False], CALLS), *itertools.product([True], CALLS[::6])], ids=short
 )
 def test_compiled(dynamic: bool, case: Case) -> None:
     """The bits of the same call, with two numbers of tokens if it is dynamic."""
@@ -224,8 +197,8 @@ def test_planned_as_launched(case: Case, device: str) -> None:
     def run(m: Made) -> list[Tensor]:
         if not leaves:
             return [*flat(m.call(**places_of(m).words))]
-        results = outputs(m)
-        return [*results, *[x for x in gradients(results, m.leaves_of(), m.dtype) if x is not None]]
+        own, results = m.leaves_of(), outputs(m)
+        return [*results, *[x for x in gradients(results, m, own) if x is not None]]
 
     m = Made(case, device, leaves=leaves)
     like = Made({**case, "more": "none"} if case["more"] == "check" else case, "meta", leaves=leaves)

@@ -88,8 +88,8 @@ class Fused(Operation):
             fail.when(o.of == "v", "the norm has of='v', which does not go with bias")
         super().check(t, o)
         q, groups = t.get("q_out"), fused_sizes(qkv, o)[0]
-        several = o.order == "grouped" and o.q_per_group > 1
-        if several and q is not None and q.dim() > qkv.dim() and len(q) != groups:
+        ranks = o.ulysses_degree or (len(q) if q is not None and q.dim() > qkv.dim() else groups)
+        if o.order == "grouped" and o.q_per_group > 1 and ranks != groups:
             fail(f"with order='grouped' and heads for each rank there must be a rank for each of the {groups} groups")
 
     def put(self, t: Tensors, found: Tensors, o: Options) -> Tensors:
