@@ -4,7 +4,7 @@
     python -m tests.bits before.json         # in the new one: names the calls whose bits differ
 
 The calls are those of the soak's jobs, on a GPU with both launches. The file must not exist in the first run. Both
-checkouts must have the same cases (`cases.py`, `soak_pool.py`); calls that only one has are counted.
+checkouts must have the same table (`calls.py`, `jobs.py`); calls that only one has are counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 import jitrope
 
-from .soak_pool import Outputs, pool
+from .jobs import Outputs, pool
 
 LAUNCHES = ("token_linear", "grid_2d")
 
@@ -41,7 +41,7 @@ def digests(count: int, device: str) -> dict[str, str]:
         jitrope.configure(launch=launch)
         for number, job in enumerate(pool(count // len(launches), seed=0)):
             if job.repeatable:
-                found[f"{launch} {number} {job}"] = digest(job.make(device, number)())
+                found[f"{launch} {number} {job}"] = digest(job.make(device, number).start())
     return found
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import jitrope
 from jitrope import KVCache, Pages, Scaled, Ulysses
+from jitrope.base.spec import Spec
 
 from . import oracle
 from .calls import BLOCKS, CACHES, OF_ROWS, ROPES, Case
@@ -23,6 +25,7 @@ from .sweep import (
     GLOBALS,
     V_DIM,
     Made,
+    S,
     converts_v,
     form_of,
     is_own,
@@ -370,3 +373,20 @@ def check_gradients(like: Made, found: Any) -> None:
         sums = name in ("bias", "q_scale", *like.turn) or name.endswith("_mean") or case["transform"] == "head"
         noise = max(noise_of(case), STEPS[like.dtype] * sums)
         near(got, want, noise * max(1.0, (elements / want.numel()) ** 0.5 / max(1.0, float(want.abs().max()))), 4.0)
+
+
+# ---- kernels -----------------------------------------------------------------------------------------
+
+
+def planned(case: Case, launches: Sequence[str] = ("auto",), tokens: int = S, sm_count: int = 132) -> list[Spec]:
+    """The kernels of a call of the table, and with "wanted" those of its gradient, planned without memory."""
+    m = Made(
+        {**case, "more": "none"} if case["more"] == "check" else case, "meta", leaves="wanted" in case, tokens=tokens
+    )
+    leaves = m.leaves_of()
+    with jitrope.planning([*launches], sm_count=sm_count) as specs:
+        if leaves:
+            gradients(outputs(m), m, leaves)
+        else:
+            m.call(**places_of(m).words)
+    return specs

@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,35 +30,10 @@ import jitrope
 from jitrope.jit import kernels
 from jitrope.jit.render import TEMPLATE_PATHS
 
-from .cases import CACHE_CASES, CASES, LATENT_CASES, NORM_CASES, QKV_CASES, QKV_NORM_CASES
+from .calls import CALLS, GRADIENTS
+from .jobs import MASKS, MOVES, STEPS, Job, correction_job, of_table, rows_job, segments_job, tables_job
+from .results import planned
 from .soak import in_host_memory
-from .soak_pool import (
-    FP8,
-    MASKS,
-    MEANS,
-    MOVES,
-    NORMED,
-    SCALED,
-    STEPS,
-    Job,
-    cache_job,
-    can_be_in_place,
-    check,
-    correction_job,
-    fp8_job,
-    latent_job,
-    means_job,
-    norm_job,
-    pages_job,
-    qkv_job,
-    qkv_norm_job,
-    rope_job,
-    rows_job,
-    scaled_job,
-    segments_job,
-    tables_job,
-    ulysses_job,
-)
 
 ROOT = Path(__file__).parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck")
@@ -69,51 +45,22 @@ ENTRY = "kns=jitrope_{}"
 write our inputs and read our outputs."""
 
 SEEDS = (1, 2, 3)
+"""Of jobs of packed batches. Those of the table are many, and have one."""
 CASE_TIMEOUT = 300.0
 
 
 # ---- the cases -------------------------------------------------------------------------------------------
 
-ROPES = (
-    "halves", "interleaved", "fp32", "odd-heads", "partial-odd", "d72", "d6", "d512", "packed", "packed-int64",
-    "packed-none", "packed-too-long", "fused-qkv", "unaligned", "strided-dim", "full-interleaved", "per-head",
-    "complex128-cis", "dtype-angles", "addcmul", "starts-packed", "cp-packed-starts", "ragged-three", "ragged-short-3",
-    "angles-interleaved", "angles-full", "angles-packed", "angles-packed-cp", "mla", "ids-past", "ids-cis",
-    "ids-decode", "mrope-odd", "mrope-full-interleaved", "shifts", "prefix-full",
-)  # fmt: skip
+
+PARTS = {"rope": 2, "qk_norm_rope": 4, "qk_norm_rope_backward": 2}
 
 
-def _rope(launch: str) -> Iterator[Job]:
-    jitrope.configure(launch=launch)
-    for case in CASES:
-        if case.name in ROPES:
-            yield rope_job(case, "backward")
-            if can_be_in_place(case):
-                yield rope_job(case, "in place")
-
-
-def _serving() -> Iterator[Job]:
-    for case in QKV_CASES:
-        yield from (qkv_job(case, mode) for mode in ("backward", "in place"))
-        yield from (qkv_job(case, mode, biased=True) for mode in ("", "in place"))
-    yield from (qkv_norm_job(case, "backward", biased) for case in QKV_NORM_CASES for biased in (False, True))
-    yield from map(latent_job, LATENT_CASES)
-    for case in CACHE_CASES:
-        yield cache_job(case, not case.q_fp8)
-    yield from (cache_job(case, not case.q_fp8, norm=True) for case in NORMED)
-    yield from (fp8_job(case) for case in CASES if case.name in FP8)
-    yield from (scaled_job(case) for case in CASES if case.name in SCALED)
-    yield from (means_job(case) for case in CASES if case.name in MEANS)
-    yield pages_job(random.Random(1))
-    yield from (ulysses_job(case) for case in CASES if case.name == "halves")
-
-
-def _norm(launch: str, modes: tuple[str, ...]) -> Iterator[Job]:
-    jitrope.configure(launch=launch)
-    for case in NORM_CASES:
-        for mode in modes:
-            if (mode != "in place" or case.first is None) and (mode != "backward" or case.rope.ids != "past"):
-                yield norm_job(case, mode)
+def _of_table(template: str, part: int) -> Iterator[Job]:
+    """A part of the calls of the table that run a template, with one of the launches."""
+    jitrope.configure(launch=("token_linear", "grid_2d")[part % 2])
+    for case in (GRADIENTS if "backward" in template else CALLS)[part :: PARTS[template]]:
+        if any(spec.template == f"{template}.cu.jinja" for spec in planned(case)):
+            yield of_table(case)
 
 
 def _rows() -> Iterator[Job]:
@@ -140,12 +87,7 @@ class Group(NamedTuple):
 
 
 GROUPS = {
-    "rope-token_linear": Group("rope", lambda: _rope("token_linear")),
-    "rope-grid_2d": Group("rope", lambda: _rope("grid_2d")),
-    "rope-serving": Group("rope", _serving),
-    "qk_norm_rope-token_linear": Group("qk_norm_rope", lambda: _norm("token_linear", ("", "in place"))),
-    "qk_norm_rope-grid_2d": Group("qk_norm_rope", lambda: _norm("grid_2d", ("", "in place"))),
-    "qk_norm_rope_backward": Group("qk_norm_rope_backward", lambda: _norm("auto", ("backward",))),
+    **{f"{name}-{n}": Group(name, partial(_of_table, name, n)) for name, parts in PARTS.items() for n in range(parts)},
     "thd_rows": Group("thd_rows", _rows),
     "thd_tables": Group("thd_tables", _tables),
     "cp_segments": Group("cp_segments", _segments),
@@ -180,11 +122,11 @@ def run_group(name: str, device: str) -> int:
 
     group, failed, count = GROUPS[name], [], 0
     for job in group.jobs():
-        for seed in SEEDS:
+        for seed in SEEDS[: 1 if group.template in PARTS else 3]:
             count += 1
-            got = in_host_memory(job.make(device, seed)())
+            call = job.make(device, seed)
             try:
-                check(got, job.make("cpu", seed)(), job.slack)
+                call.check(in_host_memory(call.start()))
             except AssertionError as error:
                 failed.append(f"{job} seed {seed}: {error}")
     ran = {spec.template for spec, _ in kernels._kernels}

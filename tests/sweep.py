@@ -132,12 +132,9 @@ class Made:
         self.batch, self.tokens = (1, B * tokens) if self.layout == "thd" else (B, tokens)
         self.counts = HEADS.get(case["heads"]) or tuple(map(int, case["heads"].split("+")))
         self.ints = torch.int32 if case["ints"] == "int32" else torch.int64
-        packed = case["positions"] in PACKED
-        self.cu = (
-            CU_SEQLENS[case["positions"]][case["out"] in ("pages", "indptr", "indices", "fp8_pages", "nvfp4_blocks")]
-            if packed
-            else ()
-        )
+        in_pages = case["out"] in ("pages", "indptr", "indices", "fp8_pages", "nvfp4_blocks")
+        cu = CU_SEQLENS[case["positions"]][in_pages] if case["positions"] in PACKED else ()
+        self.cu = tuple([end * tokens // S for end in cu])
         self.ends = self._ends()
         self.tensors = self._sources()
         self.turn, self.second_turn = self._rotation(), {}

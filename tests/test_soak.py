@@ -22,17 +22,16 @@ from jitrope.run import enqueue
 from jitrope.run import launch as runtime
 
 from . import bits, sanitizer, soak
+from .jobs import check, pool
 from .sanitizer import FOUND, GROUPS, WRONG, Done
-from .soak_pool import check, pool
 from .test_fuzz import SPECS
 
 OPS = {
-    "rope", "rope_", "rope, backward", "fp8", "kv_cache",
-    "kv_cache_", "fused_qkv", "fused_qkv_", "fused_qkv, backward", "fused_qkv_norm",
-    "fused_qkv_norm_", "fused_qkv_norm, backward", "latent, backward", "norm_rope",
-    "norm_rope_", "norm_rope, backward", "norm_rope_joint", "thd order", "thd rows", "thd tables",
-    "thd corrections", "cp segments", "all_gather_attention", "pages", "rope by rank, backward",
-}  # fmt: skip
+    *("apply_rope", "prepare_qkv", "prepare_fused_qkv", "prepare_mla_qkv", "prepare_joint_qkv"),
+    *("apply_rope, backward", "prepare_qkv, backward", "prepare_fused_qkv, backward", "prepare_mla_qkv, backward"),
+    *("prepare_joint_qkv, backward", "thd order", "thd rows", "thd tables", "thd corrections", "cp segments"),
+    "all_gather_attention",
+}
 pytestmark = pytest.mark.slow
 
 
@@ -65,7 +64,7 @@ def test_a_seed_is_a_call_and_another_is_another() -> None:
     """The seed determines sizes and contents."""
     sizes: dict[str, set[Any]] = {}
     for job in pool(60, 3):
-        results = [job.make("cpu", seed)() for seed in (1, 1, 2)]
+        results = [job.make("cpu", seed).start() for seed in (1, 1, 2)]
         check(results[0], results[1], 0.0)
         sizes.setdefault(job.op, set()).update(tuple(y.shape for y in out if y is not None) for out in results)
     assert all(len(seen) > 1 for seen in sizes.values())
@@ -122,7 +121,7 @@ def test_a_planted_wrong_result_is_reported(
     assert code == 1
     assert report["wrong results"] >= 1
     assert report["problems"] == [f"{report['wrong results']} wrong results"]
-    assert all(" x rope" in line for line in report["wrong"])
+    assert all(" x apply_rope" in line for line in report["wrong"])
     assert report["wrong"][0] in capsys.readouterr().out
 
 
@@ -176,7 +175,7 @@ def test_every_template_has_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """A new one without a case is refused before anything runs."""
     assert {group.template for group in GROUPS.values()} == set(sanitizer.templates())
     assert sanitizer.groups_named(None) == list(GROUPS)
-    assert sanitizer.groups_named(["rope"]) == ["rope-token_linear", "rope-grid_2d", "rope-serving"]
+    assert sanitizer.groups_named(["rope"]) == ["rope-0", "rope-1"]
     for path in sanitizer.TEMPLATE_PATHS:
         for template in path.glob("*.cu.jinja"):
             (tmp_path / template.name).touch()
@@ -234,7 +233,7 @@ CLEAN, RACES = "ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 3 hazards displaye
     ],
 )
 def test_verdict(tool: str, code: int, output: str, verdict: str) -> None:
-    assert Done("rope-grid_2d", tool, code, output, 1.0).verdict == verdict
+    assert Done("rope-1", tool, code, output, 1.0).verdict == verdict
 
 
 TOOL = """#!/bin/bash
