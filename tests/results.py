@@ -150,7 +150,7 @@ def check_heads(m: Made, got: Any, letter: str) -> None:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return a.shape == b.shape and torch.equal(*[x.contiguous().flatten().view(torch.uint8) for x in (a, b)])
 
 
 # ---- the places of results -------------------------------------------------------------------------

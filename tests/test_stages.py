@@ -5,6 +5,7 @@ Each test is a column of one table. A call's name has the values that are not pl
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -322,3 +323,27 @@ def test_the_bits_are_those_of_separate_heads(device: str, case: Case) -> None:
     for x, y in pairs:
         assert [z.shape for z in flat(x)] == [z.shape for z in flat(y)]
         assert all(same(*both) for both in zip(flat(x), flat(y)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        case
+        for case in CALLS
+        if case["norm"] == "none"
+        and case["table"] not in ("angles", "scaled")
+        and case["rounding"] in ("fp32", "dtype")
+    ],
+    ids=ident,
+)
+def test_the_bits_are_those_of_a_cpu(case: Case) -> None:
+    """Without a sum of squares, a sine, or a product that joins a sum."""
+    found = []
+    for device in ("cpu", backend.DEVICE):
+        m = Made(case, device)
+        places = places_of(m)
+        with backend.plain() if device == backend.DEVICE and not found else contextlib.nullcontext():
+            got = m.call(**places.words)
+        found.append([x.cpu() for x in (*flat(got), *places.tensors())])
+    assert all(map(same, *found))

@@ -11,7 +11,7 @@ import sys
 from . import backend
 
 FILES = (
-    "comfy_kitchen defaults fp4_cache gpu gpu_thd hadamard index_cache joint kernels latent "
+    "comfy_kitchen defaults fp4_cache gpu_thd hadamard index_cache joint latent "
     "latent_cache latent_norm learned mean_squares new_stage other_pairs out fused packed_cache "
     "pages presets prewarm public q_scale quantize quantized_v rope row_scales same_bits shifts stages swizzled "
     "timm transformers ulysses unrotated"

@@ -1,0 +1,816 @@
+"""Launches on a GPU, or on its stand-in: large sizes, known calls, streams, graphs and threads."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import jitrope
+from jitrope import KVCache, Norm, Packed
+from jitrope.jit import kernels
+from jitrope.plan import problem
+from jitrope.run import dispatch
+from jitrope.run import launch as runtime
+from jitrope.values import constants
+
+from .. import oracle
+from ..calls import GRADIENTS, named
+from ..host import backend
+from ..host.backend import DEVICE
+from ..results import check_gradients, gradients, outputs, places_of, same
+from ..sweep import Made, function_of
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).parents[2]
+RELATIVE_L2 = {torch.bfloat16: 1.7e-3, torch.float16: 2.2e-4, torch.float32: 1e-7}
+FLOATS = pytest.mark.parametrize("dtype", RELATIVE_L2, ids=str)
+LAUNCHES = ("token_linear", "grid_2d")
+
+
+def relative_l2(out: Tensor, want: Tensor) -> float:
+    return float((out.detach().double() - want).norm() / want.norm())
+
+
+def offsets(tokens: int, sequences: int, multiple: int = 1) -> Tensor:
+    """int32 offsets of random lengths that are multiples; some are zero."""
+    generator = torch.Generator().manual_seed(sequences)
+    cuts = torch.randint(0, tokens // multiple + 1, (sequences - 1,), generator=generator).sort().values * multiple
+    return torch.cat((torch.zeros(1), cuts, torch.full((1,), tokens))).int().to(DEVICE)
+
+
+def plain_call() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, cos and sin."""
+    q, k = (torch.randn(2, 5, heads, 64, device=DEVICE, dtype=torch.bfloat16) for heads in (4, 2))
+    return q, k, *torch.rand(2, 5, 32, device=DEVICE)
+
+
+# ---- large sizes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.hardware
+@pytest.mark.parametrize("cp", [(1, 0), (2, 1), (4, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sequences", [1, 2, 8, 32, 128, 512, 1024, 2401])
+def test_packs_have_the_bits_of_ids_with_both_launches(sequences: int, dtype: torch.dtype, cp: tuple[int, int]) -> None:
+    """Packs of 65,536 tokens, forward and gradient; each token's position as an id is another kernel."""
+    size, rank = cp
+    cu_seqlens = offsets(65_536, sequences, 2 * size)
+    q, grad = (torch.randn(65_536 // size, 4, 128, device=DEVICE).to(dtype) for _ in range(2))
+    freqs = torch.rand(65_536, 64, device=DEVICE) * 100
+    ids = [x for first, end in itertools.pairwise(cu_seqlens.tolist()) for x in oracle.chunked(first, end, size, rank)]
+    positions = [(launch, Packed(cu_seqlens, cp_size=size, cp_rank=rank)) for launch in LAUNCHES]
+    found = []
+    for launch, given in [*positions, ("auto", torch.tensor(ids, device=DEVICE))]:
+        jitrope.configure(launch=launch)
+        leaf = q.clone().requires_grad_()
+        out, _ = jitrope.apply_rope(leaf, None, freqs=freqs, positions=given, layout="thd")
+        found.append((out, *torch.autograd.grad(out, leaf, grad)))
+    for other in found[:2]:
+        assert all(map(torch.equal, other, found[2]))
+
+
+@pytest.mark.hardware
+@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("cp_size", [2, 3, 8])
+@pytest.mark.parametrize("sequences", [1, 8, 512, 2401])
+def test_ragged_packs_have_the_bits_of_the_whole(sequences: int, cp_size: int, launch: str) -> None:
+    """Lengths that no number of chunks divides, every rank's shard: forward, gradient, and spare tokens in place."""
+    jitrope.configure(launch=launch)
+    tokens, total = 32_771, 0
+    cu_seqlens = offsets(tokens, sequences).to(torch.int64 if cp_size == 3 else torch.int32)
+    q, grad = (torch.randn(tokens, 4, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    freqs = torch.rand(tokens, 64, device=DEVICE) * 100
+    whole, _ = jitrope.apply_rope(q, None, freqs=freqs, positions=Packed(cu_seqlens))
+    gradient, _ = jitrope.apply_rope(grad, None, freqs=freqs, positions=Packed(cu_seqlens), inverse=True)
+    for rank in range(cp_size):
+        ends = [*itertools.pairwise(cu_seqlens.tolist())]
+        mine = [first + x for first, end in ends for x in oracle.chunked(first, end, cp_size, rank)]
+        total += len(mine)
+        positions = Packed(cu_seqlens, cp_size=cp_size, cp_rank=rank)
+        leaf = q[mine].requires_grad_()
+        out, _ = jitrope.apply_rope(leaf, None, freqs=freqs, positions=positions)
+        assert torch.equal(out, whole[mine])
+        assert torch.equal(torch.autograd.grad(out, leaf, grad[mine])[0], gradient[mine])
+        padded = torch.cat((q[mine], torch.ones_like(q[:5])))
+        jitrope.apply_rope(padded, None, freqs=freqs, positions=positions, inplace=True)
+        assert torch.equal(padded, torch.cat((whole[mine], torch.ones_like(q[:5]))))
+    assert total == tokens
+
+
+@pytest.mark.hardware
+@pytest.mark.parametrize("launch", ["auto", *LAUNCHES])
+@pytest.mark.parametrize("sequences", [70_000, 100_000, 1_000_000])
+def test_a_million_sequences(sequences: int, launch: str) -> None:
+    """More than a grid has rows."""
+    jitrope.configure(launch=launch)
+    tokens = 1_000_000
+    cu_seqlens = offsets(tokens, sequences).long()
+    starts = torch.randint(0, 9, (sequences,), device=DEVICE)
+    q, freqs = torch.randn(tokens, 2, 64, device=DEVICE).bfloat16(), torch.rand(512, 32, device=DEVICE) * 100
+    out, _ = jitrope.apply_rope(q, None, freqs=freqs, positions=Packed(cu_seqlens, start_positions=starts))
+    lengths = cu_seqlens.diff()
+    ids = torch.arange(tokens, device=DEVICE) + torch.repeat_interleave(starts - cu_seqlens[:-1], lengths)
+    want, _ = jitrope.apply_rope(q, None, freqs=freqs, positions=ids, layout="thd")
+    assert not want.isnan().any()
+    assert torch.equal(out, want)
+
+
+@pytest.mark.hardware
+@pytest.mark.parametrize("rounding", ["fp32", "complex64"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@FLOATS
+def test_error_against_fp64(dtype: torch.dtype, rounding: str, interleaved: bool) -> None:
+    q, k = (torch.randn(2, 2048, h, 128, device=DEVICE).to(dtype).requires_grad_() for h in (16, 4))
+    angles = torch.outer(torch.arange(2048).double(), 10000 ** (-torch.arange(64).double() / 64)).to(DEVICE)
+    tables = angles.cos().float(), angles.sin().float()
+    results = jitrope.apply_rope(q, k, *tables, interleaved=interleaved, rounding=rounding)
+    grads = [torch.randn_like(y) for y in results]
+    back = torch.autograd.grad(results, (q, k), grads)
+    for given, inverse, got in (((q, k), False, results), (grads, True, back)):
+        want, _ = oracle.rope(*[x.detach() for x in given], *tables, interleaved=interleaved, inverse=inverse)
+        assert max(map(relative_l2, got, want)) <= RELATIVE_L2[dtype]
+
+
+@pytest.mark.hardware
+@pytest.mark.parametrize("interleaved", [False, True])
+@FLOATS
+def test_angles_against_fp64(dtype: torch.dtype, interleaved: bool) -> None:
+    """Angles up to a million radians: the kernel's sines have fp32's accuracy at all of them."""
+    q = torch.randn(8192, 8, 128, device=DEVICE).to(dtype)
+    freqs = torch.rand(8192, 64, device=DEVICE) ** 4 * 1e6
+    out, _ = jitrope.apply_rope(q, None, freqs=freqs, layout="thd", interleaved=interleaved)
+    (want, _), _ = oracle.rope(q, None, freqs=freqs, layout="thd", interleaved=interleaved)
+    assert relative_l2(out, want) <= RELATIVE_L2[dtype]
+
+
+@pytest.mark.hardware
+@FLOATS
+def test_there_and_back_is_one_rounding(dtype: torch.dtype) -> None:
+    q = torch.randn(4096, 16, 128, device=DEVICE).to(dtype)
+    freqs = torch.outer(torch.arange(4096.0), 10000 ** (-torch.arange(64) / 64)).to(DEVICE)
+    words = {"freqs": freqs, "positions": Packed(offsets(4096, 9))}
+    again, _ = jitrope.apply_rope(jitrope.apply_rope(q, None, **words)[0], None, **words, inverse=True)
+    # Rounding there and back, half a unit each of the pair's length; in fp32 products and sums round too.
+    units = 4 if dtype == torch.float32 else 1.01
+    bound = units * torch.finfo(dtype).eps * q.float().unflatten(-1, (2, 64)).norm(dim=-2)
+    assert ((again.float() - q.float()).abs().unflatten(-1, (2, 64)) <= bound.unsqueeze(-2)).all()
+
+
+@pytest.mark.hardware
+@pytest.mark.parametrize("norm", [False, True], ids=["rope", "norm"])
+def test_past_two_to_the_31_elements(norm: bool) -> None:
+    """32-bit offsets would wrap. Slices are compared with calls of their own."""
+    tokens = (1 << 31) // (64 * 128) + 1000
+    q = torch.randn(tokens, 64, 128, device=DEVICE, dtype=torch.bfloat16)
+    cos, sin = (torch.rand(tokens, 64, device=DEVICE) for _ in range(2))
+    words = {"layout": "thd", **({"norm": Norm(torch.rand(128, device=DEVICE), rounding="once")} if norm else {})}
+    parts = [slice(start, start + 700) for start in (0, tokens // 2, tokens - 700)]
+    want = [jitrope.prepare_qkv(q[part], None, None, cos[part], sin[part], **words)[0] for part in parts]
+    assert q.numel() > 2**31
+    if not norm:
+        out = jitrope.prepare_qkv(q, None, None, cos, sin, **words)[0]
+        assert all(torch.equal(out[part], y) for part, y in zip(parts, want))
+        del out
+    jitrope.prepare_qkv(q, None, None, cos, sin, **words, inplace=True)
+    assert all(torch.equal(q[part], y) for part, y in zip(parts, want))
+
+
+@pytest.mark.hardware
+@pytest.mark.parametrize("shape", [(70_000, 2, 2, 64), (1, 140_000, 1, 64)], ids=["rows", "tokens"])
+@pytest.mark.parametrize("launch", ["auto", "grid_2d"])
+def test_more_rows_and_tokens_than_a_grids_second_axis_has(shape: tuple[int, ...], launch: str) -> None:
+    jitrope.configure(launch=launch)
+    q, (cos, sin) = torch.randn(shape, device=DEVICE), torch.rand(2, shape[1], 32, device=DEVICE)
+    out, _ = jitrope.apply_rope(q, None, cos, sin)
+    assert torch.equal(out.cpu(), jitrope.apply_rope(q.cpu(), None, cos.cpu(), sin.cpu())[0])
+
+
+# ---- numbers that the host does not read -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("given", [[0, 5, 3, 12], [0, 4, 40], [3, 12], [-7, 4, 12], [0, 90, -3, 12]], ids=str)
+@pytest.mark.parametrize("table", ["cos_sin_cache", "freqs"])
+def test_malformed_lengths_stay_in_bounds(given: list[int], launch: str, table: str) -> None:
+    """The host does not read cu_seqlens, so the kernel must not trust it: no access outside of q or the table."""
+    jitrope.configure(launch=launch)
+    q, cu_seqlens = torch.randn(12, 2, 64, device=DEVICE), torch.tensor(given, dtype=torch.int32, device=DEVICE)
+    for words in ({}, {"cp_size": 2, "cp_rank": 1}, {"packed_table": True}):
+        rows = torch.rand(12, 64, device=DEVICE)
+        jitrope.apply_rope(q, None, **{table: rows}, positions=Packed(cu_seqlens, **words))
+    if backend.DEVICE != "cpu":
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("cp", [(1, 0), (3, 0), (3, 2)], ids=str)
+@pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 1000, 1025, 3000])
+def test_any_number_of_sequences_is_searched(count: int, cp: tuple[int, int]) -> None:
+    """Each step of the search leaves a 32nd; any number of empty sequences is skipped."""
+    jitrope.configure(launch="token_linear")
+    generator, lengths = torch.Generator().manual_seed(count), [0] * count
+    for n in torch.randint(count, (8,), generator=generator).tolist():
+        lengths[n] += 2 if cp[0] == 1 else 5
+    ends = [0, *itertools.accumulate(lengths)]
+    q, table = torch.randn(18, 1, 8, device=DEVICE), torch.rand(40, 8, device=DEVICE)
+    ids = [x for first, end in itertools.pairwise(ends) for x in oracle.chunked(first, end, *cp)][:18]
+    positions = Packed(torch.tensor(ends, device=DEVICE), cp_size=cp[0], cp_rank=cp[1])
+    got, _ = jitrope.apply_rope(q, None, cos_sin_cache=table, positions=positions)
+    own = {"positions": torch.tensor(ids, device=DEVICE), "layout": "thd"}
+    want, _ = jitrope.apply_rope(q[: len(ids)], None, cos_sin_cache=table, **own)
+    assert torch.equal(got[: len(ids)], want)
+    assert not got[len(ids) :].any()
+
+
+def test_wild_starts_ids_and_slots_stay_in_bounds() -> None:
+    """Positions outside of the table give NaN, slots outside of the cache are not written."""
+    q, (cos, sin) = torch.randn(3, 4, 2, 64, device=DEVICE), torch.rand(2, 4, 32, device=DEVICE)
+    starts = torch.tensor([-(2**62), 2**63 - 2, -1], device=DEVICE)
+    out, _ = jitrope.apply_rope(q, None, cos, sin, positions=jitrope.Starts(starts))
+    assert out.isnan().all(-1).all(-1).tolist() == [[True] * 4, [True] * 4, [True, False, False, False]]
+    q, (k, v) = torch.ones(6, 4, 64, device=DEVICE), torch.ones(2, 6, 2, 64, device=DEVICE)
+    k_cache, v_cache = torch.zeros(2, 8, 2, 64, device=DEVICE)
+    for slots in ([0, 8, -1, 2**31, 2**40, 7], [2**31, 2**32, 0, -(2**40), 2**63 - 1, -(2**63)]):
+        ids = torch.tensor([0, 4, 5, -1, 2**40, -(2**62)], device=DEVICE)
+        cache = KVCache(k_cache, v_cache, torch.tensor(slots, device=DEVICE))
+        words = {"cos_sin_cache": torch.ones(5, 64, device=DEVICE), "positions": ids, "layout": "thd", "cache": cache}
+        out = jitrope.prepare_qkv(q, k, v, **words)[0]
+        assert out.isnan().all(-1).all(-1).tolist() == [False, False, True, True, True, True]
+        assert v_cache.sum((-1, -2)).tolist() == [128, *[0] * 6, 128 * (7 in slots)]
+        v_cache.zero_()
+
+
+WALKED = [case for case in GRADIENTS if case["norm"] in ("rms", "layer", "across", "after", "zero", "v_norm", "of_q")]
+
+
+@pytest.mark.parametrize(("number", "case"), list(enumerate(WALKED[::5])))
+def test_blocks_that_walk_over_tokens_sum_all_gradients(
+    number: int, case: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On few SMs a block has several groups of tokens; 20 SMs sum the sums of blocks once more. Twice the same bits."""
+    tokens = 34 if number else 300
+    monkeypatch.setattr(backend, "SMS", 1 if number else 20)
+    found = []
+    for _ in range(2):
+        m = Made(case, DEVICE, leaves=True, tokens=tokens)
+        leaves = m.leaves_of()
+        found.append(gradients(outputs(m), m, leaves))
+    check_gradients(Made(case, "cpu", leaves=True, tokens=tokens), found[0])
+    assert all(x is y or same(x, y) for x, y in zip(*found))
+
+
+# ---- known calls -------------------------------------------------------------------------------------
+
+KNOWN = [
+    *("rope", "rope_alone", "rope starts", "rope packed", "rope packed_starts", "rope cache", "rope ids", "rope mrope"),
+    *("rope inplace", "rope inplace ids", "rope packed inplace", "rms", "rms inplace", "slots", "qkv", "latent"),
+]
+
+
+@pytest.mark.parametrize("words", KNOWN)
+def test_a_call_of_the_same_form_is_known(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New contents and positions are used; other strides, sizes and alignments are looked at again, once each."""
+    runtime.local.recent = {}
+    case, looked, first = named(words), [], dispatch._call
+    monkeypatch.setattr(dispatch, "_call", lambda *a: (looked.append(a), first(*a))[1])
+    for seed, changes in ((7, {}), (8, {}), (9, {"strides": "offset"}), (10, {"strides": "turned"}), (11, {})):
+        m, like = (Made({**case, **changes}, device, seed) for device in (DEVICE, "cpu"))
+        places = places_of(m)
+        places_of(like)
+        places.check(like, m.call(**places.words))
+    assert len(looked) == 3
+
+
+@pytest.mark.parametrize("words", ["rope", "rms", "rms inplace"])
+def test_a_known_call_notices_what_changes(words: str) -> None:
+    """Gradients, grad mode, inference mode, a dispatch mode, saved-tensor hooks, and versions of what is written."""
+    m = Made(named(words), DEVICE)
+    q, k = m.tensors["q"], m.tensors["k"]
+    given = {**m.words(), **places_of(m).words}
+    call = lambda q: function_of(m.case)(q, k.clone(), *[None] * ("rms" in words), **given)[0]  # noqa: E731
+    want = call(q.clone())
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            for _ in range(3):
+                assert torch.equal(call(q.clone()), want)
+    with Seen() as seen:
+        assert torch.equal(call(q.clone()), want)
+    assert any(function.namespace == "jitrope" for function in seen.functions)
+    written = q.clone()
+    for version in (1, 2):
+        call(written)
+        assert written._version == version * ("inplace" in words)
+    if "inplace" in words:
+        return
+    leaf = q.clone().requires_grad_()
+    for _ in range(2):
+        assert call(leaf).requires_grad
+        with torch.no_grad():
+            assert not call(leaf).requires_grad
+        assert not call(q).requires_grad
+    packed = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or {}["of the user"], lambda x: x)
+    with hooks, pytest.raises(KeyError, match="of the user"):
+        call(leaf)
+    assert len(packed) == 1
+
+
+class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+    """A dispatch mode that lists the ops that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions: list[Any] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.functions.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["rope", "norm"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_call_takes_the_short_cut(grad: bool, norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither direction goes through the dispatcher, and a second call is not looked at again."""
+    for name in ("prepare", "prepare_"):
+        monkeypatch.setattr(torch.ops.jitrope, name, lambda *_: pytest.fail("through the dispatcher"))
+    q, k, weight = (torch.randn(*x, device=DEVICE).requires_grad_(grad) for x in ((1, 7, 5, 64), (1, 7, 3, 64), (64,)))
+    words = {"norm": Norm(weight, weight)} if norm else {}
+    cos, sin = torch.rand(2, 7, 32, device=DEVICE)
+    found = jitrope.prepare_qkv(q, k, None, cos, sin, **words)[:2]
+    if grad:
+        leaves = [q, k, *([weight] if norm else [])]
+        assert all(x.any() for x in torch.autograd.grad(found, leaves, [torch.ones_like(y) for y in found]))
+        return
+    monkeypatch.setattr(dispatch, "_call", lambda *_: pytest.fail("looked at again"))
+    assert all(map(torch.equal, jitrope.prepare_qkv(q, k, None, cos, sin, **words)[:2], found))
+
+
+@pytest.mark.parametrize("stage", ["fresh", "in place", "cache", "table"])
+def test_a_gradient_that_begins_to_be_wanted_leaves_the_short_cut(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights under torch.no_grad() are known calls; with gradients they get theirs, or the call is refused."""
+    q, k, v = (torch.randn(6, n, 64, device=DEVICE) for n in (4, 2, 2))
+    weight, table = torch.rand(64, device=DEVICE), torch.rand(8, 64, device=DEVICE)
+    words: dict[str, Any] = {"cos_sin_cache": table, "positions": torch.arange(6, device=DEVICE), "layout": "thd"}
+    if stage == "cache":
+        caches = torch.zeros(2, 2, 4, 2, 64, device=DEVICE)
+        words["cache"] = KVCache(*caches, torch.arange(6, device=DEVICE))
+    if stage != "table":
+        words |= {"norm": Norm(weight, weight), "inplace": stage == "in place"}
+
+    def result() -> Tensor:
+        return jitrope.prepare_qkv(q.clone(), k.clone(), v, **words)[0]
+
+    want, leaf = result(), table if stage == "table" else weight
+    leaf.requires_grad_()
+    with torch.no_grad():
+        assert torch.equal(result(), want)
+        with monkeypatch.context() as patched:
+            patched.setattr(dispatch, "_call", lambda *_: pytest.fail("looked at again"))
+            assert torch.equal(result(), want)
+    if stage in ("table", "fresh"):
+        assert torch.autograd.grad(result().sum(), leaf)[0].any()
+    else:
+        with pytest.raises(jitrope.InvalidInput, match="gradient"):
+            result()
+
+
+def test_a_plan_from_before_a_change_is_not_used_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`configure` is called in another thread while a first call is planned."""
+    call, planned, plan_call = plain_call(), [], problem.plan_call
+
+    def plan(*arguments: Any) -> Any:
+        planned.append(arguments)
+        if len(planned) == 1:
+            jitrope.configure(batch_invariant=True)
+        return plan_call(*arguments)
+
+    monkeypatch.setattr(problem, "plan_call", plan)
+    runtime.local.recent = {}
+    for _ in range(3):
+        jitrope.apply_rope(*call)
+    assert len(planned) == 2
+
+
+def test_a_running_process_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that is known keeps its launch until `configure(launch=None)`."""
+    call, plans, plan_call = plain_call(), [], problem.plan_call
+    monkeypatch.setattr(problem, "plan_call", lambda *a: (plans.append(plan_call(*a)[0].spec.launch), plan_call(*a))[1])
+    for told in (*LAUNCHES, "auto"):
+        monkeypatch.setenv("JITROPE_LAUNCH", told)
+        jitrope.configure(launch=None)
+        for _ in range(3):
+            jitrope.apply_rope(*call)
+    monkeypatch.setenv("JITROPE_LAUNCH", "token_linear")
+    jitrope.apply_rope(*call)
+    assert plans == ["token_linear", "grid_2d", "grid_2d"]
+
+
+def test_max_seqlen_bounds_the_grid_not_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    jitrope.configure(launch="grid_2d")
+    grids, plan_call = [], problem.plan_call
+    monkeypatch.setattr(problem, "plan_call", lambda *a: (grids.append(plan_call(*a)[0].grid), plan_call(*a))[1])
+    q, table = torch.randn(40, 2, 64, device=DEVICE), torch.rand(40, 64, device=DEVICE)
+    lengths = torch.tensor([0, 18, 38], device=DEVICE)
+    found = [jitrope.apply_rope(q, None, cos_sin_cache=table, positions=Packed(lengths, n))[0] for n in (7, 20)]
+    assert torch.equal(*found)
+    assert grids[0][0] < 10
+
+
+def test_words_without_a_hash() -> None:
+    """A list counts as a tuple; a numpy array has no hash, so its call is prepared each time."""
+    q, k, cos, sin = plain_call()
+    ids = torch.randint(0, 5, (3, 2, 5), device=DEVICE)
+    want = jitrope.apply_rope(q, k, cos, sin, positions=jitrope.Mrope(ids, (8, 12, 12)))
+    for sections in ([8, 12, 12], np.array([8, 12, 12])):
+        for _ in range(3):
+            got = jitrope.apply_rope(q, k, cos, sin, positions=jitrope.Mrope(ids, sections))
+            assert all(map(torch.equal, got, want))
+
+
+NORM = Norm()
+STEADY = {
+    "rope": lambda q, k, cos, sin: jitrope.apply_rope(q, k, cos, sin),
+    "in place": lambda q, k, cos, sin: jitrope.apply_rope(q, k, cos, sin, inplace=True),
+    "norm": lambda q, k, cos, sin: jitrope.prepare_qkv(q, k, None, cos, sin, norm=NORM),
+    "gradient": lambda q, k, cos, sin: jitrope.apply_rope(q.requires_grad_(), k, cos, sin)[0].sum().backward(),
+}
+
+
+@pytest.mark.parametrize("what", STEADY)
+def test_a_known_call_uses_nothing_of_jit_and_base_but_the_launch(what: str) -> None:
+    """So nothing is rendered, hashed, logged or looked up on a disk (jitrope/jit/README.md)."""
+    q, k, cos, sin = plain_call()
+    entered: list[str] = []
+
+    def seen(frame: Any, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        inside = path.parent.parent.name == "jitrope" and path.parent.name in ("jit", "base")
+        if event == "call" and inside and path.name != "layouts.py":  # which has the words of a call
+            entered.append(frame.f_code.co_name)
+
+    for turn in range(4):
+        entered.clear()
+        before = sys.getprofile()
+        sys.setprofile(seen if turn == 3 else before)
+        try:
+            STEADY[what](q.detach(), k, cos, sin)
+        finally:
+            sys.setprofile(before)
+    assert set(entered) <= {"enqueue"}
+
+
+# ---- torch's machinery -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", [None, Norm()], ids=["rope", "norm"])
+@pytest.mark.parametrize("learned", [False, True])
+def test_gradients_of_several_cotangents_at_once(norm: Any, learned: bool) -> None:
+    q = torch.randn(1, 6, 2, 64, device=DEVICE, requires_grad=True)
+    tables = [x.to(DEVICE).requires_grad_(learned) for x in torch.rand(2, 6, 32)]
+    leaves = [q, *tables] if learned else [q]
+    y = jitrope.prepare_qkv(q, None, None, *tables, norm=norm)[0]
+    sent = torch.randn(3, *y.shape, device=DEVICE)
+    got = torch.autograd.grad(y, leaves, sent, retain_graph=True, is_grads_batched=True)
+    for n, grad in enumerate(sent):
+        for x, want in zip(got, torch.autograd.grad(y, leaves, grad, retain_graph=True)):
+            torch.testing.assert_close(x[n], want)
+
+
+def test_an_expanded_gradient_and_a_second_derivative() -> None:
+    q, cos = torch.randn(2, 5, 4, 64, device=DEVICE, requires_grad=True), torch.rand(5, 32, device=DEVICE)
+    tables = cos, (1 - cos.square()).sqrt()
+    out, _ = jitrope.apply_rope(q, None, *tables)
+    (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)  # a stride-0 gradient
+    assert torch.equal(gradient, jitrope.apply_rope(torch.ones_like(q), None, *tables, inverse=True)[0])
+    out, _ = jitrope.apply_rope(q, None, *tables)
+    (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), q)
+    torch.testing.assert_close(second, torch.full_like(q, 2.0), rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_written_in_place_is_seen_by_autograd() -> None:
+    q, k, cos, sin = plain_call()
+    product = torch.ones_like(q, requires_grad=True) * q  # it needs q for its backward
+    jitrope.apply_rope(q, k, cos, sin, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_compiled_by_inductor(inplace: bool) -> None:
+    q, k, cos, sin = plain_call()
+
+    def model(q: Tensor, k: Tensor) -> Any:
+        q, k = jitrope.apply_rope(q * 2, k + 1, cos, sin, inplace=inplace)
+        return q.float().sum(-1), k * 2
+
+    results = []
+    for function in (model, torch.compile(model, fullgraph=True)):
+        leaves = [x.clone().requires_grad_() for x in (q, k)]
+        found = function(*leaves)
+        (found[0].sum() + found[1].float().square().sum()).backward()
+        results.append((*found, *(x.grad for x in leaves)))
+    for got, want in zip(*results):
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+# ---- graphs, streams and threads ---------------------------------------------------------------------
+
+
+@pytest.mark.hardware
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("rope packed", "rope", "rms", "norm=across interleaved", "rms ids cache", "two rms", "rms packed", "streams"),
+        *("qkv packed", "slots", "pages", "slots rms", "fp8_slots", "own rms", "latent", "mxfp8", "l2 none"),
+    ],
+)
+def test_a_graph_reads_its_inputs_anew(words: str) -> None:
+    """A call is captured once it is known; a replay reads what its tensors hold then."""
+    case = named(words)
+    m = Made(case, DEVICE)
+    places = places_of(m)
+    given = {**m.words(), **places.words}
+    function_of(case)(*m.arguments(), **given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = function_of(case)(*m.arguments(), **given)
+    for seed in (11, 12):
+        other = Made(case, DEVICE, seed)
+        again = places_of(other)
+        for x, y in zip((*m.tensors.values(), *places.tensors()), (*other.tensors.values(), *again.tensors())):
+            x.copy_(y) if x.dtype.itemsize > 1 else x.view(torch.uint8).copy_(y.view(torch.uint8))
+        before = [x.clone() for x in places.tensors()]
+        graph.replay()
+        found = [x.clone() for x in (*flat_of(got), *places.tensors())]
+        for x, y in zip(places.tensors(), before):
+            x.view(torch.uint8).copy_(y.view(torch.uint8))
+        want = [*flat_of(function_of(case)(*m.arguments(), **given)), *places.tensors()]
+        assert all(map(same, found, want))
+
+
+def flat_of(results: Any) -> list[Tensor]:
+    return [x for x in torch.utils._pytree.tree_leaves(results) if isinstance(x, Tensor)]
+
+
+@pytest.mark.hardware
+def test_a_check_during_a_capture_is_refused_and_the_capture_goes_on() -> None:
+    call = plain_call()
+    want = jitrope.apply_rope(*call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(jitrope.InvalidInput, match=r"check=True .* a CUDA graph do not; leave it out"):
+            jitrope.apply_rope(*call, check=True)
+        found = jitrope.apply_rope(*call)
+    graph.replay()
+    assert all(map(torch.equal, found, want))
+
+
+@pytest.mark.hardware
+def test_a_cold_capture_says_what_to_do() -> None:
+    q, cos = torch.randn(1, 3, 2, 34, device=DEVICE), torch.rand(3, 17, device=DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(jitrope.JitropeError, match="once before the capture"), torch.cuda.graph(graph):
+        jitrope.apply_rope(q, None, cos, cos)
+    torch.cuda.synchronize()
+    jitrope.apply_rope(q, None, cos, cos)
+
+
+@pytest.mark.hardware
+def test_what_is_made_once_is_not_in_a_graphs_memory() -> None:
+    """The row of a norm alone, first met in a capture: later calls do not read it from the graph's memory."""
+    q, norm = torch.randn(1, 8, 2, 64, device=DEVICE), Norm(torch.randn(64, device=DEVICE))
+    cos = torch.ones(1, 32, device=DEVICE).expand(8, 32)
+    want = jitrope.prepare_qkv(q, None, None, cos, torch.zeros_like(cos), norm=norm)[0]
+    jitrope.prepare_qkv(torch.cat((q, q), 1), None, None, norm=norm)  # the same kernel
+    constants.one_row.cache_clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        jitrope.prepare_qkv(q, None, None, norm=norm)
+    del graph
+    torch.cuda.empty_cache()
+    torch.full((1 << 20,), 7.0, device=DEVICE)
+    assert torch.equal(jitrope.prepare_qkv(q, None, None, norm=norm)[0], want)
+
+
+@pytest.mark.hardware
+def test_scales_that_are_numbers_are_filled_once() -> None:
+    """Not again in a CUDA graph, where each would be a launch of every replay."""
+    caches = torch.zeros(2, 8, 2, 16, device=DEVICE).to(torch.float8_e4m3fn)
+    known, graph = (KVCache(*caches, torch.arange(8, device=DEVICE), k_scale=0.3, v_scale=0.7), torch.cuda.CUDAGraph())
+    with torch.cuda.graph(graph):
+        captured = KVCache(*caches, torch.arange(8, device=DEVICE), k_scale=0.3, v_scale=0.7)
+    assert all(captured.tensors[name] is known.tensors[name] for name in ("k_scale", "v_scale"))
+
+
+@pytest.mark.hardware
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_norm_in_the_graphs_of_torch_compile(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors that jitrope makes once are not in the memory of a graph, which torch uses again."""
+    constants.filled.cache_clear()
+    monkeypatch.setattr(constants, "_counters", {})
+    cos, sin = torch.randn(2, 7, 44, device=DEVICE)
+    q, k, weight = (torch.randn(*shape, device=DEVICE).bfloat16() for shape in ((1, 7, 3, 88), (1, 7, 1, 88), (88,)))
+    leaves = [x.requires_grad_(grad) for x in (q, k, weight)]
+
+    def call(q: Tensor, k: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        return jitrope.prepare_qkv(q, k, None, cos, sin, norm=Norm(weight))[:2]
+
+    compiled = torch.compile(call, mode="reduce-overhead")
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        got, want = ([x.clone() for x in function(*leaves)] for function in (compiled, call))
+        if grad:
+            sent = [torch.randn_like(x) for x in want]
+            got += [x.clone() for x in torch.autograd.grad(got, leaves, sent)]
+            want += torch.autograd.grad(want, leaves, sent)
+        assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.hardware
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("tokens", [1, 64, 4096])
+@pytest.mark.parametrize("kind", ["rope", "head", "across"])
+def test_overlapping_launches_keep_their_order(kind: str, tokens: int, captured: bool) -> None:
+    """A kernel begins while the previous one runs, and still sees its writes: programmatic dependent launch.
+
+    The same chain, of kernels in place, of torch's between them and of two streams, with a pause after each has the
+    same bits.
+    """
+    torch.manual_seed(0)
+    q, k = (torch.randn(1, tokens, 8, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    tables, ids = torch.rand(2, 2 * tokens, 64, device=DEVICE), torch.randint(0, tokens, (40, tokens), device=DEVICE)
+    weight = torch.randn(1024 if kind == "across" else 128, device=DEVICE)
+    words = {} if kind == "rope" else {"norm": Norm(weight, weight, across_heads=kind == "across")}
+
+    def chain(q: Tensor, k: Tensor, pause: Any) -> tuple[Tensor, Tensor]:
+        position = ids[0].clone()
+        for step in range(40):
+            jitrope.prepare_qkv(q, k, None, *tables, positions=position, **words, inplace=True)
+            pause()
+            q.add_(k, alpha=0.5).mul_(0.5)
+            if step % 4 == 1:
+                position.copy_(ids[step])
+                joint = jitrope.prepare_joint_qkv((q, k, k), (k, q, q), *tables)
+                pause()
+                k, q = joint[0][:, :tokens] + joint[2][:, tokens:], joint[1][:, tokens:].clone()
+            if step % 10 == 3:
+                torch.cuda._sleep(200_000)
+                k.mul_(0.5)
+        return q, k
+
+    want = chain(q.clone(), k.clone(), torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    a, b = q.clone(), k.clone()
+    if captured:
+        with torch.cuda.graph(graph):
+            got = chain(a, b, lambda: None)
+        graph.replay()
+    else:
+        got = chain(a, b, lambda: None)
+    assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.hardware
+def test_a_launch_goes_to_the_current_stream() -> None:
+    """It waits for the same events."""
+    q, _, cos, sin = plain_call()
+    want, _ = jitrope.apply_rope(q, None, cos, sin)
+    late, stream = torch.zeros_like(q), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        late.copy_(q)
+        out, _ = jitrope.apply_rope(late, None, cos, sin)
+    stream.synchronize()
+    assert torch.equal(out, want)
+
+
+def test_threads_share_kernels_not_arguments() -> None:
+    calls = [plain_call() for _ in range(8)]
+    want = [jitrope.apply_rope(*call) for call in calls]
+    before, wrong = len(kernels.compiled), []
+
+    def work(number: int) -> None:
+        try:
+            for _ in range(200):  # this thread's first use of CUDA
+                got = jitrope.apply_rope(*calls[number])
+                wrong.extend([number] * (not all(map(torch.equal, got, want[number]))))
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len(kernels.compiled) == before
+
+
+@pytest.mark.hardware
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q, k, cos, sin: (q, k, cos.cpu(), sin), "cos is .*, on cpu; it must be .*, on cuda:0 like q"),
+        (lambda q, k, cos, sin: (q, k.cpu(), cos, sin), "k is .*, on cpu; it must be .*, on cuda:0 like q"),
+        (lambda q, k, cos, sin: (q, k, cos[:2], sin[:2]), "cos has 2 rows"),
+    ],
+    ids=["cos", "k", "rows"],
+)
+def test_a_refused_call_writes_nothing_each_time(change: Any, message: str) -> None:
+    call = plain_call()
+    before = call[0].clone()
+    for _ in range(2):
+        with pytest.raises(jitrope.InvalidInput, match=message):
+            jitrope.apply_rope(*change(*call), inplace=True)
+    assert torch.equal(call[0], before)
+
+
+# ---- a process ---------------------------------------------------------------------------------------
+
+FRESH = """
+import json, sys
+import torch, jitrope
+from jitrope.jit import kernels
+for interleaved, heads, tokens in ((False, (32, 8), 4096), (True, (24, 24), 2), (True, (24, 0), 4096)):
+    q, k = (torch.randn(1, tokens, h, 128, device="cuda", dtype=torch.bfloat16) if h else None for h in heads)
+    angles = torch.rand(tokens, 64, device="cuda")
+    jitrope.apply_rope(q, k, angles.cos(), angles.sin(), interleaved=interleaved)
+torch.cuda.synchronize()
+print(json.dumps(kernels.compiled))
+"""
+NO_CUPY = """
+import sys, json
+sys.modules["cupy"] = None
+import torch, jitrope
+q = torch.ones(1, 2, 1, 8, device="cuda")
+try:
+    jitrope.apply_rope(q, None, q[0, :, 0, :4], q[0, :, 0, :4])
+except jitrope.CompileError as error:
+    print(json.dumps(str(error)))
+"""
+
+
+def ran(cache: Path, *command: str) -> str:
+    """The output of a Python process."""
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "JITROPE_CACHE_DIR": str(cache), "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.hardware
+def test_a_prewarmed_process_compiles_nothing(tmp_path: Path) -> None:
+    """The cache of a real run works too, and a cache that cannot be written is only slower."""
+    (tmp_path / "file").write_text("")
+    for cold in ("cold", "file/kernels"):
+        assert len(json.loads(ran(tmp_path / cold, "-c", FRESH))) == 3
+    assert json.loads(ran(tmp_path / "cold", "-c", FRESH)) == []
+    for heads, names in (("32,8", ""), ("24,24", "q k"), ("24", "q")):
+        texts = [f"bshd heads {names} > rotate cos sin interleaved > fresh"] if names else []
+        ran(tmp_path / "warm", "-m", "jitrope", "prewarm", "--heads", heads, *texts)
+    assert json.loads(ran(tmp_path / "warm", "-c", FRESH)) == []
+
+
+@pytest.mark.hardware
+def test_a_gpu_without_cupy_names_the_packages(tmp_path: Path) -> None:
+    packages = f"pip install cupy-cuda{torch.version.cuda.split('.')[0]}x nvidia-cuda-nvrtc"
+    assert packages in json.loads(ran(tmp_path, "-c", NO_CUPY))
+
+
+@pytest.mark.hardware
+@pytest.mark.parametrize(
+    "bench",
+    [
+        "host",
+        "rope --only wan,decode1 --no-peers",
+        "decode --tokens 1,5 --heads 4/2 --prefill 64 --no-peers",
+        "train --smoke",  # at full size it takes 50 GiB
+        "thd --sequences 1,7 --tokens 2048 --heads 4",
+        "layer --batches 4x64,8x32",
+        "roofline --only decode",
+        "targets --only decode",
+    ],
+    ids=lambda text: text.split()[0],
+)
+def test_bench_runs(bench: str, tmp_path: Path) -> None:
+    assert json.loads(ran(tmp_path, "-m", "jitrope", "bench", *bench.split(), "--json"))["rows"]
+
+
+@pytest.mark.hardware
+def test_serving_example_in_a_graph(tmp_path: Path) -> None:
+    example = str(ROOT / "examples" / "serving.py")
+    assert "CUDA graph" in ran(tmp_path, example, "--layers", "2", "--batch", "3", "--steps", "10")
