@@ -49,6 +49,24 @@ def test_views_of_a_projection_may_be_written(words: dict[str, Any]) -> None:
     assert torch.equal(found[0], found[2])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("order", "axes"), [("qkv", (8, 64)), ("grouped", (2, 256)), ("qkv_gated", (12, 64))])
+def test_a_projection_of_every_second_element(order: str, axes: tuple[int, int], device: str) -> None:
+    """One axis of all heads, which is not dense, has the results and gradients of a tensor with an axis of heads."""
+    leaf, bias = rand(2, 5, 2 * axes[0] * axes[1]).to(device).requires_grad_(), rand(*axes).to(device)
+    words: dict[str, Any] = {"freqs": rand(5, 32).to(device), "heads": (4, 2), "order": order}
+    found = []
+    for wide, own in ((leaf, bias.flatten()), (leaf.unflatten(-1, (axes[0], -1)), bias)):
+        parts = [*jitrope.prepare_fused_qkv(wide[..., ::2], **words, bias=own)]
+        parts += jitrope.prepare_fused_qkv(wide[..., ::2], **words, copy_v=False)
+        written = (wide * 1)[..., ::2]
+        assert jitrope.prepare_fused_qkv(written, **words, inplace=True) is written
+        sums = [sum(x.sin().sum() for x in parts), written.pow(3).sum()]
+        found.append([*parts, written, *[torch.autograd.grad(x, leaf)[0] for x in sums]])
+    for x, y in zip(*found):
+        assert torch.equal(x.flatten(2), y.flatten(2))
+
+
 def test_a_second_derivative_without_the_gate() -> None:
     qkv = rand(2, 6, 8, 64).requires_grad_()
     *parts, _ = jitrope.prepare_fused_qkv(qkv, freqs=rand(6, 32), heads=(2, 2), order="qkv_gated")

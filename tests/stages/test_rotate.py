@@ -91,6 +91,7 @@ def test_heads_of_any_size(name: str, device: str, launch: Any) -> None:
     for x, y in zip([*got, *found], [*want, *want_grads]):
         near(x, y.detach())
     for x, y in zip(got, leaves):
+        assert x.stride() == y.stride()
         assert torch.equal(x[..., :first], y[..., :first])
         assert torch.equal(x[..., first + rotary :], y[..., first + rotary :])
     if "interleaved_out" in words and rotary & (rotary - 1):  # elements move too far for a warp
