@@ -217,17 +217,12 @@ def test_the_first_tokens_keep_their_bits(n: int, words: dict[str, Any], device:
         assert same(x, y)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_number_of_first_tokens_is_not_compiled(device: str) -> None:
+def test_the_number_of_first_tokens_is_not_compiled() -> None:
     q, angles = torch.empty(2, 7, 4, 64, device="meta"), torch.empty(7, 32, device="meta")
     with jitrope.planning(["auto"]) as specs:
         for n in (1, 2, 5):
             jitrope.apply_rope(q, None, freqs=angles, unrotated=n)
     assert [spec.prefixed for spec in specs] == [True]
-    torch._dynamo.reset()
-    q, angles = torch.randn(2, 7, 4, 64, device=device), torch.rand(7, 32, device=device)
-    compiled = torch.compile(lambda x: jitrope.apply_rope(x, None, freqs=angles, unrotated=3)[0], fullgraph=True)
-    assert torch.equal(compiled(q), jitrope.apply_rope(q, None, freqs=angles, unrotated=3)[0])
 
 
 def test_check_takes_the_first_tokens() -> None:

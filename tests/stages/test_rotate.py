@@ -209,7 +209,7 @@ def test_dtype_is_ernies_and_minimaxs(rotary_dim: int, dtype: torch.dtype, devic
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_dtype_is_llamas(dtype: torch.dtype, shape: tuple[int, ...], device: str) -> None:
     llama = pytest.importorskip("transformers.models.llama.modeling_llama", reason="its bits are what is compared")
     q, k, angles = inputs(device, dtype, shape)

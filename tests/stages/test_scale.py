@@ -58,7 +58,7 @@ def test_spare_tokens_stay_zero(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_temperature_of_llama_4_has_its_bits(device: str) -> None:
-    """transformers scales q of layers without rope: bf16 times fp32, rounded once. Its gradient is autograd's."""
+    """transformers scales q of layers without rope: bf16 times fp32, rounded once."""
     q, k = (torch.randn(2, 7, n, 64, device=device).bfloat16() for n in (4, 2))
     positions = torch.arange(7, device=device) + 8190.0
     scales = torch.log1p(torch.floor((positions + 1.0) / 8192)) * 0.1 + 1.0
@@ -67,9 +67,6 @@ def test_the_temperature_of_llama_4_has_its_bits(device: str) -> None:
     assert none is None
     assert torch.equal(got, want)
     assert torch.equal(same, k)
-    leaf, grad = q.clone().requires_grad_(), torch.randn_like(q)
-    found = torch.autograd.grad(jitrope.prepare_qkv(leaf, k, None, q_scale=scales)[0], leaf, grad)[0]
-    assert torch.equal(found, (grad * scales.view(1, 7, 1, 1)).to(q.dtype))
     in_place = q.clone()
     assert jitrope.prepare_qkv(in_place, None, None, q_scale=scales, inplace=True)[0] is in_place
     assert torch.equal(in_place, want)

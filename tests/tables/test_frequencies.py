@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-import jitrope
 from jitrope import tables
 
 from ..devices import DEVICES
@@ -132,13 +131,3 @@ def test_axial_frequencies_begin_again_for_each_axis() -> None:
     plain, _ = tables.inv_freq(rotary_dim=64)
     in_turn, _ = tables.inv_freq("axial", rotary_dim=64, in_turn=True)
     assert torch.equal(in_turn, torch.cat((plain[0::2], plain[1::2])))
-
-
-def test_an_axial_table_rotates_by_each_axis() -> None:
-    cos, sin = tables.cos_sin(20, tables.inv_freq("axial", rotary_dim=64)[0])
-    q, ids = torch.randn(1, 6, 2, 64), torch.randint(0, 20, (2, 6))
-    got, _ = jitrope.apply_rope(q, None, cos, sin, positions=jitrope.Mrope(ids, (16, 16)))
-    height, width = (tables.cos_sin(at, tables.inv_freq(rotary_dim=32)[0]) for at in ids)
-    both = [torch.cat(pair, -1) for pair in zip(height, width)]
-    want, _ = jitrope.apply_rope(q, None, *both)
-    torch.testing.assert_close(got, want)

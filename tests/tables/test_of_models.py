@@ -182,6 +182,14 @@ FILES: dict[str, tuple[str, tuple[str | None, ...], dict[str, Any]]] = {
         "hidden_size": 4096, "num_attention_heads": 32, "head_dim": 128, "max_position_embeddings": 262144,
         "rope_theta": 10000.0, "rope_scaling": {**ALPHA, "type": "dynamic"},
     }),
+    "deepseek_v3.DeepseekV3": ("DeepseekV3Config", (None,), {
+        "hidden_size": 7168, "num_attention_heads": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "max_position_embeddings": 163840, "rope_theta": 10000,
+        "rope_scaling": {
+            "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+    }),
     "deepseek_v4.DeepseekV4": ("DeepseekV4Config", ("main", "compress"), {
         "model_type": "deepseek_v4", "hidden_size": 4096, "num_attention_heads": 64, "head_dim": 512,
         "qk_rope_head_dim": 64, "max_position_embeddings": 1048576, "rope_theta": 10000,

@@ -7,33 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-import jitrope
 from jitrope import tables
 
 from ..devices import DEVICES
 
 FAR = [0, 1, 2, 7, 4095, 2**20 - 1, 2**20, 1_000_003, 1_299_709, 2_750_159, 3_999_971, 2**22 - 1, 2**29 - 1]
+TRAINED = {"original_max_position_embeddings": 4096}
 LONG = {"short_factor": [1.0 + 0.01 * i for i in range(48)], "long_factor": [1.0 + 0.07 * i * i for i in range(48)]}
-MODELS: dict[str, tuple[int, dict[str, Any]]] = {  # the size of a head, and transformers' rope_parameters
-    "default": (128, {"rope_type": "default", "rope_theta": 10000.0}),
-    "llama-3.1": (
+MODELS: dict[str, tuple[int, dict[str, Any]]] = {  # the size of a head, and transformers' parameters
+    "default": (128, {"rope_theta": 10000.0}),
+    "llama3": (
         128,
-        {
-            **{"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0},
-            **{"high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
-        },
+        {"rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **TRAINED},
     ),
-    "yarn-qwen": (
-        *(128,),
-        {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768},
-    ),
-    "longrope": (
-        96,
-        {
-            **{"rope_type": "longrope", "rope_theta": 10000.0, "factor": 32.0},
-            **{"original_max_position_embeddings": 4096, **LONG},
-        },
-    ),
+    "yarn": (128, {"rope_theta": 1e6, "factor": 4.0, **TRAINED}),
+    "longrope": (96, {"rope_theta": 10000.0, "factor": 32.0, **LONG, **TRAINED}),
 }
 
 
@@ -68,7 +56,9 @@ def test_fp32_angles_have_the_bits_of_transformers_tables(name: str, device: str
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     head_dim, rope = MODELS[name]
-    config = transformers.LlamaConfig(head_dim=head_dim, max_position_embeddings=131072, rope_parameters=rope)
+    config = transformers.LlamaConfig(
+        head_dim=head_dim, max_position_embeddings=131072, rope_parameters={"rope_type": name, **rope}
+    )
     positions = torch.tensor([[0, 1, 17, 4095], [70000, 131071, 5, 5]], device=device)
     module = LlamaRotaryEmbedding(config).to(device)
     frequencies = module.inv_freq  # made on the CPU, as a model is loaded
@@ -80,38 +70,6 @@ def test_fp32_angles_have_the_bits_of_transformers_tables(name: str, device: str
         want = module(torch.empty(0, dtype=dtype, device=device), positions)
         for got, expected in zip(tables.cos_sin(positions, frequencies, dtype=dtype, **words), want):
             assert torch.equal(got, expected)
-
-
-@pytest.mark.parametrize("name", ["default", "llama-3.1", "yarn-qwen"])
-def test_rotated_as_transformers_rotates(name: str) -> None:
-    transformers = pytest.importorskip("transformers", reason="its rotation is what is compared with")
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
-
-    head_dim, rope = MODELS[name]
-    config = transformers.LlamaConfig(head_dim=head_dim, max_position_embeddings=131072, rope_parameters=rope)
-    torch.manual_seed(0)
-    q, k = torch.randn(2, 4, 3, 128), torch.randn(2, 2, 3, 128)  # (B, H, S, D)
-    positions = torch.tensor([[0, 1, 2], [40, 1000, 4095]])
-    want = apply_rotary_pos_emb(q, k, *LlamaRotaryEmbedding(config)(q, positions))
-    frequencies, factor = tables.from_config(config)
-    for angles, tolerance in (("fp32", 0.0), ("fp64", 2e-3)):
-        cos, sin = tables.cos_sin(positions, frequencies, attention_factor=factor, angles=angles)
-        for got, expected in zip(jitrope.apply_rope(q, k, cos, sin, layout="bhsd"), want):
-            torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_angles_rotate_as_cosines_do_past_a_million_positions(device: str) -> None:
-    frequencies, factor = tables.inv_freq(
-        "yarn", rotary_dim=64, factor=40.0, original_max_position_embeddings=4096, device=device
-    )
-    positions = torch.tensor(FAR[:-1], device=device)
-    torch.manual_seed(0)
-    q = torch.randn(1, len(positions), 2, 64, device=device)
-    cos, sin = tables.cos_sin(positions, frequencies, attention_factor=factor)
-    want, _ = jitrope.apply_rope(q, None, cos, sin)
-    got, _ = jitrope.apply_rope(q, None, freqs=tables.freqs(positions, frequencies), mscale=factor)
-    torch.testing.assert_close(got, want, rtol=0, atol=4e-6)
 
 
 def test_layouts_hold_the_same_numbers() -> None:
@@ -165,10 +123,8 @@ def test_a_long_table_needs_little_beside_itself() -> None:
 
 COMPILED = {
     "inv_freq": lambda: tables.inv_freq(rotary_dim=64)[0],
-    "yarn": lambda: tables.inv_freq("yarn", rotary_dim=64, factor=4.0, original_max_position_embeddings=4096)[0],
-    "longrope": lambda: tables.inv_freq(
-        "longrope", rotary_dim=96, factor=32.0, original_max_position_embeddings=4096, seq_len=9000, **LONG
-    )[0],
+    "yarn": lambda: tables.inv_freq("yarn", rotary_dim=64, factor=4.0, **TRAINED)[0],
+    "longrope": lambda: tables.inv_freq("longrope", rotary_dim=96, factor=32.0, seq_len=9000, **LONG, **TRAINED)[0],
     "axial": lambda: tables.inv_freq("axial", rotary_dim=64)[0],
     "from_config": lambda: tables.from_config({"head_dim": 64, "rope_theta": 1e4})[0],
     "cos_sin": lambda: tables.cos_sin(16, tables.inv_freq(rotary_dim=64)[0])[1],

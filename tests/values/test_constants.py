@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import jitrope
-from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Quantize
+from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm
 from jitrope.values import constants
 
 from ..devices import DEVICES
@@ -22,9 +22,6 @@ NVFP4 = {"group": 16, "scale_dtype": torch.float8_e4m3fn}
 # Of q, k, cos, sin, a weight, and zeros of a cache.
 CALLS: dict[str, Callable[..., Any]] = {
     "q_scale": lambda q, k, cos, sin, w, c: jitrope.apply_rope(q, k, cos, sin, q_scale=0.3),
-    "quantize": lambda q, k, cos, sin, w, c: jitrope.prepare_qkv(
-        *(q, k, None, cos, sin), quantize=Quantize(0.06, 0.04)
-    )[:2],
     "cache": lambda q, k, cos, sin, w, c: (
         *jitrope.prepare_qkv(
             *(q, k, k, cos, sin),
@@ -32,7 +29,6 @@ CALLS: dict[str, Callable[..., Any]] = {
         )[:1],
         *c,
     ),
-    "norm": lambda q, k, cos, sin, w, c: jitrope.prepare_qkv(q, k, None, cos, sin, norm=Norm(w, w))[:2],
     "norm without a table": lambda q, k, cos, sin, w, c: jitrope.prepare_qkv(q, k, None, norm=Norm(w, w))[:2],
     "fp4": lambda q, k, cos, sin, w, c: [
         x.values.view(torch.uint8)
