@@ -32,6 +32,10 @@ CALLS: dict[str, Call] = {  # The shape of q, the table's rows, the positions, a
     "starts far outside": ((3, 4, 2, 64), 6, lambda: Starts(torch.tensor([-(2**62), 2**63 - 2, -1])), {}),
     "a sequence longer than the table": ((12, 2, 64), 6, lambda: Packed(torch.tensor([0, 9, 12])), {}),
     "no sequence": ((3, 2, 64), 3, lambda: Packed(torch.tensor([0], dtype=torch.int32)), {}),
+    "no sequence has a start": (
+        *((3, 2, 64), 3),
+        *(lambda: Packed(torch.tensor([0]), start_positions=torch.tensor([], dtype=torch.int64)), {}),
+    ),
     "all tokens are other ranks'": (
         *((3, 2, 64), 1),
         *(lambda: Packed(torch.tensor([0, 0, 1, 1, 2]), cp_size=4, cp_rank=2), {}),
