@@ -57,9 +57,13 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-def made(preset: Preset) -> chains.Inputs:
+def made(preset: Preset, dtype: torch.dtype) -> tuple[chains.Inputs, list[Tensor]]:
+    """The inputs in a dtype, and those of them that get gradients: the trained ones, weights and biases."""
     torch.manual_seed(3)
-    return preset.make(small(preset.shape), preset.rotary_dim or preset.shape[-1])
+    x = preset.make(small(preset.shape), preset.rotary_dim or preset.shape[-1])
+    fields: dict[str, Any] = {name: getattr(x, name).detach().to(dtype).requires_grad_() for name in preset.trained}
+    pairs = {name: tuple([w.to(dtype).requires_grad_() for w in getattr(x, name)]) for name in ("weights", "biases")}
+    return x._replace(**fields, **pairs), [*fields.values(), *[w for pair in pairs.values() for w in pair]]
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -71,20 +75,12 @@ def test_results_are_those_of_plain_torch(name: str, device: str) -> None:
     harness.agree(own, inputs)
 
 
-def leaves_of(x: chains.Inputs, trained: tuple[str, ...], dtype: torch.dtype) -> tuple[chains.Inputs, list[Tensor]]:
-    """The inputs in a dtype, and those of them that get gradients: the trained ones, weights and biases."""
-    fields: dict[str, Any] = {name: getattr(x, name).detach().to(dtype).requires_grad_() for name in trained}
-    pairs = {name: tuple([w.to(dtype).requires_grad_() for w in getattr(x, name)]) for name in ("weights", "biases")}
-    return x._replace(**fields, **pairs), [*fields.values(), *[w for pair in pairs.values() for w in pair]]
-
-
 @pytest.mark.parametrize("name", TRAINED)
 def test_gradients_are_those_of_plain_torch(name: str, device: str) -> None:
     """Those of the chain in fp32, and of weights and biases where it has them."""
-    preset = PRESETS[name]
-    inputs, found = made(preset), []
+    preset, found = PRESETS[name], []
     for call, dtype in ((preset.ours, torch.bfloat16), (preset.plain, torch.float32)):
-        x, leaves = leaves_of(inputs, preset.trained, dtype)
+        x, leaves = made(preset, dtype)
         outputs = tree_leaves(call(x))
         generator = torch.Generator().manual_seed(4)
         grads = [torch.randn(y.shape, generator=generator).to(y.device).bfloat16().to(y.dtype) for y in outputs]
@@ -101,7 +97,7 @@ def test_gradients_are_those_of_plain_torch(name: str, device: str) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_launches(name: str) -> None:
     preset = PRESETS[name]
-    x, leaves = leaves_of(made(preset), preset.trained, torch.bfloat16)
+    x, leaves = made(preset, torch.bfloat16)
     before = backend.launched.total()
     with torch.set_grad_enabled(bool(preset.trained)):
         outputs = tree_leaves(preset.ours(x))

@@ -62,51 +62,48 @@ TOKENS = 7
 
 
 def modules() -> Iterator[tuple[type, Any, Any]]:
-    """Each class of a rotary module, a configuration that it takes, and the module; or the class alone."""
+    """Each class of a rotary module, a configuration that it takes, and the module; or the class alone.
+
+    The configuration is what the module's argument names, or the first of its file that works.
+    """
     transformers = pytest.importorskip("transformers", reason="its modules are what is compared with")
     for path in sorted(Path(transformers.__path__[0], "models").glob("*/modeling_*.py")):
         if "inv_freq" not in (source := path.read_text()) and "Rotary" not in source:
             continue
-        library = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
-        for name, found in vars(library).items():
-            is_class = isinstance(found, type) and found.__module__ == library.__name__
-            if is_class and ("Rotary" in name or "RopePosition" in name):
-                yield found, *built(found, library)
+        name = f"transformers.models.{path.parent.name}.{path.stem}"
+        configurations = importlib.import_module(name.replace("modeling_", "configuration_", 1))
+        others = [x for x in vars(configurations).values() if isinstance(x, type) and hasattr(x, "model_type")]
+        others = [x for x in others if x.__module__.startswith("transformers.models")]
+        for found in [*vars(importlib.import_module(name)).values()]:
+            if not isinstance(found, type) or found.__module__ != name:
+                continue
+            if "Rotary" not in found.__name__ and "RopePosition" not in found.__name__:
+                continue
+            named = next(iter(inspect.signature(found).parameters.values())).annotation
+            is_named = hasattr(named, "model_type") and named.__module__.startswith("transformers.models")
+            made: tuple[Any, Any] = (None, None)
+            for each in [*([named] if is_named else []), *others]:
+                with suppress(AttributeError, KeyError, TypeError, ValueError):  # it is of another part of the model
+                    config = each(**copy.deepcopy(CHANGED.get(found.__name__, {})))
+                    made = (config, found(config))
+                    break
+            yield found, *made
 
 
-def built(module: type, library: Any) -> tuple[Any, Any]:
-    """The configuration that the module's argument names, or the first of its file that works."""
-    words = CHANGED.get(module.__name__, {})
-    argument = next(iter(inspect.signature(module).parameters.values()))
-    named = argument.annotation if isinstance(argument.annotation, type) else None
-    configurations = importlib.import_module(library.__name__.replace("modeling_", "configuration_", 1))
-    others = [x for x in vars(configurations).values() if isinstance(x, type) and hasattr(x, "model_type")]
-    for each in ([named] if hasattr(named, "model_type") else []) + others:
-        if each.__module__.startswith("transformers.models"):
-            try:
-                return (config := each(**copy.deepcopy(words))), module(config)
-            except (AttributeError, KeyError, TypeError, ValueError):  # a configuration of another part of the model
-                pass
-    return None, None
-
-
-def of_module(module: Any, config: Any, layer_type: str | None, ids: torch.Tensor, axial: bool) -> Any:
-    """The module's cosines and sines for pairs, (tokens, pairs) each. ids: (axes, tokens)."""
+def of_pairs(module: Any, config: Any, layer_type: str | None, ids: torch.Tensor, pairs: int) -> torch.Tensor:
+    """The module's cosines and sines for pairs, (2, tokens, pairs). ids: (axes, tokens)."""
     words = {} if layer_type is None else {"layer_type": layer_type}
+    axial = (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "axial"
     position_ids = ids if len(ids) == 1 else ids.T if axial else ids[:, None]
     got = module(torch.empty(1, TOKENS, 8), position_ids, **words)
     got = torch.stack([got.real, got.imag] if isinstance(got, torch.Tensor) else list(got))
-    return got.detach().reshape(2, TOKENS, -1)
-
-
-def by_pairs(got: torch.Tensor, pairs: int) -> torch.Tensor:
-    if got.shape[-1] == 2 * pairs:
-        halves, neighbours = got.unflatten(-1, (2, pairs)), got.unflatten(-1, (pairs, 2))
-        for both in (halves.unbind(-2), neighbours.unbind(-1)):
-            if torch.equal(*both):
-                return both[0]
-        raise AssertionError("the two elements of a pair differ")
-    return got
+    got = got.detach().reshape(2, TOKENS, -1)
+    if got.shape[-1] != 2 * pairs:
+        return got
+    halves, neighbours = got.unflatten(-1, (2, pairs)).unbind(-2), got.unflatten(-1, (pairs, 2)).unbind(-1)
+    same = [both[0] for both in (halves, neighbours) if torch.equal(*both)]
+    assert same, "the two elements of a pair differ"
+    return same[0]
 
 
 def is_for_mrope(axes: list[int], count: int) -> bool:
@@ -117,8 +114,7 @@ def is_for_mrope(axes: list[int], count: int) -> bool:
     for order in itertools.permutations(range(count)):
         said = [order[0]] * len(axes)
         for place, axis in enumerate(order[1:], 1):
-            taken = range(place, len(axes), count)[: axes.count(axis)]
-            for pair in taken:
+            for pair in range(place, len(axes), count)[: axes.count(axis)]:
                 said[pair] = axis
         if said == axes:
             return True
@@ -128,27 +124,25 @@ def is_for_mrope(axes: list[int], count: int) -> bool:
 def check(module: Any, config: Any, layer_type: str | None) -> None:
     """Compare every cosine and sine, with other positions along each axis."""
     inv_freq, factor = tables.from_config(config, layer_type=layer_type)
-    parameters = getattr(config, "rope_parameters", None) or {}
-    axial = parameters.get("rope_type") == "axial"
-    sections = getattr(module, "mrope_section", None)
+    sections, name = getattr(module, "mrope_section", None), type(module).__name__
     sections = sections[layer_type] if isinstance(sections, dict) else sections
-    count = (3 if "MiniMaxM3" in type(module).__name__ else 2) if axial else len(sections or [0])
-    if type(module).__name__ == "NeoMMERotaryEmbedding":
-        count = 2
+    count = len(sections or [0])
+    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "axial":
+        count = 3 if "MiniMaxM3" in name else 2
+    count = 2 if name == "NeoMMERotaryEmbedding" else count
     ids = torch.randint(1, 60, (count, TOKENS), generator=torch.Generator().manual_seed(0))
     axes = [0] * len(inv_freq)
     for axis in range(count if count > 1 else 0):
         alone = torch.zeros_like(ids)
         alone[axis] = 1
-        sines = by_pairs(of_module(module, config, layer_type, alone, axial), len(inv_freq))[1, 0]
+        sines = of_pairs(module, config, layer_type, alone, len(inv_freq))[1, 0]
         for pair in sines.nonzero().flatten().tolist():
             axes[pair] = axis
     assert is_for_mrope(axes, count), axes
     table = tables.cos_sin(60, inv_freq, attention_factor=factor, angles="fp32")
     rows = ids[axes].T  # (tokens, pairs)
     want = torch.stack([x.gather(0, rows) for x in table])
-    got = by_pairs(of_module(module, config, layer_type, ids, axial), len(inv_freq))
-    torch.testing.assert_close(got, want, rtol=0, atol=2e-7)
+    torch.testing.assert_close(of_pairs(module, config, layer_type, ids, len(inv_freq)), want, rtol=0, atol=2e-7)
 
 
 def test_tables_of_every_model_are_right_or_refused() -> None:
@@ -187,6 +181,14 @@ FILES: dict[str, tuple[str, tuple[str | None, ...], dict[str, Any]]] = {
     "hunyuan_v1_dense.HunYuanDenseV1": ("HunYuanDenseV1Config", (None,), {
         "hidden_size": 4096, "num_attention_heads": 32, "head_dim": 128, "max_position_embeddings": 262144,
         "rope_theta": 10000.0, "rope_scaling": {**ALPHA, "type": "dynamic"},
+    }),
+    "deepseek_v3.DeepseekV3": ("DeepseekV3Config", (None,), {
+        "hidden_size": 7168, "num_attention_heads": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "max_position_embeddings": 163840, "rope_theta": 10000,
+        "rope_scaling": {
+            "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
     }),
     "deepseek_v4.DeepseekV4": ("DeepseekV4Config", ("main", "compress"), {
         "model_type": "deepseek_v4", "hidden_size": 4096, "num_attention_heads": 64, "head_dim": 512,

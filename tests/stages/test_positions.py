@@ -1,0 +1,280 @@
+"""Positions: rows that the table of calls does not have, moved keys, ranks' shares, and tokens without a rotation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import jitrope
+from jitrope import KVCache, Mrope, Norm, Packed, Shifts, Starts
+
+from .. import oracle
+from ..devices import DEVICES
+from ..results import same
+
+IDS = torch.tensor([[3, 0, 3, 8, 1], [1, 4, 2, 0, 7]])
+AXES = torch.stack((IDS, IDS.flip(0), IDS.flip(1), 8 - IDS))  # (4, 2, 5)
+LEAST, LEAST_INT32 = torch.iinfo(torch.int64).min, torch.iinfo(torch.int32).min
+Call = tuple[tuple[int, ...], int, Callable[[], Any], dict[str, Any]]
+CALLS: dict[str, Call] = {  # The shape of q, the table's rows, the positions, and the words.
+    "one row of ids for a batch": ((2, 5, 3, 64), 9, lambda: IDS[:1], {}),
+    "ids with other strides": ((2, 5, 3, 64), 9, lambda: IDS.T.contiguous().T.int(), {}),
+    "a token in each row": ((5, 1, 3, 64), 9, lambda: IDS[0, :, None], {}),
+    "a token in each row, by one row": ((3, 1, 3, 64), 5, lambda: None, {}),
+    "ids outside of the table": ((2, 5, 3, 64), 4, lambda: IDS - 1, {"interleaved": True}),
+    "ids far outside": ((1, 3, 3, 64), 9, lambda: torch.tensor([LEAST, -LEAST - 1, 2]), {}),
+    "starts outside": ((3, 4, 2, 64), 6, lambda: Starts(torch.tensor([-2, 3, 0])), {}),
+    "starts far outside": ((3, 4, 2, 64), 6, lambda: Starts(torch.tensor([-(2**62), 2**63 - 2, -1])), {}),
+    "a sequence longer than the table": ((12, 2, 64), 6, lambda: Packed(torch.tensor([0, 9, 12])), {}),
+    "no sequence": ((3, 2, 64), 3, lambda: Packed(torch.tensor([0], dtype=torch.int32)), {}),
+    "no sequence has a start": (
+        *((3, 2, 64), 3),
+        *(lambda: Packed(torch.tensor([0]), start_positions=torch.tensor([], dtype=torch.int64)), {}),
+    ),
+    "all tokens are other ranks'": (
+        *((3, 2, 64), 1),
+        *(lambda: Packed(torch.tensor([0, 0, 1, 1, 2]), cp_size=4, cp_rank=2), {}),
+    ),
+    "rows and columns of an image": ((2, 5, 3, 64), 9, lambda: Mrope(AXES[:2, 0], (16, 16)), {}),
+    "an empty section, and ids for a batch": (
+        *((2, 5, 3, 64), 9),
+        *(lambda: Mrope(AXES[:, :1], (5, 0, 20, 7)), {"interleaved": True}),
+    ),
+    "an axis outside of the table": ((2, 5, 3, 64), 8, lambda: Mrope(AXES[:3], (8, 12, 12)), {}),
+    "axes in turn": ((2, 5, 3, 128), 9, lambda: Mrope(AXES[:3], (24, 20, 20), True), {}),
+    "axes in turn, members of a pair with their own angles": (
+        *((2, 5, 3, 64), 9),
+        *(lambda: Mrope(AXES[:3], (12, 10, 10), True), {"full": True, "interleaved": True}),
+    ),
+    "axes in turn, halves with their own angles": (
+        *((2, 5, 3, 64), 9),
+        *(lambda: Mrope(AXES[:3], (12, 10, 10), True), {"full": True}),
+    ),
+    "differences past the table": (
+        *((1, 5, 3, 64), 9),
+        *(lambda: Shifts(torch.tensor([9, -9, LEAST, -8, 8])), {"interleaved": True}),
+    ),
+    "differences past the table, int32": (
+        *((1, 5, 3, 64), 9),
+        *(lambda: Shifts(torch.tensor([9, -9, LEAST_INT32, -8, 8], dtype=torch.int32)), {"full": True}),
+    ),
+    "differences, and back": ((2, 5, 3, 64), 9, lambda: Shifts(IDS - 4), {"full": True, "inverse": True}),
+    "a batch of single tokens, none rotated": ((5, 1, 3, 64), 1, lambda: None, {"unrotated": 1}),
+    "class tokens of each sequence, one shorter": (
+        *((17, 2, 64), 4),
+        *(lambda: Packed(torch.tensor([0, 5, 5, 7, 14])), {"unrotated": 3, "angles": True}),
+    ),
+    "class tokens on the rank that has them": ((2, 6, 3, 64), 9, lambda: Starts(cp_size=2), {"unrotated": 3}),
+    "class tokens of cut sequences with starts": (
+        *((13, 2, 64), 9),
+        lambda: Packed(
+            torch.tensor([0, 7, 7, 12, 22]), start_positions=torch.tensor([0, 1, 4, 0]), cp_size=2, cp_rank=1
+        ),
+        {"unrotated": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_token_takes_its_row(name: str, device: str) -> None:
+    """Results and gradients. A row outside of the table gives NaN; tokens after the last sequence are zero."""
+    shape, rows, make, words = CALLS[name]
+    positions, generator, words = make(), torch.Generator().manual_seed(2), dict(words)
+    q, grad = (torch.randn(shape, generator=generator) for _ in range(2))
+    tables = torch.randn(2, rows, shape[-1] // (1 if words.pop("full", False) else 2), generator=generator)
+    table = {"freqs": tables[0]} if words.pop("angles", False) else dict(zip(("cos", "sin"), tables))
+    turn = {"position_ids": positions} if isinstance(positions, Tensor) else {}
+    if positions is not None and not turn:
+        turn = {**positions.tensors, **positions.words}
+        positions.tensors = {label: x.to(device) for label, x in positions.tensors.items()}
+    exact, leaf = q.double().requires_grad_(), q.to(device).requires_grad_()
+    (want, _), _ = oracle.rope(exact, None, **table, **words, **turn)
+    words["positions"] = positions.to(device) if isinstance(positions, Tensor) else positions
+    got, _ = jitrope.apply_rope(leaf, None, **{label: x.to(device) for label, x in table.items()}, **words)
+    found = torch.autograd.grad(got, leaf, grad.to(device))
+    for x, y in zip((got, *found), (want, *torch.autograd.grad(want, exact, grad.double()))):
+        torch.testing.assert_close(x.cpu().double(), y, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_axial_positions_are_those_of_a_table_of_all_tokens() -> None:
+    """A video's 3 x 4 x 5 grid: three small tables by ids, or one row written out for each token."""
+    torch.manual_seed(0)
+    sizes, sections = (3, 4, 5), (4, 6, 6)
+    grid = torch.stack(torch.meshgrid(*map(torch.arange, sizes), indexing="ij")).flatten(1)
+    angles = torch.rand(8, sum(sections)) * 9
+    written_out = torch.cat([part[ids] for part, ids in zip(angles.split(sections, -1), grid)], -1)
+    q = torch.randn(2, 60, 3, 32)
+    want, _ = jitrope.apply_rope(q, None, written_out.cos(), written_out.sin())
+    got, _ = jitrope.apply_rope(q, None, angles.cos(), angles.sin(), positions=Mrope(grid, sections))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("packed_table", [False, True])
+@pytest.mark.parametrize("cp_size", [2, 3, 4])
+def test_shards_of_any_lengths_are_parts_of_the_whole(cp_size: int, packed_table: bool, device: str) -> None:
+    """The results and gradients of each rank are its tokens of the results and gradients of the whole batch."""
+    ends = [0, 37, 37, 78, 79, 81, 81, 170, 173]
+    generator = torch.Generator().manual_seed(cp_size)
+    angles = (torch.rand(ends[-1] + 7, 8, generator=generator) * 20).to(device)
+    words: dict[str, Any] = {"start_positions": torch.tensor([0, 4, 1, 0, 3, 2, 0, 7], device=device)}
+    words.update(cu_seqlens=torch.tensor(ends, device=device), packed_table=packed_table)
+    q, grad = (torch.randn(ends[-1], 3, 16, generator=generator).to(device) for _ in range(2))
+    leaf, positions, shares = q.clone().requires_grad_(), Packed(**words), []
+    whole, _ = jitrope.apply_rope(leaf, None, angles.cos(), angles.sin(), positions=positions)
+    (gradient,) = torch.autograd.grad(whole, leaf, grad)
+    for rank in range(cp_size):
+        spans = itertools.pairwise(ends)
+        tokens = [first + n for first, end in spans for n in oracle.chunked(first, end, cp_size, rank)]
+        own, positions = q[tokens].requires_grad_(), Packed(**words, cp_size=cp_size, cp_rank=rank)
+        got, _ = jitrope.apply_rope(own, None, angles.cos(), angles.sin(), positions=positions)
+        assert torch.equal(got, whole[tokens])
+        assert torch.equal(torch.autograd.grad(got, own, grad[tokens])[0], gradient[tokens])
+        shares += tokens
+    assert sorted(shares) == [*range(ends[-1])]
+
+
+# ---- differences of positions: keys in a cache move ------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("form", ["half", "full", "cache"])
+def test_keys_move_to_new_positions(form: str, interleaved: bool, device: str) -> None:
+    k = torch.randn(2, 5, 3, 64, generator=torch.Generator().manual_seed(1)).to(device)
+    old = torch.tensor([[0, 5, 11, 7, 3], [4, 4, 9, 1, 10]], device=device)
+    new = torch.tensor([[0, 9, 2, 7, 0], [3, 5, 10, 11, 0]], device=device)
+    frequencies = jitrope.tables.inv_freq(rotary_dim=64, device=device)[0]
+    width: Any = {"width": "full", "interleaved": interleaved} if form == "full" else {}
+    words: dict[str, Any] = dict(zip(("cos", "sin"), jitrope.tables.cos_sin(12, frequencies, **width)))
+    words = {"cos_sin_cache": torch.cat([*words.values()], -1)} if form == "cache" else words
+    words["interleaved"] = interleaved
+    keys, want = (jitrope.apply_rope(k, None, positions=ids, **words)[0] for ids in (old, new))
+    before = keys.clone()
+    got = jitrope.apply_rope(keys, None, positions=Shifts(new - old), inplace=True, **words)[0]
+    assert got is keys
+    torch.testing.assert_close(keys, want, rtol=1e-5, atol=1e-5)
+    assert torch.equal(keys[new == old], before[new == old])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_difference_below_0_has_the_bits_of_inverse(interleaved: bool, dtype: torch.dtype, device: str) -> None:
+    """Also where the members of a pair have different angles; learned tables of each head too."""
+    generator = torch.Generator().manual_seed(1)
+    k = torch.randn(2, 5, 3, 64, generator=generator).to(device, dtype)
+    sizes, signs = IDS.to(device), torch.tensor([[1, 1, -1, 1, -1], [-1, 1, -1, 1, 1]], device=device)
+    for shape in ((12, 64), (2, 12, 3, 64), (12, 32)):
+        cos, sin = (torch.randn(shape, generator=generator).to(device) for _ in range(2))
+        words: dict[str, Any] = {"cos": cos, "sin": sin, "interleaved": interleaved}
+        plain = jitrope.apply_rope(k, None, positions=sizes, **words)[0]
+        back = jitrope.apply_rope(k, None, positions=sizes, inverse=True, **words)[0]
+        got = jitrope.apply_rope(k, None, positions=Shifts(sizes * signs), **words)[0]
+        assert torch.equal(got, torch.where((signs > 0)[..., None, None], plain, back))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_keys_of_packed_pages(device: str) -> None:
+    """K of K|V in one page, by strides, with heads before rows; v stays."""
+    generator = torch.Generator().manual_seed(2)
+    pages = torch.randn(4, 3, 8, 2 * 64, generator=generator).to(device)  # page, head, row, K|V
+    cos, sin = torch.randn(2, 12, 32, generator=generator).to(device)
+    before, shifts = pages.clone(), Shifts(torch.arange(32, device=device).view(4, 8) % 23 - 11)
+    jitrope.apply_rope(pages[..., :64], None, cos, sin, positions=shifts, layout="bhsd", inplace=True)
+    keys = before[..., :64].contiguous()
+    assert torch.equal(pages[..., :64], jitrope.apply_rope(keys, None, cos, sin, positions=shifts, layout="bhsd")[0])
+    assert torch.equal(pages[..., 64:], before[..., 64:])
+
+
+# ---- tokens that are not rotated: the first of each sequence, and all of a layer without rope -------
+
+
+def heads(device: str, dtype: torch.dtype, size: int, tokens: int = 7) -> tuple[Tensor, ...]:
+    """q, k and v of two batch rows. Elements that a rotation by 0 would change are among the first."""
+    generator = torch.Generator().manual_seed(size)
+    q, k, v = (torch.randn(2, tokens, n, size, generator=generator).to(device, dtype) for n in (4, 2, 2))
+    q[:, 0, :, :3] = k[:, 0, :, :3] = torch.tensor([-0.0, torch.inf, -1.0])
+    return q, k, v
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("words", [{}, {"interleaved": True, "rotary_dim": 32}, {"inplace": True}], ids=str)
+@pytest.mark.parametrize("n", [0, 1, 5, 7, 9])
+def test_the_first_tokens_keep_their_bits(n: int, words: dict[str, Any], device: str) -> None:
+    """The others are turned as timm and DINOv3 turn them."""
+    q, k, _ = heads(device, torch.bfloat16, 64)
+    angles = (torch.rand(max(7 - n, 1), words.get("rotary_dim", 64) // 2) * 50).to(device)
+    plain = {name: x for name, x in words.items() if name != "inplace"}
+    want = []
+    for x in (q, k):
+        others = jitrope.apply_rope(x[:, n:], None, angles.cos(), angles.sin(), **plain)[0] if n < 7 else x[:, n:]
+        want.append(torch.cat((x[:, :n], others), 1))
+    got = jitrope.apply_rope(q.clone(), k.clone(), angles.cos(), angles.sin(), unrotated=n, **words)
+    for x, y in zip(got, want):
+        assert same(x, y)
+
+
+def test_the_number_of_first_tokens_is_not_compiled() -> None:
+    q, angles = torch.empty(2, 7, 4, 64, device="meta"), torch.empty(7, 32, device="meta")
+    with jitrope.planning(["auto"]) as specs:
+        for n in (1, 2, 5):
+            jitrope.apply_rope(q, None, freqs=angles, unrotated=n)
+    assert [spec.prefixed for spec in specs] == [True]
+
+
+def test_check_takes_the_first_tokens() -> None:
+    """They need no row of the table."""
+    q, _, _ = heads("cpu", torch.float32, 64)
+    jitrope.apply_rope(q, None, *torch.rand(2, 5, 32), unrotated=2, check=True)
+
+
+def test_dinov3_of_transformers() -> None:
+    """The bits of its function, whose tables have rows for patches alone."""
+    host = pytest.importorskip("transformers.models.dinov3_vit.modeling_dinov3_vit", reason="its bits are compared")
+    q, k = (torch.randn(2, n, 7, 64).bfloat16() for n in (4, 2))
+    angles = (torch.rand(2, 32) * 50).repeat(1, 2)
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    words: dict[str, Any] = {"layout": "bhsd", "rounding": "dtype", "unrotated": 5}
+    got, want = jitrope.apply_rope(q, k, cos, sin, **words), host.apply_rotary_pos_emb(q, k, cos, sin)
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("size", "tokens"), [(64, 7), (7, 7), (64, 1)])
+def test_without_a_table_elements_keep_their_bits(size: int, tokens: int, device: str) -> None:
+    """A pair with an infinity, and zeros with a sign, in a cache and in tensors of the caller."""
+    q, k, v = heads(device, torch.bfloat16, size, tokens)
+    caches, slots = torch.zeros(2, 2 * tokens, 2, size, device=device).bfloat16(), torch.arange(2 * tokens)
+    got = jitrope.prepare_qkv(q, k, v, cache=KVCache(*caches, slots.to(device)), inplace=True)
+    assert got[0] is q
+    assert same(caches[0], k.flatten(0, 1))
+    assert same(caches[1], v.flatten(0, 1))
+    outs = [torch.empty_like(x) for x in (q, k, v)]
+    jitrope.prepare_qkv(q, k, v, out=outs)
+    assert all(same(x, y) for x, y in zip(outs, (q, k, v)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_without_a_table_an_element_does_not_reach_its_partner(device: str) -> None:
+    """q, or k's part of a latent, keeps its bits: a rotation by zero would lose a -0.0 and make NaN of an inf."""
+    q, k, v = heads(device, torch.float32, 16)
+    assert same(jitrope.prepare_qkv(q, k, None, q_scale=1.0)[0], q)
+    assert same(jitrope.prepare_qkv(q, k, None, norm=Norm(of="k"))[0], q)
+    rows = [x.flatten(0, 1) for x in (q, k.clone(), v)]
+    rows[1][rows[1].isinf()] = 0
+    cache = [torch.zeros(14, 2, 16, device=device, dtype=torch.float8_e4m3fn) for _ in range(2)]
+    scales = {f"{x}_block_scale": torch.zeros(14, 2, 1, device=device) for x in "kv"}
+    made = jitrope.prepare_qkv(*rows, layout="thd", cache=KVCache(*cache, torch.arange(14, device=device), **scales))
+    assert same(made[0], rows[0])
+    k_pe = k[:, :, :1, :8].contiguous()
+    latent = jitrope.prepare_mla_qkv(q, torch.cat((k, v), -1)[..., :24].repeat(1, 1, 2, 1), k_pe)
+    assert same(latent[0], q)
+    assert same(latent[1][..., 8:], k_pe.expand(-1, -1, 4, -1))
