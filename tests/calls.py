@@ -294,17 +294,19 @@ CALLS, NEVER = TABLE.covered()
 def named(words: str) -> Case:
     """The plain call but for some values, "rms slots fp16"; where two axes have one of this name, "out=of_k".
 
-    "32+8" are the heads of q and of k. Other axes have the first value that is allowed beside those.
+    "32+8" are the heads of q and of k, another number is the head's size; "grad": the call has a gradient. Other axes
+    have the first value that is allowed beside those.
     """
     found: Case = {}
-    for word in words.split():
+    for word in words.replace(" grad", "").split():
         axis, _, value = word.rpartition("=")
-        (own,) = [axis] if axis else [x for x, values in AXES.items() if value in values[1:]] or ["heads"]
+        other = ["heads" if "+" in word else "size"]
+        (own,) = [axis] if axis else [x for x, values in AXES.items() if value in values[1:]] or other
         found[own] = value
-    counts = {"heads": found.pop("heads")} if "+" in found.get("heads", "") else {}
-    plain = TABLE.case(found, lambda numbers, _: numbers)
-    assert plain is not None, f"{words} is refused"
-    return plain | counts
+    free = {axis: found.pop(axis) for axis in ("heads", "size") if found.get(axis, PLAIN[axis]) not in AXES[axis]}
+    case = TABLE.case(found, lambda numbers, _: numbers)
+    assert case is not None, f"{words} is refused"
+    return case | free | ({"learned": "fixed", "wanted": "all"} if words.endswith(" grad") else {})
 
 
 def random_case(draw: random.Random, gradient: bool = False) -> Case:
@@ -341,3 +343,60 @@ GRADIENTS, NO_GRADIENTS = GRADIENT_TABLE.covered()
 def ident(case: Case) -> str:
     plain = {axis: values[0] for axis, values in WITH_GRADIENT.items()} | PLAIN
     return "-".join([value for axis, value in case.items() if value != plain[axis]]) or "plain"
+
+# Calls of models, and those whose kernels need most: the largest blocks, the fewest registers, the widest tables.
+MODELS = """
+rope 32+8 128 | rope 32+32 128 | rope 64+8 128 | rope 32+8 128 inplace | rope 64+8 128 inplace | rope 32+8 128 grad
+rope 32+8 128 ids inplace | rope 64+8 128 ids inplace | rope 32+8 128 packed grad | rope_alone 16+16 80
+slots ids 32+8 128 | own ids 32+8 128 | fp8_slots ids 32+8 128 | twice slots ids 32+8 128 | twice own ids 32+8 128
+twice fp8_slots ids 32+8 128 | rope_alone 24+24 128 interleaved | rope_alone 24+24 128 full | rope_alone 16+16 256
+rope 24+24 128 interleaved grad | rope_alone 24+24 128 interleaved complex64 | rope_alone 16+16
+streams once interleaved 24+24 128 | once interleaved inplace 24+24 128 | two twice cis interleaved complex64 24+24 128
+norm=across cis interleaved inplace 40+40 128 | norm=across cis interleaved inplace 12+12 128 | twice 32+8 128 grad
+rope_alone 12+12 128 interleaved | rope_alone 40+40 128 interleaved | rope_alone angles full 8+8 128 grad
+rope_alone angles full 32+32 128 grad | rope_alone angles full packed 8+8 128 grad
+"""
+LARGEST = """
+rope_alone 96+96 128 full | rope_alone 96+96 128 full grad | rope_alone 96+96 128 full packed grad
+rope_alone 48+48 128 full fp32 packed int32 | rope_alone angles full 64+64 128 grad | rope_alone angles 128+128 128 grad
+rope_alone angles full packed 24+24 128 int32 grad | rope_alone angles full packed 128+128 128 int32 grad
+rope_alone angles packed_starts 40+40 128 grad | rope_alone angles packed_cp 40+40 128 | rope_alone packed_cp 24+24 128
+rope_alone angles packed_rows 40+40 128 | rope_alone angles packed_rows interleaved 24+24 128 int32
+rope full ids number 64+8 128 grad | rope half full ids dtype 64+8 128 | rope cis double complex128 ids 64+8 128
+rope first angles full ids inplace 129+5 128 | rope_alone packed 64+64 128 int32 grad | rope_alone full packed 24+24 128
+grouped angles full packed 32+8 128 int32 grad | grouped sbhd 16+16 128 grad | gated 16+2 256 grad
+grouped_bias angles full packed 32+8 128 int32 | qkv_bias inplace 28+4 128 | gated_bias 16+2 256 grad
+latent angles last into_halves 128+128 192 grad | latent angles packed last into_halves 128+128 192 int32 grad
+latent angles last into_halves 16+16 192 grad | latent last 40+40 96 grad | latent last e4m3 into_halves 16+16 192
+latent last angles full unrotated 40+40 96 grad | latent last convert=of_v into_halves 16+16 192
+rope_alone mrope inplace 40+40 128 int32 | rope_alone mrope_turns 40+40 128 grad | rope_alone cis ids interleaved 24+24 128
+rope_alone ids 72+72 128 grad | rope_alone angles ids 24+24 128 | e4m3 ids 32+8 128 | convert=of_v half full ids dtype 32+8 128
+qkv_bias ids fp8_slots 28+4 128 | rope last angles into_halves 16+16 192 grad | rope_alone double complex128 48+48 128 grad
+rope_alone half full dtype 40+40 128 grad | rope_alone addcmul 48+48 128 | rope_alone shifts inplace 8+8 128
+rope_alone shifts full inplace 8+8 128 | rope number 32+8 128 grad | rope unrotated bhsd 16+16 128 grad
+rope half full dtype number 32+8 128 | pages ids 32+8 128 int32 | indptr ids 32+8 128 int32 | indices ids 32+8 128 int32
+fp8_pages ids 32+8 128 int32 | twice fp8_pages ids 32+8 128 int32
+once interleaved 24+24 128 grad | once full 24+24 128 | twice cis interleaved complex64 inplace 24+24 128
+streams zero 24+24 128 | streams interleaved ids 24+24 128 grad | streams v_norm angles unrotated 24+24 128
+streams once interleaved kv_rows 24+24 128 | streams once interleaved int8 head 24+24 128
+streams once interleaved head 24+24 128 | norm=across interleaved inplace 12+12 128 | norm=across interleaved 12+12 128 grad
+norm=across interleaved 40+40 128 grad | alone norm=across interleaved 40+40 128 | norm=across addcmul 32+32 grad
+norm=across into_halves 96+96 128 grad | norm=across into_halves 64+64 256 grad
+rms ids 32+8 128 grad | v_norm 8+4 256 grad | once into_halves 32+8 128 grad | groups head into_pairs 95+1 256
+twice dtype ids inplace 32+8 128 | twice packed 32+8 128 grad | twice angles packed 32+8 128 int32 grad
+grouped once angles full packed_cp 32+8 128 int32 grad | twice mrope_turns 32+8 128 | zero first 16+8 256 grad
+twice 32+16 | once 24+8 80 | once double complex128 interleaved 24+8 96 | once fp32 24+8 128 grad | rms 8+8 512
+layer 48+48 grad | twice mrope convert=heads 32+8 128 | convert=heads head first 64+1 128
+norm=of_k convert=heads head first 64+1 128 | norm=of_k 32+8 128 grad | norm=of_v ids slots 128+1 64
+grouped_bias twice ids fp8_slots 32+8 128 | once interleaved int8 head 24+24 128 | twice groups 32+8 128
+e4m3 head first fp8_slots 64+8 128 | twice ids convert=rows 32+8 128 | twice ids kv_rows 32+8 128
+rms nvfp4 32+8 128 | qkv_bias twice mxfp8 28+4 128 | twice ids nvfp4_blocks 32+8 128 | ids nvfp4_blocks 32+8 128
+ids mxfp8 32+8 128 | once mxfp4 32+8 128 | once ue8m0 32+8 128 | interleaved nvfp4 32+8 128 | interleaved tiles 32+8 128
+once fp4 32+8 128 | inverse last interleaved e4m3_64 64+64 512 | rms first 2+2 6 | after number 32+8 128
+l2 interleaved 16+8 128 grad | means interleaved 10+10 128 grad | means ids fp8_slots 24+4 128
+after unrotated 32+8 128 grad | gated zero first 16+2 256 grad | gated_bias zero first 16+2 256 grad
+"""
+
+
+def named_calls(text: str) -> list[Case]:
+    return [named(words) for line in text.strip().splitlines() for words in line.split(" | ")]

@@ -103,7 +103,7 @@ def is_fresh_twin(case: Case) -> bool:
 def rotated_part(case: Case) -> tuple[int, int]:
     """The first rotated element of a head, and the number of them; the rest of "last" is a power of two."""
     size = int(case["size"])
-    rest = {80: 16, 72: 8, 6: 4}.get(size, size // 2)
+    rest = {80: 16, 72: 8, 6: 4, 96: 64, 192: 128}.get(size, size // 2)
     return {"whole": (0, size), "first": (0, size - rest), "last": (rest, size - rest), "middle": (16, 32)}[
         case["part"]
     ]
@@ -148,6 +148,8 @@ class Made:
         self.of_heads = {letter: heads[:n].to(device) for letter, n in zip("qkv", (*self.counts, self.counts[1]))}
 
     def noise(self, *shape: int) -> Tensor:
+        if self.device == "meta":
+            return torch.empty(shape, device="meta")
         return torch.randn(shape, generator=self.generator).to(self.device)
 
     def leaf(self, x: Tensor) -> Tensor:
