@@ -1,0 +1,705 @@
+"""`Norm`: the bits of the hosts' norms, words that go together, gradients, a norm of v, means of several ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+import jitrope
+from jitrope import InvalidInput, Norm, Quantize, Ulysses, prepare_qkv
+from jitrope.values import constants
+
+from .. import oracle
+from ..calls import PLAIN
+from ..devices import DEVICE, DEVICES, slow
+from ..results import near, near_each
+from ..sweep import Made, function_of
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+BITS = [64, 128, 256]  # head sizes whose sums of squares follow torch's on a GPU
+HARDWARE = [pytest.mark.gpu, pytest.mark.hardware]
+assert_same = partial(torch.testing.assert_close, rtol=0, atol=0)
+
+
+def noise(device: str, dtype: torch.dtype, *shapes: tuple[int, ...], seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def table(device: str, *shape: int) -> tuple[Tensor, Tensor]:
+    """cos and sin."""
+    angles = torch.rand(shape, generator=torch.Generator().manual_seed(9)).to(device) * 50
+    return angles.cos(), angles.sin()
+
+
+# ---- the hosts' bits ---------------------------------------------------------------------------------
+
+WAYS = [{}, {"interleaved": True}, {"interleaved": True, "rounding": "complex64"}, {"rounding": "dtype"}]
+SIZES = [
+    *(("cpu", n) for n in (64, 72, 80, 96, 128, 192, 256)),
+    *(pytest.param(DEVICE, n, marks=HARDWARE) for n in BITS),
+]
+
+
+@pytest.mark.parametrize("words", WAYS, ids=str)
+@pytest.mark.parametrize(("device", "dim"), SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_once_is_torchs_rms_norm(dtype: torch.dtype, device: str, dim: int, words: dict[str, Any]) -> None:
+    """Before and after the rotation, with weights and without, in place too."""
+    for lead, heads in (((1, 65), (6, 2)), ((2, 3), (4, 4))):
+        q, k, *weights = noise(device, dtype, *[(*lead, n, dim) for n in heads], (dim,), (dim,))
+        cos, sin = table(device, lead[1], dim // 2)
+        turned = jitrope.apply_rope(q, k, cos, sin, **words)
+        for own in (weights, (None, None)):
+            before, after = ([F.rms_norm(x, (dim,), w, 1e-5) for x, w in zip(xs, own)] for xs in ((q, k), turned))
+            want = jitrope.apply_rope(*before, cos, sin, **words)
+            norm = Norm(*own, eps=1e-5, rounding="once")
+            assert_same(prepare_qkv(q, k, None, cos, sin, norm=norm, **words)[:2], want)
+            behind = Norm(*own, eps=1e-5, rounding="once", after_rope=True)
+            assert_same(prepare_qkv(q, k, None, cos, sin, norm=behind, **words)[:2], tuple(after))
+            given = q.clone(), k.clone()
+            got = prepare_qkv(*given, None, cos, sin, norm=norm, inplace=True, **words)
+            assert got[0] is given[0]
+            assert got[1] is given[1]
+            assert_same(given, want)
+
+
+def host_norm(name: str, dim: int, weight: Tensor) -> torch.nn.Module:
+    """A library's own RMSNorm."""
+    place = {
+        "diffusers": "diffusers.models.normalization.RMSNorm",
+        "llama": "transformers.models.llama.modeling_llama.LlamaRMSNorm",
+        "qwen3": "transformers.models.qwen3.modeling_qwen3.Qwen3RMSNorm",
+        "gemma": "transformers.models.gemma.modeling_gemma.GemmaRMSNorm",
+    }[name]
+    path, _, found = place.rpartition(".")
+    host = path.partition(".")[0]
+    module = pytest.importorskip(path, reason=f"{host} is not installed: pip install -e '.[diffusers]'")
+    norm = getattr(module, found)(dim, eps=1e-6)
+    norm.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return norm
+
+
+HOST_NORMS = [
+    *(("cpu", dim, dtype) for dim in (64, 72, 96, 128, 256) for dtype in DTYPES),
+    *(pytest.param(DEVICE, dim, dtype, marks=HARDWARE) for dim in BITS for dtype in DTYPES[:2]),
+]
+
+
+@pytest.mark.parametrize(("device", "dim", "dtype"), HOST_NORMS)
+@pytest.mark.parametrize("name", ["diffusers", "llama", "qwen3"])
+def test_twice_is_the_hosts_rms_norm(name: str, device: str, dim: int, dtype: torch.dtype) -> None:
+    q, k, *weights = noise(device, dtype, (2, 33, 6, dim), (2, 33, 2, dim), (dim,), (dim,))
+    cos, sin = table(device, 33, dim // 2)
+    hosts = [host_norm(name, dim, w) for w in weights]
+    for words in ({}, {"interleaved": True}, {"rounding": "dtype"}):
+        want = jitrope.apply_rope(*[norm(x) for norm, x in zip(hosts, (q, k))], cos, sin, **words)
+        assert_same(prepare_qkv(q, k, None, cos, sin, norm=Norm(*weights, rounding="twice"), **words)[:2], want)
+        after = tuple([norm(x) for norm, x in zip(hosts, jitrope.apply_rope(q, k, cos, sin, **words))])
+        behind = Norm(*weights, rounding="twice", after_rope=True)
+        assert_same(prepare_qkv(q, k, None, cos, sin, norm=behind, **words)[:2], after)
+
+
+PARTS = [(256, 128), (256, 64), (256, 32), (256, 16), (128, 64), (128, 32), (128, 16), (64, 32), (64, 16)]
+
+
+@pytest.mark.parametrize(("dim", "rotary_dim"), PARTS)
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("device", ["cpu", pytest.param(DEVICE, marks=HARDWARE)])
+def test_partly_rotated_heads_have_the_hosts_bits(device: str, dtype: torch.dtype, dim: int, rotary_dim: int) -> None:
+    """Few tokens and many: each launch. Twice, on a GPU, for heads of 128."""
+    for tokens, rounding in ((3, "once"), (2048, "once"), (3, "twice"), (2048, "twice")):
+        if rounding == "twice" and device != "cpu" and dim != 128:
+            continue
+        q, k, *weights = noise(device, dtype, (1, tokens, 6, dim), (1, tokens, 2, dim), (dim,), (dim,))
+        cos, sin = table(device, tokens, rotary_dim // 2)
+        if rounding == "once":
+            normed = [F.rms_norm(x, (dim,), w, 1e-6) for x, w in zip((q, k), weights)]
+        else:
+            normed = [host_norm("qwen3", dim, w)(x) for x, w in zip((q, k), weights)]
+        norm = Norm(*weights, rounding=rounding)
+        for interleaved in (False, True):
+            words = {"rotary_dim": rotary_dim, "interleaved": interleaved}
+            want = jitrope.apply_rope(*normed, cos, sin, **words)
+            assert_same(prepare_qkv(q, k, None, cos, sin, norm=norm, **words)[:2], want)
+
+
+@pytest.mark.parametrize(("device", "dim", "dtype"), HOST_NORMS)
+def test_after_rope_is_llama_4s_norm(device: str, dim: int, dtype: torch.dtype) -> None:
+    """Complex rotation, then its norm, which has no weight."""
+    llama4 = pytest.importorskip("transformers.models.llama4.modeling_llama4", reason="transformers is not installed")
+    q, k = noise(device, dtype, (2, 33, 6, dim), (2, 33, 2, dim))
+    cos, sin = table(device, 33, dim // 2)
+    turned = llama4.apply_rotary_emb(q, k, torch.complex(cos, sin).expand(2, -1, -1))
+    want = tuple([llama4.Llama4TextL2Norm(1e-6)(x) for x in turned])
+    words = {"interleaved": True, "rounding": "complex64", "norm": Norm(rounding="twice", after_rope=True)}
+    assert_same(prepare_qkv(q, k, None, cos, sin, **words)[:2], want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zero_centered_is_gemmas(dtype: torch.dtype) -> None:
+    """Gemma's norm, also with fp32 weights beside q in bf16. zero_centered is the same as weights plus one."""
+    q, k = noise("cpu", dtype, (2, 5, 4, 96), (2, 5, 2, 96))
+    weights = noise("cpu", torch.float32, (96,), (96,), seed=1)
+    cos, sin = table("cpu", 5, 48)
+    for own in (weights, [w.to(dtype) for w in weights]):
+        want = jitrope.apply_rope(*[host_norm("gemma", 96, w)(x) for x, w in zip((q, k), own)], cos, sin)
+        norm = Norm(*own, zero_centered=True, rounding="once")
+        assert_same(prepare_qkv(q, k, None, cos, sin, norm=norm)[:2], want)
+    shifted = Norm(*[w + 1 for w in weights])
+    got = prepare_qkv(q, k, None, cos, sin, norm=Norm(*weights, zero_centered=True))
+    assert_same(got[:2], prepare_qkv(q, k, None, cos, sin, norm=shifted)[:2])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm_is_torchs(dtype: torch.dtype, device: str) -> None:
+    """`torch.nn.LayerNorm` with weights and biases (CogVideoX, HunyuanDiT), before and after the rotation."""
+    q, k, *own = noise(device, dtype, (2, 33, 6, 64), (2, 33, 2, 64), *[(64,)] * 4)
+    cos, sin = table(device, 33, 32)
+    before, after = (
+        [F.layer_norm(x, (64,), own[n], own[n + 2], eps=1e-5) for n, x in enumerate(xs)]
+        for xs in ((q, k), jitrope.apply_rope(q, k, cos, sin))
+    )
+    for after_rope, want in ((False, jitrope.apply_rope(*before, cos, sin)), (True, tuple(after))):
+        words = {"kind": "layer_norm", "rounding": "once", "eps": 1e-5, "after_rope": after_rope}
+        norm = Norm(*own[:2], q_bias=own[2], k_bias=own[3], **words)
+        got = prepare_qkv(q, k, None, cos, sin, norm=norm)[:2]
+        (assert_same if device == "cpu" else near_each)(got, want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_layer_norm_keeps_the_variance_of_large_elements(device: str) -> None:
+    """Elements far from zero: squares less the squared mean would lose all digits."""
+    x = 1e4 + noise("cpu", torch.float32, (1, 5, 3, 64))[0]
+    got = prepare_qkv(x.to(device), None, None, norm=Norm(kind="layer_norm"))[0].cpu()
+    torch.testing.assert_close(got, F.layer_norm(x.double(), (64,), eps=1e-6).float(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param(DEVICE, marks=HARDWARE)])
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize(
+    ("heads", "dim", "per_head"), [(12, 128, False), (40, 128, False), (32, 64, True)], ids=["wan", "wan-14b", "ltx"]
+)
+def test_once_across_heads_is_torchs(heads: int, dim: int, per_head: bool, dtype: torch.dtype, device: str) -> None:
+    """Interleaved pairs with a shared table as in Wan; halves with angles for each head as in LTX-2."""
+    shape = (2, 17, heads, dim)
+    q, k, *weights = noise(device, dtype, shape, shape, *[(heads * dim,)] * 2)
+    cos, sin = table(device, *((2, 17, heads) if per_head else (17,)), dim // 2)
+    words = {"rounding": "addcmul"} if per_head else {"interleaved": True}
+    normed = [F.rms_norm(x.flatten(-2), w.shape, w, 1e-6).view(shape) for x, w in zip((q, k), weights)]
+    want = jitrope.apply_rope(*normed, cos, sin, **words)
+    norm = Norm(*weights, across_heads=True, rounding="once")
+    assert_same(prepare_qkv(q, k, None, cos, sin, norm=norm, **words)[:2], want)
+
+
+# ---- words of a norm that go together, and sizes -----------------------------------------------------
+
+LAYER = {"kind": "layer_norm"}
+TOGETHER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "halves": ({}, {}),
+    "partial": ({}, {"rotary_dim": 8, "rotary_offset": 4}),
+    "across": ({"across_heads": True, "rounding": "twice"}, {}),
+    "after": ({"after_rope": True, "zero_centered": True}, {}),
+    "after-partial": ({"after_rope": True, "rounding": "twice"}, {"rotary_dim": 8, "interleaved": True}),
+    "after-across": ({"after_rope": True, "across_heads": True, "rounding": "once"}, {}),
+    "across-interleaved": ({"across_heads": True, "zero_centered": True}, {"interleaved": True}),
+    "layer-partial": ({**LAYER, "zero_centered": True}, {"rotary_dim": 8, "interleaved": True}),
+    "layer-after": ({**LAYER, "after_rope": True, "rounding": "twice"}, {}),
+    "layer-across": ({**LAYER, "across_heads": True}, {}),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("name", TOGETHER)
+def test_words_of_a_norm_go_together(name: str, per_head: bool, dtype: torch.dtype, device: str) -> None:
+    """Results, and the gradients of q, k, weights and biases in fp32, against fp64; two runs give the same bits."""
+    own, words = TOGETHER[name]
+    heads, labels = (3, 3) if per_head else (4, 2), ["q_weight", "k_weight", *["q_bias", "k_bias"] * ("kind" in own)]
+    shapes = [(2, 11, n, 16) for n in heads]
+    grads = noise("cpu", dtype, *shapes, seed=2)
+    weights = noise("cpu", torch.float32, *[(16 * heads[x[0] == "k"] ** ("across_heads" in own),) for x in labels])
+    given = [*noise("cpu", dtype, *shapes, seed=1), *weights]
+    cos, sin = table("cpu", *((2, 11, 3) if per_head else (11,)), words.get("rotary_dim", 16) // 2)
+    exact = [x.double().requires_grad_() for x in given]
+    by_name, flat = dict(zip(labels, exact[2:])), {"norm_kind" if x == "kind" else x: y for x, y in own.items()}
+    wanted, _ = oracle.norm_rope(*exact[:2], cos=cos, sin=sin, **by_name, **flat, **words)
+    want = torch.autograd.grad(wanted, exact, [x.double() for x in grads])
+    leaves, found = [x.to(device).requires_grad_() for x in given], []
+    for _ in range(2):
+        norm = Norm(**dict(zip(labels, leaves[2:])), **own)
+        got = prepare_qkv(*leaves[:2], None, cos.to(device), sin.to(device), norm=norm, **words)[:2]
+        found.append(torch.autograd.grad(got, leaves, [x.to(device) for x in grads]))
+    for x, y in zip(got, wanted):
+        near(x.detach(), y.detach(), noise=3 * 2**-8 if "rounding" in own and dtype == torch.bfloat16 else 1e-5)
+    assert_same(*found)
+    rtol = {torch.float32: 2e-5, torch.bfloat16: 2**-6}[dtype]
+    for leaf, x, y in zip(leaves, found[0], want):
+        assert x.dtype == leaf.dtype
+        atol = rtol / 4 * max(1e-3, float(y.abs().max()))
+        torch.testing.assert_close(x.double().cpu(), y, rtol=rtol, atol=atol)
+
+
+ODD = [  # heads of q and k, elements of a head, dtype, the norm's words, the call's
+    ((3, 3), 72, torch.bfloat16, {"rounding": "once"}, {}),
+    ((3, 1), 96, torch.bfloat16, {**LAYER, "after_rope": True}, {"rotary_dim": 48}),
+    ((4, 4), 112, torch.float16, {"rounding": "twice"}, {}),
+    ((3, 1), 160, torch.bfloat16, {}, {"interleaved": True}),
+    ((3, 1), 192, torch.float32, {}, {"rotary_dim": 64, "rotary_offset": 128}),
+    ((2, 1), 512, torch.float32, {}, {}),
+    ((3, 2), 6, torch.float32, {}, {}),
+    ((9, 3), 80, torch.float32, {"zero_centered": True}, {"rotary_dim": 26}),
+    ((50, 3), 128, torch.bfloat16, {"across_heads": True}, {}),
+    ((7, 2), 64, torch.bfloat16, {"across_heads": True, **LAYER}, {}),
+    ((97, 97), 128, torch.bfloat16, {"after_rope": True}, {}),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("heads", "dim", "dtype", "own", "words"), ODD, ids=lambda x: None if x == {} else str(x))
+def test_heads_of_any_size_and_number(
+    heads: tuple[int, int], dim: int, dtype: torch.dtype, own: dict[str, Any], words: dict[str, Any], device: str
+) -> None:
+    """By both launches, against fp64. Lanes of a warp are idle, a row takes several warps, accesses are scalar."""
+    q, k = noise(device, dtype, *[(2, 2, n, dim) for n in heads])
+    weights = noise(device, torch.float32, *[(dim * n ** ("across_heads" in own),) for n in heads], seed=1)
+    cos, sin = table(device, 2, words.get("rotary_dim", dim) // 2)
+    flat = {"norm_kind" if x == "kind" else x: y for x, y in own.items()}
+    want, _ = oracle.norm_rope(q, k, *weights, cos, sin, **flat, **words)
+    step = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-8}[dtype]
+    for launch in ("token_linear", "grid_2d"):
+        jitrope.configure(launch=launch)
+        got = prepare_qkv(q, k, None, cos, sin, norm=Norm(*weights, **own), **words)
+        for x, y in zip(got, want):
+            near(x, y, noise=3 * step if "rounding" in own else 1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dim", [7, 45])
+def test_a_norm_alone_of_odd_heads(dim: int, device: str) -> None:
+    q, weight = noise(device, torch.float32, (1, 3, 2, dim), (dim,))
+    torch.testing.assert_close(prepare_qkv(q, None, None, norm=Norm(weight))[0], F.rms_norm(q, (dim,), weight, 1e-6))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("of", ["q", "k"])
+@pytest.mark.parametrize("own", [{}, {**LAYER, "after_rope": True}, {"across_heads": True}], ids=str)
+def test_a_norm_of_one_beside_a_rotation_of_the_other(own: dict[str, Any], of: str, device: str) -> None:
+    """The bits are those of a norm of both and of `apply_rope`, and so are the gradients, also of q or k alone."""
+    q, k = (x.requires_grad_() for x in noise(device, torch.float32, (2, 11, 4, 16), (2, 11, 2, 16)))
+    weights = noise(device, torch.float32, *[(16 * n ** ("across_heads" in own),) for n in (4, 2)], seed=1)
+    (cos, sin), one = table(device, 11, 8), {f"{of}_weight": weights["qk".index(of)]}
+    both = prepare_qkv(q, k, None, cos, sin, norm=Norm(*weights, **own), q_scale=0.5)
+    plain = jitrope.apply_rope(q, k, cos, sin, q_scale=0.5)
+    want = [both[0], plain[1]] if of == "q" else [plain[0], both[1]]
+    for leaves in ((q, k), (q,), (k,)):
+        given = [x if any(x is y for y in leaves) else x.detach() for x in (q, k)]
+        got = prepare_qkv(*given, None, cos, sin, norm=Norm(**one, **own, of=of), q_scale=0.5)[:2]
+        assert_same(list(got), want)
+        found, wanted = (
+            torch.autograd.grad([y.sin().sum() for y in ys if y.requires_grad], leaves, retain_graph=True)
+            for ys in (got, want)
+        )
+        torch.testing.assert_close(found, wanted, rtol=2e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("launch", ["token_linear", "grid_2d"])
+def test_views_of_a_wide_projection(launch: str, device: str) -> None:
+    """FLUX.2: q, k, v and the MLP's input are one row of 55,296 elements."""
+    jitrope.configure(launch=launch)
+    projected, *weights = noise(device, torch.bfloat16, (1, 9, 55_296), (128,), (128,))
+    q, k = (x.unflatten(-1, (48, 128)) for x in projected[..., : 2 * 48 * 128].chunk(2, -1))
+    assert q.stride(1) == 55_296
+    words = {"norm": Norm(*weights, rounding="once"), "interleaved": True}
+    cos, sin = table(device, 9, 64)
+    want = prepare_qkv(q.contiguous(), k.contiguous(), None, cos, sin, **words)[:2]
+    got = prepare_qkv(q, k, None, cos, sin, **words)[:2]
+    assert_same(got, want)
+    rest = projected[..., 2 * 48 * 128 :].clone()
+    prepare_qkv(q, k, None, cos, sin, inplace=True, **words)
+    assert_same((q, k), want)
+    assert_same(projected[..., 2 * 48 * 128 :], rest)
+
+
+# ---- empty tensors, fake tensors, strides ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(0, 4, 2, 8), (2, 0, 2, 8), (2, 4, 0, 8)])
+def test_nothing_to_normalise(shape: tuple[int, ...], device: str) -> None:
+    """A weight has a gradient of zeros."""
+    q, weight = torch.empty(shape, device=device, requires_grad=True), torch.ones(8, device=device, requires_grad=True)
+    for tables in ((None, None), table(device, 4, 4)):
+        out, k, _ = prepare_qkv(q, q.clone(), None, *tables, norm=Norm(weight, weight))
+        assert out.shape == k.shape == shape
+        q_grad, weight_grad = torch.autograd.grad(out.sum() + k.sum(), (q, weight))
+        assert q_grad.shape == shape
+        assert_same(weight_grad, torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_fake_tensors_leave_nothing_behind(device: str) -> None:
+    """The table of no rotation is kept, but never a fake one, which a later real call would use."""
+    constants.one_row.cache_clear()
+    with FakeTensorMode():
+        prepare_qkv(torch.ones(1, 2, 1, 10, device=device), None, None, norm=Norm())
+    with torch.inference_mode():
+        prepare_qkv(torch.ones(1, 2, 1, 12, device=device), None, None, norm=Norm())
+    for dim in (10, 12):
+        q = torch.ones(1, 2, 1, dim, device=device, requires_grad=True)
+        out, *_ = prepare_qkv(q, None, None, norm=Norm())
+        torch.testing.assert_close(out, torch.ones_like(q))
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("own", [{}, {"across_heads": True}, {"after_rope": True, "rounding": "once"}], ids=str)
+def test_outputs_keep_dense_strides(own: dict[str, Any]) -> None:
+    for x in (
+        torch.randn(2, 4, 3, 64).transpose(1, 2),
+        torch.randn(2, 3, 8, 64)[:, :, :4],
+        torch.randn(64, 4, 3, 2).permute(3, 2, 1, 0),
+    ):
+        out = prepare_qkv(x, None, None, *table("cpu", 3, 32), norm=Norm(**own))[0]
+        assert out.stride() == torch.empty_like(x).stride()
+
+
+# ---- gradients ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("wanted", [(0, 2), (1, 3), (0, 1, 2, 3), (2, 3)], ids=["q", "k", "both", "weights"])
+def test_gradient_of_some_through_an_expanded_one(wanted: tuple[int, ...], across: bool, device: str) -> None:
+    """Gradients with strides of 0, as in `out.sum().backward()`; of q or k only; of the weights only."""
+    sizes = [(16 * (n if across else 1),) for n in (24, 2)]
+    given = noise("cpu", torch.float32, (2, 5, 24, 16), (2, 5, 2, 16), *sizes)
+    (cos, sin), of = table("cpu", 5, 8), {(0, 2): [0], (1, 3): [1]}.get(wanted, [0, 1])
+    exact = [x.double().requires_grad_() for x in given]
+    outputs, _ = oracle.norm_rope(*exact, cos, sin, across_heads=across, interleaved=True)
+    want = torch.autograd.grad(sum(outputs[n].sum() for n in of), [exact[n] for n in wanted])
+    leaves = [x.to(device).requires_grad_(n in wanted) for n, x in enumerate(given)]
+    words = {"norm": Norm(*leaves[2:], across_heads=across), "interleaved": True}
+    outputs = prepare_qkv(*leaves[:2], None, cos.to(device), sin.to(device), **words)
+    sum(outputs[n].sum() for n in of).backward()
+    for n, y in zip(wanted, want):
+        atol = 5e-6 * max(1e-3, float(y.abs().max()))
+        torch.testing.assert_close(leaves[n].grad.double().cpu(), y, rtol=2e-5, atol=atol)
+    assert [x.grad is None for x in leaves] == [n not in wanted for n in range(4)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradient_beside_k_without_heads(device: str) -> None:
+    """The weights of k get zeros, and q's get what they get alone."""
+    q, k, *own = noise(device, torch.float32, (1, 4, 2, 64), (1, 4, 0, 64), *[(64,)] * 4)
+    q, *own = (x.requires_grad_() for x in (q, *own))
+    words = {"cos": torch.ones(4, 32, device=device), "sin": torch.zeros(4, 32, device=device)}
+    both = Norm(*own[:2], q_bias=own[2], k_bias=own[3], **LAYER)
+    out = prepare_qkv(q, k, None, norm=both, **words)
+    found = torch.autograd.grad(sum(x.square().sum() for x in out[:2]), (q, own[0], own[2], own[1], own[3]))
+    alone = prepare_qkv(q, None, None, norm=Norm(own[0], q_bias=own[2], **LAYER), **words)[0]
+    assert_same(found[:3], torch.autograd.grad(alone.square().sum(), (q, own[0], own[2])))
+    assert not any(x.any() for x in found[3:])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradient_of_a_transposed_layout_and_one_weight(device: str) -> None:
+    """(B, H, S, D) views of (B, S, H, D), a gradient that is not contiguous and stays, no weight for k, no k."""
+    q, k, weight = noise("cpu", torch.float32, (2, 5, 3, 16), (2, 5, 3, 16), (16,))
+    grads = [x.transpose(-1, -2) for x in noise("cpu", torch.float32, *[(2, 3, 16, 5)] * 2, seed=2)]
+    cos, sin = table("cpu", 5, 8)
+    exact = [x.double().requires_grad_() for x in (q, k, weight)]
+    views = [x.transpose(1, 2) for x in exact[:2]]
+    wanted, _ = oracle.norm_rope(*views, exact[2], None, cos, sin, layout="bhsd")
+    want = torch.autograd.grad(wanted, exact, [x.double() for x in grads])
+    leaves = [x.to(device).requires_grad_() for x in (q, k, weight)]
+    q, k = (x.transpose(1, 2) for x in leaves[:2])
+    words = {"cos": cos.to(device), "sin": sin.to(device), "norm": Norm(leaves[2]), "layout": "bhsd"}
+    given = [x.to(device) for x in grads]
+    got = torch.autograd.grad(prepare_qkv(q, k, None, **words)[:2], leaves, given)
+    alone = torch.autograd.grad(prepare_qkv(q, None, None, **words)[0], (leaves[0], leaves[2]), given[0])
+    for x, y in zip((*got, *alone), (*want, want[0], want[2])):
+        torch.testing.assert_close(x.double().cpu(), y, rtol=2e-5, atol=5e-6 * max(1e-3, float(y.abs().max())))
+    assert_same([x.cpu() for x in given], grads)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_second_derivative_is_refused(device: str) -> None:
+    q, weight = (x.requires_grad_() for x in noise(device, torch.float32, (1, 3, 2, 8), (8,)))
+    out, *_ = prepare_qkv(q, None, None, *table(device, 3, 4), norm=Norm(weight))
+    (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(jitrope.JitropeError, match="no second derivative"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("label", ["q", "v", "weight"])
+def test_forward_mode_is_refused(label: str) -> None:
+    given = {"q": torch.randn(1, 3, 2, 8), "v": torch.randn(1, 3, 2, 8), "weight": torch.ones(8)}
+
+    def call(x: Tensor) -> Tensor:
+        t = {**given, label: x}
+        return prepare_qkv(t["q"], given["v"], t["v"], norm=Norm(t["weight"], v_norm=True))[0]
+
+    with pytest.raises(InvalidInput, match="forward-mode"):
+        torch.func.jvp(call, (given[label],), (given[label],))
+
+
+# ---- torch's machinery -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("grad", [slow(False), True])
+@pytest.mark.parametrize("kind", ["plain", "alone", "joint", slow("across"), slow("two tables")])
+def test_one_graph_for_all_lengths(kind: str, grad: bool, device: str) -> None:
+    """Of a full graph, with its gradient; later lengths compile nothing."""
+    weights = noise(device, torch.float32, *[(48 if kind == "across" else 16,)] * 2)
+
+    def model(q: Tensor, k: Tensor, v: Tensor, cos: Any, sin: Any) -> Any:
+        if kind == "alone":
+            return prepare_qkv(q * 2, None, None, norm=Norm(weights[0]))[:1]
+        if kind in ("joint", "two tables"):
+            cos, sin = ((cos, cos), (sin, sin)) if kind == "two tables" else (cos, sin)
+            streams = [x * 2 for x in (q, k, v)], [x[:, 1:] for x in (q, k, v)]
+            return jitrope.prepare_joint_qkv(*streams, cos, sin, norm=Norm(*weights))
+        norm = Norm(*weights, across_heads=kind == "across", rounding="once")
+        return prepare_qkv(q * 2, k, None, cos, sin, norm=norm)[:2]
+
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
+    for x in weights:
+        x.requires_grad_(grad)
+    frames = 0
+    for tokens in (5, 7, 12, 33):
+        given, found = noise(device, torch.float32, *[(2, tokens, 3, 16)] * 3, seed=tokens), []
+        for function in (compiled, model):
+            leaves = [x.clone().requires_grad_(grad) for x in given]
+            outputs = function(*leaves, *table(device, 2 * tokens, 8))
+            wanted = [*leaves, *weights] * grad
+            loss = sum(y.sin().sum() for y in outputs)
+            found.append((*outputs, *(torch.autograd.grad(loss, wanted, allow_unused=True) if grad else ())))
+        torch.testing.assert_close(*[[x for x in xs if x is not None] for xs in found])
+        frames = frames or counter.frame_count  # of the first length
+    assert counter.frame_count == frames
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"norm": "across", "table": "per_head", "heads": "mha", "layout": "bhsd", "strides": "turned"},
+        {"norm": "once", "table": "cis", "positions": "starts", "layout": "sbhd", "pairs": "interleaved"},
+        {"norm": "twice", "strides": "view"},
+        {"norm": "once", "source": "streams"},
+    ],
+    ids=str,
+)
+def test_compile_with_inductor(values: dict[str, str]) -> None:
+    """The strides are those of the fake tensors; Inductor's code asserts them."""
+    m = Made({**PLAIN, **values}, "cpu")
+
+    def model(arguments: list[Any]) -> list[Tensor]:
+        more = [[x * 1 for x in xs] if isinstance(xs, list) else None if xs is None else xs * 1 for xs in arguments]
+        return [y * 2 for y in function_of(m.case)(*more, **m.words()) if y is not None]
+
+    got = torch.compile(model, fullgraph=True)(m.arguments())
+    torch.testing.assert_close(got, model(m.arguments()), rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant: bool, device: str) -> None:
+    given = noise(device, torch.float32, (2, 5, 3, 16), (2, 5, 1, 16), (16,), (16,))
+
+    def block(q: Tensor, k: Tensor, *weights: Tensor) -> Tensor:
+        q, k, _ = prepare_qkv(q * 2, k, None, *table(device, 5, 8), norm=Norm(*weights))
+        return (q.sin().sum() + k.cos().sum()).square()
+
+    grads = []
+    for run in (block, partial(checkpoint, block, use_reentrant=reentrant)):
+        leaves = [x.clone().requires_grad_() for x in given]
+        run(*leaves).backward()
+        grads.append([x.grad for x in leaves])
+    assert_same(*grads)
+
+
+# ---- a norm of v too ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rounding", ["none", "twice"])
+def test_v_norm_is_gemma_4s_norm(rounding: str, device: str) -> None:
+    """Close, as Gemma 4 takes a power in place of a reciprocal root; with its gradient."""
+    gemma4 = pytest.importorskip(
+        "transformers.models.gemma4.modeling_gemma4", reason="this transformers has no Gemma 4"
+    )
+    q, k, v = noise(device, torch.float32, (2, 5, 4, 64), (2, 5, 2, 64), (2, 5, 2, 64))
+    ours, theirs = v.clone().requires_grad_(), v.clone().requires_grad_()
+    got = prepare_qkv(q, k, ours, norm=Norm(v_norm=True, rounding=rounding))[2]
+    want = gemma4.Gemma4RMSNorm(64, with_scale=False)(theirs)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(*[torch.autograd.grad(y.sin().sum(), x) for y, x in ((got, ours), (want, theirs))])
+
+
+V_NORMS: dict[str, tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = {  # heads, words of norm and call
+    "twice, zero centered": ((4, 2, 2), {"rounding": "twice", "zero_centered": True}, {}),
+    "after rope": ((4, 2, 2), {"after_rope": True, "rounding": "once"}, {"interleaved": True}),
+    "layer norm": ((4, 2, 2), {"kind": "layer_norm", "eps": 1e-3}, {"rounding": "dtype"}),
+    "across heads": ((4, 2, 2), {"across_heads": True}, {}),
+    "k as v": ((4, 2, -1), {}, {}),
+    "odd heads": ((3, 1, 1), {"rounding": "once"}, {}),
+    "part of a head": ((4, 2, 2), {}, {"rotary_dim": 32}),
+    "wider v": ((4, 2, 4), {}, {}),
+    "no k": ((4, 0, 2), {}, {}),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", V_NORMS)
+def test_v_norm_has_the_bits_of_a_norm_of_v_alone(kind: str, device: str) -> None:
+    """And q and k those of a call without v, also in a second call and in the gradients of some results."""
+    heads, own, words = V_NORMS[kind]
+    q, k, v = (x.requires_grad_() for x in noise(device, torch.bfloat16, *[(2, 6, abs(n), 64) for n in heads]))
+    k, v = k if heads[1] else None, k if heads[2] < 0 else v
+    weights = [] if "across_heads" in own else [torch.linspace(0.5, 1.5, 64, device=device)] * (2 if heads[1] else 1)
+    cos, sin = table(device, 9, words.get("rotary_dim", 64) // 2)
+    alone = Norm(**{name: x for name, x in own.items() if name not in ("zero_centered", "after_rope")})
+    for _ in range(2):
+        got = prepare_qkv(q, k, v, cos, sin, norm=Norm(*weights, v_norm=True, **own), **words)
+        want = prepare_qkv(q, k, None, cos, sin, norm=Norm(*weights, **own), **words)
+        want = [*want[:2], prepare_qkv(v, None, None, norm=alone)[0]]
+        assert_same([x for x in got if x is not None], [x for x in want if x is not None])
+        for some in ((0, 1, 2), (2,), (0,)):
+            picked = [n for n in some if got[n] is not None]
+            douts = [torch.sin(got[n].detach().float() * 3).bfloat16() for n in picked]
+            leaves = [x for n, x in enumerate((q, k, v)) if x is not None and (n < 2 or v is not k)]
+            found, wanted = (
+                torch.autograd.grad([ys[n] for n in picked], leaves, douts, retain_graph=True, allow_unused=True)
+                for ys in (got, want)
+            )
+            assert [x is None for x in found] == [x is None for x in wanted]
+            assert_same([x for x in found if x is not None], [x for x in wanted if x is not None])
+
+
+META = {x: torch.empty(2, 6, n, 64, dtype=torch.bfloat16, device="meta") for x, n in zip("qkv", (4, 2, 2))}
+TABLE = {x: torch.empty(9, 32, device="meta") for x in ("cos", "sin")}
+PER_HEAD = {x: torch.empty(1, 6, 2, 32, device="meta") for x in ("cos", "sin")}
+LAUNCHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # launches, words of the norm, of the call
+    "plain": (1, {}, TABLE),
+    "after rope": (1, {"after_rope": True, "rounding": "once"}, {**TABLE, "interleaved": True}),
+    "layer norm": (1, {"kind": "layer_norm"}, {**TABLE, "rounding": "dtype"}),
+    "ids": (1, {}, {**TABLE, "positions": torch.empty(6, dtype=torch.int64, device="meta")}),
+    "no table": (1, {}, {}),
+    "cos_sin_cache": (1, {}, {"cos_sin_cache": torch.empty(9, 64, device="meta")}),
+    "scaled q": (1, {}, {**TABLE, "q_scale": 0.25}),
+    "k as v": (1, {}, {**TABLE, "v": META["k"]}),
+    "layout": (1, {}, {**{x: y.transpose(1, 2) for x, y in META.items()}, **TABLE, "layout": "bhsd"}),
+    "across heads": (2, {"across_heads": True}, TABLE),
+    "in place": (2, {}, {**TABLE, "inplace": True}),
+    "part of a head": (2, {}, {"cos_sin_cache": torch.empty(9, 32, device="meta")}),
+    "slice of a head": (2, {}, {**{x: y[:, :16] for x, y in TABLE.items()}, "rotary_dim": 32, "rotary_offset": 8}),
+    "tables for each head": (2, {}, {**PER_HEAD, "q": META["k"]}),
+    "wider v": (2, {}, {**TABLE, "v": META["q"]}),
+    "no k": (2, {}, {**TABLE, "k": None}),
+    "quantize": (2, {}, {**TABLE, "quantize": Quantize(0.5, 0.25)}),
+    "Ulysses": (2, {}, {**TABLE, "out": Ulysses(2)}),
+}
+
+
+@pytest.mark.parametrize("kind", LAUNCHES)
+def test_v_norm_is_one_launch_where_a_kernel_can_do_it(kind: str) -> None:
+    """Forward and, if there is one, backward."""
+    launches, own, words = LAUNCHES[kind]
+    with jitrope.planning(["auto"]) as specs:
+        prepare_qkv(**{**META, **words}, norm=Norm(v_norm=True, **own))
+    assert len(specs) == launches
+    assert specs[-1].v_norm == specs[-1].copy_v == (launches == 1) or kind == "Ulysses"
+    if launches == 1:
+        given = {**META, **words}
+        leaves = {x: given[x].detach().requires_grad_() for x in "qk"}
+        leaves["v"] = leaves["k"] if kind == "k as v" else given["v"].detach().requires_grad_()
+        with jitrope.planning(["auto"]) as specs:
+            out = prepare_qkv(**{**given, **leaves}, norm=Norm(v_norm=True, **own))
+            torch.autograd.backward(out, [torch.empty_like(x) for x in out])
+        assert [(spec.gradient, spec.v_norm) for spec in specs] == [(False, True), (True, True)]
+
+
+# ---- a norm across the heads of several ranks, from given means of squares -----------------------------
+
+RANKS: dict[str, tuple[dict[str, Any], dict[str, Any], int, torch.dtype]] = {  # words of norm and call, D, dtype
+    "wan": ({}, {"interleaved": True}, 64, torch.bfloat16),
+    "after": ({"after_rope": True, "rounding": "once"}, {"rotary_dim": 32}, 64, torch.float32),
+    "twice": ({"rounding": "twice"}, {"rounding": "dtype"}, 80, torch.float16),
+    "centered": ({"zero_centered": True}, {"q_scale": 0.125, "unrotated": 1}, 64, torch.float32),
+    "odd": ({}, {}, 6, torch.float32),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("launch", ["token_linear", "grid_2d"])
+@pytest.mark.parametrize("way", RANKS)
+def test_each_rank_has_its_part_of_the_whole(way: str, launch: str, device: str) -> None:
+    """And, where the mean of all ranks passes the gradient on, the gradients of all heads; of q or k alone too."""
+    jitrope.configure(launch=launch)
+    own, words, dim, dtype = RANKS[way]
+    shapes = (2, 5, 6, dim), (2, 5, 4, dim), (6 * dim,), (4 * dim,)
+    q, k, *weights = (x.requires_grad_() for x in noise(device, dtype, *shapes))
+    cos, sin = table(device, 5 - words.get("unrotated", 0), words.get("rotary_dim", dim) // 2)
+    whole = Norm(*weights, across_heads=True, **own)
+    want = prepare_qkv(q, k, None, cos, sin, norm=whole, **words)[:2]
+    means, ranks = [x.float().square().mean((-2, -1)) for x in (q, k)], []
+    for n in range(2):
+        norm = Norm(*[w.chunk(2)[n] for w in weights], across_heads=True, mean_squares=means, **own)
+        ranks.append(prepare_qkv(q.chunk(2, 2)[n], k.chunk(2, 2)[n], None, cos, sin, norm=norm, **words)[:2])
+    got = [torch.cat(xs, 2) for xs in zip(*ranks)]
+    # "once" and "twice" round to the dtype between; another order of the sum may move an element there.
+    rtol = {torch.float32: 2e-5, torch.float16: 2**-8, torch.bfloat16: 2**-6}[dtype]
+    for x, y in zip(got, want):
+        torch.testing.assert_close(x, y, rtol=rtol, atol=rtol * float(y.detach().abs().max()))
+    grads = [torch.sin(torch.arange(x.numel(), device=device).float() * 3).view(x.shape).to(dtype) for x in want]
+    leaves = (q, k, *weights)
+    for some, of in (((0, 1), (0, 1, 2, 3)), ((0,), (0, 2)), ((1,), (1, 3))):
+        found = [
+            torch.autograd.grad([xs[n] for n in some], [leaves[n] for n in of], [grads[n] for n in some], True)
+            for xs in (got, want)
+        ]
+        for x, y in zip(*found):
+            torch.testing.assert_close(x, y, rtol=rtol, atol=rtol * float(y.abs().max()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_gradient_of_a_mean_alone(device: str) -> None:
+    """It has one where q and k have none, in a known call too; without it q's gradient takes it as a constant."""
+    q, k = noise(device, torch.float32, (2, 5, 6, 64), (2, 5, 4, 64))
+    means = [x.square().mean((-2, -1)).requires_grad_() for x in (q, k)]
+    for _ in range(3):
+        out = prepare_qkv(q, k, None, norm=Norm(across_heads=True, mean_squares=means))[:2]
+        for x, mean, found in zip((q, k), means, torch.autograd.grad(sum(y.sum() for y in out), means)):
+            want = -x.sum((-2, -1)) / 2 / (mean.detach() + 1e-6) ** 1.5
+            torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+    q.requires_grad_()
+    fixed = Norm(across_heads=True, mean_squares=[x.detach() for x in means])
+    (found,) = torch.autograd.grad(prepare_qkv(q, k, None, norm=fixed)[0].sum(), q)
+    factor = 1 / (means[0].detach() + 1e-6).sqrt()[..., None, None]
+    torch.testing.assert_close(found, factor.expand(q.shape), rtol=1e-4, atol=1e-5)
+
+
+def test_tokens_after_the_last_sequence_give_a_mean_no_gradient() -> None:
+    """Not NaN either, where they and eps are 0."""
+    q = torch.randn(4, 2, 8)
+    q[3] = 0
+    q.requires_grad_()
+    norm = Norm(torch.ones(16), across_heads=True, eps=0.0, mean_squares=(q.square().mean((-2, -1)), None))
+    words = {"freqs": torch.rand(8, 4), "positions": jitrope.Packed(torch.tensor([0, 3]))}
+    prepare_qkv(q, None, None, norm=norm, **words)[0].sum().backward()
+    assert not q.grad[3].any()
