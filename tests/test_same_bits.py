@@ -49,18 +49,18 @@ def model(request: pytest.FixtureRequest) -> SimpleNamespace:
     but not together, so the order of the sum shows in the results.
     """
     dim, rotary, dtype, words, norm = MODELS[request.param]
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(S, HQ + 2 * HK, dim, generator=generator)
+    seeds = [torch.Generator().manual_seed(n) for n in range(6)]
+    x = torch.randn(S, HQ + 2 * HK, dim, generator=seeds[1]).to(DEVICE, dtype)
     if norm is not None:
-        place = torch.randint(dim, (S, HQ + 2 * HK, 1), generator=generator)
+        place = torch.randint(dim, (S, HQ + 2 * HK, 1), generator=seeds[5]).to(DEVICE)
         small = x.sign() * (0.5 + (x.abs() / 8).clamp(max=0.4)) * 2**-12
         small = x * 2**-12.5 if "kind" in norm else small  # less their mean they must differ
         x = small.scatter(-1, place, x.gather(-1, place).sign())
-        names = ["q_weight", "k_weight", *["q_bias", "k_bias"] * ("kind" in norm)]
-        own = {name: torch.randn(dim, generator=generator).to(DEVICE, dtype) for name in names}
-        words = {**words, "norm": Norm(**own, **norm)}
+        weights, biases = (torch.randn(2, dim, generator=seeds[n]).to(DEVICE, dtype) for n in (2, 3))
+        own = dict(zip(("q_bias", "k_bias"), biases)) if "kind" in norm else {}
+        words = {**words, "norm": Norm(*weights, **own, **norm)}
     table = jitrope.tables.cos_sin_cache(128, jitrope.tables.inv_freq(rotary_dim=rotary)[0])
-    q, k, v = x.to(DEVICE, dtype).split([HQ, HK, HK], 1)
+    q, k, v = x.split([HQ, HK, HK], 1)
     m = SimpleNamespace(q=q, k=k, v=v, words={**words, "cos_sin_cache": table.to(DEVICE)}, dim=dim, dtype=dtype)
     m.leaves = [x.clone().unsqueeze(0).requires_grad_() for x in (q, k)]
     jitrope.configure(batch_invariant=request.param in INVARIANT, launch="token_linear")
