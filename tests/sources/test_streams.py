@@ -94,17 +94,6 @@ def test_tokens_that_are_not_rotated_end_in_either_stream(unrotated: int, norm: 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_views_of_wide_projections(device: str) -> None:
-    """FLUX.2: q, k, v and the MLP's input are one row of 55,296 elements."""
-    x = torch.randn(1, 9, 55_296, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
-    heads = [y.unflatten(-1, (48, 128)) for y in x[..., : 3 * 48 * 128].chunk(3, -1)]
-    words = {"cos": torch.rand(9, 64, device=device), "sin": torch.rand(9, 64, device=device), "interleaved": True}
-    norm = Norm(*torch.rand(2, 128, device=device), rounding="once")
-    got = prepare_joint_qkv([y[:, :4] for y in heads], [y[:, 4:] for y in heads], norm=norm, **words)
-    assert_same(got, prepare_qkv(*[y.contiguous() for y in heads], norm=norm, **words))
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tokens", [(0, 3), (3, 0), (0, 0)])
 def test_a_stream_may_be_empty(tokens: tuple[int, int], device: str) -> None:
     given = [x.requires_grad_() for x in streams(device, *tokens)]
