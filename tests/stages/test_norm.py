@@ -353,40 +353,32 @@ def test_outputs_keep_dense_strides(own: dict[str, Any]) -> None:
 def test_gradient_of_some_through_an_expanded_one(wanted: tuple[int, ...], across: bool, device: str) -> None:
     """Gradients with strides of 0, as in `out.sum().backward()`; of q or k only; of the weights only."""
     sizes = [(16 * (n if across else 1),) for n in (24, 2)]
-    given = noise("cpu", torch.float32, (2, 5, 24, 16), (2, 5, 2, 16), *sizes)
-    (cos, sin), of = table("cpu", 5, 8), {(0, 2): [0], (1, 3): [1]}.get(wanted, [0, 1])
-    exact = [x.double().requires_grad_() for x in given]
-    outputs, _ = oracle.norm_rope(*exact, cos, sin, across_heads=across, interleaved=True)
-    want = torch.autograd.grad(sum(outputs[n].sum() for n in of), [exact[n] for n in wanted])
-    leaves = [x.to(device).requires_grad_(n in wanted) for n, x in enumerate(given)]
-    words = {"norm": Norm(*leaves[2:], across_heads=across), "interleaved": True}
-    outputs = prepare_qkv(*leaves[:2], None, cos.to(device), sin.to(device), **words)
-    sum(outputs[n].sum() for n in of).backward()
-    for n, y in zip(wanted, want):
-        atol = 5e-6 * max(1e-3, float(y.abs().max()))
-        torch.testing.assert_close(leaves[n].grad.double().cpu(), y, rtol=2e-5, atol=atol)
-    assert [x.grad is None for x in leaves] == [n not in wanted for n in range(4)]
+    leaves = [x.requires_grad_() for x in noise(device, torch.float32, (2, 5, 24, 16), (2, 5, 2, 16), *sizes)]
+    tables, own, of = table(device, 5, 8), {"across_heads": across}, {(0, 2): [0], (1, 3): [1]}.get(wanted, [0, 1])
+    every = prepare_qkv(*leaves[:2], None, *tables, norm=Norm(*leaves[2:], **own), interleaved=True)
+    ones = [torch.ones_like(every[n], memory_format=torch.contiguous_format) for n in of]
+    want = torch.autograd.grad([every[n] for n in of], [leaves[n] for n in wanted], ones)
+    some = [x.detach().requires_grad_(n in wanted) for n, x in enumerate(leaves)]
+    out = prepare_qkv(*some[:2], None, *tables, norm=Norm(*some[2:], **own), interleaved=True)
+    sum(out[n].sum() for n in of).backward()
+    torch.testing.assert_close(tuple([some[n].grad for n in wanted]), want)
+    assert [x.grad is None for x in some] == [n not in wanted for n in range(4)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradient_of_a_transposed_layout_and_one_weight(device: str) -> None:
     """(B, H, S, D) views of (B, S, H, D), a gradient that is not contiguous and stays, no weight for k, no k."""
-    q, k, weight = noise("cpu", torch.float32, (2, 5, 3, 16), (2, 5, 3, 16), (16,))
-    grads = [x.transpose(-1, -2) for x in noise("cpu", torch.float32, *[(2, 3, 16, 5)] * 2, seed=2)]
-    cos, sin = table("cpu", 5, 8)
-    exact = [x.double().requires_grad_() for x in (q, k, weight)]
-    views = [x.transpose(1, 2) for x in exact[:2]]
-    wanted, _ = oracle.norm_rope(*views, exact[2], None, cos, sin, layout="bhsd")
-    want = torch.autograd.grad(wanted, exact, [x.double() for x in grads])
-    leaves = [x.to(device).requires_grad_() for x in (q, k, weight)]
-    q, k = (x.transpose(1, 2) for x in leaves[:2])
-    words = {"cos": cos.to(device), "sin": sin.to(device), "norm": Norm(leaves[2]), "layout": "bhsd"}
-    given = [x.to(device) for x in grads]
-    got = torch.autograd.grad(prepare_qkv(q, k, None, **words)[:2], leaves, given)
-    alone = torch.autograd.grad(prepare_qkv(q, None, None, **words)[0], (leaves[0], leaves[2]), given[0])
-    for x, y in zip((*got, *alone), (*want, want[0], want[2])):
-        torch.testing.assert_close(x.double().cpu(), y, rtol=2e-5, atol=5e-6 * max(1e-3, float(y.abs().max())))
-    assert_same([x.cpu() for x in given], grads)
+    leaves = [x.requires_grad_() for x in noise(device, torch.float32, (2, 5, 3, 16), (2, 5, 3, 16), (16,))]
+    grads = [x.transpose(-1, -2) for x in noise(device, torch.float32, *[(2, 3, 16, 5)] * 2, seed=2)]
+    before, q, k = [x.clone() for x in grads], *[x.transpose(1, 2) for x in leaves[:2]]
+    (cos, sin), norm = table(device, 5, 8), Norm(leaves[2])
+    plain = prepare_qkv(*leaves[:2], None, cos, sin, norm=norm)[:2]
+    want = torch.autograd.grad(plain, leaves, [x.transpose(1, 2).contiguous() for x in grads])
+    got = torch.autograd.grad(prepare_qkv(q, k, None, cos, sin, norm=norm, layout="bhsd")[:2], leaves, grads)
+    torch.testing.assert_close(got, want)
+    alone = prepare_qkv(q, None, None, cos, sin, norm=norm, layout="bhsd")[0]
+    torch.testing.assert_close(torch.autograd.grad(alone, leaves[::2], grads[0]), want[::2])
+    assert_same(grads, before)
 
 
 @pytest.mark.parametrize("device", DEVICES)
