@@ -66,6 +66,7 @@ V_NORMS: dict[str, tuple[int, tuple[int, int, int], dict[str, Any], dict[str, An
     "twice, zero centered": (1, (4, 2, 2), {"rounding": "twice", "zero_centered": True}, {}),
     "after rope": (1, (4, 2, 2), {"after_rope": True, "rounding": "once"}, {"interleaved": True}),
     "layer norm": (1, (4, 2, 2), {**LAYER, "eps": 1e-3}, {"rounding": "dtype"}),
+    "of k": (1, (4, 2, 2), {"of": "k"}, {}),
     "k as v": (1, (4, 2, -1), {}, {}),
     "odd heads": (1, (3, 1, 1), {"rounding": "once"}, {}),
     "across heads": (2, (4, 2, 2), {"across_heads": True}, {}),
@@ -81,9 +82,10 @@ def test_v_norm_has_the_bits_of_a_norm_of_v_alone(kind: str, device: str) -> Non
     launches, heads, own, words = V_NORMS[kind]
     q, k, v = (x.requires_grad_() for x in noise(device, torch.bfloat16, *[(2, 6, abs(n), 64) for n in heads]))
     k, v = k if heads[1] else None, k if heads[2] < 0 else v
-    weights = [] if "across_heads" in own else [torch.linspace(0.5, 1.5, 64, device=device)] * (2 if heads[1] else 1)
+    weights = [torch.linspace(0.5, 1.5, 64, device=device)] * (2 if heads[1] else 1)
+    weights = [] if "across_heads" in own or "of" in own else weights
     cos, sin = torch.randn(2, 9, 32, device=device)
-    alone = Norm(**{name: x for name, x in own.items() if name not in ("zero_centered", "after_rope")})
+    alone = Norm(**{name: x for name, x in own.items() if name not in ("zero_centered", "after_rope", "of")})
     for _ in range(2):
         got = prepare_qkv(q, k, v, cos, sin, norm=Norm(*weights, v_norm=True, **own), **words)
         want = prepare_qkv(q, k, None, cos, sin, norm=Norm(*weights, **own), **words)
