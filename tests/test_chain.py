@@ -39,12 +39,6 @@ def made(o: Options, packed: bool) -> dict[str, Tensor]:
     return t
 
 
-def places(t: dict[str, Tensor], o: Options) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Fresh tensors like those of a call, and their places."""
-    fresh = {name: torch.full_like(x, 777) for name, x in t.items()}
-    return fresh, results.places(fresh, o)
-
-
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(("hadamard", "packed"), [*itertools.product((False, True), repeat=2)])
 @pytest.mark.parametrize("pairs", [*itertools.product((False, True), repeat=2)], ids=str)
@@ -53,13 +47,13 @@ def test_the_stages_gradients_are_autograds(norm: str, hadamard: bool, packed: b
     o = Options(rotary_dim=12, rotary_offset=2, **NORMS[norm], **words)
     t = made(o, packed)
     leaves = {name: x.requires_grad_() for name, x in t.items() if name in "qkv" or name.endswith(("_weight", "_bias"))}
-    fresh, to = places({name: t[name].detach() for name in "qkv"}, o)
-    chain.run([(t, o)], to, o)
+    fresh = {name: torch.full_like(t[name].detach(), 777) for name in "qkv"}
+    chain.run([(t, o)], results.places(fresh, o), o)
     grads = [torch.randn_like(x) for x in fresh.values()]
     want = torch.autograd.grad([*fresh.values()], [*leaves.values()], grads)
     given = {**{name: x.detach() for name, x in t.items()}, **dict(zip(("dq", "dk", "dv"), grads))}
-    found, to = places({name: given[name] for name in leaves}, o)
-    chain.back(given, to, o)
+    found = {name: torch.full_like(given[name], 777) for name in leaves}
+    chain.back(given, results.places(found, o), o)
     for name, expected in zip(leaves, want):
         torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 

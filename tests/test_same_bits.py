@@ -1,240 +1,171 @@
-"""Trainer = server: one call gives the same bits for a token in every layout, batch and launch, and with a cache.
-
-Each form computes q and k of the same tokens. A form of the trainer is compared with all others to the bit.
-"""
+"""Trainer = server: a call gives the same bits for a token in every layout, batch and launch, and with a cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import jitrope
-from jitrope import KVCache, Norm, Packed, Pages
+from jitrope import InvalidInput, KVCache, Norm, Packed, Pages, prepare_qkv
 
+from . import oracle
 from .host.backend import DEVICE
 
+pytestmark = pytest.mark.gpu
 S, HQ, HK = 96, 4, 2
-PER_RANK = S // 4  # tokens of a chunk, with two ranks
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model's heads. invariant: whether it needs `configure(batch_invariant=True)`."""
-
-    dim: int
-    rotary: int
-    dtype: torch.dtype = torch.float16
-    words: dict[str, Any] = field(default_factory=dict)
-    norm: dict[str, Any] | None = None
-    invariant: bool = False
-
-    def random(self, *shape: int, seed: int) -> Tensor:
-        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, self.dtype)
-
-    def heads(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of the tokens, (S, H, D).
-
-        With a norm a head has one large element. The squares of the others are too small to change its square one by
-        one, but not together, so the order of the sum shows in the results.
-        """
-        x = self.random(S, HQ + 2 * HK, self.dim, seed=1)
-        if self.norm is not None:
-            place = torch.randint(self.dim, (S, HQ + 2 * HK, 1), generator=torch.Generator().manual_seed(5)).to(DEVICE)
-            layer = "kind" in self.norm  # its elements less their mean must differ
-            small = x * 2**-12.5 if layer else x.sign() * (0.5 + (x.abs() / 8).clamp(max=0.4)) * 2**-12
-            x = small.scatter(-1, place, x.gather(-1, place).sign())
-        q, k, v = x.split([HQ, HK, HK], 1)
-        return q, k, v
-
-    def table(self) -> Tensor:
-        table = jitrope.tables.cos_sin_cache(128, jitrope.tables.inv_freq(rotary_dim=self.rotary)[0])
-        return table.to(DEVICE)
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor | None = None, **more: Any) -> tuple[Tensor, Tensor]:
-        words: dict[str, Any] = {"cos_sin_cache": self.table(), **self.words, **more}
-        if self.norm is not None:
-            shape = (2, self.dim)
-            weights = self.random(*shape, seed=2).unbind()
-            biases = dict(zip(("q_bias", "k_bias"), self.random(*shape, seed=3))) if "kind" in self.norm else {}
-            words["norm"] = Norm(*weights, **biases, **self.norm)
-        call = jitrope.apply_rope if {"norm", "cache"}.isdisjoint(words) else jitrope.prepare_qkv
-        return call(*((q, k) if call is jitrope.apply_rope else (q, k, v)), **words)[:2]
-
+assert_same = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 RMS, LAYER = {"rounding": "once"}, {"kind": "layer_norm"}
-CASES = {
-    "Llama": Case(128, 128),
-    "interleaved-dtype": Case(80, 80, words={"interleaved": True, "rounding": "dtype"}),
-    "part-of-a-head": Case(96, 32),
-    "Qwen3": Case(128, 128, norm={"rounding": "twice"}),
-    "Qwen3-64": Case(64, 64, torch.bfloat16, norm={}),
-    "Gemma": Case(256, 256, norm={"zero_centered": True, **RMS}),
-    "Qwen3-Next": Case(256, 64, norm={"zero_centered": True, **RMS}),
-    "half-a-head": Case(128, 64, norm={"rounding": "twice"}),
-    "a-third-of-a-head": Case(96, 32, norm=RMS, invariant=True),
-    "heads-of-80": Case(80, 80, norm=RMS, invariant=True),
-    "heads-of-80-fp32": Case(80, 80, torch.float32, norm=RMS),
-    "heads-of-88-interleaved": Case(88, 88, words={"interleaved": True}, norm=RMS, invariant=True),
-    "LayerNorm": Case(128, 128, norm=LAYER, invariant=True),
-    "after-rope": Case(96, 96, norm={"after_rope": True, **RMS}, invariant=True),
+MODELS: dict[str, tuple[int, int, torch.dtype, dict[str, Any], dict[str, Any] | None]] = {
+    # elements of a head, rotated ones, dtype, words of the call, of its norm
+    "Llama": (128, 128, torch.float16, {}, None),
+    "interleaved-dtype": (80, 80, torch.float16, {"interleaved": True, "rounding": "dtype"}, None),
+    "part-of-a-head": (96, 32, torch.float16, {}, None),
+    "Qwen3": (128, 128, torch.float16, {}, {"rounding": "twice"}),
+    "Qwen3-64": (64, 64, torch.bfloat16, {}, {}),
+    "Gemma": (256, 256, torch.float16, {}, {"zero_centered": True, **RMS}),
+    "Qwen3-Next": (256, 64, torch.float16, {}, {"zero_centered": True, **RMS}),
+    "half-a-head": (128, 64, torch.float16, {}, {"rounding": "twice"}),
+    "heads-of-80-fp32": (80, 80, torch.float32, {}, RMS),
+    "a-third-of-a-head": (96, 32, torch.float16, {}, RMS),
+    "heads-of-80": (80, 80, torch.float16, {}, RMS),
+    "heads-of-88-interleaved": (88, 88, torch.float16, {"interleaved": True}, RMS),
+    "LayerNorm": (128, 128, torch.float16, {}, LAYER),
+    "after-rope": (96, 96, torch.float16, {}, {"after_rope": True, **RMS}),
 }
-
-Form = Callable[[Case], tuple[Tensor, Tensor]]
-FORMS: dict[str, Form] = {}
-
-
-def form(function: Form) -> Form:
-    FORMS[function.__name__] = function
-    return function
+INVARIANT = [*MODELS][9:]
+"""Those that need `configure(batch_invariant=True)`."""
 
 
-def ids(*tokens: int) -> Tensor:
-    return torch.tensor(tokens, device=DEVICE)
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> SimpleNamespace:
+    """q, k and v of the tokens, (S, H, D), the words of a call, and its q and k as a trainer gets them.
+
+    With a norm a head has one large element. The squares of the others are too small to change its square one by one,
+    but not together, so the order of the sum shows in the results.
+    """
+    dim, rotary, dtype, words, norm = MODELS[request.param]
+    seeds = [torch.Generator().manual_seed(n) for n in range(6)]
+    x = torch.randn(S, HQ + 2 * HK, dim, generator=seeds[1]).to(DEVICE, dtype)
+    if norm is not None:
+        place = torch.randint(dim, (S, HQ + 2 * HK, 1), generator=seeds[5]).to(DEVICE)
+        small = x.sign() * (0.5 + (x.abs() / 8).clamp(max=0.4)) * 2**-12
+        small = x * 2**-12.5 if "kind" in norm else small  # less their mean they must differ
+        x = small.scatter(-1, place, x.gather(-1, place).sign())
+        weights, biases = (torch.randn(2, dim, generator=seeds[n]).to(DEVICE, dtype) for n in (2, 3))
+        own = dict(zip(("q_bias", "k_bias"), biases)) if "kind" in norm else {}
+        words = {**words, "norm": Norm(*weights, **own, **norm)}
+    table = jitrope.tables.cos_sin_cache(128, jitrope.tables.inv_freq(rotary_dim=rotary)[0])
+    q, k, v = x.split([HQ, HK, HK], 1)
+    m = SimpleNamespace(q=q, k=k, v=v, words={**words, "cos_sin_cache": table.to(DEVICE)}, dim=dim, dtype=dtype)
+    m.leaves = [x.clone().unsqueeze(0).requires_grad_() for x in (q, k)]
+    jitrope.configure(batch_invariant=request.param in INVARIANT, launch="token_linear")
+    m.trained = [x[0].detach() for x in prepare_qkv(*m.leaves, None, **m.words)[:2]]
+    jitrope.configure(launch="auto")
+    return m
 
 
-@form
-def trained(case: Case) -> tuple[Tensor, Tensor]:
-    q, k = (x.clone().unsqueeze(0).requires_grad_() for x in case.heads()[:2])
-    q, k = case(q, k)
-    return q[0].detach(), k[0].detach()
+def test_the_other_launch(model: SimpleNamespace) -> None:
+    jitrope.configure(launch="grid_2d")
+    assert_same([x[0] for x in prepare_qkv(*model.leaves, None, **model.words)[:2]], model.trained)
 
 
-@form
-def sbhd(case: Case) -> tuple[Tensor, Tensor]:
-    q, k = case(*[x.unsqueeze(1) for x in case.heads()[:2]], layout="sbhd")
-    return q[:, 0], k[:, 0]
+@pytest.mark.parametrize("layout", ["sbhd", "bhsd"])
+def test_other_layouts(model: SimpleNamespace, layout: str) -> None:
+    given = [oracle.unheads(x[None], layout).contiguous() for x in (model.q, model.k)]
+    got = prepare_qkv(*given, None, layout=layout, **model.words)[:2]
+    assert_same([oracle.heads(x, layout)[0] for x in got], model.trained)
 
 
-@form
-def bhsd(case: Case) -> tuple[Tensor, Tensor]:
-    q, k = case(*[x.transpose(0, 1).contiguous()[None] for x in case.heads()[:2]], layout="bhsd")
-    return q[0].transpose(0, 1), k[0].transpose(0, 1)
-
-
-@form
-def packed_batch(case: Case) -> tuple[Tensor, Tensor]:
+def test_a_packed_batch(model: SimpleNamespace) -> None:
     """Two sequences; the second one's positions begin behind the first one's."""
-    starts = ids(0, 7)
-    return case(*case.heads()[:2], positions=Packed(ids(0, 7, S), start_positions=starts))
+    ends, starts = torch.tensor([0, 7, S], device=DEVICE), torch.tensor([0, 7], device=DEVICE)
+    packed = Packed(ends, start_positions=starts)
+    assert_same([*prepare_qkv(model.q, model.k, None, positions=packed, **model.words)[:2]], model.trained)
 
 
-@form
-def context_parallel(case: Case) -> tuple[Tensor, Tensor]:
-    chunks = [range(n * PER_RANK, (n + 1) * PER_RANK) for n in range(4)]
-    shards, found = [[*chunks[0], *chunks[3]], [*chunks[1], *chunks[2]]], [x.clone() for x in case.heads()[:2]]
-    for rank, rows in enumerate(shards):
-        own = [x[rows].contiguous() for x in case.heads()[:2]]
-        for x, part in zip(found, case(*own, positions=Packed(ids(0, S), S, cp_size=2, cp_rank=rank))):
-            x[rows] = part
-    return found[0], found[1]
+@pytest.mark.parametrize("rank", [0, 1])
+def test_context_parallel(model: SimpleNamespace, rank: int) -> None:
+    chunks = torch.arange(S).chunk(4)
+    rows = torch.cat((chunks[rank], chunks[3 - rank])).to(DEVICE)
+    packed = Packed(torch.tensor([0, S], device=DEVICE), S, cp_size=2, cp_rank=rank)
+    got = prepare_qkv(model.q[rows], model.k[rows], None, positions=packed, **model.words)[:2]
+    assert_same([*got], [x[rows] for x in model.trained])
 
 
-@form
-def in_place_in_fused_qkv(case: Case) -> tuple[Tensor, Tensor]:
-    return case(*case.heads()[:2], positions=torch.arange(S, device=DEVICE), layout="thd", inplace=True)
+def test_in_place_in_fused_qkv(model: SimpleNamespace) -> None:
+    ids = torch.arange(S, device=DEVICE)
+    prepare_qkv(model.q, model.k, None, positions=ids, layout="thd", inplace=True, **model.words)
+    assert_same([model.q, model.k], model.trained)
 
 
-@form
-def other_batch(case: Case) -> tuple[Tensor, Tensor]:
+def test_another_batch(model: SimpleNamespace) -> None:
     """Three rows of tokens in another order."""
     order = torch.randperm(S, generator=torch.Generator().manual_seed(4)).to(DEVICE)
-    q, k = case(*[x[order].unflatten(0, (3, -1)) for x in case.heads()[:2]], positions=order.view(3, -1))
-    back = order.argsort()
-    return q.flatten(0, 1)[back], k.flatten(0, 1)[back]
+    given = [x[order].unflatten(0, (3, -1)) for x in (model.q, model.k)]
+    got = prepare_qkv(*given, None, positions=order.view(3, -1), **model.words)[:2]
+    assert_same([x.flatten(0, 1)[order.argsort()] for x in got], model.trained)
 
 
-@form
-def decoded_alone(case: Case) -> tuple[Tensor, Tensor]:
+def test_tokens_decoded_alone(model: SimpleNamespace) -> None:
     """Each token by itself, as a slice at another address."""
-    q, k, _ = case.heads()
-    found = [case(q[None, n : n + 1], k[None, n : n + 1], positions=ids(n)) for n in range(S)]
-    return torch.cat([x[0][0] for x in found]), torch.cat([x[1][0] for x in found])
+    for n, at in enumerate(torch.arange(S, device=DEVICE).split(1)):
+        got = prepare_qkv(model.q[None, n : n + 1], model.k[None, n : n + 1], None, positions=at, **model.words)[:2]
+        assert_same([x[0, 0] for x in got], [x[n] for x in model.trained])
 
 
-@form
-def decoded_in_a_batch(case: Case) -> tuple[Tensor, Tensor]:
-    q, k = case(*[x.unsqueeze(1) for x in case.heads()[:2]], positions=torch.arange(S, device=DEVICE)[:, None])
-    return q[:, 0], k[:, 0]
+def test_tokens_decoded_in_a_batch(model: SimpleNamespace) -> None:
+    ids = torch.arange(S, device=DEVICE)[:, None]
+    got = prepare_qkv(model.q[:, None], model.k[:, None], None, positions=ids, **model.words)[:2]
+    assert_same([x[:, 0] for x in got], model.trained)
 
 
-@form
-def slots(case: Case) -> tuple[Tensor, Tensor]:
-    """Prefill with the write to a cache; k is read from the cache."""
-    caches = torch.zeros(2, S, HK, case.dim, device=DEVICE, dtype=case.dtype)
-    order = torch.arange(S, device=DEVICE).flip(0)
-    q, _ = case(*case.heads(), cache=KVCache(*caches, order), positions=order.flip(0), layout="thd")
-    return q, caches[0].flip(0)
+def test_prefill_into_slots(model: SimpleNamespace) -> None:
+    caches = torch.zeros(2, S, HK, model.dim, device=DEVICE, dtype=model.dtype)
+    ids = torch.arange(S, device=DEVICE)
+    words = {"cache": KVCache(*caches, ids.flip(0)), "positions": ids, "layout": "thd"}
+    q, *_ = prepare_qkv(model.q, model.k, model.v, **words, **model.words)
+    assert_same([q, caches[0].flip(0)], model.trained)
 
 
-@form
-def pages_token_by_token(case: Case) -> tuple[Tensor, Tensor]:
-    """Decode steps into the pages of a sequence."""
-    caches, rows = torch.zeros(2, S // 8, 8, HK, case.dim, device=DEVICE, dtype=case.dtype), []
+def test_decode_steps_into_pages(model: SimpleNamespace) -> None:
+    caches = torch.zeros(2, S // 8, 8, HK, model.dim, device=DEVICE, dtype=model.dtype)
     table = torch.arange(S // 8, device=DEVICE).flip(0)[None]
-    for n in range(S):
-        pages = Pages(table, seq_lens=ids(n + 1))
-        step = [x[n : n + 1] for x in case.heads()]
-        rows.append(case(*step, cache=KVCache(*caches, pages), positions=ids(n), layout="thd")[0])
-    return torch.cat(rows), caches[0].flip(0).flatten(0, 1)
+    for n, at in enumerate(torch.arange(S, device=DEVICE).split(1)):
+        words = {"cache": KVCache(*caches, Pages(table, seq_lens=at + 1)), "positions": at, "layout": "thd"}
+        q, *_ = prepare_qkv(*[x[n : n + 1] for x in (model.q, model.k, model.v)], **words, **model.words)
+        assert_same(q[0], model.trained[0][n])
+    assert_same(caches[0].flip(0).flatten(0, 1), model.trained[1])
 
 
-@form
-def fused_projection(case: Case) -> tuple[Tensor, Tensor]:
-    q, k, v = (x.unsqueeze(0) for x in case.heads())
-    words: dict[str, Any] = {"cos_sin_cache": case.table(), "heads": (HQ, HK), **case.words}
-    if case.norm is not None:
-        weights, biases = (case.random(2, case.dim, seed=seed).unbind() for seed in (2, 3))
-        more = dict(zip(("q_bias", "k_bias"), biases)) if "kind" in case.norm else {}
-        words["norm"] = Norm(*weights, **more, **case.norm)
-    q, k, _ = jitrope.prepare_fused_qkv(torch.cat((q, k, v), 2), **words)
-    return q[0], k[0]
+def test_a_fused_projection(model: SimpleNamespace) -> None:
+    qkv = torch.cat((model.q, model.k, model.v), 1)[None]
+    q, k, _ = jitrope.prepare_fused_qkv(qkv, heads=(HQ, HK), **model.words)
+    assert_same([q[0], k[0]], model.trained)
 
 
-@pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest) -> Case:
-    found = CASES[request.param]
-    jitrope.configure(batch_invariant=found.invariant)
-    return found
-
-
-def same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b))
-
-
-@pytest.mark.gpu
-def test_every_form_gives_the_trainers_bits(case: Case) -> None:
-    jitrope.configure(launch="token_linear")
-    want = trained(case)
-    jitrope.configure(launch="auto")
-    assert [name for name, function in FORMS.items() if not same(function(case), want)] == []
-    jitrope.configure(launch="grid_2d")
-    assert same(trained(case), want)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.invariant])
-def test_the_switch_is_needed(name: str) -> None:
-    """Without it the two launches differ. If this fails for a case, the case needs no switch any more."""
+@pytest.mark.parametrize("model", INVARIANT, indirect=True)
+def test_the_switch_is_needed(model: SimpleNamespace) -> None:
+    """Without it the two launches differ. If this fails for a model, it needs no switch any more."""
+    jitrope.configure(batch_invariant=False)
     found = []
     for launch in ("token_linear", "grid_2d"):
         jitrope.configure(launch=launch)
-        found.append(trained(CASES[name]))
-    assert not same(found[0], found[1])
+        found.append(prepare_qkv(*model.leaves, None, **model.words)[:2])
+    assert not all(torch.equal(x, y) for x, y in zip(*found))
 
 
-@pytest.mark.gpu
-def test_what_is_not_aligned_is_refused() -> None:
-    case = CASES["heads-of-80"]
-    q, k = (x.clone() for x in case.heads()[:2])
-    odd = torch.empty(q.numel() + 1, device=DEVICE, dtype=q.dtype)[1:].view_as(q).copy_(q)
-    case(odd[None], k[None])
-    jitrope.configure(batch_invariant=True)
-    with pytest.raises(jitrope.InvalidInput, match="must be multiples of 8 elements"):
-        case(odd[None], k[None])
-    jitrope.configure(batch_invariant=False)
-    case(odd[None], k[None])
+@pytest.mark.parametrize("model", ["heads-of-80"], indirect=True)
+def test_what_is_not_aligned_is_refused_while_the_switch_is_on(model: SimpleNamespace) -> None:
+    odd = torch.empty(model.q.numel() + 1, device=DEVICE, dtype=model.dtype)[1:].view(1, *model.q.shape)
+    for on in (False, True, False):
+        jitrope.configure(batch_invariant=on)
+        if on:
+            with pytest.raises(InvalidInput, match="must be multiples of 8 elements"):
+                prepare_qkv(odd.copy_(model.q), model.k[None], None, **model.words)
+        else:
+            prepare_qkv(odd.copy_(model.q), model.k[None], None, **model.words)
