@@ -94,10 +94,13 @@ def test_values_and_their_scales_go_to_their_places(
             units = {"k_scale": 0.004, "v_scale": torch.tensor([0.01, 0.02], device=device)}
         (whole, parts), (want, places) = memory(form, *sizes, device), memory(form, *sizes, device)
         given = {name: x.view(dtype if "cache" in name else scale_dtype) for name, x in parts.items()}
-        cache = KVCache(**given, slot_mapping=to, scale_fmt=kind.get("scale_fmt"), **units)
+        own, a, b = converted != paged, q.clone(), k.clone()  # then k is rotated in its memory too, and q if it can be
+        cache = KVCache(**given, slot_mapping=to, scale_fmt=kind.get("scale_fmt"), rotate_k=own, **units)
         quantize = DynamicQuantize(**kind) if converted else None
-        got = jitrope.prepare_qkv(q, k, v, cos, sin, cache=cache, quantize=quantize)
-        assert got[1] is None
+        got = jitrope.prepare_qkv(a, b, v, cos, sin, cache=cache, quantize=quantize, inplace=own and not converted)
+        assert (got[0] is a) == (own and not converted)
+        assert got[1] is (b if own else None)
+        assert same(b, jitrope.apply_rope(k, None, cos, sin)[0] if own else k)
         alone = jitrope.prepare_qkv(q, None, None, cos, sin, quantize=quantize)[0]
         assert all(same(x, y) for x, y in zip(got[0], alone))
         for letter, x, turn in (("k", k, (cos, sin)), ("v", v, ())):

@@ -116,16 +116,19 @@ CALLS: list[tuple[str, str, list[int]]] = [
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "order", "cleared"), CALLS)
 def test_pages_hold_the_tokens_in_their_slots(name: str, order: str, cleared: list[int], device: str) -> None:
-    """All other rows stay, but those that clear_page clears. The second call is a known one."""
+    """All other rows stay, but those that clear_page clears. The second call also rotates q and k in place."""
     slots, layout = FORMS[name][1], "bshd" if "rows" in name else "thd"
     q, k, v, cos, sin = inputs(device, *((3, len(slots) // 3) if layout == "bshd" else (len(slots),)))
     errors = torch.zeros(1, dtype=torch.int32, device=device)
     turned = jitrope.apply_rope(q, k, cos, sin, layout=layout)
-    for _ in range(2):
-        caches, wanted = caches_of(order, device), caches_of(order, device)
+    for own in (False, True):
+        caches, wanted, a, b = caches_of(order, device), caches_of(order, device), q.clone(), k.clone()
         pages = Pages(**made(name, device), errors=errors, clear_page=bool(cleared))
-        got = jitrope.prepare_qkv(q, k, v, cos, sin, cache=KVCache(*caches, pages), layout=layout)[0]
+        cache = KVCache(*caches, pages, rotate_k=own)
+        got = jitrope.prepare_qkv(a, b, v, cos, sin, cache=cache, inplace=own, layout=layout)[0]
         assert same(got, turned[0])
+        assert (got is a) == own
+        assert same(b, turned[1] if own else k)
         for cache, want, x in zip(caches, wanted, (turned[1], v)):
             for slot, row in zip(slots, x.reshape(-1, 2, D)):
                 if slot >= 0:

@@ -259,6 +259,7 @@ def test_one_buffer_for_one_all_to_all(name: str, device: str) -> None:
         for n, (x, y) in enumerate(zip(got, want)):
             pairs = [*zip(x, y)] if isinstance(y, Scaled) else [(x, y)]
             assert pairs[0][0].is_contiguous() if isinstance(out, Ulysses) else pairs[0][0] is parts[n]
+            assert all(scale.is_contiguous() for scales in pairs[1:] for scale in scales)
             for z, whole in pairs:  # what a rank gets is one piece
                 assert same(z, torch.stack(whole.chunk(R, axis)))
         assert (parts[3].float() == 7).all()

@@ -81,7 +81,7 @@ def test_computed_scales_have_the_bits_of_plain_torch(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", [(2, 5, 4, 64), (5, 1, 4, 64)], ids=str)
 @pytest.mark.parametrize("group", [16, None])
-@pytest.mark.parametrize("unit", [None, 0.004, [2e-3], [2e-3, 4e-3, 7e-3, 1e-2]], ids=str)
+@pytest.mark.parametrize("unit", [None, 0.004, 1e3, [2e-3], [2e-3, 4e-3, 7e-3, 1e-2]], ids=str)
 def test_nvfp4_has_the_bits_of_plain_torch(unit: Any, group: int | None, shape: tuple[int, ...], device: str) -> None:
     """A scale is rounded to e4m3 in units of the tensor's, or of its head's; one that becomes 0 makes zeros."""
     q, k, cos, sin = inputs(device, *shape, dtype=torch.float32 if group is None else torch.bfloat16)
@@ -348,8 +348,28 @@ def test_packed_sequences_have_scales_of_their_own(normed: bool, launch: Any, de
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_given_scales_of_packed_sequences(device: str) -> None:
+@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize("launch", ["auto", "token_linear", "grid_2d"])
+def test_given_scales_of_packed_sequences(launch: Any, cp_size: int, device: str) -> None:
     """Each sequence has the bits of a call with its scales alone; v after the last one has that one's."""
+    jitrope.configure(launch=launch)
+    (q,), (k,), cos, sin = inputs(device, 1, 14, 4, 64)
+    scales = [torch.linspace(0.01, 0.3, 3 * n, device=device).view(3, n) for n in (4, 2, 2)]
+    words: dict[str, Any] = {"max_seqlen": 14, "cp_size": cp_size, "cp_rank": cp_size - 1}
+    packed = Packed(torch.tensor([0, 4, 4, 12], device=device), **words)
+    got, end = jitrope.prepare_qkv(q, k, k, cos, sin, quantize=Quantize(*scales), positions=packed), 12 // cp_size
+    for n, rows in ((0, slice(0, 4 // cp_size)), (2, slice(4 // cp_size, end))):
+        alone = Packed(torch.tensor([0, 8 if n else 4], device=device), **words)
+        own, parts = Quantize(*[x[n] for x in scales]), (q[rows], k[rows], k[rows])
+        want = jitrope.prepare_qkv(*parts, cos, sin, quantize=own, positions=alone)
+        assert all(same(x[rows], y) for x, y in zip(got, want))
+    spare = jitrope.prepare_qkv(k[end:], None, None, quantize=Quantize(scales[2][2]), layout="thd")[0]
+    assert same(got[2][end:], spare)
+    assert not any(x[end:].float().any() for x in got[:2])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_given_scales_of_packed_sequences_in_latent_attention(device: str) -> None:
     generator, ends = torch.Generator().manual_seed(1), [0, 4, 4, 7]
     q, kv, k_pe = (torch.randn(9, *n, generator=generator).to(device) for n in ((4, 96), (4, 112), (1, 32)))
     _, _, cos, sin = inputs(device, 1, 9, 4, 32)
@@ -362,8 +382,6 @@ def test_given_scales_of_packed_sequences(device: str) -> None:
         parts = (x[rows] for x in (q, kv, k_pe))
         want = jitrope.prepare_mla_qkv(*parts, cos, sin, layout="thd", quantize=own, **words)
         assert all(same(x[rows], y) for x, y in zip(got, want))
-    v = kv[7:, :, 64:].contiguous()
-    assert same(got[2][7:], jitrope.prepare_qkv(v, None, None, layout="thd", quantize=Quantize(scales[2][2]))[0])
     assert not any(x[7:].float().any() for x in got[:2])
 
 
@@ -468,20 +486,6 @@ def test_scales_in_tiles(form: dict[str, Any], shape: tuple[int, ...], launch: s
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_where_some_scales_are_in_tiles(device: str) -> None:
-    """By hand: token 33 is next to token 1, group 4 in the second tile, token 128 behind both tiles of the first."""
-    q, _, _, _ = inputs(device, 1, 130, 2, 160)
-    plain, tiles = (
-        jitrope.prepare_qkv(q, None, None, quantize=DynamicQuantize(**MXFP8, swizzled=x))[0].scale.view(torch.uint8)
-        for x in (False, True)
-    )
-    assert tiles.shape == (1, 2, 256, 8)
-    for token, group, byte in ((0, 3, 3), (1, 0, 16), (33, 2, 22), (127, 0, 508), (0, 4, 512), (128, 0, 1024),
-                               (129, 4, 1552)):  # fmt: skip
-        assert torch.equal(tiles.flatten(2)[0, :, byte], plain[0, token, :, group])
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_tiles_compiled_for_any_length(device: str) -> None:
     """Whole tiles are written in full, but a compiled call does not know whether its tiles are whole."""
     quantize = DynamicQuantize(**{**MXFP8, "dtype": FP4}, swizzled=True)
@@ -513,7 +517,6 @@ def test_v_in_fp8_is_copied(quantize: Any, device: str) -> None:
 
 def test_printed() -> None:
     assert repr(Quantize(0.5, hadamard=True)) == "Quantize(q_scale=0.5, hadamard=True)"
-    two_levels = DynamicQuantize(FP4, scale_dtype=E4M3, k_global_scale=0.5)
     for value, words in {
         DynamicQuantize(torch.int8, hadamard=True): "dtype=torch.int8, hadamard=True",
         DynamicQuantize(scale_fmt="ue8m0"): "scale_fmt='ue8m0'",
@@ -521,6 +524,8 @@ def test_printed() -> None:
         DynamicQuantize(v=True): "v=True",
         DynamicQuantize(per="head"): "per='head'",
         DynamicQuantize(**MXFP8, swizzled=True): f"group=32, scale_dtype={E8M0}, swizzled=True",
-        two_levels: f"dtype={FP4}, scale_dtype=torch.float8_e4m3fn, k_global_scale=0.5",
+        DynamicQuantize(
+            FP4, scale_dtype=E4M3, k_global_scale=0.5
+        ): f"dtype={FP4}, scale_dtype=torch.float8_e4m3fn, k_global_scale=0.5",
     }.items():
         assert repr(value) == f"DynamicQuantize({words})"
