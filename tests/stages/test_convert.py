@@ -262,7 +262,7 @@ def test_given_scales_have_the_bits_of_torchs_rounding(of: str, length: int, dty
     assert (got[0].float().abs() == LARGEST[dtype]).any()
 
 
-NORMS: dict[str, Any] = {"none": None, "norm": Norm(), "after": Norm(after_rope=True)}
+AFTER = Norm(after_rope=True)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -276,17 +276,16 @@ NORMS: dict[str, Any] = {"none": None, "norm": Norm(), "after": Norm(after_rope=
 )
 @pytest.mark.parametrize(
     ("rounding", "norm"),
-    [("complex64", "none"), ("complex128", "norm"), *[("dtype", norm) for norm in NORMS], ("addcmul", "after")],
+    [("complex64", None), ("complex128", Norm()), *[("dtype", x) for x in (None, Norm(), AFTER)], ("addcmul", AFTER)],
 )
-def test_a_conversion_has_the_bits_of_a_hosts_rounding(rounding: str, norm: str, quantize: Any, device: str) -> None:
+def test_a_conversion_has_the_bits_of_a_hosts_rounding(rounding: str, norm: Any, quantize: Any, device: str) -> None:
     """The call converts what a call in fp32, or with "dtype" in q's dtype, has rotated; a cache of fp8 has it too."""
     q, k, cos, sin = (x[0] if x.dim() == 4 else x for x in inputs(device, 1, 13, 4, 64))
     wide = q.dtype if rounding == "dtype" else torch.float32
-    host: dict[str, Any] = {"layout": "thd", "interleaved": True, "rounding": rounding, "unrotated": 2}
-    host |= {} if norm == "none" else {"norm": NORMS[norm]}
+    host = {"layout": "thd", "interleaved": True, "rounding": rounding, "unrotated": 2, "norm": norm}
     caches = torch.zeros(2, 2, 13, 2, 64, device=device).to(E4M3)
     own: list[dict[str, Any]] = [{}, {}]
-    if repr(quantize) == "Quantize(q_scale=0.05)":
+    if repr(quantize) == "Quantize(q_scale=0.05)":  # it leaves k to a cache
         slots = torch.arange(13, device=device)
         own = [{"cache": KVCache(*both, slots, k_scale=0.05, v_scale=0.05)} for both in caches]
     got = jitrope.prepare_qkv(q, k, k, cos, sin, **host, quantize=quantize, **own[0])
@@ -382,7 +381,6 @@ def test_given_scales_of_packed_sequences_in_latent_attention(device: str) -> No
         parts = (x[rows] for x in (q, kv, k_pe))
         want = jitrope.prepare_mla_qkv(*parts, cos, sin, layout="thd", quantize=own, **words)
         assert all(same(x[rows], y) for x, y in zip(got, want))
-    assert not any(x[7:].float().any() for x in got[:2])
 
 
 @pytest.mark.parametrize("device", DEVICES)
