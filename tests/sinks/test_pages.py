@@ -196,6 +196,7 @@ WILD: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], int]] = {
     "more new tokens than tokens": ("vllm", lambda t: t["seq_lens"].fill_(1), 8),
     "a last page with more rows than there are": ("flashinfer", lambda t: t["last_page_len"].fill_(50), 11),
     "negative rows": ("flashinfer", lambda t: t["last_page_len"].fill_(-500), 11),
+    "a row before the first page": ("flashinfer", lambda t: t["last_page_len"].fill_(-1), 1),
     "offsets past the pages": ("flashinfer", lambda t: t["page_indptr"].add_(1000), 11),
     "offsets before the pages": ("flashinfer", lambda t: t["page_indptr"].sub_(1000), 11),
     "far offsets": ("flashinfer-empty", lambda t: t["page_indptr"].mul_(FAR).add_(FAR), 12),

@@ -518,7 +518,6 @@ def test_printed() -> None:
     for value, words in {
         DynamicQuantize(torch.int8, hadamard=True): "dtype=torch.int8, hadamard=True",
         DynamicQuantize(scale_fmt="ue8m0"): "scale_fmt='ue8m0'",
-        DynamicQuantize(group=64): "group=64",
         DynamicQuantize(v=True): "v=True",
         DynamicQuantize(per="head"): "per='head'",
         DynamicQuantize(**MXFP8, swizzled=True): f"group=32, scale_dtype={E8M0}, swizzled=True",
