@@ -200,7 +200,7 @@ WILD: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], int]] = {
     "offsets past the pages": ("flashinfer", lambda t: t["page_indptr"].add_(1000), 11),
     "offsets before the pages": ("flashinfer", lambda t: t["page_indptr"].sub_(1000), 11),
     "far offsets": ("flashinfer-empty", lambda t: t["page_indptr"].mul_(FAR).add_(FAR), 12),
-    "a sequence past the last": ("placed-rows", lambda t: t["batch_indices"].fill_(4), 6),
+    "sequences past the last": ("placed-rows", lambda t: t["batch_indices"].copy_(torch.arange(4, 10)), 6),
     "far sequences": ("placed-far", lambda t: t["batch_indices"].fill_(FAR), 5),
     "a position past the pages": ("placed", lambda t: t["cache_positions"].add_(1000), 11),
     "positions below 0": ("placed-far", lambda t: t["cache_positions"].fill_(-1), 5),
