@@ -344,6 +344,7 @@ def ident(case: Case) -> str:
     plain = {axis: values[0] for axis, values in WITH_GRADIENT.items()} | PLAIN
     return "-".join([value for axis, value in case.items() if value != plain[axis]]) or "plain"
 
+
 # Calls of models, and those whose kernels need most: the largest blocks, the fewest registers, the widest tables.
 MODELS = """
 rope 32+8 128 | rope 32+32 128 | rope 64+8 128 | rope 32+8 128 inplace | rope 64+8 128 inplace | rope 32+8 128 grad
@@ -369,9 +370,10 @@ grouped_bias angles full packed 32+8 128 int32 | qkv_bias inplace 28+4 128 | gat
 latent angles last into_halves 128+128 192 grad | latent angles packed last into_halves 128+128 192 int32 grad
 latent angles last into_halves 16+16 192 grad | latent last 40+40 96 grad | latent last e4m3 into_halves 16+16 192
 latent last angles full unrotated 40+40 96 grad | latent last convert=of_v into_halves 16+16 192
-rope_alone mrope inplace 40+40 128 int32 | rope_alone mrope_turns 40+40 128 grad | rope_alone cis ids interleaved 24+24 128
-rope_alone ids 72+72 128 grad | rope_alone angles ids 24+24 128 | e4m3 ids 32+8 128 | convert=of_v half full ids dtype 32+8 128
-qkv_bias ids fp8_slots 28+4 128 | rope last angles into_halves 16+16 192 grad | rope_alone double complex128 48+48 128 grad
+rope_alone mrope inplace 40+40 128 int32 | rope_alone mrope_turns 40+40 128 grad
+rope_alone cis ids interleaved 24+24 128 | rope_alone ids 72+72 128 grad | rope_alone angles ids 24+24 128
+e4m3 ids 32+8 128 | convert=of_v half full ids dtype 32+8 128 | qkv_bias ids fp8_slots 28+4 128
+rope last angles into_halves 16+16 192 grad | rope_alone double complex128 48+48 128 grad
 rope_alone half full dtype 40+40 128 grad | rope_alone addcmul 48+48 128 | rope_alone shifts inplace 8+8 128
 rope_alone shifts full inplace 8+8 128 | rope number 32+8 128 grad | rope unrotated bhsd 16+16 128 grad
 rope half full dtype number 32+8 128 | pages ids 32+8 128 int32 | indptr ids 32+8 128 int32 | indices ids 32+8 128 int32
@@ -379,7 +381,8 @@ fp8_pages ids 32+8 128 int32 | twice fp8_pages ids 32+8 128 int32
 once interleaved 24+24 128 grad | once full 24+24 128 | twice cis interleaved complex64 inplace 24+24 128
 streams zero 24+24 128 | streams interleaved ids 24+24 128 grad | streams v_norm angles unrotated 24+24 128
 streams once interleaved kv_rows 24+24 128 | streams once interleaved int8 head 24+24 128
-streams once interleaved head 24+24 128 | norm=across interleaved inplace 12+12 128 | norm=across interleaved 12+12 128 grad
+streams once interleaved head 24+24 128 | norm=across interleaved inplace 12+12 128
+norm=across interleaved 12+12 128 grad
 norm=across interleaved 40+40 128 grad | alone norm=across interleaved 40+40 128 | norm=across addcmul 32+32 grad
 norm=across into_halves 96+96 128 grad | norm=across into_halves 64+64 256 grad
 rms ids 32+8 128 grad | v_norm 8+4 256 grad | once into_halves 32+8 128 grad | groups head into_pairs 95+1 256

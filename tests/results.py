@@ -216,7 +216,8 @@ class Caches(Fresh):
         self.clear, self.errors = kind == "fp8_pages", torch.zeros(1, dtype=torch.int32, device=device)
         self.letters = "k" if kind == "of_k" else "kv"
         form = BLOCK_FORMS.get(kind, {"dtype": {"fp8_slots": E4M3, "fp8_pages": E5M2}.get(kind, m.dtype)})
-        self.form, size, lead = form, m.size, (PAGES * ROWS,) if kind == "fp8_slots" else (PAGES, ROWS)
+        self.pages = max(PAGES, m.batch * m.tokens // ROWS + 2)
+        self.form, size, lead = form, m.size, (self.pages * ROWS,) if kind == "fp8_slots" else (self.pages, ROWS)
         shape = (*lead, m.counts[1], size // 2 if form["dtype"] == FP4 else size)
         self.caches = {x: self._noise(m, form["dtype"], shape) for x in self.letters}
         self.scales = CACHE_SCALES if kind.startswith("fp8") else {}
@@ -241,7 +242,7 @@ class Caches(Fresh):
 
     def stored(self, x: Tensor) -> Tensor:
         """The rows of a cache that have tokens; torch 2.6 indexes no fp8 on a CPU."""
-        return x.reshape(PAGES * ROWS, *x.shape[-2:]).view(torch.uint8)[[*self.named]].view(x.dtype)
+        return x.reshape(self.pages * ROWS, *x.shape[-2:]).view(torch.uint8)[[*self.named]].view(x.dtype)
 
     def of_tokens(self, x: Tensor) -> Tensor:
         """The heads of these tokens, of all (B, S, H, D)."""
@@ -255,12 +256,12 @@ class Caches(Fresh):
     def _places(self, m: Made) -> tuple[dict[int, int], list[int], Any]:
         """(the token in each slot, slots that are cleared, the argument)"""
         tokens, kind = m.batch * m.tokens, self.kind
-        each, every = tokens // 2, torch.randperm(PAGES, generator=m.generator).tolist()
+        each, every = tokens // 2, torch.randperm(self.pages, generator=m.generator).tolist()
         if kind not in ("pages", "indptr", "indices", "fp8_pages", "nvfp4_blocks"):
-            slots = torch.randperm(PAGES * ROWS, generator=m.generator)[:tokens].tolist()
+            slots = torch.randperm(self.pages * ROWS, generator=m.generator)[:tokens].tolist()
             slots[1] = -1  # a token of padding
-            slots[2] = PAGES * ROWS + 1 if m.case["more"] != "check" else -1  # one past the end, which a check refuses
-            named = {slot: token for token, slot in enumerate(slots) if 0 <= slot < PAGES * ROWS}
+            slots[2] = -1 if m.case["more"] == "check" else self.pages * ROWS + 1  # past the end, which a check refuses
+            named = {slot: token for token, slot in enumerate(slots) if 0 <= slot < self.pages * ROWS}
             return named, [], torch.tensor(slots, dtype=m.ints).to(m.device)
 
         def ints(x: Any) -> Tensor:
@@ -288,9 +289,9 @@ class Caches(Fresh):
         super().check(m, got)
         assert self.errors.item() == 0
         named, noise = self.named, noise_of(m.case)
-        others = [x for x in range(PAGES * ROWS) if x not in named and x not in self.cleared]
+        others = [x for x in range(self.pages * ROWS) if x not in named and x not in self.cleared]
         for x, before in zip(self.tensors(), self.before):
-            rows, old = (y.contiguous().view(torch.uint8).reshape(PAGES * ROWS, -1) for y in (x, before))
+            rows, old = (y.contiguous().view(torch.uint8).reshape(self.pages * ROWS, -1) for y in (x, before))
             assert torch.equal(rows[others], old[others])
             assert not rows[self.cleared].any()
         for letter in self.letters:

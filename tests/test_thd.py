@@ -22,7 +22,7 @@ from jitrope.thd.shape import Mask, Shape
 from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, rows_spec
 
 from .host import harness
-from .test_compile import ARCHS, DIVISION, bounds, disassemble, opcode
+from .machine_code import ARCHS, DIVISION, bounds, disassemble, opcode
 
 SCAN_THREADS = 32  # so few that a block does not scan a few dozen sequences at a time
 MASKS = {
