@@ -30,7 +30,8 @@ from jitrope.stages.rotate import ROUNDINGS
 from jitrope.thd.shape import Mask, Shape
 from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, rows_spec
 
-from .described import specs_of
+from .calls import named
+from .results import planned
 
 # The same examples in every run, so failures are reproducible.
 settings.register_profile(
@@ -39,9 +40,9 @@ settings.register_profile(
 settings.load_profile("fixed")
 
 SPECS: list[Spec] = [
-    specs_of(heads=[32, 8])[0],
-    specs_of(heads=24, positions={"position_ids": "int64", "mrope_section": [16, 24, 24]})[0],
-    *specs_of(function="prepare_qkv", heads=[32, 8], norm={"q_weight": "bf16", "rounding": "once"}, backward=True),
+    *planned(named("rope 32+8 128")),
+    *planned(named("rope_alone mrope 24+24 128")),
+    *planned(named("once 32+8 128 grad")),
     rows_spec((2048, 1024), 1024, "to_ranks", cp_size=2),
     RowsSpec("positions", writes=True, cp_size=4, rule="contiguous", index_dtype="int64"),
     SegmentsSpec(True, "int32", 2, "dual_chunk", full=False, extends=False, padded=True, exchange=True, threads=256),

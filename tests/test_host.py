@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from jitrope.base.views import FORMATS
-from jitrope.jit.render import Source, environment, render
-from jitrope.plan.problem import plan_call
+from jitrope.jit.render import Source, environment
 
-from .cases import Case, head_views, lower, make, named_tables
 from .host import backend, harness
 
 pytestmark = pytest.mark.slow
@@ -21,16 +21,27 @@ ILLEGAL = "(ILL|stack-overflow)"
 """ASan's report of UBSan's illegal instruction; it is taken for an overflow if the kernel lies near its stacks."""
 
 
-def test_sanitizer_sees_a_read_past_the_table() -> None:
-    """The harness can fail: it detects a read past a table that lacks a row."""
-    (q, k, cos, sin, *rest), options = lower(make(Case("", "", shape=(1, 8, 2, 0, 64))))
-    views = head_views(q, k, options._replace(inplace=True))[0]
-    outputs = head_views(q.clone(), k, options._replace(inplace=True))[0]
-    plan, words = plan_call(views, outputs, named_tables((cos, sin, *rest)), options, backend.SMS)
-    short = [table[:7].clone() for table in (cos, sin)]
-    tensors = [q, q, q, outputs[0], outputs[0], outputs[0], *short, *[None] * 7]
-    with pytest.raises(AssertionError, match=r"use-after-poison|heap-buffer-overflow"):
-        harness.run(render(plan.spec), plan.grid, plan.spec.threads, tensors, words)
+BROKEN = """
+from dataclasses import replace
+import torch
+from tests.host import backend
+backend.install()
+real, line = backend.render, "wait_for_earlier_kernels();"
+past = line + " { int a[4] = {}; volatile int* at = a; at[threadIdx.x + 4] = 1; }"
+backend.render = lambda spec: replace(real(spec), text=real(spec).text.replace(line, past))
+import jitrope
+jitrope.apply_rope(torch.ones(1, 8, 2, 64), None, *torch.ones(2, 8, 32))
+print("it ran")
+"""
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_a_launch_that_writes_past_a_local_ends_the_process(broken: bool) -> None:
+    """In the process of the tests, through the whole launch path."""
+    code = BROKEN if broken else BROKEN.replace("+ 4]", "% 4]")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=backend.environment())
+    assert ("it ran" in done.stdout) != broken
+    assert ("AddressSanitizer: stack-buffer-overflow" in done.stderr) == broken
 
 
 def test_a_kernel_in_the_folder_is_built_once_and_again_if_it_is_broken(
@@ -54,21 +65,12 @@ def test_a_kernel_in_the_folder_is_built_once_and_again_if_it_is_broken(
     assert not made.exists()
 
 
-def test_sanitizer_sees_a_misaligned_access() -> None:
-    (q, k, cos, sin, *rest), options = lower(make(Case("", "", shape=(1, 8, 2, 0, 64))))
-    views = head_views(q, k, options._replace(inplace=True))[0]
-    plan, words = plan_call(views, views, named_tables((cos, sin, *rest)), options, backend.SMS)
-    shifted = torch.zeros(q.numel() + 1, dtype=q.dtype)[1:].view_as(q)
-    tensors = [shifted, q, q, q, q, q, cos, sin, *[None] * 7]
-    with pytest.raises(AssertionError, match=rf"(?s)AddressSanitizer: {ILLEGAL}.* load<.*vec\.cuh:\d+"):
-        harness.run(render(plan.spec), plan.grid, plan.spec.threads, tensors, words)
-
-
 WRONG = {  # what the body of a kernel does wrong, with a count of 1, and ASan's report
     "signed overflow": ("p.out[0] = 0x7fffffff + p.count;", ILLEGAL),
     "shift": ("p.out[0] = 1 << (31 + p.count);", ILLEGAL),
     "division": ("p.out[0] = 1 / (p.count - 1);", ILLEGAL),
     "index of an array": ("int a[4] = {}; p.out[0] = a[3 + p.count];", ILLEGAL),
+    "misaligned": ("struct alignas(8) Two { int x; }; p.out[0] = reinterpret_cast<Two*>(p.out + p.count)->x;", ILLEGAL),
     "null": ("p.out[0] = *reinterpret_cast<int*>(p.count - 1);", "SEGV"),
     "no value": ("p.out[0] = sometimes(p.count);", ILLEGAL),
     "past a local": ("int a[4] = {}; int* at = a; p.out[0] = at[3 + p.count];", "stack-buffer-overflow"),

@@ -20,13 +20,12 @@ from jitrope.plan import arguments
 from jitrope.plan.spec import RopeSpec
 from jitrope.thd.spec import CorrectionSpec, RowsSpec, SegmentsSpec, rows_spec
 
-from .described import popular, specs_of
+from ..calls import MODELS, named, named_calls
+from ..results import planned
 
-SPEC = specs_of(heads=[32, 8])[0]
-NORM = {"q_weight": "bf16", "k_weight": "bf16", "rounding": "once"}
-NORM_SPEC, *_, GRADIENT_SPEC = specs_of(function="prepare_qkv", heads=[32, 8], norm=NORM, backward=True)
-ACROSS = {**NORM, "rounding": "twice", "across_heads": True}
-ACROSS_SPEC = specs_of(function="prepare_qkv", heads=[40, 40], norm=ACROSS)[0]
+(SPEC,) = planned(named("rope 32+8 128"), tokens=4096)
+NORM_SPEC, GRADIENT_SPEC = planned(named("once 32+8 128 grad"), tokens=4096)
+(ACROSS_SPEC,) = planned(named("norm=across 40+40 128"), tokens=4096)
 PLAIN_SPECS = [
     rows_spec((2048, 1024), 1024, "to_ranks", cp_size=2),
     RowsSpec("positions", writes=True, cp_size=4, rule="contiguous", index_dtype="int64"),
@@ -38,7 +37,7 @@ PLAIN_SPECS = [
 ]
 ROPE_SPECS = [SPEC, NORM_SPEC, ACROSS_SPEC, GRADIENT_SPEC]
 SPECS = pytest.mark.parametrize("spec", [*ROPE_SPECS, *PLAIN_SPECS], ids=lambda spec: spec.call or spec.name)
-TEMPLATES = Path(__file__).parent.parent / "templates"
+TEMPLATES = Path(__file__).parents[2] / "templates"
 ROPE_ENTRIES = {"rope.cu.jinja", "qk_norm_rope.cu.jinja", "qk_norm_rope_backward.cu.jinja"}
 ENTRIES = ROPE_ENTRIES | {spec.template for spec in PLAIN_SPECS}
 # A template's constants are in one block.
@@ -222,7 +221,7 @@ def test_ingredients_follow_every_field_and_file() -> None:
         "norm_k": False,
     }
     norms_own |= {
-        "weight_dtype": "fp32",
+        "weight_dtype": "bf16",
         "two_streams": True,
         "two_tables": True,
         "gradient": True,
@@ -390,7 +389,7 @@ def test_an_unknown_architecture_is_explained(case: tuple[str, float]) -> None:
 @pytest.mark.parametrize("major", compiler.PACKAGES)
 def test_the_packages_that_a_message_installs_are_those_of_the_extra(major: int) -> None:
     """The message works where jitrope is on no index. `cuda12` and `cuda13` name the same packages."""
-    text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     (extra,) = re.findall(rf"^cuda{major} = \[(.*)\]$", text, re.MULTILINE)
     names = re.findall(r'"([\w-]+)', extra)
     assert compiler.install(major) == f"pip install {' '.join(names)}"
@@ -406,7 +405,7 @@ def test_known_architectures_are_not() -> None:
 
 
 def test_names_are_short_and_different() -> None:
-    names = [spec.name for spec in popular()]
+    names = [spec.name for call in named_calls(MODELS) for spec in planned(call, tokens=4096)]
     assert all(len(name) < 120 for name in names)
     assert "rope_bf16_d128_halves_forward_token_linear" in names
 
