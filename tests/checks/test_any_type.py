@@ -46,10 +46,10 @@ ANY: dict[str, Any] = {
     "numpy str": np.str_("nonsense"), "numpy 0-d": np.array(3), "numpy matrix": np.ones((2, 2)),
     "numpy date": np.datetime64("2026-01-01"), "nan": float("nan"), "infinite": float("inf"), "complex": 1j,
     "huge int": 2**70, "huge float": 10**400, "negative": -7, "generator": (i for i in ()), "function": len,
-    "fraction": fractions.Fraction(1, 3), "dtype": torch.qint8, "device": torch.device("cuda:77"), 
+    "fraction": fractions.Fraction(1, 3), "dtype": torch.qint8, "device": torch.device("cuda:77"),
     "0-d tensor": torch.tensor(3), "empty tensor": torch.empty(0), "bool tensor": torch.ones(2, dtype=torch.bool),
     "tensor of rank 7": torch.ones((1,) * 7), "meta tensor": torch.ones(3, device="meta"),
-    "bool": True, "int": 1, "float": 2.0, "half float": 0.5,
+    "sparse": torch.ones(2).to_sparse(), "bool": True, "int": 1, "float": 2.0, "half float": 0.5,
 }  # fmt: skip
 SAME = ("numpy int", "int subclass", "numpy bool", "numpy float", "int for float", "list", "tuple", "numpy array",
         "as Path", "as str", "numpy word", "enum", "non-contiguous", "expanded", "Parameter", "int64",

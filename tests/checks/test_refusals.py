@@ -853,6 +853,8 @@ OTHERS: list[tuple[Callable[[], Any], str]] = [
      "fuse_norm=False)"),
     (lambda: torch.autograd.grad(torch.autograd.grad(latent(q=LEAF)[0].sin().sum(), LEAF, create_graph=True)[0].sum(),
                                  LEAF), "latent_backward has no gradient"),
+    (lambda: torch.vmap(lambda x: prepare_qkv(x, None, None, quantize=DynamicQuantize())[0].scale)(LEAF[None])
+     .sum().backward(), "prepare_qkv has no gradient"),
     (lambda: jitrope.planning(launches=["3d"]).__enter__(),
      "planning: launches is '3d'; it must be one of 'auto', 'token_linear', 'grid_2d'"),
     (lambda: jitrope.planning(launches="auto").__enter__(), "planning: launches is 'auto'; it must be a list of words"),
