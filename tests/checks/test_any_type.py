@@ -309,7 +309,13 @@ TAKES: dict[str, str] = {
     "prewarm.archs": ITEMS,
     "specs_of.call": "empty str",
 }
-NAMED = {"Shifts.position_ids": "positions", "latent.k_pe": "rotary_dim", "KVCache of blocks.k_cache": "k_block_scale"}
+NAMED = {
+    "rope.positions": "position_ids",
+    "Shifts.position_ids": "positions",
+    "latent.k_pe": "rotary_dim",
+    "KVCache of blocks.k_cache": "k_block_scale",
+    **{f"nvfp4.{x}_global_scale": f"{x}_scale" for x in "qkv"},
+}
 """Names that some refusals have in place of the parameter's."""
 
 
