@@ -112,6 +112,8 @@ REFUSALS: Refusals = {
         ({"q": Q.to_sparse()}, "q is a tensor of shape (2, 6, 4, 8), float32, on cpu; it must be a strided tensor"),
         ({"q": Q[:, :1, :, :1].expand(2, 1, 4, 514), "k": None}, "q has D=514; at most 512 is possible; pass a view "
          "of the rotated elements"),
+        ({"q": Q[:1, :1].expand(65536, 32768, 4, 8), "k": None},
+         "q has 2147483648 tokens; at most 2147483647 are possible"),
         ({"q": Q[..., :7], "k": None}, "rotary_dim, by default D, is 7; it must be even and from 2 to D=7"),
         ({"q": Q.flatten(2), "k": None, "layout": "bhsd"}, "q is a tensor of shape (2, 6, 32), float32, on cpu; it "
          'must be (B, H, S, D), float32 or float16 or bfloat16, on cpu; for (T, H, D) pass layout="thd"'),
