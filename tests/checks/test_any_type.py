@@ -1,0 +1,414 @@
+"""Arguments of any type, for every parameter of the functions and values.
+
+Each (function, parameter, kind of value) is called. A call gives the same result as the plain form, or it is refused
+in one line that names the argument, and nothing was written. Nothing else is accepted, but what `TAKES` says.
+Afterwards the valid call gives the same result as before.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import fractions
+import inspect
+import json
+import os
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import jitrope
+from jitrope import DynamicQuantize, KVCache, Mrope, Norm, Packed, Pages, Quantize, Shifts, Starts, Ulysses, tables, thd
+from jitrope import context_parallel as cp
+from jitrope.base import config
+from jitrope.base.spec import record_of
+from jitrope.jit.cache import KernelCache
+from jitrope.tools import bundle, prewarm
+from jitrope.tools.models import specs_of_model
+
+FP4 = getattr(torch, "float4_e2m1fn_x2", torch.uint8)
+
+
+class Number(int):
+    """As an IntEnum's."""
+
+
+ANY: dict[str, Any] = {
+    "None": None, "a word": "nonsense", "empty str": "", "bytes": b"x", "module": torch.nn.Linear(2, 2),
+    "python module": torch, "class": dict, "object": object(), "dict": {}, "set": {1}, "list of words": ["a", "b"],
+    "list of lists": [[1], [2]], "empty list": [], "empty tuple": (), "ellipsis": ..., "numpy object": np.array([None]),
+    "numpy str": np.str_("nonsense"), "numpy 0-d": np.array(3), "numpy matrix": np.ones((2, 2)),
+    "numpy date": np.datetime64("2026-01-01"), "nan": float("nan"), "infinite": float("inf"), "complex": 1j,
+    "huge int": 2**70, "huge float": 10**400, "negative": -7, "generator": (i for i in ()), "function": len,
+    "fraction": fractions.Fraction(1, 3), "dtype": torch.qint8, "device": torch.device("cuda:77"),
+    "0-d tensor": torch.tensor(3), "empty tensor": torch.empty(0), "bool tensor": torch.ones(2, dtype=torch.bool),
+    "tensor of rank 7": torch.ones((1,) * 7), "meta tensor": torch.ones(3, device="meta"),
+    "sparse": torch.ones(2).to_sparse(), "bool": True, "int": 1, "float": 2.0, "half float": 0.5,
+}  # fmt: skip
+SAME = ("numpy int", "int subclass", "numpy bool", "numpy float", "int for float", "list", "tuple", "numpy array",
+        "as Path", "as str", "numpy word", "enum", "non-contiguous", "expanded", "Parameter", "int64",
+        "None")  # fmt: skip
+"""Kinds with the valid value, or none, in another form."""
+MAY_BE_REFUSED = ("None", "expanded", "non-contiguous", "int64", "int for float")
+
+
+def kinds_of(value: Any) -> dict[str, Any]:
+    """Every kind of thing in place of a valid value."""
+    if type(value) is bool:
+        return {**ANY, "numpy bool": np.bool_(value), "int for bool": int(value), "float for bool": float(value)}
+    if type(value) is int:
+        others = {"numpy int": np.int64(value), "int subclass": Number(value), "float for int": float(value)}
+        return {**ANY, **others, "tensor of int": torch.tensor(value), "numpy 0-d int": np.array(value)}
+    if type(value) is float:
+        whole = {"int for float": int(value)} if value == int(value) else {}
+        return {**ANY, **whole, "numpy float": np.float64(value), "tensor of float": torch.tensor(value)}
+    if type(value) is str and value.isidentifier():
+        others = {"numpy word": np.str_(value), "enum": enum.Enum("Word", {"a": value}, type=str).a}
+        return {
+            **ANY,
+            **others,
+            "upper case": value.upper(),
+            "500 letters": "a" * 500,
+            "a space": f"{value} ",
+            "a word in a list": [value],
+        }
+    if isinstance(value, os.PathLike):
+        return {**ANY, "as Path": Path(value), "as str": str(value), "null": f"{value}\0"}
+    if isinstance(value, (list, tuple)):
+        others = {"list": [*value], "tuple": (*value,)}
+        if all(isinstance(item, (int, float)) for item in value):
+            others |= {"numpy array": np.array(value), "longer": (*value, *value), "tensor": torch.tensor(value)}
+        return {**ANY, **others}
+    if not isinstance(value, Tensor):
+        return ANY
+    return {
+        **ANY, "non-contiguous": torch.stack([value, value + 1], -1)[..., 0], "on meta": value.to("meta"),
+        "of another dtype": value.to(torch.float64 if value.is_floating_point() else torch.int16),
+        "too short": value[:-1], "of another rank": value[None], "without axes": value.flatten()[0],
+        "empty": value[:0], "expanded": value[:1].expand(value.shape), "as list": value.tolist(),
+        "Parameter": torch.nn.Parameter(value, requires_grad=False), "as numpy": value.numpy(), "as tuple": (*value,),
+        **({} if value.is_floating_point() else {"int64": value.long(), "float for int": value.float()}),
+    }  # fmt: skip
+
+
+def used(kind: Any, word: str, /, **given: Any) -> Any:
+    """The results of a call with a value."""
+    heads = {name: x.clone() for name, x in HEADS.items()}
+    return jitrope.prepare_qkv(**heads, v=V, **TABLE, layout="thd", **{word: kind(**given)})
+
+
+def in_pages(**given: Any) -> Any:
+    caches = torch.zeros(2, 6, 2, 2, 8)
+    return used(lambda: KVCache(*caches, Pages(**given)), "cache"), caches
+
+
+def in_fp8(k_scale: Any = 0.5, v_scale: Any = 0.5, **norm: Any) -> Any:
+    caches = torch.zeros(2, 6, 2, 8).to(torch.float8_e4m3fn)
+    words = {"norm": Norm(**norm)} if norm else {}
+    cache = KVCache(*caches, SLOTS, k_scale=k_scale, v_scale=v_scale)
+    return jitrope.prepare_qkv(**HEADS, v=V, **TABLE, layout="thd", cache=cache, **words), caches
+
+
+def recorded(path: Any) -> Any:
+    with jitrope.record(path) as seen:
+        pass
+    return seen
+
+
+def planned(**words: Any) -> Any:
+    with jitrope.planning(**words) as specs:
+        jitrope.apply_rope(*torch.empty(2, 1, 4, 2, 8, device="meta"), *torch.empty(2, 4, 4, device="meta"))
+    return specs
+
+
+def configured(**words: Any) -> Any:
+    try:
+        jitrope.configure(**words)
+        return config._may_compile, config.launch(), config.batch_invariant()
+    finally:
+        jitrope.configure(compile=None, launch=None, batch_invariant=False)
+
+
+def rows(*shape: int) -> Tensor:
+    return torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape) / 7
+
+
+W, CU, IDS, SLOTS = (
+    rows(8),
+    torch.tensor([0, 3, 6], dtype=torch.int32),
+    torch.tensor([5, 0, 4, 1, 1, 2]),
+    torch.arange(6),
+)
+HEADS = {"q": rows(6, 4, 8), "k": rows(6, 2, 8)}
+V, QKV, FLOATS, TABLE = rows(6, 2, 8), rows(6, 2, 32), rows(6), {"cos": rows(6, 4), "sin": rows(6, 4) + 1}
+CACHES = {"k_cache": torch.zeros(6, 2, 8), "v_cache": torch.zeros(6, 2, 8)}
+BLOCKS = {"k_cache": torch.zeros(6, 2, 8, dtype=torch.int8), "k_block_scale": rows(6, 2, 1)}
+BLOCKS |= {"v_cache": torch.zeros(6, 2, 8, dtype=torch.int8), "v_block_scale": rows(6, 2, 1)}
+ENDS = torch.tensor([0, 4, 6])
+BATCH = {name: x[None] for name, x in {**HEADS, "v": V}.items()}
+LSE = {"lse": rows(2, 8), "lse_per_step": rows(2, 4), "cu_seqlens": torch.tensor([0, 4, 8], dtype=torch.int32)}
+EIGHT = {"cu_seqlens": torch.tensor([0, 3, 8], dtype=torch.int32), "cp_size": 2, "rule": "contiguous"}
+FOURS = {**EIGHT, "cu_seqlens": LSE["cu_seqlens"]}
+YARN = {"rotary_dim": 8, "factor": 2.0, "original_max_position_embeddings": 16}
+LONG = {**YARN, "rotary_dim": 4, "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
+SPEC = prewarm.specs_of(heads=8)[0]
+SPOKEN = {"heads": [8, 2], "head_dim": 128, "dtype": "bf16", "call": "bshd heads q k > rotate cos sin > fresh"}
+
+# A valid call of each function and value, with the parameters that get every kind of thing.
+CALLS: dict[str, partial[Any]] = {
+    "rope": partial(jitrope.apply_rope, **HEADS, **TABLE, positions=IDS, layout="thd", interleaved=True, q_scale=0.5,
+                    rotary_dim=8, rotary_offset=0, rounding="fp32", check=False, inplace=False, inverse=True,
+                    interleaved_out=True),
+    "rope by angles": partial(jitrope.apply_rope, **HEADS, freqs=TABLE["cos"], mscale=1.25, unrotated=0, layout="thd"),
+    "rope by a cache": partial(jitrope.apply_rope, **HEADS, cos_sin_cache=rows(6, 8), layout="thd", q_scale=FLOATS),
+    "rope by cis": partial(jitrope.apply_rope, **HEADS, freqs_cis=torch.polar(*TABLE.values()), layout="thd"),
+    "rope out": partial(jitrope.apply_rope, **HEADS, **TABLE, layout="thd", out=(rows(6, 4, 8), rows(6, 2, 8))),
+    "qkv": partial(jitrope.prepare_qkv, **HEADS, v=V, **TABLE, layout="thd", norm=Norm(W, W, v_norm=True), cache=None,
+                   quantize=None, hadamard=True, out=None),
+    "fused": partial(jitrope.prepare_fused_qkv, qkv=QKV, **TABLE, layout="thd", heads=(4, 2), order="grouped",
+                     bias=rows(64), copy_v=True, norm=None, cache=None, quantize=None, hadamard=False),
+    "joint": partial(jitrope.prepare_joint_qkv, first=(*BATCH.values(),), second=(*BATCH.values(),),
+                     cos=rows(12, 4), sin=rows(12, 4), norm=None, hadamard=False),
+    "latent": partial(jitrope.prepare_mla_qkv, q=rows(6, 4, 8), kv=rows(6, 4, 10), k_pe=rows(6, 1, 4),
+                      cos=rows(6, 2), sin=rows(6, 2), layout="thd", quantize=None),
+    "Packed": partial(used, Packed, "positions", cu_seqlens=CU, max_seqlen=3, start_positions=IDS[:2],
+                      packed_table=False, cp_size=1, cp_rank=0),
+    "Starts": partial(used, Starts, "positions", start_positions=IDS[1:2], cp_size=1, cp_rank=0),
+    "Mrope": partial(used, Mrope, "positions", position_ids=IDS.expand(3, 6).clone(), mrope_section=(2, 1, 1),
+                     mrope_interleaved=False),
+    "Shifts": partial(used, Shifts, "positions", position_ids=IDS),
+    "Norm": partial(used, Norm, "norm", q_weight=W, k_weight=W, q_bias=W, k_bias=W, kind="layer_norm", eps=0.25,
+                    of="qk", across_heads=False, zero_centered=True, after_rope=True, v_norm=False, rounding="once"),
+    "Norm of v": partial(in_fp8, of="v", v_weight=rows(16)),
+    "Norm of parts": partial(used, Norm, "norm", across_heads=True, mean_squares=(FLOATS, FLOATS)),
+    "KVCache": partial(used, KVCache, "cache", **CACHES, slot_mapping=SLOTS, rotate_k=True),
+    "KVCache of fp8": partial(in_fp8, k_scale=0.5, v_scale=0.5),
+    "KVCache of blocks": partial(used, KVCache, "cache", **BLOCKS, slot_mapping=SLOTS, scale_fmt="ue8m0"),
+    "Pages": partial(in_pages, page_table=SLOTS, page_indptr=ENDS, last_page_len=ENDS[1:], cu_seqlens_q=ENDS,
+                     clear_page=True, errors=torch.zeros(1, dtype=torch.int32)),
+    "Pages of lengths": partial(in_pages, page_table=SLOTS.view(2, 3), seq_lens=ENDS[1:]),
+    "Pages of tokens": partial(in_pages, page_table=SLOTS.view(2, 3), batch_indices=SLOTS % 2, cache_positions=SLOTS),
+    "Quantize": partial(used, Quantize, "quantize", q_scale=0.5, k_scale=0.5, v_scale=FLOATS[:1],
+                        dtype=torch.float8_e5m2, hadamard=True),
+    "DynamicQuantize": partial(used, DynamicQuantize, "quantize", dtype=torch.float8_e5m2, group=None,
+                               scale_fmt="ue8m0", hadamard=True, per="token", swizzled=False, v=True),
+    "nvfp4": partial(used, partial(DynamicQuantize, FP4, v=True), "quantize", scale_dtype=torch.float8_e4m3fn,
+                     q_global_scale=0.5, k_global_scale=0.5, v_global_scale=0.5),
+    "Ulysses": partial(used, Ulysses, "out", ranks=2),
+    "default": partial(tables.inv_freq, rope_type="default", rotary_dim=8, theta=100.0, device="cpu"),
+    "linear": partial(tables.inv_freq, rope_type="linear", rotary_dim=8, factor=2.0),
+    "dynamic": partial(tables.inv_freq, "dynamic", rotary_dim=8, factor=2.0, max_position_embeddings=16, seq_len=40),
+    "yarn": partial(tables.inv_freq, "yarn", **YARN, beta_fast=32.0, beta_slow=1.0, attention_factor=1.5, mscale=1.0,
+                    mscale_all_dim=0.5, truncate=True),
+    "llama3": partial(tables.inv_freq, "llama3", **YARN, low_freq_factor=1.0, high_freq_factor=4.0),
+    "longrope": partial(tables.inv_freq, "longrope", **LONG, attention_factor=1.5, seq_len=40),
+    "proportional": partial(tables.inv_freq, "proportional", rotary_dim=8, partial_rotary_factor=0.5, factor=2.0),
+    "axial": partial(tables.inv_freq, "axial", rotary_dim=8, axes=2, in_turn=True),
+    "from_config": partial(tables.from_config, config={"rope_theta": 100.0, "head_dim": 8}, layer_type=None, seq_len=4,
+                           head_dim=16, device="cpu"),
+    "cos_sin": partial(tables.cos_sin, positions=6, inv_freq=rows(4), attention_factor=1.5, width="full",
+                       interleaved=True, dtype=torch.float16, angles="fp32"),
+    "cos_sin of ids": partial(tables.cos_sin, positions=IDS, inv_freq=rows(4)),
+    "cos_sin_cache": partial(tables.cos_sin_cache, positions=6, inv_freq=rows(4), attention_factor=1.5,
+                             dtype=torch.float16, angles="fp32"),
+    "freqs": partial(tables.freqs, positions=6, inv_freq=rows(4), width="full", interleaved=True),
+    "to ranks": partial(thd.sequence_order_to_cp_rank_order, rows(8, 3), **FOURS, total_tokens=8),
+    "from ranks": partial(thd.cp_rank_order_to_sequence_order, x=rows(8, 3), **FOURS, total_tokens=8),
+    "indices": partial(thd.get_partitioned_indices, cu_seqlens=LSE["cu_seqlens"], total_tokens=8, world_size=2, rank=1,
+                       rule="contiguous"),
+    "valid tokens": partial(thd.copy_valid_tokens_from_per_split_to_rank_local, out=rows(6, 2), x=rows(6, 2) + 9,
+                            cu_seqlens_padded=CU, cu_seqlens=CU),
+    "half": partial(thd.read_half_tensor, x=rows(8, 2, 2), cu_seqlens=LSE["cu_seqlens"], half_idx=1),
+    "lse": partial(thd.second_half_lse_correction, **LSE, lse_packed=True),
+    "second lse": partial(thd.read_second_half_lse, lse=LSE["lse"], cu_seqlens=LSE["cu_seqlens"], lse_packed=True,
+                          second_half_lse_seqlen=5),
+    "correct": partial(thd.out_correction, out=rows(8, 2, 4), out_per_step=rows(8, 2, 4), lse=rows(2, 8),
+                       lse_per_step=rows(2, 8), cu_seqlens=LSE["cu_seqlens"], only_second_half=False, lse_packed=True),
+    "add": partial(thd.grad_correction, grad=rows(8, 2, 4), grad_per_step=rows(8, 2, 4), cu_seqlens=LSE["cu_seqlens"],
+                   first_half="add", second_half="copy"),
+    "Partition": partial(cp.Partition, **EIGHT, tokens=9, cp_rank=1, group=None),
+    "padded": partial(cp.Partition, CU, tokens=9, cu_seqlens_padded=CU + CU),
+    "shard": partial(cp.Partition(CU, 9).shard, x=rows(9, 2)),
+    "unshard": partial(cp.Partition(CU, 9).unshard, x=rows(9, 2)),
+    "Schedule": partial(cp.Schedule, **EIGHT, tokens=9, cp_rank=1, group=None, cu_seqlens_padded=None, max_seqlen=8,
+                        causal=False, window=(3, 1)),
+    "fixed": partial(cp.Schedule.fixed, batch=2, seqlen=8, device="cpu", group=None, cp_size=2, cp_rank=1,
+                     causal=False, window=(3, 1), rule="contiguous"),
+    "attention": partial(cp.all_gather_attention, **HEADS, v=V, schedule=cp.Schedule(CU, 6), layout="thd", rope=None,
+                         softmax_scale=0.5, backend="math", return_lse=True, return_max_logit=True,
+                         keep_gathered=False, head_groups=1, check=True),
+    "Rope": partial(lambda **a: cp.all_gather_attention(**HEADS, v=V, schedule=cp.Schedule(CU, 6), rope=cp.Rope(**a)),
+                    **TABLE, interleaved=True, rotary_dim=4, rotary_offset=0, rounding="complex64"),
+    "configure": partial(configured, compile=False, launch="auto", batch_invariant=True),
+    "planning": partial(planned, launches=["auto"], sm_count=132),
+    "on_compile": partial(lambda callback: jitrope.on_compile(callback)(), callback=print),
+    "record": partial(recorded, path=Path("run.json")),
+    "KernelCache": partial(KernelCache, root=Path("kernels"), system=(Path("layer"),)),
+    "prune": partial(lambda **a: KernelCache(Path("none")).prune(**a), older_than=5, dry_run=True),
+    "clear": partial(lambda **a: KernelCache(Path("none")).clear(**a), dry_run=True),
+    "bundle.write": partial(bundle.write, path=Path("k.zip"), kernels=[(SPEC, "sm_90")], jobs=1),
+    "bundle.load": partial(lambda **a: len(bundle.load(**a)), path=Path("there.zip")),
+    "bundle.entries": partial(lambda **a: len(bundle.entries(**a)), path=Path("there.zip")),
+    "prewarm": partial(prewarm.prewarm, specs=[SPEC], archs=["sm_90"], jobs=1),
+    "read_record": partial(prewarm.read_record, path=Path("run.json")),
+    "specs_of": partial(prewarm.specs_of, **SPOKEN, width="half", backward=True),
+    "specs_of_model": partial(lambda **a: len(specs_of_model(**a)), path=Path("llama"), dtype="bf16", backward=False),
+}  # fmt: skip
+
+SCALE = "int, float, half float, fraction, bool, tensor of float, tensor of rank 7"
+FREQUENCIES = "too short, empty, on meta, meta tensor, empty tensor"
+ITEMS = "empty list, empty tuple, generator, dict, empty tensor"
+PATHS = "a word, numpy str"
+# The kinds besides SAME that a parameter accepts with another meaning.
+TAKES: dict[str, str] = {
+    "rope.q_scale": "tensor of float, negative",
+    "rope by a cache.q_scale": f"{SCALE}, without axes, of another rank, negative",
+    "rope by angles.freqs": "of another rank",
+    "rope by cis.freqs_cis": "of another rank",
+    "qkv.v": "too short, empty, on meta",
+    "fused.qkv": "too short, empty",
+    "KVCache.slot_mapping": "of another rank",
+    "KVCache of blocks.slot_mapping": "of another rank",
+    "KVCache of fp8.k_scale": "tensor of float, tensor of rank 7",
+    "KVCache of fp8.v_scale": "tensor of float, tensor of rank 7",
+    "Pages.page_table": "too short, empty",
+    "Pages.errors": "without axes",
+    "Pages of lengths.seq_lens": "too short",
+    "Pages of tokens.page_table": "too short, empty",
+    "Pages of tokens.batch_indices": "of another rank",
+    "Pages of tokens.cache_positions": "of another rank",
+    "Quantize.q_scale": "tensor of float, tensor of rank 7",
+    "Quantize.k_scale": "tensor of float, tensor of rank 7",
+    **dict.fromkeys([f"nvfp4.{x}_global_scale" for x in "qkv"], "tensor of float, tensor of rank 7"),
+    "Quantize.v_scale": f"{SCALE}, without axes, of another rank",
+    **dict.fromkeys(("dynamic.seq_len", "longrope.seq_len", "from_config.seq_len"), "0-d tensor, tensor of int"),
+    **dict.fromkeys(("cos_sin.positions", "cos_sin_cache.positions", "freqs.positions"), "0-d tensor, tensor of int"),
+    **dict.fromkeys(("cos_sin.inv_freq", "cos_sin_cache.inv_freq", "freqs.inv_freq"), FREQUENCIES),
+    "cos_sin of ids.positions": "bool, int, float, too short, of another rank, without axes, empty, 0-d tensor",
+    "cos_sin of ids.inv_freq": "too short, empty, empty tensor",
+    **dict.fromkeys(("to ranks.cu_seqlens", "from ranks.cu_seqlens", "half.cu_seqlens", "lse.cu_seqlens"), "too short"),
+    **dict.fromkeys(("second lse.cu_seqlens", "correct.cu_seqlens", "add.cu_seqlens"), "too short"),
+    **dict.fromkeys(("indices.cu_seqlens", "Partition.cu_seqlens", "Schedule.cu_seqlens"), "too short, on meta"),
+    **dict.fromkeys(("to ranks.x", "from ranks.x", "shard.x", "unshard.x"), "of another dtype"),
+    "half.x": "too short, empty, of another dtype",
+    "second lse.lse": "too short, empty",
+    "planning.launches": ITEMS,
+    "on_compile.callback": "class, function, module",
+    "record.path": f"{PATHS}",
+    "KernelCache.root": f"{PATHS}, empty str",
+    "KernelCache.system": "list of words, empty list, empty tuple",
+    "prune.older_than": "fraction, half float",
+    "bundle.write.path": PATHS,
+    "prewarm.specs": ITEMS,
+    "prewarm.archs": ITEMS,
+    "specs_of.call": "empty str",
+}
+NAMED = {
+    "rope.positions": "position_ids",
+    "Shifts.position_ids": "positions",
+    "latent.k_pe": "rotary_dim",
+    "KVCache of blocks.k_cache": "k_block_scale",
+    **{f"nvfp4.{x}_global_scale": f"{x}_scale" for x in "qkv"},
+}
+"""Names that some refusals have in place of the parameter's."""
+
+
+@pytest.fixture
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set up the files of the valid calls."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.json").write_text(json.dumps(record_of([SPEC])))
+    Path("llama").mkdir()
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8}
+    Path("llama/config.json").write_text(json.dumps({"model_type": "llama", "dtype": "bfloat16", **sizes}))
+    bundle.write(Path("there.zip"), [(SPEC, "sm_90")], 1)
+
+
+def plain(x: Any) -> Any:
+    """Results as numbers and words: tensors as lists, values as what they keep."""
+    if isinstance(x, Tensor):
+        x = x.view(torch.uint8) if x.element_size() == 1 else x
+        return [*x.shape] if x.is_meta else [*x.shape, x.double().nan_to_num(7.0).tolist()]
+    if isinstance(x, (list, tuple)):
+        return [plain(item) for item in x]
+    if isinstance(x, dict):
+        return {name: plain(item) for name, item in x.items()}
+    kept = ("asked", "items", "text")
+    if type(x).__module__.startswith("jitrope.") and hasattr(x, "__dict__"):
+        return {name: plain(item) for name, item in vars(x).items() if name not in kept}
+    return x
+
+
+def by_value(valid: Any, value: Any) -> Any:
+    """The plain form of a number that equals it: 1 of True and of 1.0, True of 1."""
+    if isinstance(valid, (list, tuple)) and isinstance(value, list) and len(value) == len(valid):
+        items = [by_value(*pair) for pair in zip(valid, value)]
+        return None if None in items else tuple(items)
+    if type(valid) not in (bool, int, float) or not isinstance(value, (int, float, fractions.Fraction)):
+        return None
+    if value - value != 0 or abs(value) > 2**63:  # nan and infinite
+        return None
+    return type(valid)(value) if type(valid)(value) == value or type(valid) is float else None
+
+
+@pytest.mark.usefixtures("_folder")
+@pytest.mark.parametrize(("name", "label"), [(name, label) for name, call in CALLS.items() for label in call.keywords])
+def test_every_kind_of_argument_is_right_or_refused(name: str, label: str) -> None:
+    call, valid, wrong = CALLS[name], CALLS[name].keywords[label], []
+
+    def result(value: Any) -> Any:
+        """What a call returns, and its arguments afterwards."""
+        given = {name: copy.deepcopy(x) for name, x in call.keywords.items() if name != label}
+        given[label] = copy.deepcopy(value) if isinstance(value, Tensor) else value
+        with torch.no_grad():
+            return plain(call.func(*call.args, **given)), plain([x for x in given.values() if isinstance(x, Tensor)])
+
+    want = result(valid)
+    for kind, value in kinds_of(valid).items():
+        meant = by_value(valid, value)
+        try:
+            got = result(value)
+        except (jitrope.InvalidInput, jitrope.CacheError) as error:
+            text = str(error)
+            names = "|".join((label, NAMED.get(f"{name}.{label}", label), *["cannot (read|write)"] * (label == "path")))
+            named = meant is not None or re.search(rf"(?<![a-z_])({names})(?![a-z_])", text)
+            if not named or "\n" in text or (kind in SAME and kind not in MAY_BE_REFUSED):
+                wrong.append(f"{kind}: {text}")
+            continue
+        except Exception as error:
+            wrong.append(f"{kind}: {type(error).__name__} {error}"[:300])
+            continue
+        if kind in SAME and kind not in ("None", "expanded"):
+            right = got == want
+        elif meant is not None:
+            right = got == result(meant)
+        else:
+            right = kind in ("None", "expanded") or kind in TAKES.get(f"{name}.{label}", "").split(", ")
+        if not right:
+            wrong.append(f"{kind}: it was taken")
+        assert result(valid) == want, f"after {kind} the valid call is another"
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_parameter_gets_every_kind() -> None:
+    spoken = {label for call in CALLS.values() for label in call.keywords}
+    values = (Packed, Starts, Mrope, Shifts, Norm, KVCache, Pages, Quantize, DynamicQuantize, Ulysses)
+    functions = [getattr(jitrope, name) for name in vars(jitrope) if name.startswith(("apply_", "prepare_"))]
+    of_modules = [getattr(module, name) for module in (tables, thd, cp) for name in module.__all__]
+    for thing in (
+        *values,
+        *functions,
+        *filter(callable, of_modules),
+        jitrope.configure,
+        jitrope.planning,
+        KernelCache,
+        bundle.write,
+    ):
+        parameters = inspect.signature(thing).parameters.values()
+        assert {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} <= spoken | {"rope_type"}, thing
