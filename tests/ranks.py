@@ -1,4 +1,4 @@
-"""Tests whose body runs on each of several processes: `@on_ranks()`.
+"""Tests whose body runs on each of several processes: `@on_ranks`.
 
 The processes start with the first such test, and serve all of a run. One failure ends them, because the ranks may be
 out of step then, and the next test starts others.
@@ -10,7 +10,6 @@ import functools
 import importlib
 import tempfile
 import traceback
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,46 +26,41 @@ GROUPS: list[dist.ProcessGroup | None] = []
 _started: dict[str, list[tuple[Any, Any]]] = {}  # of a backend: the processes, and the pipes to them
 
 
-def on_ranks(backend: str = "gloo") -> Callable[[Any], Any]:
-    """A test whose body runs on four processes. With nccl each has a GPU, and two do if there are no more."""
+def _on_ranks(backend: str, body: Any) -> Any:
+    @functools.wraps(body)
+    def test(**words: Any) -> None:
+        size, errors = 4 if backend == "gloo" else min(4, torch.cuda.device_count()), []
+        if size < 2:
+            pytest.skip("this machine has one GPU; NCCL takes one for each process")
+        if backend not in _started:
+            folder, _started[backend] = tempfile.mkdtemp(), []
+            for rank in range(size):
+                ours, theirs = SERVER.Pipe()
+                process = SERVER.Process(target=_serve, args=(rank, size, backend, folder, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                _started[backend].append((process, ours))
+        for _, pipe in _started[backend]:
+            pipe.send((body.__module__, body.__name__, words))
+        for rank, (_, pipe) in enumerate(_started[backend]):
+            try:
+                error = pipe.recv() if pipe.poll(500) else "it does not end"
+            except EOFError:
+                error = "the process ended"
+            errors += [f"rank {rank}: {error}"] if error else []
+        if errors:
+            for process, _ in _started.pop(backend):
+                process.kill()
+        assert not errors, "\n".join(errors)
 
-    def of_body(body: Any) -> Any:
-        @functools.wraps(body)
-        def test(**words: Any) -> None:
-            errors = []
-            processes = _started[backend] if backend in _started else _start(backend)
-            for _, pipe in processes:
-                pipe.send((body.__module__, body.__name__, words))
-            for rank, (_, pipe) in enumerate(processes):
-                try:
-                    error = pipe.recv() if pipe.poll(500) else "it does not end"
-                except EOFError:
-                    error = "the process ended"
-                errors += [f"rank {rank}: {error}"] if error else []
-            if errors:
-                for process, _ in _started.pop(backend):
-                    process.kill()
-            assert not errors, "\n".join(errors)
-
-        test.body = body
-        return pytest.mark.slow(test) if backend == "gloo" else pytest.mark.gpu(test)
-
-    return of_body
+    test.body = body
+    return pytest.mark.slow(test) if backend == "gloo" else pytest.mark.gpu(pytest.mark.hardware(test))
 
 
-def _start(backend: str) -> list[tuple[Any, Any]]:
-    size = 4 if backend == "gloo" else min(4, torch.cuda.device_count())
-    if size < 2:
-        pytest.skip("this machine has one GPU; NCCL takes one for each process")
-    folder, processes = tempfile.mkdtemp(), []
-    for rank in range(size):
-        ours, theirs = SERVER.Pipe()
-        process = SERVER.Process(target=_serve, args=(rank, size, backend, folder, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        processes.append((process, ours))
-    _started[backend] = processes
-    return processes
+on_ranks = functools.partial(_on_ranks, "gloo")
+"""A test whose body runs on four processes."""
+on_gpus = functools.partial(_on_ranks, "nccl")
+"""A test whose body runs on four processes with a GPU each, or on two if there are no more GPUs."""
 
 
 def _serve(rank: int, size: int, backend: str, folder: str, pipe: Any) -> None:

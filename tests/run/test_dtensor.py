@@ -31,7 +31,6 @@ if not dist.is_available():
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 R, P = Replicate(), Partial()
@@ -94,6 +93,12 @@ def assert_alike(
         assert_same(x, y, p, exact=n < len(inputs))
 
 
+def prepared(q: Any, k: Any, *weights: Any, norm: Any = (), **words: Any) -> Any:
+    """`prepare_qkv` with a norm of these weights and biases. norm: its other words."""
+    of = dict(zip(("q_weight", "k_weight", "q_bias", "k_bias"), weights), **dict(norm))
+    return jitrope.prepare_qkv(q, k, None, norm=Norm(**of), **words)
+
+
 def silent(graph: Any, _: Any) -> Any:
     """A compiler of graphs that do not communicate, which CommDebugMode cannot see."""
     sent = [node for node in graph.graph.nodes if "c10d" in str(node.target)]
@@ -104,7 +109,7 @@ def silent(graph: Any, _: Any) -> Any:
 # ---- shards ------------------------------------------------------------------------------------------
 
 
-@on_ranks()
+@on_ranks
 def test_every_axis_of_every_layout() -> None:
     """Of one shape for all layouts; then parts of 3, 3, 3 and 1 rows or tokens, and of 2, 2, 1 and 0 heads of k."""
     cos, sin = table(40, D // 2)
@@ -115,28 +120,26 @@ def test_every_axis_of_every_layout() -> None:
                 assert_alike(partial(jitrope.apply_rope, cos=cos, sin=sin, layout=layout), inputs)
 
 
-@on_ranks()
+@on_ranks
 def test_one_of_q_and_k_may_have_all_heads_on_each_rank() -> None:
     q, k, rope = (heads(8), [Shard(2)]), (heads(1), [R]), partial(jitrope.apply_rope, cos=COS, sin=SIN)
     for inputs in ([q, k], [k, q]):
         assert_alike(rope, inputs)
     assert_alike(lambda q: rope(q, None), [q])
-    norm = lambda q, k, *w: jitrope.prepare_qkv(q, k, None, COS, SIN, norm=Norm(*w))  # noqa: E731
-    assert_alike(norm, [q, k], [(WEIGHT, [P]), (WEIGHT, [R])])
+    assert_alike(partial(prepared, cos=COS, sin=SIN), [q, k], [(WEIGHT, [P]), (WEIGHT, [R])])
 
 
-@on_ranks()
+@on_ranks
 def test_a_result_without_a_gradient() -> None:
     """q or k alone is used; both were redistributed, and torch's backward of that takes no missing gradient."""
-    for norm, used in itertools.product((None, Norm(WEIGHT, WEIGHT)), range(2)):
+    for function, used in itertools.product((prepared, jitrope.apply_rope), range(2)):
         leaves = [place(heads(n), R).requires_grad_() for n in (8, 4)]
-        given = [x.redistribute(placements=[Shard(2)]) for x in leaves]
-        out = jitrope.prepare_qkv(*given, None, COS, SIN, norm=norm) if norm else jitrope.apply_rope(*given, COS, SIN)
+        out = function(*[x.redistribute(placements=[Shard(2)]) for x in leaves], cos=COS, sin=SIN)
         grads = torch.autograd.grad(out[used].to_local().square().sum(), leaves)
         assert [bool(grad.full_tensor().any()) for grad in grads] == [used == 0, used == 1]
 
 
-@on_ranks()
+@on_ranks
 def test_two_dimensions() -> None:
     cos, sin = table(12, D // 2)
     rows = dict(zip(("cos", "sin"), table(B, 12, D // 2)))
@@ -147,36 +150,13 @@ def test_two_dimensions() -> None:
     p = (Shard(1), Shard(1))  # 3, 2, 3 and 1 tokens
     assert_alike(partial(jitrope.apply_rope, cos=cos, sin=sin), [(heads(4, s=9), p), (heads(2, s=9), p)])
     p = (Shard(1), Shard(2))
-    norm = lambda q, k, *w: jitrope.prepare_qkv(q, k, None, cos, sin, norm=Norm(*w))  # noqa: E731
-    assert_alike(norm, [(heads(8), p), (heads(4), p)], [(WEIGHT, [P, P])] * 2)
+    assert_alike(partial(prepared, cos=cos, sin=sin), [(heads(8), p), (heads(4), p)], [(WEIGHT, [P, P])] * 2)
 
 
 # ---- tables and positions ----------------------------------------------------------------------------
 
 
-@on_ranks()
-def test_every_kind_of_table() -> None:
-    cos, sin = table(S + 3, D // 2)
-    angles = torch.linspace(0, 6, S * D // 2).view(S, D // 2)
-    kinds: list[dict[str, Any]] = [
-        dict(zip(("cos", "sin"), table(*shape)))
-        for shape in ((B, S + 1, D // 2), (1, S, D // 2), (B, S, 4, D // 2), (1, S, 4, D // 2))
-    ]
-    kinds += [
-        {"cos_sin_cache": torch.cat((cos, sin), -1)},
-        {"freqs": angles},
-        {"freqs": angles[:, None, None].expand(S, B, 1, -1)},
-        {"freqs_cis": torch.complex(cos, sin)},
-        {"cos": cos, "sin": sin, "inverse": True, "interleaved": True, "interleaved_out": False},
-        {"cos": cos[:, :2], "sin": sin[:, :2], "rotary_dim": 4, "rotary_offset": 2},
-    ]
-    for words, axis in itertools.product(kinds, range(3)):
-        assert_alike(partial(jitrope.apply_rope, **words), [(heads(4), [Shard(axis)])] * 2)
-    low = (heads(8, dtype=torch.bfloat16), [Shard(1)])
-    assert_alike(partial(jitrope.apply_rope, cos=cos, sin=sin, rounding="dtype"), [low, low])
-
-
-@on_ranks()
+@on_ranks
 def test_tables_that_are_dtensors() -> None:
     ids, inputs = torch.arange(S).flip(0), [(heads(8), [Shard(1)]), (heads(4), [Shard(1)])]
     every, of_heads = [(heads(4), [Shard(2)])] * 2, dict(zip(("cos", "sin"), table(B, S, 4, D)))
@@ -193,30 +173,40 @@ def test_tables_that_are_dtensors() -> None:
         assert_alike(partial(jitrope.apply_rope, cos=COS, sin=SIN, positions=ids), inputs, sharded=by_ids)
 
 
-@on_ranks()
-def test_positions() -> None:
-    cos, sin = table(30, D // 2)
+@on_ranks
+def test_tables_and_positions() -> None:
+    (cos, sin), (low, high) = table(S + 3, D // 2), table(30, D // 2)
+    angles = torch.linspace(0, 6, S * D // 2).view(S, D // 2)
     ids = torch.randint(30, (3, B, S), generator=torch.Generator().manual_seed(2))
-    kinds: list[tuple[Any, tuple[int, ...]]] = [
-        (ids[0, 0], (0, 1, 2)),
-        (ids[0], (0, 1, 2)),
-        (ids[0, :1], (0, 1, 2)),
-        (Mrope(ids[:, 0], (2, 4, 2)), (0, 1, 2)),
-        (Mrope(ids, (2, 4, 2)), (0, 1, 2)),
-        (Starts(torch.tensor([3, 0, 7, 1])), (0, 2)),
-        (Starts(cp_size=2, cp_rank=1), (0, 2)),
+    q, k, half = heads(4), heads(4) + 1, heads(8, dtype=torch.bfloat16)
+    kinds: list[dict[str, Any]] = [
+        dict(zip(("cos", "sin"), table(*shape)))
+        for shape in ((B, S + 1, D // 2), (1, S, D // 2), (B, S, 4, D // 2), (1, S, 4, D // 2))
     ]
-    for positions, axes in kinds:
-        rope = partial(jitrope.apply_rope, cos=cos, sin=sin, positions=positions)
-        for axis in axes:
-            assert_alike(rope, [(heads(8), [Shard(axis)]), (heads(4), [Shard(axis)])])
+    kinds += [
+        {"cos_sin_cache": torch.cat((cos, sin), -1)},
+        {"freqs": angles},
+        {"freqs": angles[:, None, None].expand(S, B, 1, -1)},
+        {"freqs_cis": torch.complex(cos, sin)},
+        {"cos": cos, "sin": sin, "inverse": True, "interleaved": True, "interleaved_out": False},
+        {"cos": cos[:, :2], "sin": sin[:, :2], "rotary_dim": 4, "rotary_offset": 2},
+        *[{"cos": low, "sin": high, "positions": x} for x in (ids[0, 0], ids[0], ids[0, :1])],
+        *[{"cos": low, "sin": high, "positions": Mrope(x, (2, 4, 2))} for x in (ids[:, 0], ids)],
+        {"cos": low, "sin": high, "positions": Starts(torch.tensor([3, 0, 7, 1]))},
+        {"cos": low, "sin": high, "positions": Starts(cp_size=2, cp_rank=1)},
+    ]
+    for words in kinds:
+        for axis in (0, 2) if isinstance(words.get("positions"), Starts) else range(3):
+            assert_alike(partial(jitrope.apply_rope, **words), [(q, [Shard(axis)]), (k, [Shard(axis)])])
+    of_half = [(half, [Shard(1)])] * 2
+    assert_alike(partial(jitrope.apply_rope, cos=cos, sin=sin, rounding="dtype"), of_half)
     inputs = [(heads(n, layout="thd"), [Shard(1)]) for n in (8, 4)]
     for words in ({}, {"start_positions": torch.tensor([1, 2, 3])}, {"packed_table": True}):
         packed = Packed(torch.tensor([0, 5, 19, 30]), **words)
-        assert_alike(partial(jitrope.apply_rope, cos=cos, sin=sin, positions=packed), inputs)
+        assert_alike(partial(jitrope.apply_rope, cos=low, sin=high, positions=packed), inputs)
 
 
-@on_ranks()
+@on_ranks
 def test_gradients_that_are_placed_otherwise() -> None:
     """torch places them, with right results. Decisions for one layout are not used for another."""
     q, g = heads(S), heads(S + 1)[:, :, :S].contiguous()
@@ -233,25 +223,24 @@ def test_gradients_that_are_placed_otherwise() -> None:
 # ---- in place, norms ---------------------------------------------------------------------------------
 
 
-@on_ranks()
+@on_ranks
 def test_in_place() -> None:
     """The DTensors are the results, in their memory, and autograd sees the writes."""
     q, k, packed = heads(8), heads(4), Packed(torch.tensor([0, 5, 19, 30]))
     cos, sin = table(40, D // 2)
-    norm = lambda q, k, **words: jitrope.prepare_qkv(q, k, None, cos, sin, norm=Norm(), **words)[:2]  # noqa: E731
-    for function, axis in itertools.product((partial(jitrope.apply_rope, cos=cos, sin=sin), norm), range(3)):
+    for function, axis in itertools.product((jitrope.apply_rope, prepared), range(3)):
         placed = [place(x, Shard(axis)) for x in (q, k)]
         before = [(x.to_local().data_ptr(), x._version) for x in placed]
         with CommDebugMode() as comm:
-            out = function(*placed, inplace=True)
+            out = function(*placed, cos=cos, sin=sin, inplace=True)
         assert comm.get_total_counts() == 0
-        for x, y, expected, (address, version) in zip(placed, out, function(q, k), before):
+        for x, y, expected, (address, version) in zip(placed, out, function(q, k, cos=cos, sin=sin), before):
             assert x is y
             assert x.to_local().data_ptr() == address
             assert x._version > version
             assert_same(x, expected, [Shard(axis)])
-    trained = lambda *x: jitrope.apply_rope(*[y * 1 for y in x], cos, sin, inplace=True)  # noqa: E731
-    assert_alike(trained, [(q, [Shard(1)]), (k, [Shard(1)])])
+    inputs = [(q, [Shard(1)]), (k, [Shard(1)])]
+    assert_alike(lambda q, k: jitrope.apply_rope(q * 1, k * 1, cos, sin, inplace=True), inputs)
     q = heads(8, layout="thd")
     placed = place(q, Shard(1))
     jitrope.apply_rope(placed, None, cos, sin, positions=packed, inplace=True)
@@ -260,7 +249,7 @@ def test_in_place() -> None:
         jitrope.apply_rope(placed.requires_grad_() * 1, None, cos, sin, positions=packed, inplace=True)
 
 
-@on_ranks()
+@on_ranks
 def test_in_place_with_a_gradient() -> None:
     """Tensors that share memory are refused, and a k without a gradient stays one."""
     whole = heads(9).requires_grad_() * 1
@@ -273,212 +262,166 @@ def test_in_place_with_a_gradient() -> None:
     assert not k.requires_grad
 
 
-@on_ranks()
+@on_ranks
 def test_norms() -> None:
     """Of heads, of layers, of v, which has a launch of its own, and across heads, which stay on one rank."""
-    cos, sin = table(S + 2, D // 2)
-    q, k = heads(8), heads(4)
-
-    def norm(q: Any, k: Any, *w: Any, **words: Any) -> Any:
-        words.update(zip(("q_bias", "k_bias"), w[2:]))
-        return jitrope.prepare_qkv(q, k, None, cos, sin, norm=Norm(*w[:2], **words))
-
+    q, k, norm = heads(8), heads(4), partial(prepared, **dict(zip(("cos", "sin"), table(S + 2, D // 2))))
     for axis in range(3):
         inputs = [(q, [Shard(axis)]), (k, [Shard(axis)])]
         for rounding in ("none", "once", "twice"):
-            centered = partial(norm, rounding=rounding, zero_centered=axis == 0)
-            assert_alike(centered, inputs, [(WEIGHT, [P])] * 2)
-        assert_alike(lambda q, k: jitrope.prepare_qkv(q, k, None, norm=Norm()), inputs)
-        assert_alike(partial(norm, kind="layer_norm"), inputs, [(WEIGHT, [P])] * 4)
+            words = {"rounding": rounding, "zero_centered": axis == 0}
+            assert_alike(partial(norm, norm=words), inputs, [(WEIGHT, [P])] * 2)
+        assert_alike(prepared, inputs)
+        assert_alike(partial(norm, norm={"kind": "layer_norm"}), inputs, [(WEIGHT, [P])] * 4)
         with_v = [*inputs, (k + 1, [Shard(axis)])]
-        assert_alike(lambda *x: jitrope.prepare_qkv(*x, cos, sin, norm=Norm(v_norm=True)), with_v)
+        assert_alike(lambda *x: jitrope.prepare_qkv(*x, COS, SIN, norm=Norm(v_norm=True)), with_v)
         if axis < 2:
             wide = [(torch.linspace(0.5, 1.5, n * D), [P]) for n in (8, 4)]
-            assert_alike(partial(norm, across_heads=True), inputs, wide)
-            of_ranks = lambda q, k, *means: jitrope.prepare_qkv(  # noqa: E731
-                q, k, None, norm=Norm(across_heads=True, mean_squares=means)
-            )
-            given = [q, k, *[x.square().mean((-2, -1)) for x in (q, k)]]
-            placed = of_ranks(*[place(x, Shard(axis)) for x in given])
-            for x, want in zip(placed[:2], of_ranks(*given)):
+            assert_alike(partial(norm, norm={"across_heads": True}), inputs, wide)
+            found, means = [], [x.square().mean((-2, -1)) for x in (q, k)]
+            for given in ([q, k, *means], [place(x, Shard(axis)) for x in (q, k, *means)]):
+                found.append(prepared(*given[:2], norm={"across_heads": True, "mean_squares": given[2:]}))
+            for want, x in zip(found[0][:2], found[1]):
                 assert_same(x, want, [Shard(axis)])
 
 
-@on_ranks()
+@on_ranks
 def test_a_plain_weight_gets_its_whole_gradient() -> None:
-    plain, beside = nn.Parameter(WEIGHT.clone()), nn.Parameter(WEIGHT.clone())
-    for q, weight in ((heads(8), plain), (place(heads(8), Shard(2)), beside)):
-        jitrope.prepare_qkv(q, None, None, COS, SIN, norm=Norm(weight))[0].square().sum().backward()
-    torch.testing.assert_close(beside.grad, plain.grad)
+    found = []
+    compiled = torch.compile(prepared, fullgraph=True, backend="aot_eager")
+    for function, q in (
+        (prepared, heads(8)),
+        (prepared, place(heads(8), Shard(2))),
+        (compiled, place(heads(8), Shard(2))),
+    ):
+        weight = nn.Parameter(WEIGHT.clone())
+        function(q, None, weight, cos=COS, sin=SIN)[0].square().sum().backward()
+        found.append(weight.grad)
+    torch.testing.assert_close(found[1:], found[:1] * 2)
 
 
 # ---- refusals ----------------------------------------------------------------------------------------
 
 
-@on_ranks()
+@on_ranks
 def test_placements_that_are_refused() -> None:
     """On all ranks, and nothing is sent."""
-    cos, sin, q, k, call = COS, SIN, heads(8), heads(4), jitrope.apply_rope
+    q, k, cos, sin = heads(8), heads(4), COS, SIN
     whole, batch, seq, by_heads = (place(q, p) for p in (R, Shard(0), Shard(1), Shard(2)))
     packed, lengths = place(heads(4, layout="thd"), Shard(0)), Packed(torch.tensor([0, 4, 8]))
-    summed, other = DTensor.from_local(q, mesh((4,)), [P], run_check=False), place(cos, Shard(0))
+    summed, of_tokens = DTensor.from_local(q, mesh((4,)), [P], run_check=False), place(cos, Shard(0))
     strided = DTensor.from_local(q[:, :, :2], mesh((2, 2)), [_StridedShard(2, split_factor=2), Shard(2)])
-    long, wide = table(S + 4, D // 2), table(2 * S, D // 2)
-    long_cos, prepare, norm = place(long[0], Shard(0)), jitrope.prepare_qkv, Norm(v_norm=True)
-    is_q = r"apply_rope: q is \(4, 8, 8, 16\), placed as "
+    long, wide = table(S + 4, D // 2), dict(zip(("cos", "sin"), table(2 * S, D // 2)))
+    each = dict(zip(("cos", "sin"), table(B, S, 8, D // 2)))
+    is_q, few = r"apply_rope: q is \(4, 8, 8, 16\), placed as ", r"it has too few {} for 4 ranks; redistribute {}"
     allowed = (
-        r"allowed are Replicate\(\), Shard\(0\) \(batch\), Shard\(1\) \(seq\), Shard\(2\) \(heads\).*redistribute q"
+        r"; allowed are Replicate\(\), Shard\(0\) \(batch\), Shard\(1\) \(seq\), Shard\(2\) \(heads\).*redistribute q"
     )
-    few = r"it has too few {} for 4 ranks; redistribute {}"
-    refused: list[tuple[str, Callable[[], Any]]] = [
-        (is_q + r"\(Shard\(dim=3\),\); " + allowed, lambda: call(place(q, Shard(3)), None, cos, sin)),
-        (is_q + r"\(Partial\(sum\),\); " + allowed, lambda: call(summed, None, cos, sin)),
-        (is_q + r".*_S.*; " + allowed, lambda: call(strided, None, cos, sin)),
-        ("and k is .*the same for q and k", lambda: call(seq, place(k, R), cos, sin)),
-        ("and k is .*the same for q and k", lambda: call(by_heads, place(k, Shard(1)), cos, sin)),
-        ("and k is .*the same for q and k", lambda: call(batch, place(k, Shard(2)), cos, sin)),
-        ("k is a plain tensor beside DTensors", lambda: call(by_heads, k, cos, sin)),
-        ("q is a plain tensor beside DTensors", lambda: call(q, None, place(cos, R), sin)),
-        ("q is a plain tensor", lambda: call(q, None, cos, sin, positions=place(torch.arange(S), R))),
-        ("k is on .*use one mesh", lambda: call(place(q, R, R), place(k, R), cos, sin)),
-        ("cos is on .*use one mesh", lambda: call(whole, None, place(cos, R, R), sin)),
-        (few.format("heads", "k"), lambda: call(by_heads, place(heads(2), Shard(2)), cos, sin)),
-        (few.format("batch", "q"), lambda: call(place(heads(8, b=3), Shard(0)), None, cos, sin)),
-        (few.format("seq", "q"), lambda: call(place(heads(8, s=3), Shard(1)), None, cos, sin)),
-        (r"q is \(B=4, S=8, H=8, D=16\) but cos has 7 rows", lambda: call(seq, None, cos[:7], sin[:7])),
-        ("layout is 'bhds'", lambda: call(by_heads, None, cos, sin, layout="bhds")),
-        (r"cos is .*placed as .*must be replicated, or \(Rep.*redistribute cos", lambda: call(whole, None, other, sin)),
-        (r"cos is .*placed as .*must be replicated, or \(Rep", lambda: call(by_heads, None, other, sin)),
-        ("cos is .*with 8 rows, one for each token", lambda: call(seq, None, long_cos, long[1])),
-        ("cos is .*must be replicated", lambda: call(seq, None, place(cos, Shard(1)), sin)),
-        ("allowed are", lambda: call(by_heads, place(q, R), *table(B, S, 8, D // 2))),
-        (
-            "count tokens of whole.*positions as ids",
-            lambda: call(seq, None, *wide, positions=Starts(torch.zeros(B, dtype=torch.int64))),
-        ),
-        ("count tokens of whole.*positions as ids", lambda: call(seq, None, *wide, positions=Starts(cp_size=2))),
-        ("count tokens of whole sequences", lambda: call(packed, None, cos, sin, positions=lengths)),
-        (
-            r"Shard\(1\) \(seq\), .*across_heads",
-            lambda: prepare(by_heads, None, None, norm=Norm(across_heads=True)),
-        ),
-        (
-            r"allowed are Replicate\(\), the same",
-            lambda: prepare(packed, None, None, norm=Norm(across_heads=True), positions=lengths),
-        ),
-        ("q_weight is .*replicated", lambda: prepare(by_heads, None, None, norm=Norm(place(WEIGHT, Shard(0))))),
-        (
-            r"v is .*\(Shard\(dim=3\),\); allowed .*redistribute v",
-            lambda: prepare(whole, whole, place(q, Shard(3)), norm=norm),
-        ),
+    refused: list[tuple[str, Any, Any, dict[str, Any]]] = [
+        (is_q + r"\(Shard\(dim=3\),\)" + allowed, place(q, Shard(3)), None, {}),
+        (is_q + r"\(Partial\(sum\),\)" + allowed, summed, None, {}),
+        (is_q + r".*_S.*" + allowed, strided, None, {}),
+        ("and k is .*the same for q and k", seq, place(k, R), {}),
+        ("and k is .*the same for q and k", by_heads, place(k, Shard(1)), {}),
+        ("and k is .*the same for q and k", batch, place(k, Shard(2)), {}),
+        ("k is a plain tensor beside DTensors", by_heads, k, {}),
+        ("q is a plain tensor beside DTensors", q, None, {"cos": place(cos, R)}),
+        ("q is a plain tensor", q, None, {"positions": place(torch.arange(S), R)}),
+        ("k is on .*use one mesh", place(q, R, R), place(k, R), {}),
+        ("cos is on .*use one mesh", whole, None, {"cos": place(cos, R, R)}),
+        (few.format("heads", "k"), by_heads, place(heads(2), Shard(2)), {}),
+        (few.format("batch", "q"), place(heads(8, b=3), Shard(0)), None, {}),
+        (few.format("seq", "q"), place(heads(8, s=3), Shard(1)), None, {}),
+        (r"q is \(B=4, S=8, H=8, D=16\) but cos has 7 rows", seq, None, {"cos": cos[:7], "sin": sin[:7]}),
+        ("layout is 'bhds'", by_heads, None, {"layout": "bhds"}),
+        (r"cos is .*placed.*must be replicated, or \(Rep.*redistribute cos", whole, None, {"cos": of_tokens}),
+        (r"cos is .*placed.*must be replicated, or \(Rep.*redistribute cos", by_heads, None, {"cos": of_tokens}),
+        ("cos is .*with 8 rows, one for each", seq, None, {"cos": place(long[0], Shard(0)), "sin": long[1]}),
+        ("cos is .*must be replicated", seq, None, {"cos": place(cos, Shard(1))}),
+        ("allowed are", by_heads, place(q, R), each),
+        ("count tokens of whole.*as ids", seq, None, {**wide, "positions": Starts(torch.zeros(B, dtype=torch.int64))}),
+        ("count tokens of whole.*positions as ids", seq, None, {**wide, "positions": Starts(cp_size=2)}),
+        ("count tokens of whole sequences", packed, None, {"positions": lengths}),
     ]
     # Parts that torch would cut differently: positions would be wrong.
     if (size := [1, 2, 2, 3][dist.get_rank()]) != 2:
         own = {"run_check": False, "shape": q.shape, "stride": q.stride()}
         odd = DTensor.from_local(q[:, :size], mesh((4,)), [Shard(1)], **own)
-        refused.append(("the seq is cut in different parts.*distribute_tensor", lambda: call(odd, None, cos, sin)))
-    for match, refuse in refused:
+        refused.append(("the seq is cut in different parts.*distribute_tensor", odd, None, {}))
+    prepared = [
+        (r"Shard\(1\) \(seq\), .*across_heads", by_heads, None, {"norm": Norm(across_heads=True)}),
+        (r"allowed are Rep.*\(\), the same", packed, None, {"norm": Norm(across_heads=True), "positions": lengths}),
+        ("q_weight is .*replicated", by_heads, None, {"norm": Norm(place(WEIGHT, Shard(0)))}),
+        (
+            r"v is .*\(Shard\(dim=3\),\); allowed .*redistribute v",
+            whole,
+            place(q, Shard(3)),
+            {"norm": Norm(v_norm=True)},
+        ),
+    ]
+    for match, q, other, words in refused:
         with pytest.raises(InvalidInput, match=match), CommDebugMode() as comm:
-            refuse()
+            jitrope.apply_rope(q, other, **{"cos": cos, "sin": sin, **words})
+        assert comm.get_total_counts() == 0, match
+    for match, q, v, words in prepared:
+        with pytest.raises(InvalidInput, match=match), CommDebugMode() as comm:
+            jitrope.prepare_qkv(q, None if v is None else q, v, **words)
         assert comm.get_total_counts() == 0, match
 
 
-@on_ranks()
+@on_ranks
 def test_calls_that_take_local_tensors_only() -> None:
     q, plain = place(heads(4), Shard(2)), heads(4)
-    qkv, cache = place(torch.randn(B, S, 4, 3 * D), Shard(2)), torch.zeros(2, B * S, 4, D)
-    wide, slots = place(torch.randn(B, S, 12 * D), Shard(2)), torch.arange(B * S)
-    grouped, fused = {"heads": (4, 4), "order": "grouped"}, jitrope.prepare_fused_qkv
+    qkv, wide = place(torch.randn(B, S, 4, 3 * D), Shard(2)), place(torch.randn(B, S, 12 * D), Shard(2))
+    cache = jitrope.KVCache(*torch.zeros(2, B * S, 4, D), torch.arange(B * S))
+    prepare, fused = jitrope.prepare_qkv, partial(jitrope.prepare_fused_qkv, qkv, order="grouped")
     for call in (
-        lambda: jitrope.prepare_qkv(q, None, None, COS, SIN, quantize=jitrope.Quantize(1.0)),
-        lambda: jitrope.prepare_qkv(q, q, q, COS, SIN, cache=jitrope.KVCache(*cache, slots)),
-        lambda: jitrope.prepare_qkv(q, q, q, COS, SIN, cache=jitrope.KVCache(*cache, slots), inplace=True),
-        lambda: fused(qkv, COS, SIN, **grouped),
-        lambda: fused(wide, COS, SIN, heads=(4, 4)),
-        lambda: fused(qkv, COS, SIN, **grouped, inplace=True),
-        lambda: fused(qkv, COS, SIN, **grouped, norm=Norm()),
-        lambda: jitrope.prepare_joint_qkv((q, q, q), (plain, plain, plain), COS, SIN, norm=Norm()),
+        partial(prepare, q, None, None, quantize=jitrope.Quantize(1.0)),
+        partial(prepare, q, q, q, cache=cache),
+        partial(prepare, q, q, q, cache=cache, inplace=True),
+        partial(fused, heads=(4, 4)),
+        partial(jitrope.prepare_fused_qkv, wide, heads=(4, 4)),
+        partial(fused, heads=(4, 4), inplace=True),
+        partial(fused, heads=(4, 4), norm=Norm()),
+        partial(jitrope.prepare_joint_qkv, (q, q, q), (plain, plain, plain), norm=Norm()),
     ):
         with pytest.raises(InvalidInput, match=r"it takes no DTensors; pass x.to_local\(\)"), CommDebugMode() as comm:
-            call()
+            call(cos=COS, sin=SIN)
         assert comm.get_total_counts() == 0
 
 
-# ---- a module, and torch.compile -----------------------------------------------------------------------
+# ---- torch.compile --------------------------------------------------------------------------------------
 
 
-class Attention(nn.Module):
-    """Projections, norms and rope, with tensor parallelism and with plain tensors."""
-
-    def __init__(self, norm: bool) -> None:
-        super().__init__()
-        self.q_proj, self.k_proj = nn.Linear(32, 8 * D), nn.Linear(32, 4 * D)
-        self.out_proj = nn.Linear(8 * D, 32)
-        self.q_norm, self.k_norm = (nn.Parameter(WEIGHT.clone()) if norm else None for _ in range(2))
-
-    def forward(self, x: Tensor) -> Any:
-        q, k = (proj(x).unflatten(-1, (-1, D)) for proj in (self.q_proj, self.k_proj))
-        if self.q_norm is None:
-            q, k = jitrope.apply_rope(q, k, COS, SIN)
-        else:
-            q, k, _ = jitrope.prepare_qkv(q, k, None, COS, SIN, norm=Norm(self.q_norm, self.k_norm))
-        return self.out_proj((q.unflatten(2, (4, 2)) * k.unsqueeze(3)).flatten(2))
-
-
-@on_ranks()
-def test_a_tensor_parallel_block() -> None:
-    """It sends what RowwiseParallel sends, and its parameters get the gradients of a plain block."""
-    for compile_it, norm in ((False, False), (False, True), (True, True)):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        block, x = Attention(norm), torch.randn(2, S, 32)
-        plain = block(x)
-        plain.square().sum().backward()
-        expected = {name: p.grad for name, p in block.named_parameters()}
-        block.zero_grad()
-        local = ColwiseParallel(use_local_output=False)
-        parallelize_module(block, mesh((4,)), {"q_proj": local, "k_proj": local, "out_proj": RowwiseParallel()})
-        if compile_it:
-            y = torch.compile(block, fullgraph=True, backend="aot_eager")(x)
-        else:
-            with CommDebugMode() as comm:
-                y = block(x)
-            assert comm.get_total_counts() == 1, dict(comm.get_comm_counts())
-        torch.testing.assert_close(y, plain)
-        y.square().sum().backward()
-        for name, p in block.named_parameters():
-            grad: Any = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-            torch.testing.assert_close(grad, expected[name], msg=lambda m, n=name: f"{n}: {m}")
-
-
-@on_ranks()
+@on_ranks
 def test_compiled_calls() -> None:
     cos, sin = table(12, D // 2)
     q, k = heads(8, s=10), heads(4, s=10)
     ids = torch.randint(12, (B, 10), generator=torch.Generator().manual_seed(1))
     for p, words in (((Shard(0), Shard(2)), {}), ((Shard(1), Shard(2)), {}), ([Shard(1)], {"positions": ids})):
         torch._dynamo.reset()
-        function = lambda q, k, words=words: jitrope.apply_rope(q, k, cos, sin, **words)  # noqa: E731
+        function = partial(jitrope.apply_rope, cos=cos, sin=sin, **words)
         compiled = torch.compile(function, fullgraph=True, backend=aot_autograd(fw_compiler=silent))
         assert_alike(function, [(q, p), (k, p)], sharded=compiled, watch=nullcontext)
-
-
-@on_ranks()
-def test_compiled_in_place() -> None:
-    q, k, p, backend = heads(8), heads(4), [Shard(1)], aot_autograd(fw_compiler=silent)
-    placed = [place(x, *p) for x in (q, k)]
-
-    def step(q: Tensor, k: Tensor) -> Any:
-        return jitrope.apply_rope(q, k, COS, SIN, inplace=True)[0] + 1
-
     torch._dynamo.reset()
-    out = torch.compile(step, fullgraph=True, backend=backend)(*placed)
-    expected = jitrope.apply_rope(q, k, COS, SIN)
+    norm, weights = partial(prepared, cos=cos, sin=sin), [(WEIGHT, [P])] * 2
+    compiled = torch.compile(norm, fullgraph=True, backend="aot_eager")
+    assert_alike(norm, [(q, [Shard(2)]), (k, [Shard(2)])], weights, sharded=compiled, watch=nullcontext)
+
+
+@on_ranks
+def test_compiled_in_place() -> None:
+    inputs, backend = [(heads(n), [Shard(1)]) for n in (8, 4)], aot_autograd(fw_compiler=silent)
+    placed, rope = [place(x, *p) for x, p in inputs], partial(jitrope.apply_rope, cos=COS, sin=SIN, inplace=True)
+    torch._dynamo.reset()
+    written = torch.compile(lambda q, k: (rope(q, k), q + 1)[1], fullgraph=True, backend=backend)
+    out, expected = written(*placed), jitrope.apply_rope(*[x for x, _ in inputs], COS, SIN)
     for x, y in zip((*placed, out), (*expected, expected[0] + 1)):
-        assert_same(x, y, p)
-    trained = lambda q, k: jitrope.apply_rope(q * 1, k * 1, COS, SIN, inplace=True)  # noqa: E731
-    compiled = torch.compile(trained, fullgraph=True, backend=backend)
-    assert_alike(trained, [(q, p), (k, p)], sharded=compiled, watch=nullcontext)
+        assert_same(x, y, [Shard(1)])
+    trained = [
+        f(lambda q, k: rope(q * 1, k * 1)) for f in (partial, partial(torch.compile, fullgraph=True, backend=backend))
+    ]
+    assert_alike(trained[0], inputs, sharded=trained[1], watch=nullcontext)
 
 
 def test_it_is_imported_with_the_first_dtensor() -> None:
