@@ -305,15 +305,6 @@ def test_rows_that_a_backend_leaves_undefined(name: str, cp_size: int, monkeypat
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
-
-def grown(batch: Batch, backend: str, dtype: torch.dtype) -> Batch:
-    """Five times as long, longer than a block of a kernel, and still with lengths that no number of chunks divides."""
-    lengths, pads = (tuple(5 * n for n in x) for x in (batch.lengths, batch.slots))
-    window = tuple(5 * n if n > 0 else n for n in batch.window)
-    of = {"heads": (4, 2, 64, 64), "dtype": dtype, "options": {"backend": backend}}
-    return replace(batch, lengths=lengths, pads=pads, window=window, **of)
-
-
 BACKENDS_ON_GPU = {  # and the numbers of ranks
     **{(version, BF16): (1, 2, 4, 8) for version in ("flash", "FA3", "FA4")},
     **{("math", dtype): (4,) for dtype in (torch.float32, BF16)},
@@ -327,9 +318,15 @@ LONG = Batch((137, 0, 641, 89, 1, 3), pads=8)
 @pytest.mark.parametrize(("backend", "dtype"), BACKENDS_ON_GPU)
 @pytest.mark.parametrize("name", PLAIN)
 def test_backends_on_a_gpu(name: str, backend: str, dtype: torch.dtype) -> None:
-    """With GQA, empty segments and rows of no segment. FlashAttention 3 and 4 are run if they are installed."""
+    """With GQA, empty segments and rows of no segment. FlashAttention 3 and 4 are run if they are installed.
+
+    Batches are five times as long, longer than a block of a kernel. No number of chunks divides most lengths.
+    """
     newer = backend.startswith("FA")
-    batch = grown(PLAIN[name], "flash" if newer else backend, dtype)
+    small, of = PLAIN[name], {"dtype": dtype, "options": {"backend": "flash" if newer else backend}}
+    lengths, pads = (tuple(5 * n for n in x) for x in (small.lengths, small.slots))
+    window = tuple(5 * n if n > 0 else n for n in small.window)
+    batch = replace(small, lengths=lengths, pads=pads, window=window, heads=(4, 2, 64, 64), **of)
     try:
         if newer:
             torch.nn.attention.activate_flash_attention_impl(backend)
