@@ -1,0 +1,83 @@
+"""Tests whose body runs on each of several processes: `@on_ranks`.
+
+The processes start with the first such test, and serve all of a run. One failure ends them, because the ranks may be
+out of step then, and the next test starts others.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import tempfile
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from .fresh import SERVER
+
+GROUPS: list[dist.ProcessGroup | None] = []
+"""In a process with gloo: the groups of 1, 2, 3 and 4 processes that it is in; None is torch's default group."""
+
+_started: dict[str, list[tuple[Any, Any]]] = {}  # of a backend: the processes, and the pipes to them
+
+
+def _on_ranks(backend: str, body: Any) -> Any:
+    @functools.wraps(body)
+    def test(**words: Any) -> None:
+        size, errors = 4 if backend == "gloo" else min(4, torch.cuda.device_count()), []
+        if size < 2:
+            pytest.skip("this machine has one GPU; NCCL takes one for each process")
+        if backend not in _started:
+            folder, _started[backend] = tempfile.mkdtemp(), []
+            for rank in range(size):
+                ours, theirs = SERVER.Pipe()
+                process = SERVER.Process(target=_serve, args=(rank, size, backend, folder, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                _started[backend].append((process, ours))
+        for _, pipe in _started[backend]:
+            pipe.send((body.__module__, body.__name__, words))
+        for rank, (_, pipe) in enumerate(_started[backend]):
+            try:
+                error = pipe.recv() if pipe.poll(500) else "it does not end"
+            except EOFError:
+                error = "the process ended"
+            errors += [f"rank {rank}: {error}"] if error else []
+        if errors:
+            for process, _ in _started.pop(backend):
+                process.kill()
+        assert not errors, "\n".join(errors)
+
+    test.body = body
+    return pytest.mark.slow(test) if backend == "gloo" else pytest.mark.gpu(pytest.mark.hardware(test))
+
+
+on_ranks = functools.partial(_on_ranks, "gloo")
+"""A test whose body runs on four processes."""
+on_gpus = functools.partial(_on_ranks, "nccl")
+"""A test whose body runs on four processes with a GPU each, or on two if there are no more GPUs."""
+
+
+def _serve(rank: int, size: int, backend: str, folder: str, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    words: dict[str, Any] = {"rank": rank, "world_size": size, "timeout": timedelta(seconds=60)}
+    dist.init_process_group(backend, init_method=f"file://{Path(folder, 'store')}", **words)
+    for members in ([0], [1], [2], [3], [0, 2], [1, 3], [0, 1, 2]) if backend == "gloo" else ():
+        group = dist.new_group(members)
+        if rank in members:
+            GROUPS.append(group)
+    GROUPS.append(None)
+    while True:
+        module, name, given = pipe.recv()  # the parent's end ends this process
+        try:
+            getattr(importlib.import_module(module), name).body(**given)
+            pipe.send("")
+        except Exception:
+            pipe.send(traceback.format_exc())

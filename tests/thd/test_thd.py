@@ -1,0 +1,462 @@
+"""Moves of rows between ranks, attention's segments and ring attention's corrections.
+
+The kernels against plain torch (`reference`), and plain torch against literals.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import shutil
+import subprocess
+import sysconfig
+from itertools import accumulate, chain
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.functional import pad
+
+from jitrope import thd
+from jitrope.base.partition import RULES
+from jitrope.jit import compiler
+from jitrope.jit.render import render
+from jitrope.run.enqueue import Call, enqueue
+from jitrope.thd import ops as thd_ops
+from jitrope.thd import reference
+from jitrope.thd.reference import Correction, Move, Segments
+from jitrope.thd.shape import Mask, Shape
+from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, rows_spec
+
+from ..devices import DEVICES, devices
+from ..host import harness
+from ..host.backend import DEVICE
+
+MASKS = {
+    "causal": Mask(-1, 0), "full": Mask(-1, -1), "causal-window": Mask(3, 0), "diagonal": Mask(0, 0),
+    "two-sided": Mask(4, 1), "ahead": Mask(-1, 2), "behind": Mask(3, -1), "only-ahead": Mask(0, 5),
+}  # fmt: skip
+SEEDS = [
+    *devices([(0,), (1,)], [(0,), (1,)]),
+    *[pytest.param(DEVICE, n, marks=[pytest.mark.gpu, pytest.mark.hardware]) for n in range(2, 8)],
+]
+
+
+def offsets(lengths, dtype=torch.int32) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=dtype)
+
+
+class Pack:
+    """A random batch, with padding or without, and some with spare rows."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = draw = random.Random(seed)
+        count = draw.choice((1, 2, 5, 40))
+        slots = [draw.choice((0, 1, 3, 9, 17, 30)) for _ in range(count)]
+        padded = draw.random() < 0.5
+        lengths = [draw.randint(0, n) for n in slots] if padded else slots
+        dtype = draw.choice((torch.int32, torch.int64))
+        self.cu_seqlens, self.slots = offsets(lengths, dtype), offsets(slots, dtype)
+        self.padded = self.slots if padded else None
+        self.tokens, cp_size = sum(slots) + draw.choice((0, 5)) or 1, draw.choice((1, 2, 3, 4, 8))
+        self.shape = Shape(self.tokens, count, cp_size, draw.randrange(cp_size), draw.choice(RULES))
+
+
+# ---- the kernels ---------------------------------------------------------------------------------------
+
+
+def launch(calls: list[Call] | None, device: str) -> None:
+    """On the device of the tests marked `gpu`, else on the CPU in a process of its own, under ASan and UBSan."""
+    assert calls is not None
+    for call in calls:
+        if device == DEVICE:
+            enqueue(call)
+        else:
+            harness.run(render(call.spec), call.grid, call.spec.threads, call.tensors, call.words)
+
+
+@pytest.mark.parametrize(("device", "seed"), SEEDS)
+def test_tables(device: str, seed: int) -> None:
+    pack = Pack(seed)
+    first = pack.shape._replace(cp_rank=0)
+    for map, shape, rows in (
+        ("to_ranks", pack.shape, pack.shape.rows), ("positions", pack.shape, pack.shape.rows),
+        ("to_sequences", pack.shape, pack.tokens), ("to_ranks", first, first.all_rows),
+    ):  # fmt: skip
+        out = torch.full((rows,), -7, dtype=torch.int32, device=device)
+        launch(thd_ops.rows_calls(Move([], [out], map, pack.slots.to(device), shape=shape)), device)
+        assert torch.equal(out.cpu(), reference.table(pack.slots, map, rows, shape)), map
+
+
+def assert_segments(device: str, cu_seqlens, padded, shape: Shape, mask: Mask) -> None:
+    """The kernels' tables are those of plain torch."""
+    flat = reference.empty_segments(cu_seqlens, padded, shape, mask)
+    reference.fill_segments(flat, cu_seqlens, padded, shape, mask)
+    there = [x if x is None else x.to(device) for x in (cu_seqlens, padded)]
+    made = reference.empty_segments(*there, shape, mask)
+    launch(thd_ops.segments_calls(made, *there, shape, mask), device)
+    want, got = (Segments.of(x, shape, mask, padded is not None) for x in (flat, made))
+    for name, x, y in zip(want._fields, want, got):
+        assert (x is None) == (y is None), name
+        assert x is None or torch.equal(x, y.cpu()), name
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("device", "seed"), SEEDS)
+def test_segments(device: str, seed: int, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a block with so few threads that it does not scan a few dozen sequences at a time."""
+    monkeypatch.setattr("jitrope.thd.spec.SCAN_THREADS", 32)
+    pack = Pack(8 * seed + list(MASKS).index(mask))
+    assert_segments(device, pack.cu_seqlens, pack.padded, pack.shape, MASKS[mask])
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("device", "count"),
+    [*devices([(0,)], [(0,)]), pytest.param(DEVICE, 3000, marks=[pytest.mark.gpu, pytest.mark.hardware])],
+)
+def test_exchanged_segments(device: str, count: int, rule: str) -> None:
+    """With long sequences and a short window ranks send each other only the rows that are needed.
+
+    Also of more sequences than a block scans at a time.
+    """
+    short = torch.randint(0, 60, (count,), generator=torch.Generator().manual_seed(0)).tolist()
+    lengths = [*short, 40_000, 30_000] if count else [97, 60, 0, 41, 2]
+    for rank in range(4):
+        for mask in (MASKS["causal-window"], MASKS["two-sided"]) if count else (MASKS["causal-window"],):
+            shape = Shape(sum(lengths) + 3, len(lengths), 4, rank, rule)
+            assert shape.exchange(mask) is not None
+            assert_segments(device, offsets(lengths), None, shape, mask)
+
+
+@pytest.mark.parametrize("kind", ["to_ranks", "to_sequences", "stay", "table", "sum", "valid", "tail"])
+@pytest.mark.parametrize(("device", "seed"), SEEDS)
+def test_rows(device: str, seed: int, kind: str) -> None:
+    """Rows of any size, dtype and alignment, with gaps or without, in one tensor or two. Other rows do not change."""
+    pack = Pack(1000 * len(kind) + seed)
+    torch.manual_seed(seed)
+    draw, shape = pack.draw, pack.shape._replace(cp_rank=0)
+    dtype = draw.choice((torch.bfloat16, torch.float16, torch.float32, *((torch.int8,) if kind != "sum" else ())))
+    sizes = {"to_ranks": shape.all_rows, "stay": pack.tokens + draw.choice((0, 3)), "table": 70, "sum": 33}
+    count, read = sizes.get(kind, pack.tokens), shape.all_rows if kind == "to_sequences" else pack.tokens
+    inputs, outputs, table = [], [], None
+    for _ in range(1 if kind == "tail" else draw.choice((1, 2))):
+        width = draw.choice(((16,), (3,), (1,), (24,), (2, 8), (65,), (520,)))
+        gap = draw.choice((0, 8, 1)) if len(width) == 1 else 0
+        wide = torch.randint(-99, 99, (read, *width[:-1], width[-1] + gap)).to(device, dtype)
+        inputs.append(wide[..., : width[-1]])
+        outputs.append(torch.full((count, *width), 77, dtype=dtype, device=device))
+    if kind in ("table", "sum"):
+        table = torch.randint(-1, pack.tokens, (count,) if kind == "table" else (draw.choice((1, 2, 5)), count)).int()
+    tables = (pack.slots, pack.cu_seqlens if kind == "valid" else None, table)
+    map, wants = "table" if kind == "sum" else kind, [x.cpu().clone() for x in outputs]
+    reference.move(Move([x.cpu() for x in inputs] if kind != "tail" else wants, wants, map, *tables, shape))
+    there = [x if x is None else x.to(device) for x in tables]
+    launch(thd_ops.rows_calls(Move(inputs if kind != "tail" else outputs, outputs, map, *there, shape)), device)
+    for out, want in zip(outputs, wants):
+        assert torch.equal(out.cpu(), want)
+
+
+STEPS = (
+    ("lse", "nothing", "add"), ("read_lse", "nothing", "copy"), ("out", "add", "add"), ("out", "nothing", "add"),
+    ("grad", "add", "nothing"), ("grad", "copy", "nothing"), ("grad", "nothing", "add"), ("grad", "nothing", "copy"),
+    ("grad", "add", "copy"), ("grad", "copy", "add"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("step", STEPS, ids="-".join)
+@pytest.mark.parametrize(("device", "seed"), SEEDS)
+def test_corrections(device: str, seed: int, step: tuple[str, str, str]) -> None:
+    """Of a random rank. Some sequences have an odd length, some steps no weight or are no number."""
+    draw = random.Random(10 * STEPS.index(step) + seed)
+    torch.manual_seed(seed)
+    lengths = [draw.choice((0, 1, 2, 5, 8)) for _ in range(draw.choice((1, 3, 7)))]
+    t, longest, packed = sum(lengths) + draw.choice((0, 3)), max(lengths) + 1, draw.random() < 0.5
+    heads, size = draw.choice(((2, 8), (3, 5), (4, 16)))
+    half, dtype = "nothing" in step, draw.choice((torch.bfloat16, torch.float32))
+    out, x = torch.randn(t, heads, size).to(dtype), torch.randn(t // 2 + 4 if half else t, heads, size).to(dtype)
+    x[torch.rand(x.shape) < 0.1] = 0
+    lse = torch.randn((heads, t) if packed else (len(lengths), heads, longest))
+    ends = (t // 2 + 4 if packed else longest // 2 + 2) if half else lse.shape[-1]
+    lse_step = torch.randn((*lse.shape[:-1], ends))
+    lse_step[torch.rand(lse_step.shape) < 0.1] = -torch.inf
+    if step[0] != "out":
+        lse[torch.rand(lse.shape) < 0.1] = -torch.inf
+    if step[0] == "lse":  # a step that is no number stays one
+        for x, value in itertools.product((lse, lse_step), (torch.nan, torch.inf)):
+            x[torch.rand(x.shape) < 0.1] = value
+    of = {"out": (out, x, lse, lse_step), "grad": (out, x, None, None)}.get(step[0], (None, None, lse, lse_step))
+    cu_seqlens = offsets(lengths, draw.choice((torch.int32, torch.int64)))
+    there = [y if y is None else y.to(device, copy=True) for y in of]
+    launch(thd_ops.correction_calls(Correction(*step, packed, cu_seqlens.to(device), t, *there)), device)
+    reference.correct(Correction(*step, packed, cu_seqlens, t, *of))
+    for got, want in zip(there, of):
+        if got is not None:
+            rtol = 2**-7 if got.dtype == torch.bfloat16 else 1e-5
+            torch.testing.assert_close(got.cpu(), want, rtol=rtol, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "wild", [[0, 9, 4, 40], [0, -5, 3, 10], [0, 2**31 - 1, 2, 4], [7, 3, 1, 0], [0, 100, 200, 300]]
+)
+def test_offsets_that_are_none_touch_nothing_else(device: str, wild: list[int]) -> None:
+    """Wrong offsets give any rows, but no byte outside the tensors is read or written."""
+    cu_seqlens, shape = torch.tensor(wild, dtype=torch.int32, device=device), Shape(20, 3, 2, 1)
+    for map in ("to_ranks", "to_sequences", "valid", "tail"):
+        x, out = torch.ones(20, 8, device=device), torch.zeros(20, 8, device=device)
+        given = Move([x], [out], map, cu_seqlens, cu_seqlens, None, shape._replace(cp_rank=0))
+        launch(thd_ops.rows_calls(given), device)
+    for mask in (Mask(-1, 0), Mask(2, 1)):
+        flat = reference.empty_segments(cu_seqlens, None, shape, mask)
+        launch(thd_ops.segments_calls(flat, cu_seqlens, None, shape, mask), device)
+    table = torch.tensor([5, 20, -9, 2**31 - 1], dtype=torch.int32, device=device)
+    x, out = torch.ones(20, 8, device=device), torch.full((4, 8), 7.0, device=device)
+    launch(thd_ops.rows_calls(Move([x], [out], "table", table=table)), device)
+    assert out[:, 0].tolist() == [1, 0, 0, 0]
+
+
+# The specs of real calls: each map, tables, sums, segments of each mask, corrections.
+FLAGS = ((False,) * 4, (True, False, True, False), (False, True, False, True), (False, False, True, True))
+CUTS = [("int32", 4, RULES[0]), ("int64", 4, RULES[1])]
+EVERY_KIND: list[RowsSpec | SegmentsSpec | CorrectionSpec] = [
+    *[rows_spec((2048,), 2048, map, cp_size=4) for map in MAPS if map != "positions"],
+    *[rows_spec((2048,), 2048, "to_sequences", False, "int64", 3, rule) for rule in RULES],
+    *[rows_spec((2048,), 2048, "table", sums=True, dtype=x, out_dtype=y)
+      for x, y in (("bf16", "bf16"), ("fp16", "fp32"), ("fp32", "fp32"))],
+    *[RowsSpec(map, True, *cut) for map in ("to_ranks", "to_sequences", "positions") for cut in CUTS],
+    *[SegmentsSpec(rows, *cut, *some, threads=256 if rows else 1024)
+      for rows in (False, True) for some in FLAGS for cut in CUTS],
+    *[CorrectionSpec(*step, True, "bf16", "int32", 8) for step in STEPS],
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120"])
+def test_every_kind_compiles_without_spills(arch: str, tmp_path: Path) -> None:
+    """No spills and no 64-bit divisions, and rows are stored in 16 bytes. sm_90 gets all specs, others a fifth each."""
+    turn = ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120").index(arch)
+    specs = EVERY_KIND if arch == "sm_90" else EVERY_KIND[turn::5]
+    code = {spec: compiler.compile_source(render(spec), arch, ("--ptxas-options=-v",)) for spec in specs}
+    assert all(cubin.startswith(b"\x7fELF") for cubin, _ in code.values())
+    if compiler.nvrtc_version() not in ((13, 2), (13, 5)):
+        pytest.skip(f"machine code is held to bounds for NVRTC 13.2 and 13.5; this is {compiler.nvrtc_version()}")
+    folders = Path(sysconfig.get_paths()["purelib"]).glob("nvidia/*/bin")
+    tool = shutil.which("nvdisasm", path=":".join(map(str, folders))) or shutil.which("nvdisasm")
+    assert tool, "nvdisasm is missing: pip install -e '.[test]'"
+    for spec, (cubin, log) in code.items():
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log, f"{spec.name}: {log}"
+        assert "warning" not in log, log
+        assert not re.search(rb"__cuda_sm\d+_(div|rem)_[su]64", cubin), spec.name  # the function of such a division
+        if isinstance(spec, RowsSpec) and not spec.writes:
+            (tmp_path / "cubin").write_bytes(cubin)
+            text = subprocess.run([tool, str(tmp_path / "cubin")], capture_output=True, text=True, check=True).stdout
+            stores = re.findall(r"\bSTG\S*", text)
+            assert stores, spec.name
+            assert all(".128" in name for name in stores), spec.name
+
+
+# ---- TransformerEngine's functions -------------------------------------------------------------------
+
+
+def test_transformer_engines_worked_example() -> None:
+    """Two ranks, lengths 7 and 3, padded to 8 and 4."""
+    padded, valid = offsets((8, 4)), offsets((7, 3))
+    assert thd.get_partitioned_indices(padded, 12, 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
+    assert thd.get_partitioned_indices(padded, 12, 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
+    x = torch.arange(12)
+    ranks = thd.sequence_order_to_cp_rank_order(x, padded, 2)
+    assert ranks.tolist() == [0, 1, 6, 7, 8, 11, 2, 3, 4, 5, 9, 10]
+    assert torch.equal(thd.cp_rank_order_to_sequence_order(ranks, padded, 2), x)
+    local = offsets((4, 2))
+    halves = [thd.read_half_tensor(torch.arange(6).view(6, 1, 1), local, half).flatten().tolist() for half in (0, 1)]
+    assert halves == [[0, 1, 4], [2, 3, 5]]
+    for rank, steps in ((0, ([0, 1, 4], [2])), (1, ([0, 1, 4], [2, 3, 5]))):
+        shape = Shape(12, 2, 2, rank)
+        cu_q = thd_ops.segments(valid, padded, shape, Mask(-1, 0)).cu_seqlens_q.tolist()
+        for step, written in enumerate(steps):
+            out = torch.zeros(6, 1)
+            begins = torch.tensor([cu_q[3 * b + step] for b in range(2)] + [6], dtype=torch.int32)
+            ends = [cu_q[3 * b + step + 1] - cu_q[3 * b + step] for b in range(2)]
+            thd.copy_valid_tokens_from_per_split_to_rank_local(out, torch.ones(6, 1), begins, offsets(ends))
+            assert out[:, 0].nonzero()[:, 0].tolist() == written
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_there_and_back(seed: int) -> None:
+    """Into rank order and back, for one tensor and for two, of any length, with their gradients."""
+    pack = Pack(seed)
+    size, rule = pack.shape.cp_size, pack.shape.rule
+    k, v = (torch.randn(pack.tokens, 2, d, requires_grad=True) for d in (4, 3))
+    ranks = thd.sequence_order_to_cp_rank_order((k, v), pack.slots, size, rule=rule)
+    indices = [
+        thd.get_partitioned_indices(pack.slots, pack.tokens, size, rank, rule=rule).long() for rank in range(size)
+    ]
+    assert sorted(torch.cat(indices).tolist()) == list(range(pack.tokens))
+    for x, y in zip((k, v), ranks):
+        parts = [pad(x[i], (0, 0, 0, 0, 0, pack.shape.capacity - len(i))) for i in indices]  # with rows of zeros
+        assert torch.equal(y, torch.cat(parts))
+    back = thd.cp_rank_order_to_sequence_order(ranks, pack.slots, size, pack.tokens, rule=rule)
+    assert torch.equal(back[0], k)
+    assert torch.equal(back[1], v)
+    weight = torch.randn_like(ranks[1])
+    (grad,) = torch.autograd.grad((ranks[1] * weight).sum(), v, retain_graph=True)
+    assert torch.equal(grad, thd.cp_rank_order_to_sequence_order(weight, pack.slots, size, pack.tokens, rule=rule))
+    (grad,) = torch.autograd.grad(back[0].sum(), k)
+    assert torch.equal(grad, torch.ones_like(k))
+
+
+def test_gradient_corrections() -> None:
+    cu = offsets((4, 2))
+    grad, whole, half = torch.ones(2, 6, 1, 1), torch.full((2, 6, 1, 1), 2.0), torch.full((2, 3, 1, 1), 3.0)
+    for first, second, step, want in (
+        ("add", "none", half, [4, 4, 1, 1, 4, 1]), ("none", "copy", half, [1, 1, 3, 3, 1, 3]),
+        ("add", "copy", whole, [3, 3, 2, 2, 3, 2]), ("copy", "add", whole, [2, 2, 3, 3, 2, 3]),
+    ):  # fmt: skip
+        out = grad.clone()
+        thd.grad_correction(out, step, cu, first, second)
+        assert out.view(2, 6).tolist() == [want, want]
+
+
+def test_steps_of_halves_make_the_whole() -> None:
+    """Two steps give attention: all queries to some keys, and then the second halves to the other keys."""
+    torch.manual_seed(0)
+    lengths, heads, size = (8, 0, 12, 3), 2, 8
+    cu_seqlens, t = offsets(lengths), sum(lengths)
+    scores = [torch.randn(heads, t, 5), torch.randn(heads, t, 7)]
+    values = [torch.randn(5, heads, size), torch.randn(7, heads, size)]
+    second = torch.tensor([4 <= n < 8 or 14 <= n < 20 or n == 22 for n in range(t)])
+    out = torch.einsum("hqk,khd->qhd", scores[0].softmax(-1), values[0]).contiguous()
+    lse = scores[0].logsumexp(-1)
+    half = thd.read_half_tensor(scores[1].transpose(0, 1), cu_seqlens, 1).transpose(0, 1)
+    step, step_lse = torch.einsum("hqk,khd->qhd", half.softmax(-1), values[1]), half.logsumexp(-1).contiguous()
+    before = lse.clone()
+    thd.second_half_lse_correction(lse, step_lse, cu_seqlens, True)
+    assert torch.equal(lse[:, ~second], before[:, ~second])
+    rest = torch.zeros_like(out)
+    thd.out_correction(rest, out, lse, before, cu_seqlens, False, True)
+    thd.out_correction(rest, step, lse, step_lse, cu_seqlens, True, True)
+    both = torch.cat(scores, -1).masked_fill(~second[:, None] & (torch.arange(12) >= 5), -torch.inf)
+    torch.testing.assert_close(rest, torch.einsum("hqk,khd->qhd", both.softmax(-1), torch.cat(values)))
+    torch.testing.assert_close(lse, both.logsumexp(-1))
+    assert torch.equal(thd.read_second_half_lse(lse, cu_seqlens, True, t // 2), lse[:, second])
+
+
+@pytest.mark.parametrize("op", ["thd_rows", "cp_segments", "thd_correct"])
+def test_opcheck(op: str) -> None:
+    cu, shape = offsets((7, 0, 6)), Shape(14, 3, 2, 1)
+    x, out = torch.randn(14, 3), torch.empty(14, 3)
+    arguments = {
+        "thd_rows": ([x], [out], "to_ranks", cu, None, None, *shape._replace(cp_rank=0)),
+        "cp_segments": (reference.empty_segments(cu, None, shape, Mask(2, 1)), cu, None, 2, 1, *shape),
+        "thd_correct": ("grad", "add", "copy", True, cu, 14, out.view(14, 3, 1), x.view(14, 3, 1), None, None),
+    }[op]
+    torch.library.opcheck(getattr(torch.ops.jitrope, op).default, arguments)
+
+
+def test_one_graph_for_any_number_of_tokens() -> None:
+    """Of a pair, whose tensors have their own gradients."""
+    graphs, eager = CompileCounterWithBackend("aot_eager"), thd.sequence_order_to_cp_rank_order
+    compiled = torch.compile(eager, backend=graphs, dynamic=True, fullgraph=True)
+    for tokens in (10, 15, 22, 31):
+        pair, cu_seqlens = [torch.randn(tokens, 4, requires_grad=True) for _ in range(2)], torch.tensor([0, 3, tokens])
+        results = [call(pair, cu_seqlens, 2) for call in (eager, compiled)]
+        grads = [torch.autograd.grad(sum(n * x.sum() for n, x in enumerate(out)), pair) for out in results]
+        for got, want in zip(chain(results[1], grads[1]), chain(results[0], grads[0])):
+            assert torch.equal(got, want)
+    assert graphs.frame_count == 1
+
+
+def test_corrections_in_a_compiled_function() -> None:
+    cu_seqlens = offsets((4, 2))
+
+    def call(x: torch.Tensor, step: torch.Tensor) -> list[torch.Tensor]:
+        grad, copied, out = x.clone(), x.clone(), x.clone()
+        lse, lse_step = x[..., 0].t().contiguous(), step[..., 0].t().contiguous()
+        thd.grad_correction(grad, step, cu_seqlens, "add", "copy")
+        thd.copy_valid_tokens_from_per_split_to_rank_local(copied, step, cu_seqlens, offsets((3, 2)))
+        thd.out_correction(out, step, lse, lse_step, cu_seqlens, False, True)
+        thd.second_half_lse_correction(lse, lse_step, cu_seqlens, True)
+        return [grad, copied, out, lse, thd.read_second_half_lse(lse, cu_seqlens, True, 3)]
+
+    x, step = torch.randn(2, 6, 2, 4)
+    for got, want in zip(torch.compile(call, fullgraph=True, backend="aot_eager")(x, step), call(x, step)):
+        assert torch.equal(got, want)
+
+
+# ---- on a GPU ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["valid", "grad", "out", "lse"])
+def test_writes_are_seen_by_autograd(name: str) -> None:
+    """A tensor that a backward needs must not change. Under no_grad, tensors that require a gradient are taken."""
+    cu, lse = offsets((6, 4)).to(DEVICE), torch.zeros(1, 10, device=DEVICE)
+    x = torch.ones((1, 10) if name == "lse" else (10, 1, 1), device=DEVICE, requires_grad=True) * 1
+    squares, step = (x * x).sum(), torch.ones_like(x)
+    with torch.no_grad():
+        {
+            "valid": lambda: thd.copy_valid_tokens_from_per_split_to_rank_local(x, step, cu, cu),
+            "grad": lambda: thd.grad_correction(x, step, cu, "copy", "add"),
+            "out": lambda: thd.out_correction(x, step, lse, lse, cu, only_second_half=False, lse_packed=True),
+            "lse": lambda: thd.second_half_lse_correction(x, lse[:, :5].contiguous(), cu, lse_packed=True),
+        }[name]()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.hardware
+@pytest.mark.parametrize("count", [1, 2401, 20_000, 300_000])
+def test_any_number_of_sequences(count: int) -> None:
+    """TransformerEngine has a limit of 12,287 sequences, because it keeps offsets in shared memory."""
+    torch.manual_seed(0)
+    lengths = torch.randint(0, 2 * 300_000 // count + 1, (count,)).tolist()
+    cu_seqlens, tokens = offsets(lengths), sum(lengths) + 7
+    x = torch.arange(tokens)
+    ranks = thd.sequence_order_to_cp_rank_order(x.to(DEVICE), cu_seqlens.to(DEVICE), 4)
+    assert torch.equal(ranks.cpu(), thd.sequence_order_to_cp_rank_order(x, cu_seqlens, 4))
+    assert torch.equal(thd.cp_rank_order_to_sequence_order(ranks, cu_seqlens.to(DEVICE), 4, tokens).cpu(), x)
+
+
+@pytest.mark.gpu
+@pytest.mark.hardware
+def test_elements_past_31_bits() -> None:
+    """Tensors with more than 2^31 elements: offsets have 64 bits."""
+    cu_seqlens = offsets((300_000, 7, 240_000)).to(DEVICE)
+    tokens, width = 540_007, 4096
+    x = torch.empty(tokens, width, dtype=torch.int8, device=DEVICE)
+    x.copy_((torch.arange(tokens, device=DEVICE) % 127)[:, None])
+    assert x.numel() > 2**31
+    ranks = thd.sequence_order_to_cp_rank_order(x, cu_seqlens, 2)
+    indices = thd.get_partitioned_indices(cu_seqlens, tokens, 2, 1)
+    there = ranks[-(-tokens // 2) :][: len(indices)]
+    assert torch.equal(there[:, 0].long(), indices.long() % 127)
+    assert torch.equal(there[:, -1], there[:, 0])
+    assert torch.equal(thd.cp_rank_order_to_sequence_order(ranks, cu_seqlens, 2, tokens), x)
+
+
+@pytest.mark.gpu
+@pytest.mark.hardware
+def test_in_a_cuda_graph() -> None:
+    """A replay is right for other lengths of the same number of sequences. Nothing waits for the device."""
+    slots, shape = offsets((40, 3, 21)).to(DEVICE), Shape(64, 3, 2, 1)
+    x = torch.randn(64, 2, 8, device=DEVICE)
+
+    def call():
+        segments = thd_ops.segments(slots, None, shape, MASKS["causal"])
+        out = torch.empty(len(segments.key_rows), 2, 8, device=DEVICE)
+        thd_ops.move_rows([x], [out], segments.key_rows)
+        return thd.sequence_order_to_cp_rank_order(x, slots, 2), out, segments.cu_seqlens_k
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = call()
+    for lengths in ((1, 60, 2), (64, 0, 0), (0, 0, 5)):
+        slots.copy_(offsets(lengths))
+        graph.replay()
+        for a, b in zip(got, call()):
+            assert torch.equal(a, b)
