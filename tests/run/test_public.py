@@ -14,7 +14,7 @@ import jitrope
 from jitrope.run import dispatch, launch
 from jitrope.run.public import FUNCTIONS
 
-from .devices import DEVICES
+from ..devices import DEVICES
 
 COS, SIN = jitrope.tables.cos_sin(64, jitrope.tables.inv_freq(rotary_dim=64)[0])
 W = torch.ones(64)
@@ -27,22 +27,19 @@ def heads(n: int = 3) -> list[Tensor]:
 # ---- the same words ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [{"inplace": 0}, {"interleaved": 1.0}, {"unrotated": True}, {"mscale": True}])
-def test_a_known_call_has_the_same_words(words: dict[str, Any]) -> None:
+WORDS = {"inplace": (0, bool), "interleaved": (1.0, bool), "unrotated": (True, int), "mscale": (True, float)}
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_known_call_has_the_same_words(word: str) -> None:
     """Numbers of other kinds are equal, and are refused after a call with the right one too, or mean the same."""
-    q, freqs = torch.randn(1, 6, 4, 64), torch.rand(6, 32)
-
-    def run(**words: Any) -> Any:
+    q, freqs, (wrong, kind), found = torch.randn(1, 6, 4, 64), torch.rand(6, 32), WORDS[word], []
+    for value in (wrong, kind(wrong)) * 3:
         try:
-            return jitrope.apply_rope(q.clone(), None, freqs=freqs, **words)[0].tolist()
+            found.append(jitrope.apply_rope(q.clone(), None, freqs=freqs, **{word: value})[0].tolist())
         except jitrope.InvalidInput as error:
-            return str(error)
-
-    ((word, wrong),) = words.items()
-    kind = {"inplace": bool, "interleaved": bool, "unrotated": int, "mscale": float}[word]
-    want = [run(**words), run(**{word: kind(wrong)})]
-    for _ in range(2):
-        assert [run(**words), run(**{word: kind(wrong)})] == want
+            found.append(str(error))
+    assert found[2:4] == found[4:] == found[:2]
 
 
 def test_a_known_call_uses_the_tensors_of_its_user() -> None:
@@ -66,14 +63,21 @@ def test_a_known_call_uses_the_tensors_of_its_user() -> None:
 
 def test_a_known_call_keeps_no_tensors() -> None:
     freqs = torch.rand(6, 32)
-
-    def run() -> list[Any]:
+    for _ in range(3):
         q, weight = torch.randn(1, 6, 4, 64), torch.ones(64)
         found = jitrope.prepare_qkv(q, None, None, freqs=freqs, norm=jitrope.Norm(weight))[0]
-        return [weakref.ref(x) for x in (q, weight, found)]
+        kept = [weakref.ref(x) for x in (q, weight, found)]
+        del q, weight, found
+        assert [ref() for ref in kept] == [None] * 3
 
-    for _ in range(3):
-        assert [ref() for ref in run()] == [None] * 3
+
+def test_a_refusal_keeps_no_tensors() -> None:
+    q, k, v = heads()
+    kept = weakref.ref(v)
+    with pytest.raises(jitrope.InvalidInput):
+        jitrope.prepare_qkv(q, k, v, COS, SIN, norm=jitrope.Norm(v_norm=True), inplace=True, rotary_offset=999)
+    del v
+    assert kept() is None
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -128,17 +132,14 @@ def test_a_list_that_holds_itself_is_refused() -> None:
 # ---- the same tensors at other places ------------------------------------------------------------------
 
 
-def qkv_in_place(q: Tensor, k: Tensor, v: Tensor) -> Any:
-    return jitrope.prepare_qkv(q, k, v, COS, SIN, inplace=True)
-
-
-def v_first(q: Tensor, k: Tensor, v: Tensor) -> Any:
-    return jitrope.prepare_qkv(v=v, q=q, k=k, cos=COS, sin=SIN)
-
-
-@pytest.mark.parametrize("call", [qkv_in_place, v_first])
+@pytest.mark.parametrize("inplace", [True, False])
 @pytest.mark.parametrize("first", ["v is q", "v is k", "q is a view of v"])
-def test_a_tensor_that_an_earlier_call_had_twice(call: Callable[..., Any], first: str) -> None:
+def test_a_tensor_that_an_earlier_call_had_twice(inplace: bool, first: str) -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        if inplace:
+            return jitrope.prepare_qkv(q, k, v, COS, SIN, inplace=True)
+        return jitrope.prepare_qkv(v=v, q=q, k=k, cos=COS, sin=SIN)
+
     q, k, v = heads()
     flat = torch.randn(1, 16, 256)
     given = {"v is q": (q, k, q), "v is k": (q, k, k), "q is a view of v": (flat.view(1, 16, 4, 64), k, flat)}[first]
@@ -151,28 +152,23 @@ def test_a_tensor_that_an_earlier_call_had_twice(call: Callable[..., Any], first
     assert torch.equal(found[0], want[0])
     assert torch.equal(found[1], want[1])
     assert found[2] is v
-    if call is qkv_in_place:
-        assert (found[0] is q, found[1] is k) == (True, True)
+    assert (found[0] is q, found[1] is k) == (inplace, inplace)
 
 
 @pytest.mark.parametrize("placed", ["ids", "starts"])
 def test_positions_that_are_dropped_and_are_slots(placed: str) -> None:
     """Without a table positions have no effect; those of an earlier call were its slots, or its lengths."""
-    caches, (q, k, v) = torch.zeros(2, 4, 16, 4, 64), torch.randn(3, 1, 4, 64)
-
-    def call(positions: Any, lengths: Tensor) -> list[int]:
-        caches.zero_()
-        slots: Any = jitrope.Pages(torch.tensor([[2, 3]]), seq_lens=lengths) if placed == "starts" else lengths
-        where = jitrope.Starts(positions) if placed == "starts" else positions
-        more = {} if placed == "starts" else {"layout": "thd"}
-        xs = [x[None] if placed == "starts" else x for x in (q, k, v)]
-        jitrope.prepare_qkv(*xs, positions=where, cache=jitrope.KVCache(*caches, slots), **more)
-        return caches[0].flatten(0, 1).any(-1).any(-1).nonzero().flatten().tolist()
-
-    same = torch.tensor([5])
-    call(same, same)
-    want = {"ids": [41], "starts": [40]}[placed]
-    assert call(same, torch.tensor([41 if placed == "ids" else 9])) == want
+    same, (q, k, v) = torch.tensor([5]), torch.randn(3, 1, 4, 64)
+    for where, at in ((same, same), (same, torch.tensor([41 if placed == "ids" else 9]))):
+        caches = torch.zeros(2, 4, 16, 4, 64)
+        if placed == "ids":
+            cache = jitrope.KVCache(*caches, at)
+            jitrope.prepare_qkv(q, k, v, positions=where, cache=cache, layout="thd")
+        else:
+            cache = jitrope.KVCache(*caches, jitrope.Pages(torch.tensor([[2, 3]]), seq_lens=at))
+            jitrope.prepare_qkv(q[None], k[None], v[None], positions=jitrope.Starts(where), cache=cache)
+    written = caches[0].flatten(0, 1).any(-1).any(-1).nonzero().flatten().tolist()
+    assert written == {"ids": [41], "starts": [40]}[placed]
 
 
 # ---- more than one launch ----------------------------------------------------------------------------
@@ -191,15 +187,6 @@ def test_what_is_checked_each_time_is_computed_each_time(more: dict[str, Any]) -
     ids = torch.arange(16) + 100
     with pytest.raises(jitrope.InvalidInput, match="position"):
         jitrope.prepare_qkv(*heads(), COS, SIN, norm=norm, check=True, positions=ids, inplace=True)
-
-
-def test_a_refusal_keeps_no_tensors() -> None:
-    q, k, v = heads()
-    kept = weakref.ref(v)
-    with pytest.raises(jitrope.InvalidInput):
-        jitrope.prepare_qkv(q, k, v, COS, SIN, norm=jitrope.Norm(v_norm=True), inplace=True, rotary_offset=999)
-    del v
-    assert kept() is None
 
 
 # ---- values ------------------------------------------------------------------------------------------
@@ -282,10 +269,8 @@ def test_a_value_from_a_compiled_function() -> None:
     q, start = heads(1)[0], torch.tensor([3])
     made = torch.compile(lambda x: jitrope.Starts(x), backend="eager")(start)
     assert not hasattr(made, "shape")
-    assert torch.equal(
-        jitrope.apply_rope(q, None, COS, SIN, positions=made)[0],
-        jitrope.apply_rope(q, None, COS, SIN, positions=jitrope.Starts(start))[0],
-    )
+    found = [jitrope.apply_rope(q, None, COS, SIN, positions=x)[0] for x in (made, jitrope.Starts(start))]
+    assert torch.equal(*found)
 
 
 def test_what_a_call_without_gradients_leaves_is_not_taken_for_one_with_them() -> None:
@@ -300,9 +285,7 @@ def test_what_a_call_without_gradients_leaves_is_not_taken_for_one_with_them() -
             jitrope.prepare_qkv(*leaves, None, COS, SIN, **words)
             jitrope.prepare_fused_qkv(qkv * 1, COS, SIN, **fused)
     leaves = [x.clone().requires_grad_() for x in (q, k)]
-    with pytest.raises(
-        jitrope.InvalidInput, match="requires a gradient, but this call has none; leave inplace=True out"
-    ):
+    with pytest.raises(jitrope.InvalidInput, match="but this call has none; leave inplace=True out"):
         jitrope.prepare_qkv(*[x * 1 for x in leaves], None, COS, SIN, **words)
     jitrope.prepare_fused_qkv(qkv * 1, COS, SIN, **fused)[2].mul_(2)
 
