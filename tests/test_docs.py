@@ -55,9 +55,6 @@ PUBLIC = {
 """Every public function and class, by module and name."""
 
 
-# ---- the pages -----------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The reference as HTML, by module, built without CuPy and host libraries."""
@@ -89,8 +86,6 @@ def test_modules_stand_on_the_first_page(pages: dict[str, str]) -> None:
     assert [name for name in rest if f'href="jitrope/{name[8:].replace(".", "/")}.html"' not in pages["jitrope"]] == []
 
 
-# ---- README files --------------------------------------------------------------------------------------
-
 READMES = [
     path for path in sorted(ROOT.rglob("README.md")) if not re.search(r"/(\.|build/)", str(path)[len(str(ROOT)) :])
 ]
@@ -120,8 +115,6 @@ def test_the_readmes_lines_of_use_run() -> None:
     exec(compile(code, "README.md", "exec"), names)
     assert {"q", "k", "cos", "sin"} <= names.keys()
 
-
-# ---- the docstrings ------------------------------------------------------------------------------------
 
 _DIM = r"(?:\.\.\.?|[A-Z]\w{0,2}\b|\d|[a-z]\d?\b|(?:rows|tokens|slots|pages|blocks|positions|max_\w+|cp_size)\b)"
 _DIM += r"[^,()\[\]]*(?:\([^()]*\)[^,()\[\]]*)?"
@@ -156,8 +149,6 @@ def test_docstrings_say_shapes_and_errors() -> None:
         records = {name for name in docs if pattern is ERRORS and name.split(".")[-1][0].isupper()}
         assert {name for name, (_, takes) in docs.items() if takes} - said - records == set(), pattern.pattern
 
-
-# ---- the examples in them ------------------------------------------------------------------------------
 
 HOSTED = ("", "register", "attention")
 """The examples of an integration that need its host: the module's own, with `enable`, and torchtitan's."""

@@ -93,9 +93,6 @@ def test_relative_paths_keep_their_meaning_in_another_folder(monkeypatch: pytest
     assert found == (start / "kernels", start / "layer", start / "run.json")
 
 
-# ---- whether kernels may be compiled -------------------------------------------------------------
-
-
 def test_configure_is_over_the_environment(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     for word, allowed in (("", True), ("0", True), ("no", True), ("1", False), ("TRUE", False), ("perhaps", False)):
         monkeypatch.setenv("JITROPE_NO_COMPILE", word)
@@ -111,8 +108,6 @@ def test_configure_is_over_the_environment(monkeypatch: pytest.MonkeyPatch, capl
         jitrope.configure(compile=None)
     assert config.compile_allowed()
 
-
-# ---- the log -------------------------------------------------------------------------------------
 
 LOGGED = f"""
 import logging

@@ -27,9 +27,6 @@ from ..caches import DATA, KEY, edit, fault, filled, run_in_child
 HOUR = 3600
 
 
-# ---- entries -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
 def test_round_trip(cache: KernelCache, mask: int) -> None:
     """The umask decides who may read an entry; nobody else may write it."""
@@ -50,9 +47,6 @@ def test_round_trip(cache: KernelCache, mask: int) -> None:
     assert found.size == sum(file.stat().st_size for file in path.parent.iterdir())
     assert cache.store(KEY, "text", DATA, {"a": 1})  # as if another process had been faster: its entry is kept
     assert [p.name for p in cache.root.iterdir()] == [KEY.folder]
-
-
-# ---- damage --------------------------------------------------------------------------------------
 
 
 def instead(folder: Path, make: Callable[[Path], object], name: str = "") -> None:
@@ -127,9 +121,6 @@ def test_another_versions_entry_is_neither_whole_nor_damaged(cache: KernelCache)
     assert cache.verify() == (0, [])
     assert cache.entries() == []
     assert len(cache.clear()) == 1
-
-
-# ---- many processes ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("before", "work"), [("empty", "store"), ("damaged", "load and store"), ("there", "clear")])
@@ -226,9 +217,6 @@ def test_readers_beside_a_writer_never_see_half_an_entry(cache: KernelCache) -> 
     assert KernelCache(cache.root).verify()[1] == []
 
 
-# ---- the folder ----------------------------------------------------------------------------------
-
-
 def test_a_link_of_our_own_to_the_cache_is_followed(cache: KernelCache, tmp_path: Path) -> None:
     """~/.cache may be a link to another disk."""
     filled(cache)
@@ -261,8 +249,6 @@ def test_a_folder_without_write_permission_is_read(tmp_path: Path, caplog) -> No
 
     assert run_in_child(work) == 0
 
-
-# ---- removing old entries ------------------------------------------------------------------------
 
 DEAD = f".tmp-{0:032x}"
 """The name of a temporary folder of a store."""
@@ -329,9 +315,6 @@ def test_a_date_in_the_future(cache: KernelCache, ahead: float) -> None:
     folder = filled(cache, KEY).parent
     os.utime(folder, (time.time() + ahead,) * 2)
     assert cache.prune(HOUR) == [folder] * (ahead > HOUR)
-
-
-# ---- read-only layers ----------------------------------------------------------------------------
 
 
 def test_layers_are_asked_in_order(tmp_path: Path) -> None:

@@ -72,8 +72,6 @@ def test_missing_cupy_names_the_packages(cache: KernelCache, monkeypatch: pytest
     assert compiler.import_cupy()  # it has been installed in the meantime
 
 
-# ---- in forks of one process, each of which imports CuPy ----------------------------------------------
-
 FORKS = """
 import json, os, sys
 from pathlib import Path
@@ -180,8 +178,6 @@ def test_a_cupy_that_is_broken_is_one_error_with_its_cause(tmp_path: Path) -> No
         assert re.search(r": pip install cupy-cuda1[23]x nvidia\S+ --force-reinstall, and start Python again$", first)
         assert "cache folder" not in first
 
-
-# ---- without a compiler --------------------------------------------------------------------------
 
 OFFLINE = """
 import site

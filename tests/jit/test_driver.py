@@ -6,26 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from ..caches import COUNTED, on_the_gpu
+from ..caches import on_the_gpu
 
-WRITE = """
+CALLS = """
+import hashlib, threading
 from pathlib import Path
 from jitrope.base.spec import spec_from_dict
 from jitrope.jit import kernels
 from jitrope.tools import bundle
-call()
-specs = [spec_from_dict(entry.spec) for entry in kernels.kernel_cache().entries()]
-bundle.write(Path(r"%s"), [(spec, kernels.arch_of(0)) for spec in specs], 1)
-"""
-
-
-@pytest.mark.gpu
-@pytest.mark.hardware
-def test_a_gpu_without_cupy_runs_from_a_bundle(tmp_path: Path) -> None:
-    """Calls in two threads, a gradient and a CUDA graph, with the bits of a process that compiles."""
-    calls = """
-import hashlib, threading
-from jitrope.jit import kernels
+if LOADED:
+    bundle.load(Path(LOADED))
 def bits(x):
     return hashlib.sha256(bytes(x.detach().cpu().view(torch.uint8).flatten().tolist())).hexdigest()
 seen = [bits(call())]
@@ -41,36 +31,24 @@ graph.replay()
 torch.cuda.synchronize()
 seen.append(bits(captured))
 print(*seen, len(kernels.compiled) > 0)
+if WRITTEN:
+    specs = [spec_from_dict(entry.spec) for entry in kernels.kernel_cache().entries()]
+    bundle.write(Path(WRITTEN), [(spec, kernels.arch_of(0)) for spec in specs], 1)
 """
-    no_cupy = 'import sys\nsys.modules["cupy"] = sys.modules["cupy_backends"] = None  # importing one of them fails\n'
-    made = on_the_gpu(calls + WRITE % (tmp_path / "kernels.zip"), tmp_path / "made").split()
-    alone = {"JITROPE_NO_COMPILE": "1", "JITROPE_SYSTEM_CACHE": str(tmp_path / "kernels.zip")}
-    used = on_the_gpu(no_cupy + calls, tmp_path / "used", **alone).split()
-    assert made.pop() == "True"
-    assert used.pop() == "False"
-    assert used == made
-    assert len(set(used)) == 2  # the rotated tensor, and the gradient
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("how", ["load", "system"])
-def test_a_gpu_runs_from_a_bundle_with_nothing_compiled(tmp_path: Path, how: str) -> None:
-    on_the_gpu(WRITE % (tmp_path / "kernels.zip"), tmp_path / "made")
-    hidden = """
-from pathlib import Path
-from jitrope.tools import bundle
-from jitrope.jit import compiler
-from jitrope.base.errors import CompileError
-def nothing(*_, **__):
-    raise CompileError("there is no NVRTC")
-compiler._nvrtc = compiler.compiler_version = nothing
-"""
-    environment = {"JITROPE_NO_COMPILE": "1"}
-    if how == "load":
-        hidden += f"bundle.load(Path(r'{tmp_path / 'kernels.zip'}'))\n"
-    else:
-        environment["JITROPE_SYSTEM_CACHE"] = str(tmp_path / "kernels.zip")
-    assert on_the_gpu(hidden + COUNTED, tmp_path / "used", **environment) == "0 1"
+@pytest.mark.hardware
+def test_a_gpu_without_cupy_runs_from_a_bundle(tmp_path: Path) -> None:
+    """Calls in two threads, a gradient and a CUDA graph, with the bits of a process that compiles."""
+    path, no_cupy = str(tmp_path / "k.zip"), 'import sys\nsys.modules["cupy"] = sys.modules["cupy_backends"] = None\n'
+    made = on_the_gpu(f"LOADED, WRITTEN = '', {path!r}\n" + CALLS, tmp_path / "made").split()
+    assert made.pop() == "True"
+    assert len(set(made)) == 2  # the rotated tensor, and the gradient
+    for loaded, layer in (("", path), (path, "")):
+        variables = {"JITROPE_NO_COMPILE": "1", "JITROPE_SYSTEM_CACHE": layer}
+        code = f"{no_cupy}LOADED, WRITTEN = {loaded!r}, ''\n" + CALLS
+        assert on_the_gpu(code, tmp_path / f"used{loaded and 1}", **variables).split() == [*made, "False"]
 
 
 @pytest.mark.gpu

@@ -20,8 +20,6 @@ from jitrope.tools.prewarm import specs_of
 
 from ..caches import DATA, KEY, filled
 
-# ---- the key -------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("field", ["ingredients", "options", "arch", "compiler"])
 def test_every_part_of_the_key_counts(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,8 +47,6 @@ def test_a_sealed_entry_with_odd_fields_is_damaged(cache: KernelCache, odd: dict
     path.write_text(json.dumps({**meta, "seal": seal(meta)}))
     assert [text for _, text in cache.verify()[1]] == [f"{KEY.folder} is another kernel"]
 
-
-# ---- bundles -------------------------------------------------------------------------------------
 
 KEYS = sorted([replace(KEY, ingredients=str(i)) for i in range(4)], key=lambda key: key.folder)
 NAMES = [key.portable_folder for key in KEYS]

@@ -57,9 +57,6 @@ def test_a_monitor_is_told_of_compiles(cache: KernelCache) -> None:
     assert len(seen) == 2
 
 
-# ---- recording -----------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("driver")
 def test_record_notes_what_was_asked_for(cache: KernelCache, tmp_path: Path, monkeypatch) -> None:
     """What was missing too. A file keeps what it has, and its place if the working folder changes."""

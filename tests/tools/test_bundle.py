@@ -44,9 +44,6 @@ def no_nvrtc() -> str:
     raise CompileError("NVRTC cannot be loaded")
 
 
-# ---- writing -------------------------------------------------------------------------------------
-
-
 def test_what_is_in_a_bundle(written: Path) -> None:
     found = bundle.entries(written)
     assert {(e.name, e.arch) for e in found} == {(spec.name, arch) for spec, arch in KERNELS}
@@ -112,9 +109,6 @@ def test_a_link_to_a_bundle_stays_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "1.zip").is_file()
 
 
-# ---- loading -------------------------------------------------------------------------------------
-
-
 def test_load_puts_kernels_into_the_cache(written: Path, cache: KernelCache, monkeypatch) -> None:
     """They serve beside any compiler, and are not pruned."""
     monkeypatch.setenv("JITROPE_NO_COMPILE", "1")
@@ -162,8 +156,6 @@ def test_a_cache_that_cannot_be_written_is_an_error_here(written: Path, tmp_path
     with pytest.raises(CacheError, match="cannot write the kernel cache"):
         bundle.load(written)
 
-
-# ---- hostile texts -------------------------------------------------------------------------------
 
 HOSTILE = "\x1b[31mred \x1b]0;title\x07 \x9b31m\u202e"
 """Text that colours a terminal, renames its window and reverses its text."""

@@ -64,9 +64,6 @@ def test_doctor_of_amds_gpus(jitrope: Run, monkeypatch: pytest.MonkeyPatch) -> N
     assert "there is no GPU here" in jitrope("prewarm", "--heads", "8").stderr
 
 
-# ---- the cache -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("target", "text", "advice"),
     [
@@ -135,9 +132,6 @@ def test_doctor_of_damaged_kernels_and_of_system_caches(jitrope: Run, tmp_path: 
     found = status(jitrope("doctor", "--json", **layer), "system cache")
     assert not found[0]
     assert "cannot read the bundle" in found[1]
-
-
-# ---- the compiler and a kernel -------------------------------------------------------------------
 
 
 def test_doctor_where_its_kernel_is_in_no_cache(jitrope: Run, monkeypatch: pytest.MonkeyPatch) -> None:
