@@ -1,22 +1,32 @@
-"""What the tests of kernels on disk share: a key, its entry, and processes that use a cache."""
+"""A kernel on disk, without a compiler: its key, a look at its files, and faults while they are written and read."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from jitrope.jit import kernels
 from jitrope.jit.cache import KernelCache
 from jitrope.jit.entry import CUBIN, Key
 
+from . import fresh
+
 KEY = Key("rope_x", "ingredients", ("-std=c++17",), "sm_90", "nvrtc 13.0")
 DATA = b"\x7fELF cubin"
-ROOT = Path(__file__).parent.parent
-IMPORTS = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 IMPORT = "from jitrope.jit import kernels; from jitrope.tools.prewarm import specs_of"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KernelCache:
+    """The cache of this process, empty. Folders of tests imports it in their conftest.py."""
+    monkeypatch.setenv("JITROPE_CACHE_DIR", str(tmp_path / "kernels"))
+    return kernels.kernel_cache()
 
 
 def filled(cache: KernelCache, key: Key = KEY) -> Path:
@@ -30,17 +40,41 @@ def edit(folder: Path, name: str, value: object) -> None:
     (folder / "spec.json").write_text(json.dumps({**meta, name: value}))
 
 
-def run_in_child(work: Callable[[], None]) -> int:
-    """Run `work` in a fork. Returns the exit status, or minus the signal that ended the child."""
+def run_in_child(
+    work: Callable[[], object], user: int | None = None, group: int | None = None, groups: tuple[int, ...] = ()
+) -> int:
+    """Run `work` in a fork, as a user. Returns the exit status, or minus the signal that ended the child."""
     pid = os.fork()
     if pid == 0:
         try:
+            if user is not None:
+                os.setgroups(groups)
+                os.setgid(user if group is None else group)
+                os.setuid(user)
             work()
         except BaseException as error:
             print(f"in the child: {error!r}", file=sys.stderr)
             os._exit(1)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def fault(patch: pytest.MonkeyPatch, at: int, names: str, strike: Callable[[], object] | OSError) -> list[str]:
+    """Before the `at`-th call of these functions of `os`, call or raise something. The list gets each call's name."""
+    calls: list[str] = []
+    for name in names.split():
+        real = getattr(os, name)
+
+        def call(*arguments: Any, real: Any = real, name: str = name, **keywords: Any) -> Any:
+            calls.append(name)
+            if len(calls) == at:
+                if isinstance(strike, OSError):
+                    raise strike
+                strike()
+            return real(*arguments, **keywords)
+
+        patch.setattr(os, name, call)
+    return calls
 
 
 ON_THE_GPU = """
@@ -56,11 +90,9 @@ def call():
 """
 
 
-def on_the_gpu(code: str, cache: Path, **environment: str) -> str:
+def on_the_gpu(code: str, cache: Path, **variables: str) -> str:
     """The output of a process that makes calls."""
-    given = {**os.environ, "JITROPE_CACHE_DIR": str(cache), "PYTHONPATH": IMPORTS, **environment}
-    done = subprocess.run([sys.executable, "-c", ON_THE_GPU + code], capture_output=True, text=True, env=given)
-    assert done.returncode == 0, done.stderr
+    done = fresh.python("-c", ON_THE_GPU + code, check=True, JITROPE_CACHE_DIR=str(cache), **variables)
     return done.stdout.strip()
 
 

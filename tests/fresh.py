@@ -14,14 +14,25 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from tempfile import TemporaryDirectory
 
+IMPORTS = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+"""A PYTHONPATH with this checkout."""
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["torch"])
 
 
 def python(
-    *arguments: str, env: Mapping[str, str], cwd: Path | None = None, timeout: float = 300, check: bool = False
+    *arguments: str,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    timeout: float = 300,
+    check: bool = False,
+    **variables: str,
 ) -> CompletedProcess[str]:
-    """Like `subprocess.run` of this Python with `-c CODE ...`, `-m MODULE ...` or `PATH ...`, with text output."""
+    """Like `subprocess.run` of this Python with `-c CODE ...`, `-m MODULE ...` or `PATH ...`, with text output.
+
+    env: by default the variables of this process, with this checkout on PYTHONPATH. variables: more of them.
+    """
+    env = {**os.environ, "PYTHONPATH": IMPORTS, **variables} if env is None else env
     with TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("stdout", "stderr")]
         process = SERVER.Process(target=_main, args=(arguments, dict(env), str(cwd or Path.cwd()), outputs))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import inspect
-import os
 import re
 import runpy
 from collections.abc import Callable
@@ -35,7 +34,7 @@ megatron timm torchtitan transformer_engine transformers
 BUILD = f"""
 import runpy, sys
 sys.modules.update(dict.fromkeys({ABSENT.split()}))   # importing one of them fails
-runpy.run_path(sys.argv[0], run_name="__main__")
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 """
 
 
@@ -47,31 +46,30 @@ def public(module: ModuleType) -> list[str]:
     return [name for name, value in own if name[0] != "_" and callable(value)]
 
 
-# ---- the pages -----------------------------------------------------------------------------------------
+PUBLIC = {
+    f"{at}:{name}": inspect.unwrap(value)
+    for at in MODULES
+    for name in public(import_module(at))
+    if callable(value := getattr(import_module(at), name))
+}
+"""Every public function and class, by module and name."""
 
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The reference as HTML, by module, built without CuPy and host libraries."""
     folder = tmp_path_factory.mktemp("api")
-    code = BUILD.replace("sys.argv[0]", repr(str(SCRIPT)))
-    done = fresh.python("-c", code, str(folder), env=os.environ, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    fresh.python("-c", BUILD, str(folder), cwd=ROOT, check=True)
     return {name: (folder / f"{name.replace('.', '/')}.html").read_text() for name in MODULES}
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_every_public_name_has_its_place(pages: dict[str, str], name: str) -> None:
-    module = import_module(name)
+    """pdoc recognised all sections and tables, and took no star or underscore for emphasis."""
+    page, module = pages[name], import_module(name)
     names = public(module)
     assert names or hasattr(module, "__path__")  # a package of modules has its README
-    assert [missing for missing in names if f'id="{missing}"' not in pages[name]] == []
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_markdown_is_what_was_meant(pages: dict[str, str], name: str) -> None:
-    """pdoc recognised all sections and tables, and took no star or underscore for emphasis."""
-    page = pages[name]
+    assert [missing for missing in names if f'id="{missing}"' not in page] == []
     assert re.findall(r"<em>.{0,60}", page) == []
     assert re.findall(r"<p>[^<]*\b(?:Args|Attributes|Raises|Returns|Yields)\b[^<]*:\n", page) == []
     assert re.findall(r"<p>\s*\|.{0,60}|<p>[^<]*====", page) == []
@@ -88,18 +86,10 @@ def test_modules_stand_on_the_first_page(pages: dict[str, str]) -> None:
     assert [name for name in rest if f'href="jitrope/{name[8:].replace(".", "/")}.html"' not in pages["jitrope"]] == []
 
 
-# ---- README files --------------------------------------------------------------------------------------
-
 READMES = [
     path for path in sorted(ROOT.rglob("README.md")) if not re.search(r"/(\.|build/)", str(path)[len(str(ROOT)) :])
 ]
 LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]*)(?:#([^)]+))?\)")
-
-
-def anchors(path: Path) -> set[str]:
-    """The link targets of the headings of a Markdown file."""
-    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -108,7 +98,9 @@ def test_links_lead_somewhere(path: Path) -> None:
         if not target.startswith("http"):
             place = (path.parent / target).resolve() if target else path
             assert place.exists(), target
-            assert not anchor or anchor in anchors(place), f"{target}#{anchor}"
+            headings = re.findall(r"^#+ (.+)$", place.read_text(), re.MULTILINE) if anchor else []
+            anchors = {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+            assert not anchor or anchor in anchors, f"{target}#{anchor}"
 
 
 def test_the_readme_is_read_in_five_minutes() -> None:
@@ -124,28 +116,11 @@ def test_the_readmes_lines_of_use_run() -> None:
     assert {"q", "k", "cos", "sin"} <= names.keys()
 
 
-# ---- the docstrings ------------------------------------------------------------------------------------
-
 _DIM = r"(?:\.\.\.?|[A-Z]\w{0,2}\b|\d|[a-z]\d?\b|(?:rows|tokens|slots|pages|blocks|positions|max_\w+|cp_size)\b)"
 _DIM += r"[^,()\[\]]*(?:\([^()]*\)[^,()\[\]]*)?"
 SHAPE = re.compile(rf"[(\[]{_DIM}(?:, {_DIM})*,?[)\]]")
 """(B, S, H, D), [s, b, h, d], (N + 1), (cp_size * ceil(T / cp_size), ...)."""
 ERRORS = re.compile(r"Raises:|InvalidInput|errors those are")
-
-
-def documented() -> dict[str, tuple[str, bool]]:
-    """(docstring, whether it takes tensors) of every public function, class and method."""
-    docs = {}
-    for module_name in MODULES:
-        module = import_module(module_name)
-        for name in public(module):
-            value = inspect.unwrap(getattr(module, name))
-            if callable(value):
-                docs[f"{module_name}.{name}"] = value.__doc__ or "", takes_tensors(value)
-                methods = vars(value).items() if inspect.isclass(value) else ()
-                own = [(n, f) for n, f in methods if n[0] != "_" and inspect.isfunction(f)]
-                docs |= {f"{module_name}.{name}.{n}": (f.__doc__ or "", takes_tensors(f)) for n, f in own}
-    return docs
 
 
 def takes_tensors(value: Callable[..., object]) -> bool:
@@ -155,8 +130,12 @@ def takes_tensors(value: Callable[..., object]) -> bool:
 
 
 def test_docstrings_say_shapes_and_errors() -> None:
-    """Functions of tensors document their shapes and errors, or name a function that does."""
-    docs = documented()
+    """Functions of tensors document their shapes and errors, or name a function that does; methods too."""
+    values = {at.replace(":", "."): value for at, value in PUBLIC.items()}
+    for at, value in [(at, value) for at, value in values.items() if inspect.isclass(value)]:
+        own = {f"{at}.{name}": x for name, x in vars(value).items() if name[0] != "_" and inspect.isfunction(x)}
+        values.update(own)
+    docs = {at: (value.__doc__ or "", takes_tensors(value)) for at, value in values.items()}
     assert len(docs) > 90
     assert sum(takes for _, takes in docs.values()) > 40
     assert [name for name, (text, _) in docs.items() if not text] == []
@@ -171,54 +150,46 @@ def test_docstrings_say_shapes_and_errors() -> None:
         assert {name for name, (_, takes) in docs.items() if takes} - said - records == set(), pattern.pattern
 
 
-# ---- the examples in them ------------------------------------------------------------------------------
-
 HOSTED = ("", "register", "attention")
 """The examples of an integration that need its host: the module's own, with `enable`, and torchtitan's."""
 COMPILED = ("jitrope.tools.prewarm:", "jitrope.tools.prewarm:Built", "jitrope.tools.bundle:")
 """The examples that need CuPy and NVRTC, but no GPU."""
 
 
-def examples() -> dict[str, tuple[ModuleType, str]]:
-    """(module, docstring) of everything public but errors, and of the modules themselves, under an empty name."""
-    found = {}
-    for module_name in MODULES:
-        module = import_module(module_name)
-        found[f"{module_name}:"] = module, module.__doc__ or ""
-        for name in public(module):
-            value = inspect.unwrap(getattr(module, name))
-            if callable(value) and not (inspect.isclass(value) and issubclass(value, Exception)):
-                found[f"{module_name}:{name}"] = module, value.__doc__ or ""
-    return found
-
-
-def calls(text: str) -> list[str]:
-    """The names that the examples of a docstring call."""
-    lines = [example.source for example in doctest.DocTestParser().get_examples(text)]
-    return re.findall(r"(\w+)\(", "".join(lines))
+EXAMPLES = {
+    **{f"{at}:": import_module(at).__doc__ or "" for at in MODULES},
+    **{
+        at: value.__doc__ or ""
+        for at, value in PUBLIC.items()
+        if not (inspect.isclass(value) and issubclass(value, Exception))
+    },
+}
+"""The docstrings of everything public but errors, and of the modules themselves, under an empty name."""
 
 
 def test_every_public_name_has_an_example() -> None:
     """In its own docstring or, as the pairs of `enable` and `disable`, in its module's."""
-    named = {at: given for at, given in examples().items() if not at.endswith(":")}
-    assert len(named) > 75
-    with_own = {at for at, (_, text) in named.items() if ">>>" in text}
-    assert [at for at in named.keys() - with_own if at.split(":")[1] not in calls(named[at][0].__doc__ or "")] == []
+    without = [at for at, text in EXAMPLES.items() if ">>>" not in text and not at.endswith(":")]
+    assert len(EXAMPLES) - len(MODULES) > 75
+    for at in without:
+        module, _, name = at.partition(":")
+        lines = [example.source for example in doctest.DocTestParser().get_examples(EXAMPLES[f"{module}:"])]
+        assert name in re.findall(r"(\w+)\(", "".join(lines)), at
 
 
-@pytest.mark.parametrize("at", [at for at, (_, text) in examples().items() if ">>>" in text])
+@pytest.mark.parametrize("at", [at for at, text in EXAMPLES.items() if ">>>" in text])
 def test_examples_give_what_they_show(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in one process on a CPU, from an empty folder and an empty kernel cache."""
-    module, text = examples()[at]
-    last = module.__name__.split(".")[-1]
-    if "integrations." in at and at.split(":")[1] in HOSTED:
+    name, _, own = at.partition(":")
+    module, last = import_module(name), name.split(".")[-1]
+    if "integrations." in at and own in HOSTED:
         timm() if last == "timm" else pytest.importorskip(last, reason=f"the example needs {last}")
     if at in COMPILED:
         pytest.importorskip("cupy", reason="the example compiles a kernel")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JITROPE_CACHE_DIR", str(tmp_path / "cache"))
     names = {**vars(module), "torch": torch, "jitrope": jitrope, last: module, f"jitrope_{last}": module}
-    test = doctest.DocTestParser().get_doctest(text, names, at, module.__file__, 0)
+    test = doctest.DocTestParser().get_doctest(EXAMPLES[at], names, at, module.__file__, 0)
     wrong: list[str] = []
     with triton() if last == "torchtitan" else nullcontext():
         ran = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=wrong.append)

@@ -74,29 +74,25 @@ def test_the_wheel_says_its_licence(shipped: dict[str, dict[str, bytes]]) -> Non
     assert "Apache License\n" in (ROOT / "LICENSE").read_text()
 
 
-def table() -> dict[str, str]:
-    """Package -> licence."""
-    section = (ROOT / "jitrope" / "README.md").read_text().split("\n## Licences\n")[1].split("\n## ")[0]
-    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
-    return {name: licence.strip() for names, licence in rows for name in re.findall(r"`([^`]+)`", names)}
+SECTION = (ROOT / "jitrope" / "README.md").read_text().split("\n## Licences\n")[1].split("\n## ")[0]
+ROWS = [line.split("|")[1:3] for line in SECTION.splitlines() if line.startswith("| `")]
+TABLE = {name: licence.strip() for names, licence in ROWS for name in re.findall(r"`([^`]+)`", names)}
+"""Package -> licence."""
 
 
 def test_every_dependency_is_in_the_table() -> None:
     tomllib = pytest.importorskip("tomllib", reason="reading pyproject.toml needs Python 3.11")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    listed = [
-        *project["dependencies"],
-        *(name for extra in project["optional-dependencies"].values() for name in extra),
-    ]
+    listed = sum(project["optional-dependencies"].values(), project["dependencies"])
     needed = {re.match(r"[\w.-]+", requirement)[0] for requirement in listed} - {"jitrope"}
     assert {"torch", "numpy"} <= needed
-    assert needed <= table().keys(), needed - table().keys()
+    assert needed <= TABLE.keys(), needed - TABLE.keys()
 
 
 def test_licences_are_those_that_packages_state() -> None:
     """The first word of the table's licence, up to its version, is in each installed package's metadata."""
     checked = set()
-    for name, licence in table().items():
+    for name, licence in TABLE.items():
         try:
             found = importlib.metadata.metadata(name)
         except importlib.metadata.PackageNotFoundError:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,17 +13,17 @@ import torch
 
 import jitrope
 from jitrope import KVCache, Norm, Packed, planning
-from jitrope.base.spec import Spec, record_of, spec_from_dict
+from jitrope.base.spec import record_of, spec_from_dict
 from jitrope.call import Call
 from jitrope.jit import kernels
 from jitrope.plan.spec import RopeSpec
 from jitrope.run import dispatch
-from jitrope.tools.prewarm import specs_of
+from jitrope.tools.prewarm import architecture, read_record, specs_of
 
-from .calls import CALLS, Case, ident
-from .host.backend import DEVICE
-from .results import places_of
-from .sweep import Made
+from ..calls import CALLS, Case, ident
+from ..host.backend import DEVICE
+from ..results import places_of
+from ..sweep import Made
 
 HEADS = {"gqa": (4, 2), "mha": (4, 4)}
 NOT_SAID = ("q_mean_square", "k_block_scale", "page_indptr", "batch_indices")
@@ -35,18 +38,13 @@ OF_TENSORS = {
 COMPILED = [x.name for x in fields(RopeSpec) if x.name not in OF_TENSORS and not x.name.endswith("_dtype")]
 
 
-def planned(case: Case) -> list[Spec]:
-    """The kernels of a call of the table, on meta tensors."""
-    m = Made(case, "meta")
-    with planning() as specs:
-        m.call(**places_of(m).words)
-    return specs
-
-
 @pytest.mark.parametrize("case", [x for x in CALLS[::3] if x["more"] != "check"], ids=ident)  # which reads numbers
 def test_a_text_says_what_is_compiled(case: Case) -> None:
     """A kernel of its text has the same constants, but for those of dtypes and shapes."""
-    for spec in planned(case):
+    m = Made(case, "meta")
+    with planning() as specs:
+        m.call(**places_of(m).words)
+    for spec in specs:
         call = Call.parse(spec.call)
         assert str(call) == spec.call
         alone = {"q", "k", "kv"}.intersection(call.tensors) == {"q"}  # as is v's norm beside tables for each head
@@ -117,6 +115,20 @@ def test_specs_of_other_calls_are_equal_and_a_record_keeps_the_first() -> None:
     assert spec_from_dict(spec.to_dict()).call == spec.call != other.call
     with pytest.raises(jitrope.InvalidInput, match="its call a text"):
         spec_from_dict({**spec.to_dict(), "call": ["bshd"]})
+
+
+def test_a_spec_of_a_file_that_no_kernel_has_is_named_and_refused(tmp_path: Path) -> None:
+    path = tmp_path / "specs.json"
+    path.write_text(json.dumps({"version": 1, "spec": [specs_of(8)[0].to_dict(), {"kind": "rope"}]}))
+    with pytest.raises(jitrope.InvalidInput, match=rf"^{re.escape(str(path))}: spec\[1\]: "):
+        read_record(path)
+
+
+def test_an_architecture_can_be_written_in_several_ways() -> None:
+    """No GPU looks for one with a letter."""
+    given = ("sm_90", "sm90", "90", "9.0", "10.0", "12.1a", "sm_90a", "9", "hopper", 90)
+    found = ["sm_90", "sm_90", "sm_90", "sm_90", "sm_100", None, None, "sm_9", None, None]
+    assert [architecture(x) for x in given] == found
 
 
 @pytest.mark.gpu
