@@ -75,10 +75,10 @@ TE_CLASSES = {  # without the words for fp8 and parallelism; attention is a prod
     **named("DotProductAttention", nn.Module, __init__=lambda self, *_, **__: nn.Module.__init__(self),
         forward=lambda self, q, k, v, **_: (q * k.flip(0).repeat_interleave(q.shape[-2] // k.shape[-2], -2)
             + v.repeat_interleave(q.shape[-2] // v.shape[-2], -2)).flatten(-2)),
-    **named("RMSNorm", nn.RMSNorm, "module.rmsnorm", zero_centered_gamma=False,
-        __init__=lambda self, size, eps, params_dtype, **_: nn.RMSNorm.__init__(self, size, eps, dtype=params_dtype)),
-    **named("LayerNorm", nn.LayerNorm, "module.layernorm", zero_centered_gamma=False,
-        __init__=lambda self, size, eps, params_dtype, **_: nn.LayerNorm.__init__(self, size, eps, dtype=params_dtype)),
+    **{key: x for cls, at in ((nn.RMSNorm, "module.rmsnorm"), (nn.LayerNorm, "module.layernorm"))
+       for key, x in named(cls.__name__, cls, at, zero_centered_gamma=False,
+           __init__=lambda self, normalized_shape, eps, params_dtype, cls=cls, **_:
+               cls.__init__(self, normalized_shape, eps, dtype=params_dtype)).items()},
     **named("L2Normalization", L2Normalization, "ops.basic.l2normalization",
         __init__=lambda self, eps, **_: nn.RMSNorm.__init__(self, 32, eps, elementwise_affine=False)),
 }  # fmt: skip
