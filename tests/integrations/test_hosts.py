@@ -186,7 +186,9 @@ def test_a_patch(live: Any, name: str, place: str, before: str, after: str, when
             assert fused is None or torch.equal(again, fused)
         elif when == "compiled":
             patch.undo()
+            known = report.calls
             assert torch.equal(run(), fused)
+            assert report.calls == known  # the first trace is still valid
 
 
 # ---- norms that are changed ----------------------------------------------------------------------------

@@ -232,7 +232,7 @@ class Own(torch.nn.Identity):
     """A norm with other results, under a name that is not Megatron's."""
 
 
-TABLE = freqs_of(6, 32)
+TABLE, SPLIT = freqs_of(6, 32), "get_query_key_value_tensors"
 LEFT = {  # a change of the layer and of the words of its call, the reason why it is not fused, and calls of rope
     "own": (lambda x, _: setattr(x, "k_layernorm", Own()), "Own is no norm that jitrope knows, or was changed", 2),
     "eps": (lambda x, _: setattr(x.k_layernorm, "eps", 1e-3), "the norms of q and k differ", 2),
@@ -243,6 +243,7 @@ LEFT = {  # a change of the layer and of the words of its call, the reason why i
     "no norm": (lambda x, _: [setattr(x, f"{name}_layernorm", None) for name in "qk"], None, 2),
     "no rope": (lambda x, _: setattr(x.config, "no_rope_freq", [1]), None, 0),
     "gate": (lambda *_: None, "the host splits QKV", 2),
+    "own split": (lambda x, _: setattr(x, SPLIT, getattr(x, SPLIT)), f"SelfAttention has its own {SPLIT}", 2),
 }  # fmt: skip
 
 

@@ -392,6 +392,17 @@ def test_what_is_changed_in_a_norm_after_enable(qwen3: nn.Module, name: str) -> 
     assert torch.allclose(got, fused) == (name == "_norm")
 
 
+def test_norms_are_fused_again_without_a_hook(qwen3: nn.Module) -> None:
+    with integration.enable(qwen3) as report:
+        fused = [zoo.run(qwen3), zoo.run(qwen3)][1]
+        handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+        assert torch.equal(zoo.run(qwen3), fused)
+        assert report.calls["fused"] == 4
+        handle.remove()
+        assert torch.equal(zoo.run(qwen3), fused)
+    assert report.calls["fused"] == 6
+
+
 # ---- what a rope function reads ------------------------------------------------------------------------
 
 REMOTE = """
