@@ -222,9 +222,18 @@ CHANGES: dict[str, Any] = {
 }
 
 
+BUG = pytest.mark.xfail(strict=True, reason="in diffusers' norms jitrope takes a weight that is a buffer for none")
+
+
 @pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", FUSING)
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        pytest.param(name, change, marks=[BUG] if (name, change) == ("diffusers", "a buffer") else [])
+        for name in FUSING
+        for change in CHANGES
+    ],
+)
 def test_a_changed_norm_is_called(live: Any, name: str, change: str, first: bool) -> None:
     """Before or after `enable` and a call: rope is still jitrope's, and the weights get the gradients of the host's."""
     x, results = live(name), []
@@ -239,8 +248,7 @@ def test_a_changed_norm_is_called(live: Any, name: str, change: str, first: bool
                 hooks.callback(made.remove)
         if first:
             report = enables.enter_context(x.enable())
-        read = (name, change) == ("diffusers", "a buffer")  # as a parameter is
-        for calls in (*[x.calls if read else x.rope] * 2, {}):  # then without jitrope
+        for calls in (x.rope, x.rope, {}):  # then without jitrope
             known = report.calls
             if not calls:
                 enables.close()
@@ -248,7 +256,7 @@ def test_a_changed_norm_is_called(live: Any, name: str, change: str, first: bool
             results.append([out, *(torch.autograd.grad(out.square().sum(), weights) if weights else ())])
             assert report.calls - known == Counter(calls)
         told = "".join(report.reasons) + report.table().partition("rope only: ")[2]
-        assert read or re.search("norm|has buffers or modules|there are hooks of all modules", told)
+        assert re.search("norm|has buffers or modules|there are hooks of all modules", told)
     assert not torch.equal(out, plain)
     torch.testing.assert_close(results[0], results[2], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(results[1], results[2], rtol=1e-4, atol=1e-4)
