@@ -211,8 +211,8 @@ def live(request: Any) -> Callable[..., Live]:
                 def enabled() -> Iterator[Any]:
                     """A layer with our override, and with the norms of the host's."""
                     layers.append(hosts.titan_config("qwen3", True).layers[0].attention.build().to(dtype))
-                    layers[1].load_state_dict(layers[0].state_dict())
                     layers[1].q_norm, layers[1].k_norm = layers[0].q_norm, layers[0].k_norm
+                    layers[1].load_state_dict(layers[0].state_dict())
                     layers[1].rope._init_self_buffers()
                     yield _host.Report("torchtitan")
                     layers.pop()
