@@ -19,6 +19,8 @@ import torch
 HOSTS = Path(__file__).parent.parent / "build" / "hosts"
 """Wheels whose sources are only read, because they have no CPU build."""
 
+TE_ROPE, TE_ATTENTION = (f"transformer_engine.pytorch.attention.{name}" for name in ("rope", "multi_head_attention"))
+
 
 def missing(command: str) -> None:
     """Skip a test without its host, with the reason. In CI every host must be installed."""
@@ -26,6 +28,22 @@ def missing(command: str) -> None:
     if os.environ.get("CI"):
         pytest.fail(reason)
     pytest.skip(reason)
+
+
+INSTALL = {
+    "deepspeed": "pip install deepspeed",
+    "comfy_kitchen": "pip install --no-deps comfy-kitchen==0.2.40",
+    "cache_dit": "pip install --no-deps cache-dit==1.5.3",
+    "kernels": "pip install 'kernels>=0.17.2'",
+}
+
+
+def installed(name: str) -> Any:
+    """A module of a host."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        missing(INSTALL[name.partition(".")[0]])
 
 
 def doubled(function: Any, named: bool = True) -> Any:
@@ -36,11 +54,6 @@ def doubled(function: Any, named: bool = True) -> Any:
         return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
 
     return wraps(function)(patched) if named else patched
-
-
-class Twice(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * x
 
 
 def freqs_of(rows: int, dim: int, interleaved: bool = False, batch: int = 1, base: float = 100) -> torch.Tensor:
@@ -126,11 +139,102 @@ def megatron() -> types.SimpleNamespace:
         "norms": "transformer.torch_norm",
         "packed": "packed_seq_params",
         "groups": "process_groups_config",
+        "build": "transformer.spec_utils",
     }
     try:
         return types.SimpleNamespace(**{k: importlib.import_module(f"megatron.core.{v}") for k, v in modules.items()})
     except ImportError:
         missing("pip install megatron-core")
+
+
+class Core(torch.nn.Module):
+    """Causal attention in plain torch, of [s, b, h, d] or one sequence [t, h, d]; Megatron's local one is fp32 only."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **words: Any) -> torch.Tensor:
+        packed = q.dim() == 3
+        q, k, v = (x.reshape(len(x), -1, *x.shape[-2:]).permute(1, 2, 0, 3) for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.permute(2, 0, 1, 3).flatten(1 if packed else 2)
+
+
+def megatron_config(core: Any, heads: int = 2, fusion: bool = True, mla: bool = False, **words: Any) -> Any:
+    """Megatron's own configuration of a small model."""
+    kind = core.transformer.MLATransformerConfig if mla else core.transformer.TransformerConfig
+    words |= {"multi_latent_attention": True} if mla else {}
+    made = kind(num_layers=1, hidden_size=64, num_attention_heads=heads, **words, apply_rope_fusion=False)
+    made.apply_rope_fusion = fusion  # set late: the constructor requires TransformerEngine or Triton
+    return made
+
+
+def megatron_attention(core: Any, ranks: Any, norm: str, dtype: Any = torch.float32, **words: Any) -> Any:
+    """Megatron's attention with our core and random weights. norm: of q and k of `SelfAttention`, or "latent"."""
+    latent, kind = norm == "latent", {"normalization": norm.replace("L2", "RMS")}
+    spec = {"multi_latent_attention": True} if latent else {"qk_layernorm": True, "qk_l2_norm": norm == "L2Norm"}
+    if latent:
+        kind = {"normalization": "RMSNorm"}
+    else:  # 4 heads of q and 2 of k
+        words = {"num_query_groups": 2, "kv_channels": 32, "qk_layernorm": True, **words}
+    config = megatron_config(
+        core, 2 if latent else 4, True, latent, **kind, params_dtype=dtype, **words, use_cpu_initialization=True
+    )
+    torch.manual_seed(0)
+    attention = core.specs.get_gpt_layer_local_spec(**spec, **kind).submodules.self_attention
+    attention.submodules.core_attention = Core
+    layer = core.build.build_module(attention, config=config, layer_number=1, pg_collection=ranks)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return layer
+
+
+def te_attention(te: Any, norm: Any, before: bool, dtype: torch.dtype = torch.float32, **words: Any) -> Any:
+    """TransformerEngine's attention. before: its norms are before rope."""
+    torch.manual_seed(0)
+    words = {"num_gqa_groups": 2, "fuse_qkv_params": True, "qk_norm_eps": 1e-3, "device": "cpu", **words}
+    layer = te.MultiheadAttention(64, 4, 32, qk_norm_type=norm, qk_norm_before_rope=before, params_dtype=dtype, **words)
+    for weight in (weight for each in (layer.q_norm, layer.k_norm) if each is not None for weight in each.parameters()):
+        torch.nn.init.uniform_(weight)
+    return layer
+
+
+def titan_config(name: str, override: bool, sharded: bool = False, **changes: Any) -> Any:
+    """Two layers with attention of a debug model, with PyTorch's attention, and the override as in the trainer."""
+    from torchtitan.config.override import OverrideConfig, apply_overrides
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    module, table = (
+        importlib.import_module(f"torchtitan.models.{name}"),
+        {"deepseek_v3": "deepseekv3", "gpt_oss": "gptoss"},
+    )
+    words = {} if name in ("qwen3", "llama3", "muse_glimmer") else {"moe_comm_backend": "standard"}
+    config = getattr(module, f"{table.get(name, name)}_configs")["debugmodel"](attn_backend="flex", **words)
+    config.layers = config.layers[:2]
+    if name == "qwen3":
+        config.tok_embeddings.num_embeddings = config.lm_head.out_features = 2048
+    for layer in config.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+        for key, value in changes.items():
+            setattr(layer.attention, key, value)
+    if sharded:
+        from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
+
+        set_qwen3_sharding_config(config, enable_sp=False, enable_ep=False)
+    imports = ["jitrope.integrations.torchtitan.attention"] if override else []
+    assert len(apply_overrides(OverrideConfig(imports=imports), config)) == 2 * override
+    return config
+
+
+def step(layer: Any, x: torch.Tensor, *given: Any, **words: Any) -> list[torch.Tensor]:
+    """q, k and v as attention gets them, a layer's output, and the gradients of the input and of all its weights."""
+    seen, leaf = [], x.clone().requires_grad_()
+    hook = layer.core_attention.register_forward_pre_hook(lambda _, inputs: seen.extend(inputs[:3]))
+    out = layer(leaf, *given, **words)
+    out = out[0] if isinstance(out, tuple) else out
+    hook.remove()
+    grads = torch.autograd.grad(out.float().sin().sum(), (leaf, *layer.parameters()), allow_unused=True)
+    return [*seen, out, *(g for g in grads if g is not None)]
 
 
 @contextmanager

@@ -74,16 +74,6 @@ for _families, _words in ALIKE.items():
         WORDS[_family] = {**_words, "text_config": _words, **WORDS.get(_family, {})}
 
 
-def small(name: str, value: Any) -> Any:
-    """A configuration's value, small if it is a size."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        return value
-    for pattern, size in SIZES.items():
-        if re.fullmatch(pattern, name):
-            return min(value, size)
-    return 3 + len(name) if name.endswith("_id") and value > 63 else value
-
-
 def config_of(cls: Any, words: dict[str, Any]) -> Any:
     """A small configuration; `words` have those of its parts too."""
     base, made = cls(), {}
@@ -94,8 +84,11 @@ def config_of(cls: Any, words: dict[str, Any]) -> Any:
             value = plain
         if isinstance(value, PreTrainedConfig):
             made[name] = config_of(type(value), words.get(name, {}))
-        elif name not in COMPUTED and small(name, value) is not value:
-            made[name] = small(name, value)
+        elif name not in COMPUTED and isinstance(value, int) and not isinstance(value, bool):
+            plain = 3 + len(name) if name.endswith("_id") and value > 63 else value
+            sizes = (min(value, size) for pattern, size in SIZES.items() if re.fullmatch(pattern, name))
+            if (size := next(sizes, plain)) != value:
+                made[name] = size
     made.update({name: value for name, value in words.items() if not isinstance(made.get(name), PreTrainedConfig)})
     known = inspect.signature(cls.__init__).parameters
     loose = any(p.kind == p.VAR_KEYWORD for p in known.values())
@@ -133,15 +126,16 @@ def models(family: str) -> list[type]:
     return sorted(found, key=lambda c: ([not c.__name__.endswith(kind) for kind in kinds], len(c.__name__)))
 
 
-def made(cls: Any, family: str) -> nn.Module:
-    """A model on the CPU, with random parameters of a size that shows rope."""
+def language_model(family: str, dtype: torch.dtype = torch.float32, cls: Any = None) -> nn.Module:
+    """A model on the CPU, with random parameters of a size that shows rope. cls: not the smallest one of its file."""
     torch.manual_seed(0)
+    cls = cls or models(family)[0]
     config = config_of(cls.config_class, WORDS.get(family, {}))
     config._attn_implementation = "eager"
     model = cls(config)
     for parameter in model.parameters():
         parameter.data = torch.randn(parameter.shape) * 0.2
-    return model.eval()
+    return model.eval().to(dtype)
 
 
 IDS = torch.tensor([[5, 9, 17, 33, 3, 8, 21, 40], [7, 6, 5, 4, 33, 22, 11, 3]])
@@ -153,38 +147,29 @@ def run(model: nn.Module) -> Tensor:
         return first(model(input_ids=IDS))
 
 
-def language_model(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    return made(models(family)[0], family).to(dtype)
-
-
 def attention_modules(family: str) -> dict[str, nn.Module]:
-    """A module of each attention class, of a model or made alone, by the name of its class."""
-    needed = {cls.__name__: cls for cls in attention_classes(family)}
-    found = {name: m for name, cls in needed.items() if (m := _alone(cls, family)) is not None}
-    for cls in models(family):
-        if needed.keys() <= found.keys():
-            break
-        with suppress(Exception):  # another model may be made
-            made_now = integration._attention(made(cls, family))
-            found = {**{x.__name__: y[0] for x, y in made_now.items() if x.__name__ in needed}, **found}
-    for module in found.values():
-        torch.manual_seed(0)
-        for parameter in module.parameters():
-            parameter.data = torch.randn(parameter.shape) * 0.2
-    return found
-
-
-def _alone(attention: Any, family: str) -> nn.Module | None:
-    """A layer's attention by itself, from one of the family's configurations."""
-    names = list(inspect.signature(attention).parameters)
+    """A module of each attention class by its name: made alone from a configuration, or of a model."""
+    needed, found = {cls.__name__: cls for cls in attention_classes(family)}, {}
     for cls in _own(family, "configuration"):
         with suppress(Exception):  # another configuration may fit
             whole = config_of(cls, WORDS.get(family, {}))
             for config in (whole, *(part for part in vars(whole).values() if isinstance(part, PreTrainedConfig))):
                 config._attn_implementation = "eager"
-                with suppress(Exception):
-                    return attention(**{name: 0 if name == "layer_idx" else config for name in names})
-    return None
+                for name in needed.keys() - found.keys():
+                    words = list(inspect.signature(needed[name]).parameters)
+                    with suppress(Exception):
+                        found[name] = needed[name](**{word: 0 if word == "layer_idx" else config for word in words})
+    for cls in models(family):
+        if needed.keys() <= found.keys():
+            break
+        with suppress(Exception):  # another model may be made
+            of_model = integration._attention(language_model(family, cls=cls))
+            found = {**{x.__name__: y[0] for x, y in of_model.items() if x.__name__ in needed}, **found}
+    for module in found.values():
+        torch.manual_seed(0)
+        for parameter in module.parameters():
+            parameter.data = torch.randn(parameter.shape) * 0.2
+    return found
 
 
 def arguments(
@@ -235,7 +220,8 @@ def outcome(module: nn.Module, given: dict[str, Any]) -> dict[str, Tensor]:
     out = first(module(**given))
     if out.is_floating_point() and out.requires_grad:
         out.float().square().mean().backward()
-    grads = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    parameters = getattr(module, "_orig_mod", module).named_parameters()  # of a compiled module
+    grads = {name: p.grad.clone() for name, p in parameters if p.grad is not None}
     return {"out": out.detach(), **grads}
 
 

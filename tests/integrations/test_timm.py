@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-from collections.abc import Callable
-from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -17,8 +13,8 @@ from torch.utils._pytree import tree_map
 from jitrope.integrations import _host
 from jitrope.integrations import timm as integration
 
-from .devices import DEVICES
-from .hosts import doubled, timm
+from ..devices import DEVICES
+from ..hosts import doubled, timm
 
 SMALL = {"img_size": 32, "depth": 2, "embed_dim": 64, "num_heads": 4, "num_classes": 5}
 
@@ -28,45 +24,40 @@ def _timm() -> None:
     timm()
 
 
-def registered(name: str, **words: Any) -> tuple[nn.Module, Any]:
-    """A small model by timm's name, and images."""
-    words = {name: value for name, value in {**SMALL, **words}.items() if value is not None}
-    size = words.get("img_size", 64)
-    return importlib.import_module("timm").create_model(name, **words), torch.randn(2, 3, size, size)
-
-
-def naflex(kind: str, **words: Any) -> tuple[nn.Module, Any]:
-    """A NaFlex model that drops patches, and patches of two images of 4 x 4 and 2 x 4."""
-    module = importlib.import_module("timm.models.naflexvit")
-    words = {"embed_dim": 64, "num_heads": 4, "depth": 2, "patch_size": 4, "reg_tokens": 2, **words}
-    config = module.NaFlexVitCfg(rope_type=kind, class_token=True, pos_embed="none", patch_drop_rate=0.25, **words)
-    rows = torch.arange(16)
-    valid = torch.stack((rows >= 0, rows < 8))
-    coord = torch.stack((rows // 4, rows % 4), -1).expand(2, -1, -1) * valid[..., None]
-    inputs = {"patches": torch.randn(2, 16, 48), "patch_coord": coord, "patch_valid": valid}
-    return module.NaFlexVit(config, num_classes=3).train(), inputs
-
-
-CASES: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
-    "eva02": lambda: registered("eva02_tiny_patch14_224", img_size=28),
-    "dinov3": lambda: registered("vit_small_patch16_dinov3"),  # halves, class and register tokens
-    "dinov3-qkvb": lambda: registered("vit_small_patch16_dinov3_qkvb"),
-    "pe": lambda: registered("vit_pe_core_tiny_patch16_384"),
-    "rope-mixed": lambda: registered("vit_small_patch16_rope_mixed_224"),  # learned tables of each head and block
-    "qwen3": lambda: registered("qwen3_vit_88m_enc", img_size=None, num_classes=None),  # of a language model
-    "naflex-mixed": lambda: naflex("mixed"),
-    "naflex-dinov3": lambda: naflex("dinov3"),
-    "naflex-mrope": lambda: naflex("mrope", rope_mrope_section=(2, 3, 3)),
+CASES: dict[str, tuple[str, dict[str, Any]]] = {  # a name of timm's, and words; or the kind of a NaFlex model
+    "eva02": ("eva02_tiny_patch14_224", {"img_size": 28}),
+    "dinov3": ("vit_small_patch16_dinov3", {}),  # halves, class and register tokens
+    "dinov3-qkvb": ("vit_small_patch16_dinov3_qkvb", {}),
+    "pe": ("vit_pe_core_tiny_patch16_384", {}),
+    "rope-mixed": ("vit_small_patch16_rope_mixed_224", {}),  # learned tables of each head and block
+    "qwen3": ("qwen3_vit_88m_enc", {"img_size": None, "num_classes": None}),  # of a language model
+    "naflex-mixed": ("", {"rope_type": "mixed"}),
+    "naflex-dinov3": ("", {"rope_type": "dinov3"}),
+    "naflex-mrope": ("", {"rope_type": "mrope", "rope_mrope_section": (2, 3, 3)}),
 }
 
 
 def prepared(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
+    """A small random model, and images; a NaFlex model drops patches, and gets those of two images, 4 x 4 and 2 x 4."""
     torch.manual_seed(0)
-    model, inputs = CASES[name]()
+    of_timm, more = CASES[name]
+    if of_timm:
+        words = {key: value for key, value in {**SMALL, **more}.items() if value is not None}
+        size = words.get("img_size", 64)
+        model = importlib.import_module("timm").create_model(of_timm, **words)
+        inputs: Any = torch.randn(2, 3, size, size)
+    else:
+        module = importlib.import_module("timm.models.naflexvit")
+        words = {"embed_dim": 64, "num_heads": 4, "depth": 2, "patch_size": 4, "reg_tokens": 2, "class_token": True}
+        config = module.NaFlexVitCfg(**words, pos_embed="none", patch_drop_rate=0.25, **more)
+        model, rows = module.NaFlexVit(config, num_classes=3).train(), torch.arange(16)
+        valid = torch.stack((rows >= 0, rows < 8))
+        coord = torch.stack((rows // 4, rows % 4), -1).expand(2, -1, -1) * valid[..., None]
+        inputs = {"patches": torch.randn(2, 16, 48), "patch_coord": coord, "patch_valid": valid}
     for parameter in model.parameters():
         parameter.data = torch.randn(parameter.shape) * 0.2
-    to = partial(tree_map, lambda x: x.to(device, dtype if x.is_floating_point() else None))
-    return model.to(device, dtype), to(inputs)
+    inputs = tree_map(lambda x: x.to(device, dtype if x.is_floating_point() else None), inputs)
+    return model.to(device, dtype), inputs
 
 
 def outcome(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
@@ -119,17 +110,7 @@ def test_16_bit_model(name: str, dtype: torch.dtype, device: str) -> None:
         torch.testing.assert_close(got, expected, rtol=bound, atol=bound * float(expected.abs().max()))
 
 
-def test_calls_that_jitrope_refuses_run_timms_statements() -> None:
-    model, inputs = prepared("dinov3", dtype=torch.float64)
-    stock = outcome(model, inputs)
-    with integration.enable() as report:
-        ours = outcome(model, inputs)
-    assert report.calls == {"jitrope": 0, "host": 4}  # q, then k
-    assert sum("float64" in reason for reason in report.reasons) == 1
-    assert all(torch.equal(ours[key], want) for key, want in stock.items())
-
-
-@pytest.mark.parametrize("how", ["traced", "checkpointed", "exported"])
+@pytest.mark.parametrize("how", ["traced", "checkpointed", "exported", "compiled"])
 def test_an_enabled_model_is(how: str) -> None:
     model, inputs = prepared("dinov3")
     stock = model.eval()(inputs)
@@ -139,6 +120,8 @@ def test_an_enabled_model_is(how: str) -> None:
             got = fx.create_feature_extractor(model, {"head": "out"})(inputs)["out"]
         elif how == "exported":
             got = torch.export.export(model, (inputs,)).module()(inputs)
+        elif how == "compiled":
+            got = torch.compile(model, backend="eager")(inputs)
         else:
             model.set_grad_checkpointing()
             got = model.train()(inputs)
@@ -168,37 +151,13 @@ def test_function(tables: tuple[int, ...], half: bool) -> None:
         torch.testing.assert_close(grads[1], grads[0], rtol=close, atol=close * float(grads[0].abs().max()))
 
 
-# ---- enable and disable --------------------------------------------------------------------------------
-
-
-def attention() -> Any:
-    return importlib.import_module("timm.models.eva").EvaAttention
-
-
-def test_disable_undoes_what_enable_did() -> None:
-    names = ("layers.attention:AttentionRope.forward", "models.eva:EvaAttention.forward", "layers:apply_rot_embed")
-
-    def state() -> list[Any]:
-        return [attrgetter(at.split(":")[1])(importlib.import_module(f"timm.{at.split(':')[0]}")) for at in names]
-
-    stock = state()
-    with integration.enable() as report:
-        enabled = state()
-        assert (len(report.replaced), report.left) == (3, {})
-        assert all(now is not before for now, before in zip(enabled, stock))
-        with integration.enable() as second:
-            assert second.replaced == report.replaced
-        assert state() == enabled  # the second has changed nothing, so it undoes nothing
-    assert state() == stock
-
-
 @pytest.mark.parametrize("kind", ["fused", "separate", "biased", "grouped", "gated", "unfused", "causal"])
 def test_each_path_of_attention(kind: str) -> None:
     """Output and gradients have the bits of the host's forward, with a mask, dropout and a norm of q and k."""
     words: dict[str, Any] = {"num_heads": 4, "norm_layer": nn.LayerNorm, "qk_norm": True, "attn_drop": 0.3}
     more = {"separate": {"qkv_fused": False}, "biased": {"qkv_bias_separate": True}, "gated": {"gated": True}}
     words |= more.get(kind, {})
-    cls = attention()
+    cls = importlib.import_module("timm.models.eva").EvaAttention
     if kind == "grouped":
         cls = importlib.import_module("timm.layers.attention").AttentionRope
         words |= {"num_kv_heads": 2, "qkv_fused": False}
@@ -207,16 +166,14 @@ def test_each_path_of_attention(kind: str) -> None:
     emb, mask = torch.randn(10 - layer.num_prefix_tokens, 4).repeat(1, 4), torch.rand(2, 1, 10, 10) < 0.8
     given = {"is_causal": True} if kind == "causal" else {"attn_mask": mask}
 
-    def result() -> list[Tensor]:
-        layer.zero_grad()
-        torch.manual_seed(3)
-        out = layer(x, emb, **given)
-        out.sum().backward()
-        return [out, *(p.grad.clone() for p in layer.parameters())]
-
-    stock = result()
+    results = []
     with integration.enable() as report:
-        ours = result()
+        for _ in range(2):  # with jitrope and without
+            torch.manual_seed(3)
+            out = layer(x, emb, **given)
+            results.append([out, *torch.autograd.grad(out.sum(), [*layer.parameters()])])
+            integration.disable()
+    ours, stock = results
     assert torch.equal(ours[0], stock[0])
     torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-5)
     assert report.calls == {"jitrope": 2 if kind == "unfused" else 1, "host": 0}
@@ -232,25 +189,20 @@ def test_the_result_of_earlier_versions() -> None:
         assert torch.equal(out, x * cos + turn(x) * sin)
 
 
-def test_a_function_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`enable` replaces nothing if `apply_rot_embed` is another one than in the versions that jitrope knows."""
-    module = importlib.import_module("timm.layers.pos_embed_sincos")
-    monkeypatch.setattr(module, "apply_rot_embed", doubled(module.apply_rot_embed))
-    with pytest.raises(integration.JitropeError, match="apply_rot_embed is not that of timm"):
-        integration.enable()
-    assert not _host.placed
+def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward with another text is left to the host, with its keyword, and so is a class that is missing.
 
-
-def test_attention_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward with another text is left to the host, with its keyword, and so is a class that is missing."""
-    place, layer = "timm.models.eva.EvaAttention.forward", attention()(32, 4, norm_layer=nn.LayerNorm)
-    x, emb, stock = torch.randn(2, 10, 32), torch.randn(9, 16), attention().forward
+    `enable` replaces nothing if `apply_rot_embed` is another one than in the versions that jitrope knows.
+    """
+    place, attention = "timm.models.eva.EvaAttention.forward", importlib.import_module("timm.models.eva").EvaAttention
+    layer = attention(32, 4, norm_layer=nn.LayerNorm)
+    x, emb, stock = torch.randn(2, 10, 32), torch.randn(9, 16), attention.forward
 
     def forward(self: Any, x: Tensor, rope: Any = None, *, times: int = 1) -> Tensor:
         return times * stock(self, x, rope)
 
     want = layer(x, emb)
-    monkeypatch.setattr(attention(), "forward", forward)
+    monkeypatch.setattr(attention, "forward", forward)
     with integration.enable() as report:
         assert torch.equal(layer(x, emb, times=3), 3 * want)
         assert "its text is not that of 1.0.21 to 1.0.31" in report.left[place]
@@ -258,28 +210,8 @@ def test_attention_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("timm.models.eva.EvaAttention")
     with integration.enable() as report:
         assert "has no timm.models.eva:EvaAttention" in report.left[place]
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_function_of_the_user(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is called, as without jitrope, and q and k are one launch again when it is gone."""
-    eva = importlib.import_module("timm.models.eva")
-    layer, x = eva.EvaAttention(32, num_heads=4, num_prefix_tokens=1, norm_layer=nn.LayerNorm), torch.randn(2, 10, 32)
-    emb = torch.randn(9, 4).repeat_interleave(2, -1).repeat(1, 2)
-    torch.compiler.reset()
-    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
-    stock, function = layer(x, emb), doubled(eva.apply_rot_embed_cat)
-    with monkeypatch.context() as patch:
-        patch.setattr(eva, "apply_rot_embed_cat", function)
-        want = layer(x, emb)
-    assert not torch.equal(want, stock)
-    with integration.enable() as report:
-        assert torch.equal(run(x, emb), stock)
-        assert report.calls["jitrope"] == (not compiled)
-        with monkeypatch.context() as patch:
-            patch.setattr(eva, "apply_rot_embed_cat", function)
-            assert torch.equal(run(x, emb), want)
-        assert report.reasons["apply_rot_embed_cat or apply_rot_embed was replaced"] == 1
-        before = report.calls["jitrope"]
-        assert torch.equal(run(x, emb), stock)
-        assert report.calls["jitrope"] == before + (not compiled)
+    module = importlib.import_module("timm.layers.pos_embed_sincos")
+    monkeypatch.setattr(module, "apply_rot_embed", doubled(module.apply_rot_embed))
+    with pytest.raises(integration.JitropeError, match="apply_rot_embed is not that of timm"):
+        integration.enable()
+    assert not _host.placed

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 
 from jitrope.integrations import deepspeed
 
-from .devices import devices
-from .hosts import missing
+from .. import hosts
+from ..devices import devices
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-@pytest.fixture(scope="module")
-def layer() -> Any:
-    try:
-        from deepspeed.sequence import layer
-    except ImportError:
-        missing("pip install deepspeed")
-    return layer
-
-
-DEEPSPEED_CASES = {  # shape of t, shape of the tables
+CASES = {  # shape of t, shape of the tables
     "sbhd": ((6, 2, 3, 16), (6, 1, 1, 16)),
     "bshd": ((2, 6, 3, 16), (1, 6, 1, 16)),
     "bshd-batched": ((2, 6, 3, 16), (2, 6, 1, 16)),
@@ -41,11 +31,12 @@ DEEPSPEED_CASES = {  # shape of t, shape of the tables
 
 @pytest.mark.parametrize(
     ("device", "name", "dtype"),
-    devices(product(DEEPSPEED_CASES, ("fp32", "bf16")), (("sbhd", "bf16"), ("bshd-batched", "fp32"))),
+    devices(product(CASES, ("fp32", "bf16")), (("sbhd", "bf16"), ("bshd-batched", "fp32"))),
 )
-def test_deepspeed_forward_and_gradient(layer: Any, device: str, name: str, dtype: str) -> None:
+def test_forward_and_gradient(device: str, name: str, dtype: str) -> None:
+    layer = hosts.installed("deepspeed.sequence.layer")
     torch.manual_seed(0)
-    shape, table_shape = DEEPSPEED_CASES[name]
+    shape, table_shape = CASES[name]
     t = torch.randn(shape).to(device, DTYPES[dtype])
     angles = torch.rand(table_shape) * 9
     cos, sin = (f(angles).to(t) for f in (torch.cos, torch.sin))
@@ -60,27 +51,21 @@ def test_deepspeed_forward_and_gradient(layer: Any, device: str, name: str, dtyp
         torch.testing.assert_close(a.float(), b, rtol=rtol, atol=atol)
 
 
-def test_deepspeed_enable(layer: Any) -> None:
-    from deepspeed.sequence import fpdt_layer
-
-    host, host_backward = layer.apply_rotary_pos_emb, fpdt_layer.apply_rotary_pos_emb_backward
-    t, angles = torch.randn(2, 6, 3, 16), torch.rand(1, 6, 1, 16)
-    cos, sin = angles.cos(), angles.sin()
+def test_the_gradient_of_fpdt() -> None:
+    """Its own function, and every module that holds the rope."""
+    layer = hosts.installed("deepspeed.sequence.layer")
+    fpdt_layer = hosts.installed("deepspeed.sequence.fpdt_layer")
+    host, t, angles = fpdt_layer.apply_rotary_pos_emb_backward, torch.randn(2, 6, 3, 16), torch.rand(1, 6, 1, 16)
     with deepspeed.enable() as report:
-        assert layer.apply_rotary_pos_emb is fpdt_layer.apply_rotary_pos_emb is not host
-        torch.testing.assert_close(layer.apply_rotary_pos_emb(t, cos, sin), host(t, cos, sin))
-        got = fpdt_layer.apply_rotary_pos_emb_backward(t, cos, sin)
-        torch.testing.assert_close(got, host_backward(t, cos, sin))
-        layer.apply_rotary_pos_emb(t.double(), cos.double(), sin.double())
-        assert report.calls == {"jitrope": 2, "host": 1}
-        assert "1 x apply_rope: q is float64" in str(report)
-    assert fpdt_layer.apply_rotary_pos_emb_backward is host_backward
+        assert layer.apply_rotary_pos_emb is fpdt_layer.apply_rotary_pos_emb
+        got = fpdt_layer.apply_rotary_pos_emb_backward(t, angles.cos(), angles.sin())
+    torch.testing.assert_close(got, host(t, angles.cos(), angles.sin()))
+    assert report.calls == {"jitrope": 1, "host": 0}
 
 
-def test_deepspeed_attention_calls_it(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a group of one the Ulysses layer calls the replaced function, with the host's result."""
-    import deepspeed as host
-
+    layer, host = hosts.installed("deepspeed.sequence.layer"), hosts.installed("deepspeed")
     # A group of one needs no sums in shared memory, which DeepSpeed would build for a minute and a half.
     monkeypatch.setitem(host.ops.__compatible_ops__, "deepspeed_shm_comm", False)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from jitrope.integrations import _host, transformer_engine
 
-from .hosts import missing
+from ..hosts import missing
 
 pytestmark = pytest.mark.gpu
 LAYOUTS, DTYPES = ("sbhd", "bshd", "thd"), (torch.float32, torch.bfloat16)
@@ -77,12 +77,8 @@ def test_rope_beside_its_kernel(
 def step(layer: Any, x: Tensor, **words: Any) -> tuple[list[Tensor], list[Tensor]]:
     """(q and k that attention gets, the output and gradients of x and all weights)."""
     seen: list[Tensor] = []
-
-    def keep(module: Any, arguments: Any) -> None:
-        seen.extend(arguments[:2])
-
-    attention = getattr(layer, "self_attention", layer)
-    handle = attention.core_attention.register_forward_pre_hook(keep)
+    attention = getattr(layer, "self_attention", layer).core_attention
+    handle = attention.register_forward_pre_hook(lambda module, arguments: seen.extend(arguments[:2]))
     out = layer(x, **words)
     handle.remove()
     cotangent = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype)
@@ -122,12 +118,18 @@ def test_norms_and_rope_of_its_attention(te: Any, norm: str, before: bool, layou
     assert_alike(got[1], want[1], 2**-5)
 
 
+def bench(*words: str) -> list[dict[str, Any]]:
+    """The rows of `jitrope bench`."""
+    command = [sys.executable, "-m", "jitrope", "bench", *words, "--smoke", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["rows"]
+
+
 def test_layers_of_the_gallery() -> None:
     """Those of TransformerEngine, and of Megatron-core if it is installed."""
-    words = ["hosts", "--only", "te-train,te-behind-train,megatron-te-train", "--smoke", "--json"]
-    done = subprocess.run([sys.executable, "-m", "jitrope", "bench", *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rows = [row for row in json.loads(done.stdout)["rows"] if row["by"] == "jitrope"]
+    rows = bench("hosts", "--only", "te-train,te-behind-train,megatron-te-train")
+    rows = [row for row in rows if row["by"] == "jitrope"]
     assert len(rows) >= 4
     for row in rows:
         assert row["fused calls"] > 0 == row["jitrope calls"] == row["host calls"]
@@ -135,10 +137,7 @@ def test_layers_of_the_gallery() -> None:
 
 
 def test_its_layer_is_timed_with_its_rope_and_ours() -> None:
-    words = ["layer", "--smoke", "--json"]
-    done = subprocess.run([sys.executable, "-m", "jitrope", "bench", *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rows = [row for row in json.loads(done.stdout)["rows"] if row["rope"].startswith("TransformerEngine's layer")]
+    rows = [row for row in bench("layer") if row["rope"].startswith("TransformerEngine's layer")]
     assert [row["rope"] for row in rows] == ["TransformerEngine's layer", "TransformerEngine's layer with jitrope"] * 2
     for row in rows:
         assert 0 < row["rope ms"] < row["layer ms"]
