@@ -137,6 +137,6 @@ def unhooked(module: nn.Module, wrapped: bool = False, noun: str = "a norm") -> 
         raise InvalidInput(f"{noun} has its own forward")
     weight, bias = own.get("weight", parameters.get("weight")), own.get("bias", parameters.get("bias"))
     plain = all(x is None or (isinstance(x, Tensor) and x.dim() == 1) for x in (weight, bias))
-    if not plain or len(own.get("normalized_shape", "1")) != 1:
-        raise InvalidInput("a norm's weight must have one axis")
+    if not plain or len(own.get("normalized_shape", "1")) != 1 or own["_buffers"].keys() & {"weight", "bias"}:
+        raise InvalidInput("a norm's weight must be a parameter with one axis")
     return weight, bias

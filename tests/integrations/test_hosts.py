@@ -223,20 +223,8 @@ CHANGES: dict[str, Any] = {
 }
 
 
-BUGS = {
-    ("diffusers", "a buffer"): "jitrope takes the weight for none, so its results are others",
-    ("torchtitan", "a buffer"): "jitrope raises AttributeError, because it takes the weight for none",
-}
-
-
 @pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        pytest.param(*case, marks=[pytest.mark.xfail(strict=True, reason=BUGS[case])] if case in BUGS else [])
-        for case in itertools.product(FUSING, CHANGES)
-    ],
-)
+@pytest.mark.parametrize(("name", "change"), [*itertools.product(FUSING, CHANGES)])
 def test_a_changed_norm_is_called(live: Any, name: str, change: str, first: bool) -> None:
     """Before or after `enable` and a call: rope is still jitrope's, and the weights get the gradients of the host's."""
     x, results = live(name), []
