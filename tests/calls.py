@@ -56,6 +56,7 @@ AXES: Axes = {
     "dtype": ("bf16", "fp16", "fp32"),
     "size": ("64", "128", "80", "256", "72", "512", "6"),
     "heads": ("gqa", "mha", "odd", "many"),
+    "weights": ("half", "weights_fp32"),  # half: q's dtype
     # sliced: of a wider tensor; turned: two axes are exchanged in memory; apart: of every second element;
     # offset: the address is that of the second element
     "strides": ("plain", "sliced", "turned", "apart", "expanded", "offset"),
@@ -112,6 +113,8 @@ UNSAID: list[dict[str, Any]] = [
     {"table": "none", "of_table": ("half", "double")},
     {"table": "cis", "of_table": "half"},
     {"dtype": "fp32", "of_table": "half"},
+    {"norm": ("none", "l2"), "weights": "weights_fp32"},
+    {"dtype": "fp32", "weights": "weights_fp32"},
     {"positions": PACKED, "layout": but("layout", "thd")},  # `Packed` implies it
 ]
 
@@ -384,7 +387,6 @@ streams once interleaved kv_rows 24+24 128 | streams once interleaved int8 head 
 streams once interleaved head 24+24 128 | norm=across interleaved inplace 12+12 128
 norm=across interleaved 12+12 128 grad
 norm=across interleaved 40+40 128 grad | alone norm=across interleaved 40+40 128 | norm=across addcmul 32+32 grad
-norm=across into_halves 96+96 128 grad | norm=across into_halves 64+64 256 grad
 rms ids 32+8 128 grad | v_norm 8+4 256 grad | once into_halves 32+8 128 grad | groups head into_pairs 95+1 256
 twice dtype ids inplace 32+8 128 | twice packed 32+8 128 grad | twice angles packed 32+8 128 int32 grad
 grouped once angles full packed_cp 32+8 128 int32 grad | twice mrope_turns 32+8 128 | zero first 16+8 256 grad
@@ -399,6 +401,8 @@ once fp4 32+8 128 | inverse last interleaved e4m3_64 64+64 512 | rms first 2+2 6
 l2 interleaved 16+8 128 grad | means interleaved 10+10 128 grad | means ids fp8_slots 24+4 128
 after unrotated 32+8 128 grad | gated zero first 16+2 256 grad | gated_bias zero first 16+2 256 grad
 """
+# Their gradient's largest block would need more shared memory than there is.
+WIDE = "norm=across into_halves 96+96 128 grad | norm=across into_halves 64+64 256 grad"
 
 
 def named_calls(text: str) -> list[Case]:

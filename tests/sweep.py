@@ -131,6 +131,7 @@ class Made:
         self.layout, self.dtype, self.size = case["layout"], FLOATS[case["dtype"]], int(case["size"])
         self.batch, self.tokens = (1, B * tokens) if self.layout == "thd" else (B, tokens)
         self.counts = HEADS.get(case["heads"]) or tuple(map(int, case["heads"].split("+")))
+        self.weights_dtype = self.dtype if case["weights"] == "half" else torch.float32
         self.ints = torch.int32 if case["ints"] == "int32" else torch.int64
         in_pages = case["out"] in ("pages", "indptr", "indices", "fp8_pages", "nvfp4_blocks")
         cu = CU_SEQLENS[case["positions"]][in_pages] if case["positions"] in PACKED else ()
@@ -240,10 +241,11 @@ class Made:
         if kind in ("none", "l2"):
             return {}
         if kind == "of_v":
-            return {"v_weight": self.noise(k_heads * self.size) / 4 + 1}
+            return {"v_weight": (self.noise(k_heads * self.size) / 4 + 1).to(self.weights_dtype)}
         names = ("q_weight", "k_weight", *(("q_bias", "k_bias") if kind in ("layer", "of_k") else ()))
         sizes = [self.size * (count if kind in ("across", "means") else 1) for count in (q_heads, k_heads)] * 2
         made = {name: self.noise(size) / 4 + (kind != "zero") for name, size in zip(names, sizes)}
+        made = {name: x.to(self.weights_dtype) for name, x in made.items()}
         if kind == "means":
             made |= {f"{letter}_mean": self.noise(self.batch, self.tokens).abs() + 0.5 for letter in "qk"}
         of = [x for x in NORM_WORDS.get(kind, {}).get("of", "qk") if x in letters_of(self.case)]
