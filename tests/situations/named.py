@@ -20,7 +20,7 @@ from jitrope import InvalidInput
 from .. import oracle
 from ..calls import DYNAMIC, PLAIN, STREAMS, Case
 from ..host.backend import DEVICE
-from ..results import Caches, check_heads, near, places_of, same
+from ..results import Caches, check_heads, lies_in, near, places_of
 from ..sweep import NORM_WORDS, Made, S, function_of, outputs_of
 
 TABLES = ("cos", "sin", "freqs_cis")
@@ -73,7 +73,7 @@ class Call:
     def __init__(self, name: str, device: str, tokens: int = S) -> None:
         self.name, self.device, self.case = name, device, NAMED[name]
         self.made = m = Made(self.case, device, tokens=tokens)
-        self.places = places_of(m)
+        self.places: Any = places_of(m)
         self.words = {x: y for x, y in (m.words() | self.places.words).items() if x not in TABLES}
         self.words |= {"inplace": True} if name.endswith("_") else {}
         self.heads, self.weights = [*m.tensors], [*m.weights]
@@ -96,6 +96,12 @@ class Call:
         self.writes_heads = bool({*self.turned} & {*self.written})
         self.no_gradient = "" if self.derived else "requires a gradient, but this call has none"
 
+    def changed(self, names: Iterable[str], change: Callable[[Tensor], Any]) -> Call:
+        """Another call of this name, in which some tensors are changed."""
+        one = Call(self.name, self.device)
+        one.args |= {x: change(one.args[x]) for x in names}
+        return one
+
     def __call__(self, args: Args) -> tuple[Tensor, ...]:
         """The results that are tensors; a scale comes after its values."""
         words = {**self.words, **{x: args[x] for x in TABLES if x in args}}
@@ -107,9 +113,7 @@ class Call:
             pages = self.case["out"] == "pages"
             slots = jitrope.Pages(args["page_table"], seq_lens=args["lengths"]) if pages else args["slots"]
             rotate_k = self.name == "cache_own_k"
-            words["cache"] = jitrope.KVCache(
-                args["k_cache"], args["v_cache"], slots, rotate_k=rotate_k, **self.scales
-            )
+            words["cache"] = jitrope.KVCache(args["k_cache"], args["v_cache"], slots, rotate_k=rotate_k, **self.scales)
         if self.outs:
             words["out"] = [args[x] for x in self.outs]
         given: list[Any] = [args[x] for x in self.heads]
@@ -147,45 +151,49 @@ class Call:
         found = [m.expected(x) for x in outputs_of(self.case)]
         return [oracle.join(found, m.order)] if self.turned == ["qkv"] == self.written else found
 
+    def tried(self, args: Args, refusal: str, run: Run | None, around: Any = None, bases: Iterable[Tensor] = ()) -> Any:
+        """The results, or None of a call that is refused with these words. It writes nothing but what it must."""
+        before, results = memory([*args.values(), *bases]), None
+        with around or nullcontext():
+            if refusal:
+                with pytest.raises(InvalidInput, match=refusal) as error:
+                    (run or self)(args)
+                assert str(error.value).split(": ")[0] in (function_of(self.case).__name__, "Norm", "KVCache", "Pages")
+                assert "\n" not in str(error.value)
+            else:
+                results = (run or self)(args)
+        unchanged(before, [] if refusal else [args[x] for x in self.written])
+        return results
+
     def check(
         self, refusal: str = "", run: Run | None = None, *, around: AbstractContextManager[Any] | None = None,
         numbers: Args | None = None, same_tensors: bool = True, fake: bool = True, versions: bool = True,
     ) -> None:  # fmt: skip
-        """The call is refused with these words and writes nothing, or it is right, and writes what it must alone.
+        """The call is right, or refused with these words.
 
         numbers: what the tensors hold, if fp64 cannot read it. same_tensors: what is written is returned itself.
-        fake: a call with fake tensors has results of the same strides. Afterwards a plain call has the bits that it had.
+        fake: a call with fake tensors has results of the same strides. versions: what is written counts as written.
         """
-        args, plain = self.args, bits(self.name, self.device)
-        like = None if refusal else self.like({n: x.detach().clone() for n, x in (numbers or args).items()})
-        before, counts = memory(args), {n: version(x) for n, x in args.items()}
-        if isinstance(self.places, Caches) and not refusal:
-            self.places.caches = {x[0]: getattr(args[x], "held", args[x]) for x in self.cached}
-            self.places.before = [x.detach().clone() for x in self.places.caches.values()]
-        with around or nullcontext():
-            if refusal:
-                self.is_refused(refusal, run or self, args)
-            else:
-                results = (run or self)(args)
-        written = [] if refusal else self.written
-        unchanged(before, [args[x] for x in written])
-        if like is not None:
-            self.compare({n: getattr(x, "held", x) for n, x in args.items()}, results, like, same_tensors)
-            for name, count in counts.items() if versions else ():
-                if name in written and args[name].numel():
-                    assert count is None or version(args[name]) > count, f"the version of {name} is as it was"
-                elif not any(shared(args[name], args[x]) for x in written):
-                    assert version(args[name]) == count, f"{name} counts as written"
-            if fake and run is None:
-                self.check_fake(args, results)
-        assert all(same(x, y) for x, y in zip(plain, bits.__wrapped__(self.name, self.device), strict=True))
-
-    def is_refused(self, text: str, run: Run, args: Args) -> None:
-        with pytest.raises(InvalidInput, match=text) as error:
-            run(args)
-        names = (function_of(self.case).__name__, "Norm", "KVCache", "Pages")
-        assert str(error.value).split(": ")[0] in names
-        assert "\n" not in str(error.value)
+        args, written = self.args, self.written
+        if refusal:
+            self.tried(args, refusal, run, around)
+            return
+        like = self.like({n: x.detach().clone() for n, x in (numbers or args).items()})
+        counts = {n: x._version for n, x in args.items() if not x.is_inference()} if versions else {}
+        self.places.caches = {x[0]: getattr(args[x], "held", args[x]) for x in self.cached}
+        self.places.before = [x.detach().clone() for x in self.places.caches.values()]
+        results = self.tried(args, refusal, run, around)
+        self.compare({n: getattr(x, "held", x) for n, x in args.items()}, results, like, same_tensors)
+        for name, count in counts.items():
+            if name in written and args[name].numel():
+                assert args[name]._version > count, f"the version of {name} is as it was"
+            elif not any(lies_in(args[name], args[x]) for x in written):
+                assert args[name]._version == count, f"{name} counts as written"
+        plain = all(type(x) in (Tensor, torch.nn.Parameter) and not x.is_inference() for x in args.values())
+        if fake and run is None and plain and not any(x.is_neg() or x.is_conj() for x in args.values()):
+            mode = FakeTensorMode()
+            with torch.no_grad():
+                self.check_alike({n: mode.from_tensor(x.detach()) for n, x in args.items()}, results, mode)
 
     def compare(self, args: Args, results: tuple[Tensor, ...], like: Made, same_tensors: bool = True) -> None:
         by_letter = self.named(results)
@@ -217,14 +225,6 @@ class Call:
                 wanted = torch.empty(y.shape, device="meta") if name is None else args[name].to("meta")
                 assert steps(y) == steps(torch.empty_like(wanted)), f"the result for {name} has strides {y.stride()}"
 
-    def check_fake(self, args: Args, results: tuple[Tensor, ...]) -> None:
-        plain = all(type(x) in (Tensor, torch.nn.Parameter) and not x.is_inference() for x in args.values())
-        if plain and not any(x.is_neg() or x.is_conj() for x in args.values()):
-            mode = FakeTensorMode()
-            with torch.no_grad():
-                fakes = {name: mode.from_tensor(x.detach()) for name, x in args.items()}
-                self.check_alike(fakes, results, mode)
-
     def check_alike(self, args: Args, results: Iterable[Tensor], around: AbstractContextManager[Any]) -> None:
         """Tensors without numbers give results of the same kinds."""
         with around:
@@ -240,52 +240,45 @@ class Call:
         return text if self.derived and self.writes_heads else self.no_gradient
 
     def check_gradient(
-        self, build: Callable[[Args], Args] = times_one, run: Run | None = None, *, leaves: Args | None = None,
+        self, build: Callable[[Args], Args] = dict, run: Run | None = None, *, leaves: Args | None = None,
         refusal: str | None = None, around: AbstractContextManager[Any] | None = None, same_tensors: bool = True,
-        gradient: Callable[[Tensor], Tensor] = lambda y: spread(y.shape, 90).to(y),
+        begin: Callable[[Args], Args] = times_one, gradient: Callable[[Tensor], Tensor] | None = None,
         given: Callable[[Tensor], Tensor] = lambda g: g,
     ) -> None:  # fmt: skip
-        """The results and the gradients of `leaves` are right, or the call is refused and writes nothing.
+        """The results and the gradients of `leaves` are right, or the call is refused.
 
-        build: makes arguments of leaves. Those that begin with "base" are what others are views of, and part of the
-        loss after the call. gradient: of a result; given: another tensor with its numbers, which jitrope gets.
+        build: makes arguments of what begins with leaves. Those whose names begin with "base" are what others are views
+        of, and part of the loss after the call. gradient: of a result; given: a tensor with its numbers for jitrope.
         """
-        plain, refusal = bits(self.name, self.device), self.no_gradient if refusal is None else refusal
+        refusal = self.no_gradient if refusal is None else refusal
         leaves = leaves or {name: self.args[name] for name in (*self.heads, *self.weights)}
         leaves = {n: x.detach().clone().requires_grad_() for n, x in leaves.items()}
         exact = {n: x.detach().double().requires_grad_() for n, x in leaves.items()}
-        built = build(leaves)
-        args = {**self.args, **{n: x for n, x in built.items() if not n.startswith("base")}}
-        rest, before = {n: x.detach().clone() for n, x in args.items()}, memory({**built, **args})
+        built = build(begin(leaves))
+        args = {**self.args, **{n: built[n] for n in built if n in self.args}}
+        rest = {n: x.detach().clone() for n, x in args.items()}
+        results = self.tried(args, refusal, run, around, built.values())
         if refusal:
-            with around or nullcontext():
-                self.is_refused(refusal, run or self, args)
-            unchanged(before, [])
-            assert all(same(x, y) for x, y in zip(plain, bits.__wrapped__(self.name, self.device), strict=True))
             return
-        with around or nullcontext():
-            results = (run or self)(args)
-        exact_built = build(exact)
-        exact_args = {**rest, **{n: x for n, x in exact_built.items() if not n.startswith("base")}}
+        exact_built = build(begin(exact))
+        exact_args = {**rest, **{n: exact_built[n] for n in exact_built if n in self.args}}
         wanted = self.expected(exact_args)
         with torch.no_grad():
             like = self.like({n: x.detach().clone() for n, x in exact_args.items()})
             self.compare(args, results, like, same_tensors)
         for name, y in zip(self.written, wanted):
             exact_args[name].copy_(y)
-        ends = [*results, *[x for n, x in built.items() if n.startswith("base")]]
-        exact_ends = [*wanted, *[x for n, x in exact_built.items() if n.startswith("base")]]
-        pairs = [(y, z) for y, z in zip(ends, exact_ends, strict=True) if z.requires_grad]
+        bases = [n for n in built if n.startswith("base")]
+        ends = [*results, *[built[n] for n in bases]], [*wanted, *[exact_built[n] for n in bases]]
+        pairs = [(y, z) for y, z in zip(*ends, strict=True) if z.requires_grad]
         assert pairs
         assert all(y.requires_grad for y, _ in pairs), "a result lost its gradient"
-        gradients = [gradient(y) for y, _ in pairs]
+        gradients = [(gradient or (lambda y: self.made.noise(*y.shape)))(y) for y, _ in pairs]
         torch.autograd.backward([y for y, _ in pairs], [given(g) for g in gradients])
         torch.autograd.backward([z for _, z in pairs], [g.double() for g in gradients])
         for name, leaf in leaves.items():
-            if leaf.numel():
-                pair = [torch.zeros_like(x) if x.grad is None else x.grad for x in (leaf, exact[name])]
-                near(*pair)
-        assert all(same(x, y) for x, y in zip(plain, bits.__wrapped__(self.name, self.device), strict=True))
+            pair = [torch.zeros_like(x) if x.grad is None else x.grad for x in (leaf, exact[name])]
+            assert not leaf.numel() or near(*pair) is None, name
 
 
 @functools.cache
@@ -297,17 +290,10 @@ def bits(name: str, device: str) -> list[Tensor]:
         return [x.cpu() for x in (*results, *[call.args[x] for x in call.written])]
 
 
-def spread(size: Iterable[int], seed: int = 0) -> Tensor:
-    """The same numbers for the same sizes."""
-    with torch.device("cpu"):
-        return torch.randn([*size], generator=torch.Generator().manual_seed(seed))
-
-
-def memory(args: Args) -> dict[int, tuple[Any, Tensor]]:
+def memory(tensors: Iterable[Tensor]) -> dict[int, tuple[Any, Tensor]]:
     """The storages of tensors, by address, and all their bytes."""
     found = {}
-    for x in args.values():
-        x = getattr(x, "held", x)
+    for x in [getattr(x, "held", x) for x in tensors]:
         if x.layout == torch.strided and not (x.is_nested or x.is_meta or isinstance(x, FakeTensor)):
             found[x.untyped_storage().data_ptr()] = x.untyped_storage()
     return {address: (storage, bytes_of(storage)) for address, storage in found.items() if storage.nbytes()}
@@ -330,14 +316,6 @@ def unchanged(before: dict[int, tuple[Any, Tensor]], written: list[Tensor]) -> N
         assert not changed.any(), f"{int(changed.sum())} bytes were written that must not be"
 
 
-def version(x: Tensor) -> int | None:
-    return None if x.is_inference() else x._version
-
-
-def shared(x: Tensor, y: Tensor) -> bool:
-    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
-
-
 def steps(x: Tensor) -> list[int]:
     """The strides of axes with more than one element."""
     return [stride for size, stride in zip(x.shape, x.stride()) if size > 1] if x.numel() else []
@@ -347,6 +325,7 @@ CALLS = [Call(name, "cpu") for name in NAMED]
 DERIVED = [x.name for x in CALLS if x.derived]
 NORMED = [x.name for x in CALLS if x.weights]
 CACHED = [x.name for x in CALLS if x.cached]
+NO_PAGES = [x for x in NAMED if x != "pages"]
 SLOTS = [x.name for x in CALLS if "slots" in x.args]
 SEVERAL = [x.name for x in CALLS if len(x.turned) > 1 and x.name != "latent"]  # q and k
 FP8S = [x.name for x in CALLS if x.case["convert"] == "e4m3" and not x.cached]

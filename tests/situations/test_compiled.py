@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,45 +16,30 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ..devices import DEVICES
 from ..fresh import python
-from .named import CALLS, DERIVED, NAMED, Args, Call, of, times_one
+from .named import CALLS, DERIVED, NAMED, Args, Call, of
 
+pytestmark = [pytest.mark.slow, pytest.mark.tenth]
 ON_GPU = (pytest.mark.gpu, pytest.mark.hardware)  # to compile takes too long beside the host's stand-in
 INDUCTOR = ["rope", "fused", "norm", "streams", "cache"]
-IN_PLACE = [x.name for x in CALLS if x.name.endswith("_") or x.cached]
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    torch._dynamo.reset()
+eager = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
 
 
 def of_tensors(call: Call) -> Callable[..., tuple[Tensor, ...]]:
     """The call as a function of its tensors."""
+    torch._dynamo.reset()
     names = [*call.args]
     return lambda *tensors: call(dict(zip(names, tensors)))
 
 
 @of(gpu=ON_GPU)
-def test_torch_compile(call: Call) -> None:
-    """Static shapes, one graph."""
-    graph = torch.compile(of_tensors(call), backend="aot_eager", dynamic=False, fullgraph=True)
-    call.check(run=lambda args: graph(*args.values()), same_tensors=False)
-
-
-@pytest.mark.slow
-@pytest.mark.tenth
-@of(gpu=ON_GPU)
 def test_dynamic_shapes(call: Call) -> None:
     """Other lengths with the same graph."""
-    graph = torch.compile(of_tensors(call), backend="aot_eager", dynamic=True, fullgraph=True)
+    graph = eager(of_tensors(call), dynamic=True)
     for one in (call, Call(call.name, call.device, tokens=8)):
         one.check(run=lambda args: graph(*args.values()), same_tensors=False)
 
 
-@pytest.mark.slow
-@pytest.mark.tenth
 @of(gpu=ON_GPU)
 def test_graph_breaks(call: Call) -> None:
     """Work before and after is in other graphs."""
@@ -69,35 +55,25 @@ def test_graph_breaks(call: Call) -> None:
     call.check(run=lambda args: graph(*args.values()), same_tensors=False)
 
 
-@pytest.mark.slow
-@pytest.mark.tenth
 @of(DERIVED, gpu=ON_GPU)
-def test_compiled_under_autograd(call: Call) -> None:
+def test_gradients(call: Call) -> None:
     """Forward and backward are compiled."""
-    graph = torch.compile(of_tensors(call), backend="aot_eager", fullgraph=True)
+    graph = eager(of_tensors(call))
     call.check_gradient(run=lambda args: graph(*args.values()), same_tensors=False)
 
 
-@pytest.mark.slow
-@pytest.mark.tenth
 @of(DERIVED, gpu=ON_GPU)
-def test_compiled_views_under_autograd(call: Call) -> None:
+def test_gradients_of_views(call: Call) -> None:
     """Of projections, in place too."""
-    function, sizes = of_tensors(call), {n: call.args[n].shape if n in call.turned else None for n in call.args}
-    graph = torch.compile(
-        lambda *tensors: function(*[x if size is None else x.view(size) for x, size in zip(tensors, sizes.values())]),
-        backend="aot_eager",
-        fullgraph=True,
-    )
+    function, sizes = of_tensors(call), [x.shape if n in call.turned else None for n, x in call.args.items()]
+    graph = eager(lambda *tensors: function(*[x.view(y) if y else x for x, y in zip(tensors, sizes)]))
     call.check_gradient(
-        lambda leaves: {n: x.view(sizes[n]) if sizes[n] else x for n, x in times_one(leaves).items()},
-        run=lambda args: graph(*[x.flatten(-2) if sizes[n] else x for n, x in args.items()]),
+        lambda made: made | {n: made[n].view(call.args[n].shape) for n in call.turned},
+        run=lambda args: graph(*[x.flatten(-2) if y else x for x, y in zip(args.values(), sizes)]),
         same_tensors=False,
     )
 
 
-@pytest.mark.slow
-@pytest.mark.tenth
 @of(INDUCTOR, gpu=ON_GPU)
 def test_inductor(call: Call) -> None:
     """It computes with the results of sequence-first tensors, whose strides are as the fakes say."""
@@ -107,119 +83,99 @@ def test_inductor(call: Call) -> None:
     call.check(run=lambda args: graph(*args.values()), same_tensors=False)
 
 
-@pytest.mark.slow
-@pytest.mark.tenth
 @of([x for x in INDUCTOR if x in DERIVED], gpu=ON_GPU)
-def test_inductor_under_autograd(call: Call) -> None:
+def test_gradients_of_inductor(call: Call) -> None:
     """Of sequence-first tensors."""
     graph = torch.compile(of_tensors(call), fullgraph=True)
     leaves = {x: call.args[x] for x in (*call.heads, *call.weights)}
-    leaves |= {x: leaves[x].transpose(0, 1).contiguous() for x in call.turned}
     call.check_gradient(
-        lambda leaves: {n: x.transpose(0, 1) if n in call.turned else x for n, x in times_one(leaves).items()},
+        lambda made: made | {x: made[x].transpose(0, 1) for x in call.turned},
         run=lambda args: graph(*args.values()),
-        leaves=leaves,
+        leaves=leaves | {x: leaves[x].transpose(0, 1).contiguous() for x in call.turned},
         same_tensors=False,
     )
 
 
-@pytest.mark.slow
-@pytest.mark.tenth
-@of(IN_PLACE, gpu=ON_GPU)
-def test_inductor_in_place_with_a_complex_table(call: Call) -> None:
-    call.args["freqs_cis"] = torch.complex(call.args.pop("cos"), call.args.pop("sin"))
-    graph = torch.compile(of_tensors(call), backend="inductor", fullgraph=True)
-    with torch.no_grad():
-        call.check(run=lambda args: graph(*args.values()), same_tensors=False)
-
-
-@pytest.mark.slow
-@pytest.mark.tenth
 @of(gpu=ON_GPU)
-def test_compiled_with_a_complex_table(call: Call) -> None:
+def test_a_complex_table(call: Call) -> None:
     call.args["freqs_cis"] = torch.complex(call.args.pop("cos"), call.args.pop("sin"))
-    graph = torch.compile(of_tensors(call), backend="aot_eager", fullgraph=True)
+    graph = eager(of_tensors(call))
     call.check(run=lambda args: graph(*args.values()), same_tensors=False)
 
 
-@pytest.mark.slow
-@pytest.mark.tenth
-@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@of([x.name for x in CALLS if x.name.endswith("_") or x.cached], gpu=ON_GPU)
+@torch.no_grad()
+def test_inductor_in_place_with_a_complex_table(call: Call) -> None:
+    call.args["freqs_cis"] = torch.complex(call.args.pop("cos"), call.args.pop("sin"))
+    graph = torch.compile(of_tensors(call), fullgraph=True)
+    call.check(run=lambda args: graph(*args.values()), same_tensors=False)
+
+
+def exported(function: Callable[..., Any], examples: list[Tensor]) -> Any:
+    module = torch.nn.Module()
+    module.forward = function
+    return torch.export.export(module, tuple(examples))
+
+
+def loaded(program: Any) -> Any:
+    """After it was saved."""
+    held = io.BytesIO()
+    torch.export.save(program, held)
+    held.seek(0)
+    return torch.export.load(held)
+
+
+TRACED: dict[str, Any] = {
+    "make_fx, real": lambda f, xs: make_fx(f, tracing_mode="real")(*xs),
+    "make_fx, fake": lambda f, xs: make_fx(f, tracing_mode="fake")(*xs),
+    "make_fx, symbolic": lambda f, xs: make_fx(f, tracing_mode="symbolic")(*xs),
+    "exported": lambda f, xs: exported(f, xs).module(),
+    "exported, saved and loaded": lambda f, xs: loaded(exported(f, xs)).module(),
+}
+
+
+@pytest.mark.parametrize("kind", TRACED)
 @of(gpu=ON_GPU)
-def test_make_fx(call: Call, mode: str) -> None:
-    """The graph gives the same with the tensors of the call."""
-    graph = make_fx(of_tensors(call), tracing_mode=mode)(*[x.clone() for x in call.args.values()])
+def test_traced(call: Call, kind: str) -> None:
+    """What it gives for copies gives the same for the tensors of the call."""
+    graph = TRACED[kind](of_tensors(call), [x.clone() for x in call.args.values()])
     call.check(run=lambda args: tuple(graph(*args.values())), same_tensors=False)
 
 
-class Called(torch.nn.Module):
-    """torch.export takes modules."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *tensors: Tensor) -> Any:
-        return self.function(*tensors)
-
-
-@pytest.mark.slow
-@pytest.mark.tenth
-@of(gpu=ON_GPU)
-def test_export(call: Call) -> None:
-    """As it is, and then saved and loaded."""
-    program, held = torch.export.export(Called(of_tensors(call)), tuple([x.clone() for x in call.args.values()])), io.BytesIO()
-    torch.export.save(program, held)
-    held.seek(0)
-    for one in (program, torch.export.load(held)):
-        again = Call(call.name, call.device)
-        again.check(run=lambda args: tuple(one.module()(*args.values())), same_tensors=False)  # noqa: B023
-
-
-@pytest.mark.slow
-@pytest.mark.tenth
 @of(gpu=ON_GPU)
 def test_jit_trace(call: Call) -> None:
-    """The traced call gives the same with other tensors; it would lose what is written, but in place."""
-    function = of_tensors(call)
-
-    def run(args: Args) -> tuple[Tensor, ...]:
-        made = torch.jit.trace(function, tuple([x.clone() for x in args.values()]), check_trace=False)
-        return tuple(made(*args.values()))
-
-    call.check("torch.jit.trace" if {*call.written} - {*call.heads} else "", run, same_tensors=False)
+    """It would lose what is written, but in place."""
+    copies = tuple([x.clone() for x in call.args.values()])
+    call.check(
+        "torch.jit.trace" if {*call.written} - {*call.heads} else "",
+        run=lambda args: tuple(torch.jit.trace(of_tensors(call), copies, check_trace=False)(*args.values())),
+        same_tensors=False,
+    )
 
 
 @functools.cache
 def package() -> Any:
     """All calls with their tensors, one after the other, exported, compiled, packaged and loaded."""
-    calls = [(of_tensors(x), len(x.args)) for x in CALLS]
-
-    def call_all(*tensors: Tensor) -> list[list[Tensor]]:
-        results, rest = [], list(tensors)
-        for function, count in calls:
-            results.append([*function(*rest[:count])])
-            del rest[:count]
-        return results
-
+    ends = [0, *itertools.accumulate(len(x.args) for x in CALLS)]
+    calls = [(of_tensors(x), slice(*span)) for x, span in zip(CALLS, itertools.pairwise(ends))]
     with torch.no_grad(), TemporaryDirectory() as folder:
-        program = torch.export.export(Called(call_all), tuple([y.clone() for x in CALLS for y in x.args.values()]))
+        program = exported(
+            lambda *tensors: [[*function(*tensors[span])] for function, span in calls],
+            [y.clone() for x in CALLS for y in x.args.values()],
+        )
         path = torch._inductor.aoti_compile_and_package(program, package_path=f"{folder}/model.pt2")
         return torch._inductor.aoti_load_package(path)
 
 
 # On a GPU torch 2.11 crashes when it loads a package, even of torch.nn.functional.silu alone.
-@pytest.mark.slow
-@pytest.mark.tenth
 @of(gpu=())
 def test_ahead_of_time(call: Call) -> None:
     """AOTInductor: one package of all calls."""
-    others = [Call(name, "cpu") for name in NAMED]
-    at = [*NAMED].index(call.name)
+    others = {name: Call(name, "cpu").args for name in NAMED}
 
     def run(args: Args) -> tuple[Tensor, ...]:
-        given = [args if n == at else other.args for n, other in enumerate(others)]
-        return tuple(package()(*[x for tensors in given for x in tensors.values()])[at])
+        results = package()(*[x for tensors in (others | {call.name: args}).values() for x in tensors.values()])
+        return tuple(results[[*NAMED].index(call.name)])
 
     with torch.no_grad():
         call.check(run=run, same_tensors=False)
@@ -236,10 +192,9 @@ for name in NAMED:
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["FakeTensorMode()", 'torch.device("meta")'])
-@pytest.mark.parametrize("device", [DEVICES[0], pytest.param("cuda", marks=ON_GPU)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 def test_imported_under_a_mode(device: str, mode: str) -> None:
     """No tensor of the library is made of it: all calls are right afterwards."""
-    root = Path(__file__).parents[2]
-    python("-c", IMPORTED.format(mode=mode, device=device), env={**os.environ, "PYTHONPATH": str(root)}, cwd=root, check=True)
+    root, code = Path(__file__).parents[2], IMPORTED.format(mode=mode, device=device)
+    python("-c", code, env={**os.environ, "PYTHONPATH": str(root)}, cwd=root, check=True)

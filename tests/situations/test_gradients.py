@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import graph
-from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
 from jitrope import JitropeError
 
 from ..results import near
-from .named import DERIVED, NORMED, SEVERAL, Args, Call, of, times_one
+from .named import DERIVED, SEVERAL, Args, Call, of, times_one
 
 NO_GRADIENT = "requires a gradient, but this call has none"
 VIEW = "a view by unbind, split or chunk, or made under no_grad, which torch cannot write in place"
@@ -24,8 +22,6 @@ VIEW = "a view by unbind, split or chunk, or made under no_grad, which torch can
 def test_gradients(call: Call) -> None:
     call.check_gradient()
 
-
-# ---- views -------------------------------------------------------------------------------------------
 
 # Of a size (B, S, H, D): the size of a tensor, and its view that has this size.
 VIEWS: dict[str, Any] = {
@@ -44,61 +40,41 @@ VIEWS: dict[str, Any] = {
     "split": (lambda b, s, h, d: (b, s, h, 2 * d), lambda x, b, s, h, d: x.split(d, -1)[0]),
     "a view of a view": (lambda b, s, h, d: (1, b, s, h * d), lambda x, *size: x[0].view(size)[:, :]),
 }
-BY_SPLIT = ("unbind", "chunk", "split")
 
 
 @pytest.mark.parametrize("kind", VIEWS)
 @of()
 def test_views(call: Call, kind: str) -> None:
-    """All that is rotated is a view."""
+    """All that is rotated is a view. In place it writes its base; torch forbids it to those of unbind, chunk, split."""
     size, view = VIEWS[kind]
-    for name in call.turned:
-        own = call.args[name].shape
-        call.args[name] = view(call.made.noise(*size(*own)), *own)
+    bases = {f"base of {x}": call.made.noise(*size(*call.args[x].shape)) for x in call.turned}
+    leaves = bases | {x: call.args[x] for x in (*call.copied, *call.weights)}
+    call.check_gradient(
+        lambda made: made | {x: view(made[f"base of {x}"], *call.args[x].shape) for x in call.turned},
+        leaves=leaves,
+        refusal=call.unless_in_place(VIEW) if kind in ("unbind", "chunk", "split") else None,
+    )
+    call.args |= {x: view(bases[f"base of {x}"], *call.args[x].shape) for x in call.turned}
     call.check()
-
-
-@pytest.mark.parametrize("kind", VIEWS)
-@of()
-def test_views_under_autograd(call: Call, kind: str) -> None:
-    """A view in place writes its base; torch forbids it to those of unbind, chunk and split."""
-    size, view = VIEWS[kind]
-    leaves = {x: call.args[x] for x in (*call.copied, *call.weights)}
-    leaves |= {f"base of {x}": call.made.noise(*size(*call.args[x].shape)) for x in call.turned}
-
-    def build(leaves: Args) -> Args:
-        built = times_one(leaves)
-        return built | {x: view(built[f"base of {x}"], *call.args[x].shape) for x in call.turned}
-
-    call.check_gradient(build, leaves=leaves, refusal=call.unless_in_place(VIEW) if kind in BY_SPLIT else None)
 
 
 ONE_PROJECTION: dict[str, Any] = {
     "slices": lambda x, q: (x[:, :, :q], x[:, :, q:]),
     "split": lambda x, q: x.split([q, x.shape[2] - q], 2),
 }
-Q_AND_K = [x for x in SEVERAL if x != "streams"]
 
 
 @pytest.mark.parametrize("kind", ONE_PROJECTION)
-@of(Q_AND_K)
+@of([x for x in SEVERAL if x != "streams"])
 def test_q_and_k_of_one_projection(call: Call, kind: str) -> None:
     both = torch.cat((call.args["q"], call.args["k"]), 2)
+    call.check_gradient(
+        lambda made: made | dict(zip("qk", ONE_PROJECTION[kind](made["base"], 4))),
+        leaves={"base": both} | {x: call.args[x] for x in (*call.copied, *call.weights)},
+        refusal=call.unless_in_place(VIEW) if kind == "split" else None,
+    )
     call.args |= dict(zip("qk", ONE_PROJECTION[kind](both, 4)))
     call.check()
-
-
-@pytest.mark.parametrize("kind", ONE_PROJECTION)
-@of(Q_AND_K)
-def test_q_and_k_of_one_projection_under_autograd(call: Call, kind: str) -> None:
-    leaves = {x: call.args[x] for x in (*call.copied, *call.weights)}
-    leaves["base"] = torch.cat((call.args["q"], call.args["k"]), 2)
-
-    def build(leaves: Args) -> Args:
-        built = times_one(leaves)
-        return built | dict(zip("qk", ONE_PROJECTION[kind](built["base"], 4)))
-
-    call.check_gradient(build, leaves=leaves, refusal=call.unless_in_place(VIEW) if kind == "split" else None)
 
 
 LEAVES: dict[str, Any] = {
@@ -114,57 +90,41 @@ def test_a_leaf_in_place(call: Call, kind: str) -> None:
     """torch forbids it under autograd."""
     refusal = call.unless_in_place("requires a gradient and is a leaf, which torch cannot write in place")
     call.check_gradient(
-        lambda leaves: {n: LEAVES[kind](x) if n in call.turned else x for n, x in leaves.items()}, refusal=refusal
+        begin=lambda leaves: {n: LEAVES[kind](x) if n in call.turned else x for n, x in leaves.items()}, refusal=refusal
     )
 
 
 @of()
-def test_a_leaf_under_no_grad(call: Call) -> None:
-    """It is written and stays a leaf."""
-    call.args |= {x: Parameter(call.args[x]) for x in call.heads}
-    call.check(around=torch.no_grad(), fake=False)
-    assert all(call.args[x].is_leaf for x in call.heads)
+def test_negative_heads(call: Call) -> None:
+    """torch's lazy negative bit, which no tensor may have that is written."""
+    call.check_gradient(
+        lambda made: made | {x: torch._neg_view(-made[x]) for x in call.turned},
+        refusal=call.unless_in_place("it must be a tensor with its numbers in memory, not torch's lazy zeros"),
+    )
 
 
 @of()
 def test_detached_tensors(call: Call) -> None:
     """They are written through, past autograd."""
     bases = {x: call.args[x].clone().requires_grad_() * 1 for x in call.heads}
-    before = {x: call.args[x].clone() for x in call.heads}
-    call.args |= {n: x.detach() for n, x in bases.items()}
-    call.check()
+    one = call.changed((), dict)
+    one.args |= {n: x.detach() for n, x in bases.items()}
+    one.check()
     for name, x in bases.items():
-        assert torch.equal(x.detach(), before[name]) == (name not in call.written)
+        assert torch.equal(x.detach(), call.args[name]) == (name not in call.written)
 
 
-# ---- what has a gradient -----------------------------------------------------------------------------
-
-
-@of(SEVERAL)
-def test_one_of_two_has_a_gradient(call: Call) -> None:
-    for name in call.turned:
-        one = Call(call.name, call.device)
-        one.check_gradient(leaves={name: one.args[name]})
-
-
-@of(NORMED)
-def test_only_a_weight_has_a_gradient(call: Call) -> None:
-    for name in call.weights:
-        one = Call(call.name, call.device)
-        one.check_gradient(leaves={name: one.args[name]})
+@of()
+def test_one_tensor_has_a_gradient(call: Call) -> None:
+    for name in (*call.heads, *call.weights):
+        call.check_gradient(leaves={name: call.args[name]})
 
 
 @of()
 def test_tables_with_a_gradient(call: Call) -> None:
     """They get one where the call has gradients and writes nothing."""
     tables = {x: call.args[x] for x in ("cos", "sin")}
-    call.check_gradient(lambda leaves: leaves, leaves=tables, refusal=call.unless_in_place(NO_GRADIENT))
-
-
-@of()
-def test_tables_with_a_gradient_under_no_grad(call: Call) -> None:
-    call.args["sin"].requires_grad_()
-    call.check(around=torch.no_grad())
+    call.check_gradient(begin=dict, leaves=tables, refusal=call.unless_in_place(NO_GRADIENT))
 
 
 # Words of `Call.check_gradient`: those of a sum, as complex numbers hand them back, and of other strides.
@@ -191,30 +151,14 @@ def test_gradients_through_complex_numbers(call: Call) -> None:
     call.check_gradient(run=lambda args: tuple([lazy(y) for y in call(args)]), same_tensors=False)
 
 
-# ---- hooks, checkpoints ------------------------------------------------------------------------------
-
-HOOKS: dict[str, Any] = {
-    "of the user": lambda: graph.saved_tensors_hooks(lambda x: (x.clone(),), lambda held: held[0]),
-    "save_on_cpu": graph.save_on_cpu,
-}
-
-
-@pytest.mark.parametrize("kind", HOOKS)
-@of()
-def test_hooks_of_saved_tensors(call: Call, kind: str) -> None:
-    call.check_gradient(around=HOOKS[kind]())
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @of(DERIVED)
 def test_checkpoint(call: Call, reentrant: bool) -> None:
     """Computed again for the backward. The inputs of a checkpoint do not change, so it writes what it made."""
 
     def run(args: Args) -> tuple[Tensor, ...]:
-        def again(*tensors: Tensor) -> tuple[Tensor, ...]:
-            given = dict(zip(args, tensors))
-            return call(given | ({x: given[x] * 1 for x in call.turned} if call.writes_heads else {}))
-
+        fresh = times_one if call.writes_heads else dict
+        again = lambda *tensors: call(fresh(dict(zip(args, tensors))))  # noqa: E731
         results = checkpoint(again, *args.values(), use_reentrant=reentrant)
         for name, y in zip(call.turned if call.writes_heads else (), results):
             args[name].data.copy_(y.data)
@@ -223,22 +167,16 @@ def test_checkpoint(call: Call, reentrant: bool) -> None:
     call.check_gradient(run=run, same_tensors=False)
 
 
+@pytest.mark.parametrize("anomalies", [False, True])
 @of()
-def test_deterministic_algorithms(call: Call) -> None:
-    torch.use_deterministic_algorithms(True)
+def test_checks_of_torch(call: Call, anomalies: bool) -> None:
+    """Deterministic algorithms, and the detection of anomalies."""
+    torch.use_deterministic_algorithms(not anomalies)
     try:
-        call.check_gradient()
+        with torch.autograd.set_detect_anomaly(anomalies):
+            call.check_gradient()
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-@of()
-def test_anomaly_detection(call: Call) -> None:
-    with torch.autograd.set_detect_anomaly(True):
-        call.check_gradient()
-
-
-# ---- several backwards -------------------------------------------------------------------------------
 
 
 @of(DERIVED)
@@ -254,7 +192,7 @@ def test_double_backward(call: Call) -> None:
         return torch.autograd.grad(sum((g * noise(*g.shape).to(dtype)).sum() for g in once), given)
 
     if call.weights or call.name == "latent":
-        with pytest.raises(JitropeError, match="second derivative|latent_backward has no gradient"):
+        with pytest.raises(JitropeError, match=r"second derivative|latent_backward has no gradient"):
             second(call, torch.float32)
         return
     for got, want in zip(second(call, torch.float32), second(call.expected, torch.float64), strict=True):

@@ -14,92 +14,27 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import graph
 from torch.nn import Parameter
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils._python_dispatch import BaseTorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from jitrope import InvalidInput
 
-from .named import CACHED, CALLS, DERIVED, NORMED, ONE_TABLE, Args, Call, of, times_one
+from .named import CALLS, DERIVED, NO_PAGES, ONE_TABLE, Call, of, times_one
 
 ON_GPU = (pytest.mark.gpu, pytest.mark.hardware)
 NO_WRITES = [x.name for x in CALLS if not x.written]
-WRITES = [x.name for x in CALLS if x.written]
-
-# ---- lazy bits ---------------------------------------------------------------------------------------
-
-LAZY = "it must be a tensor with its numbers in memory, not torch's lazy zeros or negatives"
-NEGATIVE: dict[str, Any] = {
-    "every other element": lambda x: torch.complex(torch.zeros_like(x), -x).conj().imag,
-    "dense": lambda x: torch._neg_view(-x),
-}
-
-
-@pytest.mark.parametrize("kind", NEGATIVE)
-@of()
-def test_negative_heads(call: Call, kind: str) -> None:
-    """The bit of each of them alone; what is written must not have it."""
-    for name in call.heads:
-        one = Call(call.name, call.device)
-        one.args[name] = NEGATIVE[kind](one.args[name])
-        assert one.args[name].is_neg()
-        one.check(LAZY if name in one.written else "")
-
-
-@pytest.mark.parametrize("kind", NEGATIVE)
-@of()
-def test_negative_tables(call: Call, kind: str) -> None:
-    call.args |= {x: NEGATIVE[kind](call.args[x]) for x in ("cos", "sin")}
-    call.check()
-
-
-@pytest.mark.parametrize("kind", NEGATIVE)
-@of(NORMED)
-def test_negative_weights(call: Call, kind: str) -> None:
-    call.args |= {x: NEGATIVE[kind](call.args[x]) for x in call.weights}
-    call.check("contiguous, on" if kind == "every other element" else "")
-
-
-@pytest.mark.parametrize("kind", NEGATIVE)
-@of(CACHED)
-def test_negative_caches(call: Call, kind: str) -> None:
-    call.args["k_cache"] = NEGATIVE[kind](call.args["k_cache"])
-    call.check(LAZY)
-
-
-@of()
-def test_negative_heads_under_autograd(call: Call) -> None:
-    call.check_gradient(
-        lambda leaves: {n: torch._neg_view(-x) if n in call.turned else x * 1 for n, x in leaves.items()},
-        refusal=call.unless_in_place(LAZY),
-    )
-
-
-CONJUGATE: dict[str, Any] = {
-    "conjugate": lambda z: z.conj(),
-    "negative": lambda z: torch._neg_view(z),
-    "both": lambda z: torch._neg_view(z.conj()),
-}
-
-
-@pytest.mark.parametrize("kind", CONJUGATE)
-@of()
-def test_lazy_bits_of_a_complex_table(call: Call, kind: str) -> None:
-    angles = call.args.pop("cos"), call.args.pop("sin")
-    call.args["freqs_cis"] = CONJUGATE[kind](torch.complex(*angles))
-    call.check()
-
-
-# ---- parameters, subclasses --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gradients", [False, True])
 @of()
 def test_parameters(call: Call, gradients: bool) -> None:
-    """Every tensor is one, with gradients under no_grad."""
-    call.args = {n: Parameter(x, gradients and x.is_floating_point()) for n, x in call.args.items()}
-    call.check(around=torch.no_grad() if gradients else nullcontext())
+    """Every tensor is one. Those with gradients are written under no_grad, and stay leaves."""
+    one = call.changed(call.args, lambda x: Parameter(x, gradients and x.is_floating_point()))
+    one.check(around=torch.no_grad() if gradients else nullcontext())
+    assert all(x.is_leaf and x.requires_grad == (gradients and x.is_floating_point()) for x in one.args.values())
 
 
 class Named(Tensor):
@@ -134,12 +69,10 @@ SUBCLASSES: dict[str, Any] = {"subclass": lambda x: x.as_subclass(Named), "wrapp
 @pytest.mark.parametrize("kind", SUBCLASSES)
 @of()
 def test_subclasses(call: Call, kind: str, which: str) -> None:
-    numbers = call.args
-    names = {"every tensor": [*numbers], "heads": call.heads, "tables": ["cos", "sin"]}[which]
-    call.args = {n: SUBCLASSES[kind](x) if n in names else x for n, x in numbers.items()}
-    call.check(
+    names = {"every tensor": [*call.args], "heads": call.heads, "tables": ["cos", "sin"]}[which]
+    call.changed(names, SUBCLASSES[kind]).check(
         run=lambda args: tuple([getattr(y, "held", y) for y in call(args)]),
-        numbers=numbers, same_tensors=False, fake=False, versions=False,
+        numbers=call.args, same_tensors=False, fake=False, versions=False,
     )  # fmt: skip
 
 
@@ -155,65 +88,41 @@ ODD: dict[str, Any] = {
 @pytest.mark.parametrize("kind", ODD)
 @of()
 def test_a_tensor_without_strides(call: Call, kind: str) -> None:
-    call.args[call.turned[0]] = ODD[kind](call.args[call.turned[0]])
-    call.check(r"it must be a strided tensor|it must be a tensor \(B, S, H, D\)|qint8", versions=False)
+    text = r"it must be a strided tensor|it must be a tensor \(B, S, H, D\)|qint8"
+    call.changed(call.turned[:1], ODD[kind]).check(text, versions=False)
 
-
-# ---- inference mode, autocast, defaults --------------------------------------------------------------
 
 INFERENCE = "it must be a tensor that was not made in inference mode"
 cloned = torch.inference_mode()(lambda x: x.clone())
 
 
 @of()
-def test_inference_tensors_that_are_read(call: Call) -> None:
-    """Made in inference mode, and used outside of it."""
+def test_inference_tensors(call: Call) -> None:
+    """Made in inference mode, and used outside of it: they are refused where they are written."""
     read = [x for x in call.args if x not in call.written]
-    for names in (["cos", "sin"], call.weights, read):
-        one = Call(call.name, call.device)
-        one.args |= {x: cloned(one.args[x]) for x in names}
-        one.check()
-
-
-@of(WRITES)
-def test_inference_tensors_that_are_written(call: Call) -> None:
-    for names in ([*call.args], call.written):
-        one = Call(call.name, call.device)
-        one.args |= {x: cloned(one.args[x]) for x in names}
-        one.check(INFERENCE)
+    for names in (["cos", "sin"], call.weights, read, call.written, [*call.args]):
+        one = call.changed(names, cloned)
+        one.check(INFERENCE if {*names} & {*call.written} else "")
 
 
 @of()
 def test_inference_tables_under_autograd(call: Call) -> None:
     """They cannot be kept for the backward."""
-    call.args |= {x: cloned(call.args[x]) for x in ("cos", "sin")}
-    call.check_gradient(refusal=call.no_gradient or INFERENCE)
+    call.changed(("cos", "sin"), cloned).check_gradient(refusal=call.no_gradient or INFERENCE)
 
 
 @pytest.mark.parametrize("made_inside", [False, True])
 @of()
 def test_inference_mode(call: Call, made_inside: bool) -> None:
-    call.args = {n: cloned(x) if made_inside else x for n, x in call.args.items()}
-    call.check(around=torch.inference_mode(), fake=not made_inside)
+    one = call.changed(call.args if made_inside else (), cloned)
+    one.check(around=torch.inference_mode(), fake=not made_inside)
 
 
 @of()
 def test_no_grad(call: Call) -> None:
     """Of tensors that want a gradient."""
-    call.args |= {x: call.args[x].requires_grad_() * 1 for x in (*call.heads, *call.weights)}
-    call.check(around=torch.no_grad(), fake=False)
-
-
-@of()
-def test_autocast(call: Call) -> None:
-    """Dtypes stay what they are."""
-    call.check(around=torch.autocast(torch.device(call.device).type, dtype=torch.bfloat16))
-
-
-@of()
-def test_autocast_under_autograd(call: Call) -> None:
-    """The backward is outside of it."""
-    call.check_gradient(around=torch.autocast(torch.device(call.device).type, dtype=torch.bfloat16))
+    one = call.changed((*call.heads, *call.weights), lambda x: x.requires_grad_() * 1)
+    one.check(around=torch.no_grad(), fake=False)
 
 
 @contextmanager
@@ -225,12 +134,37 @@ def doubles_by_default() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
+CONTEXTS: dict[str, Any] = {
+    "autocast": lambda device: torch.autocast(torch.device(device).type, dtype=torch.bfloat16),
+    "the meta device": lambda device: torch.device("meta"),
+    "a dispatch mode": lambda device: BaseTorchDispatchMode(),
+    "a function mode": lambda device: BaseTorchFunctionMode(),
+    "doubles": lambda device: doubles_by_default(),
+    "hooks": lambda device: graph.saved_tensors_hooks(lambda x: (x.clone(),), lambda held: held[0]),
+    "save_on_cpu": lambda device: graph.save_on_cpu(),
+}
+
+
+@pytest.mark.parametrize("kind", CONTEXTS)
+@of(NO_PAGES)  # on a CPU `Pages` make tensors on the default device
+def test_contexts(call: Call, kind: str) -> None:
+    """Dtypes and devices stay what they are, and what is written in place counts as written."""
+    for _ in range(2):
+        call.changed((), cloned).check(around=CONTEXTS[kind](call.device))
+
+
+@pytest.mark.parametrize("kind", CONTEXTS)
 @of()
-def test_default_dtype(call: Call) -> None:
-    call.check(around=doubles_by_default())
+def test_contexts_under_autograd(call: Call, kind: str) -> None:
+    """The backward is outside of them."""
+    call.check_gradient(around=CONTEXTS[kind](call.device))
 
 
-# ---- tensors without memory --------------------------------------------------------------------------
+@of([x for x in ONE_TABLE if x in NO_PAGES])
+def test_the_meta_device_as_default_with_positions(call: Call) -> None:
+    """Whatever is made for them is not on it."""
+    call.args["position_ids"] = torch.tensor([[0, 2, 1, 5, 3, 4]], device=call.device).expand(2, 6).contiguous()
+    call.check(around=torch.device("meta"), fake=False)
 
 
 @of(gpu=ON_GPU)  # on the host's stand-in a tensor without memory is a GPU's
@@ -263,53 +197,6 @@ def test_fake_tensors_under_autograd(call: Call) -> None:
     torch.autograd.backward(results, [torch.ones_like(y) for y in results])
     for leaf in leaves.values():
         assert leaf.grad.shape == leaf.shape  # type: ignore[union-attr]
-
-
-@of()
-def test_the_meta_device_as_default(call: Call) -> None:
-    for _ in range(2):
-        one = Call(call.name, call.device)
-        one.check(around=torch.device("meta"))
-
-
-@of(ONE_TABLE)
-def test_the_meta_device_as_default_with_positions(call: Call) -> None:
-    """Whatever is made for them is not on it."""
-    call.args["position_ids"] = torch.tensor([[0, 2, 1, 5, 3, 4]], device=call.device).expand(2, 6).contiguous()
-    call.check(around=torch.device("meta"), fake=False)
-
-
-@of()
-def test_the_meta_device_as_default_under_autograd(call: Call) -> None:
-    call.check_gradient(around=torch.device("meta"))
-
-
-# ---- modes and transforms ----------------------------------------------------------------------------
-
-
-class Dispatched(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-class Functions(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("mode", [Dispatched, Functions])
-@of()
-def test_a_mode_of_the_user(call: Call, mode: Any) -> None:
-    """What is written in place counts as written there too."""
-    for _ in range(2):
-        one = Call(call.name, call.device)
-        one.check(around=mode())
-
-
-@pytest.mark.parametrize("mode", [Dispatched, Functions])
-@of()
-def test_a_mode_of_the_user_under_autograd(call: Call, mode: Any) -> None:
-    call.check_gradient(around=mode())
 
 
 @of()
@@ -368,7 +255,15 @@ def test_functionalize(call: Call) -> None:
     call.check(run=lambda args: function(*args.values()), same_tensors=False)
 
 
-# ---- copies, threads, a device -----------------------------------------------------------------------
+@of(gpu=ON_GPU)  # to compile takes too long beside the host's stand-in
+def test_torch_compile(call: Call) -> None:
+    """Static shapes, one graph."""
+    torch._dynamo.reset()
+    names = [*call.args]
+    function = torch.compile(
+        lambda *tensors: call(dict(zip(names, tensors))), backend="aot_eager", dynamic=False, fullgraph=True
+    )
+    call.check(run=lambda args: function(*args.values()), same_tensors=False)
 
 
 @of()

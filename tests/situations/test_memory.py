@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
+from typing import Any
 
 import pytest
 import torch
 
 import jitrope
 
-
-from .named import CACHED, FP8S, NAMED, NORMED, ONE_TABLE, SEVERAL, SLOTS, Args, Call, of, times_one
+from .named import CACHED, FP8S, NO_PAGES, NORMED, ONE_TABLE, SEVERAL, SLOTS, Args, Call, of
 
 OVERLAPS = "its elements overlap in memory, so it cannot be written"
 SHARES = "share memory, which is written; pass tensors that do not overlap"
+LAZY = "it must be a tensor with its numbers in memory, not torch's lazy zeros or negatives"
+NEGATIVE: dict[str, Any] = {  # torch's lazy negative bit
+    "every other element": lambda x: torch.complex(torch.zeros_like(x), -x).conj().imag,
+    "dense": lambda x: torch._neg_view(-x),
+}
 
 
 @of()
 def test_plain(call: Call) -> None:
     """The call that the others are compared with."""
     call.check()
-
-
-# ---- memory that is shared ---------------------------------------------------------------------------
 
 
 @of(SEVERAL)
@@ -45,28 +46,37 @@ def test_k_is_v(call: Call) -> None:
     call.check(SHARES if "k" in call.written else "")
 
 
+# What refuses it, and the changes to the arguments.
+CACHES: dict[str, Any] = {
+    "k_cache is v_cache": (SHARES, lambda a: {"v_cache": a["k_cache"]}),
+    "k lies in its cache": (SHARES, lambda a: {"k": a["k_cache"].flatten(0, 1)[:12].view_as(a["k"])}),
+    "its windows overlap": (OVERLAPS, lambda a: {"v_cache": a["v_cache"].as_strided((8, 4, 2, 64), (256, 64, 64, 1))}),
+    "negative": (LAZY, lambda a: {"k_cache": NEGATIVE["dense"](a["k_cache"])}),
+    "negative in turn": (LAZY, lambda a: {"k_cache": NEGATIVE["every other element"](a["k_cache"])}),
+    "both in one tensor": ("", lambda a: dict(zip(a, torch.stack((a["k_cache"], a["v_cache"]), 1).unbind(1)))),
+    "padded and transposed": ("", lambda a: {x: torch.cat((a[x].mT, a[x].mT), 2).mT[..., 64:] for x in a}),
+}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@of(CACHED)
+def test_memory_of_caches(call: Call, kind: str) -> None:
+    refusal, change = CACHES[kind]
+    caches = {x: call.args[x] for x in (*call.cached, *["k"] * ("lies" in kind))}
+    call.args |= change(caches)
+    call.check(refusal)
+
+
+STREAMS: dict[str, Any] = {
+    "both are one": lambda a: {f"second_{x}": a[f"first_{x}"] for x in "qkv"},
+    "one is empty": lambda a: {f"first_{x}": a[f"first_{x}"][:, :0] for x in "qkv"},
+}
+
+
+@pytest.mark.parametrize("kind", STREAMS)
 @of(["streams"])
-def test_both_streams_are_one(call: Call) -> None:
-    call.args |= {f"second_{letter}": call.args[f"first_{letter}"] for letter in "qkv"}
-    call.check()
-
-
-@of(CACHED)
-def test_k_cache_is_v_cache(call: Call) -> None:
-    call.args["v_cache"] = call.args["k_cache"]
-    call.check(SHARES)
-
-
-@of(CACHED)
-def test_k_lies_in_its_cache(call: Call) -> None:
-    call.args["k"] = call.args["k_cache"].flatten(0, 1)[:12].view_as(call.args["k"])
-    call.check(SHARES)
-
-
-@of(CACHED)
-def test_caches_in_one_tensor(call: Call) -> None:
-    both = torch.stack((call.args["k_cache"], call.args["v_cache"]), 1)
-    call.args |= {"k_cache": both[:, 0], "v_cache": both[:, 1]}
+def test_memory_of_streams(call: Call, kind: str) -> None:
+    call.args |= STREAMS[kind](call.args)
     call.check()
 
 
@@ -75,12 +85,6 @@ def test_one_weight_twice(call: Call) -> None:
     if call.name == "across":
         call.args["k"] = call.made.noise(*call.args["q"].shape)
     call.args["k_weight"] = call.args["q_weight"]
-    call.check()
-
-
-@of()
-def test_cos_is_sin(call: Call) -> None:
-    call.args["sin"] = call.args["cos"]
     call.check()
 
 
@@ -100,82 +104,40 @@ def test_one_scale_twice(call: Call, kind: str) -> None:
 @of()
 def test_overlapping_windows(call: Call) -> None:
     """They are refused where they are written."""
-    for name in [x for x in call.heads if x in call.written] or call.heads:
-        b, s, h, d = call.args[name].shape
-        base = call.made.noise(b * s * h * d)
-        call.args[name] = base.as_strided((b, s, h, d), (s * h * d, h * d // 2, d, 1))
-    call.check(OVERLAPS if call.writes_heads else "")
+    names = [x for x in call.heads if x in call.written] or call.heads
+    one = call.changed(names, lambda x: x.as_strided(x.shape, (*x.stride()[:1], x.stride(1) // 2, *x.stride()[2:])))
+    one.check(OVERLAPS if call.writes_heads else "")
 
 
-@of(CACHED)
-def test_overlapping_windows_of_a_cache(call: Call) -> None:
-    size = call.args["v_cache"].shape
-    call.args["v_cache"] = call.made.noise(size.numel()).as_strided(size, (256, 64, 64, 1))
-    call.check(OVERLAPS)
-
-
-@of(SEVERAL)
-def test_q_and_k_overlap(call: Call) -> None:
-    """Parts of one buffer are refused where they are written."""
-    q, k = (call.args[x] for x in call.turned[:2])
-    base = call.made.noise(q.numel() + 8)
-    call.args |= dict(zip(call.turned, (base[8:].view_as(q), base[: k.numel()].view_as(k))))
-    call.check(SHARES if call.writes_heads else "")
-
-
-SIDE_BY_SIDE = {
+# Of a tensor with as many elements as q and k, and the number of heads of k.
+TOGETHER: dict[str, Any] = {
     "in turn": lambda x, k: (x[..., 0, :], x[:, :, :k, 1, :]),
     "element by element": lambda x, k: (x.mT[..., 0], x.mT[:, :, :k, :, 1]),
     "k in the gaps of q": lambda x, k: (x.flatten(2, 3)[:, :, :4], x.flatten(2, 3)[:, :, 4 : 4 + k]),
+    "overlapping": lambda x, k: (x.flatten(2, 3)[:, :, :4], x.flatten(2, 3)[:, :, 3 : 3 + k]),
 }
 
 
-@pytest.mark.parametrize("kind", SIDE_BY_SIDE)
+@pytest.mark.parametrize("kind", TOGETHER)
 @of(SEVERAL)
-def test_q_and_k_side_by_side(call: Call, kind: str) -> None:
-    """Views of one tensor that do not overlap."""
+def test_q_and_k_in_one_tensor(call: Call, kind: str) -> None:
+    """They are refused where they overlap and one is written."""
     q, k = (call.args[x] for x in call.turned[:2])
     base = call.made.noise(*q.shape[:3], 2, 64)
     base = base.mT.contiguous().mT if kind == "element by element" else base
-    views = SIDE_BY_SIDE[kind](base, k.shape[2])
-    call.args |= {x: y for x, y in zip(call.turned, views) if y.shape == call.args[x].shape}
-    call.check()
-
-
-# ---- expanded tensors --------------------------------------------------------------------------------
+    call.args |= zip(call.turned, TOGETHER[kind](base, k.shape[2]))
+    call.check(SHARES if kind == "overlapping" and call.writes_heads else "")
 
 
 @pytest.mark.parametrize("axis", range(4))
 @of()
 def test_expanded_heads(call: Call, axis: int) -> None:
-    """All that is rotated; they are refused where they are written."""
-    for name in [x for x in call.turned if x in call.written] or call.turned:
-        call.args[name] = call.args[name].narrow(axis, 0, 1).expand_as(call.args[name])
-    call.check(OVERLAPS if call.writes_heads else "")
+    """All that is rotated, k, and v; they are refused where they are written, and one head is no overlap."""
+    turned = [x for x in call.turned if x in call.written] or call.turned
+    for names in (turned, call.turned[1:2], call.copied):
+        one = call.changed(names, lambda x: x.narrow(axis, 0, 1).expand_as(x))
+        one.check(OVERLAPS if {*names} & {*call.written} else "")
 
-
-@pytest.mark.parametrize("axis", range(4))
-@of([x for x in SEVERAL if Call(x, "cpu").copied])
-def test_an_expanded_tensor_beside_others(call: Call, axis: int) -> None:
-    """v is only read; k is refused where it is written, and one head is no overlap."""
-    for names in (["k" if "k" in call.args else "first_k"], call.copied):
-        one = Call(call.name, call.device)
-        for name in names:
-            one.args[name] = one.args[name].narrow(axis, 0, 1).expand_as(one.args[name])
-        one.check(OVERLAPS if {*names} & {*one.written} else "")
-
-
-@pytest.mark.parametrize("axes", [(0, 1), (0,), (1,)])
-@of()
-def test_expanded_tables(call: Call, axes: tuple[int, ...]) -> None:
-    """One angle, one row, one column."""
-    for name in ("cos", "sin"):
-        x = call.args[name]
-        call.args[name] = x[tuple([slice(0, 1 if n in axes else None) for n in range(2)])].expand_as(x)
-    call.check()
-
-
-# ---- empty tensors -----------------------------------------------------------------------------------
 
 NO_D = "rotary_dim, by default D, is 0; it must be even and from 2 to D=0"
 NO_HEADS = "with order='grouped' are 8 heads of D elements"
@@ -192,28 +154,14 @@ def emptied(call: Call, axis: int) -> Args:
     return made
 
 
-PLACED = [x for x in NAMED if x != "pages"]
-
-
 @pytest.mark.parametrize("axis", range(4))
-@of(PLACED)
+@of(NO_PAGES)
 def test_no_elements(call: Call, axis: int) -> None:
+    """Also under autograd: gradients of empty tensors are empty."""
     call.args |= emptied(call, axis)
-    call.check(NO_HEADS if axis > 1 and "qkv" in call.args else NO_D if axis == 3 else "")
-
-
-@pytest.mark.parametrize("axis", range(4))
-@of(PLACED)
-def test_no_elements_under_autograd(call: Call, axis: int) -> None:
-    call.args |= emptied(call, axis)
-    text = NO_HEADS if axis > 1 and "qkv" in call.args else NO_D if axis == 3 and call.derived else None
-    call.check_gradient(refusal=text)
-
-
-@of(["streams"])
-def test_one_stream_is_empty(call: Call) -> None:
-    call.args |= {x: call.args[x][:, :0] for x in call.args if x.startswith("first")}
-    call.check()
+    text = NO_HEADS if axis > 1 and "qkv" in call.args else NO_D if axis == 3 else ""
+    call.check_gradient(refusal=((text == NO_HEADS or call.derived) and text) or None)
+    call.check(text)
 
 
 @of([x for x in SEVERAL if "k" in Call(x, "cpu").heads and x not in CACHED])
@@ -230,27 +178,44 @@ def test_no_slots(call: Call) -> None:
     call.check()
 
 
-@of()
+@of(NO_PAGES)
 def test_a_table_without_rows(call: Call) -> None:
-    call.args |= {x: call.args[x][:0] for x in ("cos", "sin")}
-    call.check("has 0 rows; it needs")
-
-
-@of(PLACED)
-def test_a_table_without_rows_and_no_tokens(call: Call) -> None:
-    call.args |= {x: call.args[x][:0] for x in ("cos", "sin")} | emptied(call, 1)
-    call.check()
+    """It is enough for no tokens."""
+    one = call.changed(("cos", "sin"), lambda x: x[:0])
+    one.check("has 0 rows; it needs")
+    one.args |= emptied(call, 1)
+    one.check()
 
 
 @of()
 def test_a_number_is_no_such_tensor(call: Call) -> None:
     for name in (*call.heads, "cos", *call.weights, *call.cached):
-        one = Call(call.name, call.device)
-        one.args[name] = one.args[name].new_zeros(())
-        one.check(r"is a tensor of shape \(\)|has shape \(\)")
+        call.changed([name], lambda x: x.new_zeros(())).check(r"is a tensor of shape \(\)|has shape \(\)")
 
 
-# ---- strides -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", NEGATIVE)
+@of()
+def test_negative_heads(call: Call, kind: str) -> None:
+    """The bit of each of them alone; what is written must not have it."""
+    for name in call.heads:
+        one = call.changed([name], NEGATIVE[kind])
+        assert one.args[name].is_neg()
+        one.check(LAZY if name in call.written else "")
+
+
+CONJUGATE: dict[str, Any] = {
+    "conjugate": torch.conj,
+    "negative": torch._neg_view,
+    "both": lambda z: torch._neg_view(z.conj()),
+}
+
+
+@pytest.mark.parametrize("kind", CONJUGATE)
+@of()
+def test_lazy_bits_of_a_complex_table(call: Call, kind: str) -> None:
+    call.args["freqs_cis"] = CONJUGATE[kind](torch.complex(call.args.pop("cos"), call.args.pop("sin")))
+    call.check()
+
 
 STRIDED = {
     "padded": lambda noise, b, s, h, d: noise(b, s, h + 1, d + 8)[:, :, 1:, :-8],
@@ -273,65 +238,62 @@ def test_strided_heads(call: Call, kind: str) -> None:
     call.check()
 
 
+TABLES: dict[str, Any] = {
+    "one twice": lambda cos, sin: (cos, cos),
+    "in turn, transposed": lambda cos, sin: [x.T for x in torch.stack((cos.T, sin.T), -1).unbind(-1)],
+    "unlike": lambda cos, sin: (cos, sin.T.contiguous().T),
+    "one angle": lambda cos, sin: (cos[:1, :1].expand_as(cos), sin[:1, :1].expand_as(sin)),
+    "one row": lambda cos, sin: (cos[:1].expand_as(cos), sin[:1].expand_as(sin)),
+    "one column": lambda cos, sin: (cos[:, :1].expand_as(cos), sin[:, :1].expand_as(sin)),
+    "negative": lambda cos, sin: (NEGATIVE["dense"](cos), NEGATIVE["dense"](sin)),
+    "negative in turn": lambda *tables: [NEGATIVE["every other element"](x) for x in tables],
+}
+
+
+@pytest.mark.parametrize("kind", TABLES)
 @of()
-def test_strided_tables(call: Call) -> None:
-    """Cosines and sines in turn, transposed."""
-    both = call.made.noise(call.args["cos"].shape[1], 20, 2)
-    call.args |= {"cos": both[..., 0].T, "sin": both[..., 1].T}
+def test_memory_of_tables(call: Call, kind: str) -> None:
+    call.args |= zip(("cos", "sin"), TABLES[kind](call.args["cos"], call.args["sin"]))
     call.check()
 
 
-@of()
-def test_tables_of_unlike_strides(call: Call) -> None:
-    call.args["sin"] = call.args["sin"].T.contiguous().T
-    call.check()
+WEIGHTS: dict[str, Any] = {
+    "every other element": ("contiguous, on", lambda x: x.repeat_interleave(2)[::2]),
+    "expanded": ("contiguous, on", lambda x: x[:1].expand_as(x)),
+    "negative in turn": ("contiguous, on", NEGATIVE["every other element"]),
+    "negative": ("", NEGATIVE["dense"]),
+}
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+@of(NORMED)
+def test_memory_of_weights(call: Call, kind: str) -> None:
+    refusal, change = WEIGHTS[kind]
+    call.changed(call.weights, change).check(refusal)
 
 
 @of(ONE_TABLE)
 def test_strided_positions(call: Call) -> None:
-    """A transposed view, and an expanded one."""
+    """Ids may be a transposed view, or an expanded one; starts must be contiguous."""
     ids = torch.tensor([[3, 0], [5, 1], [2, 2], [7, 4], [0, 9], [1, 1]], device=call.device).T
     for view in (ids, ids[:1].expand(2, 6)):
-        one = Call(call.name, call.device)
+        one = call.changed([], dict)
         one.args["position_ids"] = view
         one.check()
-
-
-@of(NORMED)
-def test_strided_weights(call: Call) -> None:
-    for change in (lambda x: x.repeat_interleave(2)[::2], lambda x: x[:1].expand_as(x)):
-        one = Call(call.name, call.device)
-        one.args |= {x: change(one.args[x]) for x in one.weights}
-        one.check("contiguous, on")
+    call.words["positions"] = jitrope.Starts(start_positions=ids[:, 0].repeat_interleave(2)[::2])
+    call.check("start_positions is .* contiguous, on")
 
 
 @of(SLOTS)
 def test_strided_slots(call: Call) -> None:
-    call.args["slots"] = call.args["slots"].repeat_interleave(2)[::2]
-    call.check("contiguous, on")
+    call.changed(["slots"], lambda x: x.repeat_interleave(2)[::2]).check("contiguous, on")
 
 
-@of(ONE_TABLE)
-def test_strided_starts(call: Call) -> None:
-    starts = torch.tensor([1, 9, 0, 9], device=call.device)[::2]
-    call.words["positions"] = jitrope.Starts(start_positions=starts)
-    call.check("start_positions is .* contiguous, on")
-
-
-@of(CACHED)
-def test_strided_caches(call: Call) -> None:
-    """Padded and transposed."""
-    pages, rows, heads, size = call.args["k_cache"].shape
-    for name in call.cached:
-        call.args[name] = call.made.noise(heads, size + 2, rows, pages).permute(3, 2, 0, 1)[..., 2:]
-    call.check()
-
-
-@of(PLACED)
+@of(NO_PAGES)
 def test_axes_of_one_element_have_any_stride(call: Call) -> None:
     for name in call.heads:
         _, s, h, d = call.args[name].shape
-        call.args[name] = call.made.noise(s * h * d).as_strided((1, s, h, d), (7, h * d, d, 1))
+        call.args[name] = call.args[name].contiguous().as_strided((1, s, h, d), (7, h * d, d, 1))
     call.args |= {x: call.args[x][:1] for x in call.outs}
     call.args |= {"slots": call.args["slots"][:6]} if call.cached else {}
     call.check()
