@@ -1,0 +1,200 @@
+"""Calls that torch compiles, traces or exports, and imports of jitrope under a mode."""
+
+from __future__ import annotations
+
+import functools
+import io
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ..fresh import python
+from .named import CALLS, DERIVED, NAMED, Args, Call, of
+
+pytestmark = [pytest.mark.slow, pytest.mark.tenth]
+ON_GPU = (pytest.mark.gpu, pytest.mark.hardware)  # to compile takes too long beside the host's stand-in
+INDUCTOR = ["rope", "fused", "norm", "streams", "cache"]
+eager = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+
+
+def of_tensors(call: Call) -> Callable[..., tuple[Tensor, ...]]:
+    """The call as a function of its tensors."""
+    torch._dynamo.reset()
+    names = [*call.args]
+    return lambda *tensors: call(dict(zip(names, tensors)))
+
+
+@of(gpu=ON_GPU)
+def test_dynamic_shapes(call: Call) -> None:
+    """Other lengths with the same graph."""
+    graph = eager(of_tensors(call), dynamic=True)
+    for one in (call, Call(call.name, call.device, tokens=8)):
+        one.check(run=lambda args: graph(*args.values()), same_tensors=False)
+
+
+@of(gpu=ON_GPU)
+def test_graph_breaks(call: Call) -> None:
+    """Work before and after is in other graphs."""
+    function = of_tensors(call)
+
+    def broken(*tensors: Tensor) -> Any:
+        torch._dynamo.graph_break()
+        results = function(*tensors)
+        torch._dynamo.graph_break()
+        return results
+
+    graph = torch.compile(broken, backend="aot_eager")
+    call.check(run=lambda args: graph(*args.values()), same_tensors=False)
+
+
+@of(DERIVED, gpu=ON_GPU)
+def test_gradients(call: Call) -> None:
+    """Forward and backward are compiled."""
+    graph = eager(of_tensors(call))
+    call.check_gradient(run=lambda args: graph(*args.values()), same_tensors=False)
+
+
+@of(DERIVED, gpu=ON_GPU)
+def test_gradients_of_views(call: Call) -> None:
+    """Of projections, in place too."""
+    function, sizes = of_tensors(call), [x.shape if n in call.turned else None for n, x in call.args.items()]
+    graph = eager(lambda *tensors: function(*[x.view(y) if y else x for x, y in zip(tensors, sizes)]))
+    call.check_gradient(
+        lambda made: made | {n: made[n].view(call.args[n].shape) for n in call.turned},
+        run=lambda args: graph(*[x.flatten(-2) if y else x for x, y in zip(args.values(), sizes)]),
+        same_tensors=False,
+    )
+
+
+@of(INDUCTOR, gpu=ON_GPU)
+def test_inductor(call: Call) -> None:
+    """It computes with the results of sequence-first tensors, whose strides are as the fakes say."""
+    call.args |= {x: call.args[x].transpose(0, 1).contiguous().transpose(0, 1) for x in call.turned}
+    function = of_tensors(call)
+    graph = torch.compile(lambda *tensors: tuple([y.float() + 0 for y in function(*tensors)]), fullgraph=True)
+    call.check(run=lambda args: graph(*args.values()), same_tensors=False)
+
+
+@of([x for x in INDUCTOR if x in DERIVED], gpu=ON_GPU)
+def test_gradients_of_inductor(call: Call) -> None:
+    """Of sequence-first tensors."""
+    graph = torch.compile(of_tensors(call), fullgraph=True)
+    leaves = {x: call.args[x] for x in (*call.heads, *call.weights)}
+    call.check_gradient(
+        lambda made: made | {x: made[x].transpose(0, 1) for x in call.turned},
+        run=lambda args: graph(*args.values()),
+        leaves=leaves | {x: leaves[x].transpose(0, 1).contiguous() for x in call.turned},
+        same_tensors=False,
+    )
+
+
+@of(gpu=ON_GPU)
+def test_a_complex_table(call: Call) -> None:
+    call.args["freqs_cis"] = torch.complex(call.args.pop("cos"), call.args.pop("sin"))
+    graph = eager(of_tensors(call))
+    call.check(run=lambda args: graph(*args.values()), same_tensors=False)
+
+
+@of([x.name for x in CALLS if x.name.endswith("_") or x.cached], gpu=ON_GPU)
+@torch.no_grad()
+def test_inductor_in_place_with_a_complex_table(call: Call) -> None:
+    call.args["freqs_cis"] = torch.complex(call.args.pop("cos"), call.args.pop("sin"))
+    graph = torch.compile(of_tensors(call), fullgraph=True)
+    call.check(run=lambda args: graph(*args.values()), same_tensors=False)
+
+
+def exported(function: Callable[..., Any], examples: list[Tensor]) -> Any:
+    module = torch.nn.Module()
+    module.forward = function
+    return torch.export.export(module, tuple(examples))
+
+
+def loaded(program: Any) -> Any:
+    """After it was saved."""
+    held = io.BytesIO()
+    torch.export.save(program, held)
+    held.seek(0)
+    return torch.export.load(held)
+
+
+TRACED: dict[str, Any] = {
+    "make_fx, real": lambda f, xs: make_fx(f, tracing_mode="real")(*xs),
+    "make_fx, fake": lambda f, xs: make_fx(f, tracing_mode="fake")(*xs),
+    "make_fx, symbolic": lambda f, xs: make_fx(f, tracing_mode="symbolic")(*xs),
+    "exported": lambda f, xs: exported(f, xs).module(),
+    "exported, saved and loaded": lambda f, xs: loaded(exported(f, xs)).module(),
+}
+
+
+@pytest.mark.parametrize("kind", TRACED)
+@of(gpu=ON_GPU)
+def test_traced(call: Call, kind: str) -> None:
+    """What it gives for copies gives the same for the tensors of the call."""
+    graph = TRACED[kind](of_tensors(call), [x.clone() for x in call.args.values()])
+    call.check(run=lambda args: tuple(graph(*args.values())), same_tensors=False)
+
+
+@of(gpu=ON_GPU)
+def test_jit_trace(call: Call) -> None:
+    """It would lose what is written, but in place."""
+    copies = tuple([x.clone() for x in call.args.values()])
+    call.check(
+        "torch.jit.trace" if {*call.written} - {*call.heads} else "",
+        run=lambda args: tuple(torch.jit.trace(of_tensors(call), copies, check_trace=False)(*args.values())),
+        same_tensors=False,
+    )
+
+
+@functools.cache
+def package() -> Any:
+    """All calls with their tensors, one after the other, exported, compiled, packaged and loaded."""
+    ends = [0, *itertools.accumulate(len(x.args) for x in CALLS)]
+    calls = [(of_tensors(x), slice(*span)) for x, span in zip(CALLS, itertools.pairwise(ends))]
+    with torch.no_grad(), TemporaryDirectory() as folder:
+        program = exported(
+            lambda *tensors: [[*function(*tensors[span])] for function, span in calls],
+            [y.clone() for x in CALLS for y in x.args.values()],
+        )
+        path = torch._inductor.aoti_compile_and_package(program, package_path=f"{folder}/model.pt2")
+        return torch._inductor.aoti_load_package(path)
+
+
+# On a GPU torch 2.11 crashes when it loads a package, even of torch.nn.functional.silu alone.
+@of(gpu=())
+def test_ahead_of_time(call: Call) -> None:
+    """AOTInductor: one package of all calls."""
+    others = {name: Call(name, "cpu").args for name in NAMED}
+
+    def run(args: Args) -> tuple[Tensor, ...]:
+        results = package()(*[x for tensors in (others | {call.name: args}).values() for x in tensors.values()])
+        return tuple(results[[*NAMED].index(call.name)])
+
+    with torch.no_grad():
+        call.check(run=run, same_tensors=False)
+
+
+IMPORTED = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+with {mode}:
+    import jitrope
+from tests.situations.named import NAMED, Call
+for name in NAMED:
+    Call(name, {device!r}).check()
+"""
+
+
+@pytest.mark.parametrize("mode", ["FakeTensorMode()", 'torch.device("meta")'])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_imported_under_a_mode(device: str, mode: str) -> None:
+    """No tensor of the library is made of it: all calls are right afterwards."""
+    root, code = Path(__file__).parents[2], IMPORTED.format(mode=mode, device=device)
+    python("-c", code, env={**os.environ, "PYTHONPATH": str(root)}, cwd=root, check=True)
