@@ -158,9 +158,9 @@ def slots_of_pages(t: Tensors, tokens: int, pages: int, rows: int) -> tuple[Tens
 
     One sequence more, without pages and of length 0, has the tokens of no sequence.
     """
-    table = t["page_table"].long()
-    token = torch.arange(tokens, device=table.device)
-    bounds = t["page_indptr"].long() if "page_indptr" in t else torch.arange(len(table) + 1).to(token) * table.shape[1]
+    table, on = t["page_table"].long(), t["page_table"].device
+    token = torch.arange(tokens, device=on)
+    bounds = t["page_indptr"].long() if "page_indptr" in t else torch.arange(len(table) + 1, device=on) * table.shape[1]
     first, width = pad(bounds[:-1], (0, 1)), pad(bounds.diff(), (0, 1))
     if "batch_indices" in t:
         sequence, position = (t[name].flatten().long() for name in ("batch_indices", "lengths"))
@@ -168,7 +168,7 @@ def slots_of_pages(t: Tensors, tokens: int, pages: int, rows: int) -> tuple[Tens
     else:
         lengths = t["lengths"].long()
         new = max(1, tokens // max(1, len(lengths)))
-        ends = t["cu_seqlens_q"].long()[1:] if "cu_seqlens_q" in t else torch.arange(len(lengths)).to(token) * new + new
+        ends = t["cu_seqlens_q"].long()[1:] if "cu_seqlens_q" in t else torch.ones_like(lengths).cumsum(0) * new
         sequence = torch.searchsorted(ends.contiguous(), token, right=True)
         left = pad(ends, (0, 1))[sequence] - token
         length = pad(lengths, (0, 1))[sequence]

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from jitrope import InvalidInput
 
-from .named import CALLS, DERIVED, NO_PAGES, ONE_TABLE, Call, of, times_one
+from .named import CALLS, DERIVED, ONE_TABLE, Call, of, times_one
 
 ON_GPU = (pytest.mark.gpu, pytest.mark.hardware)
 NO_WRITES = [x.name for x in CALLS if not x.written]
@@ -146,7 +146,7 @@ CONTEXTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", CONTEXTS)
-@of(NO_PAGES)  # on a CPU `Pages` make tensors on the default device
+@of()
 def test_contexts(call: Call, kind: str) -> None:
     """Dtypes and devices stay what they are, and what is written in place counts as written."""
     for _ in range(2):
@@ -160,7 +160,7 @@ def test_contexts_under_autograd(call: Call, kind: str) -> None:
     call.check_gradient(around=CONTEXTS[kind](call.device))
 
 
-@of([x for x in ONE_TABLE if x in NO_PAGES])
+@of(ONE_TABLE)
 def test_the_meta_device_as_default_with_positions(call: Call) -> None:
     """Whatever is made for them is not on it."""
     call.args["position_ids"] = torch.tensor([[0, 2, 1, 5, 3, 4]], device=call.device).expand(2, 6).contiguous()
