@@ -56,36 +56,36 @@ class Mutant(NamedTuple):
         return f"{self.file}:{self.line}: {self.old!r} -> {self.new!r}"
 
 
-# Of a file's name: the part of the table, as pytest's -k, and its own tests.
+# Of a file's name: the part of the table, as pytest's -k, and tests elsewhere than at the file's place.
 TESTS: dict[str, tuple[str, str]] = {
-    "bias": ("bias", "fused"),
-    "norm": ("rms or layer or across or means or twice or v_norm or of_k or of_v", "norm mean_squares latent_norm"),
-    "norm_backward": ("rms or layer or across or means or after", "norm"),
-    "rotate": ("plain or interleaved or full or into or first or cis or complex or dtype", "rope other_pairs"),
-    "positions": ("ids or starts or cp or mrope or shifts or packed or unrotated", "rope shifts unrotated"),
-    "scale": ("tokens or number", "q_scale"),
-    "transform": ("head", "hadamard"),
-    "convert": ("e4m3 or int8 or fp4 or mxfp8 or rows or heads or ue8m0 or of_v", "quantize quantized_v row_scales"),
-    "heads": ("plain or alone or no_v or v_norm", "rope norm"),
-    "fused": ("qkv or grouped or gated or view", "fused"),
-    "latent": ("latent", "latent latent_cache"),
-    "streams": ("streams or two", "joint"),
-    "backward": ("rms or streams or gated or latent", "norm fused latent"),
-    "operation": ("plain or ulysses or given or rows or none", "out hadamard ulysses row_scales fused"),
-    "source": ("v_norm or inplace", "norm fused"),
-    "cache": ("slots or blocks or own or of_k", "index_cache fp4_cache packed_cache"),
-    "pages": ("pages or indptr or indices", "pages"),
-    "results": ("by_rank or ulysses or given or tiles", "out ulysses swizzled"),
-    "checks": ("refus", "words out q_scale arguments"),
-    "check_values": ("check", "words"),
-    "words": ("refus", "words arguments"),
-    "compiler": ("", "cache processes"),
-    "driver": ("", "processes"),
-    "entry": ("", "bundle cache"),
-    "kernels": ("", "cache processes"),
-    "recording": ("", "processes cli"),
-    "render": ("", "render"),
-    "trust": ("", "trust"),
+    "bias": ("bias", "sources/test_fused.py"),
+    "norm": ("rms or layer or across or means or twice or v_norm or of_k or of_v", "sources/test_heads.py"),
+    "norm_backward": ("rms or layer or across or means or after", ""),
+    "rotate": ("plain or interleaved or full or into or first or cis or complex or dtype", ""),
+    "positions": ("ids or starts or cp or mrope or shifts or packed or unrotated", ""),
+    "scale": ("tokens or number", ""),
+    "transform": ("head", "stages/test_convert.py"),
+    "convert": ("e4m3 or int8 or fp4 or mxfp8 or rows or heads or ue8m0 or of_v", ""),
+    "heads": ("plain or alone or no_v or v_norm", "stages/test_rotate.py"),
+    "fused": ("qkv or grouped or gated or view", ""),
+    "latent": ("latent", ""),
+    "streams": ("streams or two", ""),
+    "backward": ("rms or streams or gated or latent", "sources/test_fused.py sources/test_latent.py"),
+    "operation": ("plain or ulysses or given or rows or none", "sinks/test_results.py sources/test_fused.py"),
+    "source": ("v_norm or inplace", "sources/test_heads.py sources/test_fused.py"),
+    "cache": ("slots or blocks or own or of_k", ""),
+    "pages": ("pages or indptr or indices", ""),
+    "results": ("by_rank or ulysses or given or tiles", "stages/test_convert.py"),
+    "checks": ("refus", "checks"),
+    "check_values": ("check", "checks/test_words.py checks/test_refusals.py"),
+    "words": ("refus", "checks"),
+    "compiler": ("", ""),
+    "driver": ("", "jit/test_kernels.py"),
+    "entry": ("", "tools/test_bundle.py jit/test_cache.py"),
+    "kernels": ("", ""),
+    "recording": ("", ""),
+    "render": ("", ""),
+    "trust": ("", ""),
 }
 KERNELS = {
     "qk_norm_rope": "rms or layer or head or mxfp8",
@@ -159,15 +159,15 @@ def commands(file: str) -> list[list[str]]:
     pytest = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=no"]
     if file.startswith("templates"):
         if name.startswith(("thd", "cp", "rows", "segments", "shards")):
-            return [[*python, "tests.host", *pytest, "tests/test_gpu_thd.py"]]
+            return [[*python, "tests.host", *pytest, "tests/thd/test_thd.py"]]
         part = KERNELS.get(name) or TESTS.get(name, ("plain or rms or slots",))[0]
         columns = "gradient_is" if "backward" in name or name == "block_sums" else "chain_of or gradient_is"
         return [[*python, "tests.host", *pytest, "tests/test_stages.py", "-k", f"({columns}) and ({part})"]]
-    part, own = ("", "cache") if file == "jitrope/jit/cache.py" else TESTS.get(name, ("plain or rms or head", "words"))
+    part, own = ("", "") if file == "jitrope/jit/cache.py" else TESTS.get(name, ("plain or rms or head", ""))
     columns = "refus" if part == "refus" else f"(chain_of or gradient_is or refus) and ({part})"
     of_table = [[*python, "pytest", *pytest, "-m", "", "tests/test_stages.py", "-k", f"({columns}) and not cuda"]]
     place = Path("tests", *Path(file).parts[1:-1])
-    own_files = [place / f"test_{name}.py", *[Path(f"tests/test_{x}.py") for x in own.split()]]
+    own_files = [place / f"test_{name}.py", *[Path("tests", x) for x in own.split()]]
     there = [str(x) for x in own_files if (ROOT / x).exists()]
     return [*(of_table if part else []), *([[*python, "pytest", *pytest, *there]] if there else [])]
 

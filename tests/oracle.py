@@ -17,7 +17,6 @@ from torch import Tensor
 
 # The axes of batch, sequence, heads and elements in each layout.
 AXES = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}
-FP8_MAX = 448.0
 Result = tuple[tuple[Tensor | None, ...], dict[str, Tensor]]
 
 
@@ -178,24 +177,12 @@ def normed(x: Tensor, weight: Any, bias: Any, o: dict[str, Any]) -> Tensor:
     return y.reshape(x.shape)
 
 
-def as_fp8(y: Tensor, scale: Any) -> Tensor:
-    """The values of an fp8 result before rounding."""
-    return (y / exact(scale).reshape(())).clamp(-FP8_MAX, FP8_MAX)
-
-
 # ---- the functions ---------------------------------------------------------------------------------
 
 
 def rope(q: Any, k: Any, cos: Any = None, sin: Any = None, **o: Any) -> Result:
     o, layout = {**o, "cos": cos, "sin": sin}, o.get("layout", "bshd")
     return tuple(None if x is None else unheads(rotated(heads(exact(x), layout), o), layout) for x in (q, k)), {}
-
-
-def rope_(q: Any, k: Any, cos: Any = None, sin: Any = None, **o: Any) -> Result:
-    o, layout = {**o, "cos": cos, "sin": sin}, o.get("layout", "bshd")
-    views = [None if x is None else heads(exact(x), layout) for x in (q, k)]
-    out = tuple(None if x is None else unheads(kept(x, rotated(x, o), o), layout) for x in views)
-    return out, {name: y for name, y in zip("qk", out) if y is not None}
 
 
 def split(qkv: Tensor, heads: Any, order: str = "qkv") -> tuple[Tensor, ...]:
@@ -219,65 +206,6 @@ def join(parts: Any, order: str) -> Tensor:
     return torch.cat((torch.stack((q, *gate), -2).flatten(-3, -2) if gate else q, k, v), -2)
 
 
-def biased(qkv: Any, o: dict[str, Any]) -> Tensor:
-    """Fused QKV with its projection's bias, if there is one among the words."""
-    bias = o.pop("bias", None)
-    return exact(qkv) if bias is None else exact(qkv) + exact(bias).view(qkv.shape[-2:])
-
-
-def fused_qkv(qkv: Any, cos: Any = None, sin: Any = None, *, heads: Any, **o: Any) -> Result:
-    o.pop("copy_v", None)
-    q, k, *rest = split(biased(qkv, o), heads, str(o.pop("order", "qkv")))
-    return (*rope(q, k, cos, sin, **o)[0], *rest), {}
-
-
-def fused_qkv_(qkv: Any, cos: Any = None, sin: Any = None, *, heads: Any, **o: Any) -> Result:
-    order = str(o.pop("order", "qkv"))
-    q, k, *rest = split(biased(qkv, o), heads, order)
-    out = join((*rope_(q, k, cos, sin, **o)[0], *rest), order)
-    return (out,), {"qkv": out}
-
-
-def fused_qkv_norm(qkv: Any, q_weight: Any = None, k_weight: Any = None, cos: Any = None, sin: Any = None, *,
-                    heads: Any, **o: Any) -> Result:  # fmt: skip
-    o.pop("copy_v", None)
-    q, k, *rest = split(biased(qkv, o), heads, str(o.pop("order", "qkv")))
-    return (*norm_rope(q, k, q_weight, k_weight, cos, sin, **o)[0], *rest), {}
-
-
-def fused_qkv_norm_(*args: Any, heads: Any, **o: Any) -> Result:
-    parts, _ = fused_qkv_norm(*args, heads=heads, **o)
-    out = join(parts, str(o.get("order", "qkv")))
-    return (out,), {"qkv": out}
-
-
-def fp8(q: Any, k: Any, cos: Any = None, sin: Any = None, *, q_scale: Any, k_scale: Any = None,
-                   **o: Any) -> Result:  # fmt: skip
-    q, k = o.pop("turned", None) or rope(q, k, cos, sin, **o)[0]
-    return (as_fp8(q, q_scale), None if k is None else as_fp8(k, k_scale)), {}
-
-
-def kv_cache(q: Any, k: Any, v: Any, cos: Any = None, sin: Any = None, *, k_cache: Any, v_cache: Any,
-                        slot_mapping: Any, k_scale: Any = None, v_scale: Any = None, q_scale: Any = None,
-                        rotate_k: bool = False, **o: Any) -> Result:  # fmt: skip
-    layout = o.get("layout", "bshd")
-    q, turned = o.pop("turned", None) or rope(q, k, cos, sin, **o)[0]
-    written = {"k": turned} if rotate_k else {}
-    for name, cache, x, scale in (("k_cache", k_cache, turned, k_scale), ("v_cache", v_cache, v, v_scale)):
-        x = exact(x) if scale is None else as_fp8(exact(x), scale)
-        after = exact(cache).flatten(0, 1).clone() if cache.dim() == 4 else exact(cache).clone()
-        for slot, token in zip(slot_mapping.flatten().tolist(), heads(x, layout).flatten(0, 1)):
-            if 0 <= slot < len(after):
-                after[slot] = token
-        written[name] = after.reshape(cache.shape)
-    return (q if q_scale is None else as_fp8(q, q_scale),), written
-
-
-def kv_cache_(q: Any, *rest: Any, **o: Any) -> Result:
-    out, written = kv_cache(q, *rest, **o)
-    return out, {"q": out[0], **written}  # type: ignore[dict-item]
-
-
 def norm_rope(q: Any, k: Any, q_weight: Any = None, k_weight: Any = None, cos: Any = None, sin: Any = None,
                  **o: Any) -> Result:  # fmt: skip
     o, layout = {**o, "cos": cos, "sin": sin}, o.get("layout", "bshd")
@@ -291,46 +219,6 @@ def norm_rope(q: Any, k: Any, q_weight: Any = None, k_weight: Any = None, cos: A
     given = {name: None if x is None else heads(exact(x), layout) for name, (x, *_) in zip("qk", parts)}
     found = [None if x is None else both(name, x, *own) for (name, x), (_, *own) in zip(given.items(), parts)]
     return tuple(None if y is None else unheads(y, layout) for y in found), {}
-
-
-def norm_rope_(q: Any, k: Any, *rest: Any, **o: Any) -> Result:
-    out = norm_rope(q, k, *rest, **o)[0]
-    return out, {name: y for name, y in zip("qk", out) if y is not None}
-
-
-def into(results: Any, outs: dict[str, Any]) -> Result:
-    """The same results, in tensors of the caller."""
-    given = {name: y for (name, x), y in zip(outs.items(), results) if x is not None}
-    return tuple(results), given
-
-
-def rope_into(q: Any, k: Any, cos: Any = None, sin: Any = None, *, q_out: Any, k_out: Any, **o: Any) -> Result:
-    return into(rope(q, k, cos, sin, **o)[0], {"q_out": q_out, "k_out": k_out})
-
-
-def norm_into(q: Any, k: Any, v: Any, *rest: Any, q_out: Any, k_out: Any, v_out: Any, **o: Any) -> Result:
-    v = normed(exact(v), None, o) if o.pop("v_norm", False) else exact(v)
-    return into((*norm_rope(q, k, *rest, **o)[0], v), {"q_out": q_out, "k_out": k_out, "v_out": v_out})
-
-
-def norm_fp8(q: Any, k: Any, q_weight: Any = None, k_weight: Any = None, cos: Any = None, sin: Any = None,
-             **o: Any) -> Result:  # fmt: skip
-    return fp8(q, k, turned=norm_rope(q, k, q_weight, k_weight, cos, sin, **o)[0], **o)
-
-
-def norm_scaled(q: Any, k: Any, q_weight: Any = None, k_weight: Any = None, cos: Any = None, sin: Any = None, *,
-                hadamard: bool = False, **o: Any) -> Result:  # fmt: skip
-    turned = norm_rope(q, k, q_weight, k_weight, cos, sin, **o)[0]
-    if hadamard:
-        turned = tuple(None if x is None else x @ hadamard_matrix(x.shape[-1]).to(x) for x in turned)
-    scales = [None if x is None else x.abs().amax(-1).clamp(min=1e-12) / FP8_MAX for x in turned]
-    return (*[None if x is None else x / s[..., None] for x, s in zip(turned, scales)], *scales), {}
-
-
-def of_elements(scale: Tensor, x: Tensor) -> Tensor:
-    """The scale of each element of x, from those of its heads or of their groups."""
-    scale = scale.float()
-    return scale[..., None] if scale.dim() < x.dim() else scale.repeat_interleave(x.shape[-1] // scale.shape[-1], -1)
 
 
 def of_tiles(scale: Tensor, tokens: int, groups: int) -> Tensor:
@@ -368,34 +256,3 @@ def hadamard_matrix(size: int) -> Tensor:
     while len(found) < size:
         found = torch.kron(two, found)
     return found
-
-
-def norm_kv_cache(q: Any, k: Any, v: Any, q_weight: Any = None, k_weight: Any = None, cos: Any = None, sin: Any = None,
-                  **o: Any) -> Result:  # fmt: skip
-    if o.get("v_norm"):
-        v = unheads(normed(heads(exact(v), o.get("layout", "bshd")), None, None, o), o.get("layout", "bshd"))
-    return kv_cache(q, k, v, turned=norm_rope(q, k, q_weight, k_weight, cos, sin, **o)[0], **o)
-
-
-def norm_kv_cache_(q: Any, *rest: Any, **o: Any) -> Result:
-    out, written = norm_kv_cache(q, *rest, **o)
-    return out, {"q": out[0], **written}  # type: ignore[dict-item]
-
-
-def norm_rope_joint(first: Any, second: Any, first_weights: Any, second_weights: Any, cos: Any = None,
-                       sin: Any = None, **o: Any) -> Result:  # fmt: skip
-    names = ("cos", "sin", "cos_sin_cache", "freqs_cis")
-    tables = {**o, "cos": cos, "sin": sin}
-    own = [{}, {}]  # type: list[dict[str, Any]]
-    for name in names:
-        table = tables.get(name)
-        if isinstance(table, Tensor):
-            begin = first[0].shape[1]
-            own[0][name], own[1][name] = table, table[begin:] if table.dim() == 2 else table[:, begin:]
-        elif table is not None:
-            own[0][name], own[1][name] = table
-    out = []
-    for (q, k, v), weights, turn in zip((first, second), (first_weights, second_weights), own):
-        options = {name: value for name, value in o.items() if name not in names}
-        out.append((*norm_rope(q, k, *(weights or (None, None)), **options, **turn)[0], exact(v)))
-    return tuple(torch.cat(parts, 1) for parts in zip(*out)), {}

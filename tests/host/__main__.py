@@ -11,17 +11,16 @@ import sys
 from . import backend
 
 FILES = (
-    "comfy_kitchen defaults fp4_cache gpu_thd hadamard index_cache joint latent "
-    "latent_cache latent_norm learned mean_squares new_stage other_pairs out fused packed_cache "
-    "pages presets prewarm public q_scale quantize quantized_v rope row_scales same_bits shifts stages swizzled "
-    "timm transformers ulysses unrotated"
+    "base context_parallel/test_rotary.py integrations/test_comfy_kitchen.py integrations/test_deepspeed.py "
+    "integrations/test_timm.py integrations/test_transformers.py run sinks situations sources stages tables "
+    "test_new_stage.py test_presets.py test_same_bits.py test_stages.py thd tools/test_prewarm.py values"
 )
 
 
 def main(options: list[str]) -> None:
     """Replace this process: the sanitizers must be loaded at its start."""
     named = [option for option in options if option.partition("::")[0].endswith(".py")]
-    files = [] if named else [f"tests/test_{name}.py" for name in FILES.split()]
+    files = [] if named else [f"tests/{name}" for name in FILES.split()]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", *files, *options]
     os.execve(sys.executable, command, backend.environment())
 

@@ -1,11 +1,10 @@
-"""`jitrope.planning` finds the kernels that launches of the same calls use."""
+"""The kernels of a model, found without its weights, are those that the enabled model launches."""
 
 from __future__ import annotations
 
 import importlib
 import itertools
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,24 +16,17 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope import InvalidInput, KVCache, Norm, Packed, Quantize, planning
+from jitrope import InvalidInput, planning
 from jitrope.base.config import LAUNCHES
 from jitrope.base.spec import Spec
 from jitrope.jit import kernels
-from jitrope.plan.problem import plan_call
 from jitrope.run.planning import note
 from jitrope.sources.backward import Backward
 from jitrope.sources.operation import Operation
 from jitrope.tools.models import specs_of_model
 from jitrope.tools.prewarm import TORCH_DTYPES
 
-from .cases import CASES, Case, head_views, lower, make, named_tables
-from .host import backend
-from .said import said
-
-
-def meta(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
+from ..host import backend
 
 
 def twin(x: Any) -> Any:
@@ -42,177 +34,8 @@ def twin(x: Any) -> Any:
     if not isinstance(x, Tensor):
         return x
     needed = x.untyped_storage().nbytes() // x.element_size()
-    return meta(needed, dtype=x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
+    return torch.empty(needed, dtype=x.dtype, device="meta").as_strided(x.shape, x.stride(), x.storage_offset())
 
-
-Q, K, V = meta(1, 4096, 32, 128), meta(1, 4096, 8, 128), meta(1, 4096, 8, 128)
-COS = SIN = meta(4096, 64, dtype=torch.float32)
-
-
-def rope(q: Tensor = Q, k: Tensor = K) -> Any:
-    return jitrope.apply_rope(q, k, COS, SIN)
-
-
-IN_PLACE = [case for case in CASES if case.options.get("interleaved_out", case.interleaved) == case.interleaved]
-
-
-@pytest.mark.parametrize(
-    ("case", "inplace"), [*((case, False) for case in CASES), *((case, True) for case in IN_PLACE)], ids=str
-)
-def test_the_planned_kernels_are_those_of_the_call_itself(case: Case, inplace: bool) -> None:
-    """Every field of the plans of both launches is the same for tensors in memory."""
-    call = make(case)
-    want = []
-    for launch in LAUNCHES:
-        (q, k, *tables), options = lower(call, launch=launch, inplace=inplace)
-        planned = plan_call(*head_views(q, k, options), named_tables(tables), options, 132)
-        want += [planned[0].spec] if planned else []
-    q, k, cos, sin, words = call
-    words = said(**{name: twin(x) for name, x in words.items()}, inplace=inplace)
-    with jitrope.planning() as specs:
-        jitrope.apply_rope(twin(q), twin(k), twin(cos), twin(sin), **words)
-    assert specs == list(dict.fromkeys(want))
-
-
-NORM = Norm(meta(128), meta(128), rounding="once")
-SLOTS = torch.empty(4096, dtype=torch.int64, device="meta")
-OTHERS = {
-    "a norm": (lambda: jitrope.prepare_qkv(Q, K, V, COS, SIN, norm=NORM), {"weight_dtype": "bf16"}),
-    "a norm alone": (lambda: jitrope.prepare_qkv(Q, K, V, norm=NORM), {"norm_rounding": "once", "rotary_dim": 128}),
-    "a weight of q alone": (
-        lambda: jitrope.prepare_qkv(Q, K, V, COS, SIN, norm=Norm(meta(128))),
-        {"weight_dtype": "bf16"},
-    ),
-    "fp8": (lambda: jitrope.prepare_qkv(Q, None, V, COS, SIN, quantize=Quantize(0.5)), {"q_out": "fp8"}),
-    "a cache": (
-        lambda: jitrope.prepare_qkv(Q, K, V, COS, SIN, cache=KVCache(meta(99, 8, 128), meta(99, 8, 128), SLOTS)),
-        {"slot_mapping_dtype": "int64", "page_size": 0, "kv_out": "bf16"},
-    ),
-    "a paged cache": (
-        lambda: jitrope.prepare_qkv(
-            Q, K, V, COS, SIN, cache=KVCache(*meta(99, 2, 16, 8, 128).unbind(1), SLOTS, rotate_k=True)
-        ),
-        {"slot_mapping_dtype": "int64", "page_size": 16, "rotate_k": True},
-    ),
-    "fused QKV": (
-        lambda: jitrope.prepare_fused_qkv(meta(1, 64, 8, 6 * 128), COS, SIN, heads=(32, 8), order="grouped"),
-        {"q_per_group": 4, "copy_v": True},
-    ),
-    "fused QKV with a gate": (
-        lambda: jitrope.prepare_fused_qkv(meta(1, 64, 24, 128), COS, SIN, heads=(8, 4), order="qkv_gated"),
-        {"q_per_group": 1, "copy_v": True},
-    ),
-    "two streams": (
-        lambda: jitrope.prepare_joint_qkv((K, K, K), (K, K, K), *meta(2, 8192, 64, dtype=torch.float32), norm=NORM),
-        {"two_streams": True, "two_tables": False},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_every_stage_is_planned(name: str) -> None:
-    call, fields = OTHERS[name]
-    with jitrope.planning() as specs:
-        call()
-    assert [spec.launch for spec in specs] == [*LAUNCHES]
-    for spec in specs:
-        assert {field: getattr(spec, field) for field in fields} == fields
-        assert not spec.inverse
-
-
-def test_a_backward_is_planned_where_it_runs() -> None:
-    q, k = meta(1, 64, 8, 128, grad=True), meta(1, 64, 2, 128, grad=True)
-    weight = meta(128, grad=True)
-    with jitrope.planning() as specs:
-        out = rope(q, k)
-        assert [spec.inverse for spec in specs] == [False, False]
-        torch.autograd.backward(out, [torch.empty_like(x) for x in out])
-        assert [spec.inverse for spec in specs] == [False, False, True, True]
-        qn, kn, _ = jitrope.prepare_qkv(q, k, None, COS, SIN, norm=Norm(weight, weight))
-        torch.autograd.grad([qn, kn], [q, k, weight], [torch.empty_like(x) for x in (qn, kn)])
-    assert [spec.kind for spec in specs] == ["rope"] * 4 + ["qk_norm_rope"] * 2 + ["qk_norm_rope_backward"]
-    assert q.grad is not None
-
-
-def test_a_call_in_place_has_a_backward_too() -> None:
-    leaf = meta(8, 2, 128, grad=True)
-    lengths = torch.empty(3, dtype=torch.int32, device="meta")
-    with jitrope.planning() as specs:
-        q, _ = jitrope.apply_rope(leaf.clone(), None, COS, SIN, positions=Packed(lengths), inplace=True)
-        torch.autograd.grad(q, leaf, torch.empty_like(q))
-    assert [(spec.in_place, spec.inverse) for spec in specs] == [(True, False)] * 2 + [(False, True)] * 2
-
-
-def test_each_kernel_is_listed_once_in_the_order_of_the_calls() -> None:
-    with jitrope.planning() as specs:
-        rope()
-        first = list(specs)
-        rope(Q[:, :7], K[:, :7])
-        assert specs == first
-        rope(Q, Q)
-    assert specs[:2] == first
-    assert len(specs) == 3  # both calls share one kernel
-
-
-def test_a_launch_can_be_named_or_left_to_the_sizes() -> None:
-    cases = (["grid_2d"], 4096, "grid_2d"), (["auto"], 4096, "token_linear"), (["auto"], 1, "grid_2d")
-    for launches, tokens, want in cases:
-        with jitrope.planning(launches) as specs:
-            rope(Q[:, :tokens], K[:, :tokens])
-        assert [spec.launch for spec in specs] == [want]
-    with jitrope.planning(("auto",), sm_count=4096) as specs:
-        rope()
-    assert [spec.launch for spec in specs] == ["grid_2d"]
-
-
-def test_only_calls_on_meta_tensors_in_the_block_are_noted() -> None:
-    q, cos = torch.randn(1, 5, 2, 64), torch.rand(5, 32)
-    want = jitrope.apply_rope(q, None, cos, cos)[0]
-    with jitrope.planning() as specs:
-        assert torch.equal(jitrope.apply_rope(q, None, cos, cos)[0], want)
-        compiled = torch.compile(lambda q: jitrope.apply_rope(q, None, cos, cos)[0], backend="aot_eager")
-        assert torch.equal(compiled(q), want)
-        thread = threading.Thread(target=rope)
-        thread.start()
-        thread.join()
-        assert rope(Q[:, :0], K[:, :0])[0].shape == (1, 0, 32, 128)  # no kernel without tokens
-    rope()
-    assert specs == []
-
-
-def test_a_block_inside_another_has_its_own_list_and_a_failed_one_ends() -> None:
-    with jitrope.planning() as outer:
-        with jitrope.planning() as inner:
-            rope()
-        with pytest.raises(InvalidInput, match="only H may differ"), jitrope.planning():
-            rope(Q, K[:, :9])
-        assert (len(inner), len(outer)) == (2, 0)
-        rope()
-    assert outer == inner
-
-
-def test_outputs_have_the_shapes_of_results() -> None:
-    with jitrope.planning():
-        q, k = rope()
-        qkv = jitrope.prepare_fused_qkv(meta(2, 64, 48 * 128), COS, SIN, heads=(32, 8))
-    assert (q.shape, k.shape, q.device.type, q.dtype) == (Q.shape, K.shape, "meta", Q.dtype)
-    assert [x.shape[2] for x in qkv] == [32, 8, 8]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ({"launches": ["3d"]}, "launches is '3d'; it must be one of 'auto', 'token_linear'"),
-        ({"launches": "auto"}, "launches is 'auto'; it must be a list"),
-        ({"sm_count": 0}, "sm_count is 0; it must be a whole number of at least 1"),
-    ],
-)
-def test_other_arguments_are_refused(words: dict, message: str) -> None:
-    with pytest.raises(InvalidInput, match=f"^planning: {message}"), jitrope.planning(**words):
-        pass
-
-
-# ---- models --------------------------------------------------------------------------------------
 
 SMALL = {
     "num_hidden_layers": 2,
@@ -357,7 +180,7 @@ def test_the_kernels_of_a_diffusion_model(name: str, dtype: str, changes: dict[s
     pytest.importorskip("diffusers")
     from jitrope.integrations import diffusers as drop_in
 
-    from .diffusion_zoo import MODELS, forward, prepared, reloaded
+    from ..integrations.diffusion_zoo import MODELS, forward, prepared, reloaded
 
     (cls,) = (cls for cls in MODELS if cls in (f"{name}Transformer2DModel", f"{name}Transformer3DModel"))
     model, inputs = prepared(cls, dtype=TORCH_DTYPES[dtype])
@@ -375,12 +198,12 @@ def test_the_kernels_of_a_diffusion_model(name: str, dtype: str, changes: dict[s
 def test_a_pipelines_transformers(tmp_path: Path) -> None:
     """The folder of a pipeline: a Wan pipeline may have two transformers, or none in the place of the second."""
     pytest.importorskip("diffusers")
-    from .diffusion_zoo import MODELS
+    from ..integrations.diffusion_zoo import prepared
 
     classes = {"_class_name": "WanPipeline", "vae": ["diffusers", "AutoencoderKLWan"], "boundary_ratio": 0.9}
     both, alone = {}, {}
     for folder, name in (("transformer", "WanTransformer3DModel"), ("transformer_2", "SkyReelsV2Transformer3DModel")):
-        MODELS[name].make()[0].save_config(tmp_path / folder)
+        prepared(name)[0].save_config(tmp_path / folder)
         both[folder], alone[folder] = ["diffusers", name], specs_of_model(tmp_path / folder)
     index = tmp_path / "model_index.json"
     index.write_text(json.dumps({**classes, **both}))

@@ -1,0 +1,128 @@
+"""`jitrope.planning` finds the kernels that launches of the same calls use."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import jitrope
+from jitrope import InvalidInput, Norm, Packed
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
+
+
+def twin(x: Any) -> Any:
+    """A meta tensor with the same strides and the same offset."""
+    if not isinstance(x, Tensor):
+        return x
+    needed = x.untyped_storage().nbytes() // x.element_size()
+    return meta(needed, dtype=x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+Q, K, V = meta(1, 4096, 32, 128), meta(1, 4096, 8, 128), meta(1, 4096, 8, 128)
+COS = SIN = meta(4096, 64, dtype=torch.float32)
+
+
+def rope(q: Tensor = Q, k: Tensor = K) -> Any:
+    return jitrope.apply_rope(q, k, COS, SIN)
+
+
+NORM = Norm(meta(128), meta(128), rounding="once")
+
+
+def test_a_backward_is_planned_where_it_runs() -> None:
+    q, k = meta(1, 64, 8, 128, grad=True), meta(1, 64, 2, 128, grad=True)
+    weight = meta(128, grad=True)
+    with jitrope.planning() as specs:
+        out = rope(q, k)
+        assert [spec.inverse for spec in specs] == [False, False]
+        torch.autograd.backward(out, [torch.empty_like(x) for x in out])
+        assert [spec.inverse for spec in specs] == [False, False, True, True]
+        qn, kn, _ = jitrope.prepare_qkv(q, k, None, COS, SIN, norm=Norm(weight, weight))
+        torch.autograd.grad([qn, kn], [q, k, weight], [torch.empty_like(x) for x in (qn, kn)])
+    assert [spec.kind for spec in specs] == ["rope"] * 4 + ["qk_norm_rope"] * 2 + ["qk_norm_rope_backward"]
+    assert q.grad is not None
+
+
+def test_a_call_in_place_has_a_backward_too() -> None:
+    leaf = meta(8, 2, 128, grad=True)
+    lengths = torch.empty(3, dtype=torch.int32, device="meta")
+    with jitrope.planning() as specs:
+        q, _ = jitrope.apply_rope(leaf.clone(), None, COS, SIN, positions=Packed(lengths), inplace=True)
+        torch.autograd.grad(q, leaf, torch.empty_like(q))
+    assert [(spec.in_place, spec.inverse) for spec in specs] == [(True, False)] * 2 + [(False, True)] * 2
+
+
+def test_each_kernel_is_listed_once_in_the_order_of_the_calls() -> None:
+    with jitrope.planning() as specs:
+        rope()
+        first = list(specs)
+        rope(Q[:, :7], K[:, :7])
+        assert specs == first
+        rope(Q, Q)
+    assert specs[:2] == first
+    assert len(specs) == 3  # both calls share one kernel
+
+
+def test_a_launch_can_be_named_or_left_to_the_sizes() -> None:
+    cases = (["grid_2d"], 4096, "grid_2d"), (["auto"], 4096, "token_linear"), (["auto"], 1, "grid_2d")
+    for launches, tokens, want in cases:
+        with jitrope.planning(launches) as specs:
+            rope(Q[:, :tokens], K[:, :tokens])
+        assert [spec.launch for spec in specs] == [want]
+    with jitrope.planning(("auto",), sm_count=4096) as specs:
+        rope()
+    assert [spec.launch for spec in specs] == ["grid_2d"]
+
+
+def test_only_calls_on_meta_tensors_in_the_block_are_noted() -> None:
+    q, cos = torch.randn(1, 5, 2, 64), torch.rand(5, 32)
+    want = jitrope.apply_rope(q, None, cos, cos)[0]
+    with jitrope.planning() as specs:
+        assert torch.equal(jitrope.apply_rope(q, None, cos, cos)[0], want)
+        compiled = torch.compile(lambda q: jitrope.apply_rope(q, None, cos, cos)[0], backend="aot_eager")
+        assert torch.equal(compiled(q), want)
+        thread = threading.Thread(target=rope)
+        thread.start()
+        thread.join()
+        assert rope(Q[:, :0], K[:, :0])[0].shape == (1, 0, 32, 128)  # no kernel without tokens
+    rope()
+    assert specs == []
+
+
+def test_a_block_inside_another_has_its_own_list_and_a_failed_one_ends() -> None:
+    with jitrope.planning() as outer:
+        with jitrope.planning() as inner:
+            rope()
+        with pytest.raises(InvalidInput, match="only H may differ"), jitrope.planning():
+            rope(Q, K[:, :9])
+        assert (len(inner), len(outer)) == (2, 0)
+        rope()
+    assert outer == inner
+
+
+def test_outputs_have_the_shapes_of_results() -> None:
+    with jitrope.planning():
+        q, k = rope()
+        qkv = jitrope.prepare_fused_qkv(meta(2, 64, 48 * 128), COS, SIN, heads=(32, 8))
+    assert (q.shape, k.shape, q.device.type, q.dtype) == (Q.shape, K.shape, "meta", Q.dtype)
+    assert [x.shape[2] for x in qkv] == [32, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"launches": ["3d"]}, "launches is '3d'; it must be one of 'auto', 'token_linear'"),
+        ({"launches": "auto"}, "launches is 'auto'; it must be a list"),
+        ({"sm_count": 0}, "sm_count is 0; it must be a whole number of at least 1"),
+    ],
+)
+def test_other_arguments_are_refused(words: dict, message: str) -> None:
+    with pytest.raises(InvalidInput, match=f"^planning: {message}"), jitrope.planning(**words):
+        pass
