@@ -70,6 +70,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         unfit = set()
     else:
         unfit = {item for item in items if item.get_closest_marker("gpu")}
+    hosts = [f"test_{host}" for host in os.environ.get("TEST_LEFT_OUT", "").split()]  # of .ci/run, which says why
+    unfit.update(x for x in items if x.path.parent.name == "integrations" and x.path.stem.startswith((*hosts, "-")))
     marked = [x for x in items if x.get_closest_marker("tenth") and x not in unfit and x.nodeid not in config.args]
     if marked and part_of_the_commit() is not None:
         others = [x for x in marked if zlib.crc32(x.nodeid.encode()) % 10 != part_of_the_commit()]

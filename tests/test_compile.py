@@ -23,7 +23,7 @@ from .machine_code import ARCHS, DIVISION, bounds, disassemble, opcode, tool
 from .results import planned
 
 TOKENS = 4096  # on which no kernel depends
-SWEPT = ("sm_80", "sm_90")  # get every kernel; the other architectures get those of models
+SWEPT = ("sm_90", "sm_120")  # get every kernel; the other architectures get those of models
 
 
 @cache
