@@ -28,7 +28,7 @@ from .. import oracle
 from ..calls import GRADIENTS, named
 from ..host import backend
 from ..host.backend import DEVICE
-from ..results import check_gradients, gradients, outputs, places_of, same
+from ..results import check_gradients, flat, gradients, outputs, places_of, same
 from ..sweep import Made, function_of
 
 pytestmark = pytest.mark.gpu
@@ -546,22 +546,16 @@ def test_a_graph_reads_its_inputs_anew(words: str) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = function_of(case)(*m.arguments(), **given)
+    held = (*m.tensors.values(), *places.tensors())
     for seed in (11, 12):
         other = Made(case, DEVICE, seed)
-        again = places_of(other)
-        for x, y in zip((*m.tensors.values(), *places.tensors()), (*other.tensors.values(), *again.tensors())):
-            x.copy_(y) if x.dtype.itemsize > 1 else x.view(torch.uint8).copy_(y.view(torch.uint8))
-        before = [x.clone() for x in places.tensors()]
-        graph.replay()
-        found = [x.clone() for x in (*flat_of(got), *places.tensors())]
-        for x, y in zip(places.tensors(), before):
-            x.view(torch.uint8).copy_(y.view(torch.uint8))
-        want = [*flat_of(function_of(case)(*m.arguments(), **given)), *places.tensors()]
-        assert all(map(same, found, want))
-
-
-def flat_of(results: Any) -> list[Tensor]:
-    return [x for x in torch.utils._pytree.tree_leaves(results) if isinstance(x, Tensor)]
+        given_anew = [x.view(torch.uint8) for x in (*other.tensors.values(), *places_of(other).tensors())]
+        results = []
+        for call in (lambda: graph.replay() or got, lambda: function_of(case)(*m.arguments(), **given)):
+            for x, y in zip(held, given_anew):
+                x.view(torch.uint8).copy_(y)
+            results.append([x.clone() for x in (*flat(call()), *held)])
+        assert all(map(same, *results))
 
 
 @pytest.mark.hardware
