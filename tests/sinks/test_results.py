@@ -1,4 +1,4 @@
-"""Results in tensors that the caller gives, in groups of heads for the ranks of Ulysses, and what torch sees."""
+"""Results in tensors that the caller gives, and in groups of heads for the ranks of Ulysses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Norm`: the bits of the hosts' norms, words that go together, gradients, means of several ranks."""
+"""`Norm`: the bits of the hosts' norms, words that go together, means of several ranks."""
 
 from __future__ import annotations
 
