@@ -25,6 +25,13 @@ BLOCKS = {"page_table": TABLE, "seq_lens": [9, 4, 13]}
 LISTED = {"page_table": [7, 2, 5, 0, 9, 3, 6, 1], "page_indptr": [0, 3, 4, 8]}
 LASTS = {**LISTED, "last_page_len": [1, 4, 1]}
 COUNTS = {"cu_seqlens_q": [0, 3, 4, 11]}
+FULL = {"page_table": [[7, 2, -1], [0, 8, 4], [9, -1, -1]], "seq_lens": [8, 9, 4], "cu_seqlens_q": [0, 5, 11, 15]}
+EMPTY = {"page_table": [7, 2, 9, 3, 6], "page_indptr": [0, 0, 2, 5], "last_page_len": [0, 4, 4]}
+EMPTY["cu_seqlens_q"] = [0, 0, 0, 12]
+PLACED = {"batch_indices": [0, 0, 0, 1, *[2] * 7, -1, -1], "cache_positions": [6, 7, 8, 3, *range(6, 13), 0, 0]}
+PLACED_ROWS = {"page_table": TABLE, "batch_indices": [0, 0, 1, 1, 2, 2], "cache_positions": [7, 8, 2, 3, 11, 12]}
+PLACED_FAR = {"page_table": TABLE, "batch_indices": [0, 0, 0, 0, 2], "cache_positions": [5, 6, 7, 8, 12]}
+PADDING = {"batch_indices": [-1, -1, -1], "cache_positions": [0, 0, 0]}
 
 FORMS: dict[str, tuple[dict[str, list[Any]], list[int]]] = {
     # the words of `Pages`, and the slot of each token: a prefill and a decode step in one batch, and padding
@@ -37,44 +44,16 @@ FORMS: dict[str, tuple[dict[str, list[Any]], list[int]]] = {
     "vllm-idle": ({"page_table": TABLE, "seq_lens": [5, 0, 8, 0]}, [8, -1, 15, -1]),
     "vllm-none": ({"page_table": TABLE[3:], "seq_lens": [], "cu_seqlens_q": [0]}, [-1, -1, -1]),
     # the last row of a page, and the first of the next
-    "full pages": (
-        {
-            "page_table": [[7, 2, -1], [0, 8, 4], [9, -1, -1]],
-            **{"seq_lens": [8, 9, 4], "cu_seqlens_q": [0, 5, 11, 15]},
-        },
-        [31, 8, 9, 10, 11, 3, 32, 33, 34, 35, 16, 36, 37, 38, 39],
-    ),
+    "full pages": (FULL, [31, 8, 9, 10, 11, 3, 32, 33, 34, 35, 16, 36, 37, 38, 39]),
     "flashinfer": ({**LASTS, **COUNTS}, [*NEW, -1]),
     "flashinfer-decode": (LASTS, [20, 3, 4]),
     # a sequence without pages, and one without new tokens
-    "flashinfer-empty": (
-        {
-            **{"page_table": [7, 2, 9, 3, 6], "page_indptr": [0, 0, 2, 5], "last_page_len": [0, 4, 4]},
-            "cu_seqlens_q": [0, 0, 0, 12],
-        },
-        [36, 37, 38, 39, 12, 13, 14, 15, 24, 25, 26, 27],
-    ),
+    "flashinfer-empty": (EMPTY, [36, 37, 38, 39, 12, 13, 14, 15, 24, 25, 26, 27]),
     # FlashInfer's batch_indices and positions
-    "placed": (
-        {
-            **LISTED,
-            "batch_indices": [0, 0, 0, 1, 2, 2, 2, 2, 2, 2, 2, -1, -1],
-            "cache_positions": [6, 7, 8, 3, 6, 7, 8, 9, 10, 11, 12, 0, 0],
-        },
-        [*NEW, -1, -1],
-    ),
-    "placed-rows": (
-        {"page_table": TABLE, "batch_indices": [0, 0, 1, 1, 2, 2], "cache_positions": [7, 8, 2, 3, 11, 12]},
-        [11, 20, 2, 3, 27, 4],
-    ),
-    "placed-padding": (
-        {"page_table": [], "page_indptr": [0], "batch_indices": [-1, -1, -1], "cache_positions": [0, 0, 0]},
-        [-1, -1, -1],
-    ),
-    "placed-far": (
-        {"page_table": TABLE, "batch_indices": [0, 0, 0, 0, 2], "cache_positions": [5, 6, 7, 8, 12]},
-        [9, 10, 11, 20, 4],
-    ),
+    "placed": ({**LISTED, **PLACED}, [*NEW, -1, -1]),
+    "placed-rows": (PLACED_ROWS, [11, 20, 2, 3, 27, 4]),
+    "placed-padding": ({"page_table": [], "page_indptr": [0], **PADDING}, [-1, -1, -1]),
+    "placed-far": (PLACED_FAR, [9, 10, 11, 20, 4]),
 }
 LONG = ("vllm-speculative", "flashinfer-empty", "placed-far")
 """The forms whose tensors are int64."""
@@ -137,25 +116,6 @@ def test_pages_hold_the_tokens_in_their_slots(name: str, order: str, cleared: li
                 want[slot // ROWS, slot % ROWS] = 0
             assert same(cache, want)
     assert errors.item() == 0
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_sequences_and_their_pages(device: str) -> None:
-    """One list of offsets serves both."""
-    q, k, v, _, _ = inputs(device, 13)
-    cos, sin = torch.randn(2, 40, D // 2, generator=torch.Generator().manual_seed(1)).to(device)
-    offsets, starts = (torch.tensor(x, device=device) for x in ([0, 4, 4, 11], [2, 5, 3]))
-    table = torch.tensor([[2, 0], [0, 0], [3, 1]], device=device)
-    packed = Packed(offsets, start_positions=starts)  # as many tokens are in the pages already
-    pages = Pages(table, seq_lens=starts + offsets.diff(), cu_seqlens_q=offsets)
-    caches = torch.zeros(2, 4, 8, 2, D, device=device).bfloat16()
-    got, _, _ = jitrope.prepare_qkv(q, k, v, cos, sin, positions=packed, cache=KVCache(*caches, pages))
-    want, rotated = jitrope.apply_rope(q, k, cos, sin, positions=packed)
-    assert torch.equal(got, want)
-    for cache, x in zip(caches, (rotated, v)):
-        assert torch.equal(cache[2, 2:6], x[:4])
-        assert torch.equal(torch.cat((cache[3, 3:], cache[1, :2])), x[4:11])
-        assert int((cache != 0).any(-1).sum()) == 2 * 11
 
 
 @pytest.mark.parametrize("device", DEVICES)

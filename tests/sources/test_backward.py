@@ -28,14 +28,6 @@ def test_only_tables_and_lengths_are_kept() -> None:
     assert {*kept} == {x.data_ptr() for x in (cos, sin, ends)}
 
 
-def test_autograd_sees_a_call_in_place() -> None:
-    """It notices that a tensor was written which a backward still needs."""
-    q = rand(1, 6, 2, 16)
-    version = q._version
-    jitrope.apply_rope(q, None, freqs=rand(6, 8), inplace=True)
-    assert q._version > version
-
-
 @pytest.mark.parametrize(
     "words", [{"order": "qkv_gated", "heads": (4, 2)}, {"copy_v": False, "heads": (8, 2)}], ids=str
 )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Packed, prepare_fused_qkv
+from jitrope import DynamicQuantize, KVCache, Norm, Packed, prepare_fused_qkv
 
 from ..devices import DEVICES
 
@@ -80,12 +80,6 @@ def test_no_tokens(order: str, heads: int, norm: Norm | None, device: str) -> No
     assert [x.shape for x in got] == [(2, 0, n, 64) for n in (6, 2, 2, 6)[: len(got)]]
     found = torch.autograd.grad(got, (empty, bias), [torch.empty_like(x) for x in got])
     assert not any(x.any() for x in found)
-
-
-def test_forward_mode_is_refused() -> None:
-    qkv, bias, cos, sin = made("cpu", 10)
-    with pytest.raises(InvalidInput, match="forward-mode"):
-        torch.func.jvp(lambda x: prepare_fused_qkv(qkv, cos, sin, heads=(6, 2), bias=x)[0], (bias,), (bias,))
 
 
 def test_a_second_derivative() -> None:

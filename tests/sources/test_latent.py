@@ -31,19 +31,10 @@ SIZES = [  # dtype, heads of q and of k, elements of a head, rotated ones, those
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tokens", [1, 5])
-@pytest.mark.parametrize(("dtype", "q_heads", "heads", "dim", "rotary", "v_dim", "words"), SIZES)
-def test_the_bits_are_those_of_slices_and_a_rotation(
-    dtype: torch.dtype,
-    q_heads: int,
-    heads: int,
-    dim: int,
-    rotary: int,
-    v_dim: int,
-    words: Any,
-    tokens: int,
-    device: str,
-) -> None:
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_the_bits_are_those_of_slices_and_a_rotation(sizes: tuple[Any, ...], tokens: int, device: str) -> None:
     """And the gradients, but for the sum over heads, which plain torch rounds each time."""
+    dtype, q_heads, heads, dim, rotary, v_dim, words = sizes
     generator, first = torch.Generator().manual_seed(1), dim - rotary
     shapes = (q_heads, dim), (heads, first + v_dim), (1, rotary)
     leaves = [torch.randn(2, tokens, *x, generator=generator).to(device, dtype).requires_grad_() for x in shapes]
@@ -189,10 +180,8 @@ def test_rows_have_latents_and_rotated_keys(
         pages, lengths = torch.tensor([[4, 1, 5]], device=device), torch.tensor([11], device=device)
         places, slots = Pages(pages.int(), seq_lens=lengths.int()), (4, 5, 6, 7, 20, 21, 22)
     of_cache = KVCache(k_cache, v_cache, places, **({"k_scale": scale, "v_scale": scale} if fp8 else {}))
-    (want_q, want_k), _ = oracle.rope(
-        q[..., 32:], k_pe, cos_sin_cache=words["cos_sin_cache"], position_ids=words["positions"],
-        interleaved=True, layout="thd",
-    )  # fmt: skip
+    turn = {"cos_sin_cache": words["cos_sin_cache"], "position_ids": words["positions"]}
+    (want_q, want_k), _ = oracle.rope(q[..., 32:], k_pe, **turn, interleaved=True, layout="thd")
     want = torch.cat((c_kv.double().flatten(1), want_k[:, 0]), 1) / scale
     after = cache.double().flatten(0, 1)
     for token, slot in enumerate(slots):

@@ -13,7 +13,7 @@ from torch import Tensor
 import jitrope
 from jitrope import DynamicQuantize, KVCache, Norm, Packed, Quantize
 
-from ..devices import DEVICE, DEVICES, devices
+from ..devices import DEVICES, devices
 from ..oracle import as_fp4, of_fp4, of_tiles
 from ..results import LARGEST, same
 from ..sweep import E4M3, E5M2, E8M0, FP4
@@ -46,22 +46,24 @@ HEADS: list[tuple[int, dict[str, Any]]] = [
     (10, {"interleaved": True}),
 ]
 GROUPS = (None, 16, 32, 64, 128)
+FP32: dict[str, Any] = {"scale_fmt": "ue8m0"}  # powers of two in fp32
+POWERS: list[dict[str, Any]] = [{}, {"scale_dtype": E8M0}, FP32, {**FP32, "scale_dtype": E8M0}]
 BITS = [
     (dim, words, group, dtype, powers)
-    for (dim, words), group, dtype, powers in itertools.product(HEADS, GROUPS, LARGEST, (False, True))
+    for (dim, words), group, dtype, powers in itertools.product(HEADS, GROUPS, LARGEST, POWERS)
     if dim % (group or dim) == 0
 ]
 
 
-@pytest.mark.parametrize(("device", "dim", "words", "group", "dtype", "powers"), devices(BITS, BITS[::5]))
+@pytest.mark.parametrize(("device", "dim", "words", "group", "dtype", "powers"), devices(BITS, BITS[::9]))
 def test_computed_scales_have_the_bits_of_plain_torch(
-    dim: int, words: dict[str, Any], group: int | None, dtype: torch.dtype, powers: bool, device: str
+    dim: int, words: dict[str, Any], group: int | None, dtype: torch.dtype, powers: dict[str, Any], device: str
 ) -> None:
     """A rotation in fp32, the largest element of each head or group, and a division by it, rounded once."""
     q, k, cos, sin = inputs(device, 2, 3, 3, dim)
     tables = [x[:, : words.get("rotary_dim", dim) // 2] for x in (cos, sin)]
     rotated = jitrope.apply_rope(q.float(), k.float(), *tables, **words)
-    quantize = DynamicQuantize(dtype, group=group, scale_dtype=E8M0 if powers else torch.float32)
+    quantize = DynamicQuantize(dtype, group=group, **powers)
     got = jitrope.prepare_qkv(q, k, None, *tables, quantize=quantize, **words)
     assert got[2] is None
     for (values, scale), y in zip(got, rotated):
@@ -73,7 +75,7 @@ def test_computed_scales_have_the_bits_of_plain_torch(
         want = units.to(dtype)
         assert (values.dtype, values.shape) == (want.dtype, want.shape)
         assert same(values, want)
-        scale_of = torch.exp2(scale.view(torch.uint8).double() - 127).float() if powers else scale
+        scale_of = torch.exp2(scale.view(torch.uint8).double() - 127).float() if "scale_dtype" in powers else scale
         assert torch.equal(scale_of, unit if group else unit[..., 0])
         assert scale.is_contiguous()
 
@@ -81,9 +83,9 @@ def test_computed_scales_have_the_bits_of_plain_torch(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", [(2, 5, 4, 64), (5, 1, 4, 64)], ids=str)
 @pytest.mark.parametrize("group", [16, None])
-@pytest.mark.parametrize("unit", [None, 0.004, 1e3, [2e-3], [2e-3, 4e-3, 7e-3, 1e-2]], ids=str)
+@pytest.mark.parametrize("unit", [None, 0.004, 1e3, [0.0], [2e-3, 4e-3, 7e-3, 1e-2]], ids=str)
 def test_nvfp4_has_the_bits_of_plain_torch(unit: Any, group: int | None, shape: tuple[int, ...], device: str) -> None:
-    """A scale is rounded to e4m3 in units of the tensor's, or of its head's; one that becomes 0 makes zeros."""
+    """A scale is rounded to e4m3 in units of the tensor's, or of its head's; one that is or becomes 0 makes zeros."""
     q, k, cos, sin = inputs(device, *shape, dtype=torch.float32 if group is None else torch.bfloat16)
     units = [unit, unit[:2] if isinstance(unit, list) else unit]
     units = [torch.tensor(x, device=device) if isinstance(x, list) else x for x in units]
@@ -92,33 +94,12 @@ def test_nvfp4_has_the_bits_of_plain_torch(unit: Any, group: int | None, shape: 
     for (values, scale), y, own in zip(got, jitrope.apply_rope(q.float(), k.float(), cos, sin), units):
         whole = torch.as_tensor(1.0 if own is None else own, device=device).view(-1, 1)
         rows = y.unflatten(-1, (-1, group or 64))
-        want = (rows.abs().amax(-1) * (1 / 6) * (1 / whole)).clamp(max=448).to(E4M3)
+        units = rows.abs().amax(-1) * (1 / 6) * (1 / whole)
+        want = torch.where(whole == 0, 0, units).clamp(max=448).to(E4M3)
         product = want.float() * whole
         times = torch.where(product == 0, 0, 1 / product)
         assert same(scale, want if group else want[..., 0])
         assert same(values, as_fp4((rows * times[..., None]).clamp(-6, 6).flatten(-2)))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("dtype", "group"), [(E4M3, 128), (E4M3, None), (torch.int8, 64), (FP4, 32)], ids=str)
-def test_powers_of_two_in_fp32(dtype: torch.dtype, group: int | None, device: str) -> None:
-    """scale_fmt="ue8m0" has the numbers of scales in e8m0, also of zeros and of NaN."""
-    q, _, cos, sin = inputs(device, 2, 5, 4, 128)
-    q[0, 1], q[1, 2, 0, 5] = 0, torch.nan
-    forms: Any = ({"scale_fmt": "ue8m0"}, {"scale_dtype": E8M0}, {"scale_dtype": E8M0, "scale_fmt": "ue8m0"})
-    got, want, again = [
-        jitrope.prepare_qkv(q, None, None, cos, sin, quantize=DynamicQuantize(dtype, group=group, **form))[0]
-        for form in forms
-    ]
-    powers = want.scale.view(torch.uint8)
-    assert (got.scale.dtype, got.scale.shape) == (torch.float32, powers.shape)
-    exact = torch.ldexp(torch.ones_like(powers, dtype=torch.float64), powers.int() - 127)
-    exact = exact.masked_fill(powers == 255, torch.nan)
-    torch.testing.assert_close(got.scale.double(), exact, rtol=0, atol=0, equal_nan=True)
-    assert (powers == 255).any()
-    assert (powers[0, 1] == 0).all()
-    assert same(got.values, want.values)
-    assert same(again.scale, powers)
 
 
 # ---- the ends of formats ---------------------------------------------------------------------------
@@ -133,34 +114,43 @@ def test_the_smallest_scale_has_a_reciprocal(device: str) -> None:
     assert got.float().flatten().tolist() == [0.0, 2.0] * 32
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_bytes_of_powers_of_two(device: str) -> None:
-    """Exact powers, the next numbers, the smallest and the largest ones, zero and NaN, as their exponents."""
-    most = {448.0: 127, 449.0: 128, 224.0: 126, 448 * 2.0**100: 227, 448 * 2.0**-120: 7, 448 * 2.0**-126: 1,
-            448 * 2.0**-127: 0, 449 * 2.0**-127: 1, 2.0**-140: 0, 0.0: 0, 3e38: 127 + 120, float("nan"): 255,
-            float("inf"): 254}  # fmt: skip
-    q = torch.zeros(1, len(most), 1, 64, device=device)
-    q[0, :, 0, 40] = torch.tensor([*most], device=device)
-    tables = torch.ones(len(most), 1, device=device), torch.zeros(len(most), 1, device=device)
-    got, _, _ = jitrope.prepare_qkv(q, None, None, *tables, rotary_dim=2, quantize=DynamicQuantize(**MXFP8))
-    assert got.scale.view(torch.uint8)[0, :, 0, 0].tolist() == [0] * len(most)
-    assert got.scale.view(torch.uint8)[0, :, 0, 1].tolist() == [*most.values()]
-    assert got.values.float()[0, :3, 0, 40].tolist() == [448, 224, 448]
-    assert got.values.float()[0, -2, 0, 40].isnan()
+POWERS_OF = {448.0: 127, 449.0: 128, 224.0: 126, 448 * 2.0**100: 227, 448 * 2.0**-120: 7, 448 * 2.0**-126: 1,
+             448 * 2.0**-127: 0, 449 * 2.0**-127: 1, 2.0**-140: 0, 0.0: 0, 3e38: 127 + 120, math.nan: 255,
+             math.inf: 254}  # fmt: skip
+OF_E4M3 = {0.0: 0, 6 * 2.0**-9: 1, 6 * 2.0**-10: 0, 6 * 2.0**-10 * 1.01: 1, 6.0: 0x38, 6 * 1.0625: 0x38,
+           6 * 448.0: 0x7E, 6e30: 0x7E, math.inf: 0x7E, math.nan: 0x7F}  # fmt: skip
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_ends_of_scales_in_e4m3(device: str) -> None:
-    """A group that is too small has the scale 0 and zeros; one that is too large has 448; NaN stays."""
-    most = {0.0: 0, 6 * 2.0**-9: 1, 6 * 2.0**-10: 0, 6 * 2.0**-10 * 1.01: 1, 6.0: 0x38, 6 * 1.0625: 0x38,
-            6 * 448.0: 0x7E, 6e30: 0x7E, float("inf"): 0x7E, float("nan"): 0x7F}  # fmt: skip
-    q = torch.zeros(1, len(most), 1, 64, device=device)
+@pytest.mark.parametrize(
+    ("form", "most", "units"),
+    [
+        *[({**MXFP8, **more}, POWERS_OF, [448, 224, 448, 448, 448, 448]) for more in ({}, FP32)],
+        ({"group": 32, **FP32}, POWERS_OF, [448, 224, 448, 448, 448, 448]),
+        (NVFP4, OF_E4M3, [0, 6, 0, 3, 6, 6, 6, 6, 6, 6]),
+    ],
+    ids=["mxfp8", "ue8m0", "fp32", "nvfp4"],
+)
+def test_the_ends_of_scales(form: dict[str, Any], most: dict[float, int], units: list[float], device: str) -> None:
+    """Exact ones, the next numbers, the smallest and the largest, zero and NaN; the other groups of the head are zeros.
+
+    A group that is too small for e4m3 has the scale 0 and zeros; one that is too large has 448.
+    """
+    q, at = torch.zeros(1, len(most), 1, 64, device=device), 40 // form["group"]
     q[0, :, 0, 40] = torch.tensor([*most], device=device)
     tables = torch.ones(len(most), 2, device=device), torch.zeros(len(most), 2, device=device)
-    got, _, _ = jitrope.prepare_qkv(q, None, None, *tables, rotary_dim=4, quantize=DynamicQuantize(**NVFP4))
-    assert got.scale.view(torch.uint8)[0, :, 0, 2].tolist() == [*most.values()]
-    assert not got.scale.view(torch.uint8)[0, :, 0, [0, 1, 3]].any()
-    assert of_fp4(got.values)[0, :, 0, 40].tolist() == [0, 6, 0, 3, 6, 6, 6, 6, 6, 6]
+    got, _, _ = jitrope.prepare_qkv(q, None, None, *tables, rotary_dim=4, quantize=DynamicQuantize(**form))
+    scale, want = got.scale[0, :, 0], torch.zeros(len(most), 64 // form["group"], dtype=torch.uint8)
+    want[:, at] = torch.tensor([*most.values()])
+    if scale.dtype == torch.float32:
+        exact = torch.ldexp(torch.ones_like(want, dtype=torch.float64), want.int() - 127)
+        exact = exact.masked_fill(want == 255, math.nan)
+        torch.testing.assert_close(scale.cpu().double(), exact, rtol=0, atol=0, equal_nan=True)
+    else:
+        assert torch.equal(scale.cpu().view(torch.uint8), want)
+    values = (of_fp4(got.values) if form is NVFP4 else got.values.float())[0, :, 0, 40].tolist()
+    assert values[: len(units)] == units
+    assert form is NVFP4 or math.isnan(values[-2])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -178,15 +168,6 @@ def test_each_number_of_fp4_and_the_ties_between(device: str) -> None:
     assert got.scale.view(torch.uint8).item() == 127
     assert got.values.view(torch.uint8).flatten().tolist() == (want[0::2] + 16 * want[1::2]).tolist()
     assert torch.equal(of_fp4(got.values).flatten().cpu()[want % 8 == 7].abs().unique(), torch.tensor([6.0]))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_zeros_by_the_scale_of_a_tensor_of_zeros(device: str) -> None:
-    q = torch.zeros(1, 2, 3, 64, device=device)
-    quantize = DynamicQuantize(**NVFP4, q_global_scale=q.abs().amax() / (448 * 6))
-    got, _, _ = jitrope.prepare_qkv(q, None, None, quantize=quantize)
-    assert not got.values.view(torch.uint8).any()
-    assert not got.scale.view(torch.uint8).any()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -307,18 +288,22 @@ def test_a_conversion_has_the_bits_of_a_hosts_rounding(rounding: str, norm: Any,
 @pytest.mark.parametrize("per", ["head", "kv_head"])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.int8], ids=str)
 def test_a_head_has_one_scale_for_a_batch_row(dtype: torch.dtype, per: str, device: str) -> None:
-    """The bits of a rotation in fp32, of its largest elements in plain torch, and of a division by them."""
-    q, k, cos, sin = inputs(device, 3, 7, 4, 64)
+    """The bits of a rotation in fp32, of its largest elements in plain torch, and of a division by them.
+
+    The largest of all blocks does not depend on their order, and each call begins with zeros.
+    """
+    q, k, cos, sin = inputs(device, 3, 64, 4, 64)
     q[0, 2:] *= 8  # each row has other scales
-    rotated = jitrope.apply_rope(q.float(), k.float(), cos, sin)
-    got = jitrope.prepare_qkv(q, k, None, cos, sin, quantize=DynamicQuantize(dtype, per=per))
-    for (values, scale), y, heads in zip(got, rotated, (4 if per == "head" else 2, 2)):
-        rows = y.unflatten(2, (heads, -1))
-        want = rows.abs().amax((1, 3, 4)) * (1 / LARGEST[dtype])
-        units = rows * (1 / want)[:, None, :, None, None]
-        units = units.clamp(-LARGEST[dtype], LARGEST[dtype]).flatten(2, 3)
-        assert torch.equal(scale, want)
-        assert same(values, (units.round() if dtype == torch.int8 else units).to(dtype))
+    for factor in (1.0, 1.0, 0.25):  # smaller ones than those before
+        rotated = jitrope.apply_rope((q * factor).float(), k.float(), cos, sin)
+        got = jitrope.prepare_qkv(q * factor, k, None, cos, sin, quantize=DynamicQuantize(dtype, per=per))
+        for (values, scale), y, heads in zip(got, rotated, (4 if per == "head" else 2, 2)):
+            rows = y.unflatten(2, (heads, -1))
+            want = rows.abs().amax((1, 3, 4)) * (1 / LARGEST[dtype])
+            units = rows * (1 / want)[:, None, :, None, None]
+            units = units.clamp(-LARGEST[dtype], LARGEST[dtype]).flatten(2, 3)
+            assert torch.equal(scale, want)
+            assert same(values, (units.round() if dtype == torch.int8 else units).to(dtype))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -349,38 +334,26 @@ def test_packed_sequences_have_scales_of_their_own(normed: bool, launch: Any, de
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("cp_size", [1, 2])
 @pytest.mark.parametrize("launch", ["auto", "token_linear", "grid_2d"])
-def test_given_scales_of_packed_sequences(launch: Any, cp_size: int, device: str) -> None:
+@pytest.mark.parametrize("latent", [False, True])
+def test_given_scales_of_packed_sequences(latent: bool, launch: Any, cp_size: int, device: str) -> None:
     """Each sequence has the bits of a call with its scales alone; v after the last one has that one's."""
     jitrope.configure(launch=launch)
-    (q,), (k,), cos, sin = inputs(device, 1, 14, 4, 64)
-    scales = [torch.linspace(0.01, 0.3, 3 * n, device=device).view(3, n) for n in (4, 2, 2)]
+    sizes = [(4, 96), (4, 112), (1, 32)] if latent else [(4, 64), (2, 64), (2, 64)]
+    call = jitrope.prepare_mla_qkv if latent else jitrope.prepare_qkv
+    generator, (_, _, cos, sin) = torch.Generator().manual_seed(1), inputs(device, 1, 14, 4, 32 if latent else 64)
+    given = [torch.randn(14, *n, generator=generator).to(device) for n in sizes]
+    scales = [torch.linspace(0.01, 0.3, 3 * n, device=device).view(3, n) for n in ((4, 4, 4) if latent else (4, 2, 2))]
     words: dict[str, Any] = {"max_seqlen": 14, "cp_size": cp_size, "cp_rank": cp_size - 1}
     packed = Packed(torch.tensor([0, 4, 4, 12], device=device), **words)
-    got, end = jitrope.prepare_qkv(q, k, k, cos, sin, quantize=Quantize(*scales), positions=packed), 12 // cp_size
+    got, end = call(*given, cos, sin, quantize=Quantize(*scales), positions=packed), 12 // cp_size
     for n, rows in ((0, slice(0, 4 // cp_size)), (2, slice(4 // cp_size, end))):
         alone = Packed(torch.tensor([0, 8 if n else 4], device=device), **words)
-        own, parts = Quantize(*[x[n] for x in scales]), (q[rows], k[rows], k[rows])
-        want = jitrope.prepare_qkv(*parts, cos, sin, quantize=own, positions=alone)
-        assert all(same(x[rows], y) for x, y in zip(got, want))
-    spare = jitrope.prepare_qkv(k[end:], None, None, quantize=Quantize(scales[2][2]), layout="thd")[0]
-    assert same(got[2][end:], spare)
-    assert not any(x[end:].float().any() for x in got[:2])
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_given_scales_of_packed_sequences_in_latent_attention(device: str) -> None:
-    generator, ends = torch.Generator().manual_seed(1), [0, 4, 4, 7]
-    q, kv, k_pe = (torch.randn(9, *n, generator=generator).to(device) for n in ((4, 96), (4, 112), (1, 32)))
-    _, _, cos, sin = inputs(device, 1, 9, 4, 32)
-    scales = [torch.linspace(0.01, 0.3, 12, device=device).view(3, 4) * n for n in (1, 2, 3)]
-    words: dict[str, Any] = {"interleaved": True, "interleaved_out": False}
-    packed = Packed(torch.tensor(ends, device=device))
-    got = jitrope.prepare_mla_qkv(q, kv, k_pe, cos, sin, positions=packed, quantize=Quantize(*scales), **words)
-    for n, rows in ((0, slice(0, 4)), (2, slice(4, 7))):
         own = Quantize(*[x[n] for x in scales])
-        parts = (x[rows] for x in (q, kv, k_pe))
-        want = jitrope.prepare_mla_qkv(*parts, cos, sin, layout="thd", quantize=own, **words)
+        want = call(*[x[rows] for x in given], cos, sin, quantize=own, positions=alone)
         assert all(same(x[rows], y) for x, y in zip(got, want))
+    v = given[1][end:, :, 64:].contiguous() if latent else given[2][end:]
+    assert same(got[2][end:], jitrope.prepare_qkv(v, None, None, quantize=Quantize(scales[2][2]), layout="thd")[0])
+    assert not any(x[end:].float().any() for x in got[:2])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -445,19 +418,6 @@ def test_nan_zeros_and_no_tokens_of_a_row(device: str) -> None:
     none, _, _ = jitrope.prepare_qkv(q[:, :0], None, None, quantize=DynamicQuantize(per="head"))
     assert none.values.shape == (2, 0, 3, 64)
     assert torch.equal(none.scale, least)
-
-
-@pytest.mark.gpu
-def test_every_run_has_the_same_bits() -> None:
-    """The largest of all blocks does not depend on their order, and each call begins with zeros."""
-    q, _, cos, sin = inputs(DEVICE, 2, 64, 4, 64)
-    for factor in (4.0, 1.0, 0.25):  # smaller ones than those before
-        rotated = jitrope.apply_rope((q * factor).float(), None, cos, sin)[0]
-        want = rotated.abs().amax((1, 3)) * (1 / 448)
-        for _ in range(3):
-            got = jitrope.prepare_qkv(q * factor, None, None, cos, sin, quantize=DynamicQuantize(per="head"))[0]
-            assert torch.equal(got.scale, want)
-            assert same(got.values, (rotated * (1 / want)[:, None, :, None]).clamp(-448, 448).to(E4M3))
 
 
 # ---- the order of scales, and v --------------------------------------------------------------------

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, tensor
 
 import jitrope
 from jitrope import KVCache, Mrope, Norm, Packed, Shifts, Starts
@@ -17,66 +17,36 @@ from .. import oracle
 from ..devices import DEVICES
 from ..results import same
 
-IDS = torch.tensor([[3, 0, 3, 8, 1], [1, 4, 2, 0, 7]])
+IDS = tensor([[3, 0, 3, 8, 1], [1, 4, 2, 0, 7]])
 AXES = torch.stack((IDS, IDS.flip(0), IDS.flip(1), 8 - IDS))  # (4, 2, 5)
 LEAST, LEAST_INT32 = torch.iinfo(torch.int64).min, torch.iinfo(torch.int32).min
-Call = tuple[tuple[int, ...], int, Callable[[], Any], dict[str, Any]]
-CALLS: dict[str, Call] = {  # The shape of q, the table's rows, the positions, and the words.
-    "one row of ids for a batch": ((2, 5, 3, 64), 9, lambda: IDS[:1], {}),
-    "ids with other strides": ((2, 5, 3, 64), 9, lambda: IDS.T.contiguous().T.int(), {}),
-    "a token in each row": ((5, 1, 3, 64), 9, lambda: IDS[0, :, None], {}),
-    "a token in each row, by one row": ((3, 1, 3, 64), 5, lambda: None, {}),
-    "ids outside of the table": ((2, 5, 3, 64), 4, lambda: IDS - 1, {"interleaved": True}),
-    "ids far outside": ((1, 3, 3, 64), 9, lambda: torch.tensor([LEAST, -LEAST - 1, 2]), {}),
-    "starts outside": ((3, 4, 2, 64), 6, lambda: Starts(torch.tensor([-2, 3, 0])), {}),
-    "starts far outside": ((3, 4, 2, 64), 6, lambda: Starts(torch.tensor([-(2**62), 2**63 - 2, -1])), {}),
-    "a sequence longer than the table": ((12, 2, 64), 6, lambda: Packed(torch.tensor([0, 9, 12])), {}),
-    "no sequence": ((3, 2, 64), 3, lambda: Packed(torch.tensor([0], dtype=torch.int32)), {}),
-    "no sequence has a start": (
-        *((3, 2, 64), 3),
-        *(lambda: Packed(torch.tensor([0]), start_positions=torch.tensor([], dtype=torch.int64)), {}),
-    ),
-    "all tokens are other ranks'": (
-        *((3, 2, 64), 1),
-        *(lambda: Packed(torch.tensor([0, 0, 1, 1, 2]), cp_size=4, cp_rank=2), {}),
-    ),
-    "rows and columns of an image": ((2, 5, 3, 64), 9, lambda: Mrope(AXES[:2, 0], (16, 16)), {}),
-    "an empty section, and ids for a batch": (
-        *((2, 5, 3, 64), 9),
-        *(lambda: Mrope(AXES[:, :1], (5, 0, 20, 7)), {"interleaved": True}),
-    ),
-    "an axis outside of the table": ((2, 5, 3, 64), 8, lambda: Mrope(AXES[:3], (8, 12, 12)), {}),
-    "axes in turn": ((2, 5, 3, 128), 9, lambda: Mrope(AXES[:3], (24, 20, 20), True), {}),
-    "axes in turn, members of a pair with their own angles": (
-        *((2, 5, 3, 64), 9),
-        *(lambda: Mrope(AXES[:3], (12, 10, 10), True), {"full": True, "interleaved": True}),
-    ),
-    "axes in turn, halves with their own angles": (
-        *((2, 5, 3, 64), 9),
-        *(lambda: Mrope(AXES[:3], (12, 10, 10), True), {"full": True}),
-    ),
-    "differences past the table": (
-        *((1, 5, 3, 64), 9),
-        *(lambda: Shifts(torch.tensor([9, -9, LEAST, -8, 8])), {"interleaved": True}),
-    ),
-    "differences past the table, int32": (
-        *((1, 5, 3, 64), 9),
-        *(lambda: Shifts(torch.tensor([9, -9, LEAST_INT32, -8, 8], dtype=torch.int32)), {"full": True}),
-    ),
-    "differences, and back": ((2, 5, 3, 64), 9, lambda: Shifts(IDS - 4), {"full": True, "inverse": True}),
-    "a batch of single tokens, none rotated": ((5, 1, 3, 64), 1, lambda: None, {"unrotated": 1}),
-    "class tokens of each sequence, one shorter": (
-        *((17, 2, 64), 4),
-        *(lambda: Packed(torch.tensor([0, 5, 5, 7, 14])), {"unrotated": 3, "angles": True}),
-    ),
-    "class tokens on the rank that has them": ((2, 6, 3, 64), 9, lambda: Starts(cp_size=2), {"unrotated": 3}),
-    "class tokens of cut sequences with starts": (
-        *((13, 2, 64), 9),
-        lambda: Packed(
-            torch.tensor([0, 7, 7, 12, 22]), start_positions=torch.tensor([0, 1, 4, 0]), cp_size=2, cp_rank=1
-        ),
-        {"unrotated": 2},
-    ),
+TURNS = Mrope(AXES[:3], (12, 10, 10), True)
+CUT = Packed(tensor([0, 7, 7, 12, 22]), start_positions=tensor([0, 1, 4, 0]), cp_size=2, cp_rank=1)
+CALLS: dict[str, tuple[tuple[int, ...], int, Any, dict[str, Any]]] = {
+    # the shape of q, the table's rows, the positions, and the words
+    "one row of ids for a batch": ((2, 5, 3, 64), 9, IDS[:1], {}),
+    "a token in each row": ((5, 1, 3, 64), 9, IDS[0, :, None], {}),
+    "a token in each row, by one row": ((3, 1, 3, 64), 5, None, {}),
+    "ids outside of the table": ((2, 5, 3, 64), 4, IDS - 1, {"interleaved": True}),
+    "ids far outside": ((1, 3, 3, 64), 9, tensor([LEAST, -LEAST - 1, 2]), {}),
+    "starts outside": ((3, 4, 2, 64), 6, Starts(tensor([-2, 3, 0])), {}),
+    "starts far outside": ((3, 4, 2, 64), 6, Starts(tensor([-(2**62), 2**63 - 2, -1])), {}),
+    "a sequence longer than the table": ((12, 2, 64), 6, Packed(tensor([0, 9, 12])), {}),
+    "no sequence": ((3, 2, 64), 3, Packed(tensor([0], dtype=torch.int32)), {}),
+    "no sequence has a start": ((3, 2, 64), 3, Packed(tensor([0]), start_positions=tensor([]).long()), {}),
+    "all tokens are other ranks'": ((3, 2, 64), 1, Packed(tensor([0, 0, 1, 1, 2]), cp_size=4, cp_rank=2), {}),
+    "rows and columns of an image": ((2, 5, 3, 64), 9, Mrope(AXES[:2, 0], (16, 16)), {}),
+    "an empty section": ((2, 5, 3, 64), 9, Mrope(AXES[:, :1], (5, 0, 20, 7)), {"interleaved": True}),
+    "an axis outside of the table": ((2, 5, 3, 64), 8, Mrope(AXES[:3], (8, 12, 12)), {}),
+    "axes in turn, members of a pair": ((2, 5, 3, 64), 9, TURNS, {"full": True, "interleaved": True}),
+    "axes in turn, halves with their own angles": ((2, 5, 3, 64), 9, TURNS, {"full": True}),
+    "differences past the table": ((1, 5, 3, 64), 9, Shifts(tensor([9, -9, LEAST, -8, 8])), {"interleaved": True}),
+    "differences, int32": ((1, 5, 3, 64), 9, Shifts(tensor([9, -9, LEAST_INT32, -8, 8]).int()), {"full": True}),
+    "differences, and back": ((2, 5, 3, 64), 9, Shifts(IDS - 4), {"full": True, "inverse": True}),
+    "single tokens, none rotated": ((5, 1, 3, 64), 1, None, {"unrotated": 1}),
+    "class tokens": ((17, 2, 64), 4, Packed(tensor([0, 5, 5, 7, 14])), {"unrotated": 3, "angles": True}),
+    "class tokens on the rank that has them": ((2, 6, 3, 64), 9, Starts(cp_size=2), {"unrotated": 3}),
+    "class tokens of cut sequences with starts": ((13, 2, 64), 9, CUT, {"unrotated": 2}),
 }
 
 
@@ -84,8 +54,8 @@ CALLS: dict[str, Call] = {  # The shape of q, the table's rows, the positions, a
 @pytest.mark.parametrize("name", CALLS)
 def test_a_token_takes_its_row(name: str, device: str) -> None:
     """Results and gradients. A row outside of the table gives NaN; tokens after the last sequence are zero."""
-    shape, rows, make, words = CALLS[name]
-    positions, generator, words = make(), torch.Generator().manual_seed(2), dict(words)
+    shape, rows, positions, words = CALLS[name]
+    positions, generator, words = copy.copy(positions), torch.Generator().manual_seed(2), dict(words)
     q, grad = (torch.randn(shape, generator=generator) for _ in range(2))
     tables = torch.randn(2, rows, shape[-1] // (1 if words.pop("full", False) else 2), generator=generator)
     table = {"freqs": tables[0]} if words.pop("angles", False) else dict(zip(("cos", "sin"), tables))
@@ -102,19 +72,6 @@ def test_a_token_takes_its_row(name: str, device: str) -> None:
         torch.testing.assert_close(x.cpu().double(), y, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-def test_axial_positions_are_those_of_a_table_of_all_tokens() -> None:
-    """A video's 3 x 4 x 5 grid: three small tables by ids, or one row written out for each token."""
-    torch.manual_seed(0)
-    sizes, sections = (3, 4, 5), (4, 6, 6)
-    grid = torch.stack(torch.meshgrid(*map(torch.arange, sizes), indexing="ij")).flatten(1)
-    angles = torch.rand(8, sum(sections)) * 9
-    written_out = torch.cat([part[ids] for part, ids in zip(angles.split(sections, -1), grid)], -1)
-    q = torch.randn(2, 60, 3, 32)
-    want, _ = jitrope.apply_rope(q, None, written_out.cos(), written_out.sin())
-    got, _ = jitrope.apply_rope(q, None, angles.cos(), angles.sin(), positions=Mrope(grid, sections))
-    assert torch.equal(got, want)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("packed_table", [False, True])
 @pytest.mark.parametrize("cp_size", [2, 3, 4])
@@ -123,8 +80,8 @@ def test_shards_of_any_lengths_are_parts_of_the_whole(cp_size: int, packed_table
     ends = [0, 37, 37, 78, 79, 81, 81, 170, 173]
     generator = torch.Generator().manual_seed(cp_size)
     angles = (torch.rand(ends[-1] + 7, 8, generator=generator) * 20).to(device)
-    words: dict[str, Any] = {"start_positions": torch.tensor([0, 4, 1, 0, 3, 2, 0, 7], device=device)}
-    words.update(cu_seqlens=torch.tensor(ends, device=device), packed_table=packed_table)
+    words: dict[str, Any] = {"start_positions": tensor([0, 4, 1, 0, 3, 2, 0, 7], device=device)}
+    words.update(cu_seqlens=tensor(ends, device=device), packed_table=packed_table)
     q, grad = (torch.randn(ends[-1], 3, 16, generator=generator).to(device) for _ in range(2))
     leaf, positions, shares = q.clone().requires_grad_(), Packed(**words), []
     whole, _ = jitrope.apply_rope(leaf, None, angles.cos(), angles.sin(), positions=positions)
@@ -140,29 +97,6 @@ def test_shards_of_any_lengths_are_parts_of_the_whole(cp_size: int, packed_table
     assert sorted(shares) == [*range(ends[-1])]
 
 
-# ---- differences of positions: keys in a cache move ------------------------------------------------
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("form", ["half", "full", "cache"])
-def test_keys_move_to_new_positions(form: str, interleaved: bool, device: str) -> None:
-    k = torch.randn(2, 5, 3, 64, generator=torch.Generator().manual_seed(1)).to(device)
-    old = torch.tensor([[0, 5, 11, 7, 3], [4, 4, 9, 1, 10]], device=device)
-    new = torch.tensor([[0, 9, 2, 7, 0], [3, 5, 10, 11, 0]], device=device)
-    frequencies = jitrope.tables.inv_freq(rotary_dim=64, device=device)[0]
-    width: Any = {"width": "full", "interleaved": interleaved} if form == "full" else {}
-    words: dict[str, Any] = dict(zip(("cos", "sin"), jitrope.tables.cos_sin(12, frequencies, **width)))
-    words = {"cos_sin_cache": torch.cat([*words.values()], -1)} if form == "cache" else words
-    words["interleaved"] = interleaved
-    keys, want = (jitrope.apply_rope(k, None, positions=ids, **words)[0] for ids in (old, new))
-    before = keys.clone()
-    got = jitrope.apply_rope(keys, None, positions=Shifts(new - old), inplace=True, **words)[0]
-    assert got is keys
-    torch.testing.assert_close(keys, want, rtol=1e-5, atol=1e-5)
-    assert torch.equal(keys[new == old], before[new == old])
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -170,7 +104,7 @@ def test_a_difference_below_0_has_the_bits_of_inverse(interleaved: bool, dtype: 
     """Also where the members of a pair have different angles; learned tables of each head too."""
     generator = torch.Generator().manual_seed(1)
     k = torch.randn(2, 5, 3, 64, generator=generator).to(device, dtype)
-    sizes, signs = IDS.to(device), torch.tensor([[1, 1, -1, 1, -1], [-1, 1, -1, 1, 1]], device=device)
+    sizes, signs = IDS.to(device), tensor([[1, 1, -1, 1, -1], [-1, 1, -1, 1, 1]], device=device)
     for shape in ((12, 64), (2, 12, 3, 64), (12, 32)):
         cos, sin = (torch.randn(shape, generator=generator).to(device) for _ in range(2))
         words: dict[str, Any] = {"cos": cos, "sin": sin, "interleaved": interleaved}
@@ -200,7 +134,7 @@ def heads(device: str, dtype: torch.dtype, size: int, tokens: int = 7) -> tuple[
     """q, k and v of two batch rows. Elements that a rotation by 0 would change are among the first."""
     generator = torch.Generator().manual_seed(size)
     q, k, v = (torch.randn(2, tokens, n, size, generator=generator).to(device, dtype) for n in (4, 2, 2))
-    q[:, 0, :, :3] = k[:, 0, :, :3] = torch.tensor([-0.0, torch.inf, -1.0])
+    q[:, 0, :, :3] = k[:, 0, :, :3] = tensor([-0.0, torch.inf, -1.0])
     return q, k, v
 
 
@@ -219,6 +153,8 @@ def test_the_first_tokens_keep_their_bits(n: int, words: dict[str, Any], device:
     got = jitrope.apply_rope(q.clone(), k.clone(), angles.cos(), angles.sin(), unrotated=n, **words)
     for x, y in zip(got, want):
         assert same(x, y)
+    if 0 < n < 7:  # the first tokens need no row of the table
+        jitrope.apply_rope(q.clone(), None, angles.cos(), angles.sin(), unrotated=n, check=True, **words)
 
 
 def test_the_number_of_first_tokens_is_not_compiled() -> None:
@@ -227,12 +163,6 @@ def test_the_number_of_first_tokens_is_not_compiled() -> None:
         for n in (1, 2, 5):
             jitrope.apply_rope(q, None, freqs=angles, unrotated=n)
     assert [spec.prefixed for spec in specs] == [True]
-
-
-def test_check_takes_the_first_tokens() -> None:
-    """They need no row of the table."""
-    q, _, _ = heads("cpu", torch.float32, 64)
-    jitrope.apply_rope(q, None, *torch.rand(2, 5, 32), unrotated=2, check=True)
 
 
 def test_dinov3_of_transformers() -> None:
