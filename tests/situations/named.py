@@ -56,11 +56,16 @@ NAMED: dict[str, Case] = {
 NAMED = {name: {**PLAIN, "dtype": "fp32", **case} for name, case in NAMED.items()}
 
 
-def of(names: Iterable[str] = tuple(NAMED), cpu: bool = True, gpu: Any = pytest.mark.gpu) -> Any:
-    """The test is for these calls, on the CPU and, with these marks, on the GPU."""
-    on_cpu = [pytest.param((name, "cpu"), id=name) for name in names if cpu]
-    on_gpu = [pytest.param((name, DEVICE), id=f"{name}-cuda", marks=gpu) for name in names if gpu]
-    return pytest.mark.parametrize("call", [*on_cpu, *on_gpu], indirect=True)
+def of(names: Any = tuple(NAMED), cpu: bool = True, gpu: Any = pytest.mark.gpu) -> Any:
+    """The test is for these calls, or for those of each `kind`, on the CPU and, with these marks, on the GPU."""
+    rows = [(x, kind) for kind, xs in names.items() for x in xs] if isinstance(names, dict) else [*zip(names)]
+    places = [("cpu", "", ())] * cpu + [(DEVICE, "-cuda", gpu)] * bool(gpu)
+    made = [
+        pytest.param((name, device), *kind, id="-".join((name, *kind)) + text, marks=marks)
+        for device, text, marks in places
+        for name, *kind in rows
+    ]
+    return pytest.mark.parametrize(["call", "kind"][: len(rows[0])], made, indirect=["call"])
 
 
 def times_one(leaves: Args) -> Args:
@@ -96,11 +101,15 @@ class Call:
         self.writes_heads = bool({*self.turned} & {*self.written})
         self.no_gradient = "" if self.derived else "requires a gradient, but this call has none"
 
-    def changed(self, names: Iterable[str], change: Callable[[Tensor], Any]) -> Call:
+    def changed(self, names: Iterable[str], change: Callable[[Tensor], Any] = lambda x: x) -> Call:
         """Another call of this name, in which some tensors are changed."""
         one = Call(self.name, self.device)
         one.args |= {x: change(one.args[x]) for x in names}
         return one
+
+    def check_change(self, names: Iterable[str], change: Callable[[Tensor], Any], text: str) -> None:
+        """Some tensors are changed, which is refused with these words if the call writes one of them."""
+        self.changed(names, change).check(text if {*names} & {*self.written} else "")
 
     def __call__(self, args: Args) -> tuple[Tensor, ...]:
         """The results that are tensors; a scale comes after its values."""
