@@ -18,11 +18,6 @@ NO_GRADIENT = "requires a gradient, but this call has none"
 VIEW = "a view by unbind, split or chunk, or made under no_grad, which torch cannot write in place"
 
 
-@of()
-def test_gradients(call: Call) -> None:
-    call.check_gradient()
-
-
 # Of a size (B, S, H, D): the size of a tensor, and its view that has this size.
 VIEWS: dict[str, Any] = {
     "view": (lambda b, s, h, d: (b, s, h * d), lambda x, *size: x.view(size)),
@@ -106,8 +101,8 @@ def test_negative_heads(call: Call) -> None:
 @of()
 def test_detached_tensors(call: Call) -> None:
     """They are written through, past autograd."""
-    bases = {x: call.args[x].clone().requires_grad_() * 1 for x in call.heads}
-    one = call.changed((), dict)
+    bases = times_one({x: call.args[x].clone().requires_grad_() for x in call.heads})
+    one = call.changed(())
     one.args |= {n: x.detach() for n, x in bases.items()}
     one.check()
     for name, x in bases.items():
@@ -127,13 +122,11 @@ def test_tables_with_a_gradient(call: Call) -> None:
     call.check_gradient(begin=dict, leaves=tables, refusal=call.unless_in_place(NO_GRADIENT))
 
 
-# Words of `Call.check_gradient`: those of a sum, as complex numbers hand them back, and of other strides.
+# Words of `Call.check_gradient`: gradients of a sum, as complex numbers hand them back, and of other strides.
 OF_RESULTS: dict[str, Any] = {
     "expanded": {"gradient": lambda y: torch.ones((), device=y.device).expand(y.shape)},
     "negative": {"given": lambda g: torch._neg_view(-g)},
-    "transposed": {
-        "given": lambda g: torch.stack((g, g), -1).permute(4, 1, 0, 2, 3).contiguous().permute(0, 2, 1, 3, 4)[1]
-    },
+    "transposed": {"given": lambda g: torch.stack((g, g), -1).permute(4, 1, 0, 2, 3).contiguous()[1].transpose(0, 1)},
     "unaligned": {"given": lambda g: torch.cat((g.flatten()[:1], g.flatten()))[1:].view(g.shape)},
 }
 
@@ -196,7 +189,7 @@ def test_double_backward(call: Call) -> None:
             second(call, torch.float32)
         return
     for got, want in zip(second(call, torch.float32), second(call.expected, torch.float64), strict=True):
-        near(got, want)
+        assert near(got, want) is None
 
 
 @of(DERIVED)
@@ -219,7 +212,7 @@ def test_some_results_unused(call: Call) -> None:
             y = function({**call.args, **times_one(leaves)})[which]
             found.append(torch.autograd.grad(y, [*leaves.values()], noise.to(dtype), materialize_grads=True))
         for got, want in zip(*found, strict=True):
-            near(got, want)
+            assert near(got, want) is None
 
 
 @of(DERIVED)

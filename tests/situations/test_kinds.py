@@ -122,8 +122,10 @@ def test_no_grad_and_inference_mode(call: Call) -> None:
 @contextmanager
 def doubles() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 CONTEXTS: dict[str, Any] = {
