@@ -289,14 +289,9 @@ SIGNATURES = [  # the host's function, arguments, words, the result, the reason 
     ("fewer", (1, 2), {}, ("host", 1, 2), "rope was called without table"),
     ("any words", (1, 2), {}, ("host", (1, 2), {}), NEW.replace("new", "1")),
     ("any words", (), {"t": 1, "table": 2}, ("jitrope", 1, 2, 1.0, None), ""),
-    (
-        "any words",
-        (),
-        {"t": 1, "table": 2, "x": 3},
-        ("host", (), {"t": 1, "table": 2, "x": 3}),
-        NEW.replace("new", "x"),
-    ),
-]
+    ("any words", (), {"t": 1, "table": 2, "x": 3}, ("host", (), {"t": 1, "table": 2, "x": 3}),
+     NEW.replace("new", "x")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("theirs", "arguments", "words", "result", "reason"), SIGNATURES)

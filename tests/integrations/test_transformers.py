@@ -234,19 +234,15 @@ def test_every_family() -> None:
 
 
 def test_accelerate_hooks() -> None:
-    """A hooked layer is fused; a hooked norm is called, because hooks may load its weight."""
+    """A hooked layer is fused."""
     qwen3 = zoo.language_model("qwen3")
     hooks = pytest.importorskip("accelerate.hooks", reason="pip install accelerate")
-    first, second = (layer.self_attn for layer in qwen3.model.layers)
-    hooks.add_hook_to_module(first, hooks.ModelHook())
+    for layer in qwen3.model.layers:
+        hooks.add_hook_to_module(layer.self_attn, hooks.ModelHook())
     want = zoo.run(qwen3)
     with integration.enable(qwen3) as report:
         assert torch.equal(zoo.run(qwen3), want)
-        assert report.calls["fused"] == 2
-        hooks.add_hook_to_module(second.q_norm, hooks.ModelHook())
-        assert torch.equal(zoo.run(qwen3), want)
-    assert report.calls == {"jitrope": 1, "host": 0, "fused": 3}
-    assert report.reasons["not fused: a norm has its own forward"] == 1
+    assert report.calls == {"jitrope": 0, "host": 0, "fused": 2}
 
 
 @pytest.mark.parametrize(("saved", "by"), [(None, "fused"), (["k_norm"], "jitrope")])

@@ -21,7 +21,7 @@ from .. import oracle
 from ..calls import DYNAMIC, PLAIN, STREAMS, Case
 from ..host.backend import DEVICE
 from ..results import Caches, check_heads, lies_in, near, places_of
-from ..sweep import NORM_WORDS, Made, S, function_of, outputs_of
+from ..sweep import NORM_WORDS, Made, function_of, outputs_of
 
 TABLES = ("cos", "sin", "freqs_cis")
 Args = dict[str, Tensor]
@@ -75,9 +75,9 @@ def times_one(leaves: Args) -> Args:
 class Call:
     """A named call on a device. A test changes `args`, its tensors by name, and then says how the call ends."""
 
-    def __init__(self, name: str, device: str, tokens: int = S) -> None:
+    def __init__(self, name: str, device: str) -> None:
         self.name, self.device, self.case = name, device, NAMED[name]
-        self.made = m = Made(self.case, device, tokens=tokens)
+        self.made = m = Made(self.case, device)
         self.places: Any = places_of(m)
         self.words = {x: y for x, y in (m.words() | self.places.words).items() if x not in TABLES}
         self.words |= {"inplace": True} if name.endswith("_") else {}

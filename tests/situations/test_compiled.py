@@ -31,14 +31,6 @@ def of_tensors(call: Call) -> Callable[..., tuple[Tensor, ...]]:
 
 
 @of(gpu=ON_GPU)
-def test_dynamic_shapes(call: Call) -> None:
-    """Other lengths with the same graph."""
-    graph = eager(of_tensors(call), dynamic=True)
-    for one in (call, Call(call.name, call.device, tokens=8)):
-        one.check(run=lambda args: graph(*args.values()), same_tensors=False)
-
-
-@of(gpu=ON_GPU)
 def test_graph_breaks(call: Call) -> None:
     """Work before and after is in other graphs."""
     function = of_tensors(call)

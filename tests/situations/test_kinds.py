@@ -20,8 +20,6 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import BaseTorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from jitrope import InvalidInput
-
 from .named import CALLS, ONE_TABLE, Call, of, times_one
 
 ON_GPU = (pytest.mark.gpu, pytest.mark.hardware)
@@ -155,20 +153,12 @@ def test_the_meta_device_as_default_with_positions(call: Call) -> None:
     call.check(around=torch.device("meta"), fake=False)
 
 
-@of(gpu=ON_GPU)  # on the host's stand-in a tensor without memory is a GPU's
-def test_meta_tensors(call: Call) -> None:
-    args = {n: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for n, x in call.args.items()}
-    call.check_alike(args, call(call.changed(()).args), nullcontext())
-    call.check()
-
-
-@pytest.mark.parametrize("inside", [False, True])
 @of()
-def test_fake_tensors(call: Call, inside: bool) -> None:
-    """Inside of their mode, and outside of it."""
+def test_fake_tensors(call: Call) -> None:
+    """Outside of their mode; every `check` has some inside of it."""
     mode = FakeTensorMode()
     fakes = {n: mode.from_tensor(x) for n, x in call.args.items()}
-    call.check_alike(fakes, call(call.changed(()).args), mode if inside else nullcontext())
+    call.check_alike(fakes, call(call.changed(()).args), nullcontext())
     call.check()
 
 
@@ -249,17 +239,6 @@ def test_copies_and_pickles(call: Call) -> None:
             assert twin.stride() == y.stride() or not y.is_contiguous()
             assert torch.equal(twin.float(), y.float())
     Call(call.name, call.device).check()
-
-
-@of()
-def test_a_pickled_error(call: Call) -> None:
-    call.args["cos"] = call.args["cos"][:, :3]
-    with pytest.raises(InvalidInput, match="cos is a tensor of shape") as caught:
-        call(call.args)
-    for twin in (pickle.loads(pickle.dumps(caught.value)), copy.deepcopy(caught.value)):
-        assert type(twin) is InvalidInput
-        assert str(twin) == str(caught.value)
-    call.check("cos is a tensor of shape")
 
 
 @of()
