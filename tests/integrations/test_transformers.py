@@ -6,8 +6,10 @@ import copy
 import json
 import os
 import pickle
+import re
 import shutil
 from collections import Counter
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -181,6 +183,7 @@ FUSED_CLASSES = ["MiniMaxM3VLIndexer", *[f"{name}Attention" for name in FUSED_NA
 # Not called here: a draft's k has more tokens than q; indexers and MLA without small arguments.
 NO_ARGUMENTS = str.split("""MuseGlimmerAssistantAttention AXK2Indexer DeepseekV32Indexer Dots3NoteTextIndexer
 GlmMoeDsaIndexer HYV4Indexer LongcatFlashMLA""")
+FORMS = ("all tokens", "last tokens", "complex")
 FAST = ("dinov3_vit", "gemma4", "hunyuan_v1_dense", "lfm2", "llama4", "olmo2", "qwen3", "qwen3_next", "qwen3_vl")
 
 
@@ -194,7 +197,12 @@ def compared(family: str) -> dict[str, bool | None]:
                 what = next(what for cls, what in report.attention.items() if cls.endswith("." + label))
         except integration.JitropeError:  # left alone
             continue
-        waits, chosen = what.startswith(integration.WAITS), zoo.choice(module)
+        waits, chosen = what.startswith(integration.WAITS), None
+        for form, *rest in product(FORMS, (8, 4, 16, 2, 12, 6, 32, 64), (False, True), (False, True)):
+            with suppress(Exception), torch.no_grad():  # others may fit
+                module(**zoo.arguments(module, *rest, form))
+                chosen = (*rest, form)
+                break
         assert chosen or not waits or label in NO_ARGUMENTS
         fused = set()
         for dtype in ((torch.float32, torch.bfloat16, torch.float16) if waits else (torch.float32,)) if chosen else ():
@@ -221,7 +229,11 @@ def test_family(family: str) -> None:
 @pytest.mark.slow
 def test_every_family() -> None:
     """The classes are counted, so a new or another class is noticed."""
-    done = {label: fuses for family in zoo.families() for label, fuses in compared(family).items()}
+    done: dict[str, bool | None] = {}
+    for path in sorted(Path(zoo.transformers.models.__path__[0]).glob("*/modeling_*.py")):
+        family = path.stem.removeprefix("modeling_")
+        if family == path.parent.name and re.search(r"apply_\w*rotary", path.read_text()):
+            done |= compared(family) if zoo.attention_classes(family) else {}
     wanted = set(FUSED_CLASSES) - set(NO_ARGUMENTS)
     if zoo.transformers.__version__.startswith("5.24."):
         assert {label for label, fuses in done.items() if fuses} == wanted
@@ -366,9 +378,6 @@ def test_not_recognised(function: Any) -> None:
     assert NOT_RECOGNISED[function] in told
 
 
-# ---- calls ---------------------------------------------------------------------------------------------
-
-
 # Who must compute a call of a function: words are q's and k's shapes, the table's shape, the dtypes of q, k and the
 # tables (f, d, b), and its other arguments.
 SAM, SHORT = "sam2_video:apply_rotary_pos_emb_2d", {"q": (1, 2, 6, 8), "k": (1, 2, 6, 8), "table": (6, 8)}
@@ -465,9 +474,6 @@ def test_models_without_rope() -> None:
     for model, name in ((nn.Linear(2, 2), "Linear"), (zoo.language_model("gpt2"), "GPT2.*")):
         with pytest.raises(jitrope.JitropeError, match=f"file of {name} has no rope function"):
             integration.enable(model)
-
-
-# ---- the kernels library -----------------------------------------------------------------------------------
 
 
 SCRIPT = """

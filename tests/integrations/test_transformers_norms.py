@@ -34,9 +34,6 @@ Qwen3RMSNorm = modeling.Qwen3RMSNorm
 apply_rotary_pos_emb = zoo.modeling("llama").apply_rotary_pos_emb  # the layers below call it
 
 
-# ---- norms ---------------------------------------------------------------------------------------------
-
-
 HOOKED = Qwen3RMSNorm(16)
 HOOKED.register_forward_hook(lambda *_: None)
 UNKNOWN = "is no norm that jitrope knows, or was changed"

@@ -21,8 +21,6 @@ NEGATIVE: dict[str, Any] = {  # torch's lazy negative bit
     "negative": lambda x: torch._neg_view(-x),
 }
 
-# ---- heads ---------------------------------------------------------------------------------------------
-
 HEADS: dict[str, Any] = {  # the refusal where a changed tensor is written, and the change
     "overlapping windows":
         (OVERLAPS, lambda x: x.as_strided(x.shape, (*x.stride()[:1], x.stride(1) // 2, *x.stride()[2:]))),
@@ -48,8 +46,6 @@ def test_memory_of_heads(call: Call, kind: str) -> None:
     for names in ([x for x in call.heads if x in call.written] or call.heads, *zip(call.heads)):
         call.check_change(names, change, refusal)
 
-
-# ---- several tensors -----------------------------------------------------------------------------------
 
 turned = lambda x: x.permute(2, 3, 1, 0).contiguous().permute(3, 2, 0, 1)  # noqa: E731
 TABLES: dict[str, Any] = {
@@ -144,8 +140,6 @@ def test_q_and_k_in_one_tensor(call: Call, kind: str) -> None:
     call.args |= zip(call.turned, TOGETHER[kind](base, k.shape[2]))
     call.check(SHARES if kind == "overlapping" and call.writes_heads else "")
 
-
-# ---- tensors without elements, and of one --------------------------------------------------------------
 
 NO_D = "rotary_dim, by default D, is 0; it must be even and from 2 to D=0"
 NO_HEADS = "with order='grouped' are 8 heads of D elements"
