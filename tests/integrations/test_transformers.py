@@ -76,21 +76,6 @@ def test_model_and_gradients(name: str, device: str) -> None:
     assert stock["out"].std() > 0.01
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("family", FUSED)
-def test_fused_model(family: str, mode: Any) -> None:
-    """The logits have the stock bits in fp32 and bf16."""
-    for dtype in (torch.float32, torch.bfloat16):
-        model = zoo.language_model(family, dtype)
-        with mode():
-            want = zoo.run(model)
-            with integration.enable(model) as report:
-                assert torch.equal(zoo.run(model), want)
-                before = report.calls  # norms after rope are in its launch from the second call on
-                assert torch.equal(zoo.run(model), want)
-        assert report.calls - before == Counter(fused=FUSED[family], jitrope=OF_V.get(family, 0))
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "cohere", "gptj", "glm4"])
 def test_bf16_model(name: str, device: str) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import importlib
+import importlib.util
 import linecache
 import os
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -382,20 +381,18 @@ class Attention(nn.Module):
 
 
 @pytest.fixture
-def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Imports REMOTE with another line, as remote code."""
-    monkeypatch.syspath_prepend(tmp_path)
-    before = {*sys.modules}
 
     def made(line: str, old: str = "", new: str = "") -> Any:
-        name = f"remote_{len(os.listdir(tmp_path))}_{tmp_path.name}"
-        (tmp_path / f"{name}.py").write_text(REMOTE.replace("LINE", line).replace(old, new))
-        return importlib.import_module(name)
+        path = tmp_path / f"remote_{len(os.listdir(tmp_path))}_{tmp_path.name}.py"
+        path.write_text(REMOTE.replace("LINE", line).replace(old, new))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        monkeypatch.setitem(sys.modules, path.stem, module := importlib.util.module_from_spec(spec))
+        spec.loader.exec_module(module)
+        return module
 
-    yield made
-    for name in {*sys.modules} - before:
-        if name.startswith("remote_"):
-            del sys.modules[name]
+    return made
 
 
 LINES = {

@@ -129,8 +129,8 @@ IDS = torch.tensor([[5, 9, 17, 33, 3, 8, 21, 40], [7, 6, 5, 4, 33, 22, 11, 3]])
 
 
 def run(model: nn.Module) -> Tensor:
-    """The logits or hidden states of a language model, without gradients."""
-    with torch.no_grad():
+    """The logits or hidden states of a language model, in inference mode."""
+    with torch.inference_mode():
         return first(model(input_ids=IDS))
 
 

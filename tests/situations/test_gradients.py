@@ -71,29 +71,24 @@ def test_q_and_k_of_one_projection(call: Call, kind: str) -> None:
     call.check()
 
 
-LEAVES: dict[str, Any] = {
-    "a leaf": lambda x: x,
-    "a view of a leaf": lambda x: x[:],
-    "a view made under no_grad": lambda x: torch.no_grad()(lambda y: y[:])(x * 1),
+LEAF = "requires a gradient and is a leaf, which torch cannot write in place"
+LAZY = "it must be a tensor with its numbers in memory, not torch's lazy zeros"
+HEADS: dict[str, Any] = {
+    "a leaf": (LEAF, lambda x: x),
+    "a view of a leaf": (LEAF, lambda x: x[:]),
+    "a view made under no_grad": (LEAF, lambda x: torch.no_grad()(lambda y: y[:])(x * 1)),
+    "negative": (LAZY, lambda x: torch._neg_view(-x)),  # torch's lazy negative bit
 }
 
 
-@pytest.mark.parametrize("kind", LEAVES)
+@pytest.mark.parametrize("kind", HEADS)
 @of()
-def test_a_leaf_in_place(call: Call, kind: str) -> None:
-    """torch forbids it under autograd."""
-    refusal = call.unless_in_place("requires a gradient and is a leaf, which torch cannot write in place")
+def test_heads_that_cannot_be_written(call: Call, kind: str) -> None:
+    """torch forbids it to leaves under autograd."""
+    text, change = HEADS[kind]
     call.check_gradient(
-        begin=lambda leaves: {n: LEAVES[kind](x) if n in call.turned else x for n, x in leaves.items()}, refusal=refusal
-    )
-
-
-@of()
-def test_negative_heads(call: Call) -> None:
-    """torch's lazy negative bit, which no tensor may have that is written."""
-    call.check_gradient(
-        lambda made: made | {x: torch._neg_view(-made[x]) for x in call.turned},
-        refusal=call.unless_in_place("it must be a tensor with its numbers in memory, not torch's lazy zeros"),
+        begin=lambda leaves: {n: change(x) if n in call.turned else x for n, x in leaves.items()},
+        refusal=call.unless_in_place(text),
     )
 
 

@@ -100,11 +100,7 @@ def test_inference_tensors(call: Call) -> None:
     read = [x for x in call.args if x not in call.written]
     for names in (["cos", "sin"], call.weights, read, call.written, [*call.args]):
         call.check_change(names, cloned, INFERENCE)
-
-
-@of()
-def test_inference_tables_under_autograd(call: Call) -> None:
-    """They cannot be kept for the backward."""
+    # Tables cannot be kept for the backward.
     call.changed(("cos", "sin"), cloned).check_gradient(refusal=call.no_gradient or INFERENCE)
 
 
