@@ -69,9 +69,6 @@ def outcome(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
     return {"out": out.detach(), **{key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}}
 
 
-# ---- models --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CASES)
 def test_model_and_gradients(name: str, device: str) -> None:
@@ -129,8 +126,6 @@ def test_an_enabled_model_is(how: str) -> None:
     assert torch.equal(got, stock)
     assert report.calls["jitrope"] == (4 if how == "checkpointed" else 0)  # tracers see timm's own operations
 
-
-# ---- the functions -------------------------------------------------------------------------------------
 
 X = (2, 3, 5, 8)  # B, H, S, D
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import importlib
+import importlib.util
 import linecache
 import os
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -34,46 +33,28 @@ Qwen3RMSNorm = modeling.Qwen3RMSNorm
 apply_rotary_pos_emb = zoo.modeling("llama").apply_rotary_pos_emb  # the layers below call it
 
 
-@pytest.fixture(autouse=True)
-def _stock() -> Iterator[None]:
-    """Each test begins with the host's functions."""
-    assert not _host.placed
-    yield
-    integration.disable()
-
-
-@pytest.fixture
-def qwen3() -> nn.Module:
-    return zoo.language_model("qwen3")
-
-
-# ---- norms ---------------------------------------------------------------------------------------------
-
-
 HOOKED = Qwen3RMSNorm(16)
 HOOKED.register_forward_hook(lambda *_: None)
 UNKNOWN = "is no norm that jitrope knows, or was changed"
-OF_JIT = "a norm is scripted or traced by torch.jit"
-NORMS = {
-    "torch": (lambda: nn.RMSNorm(8, 1e-5), "RMSNorm, rounded once"),
-    "layer": (lambda: nn.LayerNorm(8), "LayerNorm, rounded once"),
-    "qwen3": (lambda: Qwen3RMSNorm(16), "RMSNorm, rounded twice"),
-    "gemma3": (lambda: gemma3.Gemma3RMSNorm(16), "RMSNorm of 1 + weight, rounded once"),
-    "derived": (lambda: type("Derived", (nn.LayerNorm,), {})(8), "LayerNorm, rounded once"),
-    "two axes": (lambda: nn.LayerNorm((2, 8), elementwise_affine=False), "a norm's weight must have one axis"),
-    "linear": (lambda: nn.Linear(8, 8), "a norm's weight must have one axis"),
-    "identity": (nn.Identity, f"Identity {UNKNOWN}"),
-    "mine": (lambda: type("Mine", (Qwen3RMSNorm,), {"forward": lambda self, x: x})(16), f"Mine {UNKNOWN}"),
-    "traced": (lambda: torch.jit.trace(nn.LayerNorm(8), torch.ones(8)), OF_JIT),
-    "hooked": (lambda: HOOKED, "a norm has hooks"),
-}
+NORMS: list[tuple[Any, str]] = [
+    (nn.RMSNorm(8, 1e-5), "RMSNorm, rounded once"),
+    (nn.LayerNorm(8), "LayerNorm, rounded once"),
+    (Qwen3RMSNorm(16), "RMSNorm, rounded twice"),
+    (gemma3.Gemma3RMSNorm(16), "RMSNorm of 1 + weight, rounded once"),
+    (type("Derived", (nn.LayerNorm,), {})(8), "LayerNorm, rounded once"),
+    (nn.LayerNorm((2, 8), elementwise_affine=False), "a norm's weight must be a parameter with one axis"),
+    (nn.Linear(8, 8), "a norm's weight must be a parameter with one axis"),
+    (nn.Identity(), f"Identity {UNKNOWN}"),
+    (type("Mine", (Qwen3RMSNorm,), {"forward": lambda self, x: x})(16), f"Mine {UNKNOWN}"),
+    (torch.jit.trace(nn.LayerNorm(8), torch.ones(8)), "a norm is scripted or traced by torch.jit"),
+    (HOOKED, "a norm has hooks"),
+]
 
 
-@pytest.mark.parametrize("name", NORMS)
-def test_norms(name: str) -> None:
-    make, what = NORMS[name]
+@pytest.mark.parametrize(("norm", "what"), NORMS)
+def test_norms(norm: nn.Module, what: str) -> None:
     try:
-        told = str(_norms.form_of(make()))
+        told = str(_norms.form_of(norm))
     except jitrope.InvalidInput as error:
         told = error.args[0]
     assert told == what
@@ -103,8 +84,7 @@ def used(what: str, layer: Any, q: Tensor, k: Tensor, t: Any) -> Any:
             q = layer.q_norm(q.transpose(1, 2)).transpose(1, 2)
             k = layer.k_norm(k).reshape(2, 2, 3, 2, 8).flatten(2, 3)
             assert q.shape == k.size() == (2, 2, 6, 8)
-            told = q.dim(), q.ndim, len(q), q.dtype, q.device, q.numel()
-            assert told == (4, 4, 2, t[0].dtype, t[0].device, 192)
+            assert (q.dim(), q.ndim, len(q), q.numel(), q.dtype, q.device) == (4, 4, 2, 192, t[0].dtype, t[0].device)
             q, k = rope(q, k, cos=t[0], sin=t[1])
             return q.permute(0, 2, 1, 3).flatten(2), k
         case "views of results":  # LayerNorm's results are contiguous, and its inputs are not
@@ -147,11 +127,9 @@ def used(what: str, layer: Any, q: Tensor, k: Tensor, t: Any) -> Any:
         case "torch.func":  # what waits is a constant of the function that is derived
             return torch.func.grad(lambda x: (x * q.transpose(1, 2)).sum())(torch.ones(2, 6, 2, 8)), k
     wrap, _, rotates = what.partition(": ")
-    function = {
-        "checkpoint": lambda function: partial(checkpoint, function, use_reentrant=False),
-        "compile": partial(torch.compile, backend="aot_eager"),
-        "vmap": torch.func.vmap,
-    }[wrap]
+    wraps = {"checkpoint": lambda function: partial(checkpoint, function, use_reentrant=False), "vmap": torch.func.vmap,
+             "compile": partial(torch.compile, backend="aot_eager")}  # fmt: skip
+    function = wraps[wrap]
     if rotates == "rotates":  # the rotation is in what takes the tensors
         return function(lambda q, k: rope(q, k, *t))(q, k)
     part = function(lambda x: (2 * x).sin())  # it takes tensors that are rotated before, or later, or not; and views
@@ -195,19 +173,9 @@ def results(layer: Any, grad: bool = True) -> tuple[list[Tensor], list[Tensor]]:
     return flat, [p.grad for p in layer.parameters() if p.grad is not None]
 
 
-USES = {  # the launches of four calls
-    "plain": 4,
-    "views": 4,
-    "views of results": 0,
-    "swapped": 0,
-    "between": 0,
-    "twice": 4,
-    "functions": 0,
-    "sliced": 0,
-    "last and more": 3,
-    "rotated without grad": 3,
-    "two eps": 0,
-}
+# The launches of four calls.
+USES = {"plain": 4, "views": 4, "views of results": 0, "swapped": 0, "between": 0, "twice": 4, "functions": 0,
+        "sliced": 0, "last and more": 3, "rotated without grad": 3, "two eps": 0}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", USES)
@@ -238,11 +206,11 @@ def test_a_function_of_autograd_does_not_lose_its_gradient() -> None:
             out.sum().backward()
 
 
+TAKES = ("checkpoint: rotates", "checkpoint: takes", "compile: rotates", "compile: takes", "vmap: takes", "torch.func")
+
+
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize(
-    "use",
-    ["checkpoint: rotates", "checkpoint: takes", "compile: rotates", "compile: takes", "vmap: takes", "torch.func"],
-)
+@pytest.mark.parametrize("use", TAKES)
 def test_what_takes_a_waiting_tensor(use: str, grad: bool) -> None:
     """In a layer whose earlier calls were fused, it has the host's results and gradients, or says what to do."""
     torch.compiler.reset()
@@ -301,16 +269,12 @@ def test_torch_fx(fuse_norm: bool) -> None:
 # ---- around the layers ---------------------------------------------------------------------------------
 
 
-def test_report(qwen3: nn.Module) -> None:
-    with integration.enable(qwen3) as report:
+def test_report() -> None:
+    with integration.enable(zoo.language_model("qwen3")) as report:
         name = "transformers.models.qwen3.modeling_qwen3.Qwen3Attention"
         assert report.attention == {name: "norms of q and k wait for rope (RMSNorm, rounded twice)"}
         assert f"{name}: norms of q and k wait for rope" in report.table()
         assert str(report).startswith("3 functions replaced, norms of q and k wait for rope in 1 attention class; 0 ")
-        with integration.enable(qwen3) as again:  # changes nothing, and undoes nothing
-            assert again.attention == report.attention
-        assert len(_host.placed) == 3
-    assert not _host.placed
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3"])
@@ -326,46 +290,31 @@ def test_norms_that_are_not_fused(family: str) -> None:
     assert report.calls == {"jitrope": 8, "host": 0}
 
 
-def test_an_error_undoes_enable(qwen3: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_undoes_enable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integration, "_fuse", lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
-        integration.enable(qwen3)
+        integration.enable(zoo.language_model("qwen3"))
     assert not _host.placed
 
 
-@pytest.mark.parametrize(("cause", "why"), [("autocast", "autocast may change the norm"), ("hook", "a norm has hooks")])
-def test_a_norm_that_is_not_fused_is_a_reason(
-    qwen3: nn.Module, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, cause: str, why: str
-) -> None:
-    """The log says, as the report does, that only the norms are the host's."""
-    monkeypatch.setitem(_host.reasons, "transformers", Counter())
-    with integration.enable(qwen3) as report, torch.autocast("cpu", torch.bfloat16, cause != "hook"):
-        for layer in qwen3.model.layers if cause == "hook" else ():
-            layer.self_attn.q_norm.register_forward_hook(lambda *_: None)
-            layer.self_attn.k_norm.register_forward_hook(lambda *_: None)
-        zoo.run(qwen3)
-    assert report.calls == {"jitrope": 2, "host": 0}
-    assert report.reasons == {f"not fused: {why}": 4}
-    assert [x.getMessage() for x in caplog.records] == [f"jitrope: norms left to transformers: not fused: {why}"]
-
-
 @pytest.mark.parametrize("family", ["qwen3", "olmo3", "hunyuan_v1_dense"])
-def test_autocast(family: str) -> None:
-    """A model in bf16 under autocast has the stock bits: the host's norms run, and the report says so."""
+def test_autocast(family: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model in bf16 has the stock bits: only the norms are the host's, as the report and the log say."""
+    monkeypatch.setitem(_host.reasons, "transformers", Counter())
     model, results = zoo.language_model(family, torch.bfloat16), []
-    for on in (False, True):
-        with integration.enable(model) if on else nullcontext() as report:
-            for _ in range(2):
-                with torch.autocast("cpu", torch.bfloat16):
-                    results.append(zoo.first(model(input_ids=zoo.IDS)))
+    for around in (nullcontext, partial(integration.enable, model)):
+        with around() as report, torch.autocast("cpu", torch.bfloat16):
+            results += [zoo.first(model(input_ids=zoo.IDS)) for _ in range(2)]
     assert all(torch.equal(x, results[0]) for x in results)
     assert report.calls["fused"] == 0
-    assert {*report.reasons} == {"not fused: autocast may change the norm"}
+    why = "not fused: autocast may change the norm"
+    assert {*report.reasons} == {why}
+    assert [x.getMessage() for x in caplog.records] == [f"jitrope: norms left to transformers: {why}"]
 
 
-def test_tensors_are_let_go(qwen3: nn.Module) -> None:
+def test_tensors_are_let_go() -> None:
     """Attention runs without the tensors before the norm, as in the host's code."""
-    alive, made = [], []
+    qwen3, alive, made = zoo.language_model("qwen3"), [], []
     attention = qwen3.model.layers[0].self_attn
     attention.q_proj.register_forward_hook(lambda _, __, out: made.append(weakref.ref(out)) and None)
     attention.o_proj.register_forward_pre_hook(lambda *_: alive.append(made[-1]()))
@@ -379,28 +328,24 @@ def test_tensors_are_let_go(qwen3: nn.Module) -> None:
     assert alive == [None, None]
 
 
-@pytest.mark.parametrize("name", ["weight", "_norm"])
-def test_what_is_changed_in_a_norm_after_enable(qwen3: nn.Module, name: str) -> None:
-    """A new weight is read; a norm with a `_norm` of its own is called."""
+def test_what_is_changed_after_enable() -> None:
+    """A new weight is read, a norm with a `_norm` of its own is called; beside a hook of all modules all are called."""
+    qwen3 = zoo.language_model("qwen3")
     norm = qwen3.model.layers[0].self_attn.q_norm
     with integration.enable(qwen3) as report:
-        fused = [zoo.run(qwen3), zoo.run(qwen3)][1]
-        setattr(norm, name, {"weight": nn.Parameter(torch.randn(8)), "_norm": print}[name])
-        got = zoo.run(qwen3)
-        assert report.calls["fused"] == 4 + (2 if name == "weight" else 1)
-    torch.testing.assert_close(got, zoo.run(qwen3))
-    assert torch.allclose(got, fused) == (name == "_norm")
-
-
-def test_norms_are_fused_again_without_a_hook(qwen3: nn.Module) -> None:
-    with integration.enable(qwen3) as report:
-        fused = [zoo.run(qwen3), zoo.run(qwen3)][1]
+        first, fused = zoo.run(qwen3), zoo.run(qwen3)
+        assert torch.equal(first, fused)
         handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
         assert torch.equal(zoo.run(qwen3), fused)
         assert report.calls["fused"] == 4
         handle.remove()
-        assert torch.equal(zoo.run(qwen3), fused)
-    assert report.calls["fused"] == 6
+        norm.weight = nn.Parameter(torch.randn(8))
+        results = [zoo.run(qwen3)]
+        norm._norm = print
+        results.append(zoo.run(qwen3))
+        assert report.calls["fused"] == 4 + 2 + 1
+    assert all(torch.equal(x, zoo.run(qwen3)) for x in results)
+    assert not torch.allclose(results[0], fused)
 
 
 # ---- what a rope function reads ------------------------------------------------------------------------
@@ -436,52 +381,44 @@ class Attention(nn.Module):
 
 
 @pytest.fixture
-def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Imports REMOTE with another line, as remote code."""
-    monkeypatch.syspath_prepend(tmp_path)
-    before = {*sys.modules}
 
     def made(line: str, old: str = "", new: str = "") -> Any:
-        name = f"remote_{len(os.listdir(tmp_path))}_{tmp_path.name}"
-        (tmp_path / f"{name}.py").write_text(REMOTE.replace("LINE", line).replace(old, new))
-        return importlib.import_module(name)
+        path = tmp_path / f"remote_{len(os.listdir(tmp_path))}_{tmp_path.name}.py"
+        path.write_text(REMOTE.replace("LINE", line).replace(old, new))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        monkeypatch.setitem(sys.modules, path.stem, module := importlib.util.module_from_spec(spec))
+        spec.loader.exec_module(module)
+        return module
 
-    yield made
-    for name in {*sys.modules} - before:
-        if name.startswith("remote_"):
-            del sys.modules[name]
+    return made
 
 
 LINES = {
-    "q = q * math.log(q.shape[-2], 16) if q.shape[-2] > 16 else q": "none of jitrope's|branches on the values or sizes",
-    "q = q if q.shape[-2] < 9999 else 2 * q": "branches on the values or sizes",
-    "q = 2 * q if q.abs().max() > 1e30 else q": "branches on the values or sizes",
-    "q, k = q.clamp(-8, 8), k.clamp(-8, 8)": "others for other numbers of tokens or larger values",
-    "q = q * max(1, q.shape[-2] // 4096)": "branches on the values or sizes",
-    "q = q * (q.shape[-2] // 64 + 1)": "others for other numbers of tokens or larger values",
-    "q = q * max(1.0, math.log(q.shape[-2]) / math.log(9999))": "branches on the values or sizes",
-    "q = q if int(q.shape[-2]) < 9999 else 2 * q": "branches on the values or sizes",
-    "q = [q * 2 ** n for n in range(q.shape[-2] // 9999 + 1)][-1]": "branches on the values or sizes",
-    "assert isinstance(q, torch.Tensor); q = q if len(q.mT) < 9999 else 2 * q": "branches on the values or sizes",
-    "q = q * Settings.scale": "reads the global Settings",
-    "q = q * SCALE": "reads the global SCALE",
-    "q = helper(q)": "reads the global SCALE",
-    "q = decorated(q)": "reads the global SCALE",
-    "q = outer(q)": "reads the global factors",
-    "q = (lambda x: x * SCALE)(q)": "reads the global SCALE",
-    "q = (lambda x: helper(x))(q)": "reads the global SCALE",
-    "def nested(x):\n        return x * SCALE\n    q = nested(q)": "reads the global SCALE",
-    "q = sum(x * SCALE for x in (q,))": "reads the global SCALE",
-    "q = q.view(*q.shape[:-1], 8) * (1 if q.shape[-2] < 9999 else 2)": "branches on the values or sizes",
-    "q = q if [*q.shape][-2] < 9999 else 2 * q": "branches on the values or sizes",
-    "first, *_ = q.size(); q = q if first < 9999 else 2 * q": "branches on the values or sizes",
-    "q = sum(row * 0 for row in q) + q": "branches on the values or sizes",
-}
+    "none of jitrope's|branches on the values or sizes": [
+        "q = q * math.log(q.shape[-2], 16) if q.shape[-2] > 16 else q"],
+    "branches on the values or sizes": [
+        "q = q if q.shape[-2] < 9999 else 2 * q", "q = 2 * q if q.abs().max() > 1e30 else q",
+        "q = q * max(1, q.shape[-2] // 4096)", "q = q * max(1.0, math.log(q.shape[-2]) / math.log(9999))",
+        "q = q if int(q.shape[-2]) < 9999 else 2 * q", "q = [q * 2 ** n for n in range(q.shape[-2] // 9999 + 1)][-1]",
+        "assert isinstance(q, torch.Tensor); q = q if len(q.mT) < 9999 else 2 * q",
+        "q = q.view(*q.shape[:-1], 8) * (1 if q.shape[-2] < 9999 else 2)", "q = sum(row * 0 for row in q) + q",
+        "q = q if [*q.shape][-2] < 9999 else 2 * q", "first, *_ = q.size(); q = q if first < 9999 else 2 * q"],
+    "others for other numbers of tokens or larger values": [
+        "q, k = q.clamp(-8, 8), k.clamp(-8, 8)", "q = q * (q.shape[-2] // 64 + 1)"],
+    "reads the global Settings": ["q = q * Settings.scale"],
+    "reads the global factors": ["q = outer(q)"],
+    "reads the global SCALE": [
+        "q = q * SCALE", "q = helper(q)", "q = decorated(q)", "q = (lambda x: x * SCALE)(q)",
+        "q = (lambda x: helper(x))(q)", "def nested(x):\n        return x * SCALE\n    q = nested(q)",
+        "q = sum(x * SCALE for x in (q,))"],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("line", LINES)
-def test_a_rope_function_that_is_not_seen_whole(line: str, remote: Any) -> None:
-    with pytest.raises(jitrope.JitropeError, match=LINES[line]):
+@pytest.mark.parametrize(("why", "line"), [(why, line) for why, lines in LINES.items() for line in lines])
+def test_a_rope_function_that_is_not_seen_whole(why: str, line: str, remote: Any) -> None:
+    with pytest.raises(jitrope.JitropeError, match=why):
         integration.enable(remote(line).Attention())
 
 

@@ -8,12 +8,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-import pkgutil
 import re
 from contextlib import suppress
-from functools import cache
-from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,15 +96,6 @@ def modeling(family: str, kind: str = "modeling") -> Any:
     return importlib.import_module(f"transformers.models.{family}.{kind}_{family}")
 
 
-@cache
-def families() -> list[str]:
-    """The families with an attention class that calls a rope function."""
-    files = Path(transformers.models.__path__[0])
-    names = sorted(m.name for m in pkgutil.iter_modules(transformers.models.__path__))
-    texts = {name: path.read_text() for name in names if (path := files / name / f"modeling_{name}.py").exists()}
-    return [name for name, text in texts.items() if re.search(r"apply_\w*rotary", text) and attention_classes(name)]
-
-
 def _own(family: str, kind: str = "modeling") -> list[Any]:
     module = modeling(family, kind)
     return [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
@@ -142,8 +129,8 @@ IDS = torch.tensor([[5, 9, 17, 33, 3, 8, 21, 40], [7, 6, 5, 4, 33, 22, 11, 3]])
 
 
 def run(model: nn.Module) -> Tensor:
-    """The logits or hidden states of a language model, without gradients."""
-    with torch.no_grad():
+    """The logits or hidden states of a language model, in inference mode."""
+    with torch.inference_mode():
         return first(model(input_ids=IDS))
 
 
@@ -175,7 +162,10 @@ def attention_modules(family: str) -> dict[str, nn.Module]:
 def arguments(
     module: nn.Module, width: int, flat: bool, masked: bool, form: str, dtype: torch.dtype = torch.float32
 ) -> dict[str, Any]:
-    """Arguments of an attention's forward by their names, with tables of a width, in one of FORMS."""
+    """Arguments of an attention's forward by their names, with tables of a width.
+
+    form: cos and sin of "all tokens" of 6, or of the "last tokens", which are 4, or a "complex" table.
+    """
     generator = torch.Generator().manual_seed(3)
     size = next(m.in_features for m in module.modules() if isinstance(m, nn.Linear))
     tokens = (6,) if flat else (2, 6)
@@ -194,19 +184,6 @@ def arguments(
     parameters = inspect.signature(module.forward).parameters.values()
     needed = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     return {p.name: known.get(p.name) for p in needed if p.name in known or p.default is p.empty}
-
-
-FORMS = ("all tokens", "last tokens", "complex")
-"""cos and sin of all of 6 tokens, or of the last 4, or a complex table."""
-
-
-def choice(module: nn.Module) -> tuple[int, bool, bool, str] | None:
-    """The width of tables, and the other words of `arguments`, with which the stock forward runs."""
-    for form, *rest in product(FORMS, (8, 4, 16, 2, 12, 6, 32, 64), (False, True), (False, True)):
-        with suppress(Exception), torch.no_grad():  # others may fit
-            module(**arguments(module, *rest, form))
-            return (*rest, form)
-    return None
 
 
 def first(out: Any) -> Tensor:

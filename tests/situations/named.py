@@ -21,7 +21,7 @@ from .. import oracle
 from ..calls import DYNAMIC, PLAIN, STREAMS, Case
 from ..host.backend import DEVICE
 from ..results import Caches, check_heads, lies_in, near, places_of
-from ..sweep import NORM_WORDS, Made, S, function_of, outputs_of
+from ..sweep import NORM_WORDS, Made, function_of, outputs_of
 
 TABLES = ("cos", "sin", "freqs_cis")
 Args = dict[str, Tensor]
@@ -56,11 +56,16 @@ NAMED: dict[str, Case] = {
 NAMED = {name: {**PLAIN, "dtype": "fp32", **case} for name, case in NAMED.items()}
 
 
-def of(names: Iterable[str] = tuple(NAMED), cpu: bool = True, gpu: Any = pytest.mark.gpu) -> Any:
-    """The test is for these calls, on the CPU and, with these marks, on the GPU."""
-    on_cpu = [pytest.param((name, "cpu"), id=name) for name in names if cpu]
-    on_gpu = [pytest.param((name, DEVICE), id=f"{name}-cuda", marks=gpu) for name in names if gpu]
-    return pytest.mark.parametrize("call", [*on_cpu, *on_gpu], indirect=True)
+def of(names: Any = tuple(NAMED), cpu: bool = True, gpu: Any = pytest.mark.gpu) -> Any:
+    """The test is for these calls, or for those of each `kind`, on the CPU and, with these marks, on the GPU."""
+    rows = [(x, kind) for kind, xs in names.items() for x in xs] if isinstance(names, dict) else [*zip(names)]
+    places = [("cpu", "", ())] * cpu + [(DEVICE, "-cuda", gpu)] * bool(gpu)
+    made = [
+        pytest.param((name, device), *kind, id="-".join((name, *kind)) + text, marks=marks)
+        for device, text, marks in places
+        for name, *kind in rows
+    ]
+    return pytest.mark.parametrize(["call", "kind"][: len(rows[0])], made, indirect=["call"])
 
 
 def times_one(leaves: Args) -> Args:
@@ -70,9 +75,9 @@ def times_one(leaves: Args) -> Args:
 class Call:
     """A named call on a device. A test changes `args`, its tensors by name, and then says how the call ends."""
 
-    def __init__(self, name: str, device: str, tokens: int = S) -> None:
+    def __init__(self, name: str, device: str) -> None:
         self.name, self.device, self.case = name, device, NAMED[name]
-        self.made = m = Made(self.case, device, tokens=tokens)
+        self.made = m = Made(self.case, device)
         self.places: Any = places_of(m)
         self.words = {x: y for x, y in (m.words() | self.places.words).items() if x not in TABLES}
         self.words |= {"inplace": True} if name.endswith("_") else {}
@@ -96,11 +101,15 @@ class Call:
         self.writes_heads = bool({*self.turned} & {*self.written})
         self.no_gradient = "" if self.derived else "requires a gradient, but this call has none"
 
-    def changed(self, names: Iterable[str], change: Callable[[Tensor], Any]) -> Call:
+    def changed(self, names: Iterable[str], change: Callable[[Tensor], Any] = lambda x: x) -> Call:
         """Another call of this name, in which some tensors are changed."""
         one = Call(self.name, self.device)
         one.args |= {x: change(one.args[x]) for x in names}
         return one
+
+    def check_change(self, names: Iterable[str], change: Callable[[Tensor], Any], text: str) -> None:
+        """Some tensors are changed, which is refused with these words if the call writes one of them."""
+        self.changed(names, change).check(text if {*names} & {*self.written} else "")
 
     def __call__(self, args: Args) -> tuple[Tensor, ...]:
         """The results that are tensors; a scale comes after its values."""
@@ -129,14 +138,6 @@ class Call:
             return tuple([x for scaled in results if scaled is not None for x in scaled])
         return tuple([x for x in results if x is not None])
 
-    def named(self, results: Any) -> dict[str, Any]:
-        """Results by letter."""
-        if self.turned == ["qkv"] == self.written:
-            return self.made.named(results[0])
-        if self.case["convert"] in DYNAMIC:
-            results = [jitrope.Scaled(*results[n : n + 2]) for n in range(0, len(results), 2)]
-        return {**dict.fromkeys("qkv"), **dict(zip("qkv", results))}
-
     def like(self, args: Args) -> Made:
         """The tensors for the results in fp64."""
         m = copy.copy(self.made)
@@ -153,7 +154,11 @@ class Call:
 
     def tried(self, args: Args, refusal: str, run: Run | None, around: Any = None, bases: Iterable[Tensor] = ()) -> Any:
         """The results, or None of a call that is refused with these words. It writes nothing but what it must."""
-        before, results = memory([*args.values(), *bases]), None
+        held, results = [getattr(x, "held", x) for x in (*args.values(), *bases)], None
+        held = [
+            x for x in held if x.layout == torch.strided and not (x.is_nested or x.is_meta or isinstance(x, FakeTensor))
+        ]
+        before = [bytes_of(x) for x in held]
         with around or nullcontext():
             if refusal:
                 with pytest.raises(InvalidInput, match=refusal) as error:
@@ -162,7 +167,15 @@ class Call:
                 assert "\n" not in str(error.value)
             else:
                 results = (run or self)(args)
-        unchanged(before, [] if refusal else [args[x] for x in self.written])
+        written = [] if refusal else [getattr(args[x], "held", args[x]) for x in self.written]
+        for x, old in zip(held, before):
+            changed = bytes_of(x) != old
+            for y in written:
+                if y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+                    own = torch.zeros(len(old) // y.element_size(), dtype=torch.bool)
+                    own.as_strided(y.shape, y.stride(), y.storage_offset()).fill_(True)
+                    changed &= ~own.repeat_interleave(y.element_size())
+            assert not changed.any(), f"{int(changed.sum())} bytes were written that must not be"
         return results
 
     def check(
@@ -196,7 +209,11 @@ class Call:
                 self.check_alike({n: mode.from_tensor(x.detach()) for n, x in args.items()}, results, mode)
 
     def compare(self, args: Args, results: tuple[Tensor, ...], like: Made, same_tensors: bool = True) -> None:
-        by_letter = self.named(results)
+        if self.turned == ["qkv"] == self.written:
+            by_letter = self.made.named(results[0])
+        else:
+            scaled = [jitrope.Scaled(*x) for x in zip(results[::2], results[1::2])]
+            by_letter = dict.fromkeys("qkv") | dict(zip("qkv", scaled if self.case["convert"] in DYNAMIC else results))
         if same_tensors:
             for y, name in zip(results, self.outs or self.turned):
                 assert y is args[name] or name not in self.written, f"{name} itself does not come back"
@@ -290,30 +307,10 @@ def bits(name: str, device: str) -> list[Tensor]:
         return [x.cpu() for x in (*results, *[call.args[x] for x in call.written])]
 
 
-def memory(tensors: Iterable[Tensor]) -> dict[int, tuple[Any, Tensor]]:
-    """The storages of tensors, by address, and all their bytes."""
-    found = {}
-    for x in [getattr(x, "held", x) for x in tensors]:
-        if x.layout == torch.strided and not (x.is_nested or x.is_meta or isinstance(x, FakeTensor)):
-            found[x.untyped_storage().data_ptr()] = x.untyped_storage()
-    return {address: (storage, bytes_of(storage)) for address, storage in found.items() if storage.nbytes()}
-
-
-def bytes_of(storage: Any) -> Tensor:
+def bytes_of(x: Tensor) -> Tensor:
+    """All bytes of a tensor's storage."""
     with torch.inference_mode(False), torch.no_grad():
-        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu().clone()
-
-
-def unchanged(before: dict[int, tuple[Any, Tensor]], written: list[Tensor]) -> None:
-    """Only the elements of the written tensors have other bytes."""
-    for address, (storage, old) in before.items():
-        changed = bytes_of(storage) != old
-        for x in [getattr(x, "held", x) for x in written]:
-            if x.untyped_storage().data_ptr() == address:
-                own = torch.zeros(len(old) // x.element_size(), dtype=torch.bool)
-                own.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(True)
-                changed &= ~own.repeat_interleave(x.element_size())
-        assert not changed.any(), f"{int(changed.sum())} bytes were written that must not be"
+        return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage()).cpu().clone()
 
 
 def steps(x: Tensor) -> list[int]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import itertools
-import os
 from collections.abc import Callable
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -33,14 +31,6 @@ def of_tensors(call: Call) -> Callable[..., tuple[Tensor, ...]]:
 
 
 @of(gpu=ON_GPU)
-def test_dynamic_shapes(call: Call) -> None:
-    """Other lengths with the same graph."""
-    graph = eager(of_tensors(call), dynamic=True)
-    for one in (call, Call(call.name, call.device, tokens=8)):
-        one.check(run=lambda args: graph(*args.values()), same_tensors=False)
-
-
-@of(gpu=ON_GPU)
 def test_graph_breaks(call: Call) -> None:
     """Work before and after is in other graphs."""
     function = of_tensors(call)
@@ -55,11 +45,17 @@ def test_graph_breaks(call: Call) -> None:
     call.check(run=lambda args: graph(*args.values()), same_tensors=False)
 
 
-@of(DERIVED, gpu=ON_GPU)
-def test_gradients(call: Call) -> None:
-    """Forward and backward are compiled."""
-    graph = eager(of_tensors(call))
-    call.check_gradient(run=lambda args: graph(*args.values()), same_tensors=False)
+@of({"aot_eager": DERIVED, "inductor": [x for x in INDUCTOR if x in DERIVED]}, gpu=ON_GPU)
+def test_gradients(call: Call, kind: str) -> None:
+    """Forward and backward are compiled, of sequence-first tensors."""
+    graph = torch.compile(of_tensors(call), backend=kind, fullgraph=True)
+    leaves = {x: call.args[x] for x in (*call.heads, *call.weights)}
+    call.check_gradient(
+        lambda made: made | {x: made[x].transpose(0, 1) for x in call.turned},
+        run=lambda args: graph(*args.values()),
+        leaves=leaves | {x: leaves[x].transpose(0, 1).contiguous() for x in call.turned},
+        same_tensors=False,
+    )
 
 
 @of(DERIVED, gpu=ON_GPU)
@@ -83,31 +79,11 @@ def test_inductor(call: Call) -> None:
     call.check(run=lambda args: graph(*args.values()), same_tensors=False)
 
 
-@of([x for x in INDUCTOR if x in DERIVED], gpu=ON_GPU)
-def test_gradients_of_inductor(call: Call) -> None:
-    """Of sequence-first tensors."""
-    graph = torch.compile(of_tensors(call), fullgraph=True)
-    leaves = {x: call.args[x] for x in (*call.heads, *call.weights)}
-    call.check_gradient(
-        lambda made: made | {x: made[x].transpose(0, 1) for x in call.turned},
-        run=lambda args: graph(*args.values()),
-        leaves=leaves | {x: leaves[x].transpose(0, 1).contiguous() for x in call.turned},
-        same_tensors=False,
-    )
-
-
-@of(gpu=ON_GPU)
-def test_a_complex_table(call: Call) -> None:
-    call.args["freqs_cis"] = torch.complex(call.args.pop("cos"), call.args.pop("sin"))
-    graph = eager(of_tensors(call))
-    call.check(run=lambda args: graph(*args.values()), same_tensors=False)
-
-
-@of([x.name for x in CALLS if x.name.endswith("_") or x.cached], gpu=ON_GPU)
+@of({"aot_eager": NAMED, "inductor": [x.name for x in CALLS if x.name.endswith("_") or x.cached]}, gpu=ON_GPU)
 @torch.no_grad()
-def test_inductor_in_place_with_a_complex_table(call: Call) -> None:
+def test_a_complex_table(call: Call, kind: str) -> None:
     call.args["freqs_cis"] = torch.complex(call.args.pop("cos"), call.args.pop("sin"))
-    graph = torch.compile(of_tensors(call), fullgraph=True)
+    graph = torch.compile(of_tensors(call), backend=kind, fullgraph=True)
     call.check(run=lambda args: graph(*args.values()), same_tensors=False)
 
 
@@ -131,24 +107,18 @@ TRACED: dict[str, Any] = {
     "make_fx, symbolic": lambda f, xs: make_fx(f, tracing_mode="symbolic")(*xs),
     "exported": lambda f, xs: exported(f, xs).module(),
     "exported, saved and loaded": lambda f, xs: loaded(exported(f, xs)).module(),
+    "torch.jit.trace": lambda f, xs: torch.jit.trace(f, tuple(xs), check_trace=False),
 }
 
 
 @pytest.mark.parametrize("kind", TRACED)
 @of(gpu=ON_GPU)
 def test_traced(call: Call, kind: str) -> None:
-    """What it gives for copies gives the same for the tensors of the call."""
-    graph = TRACED[kind](of_tensors(call), [x.clone() for x in call.args.values()])
-    call.check(run=lambda args: tuple(graph(*args.values())), same_tensors=False)
-
-
-@of(gpu=ON_GPU)
-def test_jit_trace(call: Call) -> None:
-    """It would lose what is written, but in place."""
-    copies = tuple([x.clone() for x in call.args.values()])
+    """What it gives for copies gives the same for the tensors of the call; torch.jit would lose what is written."""
+    copies, lost = [x.clone() for x in call.args.values()], {*call.written} - {*call.heads}
     call.check(
-        "torch.jit.trace" if {*call.written} - {*call.heads} else "",
-        run=lambda args: tuple(torch.jit.trace(of_tensors(call), copies, check_trace=False)(*args.values())),
+        kind if kind == "torch.jit.trace" and lost else "",
+        run=lambda args: tuple(TRACED[kind](of_tensors(call), copies)(*args.values())),
         same_tensors=False,
     )
 
@@ -196,5 +166,4 @@ for name in NAMED:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 def test_imported_under_a_mode(device: str, mode: str) -> None:
     """No tensor of the library is made of it: all calls are right afterwards."""
-    root, code = Path(__file__).parents[2], IMPORTED.format(mode=mode, device=device)
-    python("-c", code, env={**os.environ, "PYTHONPATH": str(root)}, cwd=root, check=True)
+    python("-c", IMPORTED.format(mode=mode, device=device), check=True)

@@ -6,87 +6,106 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 import jitrope
 
-from .named import CACHED, FP8S, NO_PAGES, NORMED, ONE_TABLE, SEVERAL, SLOTS, Args, Call, of
+from .named import CACHED, FP8S, NAMED, NO_PAGES, NORMED, ONE_TABLE, SEVERAL, SLOTS, Args, Call, of
 
 OVERLAPS = "its elements overlap in memory, so it cannot be written"
 SHARES = "share memory, which is written; pass tensors that do not overlap"
 LAZY = "it must be a tensor with its numbers in memory, not torch's lazy zeros or negatives"
+DENSE = "contiguous, on"
 NEGATIVE: dict[str, Any] = {  # torch's lazy negative bit
-    "every other element": lambda x: torch.complex(torch.zeros_like(x), -x).conj().imag,
-    "dense": lambda x: torch._neg_view(-x),
+    "negative in turn": lambda x: torch.complex(torch.zeros_like(x), -x).conj().imag,
+    "negative": lambda x: torch._neg_view(-x),
 }
-turned = lambda x: x.permute(2, 3, 1, 0).contiguous().permute(3, 2, 0, 1)  # noqa: E731
+
+HEADS: dict[str, Any] = {  # the refusal where a changed tensor is written, and the change
+    "overlapping windows":
+        (OVERLAPS, lambda x: x.as_strided(x.shape, (*x.stride()[:1], x.stride(1) // 2, *x.stride()[2:]))),
+    **{f"expanded {n}": (OVERLAPS, lambda x, n=n: x.narrow(n, 0, 1).expand_as(x)) for n in range(4)},
+    **{kind: (LAZY, change) for kind, change in NEGATIVE.items()},
+    "padded": ("", lambda x: pad(x, (0, 8, 1, 0))[:, :, 1:, :-8]),
+    "unaligned": ("", lambda x: torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape)),
+    "sequence-first": ("", lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)),
+    "heads-first": ("", lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)),
+    "elements-first": ("", lambda x: x.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)),
+    "channels-last": ("", lambda x: x.to(memory_format=torch.channels_last)),
+    "every other element": ("", lambda x: x.repeat_interleave(2, -1)[..., 1::2]),
+    "every other token": ("", lambda x: x.repeat_interleave(2, 1)[:, ::2]),
+    "odd": ("", lambda x: pad(x, (1, 0))[..., 1:]),
+}  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", HEADS)
 @of()
-def test_plain(call: Call) -> None:
-    """The call that the others are compared with."""
-    call.check()
+def test_memory_of_heads(call: Call, kind: str) -> None:
+    """All that is written, or else all that is read, and each alone; the strides of the results are promised."""
+    refusal, change = HEADS[kind]
+    for names in ([x for x in call.heads if x in call.written] or call.heads, *zip(call.heads)):
+        call.check_change(names, change, refusal)
 
 
-@of(SEVERAL)
-def test_q_is_k(call: Call) -> None:
-    """One tensor twice is refused where it is written."""
-    q, k = call.turned[:2]
-    call.args[q] = call.args[k]
-    if "first_q" in call.args:
-        call.args["second_q"] = call.args["second_k"]  # as many heads in both streams
-    if "q_weight" in call.args:
-        call.args["q_weight"] = call.args["k_weight"]
-    if call.outs:
-        call.args["q_out"] = torch.zeros_like(call.args["k"])
-    call.check(SHARES if call.writes_heads else "")
-
-
-@of([x for x in SEVERAL if "v" in Call(x, "cpu").heads])
-def test_k_is_v(call: Call) -> None:
-    call.args["v"] = call.args["k"]
-    call.check(SHARES if "k" in call.written else "")
-
-
-# What refuses it, and the changes to the arguments.
-CACHES: dict[str, Any] = {
-    "k_cache is v_cache": (SHARES, lambda a: {"v_cache": a["k_cache"]}),
-    "k lies in its cache": (SHARES, lambda a: {"k": a["k_cache"].flatten(0, 1)[:12].view_as(a["k"])}),
-    "its windows overlap": (OVERLAPS, lambda a: {"v_cache": a["v_cache"].as_strided((8, 4, 2, 64), (256, 64, 64, 1))}),
-    "negative": (LAZY, lambda a: {"k_cache": NEGATIVE["dense"](a["k_cache"])}),
-    "negative in turn": (LAZY, lambda a: {"k_cache": NEGATIVE["every other element"](a["k_cache"])}),
-    "both in one tensor": ("", lambda a: dict(zip(a, torch.stack((a["k_cache"], a["v_cache"]), 1).unbind(1)))),
-    "padded and transposed": ("", lambda a: {x: turned(torch.cat((a[x], a[x]), 3))[..., 64:] for x in a}),
+turned = lambda x: x.permute(2, 3, 1, 0).contiguous().permute(3, 2, 0, 1)  # noqa: E731
+TABLES: dict[str, Any] = {
+    "one table twice": lambda cos, sin: (cos, cos),
+    "tables in turn, transposed": lambda cos, sin: [x.T for x in torch.stack((cos.T, sin.T), -1).unbind(-1)],
+    "unlike tables": lambda cos, sin: (cos, sin.T.contiguous().T),
+    "one angle": lambda cos, sin: (cos[:1, :1].expand_as(cos), sin[:1, :1].expand_as(sin)),
+    "one row": lambda cos, sin: (cos[:1].expand_as(cos), sin[:1].expand_as(sin)),
+    "one column": lambda cos, sin: (cos[:, :1].expand_as(cos), sin[:, :1].expand_as(sin)),
+    **{f"tables, {kind}": lambda *tables, f=f: [*map(f, tables)] for kind, f in NEGATIVE.items()},
 }
-
-
-@pytest.mark.parametrize("kind", CACHES)
-@of(CACHED)
-def test_memory_of_caches(call: Call, kind: str) -> None:
-    refusal, change = CACHES[kind]
-    caches = {x: call.args[x] for x in (*call.cached, *["k"] * ("lies" in kind))}
-    call.args |= change(caches)
-    call.check(refusal)
-
-
-STREAMS: dict[str, Any] = {
-    "both are one": lambda a: {f"second_{x}": a[f"first_{x}"] for x in "qkv"},
-    "one is empty": lambda a: {f"first_{x}": a[f"first_{x}"][:, :0] for x in "qkv"},
+COMPLEX: dict[str, Any] = {"conjugate": torch.conj, "negative": torch._neg_view,
+                           "both": lambda z: torch._neg_view(z.conj())}  # fmt: skip
+WEIGHTS: dict[str, Any] = {
+    "every other element": (DENSE, lambda x: x.repeat_interleave(2)[::2]),
+    "expanded": (DENSE, lambda x: x[:1].expand_as(x)),
+    "negative in turn": (DENSE, NEGATIVE["negative in turn"]),
+    "negative": ("", NEGATIVE["negative"]),
 }
+# The calls, the refusal (those of memory are of calls that write one of the changed tensors), and the change.
+CHANGES: dict[str, Any] = {
+    "q is k": (SEVERAL, SHARES, lambda a: {  # as many heads in both streams
+        y: a[y.replace("q", "k")].clone() if y == "q_out" else a[y.replace("q", "k")]
+        for x in ("q", "first_q", "second_q", "q_weight", "q_out") if x in a for y in (x, x.replace("q", "k"))}),
+    "k is v": ([x for x in SEVERAL if "v" in Call(x, "cpu").heads], SHARES, lambda a: {"v": a["k"], "k": a["k"]}),
+    "k_cache is v_cache": (CACHED, SHARES, lambda a: {"v_cache": a["k_cache"]}),
+    "k lies in its cache": (CACHED, SHARES, lambda a: {
+        "k": a["k_cache"].flatten(0, 1)[:12].view_as(a["k"]), "k_cache": a["k_cache"]}),
+    "windows of a cache overlap": (CACHED, OVERLAPS, lambda a: {
+        "v_cache": a["v_cache"].as_strided((8, 4, 2, 64), (256, 64, 64, 1))}),
+    **{f"cache, {kind}": (CACHED, LAZY, lambda a, f=f: {"k_cache": f(a["k_cache"])}) for kind, f in NEGATIVE.items()},
+    "both caches in one tensor": (CACHED, "", lambda a: dict(zip(
+        ("k_cache", "v_cache"), torch.stack((a["k_cache"], a["v_cache"]), 1).unbind(1)))),
+    "padded and transposed caches": (CACHED, "", lambda a: {
+        x: turned(torch.cat((a[x], a[x]), 3))[..., 64:] for x in ("k_cache", "v_cache")}),
+    "strided slots": (SLOTS, DENSE, lambda a: {"slots": a["slots"].repeat_interleave(2)[::2]}),
+    "no slots": (SLOTS, "", lambda a: {x: a[x][:0] for x in ("k_cache", "v_cache")}),
+    "both streams are one": (["streams"], "", lambda a: {f"second_{x}": a[f"first_{x}"] for x in "qkv"}),
+    "one stream is empty": (["streams"], "", lambda a: {f"first_{x}": a[f"first_{x}"][:, :0] for x in "qkv"}),
+    "one weight twice": ([x for x in NORMED if x != "across"], "", lambda a: {"k_weight": a["q_weight"]}),
+    "one weight of all heads twice": (["across"], "", lambda a: {"k_weight": a["q_weight"], "k": a["q"].flip(0)}),
+    "no heads of k": ([x for x in SEVERAL if "k" in Call(x, "cpu").heads and x not in (*CACHED, "across")], "",
+        lambda a: {x: a[x][:, :, :0] for x in ("k", "k_out") if x in a}),
+    "no heads of k, across": (["across"], "", lambda a: {"k": a["k"][:, :, :0], "k_weight": a["k_weight"][:0]}),
+    **{kind: (NAMED, "", lambda a, f=f: dict(zip(("cos", "sin"), f(a["cos"], a["sin"]))))
+       for kind, f in TABLES.items()},
+    **{f"complex, {kind}": (NAMED, "", lambda a, f=f: {"freqs_cis": f(torch.complex(a.pop("cos"), a.pop("sin")))})
+       for kind, f in COMPLEX.items()},
+    **{f"weights, {kind}": (NORMED, text, lambda a, f=f: {x: f(a[x]) for x in a if x.endswith("weight")})
+       for kind, (text, f) in WEIGHTS.items()},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", STREAMS)
-@of(["streams"])
-def test_memory_of_streams(call: Call, kind: str) -> None:
-    call.args |= STREAMS[kind](call.args)
-    call.check()
-
-
-@of(NORMED)
-def test_one_weight_twice(call: Call) -> None:
-    if call.name == "across":
-        call.args["k"] = call.made.noise(*call.args["q"].shape)
-    call.args["k_weight"] = call.args["q_weight"]
-    call.check()
+@of({kind: names for kind, (names, *_) in CHANGES.items()})
+def test_memory(call: Call, kind: str) -> None:
+    _, refusal, change = CHANGES[kind]
+    changes = change(call.args)
+    call.args |= changes
+    written = {*changes} & {*call.written} - {*call.outs}
+    call.check(refusal if written or refusal == DENSE else "")
 
 
 @pytest.mark.parametrize("kind", ["number", "tensor"])
@@ -100,14 +119,6 @@ def test_one_scale_twice(call: Call, kind: str) -> None:
         call.made.scale = lambda letter: scale  # type: ignore[method-assign]
         call.words["quantize"] = jitrope.Quantize(scale, scale)
     call.check(fake=kind == "number")
-
-
-@of()
-def test_overlapping_windows(call: Call) -> None:
-    """They are refused where they are written."""
-    names = [x for x in call.heads if x in call.written] or call.heads
-    one = call.changed(names, lambda x: x.as_strided(x.shape, (*x.stride()[:1], x.stride(1) // 2, *x.stride()[2:])))
-    one.check(OVERLAPS if call.writes_heads else "")
 
 
 # Of a tensor with as many elements as q and k, and the number of heads of k.
@@ -128,16 +139,6 @@ def test_q_and_k_in_one_tensor(call: Call, kind: str) -> None:
     base = base.mT.contiguous().mT if kind == "element by element" else base
     call.args |= zip(call.turned, TOGETHER[kind](base, k.shape[2]))
     call.check(SHARES if kind == "overlapping" and call.writes_heads else "")
-
-
-@pytest.mark.parametrize("axis", range(4))
-@of()
-def test_expanded_heads(call: Call, axis: int) -> None:
-    """All that is rotated, k, and v; they are refused where they are written, and one head is no overlap."""
-    turned = [x for x in call.turned if x in call.written] or call.turned
-    for names in (turned, call.turned[1:2], call.copied):
-        one = call.changed(names, lambda x: x.narrow(axis, 0, 1).expand_as(x))
-        one.check(OVERLAPS if {*names} & {*call.written} else "")
 
 
 NO_D = "rotary_dim, by default D, is 0; it must be even and from 2 to D=0"
@@ -165,20 +166,6 @@ def test_no_elements(call: Call, axis: int) -> None:
     call.check(text)
 
 
-@of([x for x in SEVERAL if "k" in Call(x, "cpu").heads and x not in CACHED])
-def test_no_heads_of_k(call: Call) -> None:
-    call.args |= {x: call.args[x][:, :, :0] for x in ("k", "k_out") if x in call.args}
-    if call.name == "across":
-        call.args["k_weight"] = call.args["k_weight"][:0]
-    call.check()
-
-
-@of(SLOTS)
-def test_no_slots(call: Call) -> None:
-    call.args |= {x: call.args[x][:0] for x in call.cached}
-    call.check()
-
-
 @of(NO_PAGES)
 def test_a_table_without_rows(call: Call) -> None:
     """It is enough for no tokens."""
@@ -194,100 +181,16 @@ def test_a_number_is_no_such_tensor(call: Call) -> None:
         call.changed([name], lambda x: x.new_zeros(())).check(r"is a tensor of shape \(\)|has shape \(\)")
 
 
-@pytest.mark.parametrize("kind", NEGATIVE)
-@of()
-def test_negative_heads(call: Call, kind: str) -> None:
-    """The bit of each of them alone; what is written must not have it."""
-    for name in call.heads:
-        one = call.changed([name], NEGATIVE[kind])
-        assert one.args[name].is_neg()
-        one.check(LAZY if name in call.written else "")
-
-
-CONJUGATE: dict[str, Any] = {
-    "conjugate": torch.conj,
-    "negative": torch._neg_view,
-    "both": lambda z: torch._neg_view(z.conj()),
-}
-
-
-@pytest.mark.parametrize("kind", CONJUGATE)
-@of()
-def test_lazy_bits_of_a_complex_table(call: Call, kind: str) -> None:
-    call.args["freqs_cis"] = CONJUGATE[kind](torch.complex(call.args.pop("cos"), call.args.pop("sin")))
-    call.check()
-
-
-STRIDED = {
-    "padded": lambda noise, b, s, h, d: noise(b, s, h + 1, d + 8)[:, :, 1:, :-8],
-    "unaligned": lambda noise, *size: noise(torch.Size(size).numel() + 1)[1:].view(size),
-    "sequence-first": lambda noise, b, s, h, d: noise(s, b, h, d).transpose(0, 1),
-    "heads-first": lambda noise, b, s, h, d: noise(b, h, s, d).transpose(1, 2),
-    "elements-first": lambda noise, b, s, h, d: noise(d, b, s, h).permute(1, 2, 3, 0),
-    "channels-last": lambda noise, *size: noise(*size).to(memory_format=torch.channels_last),
-    "every other element": lambda noise, b, s, h, d: noise(b, s, h, 2 * d)[..., 1::2],
-    "every other token": lambda noise, b, s, h, d: noise(b, 2 * s, h, d)[:, ::2],
-    "odd": lambda noise, b, s, h, d: noise(b, s, h, d + 1)[..., 1:],
-}
-
-
-@pytest.mark.parametrize("kind", STRIDED)
-@of()
-def test_strided_heads(call: Call, kind: str) -> None:
-    """All that is rotated or copied; the strides of the results are promised."""
-    call.args |= {x: STRIDED[kind](call.made.noise, *call.args[x].shape) for x in call.heads}
-    call.check()
-
-
-TABLES: dict[str, Any] = {
-    "one twice": lambda cos, sin: (cos, cos),
-    "in turn, transposed": lambda cos, sin: [x.T for x in torch.stack((cos.T, sin.T), -1).unbind(-1)],
-    "unlike": lambda cos, sin: (cos, sin.T.contiguous().T),
-    "one angle": lambda cos, sin: (cos[:1, :1].expand_as(cos), sin[:1, :1].expand_as(sin)),
-    "one row": lambda cos, sin: (cos[:1].expand_as(cos), sin[:1].expand_as(sin)),
-    "one column": lambda cos, sin: (cos[:, :1].expand_as(cos), sin[:, :1].expand_as(sin)),
-    "negative": lambda cos, sin: (NEGATIVE["dense"](cos), NEGATIVE["dense"](sin)),
-    "negative in turn": lambda *tables: [NEGATIVE["every other element"](x) for x in tables],
-}
-
-
-@pytest.mark.parametrize("kind", TABLES)
-@of()
-def test_memory_of_tables(call: Call, kind: str) -> None:
-    call.args |= zip(("cos", "sin"), TABLES[kind](call.args["cos"], call.args["sin"]))
-    call.check()
-
-
-WEIGHTS: dict[str, Any] = {
-    "every other element": ("contiguous, on", lambda x: x.repeat_interleave(2)[::2]),
-    "expanded": ("contiguous, on", lambda x: x[:1].expand_as(x)),
-    "negative in turn": ("contiguous, on", NEGATIVE["every other element"]),
-    "negative": ("", NEGATIVE["dense"]),
-}
-
-
-@pytest.mark.parametrize("kind", WEIGHTS)
-@of(NORMED)
-def test_memory_of_weights(call: Call, kind: str) -> None:
-    refusal, change = WEIGHTS[kind]
-    call.changed(call.weights, change).check(refusal)
-
-
 @of(ONE_TABLE)
 def test_strided_positions(call: Call) -> None:
     """Ids may be a transposed view, or an expanded one; starts must be contiguous."""
     ids = torch.tensor([[3, 0], [5, 1], [2, 2], [7, 4], [0, 9], [1, 1]], device=call.device).T
     for view in (ids, ids[:1].expand(2, 6)):
-        one = call.changed([], dict)
+        one = call.changed(())
         one.args["position_ids"] = view
         one.check()
     call.words["positions"] = jitrope.Starts(start_positions=ids[:, 0].repeat_interleave(2)[::2])
     call.check("start_positions is .* contiguous, on")
-
-
-@of(SLOTS)
-def test_strided_slots(call: Call) -> None:
-    call.changed(["slots"], lambda x: x.repeat_interleave(2)[::2]).check("contiguous, on")
 
 
 @of(NO_PAGES)
