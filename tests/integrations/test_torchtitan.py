@@ -16,7 +16,7 @@ from torch import Tensor
 from jitrope.integrations import torchtitan
 
 from ..devices import devices
-from ..hosts import group, titan_config
+from ..hosts import close, group, titan_config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOKENS = torch.randint(0, 2048, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -34,13 +34,11 @@ def counted(titan: Any) -> dict[str, int]:
 
 def pair(titan: Any, kind: str, **words: Any) -> list[Any]:
     """The host's module and ours, of one configuration."""
-    words = {"dim": 32, "max_seq_len": 64, **words}
-    return [getattr(module, kind).Config(**words).build() for module in (titan, torchtitan)]
+    return [getattr(module, kind).Config(dim=32, max_seq_len=64, **words).build() for module in (titan, torchtitan)]
 
 
 POSITIONS = {
-    "none": None,
-    "one-row": torch.arange(6)[None].flip(1),
+    **{"none": None, "one-row": torch.arange(6)[None].flip(1)},
     "rows": torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 63]]),
     "int32": torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]], dtype=torch.int32),
 }
@@ -64,8 +62,7 @@ def test_bits_of_the_host(
         loss = sum((x.float() * torch.arange(32, device=device)).sum() for x in out)
         results.append([*out, *torch.autograd.grad(loss, heads)])
     want, got = results
-    assert torch.equal(got[0], want[0])
-    assert torch.equal(got[1], want[1])
+    assert all(map(torch.equal, got[:2], want[:2]))
     torch.testing.assert_close(got[2:], want[2:])
     assert counted == {"jitrope": 1}
 
@@ -115,11 +112,8 @@ def test_model(titan: Any, counted: dict[str, int], device: str, case: str, dtyp
     On a GPU that holds for q and k: strides choose the kernels of attention.
     """
     (name, _, more), results = case.partition(" "), []
-    complex_, halves = (
-        titan.ComplexRoPE.Config(dim=128, max_seq_len=64),
-        titan.CosSinRoPE.Config(dim=16, max_seq_len=64),
-    )
-    changes = {"rope": {"complex": complex_, "halves": halves}[more]} if more else {}
+    kind, dim = {"complex": (titan.ComplexRoPE, 128), "halves": (titan.CosSinRoPE, 16)}.get(more, (None, 0))
+    changes = {"rope": kind.Config(dim=dim, max_seq_len=64)} if kind else {}
     for override in (False, True):
         torch.manual_seed(0)
         model = titan_config(name, override, **changes).build()
@@ -141,10 +135,8 @@ def test_model(titan: Any, counted: dict[str, int], device: str, case: str, dtyp
     assert of_ours == keys
     assert counted == {"jitrope" if name == "llama3" else "fused": 2}
     assert all(map(torch.equal, got[: 3 if device == "cpu" else 2], want))
-    assert len(got) == len(want) > 17
-    unit = 1e-4 if dtype == "fp32" else 0.03
-    for a, b in zip(got, want):
-        torch.testing.assert_close(a, b, rtol=unit, atol=unit * float(b.detach().abs().max()))
+    assert len(want) > 17
+    close(got, want, 1e-4 if dtype == "fp32" else 0.03)
 
 
 @pytest.mark.parametrize(
@@ -188,9 +180,7 @@ def test_norms_of_a_tensor_parallel_layer(
     from torchtitan.distributed import parallel_dims, utils
     from torchtitan.distributed.spmd_types import set_current_spmd_mesh
 
-    def local(x: Any) -> Tensor:
-        return x.to_local() if hasattr(x, "to_local") else x
-
+    local = lambda x: x.to_local() if hasattr(x, "to_local") else x  # noqa: E731
     monkeypatch.setattr(parallel_dims, "device_type", device)
     monkeypatch.setattr(utils, "_spmd_backend", backend)
     results = []
@@ -215,14 +205,12 @@ def test_norms_of_a_tensor_parallel_layer(
             with set_current_spmd_mesh(mesh) if mesh is not None else nullcontext():
                 layer(X.to(device), None, IDS.to(device))
             sum((n + 1) * x.square().sum() for n, x in enumerate(map(local, heads))).backward()
-            weights = layer.q_norm.weight, layer.k_norm.weight
-            results.append([*map(local, heads), *(local(w.grad) for w in weights)])
-            results[-1] += [getattr(w.grad, "placements", None) for w in weights]
+            grads = layer.q_norm.weight.grad, layer.k_norm.weight.grad
+            results.append([*map(local, [*heads, *grads]), *(getattr(grad, "placements", None) for grad in grads)])
     assert counted == {"fused": 1}
     theirs, ours = results
     assert ours[0].shape == (2, 12, config.n_heads // 2, config.head_dim)
-    for a, b in zip(ours[: 3 if device == "cpu" else 2], theirs):  # on a GPU strides choose the kernels of attention
-        assert torch.equal(a, b)
+    assert all(map(torch.equal, ours[: 3 if device == "cpu" else 2], theirs))  # on a GPU as in `test_model`
     assert ours[5:] == theirs[5:]
     torch.testing.assert_close(ours[3:5], theirs[3:5], rtol=1e-4, atol=1e-3)
 
@@ -230,31 +218,24 @@ def test_norms_of_a_tensor_parallel_layer(
 # ---- what users and other versions change ---------------------------------------------------------------
 
 
-def test_norms_that_differ_or_are_absent_or_others(titan: Any, counted: dict[str, int]) -> None:
-    """The norms of q and k with two eps are called, and so are another's; a layer without norms has one launch for
-    rope, as copies have."""
+@pytest.mark.parametrize("change", ["eps", "others", "none"])
+def test_norms_that_differ_or_are_absent_or_others(titan: Any, counted: dict[str, int], change: str) -> None:
+    """Norms with two eps are called, and so are another's; without norms rope is one launch. In copies too."""
     layers = layers_of()
     for layer in layers:
-        layer.k_norm.eps = 0.1
-    assert torch.equal(layers[1](X, None, IDS), layers[0](X, None, IDS))
-    for layer in layers:
-        layer.q_norm = layer.k_norm = torch.nn.Tanh()
-    assert torch.equal(layers[1](X, None, None), layers[0](X, None, None))
-    for layer in layers:
-        layer.q_norm = layer.k_norm = None
+        if change == "eps":
+            layer.k_norm.eps = 0.1
+        else:
+            layer.q_norm = layer.k_norm = torch.nn.Tanh() if change == "others" else None
     assert torch.equal(copy.deepcopy(layers[1])(X, None, IDS), layers[0](X, None, IDS))
-    assert counted == {"jitrope": 3, "host": 0}
+    assert counted == {"jitrope": 1, "host": 0}
 
 
 def test_a_keyword_of_another_version(titan: Any, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A rope whose methods take more goes to the host, counted, with its keyword; it is never a TypeError."""
-    stock = titan.CosSinRoPE.forward
-
-    def forward(self: Any, query: Tensor, key: Tensor, positions: Any = None, *, times: int = 1) -> Any:
-        return [times * x for x in stock(self, query, key, positions)]
-
-    theirs, ours = pair(titan, "CosSinRoPE")
-    monkeypatch.setattr(titan.CosSinRoPE, "forward", forward)
+    stock, (theirs, ours) = titan.CosSinRoPE.forward, pair(titan, "CosSinRoPE")
+    newer = lambda *given, times=1: [times * x for x in stock(*given)]  # noqa: E731
+    monkeypatch.setattr(titan.CosSinRoPE, "forward", newer)
     q = torch.randn(1, 6, 2, 32)
     assert all(map(torch.equal, ours(q, q, times=3), theirs(q, q, times=3)))
     assert counted == {"host": 1}
