@@ -27,9 +27,9 @@ PYTORCH = "transformer_engine.pytorch"
 
 
 MEGATRON = {
-    **{"rope_utils": "models.common.embeddings.rope_utils", "rotary": "models.common.embeddings.rotary_pos_embedding"},
+    **{"rope_utils": "models.common.embeddings.rope_utils", "specs": "models.gpt.gpt_layer_specs"},
     **{"attention": "transformer.attention", "latent": "transformer.multi_latent_attention"},
-    **{"specs": "models.gpt.gpt_layer_specs", "transformer": "transformer", "norms": "transformer.torch_norm"},
+    **{"transformer": "transformer", "norms": "transformer.torch_norm"},
     **{"packed": "packed_seq_params", "groups": "process_groups_config", "build": "transformer.spec_utils"},
 }
 
@@ -66,8 +66,16 @@ def ranks(core: Any, request: Any) -> Iterator[Any]:
 # ---- TransformerEngine ---------------------------------------------------------------------------------
 
 
+class L2Normalization(nn.RMSNorm):
+    """The formula of `jit.l2normalization_fused_`: squares are summed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = x.float()
+        return (f * torch.rsqrt(f.pow(2).sum(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
 # Classes of torch under the names of TransformerEngine's, without the words for fp8 and parallelism. Attention is a
-# product of q, k and v, and L2Normalization sums squares, as `jit.l2normalization_fused_` does.
+# product of q, k and v.
 TE_CLASSES = {
     name: type(name, (base,), {"__module__": f"{PYTORCH}.{at}", "name": None, **own})
     for name, base, at, own in (
@@ -78,10 +86,8 @@ TE_CLASSES = {
         ("DotProductAttention", nn.Identity, "", {
             "forward": lambda self, q, k, v, **_: (q * k.flip(0).repeat_interleave(q.shape[-2] // k.shape[-2], -2)
                 + v.repeat_interleave(q.shape[-2] // v.shape[-2], -2)).flatten(-2)}),
-        ("L2Normalization", nn.RMSNorm, "ops.basic.l2normalization", {
-            "__init__": lambda self, eps, **_: nn.RMSNorm.__init__(self, 32, eps, elementwise_affine=False),
-            "forward": lambda self, x:
-                (x.float() * torch.rsqrt(x.float().pow(2).sum(-1, keepdim=True) + self.eps)).to(x.dtype)}),
+        ("L2Normalization", L2Normalization, "ops.basic.l2normalization", {
+            "__init__": lambda self, eps, **_: nn.RMSNorm.__init__(self, 32, eps, elementwise_affine=False)}),
         *((cls.__name__, cls, f"module.{cls.__name__.lower()}", {
             "__init__": lambda self, normalized_shape, eps, params_dtype, cls=cls, **_:
                 cls.__init__(self, normalized_shape, eps, dtype=params_dtype),

@@ -88,25 +88,16 @@ def test_packed(core: Any, enabled: Any, device: str, words: Any, table: str, cp
 
 
 def test_hooks(core: Any) -> None:
-    """The two hooks, None without TransformerEngine, are replaced in every module that holds them."""
-    rope_utils = core.rope_utils
-    t, freqs, cu_seqlens = torch.rand(8, 2, 16), freqs_of(8, 16), torch.tensor([0, 6, 8], dtype=torch.int32)
-    before = [rope_utils.fused_apply_rotary_pos_emb, rope_utils.apply_rotary_pos_emb]
-    with megatron.enable() as report:
-        assert core.attention.apply_rotary_pos_emb is rope_utils.apply_rotary_pos_emb is not before[1]
-        assert core.rotary.apply_rotary_pos_emb is core.latent.apply_rotary_pos_emb is rope_utils.apply_rotary_pos_emb
-        out = rope_utils.fused_apply_rotary_pos_emb_thd(t, cu_seqlens, freqs[:6], cp_size=1, cp_rank=0)
-        with group(1, 0) as alone:
-            host = rope_utils._apply_rotary_pos_emb_thd(t, cu_seqlens, freqs[:6], cp_group=alone)
-        torch.testing.assert_close(out, host)
-        out = rope_utils.fused_apply_rotary_pos_emb(t[:, None], freqs, interleaved=False)
-        torch.testing.assert_close(out, rope_utils._apply_rotary_pos_emb_bshd(t[:, None], freqs))
+    """The two hooks, None without TransformerEngine."""
+    hooks, t, freqs, ends = core.rope_utils, torch.rand(8, 2, 16), freqs_of(8, 16), torch.tensor([0, 6, 8]).int()
+    with megatron.enable() as report, group(1, 0) as alone:
+        out = hooks.fused_apply_rotary_pos_emb_thd(t, ends, freqs[:6], cp_size=1, cp_rank=0)
+        torch.testing.assert_close(out, hooks._apply_rotary_pos_emb_thd(t, ends, freqs[:6], cp_group=alone))
+        out = hooks.fused_apply_rotary_pos_emb(t[:, None], freqs, interleaved=False)
+        torch.testing.assert_close(out, hooks._apply_rotary_pos_emb_bshd(t[:, None], freqs))
         assert report.calls == {"jitrope": 2, "host": 0}
         with pytest.raises(jitrope.InvalidInput, match="float64"):  # the host has no hook
-            rope_utils.fused_apply_rotary_pos_emb(t[:, None].double(), freqs)
-        with pytest.raises(jitrope.InvalidInput, match="max_seqlen of fused_apply_rotary_pos_emb_thd"):
-            rope_utils.fused_apply_rotary_pos_emb_thd(t, cu_seqlens, freqs[:6], max_seqlen=6)
-    assert [rope_utils.fused_apply_rotary_pos_emb, core.attention.apply_rotary_pos_emb] == before
+            hooks.fused_apply_rotary_pos_emb(t[:, None].double(), freqs)
 
 
 def test_configuration(core: Any) -> None:
