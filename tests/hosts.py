@@ -34,6 +34,7 @@ INSTALL = {
     "deepspeed": "pip install deepspeed",
     "comfy_kitchen": "pip install --no-deps comfy-kitchen==0.2.40",
     "cache_dit": "pip install --no-deps cache-dit==1.5.3",
+    "transformer_engine": "pip install --no-build-isolation 'transformer-engine[pytorch]'",
     "kernels": "pip install 'kernels>=0.17.2'",
 }
 
@@ -42,7 +43,7 @@ def installed(name: str) -> Any:
     """A module of a host."""
     try:
         return importlib.import_module(name)
-    except ImportError:
+    except (ImportError, FileNotFoundError):  # the second is TransformerEngine's without its compiled part
         missing(INSTALL[name.partition(".")[0]])
 
 

@@ -141,7 +141,7 @@ def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def titan() -> Iterator[Any]:
-    """torchtitan's rope.py, and our classes as another process makes them."""
+    """torchtitan's rope.py, and our classes as another process makes them, with no calls counted."""
     if importlib.util.find_spec("torchtitan") is None:
         hosts.missing("pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 && pip install tyro")
     with hosts.triton():
@@ -150,6 +150,9 @@ def titan() -> Iterator[Any]:
         from jitrope.integrations import torchtitan
 
         torchtitan.register()
+        torch.compiler.reset()
+        for counted in (torchtitan.calls, torchtitan.reasons):
+            counted.clear()
         torchtitan._subclass.cache_clear()
         yield importlib.import_module("torchtitan.models.common.rope")
         torchtitan._subclass.cache_clear()

@@ -44,11 +44,6 @@ OPTIONS += [("rms_rope_split_half", OF_Q), ("rms_rope", OF_Q), ("rms_rope", OF_Q
 EVERY += [(name, "bhsd", torch.float32, more) for name, more in OPTIONS]
 
 
-@pytest.fixture(scope="module")
-def ck() -> Any:
-    return hosts.installed("comfy_kitchen")
-
-
 def arguments(name: str, layout: str, dtype: torch.dtype, device: str = "cpu") -> tuple[list[Tensor], dict[str, Any]]:
     """(q and k, or q alone; further arguments). q and k are views of a fused projection where their shapes allow."""
     torch.manual_seed(0)
@@ -66,10 +61,11 @@ def arguments(name: str, layout: str, dtype: torch.dtype, device: str = "cpu") -
 
 @pytest.mark.parametrize(("device", "name", "layout", "dtype", "more"), devices(EVERY, SOME))
 def test_functions_of_the_registry(
-    ck: Any, device: str, name: str, layout: str, dtype: torch.dtype, more: dict[str, Any]
+    device: str, name: str, layout: str, dtype: torch.dtype, more: dict[str, Any]
 ) -> None:
     """Each function of the registry gives the results of the eager backend: its bits for halves without a norm, else
     except for the last bits, because the second member of a neighbouring pair adds its products in another order."""
+    ck = hosts.installed("comfy_kitchen")
     call = getattr(ck, name)
     xs, words = arguments(name, layout, dtype, device)
     words |= more
@@ -87,8 +83,9 @@ def test_functions_of_the_registry(
     torch.testing.assert_close(got, want, **exact)
 
 
-def test_the_registry(ck: Any) -> None:
+def test_the_registry() -> None:
     """Calls that jitrope refuses, or another backend is asked for, reach the host's; disable leaves no trace."""
+    ck = hosts.installed("comfy_kitchen")
     registry, before = ck.registry, [*ck.registry._priority]
     wide, table = torch.randn(1, 2, 3, 1024), rotations(1, 1, 3, 512)
     want = ck.apply_rope1(wide, table)
@@ -111,9 +108,10 @@ def test_the_registry(ck: Any) -> None:
     assert registry.get_capable_backend("rms_rope_split_half1_") == "eager"
 
 
-def test_another_version(ck: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call with a keyword that jitrope does not know goes to the host, counted, and so do all calls of a function
     that another version lacks."""
+    ck = hosts.installed("comfy_kitchen")
     xs, words = arguments("apply_rope1", "bhsd", torch.float32)
     stock = ck.backends.eager.apply_rope1
     grown = lambda x, freqs_cis, scale=1.0: stock(x, freqs_cis) * scale  # noqa: E731

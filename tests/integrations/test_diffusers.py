@@ -352,11 +352,7 @@ def test_the_installed_hosts_texts_are_known() -> None:
 
 
 def test_another_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a processor: its rope is replaced, if it is a function. And of the norm."""
-    with monkeypatch.context() as patch:
-        patch.setattr(RMSNorm, "forward", lambda self, x: 2 * x)
-        with pytest.raises(jitrope.JitropeError, match="jitrope does not know RMSNorm of diffusers"):
-            integration.enable(prepared(Z_IMAGE)[0])
+    """Of a processor: its rope is replaced, if it is a function."""
     monkeypatch.setattr(integration, "COPIES", {})
     report = same_as_stock(*prepared(FLUX), {"jitrope": 6})
     assert [*report.left.values()] == [f"jitrope does not know its code in diffusers {diffusers.__version__}"]

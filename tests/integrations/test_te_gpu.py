@@ -13,21 +13,13 @@ import torch
 
 from jitrope.integrations import _host, transformer_engine
 
-from ..hosts import close, missing, step
+from ..hosts import close, installed, step
 
 pytestmark = pytest.mark.gpu
 TOKENS, BATCH, WIDTH, HEADS, GROUPS, HEAD_DIM = 48, 2, 256, 8, 2, 64
+TE = "transformer_engine.pytorch"
 LEAD = {"sbhd": (TOKENS, BATCH), "bshd": (BATCH, TOKENS), "thd": (TOKENS * BATCH,)}
 UNITS = {torch.float32: 1e-5, torch.bfloat16: 2**-8}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def te() -> Any:
-    try:
-        import transformer_engine.pytorch as te
-    except (ImportError, FileNotFoundError):  # the second without the compiled part
-        missing("pip install --no-build-isolation 'transformer-engine[pytorch]'")
-    return te
 
 
 @pytest.mark.parametrize(
@@ -35,12 +27,9 @@ def te() -> Any:
     product(LEAD, ("alone", "starts", "two ranks"), (False, True), (1.0, 0.5), UNITS),
     ids=str,
 )
-def test_rope_beside_its_kernel(
-    te: Any, layout: str, sharing: str, interleaved: bool, part: float, dtype: torch.dtype
-) -> None:
+def test_rope_beside_its_kernel(layout: str, sharing: str, interleaved: bool, part: float, dtype: torch.dtype) -> None:
     """Results and gradients are those of its CUDA kernel within a rounding."""
-    from transformer_engine.pytorch.attention import rope
-
+    rope = installed(f"{TE}.attention.rope")
     torch.manual_seed(0)
     size = 2 if sharing == "two ranks" else 1
     t = torch.randn(*LEAD[layout], HEADS, HEAD_DIM, device="cuda", dtype=dtype, requires_grad=True)
@@ -64,8 +53,9 @@ def test_rope_beside_its_kernel(
         *product(("L2Normalization",), (False, True), LEAD, (False,)),
     ],
 )
-def test_norms_and_rope_of_its_attention(te: Any, norm: str, before: bool, layout: str, centred: bool) -> None:
+def test_norms_and_rope_of_its_attention(norm: str, before: bool, layout: str, centred: bool) -> None:
     """One launch for the norms and rope: q and k of its own, results and gradients of the layer."""
+    te = installed(TE)
     torch.manual_seed(0)
     layer = te.MultiheadAttention(
         WIDTH, HEADS, HEAD_DIM, 0.0, num_gqa_groups=GROUPS, qkv_format=layout, bias=False, qk_norm_type=norm,
@@ -91,7 +81,8 @@ def test_norms_and_rope_of_its_attention(te: Any, norm: str, before: bool, layou
 
 
 def bench(*words: str) -> list[dict[str, Any]]:
-    """The rows of `jitrope bench`."""
+    """The rows of `jitrope bench`, with TransformerEngine."""
+    installed(TE)
     command = [sys.executable, "-m", "jitrope", "bench", *words, "--smoke", "--json"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -117,7 +108,8 @@ def test_its_layer_is_timed_with_its_rope_and_ours() -> None:
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_its_transformer_layer(te: Any, before: bool) -> None:
+def test_its_transformer_layer(before: bool) -> None:
+    te = installed(TE)
     torch.manual_seed(0)
     layer = te.TransformerLayer(
         WIDTH, 512, HEADS, GROUPS, hidden_dropout=0.0, attention_dropout=0.0, kv_channels=HEAD_DIM, bias=False,

@@ -24,14 +24,6 @@ IDS = torch.cat((torch.arange(5), torch.arange(7)))[None].expand(2, -1)
 X = torch.randn(2, 12, 256, generator=torch.Generator().manual_seed(3))
 
 
-@pytest.fixture
-def counted(titan: Any) -> dict[str, int]:
-    torch.compiler.reset()
-    torchtitan.calls.clear()
-    torchtitan.reasons.clear()
-    return torchtitan.calls
-
-
 def pair(titan: Any, kind: str, **words: Any) -> list[Any]:
     """The host's module and ours, of one configuration."""
     return [getattr(module, kind).Config(dim=32, max_seq_len=64, **words).build() for module in (titan, torchtitan)]
@@ -50,9 +42,7 @@ BITS = [(*rope, *case) for rope in ROPES for case in product(DTYPES, POSITIONS)]
 @pytest.mark.parametrize(
     ("device", "kind", "scaling", "dtype", "positions"), devices(BITS, (BITS[6], BITS[11], BITS[21], BITS[24]))
 )
-def test_bits_of_the_host(
-    titan: Any, counted: dict[str, int], device: str, kind: str, scaling: str, dtype: str, positions: str
-) -> None:
+def test_bits_of_the_host(titan: Any, device: str, kind: str, scaling: str, dtype: str, positions: str) -> None:
     """Outputs have the host's bits. Gradients, which the host rounds more often, agree to the last place."""
     torch.manual_seed(0)
     heads = [torch.randn(2, 6, n, 32).to(device, DTYPES[dtype]).requires_grad_() for n in (4, 2)]
@@ -64,7 +54,7 @@ def test_bits_of_the_host(
     want, got = results
     assert all(map(torch.equal, got[:2], want[:2]))
     torch.testing.assert_close(got[2:], want[2:])
-    assert counted == {"jitrope": 1}
+    assert torchtitan.calls == {"jitrope": 1}
 
 
 @pytest.mark.parametrize("kind", ["CosSinRoPE", "ComplexRoPE"])
@@ -76,13 +66,13 @@ def test_positions_out_of_range_raise_as_the_hosts(titan: Any, kind: str) -> Non
             rope(q, q, ids + 1)
 
 
-def test_a_call_that_both_refuse(titan: Any, counted: dict[str, int]) -> None:
+def test_a_call_that_both_refuse(titan: Any) -> None:
     """It is counted, with its reason, and the host's error is raised."""
     q, ours = torch.randn(1, 6, 2, 32), pair(titan, "CosSinRoPE")[1]
     for given in (q.repeat(1, 1, 1, 2), q.repeat(1, 11, 1, 1)):  # larger heads; more tokens than rows
         with pytest.raises(RuntimeError):
             ours(given, given)
-    assert counted == {"host": 2}
+    assert torchtitan.calls == {"host": 2}
     assert all(map(str.count, torchtitan.reasons, ("different sizes", "cos has 64 rows")))
 
 
@@ -106,7 +96,7 @@ ON_GPU = [("llama3", "bf16"), ("qwen3", "bf16"), ("qwen3 complex", "fp32")]
 
 
 @pytest.mark.parametrize(("device", "case", "dtype"), devices(product(NAMES, DTYPES), ON_GPU))
-def test_model(titan: Any, counted: dict[str, int], device: str, case: str, dtype: str) -> None:
+def test_model(titan: Any, device: str, case: str, dtype: str) -> None:
     """q, k and the logits are the host's to the bit, and gradients agree; parameters have the same names.
 
     On a GPU that holds for q and k: strides choose the kernels of attention.
@@ -133,7 +123,7 @@ def test_model(titan: Any, counted: dict[str, int], device: str, case: str, dtyp
         results.append(([*heads, logits.detach(), *grads.values()], [*model.state_dict()], [*grads]))
     (want, *keys), (got, *of_ours) = results
     assert of_ours == keys
-    assert counted == {"jitrope" if name == "llama3" else "fused": 2}
+    assert torchtitan.calls == {"jitrope" if name == "llama3" else "fused": 2}
     assert all(map(torch.equal, got[: 3 if device == "cpu" else 2], want))
     assert len(want) > 17
     close(got, want, 1e-4 if dtype == "fp32" else 0.03)
@@ -142,7 +132,7 @@ def test_model(titan: Any, counted: dict[str, int], device: str, case: str, dtyp
 @pytest.mark.parametrize(
     ("name", "rope"), [("deepseek_v3", "ComplexRoPE"), ("gpt_oss", "CosSinRoPE"), ("muse_glimmer", "ComplexRoPE")]
 )
-def test_other_attention_gets_the_rope(titan: Any, counted: dict[str, int], name: str, rope: str) -> None:
+def test_other_attention_gets_the_rope(titan: Any, name: str, rope: str) -> None:
     """A class of attention that jitrope does not know keeps its class and its norms; its rope is one launch."""
     stock, ours = (titan_config(name, override).layers[0].attention for override in (False, True))
     assert type(ours) is type(stock)
@@ -156,15 +146,15 @@ def test_other_attention_gets_the_rope(titan: Any, counted: dict[str, int], name
         layer.wo.forward = lambda x: x
         layer(x, None, IDS)
     assert all(map(torch.equal, heads[:2], heads[2:]))
-    assert counted == {"jitrope": 1}
+    assert torchtitan.calls == {"jitrope": 1}
 
 
-def test_a_layer_compiles_whole(titan: Any, counted: dict[str, int]) -> None:
+def test_a_layer_compiles_whole(titan: Any) -> None:
     layer = layers_of()[1]
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     want, got = layer(X, None, IDS), compiled(X, None, IDS)
     assert torch.equal(got, want)
-    assert counted == {"fused": 2}
+    assert torchtitan.calls == {"fused": 2}
     grads = [torch.autograd.grad(out.square().mean(), [*layer.parameters()]) for out in (want, got)]
     torch.testing.assert_close(*grads)
 
@@ -174,7 +164,7 @@ PARALLEL = [("partial_dtensor",), ("spmd_types",)]
 
 @pytest.mark.parametrize(("device", "backend"), devices(PARALLEL, PARALLEL[:1]))
 def test_norms_of_a_tensor_parallel_layer(
-    titan: Any, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch, device: str, backend: str
+    titan: Any, monkeypatch: pytest.MonkeyPatch, device: str, backend: str
 ) -> None:
     """Each rank normalises and rotates its heads; a weight's gradient is the rank's part, as the host's is."""
     from torchtitan.distributed import parallel_dims, utils
@@ -207,7 +197,7 @@ def test_norms_of_a_tensor_parallel_layer(
             sum((n + 1) * x.square().sum() for n, x in enumerate(map(local, heads))).backward()
             grads = layer.q_norm.weight.grad, layer.k_norm.weight.grad
             results.append([*map(local, [*heads, *grads]), *(getattr(grad, "placements", None) for grad in grads)])
-    assert counted == {"fused": 1}
+    assert torchtitan.calls == {"fused": 1}
     theirs, ours = results
     assert ours[0].shape == (2, 12, config.n_heads // 2, config.head_dim)
     assert all(map(torch.equal, ours[: 3 if device == "cpu" else 2], theirs))  # on a GPU as in `test_model`
@@ -219,33 +209,33 @@ def test_norms_of_a_tensor_parallel_layer(
 
 
 @pytest.mark.parametrize("norm", [torch.nn.Tanh(), None])
-def test_norms_of_another_or_none(titan: Any, counted: dict[str, int], norm: Any) -> None:
+def test_norms_of_another_or_none(titan: Any, norm: Any) -> None:
     """Norms of another are called, and without norms rope is one launch; in copies too."""
     layers = layers_of()
     for layer in layers:
         layer.q_norm = layer.k_norm = norm
     assert torch.equal(copy.deepcopy(layers[1])(X, None, IDS), layers[0](X, None, IDS))
-    assert (counted["jitrope"], counted["host"]) == (1, 0)
+    assert (torchtitan.calls["jitrope"], torchtitan.calls["host"]) == (1, 0)
 
 
-def test_a_keyword_of_another_version(titan: Any, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_keyword_of_another_version(titan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rope whose methods take more goes to the host, counted, with its keyword; it is never a TypeError."""
     stock, (theirs, ours) = titan.CosSinRoPE.forward, pair(titan, "CosSinRoPE")
     newer = lambda *given, times=1: [times * x for x in stock(*given)]  # noqa: E731
     monkeypatch.setattr(titan.CosSinRoPE, "forward", newer)
     q = torch.randn(1, 6, 2, 32)
     assert all(map(torch.equal, ours(q, q, times=3), theirs(q, q, times=3)))
-    assert counted == {"host": 1}
+    assert torchtitan.calls == {"host": 1}
     assert [*torchtitan.reasons] == ["a method of CosSinRoPE was replaced, or its file has another text than in 0.3.0"]
 
 
 @pytest.mark.parametrize("name", ["CosSinRoPE", "GQAttention"])
-def test_another_text(titan: Any, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_another_text(titan: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A file that differs from that of 0.3.0 is left to the host."""
     monkeypatch.setitem(torchtitan._PLACES, name, (torchtitan._PLACES[name][0], "another"))
     theirs, ours = layers_of()
     assert torch.equal(ours(X, None, IDS), theirs(X, None, IDS))
-    assert counted["fused"] == 0
+    assert torchtitan.calls["fused"] == 0
     assert all("another text than in 0.3.0" in why for why in torchtitan.reasons)
     assert any(why.startswith("not fused: ") and name in why for why in torchtitan.reasons)
 
