@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-import types
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch import Tensor
 
 HOSTS = Path(__file__).parent.parent / "build" / "hosts"
 """Wheels whose sources are only read, because they have no CPU build."""
@@ -34,6 +34,7 @@ INSTALL = {
     "deepspeed": "pip install deepspeed",
     "comfy_kitchen": "pip install --no-deps comfy-kitchen==0.2.40",
     "cache_dit": "pip install --no-deps cache-dit==1.5.3",
+    "transformer_engine": "pip install --no-build-isolation 'transformer-engine[pytorch]'",
     "kernels": "pip install 'kernels>=0.17.2'",
 }
 
@@ -42,7 +43,7 @@ def installed(name: str) -> Any:
     """A module of a host."""
     try:
         return importlib.import_module(name)
-    except ImportError:
+    except (ImportError, FileNotFoundError):  # the second is TransformerEngine's without its compiled part
         missing(INSTALL[name.partition(".")[0]])
 
 
@@ -56,43 +57,27 @@ def doubled(function: Any, named: bool = True) -> Any:
     return wraps(function)(patched) if named else patched
 
 
-def freqs_of(rows: int, dim: int, interleaved: bool = False, batch: int = 1, base: float = 100) -> torch.Tensor:
+def freqs_of(rows: int, dim: int, interleaved: bool = False, batch: int = 1, base: float = 100) -> Tensor:
     """Angles like those of Megatron's and TransformerEngine's embeddings, but different ones for each batch row."""
     angles = torch.outer(torch.arange(rows).float(), base ** (-torch.arange(0, dim, 2) / dim))
     angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
     return torch.stack([angles * (b + 1) for b in range(batch)], 1)[:, :, None]
 
 
-class Absent(types.ModuleType):
-    """A module that has every name, each without effect."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return MagicMock()
-
-
-_XDIT_NEEDS = {"triton": ("triton", "triton.language"), "distvae": ("distvae.vae",)}
-
-
-def _put_stand_ins(patch: pytest.MonkeyPatch, needed: dict[str, tuple[str, ...]]) -> None:
-    """Stand-ins for the modules of packages that are not installed."""
-    importlib.import_module("torch._inductor.compile_fx")  # else it would take the stand-in for the real Triton
-    for package, names in needed.items():
-        if importlib.util.find_spec(package) is None:
-            for name in names:
-                patch.setitem(sys.modules, name, Absent(name))
-
-
 @contextmanager
-def triton() -> Iterator[None]:
+def triton(*more: str) -> Iterator[None]:
     """Triton, or a stand-in, because torch's CPU build has none: torchtitan imports it for other kernels.
 
     torch 2.11 has no `DataParallelMeshDims`, which torchtitan 0.3 imports; a single process does not use it.
+    more: other modules, of packages that may be absent.
     """
     fsdp = importlib.import_module("torch.distributed.fsdp")
+    importlib.import_module("torch._inductor.compile_fx")  # else it would take the stand-in for the real Triton
+    names = ("triton", "triton.language", *more)
+    absent = [name for name in names if importlib.util.find_spec(name.partition(".")[0]) is None]
     with pytest.MonkeyPatch.context() as patch:
-        _put_stand_ins(patch, {"triton": _XDIT_NEEDS["triton"]})
+        for name in absent:
+            patch.setitem(sys.modules, name, MagicMock())
         if not hasattr(fsdp, "DataParallelMeshDims"):
             patch.setattr(fsdp, "DataParallelMeshDims", object, raising=False)
         yield
@@ -106,12 +91,12 @@ def xdit() -> Iterator[None]:
     """
     diffusers = pytest.importorskip("diffusers", reason="xDiT runs models of diffusers")
     before = set(sys.modules)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         if not torch.cuda.is_available():
             patch.setattr(sys, "path", [*sys.path, *map(str, HOSTS.glob("xfuser-*.whl"))])
             patch.setattr(torch.backends.cudnn, "is_available", lambda: False)
             patch.setattr(torch.version, "cuda", None)
-            _put_stand_ins(patch, _XDIT_NEEDS)
+            stack.enter_context(triton("distvae.vae"))
         if importlib.util.find_spec("xfuser") is None:
             missing("pip install xfuser, or without a GPU: pip download --no-deps -d build/hosts xfuser==0.7.0")
         assert diffusers.FluxTransformer2DModel  # imported before there is a version of CUDA
@@ -124,36 +109,10 @@ def xdit() -> Iterator[None]:
             del sys.modules[name]
 
 
-def megatron() -> types.SimpleNamespace:
-    """Megatron-core's modules with rope. Without Triton one of 0.19's, which its experts import, has a stand-in."""
-    stash = "megatron.core.transformer.moe.ops.paged_stash"
-    if importlib.util.find_spec("triton") is None:
-        sys.modules.setdefault(stash, Absent(stash))
-    modules = {
-        "rope_utils": "models.common.embeddings.rope_utils",
-        "rotary": "models.common.embeddings.rotary_pos_embedding",
-        "attention": "transformer.attention",
-        "latent": "transformer.multi_latent_attention",
-        "specs": "models.gpt.gpt_layer_specs",
-        "transformer": "transformer",
-        "norms": "transformer.torch_norm",
-        "packed": "packed_seq_params",
-        "groups": "process_groups_config",
-        "build": "transformer.spec_utils",
-    }
-    try:
-        return types.SimpleNamespace(**{k: importlib.import_module(f"megatron.core.{v}") for k, v in modules.items()})
-    except ImportError:
-        missing("pip install megatron-core")
-
-
-class Core(torch.nn.Module):
+class Core(torch.nn.Identity):
     """Causal attention in plain torch, of [s, b, h, d] or one sequence [t, h, d]; Megatron's local one is fp32 only."""
 
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **words: Any) -> torch.Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **words: Any) -> Tensor:
         packed = q.dim() == 3
         q, k, v = (x.reshape(len(x), -1, *x.shape[-2:]).permute(1, 2, 0, 3) for x in (q, k, v))
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -171,11 +130,9 @@ def megatron_config(core: Any, heads: int = 2, fusion: bool = True, mla: bool = 
 
 def megatron_attention(core: Any, ranks: Any, norm: str, dtype: Any = torch.float32, **words: Any) -> Any:
     """Megatron's attention with our core and random weights. norm: of q and k of `SelfAttention`, or "latent"."""
-    latent, kind = norm == "latent", {"normalization": norm.replace("L2", "RMS")}
+    latent, kind = norm == "latent", {"normalization": {"LayerNorm": "LayerNorm"}.get(norm, "RMSNorm")}
     spec = {"multi_latent_attention": True} if latent else {"qk_layernorm": True, "qk_l2_norm": norm == "L2Norm"}
-    if latent:
-        kind = {"normalization": "RMSNorm"}
-    else:  # 4 heads of q and 2 of k
+    if not latent:  # 4 heads of q and 2 of k
         words = {"num_query_groups": 2, "kv_channels": 32, "qk_layernorm": True, **words}
     config = megatron_config(
         core, 2 if latent else 4, True, latent, **kind, params_dtype=dtype, **words, use_cpu_initialization=True
@@ -204,10 +161,8 @@ def titan_config(name: str, override: bool, sharded: bool = False, **changes: An
     from torchtitan.config.override import OverrideConfig, apply_overrides
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
-    module, table = (
-        importlib.import_module(f"torchtitan.models.{name}"),
-        {"deepseek_v3": "deepseekv3", "gpt_oss": "gptoss"},
-    )
+    module = importlib.import_module(f"torchtitan.models.{name}")
+    table = {"deepseek_v3": "deepseekv3", "gpt_oss": "gptoss"}
     words = {} if name in ("qwen3", "llama3", "muse_glimmer") else {"moe_comm_backend": "standard"}
     config = getattr(module, f"{table.get(name, name)}_configs")["debugmodel"](attn_backend="flex", **words)
     config.layers = config.layers[:2]
@@ -226,10 +181,11 @@ def titan_config(name: str, override: bool, sharded: bool = False, **changes: An
     return config
 
 
-def step(layer: Any, x: torch.Tensor, *given: Any, **words: Any) -> list[torch.Tensor]:
+def step(layer: Any, x: Tensor, *given: Any, **words: Any) -> list[Tensor]:
     """q, k and v as attention gets them, a layer's output, and the gradients of the input and of all its weights."""
     seen, leaf = [], x.clone().requires_grad_()
-    hook = layer.core_attention.register_forward_pre_hook(lambda _, inputs: seen.extend(inputs[:3]))
+    core = getattr(layer, "self_attention", layer).core_attention
+    hook = core.register_forward_pre_hook(lambda _, inputs: seen.extend(inputs[:3]))
     out = layer(leaf, *given, **words)
     out = out[0] if isinstance(out, tuple) else out
     hook.remove()
@@ -237,13 +193,11 @@ def step(layer: Any, x: torch.Tensor, *given: Any, **words: Any) -> list[torch.T
     return [*seen, out, *(g for g in grads if g is not None)]
 
 
-@contextmanager
-def separate(*norms: torch.nn.Module) -> Iterator[None]:
-    """Norms with hooks are called, and rope is a launch of its own."""
-    hooks = [norm.register_forward_hook(lambda *_: None) for norm in norms]
-    yield
-    for hook in hooks:
-        hook.remove()
+def close(got: Sequence[Tensor], want: Sequence[Tensor], unit: float) -> None:
+    """Within some units of the largest value."""
+    assert len(got) == len(want) > 0
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b, rtol=unit, atol=unit * float(b.detach().abs().max()))
 
 
 @contextmanager

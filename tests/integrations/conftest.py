@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -22,21 +23,31 @@ from .. import hosts
 PYTORCH = "transformer_engine.pytorch"
 
 
-@pytest.fixture
-def device() -> str:
-    """The device of tests that have no such parameter."""
-    return "cpu"
-
-
 # ---- Megatron-core -------------------------------------------------------------------------------------
 
 
+MEGATRON = {
+    **{"rope_utils": "models.common.embeddings.rope_utils", "specs": "models.gpt.gpt_layer_specs"},
+    **{"attention": "transformer.attention", "latent": "transformer.multi_latent_attention"},
+    **{"transformer": "transformer", "norms": "transformer.torch_norm"},
+    **{"packed": "packed_seq_params", "groups": "process_groups_config", "build": "transformer.spec_utils"},
+}
+
+
 @pytest.fixture
-def core(monkeypatch: pytest.MonkeyPatch, device: str) -> Any:
-    """Megatron's modules, without what compiles for seconds."""
-    made = hosts.megatron()
+def core(monkeypatch: pytest.MonkeyPatch, request: Any) -> Any:
+    """Megatron's modules, without what compiles for seconds.
+
+    Without Triton one of 0.19's modules, which its experts import, has a stand-in.
+    """
+    if importlib.util.find_spec("triton") is None:
+        sys.modules.setdefault("megatron.core.transformer.moe.ops.paged_stash", MagicMock())
+    try:
+        made = SimpleNamespace(**{key: importlib.import_module(f"megatron.core.{x}") for key, x in MEGATRON.items()})
+    except ImportError:
+        hosts.missing("pip install megatron-core")
     monkeypatch.setattr(made.latent, "HAVE_TE", False)  # 0.16.1 sets it to True without TransformerEngine
-    if device == "cpu":
+    if getattr(request.node, "callspec", SimpleNamespace(params={})).params.get("device", "cpu") == "cpu":
         monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     for cls, name in ((made.norms.L2Norm, "_norm"), (made.attention.Attention, "_apply_output_gate")):
         method = getattr(cls, name)
@@ -63,24 +74,25 @@ class L2Normalization(nn.RMSNorm):
         return (f * torch.rsqrt(f.pow(2).sum(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
-def named(name: str, base: type, at: str = "", **own: Any) -> dict[str, type]:
-    """A class of torch under the name of one of TransformerEngine's."""
-    return {name: type(name, (base,), {"__module__": f"{PYTORCH}.{at}", "name": None, **own})}
-
-
-TE_CLASSES = {  # without the words for fp8 and parallelism; attention is a product of q, k and v
-    **named("Linear", nn.Linear, forward=lambda self, x, **_: nn.Linear.forward(self, x),
-        __init__=lambda self, size, out, bias=True, params_dtype=None, **_:
-            nn.Linear.__init__(self, size, out, bias, dtype=params_dtype)),
-    **named("DotProductAttention", nn.Module, __init__=lambda self, *_, **__: nn.Module.__init__(self),
-        forward=lambda self, q, k, v, **_: (q * k.flip(0).repeat_interleave(q.shape[-2] // k.shape[-2], -2)
-            + v.repeat_interleave(q.shape[-2] // v.shape[-2], -2)).flatten(-2)),
-    **{key: x for cls, at in ((nn.RMSNorm, "module.rmsnorm"), (nn.LayerNorm, "module.layernorm"))
-       for key, x in named(cls.__name__, cls, at, zero_centered_gamma=False,
-           __init__=lambda self, normalized_shape, eps, params_dtype, cls=cls, **_:
-               cls.__init__(self, normalized_shape, eps, dtype=params_dtype)).items()},
-    **named("L2Normalization", L2Normalization, "ops.basic.l2normalization",
-        __init__=lambda self, eps, **_: nn.RMSNorm.__init__(self, 32, eps, elementwise_affine=False)),
+# Classes of torch under the names of TransformerEngine's, without the words for fp8 and parallelism. Attention is a
+# product of q, k and v.
+TE_CLASSES = {
+    name: type(name, (base,), {"__module__": f"{PYTORCH}.{at}", "name": None, **own})
+    for name, base, at, own in (
+        ("Linear", nn.Linear, "", {
+            "__init__": lambda self, size, out, bias=True, params_dtype=None, **_:
+                nn.Linear.__init__(self, size, out, bias, dtype=params_dtype),
+            "forward": lambda self, x, **_: nn.Linear.forward(self, x)}),
+        ("DotProductAttention", nn.Identity, "", {
+            "forward": lambda self, q, k, v, **_: (q * k.flip(0).repeat_interleave(q.shape[-2] // k.shape[-2], -2)
+                + v.repeat_interleave(q.shape[-2] // v.shape[-2], -2)).flatten(-2)}),
+        ("L2Normalization", L2Normalization, "ops.basic.l2normalization", {
+            "__init__": lambda self, eps, **_: nn.RMSNorm.__init__(self, 32, eps, elementwise_affine=False)}),
+        *((cls.__name__, cls, f"module.{cls.__name__.lower()}", {
+            "__init__": lambda self, normalized_shape, eps, params_dtype, cls=cls, **_:
+                cls.__init__(self, normalized_shape, eps, dtype=params_dtype),
+            "zero_centered_gamma": False}) for cls in (nn.RMSNorm, nn.LayerNorm)),
+    )
 }  # fmt: skip
 TE_MODULES = """attention attention.dot_product_attention attention.dot_product_attention.utils attention.inference
 cpp_extensions cpp_extensions.fused_attn cpu_offload distributed module module.base ops ops.basic
@@ -89,11 +101,10 @@ ops.basic.l2normalization quantized_tensor tensor tensor.float8_tensor quantizat
 
 @pytest.fixture
 def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The wheel's rope.py and multi_head_attention.py.
+    """The wheel's rope.py and multi_head_attention.py, whose own code decides what is called, and in which order.
 
     The wheel has no CPU build. So its files are executed with stand-ins for everything that they import, of which only
-    the names below have an effect. Their own code decides what is called, and in which order. In place of the compiled
-    rope is the one in plain torch beside it.
+    the names below have an effect. In place of the compiled rope is the one in plain torch beside it.
     """
     files = {name: hosts.HOSTS / f"{name.replace('.', '/')}.py" for name in (hosts.TE_ROPE, hosts.TE_ATTENTION)}
     if not all(path.exists() for path in files.values()):
@@ -104,15 +115,12 @@ def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "FP8GlobalStateManager": SimpleNamespace(is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: recipe),
         "Float8Tensor": type("Float8Tensor", (), {}),
         "SplitAlongDim": SimpleNamespace(apply=lambda x, dim, sizes: x.split(sizes, dim)),
-        "divide": lambda a, b: a // b,
-        "AttnTypes": ("self", "cross"),
-        "AttnBiasTypes": ("no_bias",),
-        "LayerNormLinear": TE_CLASSES["Linear"],
-        **TE_CLASSES,
+        **{"divide": lambda a, b: a // b, "AttnTypes": ("self", "cross"), "AttnBiasTypes": ("no_bias",)},
+        **{"LayerNormLinear": TE_CLASSES["Linear"], **TE_CLASSES},
     }
     names = [f"{PYTORCH}.{name}" for name in TE_MODULES.split()]
     for name in ("transformer_engine", "transformer_engine_torch", PYTORCH, *names):
-        monkeypatch.setitem(sys.modules, name, module := hosts.Absent(name))
+        monkeypatch.setitem(sys.modules, name, module := MagicMock())
         vars(module).update(held, __path__=[])
     for name, path in files.items():
         spec = importlib.util.spec_from_file_location(name, path)
@@ -133,7 +141,7 @@ def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def titan() -> Iterator[Any]:
-    """torchtitan's rope.py, and our classes as another process makes them."""
+    """torchtitan's rope.py, and our classes as another process makes them, with no calls counted."""
     if importlib.util.find_spec("torchtitan") is None:
         hosts.missing("pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 && pip install tyro")
     with hosts.triton():
@@ -142,6 +150,9 @@ def titan() -> Iterator[Any]:
         from jitrope.integrations import torchtitan
 
         torchtitan.register()
+        torch.compiler.reset()
+        for counted in (torchtitan.calls, torchtitan.reasons):
+            counted.clear()
         torchtitan._subclass.cache_clear()
         yield importlib.import_module("torchtitan.models.common.rope")
         torchtitan._subclass.cache_clear()
@@ -175,8 +186,8 @@ def live(request: Any) -> Callable[..., Live]:
                 inputs = {key: x.to(dtype) for key, x in inputs.items()}  # the ids too
                 norms = [x.attn.norm_q for x in (*model.transformer_blocks, *model.single_transformer_blocks)]
                 enable = partial(ours.enable, model, fuse_norm=kind != "rope")
-                calls = {"jitrope": 6} if kind == "rope" else {"fused": 3}
-                return Live(lambda: zoo.forward(model, inputs), enable, calls, {"jitrope": 6}, norms)
+                calls, run = {"jitrope": 6} if kind == "rope" else {"fused": 3}, partial(zoo.forward, model, inputs)
+                return Live(run, enable, calls, {"jitrope": 6}, norms)
             case "transformers":
                 zoo = importlib.import_module(f"{__package__}.transformers_zoo")
                 model = zoo.language_model(kind or "qwen3", dtype)
@@ -192,8 +203,7 @@ def live(request: Any) -> Callable[..., Live]:
                 return Live(run, ours.enable, {"fused": 1}, {"jitrope": 2}, [layer.q_layernorm])
             case "transformer_engine":
                 layer = hosts.te_attention(get("te"), "RMSNorm", True, dtype)
-                x, freqs = torch.randn(12, 2, 64).to(dtype), hosts.freqs_of(24, 32)
-                run = lambda: layer(x, rotary_pos_emb=freqs)  # noqa: E731
+                run = partial(layer, torch.randn(12, 2, 64).to(dtype), rotary_pos_emb=hosts.freqs_of(24, 32))
                 return Live(run, ours.enable, {"fused": 1}, {"jitrope": 2}, [layer.q_norm])
             case "timm":
                 hosts.timm()

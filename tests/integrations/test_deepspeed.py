@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -11,9 +12,6 @@ from jitrope.integrations import deepspeed
 
 from .. import hosts
 from ..devices import devices
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
 
 CASES = {  # shape of t, shape of the tables
     "sbhd": ((6, 2, 3, 16), (6, 1, 1, 16)),
@@ -31,24 +29,20 @@ CASES = {  # shape of t, shape of the tables
 
 @pytest.mark.parametrize(
     ("device", "name", "dtype"),
-    devices(product(CASES, ("fp32", "bf16")), (("sbhd", "bf16"), ("bshd-batched", "fp32"))),
+    devices(product(CASES, ("float32", "bfloat16")), (("sbhd", "bfloat16"), ("bshd-batched", "float32"))),
 )
 def test_forward_and_gradient(device: str, name: str, dtype: str) -> None:
-    layer = hosts.installed("deepspeed.sequence.layer")
+    layer, (shape, table_shape) = hosts.installed("deepspeed.sequence.layer"), CASES[name]
     torch.manual_seed(0)
-    shape, table_shape = CASES[name]
-    t = torch.randn(shape).to(device, DTYPES[dtype])
-    angles = torch.rand(table_shape) * 9
-    cos, sin = (f(angles).to(t) for f in (torch.cos, torch.sin))
-    results = []
-    for function, x in ((deepspeed, t), (layer, t.float())):
-        leaf = x.clone().requires_grad_()
-        out = function.apply_rotary_pos_emb(leaf, cos.to(x), sin.to(x))
+    t, angles, results = torch.randn(shape).to(device, getattr(torch, dtype)), torch.rand(table_shape) * 9, []
+    cos, sin = angles.cos().to(t), angles.sin().to(t)
+    for function, leaf in ((deepspeed, t.clone()), (layer, t.float().clone())):
+        out = function.apply_rotary_pos_emb(leaf.requires_grad_(), cos.to(leaf), sin.to(leaf))
         results.append((out, *torch.autograd.grad(out.sin().sum(), leaf)))
-    for a, b in zip(*results):
-        assert a.dtype == t.dtype
-        rtol, atol = (2**-7, 0.1) if dtype == "bf16" else (1e-5, 1e-5)
-        torch.testing.assert_close(a.float(), b, rtol=rtol, atol=atol)
+    rtol, atol = (2**-7, 0.1) if dtype == "bfloat16" else (1e-5, 1e-5)
+    for got, want in zip(*results):
+        assert got.dtype == t.dtype
+        torch.testing.assert_close(got.float(), want, rtol=rtol, atol=atol)
 
 
 def test_the_gradient_of_fpdt() -> None:
@@ -68,23 +62,18 @@ def test_attention_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, host = hosts.installed("deepspeed.sequence.layer"), hosts.installed("deepspeed")
     # A group of one needs no sums in shared memory, which DeepSpeed would build for a minute and a half.
     monkeypatch.setitem(host.ops.__compatible_ops__, "deepspeed_shm_comm", False)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 6, 4, 16, requires_grad=True) for _ in range(3))
+    angles, results = torch.rand(6, 1, 1, 16), []
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        from deepspeed import comm
-
-        comm.init_distributed("gloo", auto_mpi_discovery=False)
-        torch.manual_seed(0)
-        q, k, v = (torch.randn(2, 6, 4, 16, requires_grad=True) for _ in range(3))
-        angles = torch.rand(6, 1, 1, 16)
+        host.comm.init_distributed("gloo", auto_mpi_discovery=False)
         attention = layer.DistributedAttention(lambda q, k, v: q * k + v, torch.distributed.group.WORLD)
-        results = []
-        for patched in (False, True):
-            if patched:
-                report = deepspeed.enable()
-            out = attention(q, k, v, 0, rotary_pos_emb=(angles.cos(), angles.sin()))
-            results.append((out, *torch.autograd.grad(out.square().sum(), (q, k))))
+        for enable in (nullcontext, deepspeed.enable):
+            with enable() as report:
+                out = attention(q, k, v, 0, rotary_pos_emb=(angles.cos(), angles.sin()))
+                results.append((out, *torch.autograd.grad(out.square().sum(), (q, k))))
     finally:
-        deepspeed.disable()
         torch.distributed.destroy_process_group()
     assert report.calls == {"jitrope": 2, "host": 0}
     torch.testing.assert_close(*results)

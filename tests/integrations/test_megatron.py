@@ -20,7 +20,7 @@ from jitrope.integrations import _host, megatron
 
 from .. import hosts
 from ..devices import devices
-from ..hosts import freqs_of, group, separate
+from ..hosts import close, freqs_of, group
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -35,24 +35,23 @@ def enabled(core: Any) -> Iterator[Any]:
 # ---- rope ----------------------------------------------------------------------------------------------
 
 
-def both(core: Any, t: Tensor, freqs: Tensor, words: Any, *given: Any, cp: Any = (1, 0), **more: Any) -> list[Any]:
-    """The result and the gradient of Megatron's function, for each of its calls: fused (jitrope) and not.
+def both(core: Any, t: Tensor, freqs: Tensor, words: Any, *given: Any, cp: Any = (1, 0), **more: Any) -> int:
+    """Fused (jitrope) and not, Megatron's function has one result and gradient. Returns the number of comparisons.
 
     0.19 takes the pairing of latent attention as an argument too, 0.16 by configuration alone.
     """
-    function, results = core.rope_utils.apply_rotary_pos_emb, []
-    calls: list[dict[str, Any]] = [{}]
+    function, calls = core.rope_utils.apply_rotary_pos_emb, [{}]
     if "mla_rotary_interleaved" in inspect.signature(function).parameters and "mla" in words:
         calls += [{"mla_rotary_interleaved": False}, {"mla_rotary_interleaved": True}]
     with group(*cp) as ranks:
         for call in calls:
-            pair = []
+            results = []
             for fusion in (True, False):
                 leaf, config = t.clone().requires_grad_(), hosts.megatron_config(core, fusion=fusion, **words)
                 out = function(leaf, freqs, config, *given, cp_group=ranks, **more, **call)
-                pair.append([out, *torch.autograd.grad(out.sin().sum(), leaf)])
-            results.append(pair)
-    return results
+                results.append([out, *torch.autograd.grad(out.sin().sum(), leaf)])
+            torch.testing.assert_close(*results)
+    return len(calls)
 
 
 PADDED: list[Any] = [  # words, rotated elements, batch, mscale
@@ -66,56 +65,39 @@ PADDED: list[Any] = [  # words, rotated elements, batch, mscale
 
 @pytest.mark.parametrize(("device", "words", "dim", "batch", "mscale"), devices(PADDED, PADDED[1:]))
 def test_padded(core: Any, enabled: Any, device: str, words: Any, dim: int, batch: int, mscale: float) -> None:
-    """The results of Megatron's unfused path: pairings, partial, mscale, mRoPE with a batch, and latent attention."""
-    t = torch.rand(6, 2, 3, 32).to(device)
+    """Pairings, partial, mscale, mRoPE with a batch, and latent attention."""
     freqs = freqs_of(6, dim, bool(words.get("rotary_interleaved")), batch).to(device)
-    found = both(core, t, freqs, words, mscale=mscale)
-    for got, want in found:
-        torch.testing.assert_close(got, want)
-    assert enabled.calls == {"jitrope": len(found), "host": len(found)}
-    assert enabled.reasons == {"apply_rope_fusion is off": len(found)}
+    count = both(core, torch.rand(6, 2, 3, 32).to(device), freqs, words, mscale=mscale)
+    assert enabled.calls == {"jitrope": count, "host": count}
+    assert enabled.reasons == {"apply_rope_fusion is off": count}
 
 
-PAIRINGS: list[dict[str, bool]] = [{}, {"rotary_interleaved": True}, {"mla": True}]
-PACKED = [*product(PAIRINGS, ("position", "token"), (1, 2, 4))]
+PACKED = [*product(({}, {"rotary_interleaved": True}, {"mla": True}), ("position", "token"), (1, 2, 4))]
 
 
 @pytest.mark.parametrize(("device", "words", "table", "cp"), devices(PACKED, PACKED[1::7]))
 def test_packed(core: Any, enabled: Any, device: str, words: Any, table: str, cp: int) -> None:
-    """The results of the unfused path: packed, context parallel, tables by position and (mRoPE) by token."""
+    """Also context parallel; tables by position and (mRoPE) by token, of any angles, not just rising ones."""
     # 0.19's unfused path of interleaved pairs fails on an empty sequence.
     ends = [0, 8, 16, 24, 32, 56] if "rotary_interleaved" in words else [0, 8, 24, 24, 32, 56]
     cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
     freqs = freqs_of(24 if table == "position" else 56, 16, bool(words.get("rotary_interleaved"))).to(device)
-    if table == "token":
-        freqs = freqs * torch.rand(56, 1, 1, 1).to(device)  # any angles, not just rising ones
-    t = torch.rand(56 // cp, 3, 32).to(device)
+    freqs *= torch.rand(56, 1, 1, 1).to(device) if table == "token" else 1
     for rank in range(cp):
-        for got, want in both(core, t, freqs, words, cu_seqlens, cp=(cp, rank)):
-            torch.testing.assert_close(got, want)
+        both(core, torch.rand(56 // cp, 3, 32).to(device), freqs, words, cu_seqlens, cp=(cp, rank))
 
 
 def test_hooks(core: Any) -> None:
-    """The two hooks, None without TransformerEngine, are replaced in every module that holds them."""
-    rope_utils = core.rope_utils
-    t, freqs, cu_seqlens = torch.rand(8, 2, 16), freqs_of(8, 16), torch.tensor([0, 6, 8], dtype=torch.int32)
-    before = [rope_utils.fused_apply_rotary_pos_emb, rope_utils.apply_rotary_pos_emb]
-    with megatron.enable() as report:
-        assert core.attention.apply_rotary_pos_emb is rope_utils.apply_rotary_pos_emb is not before[1]
-        assert core.rotary.apply_rotary_pos_emb is core.latent.apply_rotary_pos_emb is rope_utils.apply_rotary_pos_emb
-        out = rope_utils.fused_apply_rotary_pos_emb_thd(t, cu_seqlens, freqs[:6], cp_size=1, cp_rank=0)
-        with group(1, 0) as alone:
-            host = rope_utils._apply_rotary_pos_emb_thd(t, cu_seqlens, freqs[:6], cp_group=alone)
-        torch.testing.assert_close(out, host)
-        out = rope_utils.fused_apply_rotary_pos_emb(t[:, None], freqs, interleaved=False)
-        torch.testing.assert_close(out, rope_utils._apply_rotary_pos_emb_bshd(t[:, None], freqs))
+    """The two hooks, None without TransformerEngine."""
+    hooks, t, freqs, ends = core.rope_utils, torch.rand(8, 2, 16), freqs_of(8, 16), torch.tensor([0, 6, 8]).int()
+    with megatron.enable() as report, group(1, 0) as alone:
+        out = hooks.fused_apply_rotary_pos_emb_thd(t, ends, freqs[:6], cp_size=1, cp_rank=0)
+        torch.testing.assert_close(out, hooks._apply_rotary_pos_emb_thd(t, ends, freqs[:6], cp_group=alone))
+        out = hooks.fused_apply_rotary_pos_emb(t[:, None], freqs, interleaved=False)
+        torch.testing.assert_close(out, hooks._apply_rotary_pos_emb_bshd(t[:, None], freqs))
         assert report.calls == {"jitrope": 2, "host": 0}
         with pytest.raises(jitrope.InvalidInput, match="float64"):  # the host has no hook
-            rope_utils.fused_apply_rotary_pos_emb(t[:, None].double(), freqs)
-        with pytest.raises(jitrope.InvalidInput, match="max_seqlen of fused_apply_rotary_pos_emb_thd"):
-            rope_utils.fused_apply_rotary_pos_emb_thd(t, cu_seqlens, freqs[:6], max_seqlen=6)
-    assert [rope_utils.fused_apply_rotary_pos_emb, rope_utils.apply_rotary_pos_emb] == before
-    assert core.attention.apply_rotary_pos_emb is before[1]
+            hooks.fused_apply_rotary_pos_emb(t[:, None].double(), freqs)
 
 
 def test_configuration(core: Any) -> None:
@@ -135,34 +117,26 @@ def test_configuration(core: Any) -> None:
 # ---- layers --------------------------------------------------------------------------------------------
 
 
-def packed_of(core: Any, offsets: list[int], device: str) -> Any:
+def packed_of(core: Any, device: str, *ends: int) -> Any:
     """Packed sequences of up to 16 tokens."""
-    both = [torch.tensor(offsets, dtype=torch.int32, device=device)] * 2
-    return core.packed.PackedSeqParams("thd", *both, max_seqlen_q=16, max_seqlen_kv=16)
+    offsets = torch.tensor([0, *ends], dtype=torch.int32, device=device)
+    return core.packed.PackedSeqParams("thd", offsets, offsets, max_seqlen_q=16, max_seqlen_kv=16)
 
 
-LATENT_LAYERS = [("yarn", False), ("yarn", True), ("rope", False), ("rope", True)]
-
-
-@pytest.mark.parametrize(("device", "kind", "packed"), devices(LATENT_LAYERS, LATENT_LAYERS[:2]))
-def test_latent_attention_layer(core: Any, ranks: Any, device: str, kind: str, packed: bool) -> None:
+@pytest.mark.parametrize(("device", "packed"), devices([(False,), (True,)], [(False,), (True,)]))
+def test_latent_attention_layer(core: Any, ranks: Any, device: str, packed: bool) -> None:
     """The layer computes what it does without jitrope: its rope is left to Megatron."""
     words = {"q_lora_rank": 24, "kv_lora_rank": 24, "qk_head_dim": 32, "qk_pos_emb_head_dim": 16, "v_head_dim": 24}
-    layer = hosts.megatron_attention(core, ranks, "latent", rope_type=kind, **words).to(device)
+    layer = hosts.megatron_attention(core, ranks, "latent", rope_type="yarn", **words).to(device)
     layer.config.apply_rope_fusion = False
     x = torch.randn(12, 1 if packed else 2, 64).to(device)
-    where = packed_of(core, [0, 5, 12], device) if packed else None
+    where = packed_of(core, device, 5, 12) if packed else None
     want = hosts.step(layer, x, None, packed_seq_params=where)
     with megatron.enable() as report:
         got = hosts.step(layer, x, None, packed_seq_params=where)
     assert report.calls == {"jitrope": 0, "host": 2}
     assert len(want) > 8
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-
-
-def close(got: list[Tensor], want: list[Tensor], tolerance: float) -> None:
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * max(1.0, float(b.detach().abs().max())))
 
 
 SELF = [*product(("RMSNorm", "LayerNorm", "L2Norm"), ("fp32", "bf16"), (False, True))]
@@ -178,10 +152,10 @@ def test_self_attention(core: Any, ranks: Any, enabled: Any, device: str, norm: 
     layer = hosts.megatron_attention(core, ranks, norm, DTYPES[dtype], kv_channels=64).to(device)
     x = torch.randn(24 if packed else 6, 1 if packed else 2, 64).to(device, DTYPES[dtype])
     words = {"rotary_pos_emb": freqs_of(*((24, 64) if packed else (6, 64, False, 2))).to(device)}
-    words["packed_seq_params"] = packed_of(core, [0, 8, 24], device) if packed else None
+    words["packed_seq_params"] = packed_of(core, device, 8, 24) if packed else None
     got = hosts.step(layer, x, None, **words)
     assert enabled.calls == {"jitrope": 0, "host": 0, "fused": 1}
-    with separate(layer.q_layernorm, layer.k_layernorm):
+    with layer.k_layernorm.register_forward_hook(lambda *_: None):
         want = hosts.step(layer, x, None, **words)
     assert enabled.calls == {"jitrope": 2, "host": 0, "fused": 1}
     assert enabled.reasons == {"not fused: a norm has hooks": 1}
@@ -204,9 +178,7 @@ RANKS = [  # the context parallel size and rank, and the positions of its chunks
 
 
 @pytest.mark.parametrize(("device", "ranks", "at"), devices(RANKS, RANKS[1:]), indirect=["ranks"])
-def test_self_attention_with_context_parallelism(
-    core: Any, ranks: Any, enabled: Any, device: str, at: list[int]
-) -> None:
+def test_context_parallelism(core: Any, ranks: Any, enabled: Any, device: str, at: list[int]) -> None:
     """A rank's two chunks of packed sequences, with a factor, a partial rotation and interleaved pairs."""
     layer = hosts.megatron_attention(core, ranks, "RMSNorm", rotary_interleaved=True).to(device)
     layer.config.yarn_rotary_scaling_factor, layer.config.yarn_mscale, layer.config.yarn_mscale_all_dim = 8.0, 1.0, 0.0
@@ -214,27 +186,22 @@ def test_self_attention_with_context_parallelism(
     if hasattr(layer, "_yarn_concentration_factor"):  # made in the constructor
         layer._yarn_concentration_factor = factor
     x, freqs = torch.randn(len(at), 1, 64).to(device), freqs_of(16, 16, True).to(device)
-    words = {"rotary_pos_emb": freqs, "packed_seq_params": packed_of(core, [0, 8, 24], device)}
+    words = {"rotary_pos_emb": freqs, "packed_seq_params": packed_of(core, device, 8, 24)}
     got = hosts.step(layer, x, None, **words)
-    with separate(layer.q_layernorm, layer.k_layernorm):
+    with layer.q_layernorm.register_forward_hook(lambda *_: None):
         close(got, hosts.step(layer, x, None, **words), 1e-5)
-    q, k, _ = layer.get_query_key_value_tensors(x)
-    for normed, ours in ((q, got[0]), (k, got[1])):
+    for normed, ours in zip(layer.get_query_key_value_tensors(x), got[:2]):
         pairs = torch.view_as_complex(normed[:, 0, :, :16].unflatten(-1, (-1, 2)).contiguous())
         angles = freqs[at, 0, :, ::2]
         turned = torch.view_as_real(pairs * torch.polar(torch.full_like(angles, factor), angles)).flatten(-2)
-        torch.testing.assert_close(ours[..., :16], turned)
-        torch.testing.assert_close(ours[..., 16:], normed[:, 0, :, 16:])
+        torch.testing.assert_close(ours, torch.cat((turned, normed[:, 0, :, 16:]), -1))
     assert enabled.calls == {"jitrope": 2, "host": 0, "fused": 1}
 
 
-class Own(torch.nn.Identity):
-    """A norm with other results, under a name that is not Megatron's."""
-
-
 TABLE, SPLIT = freqs_of(6, 32), "get_query_key_value_tensors"
+OWN = type("Own", (torch.nn.Identity,), {})  # under a name that is not Megatron's
 LEFT = {  # a change of the layer and of the words of its call, the reason why it is not fused, and calls of rope
-    "own": (lambda x, _: setattr(x, "k_layernorm", Own()), "Own is no norm that jitrope knows, or was changed", 2),
+    "own": (lambda x, _: setattr(x, "k_layernorm", OWN()), "Own is no norm that jitrope knows, or was changed", 2),
     "eps": (lambda x, _: setattr(x.k_layernorm, "eps", 1e-3), "the norms of q and k differ", 2),
     "weight": (lambda x, _: x.q_layernorm.double(), "prepare_fused_qkv: q_weight is float64; it must be (32,), "
                "float32 or float16 or bfloat16, contiguous, on cpu like q of qkv", 2),
@@ -250,10 +217,8 @@ LEFT = {  # a change of the layer and of the words of its call, the reason why i
 @pytest.mark.parametrize("name", LEFT)
 def test_self_attention_that_is_not_fused(core: Any, ranks: Any, name: str) -> None:
     """The host's norms and jitrope's rope run, with the results of the stock layer, and the reason is told."""
-    gate = {"attention_output_gate": True} if name == "gate" else {}
-    layer = hosts.megatron_attention(core, ranks, "RMSNorm", **gate)
-    x, words = torch.randn(6, 2, 64), {"rotary_pos_emb": TABLE}
-    change, reason, calls = LEFT[name]
+    layer = hosts.megatron_attention(core, ranks, "RMSNorm", attention_output_gate=name == "gate")
+    (change, reason, calls), x, words = LEFT[name], torch.randn(6, 2, 64), {"rotary_pos_emb": TABLE}
     change(layer, words)
     with megatron.enable() as report:
         got, _ = layer(x, None, **words)
@@ -263,28 +228,23 @@ def test_self_attention_that_is_not_fused(core: Any, ranks: Any, name: str) -> N
     torch.testing.assert_close(got, layer(x, None, **words)[0], rtol=1e-4, atol=1e-4)
 
 
-def test_an_argument_of_forward_that_jitrope_does_not_know(
-    core: Any, ranks: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_argument_of_forward(core: Any, ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A newer Megatron's: with its default the layer is fused, otherwise the host's forward gets it."""
-    cls, seen = core.attention.Attention, []
-    before = cls.forward
-
-    def forward(self, hidden_states, attention_mask, rotary_pos_emb=None, rope_scale=None):
-        seen.append(rope_scale)
-        return before(self, hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb)
-
-    monkeypatch.setattr(cls, "forward", forward)
+    before = core.attention.Attention.forward
+    newer = lambda self, hidden_states, attention_mask, rotary_pos_emb=None, scale=1: (  # noqa: E731
+        scale * before(self, hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb)[0]
+    )
+    newer.__name__ = "forward"
+    monkeypatch.setattr(core.attention.Attention, "forward", newer)
     layer, x = hosts.megatron_attention(core, ranks, "RMSNorm"), torch.randn(6, 2, 64)
     with megatron.enable() as report:
-        fused = layer(x, None, TABLE)[0]
+        fused = layer(x, None, TABLE)
         assert report.calls == {"jitrope": 0, "host": 0, "fused": 1}
-        torch.testing.assert_close(layer(x, None, rotary_pos_emb=TABLE, rope_scale=2)[0], fused)
+        torch.testing.assert_close(layer(x, None, rotary_pos_emb=TABLE, scale=2), 2 * fused)
         assert report.calls == {"jitrope": 2, "host": 0, "fused": 1}
-        assert report.reasons == {"not fused: jitrope does not know the argument rope_scale of forward": 1}
+        assert report.reasons == {"not fused: jitrope does not know the argument scale of forward": 1}
         with pytest.raises(TypeError, match="other"):  # the host's own
             layer(x, None, TABLE, other=3)
-    assert seen == [None, 2]
 
 
 def test_compiled_self_attention(core: Any, ranks: Any, enabled: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,90 +10,52 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from jitrope.integrations import _host, transformer_engine
 
-from ..hosts import missing
+from ..hosts import close, installed, step
 
 pytestmark = pytest.mark.gpu
-LAYOUTS, DTYPES = ("sbhd", "bshd", "thd"), (torch.float32, torch.bfloat16)
 TOKENS, BATCH, WIDTH, HEADS, GROUPS, HEAD_DIM = 48, 2, 256, 8, 2, 64
-
-
-@pytest.fixture(scope="module", autouse=True)
-def te() -> Any:
-    try:
-        import transformer_engine.pytorch as te
-    except (ImportError, FileNotFoundError):  # the second without the compiled part
-        missing("pip install --no-build-isolation 'transformer-engine[pytorch]'")
-    return te
-
-
-def offsets(size: int = 1) -> Tensor:
-    """Of two sequences in all tokens of the batch."""
-    return torch.tensor([0, 32 * size, TOKENS * BATCH * size], dtype=torch.int32, device="cuda")
-
-
-def lead(layout: str) -> tuple[int, ...]:
-    return {"sbhd": (TOKENS, BATCH), "bshd": (BATCH, TOKENS), "thd": (TOKENS * BATCH,)}[layout]
-
-
-def assert_alike(got: list[Tensor], want: list[Tensor], unit: float) -> None:
-    """Within some units of the largest value."""
-    assert len(got) == len(want) > 0
-    for a, b in zip(got, want):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        torch.testing.assert_close(a, b, rtol=unit, atol=unit * float(b.detach().float().abs().max()))
+TE = "transformer_engine.pytorch"
+LEAD = {"sbhd": (TOKENS, BATCH), "bshd": (BATCH, TOKENS), "thd": (TOKENS * BATCH,)}
+UNITS = {torch.float32: 1e-5, torch.bfloat16: 2**-8}
 
 
 @pytest.mark.parametrize(
     ("layout", "sharing", "interleaved", "part", "dtype"),
-    product(LAYOUTS, ("alone", "starts", "two ranks"), (False, True), (1.0, 0.5), DTYPES),
+    product(LEAD, ("alone", "starts", "two ranks"), (False, True), (1.0, 0.5), UNITS),
     ids=str,
 )
-def test_rope_beside_its_kernel(
-    te: Any, layout: str, sharing: str, interleaved: bool, part: float, dtype: torch.dtype
-) -> None:
+def test_rope_beside_its_kernel(layout: str, sharing: str, interleaved: bool, part: float, dtype: torch.dtype) -> None:
     """Results and gradients are those of its CUDA kernel within a rounding."""
-    from transformer_engine.pytorch.attention import rope
-
+    rope = installed(f"{TE}.attention.rope")
     torch.manual_seed(0)
     size = 2 if sharing == "two ranks" else 1
-    t = torch.randn(*lead(layout), HEADS, HEAD_DIM, device="cuda", dtype=dtype, requires_grad=True)
+    t = torch.randn(*LEAD[layout], HEADS, HEAD_DIM, device="cuda", dtype=dtype, requires_grad=True)
     freqs = rope.RotaryPositionEmbedding(HEAD_DIM, part, interleaved=interleaved)(4 * TOKENS * BATCH).cuda()
     words: dict[str, Any] = {"tensor_format": layout, "interleaved": interleaved, "cp_size": size, "cp_rank": size - 1}
     if layout == "thd":
-        words["cu_seqlens"] = offsets(size)
+        words["cu_seqlens"] = torch.tensor([0, 32 * size, 96 * size], dtype=torch.int32, device="cuda")
     if sharing == "starts":
         words["start_positions"] = torch.tensor([3, 0], dtype=torch.int32, device="cuda")
-    both = [
-        f(t, freqs, fused=True, **words) for f in (transformer_engine.apply_rotary_pos_emb, rope.apply_rotary_pos_emb)
-    ]
-    results = [[out.detach(), *torch.autograd.grad(out, t, torch.ones_like(out).cumsum(0) / 64)] for out in both]
-    assert_alike(*results, unit={torch.float32: 1e-5, torch.bfloat16: 2**-8}[dtype])
-
-
-def step(layer: Any, x: Tensor, **words: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """(q and k that attention gets, the output and gradients of x and all weights)."""
-    seen: list[Tensor] = []
-    attention = getattr(layer, "self_attention", layer).core_attention
-    handle = attention.register_forward_pre_hook(lambda module, arguments: seen.extend(arguments[:2]))
-    out = layer(x, **words)
-    handle.remove()
-    cotangent = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype)
-    return [y.detach() for y in seen], [out.detach(), *torch.autograd.grad(out, (x, *layer.parameters()), cotangent)]
+    results = []
+    for function in (transformer_engine.apply_rotary_pos_emb, rope.apply_rotary_pos_emb):
+        out = function(t, freqs, fused=True, **words)
+        results.append([out.detach(), *torch.autograd.grad(out, t, torch.ones_like(out).cumsum(0) / 64)])
+    close(*results, UNITS[dtype])
 
 
 @pytest.mark.parametrize(
     ("norm", "before", "layout", "centred"),
     [
-        *product(("RMSNorm", "LayerNorm"), (False, True), LAYOUTS, (False, True)),
-        *product(("L2Normalization",), (False, True), LAYOUTS, (False,)),
+        *product(("RMSNorm", "LayerNorm"), (False, True), LEAD, (False, True)),
+        *product(("L2Normalization",), (False, True), LEAD, (False,)),
     ],
 )
-def test_norms_and_rope_of_its_attention(te: Any, norm: str, before: bool, layout: str, centred: bool) -> None:
+def test_norms_and_rope_of_its_attention(norm: str, before: bool, layout: str, centred: bool) -> None:
     """One launch for the norms and rope: q and k of its own, results and gradients of the layer."""
+    te = installed(TE)
     torch.manual_seed(0)
     layer = te.MultiheadAttention(
         WIDTH, HEADS, HEAD_DIM, 0.0, num_gqa_groups=GROUPS, qkv_format=layout, bias=False, qk_norm_type=norm,
@@ -105,21 +67,22 @@ def test_norms_and_rope_of_its_attention(te: Any, norm: str, before: bool, layou
             m.zero_centered_gamma = centred
         for weight in m.parameters():
             torch.nn.init.normal_(weight, 0.0 if centred else 1.0, 0.1)
-    x = torch.randn(*lead(layout), WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(*LEAD[layout], WIDTH, device="cuda", dtype=torch.bfloat16)
     words: dict[str, Any] = {"rotary_pos_emb": te.RotaryPositionEmbedding(HEAD_DIM)(TOKENS * BATCH).cuda()}
     if layout == "thd":
-        both = offsets()
+        both = torch.tensor([0, 32, 96], dtype=torch.int32, device="cuda")
         words |= {"cu_seqlens_q": both, "cu_seqlens_kv": both, "max_seqlen_q": 64, "max_seqlen_kv": 64}
     want = step(layer, x, **words)
     with transformer_engine.enable() as report:
         got = step(layer, x, **words)
     assert (report.calls["fused"], report.calls["host"], report.reasons) == (1, 0, {})
-    assert_alike(got[0], want[0], 2**-7)
-    assert_alike(got[1], want[1], 2**-5)
+    close(got[:2], want[:2], 2**-7)
+    close(got[2:], want[2:], 2**-5)
 
 
 def bench(*words: str) -> list[dict[str, Any]]:
-    """The rows of `jitrope bench`."""
+    """The rows of `jitrope bench`, with TransformerEngine."""
+    installed(TE)
     command = [sys.executable, "-m", "jitrope", "bench", *words, "--smoke", "--json"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -145,25 +108,26 @@ def test_its_layer_is_timed_with_its_rope_and_ours() -> None:
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_its_transformer_layer(te: Any, before: bool) -> None:
+def test_its_transformer_layer(before: bool) -> None:
+    te = installed(TE)
     torch.manual_seed(0)
     layer = te.TransformerLayer(
         WIDTH, 512, HEADS, GROUPS, hidden_dropout=0.0, attention_dropout=0.0, kv_channels=HEAD_DIM, bias=False,
         activation="swiglu", normalization="RMSNorm", qk_norm_type="RMSNorm", qk_norm_before_rope=before,
         params_dtype=torch.bfloat16,
     )  # fmt: skip
-    x = torch.randn(TOKENS, BATCH, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(TOKENS, BATCH, WIDTH, device="cuda", dtype=torch.bfloat16)
     freqs = te.RotaryPositionEmbedding(HEAD_DIM)(TOKENS).cuda()
-    (_, want), forward = step(layer, x, rotary_pos_emb=freqs), te.MultiheadAttention.forward
+    want, forward = step(layer, x, rotary_pos_emb=freqs), te.MultiheadAttention.forward
     with transformer_engine.enable() as report:
-        _, got = step(layer, x, rotary_pos_emb=freqs)
+        got = step(layer, x, rotary_pos_emb=freqs)
         with te.autocast(enabled=True):
             layer(x, rotary_pos_emb=freqs)
         layer.compile()
-        _, compiled = step(layer, x, rotary_pos_emb=freqs)
+        compiled = step(layer, x, rotary_pos_emb=freqs)
     assert (report.calls["fused"], report.calls["host"]) == (2, 0)
     assert report.reasons == {"not fused: fp8": 1}
     assert te.MultiheadAttention.forward is forward
     assert not _host.placed
-    assert_alike(got, want, 2**-5)
-    assert_alike(compiled, want, 2**-5)
+    close(got, want, 2**-5)
+    close(compiled, want, 2**-5)
