@@ -228,22 +228,14 @@ REFUSALS[alone] = [
     ({"norm": Norm(W.double(), across_heads=True)},
      "q_weight is float64; it must be (32,), float32 or float16 or bfloat16, contiguous, on cpu like q"),
     ({"norm": Norm(q_bias=W)}, "q_bias goes with kind='layer_norm'; pass it, or leave q_bias out"),
-    ({"norm": Norm(W, q_bias=W.half(), kind="layer_norm")},
-     "q_bias is float16; it must be (8,), float32, contiguous, on cpu like q_weight and q"),
     ({"norm": across()}, "mean_squares' k is given, but k is not"),
-    ({"norm": across(mean_squares=(MEANS[0].half(), None))},
-     "mean_squares' q is float16; it must be (2, 6), float32, on cpu like q"),
     ({"norm": Norm(W.clone().requires_grad_()), "inplace": True},
      "q_weight requires a gradient, but this call has none; leave inplace=True out, or torch.no_grad()"),
     ({"quantize": Quantize(0.5, 0.5)}, "k_scale is given, but no output is divided by it; leave it out"),
     ({"quantize": nvfp4(q_global_scale=W.half())},
      "q_global_scale is float16; it must be () or (4,) or (2, 4), float32, on cpu like q"),
-    ({"quantize": DynamicQuantize(FP4), "rotary_dim": 6, "cos": COS[:, :3], "sin": SIN[:, :3]},
-     "rotary_offset is 0, rotary_dim 6; for fp4 the first must be even, and the second a multiple of 4"),
     ({"quantize": DynamicQuantize(FP4), "rotary_dim": 4, "rotary_offset": 3, "cos": COS[:, :2], "sin": SIN[:, :2]},
      "rotary_offset is 3, rotary_dim 4; for fp4 the first must be even, and the second a multiple of 4"),
-    ({"quantize": DynamicQuantize(FP4), "out": (BYTES, None, None)},
-     "out's q is uint8; it must be (2, 6, 4, 4), float4_e2m1fn_x2, on cpu like q"),
     ({"quantize": DynamicQuantize(FP4), "out": (BYTES.view(FP4).transpose(-1, -2), None, None)},
      "out's q has strides (96, 16, 1, 4); for fp4 the last must be 1"),
 ]  # fmt: skip
@@ -287,7 +279,6 @@ REFUSALS[qkv] = [
     ({"cache": stored(slot_mapping=W)}, f"slot_mapping is float32; it must be {INTS}, contiguous, on cpu like q"),
     ({"cache": stored(slot_mapping=SLOTS + 1), "check": True},
      "slot_mapping goes up to 12, but the caches have slots 0 to 11"),
-    ({"cache": stored(k_scale=0.5)}, "k_scale is given, but no output is divided by it; leave it out"),
     ({"cache": KVCache(KC.to(E4M3), VC.to(E4M3), SLOTS)},
      "k_scale is missing; pass it, because fp8 is stored divided by it"),
     ({"cache": KVCache(PAGES[0], PAGES.view(3, 2, 4, 2, 8)[:, 0], SLOTS)},
@@ -302,11 +293,7 @@ REFUSALS[qkv] = [
     ({"cache": CACHE, "quantize": TWO}, "k_scale of quantize does not go with a cache; give its scales to KVCache"),
     ({"cache": CACHE, "quantize": DynamicQuantize(v=True)},
      "v=True of quantize does not go with a cache; give its scales to KVCache"),
-    ({"cache": CACHE, "norm": Norm(of="v", v_weight=W.double())},
-     "v_weight is float64; it must be (16,), float32 or float16 or bfloat16, contiguous, on cpu like v"),
     # block scales
-    ({"cache": blocks(v_block_scale=SCALES.half())},
-     "v_block_scale is float16; it must be (12, 2, 1), float32, on cpu like k; a scale is for 8 elements"),
     ({"cache": blocks(k_block_scale=SCALES.repeat(1, 1, 3))}, f"k_block_scale is a tensor of shape (12, 2, 3), {F32}; "
      "it must be (12, 2, 1), float32 or float8_e8m0fnu, on cpu like k (B=2, S=6, H=2, D=8); a scale is for 8 elements"),
     ({"cache": blocks(k_cache=KC)}, "k_cache is float32; it must be (slots, 2, 8) or (pages, rows, 2, 8), "
@@ -448,7 +435,6 @@ REFUSALS[jitrope.configure] = [
     ({"compile": "no"}, "compile is 'no'; it must be True or False"),
     ({"launch": "3d"}, "launch is '3d'; it must be one of None, 'auto', 'token_linear', 'grid_2d'"),
 ]  # fmt: skip
-REFUSALS[jitrope.on_compile] = [({"callback": 1}, "callback is 1; it must be a function of a KernelEvent")]
 REFUSALS[partial(tables.inv_freq, rotary_dim=8)] = [
     ({"rope_type": "rotary"}, "rope_type is 'rotary'; it must be one of 'default', 'linear', 'ntk', 'dynamic', 'yarn', "
      "'llama3', 'longrope', 'proportional', 'axial'"),
@@ -499,25 +485,11 @@ REFUSALS[tables.from_config] = [
      "config has heads of several sizes; pass head_dim, or transformers' object"),
     ({"config": {**CONFIG, "rope_scaling": 1}}, "config's rope_parameters is 1; it must be a dict"),
 ]  # fmt: skip
-REFUSALS[partial(tables.cos_sin, 2)] = [
-    ({"inv_freq": W.bfloat16()},
-     "inv_freq is a tensor of shape (8,), bfloat16, on cpu; it must be of dtype float32, with 1 axis"),
-]  # fmt: skip
-REFUSALS[partial(tables.freqs, inv_freq=W)] = [
-    ({"positions": W}, "positions is torch.float32 on cpu; it must be int32 or int64 on inv_freq's cpu"),
-]  # fmt: skip
-REFUSALS[partial(thd.get_partitioned_indices, CU)] = [
-    ({"total_tokens": 6, "world_size": 2, "rank": 2}, "rank is 2; it must be below world_size=2"),
-]  # fmt: skip
 REFUSALS[partial(thd.cp_rank_order_to_sequence_order, cu_seqlens=CU, cp_size=2)] = [
     ({"x": W, "total_tokens": 6},
      "x has 8 rows; total_tokens=6 on cp_size=2 ranks are 6 (pass total_tokens if it is not the number of rows)"),
     ({"x": DICE}, "x is a tensor of shape (6, 1, 8), qint8, on cpu; it must be a tensor with memory, neither quantized "
      "nor torch's lazy zeros"),
-]  # fmt: skip
-REFUSALS[partial(thd.sequence_order_to_cp_rank_order, cu_seqlens=CU, cp_size=2)] = [
-    ({"x": (W, IDS)}, "x is a tensor of shape (8,), float32, on cpu, a tensor of shape (6,), int64, on cpu; it must be "
-     "(T, ...), or a pair with as many rows on one device"),
 ]  # fmt: skip
 REFUSALS[partial(thd.copy_valid_tokens_from_per_split_to_rank_local, cu_seqlens_padded=CU)] = [
     ({"out": IDS, "x": IDS, "cu_seqlens": ENDS}, "cu_seqlens is a tensor of shape (3,), int64, on cpu; it must be "
@@ -571,19 +543,9 @@ REFUSALS[partial(Partition, tokens=6)] = [
      "cu_seqlens is float32; it must be (sequences + 1,), int32 or int64, contiguous, on cpu like cu_seqlens_padded"),
     ({"cu_seqlens": CU[:1]}, "cu_seqlens has one offset; it must have those of one sequence at least"),
 ]  # fmt: skip
-REFUSALS[partial(Partition, CU, 6)] = [
-    ({"group": 1}, 'group is 1; it must be a process group, a DeviceMesh of one axis (mesh["cp"]), or None'),
-]  # fmt: skip
-REFUSALS[Partition(CU, 6).shard] = [({"x": torch.zeros(())}, "x has no rows; it must have 6 (tokens=6)")]
 REFUSALS[Partition(CU, 12, cp_size=2, cp_rank=0).unshard] = [
     ({"x": Q[0]}, "the Partition was made with cp_size and cp_rank; make it with a group"),
     ({"x": Q[0, :2]}, "x has 2 rows; it must have 6 (tokens=12, rank 0 of 2)"),
-]  # fmt: skip
-REFUSALS[partial(specs_of, [8, 2])] = [
-    ({"call": "bshd heads q k v > rotate cos sin > cache k_cache v_cache page_table"},
-     "call lacks lengths, which it needs with its other tensors"),
-    ({"call": "bshd heads > norm kind=no_norm > convert per_row > fresh"},
-     "call lacks heads, which it needs with its other tensors"),
 ]  # fmt: skip
 
 # Calls within others, and sentences that begin in another way.
@@ -611,6 +573,20 @@ OTHERS: list[tuple[Callable[[], Any], str]] = [
     (lambda: jitrope.planning(launches="auto").__enter__(), "planning: launches is 'auto'; it must be a list of words"),
     (lambda: Schedule.fixed(2, 5, "cpu", cp_size=2, cp_rank=0),
      "Schedule.fixed: seqlen is 5; it must be a multiple of the group's size 2"),
+    (lambda: jitrope.on_compile(1), "on_compile: callback is 1; it must be a function of a KernelEvent"),
+    (lambda: Partition(CU, 6).shard(torch.zeros(())), "shard: x has no rows; it must have 6 (tokens=6)"),
+    (lambda: Partition(CU, 6, group=1),
+     'Partition: group is 1; it must be a process group, a DeviceMesh of one axis (mesh["cp"]), or None'),
+    (lambda: tables.freqs(W, W), f"freqs: positions is torch.float32 on cpu; it must be {INTS} on inv_freq's cpu"),
+    (lambda: tables.cos_sin(2, W.bfloat16()), "cos_sin: inv_freq is a tensor of shape (8,), bfloat16, on cpu; it must "
+     "be of dtype float32, with 1 axis"),
+    (lambda: thd.sequence_order_to_cp_rank_order((W, IDS), CU, 2), "sequence_order_to_cp_rank_order: x is a tensor of "
+     f"shape (8,), {F32}, a tensor of shape (6,), int64, on cpu; it must be (T, ...), or a pair with as many rows on "
+     "one device"),
+    *[(partial(specs_of, [8, 2], call=f"bshd heads {text}"),
+       f"specs_of: call lacks {lacked}, which it needs with its other tensors") for text, lacked in {
+        "q k v > rotate cos sin > cache k_cache v_cache page_table": "lengths",
+        "> norm kind=no_norm > convert per_row > fresh": "heads"}.items()],
     (lambda: thd.copy_valid_tokens_from_per_split_to_rank_local(ENDS, ENDS, CU, CU),
      "cu_seqlens is [0, 6]; it must ascend to at most 3, the rows of out"),
     (lambda: add(grad=Q[0, :5], grad_per_step=Q[0, :5]),
