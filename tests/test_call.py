@@ -20,24 +20,13 @@ from .results import places_of
 from .sweep import Made
 
 WORDS: dict[str, tuple[Any, ...]] = {
-    "layout": tuple(LAYOUT_AXES),
-    "table": rotate.TABLES,
-    "order": tuple(QKV_ORDERS),
-    "rounding": rotate.ROUNDINGS,
-    "launch": ("auto", "grid_2d"),
-    "out_dtype": tuple(FORMATS),
-    "scale_out": SCALE_DTYPES,
-    "scale_fmt": SCALE_FMTS,
-    "norm_kind": (*norm.KINDS, "no_norm"),
-    "norm_rounding": norm.ROUNDINGS,
-    "of": norm.OF,
+    **{"layout": tuple(LAYOUT_AXES), "table": rotate.TABLES, "order": tuple(QKV_ORDERS), "rounding": rotate.ROUNDINGS},
+    **{"launch": ("auto", "grid_2d"), "out_dtype": tuple(FORMATS), "scale_out": SCALE_DTYPES, "scale_fmt": SCALE_FMTS},
+    **{"norm_kind": (*norm.KINDS, "no_norm"), "norm_rounding": norm.ROUNDINGS, "of": norm.OF},
 }
 OF_TYPES: dict[type, tuple[Any, ...]] = {
-    type(None): (None, True, False),
-    bool: (True, False),
-    int: (0, 1, 2, 64, 999),
-    float: (0.1, 3e-41, 1e-6, 1 / 3),
-    tuple: ((), (7,), (16, 24, 24)),
+    **{type(None): (None, True, False), bool: (True, False), int: (0, 1, 2, 64, 999)},
+    **{float: (0.1, 3e-41, 1e-6, 1 / 3), tuple: ((), (7,), (16, 24, 24))},
 }
 
 

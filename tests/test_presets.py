@@ -21,29 +21,17 @@ from .devices import DEVICES
 from .host import backend
 
 GUIDE = (Path(__file__).parent.parent / "examples" / "README.md").read_text()
+# The names in the guide's table of models.
 MODELS = {
-    "qwen3": "Qwen3",
-    "gemma4": "Gemma 4",
-    "llama4": "Llama 4",
-    "hunyuan": "Hunyuan",
-    "te-mha": "TransformerEngine",
-    "cogvideox": "CogVideoX, HunyuanDiT",
-    "cogview4": "CogView4",
-    "hunyuandit": "CogVideoX, HunyuanDiT",
-    "qwen3-vl-decode": "Qwen3-VL, decode and prefill",
-    "qwen3-vl-prefill": "Qwen3-VL, decode and prefill",
-    "deepseek-indexer": "DeepSeek V3.2's indexer",
-    "deepseek-mla": "DeepSeek V3",
-    "deepseek-mla-thd": "DeepSeek V3, packed",
-    "deepseek-mla-cp": "DeepSeek V3, packed",
-    "deepseek-mla-decode": "DeepSeek V3, decode",
-    "qwen3.5": "Qwen3-Next, 3.5",
-    "qwen3.5-fused": "Qwen3-Next, 3.5",
-    "wan-ulysses": "Wan on several GPUs",
-    "flux-fp8": "FLUX, fp8 attention",
-    "flux-fp8-heads": "FLUX, fp8 attention",
+    **{"qwen3": "Qwen3", "gemma4": "Gemma 4", "llama4": "Llama 4", "hunyuan": "Hunyuan", "cogview4": "CogView4"},
+    **dict.fromkeys(("cogvideox", "hunyuandit"), "CogVideoX, HunyuanDiT"),
+    **dict.fromkeys(("qwen3-vl-decode", "qwen3-vl-prefill"), "Qwen3-VL, decode and prefill"),
+    **{"te-mha": "TransformerEngine", "deepseek-indexer": "DeepSeek V3.2's indexer", "deepseek-mla": "DeepSeek V3"},
+    **dict.fromkeys(("deepseek-mla-thd", "deepseek-mla-cp"), "DeepSeek V3, packed"),
+    **{"deepseek-mla-decode": "DeepSeek V3, decode", "wan-ulysses": "Wan on several GPUs"},
+    **dict.fromkeys(("qwen3.5", "qwen3.5-fused"), "Qwen3-Next, 3.5"),
+    **dict.fromkeys(("flux-fp8", "flux-fp8-heads"), "FLUX, fp8 attention"),
 }
-"""The names in the guide's table of models."""
 LAUNCHES = {"deepseek-indexer": 2, "flux-fp8-heads": 2}
 """Launches of a forward call, where there is more than one. A gradient takes one."""
 TRAINED = [name for name, preset in PRESETS.items() if preset.trained]

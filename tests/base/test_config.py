@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import sys
@@ -18,28 +17,21 @@ from ..caches import IMPORT
 
 
 def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("JITROPE_CACHE_DIR", "/a/b")
-    assert config.cache_dir() == Path("/a/b")
     monkeypatch.setenv("HOME", "/home/me")
-    monkeypatch.setenv("JITROPE_CACHE_DIR", "~/b")
-    assert config.cache_dir() == Path("/home/me/b")
-    monkeypatch.delenv("JITROPE_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert config.cache_dir() == Path("/x/jitrope")
-    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
-    assert config.cache_dir() == Path("/home/me/.cache/jitrope")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert config.cache_dir() == Path("/home/me/.cache/jitrope")
-    monkeypatch.delenv("HOME")
+    for given, of_xdg, want in (
+        *(("/a/b", "", "/a/b"), ("~/b", "", "/home/me/b"), ("", "/x", "/x/jitrope")),
+        *(("", "not/absolute", "/home/me/.cache/jitrope"), ("", "", "/home/me/.cache/jitrope")),
+    ):
+        monkeypatch.setenv("JITROPE_CACHE_DIR", given)
+        monkeypatch.setenv("XDG_CACHE_HOME", of_xdg)
+        assert config.cache_dir() == Path(want)
+    for name in ("HOME", "JITROPE_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # a user without an entry in the password file
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     assert config.cache_dir() == tmp_path / f"jitrope-{os.getuid()}"
-
-    def nowhere() -> None:
-        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
-
-    monkeypatch.setattr("tempfile.gettempdir", nowhere)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: os.listdir("/no/such/folder"))  # as where none is writable
     assert config.cache_dir() == Path(f"/jitrope-{os.getuid()}")
 
 
@@ -99,11 +91,10 @@ def test_configure_is_over_the_environment(monkeypatch: pytest.MonkeyPatch, capl
         assert config.compile_allowed() == allowed
     assert "perhaps" in caplog.text
     try:
-        jitrope.configure(compile=True)
-        assert config.compile_allowed()
-        jitrope.configure(compile=False)
-        monkeypatch.delenv("JITROPE_NO_COMPILE")
-        assert not config.compile_allowed()
+        for word, allowed in (("perhaps", True), ("0", False)):
+            monkeypatch.setenv("JITROPE_NO_COMPILE", word)
+            jitrope.configure(compile=allowed)
+            assert config.compile_allowed() == allowed
     finally:
         jitrope.configure(compile=None)
     assert config.compile_allowed()

@@ -35,10 +35,6 @@ from jitrope.tools.models import specs_of_model
 FP4 = getattr(torch, "float4_e2m1fn_x2", torch.uint8)
 
 
-class Number(int):
-    """As an IntEnum's."""
-
-
 ANY: dict[str, Any] = {
     "None": None, "a word": "nonsense", "empty str": "", "bytes": b"x", "module": torch.nn.Linear(2, 2),
     "python module": torch, "class": dict, "object": object(), "dict": {}, "set": {1}, "list of words": ["a", "b"],
@@ -51,11 +47,10 @@ ANY: dict[str, Any] = {
     "tensor of rank 7": torch.ones((1,) * 7), "meta tensor": torch.ones(3, device="meta"),
     "sparse": torch.ones(2).to_sparse(), "bool": True, "int": 1, "float": 2.0, "half float": 0.5,
 }  # fmt: skip
-SAME = ("numpy int", "int subclass", "numpy bool", "numpy float", "int for float", "list", "tuple", "numpy array",
-        "as Path", "as str", "numpy word", "enum", "non-contiguous", "expanded", "Parameter", "int64",
-        "None")  # fmt: skip
-"""Kinds with the valid value, or none, in another form."""
-MAY_BE_REFUSED = ("None", "expanded", "non-contiguous", "int64", "int for float")
+# Kinds with the valid value, or none, in another form; others of these may be refused.
+TAKEN = ("numpy int", "int subclass", "numpy bool", "numpy float", "list", "tuple", "numpy array", "as Path", "as str",
+         "numpy word", "enum", "Parameter")  # fmt: skip
+SAME = (*TAKEN, "int for float", "non-contiguous", "int64", "None", "expanded")
 
 
 def kinds_of(value: Any) -> dict[str, Any]:
@@ -63,21 +58,16 @@ def kinds_of(value: Any) -> dict[str, Any]:
     if type(value) is bool:
         return {**ANY, "numpy bool": np.bool_(value), "int for bool": int(value), "float for bool": float(value)}
     if type(value) is int:
-        others = {"numpy int": np.int64(value), "int subclass": Number(value), "float for int": float(value)}
-        return {**ANY, **others, "tensor of int": torch.tensor(value), "numpy 0-d int": np.array(value)}
+        return {**ANY, "numpy int": np.int64(value), "int subclass": enum.IntEnum("Number", {"a": value}).a,
+                "float for int": float(value), "tensor of int": torch.tensor(value),
+                "numpy 0-d int": np.array(value)}  # fmt: skip
     if type(value) is float:
         whole = {"int for float": int(value)} if value == int(value) else {}
         return {**ANY, **whole, "numpy float": np.float64(value), "tensor of float": torch.tensor(value)}
     if type(value) is str and value.isidentifier():
-        others = {"numpy word": np.str_(value), "enum": enum.Enum("Word", {"a": value}, type=str).a}
-        return {
-            **ANY,
-            **others,
-            "upper case": value.upper(),
-            "500 letters": "a" * 500,
-            "a space": f"{value} ",
-            "a word in a list": [value],
-        }
+        return {**ANY, "numpy word": np.str_(value), "enum": enum.Enum("Word", {"a": value}, type=str).a,
+                "upper case": value.upper(), "500 letters": "a" * 500, "a space": f"{value} ",
+                "a word in a list": [value]}  # fmt: skip
     if isinstance(value, os.PathLike):
         return {**ANY, "as Path": Path(value), "as str": str(value), "null": f"{value}\0"}
     if isinstance(value, (list, tuple)):
@@ -115,16 +105,11 @@ def in_fp8(k_scale: Any = 0.5, v_scale: Any = 0.5, **norm: Any) -> Any:
     return jitrope.prepare_qkv(**HEADS, v=V, **TABLE, layout="thd", cache=cache, **words), caches
 
 
-def recorded(path: Any) -> Any:
-    with jitrope.record(path) as seen:
-        pass
-    return seen
-
-
-def planned(**words: Any) -> Any:
-    with jitrope.planning(**words) as specs:
+def entered(manager: Any) -> Any:
+    """What a context manager yields, after a call in it."""
+    with manager as found:
         jitrope.apply_rope(*torch.empty(2, 1, 4, 2, 8, device="meta"), *torch.empty(2, 4, 4, device="meta"))
-    return specs
+    return found
 
 
 def configured(**words: Any) -> Any:
@@ -139,18 +124,13 @@ def rows(*shape: int) -> Tensor:
     return torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape) / 7
 
 
-W, CU, IDS, SLOTS = (
-    rows(8),
-    torch.tensor([0, 3, 6], dtype=torch.int32),
-    torch.tensor([5, 0, 4, 1, 1, 2]),
-    torch.arange(6),
-)
+W, CU, SLOTS = rows(8), torch.tensor([0, 3, 6], dtype=torch.int32), torch.arange(6)
+IDS, ENDS = torch.tensor([5, 0, 4, 1, 1, 2]), torch.tensor([0, 4, 6])
 HEADS = {"q": rows(6, 4, 8), "k": rows(6, 2, 8)}
 V, QKV, FLOATS, TABLE = rows(6, 2, 8), rows(6, 2, 32), rows(6), {"cos": rows(6, 4), "sin": rows(6, 4) + 1}
 CACHES = {"k_cache": torch.zeros(6, 2, 8), "v_cache": torch.zeros(6, 2, 8)}
-BLOCKS = {"k_cache": torch.zeros(6, 2, 8, dtype=torch.int8), "k_block_scale": rows(6, 2, 1)}
-BLOCKS |= {"v_cache": torch.zeros(6, 2, 8, dtype=torch.int8), "v_block_scale": rows(6, 2, 1)}
-ENDS = torch.tensor([0, 4, 6])
+BLOCKS = {f"{x}_cache": torch.zeros(6, 2, 8, dtype=torch.int8) for x in "kv"}
+BLOCKS |= {f"{x}_block_scale": rows(6, 2, 1) for x in "kv"}
 BATCH = {name: x[None] for name, x in {**HEADS, "v": V}.items()}
 LSE = {"lse": rows(2, 8), "lse_per_step": rows(2, 4), "cu_seqlens": torch.tensor([0, 4, 8], dtype=torch.int32)}
 EIGHT = {"cu_seqlens": torch.tensor([0, 3, 8], dtype=torch.int32), "cp_size": 2, "rule": "contiguous"}
@@ -246,9 +226,9 @@ CALLS: dict[str, partial[Any]] = {
     "Rope": partial(lambda **a: cp.all_gather_attention(**HEADS, v=V, schedule=cp.Schedule(CU, 6), rope=cp.Rope(**a)),
                     **TABLE, interleaved=True, rotary_dim=4, rotary_offset=0, rounding="complex64"),
     "configure": partial(configured, compile=False, launch="auto", batch_invariant=True),
-    "planning": partial(planned, launches=["auto"], sm_count=132),
+    "planning": partial(lambda **a: entered(jitrope.planning(**a)), launches=["auto"], sm_count=132),
     "on_compile": partial(lambda callback: jitrope.on_compile(callback)(), callback=print),
-    "record": partial(recorded, path=Path("run.json")),
+    "record": partial(lambda path: entered(jitrope.record(path)), path=Path("run.json")),
     "KernelCache": partial(KernelCache, root=Path("kernels"), system=(Path("layer"),)),
     "prune": partial(lambda **a: KernelCache(Path("none")).prune(**a), older_than=5, dry_run=True),
     "clear": partial(lambda **a: KernelCache(Path("none")).clear(**a), dry_run=True),
@@ -261,62 +241,40 @@ CALLS: dict[str, partial[Any]] = {
     "specs_of_model": partial(lambda **a: len(specs_of_model(**a)), path=Path("llama"), dtype="bf16", backward=False),
 }  # fmt: skip
 
-SCALE = "int, float, half float, fraction, bool, tensor of float, tensor of rank 7"
-FREQUENCIES = "too short, empty, on meta, meta tensor, empty tensor"
-ITEMS = "empty list, empty tuple, generator, dict, empty tensor"
-PATHS = "a word, numpy str"
-# The kinds besides SAME that a parameter accepts with another meaning.
+# The kinds besides SAME that parameters accept with another meaning.
 TAKES: dict[str, str] = {
-    "rope.q_scale": "tensor of float, negative",
-    "rope by a cache.q_scale": f"{SCALE}, without axes, of another rank, negative",
-    "rope by angles.freqs": "of another rank",
-    "rope by cis.freqs_cis": "of another rank",
-    "qkv.v": "too short, empty, on meta",
-    "fused.qkv": "too short, empty",
-    "KVCache.slot_mapping": "of another rank",
-    "KVCache of blocks.slot_mapping": "of another rank",
-    "KVCache of fp8.k_scale": "tensor of float, tensor of rank 7",
-    "KVCache of fp8.v_scale": "tensor of float, tensor of rank 7",
-    "Pages.page_table": "too short, empty",
-    "Pages.errors": "without axes",
-    "Pages of lengths.seq_lens": "too short",
-    "Pages of tokens.page_table": "too short, empty",
-    "Pages of tokens.batch_indices": "of another rank",
-    "Pages of tokens.cache_positions": "of another rank",
-    "Quantize.q_scale": "tensor of float, tensor of rank 7",
-    "Quantize.k_scale": "tensor of float, tensor of rank 7",
-    **dict.fromkeys([f"nvfp4.{x}_global_scale" for x in "qkv"], "tensor of float, tensor of rank 7"),
-    "Quantize.v_scale": f"{SCALE}, without axes, of another rank",
-    **dict.fromkeys(("dynamic.seq_len", "longrope.seq_len", "from_config.seq_len"), "0-d tensor, tensor of int"),
-    **dict.fromkeys(("cos_sin.positions", "cos_sin_cache.positions", "freqs.positions"), "0-d tensor, tensor of int"),
-    **dict.fromkeys(("cos_sin.inv_freq", "cos_sin_cache.inv_freq", "freqs.inv_freq"), FREQUENCIES),
-    "cos_sin of ids.positions": "bool, int, float, too short, of another rank, without axes, empty, 0-d tensor",
-    "cos_sin of ids.inv_freq": "too short, empty, empty tensor",
-    **dict.fromkeys(("to ranks.cu_seqlens", "from ranks.cu_seqlens", "half.cu_seqlens", "lse.cu_seqlens"), "too short"),
-    **dict.fromkeys(("second lse.cu_seqlens", "correct.cu_seqlens", "add.cu_seqlens"), "too short"),
-    **dict.fromkeys(("indices.cu_seqlens", "Partition.cu_seqlens", "Schedule.cu_seqlens"), "too short, on meta"),
-    **dict.fromkeys(("to ranks.x", "from ranks.x", "shard.x", "unshard.x"), "of another dtype"),
-    "half.x": "too short, empty, of another dtype",
-    "second lse.lse": "too short, empty",
-    "planning.launches": ITEMS,
-    "on_compile.callback": "class, function, module",
-    "record.path": f"{PATHS}",
-    "KernelCache.root": f"{PATHS}, empty str",
-    "KernelCache.system": "list of words, empty list, empty tuple",
-    "prune.older_than": "fraction, half float",
-    "bundle.write.path": PATHS,
-    "prewarm.specs": ITEMS,
-    "prewarm.archs": ITEMS,
-    "specs_of.call": "empty str",
-}
-NAMED = {
-    "rope.positions": "position_ids",
-    "Shifts.position_ids": "positions",
-    "latent.k_pe": "rotary_dim",
-    "KVCache of blocks.k_cache": "k_block_scale",
-    **{f"nvfp4.{x}_global_scale": f"{x}_scale" for x in "qkv"},
-}
-"""Names that some refusals have in place of the parameter's."""
+    "tensor of float, negative": "rope.q_scale",
+    "int, float, half float, fraction, bool, tensor of float, tensor of rank 7, without axes, of another rank":
+        "rope by a cache.q_scale, Quantize.v_scale",
+    "negative": "rope by a cache.q_scale",
+    "tensor of float, tensor of rank 7": "KVCache of fp8.k_scale, KVCache of fp8.v_scale, Quantize.q_scale, "
+        "Quantize.k_scale, nvfp4.q_global_scale, nvfp4.k_global_scale, nvfp4.v_global_scale",
+    "of another rank": "rope by angles.freqs, rope by cis.freqs_cis, KVCache.slot_mapping, "
+        "KVCache of blocks.slot_mapping, Pages of tokens.batch_indices, Pages of tokens.cache_positions",
+    "of another dtype": "to ranks.x, from ranks.x, shard.x, unshard.x, half.x",
+    "too short, empty": "qkv.v, fused.qkv, Pages.page_table, Pages of tokens.page_table, half.x, second lse.lse",
+    "too short": "Pages of lengths.seq_lens, to ranks.cu_seqlens, from ranks.cu_seqlens, half.cu_seqlens, "
+        "lse.cu_seqlens, second lse.cu_seqlens, correct.cu_seqlens, add.cu_seqlens",
+    "too short, on meta": "indices.cu_seqlens, Partition.cu_seqlens, Schedule.cu_seqlens",
+    "on meta": "qkv.v",
+    "on meta, meta tensor": "cos_sin.inv_freq, cos_sin_cache.inv_freq, freqs.inv_freq",
+    "too short, empty, empty tensor": "cos_sin.inv_freq, cos_sin_cache.inv_freq, freqs.inv_freq, "
+        "cos_sin of ids.inv_freq",
+    "without axes": "Pages.errors",
+    "0-d tensor, tensor of int": "dynamic.seq_len, longrope.seq_len, from_config.seq_len, cos_sin.positions, "
+        "cos_sin_cache.positions, freqs.positions",
+    "bool, int, float, too short, of another rank, without axes, empty, 0-d tensor": "cos_sin of ids.positions",
+    "empty list, empty tuple, generator, dict, empty tensor": "planning.launches, prewarm.specs, prewarm.archs",
+    "class, function, module": "on_compile.callback",
+    "a word, numpy str": "record.path, KernelCache.root, bundle.write.path",
+    "empty str": "KernelCache.root, specs_of.call",
+    "list of words, empty list, empty tuple": "KernelCache.system",
+    "fraction, half float": "prune.older_than",
+}  # fmt: skip
+# Names that some refusals have in place of the parameter's.
+NAMED = {"rope.positions": "position_ids", "Shifts.position_ids": "positions", "latent.k_pe": "rotary_dim",
+         "KVCache of blocks.k_cache": "k_block_scale",
+         **{f"nvfp4.{x}_global_scale": f"{x}_scale" for x in "qkv"}}  # fmt: skip
 
 
 @pytest.fixture
@@ -370,6 +328,8 @@ def test_every_kind_of_argument_is_right_or_refused(name: str, label: str) -> No
             return plain(call.func(*call.args, **given)), plain([x for x in given.values() if isinstance(x, Tensor)])
 
     want = result(valid)
+    own = [kinds for kinds, names in TAKES.items() if f"{name}.{label}" in names.split(", ")]
+    taken = ", ".join(own).split(", ")
     for kind, value in kinds_of(valid).items():
         meant = by_value(valid, value)
         try:
@@ -378,7 +338,7 @@ def test_every_kind_of_argument_is_right_or_refused(name: str, label: str) -> No
             text = str(error)
             names = "|".join((label, NAMED.get(f"{name}.{label}", label), *["cannot (read|write)"] * (label == "path")))
             named = meant is not None or re.search(rf"(?<![a-z_])({names})(?![a-z_])", text)
-            if not named or "\n" in text or (kind in SAME and kind not in MAY_BE_REFUSED):
+            if not named or "\n" in text or kind in TAKEN:
                 wrong.append(f"{kind}: {text}")
             continue
         except Exception as error:
@@ -389,7 +349,7 @@ def test_every_kind_of_argument_is_right_or_refused(name: str, label: str) -> No
         elif meant is not None:
             right = got == result(meant)
         else:
-            right = kind in ("None", "expanded") or kind in TAKES.get(f"{name}.{label}", "").split(", ")
+            right = kind in ("None", "expanded", *taken)
         if not right:
             wrong.append(f"{kind}: it was taken")
         assert result(valid) == want, f"after {kind} the valid call is another"
@@ -400,15 +360,7 @@ def test_every_parameter_gets_every_kind() -> None:
     spoken = {label for call in CALLS.values() for label in call.keywords}
     values = (Packed, Starts, Mrope, Shifts, Norm, KVCache, Pages, Quantize, DynamicQuantize, Ulysses)
     functions = [getattr(jitrope, name) for name in vars(jitrope) if name.startswith(("apply_", "prepare_"))]
-    of_modules = [getattr(module, name) for module in (tables, thd, cp) for name in module.__all__]
-    for thing in (
-        *values,
-        *functions,
-        *filter(callable, of_modules),
-        jitrope.configure,
-        jitrope.planning,
-        KernelCache,
-        bundle.write,
-    ):
+    functions += [x for module in (tables, thd, cp) for name in module.__all__ if callable(x := getattr(module, name))]
+    for thing in (*values, *functions, jitrope.configure, jitrope.planning, KernelCache, bundle.write):
         parameters = inspect.signature(thing).parameters.values()
         assert {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} <= spoken | {"rope_type"}, thing

@@ -5,7 +5,7 @@ Combinations that are refused are in `calls.REFUSED`. A refused call writes noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,25 +14,7 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope import (
-    DynamicQuantize,
-    KVCache,
-    Mrope,
-    Norm,
-    Packed,
-    Pages,
-    Quantize,
-    Shifts,
-    Starts,
-    Ulysses,
-    apply_rope,
-    prepare_fused_qkv,
-    prepare_joint_qkv,
-    prepare_mla_qkv,
-    prepare_qkv,
-    tables,
-    thd,
-)
+from jitrope import DynamicQuantize, KVCache, Mrope, Norm, Packed, Pages, Quantize, Shifts, Starts, Ulysses, tables, thd
 from jitrope import torch_state as watch
 from jitrope.base.spec import spec_from_dict
 from jitrope.call import Call
@@ -40,31 +22,26 @@ from jitrope.context_parallel import Partition, Rope, Schedule, all_gather_atten
 from jitrope.run import op_call
 from jitrope.tools.prewarm import specs_of
 
-E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, getattr(torch, "float8_e8m0fnu", torch.uint8)
+E4M3, E8M0 = torch.float8_e4m3fn, getattr(torch, "float8_e8m0fnu", torch.uint8)
 FP4 = getattr(torch, "float4_e2m1fn_x2", torch.uint8)  # two elements in a byte
 
 # Two rows of 6 tokens, 4 heads of q, 2 of k and v, of 8 elements; a table with a row for each token.
-Q, K, V = torch.ones(2, 6, 4, 8), torch.ones(2, 6, 2, 8), torch.ones(2, 6, 2, 8)
+HEADS = Q, K, V = torch.ones(2, 6, 4, 8), torch.ones(2, 6, 2, 8), torch.ones(2, 6, 2, 8)
 ANGLES = torch.arange(6.0)[:, None] / torch.arange(1.0, 5.0)
 COS, SIN = ANGLES.cos(), ANGLES.sin()
-T: dict[str, Any] = {"cos": COS, "sin": SIN}
-NONE: dict[str, Any] = {"cos": None, "sin": None}
+T, NONE = {"cos": COS, "sin": SIN}, {"cos": None, "sin": None}
 IDS, CU, W = torch.arange(6), torch.tensor([0, 6]), torch.ones(8)
-QKV, QKV_GROUPED = torch.ones(2, 6, 64), torch.ones(2, 6, 2, 32)
+QKV, QKV_GROUPED, PAGES = torch.ones(2, 6, 64), torch.ones(2, 6, 2, 32), torch.zeros(2, 3, 4, 2, 8)
 KC, VC, SLOTS = torch.zeros(12, 2, 8), torch.zeros(12, 2, 8), torch.arange(12)
-PAGES = torch.zeros(2, 3, 4, 2, 8)
 TABLE, LENS, ENDS = torch.tensor([[0, 1], [2, 0]]), torch.tensor([3, 3]), torch.tensor([0, 3, 6])
 BLOCKS, SCALES = torch.zeros(12, 2, 8, dtype=torch.int8), torch.zeros(12, 2, 1)  # a cache of int8 with scales of heads
 KV, K_PE = torch.ones(2, 6, 4, 10), torch.ones(2, 6, 1, 4)  # latent: v has 6 elements
 LEAF, LSE = torch.ones(2, 6, 4, 8, requires_grad=True), torch.ones(2, 6)
+BYTES = torch.zeros(2, 6, 4, 4, dtype=torch.uint8)
 RING: list[Any] = [None]
 RING.append(RING)  # a list in itself
-BYTES = torch.zeros(2, 6, 4, 4, dtype=torch.uint8)
 DICE = torch._empty_affine_quantized((6, 1, 8), scale=1.0, zero_point=0, dtype=torch.qint8)
-CACHE, TWO = KVCache(KC, VC, SLOTS), Quantize(0.5, 0.5)
-MEANS = (torch.ones(2, 6), torch.ones(2, 6))
-SCHEDULE = Schedule(CU, 6)
-
+CACHE, TWO, MEANS = KVCache(KC, VC, SLOTS), Quantize(0.5, 0.5), (torch.ones(2, 6), torch.ones(2, 6))
 with torch.inference_mode():
     INFERRED = torch.ones(2, 6, 4, 8)
 LENGTH, CONFIG = {"original_max_position_embeddings": 64}, {"head_dim": 8, "rope_theta": 1e4}
@@ -76,762 +53,500 @@ blocks = partial(KVCache, k_cache=BLOCKS, v_cache=BLOCKS.clone(), slot_mapping=S
 pages = partial(Pages, page_table=TABLE, seq_lens=LENS)
 placed = partial(Pages, page_table=TABLE, batch_indices=IDS, cache_positions=IDS)
 
-rope = partial(apply_rope, q=Q, k=K, **T)
-packed = partial(apply_rope, q=Q[0], k=None, **T)
-alone = partial(prepare_qkv, q=Q, k=None, v=None, **T)
-qkv = partial(prepare_qkv, q=Q, k=K, v=V, **T)
-paged = partial(prepare_qkv, q=Q[0], k=K[0], v=V[0], layout="thd", **T)
-fused = partial(prepare_fused_qkv, qkv=QKV, heads=(4, 2), **T)
-joint = partial(prepare_joint_qkv, first=(Q, K, V), second=(Q, K, V), cos=COS.repeat(2, 1), sin=SIN.repeat(2, 1))
-latent = partial(prepare_mla_qkv, q=Q, kv=KV, k_pe=K_PE, cos=COS[:, :2], sin=SIN[:, :2])
-attend = partial(all_gather_attention, q=Q[0], k=K[0], v=V[0], schedule=SCHEDULE)
-lse = partial(
-    thd.second_half_lse_correction, lse=LSE, lse_per_step=LSE[:, :3].contiguous(), cu_seqlens=CU, lse_packed=True
-)
+rope = partial(jitrope.apply_rope, q=Q, k=K, **T)
+packed = partial(jitrope.apply_rope, q=Q[0], k=None, **T)
+alone = partial(jitrope.prepare_qkv, q=Q, k=None, v=None, **T)
+qkv = partial(jitrope.prepare_qkv, q=Q, k=K, v=V, **T)
+paged = partial(jitrope.prepare_qkv, q=Q[0], k=K[0], v=V[0], layout="thd", **T)
+fused = partial(jitrope.prepare_fused_qkv, qkv=QKV, heads=(4, 2), **T)
+joint = partial(jitrope.prepare_joint_qkv, first=HEADS, second=HEADS, cos=COS.repeat(2, 1), sin=SIN.repeat(2, 1))
+latent = partial(jitrope.prepare_mla_qkv, q=Q, kv=KV, k_pe=K_PE, cos=COS[:, :2], sin=SIN[:, :2])
+attend = partial(all_gather_attention, q=Q[0], k=K[0], v=V[0], schedule=Schedule(CU, 6))
+lse = partial(thd.second_half_lse_correction, lse=LSE, lse_per_step=LSE[:, :3].contiguous(), cu_seqlens=CU,
+              lse_packed=True)  # fmt: skip
 correct = partial(thd.out_correction, out=K[0], out_per_step=K[0], lse=LSE, lse_per_step=LSE, cu_seqlens=CU,
                   only_second_half=False, lse_packed=True)  # fmt: skip
 add = partial(thd.grad_correction, grad=Q[0], grad_per_step=Q[0], cu_seqlens=CU, first_half="add", second_half="add")
 
-Refusals = dict[Callable[..., Any], list[tuple[dict[str, Any], str]]]
+# Parts of many sentences.
+SIZES, FLOATS = "(B=2, S=6, H=4, D=8)", "float32 or float16 or bfloat16"
+TABLES = f"(P, 4|8) or (1|2, P, 4|8) or (1|2, P, 1, 4|8), {FLOATS}, on cpu like q"
+F32, INTS = "float32, on cpu", "int32 or int64"
+GIVE = "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis"
+SHARED = "share memory, which is written; pass tensors that do not overlap"
+OVERLAP = "; its elements overlap in memory, so it cannot be written; pass"
+NO_GRADIENT = "requires a gradient, but this call has none"
+NOT_HERE = "requires a gradient, which this function does not have; call it under torch.no_grad()"
+
 # A sentence follows the name of the function and a colon.
-REFUSALS: Refusals = {
-    rope: [
-        ({"cos": None, "sin": None}, "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not none"),
-        # heads
-        ({"q": Q[0]}, "q is a tensor of shape (6, 4, 8), float32, on cpu; it must be (B, S, H, D), float32 or "
-         'float16 or bfloat16, on cpu; for (T, H, D) pass layout="thd", for (B, S, H D) q.unflatten(-1, (H, D)), for '
-         "(B, S, D) q.unsqueeze(2)"),
-        ({"k": K[:, :, 0]}, "k is a tensor of shape (2, 6, 8), float32, on cpu; it must be (2, 6, H, 8), float32, on "
-         'cpu like q (B=2, S=6, H=4, D=8); for (T, H, D) pass layout="thd", for (B, S, H D) k.unflatten(-1, (H, D)), '
-         "for (B, S, D) k.unsqueeze(2)"),
-        ({"k": K[:1]}, "k is a tensor of shape (1, 6, 2, 8), float32, on cpu; it must be (2, 6, H, 8), float32, on "
-         "cpu like q (B=2, S=6, H=4, D=8); only H may differ, and layout is 'bshd'"),
-        ({"k": K.half()}, "k is float16; it must be (2, 6, H, 8), float32, on cpu like q; pass k.to(q)"),
-        ({"q": Q.double(), "k": None}, "q is float64; it must be (B, S, H, D), float32 or float16 or bfloat16, on cpu"),
-        ({"q": Q.tolist()}, "q is a list of 2; it must be a tensor"),
-        ({"q": Q.to_sparse()}, "q is a tensor of shape (2, 6, 4, 8), float32, on cpu; it must be a strided tensor"),
-        ({"q": Q[:, :1, :, :1].expand(2, 1, 4, 514), "k": None}, "q has D=514; at most 512 is possible; pass a view "
-         "of the rotated elements"),
-        ({"q": Q[:1, :1].expand(65536, 32768, 4, 8), "k": None},
-         "q has 2147483648 tokens; at most 2147483647 are possible"),
-        ({"q": Q[..., :7], "k": None}, "rotary_dim, by default D, is 7; it must be even and from 2 to D=7"),
-        ({"q": Q.flatten(2), "k": None, "layout": "bhsd"}, "q is a tensor of shape (2, 6, 32), float32, on cpu; it "
-         'must be (B, H, S, D), float32 or float16 or bfloat16, on cpu; for (T, H, D) pass layout="thd"'),
-        ({"layout": "thd"}, "q is a tensor of shape (2, 6, 4, 8), float32, on cpu; it must be (T, H, D), float32 or "
-         "float16 or bfloat16, on cpu; Packed implies layout 'thd'"),
-        ({"layout": "hsbd"}, "layout is 'hsbd'; it must be one of 'bshd', 'sbhd', 'bhsd', 'thd'"),
-        # the rotated part
-        ({"rotary_dim": 3}, "rotary_dim is 3; it must be even and from 2 to D=8"),
-        ({"rotary_offset": -1}, "rotary_offset is -1; it must be a whole number of at least 0"),
-        ({"rotary_offset": 6, "rotary_dim": 4}, "rotary_dim is 4; it must be even and from 2 to D - rotary_offset=2"),
-        ({"rounding": "bf16"}, "rounding is 'bf16'; it must be one of 'fp32', 'complex64', 'complex128', 'dtype', "
-         "'addcmul'"),
-        # tables
-        ({"sin": None}, "sin is missing; pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis, and None in "
-         "the place of a k or v that there is not"),
-        ({"cos": None}, "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not sin"),
-        ({"freqs": ANGLES}, "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not cos and sin, freqs"),
-        ({"cos": (COS, SIN), "sin": None}, "cos is a tuple of 2; unpack it: pass *table for cos and sin"),
-        ({"cos": torch.polar(COS, SIN), "sin": None}, "cos is complex; pass a complex table as freqs_cis=table"),
-        ({"cos": torch.polar(COS, SIN), "sin": torch.polar(COS, SIN)},
-         "cos is complex64; it must be (P, 4|8) or (1|2, P, 4|8) or (1|2, P, 1, 4|8), float32 or float16 or "
-         "bfloat16, on cpu like q; pass a complex table as freqs_cis=table"),
-        ({"cos": COS.numpy()}, "cos is a numpy array of shape (6, 4); it must be a tensor; pass torch.from_numpy(cos)"),
-        ({"cos": COS.to("meta")}, "cos is a tensor of shape (6, 4), float32, on meta; it must be (P, 4|8) or (1|2, "
-         "P, 4|8) or (1|2, P, 1, 4|8), float32 or float16 or bfloat16, on cpu like q (B=2, S=6, H=4, D=8)"),
-        ({"cos": COS[:5], "sin": SIN[:5]}, "q is (B=2, S=6, H=4, D=8) but cos has 5 rows; it needs 6"),
-        ({"cos": COS[:0], "sin": SIN[:0], "positions": IDS}, "cos has no rows"),
-        ({"cos": COS[:, :3], "sin": SIN[:, :3]}, "cos is a tensor of shape (6, 3), float32, on cpu; it must be (P, "
-         "4|8) or (1|2, P, 4|8) or (1|2, P, 1, 4|8), float32 or float16 or bfloat16, on cpu like q (B=2, S=6, H=4, "
-         "D=8); pass rotary_dim for a partial rotation"),
-        ({"cos": COS.double(), "sin": SIN.double()}, "cos is float64; it must be (P, 4|8) or (1|2, P, 4|8) or (1|2, "
-         "P, 1, 4|8), float32 or float16 or bfloat16, on cpu like q; fp64 goes with rounding='complex128'"),
-        ({"sin": SIN.half()}, "sin is float16; it must be (6, 4), float32, on cpu like cos"),
-        ({"cos": COS[None, None], "sin": SIN[None, None]}, "cos is a tensor of shape (1, 1, 6, 4), float32, on cpu; "
-         "it must be (P, 4|8) or (1|2, P, 4|8) or (1|2, P, 1, 4|8), float32 or float16 or bfloat16, on cpu like q "
-         "(B=2, S=6, H=4, D=8); the third axis is the heads, as many of q and k; of (B, 1, S, W) pass cos.squeeze(1)"),
-        ({"cos": COS.repeat(1, 2), "sin": SIN.repeat(1, 2), "interleaved_out": True},
-         "cos is a tensor of shape (6, 8), float32, on cpu; it must be (P, 4) or (1|2, P, 4) or (1|2, P, 1, 4), "
-         "float32 or float16 or bfloat16, on cpu like q (B=2, S=6, H=4, D=8); interleaved_out goes with half-width "
-         "tables"),
-        ({"cos_sin_cache": COS.repeat(1, 2), "rotary_dim": 6, **NONE},
-         "cos_sin_cache is a tensor of shape (6, 8), float32, on cpu; it must be (P, 6), float32 or float16 or "
-         "bfloat16, on cpu like q (B=2, S=6, H=4, D=8); pass rotary_dim for a partial rotation"),
-        ({"cos_sin_cache": COS[:, :3], **NONE}, "cos_sin_cache is 3 wide; it must be (P, W) with W = rotary_dim "
-         "(even)"),
-        ({"freqs_cis": COS, **NONE}, "freqs_cis is float32; it must be (P, 4|8) or (1|2, P, 4|8) or (1|2, P, 1, "
-         "4|8), complex64, on cpu like q; pass torch.view_as_complex(table)"),
-        ({"freqs_cis": torch.polar(COS, SIN)[:, :0], **NONE}, "freqs_cis is 0 wide; it must be (P, W) with W = "
-         "rotary_dim / 2"),
-        ({"freqs": ANGLES.bfloat16(), **NONE}, "freqs is bfloat16; it must be (P, 4|8) or (1|2, P, 4|8) or (P, 1|2, "
-         "1, 4|8), float32, on cpu like q; the angles must be computed and passed in fp32"),
-        ({"freqs": ANGLES[:, None, None].expand(6, 1, 4, 4), **NONE}, "freqs is a tensor of shape (6, 1, 4, 4), "
-         "float32, on cpu; it must be (P, 4|8) or (1|2, P, 4|8) or (P, 1|2, 1, 4|8), float32, on cpu like q (B=2, "
-         "S=6, H=4, D=8); with freqs the heads must share it"),
-        ({"mscale": 2.0}, "mscale goes with freqs; multiply cos and sin by it instead"),
-        # positions
-        ({"positions": [0, 1]}, "positions is [0, 1]; it must be a tensor of ids, or a jitrope.Packed, Mrope, Shifts "
-         "or Starts"),
-        ({"positions": COS[0]}, "positions is float32; it must be (6,) or (1|2, 6), int32 or int64, on cpu like q"),
-        ({"positions": Mrope(IDS.expand(2, 6), (2, 1))}, "mrope_section is (2, 1); it must be at most 4 numbers of "
-         "pairs, 4 in all"),
-        ({"positions": Mrope(COS, (2, 2))}, "position_ids is float32; it must be (2, 6) or (2, 1|2, 6), int32 or "
-         "int64, on cpu like q"),
-        ({"positions": Packed(CU), "layout": "bshd"}, "cu_seqlens goes with layout 'thd', not 'bshd'; leave layout "
-         "out"),
-        ({"positions": Starts(COS[0])}, "start_positions is float32; it must be (2,), int32 or int64, contiguous, on "
-         "cpu like q"),
-        ({"positions": Starts(cp_size=2)}, "q is (B=2, S=6, H=4, D=8) but cos has 6 rows; it needs 12"),
-        ({"positions": Starts(cp_size=2, cp_rank=2)}, "cp_rank is 2; it must be from 0 to cp_size - 1 = 1"),
-        ({"unrotated": -1}, "unrotated is -1; it must be a whole number of at least 0"),
-        ({"unrotated": 1, "positions": IDS}, "positions does not go with unrotated; give these tokens a row of the "
-         "table with cosines of 1"),
-        ({"unrotated": 1, "cos": COS[:4], "sin": SIN[:4]}, "q is (B=2, S=6, H=4, D=8) but cos has 4 rows; it needs 5"),
-        # check=True reads positions and tables
-        ({"positions": IDS + 1, "check": True}, "positions go from 1 to 6, but the table has rows 0 to 5; make it "
-         "longer"),
-        ({"positions": IDS - 1, "check": True}, "positions go from -1 to 4; they must be 0 or above"),
-        ({"positions": Shifts(IDS - 9), "check": True}, "differences of positions have sizes from 4 to 9, but the "
-         "table has rows 0 to 5; make it longer"),
-        ({"cos": SIN, "sin": COS, "check": True}, "row 0 of cos is 0 and row 0 of sin is not, as if they were "
-         "exchanged; pass cos first, then sin"),
-        ({"cos": COS.repeat_interleave(2, -1), "sin": SIN.repeat_interleave(2, -1), "check": True},
-         "every entry of cos is there twice in a row, but interleaved is False; pass interleaved=True, or half-width "
-         "tables"),
-        ({"cos": COS.repeat(1, 2), "sin": SIN.repeat(1, 2), "check": True, "interleaved": True},
-         "every entry of cos is there again in the second half, but interleaved is True; pass interleaved=False, or "
-         "half-width tables"),
-        ({"cos": COS[:, :2].repeat(1, 2), "sin": SIN[:, :2].repeat(1, 2), "check": True},
-         "every entry of cos is there again in the second half, as in a full-width table, not a half-width one; pass "
-         "rotary_dim=4"),
-        ({"q": Q.transpose(1, 2), "k": None, "check": True}, "q has shape (2, 4, 6, 8) and the table has 6 rows, as "
-         "if q's layout were 'bhsd', not 'bshd'; pass layout='bhsd', or a table with another number of rows"),
-        # q_scale
-        ({"q_scale": "1"}, "q_scale is '1'; it must be a finite number, or a tensor in fp32 on q's device"),
-        ({"q_scale": W.half()}, "q_scale is float16; it must be () or (6,) or (1|2, 6), float32, on cpu like q"),
-        # in place, and tensors of the caller
-        ({"q": torch.ones(2, 6, 1, 8).expand(2, 6, 4, 8), "inplace": True},
-         "q has strides (48, 8, 0, 1); its elements overlap in memory, so it cannot be written; pass q.contiguous(), "
-         "or leave inplace=True out"),
-        ({"q": LEAF, "inplace": True}, "q requires a gradient and is a leaf, which torch cannot write in place; "
-         "leave inplace=True out"),
-        ({"q": INFERRED, "inplace": True}, "q is a tensor of shape (2, 6, 4, 8), float32, on cpu; it must be a "
-         "tensor that was not made in inference mode; this call writes it outside of that mode"),
-        ({"q": INFERRED, "cos": COS.clone().requires_grad_()}, "q is a tensor of shape (2, 6, 4, 8), float32, on "
-         "cpu; it must be a tensor that was not made in inference mode; pass q.clone()"),
-        ({"q": LEAF[:], "inplace": True, "cos": COS.clone().requires_grad_()},
-         "cos requires a gradient, but this call has none; leave inplace=True out, or pass cos.detach()"),
-        ({"q": torch._efficientzerotensor((2, 6, 4, 8)), "inplace": True},
-         "q is a tensor of shape (2, 6, 4, 8), float32, on cpu; it must be a tensor with its numbers in memory, not "
-         "torch's lazy zeros or negatives; pass q.clone()"),
-        ({"q": Q[:, :, :2], "k": Q[:, :, 1:3], "inplace": True}, "q and k share memory, which is written; pass "
-         "tensors that do not overlap"),
-        ({"out": 3}, "out is 3; it must be a tuple of 2 tensors"),
-        ({"out": (3, None)}, "out's q is 3; it must be a tensor"),
-        ({"out": RING}, "out's k is a list of 2; it must be a tensor"),
-        ({"out": (None, K.half())}, "out's k is float16; it must be (2, 6, 2, 8), float32, on cpu like q"),
-        ({"out": (torch.ones(2, 4, 6, 8), None)}, "out's q is a tensor of shape (2, 4, 6, 8), float32, on cpu; it "
-         "must be (2, 6, 4, 8), float32, on cpu like q; pass its transpose(1, 2)"),
-        ({"out": (None, torch.ones(2, 1, 2, 8).expand(2, 6, 2, 8))}, "out's k has strides (16, 0, 8, 1); its "
-         "elements overlap in memory, so it cannot be written; pass a tensor with memory for each element"),
-        ({"out": (Q, None)}, "out's q and q share memory, which is written; pass tensors that do not overlap"),
-        ({"k": QKV.view(2, 6, 8, 8)[:, :, 3:5], "out": (QKV.view(2, 6, 8, 8)[:, :, :4], None)},
-         "out's q and k share memory, which is written; pass tensors that do not overlap"),
-        ({"cos": KC.view(48, 4)[:6], "out": (None, KC.view(2, 6, 2, 8))},
-         "out's k and cos share memory, which is written; pass tensors that do not overlap"),
-        ({"out": (None, K.clone().requires_grad_())}, "out's k requires a gradient, but this call has none; use a "
-         "call without cache, quantize and out, or torch.no_grad()"),
-        ({"out": (None, K.clone()), "k": None}, "out's k is a tensor of shape (2, 6, 2, 8), float32, on cpu; it must "
-         "be None, because k is None"),
-        ({"out": (None, None), "inplace": True}, "inplace does not go with out; leave it out"),
-        ({"out": Ulysses(3)}, "q is (B=2, S=6, H=4, D=8); for 3 ranks it needs a multiple of 3 heads"),
-        ({"out": Ulysses(2), "inplace": True}, "inplace does not go with Ulysses; leave it out"),
-        ({"out": (torch.zeros(4, 2, 6, 2, 8), None)}, "out's q is a tensor of shape (4, 2, 6, 2, 8), float32, on "
-         "cpu; it must be (4, 2, 6, 1, 8), float32, on cpu like q"),
-        ({"out": (torch.zeros(0, 2, 6, 4, 8), None)}, "out's q is a tensor of shape (0, 2, 6, 4, 8), float32, on "
-         "cpu; it must be (2, 6, 4, 8), float32, on cpu like q"),
-    ],
-    packed: [
-        ({"positions": Packed(IDS[::2])}, "cu_seqlens is a tensor of shape (3,), int64, on cpu, with strides (2,); "
-         "it must be (N + 1,), int32 or int64, contiguous, on cpu like q (T=6, H=4, D=8)"),
-        ({"positions": Packed(CU[:0])}, "cu_seqlens is empty; it must have N + 1 offsets"),
-        ({"positions": Packed(CU, 7)}, "q is (T=6, H=4, D=8) but cos has 6 rows; it needs 7"),
-        ({"positions": Starts(cp_size=2), "q": Q[0, :5], "layout": "thd"},
-         "q is (T=5, H=4, D=8); with cp_size=2 S must be even, for two equal chunks"),
-        ({"positions": Packed(CU, start_positions=W)}, "start_positions is float32; it must be (1,), int32 or int64, "
-         "contiguous, on cpu like cu_seqlens"),
-        ({"positions": Packed(torch.tensor([0, 4, 3, 6])), "check": True},
-         "cu_seqlens[2] falls from 4 to 3; cu_seqlens must ascend from 0"),
-        ({"positions": Packed(torch.tensor([1, 4])), "check": True}, "cu_seqlens[0] is 1; cu_seqlens must ascend "
-         "from 0"),
-        ({"positions": Packed(torch.tensor([0, 9])), "check": True}, "cu_seqlens ends at 9, but q has 6 tokens"),
-        ({"positions": Packed(2 * CU, cp_size=2), "check": True, "q": Q[0, :5], "cos": KC[0], "sin": KC[1]},
-         "cu_seqlens ends at 12, 6 of them on this rank, but q has 5 tokens"),
-    ],
-    alone: [
-        ({"norm": Norm(W, W)}, "k_weight is given, but k is not"),
-        ({"norm": torch.nn.RMSNorm(8)}, "norm is a module, RMSNorm; it must be a jitrope.Norm"),
-        ({"norm": Norm(W.double(), across_heads=True)}, "q_weight is float64; it must be (32,), float32 or float16 "
-         "or bfloat16, contiguous, on cpu like q"),
-        ({"norm": Norm(q_bias=W)}, "q_bias goes with kind='layer_norm'; pass it, or leave q_bias out"),
-        ({"norm": Norm(W, q_bias=W.half(), kind="layer_norm")}, "q_bias is float16; it must be (8,), float32, "
-         "contiguous, on cpu like q_weight and q"),
-        ({"norm": across()}, "mean_squares' k is given, but k is not"),
-        ({"norm": across(mean_squares=(MEANS[0].half(), None))}, "mean_squares' q is float16; it must be (2, 6), "
-         "float32, on cpu like q"),
-        ({"norm": Norm(W.clone().requires_grad_()), "inplace": True}, "q_weight requires a gradient, but this call "
-         "has none; leave inplace=True out, or torch.no_grad()"),
-        ({"quantize": Quantize(0.5, 0.5)}, "k_scale is given, but no output is divided by it; leave it out"),
-        ({"quantize": Quantize(W.half())}, "q_scale is float16; it must be () or (4,) or (2, 4), float32, on cpu "
-         "like q"),
-        ({"quantize": nvfp4(k_global_scale=1.0)}, "k_global_scale is given, but no output is divided by it; leave it "
-         "out"),
-        ({"quantize": nvfp4(q_global_scale=W.half())}, "q_global_scale is float16; it must be () or (4,) or (2, 4), "
-         "float32, on cpu like q"),
-        ({"quantize": DynamicQuantize(FP4), "q": QKV.flatten()[1:385].view(2, 6, 4, 8)},
-         "q has D=8, strides (192, 32, 8, 1) and offset 1; fp4 needs aligned pairs of neighbouring elements"),
-        ({"quantize": DynamicQuantize(FP4), "rotary_dim": 6, "cos": COS[:, :3], "sin": SIN[:, :3]},
-         "rotary_offset is 0, rotary_dim 6; for fp4 the first must be even, and the second a multiple of 4"),
-        ({"quantize": DynamicQuantize(FP4), "rotary_dim": 4, "rotary_offset": 3, "cos": COS[:, :2], "sin": SIN[:, :2]},
-         "rotary_offset is 3, rotary_dim 4; for fp4 the first must be even, and the second a multiple of 4"),
-        ({"quantize": DynamicQuantize(FP4), "out": (BYTES, None, None)},
-         "out's q is uint8; it must be (2, 6, 4, 4), float4_e2m1fn_x2, on cpu like q"),
-        ({"quantize": DynamicQuantize(FP4), "out": (BYTES.view(FP4).transpose(-1, -2), None, None)},
-         "out's q has strides (96, 16, 1, 4); for fp4 the last must be 1"),
-    ],
-    qkv: [
-        ({"quantize": 1}, "quantize is 1; it must be a jitrope.Quantize or DynamicQuantize"),
-        ({"quantize": TWO, "hadamard": True}, "hadamard does not go with quantize; give it to that"),
-        ({"quantize": Quantize(0.5)}, "k_scale is missing; pass it, because fp8 is stored divided by it"),
-        ({"norm": Norm(), "inverse": True}, "inverse does not go with norm; rotate back in a call without a norm"),
-        ({"cos": V, "sin": None}, "sin is missing; pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis, "
-         "and None in the place of a k or v that there is not"),
-        ({"cos": None, "sin": None}, "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not none"),
-        # norms
-        ({"norm": Norm(W, W.half())}, "k_weight is float16; it must be (8,), float32, contiguous, on cpu like "
-         "q_weight and k"),
-        ({"norm": Norm(v_norm=True), "v": None}, "v is None; it must be a tensor, because the norm has v_norm"),
-        ({"norm": Norm(v_norm=True), "v": V.double()}, "v is float64; it must be (B, S, H, D), float32 or float16 or "
-         "bfloat16, on cpu"),
-        ({"norm": across(mean_squares=(MEANS[0], None))}, "k is given, but mean_squares' k is not"),
-        ({"norm": Norm(of="v", v_weight=W)}, "the norm has of='v', which goes with a cache of v; without one pass v "
-         "as q to a call of its own"),
-        # conversions
-        ({"quantize": Quantize(0.5, 0.5, 0.5), "v": None}, "v is None; it must be a tensor, because quantize has a "
-         "v_scale"),
-        ({"quantize": Quantize(0.5, 0.5, 0.5), "v": Q}, "v is a tensor of shape (2, 6, 4, 8), float32, on cpu, k a "
-         "tensor of shape (2, 6, 2, 8), float32, on cpu; quantize converts a v like k, beside neither a norm across "
-         "heads nor tables for each head; or convert v in a call as q"),
-        ({"quantize": Quantize(0.5, None, 0.5), "k": None}, "v is a tensor of shape (2, 6, 2, 8), float32, on cpu, k "
-         "None; quantize converts a v like k, beside neither a norm across heads nor tables for each head; or "
-         "convert v in a call as q"),
-        ({"quantize": Quantize(0.5, 0.5, W.half())}, "v_scale is float16; it must be () or (2,) or (2, 2), float32, "
-         "on cpu like v"),
-        ({"quantize": Quantize(0.5, 0.5, 0.5), "out": (None, None, V.clone())},
-         "out's v is float32; it must be (2, 6, 2, 8), float8_e4m3fn, on cpu like q"),
-        ({"quantize": DynamicQuantize(v=True), "v": None}, "v is None; it must be a tensor, because quantize has "
-         "v=True"),
-        ({"quantize": DynamicQuantize(v=True), "v": V.clone().requires_grad_()},
-         "v requires a gradient, but this call has none; leave v=True of quantize out, or torch.no_grad()"),
-        ({"quantize": DynamicQuantize(per="head"), "norm": Norm(across_heads=True)},
-         "across_heads does not go with dynamic scales; pass mean_squares, or normalise before"),
-        ({"quantize": DynamicQuantize(), "q": LEAF}, "q requires a gradient, but this call has none; use a call "
-         "without cache, quantize and out, or torch.no_grad()"),
-        ({"quantize": Quantize(W[0].requires_grad_(), 0.5)}, "q_scale requires a gradient, but this call has none; "
-         "pass q_scale.detach()"),
-        ({"quantize": nvfp4(q_global_scale=W[0].requires_grad_())}, "q_global_scale requires a gradient, but this "
-         "call has none; pass q_global_scale.detach()"),
-        ({"quantize": DynamicQuantize(FP4), "out": (None, None, torch.ones(2, 6, 2, 8, 2)[..., 0])},
-         "out's v has D=8, strides (192, 32, 16, 2) and offset 0; fp4 needs aligned pairs of neighbouring elements"),
-        ({"hadamard": "rotary"}, "hadamard is 'rotary'; it must be True or False"),
-        ({"hadamard": True, "q": torch.ones(2, 6, 4, 12), "k": None, "v": None, "rotary_dim": 8},
-         "hadamard goes with a power of two of elements up to 256; q has D=12, so leave it out"),
-        ({"out": (None, None, V.half())}, "out's v is float16; it must be (2, 6, 2, 8), float32, on cpu like q"),
-        ({"out": (Q.clone(), None, None), "quantize": TWO}, "out's q is float32; it must be (2, 6, 4, 8), "
-         "float8_e4m3fn, on cpu like q"),
-        ({"out": (None, KC.view(2, 6, 2, 8), KC.view(2, 6, 2, 8))}, "out's k and out's v share memory, which is "
-         "written; pass tensors that do not overlap"),
-        ({"out": (None, None, V), "norm": Norm(v_norm=True)}, "out's v and v share memory, which is written; pass "
-         "tensors that do not overlap"),
-        ({"out": Ulysses(2), "v": V[0]}, "v is a tensor of shape (6, 2, 8), float32, on cpu; it must be (B, S, H, "
-         "D), float32, on cpu like q"),
-        # caches
-        ({"cache": (KC, VC)}, "cache is a tuple of 2; it must be a jitrope.KVCache"),
-        ({"cache": stored(k_cache=KC.half())}, "k_cache is float16; it must be (slots, 2, 8) or (pages, rows, 2, 8), "
-         "float32 or float8_e4m3fn or float8_e5m2, on cpu like k"),
-        ({"cache": stored(v_cache=VC[:11])}, "v_cache is a tensor of shape (11, 2, 8), float32, on cpu; it must be "
-         "(12, 2, 8), float32, on cpu like k_cache and v (B=2, S=6, H=2, D=8)"),
-        ({"cache": stored(slot_mapping=SLOTS[:5])}, "slot_mapping has 5 entries for 12 tokens"),
-        ({"cache": stored(slot_mapping=W)}, "slot_mapping is float32; it must be int32 or int64, contiguous, on cpu "
-         "like q"),
-        ({"cache": stored(slot_mapping=SLOTS + 1), "check": True}, "slot_mapping goes up to 12, but the caches have "
-         "slots 0 to 11"),
-        ({"cache": stored(k_scale=0.5)}, "k_scale is given, but no output is divided by it; leave it out"),
-        ({"cache": KVCache(KC.to(E4M3), VC.to(E4M3), SLOTS)}, "k_scale is missing; pass it, because fp8 is stored "
-         "divided by it"),
-        ({"cache": stored(v_cache=VC[:1].expand(12, 2, 8))}, "v_cache has strides (0, 8, 1); its elements overlap in "
-         "memory, so it cannot be written; pass a tensor with memory for each element"),
-        ({"cache": KVCache(PAGES[0], PAGES.view(3, 2, 4, 2, 8)[:, 0], SLOTS)},
-         "k_cache and v_cache have their pages in different orders; give both the same strides"),
-        ({"cache": stored(rotate_k=True), "interleaved_out": True}, "interleaved_out does not go with rotate_k, "
-         "because it moves elements; leave rotate_k=True out"),
-        ({"cache": CACHE, "v": torch.ones(2, 6, 3, 8)}, "k is (B=2, S=6, H=2, D=8) but v is (B=2, S=6, H=3, D=8); v "
-         "must have as many heads, or a multiple of them"),
-        ({"cache": CACHE, "out": Ulysses(2)}, "Ulysses does not go with a cache; leave out= out"),
-        ({"cache": CACHE, "out": (None, None, V.clone())}, "out's v is a tensor of shape (2, 6, 2, 8), float32, on "
-         "cpu; it must be None, because v goes to the cache"),
-        ({"cache": CACHE, "quantize": TWO}, "k_scale of quantize does not go with a cache; give its scales to KVCache"),
-        ({"cache": CACHE, "quantize": Quantize(0.5, None, 0.5)}, "v_scale of quantize does not go with a cache; give "
-         "its scales to KVCache"),
-        ({"cache": CACHE, "quantize": DynamicQuantize(v=True)}, "v=True of quantize does not go with a cache; give "
-         "its scales to KVCache"),
-        ({"cache": CACHE, "quantize": DynamicQuantize(per="head")}, "per='head' does not go with a cache; pass q's "
-         "scales in Quantize"),
-        ({"cache": CACHE, "quantize": nvfp4(k_global_scale=1.0)}, "k_global_scale of quantize does not go with a "
-         "cache; give its scales to KVCache"),
-        ({"cache": CACHE, "norm": Norm(across_heads=True)}, "across_heads does not go with a cache; pass "
-         "mean_squares, or normalise before"),
-        ({"cache": CACHE, "norm": Norm(of="v", v_weight=W.double())}, "v_weight is float64; it must be (16,), "
-         "float32 or float16 or bfloat16, contiguous, on cpu like v"),
-        # block scales
-        ({"cache": blocks(v_block_scale=SCALES.half())}, "v_block_scale is float16; it must be (12, 2, 1), float32, "
-         "on cpu like k; a scale is for 8 elements"),
-        ({"cache": blocks(k_block_scale=SCALES.repeat(1, 1, 3))}, "k_block_scale is a tensor of shape (12, 2, 3), "
-         "float32, on cpu; it must be (12, 2, 1), float32 or float8_e8m0fnu, on cpu like k (B=2, S=6, H=2, D=8); a "
-         "scale is for 8 elements"),
-        ({"cache": blocks(v_block_scale=SCALES[:1].expand(12, 2, 1))},
-         "v_block_scale has strides (0, 1, 1); its elements overlap in memory, so it cannot be written; pass a "
-         "tensor with memory for each element"),
-        ({"cache": blocks(k_cache=KC)}, "k_cache is float32; it must be (slots, 2, 8) or (pages, rows, 2, 8), "
-         "float8_e4m3fn or float8_e5m2 or int8 or float4_e2m1fn_x2, on cpu like k"),
-        ({"cache": blocks(v_cache=VC)}, "v_cache is float32; it must be (12, 2, 8), int8, on cpu like k_cache and v"),
-        ({"cache": blocks(k_scale=1.0)}, "k_scale is given, but no output is divided by it; leave it out"),
-        ({"cache": blocks(k_block_scale=BLOCKS.view(torch.float32)[..., :1])},
-         "k_cache and k_block_scale share memory, which is written; pass tensors that do not overlap"),
-        ({"cache": blocks(scale_fmt="ue8m0"), "quantize": DynamicQuantize(torch.int8)},
-         "quantize makes q int8 with a scale of fp32 for 8 elements, but k_cache and k_block_scale are int8 with a "
-         "scale of ue8m0 in fp32 for 8 elements; they must match"),
-        ({"cache": blocks(k_cache=BLOCKS.view(FP4))}, "k_cache is a tensor of shape (12, 2, 8), float4_e2m1fn_x2, on "
-         "cpu; it must be (slots, 2, 4) or (pages, rows, 2, 4), float8_e4m3fn or float8_e5m2 or int8 or "
-         "float4_e2m1fn_x2, on cpu like k (B=2, S=6, H=2, D=8)"),
-        ({"cache": blocks(k_cache=BLOCKS.view(FP4).view(12, 2, 4, 2)[..., 0])},
-         "k_cache has strides (16, 8, 2); the last must be 1"),
-    ],
-    paged: [
-        ({"cache": KVCache(*PAGES, pages(page_table=COS))}, "page_table is float32; it must be (N, max_pages), int32 "
-         "or int64, on cpu like k"),
-        ({"cache": KVCache(*PAGES, pages(page_table=TABLE.T))}, "page_table has strides (1, 2); its last axis must "
-         "be contiguous"),
-        ({"cache": KVCache(*PAGES, pages(seq_lens=LENS.int()))}, "seq_lens is int32; it must be (2,), int64, "
-         "contiguous, on cpu"),
-        ({"cache": KVCache(*PAGES, pages(page_table=TABLE[:1]))}, "page_table has 1 rows, but seq_lens has 2 entries"),
-        ({"cache": KVCache(*PAGES, pages(cu_seqlens_q=W))}, "cu_seqlens_q is float32; it must be (3,), int64, "
-         "contiguous, on cpu like seq_lens"),
-        ({"cache": KVCache(*PAGES, pages(page_table=TABLE.repeat(2, 1), seq_lens=LENS.repeat(2)))},
-         "seq_lens has 4 entries for 6 tokens; pass cu_seqlens_q"),
-        ({"cache": KVCache(*PAGES, pages(errors=W))}, "errors is float32; it must be (1,) or (), int32, on cpu like k"),
-        ({"cache": KVCache(*PAGES, pages(seq_lens=LENS + 9)), "check": True},
-         "page_table and its lengths lead 6 tokens out of the caches or of the table"),
-        ({"cache": KVCache(*PAGES[:, :, :0], pages())}, "k_cache has pages of 0 rows; a page table needs pages with "
-         "rows"),
-        ({"cache": KVCache(KC, VC, pages())}, "k_cache has shape (12, 2, 8); with a page table it must be (pages, "
-         "rows, H, D)"),
-        ({"cache": KVCache(*PAGES, pages()), "positions": Packed(CU), "layout": "thd"},
-         "cu_seqlens is a tensor of shape (2,), int64, on cpu; it must be (3,), int32 or int64, contiguous, on cpu "
-         "like seq_lens"),
-        ({"cache": KVCache(*PAGES, Pages(COS, ENDS, LENS))}, "page_table is float32; it must be (n,), int32 or "
-         "int64, on cpu like k"),
-        ({"cache": KVCache(*PAGES, Pages(IDS, W, LENS))}, "page_indptr is float32; it must be (3,), int64, "
-         "contiguous, on cpu like last_page_len"),
-        ({"cache": KVCache(*PAGES, placed(cache_positions=IDS[:3]))}, "cache_positions has 3 entries for 6 tokens"),
-        ({"cache": KVCache(*PAGES, placed(batch_indices=W))}, "batch_indices is float32; it must be int64, "
-         "contiguous, on cpu like page_table"),
-    ],
-    fused: [
-        ({"heads": (0, 2)}, "heads[0] is 0; it must be a whole number of at least 1"),
-        ({"heads": 6}, "heads is 6; it must be a list or tuple of whole numbers"),
-        ({"heads": (5, 2)}, "heads is (5, 2); it must be (Hq, Hk), the heads of q and of k; Hk must divide Hq"),
-        ({"heads": (6, 2)}, "qkv has shape (2, 6, 64), but heads=(6, 2) with order='qkv' are 10 heads of D elements; "
-         "it must be (B, S, 10 D) or (B, S, 10, D) in layout 'bshd'"),
-        ({"heads": (6, 2), "qkv": QKV_GROUPED, "order": "grouped"}, "qkv has shape (2, 6, 2, 32), but heads=(6, 2) "
-         "with order='grouped' are 10 heads of D elements; it must be (B, S, 10 D) or (B, S, 2, 5 D) in layout 'bshd'"),
-        ({"order": "kqv"}, "order is 'kqv'; it must be one of 'grouped', 'qkv', 'qkv_gated'"),
-        ({"qkv": torch.ones(())}, "qkv has shape (), but heads=(4, 2) with order='qkv' are 8 heads of D elements; it "
-         "must be (B, S, 8 D) or (B, S, 8, D) in layout 'bshd'"),
-        ({"qkv": QKV[0], "layout": "thd", "order": "grouped", "heads": (6, 2)},
-         "qkv has shape (6, 64), but heads=(6, 2) with order='grouped' are 10 heads of D elements; it must be (T, 10 "
-         "D) or (T, 2, 5 D) in layout 'thd'"),
-        ({"qkv": None}, "qkv is None; it must be a tensor"),
-        ({"cos": torch.ones(1, 6, 2, 4), "sin": torch.ones(1, 6, 2, 4)},
-         "cos is a tensor of shape (1, 6, 2, 4), float32, on cpu; it must be (P, 4|8) or (1|2, P, 4|8) or (1|2, P, "
-         "1, 4|8), float32 or float16 or bfloat16, on cpu like qkv (B=2, S=6, H=4, D=8); with fused QKV the heads "
-         "must share it"),
-        ({"copy_v": None}, "copy_v is None; it must be True or False"),
-        ({"norm": Norm(W.double())}, "q_weight is float64; it must be (8,), float32 or float16 or bfloat16, "
-         "contiguous, on cpu like q of qkv"),
-        ({"norm": Norm(W, W.half())}, "k_weight is float16; it must be (8,), float32, contiguous, on cpu like "
-         "q_weight and k of qkv"),
-        ({"norm": Norm(across_heads=True, v_norm=True)}, "across_heads does not go with v_norm in fused QKV; split "
-         "it, and pass q, k and v to prepare_qkv"),
-        ({"norm": Norm(), "inverse": True}, "inverse does not go with norm; rotate back in a call without a norm"),
-        ({"bias": 1.0}, "bias is 1.0; it must be a tensor"),
-        ({"bias": W.half()}, "bias is float16; it must be (8, 8) or (64,), float32, on cpu like qkv"),
-        ({"bias": torch.ones(64), "copy_v": False}, "copy_v=False does not go with bias; leave copy_v out"),
-        ({"bias": torch.ones(65)[1:], "quantize": DynamicQuantize(FP4)},
-         "bias has D=64, strides (1,) and offset 1; fp4 needs aligned pairs of neighbouring elements"),
-        ({"quantize": DynamicQuantize(v=True), "copy_v": False}, "copy_v=False does not go with v=True of quantize; "
-         "leave copy_v out"),
-        ({"out": Ulysses(4)}, "k is (B=2, S=6, H=2, D=8); for 4 ranks it needs a multiple of 4 heads"),
-        ({"out": (None, None, V), "copy_v": False}, "copy_v=False does not go with out's v; leave copy_v out"),
-        ({"out": (QKV.view(2, 6, 8, 8)[:, :, :4], None, None)}, "out's q and qkv share memory, which is written; "
-         "pass tensors that do not overlap"),
-        ({"qkv": QKV_GROUPED, "order": "grouped", "out": (torch.zeros(1, 2, 6, 4, 8), None, None)},
-         "with order='grouped' and heads for each rank there must be a rank for each of the 2 groups"),
-        ({"cache": CACHE, "qkv": LEAF.repeat(1, 1, 1, 2).flatten(2)}, "qkv requires a gradient, but this call has "
-         "none; use a call without cache, quantize and out, or torch.no_grad()"),
-    ],
-    joint: [
-        ({"first": (Q, K)}, "first is a tuple of 2; it must be a tuple of 3 tensors"),
-        ({"first": (None, K, V)}, "first's q is None; it must be a tensor (B, S, H, D)"),
-        ({"first": (Q, None, V), "out": Ulysses(2)}, "first's k is None; it must be a tensor"),
-        ({"second": (Q, K, None), "quantize": TWO}, "second's v is None; it must be a tensor"),
-        ({"second": (Q[:, :, :2], K, V)}, "second's q is a tensor of shape (2, 6, 2, 8), float32, on cpu; it must be "
-         "(2, 6, 4, 8), float32, on cpu like first's q (B=2, S=6, H=4, D=8)"),
-        ({"second": (Q, K.half(), V)}, "second's k is float16; it must be (2, 6, 2, 8), float32, on cpu like first's "
-         "q"),
-        ({"first": (Q, K, V.half())}, "first's v is float16; it must be (2, 6, 2, 8), float32, on cpu like first's q"),
-        ({"cos": COS, "sin": SIN}, "q is (B=2, S=12, H=4, D=8) but cos has 6 rows; it needs 12"),
-        ({"cos": torch.ones(1, 12, 4, 4), "sin": torch.ones(1, 12, 4, 4)},
-         "cos is a tensor of shape (1, 12, 4, 4), float32, on cpu; it must be (P, 4|8) or (1|2, P, 4|8) or (1|2, P, "
-         "1, 4|8), float32 or float16 or bfloat16, on cpu like q (B=2, S=12, H=4, D=8); with two streams the heads "
-         "must share it"),
-        ({"cos": (COS, COS), "sin": SIN}, "the first table is cos and sin, the second cos; pass two of one kind"),
-        ({"cos": (COS, 1), "sin": (SIN, SIN)}, "cos is a tuple of 2; it must be a tensor, or a tuple of 2 tensors"),
-        ({"cos": (COS, COS[:5]), "sin": (SIN, SIN[:5])}, "q is (B=2, S=6, H=4, D=8) but cos has 5 rows; it needs 6"),
-        ({"positions": W}, "positions is float32; it must be (12,) or (1|2, 12), int32 or int64, on cpu like q"),
-        ({"positions": Packed(IDS[:2])}, "cu_seqlens does not go with two streams; pass positions as a tensor of ids"),
-        ({"norm": (Norm(W, W), Norm(W.half(), W.half()))}, "the weights are torch.float16, torch.float32; they must "
-         "match"),
-        ({"norm": (Norm(W), Norm(eps=1e-5))}, "the norms are Norm(q_weight=a tensor of shape (8,), float32, on cpu) "
-         "and Norm(eps=1e-05); only their weights may differ"),
-        ({"norm": (Norm(), Norm(), Norm())}, "norm is (Norm(), Norm(), Norm()); it must be a tuple of 2 norms"),
-        ({"norm": Norm(across_heads=True)}, "across_heads does not go with two streams; normalise before, or join "
-         "them and use prepare_qkv"),
-        ({"norm": across()}, "mean_squares' q does not go with two streams; leave it out"),
-        ({"out": (Q.half(), None, None)}, "out's q is float16; it must be (2, 12, 4, 8), float32, on cpu like q"),
-    ],
-    latent: [
-        ({"kv": KV[..., :4]}, "q is (B=2, S=6, H=4, D=8), k_pe (B=2, S=6, H=1, D=4) and kv (B=2, S=6, H=4, D=4); kv "
-         "must be wider than q less k_pe, 4, by the elements of a head of v"),
-        ({"kv": KV.half()}, "kv is float16; it must be (2, 6, H, D), float32, on cpu like q"),
-        ({"kv": None}, "kv is None; it must be a tensor"),
-        ({"k_pe": K_PE.half()}, "k_pe is float16; it must be (2, 6, 1, 4), float32, on cpu like q"),
-        ({"k_pe": K_PE[..., :3]}, "rotary_dim is 3; it must be even and from 2 to D - rotary_offset=3"),
-        ({"cos": COS[:, :3], "sin": SIN[:, :3]}, "cos is a tensor of shape (6, 3), float32, on cpu; it must be (P, "
-         "2|4) or (1|2, P, 2|4) or (1|2, P, 1, 2|4), float32 or float16 or bfloat16, on cpu like q (B=2, S=6, H=4, "
-         "D=8); k_pe has rotary_dim elements"),
-        ({"interleaved_out": True, **NONE}, "interleaved_out does not go without a table; pass a table"),
-        ({"quantize": DynamicQuantize()}, "quantize is DynamicQuantize(); it must be a jitrope.Quantize"),
-        ({"quantize": Quantize(1.0, 1.0, W.half())}, "v_scale is float16; it must be () or (4,) or (2, 4), float32, "
-         "on cpu like v"),
-        ({"quantize": Quantize(1.0, 1.0, hadamard=True)}, "hadamard does not go with latent attention; leave it out"),
-        ({"quantize": TWO, "kv": KV.clone().requires_grad_()}, "kv requires a gradient, but this call has none; use "
-         "a call without cache, quantize and out, or torch.no_grad()"),
-        ({"out": (None, None, V.half())}, "out's v is float16; it must be (2, 6, 4, 6), float32, on cpu like q"),
-        ({"out": Ulysses(2)}, "out is Ulysses(ranks=2); it must be a tuple of 3 tensors"),
-    ],
-    partial(Packed, CU): [
-        ({"max_seqlen": 2.5}, "max_seqlen is 2.5; it must be a whole number of at least 0"),
-        ({"cp_rank": -1}, "cp_rank is -1; it must be a whole number of at least 0"),
-    ],
-    Starts: [
-        ({"start_positions": 3}, "start_positions is 3; it must be a tensor"),
-        ({"cp_size": 0}, "cp_size is 0; it must be a whole number of at least 1"),
-    ],
-    partial(Mrope, IDS): [
-        ({"mrope_section": ()}, "mrope_section is (); it must be the number of pairs of each axis"),
-        ({"mrope_section": 4}, "mrope_section is 4; it must be a list or tuple of whole numbers"),
-        ({"mrope_section": (2, -1)}, "mrope_section[1] is -1; it must be a whole number of at least 0"),
-    ],
-    Shifts: [
-        ({"position_ids": [1]}, "position_ids is [1]; it must be a tensor"),
-    ],
-    Norm: [
-        ({"q_weight": "w"}, "q_weight is 'w'; it must be a tensor"),
-        ({"eps": -10}, "eps is -10.0; it must be 0 or above"),
-        ({"rounding": "thrice"}, "rounding is 'thrice'; it must be one of 'none', 'once', 'twice'"),
-        ({"kind": "batch_norm"}, "kind is 'batch_norm'; it must be one of 'rms_norm', 'layer_norm'"),
-        ({"of": "kq"}, "of is 'kq'; it must be one of 'qk', 'q', 'k', 'v'"),
-        ({"of": "k", "q_weight": W}, "q_weight does not go with of='k'; leave one out"),
-        ({"of": "v", "v_weight": W, "across_heads": True}, "across_heads does not go with of='v'; leave one out"),
-        ({"of": "v", "v_norm": True}, "v_norm does not go with of='v'; leave one out"),
-        ({"of": "v", "kind": "layer_norm"}, "kind='layer_norm' does not go with of='v'; leave one out"),
-        ({"v_weight": W}, "v_weight does not go with of='qk'; leave one out"),
-        ({"mean_squares": MEANS}, "mean_squares does not go with across_heads=False; leave one out"),
-        ({"mean_squares": MEANS, "across_heads": True, "kind": "layer_norm"},
-         "mean_squares does not go with kind='layer_norm'; leave one out"),
-        ({"mean_squares": MEANS, "across_heads": True, "v_norm": True},
-         "mean_squares does not go with v_norm; leave one out"),
-        ({"mean_squares": MEANS[:1], "across_heads": True}, "mean_squares is a tuple of 1; it must be those of q and "
-         "k: two tensors, or a tensor and None"),
-        ({"mean_squares": 0.5, "across_heads": True}, "mean_squares is 0.5; it must be those of q and k: two "
-         "tensors, or a tensor and None"),
-    ],
-    stored: [
-        ({"slot_mapping": [1]}, "slot_mapping is [1]; it must be a tensor"),
-        ({"v_scale": -1.0}, "v_scale is -1.0; it must be above 2.94e-39, so that fp32 holds its reciprocal"),
-        ({"v_cache": None, "v_scale": 1.0}, "v_scale is 1.0; it must be None without v_cache"),
-        ({"v_cache": None, "v_block_scale": SCALES}, "k_block_scale is None; it must be a tensor"),
-        ({"k_block_scale": SCALES}, "v_block_scale is None; it must be a tensor"),
-        ({"k_block_scale": 1.0}, "k_block_scale is 1.0; it must be a tensor"),
-        ({"scale_fmt": "ue8m0"}, "scale_fmt is 'ue8m0'; it must be None without k_block_scale, and with scales in "
-         "torch.float8_e4m3fn"),
-        ({"v_cache": None, "k_block_scale": SCALES.to(E4M3), "scale_fmt": "ue8m0"},
-         "scale_fmt is 'ue8m0'; it must be None without k_block_scale, and with scales in torch.float8_e4m3fn"),
-        ({"v_cache": None, "k_block_scale": SCALES, "scale_fmt": "e8m0"},
-         "scale_fmt is 'e8m0'; it must be one of 'ue8m0'"),
-    ],
-    pages: [
-        ({"seq_lens": None}, "seq_lens is None; it must be a tensor"),
-        ({"page_indptr": IDS, "last_page_len": LENS}, "seq_lens is a tensor of shape (2,), int64, on cpu; it must be "
-         "None beside page_indptr and last_page_len"),
-        ({"page_indptr": IDS, "seq_lens": None}, "last_page_len is None; it must be a tensor"),
-        ({"batch_indices": IDS, "seq_lens": None}, "cache_positions is None; it must be a tensor"),
-        ({"cache_positions": IDS, "seq_lens": None}, "batch_indices is None; it must be a tensor"),
-    ],
-    placed: [
-        ({"seq_lens": LENS}, "seq_lens is a tensor of shape (2,), int64, on cpu; it must be None beside "
-         "batch_indices and cache_positions"),
-        ({"cu_seqlens_q": ENDS}, "cu_seqlens_q is a tensor of shape (3,), int64, on cpu; it must be None beside "
-         "batch_indices and cache_positions"),
-        ({"clear_page": True}, "clear_page is True; it must be False beside batch_indices"),
-    ],
-    Quantize: [
-        ({"q_scale": 1e-39}, "q_scale is 1e-39; it must be above 2.94e-39, so that fp32 holds its reciprocal"),
-        ({"q_scale": 0.5, "k_scale": 1e39}, "k_scale is 1e+39; it must be a number that fp32 holds"),
-        ({"q_scale": 0.1, "v_scale": "a"}, "v_scale is 'a'; it must be a finite number, or a tensor in fp32 on q's "
-         "device"),
-        ({"q_scale": 1.0, "dtype": torch.int8}, "dtype is torch.int8; it must be one of torch.float8_e4m3fn, "
-         "torch.float8_e5m2"),
-    ],
-    DynamicQuantize: [
-        ({"dtype": torch.float16}, "dtype is torch.float16; it must be one of torch.float8_e4m3fn, "
-         "torch.float8_e5m2, torch.int8, torch.float4_e2m1fn_x2"),
-        ({"group": 48}, "group is 48; it must be 16, 32, 64, 128 or None"),
-        ({"group": "32"}, "group is '32'; it must be a whole number"),
-        ({"scale_dtype": torch.float16}, "scale_dtype is torch.float16; it must be one of torch.float32, "
-         "torch.float8_e8m0fnu, torch.float8_e4m3fn"),
-        ({"scale_dtype": E4M3}, "scale_dtype is torch.float8_e4m3fn; it must be torch.float32 or "
-         "torch.float8_e8m0fnu; only fp4 has scales in e4m3"),
-        ({"scale_fmt": "mx"}, "scale_fmt is 'mx'; it must be one of None, 'ue8m0'"),
-        ({"scale_fmt": "ue8m0", "dtype": FP4, "scale_dtype": E4M3}, "scale_fmt does not go with "
-         "scale_dtype=torch.float8_e4m3fn; leave one out"),
-        ({"scale_fmt": "ue8m0", "per": "head"}, "scale_fmt does not go with per='head'; leave one out"),
-        ({"scale_fmt": "ue8m0", "swizzled": True, "group": 32}, "swizzled needs scales of one byte; pass group and "
-         "scale_dtype too"),
-        ({"swizzled": True, "scale_dtype": E8M0}, "swizzled needs scales of one byte; pass group and scale_dtype too"),
-        ({"swizzled": True, "per": "head"}, "swizzled does not go with per='head'; leave one out"),
-        ({"per": "row"}, "per is 'row'; it must be one of 'token', 'head', 'kv_head'"),
-        ({"per": "head", "group": 32}, "group does not go with per='head'; leave one out"),
-        ({"per": "kv_head", "scale_dtype": E8M0}, "scale_dtype does not go with per='kv_head'; leave one out"),
-        ({"per": "head", "dtype": FP4}, "fp4 does not go with per='head'; leave one out"),
-        ({"q_global_scale": 1.0}, "q_global_scale is 1.0; it must be None without scale_dtype=torch.float8_e4m3fn"),
-        ({"q_global_scale": -0.5, "dtype": FP4, "scale_dtype": E4M3}, "q_global_scale is -0.5; it must be above "
-         "2.94e-39, so that fp32 holds its reciprocal"),
-        ({"k_global_scale": "1", "dtype": FP4, "scale_dtype": E4M3}, "k_global_scale is '1'; it must be a finite "
-         "number, or a tensor in fp32 on q's device"),
-        ({"v_global_scale": 1.0, "dtype": FP4, "scale_dtype": E4M3}, "v_global_scale is 1.0; it must be None without "
-         "v=True"),
-        ({"hadamard": "yes"}, "hadamard is 'yes'; it must be True or False"),
-    ],
-    Ulysses: [
-        ({"ranks": 0}, "ranks is 0; it must be a whole number of at least 1"),
-    ],
-    jitrope.configure: [
-        ({"compile": "no"}, "compile is 'no'; it must be True or False"),
-        ({"launch": "3d"}, "launch is '3d'; it must be one of None, 'auto', 'token_linear', 'grid_2d'"),
-    ],
-    jitrope.on_compile: [
-        ({"callback": 1}, "callback is 1; it must be a function of a KernelEvent"),
-    ],
-    partial(tables.inv_freq, rotary_dim=8): [
-        ({"rope_type": "rotary"}, "rope_type is 'rotary'; it must be one of 'default', 'linear', 'ntk', 'dynamic', "
-         "'yarn', 'llama3', 'longrope', 'proportional', 'axial'"),
-        ({"rotary_dim": 7}, "rotary_dim is 7; it must be even"),
-        ({"seq_len": 8}, "seq_len is not a parameter of 'default', which takes no parameters"),
-        ({"rope_type": "linear", "factor": 2.0, "beta_fast": 1}, "beta_fast is not a parameter of 'linear', which "
-         "takes factor"),
-        ({"rope_type": "linear", "factor": None}, "'linear' needs factor"),
-        ({"rope_type": "linear", "factor": 0}, "factor is 0; it must be a finite number above 0.0"),
-        ({"rope_type": "llama3", "factor": 8.0}, "'llama3' needs low_freq_factor, high_freq_factor, "
-         "original_max_position_embeddings"),
-        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 4.0, **LENGTH},
-         "low_freq_factor is 4; it must be below high_freq_factor 4.0"),
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1},
-         "original_max_position_embeddings is 1; it must be a finite number above 1.0"),
-        ({"rope_type": "yarn", "factor": 4.0, **LENGTH, "beta_fast": 1, "beta_slow": 2},
-         "beta_fast is 1; it must be at least beta_slow 2"),
-        ({"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0] * 4, **LENGTH, "factor": 2.0},
-         "short_factor has 3 entries for rotary_dim / 2 = 4 pairs"),
-        ({"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1, 1, 0, 1], **LENGTH, "factor": 2.0},
-         "long_factor[2] is 0; it must be a finite number above 0.0"),
-        ({"rope_type": "proportional", "partial_rotary_factor": 2}, "partial_rotary_factor is 2; it must be from 0 "
-         "to 1"),
-        ({"rope_type": "axial", "rotary_dim": 10}, "rotary_dim is 10; it must be a multiple of 2 x axes = 4"),
-    ],
-    tables.from_config: [
-        ({"config": None}, "config is None; it must be a transformers configuration, or a dict of it"),
-        ({"config": {"hidden_size": 8}}, "config has no rope_theta, and its default depends on the model; add it, or "
-         "pass its text_config"),
-        ({"config": {"rope_theta": 1e4}}, "config has neither head_dim nor hidden_size and num_attention_heads"),
-        ({"config": {**CONFIG, "rope_scaling": {"rope_type": "linear", "factor": 2.0, "alpha": 3.0}}},
-         "'linear' has no alpha; leave out what the model ignores"),
-        ({"config": {"head_dim": 8, "rope_parameters": {"rope_theta": 1e4, "factor": 2.0, "beta_fast": None}}},
-         "'default' has no factor; leave out what the model ignores"),
-        ({"layer_type": "full", "config": {"head_dim": 8, "rope_parameters": {"full": {"rope_theta": 1e4, "a": 2}}}},
-         "'default' has no a; leave out what the model ignores"),
-        ({"config": {**CONFIG, "swa_rope_theta": 5e4}}, "swa_rope_theta is unknown; pass a dict without it, or use "
-         "inv_freq"),
-        ({"config": {**CONFIG, "pos_embed_rescale": None}}, "pos_embed_rescale has its own kind of table: positions "
-         "are fractions of an image's sides; compute it from inv_freq"),
-        ({"config": {**CONFIG, "layer_rope_theta": 1e4}}, "config's layer_rope_theta is 10000.0; it must be a list "
-         "of numbers"),
-        ({"config": {**CONFIG, "layer_rope_theta": [1e4, 5e5]}}, "layers differ in layer_rope_theta; pass a dict "
-         "with one layer's rope_theta"),
-        ({"config": {"head_dim": 8, "rotary_dim": 4, "rope_parameters": {"rope_theta": 1e4}}},
-         "rotary_dim is not partial_rotary_factor's 1; leave it out"),
-        ({"config": {"head_dim": 8, "rope_parameters": {"full": {}, "sliding": {}}}},
-         "layer_type is None; it must be one of 'full', 'sliding'"),
-        ({"config": {"head_dim": 8, "rope_parameters": {}}, "layer_type": "full"},
-         "layer_type is 'full'; it must be one of None"),
-        ({"config": {"head_dim": 8, "global_head_dim": 16, "rope_theta": 1e4}},
-         "config has heads of several sizes; pass head_dim, or transformers' object"),
-        ({"config": {**CONFIG, "rope_scaling": 1}}, "config's rope_parameters is 1; it must be a dict"),
-    ],
-    partial(tables.cos_sin, 2): [
-        ({"inv_freq": W.bfloat16()}, "inv_freq is a tensor of shape (8,), bfloat16, on cpu; it must be of dtype "
-         "float32, with 1 axis"),
-        ({"inv_freq": W, "angles": "fp16"}, "angles is 'fp16'; it must be one of 'fp64', 'fp32'"),
-    ],
-    partial(tables.cos_sin_cache, 2): [
-        ({"inv_freq": W, "dtype": torch.float64}, "dtype is torch.float64; it must be one of torch.float32, "
-         "torch.float16, torch.bfloat16"),
-    ],
-    partial(tables.freqs, inv_freq=W): [
-        ({"positions": -1}, "positions is -1; it must be a whole number of at least 0"),
-        ({"positions": W}, "positions is torch.float32 on cpu; it must be int32 or int64 on inv_freq's cpu"),
-        ({"positions": IDS.to_sparse()}, "positions is a tensor of shape (6,), int64, on cpu; it must be a strided "
-         "tensor"),
-    ],
-    partial(thd.get_partitioned_indices, CU): [
-        ({"total_tokens": 6, "world_size": 2, "rank": 2}, "rank is 2; it must be below world_size=2"),
-        ({"total_tokens": 2**31, "world_size": 2, "rank": 0}, "2147483648 tokens are more than 2147483647 rows"),
-    ],
-    partial(thd.cp_rank_order_to_sequence_order, cu_seqlens=CU, cp_size=2): [
-        ({"x": W, "total_tokens": 6}, "x has 8 rows; total_tokens=6 on cp_size=2 ranks are 6 (pass total_tokens if "
-         "it is not the number of rows)"),
-        ({"x": DICE}, "x is a tensor of shape (6, 1, 8), qint8, on cpu; it must be a tensor with memory, neither "
-         "quantized nor torch's lazy zeros"),
-    ],
-    partial(thd.sequence_order_to_cp_rank_order, cu_seqlens=CU, cp_size=2): [
-        ({"x": (W, IDS)}, "x is a tensor of shape (8,), float32, on cpu, a tensor of shape (6,), int64, on cpu; it "
-         "must be (T, ...), or a pair with as many rows on one device"),
-    ],
-    partial(thd.copy_valid_tokens_from_per_split_to_rank_local, cu_seqlens_padded=CU): [
-        ({"out": IDS, "x": W, "cu_seqlens": CU}, "x is float32; it must be (6,), int64, on cpu like out"),
-        ({"out": IDS, "x": IDS, "cu_seqlens": ENDS}, "cu_seqlens is a tensor of shape (3,), int64, on cpu; it must "
-         "be (2,), int32 or int64, contiguous, on cpu like cu_seqlens_padded"),
-        ({"out": W.cfloat().conj(), "x": W.cfloat(), "cu_seqlens": CU},
-         "out has torch's lazy negative or conjugate bit; pass out.resolve_conj().resolve_neg()"),
-        ({"out": LEAF[0], "x": Q[0], "cu_seqlens": CU}, "out requires a gradient, which this function does not have; "
-         "call it under torch.no_grad()"),
-    ],
-    partial(thd.read_half_tensor, cu_seqlens=CU, half_idx=0): [
-        ({"x": Q[0], "half_idx": 2}, "half_idx is 2; it must be below halves=2"),
-        ({"x": LEAF[0]}, "x requires a gradient, which this function does not have; call it under torch.no_grad()"),
-    ],
-    lse: [
-        ({"lse": LSE.half()}, "lse is float16; it must be (H, rows), float32, contiguous, on cpu"),
-        ({"lse_per_step": LEAF[0, :3, :2, 0]}, "lse_per_step requires a gradient, which this function does not have; "
-         "call it under torch.no_grad()"),
-    ],
-    correct: [
-        ({"out": Q[0], "out_per_step": Q[0]}, "lse is a tensor of shape (2, 6), float32, on cpu, lse_per_step a "
-         "tensor of shape (2, 6), float32, on cpu; they must have one shape, and out's heads and at least its rows: "
-         "a tensor of shape (6, 4, 8), float32, on cpu"),
-        ({"lse_per_step": LSE.half()}, "lse_per_step is float16; it must be (2, rows), float32, contiguous, on cpu "
-         "like lse"),
-        ({"out_per_step": LEAF[0, :, :2]}, "out_per_step requires a gradient, which this function does not have; "
-         "call it under torch.no_grad()"),
-    ],
-    add: [
-        ({"first_half": "plus"}, "first_half is 'plus'; it must be one of 'none', 'add', 'copy'"),
-        ({"grad_per_step": Q[0, :1], "second_half": "none"}, "grad_per_step is a tensor of shape (1, 4, 8), float32, "
-         "on cpu; it must have at least 3 rows"),
-        ({"grad": LEAF[0]}, "grad requires a gradient, which this function does not have; call it under "
-         "torch.no_grad()"),
-    ],
-    attend: [
-        ({"layout": "tdh"}, "layout is 'tdh'; it must be one of 'thd', 'bshd', 'sbhd'"),
-        ({"layout": "bshd", "q": Q, "k": K, "v": V}, "q has B=2 in layout 'bshd'; make the schedule with "
-         "Schedule.fixed, for that batch"),
-        ({"q": Q[0].int()}, "q is int32; it must be (T, H, D), float32 or float16 or bfloat16 or float64, on cpu; "
-         "layout is 'thd'"),
-        ({"q": Q[0, :5], "k": K[0, :5], "v": V[0, :5]}, "q has 5 rows; it must have 6 (tokens=6, rank 0 of 1)"),
-        ({"k": None}, "k is None; it must be a tensor"),
-        ({"k": K[0].half()}, "k is float16; it must be (6, H, 8), float32, on cpu like q; layout is 'thd'"),
-        ({"k": torch.ones(6, 3, 8), "v": torch.ones(6, 3, 8)}, "q is (T=6, H=4, D=8), k is (T=6, H=3, D=8), v is "
-         "(T=6, H=3, D=8); k's H must divide q's, and H and D be at least 1"),
-        ({"v": V[0].half()}, "v is float16; it must be (6, 2, D), float32, on cpu like k; layout is 'thd'"),
-        ({"schedule": None}, "schedule is None; it must be a Schedule"),
-        ({"schedule": Schedule(CU.to("meta"), 6)}, "q is on cpu but cu_seqlens on meta"),
-        ({"schedule": Schedule(CU, 12, cp_size=2, cp_rank=1)}, "the Schedule was made with cp_size and cp_rank; make "
-         "it with a group"),
-        ({"schedule": Schedule(CU, 6, max_seqlen=7), "rope": Rope(freqs=ANGLES)},
-         "rope's tables have 6 rows; they must have max_seqlen=7"),
-        ({"head_groups": 3}, "head_groups is 3, which does not divide k's H=2"),
-        ({"backend": "best"}, "backend is 'best'; it must be one of 'auto', 'flash', 'flex', 'math'"),
-        ({"backend": "flash"}, "backend 'flash' cannot do this: q is on cpu; it needs a CUDA device"),
-        ({"backend": "flex", "q": LEAF[0]}, "backend 'flex' cannot do this: it has no backward on CPUs"),
-        ({"rope": {}}, "rope is {}; it must be a Rope"),
-        ({"rope": Rope()}, "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not none"),
-    ],
-    partial(Schedule, CU): [
-        ({"tokens": 6, "cu_seqlens_padded": W}, "cu_seqlens_padded is float32; it must be (2,), int32 or int64, "
-         "contiguous, on cpu like cu_seqlens"),
-        ({"tokens": 2**31 - 1}, "2147483647 tokens are more than 2147483647 rows"),
-        ({"tokens": -1}, "tokens is -1; it must be a whole number of at least 0"),
-        ({"tokens": 6, "rule": "striped"}, "rule is 'striped'; it must be one of 'dual_chunk', 'contiguous'"),
-        ({"tokens": 6, "window": (-2, 0)}, "window[0] is -2; it must be a whole number of at least -1"),
-    ],
-    partial(Partition, tokens=6): [
-        ({"cu_seqlens": [0, 6]}, "cu_seqlens is [0, 6]; it must be a tensor"),
-        ({"cu_seqlens": W}, "cu_seqlens is float32; it must be (sequences + 1,), int32 or int64, contiguous, on cpu "
-         "like cu_seqlens_padded"),
-        ({"cu_seqlens": CU[:1]}, "cu_seqlens has one offset; it must have those of one sequence at least"),
-    ],
-    partial(Partition, CU, 6): [
-        ({"cp_size": 2, "cp_rank": 2}, "cp_rank is 2; it must be below cp_size=2"),
-        ({"group": 1}, 'group is 1; it must be a process group, a DeviceMesh of one axis (mesh["cp"]), or None'),
-    ],
-    Partition(CU, 6).shard: [
-        ({"x": Q[0, :5]}, "x has 5 rows; it must have 6 (tokens=6)"),
-        ({"x": torch.zeros(())}, "x has no rows; it must have 6 (tokens=6)"),
-        ({"x": DICE}, "x is a tensor of shape (6, 1, 8), qint8, on cpu; it must be a tensor with memory, neither "
-         "quantized nor torch's lazy zeros"),
-    ],
-    Partition(CU, 12, cp_size=2, cp_rank=0).unshard: [
-        ({"x": Q[0]}, "the Partition was made with cp_size and cp_rank; make it with a group"),
-        ({"x": Q[0, :2]}, "x has 2 rows; it must have 6 (tokens=12, rank 0 of 2)"),
-    ],
-    partial(specs_of, [8, 2]): [
-        ({"dtype": "fp64"}, "dtype is 'fp64'; it must be one of 'fp32', 'fp16', 'bf16'"),
-        ({"call": "bshd heads q k v > rotate cos sin > cache k_cache v_cache page_table"},
-         "call lacks lengths, which it needs with its other tensors"),
-        ({"call": "bshd heads > norm kind=no_norm > convert per_row > fresh"},
-         "call lacks heads, which it needs with its other tensors"),
-    ],
-}  # fmt: skip
+REFUSALS: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {}
+REFUSALS[rope] = [
+    # heads
+    ({"q": Q[0]}, f"q is a tensor of shape (6, 4, 8), float32, on cpu; it must be (B, S, H, D), {FLOATS}, on cpu; for "
+     '(T, H, D) pass layout="thd", for (B, S, H D) q.unflatten(-1, (H, D)), for (B, S, D) q.unsqueeze(2)'),
+    ({"k": K[:, :, 0]}, f"k is a tensor of shape (2, 6, 8), {F32}; it must be (2, 6, H, 8), {F32} like q {SIZES}; for "
+     '(T, H, D) pass layout="thd", for (B, S, H D) k.unflatten(-1, (H, D)), for (B, S, D) k.unsqueeze(2)'),
+    ({"k": K[:1]}, "k is a tensor of shape (1, 6, 2, 8), float32, on cpu; it must be (2, 6, H, 8), float32, on cpu "
+     "like q (B=2, S=6, H=4, D=8); only H may differ, and layout is 'bshd'"),
+    ({"k": K.half()}, "k is float16; it must be (2, 6, H, 8), float32, on cpu like q; pass k.to(q)"),
+    ({"q": Q.double(), "k": None}, "q is float64; it must be (B, S, H, D), float32 or float16 or bfloat16, on cpu"),
+    ({"q": Q.tolist()}, "q is a list of 2; it must be a tensor"),
+    ({"q": Q.to_sparse()}, "q is a tensor of shape (2, 6, 4, 8), float32, on cpu; it must be a strided tensor"),
+    ({"q": Q[:, :1, :, :1].expand(2, 1, 4, 514), "k": None},
+     "q has D=514; at most 512 is possible; pass a view of the rotated elements"),
+    ({"q": Q[:1, :1].expand(65536, 32768, 4, 8), "k": None},
+     "q has 2147483648 tokens; at most 2147483647 are possible"),
+    ({"q": Q[..., :7], "k": None}, "rotary_dim, by default D, is 7; it must be even and from 2 to D=7"),
+    ({"q": Q.flatten(2), "k": None, "layout": "bhsd"}, "q is a tensor of shape (2, 6, 32), float32, on cpu; it must be "
+     '(B, H, S, D), float32 or float16 or bfloat16, on cpu; for (T, H, D) pass layout="thd"'),
+    ({"layout": "thd"}, "q is a tensor of shape (2, 6, 4, 8), float32, on cpu; it must be (T, H, D), float32 or "
+     "float16 or bfloat16, on cpu; Packed implies layout 'thd'"),
+    ({"layout": "hsbd"}, "layout is 'hsbd'; it must be one of 'bshd', 'sbhd', 'bhsd', 'thd'"),
+    # the rotated part
+    ({"rotary_dim": 3}, "rotary_dim is 3; it must be even and from 2 to D=8"),
+    ({"rotary_offset": -1}, "rotary_offset is -1; it must be a whole number of at least 0"),
+    ({"rotary_offset": 6, "rotary_dim": 4}, "rotary_dim is 4; it must be even and from 2 to D - rotary_offset=2"),
+    # tables
+    ({"sin": None}, f"sin is missing; {GIVE}, and None in the place of a k or v that there is not"),
+    ({"cos": None}, "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not sin"),
+    ({"freqs": ANGLES}, "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not cos and sin, freqs"),
+    ({"cos": (COS, SIN), "sin": None}, "cos is a tuple of 2; unpack it: pass *table for cos and sin"),
+    ({"cos": torch.polar(COS, SIN), "sin": None}, "cos is complex; pass a complex table as freqs_cis=table"),
+    ({"cos": torch.polar(COS, SIN), "sin": torch.polar(COS, SIN)},
+     f"cos is complex64; it must be {TABLES}; pass a complex table as freqs_cis=table"),
+    ({"cos": COS.numpy()}, "cos is a numpy array of shape (6, 4); it must be a tensor; pass torch.from_numpy(cos)"),
+    ({"cos": COS.to("meta")}, f"cos is a tensor of shape (6, 4), float32, on meta; it must be {TABLES} {SIZES}"),
+    ({"cos": COS[:5], "sin": SIN[:5]}, "q is (B=2, S=6, H=4, D=8) but cos has 5 rows; it needs 6"),
+    ({"cos": COS[:0], "sin": SIN[:0], "positions": IDS}, "cos has no rows"),
+    ({"cos": COS[:, :3], "sin": SIN[:, :3]}, f"cos is a tensor of shape (6, 3), float32, on cpu; it must be {TABLES} "
+     f"{SIZES}; pass rotary_dim for a partial rotation"),
+    ({"cos": COS.double(), "sin": SIN.double()}, "cos is float64; it must be (P, 4|8) or (1|2, P, 4|8) or (1|2, P, 1, "
+     "4|8), float32 or float16 or bfloat16, on cpu like q; fp64 goes with rounding='complex128'"),
+    ({"sin": SIN.half()}, "sin is float16; it must be (6, 4), float32, on cpu like cos"),
+    ({"cos": COS[None, None], "sin": SIN[None, None]}, "cos is a tensor of shape (1, 1, 6, 4), float32, on cpu; it "
+     f"must be {TABLES} {SIZES}; the third axis is the heads, as many of q and k; of (B, 1, S, W) pass cos.squeeze(1)"),
+    ({"cos": COS.repeat(1, 2), "sin": SIN.repeat(1, 2), "interleaved_out": True},
+     "cos is a tensor of shape (6, 8), float32, on cpu; it must be (P, 4) or (1|2, P, 4) or (1|2, P, 1, 4), float32 or "
+     "float16 or bfloat16, on cpu like q (B=2, S=6, H=4, D=8); interleaved_out goes with half-width tables"),
+    ({"cos_sin_cache": COS.repeat(1, 2), "rotary_dim": 6, **NONE}, "cos_sin_cache is a tensor of shape (6, 8), "
+     f"float32, on cpu; it must be (P, 6), {FLOATS}, on cpu like q {SIZES}; pass rotary_dim for a partial rotation"),
+    ({"cos_sin_cache": COS[:, :3], **NONE}, "cos_sin_cache is 3 wide; it must be (P, W) with W = rotary_dim (even)"),
+    ({"freqs_cis": COS, **NONE}, "freqs_cis is float32; it must be (P, 4|8) or (1|2, P, 4|8) or (1|2, P, 1, 4|8), "
+     "complex64, on cpu like q; pass torch.view_as_complex(table)"),
+    ({"freqs_cis": torch.polar(COS, SIN)[:, :0], **NONE},
+     "freqs_cis is 0 wide; it must be (P, W) with W = rotary_dim / 2"),
+    ({"freqs": ANGLES.bfloat16(), **NONE}, "freqs is bfloat16; it must be (P, 4|8) or (1|2, P, 4|8) or (P, 1|2, 1, "
+     "4|8), float32, on cpu like q; the angles must be computed and passed in fp32"),
+    ({"freqs": ANGLES[:, None, None].expand(6, 1, 4, 4), **NONE}, "freqs is a tensor of shape (6, 1, 4, 4), float32, "
+     "on cpu; it must be (P, 4|8) or (1|2, P, 4|8) or (P, 1|2, 1, 4|8), float32, on cpu like q (B=2, S=6, H=4, D=8); "
+     "with freqs the heads must share it"),
+    ({"mscale": 2.0}, "mscale goes with freqs; multiply cos and sin by it instead"),
+    # positions
+    ({"positions": [0, 1]},
+     "positions is [0, 1]; it must be a tensor of ids, or a jitrope.Packed, Mrope, Shifts or Starts"),
+    ({"positions": COS[0]}, "positions is float32; it must be (6,) or (1|2, 6), int32 or int64, on cpu like q"),
+    ({"positions": Mrope(IDS.expand(2, 6), (2, 1))},
+     "mrope_section is (2, 1); it must be at most 4 numbers of pairs, 4 in all"),
+    ({"positions": Packed(CU), "layout": "bshd"}, "cu_seqlens goes with layout 'thd', not 'bshd'; leave layout out"),
+    ({"positions": Starts(cp_size=2)}, "q is (B=2, S=6, H=4, D=8) but cos has 6 rows; it needs 12"),
+    ({"positions": Starts(cp_size=2, cp_rank=2)}, "cp_rank is 2; it must be from 0 to cp_size - 1 = 1"),
+    ({"unrotated": 1, "positions": IDS},
+     "positions does not go with unrotated; give these tokens a row of the table with cosines of 1"),
+    ({"unrotated": 1, "cos": COS[:4], "sin": SIN[:4]}, "q is (B=2, S=6, H=4, D=8) but cos has 4 rows; it needs 5"),
+    # check=True reads positions and tables
+    ({"positions": IDS + 1, "check": True}, "positions go from 1 to 6, but the table has rows 0 to 5; make it longer"),
+    ({"positions": IDS - 1, "check": True}, "positions go from -1 to 4; they must be 0 or above"),
+    ({"positions": Shifts(IDS - 9), "check": True},
+     "differences of positions have sizes from 4 to 9, but the table has rows 0 to 5; make it longer"),
+    ({"cos": SIN, "sin": COS, "check": True},
+     "row 0 of cos is 0 and row 0 of sin is not, as if they were exchanged; pass cos first, then sin"),
+    ({"cos": COS.repeat_interleave(2, -1), "sin": SIN.repeat_interleave(2, -1), "check": True},
+     "every entry of cos is there twice in a row, but interleaved is False; pass interleaved=True, or half-width "
+     "tables"),
+    ({"cos": COS.repeat(1, 2), "sin": SIN.repeat(1, 2), "check": True, "interleaved": True},
+     "every entry of cos is there again in the second half, but interleaved is True; pass interleaved=False, or "
+     "half-width tables"),
+    ({"cos": COS[:, :2].repeat(1, 2), "sin": SIN[:, :2].repeat(1, 2), "check": True},
+     "every entry of cos is there again in the second half, as in a full-width table, not a half-width one; pass "
+     "rotary_dim=4"),
+    ({"q": Q.transpose(1, 2), "k": None, "check": True}, "q has shape (2, 4, 6, 8) and the table has 6 rows, as if q's "
+     "layout were 'bhsd', not 'bshd'; pass layout='bhsd', or a table with another number of rows"),
+    # q_scale
+    ({"q_scale": "1"}, "q_scale is '1'; it must be a finite number, or a tensor in fp32 on q's device"),
+    ({"q_scale": W.half()}, "q_scale is float16; it must be () or (6,) or (1|2, 6), float32, on cpu like q"),
+    # in place, and tensors of the caller
+    ({"q": torch.ones(2, 6, 1, 8).expand(2, 6, 4, 8), "inplace": True}, "q has strides (48, 8, 0, 1); its elements "
+     "overlap in memory, so it cannot be written; pass q.contiguous(), or leave inplace=True out"),
+    ({"q": LEAF, "inplace": True},
+     "q requires a gradient and is a leaf, which torch cannot write in place; leave inplace=True out"),
+    ({"q": INFERRED, "inplace": True}, "q is a tensor of shape (2, 6, 4, 8), float32, on cpu; it must be a tensor that "
+     "was not made in inference mode; this call writes it outside of that mode"),
+    ({"q": INFERRED, "cos": COS.clone().requires_grad_()}, "q is a tensor of shape (2, 6, 4, 8), float32, on cpu; it "
+     "must be a tensor that was not made in inference mode; pass q.clone()"),
+    ({"q": LEAF[:], "inplace": True, "cos": COS.clone().requires_grad_()},
+     "cos requires a gradient, but this call has none; leave inplace=True out, or pass cos.detach()"),
+    ({"q": Q[:, :, :2], "k": Q[:, :, 1:3], "inplace": True}, f"q and k {SHARED}"),
+    ({"out": 3}, "out is 3; it must be a tuple of 2 tensors"),
+    ({"out": RING}, "out's k is a list of 2; it must be a tensor"),
+    ({"out": (None, K.half())}, "out's k is float16; it must be (2, 6, 2, 8), float32, on cpu like q"),
+    ({"out": (torch.ones(2, 4, 6, 8), None)}, "out's q is a tensor of shape (2, 4, 6, 8), float32, on cpu; it must be "
+     "(2, 6, 4, 8), float32, on cpu like q; pass its transpose(1, 2)"),
+    ({"out": (None, torch.ones(2, 1, 2, 8).expand(2, 6, 2, 8))}, "out's k has strides (16, 0, 8, 1); its elements "
+     "overlap in memory, so it cannot be written; pass a tensor with memory for each element"),
+    ({"cos": KC.view(48, 4)[:6], "out": (None, KC.view(2, 6, 2, 8))}, f"out's k and cos {SHARED}"),
+    ({"out": (None, K.clone().requires_grad_())}, "out's k requires a gradient, but this call has none; use a call "
+     "without cache, quantize and out, or torch.no_grad()"),
+    ({"out": (None, K.clone()), "k": None},
+     "out's k is a tensor of shape (2, 6, 2, 8), float32, on cpu; it must be None, because k is None"),
+    ({"out": (None, None), "inplace": True}, "inplace does not go with out; leave it out"),
+    ({"out": Ulysses(3)}, "q is (B=2, S=6, H=4, D=8); for 3 ranks it needs a multiple of 3 heads"),
+    ({"out": Ulysses(2), "inplace": True}, "inplace does not go with Ulysses; leave it out"),
+    ({"out": (torch.zeros(4, 2, 6, 2, 8), None)}, "out's q is a tensor of shape (4, 2, 6, 2, 8), float32, on cpu; it "
+     "must be (4, 2, 6, 1, 8), float32, on cpu like q"),
+    ({"out": (torch.zeros(0, 2, 6, 4, 8), None)},
+     "out's q is a tensor of shape (0, 2, 6, 4, 8), float32, on cpu; it must be (2, 6, 4, 8), float32, on cpu like q"),
+]  # fmt: skip
+REFUSALS[packed] = [
+    ({"positions": Packed(IDS[::2])}, "cu_seqlens is a tensor of shape (3,), int64, on cpu, with strides (2,); it must "
+     "be (N + 1,), int32 or int64, contiguous, on cpu like q (T=6, H=4, D=8)"),
+    ({"positions": Packed(CU[:0])}, "cu_seqlens is empty; it must have N + 1 offsets"),
+    ({"positions": Packed(CU, 7)}, "q is (T=6, H=4, D=8) but cos has 6 rows; it needs 7"),
+    ({"positions": Starts(cp_size=2), "q": Q[0, :5], "layout": "thd"},
+     "q is (T=5, H=4, D=8); with cp_size=2 S must be even, for two equal chunks"),
+    ({"positions": Packed(CU, start_positions=W)},
+     "start_positions is float32; it must be (1,), int32 or int64, contiguous, on cpu like cu_seqlens"),
+    ({"positions": Packed(torch.tensor([0, 4, 3, 6])), "check": True},
+     "cu_seqlens[2] falls from 4 to 3; cu_seqlens must ascend from 0"),
+    ({"positions": Packed(torch.tensor([1, 4])), "check": True}, "cu_seqlens[0] is 1; cu_seqlens must ascend from 0"),
+    ({"positions": Packed(torch.tensor([0, 9])), "check": True}, "cu_seqlens ends at 9, but q has 6 tokens"),
+    ({"positions": Packed(2 * CU, cp_size=2), "check": True, "q": Q[0, :5], "cos": KC[0], "sin": KC[1]},
+     "cu_seqlens ends at 12, 6 of them on this rank, but q has 5 tokens"),
+]  # fmt: skip
+REFUSALS[alone] = [
+    ({"norm": Norm(W, W)}, "k_weight is given, but k is not"),
+    ({"norm": torch.nn.RMSNorm(8)}, "norm is a module, RMSNorm; it must be a jitrope.Norm"),
+    ({"norm": Norm(W.double(), across_heads=True)},
+     "q_weight is float64; it must be (32,), float32 or float16 or bfloat16, contiguous, on cpu like q"),
+    ({"norm": Norm(q_bias=W)}, "q_bias goes with kind='layer_norm'; pass it, or leave q_bias out"),
+    ({"norm": across()}, "mean_squares' k is given, but k is not"),
+    ({"norm": Norm(W.clone().requires_grad_()), "inplace": True},
+     "q_weight requires a gradient, but this call has none; leave inplace=True out, or torch.no_grad()"),
+    ({"quantize": Quantize(0.5, 0.5)}, "k_scale is given, but no output is divided by it; leave it out"),
+    ({"quantize": nvfp4(q_global_scale=W.half())},
+     "q_global_scale is float16; it must be () or (4,) or (2, 4), float32, on cpu like q"),
+    ({"quantize": DynamicQuantize(FP4), "rotary_dim": 4, "rotary_offset": 3, "cos": COS[:, :2], "sin": SIN[:, :2]},
+     "rotary_offset is 3, rotary_dim 4; for fp4 the first must be even, and the second a multiple of 4"),
+    ({"quantize": DynamicQuantize(FP4), "out": (BYTES.view(FP4).transpose(-1, -2), None, None)},
+     "out's q has strides (96, 16, 1, 4); for fp4 the last must be 1"),
+]  # fmt: skip
+REFUSALS[qkv] = [
+    ({"quantize": 1}, "quantize is 1; it must be a jitrope.Quantize or DynamicQuantize"),
+    ({"quantize": TWO, "hadamard": True}, "hadamard does not go with quantize; give it to that"),
+    ({"quantize": Quantize(0.5)}, "k_scale is missing; pass it, because fp8 is stored divided by it"),
+    ({"norm": Norm(), "inverse": True}, "inverse does not go with norm; rotate back in a call without a norm"),
+    # norms
+    ({"norm": Norm(v_norm=True), "v": None}, "v is None; it must be a tensor, because the norm has v_norm"),
+    ({"norm": across(mean_squares=(MEANS[0], None))}, "k is given, but mean_squares' k is not"),
+    ({"norm": Norm(of="v", v_weight=W)},
+     "the norm has of='v', which goes with a cache of v; without one pass v as q to a call of its own"),
+    # conversions
+    ({"quantize": Quantize(0.5, 0.5, 0.5), "v": None},
+     "v is None; it must be a tensor, because quantize has a v_scale"),
+    ({"quantize": Quantize(0.5, 0.5, 0.5), "v": Q}, "v is a tensor of shape (2, 6, 4, 8), float32, on cpu, k a tensor "
+     "of shape (2, 6, 2, 8), float32, on cpu; quantize converts a v like k, beside neither a norm across heads nor "
+     "tables for each head; or convert v in a call as q"),
+    ({"quantize": Quantize(0.5, 0.5, 0.5), "out": (None, None, V.clone())},
+     "out's v is float32; it must be (2, 6, 2, 8), float8_e4m3fn, on cpu like q"),
+    ({"quantize": DynamicQuantize(v=True), "v": None}, "v is None; it must be a tensor, because quantize has v=True"),
+    ({"quantize": DynamicQuantize(v=True), "v": V.clone().requires_grad_()},
+     "v requires a gradient, but this call has none; leave v=True of quantize out, or torch.no_grad()"),
+    ({"quantize": DynamicQuantize(per="head"), "norm": Norm(across_heads=True)},
+     "across_heads does not go with dynamic scales; pass mean_squares, or normalise before"),
+    ({"quantize": Quantize(W[0].requires_grad_(), 0.5)}, f"q_scale {NO_GRADIENT}; pass q_scale.detach()"),
+    ({"quantize": DynamicQuantize(FP4), "out": (None, None, torch.ones(2, 6, 2, 8, 2)[..., 0])},
+     "out's v has D=8, strides (192, 32, 16, 2) and offset 0; fp4 needs aligned pairs of neighbouring elements"),
+    ({"hadamard": True, "q": torch.ones(2, 6, 4, 12), "k": None, "v": None, "rotary_dim": 8},
+     "hadamard goes with a power of two of elements up to 256; q has D=12, so leave it out"),
+    ({"out": (None, KC.view(2, 6, 2, 8), KC.view(2, 6, 2, 8))}, f"out's k and out's v {SHARED}"),
+    ({"out": (None, None, V), "norm": Norm(v_norm=True)}, f"out's v and v {SHARED}"),
+    ({"out": Ulysses(2), "v": V[0]}, f"v is a tensor of shape (6, 2, 8), {F32}; it must be (B, S, H, D), {F32} like q"),
+    # caches
+    ({"cache": stored(k_cache=KC.half())}, "k_cache is float16; it must be (slots, 2, 8) or (pages, rows, 2, 8), "
+     "float32 or float8_e4m3fn or float8_e5m2, on cpu like k"),
+    ({"cache": stored(v_cache=VC[:11])}, "v_cache is a tensor of shape (11, 2, 8), float32, on cpu; it must be (12, 2, "
+     "8), float32, on cpu like k_cache and v (B=2, S=6, H=2, D=8)"),
+    ({"cache": stored(slot_mapping=SLOTS[:5])}, "slot_mapping has 5 entries for 12 tokens"),
+    ({"cache": stored(slot_mapping=W)}, f"slot_mapping is float32; it must be {INTS}, contiguous, on cpu like q"),
+    ({"cache": stored(slot_mapping=SLOTS + 1), "check": True},
+     "slot_mapping goes up to 12, but the caches have slots 0 to 11"),
+    ({"cache": KVCache(KC.to(E4M3), VC.to(E4M3), SLOTS)},
+     "k_scale is missing; pass it, because fp8 is stored divided by it"),
+    ({"cache": KVCache(PAGES[0], PAGES.view(3, 2, 4, 2, 8)[:, 0], SLOTS)},
+     "k_cache and v_cache have their pages in different orders; give both the same strides"),
+    ({"cache": stored(rotate_k=True), "interleaved_out": True},
+     "interleaved_out does not go with rotate_k, because it moves elements; leave rotate_k=True out"),
+    ({"cache": CACHE, "v": torch.ones(2, 6, 3, 8)},
+     "k is (B=2, S=6, H=2, D=8) but v is (B=2, S=6, H=3, D=8); v must have as many heads, or a multiple of them"),
+    ({"cache": CACHE, "out": Ulysses(2)}, "Ulysses does not go with a cache; leave out= out"),
+    ({"cache": CACHE, "out": (None, None, V.clone())},
+     "out's v is a tensor of shape (2, 6, 2, 8), float32, on cpu; it must be None, because v goes to the cache"),
+    ({"cache": CACHE, "quantize": TWO}, "k_scale of quantize does not go with a cache; give its scales to KVCache"),
+    ({"cache": CACHE, "quantize": DynamicQuantize(v=True)},
+     "v=True of quantize does not go with a cache; give its scales to KVCache"),
+    # block scales
+    ({"cache": blocks(k_block_scale=SCALES.repeat(1, 1, 3))}, f"k_block_scale is a tensor of shape (12, 2, 3), {F32}; "
+     "it must be (12, 2, 1), float32 or float8_e8m0fnu, on cpu like k (B=2, S=6, H=2, D=8); a scale is for 8 elements"),
+    ({"cache": blocks(k_cache=KC)}, "k_cache is float32; it must be (slots, 2, 8) or (pages, rows, 2, 8), "
+     "float8_e4m3fn or float8_e5m2 or int8 or float4_e2m1fn_x2, on cpu like k"),
+    ({"cache": blocks(k_scale=1.0)}, "k_scale is given, but no output is divided by it; leave it out"),
+    ({"cache": blocks(k_block_scale=BLOCKS.view(torch.float32)[..., :1])}, f"k_cache and k_block_scale {SHARED}"),
+    ({"cache": blocks(scale_fmt="ue8m0"), "quantize": DynamicQuantize(torch.int8)},
+     "quantize makes q int8 with a scale of fp32 for 8 elements, but k_cache and k_block_scale are int8 with a scale "
+     "of ue8m0 in fp32 for 8 elements; they must match"),
+    ({"cache": blocks(k_cache=BLOCKS.view(FP4).view(12, 2, 4, 2)[..., 0])},
+     "k_cache has strides (16, 8, 2); the last must be 1"),
+]  # fmt: skip
+REFUSALS[paged] = [
+    ({"cache": KVCache(*PAGES, pages(page_table=COS))},
+     "page_table is float32; it must be (N, max_pages), int32 or int64, on cpu like k"),
+    ({"cache": KVCache(*PAGES, pages(page_table=TABLE.T))},
+     "page_table has strides (1, 2); its last axis must be contiguous"),
+    ({"cache": KVCache(*PAGES, pages(seq_lens=LENS.int()))},
+     "seq_lens is int32; it must be (2,), int64, contiguous, on cpu"),
+    ({"cache": KVCache(*PAGES, pages(page_table=TABLE[:1]))}, "page_table has 1 rows, but seq_lens has 2 entries"),
+    ({"cache": KVCache(*PAGES, pages(page_table=TABLE.repeat(2, 1), seq_lens=LENS.repeat(2)))},
+     "seq_lens has 4 entries for 6 tokens; pass cu_seqlens_q"),
+    ({"cache": KVCache(*PAGES, pages(seq_lens=LENS + 9)), "check": True},
+     "page_table and its lengths lead 6 tokens out of the caches or of the table"),
+    ({"cache": KVCache(*PAGES[:, :, :0], pages())}, "k_cache has pages of 0 rows; a page table needs pages with rows"),
+    ({"cache": KVCache(KC, VC, pages())},
+     "k_cache has shape (12, 2, 8); with a page table it must be (pages, rows, H, D)"),
+    ({"cache": KVCache(*PAGES, pages()), "positions": Packed(CU), "layout": "thd"},
+     f"cu_seqlens is a tensor of shape (2,), int64, on cpu; it must be (3,), {INTS}, contiguous, on cpu like seq_lens"),
+]  # fmt: skip
+REFUSALS[fused] = [
+    ({"heads": (0, 2)}, "heads[0] is 0; it must be a whole number of at least 1"),
+    ({"heads": (5, 2)}, "heads is (5, 2); it must be (Hq, Hk), the heads of q and of k; Hk must divide Hq"),
+    ({"heads": (6, 2), "qkv": QKV_GROUPED, "order": "grouped"}, "qkv has shape (2, 6, 2, 32), but heads=(6, 2) with "
+     "order='grouped' are 10 heads of D elements; it must be (B, S, 10 D) or (B, S, 2, 5 D) in layout 'bshd'"),
+    ({"order": "kqv"}, "order is 'kqv'; it must be one of 'grouped', 'qkv', 'qkv_gated'"),
+    ({"qkv": torch.ones(())}, "qkv has shape (), but heads=(4, 2) with order='qkv' are 8 heads of D elements; it must "
+     "be (B, S, 8 D) or (B, S, 8, D) in layout 'bshd'"),
+    ({"qkv": QKV[0], "layout": "thd", "order": "grouped", "heads": (6, 2)}, "qkv has shape (6, 64), but heads=(6, 2) "
+     "with order='grouped' are 10 heads of D elements; it must be (T, 10 D) or (T, 2, 5 D) in layout 'thd'"),
+    ({"copy_v": None}, "copy_v is None; it must be True or False"),
+    ({"norm": Norm(W, W.half())},
+     "k_weight is float16; it must be (8,), float32, contiguous, on cpu like q_weight and k of qkv"),
+    ({"norm": Norm(across_heads=True, v_norm=True)},
+     "across_heads does not go with v_norm in fused QKV; split it, and pass q, k and v to prepare_qkv"),
+    ({"bias": W.half()}, "bias is float16; it must be (8, 8) or (64,), float32, on cpu like qkv"),
+    ({"bias": torch.ones(64), "copy_v": False}, "copy_v=False does not go with bias; leave copy_v out"),
+    ({"bias": torch.ones(65)[1:], "quantize": DynamicQuantize(FP4)},
+     "bias has D=64, strides (1,) and offset 1; fp4 needs aligned pairs of neighbouring elements"),
+    ({"out": (None, None, V), "copy_v": False}, "copy_v=False does not go with out's v; leave copy_v out"),
+]  # fmt: skip
+REFUSALS[joint] = [
+    ({"first": (None, K, V)}, "first's q is None; it must be a tensor (B, S, H, D)"),
+    ({"first": (Q, None, V), "out": Ulysses(2)}, "first's k is None; it must be a tensor"),
+    ({"second": (Q[:, :, :2], K, V)}, "second's q is a tensor of shape (2, 6, 2, 8), float32, on cpu; it must be (2, "
+     "6, 4, 8), float32, on cpu like first's q (B=2, S=6, H=4, D=8)"),
+    ({"first": (Q, K, V.half())}, "first's v is float16; it must be (2, 6, 2, 8), float32, on cpu like first's q"),
+    ({"cos": (COS, COS), "sin": SIN}, "the first table is cos and sin, the second cos; pass two of one kind"),
+    ({"cos": (COS, 1), "sin": (SIN, SIN)}, "cos is a tuple of 2; it must be a tensor, or a tuple of 2 tensors"),
+    ({"cos": (COS, COS[:5]), "sin": (SIN, SIN[:5])}, "q is (B=2, S=6, H=4, D=8) but cos has 5 rows; it needs 6"),
+    ({"positions": Packed(IDS[:2])}, "cu_seqlens does not go with two streams; pass positions as a tensor of ids"),
+    ({"norm": (Norm(W, W), Norm(W.half(), W.half()))}, "the weights are torch.float16, torch.float32; they must match"),
+    ({"norm": (Norm(W), Norm(eps=1e-5))}, "the norms are Norm(q_weight=a tensor of shape (8,), float32, on cpu) and "
+     "Norm(eps=1e-05); only their weights may differ"),
+    ({"norm": (Norm(), Norm(), Norm())}, "norm is (Norm(), Norm(), Norm()); it must be a tuple of 2 norms"),
+    ({"norm": Norm(across_heads=True)},
+     "across_heads does not go with two streams; normalise before, or join them and use prepare_qkv"),
+]  # fmt: skip
+REFUSALS[latent] = [
+    ({"kv": KV[..., :4]}, "q is (B=2, S=6, H=4, D=8), k_pe (B=2, S=6, H=1, D=4) and kv (B=2, S=6, H=4, D=4); kv must "
+     "be wider than q less k_pe, 4, by the elements of a head of v"),
+    ({"cos": COS[:, :3], "sin": SIN[:, :3]}, "cos is a tensor of shape (6, 3), float32, on cpu; it must be (P, 2|4) or "
+     f"(1|2, P, 2|4) or (1|2, P, 1, 2|4), {FLOATS}, on cpu like q {SIZES}; k_pe has rotary_dim elements"),
+    ({"interleaved_out": True, **NONE}, "interleaved_out does not go without a table; pass a table"),
+    ({"quantize": DynamicQuantize()}, "quantize is DynamicQuantize(); it must be a jitrope.Quantize"),
+    ({"quantize": Quantize(1.0, 1.0, hadamard=True)}, "hadamard does not go with latent attention; leave it out"),
+    ({"out": (None, None, V.half())}, "out's v is float16; it must be (2, 6, 4, 6), float32, on cpu like q"),
+    ({"out": Ulysses(2)}, "out is Ulysses(ranks=2); it must be a tuple of 3 tensors"),
+]  # fmt: skip
+REFUSALS[partial(Packed, CU)] = [({"max_seqlen": 2.5}, "max_seqlen is 2.5; it must be a whole number of at least 0")]
+REFUSALS[partial(Mrope, IDS)] = [
+    ({"mrope_section": ()}, "mrope_section is (); it must be the number of pairs of each axis"),
+    ({"mrope_section": 4}, "mrope_section is 4; it must be a list or tuple of whole numbers"),
+]  # fmt: skip
+REFUSALS[Norm] = [
+    ({"q_weight": "w"}, "q_weight is 'w'; it must be a tensor"),
+    ({"eps": -10}, "eps is -10.0; it must be 0 or above"),
+    ({"of": "k", "q_weight": W}, "q_weight does not go with of='k'; leave one out"),
+    ({"of": "v", "kind": "layer_norm"}, "kind='layer_norm' does not go with of='v'; leave one out"),
+    ({"mean_squares": MEANS}, "mean_squares does not go with across_heads=False; leave one out"),
+    ({"mean_squares": MEANS[:1], "across_heads": True},
+     "mean_squares is a tuple of 1; it must be those of q and k: two tensors, or a tensor and None"),
+    ({"mean_squares": 0.5, "across_heads": True},
+     "mean_squares is 0.5; it must be those of q and k: two tensors, or a tensor and None"),
+]  # fmt: skip
+REFUSALS[stored] = [
+    ({"v_cache": None, "v_scale": 1.0}, "v_scale is 1.0; it must be None without v_cache"),
+    ({"v_cache": None, "v_block_scale": SCALES}, "k_block_scale is None; it must be a tensor"),
+    ({"k_block_scale": SCALES}, "v_block_scale is None; it must be a tensor"),
+    ({"scale_fmt": "ue8m0"},
+     "scale_fmt is 'ue8m0'; it must be None without k_block_scale, and with scales in torch.float8_e4m3fn"),
+    ({"v_cache": None, "k_block_scale": SCALES.to(E4M3), "scale_fmt": "ue8m0"},
+     "scale_fmt is 'ue8m0'; it must be None without k_block_scale, and with scales in torch.float8_e4m3fn"),
+]  # fmt: skip
+REFUSALS[pages] = [
+    ({"seq_lens": None}, "seq_lens is None; it must be a tensor"),
+    ({"page_indptr": IDS, "last_page_len": LENS},
+     "seq_lens is a tensor of shape (2,), int64, on cpu; it must be None beside page_indptr and last_page_len"),
+    ({"page_indptr": IDS, "seq_lens": None}, "last_page_len is None; it must be a tensor"),
+]  # fmt: skip
+REFUSALS[placed] = [
+    ({"cu_seqlens_q": ENDS},
+     "cu_seqlens_q is a tensor of shape (3,), int64, on cpu; it must be None beside batch_indices and cache_positions"),
+    ({"clear_page": True}, "clear_page is True; it must be False beside batch_indices"),
+]  # fmt: skip
+REFUSALS[Quantize] = [
+    ({"q_scale": 1e-39}, "q_scale is 1e-39; it must be above 2.94e-39, so that fp32 holds its reciprocal"),
+    ({"q_scale": 0.5, "k_scale": 1e39}, "k_scale is 1e+39; it must be a number that fp32 holds"),
+]  # fmt: skip
+REFUSALS[DynamicQuantize] = [
+    ({"dtype": torch.float16}, "dtype is torch.float16; it must be one of torch.float8_e4m3fn, torch.float8_e5m2, "
+     "torch.int8, torch.float4_e2m1fn_x2"),
+    ({"group": 48}, "group is 48; it must be 16, 32, 64, 128 or None"),
+    ({"scale_dtype": E4M3}, "scale_dtype is torch.float8_e4m3fn; it must be torch.float32 or torch.float8_e8m0fnu; "
+     "only fp4 has scales in e4m3"),
+    ({"scale_fmt": "mx"}, "scale_fmt is 'mx'; it must be one of None, 'ue8m0'"),
+    ({"scale_fmt": "ue8m0", "dtype": FP4, "scale_dtype": E4M3},
+     "scale_fmt does not go with scale_dtype=torch.float8_e4m3fn; leave one out"),
+    ({"scale_fmt": "ue8m0", "swizzled": True, "group": 32},
+     "swizzled needs scales of one byte; pass group and scale_dtype too"),
+    ({"swizzled": True, "scale_dtype": E8M0}, "swizzled needs scales of one byte; pass group and scale_dtype too"),
+    ({"per": "head", "group": 32}, "group does not go with per='head'; leave one out"),
+    ({"per": "head", "dtype": FP4}, "fp4 does not go with per='head'; leave one out"),
+    ({"q_global_scale": 1.0}, "q_global_scale is 1.0; it must be None without scale_dtype=torch.float8_e4m3fn"),
+    ({"v_global_scale": 1.0, "dtype": FP4, "scale_dtype": E4M3},
+     "v_global_scale is 1.0; it must be None without v=True"),
+]  # fmt: skip
+REFUSALS[jitrope.configure] = [
+    ({"compile": "no"}, "compile is 'no'; it must be True or False"),
+    ({"launch": "3d"}, "launch is '3d'; it must be one of None, 'auto', 'token_linear', 'grid_2d'"),
+]  # fmt: skip
+REFUSALS[partial(tables.inv_freq, rotary_dim=8)] = [
+    ({"rope_type": "rotary"}, "rope_type is 'rotary'; it must be one of 'default', 'linear', 'ntk', 'dynamic', 'yarn', "
+     "'llama3', 'longrope', 'proportional', 'axial'"),
+    ({"rotary_dim": 7}, "rotary_dim is 7; it must be even"),
+    ({"seq_len": 8}, "seq_len is not a parameter of 'default', which takes no parameters"),
+    ({"rope_type": "linear", "factor": 2.0, "beta_fast": 1},
+     "beta_fast is not a parameter of 'linear', which takes factor"),
+    ({"rope_type": "linear", "factor": 0}, "factor is 0; it must be a finite number above 0.0"),
+    ({"rope_type": "llama3", "factor": 8.0},
+     "'llama3' needs low_freq_factor, high_freq_factor, original_max_position_embeddings"),
+    ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 4.0, **LENGTH},
+     "low_freq_factor is 4; it must be below high_freq_factor 4.0"),
+    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1},
+     "original_max_position_embeddings is 1; it must be a finite number above 1.0"),
+    ({"rope_type": "yarn", "factor": 4.0, **LENGTH, "beta_fast": 1, "beta_slow": 2},
+     "beta_fast is 1; it must be at least beta_slow 2"),
+    ({"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0] * 4, **LENGTH, "factor": 2.0},
+     "short_factor has 3 entries for rotary_dim / 2 = 4 pairs"),
+    ({"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1, 1, 0, 1], **LENGTH, "factor": 2.0},
+     "long_factor[2] is 0; it must be a finite number above 0.0"),
+    ({"rope_type": "proportional", "partial_rotary_factor": 2}, "partial_rotary_factor is 2; it must be from 0 to 1"),
+    ({"rope_type": "axial", "rotary_dim": 10}, "rotary_dim is 10; it must be a multiple of 2 x axes = 4"),
+]  # fmt: skip
+REFUSALS[tables.from_config] = [
+    ({"config": None}, "config is None; it must be a transformers configuration, or a dict of it"),
+    ({"config": {"hidden_size": 8}},
+     "config has no rope_theta, and its default depends on the model; add it, or pass its text_config"),
+    ({"config": {"rope_theta": 1e4}}, "config has neither head_dim nor hidden_size and num_attention_heads"),
+    ({"config": {"head_dim": 8, "rope_parameters": {"rope_theta": 1e4, "factor": 2.0, "beta_fast": None}}},
+     "'default' has no factor; leave out what the model ignores"),
+    ({"layer_type": "full", "config": {"head_dim": 8, "rope_parameters": {"full": {"rope_theta": 1e4, "a": 2}}}},
+     "'default' has no a; leave out what the model ignores"),
+    ({"config": {**CONFIG, "swa_rope_theta": 5e4}},
+     "swa_rope_theta is unknown; pass a dict without it, or use inv_freq"),
+    ({"config": {**CONFIG, "pos_embed_rescale": None}}, "pos_embed_rescale has its own kind of table: positions are "
+     "fractions of an image's sides; compute it from inv_freq"),
+    ({"config": {**CONFIG, "layer_rope_theta": 1e4}},
+     "config's layer_rope_theta is 10000.0; it must be a list of numbers"),
+    ({"config": {**CONFIG, "layer_rope_theta": [1e4, 5e5]}},
+     "layers differ in layer_rope_theta; pass a dict with one layer's rope_theta"),
+    ({"config": {"head_dim": 8, "rotary_dim": 4, "rope_parameters": {"rope_theta": 1e4}}},
+     "rotary_dim is not partial_rotary_factor's 1; leave it out"),
+    ({"config": {"head_dim": 8, "rope_parameters": {"full": {}, "sliding": {}}}},
+     "layer_type is None; it must be one of 'full', 'sliding'"),
+    ({"config": {"head_dim": 8, "rope_parameters": {}}, "layer_type": "full"},
+     "layer_type is 'full'; it must be one of None"),
+    ({"config": {"head_dim": 8, "global_head_dim": 16, "rope_theta": 1e4}},
+     "config has heads of several sizes; pass head_dim, or transformers' object"),
+    ({"config": {**CONFIG, "rope_scaling": 1}}, "config's rope_parameters is 1; it must be a dict"),
+]  # fmt: skip
+REFUSALS[partial(thd.cp_rank_order_to_sequence_order, cu_seqlens=CU, cp_size=2)] = [
+    ({"x": W, "total_tokens": 6},
+     "x has 8 rows; total_tokens=6 on cp_size=2 ranks are 6 (pass total_tokens if it is not the number of rows)"),
+    ({"x": DICE}, "x is a tensor of shape (6, 1, 8), qint8, on cpu; it must be a tensor with memory, neither quantized "
+     "nor torch's lazy zeros"),
+]  # fmt: skip
+REFUSALS[partial(thd.copy_valid_tokens_from_per_split_to_rank_local, cu_seqlens_padded=CU)] = [
+    ({"out": IDS, "x": IDS, "cu_seqlens": ENDS}, "cu_seqlens is a tensor of shape (3,), int64, on cpu; it must be "
+     "(2,), int32 or int64, contiguous, on cpu like cu_seqlens_padded"),
+    ({"out": W.cfloat().conj(), "x": W.cfloat(), "cu_seqlens": CU},
+     "out has torch's lazy negative or conjugate bit; pass out.resolve_conj().resolve_neg()"),
+    ({"out": LEAF[0], "x": Q[0], "cu_seqlens": CU}, f"out {NOT_HERE}"),
+]  # fmt: skip
+REFUSALS[partial(thd.read_half_tensor, cu_seqlens=CU, half_idx=0)] = [
+    ({"x": Q[0], "half_idx": 2}, "half_idx is 2; it must be below halves=2"),
+    ({"x": LEAF[0]}, "x requires a gradient, which this function does not have; call it under torch.no_grad()"),
+]  # fmt: skip
+REFUSALS[lse] = [
+    ({"lse": LSE.half()}, "lse is float16; it must be (H, rows), float32, contiguous, on cpu"),
+    ({"lse_per_step": LEAF[0, :3, :2, 0]}, f"lse_per_step {NOT_HERE}"),
+]  # fmt: skip
+REFUSALS[correct] = [
+    ({"out": Q[0], "out_per_step": Q[0]}, f"lse is a tensor of shape (2, 6), {F32}, lse_per_step a tensor of shape (2, "
+     f"6), {F32}; they must have one shape, and out's heads and at least its rows: a tensor of shape (6, 4, 8), {F32}"),
+    ({"out_per_step": LEAF[0, :, :2]}, f"out_per_step {NOT_HERE}"),
+]  # fmt: skip
+REFUSALS[add] = [
+    ({"grad_per_step": Q[0, :1], "second_half": "none"},
+     "grad_per_step is a tensor of shape (1, 4, 8), float32, on cpu; it must have at least 3 rows"),
+    ({"grad": LEAF[0]}, "grad requires a gradient, which this function does not have; call it under torch.no_grad()"),
+]  # fmt: skip
+REFUSALS[attend] = [
+    ({"layout": "bshd", "q": Q, "k": K, "v": V},
+     "q has B=2 in layout 'bshd'; make the schedule with Schedule.fixed, for that batch"),
+    ({"q": Q[0].int()}, f"q is int32; it must be (T, H, D), {FLOATS} or float64, on cpu; layout is 'thd'"),
+    ({"q": Q[0, :5], "k": K[0, :5], "v": V[0, :5]}, "q has 5 rows; it must have 6 (tokens=6, rank 0 of 1)"),
+    ({"k": torch.ones(6, 3, 8), "v": torch.ones(6, 3, 8)}, "q is (T=6, H=4, D=8), k is (T=6, H=3, D=8), v is (T=6, "
+     "H=3, D=8); k's H must divide q's, and H and D be at least 1"),
+    ({"schedule": None}, "schedule is None; it must be a Schedule"),
+    ({"schedule": Schedule(CU.to("meta"), 6)}, "q is on cpu but cu_seqlens on meta"),
+    ({"schedule": Schedule(CU, 6, max_seqlen=7), "rope": Rope(freqs=ANGLES)},
+     "rope's tables have 6 rows; they must have max_seqlen=7"),
+    ({"head_groups": 3}, "head_groups is 3, which does not divide k's H=2"),
+    ({"backend": "best"}, "backend is 'best'; it must be one of 'auto', 'flash', 'flex', 'math'"),
+    ({"backend": "flash"}, "backend 'flash' cannot do this: q is on cpu; it needs a CUDA device"),
+    ({"backend": "flex", "q": LEAF[0]}, "backend 'flex' cannot do this: it has no backward on CPUs"),
+    ({"rope": Rope()}, "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not none"),
+]  # fmt: skip
+REFUSALS[partial(Schedule, CU)] = [
+    ({"tokens": 2**31 - 1}, "2147483647 tokens are more than 2147483647 rows"),
+    ({"tokens": 6, "window": (-2, 0)}, "window[0] is -2; it must be a whole number of at least -1"),
+]  # fmt: skip
+REFUSALS[partial(Partition, tokens=6)] = [
+    ({"cu_seqlens": [0, 6]}, "cu_seqlens is [0, 6]; it must be a tensor"),
+    ({"cu_seqlens": W},
+     "cu_seqlens is float32; it must be (sequences + 1,), int32 or int64, contiguous, on cpu like cu_seqlens_padded"),
+    ({"cu_seqlens": CU[:1]}, "cu_seqlens has one offset; it must have those of one sequence at least"),
+]  # fmt: skip
+REFUSALS[Partition(CU, 12, cp_size=2, cp_rank=0).unshard] = [
+    ({"x": Q[0]}, "the Partition was made with cp_size and cp_rank; make it with a group"),
+    ({"x": Q[0, :2]}, "x has 2 rows; it must have 6 (tokens=12, rank 0 of 2)"),
+]  # fmt: skip
 
 # Calls within others, and sentences that begin in another way.
 OTHERS: list[tuple[Callable[[], Any], str]] = [
@@ -841,9 +556,7 @@ OTHERS: list[tuple[Callable[[], Any], str]] = [
     *[(lambda call=call, x=x: torch.func.jvp(call, (x,), (x,)),
        f"{name}: forward-mode derivatives (jvp) are not supported; use the backward") for name, call, x in (
         ("apply_rope", lambda x: rope(q=x)[0], Q), ("apply_rope", lambda x: rope(q=x * 1, inplace=True)[0], Q),
-        ("prepare_qkv", lambda x: qkv(norm=Norm(x))[0], W),
         ("prepare_qkv", lambda x: qkv(v=x, norm=Norm(v_norm=True))[2], V),
-        ("prepare_fused_qkv", lambda x: fused(bias=x)[0], QKV[0, 0]),
     )],
     (lambda: torch.func.grad(lambda x: rope(q=x)[0].sum())(Q),
      "apply_rope: torch.func's grad is not supported here; use torch.autograd.grad"),
@@ -855,17 +568,25 @@ OTHERS: list[tuple[Callable[[], Any], str]] = [
      "fuse_norm=False)"),
     (lambda: torch.autograd.grad(torch.autograd.grad(latent(q=LEAF)[0].sin().sum(), LEAF, create_graph=True)[0].sum(),
                                  LEAF), "latent_backward has no gradient"),
-    (lambda: torch.vmap(lambda x: prepare_qkv(x, None, None, quantize=DynamicQuantize())[0].scale)(LEAF[None])
+    (lambda: torch.vmap(lambda x: jitrope.prepare_qkv(x, None, None, quantize=DynamicQuantize())[0].scale)(LEAF[None])
      .sum().backward(), "prepare_qkv has no gradient"),
-    (lambda: jitrope.planning(launches=["3d"]).__enter__(),
-     "planning: launches is '3d'; it must be one of 'auto', 'token_linear', 'grid_2d'"),
     (lambda: jitrope.planning(launches="auto").__enter__(), "planning: launches is 'auto'; it must be a list of words"),
-    (lambda: jitrope.planning(sm_count=0).__enter__(),
-     "planning: sm_count is 0; it must be a whole number of at least 1"),
     (lambda: Schedule.fixed(2, 5, "cpu", cp_size=2, cp_rank=0),
      "Schedule.fixed: seqlen is 5; it must be a multiple of the group's size 2"),
-    (lambda: tables.from_config({**CONFIG, "rope_scaling": {"type": "dynamic", "alpha": 0}}),
-     "inv_freq: factor is 0; it must be a finite number above 0.0"),
+    (lambda: jitrope.on_compile(1), "on_compile: callback is 1; it must be a function of a KernelEvent"),
+    (lambda: Partition(CU, 6).shard(torch.zeros(())), "shard: x has no rows; it must have 6 (tokens=6)"),
+    (lambda: Partition(CU, 6, group=1),
+     'Partition: group is 1; it must be a process group, a DeviceMesh of one axis (mesh["cp"]), or None'),
+    (lambda: tables.freqs(W, W), f"freqs: positions is torch.float32 on cpu; it must be {INTS} on inv_freq's cpu"),
+    (lambda: tables.cos_sin(2, W.bfloat16()), "cos_sin: inv_freq is a tensor of shape (8,), bfloat16, on cpu; it must "
+     "be of dtype float32, with 1 axis"),
+    (lambda: thd.sequence_order_to_cp_rank_order((W, IDS), CU, 2), "sequence_order_to_cp_rank_order: x is a tensor of "
+     f"shape (8,), {F32}, a tensor of shape (6,), int64, on cpu; it must be (T, ...), or a pair with as many rows on "
+     "one device"),
+    *[(partial(specs_of, [8, 2], call=f"bshd heads {text}"),
+       f"specs_of: call lacks {lacked}, which it needs with its other tensors") for text, lacked in {
+        "q k v > rotate cos sin > cache k_cache v_cache page_table": "lengths",
+        "> norm kind=no_norm > convert per_row > fresh": "heads"}.items()],
     (lambda: thd.copy_valid_tokens_from_per_split_to_rank_local(ENDS, ENDS, CU, CU),
      "cu_seqlens is [0, 6]; it must ascend to at most 3, the rows of out"),
     (lambda: add(grad=Q[0, :5], grad_per_step=Q[0, :5]),
@@ -879,17 +600,16 @@ OTHERS: list[tuple[Callable[[], Any], str]] = [
      "and 2"),
     (lambda: op_call.read("bshd turn q > fresh"), "call has the source 'turn', or stages without a kernel; the sources "
      "are heads, heads_backward, fused, fused_backward, latent, latent_backward, streams"),
-    (lambda: Call.parse(""), "call is ''; it must be like 'bshd heads q k > rotate cos sin > fresh'"),
-    (lambda: Call.parse("bhds heads q > fresh"),
-     "call is 'bhds heads q > fresh'; it must be like 'bshd heads q k > rotate cos sin > fresh'"),
-    (lambda: Call.parse("bshd heads q > turn cos > fresh"),
-     "call has 'turn'; it must be one of source, bias, norm, rotate, scale, transform, convert, sink"),
-    (lambda: Call.parse("bshd heads q > rotate cos sin first > fresh"),
-     "call has 'first', which is neither a word nor a tensor of its rotate"),
-    (lambda: Call.parse("bshd heads q > rotate cos sin rotary_dim=x > fresh"),
-     "call has a wrong value in 'rotary_dim=x': invalid literal for int() with base 10: 'x'"),
-    (lambda: Call.parse("bshd heads q > rotate cos sin > cache"),
-     "call ends in 'cache'; with its tensors it must be 'fresh'"),
+    *[(partial(Call.parse, text), f"call {told}") for text, told in {
+        "": "is ''; it must be like 'bshd heads q k > rotate cos sin > fresh'",
+        "bhds heads q > fresh": "is 'bhds heads q > fresh'; it must be like 'bshd heads q k > rotate cos sin > fresh'",
+        "bshd heads q > turn > fresh":
+            "has 'turn'; it must be one of source, bias, norm, rotate, scale, transform, convert, sink",
+        "bshd heads q > rotate first > fresh": "has 'first', which is neither a word nor a tensor of its rotate",
+        "bshd heads q > rotate cos sin rotary_dim=x > fresh":
+            "has a wrong value in 'rotary_dim=x': invalid literal for int() with base 10: 'x'",
+        "bshd heads q > rotate cos sin > cache": "ends in 'cache'; with its tensors it must be 'fresh'",
+    }.items()],
     (lambda: specs_of([8, 2], call="bshd heads q k > rotate cos sin rotary_dim=200 > fresh"),
      "prepare_qkv: rotary_dim is 200; it must be even and from 2 to D=128"),
     (lambda: spec_from_dict({"kind": "rope", "call": ["bshd"]}),
@@ -901,17 +621,12 @@ OTHERS: list[tuple[Callable[[], Any], str]] = [
 TENSORS = [x for x in globals().values() if isinstance(x, Tensor) and x is not DICE]
 
 
-def rows() -> Iterator[Any]:
-    """Each call of both lists with its whole sentence."""
-    for call, refusals in REFUSALS.items():
-        name = getattr(call, "func", call).__qualname__.rpartition(".")[2]
-        for words, sentence in refusals:
-            yield pytest.param(partial(call, **words), f"{name}: {sentence}", id=f"{name}: {sentence}"[:60])
-    for refused, sentence in OTHERS:
-        yield pytest.param(refused, sentence, id=sentence[:60])
+for refused, refusals in REFUSALS.items():
+    function = getattr(refused, "func", refused).__qualname__.rpartition(".")[2]
+    OTHERS += [(partial(refused, **words), f"{function}: {sentence}") for words, sentence in refusals]
 
 
-@pytest.mark.parametrize(("call", "sentence"), [*rows()])
+@pytest.mark.parametrize(("call", "sentence"), OTHERS, ids=[sentence[:60] for _, sentence in OTHERS])
 def test_a_refusal_is_a_sentence_and_writes_nothing(call: Callable[[], Any], sentence: str) -> None:
     before = [x.detach().clone() for x in TENSORS]
     for _ in range(2):
@@ -921,17 +636,13 @@ def test_a_refusal_is_a_sentence_and_writes_nothing(call: Callable[[], Any], sen
     assert all(torch.equal(x, y) for x, y in zip(TENSORS, before))
 
 
-@pytest.mark.parametrize(("call", "instead"), [
-    (rope, "which torch.compile, torch.func and a CUDA graph do not; leave it out"),
-    (partial(qkv, norm=Norm()), "which torch.compile, torch.func and a CUDA graph do not; leave it out"),
-    (fused, "which torch.compile, torch.func and a CUDA graph do not; leave it out"),
-    (latent, "which torch.compile, torch.func and a CUDA graph do not; leave it out"),
-    (attend, "so it cannot be compiled or captured in a CUDA graph; leave it out"),
-])  # fmt: skip
-def test_a_check_in_a_capture_is_refused(call: Any, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", [rope, partial(qkv, norm=Norm()), fused, latent, attend])
+def test_a_check_in_a_capture_is_refused(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would wait for the device, which ends the capture of a CUDA graph with an error of CUDA."""
     call(check=True)
     monkeypatch.setattr(watch, "capturing", lambda x: True)
     with pytest.raises(jitrope.InvalidInput) as error:
         call(check=True)
-    assert str(error.value) == f"{call.func.__name__}: check=True waits for the device, {instead}"
+    others = "which torch.compile, torch.func and a CUDA graph do not"
+    use = "so it cannot be compiled or captured in a CUDA graph" if call is attend else others
+    assert str(error.value) == f"{call.func.__name__}: check=True waits for the device, {use}; leave it out"

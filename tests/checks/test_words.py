@@ -66,24 +66,15 @@ def test_a_compiled_call_takes_a_value(name: str, made: str) -> None:
         torch.testing.assert_close(x, y)
 
 
+NORM, CACHE = "norm=jitrope.Norm(...)", "cache=jitrope.KVCache(...)"
 INSTEAD = {
-    "position_ids": "pass positions=position_ids",
-    "mrope_section": "pass positions=jitrope.Mrope(position_ids, mrope_section)",
-    "start_positions": "pass positions=jitrope.Starts(start_positions)",
-    "cu_seqlens": "pass positions=jitrope.Packed(cu_seqlens, ...)",
-    "max_seqlen": "pass positions=jitrope.Packed(cu_seqlens, ...)",
-    "cp_rank": "pass positions=jitrope.Packed(cu_seqlens, ...)",
-    "eps": "pass norm=jitrope.Norm(...)",
-    "q_weight": "pass norm=jitrope.Norm(...)",
-    "k_cache": "pass cache=jitrope.KVCache(...)",
-    "slot_mapping": "pass cache=jitrope.KVCache(...)",
-    "k_scale": "pass quantize=jitrope.Quantize(...)",
-    "launch": "pass jitrope.configure(launch=...)",
-    "is_neox_style": "pass interleaved=not is_neox_style",
-    "unsqueeze_dim": "pass layout='bhsd' or 'bshd'",
+    **{"position_ids": "positions=position_ids", "start_positions": "positions=jitrope.Starts(start_positions)"},
+    "mrope_section": "positions=jitrope.Mrope(position_ids, mrope_section)",
+    **dict.fromkeys(("cu_seqlens", "cp_rank"), "positions=jitrope.Packed(cu_seqlens, ...)"),
+    **{"eps": NORM, "q_weight": NORM, "k_cache": CACHE, "k_scale": "quantize=jitrope.Quantize(...)"},
+    **{"launch": "jitrope.configure(launch=...)", "is_neox_style": "interleaved=not is_neox_style"},
+    "unsqueeze_dim": "layout='bhsd' or 'bshd'",
 }
-LACKED = ("eps", "q_weight", "k_cache", "slot_mapping", "k_scale")
-"""Words of norms, caches and conversions, which `apply_rope` does not have."""
 
 
 @pytest.mark.parametrize("word", INSTEAD)
@@ -91,24 +82,25 @@ def test_a_word_of_another_library_is_told_the_right_one(word: str) -> None:
     for function, heads in ((jitrope.apply_rope, [Q, K]), (jitrope.prepare_qkv, [Q, K, V])):
         with pytest.raises(TypeError) as error:
             function(*heads, COS, SIN, layout="thd", **{word: 1})  # type: ignore[call-overload]
-        elsewhere = " to prepare_qkv" if function is jitrope.apply_rope and word in LACKED else ""
-        text = f"{function.__name__}() got an unexpected keyword argument {word!r}; {INSTEAD[word]}{elsewhere}"
+        lacks = function is jitrope.apply_rope and INSTEAD[word].startswith(("norm", "cache", "quantize"))
+        text = f"{function.__name__}() got an unexpected keyword argument {word!r}; pass {INSTEAD[word]}"
+        text += " to prepare_qkv" * lacks
         assert str(error.value) == text
 
 
+ROPE, LATENT = (jitrope.apply_rope, Q, K), (jitrope.prepare_mla_qkv, Q, K, V, COS, SIN)
+ELSEWHERE = "; prepare_qkv has it"
+
+
 @pytest.mark.parametrize(
-    ("function", "words", "hint"),
-    [
-        *[(jitrope.apply_rope, word, "") for word in ("table", "fp8", "rotery_dim")],
-        *[(jitrope.apply_rope, word, "; prepare_qkv has it") for word in ("norm", "cache", "quantize")],
-        *[(jitrope.prepare_mla_qkv, word, "") for word in ("inverse", "inplace", "rotary_dim", "rotary_offset")],
-        (jitrope.prepare_mla_qkv, "norm", "; prepare_qkv has it"),
-    ],
+    ("call", "word", "hint"),
+    [(ROPE, "rotery_dim", ""), (ROPE, "norm", ELSEWHERE), (LATENT, "inverse", ""), (LATENT, "norm", ELSEWHERE)],
 )
-def test_a_word_that_a_function_does_not_have_is_refused_as_python_does(function: Any, words: str, hint: str) -> None:
+def test_a_word_that_a_function_does_not_have_is_refused_as_python_does(call: Any, word: str, hint: str) -> None:
+    function, *arguments = call
     with pytest.raises(TypeError) as error:
-        function(Q, K, V, COS, SIN, **{words: True}) if "mla" in function.__name__ else function(Q, K, **{words: True})
-    assert str(error.value) == f"{function.__name__}() got an unexpected keyword argument {words!r}{hint}"
+        function(*arguments, **{word: True})
+    assert str(error.value) == f"{function.__name__}() got an unexpected keyword argument {word!r}{hint}"
 
 
 def test_help_shows_the_keywords() -> None:
@@ -120,11 +112,19 @@ def test_help_shows_the_keywords() -> None:
         assert not any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def test_a_forced_launch_gives_the_same_bits_and_stays_until_another_is_set() -> None:
+def test_a_forced_launch_gives_the_same_bits_and_stays_until_another_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`configure` is over the environment. Calls, compiled or not, follow both, and refuse a wrong word."""
+    compiled = torch.compile(jitrope.apply_rope, backend="eager", fullgraph=True)
     want = jitrope.apply_rope(Q, K, COS, SIN, layout="thd")
-    for launch in ("token_linear", "grid_2d"):
+    for of_environment, launch, told in (
+        *(("", None, "auto"), ("auto", None, "auto"), ("grid_2d", None, "grid_2d")),
+        *(("grid_2d", "token_linear", "token_linear"), ("grid_2d", "auto", "auto"), ("", "grid_2d", "grid_2d")),
+    ):
+        monkeypatch.setenv("JITROPE_LAUNCH", of_environment)
         jitrope.configure(launch=launch)
-        assert all(map(torch.equal, jitrope.apply_rope(Q, K, COS, SIN, layout="thd"), want))  # type: ignore[arg-type]
+        assert config.launch() == told
+        for call in (jitrope.apply_rope, compiled):
+            assert all(map(torch.equal, call(Q, K, COS, SIN, layout="thd"), want))
     jitrope.configure(compile=False)
     try:
         assert config.launch() == "grid_2d"
@@ -132,22 +132,8 @@ def test_a_forced_launch_gives_the_same_bits_and_stays_until_another_is_set() ->
             jitrope.configure(compile="no")  # type: ignore[arg-type]
         assert not config.compile_allowed()
     finally:
-        jitrope.configure(compile=None)
-
-
-def test_a_launch_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`configure` takes precedence; calls, compiled or not, follow it, and refuse a wrong word."""
-    compiled = torch.compile(jitrope.apply_rope, backend="eager", fullgraph=True)
-    want = jitrope.apply_rope(Q, K, COS, SIN, layout="thd")
-    for given, told in (("", "auto"), ("auto", "auto"), ("grid_2d", "grid_2d")):
-        monkeypatch.setenv("JITROPE_LAUNCH", given)
-        assert config.launch() == told
-        assert all(map(torch.equal, compiled(Q, K, COS, SIN, layout="thd"), want))  # type: ignore[arg-type]
-    for told in ("token_linear", "auto"):
-        jitrope.configure(launch=told)
-        assert config.launch() == told
+        jitrope.configure(compile=None, launch=None)
     monkeypatch.setenv("JITROPE_LAUNCH", "3d")
-    jitrope.configure(launch=None)
     with pytest.raises(jitrope.InvalidInput) as error:
         jitrope.apply_rope(Q, K, COS, SIN, layout="thd")
     assert str(error.value).endswith("JITROPE_LAUNCH is '3d'; it must be one of 'auto', 'token_linear', 'grid_2d'")
@@ -156,10 +142,10 @@ def test_a_launch_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_check_takes_right_calls() -> None:
     q, k, (cos, sin) = Q.view(2, 6, 4, 8), K.view(2, 6, 2, 8), (COS[:6], SIN[:6])
     ones, zeros, nothing = torch.ones(6, 8), torch.zeros(6, 8), torch.ones(0, 6, 4)
-    jitrope.apply_rope(q, k, cos, sin, check=True)
-    jitrope.apply_rope(q, k, cos.repeat(1, 2), sin.repeat(1, 2), check=True)
-    jitrope.apply_rope(q, k, cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1), check=True, interleaved=True)
-    jitrope.apply_rope(q, k, ones, zeros, check=True)
-    jitrope.apply_rope(q[:, :0], None, ones[:0], zeros[:0], check=True)
-    jitrope.apply_rope(q[:0], None, nothing, nothing, check=True)
-    jitrope.apply_rope(q.transpose(1, 2), None, cos, sin, layout="bhsd", check=True)
+    for own, table, words in (
+        *((q, (cos, sin), {}), (q, (cos.repeat(1, 2), sin.repeat(1, 2)), {}), (q, (ones, zeros), {})),
+        (q, (cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)), {"interleaved": True}),
+        *((q[:, :0], (ones[:0], zeros[:0]), {}), (q[:0], (nothing, nothing), {})),
+        (q.transpose(1, 2), (cos, sin), {"layout": "bhsd"}),
+    ):
+        jitrope.apply_rope(own, k if own is q else None, *table, check=True, **words)

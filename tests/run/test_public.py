@@ -18,8 +18,6 @@ from ..devices import DEVICES
 
 COS, SIN = jitrope.tables.cos_sin(64, jitrope.tables.inv_freq(rotary_dim=64)[0])
 W = torch.ones(64)
-
-
 WORDS = {"inplace": (0, bool), "interleaved": (1.0, bool), "unrotated": (True, int), "mscale": (True, float)}
 
 
@@ -54,23 +52,20 @@ def test_a_known_call_uses_the_tensors_of_its_user() -> None:
         jitrope.prepare_fused_qkv(qkv.view(6, -1), freqs=freqs, heads=(4, 4))
 
 
-def test_a_known_call_keeps_no_tensors() -> None:
-    freqs = torch.rand(6, 32)
+def test_a_call_keeps_no_tensors() -> None:
+    """Neither a known one nor one that is refused."""
     for _ in range(3):
-        q, weight = torch.randn(1, 6, 4, 64), torch.ones(64)
-        found = jitrope.prepare_qkv(q, None, None, freqs=freqs, norm=jitrope.Norm(weight))[0]
+        q, weight = torch.randn(1, 16, 4, 64), torch.ones(64)
+        found = jitrope.prepare_qkv(q, None, None, COS, SIN, norm=jitrope.Norm(weight))[0]
         kept = [weakref.ref(x) for x in (q, weight, found)]
         del q, weight, found
         assert [ref() for ref in kept] == [None] * 3
-
-
-def test_a_refusal_keeps_no_tensors() -> None:
     q, k, v = torch.randn(3, 1, 16, 4, 64)
-    kept = weakref.ref(v)
+    kept = [weakref.ref(v)]
     with pytest.raises(jitrope.InvalidInput):
         jitrope.prepare_qkv(q, k, v, COS, SIN, norm=jitrope.Norm(v_norm=True), inplace=True, rotary_offset=999)
     del v
-    assert kept() is None
+    assert kept[0]() is None
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -112,14 +107,6 @@ def test_a_call_of_two_launches_is_not_tried_again(monkeypatch: Any) -> None:
     found = [jitrope.prepare_qkv(q, k, v, COS, SIN, quantize=quantize)[0] for _ in range(3)]
     assert len(tried) == 1
     assert all(torch.equal(x.scale, found[0].scale) for x in found)
-
-
-def test_a_list_that_holds_itself_is_refused() -> None:
-    q, k = torch.randn(2, 1, 16, 4, 64)
-    out: list[Any] = [torch.empty_like(q)]
-    out.append(out)
-    with pytest.raises(jitrope.InvalidInput, match="out's k is a list"):
-        jitrope.apply_rope(q, k, COS, SIN, out=out)
 
 
 @pytest.mark.parametrize("inplace", [True, False])
@@ -181,14 +168,6 @@ class Sequences(jitrope.Packed):
         super().__init__(cu_seqlens, int(cu_seqlens.diff().max()))
 
 
-class Norm(jitrope.Norm):
-    """Has the name of jitrope's."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__(weight, weight, eps=0.5)
-        self.tag = 3
-
-
 def test_a_class_of_the_users_is_made_of_more_than_its_arguments() -> None:
     x, tables = torch.randn(40, 4, 64), (COS[:16], SIN[:16])
     jitrope.apply_rope(x, None, *tables, positions=Sequences(torch.tensor([0, 10, 20, 30, 40])))
@@ -203,6 +182,14 @@ def test_a_value_that_is_made_again() -> None:
     norm.__init__(W, W, eps=0.75)  # type: ignore[misc]
     after = jitrope.prepare_qkv(q, k, None, COS, SIN, norm=norm)[0]
     assert not torch.equal(before, after)
+
+
+class Norm(jitrope.Norm):
+    """Has the name of jitrope's."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(weight, weight, eps=0.5)
+        self.tag = 3
 
 
 def changed_list(q: Tensor) -> Any:
@@ -225,7 +212,7 @@ def read_attribute(q: Tensor) -> Any:
 
 def refused(q: Tensor) -> Any:
     try:
-        return jitrope.apply_rope(q, None, COS, SIN, positions=torch.arange(q.shape[1] - 1))[0]
+        return jitrope.apply_rope(q, None, COS, SIN, positions=torch.arange(15))[0]
     except jitrope.InvalidInput:
         return q + 1
 
@@ -236,7 +223,8 @@ def test_a_compiled_call_does_as_in_eager_mode(call: Callable[[Tensor], Tensor],
     if call is own_attribute and torch.__version__.startswith("2.11"):
         pytest.skip("torch 2.11 fails on its own graph break at a function's cache; jitrope cannot spell such a class")
     torch._dynamo.reset()
-    compiled = torch.compile(call, backend=backend)
+    whole = call is refused and hasattr(torch, "float8_e8m0fnu")  # torch 2.6 cannot trace an exception of a package
+    compiled = torch.compile(call, backend=backend, fullgraph=whole)
     for tokens in (16, 15, 14):
         q = torch.randn(1, 16 if call is changed_list else tokens, 4, 64)
         assert torch.equal(compiled(q), call(q))

@@ -9,27 +9,18 @@ import torch
 
 from jitrope import InvalidInput, tables
 
+SIZES = {"hidden_size": 3072, "num_attention_heads": 24, "rope_theta": 1e6}
+ROTATED = [
+    # A part of the head, whose size follows from the widths.
+    ({**SIZES, "partial_rotary_factor": 0.25, "rope_theta": 1e4}, 32, 1e4),
+    # MiniMax-M2 has rotary_dim, Qwen2-VL an older name of the default type, JetMoe another name of head_dim.
+    ({"head_dim": 128, "rotary_dim": 64, "rope_theta": 1e6}, 64, 1e6),
+    ({**SIZES, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, 128, 1e6),
+    ({**SIZES, "kv_channels": 96}, 96, 1e6),
+]
 
-@pytest.mark.parametrize(
-    ("config", "rotary_dim", "theta"),
-    [
-        # A part of the head, whose size follows from the widths.
-        (
-            {"rope_theta": 1e4, "partial_rotary_factor": 0.4, "hidden_size": 2560, "num_attention_heads": 32},
-            *(32, 1e4),
-        ),
-        # MiniMax-M2 has rotary_dim, Qwen2-VL an older name of the default type, JetMoe another name of head_dim.
-        ({"head_dim": 128, "rotary_dim": 64, "rope_theta": 1e6}, 64, 1e6),
-        (
-            {
-                **{"hidden_size": 3072, "num_attention_heads": 24, "rope_theta": 1e6},
-                "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
-            },
-            *(128, 1e6),
-        ),
-        ({"hidden_size": 3072, "num_attention_heads": 24, "kv_channels": 96, "rope_theta": 1e6}, 96, 1e6),
-    ],
-)
+
+@pytest.mark.parametrize(("config", "rotary_dim", "theta"), ROTATED)
 def test_a_file_says_how_much_of_a_head_is_rotated(config: dict[str, object], rotary_dim: int, theta: float) -> None:
     found, factor = tables.from_config(config)
     assert torch.equal(found, tables.inv_freq(rotary_dim=rotary_dim, theta=theta)[0])
@@ -37,7 +28,6 @@ def test_a_file_says_how_much_of_a_head_is_rotated(config: dict[str, object], ro
 
 
 def test_phi3_takes_its_factor_from_the_lengths() -> None:
-    """As an object and as its published file, which has another name of the parameters."""
     transformers = pytest.importorskip("transformers", reason="its frequencies are what is compared with")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -45,10 +35,8 @@ def test_phi3_takes_its_factor_from_the_lengths() -> None:
     lengths = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
     config = transformers.Phi3Config(rope_parameters=rope, **lengths)
-    published = {
-        **{"rope_scaling": {"type": "longrope", **factors}, "rope_theta": 10000.0},
-        **{"hidden_size": 3072, "num_attention_heads": 32, **lengths},
-    }
+    sizes = {"hidden_size": 3072, "num_attention_heads": 32, "rope_theta": 10000.0, **lengths}
+    published = {**sizes, "rope_scaling": {"type": "longrope", **factors}}
     for seq_len in (4096, 5000):
         want, attention_factor = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=seq_len)
         assert attention_factor > 1.1

@@ -11,64 +11,42 @@ from jitrope import tables
 
 from ..devices import DEVICES
 
-QWEN = {"factor": 4.0, "original_max_position_embeddings": 32768}
-DEEPSEEK = {"factor": 40.0, "original_max_position_embeddings": 4096}
-OF_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-DYNAMIC = {"factor": 3.0, "max_position_embeddings": 4096}
-LONG = {
-    "factor": 32.0,
-    "short_factor": [1.0 + 0.01 * i for i in range(48)],
-    "long_factor": [1.0 + 0.07 * i * i for i in range(48)],
-    "original_max_position_embeddings": 4096,
-}
+
+def trained(length: int, **words: Any) -> dict[str, Any]:
+    return {"original_max_position_embeddings": length, **words}
+
+
+LENGTHS = {"factor": 3.0, "max_position_embeddings": 4096}
+V3 = {"factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+LONG = trained(4096, factor=32.0, short_factor=[1.0 + 0.01 * i for i in range(48)],
+               long_factor=[1.0 + 0.07 * i * i for i in range(48)])  # fmt: skip
 # Name: the type, the rotated elements of a head, theta, and the parameters of `inv_freq`. Modules pass a tensor as
 # seq_len, max(position_ids) + 1, so the base is computed in fp32.
 CASES: dict[str, tuple[str, int, float, dict[str, Any]]] = {
-    "default": ("default", 128, 10000.0, {}),
-    "default-theta": ("default", 80, 500000.0, {}),
-    "linear": ("linear", 128, 10000.0, {"factor": 4.0}),
-    "linear-uneven": ("linear", 96, 1000000.0, {"factor": 2.7}),
-    "dynamic-at-init": ("dynamic", 128, 10000.0, DYNAMIC),
-    "dynamic-below": ("dynamic", 128, 10000.0, {**DYNAMIC, "seq_len": 1000}),
-    "dynamic-at-the-length": ("dynamic", 128, 10000.0, {**DYNAMIC, "seq_len": 4096}),
-    "dynamic-above": ("dynamic", 128, 10000.0, {**DYNAMIC, "seq_len": 9001}),
-    "dynamic-tensor-below": ("dynamic", 128, 10000.0, {**DYNAMIC, "seq_len": torch.tensor(100)}),
-    "dynamic-tensor-above": ("dynamic", 128, 10000.0, {**DYNAMIC, "seq_len": torch.tensor(4097)}),
-    "dynamic-tensor-far": ("dynamic", 128, 10000.0, {**DYNAMIC, "seq_len": torch.tensor(300001)}),
-    "yarn-qwen": ("yarn", 128, 1000000.0, QWEN),
-    "yarn-deepseek-v3": (
-        *("yarn", 64, 10000),
-        {**DEEPSEEK, "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
-    ),
-    "yarn-deepseek-v2-lite": ("yarn", 64, 10000.0, {**DEEPSEEK, "mscale": 0.707, "mscale_all_dim": 0.707}),
-    "yarn-two-mscales": ("yarn", 64, 10000.0, {**DEEPSEEK, "mscale": 0.707, "mscale_all_dim": 1.0}),
-    "yarn-one-mscale-does-nothing": ("yarn", 64, 10000.0, {**DEEPSEEK, "mscale": 0.5}),
-    "yarn-attention-factor": (
-        *("yarn", 64, 10000.0),
-        {**DEEPSEEK, "factor": 8.0, "attention_factor": 1.25, "mscale": 1.0, "mscale_all_dim": 2.0},
-    ),
-    "yarn-gpt-oss": (
-        *("yarn", 64, 150000.0),
-        {**DEEPSEEK, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
-    ),
-    "yarn-a-step-for-a-ramp": (
-        *("yarn", 64, 10000.0),
-        {**DEEPSEEK, "factor": 4.0, "beta_fast": 3.0, "beta_slow": 3.0, "truncate": False},
-    ),
-    "yarn-that-shrinks": ("yarn", 64, 10000.0, {"factor": 1.0, "original_max_position_embeddings": 100}),
-    "llama-3.1": ("llama3", 128, 500000.0, {**OF_LLAMA_3, "factor": 8.0}),
-    "llama-3.2": ("llama3", 64, 500000.0, {**OF_LLAMA_3, "factor": 32.0}),
+    "default": ("default", 80, 500000.0, {}),
+    "linear": ("linear", 96, 1000000.0, {"factor": 2.7}),
+    "dynamic-at-init": ("dynamic", 128, 10000.0, LENGTHS),
+    "dynamic-at-the-length": ("dynamic", 128, 10000.0, {**LENGTHS, "seq_len": 4096}),
+    "dynamic-above": ("dynamic", 128, 10000.0, {**LENGTHS, "seq_len": 9001}),
+    "dynamic-tensor-below": ("dynamic", 128, 10000.0, {**LENGTHS, "seq_len": torch.tensor(100)}),
+    "dynamic-tensor-far": ("dynamic", 128, 10000.0, {**LENGTHS, "seq_len": torch.tensor(300001)}),
+    "yarn-qwen": ("yarn", 128, 1000000.0, trained(32768, factor=4.0)),
+    "yarn-deepseek-v3": ("yarn", 64, 10000, trained(4096, **V3)),
+    "yarn-two-mscales": ("yarn", 64, 10000.0, trained(4096, factor=40.0, mscale=0.707, mscale_all_dim=1.0)),
+    "yarn-one-mscale-does-nothing": ("yarn", 64, 10000.0, trained(4096, factor=40.0, mscale=0.5)),
+    "yarn-attention-factor": ("yarn", 64, 10000.0, trained(4096, **{**V3, "attention_factor": 1.25})),
+    "yarn-gpt-oss": ("yarn", 64, 150000.0, trained(4096, factor=32.0, truncate=False)),
+    "yarn-a-step": ("yarn", 64, 10000.0, trained(4096, factor=4.0, beta_fast=3.0, beta_slow=3.0, truncate=False)),
+    "yarn-that-shrinks": ("yarn", 64, 10000.0, trained(100, factor=1.0)),
+    "llama-3.1": ("llama3", 128, 500000.0, trained(8192, low_freq_factor=1.0, high_freq_factor=4.0, factor=8.0)),
     "longrope-at-init": ("longrope", 96, 10000.0, LONG),
     "longrope-short": ("longrope", 96, 10000.0, {**LONG, "seq_len": 4096}),
     "longrope-long": ("longrope", 96, 10000.0, {**LONG, "seq_len": 4097}),
-    "longrope-tensor-short": ("longrope", 96, 10000.0, {**LONG, "seq_len": torch.tensor(100)}),
     "longrope-tensor-long": ("longrope", 96, 10000.0, {**LONG, "seq_len": torch.tensor(4097)}),
     "longrope-attention-factor": ("longrope", 96, 10000.0, {**LONG, "seq_len": 9000, "attention_factor": 1.3}),
     "longrope-no-longer": ("longrope", 96, 10000.0, {**LONG, "factor": 1.0}),
-    "proportional-gemma-4": ("proportional", 512, 1000000.0, {"partial_rotary_factor": 0.25}),
     "proportional-factor": ("proportional", 128, 10000.0, {"partial_rotary_factor": 0.3, "factor": 8.0}),
-    "proportional-odd": ("proportional", 128, 1000000.0, {"partial_rotary_factor": 0.75}),
-    "proportional-whole": ("proportional", 128, 10000.0, {"partial_rotary_factor": 1.0}),
+    "proportional-whole": ("proportional", 512, 1000000.0, {"partial_rotary_factor": 1.0}),
     "proportional-nothing": ("proportional", 128, 10000.0, {"partial_rotary_factor": 0.0}),
 }
 

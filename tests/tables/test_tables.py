@@ -14,12 +14,9 @@ from ..devices import DEVICES
 FAR = [0, 1, 2, 7, 4095, 2**20 - 1, 2**20, 1_000_003, 1_299_709, 2_750_159, 3_999_971, 2**22 - 1, 2**29 - 1]
 TRAINED = {"original_max_position_embeddings": 4096}
 LONG = {"short_factor": [1.0 + 0.01 * i for i in range(48)], "long_factor": [1.0 + 0.07 * i * i for i in range(48)]}
+OF_LLAMA = {"rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **TRAINED}
 MODELS: dict[str, tuple[int, dict[str, Any]]] = {  # the size of a head, and transformers' parameters
-    "default": (128, {"rope_theta": 10000.0}),
-    "llama3": (
-        128,
-        {"rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **TRAINED},
-    ),
+    **{"default": (128, {"rope_theta": 10000.0}), "llama3": (128, OF_LLAMA)},
     "yarn": (128, {"rope_theta": 1e6, "factor": 4.0, **TRAINED}),
     "longrope": (96, {"rope_theta": 10000.0, "factor": 32.0, **LONG, **TRAINED}),
 }
@@ -32,10 +29,8 @@ def test_tables_are_accurate_past_a_million_positions(device: str) -> None:
     frequencies, _ = tables.inv_freq(rotary_dim=64, device=device)
     with mpmath.workprec(120):
         angles = [[mpmath.mpf(p) * mpmath.mpf(w) for w in frequencies.tolist()] for p in FAR]
-        exact = [
-            torch.tensor([[float(function(a)) for a in row] for row in angles], dtype=torch.float64)
-            for function in (mpmath.cos, mpmath.sin)
-        ]
+        rows = [[[float(of(a)) for a in row] for row in angles] for of in (mpmath.cos, mpmath.sin)]
+    exact = torch.tensor(rows, dtype=torch.float64)
     positions = torch.tensor(FAR, device=device, dtype=torch.int32)
     for got, want in zip(tables.cos_sin(positions, frequencies), exact):
         assert (got.cpu().double() - want).abs().max() <= 2**-25 * (1 + 1e-6)
@@ -56,9 +51,8 @@ def test_fp32_angles_have_the_bits_of_transformers_tables(name: str, device: str
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     head_dim, rope = MODELS[name]
-    config = transformers.LlamaConfig(
-        head_dim=head_dim, max_position_embeddings=131072, rope_parameters={"rope_type": name, **rope}
-    )
+    rope = {"rope_type": name, **rope}
+    config = transformers.LlamaConfig(head_dim=head_dim, max_position_embeddings=131072, rope_parameters=rope)
     positions = torch.tensor([[0, 1, 17, 4095], [70000, 131071, 5, 5]], device=device)
     module = LlamaRotaryEmbedding(config).to(device)
     frequencies = module.inv_freq  # made on the CPU, as a model is loaded
@@ -74,16 +68,15 @@ def test_fp32_angles_have_the_bits_of_transformers_tables(name: str, device: str
 
 def test_layouts_hold_the_same_numbers() -> None:
     frequencies, _ = tables.inv_freq(rotary_dim=16)
-    cos, sin = tables.cos_sin(9, frequencies, attention_factor=1.5)
+    words = {"positions": 9, "inv_freq": frequencies, "attention_factor": 1.5}
+    cos, sin = tables.cos_sin(**words)
     assert cos.shape == sin.shape == (9, 8)
     assert cos[0].eq(1.5).all()
-    halves, _ = tables.cos_sin(9, frequencies, attention_factor=1.5, width="full")
-    assert torch.equal(halves, torch.cat((cos, cos), -1))
-    _, repeated = tables.cos_sin(9, frequencies, attention_factor=1.5, width="full", interleaved=True)
+    assert torch.equal(tables.cos_sin(**words, width="full")[0], torch.cat((cos, cos), -1))
+    _, repeated = tables.cos_sin(**words, width="full", interleaved=True)
     assert torch.equal(repeated, sin.repeat_interleave(2, -1))
     assert repeated.is_contiguous()
-    cache = tables.cos_sin_cache(9, frequencies, attention_factor=1.5)
-    assert torch.equal(cache, torch.cat((cos, sin), -1))
+    assert torch.equal(tables.cos_sin_cache(**words), torch.cat((cos, sin), -1))
     angles = tables.freqs(9, frequencies, width="full", interleaved=True)
     assert torch.equal(angles, tables.freqs(9, frequencies).repeat_interleave(2, -1))
 

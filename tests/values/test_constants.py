@@ -17,40 +17,30 @@ from jitrope.values import constants
 from ..devices import DEVICES
 
 FP4 = getattr(torch, "float4_e2m1fn_x2", None)
-MXFP4 = {"group": 32, "scale_dtype": getattr(torch, "float8_e8m0fnu", None)}
-NVFP4 = {"group": 16, "scale_dtype": torch.float8_e4m3fn}
+FP4S = [{"group": 32, "scale_dtype": getattr(torch, "float8_e8m0fnu", None)},
+        {"group": 16, "scale_dtype": torch.float8_e4m3fn}]  # fmt: skip
 # Of q, k, cos, sin, a weight, and zeros of a cache.
 CALLS: dict[str, Callable[..., Any]] = {
     "q_scale": lambda q, k, cos, sin, w, c: jitrope.apply_rope(q, k, cos, sin, q_scale=0.3),
-    "cache": lambda q, k, cos, sin, w, c: (
-        *jitrope.prepare_qkv(
-            *(q, k, k, cos, sin),
-            cache=KVCache(*c, torch.arange(9, device=q.device), k_scale=0.05, v_scale=0.07),
-        )[:1],
-        *c,
-    ),
+    "cache": lambda q, k, cos, sin, w, c: (*jitrope.prepare_qkv(
+        q, k, k, cos, sin, cache=KVCache(*c, torch.arange(9, device=q.device), k_scale=0.05, v_scale=0.07))[:1], *c),
     "norm without a table": lambda q, k, cos, sin, w, c: jitrope.prepare_qkv(q, k, None, norm=Norm(w, w))[:2],
-    "fp4": lambda q, k, cos, sin, w, c: [
-        x.values.view(torch.uint8)
-        for words in (MXFP4, NVFP4)
-        for x in jitrope.prepare_qkv(q, k, None, cos, sin, quantize=DynamicQuantize(FP4, **words))[:2]
-    ],
-    "frequencies": lambda q, k, cos, sin, w, c: jitrope.tables.inv_freq(
-        *("dynamic",), rotary_dim=64, seq_len=torch.tensor(9000, device=q.device), factor=4.0,
-        max_position_embeddings=4096, device=q.device,
-    )[0],
+    "fp4": lambda q, k, cos, sin, w, c: [x.values.view(torch.uint8) for words in FP4S for x in jitrope.prepare_qkv(
+        q, k, None, cos, sin, quantize=DynamicQuantize(FP4, **words))[:2]],
+    "frequencies": lambda q, *_: jitrope.tables.inv_freq(
+        "dynamic", rotary_dim=64, seq_len=torch.tensor(9000, device=q.device), factor=4.0, device=q.device,
+        max_position_embeddings=4096)[0],
 }  # fmt: skip
 NEEDS_FP4 = pytest.param("fp4", marks=pytest.mark.skipif(FP4 is None, reason="this torch has no fp4"))
 NAMES = [NEEDS_FP4 if name == "fp4" else name for name in CALLS]
 
 
 def made(device: str) -> tuple[Tensor, ...]:
-    """The arguments of a call, the same each time."""
     generator = torch.Generator().manual_seed(7)
     q, angles, weight = (torch.randn(x, generator=generator, dtype=torch.float32) for x in ((1, 9, 4, 64), (9, 32), 64))
     cache = torch.zeros(2, 9, 4, 64, dtype=torch.float8_e4m3fn)
-    both = (q.bfloat16(), q.flip(1).bfloat16(), angles.cos(), angles.sin(), 1 + weight / 8, cache)
-    return tuple([x.to(device) for x in both])
+    found = (q.bfloat16(), q.flip(1).bfloat16(), angles.cos(), angles.sin(), 1 + weight / 8, cache)
+    return tuple([x.to(device) for x in found])
 
 
 def bits(found: Any) -> list[Any]:
@@ -58,7 +48,6 @@ def bits(found: Any) -> list[Any]:
 
 
 def forget() -> None:
-    """Forget the tensors that calls keep."""
     constants.one_row.cache_clear()
     constants.filled.cache_clear()
 
@@ -74,7 +63,6 @@ def test_a_users_tensor_is_never_taken_for_a_kept_one() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_another_default_dtype_changes_nothing(dtype: torch.dtype, name: str, device: str) -> None:
-    """Neither a call under it, nor one after it: numbers become tensors that are kept."""
     forget()
     torch.set_default_dtype(dtype)
     try:
