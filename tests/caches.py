@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from jitrope.base.errors import CompileError
 from jitrope.jit import kernels
 from jitrope.jit.cache import KernelCache
 from jitrope.jit.entry import CUBIN, Key
@@ -27,6 +28,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KernelCache:
     """The cache of this process, empty. Folders of tests imports it in their conftest.py."""
     monkeypatch.setenv("JITROPE_CACHE_DIR", str(tmp_path / "kernels"))
     return kernels.kernel_cache()
+
+
+def no_nvrtc(*_: object) -> Any:
+    raise CompileError("NVRTC cannot be loaded")
 
 
 def filled(cache: KernelCache, key: Key = KEY) -> Path:
@@ -94,11 +99,3 @@ def on_the_gpu(code: str, cache: Path, **variables: str) -> str:
     """The output of a process that makes calls."""
     done = fresh.python("-c", ON_THE_GPU + code, check=True, JITROPE_CACHE_DIR=str(cache), **variables)
     return done.stdout.strip()
-
-
-COUNTED = """
-seen = []
-jitrope.on_compile(lambda event: seen.append(event.source))
-call()
-print(seen.count("compiled"), seen.count("disk"))
-"""

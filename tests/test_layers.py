@@ -125,12 +125,11 @@ new = set(sys.modules) - before
 assert not new & {"cupy", "cupy_backends", "jinja2", "diffusers"}, new
 assert not torch.cuda.is_initialized()
 pid = os.fork()
-if pid == 0:
-    assert not torch.cuda.is_initialized() and not torch.cuda._is_in_bad_fork()
+assert jitrope.apply_rope(torch.ones(1, 2, 1, 8), None, torch.ones(2, 4), torch.zeros(2, 4))[0].sum() == 16
+assert not torch.cuda.is_initialized() and not torch.cuda._is_in_bad_fork()
+if pid == 0:  # as the worker of a DataLoader
     os._exit(0)
 assert os.waitpid(pid, 0)[1] == 0
-assert jitrope.apply_rope(torch.ones(1, 2, 1, 8), None, torch.ones(2, 4), torch.zeros(2, 4))[0].sum() == 16
-assert not torch.cuda.is_initialized()
 assert not {"cupy", "cupy_backends"} & set(sys.modules)
 """
 

@@ -84,9 +84,11 @@ def test_record_notes_what_was_asked_for(cache: KernelCache, tmp_path: Path, mon
     assert seen == SPECS[:3]
 
 
-@pytest.mark.parametrize(
-    "text", ["{", "[]", '{"version": 1, "spec": 1}', "\0", '{"spec": []}', '{"version": 2, "spec": []}']
-)
+NO_RECORDS = ["{", "[]", "\0", '{"spec": ' + "[" * 100_000, '{"version": 1, "spec": 1}', '{"spec": []}']
+NO_RECORDS += [f'{{"version": {version}, "spec": []}}' for version in ("0", "2", '"1"')]
+
+
+@pytest.mark.parametrize("text", NO_RECORDS, ids=range(len(NO_RECORDS)))
 def test_a_file_that_is_no_record_is_refused_before_the_run(tmp_path: Path, text: str) -> None:
     path = tmp_path / "run.json"
     path.write_text(text)

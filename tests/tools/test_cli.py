@@ -153,9 +153,6 @@ def test_a_stdout_that_takes_no_text(jitrope: Run, tmp_path: Path) -> None:
     assert (tmp_path / "again.cu").read_text() == text
 
 
-# ---- prewarm and render --------------------------------------------------------------------------
-
-
 def test_prewarm_then_everything_is_cached(jitrope: Run, tmp_path: Path) -> None:
     """`prewarm` compiles even if calls must not. A dry run prints the same and builds nothing."""
     arguments = ("prewarm", "--heads", "32,8", "--arch", "sm_80,sm_90", "--json")
@@ -172,6 +169,9 @@ def test_prewarm_then_everything_is_cached(jitrope: Run, tmp_path: Path) -> None
     done = jitrope("prewarm", "--from", "run.json", "--arch", "sm_120", "--json", **elsewhere)
     assert json.loads(done.stdout)["compiled"] == 2
     assert "constexpr int HEAD_DIM = 128;" in jitrope("render", "--from", "run.json").stdout
+    data = json.loads(jitrope("render", "--heads", "32,8", "--json").stdout)
+    assert data["text"].startswith(f"// {data['name']}\n")
+    assert data["spec"]["heads_per_block"] == 40
     (next((tmp_path / "kernels").glob("*sm_90*")) / "kernel.cu").write_bytes(b"damaged")
     dry = json.loads(jitrope(*arguments, "--dry-run").stdout)
     assert (dry["would compile"], dry["cached"]) == (1, 3)
@@ -246,19 +246,6 @@ def test_prewarm_reports_failures(jitrope: Run, tmp_path: Path, monkeypatch, dry
     assert json.loads(done.stdout)["kernels"] == []
 
 
-def test_render(jitrope: Run) -> None:
-    words = "bshd heads q > rotate cos sin interleaved > fresh"
-    text = jitrope("render", words, "--heads", "24", "--head-dim", "64", "--backward").stdout
-    assert "constexpr int HEAD_DIM = 64;" in text
-    assert "constexpr bool INTERLEAVED = true;" in text
-    assert "constexpr bool INVERSE = true;" in text
-    data = json.loads(jitrope("render", "--heads", "32,8", "--json").stdout)
-    assert data["text"].startswith(f"// {data['name']}\n")
-    assert data["spec"]["heads_per_block"] == 40
-
-
-# ---- prewarm --model -----------------------------------------------------------------------------
-
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8}
 FLUX = {"_class_name": "FluxTransformer2DModel", "num_layers": 1, "num_single_layers": 1}
 
@@ -300,10 +287,8 @@ MODELS = [  # a configuration, and why it cannot be run
 ]
 NO_RECORD = "cannot read bad.json: it is no record of version 1; record again with this jitrope, in a new file\n"
 BAD_FILES = [
-    *[("--from", text, "bad.json") for text in ("{", "\0", "heads = 8", '{"spec": ' + "[" * 100000)],
-    *[("--from", text, NO_RECORD) for text in ("{}", "[]", '{"spec": 5}', '{"version": 1, "spec": 5}')],
-    *[("--from", text, NO_RECORD) for text in ('{"spec": [{"dtype": "bf16"}]}', '{"call": [{"heads": 8}]}')],
-    *[("--from", json.dumps({**record_of(specs_of(8)), "version": x}), NO_RECORD) for x in (None, 0, 2, "1")],
+    ("--from", "{", "bad.json"),
+    ("--from", json.dumps({**record_of(specs_of(8)), "version": 2}), NO_RECORD),
     ("--from", '{"version": 1, "spec": [5]}', "bad.json: spec[0]: "),
     *[("--model", text, "error: cannot read bad.json: ") for text in ("{", "[" * 100_000, "\0")],
     *[("--model", json.dumps(data), said) for data, said in MODELS],
@@ -331,9 +316,6 @@ def test_a_model_without_a_dtype_has_one_message(tmp_path: Path) -> None:
     command = ("-m", "jitrope", "prewarm", "--model", "config.json", "--arch", "sm_90", "--dry-run")
     done = fresh.python(*command, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
     assert done.stderr == "error: config.json names no dtype; pass a dtype that jitrope has, as --dtype bf16\n"
-
-
-# ---- cache and bundle ----------------------------------------------------------------------------
 
 
 def test_what_a_listing_says_of_a_call_can_be_built(jitrope: Run, tmp_path: Path) -> None:
@@ -421,10 +403,6 @@ def test_layers_are_listed_and_verified(jitrope: Run, tmp_path: Path) -> None:
         (folder / "kernel.cubin").write_bytes(b"")
     done = jitrope("cache", "verify", "--cold", "--json", **environment)
     assert (done.returncode, len(json.loads(done.stdout)["bad"])) == (1, 2)
-    (tmp_path / "layer").chmod(0o777)
-    done = jitrope("cache", "verify", **environment)
-    assert (done.returncode, done.stdout) == (1, "0 good, 1 damaged\n")
-    assert "can be written by other users" in done.stderr
 
 
 def test_another_versions_entry_blocks_nothing(jitrope: Run, tmp_path: Path, caplog) -> None:

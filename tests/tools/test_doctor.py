@@ -64,14 +64,11 @@ def test_doctor_of_amds_gpus(jitrope: Run, monkeypatch: pytest.MonkeyPatch) -> N
     assert "there is no GPU here" in jitrope("prewarm", "--heads", "8").stderr
 
 
-@pytest.mark.parametrize(
-    ("target", "text", "advice"),
-    [
-        (None, "Not a directory", "remove it"),  # a file
-        ("nowhere", "cannot be written", "set JITROPE_CACHE_DIR"),
-        ("/proc/jitrope", "cannot be written", "set JITROPE_CACHE_DIR"),  # where nothing can be made
-    ],
-)
+UNWRITABLE = "cannot be written", "set JITROPE_CACHE_DIR"
+FAULTY = [(None, "Not a directory", "remove it"), *((to, *UNWRITABLE) for to in ("nowhere", "/proc/jitrope"))]
+
+
+@pytest.mark.parametrize(("target", "text", "advice"), FAULTY)
 def test_doctor_of_a_faulty_cache_folder(jitrope: Run, tmp_path: Path, target: str | None, text: str, advice: str):
     (tmp_path / "kernels").symlink_to(target) if target else (tmp_path / "kernels").touch()
     done = jitrope("doctor", "--json")
