@@ -37,7 +37,7 @@ def status(done: CompletedProcess[str], what: str) -> tuple[bool, str, str]:
 
 def test_doctor(jitrope: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    done = jitrope("doctor", "--json", JITROPE_CACHE_DR="/x")
+    done = jitrope("doctor --json", JITROPE_CACHE_DR="/x")
     assert done.returncode == 0, done.stdout
     checks = [check["what"] for check in json.loads(done.stdout)["checks"]]
     assert checks == ["jitrope", "torch", "GPU", "compiler", "kernel cache", "variables", "kernel"]
@@ -54,14 +54,14 @@ def test_doctor_of_amds_gpus(jitrope: Run, monkeypatch: pytest.MonkeyPatch) -> N
     """A torch for ROCm shows them as CUDA GPUs. No NVIDIA architecture is made up for them."""
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    done = jitrope("doctor", "--json")
+    done = jitrope("doctor --json")
     ok, found, advice = status(done, "GPU")
     assert (done.returncode, ok, found) == (1, False, "torch is built for ROCm 6.4")
     assert advice.startswith("AMD GPUs are not supported; calls need an NVIDIA GPU")
     assert status(done, "compiler")[0]
     assert status(done, "kernel")[0]
     assert jitrope("doctor").stdout.endswith("\nfaults: GPU\n")
-    assert "there is no GPU here" in jitrope("prewarm", "--heads", "8").stderr
+    assert "there is no GPU here" in jitrope("prewarm --heads 8").stderr
 
 
 UNWRITABLE = "cannot be written", "set JITROPE_CACHE_DIR"
@@ -71,7 +71,7 @@ FAULTY = [(None, "Not a directory", "remove it"), *((to, *UNWRITABLE) for to in 
 @pytest.mark.parametrize(("target", "text", "advice"), FAULTY)
 def test_doctor_of_a_faulty_cache_folder(jitrope: Run, tmp_path: Path, target: str | None, text: str, advice: str):
     (tmp_path / "kernels").symlink_to(target) if target else (tmp_path / "kernels").touch()
-    done = jitrope("doctor", "--json")
+    done = jitrope("doctor --json")
     found = status(done, "kernel cache")
     assert (done.returncode, found[0]) == (1, False)
     assert text in found[1]
@@ -108,7 +108,7 @@ def test_doctor_of_a_full_disk(jitrope: Run) -> None:
 
     def work() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
-        found = status(jitrope("doctor", "--json"), "kernel cache")
+        found = status(jitrope("doctor --json"), "kernel cache")
         assert not found[0]
         assert "File too large" in found[1]
 
@@ -117,16 +117,16 @@ def test_doctor_of_a_full_disk(jitrope: Run) -> None:
 
 def test_doctor_of_damaged_kernels_and_of_system_caches(jitrope: Run, tmp_path: Path) -> None:
     victim, _ = stored(tmp_path / "kernels", specs_of(8))
-    jitrope("bundle", "write", "k.zip")
+    jitrope("bundle write k.zip")
     layer = {"JITROPE_SYSTEM_CACHE": str(tmp_path / "k.zip")}
     (victim / "kernel.cubin").write_bytes(b"")
-    done = jitrope("doctor", "--json", **layer)
+    done = jitrope("doctor --json", **layer)
     assert done.returncode == 0  # not a fault: the next call makes the kernel again
     assert "1 kernels, 1 damaged" in status(done, "kernel cache")[1]
     assert victim.name in status(done, "kernel cache")[1]
     assert status(done, "system cache") == (True, f"{tmp_path}/k.zip, 2 kernels", "")
     (tmp_path / "k.zip").write_bytes(b"no zip")
-    found = status(jitrope("doctor", "--json", **layer), "system cache")
+    found = status(jitrope("doctor --json", **layer), "system cache")
     assert not found[0]
     assert "cannot read the bundle" in found[1]
 
@@ -139,7 +139,7 @@ def test_doctor_where_its_kernel_is_in_no_cache(jitrope: Run, monkeypatch: pytes
         kernels.build(specs_of(6, 64)[0], "sm_90")
 
     monkeypatch.setattr(doctor, "apply_rope", missing_kernel)
-    done = jitrope("doctor", "--json", JITROPE_NO_COMPILE="1")
+    done = jitrope("doctor --json", JITROPE_NO_COMPILE="1")
     assert done.returncode == 0
     assert status(done, "kernel")[1] == "not there, and compiling is forbidden"
 
@@ -170,7 +170,7 @@ def test_doctor_of_missing_templates(jitrope: Run, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(render, "TEMPLATE_PATHS", [tmp_path / "templates"])
     for caches in (render._texts, render.environment):
         monkeypatch.setattr(render, caches.__name__, cache(caches.__wrapped__))  # empty ones
-    found = status(jitrope("doctor", "--json"), "compiler")
+    found = status(jitrope("doctor --json"), "compiler")
     assert not found[0]
     assert "vec.cuh is missing" in found[1]
     assert "install jitrope again" in found[1]
@@ -181,7 +181,7 @@ def test_doctor_of_two_cupys(jitrope: Run, tmp_path: Path, monkeypatch: pytest.M
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cupy-cuda11x\nVersion: 14.2.0\n")
     monkeypatch.syspath_prepend(tmp_path / "more")
-    found = status(jitrope("doctor", "--json"), "compiler")
+    found = status(jitrope("doctor --json"), "compiler")
     assert not found[0]
     assert re.search(r"cupy-cuda11x and cupy-cuda1[23]x are installed", found[1])
     assert re.match(r"pip uninstall -y cupy-cuda11x cupy-cuda1[23]x && pip install cupy-cuda1[23]x nvidia", found[2])
@@ -192,7 +192,7 @@ def test_doctor_of_two_cupys(jitrope: Run, tmp_path: Path, monkeypatch: pytest.M
 def test_doctor_of_a_torch_for_another_cuda(jitrope: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     major = compiler.cuda_major()
     monkeypatch.setattr(torch.version, "cuda", f"{25 - major}.8")  # 12 beside 13, 13 beside 12
-    found = status(jitrope("doctor", "--json"), "compiler")
+    found = status(jitrope("doctor --json"), "compiler")
     assert found[0]
     assert f"for CUDA {major}; a kernel compiles for sm_90; but torch is for CUDA {25 - major}.8" in found[1]
     assert found[2] == f"pip uninstall -y cupy-cuda{major}x && {compiler.install(25 - major)}"
