@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,6 +21,7 @@ from . import fresh
 
 KEY = Key("rope_x", "ingredients", ("-std=c++17",), "sm_90", "nvrtc 13.0")
 DATA = b"\x7fELF cubin"
+no_nvrtc = Mock(side_effect=CompileError("NVRTC cannot be loaded"))
 IMPORT = "from jitrope.jit import kernels; from jitrope.tools.prewarm import specs_of"
 
 
@@ -28,10 +30,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KernelCache:
     """The cache of this process, empty. Folders of tests imports it in their conftest.py."""
     monkeypatch.setenv("JITROPE_CACHE_DIR", str(tmp_path / "kernels"))
     return kernels.kernel_cache()
-
-
-def no_nvrtc(*_: object) -> Any:
-    raise CompileError("NVRTC cannot be loaded")
 
 
 def filled(cache: KernelCache, key: Key = KEY) -> Path:

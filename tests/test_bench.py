@@ -109,15 +109,6 @@ def test_a_target_is_held_against_the_median_of_places(monkeypatch: pytest.Monke
     ]
 
 
-def test_every_kind_of_call_has_its_copy() -> None:
-    for cases in kinds.KINDS.values():
-        for kind in cases.values():
-            case = kind.make(True)
-            assert case.beside.get(kind.by, "COPY") in case.moved
-            assert kind.by not in case.moved
-            assert kind.by in case.ours
-
-
 def test_the_axial_grid_has_its_cases_tokens_and_pairs() -> None:
     for name, (grid, section) in bench.rope.GRIDS.items():
         _, tokens, _, _, head_dim = bench.rope.CASES[name][0]

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -98,10 +99,7 @@ def test_exit_codes_and_no_traceback(jitrope: Run, command: str) -> None:
 
 
 def test_an_interrupt_is_no_traceback(jitrope: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(doctor, "run", interrupt)
+    monkeypatch.setattr(doctor, "run", Mock(side_effect=KeyboardInterrupt))
     done = jitrope("doctor")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
