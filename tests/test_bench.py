@@ -21,6 +21,7 @@ from itertools import dropwhile, takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -141,10 +142,9 @@ BY = {  # labels that a command has, among others
 @pytest.mark.slow
 @pytest.mark.parametrize("command", BY)
 def test_a_smoke_run(command: str) -> None:
-    if command.startswith("diffusion"):
-        pytest.importorskip("diffusers", reason="the bench runs its transformers")
-    if command.startswith("hosts"):
-        pytest.importorskip("transformers", reason="the bench runs its models")
+    for name, library in (("diffusion", "diffusers"), ("hosts", "transformers")):
+        if command.startswith(name):
+            pytest.importorskip(library, reason="the bench runs its models")
     done = run(*command.split(), "--smoke", "--json")
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)["rows"]
@@ -246,10 +246,8 @@ def test_a_wrong_result_of_a_host_is_not_timed() -> None:
 
     def side(calls: int, off: float) -> Any:
         """A process that answers at once."""
-        replies: dict[str, Any] = {"prepare": {"jitrope": calls}, "compare": off}
-        return SimpleNamespace(
-            send=lambda *_: None, receive=lambda: replies["prepare"], ask=lambda what, *_: replies.get(what)
-        )
+        said = {"prepare": {"jitrope": calls}, "compare": off}
+        return SimpleNamespace(send=Mock(), receive=lambda: said["prepare"], ask=lambda what, *_: said.get(what))
 
     for calls, off, why in (
         (1, hosts.difference([1.1 * x], [x]), r"off by 0\.1 of its norm"),

@@ -300,28 +300,18 @@ def test_a_rank_that_is_killed_while_it_compiles_holds_up_nobody(cache: KernelCa
 
 
 @pytest.mark.usefixtures("driver")
-def test_a_child_forked_while_a_thread_builds_has_a_lock_of_its_own(cache: KernelCache) -> None:
-    held, over, before = threading.Event(), threading.Event(), len(kernels.compiled)
-
-    def build() -> None:
-        with kernels._build_lock:
-            held.set()
-            over.wait()
+def test_a_child_forked_while_a_thread_builds_has_a_lock_of_its_own(cache: KernelCache, monkeypatch) -> None:
+    compiler.import_cupy()
+    before, lock = len(kernels.compiled), threading.Lock()
+    monkeypatch.setattr(kernels, "_build_lock", lock)
 
     def work() -> None:
         signal.alarm(60)
         kernels.get_kernel(SPEC, 0)
         assert kernels.compiled[before:] == [SPEC.name]
 
-    compiler.import_cupy()
-    thread = threading.Thread(target=build)
-    thread.start()
-    held.wait()
-    try:
+    with lock:
         assert run_in_child(work) == 0
-    finally:
-        over.set()
-        thread.join()
 
 
 @pytest.mark.gpu
