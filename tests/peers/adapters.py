@@ -119,7 +119,9 @@ def liger(checkout: Path) -> None:
     functions = {"LigerRopeFunction": rope, "LigerQwen2VLMRopeFunction": mrope, "LigerLlama4RopeFunction": llama4}
     module("liger_kernel.ops", **{name: SimpleNamespace(apply=function) for name, function in functions.items()})
     module("liger_kernel.transformers.functional", liger_rope=rope, liger_qwen2vl_mrope=mrope)
-    module("liger_kernel.transformers.rope", liger_rotary_pos_emb=rope, liger_rotary_pos_emb_gpt_oss=gpt_oss)
+    module("liger_kernel.transformers.rope", liger_rotary_pos_emb=rope)
+    gpt_oss = {"liger_rotary_pos_emb_gpt_oss": lambda q, k, *tables: rope(q, k, *tables, rotary_dim=q.shape[-1])}
+    module("liger_kernel.transformers.rope", **gpt_oss)
     module("liger_kernel.transformers.qwen2vl_mrope", liger_multimodal_rotary_pos_emb=mrope)
     module("liger_kernel.transformers.llama4_rope", liger_llama4_text_rotary_pos_emb=llama4)
 
@@ -130,10 +132,6 @@ def rope(
 ) -> Any:  # fmt: skip
     cos, sin = (x if x.dim() == 3 else x[None] for x in (cos, sin))
     return jitrope.apply_rope(q, k, cos, sin, layout="bhsd", rotary_dim=rotary_dim or cos.shape[-1])
-
-
-def gpt_oss(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-    return rope(q, k, cos, sin, rotary_dim=q.shape[-1])
 
 
 def mrope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: list[int], unsqueeze_dim: int = 1) -> Any:

@@ -13,6 +13,7 @@ import sysconfig
 from functools import cache
 from pathlib import Path
 from subprocess import CompletedProcess
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -133,12 +134,9 @@ def test_doctor_of_damaged_kernels_and_of_system_caches(jitrope: Run, tmp_path: 
 
 def test_doctor_where_its_kernel_is_in_no_cache(jitrope: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU a call needs no kernel, so the call is replaced by one that does. The next test uses a GPU."""
-
-    def missing_kernel(*arguments: object) -> None:
-        config.configure(compile=False)
-        kernels.build(specs_of(6, 64)[0], "sm_90")
-
-    monkeypatch.setattr(doctor, "apply_rope", missing_kernel)
+    missing = specs_of(6, 64)[0], "sm_90"
+    call = Mock(side_effect=lambda *_: (config.configure(compile=False), kernels.build(*missing)))
+    monkeypatch.setattr(doctor, "apply_rope", call)
     done = jitrope("doctor --json", JITROPE_NO_COMPILE="1")
     assert done.returncode == 0
     assert status(done, "kernel")[1] == "not there, and compiling is forbidden"
