@@ -22,7 +22,6 @@ from ..host.backend import DEVICE
 from ..results import places_of
 from ..sweep import Made
 
-HEADS = {"gqa": (4, 2), "mha": (4, 4)}
 NOT_SAID = ("q_mean_square", "k_block_scale", "page_indptr", "batch_indices")
 """Tensors whose text does not say enough."""
 OF_TENSORS = {
@@ -45,7 +44,7 @@ def test_a_text_says_what_is_compiled(case: Case) -> None:
         call = Call.parse(spec.call)
         assert str(call) == spec.call
         alone = {"q", "k", "kv"}.intersection(call.tensors) == {"q"}  # as is v's norm beside tables for each head
-        heads = HEADS[case["heads"]][: 1 if alone else 2]
+        heads = m.counts[: 1 if alone else 2]
         given: Any = {"head_dim": int(case["size"]), "dtype": case["dtype"], "call": spec.call}
         given["width"] = "full" if spec.full_width else "half"
         if any(name in call.tensors for name in NOT_SAID):
