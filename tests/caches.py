@@ -8,9 +8,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from jitrope.base.errors import CompileError
 from jitrope.jit import kernels
 from jitrope.jit.cache import KernelCache
 from jitrope.jit.entry import CUBIN, Key
@@ -19,6 +21,7 @@ from . import fresh
 
 KEY = Key("rope_x", "ingredients", ("-std=c++17",), "sm_90", "nvrtc 13.0")
 DATA = b"\x7fELF cubin"
+no_nvrtc = Mock(side_effect=CompileError("NVRTC cannot be loaded"))
 IMPORT = "from jitrope.jit import kernels; from jitrope.tools.prewarm import specs_of"
 
 
@@ -94,11 +97,3 @@ def on_the_gpu(code: str, cache: Path, **variables: str) -> str:
     """The output of a process that makes calls."""
     done = fresh.python("-c", ON_THE_GPU + code, check=True, JITROPE_CACHE_DIR=str(cache), **variables)
     return done.stdout.strip()
-
-
-COUNTED = """
-seen = []
-jitrope.on_compile(lambda event: seen.append(event.source))
-call()
-print(seen.count("compiled"), seen.count("disk"))
-"""

@@ -21,6 +21,7 @@ from itertools import dropwhile, takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,28 +33,8 @@ from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
 import jitrope
-from examples.bench import (
-    cold,
-    cp,
-    cp_step,
-    decode,
-    diffusion,
-    harness,
-    host,
-    host_models,
-    hosts,
-    kinds,
-    layer,
-    plots,
-    presets,
-    qk_norm,
-    report,
-    results,
-    rope,
-    sections,
-    targets,
-    train,
-)
+from examples import bench
+from examples.bench import cp, cp_step, diffusion, harness, hosts, kinds, plots, presets, qk_norm, report, results
 from jitrope.integrations import _host
 
 from . import fresh
@@ -63,16 +44,13 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "examples" / "results"
 
 
-def bench(*arguments: str) -> Any:
+def run(*arguments: str) -> Any:
     return CliRunner().invoke(report.app, arguments, env={"COLUMNS": "200"})
 
 
 @cache
 def kept(name: str) -> list[dict[str, Any]]:
     return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
-
-
-# ---- the harness ---------------------------------------------------------------------------------------
 
 
 def test_medians_are_of_rounds_in_which_all_take_turns() -> None:
@@ -110,14 +88,14 @@ def test_bytes_of_the_cases() -> None:
     """A copy reads and writes a call's. q and k are read and written once, and so are v and caches if present."""
     assert [call().nbytes for call in harness.copy_calls(4096, 3)] == [2048] * len(harness.copy_calls(4096, 3))
     one = 4608 * 24 * 128 * 2  # bytes of q
-    assert rope.case("flux", smoke=True).moved == {"COPY": 2 * 2 * 12 * (4 + 4) * 128}
+    assert bench.rope.case("flux", smoke=True).moved == {"COPY": 2 * 2 * 12 * (4 + 4) * 128}
     assert qk_norm.bytes_moved(qk_norm.CASES["flux"]) == 4 * one
     assert presets.case(presets.PRESETS["flux-fp8"]).moved == {"COPY": 2 * (one + one // 2) + 2 * one}
     assert qk_norm.bytes_moved(qk_norm.CASES["flux-joint"]) == 6 * one
     q, k = 2 * 32 * 128, 2 * 8 * 128
     moved = {"COPY": 2 * (q + k), "COPY, KV cache": 2 * (q + 2 * k), "COPY, fp8 KV cache": 2 * q + 3 * k}
-    assert decode.bytes_moved(1, 32, 8, 128) == moved
-    assert {base for base, *_ in decode.OURS.values()} == {*moved}
+    assert bench.decode.bytes_moved(1, 32, 8, 128) == moved
+    assert {base for base, *_ in bench.decode.OURS.values()} == {*moved}
     case = kinds.serving(kinds.PREFILL, (32, 8), smoke=False)
     assert case.moved[case.beside[kinds.FP8_Q]] == kinds.PREFILL * 128 * (32 + 2 * 8) * (2 + 1)
     assert kinds.packed(65536, 32, 8, smoke=False).moved == {"COPY": 2 * 2 * 65536 * 32 * 128}
@@ -125,77 +103,57 @@ def test_bytes_of_the_cases() -> None:
 
 def test_a_target_is_held_against_the_median_of_places(monkeypatch: pytest.MonkeyPatch) -> None:
     places = iter([kinds.Timed(2, 1, 1), kinds.Timed(3, 3, 1), kinds.Timed(9, 8, 1)])
-    monkeypatch.setattr(targets, "timed", lambda *_: next(places))
-    assert targets.rows("KV cache of a step", "KV cache, 32/8", True) == [
+    monkeypatch.setattr(bench.targets, "timed", lambda *_: next(places))
+    assert bench.targets.rows("KV cache of a step", "KV cache, 32/8", True) == [
         {"work": "KV cache of a step: KV cache, 32/8", "pass": "forward", "us": 3, "x COPY": 9 / 8}
         | {"target": 1.08, "reached": "no"}
     ]
 
 
-def test_every_kind_of_call_has_its_copy() -> None:
-    for cases in kinds.KINDS.values():
-        for kind in cases.values():
-            case = kind.make(True)
-            assert case.beside.get(kind.by, "COPY") in case.moved
-            assert kind.by not in case.moved
-            assert kind.by in case.ours
-
-
 def test_the_axial_grid_has_its_cases_tokens_and_pairs() -> None:
-    for name, (grid, section) in rope.GRIDS.items():
-        _, tokens, _, _, head_dim = rope.CASES[name][0]
+    for name, (grid, section) in bench.rope.GRIDS.items():
+        _, tokens, _, _, head_dim = bench.rope.CASES[name][0]
         assert (math.prod(grid), sum(section)) == (tokens, head_dim // 2)
-        assert max(grid) <= rope.AXIAL_ROWS
+        assert max(grid) <= bench.rope.AXIAL_ROWS
 
 
-# ---- every command on tiny shapes ----------------------------------------------------------------------
-
-BY = {
-    "rope --only flux,wan": {"COPY", "jitrope in place, one table", "jitrope, position_ids", "torch eager"},
-    "decode": {"COPY, fp8 KV cache", "jitrope, fp8 KV cache", "torch.compile, KV cache", "x.add_(1)"},
-    "thd --no-peers --table freqs-half": {"COPY", "jitrope", "jitrope, grid_2d"},
-    "train --no-peers": {"COPY", "jitrope"},
-    "qk-norm --no-peers": {"COPY, tables too", "jitrope in place", "jitrope, rounded twice", "F.rms_norm + apply_rope"},
-    "qk-norm --only prefill": {"torch.compile", "torch eager"},
-    "presets --no-peers": {"COPY", "jitrope"},
-    "presets --only deepseek-mla": {"jitrope", "torch.compile", "torch eager"},
-    "diffusion --only flux,wan": {"stock", "jitrope", "jitrope, rope only", "no rope", "no rope, no qk-norm"},
-    "layer --no-peers": {"none", "jitrope", "jitrope fused QKV"},
-    "block": {"none", "torch", "jitrope"},
-    "host": {
-        "x.add_(1)",
-        "apply_rope in place",
-        "apply_rope",
-        "apply_rope, packed",
-        "KV cache in place",
-        "norm in place",
-        "apply_rope, recorded for backward",
-        "torch.ops.jitrope.prepare",
-    },
-    "hosts --only qwen3-decode": {"stock", "jitrope"},
-    "cold": {"empty cache", "from disk"},
-    "stages": {"jitrope"},
-    "roofline": {"jitrope", "jitrope in place", "jitrope, position_ids", "jitrope, fp8 KV cache"},
-    "targets": {"rope: prefill", "one sequence: 65,536 tokens", "decode: cos and sin rows, fresh, 32/8"},
+BY = {  # labels that a command has, among others
+    "rope --only flux,wan": "COPY; jitrope in place, one table; jitrope, position_ids; torch eager",
+    "decode": "COPY, fp8 KV cache; jitrope, fp8 KV cache; torch.compile, KV cache; x.add_(1)",
+    "thd --no-peers --table freqs-half": "COPY; jitrope; jitrope, grid_2d",
+    "train --no-peers": "COPY; jitrope",
+    "qk-norm --no-peers": "COPY, tables too; jitrope in place; jitrope, rounded twice; F.rms_norm + apply_rope",
+    "qk-norm --only prefill": "torch.compile; torch eager",
+    "presets --no-peers": "COPY; jitrope",
+    "presets --only deepseek-mla": "jitrope; torch.compile; torch eager",
+    "diffusion --only flux,wan": "stock; jitrope; jitrope, rope only; no rope; no rope, no qk-norm",
+    "layer --no-peers": "none; jitrope; jitrope fused QKV",
+    "block": "none; torch; jitrope",
+    "host": "x.add_(1); apply_rope in place; apply_rope; apply_rope, packed; KV cache in place; norm in place; "
+    "apply_rope, recorded for backward; torch.ops.jitrope.prepare",
+    "hosts --only qwen3-decode": "stock; jitrope",
+    "cold": "empty cache; from disk",
+    "stages": "jitrope",
+    "roofline": "jitrope; jitrope in place; jitrope, position_ids; jitrope, fp8 KV cache",
+    "targets": "rope: prefill; one sequence: 65,536 tokens; decode: cos and sin rows, fresh, 32/8",
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", BY)
 def test_a_smoke_run(command: str) -> None:
-    if command.startswith("diffusion"):
-        pytest.importorskip("diffusers", reason="the bench runs its transformers")
-    if command.startswith("hosts"):
-        pytest.importorskip("transformers", reason="the bench runs its models")
-    done = bench(*command.split(), "--smoke", "--json")
+    for name, library in (("diffusion", "diffusers"), ("hosts", "transformers")):
+        if command.startswith(name):
+            pytest.importorskip(library, reason="the bench runs its models")
+    done = run(*command.split(), "--smoke", "--json")
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)["rows"]
     label = next(key for key in ("by", "rope", "call", "cache", "work") if key in rows[0])
-    assert {row[label] for row in rows} >= BY[command]
+    assert {row[label] for row in rows} >= {*BY[command].split("; ")}
     section = results.SECTIONS[command.split()[0].replace("-", "_")]
     shown = {column.where.get(label, "") for table in section.tables for column in table.columns.values()}
     assert {row[label] for row in rows} >= {name for name in shown if name.startswith("jitrope")}
-    assert sections.markdown(section.tables[0], rows)
+    assert bench.sections.markdown(section.tables[0], rows)
     assert (section.plot(rows) is None) == (command in ("host", "cold", "stages", "targets"))
     for row in rows:
         keys = ("us", "ms", "fwd us", "host us", "layer ms", "block ms")
@@ -240,7 +198,7 @@ def test_a_step_of_hosts(name: str, tmp_path: Path) -> None:
 def test_models_of_hosts_have_their_real_widths(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides of a step run at full size on the meta device."""
     pytest.importorskip("transformers", reason="the bench runs its models")
-    for module in (harness, host_models, hosts):
+    for module in (harness, bench.host_models, hosts):
         monkeypatch.setattr(module, "DEVICE", "meta")
     steps = []
     for on in (False, True):
@@ -256,7 +214,7 @@ def test_models_of_hosts_have_their_real_widths(name: str, monkeypatch: pytest.M
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the library is looked for")
 def test_a_host_that_is_not_there_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process says why. Without a GPU TransformerEngine is not, whether its Python part is installed or not."""
-    done = bench("hosts", "--only", "te-train", "--smoke", "--json")
+    done = run("hosts", "--only", "te-train", "--smoke", "--json")
     assert (done.exit_code, json.loads(done.stdout)["rows"]) == (0, [])
     assert "te-train is left out: transformer_engine.pytorch cannot be imported (" in done.stderr
 
@@ -265,7 +223,7 @@ def test_a_host_that_is_not_there_is_left_out_by_name(monkeypatch: pytest.Monkey
 def test_another_jitrope_runs_beside(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("diffusers", reason="the bench runs its transformers")
     words = "hosts", "--only", "flux", "--no-compile", "--smoke", "--json"
-    done = bench(*words, "--beside", str(ROOT))
+    done = run(*words, "--beside", str(ROOT))
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)["rows"]
     assert [row["by"] for row in rows] == ["stock", "jitrope", hosts.BESIDE]
@@ -277,7 +235,7 @@ def test_another_jitrope_runs_beside(tmp_path: Path, capfd: pytest.CaptureFixtur
             (tmp_path if path.name == "templates" else package).joinpath(path.name).symlink_to(path)
     shutil.copytree(ROOT / "jitrope" / "integrations", package / "integrations")
     (package / "integrations" / "diffusers" / "__init__.py").write_text("raise RuntimeError('the other jitrope')")
-    done = bench(*words, "--beside", str(tmp_path))
+    done = run(*words, "--beside", str(tmp_path))
     assert done.exit_code == 1
     assert f"the process of {hosts.BESIDE} has ended; its error is above" in done.stderr
     assert "RuntimeError: the other jitrope" in capfd.readouterr().err
@@ -288,10 +246,8 @@ def test_a_wrong_result_of_a_host_is_not_timed() -> None:
 
     def side(calls: int, off: float) -> Any:
         """A process that answers at once."""
-        replies: dict[str, Any] = {"prepare": {"jitrope": calls}, "compare": off}
-        return SimpleNamespace(
-            send=lambda *_: None, receive=lambda: replies["prepare"], ask=lambda what, *_: replies.get(what)
-        )
+        said = {"prepare": {"jitrope": calls}, "compare": off}
+        return SimpleNamespace(send=Mock(), receive=lambda: said["prepare"], ask=lambda what, *_: said.get(what))
 
     for calls, off, why in (
         (1, hosts.difference([1.1 * x], [x]), r"off by 0\.1 of its norm"),
@@ -305,13 +261,14 @@ def test_a_wrong_result_of_a_host_is_not_timed() -> None:
 
 def test_a_smoke_run_of_cp() -> None:
     """All operations on even and ragged batches, tables of three batches, a step of two masks, its memory."""
-    done = bench("cp", "--smoke", "--json")
+    done = run("cp", "--smoke", "--json")
     assert done.exit_code == 0, done.output
     cp_rows = json.loads(done.stdout)["rows"]
     of = {part: [row for row in cp_rows if row["part"] == part] for part in ("rows", "metadata", "step", "memory")}
     assert [len(part) for part in of.values()] == [2 * 8, 3 * 3, 2 * 3, 2 * (4 + 3)]
     assert all(row["us"] > 0 and row["x"] > 0 and row["of"] == "COPY" for row in of["rows"])
-    assert all(sections.markdown(table, cp_rows) for table in cp.SECTION.tables[:3])  # memory needs a GPU, ranks two
+    tables = cp.SECTION.tables[:3]  # memory needs a GPU, ranks two
+    assert all(bench.sections.markdown(table, cp_rows) for table in tables)
     assert cp.plot(cp_rows) is not None
     assert {row["case"] for row in of["step"]} == {"causal 4/2, math", "window 3 4/2, math"}
     assert {row["case"].split(", ")[1] for row in of["memory"]} == {"tensors", "with math's kernels"}
@@ -377,7 +334,7 @@ BAD = {
 
 @pytest.mark.parametrize("command", BAD)
 def test_bad_options_are_named(command: str) -> None:
-    done = bench(*command.split())
+    done = run(*command.split())
     assert done.exit_code == 2
     assert BAD[command] in done.output
 
@@ -409,14 +366,11 @@ def test_what_the_command_needs(change: str, word: str) -> None:
     assert done.stderr == f"error: the benchmarks {NEEDED[change]}\n"
 
 
-# ---- examples/results: the page and its plots ----------------------------------------------------------
-
 FILES = sorted(path.stem for path in RESULTS.glob("*.json"))
 drawn = pytest.mark.skipif(find_spec("matplotlib") is None, reason="plots need it: pip install -e '.[bench]'")
 
 
-def plot_of(name: str) -> plots.Plot | None:
-    return results.SECTIONS[name.rpartition("_")[0]].plot(kept(name))
+PLOTS = {name: results.SECTIONS[name.rpartition("_")[0]].plot(kept(name)) for name in FILES}
 
 
 def pixels(png: Path) -> tuple[int, int]:
@@ -434,11 +388,10 @@ def test_the_page_of_results_is_what_report_writes() -> None:
 
 
 @drawn
-@pytest.mark.parametrize("name", [name for name in FILES if plot_of(name)])
+@pytest.mark.parametrize("name", [name for name in FILES if PLOTS[name]])
 def test_a_plot_is_readable_at_900_pixels(name: str, tmp_path: Path) -> None:
     """At most five series, one colour for jitrope, words inside the picture; the kept file has the same size."""
-    plot = plot_of(name)
-    assert plot is not None
+    plot: Any = PLOTS[name]
     series = {series for group in plot.groups.values() for series in group}
     assert len(series) <= 5
     assert {plots.colour(each) for each in series if "jitrope" in each} == {plots.COLOURS["jitrope"]}
@@ -466,7 +419,7 @@ def test_a_second_device_is_a_second_table_of_the_section(tmp_path: Path) -> Non
     (tmp_path / "rope_h100.json").write_text(json.dumps(first))
     other = [{**row, "us": 2 * row["us"]} for row in first["rows"]]
     (tmp_path / "rope_other.json").write_text(json.dumps({**first, "device": "another GPU", "rows": other}))
-    done = bench("report", str(tmp_path))
+    done = run("report", str(tmp_path))
     assert done.exit_code == 0, done.output
     page = (tmp_path / "README.md").read_text()
     assert page.count("## Rope of q and k\n") == 1
@@ -489,17 +442,6 @@ def test_a_file_of_no_benchmark_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ropes_h100.json").write_text("{}")
     with pytest.raises(jitrope.JitropeError, match=r"^ropes_h100\.json: names must be NAME_DEVICE\.json"):
         results.page(tmp_path)
-
-
-def test_sections_of_benchmarks_without_kept_results_show_their_rows() -> None:
-    rows = [{"call": "apply_rope", "host us": 14.0, "x add_": 2.0}]
-    assert sections.markdown(host.SECTION.tables[0], rows).endswith("\n| `apply_rope` | 14.0 | 2.00 |")
-    rows = [{"cache": "from disk", "import torch ms": 1300.0, "import jitrope ms": 33.0, "first call ms": 4.2}]
-    assert sections.markdown(cold.SECTION.tables[0], rows).splitlines() == [
-        "| cache | import torch, ms | import jitrope, ms | first call, ms |",
-        "| --- | --: | --: | --: |",
-        "| from disk | 1300.0 | 33.0 | 4.20 |",
-    ]
 
 
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?")
@@ -549,7 +491,7 @@ def test_the_numbers_of_the_readme_are_in_the_results() -> None:
 def test_a_run_writes_its_rows_and_its_plot(command: str, tmp_path: Path) -> None:
     """JSON as `--json` prints it, the same rows as CSV, and the plot."""
     out = tmp_path / f"{command}_cpu"
-    done = bench(command, "--no-peers", "--smoke", "--json", "--out", str(out))
+    done = run(command, "--no-peers", "--smoke", "--json", "--out", str(out))
     assert done.exit_code == 0, done.output
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{out.name}.{kind}" for kind in ("csv", "json", "png")]
     assert Path(f"{out}.json").read_text() == done.stdout
@@ -576,11 +518,8 @@ def test_a_number_that_was_not_measured_is_found() -> None:
 def test_kept_results_hold_the_sweeps_of_the_commands() -> None:
     sequences = ",".join(dict.fromkeys(str(row["sequences"]) for row in kept("thd_h100")))
     batches = ",".join(dict.fromkeys(row["batch"].replace(" ", "") for row in kept("layer_h100")))
-    assert sequences == inspect.signature(train.thd).parameters["sequences"].default
-    assert batches == inspect.signature(layer.command).parameters["batches"].default
-
-
-# ---- the chains that are timed against ours --------------------------------------------------------------
+    assert sequences == inspect.signature(bench.train.thd).parameters["sequences"].default
+    assert batches == inspect.signature(bench.layer.command).parameters["batches"].default
 
 
 @pytest.mark.parametrize("name", ["flux", "flux-joint", "wan", "ltx", "prefill", "head72"])
@@ -597,7 +536,7 @@ def test_the_library_op_is_the_call() -> None:
     """`bench host` times the op with the arguments of the call."""
     q, k, angles = harness.bf16(1, 4, 2, 8), harness.bf16(1, 4, 2, 8), harness.angles(4, 8)
     cos, sin = angles.cos(), angles.sin()
-    found = host.library_op(lambda: jitrope.apply_rope(q, k, cos, sin))()
+    found = bench.host.library_op(lambda: jitrope.apply_rope(q, k, cos, sin))()
     assert all(torch.equal(a, b) for a, b in zip(found, jitrope.apply_rope(q, k, cos, sin), strict=True))
 
 
@@ -633,8 +572,6 @@ def test_diffusion_models_have_their_real_widths() -> None:
         assert transformer(**inputs, return_dict=False)[0].device.type == "meta"
     assert tokens == {"flux": 4608, "flux2": 4608, "qwen": 4352, "wan": 32760, "hunyuan": 29056, "ltx": 5280}
 
-
-# ---- context parallelism -------------------------------------------------------------------------------
 
 FULL = cp.Batch()
 CASES = [(cp_size, heads) for cp_size in (2, 4, 8) for heads in FULL.heads]
@@ -706,7 +643,7 @@ def test_share_of_te_peak(cp_size: int, heads: tuple[int, int], mask: str) -> No
 
 def test_under_torchrun_only_the_step_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
-    done = bench("cp")
+    done = run("cp")
     assert done.exit_code == 2
     assert "--only is 'step' under torchrun" in done.output
 

@@ -86,14 +86,14 @@ def test_modules_stand_on_the_first_page(pages: dict[str, str]) -> None:
     assert [name for name in rest if f'href="jitrope/{name[8:].replace(".", "/")}.html"' not in pages["jitrope"]] == []
 
 
-READMES = [
-    path for path in sorted(ROOT.rglob("README.md")) if not re.search(r"/(\.|build/)", str(path)[len(str(ROOT)) :])
-]
+READMES = [str(path.relative_to(ROOT)) for path in sorted(ROOT.rglob("README.md"))]
+READMES = [path for path in READMES if not re.search(r"(^|/)\.|^build/|/build/", path)]
 LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]*)(?:#([^)]+))?\)")
 
 
-@pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(path: Path) -> None:
+@pytest.mark.parametrize("readme", READMES)
+def test_links_lead_somewhere(readme: str) -> None:
+    path = ROOT / readme
     for target, anchor in LINK.findall(path.read_text()):
         if not target.startswith("http"):
             place = (path.parent / target).resolve() if target else path
@@ -133,8 +133,7 @@ def test_docstrings_say_shapes_and_errors() -> None:
     """Functions of tensors document their shapes and errors, or name a function that does; methods too."""
     values = {at.replace(":", "."): value for at, value in PUBLIC.items()}
     for at, value in [(at, value) for at, value in values.items() if inspect.isclass(value)]:
-        own = {f"{at}.{name}": x for name, x in vars(value).items() if name[0] != "_" and inspect.isfunction(x)}
-        values.update(own)
+        values |= {f"{at}.{name}": x for name, x in vars(value).items() if name[0] != "_" and inspect.isfunction(x)}
     docs = {at: (value.__doc__ or "", takes_tensors(value)) for at, value in values.items()}
     assert len(docs) > 90
     assert sum(takes for _, takes in docs.values()) > 40
@@ -154,16 +153,8 @@ HOSTED = ("", "register", "attention")
 """The examples of an integration that need its host: the module's own, with `enable`, and torchtitan's."""
 COMPILED = ("jitrope.tools.prewarm:", "jitrope.tools.prewarm:Built", "jitrope.tools.bundle:")
 """The examples that need CuPy and NVRTC, but no GPU."""
-
-
-EXAMPLES = {
-    **{f"{at}:": import_module(at).__doc__ or "" for at in MODULES},
-    **{
-        at: value.__doc__ or ""
-        for at, value in PUBLIC.items()
-        if not (inspect.isclass(value) and issubclass(value, Exception))
-    },
-}
+EXAMPLES = {f"{at}:": import_module(at).__doc__ or "" for at in MODULES}
+EXAMPLES |= {at: x.__doc__ or "" for at, x in PUBLIC.items() if not (inspect.isclass(x) and issubclass(x, Exception))}
 """The docstrings of everything public but errors, and of the modules themselves, under an empty name."""
 
 

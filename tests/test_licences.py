@@ -17,11 +17,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "jitrope", "templates")
 
-# Names of files that setuptools writes. All others are files of the repository.
-GENERATED = {
-    "METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt", "PKG-INFO", "setup.cfg", "SOURCES.txt",
-    "dependency_links.txt", "requires.txt",
-}  # fmt: skip
+GENERATED = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt", "PKG-INFO", "setup.cfg"}
+GENERATED |= {"SOURCES.txt", "dependency_links.txt", "requires.txt"}
+"""Names of files that setuptools writes. All others are files of the repository."""
 SUFFIXES = {".py", ".typed", ".jinja", ".cuh", ".md", ".toml"}
 NOTICE = re.compile(r"copyright|©|\(c\) \d|spdx|rights reserved|licen[sc]ed under|(adapted|copied|vendored) from", re.I)
 

@@ -45,6 +45,8 @@ def test_round_trip(cache: KernelCache, mask: int) -> None:
     (found,) = cache.entries()
     assert (found.path, found.name, found.arch, found.spec) == (path.parent, "rope_x", "sm_90", {"a": 1})
     assert found.size == sum(file.stat().st_size for file in path.parent.iterdir())
+    (cache.root.parent / "link").symlink_to(cache.root)  # ~/.cache may be a link to another disk
+    assert KernelCache(cache.root.parent / "link").find(KEY) == DATA
     assert cache.store(KEY, "text", DATA, {"a": 1})  # as if another process had been faster: its entry is kept
     assert [p.name for p in cache.root.iterdir()] == [KEY.folder]
 
@@ -62,15 +64,10 @@ OTHER = pack(replace(KEY, ingredients="other"), "text", DATA, {})
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "truncated": lambda folder: (folder / CUBIN).write_bytes(DATA[:-2]),
     "no cubin": lambda folder: (folder / CUBIN).unlink(),
-    "no spec": lambda folder: (folder / META).unlink(),
-    "no text": lambda folder: (folder / TEXT).unlink(),
     "foreign spec": lambda folder: (folder / META).write_text("[1, 2]"),
-    "broken spec": lambda folder: (folder / META).write_text("{"),
     "binary spec": lambda folder: (folder / META).write_bytes(bytes(range(256))),
     "deep spec": lambda folder: (folder / META).write_text("[" * 100_000),
-    "empty object": lambda folder: (folder / META).write_text("{}"),
     "old format": lambda folder: edit(folder, "format", 0),
-    "another key": lambda folder: edit(folder, "source", "0" * 64),
     "changed spec": lambda folder: edit(folder, "spec", {"a": 2}),
     "another entry": lambda folder: [(folder / name).write_bytes(data) for name, data in OTHER.items()],
     "folder as a file": lambda folder: instead(folder, Path.touch),
@@ -114,13 +111,6 @@ def test_no_file_is_used_truncated_or_with_a_flipped_bit(cache: KernelCache, nam
         assert [reason for _, reason in cache.verify()[1]]
         assert cache.read(KEY) is None
     assert len(damaged) > 8
-
-
-def test_another_versions_entry_is_neither_whole_nor_damaged(cache: KernelCache) -> None:
-    edit(filled(cache).parent, "format", 1)
-    assert cache.verify() == (0, [])
-    assert cache.entries() == []
-    assert len(cache.clear()) == 1
 
 
 @pytest.mark.parametrize(("before", "work"), [("empty", "store"), ("damaged", "load and store"), ("there", "clear")])
@@ -217,13 +207,6 @@ def test_readers_beside_a_writer_never_see_half_an_entry(cache: KernelCache) -> 
     assert KernelCache(cache.root).verify()[1] == []
 
 
-def test_a_link_of_our_own_to_the_cache_is_followed(cache: KernelCache, tmp_path: Path) -> None:
-    """~/.cache may be a link to another disk."""
-    filled(cache)
-    (tmp_path / "link").symlink_to(cache.root)
-    assert KernelCache(tmp_path / "link").read(KEY) is not None
-
-
 def test_a_folder_without_write_permission_is_read(tmp_path: Path, caplog) -> None:
     """A user other than root has a folder of mode 0555."""
     tmp_path.chmod(0o755)
@@ -295,6 +278,7 @@ def test_prune_removes_what_was_written_before(cache: KernelCache) -> None:
     folders = [filled(cache, key).parent for key in keys]
     edit(folders[1], "format", 1)
     (folders[2] / META).unlink()
+    assert [len(found) for found in cache.survey()] == [2, 1]  # another version's entry is neither whole nor damaged
     busy = cache.root / f".tmp-{1:032x}"
     for folder in (cache.root / DEAD, busy):
         folder.mkdir()

@@ -53,11 +53,11 @@ def test_a_gpu_without_cupy_runs_from_a_bundle(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_errors_of_an_image_and_others_are_told_apart(tmp_path: Path) -> None:
-    """A damaged image, an image without the entry, and a context that an earlier kernel broke."""
+    """A damaged image, another GPU's, one without the entry, and a context that an earlier kernel broke."""
     code = """
 import cupy
 from jitrope import CompileError
-from jitrope.jit import driver, kernels
+from jitrope.jit import compiler, driver, kernels, render
 
 def raised(cubin, entry):
     try:
@@ -68,11 +68,12 @@ def raised(cubin, entry):
 call()
 ((spec, _),) = kernels._kernels
 good = kernels.build(spec, kernels.arch_of(0)).data
-print(raised(b"\\x7fELF" + bytes(500), spec.entry), raised(good, "other"), raised(good, spec.entry))
+alien = compiler.compile_source(render.render(spec), "sm_75")[0]
+print(*[raised(image, spec.entry) for image in (b"\\x7fELF" + bytes(500), alien, good)], raised(good, "other"))
 cupy.RawKernel('extern "C" __global__ void f() { *reinterpret_cast<volatile int*>(0) = 1; }', "f")((1,), (1,), ())
 try:
     torch.cuda.synchronize()
 except RuntimeError:
     print(raised(good, spec.entry))
 """
-    assert on_the_gpu(code, tmp_path / "k").split() == ["Refused", "Refused", "None", "CompileError"]
+    assert on_the_gpu(code, tmp_path / "k").split() == ["Refused", "Refused", "None", "Refused", "CompileError"]

@@ -101,10 +101,7 @@ CHANGES: dict[str, Callable[[Members], object]] = {
     "a kernel of another format": lambda m: m.update(
         {f"{FIRST}/{META}": m[f"{FIRST}/{META}"].replace(b'"format": 3', b'"format": 9')}
     ),
-    "no JSON": lambda m: m.update({f"{FIRST}/{META}": b"{"}),
-    "a list": lambda m: m.update({f"{FIRST}/{META}": b"[]"}),
     "cubin changed": lambda m: m.update({f"{FIRST}/{CUBIN}": m[f"{FIRST}/{CUBIN}"][:-1] + b"x"}),
-    "cubin cut": lambda m: m.update({f"{FIRST}/{CUBIN}": m[f"{FIRST}/{CUBIN}"][:-1]}),
     "text changed": lambda m: m.update({f"{FIRST}/{TEXT}": b"textx"}),
     "a part of a kernel": lambda m: m.setdefault("x-sm_90-" + "0" * 20 + "-any/kernel.cubin", b"x"),
     "two whole kernels, each in the folder of the other": lambda m: rename(m, {FIRST: NAMES[1], NAMES[1]: FIRST}),
@@ -153,15 +150,6 @@ def test_no_bundle_is_used_truncated_or_with_a_flipped_bit(written: Path, cache:
         except CacheError:
             refused += 1
     assert refused > 100
-
-
-@pytest.mark.parametrize("data", [b"", b"x" * 100_000, b"PK\x03\x04" + b"x" * 1000, bytes(10240)])
-def test_a_file_that_is_no_zip_is_refused(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / "a.zip").write_bytes(data)
-    with pytest.raises(CacheError, match=r"a\.zip"):
-        read_bundle(tmp_path / "a.zip")
-    with pytest.raises(CacheError, match="No such file"):
-        read_bundle(tmp_path / "b.zip")
 
 
 def test_a_bundle_may_be_replaced_while_a_process_uses_it(written: Path, tmp_path: Path) -> None:

@@ -13,39 +13,29 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import jitrope
 from jitrope.base.errors import CompileError
-from jitrope.base.spec import spec_from_dict
 from jitrope.jit import compiler, kernels
 from jitrope.jit.cache import KernelCache
 from jitrope.jit.driver import Refused
 from jitrope.jit.entry import CUBIN, FILES, META, TEXT, pack, write_bundle
-from jitrope.jit.render import render
 from jitrope.tools.prewarm import prewarm, read_record, specs_of
 
 from .. import fresh
-from ..caches import COUNTED, DATA, IMPORT, on_the_gpu, run_in_child
-from ..devices import slow
+from ..caches import DATA, IMPORT, no_nvrtc, on_the_gpu, run_in_child
 from .conftest import Loaded
 
 SPECS = specs_of([32, 8])
 SPEC = SPECS[0]
 FORK = multiprocessing.get_context("fork")
-
-
-def no_nvrtc(*_: object) -> Any:
-    raise CompileError("NVRTC cannot be loaded")
-
-
-# ---- found or compiled ---------------------------------------------------------------------------
 
 
 def test_each_compile_is_said(cache: KernelCache, caplog) -> None:
@@ -65,13 +55,11 @@ def test_each_compile_is_said(cache: KernelCache, caplog) -> None:
 
 
 def test_same_key_same_bytes(cache: KernelCache, tmp_path: Path) -> None:
-    """Two processes write equal files, because no time and no path is in them. A relative cache stays where it was."""
-    (tmp_path / "a").mkdir()
-    code = f"import os; {IMPORT}; os.chdir('a'); kernels.build(specs_of(heads=[32, 8])[0], 'sm_90')"
-    fresh.python("-c", code, check=True, cwd=tmp_path, JITROPE_CACHE_DIR="b/c")
-    assert not [*(tmp_path / "a").iterdir()]
+    """Two processes write equal files, because no time and no path is in them."""
+    code = f"{IMPORT}; kernels.build(specs_of(heads=[32, 8])[0], 'sm_90')"
+    fresh.python("-c", code, check=True, JITROPE_CACHE_DIR=str(tmp_path / "b"))
     kernels.build(SPEC, "sm_90")
-    (a,), (b,) = cache.entries(), KernelCache(tmp_path / "b" / "c").entries()
+    (a,), (b,) = cache.entries(), KernelCache(tmp_path / "b").entries()
     assert a.path.name == b.path.name
     assert all((a.path / name).read_bytes() == (b.path / name).read_bytes() for name in FILES)
 
@@ -136,23 +124,9 @@ def test_a_compiled_kernel_is_never_read_again(cache: KernelCache, monkeypatch: 
     assert kernels.build(SPEC, "sm_90") == (want, True, True)
 
 
-# ---- compiling is forbidden ----------------------------------------------------------------------
-
-
-@pytest.fixture
-def _configured() -> Iterator[None]:
-    yield
-    jitrope.configure(compile=None)
-
-
-@pytest.mark.usefixtures("_configured")
-@pytest.mark.parametrize("how", ["environment", "configure"])
-def test_no_compile(cache: KernelCache, monkeypatch: pytest.MonkeyPatch, how: str, tmp_path: Path) -> None:
+def test_no_compile(cache: KernelCache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A miss is an error with the command that makes the kernel. The test runs this command."""
-    if how == "environment":
-        monkeypatch.setenv("JITROPE_NO_COMPILE", "1")
-    else:
-        jitrope.configure(compile=False)
+    monkeypatch.setenv("JITROPE_NO_COMPILE", "1")
     before = len(kernels.compiled)
     with pytest.raises(jitrope.MissingKernel, match="compiling is forbidden") as caught:
         kernels.build(SPEC, "sm_90")
@@ -162,11 +136,9 @@ def test_no_compile(cache: KernelCache, monkeypatch: pytest.MonkeyPatch, how: st
     assert error.command in str(error)
     assert str(cache.root) in str(error)
     assert len(kernels.compiled) == before
-    if how == "environment":
-        with FORK.Pool(1) as pool, pytest.raises(jitrope.MissingKernel) as caught:  # it reaches a worker's parent
-            pool.apply(kernels.build, (SPEC, "sm_90"))
-        assert caught.value.spec == SPEC.to_dict()
-        return
+    with FORK.Pool(1) as pool, pytest.raises(jitrope.MissingKernel) as caught:  # it reaches a worker's parent
+        pool.apply(kernels.build, (SPEC, "sm_90"))
+    assert caught.value.spec == SPEC.to_dict()
     command = error.command.replace("jitrope prewarm", f"{sys.executable} -m jitrope prewarm")
     environment = {**os.environ, "PYTHONPATH": fresh.IMPORTS}
     subprocess.run(["sh", "-c", command], check=True, cwd=tmp_path, env=environment, capture_output=True)
@@ -191,9 +163,7 @@ def test_a_system_cache_is_found_by_what_its_kernels_are_made_from(cache, tmp_pa
         layer = folder / "layer"
         shutil.unpack_archive(folder / "layer.zip", layer)
     before = [(path, path.stat().st_mtime_ns, path.stat().st_size) for path in (folder, *folder.rglob("*"))]
-    (system,) = KernelCache(tmp_path / "own", (layer,)).system
-    assert (len(system.entries()), system.verify()) == (4, (4, []))
-    assert {(e.name, e.arch) for e in system.entries()} == {(spec.name, key.arch) for key, spec in keys.items()}
+    assert KernelCache(tmp_path / "own", (layer,)).system[0].verify() == (4, [])
     monkeypatch.setenv("JITROPE_SYSTEM_CACHE", str(layer))
     monkeypatch.setenv("JITROPE_NO_COMPILE", "1")
     for version in (compiler.compiler_version, lambda: "cupy 99, nvrtc 99", no_nvrtc):
@@ -205,9 +175,6 @@ def test_a_system_cache_is_found_by_what_its_kernels_are_made_from(cache, tmp_pa
         kernels.build(SPEC, "sm_89")
     assert not cache.root.exists()
     assert [(path, path.stat().st_mtime_ns, path.stat().st_size) for path in (folder, *folder.rglob("*"))] == before
-
-
-# ---- threads -------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("driver")
@@ -250,19 +217,13 @@ def test_no_disk_and_no_lock_after_the_first_call(cache: KernelCache) -> None:
     assert run_in_child(work) == 0
 
 
-# ---- what the driver says ------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("driver")
 def test_what_is_not_the_images_fault_is_not_compiled_again(cache: KernelCache, monkeypatch, caplog) -> None:
     """Out of memory or the fault of an earlier kernel: the entry is kept, because other processes use it."""
     path = cache.root / kernels.key_of(SPEC, "sm_90").folder
     kernels.build(SPEC, "sm_90")
-
-    def out_of_memory(*_: object) -> None:
-        raise CompileError("cannot be loaded: CUDA_ERROR_OUT_OF_MEMORY")
-
-    monkeypatch.setattr(kernels, "Kernel", out_of_memory)
+    fault = CompileError("cannot be loaded: CUDA_ERROR_OUT_OF_MEMORY")
+    monkeypatch.setattr(kernels, "Kernel", Mock(side_effect=fault))
     before = len(kernels.compiled), path.stat().st_ino
     with pytest.raises(CompileError, match="OUT_OF_MEMORY"):
         kernels.get_kernel(SPEC, 0)
@@ -295,28 +256,22 @@ def test_an_image_that_the_driver_refuses_is_rebuilt_once(place: str, cache, tmp
     assert len(refused) == 1
 
 
-# ---- processes -----------------------------------------------------------------------------------
-
-
-def rank(number: int, root: Path, turns: int, tears: bool, barrier: Any, results: Any) -> None:
+def rank(number: int, root: Path, barrier: Any, results: Any) -> None:
     seen = set()
     barrier.wait()
-    for _ in range(turns):
+    for _ in range(3):
         seen.add(hashlib.sha256(kernels.build(SPEC, "sm_90").data).hexdigest())
-        if tears and number == 0:
-            for path in root.glob("rope*/" + CUBIN):
-                os.replace(path, path.with_suffix(".old"))
-                path.write_bytes(b"torn")
+        for path in root.glob("rope*/" + CUBIN) if number == 0 else ():
+            os.replace(path, path.with_suffix(".old"))
+            path.write_bytes(b"torn")
     results.put(seen)
 
 
-@pytest.mark.parametrize("tears", [slow(False), True], ids=["all whole", "one of which tears entries"])
-def test_16_ranks_on_one_empty_cache(cache: KernelCache, tears: bool) -> None:
+def test_16_ranks_on_one_empty_cache_one_of_which_tears_entries(cache: KernelCache) -> None:
     """All start at once. Each gets the right bytes, and one whole entry is left, without a lock."""
     compiler.import_cupy()  # as documented: at a fork, an import in another thread would never end
     barrier, results = FORK.Barrier(16), FORK.Queue()
-    given = cache.root, 3 if tears else 1, tears, barrier, results
-    ranks = [FORK.Process(target=rank, args=(number, *given)) for number in range(16)]
+    ranks = [FORK.Process(target=rank, args=(number, cache.root, barrier, results)) for number in range(16)]
     for process in ranks:
         process.start()
     seen = [results.get(timeout=200) for _ in ranks]
@@ -345,56 +300,23 @@ def test_a_rank_that_is_killed_while_it_compiles_holds_up_nobody(cache: KernelCa
 
 
 @pytest.mark.usefixtures("driver")
-def test_a_child_forked_while_a_thread_builds_has_a_lock_of_its_own(cache: KernelCache) -> None:
-    held, over, before = threading.Event(), threading.Event(), len(kernels.compiled)
-
-    def build() -> None:
-        with kernels._build_lock:
-            held.set()
-            over.wait()
+def test_a_child_forked_while_a_thread_builds_has_a_lock_of_its_own(cache: KernelCache, monkeypatch) -> None:
+    compiler.import_cupy()
+    before, lock = len(kernels.compiled), threading.Lock()
+    monkeypatch.setattr(kernels, "_build_lock", lock)
 
     def work() -> None:
         signal.alarm(60)
         kernels.get_kernel(SPEC, 0)
         assert kernels.compiled[before:] == [SPEC.name]
 
-    compiler.import_cupy()
-    thread = threading.Thread(target=build)
-    thread.start()
-    held.wait()
-    try:
+    with lock:
         assert run_in_child(work) == 0
-    finally:
-        over.set()
-        thread.join()
-
-
-class Rotated(torch.utils.data.Dataset):
-    """A data set that rotates an item when it is loaded."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        angles = torch.arange(16.0).view(4, 4)
-        out, _ = jitrope.apply_rope(torch.full((1, 4, 2, 8), float(index)), None, angles.cos(), angles.sin())
-        assert not torch.cuda.is_initialized()
-        return out[0]
-
-
-@pytest.mark.parametrize("method", ["fork", slow("spawn"), "forkserver"])
-def test_dataloader_workers(method: str) -> None:
-    dataset = Rotated()
-    loader = torch.utils.data.DataLoader(dataset, batch_size=4, num_workers=2, multiprocessing_context=method)
-    assert torch.equal(torch.cat(list(loader)), torch.stack([dataset[i] for i in range(8)]))
-
-
-# ---- on a GPU ------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 def test_a_cold_gpu(tmp_path: Path) -> None:
-    """32 threads compile once, if that is allowed. Afterwards no call touches the disk; another process reads it."""
+    """It compiles once, if that is allowed. Afterwards no call touches the disk; another process reads it."""
     missing = """
 try:
     call()
@@ -404,14 +326,10 @@ except jitrope.MissingKernel as error:
     major, minor = torch.cuda.get_device_capability()
     assert on_the_gpu(missing, tmp_path / "k", JITROPE_NO_COMPILE="1") == f"sm_{major}{minor} 128"
     code = """
-import sys, threading
+import sys
 from jitrope.jit import kernels
-barrier, outs = threading.Barrier(32), []
-threads = [threading.Thread(target=lambda: (barrier.wait(), outs.append(call()))) for _ in range(32)]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-print(len(outs), all(torch.equal(out, outs[0]) for out in outs), len(kernels.compiled))
 call(); call()
+print(len(kernels.compiled))
 events, on = [], True
 sys.addaudithook(lambda name, _: events.append(name) if on and name.startswith(("open", "os.", "shutil")) else None)
 for _ in range(100):
@@ -419,33 +337,19 @@ for _ in range(100):
 on = False
 print(events)
 """
-    assert on_the_gpu(code, tmp_path / "k").splitlines() == ["32 True 1", "[]"]
-    assert on_the_gpu(COUNTED, tmp_path / "k", JITROPE_NO_COMPILE="1") == "0 1"
-
-
-@pytest.mark.gpu
-def test_an_image_that_the_gpus_driver_refuses_is_rebuilt_once(tmp_path: Path) -> None:
-    assert on_the_gpu(COUNTED, tmp_path / "k") == "1 0"
-    cache = KernelCache(tmp_path / "k")
-    (entry,) = cache.entries()
-    spec = spec_from_dict(entry.spec)
-    alien = compiler.compile_source(render(spec), "sm_75")[0]
-    assert cache.store(kernels.key_of(spec, entry.arch), "text", alien, entry.spec)
-    assert on_the_gpu(COUNTED, tmp_path / "k") == "1 1"
-    assert on_the_gpu(COUNTED, tmp_path / "k") == "0 1"
+    assert on_the_gpu(code, tmp_path / "k").splitlines() == ["1", "[]"]
+    assert on_the_gpu("call(); print('read')", tmp_path / "k", JITROPE_NO_COMPILE="1") == "read"
 
 
 @pytest.mark.gpu
 def test_a_forked_child_may_be_the_first_to_use_the_gpu(tmp_path: Path) -> None:
     code = """
-import os
-import torch, jitrope
+import os, torch, jitrope
 pid = os.fork()
 if pid == 0:
-    q = torch.ones(1, 2, 1, 8, device="cuda")
     table = torch.ones(2, 4, device="cuda")
-    out, _ = jitrope.apply_rope(q, None, table, table * 0)
-    os._exit(0 if out.sum().item() == 16 else 1)
+    out, _ = jitrope.apply_rope(torch.ones(1, 2, 1, 8, device="cuda"), None, table, table * 0)
+    os._exit(out.sum().item() != 16)
 assert os.waitpid(pid, 0)[1] == 0
 assert not torch.cuda.is_initialized()
 """

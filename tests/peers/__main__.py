@@ -16,7 +16,7 @@ import torch
 
 import jitrope
 
-from .table import PEERS
+from . import PEERS
 
 _ROOT = Path(__file__).resolve().parents[2]
 _START = (  # installed packages come before the checkout's unbuilt ones

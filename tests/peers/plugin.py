@@ -7,7 +7,6 @@ import os
 import sys
 from collections import Counter
 from functools import wraps
-from importlib import import_module
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -19,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 import jitrope
 import tests
 
-from .table import PEERS
+from . import PEERS, adapters
 
 NAME, CHECKOUT, REPORTS = (os.environ[f"JITROPE_PEER_{key}"] for key in ("NAME", "CHECKOUT", "REPORTS"))
 calls: Counter[str] = Counter()
@@ -71,9 +70,8 @@ def pytest_load_initial_conftests() -> None:
         torch.set_default_device = lambda device: None
         torch.cuda.get_device_capability = lambda device=None: (9, 0)
         torch.cuda.synchronize = lambda device=None: None
-    adapter = import_module(f"tests.peers.{NAME}")
     _count_calls()
-    adapter.install(Path(CHECKOUT))
+    getattr(adapters, NAME)(Path(CHECKOUT))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

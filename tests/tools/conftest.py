@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 
@@ -21,7 +23,15 @@ from jitrope.tools import cli
 from ..caches import DATA
 from ..caches import cache as cache
 
-Run = Callable[..., CompletedProcess[str]]
+
+class Done(CompletedProcess[str]):
+    @property
+    def data(self) -> Any:
+        """What `--json` printed."""
+        return json.loads(self.stdout)
+
+
+Run = Callable[..., Done]
 
 
 def stored(root: Path, specs: list[Spec], arch: str = "sm_50") -> list[Path]:
@@ -35,7 +45,8 @@ def stored(root: Path, specs: list[Spec], arch: str = "sm_50") -> list[Path]:
 def jitrope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run the command in this process, which saves importing torch again."""
 
-    def run(*arguments: str, **changes: str) -> CompletedProcess[str]:
+    def run(command: str = "", *more: str, **changes: str) -> Done:
+        arguments = [*command.split(), *more]
         stdout, stderr, code = io.StringIO(), io.StringIO(), 0
         with monkeypatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
             for name, value in {"JITROPE_CACHE_DIR": str(tmp_path / "kernels"), "COLUMNS": "150", **changes}.items():
@@ -50,6 +61,6 @@ def jitrope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
                 code = int(stop.code or 0)
             finally:
                 config.configure(compile=None)
-        return CompletedProcess(arguments, code, stdout.getvalue(), stderr.getvalue())
+        return Done(arguments, code, stdout.getvalue(), stderr.getvalue())
 
     return run

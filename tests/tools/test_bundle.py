@@ -17,7 +17,7 @@ from jitrope.jit.entry import CUBIN, META, pack, read_bundle, seal, write_bundle
 from jitrope.tools import bundle
 from jitrope.tools.prewarm import specs_of
 
-from ..caches import DATA, KEY
+from ..caches import DATA, KEY, no_nvrtc
 from .conftest import Run, stored
 
 SPECS = specs_of(heads=[32, 8])
@@ -40,17 +40,12 @@ def written(filled: KernelCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     return tmp_path / "k.zip"
 
 
-def no_nvrtc() -> str:
-    raise CompileError("NVRTC cannot be loaded")
-
-
 def test_what_is_in_a_bundle(written: Path) -> None:
     found = bundle.entries(written)
     assert {(e.name, e.arch) for e in found} == {(spec.name, arch) for spec, arch in KERNELS}
     assert all(e.spec["head_dim"] == 128 for e in found)
     metas = [json.loads(files[META]) for files in read_bundle(written).values()]
-    assert all(meta["compiler"] == compiler.compiler_version() for meta in metas)
-    assert all(len(digest) == 64 for meta in metas for digest in meta["sha256"].values())
+    assert {meta["compiler"] for meta in metas} == {compiler.compiler_version()}
 
 
 def test_the_same_kernels_give_the_same_bytes(cache: KernelCache, tmp_path: Path, monkeypatch) -> None:
@@ -71,11 +66,13 @@ def test_the_same_kernels_give_the_same_bytes(cache: KernelCache, tmp_path: Path
 @pytest.mark.usefixtures("filled")
 def test_a_bundle_is_its_owners_to_write_whatever_the_umask(tmp_path: Path, monkeypatch) -> None:
     """Otherwise `JITROPE_SYSTEM_CACHE` would refuse the new bundle."""
+    (tmp_path / "current.zip").symlink_to("a.zip")  # which stays a link
     before = os.umask(0o002)
     try:
-        bundle.write(tmp_path / "a.zip", KERNELS[1:2], 1)
+        bundle.write(tmp_path / "current.zip", KERNELS[1:2], 1)
     finally:
         os.umask(before)
+    assert (tmp_path / "current.zip").is_symlink()
     assert (tmp_path / "a.zip").stat().st_mode & 0o777 == 0o644
     monkeypatch.setenv("JITROPE_SYSTEM_CACHE", str(tmp_path / "a.zip"))
     monkeypatch.setenv("JITROPE_CACHE_DIR", str(tmp_path / "empty"))
@@ -101,14 +98,6 @@ def test_a_bundle_that_would_lack_a_kernel_is_not_written(tmp_path: Path) -> Non
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.zip", "kernels", "pipe", "stdout"]
 
 
-@pytest.mark.usefixtures("filled")
-def test_a_link_to_a_bundle_stays_a_link(tmp_path: Path) -> None:
-    (tmp_path / "current.zip").symlink_to("1.zip")
-    bundle.write(tmp_path / "current.zip", KERNELS[:1], 1)
-    assert (tmp_path / "current.zip").is_symlink()
-    assert (tmp_path / "1.zip").is_file()
-
-
 def test_load_puts_kernels_into_the_cache(written: Path, cache: KernelCache, monkeypatch) -> None:
     """They serve beside any compiler, and are not pruned."""
     monkeypatch.setenv("JITROPE_NO_COMPILE", "1")
@@ -124,14 +113,6 @@ def test_load_puts_kernels_into_the_cache(written: Path, cache: KernelCache, mon
         os.utime(entry.path, (1, 1))
     assert KernelCache(cache.root).prune(0) == []
     assert len(cache.clear()) == 4
-
-
-def test_a_damaged_loaded_kernel_is_a_miss(written: Path, cache: KernelCache) -> None:
-    for entry in bundle.load(written):
-        (entry.path / CUBIN).write_bytes(b"")
-    assert kernels.build(SPECS[0], "sm_90").compiled
-    assert len(bundle.load(written)) == 4
-    assert cache.verify() == (5, [])
 
 
 def test_a_newer_bundles_kernel_takes_an_older_ones_place(cache: KernelCache, tmp_path: Path) -> None:

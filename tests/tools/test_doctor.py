@@ -13,6 +13,7 @@ import sysconfig
 from functools import cache
 from pathlib import Path
 from subprocess import CompletedProcess
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def status(done: CompletedProcess[str], what: str) -> tuple[bool, str, str]:
 
 def test_doctor(jitrope: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    done = jitrope("doctor", "--json", JITROPE_CACHE_DR="/x")
+    done = jitrope("doctor --json", JITROPE_CACHE_DR="/x")
     assert done.returncode == 0, done.stdout
     checks = [check["what"] for check in json.loads(done.stdout)["checks"]]
     assert checks == ["jitrope", "torch", "GPU", "compiler", "kernel cache", "variables", "kernel"]
@@ -54,27 +55,24 @@ def test_doctor_of_amds_gpus(jitrope: Run, monkeypatch: pytest.MonkeyPatch) -> N
     """A torch for ROCm shows them as CUDA GPUs. No NVIDIA architecture is made up for them."""
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    done = jitrope("doctor", "--json")
+    done = jitrope("doctor --json")
     ok, found, advice = status(done, "GPU")
     assert (done.returncode, ok, found) == (1, False, "torch is built for ROCm 6.4")
     assert advice.startswith("AMD GPUs are not supported; calls need an NVIDIA GPU")
     assert status(done, "compiler")[0]
     assert status(done, "kernel")[0]
     assert jitrope("doctor").stdout.endswith("\nfaults: GPU\n")
-    assert "there is no GPU here" in jitrope("prewarm", "--heads", "8").stderr
+    assert "there is no GPU here" in jitrope("prewarm --heads 8").stderr
 
 
-@pytest.mark.parametrize(
-    ("target", "text", "advice"),
-    [
-        (None, "Not a directory", "remove it"),  # a file
-        ("nowhere", "cannot be written", "set JITROPE_CACHE_DIR"),
-        ("/proc/jitrope", "cannot be written", "set JITROPE_CACHE_DIR"),  # where nothing can be made
-    ],
-)
+UNWRITABLE = "cannot be written", "set JITROPE_CACHE_DIR"
+FAULTY = [(None, "Not a directory", "remove it"), *((to, *UNWRITABLE) for to in ("nowhere", "/proc/jitrope"))]
+
+
+@pytest.mark.parametrize(("target", "text", "advice"), FAULTY)
 def test_doctor_of_a_faulty_cache_folder(jitrope: Run, tmp_path: Path, target: str | None, text: str, advice: str):
     (tmp_path / "kernels").symlink_to(target) if target else (tmp_path / "kernels").touch()
-    done = jitrope("doctor", "--json")
+    done = jitrope("doctor --json")
     found = status(done, "kernel cache")
     assert (done.returncode, found[0]) == (1, False)
     assert text in found[1]
@@ -111,7 +109,7 @@ def test_doctor_of_a_full_disk(jitrope: Run) -> None:
 
     def work() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
-        found = status(jitrope("doctor", "--json"), "kernel cache")
+        found = status(jitrope("doctor --json"), "kernel cache")
         assert not found[0]
         assert "File too large" in found[1]
 
@@ -120,29 +118,26 @@ def test_doctor_of_a_full_disk(jitrope: Run) -> None:
 
 def test_doctor_of_damaged_kernels_and_of_system_caches(jitrope: Run, tmp_path: Path) -> None:
     victim, _ = stored(tmp_path / "kernels", specs_of(8))
-    jitrope("bundle", "write", "k.zip")
+    jitrope("bundle write k.zip")
     layer = {"JITROPE_SYSTEM_CACHE": str(tmp_path / "k.zip")}
     (victim / "kernel.cubin").write_bytes(b"")
-    done = jitrope("doctor", "--json", **layer)
+    done = jitrope("doctor --json", **layer)
     assert done.returncode == 0  # not a fault: the next call makes the kernel again
     assert "1 kernels, 1 damaged" in status(done, "kernel cache")[1]
     assert victim.name in status(done, "kernel cache")[1]
     assert status(done, "system cache") == (True, f"{tmp_path}/k.zip, 2 kernels", "")
     (tmp_path / "k.zip").write_bytes(b"no zip")
-    found = status(jitrope("doctor", "--json", **layer), "system cache")
+    found = status(jitrope("doctor --json", **layer), "system cache")
     assert not found[0]
     assert "cannot read the bundle" in found[1]
 
 
 def test_doctor_where_its_kernel_is_in_no_cache(jitrope: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU a call needs no kernel, so the call is replaced by one that does. The next test uses a GPU."""
-
-    def missing_kernel(*arguments: object) -> None:
-        config.configure(compile=False)
-        kernels.build(specs_of(6, 64)[0], "sm_90")
-
-    monkeypatch.setattr(doctor, "apply_rope", missing_kernel)
-    done = jitrope("doctor", "--json", JITROPE_NO_COMPILE="1")
+    missing = specs_of(6, 64)[0], "sm_90"
+    call = Mock(side_effect=lambda *_: (config.configure(compile=False), kernels.build(*missing)))
+    monkeypatch.setattr(doctor, "apply_rope", call)
+    done = jitrope("doctor --json", JITROPE_NO_COMPILE="1")
     assert done.returncode == 0
     assert status(done, "kernel")[1] == "not there, and compiling is forbidden"
 
@@ -173,7 +168,7 @@ def test_doctor_of_missing_templates(jitrope: Run, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(render, "TEMPLATE_PATHS", [tmp_path / "templates"])
     for caches in (render._texts, render.environment):
         monkeypatch.setattr(render, caches.__name__, cache(caches.__wrapped__))  # empty ones
-    found = status(jitrope("doctor", "--json"), "compiler")
+    found = status(jitrope("doctor --json"), "compiler")
     assert not found[0]
     assert "vec.cuh is missing" in found[1]
     assert "install jitrope again" in found[1]
@@ -184,7 +179,7 @@ def test_doctor_of_two_cupys(jitrope: Run, tmp_path: Path, monkeypatch: pytest.M
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cupy-cuda11x\nVersion: 14.2.0\n")
     monkeypatch.syspath_prepend(tmp_path / "more")
-    found = status(jitrope("doctor", "--json"), "compiler")
+    found = status(jitrope("doctor --json"), "compiler")
     assert not found[0]
     assert re.search(r"cupy-cuda11x and cupy-cuda1[23]x are installed", found[1])
     assert re.match(r"pip uninstall -y cupy-cuda11x cupy-cuda1[23]x && pip install cupy-cuda1[23]x nvidia", found[2])
@@ -195,7 +190,7 @@ def test_doctor_of_two_cupys(jitrope: Run, tmp_path: Path, monkeypatch: pytest.M
 def test_doctor_of_a_torch_for_another_cuda(jitrope: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     major = compiler.cuda_major()
     monkeypatch.setattr(torch.version, "cuda", f"{25 - major}.8")  # 12 beside 13, 13 beside 12
-    found = status(jitrope("doctor", "--json"), "compiler")
+    found = status(jitrope("doctor --json"), "compiler")
     assert found[0]
     assert f"for CUDA {major}; a kernel compiles for sm_90; but torch is for CUDA {25 - major}.8" in found[1]
     assert found[2] == f"pip uninstall -y cupy-cuda{major}x && {compiler.install(25 - major)}"
