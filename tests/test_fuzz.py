@@ -198,7 +198,7 @@ def problems(draw: Any) -> RopeProblem:
     prefixed = draw(FLAG) and not mixed and kind not in ("ids", "cache", "streams", "latent")
     weight = pick(None, *DTYPES) if normed else None
     weight_vec = pick(*(n for n in (1, 2, 4, 8) if n <= 16 // ITEM_SIZES[weight])) if weight else 1
-    tokens = draw(st.one_of(st.integers(1, 300), st.integers(1, 1 << 24)))
+    tokens = draw(st.one_of(st.integers(1, 300), st.integers(1, 1 << 30)))
     return RopeProblem(
         dtype=dtype, table_dtype=pick(*DTYPES, *(["fp64"] if exact else [])), head_dim=head_dim, rotary_dim=rotary,
         rotary_offset=offset, interleaved=interleaved, interleaved_out=interleaved != mixed,
@@ -283,6 +283,15 @@ def test_plans_are_launchable_and_whole(p: RopeProblem) -> None:
     else:
         assert x * spec.tokens_per_block >= p.tokens
         assert y * step >= p.heads
+    if p.norm:
+        row_threads = spec.team * (spec.heads_per_block if p.across_heads else 1)
+        assert row_threads <= 32 or row_threads % 32 == 0
+    if p.gradient and not p.across_heads:
+        assert spec.blocks_per_sm * spec.threads > 256 or spec.team == 256
+        assert spec.threads // spec.team * p.head_dim * 4 <= SHARED_BYTES  # a row of sums for each team
+    if spec.ring and not p.across_heads:  # the next heads of each thread
+        of_thread = spec.heads_per_thread * spec.chunks * spec.chunk * ITEM_SIZES[p.dtype]
+        assert spec.threads * of_thread * (1 + p.gradient) <= SHARED_BYTES
 
 
 @settings(max_examples=150)
