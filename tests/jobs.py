@@ -46,6 +46,10 @@ class Job(NamedTuple):
         return f"{self.op} {self.name}"
 
 
+def in_host_memory(outputs: Outputs) -> Outputs:
+    return [None if x is None else x.detach().cpu() for x in outputs]
+
+
 # ---- calls of the table --------------------------------------------------------------------------------
 
 
@@ -95,9 +99,8 @@ def check(got: Outputs, want: Outputs, slack: float) -> None:
 
 
 def noise(generator: torch.Generator, shape: Any, dtype: torch.dtype, device: str) -> Tensor:
-    if not dtype.is_floating_point:
-        return torch.randint(-99, 99, tuple(shape), generator=generator).to(dtype).to(device)
-    return torch.randn(tuple(shape), generator=generator).to(dtype).to(device)
+    whole = None if dtype.is_floating_point else torch.randint(-99, 99, tuple(shape), generator=generator)
+    return (torch.randn(tuple(shape), generator=generator) if whole is None else whole).to(dtype).to(device)
 
 
 def with_gradients(
@@ -135,11 +138,10 @@ class Batch:
     def __init__(self, seed: int, index_dtype: torch.dtype, padded: bool, cp_size: int, rule: str) -> None:
         self.draw = draw = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
-        slots = [draw.choice((0, 1, 3, 9, 17, 30)) for _ in range(draw.choice((1, 2, 5, 20)))]
+        slots = [draw.choice((0, 1, 3, 9, 17, 30)) for _ in range(draw.choice((1, 2, 5, 40)))]
         lengths = [draw.randint(0, n) for n in slots] if padded else slots
-        self.slots, self.cu_seqlens = (
-            torch.tensor([0, *accumulate(x)], dtype=index_dtype) for x in (slots, lengths)
-        )  # fmt: skip
+        both = (slots, lengths)
+        self.slots, self.cu_seqlens = (torch.tensor([0, *accumulate(x)], dtype=index_dtype) for x in both)
         self.tokens = sum(slots) + draw.choice((0, 5)) or 1
         self.shape = Shape(self.tokens, len(slots), cp_size, draw.randrange(cp_size), rule)
 
@@ -154,9 +156,8 @@ class Trait(NamedTuple):
 
     @classmethod
     def drawn(cls, draw: random.Random) -> Trait:
-        return cls(
-            draw.choice((torch.int32, torch.int64)), draw.random() < 0.5, draw.choice((1, 2, 3, 4)), draw.choice(RULES)
-        )
+        index_dtype, padded = draw.choice((torch.int32, torch.int64)), draw.random() < 0.5
+        return cls(index_dtype, padded, draw.choice((1, 2, 3, 4, 8)), draw.choice(RULES))
 
     def __str__(self) -> str:
         return f"{self.rule}-cp{self.cp_size}{'-padded' * self.padded}-{str(self.index_dtype)[6:]}"
@@ -164,10 +165,11 @@ class Trait(NamedTuple):
 
 WIDTHS = ((16,), (3,), (1,), (24,), (2, 8), (65,), (520,))
 MOVES = ("to_ranks", "to_sequences", "stay", "table", "sum", "valid", "tail")
-MASKS = (Mask(-1, 0), Mask(-1, -1), Mask(3, 0), Mask(4, 1), Mask(3, -1))
+MASKS = [Mask(*x) for x in ((-1, 0), (-1, -1), (3, 0), (0, 0), (4, 1), (-1, 2), (3, -1), (0, 5))]
 STEPS = (
     ("lse", "none", "add"), ("read_lse", "none", "copy"), ("out", "add", "add"), ("out", "none", "add"),
-    ("grad", "add", "none"), ("grad", "none", "copy"), ("grad", "add", "copy"), ("grad", "copy", "add"),
+    ("grad", "add", "none"), ("grad", "copy", "none"), ("grad", "none", "add"), ("grad", "none", "copy"),
+    ("grad", "add", "copy"), ("grad", "copy", "add"),
 )  # fmt: skip
 
 
@@ -176,20 +178,17 @@ def rows_job(move: str, draw: random.Random) -> Job:
     trait = Trait.drawn(draw)
     dtype = draw.choice((torch.bfloat16, torch.float16, torch.float32, *((torch.int8,) if move != "sum" else ())))
     widths = [draw.choice(WIDTHS) for _ in range(1 if move == "tail" else draw.choice((1, 2)))]
-    apart, terms = draw.choice((0, 8, 1)), draw.choice((1, 2, 5))
+    apart, terms, more = draw.choice((0, 8, 1)), draw.choice((1, 2, 5)), draw.choice((0, 3))
 
     def made(device: str, seed: int) -> Start:
         batch = Batch(seed, *trait)
-        tokens, generator = batch.tokens, batch.generator
-        shape = batch.shape._replace(cp_rank=0)
-        everyone = shape.cp_size * shape.capacity
-        count = {"to_ranks": everyone, "stay": tokens + 3, "table": 70, "sum": 33}.get(move, tokens)
-        rows = everyone if move == "to_sequences" else tokens
+        tokens, generator, shape = batch.tokens, batch.generator, batch.shape._replace(cp_rank=0)
+        count = {"to_ranks": shape.all_rows, "stay": tokens + more, "table": 70, "sum": 33}.get(move, tokens)
+        rows = shape.all_rows if move == "to_sequences" else tokens
         spread = [(rows, *width[:-1], width[-1] + apart * (len(width) == 1)) for width in widths]
         # Whole numbers have exact sums in any order.
-        inputs = [
-            noise(generator, s, torch.int64, "cpu").to(dtype).to(device)[..., : w[-1]] for s, w in zip(spread, widths)
-        ]
+        wide = [noise(generator, size, torch.int64, "cpu").to(dtype).to(device) for size in spread]
+        inputs = [x[..., : width[-1]] for x, width in zip(wide, widths)]
         outputs = [torch.full((count, *width), 77, dtype=dtype, device=device) for width in widths]
         table = None
         if move in ("table", "sum"):
@@ -258,11 +257,9 @@ def segments_job(mask: Mask, draw: random.Random) -> Job:
     def made(device: str, seed: int) -> Start:
         batch = Batch(seed, *trait)
         real, padded = batch.cu_seqlens.to(device), batch.slots.to(device) if trait.padded else None
-        words = {"cp_size": trait.cp_size, "cp_rank": batch.shape.cp_rank, "rule": trait.rule, "window": tuple(mask)}
-        causal = mask.right == 0
-        return lambda: [
-            *Schedule(real, batch.tokens, cu_seqlens_padded=padded, causal=causal, **words).segments
-        ]  # fmt: skip
+        words: dict[str, Any] = {"cp_size": trait.cp_size, "cp_rank": batch.shape.cp_rank, "rule": trait.rule}
+        words |= {"window": tuple(mask), "cu_seqlens_padded": padded, "causal": mask.right == 0}
+        return lambda: [*Schedule(real, batch.tokens, **words).segments]
 
     return against_cpu("cp segments", f"{mask.left},{mask.right}-{trait}", made)
 
@@ -277,15 +274,16 @@ def correction_job(step: tuple[str, str, str], draw: random.Random) -> Job:
         batch = Batch(seed, index_dtype, False, 1, "dual_chunk")
         cu_seqlens, generator, t, half = batch.slots.to(device), batch.generator, batch.tokens, "none" in step
         longest = max(batch.slots.diff().tolist()) + 1
-        out, into = (
-            noise(generator, (n, heads, size), dtype, device) for n in (t, t // 2 + 4 if half else t)
-        )  # fmt: skip
+        sizes = (t, t // 2 + 4 if half else t)
+        out, into = (noise(generator, (n, heads, size), dtype, device) for n in sizes)
         lead = (heads,) if packed else (batch.shape.sequences, heads)
         rows, ends = (t, t // 2 + 4) if packed else (longest, longest // 2 + 2)
         widths = (rows, ends if half else rows)
         lse, lse_step = (noise(generator, (*lead, n), torch.float32, "cpu") for n in widths)
         for x in (lse_step,) if quantity == "out" else (lse, lse_step):
             x[torch.rand(x.shape, generator=generator) < 0.1] = -torch.inf  # rows without keys
+            for value in (torch.nan, torch.inf) if quantity == "lse" else ():  # a step that is no number stays one
+                x[torch.rand(x.shape, generator=generator) < 0.1] = value
         lse, lse_step = lse.to(device), lse_step.to(device)
 
         def call() -> Outputs:
@@ -312,9 +310,8 @@ def attention_job(draw: random.Random) -> Job:
         batch = Batch(seed, torch.int32, padded, 1, "dual_chunk")
         # The CPU computes attention in fp32 from the same values.
         dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-        q, k, v = (
-            noise(batch.generator, (batch.tokens, heads, 64), torch.bfloat16, device).to(dtype) for heads in (4, 2, 2)
-        )
+        sizes = [(batch.tokens, heads, 64) for heads in (4, 2, 2)]
+        q, k, v = (noise(batch.generator, size, torch.bfloat16, device).to(dtype) for size in sizes)
         real, slots = batch.cu_seqlens.to(device), batch.slots.to(device) if padded else None
         words = {"cu_seqlens_padded": slots, "window": window}
         call = lambda: [all_gather_attention(q, k, v, Schedule(real, batch.tokens, **words))]  # noqa: E731
