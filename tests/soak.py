@@ -23,7 +23,7 @@ import time
 import traceback
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -32,7 +32,8 @@ from jitrope.jit import kernels
 from jitrope.run import enqueue
 from jitrope.run import launch as runtime
 
-from .jobs import Call, Job, Outputs, in_host_memory, pool
+from .bits import digest
+from .jobs import Call, Outputs, in_host_memory, pool
 
 MIB = 1 << 20
 MOST_IN_FLIGHT, MOST_EXCEPTIONS, MEETING_TIMEOUT = 6, 50, 300.0
@@ -44,53 +45,27 @@ KEPT_CALLS, KEPT_LAUNCHES = 64, 512
 LIMITS = {"rss": 64 * MIB, "device": 16 * MIB, "allocated": 64 << 10}
 
 
-class Plan(NamedTuple):
-    """The settings of a soak; seconds are of the whole run, including the warm-up."""
-
-    device: str = "cuda"
-    seconds: float = 600.0
-    threads: int = 8
-    streams: int = 4
-    cases: int = 150
-    seed: int = 0
-    between_meetings: float = 20.0
-    between_samples: float = 10.0
-
-
-class Flight(NamedTuple):
-    """A call that was started."""
-
-    job: Job
-    number: int  # of the job in the pool
-    seed: int
-    repeated: bool
-    call: Call  # holds the inputs, possibly of another stream, until the results are complete
-    outputs: Outputs
-
-
-def bits(outputs: Outputs) -> list[bytes | None]:
-    """The bytes of the outputs: NaNs and signs of zeros count."""
-    return [None if x is None else x.contiguous().flatten().view(torch.uint8).numpy().tobytes() for x in outputs]
+BETWEEN_SAMPLES = 10.0  # seconds
 
 
 class Soak:
     """Threads, their findings, and the meetings with nothing in flight."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: argparse.Namespace) -> None:
         self.plan = plan
         self.jobs = pool(plan.cases, plan.seed)
         self.seeds = [random.Random(f"{plan.seed} {n}").getrandbits(32) for n in range(len(self.jobs))]
         self.on_gpu = plan.device.startswith("cuda")
         self.streams = [torch.cuda.Stream(plan.device) for _ in range(plan.streams)] if self.on_gpu else [None]
-        self.kept: list[list[bytes | None] | None] = [None] * len(self.jobs)
+        self.kept: list[str | None] = [None] * len(self.jobs)  # the bits of each job's results
         self.lock = threading.Lock()
         self.barrier = threading.Barrier(plan.threads + 1)
-        self.meeting_is_due = threading.Event()
-        self.stop = threading.Event()
-        self.calls: Counter[str] = Counter()
-        self.repeats: Counter[str] = Counter()
+        self.meeting_is_due, self.stop = threading.Event(), threading.Event()
+        self.calls, self.repeats = Counter[str](), Counter[str]()
         self.wrong: dict[str, list[str]] = {}  # of each job
         self.exceptions: list[str] = []
+        self.samples: list[dict[str, Any]] = []
+        self.meetings: list[dict[str, Any]] = []
 
     # ---- a thread ------------------------------------------------------------------------------------
 
@@ -128,34 +103,35 @@ class Soak:
                     call = job.make(self.plan.device, seed)
                 if side is not stream:
                     stream.wait_stream(side)
-                flights.append(Flight(job, number, seed, repeated, call, call.start()))
+                # A call holds its inputs, possibly of another stream, until its results are complete.
+                flights.append((number, seed, repeated, call, call.start()))
             except Exception:
                 self.failed(f"{job} seed {seed}", traceback.format_exc())
-        for flight in flights:
+        for number, seed, repeated, call, outputs in flights:
             try:
-                self.look_at(flight, in_host_memory(flight.outputs))
+                self.look_at(number, seed, repeated, call, in_host_memory(outputs))
             except Exception:
-                self.failed(f"{flight.job} seed {flight.seed}", traceback.format_exc())
+                self.failed(f"{self.jobs[number]} seed {seed}", traceback.format_exc())
 
-    def look_at(self, flight: Flight, got: Outputs) -> None:
-        job, number = flight.job, flight.number
+    def look_at(self, number: int, seed: int, repeated: bool, call: Call, got: Outputs) -> None:
+        job = self.jobs[number]
         with self.lock:
-            kept = self.kept[number] if flight.repeated and job.repeatable else None
+            kept = self.kept[number] if repeated and job.repeatable else None
             self.calls[job.op] += 1
             self.repeats[job.op] += kept is not None
         try:
             if kept is None:
-                flight.call.check(got)
+                call.check(got)
             else:
-                assert bits(got) == kept, "has other bits than the first time"
+                assert digest(got) == kept, "has other bits than the first time"
         except AssertionError as error:
             how = " ".join(str(error).split())[:400]
             with self.lock:
-                self.wrong.setdefault(str(job), []).append(f"seed {flight.seed}: {how}")
+                self.wrong.setdefault(str(job), []).append(f"seed {seed}: {how}")
             return
-        if flight.repeated and kept is None:
+        if repeated and kept is None:
             with self.lock:
-                self.kept[number] = self.kept[number] or bits(got)
+                self.kept[number] = self.kept[number] or digest(got)
 
     def failed(self, where: str, text: str) -> None:
         with self.lock:
@@ -191,25 +167,22 @@ class Soak:
         now |= {"rss": resident_bytes(), "kernels": len(kernels._kernels)}
         return now | dict(zip(("allocated", "reserved", "device"), used))
 
-    def run(self, kept_at: Path | None = None) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         """The report. It is written to a file after every meeting, so an interrupted run leaves one."""
-        self.start = time.monotonic()
-        samples: list[dict[str, Any]] = []
-        meetings: list[dict[str, Any]] = []
+        self.start, seconds = time.monotonic(), 60 * self.plan.minutes  # of the whole run
         threads = [threading.Thread(target=self.work, args=(n,), daemon=True) for n in range(self.plan.threads)]
         for thread in threads:
             thread.start()
         try:
             first = self.meeting()  # after a pass over all jobs
-            settled = first["seconds"] + 0.1 * max(0.0, self.plan.seconds - first["seconds"])
-            self.sample_until(settled, samples)
+            self.sample_until(first["seconds"] + 0.1 * max(0.0, seconds - first["seconds"]))
             while not self.stop.is_set():
                 now = time.monotonic() - self.start
-                last = now >= self.plan.seconds and len(meetings) > 0  # compare memory with an earlier meeting's
-                meetings.append(self.meeting(last))
-                self.report(samples, meetings, kept_at)
+                last = now >= seconds and len(self.meetings) > 0  # compare memory with an earlier meeting's
+                self.meetings.append(self.meeting(last))
+                self.report()
                 if not last:
-                    self.sample_until(min(now + self.plan.between_meetings, self.plan.seconds), samples)
+                    self.sample_until(min(now + self.plan.between_meetings, seconds))
         except threading.BrokenBarrierError:
             self.failed("the meeting", f"a thread did not come within {MEETING_TIMEOUT:.0f} s, or failed")
         except Exception:
@@ -218,23 +191,21 @@ class Soak:
         self.barrier.abort()  # end all waits
         for thread in threads:
             thread.join(10)
-        return self.report(samples, meetings, kept_at)
+        return self.report()
 
-    def sample_until(self, end: float, samples: list[dict[str, Any]]) -> None:
+    def sample_until(self, end: float) -> None:
         while True:
-            due = samples[-1]["seconds"] + self.plan.between_samples if samples else 0.0
+            due = self.samples[-1]["seconds"] + BETWEEN_SAMPLES if self.samples else 0.0
             if time.monotonic() - self.start >= due:
-                samples.append(self.memory())
+                self.samples.append(self.memory())
             rest = end - (time.monotonic() - self.start)
             if rest <= 0 or self.stop.wait(min(rest, 0.2)):
                 return
 
-    def report(
-        self, samples: list[dict[str, Any]], meetings: list[dict[str, Any]], kept_at: Path | None
-    ) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         with self.lock:
             report = {
-                **self.plan._asdict(), "torch": torch.__version__,
+                **vars(self.plan), "json": str(self.plan.json), "torch": torch.__version__,
                 "gpu": torch.cuda.get_device_name() if self.on_gpu else None,
                 "ops": {
                     op: {"calls": count, "against the CPU": count - self.repeats[op], "against bits": self.repeats[op]}
@@ -244,11 +215,11 @@ class Soak:
                 "wrong results": sum(map(len, self.wrong.values())),
                 "wrong": [f"{len(each)} x {job}, first {each[0]}" for job, each in self.wrong.items()],
                 "exceptions": len(self.exceptions), "failed": self.exceptions[:20],
-                "samples": samples, "meetings": meetings,
+                "samples": self.samples, "meetings": self.meetings,
             }  # fmt: skip
         report["problems"] = problems(report)
-        if kept_at is not None:
-            kept_at.write_text(json.dumps(report, indent=1))
+        if self.plan.json is not None:
+            self.plan.json.write_text(json.dumps(report, indent=1))
         return report
 
 
@@ -323,8 +294,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     jitrope.configure(launch=given.launch)
     runtime.MAX_RECENT, enqueue.MAX_LAUNCHES = KEPT_CALLS, KEPT_LAUNCHES
-    plan = (given.device, 60 * given.minutes, given.threads, given.streams, given.cases, given.seed)
-    report = Soak(Plan(*plan, given.between_meetings)).run(given.json)
+    report = Soak(given).run()
     print(text(report), flush=True)
     return 1 if report["problems"] else 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -35,19 +36,14 @@ OPS = {
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(autouse=True)
-def _launches_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore the limits that `soak.main` lowers."""
-    for module, limit in ((runtime, "MAX_RECENT"), (enqueue, "MAX_LAUNCHES")):
-        monkeypatch.setattr(module, limit, getattr(module, limit))
-
-
-def soaked(folder: Path, seconds: float = 3.0, cases: int = 31) -> tuple[int, dict[str, Any]]:
+def soaked(folder: Path, seconds: float = 3.0) -> tuple[int, dict[str, Any]]:
     """The exit code and the report of a short run with 8 threads."""
-    file = folder / "report.json"
-    words = ["--device", "cpu", "--minutes", str(seconds / 60), "--threads", "8", "--cases", str(cases)]
-    code = soak.main([*words, "--between-meetings", "0.5", "--json", str(file)])
-    return code, json.loads(file.read_text())
+    words = f"--device cpu --minutes {seconds / 60} --threads 8 --cases 31 --between-meetings 0.5 --json"
+    with pytest.MonkeyPatch.context() as patch:  # the limits that `soak.main` lowers
+        for module, limit in ((runtime, "MAX_RECENT"), (enqueue, "MAX_LAUNCHES")):
+            patch.setattr(module, limit, getattr(module, limit))
+        code = soak.main([*words.split(), str(folder / "report.json")])
+    return code, json.loads((folder / "report.json").read_text())
 
 
 # ---- the pool ----------------------------------------------------------------------------------------
@@ -101,6 +97,7 @@ def test_a_planted_wrong_result_is_reported(tmp_path: Path, monkeypatch: pytest.
     """One call in twenty with one element off by a tenth."""
     real, calls = jitrope.apply_rope, itertools.count(1)
 
+    @functools.wraps(real)
     def planted(*arguments: Any, **words: Any) -> Any:
         q, k = real(*arguments, **words)
         if next(calls) % 20:
@@ -209,15 +206,11 @@ NO_RACES = "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"
     ("tool", "code", "output", "verdict"),
     [
         *[("memcheck", 0, CLEAN, "clean"), ("", 0, "", "clean"), ("racecheck", 0, NO_RACES, "clean")],
-        *[("memcheck", FOUND, ERRORS, "found errors"), ("memcheck", FOUND, CLEAN, "found errors")],
+        *[("memcheck", FOUND, text, "found errors") for text in (ERRORS, CLEAN)],
         *[("memcheck", 0, ERRORS, "found errors"), ("racecheck", 0, RACES, "found errors")],
-        *[
-            ("memcheck", 0, "", "no summary"),
-            ("memcheck", WRONG, CLEAN, "wrong results"),
-            ("", WRONG, "", "wrong results"),
-        ],
-        *[("initcheck", 124, "", "took too long"), ("initcheck", 255, CLEAN, "exit code 255")],
-        ("memcheck", -11, CLEAN, "exit code -11"),
+        *[("memcheck", WRONG, CLEAN, "wrong results"), ("", WRONG, "", "wrong results")],
+        *[("memcheck", 0, "", "no summary"), ("initcheck", 124, "", "took too long")],
+        *[("initcheck", 255, CLEAN, "exit code 255"), ("memcheck", -11, CLEAN, "exit code -11")],
     ],
 )
 def test_verdict(tool: str, code: int, output: str, verdict: str) -> None:

@@ -323,8 +323,6 @@ def test_names_are_short_and_different() -> None:
     assert "rope_bf16_d128_halves_forward_token_linear" in names
 
 
-def test_other_fields_and_kinds_are_named() -> None:
+def test_other_fields_are_named() -> None:
     with pytest.raises(ValueError, match=r"missing \['vec'\], unknown \['width'\]"):
         spec_from_dict({**{k: v for k, v in SPEC.to_dict().items() if k != "vec"}, "width": 1})
-    with pytest.raises(ValueError, match=r"kind is 'ring'; allowed are .*, rope, .*thd_rows"):
-        spec_from_dict({"kind": "ring"})
