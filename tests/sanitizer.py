@@ -150,40 +150,34 @@ def command(group: str, tool: str, program: str, option: str, device: str) -> li
     return [program, "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20", *only, *child]
 
 
-def run_process(group: str, tool: str, arguments: list[str], cache: Path, log: Path | None) -> Done:
+def run_process(group: str, tool: str, program: str, option: str, device: str, cache: Path, log: Path | None) -> Done:
     environment = {
         **os.environ, "JITROPE_CACHE_DIR": str(cache), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }  # fmt: skip
     if tool:
         environment["JITROPE_NO_COMPILE"] = "1"  # a kernel that is not prewarmed is an error
-    start = time.monotonic()
+    start, arguments = time.monotonic(), command(group, tool, program, option, device)
     both: dict[str, Any] = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
-        done = subprocess.run(arguments, env=environment, cwd=ROOT, timeout=CASE_TIMEOUT, **both)
-        code, output = done.returncode, done.stdout
+        ran = subprocess.run(arguments, env=environment, cwd=ROOT, timeout=CASE_TIMEOUT, **both)
+        code, output = ran.returncode, ran.stdout
     except subprocess.TimeoutExpired as late:
         code, output = 124, (late.stdout or b"").decode(errors="replace")
     if log is not None:
         (log / f"{group}.{tool or 'plain'}.txt").write_text(output)
-    return Done(group, tool, code, output, time.monotonic() - start)
+    done = Done(group, tool, code, output, time.monotonic() - start)
+    print(f"{group:<28}{tool or 'plain':<12}{done.verdict:<20}{done.seconds:6.1f} s", flush=True)
+    return done
 
 
-def run_all(
-    groups: list[str], tools: list[str], program: str, jobs: int, cache: Path, log: Path | None, device: str = "cuda"
-) -> list[Done]:
+def run_all(groups: list[str], tools: list[str], jobs: int, *given: Any) -> list[Done]:
     """Run all groups without a tool, which compiles their kernels, then the clean ones under every tool."""
-    option = kernel_option(program)
-
-    def run(pair: tuple[str, str]) -> Done:
-        done = run_process(*pair, command(*pair, program, option, device), cache, log)
-        print(f"{done.group:<28}{done.tool or 'plain':<12}{done.verdict:<20}{done.seconds:6.1f} s", flush=True)
-        return done
-
     with ThreadPoolExecutor(jobs) as executor:
-        plain = list(executor.map(run, [(group, "") for group in groups]))
-        clean = [done.group for done in plain if not done.code]
-        return plain + list(executor.map(run, [(group, tool) for tool in tools for group in clean]))
+        plain = [executor.submit(run_process, group, "", *given) for group in groups]
+        clean = [done.result().group for done in plain if not done.result().code]
+        checked = [executor.submit(run_process, group, tool, *given) for tool in tools for group in clean]
+        return [done.result() for done in plain + checked]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -205,9 +199,8 @@ def main(arguments: list[str] | None = None) -> int:
     if given.log is not None:
         given.log.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="jitrope-sanitizer-") as folder:
-        cache = (given.cache or Path(folder)).absolute()
-        tools = given.tool or list(TOOLS)
-        results = run_all(groups_named(given.case), tools, program, given.jobs, cache, given.log, given.device)
+        own = program, kernel_option(program), given.device, (given.cache or Path(folder)).absolute(), given.log
+        results = run_all(groups_named(given.case), given.tool or list(TOOLS), given.jobs, *own)
     bad = [done for done in results if done.verdict != "clean"]
     for done in bad:
         print(f"\n---- {done.group}, {done.tool or 'plain'}: {done.verdict}\n{done.output[-3000:]}")

@@ -19,7 +19,7 @@ import torch
 
 import jitrope
 from jitrope import thd
-from jitrope.base.spec import KINDS
+from jitrope.plan.spec import KINDS
 from jitrope.run import enqueue
 from jitrope.run import launch as runtime
 
