@@ -29,7 +29,7 @@ def digest(outputs: Outputs) -> str:
     found = hashlib.sha256()
     for x in outputs:
         if x is not None:
-            found.update(x.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
+            found.update(x.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
     return found.hexdigest()[:16]
 
 

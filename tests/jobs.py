@@ -46,6 +46,10 @@ class Job(NamedTuple):
         return f"{self.op} {self.name}"
 
 
+def in_host_memory(outputs: Outputs) -> Outputs:
+    return [None if x is None else x.detach().cpu() for x in outputs]
+
+
 # ---- calls of the table --------------------------------------------------------------------------------
 
 
@@ -83,65 +87,44 @@ def check(got: Outputs, want: Outputs, slack: float) -> None:
     assert len(got) == len(want), f"{len(got)} outputs, not {len(want)}"
     for number, (x, y) in enumerate(zip(got, want)):
         assert (x is None) == (y is None), f"output {number} is {x}, not {y}"
-        if x is None or y is None:
-            continue
-        rtol = slack * TOLERANCE.get(y.dtype, 0)
-        if y.dtype.is_floating_point:
-            x, y = x.float(), y.float()
-        size = float(y.nan_to_num(0, 0, 0).abs().max()) if rtol and y.numel() else 1.0
-        torch.testing.assert_close(
-            x, y, rtol=rtol, atol=rtol / 2 * max(1.0, size), equal_nan=True, msg=lambda m, n=number: f"output {n}: {m}"
-        )
-
-
-def noise(generator: torch.Generator, shape: Any, dtype: torch.dtype, device: str) -> Tensor:
-    if not dtype.is_floating_point:
-        return torch.randint(-99, 99, tuple(shape), generator=generator).to(dtype).to(device)
-    return torch.randn(tuple(shape), generator=generator).to(dtype).to(device)
-
-
-def with_gradients(
-    call: Callable[[], Any], leaves: Outputs, generator: torch.Generator, device: str, dtype: torch.dtype | None = None
-) -> Start:
-    """The call with its backward for random gradients: outputs, then the gradients of leaves.
-
-    dtype: the random ones are values of this dtype, by default of the outputs'.
-    """
-    given = [x.requires_grad_() for x in leaves if x is not None]
-
-    def both() -> Outputs:
-        outputs = [y for y in call() if y is not None]
-        weights = [noise(generator, y.shape, dtype or y.dtype, device).to(y.dtype) for y in outputs]
-        return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, given, weights)]
-
-    return both
-
-
-def against_cpu(op: str, name: str, made: Callable[[str, int], Start], slack: float = 0.0, repeat: bool = True) -> Job:
-    """slack: 0: the bits of the CPU's result; else a factor of the tolerance of `check`."""
-
-    def make(device: str, seed: int) -> Call:
-        return Call(made(device, seed), lambda got: check(got, made("cpu", seed)(), slack))
-
-    return Job(op, name, make, repeat)
-
-
-# ---- packed batches between ranks ----------------------------------------------------------------------
+        if x is not None and y is not None:
+            rtol, exact = slack * TOLERANCE.get(y.dtype, 0), y.dtype not in TOLERANCE
+            x, y = (z.contiguous().flatten().view(torch.uint8) if exact else z.float() for z in (x, y))
+            size = float(y.nan_to_num(0, 0, 0).abs().max()) if rtol and y.numel() else 1.0
+            close = {"rtol": rtol, "atol": rtol / 2 * max(1.0, size), "equal_nan": True}
+            torch.testing.assert_close(x, y, **close, msg=lambda text, n=number: f"output {n}: {text}")
 
 
 class Batch:
     """Sequences of random lengths, with or without padding after them, and spare rows; one of several ranks."""
 
-    def __init__(self, seed: int, index_dtype: torch.dtype, padded: bool, cp_size: int, rule: str) -> None:
-        self.draw = draw = random.Random(seed)
-        self.generator = torch.Generator().manual_seed(seed)
-        slots = [draw.choice((0, 1, 3, 9, 17, 30)) for _ in range(draw.choice((1, 2, 5, 20)))]
+    def __init__(
+        self, seed: int, index_dtype: torch.dtype, padded: bool, cp_size: int, rule: str, device: str = "cpu"
+    ) -> None:
+        draw, self.generator, self.device = random.Random(seed), torch.Generator().manual_seed(seed), device
+        slots = [draw.choice((0, 1, 3, 9, 17, 30)) for _ in range(draw.choice((1, 2, 5, 40)))]
         lengths = [draw.randint(0, n) for n in slots] if padded else slots
-        self.slots, self.cu_seqlens = (
-            torch.tensor([0, *accumulate(x)], dtype=index_dtype) for x in (slots, lengths)
-        )  # fmt: skip
+        offsets = (torch.tensor([0, *accumulate(x)], dtype=index_dtype, device=device) for x in (slots, lengths))
+        self.slots, self.cu_seqlens = offsets
+        self.padded = self.slots if padded else None
         self.tokens = sum(slots) + draw.choice((0, 5)) or 1
         self.shape = Shape(self.tokens, len(slots), cp_size, draw.randrange(cp_size), rule)
+
+    def noise(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        if dtype.is_floating_point:
+            return torch.randn(shape, generator=self.generator).to(dtype).to(self.device)
+        return torch.randint(-99, 99, shape, generator=self.generator).to(dtype).to(self.device)
+
+    def with_gradients(self, call: Callable[[], Any], *leaves: Tensor, dtype: torch.dtype) -> Start:
+        """The call with its backward: outputs, then the gradients of leaves for random ones, values of this dtype."""
+        given = [x.requires_grad_() for x in leaves]
+
+        def both() -> Outputs:
+            outputs = call()
+            weights = [self.noise(*y.shape, dtype=dtype).to(y.dtype) for y in outputs]
+            return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, given, weights)]
+
+        return both
 
 
 class Trait(NamedTuple):
@@ -154,20 +137,34 @@ class Trait(NamedTuple):
 
     @classmethod
     def drawn(cls, draw: random.Random) -> Trait:
-        return cls(
-            draw.choice((torch.int32, torch.int64)), draw.random() < 0.5, draw.choice((1, 2, 3, 4)), draw.choice(RULES)
-        )
+        index_dtype, padded = draw.choice((torch.int32, torch.int64)), draw.random() < 0.5
+        return cls(index_dtype, padded, draw.choice((1, 2, 3, 4, 8)), draw.choice(RULES))
 
     def __str__(self) -> str:
         return f"{self.rule}-cp{self.cp_size}{'-padded' * self.padded}-{str(self.index_dtype)[6:]}"
 
 
+def against_cpu(
+    op: str, name: str, trait: Trait, made: Callable[[Batch], Start], slack: float = 0.0, repeat: bool = True
+) -> Job:
+    """slack: 0: the bits of the CPU's result; else a factor of the tolerance of `check`."""
+
+    def make(device: str, seed: int) -> Call:
+        want = lambda: made(Batch(seed, *trait))()  # noqa: E731
+        return Call(made(Batch(seed, *trait, device)), lambda got: check(got, want(), slack))
+
+    return Job(op, f"{trait}{name}", make, repeat)
+
+
+# ---- packed batches between ranks ----------------------------------------------------------------------
+
 WIDTHS = ((16,), (3,), (1,), (24,), (2, 8), (65,), (520,))
 MOVES = ("to_ranks", "to_sequences", "stay", "table", "sum", "valid", "tail")
-MASKS = (Mask(-1, 0), Mask(-1, -1), Mask(3, 0), Mask(4, 1), Mask(3, -1))
+MASKS = [Mask(*x) for x in ((-1, 0), (-1, -1), (3, 0), (0, 0), (4, 1), (-1, 2), (3, -1), (0, 5))]
 STEPS = (
     ("lse", "none", "add"), ("read_lse", "none", "copy"), ("out", "add", "add"), ("out", "none", "add"),
-    ("grad", "add", "none"), ("grad", "none", "copy"), ("grad", "add", "copy"), ("grad", "copy", "add"),
+    ("grad", "add", "none"), ("grad", "copy", "none"), ("grad", "none", "add"), ("grad", "none", "copy"),
+    ("grad", "add", "copy"), ("grad", "copy", "add"),
 )  # fmt: skip
 
 
@@ -176,152 +173,130 @@ def rows_job(move: str, draw: random.Random) -> Job:
     trait = Trait.drawn(draw)
     dtype = draw.choice((torch.bfloat16, torch.float16, torch.float32, *((torch.int8,) if move != "sum" else ())))
     widths = [draw.choice(WIDTHS) for _ in range(1 if move == "tail" else draw.choice((1, 2)))]
-    apart, terms = draw.choice((0, 8, 1)), draw.choice((1, 2, 5))
+    apart, terms, more = draw.choice((0, 8, 1)), draw.choice((1, 2, 5)), draw.choice((0, 3))
 
-    def made(device: str, seed: int) -> Start:
-        batch = Batch(seed, *trait)
-        tokens, generator = batch.tokens, batch.generator
-        shape = batch.shape._replace(cp_rank=0)
-        everyone = shape.cp_size * shape.capacity
-        count = {"to_ranks": everyone, "stay": tokens + 3, "table": 70, "sum": 33}.get(move, tokens)
-        rows = everyone if move == "to_sequences" else tokens
+    def made(batch: Batch) -> Start:
+        tokens, shape = batch.tokens, batch.shape._replace(cp_rank=0)
+        count = {"to_ranks": shape.all_rows, "stay": tokens + more, "table": 70, "sum": 33}.get(move, tokens)
+        rows = shape.all_rows if move == "to_sequences" else tokens
         spread = [(rows, *width[:-1], width[-1] + apart * (len(width) == 1)) for width in widths]
-        # Whole numbers have exact sums in any order.
-        inputs = [
-            noise(generator, s, torch.int64, "cpu").to(dtype).to(device)[..., : w[-1]] for s, w in zip(spread, widths)
-        ]
-        outputs = [torch.full((count, *width), 77, dtype=dtype, device=device) for width in widths]
+        wide = [batch.noise(*size, dtype=torch.int64).to(dtype) for size in spread]  # with exact sums in any order
+        outputs = [torch.full((count, *width), 77, dtype=dtype, device=batch.device) for width in widths]
+        inputs = outputs if move == "tail" else [x[..., : width[-1]] for x, width in zip(wide, widths)]
         table = None
         if move in ("table", "sum"):
             size = (count,) if move == "table" else (terms, count)
-            table = torch.randint(-1, tokens, size, generator=generator).int().to(device)
-        lengths = batch.cu_seqlens.to(device) if move == "valid" else None
-        slots, map = batch.slots.to(device), "table" if move == "sum" else move
+            table = torch.randint(-1, tokens, size, generator=batch.generator).int().to(batch.device)
+        map, lengths = "table" if move == "sum" else move, batch.cu_seqlens if move == "valid" else None
 
         def call() -> Outputs:
-            given = outputs if move == "tail" else inputs
-            torch.ops.jitrope.thd_rows(given, outputs, map, slots, lengths, table, *shape)
+            torch.ops.jitrope.thd_rows(inputs, outputs, map, batch.slots, lengths, table, *shape)
             return [*outputs]
 
         return call
 
-    return against_cpu("thd rows", f"{move}-{trait}-{dtype}-{widths}-{apart}", made)
+    return against_cpu("thd rows", f"-{move}-{dtype}-{widths}-{apart}", trait, made)
 
 
 def reorder_job(draw: random.Random) -> Job:
     """Reorder a batch for its ranks and back, k and v in one launch, with gradients."""
     trait, dtype = Trait.drawn(draw), draw.choice((torch.bfloat16, torch.float32))
-    shapes = [(2, draw.choice((3, 8))), (2, draw.choice((5, 16)))]
+    sizes = [draw.choice((3, 8)), draw.choice((5, 16))]
 
-    def made(device: str, seed: int) -> Start:
-        batch = Batch(seed, *trait)
-        slots, cp_size, rule = batch.slots.to(device), trait.cp_size, trait.rule
-        k, v = (noise(batch.generator, (batch.tokens, *shape), dtype, device) for shape in shapes)
+    def made(batch: Batch) -> Start:
+        k, v = (batch.noise(batch.tokens, 2, size, dtype=dtype) for size in sizes)
 
-        def call() -> Outputs:
-            ranks = thd.sequence_order_to_cp_rank_order((k, v), slots, cp_size, rule=rule)
-            back = thd.cp_rank_order_to_sequence_order(ranks, slots, cp_size, batch.tokens, rule=rule)
-            return [*ranks, *back]
+        def call() -> list[Tensor]:
+            cut = batch.slots, trait.cp_size
+            ranks = thd.sequence_order_to_cp_rank_order((k, v), *cut, rule=trait.rule)
+            return [*ranks, *thd.cp_rank_order_to_sequence_order(ranks, *cut, batch.tokens, rule=trait.rule)]
 
-        return with_gradients(call, [k, v], batch.generator, device)
+        return batch.with_gradients(call, k, v, dtype=dtype)
 
-    return against_cpu("thd order", f"{trait}-{dtype}", made)
+    return against_cpu("thd order", f"-{dtype}", trait, made)
 
 
 def tables_job(draw: random.Random) -> Job:
     """Tables of a rank, its rows of a tensor, the halves of its sequences, and their valid tokens."""
     trait = Trait.drawn(draw)
 
-    def made(device: str, seed: int) -> Start:
-        batch = Batch(seed, *trait)
-        slots, real = batch.slots.to(device), batch.cu_seqlens.to(device)
-        x = noise(batch.generator, (batch.tokens, 2, 8), torch.float16, device)
-        tokens, where = batch.tokens, (trait.cp_size, batch.shape.cp_rank)
+    def made(batch: Batch) -> Start:
+        x, slots = batch.noise(batch.tokens, 2, 8, dtype=torch.float16), batch.slots
+        words = {"cp_size": trait.cp_size, "cp_rank": batch.shape.cp_rank, "rule": trait.rule}
 
         def call() -> Outputs:
-            indices = thd.get_partitioned_indices(slots, tokens, *where, rule=trait.rule)
-            part = Partition(slots, tokens, cp_size=where[0], cp_rank=where[1], rule=trait.rule)
+            indices = thd.get_partitioned_indices(slots, batch.tokens, *[*words.values()][:2], rule=trait.rule)
+            part = Partition(slots, batch.tokens, **words)
             halves = [thd.read_half_tensor(x, slots, n) for n in (0, 1)]
             valid = torch.zeros_like(x)
-            thd.copy_valid_tokens_from_per_split_to_rank_local(valid, x, slots, real)
+            thd.copy_valid_tokens_from_per_split_to_rank_local(valid, x, slots, batch.cu_seqlens)
             return [indices, part.position_ids, part.local_cu_seqlens, part.shard(x), *halves, valid]
 
         return call
 
-    return against_cpu("thd tables", str(trait), made)
+    return against_cpu("thd tables", "", trait, made)
 
 
 def segments_job(mask: Mask, draw: random.Random) -> Job:
     """A rank's attention as segments."""
     trait = Trait.drawn(draw)
 
-    def made(device: str, seed: int) -> Start:
-        batch = Batch(seed, *trait)
-        real, padded = batch.cu_seqlens.to(device), batch.slots.to(device) if trait.padded else None
-        words = {"cp_size": trait.cp_size, "cp_rank": batch.shape.cp_rank, "rule": trait.rule, "window": tuple(mask)}
-        causal = mask.right == 0
-        return lambda: [
-            *Schedule(real, batch.tokens, cu_seqlens_padded=padded, causal=causal, **words).segments
-        ]  # fmt: skip
+    def made(batch: Batch) -> Start:
+        words = {"cp_size": trait.cp_size, "cp_rank": batch.shape.cp_rank, "rule": trait.rule}
+        of = {"cu_seqlens_padded": batch.padded, "causal": mask.right == 0, "window": tuple(mask)}
+        return lambda: [*Schedule(batch.cu_seqlens, batch.tokens, **words, **of).segments]
 
-    return against_cpu("cp segments", f"{mask.left},{mask.right}-{trait}", made)
+    return against_cpu("cp segments", f"-{mask.left},{mask.right}", trait, made)
 
 
 def correction_job(step: tuple[str, str, str], draw: random.Random) -> Job:
     """Join a step of ring attention with earlier ones, also for sequences of odd length."""
     quantity, first, second = step
-    packed, index_dtype = draw.random() < 0.5, draw.choice((torch.int32, torch.int64))
+    packed, trait = draw.random() < 0.5, Trait(draw.choice((torch.int32, torch.int64)), False, 1, "dual_chunk")
     dtype, (heads, size) = draw.choice((torch.bfloat16, torch.float32)), draw.choice(((2, 8), (3, 5), (4, 16)))
 
-    def made(device: str, seed: int) -> Start:
-        batch = Batch(seed, index_dtype, False, 1, "dual_chunk")
-        cu_seqlens, generator, t, half = batch.slots.to(device), batch.generator, batch.tokens, "none" in step
-        longest = max(batch.slots.diff().tolist()) + 1
-        out, into = (
-            noise(generator, (n, heads, size), dtype, device) for n in (t, t // 2 + 4 if half else t)
-        )  # fmt: skip
+    def made(batch: Batch) -> Start:
+        slots, t, half = batch.slots, batch.tokens, "none" in step
+        longest = max(slots.diff().tolist()) + 1
+        out, into = (batch.noise(n, heads, size, dtype=dtype) for n in (t, t // 2 + 4 if half else t))
         lead = (heads,) if packed else (batch.shape.sequences, heads)
         rows, ends = (t, t // 2 + 4) if packed else (longest, longest // 2 + 2)
-        widths = (rows, ends if half else rows)
-        lse, lse_step = (noise(generator, (*lead, n), torch.float32, "cpu") for n in widths)
+        lse, lse_step = (batch.noise(*lead, n, dtype=torch.float32) for n in (rows, ends if half else rows))
         for x in (lse_step,) if quantity == "out" else (lse, lse_step):
-            x[torch.rand(x.shape, generator=generator) < 0.1] = -torch.inf  # rows without keys
-        lse, lse_step = lse.to(device), lse_step.to(device)
+            # Rows without keys, and a step that is no number and stays one.
+            for value in (-torch.inf, *((torch.nan, torch.inf) if quantity == "lse" else ())):
+                x[(torch.rand(x.shape, generator=batch.generator) < 0.1).to(batch.device)] = value
 
         def call() -> Outputs:
             if quantity == "lse":
-                thd.second_half_lse_correction(lse, lse_step, cu_seqlens, packed)
+                thd.second_half_lse_correction(lse, lse_step, slots, packed)
             elif quantity == "read_lse":
-                return [thd.read_second_half_lse(lse, cu_seqlens, packed, ends)]
+                return [thd.read_second_half_lse(lse, slots, packed, ends)]
             elif quantity == "out":
-                thd.out_correction(out, into, lse, lse_step, cu_seqlens, first == "none", packed)
+                thd.out_correction(out, into, lse, lse_step, slots, first == "none", packed)
             else:
-                thd.grad_correction(out, into, cu_seqlens, first, second)
+                thd.grad_correction(out, into, slots, first, second)
             return [lse, out]
 
         return call
 
-    return against_cpu("thd corrections", f"{'-'.join(step)}-{packed}-{dtype}-{size}", made, 1.0)
+    return against_cpu("thd corrections", f"-{'-'.join(step)}-{packed}-{dtype}-{size}", trait, made, 1.0)
 
 
 def attention_job(draw: random.Random) -> Job:
     """Attention of a group of one, with its backward, which adds in any order."""
-    window, padded = draw.choice(((-1, -1), (9, 0))), draw.random() < 0.5
+    window, trait = draw.choice(((-1, -1), (9, 0))), Trait(torch.int32, draw.random() < 0.5, 1, "dual_chunk")
 
-    def made(device: str, seed: int) -> Start:
-        batch = Batch(seed, torch.int32, padded, 1, "dual_chunk")
+    def made(batch: Batch) -> Start:
         # The CPU computes attention in fp32 from the same values.
-        dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-        q, k, v = (
-            noise(batch.generator, (batch.tokens, heads, 64), torch.bfloat16, device).to(dtype) for heads in (4, 2, 2)
-        )
-        real, slots = batch.cu_seqlens.to(device), batch.slots.to(device) if padded else None
-        words = {"cu_seqlens_padded": slots, "window": window}
-        call = lambda: [all_gather_attention(q, k, v, Schedule(real, batch.tokens, **words))]  # noqa: E731
-        both = with_gradients(call, [q, k, v], batch.generator, device, torch.bfloat16)
-        return lambda: [x.to(torch.bfloat16) for x in both() if x is not None]
+        dtype = torch.bfloat16 if batch.device.startswith("cuda") else torch.float32
+        q, k, v = (batch.noise(batch.tokens, heads, 64, dtype=torch.bfloat16).to(dtype) for heads in (4, 2, 2))
+        words = {"cu_seqlens_padded": batch.padded, "window": window}
+        call = lambda: [all_gather_attention(q, k, v, Schedule(batch.cu_seqlens, batch.tokens, **words))]  # noqa: E731
+        both = batch.with_gradients(call, q, k, v, dtype=torch.bfloat16)
+        return lambda: [x.to(torch.bfloat16) for x in both()]
 
-    return against_cpu("all_gather_attention", f"{window}{'-padded' * padded}", made, 2.0, False)
+    return against_cpu("all_gather_attention", f"-{window}", trait, made, 2.0, False)
 
 
 # ---- the pool ----------------------------------------------------------------------------------------
@@ -329,8 +304,8 @@ def attention_job(draw: random.Random) -> Job:
 
 def packed_jobs(draw: random.Random) -> list[Job]:
     """One of each kind."""
-    jobs = [reorder_job(draw), tables_job(draw), attention_job(draw), rows_job(draw.choice(MOVES), draw)]
-    return [*jobs, correction_job(draw.choice(STEPS), draw), segments_job(draw.choice(MASKS), draw)]
+    few = [reorder_job(draw), tables_job(draw), attention_job(draw), rows_job(draw.choice(MOVES), draw)]
+    return [*few, correction_job(draw.choice(STEPS), draw), segments_job(draw.choice(MASKS), draw)]
 
 
 def pool(count: int, seed: int) -> list[Job]:

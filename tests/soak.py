@@ -23,7 +23,7 @@ import time
 import traceback
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -32,108 +32,65 @@ from jitrope.jit import kernels
 from jitrope.run import enqueue
 from jitrope.run import launch as runtime
 
-from .jobs import Call, Job, Outputs, pool
+from .bits import digest
+from .jobs import Call, Outputs, in_host_memory, pool
 
 MIB = 1 << 20
-MOST_IN_FLIGHT = 6
+MOST_IN_FLIGHT, MOST_EXCEPTIONS, MEETING_TIMEOUT = 6, 50, 300.0
+# In place of 512 and 4096, so that threads drop known calls many times in ten minutes, and reach the most memory for
+# them in the warm-up.
 KEPT_CALLS, KEPT_LAUNCHES = 64, 512
-"""In place of 512 and 4096, so that threads drop known calls many times in ten minutes, and reach the most memory for
-them in the warm-up."""
-
-MOST_RSS_GROWTH = 64 * MIB
-MOST_DEVICE_GROWTH = 16 * MIB
-"""Of the process's whole memory: kernels first needed after the warm-up are loaded later."""
-
-MOST_ALLOCATED_GROWTH = 64 << 10
-"""Constants of a few elements, made once; a call that kept 16 bytes would be found."""
-
-MOST_EXCEPTIONS = 50
-MEETING_TIMEOUT = 300.0
+# What memory may grow by. "device" is the process's whole memory: kernels first needed after the warm-up are loaded
+# later. "allocated": constants of a few elements, made once; a call that kept 16 bytes would be found.
+LIMITS = {"rss": 64 * MIB, "device": 16 * MIB, "allocated": 64 << 10}
 
 
-class Plan(NamedTuple):
-    """The settings of a soak; seconds are of the whole run, including the warm-up."""
-
-    device: str = "cuda"
-    seconds: float = 600.0
-    threads: int = 8
-    streams: int = 4
-    cases: int = 150
-    seed: int = 0
-    between_meetings: float = 20.0
-    between_samples: float = 10.0
-
-
-class Flight(NamedTuple):
-    """A call that was started."""
-
-    job: Job
-    number: int  # of the job in the pool
-    seed: int
-    repeated: bool
-    call: Call  # holds the inputs, possibly of another stream, until the results are complete
-    outputs: Outputs
-
-
-def bits(outputs: Outputs) -> list[bytes | None]:
-    """The bytes of the outputs: NaNs and signs of zeros count."""
-    return [None if x is None else x.contiguous().flatten().view(torch.uint8).numpy().tobytes() for x in outputs]
-
-
-def in_host_memory(outputs: Outputs) -> Outputs:
-    return [None if x is None else x.detach().cpu() for x in outputs]
+BETWEEN_SAMPLES = 10.0  # seconds
 
 
 class Soak:
     """Threads, their findings, and the meetings with nothing in flight."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: argparse.Namespace) -> None:
         self.plan = plan
         self.jobs = pool(plan.cases, plan.seed)
         self.seeds = [random.Random(f"{plan.seed} {n}").getrandbits(32) for n in range(len(self.jobs))]
         self.on_gpu = plan.device.startswith("cuda")
         self.streams = [torch.cuda.Stream(plan.device) for _ in range(plan.streams)] if self.on_gpu else [None]
-        self.kept: list[list[bytes | None] | None] = [None] * len(self.jobs)
+        self.kept: list[str | None] = [None] * len(self.jobs)  # the bits of each job's results
         self.lock = threading.Lock()
         self.barrier = threading.Barrier(plan.threads + 1)
-        self.meeting_is_due = threading.Event()
-        self.stop = threading.Event()
-        self.calls: Counter[str] = Counter()
-        self.repeats: Counter[str] = Counter()
+        self.meeting_is_due, self.stop = threading.Event(), threading.Event()
+        self.calls, self.repeats = Counter[str](), Counter[str]()
         self.wrong: dict[str, list[str]] = {}  # of each job
         self.exceptions: list[str] = []
+        self.samples: list[dict[str, Any]] = []
+        self.meetings: list[dict[str, Any]] = []
 
     # ---- a thread ------------------------------------------------------------------------------------
 
     def work(self, number: int) -> None:
         torch.set_num_threads(1)
         draw = random.Random(f"{self.plan.seed} thread {number}")
-        stream = self.streams[number % len(self.streams)]
+        stream, order = self.streams[number % len(self.streams)], list(range(len(self.jobs)))
+        draw.shuffle(order)
         try:
-            with self.on(stream):
-                order = list(range(len(self.jobs)))
-                draw.shuffle(order)
+            with torch.cuda.stream(stream):
                 for first in range(0, len(order), MOST_IN_FLIGHT):
-                    self.burst([(n, True) for n in order[first : first + MOST_IN_FLIGHT]], draw, stream)
-                    if self.stop.is_set():
-                        break
-                self.meet()
+                    if not self.stop.is_set():
+                        self.burst([(n, True) for n in order[first : first + MOST_IN_FLIGHT]], draw, stream)
                 while not self.stop.is_set():
-                    if self.meeting_is_due.is_set():
-                        self.meet()
+                    if self.meeting_is_due.is_set():  # the first is due before the end of the warm-up
+                        self.barrier.wait(MEETING_TIMEOUT)
+                        self.barrier.wait(MEETING_TIMEOUT)  # memory is measured
                         continue
-                    some = draw.randint(1, MOST_IN_FLIGHT)
-                    self.burst(
-                        [(draw.randrange(len(self.jobs)), draw.random() < 0.5) for _ in range(some)], draw, stream
-                    )
+                    some = range(draw.randint(1, MOST_IN_FLIGHT))
+                    self.burst([(draw.randrange(len(order)), draw.random() < 0.5) for _ in some], draw, stream)
         except threading.BrokenBarrierError:
             pass
         except Exception:
             self.failed("a thread", traceback.format_exc())
             self.barrier.abort()
-
-    def on(self, stream: Any) -> Any:
-        return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
     def burst(self, drawn: list[tuple[int, bool]], draw: random.Random, stream: Any) -> None:
         """Start all calls, then check all results."""
@@ -142,42 +99,39 @@ class Soak:
             job, seed = self.jobs[number], self.seeds[number] if repeated else draw.getrandbits(32)
             side = draw.choice(self.streams) if draw.random() < 0.25 else stream
             try:
-                with self.on(side):
+                with torch.cuda.stream(side):
                     call = job.make(self.plan.device, seed)
                 if side is not stream:
                     stream.wait_stream(side)
-                flights.append(Flight(job, number, seed, repeated, call, call.start()))
+                # A call holds its inputs, possibly of another stream, until its results are complete.
+                flights.append((number, seed, repeated, call, call.start()))
             except Exception:
                 self.failed(f"{job} seed {seed}", traceback.format_exc())
-        for flight in flights:
+        for number, seed, repeated, call, outputs in flights:
             try:
-                self.look_at(flight, in_host_memory(flight.outputs))
+                self.look_at(number, seed, repeated, call, in_host_memory(outputs))
             except Exception:
-                self.failed(f"{flight.job} seed {flight.seed}", traceback.format_exc())
+                self.failed(f"{self.jobs[number]} seed {seed}", traceback.format_exc())
 
-    def look_at(self, flight: Flight, got: Outputs) -> None:
-        job, number = flight.job, flight.number
+    def look_at(self, number: int, seed: int, repeated: bool, call: Call, got: Outputs) -> None:
+        job = self.jobs[number]
         with self.lock:
+            kept = self.kept[number] if repeated and job.repeatable else None
             self.calls[job.op] += 1
-            kept = self.kept[number] if flight.repeated else None
-        if flight.repeated and job.repeatable and kept is not None:
-            with self.lock:
-                self.repeats[job.op] += 1
-            if bits(got) != kept:
-                self.is_wrong(flight, "has other bits than the first time")
-            return
+            self.repeats[job.op] += kept is not None
         try:
-            flight.call.check(got)
+            if kept is None:
+                call.check(got)
+            else:
+                assert digest(got) == kept, "has other bits than the first time"
         except AssertionError as error:
-            self.is_wrong(flight, str(error))
-            return
-        if flight.repeated:
+            how = " ".join(str(error).split())[:400]
             with self.lock:
-                self.kept[number] = self.kept[number] or bits(got)
-
-    def is_wrong(self, flight: Flight, how: str) -> None:
-        with self.lock:
-            self.wrong.setdefault(str(flight.job), []).append(f"seed {flight.seed}: {' '.join(how.split())[:400]}")
+                self.wrong.setdefault(str(job), []).append(f"seed {seed}: {how}")
+            return
+        if repeated and kept is None:
+            with self.lock:
+                self.kept[number] = self.kept[number] or digest(got)
 
     def failed(self, where: str, text: str) -> None:
         with self.lock:
@@ -185,11 +139,6 @@ class Soak:
             if len(self.exceptions) >= MOST_EXCEPTIONS:
                 self.stop.set()
                 self.barrier.abort()  # no thread waits for stopped ones
-
-    def meet(self) -> None:
-        """A thread's part of a meeting: wait until memory is measured."""
-        self.barrier.wait(MEETING_TIMEOUT)
-        self.barrier.wait(MEETING_TIMEOUT)
 
     # ---- the main thread -----------------------------------------------------------------------------
 
@@ -212,37 +161,28 @@ class Soak:
             self.barrier.wait(MEETING_TIMEOUT)
 
     def memory(self) -> dict[str, Any]:
-        now = {
-            "seconds": round(time.monotonic() - self.start, 1), "calls": sum(self.calls.values()),
-            "rss": resident_bytes(), "allocated": 0, "reserved": 0, "device": 0, "kernels": len(kernels._kernels),
-        }  # fmt: skip
-        if self.on_gpu:
-            now |= {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
-            now["device"] = device_bytes()
-        return now
+        of = (torch.cuda.memory_allocated, torch.cuda.memory_reserved, device_bytes)
+        used = [get() if self.on_gpu else 0 for get in of]
+        now = {"seconds": round(time.monotonic() - self.start, 1), "calls": sum(self.calls.values())}
+        now |= {"rss": resident_bytes(), "kernels": len(kernels._kernels)}
+        return now | dict(zip(("allocated", "reserved", "device"), used))
 
-    def run(self, kept_at: Path | None = None) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         """The report. It is written to a file after every meeting, so an interrupted run leaves one."""
-        self.start = time.monotonic()
-        samples: list[dict[str, Any]] = []
-        meetings: list[dict[str, Any]] = []
+        self.start, seconds = time.monotonic(), 60 * self.plan.minutes  # of the whole run
         threads = [threading.Thread(target=self.work, args=(n,), daemon=True) for n in range(self.plan.threads)]
         for thread in threads:
             thread.start()
-        report: dict[str, Any] = {}
         try:
             first = self.meeting()  # after a pass over all jobs
-            settled = first["seconds"] + 0.1 * max(0.0, self.plan.seconds - first["seconds"])
-            self.sample_until(settled, samples)
+            self.sample_until(first["seconds"] + 0.1 * max(0.0, seconds - first["seconds"]))
             while not self.stop.is_set():
                 now = time.monotonic() - self.start
-                last = now >= self.plan.seconds and len(meetings) > 0  # compare memory with an earlier meeting's
-                meetings.append(self.meeting(last))
-                report = self.report(samples, meetings)
-                if kept_at is not None:
-                    kept_at.write_text(json.dumps(report, indent=1))
+                last = now >= seconds and len(self.meetings) > 0  # compare memory with an earlier meeting's
+                self.meetings.append(self.meeting(last))
+                self.report()
                 if not last:
-                    self.sample_until(min(now + self.plan.between_meetings, self.plan.seconds), samples)
+                    self.sample_until(min(now + self.plan.between_meetings, seconds))
         except threading.BrokenBarrierError:
             self.failed("the meeting", f"a thread did not come within {MEETING_TIMEOUT:.0f} s, or failed")
         except Exception:
@@ -251,38 +191,35 @@ class Soak:
         self.barrier.abort()  # end all waits
         for thread in threads:
             thread.join(10)
-        report = self.report(samples, meetings)
-        if kept_at is not None:
-            kept_at.write_text(json.dumps(report, indent=1))
-        return report
+        return self.report()
 
-    def sample_until(self, end: float, samples: list[dict[str, Any]]) -> None:
+    def sample_until(self, end: float) -> None:
         while True:
-            due = samples[-1]["seconds"] + self.plan.between_samples if samples else 0.0
+            due = self.samples[-1]["seconds"] + BETWEEN_SAMPLES if self.samples else 0.0
             if time.monotonic() - self.start >= due:
-                samples.append(self.memory())
+                self.samples.append(self.memory())
             rest = end - (time.monotonic() - self.start)
             if rest <= 0 or self.stop.wait(min(rest, 0.2)):
                 return
 
-    def report(self, samples: list[dict[str, Any]], meetings: list[dict[str, Any]]) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         with self.lock:
             report = {
-                **self.plan._asdict(),
-                "torch": torch.__version__,
+                **vars(self.plan), "json": str(self.plan.json), "torch": torch.__version__,
                 "gpu": torch.cuda.get_device_name() if self.on_gpu else None,
                 "ops": {
                     op: {"calls": count, "against the CPU": count - self.repeats[op], "against bits": self.repeats[op]}
                     for op, count in sorted(self.calls.items())
                 },
-                "kernels": len(kernels._kernels), "compiled": len(kernels.compiled),
+                "calls": sum(self.calls.values()), "kernels": len(kernels._kernels), "compiled": len(kernels.compiled),
                 "wrong results": sum(map(len, self.wrong.values())),
                 "wrong": [f"{len(each)} x {job}, first {each[0]}" for job, each in self.wrong.items()],
                 "exceptions": len(self.exceptions), "failed": self.exceptions[:20],
-                "samples": samples, "meetings": meetings,
+                "samples": self.samples, "meetings": self.meetings,
             }  # fmt: skip
-        report["calls"] = sum(op["calls"] for op in report["ops"].values())
         report["problems"] = problems(report)
+        if self.plan.json is not None:
+            self.plan.json.write_text(json.dumps(report, indent=1))
         return report
 
 
@@ -308,22 +245,15 @@ def device_bytes() -> int:
 
 # ---- the verdict -----------------------------------------------------------------------------------------
 
-LIMITS = {"rss": MOST_RSS_GROWTH, "device": MOST_DEVICE_GROWTH, "allocated": MOST_ALLOCATED_GROWTH}
-
-
-def growth(meetings: list[dict[str, Any]], name: str) -> int:
-    """The most bytes that any meeting had above the first, which is after the warm-up."""
-    return max((later[name] - meetings[0][name] for later in meetings), default=0)
-
 
 def problems(report: dict[str, Any]) -> list[str]:
     """The failures of a soak."""
     found = [f"{report[name]} {name}" for name in ("wrong results", "exceptions") if report[name]]
-    meetings = report["meetings"]
-    if len(meetings) < 2:
+    first, *later = report["meetings"] or [dict.fromkeys(LIMITS, 0)]  # the first is after the warm-up
+    if not later:
         found.append("too short: memory was measured less than twice after the warm-up")
     for name, limit in LIMITS.items():
-        more = growth(meetings, name)
+        more = max((at[name] - first[name] for at in later), default=0)
         if more > limit:
             found.append(f"memory is not flat: {name} grew by {more / MIB:.2f} MiB, {limit / MIB:.2f} are allowed")
     return found
@@ -334,15 +264,11 @@ def text(report: dict[str, Any]) -> str:
     lines = [f"{'op':<34}{'calls':>10}{'against CPU':>14}{'against bits':>14}"]
     for op, count in report["ops"].items():
         lines.append(f"{op:<34}" + f"{count['calls']:>10}{count['against the CPU']:>14}{count['against bits']:>14}")
-    lines.append("")
-    lines.append(
-        "nothing in flight, at" + f"{'calls':>10}{'allocated':>11}{'reserved':>10}{'device':>9}{'RSS':>9}   MiB"
-    )
+    of = ("allocated", "reserved", "device", "RSS")
+    lines += ["", "nothing in flight, at" + "".join(f"{name:>11}" for name in ("calls", *of)) + "   MiB"]
     for at in report["meetings"]:
-        mib = [at[name] / MIB for name in ("allocated", "reserved", "device", "rss")]
-        lines.append(
-            f"{at['seconds']:>19.0f} s{at['calls']:>10}{mib[0]:>11.3f}{mib[1]:>10.1f}{mib[2]:>9.0f}{mib[3]:>9.0f}"
-        )
+        mib = "".join(f"{at[name.lower()] / MIB:>11.3f}" for name in of)
+        lines.append(f"{at['seconds']:>19.0f} s{at['calls']:>11}{mib}")
     lines += ["", *report["wrong"], *report["failed"]]
     flat = not any(problem.startswith(("memory", "too short")) for problem in report["problems"])
     lines += [
@@ -350,9 +276,8 @@ def text(report: dict[str, Any]) -> str:
         f"{report['cases']} cases of seed {report['seed']}, {report['kernels']} kernels",
         f"calls {report['calls']}, wrong results {report['wrong results']}, exceptions {report['exceptions']}",
         f"memory flat: {'yes' if flat else 'no'}",
-        *report["problems"],
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *report["problems"]])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -369,10 +294,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     jitrope.configure(launch=given.launch)
     runtime.MAX_RECENT, enqueue.MAX_LAUNCHES = KEPT_CALLS, KEPT_LAUNCHES
-    plan = Plan(
-        given.device, 60 * given.minutes, given.threads, given.streams, given.cases, given.seed, given.between_meetings
-    )
-    report = Soak(plan).run(given.json)
+    report = Soak(given).run()
     print(text(report), flush=True)
     return 1 if report["problems"] else 0
 

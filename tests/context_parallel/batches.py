@@ -37,12 +37,8 @@ class Batch:
         self.cu_seqlens = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
         self.offsets = torch.tensor([0, *accumulate(self.slots)], dtype=torch.int32)  # by which the rows are cut
         self.padded = None if list(self.lengths) == self.slots else self.offsets
-        places = [
-            (i if p < length else -1, p)
-            for i, (length, n) in enumerate(zip(self.lengths, self.slots))
-            for p in range(n)
-        ]
-        places += [(-1, 0)] * self.spare
+        each = enumerate(zip(self.lengths, self.slots))
+        places = [(i if p < length else -1, p) for i, (length, n) in each for p in range(n)] + [(-1, 0)] * self.spare
         self.sequence, self.position = torch.tensor(places, dtype=torch.int64).view(-1, 2).T  # of padding: sequence -1
 
 
@@ -95,10 +91,8 @@ def random_batch(seed: int, times: int = 1) -> tuple[Batch, int]:
 def made(batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
     """q, k, v and dout of the whole batch, NaN in padding and spare rows; and out, dq, dk, dv, lse, max_logit."""
     (hq, hk, d, dv), generator = batch.heads, torch.Generator().manual_seed(batch.tokens)
-    inputs = [
-        torch.randn(batch.tokens, *size, generator=generator, dtype=torch.float64).to(batch.dtype)
-        for size in ((hq, d), (hk, d), (hk, dv), (hq, dv))
-    ]
+    shapes = [(batch.tokens, *size) for size in ((hq, d), (hk, d), (hk, dv), (hq, dv))]
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64).to(batch.dtype) for shape in shapes]
     if batch.tokens == 0:
         return inputs, [*(inputs[n] for n in (3, 0, 1, 2)), torch.zeros(0, hq), torch.full((hq,), -torch.inf)]
     q, k, v, dout = (x.to(torch.float64, copy=True).requires_grad_() for x in inputs)
@@ -120,8 +114,7 @@ def assert_rows(got: Tensor | None, want: Tensor, spare: Tensor | None, atol: fl
     assert got is not None, what
     got = got.detach().cpu()
     torch.testing.assert_close(got.double(), want.double(), rtol=0, atol=atol, msg=lambda text: f"{what}: {text}")
-    if spare is not None:
-        assert not got[spare].any(), f"{what}: padding is not zero"
+    assert spare is None or not got[spare].any(), f"{what}: padding is not zero"
 
 
 def assert_attention(batch: Batch, group: Any = None, device: str = "cpu") -> None:
@@ -149,51 +142,40 @@ def assert_attention(batch: Batch, group: Any = None, device: str = "cpu") -> No
 
 
 RAGGED = (37, 0, 141, 29, 1, 3)
+FULL, TWO_SIDED = (-1, -1), {"window": (7, 5)}
+FP32, BF16 = {"dtype": torch.float32}, {"dtype": torch.bfloat16}
+FLEX = {**FP32, "options": {"backend": "flex"}, "grad": False}
+EXCHANGED, SOME_GROUPS = {"lengths": (203, 98), "window": (3, 0)}, {"lengths": RAGGED, "heads": (8, 4, 8, 6)}
 CASES = {
-    "causal": Batch(RAGGED),
-    "full": Batch(RAGGED, window=(-1, -1)),
-    "window": Batch(RAGGED, window=(20, 0)),
-    "two-sided": Batch(RAGGED, window=(7, 5)),
-    "to the right alone": Batch(RAGGED, window=(-1, 6)),
-    "to the left and all behind": Batch(RAGGED, window=(6, -1)),
-    "diagonal": Batch(RAGGED, window=(0, 0)),
-    "one long, short window": Batch((301,), window=(5, 0)),
-    "one long, two-sided": Batch((301,), window=(4, 6)),
+    "causal": Batch(RAGGED), "full": Batch(RAGGED, window=FULL), "window": Batch(RAGGED, window=(20, 0)),
+    "two-sided": Batch(RAGGED, **TWO_SIDED), "diagonal": Batch(RAGGED, window=(0, 0)),
+    "to the right alone": Batch(RAGGED, window=(-1, 6)), "to the left and all behind": Batch(RAGGED, window=(6, -1)),
+    "one long, short window": Batch((301,), window=(5, 0)), "one long, two-sided": Batch((301,), window=(4, 6)),
     # TransformerEngine shifts one window for all sequences, and by a rounded max_seqlen for a single one.
-    "unequal": Batch((36, 16), window=(8, 8)),
-    "one alone": Batch((258,), window=(50, 50)),
+    "unequal": Batch((36, 16), window=(8, 8)), "one alone": Batch((258,), window=(50, 50)),
     "contiguous, causal": Batch(RAGGED, rule="contiguous"),
-    "contiguous, full": Batch(RAGGED, rule="contiguous", window=(-1, -1)),
+    "contiguous, full": Batch(RAGGED, rule="contiguous", window=FULL),
     "contiguous, two-sided": Batch(RAGGED, rule="contiguous", window=(6, 4)),
-    "contiguous, short window": Batch((203, 98), rule="contiguous", window=(3, 0)),
-    "padded, causal": Batch(RAGGED, pads=16),
-    "padded, full": Batch(RAGGED, pads=16, window=(-1, -1), spare=5),
+    "contiguous, short window": Batch(rule="contiguous", **EXCHANGED),
+    "padded, causal": Batch(RAGGED, pads=16), "padded, full": Batch(RAGGED, pads=16, window=FULL, spare=5),
     "padded, window": Batch(RAGGED, pads=16, window=(11, 0)),
     "padded, two-sided": Batch(RAGGED, pads=16, window=(11, 3), spare=7),
     "padded, short window": Batch((150, 40), pads=(160, 64), window=(2, 0)),
-    "all padding": Batch((0, 0), pads=(9, 16)),
-    "spare": Batch(RAGGED, spare=21),
-    "spare, two-sided": Batch(RAGGED, spare=21, window=(5, 5)),
-    "shorter than ranks": Batch((1, 2, 1, 3, 2), window=(-1, -1)),
-    "more ranks than tokens": Batch((2, 1)),
+    "all padding": Batch((0, 0), pads=(9, 16)), "no tokens": Batch((0, 0)),
+    "spare": Batch(RAGGED, spare=21), "spare, two-sided": Batch(RAGGED, spare=21, window=(5, 5)),
+    "shorter than ranks": Batch((1, 2, 1, 3, 2), window=FULL), "more ranks than tokens": Batch((2, 1)),
     "more ranks than tokens, two-sided": Batch((2, 1), window=(1, 1)),
     "more ranks than tokens, window": Batch((3,), window=(1, 0), rule="contiguous"),
-    "no tokens": Batch((0, 0)),
-    "MHA": Batch(RAGGED, heads=(3, 3, 8, 8)),
-    "MQA": Batch(RAGGED, heads=(4, 1, 8, 8), window=(-1, -1)),
+    "MHA": Batch(RAGGED, heads=(3, 3, 8, 8)), "MQA": Batch(RAGGED, heads=(4, 1, 8, 8), window=FULL),
     "Dv larger": Batch(RAGGED, heads=(4, 2, 6, 10)),
     "Dv smaller": Batch(RAGGED, heads=(2, 2, 24, 16), window=(9, 9), pads=8),
-    "scale": Batch(RAGGED, options={"softmax_scale": 0.5}),
-    "kept": Batch(RAGGED, options={"keep_gathered": True}),
-    "kept, groups": Batch(RAGGED, heads=(8, 4, 8, 6), options={"keep_gathered": True, "head_groups": 4}),
-    "groups": Batch(RAGGED, heads=(8, 4, 8, 6), options={"head_groups": 2}, pads=8),
-    "groups, exchange": Batch((203, 98), heads=(4, 4, 8, 8), window=(3, 0), options={"head_groups": 4}),
+    "scale": Batch(RAGGED, options={"softmax_scale": 0.5}), "kept": Batch(RAGGED, options={"keep_gathered": True}),
+    "kept, groups": Batch(**SOME_GROUPS, options={"keep_gathered": True, "head_groups": 4}),
+    "groups": Batch(**SOME_GROUPS, options={"head_groups": 2}, pads=8),
+    "groups, exchange": Batch(heads=(4, 4, 8, 8), options={"head_groups": 4}, **EXCHANGED),
     "checked": Batch(RAGGED, pads=16, options={"check": True}, max_seqlen=144),
-    "fp32": Batch(RAGGED, dtype=torch.float32, pads=8),
-    "fp32, two-sided": Batch(RAGGED, dtype=torch.float32, window=(7, 5)),
-    "bf16": Batch(RAGGED, dtype=torch.bfloat16, pads=8),
-    "bf16, exchange": Batch((203, 98), dtype=torch.bfloat16, window=(3, 0)),
-    "fp16": Batch(RAGGED, dtype=torch.float16, window=(-1, -1)),
-    "flex": Batch(RAGGED, dtype=torch.float32, options={"backend": "flex"}, grad=False, pads=8),
-    "flex, two-sided": Batch(RAGGED, dtype=torch.float32, options={"backend": "flex"}, grad=False, window=(7, 5)),
-}
+    "fp32": Batch(RAGGED, pads=8, **FP32), "fp32, two-sided": Batch(RAGGED, **FP32, **TWO_SIDED),
+    "bf16": Batch(RAGGED, pads=8, **BF16), "bf16, exchange": Batch(**BF16, **EXCHANGED),
+    "fp16": Batch(RAGGED, dtype=torch.float16, window=FULL),
+    "flex": Batch(RAGGED, pads=8, **FLEX), "flex, two-sided": Batch(RAGGED, **FLEX, **TWO_SIDED),
+}  # fmt: skip

@@ -26,12 +26,11 @@ def test_segments(seed: int) -> None:
         assert schedule.balance() == pytest.approx(max(work) * cp_size / sum(work) if any(work) else 1.0)
         gathered: list[int] = []  # the token of each row that this rank receives, or -1
         for source, rows in enumerate(shards):
-            if exchange is None:
-                gathered += rows + [-1] * (schedule.shape.capacity - len(rows))
-            else:
+            sent = [*range(len(rows)), *[-1] * (schedule.shape.capacity - len(rows))]
+            if exchange is not None:
                 base = sum(exchange[source][:rank])
                 sent = tables[source].send_rows[base : base + exchange[source][rank]].tolist()
-                gathered += [-1 if row < 0 else rows[row] for row in sent]
+            gathered += [-1 if row < 0 else rows[row] for row in sent]
         queries = list(range(len(tokens))) if table.query_rows is None else table.query_rows.tolist()
         assert (len(table.key_rows), len(queries)) == schedule.shape.most(batch.mask)
         keys = [-1 if row < 0 else gathered[row] for row in table.key_rows.tolist()]

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
@@ -19,6 +15,7 @@ from jitrope import InvalidInput
 from jitrope.base.partition import RULES
 from jitrope.context_parallel import Partition, Schedule, all_gather_attention
 
+from ..fresh import python
 from ..ranks import GROUPS, on_ranks
 from .batches import dealt, random_batch
 
@@ -57,12 +54,10 @@ def test_shard_of_any_tensor() -> None:
 def test_a_partition_of_inference_mode_serves_training() -> None:
     part = Partition(torch.tensor([0, 7, 10]), 10, cp_size=2, cp_rank=0)
     with torch.inference_mode():
-        rows = part.shard(torch.arange(10))
+        rows, cu_seqlens = part.shard(torch.arange(10)), torch.tensor([0, 7, 10])
     x = torch.randn(10, 3, requires_grad=True)
     x[part.indices].sum().backward()
     assert x.grad[:, 0].nonzero().flatten().tolist() == rows.tolist()
-    with torch.inference_mode():
-        cu_seqlens = torch.tensor([0, 7, 10])
     whole = Partition(cu_seqlens, 10).unshard(x)
     assert torch.equal(whole, x)
     whole.sum().backward()
@@ -71,12 +66,8 @@ def test_a_partition_of_inference_mode_serves_training() -> None:
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_partition_that_was_exported_serves_eager_calls(strict: bool) -> None:
     part, x = Partition(torch.tensor([0, 7, 10]), 10, cp_size=2, cp_rank=0), torch.arange(10.0)
-
-    class Cut(torch.nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return part.shard(x)
-
-    exported = torch.export.export(Cut(), (x,), strict=strict).module()
+    cut = type("Cut", (torch.nn.Module,), {"forward": lambda self, x: part.shard(x)})()
+    exported = torch.export.export(cut, (x,), strict=strict).module()
     assert part.shard(x).tolist() == exported(x).tolist() == [0, 1, 6, 7, 9]
 
 
@@ -91,8 +82,7 @@ def test_a_compiled_function_cuts_a_batch(inside: bool) -> None:
 
 
 LATE = """
-import weakref, torch, torch.distributed as dist
-import jitrope.context_parallel
+import weakref, torch.distributed as dist, jitrope.context_parallel
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 import torch.distributed.nn.functional  # as Dynamo does, which the first step of an optimizer imports
 group = weakref.ref(dist.group.WORLD)
@@ -103,9 +93,7 @@ assert group() is None
 
 def test_a_destroyed_group_is_gone() -> None:
     """Also if Dynamo was imported after the group was made. Else its threads are alive when Python ends."""
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, cwd=root)
-    assert done.returncode == 0, done.stderr
+    python("-c", LATE, check=True)
 
 
 # ---- on processes ------------------------------------------------------------------------------------

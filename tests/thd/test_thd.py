@@ -5,13 +5,9 @@ The kernels against plain torch (`reference`), and plain torch against literals.
 
 from __future__ import annotations
 
-import itertools
 import random
-import re
-import shutil
-import subprocess
-import sysconfig
-from itertools import accumulate, chain
+from functools import partial
+from itertools import accumulate, chain, product
 from pathlib import Path
 
 import pytest
@@ -26,18 +22,16 @@ from jitrope.jit.render import render
 from jitrope.run.enqueue import Call, enqueue
 from jitrope.thd import ops as thd_ops
 from jitrope.thd import reference
-from jitrope.thd.reference import Correction, Move, Segments
+from jitrope.thd.reference import Move, Segments
 from jitrope.thd.shape import Mask, Shape
 from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, rows_spec
 
+from .. import machine_code
 from ..devices import DEVICES, devices
 from ..host import harness
 from ..host.backend import DEVICE
+from ..jobs import MASKS, MOVES, STEPS, Batch, Trait, correction_job, in_host_memory, rows_job, segments_job
 
-MASKS = {
-    "causal": Mask(-1, 0), "full": Mask(-1, -1), "causal-window": Mask(3, 0), "diagonal": Mask(0, 0),
-    "two-sided": Mask(4, 1), "ahead": Mask(-1, 2), "behind": Mask(3, -1), "only-ahead": Mask(0, 5),
-}  # fmt: skip
 SEEDS = [
     *devices([(0,), (1,)], [(0,), (1,)]),
     *[pytest.param(DEVICE, n, marks=[pytest.mark.gpu, pytest.mark.hardware]) for n in range(2, 8)],
@@ -46,22 +40,6 @@ SEEDS = [
 
 def offsets(lengths, dtype=torch.int32) -> torch.Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=dtype)
-
-
-class Pack:
-    """A random batch, with padding or without, and some with spare rows."""
-
-    def __init__(self, seed: int) -> None:
-        self.draw = draw = random.Random(seed)
-        count = draw.choice((1, 2, 5, 40))
-        slots = [draw.choice((0, 1, 3, 9, 17, 30)) for _ in range(count)]
-        padded = draw.random() < 0.5
-        lengths = [draw.randint(0, n) for n in slots] if padded else slots
-        dtype = draw.choice((torch.int32, torch.int64))
-        self.cu_seqlens, self.slots = offsets(lengths, dtype), offsets(slots, dtype)
-        self.padded = self.slots if padded else None
-        self.tokens, cp_size = sum(slots) + draw.choice((0, 5)) or 1, draw.choice((1, 2, 3, 4, 8))
-        self.shape = Shape(self.tokens, count, cp_size, draw.randrange(cp_size), draw.choice(RULES))
 
 
 # ---- the kernels ---------------------------------------------------------------------------------------
@@ -79,37 +57,46 @@ def launch(calls: list[Call] | None, device: str) -> None:
 
 @pytest.mark.parametrize(("device", "seed"), SEEDS)
 def test_tables(device: str, seed: int) -> None:
-    pack = Pack(seed)
-    first = pack.shape._replace(cp_rank=0)
+    batch = Batch(seed, *Trait.drawn(random.Random(seed)))
+    first = batch.shape._replace(cp_rank=0)
     for map, shape, rows in (
-        ("to_ranks", pack.shape, pack.shape.rows), ("positions", pack.shape, pack.shape.rows),
-        ("to_sequences", pack.shape, pack.tokens), ("to_ranks", first, first.all_rows),
+        ("to_ranks", batch.shape, batch.shape.rows), ("positions", batch.shape, batch.shape.rows),
+        ("to_sequences", batch.shape, batch.tokens), ("to_ranks", first, first.all_rows),
     ):  # fmt: skip
         out = torch.full((rows,), -7, dtype=torch.int32, device=device)
-        launch(thd_ops.rows_calls(Move([], [out], map, pack.slots.to(device), shape=shape)), device)
-        assert torch.equal(out.cpu(), reference.table(pack.slots, map, rows, shape)), map
+        launch(thd_ops.rows_calls(Move([], [out], map, batch.slots.to(device), shape=shape)), device)
+        assert torch.equal(out.cpu(), reference.table(batch.slots, map, rows, shape)), map
 
 
-def assert_segments(device: str, cu_seqlens, padded, shape: Shape, mask: Mask) -> None:
-    """The kernels' tables are those of plain torch."""
-    flat = reference.empty_segments(cu_seqlens, padded, shape, mask)
-    reference.fill_segments(flat, cu_seqlens, padded, shape, mask)
-    there = [x if x is None else x.to(device) for x in (cu_seqlens, padded)]
-    made = reference.empty_segments(*there, shape, mask)
-    launch(thd_ops.segments_calls(made, *there, shape, mask), device)
-    want, got = (Segments.of(x, shape, mask, padded is not None) for x in (flat, made))
-    for name, x, y in zip(want._fields, want, got):
-        assert (x is None) == (y is None), name
-        assert x is None or torch.equal(x, y.cpu()), name
+KINDS = {
+    **{f"rows {move}": partial(rows_job, move) for move in MOVES},
+    **{f"segments {left},{right}": partial(segments_job, Mask(left, right)) for left, right in MASKS},
+    **{f"correction {'-'.join(step)}": partial(correction_job, step) for step in STEPS},
+}
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("device", "seed"), SEEDS)
-def test_segments(device: str, seed: int, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a block with so few threads that it does not scan a few dozen sequences at a time."""
+def test_kernels(device: str, seed: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moves of rows, segments and corrections, of a random batch and rank: the results of plain torch.
+
+    Segments by a block with so few threads that it does not scan a few dozen sequences at a time.
+    """
     monkeypatch.setattr("jitrope.thd.spec.SCAN_THREADS", 32)
-    pack = Pack(8 * seed + list(MASKS).index(mask))
-    assert_segments(device, pack.cu_seqlens, pack.padded, pack.shape, MASKS[mask])
+    job = KINDS[kind](random.Random(f"{kind} {seed}"))
+    calls = {"move": "rows_calls", "fill_segments": "segments_calls", "correct": "correction_calls"}
+    with monkeypatch.context() as patch:
+        for plain, name in calls.items() if device != DEVICE else ():
+            made = getattr(thd_ops, name)
+            patch.setattr(reference, plain, lambda *given, made=made: launch(made(*given), device))
+        got = in_host_memory(job.make(device, seed).start())
+    for name in calls.values():
+        monkeypatch.setattr(thd_ops, name, lambda *_: None)  # plain torch
+    for x, want in zip(got, job.make("cpu", seed).start(), strict=True):
+        assert (x is None) == (want is None)
+        if x is not None:
+            rtol = 0 if "correction" not in kind else 2**-7 if x.dtype == torch.bfloat16 else 1e-5
+            torch.testing.assert_close(x, want, rtol=rtol, atol=1e-5 if rtol else 0, equal_nan=True)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -124,78 +111,16 @@ def test_exchanged_segments(device: str, count: int, rule: str) -> None:
     """
     short = torch.randint(0, 60, (count,), generator=torch.Generator().manual_seed(0)).tolist()
     lengths = [*short, 40_000, 30_000] if count else [97, 60, 0, 41, 2]
-    for rank in range(4):
-        for mask in (MASKS["causal-window"], MASKS["two-sided"]) if count else (MASKS["causal-window"],):
-            shape = Shape(sum(lengths) + 3, len(lengths), 4, rank, rule)
-            assert shape.exchange(mask) is not None
-            assert_segments(device, offsets(lengths), None, shape, mask)
-
-
-@pytest.mark.parametrize("kind", ["to_ranks", "to_sequences", "stay", "table", "sum", "valid", "tail"])
-@pytest.mark.parametrize(("device", "seed"), SEEDS)
-def test_rows(device: str, seed: int, kind: str) -> None:
-    """Rows of any size, dtype and alignment, with gaps or without, in one tensor or two. Other rows do not change."""
-    pack = Pack(1000 * len(kind) + seed)
-    torch.manual_seed(seed)
-    draw, shape = pack.draw, pack.shape._replace(cp_rank=0)
-    dtype = draw.choice((torch.bfloat16, torch.float16, torch.float32, *((torch.int8,) if kind != "sum" else ())))
-    sizes = {"to_ranks": shape.all_rows, "stay": pack.tokens + draw.choice((0, 3)), "table": 70, "sum": 33}
-    count, read = sizes.get(kind, pack.tokens), shape.all_rows if kind == "to_sequences" else pack.tokens
-    inputs, outputs, table = [], [], None
-    for _ in range(1 if kind == "tail" else draw.choice((1, 2))):
-        width = draw.choice(((16,), (3,), (1,), (24,), (2, 8), (65,), (520,)))
-        gap = draw.choice((0, 8, 1)) if len(width) == 1 else 0
-        wide = torch.randint(-99, 99, (read, *width[:-1], width[-1] + gap)).to(device, dtype)
-        inputs.append(wide[..., : width[-1]])
-        outputs.append(torch.full((count, *width), 77, dtype=dtype, device=device))
-    if kind in ("table", "sum"):
-        table = torch.randint(-1, pack.tokens, (count,) if kind == "table" else (draw.choice((1, 2, 5)), count)).int()
-    tables = (pack.slots, pack.cu_seqlens if kind == "valid" else None, table)
-    map, wants = "table" if kind == "sum" else kind, [x.cpu().clone() for x in outputs]
-    reference.move(Move([x.cpu() for x in inputs] if kind != "tail" else wants, wants, map, *tables, shape))
-    there = [x if x is None else x.to(device) for x in tables]
-    launch(thd_ops.rows_calls(Move(inputs if kind != "tail" else outputs, outputs, map, *there, shape)), device)
-    for out, want in zip(outputs, wants):
-        assert torch.equal(out.cpu(), want)
-
-
-STEPS = (
-    ("lse", "nothing", "add"), ("read_lse", "nothing", "copy"), ("out", "add", "add"), ("out", "nothing", "add"),
-    ("grad", "add", "nothing"), ("grad", "copy", "nothing"), ("grad", "nothing", "add"), ("grad", "nothing", "copy"),
-    ("grad", "add", "copy"), ("grad", "copy", "add"),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("step", STEPS, ids="-".join)
-@pytest.mark.parametrize(("device", "seed"), SEEDS)
-def test_corrections(device: str, seed: int, step: tuple[str, str, str]) -> None:
-    """Of a random rank. Some sequences have an odd length, some steps no weight or are no number."""
-    draw = random.Random(10 * STEPS.index(step) + seed)
-    torch.manual_seed(seed)
-    lengths = [draw.choice((0, 1, 2, 5, 8)) for _ in range(draw.choice((1, 3, 7)))]
-    t, longest, packed = sum(lengths) + draw.choice((0, 3)), max(lengths) + 1, draw.random() < 0.5
-    heads, size = draw.choice(((2, 8), (3, 5), (4, 16)))
-    half, dtype = "nothing" in step, draw.choice((torch.bfloat16, torch.float32))
-    out, x = torch.randn(t, heads, size).to(dtype), torch.randn(t // 2 + 4 if half else t, heads, size).to(dtype)
-    x[torch.rand(x.shape) < 0.1] = 0
-    lse = torch.randn((heads, t) if packed else (len(lengths), heads, longest))
-    ends = (t // 2 + 4 if packed else longest // 2 + 2) if half else lse.shape[-1]
-    lse_step = torch.randn((*lse.shape[:-1], ends))
-    lse_step[torch.rand(lse_step.shape) < 0.1] = -torch.inf
-    if step[0] != "out":
-        lse[torch.rand(lse.shape) < 0.1] = -torch.inf
-    if step[0] == "lse":  # a step that is no number stays one
-        for x, value in itertools.product((lse, lse_step), (torch.nan, torch.inf)):
-            x[torch.rand(x.shape) < 0.1] = value
-    of = {"out": (out, x, lse, lse_step), "grad": (out, x, None, None)}.get(step[0], (None, None, lse, lse_step))
-    cu_seqlens = offsets(lengths, draw.choice((torch.int32, torch.int64)))
-    there = [y if y is None else y.to(device, copy=True) for y in of]
-    launch(thd_ops.correction_calls(Correction(*step, packed, cu_seqlens.to(device), t, *there)), device)
-    reference.correct(Correction(*step, packed, cu_seqlens, t, *of))
-    for got, want in zip(there, of):
-        if got is not None:
-            rtol = 2**-7 if got.dtype == torch.bfloat16 else 1e-5
-            torch.testing.assert_close(got.cpu(), want, rtol=rtol, atol=1e-5, equal_nan=True)
+    cu = offsets(lengths)
+    for rank, mask in product(range(4), (Mask(3, 0), Mask(4, 1)) if count else (Mask(3, 0),)):
+        shape = Shape(sum(lengths) + 3, len(lengths), 4, rank, rule)
+        assert shape.exchange(mask) is not None
+        want, made = (reference.empty_segments(cu.to(x), None, shape, mask) for x in ("cpu", device))
+        reference.fill_segments(want, cu, None, shape, mask)
+        launch(thd_ops.segments_calls(made, cu.to(device), None, shape, mask), device)
+        for x, y in zip(*(Segments.of(flat, shape, mask, False) for flat in (want, made))):
+            assert (x is None) == (y is None)
+            assert x is None or torch.equal(x, y.cpu())
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -229,33 +154,30 @@ EVERY_KIND: list[RowsSpec | SegmentsSpec | CorrectionSpec] = [
     *[RowsSpec(map, True, *cut) for map in ("to_ranks", "to_sequences", "positions") for cut in CUTS],
     *[SegmentsSpec(rows, *cut, *some, threads=256 if rows else 1024)
       for rows in (False, True) for some in FLAGS for cut in CUTS],
-    *[CorrectionSpec(*step, True, "bf16", "int32", 8) for step in STEPS],
+    *[CorrectionSpec(*[x.replace("none", "nothing") for x in step], True, "bf16", "int32", 8) for step in STEPS],
 ]  # fmt: skip
 
 
+EVERY_ARCH = ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("arch", EVERY_ARCH)
 def test_every_kind_compiles_without_spills(arch: str, tmp_path: Path) -> None:
     """No spills and no 64-bit divisions, and rows are stored in 16 bytes. sm_90 gets all specs, others a fifth each."""
-    turn = ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120").index(arch)
-    specs = EVERY_KIND if arch == "sm_90" else EVERY_KIND[turn::5]
+    specs = EVERY_KIND if arch == "sm_90" else EVERY_KIND[EVERY_ARCH.index(arch) :: 5]
     code = {spec: compiler.compile_source(render(spec), arch, ("--ptxas-options=-v",)) for spec in specs}
     assert all(cubin.startswith(b"\x7fELF") for cubin, _ in code.values())
-    if compiler.nvrtc_version() not in ((13, 2), (13, 5)):
-        pytest.skip(f"machine code is held to bounds for NVRTC 13.2 and 13.5; this is {compiler.nvrtc_version()}")
-    folders = Path(sysconfig.get_paths()["purelib"]).glob("nvidia/*/bin")
-    tool = shutil.which("nvdisasm", path=":".join(map(str, folders))) or shutil.which("nvdisasm")
-    assert tool, "nvdisasm is missing: pip install -e '.[test]'"
+    machine_code.bounds()
     for spec, (cubin, log) in code.items():
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log, f"{spec.name}: {log}"
         assert "warning" not in log, log
-        assert not re.search(rb"__cuda_sm\d+_(div|rem)_[su]64", cubin), spec.name  # the function of such a division
-        if isinstance(spec, RowsSpec) and not spec.writes:
-            (tmp_path / "cubin").write_bytes(cubin)
-            text = subprocess.run([tool, str(tmp_path / "cubin")], capture_output=True, text=True, check=True).stdout
-            stores = re.findall(r"\bSTG\S*", text)
-            assert stores, spec.name
-            assert all(".128" in name for name in stores), spec.name
+        assert not machine_code.DIVISION.search(cubin), spec.name
+    moves = [spec for spec in specs if isinstance(spec, RowsSpec) and not spec.writes]
+    for spec, lines in zip(moves, machine_code.disassemble([code[spec][0] for spec in moves], arch, tmp_path)):
+        stores = [name for name in map(machine_code.opcode, lines) if name.startswith("STG")]
+        assert stores, spec.name
+        assert all(".128" in name for name in stores), spec.name
 
 
 # ---- TransformerEngine's functions -------------------------------------------------------------------
@@ -287,13 +209,12 @@ def test_transformer_engines_worked_example() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_there_and_back(seed: int) -> None:
     """Into rank order and back, for one tensor and for two, of any length, with their gradients."""
-    pack = Pack(seed)
+    pack = Batch(seed, *Trait.drawn(random.Random(seed)))
     size, rule = pack.shape.cp_size, pack.shape.rule
     k, v = (torch.randn(pack.tokens, 2, d, requires_grad=True) for d in (4, 3))
     ranks = thd.sequence_order_to_cp_rank_order((k, v), pack.slots, size, rule=rule)
-    indices = [
-        thd.get_partitioned_indices(pack.slots, pack.tokens, size, rank, rule=rule).long() for rank in range(size)
-    ]
+    each = [thd.get_partitioned_indices(pack.slots, pack.tokens, size, rank, rule=rule) for rank in range(size)]
+    indices = [rows.long() for rows in each]
     assert sorted(torch.cat(indices).tolist()) == list(range(pack.tokens))
     for x, y in zip((k, v), ranks):
         parts = [pad(x[i], (0, 0, 0, 0, 0, pack.shape.capacity - len(i))) for i in indices]  # with rows of zeros
@@ -446,7 +367,7 @@ def test_in_a_cuda_graph() -> None:
     x = torch.randn(64, 2, 8, device=DEVICE)
 
     def call():
-        segments = thd_ops.segments(slots, None, shape, MASKS["causal"])
+        segments = thd_ops.segments(slots, None, shape, Mask(-1, 0))
         out = torch.empty(len(segments.key_rows), 2, 8, device=DEVICE)
         thd_ops.move_rows([x], [out], segments.key_rows)
         return thd.sequence_order_to_cp_rank_order(x, slots, 2), out, segments.cu_seqlens_k
