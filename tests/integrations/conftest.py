@@ -121,7 +121,7 @@ def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     names = [f"{PYTORCH}.{name}" for name in TE_MODULES.split()]
     for name in ("transformer_engine", "transformer_engine_torch", PYTORCH, *names):
         monkeypatch.setitem(sys.modules, name, module := MagicMock())
-        vars(module).update(held, __path__=[])
+        vars(module).update(held, __path__=[], __spec__=None)
     for name, path in files.items():
         spec = importlib.util.spec_from_file_location(name, path)
         monkeypatch.setitem(sys.modules, name, module := importlib.util.module_from_spec(spec))
