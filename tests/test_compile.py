@@ -18,7 +18,7 @@ from jitrope.jit import compiler
 from jitrope.jit.render import Source, render
 from jitrope.plan.spec import RopeSpec
 
-from .calls import CALLS, GRADIENTS, LARGEST, MODELS, WIDE, named_calls
+from .calls import CALLS, GRADIENTS, LARGEST, MODELS, WIDE, named, named_calls
 from .machine_code import ARCHS, DIVISION, bounds, disassemble, opcode, tool
 from .results import planned
 
@@ -27,9 +27,10 @@ SWEPT = ("sm_90", "sm_120")  # get every kernel; the other architectures get tho
 
 
 @cache
-def prewarmed(text: str) -> list[RopeSpec]:
-    """The kernels of named calls, each once, with both launches."""
-    return [*dict.fromkeys(spec for call in named_calls(text) for spec in planned(call, LAUNCHES, TOKENS))]
+def prewarmed(text: str) -> dict[RopeSpec, str]:
+    """The kernels of named calls, with both launches, and the first call of each."""
+    calls = [words for line in text.strip().splitlines() for words in line.split(" | ")]
+    return {spec: words for words in calls[::-1] for spec in planned(named(words), LAUNCHES, TOKENS)}
 
 
 @cache
@@ -44,26 +45,23 @@ def test_prewarm_specs_compile_without_spills_and_move_16_bytes_an_access(arch: 
     every = prewarmed(MODELS + LARGEST if arch in SWEPT else MODELS)
     in_whole_accesses = {s for s in every if s.dtype == "bf16" and s.vec == 8 and s.q_out == s.kv_out == "bf16"}
     assert len(in_whole_accesses) > len(every) / 2
-    specs = every[half::2]
+    specs = [*every][half::2]
     code = {spec: compiled(spec, arch) for spec in specs}
     for spec, (cubin, _) in code.items():
         assert cubin.startswith(b"\x7fELF"), spec.name
-    row = [(of, sizes[ARCHS.index(arch)]) for of, sizes in bounds()]
-    allowed = {
-        spec: next((size for of, size in row if all(getattr(spec, name) == x for name, x in of.items())), 0)
-        for spec in specs
-    }
+    spilled = bounds()
+    allowed = {spec: spilled.get(every[spec], 0) for spec in specs}
     for spec, (cubin, log) in code.items():
         assert "warning" not in log, f"{spec.name}: {log}"
         report = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
         assert report, log
         stack, stores, loads = map(int, report.groups())
-        # sincosf keeps 32 bytes for arguments past 105,615. A kernel limited to 40 registers may lack one, which
-        # it stores once and loads twice; on sm_120 ANGLES allows more.
+        # sincosf keeps 32 bytes for arguments past 105,615, on sm_120 up to 56. A kernel limited to 40 registers may
+        # lack one, which it stores once and loads twice.
         tight = spec.freqs and spec.full_width
-        assert stack <= max(40 if spec.freqs else 0, allowed[spec]), spec.name
-        assert stores <= max(4 if tight else 0, allowed[spec]), spec.name
-        assert loads <= max(8 if tight else 0, allowed[spec]), spec.name
+        assert stack <= max(56 if spec.freqs else 0, allowed[spec]), (spec.name, every[spec])
+        assert stores <= max(4 if tight else 0, allowed[spec]), (spec.name, every[spec])
+        assert loads <= max(8 if tight else 0, allowed[spec]), (spec.name, every[spec])
         assert not DIVISION.search(cubin), spec.name
     aligned = [spec for spec in specs if spec in in_whole_accesses]
     for spec, found in zip(aligned, disassemble([code[spec][0] for spec in aligned], arch, tmp_path)):
@@ -127,13 +125,13 @@ def test_the_gate_sees_a_spill() -> None:
 
 
 def test_compiling_is_deterministic() -> None:
-    source = render(prewarmed(MODELS)[0])
+    source = render(next(iter(prewarmed(MODELS))))
     assert compiler.compile_source(source, "sm_90") == compiler.compile_source(source, "sm_90")
 
 
 def test_cubin_is_whole(tmp_path: Path) -> None:
     """CuPy's getCUBIN drops the last byte; without it the ELF file is invalid."""
-    cubin = compiled(prewarmed(MODELS)[0], "sm_90")[0]
+    cubin = compiled(next(iter(prewarmed(MODELS))), "sm_90")[0]
     path = tmp_path / "kernel.cubin"
     for data, good in ((cubin, True), (cubin[:-1], False)):
         path.write_bytes(data)
@@ -143,7 +141,7 @@ def test_cubin_is_whole(tmp_path: Path) -> None:
 
 def test_an_unknown_architecture_is_explained() -> None:
     with pytest.raises(CompileError, match=r"compiles for sm_75, .*, not for sm_20"):
-        compiler.compile_source(render(prewarmed(MODELS)[0]), "sm_20")
+        compiler.compile_source(render(next(iter(prewarmed(MODELS)))), "sm_20")
 
 
 GUARDED = """
