@@ -26,7 +26,7 @@ SPILLS = {
         **{"latent angles last into_halves 128+128 192 grad": 8, "norm=across interleaved 40+40 128 grad": 24},
         **{"streams once interleaved int8 head 24+24 128": 40, "streams once interleaved head 24+24 128": 48},
         **{"ids nvfp4_blocks 32+8 128": 8, "twice ids nvfp4_blocks 32+8 128": 8},
-        **{"rope_alone angles full 128+128 128 grad": 8, "rope_alone angles full packed 128+128 128 int32 grad": 8},
+        **{"rope_alone angles full 8+8 128 grad": 8, "rope_alone angles full packed 8+8 128 grad": 8},
     },
 }
 
