@@ -49,17 +49,18 @@ def test_prewarm_specs_compile_without_spills_and_move_16_bytes_an_access(arch: 
     code = {spec: compiled(spec, arch) for spec in specs}
     for spec, (cubin, _) in code.items():
         assert cubin.startswith(b"\x7fELF"), spec.name
-    spilled = bounds()
+    spilled = bounds().get(arch, {})
     allowed = {spec: spilled.get(every[spec], 0) for spec in specs}
     for spec, (cubin, log) in code.items():
         assert "warning" not in log, f"{spec.name}: {log}"
         report = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
         assert report, log
         stack, stores, loads = map(int, report.groups())
-        # sincosf keeps 32 bytes for arguments past 105,615, on sm_120 up to 56. A kernel limited to 40 registers may
-        # lack one, which it stores once and loads twice.
+        # sincosf keeps 32 bytes for arguments past 105,615, beside a norm on sm_120 up to 56. A kernel limited to 40
+        # registers may lack one, which it stores once and loads twice.
+        sines = 56 if arch == "sm_120" and spec.norm else 40
         tight = spec.freqs and spec.full_width
-        assert stack <= max(56 if spec.freqs else 0, allowed[spec]), (spec.name, every[spec])
+        assert stack <= max(sines if spec.freqs else 0, allowed[spec]), (spec.name, every[spec])
         assert stores <= max(4 if tight else 0, allowed[spec]), (spec.name, every[spec])
         assert loads <= max(8 if tight else 0, allowed[spec]), (spec.name, every[spec])
         assert not DIVISION.search(cubin), spec.name

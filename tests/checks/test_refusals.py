@@ -74,7 +74,6 @@ TABLES = f"(P, 4|8) or (1|2, P, 4|8) or (1|2, P, 1, 4|8), {FLOATS}, on cpu like 
 F32, INTS = "float32, on cpu", "int32 or int64"
 GIVE = "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis"
 SHARED = "share memory, which is written; pass tensors that do not overlap"
-OVERLAP = "; its elements overlap in memory, so it cannot be written; pass"
 NO_GRADIENT = "requires a gradient, but this call has none"
 NOT_HERE = "requires a gradient, which this function does not have; call it under torch.no_grad()"
 

@@ -103,8 +103,8 @@ ops.basic.l2normalization quantized_tensor tensor tensor.float8_tensor quantizat
 def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The wheel's rope.py and multi_head_attention.py, whose own code decides what is called, and in which order.
 
-    The wheel has no CPU build. So its files are executed with stand-ins for everything that they import, of which only
-    the names below have an effect. In place of the compiled rope is the one in plain torch beside it.
+    The wheel has no CPU build. So its files are executed with stand-ins for everything that they import. Only the
+    names below have an effect. In place of the compiled rope is the one in plain torch beside it.
     """
     files = {name: hosts.HOSTS / f"{name.replace('.', '/')}.py" for name in (hosts.TE_ROPE, hosts.TE_ATTENTION)}
     if not all(path.exists() for path in files.values()):

@@ -142,7 +142,7 @@ AFTER = ("views", "swapped", "last and more", "rotated without grad", "not rotat
 
 
 class Layer(nn.Module):
-    """The parts of an attention, of which `used` says the use."""
+    """The parts of an attention. `used` says what each is for."""
 
     def __init__(self, use: str, norm: Any = Qwen3RMSNorm, k_norm: Any = None) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from ..devices import DEVICES
 from ..results import same
 
 ROWS, PAGES, D = 4, 10, 64
-# Three sequences of 9, 4 and 13 tokens, of which the last 3, 1 and 7 are new. The last row of the table is not in use.
+# Three sequences have 9, 4 and 13 tokens. Their last 3, 1 and 7 are new. The table's last row is not in use.
 TABLE = [[7, 2, 5, -1, -1], [0, -1, -1, -1, -1], [9, 3, 6, 1, -1], [-1] * 5]
 NEW = [10, 11, 20, 3, 14, 15, 24, 25, 26, 27, 4]
 REST = [21, 22, 23, 5, 6, 7]
@@ -219,7 +219,7 @@ def test_errors_are_counted_in_each_sequence(normed: bool, max_seqlen: int | Non
 @pytest.mark.parametrize("norm", [None, Norm()])
 @pytest.mark.parametrize("token", [0, 1, 3, 7, 10])
 def test_each_token_is_counted_once(token: int, norm: Any, rotary: int, device: str) -> None:
-    """Also by the threads of a block of several tokens, of which some only copy."""
+    """A block of several tokens does it too, although some of its threads only copy."""
     q, k, v, cos, sin = inputs(device, 11)
     table = torch.arange(11, dtype=torch.int32, device=device)[:, None] % PAGES
     table[token] = -1
