@@ -1,7 +1,7 @@
 """Other projects' own rope tests, run with jitrope in place of their rope: `python -m tests.peers --list`.
 
-Nothing of theirs is copied here. Each row of `PEERS` names their test files in a checkout that the user gives; the
-function of its name in `adapters` puts jitrope where those files import the peer from.
+Nothing of theirs is copied here. Each row of `PEERS` names their test files in a checkout that the user gives;
+`adapters.install` puts jitrope where those files import the peer from.
 """
 
 from __future__ import annotations
