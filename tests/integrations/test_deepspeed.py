@@ -13,18 +13,13 @@ from jitrope.integrations import deepspeed
 from .. import hosts
 from ..devices import devices
 
+T, ROWS = (6, 2, 3, 16), (2, 6, 3, 16)
 CASES = {  # shape of t, shape of the tables
-    "sbhd": ((6, 2, 3, 16), (6, 1, 1, 16)),
-    "bshd": ((2, 6, 3, 16), (1, 6, 1, 16)),
-    "bshd-batched": ((2, 6, 3, 16), (2, 6, 1, 16)),
-    "sequence-is-batch": ((1, 1, 3, 16), (1, 1, 1, 16)),
-    "partial": ((6, 2, 3, 16), (6, 1, 1, 8)),
-    "shd": ((6, 3, 16), (6, 1, 16)),
-    "sd": ((6, 16), (6, 16)),
-    "heads-too": ((6, 2, 3, 16), (6, 1, 3, 16)),
-    "one-angle": ((6, 2, 3, 16), (1, 1, 1, 16)),
-    "fewer-axes": ((2, 6, 3, 16), (6, 1, 16)),
-}
+    "sbhd": (T, (6, 1, 1, 16)), "bshd": (ROWS, (1, 6, 1, 16)), "bshd-batched": (ROWS, (2, 6, 1, 16)),
+    "sequence-is-batch": ((1, 1, 3, 16), (1, 1, 1, 16)), "partial": (T, (6, 1, 1, 8)),
+    "shd": ((6, 3, 16), (6, 1, 16)), "sd": ((6, 16), (6, 16)), "heads-too": (T, (6, 1, 3, 16)),
+    "one-angle": (T, (1, 1, 1, 16)), "fewer-axes": (ROWS, (6, 1, 16)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
