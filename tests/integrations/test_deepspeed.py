@@ -20,12 +20,10 @@ CASES = {  # shape of t, shape of the tables
     "shd": ((6, 3, 16), (6, 1, 16)), "sd": ((6, 16), (6, 16)), "heads-too": (T, (6, 1, 3, 16)),
     "one-angle": (T, (1, 1, 1, 16)), "fewer-axes": (ROWS, (6, 1, 16)),
 }  # fmt: skip
+SOME = (("sbhd", "bfloat16"), ("bshd-batched", "float32"))
 
 
-@pytest.mark.parametrize(
-    ("device", "name", "dtype"),
-    devices(product(CASES, ("float32", "bfloat16")), (("sbhd", "bfloat16"), ("bshd-batched", "float32"))),
-)
+@pytest.mark.parametrize(("device", "name", "dtype"), devices(product(CASES, ("float32", "bfloat16")), SOME))
 def test_forward_and_gradient(device: str, name: str, dtype: str) -> None:
     layer, (shape, table_shape) = hosts.installed("deepspeed.sequence.layer"), CASES[name]
     torch.manual_seed(0)

@@ -79,9 +79,7 @@ def test_enable_and_disable(request: Any, name: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in (*FUSING, "timm", "deepspeed") if name != "megatron"])
-def test_a_call_that_jitrope_refuses_is_the_hosts(
-    request: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
-) -> None:
+def test_a_call_that_jitrope_refuses_is_the_hosts(request: Any, monkeypatch: Any, caplog: Any, name: str) -> None:
     """In fp64: it has the host's bits and is counted, with its reason, which the log has once."""
     monkeypatch.setitem(_host.reasons, name, Counter())
     x = live(request, name, torch.float64)
@@ -403,8 +401,7 @@ def test_a_method(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Rope.forward is mine
 
 
-def test_a_compiled_function_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is replaced in compiled code too."""
+def test_a_compiled_function_of_a_host_is_replaced_in_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     module = host_of(monkeypatch, "host_t", torch.compile(lambda x: x + 1, backend="eager"))
     with _host.enable("host_t", {"host_t:rope": lambda x: x + 100}):
         assert torch.compile(lambda x: module.rope(x), backend="eager")(torch.zeros(1)) == 100
