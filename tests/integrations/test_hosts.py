@@ -190,28 +190,16 @@ def test_a_patch(request: Any, name: str, place: str, before: str, after: str, w
             assert report.calls == known  # the first trace is still valid
 
 
-OFFLOADING = {"no_grad": False, "init_hook": lambda module: module, "post_forward": lambda module, out: out,
-              "pre_forward": lambda module, x: ((x + 1,), {})}  # fmt: skip
-CHANGES: dict[str, Any] = {
-    "a subclass": lambda norm: setattr(
-        norm,
-        "__class__",
-        type("Mine", (type(norm),), {"forward": lambda self, x: 2 * super(type(self), self).forward(x)}),
-    ),
+# A hook of accelerate, which offloads by its own `forward` in the module.
+OFFLOADS = SimpleNamespace(no_grad=False, init_hook=lambda norm: norm, post_forward=lambda norm, out: out)
+OFFLOADS.pre_forward = lambda norm, x: ((x + 1,), {})
+CHANGES: dict[str, Any] = {  # a function, or what a subclass of a user's has
+    "a subclass": {"forward": lambda self, x: 2 * super(type(self), self).forward(x)},
     "a hook": lambda norm: norm.register_forward_hook(lambda module, given, out: 2 * out),
-    "accelerate": lambda norm: pytest.importorskip(
-        "accelerate.hooks", reason="pip install accelerate"
-    ).add_hook_to_module(
-        norm,
-        SimpleNamespace(**OFFLOADING),  # its own `forward` in the module
-    ),
+    "accelerate": lambda norm: pytest.importorskip("accelerate.hooks").add_hook_to_module(norm, OFFLOADS),
     "a parametrized weight": lambda norm: nn.utils.parametrize.register_parametrization(norm, "weight", nn.Tanh()),
     "a buffer": lambda norm: norm.register_buffer("weight", norm._parameters.pop("weight").detach() * 3),
-    "a property": lambda norm: setattr(
-        norm,
-        "__class__",
-        type("Mine", (type(norm),), {"weight": property(lambda self: self._parameters["weight"] * 3)}),
-    ),
+    "a property": {"weight": property(lambda self: self._parameters["weight"] * 3)},
     "an eps": lambda norm: setattr(norm, "eps" if hasattr(norm, "eps") else "variance_epsilon", 0.5),
     "a hook of all modules": lambda norm: nn.modules.module.register_module_forward_hook(
         lambda module, given, out: 2 * out if module is norm else None
@@ -230,9 +218,11 @@ def test_a_changed_norm_is_called(request: Any, name: str, change: str, first: b
             report = enables.enter_context(x.enable())
             x.run()
         for norm in x.norms:
-            made = CHANGES[change](norm)
-            if hasattr(made, "remove"):
-                hooks.callback(made.remove)
+            made = CHANGES[change]
+            if isinstance(made, dict):
+                norm.__class__ = type("Mine", (type(norm),), made)
+            elif hasattr(handle := made(norm), "remove"):
+                hooks.callback(handle.remove)
         if first:
             report = enables.enter_context(x.enable())
         for calls in (x.rope, x.rope, {}):  # then without jitrope
