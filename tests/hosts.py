@@ -49,11 +49,8 @@ def installed(name: str) -> Any:
 
 def doubled(function: Any, named: bool = True) -> Any:
     """A user's function in place of a host's: twice its result, or twice the first. named: it looks like the host's."""
-
-    def patched(*arguments: Any, **words: Any) -> Any:
-        out = function(*arguments, **words)
-        return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
-
+    twice = lambda out: (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out  # noqa: E731
+    patched = lambda *arguments, **words: twice(function(*arguments, **words))  # noqa: E731
     return wraps(function)(patched) if named else patched
 
 

@@ -69,9 +69,8 @@ def ranks(core: Any, request: Any) -> Iterator[Any]:
 class L2Normalization(nn.RMSNorm):
     """The formula of `jit.l2normalization_fused_`: squares are summed."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        f = x.float()
-        return (f * torch.rsqrt(f.pow(2).sum(-1, keepdim=True) + self.eps)).to(x.dtype)
+    sums = lambda self, x: x.float().pow(2).sum(-1, keepdim=True)  # noqa: E731
+    forward = lambda self, x: (x.float() * torch.rsqrt(self.sums(x) + self.eps)).to(x.dtype)  # noqa: E731
 
 
 # Classes of torch under the names of TransformerEngine's, without the words for fp8 and parallelism. Attention is a
@@ -171,72 +170,67 @@ class Live(NamedTuple):
     norms: Sequence[nn.Module] = ()  # of q, one in each of its attention layers
 
 
-@pytest.fixture
-def live(request: Any) -> Callable[..., Live]:
-    """Makes a `Live` by the name of its host, and perhaps of a kind, in a dtype."""
+def live(request: Any, name: str, dtype: torch.dtype = torch.float32) -> Live:
+    """A `Live` by the name of its host, and perhaps of a kind."""
+    torch.manual_seed(0)
+    (host, _, kind), get = name.partition(" "), request.getfixturevalue
+    ours = importlib.import_module(f"jitrope.integrations.{host}")
+    match host:
+        case "diffusers":
+            zoo = importlib.import_module(f"{__package__}.diffusion_zoo")
+            model, inputs = zoo.prepared("FluxTransformer2DModel", dtype=dtype)
+            inputs = {key: x.to(dtype) for key, x in inputs.items()}  # the ids too
+            norms = [x.attn.norm_q for x in (*model.transformer_blocks, *model.single_transformer_blocks)]
+            enable = partial(ours.enable, model, fuse_norm=kind != "rope")
+            calls, run = {"jitrope": 6} if kind == "rope" else {"fused": 3}, partial(zoo.forward, model, inputs)
+            return Live(run, enable, calls, {"jitrope": 6}, norms)
+        case "transformers":
+            zoo = importlib.import_module(f"{__package__}.transformers_zoo")
+            model = zoo.language_model(kind or "qwen3", dtype)
+            run, norms = lambda: model(input_ids=zoo.IDS)[0], [x.self_attn.q_norm for x in model.model.layers]
+            return Live(run, partial(ours.enable, model), {"fused": 2}, {"jitrope": 2}, norms)
+        case "megatron":
+            layer = hosts.megatron_attention(get("core"), get("ranks"), kind or "RMSNorm", dtype)
+            x, freqs = torch.randn(6, 2, 64).to(dtype), hosts.freqs_of(6, 32)
+            # Without jitrope Megatron has no fused rope, which the configuration asks for.
+            fusion = lambda *_: setattr(layer.config, "apply_rope_fusion", bool(_host.placed))  # noqa: E731
+            layer.register_forward_pre_hook(fusion)
+            run = lambda: layer(x, None, rotary_pos_emb=freqs)[0]  # noqa: E731
+            return Live(run, ours.enable, {"fused": 1}, {"jitrope": 2}, [layer.q_layernorm])
+        case "transformer_engine":
+            layer = hosts.te_attention(get("te"), "RMSNorm", True, dtype)
+            run = partial(layer, torch.randn(12, 2, 64).to(dtype), rotary_pos_emb=hosts.freqs_of(24, 32))
+            return Live(run, ours.enable, {"fused": 1}, {"jitrope": 2}, [layer.q_norm])
+        case "timm":
+            hosts.timm()
+            attention = importlib.import_module("timm.models.eva").EvaAttention
+            layer = attention(32, 4, qk_norm=True, norm_layer=nn.LayerNorm).to(dtype)
+            x, emb = torch.randn(2, 10, 32).to(dtype), torch.randn(9, 16).to(dtype)
+            return Live(lambda: layer(x, emb), ours.enable, {"jitrope": 1}, {"jitrope": 1})
+        case "torchtitan":
+            get("titan")
+            layers = [hosts.titan_config("qwen3", False).layers[0].attention.build().to(dtype)]
+            layers[0].init_states()
+            x = torch.randn(2, 12, 256).to(dtype)
 
-    def made(name: str, dtype: torch.dtype = torch.float32) -> Live:
-        torch.manual_seed(0)
-        (host, _, kind), get = name.partition(" "), request.getfixturevalue
-        ours = importlib.import_module(f"jitrope.integrations.{host}")
-        match host:
-            case "diffusers":
-                zoo = importlib.import_module(f"{__package__}.diffusion_zoo")
-                model, inputs = zoo.prepared("FluxTransformer2DModel", dtype=dtype)
-                inputs = {key: x.to(dtype) for key, x in inputs.items()}  # the ids too
-                norms = [x.attn.norm_q for x in (*model.transformer_blocks, *model.single_transformer_blocks)]
-                enable = partial(ours.enable, model, fuse_norm=kind != "rope")
-                calls, run = {"jitrope": 6} if kind == "rope" else {"fused": 3}, partial(zoo.forward, model, inputs)
-                return Live(run, enable, calls, {"jitrope": 6}, norms)
-            case "transformers":
-                zoo = importlib.import_module(f"{__package__}.transformers_zoo")
-                model = zoo.language_model(kind or "qwen3", dtype)
-                run, norms = lambda: model(input_ids=zoo.IDS)[0], [x.self_attn.q_norm for x in model.model.layers]
-                return Live(run, partial(ours.enable, model), {"fused": 2}, {"jitrope": 2}, norms)
-            case "megatron":
-                layer = hosts.megatron_attention(get("core"), get("ranks"), kind or "RMSNorm", dtype)
-                x, freqs = torch.randn(6, 2, 64).to(dtype), hosts.freqs_of(6, 32)
-                # Without jitrope Megatron has no fused rope, which the configuration asks for.
-                fusion = lambda *_: setattr(layer.config, "apply_rope_fusion", bool(_host.placed))  # noqa: E731
-                layer.register_forward_pre_hook(fusion)
-                run = lambda: layer(x, None, rotary_pos_emb=freqs)[0]  # noqa: E731
-                return Live(run, ours.enable, {"fused": 1}, {"jitrope": 2}, [layer.q_layernorm])
-            case "transformer_engine":
-                layer = hosts.te_attention(get("te"), "RMSNorm", True, dtype)
-                run = partial(layer, torch.randn(12, 2, 64).to(dtype), rotary_pos_emb=hosts.freqs_of(24, 32))
-                return Live(run, ours.enable, {"fused": 1}, {"jitrope": 2}, [layer.q_norm])
-            case "timm":
-                hosts.timm()
-                attention = importlib.import_module("timm.models.eva").EvaAttention
-                layer = attention(32, 4, qk_norm=True, norm_layer=nn.LayerNorm).to(dtype)
-                x, emb = torch.randn(2, 10, 32).to(dtype), torch.randn(9, 16).to(dtype)
-                return Live(lambda: layer(x, emb), ours.enable, {"jitrope": 1}, {"jitrope": 1})
-            case "torchtitan":
-                get("titan")
-                layers = [hosts.titan_config("qwen3", False).layers[0].attention.build().to(dtype)]
-                layers[0].init_states()
-                x = torch.randn(2, 12, 256).to(dtype)
+            @contextmanager
+            def enabled() -> Iterator[Any]:
+                """A layer with our override, and with the norms of the host's."""
+                layers.append(hosts.titan_config("qwen3", True).layers[0].attention.build().to(dtype))
+                layers[1].q_norm, layers[1].k_norm = layers[0].q_norm, layers[0].k_norm
+                layers[1].load_state_dict(layers[0].state_dict())
+                layers[1].rope._init_self_buffers()
+                yield _host.Report("torchtitan")
+                layers.pop()
 
-                @contextmanager
-                def enabled() -> Iterator[Any]:
-                    """A layer with our override, and with the norms of the host's."""
-                    layers.append(hosts.titan_config("qwen3", True).layers[0].attention.build().to(dtype))
-                    layers[1].q_norm, layers[1].k_norm = layers[0].q_norm, layers[0].k_norm
-                    layers[1].load_state_dict(layers[0].state_dict())
-                    layers[1].rope._init_self_buffers()
-                    yield _host.Report("torchtitan")
-                    layers.pop()
-
-                run = lambda: layers[-1](x, None, None)  # noqa: E731
-                return Live(run, enabled, {"fused": 1}, {"jitrope": 1}, [layers[0].q_norm])
-            case "deepspeed":
-                layer = hosts.installed("deepspeed.sequence.layer")
-                t, angles = torch.randn(2, 6, 3, 16).to(dtype), torch.rand(1, 6, 1, 16).to(dtype)
-                run = lambda: layer.apply_rotary_pos_emb(t, angles.cos(), angles.sin())  # noqa: E731
-            case "comfy_kitchen":
-                ck, x, angles = hosts.installed(host), torch.randn(2, 4, 7, 64).to(dtype), torch.randn(1, 1, 7, 32)
-                table = torch.stack((angles.cos(), -angles.sin(), angles.sin(), angles.cos()), -1)
-                run = lambda: ck.apply_rope1(x, table.unflatten(-1, (2, 2)))  # noqa: E731
-        return Live(run, ours.enable, {"jitrope": 1}, {"jitrope": 1})
-
-    return made
+            run = lambda: layers[-1](x, None, None)  # noqa: E731
+            return Live(run, enabled, {"fused": 1}, {"jitrope": 1}, [layers[0].q_norm])
+        case "deepspeed":
+            layer = hosts.installed("deepspeed.sequence.layer")
+            t, angles = torch.randn(2, 6, 3, 16).to(dtype), torch.rand(1, 6, 1, 16).to(dtype)
+            run = lambda: layer.apply_rotary_pos_emb(t, angles.cos(), angles.sin())  # noqa: E731
+        case "comfy_kitchen":
+            ck, x, angles = hosts.installed(host), torch.randn(2, 4, 7, 64).to(dtype), torch.randn(1, 1, 7, 32)
+            table = torch.stack((angles.cos(), -angles.sin(), angles.sin(), angles.cos()), -1)
+            run = lambda: ck.apply_rope1(x, table.unflatten(-1, (2, 2)))  # noqa: E731
+    return Live(run, ours.enable, {"jitrope": 1}, {"jitrope": 1})

@@ -26,13 +26,6 @@ class Model(NamedTuple):
     gradients: bool = True  # whether the stock model has a backward on a CPU (flex attention has none)
 
 
-def reloaded(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """`module` saved and loaded in `dtype`."""
-    with tempfile.TemporaryDirectory() as folder:
-        module.save_pretrained(folder)
-        return type(module).from_pretrained(folder, torch_dtype=dtype)
-
-
 def prepared(
     name: str, device: Any = "cpu", dtype: torch.dtype = FP32, config: Any = None, inputs: Any = None
 ) -> tuple[Any, dict[str, Any]]:
@@ -52,7 +45,9 @@ def prepared(
         else:  # norm weights near 1, biases near 0
             nn.init.normal_(parameter, mean=float(bool((parameter == 1).all())), std=0.1)
     if dtype != FP32:
-        module = reloaded(module, dtype)
+        with tempfile.TemporaryDirectory() as folder:
+            module.save_pretrained(folder)
+            module = type(module).from_pretrained(folder, torch_dtype=dtype)
     for key, value in {**model.inputs, **(inputs or {})}.items():
         kind = None if key in model.fp32.split() else dtype
         to = lambda x, kind=kind: x.to(device, kind if x.is_floating_point() else None, copy=True)  # noqa: E731

@@ -60,9 +60,7 @@ def arguments(name: str, layout: str, dtype: torch.dtype, device: str = "cpu") -
 
 
 @pytest.mark.parametrize(("device", "name", "layout", "dtype", "more"), devices(EVERY, SOME))
-def test_functions_of_the_registry(
-    device: str, name: str, layout: str, dtype: torch.dtype, more: dict[str, Any]
-) -> None:
+def test_functions_of_the_registry(device: str, name: str, layout: str, dtype: Any, more: dict[str, Any]) -> None:
     """Each function of the registry gives the results of the eager backend: its bits for halves without a norm, else
     except for the last bits, because the second member of a neighbouring pair adds its products in another order."""
     ck = hosts.installed("comfy_kitchen")

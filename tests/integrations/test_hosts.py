@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from jitrope.integrations import _host
 
 from ..devices import slow
 from ..hosts import doubled
+from .conftest import live
 
 
 @pytest.fixture(autouse=True)
@@ -45,9 +46,9 @@ FUSING = ("diffusers", "transformers", "megatron", "transformer_engine", "torcht
 
 
 @pytest.mark.parametrize(("name", "count"), FUNCTIONS.items())
-def test_enable_and_disable(live: Any, name: str, count: int) -> None:
+def test_enable_and_disable(request: Any, name: str, count: int) -> None:
     """An enabled host computes the same, and counts it. Enabled twice it is undone once, and leaves no trace."""
-    x, host = live(name), importlib.import_module(f"jitrope.integrations.{name}")
+    x, host = live(request, name), importlib.import_module(f"jitrope.integrations.{name}")
     with x.enable() as report:
         assert (len(report.replaced), report.left) == (count, {})
     functions = {} if name == "comfy_kitchen" else {at: pkgutil.resolve_name(at) for at in report.replaced}
@@ -78,12 +79,10 @@ def test_enable_and_disable(live: Any, name: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in (*FUSING, "timm", "deepspeed") if name != "megatron"])
-def test_a_call_that_jitrope_refuses_is_the_hosts(
-    live: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
-) -> None:
+def test_a_call_that_jitrope_refuses_is_the_hosts(request: Any, monkeypatch: Any, caplog: Any, name: str) -> None:
     """In fp64: it has the host's bits and is counted, with its reason, which the log has once."""
     monkeypatch.setitem(_host.reasons, name, Counter())
-    x = live(name, torch.float64)
+    x = live(request, name, torch.float64)
     stock = x.run()
     with x.enable() as report:
         assert torch.equal(x.run(), stock)
@@ -145,9 +144,13 @@ COMPILED = [slow(*row, "compiled") for row in PATCHES if row[0] in ("timm", "tor
 @pytest.mark.parametrize(
     ("name", "place", "before", "after", "when"), [*((*row, when) for row in PATCHES for when in WHEN), *COMPILED]
 )
-def test_a_patch(live: Any, name: str, place: str, before: str, after: str, when: str) -> None:
+def test_a_patch(request: Any, name: str, place: str, before: str, after: str, when: str) -> None:
     """It has the effect that it has without jitrope, and the report tells; without it all is fused again."""
-    x, told, (holder, _, last) = live(name), before if when == "before enable" else after, place.rpartition(".")
+    x, told, (holder, _, last) = (
+        live(request, name),
+        before if when == "before enable" else after,
+        place.rpartition("."),
+    )
     cls, patch = pkgutil.resolve_name(holder), pytest.MonkeyPatch()
     kind = staticmethod if isinstance(vars(cls).get(last), staticmethod) else lambda function: function
     torch.compiler.reset()
@@ -187,27 +190,16 @@ def test_a_patch(live: Any, name: str, place: str, before: str, after: str, when
             assert report.calls == known  # the first trace is still valid
 
 
-def subclass(norm: Any, **own: Any) -> None:
-    """The norm gets a class of a user's, which twice its host's result has if nothing else is said."""
-    cls = type(norm)
-    norm.__class__ = type("Mine", (cls,), own or {"forward": lambda self, x: 2 * cls.forward(self, x)})
-
-
-def offloaded(norm: nn.Module) -> None:
-    """accelerate offloads by its own `forward` in the module."""
-    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
-    hook = hooks.ModelHook()
-    hook.pre_forward = lambda module, x: ((x + 1,), {})
-    hooks.add_hook_to_module(norm, hook)
-
-
-CHANGES: dict[str, Any] = {
-    "a subclass": subclass,
+# A hook of accelerate, which offloads by its own `forward` in the module.
+OFFLOADS = SimpleNamespace(no_grad=False, init_hook=lambda norm: norm, post_forward=lambda norm, out: out)
+OFFLOADS.pre_forward = lambda norm, x: ((x + 1,), {})
+CHANGES: dict[str, Any] = {  # a function, or what a subclass of a user's has
+    "a subclass": {"forward": lambda self, x: 2 * super(type(self), self).forward(x)},
     "a hook": lambda norm: norm.register_forward_hook(lambda module, given, out: 2 * out),
-    "accelerate": offloaded,
+    "accelerate": lambda norm: pytest.importorskip("accelerate.hooks").add_hook_to_module(norm, OFFLOADS),
     "a parametrized weight": lambda norm: nn.utils.parametrize.register_parametrization(norm, "weight", nn.Tanh()),
     "a buffer": lambda norm: norm.register_buffer("weight", norm._parameters.pop("weight").detach() * 3),
-    "a property": lambda norm: subclass(norm, weight=property(lambda self: self._parameters["weight"] * 3)),
+    "a property": {"weight": property(lambda self: self._parameters["weight"] * 3)},
     "an eps": lambda norm: setattr(norm, "eps" if hasattr(norm, "eps") else "variance_epsilon", 0.5),
     "a hook of all modules": lambda norm: nn.modules.module.register_module_forward_hook(
         lambda module, given, out: 2 * out if module is norm else None
@@ -217,18 +209,20 @@ CHANGES: dict[str, Any] = {
 
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize(("name", "change"), [*itertools.product(FUSING, CHANGES)])
-def test_a_changed_norm_is_called(live: Any, name: str, change: str, first: bool) -> None:
+def test_a_changed_norm_is_called(request: Any, name: str, change: str, first: bool) -> None:
     """Before or after `enable` and a call: rope is still jitrope's, and the weights get the gradients of the host's."""
-    x, results = live(name), []
+    x, results = live(request, name), []
     plain = x.run()
     with ExitStack() as hooks, ExitStack() as enables:
         if not first:
             report = enables.enter_context(x.enable())
             x.run()
         for norm in x.norms:
-            made = CHANGES[change](norm)
-            if hasattr(made, "remove"):
-                hooks.callback(made.remove)
+            made = CHANGES[change]
+            if isinstance(made, dict):
+                norm.__class__ = type("Mine", (type(norm),), made)
+            elif hasattr(handle := made(norm), "remove"):
+                hooks.callback(handle.remove)
         if first:
             report = enables.enter_context(x.enable())
         for calls in (x.rope, x.rope, {}):  # then without jitrope
@@ -247,14 +241,12 @@ def test_a_changed_norm_is_called(live: Any, name: str, change: str, first: bool
 
 def ours(t: Any, table: Any, scale: float = 1.0, part: Any = None) -> Any:
     """What the tests call jitrope's; a host has other parameters."""
-    if part == "refused":
-        raise InvalidInput("part is refused")
+    if str(part).startswith("refused"):
+        raise InvalidInput(part)
     return "jitrope", t, table, scale, part
 
 
-def fewer(t: Any, part: Any = None) -> Any:
-    return "host", t, part
-
+fewer = lambda t, part=None: ("host", t, part)  # noqa: E731
 
 THEIRS: dict[str, Any] = {
     "a keyword": lambda t, table, scale=1.0, part=None, new=None: ("host", t, table, scale, part, new),
@@ -269,7 +261,7 @@ SIGNATURES = [  # the host's function, arguments, words, the result, the reason 
     ("a keyword", (1, 2), {"new": None}, ("jitrope", 1, 2, 1.0, None), ""),
     ("a keyword", (1, 2), {"new": 5}, ("host", 1, 2, 1.0, None, 5), NEW),
     ("a keyword", (1, 2, 3.0, 4, 5), {}, ("host", 1, 2, 3.0, 4, 5), NEW),
-    ("a keyword", (1, 2), {"part": "refused"}, ("host", 1, 2, 1.0, "refused", None), "part is refused"),
+    ("a keyword", (1, 2), {"part": "refused"}, ("host", 1, 2, 1.0, "refused", None), "refused"),
     ("a place", (1, 2, 3), {}, ("host", 1, 2, 3, 1.0, None), NEW),
     ("a place", (1, 2), {"table": 3}, ("host", 1, 2, 3, 1.0, None), NEW),
     ("a default", (1, 2), {}, ("jitrope", 1, 2, 2.0, "all"), ""),
@@ -399,8 +391,7 @@ def test_a_method(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Rope.forward is mine
 
 
-def test_a_compiled_function_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is replaced in compiled code too."""
+def test_a_compiled_function_of_a_host_is_replaced_in_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     module = host_of(monkeypatch, "host_t", torch.compile(lambda x: x + 1, backend="eager"))
     with _host.enable("host_t", {"host_t:rope": lambda x: x + 100}):
         assert torch.compile(lambda x: module.rope(x), backend="eager")(torch.zeros(1)) == 100
@@ -408,20 +399,14 @@ def test_a_compiled_function_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_report_counts_since_its_enable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reasons are counted, the most frequent first, and there is a bound on their number."""
-    module = host_of(monkeypatch, "host_r", lambda x: x)
-
-    def refusing(x: int) -> int:
-        if x % 2:
-            raise InvalidInput("odd" if x < 9 else f"{x} is odd")
-        return x
-
-    with _host.enable("host_r", {"host_r:rope": refusing}):
-        module.rope(3)
-    with _host.enable("host_r", {"host_r:rope": refusing}) as report:
-        assert [module.rope(x) for x in (1, 2, 3)] == [1, 2, 3]
-        assert str(report).splitlines()[1:] == ["  2 x odd"]
-        for x in range(9, 9 + 2 * 2 * _host._MOST_REASONS, 2):
-            module.rope(x)
+    module, refused = host_of(monkeypatch, "host_r", THEIRS["a keyword"]), "refused: odd"
+    with _host.enable("host_r", {"host_r:rope": ours}):
+        module.rope(1, 2, part=refused)
+    with _host.enable("host_r", {"host_r:rope": ours}) as report:
+        assert [module.rope(1, 2, part=x)[0] for x in (refused, None, refused)] == ["host", "jitrope", "host"]
+        assert str(report).splitlines()[1:] == ["  2 x refused: odd"]
+        for x in range(2 * _host._MOST_REASONS):
+            module.rope(1, 2, part=f"refused: {x}")
     assert report.calls == {"jitrope": 1, "host": 2 + 2 * _host._MOST_REASONS}
     assert report.reasons["other reasons"] > 0
     assert len(_host.reasons["host_r"]) <= _host._MOST_REASONS + 1

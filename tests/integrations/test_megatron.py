@@ -199,9 +199,7 @@ def test_context_parallelism(core: Any, ranks: Any, enabled: Any, device: str, a
 
 
 TABLE, SPLIT = freqs_of(6, 32), "get_query_key_value_tensors"
-OWN = type("Own", (torch.nn.Identity,), {})  # under a name that is not Megatron's
 LEFT = {  # a change of the layer and of the words of its call, the reason why it is not fused, and calls of rope
-    "own": (lambda x, _: setattr(x, "k_layernorm", OWN()), "Own is no norm that jitrope knows, or was changed", 2),
     "eps": (lambda x, _: setattr(x.k_layernorm, "eps", 1e-3), "the norms of q and k differ", 2),
     "weight": (lambda x, _: x.q_layernorm.double(), "prepare_fused_qkv: q_weight is float64; it must be (32,), "
                "float32 or float16 or bfloat16, contiguous, on cpu like q of qkv", 2),

@@ -20,13 +20,10 @@ TOKENS, BATCH, WIDTH, HEADS, GROUPS, HEAD_DIM = 48, 2, 256, 8, 2, 64
 TE = "transformer_engine.pytorch"
 LEAD = {"sbhd": (TOKENS, BATCH), "bshd": (BATCH, TOKENS), "thd": (TOKENS * BATCH,)}
 UNITS = {torch.float32: 1e-5, torch.bfloat16: 2**-8}
+ROPES = product(LEAD, ("alone", "starts", "two ranks"), (False, True), (1.0, 0.5), UNITS)
 
 
-@pytest.mark.parametrize(
-    ("layout", "sharing", "interleaved", "part", "dtype"),
-    product(LEAD, ("alone", "starts", "two ranks"), (False, True), (1.0, 0.5), UNITS),
-    ids=str,
-)
+@pytest.mark.parametrize(("layout", "sharing", "interleaved", "part", "dtype"), ROPES, ids=str)
 def test_rope_beside_its_kernel(layout: str, sharing: str, interleaved: bool, part: float, dtype: torch.dtype) -> None:
     """Results and gradients are those of its CUDA kernel within a rounding."""
     rope = installed(f"{TE}.attention.rope")
@@ -46,13 +43,11 @@ def test_rope_beside_its_kernel(layout: str, sharing: str, interleaved: bool, pa
     close(*results, UNITS[dtype])
 
 
-@pytest.mark.parametrize(
-    ("norm", "before", "layout", "centred"),
-    [
-        *product(("RMSNorm", "LayerNorm"), (False, True), LEAD, (False, True)),
-        *product(("L2Normalization",), (False, True), LEAD, (False,)),
-    ],
-)
+NORMS = [*product(("RMSNorm", "LayerNorm"), (False, True), LEAD, (False, True))]
+NORMS += product(("L2Normalization",), (False, True), LEAD, (False,))
+
+
+@pytest.mark.parametrize(("norm", "before", "layout", "centred"), NORMS)
 def test_norms_and_rope_of_its_attention(norm: str, before: bool, layout: str, centred: bool) -> None:
     """One launch for the norms and rope: q and k of its own, results and gradients of the layer."""
     te = installed(TE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
@@ -17,11 +16,6 @@ from ..devices import DEVICES
 from ..hosts import doubled, timm
 
 SMALL = {"img_size": 32, "depth": 2, "embed_dim": 64, "num_heads": 4, "num_classes": 5}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _timm() -> None:
-    timm()
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # a name of timm's, and words; or the kind of a NaFlex model
@@ -44,10 +38,10 @@ def prepared(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
     if of_timm:
         words = {key: value for key, value in {**SMALL, **more}.items() if value is not None}
         size = words.get("img_size", 64)
-        model = importlib.import_module("timm").create_model(of_timm, **words)
+        model = timm().create_model(of_timm, **words)
         inputs: Any = torch.randn(2, 3, size, size)
     else:
-        module = importlib.import_module("timm.models.naflexvit")
+        module = timm().models.naflexvit
         words = {"embed_dim": 64, "num_heads": 4, "depth": 2, "patch_size": 4, "reg_tokens": 2, "class_token": True}
         config = module.NaFlexVitCfg(**words, pos_embed="none", patch_drop_rate=0.25, **more)
         model, rows = module.NaFlexVit(config, num_classes=3).train(), torch.arange(16)
@@ -113,8 +107,7 @@ def test_an_enabled_model_is(how: str) -> None:
     stock = model.eval()(inputs)
     with integration.enable() as report:
         if how == "traced":
-            fx = importlib.import_module("timm.layers._fx")
-            got = fx.create_feature_extractor(model, {"head": "out"})(inputs)["out"]
+            got = timm().layers._fx.create_feature_extractor(model, {"head": "out"})(inputs)["out"]
         elif how == "exported":
             got = torch.export.export(model, (inputs,)).module()(inputs)
         elif how == "compiled":
@@ -133,7 +126,7 @@ X = (2, 3, 5, 8)  # B, H, S, D
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("tables", [(5, 8), (3, 5, 8), (2, 1, 5, 8), (2, 3, 5, 8), (1, 8), (8,)], ids=str)
 def test_function(tables: tuple[int, ...], half: bool) -> None:
-    host = importlib.import_module("timm.layers").apply_rot_embed
+    host = timm().layers.apply_rot_embed
     for dtype, of_tables in ((torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)):
         x, (sin, cos) = torch.randn(X).to(dtype), torch.randn(2, *tables).to(of_tables)
         outs, grads = [], []
@@ -152,9 +145,9 @@ def test_each_path_of_attention(kind: str) -> None:
     words: dict[str, Any] = {"num_heads": 4, "norm_layer": nn.LayerNorm, "qk_norm": True, "attn_drop": 0.3}
     more = {"separate": {"qkv_fused": False}, "biased": {"qkv_bias_separate": True}, "gated": {"gated": True}}
     words |= more.get(kind, {})
-    cls = importlib.import_module("timm.models.eva").EvaAttention
+    cls = timm().models.eva.EvaAttention
     if kind == "grouped":
-        cls = importlib.import_module("timm.layers.attention").AttentionRope
+        cls = timm().layers.attention.AttentionRope
         words |= {"num_kv_heads": 2, "qkv_fused": False}
     layer, x = cls(32, **words), torch.randn(2, 10, 32)
     layer.fused_attn = kind != "unfused"
@@ -176,7 +169,7 @@ def test_each_path_of_attention(kind: str) -> None:
 
 def test_the_result_of_earlier_versions() -> None:
     """Before 1.0.31 it had the dtype that x and the tables promote to."""
-    module = importlib.import_module("timm.layers.pos_embed_sincos")
+    module = timm().layers.pos_embed_sincos
     x, sin, cos = torch.randn(X).bfloat16(), *torch.randn(2, 5, 8)
     for half, turn in ((True, module.rope_rotate_half), (False, module.rot)):
         out = integration._promoted(x, sin, cos, half)
@@ -189,13 +182,10 @@ def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
     `enable` replaces nothing if `apply_rot_embed` is another one than in the versions that jitrope knows.
     """
-    place, attention = "timm.models.eva.EvaAttention.forward", importlib.import_module("timm.models.eva").EvaAttention
+    place, attention = "timm.models.eva.EvaAttention.forward", timm().models.eva.EvaAttention
     layer = attention(32, 4, norm_layer=nn.LayerNorm)
     x, emb, stock = torch.randn(2, 10, 32), torch.randn(9, 16), attention.forward
-
-    def forward(self: Any, x: Tensor, rope: Any = None, *, times: int = 1) -> Tensor:
-        return times * stock(self, x, rope)
-
+    forward = lambda self, x, rope=None, *, times=1: times * stock(self, x, rope)  # noqa: E731
     want = layer(x, emb)
     monkeypatch.setattr(attention, "forward", forward)
     with integration.enable() as report:
@@ -205,7 +195,7 @@ def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("timm.models.eva.EvaAttention")
     with integration.enable() as report:
         assert "has no timm.models.eva:EvaAttention" in report.left[place]
-    module = importlib.import_module("timm.layers.pos_embed_sincos")
+    module = timm().layers.pos_embed_sincos
     monkeypatch.setattr(module, "apply_rot_embed", doubled(module.apply_rot_embed))
     with pytest.raises(integration.JitropeError, match="apply_rot_embed is not that of timm"):
         integration.enable()

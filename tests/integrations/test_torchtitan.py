@@ -37,11 +37,10 @@ POSITIONS = {
 SCALINGS: dict[str, dict[str, Any]] = {"none": {}, "yarn": {"rope_factor": 4.0}, "llama": {"theta": 500000.0}}
 ROPES = (("CosSinRoPE", "none"), ("CosSinRoPE", "yarn"), ("ComplexRoPE", "none"), ("ComplexRoPE", "llama"))
 BITS = [(*rope, *case) for rope in ROPES for case in product(DTYPES, POSITIONS)]
+SOME = (BITS[6], BITS[11], BITS[21], BITS[24])
 
 
-@pytest.mark.parametrize(
-    ("device", "kind", "scaling", "dtype", "positions"), devices(BITS, (BITS[6], BITS[11], BITS[21], BITS[24]))
-)
+@pytest.mark.parametrize(("device", "kind", "scaling", "dtype", "positions"), devices(BITS, SOME))
 def test_bits_of_the_host(titan: Any, device: str, kind: str, scaling: str, dtype: str, positions: str) -> None:
     """Outputs have the host's bits. Gradients, which the host rounds more often, agree to the last place."""
     torch.manual_seed(0)
@@ -129,9 +128,10 @@ def test_model(titan: Any, device: str, case: str, dtype: str) -> None:
     close(got, want, 1e-4 if dtype == "fp32" else 0.03)
 
 
-@pytest.mark.parametrize(
-    ("name", "rope"), [("deepseek_v3", "ComplexRoPE"), ("gpt_oss", "CosSinRoPE"), ("muse_glimmer", "ComplexRoPE")]
-)
+OTHERS = {"deepseek_v3": "ComplexRoPE", "gpt_oss": "CosSinRoPE", "muse_glimmer": "ComplexRoPE"}
+
+
+@pytest.mark.parametrize(("name", "rope"), OTHERS.items())
 def test_other_attention_gets_the_rope(titan: Any, name: str, rope: str) -> None:
     """A class of attention that jitrope does not know keeps its class and its norms; its rope is one launch."""
     stock, ours = (titan_config(name, override).layers[0].attention for override in (False, True))
@@ -163,9 +163,7 @@ PARALLEL = [("partial_dtensor",), ("spmd_types",)]
 
 
 @pytest.mark.parametrize(("device", "backend"), devices(PARALLEL, PARALLEL[:1]))
-def test_norms_of_a_tensor_parallel_layer(
-    titan: Any, monkeypatch: pytest.MonkeyPatch, device: str, backend: str
-) -> None:
+def test_norms_of_a_tensor_parallel_layer(titan: Any, monkeypatch: Any, device: str, backend: str) -> None:
     """Each rank normalises and rotates its heads; a weight's gradient is the rank's part, as the host's is."""
     from torchtitan.distributed import parallel_dims, utils
     from torchtitan.distributed.spmd_types import set_current_spmd_mesh
@@ -231,7 +229,6 @@ def test_a_keyword_of_another_version(titan: Any, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("name", ["CosSinRoPE", "GQAttention"])
 def test_another_text(titan: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A file that differs from that of 0.3.0 is left to the host."""
     monkeypatch.setitem(torchtitan._PLACES, name, (torchtitan._PLACES[name][0], "another"))
     theirs, ours = layers_of()
     assert torch.equal(ours(X, None, IDS), theirs(X, None, IDS))

@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import jitrope
 from jitrope.integrations import _host, _norms
 from jitrope.integrations import transformers as integration
 
+from ..devices import slow
 from ..hosts import doubled
 from . import transformers_zoo as zoo
 
@@ -73,76 +75,12 @@ def test_enable_judges_outside_of_modes(mode: Any) -> None:
 
 # ---- uses of what waits --------------------------------------------------------------------------------
 
-
-def used(what: str, layer: Any, q: Tensor, k: Tensor, t: Any) -> Any:
-    """What a layer does with q and k, which its norms have made or which it normalises here, and with the tables."""
-    rope, fewer = apply_rotary_pos_emb, partial(checkpoint, torch.mul, use_reentrant=True)
-    match what:
-        case "plain" | "two eps":
-            return rope(q, k, *t)
-        case "views":
-            q = layer.q_norm(q.transpose(1, 2)).transpose(1, 2)
-            k = layer.k_norm(k).reshape(2, 2, 3, 2, 8).flatten(2, 3)
-            assert q.shape == k.size() == (2, 2, 6, 8)
-            assert (q.dim(), q.ndim, len(q), q.numel(), q.dtype, q.device) == (4, 4, 2, 192, t[0].dtype, t[0].device)
-            q, k = rope(q, k, cos=t[0], sin=t[1])
-            return q.permute(0, 2, 1, 3).flatten(2), k
-        case "views of results":  # LayerNorm's results are contiguous, and its inputs are not
-            q, k = q.view(4, 6, 8), k.view(size=(4, 6, 8))
-            return rope(q.view(2, 2, 6, 8), k.view(2, 2, 6, 8), *t)
-        case "swapped":  # the last axis, of 8 too, becomes another one
-            q, k = (x.repeat(1, 1, 2, 1)[:, :, :8] for x in (q, k))
-            cos, sin = (x.repeat(1, 2, 1)[:, :8] for x in t)
-            return rope(layer.q_norm(q).transpose(2, 3), layer.k_norm(k).transpose(2, 3), cos, sin)
-        case "between":  # the normalised tensors are changed, also through a view
-            part = q.transpose(1, 2)
-            q[..., 1] = 3
-            k *= 2
-            part.mul_(2)
-            return rope(q, k, *t)
-        case "twice":  # the normalised tensors have another use, and q is changed after the call
-            turned = rope(q, k, *t)
-            return q + turned[0], torch.cat([k, k]), turned[1], q.detach().mul_(2)
-        case "functions":  # an autograd function and an op, which read memory, get the normalised tensors
-            return fewer(q, 3), torch.ops.aten.mul(k, 2)
-        case "sliced":
-            return rope(q[..., :8], k[..., :8], *t)
-        case "last and more":  # the results of the rotation have another use, too
-            q, k = rope(q, k, *t)
-            return layer.q_norm(q), q * 2, layer.k_norm(k), k.transpose(1, 2) + 1
-        case "rotated without grad":
-            with torch.no_grad():
-                q, k = rope(q, k, *t)
-            return layer.q_norm(q), layer.k_norm(k)
-        case "not rotated":
-            return layer.q_norm(q), layer.k_norm(k)
-        case "changed":
-            q, k = q.detach().clone(), k.detach()
-            normed, other = layer.q_norm(q), layer.k_norm(k)
-            if layer.training:
-                q.zero_()
-            return rope(normed, other, *t)
-        case "reentrant checkpoint":  # a function of autograd
-            return fewer(q, torch.tensor(2)), k
-        case "torch.func":  # what waits is a constant of the function that is derived
-            return torch.func.grad(lambda x: (x * q.transpose(1, 2)).sum())(torch.ones(2, 6, 2, 8)), k
-    wrap, _, rotates = what.partition(": ")
-    wraps = {"checkpoint": lambda function: partial(checkpoint, function, use_reentrant=False), "vmap": torch.func.vmap,
-             "compile": partial(torch.compile, backend="aot_eager")}  # fmt: skip
-    function = wraps[wrap]
-    if rotates == "rotates":  # the rotation is in what takes the tensors
-        return function(lambda q, k: rope(q, k, *t))(q, k)
-    part = function(lambda x: (2 * x).sin())  # it takes tensors that are rotated before, or later, or not; and views
-    first = part(q.transpose(1, 2))
-    return *rope(q, k, *t), first, part(q), part(k)
-
-
 AFTER = ("views", "swapped", "last and more", "rotated without grad", "not rotated", "changed")
 """The uses that call the norms; else they come first."""
 
 
 class Layer(nn.Module):
-    """The parts of an attention. `used` says what each is for."""
+    """The parts of an attention, and a use of q and k, which its norms have made or which are normalised here."""
 
     def __init__(self, use: str, norm: Any = Qwen3RMSNorm, k_norm: Any = None) -> None:
         super().__init__()
@@ -155,8 +93,68 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
         q, k = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in (self.q_proj(x), self.k_proj(x)))
-        normed = (q, k) if self.use in AFTER else (self.q_norm(q), self.k_norm(k))
-        return used(self.use, self, *normed, (cos, sin)) if self.use else apply_rotary_pos_emb(*normed, cos, sin)
+        q, k = (q, k) if self.use in AFTER else (self.q_norm(q), self.k_norm(k))
+        t = cos, sin
+        rope, fewer = apply_rotary_pos_emb, partial(checkpoint, torch.mul, use_reentrant=True)
+        match self.use:
+            case "" | "plain" | "two eps":
+                return rope(q, k, *t)
+            case "views":
+                q = self.q_norm(q.transpose(1, 2)).transpose(1, 2)
+                k = self.k_norm(k).reshape(2, 2, 3, 2, 8).flatten(2, 3)
+                assert q.shape == k.size() == (2, 2, 6, 8)
+                assert (q.dim(), q.ndim, len(q), q.numel()) == (4, 4, 2, 192)
+                assert (q.dtype, q.device) == (cos.dtype, cos.device)
+                q, k = rope(q, k, cos=cos, sin=sin)
+                return q.permute(0, 2, 1, 3).flatten(2), k
+            case "views of results":  # LayerNorm's results are contiguous, and its inputs are not
+                q, k = q.view(4, 6, 8), k.view(size=(4, 6, 8))
+                return rope(q.view(2, 2, 6, 8), k.view(2, 2, 6, 8), *t)
+            case "swapped":  # the last axis, of 8 too, becomes another one
+                q, k = (x.repeat(1, 1, 2, 1)[:, :, :8] for x in (q, k))
+                cos, sin = (x.repeat(1, 2, 1)[:, :8] for x in t)
+                return rope(self.q_norm(q).transpose(2, 3), self.k_norm(k).transpose(2, 3), cos, sin)
+            case "between":  # the normalised tensors are changed, also through a view
+                part = q.transpose(1, 2)
+                q[..., 1] = 3
+                k *= 2
+                part.mul_(2)
+                return rope(q, k, *t)
+            case "twice":  # the normalised tensors have another use, and q is changed after the call
+                turned = rope(q, k, *t)
+                return q + turned[0], torch.cat([k, k]), turned[1], q.detach().mul_(2)
+            case "functions":  # an autograd function and an op, which read memory, get the normalised tensors
+                return fewer(q, 3), torch.ops.aten.mul(k, 2)
+            case "sliced":
+                return rope(q[..., :8], k[..., :8], *t)
+            case "last and more":  # the results of the rotation have another use, too
+                q, k = rope(q, k, *t)
+                return self.q_norm(q), q * 2, self.k_norm(k), k.transpose(1, 2) + 1
+            case "rotated without grad":
+                with torch.no_grad():
+                    q, k = rope(q, k, *t)
+                return self.q_norm(q), self.k_norm(k)
+            case "not rotated":
+                return self.q_norm(q), self.k_norm(k)
+            case "changed":
+                q, k = q.detach().clone(), k.detach()
+                normed, other = self.q_norm(q), self.k_norm(k)
+                if self.training:
+                    q.zero_()
+                return rope(normed, other, *t)
+            case "reentrant checkpoint":  # a function of autograd
+                return fewer(q, torch.tensor(2)), k
+            case "torch.func":  # what waits is a constant of the function that is derived
+                return torch.func.grad(lambda x: (x * q.transpose(1, 2)).sum())(torch.ones(2, 6, 2, 8)), k
+        wrap, _, rotates = self.use.partition(": ")
+        wraps = {"compile": partial(torch.compile, backend="aot_eager"), "vmap": torch.func.vmap}
+        function = wraps.get(wrap, lambda function: partial(checkpoint, function, use_reentrant=False))
+        if rotates == "rotates":  # the rotation is in what takes the tensors
+            return function(lambda q, k: rope(q, k, *t))(q, k)
+        # It takes tensors that are rotated before, or later, or not; and views.
+        part = function(lambda x: (2 * x).sin())
+        first = part(q.transpose(1, 2))
+        return *rope(q, k, *t), first, part(q), part(k)
 
 
 GENERATOR = torch.Generator().manual_seed(1)
@@ -206,11 +204,12 @@ def test_a_function_of_autograd_does_not_lose_its_gradient() -> None:
             out.sum().backward()
 
 
-TAKES = ("checkpoint: rotates", "checkpoint: takes", "compile: rotates", "compile: takes", "vmap: takes", "torch.func")
+TAKES: list[Any] = [slow("compile: rotates", False), slow("compile: rotates", True)]
+USERS = ("checkpoint: rotates", "checkpoint: takes", "compile: takes", "vmap: takes", "torch.func")
+TAKES += product(USERS, (False, True))
 
 
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("use", TAKES)
+@pytest.mark.parametrize(("use", "grad"), TAKES)
 def test_what_takes_a_waiting_tensor(use: str, grad: bool) -> None:
     """In a layer whose earlier calls were fused, it has the host's results and gradients, or says what to do."""
     torch.compiler.reset()
@@ -304,7 +303,7 @@ def test_autocast(family: str, caplog: pytest.LogCaptureFixture, monkeypatch: py
     model, results = zoo.language_model(family, torch.bfloat16), []
     for around in (nullcontext, partial(integration.enable, model)):
         with around() as report, torch.autocast("cpu", torch.bfloat16):
-            results += [zoo.first(model(input_ids=zoo.IDS)) for _ in range(2)]
+            results += [model(input_ids=zoo.IDS)[0] for _ in range(2)]
     assert all(torch.equal(x, results[0]) for x in results)
     assert report.calls["fused"] == 0
     why = "not fused: autocast may change the norm"
@@ -329,16 +328,12 @@ def test_tensors_are_let_go() -> None:
 
 
 def test_what_is_changed_after_enable() -> None:
-    """A new weight is read, a norm with a `_norm` of its own is called; beside a hook of all modules all are called."""
+    """A new weight is read, and a norm with a `_norm` of its own is called."""
     qwen3 = zoo.language_model("qwen3")
     norm = qwen3.model.layers[0].self_attn.q_norm
     with integration.enable(qwen3) as report:
         first, fused = zoo.run(qwen3), zoo.run(qwen3)
         assert torch.equal(first, fused)
-        handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
-        assert torch.equal(zoo.run(qwen3), fused)
-        assert report.calls["fused"] == 4
-        handle.remove()
         norm.weight = nn.Parameter(torch.randn(8))
         results = [zoo.run(qwen3)]
         norm._norm = print
@@ -380,19 +375,14 @@ class Attention(nn.Module):
 """
 
 
-@pytest.fixture
-def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def remote(tmp_path: Path, line: str, old: str = "", new: str = "") -> Any:
     """Imports REMOTE with another line, as remote code."""
-
-    def made(line: str, old: str = "", new: str = "") -> Any:
-        path = tmp_path / f"remote_{len(os.listdir(tmp_path))}_{tmp_path.name}.py"
-        path.write_text(REMOTE.replace("LINE", line).replace(old, new))
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        monkeypatch.setitem(sys.modules, path.stem, module := importlib.util.module_from_spec(spec))
-        spec.loader.exec_module(module)
-        return module
-
-    return made
+    path = tmp_path / f"remote_{tmp_path.parent.name}_{tmp_path.name}.py"
+    path.write_text(REMOTE.replace("LINE", line).replace(old, new))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 LINES = {
@@ -417,22 +407,22 @@ LINES = {
 
 
 @pytest.mark.parametrize(("why", "line"), [(why, line) for why, lines in LINES.items() for line in lines])
-def test_a_rope_function_that_is_not_seen_whole(why: str, line: str, remote: Any) -> None:
+def test_a_rope_function_that_is_not_seen_whole(why: str, line: str, tmp_path: Path) -> None:
     with pytest.raises(jitrope.JitropeError, match=why):
-        integration.enable(remote(line).Attention())
+        integration.enable(remote(tmp_path, line).Attention())
 
 
-def test_a_rope_function_without_its_text(remote: Any) -> None:
+def test_a_rope_function_without_its_text(tmp_path: Path) -> None:
     """Nobody can see whether it has code in it that reads a global value."""
-    module = remote("q = (lambda x: x * SCALE)(q)")
+    module = remote(tmp_path, "q = (lambda x: x * SCALE)(q)")
     Path(module.__file__).unlink()
     linecache.checkcache()
     with pytest.raises(jitrope.JitropeError, match=r"branches on .*, or may do so"):
         integration.enable(module.Attention())
 
 
-def test_a_patch_of_what_nested_code_calls(remote: Any) -> None:
-    module = remote("q = (lambda x: nothing(x))(q)")
+def test_a_patch_of_what_nested_code_calls(tmp_path: Path) -> None:
+    module = remote(tmp_path, "q = (lambda x: nothing(x))(q)")
     module.nothing = lambda x: x
     layer, given = module.Attention(), (*torch.randn(2, 1, 2, 5, 8), *torch.randn(2, 1, 5, 8))
     want = layer(*given)
@@ -443,9 +433,9 @@ def test_a_patch_of_what_nested_code_calls(remote: Any) -> None:
     assert report.calls == {"jitrope": 1, "host": 1}
 
 
-def test_a_file_that_is_edited_after_its_import(remote: Any) -> None:
+def test_a_file_that_is_edited_after_its_import(tmp_path: Path) -> None:
     """The loaded code runs, not that of the disk."""
-    module = remote("pass", "return apply_rotary_pos_emb(q", "return (lambda: 1.0)(), apply_rotary_pos_emb(q")
+    module = remote(tmp_path, "pass", "return apply_rotary_pos_emb(q", "return (lambda: 1.0)(), apply_rotary_pos_emb(q")
     layer, path = module.Attention(), Path(module.__file__)
     path.write_text(path.read_text().replace("1.0)()", "7.0)()"))
     os.utime(path, (9e9, 9e9))
@@ -456,21 +446,18 @@ def test_a_file_that_is_edited_after_its_import(remote: Any) -> None:
 
 def test_norms_that_are_not_rotated_hold_no_graph() -> None:
     """Their first calls are kept from checkpoints, with their gradients, a second derivative too, and no longer."""
-    layer, (x, *tables) = Layer("not rotated"), GIVEN
-
-    def second(layer: nn.Module) -> Tensor:
-        y = x.clone().requires_grad_()
-        made.append(weakref.ref(y))
-        grads = torch.autograd.grad(layer(y, *tables)[0].sin().sum(), (y, layer.q_norm.weight), create_graph=True)
-        return torch.autograd.grad(sum(grad.square().sum() for grad in grads), layer.q_norm.weight)[0]
-
-    made: list[Any] = []
-    want = second(layer)
-    with integration.enable(layer):
-        for _ in range(4):
-            assert torch.equal(second(layer), want)
-            y = x.clone().requires_grad_()
-            made.append(weakref.ref(y))
-            layer(y, *tables)  # without a backward, which would free what is saved
-            del y
-    assert [y() for y in made] == [None] * 9
+    layer, (x, *tables), made, results = Layer("not rotated"), GIVEN, [], []
+    for around in (nullcontext, partial(integration.enable, layer)):
+        with around():
+            for _ in range(4):
+                y = x.clone().requires_grad_()
+                made.append(weakref.ref(y))
+                out, weight = layer(y, *tables)[0], layer.q_norm.weight
+                grads = torch.autograd.grad(out.sin().sum(), (y, weight), create_graph=True)
+                results += torch.autograd.grad(sum(grad.square().sum() for grad in grads), weight)
+                y = x.clone().requires_grad_()
+                made.append(weakref.ref(y))
+                layer(y, *tables)  # without a backward, which would free what is saved
+                del y, out, grads
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert [y() for y in made] == [None] * 16

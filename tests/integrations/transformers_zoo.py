@@ -44,17 +44,13 @@ SIZES = {
 }
 COMPUTED = {"layer_types", "mlp_layer_types", "no_rope_layers", "indexer_types", "kv_sharing_modes", "per_layer_config"}
 INDEXER = dict(zip(("n_heads", "kv_heads", "head_dim", "budget", "compress_ratio"), (2, 1, 8, 4, 2)))
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
 WORDS: dict[str, dict[str, Any]] = {
-    "dots1": {"n_routed_experts": 4, "num_local_experts": 4},
-    "deepseek_v2": {"num_experts_per_tok": 2},
-    "esmfold2": {"head_dim": 32},
-    "gptj": {"rotary_dim": 4},
-    "flint": {"layer_types": ["sliding_attention", "full_attention"]},
-    "neomme": {"head_dim": 16},
-    "idefics": {"qk_layer_norms": True},
-    "gemma3n": {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"]},
+    "dots1": {"n_routed_experts": 4, "num_local_experts": 4}, "deepseek_v2": {"num_experts_per_tok": 2},
+    "esmfold2": {"head_dim": 32}, "neomme": {"head_dim": 16}, "gptj": {"rotary_dim": 4},
+    "idefics": {"qk_layer_norms": True}, "flint": SLIDING, "gemma3n": {"num_kv_shared_layers": 0, **SLIDING},
     "qwen4_exp": {f"indexer_{name}": value for name, value in INDEXER.items()},
-}
+}  # fmt: skip
 AS_MANY_KV = """axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 dory dots3_note glm4_moe_lite glm_moe_dsa
 hy_v4 kimi_k25 minicpm3 mistral4 mistral_large4 nemotron3_5_transcribe unlimited_ocr youtu esmc"""
 ALIKE: dict[str, dict[str, Any]] = {
@@ -101,10 +97,6 @@ def _own(family: str, kind: str = "modeling") -> list[Any]:
     return [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
 
 
-def attention_classes(family: str) -> list[type]:
-    return [cls for cls in _own(family) if integration._ropes_of(cls)]
-
-
 def models(family: str) -> list[type]:
     """The model classes of a file, with those first that are likely to be the smallest."""
     found = [c for c in _own(family) if issubclass(c, PreTrainedModel) and c.config_class is not None]
@@ -113,11 +105,11 @@ def models(family: str) -> list[type]:
     return sorted(found, key=lambda c: ([not c.__name__.endswith(kind) for kind in kinds], len(c.__name__)))
 
 
-def language_model(family: str, dtype: torch.dtype = torch.float32, cls: Any = None) -> nn.Module:
+def language_model(family: str, dtype: torch.dtype = torch.float32, cls: Any = None, **words: Any) -> nn.Module:
     """A model on the CPU, with random parameters of a size that shows rope. cls: not the smallest one of its file."""
     torch.manual_seed(0)
     cls = cls or models(family)[0]
-    config = config_of(cls.config_class, WORDS.get(family, {}))
+    config = config_of(cls.config_class, {**WORDS.get(family, {}), **words})
     config._attn_implementation = "eager"
     model = cls(config)
     for parameter in model.parameters():
@@ -131,13 +123,13 @@ IDS = torch.tensor([[5, 9, 17, 33, 3, 8, 21, 40], [7, 6, 5, 4, 33, 22, 11, 3]])
 def run(model: nn.Module) -> Tensor:
     """The logits or hidden states of a language model, in inference mode."""
     with torch.inference_mode():
-        return first(model(input_ids=IDS))
+        return model(input_ids=IDS)[0]
 
 
-def attention_modules(family: str) -> dict[str, nn.Module]:
-    """A module of each attention class by its name: made alone from a configuration, or of a model."""
-    needed, found = {cls.__name__: cls for cls in attention_classes(family)}, {}
-    for cls in _own(family, "configuration"):
+def attention_modules(family: str) -> dict[str, nn.Module | None]:
+    """A module of each attention class by its name: made alone from a configuration, or of a model; or None."""
+    needed, found = {cls.__name__: cls for cls in _own(family) if integration._ropes_of(cls)}, {}
+    for cls in _own(family, "configuration") if needed else ():
         with suppress(Exception):  # another configuration may fit
             whole = config_of(cls, WORDS.get(family, {}))
             for config in (whole, *(part for part in vars(whole).values() if isinstance(part, PreTrainedConfig))):
@@ -156,7 +148,7 @@ def attention_modules(family: str) -> dict[str, nn.Module]:
         torch.manual_seed(0)
         for parameter in module.parameters():
             parameter.data = torch.randn(parameter.shape) * 0.2
-    return found
+    return dict.fromkeys(needed) | found
 
 
 def arguments(
@@ -186,15 +178,10 @@ def arguments(
     return {p.name: known.get(p.name) for p in needed if p.name in known or p.default is p.empty}
 
 
-def first(out: Any) -> Tensor:
-    """The first tensor of a result."""
-    return next(x for x in tree_leaves(out) if isinstance(x, Tensor))
-
-
 def outcome(module: nn.Module, given: dict[str, Any]) -> dict[str, Tensor]:
     """The result, and the gradients of the parameters."""
     module.zero_grad()
-    out = first(module(**given))
+    out = next(x for x in tree_leaves(module(**given)) if isinstance(x, Tensor))
     if out.is_floating_point() and out.requires_grad:
         out.float().square().mean().backward()
     parameters = getattr(module, "_orig_mod", module).named_parameters()  # of a compiled module

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -40,45 +39,33 @@ def main() -> int:
         return 0
     if not (options.peer and options.checkout):
         parser.error("give a peer and --checkout, or --list")
-    checkout = options.checkout.resolve()
-    files = sorted({str(file) for glob in PEERS[options.peer].tests for file in checkout.glob(glob)})
+    name, checkout = options.peer, options.checkout.resolve()
+    files = sorted({str(file) for glob in PEERS[name].tests for file in checkout.glob(glob)})
     if not files:
-        parser.error(f"{checkout} has none of {', '.join(PEERS[options.peer].tests)}")
-    return _run(options.peer, checkout, files, rest)
-
-
-def _run(name: str, checkout: Path, files: list[str], rest: list[str]) -> int:
-    with tempfile.TemporaryDirectory() as reports:
+        parser.error(f"{checkout} has none of {', '.join(PEERS[name].tests)}")
+    with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {
-            "JITROPE_PEER_NAME": name, "JITROPE_PEER_CHECKOUT": str(checkout), "JITROPE_PEER_REPORTS": reports,
+            "JITROPE_PEER_NAME": name, "JITROPE_PEER_CHECKOUT": str(checkout), "JITROPE_PEER_REPORTS": folder,
             "PYTEST_PLUGINS": "tests.peers.plugin",  # workers of pytest-xdist load it too
         }  # fmt: skip
         arguments = [f"--rootdir={checkout}", "-c", os.devnull, "-p", "no:cacheprovider", "-W", "ignore"]
         arguments += [] if PEERS[name].conftest else ["--noconftest"]
         command = [sys.executable, "-c", _START, str(_ROOT), str(checkout), *arguments, *files, *rest]
         status = subprocess.run(command, cwd=checkout, env=environment).returncode
-        deselected, outcomes, calls = (_sum(reports, kind) for kind in ("deselected", "outcomes", "calls"))
-    for reason, count in deselected.items():
+        reports = [json.loads(file.read_text()) for file in Path(folder).iterdir()]
+    calls = sum(sum(report["calls"].values()) for report in reports)
+    outcomes = [f"{count} {kind}" for report in reports for kind, count in report["outcomes"].items() if count]
+    for reason, count in max((report["deselected"] for report in reports), key=len, default={}).items():  # all the same
         print(f"left out: {count} tests: {reason}")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(
         f"{name} {_version(checkout)} on {device}, jitrope {jitrope.__version__}, torch {torch.__version__}: "
-        f"{', '.join(f'{count} {outcome}' for outcome, count in outcomes.items() if count) or 'nothing ran'}; "
-        f"{calls.total()} calls of jitrope"
+        f"{', '.join(outcomes) or 'nothing ran'}; {calls} calls of jitrope"
     )
     collected = {"--collect-only", "--co"} & set(rest)
     if not (calls or collected):
         print("No test reached jitrope: this run proves nothing.")
     return status or int(not (calls or collected))
-
-
-def _sum(reports: str, kind: str) -> Counter[str]:
-    """The sum of the processes' numbers; all have deselected the same tests."""
-    total: Counter[str] = Counter()
-    for file in Path(reports).glob(f"{kind}-*.json"):
-        numbers = Counter(json.loads(file.read_text()))
-        total = numbers if kind == "deselected" else total + numbers
-    return total
 
 
 def _version(checkout: Path) -> str:

@@ -1,4 +1,4 @@
-"""By the name of a peer: the function that puts jitrope where the peer's tests import the peer from.
+"""`install` puts jitrope where a peer's tests import the peer from.
 
 A missing peer gets modules for the names that its tests import, and rope in plain torch.
 """
@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 import jitrope
+
+from ..hosts import freqs_of
 
 
 def module(name: str, folder: Path | None = None, **names: Any) -> ModuleType:
@@ -43,54 +45,70 @@ def module(name: str, folder: Path | None = None, **names: Any) -> ModuleType:
     return found
 
 
-# ---- hosts of a drop-in: `enable` for each model, as soon as it is made ----------------------------
+_ROPE = "transformer_engine.pytorch.attention.rope"
+_BEFORE = ("transformer_engine.pytorch.attention", "transformer_engine.pytorch.dot_product_attention.rope")
+_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}
 
 
-def diffusers(checkout: Path) -> None:
-    import diffusers as host
+def install(peer: str, checkout: Path) -> None:
+    match peer:
+        case "diffusers" | "transformers":  # `enable` for each model, as soon as it is made
+            host, ours = import_module(peer), import_module(f"jitrope.integrations.{peer}")
+            classes, kinds = [getattr(host, "PreTrainedModel", None)], "^(?!.*Pipeline).*(Transformer|ControlNet|DiT)"
+            if peer == "diffusers":
+                found = [getattr(host, name) for name in dir(host) if re.match(kinds, name)]
+                classes = [cls for cls in found if isinstance(cls, type) and issubclass(cls, host.ModelMixin)]
+            for cls in classes:
 
-    models = re.compile("^(?!.*Pipeline).*(Transformer|ControlNet|DiT)")
-    for cls in [getattr(host, name) for name in dir(host) if models.match(name)]:
-        if isinstance(cls, type) and issubclass(cls, host.ModelMixin):
-            enabled("diffusers", cls, False)
+                @wraps(cls.__init__)
+                def init(self: Any, *given: Any, _cls: Any = cls, _init: Any = cls.__init__, **words: Any) -> None:
+                    _init(self, *given, **words)
+                    if peer == "transformers" or type(self) is _cls:
+                        with suppress(jitrope.JitropeError):  # nothing of it may be recognised
+                            ours.enable(self)
 
-
-def transformers(checkout: Path) -> None:
-    enabled("transformers", import_module("transformers").PreTrainedModel, True)
-
-
-def enabled(host: str, cls: Any, subclasses: bool) -> None:
-    original, ours = cls.__init__, import_module(f"jitrope.integrations.{host}")
-
-    @wraps(original)
-    def init(self: Any, *arguments: Any, **words: Any) -> None:
-        original(self, *arguments, **words)
-        if subclasses or type(self) is cls:
-            with suppress(jitrope.JitropeError):  # nothing of it may be recognised
-                ours.enable(self)
-
-    cls.__init__ = init
-
-
-def megatron(checkout: Path) -> None:
-    """Megatron-core, installed or in the checkout."""
-    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29512}
-    for name, value in alone.items():
-        os.environ.setdefault(name, str(value))
-    import_module("megatron.core.transformer.attention")  # before the stand-in of TransformerEngine
-    import_module("jitrope.integrations.megatron").enable()
-    fused = import_module("jitrope.integrations.transformer_engine").apply_fused_qkv_rotary_pos_emb
-    module("transformer_engine.pytorch.attention.rope", apply_fused_qkv_rotary_pos_emb=fused)
-
-
-# ---- flash-attention: in the place of its Triton kernel, under its own autograd functions ----------
-
-
-def flash_attn(checkout: Path) -> None:
-    import_module("torch._inductor.compile_fx")  # else it would take the stand-in for the real Triton
-    module("triton")
-    module("flash_attn", checkout / "flash_attn")
-    module("flash_attn.ops.triton.rotary", apply_rotary=apply_rotary)
+                cls.__init__ = init
+        case "megatron":  # installed, or in the checkout
+            os.environ.update({name: value for name, value in _ALONE.items() if name not in os.environ})
+            import_module("megatron.core.transformer.attention")  # before the stand-in of TransformerEngine
+            import_module("jitrope.integrations.megatron").enable()
+            fused = import_module("jitrope.integrations.transformer_engine").apply_fused_qkv_rotary_pos_emb
+            module(_ROPE, apply_fused_qkv_rotary_pos_emb=fused)
+        case "flash_attn":  # in the place of its Triton kernel, under its own autograd functions
+            import_module("torch._inductor.compile_fx")  # else it would take the stand-in for the real Triton
+            module("triton")
+            module("flash_attn", checkout / "flash_attn")
+            module("flash_attn.ops.triton.rotary", apply_rotary=apply_rotary)
+        case "liger":  # the functions that it puts into models, and the autograd functions below them
+            sys.path.insert(0, str(checkout))  # its tests import `test.utils`, and Python has a package `test` too
+            module("liger_kernel", checkout / "src" / "liger_kernel")
+            llama4 = lambda xq, xk, freqs_cis, *_: jitrope.apply_rope(xq, xk, freqs_cis=freqs_cis, interleaved=True)  # noqa: E731
+            below = {"LigerRopeFunction": rope, "LigerQwen2VLMRopeFunction": mrope, "LigerLlama4RopeFunction": llama4}
+            module("liger_kernel.ops", **{name: SimpleNamespace(apply=function) for name, function in below.items()})
+            module("liger_kernel.transformers.functional", liger_rope=rope, liger_qwen2vl_mrope=mrope)
+            gpt_oss = lambda q, k, *tables: rope(q, k, *tables, rotary_dim=q.shape[-1])  # noqa: E731
+            names = {"liger_rotary_pos_emb": rope, "liger_rotary_pos_emb_gpt_oss": gpt_oss}
+            module("liger_kernel.transformers.rope", **names)
+            module("liger_kernel.transformers.qwen2vl_mrope", liger_multimodal_rotary_pos_emb=mrope)
+            module("liger_kernel.transformers.llama4_rope", liger_llama4_text_rotary_pos_emb=llama4)
+        case "transformer_engine":  # `fused=True` is jitrope, `fused=False` its own code, or plain torch
+            ours = import_module("jitrope.integrations.transformer_engine")
+            host = getattr(module(_ROPE), "apply_rotary_pos_emb", plain)
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            names = {
+                "apply_rotary_pos_emb": lambda *arguments, fused=False, **words: (
+                    ours.apply_rotary_pos_emb if fused else host
+                )(*arguments, **words),
+                "apply_fused_qkv_rotary_pos_emb": ours.apply_fused_qkv_rotary_pos_emb,
+                # The angles of each position, as TransformerEngine documents them.
+                "RotaryPositionEmbedding": lambda dim, rotary_percent=1.0, interleaved=False, **_: (
+                    lambda rows, offset=0: freqs_of(rows + offset, int(dim * rotary_percent), interleaved, base=10000)[
+                        offset:
+                    ].to(device)
+                ),
+            }
+            for name in (_ROPE, *_BEFORE):
+                module(name, **names)
 
 
 def apply_rotary(
@@ -110,22 +128,6 @@ def apply_rotary(
         )[0]  # fmt: skip
 
 
-# ---- Liger: the functions that it puts into models, and the autograd functions below them ----------
-
-
-def liger(checkout: Path) -> None:
-    sys.path.insert(0, str(checkout))  # its tests import `test.utils`, and Python has a package `test` too
-    module("liger_kernel", checkout / "src" / "liger_kernel")
-    functions = {"LigerRopeFunction": rope, "LigerQwen2VLMRopeFunction": mrope, "LigerLlama4RopeFunction": llama4}
-    module("liger_kernel.ops", **{name: SimpleNamespace(apply=function) for name, function in functions.items()})
-    module("liger_kernel.transformers.functional", liger_rope=rope, liger_qwen2vl_mrope=mrope)
-    module("liger_kernel.transformers.rope", liger_rotary_pos_emb=rope)
-    gpt_oss = {"liger_rotary_pos_emb_gpt_oss": lambda q, k, *tables: rope(q, k, *tables, rotary_dim=q.shape[-1])}
-    module("liger_kernel.transformers.rope", **gpt_oss)
-    module("liger_kernel.transformers.qwen2vl_mrope", liger_multimodal_rotary_pos_emb=mrope)
-    module("liger_kernel.transformers.llama4_rope", liger_llama4_text_rotary_pos_emb=llama4)
-
-
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1,
     rotary_dim: int | None = None,
@@ -138,44 +140,6 @@ def mrope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: list[in
     parts = [table.split(mrope_section * 2, -1) for table in (cos, sin)]
     cos, sin = (torch.cat([part[i % 3] for i, part in enumerate(each)], -1) for each in parts)
     return rope(q, k, cos, sin)
-
-
-def llama4(xq: Tensor, xk: Tensor, freqs_cis: Tensor, *_: Any) -> Any:
-    return jitrope.apply_rope(xq, xk, freqs_cis=freqs_cis, interleaved=True)
-
-
-# ---- TransformerEngine: `fused=True` is jitrope, `fused=False` its own code, or plain torch --------
-
-_ROPE = "transformer_engine.pytorch.attention.rope"
-_BEFORE = ("transformer_engine.pytorch.attention", "transformer_engine.pytorch.dot_product_attention.rope")
-
-
-def transformer_engine(checkout: Path) -> None:
-    ours = import_module("jitrope.integrations.transformer_engine")
-    host = getattr(module(_ROPE), "apply_rotary_pos_emb", plain)
-
-    def apply_rotary_pos_emb(*arguments: Any, fused: bool = False, **words: Any) -> Tensor:
-        return (ours.apply_rotary_pos_emb if fused else host)(*arguments, **words)
-
-    names = {"RotaryPositionEmbedding": Embedding, "apply_rotary_pos_emb": apply_rotary_pos_emb}
-    names["apply_fused_qkv_rotary_pos_emb"] = ours.apply_fused_qkv_rotary_pos_emb
-    for name in (_ROPE, *_BEFORE):
-        module(name, **names)
-
-
-class Embedding(torch.nn.Module):
-    """The angles of each position, as TransformerEngine documents them."""
-
-    def __init__(self, dim: int, rotary_percent: float = 1.0, interleaved: bool = False, **_: Any) -> None:
-        super().__init__()
-        self.dim, self.interleaved = int(dim * rotary_percent), interleaved
-
-    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        inverse = 10000 ** (-torch.arange(0, self.dim, 2, device=device) / self.dim)
-        angles = (torch.arange(max_seq_len, device=device) + offset)[:, None] * inverse
-        angles = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
-        return angles[:, None, None]
 
 
 def plain(
@@ -201,14 +165,8 @@ def plain(
     angles = freqs[:, 0, 0][rows].unsqueeze(2)  # (1 or B, S, 1, R)
     angles = angles if tensor_format == "bshd" else angles.transpose(0, 1)
     angles = angles[..., ::2] if interleaved else angles[..., : freqs.shape[-1] // 2]
-    return rotated(t, angles.cos(), angles.sin(), interleaved)
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate x (..., D) in fp32 by tables of half width (..., R / 2) that broadcast; x's dtype is kept."""
-    turned, rest = x[..., : 2 * cos.shape[-1]].float(), x[..., 2 * cos.shape[-1] :]
-    cos, sin = cos.float(), sin.float()
-    x0, x1 = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
-    pairs = (x0 * cos - x1 * sin, x1 * cos + x0 * sin)
+    x, rest = t[..., : freqs.shape[-1]].float(), t[..., freqs.shape[-1] :]
+    x0, x1 = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    pairs = (x0 * angles.cos() - x1 * angles.sin(), x1 * angles.cos() + x0 * angles.sin())
     out = torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)
-    return torch.cat((out.to(x.dtype), rest), -1)
+    return torch.cat((out.to(t.dtype), rest), -1)

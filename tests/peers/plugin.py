@@ -21,36 +21,8 @@ import tests
 from . import PEERS, adapters
 
 NAME, CHECKOUT, REPORTS = (os.environ[f"JITROPE_PEER_{key}"] for key in ("NAME", "CHECKOUT", "REPORTS"))
-calls: Counter[str] = Counter()
-
-
-@torch.compiler.assume_constant_result
-def _count(name: str) -> None:
-    calls[name] += 1
-
-
-def _counted(name: str, function: Any) -> Any:
-    @wraps(function)
-    def call(*arguments: Any, **words: Any) -> Any:
-        _count(name)
-        return function(*arguments, **words)
-
-    return call
-
-
-def _count_calls() -> None:
-    """Count calls of jitrope's public functions, wherever they are held. Compiled ones count when they are traced."""
-    public = {n: getattr(jitrope, n) for n in jitrope.__all__ if n.startswith(("apply_rope", "prepare_"))}
-    counted = {function: _counted(name, function) for name, function in public.items()}
-    for name, module in list(sys.modules.items()):
-        if name.startswith(("jitrope", "tests.peers")):
-            for key, value in list(vars(module).items()):
-                if isinstance(value, FunctionType) and value in counted:
-                    setattr(module, key, counted[value])
-
-
-def _cpu(x: Any) -> Any:
-    return "cpu" if isinstance(x, (str, torch.device)) and str(x).startswith("cuda") else x
+report: dict[str, Any] = {"calls": Counter(), "deselected": {}, "outcomes": {}}
+count = torch.compiler.assume_constant_result(lambda name: report["calls"].update([name]))
 
 
 class _OnCPU(TorchFunctionMode):
@@ -59,7 +31,8 @@ class _OnCPU(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
-        return func(*map(_cpu, args), **{key: _cpu(x) for key, x in (kwargs or {}).items()})
+        cpu = lambda x: "cpu" if isinstance(x, (str, torch.device)) and str(x).startswith("cuda") else x  # noqa: E731
+        return func(*map(cpu, args), **{key: cpu(x) for key, x in (kwargs or {}).items()})
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -70,18 +43,30 @@ def pytest_load_initial_conftests() -> None:
         torch.set_default_device = lambda device: None
         torch.cuda.get_device_capability = lambda device=None: (9, 0)
         torch.cuda.synchronize = lambda device=None: None
-    _count_calls()
-    getattr(adapters, NAME)(Path(CHECKOUT))
+    # Calls of jitrope's public functions are counted, wherever they are held; compiled ones when they are traced.
+    counted = {}
+    for name in jitrope.__all__:
+        if name.startswith(("apply_rope", "prepare_")):
+
+            @wraps(function := getattr(jitrope, name))
+            def call(*arguments: Any, _name: str = name, _function: Any = function, **words: Any) -> Any:
+                count(_name)
+                return _function(*arguments, **words)
+
+            counted[function] = call
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("jitrope", "tests.peers")):
+            for key, value in list(vars(module).items()):
+                if isinstance(value, FunctionType) and value in counted:
+                    setattr(module, key, counted[value])
+    adapters.install(NAME, Path(CHECKOUT))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    def reason(item: pytest.Item) -> str:
-        return next((why for part, why in PEERS[NAME].deselect if part in item.nodeid), "")
-
-    left_out = Counter(filter(None, map(reason, items)))
-    config.hook.pytest_deselected(items=[item for item in items if reason(item)])
-    items[:] = [item for item in items if not reason(item)]
-    _report("deselected", left_out)
+    why = {item: [why for part, why in PEERS[NAME].deselect if part in item.nodeid] for item in items}
+    report["deselected"] = Counter(reasons[0] for reasons in why.values() if reasons)
+    config.hook.pytest_deselected(items=[item for item in items if why[item]])
+    items[:] = [item for item in items if not why[item]]
 
 
 def pytest_runtest_teardown() -> None:
@@ -89,14 +74,8 @@ def pytest_runtest_teardown() -> None:
         torch._dynamo.reset()  # as in hosts' own conftest.py files: a function is compiled in many tests
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    stats = terminalreporter.stats
-    _report("outcomes", {key: len(stats.get(key, ())) for key in ("passed", "failed", "error", "skipped", "xfailed")})
-
-
-def pytest_unconfigure() -> None:
-    _report("calls", calls)
-
-
-def _report(kind: str, numbers: dict[str, int]) -> None:
-    Path(REPORTS, f"{kind}-{os.getpid()}.json").write_text(json.dumps(numbers))
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if terminal := config.pluginmanager.get_plugin("terminalreporter"):  # workers of pytest-xdist have none
+        kinds = ("passed", "failed", "error", "skipped", "xfailed")
+        report["outcomes"] = {kind: len(terminal.stats.get(kind, ())) for kind in kinds}
+    Path(REPORTS, f"{os.getpid()}.json").write_text(json.dumps(report))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,15 +12,12 @@ from jitrope import tables
 
 from ..devices import DEVICES
 
-
-def trained(length: int, **words: Any) -> dict[str, Any]:
-    return {"original_max_position_embeddings": length, **words}
-
-
+trained = partial(dict, original_max_position_embeddings=4096)
 LENGTHS = {"factor": 3.0, "max_position_embeddings": 4096}
+LLAMA = trained(original_max_position_embeddings=8192, factor=8.0)
 V3 = {"factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
-LONG = trained(4096, factor=32.0, short_factor=[1.0 + 0.01 * i for i in range(48)],
-               long_factor=[1.0 + 0.07 * i * i for i in range(48)])  # fmt: skip
+LONG = {"short_factor": [1.0 + 0.01 * i for i in range(48)], "long_factor": [1.0 + 0.07 * i * i for i in range(48)]}
+LONG = trained(factor=32.0, **LONG)
 # Name: the type, the rotated elements of a head, theta, and the parameters of `inv_freq`. Modules pass a tensor as
 # seq_len, max(position_ids) + 1, so the base is computed in fp32.
 CASES: dict[str, tuple[str, int, float, dict[str, Any]]] = {
@@ -30,15 +28,15 @@ CASES: dict[str, tuple[str, int, float, dict[str, Any]]] = {
     "dynamic-above": ("dynamic", 128, 10000.0, {**LENGTHS, "seq_len": 9001}),
     "dynamic-tensor-below": ("dynamic", 128, 10000.0, {**LENGTHS, "seq_len": torch.tensor(100)}),
     "dynamic-tensor-far": ("dynamic", 128, 10000.0, {**LENGTHS, "seq_len": torch.tensor(300001)}),
-    "yarn-qwen": ("yarn", 128, 1000000.0, trained(32768, factor=4.0)),
-    "yarn-deepseek-v3": ("yarn", 64, 10000, trained(4096, **V3)),
-    "yarn-two-mscales": ("yarn", 64, 10000.0, trained(4096, factor=40.0, mscale=0.707, mscale_all_dim=1.0)),
-    "yarn-one-mscale-does-nothing": ("yarn", 64, 10000.0, trained(4096, factor=40.0, mscale=0.5)),
-    "yarn-attention-factor": ("yarn", 64, 10000.0, trained(4096, **{**V3, "attention_factor": 1.25})),
-    "yarn-gpt-oss": ("yarn", 64, 150000.0, trained(4096, factor=32.0, truncate=False)),
-    "yarn-a-step": ("yarn", 64, 10000.0, trained(4096, factor=4.0, beta_fast=3.0, beta_slow=3.0, truncate=False)),
-    "yarn-that-shrinks": ("yarn", 64, 10000.0, trained(100, factor=1.0)),
-    "llama-3.1": ("llama3", 128, 500000.0, trained(8192, low_freq_factor=1.0, high_freq_factor=4.0, factor=8.0)),
+    "yarn-qwen": ("yarn", 128, 1000000.0, trained(original_max_position_embeddings=32768, factor=4.0)),
+    "yarn-deepseek-v3": ("yarn", 64, 10000, trained(**V3)),
+    "yarn-two-mscales": ("yarn", 64, 10000.0, trained(factor=40.0, mscale=0.707, mscale_all_dim=1.0)),
+    "yarn-one-mscale-does-nothing": ("yarn", 64, 10000.0, trained(factor=40.0, mscale=0.5)),
+    "yarn-attention-factor": ("yarn", 64, 10000.0, trained(**{**V3, "attention_factor": 1.25})),
+    "yarn-gpt-oss": ("yarn", 64, 150000.0, trained(factor=32.0, truncate=False)),
+    "yarn-a-step": ("yarn", 64, 10000.0, trained(factor=4.0, beta_fast=3.0, beta_slow=3.0, truncate=False)),
+    "yarn-that-shrinks": ("yarn", 64, 10000.0, trained(original_max_position_embeddings=100, factor=1.0)),
+    "llama-3.1": ("llama3", 128, 500000.0, {**LLAMA, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
     "longrope-at-init": ("longrope", 96, 10000.0, LONG),
     "longrope-short": ("longrope", 96, 10000.0, {**LONG, "seq_len": 4096}),
     "longrope-long": ("longrope", 96, 10000.0, {**LONG, "seq_len": 4097}),

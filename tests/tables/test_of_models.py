@@ -96,21 +96,6 @@ def of_pairs(module: Any, config: Any, layer_type: str | None, ids: torch.Tensor
     return same[0]
 
 
-def is_for_mrope(axes: list[int], count: int) -> bool:
-    """Whether `Mrope` can say which axis each pair takes, with the axes in some order."""
-    runs = [axis for axis, _ in itertools.groupby(axes)]
-    if len(runs) == len(set(runs)):
-        return True
-    for order in itertools.permutations(range(count)):
-        said = [order[0]] * len(axes)
-        for place, axis in enumerate(order[1:], 1):
-            for pair in range(place, len(axes), count)[: axes.count(axis)]:
-                said[pair] = axis
-        if said == axes:
-            return True
-    return False
-
-
 def check(module: Any, config: Any, layer_type: str | None) -> None:
     """Compare every cosine and sine, with other positions along each axis."""
     inv_freq, factor = tables.from_config(config, layer_type=layer_type)
@@ -128,7 +113,14 @@ def check(module: Any, config: Any, layer_type: str | None) -> None:
         sines = of_pairs(module, config, layer_type, alone, len(inv_freq))[1, 0]
         for pair in sines.nonzero().flatten().tolist():
             axes[pair] = axis
-    assert is_for_mrope(axes, count), axes
+    # `Mrope` can say which axis each pair takes, with the axes in some order, unless each axis has its pairs in a row.
+    runs, said = [axis for axis, _ in itertools.groupby(axes)], []
+    for order in itertools.permutations(range(count)):
+        said.append([order[0]] * len(axes))
+        for place, axis in enumerate(order[1:], 1):
+            for pair in range(place, len(axes), count)[: axes.count(axis)]:
+                said[-1][pair] = axis
+    assert len(runs) == len(set(runs)) or axes in said, axes
     table = tables.cos_sin(60, inv_freq, attention_factor=factor, angles="fp32")
     rows = ids[axes].T  # (tokens, pairs)
     want = torch.stack([x.gather(0, rows) for x in table])

@@ -23,29 +23,21 @@ from jitrope.tools import cli
 from ..caches import DATA
 from ..caches import cache as cache
 
-
-class Done(CompletedProcess[str]):
-    @property
-    def data(self) -> Any:
-        """What `--json` printed."""
-        return json.loads(self.stdout)
+Run = Callable[..., Any]
 
 
-Run = Callable[..., Done]
-
-
-def stored(root: Path, specs: list[Spec], arch: str = "sm_50") -> list[Path]:
+def stored(root: Path, specs: list[Spec], *archs: str) -> list[Path]:
     """Store kernels as if they had been compiled, for a GPU that no machine has. Returns their folders."""
-    keys = {kernels.key_of(spec, arch): spec for spec in specs}
+    keys = {kernels.key_of(spec, arch): spec for arch in archs or ("sm_50",) for spec in specs}
     assert all(KernelCache(root).store(key, render(spec).text, DATA, spec.to_dict()) for key, spec in keys.items())
     return [root / key.folder for key in keys]
 
 
 @pytest.fixture
 def jitrope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run the command in this process, which saves importing torch again."""
+    """Run the command in this process, which saves importing torch again. `data` is what `--json` printed."""
 
-    def run(command: str = "", *more: str, **changes: str) -> Done:
+    def run(command: str = "", *more: str, **changes: str) -> Any:
         arguments = [*command.split(), *more]
         stdout, stderr, code = io.StringIO(), io.StringIO(), 0
         with monkeypatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
@@ -61,6 +53,8 @@ def jitrope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
                 code = int(stop.code or 0)
             finally:
                 config.configure(compile=None)
-        return Done(arguments, code, stdout.getvalue(), stderr.getvalue())
+        done: Any = CompletedProcess(arguments, code, stdout.getvalue(), stderr.getvalue())
+        done.data = json.loads(done.stdout) if "--json" in arguments and done.stdout else None
+        return done
 
     return run

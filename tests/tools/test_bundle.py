@@ -20,23 +20,16 @@ from jitrope.tools.prewarm import specs_of
 from ..caches import DATA, KEY, no_nvrtc
 from .conftest import Run, stored
 
-SPECS = specs_of(heads=[32, 8])
-KERNELS = [*itertools.product(SPECS, ["sm_80", "sm_90"])]
+SPECS, ARCHS = specs_of(heads=[32, 8]), ("sm_80", "sm_90")
+KERNELS = [*itertools.product(SPECS, ARCHS)]
 
 
 @pytest.fixture
-def filled(cache: KernelCache) -> KernelCache:
-    """The cache of this process, with the kernels of `KERNELS`."""
-    for arch in ("sm_80", "sm_90"):
-        stored(cache.root, SPECS, arch)
-    return cache
-
-
-@pytest.fixture
-def written(filled: KernelCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def written(cache: KernelCache, tmp_path: Path) -> Path:
     """A bundle of `KERNELS`, which lie in no cache any more."""
+    stored(cache.root, SPECS, *ARCHS)
     assert [built.outcome for built in bundle.write(tmp_path / "k.zip", KERNELS, 2)] == ["cached"] * 4
-    filled.clear()
+    cache.clear()
     return tmp_path / "k.zip"
 
 
@@ -63,9 +56,9 @@ def test_the_same_kernels_give_the_same_bytes(cache: KernelCache, tmp_path: Path
     assert len({(tmp_path / name).read_bytes() for name in "abcde"}) == 1
 
 
-@pytest.mark.usefixtures("filled")
-def test_a_bundle_is_its_owners_to_write_whatever_the_umask(tmp_path: Path, monkeypatch) -> None:
+def test_a_bundle_is_its_owners_to_write_whatever_the_umask(cache: KernelCache, tmp_path: Path, monkeypatch) -> None:
     """Otherwise `JITROPE_SYSTEM_CACHE` would refuse the new bundle."""
+    stored(cache.root, SPECS, *ARCHS)
     (tmp_path / "current.zip").symlink_to("a.zip")  # which stays a link
     before = os.umask(0o002)
     try:
@@ -79,8 +72,8 @@ def test_a_bundle_is_its_owners_to_write_whatever_the_umask(tmp_path: Path, monk
     assert not kernels.build(*KERNELS[1]).compiled
 
 
-@pytest.mark.usefixtures("filled")
-def test_a_bundle_that_would_lack_a_kernel_is_not_written(tmp_path: Path) -> None:
+def test_a_bundle_that_would_lack_a_kernel_is_not_written(cache: KernelCache, tmp_path: Path) -> None:
+    stored(cache.root, SPECS, *ARCHS)
     (tmp_path / "a.zip").write_text("before")
     with pytest.raises(CompileError, match="2 of 4 kernels are missing") as caught:
         bundle.write(tmp_path / "a.zip", itertools.product(SPECS, ["sm_90", "sm_20"]), 1)

@@ -63,20 +63,15 @@ WRONG = {  # a command, and what the last line says
     **dict.fromkeys(("prewarm --heads 8 --arch hopper", "prewarm --heads 8 --arch sm_090"), "error: "),
     "prewarm --heads 8 --head-dim 7 --arch sm_90": "error: ",
     **dict.fromkeys(("prewarm", "prewarm --backward", "prewarm --dtype fp16 --arch sm_90", "prewarm text"), ONE),
-    "prewarm --from run.json --heads 8": ONE,
-    "prewarm --arch sm_90 --model m --heads 8": ONE,
-    "prewarm --arch sm_90 --model m --from run.json": ONE,
-    "prewarm --arch sm_90 --model m --width full": OF_CALLS,
-    "prewarm --arch sm_90 --model m --head-dim 64": OF_CALLS,
-    "prewarm --arch sm_90 --model m text": OF_CALLS,
+    **dict.fromkeys(("prewarm --from run.json --heads 8", "prewarm --model m --heads 8 --arch sm_90"), ONE),
+    **{f"prewarm --arch sm_90 --model m {word}": OF_CALLS for word in ("--width full", "--head-dim 64", "text")},
     "prewarm --arch sm_90 --from run.json --width full": OF_CALLS,
     "render": "jitrope render: error: pass one of --heads, --from",
     "render --from run.json --head-dim 64": "error: a call and its options need --heads",
     f"prewarm '{TEXTS} turned > fresh' --heads 8,2": "call has 'turned', which is neither a word nor a tensor",
     f"prewarm '{TEXTS} rotary_dim=-4 > fresh' --heads 8,2": "heads or call have wrong sizes: Trying to create",
     f"prewarm '{TEXTS} > fresh' --heads 8": "heads is [8]; it must be those of q and k",
-    "prewarm 'bshd heads q k v > rotate cos sin > cache k_cache v_cache slot_mapping k_block_scale' --heads 8,2": "has "
-    "k_block_scale",
+    f"prewarm '{TEXTS} > cache k_cache slot_mapping k_block_scale' --heads 8,2": "has k_block_scale",
 }
 NOTHING = "error: there are no kernels to bundle; run `jitrope prewarm` first, or name a record with --from"
 FAILED = {

@@ -208,10 +208,10 @@ def test_without_nvrtc_or_cupy_and_without_a_gpu(tmp_path: Path, missing: str) -
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([fresh.IMPORTS, str(tmp_path / "site")])}
     environment |= {"JITROPE_CACHE_DIR": str(tmp_path / "k"), "COLUMNS": "150"}
 
-    def run(*arguments: str, **changes: str) -> CompletedProcess[str]:
-        command = [sys.executable, "-S", "-m", "jitrope", *arguments]  # without the folder of packages
-        return subprocess.run(command, capture_output=True, text=True, env={**environment, **changes}, cwd=tmp_path)
-
+    start = [sys.executable, "-S", "-m", "jitrope"]  # without the folder of packages
+    run = lambda *words, **changes: subprocess.run(  # noqa: E731
+        [*start, *words], capture_output=True, text=True, env={**environment, **changes}, cwd=tmp_path
+    )
     doctor, prewarm = run("doctor", "--json"), ("prewarm", "--heads", "8", "--arch", "sm_90")
     ok, found, advice = status(doctor, "compiler")
     done = run(*prewarm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import pytest
@@ -57,8 +58,7 @@ def test_a_text_says_what_is_compiled(case: Case) -> None:
             assert {getattr(x, name) for x in found} == {getattr(spec, name)}, name
 
 
-def bf16(*shape: int, device: str = "meta") -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.bfloat16, device=device)
+bf16 = partial(torch.zeros, dtype=torch.bfloat16, device="meta")
 
 
 def test_specs_are_those_of_the_call() -> None:
