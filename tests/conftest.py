@@ -54,12 +54,9 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    unfit = set() if torch.cuda.is_available() else {item for item in items if item.get_closest_marker("gpu")}
     if ON_HOST:
         unfit = {item for item in items if not item.get_closest_marker("gpu") or item.get_closest_marker("hardware")}
-    elif torch.cuda.is_available():
-        unfit = set()
-    else:
-        unfit = {item for item in items if item.get_closest_marker("gpu")}
     hosts = [f"test_{host}" for host in os.environ.get("TEST_LEFT_OUT", "").split()]  # of .ci/run, which says why
     unfit.update(x for x in items if x.path.parent.name == "integrations" and x.path.stem.startswith((*hosts, "-")))
     marked = [x for x in items if x.get_closest_marker("tenth") and x not in unfit and x.nodeid not in config.args]

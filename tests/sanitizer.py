@@ -42,8 +42,6 @@ ENTRY = "kns=jitrope_{}"
 SEEDS = (1, 2, 3)  # of jobs of packed batches; those of the table are many, and have one
 CASE_TIMEOUT = 300.0
 
-# ---- the cases -------------------------------------------------------------------------------------------
-
 PARTS = {"rope": 2, "qk_norm_rope": 4, "qk_norm_rope_backward": 2}
 SEGMENTS = [segments_job(mask, random.Random(n)) for mask in MASKS for n in range(4)]
 PACKED = {
@@ -71,9 +69,6 @@ def groups_named(names: list[str] | None) -> list[str]:
     return chosen
 
 
-# ---- a case ----------------------------------------------------------------------------------------------
-
-
 def run_group(name: str, device: str) -> int:
     """Run every job in this process with a few seeds, and compare with the CPU. Returns the exit code."""
     template, failed, count = GROUPS[name], [], 0
@@ -97,9 +92,6 @@ def run_group(name: str, device: str) -> int:
     made = f"{len(kernels._kernels)} kernels, {len(kernels.compiled)} of them compiled"
     print(*failed, f"{name}: {count} calls, {made}, {len(failed)} wrong", sep="\n")
     return WRONG if failed else 0
-
-
-# ---- all cases under the tools ---------------------------------------------------------------------------
 
 
 class Done(NamedTuple):

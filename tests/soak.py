@@ -63,8 +63,6 @@ class Soak:
         self.exceptions: list[str] = []
         self.meetings: list[dict[str, Any]] = []
 
-    # ---- a thread ------------------------------------------------------------------------------------
-
     def work(self, number: int) -> None:
         torch.set_num_threads(1)
         draw = random.Random(f"{self.plan.seed} thread {number}")
@@ -130,8 +128,6 @@ class Soak:
             if len(self.exceptions) >= MOST_EXCEPTIONS:
                 self.stop.set()
                 self.barrier.abort()  # no thread waits for stopped ones
-
-    # ---- the main thread -----------------------------------------------------------------------------
 
     def meeting(self, last: bool = False) -> dict[str, Any]:
         """Memory while nothing is in flight."""
@@ -216,9 +212,6 @@ def memory(on_gpu: bool) -> dict[str, int]:
             told = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
             found["device"] = dict(map(int, line.split(",")) for line in told)[os.getpid()] * MIB
     return found
-
-
-# ---- the verdict -----------------------------------------------------------------------------------------
 
 
 def problems(report: dict[str, Any]) -> list[str]:

@@ -51,16 +51,6 @@ def folder() -> Path:
     return found
 
 
-def whole(made: Path) -> bool:
-    """Whether a built file is there and ends with the digest of its other bytes. Its use is noted."""
-    try:
-        data = made.read_bytes()
-        os.utime(made)
-    except FileNotFoundError:
-        return False
-    return hashlib.sha256(data[:-32]).digest() == data[-32:]
-
-
 def gcc(flags: tuple[str, ...], files: Sequence[Path], code: str = "") -> Path:
     """What g++ makes of files, and of a kernel's code. It is built only once for its texts, flags and g++.
 
@@ -69,7 +59,11 @@ def gcc(flags: tuple[str, ...], files: Sequence[Path], code: str = "") -> Path:
     assert shutil.which("g++"), "the kernels' CPU tests need g++"
     texts = [SHIM.read_text(), code, *(file.read_text() if file.suffix else file.name for file in files)]
     made = folder() / hashlib.sha256(repr((asked(("g++", "-v")), FLAGS, flags, texts)).encode()).hexdigest()[:32]
-    if not whole(made):
+    data = b""
+    with contextlib.suppress(FileNotFoundError):
+        data = made.read_bytes()
+        os.utime(made)  # its use is noted
+    if hashlib.sha256(data[:-32]).digest() != data[-32:]:  # it ends with the digest of its other bytes
         with tempfile.TemporaryDirectory() as own:
             kernel, part = Path(own, "kernel.cpp"), Path(own, "part")
             kernel.write_text(code)

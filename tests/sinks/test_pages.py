@@ -134,8 +134,6 @@ def test_tokens_after_the_last_sequence_and_their_page(inplace: bool, norm: Any,
         assert torch.equal(rest[1, 0], given[2])
 
 
-# ---- tables that lead out of the cache -------------------------------------------------------------
-
 FAR = 2**40
 WILD: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], int]] = {
     # the form, the change of its tables, and the number of tokens that lead nowhere

@@ -19,9 +19,6 @@ from ..sweep import E4M3, FP4
 B, S, D, R = 2, 6, 64, 2
 
 
-# ---- tensors of the caller -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("missing", ["q", "k", "v", "qk", "qkv"])
 @pytest.mark.parametrize(
@@ -93,36 +90,6 @@ def test_a_v_that_is_copied_after_the_launch_may_have_any_strides(device: str) -
     assert torch.equal(out, v)
 
 
-def test_check_reads_the_positions_before_anything_is_written() -> None:
-    q, k, _, cos, sin = inputs("cpu", B, S, 4, D)
-    out = torch.full_like(q, 7)
-    with pytest.raises(InvalidInput, match="positions go from 0 to 99, but the table has rows 0 to 5"):
-        jitrope.apply_rope(q, k, cos, sin, positions=torch.tensor([0, 1, 2, 3, 4, 99]), check=True, out=(out, None))
-    assert (out == 7).all()
-    assert jitrope.apply_rope(q, k, cos, sin, check=True, out=(out, None))[0] is out
-    assert same(out, jitrope.apply_rope(q, k, cos, sin)[0])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("label", ["q_weight", "cos_sin_cache", "bias"])
-def test_outputs_that_share_memory_with_other_tensors_are_refused_in_a_replay_too(label: str) -> None:
-    given = {"q_weight": (16,), "cos_sin_cache": (64, 16), "bias": (96,)}
-    given = {name: torch.randn(shape, device=DEVICE) for name, shape in given.items()}
-    qkv, memory = torch.randn(1, 64, 2, 3 * 16, device=DEVICE), torch.zeros(64 * 2 * 16, device=DEVICE)
-
-    def call(q_weight: Tensor, cos_sin_cache: Tensor, bias: Tensor) -> None:
-        words = {"cos_sin_cache": cos_sin_cache, "out": (memory.view(1, 64, 2, 16), None, None)}
-        if label == "bias":
-            jitrope.prepare_fused_qkv(qkv, heads=(2, 2), order="grouped", bias=bias, **words)
-        else:
-            jitrope.prepare_qkv(qkv[..., :16], None, None, norm=Norm(q_weight), **words)
-
-    call(**given)
-    given[label] = memory[: given[label].numel()].view_as(given[label])
-    with pytest.raises(InvalidInput, match=f"out's q and {label} share memory"):
-        call(**given)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("words", [{}, {"norm": Norm()}, {"quantize": Quantize(0.5, 0.25)}], ids=str)
 def test_outputs_that_share_memory_with_each_other_are_refused_in_a_replay_too(words: dict[str, Any]) -> None:
@@ -143,24 +110,20 @@ def test_outputs_that_share_memory_with_each_other_are_refused_in_a_replay_too(w
 
 
 Q, K, V, COS, SIN = inputs("meta", B, S, 4, D)
+HALF = {"cos": COS[:, :16], "sin": SIN[:, :16]}
 EACH = torch.empty(1, S, 4, D // 2, device="meta")
 SEQUENCES = Packed(torch.empty(3, dtype=torch.int32, device="meta"))
 LAUNCHES: dict[str, tuple[dict[str, Any], tuple[int, int], bool]] = {
     # words, the launches without given tensors and with them, and whether the one of q and k copies v
     "rope": ({}, (1, 1), True),
     "norm": ({"norm": Norm(rounding="once")}, (1, 1), True),
-    "norm, no table": ({"norm": Norm(), "cos": None, "sin": None}, (1, 1), True),
     "after": ({"norm": Norm(after_rope=True)}, (1, 1), True),
     "quantize": ({"quantize": Quantize(0.5, 0.25)}, (1, 1), True),
     "norm and quantize": ({"norm": Norm(), "quantize": Quantize(0.5, 0.25)}, (1, 1), True),
     "v_norm": ({"norm": Norm(v_norm=True)}, (1, 1), True),
     "v_norm, no table": ({"norm": Norm(v_norm=True), "cos": None, "sin": None}, (1, 1), True),
     "v_norm and quantize": ({"norm": Norm(v_norm=True), "quantize": Quantize(0.5, 0.25)}, (2, 1), True),
-    "v_norm, part": (
-        {"norm": Norm(v_norm=True), "rotary_dim": 32, "cos": COS[:, :16], "sin": SIN[:, :16]},
-        (2, 2),
-        True,
-    ),
+    "v_norm, part": ({"norm": Norm(v_norm=True), "rotary_dim": 32, **HALF}, (2, 2), True),
     "other pairs": ({"interleaved_out": True}, (1, 1), True),
     "packed": ({"q": Q[0], "k": K[0], "v": V[0], "positions": SEQUENCES}, (1, 1), True),
     "across": ({"norm": Norm(across_heads=True)}, (1, 1), False),
@@ -187,8 +150,6 @@ def test_v_is_copied_in_the_launch_of_q_and_k_where_the_kernel_can(kind: str) ->
     assert lists[1] == lists[0]
     assert lists[2][-1].copy_v == copied
 
-
-# ---- a group of heads for each rank ----------------------------------------------------------------
 
 RANKED: dict[str, tuple[tuple[int, int, int], str, dict[str, Any]]] = {
     "a head for each rank": ((2, 2, 2), "bshd", {}),

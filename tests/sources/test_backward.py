@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import jitrope
 from jitrope import Norm, Packed, Quantize
@@ -72,16 +71,13 @@ def test_a_second_derivative_without_the_gate() -> None:
 def test_a_batch_of_cotangents_in_another_thread() -> None:
     """`is_grads_batched` on a GPU: torch runs a backward there in a thread that does not know of the batch."""
     batch, cos, sin = rand(3, 1, 6, 2, 64), rand(6, 32), rand(6, 32)
-    want, found = torch.stack([jitrope.apply_rope(x, None, cos, sin)[0] for x in batch]), []
-
-    def elsewhere(x: Tensor) -> Tensor:
-        arguments = ([x, cos, sin], "bshd heads q > rotate cos sin rotary_dim=64 > fresh", [0, 0])
-        thread = threading.Thread(target=lambda: found.extend(torch.ops.jitrope.prepare(*arguments)))
-        thread.start()
-        thread.join()
-        return found[0]
-
-    assert torch.equal(torch._vmap_internals._vmap(elsewhere)(batch), want)
+    want = torch.stack([jitrope.apply_rope(x, None, cos, sin)[0] for x in batch])
+    text = "bshd heads q > rotate cos sin rotary_dim=64 > fresh"
+    with ThreadPoolExecutor(1) as pool:
+        elsewhere = torch._vmap_internals._vmap(
+            lambda x: pool.submit(torch.ops.jitrope.prepare, [x, cos, sin], text, [0, 0]).result()[0]
+        )
+        assert torch.equal(elsewhere(batch), want)
 
 
 def test_no_gradient_is_dropped_in_silence() -> None:
