@@ -160,15 +160,12 @@ REFUSALS[rope] = [
      "differences of positions have sizes from 4 to 9, but the table has rows 0 to 5; make it longer"),
     ({"cos": SIN, "sin": COS, "check": True},
      "row 0 of cos is 0 and row 0 of sin is not, as if they were exchanged; pass cos first, then sin"),
-    ({"cos": COS.repeat_interleave(2, -1), "sin": SIN.repeat_interleave(2, -1), "check": True},
-     "every entry of cos is there twice in a row, but interleaved is False; pass interleaved=True, or half-width "
-     "tables"),
-    ({"cos": COS.repeat(1, 2), "sin": SIN.repeat(1, 2), "check": True, "interleaved": True},
-     "every entry of cos is there again in the second half, but interleaved is True; pass interleaved=False, or "
-     "half-width tables"),
-    ({"cos": COS[:, :2].repeat(1, 2), "sin": SIN[:, :2].repeat(1, 2), "check": True},
-     "every entry of cos is there again in the second half, as in a full-width table, not a half-width one; pass "
-     "rotary_dim=4"),
+    ({"cos": COS.repeat_interleave(2, -1), "sin": SIN.repeat_interleave(2, -1), "check": True}, "every entry of cos is "
+     "there twice in a row, but interleaved is False; pass interleaved=True, or half-width tables"),
+    ({"cos": COS.repeat(1, 2), "sin": SIN.repeat(1, 2), "check": True, "interleaved": True}, "every entry of cos is "
+     "there again in the second half, but interleaved is True; pass interleaved=False, or half-width tables"),
+    ({"cos": COS[:, :2].repeat(1, 2), "sin": SIN[:, :2].repeat(1, 2), "check": True}, "every entry of cos is there "
+     "again in the second half, as in a full-width table, not a half-width one; pass rotary_dim=4"),
     ({"q": Q.transpose(1, 2), "k": None, "check": True}, "q has shape (2, 4, 6, 8) and the table has 6 rows, as if q's "
      "layout were 'bhsd', not 'bshd'; pass layout='bhsd', or a table with another number of rows"),
     # q_scale
