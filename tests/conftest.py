@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import zlib
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ from jitrope.integrations import _host
 from .host import backend
 
 ON_HOST = backend.DEVICE == "cpu"
-LEFT_OUT = pytest.StashKey[tuple[int, int]]()
-"""How many of the tests marked `tenth` do not run, and how many there are."""
+LEFT_OUT = pytest.StashKey[tuple[int, int, int]]()
+"""How many of the tests marked `tenth` do not run, how many there are, and the tenth that runs."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,41 +52,26 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
-@cache
-def part_of_the_commit() -> int | None:
-    """The tenth of the tests marked `tenth` that runs; None for all: with TEST_ALL, and without git."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    if os.environ.get("TEST_ALL") or not shutil.which("git"):
-        return None
-    found = subprocess.run(command, capture_output=True, text=True)
-    return int(found.stdout, 16) % 10 if found.returncode == 0 else None
-
-
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    unfit = set() if torch.cuda.is_available() else {item for item in items if item.get_closest_marker("gpu")}
     if ON_HOST:
         unfit = {item for item in items if not item.get_closest_marker("gpu") or item.get_closest_marker("hardware")}
-    elif torch.cuda.is_available():
-        unfit = set()
-    else:
-        unfit = {item for item in items if item.get_closest_marker("gpu")}
     hosts = [f"test_{host}" for host in os.environ.get("TEST_LEFT_OUT", "").split()]  # of .ci/run, which says why
     unfit.update(x for x in items if x.path.parent.name == "integrations" and x.path.stem.startswith((*hosts, "-")))
     marked = [x for x in items if x.get_closest_marker("tenth") and x not in unfit and x.nodeid not in config.args]
-    if marked and part_of_the_commit() is not None:
-        others = [x for x in marked if zlib.crc32(x.nodeid.encode()) % 10 != part_of_the_commit()]
-        config.stash[LEFT_OUT] = (len(others), len(marked))
-        unfit.update(others)
+    if marked and not os.environ.get("TEST_ALL") and shutil.which("git"):
+        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        found = subprocess.run(command, capture_output=True, text=True)
+        if found.returncode == 0:
+            part = int(found.stdout, 16) % 10
+            others = [x for x in marked if zlib.crc32(x.nodeid.encode()) % 10 != part]
+            config.stash[LEFT_OUT] = (len(others), len(marked), part)
+            getattr(config, "workeroutput", {})["left_out"] = config.stash[LEFT_OUT]  # of a process of pytest-xdist
+            unfit.update(others)
     if unfit:
         config.hook.pytest_deselected(items=[item for item in items if item in unfit])
         items[:] = [item for item in items if item not in unfit]
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A process of pytest-xdist says what it left out."""
-    output = getattr(session.config, "workeroutput", None)
-    if output is not None and LEFT_OUT in session.config.stash:
-        output["left_out"] = session.config.stash[LEFT_OUT]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -98,10 +83,10 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What was left out, and the names of the skipped tests, for `pytest @FILE` where there is what they need."""
     if LEFT_OUT in terminalreporter.config.stash:
-        left, marked = terminalreporter.config.stash[LEFT_OUT]
+        left, marked, part = terminalreporter.config.stash[LEFT_OUT]
         terminalreporter.write_line(
             f"left out: {left} of {marked} tests, since a tenth of those marked `tenth` runs for a commit: this time "
-            f"part {part_of_the_commit()} of 0 to 9, by the commit's hash; all: TEST_ALL=1, or .ci/run all"
+            f"part {part} of 0 to 9, by the commit's hash; all: TEST_ALL=1, or .ci/run all"
         )
     if file := os.environ.get("TEST_SKIPPED"):
         skipped = dict.fromkeys(report.nodeid for report in terminalreporter.stats.get("skipped", ()))
@@ -109,22 +94,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _launch() -> Iterator[None]:
-    """After a test no launch is forced, and norms add in any order."""
-    yield
-    jitrope.configure(launch=None, batch_invariant=False)
+def _apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Never use the user's own cache; tests of the cache itself use `tmp_path`.
 
-
-@pytest.fixture(autouse=True)
-def _kernel_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never use the user's own cache. Tests of the cache itself use `tmp_path`."""
+    After a test nothing is configured, and before its patches are undone, the functions of hosts are their own.
+    """
     monkeypatch.setenv("JITROPE_CACHE_DIR", os.environ["TEST_KERNEL_CACHE"])
-
-
-@pytest.fixture(autouse=True)
-def _hosts(_kernel_cache: None) -> Iterator[None]:
-    """After a test, and before its patches are undone, the functions of hosts are their own."""
     yield
+    jitrope.configure(launch=None, batch_invariant=False, compile=None)
     for host in {name for place in list(_host.placed.values()) for name in place.hosts}:
         _host.restore(host, list(_host.placed))
     assert not _host.placed

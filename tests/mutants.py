@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
 import keyword
 import os
@@ -52,9 +53,6 @@ class Mutant(NamedTuple):
     old: str
     new: str
 
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.old!r} -> {self.new!r}"
-
 
 # Of a file's name: the part of the table, as pytest's -k, and tests elsewhere than at the file's place.
 TESTS: dict[str, tuple[str, str]] = {
@@ -79,32 +77,16 @@ TESTS: dict[str, tuple[str, str]] = {
     "checks": ("refus", "checks"),
     "check_values": ("check", "checks/test_words.py checks/test_refusals.py"),
     "words": ("refus", "checks"),
-    "compiler": ("", ""),
     "driver": ("", "jit/test_kernels.py"),
     "entry": ("", "tools/test_bundle.py jit/test_cache.py"),
-    "kernels": ("", ""),
-    "recording": ("", ""),
-    "render": ("", ""),
-    "trust": ("", ""),
+    **dict.fromkeys(("compiler", "kernels", "recording", "render", "trust"), ("", "")),
 }
 KERNELS = {
-    "qk_norm_rope": "rms or layer or head or mxfp8",
-    "qk_norm_rope_backward": "rms or layer or across",
-    "rope": "plain or ids or packed",
-    "parameters": "plain or rms or packed or full",
-    "largest": "rows",
-    "pairs": "into",
-    "tracks": "rms",
-    "ring": "rms",
-    "row": "rms or means",
-    "torch_sum": "once or twice or layer",
-    "weights": "rms or layer",
-    "block_sums": "rms",
-    "formats": "fp4 or mxfp8 or int8 or ue8m0",
-    "sequences": "packed",
-    "angles": "angles or full or cis",
-    "sink": "e4m3 or slots",
-    "store": "e4m3 or rms",
+    **{"qk_norm_rope": "rms or layer or head or mxfp8", "qk_norm_rope_backward": "rms or layer or across"},
+    **{"rope": "plain or ids or packed", "parameters": "plain or rms or packed or full", "largest": "rows"},
+    **{"pairs": "into", **dict.fromkeys(("tracks", "ring", "block_sums"), "rms"), "row": "rms or means"},
+    **{"torch_sum": "once or twice or layer", "weights": "rms or layer", "formats": "fp4 or mxfp8 or int8 or ue8m0"},
+    **{"sequences": "packed", "angles": "angles or full or cis", "sink": "e4m3 or slots", "store": "e4m3 or rms"},
 }
 """Of other templates: the part of the table that runs their lines."""
 
@@ -138,20 +120,6 @@ def of_cuda(file: str, text: str) -> Iterator[Mutant]:
             yield Mutant(file, number, found.start(), word, OTHERS.get(word) or str(int(word) + 1))
 
 
-def mutants(count: int, seed: int) -> list[Mutant]:
-    """One of each file in turn."""
-    of_files = []
-    for folder in FOLDERS:
-        for path in sorted((ROOT / folder).iterdir()):
-            if path.suffix in (".py", ".cuh", ".jinja"):
-                make = of_python if path.suffix == ".py" else of_cuda
-                file = str(path.relative_to(ROOT))
-                found = [*make(file, path.read_text())]
-                of_files.append(random.Random(f"{seed} {file}").sample(found, len(found)))
-    turns = [own[n] for n in range(count) for own in of_files if n < len(own)]
-    return turns[:count]
-
-
 def commands(file: str) -> list[list[str]]:
     """The tests of a file: of its part of the table, then its own."""
     name = Path(file).name.partition(".")[0]
@@ -172,9 +140,10 @@ def commands(file: str) -> list[list[str]]:
     return [*(of_table if part else []), *([[*python, "pytest", *pytest, *there]] if there else [])]
 
 
-def lives(mutant: Mutant, copy: Path) -> tuple[bool, float]:
-    """Whether no test of a mutant fails, and the seconds that they took."""
-    path, begun = copy / mutant.file, time.monotonic()
+def lives(name: str, mutant: Mutant, copies: SimpleQueue[Path]) -> bool:
+    """Whether no test of a mutant fails in one of the copies."""
+    copy, begun, found = copies.get(), time.monotonic(), True
+    path = copy / mutant.file
     text = path.read_text()
     lines = text.splitlines(keepends=True)
     line = lines[mutant.line - 1]
@@ -186,13 +155,16 @@ def lives(mutant: Mutant, copy: Path) -> tuple[bool, float]:
         for command in commands(mutant.file):
             left = SECONDS - (time.monotonic() - begun)
             done = subprocess.run(command, cwd=copy, env={**os.environ, **own}, capture_output=True, timeout=left)
-            if done.returncode not in (0, 5):  # 5: there is no such test
-                return False, time.monotonic() - begun
+            found = done.returncode in (0, 5)  # 5: there is no such test
+            if not found:
+                break
     except subprocess.TimeoutExpired:
         pass
     finally:
         path.write_text(text)
-    return True, time.monotonic() - begun
+        copies.put(copy)
+    print(f"{'LIVES' if found else 'dead '} {time.monotonic() - begun:6.1f} s  {name}", flush=True)
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -206,11 +178,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--unchanged", action="store_true", help="change nothing: all must live")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
-    chosen = [x for x in mutants(given.count, given.seed) if given.only in x.file]
+    of_files = []
+    for path in [path for folder in FOLDERS for path in sorted((ROOT / folder).iterdir())]:
+        if path.suffix in (".py", ".cuh", ".jinja"):
+            make, file = of_python if path.suffix == ".py" else of_cuda, str(path.relative_to(ROOT))
+            found = [*make(file, path.read_text())]
+            of_files.append(random.Random(f"{given.seed} {file}").sample(found, len(found)))
+    turns = [own[n] for n in range(given.count) for own in of_files if n < len(own)]  # one of each file in turn
+    mutants = [x for x in turns[: given.count] if given.only in x.file]
     if given.unchanged:
-        chosen = [*{x.file: x._replace(new=x.old) for x in chosen}.values()]
+        mutants = [*{x.file: x._replace(new=x.old) for x in mutants}.values()]
+    names = [f"{x.file}:{x.line}: {x.old!r} -> {x.new!r}" for x in mutants]
     if given.list:
-        print(*chosen, sep="\n")
+        print(*names, sep="\n")
         return 0
     copies: SimpleQueue[Path] = SimpleQueue()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.jobs) as pool:
@@ -221,21 +201,11 @@ def main(arguments: list[str] | None = None) -> int:
                 ignored = shutil.ignore_patterns("__pycache__", "results")
                 shutil.copytree(source, place, ignore=ignored) if source.is_dir() else shutil.copy(source, place)
             copies.put(Path(folder, str(number)))
-
-        def run(mutant: Mutant) -> tuple[bool, float]:
-            copy = copies.get()
-            try:
-                found = lives(mutant, copy)
-            finally:
-                copies.put(copy)
-            print(f"{'LIVES' if found[0] else 'dead '} {found[1]:6.1f} s  {mutant}", flush=True)
-            return found
-
-        found = dict(zip(chosen, pool.map(run, chosen)))
-    living = [str(mutant) for mutant, (left, _) in found.items() if left]
+        found = [*pool.map(lives, names, mutants, itertools.repeat(copies))]
+    living = [name for name, left in zip(names, found) if left]
     print(f"\n{len(found)} mutants, {len(living)} live", *living, sep="\n")
     if given.json:
-        given.json.write_text(json.dumps({str(mutant): left for mutant, (left, _) in found.items()}, indent=1))
+        given.json.write_text(json.dumps(dict(zip(names, found)), indent=1))
     return len(living) < len(found) if given.unchanged else len(living) > given.lives
 
 

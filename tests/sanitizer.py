@@ -12,6 +12,7 @@ run its template.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import re
@@ -29,7 +30,7 @@ from jitrope.jit import kernels
 from jitrope.jit.render import TEMPLATE_PATHS
 
 from .calls import CALLS, GRADIENTS
-from .jobs import MASKS, MOVES, STEPS, Job, correction_job, in_host_memory, of_table, rows_job, segments_job, tables_job
+from .jobs import MASKS, MOVES, STEPS, correction_job, in_host_memory, of_table, rows_job, segments_job, tables_job
 from .results import planned
 
 ROOT = Path(__file__).parent.parent
@@ -40,8 +41,6 @@ FOUND, WRONG = 9, 3  # exit codes: of compute-sanitizer with findings, of a case
 ENTRY = "kns=jitrope_{}"
 SEEDS = (1, 2, 3)  # of jobs of packed batches; those of the table are many, and have one
 CASE_TIMEOUT = 300.0
-
-# ---- the cases -------------------------------------------------------------------------------------------
 
 PARTS = {"rope": 2, "qk_norm_rope": 4, "qk_norm_rope_backward": 2}
 SEGMENTS = [segments_job(mask, random.Random(n)) for mask in MASKS for n in range(4)]
@@ -54,28 +53,13 @@ PACKED = {
 }
 # Each case is a process: calls that run a template, or a part of them.
 GROUPS = {**{f"{name}-{n}": name for name, parts in PARTS.items() for n in range(parts)}, **dict(zip(PACKED, PACKED))}
-
-
-def jobs_of(name: str) -> list[Job]:
-    """A case's jobs. Parts of the table's calls have one of the launches."""
-    template = GROUPS[name]
-    if template in PACKED:
-        return PACKED[template]
-    part = int(name.rpartition("-")[2])
-    jitrope.configure(launch=("token_linear", "grid_2d")[part % 2])
-    cases = (GRADIENTS if "backward" in template else CALLS)[part :: PARTS[template]]
-    return [of_table(x) for x in cases if any(spec.template == f"{template}.cu.jinja" for spec in planned(x))]
-
-
-def templates() -> list[str]:
-    """Names of all kernels' templates."""
-    folder = next(path for path in TEMPLATE_PATHS if path.is_dir())
-    return sorted(path.name.removesuffix(".cu.jinja") for path in folder.glob("*.cu.jinja"))
+FOLDER = next(path for path in TEMPLATE_PATHS if path.is_dir())
+TEMPLATES = sorted(path.name.removesuffix(".cu.jinja") for path in FOLDER.glob("*.cu.jinja"))
 
 
 def groups_named(names: list[str] | None) -> list[str]:
     """The cases with these names or templates; all without names, and then each template must have one."""
-    missing = set(templates()) - {*GROUPS.values()}
+    missing = {*TEMPLATES} - {*GROUPS.values()}
     if missing and not names:
         raise SystemExit(f"no case runs {', '.join(sorted(missing))}; add one to GROUPS in {Path(__file__).name}")
     chosen = [name for name, group in GROUPS.items() if not names or name in names or group in names]
@@ -85,13 +69,16 @@ def groups_named(names: list[str] | None) -> list[str]:
     return chosen
 
 
-# ---- a case ----------------------------------------------------------------------------------------------
-
-
 def run_group(name: str, device: str) -> int:
     """Run every job in this process with a few seeds, and compare with the CPU. Returns the exit code."""
     template, failed, count = GROUPS[name], [], 0
-    for job in jobs_of(name):
+    jobs = PACKED.get(template, [])
+    if not jobs:  # a part of the table's calls, with one of the launches
+        part = int(name.rpartition("-")[2])
+        jitrope.configure(launch=("token_linear", "grid_2d")[part % 2])
+        cases = (GRADIENTS if "backward" in template else CALLS)[part :: PARTS[template]]
+        jobs = [of_table(x) for x in cases if any(spec.template == f"{template}.cu.jinja" for spec in planned(x))]
+    for job in jobs:
         for seed in SEEDS[: 1 if template in PARTS else 3]:
             count += 1
             call = job.make(device, seed)
@@ -107,57 +94,52 @@ def run_group(name: str, device: str) -> int:
     return WRONG if failed else 0
 
 
-# ---- all cases under the tools ---------------------------------------------------------------------------
-
-
 class Done(NamedTuple):
     """A process that has ended."""
 
     group: str
     tool: str  # "" without one
-    code: int
+    verdict: str
+    errors: str
     output: str
     seconds: float
 
-    @property
-    def found(self) -> str:
-        """The number of errors that the tool counted; "-" if it did not count."""
-        counts = re.findall(r"ERROR SUMMARY: (\d+)|RACECHECK SUMMARY: (\d+)", self.output)
-        return "-" if not counts else str(max(int(errors or hazards) for errors, hazards in counts))
 
-    @property
-    def verdict(self) -> str:
-        """ "clean", or the fault: from the exit code, or a tool without output, which has not checked."""
-        if self.code:
-            words = {FOUND: "found errors", WRONG: "wrong results", 124: "took too long"}
-            return words.get(self.code, f"exit code {self.code}")
-        if self.tool and self.found != "0":
-            return "no summary" if self.found == "-" else "found errors"
-        return "clean"
+def verdict(tool: str, code: int, output: str) -> tuple[str, str]:
+    """("clean" or the fault, the number of errors that the tool counted, or "-").
 
-
-def kernel_option(program: str) -> str:
-    """The option that restricts a tool to some kernels: --kernel-name in newer tools, which warn of --kernel-regex."""
-    text = subprocess.run([program, "--help"], capture_output=True, text=True).stdout
-    return "--kernel-name" if re.search(r"--kernel-name\s", text) else "--kernel-regex"
+    The fault is from the exit code, or a tool without output, which has not checked.
+    """
+    counts = re.findall(r"ERROR SUMMARY: (\d+)|RACECHECK SUMMARY: (\d+)", output)
+    errors = "-" if not counts or not tool else str(max(int(errors or hazards) for errors, hazards in counts))
+    if code:
+        words = {FOUND: "found errors", WRONG: "wrong results", 124: "took too long"}
+        return words.get(code, f"exit code {code}"), errors
+    if tool and errors != "0":
+        return "no summary" if errors == "-" else "found errors", errors
+    return "clean", errors
 
 
-def command(group: str, tool: str, program: str, option: str, device: str) -> list[str]:
+def command(group: str, tool: str, program: str, device: str) -> list[str]:
     child = [sys.executable, "-m", "tests.sanitizer", "--child", group, "--device", device]
     if not tool:
         return child
-    only = [] if tool == "initcheck" else [option, ENTRY.format(GROUPS[group])]
+    only = []
+    if tool != "initcheck":  # the option is --kernel-name in newer tools, which warn of --kernel-regex
+        text = subprocess.run([program, "--help"], capture_output=True, text=True).stdout
+        option = "--kernel-name" if re.search(r"--kernel-name\s", text) else "--kernel-regex"
+        only = [option, ENTRY.format(GROUPS[group])]
     return [program, "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20", *only, *child]
 
 
-def run_process(group: str, tool: str, program: str, option: str, device: str, cache: Path, log: Path | None) -> Done:
+def run_process(group: str, tool: str, program: str, device: str, cache: Path, log: Path | None) -> Done:
     environment = {
         **os.environ, "JITROPE_CACHE_DIR": str(cache), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }  # fmt: skip
     if tool:
         environment["JITROPE_NO_COMPILE"] = "1"  # a kernel that is not prewarmed is an error
-    start, arguments = time.monotonic(), command(group, tool, program, option, device)
+    start, arguments = time.monotonic(), command(group, tool, program, device)
     both: dict[str, Any] = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
         ran = subprocess.run(arguments, env=environment, cwd=ROOT, timeout=CASE_TIMEOUT, **both)
@@ -166,18 +148,9 @@ def run_process(group: str, tool: str, program: str, option: str, device: str, c
         code, output = 124, (late.stdout or b"").decode(errors="replace")
     if log is not None:
         (log / f"{group}.{tool or 'plain'}.txt").write_text(output)
-    done = Done(group, tool, code, output, time.monotonic() - start)
+    done = Done(group, tool, *verdict(tool, code, output), output, time.monotonic() - start)
     print(f"{group:<28}{tool or 'plain':<12}{done.verdict:<20}{done.seconds:6.1f} s", flush=True)
     return done
-
-
-def run_all(groups: list[str], tools: list[str], jobs: int, *given: Any) -> list[Done]:
-    """Run all groups without a tool, which compiles their kernels, then the clean ones under every tool."""
-    with ThreadPoolExecutor(jobs) as executor:
-        plain = [executor.submit(run_process, group, "", *given) for group in groups]
-        clean = [done.result().group for done in plain if not done.result().code]
-        checked = [executor.submit(run_process, group, tool, *given) for tool in tools for group in clean]
-        return [done.result() for done in plain + checked]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -198,16 +171,21 @@ def main(arguments: list[str] | None = None) -> int:
         raise SystemExit(f"{program} does not exist; compute-sanitizer comes with the CUDA toolkit")
     if given.log is not None:
         given.log.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="jitrope-sanitizer-") as folder:
-        own = program, kernel_option(program), given.device, (given.cache or Path(folder)).absolute(), given.log
-        results = run_all(groups_named(given.case), given.tool or list(TOOLS), given.jobs, *own)
+    groups = groups_named(given.case)
+    with tempfile.TemporaryDirectory(prefix="jitrope-sanitizer-") as folder, ThreadPoolExecutor(given.jobs) as executor:
+        own = program, given.device, (given.cache or Path(folder)).absolute(), given.log
+        # All without a tool, which compiles their kernels, then the clean ones under every tool.
+        plain = [executor.submit(run_process, group, "", *own) for group in groups]
+        clean = [done.result().group for done in plain if done.result().verdict == "clean"]
+        checked = [executor.submit(run_process, *x, *own) for x in itertools.product(clean, given.tool or TOOLS)]
+        results = [done.result() for done in plain + checked]
     bad = [done for done in results if done.verdict != "clean"]
     for done in bad:
         print(f"\n---- {done.group}, {done.tool or 'plain'}: {done.verdict}\n{done.output[-3000:]}")
     print(f"\n{'template':<24}{'case':<28}{'tool':<12}{'errors':>7}{'seconds':>9}  verdict")
     for done in results:
         row = f"{GROUPS[done.group]:<24}{done.group:<28}{done.tool or 'plain':<12}"
-        print(f"{row}{done.found if done.tool else '-':>7}{done.seconds:>9.1f}  {done.verdict}")
+        print(f"{row}{done.errors:>7}{done.seconds:>9.1f}  {done.verdict}")
     print()
     print(f"{len(results)} runs, {len(results) - len(bad)} clean" if bad else f"all {len(results)} runs are clean")
     return 1 if bad else 0

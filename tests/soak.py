@@ -33,7 +33,7 @@ from jitrope.run import enqueue
 from jitrope.run import launch as runtime
 
 from .bits import digest
-from .jobs import Call, Outputs, in_host_memory, pool
+from .jobs import in_host_memory, pool
 
 MIB = 1 << 20
 MOST_IN_FLIGHT, MOST_EXCEPTIONS, MEETING_TIMEOUT = 6, 50, 300.0
@@ -43,9 +43,6 @@ KEPT_CALLS, KEPT_LAUNCHES = 64, 512
 # What memory may grow by. "device" is the process's whole memory: kernels first needed after the warm-up are loaded
 # later. "allocated": constants of a few elements, made once; a call that kept 16 bytes would be found.
 LIMITS = {"rss": 64 * MIB, "device": 16 * MIB, "allocated": 64 << 10}
-
-
-BETWEEN_SAMPLES = 10.0  # seconds
 
 
 class Soak:
@@ -64,10 +61,7 @@ class Soak:
         self.calls, self.repeats = Counter[str](), Counter[str]()
         self.wrong: dict[str, list[str]] = {}  # of each job
         self.exceptions: list[str] = []
-        self.samples: list[dict[str, Any]] = []
         self.meetings: list[dict[str, Any]] = []
-
-    # ---- a thread ------------------------------------------------------------------------------------
 
     def work(self, number: int) -> None:
         torch.set_num_threads(1)
@@ -104,34 +98,29 @@ class Soak:
                 if side is not stream:
                     stream.wait_stream(side)
                 # A call holds its inputs, possibly of another stream, until its results are complete.
-                flights.append((number, seed, repeated, call, call.start()))
+                flights.append((job, number, seed, repeated, call, call.start()))
             except Exception:
                 self.failed(f"{job} seed {seed}", traceback.format_exc())
-        for number, seed, repeated, call, outputs in flights:
+        for job, number, seed, repeated, call, outputs in flights:
             try:
-                self.look_at(number, seed, repeated, call, in_host_memory(outputs))
+                got = in_host_memory(outputs)
+                with self.lock:
+                    kept = self.kept[number] if repeated and job.repeatable else None
+                    self.calls[job.op] += 1
+                    self.repeats[job.op] += kept is not None
+                if kept is None:
+                    call.check(got)
+                else:
+                    assert digest(got) == kept, "has other bits than the first time"
+                if repeated and kept is None:
+                    with self.lock:
+                        self.kept[number] = self.kept[number] or digest(got)
+            except AssertionError as error:
+                how = " ".join(str(error).split())[:400]
+                with self.lock:
+                    self.wrong.setdefault(str(job), []).append(f"seed {seed}: {how}")
             except Exception:
-                self.failed(f"{self.jobs[number]} seed {seed}", traceback.format_exc())
-
-    def look_at(self, number: int, seed: int, repeated: bool, call: Call, got: Outputs) -> None:
-        job = self.jobs[number]
-        with self.lock:
-            kept = self.kept[number] if repeated and job.repeatable else None
-            self.calls[job.op] += 1
-            self.repeats[job.op] += kept is not None
-        try:
-            if kept is None:
-                call.check(got)
-            else:
-                assert digest(got) == kept, "has other bits than the first time"
-        except AssertionError as error:
-            how = " ".join(str(error).split())[:400]
-            with self.lock:
-                self.wrong.setdefault(str(job), []).append(f"seed {seed}: {how}")
-            return
-        if repeated and kept is None:
-            with self.lock:
-                self.kept[number] = self.kept[number] or digest(got)
+                self.failed(f"{job} seed {seed}", traceback.format_exc())
 
     def failed(self, where: str, text: str) -> None:
         with self.lock:
@@ -139,8 +128,6 @@ class Soak:
             if len(self.exceptions) >= MOST_EXCEPTIONS:
                 self.stop.set()
                 self.barrier.abort()  # no thread waits for stopped ones
-
-    # ---- the main thread -----------------------------------------------------------------------------
 
     def meeting(self, last: bool = False) -> dict[str, Any]:
         """Memory while nothing is in flight."""
@@ -154,18 +141,12 @@ class Soak:
                 torch.cuda.empty_cache()
             with contextlib.suppress(AttributeError, OSError):  # glibc's
                 ctypes.CDLL(None).malloc_trim(0)
-            return self.memory()
+            now = {"seconds": round(time.monotonic() - self.start, 1), "calls": sum(self.calls.values())}
+            return {**now, "kernels": len(kernels._kernels), **memory(self.on_gpu)}
         finally:
             if last:
                 self.stop.set()
             self.barrier.wait(MEETING_TIMEOUT)
-
-    def memory(self) -> dict[str, Any]:
-        of = (torch.cuda.memory_allocated, torch.cuda.memory_reserved, device_bytes)
-        used = [get() if self.on_gpu else 0 for get in of]
-        now = {"seconds": round(time.monotonic() - self.start, 1), "calls": sum(self.calls.values())}
-        now |= {"rss": resident_bytes(), "kernels": len(kernels._kernels)}
-        return now | dict(zip(("allocated", "reserved", "device"), used))
 
     def run(self) -> dict[str, Any]:
         """The report. It is written to a file after every meeting, so an interrupted run leaves one."""
@@ -174,15 +155,15 @@ class Soak:
         for thread in threads:
             thread.start()
         try:
-            first = self.meeting()  # after a pass over all jobs
-            self.sample_until(first["seconds"] + 0.1 * max(0.0, seconds - first["seconds"]))
-            while not self.stop.is_set():
+            first = self.meeting()["seconds"]  # after a pass over all jobs
+            due = first + 0.1 * max(0.0, seconds - first)
+            while not self.stop.wait(0.2):
                 now = time.monotonic() - self.start
-                last = now >= seconds and len(self.meetings) > 0  # compare memory with an earlier meeting's
-                self.meetings.append(self.meeting(last))
-                self.report()
-                if not last:
-                    self.sample_until(min(now + self.plan.between_meetings, seconds))
+                if now >= due:
+                    last = now >= seconds and len(self.meetings) > 0  # compare memory with an earlier meeting's
+                    self.meetings.append(self.meeting(last))
+                    self.report()
+                    due = min(now + self.plan.between_meetings, seconds)
         except threading.BrokenBarrierError:
             self.failed("the meeting", f"a thread did not come within {MEETING_TIMEOUT:.0f} s, or failed")
         except Exception:
@@ -192,15 +173,6 @@ class Soak:
         for thread in threads:
             thread.join(10)
         return self.report()
-
-    def sample_until(self, end: float) -> None:
-        while True:
-            due = self.samples[-1]["seconds"] + BETWEEN_SAMPLES if self.samples else 0.0
-            if time.monotonic() - self.start >= due:
-                self.samples.append(self.memory())
-            rest = end - (time.monotonic() - self.start)
-            if rest <= 0 or self.stop.wait(min(rest, 0.2)):
-                return
 
     def report(self) -> dict[str, Any]:
         with self.lock:
@@ -215,7 +187,7 @@ class Soak:
                 "wrong results": sum(map(len, self.wrong.values())),
                 "wrong": [f"{len(each)} x {job}, first {each[0]}" for job, each in self.wrong.items()],
                 "exceptions": len(self.exceptions), "failed": self.exceptions[:20],
-                "samples": self.samples, "meetings": self.meetings,
+                "meetings": self.meetings,
             }  # fmt: skip
         report["problems"] = problems(report)
         if self.plan.json is not None:
@@ -223,27 +195,23 @@ class Soak:
         return report
 
 
-def resident_bytes() -> int:
-    """Resident bytes of this process; 0 without /proc."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-    except OSError:
-        return 0
+def memory(on_gpu: bool) -> dict[str, int]:
+    """This process's bytes: resident ones, 0 without /proc; torch's; on the device, with kernels.
 
-
-def device_bytes() -> int:
-    """This process's bytes on the device, with kernels; all used bytes if the driver does not list processes."""
-    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-    with contextlib.suppress(OSError, ValueError):
-        told = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
-        used = dict(map(int, line.split(",")) for line in told)
-        if os.getpid() in used:
-            return used[os.getpid()] * MIB
-    free, total = torch.cuda.mem_get_info()
-    return total - free
-
-
-# ---- the verdict -----------------------------------------------------------------------------------------
+    The last are all used bytes if the driver does not list processes.
+    """
+    found = dict.fromkeys(("rss", "allocated", "reserved", "device"), 0)
+    with contextlib.suppress(OSError):
+        found["rss"] = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    if on_gpu:
+        free, total = torch.cuda.mem_get_info()
+        of_torch = {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
+        found |= {**of_torch, "device": total - free}
+        query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            told = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
+            found["device"] = dict(map(int, line.split(",")) for line in told)[os.getpid()] * MIB
+    return found
 
 
 def problems(report: dict[str, Any]) -> list[str]:
@@ -257,27 +225,6 @@ def problems(report: dict[str, Any]) -> list[str]:
         if more > limit:
             found.append(f"memory is not flat: {name} grew by {more / MIB:.2f} MiB, {limit / MIB:.2f} are allowed")
     return found
-
-
-def text(report: dict[str, Any]) -> str:
-    """The report as text."""
-    lines = [f"{'op':<34}{'calls':>10}{'against CPU':>14}{'against bits':>14}"]
-    for op, count in report["ops"].items():
-        lines.append(f"{op:<34}" + f"{count['calls']:>10}{count['against the CPU']:>14}{count['against bits']:>14}")
-    of = ("allocated", "reserved", "device", "RSS")
-    lines += ["", "nothing in flight, at" + "".join(f"{name:>11}" for name in ("calls", *of)) + "   MiB"]
-    for at in report["meetings"]:
-        mib = "".join(f"{at[name.lower()] / MIB:>11.3f}" for name in of)
-        lines.append(f"{at['seconds']:>19.0f} s{at['calls']:>11}{mib}")
-    lines += ["", *report["wrong"], *report["failed"]]
-    flat = not any(problem.startswith(("memory", "too short")) for problem in report["problems"])
-    lines += [
-        f"{report['gpu'] or 'CPU'}, torch {report['torch']}: {report['threads']} threads, {report['streams']} streams, "
-        f"{report['cases']} cases of seed {report['seed']}, {report['kernels']} kernels",
-        f"calls {report['calls']}, wrong results {report['wrong results']}, exceptions {report['exceptions']}",
-        f"memory flat: {'yes' if flat else 'no'}",
-    ]
-    return "\n".join([*lines, *report["problems"]])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -295,7 +242,23 @@ def main(arguments: list[str] | None = None) -> int:
     jitrope.configure(launch=given.launch)
     runtime.MAX_RECENT, enqueue.MAX_LAUNCHES = KEPT_CALLS, KEPT_LAUNCHES
     report = Soak(given).run()
-    print(text(report), flush=True)
+    lines = [f"{'op':<34}{'calls':>10}{'against CPU':>14}{'against bits':>14}"]
+    for op, count in report["ops"].items():
+        lines.append(f"{op:<34}" + f"{count['calls']:>10}{count['against the CPU']:>14}{count['against bits']:>14}")
+    of = ("allocated", "reserved", "device", "RSS")
+    lines += ["", "nothing in flight, at" + "".join(f"{name:>11}" for name in ("calls", *of)) + "   MiB"]
+    for at in report["meetings"]:
+        mib = "".join(f"{at[name.lower()] / MIB:>11.3f}" for name in of)
+        lines.append(f"{at['seconds']:>19.0f} s{at['calls']:>11}{mib}")
+    lines += ["", *report["wrong"], *report["failed"]]
+    flat = not any(problem.startswith(("memory", "too short")) for problem in report["problems"])
+    lines += [
+        f"{report['gpu'] or 'CPU'}, torch {report['torch']}: {report['threads']} threads, {report['streams']} streams, "
+        f"{report['cases']} cases of seed {report['seed']}, {report['kernels']} kernels",
+        f"calls {report['calls']}, wrong results {report['wrong results']}, exceptions {report['exceptions']}",
+        f"memory flat: {'yes' if flat else 'no'}",
+    ]
+    print(*lines, *report["problems"], sep="\n", flush=True)
     return 1 if report["problems"] else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -44,9 +45,7 @@ def test_a_launch_that_writes_past_a_local_ends_the_process(broken: bool) -> Non
     assert ("AddressSanitizer: stack-buffer-overflow" in done.stderr) == broken
 
 
-def test_a_kernel_in_the_folder_is_built_once_and_again_if_it_is_broken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_is_built_once_and_again_if_it_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(harness, "folder", harness.folder.__wrapped__)
     source = Source('struct Params {}; extern "C" void probe(Params) {}', "probe", "probe")
@@ -59,7 +58,7 @@ def test_a_kernel_in_the_folder_is_built_once_and_again_if_it_is_broken(
         made.write_bytes(bad)
         assert harness.build(source) == made
         assert made.read_bytes()[:4] == b"\x7fELF"
-        assert harness.whole(made)
+        assert made.read_bytes()[-32:] == hashlib.sha256(made.read_bytes()[:-32]).digest()
     os.utime(made, (0, 0))
     assert made.parent == harness.folder()
     assert not made.exists()
@@ -101,8 +100,6 @@ extern "C" __global__ void probe(const Params p) {{
         harness.run(Source(text, "probe", "probe"), (1, 1), 2, [torch.zeros(1, dtype=torch.int32)], [1])
 
 
-# ---- conversions and the shim --------------------------------------------------------------------
-
 CONVERT = """
 {% include "device.cuh" %}
 {% include "vec.cuh" %}
@@ -119,9 +116,7 @@ def test_fp8_conversion_is_torchs(form: str) -> None:
     """The conversion for GPUs without an instruction: every fp16 and bf16 value, with ties and saturation."""
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
     bits = torch.cat([every.view(dtype).float() for dtype in (torch.float16, torch.bfloat16)])
-    x = torch.cat(
-        (bits, torch.nextafter(bits, torch.tensor(torch.inf)), torch.nextafter(bits, -torch.tensor(torch.inf)))
-    )
+    x = torch.cat((bits, *[torch.nextafter(bits, torch.tensor(end)) for end in (torch.inf, -torch.inf)]))
     out = torch.zeros(len(x), dtype=torch.uint8)
     text = environment().from_string(CONVERT).render().replace("FORM", form)
     harness.run(Source(text, "probe", "probe"), (1, 1), 64, [x, out], [len(x)])

@@ -97,10 +97,10 @@ def test_launches(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_says_its_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+@pytest.mark.usefixtures("device")
+def test_a_preset_says_its_calls(name: str) -> None:
     """As many as it launches, each with a text that `prewarm` reads."""
-    for module in (chains, harness):
-        monkeypatch.setattr(module, "DEVICE", "cpu")
     found = texts(PRESETS[name])
     _, _, q_heads, k_heads, size = PRESETS[name].shape
     assert len(found) == LAUNCHES.get(name, 1)

@@ -26,14 +26,11 @@ from jitrope.run import launch as runtime
 
 from . import bits, sanitizer, soak
 from .jobs import check, pool
-from .sanitizer import FOUND, GROUPS, WRONG, Done
+from .sanitizer import FOUND, GROUPS, WRONG
 
-OPS = {
-    *("apply_rope", "prepare_qkv", "prepare_fused_qkv", "prepare_mla_qkv", "prepare_joint_qkv"),
-    *("apply_rope, backward", "prepare_qkv, backward", "prepare_fused_qkv, backward", "prepare_mla_qkv, backward"),
-    *("prepare_joint_qkv, backward", "thd order", "thd rows", "thd tables", "thd corrections", "cp segments"),
-    "all_gather_attention",
-}
+FUNCTIONS = ("apply_rope", "prepare_qkv", "prepare_fused_qkv", "prepare_mla_qkv", "prepare_joint_qkv")
+OPS = {*FUNCTIONS, *[f"{name}, backward" for name in FUNCTIONS], "all_gather_attention", "thd order", "thd rows",
+       "thd tables", "thd corrections", "cp segments"}  # fmt: skip
 pytestmark = pytest.mark.slow
 
 
@@ -90,7 +87,6 @@ def test_soak_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert sum(op["against bits"] for op in report["ops"].values()) > 7 * 20
     assert sum(op["against the CPU"] for op in report["ops"].values()) > 31
     assert len(report["meetings"]) >= 2
-    assert report["samples"]
     assert re.search(r"wrong results 0(.*\n)*memory flat: yes", capsys.readouterr().out)
 
 
@@ -121,9 +117,9 @@ def test_a_planted_exception_is_reported(tmp_path: Path, monkeypatch: pytest.Mon
     """After fifty of them the run ends."""
     monkeypatch.setattr(jitrope, "apply_rope", lambda *_, **__: 1 / 0)
     start = time.monotonic()
-    code, report = soaked(tmp_path, 60.0)
+    code, report = soaked(tmp_path, 600.0)
     assert code == 1
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 300
     assert report["exceptions"] >= soak.MOST_EXCEPTIONS
     assert "ZeroDivisionError: division" in report["failed"][0]
     assert not report["wrong results"]
@@ -150,26 +146,22 @@ def test_memory_that_grows_is_reported(name: str) -> None:
 
 
 def test_resident_bytes_are_this_process() -> None:
-    before = soak.resident_bytes()
+    before = soak.memory(False)["rss"]
     held = mmap.mmap(-1, 32 << 20)  # memory that no test before has freed
     held.write(b"1" * (32 << 20))
-    assert 24 << 20 < soak.resident_bytes() - before < 72 << 20
+    assert 24 << 20 < soak.memory(False)["rss"] - before < 72 << 20
     held.close()
 
 
 # ---- the sanitizers ----------------------------------------------------------------------------------
 
 
-def test_every_template_has_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_template_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new one without a case is refused before anything runs."""
-    assert {*GROUPS.values()} == set(sanitizer.templates())
+    assert {*GROUPS.values()} == {*sanitizer.TEMPLATES}
     assert sanitizer.groups_named(None) == list(GROUPS)
     assert sanitizer.groups_named(["rope"]) == ["rope-0", "rope-1"]
-    for path in sanitizer.TEMPLATE_PATHS:
-        for template in path.glob("*.cu.jinja"):
-            (tmp_path / template.name).touch()
-    (tmp_path / "a_new_one.cu.jinja").touch()
-    monkeypatch.setattr(sanitizer, "TEMPLATE_PATHS", [tmp_path])
+    monkeypatch.setattr(sanitizer, "TEMPLATES", [*sanitizer.TEMPLATES, "a_new_one"])
     with pytest.raises(SystemExit, match="no case runs a_new_one"):
         sanitizer.groups_named(None)
     with pytest.raises(SystemExit, match="no such case: rop;"):
@@ -178,8 +170,8 @@ def test_every_template_has_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_entries_are_found_by_the_filter() -> None:
     """compute-sanitizer checks kernels with this in their names."""
-    assert set(KINDS) == set(sanitizer.templates())
-    for template in sanitizer.templates():
+    assert set(KINDS) == {*sanitizer.TEMPLATES}
+    for template in sanitizer.TEMPLATES:
         text = (sanitizer.ROOT / "templates" / f"{template}.cu.jinja").read_text()
         entry = sanitizer.ENTRY.format(template).removeprefix("kns=")
         assert re.search(rf"__global__ void __launch_bounds__\([^)]*\) {entry}\(", text)
@@ -190,11 +182,9 @@ def test_a_case_compares_its_results(capsys: pytest.CaptureFixture[str], monkeyp
     assert "60 calls" in capsys.readouterr().out
     real, calls = thd.grad_correction, itertools.count(1)
 
-    def planted(grad: Any, *rest: Any) -> None:
-        real(grad, *rest)
-        grad.view(-1)[0] += next(calls) == 7
-
-    monkeypatch.setattr(thd, "grad_correction", planted)
+    monkeypatch.setattr(
+        thd, "grad_correction", lambda grad, *rest: (real(grad, *rest), grad.view(-1)[0].add_(next(calls) == 7))
+    )
     assert sanitizer.run_group("thd_corrections", "cpu") == WRONG
     assert ", 1 wrong" in capsys.readouterr().out
 
@@ -216,7 +206,7 @@ NO_RACES = "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"
     ],
 )
 def test_verdict(tool: str, code: int, output: str, verdict: str) -> None:
-    assert Done("rope-1", tool, code, output, 1.0).verdict == verdict
+    assert sanitizer.verdict(tool, code, output)[0] == verdict
 
 
 TOOL = """#!/bin/bash
@@ -236,17 +226,15 @@ def test_the_parents_verdict_is_its_childrens(errors: int, tmp_path: Path, capsy
     program = tmp_path / "tool"
     program.write_text(TOOL.replace("ERRORS", str(errors)))
     program.chmod(0o755)
-    tools = ["memcheck", "initcheck"][: 1 if errors else 2]
-    words = ["--case", "thd_tables", *(f"--tool={tool}" for tool in tools), "--program", str(program)]
-    code = sanitizer.main([*words, "--device", "cpu", "--log", str(tmp_path / "logs")])
-    assert code == (1 if errors else 0)
+    tool = "memcheck" if errors else "initcheck"  # which has no filter of kernels
+    words = ["--case", "thd_tables", "--tool", tool, "--program", str(program), "--device", "cpu", "--log"]
+    assert sanitizer.main([*words, str(tmp_path / "logs")]) == (1 if errors else 0)
     text = capsys.readouterr().out
-    assert ("all 3 runs are clean" in text) == (errors == 0)
+    assert ("all 2 runs are clean" in text) == (errors == 0)
     assert text.count("found errors") >= 2 * (errors > 0)
     logs = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
-    assert set(logs) == {f"thd_tables.{tool}.txt" for tool in ("plain", *tools)}
-    assert "--kernel-name kns=jitrope_thd_tables" in logs["thd_tables.memcheck.txt"]
-    assert errors or "kns" not in logs["thd_tables.initcheck.txt"]
+    assert set(logs) == {"thd_tables.plain.txt", f"thd_tables.{tool}.txt"}
+    assert ("--kernel-name kns=jitrope_thd_tables" in logs[f"thd_tables.{tool}.txt"]) == (errors > 0)
     assert all("18 calls" in text for text in logs.values())
 
 
@@ -283,7 +271,7 @@ def test_a_planted_fault_is_found(tool: str, planted: bool, tmp_path: Path) -> N
     text = (sanitizer.ROOT / "templates" / "thd_rows.cu.jinja").read_text()
     assert before in text
     (tmp_path / "thd_rows.cu.jinja").write_text(text.replace(before, after, 1))
-    arguments = sanitizer.command("thd_rows", tool, program, sanitizer.kernel_option(program), "cuda")
+    arguments = sanitizer.command("thd_rows", tool, program, "cuda")
     own = arguments.index(sys.executable)
     arguments[own:] = [sys.executable, "-c", MOVE, str(tmp_path), tool if planted else ""]
     environment = {
@@ -291,8 +279,8 @@ def test_a_planted_fault_is_found(tool: str, planted: bool, tmp_path: Path) -> N
         "PYTHONPATH": os.pathsep.join([str(sanitizer.ROOT), os.environ.get("PYTHONPATH", "")]),
     }  # fmt: skip
     ran = subprocess.run(arguments, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    verdict = Done("thd_rows", tool, ran.returncode, ran.stdout, 0.0).verdict
-    assert verdict == ("found errors" if planted else "clean"), ran.stdout[-3000:]
+    found = sanitizer.verdict(tool, ran.returncode, ran.stdout)[0]
+    assert found == ("found errors" if planted else "clean"), ran.stdout[-3000:]
 
 
 def test_other_bits_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,13 +90,11 @@ def test_configure_is_over_the_environment(monkeypatch: pytest.MonkeyPatch, capl
         monkeypatch.setenv("JITROPE_NO_COMPILE", word)
         assert config.compile_allowed() == allowed
     assert "perhaps" in caplog.text
-    try:
-        for word, allowed in (("perhaps", True), ("0", False)):
-            monkeypatch.setenv("JITROPE_NO_COMPILE", word)
-            jitrope.configure(compile=allowed)
-            assert config.compile_allowed() == allowed
-    finally:
-        jitrope.configure(compile=None)
+    for word, allowed in (("perhaps", True), ("0", False)):
+        monkeypatch.setenv("JITROPE_NO_COMPILE", word)
+        jitrope.configure(compile=allowed)
+        assert config.compile_allowed() == allowed
+    jitrope.configure(compile=None)
     assert config.compile_allowed()
 
 

@@ -16,7 +16,8 @@ from ..devices import DEVICES
 
 T, H, D = 8, 2, 16
 SHAPES = {"q": (1, T, H, D), "k": (1, T, H, D), "cos": (T, D // 2), "sin": (T, D // 2), "q_weight": (D,),
-          "k_cache": (T, H, D), "qkv": (1, T, 3, D), "bias": (3 * D,), "q_scale": (T,)}  # fmt: skip
+          "k_cache": (T, H, D), "qkv": (1, T, 3, D), "bias": (3 * D,), "q_scale": (T,),
+          "cos_sin_cache": (T, D)}  # fmt: skip
 Given = dict[str, Tensor]
 # The tensor that is written, one that is read, and the call.
 CALLS: list[tuple[str, str, Callable[[Given], Any]]] = [
@@ -25,6 +26,12 @@ CALLS: list[tuple[str, str, Callable[[Given], Any]]] = [
                                                     inplace=True)),
     ("q", "q_weight", lambda x: jitrope.prepare_qkv(x["q"], None, None, norm=Norm(x["q_weight"]), inplace=True)),
     ("out's q", "cos", lambda x: jitrope.apply_rope(x["k"], None, x["cos"], x["sin"], out=(x["q"], None))),
+    ("out's q", "cos_sin_cache", lambda x: jitrope.apply_rope(x["k"], None, cos_sin_cache=x["cos_sin_cache"],
+                                                              out=(x["q"], None))),
+    ("out's q", "q_weight", lambda x: jitrope.prepare_qkv(x["k"], None, None, norm=Norm(x["q_weight"]),
+                                                          out=(x["q"], None, None))),
+    ("out's q", "bias", lambda x: jitrope.prepare_fused_qkv(x["qkv"], x["cos"], x["sin"], heads=(1, 1), bias=x["bias"],
+                                                            out=(x["q"][:, :, :1], None, None))),
     ("k_cache", "slot_mapping", lambda x: jitrope.prepare_qkv(
         torch.zeros_like(x["k"][0]), x["q"][0], torch.zeros_like(x["k"][0]), layout="thd",
         cache=KVCache(x["k_cache"], torch.zeros_like(x["k_cache"]), x["slot_mapping"]))),

@@ -33,8 +33,6 @@ from jitrope.tools import bundle, prewarm
 from jitrope.tools.models import specs_of_model
 
 FP4 = getattr(torch, "float4_e2m1fn_x2", torch.uint8)
-
-
 ANY: dict[str, Any] = {
     "None": None, "a word": "nonsense", "empty str": "", "bytes": b"x", "module": torch.nn.Linear(2, 2),
     "python module": torch, "class": dict, "object": object(), "dict": {}, "set": {1}, "list of words": ["a", "b"],
@@ -87,37 +85,19 @@ def kinds_of(value: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def used(kind: Any, word: str, /, **given: Any) -> Any:
-    """The results of a call with a value."""
-    heads = {name: x.clone() for name, x in HEADS.items()}
-    return jitrope.prepare_qkv(**heads, v=V, **TABLE, layout="thd", **{word: kind(**given)})
+def used(kind: Any, word: str, /, norm: Norm | None = None, **given: Any) -> Any:
+    """The results of a call with a value, and the value's tensors."""
+    heads, value = {name: x.clone() for name, x in HEADS.items()}, kind(**given)
+    words = {word: value} | ({"norm": norm} if norm else {})
+    written = [x for x in getattr(value, "tensors", {}).values() if isinstance(x, Tensor)]
+    return jitrope.prepare_qkv(**heads, v=V, **TABLE, layout="thd", **words), written
 
 
-def in_pages(**given: Any) -> Any:
-    caches = torch.zeros(2, 6, 2, 2, 8)
-    return used(lambda: KVCache(*caches, Pages(**given)), "cache"), caches
-
-
-def in_fp8(k_scale: Any = 0.5, v_scale: Any = 0.5, **norm: Any) -> Any:
-    caches = torch.zeros(2, 6, 2, 8).to(torch.float8_e4m3fn)
-    words = {"norm": Norm(**norm)} if norm else {}
-    cache = KVCache(*caches, SLOTS, k_scale=k_scale, v_scale=v_scale)
-    return jitrope.prepare_qkv(**HEADS, v=V, **TABLE, layout="thd", cache=cache, **words), caches
-
-
-def entered(manager: Any) -> Any:
+def entered(kind: Any, /, **given: Any) -> Any:
     """What a context manager yields, after a call in it."""
-    with manager as found:
+    with kind(**given) as found:
         jitrope.apply_rope(*torch.empty(2, 1, 4, 2, 8, device="meta"), *torch.empty(2, 4, 4, device="meta"))
     return found
-
-
-def configured(**words: Any) -> Any:
-    try:
-        jitrope.configure(**words)
-        return config._may_compile, config.launch(), config.batch_invariant()
-    finally:
-        jitrope.configure(compile=None, launch=None, batch_invariant=False)
 
 
 def rows(*shape: int) -> Tensor:
@@ -129,6 +109,8 @@ IDS, ENDS = torch.tensor([5, 0, 4, 1, 1, 2]), torch.tensor([0, 4, 6])
 HEADS = {"q": rows(6, 4, 8), "k": rows(6, 2, 8)}
 V, QKV, FLOATS, TABLE = rows(6, 2, 8), rows(6, 2, 32), rows(6), {"cos": rows(6, 4), "sin": rows(6, 4) + 1}
 CACHES = {"k_cache": torch.zeros(6, 2, 8), "v_cache": torch.zeros(6, 2, 8)}
+FP8 = partial(KVCache, *torch.zeros(2, 6, 2, 8).to(torch.float8_e4m3fn), SLOTS)
+PAGED = partial(used, lambda **given: KVCache(*torch.zeros(2, 6, 2, 2, 8), Pages(**given)), "cache")
 BLOCKS = {f"{x}_cache": torch.zeros(6, 2, 8, dtype=torch.int8) for x in "kv"}
 BLOCKS |= {f"{x}_block_scale": rows(6, 2, 1) for x in "kv"}
 BATCH = {name: x[None] for name, x in {**HEADS, "v": V}.items()}
@@ -138,6 +120,8 @@ FOURS = {**EIGHT, "cu_seqlens": LSE["cu_seqlens"]}
 YARN = {"rotary_dim": 8, "factor": 2.0, "original_max_position_embeddings": 16}
 LONG = {**YARN, "rotary_dim": 4, "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
 SPEC = prewarm.specs_of(heads=8)[0]
+LLAMA = {"model_type": "llama", "dtype": "bfloat16", "hidden_size": 64, "num_hidden_layers": 1,
+         "num_attention_heads": 2, "vocab_size": 8}  # fmt: skip
 SPOKEN = {"heads": [8, 2], "head_dim": 128, "dtype": "bf16", "call": "bshd heads q k > rotate cos sin > fresh"}
 
 # A valid call of each function and value, with the parameters that get every kind of thing.
@@ -165,15 +149,16 @@ CALLS: dict[str, partial[Any]] = {
     "Shifts": partial(used, Shifts, "positions", position_ids=IDS),
     "Norm": partial(used, Norm, "norm", q_weight=W, k_weight=W, q_bias=W, k_bias=W, kind="layer_norm", eps=0.25,
                     of="qk", across_heads=False, zero_centered=True, after_rope=True, v_norm=False, rounding="once"),
-    "Norm of v": partial(in_fp8, of="v", v_weight=rows(16)),
+    "Norm of v": partial(lambda **a: used(FP8, "cache", Norm(**a), k_scale=0.5, v_scale=0.5), of="v",
+                         v_weight=rows(16)),
     "Norm of parts": partial(used, Norm, "norm", across_heads=True, mean_squares=(FLOATS, FLOATS)),
     "KVCache": partial(used, KVCache, "cache", **CACHES, slot_mapping=SLOTS, rotate_k=True),
-    "KVCache of fp8": partial(in_fp8, k_scale=0.5, v_scale=0.5),
+    "KVCache of fp8": partial(used, FP8, "cache", k_scale=0.5, v_scale=0.5),
     "KVCache of blocks": partial(used, KVCache, "cache", **BLOCKS, slot_mapping=SLOTS, scale_fmt="ue8m0"),
-    "Pages": partial(in_pages, page_table=SLOTS, page_indptr=ENDS, last_page_len=ENDS[1:], cu_seqlens_q=ENDS,
+    "Pages": partial(PAGED, page_table=SLOTS, page_indptr=ENDS, last_page_len=ENDS[1:], cu_seqlens_q=ENDS,
                      clear_page=True, errors=torch.zeros(1, dtype=torch.int32)),
-    "Pages of lengths": partial(in_pages, page_table=SLOTS.view(2, 3), seq_lens=ENDS[1:]),
-    "Pages of tokens": partial(in_pages, page_table=SLOTS.view(2, 3), batch_indices=SLOTS % 2, cache_positions=SLOTS),
+    "Pages of lengths": partial(PAGED, page_table=SLOTS.view(2, 3), seq_lens=ENDS[1:]),
+    "Pages of tokens": partial(PAGED, page_table=SLOTS.view(2, 3), batch_indices=SLOTS % 2, cache_positions=SLOTS),
     "Quantize": partial(used, Quantize, "quantize", q_scale=0.5, k_scale=0.5, v_scale=FLOATS[:1],
                         dtype=torch.float8_e5m2, hadamard=True),
     "DynamicQuantize": partial(used, DynamicQuantize, "quantize", dtype=torch.float8_e5m2, group=None,
@@ -225,10 +210,12 @@ CALLS: dict[str, partial[Any]] = {
                          keep_gathered=False, head_groups=1, check=True),
     "Rope": partial(lambda **a: cp.all_gather_attention(**HEADS, v=V, schedule=cp.Schedule(CU, 6), rope=cp.Rope(**a)),
                     **TABLE, interleaved=True, rotary_dim=4, rotary_offset=0, rounding="complex64"),
-    "configure": partial(configured, compile=False, launch="auto", batch_invariant=True),
-    "planning": partial(lambda **a: entered(jitrope.planning(**a)), launches=["auto"], sm_count=132),
+    "configure": partial(
+        lambda **a: (jitrope.configure(**a), config._may_compile, config.launch(), config.batch_invariant()),
+        compile=False, launch="auto", batch_invariant=True),
+    "planning": partial(entered, jitrope.planning, launches=["auto"], sm_count=132),
     "on_compile": partial(lambda callback: jitrope.on_compile(callback)(), callback=print),
-    "record": partial(lambda path: entered(jitrope.record(path)), path=Path("run.json")),
+    "record": partial(entered, jitrope.record, path=Path("run.json")),
     "KernelCache": partial(KernelCache, root=Path("kernels"), system=(Path("layer"),)),
     "prune": partial(lambda **a: KernelCache(Path("none")).prune(**a), older_than=5, dry_run=True),
     "clear": partial(lambda **a: KernelCache(Path("none")).clear(**a), dry_run=True),
@@ -277,17 +264,6 @@ NAMED = {"rope.positions": "position_ids", "Shifts.position_ids": "positions", "
          **{f"nvfp4.{x}_global_scale": f"{x}_scale" for x in "qkv"}}  # fmt: skip
 
 
-@pytest.fixture
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set up the files of the valid calls."""
-    monkeypatch.chdir(tmp_path)
-    Path("run.json").write_text(json.dumps(record_of([SPEC])))
-    Path("llama").mkdir()
-    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8}
-    Path("llama/config.json").write_text(json.dumps({"model_type": "llama", "dtype": "bfloat16", **sizes}))
-    bundle.write(Path("there.zip"), [(SPEC, "sm_90")], 1)
-
-
 def plain(x: Any) -> Any:
     """Results as numbers and words: tensors as lists, values as what they keep."""
     if isinstance(x, Tensor):
@@ -315,10 +291,17 @@ def by_value(valid: Any, value: Any) -> Any:
     return type(valid)(value) if type(valid)(value) == value or type(valid) is float else None
 
 
-@pytest.mark.usefixtures("_folder")
 @pytest.mark.parametrize(("name", "label"), [(name, label) for name, call in CALLS.items() for label in call.keywords])
-def test_every_kind_of_argument_is_right_or_refused(name: str, label: str) -> None:
+def test_every_kind_of_argument_is_right_or_refused(
+    name: str, label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     call, valid, wrong = CALLS[name], CALLS[name].keywords[label], []
+    monkeypatch.chdir(tmp_path)
+    if "path" in call.keywords:
+        Path("run.json").write_text(json.dumps(record_of([SPEC])))
+        Path("llama").mkdir()
+        Path("llama/config.json").write_text(json.dumps(LLAMA))
+        bundle.write(Path("there.zip"), [(SPEC, "sm_90")], 1)
 
     def result(value: Any) -> Any:
         """What a call returns, and its arguments afterwards."""

@@ -31,7 +31,7 @@ ANGLES = torch.arange(6.0)[:, None] / torch.arange(1.0, 5.0)
 COS, SIN = ANGLES.cos(), ANGLES.sin()
 T, NONE = {"cos": COS, "sin": SIN}, {"cos": None, "sin": None}
 IDS, CU, W = torch.arange(6), torch.tensor([0, 6]), torch.ones(8)
-QKV, QKV_GROUPED, PAGES = torch.ones(2, 6, 64), torch.ones(2, 6, 2, 32), torch.zeros(2, 3, 4, 2, 8)
+QKV, PAGES = torch.ones(2, 6, 64), torch.zeros(2, 3, 4, 2, 8)
 KC, VC, SLOTS = torch.zeros(12, 2, 8), torch.zeros(12, 2, 8), torch.arange(12)
 TABLE, LENS, ENDS = torch.tensor([[0, 1], [2, 0]]), torch.tensor([3, 3]), torch.tensor([0, 3, 6])
 BLOCKS, SCALES = torch.zeros(12, 2, 8, dtype=torch.int8), torch.zeros(12, 2, 1)  # a cache of int8 with scales of heads
@@ -153,21 +153,19 @@ REFUSALS[rope] = [
      "positions does not go with unrotated; give these tokens a row of the table with cosines of 1"),
     ({"unrotated": 1, "cos": COS[:4], "sin": SIN[:4]}, "q is (B=2, S=6, H=4, D=8) but cos has 4 rows; it needs 5"),
     # check=True reads positions and tables
-    ({"positions": IDS + 1, "check": True}, "positions go from 1 to 6, but the table has rows 0 to 5; make it longer"),
+    ({"positions": IDS + 1, "check": True, "out": (None, KC.view(2, 6, 2, 8))},
+     "positions go from 1 to 6, but the table has rows 0 to 5; make it longer"),
     ({"positions": IDS - 1, "check": True}, "positions go from -1 to 4; they must be 0 or above"),
     ({"positions": Shifts(IDS - 9), "check": True},
      "differences of positions have sizes from 4 to 9, but the table has rows 0 to 5; make it longer"),
     ({"cos": SIN, "sin": COS, "check": True},
      "row 0 of cos is 0 and row 0 of sin is not, as if they were exchanged; pass cos first, then sin"),
-    ({"cos": COS.repeat_interleave(2, -1), "sin": SIN.repeat_interleave(2, -1), "check": True},
-     "every entry of cos is there twice in a row, but interleaved is False; pass interleaved=True, or half-width "
-     "tables"),
-    ({"cos": COS.repeat(1, 2), "sin": SIN.repeat(1, 2), "check": True, "interleaved": True},
-     "every entry of cos is there again in the second half, but interleaved is True; pass interleaved=False, or "
-     "half-width tables"),
-    ({"cos": COS[:, :2].repeat(1, 2), "sin": SIN[:, :2].repeat(1, 2), "check": True},
-     "every entry of cos is there again in the second half, as in a full-width table, not a half-width one; pass "
-     "rotary_dim=4"),
+    ({"cos": COS.repeat_interleave(2, -1), "sin": SIN.repeat_interleave(2, -1), "check": True}, "every entry of cos is "
+     "there twice in a row, but interleaved is False; pass interleaved=True, or half-width tables"),
+    ({"cos": COS.repeat(1, 2), "sin": SIN.repeat(1, 2), "check": True, "interleaved": True}, "every entry of cos is "
+     "there again in the second half, but interleaved is True; pass interleaved=False, or half-width tables"),
+    ({"cos": COS[:, :2].repeat(1, 2), "sin": SIN[:, :2].repeat(1, 2), "check": True}, "every entry of cos is there "
+     "again in the second half, as in a full-width table, not a half-width one; pass rotary_dim=4"),
     ({"q": Q.transpose(1, 2), "k": None, "check": True}, "q has shape (2, 4, 6, 8) and the table has 6 rows, as if q's "
      "layout were 'bhsd', not 'bshd'; pass layout='bhsd', or a table with another number of rows"),
     # q_scale
@@ -219,8 +217,7 @@ REFUSALS[packed] = [
     ({"positions": Packed(torch.tensor([1, 4])), "check": True}, "cu_seqlens[0] is 1; cu_seqlens must ascend from 0"),
     ({"positions": Packed(torch.tensor([0, 9])), "check": True}, "cu_seqlens ends at 9, but q has 6 tokens"),
     ({"positions": Packed(2 * CU, cp_size=2), "check": True, "q": Q[0, :5], "cos": KC[0], "sin": KC[1]},
-     "cu_seqlens ends at 12, 6 of them on this rank, but q has 5 tokens"),
-]  # fmt: skip
+     "cu_seqlens ends at 12, 6 of them on this rank, but q has 5 tokens")]  # fmt: skip
 REFUSALS[alone] = [
     ({"norm": Norm(W, W)}, "k_weight is given, but k is not"),
     ({"norm": torch.nn.RMSNorm(8)}, "norm is a module, RMSNorm; it must be a jitrope.Norm"),
@@ -236,8 +233,7 @@ REFUSALS[alone] = [
     ({"quantize": DynamicQuantize(FP4), "rotary_dim": 4, "rotary_offset": 3, "cos": COS[:, :2], "sin": SIN[:, :2]},
      "rotary_offset is 3, rotary_dim 4; for fp4 the first must be even, and the second a multiple of 4"),
     ({"quantize": DynamicQuantize(FP4), "out": (BYTES.view(FP4).transpose(-1, -2), None, None)},
-     "out's q has strides (96, 16, 1, 4); for fp4 the last must be 1"),
-]  # fmt: skip
+     "out's q has strides (96, 16, 1, 4); for fp4 the last must be 1")]  # fmt: skip
 REFUSALS[qkv] = [
     ({"quantize": 1}, "quantize is 1; it must be a jitrope.Quantize or DynamicQuantize"),
     ({"quantize": TWO, "hadamard": True}, "hadamard does not go with quantize; give it to that"),
@@ -303,8 +299,7 @@ REFUSALS[qkv] = [
      "quantize makes q int8 with a scale of fp32 for 8 elements, but k_cache and k_block_scale are int8 with a scale "
      "of ue8m0 in fp32 for 8 elements; they must match"),
     ({"cache": blocks(k_cache=BLOCKS.view(FP4).view(12, 2, 4, 2)[..., 0])},
-     "k_cache has strides (16, 8, 2); the last must be 1"),
-]  # fmt: skip
+     "k_cache has strides (16, 8, 2); the last must be 1")]  # fmt: skip
 REFUSALS[paged] = [
     ({"cache": KVCache(*PAGES, pages(page_table=COS))},
      "page_table is float32; it must be (N, max_pages), int32 or int64, on cpu like k"),
@@ -326,8 +321,6 @@ REFUSALS[paged] = [
 REFUSALS[fused] = [
     ({"heads": (0, 2)}, "heads[0] is 0; it must be a whole number of at least 1"),
     ({"heads": (5, 2)}, "heads is (5, 2); it must be (Hq, Hk), the heads of q and of k; Hk must divide Hq"),
-    ({"heads": (6, 2), "qkv": QKV_GROUPED, "order": "grouped"}, "qkv has shape (2, 6, 2, 32), but heads=(6, 2) with "
-     "order='grouped' are 10 heads of D elements; it must be (B, S, 10 D) or (B, S, 2, 5 D) in layout 'bshd'"),
     ({"order": "kqv"}, "order is 'kqv'; it must be one of 'grouped', 'qkv', 'qkv_gated'"),
     ({"qkv": torch.ones(())}, "qkv has shape (), but heads=(4, 2) with order='qkv' are 8 heads of D elements; it must "
      "be (B, S, 8 D) or (B, S, 8, D) in layout 'bshd'"),
@@ -342,8 +335,7 @@ REFUSALS[fused] = [
     ({"bias": torch.ones(64), "copy_v": False}, "copy_v=False does not go with bias; leave copy_v out"),
     ({"bias": torch.ones(65)[1:], "quantize": DynamicQuantize(FP4)},
      "bias has D=64, strides (1,) and offset 1; fp4 needs aligned pairs of neighbouring elements"),
-    ({"out": (None, None, V), "copy_v": False}, "copy_v=False does not go with out's v; leave copy_v out"),
-]  # fmt: skip
+    ({"out": (None, None, V), "copy_v": False}, "copy_v=False does not go with out's v; leave copy_v out")]  # fmt: skip
 REFUSALS[joint] = [
     ({"first": (None, K, V)}, "first's q is None; it must be a tensor (B, S, H, D)"),
     ({"first": (Q, None, V), "out": Ulysses(2)}, "first's k is None; it must be a tensor"),
@@ -359,24 +351,20 @@ REFUSALS[joint] = [
      "Norm(eps=1e-05); only their weights may differ"),
     ({"norm": (Norm(), Norm(), Norm())}, "norm is (Norm(), Norm(), Norm()); it must be a tuple of 2 norms"),
     ({"norm": Norm(across_heads=True)},
-     "across_heads does not go with two streams; normalise before, or join them and use prepare_qkv"),
-]  # fmt: skip
+     "across_heads does not go with two streams; normalise before, or join them and use prepare_qkv")]  # fmt: skip
 REFUSALS[latent] = [
     ({"kv": KV[..., :4]}, "q is (B=2, S=6, H=4, D=8), k_pe (B=2, S=6, H=1, D=4) and kv (B=2, S=6, H=4, D=4); kv must "
      "be wider than q less k_pe, 4, by the elements of a head of v"),
     ({"cos": COS[:, :3], "sin": SIN[:, :3]}, "cos is a tensor of shape (6, 3), float32, on cpu; it must be (P, 2|4) or "
      f"(1|2, P, 2|4) or (1|2, P, 1, 2|4), {FLOATS}, on cpu like q {SIZES}; k_pe has rotary_dim elements"),
-    ({"interleaved_out": True, **NONE}, "interleaved_out does not go without a table; pass a table"),
     ({"quantize": DynamicQuantize()}, "quantize is DynamicQuantize(); it must be a jitrope.Quantize"),
     ({"quantize": Quantize(1.0, 1.0, hadamard=True)}, "hadamard does not go with latent attention; leave it out"),
     ({"out": (None, None, V.half())}, "out's v is float16; it must be (2, 6, 4, 6), float32, on cpu like q"),
-    ({"out": Ulysses(2)}, "out is Ulysses(ranks=2); it must be a tuple of 3 tensors"),
-]  # fmt: skip
+    ({"out": Ulysses(2)}, "out is Ulysses(ranks=2); it must be a tuple of 3 tensors")]  # fmt: skip
 REFUSALS[partial(Packed, CU)] = [({"max_seqlen": 2.5}, "max_seqlen is 2.5; it must be a whole number of at least 0")]
 REFUSALS[partial(Mrope, IDS)] = [
     ({"mrope_section": ()}, "mrope_section is (); it must be the number of pairs of each axis"),
-    ({"mrope_section": 4}, "mrope_section is 4; it must be a list or tuple of whole numbers"),
-]  # fmt: skip
+    ({"mrope_section": 4}, "mrope_section is 4; it must be a list or tuple of whole numbers")]  # fmt: skip
 REFUSALS[Norm] = [
     ({"q_weight": "w"}, "q_weight is 'w'; it must be a tensor"),
     ({"eps": -10}, "eps is -10.0; it must be 0 or above"),
@@ -386,8 +374,7 @@ REFUSALS[Norm] = [
     ({"mean_squares": MEANS[:1], "across_heads": True},
      "mean_squares is a tuple of 1; it must be those of q and k: two tensors, or a tensor and None"),
     ({"mean_squares": 0.5, "across_heads": True},
-     "mean_squares is 0.5; it must be those of q and k: two tensors, or a tensor and None"),
-]  # fmt: skip
+     "mean_squares is 0.5; it must be those of q and k: two tensors, or a tensor and None")]  # fmt: skip
 REFUSALS[stored] = [
     ({"v_cache": None, "v_scale": 1.0}, "v_scale is 1.0; it must be None without v_cache"),
     ({"v_cache": None, "v_block_scale": SCALES}, "k_block_scale is None; it must be a tensor"),
@@ -401,17 +388,14 @@ REFUSALS[pages] = [
     ({"seq_lens": None}, "seq_lens is None; it must be a tensor"),
     ({"page_indptr": IDS, "last_page_len": LENS},
      "seq_lens is a tensor of shape (2,), int64, on cpu; it must be None beside page_indptr and last_page_len"),
-    ({"page_indptr": IDS, "seq_lens": None}, "last_page_len is None; it must be a tensor"),
-]  # fmt: skip
+    ({"page_indptr": IDS, "seq_lens": None}, "last_page_len is None; it must be a tensor")]  # fmt: skip
 REFUSALS[placed] = [
     ({"cu_seqlens_q": ENDS},
      "cu_seqlens_q is a tensor of shape (3,), int64, on cpu; it must be None beside batch_indices and cache_positions"),
-    ({"clear_page": True}, "clear_page is True; it must be False beside batch_indices"),
-]  # fmt: skip
+    ({"clear_page": True}, "clear_page is True; it must be False beside batch_indices")]  # fmt: skip
 REFUSALS[Quantize] = [
     ({"q_scale": 1e-39}, "q_scale is 1e-39; it must be above 2.94e-39, so that fp32 holds its reciprocal"),
-    ({"q_scale": 0.5, "k_scale": 1e39}, "k_scale is 1e+39; it must be a number that fp32 holds"),
-]  # fmt: skip
+    ({"q_scale": 0.5, "k_scale": 1e39}, "k_scale is 1e+39; it must be a number that fp32 holds")]  # fmt: skip
 REFUSALS[DynamicQuantize] = [
     ({"dtype": torch.float16}, "dtype is torch.float16; it must be one of torch.float8_e4m3fn, torch.float8_e5m2, "
      "torch.int8, torch.float4_e2m1fn_x2"),
@@ -428,12 +412,10 @@ REFUSALS[DynamicQuantize] = [
     ({"per": "head", "dtype": FP4}, "fp4 does not go with per='head'; leave one out"),
     ({"q_global_scale": 1.0}, "q_global_scale is 1.0; it must be None without scale_dtype=torch.float8_e4m3fn"),
     ({"v_global_scale": 1.0, "dtype": FP4, "scale_dtype": E4M3},
-     "v_global_scale is 1.0; it must be None without v=True"),
-]  # fmt: skip
+     "v_global_scale is 1.0; it must be None without v=True")]  # fmt: skip
 REFUSALS[jitrope.configure] = [
     ({"compile": "no"}, "compile is 'no'; it must be True or False"),
-    ({"launch": "3d"}, "launch is '3d'; it must be one of None, 'auto', 'token_linear', 'grid_2d'"),
-]  # fmt: skip
+    ({"launch": "3d"}, "launch is '3d'; it must be one of None, 'auto', 'token_linear', 'grid_2d'")]  # fmt: skip
 REFUSALS[partial(tables.inv_freq, rotary_dim=8)] = [
     ({"rope_type": "rotary"}, "rope_type is 'rotary'; it must be one of 'default', 'linear', 'ntk', 'dynamic', 'yarn', "
      "'llama3', 'longrope', 'proportional', 'axial'"),
@@ -455,8 +437,7 @@ REFUSALS[partial(tables.inv_freq, rotary_dim=8)] = [
     ({"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1, 1, 0, 1], **LENGTH, "factor": 2.0},
      "long_factor[2] is 0; it must be a finite number above 0.0"),
     ({"rope_type": "proportional", "partial_rotary_factor": 2}, "partial_rotary_factor is 2; it must be from 0 to 1"),
-    ({"rope_type": "axial", "rotary_dim": 10}, "rotary_dim is 10; it must be a multiple of 2 x axes = 4"),
-]  # fmt: skip
+    ({"rope_type": "axial", "rotary_dim": 10}, "rotary_dim is 10; it must be a multiple of 2 x axes = 4")]  # fmt: skip
 REFUSALS[tables.from_config] = [
     ({"config": None}, "config is None; it must be a transformers configuration, or a dict of it"),
     ({"config": {"hidden_size": 8}},
@@ -464,8 +445,6 @@ REFUSALS[tables.from_config] = [
     ({"config": {"rope_theta": 1e4}}, "config has neither head_dim nor hidden_size and num_attention_heads"),
     ({"config": {"head_dim": 8, "rope_parameters": {"rope_theta": 1e4, "factor": 2.0, "beta_fast": None}}},
      "'default' has no factor; leave out what the model ignores"),
-    ({"layer_type": "full", "config": {"head_dim": 8, "rope_parameters": {"full": {"rope_theta": 1e4, "a": 2}}}},
-     "'default' has no a; leave out what the model ignores"),
     ({"config": {**CONFIG, "swa_rope_theta": 5e4}},
      "swa_rope_theta is unknown; pass a dict without it, or use inv_freq"),
     ({"config": {**CONFIG, "pos_embed_rescale": None}}, "pos_embed_rescale has its own kind of table: positions are "
@@ -482,34 +461,29 @@ REFUSALS[tables.from_config] = [
      "layer_type is 'full'; it must be one of None"),
     ({"config": {"head_dim": 8, "global_head_dim": 16, "rope_theta": 1e4}},
      "config has heads of several sizes; pass head_dim, or transformers' object"),
-    ({"config": {**CONFIG, "rope_scaling": 1}}, "config's rope_parameters is 1; it must be a dict"),
-]  # fmt: skip
+    ({"config": {**CONFIG, "rope_scaling": 1}}, "config's rope_parameters is 1; it must be a dict")]  # fmt: skip
 REFUSALS[partial(thd.cp_rank_order_to_sequence_order, cu_seqlens=CU, cp_size=2)] = [
     ({"x": W, "total_tokens": 6},
      "x has 8 rows; total_tokens=6 on cp_size=2 ranks are 6 (pass total_tokens if it is not the number of rows)"),
     ({"x": DICE}, "x is a tensor of shape (6, 1, 8), qint8, on cpu; it must be a tensor with memory, neither quantized "
-     "nor torch's lazy zeros"),
-]  # fmt: skip
+     "nor torch's lazy zeros")]  # fmt: skip
 REFUSALS[partial(thd.copy_valid_tokens_from_per_split_to_rank_local, cu_seqlens_padded=CU)] = [
     ({"out": IDS, "x": IDS, "cu_seqlens": ENDS}, "cu_seqlens is a tensor of shape (3,), int64, on cpu; it must be "
      "(2,), int32 or int64, contiguous, on cpu like cu_seqlens_padded"),
     ({"out": W.cfloat().conj(), "x": W.cfloat(), "cu_seqlens": CU},
      "out has torch's lazy negative or conjugate bit; pass out.resolve_conj().resolve_neg()"),
-    ({"out": LEAF[0], "x": Q[0], "cu_seqlens": CU}, f"out {NOT_HERE}"),
-]  # fmt: skip
+    ({"out": LEAF[0], "x": Q[0], "cu_seqlens": CU}, f"out {NOT_HERE}")]  # fmt: skip
 REFUSALS[partial(thd.read_half_tensor, cu_seqlens=CU, half_idx=0)] = [
     ({"x": Q[0], "half_idx": 2}, "half_idx is 2; it must be below halves=2"),
     ({"x": LEAF[0]}, "x requires a gradient, which this function does not have; call it under torch.no_grad()"),
 ]  # fmt: skip
 REFUSALS[lse] = [
     ({"lse": LSE.half()}, "lse is float16; it must be (H, rows), float32, contiguous, on cpu"),
-    ({"lse_per_step": LEAF[0, :3, :2, 0]}, f"lse_per_step {NOT_HERE}"),
-]  # fmt: skip
+    ({"lse_per_step": LEAF[0, :3, :2, 0]}, f"lse_per_step {NOT_HERE}")]  # fmt: skip
 REFUSALS[correct] = [
     ({"out": Q[0], "out_per_step": Q[0]}, f"lse is a tensor of shape (2, 6), {F32}, lse_per_step a tensor of shape (2, "
      f"6), {F32}; they must have one shape, and out's heads and at least its rows: a tensor of shape (6, 4, 8), {F32}"),
-    ({"out_per_step": LEAF[0, :, :2]}, f"out_per_step {NOT_HERE}"),
-]  # fmt: skip
+    ({"out_per_step": LEAF[0, :, :2]}, f"out_per_step {NOT_HERE}")]  # fmt: skip
 REFUSALS[add] = [
     ({"grad_per_step": Q[0, :1], "second_half": "none"},
      "grad_per_step is a tensor of shape (1, 4, 8), float32, on cpu; it must have at least 3 rows"),
@@ -530,22 +504,18 @@ REFUSALS[attend] = [
     ({"backend": "best"}, "backend is 'best'; it must be one of 'auto', 'flash', 'flex', 'math'"),
     ({"backend": "flash"}, "backend 'flash' cannot do this: q is on cpu; it needs a CUDA device"),
     ({"backend": "flex", "q": LEAF[0]}, "backend 'flex' cannot do this: it has no backward on CPUs"),
-    ({"rope": Rope()}, "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not none"),
-]  # fmt: skip
+    ({"rope": Rope()}, "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not none")]  # fmt: skip
 REFUSALS[partial(Schedule, CU)] = [
     ({"tokens": 2**31 - 1}, "2147483647 tokens are more than 2147483647 rows"),
-    ({"tokens": 6, "window": (-2, 0)}, "window[0] is -2; it must be a whole number of at least -1"),
-]  # fmt: skip
+    ({"tokens": 6, "window": (-2, 0)}, "window[0] is -2; it must be a whole number of at least -1")]  # fmt: skip
 REFUSALS[partial(Partition, tokens=6)] = [
     ({"cu_seqlens": [0, 6]}, "cu_seqlens is [0, 6]; it must be a tensor"),
     ({"cu_seqlens": W},
      "cu_seqlens is float32; it must be (sequences + 1,), int32 or int64, contiguous, on cpu like cu_seqlens_padded"),
-    ({"cu_seqlens": CU[:1]}, "cu_seqlens has one offset; it must have those of one sequence at least"),
-]  # fmt: skip
+    ({"cu_seqlens": CU[:1]}, "cu_seqlens has one offset; it must have those of one sequence at least")]  # fmt: skip
 REFUSALS[Partition(CU, 12, cp_size=2, cp_rank=0).unshard] = [
     ({"x": Q[0]}, "the Partition was made with cp_size and cp_rank; make it with a group"),
-    ({"x": Q[0, :2]}, "x has 2 rows; it must have 6 (tokens=12, rank 0 of 2)"),
-]  # fmt: skip
+    ({"x": Q[0, :2]}, "x has 2 rows; it must have 6 (tokens=12, rank 0 of 2)")]  # fmt: skip
 
 # Calls within others, and sentences that begin in another way.
 OTHERS: list[tuple[Callable[[], Any], str]] = [
@@ -615,8 +585,7 @@ OTHERS: list[tuple[Callable[[], Any], str]] = [
      "a spec must be a table of fields, and its call a text, not {'kind': 'rope', 'call': ['bshd']}"),
     (lambda: spec_from_dict({"kind": "turn"}),
      "kind is 'turn'; allowed are cp_segment_rows, cp_segments, qk_norm_rope, qk_norm_rope_backward, rope, "
-     "thd_corrections, thd_rows, thd_tables"),
-]  # fmt: skip
+     "thd_corrections, thd_rows, thd_tables")]  # fmt: skip
 TENSORS = [x for x in globals().values() if isinstance(x, Tensor) and x is not DICE]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import jitrope
-from jitrope import KVCache, Mrope, Norm, Packed, Pages, Quantize, Shifts, Starts, Ulysses
+from jitrope import DynamicQuantize, KVCache, Mrope, Norm, Packed, Pages, Quantize, Shifts, Starts, Ulysses
 from jitrope.base import config
 
 Q, K, V = (torch.randn(12, heads, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
@@ -54,6 +54,32 @@ def test_a_value_may_be_kept_copied_pickled_and_printed(name: str) -> None:
     assert "tensor([" not in text  # shapes, no numbers
     shown, kinds = re.findall(r"(?<=[(, ])([a-z_]+)=", text), [type(value), *[Pages] * ("Pages(" in text)]
     assert {*shown} <= {word for kind in kinds for word in inspect.signature(kind).parameters}
+
+
+E4M3, FP4 = torch.float8_e4m3fn, getattr(torch, "float4_e2m1fn_x2", torch.uint8)
+E8M0, F32 = getattr(torch, "float8_e8m0fnu", torch.uint8), "float32, on cpu"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (KVCache(ONE.view(2, 1, 4), None, ENDS, rotate_k=True, k_block_scale=ONE[:2, None, None], scale_fmt="ue8m0"),
+         f"KVCache(k_cache=a tensor of shape (2, 1, 4), {F32}, slot_mapping=a tensor of shape (3,), int32, on cpu, "
+         f"rotate_k=True, k_block_scale=a tensor of shape (2, 1, 1), {F32}, scale_fmt='ue8m0')"),
+        (Pages(TWELVE, seq_lens=ONE),
+         f"Pages(page_table=a tensor of shape (12,), int64, on cpu, seq_lens=a tensor of shape (8,), {F32})"),
+        (Quantize(0.5, hadamard=True), "Quantize(q_scale=0.5, hadamard=True)"),
+        (DynamicQuantize(torch.int8, hadamard=True), "DynamicQuantize(dtype=torch.int8, hadamard=True)"),
+        (DynamicQuantize(scale_fmt="ue8m0", v=True), "DynamicQuantize(scale_fmt='ue8m0', v=True)"),
+        (DynamicQuantize(per="head"), "DynamicQuantize(per='head')"),
+        (DynamicQuantize(group=32, scale_dtype=E8M0, swizzled=True),
+         f"DynamicQuantize(group=32, scale_dtype={E8M0}, swizzled=True)"),
+        (DynamicQuantize(FP4, scale_dtype=E4M3, k_global_scale=0.5),
+         f"DynamicQuantize(dtype={FP4}, scale_dtype={E4M3}, k_global_scale=0.5)"),
+    ],
+)  # fmt: skip
+def test_printed(value: Any, text: str) -> None:
+    assert repr(value) == text
 
 
 @pytest.mark.parametrize("made", ["before", "inside"])
@@ -126,13 +152,11 @@ def test_a_forced_launch_gives_the_same_bits_and_stays_until_another_is_set(monk
         for call in (jitrope.apply_rope, compiled):
             assert all(map(torch.equal, call(Q, K, COS, SIN, layout="thd"), want))
     jitrope.configure(compile=False)
-    try:
-        assert config.launch() == "grid_2d"
-        with pytest.raises(jitrope.InvalidInput):
-            jitrope.configure(compile="no")  # type: ignore[arg-type]
-        assert not config.compile_allowed()
-    finally:
-        jitrope.configure(compile=None, launch=None)
+    assert config.launch() == "grid_2d"
+    with pytest.raises(jitrope.InvalidInput):
+        jitrope.configure(compile="no")  # type: ignore[arg-type]
+    assert not config.compile_allowed()
+    jitrope.configure(compile=None, launch=None)
     monkeypatch.setenv("JITROPE_LAUNCH", "3d")
     with pytest.raises(jitrope.InvalidInput) as error:
         jitrope.apply_rope(Q, K, COS, SIN, layout="thd")

@@ -17,13 +17,8 @@ FILES = (
 )
 
 
-def main(options: list[str]) -> None:
-    """Replace this process: the sanitizers must be loaded at its start."""
-    named = [option for option in options if option.partition("::")[0].endswith(".py")]
+if __name__ == "__main__":  # replace this process: the sanitizers must be loaded at its start
+    named = [option for option in sys.argv[1:] if option.partition("::")[0].endswith(".py")]
     files = [] if named else [f"tests/{name}" for name in FILES.split()]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", *files, *options]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", *files, *sys.argv[1:]]
     os.execve(sys.executable, command, backend.environment())
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

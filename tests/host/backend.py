@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -49,36 +48,20 @@ _lock = threading.Lock()
 
 def environment() -> dict[str, str]:
     """The environment of a process in which `install` works."""
-    preload = " ".join(harness.libraries())
+    # What a process must load at its start, before a kernel that is a shared library: kernels name none.
+    names = ("libasan.so", "libstdc++.so")
+    preload = " ".join(harness.asked(("g++", f"-print-file-name={name}")).strip() for name in names)
     return {**os.environ, "TEST_DEVICE": "host", "LD_PRELOAD": preload, "ASAN_OPTIONS": harness.OPTIONS}
 
 
-@cache
-def _library(spec: Spec) -> Any:
-    library = ctypes.CDLL(str(harness.build(render(spec))))
-    library.run.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_uint]
-    library.run.restype = None
-    return library
+library = cache(lambda spec: ctypes.CDLL(str(harness.build(render(spec)))))
 
 
-class Kernel:
-    """`jitrope.jit.compiler.Kernel`, on the CPU."""
-
-    def __init__(self, spec: Spec) -> None:
-        self.spec = spec
-
-    def bind_thread(self) -> None:
-        """There is no context to bind."""
-
-    def enqueuer(self, grid: tuple[int, int], block: int, arguments: int) -> Any:
-        """The launch: it returns when the kernel has run."""
-
-        def enqueue(stream: int) -> None:
-            with _lock:  # threads of a block share static variables
-                launched[self.spec.name] += 1
-                _library(self.spec).run(arguments, *grid, block)
-
-        return enqueue
+def launch(spec: Spec, grid: tuple[int, int], block: int, arguments: int, stream: int) -> None:
+    """Of a kernel: it returns when the kernel has run."""
+    with _lock:  # threads of a block share static variables
+        launched[spec.name] += 1
+        library(spec).run(ctypes.c_void_p(arguments), *map(ctypes.c_uint, (*grid, block)))
 
 
 @contextlib.contextmanager
@@ -96,7 +79,9 @@ def plain() -> Iterator[None]:
 @cache
 def install() -> None:
     """From now on, treat CPU tensors as GPU tensors in this process."""
-    kernels.get_kernel = enqueue.get_kernel = cache(lambda spec, device: Kernel(spec))
+    kernels.get_kernel = enqueue.get_kernel = lambda spec, device: SimpleNamespace(
+        bind_thread=lambda: None, enqueuer=lambda *given: partial(launch, spec, *given)
+    )
     watch.get_device = enqueue.get_device = lambda: None  # the index of the device "cpu"
     watch.get_stream = enqueue.get_stream = lambda device: 0
     watch.on_gpu = lambda x: x.device.type == "cpu"

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -32,10 +32,10 @@ LINK = ("-shared", "-nodefaultlibs")
 """The process that loads a kernel has the libraries: to look for its names in them takes a fifth of a build."""
 OPTIONS = "detect_leaks=0:handle_sigill=2"
 """ASan's: leaks are torch's, and pytest's own handler must not take the signal of UBSan."""
-
-
 DAYS = 14
 """What no test used for so long is deleted."""
+asked = cache(partial(subprocess.check_output, stderr=subprocess.STDOUT, text=True))
+"""What a command says, such as g++ of itself."""
 
 
 @cache
@@ -51,31 +51,19 @@ def folder() -> Path:
     return found
 
 
-@cache
-def version() -> str:
-    """What g++ says of itself."""
-    assert shutil.which("g++"), "the kernels' CPU tests need g++"
-    return subprocess.check_output(["g++", "-v"], stderr=subprocess.STDOUT, text=True)
-
-
-def whole(made: Path) -> bool:
-    """Whether a built file is there and ends with the digest of its other bytes. Its use is noted."""
-    try:
-        data = made.read_bytes()
-        os.utime(made)
-    except FileNotFoundError:
-        return False
-    return hashlib.sha256(data[:-32]).digest() == data[-32:]
-
-
 def gcc(flags: tuple[str, ...], files: Sequence[Path], code: str = "") -> Path:
     """What g++ makes of files, and of a kernel's code. It is built only once for its texts, flags and g++.
 
     It is installed in one step, so that other processes see all of it or nothing.
     """
+    assert shutil.which("g++"), "the kernels' CPU tests need g++"
     texts = [SHIM.read_text(), code, *(file.read_text() if file.suffix else file.name for file in files)]
-    made = folder() / hashlib.sha256(repr((version(), FLAGS, flags, texts)).encode()).hexdigest()[:32]
-    if not whole(made):
+    made = folder() / hashlib.sha256(repr((asked(("g++", "-v")), FLAGS, flags, texts)).encode()).hexdigest()[:32]
+    data = b""
+    with contextlib.suppress(FileNotFoundError):
+        data = made.read_bytes()
+        os.utime(made)  # its use is noted
+    if hashlib.sha256(data[:-32]).digest() != data[-32:]:  # it ends with the digest of its other bytes
         with tempfile.TemporaryDirectory() as own:
             kernel, part = Path(own, "kernel.cpp"), Path(own, "part")
             kernel.write_text(code)
@@ -92,11 +80,6 @@ def gcc(flags: tuple[str, ...], files: Sequence[Path], code: str = "") -> Path:
     return made
 
 
-def program() -> Path:
-    """The program that runs a kernel on a file of its arguments."""
-    return gcc(("-ldl",), [HERE / "main.cpp"])
-
-
 def build(source: Source) -> Path:
     """A kernel as a library: its `run` launches it once."""
     call = f"[](const void* p) {{ {source.entry}(*static_cast<const Params*>(p)); }}"
@@ -104,44 +87,28 @@ def build(source: Source) -> Path:
     return gcc(LINK, [launcher], f"{source.text}\nconst Built built{{sizeof(Params), {call}}};\n")
 
 
-@cache
-def libraries() -> tuple[str, ...]:
-    """What a process must load at its start, before a kernel that is a shared library: kernels name none (LINK)."""
-    names = ("libasan.so", "libstdc++.so")
-    return tuple(subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip() for name in names)
-
-
 def run(
-    source: Source,
-    grid: tuple[int, int],
-    block: int,
-    tensors: list[torch.Tensor | None],
-    words: list[int],
+    source: Source, grid: tuple[int, int], block: int, tensors: list[torch.Tensor | None], words: list[int]
 ) -> None:
     """Run a kernel whose parameters are the addresses of `tensors`, then `words`; writes the tensors."""
-    storages: list[torch.UntypedStorage] = []
+    given = [x for x in tensors if x is not None]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in given}
+    region = {address: number for number, address in enumerate(storages)}
     parameters = []
-    for tensor in tensors:
-        if tensor is None:
-            parameters += [-1, 0]
-            continue
-        storage = tensor.untyped_storage()
-        known = [i for i, other in enumerate(storages) if other.data_ptr() == storage.data_ptr()]
-        if not known:
-            storages.append(storage)
-        region = known[0] if known else len(storages) - 1
-        parameters += [region, tensor.storage_offset() * tensor.element_size()]
-    for word in words:
-        parameters += [-1, word]
-    header = [*grid, block, len(storages), *(s.nbytes() for s in storages), len(parameters) // 2, *parameters]
-    views = [torch.empty(0, dtype=torch.uint8).set_(s).numpy() for s in storages]
+    for x in tensors:
+        at = [-1, 0] if x is None else [region[x.untyped_storage().data_ptr()], x.storage_offset() * x.element_size()]
+        parameters += at
+    parameters += [x for word in words for x in (-1, word)]
+    sizes = [x.nbytes() for x in storages.values()]
+    header = [*grid, block, len(sizes), *sizes, len(parameters) // 2, *parameters]
+    views = [torch.empty(0, dtype=torch.uint8).set_(x).numpy() for x in storages.values()]
     with tempfile.NamedTemporaryFile() as file:
         file.write(np.array(header, dtype=np.int64).tobytes())
         for view in views:
             file.write(view.tobytes())
         file.flush()
         environment = {**os.environ, "ASAN_OPTIONS": OPTIONS}
-        command = [program(), build(source), file.name]
+        command = [gcc(("-ldl",), [HERE / "main.cpp"]), build(source), file.name]
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr[-4000:]
         data = Path(file.name).read_bytes()

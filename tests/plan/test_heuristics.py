@@ -26,11 +26,10 @@ NORM = {"norm_rounding": "once", "norm_kind": "rms_norm", "weight_dtype": "bf16"
 GRADIENT = {**NORM, "gradient": True, "inverse": True}
 
 
-def across(*heads: int, **changes: Any) -> dict[str, Any]:
-    """The fields of a norm across so many heads of q, and of k."""
-    return {**NORM, "across_heads": True, "row_heads": heads, "heads": sum(heads), "q_heads": heads[0], **changes}
-
-
+ACROSS = {  # a norm across so many heads of q, and of k
+    heads: {**NORM, "across_heads": True, "row_heads": heads, "heads": sum(heads), "q_heads": heads[0]}
+    for heads in ((24, 24), (12, 12), (40, 40), (48, 12), (49, 12), (32, 32), (40,))
+}
 FEW = {"cu_seqlens_dtype": "int32", "tokens": 256, "heads": 32}
 PAIRS = {"interleaved": True, "interleaved_out": True}
 
@@ -56,7 +55,7 @@ PAIRS = {"interleaved": True, "interleaved_out": True}
         ({**FEW, "sequences": 4, "max_seqlen": 64, "heads": 33}, "token_linear"),
         ({"cu_seqlens_dtype": "int32", "sequences": 4, "launch": "grid_2d"}, "grid_2d"),
         ({"cu_seqlens_dtype": "int32", "sequences": 70000, "launch": "grid_2d"}, "token_linear"),
-        (across(24, 24), "token_linear"),
+        (ACROSS[24, 24], "token_linear"),
         (GRADIENT, "token_linear"),
     ],
 )
@@ -115,15 +114,14 @@ def test_tile(heads, lanes, tokens, at_once) -> None:
         ({**NORM, "tokens": 3, "heads": 40, "q_heads": 32}, "grid_2d", 1, 8, 1, (3, 5)),  # few: accesses of 8 bytes
         ({**NORM, "head_dim": 80, "rotary_dim": 80}, "token_linear", 1, 24, 2, None),  # 5 lanes, teams of 8
         ({**NORM, "head_dim": 72, "rotary_dim": 72}, "token_linear", 1, 12, 4, None),  # 9 lanes of 8 elements
-        (across(12, 12), "token_linear", 2, 4, 1, (2304, 1)),  # a warp a row
-        (across(40, 40), "token_linear", 2, 4, 1, (2304, 1)),
-        (across(48, 12), "token_linear", 2, 4, 1, (2304, 1)),
-        (across(49, 12), "token_linear", 1, 8, 1, (4608, 1)),  # two warps
-        (across(40), "token_linear", 4, 4, 1, (1152, 1)),
-        (across(32, 32, head_dim=64, rotary_dim=64), "token_linear", 2, 8, 1, (2304, 1)),
-        (across(12, 12, launch="grid_2d"), "token_linear", 2, 4, 1, (2304, 1)),
-        (across(12, 12, gradient=True), "token_linear", 1, 8, 1, None),  # a few blocks an SM walk the tokens
-        (across(40, 40, gradient=True), "token_linear", 1, 20, 1, None),
+        (ACROSS[12, 12], "token_linear", 2, 4, 1, (2304, 1)),  # a warp a row
+        (ACROSS[48, 12], "token_linear", 2, 4, 1, (2304, 1)),
+        (ACROSS[49, 12], "token_linear", 1, 8, 1, (4608, 1)),  # two warps
+        (ACROSS[40,], "token_linear", 4, 4, 1, (1152, 1)),
+        ({**ACROSS[32, 32], "head_dim": 64, "rotary_dim": 64}, "token_linear", 2, 8, 1, (2304, 1)),
+        ({**ACROSS[12, 12], "launch": "grid_2d"}, "token_linear", 2, 4, 1, (2304, 1)),
+        ({**ACROSS[12, 12], "gradient": True}, "token_linear", 1, 8, 1, None),  # a few blocks an SM walk the tokens
+        ({**ACROSS[40, 40], "gradient": True}, "token_linear", 1, 20, 1, None),
         ({**GRADIENT, "tokens": 5}, "token_linear", 1, 24, 2, (5, 1)),  # as many blocks as there are tokens
         ({**GRADIENT, "launch": "grid_2d"}, "token_linear", 1, 24, 2, None),
         ({**GRADIENT, "heads": 64, "q_heads": 32, "head_dim": 64, "rotary_dim": 64}, "token_linear", 1, 32, 2, None),

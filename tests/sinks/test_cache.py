@@ -12,21 +12,12 @@ import jitrope
 from jitrope import DynamicQuantize, KVCache, Norm, Packed, Pages
 
 from .. import oracle
-from ..devices import DEVICES
+from ..devices import DEVICES, inputs
 from ..results import LARGEST, near_scaled, same
 from ..sweep import E4M3, E5M2, E8M0, FP4
 
 PAGES, ROWS = 5, 8
 NAMES = ("k_cache", "k_block_scale", "v_cache", "v_block_scale")
-
-
-def inputs(device: str, *shape: int, k_heads: int = 2, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
-    """q, k, v, cos and sin; shape: (B, S, H, D)."""
-    generator = torch.Generator().manual_seed(sum(shape))
-    b, s, h, d = shape
-    q, k, v = (torch.randn(b, s, n, d, generator=generator).to(device, dtype) for n in (h, k_heads, k_heads))
-    angles = torch.rand(s, d // 2, generator=generator).to(device) * 50
-    return q, k, v, angles.cos(), angles.sin()
 
 
 def memory(form: str, values: int, scales: int, device: str) -> tuple[Tensor, dict[str, Tensor]]:
@@ -204,13 +195,3 @@ def test_compiled_with_symbols_for_the_scales_of_a_head() -> None:
     want = stored(k, torch.zeros(8, 8, 4))
     assert want.any()
     assert torch.equal(torch.compile(stored, backend="eager", dynamic=True)(k, torch.zeros(8, 8, 4)), want)
-
-
-def test_printed() -> None:
-    values, scales = torch.zeros(2, 1, 64).to(E4M3), torch.zeros(2, 1, 1)
-    cache = KVCache(values, None, torch.arange(2), rotate_k=True, k_block_scale=scales, scale_fmt="ue8m0")
-    assert repr(cache) == (
-        "KVCache(k_cache=a tensor of shape (2, 1, 64), float8_e4m3fn, on cpu, "
-        "slot_mapping=a tensor of shape (2,), int64, on cpu, rotate_k=True, "
-        "k_block_scale=a tensor of shape (2, 1, 1), float32, on cpu, scale_fmt='ue8m0')"
-    )

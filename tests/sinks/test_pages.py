@@ -12,7 +12,7 @@ from torch import Tensor
 import jitrope
 from jitrope import InvalidInput, KVCache, Norm, Packed, Pages
 
-from ..devices import DEVICES
+from ..devices import DEVICES, inputs
 from ..results import same
 
 ROWS, PAGES, D = 4, 10, 64
@@ -67,13 +67,6 @@ def made(name: str, device: str) -> dict[str, Tensor]:
     return {**found, "page_table": torch.nn.functional.pad(table, (0, 3))[:, :-3] if table.dim() == 2 else table}
 
 
-def inputs(device: str, *shape: int) -> tuple[Tensor, ...]:
-    """q, k, v, cos and sin; shape: the axes before the heads."""
-    generator, rows = torch.Generator().manual_seed(5), shape[-1]
-    q, k, v = (torch.randn(*shape, heads, D, generator=generator).bfloat16().to(device) for heads in (4, 2, 2))
-    return q, k, v, *torch.randn(2, rows, D // 2, generator=generator).to(device)
-
-
 def caches_of(order: str, device: str) -> tuple[Tensor, ...]:
     """k's and v's pages, full of the same noise in each call. one page: k and v are neighbours in a page."""
     lead = (PAGES, 2) if "one page" in order else (2, PAGES)
@@ -97,7 +90,7 @@ CALLS: list[tuple[str, str, list[int]]] = [
 def test_pages_hold_the_tokens_in_their_slots(name: str, order: str, cleared: list[int], device: str) -> None:
     """All other rows stay, but those that clear_page clears. The second call also rotates q and k in place."""
     slots, layout = FORMS[name][1], "bshd" if "rows" in name else "thd"
-    q, k, v, cos, sin = inputs(device, *((3, len(slots) // 3) if layout == "bshd" else (len(slots),)))
+    q, k, v, cos, sin = inputs(device, *((3, len(slots) // 3) if layout == "bshd" else (len(slots),)), 4, D)
     errors = torch.zeros(1, dtype=torch.int32, device=device)
     turned = jitrope.apply_rope(q, k, cos, sin, layout=layout)
     for own in (False, True):
@@ -141,8 +134,6 @@ def test_tokens_after_the_last_sequence_and_their_page(inplace: bool, norm: Any,
         assert torch.equal(rest[1, 0], given[2])
 
 
-# ---- tables that lead out of the cache -------------------------------------------------------------
-
 FAR = 2**40
 WILD: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], int]] = {
     # the form, the change of its tables, and the number of tokens that lead nowhere
@@ -178,7 +169,7 @@ def test_wild_tables_write_nothing_and_are_counted(name: str, device: str) -> No
     form, change, count = WILD[name]
     change(pages := made(form, device))
     slots, layout = FORMS[form][1], "bshd" if "rows" in form else "thd"
-    given = inputs(device, *((3, 2) if layout == "bshd" else (len(slots),)))
+    given = inputs(device, *((3, 2) if layout == "bshd" else (len(slots),)), 4, D)
     caches, before = caches_of("NHD", device), caches_of("NHD", device)[0]
     errors = torch.zeros((), dtype=torch.int32, device=device)
     for n in (1, 2):
@@ -220,7 +211,7 @@ def test_errors_are_counted_in_each_sequence(normed: bool, max_seqlen: int | Non
 @pytest.mark.parametrize("token", [0, 1, 3, 7, 10])
 def test_each_token_is_counted_once(token: int, norm: Any, rotary: int, device: str) -> None:
     """A block of several tokens does it too, although some of its threads only copy."""
-    q, k, v, cos, sin = inputs(device, 11)
+    q, k, v, cos, sin = inputs(device, 11, 4, D)
     table = torch.arange(11, dtype=torch.int32, device=device)[:, None] % PAGES
     table[token] = -1
     errors = torch.zeros(1, dtype=torch.int32, device=device)
@@ -241,7 +232,7 @@ def test_wild_offsets_of_new_tokens_stay_inside(ends: tuple[int, ...], device: s
     errors = torch.zeros(1, dtype=torch.int32, device=device)
     pages = Pages(table, seq_lens=lengths, cu_seqlens_q=torch.tensor(ends, device=device), errors=errors)
     caches, before = caches_of("NHD", device), caches_of("NHD", device)[0]
-    jitrope.prepare_qkv(*inputs(device, 11), cache=KVCache(*caches, pages), layout="thd")
+    jitrope.prepare_qkv(*inputs(device, 11, 4, D), cache=KVCache(*caches, pages), layout="thd")
     changed = (caches[0] != before).flatten(1).any(1).nonzero().flatten().tolist()
     assert {*changed} <= {page for row in TABLE for page in row}
 
@@ -249,26 +240,15 @@ def test_wild_offsets_of_new_tokens_stay_inside(ends: tuple[int, ...], device: s
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_compiled_call_counts(device: str) -> None:
     """Its pages and its counter may change between calls."""
-    q, k, v, cos, sin = inputs(device, 12)
+    q, k, v, cos, sin = given = inputs(device, 12, 4, D)
     pages, caches, before = made("flashinfer", device), caches_of("NHD", device), caches_of("NHD", device)
     errors = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def call(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor) -> Any:
-        cache = KVCache(*caches, Pages(**{**pages, "page_table": page_table}, errors=errors))
-        return jitrope.prepare_qkv(q, k, v, cos, sin, cache=cache, layout="thd")[0]
-
-    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    compiled(q, k, v, torch.full_like(pages["page_table"], PAGES))
-    assert errors.item() == 11
-    assert all(same(x, y) for x, y in zip(caches, before))
-    got, errors[0] = compiled(q, k, v, pages["page_table"]), errors[0] - 11
+    compiled = torch.compile(jitrope.prepare_qkv, backend="aot_eager", fullgraph=True)
+    for table, count in ((torch.full_like(pages["page_table"], PAGES), 11), (pages["page_table"], 0)):
+        assert all(same(x, y) for x, y in zip(caches, before))
+        cache = KVCache(*caches, Pages(**{**pages, "page_table": table}, errors=errors.zero_()))
+        got = compiled(*given, cache=cache, layout="thd")[0]
+        assert errors.item() == count
     assert same(got, jitrope.apply_rope(q, k, cos, sin, layout="thd")[0])
-    assert errors.item() == 0
     assert same(caches[1][5, 0], v[2])
-
-
-def test_printed() -> None:
-    pages = Pages(torch.zeros(2, 3), seq_lens=torch.zeros(2), clear_page=True)
-    table = "page_table=a tensor of shape (2, 3), float32, on cpu"
-    assert repr(pages) == f"Pages({table}, seq_lens=a tensor of shape (2,), float32, on cpu, clear_page=True)"
-    assert table in repr(KVCache(torch.zeros(1), None, pages))

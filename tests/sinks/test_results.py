@@ -11,24 +11,12 @@ from torch import Tensor
 import jitrope
 from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Packed, Quantize, Scaled, Ulysses
 
-from ..devices import DEVICE, DEVICES
+from .. import oracle
+from ..devices import DEVICE, DEVICES, inputs, noise, turn
 from ..results import same
 from ..sweep import E4M3, FP4
 
 B, S, D, R = 2, 6, 64, 2
-
-
-def inputs(device: str, heads: tuple[int, int, int] = (4, 2, 2), layout: str = "bshd") -> list[Tensor]:
-    """q, k, v, cos and sin; the heads in a layout."""
-    generator = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(B, S, n, D, generator=generator).bfloat16().to(device) for n in heads)
-    order = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}.get(layout)
-    q, k, v = (x.permute(order) if order else x[0] for x in (q, k, v))
-    angles = torch.rand(S + 3, D // 2, generator=generator).to(device) * 9
-    return [q, k, v, angles.cos(), angles.sin()]
-
-
-# ---- tensors of the caller -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -38,7 +26,7 @@ def inputs(device: str, heads: tuple[int, int, int] = (4, 2, 2), layout: str = "
 )
 def test_a_missing_item_is_a_fresh_tensor(words: dict[str, Any], missing: str, device: str) -> None:
     """A v that no stage changes is then returned as it is."""
-    q, k, v, cos, sin = inputs(device)
+    q, k, v, cos, sin = inputs(device, B, S, 4, D)
     want = jitrope.prepare_qkv(q, k, v, cos, sin, **words)
     given = [None if letter in missing else torch.empty_like(x) for letter, x in zip("qkv", want)]
     got = jitrope.prepare_qkv(q, k, v, cos, sin, out=given, **words)
@@ -60,7 +48,7 @@ def test_a_missing_item_is_a_fresh_tensor(words: dict[str, Any], missing: str, d
     ids=str,
 )
 def test_a_call_with_a_cache_writes_q_to_the_given_tensor(words: dict[str, Any], device: str) -> None:
-    q, k, v, cos, sin = inputs(device)
+    q, k, v, cos, sin = inputs(device, B, S, 4, D)
     found: list[list[Tensor]] = []
     for given in (False, True):
         caches = torch.zeros(2, 12, 2, D, dtype=q.dtype, device=device)
@@ -81,7 +69,7 @@ def test_a_call_with_a_cache_writes_q_to_the_given_tensor(words: dict[str, Any],
 @pytest.mark.parametrize("device", DEVICES)
 def test_strides_and_addresses_of_outputs_may_change_from_call_to_call(device: str) -> None:
     """An output may also have elements apart from each other, and begin at any address."""
-    q, k, _, cos, sin = inputs(device)
+    q, k, _, cos, sin = inputs(device, B, S, 4, D)
     want = jitrope.apply_rope(q, k, cos, sin)[0]
     for _ in range(2):
         unaligned = torch.empty(q.numel() + 1, dtype=q.dtype, device=device)[1:].view(q.shape)
@@ -95,50 +83,21 @@ def test_strides_and_addresses_of_outputs_may_change_from_call_to_call(device: s
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_v_that_is_copied_after_the_launch_may_have_any_strides(device: str) -> None:
     """Three heads of v are not like two of k, and fp4 needs pairs of neighbours only of what it converts."""
-    q, k, v, cos, sin = inputs(device, (2, 2, 3))
+    q, k, _, cos, sin = inputs(device, B, S, 2, D)
+    (v,) = noise(device, q.dtype, (B, S, 3, D))
     out = torch.zeros(*v.shape, 2, device=device, dtype=q.dtype)[..., 0]
     jitrope.prepare_qkv(q, k, v, cos, sin, quantize=DynamicQuantize(FP4), out=(None, None, out))
     assert torch.equal(out, v)
-
-
-def test_check_reads_the_positions_before_anything_is_written() -> None:
-    q, k, _, cos, sin = inputs("cpu")
-    out = torch.full_like(q, 7)
-    with pytest.raises(InvalidInput, match="positions go from 0 to 99, but the table has rows 0 to 8"):
-        jitrope.apply_rope(q, k, cos, sin, positions=torch.tensor([0, 1, 2, 3, 4, 99]), check=True, out=(out, None))
-    assert (out == 7).all()
-    assert jitrope.apply_rope(q, k, cos, sin, check=True, out=(out, None))[0] is out
-    assert same(out, jitrope.apply_rope(q, k, cos, sin)[0])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("label", ["q_weight", "cos_sin_cache", "bias"])
-def test_outputs_that_share_memory_with_other_tensors_are_refused_in_a_replay_too(label: str) -> None:
-    given = {"q_weight": (16,), "cos_sin_cache": (64, 16), "bias": (96,)}
-    given = {name: torch.randn(shape, device=DEVICE) for name, shape in given.items()}
-    qkv, memory = torch.randn(1, 64, 2, 3 * 16, device=DEVICE), torch.zeros(64 * 2 * 16, device=DEVICE)
-
-    def call(q_weight: Tensor, cos_sin_cache: Tensor, bias: Tensor) -> None:
-        words = {"cos_sin_cache": cos_sin_cache, "out": (memory.view(1, 64, 2, 16), None, None)}
-        if label == "bias":
-            jitrope.prepare_fused_qkv(qkv, heads=(2, 2), order="grouped", bias=bias, **words)
-        else:
-            jitrope.prepare_qkv(qkv[..., :16], None, None, norm=Norm(q_weight), **words)
-
-    call(**given)
-    given[label] = memory[: given[label].numel()].view_as(given[label])
-    with pytest.raises(InvalidInput, match=f"out's q and {label} share memory"):
-        call(**given)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("words", [{}, {"norm": Norm()}, {"quantize": Quantize(0.5, 0.25)}], ids=str)
 def test_outputs_that_share_memory_with_each_other_are_refused_in_a_replay_too(words: dict[str, Any]) -> None:
     """With a conversion v is copied after the launch, and may not be its own copy."""
-    q, k, v, cos, sin = inputs(DEVICE)
+    q, k, v, cos, sin = inputs(DEVICE, B, S, 4, D)
     converted = "quantize" in words
-    for turn in range(3):
-        x, dtype = q.roll(turn, 1), E4M3 if converted else q.dtype
+    for step in range(3):
+        x, dtype = q.roll(step, 1), E4M3 if converted else q.dtype
         own = torch.zeros(2, 2, B, S, D, dtype=dtype, device=DEVICE).permute(0, 2, 3, 1, 4)
         out = [torch.empty_like(q, dtype=dtype), own[0], torch.empty_like(v) if converted else own[1]]
         got = jitrope.prepare_qkv(x, k, v, cos, sin, out=out, **words)
@@ -150,25 +109,21 @@ def test_outputs_that_share_memory_with_each_other_are_refused_in_a_replay_too(w
         jitrope.prepare_qkv(q, k, v, cos, sin, out=out, **words)
 
 
-Q, K, V, COS, SIN = inputs("meta")
-EACH = torch.empty(1, S + 3, 4, D // 2, device="meta")
+Q, K, V, COS, SIN = inputs("meta", B, S, 4, D)
+HALF = {"cos": COS[:, :16], "sin": SIN[:, :16]}
+EACH = torch.empty(1, S, 4, D // 2, device="meta")
 SEQUENCES = Packed(torch.empty(3, dtype=torch.int32, device="meta"))
 LAUNCHES: dict[str, tuple[dict[str, Any], tuple[int, int], bool]] = {
     # words, the launches without given tensors and with them, and whether the one of q and k copies v
     "rope": ({}, (1, 1), True),
     "norm": ({"norm": Norm(rounding="once")}, (1, 1), True),
-    "norm, no table": ({"norm": Norm(), "cos": None, "sin": None}, (1, 1), True),
     "after": ({"norm": Norm(after_rope=True)}, (1, 1), True),
     "quantize": ({"quantize": Quantize(0.5, 0.25)}, (1, 1), True),
     "norm and quantize": ({"norm": Norm(), "quantize": Quantize(0.5, 0.25)}, (1, 1), True),
     "v_norm": ({"norm": Norm(v_norm=True)}, (1, 1), True),
     "v_norm, no table": ({"norm": Norm(v_norm=True), "cos": None, "sin": None}, (1, 1), True),
     "v_norm and quantize": ({"norm": Norm(v_norm=True), "quantize": Quantize(0.5, 0.25)}, (2, 1), True),
-    "v_norm, part": (
-        {"norm": Norm(v_norm=True), "rotary_dim": 32, "cos": COS[:, :16], "sin": SIN[:, :16]},
-        (2, 2),
-        True,
-    ),
+    "v_norm, part": ({"norm": Norm(v_norm=True), "rotary_dim": 32, **HALF}, (2, 2), True),
     "other pairs": ({"interleaved_out": True}, (1, 1), True),
     "packed": ({"q": Q[0], "k": K[0], "v": V[0], "positions": SEQUENCES}, (1, 1), True),
     "across": ({"norm": Norm(across_heads=True)}, (1, 1), False),
@@ -196,14 +151,12 @@ def test_v_is_copied_in_the_launch_of_q_and_k_where_the_kernel_can(kind: str) ->
     assert lists[2][-1].copy_v == copied
 
 
-# ---- a group of heads for each rank ----------------------------------------------------------------
-
 RANKED: dict[str, tuple[tuple[int, int, int], str, dict[str, Any]]] = {
     "a head for each rank": ((2, 2, 2), "bshd", {}),
     "more heads than one step of a block": ((96, 64, 64), "bshd", {}),
     "sbhd": ((4, 2, 2), "sbhd", {"norm": Norm(after_rope=True)}),
     "bhsd": ((4, 2, 2), "bhsd", {"interleaved": True}),
-    "packed": ((4, 2, 2), "thd", {"packed": True}),
+    "packed": ((4, 2, 2), "thd", {}),
     "norm across heads": ((4, 4, 4), "bshd", {"norm": Norm(across_heads=True)}),
     "norm of v": ((4, 2, 2), "bshd", {"norm": Norm(v_norm=True)}),
     "fp8, v too": ((4, 2, 2), "bshd", {"quantize": Quantize(0.05, 0.1, 0.2)}),
@@ -217,10 +170,10 @@ RANKED: dict[str, tuple[tuple[int, int, int], str, dict[str, Any]]] = {
 def test_one_buffer_for_one_all_to_all(name: str, device: str) -> None:
     """q, k and v of a rank side by side in a buffer of the caller, or fresh; nothing else of it is written."""
     counts, layout, words = RANKED[name]
-    given, words = inputs(device, counts, layout), {"layout": layout, **words}
-    if words.pop("packed", False):
-        words["positions"] = Packed(torch.tensor([0, 2, 5], dtype=torch.int32, device=device))
-        del words["layout"]
+    heads = noise(device, torch.bfloat16, *[(1 if layout == "thd" else B, S, n, D) for n in counts])
+    given = *[oracle.unheads(x, layout) for x in heads], *turn(device, S, D // 2)
+    packed = Packed(torch.tensor([0, 2, 5], dtype=torch.int32, device=device))
+    words = {**words, **({"positions": packed} if layout == "thd" else {"layout": layout})}
     want, axis = jitrope.prepare_qkv(*given, **words), layout.index("h")
     first = want[0].values if isinstance(want[0], Scaled) else want[0]
     shape = [R, *first.shape]
@@ -243,7 +196,7 @@ def test_one_buffer_for_one_all_to_all(name: str, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_normalised_v_beside_converted_heads_has_its_gradient(quantize: Any, device: str) -> None:
     """Its launch is then its own, also for ranks."""
-    q, k, v, cos, sin = inputs(device)
+    q, k, v, cos, sin = inputs(device, B, S, 4, D)
     v.requires_grad_()
     words: dict[str, Any] = {"norm": Norm(v_norm=True), "quantize": quantize}
     want = torch.stack(jitrope.prepare_qkv(q, k, v, cos, sin, **words)[2].chunk(R, 2))
@@ -255,7 +208,7 @@ def test_a_normalised_v_beside_converted_heads_has_its_gradient(quantize: Any, d
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_second_derivative(device: str) -> None:
-    q, k, _, cos, sin = inputs(device)
+    q, k, _, cos, sin = inputs(device, B, S, 4, D)
     q.requires_grad_()
     want = torch.stack(jitrope.apply_rope(q, k, cos, sin)[0].chunk(R, 2))
     found = []

@@ -8,29 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 import jitrope
 from jitrope import DynamicQuantize, KVCache, Norm, Packed, prepare_fused_qkv
 
-from ..devices import DEVICES
+from ..devices import DEVICES, noise
 
+FP32, TABLE = torch.float32, [(5, 32), (5, 32)]
 ORDERS = [("qkv", 10), ("grouped", 10), ("qkv_gated", 16)]
 """Each order with its number of heads, for 6 heads of q and 2 of k."""
 assert_same = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
-def made(device: str, heads: int) -> tuple[Tensor, ...]:
-    """qkv of 2 x 5 tokens, a bias, cos and sin, in fp32."""
-    generator = torch.Generator().manual_seed(1)
-    qkv, bias = torch.randn(2, 5, heads, 64, generator=generator), torch.randn(heads * 64, generator=generator)
-    return qkv.to(device), bias.to(device), *torch.randn(2, 5, 32, generator=generator).to(device)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_v_without_a_gradient_may_be_anything(device: str) -> None:
     """Also one that is normalised."""
-    qkv, _, cos, sin = made(device, 10)
+    qkv, cos, sin = noise(device, FP32, (2, 5, 10, 64), *TABLE)
     qkv[:, :, 8:] = torch.nan
     leaves = [qkv.requires_grad_(), *torch.ones(2, 64, device=device, requires_grad=True).unbind()]
     q, k, _ = prepare_fused_qkv(qkv, cos, sin, heads=(6, 2), norm=Norm(*leaves[1:], v_norm=True))
@@ -43,7 +36,7 @@ def test_a_v_without_a_gradient_may_be_anything(device: str) -> None:
 @pytest.mark.parametrize(("order", "heads"), ORDERS)
 def test_a_gradient_with_strides_of_zero(order: str, heads: int, norm: dict[str, Any] | None, device: str) -> None:
     """As from `sum().backward()`; packed, with tokens after the last sequence."""
-    qkv, bias, cos, sin = made(device, heads)
+    qkv, bias, cos, sin = noise(device, FP32, (2, 5, heads, 64), (heads * 64,), *TABLE)
     size = [64 * (n if norm and "across_heads" in norm else 1) for n in (6, 2)]
     weights = [torch.linspace(0.5, 1.5, n, device=device) for n in size if norm is not None]
     leaves = [x.requires_grad_() for x in (qkv.flatten(2).flatten(0, 1), bias, *weights)]
@@ -59,7 +52,7 @@ def test_a_gradient_with_strides_of_zero(order: str, heads: int, norm: dict[str,
 @pytest.mark.parametrize(("order", "heads"), ORDERS)
 def test_the_gradients_in_place(order: str, heads: int, wanted: tuple[bool, bool], device: str) -> None:
     """Also where qkv is a view, and where it or the bias has no gradient."""
-    given = made(device, heads)
+    given = noise(device, FP32, (2, 5, heads, 64), (heads * 64,), *TABLE)
     shape, words = (2, 5 * 64) if order == "grouped" else (heads, 64), {"heads": (6, 2), "order": order}
     qkv, bias = (x.requires_grad_(some) for x, some in zip((given[0].flatten(2), given[1]), wanted))
     leaves, found = [x for x, some in zip((qkv, bias), wanted) if some], []
@@ -74,7 +67,7 @@ def test_the_gradients_in_place(order: str, heads: int, wanted: tuple[bool, bool
 @pytest.mark.parametrize(("order", "heads"), ORDERS)
 def test_no_tokens(order: str, heads: int, norm: Norm | None, device: str) -> None:
     """The bias then has a gradient of zeros."""
-    qkv, bias, cos, sin = made(device, heads)
+    qkv, bias, cos, sin = noise(device, FP32, (2, 5, heads, 64), (heads * 64,), *TABLE)
     empty, bias = qkv[:, :0].flatten(2).requires_grad_(), bias.requires_grad_()
     got = prepare_fused_qkv(empty, cos, sin, heads=(6, 2), order=order, bias=bias, norm=norm)
     assert [x.shape for x in got] == [(2, 0, n, 64) for n in (6, 2, 2, 6)[: len(got)]]
@@ -98,7 +91,7 @@ def test_a_second_derivative() -> None:
 @pytest.mark.parametrize(("order", "heads"), ORDERS)
 def test_the_forward_and_the_gradient_are_one_launch_each(order: str, heads: int, norm: dict[str, Any] | None) -> None:
     """Without a norm the gradient is the kernel without a bias. Across heads v and a gate have theirs by torch."""
-    qkv, bias, cos, sin = (x.to("meta") for x in made("cpu", heads))
+    qkv, bias, cos, sin = noise("meta", FP32, (2, 5, heads, 64), (heads * 64,), *TABLE)
     words = {"heads": (6, 2), "order": order, "norm": None if norm is None else Norm(**norm)}
     copies, leaves = norm is None or not norm, (qkv.flatten(2).requires_grad_(), bias.requires_grad_())
     gated = order == "qkv_gated" and copies

@@ -12,17 +12,12 @@ import jitrope
 from jitrope import Norm, prepare_qkv
 
 from ..calls import PLAIN
-from ..devices import DEVICES
+from ..devices import DEVICES, noise
 from ..results import places_of
 from ..sweep import Made
 
 LAYER = {"kind": "layer_norm"}
 assert_same = partial(torch.testing.assert_close, rtol=0, atol=0)
-
-
-def noise(device: str, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -16,7 +16,7 @@ from jitrope.run import dispatch
 from jitrope.sources.latent import LATENT_BACKWARD
 
 from .. import oracle
-from ..devices import DEVICES
+from ..devices import DEVICES, noise, turn
 from ..host import backend
 
 assert_same = partial(torch.testing.assert_close, rtol=0, atol=0)
@@ -56,13 +56,10 @@ def test_the_bits_are_those_of_slices_and_a_rotation(sizes: tuple[Any, ...], tok
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_the_sum_over_heads_is_in_fp32(layout: str, device: str) -> None:
     """The gradient of k_pe is the exact one, rotated back and rounded once, the same in each backward."""
-    generator = torch.Generator().manual_seed(3)
-    shapes = (1, 3, 1, 48), (1, 3, 65, 56), (1, 3, 1, 16)
-    q, kv, k_pe = (torch.randn(x, generator=generator).bfloat16() for x in shapes)
-    q, kv, k_pe = (oracle.unheads(x, layout).to(device) for x in (q, kv, k_pe))
-    cos, sin = torch.randn(2, 3, 8, generator=generator)
+    made = noise("cpu", torch.bfloat16, (1, 3, 1, 48), (1, 3, 65, 56), (1, 3, 1, 16), (1, 3, 65, 48))
+    grad, (cos, sin) = made.pop(), turn("cpu", 3, 8)
+    q, kv, k_pe = (oracle.unheads(x, layout).to(device) for x in made)
     _, k, _ = prepare_mla_qkv(q, kv, k_pe.requires_grad_(), cos.to(device), sin.to(device), layout=layout)
-    grad = torch.randn(1, 3, 65, 48, generator=generator).bfloat16()
     given = oracle.unheads(grad, layout).to(device)
     first, second = (torch.autograd.grad(k, k_pe, given, retain_graph=True)[0] for _ in range(2))
     assert_same(first, second)
@@ -131,19 +128,10 @@ SLOTS = (9, 3, -1, 22, 0, 7, 14)
 
 def inputs(device: str, latent: int, rotary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     """(q, with its part that is not rotated; k_pe, a part of a projection; c_kv, after its norm; the words)."""
-    generator = torch.Generator().manual_seed(3)
-    q = torch.randn(T, HEADS, 32 + rotary, generator=generator).to(device, dtype)
-    projected = torch.randn(T, latent + rotary, generator=generator).to(device, dtype)
-    c_kv = torch.randn(T, latent, generator=generator).to(device, dtype).unflatten(-1, (-1, rotary))
-    table, ids = torch.randn(40, rotary, generator=generator), torch.randint(40, (T,), generator=generator)
-    words = {"cos_sin_cache": table.to(device), "positions": ids.to(device), "interleaved": True, "layout": "thd"}
-    return q, projected[:, None, latent:], c_kv, words
-
-
-def filled(device: str, latent: int, rotary: int, dtype: torch.dtype) -> Tensor:
-    """One cache of rows [c_kv | k_pe], (pages, rows, width), full of noise."""
-    noise = torch.randn(PAGES, ROWS, latent + rotary, generator=torch.Generator().manual_seed(4))
-    return noise.to(dtype).to(device)
+    q, projected, c_kv = noise(device, dtype, (T, HEADS, 32 + rotary), (T, latent + rotary), (T, latent), seed=3)
+    (table,), ids = noise(device, torch.float32, (40, rotary)), torch.tensor([7, 39, 0, 7, 12, 33, 21], device=device)
+    words = {"cos_sin_cache": table, "positions": ids, "interleaved": True, "layout": "thd"}
+    return q, projected[:, None, latent:], c_kv.unflatten(-1, (-1, rotary)), words
 
 
 def views(cache: Tensor, latent: int, rotary: int) -> tuple[Tensor, Tensor]:
@@ -170,7 +158,7 @@ def test_rows_have_latents_and_rotated_keys(
     q, k_pe, c_kv, words = inputs(device, latent, rotary, dtype)
     fp8 = isinstance(quantize, Quantize)
     scale, stored = (0.5, torch.float8_e4m3fn) if fp8 else (1.0, dtype)
-    cache = filled(device, latent, rotary, stored)
+    (cache,) = noise(device, stored, (PAGES, ROWS, latent + rotary))
     k_cache, v_cache = views(cache, latent, rotary)
     if not one:
         k_cache, v_cache = k_cache.contiguous(), v_cache.contiguous()
@@ -210,7 +198,7 @@ def test_q_is_rotated_where_it_lies_or_beside_its_absorbed_part(device: str) -> 
         return prepare_qkv(q[..., 32:], k_pe, c_kv, cache=of_cache, **more, **words)[0]
 
     for function in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
-        cache = filled(device, 512, 64, q.dtype)
+        (cache,) = noise(device, q.dtype, (PAGES, ROWS, 576))
         found.append((function(cache), cache))
     assert_same(*found)
     absorbed = torch.full((T, HEADS, 576), 7.0, device=device, dtype=q.dtype)
@@ -220,9 +208,6 @@ def test_q_is_rotated_where_it_lies_or_beside_its_absorbed_part(device: str) -> 
     before = q[..., :32].clone()
     call(cache, inplace=True)
     assert_same(q, torch.cat((before, found[0][0]), -1))
-
-
-# ---- the norm of latents on their way to the cache -------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -242,13 +227,14 @@ def test_latents_are_normalised_on_their_way(
     rounding = kind if kind in ("once", "twice") else "none"
     norm = Norm(of="v", v_weight=w, zero_centered=kind == "zero", rounding=rounding, eps=1e-5)
     slots, caches, results = torch.tensor(SLOTS, device=device), [], []
+    shape = (PAGES, ROWS, latent + rotary)
     for own in (None, norm, norm):
-        cache, before = filled(device, latent, rotary, dtype), backend.launched.total()
+        (cache,), before = noise(device, dtype, shape), backend.launched.total()
         of_cache = KVCache(*views(cache, latent, rotary), slots)
         results.append(prepare_qkv(q[..., 32:], k_pe, c_kv, cache=of_cache, norm=own, **words)[0])
         assert backend.launched.total() - before <= 1
         caches.append(cache.flatten(0, 1))
-    want = filled("cpu", latent, rotary, dtype).double().flatten(0, 1)[:, :latent]
+    want = noise("cpu", dtype, shape)[0].double().flatten(0, 1)[:, :latent]
     factor = None if w is None else w.double().cpu() + (kind == "zero")
     normed = torch.nn.functional.rms_norm(c_kv.double().cpu().flatten(1), (latent,), factor, 1e-5)
     for token, slot in enumerate(SLOTS):
@@ -263,9 +249,7 @@ def test_latents_are_normalised_on_their_way(
 @pytest.mark.parametrize("device", DEVICES)
 def test_several_heads_of_k_and_spare_tokens(device: str) -> None:
     """The mean is over all heads of v, and in place padding is not stored."""
-    generator = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(T, n, 64, generator=generator).to(device) for n in (4, 2, 6))
-    w, table = (torch.randn(x, generator=generator).to(device) for x in (6 * 64, (T, 64)))
+    q, k, v, w, table = noise(device, torch.float32, (T, 4, 64), (T, 2, 64), (T, 6, 64), (384,), (T, 64))
     k_cache, v_cache = torch.zeros(T, 2, 64, device=device), torch.zeros(T, 6, 64, device=device)
     packed = Packed(torch.tensor([0, 2, 5], device=device))
     cache, norm = KVCache(k_cache, v_cache, torch.arange(T, device=device)), Norm(of="v", v_weight=w)

@@ -13,7 +13,7 @@ from torch import Tensor
 import jitrope
 from jitrope import DynamicQuantize, Mrope, Norm, Quantize, Scaled, Ulysses, prepare_joint_qkv, prepare_qkv
 
-from ..devices import DEVICE, DEVICES
+from ..devices import DEVICE, DEVICES, noise
 from ..sweep import E5M2, FP4
 
 FIRST, SECOND = 3, 5
@@ -31,8 +31,7 @@ def streams(device: str, first: int = FIRST, second: int = SECOND) -> list[Tenso
 @pytest.mark.parametrize("device", ["cpu", pytest.param(DEVICE, marks=[pytest.mark.gpu, pytest.mark.hardware])])
 def test_a_stream_with_cosines_of_one_is_only_normalised(device: str) -> None:
     """As in FLUX, one call serves both streams, and the text before the image is not rotated."""
-    given, generator = streams(device), torch.Generator().manual_seed(2)
-    weights = [torch.randn(64, generator=generator).to(device, torch.bfloat16) for _ in range(4)]
+    given, weights = streams(device), noise(device, torch.bfloat16, *[(64,)] * 4)
     cos, sin = torch.ones(8, 32, device=device), torch.zeros(8, 32, device=device)
     cos[FIRST:], sin[FIRST:] = COS[:SECOND], SIN[:SECOND]
     norms = [Norm(*weights[:2], rounding="once"), Norm(*weights[2:], rounding="once")]
@@ -59,8 +58,7 @@ def test_a_stream_with_cosines_of_one_is_only_normalised(device: str) -> None:
 def test_norms_and_tables_that_differ_have_the_bits_of_each_stream(stages: dict[str, Any], device: str) -> None:
     """The second tables have other strides. Fresh results share no memory with the streams."""
     given, words = streams(device), {x: y.to(device) if isinstance(y, Tensor) else y for x, y in stages.items()}
-    generator, calls = torch.Generator().manual_seed(2), []
-    weights = [torch.randn(64, generator=generator).to(device) for _ in range(4)]
+    weights, calls = noise(device, torch.float32, *[(64,)] * 4), []
     norms = [Norm(*weights[:2], zero_centered=True), Norm(*weights[2:], zero_centered=True)]
     tables = {x: (y[:FIRST].to(device), torch.cat((y, y), 1).to(device)[FIRST:, :32]) for x, y in
               (("cos", COS), ("sin", SIN))}  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 import jitrope
 from jitrope import Norm, prepare_fused_qkv
 
-from ..devices import DEVICES
+from ..devices import DEVICES, noise, turn
 
 assert_same = partial(torch.testing.assert_close, rtol=0, atol=0)
 
@@ -25,14 +25,11 @@ def test_a_bias_is_added_as_by_torch(order: str, heads: int, form: str, norm: No
     With narrow accesses of the bias a norm adds squares in another order.
     """
     for dim, dtype in ((64, torch.bfloat16), (6, torch.float32)):
-        generator = torch.Generator().manual_seed(1)
-        qkv = torch.randn(2, 5, heads, dim, generator=generator).to(device, dtype)
-        flat = torch.randn(heads * dim, generator=generator).to(device, dtype)
-        cos, sin = torch.randn(2, 5, dim // 2, generator=generator).to(device)
+        qkv, flat = noise(device, dtype, (2, 5, heads, dim), (heads * dim,))
+        cos, sin = turn(device, 5, dim // 2)
         wide = torch.stack((flat, flat), -1).flatten()
-        bias = {"flat": flat, "heads": flat.view(heads, dim), "strided": wide[::2]}.get(form)
-        if bias is None:
-            bias = torch.cat((flat[:1], flat))[1:]
+        offset = torch.cat((flat[:1], flat))[1:]
+        bias = {"flat": flat, "heads": flat.view(heads, dim), "strided": wide[::2], "offset": offset}[form]
         total = qkv + flat.view(heads, dim)
         if order == "grouped":
             qkv, total = (x.unflatten(2, (2, 5)).flatten(3) for x in (qkv, total))

@@ -8,27 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import jitrope
 from jitrope import DynamicQuantize, KVCache, Norm, Packed, Quantize
 
-from ..devices import DEVICES, devices
+from ..devices import DEVICES, devices, inputs, noise, turn
 from ..oracle import as_fp4, of_fp4, of_tiles
 from ..results import LARGEST, same
 from ..sweep import E4M3, E5M2, E8M0, FP4
 
 NVFP4: dict[str, Any] = {"dtype": FP4, "group": 16, "scale_dtype": E4M3}
 MXFP8: dict[str, Any] = {"group": 32, "scale_dtype": E8M0}
-
-
-def inputs(device: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
-    """q, k with two heads, cos and sin; shape: (B, S, H, D)."""
-    generator = torch.Generator().manual_seed(sum(shape))
-    b, s, h, d = shape
-    q, k = (torch.randn(b, s, n, d, generator=generator).to(device, dtype) for n in (h, 2))
-    angles = torch.rand(s, d // 2, generator=generator).to(device) * 50
-    return q, k, angles.cos(), angles.sin()
 
 
 # ---- computed scales -------------------------------------------------------------------------------
@@ -60,7 +50,7 @@ def test_computed_scales_have_the_bits_of_plain_torch(
     dim: int, words: dict[str, Any], group: int | None, dtype: torch.dtype, powers: dict[str, Any], device: str
 ) -> None:
     """A rotation in fp32, the largest element of each head or group, and a division by it, rounded once."""
-    q, k, cos, sin = inputs(device, 2, 3, 3, dim)
+    q, k, _, cos, sin = inputs(device, 2, 3, 3, dim)
     tables = [x[:, : words.get("rotary_dim", dim) // 2] for x in (cos, sin)]
     rotated = jitrope.apply_rope(q.float(), k.float(), *tables, **words)
     quantize = DynamicQuantize(dtype, group=group, **powers)
@@ -87,7 +77,7 @@ def test_computed_scales_have_the_bits_of_plain_torch(
 @pytest.mark.parametrize("unit", [None, 0.004, 1e3, [0.0], [2e-3, 4e-3, 7e-3, 1e-2]], ids=str)
 def test_nvfp4_has_the_bits_of_plain_torch(unit: Any, group: int | None, shape: tuple[int, ...], device: str) -> None:
     """A scale is rounded to e4m3 in units of the tensor's, or of its head's; one that is or becomes 0 makes zeros."""
-    q, k, cos, sin = inputs(device, *shape, dtype=torch.float32 if group is None else torch.bfloat16)
+    q, k, _, cos, sin = inputs(device, *shape, dtype=torch.float32 if group is None else torch.bfloat16)
     units = [unit, unit[:2] if isinstance(unit, list) else unit]
     units = [torch.tensor(x, device=device) if isinstance(x, list) else x for x in units]
     quantize = DynamicQuantize(**{**NVFP4, "group": group}, q_global_scale=units[0], k_global_scale=units[1])
@@ -202,7 +192,7 @@ def test_nothing_to_convert(device: str, words: dict[str, Any], shape: tuple[int
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_position_outside_of_the_table_makes_heads_of_nan(device: str) -> None:
     """Also of batch rows of one token, which are merged; NaN has no number in int8."""
-    q, k, cos, sin = inputs(device, 5, 2, 4, 64)
+    q, k, _, cos, sin = inputs(device, 5, 2, 4, 64)
     ids = torch.tensor([[0, 1], [1, 1], [1, 0], [0, 2], [-1, 1]], device=device)
     outside = (ids < 0) | (ids > 1)
     for length, dtype in ((2, E4M3), (1, E4M3), (2, torch.int8)):
@@ -227,7 +217,7 @@ def test_a_position_outside_of_the_table_makes_heads_of_nan(device: str) -> None
 @pytest.mark.parametrize("of", ["tensor", "element", "heads", "rows"])
 def test_given_scales_have_the_bits_of_torchs_rounding(of: str, length: int, dtype: torch.dtype, device: str) -> None:
     """Of q, k and v, after the saturation; a number, or tensors of one element, of heads, or of the heads of rows."""
-    q, k, cos, sin = inputs(device, 2, length, 4, 64, dtype=torch.float32)
+    q, k, _, cos, sin = inputs(device, 2, length, 4, 64, dtype=torch.float32)
     shape = {"tensor": [], "element": [1], "heads": [0], "rows": [2, 0]}[of]
     own = [[n or heads for n in shape] for heads in (4, 2, 2)]
     firsts = (0.2 / LARGEST[dtype], 0.03, 0.5)  # with the first of them elements saturate
@@ -262,7 +252,7 @@ AFTER = Norm(after_rope=True)
 )
 def test_a_conversion_has_the_bits_of_a_hosts_rounding(rounding: str, norm: Any, quantize: Any, device: str) -> None:
     """The call converts what a call in fp32, or with "dtype" in q's dtype, has rotated; a cache of fp8 has it too."""
-    q, k, cos, sin = (x[0] if x.dim() == 4 else x for x in inputs(device, 1, 13, 4, 64))
+    q, k, _, cos, sin = inputs(device, 13, 4, 64)
     wide = q.dtype if rounding == "dtype" else torch.float32
     host = {"layout": "thd", "interleaved": True, "rounding": rounding, "unrotated": 2, "norm": norm}
     caches = torch.zeros(2, 2, 13, 2, 64, device=device).to(E4M3)
@@ -293,7 +283,7 @@ def test_a_head_has_one_scale_for_a_batch_row(dtype: torch.dtype, per: str, devi
 
     The largest of all blocks does not depend on their order, and each call begins with zeros.
     """
-    q, k, cos, sin = inputs(device, 3, 64, 4, 64)
+    q, k, _, cos, sin = inputs(device, 3, 64, 4, 64)
     q[0, 2:] *= 8  # each row has other scales
     for factor in (1.0, 1.0, 0.25):  # smaller ones than those before
         rotated = jitrope.apply_rope((q * factor).float(), k.float(), cos, sin)
@@ -313,7 +303,7 @@ def test_a_head_has_one_scale_for_a_batch_row(dtype: torch.dtype, per: str, devi
 def test_packed_sequences_have_scales_of_their_own(normed: bool, launch: Any, device: str) -> None:
     """Spare tokens, NaN here, have no part in a scale, and become zeros; a sequence without tokens has the least."""
     jitrope.configure(launch=launch)
-    (q,), (k,), cos, sin = inputs(device, 1, 12, 4, 64, dtype=torch.float32)
+    q, k, _, cos, sin = inputs(device, 12, 4, 64, dtype=torch.float32)
     q[2:], k[:2] = q[2:] * 8, k[:2] * 3
     q[9:] = k[9:] = math.nan
     cu_seqlens = torch.tensor([0, 2, 2, 9], dtype=torch.int32, device=device)
@@ -341,8 +331,7 @@ def test_given_scales_of_packed_sequences(latent: bool, launch: Any, cp_size: in
     jitrope.configure(launch=launch)
     sizes = [(4, 96), (4, 112), (1, 32)] if latent else [(4, 64), (2, 64), (2, 64)]
     call = jitrope.prepare_mla_qkv if latent else jitrope.prepare_qkv
-    generator, (_, _, cos, sin) = torch.Generator().manual_seed(1), inputs(device, 1, 14, 4, 32 if latent else 64)
-    given = [torch.randn(14, *n, generator=generator).to(device) for n in sizes]
+    given, (cos, sin) = noise(device, torch.float32, *[(14, *n) for n in sizes]), turn(device, 14, 16 if latent else 32)
     scales = [torch.linspace(0.01, 0.3, 3 * n, device=device).view(3, n) for n in ((4, 4, 4) if latent else (4, 2, 2))]
     words: dict[str, Any] = {"max_seqlen": 14, "cp_size": cp_size, "cp_rank": cp_size - 1}
     packed = Packed(torch.tensor([0, 4, 4, 12], device=device), **words)
@@ -361,7 +350,7 @@ def test_given_scales_of_packed_sequences(latent: bool, launch: Any, cp_size: in
 @pytest.mark.parametrize("normed", [False, True])
 def test_q_and_k_after_the_last_sequence_are_zeros_whatever_its_scales_are(normed: bool, device: str) -> None:
     """A scale is NaN where an element is, and given scales of sequences that are padding may be 0."""
-    (q,), (k,), cos, sin = inputs(device, 1, 8, 4, 64)
+    q, k, _, cos, sin = inputs(device, 8, 4, 64)
     q[4, 0, 0] = k[5, 1, 3] = math.nan
     words: dict[str, Any] = {"norm": Norm() if normed else None}
     packed = Packed(torch.tensor([0, 3, 6], device=device))
@@ -381,7 +370,7 @@ def test_q_and_k_after_the_last_sequence_are_zeros_whatever_its_scales_are(norme
 @pytest.mark.parametrize("device", DEVICES)
 def test_scales_of_no_sequences(device: str) -> None:
     """All tokens lie after the last sequence: q and k are zeros, and v is divided by 1."""
-    (q,), (k,), cos, sin = inputs(device, 1, 5, 4, 64)
+    q, k, _, cos, sin = inputs(device, 5, 4, 64)
     none = Packed(torch.zeros(1, dtype=torch.int32, device=device), max_seqlen=0)
     scales = [torch.zeros(0, n, device=device) for n in (4, 2, 2)]
     q8, k8, v8 = jitrope.prepare_qkv(q, k, k, cos, sin, quantize=Quantize(*scales), positions=none)
@@ -394,7 +383,7 @@ def test_scales_of_no_sequences(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_units_of_packed_sequences(device: str) -> None:
     """A sequence's global scale of NVFP4 for each head: the bits of a call with this one alone."""
-    (q,), (k,), cos, sin = inputs(device, 1, 9, 4, 64)
+    q, k, _, cos, sin = inputs(device, 9, 4, 64)
     units = [torch.linspace(0.001, 0.02, 2 * n, device=device).view(2, n) for n in (4, 2)]
     packed = Packed(torch.tensor([0, 3, 9], dtype=torch.int32, device=device))
     whole = DynamicQuantize(**NVFP4, q_global_scale=units[0], k_global_scale=units[1])
@@ -410,7 +399,7 @@ def test_the_units_of_packed_sequences(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_nan_zeros_and_no_tokens_of_a_row(device: str) -> None:
     """A NaN anywhere makes its head's scale NaN; zeros, and a row without tokens, have the smallest scale."""
-    q, k, _, _ = inputs(device, 2, 9, 3, 64)
+    q, k, *_ = inputs(device, 2, 9, 3, 64)
     q[0, 4, 1, 7], k[0] = float("nan"), 0
     a, b, _ = jitrope.prepare_qkv(q, k, None, quantize=DynamicQuantize(per="head"))
     assert a.scale.isnan().tolist() == [[False, True, False], [False, False, False]]
@@ -431,7 +420,7 @@ def test_nan_zeros_and_no_tokens_of_a_row(device: str) -> None:
 def test_scales_in_tiles(form: dict[str, Any], shape: tuple[int, ...], launch: str, device: str) -> None:
     """The bytes of a call without tiles: whole tiles, parts of tiles in both directions, and padding of zeros."""
     jitrope.configure(launch=launch)
-    q, k, cos, sin = inputs(device, *shape)
+    q, k, _, cos, sin = inputs(device, *shape)
     plain, tiles = (
         jitrope.prepare_qkv(q, k, None, cos, sin, quantize=DynamicQuantize(**form, swizzled=swizzled))[:2]
         for swizzled in (False, True)
@@ -448,14 +437,11 @@ def test_scales_in_tiles(form: dict[str, Any], shape: tuple[int, ...], launch: s
 def test_tiles_compiled_for_any_length(device: str) -> None:
     """Whole tiles are written in full, but a compiled call does not know whether its tiles are whole."""
     quantize = DynamicQuantize(**{**MXFP8, "dtype": FP4}, swizzled=True)
-
-    def call(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        return jitrope.prepare_qkv(q, k, None, cos, sin, quantize=quantize)[:2]
-
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+    compiled = torch.compile(jitrope.prepare_qkv, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (9, 128, 130):
         given = inputs(device, 2, tokens, 4, 64)
-        for x, y in zip(compiled(*given), call(*given)):
+        found = [function(*given, quantize=quantize)[:2] for function in (compiled, jitrope.prepare_qkv)]
+        for x, y in zip(*found):
             assert type(x) is jitrope.Scaled
             assert all(same(*both) for both in zip(x, y))
 
@@ -464,7 +450,7 @@ def test_tiles_compiled_for_any_length(device: str) -> None:
 @pytest.mark.parametrize("quantize", [Quantize(1.0, 1.0), DynamicQuantize()], ids=repr)
 def test_v_in_fp8_is_copied(quantize: Any, device: str) -> None:
     """v already has the dtype of k's result, but it is not divided."""
-    q, k, cos, sin = inputs(device, 1, 5, 4, 64)
+    q, k, _, cos, sin = inputs(device, 1, 5, 4, 64)
     v = k.to(E4M3)
     out = (None, None, torch.zeros_like(v))
     _, k_got, v_got = jitrope.prepare_qkv(q, k, v, cos, sin, quantize=quantize, out=out)
@@ -472,18 +458,3 @@ def test_v_in_fp8_is_copied(quantize: Any, device: str) -> None:
     assert same(v_got, v)
     want = jitrope.prepare_qkv(q, k, None, cos, sin, quantize=quantize)[1]
     assert all(same(x, y) for x, y in zip(k_got, want))
-
-
-def test_printed() -> None:
-    assert repr(Quantize(0.5, hadamard=True)) == "Quantize(q_scale=0.5, hadamard=True)"
-    for value, words in {
-        DynamicQuantize(torch.int8, hadamard=True): "dtype=torch.int8, hadamard=True",
-        DynamicQuantize(scale_fmt="ue8m0"): "scale_fmt='ue8m0'",
-        DynamicQuantize(v=True): "v=True",
-        DynamicQuantize(per="head"): "per='head'",
-        DynamicQuantize(**MXFP8, swizzled=True): f"group=32, scale_dtype={E8M0}, swizzled=True",
-        DynamicQuantize(
-            FP4, scale_dtype=E4M3, k_global_scale=0.5
-        ): f"dtype={FP4}, scale_dtype=torch.float8_e4m3fn, k_global_scale=0.5",
-    }.items():
-        assert repr(value) == f"DynamicQuantize({words})"

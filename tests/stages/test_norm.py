@@ -18,24 +18,13 @@ from jitrope import Norm, prepare_qkv
 from jitrope.values import constants
 
 from .. import oracle
-from ..devices import DEVICE, DEVICES, slow
+from ..devices import DEVICE, DEVICES, noise, slow, turn
 from ..results import near, near_each
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 BITS = [64, 128, 256]  # head sizes whose sums of squares follow torch's on a GPU
 HARDWARE = [pytest.mark.gpu, pytest.mark.hardware]
 assert_same = partial(torch.testing.assert_close, rtol=0, atol=0)
-
-
-def noise(device: str, dtype: torch.dtype, *shapes: tuple[int, ...], seed: int = 0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
-
-
-def table(device: str, *shape: int) -> tuple[Tensor, Tensor]:
-    """cos and sin."""
-    angles = torch.rand(shape, generator=torch.Generator().manual_seed(9)).to(device) * 50
-    return angles.cos(), angles.sin()
 
 
 # ---- the hosts' bits ---------------------------------------------------------------------------------
@@ -72,7 +61,7 @@ def test_a_norm_and_a_rotation_have_the_hosts_bits(
     """Before and after the rotation, with weights and without, in place too."""
     for lead, heads in (((1, 65), (6, 2)), ((2, 3), (4, 4))):
         q, k, *weights = noise(device, dtype, *[(*lead, n, dim) for n in heads], (dim,), (dim,))
-        cos, sin = table(device, lead[1], dim // 2)
+        cos, sin = turn(device, lead[1], dim // 2)
         turned = jitrope.apply_rope(q, k, cos, sin, **words)
         for own in (weights, *[(None, None)] * (host == TORCH)):
             norms, rounding = [host_norm(host, dim, w, 1e-5) for w in own], {"eps": 1e-5, "rounding": HOSTS[host]}
@@ -99,7 +88,7 @@ def test_partly_rotated_heads_have_the_hosts_bits(device: str, dtype: torch.dtyp
     hosts = (TORCH, QWEN3) if device == "cpu" or dim == 128 else (TORCH,)
     for tokens, host in itertools.product((3, 2048), hosts):
         q, k, *weights = noise(device, dtype, (1, tokens, 6, dim), (1, tokens, 2, dim), (dim,), (dim,))
-        cos, sin = table(device, tokens, rotary_dim // 2)
+        cos, sin = turn(device, tokens, rotary_dim // 2)
         normed, norm = (
             [host_norm(host, dim, w)(x) for x, w in zip((q, k), weights)],
             Norm(*weights, rounding=HOSTS[host]),
@@ -117,7 +106,7 @@ def test_after_rope_is_llama_4s_norm(device: str, dim: int, dtype: torch.dtype) 
     """Complex rotation, then its norm, which has no weight."""
     llama4 = pytest.importorskip("transformers.models.llama4.modeling_llama4", reason="transformers is not installed")
     q, k = noise(device, dtype, (2, 33, 6, dim), (2, 33, 2, dim))
-    cos, sin = table(device, 33, dim // 2)
+    cos, sin = turn(device, 33, dim // 2)
     turned = llama4.apply_rotary_emb(q, k, torch.complex(cos, sin).expand(2, -1, -1))
     want = tuple([llama4.Llama4TextL2Norm(1e-6)(x) for x in turned])
     words = {"interleaved": True, "rounding": "complex64", "norm": Norm(rounding="twice", after_rope=True)}
@@ -129,7 +118,7 @@ def test_zero_centered_is_gemmas(dtype: torch.dtype) -> None:
     """Gemma's norm, also with fp32 weights beside q in bf16. zero_centered is the same as weights plus one."""
     q, k = noise("cpu", dtype, (2, 5, 4, 96), (2, 5, 2, 96))
     weights = noise("cpu", torch.float32, (96,), (96,), seed=1)
-    cos, sin = table("cpu", 5, 48)
+    cos, sin = turn("cpu", 5, 48)
     for own in (weights, [w.to(dtype) for w in weights]):
         want = jitrope.apply_rope(*[host_norm(GEMMA, 96, w)(x) for x, w in zip((q, k), own)], cos, sin)
         norm = Norm(*own, zero_centered=True, rounding="once")
@@ -144,7 +133,7 @@ def test_zero_centered_is_gemmas(dtype: torch.dtype) -> None:
 def test_layer_norm_is_torchs(dtype: torch.dtype, device: str) -> None:
     """`torch.nn.LayerNorm` with weights and biases (CogVideoX, HunyuanDiT), before and after the rotation."""
     q, k, *own = noise(device, dtype, (2, 33, 6, 64), (2, 33, 2, 64), *[(64,)] * 4)
-    cos, sin = table(device, 33, 32)
+    cos, sin = turn(device, 33, 32)
     before, after = (
         [F.layer_norm(x, (64,), own[n], own[n + 2], eps=1e-5) for n, x in enumerate(xs)]
         for xs in ((q, k), jitrope.apply_rope(q, k, cos, sin))
@@ -173,7 +162,7 @@ def test_once_across_heads_is_torchs(heads: int, dim: int, per_head: bool, dtype
     """Interleaved pairs with a shared table as in Wan; halves with angles for each head as in LTX-2."""
     shape = (2, 17, heads, dim)
     q, k, *weights = noise(device, dtype, shape, shape, *[(heads * dim,)] * 2)
-    cos, sin = table(device, *((2, 17, heads) if per_head else (17,)), dim // 2)
+    cos, sin = turn(device, *((2, 17, heads) if per_head else (17,)), dim // 2)
     words = {"rounding": "addcmul"} if per_head else {"interleaved": True}
     normed = [F.rms_norm(x.flatten(-2), w.shape, w, 1e-6).view(shape) for x, w in zip((q, k), weights)]
     want = jitrope.apply_rope(*normed, cos, sin, **words)
@@ -234,7 +223,7 @@ def test_words_that_go_together_and_heads_of_any_size(name: str, dtype: torch.dt
     grads = noise("cpu", dtype, *shapes, seed=2)
     weights = noise("cpu", torch.float32, *[(dim * heads[x[0] == "k"] ** ("across_heads" in own),) for x in labels])
     given = [*noise("cpu", dtype, *shapes, seed=1), *weights]
-    cos, sin = table("cpu", *((2, 11, 3) if heads is PER_HEAD else (11,)), words.get("rotary_dim", dim) // 2)
+    cos, sin = turn("cpu", *((2, 11, 3) if heads is PER_HEAD else (11,)), words.get("rotary_dim", dim) // 2)
     exact = [x.double().requires_grad_() for x in given]
     by_name, flat = dict(zip(labels, exact[2:])), {"norm_kind" if x == "kind" else x: y for x, y in own.items()}
     wanted, _ = oracle.norm_rope(*exact[:2], cos=cos, sin=sin, **by_name, **flat, **words)
@@ -298,7 +287,7 @@ def test_one_graph_for_all_lengths(kind: str, device: str) -> None:
         leaves = [x.requires_grad_() for x in noise(device, torch.float32, *[(2, tokens, 3, 16)] * 3, seed=tokens)]
         wanted, found = [*leaves[:2], weights[0]], []
         for function in (compiled, model):
-            outputs = function(*leaves, *table(device, 2 * tokens, 8))
+            outputs = function(*leaves, *turn(device, 2 * tokens, 8))
             found.append([*outputs, *torch.autograd.grad(sum(y.sin().sum() for y in outputs), wanted)])
         torch.testing.assert_close(*found)
         frames.append(counter.frame_count)
@@ -325,7 +314,7 @@ def test_each_rank_has_its_part_of_the_whole(way: str, launch: str, device: str)
     own, words, dim, dtype = RANKS[way]
     shapes = (2, 5, 6, dim), (2, 5, 4, dim), (6 * dim,), (4 * dim,)
     q, k, *weights = (x.requires_grad_() for x in noise(device, dtype, *shapes))
-    cos, sin = table(device, 5 - words.get("unrotated", 0), words.get("rotary_dim", dim) // 2)
+    cos, sin = turn(device, 5 - words.get("unrotated", 0), words.get("rotary_dim", dim) // 2)
     whole = Norm(*weights, across_heads=True, **own)
     want = prepare_qkv(q, k, None, cos, sin, norm=whole, **words)[:2]
     means, ranks = [x.float().square().mean((-2, -1)) for x in (q, k)], []

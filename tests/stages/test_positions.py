@@ -14,7 +14,7 @@ import jitrope
 from jitrope import KVCache, Mrope, Norm, Packed, Shifts, Starts
 
 from .. import oracle
-from ..devices import DEVICES
+from ..devices import DEVICES, inputs, noise, turn
 from ..results import same
 
 IDS = tensor([[3, 0, 3, 8, 1], [1, 4, 2, 0, 7]])
@@ -117,9 +117,8 @@ def test_a_difference_below_0_has_the_bits_of_inverse(interleaved: bool, dtype: 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_keys_of_packed_pages(device: str) -> None:
     """K of K|V in one page, by strides, with heads before rows; v stays."""
-    generator = torch.Generator().manual_seed(2)
-    pages = torch.randn(4, 3, 8, 2 * 64, generator=generator).to(device)  # page, head, row, K|V
-    cos, sin = torch.randn(2, 12, 32, generator=generator).to(device)
+    (pages,) = noise(device, torch.float32, (4, 3, 8, 2 * 64))  # page, head, row, K|V
+    cos, sin = turn(device, 12, 32)
     before, shifts = pages.clone(), Shifts(torch.arange(32, device=device).view(4, 8) % 23 - 11)
     jitrope.apply_rope(pages[..., :64], None, cos, sin, positions=shifts, layout="bhsd", inplace=True)
     keys = before[..., :64].contiguous()
@@ -130,12 +129,8 @@ def test_the_keys_of_packed_pages(device: str) -> None:
 # ---- tokens that are not rotated: the first of each sequence, and all of a layer without rope -------
 
 
-def heads(device: str, dtype: torch.dtype, size: int, tokens: int = 7) -> tuple[Tensor, ...]:
-    """q, k and v of two batch rows. Elements that a rotation by 0 would change are among the first."""
-    generator = torch.Generator().manual_seed(size)
-    q, k, v = (torch.randn(2, tokens, n, size, generator=generator).to(device, dtype) for n in (4, 2, 2))
-    q[:, 0, :, :3] = k[:, 0, :, :3] = tensor([-0.0, torch.inf, -1.0])
-    return q, k, v
+LOST = tensor([-0.0, torch.inf, -1.0])
+"""Elements that a rotation by 0 would change."""
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -143,7 +138,8 @@ def heads(device: str, dtype: torch.dtype, size: int, tokens: int = 7) -> tuple[
 @pytest.mark.parametrize("n", [0, 1, 5, 7, 9])
 def test_the_first_tokens_keep_their_bits(n: int, words: dict[str, Any], device: str) -> None:
     """The others are turned as timm and DINOv3 turn them."""
-    q, k, _ = heads(device, torch.bfloat16, 64)
+    q, k, *_ = inputs(device, 2, 7, 4, 64)
+    q[:, 0, :, :3] = k[:, 0, :, :3] = LOST
     angles = (torch.rand(max(7 - n, 1), words.get("rotary_dim", 64) // 2) * 50).to(device)
     plain = {name: x for name, x in words.items() if name != "inplace"}
     want = []
@@ -181,7 +177,8 @@ def test_dinov3_of_transformers() -> None:
 @pytest.mark.parametrize(("size", "tokens"), [(64, 7), (7, 7), (64, 1)])
 def test_without_a_table_elements_keep_their_bits(size: int, tokens: int, device: str) -> None:
     """A pair with an infinity, and zeros with a sign, in a cache and in tensors of the caller."""
-    q, k, v = heads(device, torch.bfloat16, size, tokens)
+    q, k, v, *_ = inputs(device, 2, tokens, 4, size)
+    q[:, 0, :, :3] = k[:, 0, :, :3] = LOST
     caches, slots = torch.zeros(2, 2 * tokens, 2, size, device=device).bfloat16(), torch.arange(2 * tokens)
     got = jitrope.prepare_qkv(q, k, v, cache=KVCache(*caches, slots.to(device)), inplace=True)
     assert got[0] is q
@@ -195,7 +192,8 @@ def test_without_a_table_elements_keep_their_bits(size: int, tokens: int, device
 @pytest.mark.parametrize("device", DEVICES)
 def test_without_a_table_an_element_does_not_reach_its_partner(device: str) -> None:
     """q, or k's part of a latent, keeps its bits: a rotation by zero would lose a -0.0 and make NaN of an inf."""
-    q, k, v = heads(device, torch.float32, 16)
+    q, k, v, *_ = inputs(device, 2, 7, 4, 16, dtype=torch.float32)
+    q[:, 0, :, :3] = k[:, 0, :, :3] = LOST
     assert same(jitrope.prepare_qkv(q, k, None, q_scale=1.0)[0], q)
     assert same(jitrope.prepare_qkv(q, k, None, norm=Norm(of="k"))[0], q)
     rows = [x.flatten(0, 1) for x in (q, k.clone(), v)]

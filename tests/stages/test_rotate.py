@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import jitrope
 
 from .. import oracle
-from ..devices import DEVICES
+from ..devices import DEVICES, noise
 from ..results import near
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -115,6 +114,7 @@ def test_there_and_back_is_one_rounding(interleaved: bool, out: bool, dtype: tor
 
 # ---- roundings: the hosts' own functions, bit for bit ----------------------------------------------
 
+ANGLES = torch.rand(9, 128, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 50
 DIFFUSERS = "diffusers is not installed: pip install -e '.[diffusers]'"
 SHAPES = [(1, 5, 3, 64), (2, 7, 2, 72), (1, 3, 4, 80), (1, 1, 5, 96), (2, 9, 2, 128), (1, 4, 3, 160), (1, 3, 2, 192),
           (1, 2, 1, 256)]  # fmt: skip
@@ -128,21 +128,14 @@ def inside(module: str, processor: str) -> Any:
     return type(inside)(code, call.__globals__)
 
 
-def inputs(device: str, dtype: torch.dtype, shape: tuple[int, ...], rotary_dim: int = 0) -> tuple[Tensor, ...]:
-    """q, k with half as many heads, and fp64 angles of half width."""
-    generator = torch.Generator().manual_seed(0)
-    b, s, h, d = shape
-    q, k = (torch.randn(b, s, n, d, generator=generator).to(device, dtype) for n in (h, max(1, h // 2)))
-    return q, k, (torch.rand(s, (rotary_dim or d) // 2, generator=generator, dtype=torch.float64) * 50).to(device)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_complex128_is_that_of_lumina2_and_anyflow(dtype: torch.dtype, shape: tuple[int, ...], device: str) -> None:
     lumina2 = pytest.importorskip("diffusers.models.embeddings", reason=DIFFUSERS).apply_rotary_emb
     anyflow = pytest.importorskip("diffusers.models.transformers.transformer_anyflow", reason=DIFFUSERS)
-    q, k, angles = inputs(device, dtype, shape)
+    q, k = noise(device, dtype, shape, shape)
+    angles = ANGLES[: shape[1], : shape[3] // 2].to(device)
     table = torch.polar(torch.ones_like(angles), angles)
     words: dict[str, Any] = {"interleaved": True, "rounding": "complex128"}
     by_cos = jitrope.apply_rope(q, k, angles.cos(), angles.sin(), **words)
@@ -160,7 +153,7 @@ def test_complex128_is_that_of_lumina2_and_anyflow(dtype: torch.dtype, shape: tu
 def test_addcmul_is_ltx2s(dtype: torch.dtype, shape: tuple[int, ...], device: str) -> None:
     ltx2 = pytest.importorskip("diffusers.models.transformers.transformer_ltx2", reason=DIFFUSERS)
     b, s, h, d = shape
-    q, _, _ = inputs(device, dtype, shape)
+    (q,) = noise(device, dtype, shape)
     angles = torch.rand(b, h, s, d // 2, device=device) * 50
     want = ltx2.apply_split_rotary_emb(q.flatten(2), (angles.cos(), angles.sin())).view(q.shape)
     tables = [t.transpose(1, 2) for t in (angles.cos(), angles.sin())]
@@ -173,7 +166,8 @@ def test_addcmul_is_ltx2s(dtype: torch.dtype, shape: tuple[int, ...], device: st
 @pytest.mark.parametrize("dtype", HALVES)
 def test_dtype_is_wans_with_tables_in_it(dtype: torch.dtype, shape: tuple[int, ...], device: str) -> None:
     wan = inside("transformer_wan", "WanAttnProcessor")
-    q, k, angles = inputs(device, dtype, shape)
+    q, k = noise(device, dtype, shape, shape)
+    angles = ANGLES[: shape[1], : shape[3] // 2].to(device)
     cos, sin = (f(angles).repeat_interleave(2, -1).to(dtype)[None, :, None] for f in (torch.cos, torch.sin))
     got = jitrope.apply_rope(q, k, cos[..., 0::2], sin[..., 1::2], interleaved=True, rounding="dtype")
     for x, y in zip((q, k), got):
@@ -187,8 +181,8 @@ def test_dtype_is_ernies_and_minimaxs(rotary_dim: int, dtype: torch.dtype, devic
     """fp32 tables that the host rounds first: in ERNIE each member of a pair has its own angle; partial too."""
     ernie = inside("transformer_ernie_image", "ErnieImageSingleStreamAttnProcessor")
     minimax = pytest.importorskip("diffusers.models.transformers.transformer_minimax_h3", reason=DIFFUSERS)
-    q, k, angles = inputs(device, dtype, (2, 7, 3, 128), rotary_dim)
-    angles = angles.float()
+    q, k = noise(device, dtype, (2, 7, 3, 128), (2, 7, 1, 128))
+    angles = ANGLES[:7, : rotary_dim // 2].float().to(device)
     repeated = angles.repeat_interleave(2, -1)[None, :, None]
     words: dict[str, Any] = {"rounding": "dtype", "rotary_dim": rotary_dim}
     cos, sin = (torch.cat((f(angles), f(angles)), -1) for f in (torch.cos, torch.sin))
@@ -203,7 +197,8 @@ def test_dtype_is_ernies_and_minimaxs(rotary_dim: int, dtype: torch.dtype, devic
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_dtype_is_llamas(dtype: torch.dtype, shape: tuple[int, ...], device: str) -> None:
     llama = pytest.importorskip("transformers.models.llama.modeling_llama", reason="its bits are what is compared")
-    q, k, angles = inputs(device, dtype, shape)
+    q, k = noise(device, dtype, shape, shape)
+    angles = ANGLES[: shape[1], : shape[3] // 2].to(device)
     half = [f(angles).to(dtype) for f in (torch.cos, torch.sin)]
     cos, sin = (torch.cat((x, x), -1) for x in half)
     q, k = (x.transpose(1, 2) for x in (q, k))
@@ -221,7 +216,7 @@ def test_dtype_is_llamas(dtype: torch.dtype, shape: tuple[int, ...], device: str
 def test_fp32_is_qwens_vision_towers(dtype: torch.dtype, device: str) -> None:
     """One model of the library rounds differently: its products are fp32."""
     qwen = pytest.importorskip("transformers.models.qwen2_vl.modeling_qwen2_vl", reason="its bits are what is compared")
-    q, _, angles = inputs(device, dtype, (1, 9, 4, 80))
+    (q,), angles = noise(device, dtype, (1, 9, 4, 80)), ANGLES[:, :40].to(device)
     cos, sin = (torch.cat((f(angles), f(angles)), -1).float() for f in (torch.cos, torch.sin))
     want, _ = qwen.apply_rotary_pos_emb_vision(q[0], q[0], cos, sin)
     out, _ = jitrope.apply_rope(q[0], None, cos, sin, layout="thd")

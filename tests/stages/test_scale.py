@@ -10,7 +10,7 @@ import torch
 import jitrope
 from jitrope import Packed
 
-from ..devices import DEVICES
+from ..devices import DEVICES, inputs, noise, turn
 
 SHAPES = {"a number": (), "tokens": (6, 1, 1), "rows": (2, 6, 1, 1), "one row": (1, 6, 1, 1)}
 
@@ -20,11 +20,9 @@ SHAPES = {"a number": (), "tokens": (6, 1, 1), "rows": (2, 6, 1, 1), "one row": 
 @pytest.mark.parametrize("form", SHAPES)
 def test_q_is_rounded_once(form: str, words: dict[str, Any], device: str) -> None:
     """The bits of the rotation in fp32, times the scale, rounded; k's do not change."""
-    generator = torch.Generator().manual_seed(64)
-    q, k = (torch.randn(2, 6, n, 64, generator=generator).to(device).bfloat16() for n in (4, 2))
-    angles = (torch.rand(6, words.get("rotary_dim", 64) // 2, generator=generator) * 50).to(device)
-    scale = (torch.rand(SHAPES[form], generator=generator) + 0.5).to(device)
-    tables, plain = (angles.cos(), angles.sin()), {name: x for name, x in words.items() if name != "inplace"}
+    q, k, *_ = inputs(device, 2, 6, 4, 64)
+    (scale,), tables = noise(device, torch.float32, SHAPES[form]), turn(device, 6, words.get("rotary_dim", 64) // 2)
+    plain = {name: x for name, x in words.items() if name != "inplace"}
     want = (jitrope.apply_rope(q.float(), None, *tables, **plain)[0] * scale).bfloat16()
     want_k = jitrope.apply_rope(q, k, *tables, **plain)[1]
     got = jitrope.apply_rope(q.clone(), k.clone(), *tables, q_scale=scale.view(scale.shape[:-2]), **words)
