@@ -331,27 +331,25 @@ def test_of_several_compilers_the_same_one_is_taken(tmp_path: Path) -> None:
 KEYS = [replace(KEY, ingredients=str(i)) for i in range(4)]
 
 
-@pytest.fixture
-def bundled(tmp_path: Path) -> Path:
-    """A bundle of four kernels."""
-    write_bundle(tmp_path / "k.zip", {key.portable_folder: pack(key, "text", DATA, {}) for key in KEYS})
-    return tmp_path / "k.zip"
+BUNDLED = {key.portable_folder: pack(key, "text", DATA, {}) for key in KEYS}
 
 
 @pytest.mark.skipif(shutil.which("unzip") is None, reason="there is no unzip program")
 @pytest.mark.parametrize("mask", ["002", "000", "077"])
-def test_what_unzip_unpacks_is_used_whatever_the_umask(bundled: Path, tmp_path: Path, mask: str) -> None:
+def test_what_unzip_unpacks_is_used_whatever_the_umask(tmp_path: Path, mask: str) -> None:
     """Users with their own group have the umask 002. They protect the outer folder themselves."""
-    layer = tmp_path / "layer"
+    layer, path = tmp_path / "layer", tmp_path / "k.zip"
+    write_bundle(path, BUNDLED)
     layer.mkdir(mode=0o755)
-    subprocess.run(["sh", "-c", f"umask {mask} && unzip -q {bundled} -d {layer}"], check=True)
+    subprocess.run(["sh", "-c", f"umask {mask} && unzip -q {path} -d {layer}"], check=True)
     cache = KernelCache(tmp_path / "own", (layer,))
     assert [cache.find(key) for key in KEYS] == [DATA] * 4
     assert cache.system[0].verify() == (4, [])
 
 
-def test_a_damaged_entry_of_a_layer_is_said_once_and_left(bundled: Path, tmp_path: Path, caplog) -> None:
-    shutil.unpack_archive(bundled, tmp_path / "layer")
+def test_a_damaged_entry_of_a_layer_is_said_once_and_left(tmp_path: Path, caplog) -> None:
+    write_bundle(tmp_path / "k.zip", BUNDLED)
+    shutil.unpack_archive(tmp_path / "k.zip", tmp_path / "layer")
     first, second, third, fourth = sorted((tmp_path / "layer").iterdir())
     (first / CUBIN).write_bytes(b"")
     (second / TEXT).unlink()

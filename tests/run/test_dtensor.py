@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from functorch.compile import make_boxed_func
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import AotEagerAndRecordGraphs
 
 import jitrope
 from jitrope import InvalidInput, Mrope, Norm, Packed, Starts, apply_rope
@@ -96,13 +95,6 @@ def prepared(q: Any, k: Any, *weights: Any, norm: Any = (), **words: Any) -> Any
     """`prepare_qkv` with a norm of these weights and biases. norm: its other words."""
     of = dict(zip(("q_weight", "k_weight", "q_bias", "k_bias"), weights), **dict(norm))
     return jitrope.prepare_qkv(q, k, None, norm=Norm(**of), **words)
-
-
-def silent(graph: Any, _: Any) -> Any:
-    """A compiler of graphs that do not communicate, which CommDebugMode cannot see."""
-    sent = [node for node in graph.graph.nodes if "c10d" in str(node.target)]
-    assert not sent, sent
-    return make_boxed_func(graph.forward)
 
 
 # ---- shards ------------------------------------------------------------------------------------------
@@ -368,11 +360,15 @@ def test_calls_that_take_local_tensors_only() -> None:
 def test_compiled_calls() -> None:
     q, k, far = heads(8, s=10), heads(4, s=10), table(12, D // 2)
     ids = torch.randint(12, (B, 10), generator=torch.Generator().manual_seed(1))
+    graphs = AotEagerAndRecordGraphs()
     for p, words in (((Shard(0), Shard(2)), {}), ((Shard(1), Shard(2)), {}), ([Shard(1)], {"positions": ids})):
         torch._dynamo.reset()
         function = partial(apply_rope, **far, **words)
-        compiled = torch.compile(function, fullgraph=True, backend=aot_autograd(fw_compiler=silent))
+        compiled = torch.compile(function, fullgraph=True, backend=graphs)
         assert_alike(function, [(q, p), (k, p)], sharded=compiled, watch=nullcontext)
+    nodes = [str(node.target) for graph in (*graphs.fw_graphs, *graphs.bw_graphs) for node in graph.graph.nodes]
+    assert sum("jitrope" in node for node in nodes) == 2 * 3
+    assert not any("c10d" in node for node in nodes)  # CommDebugMode does not see them
     torch._dynamo.reset()
     norm, inputs = partial(prepared, **far), [(q, [Shard(2)]), (k, [Shard(2)])]
     compiled = torch.compile(norm, fullgraph=True, backend="aot_eager")
@@ -381,7 +377,7 @@ def test_compiled_calls() -> None:
 
 @on_ranks
 def test_compiled_in_place() -> None:
-    inputs, backend = [(heads(n), [Shard(1)]) for n in (8, 4)], aot_autograd(fw_compiler=silent)
+    inputs, backend = [(heads(n), [Shard(1)]) for n in (8, 4)], AotEagerAndRecordGraphs()
     placed, rope = [place(x, *p) for x, p in inputs], partial(apply_rope, **TABLE, inplace=True)
     torch._dynamo.reset()
     written = torch.compile(lambda q, k: (rope(q, k), q + 1)[1], fullgraph=True, backend=backend)
@@ -391,6 +387,8 @@ def test_compiled_in_place() -> None:
     trained = lambda q, k: rope(q * 1, k * 1)  # noqa: E731
     compiled = torch.compile(trained, fullgraph=True, backend=backend)
     assert_alike(trained, inputs, sharded=compiled, watch=nullcontext)
+    graphs = (*backend.fw_graphs, *backend.bw_graphs)
+    assert not any("c10d" in str(node.target) for graph in graphs for node in graph.graph.nodes)
 
 
 def test_it_is_imported_with_the_first_dtensor() -> None:
