@@ -205,15 +205,11 @@ def assert_compiled(batch: Batch, group: Any = None, device: str = "cpu") -> Non
     """torch.compile of the whole call, with gradients, and export: the results and gradients of the eager call."""
     schedule, backend = schedule_of(batch, device, group=group), batch.options.get("backend", "auto")
     q, k, v, dout = (schedule.shard(x.to(device)).requires_grad_() for x in made(batch)[0])
-
-    class Module(torch.nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
-            asked = {"return_lse": True, "return_max_logit": backend == "auto", **batch.options}
-            out, *rest = all_gather_attention(q, k, v, schedule, **asked)
-            return schedule.unshard(out), *rest
-
+    asked = {"return_lse": True, "return_max_logit": backend == "auto", **batch.options}
+    call = partial(all_gather_attention, schedule=schedule, **asked)
+    forward = lambda _, *given: [x if n else schedule.unshard(x) for n, x in enumerate(call(*given))]  # noqa: E731
+    run = type("Run", (torch.nn.Module,), {"forward": forward})()
     torch._dynamo.reset()
-    run = Module()
     exported = torch.export.export(run, (q.detach(), k.detach(), v.detach())).module()
     results = [f(q, k, v) for f in (run, torch.compile(run, backend="aot_eager", fullgraph=True), exported)]
     every, bound = schedule.unshard(dout.detach()), 1e-12 if batch.dtype == torch.float64 else 2e-2
