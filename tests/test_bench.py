@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections import Counter, defaultdict
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
 from itertools import dropwhile, takewhile
 from pathlib import Path
@@ -49,9 +49,7 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(report.app, arguments, env={"COLUMNS": "200"})
 
 
-@cache
-def kept(name: str) -> list[dict[str, Any]]:
-    return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+KEPT = {path.stem: json.loads(path.read_text())["rows"] for path in sorted(RESULTS.glob("*.json"))}
 
 
 def test_medians_are_of_rounds_in_which_all_take_turns() -> None:
@@ -308,8 +306,8 @@ def test_a_stopped_run_prints_its_finished_rows() -> None:
 def test_tables_are_readable_at_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     """No cell is cut off; a table that is too wide has its first columns as headings. A piped one has a row a line."""
     marks = str.maketrans(":;", "  ")
-    for name in FILES:
-        rows, words = kept(name), report.table(kept(name), 80)
+    for rows in KEPT.values():
+        words = report.table(rows, 80)
         assert max(map(len, words.splitlines())) <= 80
         assert not set("\u2026\u2502\u2500|") & set(words)
         texts = [report._text(value).translate(marks) for row in rows for value in row.values()]
@@ -318,7 +316,7 @@ def test_tables_are_readable_at_80_columns(capsys: pytest.CaptureFixture[str]) -
         lines = capsys.readouterr().out.splitlines()
         firsts = [str(next(iter(row.values()))) for row in rows]
         assert all(line.strip().startswith(first) for line, first in zip(lines[1:], firsts, strict=True))
-    assert "model: wan; blocks: 4 of 40; tokens: 32760; mode: compiled\n" in report.table(kept("diffusion_h100"), 80)
+    assert "model: wan; blocks: 4 of 40; tokens: 32760; mode: compiled\n" in report.table(KEPT["diffusion_h100"], 80)
 
 
 BAD = {
@@ -365,8 +363,7 @@ def test_what_the_command_needs(change: str, word: str) -> None:
     assert done.stderr == f"error: the benchmarks {NEEDED[change]}\n"
 
 
-FILES = sorted(path.stem for path in RESULTS.glob("*.json"))
-PLOTS = {name: results.SECTIONS[name.rpartition("_")[0]].plot(kept(name)) for name in FILES}
+PLOTS = {name: results.SECTIONS[name.rpartition("_")[0]].plot(rows) for name, rows in KEPT.items()}
 drawn = pytest.mark.skipif(find_spec("matplotlib") is None, reason="plots need it: pip install -e '.[bench]'")
 HEAD = b"\x89PNG\r\n\x1a\n" + struct.pack(">I4s2I", 13, b"IHDR", 1800, 900)
 """The first bytes of a picture of 1800 by 900 pixels."""
@@ -377,11 +374,11 @@ def test_the_page_of_results_is_what_report_writes() -> None:
     page = (RESULTS / "README.md").read_text()
     assert page == results.page(RESULTS)
     assert sorted(re.findall(r"\]\((\w+)\.png\)", page)) == sorted(path.stem for path in RESULTS.glob("*.png"))
-    assert set(re.findall(r"\]\((\w+)\.json\)", page)) == set(FILES)
+    assert set(re.findall(r"\]\((\w+)\.json\)", page)) == {*KEPT}
 
 
 @drawn
-@pytest.mark.parametrize("name", [name for name in FILES if PLOTS[name]])
+@pytest.mark.parametrize("name", [name for name in KEPT if PLOTS[name]])
 def test_a_plot_is_readable_at_900_pixels(name: str, tmp_path: Path) -> None:
     """At most five series, one colour for jitrope, words inside the picture; the kept file has the same size."""
     plot: Any = PLOTS[name]
@@ -447,9 +444,9 @@ def not_measured(table: list[str]) -> list[str]:
     one file; a cell of several numbers, such as "1.00 to 1.04", may have other cases.
     """
     keys, files = ("part", "case", "host", "model", "heads", "tokens", "sequences", "batch"), []
-    for name in FILES:  # the numbers of each case, as texts, and under None those of the whole file
+    for rows in KEPT.values():  # the numbers of each case, as texts, and under None those of the whole file
         texts: dict[Any, set[str]] = defaultdict(set)
-        for row in kept(name):
+        for row in rows:
             numbers = [(key, x) for key, x in row.items() if isinstance(x, (int, float))]
             values = [y for key, x in numbers for y in ((x, x / 1e3) if key.endswith("us") else (x,))]
             for place in (tuple(row.get(key) for key in keys), None):
@@ -507,8 +504,8 @@ def test_a_number_that_was_not_measured_is_found() -> None:
 
 
 def test_kept_results_hold_the_sweeps_of_the_commands() -> None:
-    sequences = ",".join(dict.fromkeys(str(row["sequences"]) for row in kept("thd_h100")))
-    batches = ",".join(dict.fromkeys(row["batch"].replace(" ", "") for row in kept("layer_h100")))
+    sequences = ",".join(dict.fromkeys(str(row["sequences"]) for row in KEPT["thd_h100"]))
+    batches = ",".join(dict.fromkeys(row["batch"].replace(" ", "") for row in KEPT["layer_h100"]))
     assert sequences == inspect.signature(bench.train.thd).parameters["sequences"].default
     assert batches == inspect.signature(bench.layer.command).parameters["batches"].default
 

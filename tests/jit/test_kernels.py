@@ -29,7 +29,7 @@ from jitrope.jit.entry import CUBIN, FILES, META, TEXT, pack, write_bundle
 from jitrope.tools.prewarm import prewarm, read_record, specs_of
 
 from .. import fresh
-from ..caches import DATA, IMPORT, no_nvrtc, on_the_gpu, run_in_child
+from ..caches import DATA, no_nvrtc, on_the_gpu, run_in_child
 from .conftest import Loaded
 
 SPECS = specs_of([32, 8])
@@ -51,16 +51,6 @@ def test_each_compile_is_said(cache: KernelCache, caplog) -> None:
     assert f"compiled {SPEC.name} for sm_90 in" in first
     assert kernels.build(SPEC, "sm_80").compiled
     assert kernels.build(SPEC, "sm_90", rebuild=True).compiled
-
-
-def test_same_key_same_bytes(cache: KernelCache, tmp_path: Path) -> None:
-    """Two processes write equal files, because no time and no path is in them."""
-    code = f"{IMPORT}; kernels.build(specs_of(heads=[32, 8])[0], 'sm_90')"
-    fresh.python("-c", code, check=True, JITROPE_CACHE_DIR=str(tmp_path / "b"))
-    kernels.build(SPEC, "sm_90")
-    (a,), (b,) = cache.entries(), KernelCache(tmp_path / "b").entries()
-    assert a.path.name == b.path.name
-    assert all((a.path / name).read_bytes() == (b.path / name).read_bytes() for name in FILES)
 
 
 def test_another_call_finds_the_kernel_of_the_first(cache: KernelCache) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from torch.testing._internal.logging_tensor import capture_logs_with_logging_ten
 
 import jitrope
 from jitrope import KVCache, Norm, Packed
-from jitrope.jit import kernels
 from jitrope.plan import problem
 from jitrope.run import dispatch
 from jitrope.run import launch as runtime
@@ -462,26 +460,6 @@ def test_gradients_of_several_cotangents_at_once(norm: Any, learned: bool) -> No
             torch.testing.assert_close(x[n], want)
 
 
-def test_an_expanded_gradient_and_a_second_derivative() -> None:
-    q, cos = torch.randn(2, 5, 4, 64, device=DEVICE, requires_grad=True), torch.rand(5, 32, device=DEVICE)
-    tables = cos, (1 - cos.square()).sqrt()
-    out, _ = jitrope.apply_rope(q, None, *tables)
-    (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)  # a stride-0 gradient
-    assert torch.equal(gradient, jitrope.apply_rope(torch.ones_like(q), None, *tables, inverse=True)[0])
-    out, _ = jitrope.apply_rope(q, None, *tables)
-    (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), q)
-    torch.testing.assert_close(second, torch.full_like(q, 2.0), rtol=1e-4, atol=1e-4)
-
-
-def test_what_is_written_in_place_is_seen_by_autograd() -> None:
-    q, k, cos, sin = plain_call()
-    product = torch.ones_like(q, requires_grad=True) * q  # it needs q for its backward
-    jitrope.apply_rope(q, k, cos, sin, inplace=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.sum().backward()
-
-
 @pytest.mark.parametrize("inplace", [False, True])
 def test_compiled_by_inductor(inplace: bool) -> None:
     (q, k, cos, sin), results = plain_call(), []
@@ -655,17 +633,6 @@ def test_a_launch_goes_to_the_current_stream() -> None:
         out, _ = jitrope.apply_rope(late, None, cos, sin)
     stream.synchronize()
     assert torch.equal(out, want)
-
-
-def test_threads_share_kernels_not_arguments() -> None:
-    calls = [plain_call() for _ in range(8)]
-    want = [jitrope.apply_rope(*call) for call in calls]
-    before = len(kernels.compiled)
-    with ThreadPoolExecutor(8) as pool:  # a thread's first use of CUDA
-        got = [pool.submit(lambda call: [jitrope.apply_rope(*call) for _ in range(200)], call) for call in calls]
-    for future, expected in zip(got, want):
-        assert all(all(map(torch.equal, x, expected)) for x in future.result())
-    assert len(kernels.compiled) == before
 
 
 @pytest.mark.hardware
