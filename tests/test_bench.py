@@ -320,13 +320,10 @@ def test_tables_are_readable_at_80_columns(capsys: pytest.CaptureFixture[str]) -
 
 
 BAD = {
-    "thd --sequences 1,x": "--sequences takes numbers",
-    "thd --table sines": "--table is 'sines'",
-    "layer --batches 128": "not '128'",
-    "layer --out nowhere/layer": "there is no folder nowhere",
-    "rope --only flux,flex": "--only has flex",
-    "decode --heads 32/8,64": "not '32/8,64'",
-}
+    "thd --sequences 1,x": "--sequences takes numbers", "thd --table sines": "--table is 'sines'",
+    "layer --batches 128": "not '128'", "layer --out nowhere/layer": "there is no folder nowhere",
+    "rope --only flux,flex": "--only has flex", "decode --heads 32/8,64": "not '32/8,64'",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("command", BAD)
@@ -570,10 +567,8 @@ def test_bytes_of_moved_rows() -> None:
     row, tokens = 2 * 16 * 64, 65536
     order = 2 * tokens * row
     assert {work.name: work.bytes_moved for work in cp.works(2, FULL, ragged=False)} == {
-        "sequence to rank order": order,
-        "sequence to rank order, k and v": 2 * order,
-        "rank to sequence order": order,
-        "rank to sequence order, k and v": 2 * order,
+        **{f"{there} order": order for there in ("sequence to rank", "rank to sequence")},
+        **{f"{there} order, k and v": 2 * order for there in ("sequence to rank", "rank to sequence")},
         "copy valid": 2 * (tokens // 4) * row,
         "gather of visible keys, k and v": 2 * order * 5 // 4,
         "sum of chunks, dK and dV": 2 * (tokens * 5 // 4 + tokens) * row,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import logging
-import multiprocessing
 import os
 import shutil
 import signal
@@ -20,7 +18,7 @@ import pytest
 from jitrope.base import config
 from jitrope.base.errors import CacheError
 from jitrope.jit.cache import KernelCache
-from jitrope.jit.entry import CUBIN, FILES, META, TEXT, Key, pack, write_bundle
+from jitrope.jit.entry import CUBIN, FILES, META, TEXT, pack, write_bundle
 
 from ..caches import DATA, KEY, edit, fault, filled, run_in_child
 
@@ -179,32 +177,6 @@ def test_an_error_at_any_step_of_a_load_is_a_miss(cache: KernelCache, monkeypatc
         if number in ("EIO", "ESTALE", "EBUSY", "EMFILE"):
             assert cache.read(KEY) is not None
     assert at > 4
-
-
-def store_for_ever(cache: KernelCache, begun: multiprocessing.Event) -> None:
-    for i in itertools.count():
-        cache.store(Key("n", str(i % 5), (), "sm_90", "c"), "t" * 10000, b"c" * 100_000, {})
-        if i % 5 == 2:
-            cache.clear()
-        begun.set()
-
-
-def test_readers_beside_a_writer_never_see_half_an_entry(cache: KernelCache) -> None:
-    fork, found = multiprocessing.get_context("fork"), 0
-    begun = fork.Event()
-    process = fork.Process(target=store_for_ever, args=(cache, begun))
-    process.start()
-    begun.wait()
-    deadline = time.monotonic() + 1.5
-    while time.monotonic() < deadline:
-        for i in range(5):
-            files = cache.read(Key("n", str(i), (), "sm_90", "c"))
-            found += files is not None
-            assert files is None or files[CUBIN] == b"c" * 100_000
-    process.kill()
-    process.join()
-    assert found > 20
-    assert KernelCache(cache.root).verify()[1] == []
 
 
 def test_a_folder_without_write_permission_is_read(tmp_path: Path, caplog) -> None:

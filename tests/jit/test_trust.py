@@ -125,14 +125,11 @@ def test_a_link_of_another_user_is_not_followed(place: Path) -> None:
 
 VOLUMES: dict[str, tuple[int, int, int, int, tuple[int, ...]]] = {
     # what: mode, owner, group of the folder; our group and other groups
-    "emptyDir": (0o777, 0, 0, ME, ()),
-    "emptyDir, sticky": (0o1777, 0, 0, ME, ()),
-    "emptyDir with fsGroup": (0o2777, 0, GROUP, ME, (GROUP,)),
-    "volume with fsGroup": (0o2775, 0, GROUP, ME, (GROUP,)),
-    "OpenShift, emptyDir": (0o2777, 0, GROUP, 0, (GROUP,)),
-    "OpenShift, a folder of the image": (0o775, 1001, 0, 0, (GROUP,)),
+    "emptyDir": (0o777, 0, 0, ME, ()), "emptyDir, sticky": (0o1777, 0, 0, ME, ()),
+    "emptyDir with fsGroup": (0o2777, 0, GROUP, ME, (GROUP,)), "volume with fsGroup": (0o2775, 0, GROUP, ME, (GROUP,)),
+    "OpenShift, emptyDir": (0o2777, 0, GROUP, 0, (GROUP,)), "OpenShift, of the image": (0o775, 1001, 0, 0, (GROUP,)),
     "a folder of our own that its group can write": (0o770, ME, ME, ME, ()),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", VOLUMES)
@@ -226,16 +223,12 @@ def test_a_bundle_with_a_digest_that_its_owner_changes(place: Path) -> None:
     assert cache.find(other) is None
 
 
-PARENTS: dict[str, tuple[int, int, bool]] = {
-    "root's": (0o755, 0, True),
-    "mine": (0o755, ME, True),
-    "another user's": (0o755, OTHER, False),
-    "that its group can write": (0o775, 0, False),
-    "that all can write": (0o777, 0, False),
-    "root's, sticky": (0o1777, 0, True),
-    "my own, sticky": (0o1777, ME, True),
+PARENTS: dict[str, tuple[int, int, bool]] = {  # mode, owner, and whether what is in it is used
+    "root's": (0o755, 0, True), "mine": (0o755, ME, True), "another user's": (0o755, OTHER, False),
+    "that its group can write": (0o775, 0, False), "that all can write": (0o777, 0, False),
+    "root's, sticky": (0o1777, 0, True), "my own, sticky": (0o1777, ME, True),
     "another user's, sticky": (0o1777, OTHER, False),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["bundle", "folder", "below a folder", "link"])

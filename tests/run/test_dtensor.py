@@ -97,9 +97,6 @@ def prepared(q: Any, k: Any, *weights: Any, norm: Any = (), **words: Any) -> Any
     return jitrope.prepare_qkv(q, k, None, norm=Norm(**of), **words)
 
 
-# ---- shards ------------------------------------------------------------------------------------------
-
-
 @on_ranks
 def test_every_axis_of_every_layout() -> None:
     """Of one shape for all layouts; then parts of 3, 3, 3 and 1 rows or tokens, and of 2, 2, 1 and 0 heads of k."""
@@ -139,9 +136,6 @@ def test_two_dimensions() -> None:
     assert_alike(apply_rope, [(heads(4, s=9), p), (heads(2, s=9), p)], **shared)
     p = (Shard(1), Shard(2))
     assert_alike(prepared, [(heads(8), p), (heads(4), p)], [(WEIGHT, [P, P])] * 2, **shared)
-
-
-# ---- tables and positions ----------------------------------------------------------------------------
 
 
 @on_ranks
@@ -199,9 +193,6 @@ def test_gradients_that_are_placed_otherwise() -> None:
             dout = DTensor.from_local(g / 4, mesh((4,)), [P], run_check=False) if of is P else place(g, of)
             apply_rope(placed, None, **TABLE, layout=layout)[0].backward(dout)
             assert torch.equal(placed.grad.full_tensor(), plain.grad), (layout, p, of)
-
-
-# ---- in place, norms ---------------------------------------------------------------------------------
 
 
 @on_ranks
@@ -273,9 +264,6 @@ def test_a_plain_weight_gets_its_whole_gradient() -> None:
     torch.testing.assert_close(found[1:], found[:1] * 2)
 
 
-# ---- refusals ----------------------------------------------------------------------------------------
-
-
 @on_ranks
 def test_placements_that_are_refused() -> None:
     """On all ranks, and nothing is sent."""
@@ -338,22 +326,15 @@ def test_calls_that_take_local_tensors_only() -> None:
     qkv, wide = place(torch.randn(B, S, 4, 3 * D), Shard(2)), place(torch.randn(B, S, 12 * D), Shard(2))
     cache = jitrope.KVCache(*torch.zeros(2, B * S, 4, D), torch.arange(B * S))
     prepare, fused = jitrope.prepare_qkv, partial(jitrope.prepare_fused_qkv, qkv, order="grouped")
-    for call in (
-        partial(prepare, q, None, None, quantize=jitrope.Quantize(1.0)),
-        partial(prepare, q, q, q, cache=cache),
-        partial(prepare, q, q, q, cache=cache, inplace=True),
-        partial(fused, heads=(4, 4)),
-        partial(jitrope.prepare_fused_qkv, wide, heads=(4, 4)),
-        partial(fused, heads=(4, 4), inplace=True),
-        partial(fused, heads=(4, 4), norm=Norm()),
-        partial(jitrope.prepare_joint_qkv, (q, q, q), (plain, plain, plain), norm=Norm()),
-    ):
+    calls = [partial(prepare, q, None, None, quantize=jitrope.Quantize(1.0)), partial(prepare, q, q, q, cache=cache)]
+    calls += [partial(prepare, q, q, q, cache=cache, inplace=True), partial(fused, heads=(4, 4), inplace=True)]
+    calls += [partial(fused, heads=(4, 4), **words) for words in ({}, {"norm": Norm()})]
+    calls += [partial(jitrope.prepare_fused_qkv, wide, heads=(4, 4))]
+    calls += [partial(jitrope.prepare_joint_qkv, (q, q, q), (plain, plain, plain), norm=Norm())]
+    for call in calls:
         with pytest.raises(InvalidInput, match=r"it takes no DTensors; pass x.to_local\(\)"), CommDebugMode() as comm:
             call(**TABLE)
         assert comm.get_total_counts() == 0
-
-
-# ---- torch.compile --------------------------------------------------------------------------------------
 
 
 @on_ranks

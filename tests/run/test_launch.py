@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -415,11 +416,10 @@ def test_words_without_a_hash() -> None:
             assert all(map(torch.equal, got, want))
 
 
-NORM = Norm()
 STEADY = {
-    "rope": lambda q, k, cos, sin: jitrope.apply_rope(q, k, cos, sin),
-    "in place": lambda q, k, cos, sin: jitrope.apply_rope(q, k, cos, sin, inplace=True),
-    "norm": lambda q, k, cos, sin: jitrope.prepare_qkv(q, k, None, cos, sin, norm=NORM),
+    "rope": jitrope.apply_rope,
+    "in place": partial(jitrope.apply_rope, inplace=True),
+    "norm": lambda q, k, *tables, norm=Norm(): jitrope.prepare_qkv(q, k, None, *tables, norm=norm),  # noqa: B008
     "gradient": lambda q, k, cos, sin: jitrope.apply_rope(q.requires_grad_(), k, cos, sin)[0].sum().backward(),
 }
 
@@ -476,13 +476,10 @@ def test_compiled_by_inductor(inplace: bool) -> None:
 
 
 @pytest.mark.hardware
-@pytest.mark.parametrize(
-    "words",
-    [
-        *("rope packed", "rope", "rms", "norm=across interleaved", "rms ids cache", "two rms", "rms packed", "streams"),
-        *("qkv packed", "slots", "pages", "slots rms", "fp8_slots", "own rms", "latent", "mxfp8", "l2 none"),
-    ],
-)
+@pytest.mark.parametrize("words", [
+    *("rope packed", "rope", "rms", "norm=across interleaved", "rms ids cache", "two rms", "rms packed", "streams"),
+    *("qkv packed", "slots", "pages", "slots rms", "fp8_slots", "own rms", "latent", "mxfp8", "l2 none"),
+])  # fmt: skip
 def test_a_graph_reads_its_inputs_anew(words: str) -> None:
     """A call is captured once it is known; a replay reads what its tensors hold then."""
     case = named(words)
@@ -611,12 +608,10 @@ def test_overlapping_launches_keep_their_order(kind: str, tokens: int, captured:
     want = chain(q.clone(), k.clone(), torch.cuda.synchronize)
     graph = torch.cuda.CUDAGraph()
     a, b = q.clone(), k.clone()
-    if captured:
-        with torch.cuda.graph(graph):
-            got = chain(a, b, lambda: None)
-        graph.replay()
-    else:
+    with torch.cuda.graph(graph) if captured else nullcontext():
         got = chain(a, b, lambda: None)
+    if captured:
+        graph.replay()
     assert all(map(torch.equal, got, want))
 
 

@@ -309,9 +309,6 @@ def test_corrections_in_a_compiled_function() -> None:
     assert all(map(torch.equal, *found))
 
 
-# ---- on a GPU ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", WRITES)
 def test_writes_are_seen_by_autograd(name: str) -> None:
