@@ -33,8 +33,7 @@ def test_every_part_of_the_key_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_name_is_short_enough_for_an_encrypted_home() -> None:
-    """eCryptfs allows 143 bytes."""
-    assert len(replace(KEY, name="n" * 300, arch="sm_120a").folder) <= 143
+    assert len(replace(KEY, name="n" * 300, arch="sm_120a").folder) <= 143  # bytes, of eCryptfs
 
 
 @pytest.mark.parametrize("odd", [{"name": "rope_y"}, {"compiler": None}, {"arch": "sm_80"}])

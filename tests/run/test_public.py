@@ -174,9 +174,7 @@ def test_a_value_that_is_made_again() -> None:
     assert not torch.equal(before, after)
 
 
-class Norm(jitrope.Norm):
-    """Has the name of jitrope's."""
-
+class Norm(jitrope.Norm):  # has the name of jitrope's
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight, weight, eps=0.5)
         self.tag = 3
