@@ -223,7 +223,6 @@ def test_an_image_that_the_driver_refuses_is_rebuilt_once(place: str, cache, tmp
     name = key.portable_folder if place == "loaded from a bundle" else key.folder
     folder = KernelCache(tmp_path / "layer") if place == "layer" else cache
     assert folder.install(name, pack(key, "text", b"of another GPU", SPEC.to_dict()))
-
     load = Mock(wraps=Loaded, side_effect=[Refused("the driver refuses the kernel"), DEFAULT, DEFAULT])
     monkeypatch.setattr(kernels, "Kernel", load)
     for compiled in (1, 0):  # the second time as in a new process
