@@ -295,7 +295,7 @@ def test_a_call_of_the_same_form_is_known(words: str, monkeypatch: pytest.Monkey
 def test_a_known_call_notices_what_changes(words: str) -> None:
     """Gradients, grad mode, inference mode, a dispatch mode, saved-tensor hooks, and versions of what is written."""
     m = Made(named(words), DEVICE)
-    q, k = m.tensors["q"], m.tensors["k"]
+    q, k, seen = m.tensors["q"], m.tensors["k"], []
     given = {**m.words(), **places_of(m).words}
     call = lambda q: function_of(m.case)(q, k.clone(), *[None] * ("rms" in words), **given)[0]  # noqa: E731
     want = call(q.clone())
@@ -303,7 +303,6 @@ def test_a_known_call_notices_what_changes(words: str) -> None:
         with mode():
             for _ in range(3):
                 assert torch.equal(call(q.clone()), want)
-    seen: list[str] = []
     noted = lambda _, op, types, args=(), words=None: (seen.append(op.namespace), op(*args, **(words or {})))[1]  # noqa: E731
     with type("Seen", (TorchDispatchMode,), {"__torch_dispatch__": noted})():
         assert torch.equal(call(q.clone()), want)
