@@ -21,13 +21,9 @@ SERVER.set_forkserver_preload(["torch"])
 
 
 def python(
-    *arguments: str,
-    env: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
-    timeout: float = 300,
-    check: bool = False,
-    **variables: str,
-) -> CompletedProcess[str]:
+    *arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, timeout: float = 300,
+    check: bool = False, **variables: str,
+) -> CompletedProcess[str]:  # fmt: skip
     """Like `subprocess.run` of this Python with `-c CODE ...`, `-m MODULE ...` or `PATH ...`, with text output.
 
     env: by default the variables of this process, with this checkout on PYTHONPATH. variables: more of them.

@@ -57,8 +57,7 @@ def _on_ranks(backend: str, body: Any) -> Any:
     return pytest.mark.slow(test) if backend == "gloo" else pytest.mark.gpu(pytest.mark.hardware(test))
 
 
-on_ranks = functools.partial(_on_ranks, "gloo")
-"""A test whose body runs on four processes."""
+on_ranks = functools.partial(_on_ranks, "gloo")  # a test whose body runs on four processes
 on_gpus = functools.partial(_on_ranks, "nccl")
 """A test whose body runs on four processes with a GPU each, or on two if there are no more GPUs."""
 

@@ -6,11 +6,9 @@ import doctest
 import inspect
 import re
 import runpy
-from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -38,18 +36,15 @@ runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 """
 
 
-def public(module: ModuleType) -> list[str]:
-    """The public names of a module: `__all__`, else its own functions and classes."""
-    if hasattr(module, "__all__"):
-        return list(module.__all__)
-    own = ((name, value) for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__)
-    return [name for name, value in own if name[0] != "_" and callable(value)]
-
-
+NAMES: dict[str, list[str]] = {}
+"""The public names of a module: `__all__`, else its own functions and classes."""
+for at in MODULES:
+    own = ((name, x) for name, x in vars(import_module(at)).items() if getattr(x, "__module__", "") == at)
+    NAMES[at] = getattr(import_module(at), "__all__", [name for name, x in own if name[0] != "_" and callable(x)])
 PUBLIC = {
     f"{at}:{name}": inspect.unwrap(value)
-    for at in MODULES
-    for name in public(import_module(at))
+    for at, names in NAMES.items()
+    for name in names
     if callable(value := getattr(import_module(at), name))
 }
 """Every public function and class, by module and name."""
@@ -66,10 +61,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("name", MODULES)
 def test_every_public_name_has_its_place(pages: dict[str, str], name: str) -> None:
     """pdoc recognised all sections and tables, and took no star or underscore for emphasis."""
-    page, module = pages[name], import_module(name)
-    names = public(module)
-    assert names or hasattr(module, "__path__")  # a package of modules has its README
-    assert [missing for missing in names if f'id="{missing}"' not in page] == []
+    page = pages[name]
+    assert NAMES[name] or hasattr(import_module(name), "__path__")  # a package of modules has its README
+    assert [missing for missing in NAMES[name] if f'id="{missing}"' not in page] == []
     assert re.findall(r"<em>.{0,60}", page) == []
     assert re.findall(r"<p>[^<]*\b(?:Args|Attributes|Raises|Returns|Yields)\b[^<]*:\n", page) == []
     assert re.findall(r"<p>\s*\|.{0,60}|<p>[^<]*====", page) == []
@@ -123,18 +117,16 @@ SHAPE = re.compile(rf"[(\[]{_DIM}(?:, {_DIM})*,?[)\]]")
 ERRORS = re.compile(r"Raises:|InvalidInput|errors those are")
 
 
-def takes_tensors(value: Callable[..., object]) -> bool:
-    function = value.__init__ if inspect.isclass(value) else value
-    words = [word for name, word in getattr(function, "__annotations__", {}).items() if name != "return"]
-    return any(re.search(r"\b(?:Tensor|Rows)\b", str(word)) for word in words)
-
-
 def test_docstrings_say_shapes_and_errors() -> None:
     """Functions of tensors document their shapes and errors, or name a function that does; methods too."""
     values = {at.replace(":", "."): value for at, value in PUBLIC.items()}
     for at, value in [(at, value) for at, value in values.items() if inspect.isclass(value)]:
         values |= {f"{at}.{name}": x for name, x in vars(value).items() if name[0] != "_" and inspect.isfunction(x)}
-    docs = {at: (value.__doc__ or "", takes_tensors(value)) for at, value in values.items()}
+    docs = {}
+    for at, value in values.items():
+        annotations = getattr(value.__init__ if inspect.isclass(value) else value, "__annotations__", {})
+        words = [str(word) for name, word in annotations.items() if name != "return"]
+        docs[at] = (value.__doc__ or "", any(re.search(r"\b(?:Tensor|Rows)\b", word) for word in words))
     assert len(docs) > 90
     assert sum(takes for _, takes in docs.values()) > 40
     assert [name for name, (text, _) in docs.items() if not text] == []

@@ -15,13 +15,8 @@ from . import fresh
 from .devices import slow
 
 ROOT = Path(__file__).parent.parent
-
-YES = re.compile(r"\byes\b")
-"""An example says what it checked."""
-NO = re.compile(r"\bNO\b|\d ms\b|\d x\b|\d tokens/s")
-"""No check fails, and on a CPU there are neither times nor factors."""
-
-
+YES, NO = re.compile(r"\byes\b"), re.compile(r"\bNO\b|\d ms\b|\d x\b|\d tokens/s")
+"""What an example checked, and what it must not say: that a check fails and, on a CPU, times and factors."""
 MODEL = ["diffusion_pipeline.py", "--steps", "2", "--blocks", "1", "--model"]
 COMMANDS = [*([name] for name in ("quickstart.py", "layouts_and_tables.py", "packed_training.py", "serving.py"))]
 COMMANDS += [["new_kernel.py"], [*MODEL, "qwen"]]

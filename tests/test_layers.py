@@ -27,32 +27,23 @@ TORCH = {"base/arguments.py", "base/fit.py", "base/memory.py", "base/views.py", 
 """Modules from base to jit that may import torch."""
 
 
-def imports(file: str) -> list[tuple[str, bool]]:
-    """(module, whether it is jitrope's) of every import in a file, also inside functions."""
-    found = []
-    folder = Path(file).parts[:-1]
-    for node in ast.walk(TREES[file]):
-        if isinstance(node, ast.Import):
-            found += [(alias.name.split(".")[0], False) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            found.append((node.module.split(".")[0], False))
-        elif isinstance(node, ast.ImportFrom):
-            base = [*folder[: len(folder) - node.level + 1], *(node.module or "").split(".")]
-            names = [name for name in base if name][:1] or [alias.name for alias in node.names]
-            there = [name if list(PACKAGE.glob(f"{name}*")) else "__init__" for name in names]
-            found += [(name, True) for name in there]
-    return found
-
-
 @pytest.mark.parametrize("file", MODULES)
 def test_imports_go_down(file: str) -> None:
-    name = file.split("/")[0].removesuffix(".py")
-    for imported, own in imports(file):
-        if own and imported != name:
-            assert LAYER[imported] > LAYER[name] or name == "__init__", f"{file} imports {imported}"
-        elif not own:
-            assert PLACE.get(imported, file) == file
-            assert imported != "torch" or LAYER[name] < LAYER["jit"] or file in TORCH
+    """Those inside functions too."""
+    name, folder, others = file.split("/")[0].removesuffix(".py"), Path(file).parts[:-1], []
+    for node in ast.walk(TREES[file]):
+        if isinstance(node, ast.Import):
+            others += [alias.name.split(".")[0] for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            others.append(node.module.split(".")[0])
+        elif isinstance(node, ast.ImportFrom):
+            base = [*folder[: len(folder) - node.level + 1], *(node.module or "").split(".")]
+            for own in [part for part in base if part][:1] or [alias.name for alias in node.names]:
+                own = own if list(PACKAGE.glob(f"{own}*")) else "__init__"
+                assert own == name or LAYER[own] > LAYER[name] or name == "__init__", f"{file} imports {own}"
+    for other in others:
+        assert PLACE.get(other, file) == file
+        assert other != "torch" or LAYER[name] < LAYER["jit"] or file in TORCH
 
 
 def test_stages_know_positions_but_not_each_other() -> None:

@@ -37,8 +37,7 @@ MODELS: dict[str, tuple[int, int, torch.dtype, dict[str, Any], dict[str, Any] | 
     "LayerNorm": (128, 128, torch.float16, {}, LAYER),
     "after-rope": (96, 96, torch.float16, {}, {"after_rope": True, **RMS}),
 }
-INVARIANT = [*MODELS][9:]
-"""Those that need `configure(batch_invariant=True)`."""
+INVARIANT = [*MODELS][9:]  # those that need `configure(batch_invariant=True)`
 
 
 @pytest.fixture(params=MODELS)

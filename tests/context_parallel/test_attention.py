@@ -23,8 +23,6 @@ from .batches import CASES, CLOSE, Batch, assert_attention, assert_rows, made, s
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
-# ---- one process -------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("name", CASES)
 def test_attention_without_process_groups(name: str) -> None:
@@ -67,17 +65,11 @@ def test_compiled_attention_with_a_new_schedule(inside: bool) -> None:
     torch.testing.assert_close(*found)
 
 
-def test_a_check_that_cannot_wait_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_in_a_compiled_function_is_refused() -> None:
     q, schedule = torch.randn(3, 10, 4, 8), Schedule(torch.tensor([0, 7, 10]), 10)
     checked = torch.compile(lambda *q: all_gather_attention(*q, schedule, check=True), backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="check=True waits for the device"):
         checked(*q)
-    monkeypatch.setattr("jitrope.torch_state.capturing", lambda x: x is schedule.cu_seqlens)
-    with pytest.raises(InvalidInput, match="all_gather_attention: check=True waits for the device"):
-        all_gather_attention(*q, schedule, check=True)
-
-
-# ---- on processes ------------------------------------------------------------------------------------
 
 
 @on_ranks
@@ -205,15 +197,11 @@ def assert_compiled(batch: Batch, group: Any = None, device: str = "cpu") -> Non
     """torch.compile of the whole call, with gradients, and export: the results and gradients of the eager call."""
     schedule, backend = schedule_of(batch, device, group=group), batch.options.get("backend", "auto")
     q, k, v, dout = (schedule.shard(x.to(device)).requires_grad_() for x in made(batch)[0])
-
-    class Module(torch.nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
-            asked = {"return_lse": True, "return_max_logit": backend == "auto", **batch.options}
-            out, *rest = all_gather_attention(q, k, v, schedule, **asked)
-            return schedule.unshard(out), *rest
-
+    asked = {"return_lse": True, "return_max_logit": backend == "auto", **batch.options}
+    call = partial(all_gather_attention, schedule=schedule, **asked)
+    forward = lambda _, *given: [x if n else schedule.unshard(x) for n, x in enumerate(call(*given))]  # noqa: E731
+    run = type("Run", (torch.nn.Module,), {"forward": forward})()
     torch._dynamo.reset()
-    run = Module()
     exported = torch.export.export(run, (q.detach(), k.detach(), v.detach())).module()
     results = [f(q, k, v) for f in (run, torch.compile(run, backend="aot_eager", fullgraph=True), exported)]
     every, bound = schedule.unshard(dout.detach()), 1e-12 if batch.dtype == torch.float64 else 2e-2
@@ -332,15 +320,12 @@ def test_backends_on_a_gpu(name: str, backend: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.hardware
-@pytest.mark.parametrize(
-    ("backend", "dtype", "heads"),
-    [
-        *[("flash", FP16, (4, 2, size, size)) for size in (8, 40, 64, 96, 128, 192, 256)],
-        *[("flash", BF16, (*heads, 128, 128)) for heads in ((4, 1), (2, 2))],
-        *[("math", torch.float32, (4, 2, 128, 128)), ("flex", FP16, (4, 2, 64, 64))],
-        *[("flex", BF16, heads) for heads in ((4, 2, 192, 128), (4, 4, 32, 64), (3, 1, 80, 80))],
-    ],
-)
+@pytest.mark.parametrize(("backend", "dtype", "heads"), [
+    *[("flash", FP16, (4, 2, size, size)) for size in (8, 40, 64, 96, 128, 192, 256)],
+    *[("flash", BF16, (*heads, 128, 128)) for heads in ((4, 1), (2, 2))],
+    ("math", torch.float32, (4, 2, 128, 128)), ("flex", FP16, (4, 2, 64, 64)),
+    *[("flex", BF16, heads) for heads in ((4, 2, 192, 128), (4, 4, 32, 64), (3, 1, 80, 80))],
+])  # fmt: skip
 def test_heads_on_a_gpu(backend: str, dtype: torch.dtype, heads: tuple[int, ...]) -> None:
     """Every head size with a kernel, and others of v; also with lengths that no number of chunks divides."""
     if backend == "flex" and not hasattr(_module(), "AuxRequest"):
@@ -388,9 +373,6 @@ def test_graph_of_other_lengths(window: tuple[int, int]) -> None:
         for name, x, want in zip(("out", "dq", "dk", "dv"), captured, wants):
             assert not x[(batch.sequence < 0).cuda()].any(), name
             torch.testing.assert_close(x.cpu().double(), want, rtol=2e-2, atol=2e-2)
-
-
-# ---- one GPU for each rank ---------------------------------------------------------------------------
 
 
 NCCL = {name: replace(x, dtype=BF16, heads=(8, 4, 64, 64), options={"backend": "flash", **x.options})

@@ -96,9 +96,6 @@ def test_a_destroyed_group_is_gone() -> None:
     python("-c", LATE, check=True)
 
 
-# ---- on processes ------------------------------------------------------------------------------------
-
-
 @on_ranks
 def test_unshard() -> None:
     """It inverts shard for any tensor, and its gradient is the sum of all ranks' gradients."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import pytest
 
@@ -10,13 +10,8 @@ from jitrope.jit import kernels, recording
 
 from ..caches import cache as cache
 
-
-class Loaded(NamedTuple):
-    """A kernel that is not loaded, because there is no driver."""
-
-    cubin: bytes
-    entry: str
-    device: int
+Loaded = namedtuple("Loaded", "cubin entry device")
+"""A kernel that is not loaded, because there is no driver."""
 
 
 @pytest.fixture

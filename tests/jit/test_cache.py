@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import logging
-import multiprocessing
 import os
 import shutil
 import signal
@@ -20,7 +18,7 @@ import pytest
 from jitrope.base import config
 from jitrope.base.errors import CacheError
 from jitrope.jit.cache import KernelCache
-from jitrope.jit.entry import CUBIN, FILES, META, TEXT, Key, pack, write_bundle
+from jitrope.jit.entry import CUBIN, FILES, META, TEXT, pack, write_bundle
 
 from ..caches import DATA, KEY, edit, fault, filled, run_in_child
 
@@ -181,32 +179,6 @@ def test_an_error_at_any_step_of_a_load_is_a_miss(cache: KernelCache, monkeypatc
     assert at > 4
 
 
-def store_for_ever(cache: KernelCache, begun: multiprocessing.Event) -> None:
-    for i in itertools.count():
-        cache.store(Key("n", str(i % 5), (), "sm_90", "c"), "t" * 10000, b"c" * 100_000, {})
-        if i % 5 == 2:
-            cache.clear()
-        begun.set()
-
-
-def test_readers_beside_a_writer_never_see_half_an_entry(cache: KernelCache) -> None:
-    fork, found = multiprocessing.get_context("fork"), 0
-    begun = fork.Event()
-    process = fork.Process(target=store_for_ever, args=(cache, begun))
-    process.start()
-    begun.wait()
-    deadline = time.monotonic() + 1.5
-    while time.monotonic() < deadline:
-        for i in range(5):
-            files = cache.read(Key("n", str(i), (), "sm_90", "c"))
-            found += files is not None
-            assert files is None or files[CUBIN] == b"c" * 100_000
-    process.kill()
-    process.join()
-    assert found > 20
-    assert KernelCache(cache.root).verify()[1] == []
-
-
 def test_a_folder_without_write_permission_is_read(tmp_path: Path, caplog) -> None:
     """A user other than root has a folder of mode 0555."""
     tmp_path.chmod(0o755)
@@ -331,27 +303,25 @@ def test_of_several_compilers_the_same_one_is_taken(tmp_path: Path) -> None:
 KEYS = [replace(KEY, ingredients=str(i)) for i in range(4)]
 
 
-@pytest.fixture
-def bundled(tmp_path: Path) -> Path:
-    """A bundle of four kernels."""
-    write_bundle(tmp_path / "k.zip", {key.portable_folder: pack(key, "text", DATA, {}) for key in KEYS})
-    return tmp_path / "k.zip"
+BUNDLED = {key.portable_folder: pack(key, "text", DATA, {}) for key in KEYS}
 
 
 @pytest.mark.skipif(shutil.which("unzip") is None, reason="there is no unzip program")
 @pytest.mark.parametrize("mask", ["002", "000", "077"])
-def test_what_unzip_unpacks_is_used_whatever_the_umask(bundled: Path, tmp_path: Path, mask: str) -> None:
+def test_what_unzip_unpacks_is_used_whatever_the_umask(tmp_path: Path, mask: str) -> None:
     """Users with their own group have the umask 002. They protect the outer folder themselves."""
-    layer = tmp_path / "layer"
+    layer, path = tmp_path / "layer", tmp_path / "k.zip"
+    write_bundle(path, BUNDLED)
     layer.mkdir(mode=0o755)
-    subprocess.run(["sh", "-c", f"umask {mask} && unzip -q {bundled} -d {layer}"], check=True)
+    subprocess.run(["sh", "-c", f"umask {mask} && unzip -q {path} -d {layer}"], check=True)
     cache = KernelCache(tmp_path / "own", (layer,))
     assert [cache.find(key) for key in KEYS] == [DATA] * 4
     assert cache.system[0].verify() == (4, [])
 
 
-def test_a_damaged_entry_of_a_layer_is_said_once_and_left(bundled: Path, tmp_path: Path, caplog) -> None:
-    shutil.unpack_archive(bundled, tmp_path / "layer")
+def test_a_damaged_entry_of_a_layer_is_said_once_and_left(tmp_path: Path, caplog) -> None:
+    write_bundle(tmp_path / "k.zip", BUNDLED)
+    shutil.unpack_archive(tmp_path / "k.zip", tmp_path / "layer")
     first, second, third, fourth = sorted((tmp_path / "layer").iterdir())
     (first / CUBIN).write_bytes(b"")
     (second / TEXT).unlink()

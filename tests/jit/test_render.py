@@ -280,19 +280,14 @@ def test_a_compile_error_has_the_source(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 NVRTC_12, NVRTC_13 = [f"sm_{n}" for n in (50, 60, 75, 80, 90, 120)], [f"sm_{n}" for n in (75, 80, 90, 100, 120, 121)]
-HELP = (
-    "; for a newer architecture pip install cupy-cuda13x nvidia-cuda-nvrtc --upgrade; "
-    "for an older one pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12"
-)
+HELP = "; for a newer architecture pip install cupy-cuda13x nvidia-cuda-nvrtc --upgrade; "
+HELP += "for an older one pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12"
 
 
-@pytest.mark.parametrize(
-    ("arch", "version", "known"),
-    [
-        *[("sm_70", (13, 0), "sm_75, .*, sm_121"), ("sm_121", (12, 8), "sm_50, .*, sm_120")],
-        *[("sm_83", (12, 8), ".*"), ("hopper", (12, 8), ".*")],
-    ],
-)
+@pytest.mark.parametrize(("arch", "version", "known"), [
+    ("sm_70", (13, 0), "sm_75, .*, sm_121"), ("sm_121", (12, 8), "sm_50, .*, sm_120"),
+    ("sm_83", (12, 8), ".*"), ("hopper", (12, 8), ".*"),
+])  # fmt: skip
 def test_an_unknown_architecture_is_explained(arch: str, version: tuple[int, int], known: str) -> None:
     got = compiler.unsupported(arch, NVRTC_13 if version[0] == 13 else NVRTC_12, version)
     said = f"NVRTC {version[0]}.{version[1]} compiles for {known}, not for {arch}{HELP}"

@@ -125,32 +125,25 @@ def test_a_link_of_another_user_is_not_followed(place: Path) -> None:
 
 VOLUMES: dict[str, tuple[int, int, int, int, tuple[int, ...]]] = {
     # what: mode, owner, group of the folder; our group and other groups
-    "emptyDir": (0o777, 0, 0, ME, ()),
-    "emptyDir, sticky": (0o1777, 0, 0, ME, ()),
-    "emptyDir with fsGroup": (0o2777, 0, GROUP, ME, (GROUP,)),
-    "volume with fsGroup": (0o2775, 0, GROUP, ME, (GROUP,)),
-    "OpenShift, emptyDir": (0o2777, 0, GROUP, 0, (GROUP,)),
-    "OpenShift, a folder of the image": (0o775, 1001, 0, 0, (GROUP,)),
+    "emptyDir": (0o777, 0, 0, ME, ()), "emptyDir, sticky": (0o1777, 0, 0, ME, ()),
+    "emptyDir with fsGroup": (0o2777, 0, GROUP, ME, (GROUP,)), "volume with fsGroup": (0o2775, 0, GROUP, ME, (GROUP,)),
+    "OpenShift, emptyDir": (0o2777, 0, GROUP, 0, (GROUP,)), "OpenShift, of the image": (0o775, 1001, 0, 0, (GROUP,)),
     "a folder of our own that its group can write": (0o770, ME, ME, ME, ()),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", VOLUMES)
 def test_a_folder_that_others_can_write_gets_a_private_one(place: Path, what: str, caplog) -> None:
     mode, owner, group, *groups = VOLUMES[what]
     given = make(place / "volume", mode, owner, group)
-    private = given / f"uid-{ME}"
+    private, cache = given / f"uid-{ME}", KernelCache(given)
     before = stat.S_IMODE(given.stat().st_mode)
-
-    def work() -> Any:
-        put(given, OURS)
-        cache = KernelCache(given)
-        entries = [entry.path for entry in cache.entries()]
-        return caplog.messages, cache.root, cache.find(KEY), entries, cache.verify()
-
-    (message,), *rest = run(work, ME, *groups)
+    run(lambda: put(given, OURS), ME, *groups)
+    found_there = run(lambda: (cache.find(KEY), [entry.path for entry in cache.entries()], cache.verify()), ME, *groups)
+    assert found_there == (OURS, [private / KEY.folder], (1, []))
+    root, (message,) = run(lambda: (cache.root, caplog.messages), ME, *groups)
+    assert root == private
     assert str(private) in message
-    assert rest == [private, OURS, [private / KEY.folder], (1, [])]
     info = private.stat()
     assert (info.st_uid, stat.S_IMODE(info.st_mode) & 0o777) == (ME, 0o700)
     assert (stat.S_IMODE(given.stat().st_mode), [*given.iterdir()]) == (before, [private])
@@ -198,26 +191,20 @@ def test_a_home_of_another_user(place: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_bundle_is_roots_or_mine_or_has_a_digest(place: Path, user: int, monkeypatch, caplog) -> None:
     path, named = place / "k.zip", bundled(place / "k.zip", user)
     monkeypatch.setenv("JITROPE_SYSTEM_CACHE", f"{place / 'none.zip'}:{named}")
-
-    def work() -> Any:
-        none = place / "none"
-        plain, said = found(none, path), [*caplog.messages]
-        layer = KernelCache(none, [Path(named)]).system[0]
-        by_digest = found(none, named), found(none, *config.system_caches()), layer.verify()
-        assert len(bundle.entries(Path(named))) == 1
-        wrong = found(none, named[:-1] + ".")
-        if user == OTHER:
-            with pytest.raises(CacheError, match="belongs to another user"):
-                bundle.load(path)
-        return plain, said, by_digest, wrong, caplog.messages[-1]
-
-    plain, said, by_digest, wrong, last = run(work)
+    none, layer = place / "none", KernelCache(place / "none", [Path(named)]).system[0]
+    plain, said = run(lambda: (found(none, path), caplog.messages))
     assert plain == (OURS if user != OTHER else None)
     assert len(said) == int(user == OTHER)
     assert all("belongs to another user" in text and f"{path}#sha256=" in text for text in said)
+    by_digest = run(lambda: (found(none, named), found(none, *config.system_caches()), layer.verify()))
     assert by_digest == (OURS, OURS, (1, []))
+    assert run(lambda: len(bundle.entries(Path(named)))) == 1
+    wrong, (last,) = run(lambda: (found(none, named[:-1] + "."), caplog.messages))
     assert wrong is None
     assert "SHA-256" in last
+    if user == OTHER:
+        with pytest.raises(CacheError, match="belongs to another user"):
+            bundle.load(path)
 
 
 def test_a_bundle_with_a_digest_that_its_owner_changes(place: Path) -> None:
@@ -236,16 +223,12 @@ def test_a_bundle_with_a_digest_that_its_owner_changes(place: Path) -> None:
     assert cache.find(other) is None
 
 
-PARENTS: dict[str, tuple[int, int, bool]] = {
-    "root's": (0o755, 0, True),
-    "mine": (0o755, ME, True),
-    "another user's": (0o755, OTHER, False),
-    "that its group can write": (0o775, 0, False),
-    "that all can write": (0o777, 0, False),
-    "root's, sticky": (0o1777, 0, True),
-    "my own, sticky": (0o1777, ME, True),
+PARENTS: dict[str, tuple[int, int, bool]] = {  # mode, owner, and whether what is in it is used
+    "root's": (0o755, 0, True), "mine": (0o755, ME, True), "another user's": (0o755, OTHER, False),
+    "that its group can write": (0o775, 0, False), "that all can write": (0o777, 0, False),
+    "root's, sticky": (0o1777, 0, True), "my own, sticky": (0o1777, ME, True),
     "another user's, sticky": (0o1777, OTHER, False),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["bundle", "folder", "below a folder", "link"])

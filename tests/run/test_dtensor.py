@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from functorch.compile import make_boxed_func
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import AotEagerAndRecordGraphs
 
 import jitrope
 from jitrope import InvalidInput, Mrope, Norm, Packed, Starts, apply_rope
@@ -98,16 +97,6 @@ def prepared(q: Any, k: Any, *weights: Any, norm: Any = (), **words: Any) -> Any
     return jitrope.prepare_qkv(q, k, None, norm=Norm(**of), **words)
 
 
-def silent(graph: Any, _: Any) -> Any:
-    """A compiler of graphs that do not communicate, which CommDebugMode cannot see."""
-    sent = [node for node in graph.graph.nodes if "c10d" in str(node.target)]
-    assert not sent, sent
-    return make_boxed_func(graph.forward)
-
-
-# ---- shards ------------------------------------------------------------------------------------------
-
-
 @on_ranks
 def test_every_axis_of_every_layout() -> None:
     """Of one shape for all layouts; then parts of 3, 3, 3 and 1 rows or tokens, and of 2, 2, 1 and 0 heads of k."""
@@ -147,9 +136,6 @@ def test_two_dimensions() -> None:
     assert_alike(apply_rope, [(heads(4, s=9), p), (heads(2, s=9), p)], **shared)
     p = (Shard(1), Shard(2))
     assert_alike(prepared, [(heads(8), p), (heads(4), p)], [(WEIGHT, [P, P])] * 2, **shared)
-
-
-# ---- tables and positions ----------------------------------------------------------------------------
 
 
 @on_ranks
@@ -207,9 +193,6 @@ def test_gradients_that_are_placed_otherwise() -> None:
             dout = DTensor.from_local(g / 4, mesh((4,)), [P], run_check=False) if of is P else place(g, of)
             apply_rope(placed, None, **TABLE, layout=layout)[0].backward(dout)
             assert torch.equal(placed.grad.full_tensor(), plain.grad), (layout, p, of)
-
-
-# ---- in place, norms ---------------------------------------------------------------------------------
 
 
 @on_ranks
@@ -281,9 +264,6 @@ def test_a_plain_weight_gets_its_whole_gradient() -> None:
     torch.testing.assert_close(found[1:], found[:1] * 2)
 
 
-# ---- refusals ----------------------------------------------------------------------------------------
-
-
 @on_ranks
 def test_placements_that_are_refused() -> None:
     """On all ranks, and nothing is sent."""
@@ -346,33 +326,30 @@ def test_calls_that_take_local_tensors_only() -> None:
     qkv, wide = place(torch.randn(B, S, 4, 3 * D), Shard(2)), place(torch.randn(B, S, 12 * D), Shard(2))
     cache = jitrope.KVCache(*torch.zeros(2, B * S, 4, D), torch.arange(B * S))
     prepare, fused = jitrope.prepare_qkv, partial(jitrope.prepare_fused_qkv, qkv, order="grouped")
-    for call in (
-        partial(prepare, q, None, None, quantize=jitrope.Quantize(1.0)),
-        partial(prepare, q, q, q, cache=cache),
-        partial(prepare, q, q, q, cache=cache, inplace=True),
-        partial(fused, heads=(4, 4)),
-        partial(jitrope.prepare_fused_qkv, wide, heads=(4, 4)),
-        partial(fused, heads=(4, 4), inplace=True),
-        partial(fused, heads=(4, 4), norm=Norm()),
-        partial(jitrope.prepare_joint_qkv, (q, q, q), (plain, plain, plain), norm=Norm()),
-    ):
+    calls = [partial(prepare, q, None, None, quantize=jitrope.Quantize(1.0)), partial(prepare, q, q, q, cache=cache)]
+    calls += [partial(prepare, q, q, q, cache=cache, inplace=True), partial(fused, heads=(4, 4), inplace=True)]
+    calls += [partial(fused, heads=(4, 4), **words) for words in ({}, {"norm": Norm()})]
+    calls += [partial(jitrope.prepare_fused_qkv, wide, heads=(4, 4))]
+    calls += [partial(jitrope.prepare_joint_qkv, (q, q, q), (plain, plain, plain), norm=Norm())]
+    for call in calls:
         with pytest.raises(InvalidInput, match=r"it takes no DTensors; pass x.to_local\(\)"), CommDebugMode() as comm:
             call(**TABLE)
         assert comm.get_total_counts() == 0
-
-
-# ---- torch.compile --------------------------------------------------------------------------------------
 
 
 @on_ranks
 def test_compiled_calls() -> None:
     q, k, far = heads(8, s=10), heads(4, s=10), table(12, D // 2)
     ids = torch.randint(12, (B, 10), generator=torch.Generator().manual_seed(1))
+    graphs = AotEagerAndRecordGraphs()
     for p, words in (((Shard(0), Shard(2)), {}), ((Shard(1), Shard(2)), {}), ([Shard(1)], {"positions": ids})):
         torch._dynamo.reset()
         function = partial(apply_rope, **far, **words)
-        compiled = torch.compile(function, fullgraph=True, backend=aot_autograd(fw_compiler=silent))
+        compiled = torch.compile(function, fullgraph=True, backend=graphs)
         assert_alike(function, [(q, p), (k, p)], sharded=compiled, watch=nullcontext)
+    nodes = [str(node.target) for graph in (*graphs.fw_graphs, *graphs.bw_graphs) for node in graph.graph.nodes]
+    assert sum("jitrope" in node for node in nodes) == 2 * 3
+    assert not any("c10d" in node for node in nodes)  # CommDebugMode does not see them
     torch._dynamo.reset()
     norm, inputs = partial(prepared, **far), [(q, [Shard(2)]), (k, [Shard(2)])]
     compiled = torch.compile(norm, fullgraph=True, backend="aot_eager")
@@ -381,7 +358,7 @@ def test_compiled_calls() -> None:
 
 @on_ranks
 def test_compiled_in_place() -> None:
-    inputs, backend = [(heads(n), [Shard(1)]) for n in (8, 4)], aot_autograd(fw_compiler=silent)
+    inputs, backend = [(heads(n), [Shard(1)]) for n in (8, 4)], AotEagerAndRecordGraphs()
     placed, rope = [place(x, *p) for x, p in inputs], partial(apply_rope, **TABLE, inplace=True)
     torch._dynamo.reset()
     written = torch.compile(lambda q, k: (rope(q, k), q + 1)[1], fullgraph=True, backend=backend)
@@ -391,6 +368,8 @@ def test_compiled_in_place() -> None:
     trained = lambda q, k: rope(q * 1, k * 1)  # noqa: E731
     compiled = torch.compile(trained, fullgraph=True, backend=backend)
     assert_alike(trained, inputs, sharded=compiled, watch=nullcontext)
+    graphs = (*backend.fw_graphs, *backend.bw_graphs)
+    assert not any("c10d" in str(node.target) for graph in graphs for node in graph.graph.nodes)
 
 
 def test_it_is_imported_with_the_first_dtensor() -> None:

@@ -290,40 +290,33 @@ def test_one_graph_for_any_number_of_tokens() -> None:
     assert graphs.frame_count == 1
 
 
+# Functions that write x, of shape (T, H, D), or lse, of shape (H, T).
+WRITES = {
+    "valid": lambda x, lse, step, cu: thd.copy_valid_tokens_from_per_split_to_rank_local(x, step, cu, cu),
+    "grad": lambda x, lse, step, cu: thd.grad_correction(x, step, cu, "copy", "add"),
+    "out": lambda x, lse, step, cu: thd.out_correction(x, step, lse, lse + 1, cu, False, True),
+    "lse": lambda x, lse, step, cu: thd.second_half_lse_correction(lse, lse[:, : len(x) // 2] + 1, cu, True),
+}
+
+
 def test_corrections_in_a_compiled_function() -> None:
-    cu_seqlens = offsets((4, 2))
-
-    def call(x: torch.Tensor, step: torch.Tensor) -> list[torch.Tensor]:
-        grad, copied, out = x.clone(), x.clone(), x.clone()
-        lse, lse_step = x[..., 0].t().contiguous(), step[..., 0].t().contiguous()
-        thd.grad_correction(grad, step, cu_seqlens, "add", "copy")
-        thd.copy_valid_tokens_from_per_split_to_rank_local(copied, step, cu_seqlens, offsets((3, 2)))
-        thd.out_correction(out, step, lse, lse_step, cu_seqlens, False, True)
-        thd.second_half_lse_correction(lse, lse_step, cu_seqlens, True)
-        return [grad, copied, out, lse, thd.read_second_half_lse(lse, cu_seqlens, True, 3)]
-
-    x, step = torch.randn(2, 6, 2, 4)
-    for got, want in zip(torch.compile(call, fullgraph=True, backend="aot_eager")(x, step), call(x, step)):
-        assert torch.equal(got, want)
-
-
-# ---- on a GPU ----------------------------------------------------------------------------------------
+    cu, (x, step), found = offsets((4, 2)), torch.randn(2, 6, 2, 4), []
+    calls = [*WRITES.values(), lambda x, lse, step, cu: thd.read_second_half_lse(lse, cu, True, 3)]
+    for compile_it in (partial, partial(torch.compile, fullgraph=True, backend="aot_eager")):
+        given = x.clone(), x[..., 0].t().contiguous(), step, cu
+        *_, read = compile_it(lambda *given: [call(*given) for call in calls])(*given)
+        found.append((*given, read))
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["valid", "grad", "out", "lse"])
+@pytest.mark.parametrize("name", WRITES)
 def test_writes_are_seen_by_autograd(name: str) -> None:
     """A tensor that a backward needs must not change. Under no_grad, tensors that require a gradient are taken."""
-    cu, lse = offsets((6, 4)).to(DEVICE), torch.zeros(1, 10, device=DEVICE)
-    x = torch.ones((1, 10) if name == "lse" else (10, 1, 1), device=DEVICE, requires_grad=True) * 1
-    squares, step = (x * x).sum(), torch.ones_like(x)
+    x, lse = (torch.ones(shape, device=DEVICE, requires_grad=True) * 1 for shape in ((10, 1, 1), (1, 10)))
+    squares = (lse if name == "lse" else x).square().sum()
     with torch.no_grad():
-        {
-            "valid": lambda: thd.copy_valid_tokens_from_per_split_to_rank_local(x, step, cu, cu),
-            "grad": lambda: thd.grad_correction(x, step, cu, "copy", "add"),
-            "out": lambda: thd.out_correction(x, step, lse, lse, cu, only_second_half=False, lse_packed=True),
-            "lse": lambda: thd.second_half_lse_correction(x, lse[:, :5].contiguous(), cu, lse_packed=True),
-        }[name]()
+        WRITES[name](x, lse, torch.ones_like(x), offsets((6, 4)).to(DEVICE))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         squares.backward()
 
