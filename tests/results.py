@@ -38,7 +38,7 @@ def near(got: Tensor, want: Tensor, noise: float = 1e-5, slack: float = 1.0) -> 
 
 
 def near_each(got: Sequence[Tensor | None], want: Sequence[Tensor | None], slack: float = 1.0) -> None:
-    """Results of two calls that add in other orders; NaN is NaN. Without slack, and of integers, they have one bits."""
+    """Results of two calls that add in other orders; NaN is NaN. Without slack, and of integers, the same bits."""
     assert len(got) == len(want), f"{len(got)} outputs, not {len(want)}"
     for number, (x, y) in enumerate(zip(got, want)):
         assert (x is None) == (y is None), f"output {number} is {x}, not {y}"
@@ -130,7 +130,7 @@ def check_heads(m: Made, got: Any, letter: str) -> None:
         if scale.dim() == 2:  # of each row or sequence
             sequence = torch.bucketize(torch.arange(m.tokens), torch.tensor(m.ends[1:-1]), right=True)
             scale = scale[sequence[None] if m.cu else torch.arange(m.batch)[:, None]]
-        near_units(oracle.heads(got, m.layout), want.cpu() / scale[..., None])
+        near_units(oracle.heads(got, m.layout), want.cpu() / scale[..., None], m.lost)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -213,11 +213,8 @@ class Caches(Places):
 
     def _places(self, m: Made) -> tuple[dict[int, int], list[int], Any]:
         """(the token in each slot, slots that are cleared, the argument)"""
-        tokens, kind, ints = (
-            m.batch * m.tokens,
-            self.kind,
-            functools.partial(torch.tensor, dtype=m.ints, device=m.device),
-        )
+        tokens, kind = m.batch * m.tokens, self.kind
+        ints = functools.partial(torch.tensor, dtype=m.ints, device=m.device)
         each, every = tokens // 2, torch.randperm(self.pages, generator=m.generator).tolist()
         if kind not in ("pages", "indptr", "indices", "fp8_pages", "nvfp4_blocks"):
             slots = torch.randperm(self.pages * ROWS, generator=m.generator)[:tokens].tolist()
@@ -233,7 +230,7 @@ class Caches(Places):
         named = {table[n][at // ROWS] * ROWS + at % ROWS: token for token, (n, at) in enumerate(of_token)}
         cleared = [table[n][-1] * ROWS + row for n in range(2) for row in range((lengths[n] - 1) % ROWS + 1, ROWS)]
         padded = [[*row, *[0] * (max(counts) - len(row))] for row in table]
-        own: dict[str, Any] = {"errors": self.errors, **({"clear_page": True} if self.clear else {})}
+        own: dict[str, Any] = {"errors": self.errors} | ({"clear_page": True} if self.clear else {})
         if kind == "indptr":
             last = [(length - 1) % ROWS + 1 for length in lengths]
             own["cu_seqlens_q"] = ints([0, news[0], sum(news)])

@@ -130,9 +130,6 @@ class Made:
     def leaf(self, x: Tensor) -> Tensor:
         return x.detach().requires_grad_() if self.trained else x
 
-    def integers(self, low: int, high: int, shape: tuple[int, ...]) -> Tensor:
-        return torch.randint(low, high, shape, generator=self.generator).to(self.device, self.ints)
-
     # ---- where heads come from ----
 
     def laid(self, heads: int, size: int, tokens: int = 0) -> Tensor:

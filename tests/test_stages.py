@@ -248,7 +248,7 @@ ALIKE = [
     for case in CALLS
     if case["source"] != "two"  # two tables are not one
     and (case["source"], case["convert"]) != ("latent", "of_v")  # its v is not like k
-    and not fits({**case, "convert": "none"} if case["out"] in CACHES else case, IDLE)  # without its cache
+    and not fits({**case, "convert": "none"} if case["out"] in CACHES else case, IDLE)  # a cache alone
     and (case["norm"] == "none" or case["strides"] != "apart")  # torch adds the squares in another order
 ]
 
