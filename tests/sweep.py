@@ -316,7 +316,7 @@ class Made:
                 norms.append(Norm(**own, **NORM_WORDS.get(case["norm"], {})))
             words["norm"] = norms if case["source"] == "two" else norms[0]
         hadamard, cached = case["transform"] == "head", case["out"] in CACHES
-        converted = [x for x in self.letters if (self.converts_v if x == "v" else x == "q" or not cached)]
+        converted = [x for x in ("qv" if cached else self.letters) if x != "v" or self.converts_v]
         if case["convert"] in DYNAMIC:
             scales = {f"{x}_global_scale": GLOBALS[x] for x in converted} if case["convert"] == "nvfp4" else {}
             words["quantize"] = DynamicQuantize(**self.form, **scales, hadamard=hadamard, v=self.converts_v)
