@@ -88,8 +88,8 @@ UNLIKE = {
     for blocks, alike in {"int8_blocks": ["int8"], "mx_blocks": ["mxfp8", "tiles"], "nvfp4_blocks": ["nvfp4"]}.items()
 }
 
-IDLE = {"table": "none", "norm": "none", "transform": "none", "convert": "none",
-        "more": ("none", "unrotated", "inverse", "check")}  # fmt: skip
+IDLE = dict.fromkeys(("table", "norm", "transform", "convert"), ("none",))  # with these no stage does anything
+IDLE["more"] = ("none", "unrotated", "inverse", "check")
 
 # What cannot be said: a function has no such word, or a value has no such form.
 UNSAID: list[dict[str, Any]] = [
@@ -195,6 +195,27 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**IDLE, "source": ("qkv", "view", "grouped", "gated"), "out": "inplace"}, "pass cos and sin"),
 ]  # fmt: skip
 
+# Calls with a gradient. learned: the table requires one too; wanted: the results that get one.
+WITH_GRADIENT: Axes = {
+    **AXES,
+    "of_table": ("fp32", "half"),
+    "convert": ("none",),
+    "out": ("fresh", "inplace", "ulysses"),
+    "learned": ("fixed", "learned"),
+    "wanted": ("all", "of_first", "of_last"),
+}
+WITHOUT_GRADIENT: list[tuple[dict[str, Any], str]] = [
+    ({"out": "inplace", "norm": NORMS}, "requires a gradient, but this call has none; leave inplace=True out"),
+    ({"out": "inplace", "transform": "head"}, "requires a gradient, but this call has none; leave inplace=True out"),
+    ({"out": "inplace", "learned": "learned"}, "requires a gradient, but this call has none; leave inplace=True out"),
+    ({"out": "inplace", "more": ("number", "tokens")}, "q_scale requires a gradient, but this call has none"),
+    ({"out": ("given", "some", "by_rank")}, "requires a gradient, but this call has none"),
+    ({"out": CACHES}, "requires a gradient, but this call has none"),
+    ({"convert": CONVERTED}, "requires a gradient, but this call has none"),
+]
+for rule in (*UNSAID, *[rule for rule, _ in (*REFUSED, *WITHOUT_GRADIENT)]):
+    rule.update({axis: (x,) for axis, x in rule.items() if isinstance(x, str)})
+
 
 # ---- the calls -------------------------------------------------------------------------------------
 
@@ -267,28 +288,11 @@ class Table:
         return None
 
 
-def is_idle(case: Case) -> bool:
-    """Whether no stage does anything."""
-    return fits({axis: case[axis] for axis in IDLE}, in_tuples(IDLE))
-
-
-def in_tuples(rule: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    return {axis: (x,) if isinstance(x, str) else tuple(x) for axis, x in rule.items()}
-
-
 def fits(case: Case, rule: dict[str, Any]) -> bool:
     """Whether a rule holds, as far as the case says."""
     return all(axis not in rule or case[axis] in rule[axis] for axis in case)
 
 
-def plainest(values: Case, but_for: int = -1) -> Case | None:
-    """The case with some values that is otherwise as plain as the rules allow without one of those of `REFUSED`."""
-    rules = [*UNSAID, *[rule for n, (rule, _) in enumerate(REFUSED) if n != but_for]]
-    return Table(AXES, rules).case(values, lambda numbers, _: numbers)
-
-
-UNSAID = [in_tuples(rule) for rule in UNSAID]
-REFUSED = [(in_tuples(rule), text) for rule, text in REFUSED]
 RULES = [*UNSAID, *[rule for rule, _ in REFUSED]]
 TABLE = Table(AXES, RULES)
 CALLS, NEVER = TABLE.covered()
@@ -319,27 +323,8 @@ def random_case(draw: random.Random, gradient: bool = False) -> Case:
     return found
 
 
-# Calls with a gradient. learned: the table requires one too; wanted: the results that get one.
-WITH_GRADIENT: Axes = {
-    **AXES,
-    "of_table": ("fp32", "half"),
-    "convert": ("none",),
-    "out": ("fresh", "inplace", "ulysses"),
-    "learned": ("fixed", "learned"),
-    "wanted": ("all", "of_first", "of_last"),
-}
-WITHOUT_GRADIENT: list[tuple[dict[str, Any], str]] = [
-    ({"out": "inplace", "norm": NORMS}, "requires a gradient, but this call has none; leave inplace=True out"),
-    ({"out": "inplace", "transform": "head"}, "requires a gradient, but this call has none; leave inplace=True out"),
-    ({"out": "inplace", "learned": "learned"}, "requires a gradient, but this call has none; leave inplace=True out"),
-    ({"out": "inplace", "more": ("number", "tokens")}, "q_scale requires a gradient, but this call has none"),
-    ({"out": ("given", "some", "by_rank")}, "requires a gradient, but this call has none"),
-    ({"out": CACHES}, "requires a gradient, but this call has none"),
-    ({"convert": CONVERTED}, "requires a gradient, but this call has none"),
-]
-UNLEARNED = [{"learned": "learned", "table": "none"}]
-OF_GRADIENTS = [*RULES, *[in_tuples(rule) for rule in (*UNLEARNED, *[rule for rule, _ in WITHOUT_GRADIENT])]]
-GRADIENT_TABLE = Table(WITH_GRADIENT, OF_GRADIENTS)
+UNLEARNED = {"learned": ("learned",), "table": ("none",)}
+GRADIENT_TABLE = Table(WITH_GRADIENT, [*RULES, UNLEARNED, *[rule for rule, _ in WITHOUT_GRADIENT]])
 GRADIENTS, NO_GRADIENTS = GRADIENT_TABLE.covered()
 
 
@@ -401,9 +386,17 @@ once fp4 32+8 128 | inverse last interleaved e4m3_64 64+64 512 | rms first 2+2 6
 l2 interleaved 16+8 128 grad | means interleaved 10+10 128 grad | means ids fp8_slots 24+4 128
 after unrotated 32+8 128 grad | gated zero first 16+2 256 grad | gated_bias zero first 16+2 256 grad
 """
+MODELS, LARGEST = (tuple(x.replace("\n", " | ").strip(" |").split(" | ")) for x in (MODELS, LARGEST))
 # Their gradient's largest block would need more shared memory than there is.
-WIDE = "norm=across into_halves 96+96 128 grad | norm=across into_halves 64+64 256 grad"
-
-
-def named_calls(text: str) -> list[Case]:
-    return [named(words) for line in text.strip().splitlines() for words in line.split(" | ")]
+WIDE = ("norm=across into_halves 96+96 128 grad", "norm=across into_halves 64+64 256 grad")
+# One for each function and kind of place, for the situations of torch. A name with "_" at its end writes q in place.
+NAMED = {
+    "rope": "rope", "rope_": "rope inplace", "rope_into": "rope given", "fused": "grouped", "fused_": "grouped inplace",
+    "fused_norm": "grouped rms", "fused_norm_": "grouped rms inplace", "norm": "no_v rms", "norm_": "no_v rms inplace",
+    "norm_into": "rms given", "across": "no_v norm=across", "fp8": "no_v e4m3", "norm_fp8": "no_v rms e4m3",
+    "norm_scaled": "no_v rms convert=heads head", "cache": "slots", "cache_": "slots",
+    "cache_own_k": "own e4m3",  # k itself is rotated too
+    "norm_cache": "rms slots", "norm_cache_": "rms slots", "v_norm_cache": "v_norm slots", "pages": "pages",
+    "streams": "streams rms", "latent": "latent last",
+}  # fmt: skip
+NAMED = {name: named(f"{words} fp32") for name, words in NAMED.items()}

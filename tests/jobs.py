@@ -6,8 +6,9 @@ determines the contents, the positions and the lengths, on any device the same.
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -20,17 +21,16 @@ from jitrope.context_parallel import Partition, Schedule, all_gather_attention
 from jitrope.thd.shape import Mask, Shape
 
 from .calls import Case, ident, random_case
-from .results import check_gradients, flat, gradients, outputs, places_of
-from .sweep import Made, function_of
+from .results import check_gradients, flat, near_each, places_of, run
+from .sweep import FUNCTIONS, Made
 
 Outputs = list["Tensor | None"]
-Start = Callable[[], Outputs]
 
 
 class Call(NamedTuple):
     """A call that holds its inputs. start: it runs, and gives what it has written; check: that is right."""
 
-    start: Start
+    start: Callable[[], Outputs]
     check: Callable[[Outputs], None]
 
 
@@ -60,39 +60,21 @@ def of_table(case: Case) -> Job:
     def made(device: str, seed: int) -> Call:
         tokens = 2 * random.Random(seed).randint(3, 7)
         m, like = (Made(case, x, seed, backward, tokens) for x in (device, "cpu"))
-        places, leaves, got = places_of(m), m.leaves_of(), {}
+        if backward:
+            return Call(lambda: run(m)[len(m.wanted) :], lambda found: check_gradients(like, found))
+        places, got = places_of(m), {}
         places_of(like)  # draws the same numbers
 
         def start() -> Outputs:
             got.update(m.call(**places.words))
-            return [*flat(got), *places.tensors()]
+            return [*flat(got), *places.tensors]
 
-        def start_backward() -> Outputs:
-            return [*gradients(outputs(m), m, leaves)]
-
-        if backward:
-            return Call(start_backward, lambda found: check_gradients(like, found))
         return Call(start, lambda _: places.check(like, got))
 
-    return Job(function_of(case).__name__ + ", backward" * backward, ident(case), made)
+    return Job(FUNCTIONS[case["source"]] + ", backward" * backward, ident(case), made)
 
 
 # ---- against the same call on a CPU --------------------------------------------------------------------
-
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
-
-
-def check(got: Outputs, want: Outputs, slack: float) -> None:
-    """Raise AssertionError if results on a device are not the CPU's. NaN equals NaN."""
-    assert len(got) == len(want), f"{len(got)} outputs, not {len(want)}"
-    for number, (x, y) in enumerate(zip(got, want)):
-        assert (x is None) == (y is None), f"output {number} is {x}, not {y}"
-        if x is not None and y is not None:
-            rtol, exact = slack * TOLERANCE.get(y.dtype, 0), y.dtype not in TOLERANCE
-            x, y = (z.contiguous().flatten().view(torch.uint8) if exact else z.float() for z in (x, y))
-            size = float(y.nan_to_num(0, 0, 0).abs().max()) if rtol and y.numel() else 1.0
-            close = {"rtol": rtol, "atol": rtol / 2 * max(1.0, size), "equal_nan": True}
-            torch.testing.assert_close(x, y, **close, msg=lambda text, n=number: f"output {n}: {text}")
 
 
 class Batch:
@@ -109,22 +91,17 @@ class Batch:
         self.padded = self.slots if padded else None
         self.tokens = sum(slots) + draw.choice((0, 5)) or 1
         self.shape = Shape(self.tokens, len(slots), cp_size, draw.randrange(cp_size), rule)
+        self.words = {"cp_size": cp_size, "cp_rank": self.shape.cp_rank, "rule": rule}
 
     def noise(self, *shape: int, dtype: torch.dtype) -> Tensor:
         if dtype.is_floating_point:
             return torch.randn(shape, generator=self.generator).to(dtype).to(self.device)
         return torch.randint(-99, 99, shape, generator=self.generator).to(dtype).to(self.device)
 
-    def with_gradients(self, call: Callable[[], Any], *leaves: Tensor, dtype: torch.dtype) -> Start:
-        """The call with its backward: outputs, then the gradients of leaves for random ones, values of this dtype."""
-        given = [x.requires_grad_() for x in leaves]
-
-        def both() -> Outputs:
-            outputs = call()
-            weights = [self.noise(*y.shape, dtype=dtype).to(y.dtype) for y in outputs]
-            return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, given, weights)]
-
-        return both
+    def with_gradients(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], dtype: torch.dtype) -> Outputs:
+        """Outputs, then the gradients of leaves for random ones, values of this dtype."""
+        weights = [self.noise(*y.shape, dtype=dtype).to(y.dtype) for y in outputs]
+        return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, weights)]
 
 
 class Trait(NamedTuple):
@@ -144,16 +121,29 @@ class Trait(NamedTuple):
         return f"{self.rule}-cp{self.cp_size}{'-padded' * self.padded}-{str(self.index_dtype)[6:]}"
 
 
-def against_cpu(
-    op: str, name: str, trait: Trait, made: Callable[[Batch], Start], slack: float = 0.0, repeat: bool = True
-) -> Job:
-    """slack: 0: the bits of the CPU's result; else a factor of the tolerance of `check`."""
+# (the trait and the rest of a job's name) for a batch, then nothing, once its inputs are there, then its outputs.
+Steps = Iterator[Any]
+
+
+def against_cpu(steps: Callable[..., Any], op: str, *given: Any, slack: float = 0.0, repeatable: bool = True) -> Job:
+    """A job of packed batches. given: arguments of the steps, the last a `random.Random` for what is compiled in.
+
+    slack: 0: the bits of the CPU's result; else a factor of the tolerance of `near_each`.
+    """
+    state = given[-1].getstate()
+    trait, name = next(steps(*given))
 
     def make(device: str, seed: int) -> Call:
-        want = lambda: made(Batch(seed, *trait))()  # noqa: E731
-        return Call(made(Batch(seed, *trait, device)), lambda got: check(got, want(), slack))
+        runs = []
+        for place in (device, "cpu"):
+            draw = random.Random()
+            draw.setstate(state)
+            runs.append(steps(*given[:-1], draw))
+            next(runs[-1])
+            runs[-1].send(Batch(seed, *trait, place))
+        return Call(functools.partial(next, runs[0]), lambda got: near_each(got, next(runs[1]), slack))
 
-    return Job(op, f"{trait}{name}", make, repeat)
+    return Job(op, f"{trait}{name}", make, repeatable)
 
 
 # ---- packed batches between ranks ----------------------------------------------------------------------
@@ -168,144 +158,114 @@ STEPS = (
 )  # fmt: skip
 
 
-def rows_job(move: str, draw: random.Random) -> Job:
+def rows(move: str, draw: random.Random) -> Steps:
     """Move rows of any size and alignment by any map, in one tensor or two; other rows do not change."""
     trait = Trait.drawn(draw)
     dtype = draw.choice((torch.bfloat16, torch.float16, torch.float32, *((torch.int8,) if move != "sum" else ())))
     widths = [draw.choice(WIDTHS) for _ in range(1 if move == "tail" else draw.choice((1, 2)))]
     apart, terms, more = draw.choice((0, 8, 1)), draw.choice((1, 2, 5)), draw.choice((0, 3))
-
-    def made(batch: Batch) -> Start:
-        tokens, shape = batch.tokens, batch.shape._replace(cp_rank=0)
-        count = {"to_ranks": shape.all_rows, "stay": tokens + more, "table": 70, "sum": 33}.get(move, tokens)
-        rows = shape.all_rows if move == "to_sequences" else tokens
-        spread = [(rows, *width[:-1], width[-1] + apart * (len(width) == 1)) for width in widths]
-        wide = [batch.noise(*size, dtype=torch.int64).to(dtype) for size in spread]  # with exact sums in any order
-        outputs = [torch.full((count, *width), 77, dtype=dtype, device=batch.device) for width in widths]
-        inputs = outputs if move == "tail" else [x[..., : width[-1]] for x, width in zip(wide, widths)]
-        table = None
-        if move in ("table", "sum"):
-            size = (count,) if move == "table" else (terms, count)
-            table = torch.randint(-1, tokens, size, generator=batch.generator).int().to(batch.device)
-        map, lengths = "table" if move == "sum" else move, batch.cu_seqlens if move == "valid" else None
-
-        def call() -> Outputs:
-            torch.ops.jitrope.thd_rows(inputs, outputs, map, batch.slots, lengths, table, *shape)
-            return [*outputs]
-
-        return call
-
-    return against_cpu("thd rows", f"-{move}-{dtype}-{widths}-{apart}", trait, made)
+    batch = yield trait, f"-{move}-{dtype}-{widths}-{apart}"
+    tokens, shape = batch.tokens, batch.shape._replace(cp_rank=0)
+    count = {"to_ranks": shape.all_rows, "stay": tokens + more, "table": 70, "sum": 33}.get(move, tokens)
+    own = shape.all_rows if move == "to_sequences" else tokens
+    spread = [(own, *width[:-1], width[-1] + apart * (len(width) == 1)) for width in widths]
+    wide = [batch.noise(*size, dtype=torch.int64).to(dtype) for size in spread]  # with exact sums in any order
+    outputs = [torch.full((count, *width), 77, dtype=dtype, device=batch.device) for width in widths]
+    inputs = outputs if move == "tail" else [x[..., : width[-1]] for x, width in zip(wide, widths)]
+    table = None
+    if move in ("table", "sum"):
+        size = (count,) if move == "table" else (terms, count)
+        table = torch.randint(-1, tokens, size, generator=batch.generator).int().to(batch.device)
+    map, lengths = "table" if move == "sum" else move, batch.cu_seqlens if move == "valid" else None
+    yield
+    torch.ops.jitrope.thd_rows(inputs, outputs, map, batch.slots, lengths, table, *shape)
+    yield outputs
 
 
-def reorder_job(draw: random.Random) -> Job:
+def reorder(draw: random.Random) -> Steps:
     """Reorder a batch for its ranks and back, k and v in one launch, with gradients."""
     trait, dtype = Trait.drawn(draw), draw.choice((torch.bfloat16, torch.float32))
     sizes = [draw.choice((3, 8)), draw.choice((5, 16))]
-
-    def made(batch: Batch) -> Start:
-        k, v = (batch.noise(batch.tokens, 2, size, dtype=dtype) for size in sizes)
-
-        def call() -> list[Tensor]:
-            cut = batch.slots, trait.cp_size
-            ranks = thd.sequence_order_to_cp_rank_order((k, v), *cut, rule=trait.rule)
-            return [*ranks, *thd.cp_rank_order_to_sequence_order(ranks, *cut, batch.tokens, rule=trait.rule)]
-
-        return batch.with_gradients(call, k, v, dtype=dtype)
-
-    return against_cpu("thd order", f"-{dtype}", trait, made)
+    batch = yield trait, f"-{dtype}"
+    kv = tuple([batch.noise(batch.tokens, 2, size, dtype=dtype).requires_grad_() for size in sizes])
+    yield
+    cut = batch.slots, trait.cp_size
+    ranks = thd.sequence_order_to_cp_rank_order(kv, *cut, rule=trait.rule)
+    back = thd.cp_rank_order_to_sequence_order(ranks, *cut, batch.tokens, rule=trait.rule)
+    yield batch.with_gradients([*ranks, *back], kv, dtype)
 
 
-def tables_job(draw: random.Random) -> Job:
+def tables(draw: random.Random) -> Steps:
     """Tables of a rank, its rows of a tensor, the halves of its sequences, and their valid tokens."""
-    trait = Trait.drawn(draw)
-
-    def made(batch: Batch) -> Start:
-        x, slots = batch.noise(batch.tokens, 2, 8, dtype=torch.float16), batch.slots
-        words = {"cp_size": trait.cp_size, "cp_rank": batch.shape.cp_rank, "rule": trait.rule}
-
-        def call() -> Outputs:
-            indices = thd.get_partitioned_indices(slots, batch.tokens, *[*words.values()][:2], rule=trait.rule)
-            part = Partition(slots, batch.tokens, **words)
-            halves = [thd.read_half_tensor(x, slots, n) for n in (0, 1)]
-            valid = torch.zeros_like(x)
-            thd.copy_valid_tokens_from_per_split_to_rank_local(valid, x, slots, batch.cu_seqlens)
-            return [indices, part.position_ids, part.local_cu_seqlens, part.shard(x), *halves, valid]
-
-        return call
-
-    return against_cpu("thd tables", "", trait, made)
+    batch = yield Trait.drawn(draw), ""
+    x, slots = batch.noise(batch.tokens, 2, 8, dtype=torch.float16), batch.slots
+    yield
+    indices = thd.get_partitioned_indices(slots, batch.tokens, *batch.shape[2:4], rule=batch.shape.rule)
+    part = Partition(slots, batch.tokens, **batch.words)
+    halves = [thd.read_half_tensor(x, slots, n) for n in (0, 1)]
+    valid = torch.zeros_like(x)
+    thd.copy_valid_tokens_from_per_split_to_rank_local(valid, x, slots, batch.cu_seqlens)
+    yield [indices, part.position_ids, part.local_cu_seqlens, part.shard(x), *halves, valid]
 
 
-def segments_job(mask: Mask, draw: random.Random) -> Job:
+def segments(mask: Mask, draw: random.Random) -> Steps:
     """A rank's attention as segments."""
-    trait = Trait.drawn(draw)
-
-    def made(batch: Batch) -> Start:
-        words = {"cp_size": trait.cp_size, "cp_rank": batch.shape.cp_rank, "rule": trait.rule}
-        of = {"cu_seqlens_padded": batch.padded, "causal": mask.right == 0, "window": tuple(mask)}
-        return lambda: [*Schedule(batch.cu_seqlens, batch.tokens, **words, **of).segments]
-
-    return against_cpu("cp segments", f"-{mask.left},{mask.right}", trait, made)
+    batch = yield Trait.drawn(draw), f"-{mask.left},{mask.right}"
+    of = {"cu_seqlens_padded": batch.padded, "causal": mask.right == 0, "window": tuple(mask)}
+    yield
+    yield [*Schedule(batch.cu_seqlens, batch.tokens, **batch.words, **of).segments]
 
 
-def correction_job(step: tuple[str, str, str], draw: random.Random) -> Job:
+def correction(step: tuple[str, str, str], draw: random.Random) -> Steps:
     """Join a step of ring attention with earlier ones, also for sequences of odd length."""
     quantity, first, second = step
     packed, trait = draw.random() < 0.5, Trait(draw.choice((torch.int32, torch.int64)), False, 1, "dual_chunk")
     dtype, (heads, size) = draw.choice((torch.bfloat16, torch.float32)), draw.choice(((2, 8), (3, 5), (4, 16)))
-
-    def made(batch: Batch) -> Start:
-        slots, t, half = batch.slots, batch.tokens, "none" in step
-        longest = max(slots.diff().tolist()) + 1
-        out, into = (batch.noise(n, heads, size, dtype=dtype) for n in (t, t // 2 + 4 if half else t))
-        lead = (heads,) if packed else (batch.shape.sequences, heads)
-        rows, ends = (t, t // 2 + 4) if packed else (longest, longest // 2 + 2)
-        lse, lse_step = (batch.noise(*lead, n, dtype=torch.float32) for n in (rows, ends if half else rows))
-        for x in (lse_step,) if quantity == "out" else (lse, lse_step):
-            # Rows without keys, and a step that is no number and stays one.
-            for value in (-torch.inf, *((torch.nan, torch.inf) if quantity == "lse" else ())):
-                x[(torch.rand(x.shape, generator=batch.generator) < 0.1).to(batch.device)] = value
-
-        def call() -> Outputs:
-            if quantity == "lse":
-                thd.second_half_lse_correction(lse, lse_step, slots, packed)
-            elif quantity == "read_lse":
-                return [thd.read_second_half_lse(lse, slots, packed, ends)]
-            elif quantity == "out":
-                thd.out_correction(out, into, lse, lse_step, slots, first == "none", packed)
-            else:
-                thd.grad_correction(out, into, slots, first, second)
-            return [lse, out]
-
-        return call
-
-    return against_cpu("thd corrections", f"-{'-'.join(step)}-{packed}-{dtype}-{size}", trait, made, 1.0)
+    batch = yield trait, f"-{'-'.join(step)}-{packed}-{dtype}-{size}"
+    slots, t, half = batch.slots, batch.tokens, "none" in step
+    longest = max(slots.diff().tolist()) + 1
+    out, into = (batch.noise(n, heads, size, dtype=dtype) for n in (t, t // 2 + 4 if half else t))
+    lead = (heads,) if packed else (batch.shape.sequences, heads)
+    rows, ends = (t, t // 2 + 4) if packed else (longest, longest // 2 + 2)
+    lse, lse_step = (batch.noise(*lead, n, dtype=torch.float32) for n in (rows, ends if half else rows))
+    for x in (lse_step,) if quantity == "out" else (lse, lse_step):
+        # Rows without keys, and a step that is no number and stays one.
+        for value in (-torch.inf, *((torch.nan, torch.inf) if quantity == "lse" else ())):
+            x[(torch.rand(x.shape, generator=batch.generator) < 0.1).to(batch.device)] = value
+    yield
+    if quantity == "read_lse":
+        yield [thd.read_second_half_lse(lse, slots, packed, ends)]
+    elif quantity == "lse":
+        thd.second_half_lse_correction(lse, lse_step, slots, packed)
+    elif quantity == "out":
+        thd.out_correction(out, into, lse, lse_step, slots, first == "none", packed)
+    else:
+        thd.grad_correction(out, into, slots, first, second)
+    yield [lse, out]
 
 
-def attention_job(draw: random.Random) -> Job:
+def attention(draw: random.Random) -> Steps:
     """Attention of a group of one, with its backward, which adds in any order."""
     window, trait = draw.choice(((-1, -1), (9, 0))), Trait(torch.int32, draw.random() < 0.5, 1, "dual_chunk")
+    batch = yield trait, f"-{window}"
+    # The CPU computes attention in fp32 from the same values.
+    dtype = torch.bfloat16 if batch.device.startswith("cuda") else torch.float32
+    qkv = [batch.noise(batch.tokens, n, 64, dtype=torch.bfloat16).to(dtype).requires_grad_() for n in (4, 2, 2)]
+    yield
+    schedule = Schedule(batch.cu_seqlens, batch.tokens, cu_seqlens_padded=batch.padded, window=window)
+    found = batch.with_gradients([all_gather_attention(*qkv, schedule)], qkv, torch.bfloat16)
+    yield [x.to(torch.bfloat16) for x in found]
 
-    def made(batch: Batch) -> Start:
-        # The CPU computes attention in fp32 from the same values.
-        dtype = torch.bfloat16 if batch.device.startswith("cuda") else torch.float32
-        q, k, v = (batch.noise(batch.tokens, heads, 64, dtype=torch.bfloat16).to(dtype) for heads in (4, 2, 2))
-        words = {"cu_seqlens_padded": batch.padded, "window": window}
-        call = lambda: [all_gather_attention(q, k, v, Schedule(batch.cu_seqlens, batch.tokens, **words))]  # noqa: E731
-        both = batch.with_gradients(call, q, k, v, dtype=torch.bfloat16)
-        return lambda: [x.to(torch.bfloat16) for x in both()]
 
-    return against_cpu("all_gather_attention", f"-{window}", trait, made, 2.0, False)
+rows_job = functools.partial(against_cpu, rows, "thd rows")
+reorder_job = functools.partial(against_cpu, reorder, "thd order")
+tables_job = functools.partial(against_cpu, tables, "thd tables")
+segments_job = functools.partial(against_cpu, segments, "cp segments")
+correction_job = functools.partial(against_cpu, correction, "thd corrections", slack=1.0)
+attention_job = functools.partial(against_cpu, attention, "all_gather_attention", slack=2.0, repeatable=False)
 
 
 # ---- the pool ----------------------------------------------------------------------------------------
-
-
-def packed_jobs(draw: random.Random) -> list[Job]:
-    """One of each kind."""
-    few = [reorder_job(draw), tables_job(draw), attention_job(draw), rows_job(draw.choice(MOVES), draw)]
-    return [*few, correction_job(draw.choice(STEPS), draw), segments_job(draw.choice(MASKS), draw)]
 
 
 def pool(count: int, seed: int) -> list[Job]:
@@ -313,6 +273,8 @@ def pool(count: int, seed: int) -> list[Job]:
     draw = random.Random(seed)
     jobs: list[Job] = []
     while len(jobs) < count:
-        few = [of_table(random_case(draw, gradient=n % 3 == 0)) for n in range(30)] + packed_jobs(draw)
+        few = [of_table(random_case(draw, gradient=n % 3 == 0)) for n in range(30)]
+        few += [reorder_job(draw), tables_job(draw), attention_job(draw), rows_job(draw.choice(MOVES), draw)]
+        few += [correction_job(draw.choice(STEPS), draw), segments_job(draw.choice(MASKS), draw)]
         jobs += draw.sample(few, len(few))
     return jobs[:count]

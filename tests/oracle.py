@@ -1,12 +1,12 @@
-"""The functions in fp64 and plain torch, written from their docstrings. Nothing of jitrope is imported.
+"""The formulas in fp64 and plain torch, written from the docstrings. Nothing of jitrope is imported.
 
-A function has the name and the arguments of jitrope's and returns (outputs, written): a tuple of fp64 tensors, and the
-values of each written argument after the call. Nothing is written here. Lazy bits are resolved first, comparisons have
-tolerances for roundings, and gradients are torch's own, through these lines.
+Nothing is written here. Lazy bits are resolved first, comparisons have tolerances for roundings, and gradients are
+torch's own, through these lines.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterator
@@ -29,12 +29,10 @@ def exact(x: Any) -> Any:
 
 
 def heads(x: Tensor, layout: str) -> Tensor:
-    """(B, S, H, D) from any layout; its own inverse except for "thd"."""
-    return x[None] if layout == "thd" else x.permute(AXES[layout])
-
-
-def unheads(x: Tensor, layout: str) -> Tensor:
-    return x[0] if layout == "thd" else x.permute(AXES[layout])
+    """(B, S, H, D) from any layout, and back: its own inverse."""
+    if layout == "thd":
+        return x[None] if x.dim() == 3 else x[0]
+    return x.permute(AXES[layout])
 
 
 # ---- positions and tables --------------------------------------------------------------------------
@@ -121,7 +119,6 @@ def rotated(x: Tensor, o: dict[str, Any]) -> Tensor:
         return x
     cos, sin = tables
     interleaved, offset, rotary = bool(o.get("interleaved")), int(o.get("rotary_offset") or 0), o.get("rotary_dim")
-    out_interleaved = interleaved if o.get("interleaved_out") is None else o["interleaved_out"]
     if rotary is None:
         once = o.get("cos_sin_cache") is not None or o.get("freqs_cis") is not None
         rotary = 2 * cos.shape[-1] if once else x.shape[-1] - offset
@@ -143,7 +140,7 @@ def rotated(x: Tensor, o: dict[str, Any]) -> Tensor:
     before, turned, rest = x.split([offset, rotary, x.shape[-1] - offset - rotary], -1)
     x0, x1 = pair(turned, interleaved)
     y0, y1 = x0 * cos0 - x1 * sin0, x1 * cos1 + x0 * sin1
-    y = torch.stack((y0, y1), -1).flatten(-2) if out_interleaved else torch.cat((y0, y1), -1)
+    y = torch.stack((y0, y1), -1).flatten(-2) if interleaved else torch.cat((y0, y1), -1)
     y = torch.cat((before, y, rest), -1)
     return torch.cat((y[:, :owned], torch.zeros_like(y[:, owned:])), 1)
 
@@ -153,15 +150,10 @@ def reordered(x: Tensor, o: dict[str, Any]) -> Tensor:
     interleaved, out, first = bool(o.get("interleaved")), o.get("interleaved_out"), int(o.get("rotary_offset") or 0)
     if out is None or out == interleaved:
         return x
-    before, turned, rest = x.split([first, int(o["rotary_dim"]), x.shape[-1] - first - int(o["rotary_dim"])], -1)
+    rotary = int(o.get("rotary_dim") or x.shape[-1] - first)
+    before, turned, rest = x.split([first, rotary, x.shape[-1] - first - rotary], -1)
     y0, y1 = pair(turned, interleaved)
     return torch.cat((before, torch.stack((y0, y1), -1).flatten(-2) if out else torch.cat((y0, y1), -1), rest), -1)
-
-
-def kept(x: Tensor, y: Tensor, o: dict[str, Any]) -> Tensor:
-    """x (B, S, H, D) after an in-place call: tokens after the last sequence do not change."""
-    owned = rows_of(x.shape[1], x.device, o)[1]
-    return torch.cat((y[:, :owned], x[:, owned:]), 1)
 
 
 def normed(x: Tensor, weight: Any, bias: Any, o: dict[str, Any]) -> Tensor:
@@ -180,45 +172,25 @@ def normed(x: Tensor, weight: Any, bias: Any, o: dict[str, Any]) -> Tensor:
 # ---- the functions ---------------------------------------------------------------------------------
 
 
-def rope(q: Any, k: Any, cos: Any = None, sin: Any = None, **o: Any) -> Result:
-    o, layout = {**o, "cos": cos, "sin": sin}, o.get("layout", "bshd")
-    return tuple(None if x is None else unheads(rotated(heads(exact(x), layout), o), layout) for x in (q, k)), {}
+def rope(q: Any, k: Any, cos: Any = None, sin: Any = None, *, norm: bool = False, **o: Any) -> Result:
+    """norm: q and k are normalised too, before the rotation or after it. Spare tokens are zeros."""
+    o, layout, found = {**o, "cos": cos, "sin": sin}, o.get("layout", "bshd"), []
+    for letter, x in zip("qk", (q, k)):
+        if x is not None:
+            own, has_norm = (
+                [o.get(f"{letter}_{name}") for name in ("weight", "bias")],
+                norm and letter in o.get("of", "qk"),
+            )
+            y = heads(exact(x), layout)
+            y = normed(y, *own, o) if has_norm and not o.get("after_rope") else y
+            y = rotated(y, o)
+            y = normed(y, *own, o) if has_norm and o.get("after_rope") else y
+            x = heads(reordered(y, o), layout)
+        found.append(x)
+    return tuple(found), {}
 
 
-def split(qkv: Tensor, heads: Any, order: str = "qkv") -> tuple[Tensor, ...]:
-    """q, k and v of fused QKV with an axis of heads, and the gate of the order "qkv_gated"."""
-    q_heads, k_heads = map(int, heads)
-    if order == "grouped":
-        fused = qkv.unflatten(-1, (q_heads // k_heads + 2, -1))
-        return fused[..., :-2, :].flatten(-3, -2), fused[..., -2, :], fused[..., -1, :]
-    if order == "qkv":
-        return qkv.split([q_heads, k_heads, k_heads], -2)
-    q, k, v = qkv.split([2 * q_heads, k_heads, k_heads], -2)
-    both = q.unflatten(-2, (-1, 2))
-    return both[..., 0, :], k, v, both[..., 1, :]
-
-
-def join(parts: Any, order: str) -> Tensor:
-    """The inverse of `split`."""
-    q, k, v, *gate = parts
-    if order == "grouped":
-        return torch.cat((q.unflatten(-2, (k.shape[-2], -1)), k.unsqueeze(-2), v.unsqueeze(-2)), -2).flatten(-2)
-    return torch.cat((torch.stack((q, *gate), -2).flatten(-3, -2) if gate else q, k, v), -2)
-
-
-def norm_rope(q: Any, k: Any, q_weight: Any = None, k_weight: Any = None, cos: Any = None, sin: Any = None,
-                 **o: Any) -> Result:  # fmt: skip
-    o, layout = {**o, "cos": cos, "sin": sin}, o.get("layout", "bshd")
-    parts = ((q, q_weight, o.get("q_bias")), (k, k_weight, o.get("k_bias")))
-
-    def both(name: str, x: Tensor, *own: Any) -> Tensor:
-        norm = (lambda y: normed(y, *own, o)) if name in o.get("of", "qk") else (lambda y: y)
-        y = norm(rotated(x, o)) if o.get("after_rope") else rotated(norm(x), o)
-        return kept(torch.zeros_like(y), y, o)
-
-    given = {name: None if x is None else heads(exact(x), layout) for name, (x, *_) in zip("qk", parts)}
-    found = [None if x is None else both(name, x, *own) for (name, x), (_, *own) in zip(given.items(), parts)]
-    return tuple(None if y is None else unheads(y, layout) for y in found), {}
+norm_rope = functools.partial(rope, norm=True)
 
 
 def of_tiles(scale: Tensor, tokens: int, groups: int) -> Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import jitrope
 from jitrope import KVCache, Pages, Scaled, Ulysses
@@ -15,23 +17,7 @@ from jitrope.base.spec import Spec
 
 from . import oracle
 from .calls import BLOCKS, CACHES, OF_ROWS, ROPES, Case
-from .sweep import (
-    BLOCK_FORMS,
-    E4M3,
-    E5M2,
-    E8M0,
-    FLOATS,
-    FP4,
-    GLOBALS,
-    V_DIM,
-    Made,
-    S,
-    converts_v,
-    form_of,
-    is_own,
-    letters_of,
-    outputs_of,
-)
+from .sweep import BLOCK_FORMS, E4M3, E5M2, E8M0, FP4, GLOBALS, STEPS, V_DIM, Made, S
 
 RANKS = 2
 PAGES, ROWS = 8, 4
@@ -41,15 +27,8 @@ CACHE_SCALES = {"k_scale": 0.005, "v_scale": 0.3}
 
 # ---- comparisons -----------------------------------------------------------------------------------
 
-STEPS = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-8}  # of floats; half of one, and fp32's noise
 # relative, and of the smallest numbers
 HALVES = {E4M3: (2**-4, 2**-10), E5M2: (2**-3, 2**-17), torch.int8: (0, 0.5), FP4: (2**-2, 2**-2)}
-
-
-def noise_of(case: Case) -> float:
-    """What a result loses before its last rounding, relative to the largest."""
-    early = case["rounding"] == "dtype" or case["norm"] in ("once", "twice")
-    return 3 * STEPS[FLOATS[case["dtype"]]] if early else 2e-5
 
 
 def near(got: Tensor, want: Tensor, noise: float = 1e-5, slack: float = 1.0) -> None:
@@ -58,15 +37,17 @@ def near(got: Tensor, want: Tensor, noise: float = 1e-5, slack: float = 1.0) -> 
     torch.testing.assert_close(got.cpu().to(want.dtype), want.cpu(), rtol=slack * STEPS[got.real.dtype], atol=most)
 
 
-def near_each(got: Any, want: Any) -> None:
-    """Results of two calls that add in other orders; NaN is NaN."""
-    for x, y in zip(got, want):
-        if y is None or not y.numel():
-            assert x is y or x.shape == y.shape
-            continue
-        rtol = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}[x.dtype]
-        size = max(1.0, float(y.float().nan_to_num(0).abs().max()))
-        torch.testing.assert_close(x.float(), y.float(), rtol=rtol, atol=rtol / 2 * size, equal_nan=True)
+def near_each(got: Sequence[Tensor | None], want: Sequence[Tensor | None], slack: float = 1.0) -> None:
+    """Results of two calls that add in other orders; NaN is NaN. Without slack, and of integers, the same bits."""
+    assert len(got) == len(want), f"{len(got)} outputs, not {len(want)}"
+    for number, (x, y) in enumerate(zip(got, want)):
+        assert (x is None) == (y is None), f"output {number} is {x}, not {y}"
+        if x is not None and y is not None:
+            rtol = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}.get(y.dtype)
+            x, y = (z.contiguous().flatten().view(torch.uint8) if rtol is None else z.float() for z in (x, y))
+            size = float(y.nan_to_num(0, 0, 0).abs().max()) if rtol and y.numel() else 1.0
+            close = {"rtol": slack * (rtol or 0), "atol": slack * (rtol or 0) / 2 * max(1.0, size), "equal_nan": True}
+            torch.testing.assert_close(x, y, **close, msg=lambda text, n=number: f"output {n}: {text}")
 
 
 def near_units(got: Tensor, want: Tensor, noise: float = 2e-5) -> None:
@@ -102,7 +83,7 @@ def near_scaled(values: Tensor, scale: Tensor, want: Tensor, form: dict[str, Any
 def near_rows(got: Scaled, want: Tensor, m: Made, per_kv: bool) -> None:
     """A head has one scale in a batch row, or in a packed sequence; with per_kv the heads of q that share one of k."""
     values, scale, want = oracle.heads(got.values, m.layout).cpu(), got.scale.cpu(), want.cpu()
-    noise, largest_unit = noise_of(m.case), LARGEST[values.dtype]
+    noise, largest_unit = m.lost, LARGEST[values.dtype]
     spans = [*itertools.pairwise(m.ends)] if m.cu else [(0, m.tokens)] * m.batch
     assert len(scale) == len(spans)
     for n, (first, end) in enumerate(spans):
@@ -130,23 +111,26 @@ def whole(got: Any, m: Made, letter: str) -> Any:
 
 
 def check_heads(m: Made, got: Any, letter: str) -> None:
-    want, form, case, noise = m.expected(letter), form_of(m.case), m.case, noise_of(m.case)
-    got = whole(got, m, letter)
-    if form is None or letter == "g" or (letter == "v" and not converts_v(case)):
+    want, form, got = m.expected(letter), m.form, whole(got, m, letter)
+    if form is None or letter == "g" or (letter == "v" and not m.converts_v):
         assert got.dtype == m.dtype
-        near(oracle.heads(got, m.layout), want, noise)
+        near(oracle.heads(got, m.layout), want, m.lost)
     elif "per" in form:
-        near_rows(got, want, m, case["convert"] == "kv_rows")
+        near_rows(got, want, m, m.case["convert"] == "kv_rows")
     elif isinstance(got, Scaled):
         values, scale = oracle.heads(got.values, m.layout).cpu(), got.scale.cpu()
         if form.get("swizzled"):
             scale = oracle.of_tiles(scale, values.shape[1], values.shape[-1] // form["group"])
         else:
             scale = oracle.heads(scale if "group" in form else scale[..., None], m.layout)
-        near_scaled(values, scale, want / (GLOBALS[letter] if case["convert"] == "nvfp4" else 1), form, noise)
+        near_scaled(values, scale, want / (GLOBALS[letter] if m.case["convert"] == "nvfp4" else 1), form, m.lost)
     else:
         assert got.dtype == form["dtype"]
-        near_units(oracle.heads(got, m.layout), want.cpu() / m.scale_of_heads(letter), noise)
+        scale = torch.as_tensor(m.scales[letter]).double().cpu()
+        if scale.dim() == 2:  # of each row or sequence
+            sequence = torch.bucketize(torch.arange(m.tokens), torch.tensor(m.ends[1:-1]), right=True)
+            scale = scale[sequence[None] if m.cu else torch.arange(m.batch)[:, None]]
+        near_units(oracle.heads(got, m.layout), want.cpu() / scale[..., None], m.lost)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -156,117 +140,88 @@ def same(a: Tensor, b: Tensor) -> bool:
 # ---- the places of results -------------------------------------------------------------------------
 
 
-class Fresh:
-    """Fresh tensors, the heads' own memory, or groups of heads for ranks."""
+class Places:
+    """Fresh tensors, the heads' own memory, or those of the caller with other strides, each in a larger one."""
 
     def __init__(self, m: Made) -> None:
-        own: dict[str, Any] = {"ulysses": {"out": Ulysses(RANKS)}, "inplace": {"inplace": True}}
-        self.words: dict[str, Any] = own.get(m.case["out"], {})
-
-    def check(self, m: Made, got: dict[str, Any]) -> None:
-        for letter in outputs_of(m.case):
-            check_heads(m, got[letter], letter)
-
-    def tensors(self) -> list[Tensor]:
-        """Those that a call writes, other than its heads."""
-        return []
-
-
-class Given(Fresh):
-    """Tensors of the caller with other strides, each in a larger one."""
-
-    def __init__(self, m: Made) -> None:
-        form, case = form_of(m.case) or {"dtype": m.dtype}, m.case
-        heads = dict(zip("qkv", (m.counts[0], m.counts[1], m.counts[1])))
-        self.wholes, self.given = {}, {}
-        for letter in letters_of(case):
+        case, words = m.case, {"ulysses": {"out": Ulysses(RANKS)}, "inplace": {"inplace": True}}
+        self.words: dict[str, Any] = words.get(case["out"], {})
+        self.wholes: dict[str, Tensor] = {}
+        self.given: dict[str, Tensor] = {}
+        self.tensors: list[Tensor] = []  # that a call writes, other than its heads
+        if case["out"] not in ("given", "some", "by_rank"):
+            return
+        lead = (RANKS,) if case["out"] == "by_rank" else ()
+        for letter in m.letters:
             if (letter == "v" and case["source"] == "view") or (letter == "k" and case["out"] == "some"):
                 continue
-            dtype = m.dtype if letter == "v" and not converts_v(case) else form["dtype"]
+            dtype = m.dtype if m.form is None or (letter == "v" and not m.converts_v) else m.form["dtype"]
             width = V_DIM if letter == "v" and case["source"] == "latent" else m.size
-            width = width // 2 if dtype == FP4 else width
-            ranks = RANKS if case["out"] == "by_rank" else 1
-            like = torch.empty(m.batch, m.tokens, heads[letter] // ranks, width, device="meta")
-            first, second, *rest, width = oracle.unheads(like, m.layout).shape
-            lead = (ranks,) if case["out"] == "by_rank" else ()
+            heads = m.counts[letter != "q"] // (RANKS if lead else 1)
+            like = torch.empty(m.batch, m.tokens, heads, width // 2 if dtype == FP4 else width, device="meta")
+            first, second, *rest, width = oracle.heads(like, m.layout).shape
             whole = torch.full((*lead, second, first, *rest, width + 8), 7.0, device=m.device)
-            whole = whole.byte().view(dtype) if dtype == FP4 else whole.to(dtype)
-            self.wholes[letter] = whole
-            self.given[letter] = whole[..., :width].transpose(len(lead), len(lead) + 1)
+            self.wholes[letter] = whole.byte().view(dtype) if dtype == FP4 else whole.to(dtype)
+            self.given[letter] = self.wholes[letter][..., :width].transpose(len(lead), len(lead) + 1)
         self.words = {"out": [self.given.get(x) for x in ("qk" if case["source"] in ROPES else "qkv")]}
+        self.tensors = [*self.wholes.values()]
 
     def check(self, m: Made, got: dict[str, Any]) -> None:
-        super().check(m, got)
+        for letter in m.outputs:
+            check_heads(m, got[letter], letter)
         for letter, given in self.given.items():
-            x, whole = got[letter], self.wholes[letter]
+            x, rest = got[letter], self.wholes[letter][..., -8:]
             assert (x.values if isinstance(x, Scaled) else x) is given
-            rest = whole[..., -8:]
-            assert ((rest.view(torch.uint8) if whole.dtype == FP4 else rest.float()) == 7).all()
-
-    def tensors(self) -> list[Tensor]:
-        return [*self.wholes.values()]
+            assert ((rest.view(torch.uint8) if rest.dtype == FP4 else rest.float()) == 7).all()
 
 
-class Caches(Fresh):
+class Caches(Places):
     """Pages full of noise."""
 
     def __init__(self, m: Made) -> None:
-        kind, device = m.case["out"], m.device
+        super().__init__(m)
+        kind = m.case["out"]
         self.kind, self.blocks = kind, kind in BLOCKS
-        self.clear, self.errors = kind == "fp8_pages", torch.zeros(1, dtype=torch.int32, device=device)
+        self.clear, self.errors = kind == "fp8_pages", torch.zeros(1, dtype=torch.int32, device=m.device)
         self.letters = "k" if kind == "of_k" else "kv"
         form = BLOCK_FORMS.get(kind, {"dtype": {"fp8_slots": E4M3, "fp8_pages": E5M2}.get(kind, m.dtype)})
         self.pages = max(PAGES, m.batch * m.tokens // ROWS + 2)
         self.form, size, lead = form, m.size, (self.pages * ROWS,) if kind == "fp8_slots" else (self.pages, ROWS)
         shape = (*lead, m.counts[1], size // 2 if form["dtype"] == FP4 else size)
-        self.caches = {x: self._noise(m, form["dtype"], shape) for x in self.letters}
+        self.caches = {x: m.noise(*shape, dtype=form["dtype"]) for x in self.letters}
         self.scales = CACHE_SCALES if kind.startswith("fp8") else {}
         self.block_scales: dict[str, Tensor] = {}
         if self.blocks:
-            groups = size // form.get("group", size)
+            scales = (*shape[:-1], size // form.get("group", size))
             dtype = form.get("scale_dtype", torch.float32)
-            self.block_scales = {x: self._noise(m, dtype, (*shape[:-1], groups)) for x in self.letters}
+            self.block_scales = {x: m.noise(*scales, dtype=dtype) for x in self.letters}
             self.scales = {f"{x}_scale": GLOBALS[x] for x in "kv"} if kind == "nvfp4_blocks" else {}
-        self.before = [x.clone() for x in self.tensors()]
+        self.tensors = [*self.caches.values(), *self.block_scales.values()]
+        self.before = [x.clone() for x in self.tensors]
         self.named, self.cleared, places = self._places(m)
-        if is_own(m.case) and m.cu:  # spare tokens in place are not stored
+        if m.is_own and m.cu:  # spare tokens in place are not stored
             self.named = {slot: token for slot, token in self.named.items() if token < m.ends[-1]}
         value = KVCache(
             self.caches["k"], self.caches.get("v"), places, **self.scales, rotate_k=kind == "own",
             **{f"{x}_block_scale": y for x, y in self.block_scales.items()},
         )  # fmt: skip
-        self.words: dict[str, Any] = {"cache": value, **({"inplace": True} if is_own(m.case) else {})}
-
-    def tensors(self) -> list[Tensor]:
-        return [*self.caches.values(), *self.block_scales.values()]
+        self.words = {"cache": value, **({"inplace": True} if m.is_own else {})}
 
     def stored(self, x: Tensor) -> Tensor:
         """The rows of a cache that have tokens; torch 2.6 indexes no fp8 on a CPU."""
         return x.reshape(self.pages * ROWS, *x.shape[-2:]).view(torch.uint8)[[*self.named]].view(x.dtype)
 
-    def of_tokens(self, x: Tensor) -> Tensor:
-        """The heads of these tokens, of all (B, S, H, D)."""
-        return x.flatten(0, 1)[[*self.named.values()]]
-
-    def _noise(self, m: Made, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        if dtype.itemsize > 1:
-            return m.noise(*shape).to(dtype)
-        return torch.randint(0, 100, shape, generator=m.generator).to(m.device, torch.uint8).view(dtype)
-
     def _places(self, m: Made) -> tuple[dict[int, int], list[int], Any]:
         """(the token in each slot, slots that are cleared, the argument)"""
         tokens, kind = m.batch * m.tokens, self.kind
+        ints = functools.partial(torch.tensor, dtype=m.ints, device=m.device)
         each, every = tokens // 2, torch.randperm(self.pages, generator=m.generator).tolist()
         if kind not in ("pages", "indptr", "indices", "fp8_pages", "nvfp4_blocks"):
             slots = torch.randperm(self.pages * ROWS, generator=m.generator)[:tokens].tolist()
             slots[1] = -1  # a token of padding
             slots[2] = -1 if m.case["more"] == "check" else self.pages * ROWS + 1  # past the end, which a check refuses
             named = {slot: token for token, slot in enumerate(slots) if 0 <= slot < self.pages * ROWS}
-            return named, [], torch.tensor(slots, dtype=m.ints).to(m.device)
-
-        def ints(x: Any) -> Tensor:
-            return torch.tensor(x, dtype=m.ints).to(m.device)
-
+            return named, [], ints(slots)
         news = (each - 1, each) if kind == "indptr" else (each, each)  # the last token is padding
         lengths = (news[0] + 1, news[1])
         counts = [-(-length // ROWS) for length in lengths]
@@ -275,7 +230,7 @@ class Caches(Fresh):
         named = {table[n][at // ROWS] * ROWS + at % ROWS: token for token, (n, at) in enumerate(of_token)}
         cleared = [table[n][-1] * ROWS + row for n in range(2) for row in range((lengths[n] - 1) % ROWS + 1, ROWS)]
         padded = [[*row, *[0] * (max(counts) - len(row))] for row in table]
-        own: dict[str, Any] = {"errors": self.errors, **({"clear_page": True} if self.clear else {})}
+        own: dict[str, Any] = {"errors": self.errors} | ({"clear_page": True} if self.clear else {})
         if kind == "indptr":
             last = [(length - 1) % ROWS + 1 for length in lengths]
             own["cu_seqlens_q"] = ints([0, news[0], sum(news)])
@@ -288,63 +243,38 @@ class Caches(Fresh):
     def check(self, m: Made, got: dict[str, Any]) -> None:
         super().check(m, got)
         assert self.errors.item() == 0
-        named, noise = self.named, noise_of(m.case)
-        others = [x for x in range(self.pages * ROWS) if x not in named and x not in self.cleared]
-        for x, before in zip(self.tensors(), self.before):
+        others = [x for x in range(self.pages * ROWS) if x not in self.named and x not in self.cleared]
+        for x, before in zip(self.tensors, self.before):
             rows, old = (y.contiguous().view(torch.uint8).reshape(self.pages * ROWS, -1) for y in (x, before))
             assert torch.equal(rows[others], old[others])
             assert not rows[self.cleared].any()
         for letter in self.letters:
-            want, scale = self.of_tokens(m.expected(letter)), self.scales.get(f"{letter}_scale", 1.0)
+            want = m.expected(letter).flatten(0, 1)[[*self.named.values()]]
+            scale = self.scales.get(f"{letter}_scale", 1.0)
             stored = self.stored(self.caches[letter])
             if self.blocks:
                 own = self.stored(self.block_scales[letter])
-                near_scaled(stored[None].cpu(), own[None].cpu(), want[None] / scale, self.form, noise)
+                near_scaled(stored[None].cpu(), own[None].cpu(), want[None] / scale, self.form, m.lost)
             elif self.scales:
-                near_units(stored, want.cpu() / torch.tensor(scale).double(), noise)
+                near_units(stored, want.cpu() / torch.tensor(scale).double(), m.lost)
             else:
-                near(stored, want, noise)
+                near(stored, want, m.lost)
         if self.kind == "own":
-            near(oracle.heads(got["k"], m.layout), m.expected("k"), noise)
+            near(oracle.heads(got["k"], m.layout), m.expected("k"), m.lost)
         else:
             assert got["k"] is None
 
 
-def places_of(m: Made) -> Fresh:
-    kind = m.case["out"]
-    return Caches(m) if kind in CACHES else Given(m) if kind in ("given", "some", "by_rank") else Fresh(m)
-
-
-def lies_in(x: Tensor, y: Tensor) -> bool:
-    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
-
-
-def unchanged(m: Made) -> Iterator[str]:
-    """The names of the tensors of heads that a call does not write."""
-    for name in m.tensors:
-        of_own = ("k", "qkv", *("q" * is_own(m.case)))
-        written = name in {"inplace": ("q", "k", "qkv"), "own": of_own}.get(m.case["out"], ())
-        if not written:
-            yield name
+def places_of(m: Made) -> Places:
+    return Caches(m) if m.case["out"] in CACHES else Places(m)
 
 
 # ---- gradients ---------------------------------------------------------------------------------------
 
 
-def flat(results: Any) -> Iterator[Tensor]:
+def flat(results: Any) -> list[Tensor]:
     """The tensors of results."""
-    if isinstance(results, Tensor):
-        yield results
-    elif isinstance(results, dict):
-        yield from flat([*results.values()])
-    elif isinstance(results, (list, tuple)):
-        for x in results:
-            yield from flat(x)
-
-
-def wanted(case: Case) -> str:
-    every = outputs_of(case)
-    return {"all": every, "of_first": every[:1], "of_last": every[-1:]}[case["wanted"]]
+    return [x for x in tree_leaves(results) if isinstance(x, Tensor)]
 
 
 def outputs(m: Made) -> list[Tensor]:
@@ -352,28 +282,36 @@ def outputs(m: Made) -> list[Tensor]:
     if m.case["out"] == "inplace":
         m.tensors = {name: x.clone() for name, x in m.tensors.items()}
     got = m.call(**places_of(m).words)
-    return [oracle.heads(whole(got[x], m, x), m.layout) for x in wanted(m.case)]
+    return [oracle.heads(whole(got[x], m, x), m.layout) for x in m.wanted]
 
 
-def gradients(results: list[Tensor], m: Made, leaves: dict[str, Tensor] | None = None) -> Any:
-    """Of all tensors that can have one, by the wanted results. leaves: those of a call in place, before it."""
+def gradients(results: list[Tensor], m: Made) -> Any:
+    """Of all tensors that can have one, by the wanted results."""
     generator = torch.Generator().manual_seed(3)
     grads = [torch.randn(x.shape, generator=generator).to(m.dtype).to(x) for x in results]
-    return torch.autograd.grad(results, [*(leaves or m.leaves_of()).values()], grads, allow_unused=True)
+    return torch.autograd.grad(results, [*m.leaves.values()], grads, allow_unused=True)
+
+
+def run(m: Made) -> list[Tensor | None]:
+    """The results of a call, and its gradients, if it has some."""
+    if not m.leaves:
+        return [*flat(m.call(**places_of(m).words))]
+    results = outputs(m)
+    return [*results, *gradients(results, m)]
 
 
 def check_gradients(like: Made, found: Any) -> None:
     """Gradients are those of the chain in fp64."""
-    case, results = like.case, [like.expected(letter) for letter in wanted(like.case)]
+    case, results = like.case, [like.expected(letter) for letter in like.wanted]
     elements = sum(x.numel() for x in results)
-    for name, got, want in zip(like.leaves_of(), found, gradients(results, like)):
+    for name, got, want in zip(like.leaves, found, gradients(results, like)):
         if got is None or want is None:
             assert all(x is None or not x.any() for x in (got, want)), name
             continue
         # Sums are of values that were rounded: a transform's gradient has a launch of its own, that of each stream too.
         sums = name in ("bias", "q_scale", *like.turn) or name.endswith("_mean") or case["transform"] == "head"
         sums = sums or (case["source"] == "streams" and name in like.weights)
-        noise = max(noise_of(case), STEPS[like.dtype] * sums)
+        noise = max(like.lost, STEPS[like.dtype] * sums)
         near(got, want, noise * max(1.0, (elements / want.numel()) ** 0.5 / max(1.0, float(want.abs().max()))), 4.0)
 
 
@@ -382,13 +320,7 @@ def check_gradients(like: Made, found: Any) -> None:
 
 def planned(case: Case, launches: Sequence[str] = ("auto",), tokens: int = S, sm_count: int = 132) -> list[Spec]:
     """The kernels of a call of the table, and with "wanted" those of its gradient, planned without memory."""
-    m = Made(
-        {**case, "more": "none"} if case["more"] == "check" else case, "meta", leaves="wanted" in case, tokens=tokens
-    )
-    leaves = m.leaves_of()
+    case = {**case, "more": "none"} if case["more"] == "check" else case
     with jitrope.planning([*launches], sm_count=sm_count) as specs:
-        if leaves:
-            gradients(outputs(m), m, leaves)
-        else:
-            m.call(**places_of(m).words)
+        run(Made(case, "meta", leaves="wanted" in case, tokens=tokens))
     return specs

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import jitrope
 from jitrope.base.layouts import LAYOUT_AXES, QKV_ORDERS
 from jitrope.base.views import FORMATS
 from jitrope.call import COUNTS, PARTS, Call
@@ -16,8 +15,7 @@ from jitrope.stages import norm, rotate
 from jitrope.stages.convert import SCALE_DTYPES, SCALE_FMTS
 
 from .calls import CALLS, Case, ident
-from .results import places_of
-from .sweep import Made
+from .results import planned
 
 WORDS: dict[str, tuple[Any, ...]] = {
     **{"layout": tuple(LAYOUT_AXES), "table": rotate.TABLES, "order": tuple(QKV_ORDERS), "rounding": rotate.ROUNDINGS},
@@ -52,8 +50,6 @@ def test_every_word_has_one_part() -> None:
 @pytest.mark.parametrize("case", CALLS, ids=ident)
 def test_calls_of_the_table_can_be_read(case: Case) -> None:
     """Of each kernel of a call."""
-    m = Made({**case, "more": "none"} if case["more"] == "check" else case, "meta")
-    with jitrope.planning(sm_count=132) as specs:
-        m.call(**places_of(m).words)
+    specs = planned(case)
     assert specs
     assert all(str(Call.parse(spec.call)) == spec.call for spec in specs)

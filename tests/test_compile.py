@@ -18,7 +18,7 @@ from jitrope.jit import compiler
 from jitrope.jit.render import Source, render
 from jitrope.plan.spec import RopeSpec
 
-from .calls import CALLS, GRADIENTS, LARGEST, MODELS, WIDE, named, named_calls
+from .calls import CALLS, GRADIENTS, LARGEST, MODELS, WIDE, named
 from .machine_code import ARCHS, DIVISION, bounds, disassemble, opcode, tool
 from .results import planned
 
@@ -27,9 +27,8 @@ SWEPT = ("sm_90", "sm_120")  # get every kernel; the other architectures get tho
 
 
 @cache
-def prewarmed(text: str) -> dict[RopeSpec, str]:
+def prewarmed(calls: tuple[str, ...]) -> dict[RopeSpec, str]:
     """The kernels of named calls, with both launches, and the first call of each."""
-    calls = [words for line in text.strip().splitlines() for words in line.split(" | ")]
     return {spec: words for words in calls[::-1] for spec in planned(named(words), LAUNCHES, TOKENS)}
 
 
@@ -94,7 +93,7 @@ def test_prewarm_specs_compile_without_spills_and_move_16_bytes_an_access(arch: 
 def test_every_call_of_the_table_compiles(arch: str) -> None:
     """For the architectures in turn, and for the oldest one."""
     number = ["sm_75", *ARCHS].index(arch)
-    for case in [*CALLS, *GRADIENTS, *named_calls(WIDE)][number :: len(ARCHS) + 1]:
+    for case in [*CALLS, *GRADIENTS, *map(named, WIDE)][number :: len(ARCHS) + 1]:
         for spec in planned(case):
             assert compiler.compile_source(render(spec), arch)[0].startswith(b"\x7fELF")
 

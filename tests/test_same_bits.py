@@ -75,7 +75,7 @@ def test_the_other_launch(model: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("layout", ["sbhd", "bhsd"])
 def test_other_layouts(model: SimpleNamespace, layout: str) -> None:
-    given = [oracle.unheads(x[None], layout).contiguous() for x in (model.q, model.k)]
+    given = [oracle.heads(x[None], layout).contiguous() for x in (model.q, model.k)]
     got = prepare_qkv(*given, None, layout=layout, **model.words)[:2]
     assert_same([oracle.heads(x, layout)[0] for x in got], model.trained)
 

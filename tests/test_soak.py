@@ -25,7 +25,8 @@ from jitrope.run import enqueue
 from jitrope.run import launch as runtime
 
 from . import bits, sanitizer, soak
-from .jobs import check, pool
+from .jobs import pool
+from .results import near_each
 from .sanitizer import FOUND, GROUPS, WRONG
 
 FUNCTIONS = ("apply_rope", "prepare_qkv", "prepare_fused_qkv", "prepare_mla_qkv", "prepare_joint_qkv")
@@ -59,7 +60,7 @@ def test_a_seed_is_a_call_and_another_is_another() -> None:
     sizes: dict[str, set[Any]] = {}
     for job in pool(60, 3):
         results = [job.make("cpu", seed).start() for seed in (1, 1, 2)]
-        check(results[0], results[1], 0.0)
+        near_each(results[0], results[1], 0.0)
         sizes.setdefault(job.op, set()).update(tuple(y.shape for y in out if y is not None) for out in results)
     assert all(len(seen) > 1 for seen in sizes.values())
 
@@ -67,13 +68,13 @@ def test_a_seed_is_a_call_and_another_is_another() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int32], ids=str)
 def test_check_sees_one_element(dtype: torch.dtype) -> None:
     x = torch.arange(1, 9).to(dtype)
-    check([x, None], [x.clone(), None], 0.0)
+    near_each([x, None], [x.clone(), None], 0.0)
     wrong = x.float().index_add(0, torch.tensor([5]), torch.tensor([1.0])).to(dtype)
     for slack in (0.0, 2.0):
         with pytest.raises(AssertionError, match="output 0"):
-            check([wrong, None], [x, None], slack)
+            near_each([wrong, None], [x, None], slack)
     with pytest.raises(AssertionError, match="output 1"):
-        check([x, x], [x, None], 0.0)
+        near_each([x, x], [x, None], 0.0)
 
 
 # ---- the soak ----------------------------------------------------------------------------------------

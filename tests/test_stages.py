@@ -6,9 +6,9 @@ Each test is a column of one table. A call's name has the values that are not pl
 from __future__ import annotations
 
 import contextlib
+import cProfile
 import itertools
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,63 +23,32 @@ from jitrope import InvalidInput
 from . import oracle
 from .calls import (
     AXES,
+    BLOCKS,
     CACHES,
     CALLS,
     GRADIENTS,
+    IDLE,
     NEVER,
     NO_GRADIENTS,
     OF_ROWS,
+    PACKED,
     REFUSED,
     RULES,
+    UNSAID,
     WITH_GRADIENT,
     WITHOUT_GRADIENT,
     Case,
+    Table,
     fits,
     ident,
-    in_tuples,
-    is_idle,
-    plainest,
-)
+)  # fmt: skip
 from .devices import DEVICES
 from .host import backend
-from .results import (
-    LARGEST,
-    Caches,
-    check_gradients,
-    flat,
-    gradients,
-    lies_in,
-    outputs,
-    places_of,
-    same,
-    unchanged,
-    wanted,
-    whole,
-)
-from .sweep import Made, S, function_of, in_place, is_fresh_twin, outputs_of
+from .results import LARGEST, Caches, check_gradients, flat, gradients, outputs, places_of, run, same, whole
+from .sweep import FUNCTIONS, Made, S
 
 OURS = str(Path(jitrope.__file__).parent)
 MODES = [*CALLS, *GRADIENTS]
-
-
-def short(value: Any) -> str:
-    return ident(value) if isinstance(value, dict) else "dynamic" if value else "static"
-
-
-def frames(function: Callable[[], Any]) -> tuple[Any, int]:
-    """(the result of a function, the calls of jitrope's functions in it)"""
-    count = 0
-
-    def seen(frame: Any, event: str, _: Any) -> None:
-        nonlocal count
-        count += event == "call" and frame.f_code.co_filename.startswith(OURS)
-
-    before = sys.getprofile()
-    sys.setprofile(seen)
-    try:
-        return function(), count
-    finally:
-        sys.setprofile(before)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -89,17 +58,20 @@ def test_a_call_is_the_chain_of_its_stages(case: Case, device: str) -> None:
     counts = []
     for seed in (7, 8):
         m, like = Made(case, device, seed), Made(case, "cpu", seed)
-        before = {name: x.clone() for name, x in m.tensors.items()}
+        written = {"inplace": ("q", "k", "qkv"), "own": ("k", "qkv", *"q" * m.is_own)}.get(case["out"], ())
+        before = {name: x.clone() for name, x in m.tensors.items() if name not in written}
         places = places_of(m)
         words = {**m.words(), **places.words}
-        results, count = frames(lambda: function_of(case)(*m.arguments(), **words))  # noqa: B023
-        counts.append(count)
+        with cProfile.Profile() as profile:
+            results = m.function(*m.arguments(), **words)
+        ours = [x for x in profile.getstats() if getattr(x.code, "co_filename", "").startswith(OURS)]
+        counts.append(sum(x.callcount for x in ours))
         places_of(like)  # draws the same numbers
         places.check(like, got := m.named(results))
+        base = m.tensors["qkv"].untyped_storage().data_ptr() if "qkv" in m.tensors else 0
         views = {"v": case["source"] == "view", "g": case["source"] == "gated"}
-        assert all(lies_in(got[x], m.tensors["qkv"]) for x in outputs_of(case) if views.get(x))
-        for name in unchanged(m):
-            assert same(m.tensors[name], before[name])
+        assert all(got[x].untyped_storage().data_ptr() == base for x in m.outputs if views.get(x))
+        assert all(same(m.tensors[name], x) for name, x in before.items())
     if device == backend.DEVICE and case["more"] != "check":
         assert counts[1] < counts[0] / 2
 
@@ -109,35 +81,36 @@ def test_a_call_is_the_chain_of_its_stages(case: Case, device: str) -> None:
 def test_a_gradient_is_that_of_the_chain(case: Case, device: str) -> None:
     """Of all tensors that can have one, by all results or by one."""
     m, like = Made(case, device, leaves=True), Made(case, "cpu", leaves=True)
-    leaves = m.leaves_of()
-    check_gradients(like, gradients(outputs(m), m, leaves))
+    check_gradients(like, gradients(outputs(m), m))
 
 
 # Sizes that may be any take torch ten times as long.
 @pytest.mark.tenth
 @pytest.mark.parametrize(
-    ("dynamic", "case"), [*itertools.product([False], CALLS), *itertools.product([True], CALLS[::6])], ids=short
+    ("dynamic", "case"),
+    [
+        pytest.param(name == "dynamic", case, id=f"{name}-{ident(case)}")
+        for name, cases in (("static", CALLS), ("dynamic", CALLS[::6]))
+        for case in cases
+    ],
 )
 def test_compiled(dynamic: bool, case: Case) -> None:
     """The bits of the same call, with two numbers of tokens if it is dynamic."""
     torch._dynamo.reset()
-
-    def call(arguments: list[Any], words: dict[str, Any]) -> Any:
-        return function_of(case)(*arguments, **words)
-
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    function = getattr(jitrope, FUNCTIONS[case["source"]])
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for tokens in (S, S + 2) if dynamic else (S,):
         found = []
-        for run in (compiled, call):
+        for call in (compiled, function):
             m = Made(case, "cpu", tokens=tokens)
             places = places_of(m)
             words = {**m.words(), **places.words}
             if case["more"] == "check":
                 with pytest.raises(Exception, match=r"check=True waits for the device, which torch\.compile"):
-                    compiled(m.arguments(), words)
+                    compiled(*m.arguments(), **words)
                 return
-            results = run(m.arguments(), words)
-            found.append([*flat(results), *places.tensors(), *m.tensors.values()])
+            results = call(*m.arguments(), **words)
+            found.append([*flat(results), *places.tensors, *m.tensors.values()])
         assert len(found[0]) == len(found[1])
         assert all(same(x, y) for x, y in zip(*found))
 
@@ -148,9 +121,7 @@ UTILS = ("test_schema", "test_autograd_registration", "test_faketensor")
 class Ops(TorchDispatchMode):
     """Keeps the calls of jitrope's ops."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]]
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if op.namespace == "jitrope":
@@ -164,7 +135,9 @@ def launched(case: Case) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     places = places_of(m)
     if case["out"] == "inplace":
         m.tensors = {name: x.clone() for name, x in m.tensors.items()}
-    with Ops() as ops:
+    ops = Ops()
+    ops.calls = []
+    with ops:
         m.call(**places.words)
     assert ops.calls
     return ops.calls
@@ -195,13 +168,6 @@ def test_planned_as_launched(case: Case, device: str) -> None:
     A call is one launch, with one more for the scales of rows, and for a v that is normalised apart.
     """
     on_host, leaves = backend.DEVICE == "cpu", "learned" in case
-
-    def run(m: Made) -> list[Tensor | None]:
-        if not leaves:
-            return [*flat(m.call(**places_of(m).words))]
-        own, results = m.leaves_of(), outputs(m)
-        return [*results, *gradients(results, m, own)]
-
     m = Made(case, device, leaves=leaves)
     like = Made({**case, "more": "none"} if case["more"] == "check" else case, "meta", leaves=leaves)
     sms = 132 if device == "cpu" and not on_host else 0
@@ -221,7 +187,7 @@ def test_planned_as_launched(case: Case, device: str) -> None:
             assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
     names = {spec.name for spec in specs}
     assert leaves or 1 <= len(specs) <= 1 + (case["convert"] in OF_ROWS) + (case["norm"] == "v_norm")
-    if leaves and wanted(case) == "g":  # outside of planning a gradient of the gate alone launches that of zeros too
+    if leaves and m.wanted == "g":  # outside of planning a gradient of the gate alone launches that of zeros too
         return
     if on_host:
         launches = backend.launched - count
@@ -231,38 +197,30 @@ def test_planned_as_launched(case: Case, device: str) -> None:
         assert {*needed[len(known) :]} <= {*specs} <= {*needed}
 
 
-def refused() -> Iterator[Any]:
-    """For each row a case for each of its values, in which no other row holds."""
-    for number, (rule, text) in enumerate(REFUSED):
+def plainest(rules: list[tuple[dict[str, Any], str]]) -> Iterator[Any]:
+    """For each rule a case for each of its values, otherwise as plain as the others allow, and its words."""
+    for number, (rule, text) in enumerate(rules):
+        table = Table(AXES, [*UNSAID, *[other for other, _ in REFUSED if other is not rule]])
         every = [{axis: x[n % len(x)] for axis, x in rule.items()} for n in range(max(map(len, rule.values())))]
-        cases = [case for values in every if (case := plainest(values, but_for=number))]
-        assert cases, f"other rows hold wherever {rule} does"
-        yield from [pytest.param(case, text, id=f"{number}-{ident(case)}") for case in cases]
+        learned = [{x: values.pop(x) for x in ("learned",) if x in values} for values in every]
+        found = [(table.case(values, lambda numbers, _: numbers), more) for values, more in zip(every, learned)]
+        assert any(case for case, _ in found), f"other rows hold wherever {rule} does"
+        yield from [pytest.param(case | more, text, id=f"{number}-{ident(case)}") for case, more in found if case]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("case", "text"), [*refused()])
+@pytest.mark.parametrize(("case", "text"), [*plainest(REFUSED)])
 def test_a_refusal_is_by_name_and_writes_nothing(case: Case, text: str, device: str) -> None:
     m = Made(case, device)
     places = places_of(m)
-    before = [x.clone() for x in (*m.tensors.values(), *places.tensors())]
+    before = [x.clone() for x in (*m.tensors.values(), *places.tensors)]
     with pytest.raises(InvalidInput, match=text) as error:
         m.call(**places.words)
-    assert str(error.value).startswith(function_of(case).__name__ + ": ")
-    assert all(same(x, y) for x, y in zip((*m.tensors.values(), *places.tensors()), before))
+    assert str(error.value).startswith(FUNCTIONS[case["source"]] + ": ")
+    assert all(same(x, y) for x, y in zip((*m.tensors.values(), *places.tensors), before))
 
 
-def without_gradient() -> Iterator[Any]:
-    for rule, text in WITHOUT_GRADIENT:
-        rule = in_tuples(rule)
-        for n in range(max(map(len, rule.values()))):
-            values = {axis: x[n % len(x)] for axis, x in rule.items()}
-            learned = {"learned": values.pop("learned", "fixed")}
-            if case := plainest(values):
-                yield pytest.param({**case, **learned}, text, id=ident(case))
-
-
-@pytest.mark.parametrize(("case", "text"), [*without_gradient()])
+@pytest.mark.parametrize(("case", "text"), [*plainest(WITHOUT_GRADIENT)])
 def test_a_call_without_a_gradient_is_refused(case: Case, text: str) -> None:
     m = Made(case, "cpu", leaves=True)
     places = places_of(m)
@@ -290,8 +248,7 @@ ALIKE = [
     for case in CALLS
     if case["source"] != "two"  # two tables are not one
     and (case["source"], case["convert"]) != ("latent", "of_v")  # its v is not like k
-    and not is_idle(case)
-    and not (case["out"] in CACHES and is_idle({**case, "convert": "none"}))  # without its cache it does nothing
+    and not fits({**case, "convert": "none"} if case["out"] in CACHES else case, IDLE)  # a cache alone
     and (case["norm"] == "none" or case["strides"] != "apart")  # torch adds the squares in another order
 ]
 
@@ -310,24 +267,43 @@ ALIKE = [
 )
 def test_the_bits_are_those_of_separate_heads(device: str, case: Case) -> None:
     """Of `prepare_qkv` of contiguous q, k and v in fresh tensors, in another launch."""
-    m, like, letters = Made(case, device), Made(case, device), outputs_of(case).removesuffix("g")
+    m, like = Made(case, device), Made(case, device)
     places, twin = places_of(m), places_of(like)
     jitrope.configure(launch="token_linear")
     got = m.call(**places.words)
     jitrope.configure(launch="grid_2d")
-    want = like.call_separately(**({} if is_fresh_twin(case) else twin.words))
-    pairs = [(whole(got[x], m, x), want[x]) for x in letters]
-    if m.cu and (m.are_counted() or in_place(case)):  # spare tokens are zeros, or stay
+    # Fresh results have the numbers of a cache without scales, and without a norm of its v, before they are converted.
+    cached = case["out"] in CACHES
+    fresh = case["out"] not in (*BLOCKS, "fp8_slots", "fp8_pages") and case["norm"] != "of_v"
+    words = {name: x for name, x in like.words().items() if name not in ("heads", "order", "copy_v", "bias")}
+    if case["source"] == "latent":
+        words.update(zip(("rotary_offset", "rotary_dim"), like.part))
+    if fresh and cached and words.pop("quantize", None):
+        words.update({"hadamard": True} if case["transform"] == "head" else {})
+    # Positions that follow from lengths, where nothing else does, are ids; spare tokens have results then.
+    of_sequences = case["convert"] in (*OF_ROWS, "of_rows", "tiles") or case["more"] == "unrotated"
+    counted = case["positions"] in ("starts", "cp", *PACKED) and not of_sequences
+    if counted:
+        ids = oracle.rows_of(like.tokens, device, like.turn)[0][0].to(like.ints)
+        words["positions"] = ids[0] if like.layout == "thd" else ids
+        words.update({} if like.layout == "bshd" else {"layout": like.layout})
+    letters = [x for x in like.letters if x != "v" or case["out"] != "of_k"]
+    heads = [oracle.heads(torch.cat(like.read(x), 1).to(like.dtype), like.layout).contiguous() for x in letters]
+    words |= {} if fresh else twin.words
+    want = dict(zip("qkv", jitrope.prepare_qkv(*[*heads, None, None][:3], **words)))
+    pairs = [(whole(got[x], m, x), want[x]) for x in m.outputs.removesuffix("g")]
+    if m.cu and (counted or m.in_place):  # spare tokens are zeros, or stay
         pairs = [([x[: m.ends[-1]] for x in flat(y)], [x[: m.ends[-1]] for x in flat(z)]) for y, z in pairs]
     if isinstance(places, Caches):
         for x in (places, twin):
             x.named = {slot: token for slot, token in x.named.items() if token < m.ends[-1] or not m.cu}
-        if is_fresh_twin(case):
-            fresh = {x: oracle.heads(want[x], m.layout) for x in places.letters}
+        if fresh:
             pairs = pairs if case["convert"] == "none" else []
-            pairs += [(places.stored(places.caches[x]), places.of_tokens(y)) for x, y in fresh.items()]
+            for letter in places.letters:
+                stored = oracle.heads(want[letter], m.layout).flatten(0, 1)[[*places.named.values()]]
+                pairs.append((places.stored(places.caches[letter]), stored))
         else:
-            pairs += [(places.stored(x), twin.stored(y)) for x, y in zip(places.tensors(), twin.tensors())]
+            pairs += [(places.stored(x), twin.stored(y)) for x, y in zip(places.tensors, twin.tensors)]
     for x, y in pairs:
         assert [z.shape for z in flat(x)] == [z.shape for z in flat(y)]
         assert all(same(*both) for both in zip(flat(x), flat(y)))
@@ -353,5 +329,5 @@ def test_the_bits_are_those_of_a_cpu(case: Case) -> None:
         places = places_of(m)
         with backend.plain() if device == backend.DEVICE and not found else contextlib.nullcontext():
             got = m.call(**places.words)
-        found.append([x.cpu() for x in (*flat(got), *places.tensors())])
+        found.append([x.cpu() for x in (*flat(got), *places.tensors)])
     assert all(map(same, *found))

@@ -21,7 +21,7 @@ from jitrope.plan import arguments
 from jitrope.plan.spec import RopeSpec
 from jitrope.thd.spec import CorrectionSpec, RowsSpec, SegmentsSpec, rows_spec
 
-from ..calls import MODELS, named, named_calls
+from ..calls import MODELS, named
 from ..results import planned
 
 (SPEC,) = planned(named("rope 32+8 128"), tokens=4096)
@@ -313,7 +313,7 @@ def test_known_architectures_are_not() -> None:
 
 
 def test_names_are_short_and_different() -> None:
-    names = [spec.name for call in named_calls(MODELS) for spec in planned(call, tokens=4096)]
+    names = [spec.name for call in map(named, MODELS) for spec in planned(call, tokens=4096)]
     assert all(len(name) < 120 for name in names)
     assert "rope_bf16_d128_halves_forward_token_linear" in names
 

@@ -31,7 +31,7 @@ from ..fresh import python
 from ..host import backend
 from ..host.backend import DEVICE
 from ..results import check_gradients, flat, gradients, outputs, places_of, same
-from ..sweep import Made, function_of
+from ..sweep import Made
 
 pytestmark = pytest.mark.gpu
 
@@ -263,8 +263,7 @@ def test_blocks_that_walk_over_tokens_sum_all_gradients(
     found = []
     for _ in range(2):
         m = Made(case, DEVICE, leaves=True, tokens=tokens)
-        leaves = m.leaves_of()
-        found.append(gradients(outputs(m), m, leaves))
+        found.append(gradients(outputs(m), m))
     check_gradients(Made(case, "cpu", leaves=True, tokens=tokens), found[0])
     assert all(x is y or same(x, y) for x, y in zip(*found))
 
@@ -297,7 +296,7 @@ def test_a_known_call_notices_what_changes(words: str) -> None:
     m = Made(named(words), DEVICE)
     q, k, seen = m.tensors["q"], m.tensors["k"], []
     given = {**m.words(), **places_of(m).words}
-    call = lambda q: function_of(m.case)(q, k.clone(), *[None] * ("rms" in words), **given)[0]  # noqa: E731
+    call = lambda q: m.function(q, k.clone(), *[None] * ("rms" in words), **given)[0]  # noqa: E731
     want = call(q.clone())
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
         with mode():
@@ -485,16 +484,16 @@ def test_a_graph_reads_its_inputs_anew(words: str) -> None:
     m = Made(case, DEVICE)
     places = places_of(m)
     given = {**m.words(), **places.words}
-    function_of(case)(*m.arguments(), **given)
+    m.function(*m.arguments(), **given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = function_of(case)(*m.arguments(), **given)
-    held = (*m.tensors.values(), *places.tensors())
+        got = m.function(*m.arguments(), **given)
+    held = (*m.tensors.values(), *places.tensors)
     for seed in (11, 12):
         other = Made(case, DEVICE, seed)
-        given_anew = [x.view(torch.uint8) for x in (*other.tensors.values(), *places_of(other).tensors())]
+        given_anew = [x.view(torch.uint8) for x in (*other.tensors.values(), *places_of(other).tensors)]
         results = []
-        for call in (lambda: graph.replay() or got, lambda: function_of(case)(*m.arguments(), **given)):
+        for call in (lambda: graph.replay() or got, lambda: m.function(*m.arguments(), **given)):
             for x, y in zip(held, given_anew):
                 x.view(torch.uint8).copy_(y)
             results.append([x.clone() for x in (*flat(call()), *held)])

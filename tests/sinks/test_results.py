@@ -171,7 +171,7 @@ def test_one_buffer_for_one_all_to_all(name: str, device: str) -> None:
     """q, k and v of a rank side by side in a buffer of the caller, or fresh; nothing else of it is written."""
     counts, layout, words = RANKED[name]
     heads = noise(device, torch.bfloat16, *[(1 if layout == "thd" else B, S, n, D) for n in counts])
-    given = *[oracle.unheads(x, layout) for x in heads], *turn(device, S, D // 2)
+    given = *[oracle.heads(x, layout) for x in heads], *turn(device, S, D // 2)
     packed = Packed(torch.tensor([0, 2, 5], dtype=torch.int32, device=device))
     words = {**words, **({"positions": packed} if layout == "thd" else {"layout": layout})}
     want, axis = jitrope.prepare_qkv(*given, **words), layout.index("h")

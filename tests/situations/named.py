@@ -1,4 +1,4 @@
-"""Calls of the table by name, one for each function and kind of place, and what is compared in a situation of torch."""
+"""The named calls of the table on a device, and what is compared in a situation of torch."""
 
 from __future__ import annotations
 
@@ -17,43 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 import jitrope
 from jitrope import InvalidInput
 
-from .. import oracle
-from ..calls import DYNAMIC, PLAIN, STREAMS, Case
+from ..calls import DYNAMIC, NAMED, STREAMS
 from ..host.backend import DEVICE
-from ..results import Caches, check_heads, lies_in, near, places_of
-from ..sweep import NORM_WORDS, Made, function_of, outputs_of
+from ..results import Caches, check_heads, near, places_of
+from ..sweep import FUNCTIONS, NORM_WORDS, Made
 
 TABLES = ("cos", "sin", "freqs_cis")
 Args = dict[str, Tensor]
 Run = Callable[[Args], tuple[Tensor, ...]]
-
-# A name with "_" at its end writes q in place.
-NAMED: dict[str, Case] = {
-    "rope": {"source": "rope"},
-    "rope_": {"source": "rope", "out": "inplace"},
-    "rope_into": {"source": "rope", "out": "given"},
-    "fused": {"source": "grouped"},
-    "fused_": {"source": "grouped", "out": "inplace"},
-    "fused_norm": {"source": "grouped", "norm": "rms"},
-    "fused_norm_": {"source": "grouped", "norm": "rms", "out": "inplace"},
-    "norm": {"source": "no_v", "norm": "rms"},
-    "norm_": {"source": "no_v", "norm": "rms", "out": "inplace"},
-    "norm_into": {"norm": "rms", "out": "given"},
-    "across": {"source": "no_v", "norm": "across"},
-    "fp8": {"source": "no_v", "convert": "e4m3"},
-    "norm_fp8": {"source": "no_v", "norm": "rms", "convert": "e4m3"},
-    "norm_scaled": {"source": "no_v", "norm": "rms", "convert": "heads", "transform": "head"},
-    "cache": {"out": "slots"},
-    "cache_": {"out": "slots"},
-    "cache_own_k": {"out": "own", "convert": "e4m3"},  # k itself is rotated too
-    "norm_cache": {"norm": "rms", "out": "slots"},
-    "norm_cache_": {"norm": "rms", "out": "slots"},
-    "v_norm_cache": {"norm": "v_norm", "out": "slots"},
-    "pages": {"out": "pages"},
-    "streams": {"source": "streams", "norm": "rms"},
-    "latent": {"source": "latent", "part": "last"},
-}
-NAMED = {name: {**PLAIN, "dtype": "fp32", **case} for name, case in NAMED.items()}
 
 
 def of(names: Any = tuple(NAMED), cpu: bool = True, gpu: Any = pytest.mark.gpu) -> Any:
@@ -91,7 +62,7 @@ class Call:
         if self.cached:
             given = self.words["cache"].tensors
             self.args |= {"slots" if x == "slot_mapping" else x: given[x] for x in given}
-        self.outs = [f"{x}_out" for x in getattr(self.places, "given", "")]
+        self.outs = [f"{x}_out" for x in self.places.given]
         self.args |= dict(zip(self.outs, self.words.get("out", ())))
         in_place = self.turned if self.case["out"] == "inplace" else ["q"] if name.endswith("_") else []
         self.scales: dict[str, Any] = {}
@@ -106,10 +77,6 @@ class Call:
         one = Call(self.name, self.device)
         one.args |= {x: change(one.args[x]) for x in names}
         return one
-
-    def check_change(self, names: Iterable[str], change: Callable[[Tensor], Any], text: str) -> None:
-        """Some tensors are changed, which is refused with these words if the call writes one of them."""
-        self.changed(names, change).check(text if {*names} & {*self.written} else "")
 
     def __call__(self, args: Args) -> tuple[Tensor, ...]:
         """The results that are tensors; a scale comes after its values."""
@@ -130,7 +97,7 @@ class Call:
             given = [given[:3], given[3:]]
         elif self.case["source"] == "no_v":
             given.append(None)
-        results = function_of(self.case)(*given, **words)
+        results = self.made.function(*given, **words)
         if isinstance(results, Tensor):
             return (results,)
         results = results[: 1 + (self.name == "cache_own_k")] if self.cached else results
@@ -149,8 +116,11 @@ class Call:
     def expected(self, args: Args) -> list[Tensor]:
         """The results in fp64 of a call that has a gradient."""
         m = self.like(args)
-        found = [m.expected(x) for x in outputs_of(self.case)]
-        return [oracle.join(found, m.order)] if self.turned == ["qkv"] == self.written else found
+        found = [m.expected(x) for x in m.outputs]
+        if self.turned == ["qkv"] == self.written:
+            q, k, v = found
+            return [torch.cat((q.unflatten(-2, (k.shape[-2], -1)), k.unsqueeze(-2), v.unsqueeze(-2)), -2).flatten(-2)]
+        return found
 
     def tried(self, args: Args, refusal: str, run: Run | None, around: Any = None, bases: Iterable[Tensor] = ()) -> Any:
         """The results, or None of a call that is refused with these words. It writes nothing but what it must."""
@@ -163,7 +133,7 @@ class Call:
             if refusal:
                 with pytest.raises(InvalidInput, match=refusal) as error:
                     (run or self)(args)
-                assert str(error.value).split(": ")[0] in (function_of(self.case).__name__, "Norm", "KVCache", "Pages")
+                assert str(error.value).split(": ")[0] in (FUNCTIONS[self.case["source"]], "Norm", "KVCache", "Pages")
                 assert "\n" not in str(error.value)
             else:
                 results = (run or self)(args)
@@ -194,13 +164,15 @@ class Call:
         like = self.like({n: x.detach().clone() for n, x in (numbers or args).items()})
         counts = {n: x._version for n, x in args.items() if not x.is_inference()} if versions else {}
         self.places.caches = {x[0]: getattr(args[x], "held", args[x]) for x in self.cached}
+        self.places.tensors = [*self.places.caches.values()]
         self.places.before = [x.detach().clone() for x in self.places.caches.values()]
         results = self.tried(args, refusal, run, around)
         self.compare({n: getattr(x, "held", x) for n, x in args.items()}, results, like, same_tensors)
+        own = [args[x].untyped_storage().data_ptr() for x in written if counts]
         for name, count in counts.items():
             if name in written and args[name].numel():
                 assert args[name]._version > count, f"the version of {name} is as it was"
-            elif not any(lies_in(args[name], args[x]) for x in written):
+            elif args[name].untyped_storage().data_ptr() not in own:
                 assert args[name]._version == count, f"{name} counts as written"
         plain = all(type(x) in (Tensor, torch.nn.Parameter) and not x.is_inference() for x in args.values())
         if fake and run is None and plain and not any(x.is_neg() or x.is_conj() for x in args.values()):
@@ -222,12 +194,12 @@ class Call:
             self.places.named = {slot: token for token, slot in slots if 0 <= slot < args["k_cache"].shape[:2].numel()}
         if self.scales:
             self.places.scales = {x: float(y) for x, y in self.scales.items()}
-        if hasattr(self.places, "given"):
+        if self.outs:
             self.places.given = {x[0]: args[x] for x in self.outs}
         if all(x.numel() for x in (*results, *[args[x] for x in self.written])):
             self.places.check(like, by_letter)
         else:
-            for x in outputs_of(self.case):
+            for x in like.outputs:
                 y, want = by_letter[x], like.expected(x)
                 if want.numel():
                     check_heads(like, y, x)
@@ -251,10 +223,6 @@ class Call:
             assert y.is_meta or y.device == x.device
         for y, name in zip(found, self.outs or self.turned):
             assert y is args[name] or name not in self.written, f"{name} itself does not come back"
-
-    def unless_in_place(self, text: str) -> str:
-        """The refusal of a call for a gradient, with this text if it would write what it rotates."""
-        return text if self.derived and self.writes_heads else self.no_gradient
 
     def check_gradient(
         self, build: Callable[[Args], Args] = dict, run: Run | None = None, *, leaves: Args | None = None,

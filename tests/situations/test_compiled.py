@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ..calls import NAMED
 from ..fresh import python
-from .named import CALLS, DERIVED, NAMED, Args, Call, of
+from .named import CALLS, DERIVED, Call, of
 
 pytestmark = [pytest.mark.slow, pytest.mark.tenth]
 ON_GPU = (pytest.mark.gpu, pytest.mark.hardware)  # to compile takes too long beside the host's stand-in
@@ -142,13 +143,9 @@ def package() -> Any:
 def test_ahead_of_time(call: Call) -> None:
     """AOTInductor: one package of all calls."""
     others = {name: Call(name, "cpu").args for name in NAMED}
-
-    def run(args: Args) -> tuple[Tensor, ...]:
-        results = package()(*[x for tensors in (others | {call.name: args}).values() for x in tensors.values()])
-        return tuple(results[[*NAMED].index(call.name)])
-
+    every = lambda args: [x for tensors in (others | {call.name: args}).values() for x in tensors.values()]  # noqa: E731
     with torch.no_grad():
-        call.check(run=run, same_tensors=False)
+        call.check(run=lambda args: tuple(package()(*every(args))[[*NAMED].index(call.name)]), same_tensors=False)
 
 
 IMPORTED = """
@@ -156,7 +153,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 with {mode}:
     import jitrope
-from tests.situations.named import NAMED, Call
+from tests.calls import NAMED
+from tests.situations.named import Call
 for name in NAMED:
     Call(name, {device!r}).check()
 """

@@ -46,7 +46,7 @@ def test_views(call: Call, kind: str) -> None:
     call.check_gradient(
         lambda made: made | {x: view(made[f"base of {x}"], *call.args[x].shape) for x in call.turned},
         leaves=leaves,
-        refusal=call.unless_in_place(VIEW) if kind in ("unbind", "chunk", "split") else None,
+        refusal=call.no_gradient or VIEW * call.writes_heads if kind in ("unbind", "chunk", "split") else None,
     )
     call.args |= {x: view(bases[f"base of {x}"], *call.args[x].shape) for x in call.turned}
     call.check()
@@ -65,7 +65,7 @@ def test_q_and_k_of_one_projection(call: Call, kind: str) -> None:
     call.check_gradient(
         lambda made: made | dict(zip("qk", ONE_PROJECTION[kind](made["base"], 4))),
         leaves={"base": both} | {x: call.args[x] for x in (*call.copied, *call.weights)},
-        refusal=call.unless_in_place(VIEW) if kind == "split" else None,
+        refusal=call.no_gradient or VIEW * call.writes_heads if kind == "split" else None,
     )
     call.args |= dict(zip("qk", ONE_PROJECTION[kind](both, 4)))
     call.check()
@@ -88,7 +88,7 @@ def test_heads_that_cannot_be_written(call: Call, kind: str) -> None:
     text, change = HEADS[kind]
     call.check_gradient(
         begin=lambda leaves: {n: change(x) if n in call.turned else x for n, x in leaves.items()},
-        refusal=call.unless_in_place(text),
+        refusal=call.no_gradient or text * call.writes_heads,
     )
 
 
@@ -113,7 +113,7 @@ def test_one_tensor_has_a_gradient(call: Call) -> None:
 def test_tables_with_a_gradient(call: Call) -> None:
     """They get one where the call has gradients and writes nothing."""
     tables = {x: call.args[x] for x in ("cos", "sin")}
-    call.check_gradient(begin=dict, leaves=tables, refusal=call.unless_in_place(NO_GRADIENT))
+    call.check_gradient(begin=dict, leaves=tables, refusal=call.no_gradient or NO_GRADIENT * call.writes_heads)
 
 
 # Words of `Call.check_gradient`: gradients of a sum, as complex numbers hand them back, and of other strides.

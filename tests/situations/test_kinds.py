@@ -46,13 +46,12 @@ class Held(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor) -> Any:
-        return Tensor._make_wrapper_subclass(
+        own = Tensor._make_wrapper_subclass(
             cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype,
             device=held.device, requires_grad=held.requires_grad,
         )  # fmt: skip
-
-    def __init__(self, held: Tensor) -> None:
-        self.held = held
+        own.held = held
+        return own
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -99,7 +98,7 @@ def test_inference_tensors(call: Call) -> None:
     """Made in inference mode, and used outside of it: they are refused where they are written."""
     read = [x for x in call.args if x not in call.written]
     for names in (["cos", "sin"], call.weights, read, call.written, [*call.args]):
-        call.check_change(names, cloned, INFERENCE)
+        call.changed(names, cloned).check(INFERENCE if {*names} & {*call.written} else "")
     # Tables cannot be kept for the backward.
     call.changed(("cos", "sin"), cloned).check_gradient(refusal=call.no_gradient or INFERENCE)
 

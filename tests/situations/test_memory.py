@@ -10,7 +10,8 @@ from torch.nn.functional import pad
 
 import jitrope
 
-from .named import CACHED, FP8S, NAMED, NO_PAGES, NORMED, ONE_TABLE, SEVERAL, SLOTS, Args, Call, of
+from ..calls import NAMED
+from .named import CACHED, FP8S, NO_PAGES, NORMED, ONE_TABLE, SEVERAL, SLOTS, Args, Call, of
 
 OVERLAPS = "its elements overlap in memory, so it cannot be written"
 SHARES = "share memory, which is written; pass tensors that do not overlap"
@@ -44,7 +45,7 @@ def test_memory_of_heads(call: Call, kind: str) -> None:
     """All that is written, or else all that is read, and each alone; the strides of the results are promised."""
     refusal, change = HEADS[kind]
     for names in ([x for x in call.heads if x in call.written] or call.heads, *zip(call.heads)):
-        call.check_change(names, change, refusal)
+        call.changed(names, change).check(refusal if {*names} & {*call.written} else "")
 
 
 turned = lambda x: x.permute(2, 3, 1, 0).contiguous().permute(3, 2, 0, 1)  # noqa: E731
@@ -116,7 +117,7 @@ def test_one_scale_twice(call: Call, kind: str) -> None:
         call.args |= {x: torch.zeros_like(call.args[x], dtype=torch.float8_e4m3fn) for x in call.cached}
         call.scales = {"k_scale": scale, "v_scale": scale}
     else:
-        call.made.scale = lambda letter: scale  # type: ignore[method-assign]
+        call.made.scales = dict.fromkeys("qkv", scale)
         call.words["quantize"] = jitrope.Quantize(scale, scale)
     call.check(fake=kind == "number")
 

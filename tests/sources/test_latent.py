@@ -58,9 +58,9 @@ def test_the_sum_over_heads_is_in_fp32(layout: str, device: str) -> None:
     """The gradient of k_pe is the exact one, rotated back and rounded once, the same in each backward."""
     made = noise("cpu", torch.bfloat16, (1, 3, 1, 48), (1, 3, 65, 56), (1, 3, 1, 16), (1, 3, 65, 48))
     grad, (cos, sin) = made.pop(), turn("cpu", 3, 8)
-    q, kv, k_pe = (oracle.unheads(x, layout).to(device) for x in made)
+    q, kv, k_pe = (oracle.heads(x, layout).to(device) for x in made)
     _, k, _ = prepare_mla_qkv(q, kv, k_pe.requires_grad_(), cos.to(device), sin.to(device), layout=layout)
-    given = oracle.unheads(grad, layout).to(device)
+    given = oracle.heads(grad, layout).to(device)
     first, second = (torch.autograd.grad(k, k_pe, given, retain_graph=True)[0] for _ in range(2))
     assert_same(first, second)
     (want, _), _ = oracle.rope(grad[..., 32:].double().sum(2, keepdim=True), None, cos, sin, inverse=True)

@@ -72,7 +72,7 @@ def test_heads_of_any_size(name: str, device: str, launch: Any) -> None:
     generator, dtype = torch.Generator().manual_seed(size), words.pop("dtype", torch.bfloat16)
     first, rotary, layout = words.get("rotary_offset", 0), words.get("rotary_dim", size), words.get("layout", "bshd")
     made = [torch.randn(batch, tokens, n, size, generator=generator).to(dtype) for n in (q_heads, k_heads) * 2]
-    q, k, *grads = (oracle.unheads(x, layout) for x in made)
+    q, k, *grads = (oracle.heads(x, layout) for x in made)
     angles = torch.rand(tokens + 2, rotary // 2, generator=generator) * 3
     table = {"freqs": angles} if words.pop("angles", False) else {"cos": angles.cos(), "sin": angles.sin()}
     exact = [x.double().requires_grad_() for x in (q, k)]
