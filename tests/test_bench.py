@@ -38,6 +38,7 @@ from examples.bench import cp, cp_step, diffusion, harness, hosts, kinds, plots,
 from jitrope.integrations import _host
 
 from . import fresh
+from .devices import slow
 from .hosts import missing, timm, triton, xdit
 from .ranks import on_ranks
 
@@ -284,6 +285,7 @@ def test_a_step_that_fails_is_named_and_the_others_are_shown(capsys) -> None:
     assert "1.500" in said.out
 
 
+@pytest.mark.slow
 def test_a_stopped_run_prints_its_finished_rows() -> None:
     """`timeout` sends SIGTERM, and again to the whole process group; rows are on stderr as soon as they are there."""
     command = [sys.executable, "-m", "examples.bench", "presets", "--no-peers", "--smoke", "--json"]
@@ -332,7 +334,9 @@ def test_bad_options_are_named(command: str) -> None:
     assert BAD[command] in done.output
 
 
-@pytest.mark.parametrize("command", [["-m", "jitrope", "bench"], ["-m", "examples.bench"], [f"{ROOT}/examples/bench"]])
+@pytest.mark.parametrize(
+    "command", [["-m", "jitrope", "bench"], slow(["-m", "examples.bench"]), slow([f"{ROOT}/examples/bench"])]
+)
 def test_ways_to_run_them(command: list[str]) -> None:
     """A checkout has all three. Without a GPU they exit with 1 and one line."""
     done = fresh.python(*command, "host", cwd=ROOT, CUDA_VISIBLE_DEVICES="")
@@ -374,6 +378,7 @@ def test_the_page_of_results_is_what_report_writes() -> None:
 
 
 @drawn
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in KEPT if PLOTS[name]])
 def test_a_plot_is_readable_at_900_pixels(name: str, tmp_path: Path) -> None:
     """At most five series, one colour for jitrope, words inside the picture; the kept file has the same size."""

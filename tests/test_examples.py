@@ -19,8 +19,8 @@ YES, NO = re.compile(r"\byes\b"), re.compile(r"\bNO\b|\d ms\b|\d x\b|\d tokens/s
 """What an example checked, and what it must not say: that a check fails and, on a CPU, times and factors."""
 MODEL = ["diffusion_pipeline.py", "--steps", "2", "--blocks", "1", "--model"]
 COMMANDS = [*([name] for name in ("quickstart.py", "layouts_and_tables.py", "packed_training.py", "serving.py"))]
-COMMANDS += [["new_kernel.py"], [*MODEL, "qwen"]]
-SLOW = [[*MODEL, "flux"], [*MODEL, "wan"], ["caching.py"]]
+COMMANDS += [["new_kernel.py"]]
+SLOW = [*([*MODEL, name] for name in ("qwen", "flux", "wan")), ["caching.py"]]
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *map(slow, SLOW)], ids=lambda command: f"{command[0]} {command[-1]}")
@@ -51,7 +51,8 @@ def test_example(command: list[str], tmp_path: Path) -> None:
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-@pytest.mark.parametrize("launcher", [[], slow(TORCHRUN)], ids=["alone", "torchrun"])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [[], TORCHRUN], ids=["alone", "torchrun"])
 def test_context_parallel(launcher: list[str]) -> None:
     """On two processes, started by itself and by torchrun; it compares with one process under both masks."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 from . import fresh
@@ -62,6 +63,7 @@ print("imported", len([name for name in sys.modules if name.startswith("tests.")
 """
 
 
+@pytest.mark.slow
 def test_every_test_is_collected_without_any_host() -> None:
     """As on a GPU machine with torch, CuPy and a bare checkout."""
     (names,) = re.findall(r"^module = \[(.*)\]\nignore_missing_imports", PROJECT, re.MULTILINE)

@@ -28,7 +28,10 @@ Run = Callable[[Args], tuple[Tensor, ...]]
 
 
 def of(names: Any = tuple(NAMED), cpu: bool = True, gpu: Any = pytest.mark.gpu) -> Any:
-    """The test is for these calls, or for those of each `kind`, on the CPU and, with these marks, on the GPU."""
+    """The test is for these calls, or for those of each `kind`, on the CPU and, with these marks, on the GPU.
+
+    A tenth of them runs for a commit.
+    """
     rows = [(x, kind) for kind, xs in names.items() for x in xs] if isinstance(names, dict) else [*zip(names)]
     places = [("cpu", "", ())] * cpu + [(DEVICE, "-cuda", gpu)] * bool(gpu)
     made = [
@@ -36,7 +39,8 @@ def of(names: Any = tuple(NAMED), cpu: bool = True, gpu: Any = pytest.mark.gpu) 
         for device, text, marks in places
         for name, *kind in rows
     ]
-    return pytest.mark.parametrize(["call", "kind"][: len(rows[0])], made, indirect=["call"])
+    chosen = pytest.mark.parametrize(["call", "kind"][: len(rows[0])], made, indirect=["call"])
+    return lambda test: pytest.mark.tenth(chosen(test))
 
 
 def times_one(leaves: Args) -> Args:

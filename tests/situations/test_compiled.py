@@ -18,7 +18,7 @@ from ..calls import NAMED
 from ..fresh import python
 from .named import CALLS, DERIVED, Call, of
 
-pytestmark = [pytest.mark.slow, pytest.mark.tenth]
+pytestmark = pytest.mark.slow
 ON_GPU = (pytest.mark.gpu, pytest.mark.hardware)  # to compile takes too long beside the host's stand-in
 INDUCTOR = ["rope", "fused", "norm", "streams", "cache"]
 eager = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)

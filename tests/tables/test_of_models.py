@@ -127,6 +127,7 @@ def check(module: Any, config: Any, layer_type: str | None) -> None:
     torch.testing.assert_close(of_pairs(module, config, layer_type, ids, len(inv_freq)), want, rtol=0, atol=2e-7)
 
 
+@pytest.mark.slow
 def test_tables_of_every_model_are_right_or_refused() -> None:
     right, refused, wrong = [], {}, {}
     for module_class, config, module in modules():

@@ -123,6 +123,7 @@ for number, (words, stdout) in enumerate(CASES):
 """
 
 
+@pytest.mark.slow
 def test_a_stdout_that_takes_no_text(jitrope: Run, tmp_path: Path) -> None:
     """It is closed, on a full disk, has another encoding than the path, or its reader ends first; no docstrings.
 

@@ -70,6 +70,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.tenth
 @pytest.mark.parametrize(("family", "backward"), RUNS)
 def test_the_kernels_of_a_model_are_those_that_it_launches(family: str, backward: bool, tmp_path: Path) -> None:
     """The enabled model itself, with weights, on the CPU; for one sequence and several, of one token and more."""
@@ -142,6 +143,7 @@ PLANNED += [("ZImage", "bf16", {"n_heads": 1, "n_kv_heads": 1, "axes_dims": [8, 
 PLANNED += [("QwenImage", "bf16", {"zero_cond_t": True})]
 
 
+@pytest.mark.tenth
 @pytest.mark.parametrize(("name", "dtype", "changes"), PLANNED, ids=str)
 def test_the_kernels_of_a_diffusion_model(name: str, dtype: str, changes: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("diffusers")
