@@ -118,81 +118,116 @@ UNSAID: list[dict[str, Any]] = [
     {"positions": PACKED, "layout": but("layout", "thd")},  # `Packed` implies it
 ]
 
-# A combination, and the words of its refusal.
+# A combination, and the sentence of its refusal; ... is any text.
+A_TABLE = "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not none"
+ACROSS = "; pass mean_squares, or normalise before"
+COSINES = "give these tokens a row of the table with cosines of 1"
+MOVED = "interleaved_out does not go with inplace, because it moves elements; leave inplace=True out"
+NO_ANGLES = "rounding='complex128' does not go with freqs or cu_seqlens; pass cos and sin, and position_ids"
+NO_SHIFTS = "shifts does not go with ...; rotate by Shifts in a call of apply_rope"
+PAIRED = "q has D=..., strides ... and offset ...; fp4 needs aligned pairs of neighbouring elements"
+SCALE_SHAPE = "k_block_scale is ...; it must be ...; a scale is for ... elements"
+TWO_TABLES = " does not go with a table for each stream; pass one table"
+UP_TO_64 = (
+    "interleaved_out does not go with inplace, because it moves elements, unless rotary_dim is a power of two up "
+    "to 64; it is ...; leave inplace=True out"
+)
+V_LIKE_K = (
+    "v is ..., k ...; quantize converts a v like k, beside neither a norm across heads nor tables for each head; "
+    "or convert v in a call as q"
+)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     # The source.
-    ({"source": ("no_v", "alone"), "norm": "v_norm"}, "v is None; it must be a tensor|v is not given"),
+    ({"source": ("no_v", "alone"), "norm": "v_norm"}, "v is None; it must be a tensor, because the norm has v_norm"),
     ({"source": "no_v", "out": CACHED_V}, "v is None; it must be a tensor"),
     ({"source": "alone", "norm": "of_k"}, "the norm has of='k', but k is not given"),
     ({"source": "alone", "out": CACHES}, "k is None; it must be a tensor"),
     ({"source": "alone", "convert": "kv_rows"}, "per='kv_head' needs a multiple of k's heads; q has 4, k 0"),
-    ({"source": "heads", "out": "of_k"}, "it must be None, because the cache has no v_cache"),
-    ({"source": "view", "norm": "v_norm"}, "copy_v=False does not go with v_norm"),
-    ({"source": "view", "convert": "of_v"}, "v_scale is given, but no output is divided by it"),
-    ({"source": "view", "out": "ulysses"}, "copy_v=False does not go with Ulysses"),
+    ({"source": "heads", "out": "of_k"}, "v is ...; it must be None, because the cache has no v_cache; or pass one"),
+    ({"source": "view", "norm": "v_norm"}, "copy_v=False does not go with v_norm; leave copy_v out"),
+    ({"source": "view", "convert": "of_v"}, "v_scale is given, but no output is divided by it; leave it out"),
+    ({"source": "view", "out": "ulysses"}, "copy_v=False does not go with Ulysses; leave copy_v out"),
     ({"source": BIASED, "norm": "of_v"}, "the norm has of='v', which does not go with bias"),
     ({"source": FUSED, "layout": "bhsd"}, "layout is 'bhsd'; it must be one of 'bshd', 'sbhd', 'thd'"),
-    ({"source": (*FUSED, "latent", *STREAMS), "table": "per_head"}, "the heads must share it"),
-    ({"source": (*FUSED, "latent", *STREAMS), "positions": "shifts"}, "shifts does not go with"),
-    ({"source": STREAMS, "norm": ("across", "means")}, "does not go with two streams"),
-    ({"source": STREAMS, "positions": ("starts", "cp")}, "does not go with two streams"),
-    ({"source": STREAMS, "norm": "of_v"}, "v_weight does not go with two streams"),
-    ({"source": STREAMS, "out": "of_k"}, "None, because the cache has no v_cache; or pass one"),
-    ({"source": "two", "table": ("angles", "scaled")}, "freqs does not go with a table for each stream"),
-    ({"source": "two", "positions": ("ids", "shared", "mrope", "mrope_turns")}, "does not go with a table for each"),
-    ({"source": "two", "more": "unrotated"}, "unrotated does not go with a table for each stream"),
+    ({"source": (*FUSED, "latent", *STREAMS), "table": "per_head"},
+     "cos is ...; it must be ...; with ... the heads must share it"),
+    ({"source": (*FUSED, "latent", *STREAMS), "positions": "shifts"}, NO_SHIFTS),
+    ({"source": STREAMS, "norm": "across"},
+     "across_heads does not go with two streams; normalise before, or join them and use prepare_qkv"),
+    ({"source": STREAMS, "norm": "means"}, "mean_squares' q does not go with two streams; leave it out"),
+    ({"source": STREAMS, "positions": "starts"},
+     "start_positions does not go with two streams; pass positions as a tensor of ids"),
+    ({"source": STREAMS, "positions": "cp"}, "cp_size does not go with two streams; leave it out"),
+    ({"source": STREAMS, "norm": "of_v"}, "v_weight does not go with two streams; leave it out"),
+    ({"source": STREAMS, "out": "of_k"}, "v is ...; it must be None, because the cache has no v_cache; or pass one"),
+    ({"source": "two", "table": ("angles", "scaled")}, "freqs" + TWO_TABLES),
+    ({"source": "two", "positions": ("ids", "shared", "mrope", "mrope_turns")}, "position..." + TWO_TABLES),
+    ({"source": "two", "more": "unrotated"}, "unrotated" + TWO_TABLES),
     # Norms.
-    ({"norm": "of_v", "out": but("out", *CACHED_V)}, "v_weight does not go with|which goes with a cache of v"),
+    ({"norm": "of_v", "out": but("out", *CACHED_V)},
+     "the norm has of='v', which goes with a cache of v; without one pass v as q to a call of its own"),
     ({"norm": "v_norm", "out": "of_k"}, "the norm has v_norm, but v is not given"),
-    ({"norm": "across", "out": CACHES}, "across_heads does not go with a cache"),
-    ({"norm": "across", "convert": DYNAMIC}, "across_heads does not go with dynamic scales"),
-    ({"norm": "across", "transform": "head"}, "across_heads does not go with hadamard"),
-    ({"norm": "across", "convert": "of_v"}, "beside neither a norm across heads nor tables for each head"),
-    ({"norm": NORMS, "positions": "shifts"}, "shifts does not go with norm"),
-    ({"norm": NORMS, "more": "inverse"}, "inverse does not go with"),
+    ({"norm": "across", "out": CACHES}, "across_heads does not go with a cache" + ACROSS),
+    ({"norm": "across", "convert": DYNAMIC}, "across_heads does not go with dynamic scales" + ACROSS),
+    ({"norm": "across", "transform": "head"}, "across_heads does not go with hadamard" + ACROSS),
+    ({"norm": "across", "convert": "of_v"}, V_LIKE_K),
+    ({"norm": NORMS, "positions": "shifts"}, NO_SHIFTS),
+    ({"norm": NORMS, "more": "inverse"}, "inverse does not go with norm; rotate back in a call without a norm"),
     # Tables and positions.
-    ({"table": "per_head", "heads": but("heads", "mha"), "source": TWO_HEADS}, "third axis is the heads, as many of q"),
-    ({"table": "per_head", "out": CACHES}, "with a cache the heads must share it"),
-    ({"table": "per_head", "convert": "of_v"}, "beside neither a norm across heads nor tables for each head"),
-    ({"table": ("angles", "scaled"), "of_table": ("half", "double")}, "freqs is .*; it must be .*, float32, on"),
-    ({"table": ("angles", "scaled"), "rounding": "complex128"}, "rounding='complex128' does not go with freqs"),
+    ({"table": "per_head", "heads": but("heads", "mha"), "source": TWO_HEADS},
+     "cos is ...; it must be ...; the third axis is the heads, as many of q and k; of (B, 1, S, W) "
+     "pass cos.squeeze(1)"),
+    ({"table": "per_head", "out": CACHES}, "cos is ...; it must be ...; with a cache the heads must share it"),
+    ({"table": "per_head", "convert": "of_v"}, V_LIKE_K),
+    ({"table": ("angles", "scaled"), "of_table": ("half", "double")},
+     "freqs is ...; it must be ...; the angles must be computed and passed in fp32"),
+    ({"table": ("angles", "scaled"), "rounding": "complex128"}, NO_ANGLES),
     ({"table": ("angles", "scaled"), "positions": "shifts"}, "freqs does not go with Shifts; pass cos and sin"),
-    ({"of_table": "double", "rounding": but("rounding", "complex128")}, "with rounding='complex128'"),
-    ({"positions": PACKED, "rounding": "complex128"}, "rounding='complex128' does not go with freqs or cu_seqlens"),
-    ({"positions": COUNTED, "more": "unrotated"}, "does not go with unrotated"),
-    ({"positions": "shifts", "transform": "head"}, "shifts does not go with"),
-    ({"positions": "shifts", "convert": CONVERTED}, "shifts does not go with"),
-    ({"positions": "shifts", "out": CACHES}, "shifts does not go with"),
+    ({"of_table": "double", "rounding": but("rounding", "complex128")},
+     "cos is float64; it must be ...; fp64 goes with rounding='complex128'"),
+    ({"positions": PACKED, "rounding": "complex128"}, NO_ANGLES),
+    ({"positions": COUNTED, "more": "unrotated"}, "... does not go with unrotated; " + COSINES),
+    ({"positions": "shifts", "transform": "head"}, NO_SHIFTS),
+    ({"positions": "shifts", "convert": CONVERTED}, NO_SHIFTS),
+    ({"positions": "shifts", "out": CACHES}, NO_SHIFTS),
     # Pairs.
-    ({"pairs": INTO, "more": "unrotated"}, "interleaved_out does not go with unrotated"),
-    ({"pairs": INTO, "out": "own"}, "interleaved_out does not go with (inplace|rotate_k)"),
-    ({"pairs": INTO, "out": "inplace", "norm": NORMS}, "interleaved_out does not go with inplace"),
-    ({"pairs": INTO, "out": "inplace", "transform": "head"}, "interleaved_out does not go with inplace"),
-    ({"pairs": INTO, "out": "inplace", "part": "whole", "size": but("size", "64")}, "a power of two up to 64"),
-    ({"pairs": INTO, "out": "inplace", "part": ("first", "last"), "size": ("256", "512")}, "up to 64; it is"),
-    ({"pairs": INTO, "table": "none"}, "interleaved_out does not go without a table|pass cos and sin"),
+    ({"pairs": INTO, "more": "unrotated"}, "interleaved_out does not go with unrotated; " + COSINES),
+    ({"pairs": INTO, "out": "own"},
+     "interleaved_out does not go with rotate_k, because it moves elements; leave rotate_k=True out"),
+    ({"pairs": INTO, "out": "inplace", "norm": NORMS}, MOVED),
+    ({"pairs": INTO, "out": "inplace", "transform": "head"}, MOVED),
+    ({"pairs": INTO, "out": "inplace", "part": "whole", "size": but("size", "64")}, UP_TO_64),
+    ({"pairs": INTO, "out": "inplace", "part": ("first", "last"), "size": ("256", "512")}, UP_TO_64),
+    ({"pairs": INTO, "table": "none"}, "interleaved_out does not go without a table; pass a table"),
     # The transform, conversions.
-    ({"transform": "head", "size": ("80", "72", "512", "6")}, "a power of two of elements up to 256; q has D="),
-    ({"size": ("80", "72", "6"), "convert": GROUPED}, "must divide D="),
-    ({"size": ("72", "6"), "convert": ("int8_16", "nvfp4")}, "must divide D="),
+    ({"transform": "head", "size": ("80", "72", "512", "6")},
+     "hadamard goes with a power of two of elements up to 256; q has D=..., so leave it out"),
+    ({"size": ("80", "72", "6"), "convert": GROUPED}, "group is ...; it must divide D=..."),
+    ({"size": ("72", "6"), "convert": ("int8_16", "nvfp4")}, "group is ...; it must divide D=..."),
     ({"size": "64", "convert": "fp4"}, "group is 128; it must divide D=64"),
-    ({"strides": ("apart", "offset"), "convert": FP4S}, "fp4 needs aligned pairs of neighbouring elements"),
-    ({"convert": CONVERTED, "out": "inplace"}, "inplace does not go with"),
+    ({"strides": ("apart", "offset"), "convert": FP4S}, PAIRED),
+    ({"convert": CONVERTED, "out": "inplace"}, "inplace does not go with quantize; leave it out"),
     ({"convert": "of_v", "out": CACHES}, "v_scale of quantize does not go with a cache; give its scales to KVCache"),
-    ({"convert": OF_ROWS, "out": CACHES}, "does not go with a cache; pass q's scales in Quantize"),
+    ({"convert": OF_ROWS, "out": CACHES}, "per=... does not go with a cache; pass q's scales in Quantize"),
     # Caches.
-    ({"out": CACHES, "more": "inverse"}, "inverse does not go with"),
-    *[({"out": blocks, "convert": other}, "quantize makes q .* they must match") for blocks, other in UNLIKE.items()],
-    ({"heads": "odd", "out": ("by_rank", "ulysses")}, "for 2 ranks it needs a multiple of 2 heads"),
-    ({"source": ("grouped", "grouped_bias"), "heads": "many", "out": ("by_rank", "ulysses")}, "a rank for each of"),
-    ({"out": "mx_blocks", "size": ("80", "72", "6")}, "k_block_scale is .*; it must be"),
-    ({"out": "nvfp4_blocks", "size": ("72", "6")}, "k_block_scale is .*; it must be|for fp4 the first must be even"),
-    ({"out": "nvfp4_blocks", "strides": ("apart", "offset")}, "fp4 needs aligned pairs of neighbouring elements"),
-    ({"out": ("inplace", "own"), "strides": "expanded"}, "its elements overlap in memory, so it cannot be written"),
+    ({"out": CACHES, "more": "inverse"}, "inverse does not go with cache; leave it out"),
+    *[({"out": blocks, "convert": other}, "quantize makes q ..., but k_cache and k_block_... are ...; they must match")
+      for blocks, other in UNLIKE.items()],
+    ({"heads": "odd", "out": ("by_rank", "ulysses")}, "q is ...; for 2 ranks it needs a multiple of 2 heads"),
+    ({"source": ("grouped", "grouped_bias"), "heads": "many", "out": ("by_rank", "ulysses")},
+     "with order='grouped' and heads for each rank there must be a rank for each of the 10 groups"),
+    ({"out": "mx_blocks", "size": ("80", "72", "6")}, SCALE_SHAPE),
+    ({"out": "nvfp4_blocks", "size": "72"}, SCALE_SHAPE),
+    ({"out": "nvfp4_blocks", "size": "6"},
+     "rotary_offset is ..., rotary_dim 6; for fp4 the first must be even, and the second a multiple of 4"),
+    ({"out": "nvfp4_blocks", "strides": ("apart", "offset")}, PAIRED),
+    ({"out": ("inplace", "own"), "strides": "expanded"},
+     "q has strides ...; its elements overlap in memory, so it cannot be written; pass q.contiguous(), or leave "
+     "inplace=True out"),
     # Nothing to do.
-    ({**IDLE, "source": ROPES}, "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not none"),
-    ({**IDLE, "source": ("heads", "no_v", "alone"), "out": ("fresh", "inplace")}, "pass cos and sin"),
-    ({**IDLE, "source": ("qkv", "view", "grouped", "gated"), "out": "inplace"}, "pass cos and sin"),
+    ({**IDLE, "source": ROPES}, A_TABLE),
+    ({**IDLE, "source": ("heads", "no_v", "alone"), "out": ("fresh", "inplace")}, A_TABLE),
+    ({**IDLE, "source": ("qkv", "view", "grouped", "gated"), "out": "inplace"}, A_TABLE),
 ]  # fmt: skip
 
 # Calls with a gradient. learned: the table requires one too; wanted: the results that get one.

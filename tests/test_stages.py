@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import cProfile
 import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -214,9 +215,9 @@ def test_a_refusal_is_by_name_and_writes_nothing(case: Case, text: str, device: 
     m = Made(case, device)
     places = places_of(m)
     before = [x.clone() for x in (*m.tensors.values(), *places.tensors)]
-    with pytest.raises(InvalidInput, match=text) as error:
+    sentence = ".*".join(map(re.escape, f"{FUNCTIONS[case['source']]}: {text}".split("...")))
+    with pytest.raises(InvalidInput, match=f"^{sentence}$"):
         m.call(**places.words)
-    assert str(error.value).startswith(FUNCTIONS[case["source"]] + ": ")
     assert all(same(x, y) for x, y in zip((*m.tensors.values(), *places.tensors), before))
 
 
