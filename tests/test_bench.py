@@ -139,6 +139,7 @@ BY = {  # labels that a command has, among others
 
 
 @pytest.mark.slow
+@pytest.mark.tenth
 @pytest.mark.parametrize("command", BY)
 def test_a_smoke_run(command: str) -> None:
     for name, library in (("diffusion", "diffusers"), ("hosts", "transformers")):
@@ -165,6 +166,7 @@ def test_a_smoke_run(command: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.tenth
 @pytest.mark.parametrize("name", hosts.HOSTS)
 def test_a_step_of_hosts(name: str, tmp_path: Path) -> None:
     """Each model, stock and then with jitrope, eager and compiled: calls are taken, and nothing stays replaced."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 from functools import cache
@@ -23,7 +24,9 @@ from .machine_code import ARCHS, DIVISION, bounds, disassemble, opcode, tool
 from .results import planned
 
 TOKENS = 4096  # on which no kernel depends
-SWEPT = ("sm_90", "sm_120")  # get every kernel; the other architectures get those of models
+EVERY = [*CALLS, *GRADIENTS, *map(named, WIDE)]
+PARTS = [(arch, "models", slice(None)) for arch in ARCHS]
+PARTS += [(arch, "largest", slice(half, None, 2)) for arch in ("sm_90", "sm_120") for half in range(2)]
 
 
 @cache
@@ -38,13 +41,14 @@ def compiled(spec: RopeSpec, arch: str) -> tuple[bytes, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("half", range(2))  # for two processes
-@pytest.mark.parametrize("arch", ARCHS)
-def test_prewarm_specs_compile_without_spills_and_move_16_bytes_an_access(arch: str, half: int, tmp_path: Path) -> None:
-    every = prewarmed(MODELS + LARGEST if arch in SWEPT else MODELS)
-    in_whole_accesses = {s for s in every if s.dtype == "bf16" and s.vec == 8 and s.q_out == s.kv_out == "bf16"}
-    assert len(in_whole_accesses) > len(every) / 2
-    specs = [*every][half::2]
+@pytest.mark.parametrize(("arch", "of", "part"), PARTS)
+def test_prewarm_specs_compile_without_spills_and_move_16_bytes_an_access(
+    arch: str, of: str, part: slice, tmp_path: Path
+) -> None:
+    every = prewarmed(MODELS if of == "models" else LARGEST)
+    specs = [*every][part]
+    in_whole_accesses = {s for s in specs if s.dtype == "bf16" and s.vec == 8 and s.q_out == s.kv_out == "bf16"}
+    assert len(in_whole_accesses) > len(specs) / 3
     code = {spec: compiled(spec, arch) for spec in specs}
     for spec, (cubin, _) in code.items():
         assert cubin.startswith(b"\x7fELF"), spec.name
@@ -89,13 +93,12 @@ def test_prewarm_specs_compile_without_spills_and_move_16_bytes_an_access(arch: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_75", *ARCHS])
-def test_every_call_of_the_table_compiles(arch: str) -> None:
+@pytest.mark.tenth
+@pytest.mark.parametrize(("arch", "number"), zip(itertools.cycle(["sm_75", *ARCHS]), range(len(EVERY))))
+def test_every_call_of_the_table_compiles(arch: str, number: int) -> None:
     """For the architectures in turn, and for the oldest one."""
-    number = ["sm_75", *ARCHS].index(arch)
-    for case in [*CALLS, *GRADIENTS, *map(named, WIDE)][number :: len(ARCHS) + 1]:
-        for spec in planned(case):
-            assert compiler.compile_source(render(spec), arch)[0].startswith(b"\x7fELF")
+    for spec in planned(EVERY[number]):
+        assert compiler.compile_source(render(spec), arch)[0].startswith(b"\x7fELF")
 
 
 @pytest.mark.parametrize("which", ["q", "cos", "ids", ""])
