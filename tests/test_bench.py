@@ -38,7 +38,6 @@ from examples.bench import cp, cp_step, diffusion, harness, hosts, kinds, plots,
 from jitrope.integrations import _host
 
 from . import fresh
-from .devices import slow
 from .hosts import missing, timm, triton, xdit
 from .ranks import on_ranks
 
@@ -336,9 +335,8 @@ def test_bad_options_are_named(command: str) -> None:
     assert BAD[command] in done.output
 
 
-@pytest.mark.parametrize(
-    "command", [["-m", "jitrope", "bench"], slow(["-m", "examples.bench"]), slow([f"{ROOT}/examples/bench"])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [["-m", "jitrope", "bench"], ["-m", "examples.bench"], [f"{ROOT}/examples/bench"]])
 def test_ways_to_run_them(command: list[str]) -> None:
     """A checkout has all three. Without a GPU they exit with 1 and one line."""
     done = fresh.python(*command, "host", cwd=ROOT, CUDA_VISIBLE_DEVICES="")

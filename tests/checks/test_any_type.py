@@ -291,6 +291,7 @@ def by_value(valid: Any, value: Any) -> Any:
     return type(valid)(value) if type(valid)(value) == value or type(valid) is float else None
 
 
+@pytest.mark.tenth
 @pytest.mark.parametrize(("name", "label"), [(name, label) for name, call in CALLS.items() for label in call.keywords])
 def test_every_kind_of_argument_is_right_or_refused(
     name: str, label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
