@@ -173,14 +173,12 @@ def normed(x: Tensor, weight: Any, bias: Any, o: dict[str, Any]) -> Tensor:
 
 
 def rope(q: Any, k: Any, cos: Any = None, sin: Any = None, *, norm: bool = False, **o: Any) -> Result:
-    """norm: q and k are normalised too, before the rotation or after it. Spare tokens are zeros."""
+    """norm: q and k are normalised too, before the rotation or after it."""
     o, layout, found = {**o, "cos": cos, "sin": sin}, o.get("layout", "bshd"), []
     for letter, x in zip("qk", (q, k)):
         if x is not None:
-            own, has_norm = (
-                [o.get(f"{letter}_{name}") for name in ("weight", "bias")],
-                norm and letter in o.get("of", "qk"),
-            )
+            own = [o.get(f"{letter}_{name}") for name in ("weight", "bias")]
+            has_norm = norm and letter in o.get("of", "qk")
             y = heads(exact(x), layout)
             y = normed(y, *own, o) if has_norm and not o.get("after_rope") else y
             y = rotated(y, o)

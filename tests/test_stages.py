@@ -91,8 +91,8 @@ def test_a_gradient_is_that_of_the_chain(case: Case, device: str) -> None:
 @pytest.mark.parametrize(
     ("dynamic", "case"),
     [
-        pytest.param(name == "dynamic", case, id=f"{name}-{ident(case)}")
-        for name, cases in (("static", CALLS[::3]), ("dynamic", CALLS[1::12]))
+        pytest.param(name == "dynamic", case, id=f"{name}-{ident(case)}", marks=marks)
+        for name, cases, marks in (("static", CALLS, ()), ("dynamic", CALLS[::6], pytest.mark.slow))
         for case in cases
     ],
 )
@@ -155,8 +155,9 @@ def test_opcheck(case: Case) -> None:
         torch.library.opcheck(op, args, kwargs, test_utils=UTILS[small:])
 
 
+@pytest.mark.slow
 @pytest.mark.tenth
-@pytest.mark.parametrize("case", GRADIENTS[::8], ids=ident)
+@pytest.mark.parametrize("case", GRADIENTS[::4], ids=ident)
 def test_compiled_for_any_size_with_its_gradient(case: Case) -> None:
     for op, args, kwargs in launched(case):
         torch.library.opcheck(op, args, kwargs, test_utils="test_aot_dispatch_dynamic")

@@ -1,6 +1,6 @@
 """The list of refusals: what was called, the argument that is wrong, and the whole sentence that the user reads.
 
-Those of words that do not go together are in `calls.REFUSED`. A refused call writes nothing, and is refused each time.
+Most of words that do not go together are in `calls.REFUSED`. A refused call writes nothing, and is refused each time.
 """
 
 from __future__ import annotations
@@ -149,6 +149,8 @@ REFUSALS[rope] = [
     ({"positions": Packed(CU), "layout": "bshd"}, "cu_seqlens goes with layout 'thd', not 'bshd'; leave layout out"),
     ({"positions": Starts(cp_size=2)}, "q is (B=2, S=6, H=4, D=8) but cos has 6 rows; it needs 12"),
     ({"positions": Starts(cp_size=2, cp_rank=2)}, "cp_rank is 2; it must be from 0 to cp_size - 1 = 1"),
+    ({"unrotated": 1, "positions": IDS},
+     "positions does not go with unrotated; give these tokens a row of the table with cosines of 1"),
     ({"unrotated": 1, "cos": COS[:4], "sin": SIN[:4]}, "q is (B=2, S=6, H=4, D=8) but cos has 4 rows; it needs 5"),
     # check=True reads positions and tables
     ({"positions": IDS + 1, "check": True, "out": (None, KC.view(2, 6, 2, 8))},
@@ -431,6 +433,8 @@ REFUSALS[tables.from_config] = [
     ({"config": {"rope_theta": 1e4}}, "config has neither head_dim nor hidden_size and num_attention_heads"),
     ({"config": {"head_dim": 8, "rope_parameters": {"rope_theta": 1e4, "factor": 2.0, "beta_fast": None}}},
      "'default' has no factor; leave out what the model ignores"),
+    ({"layer_type": "full", "config": {"head_dim": 8, "rope_parameters": {"full": {"rope_theta": 1e4, "a": 2}}}},
+     "'default' has no a; leave out what the model ignores"),
     ({"config": {**CONFIG, "swa_rope_theta": 5e4}},
      "swa_rope_theta is unknown; pass a dict without it, or use inv_freq"),
     ({"config": {**CONFIG, "pos_embed_rescale": None}}, "pos_embed_rescale has its own kind of table: positions are "

@@ -212,7 +212,8 @@ def assert_compiled(batch: Batch, group: Any = None, device: str = "cpu") -> Non
     torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=bound)
 
 
-COMPILED = {"one long, short window": 1, "groups": -1, "more ranks than tokens": -1}  # by two ranks, and by all four
+# By two ranks, and by all four.
+COMPILED = {"one long, short window": 1, "kept": 1, "groups": -1, "more ranks than tokens": -1}
 
 
 @on_ranks

@@ -6,7 +6,7 @@ from the rendered CUDA and the shim under ASan and UBSan. ASan must be loaded at
 tensor that torch allocates has redzones:
 
     TEST_DEVICE=host LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)" \\
-        ASAN_OPTIONS=detect_leaks=0:handle_sigill=2 pytest tests/test_gpu.py
+        ASAN_OPTIONS=detect_leaks=0:handle_sigill=2 pytest tests/test_stages.py
 
 runs the tests marked `gpu` this way, except those marked `hardware`. `python -m tests.host` sets all that.
 """

@@ -146,11 +146,8 @@ COMPILED = [slow(*row, "compiled") for row in PATCHES if row[0] in ("timm", "tor
 )
 def test_a_patch(request: Any, name: str, place: str, before: str, after: str, when: str) -> None:
     """It has the effect that it has without jitrope, and the report tells; without it all is fused again."""
-    x, told, (holder, _, last) = (
-        live(request, name),
-        before if when == "before enable" else after,
-        place.rpartition("."),
-    )
+    x, told = live(request, name), before if when == "before enable" else after
+    holder, _, last = place.rpartition(".")
     cls, patch = pkgutil.resolve_name(holder), pytest.MonkeyPatch()
     kind = staticmethod if isinstance(vars(cls).get(last), staticmethod) else lambda function: function
     torch.compiler.reset()

@@ -147,8 +147,11 @@ class Layer(nn.Module):
             case "torch.func":  # what waits is a constant of the function that is derived
                 return torch.func.grad(lambda x: (x * q.transpose(1, 2)).sum())(torch.ones(2, 6, 2, 8)), k
         wrap, _, rotates = self.use.partition(": ")
-        wraps = {"compile": partial(torch.compile, backend="aot_eager"), "vmap": torch.func.vmap}
-        function = wraps.get(wrap, lambda function: partial(checkpoint, function, use_reentrant=False))
+        function = {
+            "compile": partial(torch.compile, backend="aot_eager"),
+            "vmap": torch.func.vmap,
+            "checkpoint": lambda function: partial(checkpoint, function, use_reentrant=False),
+        }[wrap]
         if rotates == "rotates":  # the rotation is in what takes the tensors
             return function(lambda q, k: rope(q, k, *t))(q, k)
         # It takes tensors that are rotated before, or later, or not; and views.

@@ -53,6 +53,17 @@ def test_each_compile_is_said(cache: KernelCache, caplog) -> None:
     assert kernels.build(SPEC, "sm_90", rebuild=True).compiled
 
 
+def test_same_key_same_bytes(cache: KernelCache, tmp_path: Path) -> None:
+    """Two processes write equal files, because no time and no path is in them."""
+    code = "from jitrope.jit import kernels; from jitrope.tools.prewarm import specs_of; "
+    code += "kernels.build(specs_of([32, 8])[0], 'sm_90')"
+    fresh.python("-c", code, check=True, JITROPE_CACHE_DIR=str(tmp_path / "b"))
+    kernels.build(SPEC, "sm_90")
+    (a,), (b,) = cache.entries(), KernelCache(tmp_path / "b").entries()
+    assert a.path.name == b.path.name
+    assert all((a.path / name).read_bytes() == (b.path / name).read_bytes() for name in FILES)
+
+
 def test_another_call_finds_the_kernel_of_the_first(cache: KernelCache) -> None:
     """The entry keeps the text of the first. One that the other builds differs in that text alone."""
     other = SPEC.of("bhsd heads q k > rotate cos sin rotary_dim=128 > fresh")
@@ -234,7 +245,7 @@ def test_an_image_that_the_driver_refuses_is_rebuilt_once(place: str, cache, tmp
 
 
 def test_ranks_on_one_empty_cache_whose_entries_are_torn(cache: KernelCache) -> None:
-    """All start at once. Each gets the right bytes, and one whole entry is left, without a lock."""
+    """Each gets the right bytes, and one whole entry is left, without a lock."""
     compiler.import_cupy()  # as documented: at a fork, an import in another thread would never end
     with FORK.Pool(6) as ranks:
         found, torn = ranks.starmap_async(kernels.build, [(SPEC, "sm_90")] * 18, chunksize=1), 0

@@ -368,8 +368,9 @@ def test_compiled_in_place() -> None:
     trained = lambda q, k: rope(q * 1, k * 1)  # noqa: E731
     compiled = torch.compile(trained, fullgraph=True, backend=backend)
     assert_alike(trained, inputs, sharded=compiled, watch=nullcontext)
-    graphs = (*backend.fw_graphs, *backend.bw_graphs)
-    assert not any("c10d" in str(node.target) for graph in graphs for node in graph.graph.nodes)
+    nodes = [str(node.target) for x in (*backend.fw_graphs, *backend.bw_graphs) for node in x.graph.nodes]
+    assert any("jitrope" in node for node in nodes)
+    assert not any("c10d" in node for node in nodes)
 
 
 def test_it_is_imported_with_the_first_dtensor() -> None:

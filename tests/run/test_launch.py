@@ -1,4 +1,4 @@
-"""Launches on a GPU, or on its stand-in: large sizes, known calls, streams, graphs and threads."""
+"""Launches on a GPU, or on its stand-in: large sizes, known calls, streams and graphs."""
 
 from __future__ import annotations
 
@@ -470,7 +470,7 @@ def test_compiled_by_inductor(inplace: bool) -> None:
     torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)
 
 
-# ---- graphs, streams and threads ---------------------------------------------------------------------
+# ---- graphs and streams ------------------------------------------------------------------------------
 
 
 @pytest.mark.hardware

@@ -113,7 +113,7 @@ def check(module: Any, config: Any, layer_type: str | None) -> None:
         sines = of_pairs(module, config, layer_type, alone, len(inv_freq))[1, 0]
         for pair in sines.nonzero().flatten().tolist():
             axes[pair] = axis
-    # `Mrope` can say which axis each pair takes, with the axes in some order, unless each axis has its pairs in a row.
+    # `Mrope` can say which axis each pair takes: in some order each has its pairs in a row, or they take turns.
     runs, said = [axis for axis, _ in itertools.groupby(axes)], []
     for order in itertools.permutations(range(count)):
         said.append([order[0]] * len(axes))

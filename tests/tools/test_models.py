@@ -34,13 +34,14 @@ TWO_KV = {"num_key_value_heads": 2}
 FAMILIES = {  # (name of the classes, words of the configuration)
     "Llama": {**TWO_KV, "head_dim": 128},
     "Qwen3": {"num_key_value_heads": 8, "head_dim": 64},  # with norms before the rope
-    "GPTNeoX": {}, "StableLm": TWO_KV, "Persimmon": {},  # a part of the head
+    "GPTNeoX": {}, "StableLm": TWO_KV, "Persimmon": {}, "Phi": {},  # a part of the head
     "Cohere": TWO_KV,  # interleaved pairs
     "Olmo2": TWO_KV,  # norms across heads
     "HunYuanDenseV1": {**TWO_KV, "head_dim": 64},  # norms after the rope
     "Glm": {**TWO_KV, "head_dim": 64, "pad_token_id": 0},  # half of each table is not read
     "Falcon": {"multi_query": True},
     "DeepseekV3": {"first_k_dense_replace": 1, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64},
+    "Mixtral": {**TWO_KV, "num_local_experts": 2},
     "Llama4Text": {**TWO_KV, "head_dim": 64, "num_local_experts": 2, "intermediate_size_mlp": 64},
 }  # fmt: skip
 
