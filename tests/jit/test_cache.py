@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
+import multiprocessing
 import os
 import shutil
 import signal
@@ -135,6 +137,28 @@ def test_kill_9_at_any_step_leaves_no_half_entry(cache: KernelCache, monkeypatch
             break
         assert status == -signal.SIGKILL
     assert 3 < at < 59
+
+
+@pytest.mark.slow
+def test_readers_beside_a_writer_never_see_half_an_entry(cache: KernelCache) -> None:
+    keys, found = [replace(KEY, ingredients=str(n)) for n in range(5)], 0
+
+    def write() -> None:
+        for n in itertools.count():
+            cache.store(keys[n % 5], "t" * 10_000, b"c" * 100_000, {})
+            if n % 5 == 2:
+                cache.clear()
+
+    writer, deadline = multiprocessing.get_context("fork").Process(target=write), time.monotonic() + 1.5
+    writer.start()
+    while time.monotonic() < deadline or not found:
+        for key in keys:
+            files = cache.read(key)
+            found += files is not None
+            assert files is None or files[CUBIN] == b"c" * 100_000
+    writer.kill()
+    writer.join()
+    assert KernelCache(cache.root).verify()[1] == []
 
 
 FAULTS = ["ENOSPC", "EROFS", "EACCES", "EIO", "ESTALE", "EBUSY", "ENOENT", "EMFILE", "ENOTEMPTY", "cleared"]
