@@ -64,11 +64,14 @@ TESTS: dict[str, tuple[str, str]] = {
     "scale": ("tokens or number", ""),
     "transform": ("head", "stages/test_convert.py"),
     "convert": ("e4m3 or int8 or fp4 or mxfp8 or rows or heads or ue8m0 or of_v", ""),
-    "heads": ("plain or alone or no_v or v_norm", "stages/test_rotate.py"),
+    "heads": ("plain or alone or no_v or v_norm or gated", "stages/test_rotate.py"),
     "fused": ("qkv or grouped or gated or view", ""),
     "latent": ("latent", ""),
     "streams": ("streams or two", ""),
-    "backward": ("rms or streams or gated or latent", "sources/test_fused.py sources/test_latent.py"),
+    "backward": (
+        "rms or streams or gated or latent",
+        "sources/test_heads.py sources/test_fused.py sources/test_latent.py",
+    ),
     "operation": ("plain or ulysses or given or rows or none", "sinks/test_results.py sources/test_fused.py"),
     "source": ("v_norm or inplace", "sources/test_heads.py sources/test_fused.py"),
     "cache": ("slots or blocks or own or of_k", ""),
@@ -79,16 +82,20 @@ TESTS: dict[str, tuple[str, str]] = {
     "words": ("refus", "checks"),
     "driver": ("", "jit/test_kernels.py"),
     "entry": ("", "tools/test_bundle.py jit/test_cache.py"),
-    **dict.fromkeys(("compiler", "kernels", "recording", "render", "trust"), ("", "")),
+    "kernels": ("", "tools/test_doctor.py"),
+    **dict.fromkeys(("compiler", "recording", "render", "trust"), ("", "")),
 }
-KERNELS = {
-    **{"qk_norm_rope": "rms or layer or head or mxfp8", "qk_norm_rope_backward": "rms or layer or across"},
-    **{"rope": "plain or ids or packed", "parameters": "plain or rms or packed or full", "largest": "rows"},
-    **{"pairs": "into", **dict.fromkeys(("tracks", "ring", "block_sums"), "rms"), "row": "rms or means"},
-    **{"torch_sum": "once or twice or layer", "weights": "rms or layer", "formats": "fp4 or mxfp8 or int8 or ue8m0"},
-    **{"sequences": "packed", "angles": "angles or full or cis", "sink": "e4m3 or slots", "store": "e4m3 or rms"},
+KERNELS: dict[str, tuple[str, str]] = {
+    **{"qk_norm_rope": ("rms or layer or head or mxfp8", ""), "largest": ("rows", "stages/test_convert.py")},
+    **{"rope": ("plain or ids or packed", ""), "parameters": ("plain or rms or packed or full", "")},
+    **dict.fromkeys(("qk_norm_rope_backward", "row"), ("rms or layer or across or means", "")),
+    **dict.fromkeys(("tracks", "ring", "block_sums"), ("rms", "stages/test_norm.py")),
+    **{"torch_sum": ("once or twice or layer", "stages/test_norm.py"), "weights": ("rms or layer", "")},
+    **{"pairs": ("into", "stages/test_rotate.py"), "formats": ("fp4 or mxfp8 or int8 or ue8m0", "")},
+    **{"sequences": ("packed", ""), "angles": ("angles or full or cis", ""), "sink": ("e4m3 or slots", "")},
+    "store": ("e4m3 or rms", ""),
 }
-"""Of other templates: the part of the table that runs their lines."""
+"""Of other templates: the part of the table that runs their lines, and other tests."""
 
 
 def of_python(file: str, text: str) -> Iterator[Mutant]:
@@ -121,23 +128,26 @@ def of_cuda(file: str, text: str) -> Iterator[Mutant]:
 
 
 def commands(file: str) -> list[list[str]]:
-    """The tests of a file: of its part of the table, then its own."""
-    name = Path(file).name.partition(".")[0]
-    python = [sys.executable, "-m"]
-    pytest = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=no"]
-    if file.startswith("templates"):
-        if name.startswith(("thd", "cp", "rows", "segments", "shards")):
-            return [[*python, "tests.host", *pytest, "tests/thd/test_thd.py"]]
-        part = KERNELS.get(name) or TESTS.get(name, ("plain or rms or slots",))[0]
+    """The tests of a file: of its part of the table, then its own, as plain torch and as kernels on the CPU."""
+    folder, name = Path(file).parts[-2], Path(file).name.partition(".")[0]
+    how = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=no"]
+    torch, host = ([sys.executable, "-m", program, *how] for program in ("pytest", "tests.host"))
+    kernel, jit = folder == "templates", folder == "jit"
+    if kernel and name.startswith(("thd", "cp", "rows", "segments", "shards")):
+        return [[*host, "tests/thd/test_thd.py"]]
+    part, own = (KERNELS if kernel else {}).get(name) or TESTS.get(name, ("plain or rms or slots or head", ""))
+    if kernel:
         columns = "gradient_is" if "backward" in name or name == "block_sums" else "chain_of or gradient_is"
-        return [[*python, "tests.host", *pytest, "tests/test_stages.py", "-k", f"({columns}) and ({part})"]]
-    part, own = ("", "") if file == "jitrope/jit/cache.py" else TESTS.get(name, ("plain or rms or head", ""))
-    columns = "refus" if part == "refus" else f"(chain_of or gradient_is or refus) and ({part})"
-    of_table = [[*python, "pytest", *pytest, "-m", "", "tests/test_stages.py", "-k", f"({columns}) and not cuda"]]
-    place = Path("tests", *Path(file).parts[1:-1])
-    own_files = [place / f"test_{name}.py", *[Path("tests", x) for x in own.split()]]
-    there = [str(x) for x in own_files if (ROOT / x).exists()]
-    return [*(of_table if part else []), *([[*python, "pytest", *pytest, *there]] if there else [])]
+        of_table = [*host, "tests/test_stages.py", "-k", f"({columns}) and ({part})"]
+    else:
+        columns = "refus" if part == "refus" else f"(chain_of or gradient_is or refus) and ({part})"
+        of_table = [*torch, "-m", "", "tests/test_stages.py", "-k", f"({columns}) and not cuda"]
+    places = ("stages", "sources", "sinks") if kernel else (folder,)
+    others = [] if kernel or jit else ["checks/test_refusals.py"]
+    files = dict.fromkeys([*[f"{place}/test_{name}.py" for place in places], *own.split(), *others])
+    there = [f"tests/{file}" for file in files if (ROOT / "tests" / file).exists()]
+    ways = [host] if kernel else [torch] if jit else [torch, host]
+    return [*[of_table] * (not jit), *[[*way, *there] for way in ways if there]]
 
 
 def lives(name: str, mutant: Mutant, copies: SimpleQueue[Path]) -> bool:

@@ -62,6 +62,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_every_public_name_has_its_place(pages: dict[str, str], name: str) -> None:
     """pdoc recognised all sections and tables, and took no star or underscore for emphasis."""
     page = pages[name]
+    assert {*NAMES[name]} <= {*dir(import_module(name))}
     assert NAMES[name] or hasattr(import_module(name), "__path__")  # a package of modules has its README
     assert [missing for missing in NAMES[name] if f'id="{missing}"' not in page] == []
     assert re.findall(r"<em>.{0,60}", page) == []

@@ -291,7 +291,6 @@ def by_value(valid: Any, value: Any) -> Any:
     return type(valid)(value) if type(valid)(value) == value or type(valid) is float else None
 
 
-@pytest.mark.tenth
 @pytest.mark.parametrize(("name", "label"), [(name, label) for name, call in CALLS.items() for label in call.keywords])
 def test_every_kind_of_argument_is_right_or_refused(
     name: str, label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -336,7 +335,7 @@ def test_every_kind_of_argument_is_right_or_refused(
             right = kind in ("None", "expanded", *taken)
         if not right:
             wrong.append(f"{kind}: it was taken")
-        assert result(valid) == want, f"after {kind} the valid call is another"
+    assert result(valid) == want, "afterwards the valid call is another"
     assert not wrong, "\n".join(wrong)
 
 

@@ -127,6 +127,9 @@ REFUSALS[rope] = [
     ({"cos": COS.repeat(1, 2), "sin": SIN.repeat(1, 2), "interleaved_out": True},
      "cos is a tensor of shape (6, 8), float32, on cpu; it must be (P, 4) or (1|2, P, 4) or (1|2, P, 1, 4), float32 or "
      "float16 or bfloat16, on cpu like q (B=2, S=6, H=4, D=8); interleaved_out goes with half-width tables"),
+    ({"cos": COS[:, :3], "sin": SIN[:, :3], "interleaved_out": True},
+     "cos is a tensor of shape (6, 3), float32, on cpu; it must be (P, 4) or (1|2, P, 4) or (1|2, P, 1, 4), float32 or "
+     "float16 or bfloat16, on cpu like q (B=2, S=6, H=4, D=8); pass rotary_dim for a partial rotation"),
     ({"cos_sin_cache": COS.repeat(1, 2), "rotary_dim": 6, **NONE}, "cos_sin_cache is a tensor of shape (6, 8), "
      f"float32, on cpu; it must be (P, 6), {FLOATS}, on cpu like q {SIZES}; pass rotary_dim for a partial rotation"),
     ({"cos_sin_cache": COS[:, :3], **NONE}, "cos_sin_cache is 3 wide; it must be (P, W) with W = rotary_dim (even)"),

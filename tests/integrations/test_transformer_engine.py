@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import jitrope
 from jitrope.integrations import transformer_engine
 
 from .. import hosts
@@ -107,6 +108,21 @@ def test_te_fused_qkv(te: Any, device: str, tensor_format: str, cp: int, interle
         loss = sum((x * torch.arange(16, device=device)).sum() * n for n, x in enumerate(results, 1))
         grads.append(torch.autograd.grad(loss, qkv))
     torch.testing.assert_close([*ours, *grads[0]], [*theirs, *grads[1]])
+
+
+@pytest.mark.parametrize("tables", ["one", "two"])
+def test_the_parts_of_a_projection_are_turned_by_their_own_tables(tables: str) -> None:
+    """Without TransformerEngine too."""
+    qkv, rope = torch.rand(6, 2, 3, 96), transformer_engine.apply_rotary_pos_emb
+    q_freqs, other = freqs_of(6, 16, False), freqs_of(6, 16, False, base=1e4)
+    k_freqs = q_freqs if tables == "one" else other
+    found = transformer_engine.apply_fused_qkv_rotary_pos_emb(qkv, q_freqs, k_freqs, [64, 16, 16])
+    q, k, v = qkv.split([64, 16, 16], -1)
+    assert torch.equal(found[0], rope(q.reshape(6, 2, 12, 16), q_freqs))
+    assert torch.equal(found[1], rope(k, k_freqs))
+    assert torch.equal(found[2], v)
+    with pytest.raises(jitrope.InvalidInput, match=r"^qkv_split_arg_list \[64, 16, 8\] does not split groups of 96$"):
+        transformer_engine.apply_fused_qkv_rotary_pos_emb(qkv, q_freqs, k_freqs, [64, 16, 8])
 
 
 # ---- attention -----------------------------------------------------------------------------------------

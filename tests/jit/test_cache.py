@@ -45,6 +45,8 @@ def test_round_trip(cache: KernelCache, mask: int) -> None:
     (found,) = cache.entries()
     assert (found.path, found.name, found.arch, found.spec) == (path.parent, "rope_x", "sm_90", {"a": 1})
     assert found.size == sum(file.stat().st_size for file in path.parent.iterdir())
+    assert KernelCache(cache.root / "of" / "folders").store(KEY, "text", DATA, {"a": 1})  # that are not yet there
+    shutil.rmtree(cache.root / "of")
     (cache.root.parent / "link").symlink_to(cache.root)  # ~/.cache may be a link to another disk
     assert KernelCache(cache.root.parent / "link").find(KEY) == DATA
     assert cache.store(KEY, "text", DATA, {"a": 1})  # as if another process had been faster: its entry is kept

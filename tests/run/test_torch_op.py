@@ -142,6 +142,18 @@ def test_an_exported_call_takes_any_number_of_sequences(name: str) -> None:
     assert torch.equal(program(*arguments), call(FREQS, *arguments))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_jit_trace() -> None:
+    """A call in place is traced as a fresh one and a copy, which torch.jit keeps."""
+    q, other = torch.randn(2, 1, 6, 2, 64)
+    want = jitrope.apply_rope(other, None, freqs=FREQS)[0]
+    traced = torch.jit.trace(lambda x: jitrope.apply_rope(x, None, freqs=FREQS, inplace=True)[0], q.clone())
+    assert torch.equal(traced(other), want)
+    assert torch.equal(other, want)
+    with pytest.raises(InvalidInput, match=r"^apply_rope: torch.jit.trace loses what .* or to out; export the model$"):
+        torch.jit.trace(lambda x: jitrope.apply_rope(x, None, freqs=FREQS, out=(torch.empty_like(x), None))[0], q)
+
+
 @pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
 def test_selective_checkpointing(policy: CheckpointPolicy) -> None:
     """A user names the op, to keep its results."""

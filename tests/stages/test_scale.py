@@ -42,6 +42,14 @@ def test_a_number_is_not_compiled(device: str) -> None:
     assert torch.equal(jitrope.apply_rope(q, None, freqs=angles, q_scale=None)[0], plain)
 
 
+def test_a_rotation_with_a_scale_has_the_kernel_of_a_plain_one() -> None:
+    q, angles = torch.empty(2, 6, 4, 64, device="meta"), torch.empty(6, 32, device="meta")
+    for scale in (0.5, torch.empty(6, device="meta")):
+        with jitrope.planning() as specs:
+            jitrope.apply_rope(q, None, freqs=angles, q_scale=scale)
+        assert {spec.kind for spec in specs} == {"rope"}
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_spare_tokens_stay_zero(device: str) -> None:
     """Whatever the scales of tokens after the last sequence are."""

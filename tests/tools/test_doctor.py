@@ -55,6 +55,8 @@ def test_doctor_of_amds_gpus(jitrope: Run, monkeypatch: pytest.MonkeyPatch) -> N
     """A torch for ROCm shows them as CUDA GPUs. No NVIDIA architecture is made up for them."""
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 4))
     done = jitrope("doctor --json")
     ok, found, advice = status(done, "GPU")
     assert (done.returncode, ok, found) == (1, False, "torch is built for ROCm 6.4")
