@@ -41,7 +41,7 @@ OTHERS = {
 """The words that change, and what they become. A number becomes the next one."""
 CUDA = re.compile(r"(?<=[ (!])(?:true|false)\b|(?<= )(?:\+=|[<>]=?|[=!]=|[+-]|&&|\|\|)(?= )|(?<![\w.])\d+(?![\w.])")
 SECONDS = 600
-"""After which the tests of a mutant are stopped. It counts as one that lives."""
+"""After which the tests of a mutant are stopped. It counts as one that dies: the gate ends in the same way."""
 
 
 class Mutant(NamedTuple):
@@ -169,7 +169,7 @@ def lives(name: str, mutant: Mutant, copies: SimpleQueue[Path]) -> bool:
             if not found:
                 break
     except subprocess.TimeoutExpired:
-        pass
+        found = False
     finally:
         path.write_text(text)
         copies.put(copy)

@@ -216,6 +216,7 @@ def assert_compiled(batch: Batch, group: Any = None, device: str = "cpu") -> Non
 COMPILED = {"one long, short window": 1, "kept": 1, "groups": -1, "more ranks than tokens": -1}
 
 
+@pytest.mark.tenth
 @on_ranks
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled(name: str) -> None:

@@ -62,6 +62,15 @@ def test_a_launch_can_be_named_or_left_to_the_sizes() -> None:
     assert [spec.launch for spec in specs] == ["grid_2d"]
 
 
+def test_a_decode_step_is_planned_as_tokens() -> None:
+    q, ids = meta(4, 1, 32, 128), meta(4, 1, dtype=torch.int64)
+    with jitrope.planning() as specs:
+        rope(q, None, positions=ids)
+        first = list(specs)
+        rope(q.transpose(0, 1), None, positions=ids.transpose(0, 1))
+    assert specs == first
+
+
 def test_only_calls_on_meta_tensors_in_the_block_are_noted() -> None:
     q, cos = torch.randn(1, 5, 2, 64), torch.rand(5, 32)
     want = jitrope.apply_rope(q, None, cos, cos)[0]

@@ -25,6 +25,24 @@ def test_only_tables_and_lengths_are_kept() -> None:
     assert {*kept} == {x.data_ptr() for x in (cos, sin, ends)}
 
 
+class Nothing(torch.autograd.Function):
+    """It has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> None:
+        return None
+
+
+def test_without_a_gradient_of_the_results_there_is_none() -> None:
+    q = rand(1, 4, 2, 64).requires_grad_()
+    out = Nothing.apply(jitrope.apply_rope(q, None, freqs=rand(4, 32))[0])
+    assert torch.autograd.grad(out.sum(), q, allow_unused=True) == (None,)
+
+
 @pytest.mark.parametrize(
     "words", [{"order": "qkv_gated", "heads": (4, 2)}, {"copy_v": False, "heads": (8, 2)}], ids=str
 )

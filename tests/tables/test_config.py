@@ -65,6 +65,15 @@ def test_a_file_of_a_model_needs_transformers(monkeypatch: pytest.MonkeyPatch) -
         tables.from_config({"model_type": "gemma", **file})
 
 
+def test_what_three_axes_leave_over_is_not_rotated() -> None:
+    """MiniMax-M3's tower does not name its axes. A head of 80 rotates 78."""
+    rope = {"rope_type": "axial", "rope_theta": 1e4}
+    want = tables.inv_freq("axial", rotary_dim=78, axes=3)[0]
+    for own, axes in (({}, {"axes": 3}), ({"model_type": "minimax_m3_vl_vision"}, {})):
+        found, _ = tables.from_config({**own, "rope_parameters": {**rope, **axes}, "head_dim": 80})
+        assert torch.equal(found, want)
+
+
 def test_a_configuration_is_not_written_to() -> None:
     rope = {"rope_type": "linear", "factor": 2.0}
     config = {"rope_parameters": rope, "rope_theta": 10000.0, "head_dim": 64, "partial_rotary_factor": None}

@@ -239,6 +239,7 @@ def test_gradient_corrections() -> None:
         out = grad.clone()
         thd.grad_correction(out, step, cu, first, second)
         assert out.view(2, 6).tolist() == [want, want]
+        thd.grad_correction(out[:, :0], step[:, :0], cu[:1].repeat(2), first, second)  # of no rows
 
 
 def test_steps_of_halves_make_the_whole() -> None:

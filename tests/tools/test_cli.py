@@ -147,6 +147,15 @@ def test_a_stdout_that_takes_no_text(jitrope: Run, tmp_path: Path) -> None:
     assert (tmp_path / "again.cu").read_text() == text
 
 
+def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["jitrope", "cache", "ls", "--json"])
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit, match=r"^1$"):
+            cli.main()
+    assert capsys.readouterr().err == "error: [Errno 28] No space left on device\n"
+
+
 def test_prewarm_then_everything_is_cached(jitrope: Run, tmp_path: Path) -> None:
     """`prewarm` compiles even if calls must not. A dry run prints the same and builds nothing."""
     arguments = ("prewarm", "--heads", "32,8", "--arch", "sm_80,sm_90", "--json")
