@@ -31,6 +31,7 @@ def missing(command: str) -> None:
 
 
 INSTALL = {
+    "diffusers": "pip install -e '.[diffusers]'",
     "deepspeed": "pip install deepspeed",
     "comfy_kitchen": "pip install --no-deps comfy-kitchen==0.2.40",
     "cache_dit": "pip install --no-deps cache-dit==1.5.3",

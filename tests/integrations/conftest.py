@@ -177,6 +177,7 @@ def live(request: Any, name: str, dtype: torch.dtype = torch.float32) -> Live:
     ours = importlib.import_module(f"jitrope.integrations.{host}")
     match host:
         case "diffusers":
+            hosts.installed(host)
             zoo = importlib.import_module(f"{__package__}.diffusion_zoo")
             model, inputs = zoo.prepared("FluxTransformer2DModel", dtype=dtype)
             inputs = {key: x.to(dtype) for key, x in inputs.items()}  # the ids too
