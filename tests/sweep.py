@@ -14,6 +14,7 @@ from jitrope import DynamicQuantize, Mrope, Norm, Packed, Quantize, Shifts, Star
 
 from . import oracle
 from .calls import AXES, BIASED, CACHES, DYNAMIC, FUSED, GIVEN, INTO, PACKED, ROPES, STREAMS, Case
+from .host import backend
 
 E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -26,6 +27,8 @@ FUNCTIONS = {
     **dict.fromkeys(FUSED, "prepare_fused_qkv"), **dict.fromkeys(STREAMS, "prepare_joint_qkv"),
 }  # fmt: skip
 HEADS = {"gqa": (4, 2), "mha": (4, 4), "odd": (9, 3), "many": (70, 10)}  # else as "32+8"
+if backend.DEVICE == "cpu":
+    HEADS["many"] = (30, 10)  # more than a block has, and a kernel on the CPU takes its time for each
 B, S, SKIPPED, FIRST, V_DIM = 2, 6, 2, 2, 48
 """Rows, tokens, unrotated tokens, tokens of the first stream, elements of a head of v in latent attention."""
 NUMBER = 0.75

@@ -116,14 +116,14 @@ def test_no_text_gets_into_a_source(spec: Any, data: st.DataObject) -> None:
     assert spec_from_dict(json.loads(json.dumps(again.to_dict()))) == again
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(JSON)
 def test_whatever_a_file_has_for_a_spec_is_refused(value: Any) -> None:
     with pytest.raises(InvalidInput):
         spec_from_dict(value)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.sampled_from(SPECS), st.dictionaries(TEXTS, JSON, max_size=2), st.sets(st.integers(0, 60), max_size=2))
 def test_missing_and_unknown_fields_are_refused(spec: Any, more: dict[str, Any], without: set[int]) -> None:
     given_fields = list(spec.to_dict().items())
@@ -299,14 +299,14 @@ identity = attrgetter("source", "compiler")  # of a key
 PARTS = st.tuples(st.text(), st.lists(st.text(), max_size=3).map(tuple), st.text(), st.text())
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(PARTS, PARTS, st.text(), st.text())
 def test_keys_are_equal_only_of_equal_parts(first: Any, second: Any, name: str, other_name: str) -> None:
     assert (identity(Key(name, *first)) == identity(Key(other_name, *second))) == (first == second)
     assert identity(Key(name, *first)) == identity(Key(other_name, *first))
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(PARTS, st.integers(0, 3), st.data())
 def test_text_that_moves_from_part_to_part_is_another_key(parts: Any, at: int, data: st.DataObject) -> None:
     """ "ab" + "c" is not "a" + "bc"."""
@@ -325,7 +325,7 @@ def test_specs_share_a_key_only_if_they_share_a_text(p: RopeProblem, q: RopeProb
     assert same == (render.render(first).text == render.render(second).text)
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(
     st.sampled_from(MAPS), st.lists(st.integers(0, 1 << 20), min_size=1, max_size=2),
     st.lists(st.integers(0, 1 << 40), max_size=8), FLAG,
@@ -347,7 +347,7 @@ def test_planned_rows_are_whole_accesses(map: str, widths: list[int], others: li
 OFFSETS, RANKS, RULE = st.integers(0, 1 << 40), st.integers(1, 64), st.sampled_from(partition.RULES)
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(OFFSETS, OFFSETS, RANKS, RULE)
 def test_chunks_share_out_every_token(first: int, end: int, cp_size: int, rule: str) -> None:
     first, end = sorted((first, end))
@@ -383,7 +383,7 @@ def test_tensors_and_integers_agree(offsets: list[int], cp_size: int, rule: str,
     assert [partition.rank_of(chunk, cp_size, rule) for chunk in range(of)] == [owners[chunk] for chunk in range(of)]
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     st.integers(0, 4096), st.integers(1, 8), st.integers(1, 9), st.integers(-1, 300), st.integers(-1, 300), RULE
 )  # fmt: skip

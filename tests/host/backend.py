@@ -34,7 +34,7 @@ from jitrope.thd import ops as thd_ops
 
 from . import harness
 
-SMS = 8
+SMS = 4
 """Multiprocessors of the device: so few that small cases also choose the token-linear launch."""
 
 DEVICE = "cpu" if os.environ.get("TEST_DEVICE") == "host" else "cuda"
