@@ -181,12 +181,14 @@ def command(folder: FOLDER_OF = FOLDER) -> None:
     """Write README.md and the plots of examples/results from the JSON files there."""
     (folder / "README.md").write_text(page(folder))
     say(f"wrote {folder / 'README.md'}")
-    pictures = [
+    pictures: list[tuple[plots.Plot | None, Kept, str]] = [
         (section.plot(each.rows), each, f"{each.name}.png")
         for name, section in SECTIONS.items()
         for each in kept(folder, name)
     ]
-    for drawn, each, name in filter(None, (gain(folder), *pictures)):
+    if first := gain(folder):
+        pictures.append(first)
+    for drawn, each, name in pictures:
         if drawn is not None:
             plots.draw(drawn, f"{each.head['device']}, {each.versions}", folder / name)
             say(f"wrote {folder / name}")
