@@ -18,7 +18,6 @@ from collections import Counter, defaultdict, namedtuple
 from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
-from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -364,6 +363,7 @@ def test_what_the_command_needs(change: str, word: str) -> None:
 
 
 PLOTS = {name: results.SECTIONS[name.rpartition("_")[0]].plot(rows) for name, rows in KEPT.items()}
+PLOTS["gain_h100"] = qk_norm.gain(KEPT["qk_norm_h100"])
 drawn = pytest.mark.skipif(find_spec("matplotlib") is None, reason="plots need it: pip install -e '.[bench]'")
 HEAD = b"\x89PNG\r\n\x1a\n" + struct.pack(">I4s2I", 13, b"IHDR", 1800, 900)
 """The first bytes of a picture of 1800 by 900 pixels."""
@@ -375,11 +375,13 @@ def test_the_page_of_results_is_what_report_writes() -> None:
     assert page == results.page(RESULTS)
     assert sorted(re.findall(r"\]\((\w+)\.png\)", page)) == sorted(path.stem for path in RESULTS.glob("*.png"))
     assert set(re.findall(r"\]\((\w+)\.json\)", page)) == {*KEPT}
+    first, _, _ = page.partition("\n## ")
+    assert len(re.sub(r"^[|<].*", "", first, flags=re.MULTILINE).split()) <= 250
 
 
 @drawn
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in KEPT if PLOTS[name]])
+@pytest.mark.parametrize("name", [name for name in PLOTS if PLOTS[name]])
 def test_a_plot_is_readable_at_900_pixels(name: str, tmp_path: Path) -> None:
     """At most five series, one colour for jitrope, words inside the picture; the kept file has the same size."""
     plot: Any = PLOTS[name]
@@ -466,13 +468,37 @@ def not_measured(table: list[str]) -> list[str]:
     return wrong
 
 
+def gains() -> list[list[str]]:
+    """The cells of the table of hosts: all steps of the H100's file, beside them the H200's, and losses in bold."""
+    keys = ("host", "model", "step", "mode")
+    ours = {
+        name: {tuple(row[key] for key in keys): row for row in KEPT[f"hosts_{name}"] if row["by"] == "jitrope"}
+        for name in ("h100", "h200")
+    }
+    assert {*ours["h200"]} <= {*ours["h100"]}
+
+    def cell(key: tuple[str, ...], kind: str) -> str:
+        found = [ours[name].get(key, {}).get(kind) for name in ours]
+        texts = ["" if x is None else f"**{x:.2f}**" if round(x, 2) < 1 else f"{x:.2f}" for x in found]
+        return texts[0] + (f" ({texts[1]})" if texts[1] else "")
+
+    steps = dict.fromkeys(key[:3] for key in ours["h100"])
+    kinds = [(mode, kind) for mode in ("eager", "compiled") for kind in ("x stock", "GPU x stock")]
+    return [[step[1], *(cell((*step, mode), kind) for mode, kind in kinds)] for step in steps]
+
+
 def test_the_numbers_of_the_readme_are_in_the_results() -> None:
-    """The numbers of the first table below "## Measured", rounded as shown."""
-    _, _, measured = (ROOT / "README.md").read_text().partition("\n## Measure")
-    lines = dropwhile(lambda line: not line.startswith("|"), measured.splitlines())
-    table = list(takewhile(lambda line: line.startswith("|"), lines))
-    assert len(table) > 2
-    assert not not_measured(table)
+    """Every table with columns of numbers, rounded as shown; that of hosts has all of their steps."""
+    text = (ROOT / "README.md").read_text()
+    tables = [table.splitlines() for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE) if "--:" in table]
+    heads = [table[0] for table in tables]
+    assert ["compiled" in head for head in heads] == [True, False], heads
+    of_hosts, of_kernels = tables
+    assert not not_measured(of_kernels)
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in of_hosts[2:]]
+    want = gains()
+    assert [line[1:] for line in cells] == [line[1:] for line in want]
+    assert all(re.split(" \\(|,", model)[0] in line[0] for line, (model, *_) in zip(cells, want))
 
 
 @drawn

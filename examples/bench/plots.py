@@ -35,6 +35,7 @@ class Plot(NamedTuple):
     """Bars for each series in each group. A series begins with a name of COLOURS.
 
     unit: of the y axis. line: the label of a line at 1, where values are times over something. by: words on the groups.
+    most: the end of the y axis, if it is not 0; a bar that is longer is cut, with a gap.
     """
 
     message: str
@@ -42,6 +43,7 @@ class Plot(NamedTuple):
     groups: Mapping[str, Mapping[str, float]]
     line: str = ""
     by: str = ""
+    most: float = 0
 
 
 def colour(series: str) -> str:
@@ -87,9 +89,13 @@ def _bars(axes: Any, plot: Plot, series: list[str]) -> None:
     place = 0
     for group in plot.groups.values():
         for name, value in group.items():
-            axes.bar(place, value, 0.86, **style[name])
-            end = 1 if plot.line and 0.9 < value < 1 else value  # the line does not go through a number
-            axes.annotate(f"{value:.2f}" if value < 10 else f"{value:.1f}", (place, end), (0, 2), **above)
+            top = min(value, plot.most or value)
+            axes.bar(place, top, 0.86, **style[name])
+            if top < value:
+                gap: dict[str, Any] = {"color": CARD, "linewidth": 7, "solid_capstyle": "butt"}
+                axes.plot((place - 0.46, place + 0.46), (0.84 * top, 0.87 * top), **gap)
+            end = 1 if plot.line and 0.9 < value < 1 else top  # the line does not go through a number
+            axes.annotate(f"{value:.{2 if value < 10 else 1 if value < 1000 else 0}f}", (place, end), (0, 2), **above)
             place += 1
         place += 1
     if plot.line:

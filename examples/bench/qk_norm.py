@@ -215,6 +215,18 @@ def plot(rows: Rows) -> Plot:
     return Plot(message, "time over COPY", groups, "COPY")
 
 
+def gain(rows: Rows) -> Plot:
+    """The picture of the first page: both passes of one shape. Eager torch's bars are cut."""
+    series = {COPY: "COPY of the same bytes", "jitrope": "jitrope", "torch.compile": "torch.compile", "Liger": "Liger"}
+    series["torch eager"] = "torch, eager"
+    shown = [row for row in rows if row["case"] == "prefill"]
+    groups = grouped(shown, lambda row: row["pass"], series, value="us")
+    faster = span((group["torch.compile"] / group["jitrope"] for group in groups.values()), 1)
+    shape = "{1} tokens, {2} heads of q and {3} of k, {4} wide, bf16".format(*CASES["prefill"].shape)
+    message = f"QK-norm and rope: {faster} times as fast as torch.compile"
+    return Plot(message, "microseconds", groups, by=shape, most=420)
+
+
 SECTION = Section(
     "QK-norm and rope",
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from textwrap import dedent, fill
+from textwrap import fill
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -31,7 +31,7 @@ from . import (
     train,
 )
 from .report import Rows, app, say
-from .sections import Section, markdown
+from .sections import Section, markdown, span
 
 FOLDER = Path(__file__).parents[1] / "results"
 SECTIONS: dict[str, Section] = {
@@ -58,6 +58,18 @@ HEAD = """
 # Results
 
 <!-- Written by `python -m examples.bench report` from the JSON files of this folder. Do not edit it by hand. -->
+"""
+
+FIRST = """
+- **Kernels.** Rope of q and k takes about as long as a copy of their bytes, with QK-norm too. Conversions to fp4, and
+  those with a scale for a whole head, take much longer than a copy. Gradients of latent attention (DeepSeek) take
+  longer than with Megatron-core's kernels.
+- **Steps.** An eager model gains most of what norms and rope cost. A compiled one gains little, because Inductor fuses
+  them too. A step that waits for the CPU may lose: one decoded token, or a model with many graph breaks.
+"""
+
+MEASURED = """
+## How it was measured
 
 Times are medians of one run of a benchmark of [examples/bench](../bench), in which all that is compared takes turns.
 COPY is torch's copy (`y.copy_(x)`) of as many bytes as a call must read and write; "over COPY" is a time divided by
@@ -67,32 +79,6 @@ time. An empty cell was not measured.
 `jitrope bench NAME --json > examples/results/NAME_DEVICE.json` measures another device (`-` in NAME becomes `_`);
 `python -m examples.bench report` then writes this page and the plots again. `--out examples/results/NAME_DEVICE` of
 `thd` and `layer` writes JSON, CSV and the plot at once.
-"""
-
-APART = """
-## Measured apart
-
-These figures were measured in other runs, and their JSON was not kept.
-
-- NVIDIA H100, TransformerEngine's HEAD (d0067d0, 2026-08), on the packs of "Packed training": 1.47, 1.57, 1.60, 1.61,
-  1.64, 1.66 and 1.69 times two COPYs for 1, 8, 32, 128, 512, 1024 and 2401 sequences.
-- NVIDIA H100, SGLang's kernel with positions, on the decode steps of "Serving": 1.09 us (32/8 heads, 1 token), 1.34 us
-  (32/8, 64) and 1.15 us (64/8, 4).
-- NVIDIA H100, torch 2.11, jitrope in place of the functions of vLLM 0.24.0, SGLang 0.5.17 and FlashInfer 0.7.2.post1 in
-  two layers of Qwen3 (`examples/serving.py` has some of them): 8 sequences decode 0.77 to 0.94 times as fast as stock
-  eager, and 0.99 to 1.00 times in a CUDA graph; 4096 tokens take 0.99 to 1.01 times as fast eager, and 0.99 to 1.02
-  times in a graph.
-- NVIDIA H100, angles in place of cosines (`freqs=`), with an earlier state of the kernels. Half-width angles over COPY:
-  Wan 1.01 (cosines and sines 1.05), prefill 1.03 (1.01), FLUX 1.04 (1.01), a decode step of 64 tokens 1.85 (1.60).
-  Making cosines and sines takes 3.2 to 8.5 us. So pass angles for packed batches, and half-width ones where the table
-  is long beside the heads. For dense batches with short tables and for decoding, make cosines and sines once for all
-  layers.
-- NVIDIA H100, `prepare_fused_qkv` on 16,384 tokens, 8 groups of 4 + 2 heads: 1.02 times COPY; slicing QKV and then
-  rotating takes 2.38.
-- NVIDIA H100, `python examples/diffusion_pipeline.py --model flux` (12 blocks, 1024 x 1024): latents and pixels have
-  the same bits with jitrope and without, and a step takes 29.0 ms in place of 38.1.
-- A machine with an NVIDIA H200, `jitrope bench cold`: the first call of a process takes 79 ms with an empty cache and
-  4.2 ms from disk; `import jitrope` takes 33 ms beside torch's 1.3 s.
 """
 
 
@@ -127,14 +113,55 @@ def page(folder: Path) -> str:
     strange = [path.name for path in sorted(folder.glob("*.json")) if path.stem.rpartition("_")[0] not in SECTIONS]
     if strange:
         raise JitropeError(f"{', '.join(strange)}: names must be NAME_DEVICE.json, with NAME of {', '.join(SECTIONS)}")
-    parts = [dedent(HEAD).strip()]
+    parts = [HEAD.strip(), *_first(folder), MEASURED.strip()]
     for name, section in SECTIONS.items():
         files = kept(folder, name)
         if files:
             parts += [f"## {section.title}", fill(" ".join(section.text.split()), 120, break_on_hyphens=False)]
             parts += [f"Repeat it with `{section.command}`."]
             parts += [part for each in files for part in _device(section, each)]
-    return "\n\n".join([*parts, APART.strip()]) + "\n"
+    return "\n\n".join(parts) + "\n"
+
+
+def gain(folder: Path) -> tuple[plots.Plot, Kept, str] | None:
+    """The picture of the first screen and of the repository's page, what it shows, and its name."""
+    files = kept(folder, "qk_norm")
+    return (qk_norm.gain(files[0].rows), files[0], f"gain{files[0].name[7:]}.png") if files else None
+
+
+def _first(folder: Path) -> Iterator[str]:
+    """What to conclude: a picture, the least and the most of each device, words, and all losses of steps."""
+    if drawn := gain(folder):
+        yield f"![{drawn[0].message}]({drawn[2]})"
+    found: dict[str, dict[str, list[float]]] = {}
+    for what, device, value in _conclusions(folder):
+        found.setdefault(what, {}).setdefault(device, []).append(value)
+    devices = list(dict.fromkeys(device for each in found.values() for device in each))
+    table = [["least to most", *devices], ["---", *["--:"] * len(devices)]]
+    table += [
+        [what, *(span(each[device]) if device in each else "" for device in devices)] for what, each in found.items()
+    ]
+    yield "\n".join(f"| {' | '.join(cells)} |" for cells in table)
+    yield FIRST.strip()
+    for each in kept(folder, "hosts"):
+        ours = [(row, f"{row['x stock']:.2f}") for row in each.rows if row["by"] == "jitrope"]
+        slower = [f"{row['model']} {row['step'].split(',')[0]}, {row['mode']} {x}" for row, x in ours if float(x) < 1]
+        if slower:
+            yield fill(f"Slower with jitrope, {each.head['device']}: {'; '.join(slower)}.", 120, break_on_hyphens=False)
+
+
+def _conclusions(folder: Path) -> Iterator[tuple[str, str, float]]:
+    """A line of the table, a device, and one of its numbers: cold calls of models' shapes, and whole steps."""
+    for each in (*kept(folder, "rope"), *kept(folder, "qk_norm")):
+        section = SECTIONS[each.name.rpartition("_")[0]]
+        shown = section.plot(each.rows)
+        for by, value in [pair for group in shown.groups.values() for pair in group.items()] if shown else []:
+            if by in ("jitrope", "torch.compile"):
+                yield f"{section.title}, {by}: time over a copy's", each.head["device"], value
+    for mode in ("eager", "compiled"):
+        for each in (*kept(folder, "diffusion"), *kept(folder, "hosts")):
+            for row in [row for row in each.rows if (row["by"], row["mode"]) == ("jitrope", mode)]:
+                yield f"A model's step, {mode}: times as fast as without", each.head["device"], row["x stock"]
 
 
 def _device(section: Section, each: Kept) -> Iterator[str]:
@@ -154,9 +181,14 @@ def command(folder: FOLDER_OF = FOLDER) -> None:
     """Write README.md and the plots of examples/results from the JSON files there."""
     (folder / "README.md").write_text(page(folder))
     say(f"wrote {folder / 'README.md'}")
-    for name, section in SECTIONS.items():
-        for each in kept(folder, name):
-            drawn, to = section.plot(each.rows), folder / f"{each.name}.png"
-            if drawn is not None:
-                plots.draw(drawn, f"{each.head['device']}, {each.versions}", to)
-                say(f"wrote {to}")
+    pictures: list[tuple[plots.Plot | None, Kept, str]] = [
+        (section.plot(each.rows), each, f"{each.name}.png")
+        for name, section in SECTIONS.items()
+        for each in kept(folder, name)
+    ]
+    if first := gain(folder):
+        pictures.append(first)
+    for drawn, each, name in pictures:
+        if drawn is not None:
+            plots.draw(drawn, f"{each.head['device']}, {each.versions}", folder / name)
+            say(f"wrote {folder / name}")
