@@ -88,7 +88,7 @@ def build(folder: str) -> None:
 
 
 def sections(*args: Any) -> list[dict[str, str]]:
-    """What the search finds: pdoc's entries, but a section of a page each, without pictures."""
+    """What the search finds: pdoc's entries, but a section of a page each, without pictures and links, which are relative."""
     found: dict[str, dict[str, str]] = {}
     for item in make_index(*args):
         parts = re.split(r"(?=<h[1-4] id=)", item.get("doc", "")) if item["kind"] == "module" else [item.get("doc", "")]
@@ -98,7 +98,7 @@ def sections(*args: Any) -> list[dict[str, str]]:
                 name, at = f"{name}: {re.sub('<[^>]+>', '', heading[2])}", {"qualname": heading[1]}
             if part.strip() or len(parts) == 1:
                 name = name if name not in found else f"{name} ({len(found)})"  # it must be found once
-                found[name] = {**item, **at, "fullname": name, "doc": re.sub(r"<img[^>]*>", "", part)}
+                found[name] = {**item, **at, "fullname": name, "doc": re.sub(r"</?a\b[^>]*>|<img[^>]*>", "", part)}
     return [*found.values()]
 
 
