@@ -88,7 +88,7 @@ def build(folder: str) -> None:
 
 
 def sections(*args: Any) -> list[dict[str, str]]:
-    """What the search finds: pdoc's entries, but a section of a page each, without pictures and links, which are relative."""
+    """What the search finds: pdoc's entries, but a section of a page each, without pictures and relative links."""
     found: dict[str, dict[str, str]] = {}
     for item in make_index(*args):
         parts = re.split(r"(?=<h[1-4] id=)", item.get("doc", "")) if item["kind"] == "module" else [item.get("doc", "")]
