@@ -1,4 +1,4 @@
-"""The documentation site: `python .ci/build_api.py build/api`, made by pdoc from docstrings and README files.
+"""The documentation site: `python .ci/build_api.py build/api`, made by pdoc from docstrings and Markdown files.
 
 A warning is an error. It needs neither a GPU nor CuPy nor a host library.
 """
@@ -11,9 +11,10 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pdoc
+from pdoc.search import make_index
 
 ROOT = Path(__file__).parent.parent
 MODULES = (
@@ -24,19 +25,35 @@ MODULES = (
     "jitrope.jit", "jitrope.jit.cache", "jitrope.tools.prewarm", "jitrope.tools.bundle",
 )  # fmt: skip
 
+CONTENTS = (ROOT / "examples" / "README.md").read_text()
 GUIDES = {
-    "guide": "examples",
-    "commands": "jitrope/tools",
-    "results": "examples/results",
-    "architecture": "jitrope",
-    "kernels": "templates",
-    "testing": "tests",
+    "readme": "README.md",
+    "guide": "examples/README.md",
+    **{
+        path.stem: f"examples/{path.name}"
+        for path in sorted((ROOT / "examples").glob("[a-z]*.md"), key=lambda path: CONTENTS.find(path.name))
+    },
+    "jitrope/integrations": "jitrope/integrations/README.md",
+    "jitrope/context_parallel": "jitrope/context_parallel/README.md",
+    "commands": "jitrope/tools/README.md",
+    "containers": "jitrope/tools/containers.md",
+    "troubleshooting": "jitrope/tools/troubleshooting.md",
+    "results": "examples/results/README.md",
+    "architecture": "jitrope/README.md",
+    "kernels": "templates/README.md",
+    "jitrope/jit": "jitrope/jit/README.md",
+    "testing": "tests/README.md",
 }
-"""Pages that are README files, by their folders. The other README files are in the docstrings of their packages."""
+"""Pages of the site and their Markdown files, which are in the docstring of a module if the page is its page."""
 
-PAGES = {folder: f"{page}.html" for page, folder in GUIDES.items()} | {
-    name.replace(".", "/"): f"{name.replace('.', '/')}.html" for name in MODULES[1:]
-}
+
+def place(path: str) -> str:
+    """A file of the repository as `PAGES` has it: a README file by its folder."""
+    return os.path.normpath(path).removesuffix("README.md").rstrip("/")
+
+
+PAGES = {name.replace(".", "/"): f"{name.replace('.', '/')}.html" for name in MODULES[1:]}
+PAGES |= {place(file): f"{page}.html" for page, file in GUIDES.items()}
 
 
 def build(folder: str) -> None:
@@ -45,20 +62,44 @@ def build(folder: str) -> None:
         described(module)
         if not hasattr(module, "__all__") and hasattr(module, "__path__"):
             module.__all__ = []  # pdoc adds all submodules otherwise
-        if ".. include:: README.md" in (module.__doc__ or ""):
-            place = name.replace(".", "/")
-            module.__doc__ = str(module.__doc__).replace(".. include:: README.md", text_of(place, PAGES[place]))
-    for name, place in GUIDES.items():
-        page = ModuleType(name, text_of(place, f"{name}.html"))
-        page.__file__ = str(ROOT / place / "page.py")  # pdoc finds pictures beside it, and no code in it
-        page.__spec__ = ModuleSpec(name, None)
-        sys.modules[name] = page
-    footer = f"jitrope {import_module('jitrope').__version__}"
-    templates = Path(__file__).parent / "site"
-    pdoc.render.configure(docformat="google", footer_text=footer, show_source=False, template_directory=templates)
+    titles = {}
+    for name, file in GUIDES.items():
+        text = text_of(file, f"{name}.html")
+        titles[name] = text.removeprefix("# ").partition("\n")[0]
+        if "/" in name:
+            module = import_module(name.replace("/", "."))
+            module.__doc__ = str(module.__doc__).replace(".. include:: README.md", text)
+        else:
+            module = sys.modules[name] = ModuleType(name, text)
+            module.__file__ = str((ROOT / file).parent / "page.py")  # pdoc finds pictures beside it, and no code in it
+            module.__spec__ = ModuleSpec(name, None)
+    pdoc.render.configure(
+        docformat="google",
+        footer_text=f"jitrope {import_module('jitrope').__version__}",
+        search=True,
+        show_source=False,
+        template_directory=Path(__file__).parent / "site",
+    )
+    pdoc.render.env.globals["titles"] = titles
+    pdoc.render.make_index = sections
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        pdoc.pdoc(*MODULES, *GUIDES, output_directory=Path(folder))
+        pdoc.pdoc(*MODULES, *(name for name in GUIDES if "/" not in name), output_directory=Path(folder))
+
+
+def sections(*args: Any) -> list[dict[str, str]]:
+    """What the search finds: pdoc's entries, but a section of a page each, without pictures and relative links."""
+    found: dict[str, dict[str, str]] = {}
+    for item in make_index(*args):
+        parts = re.split(r"(?=<h[1-4] id=)", item.get("doc", "")) if item["kind"] == "module" else [item.get("doc", "")]
+        for part in parts:
+            name, at = item["fullname"], {}
+            if heading := re.match(r'<h\d id="([^"]+)">(.*?)</h\d>', part, re.DOTALL):
+                name, at = f"{name}: {re.sub('<[^>]+>', '', heading[2])}", {"qualname": heading[1]}
+            if part.strip() or len(parts) == 1:
+                name = name if name not in found else f"{name} ({len(found)})"  # it must be found once
+                found[name] = {**item, **at, "fullname": name, "doc": re.sub(r"</?a\b[^>]*>|<img[^>]*>", "", part)}
+    return [*found.values()]
 
 
 def described(module: ModuleType) -> None:
@@ -71,19 +112,19 @@ def described(module: ModuleType) -> None:
                 getattr(cls, field).__doc__ = ""  # "Alias for field number 0"
 
 
-def text_of(folder: str, page: str) -> str:
-    """A README file; its links lead to pages of the site, or are plain text where there is no such page."""
+def text_of(file: str, page: str) -> str:
+    """A Markdown file; its links lead to pages of the site, or are plain text where there is no such page."""
 
     def link(match: re.Match[str]) -> str:
         words, target, anchor = match["words"], match["target"], match["anchor"] or ""
         if target.startswith("http"):
             return match[0]
-        place = os.path.normpath(os.path.join(folder, target)).removesuffix("README.md").rstrip("/")
-        if place not in PAGES:
-            return words if words in place else f"{words} (`{place}`)"
-        return f"[{words}]({os.path.relpath(PAGES[place], os.path.dirname(page) or '.')}{anchor})"
+        at = place(os.path.join(os.path.dirname(file), target))
+        if at not in PAGES:
+            return words if words in at else f"{words} (`{at}`)"
+        return f"[{words}]({os.path.relpath(PAGES[at], os.path.dirname(page) or '.')}{anchor})"
 
-    text = (ROOT / folder / "README.md").read_text()
+    text = (ROOT / file).read_text()
     return re.sub(r"(?<!!)\[(?P<words>[^\]]+)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)]*)?\)", link, text)
 
 

@@ -24,7 +24,9 @@ pytest.importorskip("pdoc", reason="the API reference is built with pdoc: pip in
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / ".ci" / "build_api.py"
-MODULES: tuple[str, ...] = runpy.run_path(str(SCRIPT))["MODULES"]
+SITE = runpy.run_path(str(SCRIPT))
+MODULES: tuple[str, ...] = SITE["MODULES"]
+GUIDES: dict[str, str] = SITE["GUIDES"]
 
 # Modules that the machine that builds the reference may lack.
 ABSENT = """
@@ -53,11 +55,44 @@ PUBLIC = {
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The reference as HTML, by module, built without CuPy and host libraries."""
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the site, built without CuPy and host libraries."""
     folder = tmp_path_factory.mktemp("api")
     fresh.python("-c", BUILD, str(folder), cwd=ROOT, check=True)
-    return {name: (folder / f"{name.replace('.', '/')}.html").read_text() for name in MODULES}
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[str, str]:
+    """The reference as HTML, by module."""
+    return {name: (site / f"{name.replace('.', '/')}.html").read_text() for name in MODULES}
+
+
+def test_links_of_the_site_lead_somewhere(site: Path) -> None:
+    """To a page and a heading or name in it; every Markdown page is there, with its pictures."""
+    html = {
+        path: re.sub("<script>.*?</script>", "", path.read_text(), flags=re.DOTALL) for path in site.rglob("*.html")
+    }
+    ids = {path: {*re.findall(r'id="([^"]+)"', text)} for path, text in html.items()}
+    for path, text in html.items():
+        for target, anchor in re.findall(r'href="([^"#]*)(?:#([^"]*))?"', text):
+            if not re.match("http|data:", target):
+                place = (path.parent / target).resolve() if target else path
+                assert place in html, f"{path.name}: {target}"
+                assert not anchor or anchor in ids[place], f"{path.name}: {target}#{anchor}"
+        assert re.findall(r'<img[^>]* src="(?!data:)[^"]{0,80}', text) == []
+    assert 'url=./readme.html"' in html[site / "index.html"]
+    shown = {(site / f"{page}.html") for page in GUIDES}
+    assert shown <= html.keys()
+    assert {*GUIDES.values()} >= {str(path.relative_to(ROOT)) for path in (ROOT / "examples").glob("*.md")}
+
+
+def test_the_search_finds_sections_of_pages(site: Path) -> None:
+    text = (site / "search.js").read_text()
+    for page, anchor in (("jitrope.jit", "who-is-trusted"), ("containers", "bundles"), ("kernels", "a-head")):
+        assert re.search(rf'"modulename": "{page}", "qualname": "{anchor}"', text), anchor
+    assert '"qualname": "apply_rope"' in text
+    assert "base64" not in text
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -83,7 +118,7 @@ def test_modules_stand_on_the_first_page(pages: dict[str, str]) -> None:
     assert [name for name in rest if f'href="jitrope/{name[8:].replace(".", "/")}.html"' not in pages["jitrope"]] == []
 
 
-READMES = [str(path.relative_to(ROOT)) for path in sorted(ROOT.rglob("README.md"))]
+READMES = [str(path.relative_to(ROOT)) for path in sorted(ROOT.rglob("*.md"))]
 READMES = [path for path in READMES if not re.search(r"(^|/)\.|^build/|/build/", path)]
 LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]*)(?:#([^)]+))?\)")
 

@@ -14,7 +14,7 @@ from ..base.spec import ACCESS_BYTES, ITEM_SIZES
 from ..stages.norm import KINDS as NORM_KINDS
 from .spec import Compiled, RopeSpec
 
-# The rules of the launch. `templates/README.md`, "What was tried", has the measurements behind each.
+# The rules of the launch. `templates/README.md`, "What decides the launch", has the reasons.
 WARP_THREADS = 32
 MAX_GRID_Y = 65_535  # CUDA's limit on the second grid axis, in blocks
 SHARED_BYTES = 48 * 1024  # the most shared memory of a block
