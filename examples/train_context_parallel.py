@@ -4,9 +4,9 @@ python examples/train_context_parallel.py [--cp 2]                         # on 
 torchrun --nproc-per-node 8 examples/train_context_parallel.py --cp 4      # dp 2 x cp 4
 
 The ranks are a mesh of dp x cp. A row of the mesh has a batch of its own and cuts it between its cp ranks. FSDP2 shards
-weights over all ranks. The first step's gradients are compared with those of one process that has all batches and no
-jitrope.context_parallel; then the loss must fall. Blocks are compiled by Inductor on a GPU; a CPU takes the backend
-"aot_eager", which needs no C++ compiler.
+weights over all ranks. The first step's gradients are compared with those of one process that has all batches; then the
+loss must fall. GPUs compute in bf16, with blocks compiled by Inductor. A CPU computes in fp32, with torch.compile's
+backend "aot_eager", which needs no C++ compiler.
 """
 
 from __future__ import annotations
@@ -14,46 +14,70 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 import jitrope
 from jitrope.context_parallel import Partition, Schedule, all_gather_attention
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 2, 4, 2, 64, 128
-HIDDEN, LONGEST = HEADS * HEAD_DIM, 512
-IGNORED = -100  # the label that F.cross_entropy leaves out
+HIDDEN, LONGEST = HEADS * HEAD_DIM, 512  # LONGEST: tokens of a document
+IGNORED = -100  # the label that a document's last token has
 
 
-class Batch(NamedTuple):
-    """Packed documents: tokens and labels (T), and where each document begins (N + 1)."""
+class Batch:
+    """Packed documents of random lengths, and this rank's rows of them; made once for all layers.
 
-    tokens: Tensor
-    labels: Tensor
-    cu_seqlens: Tensor
+    ranks: group=, or cp_size=1 and cp_rank=0 for the whole batch.
+    """
+
+    def __init__(self, seed: int, tokens: int, device: str, **ranks: Any) -> None:
+        made, lengths = torch.Generator().manual_seed(seed), []
+        while (rest := tokens - sum(lengths)) > 0:
+            lengths.append(min(rest, int(torch.randint(1, min(LONGEST, tokens // 2), (), generator=made))))
+        # Each document counts up from somewhere, so the next token is known from the last one.
+        starts = torch.randint(VOCABULARY, (len(lengths),), generator=made).tolist()
+        documents = [(start + torch.arange(length)) % VOCABULARY for start, length in zip(starts, lengths)]
+        # Shift labels here, in the whole batch. A rank cannot: the next token of a row may be on another rank.
+        labels = [torch.cat((document[1:], torch.tensor([IGNORED]))) for document in documents]
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+
+        self.schedule = Schedule(cu_seqlens, tokens, max_seqlen=LONGEST, **ranks)  # whose keys these rows see
+        _ = self.schedule.sum_rows  # it is kept; if the first compiled block made it, Dynamo would trace twice
+        shape = self.schedule.shape
+        self.positions = jitrope.Packed(cu_seqlens, cp_size=shape.cp_size, cp_rank=shape.cp_rank)
+        part = Partition(cu_seqlens, tokens, **ranks)
+        self.tokens, self.labels = (part.shard(torch.cat(x).to(device)) for x in (documents, labels))
+
+    def loss(self, model: nn.Module, tables: tuple[Tensor, Tensor]) -> Tensor:
+        """The sum over this rank's rows."""
+        logits = model(self.tokens, tables, self.positions, self.schedule)
+        return F.cross_entropy(logits.float(), self.labels, reduction="sum", ignore_index=IGNORED)
 
 
 class Block(nn.Module):
-    """Attention with QK-norm, and an MLP, for the rows that a rank has."""
+    """Attention with QK-norm, and an MLP, for the rows of a rank."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.mlp_norm = nn.RMSNorm(HIDDEN), nn.RMSNorm(HIDDEN)
         self.qkv = nn.Linear(HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD_DIM, bias=False)
-        self.q_norm, self.k_norm = nn.RMSNorm(HEAD_DIM, eps=1e-6), nn.RMSNorm(HEAD_DIM, eps=1e-6)
+        self.q_norm, self.k_norm = nn.RMSNorm(HEAD_DIM), nn.RMSNorm(HEAD_DIM)
         self.out = nn.Linear(HIDDEN, HIDDEN, bias=False)
         self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN, bias=False), nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, positions: jitrope.Packed, schedule: Schedule) -> Tensor:
-        norm = jitrope.Norm(self.q_norm.weight, self.k_norm.weight)  # here, not in __init__: FSDP replaces weights
-        heads = {"heads": (HEADS, KV_HEADS), "norm": norm, "positions": positions}
-        q, k, v = jitrope.prepare_fused_qkv(self.qkv(self.norm(x)), cos, sin, **heads)
+    def forward(
+        self, x: Tensor, tables: tuple[Tensor, Tensor], positions: jitrope.Packed, schedule: Schedule
+    ) -> Tensor:
+        norm = jitrope.Norm(self.q_norm.weight, self.k_norm.weight)  # here, because FSDP replaces the weights
+        words = {"heads": (HEADS, KV_HEADS), "norm": norm, "positions": positions}
+        q, k, v = jitrope.prepare_fused_qkv(self.qkv(self.norm(x)), *tables, **words)
         x = x + self.out(all_gather_attention(q, k, v, schedule).flatten(1))
         return x + self.down(F.silu(self.up(self.mlp_norm(x))))
 
@@ -61,47 +85,22 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        self.embedding, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY, bias=False)
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
 
-    def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor, positions: jitrope.Packed, schedule: Schedule) -> Tensor:
+    def forward(self, tokens: Tensor, *rest: Any) -> Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x, cos, sin, positions, schedule)
+            x = block(x, *rest)
         return self.head(x)
 
 
-def batch_of(seed: int, tokens: int, device: torch.device) -> Batch:
-    """Documents of random lengths, each of which counts up from somewhere: the next token is known from the last."""
-    made, lengths = torch.Generator().manual_seed(seed), []
-    while (rest := tokens - sum(lengths)) > 0:
-        lengths.append(min(rest, int(torch.randint(1, min(LONGEST, tokens // 2), (), generator=made))))
-    starts = torch.randint(VOCABULARY, (len(lengths),), generator=made)
-    documents = [(int(start) + torch.arange(n)) % VOCABULARY for start, n in zip(starts, lengths)]
-    # Shift labels here, in the whole batch. A rank cannot: the next token of a row may be on another rank.
-    labels = [torch.cat((document[1:], torch.tensor([IGNORED]))) for document in documents]
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
-    return Batch(*(x.to(device) for x in (torch.cat(documents), torch.cat(labels), cu_seqlens)))
-
-
-def loss_of(model: nn.Module, batch: Batch, tables: tuple[Tensor, Tensor], part: Partition, schedule: Schedule) -> Tensor:
-    """The sum of the losses of this rank's rows."""
-    shape = schedule.shape
-    positions = jitrope.Packed(batch.cu_seqlens, cp_size=shape.cp_size, cp_rank=shape.cp_rank)
-    logits = model(part.shard(batch.tokens), *tables, positions, schedule)
-    labels = part.shard(batch.labels)
-    return F.cross_entropy(logits.float(), labels, reduction="sum", ignore_index=IGNORED)
-
-
-def alone(batches: list[Batch], tables: tuple[Tensor, Tensor], count: Tensor) -> dict[str, Tensor]:
+def alone(batches: list[Batch], tables: tuple[Tensor, Tensor], count: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """The gradients of one process that has all batches."""
     torch.manual_seed(0)
-    model = Model().to(tables[0].device)
+    model = Model().to(count.device, dtype)
     for batch in batches:
-        whole = {"cp_size": 1, "cp_rank": 0}
-        part = Partition(batch.cu_seqlens, len(batch.tokens), **whole)
-        (loss_of(model, batch, tables, part, Schedule(batch.cu_seqlens, len(batch.tokens), **whole)) / count).backward()
+        (batch.loss(model, tables) / count).backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
 
@@ -110,45 +109,49 @@ def run(arguments: argparse.Namespace) -> None:
     device, cp, ranks = "cuda" if dist.get_backend() == "nccl" else "cpu", arguments.cp, dist.get_world_size()
     if ranks % cp:
         raise SystemExit(f"--cp {cp} does not divide {ranks} ranks")
-    mesh = init_device_mesh(device, (ranks // cp, cp), mesh_dim_names=("dp", "cp"))
-    everyone = init_device_mesh(device, (ranks,), mesh_dim_names=("fsdp",))
+    dp = ranks // cp
+    mesh = init_device_mesh(device, (dp, cp), mesh_dim_names=("dp", "cp"))
+    everyone = init_device_mesh(device, (ranks,))
 
     torch.manual_seed(0)  # the same weights on every rank
     model = Model().to(device)
+    dtype, limit = (torch.bfloat16, 0.05) if device == "cuda" else (torch.float32, 1e-4)
+    # Otherwise FSDP would cast the tables of cosines and sines to bf16 too.
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.blocks:
         block.compile(fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
-        fully_shard(block, mesh=everyone)
-    fully_shard(model, mesh=everyone)
+        fully_shard(block, mesh=everyone, mp_policy=policy)
+    fully_shard(model, mesh=everyone, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    batches = [batch_of(seed, arguments.tokens, torch.device(device)) for seed in range(ranks // cp)]
-    batch = batches[mesh.get_local_rank("dp")]
-    theta = jitrope.tables.inv_freq(rotary_dim=HEAD_DIM, device=device)[0]
-    tables = jitrope.tables.cos_sin(LONGEST, theta)  # for the positions of the whole batch, on every rank
-    # Which rows are this rank's, and whose keys they see: made once for a batch, used by every layer.
-    part = Partition(batch.cu_seqlens, len(batch.tokens), group=mesh["cp"])
-    schedule = Schedule(batch.cu_seqlens, len(batch.tokens), group=mesh["cp"], max_seqlen=LONGEST)
+    batch = Batch(mesh.get_local_rank("dp"), arguments.tokens, device, group=mesh["cp"])
+    inv_freq, _ = jitrope.tables.inv_freq(rotary_dim=HEAD_DIM, device=device)
+    tables = jitrope.tables.cos_sin(LONGEST, inv_freq)  # for positions of the whole batch
     count = (batch.labels != IGNORED).sum()
-    dist.all_reduce(count, group=mesh.get_group("dp"))  # of all batches
+    dist.all_reduce(count)  # the labels of all ranks
 
-    losses, worst = [], 0.0
+    losses, differences = [], {}
     for step in range(arguments.steps):
-        loss = loss_of(model, batch, tables, part, schedule) / count  # this rank's part of the mean
-        (loss * ranks).backward()  # FSDP divides the sum of gradients by dp x cp
+        loss = batch.loss(model, tables) / count  # this rank's part of the mean
+        (loss * dp * cp).backward()  # FSDP divides the sum of all ranks' gradients by dp * cp
         if step == 0:
-            grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-            for name, want in alone(batches, tables, count).items():
-                worst = max(worst, float((grads[name] - want).abs().max() / want.abs().max()))
+            found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+            whole = [Batch(seed, arguments.tokens, device, cp_size=1, cp_rank=0) for seed in range(dp)]
+            for name, want in alone(whole, tables, count, dtype).items():
+                differences[name] = float((found[name] - want).abs().max() / want.abs().max())
         optimizer.step()
         optimizer.zero_grad()
-        dist.all_reduce(loss := loss.detach())
-        losses.append(float(loss))
-    right = {"gradients are one process's up to rounding": worst < 1e-4, "the loss falls": losses[-1] < losses[0]}
+        dist.all_reduce(total := loss.detach())
+        losses.append(float(total))
+
+    worst = max(differences, key=differences.get)
+    right = {"gradients are one process's up to rounding": differences[worst] < limit}
+    right["the loss falls"] = losses[-1] < losses[0]
     if dist.get_rank() == 0:
-        print(f"dp {ranks // cp} x cp {cp} on {device}: {arguments.tokens} tokens a batch, {len(grads)} parameters")
-        for what, found in right.items():
-            print(f"{what}: {'yes' if found else 'NO'}")
-        print(f"largest difference {worst:.1e} of a gradient's largest value; loss {losses[0]:.3f} to {losses[-1]:.3f}")
+        print(f"dp {dp} x cp {cp} on {device} in {dtype}, {arguments.tokens} tokens a batch, {arguments.steps} steps")
+        print(*(f"{what}: {'yes' if true else 'NO'}" for what, true in right.items()), sep="\n")
+        print(f"the largest difference is {worst}'s, {differences[worst]:.1e} of its largest value")
+        print(f"the loss was {losses[0]:.3f}, and is {losses[-1]:.3f}")
     if not all(right.values()):
         raise SystemExit(1)
 
