@@ -148,7 +148,7 @@ def run(arguments: argparse.Namespace) -> None:
     right = {"gradients are one process's up to rounding": differences[worst] < limit}
     right["the loss falls"] = losses[-1] < losses[0]
     if dist.get_rank() == 0:
-        print(f"dp {dp} x cp {cp} on {device} in {dtype}, {arguments.tokens} tokens a batch, {arguments.steps} steps")
+        print(f"dp {dp}, cp {cp} on {device} in {dtype}, {arguments.tokens} tokens a batch, {arguments.steps} steps")
         print(*(f"{what}: {'yes' if true else 'NO'}" for what, true in right.items()), sep="\n")
         print(f"the largest difference is {worst}'s, {differences[worst]:.1e} of its largest value")
         print(f"the loss was {losses[0]:.3f}, and is {losses[-1]:.3f}")

@@ -78,7 +78,7 @@ def test_context_parallel(launcher: list[str]) -> None:
 def test_train_context_parallel(launcher: list[str], cp: int) -> None:
     """On two processes, which share a batch or have one each."""
     done = on_processes(*launcher, str(ROOT / "examples" / "train_context_parallel.py"), "--cp", str(cp))
-    assert f"dp {2 // cp} x cp {cp} on cpu" in done.stdout
+    assert f"dp {2 // cp}, cp {cp} on cpu" in done.stdout
     assert done.stdout.count(": yes") == 2  # gradients, and the loss falls
     assert not NO.search(done.stdout)
 
