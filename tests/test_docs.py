@@ -239,3 +239,23 @@ def test_examples_give_what_they_show(at: str, tmp_path: Path, monkeypatch: pyte
         ran = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=wrong.append)
     assert ran.attempted > 0
     assert not wrong, "".join(wrong)
+
+
+GUIDE = [path for path in sorted((ROOT / "examples").glob("*.md")) if path.name != "README.md"]
+
+
+@pytest.mark.parametrize("page", GUIDE, ids=lambda page: page.stem)
+def test_a_page_of_the_guide_is_a_program(page: Path, tmp_path: Path) -> None:
+    """Its blocks run from top to bottom in a fresh process on a CPU."""
+    text = page.read_text()
+    assert len(text.split()) <= 800
+    code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    fresh.python("-c", code, cwd=tmp_path, check=True, CUDA_VISIBLE_DEVICES="")
+
+
+def test_the_guides_contents_name_every_page_and_script() -> None:
+    text = (ROOT / "examples" / "README.md").read_text()
+    assert len(text.split()) <= 200
+    found = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".md")} - {"README.md"}
+    assert found - {target for target, _ in LINK.findall(text)} == set()
+    assert len(GUIDE) == 4

@@ -51,14 +51,19 @@ def test_example(command: list[str], tmp_path: Path) -> None:
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
+def on_processes(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments, which starts others."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [[], TORCHRUN], ids=["alone", "torchrun"])
 def test_context_parallel(launcher: list[str]) -> None:
     """On two processes, started by itself and by torchrun; it compares with one process under both masks."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, str(ROOT / "examples" / "context_parallel.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    done = on_processes(*launcher, str(ROOT / "examples" / "context_parallel.py"))
     assert "on 2 ranks (cpu" in done.stdout
     assert done.stdout.count(": yes") == 3  # the loss falls, and both masks give one process's output and gradients
     differ = [float(number) for number in re.findall(r"output and 7 gradients .*: yes\n.*, (\S+) of", done.stdout)]
@@ -68,6 +73,16 @@ def test_context_parallel(launcher: list[str]) -> None:
     assert not NO.search(done.stdout)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher", "cp"), [([], 2), ([], 1), (TORCHRUN, 2)], ids=["cp", "dp", "torchrun"])
+def test_train_context_parallel(launcher: list[str], cp: int) -> None:
+    """On two processes, which share a batch or have one each."""
+    done = on_processes(*launcher, str(ROOT / "examples" / "train_context_parallel.py"), "--cp", str(cp))
+    assert f"dp {2 // cp}, cp {cp} on cpu" in done.stdout
+    assert done.stdout.count(": yes") == 2  # gradients, and the loss falls
+    assert not NO.search(done.stdout)
+
+
 def test_every_example_is_run() -> None:
-    ran = {command[0] for command in COMMANDS + SLOW} | {"context_parallel.py"}
+    ran = {command[0] for command in COMMANDS + SLOW} | {"context_parallel.py", "train_context_parallel.py"}
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == ran
