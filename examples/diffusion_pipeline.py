@@ -59,25 +59,17 @@ TINY_WAN = {"attention_head_dim": 24, "num_attention_heads": 2, "ffn_dim": 64, "
 
 
 def flux(tiny: bool, blocks: int):
-    transformer = diffusers.FluxTransformer2DModel(
-        num_layers=blocks, num_single_layers=2 * blocks, **(TINY if tiny else {})
-    )
+    layers = {"num_layers": blocks, "num_single_layers": 2 * blocks}
+    transformer = diffusers.FluxTransformer2DModel(**layers, **(TINY if tiny else {}))
     pixels, text = (128, 64) if tiny else (1024, 512)
     clip = transformers.CLIPTextConfig(
         hidden_size=768, intermediate_size=64, num_hidden_layers=1, vocab_size=128, bos_token_id=3, eos_token_id=1
     )
+    vae = {"latent_channels": 16, "block_out_channels": (16, 16, 32, 32), "norm_num_groups": 8, "layers_per_block": 1}
+    vae |= {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
     pipeline = diffusers.FluxPipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-        vae=diffusers.AutoencoderKL(
-            latent_channels=16,
-            block_out_channels=(16, 16, 32, 32),
-            norm_num_groups=8,
-            layers_per_block=1,
-            down_block_types=("DownEncoderBlock2D",) * 4,
-            up_block_types=("UpDecoderBlock2D",) * 4,
-            shift_factor=0.1159,
-            scaling_factor=0.3611,
-        ),
+        vae=diffusers.AutoencoderKL(**vae, shift_factor=0.1159, scaling_factor=0.3611),
         text_encoder=transformers.CLIPTextModel(clip),
         tokenizer=tokenizer(PROMPT, 77),
         text_encoder_2=t5(transformers.T5EncoderModel, transformer.config.joint_attention_dim),
@@ -90,17 +82,9 @@ def flux(tiny: bool, blocks: int):
 def qwen(tiny: bool, blocks: int):
     transformer = diffusers.QwenImageTransformer2DModel(num_layers=blocks, **(TINY if tiny else {}))
     width = transformer.config.joint_attention_dim
-    text = {
-        "hidden_size": width,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "vocab_size": 128,
-        "bos_token_id": 3,
-        "eos_token_id": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [width // 4, 0, 0]},
-    }
+    text = {"hidden_size": width, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text |= {"num_key_value_heads": 2, "vocab_size": 128, "bos_token_id": 3, "eos_token_id": 1}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [width // 4, 0, 0]}
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": width}
     pipeline = diffusers.QwenImagePipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
@@ -129,13 +113,8 @@ def wan(tiny: bool, blocks: int):
         transformer=transformer,
     )
     height, columns, frames, text = (64, 96, 5, 64) if tiny else (480, 832, 81, 512)
-    return pipeline, {
-        "height": height,
-        "width": columns,
-        "num_frames": frames,
-        "max_sequence_length": text,
-        "guidance_scale": 1.0,
-    }
+    call = {"height": height, "width": columns, "num_frames": frames}
+    return pipeline, call | {"max_sequence_length": text, "guidance_scale": 1.0}
 
 
 MODELS = {"flux": flux, "qwen": qwen, "wan": wan}
