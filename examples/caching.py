@@ -1,27 +1,12 @@
-"""The kernel cache: what is on disk and why, kernels ahead of time, and images that compile nothing.
+"""The kernel cache: what is on disk and why, an image that compiles nothing, and kernels as metrics.
 
 python examples/caching.py
 
-Each step runs in a temporary folder and is checked. On a GPU, calls ask for kernels. Without one the same steps run up
-to the driver; they need CuPy and NVRTC (`pip install cupy-cuda13x nvidia-cuda-nvrtc`). A container needs this, and the
-wheel that README.md makes:
+Each step runs in a temporary folder and is checked. Step 3 runs the lines of examples/Dockerfile that begin with
+jitrope. On a GPU, calls ask for kernels. Without one the same steps run up to the driver; they need CuPy and NVRTC
+(`pip install cupy-cuda13x nvidia-cuda-nvrtc`).
 
-    JITROPE_RECORD=run.json python serve.py         # once, where there is a GPU: lists the kernels of the program
-
-    FROM python:3.12-slim AS kernels                # has NVRTC, needs no GPU
-    COPY jitrope-0.1.0-py3-none-any.whl run.json ./
-    RUN pip install ./jitrope-0.1.0-py3-none-any.whl cupy-cuda13x nvidia-cuda-nvrtc
-    RUN jitrope bundle write /kernels.zip --from run.json --arch sm_90,sm_100
-
-    FROM python:3.12-slim                           # the same version of jitrope, without CuPy and NVRTC
-    COPY jitrope-0.1.0-py3-none-any.whl ./
-    RUN pip install ./jitrope-0.1.0-py3-none-any.whl
-    COPY --from=kernels /kernels.zip /opt/kernels.zip
-    ENV JITROPE_SYSTEM_CACHE=/opt/kernels.zip JITROPE_NO_COMPILE=1
-    RUN jitrope cache verify --cold                 # fails the build if a call would have to compile one of them
-
-`jitrope bundle load kernels.zip` copies the kernels into the image's own cache instead. Where compiling is fine but
-slow starts are not, a volume at ~/.cache/jitrope, or at JITROPE_CACHE_DIR, is enough.
+Where compiling is fine but slow starts are not, a volume at ~/.cache/jitrope, or at JITROPE_CACHE_DIR, is enough.
 """
 
 from __future__ import annotations
@@ -30,10 +15,12 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -48,6 +35,27 @@ GPU = torch.cuda.is_available()
 ARCH = kernels.arch_of(0) if GPU else "sm_90"
 FILE, PACKAGE = Path(__file__).resolve(), Path(jitrope.__file__).parent
 
+# ---- for a metrics system: the kernels that this process compiled, or read from a cache ------------------------------
+# A warm server counts none: alert if "compiled" grows, and log event.call, the text of the call that needed the kernel.
+count, seconds = Counter(), Counter()
+
+
+def observe(event: jitrope.KernelEvent) -> None:
+    """In the thread that needs the kernel, before its launch."""
+    count[event.source] += 1
+    seconds[event.source] += event.seconds
+
+
+def metrics() -> str:
+    """In Prometheus' text format."""
+    lines = [f'jitrope_kernels_total{{source="{source}"}} {number}' for source, number in count.items()]
+    lines += [f'jitrope_kernel_seconds_total{{source="{source}"}} {total:.3f}' for source, total in seconds.items()]
+    return "\n".join(lines) + "\n"
+
+
+jitrope.on_compile(observe)
+# ----------------------------------------------------------------------------------------------------------------------
+
 
 def call(interleaved: bool = False) -> None:
     """The first call of a program: 32 heads of q, 8 of k. Without a GPU it ends before loading and launching."""
@@ -60,12 +68,27 @@ def call(interleaved: bool = False) -> None:
         kernels.build(specs_of([32, 8], call=f"bshd heads q k > rotate cos sin{pairs} > fresh")[0], ARCH)
 
 
-seen: list[str] = []
-jitrope.on_compile(lambda event: seen.append(event.source))
+def indented(text: str) -> None:
+    print("".join(f"    {line}\n" for line in text.splitlines()), end="")
 
 
-def counts() -> str:
-    return f"{seen.count('disk')} found, {seen.count('compiled')} compiled"
+def command(line: str, exit_code: int = 0) -> str:
+    """Run a `jitrope` command in this process, which saves the import of torch, and return its output."""
+    output, code = io.StringIO(), 0
+    words, _, file = line.partition(" > ")
+    sys.argv = words.split()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code or 0
+    print("$", line)
+    if file:
+        Path(file).write_text(output.getvalue())
+    else:
+        indented(output.getvalue())
+    assert code == exit_code, (code, output.getvalue())
+    return output.getvalue()
 
 
 def nvrtc() -> str:
@@ -75,35 +98,6 @@ def nvrtc() -> str:
         return "none"
 
 
-def shown(line: str, output: str, **variables: str) -> str:
-    """Print a line of shell and its output, and return the output."""
-    line = line if len(line) < 120 else f"{line[:60]} ... {line[-60:]}"
-    print("$", *(f"{name}={value}" for name, value in variables.items() if name in config.VARIABLES), line)
-    print("".join(f"    {text}\n" for text in output.splitlines()), end="")
-    return output
-
-
-def command(line: str) -> str:
-    """Run a `jitrope` command in this process, which saves the import of torch, and return its output."""
-    output = io.StringIO()
-    words, _, file = line.partition(" > ")
-    sys.argv = words.split()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), contextlib.suppress(SystemExit):
-        cli.main()
-    if file:
-        Path(file).write_text(output.getvalue())
-    return shown(line, "" if file else output.getvalue())
-
-
-def shell(line: str, **variables: str) -> str:
-    """Run a line of shell with these variables, and return its output; `jitrope` and `program` use this Python."""
-    functions = f'jitrope() {{ "{sys.executable}" -m jitrope "$@"; }}'
-    functions += f'\nprogram() {{ "{sys.executable}" $OPTIONS "{FILE}" call; }}'
-    given = {"env": {**os.environ, **variables}, "text": True, "stdout": subprocess.PIPE}
-    done = subprocess.run(["sh", "-c", f"exec 2>&1\n{functions}\n{line}"], **given)
-    return shown(line, done.stdout, **variables)
-
-
 def without_nvidia(site: Path) -> dict[str, str]:
     """For a Python that has all packages of this one less NVIDIA's: no NVRTC and no header. Its variables."""
     site.mkdir()
@@ -111,21 +105,26 @@ def without_nvidia(site: Path) -> dict[str, str]:
     for path in [PACKAGE, *(path for folder in folders for path in folder.iterdir())]:
         if not path.name.startswith("nvidia") and path.suffix != ".pth" and not (site / path.name).exists():
             (site / path.name).symlink_to(path)
-    return {"OPTIONS": "-S", "PYTHONPATH": str(site)}
+    return {"PYTHONPATH": str(site)}
+
+
+def image(verify: str) -> None:
+    """What runs in the image: the last stage's command, and the program."""
+    command(verify)
+    call()
+    print(metrics() + f"NVRTC: {nvrtc()}")
 
 
 def main(folder: Path) -> None:
     for name in config.VARIABLES:  # the reader's own settings stay out of it
         os.environ.pop(name, None)
     os.environ["JITROPE_CACHE_DIR"] = str(folder / "cache")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(PACKAGE.parent), *sys.path])  # for processes in another folder
     os.chdir(folder)
     cache = kernels.kernel_cache()
 
     print(f"1. The first call ({ARCH}) renders, compiles, stores, and is recorded.")
-    with jitrope.record(folder / "run.json") as specs:
+    with jitrope.record("run.json") as specs:
         call()
-    print(counts())
     # The folder's name: the kernel's, the architecture, a hash of what it is made from, and one of what compiled it.
     # kernel.cu is the whole text, for reading or compiling by hand; spec.json has the constants and the checksums.
     (entry,) = cache.entries()
@@ -137,60 +136,61 @@ def main(folder: Path) -> None:
     meta = json.loads((entry.path / "spec.json").read_text())
     for name in ("format", "arch", "options", "compiler", "source"):  # source: a hash, of templates and constants too
         print(f"    {name}: {meta[name]}")
-    assert " 0 compiled" in shell("program")  # any process that comes to the same key loads the file
 
-    print("3. Kernels ahead of time, for GPUs that are elsewhere: of a described call, or of a recorded run.")
-    command("jitrope prewarm --heads 32,8 --arch sm_80,sm_100")  # both launches of each
+    print("3. The Dockerfile: kernels of the recorded run, here for a GPU that is elsewhere too, go into one file.")
     if not specs:  # torch's path, which CPU tensors take, asks for no kernel: list them
         assert not GPU
         command("jitrope cache ls --json > run.json")
-    command("jitrope prewarm --from run.json --arch sm_120")
-
-    print("4. One file for images. It needs no compiler there, and the user's own folder stays empty.")
-    command(f"jitrope bundle write kernels.zip --from run.json --arch {ARCH}")
-    image = {"JITROPE_CACHE_DIR": "image", "JITROPE_SYSTEM_CACHE": "kernels.zip", "JITROPE_NO_COMPILE": "1"}
+    lines = re.findall(r"^RUN (jitrope .*)", FILE.with_name("Dockerfile").read_text(), re.MULTILINE)
+    *first_stage, verify = (line.replace("$ARCH", f"{ARCH},sm_100").replace(" /", " ") for line in lines)
+    for line in first_stage:
+        command(line)
+    print("   The image has no compiler, and the user's own folder stays empty.")
+    own = {"JITROPE_CACHE_DIR": "image", "JITROPE_SYSTEM_CACHE": "kernels.zip", "JITROPE_NO_COMPILE": "1"}
+    # torch for CUDA is not imported without NVIDIA's packages: then NVRTC is there, and is not asked.
+    paths, options = {"PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *sys.path])}, []
     if torch.version.cuda is None:
-        assert " 0 compiled" in shell("program", **image, **without_nvidia(folder / "site"))
-    else:  # torch for CUDA is not imported without NVIDIA's packages: NVRTC is there, and is not asked
-        assert " 0 compiled" in shell("program", **image)
+        paths, options = without_nvidia(folder / "site"), ["-S"]
+    words = {"env": {**os.environ, **own, **paths}, "text": True, "stdout": subprocess.PIPE, "check": True}
+    output = subprocess.run([sys.executable, *options, FILE, "image", verify], **words).stdout
+    indented(output)
+    assert 'total{source="disk"}' in output
+    assert "compiled" not in output
+    assert not Path("image").exists()
 
-    print(
-        "5. A forgotten kernel is an error there, not a slow request. The error has the command that makes the kernel."
-    )
+    print("4. A forgotten kernel is an error there, not a slow request. The error has the command that builds it.")
     jitrope.configure(compile=False)  # the same as JITROPE_NO_COMPILE=1
     try:
         call(interleaved=True)
     except jitrope.MissingKernel as error:
         print(f"    {type(error).__name__}: {str(error).splitlines()[0]}")
-        repair = error.command
-    shell(repair)
-    call(interleaved=True)  # now it is there
+        echo, prewarm = error.command.split(" && ")
     jitrope.configure(compile=None)
+    subprocess.run(echo, shell=True, check=True)  # writes missing.json
+    command(prewarm)
+    call(interleaved=True)  # now it is there
 
-    print("6. Every load is checked. A damaged kernel is reported, and made again.")
+    print("5. Every load is checked. A damaged kernel is reported, and made again.")
     cubin = entry.path / "kernel.cubin"
     cubin.write_bytes(cubin.read_bytes()[:-1] + b"x")
-    command("jitrope cache verify")
-    assert "1 compiled" in shell("program")
+    command("jitrope cache verify", exit_code=1)
+    assert "1 compiled" in command(f"jitrope prewarm --from run.json --arch {ARCH}")
     assert not cache.verify()[1]
 
-    print(
-        "7. A folder that cannot be written is one warning; kernels stay in memory. (No folder fits below /dev/null.)"
-    )
-    assert "1 compiled" in shell("program", JITROPE_CACHE_DIR="/dev/null/kernels")
-
-    print("8. Old kernels go when you say so. A year later:")
+    print("6. Old kernels go when you say so. A year later:")
     for old in cache.entries():
         os.utime(old.path, (time.time() - 365 * 86400,) * 2)
     command("jitrope cache prune --older-than 30d")
     assert not cache.entries()
+
+    print("7. What a metrics system has seen of this process:")
+    indented(metrics())
     print("as expected in each step: yes")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["call"]:
-        call()
-        print(f"{counts()}; NVRTC: {nvrtc()}")
+    if sys.argv[1:2] == ["image"]:
+        image(sys.argv[2])
     else:
         with tempfile.TemporaryDirectory(prefix="jitrope-example-") as name:
             main(Path(name))

@@ -1,11 +1,11 @@
-"""A layer on packed documents of any lengths, the batch cut between ranks: trained, and compared with one process.
+"""An attention layer on packed documents of any lengths, the batch cut between ranks, compared with one process.
 
 python examples/context_parallel.py     # on all GPUs, or without one on two processes
-torchrun --nproc-per-node 2 examples/context_parallel.py [--tokens 4096] [--steps 10] [--window 64]
+torchrun --nproc-per-node 2 examples/context_parallel.py [--tokens 4096] [--window 64]
 
-Each rank embeds, projects and rotates its own rows only. Attention gathers the keys that they see. After the training
-steps, the rows of all ranks are put together again, and output and gradients are compared with those of the whole batch
-on one process. GPUs talk through NCCL, CPUs through gloo; a CPU has 200 tokens and 3 steps.
+Each rank projects and rotates its own rows only. Attention gathers the keys that they see: with a window those are few.
+The rows of all ranks are put together again, and output and gradients are compared with those of the whole batch on one
+process. GPUs talk through NCCL, CPUs through gloo; a CPU has 200 tokens.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import socket
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import jitrope
 from jitrope.context_parallel import Partition, Schedule, all_gather_attention
 
-HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 8, 2, 64, 256
+HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
 HIDDEN = HEADS * HEAD_DIM
 
 
@@ -34,47 +33,41 @@ def document_lengths(tokens: int) -> list[int]:
     return lengths
 
 
-class Model(nn.Module):
-    """A layer with an embedding before it; its rows are those of one rank, or of the whole batch."""
+class Layer(nn.Module):
+    """Attention, for the rows of one rank or of the whole batch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
         self.qkv = nn.Linear(HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
-        self.projection, self.head = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
+        self.projection = nn.Linear(HIDDEN, HIDDEN)
 
-    def forward(self, tokens: Tensor, freqs: Tensor, positions: jitrope.Packed, schedule: Schedule) -> Tensor:
-        x = self.embedding(tokens)  # (rows, HIDDEN)
-        q, k, v = self.qkv(x).unflatten(-1, (-1, HEAD_DIM)).split((HEADS, KV_HEADS, KV_HEADS), 1)
-        q, k = jitrope.apply_rope(q, k, freqs=freqs, positions=positions)
-        y = all_gather_attention(q, k, v, schedule)
-        return self.head(x + self.projection(y.flatten(1)))
-
-
-def step(model: Model, tokens: Tensor, target: Tensor, freqs: Tensor, schedule: Schedule) -> tuple[Tensor, Tensor]:
-    """(logits, loss) with gradients; each rank has its rows' part of the batch's mean loss."""
-    model.zero_grad()
-    shape = schedule.shape
-    # The offsets are the whole batch's; which of its positions these rows have follows from the rank.
-    positions = jitrope.Packed(schedule.cu_seqlens, cp_size=shape.cp_size, cp_rank=shape.cp_rank)
-    logits = model(tokens, freqs, positions, schedule)
-    loss = F.cross_entropy(logits.float(), target, reduction="sum") / shape.tokens
-    loss.backward()
-    if shape.cp_size > 1:
-        for x in (loss.detach(), *(p.grad for p in model.parameters())):
-            dist.all_reduce(x)
-    return logits.detach(), loss.detach()
+    def forward(self, x: Tensor, freqs: Tensor, schedule: Schedule) -> Tensor:
+        shape = schedule.shape
+        # The offsets are the whole batch's; which of its positions these rows have follows from the rank.
+        positions = jitrope.Packed(schedule.cu_seqlens, cp_size=shape.cp_size, cp_rank=shape.cp_rank)
+        q, k, v = jitrope.prepare_fused_qkv(self.qkv(x), freqs=freqs, positions=positions, heads=(HEADS, KV_HEADS))
+        return self.projection(all_gather_attention(q, k, v, schedule).flatten(1))
 
 
-def differences(model: Model, batch: tuple[Tensor, Tensor, Tensor], part: Partition, schedule: Schedule) -> dict:
+def results(layer: Layer, x: Tensor, freqs: Tensor, schedule: Schedule) -> tuple[dict, dict]:
+    """Of these rows of x: what each row has, and the gradients of weights, summed over ranks."""
+    layer.zero_grad()
+    x = x.detach().requires_grad_()
+    y = layer(x, freqs, schedule)
+    y.float().square().sum().backward()
+    weights = {name: p.grad.clone() for name, p in layer.named_parameters()}
+    for gradient in weights.values() if schedule.shape.cp_size > 1 else ():
+        dist.all_reduce(gradient)
+    return {"output": y.detach(), "x": x.grad}, weights
+
+
+def differences(layer: Layer, x: Tensor, freqs: Tensor, part: Partition, schedule: Schedule) -> dict:
     """Of what all ranks have together from what one process has: the largest, over the largest value."""
-    tokens, target, freqs = batch
-    logits, _ = step(model, part.shard(tokens), part.shard(target), freqs, schedule)
-    found = {"output": part.unshard(logits)} | {name: p.grad.clone() for name, p in model.named_parameters()}
+    rows, weights = results(layer, part.shard(x), freqs, schedule)
+    found = {name: part.unshard(value) for name, value in rows.items()} | weights
     whole = {"window": schedule.mask, "causal": True, "cp_size": 1, "cp_rank": 0}
-    alone = Schedule(schedule.cu_seqlens, schedule.shape.tokens, **whole)
-    want = {"output": step(model, *batch, alone)[0]} | {name: p.grad for name, p in model.named_parameters()}
-    return {name: float((x - want[name]).abs().max() / want[name].abs().max()) for name, x in found.items()}
+    rows, weights = results(layer, x, freqs, Schedule(schedule.cu_seqlens, schedule.shape.tokens, **whole))
+    return {name: float((found[name] - y).abs().max() / y.abs().max()) for name, y in (rows | weights).items()}
 
 
 def rows_from_others(schedule: Schedule) -> int:
@@ -109,33 +102,17 @@ def run(rank: int, arguments: argparse.Namespace) -> None:
     lengths = document_lengths(arguments.tokens)
     total = sum(lengths)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
-    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
-    # Each document counts up from somewhere: the next token is known from the last one.
-    start = torch.randint(VOCABULARY, (len(lengths),)).to(device)
-    tokens = (start[document] + torch.arange(total, device=device) - cu_seqlens[document]) % VOCABULARY
-    target = (tokens + 1) % VOCABULARY
+    x, layer = torch.randn(total, HIDDEN).to(device, dtype), Layer().to(device, dtype)
     theta = 10000.0 ** (-torch.arange(0, HEAD_DIM, 2, device=device) / HEAD_DIM)
     freqs = torch.outer(torch.arange(max(lengths), device=device), theta)  # angles, one a pair
-    model = Model().to(device, dtype)
-
-    # Which rows are this rank's, and whose keys they see: made once for a batch, used by every layer.
-    part = Partition(cu_seqlens, total)
-    schedule = Schedule(cu_seqlens, total, max_seqlen=max(lengths))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(arguments.steps):
-        losses.append(step(model, part.shard(tokens), part.shard(target), freqs, schedule)[1].item())
-        optimizer.step()
     if rank == 0:
         print(f"{total} tokens of {len(lengths)} documents on {dist.get_world_size()} ranks ({device.type}, {dtype})")
-        print(f"loss falls: {'yes' if losses[-1] < losses[0] else 'NO'} ({losses[0]:.3f} to {losses[-1]:.3f})")
-    if not losses[-1] < losses[0]:
-        raise SystemExit("the loss does not fall")
 
-    limit = 0.03 if dtype == torch.bfloat16 else 1e-4
-    windowed = Schedule(cu_seqlens, total, max_seqlen=max(lengths), window=(arguments.window, 0))
-    for each in (schedule, windowed):
-        report(each, differences(model, (tokens, target, freqs), part, each), limit)
+    part = Partition(cu_seqlens, total)  # which rows are this rank's
+    for window in ((-1, -1), (arguments.window, 0)):
+        # Whose keys they see: made once for a batch, used by every layer.
+        schedule = Schedule(cu_seqlens, total, max_seqlen=max(lengths), window=window)
+        report(schedule, differences(layer, x, freqs, part, schedule), 0.03 if dtype == torch.bfloat16 else 1e-4)
 
 
 def join(rank: int, ranks: int, port: int, arguments: argparse.Namespace) -> None:
@@ -164,11 +141,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     gpu = torch.cuda.is_available()
     parser.add_argument("--tokens", type=int, default=4096 if gpu else 200)
-    parser.add_argument("--steps", type=int, default=10 if gpu else 3)
     parser.add_argument("--window", type=int, default=64 if gpu else 4)
     arguments = parser.parse_args()
-    if arguments.steps < 2:
-        parser.error("--steps must be at least 2: the losses of two steps are compared")
     if dist.is_torchelastic_launched():
         join(dist.get_node_local_rank(), int(os.environ["LOCAL_WORLD_SIZE"]), 0, arguments)
     else:

@@ -3,8 +3,8 @@
     python examples/diffusion_pipeline.py --model flux          # or qwen, wan
     python examples/diffusion_pipeline.py --out pictures        # default: jitrope-example in the temporary folder
 
-Nothing is downloaded. All weights are random, so the picture is a texture and the prompt does not matter. On a CPU the
-transformer is tiny. On a GPU it has the real model's widths and size of picture, in bf16, with a few of its blocks
+Nothing is downloaded. All weights are random, so the picture is a texture and the prompt does not matter. On a CPU
+transformer and picture are tiny. On a GPU they have the real model's widths and size, in bf16, with a few of its blocks
 (--blocks), and the time of a step is printed; a CPU runs jitrope in plain torch, where times mean nothing.
 `jitrope bench diffusion` measures this with care. With a real checkpoint the program is four lines:
 
@@ -59,25 +59,17 @@ TINY_WAN = {"attention_head_dim": 24, "num_attention_heads": 2, "ffn_dim": 64, "
 
 
 def flux(tiny: bool, blocks: int):
-    transformer = diffusers.FluxTransformer2DModel(
-        num_layers=blocks, num_single_layers=2 * blocks, **(TINY if tiny else {})
-    )
-    pixels, text = (256, 64) if tiny else (1024, 512)
+    layers = {"num_layers": blocks, "num_single_layers": 2 * blocks}
+    transformer = diffusers.FluxTransformer2DModel(**layers, **(TINY if tiny else {}))
+    pixels, text = (128, 64) if tiny else (1024, 512)
     clip = transformers.CLIPTextConfig(
         hidden_size=768, intermediate_size=64, num_hidden_layers=1, vocab_size=128, bos_token_id=3, eos_token_id=1
     )
+    vae = {"latent_channels": 16, "block_out_channels": (16, 16, 32, 32), "norm_num_groups": 8, "layers_per_block": 1}
+    vae |= {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
     pipeline = diffusers.FluxPipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-        vae=diffusers.AutoencoderKL(
-            latent_channels=16,
-            block_out_channels=(16, 16, 32, 32),
-            norm_num_groups=8,
-            layers_per_block=1,
-            down_block_types=("DownEncoderBlock2D",) * 4,
-            up_block_types=("UpDecoderBlock2D",) * 4,
-            shift_factor=0.1159,
-            scaling_factor=0.3611,
-        ),
+        vae=diffusers.AutoencoderKL(**vae, shift_factor=0.1159, scaling_factor=0.3611),
         text_encoder=transformers.CLIPTextModel(clip),
         tokenizer=tokenizer(PROMPT, 77),
         text_encoder_2=t5(transformers.T5EncoderModel, transformer.config.joint_attention_dim),
@@ -90,17 +82,9 @@ def flux(tiny: bool, blocks: int):
 def qwen(tiny: bool, blocks: int):
     transformer = diffusers.QwenImageTransformer2DModel(num_layers=blocks, **(TINY if tiny else {}))
     width = transformer.config.joint_attention_dim
-    text = {
-        "hidden_size": width,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "vocab_size": 128,
-        "bos_token_id": 3,
-        "eos_token_id": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [width // 4, 0, 0]},
-    }
+    text = {"hidden_size": width, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text |= {"num_key_value_heads": 2, "vocab_size": 128, "bos_token_id": 3, "eos_token_id": 1}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [width // 4, 0, 0]}
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": width}
     pipeline = diffusers.QwenImagePipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
@@ -115,7 +99,7 @@ def qwen(tiny: bool, blocks: int):
     pipeline.tokenizer = tokenizer(before + PROMPT + after, 1024)
     # The pipeline leaves out the tokens of its own instruction, which are 34 with Qwen's tokenizer.
     pipeline.prompt_template_encode_start_idx = len(pipeline.tokenizer(before).input_ids)
-    pixels = 256 if tiny else 1024
+    pixels = 128 if tiny else 1024
     return pipeline, {"height": pixels, "width": pixels, "true_cfg_scale": 1.0}
 
 
@@ -129,13 +113,8 @@ def wan(tiny: bool, blocks: int):
         transformer=transformer,
     )
     height, columns, frames, text = (64, 96, 5, 64) if tiny else (480, 832, 81, 512)
-    return pipeline, {
-        "height": height,
-        "width": columns,
-        "num_frames": frames,
-        "max_sequence_length": text,
-        "guidance_scale": 1.0,
-    }
+    call = {"height": height, "width": columns, "num_frames": frames}
+    return pipeline, call | {"max_sequence_length": text, "guidance_scale": 1.0}
 
 
 MODELS = {"flux": flux, "qwen": qwen, "wan": wan}
@@ -222,23 +201,22 @@ def picture(stock: torch.Tensor, ours: torch.Tensor, title: str, path: Path) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="flux")
-    parser.add_argument("--steps", type=int, default=4, help="denoising steps")
-    parser.add_argument("--blocks", type=int, default=4, help="double blocks of FLUX (and 2 x single), else blocks")
+    gpu = torch.cuda.is_available()
+    parser.add_argument("--steps", type=int, default=4 if gpu else 2, help="denoising steps")
+    parser.add_argument("--blocks", type=int, default=4 if gpu else 1, help="of FLUX double (and 2 x single), else all")
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "jitrope-example", metavar="FOLDER")
     arguments = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    pipeline, run = build(arguments.model, arguments.blocks, device)
-    timed = device == "cuda"
-    step = one_step(pipeline, run) if timed else None
+    pipeline, run = build(arguments.model, arguments.blocks, "cuda" if gpu else "cpu")
+    step = one_step(pipeline, run) if gpu else None
 
     latents, pixels = run(arguments.steps)
-    stock_ms = milliseconds(step) if timed else 0.0
+    stock_ms = milliseconds(step) if gpu else 0.0
     # Until the block ends. Without one: report = enable(pipeline), and disable() if ever.
     with jitrope_diffusers.enable(pipeline) as report:
         our_latents, our_pixels = run(arguments.steps)
         print(report)
-        ours_ms = milliseconds(step) if timed else 0.0
-    if timed:
+        ours_ms = milliseconds(step) if gpu else 0.0
+    if gpu:
         print(f"one step: {stock_ms:.2f} ms, with jitrope {ours_ms:.2f} ms: {stock_ms / ours_ms:.2f} x")
 
     arguments.out.mkdir(parents=True, exist_ok=True)
