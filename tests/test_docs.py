@@ -68,30 +68,27 @@ def pages(site: Path) -> dict[str, str]:
     return {name: (site / f"{name.replace('.', '/')}.html").read_text() for name in MODULES}
 
 
-def test_links_of_the_site_lead_somewhere(site: Path) -> None:
-    """To a page and a heading or name in it; every Markdown page is there, with its pictures."""
+def test_every_page_of_the_site_is_whole(site: Path) -> None:
+    """Each Markdown page is there, with its pictures, and its links lead to a page and a heading or name in it."""
     html = {
         path: re.sub("<script>.*?</script>", "", path.read_text(), flags=re.DOTALL) for path in site.rglob("*.html")
     }
     ids = {path: {*re.findall(r'id="([^"]+)"', text)} for path, text in html.items()}
-    for path, text in html.items():
-        for target, anchor in re.findall(r'href="([^"#]*)(?:#([^"]*))?"', text):
+    for path in (site / f"{page}.html" for page in GUIDES):
+        for target, anchor in re.findall(r'href="([^"#]*)(?:#([^"]*))?"', html[path]):
             if not re.match("http|data:", target):
                 place = (path.parent / target).resolve() if target else path
                 assert place in html, f"{path.name}: {target}"
                 assert not anchor or anchor in ids[place], f"{path.name}: {target}#{anchor}"
-        assert re.findall(r'<img[^>]* src="(?!data:)[^"]{0,80}', text) == []
-    assert 'url=./readme.html"' in html[site / "index.html"]
-    shown = {(site / f"{page}.html") for page in GUIDES}
-    assert shown <= html.keys()
+        assert re.findall(r'<img[^>]* src="(?!data:)[^"]{0,80}', html[path]) == []
+    assert "url=./readme.html" in html[site / "index.html"]
     assert {*GUIDES.values()} >= {str(path.relative_to(ROOT)) for path in (ROOT / "examples").glob("*.md")}
 
 
 def test_the_search_finds_sections_of_pages(site: Path) -> None:
     text = (site / "search.js").read_text()
-    for page, anchor in (("jitrope.jit", "who-is-trusted"), ("containers", "bundles"), ("kernels", "a-head")):
-        assert re.search(rf'"modulename": "{page}", "qualname": "{anchor}"', text), anchor
-    assert '"qualname": "apply_rope"' in text
+    for anchor in ("who-is-trusted", "bundles", "a-head", "apply_rope"):
+        assert f'"qualname": "{anchor}"' in text, anchor
     assert "base64" not in text
 
 
