@@ -115,7 +115,8 @@ def prepare_fused_qkv(
 def _split(tensors: Any, asked: dict[str, Any], heads: Any, order: Any, copy_v: Any) -> None:
     """Give qkv an axis of heads, and add the words that say where q, k and v are in it."""
     name, layout = "prepare_fused_qkv", asked.get("layout", "bshd")
-    pair, qkv = wholes(name, "heads", heads, 1), tensor(name, "qkv", tensors.get("qkv"))
+    pair = () if isinstance(heads, int) else wholes(name, "heads", heads, 1)
+    qkv = tensor(name, "qkv", tensors.get("qkv"))
     if len(pair) != 2 or pair[0] % pair[1]:
         refuse(name, "heads", heads, "(Hq, Hk), the heads of q and of k; Hk must divide Hq")
     axes, grouped = FUSED_AXES[word(name, "layout", layout, FUSED_AXES)], order == "grouped"
@@ -126,9 +127,10 @@ def _split(tensors: Any, asked: dict[str, Any], heads: Any, order: Any, copy_v: 
         tensors["qkv"] = qkv.unflatten(-1, (count, width // count))
     elif rank != 2 or width <= 0 or qkv.shape[-2] != count or width % (every // count):
         had = f"qkv has shape {tuple(qkv.shape)}, but heads={pair} with order={order!r} are {every} heads of D elements"
-        lead, last = ", ".join(axes), f"{count}, {every // count} D" if grouped else f"{count}, D"
-        must = f"it must be ({lead}, {every} D) or ({lead}, {last}) in layout {layout!r}"
-        raise InvalidInput(f"{name}: {had}; {must}")
+        lead, last = ", ".join(axes), f"{count}, {every // count} * D" if grouped else f"{count}, D"
+        must = f"it must be ({lead}, {every} * D) or ({lead}, {last}) in layout {layout!r}"
+        hints = {0: "; for (T, W) pass layout='thd'", 3: f"; pass qkv.flatten({grouped - 3}, {grouped - 2})"}
+        raise InvalidInput(f"{name}: {had}; {must}{hints.get(rank, '')}")
 
 
 @repeated

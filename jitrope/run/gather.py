@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from inspect import getfullargspec
 from typing import Any
 
 from torch import Tensor
 
-from ..base.arguments import flags, parts, refuse, refuse_beside
+from ..base.arguments import flags, hint, parts, refuse, refuse_beside
 from ..base.errors import InvalidInput
 from ..base.views import Tensors
 from ..checks.checks import require_apart
@@ -82,7 +83,9 @@ def placed(op: Operation, tensors: Tensors, positions: Any) -> dict[str, Any]:
         tensors.update(positions.tensors)
         return positions.words
     if not isinstance(positions, Tensor):
-        refuse(op.function, "positions", positions, "a tensor of ids, or a jitrope.Packed, Mrope, Shifts or Starts")
+        must, n = "a tensor of ids, or a jitrope.Packed, Mrope, Shifts or Starts", positions
+        row = f"; for all rows to begin at {n} pass cos[{n}:] and sin[{n}:]" * (type(n) is int)
+        refuse(op.function, "positions", n, must + (row or hint("positions", n)))
     tensors["position_ids"] = positions
     return {}
 
@@ -90,7 +93,8 @@ def placed(op: Operation, tensors: Tensors, positions: Any) -> dict[str, Any]:
 def add(name: str, label: str, value: Any, kinds: Any, tensors: Tensors, words: dict[str, Any]) -> None:
     """Add the tensors and words of a value, of one of these kinds, to those of a call."""
     if not isinstance(value, kinds):
-        refuse(name, label, value, f"a jitrope.{' or '.join([kind.__name__ for kind in kinds])}")
+        calls = [f"jitrope.{x.__name__}({', '.join(getfullargspec(x.__init__.__wrapped__)[0][1:])})" for x in kinds]
+        refuse(name, label, value, " or ".join(calls) + hint(label, value))
     tensors.update(scales(name, next(iter(tensors.values()), None), **value.tensors))
     words.update(value.words)
 

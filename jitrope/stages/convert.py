@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.arguments import flags, refuse, refuse_beside, require, whole, word
+from ..base.arguments import flags, refuse, refuse_beside, whole, word
+from ..base.errors import require
 from ..base.spec import DTYPES, OF_NORM
 from ..base.views import BLOCK_SCALES, DTYPE_NAMES, E8M0, FORMATS, FP8, FP8S, GROUPS, SCALES, Tensors
 from ..values.asked import Value

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.arguments import flags, items, number, refuse, refuse_beside, tensor, word
+from ..base.arguments import flags, number, refuse, refuse_beside, tensor, word
 from ..base.fit import FLOATS, USERS_NAMES, Fail, sizes_of
 from ..base.spec import DTYPES, OF_NORM
 from ..base.views import DTYPE_NAMES, MEANS, Tensors, canonical, elements_per_access, factor_view
@@ -124,13 +124,14 @@ class Norm(Value):
             others = [label for label in on if label == "v_norm"] + [f"of={of!r}"] * (of != "qk") + layer
             others += [] if "across_heads" in on else ["across_heads=False"]
             refuse_beside("Norm", ["mean_squares"], others)
-            must = "those of q and k: two tensors, or a tensor and None"
-            means = items("Norm", "mean_squares", mean_squares, must)
+            means: Any = mean_squares if isinstance(mean_squares, (list, tuple)) else ()
             if len(means) != 2 or not isinstance(means[0], Tensor) or not isinstance(means[1], (Tensor, type(None))):
+                must = "those of q and k: two tensors, or a tensor and None"
                 refuse("Norm", "mean_squares", mean_squares, must)
             self.tensors.update({name: x for name, x in zip(MEANS, means) if x is not None})
         rounding = word("Norm", "rounding", rounding, ROUNDINGS)
-        if type(eps := number("Norm", "eps", eps)) is float and eps < 0:
+        none = "; torch.nn.RMSNorm(eps=None) has torch.finfo(torch.float32).eps" * (eps is None)
+        if type(eps := number("Norm", "eps", eps, or_else=none)) is float and eps < 0:
             refuse("Norm", "eps", eps, "0 or above")
         self.words = {"norm_kind": kind, "norm_rounding": rounding, **on, "of": of, "eps": eps}
 
@@ -223,9 +224,10 @@ def check(t: Tensors, o: Words, fail: Fail) -> None:
         wrong = label.endswith("bias") and o.norm_kind != "layer_norm"
         fail.when(wrong, f"{label} goes with kind='layer_norm'; pass it, or leave {label} out")
         _, _, heads, dim = sizes_of(t[owner], o.layout)
-        size = heads * dim if o.across_heads or owner == "v" else dim
+        size, other = (heads * dim, dim) if o.across_heads or owner == "v" else (dim, heads * dim)
         of = fail._replace(owner=f"{like}{owner}{' of qkv' * (o.q_per_group > 0)}", heads=t[owner])
-        of.unlike(label, weight, t[owner].device, dtypes, (size,), contiguous=True)
+        hint = f"; pass across_heads={not o.across_heads}" * (owner != "v" and weight.shape == (other,) != (size,))
+        of.unlike(label, weight, t[owner].device, dtypes, (size,), contiguous=True, hint=hint)
         dtypes, like = (weight.dtype,), like or f"{label} and "  # all have one
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..base import arguments
-from ..base.errors import InvalidInput
+from ..base.errors import InvalidInput, require
 from .frequencies import ROPE_TYPES, Device, Found, Length, inv_freq, length, number
 
 _WITH_ALPHA = ("alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
@@ -123,7 +123,7 @@ def from_config(
     return inv_freq(rope_type, rotary_dim=rotary_dim, theta=found["rope_theta"], device=device, **known)
 
 
-_require = functools.partial(arguments.require, "from_config")
+_require = functools.partial(require, "from_config")
 
 
 def _get(config: Any, name: str) -> Any:
