@@ -158,7 +158,8 @@ def hint(label: str, value: Any) -> str:
         return f"; pass jitrope.Norm(q_norm.weight, k_norm.weight, {layer}eps=q_norm.{eps}) of your modules"
     listed = isinstance(value, (list, tuple, range)) and all(isinstance(x, numbers.Real) for x in value)
     maker = "tensor" if listed else "from_numpy" * (type(value).__name__ == "ndarray")
-    return f"; pass torch.{maker}({label})" * bool(maker)
+    unpacked = "; unpack it" * (first is not value and isinstance(first, Tensor))
+    return f"; pass torch.{maker}({label})" if maker else unpacked
 
 
 def shown(value: Any) -> str:

@@ -135,9 +135,9 @@ def check(t: Tensors, o: Words, beside: str, fail: Fail) -> None:
         full, odd = x.shape[-1:] == (rotary,), x.shape[-1:] not in ((half,), (rotary,))
         hints = {
             "pass a complex table as freqs_cis=table": x.is_complex() and kind != "freqs_cis",
-            f"pass {own}.{single}": x.dtype in (torch.float64, torch.complex128) and not wide,
             "pass torch.view_as_complex(table)": kind == "freqs_cis" and not x.is_complex(),
             "the angles must be computed and passed in fp32": kind == "freqs" and x.dtype != torch.float32,
+            f"pass {own}.{single}": x.dtype in (torch.float64, torch.complex128) and not wide,
             f"with {beside} the heads must share it": per_head(x) and beside,
             f"the third axis is the heads, as many of q and k; of (B, 1, S, W) pass {own}.squeeze(1)": per_head(x),
             f"pass {own}.squeeze(1)": x.dim() == 3 and x.shape[1] == 1,
