@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,21 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope import DynamicQuantize, KVCache, Mrope, Norm, Packed, Pages, Quantize, Shifts, Starts, Ulysses, tables, thd
+from jitrope import (
+    DynamicQuantize,
+    KVCache,
+    Mrope,
+    Norm,
+    Packed,
+    Pages,
+    Quantize,
+    Shifts,
+    Starts,
+    Ulysses,
+    integrations,
+    tables,
+    thd,
+)
 from jitrope import torch_state as watch
 from jitrope.base.spec import spec_from_dict
 from jitrope.call import Call
@@ -41,6 +56,7 @@ BYTES = torch.zeros(2, 6, 4, 4, dtype=torch.uint8)
 RING: list[Any] = [None]
 RING.append(RING)  # a list in itself
 DICE = torch._empty_affine_quantized((6, 1, 8), scale=1.0, zero_point=0, dtype=torch.qint8)
+PIPELINE = SimpleNamespace(model=torch.nn.Linear(1, 1))  # of transformers
 CACHE, TWO, MEANS = KVCache(KC, VC, SLOTS), Quantize(0.5, 0.5), (torch.ones(2, 6), torch.ones(2, 6))
 with torch.inference_mode():
     INFERRED = torch.ones(2, 6, 4, 8)
@@ -760,6 +776,12 @@ OTHERS: list[tuple[Callable[[], Any], str]] = [
                                  LEAF), "latent_backward has no gradient"),
     (lambda: torch.vmap(lambda x: jitrope.prepare_qkv(x, None, None, quantize=DynamicQuantize())[0].scale)(LEAF[None])
      .sum().backward(), "prepare_qkv has no gradient"),
+    (lambda: integrations.transformers.enable(PIPELINE),
+     f"enable: model is {PIPELINE}; it must be a model, such as pipeline.model, or None; diffusers has its own enable"),
+    (lambda: integrations.diffusers.enable(PIPELINE), f"enable: model_or_pipeline is {PIPELINE}; it must be a model or "
+     "pipeline; transformers has its own enable"),
+    (lambda: integrations.transformers.enable(torch.nn.Linear(1, 1)),
+     "the file of Linear has no rope function that jitrope can replace; call jitrope.apply_rope in it"),
     (lambda: jitrope.planning(launches="auto").__enter__(), "planning: launches is 'auto'; it must be a list of words"),
     (lambda: Schedule.fixed(2, 5, "cpu", cp_size=2, cp_rank=0),
      "Schedule.fixed: seqlen is 5; it must be a multiple of the group's size 2"),

@@ -148,7 +148,7 @@ disable = _host.disabler(__name__)
 def _files(model: nn.Module | None) -> list[ModuleType]:
     """The modules that define a model's classes; None: all loaded ones of transformers and of remote code."""
     if model is not None and not isinstance(model, nn.Module):
-        refuse("enable", "model", model, "a model (for a pipeline pipeline.model, or diffusers.enable), or None")
+        refuse("enable", "model", model, "a model, such as pipeline.model, or None; diffusers has its own enable")
     if model is None:
         names = [n for n in list(sys.modules) if n.startswith(("transformers.models.", "transformers_modules."))]
     else:
