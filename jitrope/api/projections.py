@@ -63,7 +63,7 @@ def prepare_fused_qkv(
         heads: (Hq, Hk), the heads of q, and those of k, which are as many as v's. Hk must divide Hq.
         order: "qkv": all heads of q, then all of k, then all of v (Llama and Qwen in vLLM, Phi-3, GPT-2); with an axis
             of heads (B, S, Hq + 2 Hk, D). "grouped": for each head of k its heads of q, k and v (Megatron, InternLM2,
-            Falcon); with Hq = Hk that is q, k and v of each head in turn (GPT-NeoX, BLOOM); with an axis of heads
+            Falcon). With Hq = Hk that is q, k and v of each head in turn (GPT-NeoX, BLOOM). With an axis of heads it is
             (B, S, Hk, (Hq / Hk + 2) D). "qkv_gated": as "qkv", with a gate after each head of q: q_0, gate_0, q_1,
             gate_1, ..., then k and v (Qwen3-Next, Qwen3.5); with an axis of heads (B, S, 2 Hq + 2 Hk, D).
         norm: RMSNorm or LayerNorm of q and k, as in `prepare_qkv` (Qwen3-Next, Qwen3.5; the fused qkv_proj of Qwen3 and
@@ -75,8 +75,8 @@ def prepare_fused_qkv(
         copy_v: False: return v as a view of qkv, without a copy; not with v_norm or bias.
         bias: the bias of the projection, which you call without it: (W), as `Linear` has it, or qkv's last two axes if
             it has an axis of heads, in qkv's dtype. The results are those of qkv + bias, rounded to the dtype, in the
-            same launch; with a norm to the bit only if the bias is contiguous. v and the gate are written too, and in
-            place all of qkv is. Its gradient is the sum of qkv's over the tokens, by torch.
+            same launch; with a norm to the bit only if the bias is contiguous. Then v and the gate are written too,
+            and in place all of qkv is. Its gradient is the sum of qkv's over the tokens, by torch.
         hadamard: as in `prepare_qkv`, also in place. Its gradient takes a second launch.
         cache, quantize, out: as in `prepare_qkv`, in as many launches. You can combine them with hadamard and with a
             bias, which torch then adds to a gate. Such a call has no gradient, but one with `Ulysses` alone has, which

@@ -15,21 +15,7 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope import (
-    DynamicQuantize,
-    KVCache,
-    Mrope,
-    Norm,
-    Packed,
-    Pages,
-    Quantize,
-    Shifts,
-    Starts,
-    Ulysses,
-    integrations,
-    tables,
-    thd,
-)
+from jitrope import DynamicQuantize, KVCache, Mrope, Norm, Packed, Pages, Quantize, Shifts, Starts, Ulysses, tables, thd
 from jitrope import torch_state as watch
 from jitrope.base.spec import spec_from_dict
 from jitrope.call import Call
@@ -776,11 +762,11 @@ OTHERS: list[tuple[Callable[[], Any], str]] = [
                                  LEAF), "latent_backward has no gradient"),
     (lambda: torch.vmap(lambda x: jitrope.prepare_qkv(x, None, None, quantize=DynamicQuantize())[0].scale)(LEAF[None])
      .sum().backward(), "prepare_qkv has no gradient"),
-    (lambda: integrations.transformers.enable(PIPELINE),
+    (lambda: jitrope.integrations.transformers.enable(PIPELINE),
      f"enable: model is {PIPELINE}; it must be a model, such as pipeline.model, or None; diffusers has its own enable"),
-    (lambda: integrations.diffusers.enable(PIPELINE), f"enable: model_or_pipeline is {PIPELINE}; it must be a model or "
-     "pipeline; transformers has its own enable"),
-    (lambda: integrations.transformers.enable(torch.nn.Linear(1, 1)),
+    (lambda: jitrope.integrations.diffusers.enable(PIPELINE),
+     f"enable: model_or_pipeline is {PIPELINE}; it must be a model or pipeline; transformers has its own enable"),
+    (lambda: jitrope.integrations.transformers.enable(torch.nn.Linear(1, 1)),
      "the file of Linear has no rope function that jitrope can replace; call jitrope.apply_rope in it"),
     (lambda: jitrope.planning(launches="auto").__enter__(), "planning: launches is 'auto'; it must be a list of words"),
     (lambda: Schedule.fixed(2, 5, "cpu", cp_size=2, cp_rank=0),
