@@ -77,12 +77,13 @@ def prepare_fused_qkv(
             it has an axis of heads, in qkv's dtype. The results are those of qkv + bias, rounded to the dtype, in the
             same launch; with a norm to the bit only if the bias is contiguous. Then v and the gate are written too,
             and in place all of qkv is. Its gradient is the sum of qkv's over the tokens, by torch.
+        cache, quantize: as in `prepare_qkv`, in as many launches, without a gradient. You can combine them with
+            hadamard and with a bias, which torch then adds to a gate. inverse is refused with a cache.
         hadamard: as in `prepare_qkv`, also in place. Its gradient takes a second launch.
-        cache, quantize, out: as in `prepare_qkv`, in as many launches. You can combine them with hadamard and with a
-            bias, which torch then adds to a gate. Such a call has no gradient, but one with `Ulysses` alone has, which
-            in "grouped" with Hq > Hk needs a rank for each head of k. inverse is refused with a cache.
         inplace: rotate q and k inside qkv and return it, for attention that takes q, k and v as one tensor or as views.
             v stays, unless it is normalised or gets a bias. With a cache k and v stay, but k is rotated with rotate_k.
+        out: as in `prepare_qkv`, without a gradient. A call with `Ulysses` alone has one; in "grouped" with Hq > Hk it
+            needs a rank for each head of k.
         The other arguments are those of `apply_rope`. `Shifts` and tables for each head are refused. Without a table
             nothing is rotated; in place it then needs a norm, a bias, hadamard or q_scale, or there is nothing to do.
 

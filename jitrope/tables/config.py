@@ -86,8 +86,8 @@ def from_config(
         axes, pass `Mrope` with mrope_section; for "axial", R / 2 / axes pairs for each, in the model's order of axes.
 
     Raises:
-        InvalidInput: as in `inv_freq`; or the configuration has no such parameters, or none for this layer_type; or it
-            names a parameter of rope that this function does not know; or the model computes its tables otherwise; or
+        InvalidInput: as in `inv_freq`. Or the configuration has no such parameters, or none for this layer_type. Or it
+            names a parameter of rope that this function does not know. Or the model computes its tables otherwise; or
             transformers is missing or cannot read a dict with model_type.
     """
     if seq_len is not None:
