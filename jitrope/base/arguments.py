@@ -156,7 +156,7 @@ def hint(label: str, value: Any) -> str:
         eps = "variance_epsilon" if hasattr(first, "variance_epsilon") else "eps"
         layer = "q_bias=q_norm.bias, k_bias=k_norm.bias, kind='layer_norm', " * isinstance(first, torch.nn.LayerNorm)
         return f"; pass jitrope.Norm(q_norm.weight, k_norm.weight, {layer}eps=q_norm.{eps}) of your modules"
-    listed = isinstance(value, (list, tuple, range)) and all(isinstance(x, numbers.Real) for x in value)
+    listed = isinstance(value, (list, tuple, range)) and all(isinstance(x, numbers.Real) for x in value[:9])
     maker = "tensor" if listed else "from_numpy" * (type(value).__name__ == "ndarray")
     unpacked = "; unpack it" * (first is not value and isinstance(first, Tensor))
     return f"; pass torch.{maker}({label})" if maker else unpacked

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from inspect import getfullargspec
 from typing import Any
 
 from torch import Tensor
@@ -60,7 +59,7 @@ def gather(
         words = {**placed(op, tensors, positions), **words}
     for label in [label for label, x in tensors.items() if x is None]:
         del tensors[label]
-    if tensors.keys().isdisjoint(_TABLE_NAMES):  # nothing is rotated
+    if {*tensors}.isdisjoint(_TABLE_NAMES):  # nothing is rotated
         for label in WITHOUT_TABLE.split():
             tensors.pop(label, None)
             words.pop(label, None)
@@ -93,8 +92,7 @@ def placed(op: Operation, tensors: Tensors, positions: Any) -> dict[str, Any]:
 def add(name: str, label: str, value: Any, kinds: Any, tensors: Tensors, words: dict[str, Any]) -> None:
     """Add the tensors and words of a value, of one of these kinds, to those of a call."""
     if not isinstance(value, kinds):
-        calls = [f"jitrope.{x.__name__}({', '.join(getfullargspec(x.__init__.__wrapped__)[0][1:])})" for x in kinds]
-        refuse(name, label, value, " or ".join(calls) + hint(label, value))
+        refuse(name, label, value, " or ".join([kind.form for kind in kinds]) + hint(label, value))
     tensors.update(scales(name, next(iter(tensors.values()), None), **value.tensors))
     words.update(value.words)
 
