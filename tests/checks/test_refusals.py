@@ -845,3 +845,18 @@ def test_a_check_in_a_capture_is_refused(call: Any, monkeypatch: pytest.MonkeyPa
     others = "which torch.compile, torch.func and a CUDA graph do not"
     use = "so it cannot be compiled or captured in a CUDA graph" if call is attend else others
     assert str(error.value) == f"{call.func.__name__}: check=True waits for the device, {use}; leave it out"
+
+
+@pytest.mark.parametrize(("norm", "sentence"), [
+    (Norm(torch.ones(9)), f"prepare_qkv: q_weight is a tensor of shape (9,), {F32}; it must be (8,), {FLOATS}, "
+     f"contiguous, on cpu like q {SIZES}"),
+    (torch.nn.RMSNorm(8), f"prepare_qkv: norm is a module, RMSNorm; {A_NORM}; {BY_MODULES}")])  # fmt: skip
+def test_a_compiled_call_is_refused_in_the_same_words(norm: Any, sentence: str) -> None:
+    """Alone where torch may leave the graph; with fullgraph=True in Dynamo's own message, which nothing replaces."""
+    call, old = partial(jitrope.prepare_qkv, norm=norm), tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+    for fullgraph in (False, True):
+        torch._dynamo.reset()
+        with pytest.raises((jitrope.InvalidInput, torch._dynamo.exc.Unsupported)) as error:
+            torch.compile(lambda *given: call(*given), backend="eager", fullgraph=fullgraph)(*HEADS, COS, SIN)
+        assert (str(error.value) == sentence) != fullgraph
+        assert sentence in str(error.value) or (fullgraph and old)  # some versions do not show what was raised
