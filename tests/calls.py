@@ -184,7 +184,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"table": ("angles", "scaled"), "rounding": "complex128"}, NO_ANGLES),
     ({"table": ("angles", "scaled"), "positions": "shifts"}, "freqs does not go with Shifts; pass cos and sin"),
     ({"of_table": "double", "rounding": but("rounding", "complex128")},
-     "cos is float64; it must be ...; fp64 goes with rounding='complex128'"),
+     "cos is float64; it must be ...; pass cos.float()"),
     ({"positions": PACKED, "rounding": "complex128"}, NO_ANGLES),
     ({"positions": COUNTED, "more": "unrotated"}, "... does not go with unrotated; " + COSINES),
     ({"positions": "shifts", "transform": "head"}, NO_SHIFTS),

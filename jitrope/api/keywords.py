@@ -19,8 +19,8 @@ class SharedWords(TypedDict, total=False):
     interleaved_out: bool | None
     rounding: str
     q_scale: float | Tensor | None
-    mscale: float
     unrotated: int
+    mscale: float
 
 
 class JointWords(SharedWords, total=False):
@@ -34,14 +34,14 @@ class JointWords(SharedWords, total=False):
 class LatentWords(SharedWords, total=False):
     """The keywords of `prepare_mla_qkv`."""
 
+    layout: str
     cos_sin_cache: Tensor | None
     freqs: Tensor | None
     freqs_cis: Tensor | None
-    layout: str
     check: bool
 
 
-class RopeWords(JointWords, LatentWords, total=False):
+class RopeWords(LatentWords, JointWords, total=False):
     """All keywords: those of `apply_rope`, `prepare_qkv` and `prepare_fused_qkv`."""
 
     inverse: bool

@@ -63,7 +63,7 @@ def prepare_fused_qkv(
         heads: (Hq, Hk), the heads of q, and those of k, which are as many as v's. Hk must divide Hq.
         order: "qkv": all heads of q, then all of k, then all of v (Llama and Qwen in vLLM, Phi-3, GPT-2); with an axis
             of heads (B, S, Hq + 2 Hk, D). "grouped": for each head of k its heads of q, k and v (Megatron, InternLM2,
-            Falcon); with Hq = Hk that is q, k and v of each head in turn (GPT-NeoX, BLOOM); with an axis of heads
+            Falcon). With Hq = Hk that is q, k and v of each head in turn (GPT-NeoX, BLOOM). With an axis of heads it is
             (B, S, Hk, (Hq / Hk + 2) D). "qkv_gated": as "qkv", with a gate after each head of q: q_0, gate_0, q_1,
             gate_1, ..., then k and v (Qwen3-Next, Qwen3.5); with an axis of heads (B, S, 2 Hq + 2 Hk, D).
         norm: RMSNorm or LayerNorm of q and k, as in `prepare_qkv` (Qwen3-Next, Qwen3.5; the fused qkv_proj of Qwen3 and
@@ -75,14 +75,15 @@ def prepare_fused_qkv(
         copy_v: False: return v as a view of qkv, without a copy; not with v_norm or bias.
         bias: the bias of the projection, which you call without it: (W), as `Linear` has it, or qkv's last two axes if
             it has an axis of heads, in qkv's dtype. The results are those of qkv + bias, rounded to the dtype, in the
-            same launch; with a norm to the bit only if the bias is contiguous. v and the gate are written too, and in
-            place all of qkv is. Its gradient is the sum of qkv's over the tokens, by torch.
+            same launch; with a norm to the bit only if the bias is contiguous. Then v and the gate are written too,
+            and in place all of qkv is. Its gradient is the sum of qkv's over the tokens, by torch.
+        cache, quantize: as in `prepare_qkv`, in as many launches, without a gradient. You can combine them with
+            hadamard and with a bias, which torch then adds to a gate. inverse is refused with a cache.
         hadamard: as in `prepare_qkv`, also in place. Its gradient takes a second launch.
-        cache, quantize, out: as in `prepare_qkv`, in as many launches. You can combine them with hadamard and with a
-            bias, which torch then adds to a gate. Such a call has no gradient, but one with `Ulysses` alone has, which
-            in "grouped" with Hq > Hk needs a rank for each head of k. inverse is refused with a cache.
         inplace: rotate q and k inside qkv and return it, for attention that takes q, k and v as one tensor or as views.
             v stays, unless it is normalised or gets a bias. With a cache k and v stay, but k is rotated with rotate_k.
+        out: as in `prepare_qkv`, without a gradient. A call with `Ulysses` alone has one; in "grouped" with Hq > Hk it
+            needs a rank for each head of k.
         The other arguments are those of `apply_rope`. `Shifts` and tables for each head are refused. Without a table
             nothing is rotated; in place it then needs a norm, a bias, hadamard or q_scale, or there is nothing to do.
 
@@ -115,7 +116,8 @@ def prepare_fused_qkv(
 def _split(tensors: Any, asked: dict[str, Any], heads: Any, order: Any, copy_v: Any) -> None:
     """Give qkv an axis of heads, and add the words that say where q, k and v are in it."""
     name, layout = "prepare_fused_qkv", asked.get("layout", "bshd")
-    pair, qkv = wholes(name, "heads", heads, 1), tensor(name, "qkv", tensors.get("qkv"))
+    pair = () if isinstance(heads, int) else wholes(name, "heads", heads, 1)
+    qkv = tensor(name, "qkv", tensors.get("qkv"))
     if len(pair) != 2 or pair[0] % pair[1]:
         refuse(name, "heads", heads, "(Hq, Hk), the heads of q and of k; Hk must divide Hq")
     axes, grouped = FUSED_AXES[word(name, "layout", layout, FUSED_AXES)], order == "grouped"
@@ -126,9 +128,10 @@ def _split(tensors: Any, asked: dict[str, Any], heads: Any, order: Any, copy_v: 
         tensors["qkv"] = qkv.unflatten(-1, (count, width // count))
     elif rank != 2 or width <= 0 or qkv.shape[-2] != count or width % (every // count):
         had = f"qkv has shape {tuple(qkv.shape)}, but heads={pair} with order={order!r} are {every} heads of D elements"
-        lead, last = ", ".join(axes), f"{count}, {every // count} D" if grouped else f"{count}, D"
-        must = f"it must be ({lead}, {every} D) or ({lead}, {last}) in layout {layout!r}"
-        raise InvalidInput(f"{name}: {had}; {must}")
+        lead, last = ", ".join(axes), f"{count}, {every // count} * D" if grouped else f"{count}, D"
+        must = f"it must be ({lead}, {every} * D) or ({lead}, {last}) in layout {layout!r}"
+        hints = {0: "; for (T, W) pass layout='thd'", 3: f"; pass qkv.flatten({grouped - 3}, {grouped - 2})"}
+        raise InvalidInput(f"{name}: {had}; {must}{hints.get(rank, '')}")
 
 
 @repeated

@@ -87,7 +87,7 @@ def prepare_joint_qkv(
             refuse(name, f"{label}'s q", q, "a tensor (B, S, H, D)")
     tables: Any = {"cos": cos, "sin": sin, "cos_sin_cache": cos_sin_cache, "freqs": freqs, "freqs_cis": freqs_cis}
     tensors.update({**second_tables(name, tables), **tables})
-    norms: Any = (norm, norm) if norm is None or isinstance(norm, Norm) else parts(name, "norm", norm, 2)
+    norms: Any = parts(name, "norm", norm, 2) if isinstance(norm, (list, tuple)) else (norm, norm)
     asked = gather(STREAMED, tensors, words, _JOINT_WORDS, positions, False, norms[0], cache, quantize, hadamard)
     if norm is not None:
         of_second: dict[str, Any] = {}

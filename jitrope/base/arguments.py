@@ -30,12 +30,6 @@ def refuse(function: str, label: str, value: Any, must: str) -> NoReturn:
     raise InvalidInput(f"{function}: {label} is {shown(value)}; it must be {must}")
 
 
-def require(function: str, good: object, text: str) -> None:
-    """Raise InvalidInput with a sentence that names the argument, unless it is good."""
-    if not good:
-        raise InvalidInput(f"{function}: {text}")
-
-
 def whole(function: str, label: str, value: Any, least: int | None = None) -> int:
     """Return a whole number of at least `least`. Python's, numpy's and symbolic ones pass, also 2.0 and True."""
     found: int | None = value if type(value) is int else _as(int, value, torch.SymInt)
@@ -44,11 +38,11 @@ def whole(function: str, label: str, value: Any, least: int | None = None) -> in
     return found
 
 
-def flag(function: str, label: str, value: Any) -> bool:
+def flag(function: str, label: str, value: Any, or_else: str = "") -> bool:
     """Return True or False. numpy's, 1 and 0 are accepted too; None and "no" are refused."""
     found: bool | None = value if isinstance(value, bool) else _as(bool, value)
     if found is None:
-        refuse(function, label, value, "True or False")
+        refuse(function, label, value, "True or False" + or_else)
     return found
 
 
@@ -151,9 +145,21 @@ def parts(function: str, label: str, value: Any, count: int) -> tuple[Any, ...]:
 def tensor(function: str, label: str, value: Any) -> Tensor:
     """Return a strided tensor. Lists and numpy arrays are refused: they have no device."""
     if not isinstance(value, Tensor) or value.is_nested or value.layout is not torch.strided:
-        hint = f"; pass torch.from_numpy({label})" * (type(value).__name__ == "ndarray")
-        refuse(function, label, value, f"a strided tensor{hint}" if isinstance(value, Tensor) else f"a tensor{hint}")
+        refuse(function, label, value, f"a {'strided ' * isinstance(value, Tensor)}tensor{hint(label, value)}")
     return value
+
+
+def hint(label: str, value: Any) -> str:
+    """After a semicolon, what to pass in the place of a module, a list or an array."""
+    first, *_ = value if isinstance(value, (list, tuple)) and value else (value,)
+    if isinstance(first, torch.nn.Module) and (label == "norm" or label.endswith("_weight")):
+        eps = "variance_epsilon" if hasattr(first, "variance_epsilon") else "eps"
+        layer = "q_bias=q_norm.bias, k_bias=k_norm.bias, kind='layer_norm', " * isinstance(first, torch.nn.LayerNorm)
+        return f"; pass jitrope.Norm(q_norm.weight, k_norm.weight, {layer}eps=q_norm.{eps}) of your modules"
+    listed = isinstance(value, (list, tuple, range)) and all(isinstance(x, numbers.Real) for x in value[:9])
+    maker = "tensor" if listed else "from_numpy" * (type(value).__name__ == "ndarray")
+    unpacked = "; unpack it" * (first is not value and isinstance(first, Tensor))
+    return f"; pass torch.{maker}({label})" if maker else unpacked
 
 
 def shown(value: Any) -> str:
@@ -165,7 +171,7 @@ def shown(value: Any) -> str:
         return f"a tensor of shape {tuple(value.shape)}, {str(value.dtype).removeprefix('torch.')}, on {value.device}"
     if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
         return f"a numpy array of shape {tuple(value.shape)}"
-    if isinstance(value, (list, tuple)) and any(isinstance(x, (Tensor, list, tuple)) for x in value):
+    if isinstance(value, (list, tuple)) and any(isinstance(x, (Tensor, torch.nn.Module, list, tuple)) for x in value):
         return f"a {kind.__name__} of {len(value)}"
     if isinstance(value, torch.nn.Module):
         return f"a module, {kind.__name__}"  # its repr has a line for each layer

@@ -59,7 +59,7 @@ def configure(*, compile: Any = _KEPT, launch: Any = _KEPT, batch_invariant: Any
     global _may_compile, _launch, _batch_invariant
     may_compile = _may_compile if compile is _KEPT else compile
     if may_compile is not None:
-        may_compile = arguments.flag("configure", "compile", may_compile)
+        may_compile = arguments.flag("configure", "compile", may_compile, " or None")
     forced = arguments.word("configure", "launch", _launch if launch is _KEPT else launch, (None, "auto", *LAUNCHES))
     given = _batch_invariant if batch_invariant is _KEPT else batch_invariant
     invariant = arguments.flag("configure", "batch_invariant", given)

@@ -36,3 +36,9 @@ class MissingKernel(CompileError):
 
 class CacheError(JitropeError):
     """A kernel cache, a bundle or a recording cannot be read or written."""
+
+
+def require(name: str, good: object, text: str) -> None:
+    """Raise InvalidInput with a sentence about a function or a spec, unless it is good."""
+    if not good:
+        raise InvalidInput(f"{name}: {text}")

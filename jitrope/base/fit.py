@@ -58,8 +58,7 @@ class Fail(NamedTuple):
             had = shown(x) if x.dtype in dtypes else own  # a host counts the messages, so a dtype has one
             if had != own and self.heads is not None and not like:
                 fits += f" {named(self.heads, self.layout)}"
-            if contiguous and not x.is_contiguous():
-                had += f", with strides {tuple(x.stride())}"
+            had += f", with strides {tuple(x.stride())}" * (contiguous and not x.is_contiguous())
             self(f"{label} is {had}; it must be {', '.join([x for x in must if x])}{fits}{hint}")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, replace
 from typing import Any, ClassVar
 
-from .errors import InvalidInput
+from .errors import InvalidInput, require
 
 _DEFINED = ("fp16", "bf16", "fp8", "fp8_e5m2", "int8", "fp4", "e8m0", "e8m0_fp32")  # by the templates, so named
 C_TYPES = {"fp64": "double", "fp32": "float", "int32": "int", "int64": "long long", **{x: x for x in _DEFINED}}
@@ -25,12 +25,6 @@ ACCESSES = (1, 2, 4, 8, 16)  # elements or bytes of one load or store
 # In the metadata of a field. words: its texts. given: it says whether a call has this tensor, or number.
 OF_NORM: dict[str, Any] = {"of_norm": True}  # only kernels with a norm have its constant
 VERSION = 1  # of records; texts of calls leave out defaults, so no default changes within one
-
-
-def refuse_unless(spec: str, good: bool, text: str) -> None:
-    """Raise InvalidInput(text) unless `good`."""
-    if not good:
-        raise InvalidInput(f"{spec}: {text}")
 
 
 class Spec:
@@ -69,9 +63,8 @@ class Spec:
             good = (good and several == (type(value) is tuple)) or (value is None and field.type.endswith("None"))
             shown = " or ".join(map(repr, allowed)) if type(allowed) is tuple else f"{allowed[0]} to {allowed[-1]}"
             wanted = f"at most {MAX_AXES} numbers, each {shown}" if several else shown
-            refuse_unless(type(self).__name__, good, f"{name} is {value!r}, not {wanted}")
-        few = f"a block must have 1 to {MAX_THREADS} threads"
-        refuse_unless(type(self).__name__, 0 < self.threads <= MAX_THREADS, few)
+            require(type(self).__name__, good, f"{name} is {value!r}, not {wanted}")
+        require(type(self).__name__, 0 < self.threads <= MAX_THREADS, f"a block must have 1 to {MAX_THREADS} threads")
 
     def constants(self) -> dict[str, Any]:
         """The values for the template's parameter block. A flag or a number keeps its name, a dtype is a C type."""
@@ -110,10 +103,10 @@ def spec_from_dict(data: Any) -> Spec:
     made, known = KINDS[kind], {field.name: field for field in fields(KINDS[kind])}
     missing = sorted(name for name, field in known.items() if field.default is MISSING and name not in given)
     unknown = sorted(given.keys() - known.keys())
-    refuse_unless(made.__name__, not missing and not unknown, f"missing {missing}, unknown {unknown}")
+    require(made.__name__, not missing and not unknown, f"missing {missing}, unknown {unknown}")
     spec = made(**given)
     spec.check()
-    refuse_unless(made.__name__, kind == spec.kind, f"kind must be {spec.kind!r}")
+    require(made.__name__, kind == spec.kind, f"kind must be {spec.kind!r}")
     return spec.of(call)
 
 

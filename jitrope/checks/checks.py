@@ -94,12 +94,11 @@ def check_heads(heads: Tensors, o: Options, fail: Fail) -> None:
     layout, first, q = o.layout, fail.owner, next(iter(heads.values()))
     for label, x in heads.items():
         hint = "" if x is q else f"; only H may differ, and layout is {layout!r}"
+        hint = hint if x.dtype == q.dtype and x.device == q.device else f"; pass {label}.to({first})"
         if x.dim() != len(layout):
-            hint = "; Packed implies layout 'thd'" if layout == "thd" else '; for (T, H, D) pass layout="thd"'
-            if layout == "bshd":
-                hint += f", for (B, S, H D) {label}.unflatten(-1, (H, D)), for (B, S, D) {label}.unsqueeze(2)"
-        elif x.dtype != q.dtype or x.device != q.device:
-            hint = f"; pass {label}.to({first})"
+            flat = f", for (B, S, H * D) {label}.unflatten(-1, (H, D)), for (B, S, D) {label}.unsqueeze(2)"
+            hint = '; for (T, H, D) pass layout="thd"' + flat * (layout == "bshd")
+            hint = "; Packed implies layout 'thd'" if layout == "thd" else hint
         shape: Sequence[Any] = [size if axis != "h" else "H" for axis, size in zip(layout, q.shape)]
         dtypes, shape, like = (FLOATS, layout.upper(), first) if x is q else ((q.dtype,), shape, "")
         fail.unlike(label, x, q.device, dtypes, shape, like=like, hint=hint)
@@ -210,7 +209,6 @@ def check_results(op: Any, t: Tensors, o: Options) -> None:
         dtype, _, per_item = FORMATS[word] if word else (x.dtype, 0, 1)
         must = (*shape, dim // per_item)
         turned = out.shape != must and len(must) == 4 and out.shape == (must[0], *must[2:0:-1], must[3])
-        hint = "; pass its transpose(1, 2)" * turned
-        fail.unlike(f"out's {letter}", out, q.device, (dtype,), must, hint=hint)
+        fail.unlike(f"out's {letter}", out, q.device, (dtype,), must, hint="; pass its transpose(1, 2)" * turned)
         if per_item > 1 and out.stride(-1) != 1:
             fail(f"out's {letter} has strides {tuple(out.stride())}; for fp4 the last must be 1")

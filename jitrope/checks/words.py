@@ -23,23 +23,23 @@ _WORDS = {"layout": tuple(LAYOUT_AXES), "rounding": rotate.ROUNDINGS, "order": t
 """The keywords that are words. Other words come from values, which checked them."""
 _TIMES_WIDTH = {"cos_sin_cache": 1, "freqs_cis": 2}  # tables whose width determines rotary_dim, by which factor
 _OLD = {
-    "positions=position_ids": "position_ids",
+    "positions=position_ids": "position_ids position",
     "positions=jitrope.Mrope(position_ids, mrope_section)": "mrope_section mrope_interleaved",
-    "positions=jitrope.Starts(start_positions)": "start_positions",
+    "positions=jitrope.Starts(start_positions)": "start_positions start_pos seqlen_offsets offset",
     "positions=jitrope.Packed(cu_seqlens, ...)": "cu_seqlens max_seqlen packed_table cp_size cp_rank",
-    "norm=jitrope.Norm(...)": "eps across_heads zero_centered after_rope q_weight k_weight q_bias k_bias",
-    "cache=jitrope.KVCache(...)": "k_cache v_cache slot_mapping v_scale rotate_k",
+    "norm=jitrope.Norm(...)": "eps across_heads zero_centered after_rope q_weight k_weight q_bias k_bias q_norm k_norm",
+    "cache=jitrope.KVCache(...)": "k_cache v_cache kv_cache slot_mapping page_table block_table v_scale rotate_k",
     "quantize=jitrope.Quantize(...)": "k_scale",
-    "jitrope.configure(launch=...)": "launch",
     "interleaved=not is_neox_style": "is_neox_style is_neox",
-    "layout='bhsd' or 'bshd'": "unsqueeze_dim",
+    "layout='bhsd' or 'bshd'": "unsqueeze_dim tensor_format",
+    "interleaved=rotary_interleaved": "rotary_interleaved",
+    "inplace=in_place": "in_place",
+    "heads=(Hq, Hk) to prepare_fused_qkv": "heads num_heads num_kv_heads q_per_group",
 }
 """Words of other libraries and of jitrope's old versions, by the argument that replaces them."""
 
-_INSTEAD = {
-    **dict.fromkeys(("cu_seqlens", "max_seqlen", "start_positions"), "pass positions as a tensor of ids"),
-    "shifts": "rotate by Shifts in a call of apply_rope",
-}
+_INSTEAD = dict.fromkeys(("cu_seqlens", "max_seqlen", "start_positions"), "pass positions as a tensor of ids")
+_INSTEAD["shifts"] = "rotate by Shifts in a call of apply_rope"
 """Advice for words that do not go with an operation."""
 _LACKS = {"apply_rope": "norm cache quantize", "prepare_mla_qkv": "norm cache"}
 """The stages that functions do not have."""

@@ -120,7 +120,7 @@ def check_results(form: NormForm, weight: Tensor | None, x: Tensor) -> None:
     if in_autocast(x):
         raise InvalidInput("autocast may change the norm")
     if weight is not None and weight.dtype != x.dtype and not form.mixed:
-        raise InvalidInput("a norm's weight has another dtype")
+        raise InvalidInput("a norm's weight has another dtype than q and k")
 
 
 def unhooked(module: nn.Module, wrapped: bool = False, noun: str = "a norm") -> tuple[Tensor | None, Tensor | None]:

@@ -69,7 +69,7 @@ def rms_rope(
     >>> q, k = jitrope_comfy_kitchen.rms_rope(q, k, table, torch.ones(64), torch.ones(64))
 
     Args:
-        q, k, freqs_cis, split_half, inplace: as in `apply_rope`.
+        q, k, freqs_cis: as in `apply_rope`, and so are split_half and inplace.
         q_scale, k_scale: (D), the weights; k's is by default q's.
         epsilon: added to the mean of the squares.
         rot_dim: the number of first elements of a head that are rotated; 0: all. The table has half as many pairs. The

@@ -165,7 +165,7 @@ def content(path: Path) -> dict[str, Any]:
         if not isinstance(data, dict) or not isinstance(data.get("spec"), list) or data.get("version") != VERSION:
             raise ValueError(f"it is no record of version {VERSION}; record again with this jitrope, in a new file")
     except (OSError, ValueError, RecursionError) as error:
-        raise CacheError(f"cannot read {path}: {error}") from error
+        raise CacheError(f"cannot read {path}: {reason(error)}") from error
     return data
 
 

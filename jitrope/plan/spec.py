@@ -10,8 +10,9 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 from ..base.config import LAUNCHES
+from ..base.errors import require
 from ..base.layouts import MAX_HEAD_DIM
-from ..base.spec import ACCESSES, DTYPES, INDEX_DTYPES, KINDS, NUMBERS, OF_NORM, Spec, refuse_unless
+from ..base.spec import ACCESSES, DTYPES, INDEX_DTYPES, KINDS, NUMBERS, OF_NORM, Spec
 from ..sinks import cache
 from ..stages import Fields
 from . import arguments
@@ -169,10 +170,10 @@ class RopeSpec(Compiled, Spec):
         super().check()
         dims = f"head_dim {self.head_dim}, rotary_dim {self.rotary_dim}: both must be even and at most {MAX_HEAD_DIM}"
         even = self.rotary_dim % 2 == 0
-        refuse_unless("RopeSpec", even and 0 < self.rotary_dim <= self.head_dim <= MAX_HEAD_DIM, dims)
-        refuse_unless("RopeSpec", not self.norm or self.norm_kind != "", "a norm must have a norm_kind")
-        refuse_unless("RopeSpec", not (self.norm and self.v_dim), "v_dim goes with no norm_kind")
-        refuse_unless("RopeSpec", self.vec > 1 or "fp4" not in (self.q_out, self.kv_out), "fp4 needs vec above 1")
+        require("RopeSpec", even and 0 < self.rotary_dim <= self.head_dim <= MAX_HEAD_DIM, dims)
+        require("RopeSpec", not self.norm or self.norm_kind != "", "a norm must have a norm_kind")
+        require("RopeSpec", not (self.norm and self.v_dim), "v_dim goes with no norm_kind")
+        require("RopeSpec", self.vec > 1 or "fp4" not in (self.q_out, self.kv_out), "fp4 needs vec above 1")
 
     def constants(self) -> dict[str, Any]:
         """The fields, and what the template needs of those that it does not know."""

@@ -118,7 +118,8 @@ def _prepared(op: Operation, tensors: Tensors, options: Options) -> tuple[dict[s
     fail = Fail(op.function)
     given: dict[str, Any] = dict(tensors)
     call = {**dict.fromkeys(TABLE_NAMES), **given, **options._asdict()}
-    call.update(bare=positions.bare(options), whole=positions.whole_sequences(given, options))
+    whole = options.cp_size > 1 or "cu_seqlens" in given or positions.counted(given, options)  # `positions.WHOLE`
+    call.update(bare=positions.bare(options), whole=whole)
     heads = {label: x for label, x in given.items() if label in ("q", "k")}
     for label, x in given.items():
         if label in heads and not isinstance(x, DTensor):

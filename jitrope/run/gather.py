@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..base.arguments import flags, parts, refuse, refuse_beside
+from ..base.arguments import flags, hint, parts, refuse, refuse_beside
 from ..base.errors import InvalidInput
 from ..base.views import Tensors
 from ..checks.checks import require_apart
@@ -59,7 +59,7 @@ def gather(
         words = {**placed(op, tensors, positions), **words}
     for label in [label for label, x in tensors.items() if x is None]:
         del tensors[label]
-    if tensors.keys().isdisjoint(_TABLE_NAMES):  # nothing is rotated
+    if {*tensors}.isdisjoint(_TABLE_NAMES):  # nothing is rotated
         for label in WITHOUT_TABLE.split():
             tensors.pop(label, None)
             words.pop(label, None)
@@ -82,7 +82,9 @@ def placed(op: Operation, tensors: Tensors, positions: Any) -> dict[str, Any]:
         tensors.update(positions.tensors)
         return positions.words
     if not isinstance(positions, Tensor):
-        refuse(op.function, "positions", positions, "a tensor of ids, or a jitrope.Packed, Mrope, Shifts or Starts")
+        must, n = "a tensor of ids, or a jitrope.Packed, Mrope, Shifts or Starts", positions
+        row = f"; for all rows to begin at {n} pass cos[{n}:] and sin[{n}:]" * (type(n) is int)
+        refuse(op.function, "positions", n, must + (row or hint("positions", n)))
     tensors["position_ids"] = positions
     return {}
 
@@ -90,7 +92,7 @@ def placed(op: Operation, tensors: Tensors, positions: Any) -> dict[str, Any]:
 def add(name: str, label: str, value: Any, kinds: Any, tensors: Tensors, words: dict[str, Any]) -> None:
     """Add the tensors and words of a value, of one of these kinds, to those of a call."""
     if not isinstance(value, kinds):
-        refuse(name, label, value, f"a jitrope.{' or '.join([kind.__name__ for kind in kinds])}")
+        refuse(name, label, value, " or ".join([kind.form for kind in kinds]) + hint(label, value))
     tensors.update(scales(name, next(iter(tensors.values()), None), **value.tensors))
     words.update(value.words)
 

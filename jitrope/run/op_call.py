@@ -28,9 +28,7 @@ def read(text: str) -> tuple[Operation, tuple[str, ...], tuple[str, ...], Option
     return op, names + written, written, options
 
 
-@lru_cache(maxsize=1024)
-def _spelled(name: str, tensors: tuple[str, ...], options: Options) -> str:
-    return str(Call.of(name, tensors, options))
+_spelled = lru_cache(maxsize=1024)(lambda name, tensors, options: str(Call.of(name, tensors, options)))
 
 
 def filled(op: Operation, tensors: Tensors, options: Options) -> Tensors:

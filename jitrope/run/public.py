@@ -12,6 +12,7 @@ import threading
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, wraps
+from inspect import getfullargspec
 from typing import Any, TypeVar
 
 import torch
@@ -171,6 +172,7 @@ def _noted(kind: Any) -> Any:
             self.text, self.items = found[0], (*found[1], *found[2])
 
     kind.__init__ = noted
+    kind.form = f"jitrope.{kind.__name__}({', '.join(getfullargspec(init).args[1:])})"
     return kind
 
 

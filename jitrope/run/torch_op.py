@@ -108,9 +108,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     return gradients(ctx, grads), None, None
 
 
-@cache
-def _recorded() -> Any:
-    return watch.autograd_of(torch.ops.jitrope.prepare.default, _backward, _setup)
+_recorded = cache(lambda: watch.autograd_of(torch.ops.jitrope.prepare.default, _backward, _setup))
 
 
 # ---- vmap ------------------------------------------------------------------------------------------

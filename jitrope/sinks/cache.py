@@ -40,7 +40,7 @@ class KVCache(Value):
         k_cache, v_cache: (slots, Hk, D), or (pages, rows, Hk, D); any strides; k's dtype, torch.float8_e4m3fn or
             torch.float8_e5m2, or with block scales their format. Pass a cache with heads before rows as a transposed
             view. v and its cache may have a multiple of Hk heads, such as the latents of MLA in pieces of k_pe's size.
-            v_cache None: a cache of k alone, and v is None too (the index cache of DeepSeek-V3.2).
+            If v_cache is None, it is a cache of k alone, and v is None too (the index cache of DeepSeek-V3.2).
         slot_mapping: int32 or int64, one entry for each token, (B, S) or flat: the slot of its k and v, page * rows +
             row. Nothing is stored for a negative slot (padding) or a slot past the end, which `check` refuses. If two
             tokens have one slot, either may be stored. Or `Pages`: the pages of each sequence.
@@ -48,16 +48,15 @@ class KVCache(Value):
             of block scales, by default 1.
         rotate_k: also rotate k itself, in place.
         k_block_scale, v_block_scale: the scales of the cache's elements, which the call computes as `DynamicQuantize`
-            does and stores beside them: (slots, Hk, G) or (pages, rows, Hk, G), or with the rows in fours
-            (pages, rows / 4, 4, Hk, G); any strides. A head has G scales, each for D / G neighbouring elements: 16,
-            32, 64, 128 or D. The cache is fp8, torch.int8, or fp4: D / 2 wide, torch.float4_e2m1fn_x2 (before torch
-            2.8 torch.uint8; view bytes as this dtype), two elements in a byte. The scales are torch.float32,
-            torch.float8_e8m0fnu, or for fp4 torch.float8_e4m3fn, with groups of 16 NVFP4, whose k is values times
-            k_block_scale times k_scale; v likewise. trtllm-gen reads v's scales with tokens innermost (FlashInfer's
-            nvfp4_quantize_paged_kv_cache): give it memory (pages, Hk, rows / 4, D / 16, 4) as its
-            permute(0, 2, 4, 1, 3). In the index cache of DeepSeek-V3.2 the scales of a page follow its values: pass
-            two views of its bytes. q stays in its dtype, is fp8 with `Quantize`, or has scales of the same kind with
-            `DynamicQuantize`.
+            does and stores beside them: (slots, Hk, G) or (pages, rows, Hk, G), or with the rows in fours (pages, rows
+            / 4, 4, Hk, G); any strides. A head has G scales, each for D / G neighbouring elements: 16, 32, 64, 128 or
+            D. The cache is fp8, torch.int8, or fp4: D / 2 wide, torch.float4_e2m1fn_x2 (before torch 2.8 torch.uint8;
+            view bytes as this dtype), two elements in a byte. The scales are torch.float32, torch.float8_e8m0fnu, or
+            for fp4 torch.float8_e4m3fn, with groups of 16 NVFP4, whose k is values times k_block_scale times k_scale; v
+            likewise. The kernels of trtllm-gen read v's scales with tokens innermost (FlashInfer's
+            nvfp4_quantize_paged_kv_cache): give it memory (pages, Hk, rows / 4, D / 16, 4) as its permute(0, 2, 4, 1,
+            3). In the index cache of DeepSeek-V3.2 the scales of a page follow its values: pass two views of its bytes.
+            q stays in its dtype, is fp8 with `Quantize`, or has scales of the same kind with `DynamicQuantize`.
         scale_fmt: as in `DynamicQuantize`, for the scales beside the cache: "ue8m0" rounds them up to powers of two in
             torch.float32 (vLLM's word for the index cache of DeepSeek-V3.2). Scales of q must be of the same kind.
 

@@ -25,11 +25,6 @@ def names_of(stream: str) -> dict[str, str]:
     return {**heads, **{name: weights + name for name in ("q_weight", "k_weight", "q_bias", "k_bias")}}
 
 
-def tokens_of(tensors: Tensors) -> int:
-    """The number of tokens of both streams."""
-    return tensors["first_q"].shape[1] + tensors["second_q"].shape[1]
-
-
 def of_stream(t: Tensors, o: Options, stream: str) -> tuple[Tensors, Options]:
     """One stream of a joint call as a separate call, with its tokens' part of the tables or of their rows."""
     own = {name: t[joint] for name, joint in names_of(stream).items() if joint in t}
@@ -58,8 +53,8 @@ class Streams(Operation):
     def shaped(self, t: Tensors, o: Options) -> Tensors:
         found = {name: t[name] for name in (*SCALES, *OUTS) if name in t}
         for letter in "qkv":
-            x = t[f"first_{letter}"]
-            found[letter] = x.new_empty((1, 1, 1, x.shape[3])).expand(x.shape[0], tokens_of(t), x.shape[2], -1)
+            x, tokens = t[f"first_{letter}"], t["first_q"].shape[1] + t["second_q"].shape[1]
+            found[letter] = x.new_empty((1, 1, 1, x.shape[3])).expand(x.shape[0], tokens, x.shape[2], -1)
         return found
 
     def parts(self, t: Tensors, o: Options) -> list[tuple[Tensors, Options]]:

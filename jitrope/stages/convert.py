@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.arguments import flags, refuse, refuse_beside, require, whole, word
+from ..base.arguments import flags, refuse, refuse_beside, whole, word
+from ..base.errors import require
 from ..base.spec import DTYPES, OF_NORM
 from ..base.views import BLOCK_SCALES, DTYPE_NAMES, E8M0, FORMATS, FP8, FP8S, GROUPS, SCALES, Tensors
 from ..values.asked import Value
@@ -47,9 +48,9 @@ class Quantize(Value):
     Args:
         q_scale, k_scale: the call stores y / scale, clamped to the range of the dtype, and rounded once from fp32 (y
             times the reciprocal of the scale, which fp32 must hold). Numbers, or fp32 tensors on q's device, which the
-            host does not read: of one element, of one for each head, (H), or for each head of a batch row, (B, H), with
-            `Packed` also of a sequence, (N, H); v of tokens after the last sequence uses the scale of the last
-            sequence. A cache has its own k_scale.
+            host does not read: of one element, or of one for each head, (H), or for each head of a batch row, (B, H).
+            With `Packed` also for each head of a sequence, (N, H); v of tokens after the last sequence has that one's
+            scale. A cache has its own k_scale.
         v_scale: return v in fp8 too, in the same launch. v must be like k, in shape (not in `prepare_mla_qkv`) and
             dtype, and the heads must share the tables. Refused with a cache, which has its own, and with across_heads
             without mean_squares.
@@ -97,7 +98,15 @@ class Scaled(NamedTuple):
 
 
 class DynamicQuantize(Value):
-    """Return q, k and if asked v as `Scaled`, with scales of each token and head that the launch computes.
+    """Return q, k and if asked v as `Scaled`, with scales that the launch computes.
+
+    | for | pass |
+    | --- | --- |
+    | q in fp8 beside an fp8 cache (Qwen3-VL), or FLUX with attention in fp8 | `DynamicQuantize()` |
+    | FlashAttention-3 in fp8 | `DynamicQuantize(per="kv_head", v=True)` |
+    | q of DeepSeek-V3.2's indexer | `DynamicQuantize(scale_fmt="ue8m0")` |
+    | DeepSeek V4's output | `DynamicQuantize(group=128)` |
+    | MXFP8 | `DynamicQuantize(group=32, scale_dtype=torch.float8_e8m0fnu)` |
 
     >>> q, k = torch.randn(2, 1, 16, 8, 64)
     >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
@@ -108,12 +117,12 @@ class DynamicQuantize(Value):
     Args:
         dtype: torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, or for fp4 (e2m1) torch.float4_e2m1fn_x2, before
             torch 2.8 torch.uint8. The scale is a head's largest element in size, at least 1e-12, times 1 / 448,
-            1 / 57344, 1 / 127 or 1 / 6, the largest numbers of the dtypes, in fp32. fp4 is rounded to the nearest
-            number, ties to even. It needs an even D, elements that are neighbours in memory, even strides and offsets,
+            1 / 57344, 1 / 127 or 1 / 6, in fp32. Elements in fp4 are rounded to the nearest number, ties to even. It
+            needs an even D, elements that are neighbours in memory, even strides and offsets,
             an even rotary_offset, and a rotary_dim that is a multiple of 4 (interleaved: of 2). A bias needs such
             elements too, and so do tensors of `out` that are not fp4.
-        group: 16, 32, 64 or 128 neighbouring elements of a head, a divisor of D, share a scale, computed in the same
-            way. None: the head has one scale.
+        group: None: a head has one scale. 16, 32, 64 or 128: that many neighbouring elements of a head share a scale,
+            computed in the same way. It must divide D.
         scale_dtype: torch.float32, or torch.float8_e8m0fnu (before torch 2.7 torch.uint8): the scale is then rounded up
             to a power of two, 2^ceil(log2(largest / 448)), without the bound of 1e-12. With groups of 32 this is
             MXFP8 for e4m3 and MXFP4 for fp4 (OCP Microscaling Formats 1.0). The standard leaves the rounding of scales
@@ -121,33 +130,34 @@ class DynamicQuantize(Value):
             `mxfp8_quantize`. No element saturates. A group of zeros has the byte 0. Only for fp4
             torch.float8_e4m3fn, with group=16 NVFP4: the scale is rounded to the nearest number of e4m3, at most 448.
             If it becomes 0, its elements are 0.
-        q_global_scale, k_global_scale, v_global_scale: the unit of scales in e4m3; positive numbers, or tensors as in
-            `Quantize`; default 1. The scale is largest / 6 / global, rounded, and 0 if global is; y is values times
-            scale times global. In arXiv:2509.25149 global is the tensor's largest element in size, divided by 448 * 6.
-            With a cache only q's is allowed.
         scale_fmt: None, or "ue8m0", DeepSeek-V3.1's word: scales are rounded up to powers of two, as above, but stay in
             torch.float32, as DeepGEMM reads them on Hopper (there with group=128). With a scale_dtype of
             torch.float8_e8m0fnu they are the bytes. A group of zeros has the scale 2^-127. It cannot be combined with
             scales in e4m3, swizzled without a scale_dtype, per="head" and per="kv_head". Beside a cache with block
             scales in fp32 give it to `KVCache` too.
-        hadamard: as in `Quantize`. Groups are of the transformed elements.
+        q_global_scale, k_global_scale, v_global_scale: the unit of scales in e4m3; positive numbers, or tensors as in
+            `Quantize`; default 1. The scale is largest / 6 / global, rounded, and 0 if global is; y is values times
+            scale times global. In arXiv:2509.25149 global is the tensor's largest element in size, divided by 448 * 6.
+            With a cache only q's is allowed.
+        hadamard: True: as in `Quantize`. Groups are of the transformed elements.
         per: the elements that share a scale. "token": those of a head in one token. "head": those of a head in all
             tokens of a batch row, or with `Packed` of a sequence; the scales are (B, H), or (N, H), in fp32.
-            "kv_head": the same, but the heads of q that share a head of k have one scale; all scales are (B, Hk), or
-            (N, Hk), as FlashAttention-3 reads q_descale, k_descale and with v=True v_descale, and k must be given.
-            "head" and "kv_head" take two launches; the first only computes the scales. They cannot be combined with
-            fp4, group, scale_dtype, swizzled and a cache. With `Ulysses` the scales are of all heads.
-        swizzled: the scales are in the order in which cuBLAS, TensorRT-LLM and FlashInfer read block scales (NVIDIA's
-            documentation of cuBLAS, "1D Block Scaling Factors Layout"). Those of a head in a batch row are tiles of
-            128 tokens by 4 groups: (B, H, S, D / group) in every layout, contiguous, with S padded to a multiple of
-            128 and D / group to one of 4, by bytes of zero. With C padded groups the byte of token s and group g of a
-            head is number (s // 128 * (C // 4) + g // 4) * 512 + s % 32 * 16 + s % 128 // 32 * 4 + g % 4. With "thd"
-            B is 1 and S is T. group and a scale_dtype of one byte must be given. With `Ulysses` each rank's heads have
-            tiles of their own, (ranks, B, H / ranks, S, D / group).
-        v: return v as `Scaled` too, in the same launches and with scales of the same kind. v must be like k, in shape
-            and dtype, and the heads must share the tables. It is refused with a cache, whose v has a v_block_scale.
-            hadamard leaves v as it is. Tokens after the last sequence have no part in a scale of "head" and "kv_head";
-            their v has that of the last sequence. Convert any other v as q, in a call without k and without a table.
+            "kv_head": the same, but the heads of q that share a head of k have one scale. All scales are then (B, Hk)
+            or (N, Hk), FlashAttention-3's q_descale, k_descale and with v=True v_descale; k must be given. "head" and
+            "kv_head" take two launches; the first only computes the scales. They cannot be combined with fp4, group,
+            scale_dtype, swizzled and a cache. With `Ulysses` the scales are of all heads.
+        swizzled: True: the scales are in the order in which cuBLAS, TensorRT-LLM and FlashInfer read block scales
+            (NVIDIA's documentation of cuBLAS, "1D Block Scaling Factors Layout"). group and a scale_dtype of one byte
+            must be given. Those of a head in a batch row are tiles of 128 tokens by 4 groups: (B, H, S, D / group) in
+            every layout, contiguous. S is padded to a multiple of 128 and D / group to one of 4, by bytes of zero. With
+            C padded groups the byte of token s and group g of a head is number (s//128 * (C//4) + g//4) * 512 + s%32 *
+            16 + s%128//32 * 4 + g%4. With "thd" B is 1 and S is T. With `Ulysses` each rank's heads have tiles of their
+            own, (ranks, B, H / ranks, S, D / group).
+        v: True: return v as `Scaled` too, in the same launches and with scales of the same kind. v must be like k, in
+            shape and dtype, and the heads must share the tables. It is refused with a cache, whose v has a
+            v_block_scale. hadamard leaves v as it is. Tokens after the last sequence have no part in a scale of "head"
+            and "kv_head"; their v has that of the last sequence. Convert any other v as q, in a call without k and
+            without a table.
 
     Raises:
         InvalidInput: an argument is wrong.

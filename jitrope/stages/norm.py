@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.arguments import flags, items, number, refuse, refuse_beside, tensor, word
+from ..base.arguments import flags, number, refuse, refuse_beside, tensor, word
 from ..base.fit import FLOATS, USERS_NAMES, Fail, sizes_of
 from ..base.spec import DTYPES, OF_NORM
 from ..base.views import DTYPE_NAMES, MEANS, Tensors, canonical, elements_per_access, factor_view
@@ -43,50 +43,59 @@ ARGUMENTS = {
 class Norm(Value):
     """A norm of q and k: x / sqrt(mean(x^2) + eps) times the weight (RMSNorm, arXiv:1910.07467, eq. 4).
 
+    | model | its modules, as q and k | pass |
+    | --- | --- | --- |
+    | Qwen3 | q_norm, k_norm | `Norm(q.weight, k.weight, eps=q.variance_epsilon, rounding="twice")` |
+    | Gemma 3 | q_norm, k_norm | `Norm(q.weight, k.weight, eps=q.eps, zero_centered=True, rounding="once")` |
+    | OLMo 2 | q_norm, k_norm | `Norm(q.weight, k.weight, eps=q.variance_epsilon, across_heads=True, rounding="once")` |
+    | FLUX | norm_q, norm_k | `Norm(q.weight, k.weight, eps=q.eps, rounding="once")` |
+    | Wan, LTX | norm_q, norm_k | `Norm(q.weight, k.weight, eps=q.eps, across_heads=True, rounding="once")` |
+
     Make one in each forward, because FSDP and `torch.func` replace a module's parameters.
 
     >>> q, k = torch.randn(2, 1, 16, 8, 64)
     >>> q, k, _ = jitrope.prepare_qkv(q, k, None, norm=jitrope.Norm(torch.ones(64), torch.ones(64)))
 
     Args:
-        q_weight, k_weight: (D), or (H D) with across_heads; contiguous, in fp32, fp16 or bf16, and all weights and
-            biases in one dtype; None: no weight. Without weights it is the L2 norm of Llama 4; with weights of
-            D ** -0.5, and eps / D as eps, TransformerEngine's `L2Normalization`.
+        q_weight, k_weight: (D), or (H D) with across_heads; contiguous; fp32, fp16 or bf16, and all weights and biases
+            in one dtype. None: no weight: the L2 norm of Llama 4. With weights of D ** -0.5, and eps / D as eps, it is
+            TransformerEngine's `L2Normalization`.
         q_bias, k_bias: like the weights, added at the end; only with "layer_norm".
+        v_weight: (Hv D), only with of="v".
         kind: "rms_norm", or "layer_norm": the mean of x is subtracted first (arXiv:1607.06450; Phi, Persimmon,
             CogVideoX, HunyuanDiT).
-        eps: added to the mean of the squares. Qwen3, FLUX, Qwen-Image and Wan have this default in transformers and
-            diffusers.
-        across_heads: one mean over all heads of a token (Wan, LTX), not one for each head (FLUX, Qwen3).
+        eps: added to the mean of the squares. Pass your model's: Qwen3, FLUX, Qwen-Image and Wan have 1e-6, and LTX
+            1e-5. A torch.nn.RMSNorm without one has torch.finfo(torch.float32).eps.
+        across_heads: False: a mean for each head (FLUX, Qwen3). True: one mean over all heads of a token (Wan, LTX).
         mean_squares: only with across_heads, if each rank has a part of the heads (tensor parallelism of Wan, LTX-2,
-            MiniMax-M2): the means of x^2 of each token over the heads of all ranks, (q's, k's), in fp32, (B, S), with
-            "thd" (T). k's is None without k. Pass this rank's part of the weights. If all ranks have equally many
-            heads, in the default layout: `mean = q.float().square().mean((-2, -1))`, then
-            `all_reduce(mean, op=ReduceOp.AVG)`. across_heads then also goes with a cache, `DynamicQuantize` and
-            hadamard. mean_squares cannot be combined with "layer_norm", v_norm and `prepare_joint_qkv`. They get a
-            gradient. To train, use an all_reduce that passes it on, such as
-            `torch.distributed.nn.functional.all_reduce(mean, op=ReduceOp.AVG)`, which returns the mean of all ranks.
-            A mean's gradient is computed from q's (or k's) gradient in its dtype.
-        zero_centered: the factor is 1 + weight (Gemma, Qwen3-Next).
-        after_rope: the norm follows the rotation (Hunyuan, Llama 4, TransformerEngine's default); by default it is
-            before.
+            MiniMax-M2): the means of x^2 of each token over the heads of all ranks. They are (q's, k's), in fp32,
+            (B, S), with "thd" (T); k's is None without k. Pass this rank's part of the weights. If all ranks have
+            equally many heads, in the default layout: `mean = q.float().square().mean((-2, -1))`, then
+            `all_reduce(mean, op=ReduceOp.AVG)`. They get a gradient, computed from q's (or k's) in its dtype. To train,
+            use an all_reduce that passes it on, such as
+            `torch.distributed.nn.functional.all_reduce(mean, op=ReduceOp.AVG)`. across_heads then also goes with a
+            cache, `DynamicQuantize` and hadamard. It cannot be combined with "layer_norm", v_norm and
+            `prepare_joint_qkv`.
+        zero_centered: True: the factor is 1 + weight (Gemma, Qwen3-Next).
+        after_rope: False: the norm is before the rotation. True: it follows the rotation (Hunyuan, Llama 4,
+            TransformerEngine's default).
         of: "qk", "q", "k" or "v". A q or k that is not normalised is only rotated, with the bits of a call without a
             norm (q of DeepSeek-V3.2's indexer). It has no weights, and mean_squares is refused. "v": with a cache, v
-            alone is normalised on its way there, by one mean over all heads of a token, as the latents of MLA are (kv_a
-            norm of DeepSeek); kind is "rms_norm", and across_heads, after_rope and v_norm are refused.
-        v_weight: (Hv D), only with of="v".
-        v_norm: normalise v too, without a weight (Gemma 3n and 4), in the same launch. Without a cache v takes a launch
-            of its own in these cases: it has another shape or dtype than k; inplace; across_heads; tables for each
-            head; DTensors; heads rotated in part, if v is not converted; Ulysses or quantize, unless out has a tensor
-            for v. Its gradient takes a launch of its own in the same cases, and if q or k gets no gradient.
-        rounding: how often the norm's result is rounded to q's dtype; with after_rope the rotated elements are rounded
-            before the norm too, except with "none". "none": never. "once": after the weight, as in torch.nn.RMSNorm and
-            LayerNorm. "twice": before and after the weight, as in the RMSNorm of transformers and diffusers. Both give
-            the bits of those modules and a rotation, in the order of after_rope: on a CPU always; on a GPU with
-            "rms_norm" for aligned heads of 64, 128 and 256 that are rotated whole, or in their first 16, 32, 64 or 128
-            elements ("twice": of 128 alone); across heads those that are rotated whole, "once", in fp16 and bf16, up to
-            6,144 elements a token. In other cases elements are summed in another order, and a few results differ in the
-            last bit.
+            alone is normalised on its way there, by one mean over all its heads, as the latents of MLA are. Then kind
+            is "rms_norm", and across_heads, after_rope and v_norm are refused.
+        v_norm: True: normalise v too, without a weight (Gemma 3n and 4), in the same launch. Without a cache v takes a
+            launch of its own if it has another shape or dtype than k, with inplace, across_heads, tables for each head
+            and DTensors. It also does with Ulysses or quantize, unless out has a tensor for v, and if heads are rotated
+            in part and v is not converted. Its gradient then takes a launch too, and if q or k gets no gradient.
+        rounding: how often the result is rounded to q's dtype before it is rotated. "none": never, which is the most
+            exact. "once": after the weight, as in torch.nn.RMSNorm and LayerNorm. "twice": before and after the weight,
+            as in the RMSNorm of Llama and Qwen3 in transformers, and of diffusers. "once" and "twice" give the bits of
+            those modules and a rotation, in the order of after_rope. With after_rope and one of them, rotated elements
+            are rounded before the norm too. On a CPU the bits are always equal. On a GPU they are with "rms_norm" for
+            aligned heads of 64, 128 and 256 that are rotated whole, or in their first 16, 32, 64 or 128 elements
+            ("twice": of 128 alone). Across heads they are for heads that are rotated whole, "once", in fp16 and bf16,
+            up to 6,144 elements a token. In other cases elements are summed in another order, and a few results differ
+            in the last bit.
 
     Raises:
         InvalidInput: an argument is wrong, or two do not fit together.
@@ -124,13 +133,14 @@ class Norm(Value):
             others = [label for label in on if label == "v_norm"] + [f"of={of!r}"] * (of != "qk") + layer
             others += [] if "across_heads" in on else ["across_heads=False"]
             refuse_beside("Norm", ["mean_squares"], others)
-            must = "those of q and k: two tensors, or a tensor and None"
-            means = items("Norm", "mean_squares", mean_squares, must)
+            means: Any = mean_squares if isinstance(mean_squares, (list, tuple)) else ()
             if len(means) != 2 or not isinstance(means[0], Tensor) or not isinstance(means[1], (Tensor, type(None))):
+                must = "those of q and k: two tensors, or a tensor and None"
                 refuse("Norm", "mean_squares", mean_squares, must)
             self.tensors.update({name: x for name, x in zip(MEANS, means) if x is not None})
         rounding = word("Norm", "rounding", rounding, ROUNDINGS)
-        if type(eps := number("Norm", "eps", eps)) is float and eps < 0:
+        none = "; torch.nn.RMSNorm(eps=None) has torch.finfo(torch.float32).eps" * (eps is None)
+        if type(eps := number("Norm", "eps", eps, or_else=none)) is float and eps < 0:
             refuse("Norm", "eps", eps, "0 or above")
         self.words = {"norm_kind": kind, "norm_rounding": rounding, **on, "of": of, "eps": eps}
 
@@ -223,9 +233,10 @@ def check(t: Tensors, o: Words, fail: Fail) -> None:
         wrong = label.endswith("bias") and o.norm_kind != "layer_norm"
         fail.when(wrong, f"{label} goes with kind='layer_norm'; pass it, or leave {label} out")
         _, _, heads, dim = sizes_of(t[owner], o.layout)
-        size = heads * dim if o.across_heads or owner == "v" else dim
+        size, other = (heads * dim, dim) if o.across_heads or owner == "v" else (dim, heads * dim)
         of = fail._replace(owner=f"{like}{owner}{' of qkv' * (o.q_per_group > 0)}", heads=t[owner])
-        of.unlike(label, weight, t[owner].device, dtypes, (size,), contiguous=True)
+        hint = f"; pass across_heads={not o.across_heads}" * (owner != "v" and weight.shape == (other,) != (size,))
+        of.unlike(label, weight, t[owner].device, dtypes, (size,), contiguous=True, hint=hint)
         dtypes, like = (weight.dtype,), like or f"{label} and "  # all have one
 
 

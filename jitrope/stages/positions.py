@@ -217,11 +217,6 @@ def counted(t: Container[str], o: Words) -> bool:
     return "start_positions" in t or 0 < o.unrotated < ALL_TOKENS
 
 
-def whole_sequences(t: Container[str], o: Words) -> bool:
-    """Whether a call has one of `WHOLE`."""
-    return o.cp_size > 1 or "cu_seqlens" in t or counted(t, o)
-
-
 def label(o: Words) -> str:
     """The user's name of position_ids."""
     return "position_ids" if o.mrope_section else "positions"
@@ -249,7 +244,10 @@ def check(t: Tensors, pairs: int, o: Words, fail: Fail) -> None:
             fail(f"mrope_section is {tuple(sections)}; it must be at most {MAX_AXES} numbers of pairs, {pairs} in all")
         axes = (len(sections),) if sections else ()
         allowed = [(*axes, seqlen), *([] if o.layout == "thd" else [(*axes, (1, rows), seqlen)])]
-        fail.unlike(label(o), t["position_ids"], q.device, INTEGERS, *allowed)
+        ids, use = t["position_ids"], "jitrope.Packed takes cu_seqlens, Starts first positions, Mrope several axes"
+        wrong = not sections and (ids.shape[-1:] != (seqlen,) or ids.dim() > len(allowed))
+        use = "pass positions.squeeze(0)" if ids.shape == (1, seqlen) else use
+        fail.unlike(label(o), ids, q.device, INTEGERS, *allowed, hint=f"; {use}" * wrong)
 
 
 def check_counted(word: str, given: bool, o: Words, fail: Fail) -> None:
@@ -257,13 +255,6 @@ def check_counted(word: str, given: bool, o: Words, fail: Fail) -> None:
     if given and o.unrotated > 0:
         instead = "pass a table" if bare(o) else "give these tokens a row of the table with cosines of 1"
         fail(f"{word} does not go {'without a table' if bare(o) else 'with unrotated'}; {instead}")
-
-
-def needed_rows(t: Tensors, o: Words) -> int:
-    """The fewest rows of a table that the host knows to be needed."""
-    seqlen = sizes_of(t["q"], o.layout)[1]
-    needed = o.max_seqlen if "cu_seqlens" in t else seqlen * o.cp_size
-    return (0 if "position_ids" in t else needed) - o.unrotated
 
 
 def table_rows(tokens: int, device: torch.device, t: Tensors, o: Words) -> Tensor:

@@ -131,34 +131,32 @@ def check(t: Tensors, o: Words, beside: str, fail: Fail) -> None:
     dtypes = kinds.get(kind, (*FLOATS, *[torch.float64] * wide))
     for name in ("cos", "sin") if kind == "cos_sin" else ("cos",):
         x = t[name].transpose(0, 1) if kind == "freqs" and cos.dim() == 4 else t[name]  # as the user has it
-        hint = ""
-        if x.is_complex() and kind != "freqs_cis":
-            hint = "; pass a complex table as freqs_cis=table"
-        elif kind == "freqs_cis" and not x.is_complex():
-            hint = "; pass torch.view_as_complex(table)"
-        elif kind == "freqs" and x.dtype != torch.float32:
-            hint = "; the angles must be computed and passed in fp32"
-        elif x.dtype in (torch.float64, torch.complex128):
-            hint = "; fp64 goes with rounding='complex128'"
-        elif per_head(x) and beside:
-            hint = f"; with {beside} the heads must share it"
-        elif per_head(x):
-            flat = f"pass {label_of(name, o)}.squeeze(1)"
-            hint = f"; the third axis is the heads, as many of q and k; of (B, 1, S, W) {flat}"
-        elif o.interleaved_out is not None and x.shape[-1:] == (rotary,):
-            hint = "; interleaved_out goes with half-width tables"
-        elif name == "cos" and x.shape[-1:] not in ((half,), (rotary,)):
-            hint = "; k_pe has rotary_dim elements" if o.v_dim else "; pass rotary_dim for a partial rotation"
+        own, single = label_of(name, o), "to(torch.complex64)" if x.is_complex() else "float()"
+        full, odd = x.shape[-1:] == (rotary,), x.shape[-1:] not in ((half,), (rotary,))
+        hints = {
+            "pass a complex table as freqs_cis=table": x.is_complex() and kind != "freqs_cis",
+            "pass torch.view_as_complex(table)": kind == "freqs_cis" and not x.is_complex(),
+            "the angles must be computed and passed in fp32": kind == "freqs" and x.dtype != torch.float32,
+            f"pass {own}.{single}": x.dtype in (torch.float64, torch.complex128) and not wide,
+            f"with {beside} the heads must share it": per_head(x) and beside,
+            f"the third axis is the heads, as many of q and k; of (B, 1, S, W) pass {own}.squeeze(1)": per_head(x),
+            f"pass {own}.squeeze(1)": x.dim() == 3 and x.shape[1] == 1,
+            "interleaved_out goes with half-width tables": o.interleaved_out is not None and full,
+            "k_pe has rotary_dim elements": name == "cos" and odd and o.v_dim,
+            "pass rotary_dim for a partial rotation": name == "cos" and odd,
+        }
+        hint = next((f"; {text}" for text, wrong in hints.items() if wrong), "")
         like, allowed = "cos" * (name == "sin"), shapes[: 1 if kind == "cos_sin_cache" else None]
-        fail.unlike(label_of(name, o), x, q.device, dtypes, *allowed, like=like, hint=hint)
+        fail.unlike(own, x, q.device, dtypes, *allowed, like=like, hint=hint)
         dtypes, shapes = (x.dtype,), [x.shape]
     fail.when(kind == "freqs" and o.shifts, "freqs does not go with Shifts; pass cos and sin")
     if wide and (kind == "freqs" or "cu_seqlens" in t):
         fail("rounding='complex128' does not go with freqs or cu_seqlens; pass cos and sin, and position_ids")
     fail.when(kind != "freqs" and o.mscale != 1, "mscale goes with freqs; multiply cos and sin by it instead")
-    rows, needed = rows_of(cos), positions.needed_rows(t, o)
+    rows, needed = rows_of(cos), o.max_seqlen if "cu_seqlens" in t else seqlen * o.cp_size
+    needed = (0 if "position_ids" in t else needed) - o.unrotated
     if not o.packed_table and rows < needed:
-        fail(f"q is {named(q, o.layout)} but {label} has {rows} rows; it needs {needed}")
+        fail(f"q is {named(q, o.layout)} but {label} has {rows} rows; it needs {needed}; make it longer")
     fail.when(rows <= 0 and seqlen != 0, f"{label} has no rows")
 
 

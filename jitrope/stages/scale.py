@@ -28,8 +28,7 @@ def check(t: Tensors, o: layouts.Words, fail: Fail) -> None:
     if "q_factor" in t:
         batch, seqlen, *_ = sizes_of(t["q"], o.layout)
         rows = [] if o.layout == "thd" else [((1, batch), seqlen)]
-        label, device = USERS_NAMES[LABEL], t["q"].device
-        fail.unlike(label, t[LABEL], device, (torch.float32,), (), (seqlen,), *rows)
+        fail.unlike(USERS_NAMES[LABEL], t[LABEL], t["q"].device, (torch.float32,), (), (seqlen,), *rows)
 
 
 def forward(letter: str, x: Tensor, t: Tensors, o: layouts.Words) -> Tensor:

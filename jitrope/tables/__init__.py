@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from ..base import arguments
+from ..base.fit import INTEGERS, Fail
 from .config import from_config
-from .frequencies import INTEGERS, ROPE_TYPES, inv_freq
+from .frequencies import ROPE_TYPES, inv_freq
 
 __all__ = ["ROPE_TYPES", "cos_sin", "cos_sin_cache", "freqs", "from_config", "inv_freq"]
 
@@ -126,14 +127,11 @@ def _tables(
     arguments.word(name, "angles", angles, ("fp64", "fp32"))
     interleaved = arguments.flag(name, "interleaved", interleaved)
     arguments.word(name, "dtype", dtype, (torch.float32, torch.float16, torch.bfloat16))
-    device = arguments.tensor(name, "inv_freq", inv_freq).device
-    if inv_freq.dtype != torch.float32 or inv_freq.dim() != 1:
-        arguments.refuse(name, "inv_freq", inv_freq, "of dtype float32, with 1 axis")
+    device, fail = arguments.tensor(name, "inv_freq", inv_freq).device, Fail(name, "inv_freq")
+    fail.unlike("inv_freq", inv_freq, device, (torch.float32,), ("R / 2",))
     if not isinstance(positions, Tensor):
         positions = torch.arange(arguments.whole(name, "positions", positions, 0), device=device)
-    got = f"{arguments.tensor(name, 'positions', positions).dtype} on {positions.device}"
-    good = positions.dtype in INTEGERS and positions.device == device
-    arguments.require(name, good, f"positions is {got}; it must be int32 or int64 on inv_freq's {device}")
+    fail.unlike("positions", arguments.tensor(name, "positions", positions), device, INTEGERS)
 
     times, pairs = 2 if width == "full" else 1, len(inv_freq)
     tables = [torch.empty((*positions.shape, times * pairs), dtype=dtype, device=device) for _ in functions]

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..base import arguments
-from ..base.errors import InvalidInput
+from ..base.errors import InvalidInput, require
 from .frequencies import ROPE_TYPES, Device, Found, Length, inv_freq, length, number
 
 _WITH_ALPHA = ("alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
@@ -86,8 +86,8 @@ def from_config(
         axes, pass `Mrope` with mrope_section; for "axial", R / 2 / axes pairs for each, in the model's order of axes.
 
     Raises:
-        InvalidInput: as in `inv_freq`; or the configuration has no such parameters, or none for this layer_type; or it
-            names a parameter of rope that this function does not know; or the model computes its tables otherwise; or
+        InvalidInput: as in `inv_freq`. Or the configuration has no such parameters, or none for this layer_type. Or it
+            names a parameter of rope that this function does not know. Or the model computes its tables otherwise; or
             transformers is missing or cannot read a dict with model_type.
     """
     if seq_len is not None:
@@ -123,7 +123,7 @@ def from_config(
     return inv_freq(rope_type, rotary_dim=rotary_dim, theta=found["rope_theta"], device=device, **known)
 
 
-_require = functools.partial(arguments.require, "from_config")
+_require = functools.partial(require, "from_config")
 
 
 def _get(config: Any, name: str) -> Any:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from ..base import arguments
+from ..base.errors import require
+from ..base.fit import INTEGERS
 
 Device = torch.device | str | int | None
 """The device of new tensors; None: torch's default."""
@@ -26,7 +28,6 @@ Found = tuple[Tensor, float]
 Length = int | Tensor | None
 """The number of tokens of the longest sequence, as a number or a tensor of one integer."""
 
-INTEGERS = (torch.int32, torch.int64)
 
 ABOVE_ONE = ("theta", "max_position_embeddings", "original_max_position_embeddings")
 ANY = ("mscale", "mscale_all_dim", "partial_rotary_factor")
@@ -243,13 +244,11 @@ def length(name: str, value: Any, function: str = "inv_freq") -> int | Tensor:
     return value
 
 
-_require = functools.partial(arguments.require, "inv_freq")
+_require = functools.partial(require, "inv_freq")
 _PARAMETERS: dict[str, Callable[[str, Any], Any]] = {
-    "short_factor": _numbers,
-    "long_factor": _numbers,
+    **dict.fromkeys(("short_factor", "long_factor"), _numbers),
     "seq_len": length,
-    "truncate": functools.partial(arguments.flag, "inv_freq"),
-    "in_turn": functools.partial(arguments.flag, "inv_freq"),
+    **dict.fromkeys(("truncate", "in_turn"), functools.partial(arguments.flag, "inv_freq")),
     "axes": functools.partial(arguments.whole, "inv_freq", least=1),
 }
 """The checks of parameters that are not numbers."""

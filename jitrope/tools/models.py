@@ -21,6 +21,7 @@ from ..base.config import log
 from ..base.errors import InvalidInput, JitropeError
 from ..base.spec import DTYPES, Spec
 from ..base.views import DTYPE_NAMES
+from ..jit.trust import reason
 from ..run.planning import planning
 from .prewarm import TORCH_DTYPES
 
@@ -81,7 +82,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _short(error: Exception) -> str:
-    return textwrap.shorten(str(error), 100, placeholder=" ...") or type(error).__name__
+    return textwrap.shorten(reason(error), 100, placeholder=" ...") or type(error).__name__
 
 
 def _library(name: str) -> Any:

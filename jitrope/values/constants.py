@@ -83,10 +83,9 @@ def _zeros(device: torch.device) -> Tensor:
 
 
 @constant
-def one_row(device: torch.device, pairs: int) -> tuple[Tensor, Tensor]:
+def one_row(device: torch.device, pairs: int) -> tuple[Tensor, ...]:
     """Cosines of one and sines of zero."""
-    like = torch.empty(1, pairs, dtype=torch.float32, device=device)
-    return torch.ones_like(like), torch.zeros_like(like)
+    return tuple([torch.full((1, pairs), x, dtype=torch.float32, device=device) for x in (1.0, 0.0)])
 
 
 @constant

@@ -98,8 +98,7 @@ INSTEAD = {
     "mrope_section": "positions=jitrope.Mrope(position_ids, mrope_section)",
     **dict.fromkeys(("cu_seqlens", "cp_rank"), "positions=jitrope.Packed(cu_seqlens, ...)"),
     **{"eps": NORM, "q_weight": NORM, "k_cache": CACHE, "k_scale": "quantize=jitrope.Quantize(...)"},
-    **{"launch": "jitrope.configure(launch=...)", "is_neox_style": "interleaved=not is_neox_style"},
-    "unsqueeze_dim": "layout='bhsd' or 'bshd'",
+    **{"is_neox_style": "interleaved=not is_neox_style", "unsqueeze_dim": "layout='bhsd' or 'bshd'"},
 }
 
 

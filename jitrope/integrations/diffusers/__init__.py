@@ -53,7 +53,7 @@ def enable(model_or_pipeline: Any, *, fuse_norm: bool = True) -> _host.Report:
     for cls in dict.fromkeys(_classes(model_or_pipeline)):
         _take(report, cls, fuse_norm)
     if not report.replaced:
-        nothing = f"no attention processors of diffusers {_version()}"
+        nothing = f"no attention processors of diffusers {_version()}; transformers.enable takes models of transformers"
         reasons = "; ".join(f"{where}: {why}" for where, why in report.left.items())
         raise JitropeError(f"{type(model_or_pipeline).__name__}: {reasons or nothing}")
     return report
@@ -68,7 +68,7 @@ def _classes(model_or_pipeline: Any) -> Iterator[Any]:
     parts = components.values() if isinstance(components, dict) else (model_or_pipeline,)
     modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
     if not modules:
-        refuse("enable", "model_or_pipeline", model_or_pipeline, "a model, or a pipeline that has one")
+        refuse("enable", "model_or_pipeline", model_or_pipeline, "a model or pipeline; transformers has its own enable")
     for module in modules:
         if callable(processor := getattr(module, "processor", None)):
             yield next(cls for cls in type(processor).__mro__ if "__call__" in vars(cls))

@@ -57,7 +57,7 @@ class Norms(NamedTuple):
     def check(self, *tensors: Tensor) -> None:
         """Raise InvalidInput for a weight of another dtype: the hosts' norms then return that one, jitrope does not."""
         if any(weight is not None and weight.dtype != x.dtype for weight in self.weights for x in tensors):
-            raise InvalidInput("a norm's weight has another dtype")
+            raise InvalidInput("a norm's weight has another dtype than q and k")
 
 
 def norms_of(x: Tensor, attn: Any, *streams: str, **words: Any) -> Norms:

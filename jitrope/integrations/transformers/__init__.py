@@ -125,8 +125,8 @@ def _place(report: Report, model: nn.Module | None, files: list[Any], fuse_norm:
     if not report.replaced:
         why = "".join(f"; {name}: {why}" for name, why in report.left.items())
         where = "the loaded model files have" if model is None else f"the file of {type(model).__name__} has"
-        hint = "" if model is not None or why else "; load the model first, or pass it"
-        raise JitropeError(f"{where} no rope function that jitrope can replace{why}{hint}")
+        hint = "; load the model first, or pass it" if model is None else "; call jitrope.apply_rope in it"
+        raise JitropeError(f"{where} no rope function that jitrope can replace{why or hint}")
     for cls, modules in _attention(model).items() if model is not None and fuse_norm else ():
         report.attention[f"{cls.__module__}.{cls.__name__}"] = _fuse(cls, modules, report)
 
@@ -148,7 +148,7 @@ disable = _host.disabler(__name__)
 def _files(model: nn.Module | None) -> list[ModuleType]:
     """The modules that define a model's classes; None: all loaded ones of transformers and of remote code."""
     if model is not None and not isinstance(model, nn.Module):
-        refuse("enable", "model", model, "a model (torch.nn.Module), or None for all loaded ones")
+        refuse("enable", "model", model, "a model, such as pipeline.model, or None; diffusers has its own enable")
     if model is None:
         names = [n for n in list(sys.modules) if n.startswith(("transformers.models.", "transformers_modules."))]
     else:
