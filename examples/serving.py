@@ -2,9 +2,8 @@
 
 python examples/serving.py [--layers 4] [--batch 8] [--steps 64]    # fewer without a GPU
 
-First each function is compared with its published formula in plain torch. A server with fast kernels gains little by
-them: on one NVIDIA H100 a step of two layers of Qwen3 with vLLM 0.24, SGLang 0.5.17 or FlashInfer 0.7.2 was 0.99 to
-1.02 times as fast in a CUDA graph, and an eager decode step only 0.77 to 0.94 times, because the host works longer.
+First each function is compared with its published formula in plain torch. A server with fused kernels of its own gains
+little by them, and an eager decode step may lose, because the host works longer.
 
 Then a tiny Llama with random weights continues prompts of random lengths. One launch a layer rotates q and k and stores
 k and v in a paged cache. Positions, slots and tokens are updated on the device, so on a GPU one captured CUDA graph
