@@ -226,7 +226,7 @@ def problems(draw: Any) -> RopeProblem:
     )  # fmt: skip
 
 
-@settings(max_examples=1000)
+@settings(max_examples=400)
 @given(problems())
 def test_plans_are_launchable_and_whole(p: RopeProblem) -> None:
     chosen = plan(p)

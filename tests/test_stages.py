@@ -86,13 +86,13 @@ def test_a_gradient_is_that_of_the_chain(case: Case, device: str) -> None:
     check_gradients(like, gradients(outputs(m), m))
 
 
-# Sizes that may be any take torch ten times as long.
+@pytest.mark.slow
 @pytest.mark.tenth
 @pytest.mark.parametrize(
-    ("dynamic", "case"),
+    ("dynamic", "case"),  # sizes that may be any take torch ten times as long
     [
-        pytest.param(name == "dynamic", case, id=f"{name}-{ident(case)}", marks=marks)
-        for name, cases, marks in (("static", CALLS, ()), ("dynamic", CALLS[::6], pytest.mark.slow))
+        pytest.param(name == "dynamic", case, id=f"{name}-{ident(case)}")
+        for name, cases in (("static", CALLS), ("dynamic", CALLS[::6]))
         for case in cases
     ],
 )

@@ -23,6 +23,8 @@ from jitrope.context_parallel import Partition, Rope, Schedule, all_gather_atten
 from jitrope.run import op_call
 from jitrope.tools.prewarm import specs_of
 
+from ..devices import slow
+
 E4M3, E8M0 = torch.float8_e4m3fn, getattr(torch, "float8_e8m0fnu", torch.uint8)
 FP4 = getattr(torch, "float4_e2m1fn_x2", torch.uint8)  # two elements in a byte
 
@@ -848,8 +850,8 @@ def test_a_check_in_a_capture_is_refused(call: Any, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("norm", "sentence"), [
-    (Norm(torch.ones(9)), f"prepare_qkv: q_weight is a tensor of shape (9,), {F32}; it must be (8,), {FLOATS}, "
-     f"contiguous, on cpu like q {SIZES}"),
+    slow(Norm(torch.ones(9)), f"prepare_qkv: q_weight is a tensor of shape (9,), {F32}; it must be (8,), {FLOATS}, "
+         f"contiguous, on cpu like q {SIZES}"),
     (torch.nn.RMSNorm(8), f"prepare_qkv: norm is a module, RMSNorm; {A_NORM}; {BY_MODULES}")])  # fmt: skip
 def test_a_compiled_call_is_refused_in_the_same_words(norm: Any, sentence: str) -> None:
     """Alone where torch may leave the graph; with fullgraph=True in Dynamo's own message, which nothing replaces."""

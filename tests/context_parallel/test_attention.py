@@ -18,7 +18,6 @@ from jitrope.context_parallel import Rope, Schedule, all_gather_attention
 from jitrope.context_parallel import attention as steps
 from jitrope.context_parallel.backends import BACKENDS, Case, Gradients, Math, Result, _module, choose
 
-from ..devices import slow
 from ..ranks import GROUPS, on_gpus, on_ranks
 from .batches import CASES, CLOSE, Batch, assert_attention, assert_rows, made, schedule_of
 
@@ -55,7 +54,8 @@ def test_sequences_without_tokens(layout: str) -> None:
     assert [x.grad.shape for x in (q, k, v)] == [x.shape for x in (q, k, v)]
 
 
-@pytest.mark.parametrize("inside", [slow(False), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("inside", [False, True])
 def test_compiled_attention_with_a_new_schedule(inside: bool) -> None:
     q, k = (torch.randn(10, heads, 16, requires_grad=True) for heads in (4, 2))
     of, found = partial(Schedule, torch.tensor([0, 3, 10]), 10), []

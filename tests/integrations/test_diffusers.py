@@ -88,6 +88,7 @@ def test_the_stock_models_bits(name: str, dtype: torch.dtype, device: str) -> No
         assert not report.reasons
 
 
+@pytest.mark.slow
 @EACH
 def test_gradients_are_the_hosts(name: str) -> None:
     if not zoo.MODELS[name].gradients:

@@ -15,7 +15,7 @@ import jitrope
 from jitrope.run import dispatch, launch
 from jitrope.run.public import FUNCTIONS
 
-from ..devices import DEVICES
+from ..devices import DEVICES, slow
 
 COS, SIN = jitrope.tables.cos_sin(64, jitrope.tables.inv_freq(rotary_dim=64)[0])
 W = torch.ones(64)
@@ -207,7 +207,7 @@ COMPILED: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", [slow(x) if x == "own attribute" else x for x in COMPILED])
 def test_a_compiled_call_does_as_in_eager_mode(name: str) -> None:
     """Without a full graph each function of jitrope is compiled by itself, so one size is enough there."""
     own, call = name == "own attribute", COMPILED[name]
