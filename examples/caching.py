@@ -183,7 +183,7 @@ def main(folder: Path) -> None:
     command("jitrope cache prune --older-than 30d")
     assert not cache.entries()
 
-    print("7. What a metrics system has seen of this process:")
+    print("7. A metrics system reads these lines:")
     indented(metrics())
     print("as expected in each step: yes")
 
