@@ -38,9 +38,9 @@ def apply_rope(
 
     Args:
         xq, xk: (B, H, S, D) or (B, S, H, D), or without the first axes; each with its own number of heads.
-        freqs_cis: [[cos, -sin], [sin, cos]] of each pair, (1 or B, 1 or H, S, D / 2, 2, 2), for (B, S, H, D)
-            (1 or B, S, 1, D / 2, 2, 2), or without the first axes; fp32, fp16 or bf16, read as a view. The second
-            columns are not read. The host's longer tables are cut, as there.
+        freqs_cis: [[cos, -sin], [sin, cos]] of each pair, in fp32, fp16 or bf16, read as a view. The second columns are
+            not read. The shape is (1 or B, 1 or H, S, D / 2, 2, 2), for (B, S, H, D) (1 or B, S, 1, D / 2, 2, 2), or
+            one without the first axes. The host's longer tables are cut, as there.
         split_half: the pairs are (i, i + D / 2), not neighbours.
         inplace: overwrite xq and xk. Then no tensor may require a gradient.
 

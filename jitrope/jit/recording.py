@@ -61,8 +61,8 @@ class KernelEvent(NamedTuple):
     >>> text = "bshd heads q k > rotate cos sin rotary_dim=128 > fresh"
     >>> event = jitrope.KernelEvent("rope_bf16_d128", "sm_90", text, "{}", 0.2, "compiled")
 
-    call is the text of the call that needs the kernel, which `jitrope prewarm` reads, or "" for a kernel that moves
-    rows. spec is JSON for `jitrope prewarm --from`. source is "compiled", or "disk": from the kernel cache or a bundle.
+    call is the text of the call that needs the kernel; `jitrope prewarm` reads it. A kernel that moves rows has "".
+    spec is JSON for `jitrope prewarm --from`. source is "compiled", or "disk": from the kernel cache or a bundle.
     """
 
     name: str
