@@ -131,20 +131,25 @@ DEVICE void ask_for_angles(const Params& p, const Row& row, int lane) {
 
 // ---- staged: a token's angles in shared memory -------------------------------------------------
 
-// cos and sin of each pair of a token. If the members of a pair differ, the values of the second members lie
-// ROTARY_DIM floats further on.
+// cos and sin of each pair of a token: the first access of every lane, then the second, so that the lanes of a head
+// read different banks. If the members of a pair differ, the second members' lie ROTARY_DIM floats further on.
+DEVICE int staged_at(int pair) {
+    const int lane = pair / PAIR_RUN % ROTARY_LANES, run = pair / (ROTARY_LANES * PAIR_RUN);
+    const int number = 2 * (run * PAIR_RUN + pair % PAIR_RUN);              // of the cosine among the lane's floats
+    return (number / STAGE_VEC * ROTARY_LANES + lane) * STAGE_VEC + number % STAGE_VEC;
+}
+
 template <bool MEMBERS_DIFFER>
 struct Staged {
     const float* first;                                  // the lane's first pair
 
     DEVICE Turn of(int pair) const {
-        const int index = pair / PAIR_RUN * (ROTARY_DIM / 4) + pair % PAIR_RUN;
-        const int aligned = index * 2 / STAGE_VEC * STAGE_VEC;
-        const Vec<float, STAGE_VEC> v = load<float, STAGE_VEC>(first + aligned);
-        const float cos = v.item[2 * index - aligned], sin = v.item[2 * index - aligned + 1];
-        if constexpr (!MEMBERS_DIFFER) return {cos, sin, cos, sin};
-        const Vec<float, STAGE_VEC> w = load<float, STAGE_VEC>(first + ROTARY_DIM + aligned);
-        return {cos, sin, w.item[2 * index - aligned], w.item[2 * index - aligned + 1]};
+        const float* access = first + 2 * pair / STAGE_VEC * STAGE_VEC * ROTARY_LANES;
+        const int cos = 2 * pair % STAGE_VEC, sin = cos + 1;
+        const Vec<float, STAGE_VEC> v = load<float, STAGE_VEC>(access);
+        if constexpr (!MEMBERS_DIFFER) return {v.item[cos], v.item[sin], v.item[cos], v.item[sin]};
+        const Vec<float, STAGE_VEC> w = load<float, STAGE_VEC>(access + ROTARY_DIM);
+        return {v.item[cos], v.item[sin], w.item[cos], w.item[sin]};
     }
 };
 
@@ -199,9 +204,9 @@ DEVICE void stage(const Params& p, const Row* rows, float* staged, int slot, int
     for (int i = threadIdx.x; i < TOKENS_PER_BLOCK * (ROTARY_DIM / 2); i += THREADS) {
         const int token = i / (ROTARY_DIM / 2), pair = i % (ROTARY_DIM / 2);
         const Row row = rows[token];
-        differ |= entries_of(p, row, pair).store(p, staged + token * STAGE_FLOATS + 2 * pair);
+        differ |= entries_of(p, row, pair).store(p, staged + token * STAGE_FLOATS + staged_at(pair));
         if constexpr (TOKENS_PER_BLOCK * (ROTARY_DIM / 2) <= THREADS) break;
     }
-    angles = {staged + slot * STAGE_FLOATS + 2 * lane * PAIR_RUN, __syncthreads_or(differ) != 0};
+    angles = {staged + slot * STAGE_FLOATS + lane * STAGE_VEC, __syncthreads_or(differ) != 0};
 }
 DEVICE void stage(const Params&, const Row*, float*, int, int, Angles&) {}

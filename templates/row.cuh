@@ -45,12 +45,12 @@ struct Stage {
     }
     DEVICE void store(const Params& p) {
         if (STAGED && pair < ROTARY_DIM / 2)
-            members_differ = next.store(p, places[second] + offset + 2 * pair);
+            members_differ = next.store(p, places[second] + offset + staged_at(pair));
     }
     // Those that were stored last become this token's. All threads of the block call this.
     DEVICE void take(int lane, SharedAngles& angles) {
         const bool differ = __syncthreads_or(members_differ);
-        angles = {places[second] + offset + 2 * min(lane, ROTARY_LANES - 1) * PAIR_RUN, differ};
+        angles = {places[second] + offset + min(lane, ROTARY_LANES - 1) * STAGE_VEC, differ};
         second = !second;
     }
     DEVICE void take(int, Angles&) {}

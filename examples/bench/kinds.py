@@ -243,6 +243,23 @@ def served(tokens: int, heads: Sequence[str], *labels: str) -> dict[str, Kind]:
     return {name: Kind(partial(serving, tokens, shape), by) for name, (by, shape) in made.items()}
 
 
+def staged(*names: str) -> dict[str, Kind]:
+    """Calls of `bench stages`."""
+    return {name: Kind(partial(presets.case, stages.STAGES[name].preset(), False)) for name in names}
+
+
+def preset(*names: str) -> dict[str, Kind]:
+    """Calls of `bench presets`."""
+    return {name: Kind(partial(presets.case, presets.PRESETS[name], False)) for name in names}
+
+
+def latent() -> dict[str, Kind]:
+    """The training of DeepSeek's attention."""
+    made = presets.PRESETS["deepseek-mla"]
+    backward = Kind(partial(presets.case, made, False, training=True), part="backward", trained=made.trained)
+    return {"forward": Kind(partial(presets.case, made, False)), "backward": backward}
+
+
 def ranked(names: Sequence[str]) -> dict[str, Kind]:
     """Operations of `bench cp`."""
     return {name: Kind(partial(between_ranks, name)) for name in names}
@@ -272,7 +289,14 @@ KINDS: dict[str, dict[str, Kind]] = {
     "KV cache of a step": served(STEP, (*HEADS,), KV, f"{KV}, fresh"),
     "KV cache of a prefill": served(PREFILL, (*HEADS,), KV, f"{KV}, fresh"),
     "fp8 KV cache": served(PREFILL, ("32/8",), FP8, FP8_Q),
-    "norm and KV cache": served(PREFILL, ("32/8",), NORM_KV),
+    "norm and KV cache": {**served(PREFILL, ("32/8",), NORM_KV), **preset("qwen3-vl-prefill")},
+    "norm and KV cache of a step": served(64, (*HEADS,), NORM_KV),
+    "ids along three axes": staged("ids along three axes"),
+    "Hadamard": staged("Hadamard"),
+    "fp8": staged("fp8, given scales", "fp8, scales of tokens and heads"),
+    "fp8, scales of heads": preset("flux-fp8-heads"),
+    "DeepSeek's indexer": preset("deepseek-indexer"),
+    "DeepSeek's attention": latent(),
     "rows between ranks": ranked(MOVES),
     "sums of rows": ranked(SUMS),
 }

@@ -26,6 +26,7 @@ MAX_WAITING_THREADS = 512  # without a norm, if threads wait for ids or slots, o
 MAX_CONVERTING_THREADS = 160  # without a norm, into caches of another dtype
 LATENT_BLOCK_THREADS = 192  # the target with latent attention, where heads are always tiled
 SMALL_BLOCK_THREADS = 128  # the target if heads are tiled
+FEW_TILED_THREADS_PER_SM = 896  # up to so many, without a norm; above, the target is BLOCK_THREADS
 SMALL_ACCESS_BYTES = 8  # then the bytes of an access
 
 # The second grid axis.
@@ -42,7 +43,7 @@ MAX_NORM_THREADS_PER_SM = 768  # with those that idle; if angles are shared; or 
 SHORT_THREADS_PER_SM = 512  # with wide angles, sines or fp64
 MIN_RING_ACCESS = 8  # bytes of an access, at least, of a block whose next heads are on their way (`ring.cuh`)
 RING_BYTES = 40 * 1024  # the most shared memory for those and for the stages together
-FAST_MEMORY = 4.0  # TB/s by the memory's clock and width, from which blocks with a ring walk to the end
+FAST_MEMORY = 4.0  # TB/s by the memory's clock and width, from which blocks with a ring walk to the end, and more
 SHORT_WALK = 2  # groups of tokens that they walk over below it
 
 # A norm across heads.
@@ -94,8 +95,8 @@ def plan(p: RopeProblem) -> Plan:
     launch = choose_launch(p)
     tiled = launch == "grid_2d" and not by_sequence(p)
     of_call: dict[str, Any] = {field.name: getattr(p, field.name) for field in fields(Compiled)}
-    one_row = tiled and p.batch == 1  # elsewhere the division is free, and this saves a kernel
-    spec = RopeSpec(**of_call, **accesses(p, tiled), **_SMALLEST, launch=launch, one_row=one_row)
+    # one_row: elsewhere the division is free, and this saves a kernel
+    spec = RopeSpec(**of_call, **accesses(p, tiled), **_SMALLEST, launch=launch, one_row=tiled and p.batch == 1)
     if p.norm and not (tiled or p.across_heads or p.per_head):
         # A thread's heads are all of q, of k or of v; in a gradient one may be of k and the next of v.
         others = p.heads if p.gradient else (p.heads - p.q_heads) // (1 + p.v_per_k * p.copy_v)
@@ -105,12 +106,13 @@ def plan(p: RopeProblem) -> Plan:
     if p.across_heads:
         tokens, heads = _row_tile(p, spec)
     elif p.gradient:
-        teams = p.heads // spec.heads_per_thread
-        tokens, heads = tile(teams, spec.team, GRADIENT_BLOCK_THREADS)
-        second = -(-teams // heads)
+        tokens, heads = tile(p.heads // spec.heads_per_thread, spec.team, GRADIENT_BLOCK_THREADS)
+        second = -(-p.heads // (heads * spec.heads_per_thread))
     elif tiled or p.v_dim:
         sums = int(p.v_dim > 0 and p.inverse)  # a tile of its own
-        most = max(1, (SMALL_BLOCK_THREADS if tiled else LATENT_BLOCK_THREADS) // spec.team)
+        few = p.tokens * p.heads * spec.team <= FEW_TILED_THREADS_PER_SM * p.sm_count and not p.norm
+        most = LATENT_BLOCK_THREADS if not tiled else SMALL_BLOCK_THREADS if few or p.v_dim else BLOCK_THREADS
+        most = max(1, most // spec.team)
         warp = 1 if tiled else min(most, WARP_THREADS // math.gcd(WARP_THREADS, spec.rotary_lanes))
         tokens, heads = 1, min(p.heads, most // warp * warp)
         second = sums + -(-(p.heads - sums) // heads)
@@ -143,9 +145,13 @@ def _row_tile(p: RopeProblem, spec: RopeSpec) -> tuple[int, int]:
 
 def _tile_with_stages(p: RopeProblem, spec: RopeSpec) -> tuple[int, int]:
     """The tile of the most threads whose stages fit in a block's shared memory."""
-    waits = p.cached or p.position_ids_dtype or {p.q_out, p.kv_out} != {p.dtype}
+    alone = not (p.norm or p.cached or {p.q_out, p.kv_out} != {p.dtype})
+    waits = p.position_ids_dtype or not alone
     most = MAX_CONVERTING_THREADS if p.cached and p.kv_out != p.dtype else MAX_WAITING_THREADS
     most = most if waits and not p.norm else MAX_BLOCK_THREADS
+    idle = 6 * BLOCK_THREADS % (p.heads * spec.team)  # of 1,536 threads that wait for ids on an SM
+    if alone and waits and p.memory_speed >= FAST_MEMORY and idle >= BLOCK_THREADS:
+        most = min(most, max(BLOCK_THREADS, -(-p.heads // 2) * spec.team))  # two steps, so blocks are smaller
     while True:
         tokens, heads = tile(p.heads // spec.heads_per_thread, spec.team, most)
         if shared_by_stages(replace(spec, tokens_per_block=tokens, heads_per_block=heads)) <= SHARED_BYTES:
@@ -198,10 +204,9 @@ def shared_by_stages(spec: RopeSpec) -> int:
 def choose_launch(p: RopeProblem) -> str:
     """The launch: over tokens alone, or also over heads, or over the sequences of a packed batch."""
     packed, many = by_sequence(p), p.sequences >= MAX_GRID_Y
-    if p.across_heads or p.gradient or (packed and (p.v_dim or many)):  # whole rows; a walk; an axis that is not free
-        return "token_linear"
-    if p.launch != "auto":
-        return p.launch
+    linear = p.across_heads or p.gradient or (packed and (p.v_dim or many))  # whole rows; a walk; a full axis
+    if linear or p.launch != "auto":
+        return "token_linear" if linear else p.launch
     if packed:  # the cost follows the tokens, not sequences x max_seqlen, but a search takes long for few
         even = 0 < p.sequences * longest_share(p) <= MAX_UNEVEN * p.tokens
         return "grid_2d" if even and p.tokens * p.heads <= FEW_PACKED_HEADS else "token_linear"
@@ -232,7 +237,7 @@ def accesses(p: RopeProblem, few: bool) -> dict[str, Any]:
         vec = math.gcd(p.head_dim, ACCESS_BYTES // ITEM_SIZES[p.dtype])
     elif p.norm:  # torch sums in groups of four neighbours
         vec = max(vec, min(p.vec_limit, 4))
-    vec = _divisor(vec, p.copied, p.rotary_offset, p.v_dim, p.rotary_dim if p.keeps_pairs else p.rotary_dim // 2)
+    vec = math.gcd(vec, p.copied, p.rotary_offset, p.v_dim, p.rotary_dim if p.keeps_pairs else p.rotary_dim // 2)
     if one_order and vec > p.vec_limit:
         must = f"with batch_invariant and a norm, addresses and strides must be multiples of {vec} elements"
         raise InvalidInput(f"{must}, and those of q, k, v or a result are of {p.vec_limit}")
@@ -242,18 +247,10 @@ def accesses(p: RopeProblem, few: bool) -> dict[str, Any]:
     step = p.rotary_dim // (2 if p.full_width or not p.keeps_pairs else 4)  # to the thread's second run
     members = 2 if p.full_width and p.interleaved else 1  # of a pair, neighbours
     table_vec = min(p.table_vec_limit, ACCESS_BYTES // (ITEM_SIZES[p.table_dtype] * p.table_step_limit))
-    table_vec = min(table_vec, members) if p.mrope_interleaved else table_vec
-    ends = [n * members for n in accumulate(p.mrope_section)]
-    table_vec = _divisor(table_vec, run, step if chunks == 2 else 0, *ends)
+    ends = [n * members for n in accumulate(p.mrope_section)] + [members] * p.mrope_interleaved
+    table_vec = math.gcd(table_vec, run, step if chunks == 2 else 0, *ends)
     of_table = {"table_vec": table_vec, "table_step": p.table_step_limit if table_vec > 1 else 1}
     return {"vec": vec, "chunks": chunks, "weight_vec": math.gcd(vec, p.weight_vec_limit), **of_table}
-
-
-def _divisor(most: int, *numbers: int) -> int:
-    """The largest power of two up to `most`, one too, that divides all numbers."""
-    while any(n % most for n in numbers):
-        most //= 2
-    return most
 
 
 def tile(heads: int, lanes: int, block_threads: int = MAX_BLOCK_THREADS) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from ..plan.options import Options
 from ..sources.operation import Operation, missing_weights
 from . import launch
 
-_planning: ContextVar[tuple[list[Spec], list[str], int] | None] = ContextVar("planning", default=None)
+_planning: ContextVar[tuple[list[Spec], list[str], int]] = ContextVar("planning", default=([], [], 0))
 
 
 @contextlib.contextmanager
@@ -35,7 +35,8 @@ def planning(launches: Sequence[str] = LAUNCHES, sm_count: int = 132) -> Iterato
     `jitrope.thd`, of `jitrope.context_parallel` and of other threads are not listed either.
 
     Args:
-        launches: the launches to plan each call for; ("auto",) is the one that a real call would use.
+        launches: the launches to plan each call for, with any number of tokens; ("auto",) is the one that a real call
+            would use. Where a kernel depends on how fast the GPU's memory is, both are listed.
         sm_count: the number of multiprocessors of the GPU. The choice of "auto" depends on it.
 
     Yields:
@@ -56,14 +57,15 @@ def planning(launches: Sequence[str] = LAUNCHES, sm_count: int = 132) -> Iterato
 
 def note(op: Operation, tensors: Tensors, options: Options) -> None:
     """Add the kernels of a call on meta tensors to the list of its `planning` block, if it is in one."""
-    planner = _planning.get()
-    if planner is None or next(iter(tensors.values())).device.type != "meta":
+    specs, launches, sm_count = _planning.get()
+    if next(iter(tensors.values())).device.type != "meta":
         return
-    from ..plan.problem import plan_call
+    from ..plan import heuristics, problem
 
-    specs, launches, sm_count = planner
     named = launch.with_outputs(op, {**tensors, **missing_weights(tensors, options)}, options)
     for asked in launches:
-        found = plan_call(*op.head_views(named, options), named, options._replace(launch=asked), sm_count)
-        if found is not None and found[0].spec not in specs:
-            specs.append(found[0].spec.of(op.text(tensors, options)))
+        few, many = (sm_count, sm_count) if asked == "auto" else (1 << 20, 0)  # as for few and for many tokens on an SM
+        for gpu in ((many, 0.0), (many, heuristics.FAST_MEMORY), (few, 0.0)):
+            found = problem.plan_call(*op.head_views(named, options), named, options._replace(launch=asked), *gpu)
+            if found is not None and found[0].spec not in specs:
+                specs.append(found[0].spec.of(op.text(tensors, options)))

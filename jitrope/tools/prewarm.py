@@ -43,14 +43,14 @@ _ARCH = re.compile(r"(?:sm_?)?([1-9]\d*)|([1-9]\d*)\.(\d)")
 def specs_of(
     heads: Any, head_dim: int = 128, dtype: str = "bf16", *, call: str = "", width: str = "half", backward: bool = False
 ) -> list[Spec]:
-    """The kernels of a call, for both launches, with contiguous tensors of one batch row.
+    """The kernels of a call, for both launches and any number of tokens, with contiguous tensors of one batch row.
 
     The call is made on meta tensors. A text leaves out dtypes and shapes: tables are fp32, or fp64 where they are
     rounded as complex128. Weights have the dtype of q; positions and slots are int64, other integers int32. A scale is
     one number, and a page has 16 rows. For other tensors use `jitrope.planning` or `jitrope.record`.
 
     >>> [spec.launch for spec in prewarm.specs_of(heads=[32, 8])]
-    ['token_linear', 'grid_2d']
+    ['token_linear', 'grid_2d', 'grid_2d']
     >>> prewarm.specs_of([32, 8], call="bshd heads q k > rotate cos sin > in_place")[0].call
     'bshd heads q k > rotate cos sin rotary_dim=128 > in_place'
 

@@ -32,6 +32,7 @@ ACROSS = {  # a norm across so many heads of q, and of k
 }
 FEW = {"cu_seqlens_dtype": "int32", "tokens": 256, "heads": 32}
 PAIRS = {"interleaved": True, "interleaved_out": True}
+IDS = {"position_ids_dtype": "int64"}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_tile(heads, lanes, tokens, at_once) -> None:
         ({**NORM, "heads": 72, "two_streams": True, "copy_v": True}, "token_linear", 1, 36, 2, (2304, 1)),
         ({**NORM, "heads": 36, "q_heads": 34, "copy_v": True}, "token_linear", 1, 36, 1, (2304, 1)),  # one head of k
         ({**NORM, "vec_limit": 1}, "token_linear", 1, 12, 4, (4608, 1)),  # narrow accesses: no block walks
-        ({**NORM, "tokens": 3, "heads": 40, "q_heads": 32}, "grid_2d", 1, 8, 1, (3, 5)),  # few: accesses of 8 bytes
+        ({**NORM, "tokens": 3, "heads": 40, "q_heads": 32}, "grid_2d", 1, 16, 1, (3, 3)),  # few: accesses of 8 bytes
         ({**NORM, "head_dim": 80, "rotary_dim": 80}, "token_linear", 1, 24, 2, None),  # 5 lanes, teams of 8
         ({**NORM, "head_dim": 72, "rotary_dim": 72}, "token_linear", 1, 12, 4, None),  # 9 lanes of 8 elements
         (ACROSS[12, 12], "token_linear", 2, 4, 1, (2304, 1)),  # a warp a row
@@ -138,6 +139,23 @@ def test_norm_plans(changes, launch, tokens, at_once, each, grid) -> None:
     assert found.grid == grid
     assert spec.team & (spec.team - 1) == 0
     assert spec.team >= spec.lanes
+
+
+@pytest.mark.parametrize(
+    ("changes", "heads"),
+    [
+        ({"tokens": 16}, 8),
+        ({"tokens": 256}, 16),  # more blocks than an SM takes at once
+        ({}, 40),
+        ({"memory_speed": 4.9}, 40),
+        (IDS, 40),
+        ({**IDS, "memory_speed": 4.9}, 20),  # four blocks of 320 threads leave room for another
+        ({**IDS, "memory_speed": 4.9, "heads": 48}, 48),
+        ({**IDS, "memory_speed": 4.9, "q_out": "fp8"}, 40),
+    ],
+)
+def test_heads_of_a_block(changes: dict[str, Any], heads: int) -> None:
+    assert plan(replace(BASE, **{"heads": 40, **changes})).spec.heads_per_block == heads
 
 
 @pytest.mark.parametrize(
