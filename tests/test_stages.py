@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import jitrope
 from jitrope import InvalidInput
+from jitrope.torch_state import memory_speed
 
 from . import oracle
 from .calls import (
@@ -175,14 +176,16 @@ def test_planned_as_launched(case: Case, device: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(backend, "library", Mock())
     m = Made(case, device, leaves=leaves)
     like = Made({**case, "more": "none"} if case["more"] == "check" else case, "meta", leaves=leaves)
-    sms = 132 if device == "cpu" and not on_host else 0
-    sms = sms or torch.cuda.get_device_properties(0).multi_processor_count
+    gpu = (132, 0.0)
+    if device != "cpu" or on_host:
+        found = torch.cuda.get_device_properties(0)
+        gpu = found.multi_processor_count, memory_speed(found)
     with jitrope.record() as known:
         pass
     count = backend.launched.copy()
     with jitrope.record() as needed:
         results = run(m)
-    with jitrope.planning(["auto"], sm_count=sms) as specs:
+    with jitrope.planning(["auto"], *gpu) as specs:
         planned = run(like)
     assert len(planned) == len(results)
     for x, y in zip(planned, results):

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 
-from ..base.arguments import items, whole, word
+from ..base.arguments import items, number, whole, word
 from ..base.config import LAUNCHES
 from ..base.spec import Spec
 from ..base.views import Tensors
@@ -14,11 +14,11 @@ from ..plan.options import Options
 from ..sources.operation import Operation, missing_weights
 from . import launch
 
-_planning: ContextVar[tuple[list[Spec], list[str], int]] = ContextVar("planning", default=([], [], 0))
+_planning: ContextVar[tuple[list[Spec], list[str], int, float]] = ContextVar("planning", default=([], [], 0, 0))
 
 
 @contextlib.contextmanager
-def planning(launches: Sequence[str] = LAUNCHES, sm_count: int = 132) -> Iterator[list[Spec]]:
+def planning(launches: Sequence[str] = LAUNCHES, sm_count: int = 132, memory_speed: float = 0) -> Iterator[list[Spec]]:
     """List the kernels that the calls in a `with` block need. No kernel is compiled or launched.
 
     The calls must be made on meta tensors.
@@ -35,20 +35,23 @@ def planning(launches: Sequence[str] = LAUNCHES, sm_count: int = 132) -> Iterato
     `jitrope.thd`, of `jitrope.context_parallel` and of other threads are not listed either.
 
     Args:
-        launches: the launches to plan each call for, with any number of tokens; ("auto",) is the one that a real call
-            would use. Where a kernel depends on how fast the GPU's memory is, both are listed.
+        launches: the launches to plan each call for, with any number of tokens and on any GPU; ("auto",) is the one
+            that a real call would use.
         sm_count: the number of multiprocessors of the GPU. The choice of "auto" depends on it.
+        memory_speed: of the GPU's memory by its clock and width, in TB/s, as 3.35 of an H100 and 4.8 of an H200; 0, the
+            default, counts as slow. The choice of "auto" depends on it.
 
     Yields:
         The list of specs, each once, in the order of the calls. It grows with each call.
 
     Raises:
-        InvalidInput: a launch is unknown, or sm_count is not a whole number of at least 1.
+        InvalidInput: a launch is unknown, sm_count is not a whole number of at least 1, or memory_speed is no number.
     """
     words = ("auto", *LAUNCHES)
     asked = [word("planning", "launches", x, words) for x in items("planning", "launches", launches, "a list of words")]
     specs: list[Spec] = []
-    token = _planning.set((specs, asked, whole("planning", "sm_count", sm_count, 1)))
+    memory_speed = number("planning", "memory_speed", memory_speed)
+    token = _planning.set((specs, asked, whole("planning", "sm_count", sm_count, 1), memory_speed))
     try:
         yield specs
     finally:
@@ -57,15 +60,15 @@ def planning(launches: Sequence[str] = LAUNCHES, sm_count: int = 132) -> Iterato
 
 def note(op: Operation, tensors: Tensors, options: Options) -> None:
     """Add the kernels of a call on meta tensors to the list of its `planning` block, if it is in one."""
-    specs, launches, sm_count = _planning.get()
+    specs, launches, sm_count, speed = _planning.get()
     if next(iter(tensors.values())).device.type != "meta":
         return
     from ..plan import heuristics, problem
 
     named = launch.with_outputs(op, {**tensors, **missing_weights(tensors, options)}, options)
     for asked in launches:
-        few, many = (sm_count, sm_count) if asked == "auto" else (1 << 20, 0)  # as for few and for many tokens on an SM
-        for gpu in ((many, 0.0), (many, heuristics.FAST_MEMORY), (few, 0.0)):
-            found = problem.plan_call(*op.head_views(named, options), named, options._replace(launch=asked), *gpu)
+        # Else many tokens for an SM, with slow memory and with fast; and few.
+        for each in [(sm_count, speed)] if asked == "auto" else ((0, 0.0), (0, heuristics.FAST_MEMORY), (1 << 20, 0.0)):
+            found = problem.plan_call(*op.head_views(named, options), named, options._replace(launch=asked), *each)
             if found is not None and found[0].spec not in specs:
                 specs.append(found[0].spec.of(op.text(tensors, options)))

@@ -68,7 +68,10 @@ _JSON = _option("--json", action="store_true", help="print JSON on stdout")
 _DRY_RUN = _option("--dry-run", action="store_true", help="print the actions, and change nothing")
 _ARCHS = _option("--arch", metavar="ARCH", type=_archs, help="such as sm_80,sm_90; default: this machine's GPUs")
 _JOBS = _option("--jobs", metavar="N", type=_count, default=os.cpu_count() or 1, help="default: all cores")
-_FROM = _option("--from", dest="file", metavar="FILE", type=Path, help="a recorded run, or `cache ls --json`'s output")
+_FROM = _option(
+    "--from", dest="files", metavar="FILE", type=Path, action="append",
+    help="a recorded run, or `cache ls --json`'s output; repeatable",
+)  # fmt: skip
 _MODEL = _option("--model", metavar="PATH", type=Path, help="a config.json or its folder, or a pipeline's folder")
 _BUNDLE = _option("path", metavar="FILE", type=Path, help="a file from `jitrope bundle write`")
 _CALL = (
@@ -197,12 +200,12 @@ def _specs(given: Options) -> list[Spec]:
     """The kernels of calls with --heads, of --model or of --from, one of which must be given."""
     words = {name: getattr(given, name) for name in _WORDS if getattr(given, name) is not None}
     model = getattr(given, "model", None)
-    if sum(map(bool, (given.heads, model, given.file))) != 1:
+    if sum(map(bool, (given.heads, model, given.files))) != 1:
         raise argparse.ArgumentError(None, f"pass one of --heads, {'--model, ' * hasattr(given, 'model')}--from")
     if not given.heads and (given.call or words.keys() - ({"dtype", "backward"} if model else set())):
         raise argparse.ArgumentError(None, "a call and its options need --heads; --model takes --dtype and --backward")
-    if given.file:
-        return read_record(given.file)
+    if given.files:
+        return _recorded(given.files)
     if model:
         return specs_of_model(model, **words)
     try:
@@ -210,6 +213,11 @@ def _specs(given: Options) -> list[Spec]:
         return [*dict.fromkeys(spec for heads, call in calls for spec in specs_of(heads, call=call, **words))]
     except InvalidInput as error:
         raise argparse.ArgumentError(None, str(error)) from error
+
+
+def _recorded(files: list[Path]) -> list[Spec]:
+    """The kernels of records, each once."""
+    return [*dict.fromkeys(spec for file in files for spec in read_record(file))]
 
 
 # ---- cache ---------------------------------------------------------------------------------------
@@ -302,8 +310,8 @@ def bundle_write(given: Options) -> bool:
         jitrope bundle write kernels.zip --from run.json --arch sm_90,sm_100
         JITROPE_SYSTEM_CACHE=kernels.zip JITROPE_NO_COMPILE=1 python serve.py
     """
-    work = [(spec, "") for spec in read_record(given.file)] if given.file else _cached()
-    if given.file or given.arch:
+    work = [(spec, "") for spec in _recorded(given.files)] if given.files else _cached()
+    if given.files or given.arch:
         work = list(itertools.product(dict.fromkeys(spec for spec, _ in work), architectures(given.arch)))
     complete = build_all(work, given.dry_run, given.json, lambda: bundle.write(given.path, work, given.jobs))
     if not given.dry_run and not given.json:

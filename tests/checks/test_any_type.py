@@ -213,7 +213,7 @@ CALLS: dict[str, partial[Any]] = {
     "configure": partial(
         lambda **a: (jitrope.configure(**a), config._may_compile, config.launch(), config.batch_invariant()),
         compile=False, launch="auto", batch_invariant=True),
-    "planning": partial(entered, jitrope.planning, launches=["auto"], sm_count=132),
+    "planning": partial(entered, jitrope.planning, launches=["auto"], sm_count=132, memory_speed=4.8),
     "on_compile": partial(lambda callback: jitrope.on_compile(callback)(), callback=print),
     "record": partial(entered, jitrope.record, path=Path("run.json")),
     "KernelCache": partial(KernelCache, root=Path("kernels"), system=(Path("layer"),)),
