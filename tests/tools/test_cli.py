@@ -431,6 +431,9 @@ def test_a_bundle_has_what_the_cache_has_and_serves_where_nothing_can_be_compile
     assert {(x["name"], x["arch"]) for x in bundled} == {(x["name"], x["arch"]) for x in listed}
     dry = jitrope("bundle write k.zip --arch sm_52,sm_89 --dry-run --json").data
     assert (dry["cached"], dry["would compile"]) == (3, 5)  # four specs for two architectures
+    (tmp_path / "more.json").write_text(json.dumps(record_of(specs_of(40))))
+    dry = jitrope("bundle write l.zip --from run.json --from more.json --arch sm_50 --dry-run --json").data
+    assert (dry["cached"], dry["would compile"]) == (2, 2)  # both files, each kernel once
     assert jitrope("bundle write l.zip --from run.json --arch sm_50 --json").data["cached"] == 2
     production = {"JITROPE_CACHE_DIR": str(tmp_path / "production"), "JITROPE_NO_COMPILE": "1"}
     assert len(jitrope("bundle load k.zip --json", **production).data["loaded"]) == 5
