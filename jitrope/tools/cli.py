@@ -68,10 +68,8 @@ _JSON = _option("--json", action="store_true", help="print JSON on stdout")
 _DRY_RUN = _option("--dry-run", action="store_true", help="print the actions, and change nothing")
 _ARCHS = _option("--arch", metavar="ARCH", type=_archs, help="such as sm_80,sm_90; default: this machine's GPUs")
 _JOBS = _option("--jobs", metavar="N", type=_count, default=os.cpu_count() or 1, help="default: all cores")
-_FROM = _option(
-    "--from", dest="files", metavar="FILE", type=Path, action="append",
-    help="a recorded run, or `cache ls --json`'s output; repeatable",
-)  # fmt: skip
+_RECORDED = "a recorded run, or `cache ls --json`'s output; repeatable"
+_FROM = _option("--from", dest="files", metavar="FILE", type=Path, action="append", help=_RECORDED)
 _MODEL = _option("--model", metavar="PATH", type=Path, help="a config.json or its folder, or a pipeline's folder")
 _BUNDLE = _option("path", metavar="FILE", type=Path, help="a file from `jitrope bundle write`")
 _CALL = (
