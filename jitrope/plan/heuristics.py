@@ -43,7 +43,7 @@ MAX_NORM_THREADS_PER_SM = 768  # with those that idle; if angles are shared; or 
 SHORT_THREADS_PER_SM = 512  # with wide angles, sines or fp64
 MIN_RING_ACCESS = 8  # bytes of an access, at least, of a block whose next heads are on their way (`ring.cuh`)
 RING_BYTES = 40 * 1024  # the most shared memory for those and for the stages together
-FAST_MEMORY = 4.0  # TB/s by the memory's clock and width, from which blocks with a ring walk to the end, and more
+FAST_MEMORY = 4.0  # TB/s by its clock and width: rings walk to the end, and by ids blocks may have half a token
 SHORT_WALK = 2  # groups of tokens that they walk over below it
 
 # A norm across heads.
