@@ -3,7 +3,7 @@
 python examples/serving.py [--layers 4] [--batch 8] [--steps 64]    # fewer without a GPU
 
 First each function is compared with its published formula in plain torch. A server with fused kernels of its own gains
-little by them, and an eager decode step may lose, because the host works longer.
+little by them, and an eager decode step may lose, because the CPU works longer.
 
 Then a tiny Llama with random weights continues prompts of random lengths. One launch a layer rotates q and k and stores
 k and v in a paged cache. Positions, slots and tokens are updated on the device, so on a GPU one captured CUDA graph

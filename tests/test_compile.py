@@ -50,7 +50,7 @@ def test_prewarm_specs_compile_without_spills_and_move_16_bytes_an_access(
     counted = prewarmed(MODELS if of == "models" else MODELS + LARGEST)
     in_whole_accesses = {s for s in counted if s.dtype == "bf16" and s.vec == 8 and s.q_out == s.kv_out == "bf16"}
     linear = {s for s in counted if s.launch == "token_linear"}  # tiles of few tokens have smaller accesses
-    assert len(in_whole_accesses & linear) > len(linear) / 2
+    assert len(in_whole_accesses & linear) > 3 / 4 * len(linear)
     code = {spec: compiled(spec, arch) for spec in specs}
     for spec, (cubin, _) in code.items():
         assert cubin.startswith(b"\x7fELF"), spec.name

@@ -248,9 +248,9 @@ def staged(*names: str) -> dict[str, Kind]:
     return {name: Kind(partial(presets.case, stages.STAGES[name].preset(), False)) for name in names}
 
 
-def preset(*names: str) -> dict[str, Kind]:
-    """Calls of `bench presets`."""
-    return {name: Kind(partial(presets.case, presets.PRESETS[name], False)) for name in names}
+def preset(name: str) -> dict[str, Kind]:
+    """A call of `bench presets`."""
+    return {name: Kind(partial(presets.case, presets.PRESETS[name], False))}
 
 
 def latent() -> dict[str, Kind]:
@@ -289,7 +289,7 @@ KINDS: dict[str, dict[str, Kind]] = {
     "KV cache of a step": served(STEP, (*HEADS,), KV, f"{KV}, fresh"),
     "KV cache of a prefill": served(PREFILL, (*HEADS,), KV, f"{KV}, fresh"),
     "fp8 KV cache": served(PREFILL, ("32/8",), FP8, FP8_Q),
-    "norm and KV cache": {**served(PREFILL, ("32/8",), NORM_KV), **preset("qwen3-vl-prefill")},
+    "norm and KV cache": served(PREFILL, ("32/8",), NORM_KV),
     "norm and KV cache of a step": served(64, (*HEADS,), NORM_KV),
     "ids along three axes": staged("ids along three axes"),
     "Hadamard": staged("Hadamard"),

@@ -61,7 +61,7 @@ def planning(launches: Sequence[str] = LAUNCHES, sm_count: int = 132, memory_spe
 def note(op: Operation, tensors: Tensors, options: Options) -> None:
     """Add the kernels of a call on meta tensors to the list of its `planning` block, if it is in one."""
     specs, launches, sm_count, speed = _planning.get()
-    if next(iter(tensors.values())).device.type != "meta":
+    if not launches or next(iter(tensors.values())).device.type != "meta":
         return
     from ..plan import heuristics, problem
 
