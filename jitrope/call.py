@@ -112,10 +112,8 @@ class Call(NamedTuple):
 
 def _sink(call: Call) -> str:
     """The word for where the results go."""
-    given = any(name.endswith("_out") for name in call.tensors)
-    return (
-        "in_place" if call.options.inplace else "cache" if "k_cache" in call.tensors else "given" if given else "fresh"
-    )
+    made = "given" if any(name.endswith("_out") for name in call.tensors) else "fresh"
+    return "in_place" if call.options.inplace else "cache" if "k_cache" in call.tensors else made
 
 
 def _others(part: str, o: Options) -> list[str]:

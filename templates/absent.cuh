@@ -10,6 +10,7 @@ struct Absent {
     template <typename... Any> DEVICE void sum(const Any&...) const {}
     template <typename... Any> DEVICE void apply(const Any&...) const {}
     template <typename... Any> DEVICE void back(const Any&...) const {}
+    DEVICE void finish() const {}
 };
 
 // A norm that a kernel has not (then it is `Norm`): x is a head as it is read.

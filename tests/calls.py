@@ -54,7 +54,7 @@ AXES: Axes = {
     ),
     "layout": ("bshd", "sbhd", "bhsd", "thd"),
     "dtype": ("bf16", "fp16", "fp32"),
-    "size": ("64", "128", "80", "256", "72", "512", "6"),
+    "size": ("64", "128", "80", "256", "72", "576", "6"),
     "heads": ("gqa", "mha", "odd", "many"),
     "weights": ("half", "weights_fp32"),  # half: q's dtype
     # sliced: of a wider tensor; turned: two axes are exchanged in memory; apart: of every second element;
@@ -197,14 +197,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pairs": INTO, "out": "inplace", "norm": NORMS}, MOVED),
     ({"pairs": INTO, "out": "inplace", "transform": "head"}, MOVED),
     ({"pairs": INTO, "out": "inplace", "part": "whole", "size": but("size", "64")}, UP_TO_64),
-    ({"pairs": INTO, "out": "inplace", "part": ("first", "last"), "size": ("256", "512")}, UP_TO_64),
+    ({"pairs": INTO, "out": "inplace", "part": ("first", "last"), "size": ("256", "576")}, UP_TO_64),
     ({"pairs": INTO, "table": "none"}, "interleaved_out does not go without a table; pass a table"),
     # The transform, conversions.
-    ({"transform": "head", "size": ("80", "72", "512", "6")},
+    ({"transform": "head", "size": ("80", "72", "576", "6")},
      "hadamard goes with a power of two of elements up to 256; q has D=..., so leave it out"),
     ({"size": ("80", "72", "6"), "convert": GROUPED}, "group is ...; it must divide D=..."),
     ({"size": ("72", "6"), "convert": ("int8_16", "nvfp4")}, "group is ...; it must divide D=..."),
-    ({"size": "64", "convert": "fp4"}, "group is 128; it must divide D=64"),
+    ({"size": ("64", "576"), "convert": "fp4"}, "group is 128; it must divide D=..."),
     ({"strides": ("apart", "offset"), "convert": FP4S}, PAIRED),
     ({"convert": CONVERTED, "out": "inplace"}, "inplace does not go with quantize; leave it out"),
     ({"convert": "of_v", "out": CACHES}, "v_scale of quantize does not go with a cache; give its scales to KVCache"),
@@ -410,14 +410,14 @@ norm=across interleaved 40+40 128 grad | alone norm=across interleaved 40+40 128
 rms ids 32+8 128 grad | v_norm 8+4 256 grad | once into_halves 32+8 128 grad | groups head into_pairs 95+1 256
 twice dtype ids inplace 32+8 128 | twice packed 32+8 128 grad | twice angles packed 32+8 128 int32 grad
 grouped once angles full packed_cp 32+8 128 int32 grad | twice mrope_turns 32+8 128 | zero first 16+8 256 grad
-twice 32+16 | once 24+8 80 | once double complex128 interleaved 24+8 96 | once fp32 24+8 128 grad | rms 8+8 512
+twice 32+16 | once 24+8 80 | once double complex128 interleaved 24+8 96 | once fp32 24+8 128 grad | rms 8+8 576
 layer 48+48 grad | twice mrope convert=heads 32+8 128 | convert=heads head first 64+1 128
 norm=of_k convert=heads head first 64+1 128 | norm=of_k 32+8 128 grad | norm=of_v ids slots 128+1 64
 grouped_bias twice ids fp8_slots 32+8 128 | once interleaved int8 head 24+24 128 | twice groups 32+8 128
 e4m3 head first fp8_slots 64+8 128 | twice ids convert=rows 32+8 128 | twice ids kv_rows 32+8 128
 rms nvfp4 32+8 128 | qkv_bias twice mxfp8 28+4 128 | twice ids nvfp4_blocks 32+8 128 | ids nvfp4_blocks 32+8 128
 ids mxfp8 32+8 128 | once mxfp4 32+8 128 | once ue8m0 32+8 128 | interleaved nvfp4 32+8 128 | interleaved tiles 32+8 128
-once fp4 32+8 128 | inverse last interleaved e4m3_64 64+64 512 | rms first 2+2 6 | after number 32+8 128
+once fp4 32+8 128 | inverse last interleaved e4m3_64 64+64 576 | rms first 2+2 6 | after number 32+8 128
 l2 interleaved 16+8 128 grad | means interleaved 10+10 128 grad | means ids fp8_slots 24+4 128
 after unrotated 32+8 128 grad | gated zero first 16+2 256 grad | gated_bias zero first 16+2 256 grad
 """

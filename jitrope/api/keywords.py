@@ -45,6 +45,7 @@ class RopeWords(LatentWords, JointWords, total=False):
     """All keywords: those of `apply_rope`, `prepare_qkv` and `prepare_fused_qkv`."""
 
     inverse: bool
+    inplace_grad: bool
 
 
 ROPE_WORDS = frozenset(RopeWords.__annotations__)

@@ -161,7 +161,7 @@ def prepare_mla_qkv(
     (torch.Size([1, 16, 8, 192]), torch.Size([1, 16, 8, 96]))
 
     Args:
-        q: (B, S, Hq, D) in the default layout; D is at most 512; any strides. It may have no heads. To rotate q in
+        q: (B, S, Hq, D) in the default layout; D is at most 576; any strides. It may have no heads. To rotate q in
             place use `apply_rope` with rotary_offset = D - R.
         kv: (B, S, Hk, D - R + Dv), the output of the up-projection: the first D - R elements of k, then Dv of v.
         k_pe: (B, S, 1, R); R is even and at most D.

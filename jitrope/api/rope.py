@@ -43,7 +43,7 @@ def apply_rope(
     >>> q, k = jitrope.apply_rope(q, k, cos, sin, positions=torch.arange(16).flip(0))
 
     Args:
-        q: (B, S, Hq, D), or as `layout` says; bf16, fp16 or fp32; any strides, nothing is copied. D is at most 512.
+        q: (B, S, Hq, D), or as `layout` says; bf16, fp16 or fp32; any strides, nothing is copied. D is at most 576.
         k: like q, with its own number of heads (GQA), or None; then the second result is None.
         cos, sin: tables (P, W) with a row for each position; fp32, bf16 or fp16; any strides. W is rotary_dim / 2 (an
             angle for each pair) or rotary_dim (one for each element, laid out like the head). (B, P, W) has a table for
@@ -53,22 +53,23 @@ def apply_rope(
             row. `Mrope`: several axes. `Shifts`: cached keys that move. One outside of the table gives NaN.
         inplace: True: overwrite q and k, and return them. They must not share memory, nor be leaves that require a
             gradient.
+        inplace_grad: True, with inplace: the gradient overwrites that of the results, which nothing else may read.
         interleaved: False: the pairs are (i, i + rotary_dim / 2) (Llama). True: (0, 1), (2, 3), ... (FLUX, GPT-J).
         interleaved_out: the pairing of the output; None: that of the input. Multi-head latent attention rotates
-            interleaved pairs into halves. Only the order of the elements changes, not their bits. A norm after the
-            rotation has its weights in the order of the input. It needs half-width tables.
+            interleaved pairs into halves. A norm after the rotation has its weights in the order of the input. It needs
+            half-width tables.
         rounding: "fp32": products and their sum are rounded to fp32 (FLUX, Wan), the result once to q's dtype. The
             others give the bits of other models' eager code. "dtype": all is rounded to q's dtype (transformers).
             "complex64" and "complex128": as torch's complex multiply (Qwen-Image; Lumina2, with fp64 tables).
             "addcmul": the second product is in `addcmul` (LTX-2).
         q_scale: a factor of q alone, in fp32, before the last rounding: a number, such as that of the softmax, or a
             tensor with one for each token, (S) or (B, S), with "thd" (T) (Llama 4).
-        unrotated: the number of first tokens of each sequence that are not rotated, such as class tokens (DINOv3). The
-            next token takes row 0. It cannot be combined with ids, packed_table and interleaved_out.
+        unrotated: the number of first tokens of each sequence that are not rotated (DINOv3's class tokens). The next
+            takes row 0. It goes with no ids, packed_table and interleaved_out.
         mscale: a factor of the cosines and sines of freqs (YaRN, arXiv:2309.00071, section 3.4).
         layout: "bshd", "bhsd" (B, H, S, D), "sbhd", or "thd" (T, H, D), which `Packed` implies.
         cos_sin_cache: in place of cos and sin (P, rotary_dim): all cosines, then all sines (vLLM, SGLang).
-        freqs: in place of cos and sin fp32 angles in radians: (P, W), (B, P, W), or (P, 1 or B, 1, W) as in Megatron.
+        freqs: in place of cos and sin fp32 angles in radians: (P, W), (B, P, W), or (P, 1 or B, 1, W) (Megatron).
         freqs_cis: in place of cos and sin complex64 cos + i sin: (P, rotary_dim / 2), or with the axes of cos.
         check: True: refuse positions outside of the table, exchanged cos and sin, and tables of another pairing or
             layout. It waits for the device, so it goes with no CUDA graph and no torch.compile.

@@ -11,7 +11,7 @@ QKV_ORDERS = {"grouped": 1, "qkv": 1, "qkv_gated": 2}
 """The orders of fused QKV, and the heads that q's projection has for each head of q: with a gate two."""
 FUSED_AXES = {"bshd": "BS", "sbhd": "SB", "thd": "T"}
 """The layouts of fused QKV, and its axes before the heads."""
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 576
 MAX_TOKENS = 2**31 - 1  # CUDA's limit on the first grid axis
 
 # The axes of (batch, seq, head, dim) in each layout; None: no batch axis.

@@ -79,16 +79,8 @@ class Entry:
 
 def pack(key: Key, text: str, cubin: bytes, spec: dict[str, Any]) -> dict[str, bytes]:
     """The files of an entry, without a time or a path. The same key gives the same bytes, but for the call's text."""
-    meta = {
-        "format": FORMAT,
-        "source": key.source,
-        "name": key.name,
-        "arch": key.arch,
-        "options": list(key.options),
-        "compiler": key.compiler,
-        "sha256": {TEXT: _sha(text.encode()), CUBIN: _sha(cubin)},
-        "spec": spec,
-    }
+    of_key = {name: getattr(key, name) for name in ("source", "name", "arch", "options", "compiler")}
+    meta = {"format": FORMAT, **of_key, "sha256": {TEXT: _sha(text.encode()), CUBIN: _sha(cubin)}, "spec": spec}
     meta["seal"] = seal(meta)
     return {TEXT: text.encode(), CUBIN: cubin, META: json.dumps(meta, indent=1).encode()}
 

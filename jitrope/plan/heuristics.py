@@ -33,6 +33,7 @@ SMALL_ACCESS_BYTES = 8  # then the bytes of an access
 FEW_THREADS_PER_SM = 1280  # below so many, counted with small accesses, it is over heads
 FEW_CACHED_THREADS_PER_SM = 1600  # the same for a write to a cache without a norm
 FEW_PACKED_HEADS = 8192  # up to so many tokens x heads of even packed sequences, it is over sequences
+WIDE_TOKEN_BYTES = 65_536  # without a norm it is over heads if those of a token have more
 MAX_UNEVEN = 2  # even: sequences x max_seqlen are at most so many times the tokens
 
 # A norm of each head.
@@ -98,8 +99,8 @@ def plan(p: RopeProblem) -> Plan:
     # one_row: elsewhere the division is free, and this saves a kernel
     spec = RopeSpec(**of_call, **accesses(p, tiled), **_SMALLEST, launch=launch, one_row=tiled and p.batch == 1)
     if p.norm and not (tiled or p.across_heads or p.per_head):
-        # A thread's heads are all of q, of k or of v; in a gradient one may be of k and the next of v.
-        others = p.heads if p.gradient else (p.heads - p.q_heads) // (1 + p.v_per_k * p.copy_v)
+        # A thread's heads are all of q, k or v, of which the last may lack; in a gradient one may be k's, the next v's.
+        others = p.heads if p.gradient else (p.heads - p.q_heads) // (1 + p.v_per_k) * p.copy_v
         few = spec.chunks * spec.chunk <= FEW_ELEMENTS and not p.gradient
         spec = replace(spec, heads_per_thread=math.gcd(p.q_heads, others, NORM_HEADS_PER_THREAD * (2 if few else 1)))
     length, second = p.tokens, 1  # tokens and blocks along the axes of the grid
@@ -153,7 +154,7 @@ def _tile_with_stages(p: RopeProblem, spec: RopeSpec) -> tuple[int, int]:
     if alone and waits and p.memory_speed >= FAST_MEMORY and idle >= BLOCK_THREADS:
         most = min(most, max(BLOCK_THREADS, -(-p.heads // 2) * spec.team))  # two steps, so blocks are smaller
     while True:
-        tokens, heads = tile(p.heads // spec.heads_per_thread, spec.team, most)
+        tokens, heads = tile(-(-p.heads // spec.heads_per_thread), spec.team, most)
         if shared_by_stages(replace(spec, tokens_per_block=tokens, heads_per_block=heads)) <= SHARED_BYTES:
             return tokens, heads
         most //= 2
@@ -212,7 +213,13 @@ def choose_launch(p: RopeProblem) -> str:
         return "grid_2d" if even and p.tokens * p.heads <= FEW_PACKED_HEADS else "token_linear"
     threads = p.tokens * p.heads * p.rotary_dim * ITEM_SIZES[p.dtype] // (2 * SMALL_ACCESS_BYTES)
     few = FEW_CACHED_THREADS_PER_SM if p.cached and not p.norm else FEW_THREADS_PER_SM
-    return "grid_2d" if threads < few * p.sm_count and p.heads > 1 else "token_linear"
+    return "grid_2d" if is_wide(p) or (threads < few * p.sm_count and p.heads > 1) else "token_linear"
+
+
+def is_wide(p: RopeProblem) -> bool:
+    """Whether a block would take the heads of a token in many steps."""
+    bytes_of_token = p.heads * (p.rotary_dim + p.copied) * ITEM_SIZES[p.dtype]
+    return not (p.norm or p.v_dim) and bytes_of_token > WIDE_TOKEN_BYTES
 
 
 def by_sequence(p: RopeProblem) -> bool:
@@ -231,7 +238,7 @@ def accesses(p: RopeProblem, few: bool) -> dict[str, Any]:
 
     A thread holds one or two runs of neighbouring elements, and an access of the tables a part of its angles.
     """
-    vec = min(p.vec_limit, (SMALL_ACCESS_BYTES if few else ACCESS_BYTES) // ITEM_SIZES[p.dtype])
+    vec = min(p.vec_limit, (SMALL_ACCESS_BYTES if few and not is_wide(p) else ACCESS_BYTES) // ITEM_SIZES[p.dtype])
     one_order = p.batch_invariant and p.norm_kind in NORM_KINDS and not (p.gradient or p.given_means)
     if one_order:  # by the head alone
         vec = math.gcd(p.head_dim, ACCESS_BYTES // ITEM_SIZES[p.dtype])

@@ -42,6 +42,7 @@ class Ulysses(Value):
 
 class Words(convert.Words):
     ulysses_degree: int = 0  # ranks, each with a group of heads in the results
+    inplace_grad: bool = False  # the gradient of a call in place overwrites that of its results
 
 
 LETTERS = ("q", "k", "v", "gate")

@@ -100,6 +100,12 @@ def weight_sums(tensors: Tensors, widths: dict[str, int], blocks: int) -> Tensor
     return {"weight_grads": sums, **out, **scratch}
 
 
+def overwrites(grads: Tensors, o: Options) -> bool:
+    """Whether a gradient may overwrite that of the results: each element has its memory, and none is needed again."""
+    own = o.inplace and o.inplace_grad and not torch.is_grad_enabled()
+    return own and not any(0 in x.stride() for x in grads.values())
+
+
 def named_back(grads: Tensors) -> Tensors:
     """The gradients of results by their names in a call."""
     return {f"d{name}": x for name, x in grads.items()}

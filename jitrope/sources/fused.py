@@ -15,7 +15,7 @@ from ..plan.options import Options
 from ..sinks.results import LETTERS
 from ..stages import bias, positions
 from ..stages.norm import gradients_of_means, normed, sums_heads
-from .backward import Backward, named_back, turned_back
+from .backward import Backward, named_back, overwrites, turned_back
 from .operation import Call, Operation
 from .source import Read, tables_of
 
@@ -105,7 +105,8 @@ class Fused(Operation):
         """The gradients; that of the bias is the sum of qkv's over the tokens."""
         tables, own, plain = tables_of(saved), saved.get("bias"), o._replace(copy_v=True)
         if o.inplace:
-            grad = grads["qkv"].clone(memory_format=torch.contiguous_format)
+            grad = grads["qkv"]
+            grad = grad if overwrites(grads, o) else grad.clone(memory_format=torch.contiguous_format)
             found = call(self, {"qkv": grad, **tables}, turned_back(plain, inplace=True))
         else:
             (first, some), n, with_v = next(iter(grads.items())), o.q_per_group, "v" in grads

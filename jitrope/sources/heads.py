@@ -9,7 +9,7 @@ from ..base.views import Tensors, joined
 from ..plan.options import Options
 from ..stages import positions
 from ..stages.norm import gradients_of_means, normed
-from .backward import Backward, named_back, turned_back
+from .backward import Backward, named_back, overwrites, turned_back
 from .operation import Call, Operation
 from .source import OF_TABLES, joins_k, tables_of
 
@@ -43,8 +43,9 @@ class Heads(Operation):
             of_q = self.back(call, of_k(saved), {"q": grads["k"]}, o)
             return {**found, **{f"k{name[1:]}": x for name, x in of_q.items() if name[0] == "q"}}
         if not normed(o):  # a rotation of ranks' heads is its own backward
-            back = call(self, {**grads, **tables_of(saved)}, turned_back(o))
-            if o.inplace:  # tokens that are not rotated keep their gradient
+            inplace = overwrites(grads, o)
+            back = call(self, {**grads, **tables_of(saved)}, turned_back(o, inplace))
+            if o.inplace and not inplace:  # tokens that are not rotated keep their gradient
                 back = {name: positions.spare_stays(grads[name], x, saved, o) for name, x in back.items()}
             return {**found, **back}
         own = {name: x for name, x in saved.items() if name in OF_TABLES or name[0] in grads}

@@ -73,6 +73,7 @@ class Operation(Source):
     def beside(self, word: str, given: Container[str], o: Options) -> list[str]:
         """What a word or a tensor does not go with: the source, and parts of the call. o: of the right types."""
         parts = [part for part in APART.get(word, "").split() if part in parts_of(given, o)]
+        parts += ["fresh results"] * (word == "inplace_grad" and not o.inplace)
         return [self.said, *parts] if word in self.lacks else parts
 
     def takes_whole(self, given: Container[str], o: Options) -> bool:

@@ -128,7 +128,7 @@ SPOKEN = {"heads": [8, 2], "head_dim": 128, "dtype": "bf16", "call": "bshd heads
 CALLS: dict[str, partial[Any]] = {
     "rope": partial(jitrope.apply_rope, **HEADS, **TABLE, positions=IDS, layout="thd", interleaved=True, q_scale=0.5,
                     rotary_dim=8, rotary_offset=0, rounding="fp32", check=False, inplace=False, inverse=True,
-                    interleaved_out=True),
+                    interleaved_out=True, inplace_grad=False),
     "rope by angles": partial(jitrope.apply_rope, **HEADS, freqs=TABLE["cos"], mscale=1.25, unrotated=0, layout="thd"),
     "rope by a cache": partial(jitrope.apply_rope, **HEADS, cos_sin_cache=rows(6, 8), layout="thd", q_scale=FLOATS),
     "rope by cis": partial(jitrope.apply_rope, **HEADS, freqs_cis=torch.polar(*TABLE.values()), layout="thd"),

@@ -107,8 +107,8 @@ REFUSALS[rope] = [
     ({"q": Q.double(), "k": None}, "q is float64; it must be (B, S, H, D), float32 or float16 or bfloat16, on cpu"),
     ({"q": Q.tolist()}, "q is a list of 2; it must be a tensor"),
     ({"q": Q.to_sparse()}, "q is a tensor of shape (2, 6, 4, 8), float32, on cpu; it must be a strided tensor"),
-    ({"q": Q[:, :1, :, :1].expand(2, 1, 4, 514), "k": None},
-     "q has D=514; at most 512 is possible; pass a view of the rotated elements"),
+    ({"q": Q[:, :1, :, :1].expand(2, 1, 4, 578), "k": None},
+     "q has D=578; at most 576 is possible; pass a view of the rotated elements"),
     ({"q": Q[:1, :1].expand(65536, 32768, 4, 8), "k": None},
      "q has 2147483648 tokens; at most 2147483647 are possible"),
     ({"q": Q[..., :7], "k": None}, "rotary_dim, by default D, is 7; it must be even and from 2 to D=7"),
@@ -216,6 +216,7 @@ REFUSALS[rope] = [
      "without cache, quantize and out, or torch.no_grad()"),
     ({"out": (None, K.clone()), "k": None},
      "out's k is a tensor of shape (2, 6, 2, 8), float32, on cpu; it must be None, because k is None"),
+    ({"inplace_grad": True}, "inplace_grad does not go with fresh results; leave it out"),
     ({"out": (None, None), "inplace": True}, "inplace does not go with out; leave it out"),
     ({"out": Ulysses(2), "inplace": True}, "inplace does not go with Ulysses; leave it out"),
     ({"out": (torch.zeros(4, 2, 6, 2, 8), None)}, "out's q is a tensor of shape (4, 2, 6, 2, 8), float32, on cpu; it "

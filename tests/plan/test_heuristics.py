@@ -106,7 +106,7 @@ def test_tile(heads, lanes, tokens, at_once) -> None:
     [
         (NORM, "token_linear", 1, 24, 2, (2304, 1)),  # neighbouring heads share a thread, if they are of one tensor
         ({**NORM, "heads": 40, "q_heads": 32}, "token_linear", 1, 20, 2, (2304, 1)),
-        ({**NORM, "heads": 7, "q_heads": 4}, "token_linear", 4, 7, 1, (576, 1)),
+        ({**NORM, "heads": 7, "q_heads": 4}, "token_linear", 8, 4, 2, (288, 1)),  # the last thread has one
         ({**NORM, "heads": 8, "q_heads": 7}, "token_linear", 4, 8, 1, (576, 1)),
         ({**NORM, "per_head": True}, "token_linear", 1, 48, 1, (2304, 1)),
         ({**NORM, "heads": 72, "two_streams": True, "copy_v": True}, "token_linear", 1, 36, 2, (2304, 1)),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import jitrope
 from jitrope import Norm, Packed, Quantize
@@ -72,6 +73,37 @@ def test_a_projection_of_every_second_element(order: str, axes: tuple[int, int],
         found.append([*parts, written, *[torch.autograd.grad(x, leaf)[0] for x in sums]])
     for x, y in zip(*found):
         assert torch.equal(x.flatten(2), y.flatten(2))
+
+
+def of_projection(q: Tensor, freqs: Tensor, inplace_grad: bool) -> Tensor:
+    """In place, in a projection whose last heads are v's."""
+    words: dict[str, Any] = {"freqs": freqs, "heads": (1, 1), "inplace": True, "inplace_grad": inplace_grad}
+    return jitrope.prepare_fused_qkv(q, **words)
+
+
+def of_q(q: Tensor, freqs: Tensor, inplace_grad: bool) -> Tensor:
+    words: dict[str, Any] = {"rotary_offset": 32, "rotary_dim": 64, "inplace": True, "inplace_grad": inplace_grad}
+    return jitrope.apply_rope(q, None, freqs=freqs, **words)[0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("call", [of_q, of_projection])
+def test_a_gradient_in_place_overwrites_that_of_the_result(call: Any, device: str) -> None:
+    """With the bits of a fresh one. One that is needed again, or without memory of its own, stays."""
+    width = 96 if call is of_q else 64
+    leaf, angles, given = (rand(*n).to(device) for n in ((2, 6, 3, width), (6, 32), (2, 6, 3, width)))
+    leaf.requires_grad_()
+    (want,) = torch.autograd.grad(call(leaf * 1, angles, False), leaf, given)
+    for _ in range(2):
+        own = given.clone()
+        torch.autograd.grad(call(leaf * 1, angles, True), leaf, own)
+        assert torch.equal(own, want)
+    one = torch.ones((), device=device)
+    kept: list[Any] = [(given.clone(), True), (one.expand_as(leaf), False)]
+    for grad, again in kept:
+        stays = grad.clone()
+        torch.autograd.grad(call(leaf * 1, angles, True), leaf, grad, create_graph=again)
+        assert torch.equal(grad, stays)
 
 
 def test_a_second_derivative_without_the_gate() -> None:

@@ -258,3 +258,28 @@ def test_several_heads_of_k_and_spare_tokens(device: str) -> None:
     torch.testing.assert_close(v_cache[:5].double(), want[:5], rtol=1e-5, atol=1e-5)
     assert not v_cache[5:].any()
     assert not k_cache[5:].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_absorbed_q_and_the_cache_in_fp8_are_one_launch(device: str) -> None:
+    """A decode step: whole heads [latent | rotated] of q, and one of k, [c_kv | k_pe], which goes to its slot."""
+    q, kv, table = noise(device, torch.bfloat16, (T, HEADS, 576), (T, 1, 576), (9, 64))
+    ids, slots = torch.arange(T, device=device) % 9, torch.tensor(SLOTS, device=device)
+    (before,) = noise(device, torch.float8_e4m3fn, (PAGES, ROWS, 1, 576))
+    turn: dict[str, Any] = {"interleaved": True, "layout": "thd", "rotary_dim": 64, "rotary_offset": 512}
+    found, launched = [], backend.launched.total()
+    for launch in ("auto", "token_linear", "grid_2d"):
+        jitrope.configure(launch=launch)
+        cache = KVCache(before.clone(), None, slots, k_scale=0.5)
+        words: dict[str, Any] = {"cos_sin_cache": table.float(), "positions": ids, "cache": cache}
+        y, *_ = prepare_qkv(q, kv, None, **words, quantize=Quantize(0.25), **turn)
+        found.append((y, cache.tensors["k_cache"]))
+        assert_same(*[[x.view(torch.uint8) for x in one] for one in (found[0], found[-1])])
+    assert backend.launched.total() - launched in (0, 3)
+    (want_q, want_k), _ = oracle.rope(q, kv, cos_sin_cache=table.float(), position_ids=ids, **turn)
+    after = before.double().flatten(0, 1)
+    for token, slot in enumerate(SLOTS):
+        if slot >= 0:
+            after[slot] = want_k[token].to(after) / 0.5
+    for got, want in ((found[0][0].double() * 0.25, want_q.to(device)), (found[0][1].double().flatten(0, 1), after)):
+        torch.testing.assert_close(got, want, rtol=2**-3, atol=2**-8)
