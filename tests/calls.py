@@ -22,7 +22,7 @@ AXES: Axes = {
     # qkv, grouped, gated: orders of `prepare_fused_qkv`; view: v is not copied. two: streams with tables of their own.
     "source": (
         *("heads", "no_v", "alone", "rope", "rope_alone"),
-        *("qkv", "view", "qkv_bias", "grouped", "grouped_bias", "gated", "gated_bias"),
+        *("qkv", "view", "qkv_bias", "grouped", "grouped_bias", "gated", "gated_bias", "gated_copy"),
         *("latent", "streams", "two"),
     ),
     "norm": (
@@ -70,7 +70,7 @@ def but(axis: str, *values: str) -> tuple[str, ...]:
     return tuple([x for x in AXES[axis] if x not in values])
 
 
-ROPES, FUSED, STREAMS = AXES["source"][3:5], AXES["source"][5:12], AXES["source"][13:]
+ROPES, FUSED, STREAMS = AXES["source"][3:5], AXES["source"][5:13], AXES["source"][14:]
 BIASED, ALONE = ("qkv_bias", "grouped_bias", "gated_bias"), ("alone", "rope_alone")
 CONVERTED, GIVEN, DYNAMIC = AXES["convert"][1:], AXES["convert"][1:6], AXES["convert"][6:]
 CACHES, BLOCKS, PACKED = AXES["out"][6:], AXES["out"][14:], AXES["positions"][8:]
@@ -147,6 +147,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"source": "view", "norm": "v_norm"}, "copy_v=False does not go with v_norm; leave copy_v out"),
     ({"source": "view", "convert": "of_v"}, "v_scale is given, but no output is divided by it; leave it out"),
     ({"source": "view", "out": "ulysses"}, "copy_v=False does not go with Ulysses; leave copy_v out"),
+    ({"source": "gated_copy", "out": "inplace"}, "copy_gate does not go with inplace; leave it out"),
+    ({"source": "gated_copy", "out": CACHES}, "copy_gate does not go with cache; leave it out"),
+    ({"source": "gated_copy", "out": "ulysses"}, "copy_gate does not go with Ulysses; leave it out"),
+    ({"source": "gated_copy", "out": ("given", "some", "by_rank")}, "copy_gate does not go with out; leave it out"),
+    ({"source": "gated_copy", "convert": CONVERTED}, "copy_gate does not go with quantize; leave it out"),
     ({"source": BIASED, "norm": "of_v"}, "the norm has of='v', which does not go with bias"),
     ({"source": FUSED, "layout": "bhsd"}, "layout is 'bhsd'; it must be one of 'bshd', 'sbhd', 'thd'"),
     ({"source": (*FUSED, "latent", *STREAMS), "table": "per_head"},
@@ -227,7 +232,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # Nothing to do.
     ({**IDLE, "source": ROPES}, A_TABLE),
     ({**IDLE, "source": ("heads", "no_v", "alone"), "out": ("fresh", "inplace")}, A_TABLE),
-    ({**IDLE, "source": ("qkv", "view", "grouped", "gated"), "out": "inplace"}, A_TABLE),
+    ({**IDLE, "source": ("qkv", "view", "grouped", "gated", "gated_copy"), "out": "inplace"}, A_TABLE),
 ]  # fmt: skip
 
 # Calls with a gradient. learned: the table requires one too; wanted: the results that get one.
@@ -419,7 +424,7 @@ rms nvfp4 32+8 128 | qkv_bias twice mxfp8 28+4 128 | twice ids nvfp4_blocks 32+8
 ids mxfp8 32+8 128 | once mxfp4 32+8 128 | once ue8m0 32+8 128 | interleaved nvfp4 32+8 128 | interleaved tiles 32+8 128
 once fp4 32+8 128 | inverse last interleaved e4m3_64 64+64 576 | rms first 2+2 6 | after number 32+8 128
 l2 interleaved 16+8 128 grad | means interleaved 10+10 128 grad | means ids fp8_slots 24+4 128
-after unrotated 32+8 128 grad | gated zero first 16+2 256 grad | gated_bias zero first 16+2 256 grad
+after unrotated 32+8 128 grad | gated zero first 16+2 256 grad | gated_copy zero first 16+2 256 grad
 """
 MODELS, LARGEST = (tuple(x.replace("\n", " | ").strip(" |").split(" | ")) for x in (MODELS, LARGEST))
 # Their gradient's largest block would need more shared memory than there is.

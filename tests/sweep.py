@@ -74,7 +74,7 @@ class Made:
         self.counts = HEADS.get(case["heads"]) or tuple(map(int, case["heads"].split("+")))
         self.weights_dtype = self.dtype if case["weights"] == "half" else torch.float32
         self.ints = torch.int32 if case["ints"] == "int32" else torch.int64
-        order = source.removesuffix("_bias")
+        order = source.removesuffix("_bias").removesuffix("_copy")
         self.order = {"gated": "qkv_gated", "view": "qkv"}.get(order, order)
         # The heads that a call has; the results that are not in a cache, with a gate, g; those that get a gradient.
         self.letters = {"no_v": "qk", "alone": "q", "rope": "qk", "rope_alone": "q"}.get(source, "qkv")
@@ -331,7 +331,7 @@ class Made:
         if case["source"] in FUSED:
             words.update(heads=self.counts)
             words.update({} if self.order == "qkv" else {"order": self.order})
-            words.update({"copy_v": False} if case["source"] == "view" else {})
+            words.update({"view": {"copy_v": False}, "gated_copy": {"copy_gate": True}}.get(case["source"], {}))
             words.update({"bias": self.tensors["bias"]} if "bias" in self.tensors else {})
         return words
 

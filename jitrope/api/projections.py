@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..base.arguments import flag, refuse, tensor, wholes, word
+from ..base.arguments import flag, flags, refuse, tensor, wholes, word
 from ..base.errors import InvalidInput
 from ..base.layouts import FUSED_AXES, QKV_ORDERS
 from ..base.views import fused_part
@@ -43,6 +43,7 @@ def prepare_fused_qkv(
     positions: Tensor | Positions | None = None,
     norm: Norm | None = None,
     copy_v: bool = True,
+    copy_gate: bool = False,
     bias: Tensor | None = None,
     cache: KVCache | None = None,
     quantize: Quantize | DynamicQuantize | None = None,
@@ -73,6 +74,7 @@ def prepare_fused_qkv(
             gradient is in the launch of the others. v_norm goes with neither across_heads nor mean_squares, and no norm
             with inverse.
         copy_v: False: return v as a view of qkv, without a copy; not with v_norm or bias.
+        copy_gate: True: return a contiguous gate, from the same launch; not with cache, quantize, out or inplace.
         bias: the bias of the projection, which you call without it: (W), as `Linear` has it, or qkv's last two axes if
             it has an axis of heads, in qkv's dtype. The results are those of qkv + bias, rounded to the dtype, in the
             same launch; with a norm to the bit only if the bias is contiguous. Then v and the gate are written too,
@@ -101,6 +103,7 @@ def prepare_fused_qkv(
     asked = gather(FUSED, tensors, words, ROPE_WORDS, positions, inplace, norm, cache, quantize, hadamard)
     if bias is not None:
         tensors["bias"] = bias
+    asked.update(flags("prepare_fused_qkv", copy_gate=copy_gate))
     _split(tensors, asked, heads, order, flag("prepare_fused_qkv", "copy_v", copy_v))
     made = sent(FUSED, tensors, asked, quantize)
     if "qkv" in made:

@@ -75,13 +75,9 @@ def environment() -> Any:
     """The `jinja2.Environment`. Jinja is imported here, because a kernel from the cache does not need it."""
     import jinja2
 
-    return jinja2.Environment(
-        loader=jinja2.FunctionLoader(lambda name: mark_lines(_texts(name)[name], name)),
-        undefined=jinja2.StrictUndefined,
-        finalize=cpp_literal,
-        keep_trailing_newline=True,
-        trim_blocks=True,
-    )
+    loader = jinja2.FunctionLoader(lambda name: mark_lines(_texts(name)[name], name))
+    lines: Any = {"keep_trailing_newline": True, "trim_blocks": True}
+    return jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, finalize=cpp_literal, **lines)
 
 
 def render(spec: Spec) -> Source:

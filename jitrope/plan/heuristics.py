@@ -100,9 +100,10 @@ def plan(p: RopeProblem) -> Plan:
     spec = RopeSpec(**of_call, **accesses(p, tiled), **_SMALLEST, launch=launch, one_row=tiled and p.batch == 1)
     if p.norm and not (tiled or p.across_heads or p.per_head):
         # A thread's heads are all of q, k or v, of which the last may lack; in a gradient one may be k's, the next v's.
+        of_q = p.q_heads // (1 + p.gated)
         others = p.heads if p.gradient else (p.heads - p.q_heads) // (1 + p.v_per_k) * p.copy_v
         few = spec.chunks * spec.chunk <= FEW_ELEMENTS and not p.gradient
-        spec = replace(spec, heads_per_thread=math.gcd(p.q_heads, others, NORM_HEADS_PER_THREAD * (2 if few else 1)))
+        spec = replace(spec, heads_per_thread=math.gcd(of_q, others, NORM_HEADS_PER_THREAD * (2 if few else 1)))
     length, second = p.tokens, 1  # tokens and blocks along the axes of the grid
     if p.across_heads:
         tokens, heads = _row_tile(p, spec)

@@ -98,14 +98,9 @@ class RopeSpec(Compiled, Spec):
     def name(self) -> str:
         """A readable name. Kernels that differ only in a detail may share it."""
         parts = [
-            self.kind,
-            self.dtype,
-            f"d{self.head_dim}" + (f"r{self.rotary_dim}" if self.rotary_dim != self.head_dim else ""),
-            self.pairing,
-            "backward" if self.inverse else "forward",
-            f"cache_{self.kv_out}" if self.cached else "",
-            f"to_{self.q_out}" if self.q_out != self.dtype else "",
-            self.norm_kind,
+            *(self.kind, self.dtype, f"d{self.head_dim}" + f"r{self.rotary_dim}" * (self.rotary_dim != self.head_dim)),
+            *(self.pairing, "backward" if self.inverse else "forward", f"cache_{self.kv_out}" * self.cached),
+            *(f"to_{self.q_out}" * (self.q_out != self.dtype), self.norm_kind),
             *[x for x in self.stages if x not in _UNNAMED],
             self.launch,
         ]
@@ -182,8 +177,7 @@ class RopeSpec(Compiled, Spec):
             "real_c_type": "double" if self.rounding == "complex128" else "float",
             "stride_c_type": "long long" if self.wide else "unsigned int",
             "packed": self.cu_seqlens_dtype is not None,
-            "start_positions": self.start_positions_dtype is not None,
-            "position_ids": self.position_ids_dtype is not None,
+            **{x: getattr(self, f"{x}_dtype") is not None for x in ("start_positions", "position_ids")},
             "cache": self.cached,
             "converts": self.q_out != self.dtype or self.kv_out != self.dtype,
             "axes": len(self.mrope_section) or 1,

@@ -129,10 +129,7 @@ def compiled(source: str, name: str) -> Callable[..., Callable[..., Any]]:
         "attributes": attrgetter(*_OF_PREPARED.split(", ")),
         "empty_like": torch.empty_like,
         "unflatten": torch.unflatten,
-        "get_device": watch.get_device,
-        "get_stream": watch.get_stream,
-        "written": watch.written,
-        "grad_enabled": watch.grad_enabled,
+        **{name: getattr(watch, name) for name in ("get_device", "get_stream", "written", "grad_enabled")},
         "no_grad": torch.no_grad,
         "Scaled": Scaled,
     }

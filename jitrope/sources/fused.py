@@ -47,7 +47,7 @@ class Fused(Operation):
 
     def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
         """A gate that a kernel writes too is the second head of its head of q."""
-        gated = "bias" in t and o.order == "qkv_gated" and (o.inplace or "gate_out" in t) and not sums_heads(t, o)
+        gated = self.writes_gate(t, o) and not sums_heads(t, o)
         found = dict(zip("qkv", views.fused_views(t["qkv"], o, gated)))
         if o.per_row and not o.dynamic_v:
             del found["v"]
@@ -63,8 +63,9 @@ class Fused(Operation):
         return LETTERS[: 3 + (o.order == "qkv_gated")]
 
     def views(self, given: Container[str], o: Options) -> tuple[str, ...]:
-        """v without `copy_v`, and a gate that has no bias."""
-        return (*("v",) * (not o.copy_v), *("gate",) * (o.order == "qkv_gated" and "bias" not in given))
+        """v without `copy_v`, and a gate without `copy_gate` that has no bias."""
+        gate = o.order == "qkv_gated" and not (o.copy_gate or "bias" in given)
+        return (*("v",) * (not o.copy_v), *("gate",) * gate)
 
     def part(self, letter: str, t: Tensors, o: Options) -> Tensor:
         """A view, or with the projection's bias a fresh tensor."""
@@ -80,6 +81,8 @@ class Fused(Operation):
         others |= {"v=True of quantize": o.dynamic_v, "Ulysses": o.ulysses_degree > 0}
         if not o.copy_v:
             refuse_beside(self.function, ["copy_v=False"], [x for x in others if others[x]], "leave copy_v out")
+        beside = ["inplace"] * o.inplace + [f"order={o.order!r}"] * (o.order != "qkv_gated")
+        refuse_beside(self.function, ["copy_gate"] * o.copy_gate, beside, "leave it out")
         apart = "across_heads does not go with v_norm in fused QKV; split it, and pass q, k and v to prepare_qkv"
         fail.when(o.across_heads and o.v_norm, apart)
         if bias is not None:

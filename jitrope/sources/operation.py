@@ -43,6 +43,7 @@ WRITTEN = frozenset(("k_cache", "v_cache", "errors", *BLOCK_SCALES, *FRESHES))
 """The tensors that each call with them writes; those of `FRESHES` are made by the caller of torch's op."""
 
 APART = {"inplace": "quantize Ulysses", "inverse": "cache", "shifts": f"norm quantize {TRANSFORM} cache"}
+APART["copy_gate"] = "quantize cache out Ulysses"
 """The words that do not go with some parts of calls, whatever the source."""
 
 
@@ -124,11 +125,8 @@ class Operation(Source):
     def written(self, given: Iterable[str], o: Options) -> tuple[str, ...]:
         """Names of the given tensors that a call writes."""
         names = (*given,)
-        own = (
-            *(self.produced(names, o) if o.inplace else ()),
-            *self.heads[:2][-1 if o.rotate_k else 2 :],
-            *(() if o.per_row else OUTS),
-        )
+        in_place = self.produced(names, o) if o.inplace else ()
+        own = (*in_place, *self.heads[:2][-1 if o.rotate_k else 2 :], *(() if o.per_row else OUTS))
         return tuple([name for name in names if name in WRITTEN or name in own])
 
     def made(self, given: Container[str], o: Options) -> tuple[str, ...]:
@@ -240,11 +238,15 @@ class Operation(Source):
         """Whether a kernel cannot copy v, because it copies heads only as it stores those of k."""
         return sums_heads(named, o) or not self.joins(named)
 
+    def writes_gate(self, named: Container[str], o: Options) -> bool:
+        """Whether a call writes a gate, and does not return a view."""
+        there = o.order == "qkv_gated" and (o.inplace or "gate_out" in named)
+        return there and "gate" not in self.views(named, o)
+
     def left(self, named: Tensors, o: Options) -> tuple[str, ...]:
         """The letters that are copied after the launch: v, and a gate with its bias."""
         copied = "bias" in named if o.inplace else "v_out" in named and o.copy_v
-        gated = o.order == "qkv_gated" and "bias" in named and (o.inplace or "gate_out" in named)
-        return ("v", "gate")[: 1 + gated] if copied and self.leaves_v(named, o) else ()
+        return ("v", "gate")[: 1 + self.writes_gate(named, o)] if copied and self.leaves_v(named, o) else ()
 
     def finish(self, left: Sequence[str], outputs: Tensors, t: Tensors, o: Options) -> Tensors:
         """The results, given the outputs of a launch that has `left` letters."""

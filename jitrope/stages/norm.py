@@ -200,8 +200,7 @@ def fields(t: Tensors, heads: Sequence[Tensor | None], o: Words) -> dict[str, An
     return {
         "norm_rounding": o.norm_rounding if o.norm_kind else "",
         "across_heads": across,
-        "norm_q": "q" in o.of,
-        "norm_k": "k" in o.of,
+        **{f"norm_{letter}": letter in o.of for letter in "qk"},
         "latent_norm": o.of == "v",
         "v_norm": o.v_norm or o.of == "v",
         "row_heads": tuple([x.shape[2] * x.shape[3] for x in heads if across and x is not None]),

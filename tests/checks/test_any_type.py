@@ -136,7 +136,7 @@ CALLS: dict[str, partial[Any]] = {
     "qkv": partial(jitrope.prepare_qkv, **HEADS, v=V, **TABLE, layout="thd", norm=Norm(W, W, v_norm=True), cache=None,
                    quantize=None, hadamard=True, out=None),
     "fused": partial(jitrope.prepare_fused_qkv, qkv=QKV, **TABLE, layout="thd", heads=(4, 2), order="grouped",
-                     bias=rows(64), copy_v=True, norm=None, cache=None, quantize=None, hadamard=False),
+                     bias=rows(64), copy_v=True, copy_gate=False, norm=None, cache=None, quantize=None, hadamard=False),
     "joint": partial(jitrope.prepare_joint_qkv, first=(*BATCH.values(),), second=(*BATCH.values(),),
                      cos=rows(12, 4), sin=rows(12, 4), norm=None, hadamard=False),
     "latent": partial(jitrope.prepare_mla_qkv, q=rows(6, 4, 8), kv=rows(6, 4, 10), k_pe=rows(6, 1, 4),

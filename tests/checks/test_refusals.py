@@ -338,6 +338,7 @@ REFUSALS[fused] = [
     ({"qkv": QKV[0], "layout": "thd", "order": "grouped", "heads": (6, 2)}, "qkv has shape (6, 64), but heads=(6, 2) "
      "with order='grouped' are 10 heads of D elements; it must be (T, 10 * D) or (T, 2, 5 * D) in layout 'thd'"),
     ({"copy_v": None}, "copy_v is None; it must be True or False"),
+    ({"copy_gate": True}, "copy_gate does not go with order='qkv'; leave it out"),
     ({"norm": Norm(W, W.half())},
      "k_weight is float16; it must be (8,), float32, contiguous, on cpu like q_weight and k of qkv"),
     ({"norm": Norm(across_heads=True, v_norm=True)},
