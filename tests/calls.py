@@ -44,7 +44,7 @@ AXES: Axes = {
     "convert": (
         *("none", "e4m3", "e5m2", "of_v", "of_heads", "of_rows"),  # given scales: of v too, of each head, of each row
         *("heads", "int8", "rows", "kv_rows"),  # computed ones: of a head of a token, of a head of a row
-        *("groups", "int8_16", "e4m3_64", "mxfp8", "mxfp4", "nvfp4", "fp4", "tiles", "ue8m0"),
+        *("groups", "int8_16", "e4m3_64", "mxfp8", "mxfp4", "nvfp4", "fp4", "tiles", "ue8m0", "weighted"),
     ),
     # some: k is a fresh tensor; own: k itself too; of_k: a cache of k alone; blocks: with computed scales
     "out": (

@@ -123,6 +123,8 @@ def check_heads(m: Made, got: Any, letter: str) -> None:
             scale = oracle.of_tiles(scale, values.shape[1], values.shape[-1] // form["group"])
         else:
             scale = oracle.heads(scale if "group" in form else scale[..., None], m.layout)
+        if letter == "q" and m.case["convert"] == "weighted":
+            scale = scale / oracle.heads(m.weighs.cpu()[..., None], m.layout)
         near_scaled(values, scale, want / (GLOBALS[letter] if m.case["convert"] == "nvfp4" else 1), form, m.lost)
     else:
         assert got.dtype == form["dtype"]

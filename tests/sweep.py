@@ -50,7 +50,7 @@ FORMS: dict[str, Any] = {
     "mxfp4": {"dtype": FP4, "group": 32, "scale_dtype": E8M0},
     "nvfp4": {"dtype": FP4, "group": 16, "scale_dtype": E4M3}, "fp4": {"dtype": FP4, "group": 128},
     "tiles": {"dtype": E4M3, "group": 32, "scale_dtype": E8M0, "swizzled": True},
-    "ue8m0": {"dtype": E4M3, "group": 32, "scale_fmt": "ue8m0"},
+    "ue8m0": {"dtype": E4M3, "group": 32, "scale_fmt": "ue8m0"}, "weighted": {"dtype": E4M3},
 }  # fmt: skip
 WITH_V = ("kv_rows", "groups", "mxfp8", "nvfp4", "tiles")
 BLOCK_FORMS = {"int8_blocks": FORMS["int8"], "mx_blocks": FORMS["mxfp8"], "nvfp4_blocks": FORMS["nvfp4"]}
@@ -117,6 +117,8 @@ class Made:
             heads = heads * torch.arange(1, rows + 1)[:, None] if convert == "of_rows" else heads
             counts = zip("qkv", (*self.counts, self.counts[1]))
             self.scales = {letter: heads[..., :n].to(device) for letter, n in counts}
+        if convert == "weighted":
+            self.weighs = oracle.heads(self.noise(self.batch, self.tokens, self.counts[0], 1), self.layout)[..., 0]
         # The tensors that require a gradient, by name.
         tables = {f"second_{x}": y for x, y in self.second_turn.items()} | self.turn
         every = {**self.tensors, **self.weights, "q_scale": self.factor, **tables}
@@ -322,6 +324,7 @@ class Made:
         converted = [x for x in ("qv" if cached else self.letters) if x != "v" or self.converts_v]
         if case["convert"] in DYNAMIC:
             scales = {f"{x}_global_scale": GLOBALS[x] for x in converted} if case["convert"] == "nvfp4" else {}
+            scales |= {"q_weights": self.weighs} if case["convert"] == "weighted" else {}
             words["quantize"] = DynamicQuantize(**self.form, **scales, hadamard=hadamard, v=self.converts_v)
         elif case["convert"] != "none":
             scales = {f"{x}_scale": self.scales[x] for x in converted}

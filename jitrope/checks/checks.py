@@ -165,7 +165,9 @@ def check_scale(op: Any, own: str, t: Tensors, o: Options) -> None:
     """Refuse a wrong given scale of `own`, q, k or v, and a missing one."""
     scale, label, blocks = t.get(f"{own}_scale"), label_of(op, f"{own}_scale", t, o), t.get(BLOCK_SCALES[0])
     fail = Fail(op.function, own, t.get(own), o.layout)
-    wanted, needed = own in t, own != "v" and not (o.computed or o.per_row) and any(x in t for x in SCALES)
+    for weights in [x for x in SCALES[3:] if x in t and own == "q"]:
+        fail.unlike(weights, t[weights], t["q"].device, (torch.float32,), t["q"].shape[:-1])
+    wanted, needed = own in t, own != "v" and not (o.computed or o.per_row) and any(x in t for x in SCALES[:3])
     if "k_cache" in t:
         of_cache = t["k_cache"].dtype in FP8S if blocks is None else blocks.dtype == FP8 and scale is not None
         wanted, needed = wanted and (own == "q" or of_cache), own != "q"

@@ -21,7 +21,7 @@ from .options import Options
 from .spec import GIVEN, INDICES
 
 NARROW = 1 << 30  # strides below this many elements have at most 32 bits in bytes, also those of fp32
-_SCALES, _FACTORS = ("q_scale_out", "k_scale_out", "v_scale_out"), ("q_factor", *MEANS)
+_SCALES, _FACTORS = ("q_scale_out", "k_scale_out", "v_scale_out", "q_weights"), ("q_factor", *MEANS)
 
 
 def plan_call(

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.arguments import flags, refuse, refuse_beside, whole, word
+from ..base.arguments import flags, refuse, refuse_beside, tensor, whole, word
 from ..base.errors import require
 from ..base.spec import DTYPES, OF_NORM
-from ..base.views import BLOCK_SCALES, DTYPE_NAMES, E8M0, FORMATS, FP8, FP8S, GROUPS, SCALES, Tensors
+from ..base.views import BLOCK_SCALES, DTYPE_NAMES, E8M0, FORMATS, FP8, FP8S, GROUPS, SCALES, Tensors, canonical
 from ..values.asked import Value
 from ..values.constants import divisors
 from . import positions
@@ -27,11 +27,12 @@ LABEL = "quantize"
 WHOLE = ("computed", "per_row")
 SCALE_DTYPES = ("fp32", "e8m0", "fp8", "e8m0_fp32")
 SCALE_FMTS = ("", "ue8m0")
-TENSORS = ("q_scale", "k_scale", "v_scale")
+TENSORS = ("q_scale", "k_scale", "v_scale", "q_weights")
 ARGUMENTS = {
     "dynamic_q": ("ScaleOut* scale_out: q_scale_out k_scale_out", "Strides scale_stride: q_scale_out k_scale_out"),
     "dynamic_v": ("void* v_scale_out", "Strides v_scale_stride: v_scale_out"),
-    "head_scales": ("", f"ScaleStrides scale_strides: {' '.join(TENSORS)}"),
+    "head_scales": ("", f"ScaleStrides scale_strides: {' '.join(TENSORS[:3])}"),
+    "weighs_q": ("const float* q_weights", "Strides weights_stride: q_weights"),
 }
 _SCALE_WORDS = {dtype: name for name, dtype in SCALES.items()}
 
@@ -104,7 +105,7 @@ class DynamicQuantize(Value):
     | --- | --- |
     | q in fp8 beside an fp8 cache (Qwen3-VL), or FLUX with attention in fp8 | `DynamicQuantize()` |
     | FlashAttention-3 in fp8 | `DynamicQuantize(per="kv_head", v=True)` |
-    | q of DeepSeek-V3.2's indexer | `DynamicQuantize(scale_fmt="ue8m0")` |
+    | q of DeepSeek-V3.2's indexer | `DynamicQuantize(scale_fmt="ue8m0", q_weights=weights)` |
     | DeepSeek V4's output | `DynamicQuantize(group=128)` |
     | MXFP8 | `DynamicQuantize(group=32, scale_dtype=torch.float8_e8m0fnu)` |
 
@@ -139,6 +140,9 @@ class DynamicQuantize(Value):
             `Quantize`; default 1. The scale is largest / 6 / global, rounded, and 0 if global is; y is values times
             scale times global. In arXiv:2509.25149 global is the tensor's largest element in size, divided by 448 * 6.
             With a cache only q's is allowed.
+        q_weights: fp32 on q's device with q's shape without D: each scale of q is stored times its weight, and y is
+            values times scale over weight (the indexer's sum over heads has the product). Refused with group,
+            scale_dtype, per="head" and per="kv_head".
         hadamard: True: as in `Quantize`. Groups are of the transformed elements.
         per: the elements that share a scale. "token": those of a head in one token. "head": those of a head in all
             tokens of a batch row, or with `Packed` of a sequence; the scales are (B, H), or (N, H), in fp32.
@@ -173,6 +177,7 @@ class DynamicQuantize(Value):
         q_global_scale: float | Tensor | None = None,
         k_global_scale: float | Tensor | None = None,
         v_global_scale: float | Tensor | None = None,
+        q_weights: Tensor | None = None,
         hadamard: bool = False,
         per: str = "token",
         swizzled: bool = False,
@@ -192,11 +197,13 @@ class DynamicQuantize(Value):
         wide = scale_dtype == torch.float32
         given = {"group": size, "scale_dtype": not wide, "scale_fmt": scale_fmt, "fp4": form == "fp4"}
         labels = [label for label, x in {**given, "swizzled": "swizzled" in on}.items() if x]
-        refuse_beside(name, labels, [f"per={per!r}"] if per != "token" else [])
+        weighted, of_rows = ["q_weights"] * (q_weights is not None), [f"per={per!r}"] if per != "token" else []
+        refuse_beside(name, labels + weighted, of_rows)
+        refuse_beside(name, weighted, [label for label in labels if label in ("group", "scale_dtype")])
         one_byte = "swizzled" not in on or (size and not wide)
         require(name, one_byte, "swizzled needs scales of one byte; pass group and scale_dtype too")
         numbers = {"q_global_scale": q_global_scale, "k_global_scale": k_global_scale, "v_global_scale": v_global_scale}
-        self.tensors = {}
+        self.tensors = {x: tensor(name, x, q_weights) for x in weighted}
         for label, scale in divisors(name, "", **numbers).items():
             beside = f"scale_dtype={FP8}" if scale_dtype != FP8 else "v=True" if label[0] not in ("q", "k", *on) else ""
             if beside:
@@ -232,6 +239,7 @@ class Fields:
     kv_out: str = field(metadata={"words": (*DTYPES, *FORMATS)})
     dynamic: bool = field(metadata=OF_NORM)  # the kernel computes scales
     dynamic_q: bool = field(metadata=OF_NORM | {"given": "q_scale_out"})  # of q, and of k without a cache
+    weighs_q: bool = field(metadata=OF_NORM | {"given": "q_weights"})  # scales of q are stored times weights
     group: int = field(metadata=OF_NORM)  # neighbouring elements of a head that share a scale; 0: all
     scale_out: str = field(metadata=OF_NORM | {"words": SCALE_DTYPES})  # the scales' type
     swizzled: bool = field(metadata=OF_NORM)  # those of q and k are in tiles
@@ -301,6 +309,8 @@ def scaled(letter: str, x: Tensor, t: Tensors, o: Words) -> tuple[Tensor, Tensor
         stored = divided(scale.masked_fill(none, 0), unit.masked_fill(none, 1), "fp8")
         scale = stored.float() * unit
         scale = scale.masked_fill(scale == 0, torch.inf)  # elements without a scale become zeros
+    if letter == "q" and "q_weights" in t:
+        stored = stored * canonical(t["q_weights"].unsqueeze(-1), o.layout)
     return divided(rows, scale[..., None], o.out_dtype).flatten(-2), stored
 
 

@@ -269,6 +269,8 @@ REFUSALS[qkv] = [
      "tables for each head; or convert v in a call as q"),
     ({"quantize": Quantize(0.5, 0.5, 0.5), "out": (None, None, V.clone())},
      "out's v is float32; it must be (2, 6, 2, 8), float8_e4m3fn, on cpu like q"),
+    ({"quantize": DynamicQuantize(q_weights=torch.ones(2, 6, 2))}, f"q_weights is a tensor of shape (2, 6, 2), {F32}; "
+     f"it must be (2, 6, 4), {F32} like q {SIZES}"),
     ({"quantize": DynamicQuantize(v=True), "v": None}, "v is None; it must be a tensor, because quantize has v=True"),
     ({"quantize": DynamicQuantize(v=True), "v": V.clone().requires_grad_()},
      "v requires a gradient, but this call has none; leave v=True of quantize out, or torch.no_grad()"),
@@ -421,6 +423,8 @@ REFUSALS[DynamicQuantize] = [
     ({"scale_fmt": "ue8m0", "swizzled": True, "group": 32},
      "swizzled needs scales of one byte; pass group and scale_dtype too"),
     ({"swizzled": True, "scale_dtype": E8M0}, "swizzled needs scales of one byte; pass group and scale_dtype too"),
+    ({"q_weights": W, "group": 32}, "q_weights does not go with group; leave one out"),
+    ({"q_weights": W, "per": "head"}, "q_weights does not go with per='head'; leave one out"),
     ({"per": "head", "group": 32}, "group does not go with per='head'; leave one out"),
     ({"per": "head", "dtype": FP4}, "fp4 does not go with per='head'; leave one out"),
     ({"q_global_scale": 1.0}, "q_global_scale is 1.0; it must be None without scale_dtype=torch.float8_e4m3fn"),

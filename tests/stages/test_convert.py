@@ -45,6 +45,19 @@ BITS = [
 ]
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("powers", [{}, FP32], ids=str)
+def test_weights_of_heads_multiply_the_scales_of_q(powers: dict[str, Any], device: str) -> None:
+    """The indexer's weights, in fp32; the elements stay, and so does k. A weight may be negative, or a view's."""
+    q, k, _, cos, sin = inputs(device, 2, 4, 1, 128)
+    weights = noise(device, torch.float32, (*q.shape[:3], 2))[0][..., 0]
+    want = jitrope.prepare_qkv(q, k, None, cos, sin, quantize=DynamicQuantize(**powers))
+    got = jitrope.prepare_qkv(q, k, None, cos, sin, quantize=DynamicQuantize(**powers, q_weights=weights))
+    assert same(got[0].scale, want[0].scale * weights)
+    assert same(got[0].values, want[0].values)
+    assert all(map(same, got[1], want[1]))
+
+
 @pytest.mark.parametrize(("device", "dim", "words", "group", "dtype", "powers"), devices(BITS, BITS[::9]))
 def test_computed_scales_have_the_bits_of_plain_torch(
     dim: int, words: dict[str, Any], group: int | None, dtype: torch.dtype, powers: dict[str, Any], device: str
