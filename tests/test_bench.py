@@ -48,7 +48,8 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(report.app, arguments, env={"COLUMNS": "200"})
 
 
-KEPT = {path.stem: json.loads(path.read_text())["rows"] for path in sorted(RESULTS.glob("*.json"))}
+FILES = [path for path in sorted(RESULTS.glob("*.json")) if not path.stem.startswith("peers_")]
+KEPT = {path.stem: json.loads(path.read_text())["rows"] for path in FILES}
 
 
 def test_medians_are_of_rounds_in_which_all_take_turns() -> None:
@@ -101,10 +102,17 @@ def test_bytes_of_the_cases() -> None:
 def test_a_target_is_held_against_the_median_of_places(monkeypatch: pytest.MonkeyPatch) -> None:
     places = iter([kinds.Timed(2, 1, 1), kinds.Timed(3, 3, 1), kinds.Timed(9, 8, 1)])
     monkeypatch.setattr(bench.targets, "timed", lambda *_: next(places))
-    assert bench.targets.rows("KV cache of a prefill", "KV cache, 32/8", True) == [
-        {"work": "KV cache of a prefill: KV cache, 32/8", "pass": "forward", "us": 3, "x COPY": 9 / 8}
-        | {"target": 1.04, "reached": "no"}
+    work, peers = "KV cache of a prefill: KV cache, 32/8", bench.targets.best_peers("NVIDIA H200")
+    assert bench.targets.rows("KV cache of a prefill", "KV cache, 32/8", True, peers) == [
+        {"work": work, "pass": "forward", "us": 3, "x COPY": 9 / 8, "target": 1.04, "reached": "no"}
+        | {"peer": "SGLang", "peer x COPY": 1.16}
     ]
+
+
+def test_a_peer_is_that_of_a_work_and_of_a_device() -> None:
+    works = {f"{group}: {case}" for group, cases in kinds.KINDS.items() for case in cases}
+    assert {*bench.targets.best_peers("NVIDIA H200")} <= works
+    assert not bench.targets.best_peers("NVIDIA B200")
 
 
 def test_the_axial_grid_has_its_cases_tokens_and_pairs() -> None:

@@ -27,10 +27,13 @@ MODELS = {
     **dict.fromkeys(("cogvideox", "hunyuandit"), "CogVideoX, HunyuanDiT"),
     **dict.fromkeys(("qwen3-vl-decode", "qwen3-vl-prefill"), "Qwen3-VL"),
     **dict.fromkeys(("deepseek-mla", "deepseek-mla-thd", "deepseek-mla-cp", "deepseek-mla-decode"), "DeepSeek V3"),
+    "deepseek-mla-decode-fp8": "DeepSeek V3",
     **dict.fromkeys(("qwen3.5", "qwen3.5-fused"), "Qwen3-Next, 3.5"),
-    **{"flux-fp8": "FLUX", "flux-fp8-heads": "FLUX", "wan-ulysses": "Wan"},
+    **{"flux-fp8": "FLUX", "wan-ulysses": "Wan"},
+    **dict.fromkeys(("flux-fp8-heads", "flux-fp8-heads-hadamard"), "FLUX"),
 }
-LAUNCHES = {"deepseek-indexer": 2, "flux-fp8-heads": 2}
+INDEXERS = ("deepseek-indexer", "deepseek-indexer-hadamard", "deepseek-indexer-decode")
+LAUNCHES = dict.fromkeys((*INDEXERS[:2], "flux-fp8-heads", "flux-fp8-heads-hadamard"), 2)
 """Launches of a forward call, where there is more than one. A gradient takes one."""
 TRAINED = [name for name, preset in PRESETS.items() if preset.trained]
 
@@ -104,13 +107,13 @@ def test_a_preset_says_its_calls(name: str) -> None:
     assert len(found) == LAUNCHES.get(name, 1)
     for text in found:
         alone = not {"k", "kv", "qkv"} & {*Call.parse(text).tensors}
-        heads = {"qwen3.5-fused": [8, 2], "deepseek-indexer": [q_heads]}.get(name, [q_heads, k_heads])
+        heads = {"qwen3.5-fused": [8, 2], **{x: [q_heads] for x in INDEXERS[:2]}}.get(name, [q_heads, k_heads])
         assert len(heads) == 2 - alone
-        assert specs_of(heads, ROTARY if "decode" in name and "mla" in name else size, call=text)
+        assert specs_of(heads, ROTARY if name == "deepseek-mla-decode" else size, call=text)
 
 
 def test_each_preset_is_in_the_guide() -> None:
     _, _, models = GUIDE.partition("\n## What each model needs\n")
     rows = [line.strip("|").split("|")[0].strip() for line in models.split("\n## ")[0].splitlines() if line[:1] == "|"]
-    assert {*MODELS, "te-mha", "deepseek-indexer"} == set(PRESETS)
+    assert {*MODELS, "te-mha", *INDEXERS} == set(PRESETS)
     assert set(MODELS.values()) <= set(rows)

@@ -37,6 +37,7 @@ class Inputs(NamedTuple):
     caches: tuple[Tensor, ...]  # k's and v's, (pages, PAGE, Hk, D) in e4m3, and the slots
     out: tuple[Tensor, ...]  # q, k in e4m3 and v, (B, H, S, D)
     cu_seqlens: Tensor  # (4,), of packed sequences
+    head_weights: Tensor  # (B, S, Hq), fp32
 
 
 def tables(rows: int, rotary_dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,7 +61,8 @@ def inputs(shape: Shape, rotary_dim: int) -> Inputs:
     out[2] = out[2].bfloat16()
     q, k, v = (bf16(b, s, h, d) for h in (hq, hk, hk))
     places = (*caches, slots[: b * s])
-    return Inputs(q, k, v, *tables(s, rotary_dim), weights, biases, ids, places, tuple(out), offsets(s))
+    head_weights = torch.rand(b, s, hq, device=DEVICE) + 0.5
+    return Inputs(q, k, v, *tables(s, rotary_dim), weights, biases, ids, places, tuple(out), offsets(s), head_weights)
 
 
 def across(shape: Shape, rotary_dim: int) -> Inputs:
@@ -216,18 +218,21 @@ def qwen3_vl(x: Inputs) -> Any:
     return scaled(q)
 
 
-def indexer(x: Inputs) -> Any:
-    """The queries, and the one key with its LayerNorm."""
-    k = layer(x.k, x.weights[1], x.biases[1])
-    return [
-        *scaled(hadamard(turned(x.q, x.cos, x.sin, False, 64))),
-        *scaled(hadamard(turned(k, x.cos, x.sin, False, 64))),
-    ]
+def as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
-def operands(x: Inputs, *axes: int) -> Any:
+def indexer(x: Inputs, transform: Callable[[Tensor], Tensor] = as_it_is) -> Any:
+    """The queries, whose scales are times the weights of heads, and the one key with its LayerNorm."""
+    q, k = (turned(y, x.cos, x.sin, False, 64) for y in (x.q, layer(x.k, x.weights[1], x.biases[1])))
+    (values, scale), of_k = scaled(transform(q)), scaled(transform(k))
+    return [values, scale * x.head_weights, *of_k]
+
+
+def operands(x: Inputs, *axes: int, transform: Callable[[Tensor], Tensor] = as_it_is) -> Any:
     """q and k in e4m3 and v, heads first. A head has the scale of a token, or with axes of those, which v has too."""
-    q, k = (scaled(turned(rms(y, w), x.cos, x.sin, True), *axes) for y, w in zip((x.q, x.k), x.weights))
+    turned_pair = (turned(rms(y, w), x.cos, x.sin, True) for y, w in zip((x.q, x.k), x.weights))
+    q, k = (scaled(transform(y), *axes) for y in turned_pair)
     v = scaled(x.v, *axes) if axes else [x.v]
     return [*(y.transpose(1, 2).contiguous() for y in (q[0], k[0], v[0])), q[1], k[1], *v[1:]]
 
@@ -269,3 +274,13 @@ def mla_decode(x: Inputs) -> Any:
     row = torch.cat((x.v.flatten(-2), others.rotate(x.k, cos, sin, True).squeeze(2)), -1)
     cache.flatten(0, 1)[slots] = row.flatten(0, 1)
     return q_pe
+
+
+def mla_fp8(x: Inputs) -> Any:
+    """q in fp8, and k, [latent | rotated], in the cache."""
+    cos, sin = (table[x.ids[0]][:, None] for table in (x.cos, x.sin))
+    n = x.q.shape[-1] - ROTARY
+    q, k = (torch.cat((y[..., :n], others.rotate(y[..., n:], cos, sin, True)), -1) for y in (x.q, x.k))
+    k_cache, _, slots = x.caches
+    k_cache.flatten(0, 1).view(torch.uint8)[slots] = (k.float() / 0.05).to(FP8).view(torch.uint8).flatten(0, 1)
+    return (q.float() / 0.05).to(FP8)

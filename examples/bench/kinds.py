@@ -248,16 +248,17 @@ def staged(*names: str) -> dict[str, Kind]:
     return {name: Kind(partial(presets.case, stages.STAGES[name].preset(), False)) for name in names}
 
 
-def preset(name: str) -> dict[str, Kind]:
-    """A call of `bench presets`."""
-    return {name: Kind(partial(presets.case, presets.PRESETS[name], False))}
+def preset(**names: str) -> dict[str, Kind]:
+    """Calls of `bench presets`. names: of presets, by those of cases."""
+    return {case: Kind(partial(presets.case, presets.PRESETS[name], False)) for case, name in names.items()}
 
 
 def latent() -> dict[str, Kind]:
-    """The training of DeepSeek's attention."""
-    made = presets.PRESETS["deepseek-mla"]
-    backward = Kind(partial(presets.case, made, False, training=True), part="backward", trained=made.trained)
-    return {"forward": Kind(partial(presets.case, made, False)), "backward": backward}
+    """The training of DeepSeek's attention, with q and its gradient in place."""
+    made, by = presets.PRESETS["deepseek-mla"], "jitrope in place"
+    trained = Kind(partial(presets.case, made, False, training=True), by, trained=made.trained)
+    passes = {part: trained._replace(part=part, copies=1 + (part == "both")) for part in ("backward", "both")}
+    return {"forward": Kind(partial(presets.case, made, False), by), **passes}
 
 
 def ranked(names: Sequence[str]) -> dict[str, Kind]:
@@ -294,9 +295,13 @@ KINDS: dict[str, dict[str, Kind]] = {
     "ids along three axes": staged("ids along three axes"),
     "Hadamard": staged("Hadamard"),
     "fp8": staged("fp8, given scales", "fp8, scales of tokens and heads"),
-    "fp8, scales of heads": preset("flux-fp8-heads"),
-    "DeepSeek's indexer": preset("deepseek-indexer"),
+    "fp8, scales of heads": preset(FLUX="flux-fp8-heads", Hadamard="flux-fp8-heads-hadamard"),
+    "DeepSeek's indexer": preset(
+        prefill="deepseek-indexer", step="deepseek-indexer-decode", Hadamard="deepseek-indexer-hadamard"
+    ),
     "DeepSeek's attention": latent(),
+    "DeepSeek's step in fp8": preset(step="deepseek-mla-decode-fp8"),
+    "a gate in the same launch": preset(prefill="qwen3.5-fused"),
     "rows between ranks": ranked(MOVES),
     "sums of rows": ranked(SUMS),
 }

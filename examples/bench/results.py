@@ -110,7 +110,8 @@ def page(folder: Path) -> str:
     Raises:
         JitropeError: a JSON file belongs to no section.
     """
-    strange = [path.name for path in sorted(folder.glob("*.json")) if path.stem.rpartition("_")[0] not in SECTIONS]
+    known = {*SECTIONS, "peers"}  # which the targets have beside them
+    strange = [path.name for path in sorted(folder.glob("*.json")) if path.stem.rpartition("_")[0] not in known]
     if strange:
         raise JitropeError(f"{', '.join(strange)}: names must be NAME_DEVICE.json, with NAME of {', '.join(SECTIONS)}")
     parts = [HEAD.strip(), *_first(folder), MEASURED.strip()]

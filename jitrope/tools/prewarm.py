@@ -112,7 +112,8 @@ def _stand_ins(names: Sequence[str], o: Options, heads: Sequence[int], dim: int,
     def of_heads(count: int, size: int) -> list[int]:
         return [{"h": count, "d": size, "b": 1}.get(axis, _TOKENS) for axis in o.layout]
 
-    scales = dict.fromkeys(("q_scale", "k_scale", "v_scale", "q_factor"), ())
+    scales: dict[str, Any] = dict.fromkeys(("q_scale", "k_scale", "v_scale", "q_factor"), ())
+    scales["q_weights"] = [{"h": heads[0], "b": 1}.get(axis, tokens) for axis in o.layout[:-1]]
     shapes: dict[str, Any] = {"cu_seqlens": 5, "page_table": (4, 8), "lengths": 4, "errors": 1}
     ids = {"slot_mapping": tokens, "position_ids": (*axes, tokens), "start_positions": 4 if packed else 1}
     tables = dict.fromkeys(("cos", "sin"), (tokens * o.cp_size, width))
