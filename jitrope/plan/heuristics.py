@@ -219,8 +219,7 @@ def choose_launch(p: RopeProblem) -> str:
 
 def is_wide(p: RopeProblem) -> bool:
     """Whether a block would take the heads of a token in many steps."""
-    bytes_of_token = p.heads * (p.rotary_dim + p.copied) * ITEM_SIZES[p.dtype]
-    return not (p.norm or p.v_dim) and bytes_of_token > WIDE_TOKEN_BYTES
+    return not (p.norm or p.v_dim) and p.heads * (p.rotary_dim + p.copied) * ITEM_SIZES[p.dtype] > WIDE_TOKEN_BYTES
 
 
 def by_sequence(p: RopeProblem) -> bool:

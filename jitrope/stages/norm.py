@@ -66,7 +66,7 @@ class Norm(Value):
             CogVideoX, HunyuanDiT).
         eps: added to the mean of the squares. Pass your model's: Qwen3, FLUX, Qwen-Image and Wan have 1e-6, and LTX
             1e-5. A torch.nn.RMSNorm without one has torch.finfo(torch.float32).eps.
-        across_heads: False: a mean for each head (FLUX, Qwen3). True: one mean over all heads of a token (Wan, LTX).
+        across_heads: False: a mean for each head (FLUX, Qwen3). True: one mean over all heads of a token, of at most 512 elements each (Wan, LTX).
         mean_squares: only with across_heads, if each rank has a part of the heads (tensor parallelism of Wan, LTX-2,
             MiniMax-M2): the means of x^2 of each token over the heads of all ranks. They are (q's, k's), in fp32,
             (B, S), with "thd" (T); k's is None without k. Pass this rank's part of the weights. If all ranks have
@@ -221,6 +221,7 @@ def check(t: Tensors, o: Words, fail: Fail) -> None:
             shape = (seqlen,) if o.layout == "thd" else (batch, seqlen)
             of = fail._replace(owner=letter, heads=t[letter])
             of.unlike(label, t[name], t[letter].device, (torch.float32,), shape)
+    fail.when(o.across_heads and t["q"].shape[-1] > 512, "across_heads goes with heads of at most 512 elements")
     fail.when(o.of == "k" and "k" not in t, "the norm has of='k', but k is not given")
     fail.when(o.v_norm and "k_cache" in t and "v" not in t, "the norm has v_norm, but v is not given")
     if o.of == "v" and "v_cache" not in t:

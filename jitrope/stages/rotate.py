@@ -182,8 +182,8 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
         heads = cleared(letter, heads, t, o)
     first, end = o.rotary_offset, o.rotary_offset + o.rotary_dim
     x0, x1 = _members(heads[..., first:end], o.interleaved)
-    if o.rounding.startswith("complex") and not full:  # torch's, which may round the last pairs of each row otherwise
-        turned = torch.complex(x0, x1).contiguous() * torch.complex(cos0, sin0)
+    if o.rounding.startswith("complex") and not full:  # torch's, which may round a row's last pairs otherwise
+        turned = torch.complex(x0, x1) * torch.complex(cos0, sin0)
         y0, y1 = turned.real, turned.imag
     else:
         y0 = _sum_of_products(x0, cos0, x1, -sin0, o.rounding)
