@@ -66,7 +66,8 @@ class Norm(Value):
             CogVideoX, HunyuanDiT).
         eps: added to the mean of the squares. Pass your model's: Qwen3, FLUX, Qwen-Image and Wan have 1e-6, and LTX
             1e-5. A torch.nn.RMSNorm without one has torch.finfo(torch.float32).eps.
-        across_heads: False: a mean for each head (FLUX, Qwen3). True: one mean over all heads of a token, of at most 512 elements each (Wan, LTX).
+        across_heads: False: a mean for each head (FLUX, Qwen3). True: one mean over all heads of a token, of at most
+            512 elements each (Wan, LTX).
         mean_squares: only with across_heads, if each rank has a part of the heads (tensor parallelism of Wan, LTX-2,
             MiniMax-M2): the means of x^2 of each token over the heads of all ranks. They are (q's, k's), in fp32,
             (B, S), with "thd" (T); k's is None without k. Pass this rank's part of the weights. If all ranks have
