@@ -47,11 +47,12 @@ def _launch(
 ) -> Any:
     """Launch a call. One like a recent one is not read again (`replay`).
 
-    watching: makes a call that autograd records, or that more than autograd watches.
+    watching: makes a call that autograd records, or that more than autograd watches. Without it the dispatcher is
+        behind all that watches.
     """
     key = (text, len(given), written, *sizes)
     try:
-        recent = () if watch.watched() else launch.local.recent[key]
+        recent = () if watching and watch.watched() else launch.local.recent[key]
     except (KeyError, TypeError):  # a symbolic number has no hash
         recent = ()
     for replay in recent:
