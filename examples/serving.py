@@ -78,9 +78,10 @@ def fused_indexer_q_rope_quant(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """DeepSeek's indexer: rope and fp8 of q (T, H, 128); weights times its scales: vLLM's `sparse_attn_indexer`."""
     words = {"positions": positions, "interleaved": not is_neox, "layout": "thd"}
-    words["quantize"] = DynamicQuantize(scale_fmt="ue8m0")
-    (values, scales), _, _ = jitrope.prepare_qkv(q, None, None, cos_sin_cache=cos_sin_cache, **words)
-    return values, weights.float() * scales * (softmax_scale * head_scale)
+    factors = weights.float() * (softmax_scale * head_scale)
+    words["quantize"] = DynamicQuantize(scale_fmt="ue8m0", q_weights=factors)
+    (values, weighted), _, _ = jitrope.prepare_qkv(q, None, None, cos_sin_cache=cos_sin_cache, **words)
+    return values, weighted
 
 
 def fused_k_indexer_norm_rope_cache(

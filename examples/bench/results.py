@@ -63,7 +63,7 @@ HEAD = """
 FIRST = """
 - **Kernels.** Rope of q and k takes about as long as a copy of their bytes, with QK-norm too. Conversions to fp4, and
   those with a scale for a whole head, take much longer than a copy. Gradients of latent attention (DeepSeek) take
-  longer than with Megatron-core's kernels.
+  longer than with Megatron-core's kernels, unless q and its gradient are in place.
 - **Steps.** An eager model gains most of what norms and rope cost. A compiled one gains little, because Inductor fuses
   them too. A step that waits for the CPU may lose: one decoded token, or a model with many graph breaks.
 """
