@@ -173,7 +173,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
      "the norm has of='v', which goes with a cache of v; without one pass v as q to a call of its own"),
     ({"norm": "v_norm", "out": "of_k"}, "the norm has v_norm, but v is not given"),
     ({"norm": "across", "out": CACHES}, "across_heads does not go with a cache" + ACROSS),
-    ({"norm": ("across", "means"), "size": "576"}, "across_heads goes with heads of at most 512 elements"),
+    ({"norm": ("across", "means"), "size": "576"}, "q has D=...; across_heads goes with at most 512"),
     ({"norm": "across", "convert": DYNAMIC}, "across_heads does not go with dynamic scales" + ACROSS),
     ({"norm": "across", "transform": "head"}, "across_heads does not go with hadamard" + ACROSS),
     ({"norm": "across", "convert": "of_v"}, V_LIKE_K),

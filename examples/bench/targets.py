@@ -118,7 +118,7 @@ SECTION = Section(
     are over two COPYs, those of a norm over 2.5. Each number is the median of three places of the tensors in memory,
     and the ratio is of times of one place, in rounds. Calls are cold, tables included, except that a million tokens
     have one table, and read its first 120 rows. Those of 256 tokens are hot, results included. Peers are the
-    fastest kernels of others for the same work, measured beside jitrope of 2026-11-28 (peers_h200.json).
+    fastest kernels of others for the same work, in a run that peers_h200.json describes.
     """,
     "jitrope bench targets",
     (

@@ -74,7 +74,8 @@ def prepare_fused_qkv(
             gradient is in the launch of the others. v_norm goes with neither across_heads nor mean_squares, and no norm
             with inverse.
         copy_v: False: return v as a view of qkv, without a copy; not with v_norm or bias.
-        copy_gate: True: return a contiguous gate, from the same launch; not with cache, quantize, out or inplace.
+        copy_gate: True, with "qkv_gated": return a contiguous gate, from the same launch (behind it with across_heads
+            but no mean_squares); not with cache, quantize, out, inplace or copy_v=False.
         bias: the bias of the projection, which you call without it: (W), as `Linear` has it, or qkv's last two axes if
             it has an axis of heads, in qkv's dtype. The results are those of qkv + bias, rounded to the dtype, in the
             same launch; with a norm to the bit only if the bias is contiguous. Then v and the gate are written too,
@@ -92,9 +93,10 @@ def prepare_fused_qkv(
     Returns:
         q (B, S, Hq, D), k and v (B, S, Hk, D), contiguous, unless v is a view. For tokens after the last sequence q and
         k are zero, and v is as elsewhere. With a gate it is the fourth result, a view of qkv with q's shape, not
-        rotated, or with a bias a fresh tensor; a second launch copies its gradient into that of qkv. In place: qkv.
-        With quantize q, k and v are as in `prepare_qkv`; with a cache v is None, and k too, or with rotate_k the
-        rotated view of qkv. With `Ulysses` q, k and v have groups of heads for the ranks, and the gate has not.
+        rotated, or with a bias or copy_gate a fresh tensor; a second launch copies its gradient into that of qkv. In
+        place: qkv. With quantize q, k and v are as in `prepare_qkv`; with a cache v is None, and k too, or with
+        rotate_k the rotated view of qkv. With `Ulysses` q, k and v have groups of heads for the ranks, and the gate has
+        not.
 
     Raises:
         InvalidInput, CompileError: as in `apply_rope`.

@@ -53,19 +53,19 @@ def apply_rope(
             row. `Mrope`: several axes. `Shifts`: cached keys that move. One outside of the table gives NaN.
         inplace: True: overwrite q and k, and return them. They must not share memory, nor be leaves that require a
             gradient.
-        inplace_grad: True, with inplace: the gradient overwrites that of the results, which nothing else may read.
+        inplace_grad: with inplace: the gradient may overwrite that of the results, which nothing else may read: neither
+            backward's caller nor a sum's other term (q + x).
         interleaved: False: the pairs are (i, i + rotary_dim / 2) (Llama). True: (0, 1), (2, 3), ... (FLUX, GPT-J).
-        interleaved_out: the pairing of the output; None: that of the input. Multi-head latent attention rotates
-            interleaved pairs into halves. A norm after the rotation has its weights in the order of the input. It needs
-            half-width tables.
+        interleaved_out: the pairing of the output; None: that of the input. A norm after the rotation
+            has its weights in the order of the input. It needs half-width tables.
         rounding: "fp32": products and their sum are rounded to fp32 (FLUX, Wan), the result once to q's dtype. The
             others give the bits of other models' eager code. "dtype": all is rounded to q's dtype (transformers).
             "complex64" and "complex128": as torch's complex multiply (Qwen-Image; Lumina2, with fp64 tables).
             "addcmul": the second product is in `addcmul` (LTX-2).
         q_scale: a factor of q alone, in fp32, before the last rounding: a number, such as that of the softmax, or a
             tensor with one for each token, (S) or (B, S), with "thd" (T) (Llama 4).
-        unrotated: the number of first tokens of each sequence that are not rotated (DINOv3's class tokens). The next
-            takes row 0. It goes with no ids, packed_table and interleaved_out.
+        unrotated: the first tokens of each sequence that are not rotated, a number (DINOv3's class tokens). The next
+            takes row 0. It goes with no ids, packed_table or interleaved_out.
         mscale: a factor of the cosines and sines of freqs (YaRN, arXiv:2309.00071, section 3.4).
         layout: "bshd", "bhsd" (B, H, S, D), "sbhd", or "thd" (T, H, D), which `Packed` implies.
         cos_sin_cache: in place of cos and sin (P, rotary_dim): all cosines, then all sines (vLLM, SGLang).

@@ -26,7 +26,7 @@ class Words:
     q_per_group: int = 0  # heads of q in a group of fused QKV; 0: separate q and k
     order: str = "grouped"  # of fused QKV, one of `QKV_ORDERS`
     copy_v: bool = True  # fused QKV: copy v, or return a view
-    copy_gate: bool = False  # the same of a gate
+    copy_gate: bool = False  # "qkv_gated": copy the gate too, or return a view
     v_dim: int = 0  # latent attention: elements of a head of v
     inplace: bool = False
 

@@ -31,7 +31,7 @@ def check_watched(op: Any, t: Tensors, o: Options) -> None:
     fail.when(watch.has_tangent(t.values()), "forward-mode derivatives (jvp) are not supported; use the backward")
     copied = "v" if o.ulysses_degree and not converts_v(t, o.dynamic_v) else ""
     wanted = [label for label, x in t.items() if watch.wants_grad(x) and (differentiable or label != copied)]
-    fixed = [label for label in (*LEARNED, "q_scale", "k_scale", "v_scale") if label in wanted]
+    fixed = [label for label in (*LEARNED, *SCALES) if label in wanted]
     compiling = watch.is_compiling()
     written = {label: t[label] for label in op.written(t, o)}
     for kind in () if compiling else watch.transforms():
@@ -165,8 +165,8 @@ def check_scale(op: Any, own: str, t: Tensors, o: Options) -> None:
     """Refuse a wrong given scale of `own`, q, k or v, and a missing one."""
     scale, label, blocks = t.get(f"{own}_scale"), label_of(op, f"{own}_scale", t, o), t.get(BLOCK_SCALES[0])
     fail = Fail(op.function, own, t.get(own), o.layout)
-    for weights in [x for x in SCALES[3:] if x in t and own == "q"]:
-        fail.unlike(weights, t[weights], t["q"].device, (torch.float32,), t["q"].shape[:-1])
+    if own == "q" and "q_weights" in t:
+        fail.unlike("q_weights", t["q_weights"], t["q"].device, (torch.float32,), t["q"].shape[:-1])
     wanted, needed = own in t, own != "v" and not (o.computed or o.per_row) and any(x in t for x in SCALES[:3])
     if "k_cache" in t:
         of_cache = t["k_cache"].dtype in FP8S if blocks is None else blocks.dtype == FP8 and scale is not None

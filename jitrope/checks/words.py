@@ -39,7 +39,7 @@ _OLD = {
 """Words of other libraries and of jitrope's old versions, by the argument that replaces them."""
 
 _INSTEAD = dict.fromkeys(("cu_seqlens", "max_seqlen", "start_positions"), "pass positions as a tensor of ids")
-_INSTEAD["shifts"] = "rotate by Shifts in a call of apply_rope"
+_INSTEAD |= {"shifts": "rotate by Shifts in a call of apply_rope", "inplace_grad": "pass inplace=True too"}
 """Advice for words that do not go with an operation."""
 _LACKS = {"apply_rope": "norm cache quantize", "prepare_mla_qkv": "norm cache"}
 """The stages that functions do not have."""

@@ -219,7 +219,8 @@ def choose_launch(p: RopeProblem) -> str:
 
 def is_wide(p: RopeProblem) -> bool:
     """Whether a block would take the heads of a token in many steps."""
-    return not (p.norm or p.v_dim) and p.heads * (p.rotary_dim + p.copied) * ITEM_SIZES[p.dtype] > WIDE_TOKEN_BYTES
+    wide = p.heads * (p.rotary_dim + p.copied) * ITEM_SIZES[p.dtype] > WIDE_TOKEN_BYTES
+    return wide and p.heads <= MAX_GRID_Y and not (p.norm or p.v_dim)
 
 
 def by_sequence(p: RopeProblem) -> bool:

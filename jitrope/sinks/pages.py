@@ -19,12 +19,8 @@ from ..base.views import Tensors
 from ..values.asked import Value
 
 TENSORS = ("page_table", "page_indptr", "lengths", "cu_seqlens_q", "batch_indices", "errors")
-ARGUMENTS = {
-    "paged": (
-        "const PageIndex* page_table, page_indptr, lengths, cu_seqlens_q, batch_indices; int* errors",
-        "long long page_table_stride, page_table_width, page_count, new_tokens",
-    )
-}
+_ADDRESSES = "const PageIndex* page_table, page_indptr, lengths, cu_seqlens_q, batch_indices; int* errors"
+ARGUMENTS = {"paged": (_ADDRESSES, "long long page_table_stride, page_table_width, page_count, new_tokens")}
 
 
 class Pages(Value):

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from .. import chain
+from .. import torch_state as watch
 from ..base.errors import JitropeError
 from ..base.layouts import LAYOUT_AXES
+from ..base.memory import meet, overlaps_itself, span
 from ..base.views import Tensors, head_view
 from ..plan.options import Options
 from ..sinks.results import LETTERS
@@ -101,9 +103,12 @@ def weight_sums(tensors: Tensors, widths: dict[str, int], blocks: int) -> Tensor
 
 
 def overwrites(grads: Tensors, o: Options) -> bool:
-    """Whether a gradient may overwrite that of the results: each element has its memory, and none is needed again."""
-    own = o.inplace and o.inplace_grad and not torch.is_grad_enabled()
-    return own and not any(0 in x.stride() for x in grads.values())
+    """Whether a gradient overwrites that of the results: each element has memory of its own, and torch allows it."""
+    if not (o.inplace and o.inplace_grad and watch.plain(grads)) or torch.is_grad_enabled():
+        return False
+    xs = [*grads.values()]
+    met = len(xs) > 1 and meet(span(xs[0]), span(xs[1]))
+    return not (met or any(x.is_inference() or overlaps_itself(x) for x in xs))
 
 
 def named_back(grads: Tensors) -> Tensors:

@@ -47,8 +47,7 @@ class Fused(Operation):
 
     def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
         """A gate that a kernel writes too is the second head of its head of q."""
-        gated = self.writes_gate(t, o) and not sums_heads(t, o)
-        found = dict(zip("qkv", views.fused_views(t["qkv"], o, gated)))
+        found = dict(zip("qkv", views.fused_views(t["qkv"], o, self.writes_gate(t, o) and not sums_heads(t, o))))
         if o.per_row and not o.dynamic_v:
             del found["v"]
         return {letter: ("qkv", x) for letter, x in found.items()}
@@ -78,7 +77,7 @@ class Fused(Operation):
     def check(self, t: Tensors, o: Options) -> None:
         fail, qkv, bias = Fail(self.function), t["qkv"], t.get("bias")
         others = {"v_norm": o.v_norm and "v_cache" not in t, "bias": bias is not None, "out's v": "v_out" in t}
-        others |= {"v=True of quantize": o.dynamic_v, "Ulysses": o.ulysses_degree > 0}
+        others |= {"v=True of quantize": o.dynamic_v, "Ulysses": o.ulysses_degree > 0, "copy_gate": o.copy_gate}
         if not o.copy_v:
             refuse_beside(self.function, ["copy_v=False"], [x for x in others if others[x]], "leave copy_v out")
         beside = ["inplace"] * o.inplace + [f"order={o.order!r}"] * (o.order != "qkv_gated")

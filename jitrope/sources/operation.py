@@ -42,8 +42,8 @@ OUTS = {name: f"out's {name[0]}" for name in results.TENSORS}
 WRITTEN = frozenset(("k_cache", "v_cache", "errors", *BLOCK_SCALES, *FRESHES))
 """The tensors that each call with them writes; those of `FRESHES` are made by the caller of torch's op."""
 
-APART = {"inplace": "quantize Ulysses", "inverse": "cache", "shifts": f"norm quantize {TRANSFORM} cache"}
-APART["copy_gate"] = "quantize cache out Ulysses"
+APART = {"inplace": "quantize Ulysses", "inverse": "cache", "copy_gate": "quantize cache out Ulysses"}
+APART["shifts"] = f"norm quantize {TRANSFORM} cache"
 """The words that do not go with some parts of calls, whatever the source."""
 
 
@@ -240,8 +240,7 @@ class Operation(Source):
 
     def writes_gate(self, named: Container[str], o: Options) -> bool:
         """Whether a call writes a gate, and does not return a view."""
-        there = o.order == "qkv_gated" and (o.inplace or "gate_out" in named)
-        return there and "gate" not in self.views(named, o)
+        return o.order == "qkv_gated" and (o.inplace or "gate_out" in named) and "gate" not in self.views(named, o)
 
     def left(self, named: Tensors, o: Options) -> tuple[str, ...]:
         """The letters that are copied after the launch: v, and a gate with its bias."""

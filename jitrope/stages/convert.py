@@ -140,9 +140,9 @@ class DynamicQuantize(Value):
             `Quantize`; default 1. The scale is largest / 6 / global, rounded, and 0 if global is; y is values times
             scale times global. In arXiv:2509.25149 global is the tensor's largest element in size, divided by 448 * 6.
             With a cache only q's is allowed.
-        q_weights: fp32 on q's device with q's shape without D: each scale of q is stored times its weight, and y is
-            values times scale over weight (the indexer's sum over heads has the product). Refused with group,
-            scale_dtype, per="head" and per="kv_head".
+        q_weights: (B, S, Hq) in fp32 on q's device, or q's shape in another layout without D; any strides. Each scale
+            of q is stored times its weight, which the indexer's sum over heads needs; y is values times scale over
+            weight. Refused with group, scale_dtype, per="head" and per="kv_head".
         hadamard: True: as in `Quantize`. Groups are of the transformed elements.
         per: the elements that share a scale. "token": those of a head in one token. "head": those of a head in all
             tokens of a batch row, or with `Packed` of a sequence; the scales are (B, H), or (N, H), in fp32.

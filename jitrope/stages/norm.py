@@ -26,17 +26,14 @@ OF = ("qk", "q", "k", "v")
 WEIGHTS = ("q_weight", "k_weight", "v_weight", "q_bias", "k_bias")
 _SECOND = tuple([f"second_{name}" for name in WEIGHTS if name != "v_weight"])
 TENSORS = (*WEIGHTS, *MEANS, *_SECOND)
-_MEANS = " ".join(MEANS)
+_MEANS, _COUNTERS = " ".join(MEANS), "unsigned int* counters; const T* grad: dq dk"
 ARGUMENTS = {
     "given_means": (f"const float* mean_square: {_MEANS}", f"Strides mean_stride: {_MEANS}"),
     "latent_norm": ("const void* v_weight", ""),
     "v_gradient": ("const T* dv", "Strides dv_stride: dv"),
     "weight_dtype": ("const Weight* weight: q_weight k_weight second_q_weight second_k_weight", ""),
     "biased": ("const Weight* bias: q_bias k_bias second_q_bias second_k_bias", ""),
-    "gradient": (
-        "Weight* weight_grads; float* block_sums; unsigned int* counters; const T* grad: dq dk",
-        "Strides grad_stride: dq dk",
-    ),
+    "gradient": (f"Weight* weight_grads; float* block_sums; {_COUNTERS}", "Strides grad_stride: dq dk"),
 }
 
 
@@ -222,7 +219,8 @@ def check(t: Tensors, o: Words, fail: Fail) -> None:
             shape = (seqlen,) if o.layout == "thd" else (batch, seqlen)
             of = fail._replace(owner=letter, heads=t[letter])
             of.unlike(label, t[name], t[letter].device, (torch.float32,), shape)
-    fail.when(o.across_heads and t["q"].shape[-1] > 512, "across_heads goes with heads of at most 512 elements")
+    dim = t["q"].shape[-1]
+    fail.when(o.across_heads and dim > 512, f"q has D={dim}; across_heads goes with at most 512")
     fail.when(o.of == "k" and "k" not in t, "the norm has of='k', but k is not given")
     fail.when(o.v_norm and "k_cache" in t and "v" not in t, "the norm has v_norm, but v is not given")
     if o.of == "v" and "v_cache" not in t:

@@ -216,7 +216,7 @@ REFUSALS[rope] = [
      "without cache, quantize and out, or torch.no_grad()"),
     ({"out": (None, K.clone()), "k": None},
      "out's k is a tensor of shape (2, 6, 2, 8), float32, on cpu; it must be None, because k is None"),
-    ({"inplace_grad": True}, "inplace_grad does not go with fresh results; leave it out"),
+    ({"inplace_grad": True}, "inplace_grad does not go with fresh results; pass inplace=True too"),
     ({"out": (None, None), "inplace": True}, "inplace does not go with out; leave it out"),
     ({"out": Ulysses(2), "inplace": True}, "inplace does not go with Ulysses; leave it out"),
     ({"out": (torch.zeros(4, 2, 6, 2, 8), None)}, "out's q is a tensor of shape (4, 2, 6, 2, 8), float32, on cpu; it "
@@ -341,6 +341,8 @@ REFUSALS[fused] = [
      "with order='grouped' are 10 heads of D elements; it must be (T, 10 * D) or (T, 2, 5 * D) in layout 'thd'"),
     ({"copy_v": None}, "copy_v is None; it must be True or False"),
     ({"copy_gate": True}, "copy_gate does not go with order='qkv'; leave it out"),
+    ({"order": "qkv_gated", "heads": (2, 2), "copy_gate": True, "copy_v": False},
+     "copy_v=False does not go with copy_gate; leave copy_v out"),
     ({"norm": Norm(W, W.half())},
      "k_weight is float16; it must be (8,), float32, contiguous, on cpu like q_weight and k of qkv"),
     ({"norm": Norm(across_heads=True, v_norm=True)},

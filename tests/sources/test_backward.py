@@ -205,3 +205,37 @@ def test_layers_that_share_tables_and_second_derivatives(twice: bool, device: st
         found.append(torch.autograd.grad(sum(x.sin().sum() for x in grads), leaves) if twice else grads)
     for x, y in zip(*found):
         torch.testing.assert_close(x.cpu().double(), y, rtol=1e-4, atol=1e-4 * y.abs().max().item())
+
+
+class Given(torch.autograd.Function):
+    """Its gradient is that which it keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Any, *xs: Tensor) -> Tensor:
+        ctx.given = given
+        return xs[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, *ctx.given
+
+
+WINDOWS = torch.arange(70.0).as_strided((1, 2, 1, 64), (70, 4, 70, 1))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("given", ["one", "windows", "negative", "inference"])
+def test_a_gradient_without_memory_of_its_own_stays(given: str, device: str) -> None:
+    """q's and k's are one tensor, elements overlap, torch negates lazily, or torch lets nothing write."""
+    leaf, angles = rand(1, 2, 1, 64).to(device).requires_grad_(), rand(2, 32).to(device)
+    grad = WINDOWS.to(device)[..., :] if given == "windows" else rand(1, 2, 1, 64).to(device)
+    grad = torch.view_as_complex(rand(1, 2, 1, 64, 2).to(device)).conj().imag if given == "negative" else grad
+    if given == "inference":
+        with torch.inference_mode():
+            grad = grad.clone()
+    found = []
+    for again in (False, True):
+        q, k = jitrope.apply_rope(leaf * 1, leaf * 1, freqs=angles, inplace=True, inplace_grad=again)
+        both = (grad, grad) if given == "one" else (grad, torch.ones_like(leaf))
+        found.append(torch.autograd.grad(Given.apply(both, q, k).sum(), leaf)[0])
+    assert torch.equal(*found)
