@@ -193,7 +193,7 @@ def problems(draw: Any) -> RopeProblem:
         if kind in ("plain", "packed") and not exact and not prefixed else None,
         cp_size=pick(1, 1, 2, 3, 8) if kind in ("plain", "packed", "qkv", "latent") and not prefixed else 1,
         scales_q=draw(FLAG) and kind != "latent", prefixed=prefixed, head_scales=draw(FLAG), added_bias=added_bias,
-        gated=added_bias and kind == "qkv" and q_per_group == 2 and draw(FLAG),
+        gated=kind == "qkv" and q_per_group == 2 and draw(FLAG), weighs_q=dynamic and draw(FLAG),
         position_ids_dtype=pick(*INDEX_DTYPES) if kind in ("ids", "cache") else None,
         shifts=kind == "ids" and not sections and not angles and draw(FLAG), mrope_section=sections,
         mrope_interleaved=bool(sections) and draw(FLAG),

@@ -151,8 +151,8 @@ def test_ingredients_follow_every_field_and_file() -> None:
     changes |= {"mrope_section": (16, 48), "slot_mapping_dtype": "int64", "page_size": 16, "q_out": "fp8"}
     changes |= {"kv_out": "fp8", "table_step": 2, "page_table_dtype": "int64", "kv_per_group": 2, "v_per_k": 8}
     changes |= dict.fromkeys(flags.split(), True)
-    flags = "hadamard dynamic dynamic_q swizzled block_cache per_row biased across_heads given_means zero_centered "
-    flags += "after_rope two_streams two_tables gradient v_norm latent_norm"
+    flags = "hadamard dynamic dynamic_q weighs_q swizzled block_cache per_row biased across_heads given_means "
+    flags += "zero_centered after_rope two_streams two_tables gradient v_norm latent_norm"
     norms_own = {"norm_rounding": "none", "norm_kind": "layer_norm", "group": 32, "scale_out": "e8m0", "norm_k": False}
     norms_own |= {"row_heads": (8,), "norm_q": False, "weight_dtype": "fp32", "weight_vec": 2, "heads_per_thread": 4}
     norms_own |= {"blocks_per_sm": 7, "ring": not NORM_SPEC.ring, **dict.fromkeys(flags.split(), True)}
