@@ -10,7 +10,7 @@ struct Absent {
     template <typename... Any> DEVICE void sum(const Any&...) const {}
     template <typename... Any> DEVICE void apply(const Any&...) const {}
     template <typename... Any> DEVICE void back(const Any&...) const {}
-    DEVICE void finish() const {}
+    template <typename... Any> DEVICE void finish(const Any&...) const {}
 };
 
 // A norm that a kernel has not (then it is `Norm`): x is a head as it is read.
