@@ -45,6 +45,10 @@ IDS = {"position_ids_dtype": "int64"}
         ({"tokens": 146, "heads": 72}, "grid_2d"),
         ({"tokens": 147, "heads": 72}, "token_linear"),
         ({"tokens": 1, "heads": 1}, "token_linear"),
+        ({"heads": 257}, "grid_2d"),  # a token's heads have more than 64 KiB
+        ({"heads": 256}, "token_linear"),
+        ({"heads": 65_536, "tokens": 1 << 20}, "token_linear"),  # the second grid axis may be too short
+        ({**NORM, "heads": 258}, "token_linear"),
         ({"launch": "grid_2d"}, "grid_2d"),
         ({"launch": "token_linear", "tokens": 1}, "token_linear"),
         ({"cu_seqlens_dtype": "int32", "sequences": 2401}, "token_linear"),
