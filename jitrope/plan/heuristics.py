@@ -99,7 +99,8 @@ def plan(p: RopeProblem) -> Plan:
     # one_row: elsewhere the division is free, and this saves a kernel
     spec = RopeSpec(**of_call, **accesses(p, tiled), **_SMALLEST, launch=launch, one_row=tiled and p.batch == 1)
     if p.norm and not (tiled or p.across_heads or p.per_head):
-        # A thread's heads are all of q, k or v, of which the last may lack; in a gradient one may be k's, the next v's.
+        # A thread's heads are all of q, all of k or all of v. The token's last thread may have fewer. In a gradient a
+        # thread may have one of k and one of v.
         of_q = p.q_heads // (1 + p.gated)
         others = p.heads if p.gradient else (p.heads - p.q_heads) // (1 + p.v_per_k) * p.copy_v
         few = spec.chunks * spec.chunk <= FEW_ELEMENTS and not p.gradient
