@@ -222,7 +222,7 @@ def problems(draw: Any) -> RopeProblem:
         sequences=draw(st.one_of(st.integers(1, 9), st.just(MAX_GRID_Y), st.just(100_000))) if kind == "packed" else 0,
         max_seqlen=draw(st.integers(0, tokens)) if kind == "packed" else 0, vec_limit=pick(1, 2, 4, 8, 16),
         table_vec_limit=pick(1, 2, 4, 8), table_step_limit=pick(1, 1, 2), weight_vec_limit=weight_vec,
-        launch=pick("auto", "token_linear", "grid_2d"), sm_count=pick(1, 80, 132),
+        launch=pick("auto", "token_linear", "grid_2d"), sm_count=pick(1, 80, 132), memory_speed=pick(0.0, 4.9),
     )  # fmt: skip
 
 
@@ -230,9 +230,9 @@ def problems(draw: Any) -> RopeProblem:
 @given(problems())
 def test_plans_are_launchable_and_whole(p: RopeProblem) -> None:
     chosen = plan(p)
-    spec, (x, y) = chosen.spec, chosen.grid
+    spec, (x, y, *z) = chosen.spec, chosen.grid
     assert 1 <= x <= MAX_INT
-    assert 1 <= y <= MAX_GRID_Y
+    assert all(1 <= n <= MAX_GRID_Y for n in (y, *z))
     assert spec.threads <= 1024
     assert spec.threads % 32 == 0
     assert shared_by_stages(spec) <= SHARED_BYTES
@@ -249,11 +249,15 @@ def test_plans_are_launchable_and_whole(p: RopeProblem) -> None:
     step = spec.heads_per_block * spec.heads_per_thread
     if p.across_heads or p.gradient:  # a block walks tokens, or rows
         assert p.across_heads or y * step >= p.heads
+    elif spec.tiles == 1:
+        assert x * step >= p.heads > (x - 1 - p.inverse) * step
+        assert y * z[0] * spec.tokens_per_block >= p.tokens > (y - 1) * z[0] * spec.tokens_per_block
+        assert spec.one_step
     elif spec.launch == "token_linear":
         groups = -(-p.tokens // spec.tokens_per_block)
         walks = (-(-groups // SHORT_WALK), p.sm_count * spec.blocks_per_sm)
         assert x >= groups or (spec.ring and x in walks)
-        if p.v_dim:  # latent attention has tiles of heads
+        if spec.tiles:
             assert spec.one_step
             assert y * step >= p.heads
         else:

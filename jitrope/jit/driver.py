@@ -107,13 +107,13 @@ class Kernel:
         if not current:
             _call("cuCtxSetCurrent", self._context)
 
-    def enqueuer(self, grid: tuple[int, int], block: int, arguments: int) -> Callable[[int], None]:
+    def enqueuer(self, grid: tuple[int, ...], block: int, arguments: int) -> Callable[[int], None]:
         """Return a function that enqueues the kernel on a stream. arguments: the address of its one argument, a struct.
 
         From sm_90 on it uses programmatic dependent launch; the templates wait for earlier kernels (`device.cuh`).
         """
         overlaps = ctypes.pointer(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1))
-        config = _LaunchConfig((*grid, 1), (block, 1, 1), 0, None, overlaps, int(self._may_overlap))
+        config = _LaunchConfig((*grid, 1)[:3], (block, 1, 1), 0, None, overlaps, int(self._may_overlap))
         parameters = (ctypes.c_void_p * 1)(arguments)
         launch = _library().cuLaunchKernelEx  # its arguments are made once and reused
         where = (ctypes.byref(config), self._function, parameters, None)

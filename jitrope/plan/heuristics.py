@@ -16,15 +16,13 @@ from .spec import Compiled, RopeSpec
 
 # The rules of the launch. `templates/README.md`, "What decides the launch", has the reasons.
 WARP_THREADS = 32
-MAX_GRID_Y = 65_535  # CUDA's limit on the second grid axis, in blocks
+MAX_GRID_Y = 65_535  # CUDA's limit on the second and the third grid axis, in blocks
 SHARED_BYTES = 48 * 1024  # the most shared memory of a block
 
 # Threads of a block.
 BLOCK_THREADS = 256  # the target; a block takes several tokens if the heads of one need fewer
 MAX_BLOCK_THREADS = 768  # the most
-MAX_WAITING_THREADS = 512  # without a norm, if threads wait for ids or slots, or convert
 MAX_CONVERTING_THREADS = 160  # without a norm, into caches of another dtype
-LATENT_BLOCK_THREADS = 192  # the target with latent attention, where heads are always tiled
 SMALL_BLOCK_THREADS = 128  # the target if heads are tiled
 FEW_TILED_THREADS_PER_SM = 896  # up to so many, without a norm; above, the target is BLOCK_THREADS
 SMALL_ACCESS_BYTES = 8  # then the bytes of an access
@@ -33,7 +31,7 @@ SMALL_ACCESS_BYTES = 8  # then the bytes of an access
 FEW_THREADS_PER_SM = 1280  # below so many, counted with small accesses, it is over heads
 FEW_CACHED_THREADS_PER_SM = 1600  # the same for a write to a cache without a norm
 FEW_PACKED_HEADS = 8192  # up to so many tokens x heads of even packed sequences, it is over sequences
-WIDE_TOKEN_BYTES = 65_536  # without a norm it is over heads if those of a token have more
+LARGE_THREADS_PER_SM = 5120  # from so many on, tiles of heads come first: blocks side by side read memory side by side
 MAX_UNEVEN = 2  # even: sequences x max_seqlen are at most so many times the tokens
 
 # A norm of each head.
@@ -44,7 +42,7 @@ MAX_NORM_THREADS_PER_SM = 768  # with those that idle; if angles are shared; or 
 SHORT_THREADS_PER_SM = 512  # with wide angles, sines or fp64
 MIN_RING_ACCESS = 8  # bytes of an access, at least, of a block whose next heads are on their way (`ring.cuh`)
 RING_BYTES = 40 * 1024  # the most shared memory for those and for the stages together
-FAST_MEMORY = 4.0  # TB/s by its clock and width: rings walk to the end, and by ids blocks may have half a token
+FAST_MEMORY = 4.0  # TB/s by its clock and width: rings walk to the end, and blocks that wait take a part of a token
 SHORT_WALK = 2  # groups of tokens that they walk over below it
 
 # A norm across heads.
@@ -83,7 +81,7 @@ class Plan(NamedTuple):
     """The kernel and its grid."""
 
     spec: RopeSpec
-    grid: tuple[int, int]
+    grid: tuple[int, ...]
 
 
 _COUNTS = ("heads_per_thread", "blocks_per_sm", "tokens_per_block", "heads_per_block")
@@ -96,8 +94,12 @@ def plan(p: RopeProblem) -> Plan:
     launch = choose_launch(p)
     tiled = launch == "grid_2d" and not by_sequence(p)
     of_call: dict[str, Any] = {field.name: getattr(p, field.name) for field in fields(Compiled)}
+    spec = RopeSpec(**of_call, **accesses(p, tiled), **_SMALLEST, launch=launch, one_row=False, tiles=0)
+    large = small_threads(p) >= LARGE_THREADS_PER_SM * p.sm_count
+    tiled |= (part := part_of_token(p, spec, large)) > 0
+    tiles = (1 if large and (part or p.v_dim) else 2) if tiled or p.v_dim else 0
     # one_row: elsewhere the division is free, and this saves a kernel
-    spec = RopeSpec(**of_call, **accesses(p, tiled), **_SMALLEST, launch=launch, one_row=tiled and p.batch == 1)
+    spec = replace(spec, tiles=tiles, one_row=tiled and p.batch == 1)
     if p.norm and not (tiled or p.across_heads or p.per_head):
         # A thread's heads are all of q, all of k or all of v. The token's last thread may have fewer. In a gradient a
         # thread may have one of k and one of v.
@@ -105,17 +107,18 @@ def plan(p: RopeProblem) -> Plan:
         others = p.heads if p.gradient else (p.heads - p.q_heads) // (1 + p.v_per_k) * p.copy_v
         few = spec.chunks * spec.chunk <= FEW_ELEMENTS and not p.gradient
         spec = replace(spec, heads_per_thread=math.gcd(of_q, others, NORM_HEADS_PER_THREAD * (2 if few else 1)))
-    length, second = p.tokens, 1  # tokens and blocks along the axes of the grid
+    length, second = p.tokens, 1  # tokens, and blocks along the other axis of the grid
     if p.across_heads:
         tokens, heads = _row_tile(p, spec)
     elif p.gradient:
         tokens, heads = tile(p.heads // spec.heads_per_thread, spec.team, GRADIENT_BLOCK_THREADS)
         second = -(-p.heads // (heads * spec.heads_per_thread))
+    elif part:
+        tokens, heads, second = max(1, SMALL_BLOCK_THREADS // (part * spec.lanes)), part, -(-p.heads // part)
     elif tiled or p.v_dim:
         sums = int(p.v_dim > 0 and p.inverse)  # a tile of its own
         few = p.tokens * p.heads * spec.team <= FEW_TILED_THREADS_PER_SM * p.sm_count and not p.norm
-        most = LATENT_BLOCK_THREADS if not tiled else SMALL_BLOCK_THREADS if few or p.v_dim else BLOCK_THREADS
-        most = max(1, most // spec.team)
+        most = max(1, (SMALL_BLOCK_THREADS if tiled and (few or p.v_dim) else BLOCK_THREADS) // spec.team)
         warp = 1 if tiled else min(most, WARP_THREADS // math.gcd(WARP_THREADS, spec.rotary_lanes))
         tokens, heads = 1, min(p.heads, most // warp * warp)
         second = sums + -(-(p.heads - sums) // heads)
@@ -131,7 +134,8 @@ def plan(p: RopeProblem) -> Plan:
         spec = replace(spec, blocks_per_sm=_blocks_per_sm(p, spec), ring=has_ring(spec))
         if p.gradient or spec.ring:
             blocks = _walks(p, spec, blocks, max(1, p.sm_count * spec.blocks_per_sm // second))
-    return Plan(spec, (blocks, second))
+    rows = -(-blocks // MAX_GRID_Y)
+    return Plan(spec, (second, -(-blocks // rows), rows) if tiles == 1 else (blocks, second))
 
 
 def _row_tile(p: RopeProblem, spec: RopeSpec) -> tuple[int, int]:
@@ -148,18 +152,23 @@ def _row_tile(p: RopeProblem, spec: RopeSpec) -> tuple[int, int]:
 
 def _tile_with_stages(p: RopeProblem, spec: RopeSpec) -> tuple[int, int]:
     """The tile of the most threads whose stages fit in a block's shared memory."""
-    alone = not (p.norm or p.cached or {p.q_out, p.kv_out} != {p.dtype})
-    waits = p.position_ids_dtype or not alone
-    most = MAX_CONVERTING_THREADS if p.cached and p.kv_out != p.dtype else MAX_WAITING_THREADS
-    most = most if waits and not p.norm else MAX_BLOCK_THREADS
-    idle = 6 * BLOCK_THREADS % (p.heads * spec.team)  # of 1,536 threads that wait for ids on an SM
-    if alone and waits and p.memory_speed >= FAST_MEMORY and idle >= BLOCK_THREADS:
-        most = min(most, max(BLOCK_THREADS, -(-p.heads // 2) * spec.team))  # two steps, so blocks are smaller
+    most = MAX_CONVERTING_THREADS if p.cached and p.kv_out != p.dtype and not p.norm else MAX_BLOCK_THREADS
     while True:
         tokens, heads = tile(-(-p.heads // spec.heads_per_thread), spec.team, most)
         if shared_by_stages(replace(spec, tokens_per_block=tokens, heads_per_block=heads)) <= SHARED_BYTES:
             return tokens, heads
         most //= 2
+
+
+def part_of_token(p: RopeProblem, spec: RopeSpec, large: bool) -> int:
+    """The heads of a block that takes a part of a token, and leaves the others to its neighbours. 0: it takes all."""
+    splits = large and p.memory_speed >= FAST_MEMORY and {p.q_out, p.kv_out} == {p.dtype}
+    threads, least = p.heads * spec.lanes, 2 * SMALL_BLOCK_THREADS if splits else MAX_BLOCK_THREADS + 1
+    if p.norm or p.v_dim or spec.launch != "token_linear" or threads < least:
+        return 0
+    even = math.gcd(p.heads, max(1, SMALL_BLOCK_THREADS // spec.lanes))
+    several = threads > MAX_BLOCK_THREADS  # steps of a block that took all
+    return even if even * spec.lanes % WARP_THREADS == 0 else several * max(1, BLOCK_THREADS // spec.lanes)
 
 
 def _blocks_per_sm(p: RopeProblem, spec: RopeSpec) -> int:
@@ -206,22 +215,20 @@ def shared_by_stages(spec: RopeSpec) -> int:
 
 def choose_launch(p: RopeProblem) -> str:
     """The launch: over tokens alone, or also over heads, or over the sequences of a packed batch."""
-    packed, many = by_sequence(p), p.sequences >= MAX_GRID_Y
-    linear = p.across_heads or p.gradient or (packed and (p.v_dim or many))  # whole rows; a walk; a full axis
+    # Whole rows; a walk; a full axis.
+    linear = p.across_heads or p.gradient or (by_sequence(p) and (p.v_dim or p.sequences >= MAX_GRID_Y))
     if linear or p.launch != "auto":
         return "token_linear" if linear else p.launch
-    if packed:  # the cost follows the tokens, not sequences x max_seqlen, but a search takes long for few
+    if by_sequence(p):  # the cost follows the tokens, not sequences x max_seqlen, but a search takes long for few
         even = 0 < p.sequences * longest_share(p) <= MAX_UNEVEN * p.tokens
         return "grid_2d" if even and p.tokens * p.heads <= FEW_PACKED_HEADS else "token_linear"
-    threads = p.tokens * p.heads * p.rotary_dim * ITEM_SIZES[p.dtype] // (2 * SMALL_ACCESS_BYTES)
     few = FEW_CACHED_THREADS_PER_SM if p.cached and not p.norm else FEW_THREADS_PER_SM
-    return "grid_2d" if is_wide(p) or (threads < few * p.sm_count and p.heads > 1) else "token_linear"
+    return "grid_2d" if small_threads(p) < few * p.sm_count and p.heads > 1 else "token_linear"
 
 
-def is_wide(p: RopeProblem) -> bool:
-    """Whether a block would take the heads of a token in many steps."""
-    wide = p.heads * (p.rotary_dim + p.copied) * ITEM_SIZES[p.dtype] > WIDE_TOKEN_BYTES
-    return wide and p.heads <= MAX_GRID_Y and not (p.norm or p.v_dim)
+def small_threads(p: RopeProblem) -> int:
+    """The threads of a call, each with two small accesses."""
+    return p.tokens * p.heads * (p.rotary_dim + p.copied) * ITEM_SIZES[p.dtype] // (2 * SMALL_ACCESS_BYTES)
 
 
 def by_sequence(p: RopeProblem) -> bool:
@@ -240,7 +247,7 @@ def accesses(p: RopeProblem, few: bool) -> dict[str, Any]:
 
     A thread holds one or two runs of neighbouring elements, and an access of the tables a part of its angles.
     """
-    vec = min(p.vec_limit, (SMALL_ACCESS_BYTES if few and not is_wide(p) else ACCESS_BYTES) // ITEM_SIZES[p.dtype])
+    vec = min(p.vec_limit, (SMALL_ACCESS_BYTES if few else ACCESS_BYTES) // ITEM_SIZES[p.dtype])
     one_order = p.batch_invariant and p.norm_kind in NORM_KINDS and not (p.gradient or p.given_means)
     if one_order:  # by the head alone
         vec = math.gcd(p.head_dim, ACCESS_BYTES // ITEM_SIZES[p.dtype])

@@ -25,5 +25,4 @@ class Options(cache.Words, results.Words, stages.Words):
         return hash((self.rotary_dim, self.layout, self.inverse, self.inplace, self.norm_kind))  # which differ most
 
 
-DEFAULTS: dict[str, Any]
-DEFAULTS = {word: getattr(Options, word) for part in Options.__mro__[::-1] for word in get_annotations(part)}
+DEFAULTS: dict[str, Any] = {x: getattr(Options, x) for part in Options.__mro__[::-1] for x in get_annotations(part)}

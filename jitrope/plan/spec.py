@@ -64,6 +64,7 @@ class RopeSpec(Compiled, Spec):
     """One kernel, rendered from `rope.cu.jinja`, or with a norm from `qk_norm_rope.cu.jinja` or its backward."""
 
     one_row: bool  # there is one batch row
+    tiles: int  # the axis of the grid over tiles of heads, or 0
     launch: str = field(metadata={"words": LAUNCHES})
     vec: int  # elements in one access of q and k; 1 serves any element stride
     chunks: int  # runs of neighbouring elements of a head that a thread holds, 1 or 2 (halves: always 2)

@@ -126,7 +126,7 @@ class Prepared:
         if planned is None:
             return
         plan, words = planned
-        log.debug("%s: a grid of %d x %d blocks", plan.spec.name, *plan.grid)
+        log.debug("%s: a grid of %s blocks", plan.spec.name, plan.grid)
         with torch.cuda.device(device.index):
             spec = plan.spec.of(op.text([x for x in tensors if x not in self.kept], options))
             kernel = get_kernel(spec, device.index)

@@ -103,11 +103,8 @@ def freqs(positions: int | Tensor, inv_freq: Tensor, *, width: str = "half", int
             [ 3.0000,  0.0300],
             [-2.2832,  0.0400]])
     """
-    return _tables("freqs", positions, inv_freq, width=width, interleaved=interleaved, functions=[_turned])[0]
-
-
-def _turned(angle: Tensor) -> Tensor:
-    return angle.sub((angle / (2 * math.pi)).round_(), alpha=2 * math.pi)
+    turned = [lambda angle: angle.sub((angle / (2 * math.pi)).round_(), alpha=2 * math.pi)]
+    return _tables("freqs", positions, inv_freq, width=width, interleaved=interleaved, functions=turned)[0]
 
 
 def _tables(

@@ -4,7 +4,7 @@
 >>> kernels = [(spec, "sm_90") for spec in prewarm.specs_of(heads=[32, 8])]
 >>> results = bundle.write(Path("kernels.zip"), kernels, jobs=2)
 >>> len(bundle.entries(Path("kernels.zip"))), len(bundle.load(Path("kernels.zip")))
-(3, 3)
+(4, 4)
 
 A bundle is a zip of entries; each entry has SHA-256 checksums of its files. Kernels are matched by
 source (templates, constants, options, architecture, format), not by compiler. So a machine that uses them needs torch

@@ -50,7 +50,7 @@ def specs_of(
     one number, and a page has 16 rows. For other tensors use `jitrope.planning` or `jitrope.record`.
 
     >>> [spec.launch for spec in prewarm.specs_of(heads=[32, 8])]
-    ['token_linear', 'grid_2d', 'grid_2d']
+    ['token_linear', 'token_linear', 'grid_2d', 'grid_2d']
     >>> prewarm.specs_of([32, 8], call="bshd heads q k > rotate cos sin > in_place")[0].call
     'bshd heads q k > rotate cos sin rotary_dim=128 > in_place'
 

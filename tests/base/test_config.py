@@ -101,7 +101,7 @@ def test_configure_is_over_the_environment(monkeypatch: pytest.MonkeyPatch, capl
 LOGGED = f"""
 import logging
 {IMPORT}
-first, second, _ = specs_of(heads=[32, 8])
+first, second, *_ = specs_of(heads=[32, 8])
 kernels.build(first, "sm_90")
 logging.basicConfig()
 kernels.build(second, "sm_90")

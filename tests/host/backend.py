@@ -57,11 +57,11 @@ def environment() -> dict[str, str]:
 library = cache(lambda spec: ctypes.CDLL(str(harness.build(render(spec)))))
 
 
-def launch(spec: Spec, grid: tuple[int, int], block: int, arguments: int, stream: int) -> None:
+def launch(spec: Spec, grid: tuple[int, ...], block: int, arguments: int, stream: int) -> None:
     """Of a kernel: it returns when the kernel has run."""
     with _lock:  # threads of a block share static variables
         launched[spec.name] += 1
-        library(spec).run(ctypes.c_void_p(arguments), *map(ctypes.c_uint, (*grid, block)))
+        library(spec).run(ctypes.c_void_p(arguments), *map(ctypes.c_uint, (*(*grid, 1)[:3], block)))
 
 
 @contextlib.contextmanager

@@ -88,7 +88,7 @@ def build(source: Source) -> Path:
 
 
 def run(
-    source: Source, grid: tuple[int, int], block: int, tensors: list[torch.Tensor | None], words: list[int]
+    source: Source, grid: tuple[int, ...], block: int, tensors: list[torch.Tensor | None], words: list[int]
 ) -> None:
     """Run a kernel whose parameters are the addresses of `tensors`, then `words`; writes the tensors."""
     given = [x for x in tensors if x is not None]
@@ -100,7 +100,7 @@ def run(
         parameters += at
     parameters += [x for word in words for x in (-1, word)]
     sizes = [x.nbytes() for x in storages.values()]
-    header = [*grid, block, len(sizes), *sizes, len(parameters) // 2, *parameters]
+    header = [*(*grid, 1)[:3], block, len(sizes), *sizes, len(parameters) // 2, *parameters]
     views = [torch.empty(0, dtype=torch.uint8).set_(x).numpy() for x in storages.values()]
     with tempfile.NamedTemporaryFile() as file:
         file.write(np.array(header, dtype=np.int64).tobytes())

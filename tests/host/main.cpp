@@ -1,7 +1,7 @@
 // Launches a kernel, the library at argv[1], on memory read from the file at argv[2], and writes the memory back.
 //
-// The file: int64 words: grid x, y; block; R regions; each region's bytes; W parameter words, each a pair (region or -1,
-// value): the region's address plus value bytes, or the value itself. Then the regions' contents. Each region is an
+// The file: int64 words: grid x, y, z; block; R regions; each region's bytes; W parameter words, each a pair (region or
+// -1, value): the region's address plus value bytes, or the value itself. Then the regions' contents. Each region is an
 // separate allocation, poisoned from its end on: ASan detects any byte read or written past it.
 #include <cstdint>
 #include <cstdio>
@@ -20,9 +20,10 @@ int main(int, char** argv) {
     void* library = dlopen(argv[1], RTLD_NOW);
     std::FILE* file = std::fopen(argv[2], "rb");
     if (!library || !file) return std::fprintf(stderr, "%s\n", library ? argv[2] : dlerror()), 2;
-    const auto run = reinterpret_cast<void (*)(const void*, unsigned, unsigned, unsigned)>(dlsym(library, "run"));
+    using Run = void (*)(const void*, unsigned, unsigned, unsigned, unsigned);
+    const auto run = reinterpret_cast<Run>(dlsym(library, "run"));
     const auto takes = reinterpret_cast<std::size_t (*)()>(dlsym(library, "parameter_bytes"))();
-    const auto gx = read_word(file), gy = read_word(file), block = read_word(file);
+    const auto gx = read_word(file), gy = read_word(file), gz = read_word(file), block = read_word(file);
     std::vector<std::int64_t> sizes(read_word(file));
     for (auto& size : sizes) size = read_word(file);
     std::vector<std::int64_t> words(read_word(file)), owners(words.size());
@@ -43,7 +44,7 @@ int main(int, char** argv) {
         std::fprintf(stderr, "%zu parameter words, the kernel takes %zu\n", words.size(), takes / 8);
         return 4;
     }
-    run(words.data(), gx, gy, block);
+    run(words.data(), gx, gy, gz, block);
     file = std::fopen(argv[2], "wb");
     for (std::size_t r = 0; r < regions.size(); ++r) {
         if (sizes[r]) std::fwrite(regions[r], 1, sizes[r], file);

@@ -98,13 +98,13 @@ unsigned int __ballot_sync(unsigned int, bool predicate) {
 constexpr std::size_t STACK = 64 * 1024;
 
 EXPORTED std::size_t parameter_bytes() { return built.parameters; }
-EXPORTED void run(const void* parameters, unsigned gx, unsigned gy, unsigned block) {
-    gridDim = {gx, gy, 1};
+EXPORTED void run(const void* parameters, unsigned gx, unsigned gy, unsigned gz, unsigned block) {
+    gridDim = {gx, gy, gz};
     blockDim = {block, 1, 1};
     given = parameters;
     const auto stacks = mmap(nullptr, block * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    for (unsigned int b = 0; b < gx * gy; ++b) {
-        blockIdx = {b % gx, b / gx, 0};
+    for (unsigned int b = 0; b < gx * gy * gz; ++b) {
+        blockIdx = {b % gx, b / gx % gy, b / gx / gy};
         block_barrier = {block};
         warps.clear();
         for (unsigned int w = 0; w < block; w += 32) warps.push_back({{min(32u, block - w)}});

@@ -264,12 +264,13 @@ def test_ranks_on_one_empty_cache_whose_entries_are_torn(cache: KernelCache) -> 
 
 
 def test_a_rank_that_is_killed_while_it_compiles_holds_up_nobody(cache: KernelCache, monkeypatch) -> None:
+    compiler.import_cupy()
     compiling = FORK.Event()
     with monkeypatch.context() as patch:
         patch.setattr(compiler, "compile_source", lambda *_: (compiling.set(), time.sleep(60)))
         process = FORK.Process(target=kernels.build, args=(SPEC, "sm_90"))
         process.start()
-    compiling.wait()
+    assert compiling.wait(60)
     start = time.monotonic()
     assert kernels.build(SPEC, "sm_90").kept  # while the other one compiles
     assert time.monotonic() - start < 30

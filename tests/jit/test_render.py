@@ -145,7 +145,7 @@ def test_ingredients_follow_every_field_and_file() -> None:
     flags += "mrope_interleaved one_row wide rotate_k scales_q prefixed shifts head_scales added_bias gated "
     flags += "page_indptr cu_seqlens_q clear_page batch_indices convert_v"
     changes = {"dtype": "fp16", "table_dtype": "bf16", "head_dim": 256, "rotary_dim": 64, "rounding": "complex64"}
-    changes |= {"cu_seqlens_dtype": "int64", "launch": "grid_2d", "vec": 4, "chunks": 1, "table_vec": 2}
+    changes |= {"cu_seqlens_dtype": "int64", "launch": "grid_2d", "vec": 4, "chunks": 1, "table_vec": 2, "tiles": 1}
     changes |= {"tokens_per_block": 2, "heads_per_block": 7, "one_step": False, "rotary_offset": 8, "cp_size": 2}
     changes |= {"start_positions_dtype": "int64", "q_per_group": 4, "position_ids_dtype": "int64", "v_dim": 64}
     changes |= {"mrope_section": (16, 48), "slot_mapping_dtype": "int64", "page_size": 16, "q_out": "fp8"}

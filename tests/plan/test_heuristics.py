@@ -45,9 +45,7 @@ IDS = {"position_ids_dtype": "int64"}
         ({"tokens": 146, "heads": 72}, "grid_2d"),
         ({"tokens": 147, "heads": 72}, "token_linear"),
         ({"tokens": 1, "heads": 1}, "token_linear"),
-        ({"heads": 257}, "grid_2d"),  # a token's heads have more than 64 KiB
-        ({"heads": 256}, "token_linear"),
-        ({"heads": 65_536, "tokens": 1 << 20}, "token_linear"),  # the second grid axis may be too short
+        ({"heads": 65_536, "tokens": 1 << 20}, "token_linear"),
         ({**NORM, "heads": 258}, "token_linear"),
         ({"launch": "grid_2d"}, "grid_2d"),
         ({"launch": "token_linear", "tokens": 1}, "token_linear"),
@@ -151,15 +149,23 @@ def test_norm_plans(changes, launch, tokens, at_once, each, grid) -> None:
         ({"tokens": 16}, 8),
         ({"tokens": 256}, 16),  # more blocks than an SM takes at once
         ({}, 40),
-        ({"memory_speed": 4.9}, 40),
+        ({"memory_speed": 4.9}, 8),  # it takes a part of two tokens
         (IDS, 40),
-        ({**IDS, "memory_speed": 4.9}, 20),  # four blocks of 320 threads leave room for another
-        ({**IDS, "memory_speed": 4.9, "heads": 48}, 48),
+        ({"freqs": True, "memory_speed": 4.9, "heads": 48}, 16),  # of one
+        ({"memory_speed": 4.9, "heads": 48, "tokens": 512}, 48),  # heads are in L2
+        ({"cu_seqlens_dtype": "int32", "sequences": 9, "memory_speed": 4.9, "heads": 32}, 16),
+        ({"kv_out": "bf16", "slot_mapping_dtype": "int64", "memory_speed": 4.9, "heads": 80}, 16),
+        ({"heads": 128, "tokens": 264}, 16),  # it would be two steps
+        ({"heads": 131}, 32),
+        ({**IDS, "memory_speed": 4.9, "heads": 39}, 39),  # no even part is whole warps
+        ({**IDS, "memory_speed": 4.9, "heads": 24}, 24),
+        ({**IDS, "memory_speed": 4.9, "launch": "token_linear"}, 8),
         ({**IDS, "memory_speed": 4.9, "q_out": "fp8"}, 40),
     ],
 )
 def test_heads_of_a_block(changes: dict[str, Any], heads: int) -> None:
-    assert plan(replace(BASE, **{"heads": 40, **changes})).spec.heads_per_block == heads
+    found = plan(replace(BASE, **{"heads": 40, **changes}))
+    assert found.spec.heads_per_block == heads
 
 
 @pytest.mark.parametrize(

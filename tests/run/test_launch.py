@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import jitrope
-from jitrope import KVCache, Norm, Packed
-from jitrope.plan import problem
+from jitrope import KVCache, Norm, Packed, torch_state
+from jitrope.plan import heuristics, problem
 from jitrope.run import dispatch
 from jitrope.run import launch as runtime
 from jitrope.values import constants
@@ -230,6 +230,43 @@ def test_any_number_of_sequences_is_searched(count: int, cp: tuple[int, int]) ->
     want, _ = jitrope.apply_rope(q[: len(ids)], None, cos_sin_cache=table, **own)
     assert torch.equal(got[: len(ids)], want)
     assert not got[len(ids) :].any()
+
+
+@pytest.mark.parametrize("heads", [40, 48, 129], ids="{} heads".format)
+@pytest.mark.parametrize("where", ["rows", "angles", "ids", "a pack", "a cache"])
+def test_blocks_with_parts_of_tokens_have_the_bits_of_whole_tokens(where: str, heads: int, monkeypatch: Any) -> None:
+    """Large calls on fast memory, forward and gradient: blocks side by side have heads of the same tokens."""
+    generator = torch.Generator().manual_seed(heads)
+    q, k, v = (torch.randn(1, 9, n, 128, generator=generator).bfloat16() for n in (heads - 8, 8, 8))
+    angles, more = torch.rand(9, 64, generator=generator).to(DEVICE), {"layout": "bshd"}
+    table: dict[str, Any] = {"cos": angles.cos(), "sin": angles.sin()}
+    if where == "angles":
+        table = {"freqs": angles}
+    if where == "ids":
+        more["positions"] = torch.tensor([3, 3, 0, 8, 1, 2, 7, 5, 4], device=DEVICE)
+    if where == "a pack":
+        more = {"layout": "thd", "positions": Packed(torch.tensor([0, 4, 4, 7], device=DEVICE))}
+    found = []
+    for speed in (0.0, 4.8):
+        monkeypatch.setattr(torch_state, "memory_speed", lambda gpu, speed=speed: speed)
+        for name, value in {"LARGE_THREADS_PER_SM": 0, "MAX_GRID_Y": 4}.items() if speed else ():
+            monkeypatch.setattr(heuristics, name, value)
+        heuristics.plan.cache_clear()
+        dispatch._forget()
+        own = [(x[0] if where == "a pack" else x).to(DEVICE) for x in (q, k, v)]
+        if where == "a cache":
+            cache = KVCache(
+                *torch.zeros(2, 20, 8, 128, device=DEVICE).bfloat16(), torch.arange(9, 0, -1, device=DEVICE)
+            )
+            out = jitrope.prepare_qkv(*own, **table, cache=cache)
+            found.append([out[0], *cache.tensors.values()])
+            continue
+        leaves = [x.requires_grad_() for x in own[:2]]
+        out = jitrope.apply_rope(*leaves, **table, **more)
+        found.append([*out, *torch.autograd.grad(out, leaves, [x.detach() * 2 for x in out])])
+    heuristics.plan.cache_clear()
+    for whole, part in zip(*found, strict=True):
+        assert torch.equal(whole, part)
 
 
 def test_wild_starts_ids_and_slots_stay_in_bounds() -> None:

@@ -28,7 +28,7 @@ NOT_SAID = ("q_mean_square", "k_block_scale", "page_indptr", "batch_indices")
 OF_TENSORS = {
     *("table_dtype", "table_vec", "table_step", "full_width", "per_head", "weight_dtype", "weight_vec", "vec", "wide"),
     *("one_row", "batch_inner", "page_size", "head_scales", "prefixed", "kv_out", "q_per_group", "kv_per_group"),
-    *("copy_v", "ring", "one_step", "launch", "chunks"),
+    *("copy_v", "ring", "one_step", "launch", "tiles", "chunks"),
     *("heads_per_thread", "tokens_per_block", "heads_per_block", "blocks_per_sm"),
 }
 """What depends on dtypes, strides, shapes and counts, which a text leaves out, and the launch that follows."""
