@@ -19,7 +19,7 @@ _WORDS = {"map": MAPS, "quantity": QUANTITIES, "first": STEPS, "second": STEPS, 
 _WORDS |= {"index_dtype": INDEX_DTYPES, "dtype": DTYPES, "out_dtype": DTYPES}
 
 BLOCK_THREADS = 256
-ROWS_IN_FLIGHT = 4  # rows that a thread loads at the same time
+ROWS_IN_FLIGHT = 2  # rows that a thread loads at the same time
 
 # Rows that a thread adds at the same time, each of two sources. H100, x the copy, 1 / 2 / 4: sums of chunks 1.14 /
 # 1.09 / 1.18, over two ranks 1.08 / 1.05 / 1.11.
