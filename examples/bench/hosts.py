@@ -92,9 +92,10 @@ class Runner:
         return off
 
     def wall(self) -> float:
-        """Microseconds of a step."""
-        self.step()  # another process had the GPU
-        return stream_time([lambda: self.step().clear()], 3)
+        """Microseconds of a step. A turn takes 0.1 s at least: a short step waits for the CPU, which varies more."""
+        step = [lambda: self.step().clear()]
+        us = stream_time(step, 1)  # another process had the GPU
+        return stream_time(step, max(3, round(25_000 / us)))
 
     def gpu(self, count: int = 3) -> float:
         """Microseconds of a step's kernels and copies, without the gaps between them."""
