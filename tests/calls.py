@@ -430,6 +430,14 @@ after unrotated 32+8 128 grad | gated zero first 16+2 256 grad | gated_copy zero
 MODELS, LARGEST = (tuple(x.replace("\n", " | ").strip(" |").split(" | ")) for x in (MODELS, LARGEST))
 # Their gradient's largest block would need more shared memory than there is.
 WIDE = ("norm=across into_halves 96+96 128 grad", "norm=across into_halves 64+64 256 grad")
+# Three values that were wrong together: gates in place beside a cache; spare tokens with a bias in place.
+THREES = (
+    *("gated_bias own 128", "gated_bias own first 128", "rms gated_bias own 128", "rms gated_bias own packed 128"),
+    *("gated_bias own packed 128", "qkv_bias own packed 128", "grouped_bias rms own packed 128"),
+    *("qkv_bias number own packed 128", "qkv_bias head own packed 128", "rms gated_bias packed inplace 128"),
+    *("qkv_bias packed into_halves first inplace 128", "grouped_bias packed into_halves first inplace fp16 128"),
+    "grouped_bias packed_rows into_pairs middle inplace 256 odd",
+)
 # One for each function and kind of place, for the situations of torch. A name with "_" at its end writes q in place.
 NAMED = {
     "rope": "rope", "rope_": "rope inplace", "rope_into": "rope given", "fused": "grouped", "fused_": "grouped inplace",

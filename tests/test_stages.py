@@ -37,6 +37,7 @@ from .calls import (
     PACKED,
     REFUSED,
     RULES,
+    THREES,
     UNSAID,
     WITH_GRADIENT,
     WITHOUT_GRADIENT,
@@ -44,6 +45,7 @@ from .calls import (
     Table,
     fits,
     ident,
+    named,
 )  # fmt: skip
 from .devices import DEVICES
 from .host import backend
@@ -55,7 +57,7 @@ MODES = [*CALLS, *GRADIENTS]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", CALLS, ids=ident)
+@pytest.mark.parametrize("case", [*CALLS, *map(named, THREES)], ids=ident)
 def test_a_call_is_the_chain_of_its_stages(case: Case, device: str) -> None:
     """Results, and memory that nothing names. The second call has other data, and is a known one."""
     counts = []
