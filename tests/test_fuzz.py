@@ -250,7 +250,7 @@ def test_plans_are_launchable_and_whole(p: RopeProblem) -> None:
     if p.across_heads or p.gradient:  # a block walks tokens, or rows
         assert p.across_heads or y * step >= p.heads
     elif spec.tiles == 1:
-        assert x * step >= p.heads > (x - 1 - p.inverse) * step
+        assert x * step >= p.heads > (x - 1 - (p.inverse and p.v_dim > 0)) * step
         assert y * z[0] * spec.tokens_per_block >= p.tokens > (y - 1) * z[0] * spec.tokens_per_block
         assert spec.one_step
     elif spec.launch == "token_linear":

@@ -27,7 +27,7 @@ SMALL_BLOCK_THREADS = 128  # the target if heads are tiled
 FEW_TILED_THREADS_PER_SM = 896  # up to so many, without a norm; above, the target is BLOCK_THREADS
 SMALL_ACCESS_BYTES = 8  # then the bytes of an access
 
-# The second grid axis.
+# The grid over heads.
 FEW_THREADS_PER_SM = 1280  # below so many, counted with small accesses, it is over heads
 FEW_CACHED_THREADS_PER_SM = 1600  # the same for a write to a cache without a norm
 FEW_PACKED_HEADS = 8192  # up to so many tokens x heads of even packed sequences, it is over sequences
@@ -42,7 +42,7 @@ MAX_NORM_THREADS_PER_SM = 768  # with those that idle; if angles are shared; or 
 SHORT_THREADS_PER_SM = 512  # with wide angles, sines or fp64
 MIN_RING_ACCESS = 8  # bytes of an access, at least, of a block whose next heads are on their way (`ring.cuh`)
 RING_BYTES = 40 * 1024  # the most shared memory for those and for the stages together
-FAST_MEMORY = 4.0  # TB/s by its clock and width: rings walk to the end, and blocks that wait take a part of a token
+FAST_MEMORY = 4.0  # TB/s by its clock and width: rings walk to the end, and blocks of large calls have parts of tokens
 SHORT_WALK = 2  # groups of tokens that they walk over below it
 
 # A norm across heads.
@@ -95,9 +95,9 @@ def plan(p: RopeProblem) -> Plan:
     tiled = launch == "grid_2d" and not by_sequence(p)
     of_call: dict[str, Any] = {field.name: getattr(p, field.name) for field in fields(Compiled)}
     spec = RopeSpec(**of_call, **accesses(p, tiled), **_SMALLEST, launch=launch, one_row=False, tiles=0)
-    large = small_threads(p) >= LARGE_THREADS_PER_SM * p.sm_count
+    large = small_threads(p) >= LARGE_THREADS_PER_SM * p.sm_count or p.heads > MAX_GRID_Y
     tiled |= (part := part_of_token(p, spec, large)) > 0
-    tiles = (1 if large and (part or p.v_dim) else 2) if tiled or p.v_dim else 0
+    tiles = (1 if large and launch == "token_linear" else 2) if tiled or p.v_dim else 0
     # one_row: elsewhere the division is free, and this saves a kernel
     spec = replace(spec, tiles=tiles, one_row=tiled and p.batch == 1)
     if p.norm and not (tiled or p.across_heads or p.per_head):
@@ -167,8 +167,8 @@ def part_of_token(p: RopeProblem, spec: RopeSpec, large: bool) -> int:
     if p.norm or p.v_dim or spec.launch != "token_linear" or threads < least:
         return 0
     even = math.gcd(p.heads, max(1, SMALL_BLOCK_THREADS // spec.lanes))
-    several = threads > MAX_BLOCK_THREADS  # steps of a block that took all
-    return even if even * spec.lanes % WARP_THREADS == 0 else several * max(1, BLOCK_THREADS // spec.lanes)
+    whole = even * spec.lanes % (2 * WARP_THREADS) == 0  # smaller parts find the same angles too often
+    return even if whole else (threads > MAX_BLOCK_THREADS) * max(1, BLOCK_THREADS // spec.lanes)
 
 
 def _blocks_per_sm(p: RopeProblem, spec: RopeSpec) -> int:

@@ -68,7 +68,7 @@ def note(op: Operation, tensors: Tensors, options: Options) -> None:
     named = launch.with_outputs(op, {**tensors, **missing_weights(tensors, options)}, options)
     for asked in launches:
         # Else many tokens for an SM, with slow memory and with fast; and few.
-        for each in [(sm_count, speed)] if asked == "auto" else ((0, 0.0), (0, heuristics.FAST_MEMORY), (1 << 20, 0.0)):
+        for each in [(sm_count, speed)] if asked == "auto" else ((0, 0.0), (0, heuristics.FAST_MEMORY), (1 << 40, 0.0)):
             found = problem.plan_call(*op.head_views(named, options), named, options._replace(launch=asked), *each)
             if found is not None and found[0].spec not in specs:
                 specs.append(found[0].spec.of(op.text(tensors, options)))

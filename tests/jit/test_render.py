@@ -170,7 +170,7 @@ def test_ingredients_follow_every_field_and_file() -> None:
 
 def test_ingredients_follow_every_field_of_a_plain_spec() -> None:
     changes = {"map": "valid", "writes": True, "index_dtype": "int64", "cp_size": 3, "rule": "contiguous"}
-    changes |= {"sums": True, "dtype": "bf16", "out_dtype": "bf16", "access_bytes": 4, "lanes": 8, "unroll": 2}
+    changes |= {"sums": True, "dtype": "bf16", "out_dtype": "bf16", "access_bytes": 4, "lanes": 8, "unroll": 3}
     changes |= {"rows": True, "full": True, "extends": True, "padded": False, "exchange": False, "threads": 64}
     changes |= {"quantity": "grad", "first": "add", "second": "copy", "packed": False, "vec": 2}
     for spec in (PLAIN_SPECS[0], PLAIN_SPECS[2], PLAIN_SPECS[4]):
