@@ -215,6 +215,12 @@ def test_a_ranks_share_of_a_sequence_is_one_step(cp_size) -> None:
         assert found.grid[0] * found.spec.tokens_per_block >= heuristics.longest_share(p)
 
 
+def test_heads_may_be_more_than_the_second_axis_takes() -> None:
+    found = plan(replace(BASE, heads=65_537, tokens=1, vec_limit=1))
+    assert found.grid[0] * found.spec.heads_per_block >= 65_537
+    assert max(found.grid[1:]) <= heuristics.MAX_GRID_Y
+
+
 def test_token_linear_does_not_depend_on_the_number_of_sequences() -> None:
     problems = [replace(BASE, cu_seqlens_dtype="int32", sequences=n, launch="token_linear") for n in (1, 100, 10**6)]
     assert len({plan(p).grid for p in problems}) == 1

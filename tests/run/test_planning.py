@@ -62,6 +62,16 @@ def test_a_launch_can_be_named_or_left_to_the_sizes() -> None:
     assert [spec.launch for spec in specs] == ["grid_2d"]
 
 
+def test_the_tokens_of_a_planned_call_do_not_matter() -> None:
+    """Kernels of few tokens are listed for very many, too."""
+    found = []
+    for tokens in (64, 2_000_000):
+        with jitrope.planning() as specs:
+            jitrope.apply_rope(meta(1, tokens, 128, 128), None, cos_sin_cache=meta(tokens, 128, dtype=torch.float32))
+        found.append({*specs})
+    assert found[0] == found[1]
+
+
 def test_a_decode_step_is_planned_as_tokens() -> None:
     q, ids = meta(4, 1, 32, 128), meta(4, 1, dtype=torch.int64)
     with jitrope.planning() as specs:
