@@ -21,9 +21,7 @@ ARCHS = ["sm_80", "sm_90", "sm_100", "sm_120"]
 # architecture: kernels with limited registers spill some.
 SPILLS = {
     (13, 5): {
-        "sm_90": {
-            **{"norm=of_k 32+8 128 grad": 20, "after number 32+8 128": 8, "twice ids nvfp4_blocks 32+8 128": 8},
-        },
+        "sm_90": {**{"norm=of_k 32+8 128 grad": 20, "after number 32+8 128": 8, "twice ids nvfp4_blocks 32+8 128": 8}},
         "sm_120": {
             **{"pages ids 32+8 128 int32": 8, "indptr ids 32+8 128 int32": 8, "indices ids 32+8 128 int32": 8},
             **{"latent angles last into_halves 128+128 192 grad": 8, "norm=across interleaved 40+40 128 grad": 24},

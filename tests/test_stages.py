@@ -23,30 +23,8 @@ import jitrope
 from jitrope import InvalidInput
 from jitrope.torch_state import memory_speed
 
-from . import oracle
-from .calls import (
-    AXES,
-    BLOCKS,
-    CACHES,
-    CALLS,
-    GRADIENTS,
-    IDLE,
-    NEVER,
-    NO_GRADIENTS,
-    OF_ROWS,
-    PACKED,
-    REFUSED,
-    RULES,
-    THREES,
-    UNSAID,
-    WITH_GRADIENT,
-    WITHOUT_GRADIENT,
-    Case,
-    Table,
-    fits,
-    ident,
-    named,
-)  # fmt: skip
+from . import calls, oracle
+from .calls import CALLS, GRADIENTS, Case, Table, fits, ident, named
 from .devices import DEVICES
 from .host import backend
 from .results import LARGEST, Caches, check_gradients, flat, gradients, outputs, places_of, run, same, whole
@@ -57,7 +35,7 @@ MODES = [*CALLS, *GRADIENTS]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", [*CALLS, *map(named, THREES)], ids=ident)
+@pytest.mark.parametrize("case", [*CALLS, *map(named, calls.THREES)], ids=ident)
 def test_a_call_is_the_chain_of_its_stages(case: Case, device: str) -> None:
     """Results, and memory that nothing names. The second call has other data, and is a known one."""
     counts = []
@@ -196,7 +174,7 @@ def test_planned_as_launched(case: Case, device: str, monkeypatch: pytest.Monkey
         else:
             assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
     names = {spec.name for spec in specs}
-    assert leaves or 1 <= len(specs) <= 1 + (case["convert"] in OF_ROWS) + (case["norm"] == "v_norm")
+    assert leaves or 1 <= len(specs) <= 1 + (case["convert"] in calls.OF_ROWS) + (case["norm"] == "v_norm")
     if leaves and m.wanted == "g":  # outside of planning a gradient of the gate alone launches that of zeros too
         return
     if on_host:
@@ -210,7 +188,7 @@ def test_planned_as_launched(case: Case, device: str, monkeypatch: pytest.Monkey
 def plainest(rules: list[tuple[dict[str, Any], str]]) -> Iterator[Any]:
     """For each rule a case for each of its values, otherwise as plain as the others allow, and its words."""
     for number, (rule, text) in enumerate(rules):
-        table = Table(AXES, [*UNSAID, *[other for other, _ in REFUSED if other is not rule]])
+        table = Table(calls.AXES, [*calls.UNSAID, *[other for other, _ in calls.REFUSED if other is not rule]])
         every = [{axis: x[n % len(x)] for axis, x in rule.items()} for n in range(max(map(len, rule.values())))]
         learned = [{x: values.pop(x) for x in ("learned",) if x in values} for values in every]
         found = [(table.case(values, lambda numbers, _: numbers), more) for values, more in zip(every, learned)]
@@ -219,7 +197,7 @@ def plainest(rules: list[tuple[dict[str, Any], str]]) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("case", "text"), [*plainest(REFUSED)])
+@pytest.mark.parametrize(("case", "text"), [*plainest(calls.REFUSED)])
 def test_a_refusal_is_by_name_and_writes_nothing(case: Case, text: str, device: str) -> None:
     m = Made(case, device)
     places = places_of(m)
@@ -230,7 +208,7 @@ def test_a_refusal_is_by_name_and_writes_nothing(case: Case, text: str, device: 
     assert all(same(x, y) for x, y in zip((*m.tensors.values(), *places.tensors), before))
 
 
-@pytest.mark.parametrize(("case", "text"), [*plainest(WITHOUT_GRADIENT)])
+@pytest.mark.parametrize(("case", "text"), [*plainest(calls.WITHOUT_GRADIENT)])
 def test_a_call_without_a_gradient_is_refused(case: Case, text: str) -> None:
     m = Made(case, "cpu", leaves=True)
     places = places_of(m)
@@ -245,8 +223,8 @@ def test_every_pair_is_in_a_call_or_refused() -> None:
     """Few calls hold every pair; a pair without a call is that of one rule, or of two that leave no other value."""
     assert len(CALLS) < 450
     assert len(GRADIENTS) < 250
-    for cases, never, axes in ((CALLS, NEVER, AXES), (GRADIENTS, NO_GRADIENTS, WITH_GRADIENT)):
-        assert not any(fits(case, rule) for case in cases for rule in RULES)
+    for cases, never, axes in ((CALLS, calls.NEVER, calls.AXES), (GRADIENTS, calls.NO_GRADIENTS, calls.WITH_GRADIENT)):
+        assert not any(fits(case, rule) for case in cases for rule in calls.RULES)
         covered = {frozenset(pair) for case in cases for pair in itertools.combinations(case.items(), 2)}
         covered |= {frozenset(pair.items()) for pair in never}
         for a, b in itertools.combinations(axes, 2):
@@ -258,7 +236,7 @@ ALIKE = [
     for case in CALLS
     if case["source"] != "two"  # two tables are not one
     and (case["source"], case["convert"]) != ("latent", "of_v")  # its v is not like k
-    and not fits({**case, "convert": "none"} if case["out"] in CACHES else case, IDLE)  # a cache alone
+    and not fits({**case, "convert": "none"} if case["out"] in calls.CACHES else case, calls.IDLE)  # a cache alone
     and (case["norm"] == "none" or case["strides"] != "apart")  # torch adds the squares in another order
 ]
 
@@ -283,8 +261,8 @@ def test_the_bits_are_those_of_separate_heads(device: str, case: Case) -> None:
     got = m.call(**places.words)
     jitrope.configure(launch="grid_2d")
     # Fresh results have the numbers of a cache without scales, and without a norm of its v, before they are converted.
-    cached = case["out"] in CACHES
-    fresh = case["out"] not in (*BLOCKS, "fp8_slots", "fp8_pages") and case["norm"] != "of_v"
+    cached = case["out"] in calls.CACHES
+    fresh = case["out"] not in (*calls.BLOCKS, "fp8_slots", "fp8_pages") and case["norm"] != "of_v"
     left = ("heads", "order", "copy_v", "copy_gate", "bias")
     words = {name: x for name, x in like.words().items() if name not in left}
     if case["source"] == "latent":
@@ -292,8 +270,8 @@ def test_the_bits_are_those_of_separate_heads(device: str, case: Case) -> None:
     if fresh and cached and words.pop("quantize", None):
         words.update({"hadamard": True} if case["transform"] == "head" else {})
     # Positions that follow from lengths, where nothing else does, are ids; spare tokens have results then.
-    of_sequences = case["convert"] in (*OF_ROWS, "of_rows", "tiles") or case["more"] == "unrotated"
-    counted = case["positions"] in ("starts", "cp", *PACKED) and not of_sequences
+    of_sequences = case["convert"] in (*calls.OF_ROWS, "of_rows", "tiles") or case["more"] == "unrotated"
+    counted = case["positions"] in ("starts", "cp", *calls.PACKED) and not of_sequences
     if counted:
         ids = oracle.rows_of(like.tokens, device, like.turn)[0][0].to(like.ints)
         words["positions"] = ids[0] if like.layout == "thd" else ids

@@ -233,41 +233,26 @@ def test_any_number_of_sequences_is_searched(count: int, cp: tuple[int, int]) ->
 
 
 @pytest.mark.parametrize("heads", [40, 48, 129], ids="{} heads".format)
-@pytest.mark.parametrize("where", ["rows", "angles", "ids", "a pack", "a cache"])
+@pytest.mark.parametrize("where", ["rows", "angles", "ids", "pack", "slots"])
 def test_blocks_with_parts_of_tokens_have_the_bits_of_whole_tokens(where: str, heads: int, monkeypatch: Any) -> None:
-    """Large calls on fast memory, forward and gradient: blocks side by side have heads of the same tokens.
-
-    A whole token of 129 heads would take several steps; few tokens have a grid over heads.
-    """
-    generator = torch.Generator().manual_seed(heads)
-    q, k, v = (torch.randn(1, 9, n, 128, generator=generator).bfloat16() for n in (heads - 8, 8, 8))
-    angles, more = torch.rand(9, 64, generator=generator).to(DEVICE), {"layout": "bshd"}
-    table: dict[str, Any] = {"cos": angles.cos(), "sin": angles.sin()}
-    if where == "angles":
-        table = {"freqs": angles}
-    if where == "ids":
-        more["positions"] = torch.tensor([3, 3, 0, 8, 1, 2, 7, 5, 4], device=DEVICE)
-    if where == "a pack":
-        more = {"layout": "thd", "positions": Packed(torch.tensor([0, 4, 4, 7], device=DEVICE))}
-    found = []
+    """Large calls on fast memory, forward and gradient: blocks side by side have heads of the same tokens."""
+    order, offsets = (torch.tensor(x, device=DEVICE) for x in ([3, 4, 0, 8, 1, 2, 7, 5, 6], [0, 4, 4, 7]))
+    q, k, v = (torch.randn(9, n, 128, device=DEVICE).bfloat16() for n in (heads - 8, 8, 8))
+    angles, found = torch.rand(9, 64, device=DEVICE), []
+    table = {"freqs": angles} if where == "angles" else {"cos": angles.cos(), "sin": angles.sin()}
+    positions = {"pack": Packed(offsets), "ids": order}.get(where)
     for speed, launch in ((0.0, "auto"), (4.8, "auto"), (0.0, "grid_2d")):
         jitrope.configure(launch=launch)
         monkeypatch.setattr(torch_state, "memory_speed", lambda gpu, speed=speed: speed)
         for name, value in {"LARGE_THREADS_PER_SM": 0, "MAX_GRID_Y": 4}.items() if speed else ():
             monkeypatch.setattr(heuristics, name, value)
         heuristics.plan.cache_clear()
-        dispatch._forget()
-        own = [(x[0] if where == "a pack" else x).to(DEVICE) for x in (q, k, v)]
-        if where == "a cache":
-            cache = KVCache(
-                *torch.zeros(2, 20, 8, 128, device=DEVICE).bfloat16(), torch.arange(9, 0, -1, device=DEVICE)
-            )
-            out = jitrope.prepare_qkv(*own, **table, cache=cache)
-            found.append([out[0], *cache.tensors.values()])
-            continue
-        leaves = [x.requires_grad_() for x in own[:2]]
-        out = jitrope.apply_rope(*leaves, **table, **more)
-        found.append([*out, *torch.autograd.grad(out, leaves, [x.detach() * 2 for x in out])])
+        cache = KVCache(*torch.zeros(2, 9, 8, 128, device=DEVICE).bfloat16(), order) if where == "slots" else None
+        leaves = [x.detach().requires_grad_(cache is None) for x in (q, k)]
+        words = {"positions": positions, "layout": "thd", **({"cache": cache} if cache else {})}
+        out = [x for x in jitrope.prepare_qkv(*leaves, v if cache else None, **table, **words) if x is not None]
+        grads = [] if cache else torch.autograd.grad(out, leaves, [x.detach() * 2 for x in out])
+        found.append([*out, *grads, *([] if cache is None else cache.tensors.values())])
     heuristics.plan.cache_clear()
     for others in zip(*found, strict=True):
         assert all(torch.equal(others[0], x) for x in others)
