@@ -93,28 +93,18 @@ IDLE["more"] = ("none", "unrotated", "inverse", "check")
 
 # What cannot be said: a function has no such word, or a value has no such form.
 UNSAID: list[dict[str, Any]] = [
-    {"source": ROPES, "norm": but("norm", "none")},
-    {"source": ROPES, "transform": "head"},
-    {"source": ROPES, "convert": CONVERTED},
-    {"source": (*ROPES, "latent"), "out": CACHES},
-    {"source": "latent", "out": "inplace"},
-    {"source": STREAMS, "out": ("inplace", "own")},
-    {"source": "latent", "norm": but("norm", "none")},
-    {"source": "latent", "transform": "head"},
-    {"source": "latent", "convert": DYNAMIC},
-    {"source": "latent", "out": ("by_rank", "ulysses")},
+    *[{"source": ROPES, "norm": but("norm", "none")}, {"source": ROPES, "transform": "head"}],
+    *[{"source": ROPES, "convert": CONVERTED}, {"source": (*ROPES, "latent"), "out": CACHES}],
+    *[{"source": "latent", "out": "inplace"}, {"source": STREAMS, "out": ("inplace", "own")}],
+    *[{"source": "latent", "norm": but("norm", "none")}, {"source": "latent", "transform": "head"}],
+    *[{"source": "latent", "convert": DYNAMIC}, {"source": "latent", "out": ("by_rank", "ulysses")}],
     {"size": "6", "part": "middle"},
     {"source": "latent", "part": ("first", "middle")},  # the widths of the tensors say which
-    {"source": ("latent", *STREAMS), "more": "inverse"},
-    {"source": STREAMS, "more": "check"},
-    {"source": STREAMS, "layout": but("layout", "bshd")},
-    {"source": "two", "table": "none"},
-    {"table": ("cache", "cis"), "pairs": "full"},
-    {"table": "none", "of_table": ("half", "double")},
-    {"table": "cis", "of_table": "half"},
-    {"dtype": "fp32", "of_table": "half"},
-    {"norm": ("none", "l2"), "weights": "weights_fp32"},
-    {"dtype": "fp32", "weights": "weights_fp32"},
+    *[{"source": ("latent", *STREAMS), "more": "inverse"}, {"source": STREAMS, "more": "check"}],
+    *[{"source": STREAMS, "layout": but("layout", "bshd")}, {"source": "two", "table": "none"}],
+    *[{"table": ("cache", "cis"), "pairs": "full"}, {"table": "none", "of_table": ("half", "double")}],
+    *[{"table": "cis", "of_table": "half"}, {"dtype": "fp32", "of_table": "half"}],
+    *[{"norm": ("none", "l2"), "weights": "weights_fp32"}, {"dtype": "fp32", "weights": "weights_fp32"}],
     {"positions": PACKED, "layout": but("layout", "thd")},  # `Packed` implies it
 ]
 
@@ -176,8 +166,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"norm": ("across", "means"), "size": "576"}, "q has D=...; across_heads goes with at most 512"),
     ({"norm": "across", "convert": DYNAMIC}, "across_heads does not go with dynamic scales" + ACROSS),
     ({"norm": "across", "transform": "head"}, "across_heads does not go with hadamard" + ACROSS),
-    ({"norm": "across", "convert": "of_v"}, V_LIKE_K),
-    ({"norm": NORMS, "positions": "shifts"}, NO_SHIFTS),
+    *[({"norm": "across", "convert": "of_v"}, V_LIKE_K), ({"norm": NORMS, "positions": "shifts"}, NO_SHIFTS)],
     ({"norm": NORMS, "more": "inverse"}, "inverse does not go with norm; rotate back in a call without a norm"),
     # Tables and positions.
     ({"table": "per_head", "heads": but("heads", "mha"), "source": TWO_HEADS},
@@ -194,8 +183,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"positions": PACKED, "rounding": "complex128"}, NO_ANGLES),
     ({"positions": COUNTED, "more": "unrotated"}, "... does not go with unrotated; " + COSINES),
     ({"positions": "shifts", "transform": "head"}, NO_SHIFTS),
-    ({"positions": "shifts", "convert": CONVERTED}, NO_SHIFTS),
-    ({"positions": "shifts", "out": CACHES}, NO_SHIFTS),
+    *[({"positions": "shifts", "convert": CONVERTED}, NO_SHIFTS), ({"positions": "shifts", "out": CACHES}, NO_SHIFTS)],
     # Pairs.
     ({"pairs": INTO, "more": "unrotated"}, "interleaved_out does not go with unrotated; " + COSINES),
     ({"pairs": INTO, "out": "own"},

@@ -55,10 +55,7 @@ def both(core: Any, t: Tensor, freqs: Tensor, words: Any, *given: Any, cp: Any =
 
 
 PADDED: list[Any] = [  # words, rotated elements, batch, mscale
-    ({}, 32, 1, 1.0),
-    ({"rotary_interleaved": True}, 16, 1, 1.0),
-    ({}, 32, 2, 1.5),
-    ({"mla": True}, 16, 1, 0.8),
+    *[({}, 32, 1, 1.0), ({"rotary_interleaved": True}, 16, 1, 1.0), ({}, 32, 2, 1.5), ({"mla": True}, 16, 1, 0.8)],
     ({"mrope_section": [4, 6, 6]}, 32, 2, 1.0),
 ]
 
@@ -171,8 +168,7 @@ def test_self_attention(core: Any, ranks: Any, enabled: Any, device: str, norm: 
 
 
 RANKS = [  # the context parallel size and rank, and the positions of its chunks of sequences of 8 and 16 tokens
-    ((2, 0), [0, 1, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15]),
-    ((2, 1), [2, 3, 4, 5, 4, 5, 6, 7, 8, 9, 10, 11]),
+    *[((2, 0), [0, 1, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15]), ((2, 1), [2, 3, 4, 5, 4, 5, 6, 7, 8, 9, 10, 11])],
     ((4, 3), [3, 4, 6, 7, 8, 9]),
 ]
 

@@ -36,16 +36,11 @@ def test_te_signatures(te: Any, name: str) -> None:
 
 
 TE_CASES = [  # tensor_format, dtype, interleaved, rotary part, starts, cp, transposed axes, overlapping gradient
-    ("sbhd", "fp32", False, 1.0, False, 1, None, False),
-    ("sbhd", "bf16", False, 1.0, True, 1, None, True),
-    ("sbhd", "fp16", True, 0.5, False, 2, (0, 1), False),
-    ("sbhd", "fp32", False, 0.5, True, 2, (2, 3), False),
-    ("bshd", "bf16", True, 1.0, True, 2, None, True),
-    ("bshd", "fp16", False, 1.0, True, 1, (2, 3), True),
-    ("thd", "fp32", False, 0.5, False, 1, None, False),
-    ("thd", "bf16", False, 0.5, True, 2, None, False),
-    ("thd", "fp16", True, 0.5, False, 2, None, False),
-    ("thd", "fp32", True, 1.0, True, 2, None, True),
+    *[("sbhd", "fp32", False, 1.0, False, 1, None, False), ("sbhd", "bf16", False, 1.0, True, 1, None, True)],
+    *[("sbhd", "fp16", True, 0.5, False, 2, (0, 1), False), ("sbhd", "fp32", False, 0.5, True, 2, (2, 3), False)],
+    *[("bshd", "bf16", True, 1.0, True, 2, None, True), ("bshd", "fp16", False, 1.0, True, 1, (2, 3), True)],
+    *[("thd", "fp32", False, 0.5, False, 1, None, False), ("thd", "bf16", False, 0.5, True, 2, None, False)],
+    *[("thd", "fp16", True, 0.5, False, 2, None, False), ("thd", "fp32", True, 1.0, True, 2, None, True)],
 ]
 TE_NAMES = ("device", "tensor_format", "dtype", "interleaved", "part", "starts", "cp", "axes", "overlapping")
 

@@ -39,14 +39,11 @@ HOOKED = Qwen3RMSNorm(16)
 HOOKED.register_forward_hook(lambda *_: None)
 UNKNOWN = "is no norm that jitrope knows, or was changed"
 NORMS: list[tuple[Any, str]] = [
-    (nn.RMSNorm(8, 1e-5), "RMSNorm, rounded once"),
-    (nn.LayerNorm(8), "LayerNorm, rounded once"),
-    (Qwen3RMSNorm(16), "RMSNorm, rounded twice"),
-    (gemma3.Gemma3RMSNorm(16), "RMSNorm of 1 + weight, rounded once"),
+    *[(nn.RMSNorm(8, 1e-5), "RMSNorm, rounded once"), (nn.LayerNorm(8), "LayerNorm, rounded once")],
+    *[(Qwen3RMSNorm(16), "RMSNorm, rounded twice"), (gemma3.Gemma3RMSNorm(16), "RMSNorm of 1 + weight, rounded once")],
     (type("Derived", (nn.LayerNorm,), {})(8), "LayerNorm, rounded once"),
     (nn.LayerNorm((2, 8), elementwise_affine=False), "a norm's weight must be a parameter with one axis"),
-    (nn.Linear(8, 8), "a norm's weight must be a parameter with one axis"),
-    (nn.Identity(), f"Identity {UNKNOWN}"),
+    *[(nn.Linear(8, 8), "a norm's weight must be a parameter with one axis"), (nn.Identity(), f"Identity {UNKNOWN}")],
     (type("Mine", (Qwen3RMSNorm,), {"forward": lambda self, x: x})(16), f"Mine {UNKNOWN}"),
     (torch.jit.trace(nn.LayerNorm(8), torch.ones(8)), "a norm is scripted or traced by torch.jit"),
     (HOOKED, "a norm has hooks"),

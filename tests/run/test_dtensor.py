@@ -143,8 +143,7 @@ def test_tables_that_are_dtensors() -> None:
     inputs, every = [(heads(8), [Shard(1)]), (heads(4), [Shard(1)])], [(heads(4), [Shard(2)])] * 2
     ids = torch.arange(S).flip(0)
     for words, given, places in (
-        (TABLE, inputs, (R, Shard(0))),
-        ({"freqs_cis": torch.complex(COS, SIN)}, inputs, (R, Shard(0))),
+        *[(TABLE, inputs, (R, Shard(0))), ({"freqs_cis": torch.complex(COS, SIN)}, inputs, (R, Shard(0)))],
         (table(B, S, 4, D), every, (Shard(2),)),
     ):
         for p in places:
@@ -164,8 +163,7 @@ def test_tables_and_positions() -> None:
     kinds: list[dict[str, Any]] = [
         *[table(*shape, D // 2) for shape in ((B, S + 1), (1, S), (B, S, 4), (1, S, 4))],
         *[{"freqs": x} for x in (angles, angles[:, None, None].expand(S, B, 1, -1))],
-        {"cos_sin_cache": torch.cat((cos, sin), -1)},
-        {"freqs_cis": torch.complex(cos, sin)},
+        *[{"cos_sin_cache": torch.cat((cos, sin), -1)}, {"freqs_cis": torch.complex(cos, sin)}],
         {"cos": cos, "sin": sin, "inverse": True, "interleaved": True, "interleaved_out": False},
         {"cos": cos[:, :2], "sin": sin[:, :2], "rotary_dim": 4, "rotary_offset": 2},
         *[{**far, "positions": x} for x in (ids[0, 0], ids[0], ids[0, :1])],
@@ -277,8 +275,7 @@ def test_placements_that_are_refused() -> None:
     allowed = r"; allowed are Rep.*\(\), Shard\(0\) \(batch\), Shard\(1\) \(seq\), Shard\(2\) \(heads\).*redistribute q"
     refused: list[tuple[str, Any, Any, dict[str, Any]]] = [
         (is_q + r"\(Shard\(dim=3\),\)" + allowed, place(q, Shard(3)), None, {}),
-        (is_q + r"\(Partial\(sum\),\)" + allowed, summed, None, {}),
-        (is_q + r".*_S.*" + allowed, strided, None, {}),
+        *[(is_q + r"\(Partial\(sum\),\)" + allowed, summed, None, {}), (is_q + r".*_S.*" + allowed, strided, None, {})],
         ("and k is .*the same for q and k", seq, place(k, R), {}),
         ("and k is .*the same for q and k", batch, place(k, Shard(2)), {}),
         ("k is a plain tensor beside DTensors", by_heads, k, {}),

@@ -47,13 +47,11 @@ rows: a byte behind each head; two orders: k's heads lie before the rows of a pa
 NVFP4: dict[str, Any] = {"dtype": FP4, "group": 16, "scale_dtype": E4M3}
 BLOCKS: list[tuple[str, int, dict[str, Any]]] = [
     *[(form, dim, NVFP4) for form in FORMS for dim in (64, 80)],
-    ("one page", 128, {"group": 128}),
-    ("NHD", 128, {"dtype": E5M2, "group": 32}),
+    *[("one page", 128, {"group": 128}), ("NHD", 128, {"dtype": E5M2, "group": 32})],
     ("one page", 128, {"dtype": torch.int8, "group": 64}),
     ("NHD", 128, {"dtype": torch.int8, "group": 128, "scale_dtype": E8M0}),
     ("one page", 128, {"group": 32, "scale_dtype": E8M0}),
-    ("NHD", 128, {"dtype": FP4, "group": 32, "scale_dtype": E8M0}),
-    ("one page", 128, {"dtype": FP4, "group": 16}),
+    *[("NHD", 128, {"dtype": FP4, "group": 32, "scale_dtype": E8M0}), ("one page", 128, {"dtype": FP4, "group": 16})],
     ("NHD", 128, {"group": 128, "scale_fmt": "ue8m0"}),
     ("one page", 128, {"dtype": FP4, "group": 32, "scale_fmt": "ue8m0"}),
     ("NHD", 128, {"group": 64, "scale_dtype": E8M0, "scale_fmt": "ue8m0"}),

@@ -79,9 +79,7 @@ CALLS: list[tuple[str, str, list[int]]] = [
     *[(name, "NHD", []) for name in FORMS],
     *[("flashinfer", "HND", []), ("flashinfer", "one page", []), ("vllm", "one page HND", [])],
     *[(name, "NHD", REST) for name in ("vllm", "flashinfer", "vllm-rows")],
-    ("flashinfer", "one page", REST),
-    ("vllm-idle", "NHD", [9, 10, 11]),
-    ("full pages", "NHD", [17, 18, 19]),
+    *[("flashinfer", "one page", REST), ("vllm-idle", "NHD", [9, 10, 11]), ("full pages", "NHD", [17, 18, 19])],
 ]
 
 

@@ -24,16 +24,11 @@ MXFP8: dict[str, Any] = {"group": 32, "scale_dtype": E8M0}
 # ---- computed scales -------------------------------------------------------------------------------
 
 HEADS: list[tuple[int, dict[str, Any]]] = [
-    (80, {}),
-    (128, {"rotary_dim": 32, "rotary_offset": 48}),
-    (192, {"rotary_dim": 64}),
-    (192, {"rotary_dim": 64, "rotary_offset": 128, "interleaved": True}),
-    (256, {"interleaved": True}),
-    (512, {"rotary_dim": 64, "rotary_offset": 448, "interleaved": True}),
-    (96, {}),
+    *[(80, {}), (128, {"rotary_dim": 32, "rotary_offset": 48}), (192, {"rotary_dim": 64})],
+    *[(192, {"rotary_dim": 64, "rotary_offset": 128, "interleaved": True}), (256, {"interleaved": True})],
+    *[(512, {"rotary_dim": 64, "rotary_offset": 448, "interleaved": True}), (96, {})],
     (66, {"rotary_dim": 64}),  # in fp4 a head has an odd number of bytes
-    (6, {"rotary_dim": 4}),
-    (10, {"interleaved": True}),
+    *[(6, {"rotary_dim": 4}), (10, {"interleaved": True})],
 ]
 GROUPS = (None, 16, 32, 64, 128)
 FP32: dict[str, Any] = {"scale_fmt": "ue8m0"}  # powers of two in fp32
