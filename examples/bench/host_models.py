@@ -133,6 +133,12 @@ def decode_words(model: Any, smoke: bool) -> dict[str, Any]:
     known = inspect.signature(type(model).forward).parameters
     words = {"cache" if "cache" in known else "past_key_values": cache, "use_cache": True}
     model(inputs_embeds=bf16(batch, length, model.config.hidden_size), **words)
+
+    def same_step(*_: Any) -> None:
+        for layer in cache.layers:
+            layer.cumulative_length.fill_(length)
+
+    model.register_forward_pre_hook(same_step)
     return {"inputs_embeds": bf16(batch, 1, model.config.hidden_size), **words}
 
 
