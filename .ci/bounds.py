@@ -148,7 +148,7 @@ pages_frames = frames(lambda: jitrope.prepare_qkv(q[0], k[0], v[0], **words))
 inlined, guards = compiled(lambda *args: jitrope.prepare_qkv(*args, norm=norm), q, k, v, *angles)
 ops_of_calls = ops()
 every_op = ops() if jitrope.thd and jitrope.context_parallel else 0  # they are imported here
-names = [name for name in jitrope.__all__ if name.startswith(("apply_", "prepare_"))]
+names = [name for name in jitrope.__all__ if name.startswith(("apply_", "prepare_", "project_"))]
 public = [inspect.unwrap(getattr(jitrope, name)).__code__ for name in names]
 parameters = [x.co_argcount + x.co_kwonlyargcount + bool(x.co_flags & 8) for x in public]  # `**words` is one
 
@@ -160,8 +160,8 @@ with TemporaryDirectory() as folder:  # as installed: where Python may not write
 of_torch, ours = map(min, zip(*[map(float, run.stdout.split()) for run in runs[1:]]))
 
 BOUNDS = [  # what, its number here, its bound, and what is held while the bound is missed
-    ("code lines of the core", code - sum(parts[part] for part in NOT_CORE), 6000, 6274),
-    ("code lines of jitrope/", code, 10500, 10500),
+    ("code lines of the core", code - sum(parts[part] for part in NOT_CORE), 6000, 6540),
+    ("code lines of jitrope/", code, 10800, 10800),
     ("code lines of integrations", parts["integrations"], 1900, 1900),
     ("lines of integrations", sum(len(text.splitlines()) for text in hosts), 3200, 3200),
     ("code lines of tools", parts["tools"], 800, 800),
@@ -180,8 +180,8 @@ BOUNDS = [  # what, its number here, its bound, and what is held while the bound
     ("guards of its frame", guards, 30, 30),
     ("guards of a frame that makes the norm", compiled(Layer(), q, k, v, *angles)[1], 34, 34),
     ("CPU time of importing jitrope over that of torch", round(ours / of_torch, 3), 0.05, 0.05),
-    ("public functions that compute", len(public), 5, 5),
-    ("their parameters", sum(parameters), 60, 60),
+    ("public functions that compute", len(public), 6, 6),
+    ("their parameters", sum(parameters), 70, 70),
     ("type: ignore", text.count("type: ignore"), 20, 20),
     ("fmt: skip", text.count("fmt: skip"), 0, 6),
     ("files over 400 lines", sum(len(text.splitlines()) > 400 for text in FILES.values()), 0, 0),

@@ -8,6 +8,7 @@
 - `prepare_qkv` rotates, and also normalises (`Norm`), stores in a KV cache (`KVCache`, `Pages`) or converts to fp8,
   int8 or fp4 (`Quantize`, `DynamicQuantize`).
 - `prepare_fused_qkv` splits the output of a fused projection, in any common order, normalises and rotates.
+- `project_qkv` also makes the projection, by tensor cores.
 - `prepare_joint_qkv` normalises, rotates, joins and converts two streams (FLUX, Qwen-Image).
 - `prepare_mla_qkv` rotates, and makes k and v of multi-head latent attention (DeepSeek).
 - `Packed`, `Starts`, `Mrope` and `Shifts` are kinds of `positions=`.
@@ -36,7 +37,7 @@ The examples run after `import torch, jitrope` and the import of their module by
 
 from typing import Any as _Any
 
-from .api import apply_rope, prepare_fused_qkv, prepare_joint_qkv, prepare_mla_qkv, prepare_qkv
+from .api import apply_rope, prepare_fused_qkv, prepare_joint_qkv, prepare_mla_qkv, prepare_qkv, project_qkv
 from .base.config import __version__, configure
 from .base.config import set_up_logging as _set_up_logging
 from .base.errors import CacheError, CompileError, InvalidInput, JitropeError, MissingKernel
@@ -50,7 +51,7 @@ from .stages.norm import Norm
 from .stages.positions import Mrope, Packed, Shifts, Starts
 
 # ruff: noqa: RUF022  (in the order of the documentation)
-__all__ = ["apply_rope", "prepare_qkv", "prepare_fused_qkv", "prepare_joint_qkv", "prepare_mla_qkv"]
+__all__ = ["apply_rope", "prepare_qkv", "prepare_fused_qkv", "prepare_joint_qkv", "prepare_mla_qkv", "project_qkv"]
 __all__ += ["Packed", "Shifts", "Starts", "Mrope", "Norm", "KVCache", "Pages"]
 __all__ += ["Quantize", "DynamicQuantize", "Scaled", "Ulysses"]
 __all__ += ["configure", "record", "on_compile", "KernelEvent", "planning"]

@@ -42,7 +42,7 @@ def _part(*files: Any) -> Part:
 
 
 SOURCE, SINK = "source", "sink"
-_HEADS = "dq dk dv dgate q k v qkv kv k_pe first_q first_k first_v second_q second_k second_v"
+_HEADS = "dq dk dv dgate x weight q k v qkv kv k_pe first_q first_k first_v second_q second_k second_v"
 PARTS = {
     SOURCE: _part(SimpleNamespace(TENSORS=_HEADS.split(), Words=layouts.Words)),
     **{name: _part(stage) for name, stage in STAGES.items()},

@@ -178,6 +178,11 @@ def guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return check
 
 
+def has_wgmma(x: Tensor) -> bool:
+    """Whether a tensor's GPU has the tensor cores' instructions of sm_90, which later ones have not."""
+    return x.device.type == "meta" or (x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0))
+
+
 def memory_speed(gpu: Any) -> float:
     """TB/s of a GPU's memory with these properties, in two transfers a cycle; 0.0 if this torch does not tell."""
     clock, width = (getattr(gpu, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))  # kHz, bits

@@ -70,7 +70,15 @@ def but(axis: str, *values: str) -> tuple[str, ...]:
     return tuple([x for x in AXES[axis] if x not in values])
 
 
-ROPES, FUSED, STREAMS = AXES["source"][3:5], AXES["source"][5:13], AXES["source"][14:]
+ROPES, STREAMS = AXES["source"][3:5], AXES["source"][14:]
+# The sources of `project_qkv`, and those that have their rules.
+PROJECTED = {
+    "projected": "qkv",
+    "projected_bias": "qkv_bias",
+    "projected_grouped": "grouped",
+    "projected_gated": "gated",
+}
+FUSED = AXES["source"][5:13]
 BIASED, ALONE = ("qkv_bias", "grouped_bias", "gated_bias"), ("alone", "rope_alone")
 CONVERTED, GIVEN, DYNAMIC = AXES["convert"][1:], AXES["convert"][1:6], AXES["convert"][6:]
 CACHES, BLOCKS, PACKED = AXES["out"][6:], AXES["out"][14:], AXES["positions"][8:]
@@ -325,6 +333,22 @@ def fits(case: Case, rule: dict[str, Any]) -> bool:
 RULES = [*UNSAID, *[rule for rule, _ in REFUSED]]
 TABLE = Table(AXES, RULES)
 CALLS, NEVER = TABLE.covered()
+# Projections, most of which tensor cores can make, have a table of their own, with fewer conversions and results.
+OF_PROJECTIONS: Axes = {
+    **AXES,
+    **{"source": tuple(PROJECTED), "dtype": ("bf16", "fp16"), "size": ("64", "128"), "part": ("whole", "first")},
+    **{"pairs": but("pairs", "into_pairs"), "norm": but("norm", "of_v"), "strides": ("plain", "sliced")},
+    "convert": ("none", "e4m3", "of_v", "heads", "mxfp8"),
+    "out": ("fresh", "given", "slots", "fp8_pages", "ulysses"),
+}
+
+
+def of_projections(rules: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    own = [{x for x, like in PROJECTED.items() if like in rule.get("source", ())} for rule in rules]
+    return [rule if "source" not in rule else {**rule, "source": (*rule["source"], *x)} for rule, x in zip(rules, own)]
+
+
+PROJECTIONS = Table(OF_PROJECTIONS, of_projections(RULES)).covered()[0]
 
 
 def named(words: str) -> Case:
@@ -353,8 +377,13 @@ def random_case(draw: random.Random, gradient: bool = False) -> Case:
 
 
 UNLEARNED = {"learned": ("learned",), "table": ("none",)}
-GRADIENT_TABLE = Table(WITH_GRADIENT, [*RULES, UNLEARNED, *[rule for rule, _ in WITHOUT_GRADIENT]])
+_RULES = [*RULES, UNLEARNED, *[rule for rule, _ in WITHOUT_GRADIENT]]
+GRADIENT_TABLE = Table(WITH_GRADIENT, _RULES)
 GRADIENTS, NO_GRADIENTS = GRADIENT_TABLE.covered()
+_FEWER = {"norm": ("none", "rms", "after"), "table": ("rows", "angles"), "positions": ("none", "ids", "packed")}
+_FEWER |= {"rounding": ("fp32",), "more": ("none", "number"), "layout": ("bshd", "sbhd", "thd"), "ints": ("int64",)}
+_FEWER |= {"pairs": ("halves", "interleaved"), "convert": ("none",), "out": ("fresh", "ulysses")}
+OF_PROJECTED = Table({**WITH_GRADIENT, **OF_PROJECTIONS, **_FEWER}, of_projections(_RULES)).covered()[0]
 
 
 def ident(case: Case) -> str:

@@ -11,11 +11,13 @@ from torch import Tensor
 
 import jitrope
 from jitrope import DynamicQuantize, Mrope, Norm, Packed, Quantize, Shifts, Starts
+from jitrope.sources import projected
 
 from . import oracle
-from .calls import AXES, BIASED, CACHES, DYNAMIC, FUSED, GIVEN, INTO, PACKED, ROPES, STREAMS, Case
+from .calls import AXES, BIASED, CACHES, DYNAMIC, FUSED, GIVEN, INTO, PACKED, PROJECTED, ROPES, STREAMS, Case
 from .host import backend
 
+projected.LEAST_TOKENS = 0  # calls of the table are small
 E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP4 = getattr(torch, "float4_e2m1fn_x2", torch.uint8)
@@ -25,12 +27,14 @@ STEPS = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-8}  # o
 FUNCTIONS = {
     **dict.fromkeys(AXES["source"], "prepare_qkv"), **dict.fromkeys(ROPES, "apply_rope"), "latent": "prepare_mla_qkv",
     **dict.fromkeys(FUSED, "prepare_fused_qkv"), **dict.fromkeys(STREAMS, "prepare_joint_qkv"),
+    **dict.fromkeys(PROJECTED, "project_qkv"),
 }  # fmt: skip
 HEADS = {"gqa": (4, 2), "mha": (4, 4), "odd": (9, 3), "many": (70, 10)}  # else as "32+8"
 if backend.DEVICE == "cpu":
     HEADS["many"] = (30, 10)  # more than a block has, and a kernel on the CPU takes its time for each
 B, S, SKIPPED, FIRST, V_DIM = 2, 6, 2, 2, 48
 """Rows, tokens, unrotated tokens, tokens of the first stream, elements of a head of v in latent attention."""
+WIDTH = 72  # elements of a token that is projected
 NUMBER = 0.75
 SCALES = {"q": 0.07, "k": 0.005, "v": 0.03}  # k saturates at e4m3's largest number
 GLOBALS = {"q": 0.5, "k": 2.0, "v": 0.25}
@@ -74,11 +78,11 @@ class Made:
         self.counts = HEADS.get(case["heads"]) or tuple(map(int, case["heads"].split("+")))
         self.weights_dtype = self.dtype if case["weights"] == "half" else torch.float32
         self.ints = torch.int32 if case["ints"] == "int32" else torch.int64
-        order = source.removesuffix("_bias").removesuffix("_copy")
+        order = source.removesuffix("_bias").removesuffix("_copy").removeprefix("projected").removeprefix("_") or "qkv"
         self.order = {"gated": "qkv_gated", "view": "qkv"}.get(order, order)
         # The heads that a call has; the results that are not in a cache, with a gate, g; those that get a gradient.
         self.letters = {"no_v": "qk", "alone": "q", "rope": "qk", "rope_alone": "q"}.get(source, "qkv")
-        self.outputs = ("q" if out in CACHES else self.letters) + "g" * source.startswith("gated")
+        self.outputs = ("q" if out in CACHES else self.letters) + "g" * (self.order == "qkv_gated")
         first, last = self.outputs[:1], self.outputs[-1:]
         self.wanted = {"of_first": first, "of_last": last}.get(case.get("wanted", "all"), self.outputs)
         # The first rotated element of a head, and the number of them; the rest of "last" is a power of two.
@@ -92,7 +96,7 @@ class Made:
         self.is_own = out == "own" and convert == "none"  # a cache's call writes q in place too
         self.in_place = out == "inplace" or self.is_own
         # What is lost before the last rounding, relative to the largest.
-        early = case["rounding"] == "dtype" or case["norm"] in ("once", "twice")
+        early = case["rounding"] == "dtype" or case["norm"] in ("once", "twice") or source in PROJECTED
         self.lost = 3 * STEPS[self.dtype] if early else 2e-5
         in_pages = out in ("pages", "indptr", "indices", "fp8_pages", "nvfp4_blocks")
         cu = CU_SEQLENS[case["positions"]][in_pages] if case["positions"] in PACKED else ()
@@ -154,13 +158,17 @@ class Made:
     def _sources(self) -> dict[str, Tensor]:
         source, (q_heads, k_heads), size = self.case["source"], self.counts, self.size
         made: dict[str, Tensor] = {}
-        if source in FUSED:
+        if source in (*FUSED, *PROJECTED):
             each = q_heads * (2 if self.order == "qkv_gated" else 1) + 2 * k_heads
             shape = (k_heads, each // k_heads * size) if self.order == "grouped" else (each, size)
-            made["qkv"] = self.laid(*shape)
-            if self.case["strides"] in ("plain", "sliced", "offset"):
+            if source in PROJECTED:
+                made["x"] = self.laid(1, WIDTH).squeeze(self.layout.index("h"))
+                made["weight"] = (self.noise(each * size, WIDTH) * WIDTH**-0.5).to(self.dtype)
+            else:
+                made["qkv"] = self.laid(*shape)
+            if self.case["strides"] in ("plain", "sliced", "offset") and "qkv" in made:
                 made["qkv"] = made["qkv"].flatten(-2)
-            if source in BIASED:
+            if source in (*BIASED, "projected_bias"):
                 made["bias"] = self.noise(each * size).to(self.dtype)
         elif source == "latent":
             first, rotary = self.part
@@ -195,7 +203,10 @@ class Made:
     def read(self, letter: str) -> list[Tensor]:
         """The heads of a letter, (B, S, H, D) in fp64, of each stream with tables of its own."""
         t, source = self.tensors, self.case["source"]
-        if source in FUSED:
+        if source in (*FUSED, *PROJECTED):
+            if source in PROJECTED:
+                qkv = oracle.exact(t["x"]) @ oracle.exact(t["weight"]).t()
+                return [self.fused(qkv + oracle.exact(t["bias"]) if "bias" in t else qkv)["qkvg".index(letter)]]
             qkv = oracle.exact(t["qkv"])
             if "bias" in t:
                 bias = t["bias"].view(qkv.shape[len(self.layout) - 2 :])
@@ -331,7 +342,7 @@ class Made:
             words["quantize"] = Quantize(**scales, **self.form, hadamard=hadamard)
         elif hadamard:
             words["hadamard"] = True
-        if case["source"] in FUSED:
+        if case["source"] in (*FUSED, *PROJECTED):
             words.update(heads=self.counts)
             words.update({} if self.order == "qkv" else {"order": self.order})
             words.update({"view": {"copy_v": False}, "gated_copy": {"copy_gate": True}}.get(case["source"], {}))
@@ -346,6 +357,8 @@ class Made:
         t, source = self.tensors, self.case["source"]
         if source in STREAMS:
             return [[t[f"{name}_{letter}"] for letter in "qkv"] for name in ("first", "second")]
+        if source in PROJECTED:
+            return [t["x"], t["weight"]]
         if source in FUSED:
             return [t["qkv"]]
         if source == "latent":

@@ -134,6 +134,7 @@ BY = {  # labels that a command has, among others
     "diffusion --only flux,wan": "stock; jitrope; jitrope, rope only; no rope; no rope, no qk-norm",
     "layer --no-peers": "none; jitrope; jitrope fused QKV",
     "block": "none; torch; jitrope",
+    "projection": "projection alone; projection, then prepare_fused_qkv; project_qkv",
     "host": "x.add_(1); apply_rope in place; apply_rope; apply_rope, packed; KV cache in place; norm in place; "
     "apply_rope, recorded for backward; torch.ops.jitrope.prepare",
     "hosts --only qwen3-decode": "stock; jitrope",

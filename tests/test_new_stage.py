@@ -68,7 +68,7 @@ BEHIND = {  # what stands behind which text of the lists, and in the signatures
         "class Words(": "clip.Words, ",
         "class Fields(": "clip.Fields, ",
     },
-    "templates/qk_norm_rope.cu.jinja": {
+    "templates/stages.cuh.jinja": {
         '{% include "rotate.cuh.jinja" %}\n': '{% if clipped %}{% include "clip.cuh" %}'
         "{% else %}using Clip = Absent;{% endif +%}\n",
         "    const Order order = {rotate};\n": "    const Clip clip(p);\n",

@@ -31,11 +31,11 @@ from .results import LARGEST, Caches, check_gradients, flat, gradients, outputs,
 from .sweep import FUNCTIONS, Made, S
 
 OURS = str(Path(jitrope.__file__).parent)
-MODES = [*CALLS, *GRADIENTS]
+MODES = [*CALLS, *GRADIENTS, *calls.PROJECTIONS, *calls.OF_PROJECTED]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", [*CALLS, *map(named, calls.THREES)], ids=ident)
+@pytest.mark.parametrize("case", [*CALLS, *map(named, calls.THREES), *calls.PROJECTIONS], ids=ident)
 def test_a_call_is_the_chain_of_its_stages(case: Case, device: str) -> None:
     """Results, and memory that nothing names. The second call has other data, and is a known one."""
     counts = []
@@ -60,7 +60,7 @@ def test_a_call_is_the_chain_of_its_stages(case: Case, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", GRADIENTS, ids=ident)
+@pytest.mark.parametrize("case", [*GRADIENTS, *calls.OF_PROJECTED], ids=ident)
 def test_a_gradient_is_that_of_the_chain(case: Case, device: str) -> None:
     """Of all tensors that can have one, by all results or by one."""
     m, like = Made(case, device, leaves=True), Made(case, "cpu", leaves=True)

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..base.arguments import flag, flags, refuse, tensor, wholes, word
+from ..base.arguments import flag, flags, refuse, shown, tensor, wholes, word
 from ..base.errors import InvalidInput
+from ..base.fit import FLOATS
 from ..base.layouts import FUSED_AXES, QKV_ORDERS
 from ..base.views import fused_part
+from ..checks.words import unexpected
 from ..plan.options import Options
 from ..run.gather import add, gather, result, sent
 from ..run.public import repeated
@@ -18,6 +20,7 @@ from ..sinks.cache import KVCache
 from ..sinks.results import Ulysses  # noqa: F401  in the signature
 from ..sources.fused import FUSED
 from ..sources.latent import LATENT
+from ..sources.projected import PROJECTED, of_linear, projects
 from ..sources.source import is_dense
 from ..stages.convert import DynamicQuantize, Quantize
 from ..stages.norm import Norm
@@ -118,9 +121,91 @@ def prepare_fused_qkv(
     return (*found, made["gate"] if "gate" in made else FUSED.part("gate", tensors, o))
 
 
-def _split(tensors: Any, asked: dict[str, Any], heads: Any, order: Any, copy_v: Any) -> None:
+@repeated
+@with_words(RopeWords)
+def project_qkv(
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    heads: Sequence[int],
+    order: str = "qkv",
+    positions: Tensor | Positions | None = None,
+    norm: Norm | None = None,
+    bias: Tensor | None = None,
+    round_projection: bool = False,
+    cache: KVCache | None = None,
+    quantize: Quantize | DynamicQuantize | None = None,
+    hadamard: bool = False,
+    **words: Unpack[RopeWords],
+) -> Any:
+    """Project to q, k and v, normalise q and k if asked, and rotate them, in one kernel on sm_90 (H100, H200).
+
+    Its tensor cores multiply, and the stages take the sums in fp32, in registers, before they are rounded once. So the
+    results differ from those of two steps by a rounding, and are more accurate. Elsewhere, and where a product of torch
+    and a launch are as fast, it is those two steps.
+
+    >>> x, weight = torch.randn(1, 16, 256), torch.randn(12 * 64, 256)
+    >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> q, k, v = jitrope.project_qkv(x, weight, cos, sin, heads=(8, 2))
+    >>> q.shape, k.shape
+    (torch.Size([1, 16, 8, 64]), torch.Size([1, 16, 2, 64]))
+
+    Args:
+        x: (B, S, K) in the default layout, or (S, B, K), or with "thd" (T, K); fp32, fp16 or bf16.
+        weight: (W, K), as the `Linear` of q, k and v has it, in x's dtype. Its rows are in the order of
+            `prepare_fused_qkv`'s W.
+        bias: (W), in x's dtype. With the kernel it is added to the sums before they are rounded.
+        round_projection: True: round the sums to the dtype first, as a tensor of the projection is. The bits are then
+            those of two steps where both add in the same order.
+        heads, order, positions, norm, cache, quantize, hadamard and the others: as in `prepare_fused_qkv`, without
+            inplace, copy_v and copy_gate.
+
+    There is a kernel for fp16 and bf16, heads of 64 and 128 elements that are rotated as a whole, in one pairing, with
+    contiguous x and weight at multiples of 16 bytes, from 2048 tokens on. It goes with neither hadamard, across_heads,
+    per of quantize, rotate_k, `Ulysses` nor `configure(batch_invariant=True)`, and not with a norm if x, the weight or
+    the norm needs a gradient: its backward would project again. autocast changes nothing.
+
+    Returns:
+        As `prepare_fused_qkv`. v is never a view of the projection, and a gate only with a cache, quantize or out.
+
+    Raises:
+        InvalidInput, CompileError: as in `apply_rope`.
+    """
+    name, given = "project_qkv", (positions, norm, cache, quantize, hadamard)
+    own = flags(name, round_projection=round_projection, copy_gate=order == "qkv_gated")
+    for other in [x for x in words if x not in ROPE_WORDS]:
+        raise unexpected(name, other)
+    alike = tensor(name, "x", x).shape[-1:] == tensor(name, "weight", weight).shape[-1:] and x.dtype == weight.dtype
+    if x.dim() < 2 or weight.dim() != 2 or x.device != weight.device or x.dtype not in FLOATS or not alike:
+        refuse(name, "weight", weight, f"(W, K) in fp32, fp16 or bf16, like x, which is {shown(x)}")
+    gate_stays = any(x is not None for x in (cache, quantize, words.get("out")))  # in the projection
+    if gate_stays:
+        own.pop("copy_gate", None)
+    in_two = (gate_stays and order == "qkv_gated") or "rotate_k" in getattr(cache, "words", ())
+    if in_two or not projects(x, weight, norm):
+        own.pop("round_projection", None)
+        beside: Any = {**dict(zip(("positions", "norm", "cache", "quantize", "hadamard"), given)), **own}
+        return prepare_fused_qkv(of_linear(x, weight), cos, sin, heads=heads, order=order, bias=bias, **beside, **words)
+    tensors: Any = {"x": x, "weight": weight, "cos": cos, "sin": sin}
+    asked = gather(PROJECTED, tensors, words, ROPE_WORDS, positions, False, *given[1:])
+    if bias is not None:
+        tensors["bias"] = bias
+    asked.update(own)
+    of_one = {"qkv": weight[..., 0].expand(*x.shape[:-1], -1)}
+    _split(of_one, asked, heads, order, True, name)
+    tensors["weight"] = weight.unflatten(0, of_one["qkv"].shape[-2:])
+    made = sent(PROJECTED, tensors, asked, quantize)
+    found = tuple([result(made, letter) for letter in "qkv"])
+    return (*found, made["gate"]) if order == "qkv_gated" else found
+
+
+def _split(
+    tensors: Any, asked: dict[str, Any], heads: Any, order: Any, copy_v: Any, name: str = "prepare_fused_qkv"
+) -> None:
     """Give qkv an axis of heads, and add the words that say where q, k and v are in it."""
-    name, layout = "prepare_fused_qkv", asked.get("layout", "bshd")
+    layout = asked.get("layout", "bshd")
     pair = () if isinstance(heads, int) else wholes(name, "heads", heads, 1)
     qkv = tensor(name, "qkv", tensors.get("qkv"))
     if len(pair) != 2 or pair[0] % pair[1]:

@@ -27,6 +27,7 @@ class Words:
     order: str = "grouped"  # of fused QKV, one of `QKV_ORDERS`
     copy_v: bool = True  # fused QKV: copy v, or return a view
     copy_gate: bool = False  # "qkv_gated": copy the gate too, or return a view
+    round_projection: bool = False  # of x and a weight: round its sums to the dtype, as a tensor of it is
     v_dim: int = 0  # latent attention: elements of a head of v
     inplace: bool = False
 

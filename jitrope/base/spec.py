@@ -37,7 +37,13 @@ class Spec:
     words: Mapping[str, tuple[str, ...]]  # the allowed texts of each text field: dtypes, or enumerators of the template
     bounds: ClassVar[Mapping[str, Sequence[int]]] = {}  # the allowed numbers of fields
     unused: Any = ()  # fields that the template does not use
+    shared_bytes: Any = 0  # of a launch, beside what the kernel declares
+    features: Any = ""  # behind the name of an architecture
     call = ""  # the text of a call that needs the kernel; it is no field: specs of other calls are equal
+
+    def runs_on(self, arch: str) -> bool:
+        """Whether the kernel is for this architecture."""
+        return not self.features or arch == "sm_90"
 
     @property
     def template(self) -> str:

@@ -12,7 +12,7 @@ from ..base import config
 from ..base.arguments import flag, number, parts, refuse, refuse_beside, tensor, whole, word
 from ..base.errors import InvalidInput
 from ..base.layouts import LAYOUT_AXES, QKV_ORDERS
-from ..base.views import Tensors, heads_per_group
+from ..base.views import Tensors
 from ..plan.options import DEFAULTS, Options
 from ..stages import rotate
 from ..stages.norm import NO_NORM
@@ -78,11 +78,9 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any]) -> t
     full = canonical(dict(tensors))
     o = Options(**{"launch": config.launch(), **words}, table=kind)
     o = o if o.norm_kind or not op.takes_whole(tensors, o) else o._replace(**NO_NORM)
-    first, cos = next(iter(full.values())), full.get("cos")
-    width = int(first.shape[-1]) if first.dim() else 0
+    cos = full.get("cos")
     table_width = int(cos.shape[-1]) if cos is not None and cos.dim() else 0
-    head_dim = width // heads_per_group(o) if o.q_per_group > 0 and o.order == "grouped" else width
-    rotary_dim = rotary_dim_of(name, words, head_dim, kind, table_width)
+    rotary_dim = rotary_dim_of(name, words, op.head_dim(full, o), kind, table_width)
     if not table_width and words.get("rotary_dim") is None:  # nothing is rotated
         rotary_dim -= rotary_dim % 2
     found = o._replace(rotary_dim=rotary_dim, **rotate.pairs_of(o))

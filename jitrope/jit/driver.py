@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..base.errors import CompileError
 
@@ -57,6 +57,10 @@ class _LaunchConfig(ctypes.Structure):  # CUlaunchConfig
 
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 _COMPUTE_CAPABILITY_MAJOR = 75  # CUdevice_attribute
+_MAX_DYNAMIC_SHARED_BYTES = 8  # CUfunction_attribute
+_MAP_BYTES = 128  # of a CUtensorMap, and twice its alignment
+_MAP_TYPES = {"fp16": 6, "bf16": 9}  # CUtensorMapDataType
+_SWIZZLE_128B, _PROMOTE_256B = 3, 3  # CUtensorMapSwizzle, CUtensorMapL2promotion
 
 _OF_THE_IMAGE = (200, 209, 218, 222, 300, 301, 500)
 """Errors (CUresult) of a bad image: it is damaged, made for another GPU or CUDA, or lacks the entry. Any other error,
@@ -70,13 +74,15 @@ class Kernel:
         cubin: the image.
         entry: the name of the kernel in the image.
         device: the index of the GPU.
+        shared_bytes: of shared memory that each launch asks for.
 
     Raises:
         Refused: the driver refuses the image.
         CompileError: loading fails for another reason, such as memory, an error of an earlier kernel, or no driver.
     """
 
-    def __init__(self, cubin: bytes, entry: str, device: int) -> None:
+    def __init__(self, cubin: bytes, entry: str, device: int, shared_bytes: int = 0) -> None:
+        self._shared_bytes = shared_bytes
         self._context, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         before, module = ctypes.c_void_p(), ctypes.c_void_p()
         place, major, cuda = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
@@ -91,6 +97,8 @@ class Kernel:
             try:
                 _call("cuModuleLoadData", ctypes.byref(module), cubin)
                 _call("cuModuleGetFunction", ctypes.byref(self._function), module, entry.encode())
+                if shared_bytes:
+                    _call("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
             finally:
                 _call("cuCtxSetCurrent", before)
         except DriverError as error:
@@ -107,14 +115,18 @@ class Kernel:
         if not current:
             _call("cuCtxSetCurrent", self._context)
 
-    def enqueuer(self, grid: tuple[int, ...], block: int, arguments: int) -> Callable[[int], None]:
-        """Return a function that enqueues the kernel on a stream. arguments: the address of its one argument, a struct.
+    tensor_maps = staticmethod(lambda maps: tensor_maps(maps))
+
+    def enqueuer(self, grid: tuple[int, ...], block: int, *arguments: int) -> Callable[[int], None]:
+        """Return a function that enqueues the kernel on a stream. arguments: the addresses of its arguments, structs.
 
         From sm_90 on it uses programmatic dependent launch; the templates wait for earlier kernels (`device.cuh`).
         """
         overlaps = ctypes.pointer(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1))
-        config = _LaunchConfig((*grid, 1)[:3], (block, 1, 1), 0, None, overlaps, int(self._may_overlap))
-        parameters = (ctypes.c_void_p * 1)(arguments)
+        config = _LaunchConfig(
+            (*grid, 1)[:3], (block, 1, 1), self._shared_bytes, None, overlaps, int(self._may_overlap)
+        )
+        parameters = (ctypes.c_void_p * len(arguments))(*arguments)
         launch = _library().cuLaunchKernelEx  # its arguments are made once and reused
         where = (ctypes.byref(config), self._function, parameters, None)
 
@@ -124,3 +136,35 @@ class Kernel:
                 raise DriverError(status)
 
         return enqueue
+
+
+class TensorMap(NamedTuple):
+    """What the copy engine takes out of a tensor: a box of it, in 128-byte rows. All but the last axes first."""
+
+    dtype: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]  # in bytes, without the first axis, whose elements are neighbours
+    box: tuple[int, ...]
+
+
+def tensor_maps(maps: Sequence[TensorMap]) -> tuple[int, Callable[..., None]]:
+    """Return the address of an array of CUtensorMap, and a function that fills it, given the tensors' addresses.
+
+    The function keeps the memory.
+    """
+    memory = ctypes.create_string_buffer((len(maps) + 1) * _MAP_BYTES)
+    first = -(-ctypes.addressof(memory) // _MAP_BYTES) * _MAP_BYTES
+    encode, each = _library().cuTensorMapEncodeTiled, []
+    for n, (dtype, sizes, strides, box) in enumerate(maps):
+        rank = len(sizes)
+        words = (ctypes.c_uint64 * rank)(*sizes), (ctypes.c_uint64 * rank)(*strides)
+        steps = (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*[1] * rank)
+        head = ctypes.c_void_p(first + n * _MAP_BYTES), _MAP_TYPES[dtype], rank
+        each.append((head, (*words, *steps, 0, _SWIZZLE_128B, _PROMOTE_256B, 0)))
+
+    def fill(*addresses: int, memory: Any = memory) -> None:
+        for (head, tail), address in zip(each, addresses):
+            if status := encode(*head, ctypes.c_void_p(address), *tail):
+                raise DriverError(status)
+
+    return first, fill

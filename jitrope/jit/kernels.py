@@ -97,7 +97,7 @@ def build(spec: Spec, arch: str, rebuild: bool = False) -> Cubin:
         raise missing_kernel(spec, arch, cache)
     start = time.perf_counter()
     source = render(spec)
-    cubin, _ = compiler.compile_source(source, arch)
+    cubin, _ = compiler.compile_source(source, arch + spec.features)
     compiled.append(spec.name)
     config.log.info("compiled %s for %s in %.0f ms", spec.name, arch, 1e3 * (time.perf_counter() - start))
     kept = cache.store(key, source.text, cubin, spec.to_dict())
@@ -111,7 +111,7 @@ def key_of(spec: Spec, arch: str) -> Key:
         version = compiler.compiler_version()
     except CompileError:
         version = ""
-    return Key(spec.name, ingredients(spec), compiler.options_for(arch), arch, version)
+    return Key(spec.name, ingredients(spec), compiler.options_for(arch + spec.features), arch, version)
 
 
 def missing_kernel(spec: Spec, arch: str, cache: KernelCache) -> MissingKernel:
@@ -129,9 +129,9 @@ def missing_kernel(spec: Spec, arch: str, cache: KernelCache) -> MissingKernel:
 def _load(spec: Spec, device: int) -> Kernel:
     found = build(spec, arch_of(device))
     try:
-        return Kernel(found.data, spec.entry, device)
+        return Kernel(found.data, spec.entry, device, spec.shared_bytes)
     except Refused:
         if found.compiled or not config.compile_allowed():
             raise
         config.log.warning("the driver refused the cached kernel %s; it is rebuilt", spec.name)
-        return Kernel(build(spec, arch_of(device), rebuild=True).data, spec.entry, device)
+        return Kernel(build(spec, arch_of(device), rebuild=True).data, spec.entry, device, spec.shared_bytes)

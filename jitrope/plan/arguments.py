@@ -46,7 +46,8 @@ WORDS = _arguments("""
     long long tokens, batch, seqlen, q_heads, k_heads, sequences, table_rows, cp_rank, slot_count; Number mscale, eps
 """)
 _STREAMS = "first_q first_k first_v second_q second_k second_v"
-_SOURCE = {"two_streams": (f"const T* source: {_STREAMS}", f"Strides source_stride: {_STREAMS}; long long split")}
+_SOURCE = {"projected": ("const T* x", "long long in_features, x_stride")}
+_SOURCE |= {"two_streams": (f"const T* source: {_STREAMS}", f"Strides source_stride: {_STREAMS}; long long split")}
 OPTIONAL = {
     flag: (_arguments(addresses), _arguments(words))
     for part in (_SOURCE, *[getattr(x, "ARGUMENTS", {}) for x in (*STAGES.values(), cache, pages)])

@@ -51,6 +51,9 @@ MAX_ROW_THREADS = 512  # of a row of q or of k
 MAX_ROW_ACCESSES = 24  # of a row that a thread holds
 MAX_GRADIENT_ACCESSES = 4  # the same for the gradient, which also holds the output's gradient and sums
 
+# A projection by tensor cores (`tensor_cores.cuh.jinja`).
+PROJECTION_TOKENS, PROJECTION_WIDTH = 128, 256  # of a tile of sums
+
 # The gradient of a norm, whose blocks walk over the tokens.
 GRADIENT_BLOCK_THREADS = 192  # the target
 GRADIENT_THREADS_PER_SM = 384
@@ -91,6 +94,8 @@ _SMALLEST: dict[str, Any] = {**dict.fromkeys(_COUNTS, 1), "one_step": False, "ri
 @lru_cache(maxsize=4096)
 def plan(p: RopeProblem) -> Plan:
     """Choose the kernel and the grid of a call that has at least one token."""
+    if p.projected:
+        return _projection(p)
     launch = choose_launch(p)
     tiled = launch == "grid_2d" and not by_sequence(p)
     of_call: dict[str, Any] = {field.name: getattr(p, field.name) for field in fields(Compiled)}
@@ -136,6 +141,23 @@ def plan(p: RopeProblem) -> Plan:
             blocks = _walks(p, spec, blocks, max(1, p.sm_count * spec.blocks_per_sm // second))
     rows = -(-blocks // MAX_GRID_Y)
     return Plan(spec, (second, -(-blocks // rows), rows) if tiles == 1 else (blocks, second))
+
+
+def _projection(p: RopeProblem) -> Plan:
+    """The kernel of a projection, whose blocks walk over tiles in pairs."""
+    vec = ACCESS_BYTES // ITEM_SIZES[p.dtype]  # neighbouring sums of a thread
+    entries = vec // (2 if p.interleaved and not p.full_width else 1)
+    members = 2 if p.full_width and p.interleaved else 1  # of a pair, neighbours
+    ends = [n * members for n in accumulate(p.mrope_section)] + [members] * p.mrope_interleaved
+    limit = min(p.table_vec_limit, ACCESS_BYTES // (ITEM_SIZES[p.table_dtype] * p.table_step_limit))
+    table_vec = math.gcd(limit, entries, *ends)
+    own: dict[str, Any] = {field.name: getattr(p, field.name) for field in fields(Compiled)} | _SMALLEST
+    own |= {"heads_per_thread": PROJECTION_WIDTH // p.head_dim, "tokens_per_block": PROJECTION_TOKENS}
+    own |= {"vec": vec, "chunks": 2, "weight_vec": math.gcd(vec, p.weight_vec_limit), "table_vec": table_vec}
+    step = p.table_step_limit if table_vec > 1 else 1
+    spec = RopeSpec(**own, table_step=step, launch="token_linear", one_row=False, tiles=0)
+    pairs = -(-p.tokens // (2 * PROJECTION_TOKENS)) * -(-p.heads // spec.heads_per_thread)
+    return Plan(spec, (2 * max(1, min(pairs, p.sm_count // 2)), 1))
 
 
 def _row_tile(p: RopeProblem, spec: RopeSpec) -> tuple[int, int]:

@@ -48,6 +48,7 @@ class _Call:
         self.inputs, self.tensors, self.options = inputs, tensors, options
         self.paged = "page_table" in tensors
         self.cached = self.paged or "slot_mapping" in tensors
+        self.projected = "x" in tensors
         self.ids = positions.ids_view(tensors["position_ids"], options) if "position_ids" in tensors else None
         self.tables: Tensors = {}
         for stream in [x for x in ("", "second_") if x + "cos" in tensors]:
@@ -58,6 +59,9 @@ class _Call:
         beside = [name for name in (*grads, "second_q", "second_k", "second_v") if name in tensors]
         self.named |= {name: views.head_view(tensors[name], options.layout) for name in beside}
         self.named |= {name: _scale_view(tensors[name], options) for name in _SCALES if name in tensors}
+        if self.projected:
+            self.named["x"] = views.head_view(tensors["x"].unsqueeze(-2), options.layout)
+            self.in_features, self.x_stride = tensors["x"].shape[-1], tensors["x"].flatten(0, -2).stride(0)
         self.gated = options.order == "qkv_gated" and inputs[0].shape[3] == 2
         if "bias" in tensors:
             added = views.bias_views(tensors["bias"], tensors["qkv"], options, self.gated)
@@ -120,7 +124,8 @@ class _Call:
     def problem(self, sm_count: int, memory_speed: float) -> heuristics.RopeProblem:
         o, t, named = self.options, self.tensors, self.named
         table, tables, q_out = self.tables["cos"], self.tables.values(), named["q_out"]
-        pairs = elements_per_access(tables, apart=2)
+        pairs, read = elements_per_access(tables, apart=2), named.get("x", named["q"])
+        accessed = {name: x for name, x in named.items() if not (self.projected and name in "qkv")}
         of_norm = norm.fields(t, self.inputs[:2], o)
         words = {**o._asdict(), **of_norm, **vars(self), **rotate.fields(self.tables, o)}
         found: dict[str, Any] = {
@@ -134,11 +139,11 @@ class _Call:
             "in_place": o.inplace,
             "copy_v": self.inputs[2] is not None,
             "convert_v": converts_v(t, o.dynamic_v),
-            "batch_inner": self.batch > 1 and self.seqlen > 1 and named["q"].stride(0) < named["q"].stride(1),
+            "batch_inner": self.batch > 1 and self.seqlen > 1 and read.stride(0) < read.stride(1),
             "head_scales": any(map(any, self.given_scales.values())),
             "gradient": "dq" in named,
             "wide": max(table.shape[1], *chain(*self.strides.values())) >= NARROW,
-            "vec_limit": elements_per_access([x for name, x in named.items() if name not in (*_SCALES, *_FACTORS)]),
+            "vec_limit": elements_per_access([x for name, x in accessed.items() if name not in (*_SCALES, *_FACTORS)]),
             "table_vec_limit": pairs or elements_per_access(tables),
             "table_step_limit": 2 if pairs else 1,
             "weight_vec_limit": math.gcd(of_norm["weight_vec_limit"], self.head_dim),

@@ -19,7 +19,7 @@ from . import arguments
 
 _COUNTS = "cp_size q_per_group kv_per_group v_per_k heads_per_thread blocks_per_sm tokens_per_block heads_per_block"
 _UNNAMED = ("two_streams", "two_tables", "weight_dtype", "biased", "gradient", "dynamic_q")  # in a kernel's name
-ROPE_KINDS = ("rope", "qk_norm_rope", "qk_norm_rope_backward")
+ROPE_KINDS = ("rope", "qk_norm_rope", "qk_norm_rope_backward", "project_qkv")
 
 
 for part in (*Fields.__mro__[-2::-1], *cache.Fields.__mro__[-2::-1]):  # here, because a dataclass takes a while to make
@@ -34,6 +34,8 @@ class Compiled(cache.Fields, Fields):
     head_dim: int
     in_place: bool
     two_streams: bool = field(metadata=OF_NORM | {"given": "second_q"})  # q, k and v come from two tensors each
+    projected: bool = field(metadata=OF_NORM | {"given": "weight"})  # the kernel multiplies x by weight
+    round_projection: bool = field(metadata=OF_NORM)  # projected: the sums are rounded to the dtype before the stages
     gradient: bool  # the kernel computes the gradients of q, k, the weights and the biases
     q_per_group: int  # heads in a group of fused QKV, or of a rank, else 1
     kv_per_group: int
@@ -57,6 +59,11 @@ class Compiled(cache.Fields, Fields):
         """Elements of a head that are copied without a rotation; in place they stay where they are."""
         stay = self.in_place and not (self.cached or self.norm or self.scales_q or self.added_bias)
         return 0 if stay else self.head_dim - self.rotary_dim
+
+
+SUM_LANES = 4  # threads that have the sums of a token's heads, by the layout of `wgmma`
+PROJECTION_SHARED_BYTES = 4 * (128 + 256) * 128 + 1024  # four slots of tokens' and weights' rows, aligned
+PROJECTION_THREADS = 384  # two groups of threads with sums, and one that copies
 
 
 @dataclass(frozen=True)
@@ -93,7 +100,7 @@ class RopeSpec(Compiled, Spec):
     @property
     def kind(self) -> str:
         """The kind of kernel, which names its file and its entry."""
-        return ROPE_KINDS[0 if not self.norm else 2 if self.gradient else 1]
+        return ROPE_KINDS[3 if self.projected else 0 if not self.norm else 2 if self.gradient else 1]
 
     @property
     def name(self) -> str:
@@ -140,6 +147,8 @@ class RopeSpec(Compiled, Spec):
     @property
     def chunk(self) -> int:
         """Neighbouring elements that a thread holds: an access, and at least a pair if interleaved."""
+        if self.projected:
+            return self.head_dim // (self.chunks * SUM_LANES)
         return max(self.vec, 2) if self.keeps_pairs else self.vec
 
     @property
@@ -156,8 +165,20 @@ class RopeSpec(Compiled, Spec):
         return self.norm and long and several and not own
 
     @property
+    def shared_bytes(self) -> int:
+        """Bytes of shared memory that a launch asks for."""
+        return PROJECTION_SHARED_BYTES if self.projected else 0
+
+    @property
+    def features(self) -> str:
+        """What the name of an architecture ends in: "a" for instructions that later ones have not."""
+        return "a" * self.projected
+
+    @property
     def threads(self) -> int:
         """Threads of a block, in whole warps."""
+        if self.projected:
+            return PROJECTION_THREADS
         rows = self.tokens_per_block * (len(self.row_heads) or 1)
         return -(-rows * self.heads_per_block * self.team // 32) * 32
 
@@ -187,6 +208,9 @@ class RopeSpec(Compiled, Spec):
             "arguments": arguments.declarations(self.stages),
             **{name: getattr(self, name) for name in ("paged", "norm", "copy_accesses", "team", "threads")},
         }
+        if self.projected:
+            found |= {"sums": self.heads_per_thread * self.head_dim // 2, "shared_bytes": self.shared_bytes}
+            found["ptx_type"] = {"bf16": "bf16", "fp16": "f16"}[self.dtype]
         if self.norm:
             q_heads, k_heads, *_ = (*self.row_heads, 0, 0)
             found |= {"weighted": self.weight_dtype is not None, "row_q_heads": q_heads, "row_k_heads": k_heads}

@@ -65,6 +65,8 @@ def _call(op: Operation, tensors: Tensors, asked: launch.Asked, key: Any) -> Ten
     tables_want = watch.wants_grad(*[x for name, x in tensors.items() if name in OF_TABLES])
     plain = not tables_want and watch.plain(tensors)
     options, full = (asked, tensors) if isinstance(asked, Options) else resolved(op, tensors, asked)
+    if not op.fits(full, options):
+        return call(*op.instead(tensors, asked))
     sharded = not plain and watch.sharded(full.values())
     if not isinstance(asked, Options):
         shards = op.name == "heads" and not has(f"quantize {TRANSFORM} cache out Ulysses", full, options)
@@ -79,7 +81,7 @@ def _call(op: Operation, tensors: Tensors, asked: launch.Asked, key: Any) -> Ten
             if is_compiling() or watch.transformed() or watch.capturing(next(iter(full.values()))):
                 text = "check=True waits for the device, which torch.compile, torch.func and a CUDA graph do not"
                 raise InvalidInput(f"{op.function}: {text}; leave it out")
-            check_values(op.function, full, options)
+            check_values(op.function, op.shaped(full, options), options)
             plain, options = False, options._replace(check=False)
     if wants and plain:  # views may be written, which an autograd function with several results forbids
         viewed = op.viewed(full, options) and not watch.on_gpu(next(iter(full.values())))

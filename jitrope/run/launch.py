@@ -83,6 +83,8 @@ class Prepared:
     left: tuple[str, ...] = ()  # letters that are copied after the launch
     pointers: tuple[str, ...] = ()  # the argument block's addresses as expressions; (): nothing is launched
     enqueue: Any = None
+    mapped: tuple[str, ...] = ()  # tensors that the copy engine reads, whose maps `fill_maps` fills
+    fill_maps: Any = None
     pack: Any = None
     args: Any = None
 
@@ -94,8 +96,9 @@ class Prepared:
         self.results = op.produced(given, options)
         saved, heads = op.saved(given, options), [name for name in given if name not in OF_TABLES]
         self.recorded = Recorded(op, options, tuple(saved), tuple(heads), self.results, self.stand_ins, (), {})
-        self.in_torch, self.renamed = not watch.on_gpu(next(iter(given.values()))), [*tensors] != [*given]
-        weights = {} if self.in_torch else missing_weights(tensors, options)
+        has_kernel = watch.on_gpu(next(iter(given.values()))) and op.fits(tensors, options)
+        self.in_torch, self.renamed = not has_kernel, [*tensors] != [*given]
+        weights = {} if self.in_torch else missing_weights(op, tensors, options)
         self.kept = {**self.stand_ins, **weights}  # tensors that are the same in every call
         self.fixed = [x.data_ptr() for x in self.kept.values()]
         apart = self.written and len(given) > 1
@@ -118,11 +121,12 @@ class Prepared:
         from ..plan.problem import plan_call
 
         op, options = self.op, self.options
-        inputs, results = op.head_views(named, options)
+        full = op.named(named, options)
+        inputs, results = op.head_views(full, options)
         device = next(iter(tensors.values())).device
-        self.left = op.left(named, options)
+        self.left = op.left(full, options)
         gpu = torch.cuda.get_device_properties(device)
-        planned = plan_call(inputs, results, named, options, gpu.multi_processor_count, watch.memory_speed(gpu))
+        planned = plan_call(inputs, results, full, options, gpu.multi_processor_count, watch.memory_speed(gpu))
         if planned is None:
             return
         plan, words = planned
@@ -134,12 +138,16 @@ class Prepared:
         self.device, self.blocks = device.index, math.prod(plan.grid)
         pointers = address_names(plan.spec.stages)
         self.args = (ctypes.c_int64 * (len(pointers) + len(words)))(*[0] * len(pointers), *words)
-        self.enqueue = kernel.enqueuer(plan.grid, plan.spec.threads, ctypes.addressof(self.args))
+        maps = op.maps(tensors, options)
+        of_maps, self.fill_maps = kernel.tensor_maps([*maps.values()]) if maps else (0, None)
+        self.mapped = tuple(maps)
+        blocks = [ctypes.addressof(self.args), *[of_maps] * bool(maps)]
+        self.enqueue = kernel.enqueuer(plan.grid, plan.spec.threads, *blocks)
         fresh = [] if options.inplace else [*named][len(tensors) :]
         own = dict(zip(named, self.names))  # a single table is cos in the kernel, and has its word as name in a call
         at = {name: f"{own[name]}_at" for name in own} | {name: f"{name}_at" for name in fresh}
         at |= {name: f"fixed[{n}]" for n, name in enumerate(self.kept)}
-        offsets = _offsets(op, named, options)
+        offsets = _offsets(op, full, options)
         for pointer in pointers:
             name, offset = offsets.get(pointer, (pointer, 0))
             where = at.get(name, at.get(name + "_out", "0") if name in SCRATCH else "0")
@@ -249,14 +257,14 @@ def keep_spelled(key: Any, xs: Sequence[Tensor], out: Any, function: Any, tensor
     names = [f"{UNUSED}{n}" for n in range(len(xs))]
     own: dict[str, Any] = {}
     for name, y in tensors.items():
-        places = [n for n, x in enumerate(xs) if x is y or _splits(x, y)]
+        places = [n for n, x in enumerate(xs) if x is y or _split(x, y)]
         if len(places) > max(1, sum(x is y for x in tensors.values())):
             return  # another call may have another tensor at a place that is not read
         at = next((n for n in places if names[n].startswith(UNUSED)), None)
         if at is not None and xs[at] is y:
             names[at] = name
         elif at is not None:
-            names[at], own[name] = f"{name}_whole", y.shape[-2:]
+            names[at], own[name] = f"{name}_whole", _split(xs[at], y)
         elif name not in dict(form.twice):
             if id(y) not in CONSTANTS:
                 return home.keep(key)
@@ -275,7 +283,9 @@ def keep_spelled(key: Any, xs: Sequence[Tensor], out: Any, function: Any, tensor
     home.keep(key, function_from(prepared, form, tools, own), most=MAX_RECENT_KINDS)
 
 
-def _splits(x: Tensor, y: Tensor) -> bool:
-    """Whether y is x with the last axis in two."""
-    one = not x.is_nested and x.shape[:-1] == y.shape[:-2] and x.dtype == y.dtype
-    return one and watch.is_view(y) and x.data_ptr() == y.data_ptr()
+def _split(x: Tensor, y: Tensor) -> tuple[int, Sequence[int]] | None:
+    """The axis, the first or the last, and its parts, if y is x with this axis in two."""
+    if x.is_nested or x.dtype != y.dtype or not watch.is_view(y) or x.data_ptr() != y.data_ptr():
+        return None
+    ways = ((-1, y.shape[-2:], y.shape[:-2] == x.shape[:-1]), (0, y.shape[:2], y.shape[2:] == x.shape[1:]))
+    return next(((axis, sizes) for axis, sizes, fits in ways if fits), None)

@@ -65,7 +65,10 @@ def note(op: Operation, tensors: Tensors, options: Options) -> None:
         return
     from ..plan import heuristics, problem
 
-    named = launch.with_outputs(op, {**tensors, **missing_weights(tensors, options)}, options)
+    if launches != ["auto"] and (other := op.instead(tensors, options))[0] is not op:  # for other GPUs
+        note(*other)
+    named = launch.with_outputs(op, {**tensors, **missing_weights(op, tensors, options)}, options)
+    named = op.named(named, options)
     for asked in launches:
         # Else many tokens for an SM, with slow memory and with fast; and few.
         for each in [(sm_count, speed)] if asked == "auto" else ((0, 0.0), (0, heuristics.FAST_MEMORY), (1 << 40, 0.0)):

@@ -22,7 +22,7 @@ SCRATCH = ("weight_grads", "block_sums", "counters")
 """Outputs of a gradient that are not its results: the gradients of weights are parts of the first."""
 
 _OF_PREPARED = (
-    "alignments, apart, args, blocks, device, elsewhere, empty, enqueue, fixed, keep_apart, left, on_cpu, "
+    "alignments, apart, args, blocks, device, elsewhere, empty, enqueue, fill_maps, fixed, keep_apart, left, on_cpu, "
     "op.finish, op.fresh, options, pack, recorded"
 )
 """The attributes of `launch.Prepared` that the source names."""
@@ -33,7 +33,7 @@ class Form(NamedTuple):
 
     given: tuple[str, ...]  # names of the tensors that it takes
     returns: str = ""  # what it returns, with results in braces; "": the results by name
-    own: tuple[str, ...] = ()  # tensors that it keeps, or takes whole and splits on the last axis
+    own: tuple[str, ...] = ()  # tensors that it keeps, or takes whole and splits on an axis
     twice: tuple[tuple[str, str], ...] = ()  # pairs of names (later, earlier) of one tensor
     guarded: bool = False  # it returns None for another kind of call
     recorded: bool = False  # for backward, if gradients are enabled
@@ -52,7 +52,7 @@ def _checks(prepared: Any, form: Form) -> list[str]:
         lines.append(f"try:\n            if {' or '.join(nested)}: return None")
         for name in form.own:
             split = f"{name}_whole" in form.given
-            lines.append(f"    {name} = {f'unflatten({name}_whole, -1, own[{name!r}])' if split else f'own[{name!r}]'}")
+            lines.append(f"    {name} = {f'unflatten({name}_whole, *own[{name!r}])' if split else f'own[{name!r}]'}")
         for name, earlier in form.twice:
             given = name in (*form.given, *form.own)
             lines.append(f"    if {name} is not {earlier}: return None" if given else f"    {name} = {earlier}")
@@ -95,6 +95,8 @@ def text(prepared: Any, form: Form) -> str:
         for name in [name for name in (*results, *SCRATCH) if f"{name}_out_at" in used]:
             lines.append(f"{name}_out_at = {f'out[{name!r}]' if made == 'out' else at[name]}.data_ptr()")
         lines.append(f"pack(args, 0, {', '.join([pointer for pointer in prepared.pointers if pointer != '0'])})")
+        if prepared.mapped:
+            lines.append(f"fill_maps({', '.join([f'{name}_at' for name in prepared.mapped])})")
         lines.append("if device == get_device(): enqueue(get_stream(device))")
         lines.append("else: elsewhere()")
     if prepared.written:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import torch_state as watch
-from ..sources import fused, latent, streams  # noqa: F401  each source registers its operations
+from ..sources import fused, latent, projected, streams  # noqa: F401  each source registers its operations
 from . import launch, planning
 from .dispatch import gradients, recorded
 from .op_call import given_to

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..base import views
 from ..base.arguments import refuse_beside
 from ..base.fit import Fail
-from ..base.views import MEANS, Tensors, fused_part, fused_sizes
+from ..base.views import MEANS, Tensors, fused_part, fused_sizes, heads_per_group
 from ..plan.options import Options
 from ..sinks.results import LETTERS
 from ..stages import bias, positions
@@ -41,9 +41,14 @@ class Fused(Operation):
 
     name = "fused"
     said, function = "fused QKV", "prepare_fused_qkv"
-    needed = heads = ("qkv",)
+    needed: tuple[str, ...] = ("qkv",)
+    heads: tuple[str, ...] = needed
     labels = {"q": "qkv", "k": "qkv"}  # noqa: RUF012
-    lacks = ("shifts",)
+    lacks: tuple[str, ...] = ("shifts",)
+
+    def head_dim(self, t: Tensors, o: Options) -> int:
+        width = super().head_dim(t if "qkv" not in t else {"qkv": t["qkv"]}, o)
+        return width // heads_per_group(o) if o.q_per_group > 0 and o.order == "grouped" else width
 
     def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
         """A gate that a kernel writes too is the second head of its head of q."""

@@ -319,13 +319,11 @@ class Operation(Source):
         return self.back(call, saved, grads, o._replace(**{TRANSFORM: False}) if transform else o)
 
 
-def missing_weights(tensors: Tensors, options: Options) -> Tensors:
+def missing_weights(op: Operation, tensors: Tensors, options: Options) -> Tensors:
     """Factors of one and biases of zero for missing ones if some are given, because a kernel takes all or none."""
-    made = {}
+    made, tensors = {}, op.shaped(tensors, options)
     given = [name for name in tensors if name.endswith(("_weight", "_bias"))]
     biased = any(name.endswith("_bias") for name in given)
-    if "qkv" in tensors:
-        tensors = {**tensors, **views.shaped_parts(tensors["qkv"], options)}
     heads = {"q": "q", "k": "k", "first_q": "q", "first_k": "k", "second_q": "second_q", "second_k": "second_k"}
     for head, owner in heads.items() if given else ():
         x = tensors.get(head)

@@ -36,6 +36,27 @@ class Source:
         """The heads that a kernel reads, by letter; those that it writes in place, or as gradients, are the same."""
         return {x: (name, head_view(t[name], o.layout)) for x, name in zip("qkv", self.heads) if name in t}
 
+    def named(self, t: Tensors, o: Options) -> Tensors:
+        """A call's tensors as a plan names them."""
+        return t
+
+    def head_dim(self, t: Tensors, o: Options) -> int:
+        """The elements of a head; 0 of a tensor without axes."""
+        x = next(iter(t.values()))
+        return int(x.shape[-1]) if x.dim() else 0
+
+    def fits(self, t: Tensors, o: Options) -> bool:
+        """Whether there is a kernel for a call; if not, `instead` has another call."""
+        return True
+
+    def instead(self, t: Tensors, asked: Any) -> tuple[Any, Tensors, Any]:
+        """The source of another call with the results of one that has no kernel, its tensors and words."""
+        return self, t, asked
+
+    def maps(self, t: Tensors, o: Options) -> dict[str, Any]:
+        """What a kernel's copy engine copies, by the tensors' names."""
+        return {}
+
     def shaped(self, t: Tensors, o: Options) -> Tensors:
         """The call's tensors with q, k and v of their own, for checks. Of heads only shape, dtype and device count."""
         return t

@@ -24,7 +24,7 @@ from . import bundle
 from . import doctor as checks
 from .console import answer, architectures, build_all, print_entries, rows, say, total
 from .models import specs_of_model
-from .prewarm import architecture, read_record, specs_of, this_versions
+from .prewarm import architecture, pairs, read_record, specs_of, this_versions
 from .prewarm import prewarm as build
 
 Options = argparse.Namespace
@@ -173,8 +173,7 @@ def prewarm(given: Options) -> bool:
         jitrope prewarm --from run.json
     """
     specs, archs = _specs(given), architectures(given.arch)
-    work = list(itertools.product(specs, archs))
-    return build_all(work, given.dry_run, given.json, lambda: build(specs, archs, given.jobs))
+    return build_all(pairs(specs, archs), given.dry_run, given.json, lambda: build(specs, archs, given.jobs))
 
 
 @_command("render", *_CALL)
@@ -310,7 +309,7 @@ def bundle_write(given: Options) -> bool:
     """
     work = [(spec, "") for spec in _recorded(given.files)] if given.files else _cached()
     if given.files or given.arch:
-        work = list(itertools.product(dict.fromkeys(spec for spec, _ in work), architectures(given.arch)))
+        work = pairs(dict.fromkeys(spec for spec, _ in work), architectures(given.arch))
     complete = build_all(work, given.dry_run, given.json, lambda: bundle.write(given.path, work, given.jobs))
     if not given.dry_run and not given.json:
         say(f"wrote {given.path}")

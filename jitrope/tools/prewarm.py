@@ -75,7 +75,8 @@ def specs_of(
     found = Call.parse(str(call) or f"bshd heads {'q k'[: 2 * len(counts) - 1]} > rotate cos sin > fresh")
     given, o = {*found.tensors}, found.options
     alone = {"q", "dq"} & given and not {"k", "dk", "kv"} & given
-    if len(counts) != (1 if alone else 2) or o.q_per_group != ("qkv" in given and counts[0] // counts[-1]):
+    per_group = counts[0] // counts[-1] if {"qkv", "weight"} & given else 0
+    if len(counts) != (1 if alone else 2) or o.q_per_group != per_group:
         arguments.refuse(name, "heads", heads, "those of q and k, as [32, 8], or of q alone, as the call has them")
     o = o._replace(rotary_dim=o.rotary_dim or size - o.rotary_offset, max_seqlen=_TOKENS * ("cu_seqlens" in given))
     with torch.inference_mode(False), torch.enable_grad(), planning() as specs:
@@ -120,6 +121,7 @@ def _stand_ins(names: Sequence[str], o: Options, heads: Sequence[int], dim: int,
     kinds = dict.fromkeys(shapes, torch.int32) | dict.fromkeys(ids, torch.int64)
     kinds |= dict.fromkeys(tables, real.to_complex() if cis else real) | dict.fromkeys(scales, torch.float32)
     shapes |= {**ids, **tables, **scales, "qkv": of_heads(*fused), "bias": fused, "k_pe": of_heads(1, o.rotary_dim)}
+    shapes |= {"x": [*of_heads(*fused)[:-2], _TOKENS], "weight": (*fused, _TOKENS)}
     shapes["kv"] = of_heads(heads[-1], o.rotary_offset + o.v_dim)
     for letter in LETTERS:
         count, size = heads[0 if letter in ("q", "gate") else -1], (letter == "v" and o.v_dim) or dim
@@ -216,7 +218,12 @@ def prewarm(specs: Iterable[Spec], archs: Iterable[str], jobs: int) -> list[Buil
 
     specs = arguments.items("prewarm", "specs", specs, "a list of specs")
     archs = arguments.items("prewarm", "archs", archs, "a list of architectures")
-    return build_each("prewarm", itertools.product(specs, archs), jobs, kept)
+    return build_each("prewarm", pairs(specs, archs), jobs, kept)
+
+
+def pairs(specs: Iterable[Spec], archs: Iterable[str]) -> list[tuple[Spec, str]]:
+    """Each kernel with each architecture that it is for."""
+    return [(x, arch) for x, arch in itertools.product(specs, archs) if not isinstance(x, Spec) or x.runs_on(arch)]
 
 
 def reasons(failed: Iterable[Built]) -> list[str]:

@@ -802,7 +802,7 @@ OTHERS: list[tuple[Callable[[], Any], str]] = [
      "call 'bshd heads q > rotate cos sin > fresh' is given 0 tensors, 0 of them written, and 2 sizes; it needs 3, 0 "
      "and 2"),
     (lambda: op_call.read("bshd turn q > fresh"), "call has the source 'turn', or stages without a kernel; the sources "
-     "are heads, heads_backward, fused, fused_backward, latent, latent_backward, streams"),
+     "are heads, heads_backward, fused, fused_backward, latent, latent_backward, projected, streams"),
     *[(partial(Call.parse, text), f"call {told}") for text, told in {
         "": "is ''; it must be like 'bshd heads q k > rotate cos sin > fresh'",
         "bhds heads q > fresh": "is 'bhds heads q > fresh'; it must be like 'bshd heads q k > rotate cos sin > fresh'",
@@ -818,8 +818,8 @@ OTHERS: list[tuple[Callable[[], Any], str]] = [
     (lambda: spec_from_dict({"kind": "rope", "call": ["bshd"]}),
      "a spec must be a table of fields, and its call a text, not {'kind': 'rope', 'call': ['bshd']}"),
     (lambda: spec_from_dict({"kind": "turn"}),
-     "kind is 'turn'; allowed are cp_segment_rows, cp_segments, qk_norm_rope, qk_norm_rope_backward, rope, "
-     "thd_corrections, thd_rows, thd_tables")]  # fmt: skip
+     "kind is 'turn'; allowed are cp_segment_rows, cp_segments, project_qkv, qk_norm_rope, qk_norm_rope_backward, "
+     "rope, thd_corrections, thd_rows, thd_tables")]  # fmt: skip
 TENSORS = [x for x in globals().values() if isinstance(x, Tensor) and x is not DICE]
 
 

@@ -57,11 +57,11 @@ def environment() -> dict[str, str]:
 library = cache(lambda spec: ctypes.CDLL(str(harness.build(render(spec)))))
 
 
-def launch(spec: Spec, grid: tuple[int, ...], block: int, arguments: int, stream: int) -> None:
+def launch(spec: Spec, grid: tuple[int, ...], block: int, *arguments: int) -> None:
     """Of a kernel: it returns when the kernel has run."""
     with _lock:  # threads of a block share static variables
         launched[spec.name] += 1
-        library(spec).run(ctypes.c_void_p(arguments), *map(ctypes.c_uint, (*(*grid, 1)[:3], block)))
+        library(spec).run(ctypes.c_void_p(arguments[0]), *map(ctypes.c_uint, (*(*grid, 1)[:3], block)))
 
 
 @contextlib.contextmanager
@@ -80,11 +80,14 @@ def plain() -> Iterator[None]:
 def install() -> None:
     """From now on, treat CPU tensors as GPU tensors in this process."""
     kernels.get_kernel = enqueue.get_kernel = lambda spec, device: SimpleNamespace(
-        bind_thread=lambda: None, enqueuer=lambda *given: partial(launch, spec, *given)
+        bind_thread=lambda: None,
+        enqueuer=lambda *given: partial(launch, spec, *given),
+        tensor_maps=lambda maps: (0, lambda *addresses: None),
     )
     watch.get_device = enqueue.get_device = lambda: None  # the index of the device "cpu"
     watch.get_stream = enqueue.get_stream = lambda device: 0
     watch.on_gpu = lambda x: x.device.type == "cpu"
+    watch.has_wgmma = lambda x: True
     torch.cuda.device = lambda device: contextlib.nullcontext()
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=SMS)
     if "allow_override" in inspect.signature(thd_ops._lib.impl).parameters:  # torch 2.11 asks for it

@@ -10,7 +10,7 @@ from jitrope.jit import kernels, recording
 
 from ..caches import cache as cache
 
-Loaded = namedtuple("Loaded", "cubin entry device")
+Loaded = namedtuple("Loaded", "cubin entry device shared_bytes")
 """A kernel that is not loaded, because there is no driver."""
 
 

@@ -26,6 +26,7 @@ from ..results import planned
 
 (SPEC,) = planned(named("rope 32+8 128"), tokens=4096)
 NORM_SPEC, GRADIENT_SPEC = planned(named("once 32+8 128 grad"), tokens=4096)
+(PROJECTED_SPEC,) = planned({**named("once 32+8 128"), "source": "projected"}, tokens=4096)
 (ACROSS_SPEC,) = planned(named("norm=across 40+40 128"), tokens=4096)
 PLAIN_SPECS = [
     rows_spec((2048, 1024), 1024, "to_ranks", cp_size=2),
@@ -36,7 +37,7 @@ PLAIN_SPECS = [
 ROPE_SPECS = [SPEC, NORM_SPEC, ACROSS_SPEC, GRADIENT_SPEC]
 SPECS = pytest.mark.parametrize("spec", [*ROPE_SPECS, *PLAIN_SPECS], ids=lambda spec: spec.call or spec.name)
 TEMPLATES = Path(__file__).parents[2] / "templates"
-ROPE_ENTRIES = {"rope.cu.jinja", "qk_norm_rope.cu.jinja", "qk_norm_rope_backward.cu.jinja"}
+ROPE_ENTRIES = {"rope.cu.jinja", "qk_norm_rope.cu.jinja", "qk_norm_rope_backward.cu.jinja", "project_qkv.cu.jinja"}
 ENTRIES = ROPE_ENTRIES | {spec.template for spec in PLAIN_SPECS}
 # A template's constants are in one block.
 PARAMETERS = {"parameters.cuh.jinja", "rows.cuh.jinja", "segments.cuh.jinja", "thd_corrections.cu.jinja"}
@@ -53,7 +54,7 @@ def cuda(spec: Spec) -> str:
 
 
 def test_every_template_is_used() -> None:
-    assert {SPEC.template, NORM_SPEC.template, GRADIENT_SPEC.template} == ROPE_ENTRIES
+    assert {spec.template for spec in (*ROPE_SPECS, PROJECTED_SPEC)} == ROPE_ENTRIES
     used = set().union(*[render._texts(entry) for entry in ENTRIES])
     assert {path.name for path in TEMPLATES.glob("*.cu*")} == used
 
@@ -152,7 +153,7 @@ def test_ingredients_follow_every_field_and_file() -> None:
     changes |= {"kv_out": "fp8", "table_step": 2, "page_table_dtype": "int64", "kv_per_group": 2, "v_per_k": 8}
     changes |= dict.fromkeys(flags.split(), True)
     flags = "hadamard dynamic dynamic_q weighs_q swizzled block_cache per_row biased across_heads given_means "
-    flags += "zero_centered after_rope two_streams two_tables gradient v_norm latent_norm"
+    flags += "zero_centered after_rope two_streams two_tables gradient v_norm latent_norm projected round_projection"
     norms_own = {"norm_rounding": "none", "norm_kind": "layer_norm", "group": 32, "scale_out": "e8m0", "norm_k": False}
     norms_own |= {"row_heads": (8,), "norm_q": False, "weight_dtype": "fp32", "weight_vec": 2, "heads_per_thread": 4}
     norms_own |= {"blocks_per_sm": 7, "ring": not NORM_SPEC.ring, **dict.fromkeys(flags.split(), True)}
@@ -182,15 +183,18 @@ def test_ingredients_follow_every_field_of_a_plain_spec() -> None:
 
 
 OF_GRADIENT = ("weight_dtype", "biased", "gradient", "v_gradient")
-STAGED = tuple(stage for stage in arguments.OPTIONAL if stage not in OF_GRADIENT[2:])
+PROJECTED = ("projected", "weight_dtype")
+STAGED = tuple(stage for stage in arguments.OPTIONAL if stage not in (*OF_GRADIENT[2:], "projected"))
 
 
-@pytest.mark.parametrize("stages", [(), STAGED, OF_GRADIENT], ids=["plain", "staged", "gradient"])
+@pytest.mark.parametrize(
+    "stages", [(), STAGED, OF_GRADIENT, PROJECTED], ids=["plain", "staged", "gradient", "projected"]
+)
 def test_the_host_and_the_kernel_count_the_same_words(stages: tuple[str, ...]) -> None:
     """The compiler and the host give each field the same offset."""
     if compiler.nvrtc_version() < (13, 5):
         pytest.skip("this NVRTC has no __builtin_offsetof, which 13.5 has")
-    spec: RopeSpec = NORM_SPEC if stages else SPEC
+    spec: RopeSpec = PROJECTED_SPEC if stages == PROJECTED else NORM_SPEC if stages else SPEC
     if stages == OF_GRADIENT:
         spec = replace(spec, gradient=True, v_norm=True, copy_v=True, biased=True)
     if stages == STAGED:
@@ -206,10 +210,11 @@ def test_the_host_and_the_kernel_count_the_same_words(stages: tuple[str, ...]) -
         checks.append(f"static_assert(__builtin_offsetof(Params, {argument.field}) == {8 * at});")
         at += arguments.WORDS_OF.get(argument.c_type, 1) * len(argument.names)
     checks.append(f"static_assert(sizeof(Params) == {8 * at});")
-    compiler.compile_source(replace(source, text="\n".join([source.text, *checks])), "sm_90")
+    arch = f"sm_90{spec.features}"
+    compiler.compile_source(replace(source, text="\n".join([source.text, *checks])), arch)
     checks.append("static_assert(__builtin_offsetof(Params, cp_rank) == 8);")
     with pytest.raises(CompileError, match="static assertion failed"):
-        compiler.compile_source(replace(source, text="\n".join([source.text, *checks])), "sm_90")
+        compiler.compile_source(replace(source, text="\n".join([source.text, *checks])), arch)
 
 
 def test_words_take_every_name_in_any_order() -> None:
@@ -250,7 +255,7 @@ def test_cpp_literals() -> None:
 
 @pytest.mark.parametrize("name", sorted(ENTRIES | PARAMETERS | HEADERS))
 def test_a_compile_error_names_the_templates_line(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    spec = next(s for s in (*ROPE_SPECS, *STAGE_SPECS, *PLAIN_SPECS) if f'#line 1 "{name}"' in cuda(s))
+    spec = next(s for s in (*ROPE_SPECS, *STAGE_SPECS, PROJECTED_SPEC, *PLAIN_SPECS) if f'#line 1 "{name}"' in cuda(s))
     texts = dict(render._texts(spec.template))
     lines = texts[name].splitlines()
     ends = ("}", "};", "static_assert")  # line starts before a declaration
@@ -261,7 +266,7 @@ def test_a_compile_error_names_the_templates_line(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(render, "_texts", lambda file: {file: texts[file]})
     monkeypatch.setattr(render, "environment", cache(render.environment.__wrapped__))
     with pytest.raises(CompileError, match=rf'{re.escape(name)}\({at + 2}\): error: identifier "nope"'):
-        compiler.compile_source(render.render(spec), "sm_90")
+        compiler.compile_source(render.render(spec), f"sm_90{spec.features}")
 
 
 def test_a_compile_error_has_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
