@@ -5,7 +5,7 @@ from importlib import import_module
 from pathlib import Path
 
 NAMES = (
-    *("rope", "decode", "cp", "train", "layer", "block", "qk_norm", "presets", "stages"),
+    *("rope", "decode", "cp", "train", "layer", "block", "qk_norm", "presets", "stages", "projection"),
     *("diffusion", "hosts", "host", "cold", "roofline", "targets", "results"),
 )
 """The files with commands, in the order in which the help lists them."""
