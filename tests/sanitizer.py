@@ -29,7 +29,7 @@ import jitrope
 from jitrope.jit import kernels
 from jitrope.jit.render import TEMPLATE_PATHS
 
-from .calls import CALLS, GRADIENTS
+from .calls import CALLS, GRADIENTS, PROJECTIONS
 from .jobs import MASKS, MOVES, STEPS, correction_job, in_host_memory, of_table, rows_job, segments_job, tables_job
 from .results import planned
 
@@ -42,7 +42,7 @@ ENTRY = "kns=jitrope_{}"
 SEEDS = (1, 2, 3)  # of jobs of packed batches; those of the table are many, and have one
 CASE_TIMEOUT = 300.0
 
-PARTS = {"rope": 2, "qk_norm_rope": 4, "qk_norm_rope_backward": 2}
+PARTS = {"rope": 2, "qk_norm_rope": 4, "qk_norm_rope_backward": 2, "project_qkv": 1}
 SEGMENTS = [segments_job(mask, random.Random(n)) for mask in MASKS for n in range(4)]
 PACKED = {
     "thd_rows": [rows_job(move, random.Random(f"{move} {n}")) for move in MOVES for n in range(4)],
@@ -76,7 +76,8 @@ def run_group(name: str, device: str) -> int:
     if not jobs:  # a part of the table's calls, with one of the launches
         part = int(name.rpartition("-")[2])
         jitrope.configure(launch=("token_linear", "grid_2d")[part % 2])
-        cases = (GRADIENTS if "backward" in template else CALLS)[part :: PARTS[template]]
+        cases = {"project_qkv": PROJECTIONS, "qk_norm_rope_backward": GRADIENTS}.get(template, CALLS)
+        cases = cases[part :: PARTS[template]]
         jobs = [of_table(x) for x in cases if any(spec.template == f"{template}.cu.jinja" for spec in planned(x))]
     for job in jobs:
         for seed in SEEDS[: 1 if template in PARTS else 3]:

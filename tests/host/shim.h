@@ -29,6 +29,7 @@ extern const Built built;
 #define __noinline__
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __shared__ static
 #define __restrict__
 
