@@ -6,7 +6,6 @@ struct Absent {
     template <typename... Any> DEVICE Absent(const Any&...) {}
     template <typename... Any> DEVICE void load(const Any&...) const {}
     template <typename... Any> DEVICE void values(const Any&...) const {}
-    template <typename... Any> DEVICE void add(const Any&...) const {}
     template <typename... Any> DEVICE void load_late(const Any&...) const {}
     template <typename... Any> DEVICE void sum(const Any&...) const {}
     template <typename... Any> DEVICE void apply(const Any&...) const {}

@@ -143,8 +143,8 @@ def project_qkv(
     """Project to q, k and v, normalise q and k if asked, and rotate them, in one kernel on sm_90 (H100, H200).
 
     Its tensor cores multiply, and the stages take the sums in fp32, in registers, before they are rounded once. So the
-    results differ from those of two steps by a rounding, and are more accurate. Elsewhere, and where a product of torch
-    and a launch are as fast, it is those two steps.
+    results differ from those of two steps by a rounding, and are more accurate. Elsewhere, and with few tokens, it is
+    those two steps, torch's `linear` and `prepare_fused_qkv`.
 
     >>> x, weight = torch.randn(1, 16, 256), torch.randn(12 * 64, 256)
     >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
@@ -173,7 +173,7 @@ def project_qkv(
     Raises:
         InvalidInput, CompileError: as in `apply_rope`.
     """
-    name, given = "project_qkv", (positions, norm, cache, quantize, hadamard)
+    name = "project_qkv"
     own = flags(name, round_projection=round_projection, copy_gate=order == "qkv_gated")
     for other in [x for x in words if x not in ROPE_WORDS]:
         raise unexpected(name, other)
@@ -186,10 +186,11 @@ def project_qkv(
     in_two = (gate_stays and order == "qkv_gated") or "rotate_k" in getattr(cache, "words", ())
     if in_two or not projects(x, weight, norm):
         own.pop("round_projection", None)
-        beside: Any = {**dict(zip(("positions", "norm", "cache", "quantize", "hadamard"), given)), **own}
-        return prepare_fused_qkv(of_linear(x, weight), cos, sin, heads=heads, order=order, bias=bias, **beside, **words)
+        beside: Any = {"positions": positions, "norm": norm, "bias": bias, "cache": cache, **own, **words}
+        beside |= {"heads": heads, "order": order, "quantize": quantize, "hadamard": hadamard}
+        return prepare_fused_qkv(of_linear(x, weight), cos, sin, **beside)
     tensors: Any = {"x": x, "weight": weight, "cos": cos, "sin": sin}
-    asked = gather(PROJECTED, tensors, words, ROPE_WORDS, positions, False, *given[1:])
+    asked = gather(PROJECTED, tensors, words, ROPE_WORDS, positions, False, norm, cache, quantize, hadamard)
     if bias is not None:
         tensors["bias"] = bias
     asked.update(own)

@@ -67,6 +67,15 @@ _OF_THE_IMAGE = (200, 209, 218, 222, 300, 301, 500)
 such as out of memory or a fault of an earlier kernel, would occur with a new image too."""
 
 
+class TensorMap(NamedTuple):
+    """What the copy engine takes out of a tensor: a box of it, in 128-byte rows. All but the last axes first."""
+
+    dtype: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]  # in bytes, without the first axis, whose elements are neighbours
+    box: tuple[int, ...]
+
+
 class Kernel:
     """A kernel that is loaded on one GPU, in the context that torch uses, until the process ends.
 
@@ -115,7 +124,28 @@ class Kernel:
         if not current:
             _call("cuCtxSetCurrent", self._context)
 
-    tensor_maps = staticmethod(lambda maps: tensor_maps(maps))
+    @staticmethod
+    def tensor_maps(maps: Sequence[TensorMap]) -> tuple[int, Callable[..., None]]:
+        """Return the address of an array of CUtensorMap, and a function that fills it, given the tensors' addresses.
+
+        The function keeps the memory.
+        """
+        memory = ctypes.create_string_buffer((len(maps) + 1) * _MAP_BYTES)
+        first = -(-ctypes.addressof(memory) // _MAP_BYTES) * _MAP_BYTES
+        encode, each = _library().cuTensorMapEncodeTiled, []
+        for n, (dtype, sizes, strides, box) in enumerate(maps):
+            rank = len(sizes)
+            words = (ctypes.c_uint64 * rank)(*sizes), (ctypes.c_uint64 * rank)(*strides)
+            steps = (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*[1] * rank)
+            head = ctypes.c_void_p(first + n * _MAP_BYTES), _MAP_TYPES[dtype], rank
+            each.append((head, (*words, *steps, 0, _SWIZZLE_128B, _PROMOTE_256B, 0)))
+
+        def fill(*addresses: int, memory: Any = memory) -> None:
+            for (head, tail), address in zip(each, addresses):
+                if status := encode(*head, ctypes.c_void_p(address), *tail):
+                    raise DriverError(status)
+
+        return first, fill
 
     def enqueuer(self, grid: tuple[int, ...], block: int, *arguments: int) -> Callable[[int], None]:
         """Return a function that enqueues the kernel on a stream. arguments: the addresses of its arguments, structs.
@@ -136,35 +166,3 @@ class Kernel:
                 raise DriverError(status)
 
         return enqueue
-
-
-class TensorMap(NamedTuple):
-    """What the copy engine takes out of a tensor: a box of it, in 128-byte rows. All but the last axes first."""
-
-    dtype: str
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]  # in bytes, without the first axis, whose elements are neighbours
-    box: tuple[int, ...]
-
-
-def tensor_maps(maps: Sequence[TensorMap]) -> tuple[int, Callable[..., None]]:
-    """Return the address of an array of CUtensorMap, and a function that fills it, given the tensors' addresses.
-
-    The function keeps the memory.
-    """
-    memory = ctypes.create_string_buffer((len(maps) + 1) * _MAP_BYTES)
-    first = -(-ctypes.addressof(memory) // _MAP_BYTES) * _MAP_BYTES
-    encode, each = _library().cuTensorMapEncodeTiled, []
-    for n, (dtype, sizes, strides, box) in enumerate(maps):
-        rank = len(sizes)
-        words = (ctypes.c_uint64 * rank)(*sizes), (ctypes.c_uint64 * rank)(*strides)
-        steps = (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*[1] * rank)
-        head = ctypes.c_void_p(first + n * _MAP_BYTES), _MAP_TYPES[dtype], rank
-        each.append((head, (*words, *steps, 0, _SWIZZLE_128B, _PROMOTE_256B, 0)))
-
-    def fill(*addresses: int, memory: Any = memory) -> None:
-        for (head, tail), address in zip(each, addresses):
-            if status := encode(*head, ctypes.c_void_p(address), *tail):
-                raise DriverError(status)
-
-    return first, fill

@@ -94,12 +94,12 @@ _SMALLEST: dict[str, Any] = {**dict.fromkeys(_COUNTS, 1), "one_step": False, "ri
 @lru_cache(maxsize=4096)
 def plan(p: RopeProblem) -> Plan:
     """Choose the kernel and the grid of a call that has at least one token."""
-    if p.projected:
-        return _projection(p)
     launch = choose_launch(p)
     tiled = launch == "grid_2d" and not by_sequence(p)
     of_call: dict[str, Any] = {field.name: getattr(p, field.name) for field in fields(Compiled)}
     spec = RopeSpec(**of_call, **accesses(p, tiled), **_SMALLEST, launch=launch, one_row=False, tiles=0)
+    if p.projected:
+        return _projection(p, spec)
     large = small_threads(p) >= LARGE_THREADS_PER_SM * p.sm_count or p.heads > MAX_GRID_Y
     tiled |= (part := part_of_token(p, spec, large)) > 0
     tiles = (1 if large and launch == "token_linear" else 2) if tiled or p.v_dim else 0
@@ -143,19 +143,9 @@ def plan(p: RopeProblem) -> Plan:
     return Plan(spec, (second, -(-blocks // rows), rows) if tiles == 1 else (blocks, second))
 
 
-def _projection(p: RopeProblem) -> Plan:
+def _projection(p: RopeProblem, spec: RopeSpec) -> Plan:
     """The kernel of a projection, whose blocks walk over tiles in pairs."""
-    vec = ACCESS_BYTES // ITEM_SIZES[p.dtype]  # neighbouring sums of a thread
-    entries = vec // (2 if p.interleaved and not p.full_width else 1)
-    members = 2 if p.full_width and p.interleaved else 1  # of a pair, neighbours
-    ends = [n * members for n in accumulate(p.mrope_section)] + [members] * p.mrope_interleaved
-    limit = min(p.table_vec_limit, ACCESS_BYTES // (ITEM_SIZES[p.table_dtype] * p.table_step_limit))
-    table_vec = math.gcd(limit, entries, *ends)
-    own: dict[str, Any] = {field.name: getattr(p, field.name) for field in fields(Compiled)} | _SMALLEST
-    own |= {"heads_per_thread": PROJECTION_WIDTH // p.head_dim, "tokens_per_block": PROJECTION_TOKENS}
-    own |= {"vec": vec, "chunks": 2, "weight_vec": math.gcd(vec, p.weight_vec_limit), "table_vec": table_vec}
-    step = p.table_step_limit if table_vec > 1 else 1
-    spec = RopeSpec(**own, table_step=step, launch="token_linear", one_row=False, tiles=0)
+    spec = replace(spec, heads_per_thread=PROJECTION_WIDTH // p.head_dim, tokens_per_block=PROJECTION_TOKENS)
     pairs = -(-p.tokens // (2 * PROJECTION_TOKENS)) * -(-p.heads // spec.heads_per_thread)
     return Plan(spec, (2 * max(1, min(pairs, p.sm_count // 2)), 1))
 
@@ -238,7 +228,7 @@ def shared_by_stages(spec: RopeSpec) -> int:
 def choose_launch(p: RopeProblem) -> str:
     """The launch: over tokens alone, or also over heads, or over the sequences of a packed batch."""
     # Whole rows; a walk; a full axis.
-    linear = p.across_heads or p.gradient or (by_sequence(p) and (p.v_dim or p.sequences >= MAX_GRID_Y))
+    linear = p.across_heads or p.gradient or p.projected or (by_sequence(p) and (p.v_dim or p.sequences >= MAX_GRID_Y))
     if linear or p.launch != "auto":
         return "token_linear" if linear else p.launch
     if by_sequence(p):  # the cost follows the tokens, not sequences x max_seqlen, but a search takes long for few

@@ -62,7 +62,6 @@ class Compiled(cache.Fields, Fields):
 
 
 SUM_LANES = 4  # threads that have the sums of a token's heads, by the layout of `wgmma`
-PROJECTION_SHARED_BYTES = 4 * (128 + 256) * 128 + 1024  # four slots of tokens' and weights' rows, aligned
 PROJECTION_THREADS = 384  # two groups of threads with sums, and one that copies
 
 
@@ -166,8 +165,8 @@ class RopeSpec(Compiled, Spec):
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of shared memory that a launch asks for."""
-        return PROJECTION_SHARED_BYTES if self.projected else 0
+        """Bytes of shared memory that a launch asks for: four slots of tokens' and weights' rows, aligned."""
+        return self.projected * (4 * (self.tokens_per_block + self.heads_per_thread * self.head_dim) * 128 + 1024)
 
     @property
     def features(self) -> str:

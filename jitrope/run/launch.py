@@ -138,7 +138,7 @@ class Prepared:
         self.device, self.blocks = device.index, math.prod(plan.grid)
         pointers = address_names(plan.spec.stages)
         self.args = (ctypes.c_int64 * (len(pointers) + len(words)))(*[0] * len(pointers), *words)
-        maps = op.maps(tensors, options)
+        maps = op.maps(tensors, plan.spec)
         of_maps, self.fill_maps = kernel.tensor_maps([*maps.values()]) if maps else (0, None)
         self.mapped = tuple(maps)
         blocks = [ctypes.addressof(self.args), *[of_maps] * bool(maps)]

@@ -27,7 +27,7 @@ from .source import Read
 VEC = ACCESS_BYTES // 2  # neighbouring sums of a thread, stored at once
 HEAD_DIMS = (64, 128)  # of which a tile of sums has whole heads
 ALIGNED = ("q_out", "k_out", "v_out", "gate_out", "k_cache", "v_cache", "bias")
-LEAST_TOKENS = 2048  # with fewer, torch's product and a launch are as fast
+LEAST_TOKENS = 2048  # not measured: some waves of tiles
 
 
 class Projected(Fused):
@@ -67,13 +67,8 @@ class Projected(Fused):
         x, weight, head_dim = t["x"], t["weight"], self.head_dim(t, o)
         others = getattr(o, TRANSFORM) or o.per_row or o.across_heads or o.ulysses_degree or o.rotate_k
         whole = o.rotary_dim == head_dim in HEAD_DIMS and o.interleaved_out in (None, o.interleaved) and not others
-        if (
-            not whole
-            or x.dtype not in (torch.float16, torch.bfloat16)
-            or not (x.is_contiguous() and weight.is_contiguous())
-        ):
-            return False
-        if x.shape[-1] % VEC or not watch.has_wgmma(x):
+        dense = x.is_contiguous() and weight.is_contiguous() and x.shape[-1] % VEC == 0
+        if not (whole and dense and x.dtype in (torch.float16, torch.bfloat16) and watch.has_wgmma(x)):
             return False
         read = [x.flatten(0, -2), weight.flatten(0, 1), *[t[name] for name in ALIGNED if name in t and t[name].dim()]]
         real = all(type(y) in (Tensor, Parameter) for y in read) and not watch.transformed()  # others have no addresses
@@ -82,12 +77,12 @@ class Projected(Fused):
     def head_dim(self, t: Tensors, o: Options) -> int:
         return super().head_dim(self.named(t, o), o)
 
-    def maps(self, t: Tensors, o: Options) -> dict[str, TensorMap]:
+    def maps(self, t: Tensors, spec: Any) -> dict[str, TensorMap]:
         """What a kernel copies of x, and of the weight, whose rows' numbers are 32 c + 8 lane + 2 j + i."""
         x, weight = t["x"].flatten(0, -2), t["weight"].flatten(0, 1)
         (tokens, size), row, dtype = x.shape, weight.stride(0) * weight.element_size(), DTYPE_NAMES[x.dtype]
-        sizes, box = (size, 2, 4, 4, len(weight) // 32), (64, 2, 4, 4, self.head_dim(t, o) // 32)
-        of_x = TensorMap(dtype, (size, tokens), (x.stride(0) * x.element_size(),), (64, 128))
+        sizes, box = (size, 2, 4, 4, len(weight) // 32), (64, 2, 4, 4, spec.head_dim // 32)
+        of_x = TensorMap(dtype, (size, tokens), (x.stride(0) * x.element_size(),), (64, spec.tokens_per_block))
         return {"x": of_x, "weight": TensorMap(dtype, sizes, (row, 8 * row, 2 * row, 32 * row), box)}
 
     def reads(self, t: Tensors, o: Options) -> dict[str, Read]:

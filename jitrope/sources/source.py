@@ -53,7 +53,7 @@ class Source:
         """The source of another call with the results of one that has no kernel, its tensors and words."""
         return self, t, asked
 
-    def maps(self, t: Tensors, o: Options) -> dict[str, Any]:
+    def maps(self, t: Tensors, spec: Any) -> dict[str, Any]:
         """What a kernel's copy engine copies, by the tensors' names."""
         return {}
 
