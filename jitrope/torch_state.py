@@ -178,9 +178,13 @@ def guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return check
 
 
-def has_wgmma(x: Tensor) -> bool:
-    """Whether a tensor's GPU has the tensor cores' instructions of sm_90, which later ones have not."""
-    return x.device.type == "meta" or (x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0))
+@constant
+def wgmma_count(device: torch.device) -> int:
+    """The multiprocessors of a GPU with the tensor cores' instructions of sm_90, which later ones have not, else 0."""
+    if device.type != "cuda":
+        return 132 if device.type == "meta" else 0
+    gpu = torch.cuda.get_device_properties(device)
+    return gpu.multi_processor_count if (gpu.major, gpu.minor) == (9, 0) else 0
 
 
 def memory_speed(gpu: Any) -> float:

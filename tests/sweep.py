@@ -17,7 +17,7 @@ from . import oracle
 from .calls import AXES, BIASED, CACHES, DYNAMIC, FUSED, GIVEN, INTO, PACKED, PROJECTED, ROPES, STREAMS, Case
 from .host import backend
 
-projected.LEAST_TOKENS = 0  # calls of the table are small
+projected.LEAST_FILLED = 0  # calls of the table are small
 E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP4 = getattr(torch, "float4_e2m1fn_x2", torch.uint8)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from ..base.errors import InvalidInput
 from ..base.partition import number_of_chunks
 from ..base.spec import ACCESS_BYTES, ITEM_SIZES
+from ..sources.projected import TILE_TOKENS, TILE_WIDTH
 from ..stages.norm import KINDS as NORM_KINDS
 from .spec import Compiled, RopeSpec
 
@@ -50,9 +51,6 @@ ROW_BLOCK_THREADS = 128  # the target
 MAX_ROW_THREADS = 512  # of a row of q or of k
 MAX_ROW_ACCESSES = 24  # of a row that a thread holds
 MAX_GRADIENT_ACCESSES = 4  # the same for the gradient, which also holds the output's gradient and sums
-
-# A projection by tensor cores (`tensor_cores.cuh.jinja`).
-PROJECTION_TOKENS, PROJECTION_WIDTH = 128, 256  # of a tile of sums
 
 # The gradient of a norm, whose blocks walk over the tokens.
 GRADIENT_BLOCK_THREADS = 192  # the target
@@ -145,8 +143,8 @@ def plan(p: RopeProblem) -> Plan:
 
 def _projection(p: RopeProblem, spec: RopeSpec) -> Plan:
     """The kernel of a projection, whose blocks walk over tiles in pairs."""
-    spec = replace(spec, heads_per_thread=PROJECTION_WIDTH // p.head_dim, tokens_per_block=PROJECTION_TOKENS)
-    pairs = -(-p.tokens // (2 * PROJECTION_TOKENS)) * -(-p.heads // spec.heads_per_thread)
+    spec = replace(spec, heads_per_thread=TILE_WIDTH // p.head_dim, tokens_per_block=TILE_TOKENS)
+    pairs = -(-p.tokens // (2 * TILE_TOKENS)) * -(-p.heads // spec.heads_per_thread)
     return Plan(spec, (2 * max(1, min(pairs, p.sm_count // 2)), 1))
 
 

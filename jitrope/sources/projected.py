@@ -27,7 +27,8 @@ from .source import Read
 VEC = ACCESS_BYTES // 2  # neighbouring sums of a thread, stored at once
 HEAD_DIMS = (64, 128)  # of which a tile of sums has whole heads
 ALIGNED = ("q_out", "k_out", "v_out", "gate_out", "k_cache", "v_cache", "bias")
-LEAST_TOKENS = 2048  # not measured: some waves of tiles
+TILE_TOKENS, TILE_WIDTH = 128, 256  # of a block's tile of sums
+LEAST_FILLED = 92  # percent of the tiles' places: on an H200 two steps are slower from there on, and faster up to 91
 
 
 class Projected(Fused):
@@ -68,7 +69,7 @@ class Projected(Fused):
         others = getattr(o, TRANSFORM) or o.per_row or o.across_heads or o.ulysses_degree or o.rotate_k
         whole = o.rotary_dim == head_dim in HEAD_DIMS and o.interleaved_out in (None, o.interleaved) and not others
         dense = x.is_contiguous() and weight.is_contiguous() and x.shape[-1] % VEC == 0
-        if not (whole and dense and x.dtype in (torch.float16, torch.bfloat16) and watch.has_wgmma(x)):
+        if not (whole and dense and x.dtype in (torch.float16, torch.bfloat16) and watch.wgmma_count(x.device)):
             return False
         read = [x.flatten(0, -2), weight.flatten(0, 1), *[t[name] for name in ALIGNED if name in t and t[name].dim()]]
         real = all(type(y) in (Tensor, Parameter) for y in read) and not watch.transformed()  # others have no addresses
@@ -128,11 +129,10 @@ def of_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def projects(x: Tensor, weight: Tensor, norm: Any) -> bool:
     """Whether a user's call may have a kernel, before it is checked."""
-    if (
-        math.prod(x.shape[:-1]) < LEAST_TOKENS
-        or x.shape[-1] < VEC
-        or not watch.has_wgmma(x)
-        or config.batch_invariant()
-    ):
+    blocks = watch.wgmma_count(x.device) // 2  # in pairs, of which each makes a tile in a wave
+    if not blocks or x.shape[-1] < VEC or config.batch_invariant():
         return False
-    return norm is None or not watch.wants_grad(x, weight, *getattr(norm, "tensors", {}).values())
+    tokens, width = math.prod(x.shape[:-1]), len(weight)
+    waves = -(-(-(-tokens // (2 * TILE_TOKENS)) * -(-width // TILE_WIDTH)) // blocks)
+    filled = 100 * tokens * width >= LEAST_FILLED * waves * blocks * 2 * TILE_TOKENS * TILE_WIDTH
+    return filled and (norm is None or not watch.wants_grad(x, weight, *getattr(norm, "tensors", {}).values()))

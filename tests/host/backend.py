@@ -87,7 +87,7 @@ def install() -> None:
     watch.get_device = enqueue.get_device = lambda: None  # the index of the device "cpu"
     watch.get_stream = enqueue.get_stream = lambda device: 0
     watch.on_gpu = lambda x: x.device.type == "cpu"
-    watch.has_wgmma = lambda x: True
+    watch.wgmma_count = lambda device: 132
     torch.cuda.device = lambda device: contextlib.nullcontext()
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=SMS)
     if "allow_override" in inspect.signature(thd_ops._lib.impl).parameters:  # torch 2.11 asks for it

@@ -56,7 +56,7 @@ def test_few_tokens_and_a_norm_with_a_gradient_are_two_steps(device: str, monkey
     (grad,) = torch.autograd.grad(out, weight, [torch.ones_like(y) for y in out])
     assert grad.isfinite().all()
     assert grad.any()
-    monkeypatch.setattr(projected, "LEAST_TOKENS", 81)
+    monkeypatch.setattr(projected, "LEAST_FILLED", 92)
     same(project_qkv(x, weight.detach(), *tables, heads=(4, 2), norm=norm), two)
 
 
@@ -71,9 +71,9 @@ def test_a_compiled_call(device: str) -> None:
 
 
 def test_a_kernel_from_the_text_of_a_call() -> None:
-    x, weight = torch.empty(1, 4096, 256, dtype=HALF, device="meta"), torch.empty(1536, 256, dtype=HALF, device="meta")
+    x, weight = torch.empty(1, 8192, 256, dtype=HALF, device="meta"), torch.empty(1536, 256, dtype=HALF, device="meta")
     with jitrope.planning(["auto"]) as specs:
-        project_qkv(x, weight, *torch.empty(2, 4096, 64, device="meta"), heads=(8, 2))
+        project_qkv(x, weight, *torch.empty(2, 8192, 64, device="meta"), heads=(8, 2))
     assert [spec.kind for spec in specs] == ["project_qkv"]
     assert specs[0] in specs_of((8, 2), call=specs[0].call)
 
