@@ -18,10 +18,11 @@ Axes = dict[str, tuple[str, ...]]
 
 # The first value of each axis is the one of a plain call.
 AXES: Axes = {
-    # heads: q, k and v of `prepare_qkv`; no_v, alone: without v, without k too; rope: `apply_rope`, rope_alone: of q.
+    # heads: q, k and v of `prepare_qkv`; no_v, alone: without v, without k too; kv: without q; rope: `apply_rope`,
+    # rope_alone: of q.
     # qkv, grouped, gated: orders of `prepare_fused_qkv`; view: v is not copied. two: streams with tables of their own.
     "source": (
-        *("heads", "no_v", "alone", "rope", "rope_alone"),
+        *("heads", "no_v", "alone", "kv", "rope", "rope_alone"),
         *("qkv", "view", "qkv_bias", "grouped", "grouped_bias", "gated", "gated_bias", "gated_copy"),
         *("latent", "streams", "two"),
     ),
@@ -70,7 +71,7 @@ def but(axis: str, *values: str) -> tuple[str, ...]:
     return tuple([x for x in AXES[axis] if x not in values])
 
 
-ROPES, STREAMS = AXES["source"][3:5], AXES["source"][14:]
+ROPES, STREAMS = AXES["source"][4:6], AXES["source"][15:]
 # The sources of `project_qkv`, and those that have their rules.
 PROJECTED = {
     "projected": "qkv",
@@ -78,7 +79,7 @@ PROJECTED = {
     "projected_grouped": "grouped",
     "projected_gated": "gated",
 }
-FUSED = AXES["source"][5:13]
+FUSED = AXES["source"][6:14]
 BIASED, ALONE = ("qkv_bias", "grouped_bias", "gated_bias"), ("alone", "rope_alone")
 CONVERTED, GIVEN, DYNAMIC = AXES["convert"][1:], AXES["convert"][1:6], AXES["convert"][6:]
 CACHES, BLOCKS, PACKED = AXES["out"][6:], AXES["out"][14:], AXES["positions"][8:]
@@ -113,7 +114,7 @@ UNSAID: list[dict[str, Any]] = [
     *[{"table": ("cache", "cis"), "pairs": "full"}, {"table": "none", "of_table": ("half", "double")}],
     *[{"table": "cis", "of_table": "half"}, {"dtype": "fp32", "of_table": "half"}],
     *[{"norm": ("none", "l2"), "weights": "weights_fp32"}, {"dtype": "fp32", "weights": "weights_fp32"}],
-    {"positions": PACKED, "layout": but("layout", "thd")},  # `Packed` implies it
+    *[{"positions": PACKED, "layout": but("layout", "thd")}, {"source": "kv", "norm": "means"}],  # `Packed` implies it
 ]
 
 # A combination, and the sentence of its refusal; ... is any text.
@@ -138,10 +139,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # The source.
     ({"source": ("no_v", "alone"), "norm": "v_norm"}, "v is None; it must be a tensor, because the norm has v_norm"),
     ({"source": "no_v", "out": CACHED_V}, "v is None; it must be a tensor"),
+    ({"source": "kv", "out": but("out", *CACHES)}, "q is None; it must be a tensor"),
+    ({"source": "kv", "convert": CONVERTED}, "quantize does not go with q=None; leave it out"),
     ({"source": "alone", "norm": "of_k"}, "the norm has of='k', but k is not given"),
     ({"source": "alone", "out": CACHES}, "k is None; it must be a tensor"),
     ({"source": "alone", "convert": "kv_rows"}, "per='kv_head' needs a multiple of k's heads; q has 4, k 0"),
-    ({"source": "heads", "out": "of_k"}, "v is ...; it must be None, because the cache has no v_cache; or pass one"),
+    ({"source": ("heads", "kv"), "out": "of_k"},
+     "v is ...; it must be None, because the cache has no v_cache; or pass one"),
     ({"source": "view", "norm": "v_norm"}, "copy_v=False does not go with v_norm; leave copy_v out"),
     ({"source": "view", "convert": "of_v"}, "v_scale is given, but no output is divided by it; leave it out"),
     ({"source": "view", "out": "ulysses"}, "copy_v=False does not go with Ulysses; leave copy_v out"),

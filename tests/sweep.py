@@ -81,8 +81,8 @@ class Made:
         order = source.removesuffix("_bias").removesuffix("_copy").removeprefix("projected").removeprefix("_") or "qkv"
         self.order = {"gated": "qkv_gated", "view": "qkv"}.get(order, order)
         # The heads that a call has; the results that are not in a cache, with a gate, g; those that get a gradient.
-        self.letters = {"no_v": "qk", "alone": "q", "rope": "qk", "rope_alone": "q"}.get(source, "qkv")
-        self.outputs = ("q" if out in CACHES else self.letters) + "g" * (self.order == "qkv_gated")
+        self.letters = {"no_v": "qk", "alone": "q", "kv": "kv", "rope": "qk", "rope_alone": "q"}.get(source, "qkv")
+        self.outputs = self.letters.strip("kv" if out in CACHES else "") + "g" * (self.order == "qkv_gated")
         first, last = self.outputs[:1], self.outputs[-1:]
         self.wanted = {"of_first": first, "of_last": last}.get(case.get("wanted", "all"), self.outputs)
         # The first rotated element of a head, and the number of them; the rest of "last" is a power of two.

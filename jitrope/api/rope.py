@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ..base.arguments import refuse_beside
 from ..run.gather import gather, result, sent, with_v
 from ..run.public import repeated
 from ..sinks.cache import KVCache
 from ..sinks.results import Ulysses  # noqa: F401
-from ..sources.heads import HEADS, ROPE
+from ..sources.heads import HEADS, ROPE, without_q
 from ..stages.convert import DynamicQuantize, Quantize
 from ..stages.norm import Norm
 from ..stages.positions import Positions
@@ -94,7 +95,7 @@ def apply_rope(
 @repeated
 @with_words(RopeWords)
 def prepare_qkv(
-    q: Tensor,
+    q: Tensor | None,
     k: Tensor | None,
     v: Tensor | None,
     cos: Tensor | None = None,
@@ -118,7 +119,8 @@ def prepare_qkv(
     would need the old q and k. With cache, quantize or out there is no gradient.
 
     Args:
-        q, k: as in `apply_rope`; without a cache k may be None.
+        q, k: as in `apply_rope`; without a cache k may be None. With one q may be None: then k and v alone are stored
+            (cross attention, draft models, the latent of MLA), and the first result is None.
         v: (B, S, Hk, D) in the default layout. With a cache it is stored unchanged; it may have a multiple of Hk heads,
             or be None for a cache of k alone. Otherwise it is returned as given. With `Norm(v_norm=True)` it is
             normalised, in the same launch if it is like k (`Norm`).
@@ -149,12 +151,16 @@ def prepare_qkv(
     Raises:
         InvalidInput, CompileError: as in `apply_rope`. Nothing was written.
     """
-    tensors: Any = {"q": q, "k": k} if cache is None else {"q": q, "k": k, "v": v}
-    tensors.update(cos=cos, sin=sin)
+    tensors: Any = {"q": q} if q is not None else {}
+    tensors.update({"k": k, "cos": cos, "sin": sin} if cache is None else {"k": k, "v": v, "cos": cos, "sin": sin})
     asked = gather(HEADS, tensors, words, ROPE_WORDS, positions, inplace, norm, cache, quantize, hadamard)
     if cache is None:
         v = with_v(HEADS, tensors, asked, v)
-    found = sent(HEADS, tensors, asked, quantize)
+    op = HEADS
+    if q is None and cache is not None:
+        refuse_beside("prepare_qkv", [] if quantize is None else ["quantize"], ["q=None"], "leave it out")
+        op, tensors = without_q(tensors, asked)
+    found = sent(op, tensors, asked, quantize)
     if cache is not None:
-        return result(found, "q"), k if "rotate_k" in asked else None, v
+        return q if q is None else result(found, "q"), k if "rotate_k" in asked else None, v
     return result(found, "q"), result(found, "k"), result(found, "v") if "v" in found else v
