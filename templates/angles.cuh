@@ -45,6 +45,8 @@ DEVICE int pair_of(int column) {
 DEVICE constexpr int pairs_in(int entries) {
     return FULL_WIDTH && INTERLEAVED ? entries / 2 : entries;
 }
+// The axes of the pairs of a lane's run with entry i.
+DEVICE AxisOfPairs axes_of_run(int lane, int i) { return {pair_of(lane * RUN + i / RUN * RUN_STEP)}; }
 
 // A table that the heads share is much smaller than q and k, and every layer reads it, so it is kept in L2
 // (1.036 -> 1.024 x a copy on an H100, out of place). A table with entries for each head is as large as q.
@@ -54,11 +56,10 @@ DEVICE void load_table(Real* out, const Table* table, const TableStrides& stride
     // The table is the first or the second of two neighbours. An access starts at the first, which is aligned.
     const bool second = TABLE_STEP == 2 && reinterpret_cast<unsigned long long>(table) / sizeof(Table) % 2;
     table += TABLE_VEC == 1 ? stride.dim.step(lane * RUN) : lane * RUN * TABLE_STEP - second;
+    const Rows rows(row);
     for (int i = 0; i < ENTRIES; i += TABLE_VEC) {
         const int step = i / RUN * RUN_STEP + i % RUN;
-        const Stride pair_row = MROPE_INTERLEAVED
-            ? Alternating(row, pair_of(lane * RUN + i / RUN * RUN_STEP)).of(pairs_in(i % RUN))
-            : row_of_pair(row, pair_of(lane * RUN + step));
+        const Stride pair_row = axes_of_run(lane, i).of(pairs_in(i % RUN), rows.of_axis);
         constexpr int LOADED = TABLE_VEC * TABLE_STEP;
         const Table* address = table + row_offset(pair_row, stride);
         address += TABLE_VEC == 1 ? stride.dim.step(step) : step * TABLE_STEP;
@@ -76,19 +77,25 @@ DEVICE void load_table(Real* out, const Table* table, const TableStrides& stride
 DEVICE void ask_for_table(const Table* table, const TableStrides& stride, const Row& row, int lane) {
 #if defined(__CUDA_ARCH__)
     if constexpr (!ONE_ROW) table += stride.batch.step(row.batch);
+    const Rows rows(row);
     constexpr int SECTOR = 32 / sizeof(Table) / TABLE_STEP;
     for (int i = 0; i < ENTRIES; i += RUN < SECTOR ? RUN : SECTOR) {
         const int step = lane * RUN + i / RUN * RUN_STEP + i % RUN;
-        const Table* address = table + row_offset(row_of_pair(row, pair_of(step)), stride) + stride.dim.step(step);
+        const Stride pair_row = axes_of_run(lane, i).of(pairs_in(i % RUN), rows.of_axis);
+        const Table* address = table + row_offset(pair_row, stride) + stride.dim.step(step);
         asm volatile("prefetch.global.L2 [%0];" :: "l"(address));
     }
 #endif
 }
 
-// Makes a rotation its transpose: each sine is negated, and belongs to the partner.
-DEVICE void turn_back(Angles& a) {
+// Makes the rotation of pairs that go back its transpose: each sine is negated, and belongs to the partner.
+DEVICE void turn_back(Angles& a, const Row& row, int lane) {
+    const Rows rows(row);
     Real sin[ENTRIES];
-    for (int i = 0; i < ENTRIES; ++i) sin[i] = -a.sin[!FULL_WIDTH ? i : INTERLEAVED ? i ^ 1 : (i + PAIRS) % ENTRIES];
+    for (int i = 0; i < ENTRIES; ++i) {
+        const bool back = axes_of_run(lane, i).of(pairs_in(i % RUN), rows.back);
+        sin[i] = back ? -a.sin[!FULL_WIDTH ? i : INTERLEAVED ? i ^ 1 : (i + PAIRS) % ENTRIES] : a.sin[i];
+    }
     for (int i = 0; i < ENTRIES; ++i) a.sin[i] = sin[i];
 }
 
@@ -101,7 +108,7 @@ DEVICE Angles load_angles(const TablePair& t, const Row& row, bool outside, int 
     }
     load_table(a.cos, t.cos, t.cos_stride, row, head, lane);
     if constexpr (!FREQS) load_table(a.sin, t.sin, t.sin_stride, row, head, lane);
-    if (SHIFTS && row.row[0] < 0) turn_back(a);
+    if constexpr (SHIFTS) turn_back(a, row, lane);
     return a;
 }
 DEVICE Angles load_angles(const Params& p, const Row& row, int head, int lane) {
@@ -176,7 +183,9 @@ struct Entries {
 };
 
 DEVICE Entries entries_of(const Params& p, const Row& row, int pair) {
-    const Stride pair_row = row_of_pair(row, pair);
+    const Rows rows(row);
+    const AxisOfPairs axis = {pair};
+    const Stride pair_row = axis.of(0, rows.of_axis);
     const Table* cos = p.cos + p.cos_stride.batch.step(row.batch) + row_offset(pair_row, p.cos_stride);
     const Table* sin = p.sin + p.sin_stride.batch.step(row.batch) + row_offset(pair_row, p.sin_stride);
     const int first_column = FULL_WIDTH && INTERLEAVED ? 2 * pair : pair;
@@ -186,7 +195,7 @@ DEVICE Entries entries_of(const Params& p, const Row& row, int pair) {
     const float b = none || FREQS ? a : entry(sin, p.sin_stride, first_column);
     const float c = FULL_WIDTH && !none ? entry(cos, p.cos_stride, second_column) : a;
     const float d = FULL_WIDTH && !none && !FREQS ? entry(sin, p.sin_stride, second_column) : b;
-    return {a, b, c, d};
+    return axis.of(0, rows.back) ? Entries{a, -d, c, -b} : Entries{a, b, c, d};
 }
 
 // A lane's staged angles. members_differ: those of a pair, somewhere.

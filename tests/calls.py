@@ -33,7 +33,7 @@ AXES: Axes = {
     "table": ("rows", "batch", "per_head", "cache", "angles", "scaled", "cis", "none"),  # scaled: angles, and mscale
     "of_table": ("fp32", "half", "double"),  # half: q's dtype
     "positions": (
-        *("none", "ids", "shared", "starts", "cp", "mrope", "mrope_turns", "shifts"),
+        *("none", "ids", "shared", "starts", "cp", "mrope", "mrope_turns", "shifts", "shifts_map"),
         *("packed", "packed_starts", "packed_rows", "packed_cp"),  # with spare tokens; rows: a row for each token
     ),
     # full: halves, by a table with an entry for each element; into_halves: interleaved ones are stored as halves
@@ -82,7 +82,7 @@ PROJECTED = {
 FUSED = AXES["source"][6:14]
 BIASED, ALONE = ("qkv_bias", "grouped_bias", "gated_bias"), ("alone", "rope_alone")
 CONVERTED, GIVEN, DYNAMIC = AXES["convert"][1:], AXES["convert"][1:6], AXES["convert"][6:]
-CACHES, BLOCKS, PACKED = AXES["out"][6:], AXES["out"][14:], AXES["positions"][8:]
+CACHES, BLOCKS, PACKED = AXES["out"][6:], AXES["out"][14:], AXES["positions"][9:]
 INTO, ONE_TABLE = AXES["pairs"][3:], ("cache", "angles", "scaled", "cis")
 GROUPED = ("groups", "e4m3_64", "mxfp8", "mxfp4", "fp4", "tiles", "ue8m0")
 FP4S, OF_ROWS = ("mxfp4", "nvfp4", "fp4"), ("rows", "kv_rows")
@@ -91,7 +91,8 @@ NORMS, CACHED_V, TWO_HEADS = (
     [x for x in CACHES if x != "of_k"],
     ("heads", "no_v", "rope", *STREAMS),
 )
-COUNTED = ("ids", "shared", "shifts", "mrope", "mrope_turns", "packed_rows")  # each token has a row of the table
+SHIFTS, MROPES = ("shifts", "shifts_map"), ("mrope", "mrope_turns")
+COUNTED = ("ids", "shared", *SHIFTS, *MROPES, "packed_rows")  # each token has a row of the table
 UNLIKE = {
     blocks: [x for x in DYNAMIC if x not in (*OF_ROWS, *alike)]
     for blocks, alike in {"int8_blocks": ["int8"], "mx_blocks": ["mxfp8", "tiles"], "nvfp4_blocks": ["nvfp4"]}.items()
@@ -158,7 +159,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"source": FUSED, "layout": "bhsd"}, "layout is 'bhsd'; it must be one of 'bshd', 'sbhd', 'thd'"),
     ({"source": (*FUSED, "latent", *STREAMS), "table": "per_head"},
      "cos is ...; it must be ...; with ... the heads must share it"),
-    ({"source": (*FUSED, "latent", *STREAMS), "positions": "shifts"}, NO_SHIFTS),
+    ({"source": (*FUSED, "latent", *STREAMS), "positions": SHIFTS}, NO_SHIFTS),
     ({"source": STREAMS, "norm": "across"},
      "across_heads does not go with two streams; normalise before, or join them and use prepare_qkv"),
     ({"source": STREAMS, "norm": "means"}, "mean_squares' q does not go with two streams; leave it out"),
@@ -168,7 +169,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"source": STREAMS, "norm": "of_v"}, "v_weight does not go with two streams; leave it out"),
     ({"source": STREAMS, "out": "of_k"}, "v is ...; it must be None, because the cache has no v_cache; or pass one"),
     ({"source": "two", "table": ("angles", "scaled")}, "freqs" + TWO_TABLES),
-    ({"source": "two", "positions": ("ids", "shared", "mrope", "mrope_turns")}, "position..." + TWO_TABLES),
+    ({"source": "two", "positions": ("ids", "shared", *MROPES)}, "position..." + TWO_TABLES),
     ({"source": "two", "more": "unrotated"}, "unrotated" + TWO_TABLES),
     # Norms.
     ({"norm": "of_v", "out": but("out", *CACHED_V)},
@@ -178,7 +179,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"norm": ("across", "means"), "size": "576"}, "q has D=...; across_heads goes with at most 512"),
     ({"norm": "across", "convert": DYNAMIC}, "across_heads does not go with dynamic scales" + ACROSS),
     ({"norm": "across", "transform": "head"}, "across_heads does not go with hadamard" + ACROSS),
-    *[({"norm": "across", "convert": "of_v"}, V_LIKE_K), ({"norm": NORMS, "positions": "shifts"}, NO_SHIFTS)],
+    *[({"norm": "across", "convert": "of_v"}, V_LIKE_K), ({"norm": NORMS, "positions": SHIFTS}, NO_SHIFTS)],
     ({"norm": NORMS, "more": "inverse"}, "inverse does not go with norm; rotate back in a call without a norm"),
     # Tables and positions.
     ({"table": "per_head", "heads": but("heads", "mha"), "source": TWO_HEADS},
@@ -189,13 +190,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"table": ("angles", "scaled"), "of_table": ("half", "double")},
      "freqs is ...; it must be ...; the angles must be computed and passed in fp32"),
     ({"table": ("angles", "scaled"), "rounding": "complex128"}, NO_ANGLES),
-    ({"table": ("angles", "scaled"), "positions": "shifts"}, "freqs does not go with Shifts; pass cos and sin"),
+    ({"table": ("angles", "scaled"), "positions": SHIFTS}, "freqs does not go with Shifts; pass cos and sin"),
     ({"of_table": "double", "rounding": but("rounding", "complex128")},
      "cos is float64; it must be ...; pass cos.float()"),
     ({"positions": PACKED, "rounding": "complex128"}, NO_ANGLES),
     ({"positions": COUNTED, "more": "unrotated"}, "... does not go with unrotated; " + COSINES),
-    ({"positions": "shifts", "transform": "head"}, NO_SHIFTS),
-    *[({"positions": "shifts", "convert": CONVERTED}, NO_SHIFTS), ({"positions": "shifts", "out": CACHES}, NO_SHIFTS)],
+    ({"positions": SHIFTS, "transform": "head"}, NO_SHIFTS),
+    *[({"positions": SHIFTS, "convert": CONVERTED}, NO_SHIFTS), ({"positions": SHIFTS, "out": CACHES}, NO_SHIFTS)],
     # Pairs.
     ({"pairs": INTO, "more": "unrotated"}, "interleaved_out does not go with unrotated; " + COSINES),
     ({"pairs": INTO, "out": "own"},

@@ -52,7 +52,7 @@ def rows_of(tokens: int, device: Any, o: dict[str, Any]) -> tuple[Tensor, int]:
     ids, starts, cu = o.get("position_ids"), o.get("start_positions"), o.get("cu_seqlens")
     size, rank = o.get("cp_size", 1), o.get("cp_rank", 0)
     if ids is not None:
-        ids = ids.long() if o.get("mrope_section") else ids.long()[None]
+        ids = ids.long() if o.get("mrope_section") or o.get("axis_of_pair") else ids.long()[None]
         return (ids if ids.dim() == 3 else ids[:, None]), tokens
     if cu is None:
         whole = tokens * size
@@ -92,6 +92,13 @@ def looked_up(table: Tensor, rows: Tensor, o: dict[str, Any], rotary: int) -> Te
         batch = torch.arange(axis.shape[0], device=table.device)[:, None] if table.shape[0] > 1 else 0
         picked.append(table[:, axis[0]] if axis.shape[0] == 1 else table[batch, axis])
     out = torch.stack(picked, -1)  # the axes last
+    axis_of = axes_of(o, rotary, table.shape[-1])
+    out = torch.stack([out[..., n, axis] for n, axis in enumerate(axis_of)], -1)
+    return torch.where(inside[..., None, None], out, torch.nan)
+
+
+def axes_of(o: dict[str, Any], rotary: int, width: int) -> list[int]:
+    """The axis of each entry of a table of this width."""
     sections = [int(n) for n in o.get("mrope_section") or ()]
     axis_of = [axis for axis, size in enumerate(sections) for _ in range(size)] or [0] * (rotary // 2)
     if o.get("mrope_interleaved"):
@@ -99,10 +106,10 @@ def looked_up(table: Tensor, rows: Tensor, o: dict[str, Any], rotary: int) -> Te
         for axis, size in list(enumerate(sections))[1:]:
             for n in range(size):
                 axis_of[axis + n * len(sections)] = axis
-    if table.shape[-1] == rotary:  # an entry for each element
+    axis_of = o.get("axis_of_pair") or axis_of
+    if width == rotary:  # an entry for each element
         axis_of = [a for a in axis_of for _ in range(2)] if o.get("interleaved") else 2 * axis_of
-    out = torch.stack([out[..., n, axis] for n, axis in enumerate(axis_of)], -1)
-    return torch.where(inside[..., None, None], out, torch.nan)
+    return axis_of
 
 
 # ---- the rotation ----------------------------------------------------------------------------------
@@ -126,6 +133,7 @@ def rotated(x: Tensor, o: dict[str, Any]) -> Tensor:
     rows, owned = rows_of(x.shape[1], x.device, o)
     rows = rows - int(o.get("unrotated", 0))
     below = (rows[0] < 0)[..., None, None]
+    back = torch.stack([rows[axis] < 0 for axis in axes_of(o, rotary, cos.shape[-1])], -1)[..., None, :]
     unrotated, shifts = bool(o.get("unrotated")), bool(o.get("shifts"))
     rows = rows.abs() if shifts else rows.clamp(min=0) if unrotated else rows
     cos, sin = (looked_up(t, rows, o, rotary) for t in (cos, sin))
@@ -134,7 +142,8 @@ def rotated(x: Tensor, o: dict[str, Any]) -> Tensor:
     full = cos.shape[-1] == rotary
     (cos0, cos1), (sin0, sin1) = (pair(t, interleaved) if full else (t, t) for t in (cos, sin))
     if shifts:
-        sin0, sin1 = torch.where(below, -sin1, sin0), torch.where(below, -sin0, sin1)
+        back = pair(back, interleaved)[0] if full else back
+        sin0, sin1 = torch.where(back, -sin1, sin0), torch.where(back, -sin0, sin1)
     if o.get("inverse"):
         sin0, sin1 = -sin1, -sin0
     before, turned, rest = x.split([offset, rotary, x.shape[-1] - offset - rotary], -1)

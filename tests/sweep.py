@@ -13,7 +13,7 @@ import jitrope
 from jitrope import DynamicQuantize, Mrope, Norm, Packed, Quantize, Shifts, Starts
 from jitrope.sources import projected
 
-from . import oracle
+from . import calls, oracle
 from .calls import AXES, BIASED, CACHES, DYNAMIC, FUSED, GIVEN, INTO, PACKED, PROJECTED, ROPES, STREAMS, Case
 from .host import backend
 
@@ -271,19 +271,21 @@ class Made:
         kind, rows, words = self.case["positions"], self.rows, dict[str, Any]()
         own = (self.tokens,) if self.layout == "thd" else (self.batch, self.tokens)
         drawn = functools.partial(torch.randint, generator=self.generator)
-        if kind in ("ids", "shared", "shifts"):
-            words["position_ids"] = drawn(
-                1 - rows if kind == "shifts" else 0, rows, own[-1:] if kind == "shared" else own
-            )
-        if kind in ("mrope", "mrope_turns"):
-            words |= {"position_ids": drawn(0, rows, (3, *own)), "mrope_interleaved": kind == "mrope_turns"}
+        if kind in ("ids", "shared", *calls.SHIFTS, *calls.MROPES):
+            lead = (3,) if kind in (*calls.MROPES, "shifts_map") else ()
+            shape = (*lead, *(own[-1:] if kind == "shared" else own))
+            words["position_ids"] = drawn(1 - rows if kind in calls.SHIFTS else 0, rows, shape)
+        if kind in calls.MROPES:
+            words |= {"mrope_interleaved": kind == "mrope_turns"}
             words["mrope_section"] = (pairs - 2 * (pairs // 4), pairs // 4, pairs // 4)
+        if kind == "shifts_map":  # Ernie 4.5 VL's order
+            words["axis_of_pair"] = ([1, 2] * (pairs // 3 + 1))[: pairs - pairs // 3] + [0] * (pairs // 3)
         if self.cu:
             words["cu_seqlens"] = torch.tensor(self.cu)
         if kind in ("starts", "packed_starts"):
             words["start_positions"] = drawn(0, 5, (len(self.cu) - 1 if self.cu else self.batch,))
-        if kind in ("shifts", "packed_rows"):
-            words["shifts" if kind == "shifts" else "packed_table"] = True
+        if kind in (*calls.SHIFTS, "packed_rows"):
+            words["shifts" if kind in calls.SHIFTS else "packed_table"] = True
         if kind in ("cp", "packed_cp"):
             words.update(cp_size=2, cp_rank=1)
         return {x: y.to(self.device, self.ints) if isinstance(y, Tensor) else y for x, y in words.items()}
@@ -306,10 +308,10 @@ class Made:
             given["max_seqlen"] = max(end - first for first, end in itertools.pairwise(self.cu))
         if given:
             words["positions"] = (Packed if self.cu else Starts)(**given)
-        elif "mrope_section" in o:
-            words["positions"] = Mrope(o["position_ids"], o["mrope_section"], o["mrope_interleaved"])
         elif "position_ids" in o:
-            words["positions"] = Shifts(o["position_ids"]) if "shifts" in o else o["position_ids"]
+            axes = {x: o[x] for x in ("mrope_section", "mrope_interleaved", "axis_of_pair") if x in o}
+            value = Shifts if "shifts" in o else Mrope if axes else None
+            words["positions"] = value(o["position_ids"], **axes) if value else o["position_ids"]
         if self.layout != "bshd" and not self.cu:
             words["layout"] = self.layout
         if case["rounding"] != "fp32":

@@ -77,7 +77,7 @@ def test_prewarm_specs_compile_without_spills_and_move_16_bytes_an_access(
         narrow_loads = [name for name in loads if ".128" not in name]
         # The heads, and the tables if every thread has its own part. A block that shares work loads a
         # table's entries one by one, once; cu_seqlens have 4 or 8 bytes each. Nothing else is narrow.
-        searches = spec.cu_seqlens_dtype is not None or (spec.mrope_section and not spec.copy_v)
+        searches = spec.cu_seqlens_dtype is not None or (spec.axis_of_pair and not spec.copy_v)
         shares = spec.shares_angles or (not spec.norm and (spec.freqs or (searches and spec.launch == "token_linear")))
         per_entry = spec.table_vec == 1  # complex64 tables, and axes that alternate from pair to pair
         of_tokens = spec.scales_q or spec.given_means

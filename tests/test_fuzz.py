@@ -166,10 +166,10 @@ def problems(draw: Any) -> RopeProblem:
     q_heads = heads_each * q_per_group
     heads = sum(row_heads) or (q_heads + (2 if values else pick(0, 1)) * heads_each)
     pairs = rotary // 2
-    sections: tuple[int, ...] = ()
+    axes: tuple[int, ...] = ()
     if kind == "ids" and pairs >= 3 and draw(FLAG):
-        first, second = draw(st.integers(1, pairs - 2)), 1
-        sections = (first, second, pairs - first - second)
+        axes = tuple(draw(st.lists(st.integers(0, 3), min_size=pairs, max_size=pairs)))
+        axes = tuple(sorted(axes)) if draw(FLAG) else axes
     fp8_form = pick("fp8", "fp8_e5m2")
     dynamic = fp8 and normed and not row_heads and draw(FLAG)
     block_cache = dynamic and kind == "cache" and draw(FLAG)
@@ -195,8 +195,7 @@ def problems(draw: Any) -> RopeProblem:
         scales_q=draw(FLAG) and kind != "latent", prefixed=prefixed, head_scales=draw(FLAG), added_bias=added_bias,
         gated=kind == "qkv" and q_per_group == 2 and draw(FLAG), weighs_q=dynamic and draw(FLAG),
         position_ids_dtype=pick(*INDEX_DTYPES) if kind in ("ids", "cache") else None,
-        shifts=kind == "ids" and not sections and not angles and draw(FLAG), mrope_section=sections,
-        mrope_interleaved=bool(sections) and draw(FLAG),
+        shifts=kind == "ids" and not angles and draw(FLAG), axis_of_pair=axes,
         slot_mapping_dtype=pick(*INDEX_DTYPES) if kind == "cache" and not paged else None,
         page_table_dtype=pick(*INDEX_DTYPES) if paged else None, page_indptr=paged and draw(FLAG),
         cu_seqlens_q=paged and draw(FLAG), batch_indices=paged and draw(FLAG), clear_page=paged and draw(FLAG),

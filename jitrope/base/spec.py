@@ -16,11 +16,13 @@ C_TYPES = {"fp64": "double", "fp32": "float", "int32": "int", "int64": "long lon
 ITEM_SIZES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
 DTYPES = ("fp32", "fp16", "bf16")
 INDEX_DTYPES = ("int32", "int64")
-MAX_AXES = 4  # of position_ids; also the most numbers in a field
+MAX_AXES = 4  # of position_ids
+MAX_PAIRS = 288  # of a head; also the most numbers in a field
 MAX_INT = 2**31 - 1
 NUMBERS = range(MAX_INT + 1)  # of a field, if it has no bounds of its own
 MAX_THREADS = 1024  # of a block: CUDA's limit
 ACCESS_BYTES = 16  # the widest load or store of one thread
+TILE_TOKENS, TILE_WIDTH = 128, 256  # of a block's tile of a projection by tensor cores
 ACCESSES = (1, 2, 4, 8, 16)  # elements or bytes of one load or store
 # In the metadata of a field. words: its texts. given: it says whether a call has this tensor, or number.
 OF_NORM: dict[str, Any] = {"of_norm": True}  # only kernels with a norm have its constant
@@ -65,10 +67,10 @@ class Spec:
             name, value, several = field.name, getattr(self, field.name), field.type.startswith("tuple")
             items = value if type(value) is tuple else (value,)
             allowed = (True, False) if field.type == "bool" else self.words.get(name) or self.bounds.get(name, NUMBERS)
-            good = all(type(x) is type(allowed[0]) and x in allowed for x in items) and len(items) <= MAX_AXES
+            good = all(type(x) is type(allowed[0]) and x in allowed for x in items) and len(items) <= MAX_PAIRS
             good = (good and several == (type(value) is tuple)) or (value is None and field.type.endswith("None"))
             shown = " or ".join(map(repr, allowed)) if type(allowed) is tuple else f"{allowed[0]} to {allowed[-1]}"
-            wanted = f"at most {MAX_AXES} numbers, each {shown}" if several else shown
+            wanted = f"at most {MAX_PAIRS} numbers, each {shown}" if several else shown
             require(type(self).__name__, good, f"{name} is {value!r}, not {wanted}")
         require(type(self).__name__, 0 < self.threads <= MAX_THREADS, f"a block must have 1 to {MAX_THREADS} threads")
 

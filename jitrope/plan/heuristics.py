@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ..base.errors import InvalidInput
 from ..base.partition import number_of_chunks
-from ..base.spec import ACCESS_BYTES, ITEM_SIZES
-from ..sources.projected import TILE_TOKENS, TILE_WIDTH
+from ..base.spec import ACCESS_BYTES, ITEM_SIZES, TILE_TOKENS, TILE_WIDTH
 from ..stages.norm import KINDS as NORM_KINDS
 from .spec import Compiled, RopeSpec
 
@@ -273,7 +272,7 @@ def accesses(p: RopeProblem, few: bool) -> dict[str, Any]:
     step = p.rotary_dim // (2 if p.full_width or not p.keeps_pairs else 4)  # to the thread's second run
     members = 2 if p.full_width and p.interleaved else 1  # of a pair, neighbours
     table_vec = min(p.table_vec_limit, ACCESS_BYTES // (ITEM_SIZES[p.table_dtype] * p.table_step_limit))
-    ends = [n * members for n in accumulate(p.mrope_section)] + [members] * p.mrope_interleaved
+    ends = [n * members for n, (x, y) in enumerate(pairwise(p.axis_of_pair), 1) if x != y]  # neighbours of one axis
     table_vec = math.gcd(table_vec, run, step if chunks == 2 else 0, *ends)
     of_table = {"table_vec": table_vec, "table_step": p.table_step_limit if table_vec > 1 else 1}
     return {"vec": vec, "chunks": chunks, "weight_vec": math.gcd(vec, p.weight_vec_limit), **of_table}

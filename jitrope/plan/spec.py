@@ -6,13 +6,12 @@ No tensor: dtypes are the words "fp32", "fp16", "bf16".
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from itertools import accumulate
 from typing import Any, ClassVar
 
 from ..base.config import LAUNCHES
 from ..base.errors import require
 from ..base.layouts import MAX_HEAD_DIM
-from ..base.spec import ACCESSES, DTYPES, INDEX_DTYPES, KINDS, NUMBERS, OF_NORM, Spec
+from ..base.spec import ACCESSES, DTYPES, INDEX_DTYPES, KINDS, MAX_AXES, NUMBERS, OF_NORM, Spec
 from ..sinks import cache
 from ..stages import Fields
 from . import arguments
@@ -65,6 +64,12 @@ SUM_LANES = 4  # threads that have the sums of a token's heads, by the layout of
 PROJECTION_THREADS = 384  # two groups of threads with sums, and one that copies
 
 
+def _bits(axis_of_pair: tuple[int, ...], axis: int) -> list[str]:
+    """Words of 32 bits: whether a pair is of an axis."""
+    words = [axis_of_pair[n : n + 32] for n in range(0, len(axis_of_pair), 32)]
+    return [f"{sum((x == axis) << n for n, x in enumerate(word)):#010x}u" for word in words] or ["0u"]
+
+
 @dataclass(frozen=True)
 class RopeSpec(Compiled, Spec):
     """One kernel, rendered from `rope.cu.jinja`, or with a norm from `qk_norm_rope.cu.jinja` or its backward."""
@@ -87,6 +92,7 @@ class RopeSpec(Compiled, Spec):
     bounds: ClassVar = {
         **dict.fromkeys(("vec", "table_vec", "weight_vec"), ACCESSES),
         **dict.fromkeys(("chunks", "table_step"), (1, 2)),
+        "axis_of_pair": range(MAX_AXES),
         **dict.fromkeys(_COUNTS.split(), NUMBERS[1:]),
     }
 
@@ -94,7 +100,7 @@ class RopeSpec(Compiled, Spec):
     def unused(self) -> tuple[str, ...]:
         """Fields that the template knows by other names or not at all."""
         of_norm = () if self.norm else ["gradient", *[x.name for x in fields(self) if "of_norm" in x.metadata]]
-        return ("wide", "launch", "row_heads", "mrope_section", *of_norm)
+        return ("wide", "launch", "row_heads", "axis_of_pair", *of_norm)
 
     @property
     def kind(self) -> str:
@@ -158,7 +164,7 @@ class RopeSpec(Compiled, Spec):
     @property
     def shares_angles(self) -> bool:
         """Whether the threads of a token find its angles together, with a norm. A block without one always does."""
-        long = self.freqs or (len(self.mrope_section) > 1 and self.table_vec == 1 and not self.gradient)
+        long = self.freqs or (any(self.axis_of_pair) and self.table_vec == 1 and not self.gradient)
         own = self.per_head or self.two_tables or self.across_heads or self.rounding == "complex128"
         several = self.launch == "token_linear" and self.team * self.heads_per_block >= self.rotary_dim // 2
         return self.norm and long and several and not own
@@ -201,8 +207,8 @@ class RopeSpec(Compiled, Spec):
             **{x: getattr(self, f"{x}_dtype") is not None for x in ("start_positions", "position_ids")},
             "cache": self.cached,
             "converts": self.q_out != self.dtype or self.kv_out != self.dtype,
-            "axes": len(self.mrope_section) or 1,
-            "mrope_section_ends": "{" + ", ".join(map(str, accumulate(self.mrope_section or (0,)))) + "}",
+            "axes": (axes := max(self.axis_of_pair, default=0) + 1),
+            "pairs_of_axes": "},\n        {".join(", ".join(_bits(self.axis_of_pair, axis)) for axis in range(axes)),
             "token_linear": self.launch == "token_linear",
             "arguments": arguments.declarations(self.stages),
             **{name: getattr(self, name) for name in ("paged", "norm", "copy_accesses", "team", "threads")},

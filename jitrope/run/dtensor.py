@@ -38,8 +38,8 @@ def _axes(label: str, x: Any, call: Mapping[str, Any]) -> dict[str, int]:
         by_place = call["position_ids"] is None and not call["bare"]  # else one row serves all
         axes["seq"] = min(x.ndim - 2, 1) if by_place else None
         axes["heads"] = 2 if x.ndim > 3 and x.shape[2] != 1 else None
-    elif label == "position_ids":  # (S) or (B, S), with an axis before them for mrope_section
-        alone = x.ndim == 1 + any(call["mrope_section"]) or x.shape[-2] == 1
+    elif label == "position_ids":  # (S) or (B, S), with an axis before them for axis_of_pair
+        alone = x.ndim == 1 + bool(call["axis_of_pair"]) or x.shape[-2] == 1
         axes = {"batch": None if alone else x.ndim - 2, "seq": x.ndim - 1}
     elif label in ("q_factor", *MEANS):  # a number, (S) or (B, S)
         axes = {"batch": 0 if x.ndim > 1 and x.shape[0] != 1 else None, "seq": x.ndim - 1 if x.ndim else None}

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from .. import torch_state as watch
 from ..base import config
 from ..base.fit import Fail
-from ..base.spec import ACCESS_BYTES
+from ..base.spec import ACCESS_BYTES, TILE_TOKENS, TILE_WIDTH
 from ..base.views import DTYPE_NAMES, Tensors, elements_per_access
 from ..jit.driver import TensorMap
 from ..plan.options import Options
@@ -27,7 +27,6 @@ from .source import Read
 VEC = ACCESS_BYTES // 2  # neighbouring sums of a thread, stored at once
 HEAD_DIMS = (64, 128)  # of which a tile of sums has whole heads
 ALIGNED = ("q_out", "k_out", "v_out", "gate_out", "k_cache", "v_cache", "bias")
-TILE_TOKENS, TILE_WIDTH = 128, 256  # of a block's tile of sums
 LEAST_FILLED = 92  # percent of the tiles' places: on an H200 two steps are slower from there on, and faster up to 91
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..base import layouts, partition
-from ..base.arguments import flags, refuse, tensor, whole, wholes
+from ..base.arguments import flag, flags, refuse, refuse_beside, shown, tensor, whole, wholes
 from ..base.fit import INTEGERS, Fail, named, sizes_of
 from ..base.spec import INDEX_DTYPES, MAX_AXES
 from ..base.views import Tensors
@@ -107,21 +107,28 @@ class Mrope(Positions):
 
     Args:
         position_ids: int32 or int64, (A, S) or (A, B, S), with "thd" (A, T), on q's device: a row of the table for each
-            token and axis. A, the number of sections, is at most 4.
+            token and axis. A is at most 4.
         mrope_section: the number of pairs of each axis, rotary_dim / 2 in all. A pair takes the id of its axis.
         mrope_interleaved: True: the pairs of axis a > 0 are a, a + A, a + 2A, ..., as many as its section has; all
             others belong to axis 0 (Qwen3-VL). False: the pairs of a section are neighbours (Qwen2-VL).
+        axis_of_pair: in place of these the axis of each pair, in any order: [1, 2] * 22 + [0] * 20 (Ernie 4.5 VL).
 
     Raises:
         InvalidInput: an argument has a wrong type.
     """
 
-    def __init__(self, position_ids: Tensor, mrope_section: Sequence[int], mrope_interleaved: bool = False) -> None:
+    def __init__(
+        self,
+        position_ids: Tensor,
+        mrope_section: Sequence[int] | None = None,
+        mrope_interleaved: bool = False,
+        *,
+        axis_of_pair: Sequence[int] | None = None,
+    ) -> None:
         self.tensors = {"position_ids": tensor("Mrope", "position_ids", position_ids)}
-        self.words = {"mrope_section": wholes("Mrope", "mrope_section", mrope_section, 0)}
-        if not self.words["mrope_section"]:
-            refuse("Mrope", "mrope_section", mrope_section, "the number of pairs of each axis")
-        self.words.update(flags("Mrope", mrope_interleaved=mrope_interleaved))
+        self.words = _axes("Mrope", position_ids, mrope_section, mrope_interleaved, axis_of_pair)
+        if not self.words:
+            refuse("Mrope", "mrope_section", mrope_section, "the number of pairs of each axis, or pass axis_of_pair")
 
 
 class Shifts(Positions):
@@ -143,19 +150,44 @@ class Shifts(Positions):
             row of the table that is the difference's size, and back if the difference is below 0. A difference past the
             table on either side gives NaN. The tables begin at position 0 and have no factor (of YaRN), because the
             keys have it already. Pass them as cos and sin, cos_sin_cache or freqs_cis.
+        mrope_section, mrope_interleaved, axis_of_pair: as in `Mrope`, whose axes position_ids then has: a difference
+            along each.
 
     Raises:
         InvalidInput: an argument has a wrong type.
     """
 
-    def __init__(self, position_ids: Tensor) -> None:
+    def __init__(
+        self,
+        position_ids: Tensor,
+        mrope_section: Sequence[int] | None = None,
+        mrope_interleaved: bool = False,
+        *,
+        axis_of_pair: Sequence[int] | None = None,
+    ) -> None:
         self.tensors = {"position_ids": tensor("Shifts", "position_ids", position_ids)}
-        self.words = {"shifts": True}
+        self.words = {"shifts": True, **_axes("Shifts", position_ids, mrope_section, mrope_interleaved, axis_of_pair)}
+
+
+def _axes(name: str, ids: Tensor, sections: Any, interleaved: Any, axes: Any) -> dict[str, Any]:
+    """The word of the axis of each pair, if there are several."""
+    turns = flag(name, "mrope_interleaved", interleaved)
+    if sections is not None:
+        refuse_beside(name, ["mrope_section"], [] if axes is None else ["axis_of_pair"])
+        pairs = wholes(name, "mrope_section", sections, 0)
+        axes = [axis for axis, count in enumerate(pairs) for _ in range(count)]
+        if turns:
+            axes = [n % len(pairs) if n < len(pairs) * pairs[n % len(pairs)] else 0 for n in range(len(axes))]
+        if not axes or len(pairs) > MAX_AXES or ids.shape[:1] != (len(pairs),):
+            had = f"the number of pairs of each axis, at most {MAX_AXES}; position_ids is {shown(ids)}"
+            refuse(name, "mrope_section", sections, had)
+    elif axes is not None and not 0 <= max(wholes(name, "axis_of_pair", axes, 0), default=-1) < MAX_AXES:
+        refuse(name, "axis_of_pair", axes, f"the axis of each pair, from 0 to {MAX_AXES - 1}")
+    return {} if axes is None else {"axis_of_pair": (*axes,)}
 
 
 class Words(layouts.Words):
-    mrope_section: tuple[int, ...] = ()  # pairs of each axis of position_ids; () for one axis
-    mrope_interleaved: bool = False
+    axis_of_pair: tuple[int, ...] = ()  # of position_ids, if it has several axes
     shifts: bool = False  # position_ids are differences, and those below 0 rotate back
     packed_table: bool = False
     cp_size: int = 1
@@ -172,8 +204,7 @@ class Fields:
     start_positions_dtype: str | None = field(metadata={"words": INDEX_DTYPES})
     cp_size: int  # ranks that share each sequence
     position_ids_dtype: str | None = field(metadata={"words": INDEX_DTYPES})
-    mrope_section: tuple[int, ...]  # pairs of each axis of position_ids; () for one axis
-    mrope_interleaved: bool  # the axes' pairs alternate
+    axis_of_pair: tuple[int, ...]  # of position_ids, if it has several axes
     shifts: bool  # a position id below 0 rotates back
     prefixed: bool  # a run-time number of first tokens of a sequence is not rotated; rows count from the next token
 
@@ -219,12 +250,12 @@ def counted(t: Container[str], o: Words) -> bool:
 
 def label(o: Words) -> str:
     """The user's name of position_ids."""
-    return "position_ids" if o.mrope_section else "positions"
+    return "position_ids" if o.axis_of_pair else "positions"
 
 
 def check(t: Tensors, pairs: int, o: Words, fail: Fail) -> None:
     """Refuse positions that do not fit q, and each other. pairs: those of a head that are rotated."""
-    q, size, sections = t["q"], o.cp_size, o.mrope_section
+    q, size, own = t["q"], o.cp_size, o.axis_of_pair
     rows, seqlen, *_ = sizes_of(q, o.layout)
     check_counted(label(o), "position_ids" in t, o, fail)
     check_counted("packed_table", o.packed_table and not bare(o), o, fail)
@@ -240,12 +271,12 @@ def check(t: Tensors, pairs: int, o: Words, fail: Fail) -> None:
         starts, like = t["start_positions"], "cu_seqlens" * ("cu_seqlens" in t)
         fail.unlike("start_positions", starts, q.device, INTEGERS, (rows,), contiguous=True, like=like)
     if "position_ids" in t:
-        if sections and (len(sections) > MAX_AXES or sum(sections) != pairs):
-            fail(f"mrope_section is {tuple(sections)}; it must be at most {MAX_AXES} numbers of pairs, {pairs} in all")
-        axes = (len(sections),) if sections else ()
+        had = f"mrope_section or axis_of_pair has {len(own)} pairs; it must have {pairs}"
+        fail.when(own and len(own) != pairs, had)
+        axes = ((*range(max(own) + 1, MAX_AXES + 1),),) if own else ()
         allowed = [(*axes, seqlen), *([] if o.layout == "thd" else [(*axes, (1, rows), seqlen)])]
         ids, use = t["position_ids"], "jitrope.Packed takes cu_seqlens, Starts first positions, Mrope several axes"
-        wrong = not sections and (ids.shape[-1:] != (seqlen,) or ids.dim() > len(allowed))
+        wrong = not own and (ids.shape[-1:] != (seqlen,) or ids.dim() > len(allowed))
         use = "pass positions.squeeze(0)" if ids.shape == (1, seqlen) else use
         fail.unlike(label(o), ids, q.device, INTEGERS, *allowed, hint=f"; {use}" * wrong)
 
@@ -279,11 +310,11 @@ def table_rows(tokens: int, device: torch.device, t: Tensors, o: Words) -> Tenso
 
 
 def turned(rows: Tensor, o: Words) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(the rows that tokens read, whether each is not rotated, whether each is rotated back)."""
+    """(the rows that tokens read, whether each is not rotated, whether it is rotated back along each axis)."""
     below = rows[0] < 0
     if o.unrotated:
         return rows.clamp(min=0), below, None
-    return (rows.abs(), None, below) if o.shifts else (rows, None, None)
+    return (rows.abs(), None, rows < 0) if o.shifts else (rows, None, None)
 
 
 def offsets_of(t: Tensors, o: Words) -> Any:
@@ -334,6 +365,6 @@ def local_positions(index: Tensor, first: Tensor | int, end: Tensor | int, o: Wo
 
 
 def ids_view(position_ids: Tensor, o: Words) -> Tensor:
-    """An (axes, batch, seq) view of position_ids; batch is 1 where they are shared."""
-    ids = position_ids if o.mrope_section else position_ids[None]
+    """An (axes, batch, seq) view of position_ids, of the axes that pairs have; batch is 1 where they are shared."""
+    ids = position_ids[: max(o.axis_of_pair) + 1] if o.axis_of_pair else position_ids[None]
     return ids if ids.dim() == 3 else ids[:, None]

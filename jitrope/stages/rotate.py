@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import field
 from typing import Any
 
@@ -26,7 +27,7 @@ ARGUMENTS = {
     **positions.ARGUMENTS,
     "two_tables": (f"const Table* second_table: {_SECOND}", f"TableStrides second_table_stride: {_SECOND}"),
 }
-WITHOUT_TABLE = "position_ids start_positions mrope_section mrope_interleaved shifts unrotated rotary_dim rotary_offset"
+WITHOUT_TABLE = "position_ids start_positions axis_of_pair shifts unrotated rotary_dim rotary_offset"
 """The tensors and words that have no effect without a table."""
 
 
@@ -219,7 +220,8 @@ def _turns(tokens: int, dtype: torch.dtype, t: Tensors, o: Words) -> tuple[Tenso
         return cos[:, :tokens], sin[:, :tokens], None
     rows, still, back = positions.turned(table_rows(tokens, cos.device, t, o), o)
     cos, sin = _gathered(cos, rows, o), _gathered(sin, rows, o)
-    sin = sin if back is None else torch.where(back[..., None, None], _transposed(sin, o), sin)
+    if back is not None:
+        sin = torch.where(_of_axes([*back[..., None, None]], sin.shape[-1], o), _transposed(sin, o), sin)
     return cos, sin, None if still is None else still[..., None, None]
 
 
@@ -259,22 +261,21 @@ def _with_pairs(like: Tensor, x: Tensor, y0: Tensor, y1: Tensor, interleaved: bo
 
 
 def _gathered(table: Tensor, rows: Tensor, o: Words) -> Tensor:
-    """The table's rows, (batch, token, head, width). A row outside gives NaN.
-
-    A pair takes the row of its axis of position_ids: one section of pairs after the other, or alternating.
-    """
+    """The table's rows, (batch, token, head, width). A row outside gives NaN."""
     outside = ((rows < 0) | (rows >= table.shape[1])).any(0)
     batch = torch.arange(len(table), device=table.device)[:, None]
-    found = [table[batch, axis.masked_fill(outside, 0)] for axis in rows]
-    gathered = found[0]
-    if len(found) > 1:
-        sections, count = o.mrope_section, len(found)
-        axis_of = [axis for axis, pairs in enumerate(sections) for _ in range(pairs)]
-        if o.mrope_interleaved:
-            axis_of = [n % count if n < count * sections[n % count] else 0 for n in range(len(axis_of))]
-        if table.shape[-1] == o.rotary_dim:
-            axis_of = [axis for axis in axis_of for _ in "01"] if o.interleaved else axis_of * 2
-        columns = torch.tensor(axis_of, device=table.device)
-        for axis in range(1, count):
-            gathered = torch.where(columns == axis, found[axis], gathered)
-    return gathered.masked_fill(outside[..., None, None], float("nan"))
+    found = _of_axes([table[batch, axis.masked_fill(outside, 0)] for axis in rows], table.shape[-1], o)
+    return found.masked_fill(outside[..., None, None], float("nan"))
+
+
+def _of_axes(of_each: Sequence[Tensor], width: int, o: Words) -> Tensor:
+    """What each pair's axis of position_ids has for it. of_each: of each axis, (..., width of a table or 1)."""
+    found, *others = of_each
+    if others:
+        axes = [*o.axis_of_pair]
+        if width == o.rotary_dim:
+            axes = [axis for axis in axes for _ in "01"] if o.interleaved else axes * 2
+        columns = torch.tensor(axes, device=found.device)
+        for axis, other in enumerate(others, 1):
+            found = torch.where(columns == axis, other, found)
+    return found

@@ -42,7 +42,6 @@ _INNER = {
 """Names with "rope" or "rotary" that are known beside rope_parameters, and all names that are known in it."""
 
 _REFUSED = {
-    "ernie4_5_vl_moe_text": "height and width take turns from pair to pair, and time has the last pairs",
     "hunyuan_vl_text": "the two elements of a pair take different axes",
     "gemma4_vision": "each half of a head is rotated on its own",
     "kimi_k25_vision": "width and height take turns from pair to pair, with equal frequencies",
@@ -83,7 +82,8 @@ def from_config(
 
     Returns:
         As in `inv_freq`, (R / 2,) fp32 and a number; R is the number of rotated elements. If positions have several
-        axes, pass `Mrope` with mrope_section; for "axial", R / 2 / axes pairs for each, in the model's order of axes.
+        axes, pass `Mrope` with mrope_section; for "axial", R / 2 / axes pairs for each, in the model's order of axes;
+        for Ernie 4.5 VL axis_of_pair.
 
     Raises:
         InvalidInput: as in `inv_freq`. Or the configuration has no such parameters, or none for this layer_type. Or it

@@ -108,7 +108,7 @@ def _stand_ins(names: Sequence[str], o: Options, heads: Sequence[int], dim: int,
     tokens, packed = _TOKENS * (1 + ("first_q" in names)), "cu_seqlens" in names
     real, cis = torch.float64 if o.rounding == "complex128" else torch.float32, o.table == "freqs_cis"
     width = o.rotary_dim // (1 if o.table == "cos_sin_cache" or (full and not cis) else 2)
-    fused, axes = fused_shape(heads[-1], dim, o), [len(o.mrope_section)] * bool(o.mrope_section)
+    fused, axes = fused_shape(heads[-1], dim, o), [max(o.axis_of_pair) + 1] if o.axis_of_pair else []
 
     def of_heads(count: int, size: int) -> list[int]:
         return [{"h": count, "d": size, "b": 1}.get(axis, _TOKENS) for axis in o.layout]

@@ -165,7 +165,10 @@ REFUSALS[rope] = [
      "torch.tensor(positions)"),
     ({"positions": COS[0]}, f"positions is float32; it must be (6,) or (1|2, 6), {INTS}, on cpu like q; {PLACES}"),
     ({"positions": Mrope(IDS.expand(2, 6), (2, 1))},
-     "mrope_section is (2, 1); it must be at most 4 numbers of pairs, 4 in all"),
+     "mrope_section or axis_of_pair has 3 pairs; it must have 4"),
+    ({"positions": Mrope(IDS.expand(2, 6), axis_of_pair=[2, 2, 0, 1])},
+     "position_ids is a tensor of shape (2, 6), int64, on cpu; it must be (3|4, 6) or (3|4, 1|2, 6), "
+     f"{INTS}, on cpu like q {SIZES}"),
     ({"positions": Packed(CU), "layout": "bshd"}, "cu_seqlens goes with layout 'thd', not 'bshd'; leave layout out"),
     ({"positions": Starts(cp_size=2)}, "q is (B=2, S=6, H=4, D=8) but cos has 6 rows; it needs 12; make it longer"),
     ({"positions": Starts(cp_size=2, cp_rank=2)}, "cp_rank is 2; it must be from 0 to cp_size - 1 = 1"),
@@ -379,8 +382,14 @@ REFUSALS[latent] = [
     ({"out": (None, None, V.half())}, "out's v is float16; it must be (2, 6, 4, 6), float32, on cpu like q"),
     ({"out": Ulysses(2)}, "out is Ulysses(ranks=2); it must be a tuple of 3 tensors")]  # fmt: skip
 REFUSALS[partial(Packed, CU)] = [({"max_seqlen": 2.5}, "max_seqlen is 2.5; it must be a whole number of at least 0")]
+_AXES = "the number of pairs of each axis, at most 4; position_ids is a tensor of shape (6,), int64, on cpu"
 REFUSALS[partial(Mrope, IDS)] = [
-    ({"mrope_section": ()}, "mrope_section is (); it must be the number of pairs of each axis"),
+    ({"mrope_section": ()}, f"mrope_section is (); it must be {_AXES}"),
+    ({"mrope_section": (1, 1, 1, 1, 1)}, f"mrope_section is (1, 1, 1, 1, 1); it must be {_AXES}"),
+    ({"mrope_section": (2, 2)}, f"mrope_section is (2, 2); it must be {_AXES}"),
+    ({}, "mrope_section is None; it must be the number of pairs of each axis, or pass axis_of_pair"),
+    ({"axis_of_pair": [0, 4]}, "axis_of_pair is [0, 4]; it must be the axis of each pair, from 0 to 3"),
+    ({"axis_of_pair": [0], "mrope_section": (1,)}, "mrope_section does not go with axis_of_pair; leave one out"),
     ({"mrope_section": 4}, "mrope_section is 4; it must be a list or tuple of whole numbers")]  # fmt: skip
 REFUSALS[Norm] = [
     ({"q_weight": "w"}, "q_weight is 'w'; it must be a tensor"),
@@ -553,8 +562,6 @@ REFUSALS[rope] += [
      "torch.from_numpy(positions)"),
     ({"positions": Starts(IDS)}, f"start_positions is a tensor of shape (6,), int64, on cpu; it must be (2,), {INTS}, "
      f"contiguous, on cpu like q {SIZES}"),
-    ({"positions": Mrope(IDS.expand(3, 6), (2, 2))}, "position_ids is a tensor of shape (3, 6), int64, on cpu; it "
-     f"must be (2, 6) or (2, 1|2, 6), {INTS}, on cpu like q {SIZES}"),
     ({"q": (Q, K)}, "q is a tuple of 2; it must be a tensor; unpack it"),
     ({"q": Q.numpy()}, "q is a numpy array of shape (2, 6, 4, 8); it must be a tensor; pass torch.from_numpy(q)"),
     ({"q": Q.to(E4M3)}, f"q is float8_e4m3fn; it must be (B, S, H, D), {FLOATS}, on cpu"),

@@ -26,7 +26,6 @@ REFUSALS = {
     "has no rope_theta": "CodeGenRotaryEmbedding GPTJRotaryEmbedding",
     "fractions of an image": "DINOv3ViTRopePositionEmbedding EomtDinov3RotaryEmbedding Sapiens2RopePositionEmbedding",
     "efficientloftr": "EfficientLoFTRRotaryEmbedding",
-    "take turns from pair to pair, and time": "Ernie4_5_VLMoeTextRotaryEmbedding",
     "spatial_rope_base_frequency is unknown": "EsmFold2RotaryEmbedding",
     "each half of a head": "Gemma4VisionRotaryEmbedding",
     "rotary_dim is 21; it must be even": "Glm4MoeRotaryEmbedding Glm4vMoeTextRotaryEmbedding",
@@ -113,14 +112,6 @@ def check(module: Any, config: Any, layer_type: str | None) -> None:
         sines = of_pairs(module, config, layer_type, alone, len(inv_freq))[1, 0]
         for pair in sines.nonzero().flatten().tolist():
             axes[pair] = axis
-    # `Mrope` can say which axis each pair takes: in some order each has its pairs in a row, or they take turns.
-    runs, said = [axis for axis, _ in itertools.groupby(axes)], []
-    for order in itertools.permutations(range(count)):
-        said.append([order[0]] * len(axes))
-        for place, axis in enumerate(order[1:], 1):
-            for pair in range(place, len(axes), count)[: axes.count(axis)]:
-                said[-1][pair] = axis
-    assert len(runs) == len(set(runs)) or axes in said, axes
     table = tables.cos_sin(60, inv_freq, attention_factor=factor, angles="fp32")
     rows = ids[axes].T  # (tokens, pairs)
     want = torch.stack([x.gather(0, rows) for x in table])
