@@ -48,13 +48,13 @@ def reference(residual: Tensor, gate: Tensor, x: Tensor) -> Tensor:
 
 # ---- 2. the template ---------------------------------------------------------------------------------
 # Plain CUDA below one block of constants, which has the only templated lines. Pieces of the house come by include:
-# aligned accesses of several elements (vec.cuh), and programmatic dependent launch (device.cuh), for which a kernel
+# aligned accesses of several elements (vec.cuh), and programmatic dependent launch (dependents.cuh), for which a kernel
 # waits before it first touches memory. In the library this is a file in templates/.
 TEMPLATE = """\
 // residual + gate * x, rounded once.
 //
 // Launch: one block for each row, a token's channels; its threads take VEC neighbours at a time.
-{% include "device.cuh" %}
+{% include "dependents.cuh" %}
 {% include "vec.cuh" %}
 
 // ---- parameters: the only templated lines ----------------------------------------------------

@@ -167,7 +167,7 @@ def test_no_load_is_done_before_its_condition(load: str, tmp_path: Path) -> None
     """Assembly that is not volatile counts as arithmetic, and was moved out of a loop."""
     bounds()
     templates = Path(__file__).parent.parent / "templates"
-    text = (templates / "device.cuh").read_text() + (templates / "vec.cuh").read_text()
+    text = (templates / "dependents.cuh").read_text() + (templates / "vec.cuh").read_text()
     texts = [text + GUARDED.format(load=load, width=width) for width in (1, 2, 4)]
     if load == "load_kept":
         texts.append(text.replace("asm volatile", "asm") + GUARDED.format(load=load, width=1))

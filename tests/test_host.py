@@ -101,7 +101,7 @@ extern "C" __global__ void probe(const Params p) {{
 
 
 CONVERT = """
-{% include "device.cuh" %}
+{% include "dependents.cuh" %}
 {% include "vec.cuh" %}
 {% include "formats.cuh" %}
 struct Params { const float* x; unsigned char* out; long long count; };

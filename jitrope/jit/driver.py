@@ -150,7 +150,7 @@ class Kernel:
     def enqueuer(self, grid: tuple[int, ...], block: int, *arguments: int) -> Callable[[int], None]:
         """Return a function that enqueues the kernel on a stream. arguments: the addresses of its arguments, structs.
 
-        From sm_90 on it uses programmatic dependent launch; the templates wait for earlier kernels (`device.cuh`).
+        From sm_90 on it uses programmatic dependent launch; the templates wait for earlier kernels (`dependents.cuh`).
         """
         overlaps = ctypes.pointer(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1))
         config = _LaunchConfig(

@@ -22,6 +22,7 @@ from jitrope.plan.spec import RopeSpec
 from jitrope.thd.spec import CorrectionSpec, RowsSpec, SegmentsSpec, rows_spec
 
 from ..calls import MODELS, named
+from ..machine_code import ARCHS, disassemble, opcode
 from ..results import planned
 
 (SPEC,) = planned(named("rope 32+8 128"), tokens=4096)
@@ -46,6 +47,8 @@ HEADERS = {path.name for path in TEMPLATES.glob("*.cuh*")}
 STAGES = {"scales_q": True, "added_bias": True, "hadamard": True, "q_out": "fp8", "dynamic": True, "per_row": True}
 WITH_STAGES = [replace(NORM_SPEC, **more) for more in (STAGES, {"interleaved_out": True})]
 STAGE_SPECS = [*WITH_STAGES, replace(SPEC, v_dim=64, copy_v=True)]
+TOUCHES = "LD(?!C)|ST|ATOM|RED|CCTL|U?BLK|UTMA|BR|JMP|CALL|EXIT|PREEXIT"
+"""Instructions that access memory, but for a launch's parameters, leave the straight line, or let the next begin."""
 
 
 def cuda(spec: Spec) -> str:
@@ -74,6 +77,20 @@ def test_assembly_that_reads_or_writes_memory_is_volatile() -> None:
     found = re.findall(pattern, "".join(path.read_text() for path in TEMPLATES.glob("*.cu*")))
     assert len(found) > 5
     assert not [text for volatile, text in found if not volatile]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS[1:])
+def test_kernels_wait_for_earlier_ones_before_they_touch_memory(arch: str, tmp_path: Path) -> None:
+    """The order of dependent launches (`dependents.cuh`), in machine code."""
+    tiled = [spec for call in ("rope", "rope packed", "once slots") for spec in planned(named(call), ["grid_2d"])]
+    specs = [*ROPE_SPECS, *tiled, *PLAIN_SPECS, *[PROJECTED_SPEC] * (arch == "sm_90")]
+    cubins = [compiler.compile_source(render.render(spec), arch + spec.features)[0] for spec in specs]
+    for spec, lines in zip(specs, disassemble(cubins, arch, tmp_path)):
+        codes = [*map(opcode, lines)]
+        early = [x for x in codes[: codes.index("ACQBULK")] if re.match(TOUCHES, x)]  # the wait
+        assert not early, (spec.name, early)
+        assert not [x for x in codes if "CONSTANT" in x], spec.name  # ld.global.nc
 
 
 @pytest.mark.parametrize("name", sorted(ENTRIES | PARAMETERS))

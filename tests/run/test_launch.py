@@ -597,44 +597,79 @@ def test_a_norm_in_the_graphs_of_torch_compile(grad: bool, monkeypatch: pytest.M
         assert all(map(torch.equal, got, want))
 
 
-@pytest.mark.hardware
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("tokens", [1, 64, 4096])
+HARDWARE = partial(pytest.param, marks=pytest.mark.hardware)
+
+
+@pytest.mark.parametrize("captured", [False, HARDWARE(True)])
+@pytest.mark.parametrize("tokens", [1, 20, HARDWARE(300), HARDWARE(4096)])
+@pytest.mark.parametrize("launch", LAUNCHES)
 @pytest.mark.parametrize("kind", ["rope", "head", "across"])
-def test_overlapping_launches_keep_their_order(kind: str, tokens: int, captured: bool) -> None:
+def test_overlapping_launches_keep_their_order(kind: str, launch: str, tokens: int, captured: bool) -> None:
     """A kernel begins while the previous one runs, and still sees its writes: programmatic dependent launch.
 
-    The same chain, of kernels in place, of torch's between them and of two streams, with a pause after each has the
-    same bits.
+    A chain of launches, on a GPU hundreds, each of which reads what the one before wrote: in place, fresh, through a
+    cache whose rows are in the other order, of two streams, and gradients. Angles are quarter turns, elements have few
+    bits, and with a norm they are 1 and -1, so each step ends exactly where it began, but for m, which comes an even
+    number of times. The same chain with a pause after each launch has the same bits.
     """
+    jitrope.configure(launch=launch)
+    gpu, count = DEVICE == "cuda", 40 if DEVICE == "cuda" else 4
     torch.manual_seed(0)
-    q, k = (torch.randn(1, tokens, 8, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-    tables, ids = torch.rand(2, 2 * tokens, 64, device=DEVICE), torch.randint(0, tokens, (40, tokens), device=DEVICE)
-    weight = torch.randn(1024 if kind == "across" else 128, device=DEVICE)
-    words = {} if kind == "rope" else {"norm": Norm(weight, weight, across_heads=kind == "across")}
+    start = [torch.randint(1, 61, (1, tokens, 8, 128), device=DEVICE).bfloat16() - 30.5 for _ in range(2)]
+    turns, ids = torch.randint(4, (2 * tokens, 64), device=DEVICE), torch.arange(tokens, device=DEVICE)
+    last_first = ids.flip(0)
+    tables = torch.tensor([[1.0, 0, -1, 0], [0, 1, 0, -1]], device=DEVICE)[:, turns]
+    m = torch.tensor([1, -1] * 64, device=DEVICE, dtype=torch.bfloat16)
+    size = 1024 if kind == "across" else 128
+    weights = [torch.ones(size, device=DEVICE) for _ in range(2 if kind != "rope" else 0)]
+    start = [x.sign() for x in start] if weights else start
 
-    def chain(q: Tensor, k: Tensor, pause: Any) -> tuple[Tensor, Tensor]:
-        position = ids[0].clone()
-        for step in range(40):
-            jitrope.prepare_qkv(q, k, None, *tables, positions=position, **words, inplace=True)
+    def norm(*weights: Tensor) -> Norm | None:
+        return Norm(*weights, eps=1e-30, across_heads=kind == "across") if weights else None
+
+    words: dict[str, Any] = {"norm": norm(*weights), "positions": ids}
+    back: dict[str, Any] = {"inverse": True, "positions": ids}
+
+    def chain(q: Tensor, k: Tensor, pause: Any) -> list[Tensor]:
+        def after(found: Any) -> Any:
             pause()
-            q.add_(k, alpha=0.5).mul_(0.5)
-            if step % 4 == 1:
-                position.copy_(ids[step])
-                joint = jitrope.prepare_joint_qkv((q, k, k), (k, q, q), *tables)
-                pause()
-                k, q = joint[0][:, :tokens] + joint[2][:, tokens:], joint[1][:, tokens:].clone()
-            if step % 10 == 3:
-                torch.cuda._sleep(200_000)
-                k.mul_(0.5)
-        return q, k
+            return found
 
-    want = chain(q.clone(), k.clone(), torch.cuda.synchronize)
-    graph = torch.cuda.CUDAGraph()
-    a, b = q.clone(), k.clone()
+        caches = torch.zeros(2, tokens, 8, 128, device=DEVICE, dtype=q.dtype)
+        totals = [torch.zeros_like(x) for x in weights]
+        for step in range(count):
+            if gpu and step % 4 == 0:
+                torch.cuda._sleep(2_000_000)  # the next launches are queued meanwhile
+            after(jitrope.prepare_qkv(q, k, None, *tables, **words, inplace=True))
+            after(jitrope.apply_rope(q, k, *tables, **back, inplace=True))
+            q, k, _ = after(jitrope.prepare_qkv(q, k, None, *tables, **words))
+            q, k = after(jitrope.apply_rope(q, k, *tables, **back))
+            cached = {**words, "cache": KVCache(*caches, last_first), "layout": "thd"}
+            cached |= {"norm": None} if kind == "across" else {}  # which goes with no cache
+            q, *_ = after(jitrope.prepare_qkv(q[0], k[0], k[0], *tables, **cached))
+            k, _ = after(
+                jitrope.apply_rope(caches[0], None, *tables, **{**back, "positions": last_first}, layout="thd")
+            )
+            q, _ = after(jitrope.apply_rope(q[None], None, *tables, **back))
+            q, k = q.add_(caches[1].flip(0)).sub_(k.flip(0)), k[None]  # v is k as it was
+            joint = after(jitrope.prepare_joint_qkv((q, k, k), (k, q, q), *tables))
+            both, _ = after(jitrope.apply_rope(joint[0], None, *tables, inverse=True))
+            leaves = [x.detach().requires_grad_() for x in (*both.split(tokens, 1), *weights)]
+            found = after(jitrope.prepare_qkv(*leaves[:2], None, *tables, norm=norm(*leaves[2:]), positions=ids)[:2])
+            q, k, *sums = after(torch.autograd.grad(found, leaves, [x * m for x in found]))
+            for total, one in zip(totals, sums):
+                total.add_(one)
+        return [q, k, *totals]
+
+    given = [x.clone() for x in start]
+    want = chain(*[x.clone() for x in start], torch.cuda.synchronize if gpu else int)
+    of_weights = [(m.float() * count * tokens * (8 if kind == "head" else 1)).repeat(size // 128) for _ in weights]
+    torch.testing.assert_close(want[2:], of_weights)
+    assert all(map(torch.equal, want[:2], start))
+    graph = torch.cuda.CUDAGraph() if captured else None
     with torch.cuda.graph(graph) if captured else nullcontext():
-        got = chain(a, b, lambda: None)
-    if captured:
+        got = chain(*given, int)
+    if graph is not None:
         graph.replay()
     assert all(map(torch.equal, got, want))
 
