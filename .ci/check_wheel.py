@@ -14,7 +14,7 @@ names = set(zipfile.ZipFile(wheel).namelist())
 templates = {f"jitrope/templates/{path.name}" for path in (root / "templates").iterdir()}
 modules = {str(path.relative_to(root)) for path in (root / "jitrope").rglob("*.py")}
 assert {name for name in names if name.startswith("jitrope/templates/")} == templates, names
-assert modules | {"jitrope/py.typed"} <= names, modules - names
+assert modules | {"jitrope/py.typed", "jitrope/tools/hub.md"} <= names, modules - names
 assert any(name.endswith("licenses/LICENSE") for name in names), names
 assert not [name for name in names if name.startswith(("tests", "examples", "templates"))], names
 

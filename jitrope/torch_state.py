@@ -28,6 +28,7 @@ get_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream"
 on_gpu: Callable[[Tensor], bool] = operator.attrgetter("is_cuda")
 is_view: Callable[[Tensor], bool] = operator.methodcaller("_is_view")
 collectives = torch.ops._c10d_functional
+own_ops: Any = getattr(torch.ops, __name__.split(".")[0])  # "jitrope", or the name under which a loader imports a copy
 is_zero: Callable[[Tensor], bool] = operator.methodcaller("_is_zerotensor")  # lazily: it has no memory
 version: Callable[[Tensor], int] = operator.attrgetter("_version")  # counts the writes to a tensor
 

@@ -382,7 +382,7 @@ def _exchange(holder: Any, name: str, before: Any, after: Any) -> None:
     """
     holders = [holder]
     if isinstance(holder, ModuleType) and before is not None:
-        holders += [module for path, module in list(sys.modules.items()) if not path.startswith("jitrope")]
+        holders += [each for path, each in list(sys.modules.items()) if path.split(".")[0] != __name__.split(".")[0]]
     for each in holders:
         if isinstance(each, (ModuleType, type)) and vars(each).get(name) is before:
             setattr(each, name, after)

@@ -31,9 +31,8 @@ class DriverError(RuntimeError):
 @lru_cache(maxsize=1)
 def _library() -> Any:
     """The driver. Raises CompileError if it is not installed."""
-    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     try:
-        return ctypes.CDLL(name)
+        return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError as error:
         raise CompileError(f"NVIDIA's driver cannot be loaded ({error}); install it, and check nvidia-smi") from error
 

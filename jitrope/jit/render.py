@@ -13,7 +13,7 @@ from typing import Any
 from ..base.errors import CompileError
 from ..base.spec import Spec, record_of
 
-_HERE = Path(__file__).resolve().parent.parent
+_HERE = Path(__file__).parent.resolve().parent  # a cache of files may have links to them
 TEMPLATE_PATHS = [_HERE / "templates", _HERE.parent / "templates"]  # in a wheel; in a checkout
 
 

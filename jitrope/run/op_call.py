@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import torch_state as watch
@@ -66,12 +65,12 @@ def run_op(op: Operation, tensors: Tensors, options: Options) -> Tensors:
     made, full = op.made(tensors, options), filled(op, tensors, options)
     given = arguments(op, full, options)
     if len(given) == 3:
-        results = dict(zip(made, torch.ops.jitrope.prepare(*given)))
+        results = dict(zip(made, watch.own_ops.prepare(*given)))
     else:
         if watch.tracing():
             text = "torch.jit.trace loses what a call writes to a cache or to out; export the model"
             raise InvalidInput(f"{op.function}: {text}")
-        torch.ops.jitrope.prepare_(*given)
+        watch.own_ops.prepare_(*given)
         results = op.outputs(full, options)
     return op.complete(results, tensors, options)
 

@@ -27,7 +27,7 @@ from ..sinks.results import Ulysses
 from ..stages.convert import DynamicQuantize, Quantize, Scaled
 from ..stages.norm import Norm
 from ..stages.positions import COUNTS, Mrope, Packed, Shifts, Starts
-from ..torch_state import constant, dispatch_modes, is_traced
+from ..torch_state import constant, dispatch_modes, is_traced, own_ops
 from ..values.asked import Value
 from . import launch
 from .torch_op import TAGS, lib
@@ -39,7 +39,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {}
 """The public functions and the classes of values, by name."""
 
 lib.define("call(Tensor(a!)[] tensors, str text, SymInt[] sizes) -> Tensor[]", tags=TAGS)
-_op = torch.ops.jitrope.call.default
+_op = own_ops.call.default
 _local = threading.local()
 _refused: set[Any] = set()
 

@@ -20,7 +20,7 @@ from . import launch, planning
 from .dispatch import gradients, recorded
 from .op_call import given_to
 
-lib = torch.library.Library("jitrope", "DEF")
+lib = torch.library.Library(watch.own_ops.name, "DEF")
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 lib.define("prepare(Tensor[] tensors, str call, SymInt[] sizes) -> Tensor[]", tags=TAGS)
 lib.define("prepare_(Tensor[] tensors, Tensor(a!)[] written, str call, SymInt[] sizes) -> ()", tags=TAGS)
@@ -80,7 +80,7 @@ def _outputs(made: Sequence[str]) -> list[str]:
 # ---- without values --------------------------------------------------------------------------------
 
 
-@torch.library.register_fake("jitrope::prepare", lib=lib)
+@torch.library.register_fake(f"{lib.ns}::prepare", lib=lib)
 def _fake(tensors: Sequence[Tensor], text: str, sizes: Sequence[Any]) -> list[Tensor]:
     op, named, options = given_to(text, sizes, tensors)
     planning.note(op, named, options)
@@ -88,7 +88,7 @@ def _fake(tensors: Sequence[Tensor], text: str, sizes: Sequence[Any]) -> list[Te
     return [results[name] for name in op.made(named, options)]
 
 
-@torch.library.register_fake("jitrope::prepare_", lib=lib)
+@torch.library.register_fake(f"{lib.ns}::prepare_", lib=lib)
 def _fake_(tensors: Sequence[Tensor], written: Sequence[Tensor], text: str, sizes: Sequence[Any]) -> None:
     planning.note(*given_to(text, sizes, tensors, written))
 
@@ -109,7 +109,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     return gradients(ctx, grads), None, None
 
 
-_recorded = cache(lambda: watch.autograd_of(torch.ops.jitrope.prepare.default, _backward, _setup))
+_recorded = cache(lambda: watch.autograd_of(watch.own_ops.prepare.default, _backward, _setup))
 
 
 # ---- vmap ------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ _recorded = cache(lambda: watch.autograd_of(torch.ops.jitrope.prepare.default, _
 def _each(count: int, dims: Sequence[int | None], tensors: Sequence[Tensor], *words: Any) -> list[Tensor]:
     """The results of each call of a batch, stacked: torch has no batching rule for lists."""
     calls = [[x if dim is None else x.select(dim, n) for x, dim in zip(tensors, dims)] for n in range(count)]
-    return [torch.stack(outputs) for outputs in zip(*[torch.ops.jitrope.prepare(xs, *words) for xs in calls])]
+    return [torch.stack(outputs) for outputs in zip(*[watch.own_ops.prepare(xs, *words) for xs in calls])]
 
 
 def _vmap(info: Any, dims: Any, *given: Any) -> Any:
@@ -140,5 +140,5 @@ for _key in ("CPU", "CUDA"):
     lib.impl("prepare_", _launch_, _key)
     lib.impl("prepare", _launch_or_record, f"Autograd{_key}", with_keyset=True)
 lib.impl("prepare", _batched, "Batched")
-torch.library.register_vmap("jitrope::prepare", _vmap, lib=lib)
-torch.library.register_autograd("jitrope::prepare", _backward, setup_context=_setup, lib=lib)
+torch.library.register_vmap(f"{lib.ns}::prepare", _vmap, lib=lib)
+torch.library.register_autograd(f"{lib.ns}::prepare", _backward, setup_context=_setup, lib=lib)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..base import arguments
-from ..torch_state import is_compiling, wants_grad
+from ..torch_state import is_compiling, own_ops, wants_grad
 from . import ops as thd_ops
 from .reference import Correction, Move
 from .shape import Shape
@@ -316,4 +316,4 @@ def grad_correction(grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, fir
 
 
 def _correct(given: Correction) -> None:
-    torch.ops.jitrope.thd_correct(*given)
+    own_ops.thd_correct(*given)

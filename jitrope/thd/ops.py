@@ -21,7 +21,7 @@ from ..base.partition import RULES
 from ..base.spec import ACCESS_BYTES
 from ..base.views import DTYPE_NAMES
 from ..run.enqueue import Call, enqueue
-from ..torch_state import grad_enabled, is_traced, is_zero, written
+from ..torch_state import grad_enabled, is_traced, is_zero, own_ops, written
 from . import reference
 from . import spec as specs
 from .reference import Correction, Move, Segments
@@ -228,7 +228,7 @@ def _run(op: Callable[..., Any], launches: bool, *given: Any) -> None:
         written(changed)
 
 
-_lib = torch.library.Library("jitrope", "FRAGMENT")
+_lib = torch.library.Library(own_ops.name, "FRAGMENT")
 
 
 def register(key: str, launches: bool) -> None:
@@ -239,7 +239,7 @@ def register(key: str, launches: bool) -> None:
 
 for _schema in OPERATIONS:
     _name = _lib.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.register_fake(f"jitrope::{_name}", lambda *_: None, lib=_lib)
+    torch.library.register_fake(f"{own_ops.name}::{_name}", lambda *_: None, lib=_lib)
 register("CPU", launches=False)
 register("CUDA", launches=True)
 
@@ -259,13 +259,13 @@ def segments(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, shape: Shape,
     if cu_seqlens_padded is not None:
         cu_seqlens_padded = cu_seqlens_padded.to(cu_seqlens.dtype)
     flat = reference.empty_segments(cu_seqlens, cu_seqlens_padded, shape, mask)
-    torch.ops.jitrope.cp_segments(flat, cu_seqlens, cu_seqlens_padded, *mask, *shape)
+    own_ops.cp_segments(flat, cu_seqlens, cu_seqlens_padded, *mask, *shape)
     return Segments.of(flat, shape, mask, cu_seqlens_padded is not None)
 
 
 def move(given: Move) -> None:
     """Move rows; see `Move`."""
-    torch.ops.jitrope.thd_rows(list(given.inputs), list(given.outputs), *given[2:-1], *given.shape)
+    own_ops.thd_rows(list(given.inputs), list(given.outputs), *given[2:-1], *given.shape)
 
 
 def move_rows(inputs: Sequence[Tensor], outputs: Sequence[Tensor], index: Tensor | None) -> None:

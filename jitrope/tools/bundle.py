@@ -5,6 +5,9 @@
 >>> results = bundle.write(Path("kernels.zip"), kernels, jobs=2)
 >>> len(bundle.entries(Path("kernels.zip"))), len(bundle.load(Path("kernels.zip")))
 (4, 4)
+>>> results = bundle.write_hub(Path("hub"), kernels, jobs=2)
+>>> sorted(path.name for path in Path("hub").iterdir())
+['LICENSE', 'README.md', 'build']
 
 A bundle is a zip of entries; each entry has SHA-256 checksums of its files. Kernels are matched by
 source (templates, constants, options, architecture, format), not by compiler. So a machine that uses them needs torch
@@ -14,18 +17,24 @@ code: so it must be root's or yours, or be named with its digest, `kernels.zip#s
 
 from __future__ import annotations
 
+import json
+import shutil
+from base64 import b64encode
 from collections.abc import Iterable
+from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from ..base import arguments
+from ..base.config import OWN_BUNDLE
 from ..base.errors import CacheError, CompileError
 from ..base.spec import Spec
 from ..jit.entry import Entry, check, pack, read_bundle, write_bundle
 from ..jit.kernels import build, kernel_cache, key_of
-from ..jit.render import render
+from ..jit.render import TEMPLATE_PATHS, render
 from .prewarm import Built, build_each, reasons
 
-__all__ = ["entries", "load", "write"]
+__all__ = ["entries", "load", "write", "write_hub"]
 
 
 def write(path: Path, kernels: Iterable[tuple[Spec, str]], jobs: int) -> list[Built]:
@@ -69,6 +78,49 @@ def write(path: Path, kernels: Iterable[tuple[Spec, str]], jobs: int) -> list[Bu
         text = f"{path} is not written, {len(failed)} of {len(results)} kernels are missing:"
         raise CompileError("\n".join([text, *reasons(failed)]))
     write_bundle(path, files)
+    return results
+
+
+def write_hub(path: Path, kernels: Iterable[tuple[Spec, str]], jobs: int) -> list[Built]:
+    """Write a repository for Hugging Face's `kernels`: jitrope, with a bundle of kernels that it finds by itself.
+
+    `kernels.get_local_kernel(path)` imports it, also beside jitrope itself, and so does `kernels.get_kernel` after an
+    upload. Its layout and metadata are those of https://huggingface.co/docs/kernels/kernel-requirements, its variant
+    torch-cuda. The folder is written completely or not at all.
+
+    Args:
+        path: the folder, which must not exist; the folder above it must.
+        kernels, jobs: as `write` takes them.
+
+    Returns:
+        The result for each kernel, in order.
+
+    Raises:
+        InvalidInput, CompileError, CacheError: as `write` raises them; and there is something at `path`.
+        OSError: the folder cannot be written.
+    """
+    path = arguments.path("write_hub", "path", path)
+    if path.exists():
+        raise CacheError(f"{path} exists; name a new folder")
+    package, unused = OWN_BUNDLE.parent, shutil.ignore_patterns("__pycache__", "*.md")
+    with TemporaryDirectory(prefix=".jitrope-", dir=path.parent) as made:
+        variant = (hub := Path(made, "hub")) / "build" / "torch-cuda"
+        shutil.copytree(package, variant, ignore=unused)
+        shutil.copytree(next(filter(Path.is_dir, TEMPLATE_PATHS)), variant / "templates", dirs_exist_ok=True)
+        (variant / "__init__.py").write_bytes((package / "__init__.py").read_bytes() + b"\nfrom .tools import layers\n")
+        results = write(variant / OWN_BUNDLE.name, kernels, jobs)
+        files = sorted(filter(Path.is_file, variant.rglob("*")))
+        digests = {str(x.relative_to(variant)): b64encode(sha256(x.read_bytes()).digest()).decode() for x in files}
+        name = f"_jitrope_cuda_{sha256(repr(digests).encode()).hexdigest()[:8]}"  # of the module, and of torch's ops
+        archs = [f"{arch[3:-1]}.{arch[-1]}a" for arch in sorted({x.arch for x in results})]  # a: for no other one
+        # Version 0 is for what may still change.
+        about = {"id": name, "name": "jitrope", "version": 0, "license": "Apache-2.0", "python-depends": []}
+        about |= {"backend": {"type": "cuda", "archs": archs}, "digest": {"algorithm": "sha256", "files": digests}}
+        (variant / "metadata.json").write_text(json.dumps(about, indent=1))
+        shutil.copy(package / "tools" / "hub.md", hub / "README.md")
+        wheels = package.parent.glob("jitrope-*.dist-info/licenses/LICENSE")
+        shutil.copy(next(wheels, package.parent / "LICENSE"), hub)
+        hub.rename(path)
     return results
 
 

@@ -189,8 +189,7 @@ def render(given: Options) -> None:
         raise JitropeError("there is no such kernel")
     source = render_source(spec)
     found = {"name": source.name, "entry": source.entry, "spec": spec.to_dict(), "text": source.text}
-    call = f"// {spec.call}\n" * bool(spec.call)
-    answer(given.json, found, call + source.text.removesuffix("\n"))
+    answer(given.json, found, f"// {spec.call}\n" * bool(spec.call) + source.text.removesuffix("\n"))
 
 
 def _specs(given: Options) -> list[Spec]:
@@ -292,10 +291,11 @@ def _report(removed: list[Path], given: Options, kept: str = "") -> None:
 # ---- bundle --------------------------------------------------------------------------------------
 
 
-_WRITTEN = _option("path", metavar="FILE", type=Path, help="the file to write, a zip")
+_WRITTEN = _option("path", metavar="FILE", type=Path, help="the file to write, a zip; with --hub a new folder")
+_HUB = _option("--hub", action="store_true", help="write a repository for Hugging Face's kernels")
 
 
-@_command("bundle write", _WRITTEN, _FROM, _ARCHS, _JOBS, _DRY_RUN)
+@_command("bundle write", _WRITTEN, _HUB, _FROM, _ARCHS, _JOBS, _DRY_RUN)
 def bundle_write(given: Options) -> bool:
     """Write kernels to a file and compile those that are not cached.
 
@@ -303,14 +303,19 @@ def bundle_write(given: Options) -> bool:
     Without --from it contains the kernels of your cache, for the
     architectures that they were compiled for, or for those of --arch.
 
+    With --hub it writes a folder: jitrope and the kernels, as a repository
+    that Hugging Face's `kernels` loads without CuPy, NVRTC and jitrope.
+
     Examples:
         jitrope bundle write kernels.zip --from run.json --arch sm_90,sm_100
+        jitrope bundle write --hub jitrope-hub --from run.json --arch sm_90
         JITROPE_SYSTEM_CACHE=kernels.zip JITROPE_NO_COMPILE=1 python serve.py
     """
     work = [(spec, "") for spec in _recorded(given.files)] if given.files else _cached()
     if given.files or given.arch:
         work = pairs(dict.fromkeys(spec for spec, _ in work), architectures(given.arch))
-    complete = build_all(work, given.dry_run, given.json, lambda: bundle.write(given.path, work, given.jobs))
+    write = bundle.write_hub if given.hub else bundle.write
+    complete = build_all(work, given.dry_run, given.json, lambda: write(given.path, work, given.jobs))
     if not given.dry_run and not given.json:
         say(f"wrote {given.path}")
     return complete

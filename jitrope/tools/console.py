@@ -39,8 +39,7 @@ def rows(some: Sequence[Entry]) -> list[dict[str, Any]]:
 
 def total(entries: Sequence[Entry]) -> str:
     """The number of kernels and their bytes."""
-    size = sum(entry.size for entry in entries)
-    return f"{len(entries)} kernel{'s' * (len(entries) != 1)}, {size / 2**20:.1f} MiB"
+    return f"{len(entries)} kernel{'s' * (len(entries) != 1)}, {sum(x.size for x in entries) / 2**20:.1f} MiB"
 
 
 def print_entries(places: Sequence[tuple[object, Sequence[Entry]]], as_json: bool) -> None:

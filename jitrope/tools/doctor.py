@@ -132,9 +132,8 @@ def cannot_write(root: Path) -> OSError | None:
 
 
 def _variables() -> Found:
-    if unknown := config.unknown_variables():
-        advice = f"jitrope reads {', '.join(config.VARIABLES)}"
-        return True, f"{', '.join(unknown)} is unknown and has no effect", advice
+    if names := config.unknown_variables():
+        return True, f"{', '.join(names)} is unknown and has no effect", f"jitrope reads {', '.join(config.VARIABLES)}"
     return True, "no unknown JITROPE_*" + ("" if config.compile_allowed() else "; compiling is forbidden"), ""
 
 
@@ -151,8 +150,7 @@ def _kernel() -> Found:
 
 def caches() -> list[Layer]:
     """The user's cache and the read-only ones."""
-    cache = kernels.kernel_cache()
-    return [cache, *cache.system]
+    return [kernels.kernel_cache(), *kernels.kernel_cache().system]
 
 
 def cold_start() -> tuple[int, list[str]]:
@@ -164,8 +162,7 @@ def cold_start() -> tuple[int, list[str]]:
     """
     config.configure(compile=False)
     devices = {arch: device for device, arch in enumerate(kernels.local_archs())}
-    good, wrong = 0, []
-    entries: list[Entry] = []
+    good, wrong, entries = 0, list[str](), list[Entry]()
     for cache in caches():
         with contextlib.suppress(CacheError):  # `verify` of the cache reports it
             entries += cache.entries()

@@ -223,28 +223,16 @@ def _inputs(model: Any, batch: int, dtype: torch.dtype) -> dict[str, Any]:
     pixels = [n * p for n, p in zip(_GRID, patch)]
     unpacked = type(model).__name__.endswith("3DModel") and "num_frames" not in names
     text, channels, axes = size(*_TEXT_WIDTHS), size("in_channels"), len(size("axes_dims_rope") or ())
-    shapes: dict[str, list[int]] = {
-        "hidden_states": [batch, channels, *pixels] if unpacked else [batch, tokens, channels],
-        "control_hidden_states": [batch, size("vace_in_channels"), *pixels],
-        "encoder_hidden_states": [batch, _TEXT, text],
-        "encoder_hidden_states_image": [batch * ends, _IMAGE, size("image_dim")],  # of the first frame and of the last
-        "encoder_attention_mask": [batch, _TEXT],
-        "pooled_projections": [batch, size("pooled_projection_dim")],
-        "guidance": [batch] if size("guidance_embeds") else [0],
-        "img_ids": [tokens, axes],
-        "txt_ids": [_TEXT, axes],
-        "timestep": [batch],
-        "t": [batch],
-    }
+    shapes = {"hidden_states": [batch, channels, *pixels] if unpacked else [batch, tokens, channels]}
+    shapes |= {"control_hidden_states": [batch, size("vace_in_channels"), *pixels], "img_ids": [tokens, axes]}
+    shapes |= {"encoder_hidden_states": [batch, _TEXT, text], "encoder_attention_mask": [batch, _TEXT]}
+    shapes |= {"encoder_hidden_states_image": [batch * ends, _IMAGE, size("image_dim")]}  # the first frame, the last
+    shapes |= {"pooled_projections": [batch, size("pooled_projection_dim")], "timestep": [batch], "t": [batch]}
+    shapes |= {"guidance": [batch] if size("guidance_embeds") else [0], "txt_ids": [_TEXT, axes]}
     lists = {"x": [channels, 1, 8, 12], "cap_feats": [_TEXT, size("cap_feat_dim")]}
-    made = {
-        **{name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items() if 0 not in shape},
-        **{name: [torch.empty(shape, dtype=dtype)] * batch for name, shape in lists.items()},
-        "num_frames": frames,
-        "height": rows,
-        "width": columns,
-        "img_shapes": [[(1, frames * rows, columns)]] * batch,
-        "additional_t_cond": torch.empty(batch, dtype=torch.int64),
-        "fps": [0] * batch,
-    }
+    made: dict[str, Any] = {"num_frames": frames, "height": rows, "width": columns, "fps": [0] * batch}
+    made |= {"img_shapes": [[(1, frames * rows, columns)]] * batch}
+    made |= {"additional_t_cond": torch.empty(batch, dtype=torch.int64)}
+    made |= {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items() if 0 not in shape}
+    made |= {name: [torch.empty(shape, dtype=dtype)] * batch for name, shape in lists.items()}
     return {name: value for name, value in made.items() if name in names}

@@ -94,8 +94,7 @@ def specs_of(
         except (KeyError, StopIteration) as error:
             text = f"call lacks {[*error.args, 'heads'][0]}, which it needs with its other tensors"
             raise InvalidInput(f"{name}: {text}") from error
-        results = [x for x in dispatch.call(op, tensors, o).values() if x.requires_grad]
-        if results:
+        if results := [x for x in dispatch.call(op, tensors, o).values() if x.requires_grad]:
             torch.autograd.grad(results, leaves, [torch.empty_like(x) for x in results], allow_unused=True)
     return specs
 
@@ -212,9 +211,8 @@ def prewarm(specs: Iterable[Spec], archs: Iterable[str], jobs: int) -> list[Buil
 
     def kept(spec: Spec, arch: str) -> Built:
         found = kernels.build(spec, arch)
-        if not found.kept:
-            return Built(spec, arch, "the kernel cache cannot be written", failed=True)
-        return Built(spec, arch, "compiled" if found.compiled else "cached")
+        outcome = "compiled" if found.compiled else "cached"
+        return Built(spec, arch, outcome if found.kept else "the kernel cache cannot be written", not found.kept)
 
     specs = arguments.items("prewarm", "specs", specs, "a list of specs")
     archs = arguments.items("prewarm", "archs", archs, "a list of architectures")
@@ -231,11 +229,8 @@ def reasons(failed: Iterable[Built]) -> list[str]:
     alike: dict[str, list[Built]] = {}
     for item in failed:
         alike.setdefault(item.outcome, []).append(item)
-    lines = []
-    for reason, items in alike.items():
-        more = f" and {len(items) - 1} more" if items[1:] else ""
-        lines.append(f"{items[0].spec.name} {items[0].arch}{more}: {reason}")
-    return lines
+    more = {reason: f" and {len(items) - 1} more" * (len(items) > 1) for reason, items in alike.items()}
+    return [f"{items[0].spec.name} {items[0].arch}{more[reason]}: {reason}" for reason, items in alike.items()]
 
 
 def build_each(

@@ -32,7 +32,7 @@ class Value:
         return getattr(self, name)
 
     def __repr__(self) -> str:
-        own = next(x for x in type(self).__mro__ if x.__module__.startswith("jitrope."))
+        own = next(x for x in type(self).__mro__ if x.__module__.split(".")[0] == __name__.split(".")[0])
         given = signature(own).bind(*self.asked[0], **self.asked[1]).arguments
         parts = [f"{name}={shown(x)}" for name, x in given.items() if x is not None and x is not False]
         return f"{type(self).__name__}({', '.join(parts)})"

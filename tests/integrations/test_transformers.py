@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import pickle
 import re
-import shutil
 from collections import Counter
 from contextlib import suppress
 from itertools import product
@@ -24,8 +22,6 @@ import jitrope
 from jitrope.integrations import _host
 from jitrope.integrations import transformers as integration
 from jitrope.integrations.transformers import variants
-from jitrope.tools import bundle
-from jitrope.tools.prewarm import specs_of
 
 from .. import fresh
 from ..devices import DEVICES, devices, slow
@@ -481,35 +477,3 @@ def test_functions_that_kernels_has_made_modules() -> None:
     """transformers applies its decorators when it is imported, so this test needs its own process."""
     installed("kernels")
     fresh.python("-c", SCRIPT, check=True)
-
-
-HUB = """
-import sys, torch
-sys.modules.update(dict.fromkeys(("cupy", "cupy_backends", "jinja2")))  # importing one of them fails
-from pathlib import Path
-import kernels
-hub = kernels.get_local_kernel(Path(sys.argv[1]), trust_remote_code=True)
-assert "jitrope" not in sys.modules and hub.__name__ == "_jitrope_0123456"
-x, angles = torch.randn(1, 4, 2, 8), torch.rand(4, 4)
-assert hub.apply_rope(x, None, angles.cos(), angles.sin())[0].shape == x.shape
-tools = __import__(f"{hub.__name__}.tools.prewarm").tools
-jit = sys.modules[f"{hub.__name__}.jit.kernels"]
-(found,) = {jit.build(spec, "sm_90").compiled for spec in tools.prewarm.specs_of(heads=8)}
-assert not found  # but taken from the bundle
-"""
-
-
-def test_the_package_is_a_kernel_of_the_hub(tmp_path: Path) -> None:
-    """Under the name of one release, with torch alone: no CuPy, no Jinja. Its kernels come from the bundle in it."""
-    installed("kernels")
-    pytest.importorskip("cupy", reason="the bundle is compiled")
-    root, backend = Path(__file__).parents[2], "cuda" if torch.version.cuda else "cpu"
-    folder = tmp_path / "build" / f"torch-{backend}"
-    shutil.copytree(root / "jitrope", folder, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(root / "templates", folder / "templates", dirs_exist_ok=True)
-    metadata = {"id": "_jitrope_0123456", "name": "jitrope", "version": 1, "license": "Apache-2.0"}
-    metadata |= {"python-depends": [], "backend": {"type": backend}}
-    (folder / "metadata.json").write_text(json.dumps(metadata))
-    bundle.write(folder / "kernels.zip", [(spec, "sm_90") for spec in specs_of(heads=8)], 1)
-    environment = {**os.environ, "JITROPE_CACHE_DIR": str(tmp_path / "k")}
-    fresh.python("-c", HUB, str(tmp_path), env=environment, cwd=tmp_path, check=True)

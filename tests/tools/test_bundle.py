@@ -15,11 +15,14 @@ from jitrope.jit import compiler, kernels
 from jitrope.jit.cache import KernelCache
 from jitrope.jit.entry import CUBIN, META, pack, read_bundle, seal, write_bundle
 from jitrope.tools import bundle
-from jitrope.tools.prewarm import specs_of
+from jitrope.tools.prewarm import read_record, specs_of
 
+from .. import fresh
 from ..caches import DATA, KEY, no_nvrtc
+from ..hosts import installed
 from .conftest import Run, stored
 
+ROOT = Path(__file__).parents[2]
 SPECS, ARCHS = specs_of(heads=[32, 8]), ("sm_80", "sm_90")
 KERNELS = [*itertools.product(SPECS, ARCHS)]
 
@@ -130,6 +133,120 @@ def test_a_cache_that_cannot_be_written_is_an_error_here(written: Path, tmp_path
     with pytest.raises(CacheError, match="cannot write the kernel cache"):
         bundle.load(written)
 
+
+# ---- a repository for `kernels` -------------------------------------------------------------------
+
+PARTIAL = [
+    *specs_of([4, 2], 64, backward=True),
+    *specs_of([4, 2], 64, call="bshd heads q k > rotate cos sin rotary_dim=32 > fresh", backward=True),
+]
+
+
+def test_a_repository_is_written_whole_or_not_at_all(jitrope: Run, cache: KernelCache, tmp_path: Path) -> None:
+    """It has every module and template, a card and the licence; the same kernels give the same bytes."""
+    stored(cache.root, SPECS, *ARCHS)
+    with pytest.raises(CompileError, match="4 of 8 kernels are missing"):
+        bundle.write_hub(tmp_path / "hub", itertools.product(SPECS, ["sm_90", "sm_20"]), 1)
+    assert [p.name for p in tmp_path.iterdir()] == ["kernels"]
+    hubs = [tmp_path / "hub", tmp_path / "again"]
+    assert [built.outcome for built in bundle.write_hub(hubs[0], iter(KERNELS), 2)] == ["cached"] * len(KERNELS)
+    for code, said in ((0, "wrote again\n"), (1, "error: again exists; name a new folder\n")):
+        done = jitrope("bundle write --hub again")
+        assert (done.returncode, done.stderr) == (code, said)
+    files, again = ({str(p.relative_to(hub)): p.read_bytes() for p in hub.rglob("*.*")} for hub in hubs)
+    assert files == again
+    assert files.pop("README.md").startswith(b"---\nlibrary_name: kernels\nlicense: apache-2.0\n")
+    assert (hubs[0] / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    variant = hubs[0] / "build" / "torch-cuda"
+    assert len(bundle.entries(variant / "kernels.zip")) == len(KERNELS)
+    own = {f"build/torch-cuda/{p.relative_to(ROOT / 'jitrope')}" for p in (ROOT / "jitrope").rglob("*.py")}
+    own |= {f"build/torch-cuda/templates/{p.name}" for p in (ROOT / "templates").iterdir()}
+    others = {f"build/torch-cuda/{name}" for name in ("py.typed", "kernels.zip", "metadata.json")}
+    assert files.keys() == own | others
+    assert json.loads((variant / "metadata.json").read_text())["backend"] == {"type": "cuda", "archs": ["8.0a", "9.0a"]}
+
+
+RESULTS = """
+import sys
+import torch
+
+device = sys.argv[-1]
+
+def results(package):
+    torch.manual_seed(0)
+    options = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
+    q, k = (torch.randn(1, 9, heads, 64, **options) for heads in (4, 2))
+    found = []
+    for dim in (64, 32):
+        cos, sin = package.tables.cos_sin(9, package.tables.inv_freq(rotary_dim=dim, device=device)[0])
+        call = lambda q, k: package.apply_rope(q, k, cos, sin, rotary_dim=dim)
+        for made in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+            out = made(q, k)
+            found += [*out, *torch.autograd.grad([x.float().square().sum() for x in out], (q, k))]
+    return found
+"""
+HUB = """
+from importlib import import_module
+from pathlib import Path
+hidden = ("cupy", "cupy_backends", "jinja2")  # importing one of them fails; nothing else loads NVRTC
+sys.modules.update(dict.fromkeys(hidden))
+import kernels
+
+hub = kernels.get_local_kernel(Path(sys.argv[1]))
+(loaded,) = kernels.get_loaded_kernels()
+assert hub.__name__ == loaded.metadata.id and "jitrope" not in sys.modules
+variant = Path(hub.__file__).parent
+digest = loaded.metadata.digest
+digest.validate(type(digest).hash_variant(digest.algorithm, variant))
+jit = import_module(f"{hub.__name__}.jit.kernels")
+(layer,) = jit.kernel_cache().system
+assert layer.root == variant / "kernels.zip"
+alone = results(hub)
+assert jit.compiled == [] and not jit.kernel_cache().root.exists()
+for entry in layer.entries() if device == "cpu" else ():  # every kernel is found, up to the driver, which refuses it
+    spec = import_module(f"{hub.__name__}.base.spec").spec_from_dict(entry.spec)
+    try:
+        jit.Kernel(jit.build(spec, entry.arch).data, spec.entry, 0)
+    except hub.CompileError as error:
+        print(str(error).partition("driver")[1])
+for name in hidden:
+    del sys.modules[name]
+import jitrope  # beside it: each has its own ops
+assert all(map(torch.equal, alone, results(jitrope)))
+ours, other = (package.Norm(torch.ones(64), torch.ones(64)) for package in (hub, jitrope))
+assert repr(ours) == repr(other) and type(ours) is not type(other)
+assert {*dir(torch.ops.jitrope)} & {*dir(getattr(torch.ops, hub.__name__))} >= {"call", "prepare"}
+"""
+
+
+def test_a_repository_works_with_torch_alone(cache: KernelCache, tmp_path: Path) -> None:
+    """Its files are links, as in the cache of the Hub. A torch without CUDA takes the variant by its path."""
+    installed("kernels")
+    stored(cache.root, PARTIAL, "sm_90")
+    bundle.write_hub(tmp_path / "hub", [(spec, "sm_90") for spec in PARTIAL], 2)
+    variant = tmp_path / "hub" / "build" / "torch-cuda"
+    (tmp_path / "blobs").mkdir()
+    for number, file in enumerate(filter(Path.is_file, [*variant.rglob("*")])):
+        file.rename(tmp_path / "blobs" / str(number))
+        file.symlink_to(tmp_path / "blobs" / str(number))
+    done = fresh.python("-c", RESULTS + HUB, str(variant), "cpu", check=True, JITROPE_CACHE_DIR=str(tmp_path / "none"))
+    assert done.stdout.split() == ["driver"] * len(PARTIAL)
+
+
+@pytest.mark.gpu
+@pytest.mark.hardware
+def test_a_gpu_runs_a_repository_with_torch_and_the_driver_alone(tmp_path: Path) -> None:
+    """Rope of a whole head and of a part, gradients and compiled calls, with the bits of jitrope itself."""
+    installed("kernels")
+    record = tmp_path / "run.json"
+    fresh.python("-c", f"{RESULTS}import jitrope\nresults(jitrope)", "cuda", check=True, JITROPE_RECORD=str(record))
+    bundle.write_hub(tmp_path / "hub", [(spec, kernels.arch_of(0)) for spec in read_record(record)], 2)
+    fresh.python(
+        "-c", RESULTS + HUB, str(tmp_path / "hub"), "cuda", check=True, JITROPE_CACHE_DIR=str(tmp_path / "none")
+    )
+
+
+# ---- hostile bundles -------------------------------------------------------------------------------
 
 HOSTILE = "\x1b[31mred \x1b]0;title\x07 \x9b31m\u202e"
 """Text that colours a terminal, renames its window and reverses its text."""

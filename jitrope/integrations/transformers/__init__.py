@@ -153,7 +153,7 @@ def _files(model: nn.Module | None) -> list[ModuleType]:
         names = [n for n in list(sys.modules) if n.startswith(("transformers.models.", "transformers_modules."))]
     else:
         names = [base.__module__ for cls in {type(m) for m in model.modules()} for base in cls.__mro__]
-        names = sorted({n for n in names if n.split(".")[0] not in ("torch", "builtins", "jitrope")})
+        names = sorted({n for n in names if n.split(".")[0] not in ("torch", "builtins", __name__.split(".")[0])})
     return [module for name in names if isinstance(module := sys.modules.get(name), ModuleType)]
 
 
