@@ -6,7 +6,8 @@
 // - `wait` ends when the grid before has completed and its memory operations are visible. It does not wait for the
 //   signal, `launch_dependents`, which only says that the next grid may begin: the signal may stand before stores.
 // - All threads of every kernel wait first. Until then they read only their parameters and tensor maps, which the
-//   launch copied: no tensor, counter or scratch. No load is `ld.global.nc`, which is for what nothing changes meanwhile.
+//   launch copied: no tensor, counter or scratch. No load is `ld.global.nc`,
+//   which is for memory that nothing changes meanwhile.
 // - Of grids A, B, C, C may begin when each block of B has signalled or ended, after B's wait: A has completed. C
 //   waits for B. So C sees A and B, as does an ordinary launch behind B, and at most two grids run at a time.
 // After an ordinary launch, or on an older GPU, both functions do nothing.
