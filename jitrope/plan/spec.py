@@ -64,10 +64,10 @@ SUM_LANES = 4  # threads that have the sums of a token's heads, by the layout of
 PROJECTION_THREADS = 384  # two groups of threads with sums, and one that copies
 
 
-def _bits(axis_of_pair: tuple[int, ...], axis: int) -> list[str]:
-    """Words of 32 bits: whether a pair is of an axis."""
-    words = [axis_of_pair[n : n + 32] for n in range(0, len(axis_of_pair), 32)]
-    return [f"{sum((x == axis) << n for n, x in enumerate(word)):#010x}u" for word in words] or ["0u"]
+def _bits(axis_of_pair: tuple[int, ...], axes: int) -> list[str]:
+    """Whether pairs are of an axis, in words of 32 bits: those of axis 0, then those of the next."""
+    words = [axis_of_pair[n : n + 32] for n in range(0, len(axis_of_pair), 32)] or [()]
+    return [str(sum((x == axis) << n for n, x in enumerate(word))) for axis in range(axes) for word in words]
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class RopeSpec(Compiled, Spec):
             "cache": self.cached,
             "converts": self.q_out != self.dtype or self.kv_out != self.dtype,
             "axes": (axes := max(self.axis_of_pair, default=0) + 1),
-            "pairs_of_axes": "},\n        {".join(", ".join(_bits(self.axis_of_pair, axis)) for axis in range(axes)),
+            "pairs_of_axes": f"{{{', '.join(_bits(self.axis_of_pair, axes))}}}",
             "token_linear": self.launch == "token_linear",
             "arguments": arguments.declarations(self.stages),
             **{name: getattr(self, name) for name in ("paged", "norm", "copy_accesses", "team", "threads")},
