@@ -123,10 +123,12 @@ def _stand_ins(names: Sequence[str], o: Options, heads: Sequence[int], dim: int,
     shapes |= {**ids, **tables, **scales, "qkv": of_heads(*fused), "bias": fused, "k_pe": of_heads(1, o.rotary_dim)}
     shapes |= {"x": [*of_heads(*fused)[:-2], _TOKENS], "weight": (*fused, _TOKENS)}
     shapes["kv"] = of_heads(heads[-1], o.rotary_offset + o.v_dim)
+    shapes["k_pe_cache"] = (tokens // 16, 16, heads[-1], o.rotary_dim)
     for letter in LETTERS:
         count, size = heads[0 if letter in ("q", "gate") else -1], (letter == "v" and o.v_dim) or dim
-        weight = size * (count if o.across_heads or letter == "v" else 1)
-        shapes |= {letter: of_heads(count, size), f"{letter}_cache": (tokens // 16, 16, count, size)}
+        weight = size * (count if o.across_heads or letter == "v" else 1) - o.rotary_dim * (o.of == "k_nope")
+        own = size - o.rotary_dim * ("k_pe_cache" in names)
+        shapes |= {letter: of_heads(count, size), f"{letter}_cache": (tokens // 16, 16, count, own)}
         shapes |= dict.fromkeys((f"{letter}_weight", f"{letter}_bias"), weight)
         kinds[f"{letter}_cache"] = FP8 if f"{letter}_scale" in names else dtype
     found = {name: re.sub("^(first_|second_|d)", "", name) for name in names if not name.endswith("_out")}
