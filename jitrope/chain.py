@@ -41,7 +41,7 @@ def run(parts: Sequence[tuple[Tensors, Options]], places: Tensors, o: Options) -
             places[own].copy_(convert.row_scales(y, t, o))
             continue
         if slots is not None and f"{letter}_cache" in t:
-            cache.store(letter, convert.cached(letter, y, t, o), t, *slots)
+            cache.store(letter, y, t, o, *slots)
         elif own in places:
             y, scales = convert.scaled(letter, y, t, o)
             results.put(places[own], results.tiles(scales) if o.swizzled else scales)

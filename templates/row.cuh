@@ -10,10 +10,11 @@ constexpr int ROW_HEADS = Q_HEADS > K_HEADS ? Q_HEADS : K_HEADS;
 constexpr int STEPS = ACROSS_HEADS ? (ROW_HEADS + HEADS_PER_BLOCK - 1) / HEADS_PER_BLOCK : HEADS_PER_THREAD;
 constexpr int STRIDE = ACROSS_HEADS ? HEADS_PER_BLOCK : 1;
 constexpr int ROWS = ACROSS_HEADS ? 1 : STEPS;           // rows that a thread has a part of at a time
-constexpr bool STORES_T = sizeof(QOut) == sizeof(T) || sizeof(KvOut) == sizeof(T) || ROTATE_K;  // some heads, as T
+constexpr bool STORES_T = sizeof(QOut) == sizeof(T) || sizeof(KvOut) == sizeof(T) || ROTATE_K || PE_CACHE;
 constexpr bool LAYER = NORM_KIND == LAYER_NORM;
 constexpr bool NORM_BOTH = NORM_Q && NORM_K;
 constexpr bool WEIGHS_HEADS = ACROSS_HEADS || GIVEN_MEANS || LATENT_NORM;   // each head has its own weights
+constexpr int ROW_DIM = NORM_NOPE ? ROTARY_OFFSET : HEAD_DIM;               // elements of a head in a row
 constexpr int WEIGHT_SETS = WEIGHS_HEADS ? STEPS : 1;    // sets of weights of a thread
 constexpr int ROW_THREADS = ACROSS_HEADS ? TEAM * HEADS_PER_BLOCK : TEAM;
 constexpr int ROW_WARPS = (ROW_THREADS + 31) / 32;
@@ -91,7 +92,7 @@ DEVICE void row_sum(float (&sum)[COUNT]) {
 }
 
 DEVICE float elements_of_row(const Head& head) {
-    return ACROSS_HEADS ? HEAD_DIM * static_cast<float>(head.tensor ? K_HEADS : Q_HEADS) : HEAD_DIM;
+    return ACROSS_HEADS ? HEAD_DIM * static_cast<float>(head.tensor ? K_HEADS : Q_HEADS) : ROW_DIM;
 }
 
 // Adds a lane's part of a head to a row's sum.
@@ -107,8 +108,8 @@ DEVICE void subtract(float mean, int count, float* x) {
 // 1 / sqrt(mean + eps) of a row's sum of squares, as torch's rms_norm or its mean computes it. For a power of two
 // both are the same.
 DEVICE float scale_of_row(const Params& p, float sum, const Head& head) {
-    constexpr bool exact = !ACROSS_HEADS && (HEAD_DIM & (HEAD_DIM - 1)) == 0;
-    const float count = elements_of_row(head), part = ACROSS_HEADS ? __frcp_rn(count) : 1.0f / HEAD_DIM;
+    constexpr bool exact = !ACROSS_HEADS && (ROW_DIM & (ROW_DIM - 1)) == 0;
+    const float count = elements_of_row(head), part = ACROSS_HEADS ? __frcp_rn(count) : 1.0f / ROW_DIM;
     const float mean = exact || NORM_ROUNDING == TWICE ? __fmul_rn(sum, part) : __fdiv_rn(sum, count);
     return rsqrtf(__fadd_rn(mean, p.eps.value));
 }

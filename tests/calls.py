@@ -27,13 +27,13 @@ AXES: Axes = {
         *("latent", "streams", "two"),
     ),
     "norm": (
-        *("none", "rms", "layer", "l2", "across", "means", "after", "zero", "v_norm", "of_q", "of_k", "of_v"),
+        *("none", "rms", "layer", "l2", "across", "means", "after", "zero", "v_norm", "of_q", "of_k", "of_v", "k_nope"),
         *("once", "twice"),  # rounded to q's dtype after the weight, and before it too
     ),
     "table": ("rows", "batch", "per_head", "cache", "angles", "scaled", "cis", "none"),  # scaled: angles, and mscale
     "of_table": ("fp32", "half", "double"),  # half: q's dtype
     "positions": (
-        *("none", "ids", "shared", "starts", "cp", "mrope", "mrope_turns", "shifts", "shifts_map"),
+        *("none", "starts", "mrope", "mrope_turns", "shifts", "ids", "shared", "cp", "shifts_map"),
         *("packed", "packed_starts", "packed_rows", "packed_cp"),  # with spare tokens; rows: a row for each token
     ),
     # full: halves, by a table with an entry for each element; into_halves: interleaved ones are stored as halves
@@ -47,11 +47,12 @@ AXES: Axes = {
         *("heads", "int8", "rows", "kv_rows"),  # computed ones: of a head of a token, of a head of a row
         *("groups", "int8_16", "e4m3_64", "mxfp8", "mxfp4", "nvfp4", "fp4", "tiles", "ue8m0", "weighted"),
     ),
-    # some: k is a fresh tensor; own: k itself too; of_k: a cache of k alone; blocks: with computed scales
+    # some: k is a fresh tensor; own: k itself too; of_k: a cache of k alone; k_pe: the same, and another of its rotated
+    # elements; blocks: with computed scales; record: those and k_pe
     "out": (
         *("fresh", "inplace", "given", "some", "by_rank", "ulysses"),
         *("slots", "pages", "indptr", "indices", "fp8_slots", "fp8_pages", "own", "of_k"),
-        *("int8_blocks", "mx_blocks", "nvfp4_blocks"),
+        *("k_pe", "int8_blocks", "mx_blocks", "nvfp4_blocks", "record"),
     ),
     "layout": ("bshd", "sbhd", "bhsd", "thd"),
     "dtype": ("bf16", "fp16", "fp32"),
@@ -82,20 +83,24 @@ PROJECTED = {
 FUSED = AXES["source"][6:14]
 BIASED, ALONE = ("qkv_bias", "grouped_bias", "gated_bias"), ("alone", "rope_alone")
 CONVERTED, GIVEN, DYNAMIC = AXES["convert"][1:], AXES["convert"][1:6], AXES["convert"][6:]
-CACHES, BLOCKS, PACKED = AXES["out"][6:], AXES["out"][14:], AXES["positions"][9:]
+CACHES, BLOCKS, PACKED = AXES["out"][6:], AXES["out"][15:], AXES["positions"][9:]
+PE = ("k_pe", "record")
+OF_K = ("of_k", *PE)
 INTO, ONE_TABLE = AXES["pairs"][3:], ("cache", "angles", "scaled", "cis")
 GROUPED = ("groups", "e4m3_64", "mxfp8", "mxfp4", "fp4", "tiles", "ue8m0")
 FP4S, OF_ROWS = ("mxfp4", "nvfp4", "fp4"), ("rows", "kv_rows")
 NORMS, CACHED_V, TWO_HEADS = (
     but("norm", "none"),
-    [x for x in CACHES if x != "of_k"],
+    [x for x in CACHES if x not in OF_K],
     ("heads", "no_v", "rope", *STREAMS),
 )
 SHIFTS, MROPES = ("shifts", "shifts_map"), ("mrope", "mrope_turns")
 COUNTED = ("ids", "shared", *SHIFTS, *MROPES, "packed_rows")  # each token has a row of the table
 UNLIKE = {
     blocks: [x for x in DYNAMIC if x not in (*OF_ROWS, *alike)]
-    for blocks, alike in {"int8_blocks": ["int8"], "mx_blocks": ["mxfp8", "tiles"], "nvfp4_blocks": ["nvfp4"]}.items()
+    for blocks, alike in {
+        **{"int8_blocks": ["int8"], "mx_blocks": ["mxfp8", "tiles"], "nvfp4_blocks": ["nvfp4"], "record": []}
+    }.items()
 }
 
 IDLE = dict.fromkeys(("table", "norm", "transform", "convert"), ("none",))  # with these no stage does anything
@@ -123,6 +128,7 @@ A_TABLE = "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not n
 ACROSS = "; pass mean_squares, or normalise before"
 COSINES = "give these tokens a row of the table with cosines of 1"
 MOVED = "interleaved_out does not go with inplace, because it moves elements; leave inplace=True out"
+LAST = "goes with heads whose last elements are rotated, behind others; D is ..., rotary_offset ... and rotary_dim ..."
 NO_ANGLES = "rounding='complex128' does not go with freqs or cu_seqlens; pass cos and sin, and position_ids"
 NO_SHIFTS = "shifts does not go with ...; rotate by Shifts in a call of apply_rope"
 PAIRED = "q has D=..., strides ... and offset ...; fp4 needs aligned pairs of neighbouring elements"
@@ -145,7 +151,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"source": "alone", "norm": "of_k"}, "the norm has of='k', but k is not given"),
     ({"source": "alone", "out": CACHES}, "k is None; it must be a tensor"),
     ({"source": "alone", "convert": "kv_rows"}, "per='kv_head' needs a multiple of k's heads; q has 4, k 0"),
-    ({"source": ("heads", "kv"), "out": "of_k"},
+    ({"source": ("heads", "kv"), "out": OF_K},
      "v is ...; it must be None, because the cache has no v_cache; or pass one"),
     ({"source": "view", "norm": "v_norm"}, "copy_v=False does not go with v_norm; leave copy_v out"),
     ({"source": "view", "convert": "of_v"}, "v_scale is given, but no output is divided by it; leave it out"),
@@ -167,14 +173,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
      "start_positions does not go with two streams; pass positions as a tensor of ids"),
     ({"source": STREAMS, "positions": "cp"}, "cp_size does not go with two streams; leave it out"),
     ({"source": STREAMS, "norm": "of_v"}, "v_weight does not go with two streams; leave it out"),
-    ({"source": STREAMS, "out": "of_k"}, "v is ...; it must be None, because the cache has no v_cache; or pass one"),
+    ({"source": STREAMS, "out": OF_K}, "v is ...; it must be None, because the cache has no v_cache; or pass one"),
     ({"source": "two", "table": ("angles", "scaled")}, "freqs" + TWO_TABLES),
     ({"source": "two", "positions": ("ids", "shared", *MROPES)}, "position..." + TWO_TABLES),
     ({"source": "two", "more": "unrotated"}, "unrotated" + TWO_TABLES),
     # Norms.
     ({"norm": "of_v", "out": but("out", *CACHED_V)},
      "the norm has of='v', which goes with a cache of v; without one pass v as q to a call of its own"),
-    ({"norm": "v_norm", "out": "of_k"}, "the norm has v_norm, but v is not given"),
+    ({"norm": "k_nope", "out": but("out", *CACHES)}, "the norm has of='k_nope', which goes with a cache"),
+    ({"norm": "k_nope", "part": but("part", "last")}, f"a norm with of='k_nope' {LAST}"),
+    ({"norm": "k_nope", "table": "none"}, f"a norm with of='k_nope' {LAST}"),
+    ({"norm": "v_norm", "out": OF_K}, "the norm has v_norm, but v is not given"),
     ({"norm": "across", "out": CACHES}, "across_heads does not go with a cache" + ACROSS),
     ({"norm": ("across", "means"), "size": "576"}, "q has D=...; across_heads goes with at most 512"),
     ({"norm": "across", "convert": DYNAMIC}, "across_heads does not go with dynamic scales" + ACROSS),
@@ -223,6 +232,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"heads": "odd", "out": ("by_rank", "ulysses")}, "q is ...; for 2 ranks it needs a multiple of 2 heads"),
     ({"source": ("grouped", "grouped_bias"), "heads": "many", "out": ("by_rank", "ulysses")},
      "with order='grouped' and heads for each rank there must be a rank for each of the 10 groups"),
+    ({"out": PE, "part": but("part", "last")}, f"k_pe_cache {LAST}"),
+    ({"out": PE, "table": "none"}, f"k_pe_cache {LAST}"),
     ({"out": "mx_blocks", "size": ("80", "72", "6")}, SCALE_SHAPE),
     ({"out": "nvfp4_blocks", "size": "72"}, SCALE_SHAPE),
     ({"out": "nvfp4_blocks", "size": "6"},
@@ -447,6 +458,7 @@ rms nvfp4 32+8 128 | qkv_bias twice mxfp8 28+4 128 | twice ids nvfp4_blocks 32+8
 ids mxfp8 32+8 128 | once mxfp4 32+8 128 | once ue8m0 32+8 128 | interleaved nvfp4 32+8 128 | interleaved tiles 32+8 128
 once fp4 32+8 128 | inverse last interleaved e4m3_64 64+64 576 | rms first 2+2 6 | after number 32+8 128
 l2 interleaved 16+8 128 grad | means interleaved 10+10 128 grad | means ids fp8_slots 24+4 128
+record k_nope last interleaved 16+1 576 | k_pe last ids 16+1 576
 after unrotated 32+8 128 grad | gated zero first 16+2 256 grad | gated_copy zero first 16+2 256 grad
 """
 MODELS, LARGEST = (tuple(x.replace("\n", " | ").strip(" |").split(" | ")) for x in (MODELS, LARGEST))

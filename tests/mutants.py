@@ -57,7 +57,7 @@ class Mutant(NamedTuple):
 # Of a file's name: the part of the table, as pytest's -k, and tests elsewhere than at the file's place.
 TESTS: dict[str, tuple[str, str]] = {
     "bias": ("bias", "sources/test_fused.py"),
-    "norm": ("rms or layer or across or means or twice or v_norm or of_k or of_v", "sources/test_heads.py"),
+    "norm": ("rms or layer or across or means or twice or v_norm or of_k or of_v or k_nope", "sources/test_heads.py"),
     "norm_backward": ("rms or layer or across or means or after", ""),
     "rotate": ("plain or interleaved or full or into or first or cis or complex or dtype", ""),
     "positions": ("ids or starts or cp or mrope or shifts or packed or unrotated", ""),
@@ -74,7 +74,7 @@ TESTS: dict[str, tuple[str, str]] = {
     ),
     "operation": ("plain or ulysses or given or rows or none", "sinks/test_results.py sources/test_fused.py"),
     "source": ("v_norm or inplace", "sources/test_heads.py sources/test_fused.py"),
-    "cache": ("slots or blocks or own or of_k", ""),
+    "cache": ("slots or blocks or own or of_k or k_pe or record", ""),
     "pages": ("pages or indptr or indices", ""),
     "results": ("by_rank or ulysses or given or tiles", "stages/test_convert.py"),
     "checks": ("refus", "checks"),

@@ -16,8 +16,8 @@ from jitrope import KVCache, Pages, Scaled, Ulysses
 from jitrope.base.spec import Spec
 
 from . import oracle
-from .calls import BLOCKS, CACHES, OF_ROWS, ROPES, Case
-from .sweep import BLOCK_FORMS, E4M3, E5M2, E8M0, FP4, GLOBALS, STEPS, V_DIM, Made, S
+from .calls import BLOCKS, CACHES, OF_K, OF_ROWS, PE, ROPES, Case
+from .sweep import BLOCK_FORMS, E4M3, E5M2, E8M0, FP4, GLOBALS, IN_PAGES, STEPS, V_DIM, Made, S
 
 RANKS = 2
 PAGES, ROWS = 8, 4
@@ -184,11 +184,12 @@ class Caches(Places):
         super().__init__(m)
         kind = m.case["out"]
         self.kind, self.blocks = kind, kind in BLOCKS
-        self.clear, self.errors = kind == "fp8_pages", torch.zeros(1, dtype=torch.int32, device=m.device)
-        self.letters = "k" if kind == "of_k" else "kv"
+        self.clear, self.errors = kind in ("fp8_pages", "record"), torch.zeros(1, dtype=torch.int32, device=m.device)
+        self.letters = "k" if kind in OF_K else "kv"
         form = BLOCK_FORMS.get(kind, {"dtype": {"fp8_slots": E4M3, "fp8_pages": E5M2}.get(kind, m.dtype)})
         self.pages = max(PAGES, m.batch * m.tokens // ROWS + 2)
-        self.form, size, lead = form, m.size, (self.pages * ROWS,) if kind == "fp8_slots" else (self.pages, ROWS)
+        lead = (self.pages * ROWS,) if kind == "fp8_slots" else (self.pages, ROWS)
+        self.form, size = form, (kind in PE and m.part[0]) or m.size
         shape = (*lead, m.counts[1], size // 2 if form["dtype"] == FP4 else size)
         self.caches = {x: m.noise(*shape, dtype=form["dtype"]) for x in self.letters}
         self.scales = CACHE_SCALES if kind.startswith("fp8") else {}
@@ -198,14 +199,15 @@ class Caches(Places):
             dtype = form.get("scale_dtype", torch.float32)
             self.block_scales = {x: m.noise(*scales, dtype=dtype) for x in self.letters}
             self.scales = {f"{x}_scale": GLOBALS[x] for x in "kv"} if kind == "nvfp4_blocks" else {}
-        self.tensors = [*self.caches.values(), *self.block_scales.values()]
+        self.k_pe = {"k_pe_cache": m.noise(*shape[:-1], m.part[1], dtype=m.dtype)} if kind in PE else {}
+        self.tensors = [*self.caches.values(), *self.block_scales.values(), *self.k_pe.values()]
         self.before = [x.clone() for x in self.tensors]
         self.named, self.cleared, places = self._places(m)
         if m.is_own and m.cu:  # spare tokens in place are not stored
             self.named = {slot: token for slot, token in self.named.items() if token < m.ends[-1]}
         value = KVCache(
             self.caches["k"], self.caches.get("v"), places, **self.scales, rotate_k=kind == "own",
-            **{f"{x}_block_scale": y for x, y in self.block_scales.items()},
+            **{f"{x}_block_scale": y for x, y in self.block_scales.items()}, **self.k_pe,
         )  # fmt: skip
         self.words = {"cache": value, **({"inplace": True} if m.is_own else {})}
 
@@ -218,7 +220,7 @@ class Caches(Places):
         tokens, kind = m.batch * m.tokens, self.kind
         ints = functools.partial(torch.tensor, dtype=m.ints, device=m.device)
         each, every = tokens // 2, torch.randperm(self.pages, generator=m.generator).tolist()
-        if kind not in ("pages", "indptr", "indices", "fp8_pages", "nvfp4_blocks"):
+        if kind not in IN_PAGES:
             slots = torch.randperm(self.pages * ROWS, generator=m.generator)[:tokens].tolist()
             slots[1] = -1  # a token of padding
             slots[2] = -1 if m.case["more"] == "check" else self.pages * ROWS + 1  # past the end, which a check refuses
@@ -254,6 +256,9 @@ class Caches(Places):
             want = m.expected(letter).flatten(0, 1)[[*self.named.values()]]
             scale = self.scales.get(f"{letter}_scale", 1.0)
             stored = self.stored(self.caches[letter])
+            for pe in self.k_pe.values():
+                want, last = want.split(m.part, -1)
+                near(self.stored(pe), last, m.lost)
             if self.blocks:
                 own = self.stored(self.block_scales[letter])
                 near_scaled(stored[None].cpu(), own[None].cpu(), want[None] / scale, self.form, m.lost)

@@ -42,6 +42,7 @@ NORM_WORDS: dict[str, dict[str, Any]] = {
     "layer": {"kind": "layer_norm", "eps": 1e-5}, "across": {"across_heads": True}, "means": {"across_heads": True},
     "after": {"after_rope": True}, "zero": {"zero_centered": True}, "v_norm": {"v_norm": True},
     "of_q": {"of": "q", "after_rope": True}, "of_k": {"of": "k", "kind": "layer_norm"}, "of_v": {"of": "v"},
+    "k_nope": {"of": "k_nope"},
     "once": {"rounding": "once"}, "twice": {"rounding": "twice"},
 }  # fmt: skip
 # The dtype of a conversion, and for computed scales their words.
@@ -58,6 +59,8 @@ FORMS: dict[str, Any] = {
 }  # fmt: skip
 WITH_V = ("kv_rows", "groups", "mxfp8", "nvfp4", "tiles")
 BLOCK_FORMS = {"int8_blocks": FORMS["int8"], "mx_blocks": FORMS["mxfp8"], "nvfp4_blocks": FORMS["nvfp4"]}
+BLOCK_FORMS |= {"record": {"dtype": torch.int8, "scale_dtype": E8M0}}
+IN_PAGES = ("pages", "indptr", "indices", "fp8_pages", "nvfp4_blocks", "record")
 CU_SEQLENS = {  # The whole batch has three sequences, or two if pages hold it. A rank has half of the tokens.
     **dict.fromkeys(PACKED, ((0, 4, 4, 10), (0, 4, 10))),
     "packed_cp": ((0, 8, 8, 20), (0, 8, 20)),
@@ -98,8 +101,7 @@ class Made:
         # What is lost before the last rounding, relative to the largest.
         early = case["rounding"] == "dtype" or case["norm"] in ("once", "twice") or source in PROJECTED
         self.lost = 3 * STEPS[self.dtype] if early else 2e-5
-        in_pages = out in ("pages", "indptr", "indices", "fp8_pages", "nvfp4_blocks")
-        cu = CU_SEQLENS[case["positions"]][in_pages] if case["positions"] in PACKED else ()
+        cu = CU_SEQLENS[case["positions"]][out in IN_PAGES] if case["positions"] in PACKED else ()
         self.cu = tuple([end * tokens // S for end in cu])
         # The offsets of the sequences' tokens in this batch, or of all its tokens.
         of_rank = (2, 1) if case["positions"] == "packed_cp" else (1, 0)
@@ -232,7 +234,8 @@ class Made:
         if kind == "of_v":
             return {"v_weight": (self.noise(k_heads * self.size) / 4 + 1).to(self.weights_dtype)}
         names = ("q_weight", "k_weight", *(("q_bias", "k_bias") if kind in ("layer", "of_k") else ()))
-        sizes = [self.size * (count if kind in ("across", "means") else 1) for count in (q_heads, k_heads)] * 2
+        size = self.part[0] if kind == "k_nope" else self.size
+        sizes = [size * (count if kind in ("across", "means") else 1) for count in (q_heads, k_heads)] * 2
         made = {name: self.noise(size) / 4 + (kind != "zero") for name, size in zip(names, sizes)}
         made = {name: x.to(self.weights_dtype) for name, x in made.items()}
         if kind == "means":
@@ -384,8 +387,9 @@ class Made:
         if kind == "means":
             mean = oracle.exact(self.weights[f"{begin}{letter}_mean"])[..., None, None]
             return x / (mean + 1e-6).sqrt() * oracle.exact(own[0]).view(x.shape[2:])
+        first, rest = x.tensor_split([self.part[0] if kind == "k_nope" else self.size], -1)
         o = {"norm_kind" if name == "kind" else name: y for name, y in words.items()}
-        return oracle.normed(x, *own, {**o, "across_heads": kind in ("across", "of_v")})
+        return torch.cat((oracle.normed(first, *own, {**o, "across_heads": kind in ("across", "of_v")}), rest), -1)
 
     def expected(self, letter: str) -> Tensor:
         """(B, S, H, D) in fp64 before the conversion: norm, rotation, scale of q, transform."""

@@ -181,6 +181,7 @@ def problems(draw: Any) -> RopeProblem:
     norm_q, norm_k = (draw(FLAG) or not normed for _ in "qk")
     latent_norm = kind == "cache" and values and norm_kind == "rms_norm" and not (norm_q or norm_k)
     given_means = not latent_norm and kind in ("norm", "cache") and norm_kind == "rms_norm" and draw(FLAG)
+    nope = kind == "cache" and not (values or row_heads) and 0 < offset == head_dim - rotary and not given_means
     prefixed = draw(FLAG) and not mixed and kind not in ("ids", "cache", "streams", "latent")
     weight = pick(None, *DTYPES) if normed else None
     weight_vec = pick(*(n for n in (1, 2, 4, 8) if n <= 16 // ITEM_SIZES[weight])) if weight else 1
@@ -202,7 +203,8 @@ def problems(draw: Any) -> RopeProblem:
         page_table_dtype=pick(*INDEX_DTYPES) if paged else None, page_indptr=paged and draw(FLAG),
         cu_seqlens_q=paged and draw(FLAG), batch_indices=paged and draw(FLAG), clear_page=paged and draw(FLAG),
         page_size=pick(16, 784) if paged else pick(0, 16, 784) if kind == "cache" else 0,
-        rotate_k=kind == "cache" and not mixed and draw(FLAG), q_out=fp8_form if fp8 else dtype,
+        rotate_k=kind == "cache" and not mixed and draw(FLAG), pe_cache=nope and draw(FLAG),
+        q_out=fp8_form if fp8 else dtype,
         kv_out=fp8_form if fp8 or (kind == "cache" and draw(FLAG)) else dtype,
         hadamard=fp8 and normed and not row_heads and head_dim in (64, 128, 256) and draw(FLAG), dynamic=dynamic,
         group=pick(0, *GROUPS) if dynamic and head_dim % 128 == 0 else 0,
@@ -212,7 +214,7 @@ def problems(draw: Any) -> RopeProblem:
         norm_rounding=("none" if gradient else pick(*NORM_ROUNDINGS)) if normed else "", across_heads=bool(row_heads),
         row_heads=row_heads, given_means=given_means, zero_centered=normed and draw(FLAG),
         after_rope=normed and draw(FLAG), norm_q=given_means or norm_q, norm_k=given_means or norm_k,
-        latent_norm=latent_norm,
+        latent_norm=latent_norm, norm_nope=nope and norm_kind == "rms_norm" and norm_k and not norm_q,
         v_norm=latent_norm or (normed and kind == "cache" and values and not given_means and draw(FLAG)),
         weight_dtype=weight, two_streams=kind == "streams", two_tables=kind == "streams" and draw(FLAG),
         projected=False, round_projection=False, gradient=gradient,

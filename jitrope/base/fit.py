@@ -34,6 +34,13 @@ class Fail(NamedTuple):
         if wrong:
             self(text)
 
+    def before_last(self, what: str, head_dim: int, o: Any) -> int:
+        """The elements of a head before the rotated ones, for what takes both apart. These must be its last."""
+        had = f"{what} goes with heads whose last elements are rotated, behind others; D is {head_dim}"
+        wrong = o.rotary_offset == 0 or o.rotary_offset + o.rotary_dim != head_dim
+        self.when(wrong, f"{had}, rotary_offset {o.rotary_offset} and rotary_dim {o.rotary_dim}")
+        return int(o.rotary_offset)
+
     def unlike(
         self,
         label: str,

@@ -152,7 +152,7 @@ class _Call:
             "memory_speed": memory_speed,
         }
         if found["block_cache"] and not found["dynamic_q"]:  # scales of q are of the same kind
-            _, group, scale_out = block_format(t, self.head_dim, o)
+            _, group, scale_out = block_format(t, o)
             found.update(group=group % self.head_dim, scale_out=scale_out)
         return heuristics.RopeProblem(**found)
 

@@ -194,7 +194,7 @@ def with_outputs(op: Operation, tensors: Tensors, options: Options) -> Tensors:
 def _offsets(op: Operation, named: Tensors, options: Options) -> dict[str, tuple[str, int]]:
     """(tensor's name, bytes from its first element) for the pointers into other tensors."""
     found, ways = {}, op.ways(named, options)
-    places = [None if way is None else way[n] for n in (0, 1) for way in ways]
+    places = [way[n] for n in (0, 1) for way in ways]
     for pointer, place in zip(HEADS, places):  # no head of a missing k or v is read
         name, head = place or (places[0][0], None)  # type: ignore[index]
         found[pointer] = (name, 0 if head is None else head.data_ptr() - named[name].data_ptr())

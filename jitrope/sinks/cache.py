@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.arguments import flags, refuse, tensor, word
+from ..base.arguments import flags, refuse, refuse_beside, tensor, word
 from ..base.fit import Fail, sizes_of
 from ..base.layouts import MAX_TOKENS
 from ..base.spec import INDEX_DTYPES, OF_NORM
@@ -21,7 +21,7 @@ from .pages import Pages
 from .results import indexed
 
 _BLOCKS = " ".join(BLOCK_SCALES)
-TENSORS = ("k_cache", "v_cache", "slot_mapping", *BLOCK_SCALES)
+TENSORS = ("k_cache", "v_cache", "slot_mapping", *BLOCK_SCALES, "k_pe_cache")
 ARGUMENTS = {"block_cache": (f"void* block_scale: {_BLOCKS}", f"Strides block_scale_stride: {_BLOCKS}")}
 
 
@@ -59,6 +59,13 @@ class KVCache(Value):
             q stays in its dtype, is fp8 with `Quantize`, or has scales of the same kind with `DynamicQuantize`.
         scale_fmt: as in `DynamicQuantize`, for the scales beside the cache: "ue8m0" rounds them up to powers of two in
             torch.float32 (vLLM's word for the index cache of DeepSeek-V3.2). Scales of q must be of the same kind.
+        k_pe_cache: (slots, Hk, R) or (pages, rows, Hk, R), k's dtype; any strides. The R rotated elements of k go there
+            as they are, and k_cache has the D - R others, in any of its formats. The rotated ones must be the last of a
+            head, and there is no v: k is the latent of MLA with k_pe behind it, and q is absorbed. Pass views of the
+            bytes that your attention reads. DeepSeek-V3.2's (FlashMLA's README; vLLM's fp8_ds_mla) are (pages, rows,
+            656): `k, scales, k_pe = x[:, :, None].split([512, 16, 128], -1)`, viewed as torch.float8_e4m3fn,
+            torch.float32 and k's dtype. In DeepSeek V4's a row is 448 + 128 bytes, and behind a page's rows 8 bytes for
+            each, whose first 7 are its scales in torch.float8_e8m0fnu.
 
     Raises:
         InvalidInput: an argument has a wrong type, or one of two is missing.
@@ -76,12 +83,16 @@ class KVCache(Value):
         k_block_scale: Tensor | None = None,
         v_block_scale: Tensor | None = None,
         scale_fmt: str | None = None,
+        k_pe_cache: Tensor | None = None,
     ) -> None:
         pages = slot_mapping if isinstance(slot_mapping, Pages) else None
         given: Any = {"k_cache": k_cache, **({} if v_cache is None else {"v_cache": v_cache})}
         given.update(pages.tensors if pages else {"slot_mapping": slot_mapping})
         if k_block_scale is not None or v_block_scale is not None:
             given.update(zip(BLOCK_SCALES[: 1 + (v_cache is not None)], (k_block_scale, v_block_scale)))
+        if k_pe_cache is not None:
+            given["k_pe_cache"] = k_pe_cache
+            refuse_beside("KVCache", ["k_pe_cache"], ["v_cache"] * (v_cache is not None))
         self.tensors = {label: tensor("KVCache", label, x) for label, x in given.items()}
         self.tensors.update(divisors("KVCache", k_scale=k_scale, v_scale=v_scale))
         for label, x in (("v_scale", v_scale), ("v_block_scale", v_block_scale)):
@@ -104,6 +115,7 @@ class Fields(pages.Fields):
     slot_mapping_dtype: str | None = field(metadata={"words": INDEX_DTYPES})
     block_cache: bool = field(metadata=OF_NORM | {"given": "k_block_scale"})  # k and v have scales, beside their cache
     rotate_k: bool  # k is also rotated in place
+    pe_cache: bool = field(metadata={"given": "k_pe_cache"})  # the rotated elements of k go to a cache of their own
 
     @property
     def cached(self) -> bool:
@@ -122,6 +134,7 @@ def check(heads_of: Tensors, t: Tensors, o: Words, fail: Fail) -> None:
     dtypes: tuple[torch.dtype, ...] = tuple([form.dtype for form in FORMATS.values()]) if blocks else (k.dtype, *FP8S)
     for letter, x in heads_of.items():
         label, cache, (_, _, heads, dim) = f"{letter}_cache", t[f"{letter}_cache"], sizes_of(x, o.layout)
+        whole, dim = dim, fail.before_last("k_pe_cache", dim, o) if "k_pe_cache" in t else dim
         per_item = PER_ITEM.get(cache.dtype, 1) if blocks else 1
         leads = [("slots",), ("pages", "rows")] if lead is None else [lead]
         of = fail if letter == "k" else fail._replace(owner="k_cache and v", heads=x)
@@ -129,6 +142,8 @@ def check(heads_of: Tensors, t: Tensors, o: Words, fail: Fail) -> None:
         had = f"{label} has strides {tuple(cache.stride())}"
         fail.when(per_item > 1 and cache.stride(-1) != 1, f"{had}; the last must be 1")
         lead, dtypes = tuple(cache.shape[:-2]), (cache.dtype,)  # v's are those of k
+        if "k_pe_cache" in t:
+            fail.unlike("k_pe_cache", t["k_pe_cache"], k.device, (k.dtype,), (*lead, heads, whole - dim))
         if blocks:
             scale, label, dim = t[f"{letter}_block_scale"], f"{letter}_block_scale", int(dim)  # a symbol has no hash
             known = [x for x in SCALES.values() if x != FP8 or cache.dtype == FORMATS["fp4"].dtype]
@@ -153,7 +168,7 @@ def _is_apart(cache: Tensor) -> bool:
 def check_format(t: Tensors, o: Words, fail: Fail) -> None:
     """Refuse computed scales of q of another kind than those beside a cache, because one kernel computes both."""
     dim = t["q"].shape[-1]
-    own, found = (o.out_dtype, o.group or dim, o.scale_out), convert.block_format(t, dim, o)
+    own, found = (o.out_dtype, o.group or dim, o.scale_out), convert.block_format(t, o)
     if own != tuple(found):
         one, other = (f"{form} with a scale of {scale} for {group} elements" for form, group, scale in (own, found))
         text = f"quantize makes q {one}, but k_cache and k_block_scale are {other}; they must match"
@@ -178,16 +193,20 @@ def slots(t: Tensors, o: Words, tokens: int, spare: Tensor | None) -> tuple[Tens
         ends = found[last & kept][:, None]
         rest = ends + torch.arange(1, rows, device=found.device)
         rest = rest[rest // rows == ends // rows]
-        for name in [name for name in ("k_cache", "v_cache", *BLOCK_SCALES) if name in t]:
+        for name in [name for name in ("k_cache", "v_cache", *BLOCK_SCALES, "k_pe_cache") if name in t]:
             _put(t[name], rest, rows, 0)
     return kept, found[kept]
 
 
-def store(letter: str, stored: tuple[Tensor, Tensor | None], t: Tensors, kept: Tensor, slot: Tensor) -> None:
+def store(letter: str, x: Tensor, t: Tensors, o: Words, kept: Tensor, slot: Tensor) -> None:
     """Write heads (batch, seq, heads, dim), and the scales of their blocks if the cache has some."""
-    for label, x in zip((f"{letter}_cache", f"{letter}_block_scale"), stored):
-        if x is not None:
-            _put(t[label], slot, t["k_cache"].shape[1], indexed(x).flatten(0, 1)[kept])
+    if (pe := t.get("k_pe_cache")) is not None:
+        x, last = x.tensor_split([-pe.shape[-1]], -1)
+        _put(pe, slot, t["k_cache"].shape[1], last.to(pe.dtype).flatten(0, 1)[kept])
+    stored = convert.cached(letter, x, t, o)
+    for label, y in zip((f"{letter}_cache", f"{letter}_block_scale"), stored):
+        if y is not None:
+            _put(t[label], slot, t["k_cache"].shape[1], indexed(y).flatten(0, 1)[kept])
 
 
 def _put(x: Tensor, slot: Tensor, rows: int, value: Any) -> None:

@@ -51,7 +51,7 @@ class Backward(Operation):
         sums = [name for name in self.made(t, o) if name.endswith(("_weight", "_bias"))]
         return {**self.source.empty(t, o), **{name: torch.empty_like(t[name]) for name in sums}}
 
-    def ways(self, named: Tensors, o: Options) -> list[tuple[Read, Read] | None]:
+    def ways(self, named: Tensors, o: Options) -> list[tuple[Read | None, Read | None]]:
         reads = {x: (f"d{x}", head_view(named[f"d{x}"], o.layout)) for x in "qkv" if f"d{x}" in named}
         if o.norm_kind:
             reads |= {x: y for x, y in self.source.reads(named, o).items() if x != "v" or o.v_norm}
@@ -59,7 +59,7 @@ class Backward(Operation):
         writes = {x: (f"{name}_out", view) for x, (name, view) in self.source.reads(outs, o).items()}
         if "v" in writes and self.source.leaves_v(named, o):
             del writes["v"]
-        return [(reads[x], writes[x]) if x in writes else None for x in "qkv"]
+        return [(reads[x], writes[x]) if x in writes else (None, None) for x in "qkv"]
 
     def left(self, named: Container[str], o: Options) -> tuple[str, ...]:
         return ("v",) * ("dv" in named and sums_heads(named, o)) + ("gate",) * (o.order == "qkv_gated")

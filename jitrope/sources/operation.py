@@ -39,7 +39,7 @@ OPERATIONS: dict[str, Operation] = {}
 """All operations by their names."""
 OUTS = {name: f"out's {name[0]}" for name in results.TENSORS}
 """The users' names of output tensors."""
-WRITTEN = frozenset(("k_cache", "v_cache", "errors", *BLOCK_SCALES, *FRESHES))
+WRITTEN = frozenset(("k_cache", "v_cache", "k_pe_cache", "errors", *BLOCK_SCALES, *FRESHES))
 """The tensors that each call with them writes; those of `FRESHES` are made by the caller of torch's op."""
 
 APART = {"inplace": "quantize Ulysses", "inverse": "cache", "copy_gate": "quantize cache out Ulysses"}
@@ -214,9 +214,13 @@ class Operation(Source):
 
     # ---- the launch ----------------------------------------------------------------------------------
 
-    def ways(self, named: Tensors, o: Options) -> list[tuple[Read, Read] | None]:
-        """Of q, k and v, the heads that a launch reads, and where it writes them. An output "q" is "q_out"."""
-        reads, paged = self.reads(named, o), "page_table" in named or BLOCK_SCALES[0] in named
+    def ways(self, named: Tensors, o: Options) -> list[tuple[Read | None, Read | None]]:
+        """Of q, k and v, the heads that a launch reads, and where it writes them. An output "q" is "q_out".
+
+        The place of v, if there is none, is that of k's rotated elements with a cache of their own.
+        """
+        reads = self.reads(named, o)
+        paged = any(x in named for x in ("page_table", BLOCK_SCALES[0], "k_pe_cache"))
         found, viewed = {**reads} if o.inplace or o.per_row else {}, self.viewed(named, o)
         for x in [x for x in reads if f"{x}_out" in named and x not in viewed and not o.inplace]:
             out = views.head_view(named[f"{x}_out"], o.layout)
@@ -226,12 +230,15 @@ class Operation(Source):
             del found["v"]
         for x in [x for x in "kv" if f"{x}_cache" in named]:
             found[x] = (f"{x}_cache", views.cache_view(named[f"{x}_cache"], paged))
-        return [(reads[x], found[x]) if x in found else None for x in "qkv"]
+        if "k_pe_cache" in named:
+            reads.pop("v", None)
+            found["v"] = ("k_pe_cache", views.cache_view(named["k_pe_cache"], paged))
+        return [(reads.get(x), found[x]) if x in found else (None, None) for x in "qkv"]
 
     def head_views(self, named: Tensors, o: Options) -> tuple[Views, Views]:
         """Views of the heads of q, k and v, read and written. An output "q" is "q_out" in `named`."""
         ways = self.ways(named, o)
-        inputs, outputs = (tuple([None if way is None else way[n][1] for way in ways]) for n in (0, 1))
+        inputs, outputs = (tuple([way[n] and way[n][1] for way in ways]) for n in (0, 1))  # type: ignore[index]
         return inputs, outputs  # type: ignore[return-value]
 
     def leaves_v(self, named: Tensors, o: Options) -> bool:

@@ -248,12 +248,13 @@ class Fields:
     head_scales: bool  # each head has its own given scale of fp8
 
 
-def block_format(t: Tensors, head_dim: int, o: Words) -> tuple[str, int, str]:
+def block_format(t: Tensors, o: Words) -> tuple[str, int, str]:
     """out_dtype, group and scale_out for a call's cache with block scales."""
     cache, scale = t["k_cache"], t[BLOCK_SCALES[0]]
+    group = cache.shape[-1] * FORMATS[DTYPE_NAMES[cache.dtype]].per_item // scale.shape[-1]
     dtype = next(name for name, found in SCALES.items() if found == scale.dtype)
     powers = o.scale_fmt == "ue8m0" and dtype == "fp32"
-    return DTYPE_NAMES[cache.dtype], head_dim // scale.shape[-1], "e8m0_fp32" if powers else dtype
+    return DTYPE_NAMES[cache.dtype], group, "e8m0_fp32" if powers else dtype
 
 
 def converts(given: Container[str], o: Words) -> bool:
@@ -318,7 +319,7 @@ def cached(letter: str, x: Tensor, t: Tensors, o: Words) -> tuple[Tensor, Tensor
     """(heads in the format of their cache, their scales if the cache has block scales)."""
     cache = t[f"{letter}_cache"]
     if f"{letter}_block_scale" in t:
-        out_dtype, group, scale_out = block_format(t, x.shape[-1], o)
+        out_dtype, group, scale_out = block_format(t, o)
         return scaled(letter, x, t, o._replace(out_dtype=out_dtype, group=group, scale_out=scale_out))
     if cache.dtype in FP8S:
         return divided(x, _given(letter, x, t, o), DTYPE_NAMES[cache.dtype]), None

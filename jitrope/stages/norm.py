@@ -22,7 +22,7 @@ from .positions import cleared
 
 ROUNDINGS = ("none", "once", "twice")
 KINDS = ("rms_norm", "layer_norm")
-OF = ("qk", "q", "k", "v")
+OF = ("qk", "q", "k", "v", "k_nope")
 WEIGHTS = ("q_weight", "k_weight", "v_weight", "q_bias", "k_bias")
 _SECOND = tuple([f"second_{name}" for name in WEIGHTS if name != "v_weight"])
 TENSORS = (*WEIGHTS, *MEANS, *_SECOND)
@@ -77,10 +77,12 @@ class Norm(Value):
         zero_centered: True: the factor is 1 + weight (Gemma, Qwen3-Next).
         after_rope: False: the norm is before the rotation. True: it follows the rotation (Hunyuan, Llama 4,
             TransformerEngine's default).
-        of: "qk", "q", "k" or "v". A q or k that is not normalised is only rotated, with the bits of a call without a
-            norm (q of DeepSeek-V3.2's indexer). It has no weights, and mean_squares is refused. "v": with a cache, v
-            alone is normalised on its way there, by one mean over all its heads, as the latents of MLA are. Then kind
-            is "rms_norm", and across_heads, after_rope and v_norm are refused.
+        of: "qk", "q", "k", "v" or "k_nope". A q or k that is not normalised is only rotated, with the bits of a call
+            without a norm (q of DeepSeek-V3.2's indexer). It has no weights, and mean_squares is refused. "v": with a
+            cache, v alone is normalised on its way there, by one mean over all its heads, as the latents of MLA are.
+            Then kind is "rms_norm", and across_heads, after_rope and v_norm are refused. "k_nope": the same, but with a
+            cache of k the elements of each of its heads before the rotated ones, which must be the last, are
+            normalised, with a k_weight of as many elements (MLA's latent before k_pe).
         v_norm: True: normalise v too, without a weight (Gemma 3n and 4), in the same launch. Without a cache v takes a
             launch of its own if it has another shape or dtype than k, with inplace, across_heads, tables for each head
             and DTensors. It also does with Ulysses or quantize, unless out has a tensor for v, and if heads are rotated
@@ -124,7 +126,7 @@ class Norm(Value):
         on = flags("Norm", across_heads=across_heads, zero_centered=zero_centered, after_rope=after_rope, v_norm=v_norm)
         layer = ["kind='layer_norm'"] if kind == "layer_norm" else []
         apart = [label for label in self.tensors if label[0] not in of]
-        if of == "v":
+        if of in OF[3:]:
             apart += [label for label in on if label != "zero_centered"] + layer
         refuse_beside("Norm", apart, [f"of={of!r}"])
         if mean_squares is not None:
@@ -170,6 +172,7 @@ class Fields:
     after_rope: bool = field(metadata=OF_NORM)  # the norm follows the rotation
     norm_q: bool = field(metadata=OF_NORM)  # q is normalised
     norm_k: bool = field(metadata=OF_NORM)
+    norm_nope: bool = field(metadata=OF_NORM)  # of k only the elements that are not rotated are normalised
     v_norm: bool = field(metadata=OF_NORM)  # v, which is copied, is normalised too
     latent_norm: bool = field(metadata=OF_NORM)  # v is normalised alone, over all its heads, with weights
     weight_dtype: str | None = field(metadata=OF_NORM | {"words": DTYPES})  # of weights and biases; None without them
@@ -199,6 +202,7 @@ def fields(t: Tensors, heads: Sequence[Tensor | None], o: Words) -> dict[str, An
         "norm_rounding": o.norm_rounding if o.norm_kind else "",
         "across_heads": across,
         **{f"norm_{letter}": letter in o.of for letter in "qk"},
+        "norm_nope": o.of == "k_nope",
         "latent_norm": o.of == "v",
         "v_norm": o.v_norm or o.of == "v",
         "row_heads": tuple([x.shape[2] * x.shape[3] for x in heads if across and x is not None]),
@@ -225,6 +229,8 @@ def check(t: Tensors, o: Words, fail: Fail) -> None:
     fail.when(o.v_norm and "k_cache" in t and "v" not in t, "the norm has v_norm, but v is not given")
     if o.of == "v" and "v_cache" not in t:
         fail("the norm has of='v', which goes with a cache of v; without one pass v as q to a call of its own")
+    pe = dim - fail.before_last("a norm with of='k_nope'", dim, o) if o.of == "k_nope" else 0
+    fail.when(pe and "k_cache" not in t, "the norm has of='k_nope', which goes with a cache")
     dtypes, like = FLOATS, ""
     for label in [label for label in WEIGHTS if label in t]:
         owner, weight = label[0], t[label]
@@ -232,9 +238,11 @@ def check(t: Tensors, o: Words, fail: Fail) -> None:
         wrong = label.endswith("bias") and o.norm_kind != "layer_norm"
         fail.when(wrong, f"{label} goes with kind='layer_norm'; pass it, or leave {label} out")
         _, _, heads, dim = sizes_of(t[owner], o.layout)
+        dim -= pe
         size, other = (heads * dim, dim) if o.across_heads or owner == "v" else (dim, heads * dim)
         of = fail._replace(owner=f"{like}{owner}{' of qkv' * (o.q_per_group > 0)}", heads=t[owner])
-        hint = f"; pass across_heads={not o.across_heads}" * (owner != "v" and weight.shape == (other,) != (size,))
+        across = owner != "v" and not pe and weight.shape == (other,) != (size,)
+        hint = f"; pass across_heads={not o.across_heads}" * across
         of.unlike(label, weight, t[owner].device, dtypes, (size,), contiguous=True, hint=hint)
         dtypes, like = (weight.dtype,), like or f"{label} and "  # all have one
 
@@ -247,6 +255,9 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
     """
     if not takes(letter, o):
         return x
+    if o.of == "k_nope":
+        first, rest = x.tensor_split([o.rotary_offset], -1)  # type: ignore[attr-defined]
+        return torch.cat((forward(letter, first, t, o._replace(of="k")), rest), -1)
     across, one, weight, bias, mean_square = _parameters(letter, t, o)
     rows = x if o.norm_rounding == "none" else x.to(t[letter].dtype)
     rows = rows.flatten(-2) if across else rows

@@ -72,8 +72,7 @@ def write(path: Path, kernels: Iterable[tuple[Spec, str]], jobs: int) -> list[Bu
 
     results = build_each("write", map(tuple, kernels), jobs, packed)
     if not results:
-        how = "run `jitrope prewarm` first, or name a record with --from"
-        raise CacheError(f"there are no kernels to bundle; {how}")
+        raise CacheError("there are no kernels to bundle; run `jitrope prewarm` first, or name a record with --from")
     if failed := [built for built in results if built.failed]:
         text = f"{path} is not written, {len(failed)} of {len(results)} kernels are missing:"
         raise CompileError("\n".join([text, *reasons(failed)]))

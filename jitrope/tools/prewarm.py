@@ -105,6 +105,7 @@ _TOKENS = 4096  # of a stream
 def _stand_ins(names: Sequence[str], o: Options, heads: Sequence[int], dim: int, dtype: Any, full: bool) -> Tensors:
     """Meta tensors for a call, contiguous ones of one batch row; none for `out`. full: the width of cos and sin."""
     tokens, packed = _TOKENS * (1 + ("first_q" in names)), "cu_seqlens" in names
+    pages, pe = (tokens // 16, 16), o.rotary_dim * ("k_pe_cache" in names)
     real, cis = torch.float64 if o.rounding == "complex128" else torch.float32, o.table == "freqs_cis"
     width = o.rotary_dim // (1 if o.table == "cos_sin_cache" or (full and not cis) else 2)
     fused, axes = fused_shape(heads[-1], dim, o), [max(o.axis_of_pair) + 1] if o.axis_of_pair else []
@@ -121,11 +122,11 @@ def _stand_ins(names: Sequence[str], o: Options, heads: Sequence[int], dim: int,
     kinds |= dict.fromkeys(tables, real.to_complex() if cis else real) | dict.fromkeys(scales, torch.float32)
     shapes |= {**ids, **tables, **scales, "qkv": of_heads(*fused), "bias": fused, "k_pe": of_heads(1, o.rotary_dim)}
     shapes |= {"x": [*of_heads(*fused)[:-2], _TOKENS], "weight": (*fused, _TOKENS)}
-    shapes["kv"] = of_heads(heads[-1], o.rotary_offset + o.v_dim)
+    shapes |= {"kv": of_heads(heads[-1], o.rotary_offset + o.v_dim), "k_pe_cache": (*pages, heads[-1], pe)}
     for letter in LETTERS:
         count, size = heads[0 if letter in ("q", "gate") else -1], (letter == "v" and o.v_dim) or dim
-        weight = size * (count if o.across_heads or letter == "v" else 1)
-        shapes |= {letter: of_heads(count, size), f"{letter}_cache": (tokens // 16, 16, count, size)}
+        weight = size * (count if o.across_heads or letter == "v" else 1) - o.rotary_dim * (o.of == "k_nope")
+        shapes |= {letter: of_heads(count, size), f"{letter}_cache": (*pages, count, size - pe)}
         shapes |= dict.fromkeys((f"{letter}_weight", f"{letter}_bias"), weight)
         kinds[f"{letter}_cache"] = FP8 if f"{letter}_scale" in names else dtype
     found = {name: re.sub("^(first_|second_|d)", "", name) for name in names if not name.endswith("_out")}

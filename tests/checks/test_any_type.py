@@ -93,6 +93,14 @@ def used(kind: Any, word: str, /, norm: Norm | None = None, **given: Any) -> Any
     return jitrope.prepare_qkv(**heads, v=V, **TABLE, layout="thd", **words), written
 
 
+def used_in_parts(kind: Any, **given: Any) -> Any:
+    """The results of a call that rotates the last elements of its heads, and its cache's tensors."""
+    words = {"cos": rows(6, 2), "sin": rows(6, 2), "rotary_dim": 4, "rotary_offset": 4, "layout": "thd"}
+    value = kind(**given)
+    written = [x for x in getattr(value, "tensors", {}).values() if isinstance(x, Tensor)]
+    return jitrope.prepare_qkv(**{name: x.clone() for name, x in HEADS.items()}, v=None, cache=value, **words), written
+
+
 def entered(kind: Any, /, **given: Any) -> Any:
     """What a context manager yields, after a call in it."""
     with kind(**given) as found:
@@ -155,6 +163,8 @@ CALLS: dict[str, partial[Any]] = {
     "Norm of parts": partial(used, Norm, "norm", across_heads=True, mean_squares=(FLOATS, FLOATS)),
     "KVCache": partial(used, KVCache, "cache", **CACHES, slot_mapping=SLOTS, rotate_k=True),
     "KVCache of fp8": partial(used, FP8, "cache", k_scale=0.5, v_scale=0.5),
+    "KVCache of k_pe": partial(used_in_parts, KVCache, k_cache=rows(6, 2, 4), v_cache=None, slot_mapping=SLOTS,
+                               k_pe_cache=rows(6, 2, 4)),
     "KVCache of blocks": partial(used, KVCache, "cache", **BLOCKS, slot_mapping=SLOTS, scale_fmt="ue8m0"),
     "Pages": partial(PAGED, page_table=SLOTS, page_indptr=ENDS, last_page_len=ENDS[1:], cu_seqlens_q=ENDS,
                      clear_page=True, errors=torch.zeros(1, dtype=torch.int32)),
@@ -239,7 +249,8 @@ TAKES: dict[str, str] = {
     "tensor of float, tensor of rank 7": "KVCache of fp8.k_scale, KVCache of fp8.v_scale, Quantize.q_scale, "
         "Quantize.k_scale, nvfp4.q_global_scale, nvfp4.k_global_scale, nvfp4.v_global_scale",
     "of another rank": "rope by angles.freqs, rope by cis.freqs_cis, KVCache.slot_mapping, "
-        "KVCache of blocks.slot_mapping, Pages of tokens.batch_indices, Pages of tokens.cache_positions",
+        "KVCache of blocks.slot_mapping, KVCache of k_pe.slot_mapping, "
+        "Pages of tokens.batch_indices, Pages of tokens.cache_positions",
     "of another dtype": "to ranks.x, from ranks.x, shard.x, unshard.x, half.x",
     "too short, empty": "qkv.v, fused.qkv, Pages.page_table, Pages of tokens.page_table, half.x, second lse.lse",
     "too short": "Pages of lengths.seq_lens, to ranks.cu_seqlens, from ranks.cu_seqlens, half.cu_seqlens, "
@@ -262,7 +273,8 @@ TAKES: dict[str, str] = {
 }  # fmt: skip
 # Names that some refusals have in place of the parameter's.
 NAMED = {"rope.positions": "position_ids", "Shifts.position_ids": "positions", "latent.k_pe": "rotary_dim",
-         "KVCache of blocks.k_cache": "k_block_scale",
+         "KVCache of blocks.k_cache": "k_block_scale", "KVCache of k_pe.k_cache": "k_pe_cache",
+         "KVCache of k_pe.k_pe_cache": "k_cache",
          **{f"nvfp4.{x}_global_scale": f"{x}_scale" for x in "qkv"}}  # fmt: skip
 
 

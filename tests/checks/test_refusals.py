@@ -37,6 +37,10 @@ IDS, CU, W = torch.arange(6), torch.tensor([0, 6]), torch.ones(8)
 QKV, PAGES = torch.ones(2, 6, 64), torch.zeros(2, 3, 4, 2, 8)
 KC, VC, SLOTS = torch.zeros(12, 2, 8), torch.zeros(12, 2, 8), torch.arange(12)
 TABLE, LENS, ENDS = torch.tensor([[0, 1], [2, 0]]), torch.tensor([3, 3]), torch.tensor([0, 3, 6])
+K_PE_CACHE, LAST_FOUR = (
+    torch.zeros(12, 2, 4),
+    {"cos": COS[:, :2], "sin": SIN[:, :2], "rotary_dim": 4, "rotary_offset": 4},
+)
 BLOCKS, SCALES = torch.zeros(12, 2, 8, dtype=torch.int8), torch.zeros(12, 2, 1)  # a cache of int8 with scales of heads
 KV, K_PE = torch.ones(2, 6, 4, 10), torch.ones(2, 6, 1, 4)  # latent: v has 6 elements
 LEAF, LSE = torch.ones(2, 6, 4, 8, requires_grad=True), torch.ones(2, 6)
@@ -54,6 +58,7 @@ nvfp4, across = partial(DynamicQuantize, FP4, scale_dtype=E4M3), partial(Norm, a
 stored = partial(KVCache, k_cache=KC, v_cache=VC, slot_mapping=SLOTS)
 blocks = partial(KVCache, k_cache=BLOCKS, v_cache=BLOCKS.clone(), slot_mapping=SLOTS, k_block_scale=SCALES,
                  v_block_scale=SCALES.clone())  # fmt: skip
+of_pe = partial(KVCache, k_cache=KC[..., :4], v_cache=None, slot_mapping=SLOTS, k_pe_cache=K_PE_CACHE)
 pages = partial(Pages, page_table=TABLE, seq_lens=LENS)
 placed = partial(Pages, page_table=TABLE, batch_indices=IDS, cache_positions=IDS)
 
@@ -89,6 +94,7 @@ A_CACHE = "it must be jitrope.KVCache(k_cache, v_cache, slot_mapping)"
 A_QUANTIZE = "it must be jitrope.Quantize(q_scale, k_scale, v_scale) or jitrope.DynamicQuantize(dtype)"
 EIGHT = ("but heads=(4, 2) with order='qkv' are 8 heads of D elements; it must be (B, S, 8 * D) or (B, S, 8, D) in "
          "layout 'bshd'")  # fmt: skip
+LAST = "goes with heads whose last elements are rotated, behind others; D is"
 SHARED = "share memory, which is written; pass tensors that do not overlap"
 NO_GRADIENT = "requires a gradient, but this call has none"
 NOT_HERE = "requires a gradient, which this function does not have; call it under torch.no_grad()"
@@ -304,6 +310,21 @@ REFUSALS[qkv] = [
     ({"cache": CACHE, "quantize": TWO}, "k_scale of quantize does not go with a cache; give its scales to KVCache"),
     ({"cache": CACHE, "quantize": DynamicQuantize(v=True)},
      "v=True of quantize does not go with a cache; give its scales to KVCache"),
+    # a cache of the rotated elements
+    ({"cache": of_pe(), "v": None}, f"k_pe_cache {LAST} 8, rotary_offset 0 and rotary_dim 8"),
+    *[({"cache": cache, "v": None, **LAST_FOUR}, sentence) for cache, sentence in (
+        (of_pe(k_cache=KC), "k_cache is a tensor of shape (12, 2, 8), float32, on cpu; it must be (slots, 2, 4) or "
+         "(pages, rows, 2, 4), float32 or float8_e4m3fn or float8_e5m2, on cpu like k (B=2, S=6, H=2, D=8)"),
+        (of_pe(k_pe_cache=K_PE_CACHE[:11]), "k_pe_cache is a tensor of shape (11, 2, 4), float32, on cpu; it must be "
+         "(12, 2, 4), float32, on cpu like k (B=2, S=6, H=2, D=8)"),
+        (of_pe(k_pe_cache=K_PE_CACHE.half()),
+         "k_pe_cache is float16; it must be (12, 2, 4), float32, on cpu like k"),
+        (of_pe(k_pe_cache=KC[..., 1:5]), f"k_cache and k_pe_cache {SHARED}"))],
+    ({"norm": Norm(of="k_nope"), **LAST_FOUR}, "the norm has of='k_nope', which goes with a cache"),
+    ({"norm": Norm(of="k_nope"), "cache": CACHE}, f"a norm with of='k_nope' {LAST} 8, rotary_offset 0 and rotary_dim "
+     "8"),
+    ({"norm": Norm(k_weight=W, of="k_nope"), "cache": CACHE, **LAST_FOUR}, f"k_weight is a tensor of shape (8,), {F32};"
+     f" it must be (4,), {FLOATS}, contiguous, on cpu like k (B=2, S=6, H=2, D=8)"),
     # block scales
     ({"cache": blocks(k_block_scale=SCALES.repeat(1, 1, 3))}, f"k_block_scale is a tensor of shape (12, 2, 3), {F32}; "
      "it must be (12, 2, 1), float32 or float8_e8m0fnu, on cpu like k (B=2, S=6, H=2, D=8); a scale is for 8 elements"),
@@ -396,6 +417,8 @@ REFUSALS[Norm] = [
     ({"eps": -10}, "eps is -10.0; it must be 0 or above"),
     ({"of": "k", "q_weight": W}, "q_weight does not go with of='k'; leave one out"),
     ({"of": "v", "kind": "layer_norm"}, "kind='layer_norm' does not go with of='v'; leave one out"),
+    ({"of": "k_nope", "after_rope": True}, "after_rope does not go with of='k_nope'; leave one out"),
+    ({"of": "k_nope", "q_weight": W}, "q_weight does not go with of='k_nope'; leave one out"),
     ({"mean_squares": MEANS}, "mean_squares does not go with across_heads=False; leave one out"),
     ({"mean_squares": MEANS[:1], "across_heads": True},
      "mean_squares is a tuple of 1; it must be those of q and k: two tensors, or a tensor and None"),
@@ -405,6 +428,8 @@ REFUSALS[stored] = [
     ({"v_cache": None, "v_scale": 1.0}, "v_scale is 1.0; it must be None without v_cache"),
     ({"v_cache": None, "v_block_scale": SCALES}, "k_block_scale is None; it must be a tensor"),
     ({"k_block_scale": SCALES}, "v_block_scale is None; it must be a tensor"),
+    ({"k_pe_cache": K_PE_CACHE}, "k_pe_cache does not go with v_cache; leave one out"),
+    ({"v_cache": None, "k_pe_cache": 1}, "k_pe_cache is 1; it must be a tensor"),
     ({"scale_fmt": "ue8m0"},
      "scale_fmt is 'ue8m0'; it must be None without k_block_scale, and with scales in torch.float8_e4m3fn"),
     ({"v_cache": None, "k_block_scale": SCALES.to(E4M3), "scale_fmt": "ue8m0"},

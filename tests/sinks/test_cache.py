@@ -12,8 +12,8 @@ import jitrope
 from jitrope import DynamicQuantize, KVCache, Norm, Packed, Pages
 
 from .. import oracle
-from ..devices import DEVICES, inputs
-from ..results import LARGEST, near_scaled, same
+from ..devices import DEVICES, inputs, noise, turn
+from ..results import LARGEST, flat, near_scaled, same
 from ..sweep import E4M3, E5M2, E8M0, FP4
 
 PAGES, ROWS = 5, 8
@@ -92,9 +92,9 @@ def test_values_and_their_scales_go_to_their_places(
         assert same(b, jitrope.apply_rope(k, None, cos, sin)[0] if own else k)
         alone = jitrope.prepare_qkv(q, None, None, cos, sin, quantize=quantize)[0]
         assert all(same(x, y) for x, y in zip(got[0], alone))
-        for letter, x, turn in (("k", k, (cos, sin)), ("v", v, ())):
+        for letter, x, angles in (("k", k, (cos, sin)), ("v", v, ())):
             own = {"q_global_scale": units[f"{letter}_scale"]} if units else {}
-            stored = jitrope.prepare_qkv(x, None, None, *turn, quantize=DynamicQuantize(**kind, **own))[0]
+            stored = jitrope.prepare_qkv(x, None, None, *angles, quantize=DynamicQuantize(**kind, **own))[0]
             for name, y in zip((f"{letter}_cache", f"{letter}_block_scale"), stored):
                 rows, place = y.view(torch.uint8).flatten(0, 1), places[name]
                 zeros = dict.fromkeys(cleared, torch.zeros_like(rows[0]))
@@ -179,6 +179,110 @@ def test_the_index_cache_of_deepseek_v3_2(
     rest = [slot for slot in range(20) if slot not in slots]
     for x, old in ((values, before[:, : 4 * 128]), (scales, before[:, 4 * 128 :])):
         assert torch.equal(x.view(torch.uint8).reshape(20, -1)[rest], old.reshape(20, -1)[rest])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("launch", ["token_linear", "grid_2d"])
+@pytest.mark.parametrize(("latent", "group"), [(512, 128), (448, 64)], ids=["V3.2", "V4"])
+def test_the_records_of_deepseek(latent: int, group: int, launch: str, paged: bool, device: str) -> None:
+    """Their bytes by hand, as FlashMLA reads them (its README and tests/quant.py). One launch does all stages.
+
+    V3.2: a record has 512 elements of e4m3, the scales of 4 groups in fp32, and 64 rotated elements in bf16; the norm
+    is of the first 512. V4: a record has 448 and 64 of them. Behind the records of a page each has 8 bytes, 7 scales
+    that are powers of two and one that nothing writes; the norm is of 512. The squares of small integers have the same
+    sum in any order.
+    """
+    jitrope.configure(launch=launch)
+    newest, generator = group == 64, torch.Generator().manual_seed(6)
+    k = torch.randint(-8, 9, (8, 1, latent + 64), generator=generator).to(device, torch.bfloat16)
+    k[0, :, :group] = 0
+    (q,), (weight,) = (noise(device, torch.bfloat16, shape) for shape in ((8, 3, latent + 64), (512,)))
+    table, positions = torch.cat(turn(device, 20, 32), -1), torch.arange(3, 11, device=device)
+    slots, cleared = [9, 3, -1, 17, 0, 7, 20, 12], list[int]()
+    to: Any = torch.tensor(slots, device=device)
+    if paged:  # sequences of 6 and 9 tokens, with 4 and 3 new ones; the last token is padding
+        slots, cleared = [18, 19, 4, 5, 14, 15, 0, -1], [6, 7, 1, 2, 3]
+        pages, lengths, starts = (torch.tensor(x, device=device) for x in ([[4, 1, 0], [2, 3, 0]], [6, 9], [0, 4, 7]))
+        to = Pages(pages, seq_lens=lengths, cu_seqlens_q=starts, clear_page=True)
+
+    # The cache, as a user has it.
+    size = 2880 if newest else 4 * 656  # V4: of 4 * 584 bytes, padded to a multiple of 576
+    whole = torch.randint(1, 120, (5, size), generator=generator).byte().to(device)
+    want, rows = whole.clone(), whole[:, : 4 * (576 if newest else 656)].view(5, 4, 1, -1)
+    scales = whole[:, 4 * 576 : 4 * 584].view(5, 4, 1, 8)[..., :7] if newest else rows[..., 512:528]
+    scales = scales.view(E8M0 if newest else torch.float32)
+    values, k_pe = rows[..., :latent].view(E4M3), rows[..., -128:].view(torch.bfloat16)
+    cache = KVCache(values, None, to, k_block_scale=scales, k_pe_cache=k_pe)
+    words: dict[str, Any] = {"cos_sin_cache": table, "rotary_offset": latent, "positions": positions}
+    words |= {"interleaved": True, "layout": "thd"}
+    words |= {"quantize": DynamicQuantize(group=64, scale_dtype=E8M0)} if newest else {}
+    norm = Norm(k_weight=weight, of="qk" if newest else "k_nope")
+    got = jitrope.prepare_qkv(q, k, None, norm=norm, cache=cache, **words)
+    assert got[1] is got[2] is None
+    alone = jitrope.prepare_qkv(q, None, None, norm=Norm() if newest else None, **words)
+    assert all(same(x, y) for x, y in zip(flat(got), flat(alone)))
+
+    # Its bytes.
+    x, rest = k[:, 0].float().tensor_split([512], 1)
+    y = torch.cat((x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-6) * weight.float(), rest), 1)
+    (a, b), (cos, sin) = (y[:, latent:][:, first::2] for first in (0, 1)), table[positions].chunk(2, 1)
+    turned = torch.stack((a * cos - b * sin, b * cos + a * sin), 2).flatten(1).bfloat16()
+    groups = y[:, :latent].unflatten(1, (-1, group))
+    largest = groups.abs().amax(2)
+    units, stored = largest.clamp(min=1e-12) * (1 / 448), torch.empty(0)
+    if newest:
+        powers = torch.log2(largest.double() / 448).ceil().clamp(min=-127)
+        units, stored = torch.exp2(powers).float(), (powers + 127).byte()
+    parts = (groups * (1 / units)[..., None]).clamp(-448, 448).to(E4M3).flatten(1), units, turned
+    elements, fp32, pe = (x.view(torch.uint8) for x in parts)
+    for token, slot in enumerate(slots):
+        page, row = divmod(slot, 4)
+        if 0 <= slot < 20 and newest:
+            want[page, row * 576 : (row + 1) * 576] = torch.cat((elements[token], pe[token]))
+            want[page, 4 * 576 + row * 8 : 4 * 576 + row * 8 + 7] = stored[token]
+        elif 0 <= slot < 20:
+            want[page, row * 656 : (row + 1) * 656] = torch.cat((elements[token], fp32[token], pe[token]))
+    for page, row in (divmod(slot, 4) for slot in cleared):
+        want[page, row * rows.shape[-1] : (row + 1) * rows.shape[-1]] = 0
+        if newest:
+            want[page, 4 * 576 + row * 8 : 4 * 576 + row * 8 + 7] = 0
+    assert torch.equal(whole, want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", [NVFP4, BLOCKS[-1][2], {"group": 192}, {"dtype": E5M2}, {}], ids=str)
+def test_a_cache_of_rotated_elements_beside_one_of_any_format(kind: dict[str, Any], device: str) -> None:
+    """NVFP4, MXFP8, one scale, a given one, or none: the others are converted as by themselves, before the rotation.
+
+    The rows of both caches are in one tensor; there are two heads of k.
+    """
+    (k,), (cos, sin) = noise(device, torch.bfloat16, (2, 5, 2, 256)), turn(device, 5, 32)
+    slots = [4, -1, 2, 9, 0, 7, 3, 30, 11, 1]
+    latent, last = k.split([192, 64], -1)
+    dtype = kind.get("dtype", E4M3 if kind else k.dtype)
+    blocks: dict[str, Tensor] = {}
+    if "group" in kind:
+        alone = DynamicQuantize(**{x: y for x, y in kind.items() if y != 192})
+        stored, scales = jitrope.prepare_qkv(latent, None, None, quantize=alone)[0]
+        scales = scales if alone.words["group"] else scales[..., None]
+        blocks["k_block_scale"] = torch.zeros(12, *scales.shape[2:], device=device).to(scales.dtype)
+    else:
+        stored = (latent.float() * (1 / torch.tensor(0.5))).to(dtype) if kind else latent
+    width = stored.shape[-1] * stored.element_size()
+    rows = torch.zeros(12, 2, width + 128, dtype=torch.uint8, device=device)
+    values, k_pe = rows[..., :width].view(dtype), rows[..., width:].view(k.dtype)
+    given = {"k_scale": 0.5} if kind == {"dtype": E5M2} else {}
+    to, scale_fmt = torch.tensor(slots, device=device), kind.get("scale_fmt")
+    cache = KVCache(values, None, to, **blocks, **given, k_pe_cache=k_pe, scale_fmt=scale_fmt)
+    jitrope.prepare_qkv(k[:, :, :0], k, None, cos, sin, rotary_dim=64, rotary_offset=192, cache=cache)
+    turned = jitrope.apply_rope(last, None, cos, sin)[0]
+    for place, x in ((values, stored), (k_pe, turned), *((y, scales) for y in blocks.values())):
+        kept = [(token, slot) for token, slot in enumerate(slots) if 0 <= slot < 12]
+        for token, slot in kept:
+            assert same(place[slot], x.flatten(0, 1)[token])
+        rest = [slot for slot in range(12) if slot not in slots]
+        assert not place.view(torch.uint8)[rest].any()
 
 
 def test_compiled_with_symbols_for_the_scales_of_a_head() -> None:

@@ -69,6 +69,7 @@ def test_specs_are_those_of_the_call() -> None:
     weights = bf16(2, 128)
     cu_seqlens = torch.empty(5, dtype=torch.int32, device="meta")
     slots = KVCache(bf16(256, 16, 8, 128), bf16(256, 16, 8, 128), torch.empty(4096, dtype=torch.int64, device="meta"))
+    in_parts = KVCache(*bf16(2, 256, 16, 8, 64)[:1], None, ids, k_pe_cache=bf16(256, 16, 8, 64))
     packed = Packed(cu_seqlens, max_seqlen=4096)
     with_errors = "bshd heads q k v > rotate cos sin rotary_dim=128 > cache k_cache v_cache page_table lengths errors"
     assert {x.call for x in specs_of([32, 8], call=with_errors)} == {with_errors}
@@ -79,6 +80,13 @@ def test_specs_are_those_of_the_call() -> None:
     calls = [
         lambda: jitrope.prepare_qkv(q, k, v, cos, sin, norm=Norm(*weights), positions=ids, cache=slots, inplace=True),
         lambda: jitrope.prepare_qkv(q, k, None, cos, sin, norm=Norm(*weights, after_rope=True)),
+        lambda: jitrope.prepare_qkv(
+            *(q, k, None, cos[:, :32], sin[:, :32]),
+            norm=Norm(of="k_nope", k_weight=weights[0, :64]),
+            cache=in_parts,
+            rotary_dim=64,
+            rotary_offset=64,
+        ),
         lambda: jitrope.apply_rope(q[0], k[0], cos, sin, positions=packed, interleaved=True),
         lambda: jitrope.prepare_fused_qkv(bf16(1, 4096, 48 * 128), cos, sin, heads=(32, 8), bias=bf16(48 * 128)),
         lambda: jitrope.prepare_mla_qkv(
