@@ -118,6 +118,14 @@ def absorbed(shape: Shape, rotary_dim: int) -> Inputs:
     return own._replace(k=k_pe, v=v, caches=(cache, own.caches[2]))
 
 
+def records(shape: Shape, rotary_dim: int) -> Inputs:
+    """Return random inputs whose caches are views of DeepSeek-V3.2's records: latents in e4m3, their scales, k_pe."""
+    own = inputs(shape, rotary_dim)
+    whole = torch.zeros(*own.caches[0].shape[:3], 656, device=DEVICE, dtype=torch.uint8)
+    parts = zip(whole.split([512, 16, 128], -1), (FP8, torch.float32, torch.bfloat16))
+    return own._replace(caches=(*[part.view(dtype) for part, dtype in parts], own.caches[2]))
+
+
 # ---- stages ----------------------------------------------------------------------------------------------
 
 
@@ -274,6 +282,19 @@ def mla_decode(x: Inputs) -> Any:
     row = torch.cat((x.v.flatten(-2), others.rotate(x.k, cos, sin, True).squeeze(2)), -1)
     cache.flatten(0, 1)[slots] = row.flatten(0, 1)
     return q_pe
+
+
+def record(x: Inputs) -> Any:
+    """k, [latent | rotated], as records after the latent's norm."""
+    latents, scales, k_pe, slots = x.caches
+    cos, sin = (table[x.ids[0]][:, None] for table in (x.cos, x.sin))
+    n = latents.shape[-1]
+    y = rms(x.k[..., :n], x.weights[1][:n]).float().unflatten(-1, (-1, 128))
+    unit = y.abs().amax(-1, keepdim=True) / 448
+    stored = (y / unit).to(FP8).flatten(-2), unit.squeeze(-1), others.rotate(x.k[..., n:], cos, sin, True)
+    for place, part in zip((latents.view(torch.uint8), scales, k_pe), stored):
+        place.flatten(0, 1)[slots] = part.view(place.dtype).flatten(0, 1)
+    return x.caches
 
 
 def mla_fp8(x: Inputs) -> Any:
