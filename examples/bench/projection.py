@@ -81,7 +81,7 @@ def command(only: ONLY = "", smoke: SMOKE = False, as_json: AS_JSON = False) -> 
 def plot(rows: list[Row]) -> Plot:
     """Times of the forward over the projection's alone."""
     shown = [row for row in rows if row["pass"] == "forward"]
-    groups = grouped(shown, lambda row: row["shape"], {TWO: "torch and jitrope", ONE: "jitrope"}, value="ratio")
+    groups = grouped(shown, lambda row: row["shape"], {TWO: "torch, then one launch", ONE: "jitrope"}, value="ratio")
     ours = span(row["ratio"] for row in shown if row["by"] == ONE)
     return Plot(f"A projection with norms and rope takes {ours} times the projection", "times the projection", groups)
 
