@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,24 @@ from ..base.fit import Fail
 from ..thd import ops as thd_ops
 from ..thd.reference import Segments, check_values, cut
 from ..thd.shape import Mask
-from .backends import Varlen, fail
+from .backends import DTYPES, Varlen, fail
 from .shards import Group, Partition, all_ranks_rows, kept
+
+
+def _pair(function: str, label: str, value: Any, least: int, must: str) -> tuple[int, ...]:
+    """Two whole numbers of at least `least`."""
+    sizes = arguments.wholes(function, label, value, least)
+    if len(sizes) != 2:
+        Fail(function)(f"{label} is {sizes!r}; it must be {must}")
+    return sizes
+
+
+class Memory(NamedTuple):
+    """Bytes of a call of `all_gather_attention` on one rank; see `Schedule.memory`."""
+
+    kept: int  # between the forward and the backward
+    forward: int  # the most at once in the forward, beside q, k and v
+    backward: int  # the most at once in the backward, beside what is kept, and dout
 
 
 class Schedule(Partition):
@@ -49,9 +65,7 @@ class Schedule(Partition):
     ) -> None:
         on: dict[str, Any] = {"group": group, "cp_size": cp_size, "cp_rank": cp_rank, "rule": rule}
         super().__init__(cu_seqlens, tokens, cu_seqlens_padded=cu_seqlens_padded, **on)
-        sizes = arguments.wholes("Schedule", "window", window, -1)
-        if len(sizes) != 2:
-            Fail("Schedule")(f"window is {sizes!r}; it must be (left, right), with -1 for no bound")
+        sizes = _pair("Schedule", "window", window, -1, "(left, right), with -1 for no bound")
         sizes = tuple([-1 if size >= self.shape.tokens else size for size in sizes])
         self.mask = Mask(sizes[0], 0 if arguments.flag("Schedule", "causal", causal) else sizes[1])
         self.longest = None if max_seqlen is None else arguments.whole("Schedule", "max_seqlen", max_seqlen, 0)
@@ -121,6 +135,65 @@ class Schedule(Partition):
         seen = torch.minimum(position + right, last) - (position - left).clamp(min=0) + 1
         work = torch.zeros(size, dtype=torch.long).index_add_(0, rank, torch.where(position <= last, seen, 0)).tolist()
         return max(work) * size / sum(work) if any(work) else 1.0
+
+    def memory(
+        self,
+        heads: tuple[int, int],
+        head_dims: tuple[int, int],
+        dtype: torch.dtype,
+        *,
+        keep_gathered: bool = False,
+        head_groups: int = 1,
+    ) -> Memory:
+        """The bytes that a call of `all_gather_attention` takes on this rank. Does not wait for the device.
+
+        A step of n layers has at most n times `kept` and the larger of `forward` and `backward` at once. Let w be the
+        bytes of a row of keys and values, t this rank's rows, K its keys (`Shape.most`), R and S w times the rows that
+        it receives and sends. For one head group, if all rows are gathered and no query is a dummy (see `Segments`):
+
+            kept     = q + t w + out + 4 Hq t                 (keep_gathered: K w in place of t w)
+            forward  = R + max(S, K w)                        or, if more, K w + out + 4 Hq t
+            backward = max(R + max(S, K w), 2 K w + dq, K w + R + dq, dq + t w + 2 R)
+
+        4 Hq t is the log-sum-exp, which only "flash" keeps. Not counted are dout, what a backend takes for itself
+        (FlashAttention 2: dq in fp32, and a dK and a dV of each head of q), lse and max_logit that the call returns,
+        what rope copies, and the tables: with K keys 4 K bytes, and more for each row, once a batch.
+
+        Args:
+            heads, head_dims: (Hq, Hk) and (D, Dv).
+            dtype: of q, k and v.
+            keep_gathered, head_groups: as in the call.
+
+        Raises:
+            InvalidInput: the arguments do not fit together.
+        """
+        name = "Schedule.memory"
+        hq, hk = _pair(name, "heads", heads, 1, "(Hq, Hk)")
+        d = _pair(name, "head_dims", head_dims, 1, "(D, Dv)")
+        n = arguments.whole(name, "head_groups", head_groups, 1)
+        held = arguments.flag(name, "keep_gathered", keep_gathered)
+        if hq % hk or hk % n:
+            Fail(name)(f"heads is ({hq}, {hk}) and head_groups {n}; Hk must divide Hq, and head_groups Hk")
+        size, (keys, queries) = arguments.word(name, "dtype", dtype, DTYPES).itemsize, self.shape.most(self.mask)
+        # From here on bytes of one head group; all_q and all_out have dummies too.
+        q, out, all_q, all_out = (hq // n * size * rows * x for rows in (self.rows, queries) for x in d)
+        rows = self.shape.capacity if self.exchange is None else sum(self.sent)
+        counts = self.rows, keys, sum(self.received), rows, sum(self.sent)
+        kv, seen, received, sent, returned = (hk // n * size * sum(d) * count for count in counts)
+        if self.shape.cp_size == 1:  # what is sent is what is received
+            sent = returned = 0
+        lse, grads, gather = hq // n * 4 * queries, q + kv, received + max(sent, seen)
+        attend, back = out + lse, q
+        if self.mask.extends:
+            attend, back = all_out + lse + max(all_q, out), 2 * (all_q + all_out) + q
+        left, again, result = received + returned, 1 - held, out + lse + held * seen
+        forward, backward = n * (result + (n > 1) * out), n * grads + max(left, (n > 1) * n * grads)
+        for group in {max(n - 2, 0), n - 1}:  # the rows of the next group arrive, the gradients of the last one leave
+            ahead = (group < n - 1) * (sent + received)
+            forward = max(forward, group * result + ahead + max(gather, seen + attend))
+            step = max(again * gather, (1 + again) * seen + back, seen + received + q) + again * ahead
+            backward = max(backward, group * q + max(group - 1, 0) * kv + (group > 0) * left + step)
+        return Memory(n * (q + out + lse + (seen if held else kv)), forward, backward)
 
     def varlen(self, scale: float) -> Varlen:
         """The segments in the form for backends, with bounds of the largest one. scale: the softmax's."""

@@ -217,6 +217,8 @@ CALLS: dict[str, partial[Any]] = {
                         causal=False, window=(3, 1)),
     "fixed": partial(cp.Schedule.fixed, batch=2, seqlen=8, device="cpu", group=None, cp_size=2, cp_rank=1,
                      causal=False, window=(3, 1), rule="contiguous"),
+    "memory": partial(cp.Schedule(CU, 6).memory, heads=(4, 2), head_dims=(8, 6), dtype=torch.bfloat16,
+                      keep_gathered=True, head_groups=2),
     "attention": partial(cp.all_gather_attention, **HEADS, v=V, schedule=cp.Schedule(CU, 6), layout="thd", rope=None,
                          softmax_scale=0.5, backend="math", return_lse=True, return_max_logit=True,
                          keep_gathered=False, head_groups=1, check=True),
