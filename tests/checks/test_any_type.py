@@ -210,7 +210,7 @@ CALLS: dict[str, partial[Any]] = {
     "add": partial(thd.grad_correction, grad=rows(8, 2, 4), grad_per_step=rows(8, 2, 4), cu_seqlens=LSE["cu_seqlens"],
                    first_half="add", second_half="copy"),
     "Partition": partial(cp.Partition, **EIGHT, tokens=9, cp_rank=1, group=None),
-    "padded": partial(cp.Partition, CU, tokens=9, cu_seqlens_padded=CU + CU),
+    "padded": partial(cp.Partition, CU, tokens=9, cu_seqlens_padded=CU + CU, separate_padding=True),
     "shard": partial(cp.Partition(CU, 9).shard, x=rows(9, 2)),
     "unshard": partial(cp.Partition(CU, 9).unshard, x=rows(9, 2)),
     "Schedule": partial(cp.Schedule, **EIGHT, tokens=9, cp_rank=1, group=None, cu_seqlens_padded=None, max_seqlen=8,

@@ -809,6 +809,8 @@ OTHERS: list[tuple[Callable[[], Any], str]] = [
     (lambda: jitrope.planning(launches="auto").__enter__(), "planning: launches is 'auto'; it must be a list of words"),
     (lambda: Schedule.fixed(2, 5, "cpu", cp_size=2, cp_rank=0),
      "Schedule.fixed: seqlen is 5; it must be a multiple of the group's size 2"),
+    (lambda: Partition(CU, 6, separate_padding=True),
+     "Partition: separate_padding=True needs cu_seqlens and cu_seqlens_padded; pass both"),
     (lambda: Schedule(CU, 6).memory((4, 2), (8, 8, 8), torch.float16),
      "Schedule.memory: head_dims is (8, 8, 8); it must be (D, Dv)"),
     (lambda: Schedule(CU, 6).memory((4, 2), (8, 8), torch.float16, head_groups=4),

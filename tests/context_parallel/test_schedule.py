@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -22,7 +24,7 @@ from jitrope.context_parallel.backends import BACKENDS, Backend, Case, Flash, Gr
 from jitrope.context_parallel.schedule import Memory
 from jitrope.thd.shape import Mask
 
-from .batches import CASES, dealt, random_batch, schedule_of, visible
+from .batches import CASES, Batch, dealt, random_batch, schedule_of, visible
 
 
 @pytest.mark.parametrize("seed", range(96))
@@ -102,6 +104,21 @@ def test_mask() -> None:
         assert Schedule(cu, 10, causal=False, window=(size, size)).mask == (-1, -1)
 
 
+@pytest.mark.parametrize(("cp_size", "padded", "apart"), [(2, 1.1, 1.01), (4, 1.15, 1.02), (8, 1.2, 1.04)])
+def test_padding_cut_apart_balances_the_work(cp_size: int, padded: float, apart: float) -> None:
+    """The busiest rank's work over the mean, of 100 batches padded to their longest sequence. Ranks have equal rows."""
+    rng, found = random.Random(0), torch.zeros(2)
+    for _ in range(100):
+        n = rng.choice([1, 2, 4, 8, 16])
+        lengths = [min(1024, 1 + int(256 * rng.lognormvariate(0, 0.8))) for _ in range(n)]
+        batch = Batch(tuple(lengths), (max(lengths),) * n, separate=True)
+        both = [schedule_of(x, cp_size=cp_size, cp_rank=0) for x in (replace(batch, separate=False), batch)]
+        assert both[0].rows == both[1].rows
+        found += torch.tensor([x.balance() for x in both])
+    assert found[0] > 100 * padded
+    assert found[1] < 100 * apart
+
+
 # ---- memory --------------------------------------------------------------------------------------------
 
 
@@ -154,7 +171,8 @@ def one_rank(cp_size: int, rank: int) -> Iterator[None]:
 
 KINDS = ("causal", "full", "window", "two-sided", "to the right alone", "one long, short window",
          "one long, two-sided", "contiguous, causal", "contiguous, two-sided", "contiguous, short window",
-         "padded, causal", "padded, full", "padded, two-sided", "spare", "MQA", "Dv larger", "bf16")  # fmt: skip
+         "padded, causal", "padded, full", "padded, two-sided", "apart, causal", "apart, two-sided",
+         "spare", "MQA", "Dv larger", "bf16")  # fmt: skip
 
 
 @pytest.mark.parametrize("ranks", [(1, 0), (2, 0), (3, 2), (4, 1), (8, 7)])
