@@ -29,9 +29,9 @@ def _pair(function: str, label: str, value: Any, must: str, least: int = 1) -> t
 class Memory(NamedTuple):
     """Bytes of a call of `all_gather_attention` on one rank; see `Schedule.memory`."""
 
-    kept: int  # between the forward and the backward
-    forward: int  # the most at once in the forward, beside q, k and v
-    backward: int  # the most at once in the backward, beside what is kept, and dout
+    kept: int
+    forward: int
+    backward: int
 
 
 class Schedule(Partition):
@@ -144,22 +144,27 @@ class Schedule(Partition):
     ) -> Memory:
         """The bytes that a call of `all_gather_attention` takes on this rank. Does not wait for the device.
 
-        A step of n layers has at most n times `kept` and the larger of `forward` and `backward` at once. Let w be the
-        bytes of a row of keys and values, t this rank's rows, K its keys (`Shape.most`), R and S w times the rows that
-        it receives and sends. For one head group, if all rows are gathered and no query is a dummy (see `Segments`):
+        A step of n layers has at most n times `kept`, the larger of the others and dout at once. Let w be the bytes of
+        a row of keys and values, t this rank's rows, K its keys (`Shape.most`), R and S w times the rows that it
+        receives and sends. For one head group, if all rows are gathered and no query is a dummy (see `Segments`):
 
             kept     = q + t w + out + 4 Hq t                 (keep_gathered: K w in place of t w)
             forward  = R + max(S, K w)                        or, if more, K w + out + 4 Hq t
             backward = max(R + max(S, K w), 2 K w + dq, K w + R + dq, dq + t w + 2 R)
 
-        4 Hq t is the log-sum-exp, which only "flash" keeps. Not counted are dout, what a backend takes for itself
-        (FlashAttention 2: dq in fp32, and a dK and a dV of each head of q), lse and max_logit that the call returns,
-        what rope copies, and the tables: with K keys 4 K bytes, and more for each row, once a batch.
+        The code has the other cases; where they are kept, no rows arrive in the backward. 4 Hq t is the log-sum-exp,
+        which only "flash" keeps. Not counted are what a backend takes for itself (FlashAttention 2: dq in fp32, and a
+        dK and a dV of each head of q), lse and max_logit that the call returns, what rope copies, and the tables of a
+        batch: 4 bytes for each of K keys, and more for each row.
 
         Args:
             heads, head_dims: (Hq, Hk) and (D, Dv).
             dtype: of q, k and v.
             keep_gathered, head_groups: as in the call.
+
+        Returns:
+            kept: between the forward and the backward; forward: the most at once, beside q, k and v; backward: the most
+            at once, beside what is kept and dout.
 
         Raises:
             InvalidInput: the arguments do not fit together.
