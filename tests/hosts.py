@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -115,6 +116,34 @@ class Core(torch.nn.Identity):
         q, k, v = (x.reshape(len(x), -1, *x.shape[-2:]).permute(1, 2, 0, 3) for x in (q, k, v))
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.permute(2, 0, 1, 3).flatten(1 if packed else 2)
+
+
+MEGATRON = {
+    **{"rope_utils": "models.common.embeddings.rope_utils", "specs": "models.gpt.gpt_layer_specs"},
+    **{"attention": "transformer.attention", "latent": "transformer.multi_latent_attention"},
+    **{"transformer": "transformer", "norms": "transformer.torch_norm"},
+    **{"packed": "packed_seq_params", "groups": "process_groups_config", "build": "transformer.spec_utils"},
+}
+
+
+def megatron(patch: pytest.MonkeyPatch, on_cpu: bool = True) -> Any:
+    """Megatron's modules, without what compiles for seconds.
+
+    Without Triton one of 0.19's modules, which its experts import, has a stand-in.
+    """
+    if importlib.util.find_spec("triton") is None:
+        sys.modules.setdefault("megatron.core.transformer.moe.ops.paged_stash", MagicMock())
+    try:
+        made = SimpleNamespace(**{key: importlib.import_module(f"megatron.core.{x}") for key, x in MEGATRON.items()})
+    except ImportError:
+        missing("pip install megatron-core")
+    patch.setattr(made.latent, "HAVE_TE", False)  # 0.16.1 sets it to True without TransformerEngine
+    if on_cpu:
+        patch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    for cls, name in ((made.norms.L2Norm, "_norm"), (made.attention.Attention, "_apply_output_gate")):
+        method = getattr(cls, name)
+        patch.setattr(cls, name, getattr(method, "_torchdynamo_orig_callable", method))
+    return made
 
 
 def megatron_config(core: Any, heads: int = 2, fusion: bool = True, mla: bool = False, **words: Any) -> Any:

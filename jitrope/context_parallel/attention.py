@@ -14,16 +14,14 @@ from torch.nn.functional import pad
 
 from .. import torch_state as watch
 from ..base import arguments
-from ..base.fit import FLOATS, named
+from ..base.fit import named
 from ..thd import ops as thd_ops
 from ..thd.reference import Move
 from ..thd.shape import Shape
-from .backends import NAME, Backend, Case, Gradients, Result, choose, fail
+from .backends import DTYPES, NAME, Backend, Case, Gradients, Result, choose, fail
 from .rotary import Rope, Rotation, rotation_of
 from .schedule import Schedule, check_lengths
 from .shards import Pending, all_gather, all_to_all, check_rows, largest, taken
-
-DTYPES: tuple[torch.dtype, ...] = (*FLOATS, torch.float64)
 
 
 class Call(NamedTuple):

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from ..base import arguments
-from ..base.fit import Fail
+from ..base.fit import FLOATS, Fail
 from ..thd.shape import Mask
 
 NAME = "all_gather_attention"  # the name at the beginning of messages
 
 fail = Fail(NAME)
+DTYPES: tuple[torch.dtype, ...] = (*FLOATS, torch.float64)
 _BLOCK = 128
 _MOST_SEGMENTS = 65535  # of FlashAttention 2: the limit of CUDA's second grid axis
 _CAPABILITIES: dict[str | None, range] = {"FA3": range(9, 10), "FA4": range(9, 11)}  # major

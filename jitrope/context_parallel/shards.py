@@ -151,6 +151,9 @@ class Partition:
         group: a process group, or a DeviceMesh with one axis; default: torch's default group, or one process.
         cp_size, cp_rank: in place of group. `unshard` then works only for cp_size 1.
         cu_seqlens_padded: offsets that include padding after sequences. They then determine the cut.
+        separate_padding: cut the tokens of a sequence and its padding apart, each into chunks, by both offsets. All
+            ranks then have equal work in padded batches too, and as many rows as without. A sequence's rows are the
+            chunks of its tokens, then those of its padding.
         rule: "dual_chunk" or "contiguous".
 
     Attributes:
@@ -169,16 +172,24 @@ class Partition:
         cp_size: int | None = None,
         cp_rank: int | None = None,
         cu_seqlens_padded: Tensor | None = None,
+        separate_padding: bool = False,
         rule: str = "dual_chunk",
     ) -> None:
         name = type(self).__name__
         offsets = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
         fail = thd_ops.fail_of(name, cu_seqlens=cu_seqlens, cu_seqlens_padded=offsets)
         self.cu_seqlens, self.offsets = cu_seqlens.contiguous(), offsets.contiguous()
-        self.cu_seqlens_padded = None if cu_seqlens_padded is None else self.offsets
         ranks = ranks_of(name, group, cp_size, cp_rank)
         both = {"cu_seqlens": self.cu_seqlens, "cu_seqlens_padded": self.offsets}
         thd_ops.check_offsets(fail, "cu_seqlens_padded", offsets, **both)
+        self.each = 1  # sequences of `offsets` for one of the batch
+        if arguments.flag(name, "separate_padding", separate_padding):
+            if cu_seqlens_padded is None:
+                fail("separate_padding=True needs cu_seqlens and cu_seqlens_padded; pass both")
+            self.offsets = self.offsets.repeat(2, 1).T.flatten()[:-1]
+            self.offsets[1::2] += self.cu_seqlens.diff()
+            self.cu_seqlens, self.each = self.cu_seqlens.repeat(2, 1).T.flatten()[1:], 2  # padding has no tokens
+        self.cu_seqlens_padded = None if cu_seqlens_padded is None else self.offsets
         sizes = {"tokens": tokens, "cp_size": ranks.cp_size, "cp_rank": ranks.cp_rank}
         self.shape = thd_ops.shape_of(fail, offsets, self.offsets, rule, **sizes)
         self.ranks: Ranks = ranks._replace(cp_size=self.shape.cp_size, cp_rank=self.shape.cp_rank)
@@ -189,7 +200,7 @@ class Partition:
     def __repr__(self) -> str:
         shape = self.shape
         rows, rank = f"{shape.rows} of {shape.tokens} tokens", f"rank {shape.cp_rank} of {shape.cp_size}"
-        return f"{type(self).__name__}({rows}, {shape.sequences} sequences, {rank}, {shape.rule})"
+        return f"{type(self).__name__}({rows}, {shape.sequences // self.each} sequences, {rank}, {shape.rule})"
 
     @kept
     def indices(self) -> Tensor:
@@ -204,7 +215,7 @@ class Partition:
     @kept
     def local_cu_seqlens(self) -> Tensor:
         """The offsets (N + 1) of the sequences, with padding, in this rank's rows. They have the given dtype."""
-        return cast(Tensor, self.shape.local(self.offsets))
+        return cast(Tensor, self.shape.local(self.offsets[:: self.each]))
 
     def shard(self, x: Tensor) -> Tensor:
         """This rank's rows (rows, ...) of x (T, ...). The gradient is zero in all other rows.

@@ -17,7 +17,10 @@ from jitrope.thd.shape import Mask
 
 @dataclass
 class Batch:
-    """Sequences, a mask, and options. pads: lengths with padding, or a multiple to pad to; spare: rows after all."""
+    """Sequences, a mask, and options. pads: lengths with padding, or a multiple to pad to; spare: rows after all.
+
+    separate: padding is cut apart.
+    """
 
     lengths: tuple[int, ...]
     pads: tuple[int, ...] | int = 1
@@ -29,14 +32,17 @@ class Batch:
     options: dict[str, Any] = field(default_factory=dict)  # of a call
     grad: bool = True
     max_seqlen: int | None = None
+    separate: bool = False
 
     def __post_init__(self) -> None:
         multiple = self.pads if isinstance(self.pads, int) else 0
         self.slots = [-(-n // multiple) * multiple for n in self.lengths] if multiple else list(self.pads)
+        pairs = zip(self.lengths, self.slots)
+        self.cut = [n for length, slot in pairs for n in (length, slot - length)] if self.separate else self.slots
         self.tokens, self.mask = sum(self.slots) + self.spare, Mask(*self.window)
         self.cu_seqlens = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
         self.offsets = torch.tensor([0, *accumulate(self.slots)], dtype=torch.int32)  # by which the rows are cut
-        self.padded = None if list(self.lengths) == self.slots else self.offsets
+        self.padded = None if list(self.lengths) == self.slots and not self.separate else self.offsets
         each = enumerate(zip(self.lengths, self.slots))
         places = [(i if p < length else -1, p) for i, (length, n) in each for p in range(n)] + [(-1, 0)] * self.spare
         self.sequence, self.position = torch.tensor(places, dtype=torch.int64).view(-1, 2).T  # of padding: sequence -1
@@ -45,7 +51,8 @@ class Batch:
 def schedule_of(batch: Batch, device: str = "cpu", **ranks: Any) -> Schedule:
     """ranks: the group, or cp_size and cp_rank; or other words."""
     padded = None if batch.padded is None else batch.padded.to(device)
-    words = {"causal": False, "window": batch.window, "rule": batch.rule, "max_seqlen": batch.max_seqlen, **ranks}
+    words = {"causal": False, "window": batch.window, "rule": batch.rule, "max_seqlen": batch.max_seqlen}
+    words |= {"separate_padding": batch.separate, **ranks}
     return Schedule(batch.cu_seqlens.to(device), batch.tokens, cu_seqlens_padded=padded, **words)
 
 
@@ -61,10 +68,13 @@ def visible(batch: Batch) -> Tensor:
 
 
 def dealt(batch: Batch, cp_size: int) -> list[list[int]]:
-    """Every rank's tokens. The length of chunk c is the number of the sequence's tokens t with t % of == c."""
+    """Every rank's tokens. The length of chunk c is the number of the sequence's tokens t with t % of == c.
+
+    If padding is cut apart, it is like another sequence.
+    """
     of = number_of_chunks(cp_size, batch.rule)
     ranks: list[list[int]] = [[] for _ in range(cp_size)]
-    for first, end in pairwise([0, *accumulate(batch.slots), batch.tokens]):
+    for first, end in pairwise([0, *accumulate(batch.cut), batch.tokens]):
         sizes = [sum(t % of == chunk for t in range(first, end)) for chunk in range(of)]
         starts = [first, *accumulate(sizes, initial=first)][1:]
         for rank, rows in enumerate(ranks):
@@ -85,7 +95,8 @@ def random_batch(seed: int, times: int = 1) -> tuple[Batch, int]:
     lengths = [rng.randint(0, n) for n in pads] if rng.random() < 0.5 else pads
     spare = rng.choice([0, 0, 5, 2 * cp_size]) or int(not sum(pads))
     of = {"spare": times * spare, "window": rng.choice(MASKS), "rule": rule}
-    return Batch(tuple(times * n for n in lengths), tuple(times * n for n in pads), **of), cp_size
+    separate = rng.random() < 0.3
+    return Batch(tuple(times * n for n in lengths), tuple(times * n for n in pads), separate=separate, **of), cp_size
 
 
 def made(batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
@@ -161,6 +172,10 @@ CASES = {
     "padded, window": Batch(RAGGED, pads=16, window=(11, 0)),
     "padded, two-sided": Batch(RAGGED, pads=16, window=(11, 3), spare=7),
     "padded, short window": Batch((150, 40), pads=(160, 64), window=(2, 0)),
+    "apart, causal": Batch(RAGGED, pads=48, separate=True, spare=5),
+    "apart, full": Batch(RAGGED, pads=16, separate=True, window=FULL),
+    "apart, window": Batch((150, 40), pads=(160, 64), separate=True, window=(2, 0)),
+    "apart, two-sided": Batch(RAGGED, pads=16, separate=True, rule="contiguous", window=(11, 3), spare=7),
     "all padding": Batch((0, 0), pads=(9, 16)), "no tokens": Batch((0, 0)),
     "spare": Batch(RAGGED, spare=21), "spare, two-sided": Batch(RAGGED, spare=21, window=(5, 5)),
     "shorter than ranks": Batch((1, 2, 1, 3, 2), window=FULL), "more ranks than tokens": Batch((2, 1)),

@@ -14,7 +14,16 @@ from ..host.backend import DEVICE
 from ..ranks import GROUPS, on_ranks
 from .batches import CASES, assert_rows, made, schedule_of
 
-ROPED = ["spare", "padded, two-sided", "contiguous, two-sided", "one long, short window", "kept", "groups", "Dv larger"]
+ROPED = [
+    "spare",
+    "padded, two-sided",
+    "apart, causal",
+    "contiguous, two-sided",
+    "one long, short window",
+    "kept",
+    "groups",
+    "Dv larger",
+]
 
 
 @on_ranks

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import random
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from jitrope.context_parallel import Schedule
-from jitrope.context_parallel.backends import key_ranges
+from jitrope.context_parallel import Schedule, all_gather_attention
+from jitrope.context_parallel.backends import BACKENDS, Backend, Case, Flash, Gradients, Result, Varlen, key_ranges
+from jitrope.context_parallel.schedule import Memory
+from jitrope.thd.shape import Mask
 
-from .batches import dealt, random_batch, schedule_of, visible
+from .batches import CASES, Batch, dealt, random_batch, schedule_of, visible
 
 
 @pytest.mark.parametrize("seed", range(96))
@@ -86,3 +102,107 @@ def test_mask() -> None:
     for size in (10, 11, 2**31 - 1, 2**31, 2**32, 2**40, 2**63 - 1):
         assert Schedule(cu, 10, window=(size, size)).mask == (-1, 0)
         assert Schedule(cu, 10, causal=False, window=(size, size)).mask == (-1, -1)
+
+
+@pytest.mark.parametrize(("cp_size", "padded", "apart"), [(2, 1.1, 1.01), (4, 1.15, 1.02), (8, 1.2, 1.04)])
+def test_padding_cut_apart_balances_the_work(cp_size: int, padded: float, apart: float) -> None:
+    """The busiest rank's work over the mean, of 100 batches padded to their longest sequence. Ranks have equal rows."""
+    rng, found = random.Random(0), torch.zeros(2)
+    for _ in range(100):
+        n = rng.choice([1, 2, 4, 8, 16])
+        lengths = [min(1024, 1 + int(256 * rng.lognormvariate(0, 0.8))) for _ in range(n)]
+        batch = Batch(tuple(lengths), (max(lengths),) * n, separate=True)
+        both = [schedule_of(x, cp_size=cp_size, cp_rank=0) for x in (replace(batch, separate=False), batch)]
+        assert both[0].rows == both[1].rows
+        found += torch.tensor([x.balance() for x in both])
+    assert found[0] > 100 * padded
+    assert found[1] < 100 * apart
+
+
+# ---- memory --------------------------------------------------------------------------------------------
+
+
+class Living(TorchDispatchMode):
+    """Counts the bytes of the tensors that ops return, as long as they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes, self.most, self.known = 0, 0, set[int]()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        results = op(*args, **(kwargs or {}))
+        for x in tree_leaves(results):
+            storage = x.untyped_storage() if isinstance(x, Tensor) else None
+            if storage is not None and storage._cdata not in given | self.known:
+                self.known.add(storage._cdata)
+                self.bytes += storage.nbytes()
+                weakref.finalize(storage, self.freed, storage._cdata, storage.nbytes())
+        self.most = max(self.most, self.bytes)
+        return results
+
+    def freed(self, storage: int, size: int) -> None:
+        self.known.discard(storage)
+        self.bytes -= size
+
+
+class Shapes(Backend):
+    """The tensors of "flash" that live outside its kernels, with any content."""
+
+    name = "shapes"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
+        lse = q.new_empty(q.shape[1], len(q), dtype=torch.float32)
+        return Result(q.new_empty(*q.shape[:2], v.shape[2]), None, None, (lse,))
+
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, varlen: Varlen) -> Gradients:
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+@contextmanager
+def one_rank(cp_size: int, rank: int) -> Iterator[None]:
+    """A group whose other ranks are not there."""
+    dist.init_process_group("fake", rank=rank, world_size=cp_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+KINDS = ("causal", "full", "window", "two-sided", "to the right alone", "one long, short window",
+         "one long, two-sided", "contiguous, causal", "contiguous, two-sided", "contiguous, short window",
+         "padded, causal", "padded, full", "padded, two-sided", "apart, causal", "apart, two-sided",
+         "spare", "MQA", "Dv larger", "bf16")  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [(1, 0), (2, 0), (3, 2), (4, 1), (8, 7)])
+@pytest.mark.parametrize("name", KINDS)
+def test_memory_is_what_lives(name: str, ranks: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the byte, in both directions, with k and v kept or gathered again, in one head group and in several."""
+    monkeypatch.setitem(BACKENDS, "shapes", Shapes())
+    dtype, (*_, d, dv) = CASES[name].dtype, CASES[name].heads
+    for keeps, (groups, hq, hk) in product((False, True), ((1, 4, 2), (2, 4, 2), (2, 2, 2), (4, 8, 4), (3, 3, 3))):
+        words: dict[str, Any] = {"keep_gathered": keeps, "head_groups": groups}
+        with one_rank(*ranks):
+            schedule = schedule_of(CASES[name], group=dist.group.WORLD)
+            sizes = ((hq, d), (hk, d), (hk, dv), (hq, dv))
+            q, k, v, dout = (torch.randn(schedule.rows, *size, dtype=dtype).requires_grad_() for size in sizes)
+            _ = schedule.segments, schedule.sum_rows  # the tables, once a batch
+            with Living() as living:
+                out = all_gather_attention(q, k, v, schedule, backend="shapes", **words)
+                kept, forward, living.most = living.bytes, living.most, 0
+                grads = torch.autograd.grad(out, (q, k, v), dout.detach())
+        saved = q.nbytes + (0 if keeps else k.nbytes + v.nbytes)  # the caller's tensors that the call keeps
+        assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
+        found = Memory(kept + saved, forward, living.most - kept)
+        assert schedule.memory((hq, hk), (d, dv), dtype, **words) == found, words
+
+
+def test_flash_keeps_its_log_sum_exp() -> None:
+    """4 bytes for each query and head of q, and torch's state of random numbers, which has 24 bytes."""
+    with FakeTensorMode():
+        q, k = (torch.empty(rows, heads, 64, dtype=torch.float16, device="cuda") for rows, heads in ((10, 4), (21, 2)))
+        offsets = torch.empty(3, dtype=torch.int32, device="cuda")
+        case = Case(q.device, q.dtype, 4, 2, 64, 64)
+        result = Flash().forward(q, k, k, Varlen(offsets, offsets, 10, 21, Mask(-1, 0), 1.0), case)
+        assert sum(x.nbytes for x in result.saved) == 4 * 4 * 10 + 24

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -24,18 +25,23 @@ from .batches import dealt, random_batch
 def test_partition(seed: int) -> None:
     """Every token is in one row of one rank, and rows, positions and offsets are right, with padding and without."""
     batch, cp_size = random_batch(seed)
-    want, starts = dealt(batch, cp_size), [0, *accumulate(batch.slots)]
+    want, starts = dealt(batch, cp_size), [0, *accumulate(batch.cut)]
     assert sorted(t for rows in want for t in rows) == list(range(batch.tokens))
     x = torch.randn(batch.tokens, 2, 3)
     for rank, tokens in enumerate(want):
-        ranks = {"cp_size": cp_size, "cp_rank": rank, "rule": batch.rule}
-        part = Partition(batch.cu_seqlens, batch.tokens, cu_seqlens_padded=batch.padded, **ranks)
-        assert torch.equal(Partition(batch.offsets, batch.tokens, **ranks).indices, part.indices)
+        ranks: dict[str, Any] = {"cp_size": cp_size, "cp_rank": rank, "rule": batch.rule}
+        words = {"cu_seqlens_padded": batch.padded, "separate_padding": batch.separate, **ranks}
+        part, by_padded = (
+            Partition(batch.cu_seqlens, batch.tokens, **words),
+            Partition(batch.offsets, batch.tokens, **ranks),
+        )
+        assert batch.separate or torch.equal(by_padded.indices, part.indices)
         assert part.rows == len(tokens)
         assert part.indices.tolist() == tokens
         first = [max(s for s in starts if s <= t) for t in tokens]
         assert part.position_ids.tolist() == [t - s if t < starts[-1] else 0 for t, s in zip(tokens, first)]
-        assert part.local_cu_seqlens.tolist() == [sum(t < s for t in tokens) for s in starts]
+        local = [sum(t < s for t in tokens) for s in batch.offsets]
+        assert part.local_cu_seqlens.tolist() == by_padded.local_cu_seqlens.tolist() == local
         assert torch.equal(part.shard(x), x[tokens])
 
 

@@ -26,33 +26,11 @@ PYTORCH = "transformer_engine.pytorch"
 # ---- Megatron-core -------------------------------------------------------------------------------------
 
 
-MEGATRON = {
-    **{"rope_utils": "models.common.embeddings.rope_utils", "specs": "models.gpt.gpt_layer_specs"},
-    **{"attention": "transformer.attention", "latent": "transformer.multi_latent_attention"},
-    **{"transformer": "transformer", "norms": "transformer.torch_norm"},
-    **{"packed": "packed_seq_params", "groups": "process_groups_config", "build": "transformer.spec_utils"},
-}
-
-
 @pytest.fixture
 def core(monkeypatch: pytest.MonkeyPatch, request: Any) -> Any:
-    """Megatron's modules, without what compiles for seconds.
-
-    Without Triton one of 0.19's modules, which its experts import, has a stand-in.
-    """
-    if importlib.util.find_spec("triton") is None:
-        sys.modules.setdefault("megatron.core.transformer.moe.ops.paged_stash", MagicMock())
-    try:
-        made = SimpleNamespace(**{key: importlib.import_module(f"megatron.core.{x}") for key, x in MEGATRON.items()})
-    except ImportError:
-        hosts.missing("pip install megatron-core")
-    monkeypatch.setattr(made.latent, "HAVE_TE", False)  # 0.16.1 sets it to True without TransformerEngine
-    if getattr(request.node, "callspec", SimpleNamespace(params={})).params.get("device", "cpu") == "cpu":
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    for cls, name in ((made.norms.L2Norm, "_norm"), (made.attention.Attention, "_apply_output_gate")):
-        method = getattr(cls, name)
-        monkeypatch.setattr(cls, name, getattr(method, "_torchdynamo_orig_callable", method))
-    return made
+    """Megatron's modules; see `hosts.megatron`."""
+    on_cpu = getattr(request.node, "callspec", SimpleNamespace(params={})).params.get("device", "cpu") == "cpu"
+    return hosts.megatron(monkeypatch, on_cpu)
 
 
 @pytest.fixture
