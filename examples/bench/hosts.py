@@ -330,8 +330,8 @@ SECTION = Section(
     Wall time of one step of a few layers with real widths and random bf16 weights: as the library makes the model,
     and with jitrope enabled. Each has a process of its own, and they take turns; in brackets, times as fast as
     stock. Times are the shortest of nine turns, because a step that waits for the host took up to 1.6 x as long for
-    seconds at a time; here only those of Qwen3-8B and Gemma 4 on an H200 are, the others are medians. "GPU ms" is the time of a step's kernels alone, from torch's
-    profiler. "Train" is forward and backward without an optimizer.
+    seconds at a time; here only those of Qwen3-8B and Gemma 4 on an H200 are, the others are medians. "GPU ms" is
+    the time of a step's kernels alone, from torch's profiler. "Train" is forward and backward without an optimizer.
     "Decode" is one token of each of 8 sequences, with a static cache of 2048 tokens, 1024 of them filled; compiled,
     it uses CUDA graphs, as transformers' `generate` does. Memory is the peak of a step above weights and inputs.
     "Off" is the largest difference of the output or a gradient from stock's, in percent of its norm. "Diffusion"

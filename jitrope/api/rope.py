@@ -119,7 +119,7 @@ def prepare_qkv(
     would need the old q and k. With cache, quantize or out there is no gradient.
 
     Args:
-        q, k: as in `apply_rope`; without a cache k may be None. With one q may be None: then k and v alone are stored
+        q, k: as in `apply_rope`; without a cache k may be None. With a cache q may be None: k and v alone are stored
             (cross attention, draft models, the latent of MLA), and the first result is None.
         v: (B, S, Hk, D) in the default layout. With a cache it is stored unchanged; it may have a multiple of Hk heads,
             or be None for a cache of k alone. Otherwise it is returned as given. With `Norm(v_norm=True)` it is

@@ -266,7 +266,7 @@ def keep_spelled(key: Any, xs: Sequence[Tensor], out: Any, function: Any, tensor
         elif at is not None:
             names[at], own[name] = f"{name}_whole", _split(xs[at], y)
         elif name not in dict(form.twice):
-            if id(y) not in CONSTANTS:
+            if y.numel() and id(y) not in CONSTANTS:  # q may be empty
                 return home.keep(key)
             own[name] = y
     said = {id(None): "None", **{id(x): name for x, name in zip(xs, names)}}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Any
 
+from ..base.arguments import word
 from ..base.layouts import LAYOUT_AXES
 from ..base.views import Tensors, joined
 from ..plan.options import Options
 from ..stages import positions
 from ..stages.norm import gradients_of_means, normed
-from ..values.constants import filled
 from .backward import Backward, named_back, overwrites, turned_back
 from .operation import Call, Operation
 from .source import OF_TABLES, is_dense, joins_k, tables_of
@@ -77,7 +77,7 @@ OF_KV = Heads(labels={"q": "k"})
 def without_q(t: Tensors, words: Mapping[str, Any]) -> tuple[Heads, Tensors]:
     """The operation and the tensors of a call without q."""
     q: Any = t.get("k")
-    axis = LAYOUT_AXES.get(words.get("layout", "bshd"), (0, 0, 0))[2]
+    axis = LAYOUT_AXES[word("prepare_qkv", "layout", words.get("layout", "bshd"), LAYOUT_AXES)][2]
     if is_dense(q) and q.dim() > axis:  # else a check refuses k
-        q = filled(q.device, (*q.shape[:axis], 0, *q.shape[axis + 1 :]), q.dtype, 0)
+        q = q.new_empty((*q.shape[:axis], 0, *q.shape[axis + 1 :]))
     return OF_KV, {"q": q, **t}

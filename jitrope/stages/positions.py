@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from ..base import layouts, partition
 from ..base.arguments import flag, flags, refuse, refuse_beside, shown, tensor, whole, wholes
 from ..base.fit import INTEGERS, Fail, named, sizes_of
-from ..base.spec import INDEX_DTYPES, MAX_AXES
+from ..base.spec import INDEX_DTYPES, MAX_AXES, MAX_PAIRS
 from ..base.views import Tensors
 from ..values.asked import Value
 
@@ -171,18 +171,21 @@ class Shifts(Positions):
 
 def _axes(name: str, ids: Tensor, sections: Any, interleaved: Any, axes: Any) -> dict[str, Any]:
     """The word of the axis of each pair, if there are several."""
-    turns = flag(name, "mrope_interleaved", interleaved)
+    if flag(name, "mrope_interleaved", interleaved) and sections is None:
+        refuse(name, "mrope_interleaved", interleaved, "False without mrope_section")
     if sections is not None:
         refuse_beside(name, ["mrope_section"], [] if axes is None else ["axis_of_pair"])
         pairs = wholes(name, "mrope_section", sections, 0)
-        axes = [axis for axis, count in enumerate(pairs) for _ in range(count)]
-        if turns:
-            axes = [n % len(pairs) if n < len(pairs) * pairs[n % len(pairs)] else 0 for n in range(len(axes))]
-        if not axes or len(pairs) > MAX_AXES or ids.shape[:1] != (len(pairs),):
+        if not 0 < sum(pairs) <= MAX_PAIRS or len(pairs) > MAX_AXES or ids.shape[:1] != (len(pairs),):
             had = f"the number of pairs of each axis, at most {MAX_AXES}; position_ids is {shown(ids)}"
             refuse(name, "mrope_section", sections, had)
-    elif axes is not None and not 0 <= max(wholes(name, "axis_of_pair", axes, 0), default=-1) < MAX_AXES:
-        refuse(name, "axis_of_pair", axes, f"the axis of each pair, from 0 to {MAX_AXES - 1}")
+        axes = [axis for axis, count in enumerate(pairs) for _ in range(count)]
+        if interleaved:
+            axes = [n % len(pairs) if n < len(pairs) * pairs[n % len(pairs)] else 0 for n in range(len(axes))]
+    elif axes is not None:
+        axes = wholes(name, "axis_of_pair", given := axes, 0)
+        if not 0 < len(axes) <= MAX_PAIRS or max(axes) >= MAX_AXES:
+            refuse(name, "axis_of_pair", given, f"the axis of each pair, from 0 to {MAX_AXES - 1}")
     return {} if axes is None else {"axis_of_pair": (*axes,)}
 
 

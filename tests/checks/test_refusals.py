@@ -409,6 +409,9 @@ REFUSALS[partial(Mrope, IDS)] = [
     ({"mrope_section": (1, 1, 1, 1, 1)}, f"mrope_section is (1, 1, 1, 1, 1); it must be {_AXES}"),
     ({"mrope_section": (2, 2)}, f"mrope_section is (2, 2); it must be {_AXES}"),
     ({}, "mrope_section is None; it must be the number of pairs of each axis, or pass axis_of_pair"),
+    ({"mrope_section": (10**12,)}, f"mrope_section is (1000000000000,); it must be {_AXES}"),
+    ({"axis_of_pair": [0, 1], "mrope_interleaved": True},
+     "mrope_interleaved is True; it must be False without mrope_section"),
     ({"axis_of_pair": [0, 4]}, "axis_of_pair is [0, 4]; it must be the axis of each pair, from 0 to 3"),
     ({"axis_of_pair": [0], "mrope_section": (1,)}, "mrope_section does not go with axis_of_pair; leave one out"),
     ({"mrope_section": 4}, "mrope_section is 4; it must be a list or tuple of whole numbers")]  # fmt: skip
