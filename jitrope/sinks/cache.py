@@ -60,7 +60,7 @@ class KVCache(Value):
         scale_fmt: as in `DynamicQuantize`, for the scales beside the cache: "ue8m0" rounds them up to powers of two in
             torch.float32 (vLLM's word for the index cache of DeepSeek-V3.2). Scales of q must be of the same kind.
         k_pe_cache: (slots, Hk, R) or (pages, rows, Hk, R), k's dtype; any strides. The R rotated elements of k go there
-            as they are, and k_cache has the D - R others, in any of its formats. The rotated ones must be the last of a
+            unconverted, and k_cache has the D - R others, in any of its formats. The rotated ones must be the last of a
             head, and there is no v: k is the latent of MLA with k_pe behind it, and q is absorbed. Pass views of the
             bytes that your attention reads. DeepSeek-V3.2's (FlashMLA's README; vLLM's fp8_ds_mla) are (pages, rows,
             656): `k, scales, k_pe = x[:, :, None].split([512, 16, 128], -1)`, viewed as torch.float8_e4m3fn,

@@ -128,7 +128,7 @@ def of_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def projects(x: Tensor, weight: Tensor, norm: Any) -> bool:
     """Whether a user's call may have a kernel, before it is checked."""
-    blocks = watch.wgmma_count(x.device) // 2  # in pairs, of which each makes a tile in a wave
+    blocks = watch.wgmma_count(x.device) // 2  # pairs of blocks: each block makes one tile in a wave
     if not blocks or x.shape[-1] < VEC or config.batch_invariant():
         return False
     tokens, width = math.prod(x.shape[:-1]), len(weight)
