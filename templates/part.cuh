@@ -85,5 +85,5 @@ struct Part {
 
 // Whether a thread's part of a head is not normalised. NORM_NOPE: a lane's part is rotated, or all of it is not.
 DEVICE bool is_plain(const Own& own) { return is_plain(own.head) || (NORM_NOPE && own.part.rotary); }
-// Whether it is of the rotated elements of k. PE_CACHE: a cache of their own takes them as they are, without a scale.
+// Whether it is of the rotated elements of k. PE_CACHE: a cache of their own takes them, without a computed scale.
 DEVICE bool is_pe(const Own& own) { return !own.head.is_q && own.part.rotary; }

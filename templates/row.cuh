@@ -10,7 +10,8 @@ constexpr int ROW_HEADS = Q_HEADS > K_HEADS ? Q_HEADS : K_HEADS;
 constexpr int STEPS = ACROSS_HEADS ? (ROW_HEADS + HEADS_PER_BLOCK - 1) / HEADS_PER_BLOCK : HEADS_PER_THREAD;
 constexpr int STRIDE = ACROSS_HEADS ? HEADS_PER_BLOCK : 1;
 constexpr int ROWS = ACROSS_HEADS ? 1 : STEPS;           // rows that a thread has a part of at a time
-constexpr bool STORES_T = sizeof(QOut) == sizeof(T) || sizeof(KvOut) == sizeof(T) || ROTATE_K || PE_CACHE;
+constexpr bool STORES_T = sizeof(QOut) == sizeof(T) || sizeof(KvOut) == sizeof(T) || ROTATE_K
+    || (PE_CACHE && !PE_SCALED);
 constexpr bool LAYER = NORM_KIND == LAYER_NORM;
 constexpr bool NORM_BOTH = NORM_Q && NORM_K;
 constexpr bool WEIGHS_HEADS = ACROSS_HEADS || GIVEN_MEANS || LATENT_NORM;   // each head has its own weights

@@ -48,7 +48,7 @@ AXES: Axes = {
         *("groups", "int8_16", "e4m3_64", "mxfp8", "mxfp4", "nvfp4", "fp4", "tiles", "ue8m0", "weighted"),
     ),
     # some: k is a fresh tensor; own: k itself too; of_k: a cache of k alone; k_pe: the same, and another of its rotated
-    # elements; blocks: with computed scales; record: those and k_pe
+    # elements; blocks: with computed scales; record: nvfp4, and k_pe in fp8
     "out": (
         *("fresh", "inplace", "given", "some", "by_rank", "ulysses"),
         *("slots", "pages", "indptr", "indices", "fp8_slots", "fp8_pages", "own", "of_k"),
@@ -56,7 +56,7 @@ AXES: Axes = {
     ),
     "layout": ("bshd", "sbhd", "bhsd", "thd"),
     "dtype": ("bf16", "fp16", "fp32"),
-    "size": ("64", "128", "80", "256", "72", "576", "6"),
+    "size": ("64", "6", "256", "128", "72", "80", "576"),
     "heads": ("gqa", "mha", "odd", "many"),
     "weights": ("half", "weights_fp32"),  # half: q's dtype
     # sliced: of a wider tensor; turned: two axes are exchanged in memory; apart: of every second element;
@@ -85,6 +85,7 @@ BIASED, ALONE = ("qkv_bias", "grouped_bias", "gated_bias"), ("alone", "rope_alon
 CONVERTED, GIVEN, DYNAMIC = AXES["convert"][1:], AXES["convert"][1:6], AXES["convert"][6:]
 CACHES, BLOCKS, PACKED = AXES["out"][6:], AXES["out"][15:], AXES["positions"][9:]
 PE = ("k_pe", "record")
+NVFP4 = ("nvfp4_blocks", "record")
 OF_K = ("of_k", *PE)
 INTO, ONE_TABLE = AXES["pairs"][3:], ("cache", "angles", "scaled", "cis")
 GROUPED = ("groups", "e4m3_64", "mxfp8", "mxfp4", "fp4", "tiles", "ue8m0")
@@ -99,7 +100,7 @@ COUNTED = ("ids", "shared", *SHIFTS, *MROPES, "packed_rows")  # each token has a
 UNLIKE = {
     blocks: [x for x in DYNAMIC if x not in (*OF_ROWS, *alike)]
     for blocks, alike in {
-        **{"int8_blocks": ["int8"], "mx_blocks": ["mxfp8", "tiles"], "nvfp4_blocks": ["nvfp4"], "record": []}
+        **{"int8_blocks": ["int8"], "mx_blocks": ["mxfp8", "tiles"], **{x: ["nvfp4"] for x in NVFP4}}
     }.items()
 }
 
@@ -235,10 +236,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"out": PE, "part": but("part", "last")}, f"k_pe_cache {LAST}"),
     ({"out": PE, "table": "none"}, f"k_pe_cache {LAST}"),
     ({"out": "mx_blocks", "size": ("80", "72", "6")}, SCALE_SHAPE),
-    ({"out": "nvfp4_blocks", "size": "72"}, SCALE_SHAPE),
-    ({"out": "nvfp4_blocks", "size": "6"},
-     "rotary_offset is ..., rotary_dim 6; for fp4 the first must be even, and the second a multiple of 4"),
-    ({"out": "nvfp4_blocks", "strides": ("apart", "offset")}, PAIRED),
+    ({"out": NVFP4, "size": "72"}, SCALE_SHAPE),
+    ({"out": NVFP4, "size": "6"},
+     "rotary_offset is ..., rotary_dim ...; for fp4 the first must be even, and the second a multiple of 4"),
+    ({"out": NVFP4, "strides": ("apart", "offset")}, PAIRED),
     ({"out": ("inplace", "own"), "strides": "expanded"},
      "q has strides ...; its elements overlap in memory, so it cannot be written; pass q.contiguous(), or leave "
      "inplace=True out"),

@@ -16,7 +16,7 @@ from jitrope import KVCache, Pages, Scaled, Ulysses
 from jitrope.base.spec import Spec
 
 from . import oracle
-from .calls import BLOCKS, CACHES, OF_K, OF_ROWS, PE, ROPES, Case
+from .calls import BLOCKS, CACHES, NVFP4, OF_K, OF_ROWS, PE, ROPES, Case
 from .sweep import BLOCK_FORMS, E4M3, E5M2, E8M0, FP4, GLOBALS, IN_PAGES, STEPS, V_DIM, Made, S
 
 RANKS = 2
@@ -198,8 +198,9 @@ class Caches(Places):
             scales = (*shape[:-1], size // form.get("group", size))
             dtype = form.get("scale_dtype", torch.float32)
             self.block_scales = {x: m.noise(*scales, dtype=dtype) for x in self.letters}
-            self.scales = {f"{x}_scale": GLOBALS[x] for x in "kv"} if kind == "nvfp4_blocks" else {}
-        self.k_pe = {"k_pe_cache": m.noise(*shape[:-1], m.part[1], dtype=m.dtype)} if kind in PE else {}
+            self.scales = {f"{x}_scale": GLOBALS[x] for x in self.letters} if kind in NVFP4 else {}
+        of_pe = E4M3 if kind == "record" else m.dtype
+        self.k_pe = {"k_pe_cache": m.noise(*shape[:-1], m.part[1], dtype=of_pe)} if kind in PE else {}
         self.tensors = [*self.caches.values(), *self.block_scales.values(), *self.k_pe.values()]
         self.before = [x.clone() for x in self.tensors]
         self.named, self.cleared, places = self._places(m)
@@ -258,7 +259,10 @@ class Caches(Places):
             stored = self.stored(self.caches[letter])
             for pe in self.k_pe.values():
                 want, last = want.split(m.part, -1)
-                near(self.stored(pe), last, m.lost)
+                if pe.dtype == m.dtype:
+                    near(self.stored(pe), last, m.lost)
+                else:
+                    near_units(self.stored(pe), last.cpu() / torch.tensor(scale).double(), m.lost)
             if self.blocks:
                 own = self.stored(self.block_scales[letter])
                 near_scaled(stored[None].cpu(), own[None].cpu(), want[None] / scale, self.form, m.lost)

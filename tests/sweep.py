@@ -14,7 +14,7 @@ from jitrope import DynamicQuantize, Mrope, Norm, Packed, Quantize, Shifts, Star
 from jitrope.sources import projected
 
 from . import calls, oracle
-from .calls import AXES, BIASED, CACHES, DYNAMIC, FUSED, GIVEN, INTO, PACKED, PROJECTED, ROPES, STREAMS, Case
+from .calls import AXES, BIASED, CACHES, DYNAMIC, FUSED, GIVEN, INTO, NVFP4, PACKED, PROJECTED, ROPES, STREAMS, Case
 from .host import backend
 
 projected.LEAST_FILLED = 0  # calls of the table are small
@@ -58,8 +58,7 @@ FORMS: dict[str, Any] = {
     "ue8m0": {"dtype": E4M3, "group": 32, "scale_fmt": "ue8m0"}, "weighted": {"dtype": E4M3},
 }  # fmt: skip
 WITH_V = ("kv_rows", "groups", "mxfp8", "nvfp4", "tiles")
-BLOCK_FORMS = {"int8_blocks": FORMS["int8"], "mx_blocks": FORMS["mxfp8"], "nvfp4_blocks": FORMS["nvfp4"]}
-BLOCK_FORMS |= {"record": {"dtype": torch.int8, "scale_dtype": E8M0}}
+BLOCK_FORMS = {"int8_blocks": FORMS["int8"], "mx_blocks": FORMS["mxfp8"], **dict.fromkeys(NVFP4, FORMS["nvfp4"])}
 IN_PAGES = ("pages", "indptr", "indices", "fp8_pages", "nvfp4_blocks", "record")
 CU_SEQLENS = {  # The whole batch has three sequences, or two if pages hold it. A rank has half of the tokens.
     **dict.fromkeys(PACKED, ((0, 4, 4, 10), (0, 4, 10))),

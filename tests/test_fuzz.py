@@ -203,7 +203,7 @@ def problems(draw: Any) -> RopeProblem:
         page_table_dtype=pick(*INDEX_DTYPES) if paged else None, page_indptr=paged and draw(FLAG),
         cu_seqlens_q=paged and draw(FLAG), batch_indices=paged and draw(FLAG), clear_page=paged and draw(FLAG),
         page_size=pick(16, 784) if paged else pick(0, 16, 784) if kind == "cache" else 0,
-        rotate_k=kind == "cache" and not mixed and draw(FLAG), pe_cache=nope and draw(FLAG),
+        rotate_k=kind == "cache" and not mixed and draw(FLAG), pe_dtype=pick(None, dtype, "fp8") if nope else None,
         q_out=fp8_form if fp8 else dtype,
         kv_out=fp8_form if fp8 or (kind == "cache" and draw(FLAG)) else dtype,
         hadamard=fp8 and normed and not row_heads and head_dim in (64, 128, 256) and draw(FLAG), dynamic=dynamic,

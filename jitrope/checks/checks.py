@@ -163,14 +163,13 @@ def check_kv_cache(op: Any, t: Tensors, o: Options) -> None:
 
 def check_scale(op: Any, own: str, t: Tensors, o: Options) -> None:
     """Refuse a wrong given scale of `own`, q, k or v, and a missing one."""
-    scale, label, blocks = t.get(f"{own}_scale"), label_of(op, f"{own}_scale", t, o), t.get(BLOCK_SCALES[0])
+    scale, label = t.get(f"{own}_scale"), label_of(op, f"{own}_scale", t, o)
     fail = Fail(op.function, own, t.get(own), o.layout)
     if own == "q" and "q_weights" in t:
         fail.unlike("q_weights", t["q_weights"], t["q"].device, (torch.float32,), t["q"].shape[:-1])
     wanted, needed = own in t, own != "v" and not (o.computed or o.per_row) and any(x in t for x in SCALES[:3])
     if "k_cache" in t:
-        of_cache = t["k_cache"].dtype in FP8S if blocks is None else blocks.dtype == FP8 and scale is not None
-        wanted, needed = wanted and (own == "q" or of_cache), own != "q"
+        wanted, needed = wanted and (own == "q" or cache.takes_scale(t)), own != "q" and BLOCK_SCALES[0] not in t
     if scale is None:
         return fail.when(wanted and needed, f"{label} is missing; pass it, because fp8 is stored divided by it")
     fail.when(not wanted, f"{label} is given, but no output is divided by it; leave it out")

@@ -104,9 +104,9 @@ def plan(p: RopeProblem) -> Plan:
     spec = replace(spec, tiles=tiles, one_row=tiled and p.batch == 1)
     if p.norm and not (tiled or p.across_heads or p.per_head):
         # A thread's heads are all of q, all of k or all of v. The token's last thread may have fewer. In a gradient a
-        # thread may have one of k and one of v. Beside a pe_cache it has one, because the registers of two spill.
+        # thread may have one of k and one of v. Beside a k_pe_cache it has one, because the registers of two spill.
         of_q = p.q_heads // (1 + p.gated)
-        others = p.heads if p.gradient else (p.heads - p.q_heads) // (1 + p.v_per_k) * p.copy_v + p.pe_cache
+        others = p.heads if p.gradient else (p.heads - p.q_heads) // (1 + p.v_per_k) * p.copy_v + bool(p.pe_dtype)
         few = spec.chunks * spec.chunk <= FEW_ELEMENTS and not p.gradient
         spec = replace(spec, heads_per_thread=math.gcd(of_q, others, NORM_HEADS_PER_THREAD * (2 if few else 1)))
     length, second = p.tokens, 1  # tokens, and blocks along the other axis of the grid

@@ -135,6 +135,7 @@ class _Call:
             "dtype": DTYPE_NAMES[named["q"].dtype],
             "q_out": o.out_dtype if o.per_row else DTYPE_NAMES[q_out.dtype],
             "kv_out": o.out_dtype if o.per_row else DTYPE_NAMES[named.get("k_out", q_out).dtype],
+            "pe_dtype": DTYPE_NAMES[t["k_pe_cache"].dtype] if "k_pe_cache" in t else None,
             "dynamic": not self.strides.keys().isdisjoint((*_SCALES, *BLOCK_SCALES)),
             "in_place": o.inplace,
             "copy_v": self.inputs[2] is not None,

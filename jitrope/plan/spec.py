@@ -206,6 +206,7 @@ class RopeSpec(Compiled, Spec):
             "packed": self.cu_seqlens_dtype is not None,
             **{x: getattr(self, f"{x}_dtype") is not None for x in ("start_positions", "position_ids")},
             "cache": self.cached,
+            "pe_cache": self.pe_dtype is not None,
             "converts": self.q_out != self.dtype or self.kv_out != self.dtype,
             "axes": (axes := max(self.axis_of_pair, default=0) + 1),
             "pairs_of_axes": f"{{{', '.join(_bits(self.axis_of_pair, axes))}}}",

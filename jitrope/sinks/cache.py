@@ -11,7 +11,7 @@ from torch import Tensor
 from ..base.arguments import flags, refuse, refuse_beside, tensor, word
 from ..base.fit import Fail, sizes_of
 from ..base.layouts import MAX_TOKENS
-from ..base.spec import INDEX_DTYPES, OF_NORM
+from ..base.spec import DTYPES, INDEX_DTYPES, OF_NORM
 from ..base.views import BLOCK_SCALES, FORMATS, FP8, FP8S, GROUPS, PER_ITEM, SCALES, Tensors
 from ..stages import convert
 from ..values.asked import Value
@@ -65,7 +65,8 @@ class KVCache(Value):
             bytes that your attention reads. DeepSeek-V3.2's (FlashMLA's README; vLLM's fp8_ds_mla) are (pages, rows,
             656): `k, scales, k_pe = x[:, :, None].split([512, 16, 128], -1)`, viewed as torch.float8_e4m3fn,
             torch.float32 and k's dtype. In DeepSeek V4's a row is 448 + 128 bytes, and behind a page's rows 8 bytes for
-            each, whose first 7 are its scales in torch.float8_e8m0fnu.
+            each, whose first 7 are its scales in torch.float8_e8m0fnu. Where k_cache may have a k_scale (fp8, NVFP4),
+            k_pe_cache may be fp8 too, and holds k_pe / k_scale (FlashInfer's NVFP4 cache of MLA: 256, 32 and 64 bytes).
 
     Raises:
         InvalidInput: an argument has a wrong type, or one of two is missing.
@@ -115,7 +116,7 @@ class Fields(pages.Fields):
     slot_mapping_dtype: str | None = field(metadata={"words": INDEX_DTYPES})
     block_cache: bool = field(metadata=OF_NORM | {"given": "k_block_scale"})  # k and v have scales, beside their cache
     rotate_k: bool  # k is also rotated in place
-    pe_cache: bool = field(metadata={"given": "k_pe_cache"})  # the rotated elements of k go to a cache of their own
+    pe_dtype: str | None = field(metadata={"words": (*DTYPES, *FORMATS)})  # of a cache of k's rotated elements alone
 
     @property
     def cached(self) -> bool:
@@ -126,6 +127,11 @@ class Fields(pages.Fields):
 def slots_of(cache: Tensor) -> int:
     """The number of slots of a cache."""
     return cache.shape[0] * (cache.shape[1] if cache.dim() == 4 else 1)
+
+
+def takes_scale(t: Tensors) -> bool:
+    """Whether a call's cache of k takes a k_scale."""
+    return t["k_cache"].dtype in FP8S if BLOCK_SCALES[0] not in t else t[BLOCK_SCALES[0]].dtype == FP8
 
 
 def check(heads_of: Tensors, t: Tensors, o: Words, fail: Fail) -> None:
@@ -143,7 +149,8 @@ def check(heads_of: Tensors, t: Tensors, o: Words, fail: Fail) -> None:
         fail.when(per_item > 1 and cache.stride(-1) != 1, f"{had}; the last must be 1")
         lead, dtypes = tuple(cache.shape[:-2]), (cache.dtype,)  # v's are those of k
         if "k_pe_cache" in t:
-            fail.unlike("k_pe_cache", t["k_pe_cache"], k.device, (k.dtype,), (*lead, heads, whole - dim))
+            of_pe = (k.dtype, *(FP8S if takes_scale(t) else ()))
+            fail.unlike("k_pe_cache", t["k_pe_cache"], k.device, of_pe, (*lead, heads, whole - dim))
         if blocks:
             scale, label, dim = t[f"{letter}_block_scale"], f"{letter}_block_scale", int(dim)  # a symbol has no hash
             known = [x for x in SCALES.values() if x != FP8 or cache.dtype == FORMATS["fp4"].dtype]
@@ -202,7 +209,9 @@ def store(letter: str, x: Tensor, t: Tensors, o: Words, kept: Tensor, slot: Tens
     """Write heads (batch, seq, heads, dim), and the scales of their blocks if the cache has some."""
     if (pe := t.get("k_pe_cache")) is not None:
         x, last = x.tensor_split([-pe.shape[-1]], -1)
-        _put(pe, slot, t["k_cache"].shape[1], last.to(pe.dtype).flatten(0, 1)[kept])
+        own = {name: y for name, y in t.items() if name not in BLOCK_SCALES}
+        stored, _ = convert.cached(letter, last, {**own, "k_cache": pe}, o)
+        _put(pe, slot, t["k_cache"].shape[1], indexed(stored).flatten(0, 1)[kept])
     stored = convert.cached(letter, x, t, o)
     for label, y in zip((f"{letter}_cache", f"{letter}_block_scale"), stored):
         if y is not None:

@@ -319,6 +319,8 @@ REFUSALS[qkv] = [
          "(12, 2, 4), float32, on cpu like k (B=2, S=6, H=2, D=8)"),
         (of_pe(k_pe_cache=K_PE_CACHE.half()),
          "k_pe_cache is float16; it must be (12, 2, 4), float32, on cpu like k"),
+        (of_pe(k_pe_cache=K_PE_CACHE.to(torch.float8_e4m3fn)),
+         "k_pe_cache is float8_e4m3fn; it must be (12, 2, 4), float32, on cpu like k"),
         (of_pe(k_pe_cache=KC[..., 1:5]), f"k_cache and k_pe_cache {SHARED}"))],
     ({"norm": Norm(of="k_nope"), **LAST_FOUR}, "the norm has of='k_nope', which goes with a cache"),
     ({"norm": Norm(of="k_nope"), "cache": CACHE}, f"a norm with of='k_nope' {LAST} 8, rotary_offset 0 and rotary_dim "

@@ -161,13 +161,14 @@ WHOLE = _OF_BOTH, {"two_streams": True, "dynamic": True, "across_heads": True, "
 def test_ingredients_follow_every_field_and_file() -> None:
     flags = "interleaved inverse full_width per_head in_place interleaved_out freqs packed_table copy_v batch_inner "
     flags += "one_row wide rotate_k scales_q prefixed shifts head_scales added_bias gated "
-    flags += "page_indptr cu_seqlens_q clear_page batch_indices convert_v pe_cache"
+    flags += "page_indptr cu_seqlens_q clear_page batch_indices convert_v"
     changes = {"dtype": "fp16", "table_dtype": "bf16", "head_dim": 256, "rotary_dim": 64, "rounding": "complex64"}
     changes |= {"cu_seqlens_dtype": "int64", "launch": "grid_2d", "vec": 4, "chunks": 1, "table_vec": 2, "tiles": 1}
     changes |= {"tokens_per_block": 2, "heads_per_block": 7, "one_step": False, "rotary_offset": 8, "cp_size": 2}
     changes |= {"start_positions_dtype": "int64", "q_per_group": 4, "position_ids_dtype": "int64", "v_dim": 64}
     changes |= {"axis_of_pair": (0, 0, 1, 1) * 16, "slot_mapping_dtype": "int64", "page_size": 16, "q_out": "fp8"}
     changes |= {"kv_out": "fp8", "table_step": 2, "page_table_dtype": "int64", "kv_per_group": 2, "v_per_k": 8}
+    changes |= {"pe_dtype": "fp8"}
     changes |= dict.fromkeys(flags.split(), True)
     flags = "hadamard dynamic dynamic_q weighs_q swizzled block_cache per_row biased across_heads given_means "
     flags += "zero_centered after_rope two_streams two_tables gradient v_norm latent_norm projected round_projection "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope import DynamicQuantize, KVCache, Norm, Packed, Pages
+from jitrope import DynamicQuantize, KVCache, Norm, Packed, Pages, Quantize
 
 from .. import oracle
 from ..devices import DEVICES, inputs, noise, turn
@@ -251,11 +251,19 @@ def test_the_records_of_deepseek(latent: int, group: int, launch: str, paged: bo
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", [NVFP4, BLOCKS[-1][2], {"group": 192}, {"dtype": E5M2}, {}], ids=str)
-def test_a_cache_of_rotated_elements_beside_one_of_any_format(kind: dict[str, Any], device: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "of_pe"),
+    [*((x, None) for x in (NVFP4, BLOCKS[-1][2], {"group": 192}, {"dtype": E5M2}, {})),
+     (NVFP4, E4M3), ({"dtype": E5M2}, E4M3), ({"dtype": E4M3}, E5M2)],
+    ids=str,
+)  # fmt: skip
+def test_a_cache_of_rotated_elements_beside_one_of_any_format(
+    kind: dict[str, Any], of_pe: torch.dtype | None, device: str
+) -> None:
     """NVFP4, MXFP8, one scale, a given one, or none: the others are converted as by themselves, before the rotation.
 
-    The rows of both caches are in one tensor; there are two heads of k.
+    The rotated ones stay as they are, or are divided by the given scale (FlashInfer's NVFP4 cache of MLA). The rows of
+    both caches are in one tensor; there are two heads of k.
     """
     (k,), (cos, sin) = noise(device, torch.bfloat16, (2, 5, 2, 256)), turn(device, 5, 32)
     slots = [4, -1, 2, 9, 0, 7, 3, 30, 11, 1]
@@ -263,20 +271,24 @@ def test_a_cache_of_rotated_elements_beside_one_of_any_format(kind: dict[str, An
     dtype = kind.get("dtype", E4M3 if kind else k.dtype)
     blocks: dict[str, Tensor] = {}
     if "group" in kind:
-        alone = DynamicQuantize(**{x: y for x, y in kind.items() if y != 192})
+        unit = {"q_global_scale": 0.5} if of_pe else {}
+        alone = DynamicQuantize(**{x: y for x, y in kind.items() if y != 192}, **unit)
         stored, scales = jitrope.prepare_qkv(latent, None, None, quantize=alone)[0]
         scales = scales if alone.words["group"] else scales[..., None]
         blocks["k_block_scale"] = torch.zeros(12, *scales.shape[2:], device=device).to(scales.dtype)
     else:
         stored = (latent.float() * (1 / torch.tensor(0.5))).to(dtype) if kind else latent
     width = stored.shape[-1] * stored.element_size()
-    rows = torch.zeros(12, 2, width + 128, dtype=torch.uint8, device=device)
-    values, k_pe = rows[..., :width].view(dtype), rows[..., width:].view(k.dtype)
-    given = {"k_scale": 0.5} if kind == {"dtype": E5M2} else {}
+    rows = torch.zeros(12, 2, width + (64 if of_pe else 128), dtype=torch.uint8, device=device)
+    values, k_pe = rows[..., :width].view(dtype), rows[..., width:].view(of_pe or k.dtype)
+    given = {"k_scale": 0.5} if of_pe or kind == {"dtype": E5M2} else {}
     to, scale_fmt = torch.tensor(slots, device=device), kind.get("scale_fmt")
     cache = KVCache(values, None, to, **blocks, **given, k_pe_cache=k_pe, scale_fmt=scale_fmt)
     jitrope.prepare_qkv(k[:, :, :0], k, None, cos, sin, rotary_dim=64, rotary_offset=192, cache=cache)
     turned = jitrope.apply_rope(last, None, cos, sin)[0]
+    if of_pe:
+        converted = Quantize(0.5, dtype=of_pe)
+        turned = jitrope.prepare_qkv(last, None, None, cos, sin, quantize=converted)[0]
     for place, x in ((values, stored), (k_pe, turned), *((y, scales) for y in blocks.values())):
         kept = [(token, slot) for token, slot in enumerate(slots) if 0 <= slot < 12]
         for token, slot in kept:
