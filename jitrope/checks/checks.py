@@ -15,7 +15,7 @@ from ..base.errors import InvalidInput
 from ..base.fit import FLOATS, Fail, named, sizes_of
 from ..base.layouts import LAYOUT_AXES, MAX_HEAD_DIM, MAX_TOKENS
 from ..base.memory import overlaps_itself, refuse_meeting, span
-from ..base.views import BLOCK_SCALES, FORMATS, FP8, FP8S, PER_ITEM, TABLE_NAMES, Tensors
+from ..base.views import BLOCK_SCALES, FORMATS, PER_ITEM, TABLE_NAMES, Tensors
 from ..plan.options import Options
 from ..sinks import cache, pages
 from ..stages import BEHIND, norm, positions, rotate, transform

@@ -210,8 +210,8 @@ def store(letter: str, x: Tensor, t: Tensors, o: Words, kept: Tensor, slot: Tens
     if (pe := t.get("k_pe_cache")) is not None:
         x, last = x.tensor_split([-pe.shape[-1]], -1)
         own = {name: y for name, y in t.items() if name not in BLOCK_SCALES}
-        stored, _ = convert.cached(letter, last, {**own, "k_cache": pe}, o)
-        _put(pe, slot, t["k_cache"].shape[1], indexed(stored).flatten(0, 1)[kept])
+        turned, _ = convert.cached(letter, last, {**own, "k_cache": pe}, o)
+        _put(pe, slot, t["k_cache"].shape[1], indexed(turned).flatten(0, 1)[kept])
     stored = convert.cached(letter, x, t, o)
     for label, y in zip((f"{letter}_cache", f"{letter}_block_scale"), stored):
         if y is not None:
