@@ -294,7 +294,8 @@ def _by_rows(x: Tensor | None, call: Call) -> Tensor | None:
     rows = call.schedule.segments.output_rows
     if x is not None and rows is not None:
         x = x[:, rows.clamp(min=0)].masked_fill(rows < 0, -torch.inf)
-    return None if x is None else x.t().contiguous()
+    # A copy also of one row: torch 2.11's compiler asks for the gradient of a view, though it is marked as without one.
+    return None if x is None else x.t().clone(memory_format=torch.contiguous_format)
 
 
 # ---- autograd ----------------------------------------------------------------------------------------
