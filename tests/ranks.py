@@ -21,35 +21,38 @@ import torch.distributed as dist
 from .fresh import SERVER
 
 GROUPS: list[dist.ProcessGroup | None] = []
-"""In a process with gloo: the groups of 1, 2, 3 and 4 processes that it is in; None is torch's default group."""
+"""In a process with gloo: those of `SUBSETS` that it is in, and None, torch's default group."""
 
-_started: dict[str, list[tuple[Any, Any]]] = {}  # of a backend: the processes, and the pipes to them
+SUBSETS: dict[int, Any] = {4: ([0], [1], [2], [3], [0, 2], [1, 3], [0, 1, 2]), 8: [range(n) for n in range(2, 8)]}
+"""The groups of 4 and of 8 processes with gloo, beside torch's default group."""
+
+_started: dict[tuple[str, int], list[tuple[Any, Any]]] = {}  # the processes, and the pipes to them
 
 
-def _on_ranks(backend: str, body: Any) -> Any:
+def _on_ranks(backend: str, most: int, body: Any) -> Any:
     @functools.wraps(body)
     def test(**words: Any) -> None:
-        size, errors = 4 if backend == "gloo" else min(4, torch.cuda.device_count()), []
+        size, errors = most if backend == "gloo" else min(most, torch.cuda.device_count()), []
         if size < 2:
             pytest.skip("this machine has one GPU; NCCL takes one for each process")
-        if backend not in _started:
-            folder, _started[backend] = tempfile.mkdtemp(), []
+        if (backend, most) not in _started:
+            folder, _started[backend, most] = tempfile.mkdtemp(), []
             for rank in range(size):
                 ours, theirs = SERVER.Pipe()
                 process = SERVER.Process(target=_serve, args=(rank, size, backend, folder, theirs), daemon=True)
                 process.start()
                 theirs.close()
-                _started[backend].append((process, ours))
-        for _, pipe in _started[backend]:
+                _started[backend, most].append((process, ours))
+        for _, pipe in _started[backend, most]:
             pipe.send((body.__module__, body.__name__, words))
-        for rank, (_, pipe) in enumerate(_started[backend]):
+        for rank, (_, pipe) in enumerate(_started[backend, most]):
             try:
                 error = pipe.recv() if pipe.poll(500) else "it does not end"
             except EOFError:
                 error = "the process ended"
             errors += [f"rank {rank}: {error}"] if error else []
         if errors:
-            for process, _ in _started.pop(backend):
+            for process, _ in _started.pop((backend, most)):
                 process.kill()
         assert not errors, "\n".join(errors)
 
@@ -57,8 +60,9 @@ def _on_ranks(backend: str, body: Any) -> Any:
     return pytest.mark.slow(test) if backend == "gloo" else pytest.mark.gpu(pytest.mark.hardware(test))
 
 
-on_ranks = functools.partial(_on_ranks, "gloo")  # a test whose body runs on four processes
-on_gpus = functools.partial(_on_ranks, "nccl")
+on_ranks = functools.partial(_on_ranks, "gloo", 4)  # a test whose body runs on four processes
+on_eight = functools.partial(_on_ranks, "gloo", 8)
+on_gpus = functools.partial(_on_ranks, "nccl", 4)
 """A test whose body runs on four processes with a GPU each, or on two if there are no more GPUs."""
 
 
@@ -68,8 +72,8 @@ def _serve(rank: int, size: int, backend: str, folder: str, pipe: Any) -> None:
         torch.cuda.set_device(rank)
     words: dict[str, Any] = {"rank": rank, "world_size": size, "timeout": timedelta(seconds=60)}
     dist.init_process_group(backend, init_method=f"file://{Path(folder, 'store')}", **words)
-    for members in ([0], [1], [2], [3], [0, 2], [1, 3], [0, 1, 2]) if backend == "gloo" else ():
-        group = dist.new_group(members)
+    for members in SUBSETS[size] if backend == "gloo" else ():
+        group = dist.new_group(members, words["timeout"])
         if rank in members:
             GROUPS.append(group)
     GROUPS.append(None)

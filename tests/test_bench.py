@@ -266,20 +266,24 @@ def test_a_wrong_result_of_a_host_is_not_timed() -> None:
 
 
 def test_a_smoke_run_of_cp() -> None:
-    """All operations on even and ragged batches, tables of three batches, a step of two masks, its memory."""
+    """All operations on even and ragged batches, tables of three batches, a step of two masks, its memory, balance."""
     done = run("cp", "--smoke", "--json")
     assert done.exit_code == 0, done.output
     cp_rows = json.loads(done.stdout)["rows"]
-    of = {part: [row for row in cp_rows if row["part"] == part] for part in ("rows", "metadata", "step", "memory")}
-    assert [len(part) for part in of.values()] == [2 * 8, 3 * 3, 2 * 3, 2 * (4 + 3)]
+    parts = ("rows", "metadata", "step", "memory", "call", "balance")
+    of = {part: [row for row in cp_rows if row["part"] == part] for part in parts}
+    assert [len(part) for part in of.values()] == [2 * 8, 3 * 3, 2 * 3, 2 * (4 + 3), 2 * 3 * 3, 2 * 2 * 2]
     assert all(row["us"] > 0 and row["x"] > 0 and row["of"] == "COPY" for row in of["rows"])
-    tables = cp.SECTION.tables[:3]  # memory needs a GPU, ranks two
+    tables = (*cp.SECTION.tables[:3], cp.SECTION.tables[5])  # memory needs a GPU, ranks two
     assert all(bench.sections.markdown(table, cp_rows) for table in tables)
     assert cp.plot(cp_rows) is not None
     assert {row["case"] for row in of["step"]} == {"causal 4/2, math", "window 3 4/2, math"}
     assert {row["case"].split(", ")[1] for row in of["memory"]} == {"tensors", "with math's kernels"}
     alone = [row["x"] for row in of["step"] if row["what"].startswith("attention alone") and "causal" in row["case"]]
     assert sum(alone) == pytest.approx(1)
+    # Causal pairs of 15, 18 and 32 tokens, padded to 32, are 336 and 483 in one cut, and 397 and 422 in the other.
+    pairs = [row["x"] for row in of["balance"] if "pairs" in row["what"]]
+    assert pairs[:2] == pytest.approx([483 / 409.5, 422 / 409.5])
     assert not dist.is_initialized()
 
 

@@ -1,7 +1,7 @@
-"""`bench cp`: context parallelism's moves of rows, tables, whole step and memory, of one rank on one GPU.
+"""`bench cp`: context parallelism's moves of rows, tables, whole step, memory and balance of ranks, on one GPU.
 
 Bytes are those of the rows that an operation reads and writes, each as often as it does: a key that two chunks of a
-rank see is moved twice. Tables of rows, 4 bytes a row, do not count. Whole steps are in `cp_step.py`.
+rank see is moved twice. Tables of rows, 4 bytes a row, do not count. Steps are in `cp_step.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise, product
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from jitrope import thd
 from jitrope.base.partition import chunks_of, count, local_rows, number_of_chunks
 from jitrope.context_parallel.attention import Call, pack_gradients, unpack, unpack_gradients
 from jitrope.context_parallel.backends import Case as Attention
-from jitrope.context_parallel.schedule import Schedule
+from jitrope.context_parallel.schedule import Memory, Schedule
 from jitrope.thd import ops as thd_ops
 from jitrope.thd import reference as thd_reference
 
@@ -29,9 +29,10 @@ from .plots import Plot
 from .report import AS_JSON, SMOKE, Rows, app, chosen, numbers, show
 from .sections import Row, Section, Table, grouped, of, short, span
 
-PARTS = ("rows", "metadata", "step")
+PARTS = ("rows", "metadata", "step", "balance")
 COUNTS = (16, 512, 2401)
 """Sequences of the batches whose tables are timed."""
+CUTS = {"TransformerEngine's cut": False, "separate_padding": True}
 
 
 class Batch(NamedTuple):
@@ -62,6 +63,15 @@ class Batch(NamedTuple):
         offsets, longest = torch.tensor(bounds, device=DEVICE).int(), max(b - a for a, b in pairwise(bounds))
         ranks = ranks or {"cp_size": cp_size, "cp_rank": cp_size // 2}
         return Schedule(offsets, self.tokens, max_seqlen=longest, window=self.windows()[mask], **ranks)
+
+    def padded(self, cp_size: int, rank: int, mask: str, apart: bool) -> Schedule:
+        """That of a rank, of random lengths padded to the longest; the padding is cut apart, or as tokens are."""
+        draw, slot = random.Random(0), self.tokens // self.sequences
+        sizes = [draw.lognormvariate(0, 0.8) for _ in range(self.sequences)]
+        ends = accumulate((int(slot * size / max(sizes)) for size in sizes), initial=0)
+        real, slots = (torch.tensor([*x], device=DEVICE).int() for x in (ends, range(0, self.tokens + 1, slot)))
+        words: dict[str, Any] = {"cu_seqlens_padded": slots, "separate_padding": apart, "max_seqlen": slot}
+        return Schedule(real, self.tokens, cp_size=cp_size, cp_rank=rank, window=self.windows()[mask], **words)
 
     def attention(self, schedule: Schedule, heads: tuple[int, int], head_groups: int = 1) -> Attention:
         """One of the head groups of a training step."""
@@ -159,12 +169,12 @@ def metadata(cp_sizes: list[int], sequences: int, batch: Batch) -> Rows:
 
 @app.command("cp")
 def command(
-    only: Annotated[str, typer.Option(help="Parts to run, of rows,metadata,step; under torchrun step.")] = "",
+    only: Annotated[str, typer.Option(help="Parts to run, of rows,metadata,step,balance; under torchrun step.")] = "",
     cp: Annotated[str, typer.Option(help="Ranks, one of which this GPU stands for.")] = "2,4,8",
     smoke: SMOKE = False,
     as_json: AS_JSON = False,
 ) -> None:
-    """Context parallelism, one rank of several: moves of rows beside copies, tables, the step and its memory.
+    """Context parallelism, one rank of several: moves of rows beside copies, tables, the step, memory and balance.
 
     torchrun --nproc-per-node 2 -m jitrope bench cp --only step: whole steps of real ranks, a GPU each.
     """
@@ -177,9 +187,9 @@ def command(
     for size in sizes:
         if "rows" in parts:
             steps |= {f"rows, cp {size}, {case}": partial(moved_rows, size, case, batch) for case in ("even", "ragged")}
-        for heads in batch.heads if "step" in parts else ():
-            name = f"step, cp {size}, {heads}"
-            steps |= {f"{name}, {mask}": partial(cp_step.rows, size, mask, heads, batch) for mask in batch.windows()}
+        for part, make in (("step", cp_step.rows), ("balance", cp_step.balance_rows)):
+            for heads, mask in product(batch.heads, batch.windows()) if part in parts else ():
+                steps[f"{part}, cp {size}, {heads}, {mask}"] = partial(make, size, mask, heads, batch)
     if "metadata" in parts:
         steps |= {f"metadata, {n} sequences": partial(metadata, sizes, n, batch) for n in COUNTS}
     if not cp_step.launched():
@@ -300,6 +310,16 @@ SECTION = Section(
                 "MiB, `keep_gathered=True`": of(mebibytes, what="jitrope, keep_gathered", **MEMORY),
                 "MiB, `head_groups=2`": of(mebibytes, what="jitrope, head_groups=2", **MEMORY),
             },
+        ),
+        Table(
+            "a call's MiB (over `Schedule.memory`), 2 / 4 / 8 ranks",
+            lambda row: str(row["case"]).rpartition(", ")[0],
+            {x: of(lambda row: f"{row['MiB']:.0f} ({row['x']:.2f})", part="call", what=x) for x in Memory._fields},
+        ),
+        Table(
+            "padded to the longest: the busiest rank over the mean, 2 / 4 / 8 ranks",
+            mask_of,
+            {f"{cut}, {what}": of("x", what=f"{cut}, {what}") for cut in CUTS for what in ("pairs", "time")},
         ),
         Table(
             "real ranks, ms",

@@ -1,4 +1,4 @@
-"""The whole step of `bench cp`: times of its parts, peak memory, and real runs on several GPUs."""
+"""The whole step of `bench cp`: times of its parts, memory, balance of ranks, and real runs on several GPUs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import Tensor
 from jitrope import JitropeError
 from jitrope.context_parallel import all_gather_attention
 from jitrope.context_parallel import attention as library
-from jitrope.context_parallel.attention import Call, attend, unpack
+from jitrope.context_parallel.attention import Call, attend, attend_backward, unpack
 from jitrope.context_parallel.backends import Backend, Result, choose
 from jitrope.context_parallel.shards import all_gather, all_to_all, ranks_of
 
-from .cp import Batch, row
+from .cp import CUTS, Batch, row
 from .harness import DEVICE, bf16, turn_by_turn
 from .report import Rows
 
@@ -110,7 +110,7 @@ def rows(cp_size: int, mask: str, heads: Heads, batch: Batch) -> Rows:
     alone = sum(t for what, t in us.items() if what.startswith("attention alone"))
     case = f"{mask} {heads[0]}/{heads[1]}, {call.backend.name}"
     found = [row("step", cp_size, case, what, t, x=t / alone, of="attention alone") for what, t in us.items()]
-    return found + memory_rows(cp_size, mask, heads, batch)
+    return found + memory_rows(cp_size, mask, heads, batch) + call_rows(cp_size, mask, heads, batch)
 
 
 def te_peak(rows: int, cp_size: int, heads: Heads, head_dim: int) -> int:
@@ -164,15 +164,57 @@ def _fresh_step(x: Local, cp_size: int, mask: str, heads: Heads, batch: Batch, b
 def peak_of(call: Callable[[], Any]) -> int | None:
     """The most bytes that torch had given out during a call, above those before it; None without a GPU."""
     call()  # kernels are loaded now
+    return given_out(call)[2]
+
+
+def given_out(call: Callable[[], Any]) -> tuple[Any, int | None, int | None]:
+    """A call's result, and the bytes that torch gave out above those before it: after it, and the most of all."""
     if DEVICE != "cuda":
-        return None
+        return call(), None, None
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    call()
+    result = call()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    return result, torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+
+
+def call_rows(cp_size: int, mask: str, heads: Heads, batch: Batch) -> Rows:
+    """Memory of a call, over that of `Schedule.memory`, which does not count what the attention's kernels take."""
+    found, schedule = [], batch.schedule(cp_size, mask)
+    x, name = local(schedule, heads, batch), call_of(schedule, heads, batch).backend.name
+    with one_rank_of(schedule):
+        for what, words in VARIANTS.items():
+            user_step(x, schedule, **words)  # kernels and tables are there now
+            out, more, forward = given_out(partial(all_gather_attention, *x[:3], schedule, **words))
+            kept = more and more + sum(given.nbytes for given in (x[:1] if "keep_gathered" in words else x[:3]))
+            backward = given_out(partial(torch.autograd.grad, out, x[:3], x.dout))[2]
+            case = f"{mask} {heads[0]}/{heads[1]}{what.removeprefix('jitrope')}, {name}"
+            said = schedule.memory(heads, (batch.head_dim,) * 2, torch.bfloat16, **words)
+            for part, got, least in zip(said._fields, (kept, forward, backward), said):
+                share = {"x": got / least, "MiB": got / 2**20} if got is not None else {}
+                found.append(row("call", cp_size, case, part, of="Schedule.memory", **share))
+    return found
+
+
+def balance_rows(cp_size: int, mask: str, heads: Heads, batch: Batch) -> Rows:
+    """The busiest rank of a padded batch over the mean, in pairs of a query and a key, and in the time of its step
+    between the collectives."""
+    found = []
+    for kind, apart in CUTS.items():
+        calls = [call_of(batch.padded(cp_size, rank, mask, apart), heads, batch) for rank in range(cp_size)]
+        us = [*turn_by_turn({str(n): _work(call, heads, batch) for n, call in enumerate(calls)}, 9).values()]
+        case, pairs = f"{mask} {heads[0]}/{heads[1]}, {calls[0].backend.name}", calls[0].schedule.balance()
+        for what, t, x in (("pairs", None, pairs), ("time", max(us), max(us) * cp_size / sum(us))):
+            found.append(row("balance", cp_size, case, f"{kind}, {what}", t, x=x, of="mean of the ranks"))
+    return found
+
+
+def _work(call: Call, heads: Heads, batch: Batch) -> Callable[[], Any]:
+    q, _, _, dout = (x.detach() for x in local(call.schedule, heads, batch))
+    k, v = unpack(bf16(sum(call.schedule.received), sum(call.widths)), call)
+    return lambda: attend_backward(dout, q, k, v, attend(q, k, v, call), call)
 
 
 # ---- real ranks ----------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -97,6 +97,16 @@ def random_batch(seed: int, times: int = 1) -> tuple[Batch, int]:
     of = {"spare": times * spare, "window": rng.choice(MASKS), "rule": rule}
     separate = rng.random() < 0.3
     return Batch(tuple(times * n for n in lengths), tuple(times * n for n in pads), separate=separate, **of), cp_size
+
+
+def random_call(seed: int) -> tuple[Batch, int]:
+    """A batch of `random_batch` with heads, a dtype and keywords of a call, and a number of ranks."""
+    (batch, cp_size), rng = random_batch(seed), random.Random(f"call {seed}")
+    heads, groups = rng.choice([((4, 2, 8, 8), 2), ((4, 1, 8, 6), 1), ((3, 3, 6, 10), 3), ((8, 4, 8, 8), 2)])
+    of: dict[str, Any] = {"head_groups": rng.choice([1, groups]), "keep_gathered": rng.random() < 0.3}
+    words = {"heads": heads, "dtype": rng.choice([torch.float32, torch.bfloat16]), "options": of}
+    words["window"] = rng.choice([(-1, 0), (-1, -1), batch.window, batch.window])
+    return replace(batch, max_seqlen=rng.choice([None, max(batch.slots)]), **words), cp_size
 
 
 def made(batch: Batch) -> tuple[list[Tensor], list[Tensor]]:

@@ -18,8 +18,8 @@ from jitrope.context_parallel import Rope, Schedule, all_gather_attention
 from jitrope.context_parallel import attention as steps
 from jitrope.context_parallel.backends import BACKENDS, Case, Gradients, Math, Result, _module, choose
 
-from ..ranks import GROUPS, on_gpus, on_ranks
-from .batches import CASES, CLOSE, Batch, assert_attention, assert_rows, made, schedule_of
+from ..ranks import GROUPS, on_eight, on_gpus, on_ranks
+from .batches import CASES, CLOSE, Batch, assert_attention, assert_rows, made, random_call, schedule_of
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -78,6 +78,17 @@ def test_a_check_in_a_compiled_function_is_refused() -> None:
 def test_attention(name: str) -> None:
     for group in GROUPS:
         assert_attention(CASES[name], group)
+
+
+@pytest.mark.tenth
+@on_eight
+@pytest.mark.parametrize("seed", [seed for seed in range(1143) if seed % 8])  # 1,000 batches
+def test_random_calls(seed: int) -> None:
+    """On 2 to 8 ranks."""
+    batch, cp_size = random_call(seed)
+    for group in GROUPS:
+        if dist.get_world_size(group) == cp_size:
+            assert_attention(batch, group)
 
 
 @on_ranks

@@ -28,7 +28,7 @@ README = Path(context_parallel.__file__).with_name("README.md").read_text()
 def processes_of_its_own() -> Iterator[None]:
     """Other tests get new ones: with torchtitan 0.3.0 imported, calls with two collectives at once may crash later."""
     yield
-    for process, _ in _started.pop("gloo", ()):
+    for process, _ in _started.pop(("gloo", 4), ()):
         process.kill()
 
 
