@@ -110,7 +110,8 @@ class Mrope(Positions):
             token and axis. A is at most 4.
         mrope_section: the number of pairs of each axis, rotary_dim / 2 in all. A pair takes the id of its axis.
         mrope_interleaved: True: the pairs of axis a > 0 are a, a + A, a + 2A, ..., as many as its section has; all
-            others belong to axis 0 (Qwen3-VL). False: the pairs of a section are neighbours (Qwen2-VL).
+            others belong to axis 0 (Qwen3-VL). A section must have no more pairs than that. False: the pairs of a
+            section are neighbours (Qwen2-VL).
         axis_of_pair: in place of these the axis of each pair, in any order: [1, 2] * 22 + [0] * 20 (Ernie 4.5 VL).
 
     Raises:
@@ -181,7 +182,12 @@ def _axes(name: str, ids: Tensor, sections: Any, interleaved: Any, axes: Any) ->
             refuse(name, "mrope_section", sections, had)
         axes = [axis for axis, count in enumerate(pairs) for _ in range(count)]
         if interleaved:
-            axes = [n % len(pairs) if n < len(pairs) * pairs[n % len(pairs)] else 0 for n in range(len(axes))]
+            n, axes = len(pairs), [0] * len(axes)
+            for axis, count in enumerate(pairs[1:], 1):
+                if count > (most := len(axes[axis::n])):
+                    must = f"at most {most} for axis {axis}, to which mrope_interleaved gives one of {n} pairs"
+                    refuse(name, "mrope_section", sections, must)
+                axes[axis : n * count : n] = [axis] * count
     elif axes is not None:
         axes = wholes(name, "axis_of_pair", given := axes, 0)
         if not 0 < len(axes) <= MAX_PAIRS or max(axes) >= MAX_AXES:

@@ -415,6 +415,9 @@ REFUSALS[partial(Mrope, IDS)] = [
     ({"axis_of_pair": [0, 4]}, "axis_of_pair is [0, 4]; it must be the axis of each pair, from 0 to 3"),
     ({"axis_of_pair": [0], "mrope_section": (1,)}, "mrope_section does not go with axis_of_pair; leave one out"),
     ({"mrope_section": 4}, "mrope_section is 4; it must be a list or tuple of whole numbers")]  # fmt: skip
+REFUSALS[partial(Mrope, IDS.expand(3, 6))] = [
+    ({"mrope_section": (2, 20, 20), "mrope_interleaved": True}, "mrope_section is (2, 20, 20); it must be at most 14 "
+     "for axis 1, to which mrope_interleaved gives one of 3 pairs")]  # fmt: skip
 REFUSALS[Norm] = [
     ({"q_weight": "w"}, "q_weight is 'w'; it must be a tensor"),
     ({"eps": -10}, "eps is -10.0; it must be 0 or above"),
