@@ -125,7 +125,7 @@ class Norm(Value):
         self.tensors = {label: tensor("Norm", label, x) for label, x in weights.items() if x is not None}
         on = flags("Norm", across_heads=across_heads, zero_centered=zero_centered, after_rope=after_rope, v_norm=v_norm)
         layer = ["kind='layer_norm'"] if kind == "layer_norm" else []
-        apart = [label for label in self.tensors if label[0] not in of]
+        apart = [label for label in self.tensors if label[0] not in of or (of == "k_nope" and label == "k_bias")]
         if of in OF[3:]:
             apart += [label for label in on if label != "zero_centered"] + layer
         refuse_beside("Norm", apart, [f"of={of!r}"])

@@ -425,6 +425,7 @@ REFUSALS[Norm] = [
     ({"of": "v", "kind": "layer_norm"}, "kind='layer_norm' does not go with of='v'; leave one out"),
     ({"of": "k_nope", "after_rope": True}, "after_rope does not go with of='k_nope'; leave one out"),
     ({"of": "k_nope", "q_weight": W}, "q_weight does not go with of='k_nope'; leave one out"),
+    ({"of": "k_nope", "k_bias": W}, "k_bias does not go with of='k_nope'; leave one out"),
     ({"mean_squares": MEANS}, "mean_squares does not go with across_heads=False; leave one out"),
     ({"mean_squares": MEANS[:1], "across_heads": True},
      "mean_squares is a tuple of 1; it must be those of q and k: two tensors, or a tensor and None"),
