@@ -234,6 +234,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
      "with order='grouped' and heads for each rank there must be a rank for each of the 10 groups"),
     ({"out": PE, "part": but("part", "last")}, f"k_pe_cache {LAST}"),
     ({"out": PE, "table": "none"}, f"k_pe_cache {LAST}"),
+    ({"out": PE, "transform": "head"},
+     "hadamard does not go with k_pe_cache, because it mixes its elements with those of k_cache; leave it out"),
     ({"out": "mx_blocks", "size": ("80", "72", "6")}, SCALE_SHAPE),
     ({"out": "nvfp4_blocks", "size": "72"}, SCALE_SHAPE),
     ({"out": "nvfp4_blocks", "size": "6"},

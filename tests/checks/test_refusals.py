@@ -320,6 +320,9 @@ REFUSALS[qkv] = [
         (of_pe(k_pe_cache=K_PE_CACHE.half()),
          "k_pe_cache is float16; it must be (12, 2, 4), float32, on cpu like k"),
         (of_pe(k_pe_cache=KC[..., 1:5]), f"k_cache and k_pe_cache {SHARED}"))],
+    *[({"cache": of_pe(), "v": None, **LAST_FOUR, **words}, "hadamard does not go with k_pe_cache, because it mixes "
+       "its elements with those of k_cache; leave it out")
+      for words in ({"hadamard": True}, {"quantize": Quantize(0.5, hadamard=True)})],
     ({"norm": Norm(of="k_nope"), **LAST_FOUR}, "the norm has of='k_nope', which goes with a cache"),
     ({"norm": Norm(of="k_nope"), "cache": CACHE}, f"a norm with of='k_nope' {LAST} 8, rotary_offset 0 and rotary_dim "
      "8"),
