@@ -35,9 +35,7 @@ class Projected(Fused):
 
     name = "projected"
     said, function = "a projection", "project_qkv"
-    needed: tuple[str, ...] = ("x", "weight")
-    heads: tuple[str, ...] = ("x", "weight")
-    kept = ("x", "weight")
+    needed = heads = kept = ("x", "weight")
     labels = {"q": "x", "k": "x"}  # noqa: RUF012
     lacks = ("shifts", "inplace")
     whole = True
