@@ -48,11 +48,11 @@ AXES: Axes = {
         *("groups", "int8_16", "e4m3_64", "mxfp8", "mxfp4", "nvfp4", "fp4", "tiles", "ue8m0", "weighted"),
     ),
     # some: k is a fresh tensor; own: k itself too; of_k: a cache of k alone; k_pe: the same, and another of its rotated
-    # elements; blocks: with computed scales; record: those and k_pe
+    # elements; blocks: with computed scales; record: those and k_pe, in fp8 too beside nvfp4
     "out": (
         *("fresh", "inplace", "given", "some", "by_rank", "ulysses"),
         *("slots", "pages", "indptr", "indices", "fp8_slots", "fp8_pages", "own", "of_k"),
-        *("k_pe", "int8_blocks", "mx_blocks", "nvfp4_blocks", "record"),
+        *("k_pe", "int8_blocks", "mx_blocks", "nvfp4_blocks", "record", "nvfp4_record"),
     ),
     "layout": ("bshd", "sbhd", "bhsd", "thd"),
     "dtype": ("bf16", "fp16", "fp32"),
@@ -84,7 +84,7 @@ FUSED = AXES["source"][6:14]
 BIASED, ALONE = ("qkv_bias", "grouped_bias", "gated_bias"), ("alone", "rope_alone")
 CONVERTED, GIVEN, DYNAMIC = AXES["convert"][1:], AXES["convert"][1:6], AXES["convert"][6:]
 CACHES, BLOCKS, PACKED = AXES["out"][6:], AXES["out"][15:], AXES["positions"][9:]
-PE = ("k_pe", "record")
+PE = ("k_pe", "record", "nvfp4_record")
 OF_K = ("of_k", *PE)
 INTO, ONE_TABLE = AXES["pairs"][3:], ("cache", "angles", "scaled", "cis")
 GROUPED = ("groups", "e4m3_64", "mxfp8", "mxfp4", "fp4", "tiles", "ue8m0")
@@ -99,7 +99,8 @@ COUNTED = ("ids", "shared", *SHIFTS, *MROPES, "packed_rows")  # each token has a
 UNLIKE = {
     blocks: [x for x in DYNAMIC if x not in (*OF_ROWS, *alike)]
     for blocks, alike in {
-        **{"int8_blocks": ["int8"], "mx_blocks": ["mxfp8", "tiles"], "nvfp4_blocks": ["nvfp4"], "record": []}
+        **{"int8_blocks": ["int8"], "mx_blocks": ["mxfp8", "tiles"], "nvfp4_blocks": ["nvfp4"], "record": []},
+        "nvfp4_record": ["nvfp4"],
     }.items()
 }
 
@@ -120,7 +121,7 @@ UNSAID: list[dict[str, Any]] = [
     *[{"table": ("cache", "cis"), "pairs": "full"}, {"table": "none", "of_table": ("half", "double")}],
     *[{"table": "cis", "of_table": "half"}, {"dtype": "fp32", "of_table": "half"}],
     *[{"norm": ("none", "l2"), "weights": "weights_fp32"}, {"dtype": "fp32", "weights": "weights_fp32"}],
-    *[{"positions": PACKED, "layout": but("layout", "thd")}, {"source": "kv", "norm": "means"}],  # `Packed` implies it
+    *[{"positions": PACKED, "layout": but("layout", "thd")}],  # `Packed` implies it
 ]
 
 # A combination, and the sentence of its refusal; ... is any text.
@@ -148,6 +149,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"source": "no_v", "out": CACHED_V}, "v is None; it must be a tensor"),
     ({"source": "kv", "out": but("out", *CACHES)}, "q is None; it must be a tensor"),
     ({"source": "kv", "convert": CONVERTED}, "quantize does not go with q=None; leave it out"),
+    ({"source": "kv", "more": ("number", "tokens")}, "q_scale does not go with q=None; leave it out"),
+    ({"source": "kv", "norm": "of_q"}, "the norm has of='q', but q is not given"),
     ({"source": "alone", "norm": "of_k"}, "the norm has of='k', but k is not given"),
     ({"source": "alone", "out": CACHES}, "k is None; it must be a tensor"),
     ({"source": "alone", "convert": "kv_rows"}, "per='kv_head' needs a multiple of k's heads; q has 4, k 0"),

@@ -14,7 +14,7 @@ from ..checks.words import ONE_TABLE, rotates_heads, unexpected
 from ..plan.options import Options
 from ..sinks.cache import KVCache
 from ..sinks.results import Ulysses
-from ..sources.heads import OF_V, of_v_alone
+from ..sources.heads import OF_V, Heads, of_v_alone
 from ..sources.operation import Operation
 from ..sources.source import is_dense, joins_k
 from ..stages.convert import DynamicQuantize, Quantize, Scaled, converts_v
@@ -112,7 +112,7 @@ def sent(op: Operation, tensors: Tensors, words: dict[str, Any], quantize: Any =
         given = {letter: x for letter, x in items if x is not None}
         for letter, x in given.items():
             why = "goes to the cache" if "k_cache" in tensors and letter != "q" else "is None"
-            if why != "is None" or (op.name == "heads" and letter not in tensors):
+            if why != "is None" or (isinstance(op, Heads) and letter not in tensors):
                 refuse(op.function, f"out's {letter}", x, f"None, because {letter} {why}")
     per = "token" if quantize is None else quantize.per
     tensors.update({f"{letter}_out": x for letter, x in given.items()})

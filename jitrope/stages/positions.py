@@ -275,7 +275,7 @@ def check(t: Tensors, pairs: int, o: Words, fail: Fail) -> None:
         fail.when(o.layout != "thd", f"cu_seqlens goes with layout 'thd', not {o.layout!r}; leave layout out")
         fail.when(rows < 0, "cu_seqlens is empty; it must have N + 1 offsets")
     elif size != 1 and seqlen % 2 != 0:
-        fail(f"q is {named(q, o.layout)}; with cp_size={size} S must be even, for two equal chunks")
+        fail(f"{fail.main} is {named(q, o.layout)}; with cp_size={size} S must be even, for two equal chunks")
     if "start_positions" in t:
         starts, like = t["start_positions"], "cu_seqlens" * ("cu_seqlens" in t)
         fail.unlike("start_positions", starts, q.device, INTEGERS, (rows,), contiguous=True, like=like)
