@@ -27,7 +27,7 @@ AXES: Axes = {
         *("latent", "streams", "two"),
     ),
     "norm": (
-        *("none", "rms", "layer", "l2", "across", "means", "after", "zero", "v_norm", "of_q", "of_k", "of_v", "k_nope"),
+        *("none", "rms", "layer", "l2", "across", "means", "after", "zero", "of_v", "of_q", "of_k", "v_norm", "k_nope"),
         *("once", "twice"),  # rounded to q's dtype after the weight, and before it too
     ),
     "table": ("rows", "batch", "per_head", "cache", "angles", "scaled", "cis", "none"),  # scaled: angles, and mscale
@@ -48,11 +48,11 @@ AXES: Axes = {
         *("groups", "int8_16", "e4m3_64", "mxfp8", "mxfp4", "nvfp4", "fp4", "tiles", "ue8m0", "weighted"),
     ),
     # some: k is a fresh tensor; own: k itself too; of_k: a cache of k alone; k_pe: the same, and another of its rotated
-    # elements; blocks: with computed scales; record: those and k_pe, in fp8 too beside nvfp4
+    # elements; blocks: with computed scales; record: those and k_pe
     "out": (
         *("fresh", "inplace", "given", "some", "by_rank", "ulysses"),
         *("slots", "pages", "indptr", "indices", "fp8_slots", "fp8_pages", "own", "of_k"),
-        *("k_pe", "int8_blocks", "mx_blocks", "nvfp4_blocks", "record", "nvfp4_record"),
+        *("k_pe", "int8_blocks", "mx_blocks", "nvfp4_blocks", "record"),
     ),
     "layout": ("bshd", "sbhd", "bhsd", "thd"),
     "dtype": ("bf16", "fp16", "fp32"),
@@ -84,7 +84,7 @@ FUSED = AXES["source"][6:14]
 BIASED, ALONE = ("qkv_bias", "grouped_bias", "gated_bias"), ("alone", "rope_alone")
 CONVERTED, GIVEN, DYNAMIC = AXES["convert"][1:], AXES["convert"][1:6], AXES["convert"][6:]
 CACHES, BLOCKS, PACKED = AXES["out"][6:], AXES["out"][15:], AXES["positions"][9:]
-PE = ("k_pe", "record", "nvfp4_record")
+PE = ("k_pe", "record")
 OF_K = ("of_k", *PE)
 INTO, ONE_TABLE = AXES["pairs"][3:], ("cache", "angles", "scaled", "cis")
 GROUPED = ("groups", "e4m3_64", "mxfp8", "mxfp4", "fp4", "tiles", "ue8m0")
@@ -99,8 +99,7 @@ COUNTED = ("ids", "shared", *SHIFTS, *MROPES, "packed_rows")  # each token has a
 UNLIKE = {
     blocks: [x for x in DYNAMIC if x not in (*OF_ROWS, *alike)]
     for blocks, alike in {
-        **{"int8_blocks": ["int8"], "mx_blocks": ["mxfp8", "tiles"], "nvfp4_blocks": ["nvfp4"], "record": []},
-        "nvfp4_record": ["nvfp4"],
+        **{"int8_blocks": ["int8"], "mx_blocks": ["mxfp8", "tiles"], "nvfp4_blocks": ["nvfp4"], "record": []}
     }.items()
 }
 

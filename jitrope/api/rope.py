@@ -152,10 +152,11 @@ def prepare_qkv(
         InvalidInput, CompileError: as in `apply_rope`. Nothing was written.
     """
     tensors: Any = {"q": q, "k": k, **({} if cache is None else {"v": v}), "cos": cos, "sin": sin}
-    asked = gather(HEADS, tensors, words, ROPE_WORDS, positions, inplace, norm, cache, quantize, hadamard)
+    op = HEADS if q is not None or cache is None else OF_KV
+    asked = gather(op, tensors, words, ROPE_WORDS, positions, inplace, norm, cache, quantize, hadamard)
     if cache is None:
         v = with_v(HEADS, tensors, asked, v)
-    found = sent(HEADS if q is not None or cache is None else OF_KV, tensors, asked, quantize)
+    found = sent(op, tensors, asked, quantize)
     if cache is not None:
         return q if q is None else result(found, "q"), k if "rotate_k" in asked else None, v
     return result(found, "q"), result(found, "k"), result(found, "v") if "v" in found else v

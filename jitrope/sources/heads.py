@@ -76,9 +76,9 @@ class Stored(Heads):
 
     name = "kv"
     needed = ("k",)
-    labels = {"q": "k", **dict.fromkeys(("q_scale", "computed"), "quantize")}  # noqa: RUF012
+    labels = {"q": "k"}  # noqa: RUF012
     main = "k"
-    lacks = ("q_factor", "q_weight", "q_bias", MEANS[0], "q_scale", "computed")
+    lacks = ("q_factor", "q_weight", "q_bias", MEANS[0])
 
     def beside(self, word: str, given: Container[str], o: Options) -> list[str]:
         return ["q=None"] if word in self.lacks else super().beside(word, given, o)

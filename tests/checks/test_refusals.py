@@ -367,7 +367,8 @@ REFUSALS[without_q] = [
      "pass layout='bhsd', or a table with another number of rows"),
     # what has no effect without q
     ({"q_scale": 2.0}, "q_scale does not go with q=None; leave it out"),
-    ({"quantize": Quantize(0.5)}, "quantize does not go with q=None; leave it out"),
+    *[({"quantize": x}, "quantize does not go with q=None; leave it out")
+      for x in (Quantize(0.5), TWO, DynamicQuantize(), DynamicQuantize(per="head"))],
     ({"norm": Norm(W, W)}, "q_weight does not go with q=None; leave it out"),
     ({"norm": Norm(q_bias=W, kind="layer_norm")}, "q_bias does not go with q=None; leave it out"),
     ({"norm": Norm(of="q")}, "the norm has of='q', but q is not given"),
