@@ -62,8 +62,7 @@ def _check_pairing(cos: Tensor, sin: Tensor, o: Options, fail: Fail) -> None:
         table = "" if o.table == "cos_sin" else f"in {label_of('cos', o)} "
         fail(f"{table}row 0 of cos is 0 and row 0 of sin is not, as if they were exchanged; pass cos first, then sin")
     width, neighbours = cos.shape[-1], torch.equal(cos[..., ::2], cos[..., 1::2])
-    halves = torch.equal(cos[..., : width // 2], cos[..., width // 2 :])
-    if o.table != "cos_sin" or neighbours == halves:
+    if o.table != "cos_sin" or neighbours == torch.equal(cos[..., : width // 2], cos[..., width // 2 :]):
         return
     had = f"every entry of cos {'is there twice in a row' if neighbours else 'is there again in the second half'}"
     fail.when(width != o.rotary_dim, f"{had}, as in a full-width table, not a half-width one; pass rotary_dim={width}")

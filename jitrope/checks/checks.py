@@ -187,8 +187,7 @@ def check_whole_heads(op: Any, t: Tensors, o: Options) -> None:
         beside = [x for x, given in others.items() if given]
         refuse_beside(op.function, ["across_heads"], beside, "pass mean_squares, or normalise before")
     norm.check(t, o, fail)
-    wrong = o.inverse and norm.normed(o)
-    fail.when(wrong, "inverse does not go with norm; rotate back in a call without a norm")
+    fail.when(o.inverse and norm.normed(o), "inverse does not go with norm; rotate back in a call without a norm")
     fail.when(o.group and dim % o.group, f"group is {o.group}; it must divide D={dim}")
     if o.out_dtype == "fp4" or ("k_cache" in t and PER_ITEM.get(t["k_cache"].dtype, 1) > 1):
         check_pairs(t, o, fail)

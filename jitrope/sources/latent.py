@@ -30,8 +30,7 @@ class Latent(Operation):
     def parts(self, t: Tensors, o: Options) -> list[tuple[Tensors, Options]]:
         """k is the first part of kv and the one head k_pe for every head; v is the rest of kv."""
         first, v = t["kv"].split([o.rotary_offset, o.v_dim], -1)
-        k = torch.cat((first, t["k_pe"].expand(*first.shape[:-1], -1)), -1)
-        return [({**t, "k": k, "v": v}, o)]
+        return [({**t, "k": torch.cat((first, t["k_pe"].expand(*first.shape[:-1], -1)), -1), "v": v}, o)]
 
     def check(self, t: Tensors, o: Options) -> None:
         q, kv, k_pe = (t[label] for label in self.needed)

@@ -91,8 +91,7 @@ class Streams(Operation):
         end = saved["first_q"].shape[1]
         for stream, tokens in zip(STREAMS, (slice(0, end), slice(end, None))):
             (kept, own), names = of_stream(saved, o, stream), names_of(stream)
-            given = {name: x[:, tokens] for name, x in grads.items()}
-            of_heads = HEADS.back(call, kept, given, own)
+            of_heads = HEADS.back(call, kept, {name: x[:, tokens] for name, x in grads.items()}, own)
             found.update({names[name]: x for name, x in of_heads.items() if name in names})
         return found
 

@@ -135,8 +135,7 @@ class Norm(Value):
             means: Any = mean_squares if isinstance(mean_squares, (list, tuple)) else ()
             given = {name: x for name, x in zip(MEANS, means) if x is not None}
             if len(means) != 2 or not given or not all(isinstance(x, Tensor) for x in given.values()):
-                must = "those of q and k: two tensors, or a tensor and None"
-                refuse("Norm", "mean_squares", mean_squares, must)
+                refuse("Norm", "mean_squares", mean_squares, "those of q and k: two tensors, or a tensor and None")
             self.tensors.update(given)
         rounding = word("Norm", "rounding", rounding, ROUNDINGS)
         none = "; torch.nn.RMSNorm(eps=None) has torch.finfo(torch.float32).eps" * (eps is None)
@@ -262,8 +261,7 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
     across, one, weight, bias, mean_square = _parameters(letter, t, o)
     rows = x if o.norm_rounding == "none" else x.to(t[letter].dtype)
     rows = rows.flatten(-2) if across else rows
-    same = {p.dtype for p in (weight, bias) if p is not None} <= {rows.dtype}
-    plain = same and mean_square is None and not one
+    plain = {p.dtype for p in (weight, bias) if p is not None} <= {rows.dtype} and mean_square is None and not one
     if o.norm_rounding == "once" and plain and o.norm_kind == "layer_norm":
         y = torch.nn.functional.layer_norm(rows, rows.shape[-1:], weight, bias, o.eps)
     elif o.norm_rounding == "once" and plain:

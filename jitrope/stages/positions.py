@@ -320,9 +320,8 @@ def table_rows(tokens: int, device: torch.device, t: Tensors, o: Words) -> Tenso
 
 def turned(rows: Tensor, o: Words) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(the rows that tokens read, whether each is not rotated, whether it is rotated back along each axis)."""
-    below = rows[0] < 0
     if o.unrotated:
-        return rows.clamp(min=0), below, None
+        return rows.clamp(min=0), rows[0] < 0, None
     return (rows.abs(), None, rows < 0) if o.shifts else (rows, None, None)
 
 
