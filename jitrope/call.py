@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from .base import layouts
 from .base.errors import InvalidInput
-from .base.layouts import LAYOUT_AXES
 from .plan.options import DEFAULTS, Options
 from .sinks import cache, pages, results
 from .stages import STAGES, norm, positions, rotate
@@ -85,7 +84,7 @@ class Call(NamedTuple):
     def parse(text: str) -> Call:
         """The call of a text. Raises InvalidInput if no call has this text."""
         first, *others = [words.split() for words in text.split(" > ")]
-        if len(first) < 2 or first[0] not in LAYOUT_AXES or not others or not all(others):
+        if len(first) < 2 or first[0] not in layouts.LAYOUT_AXES or not others or not all(others):
             raise InvalidInput(f"call is {text!r}; it must be like 'bshd heads q k > rotate cos sin > fresh'")
         layout, name, *own = first
         parts = {SOURCE: own, **{words[0]: words[1:] for words in others[:-1]}, SINK: others[-1][1:]}

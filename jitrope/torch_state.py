@@ -20,6 +20,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 is_traced = torch.compiler.is_dynamo_compiling  # by Dynamo, line by line
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+outside_modes: Callable[[], AbstractContextManager[Any]] = torch.utils._python_dispatch._disable_current_modes
 written: Callable[[Sequence[Tensor]], None] = getattr(torch._C, "_increment_version", graph.increment_version)
 tracing = getattr(torch._C, "_get_tracing_state", torch.jit.is_tracing)  # type: ignore[attr-defined]
 grad_enabled = torch.is_grad_enabled
@@ -49,12 +50,6 @@ def watched() -> bool:
 def transformed() -> bool:
     """Whether a transform of torch.func is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def outside_modes() -> AbstractContextManager[Any]:
-    """A context without the dispatch modes that are active, such as FakeTensorMode."""
-    off: AbstractContextManager[Any] = torch.utils._python_dispatch._disable_current_modes()
-    return off
 
 
 def saves_otherwise() -> Any:

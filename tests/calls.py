@@ -27,7 +27,7 @@ AXES: Axes = {
         *("latent", "streams", "two"),
     ),
     "norm": (
-        *("none", "rms", "layer", "l2", "across", "means", "after", "zero", "v_norm", "of_q", "of_k", "of_v", "k_nope"),
+        *("none", "rms", "layer", "l2", "across", "means", "after", "zero", "of_v", "of_q", "of_k", "v_norm", "k_nope"),
         *("once", "twice"),  # rounded to q's dtype after the weight, and before it too
     ),
     "table": ("rows", "batch", "per_head", "cache", "angles", "scaled", "cis", "none"),  # scaled: angles, and mscale
@@ -121,7 +121,7 @@ UNSAID: list[dict[str, Any]] = [
     *[{"table": ("cache", "cis"), "pairs": "full"}, {"table": "none", "of_table": ("half", "double")}],
     *[{"table": "cis", "of_table": "half"}, {"dtype": "fp32", "of_table": "half"}],
     *[{"norm": ("none", "l2"), "weights": "weights_fp32"}, {"dtype": "fp32", "weights": "weights_fp32"}],
-    *[{"positions": PACKED, "layout": but("layout", "thd")}, {"source": "kv", "norm": "means"}],  # `Packed` implies it
+    *[{"positions": PACKED, "layout": but("layout", "thd")}],  # `Packed` implies it
 ]
 
 # A combination, and the sentence of its refusal; ... is any text.
@@ -149,6 +149,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"source": "no_v", "out": CACHED_V}, "v is None; it must be a tensor"),
     ({"source": "kv", "out": but("out", *CACHES)}, "q is None; it must be a tensor"),
     ({"source": "kv", "convert": CONVERTED}, "quantize does not go with q=None; leave it out"),
+    ({"source": "kv", "more": ("number", "tokens")}, "q_scale does not go with q=None; leave it out"),
+    ({"source": "kv", "norm": "of_q"}, "the norm has of='q', but q is not given"),
     ({"source": "alone", "norm": "of_k"}, "the norm has of='k', but k is not given"),
     ({"source": "alone", "out": CACHES}, "k is None; it must be a tensor"),
     ({"source": "alone", "convert": "kv_rows"}, "per='kv_head' needs a multiple of k's heads; q has 4, k 0"),
@@ -235,6 +237,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
      "with order='grouped' and heads for each rank there must be a rank for each of the 10 groups"),
     ({"out": PE, "part": but("part", "last")}, f"k_pe_cache {LAST}"),
     ({"out": PE, "table": "none"}, f"k_pe_cache {LAST}"),
+    ({"out": PE, "transform": "head"},
+     "hadamard does not go with k_pe_cache, because it mixes its elements with those of k_cache; leave it out"),
     ({"out": "mx_blocks", "size": ("80", "72", "6")}, SCALE_SHAPE),
     ({"out": NVFP4, "size": "72"}, SCALE_SHAPE),
     ({"out": NVFP4, "size": "6"},

@@ -265,6 +265,8 @@ def test_the_bits_are_those_of_separate_heads(device: str, case: Case) -> None:
     apart = (*calls.BLOCKS, *calls.PE, "fp8_slots", "fp8_pages")
     fresh = case["out"] not in apart and case["norm"] not in ("of_v", "k_nope")
     left = ("heads", "order", "copy_v", "copy_gate", "bias")
+    if case["norm"] == "means" and "q" not in like.letters:
+        like.weights["q_mean"] = like.weights["k_mean"]
     words = {name: x for name, x in like.words().items() if name not in left}
     if case["source"] == "latent":
         words.update(zip(("rotary_offset", "rotary_dim"), like.part))
@@ -278,7 +280,7 @@ def test_the_bits_are_those_of_separate_heads(device: str, case: Case) -> None:
         words["positions"] = ids[0] if like.layout == "thd" else ids
         words.update({} if like.layout == "bshd" else {"layout": like.layout})
     letters = [x for x in like.letters if x != "v" or case["out"] not in calls.OF_K]
-    letters = letters if "q" in letters else ["k", *letters]  # then k's heads are q's too
+    letters = letters if "q" in letters else ["k", *letters]  # then k's heads are q's too, and so are its means
     heads = [oracle.heads(torch.cat(like.read(x), 1).to(like.dtype), like.layout).contiguous() for x in letters]
     words |= {} if fresh else twin.words
     want = dict(zip("qkv", jitrope.prepare_qkv(*[*heads, None, None][:3], **words)))

@@ -104,10 +104,8 @@ def prepare_fused_qkv(
     Raises:
         InvalidInput, CompileError: as in `apply_rope`.
     """
-    tensors: Any = {"qkv": qkv, "cos": cos, "sin": sin}
+    tensors: Any = {"qkv": qkv, "cos": cos, "sin": sin, "bias": bias}
     asked = gather(FUSED, tensors, words, ROPE_WORDS, positions, inplace, norm, cache, quantize, hadamard)
-    if bias is not None:
-        tensors["bias"] = bias
     asked.update(flags("prepare_fused_qkv", copy_gate=copy_gate))
     _split(tensors, asked, heads, order, flag("prepare_fused_qkv", "copy_v", copy_v))
     made = sent(FUSED, tensors, asked, quantize)
@@ -189,7 +187,7 @@ def project_qkv(
         beside: Any = {"positions": positions, "norm": norm, "bias": bias, "cache": cache, **own, **words}
         beside |= {"heads": heads, "order": order, "quantize": quantize, "hadamard": hadamard}
         return prepare_fused_qkv(of_linear(x, weight), cos, sin, **beside)
-    tensors: Any = {"x": x, "weight": weight, "cos": cos, "sin": sin, **({} if bias is None else {"bias": bias})}
+    tensors: Any = {"x": x, "weight": weight, "cos": cos, "sin": sin, "bias": bias}
     asked = gather(PROJECTED, tensors, words, ROPE_WORDS, positions, False, norm, cache, quantize, hadamard)
     asked.update(own)
     of_one = {"qkv": weight[..., 0].expand(*x.shape[:-1], -1)}

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..base.arguments import refuse_beside
 from ..run.gather import gather, result, sent, with_v
 from ..run.public import repeated
 from ..sinks.cache import KVCache
 from ..sinks.results import Ulysses  # noqa: F401
-from ..sources.heads import HEADS, ROPE, without_q
+from ..sources.heads import HEADS, OF_KV, ROPE
 from ..stages.convert import DynamicQuantize, Quantize
 from ..stages.norm import Norm
 from ..stages.positions import Positions
@@ -120,7 +119,8 @@ def prepare_qkv(
 
     Args:
         q, k: as in `apply_rope`; without a cache k may be None. With a cache q may be None: k and v alone are stored
-            (cross attention, draft models, the latent of MLA), and the first result is None.
+            (cross attention, draft models, the latent of MLA), and the first result is None. What is for q alone, such
+            as q_scale, is refused then.
         v: (B, S, Hk, D) in the default layout. With a cache it is stored unchanged; it may have a multiple of Hk heads,
             or be None for a cache of k alone. Otherwise it is returned as given. With `Norm(v_norm=True)` it is
             normalised, in the same launch if it is like k (`Norm`).
@@ -134,7 +134,7 @@ def prepare_qkv(
             `DynamicQuantize`: in fp8, int8 or fp4 with computed scales, as `Scaled`; v too with v=True. per="head" and
             "kv_head" take two launches.
         hadamard: multiply each head of q and k by the Hadamard matrix last, without a conversion (DeepSeek-V3.2's
-            indexer in training), as in `Quantize`. The gradient takes a second launch.
+            indexer in training), as in `Quantize`; not with a k_pe_cache. The gradient takes a second launch.
         out: (q_out, k_out, v_out), as in `apply_rope`, such as the operands of attention; with quantize of its dtype,
             v_out only with a v_scale or v=True. Otherwise v is copied to v_out. That is in the same launch if k and v
             have one shape and dtype, except with across_heads without mean_squares, and with tables for each head. With
@@ -151,15 +151,11 @@ def prepare_qkv(
     Raises:
         InvalidInput, CompileError: as in `apply_rope`. Nothing was written.
     """
-    tensors: Any = {"q": q} if q is not None else {}
-    tensors.update({"k": k, "cos": cos, "sin": sin} if cache is None else {"k": k, "v": v, "cos": cos, "sin": sin})
-    asked = gather(HEADS, tensors, words, ROPE_WORDS, positions, inplace, norm, cache, quantize, hadamard)
+    tensors: Any = {"q": q, "k": k, **({} if cache is None else {"v": v}), "cos": cos, "sin": sin}
+    op = HEADS if q is not None or cache is None else OF_KV
+    asked = gather(op, tensors, words, ROPE_WORDS, positions, inplace, norm, cache, quantize, hadamard)
     if cache is None:
         v = with_v(HEADS, tensors, asked, v)
-    op = HEADS
-    if q is None and cache is not None:
-        refuse_beside("prepare_qkv", [] if quantize is None else ["quantize"], ["q=None"], "leave it out")
-        op, tensors = without_q(tensors, asked)
     found = sent(op, tensors, asked, quantize)
     if cache is not None:
         return q if q is None else result(found, "q"), k if "rotate_k" in asked else None, v

@@ -20,12 +20,16 @@ USERS_NAMES = {"q_factor": "q_scale", **{name: f"mean_squares' {name[0]}" for na
 
 
 class Fail(NamedTuple):
-    """Raise InvalidInput(text) for a call of a function. owner: the user's name of the heads that a tensor must fit."""
+    """Raise InvalidInput(text) for a call of a function.
+
+    owner: the user's name of the heads that a tensor must fit. main: that of the heads with the sizes of the call.
+    """
 
     name: str
     owner: str = "q"
     heads: Tensor | None = None
     layout: str = ""
+    main: str = "q"
 
     def __call__(self, text: str) -> NoReturn:
         raise InvalidInput(f"{self.name}: {text}")

@@ -39,8 +39,7 @@ def overlaps_itself(x: Tensor) -> bool:
     if any(isinstance(number, torch.SymInt) for axis in axes for number in axis):
         return any(isinstance(stride, int) and stride == 0 for stride, _ in axes)
     ranges = {stride: (1 - size, size - 1) for stride, size in axes}
-    repeated = 0 in ranges or len(ranges) < len(axes)
-    return x.numel() > 0 and (repeated or _reaches(0, ranges, moved=True))
+    return x.numel() > 0 and (0 in ranges or len(ranges) < len(axes) or _reaches(0, ranges, moved=True))
 
 
 def meet(a: Span, b: Span) -> bool:
@@ -52,8 +51,7 @@ def meet(a: Span, b: Span) -> bool:
             ends = (0, sign * (count - 1))
             low, high = ranges.get(step, (0, 0))
             ranges[step] = (low + min(ends), high + max(ends))
-    near = a.extent > 0 and b.extent > 0 and -b.extent < distance < a.extent
-    return near and _reaches(distance, ranges)
+    return a.extent > 0 and b.extent > 0 and -b.extent < distance < a.extent and _reaches(distance, ranges)
 
 
 def _reaches(target: int, ranges: dict[int, tuple[int, int]], moved: bool = False) -> bool:

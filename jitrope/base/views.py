@@ -146,12 +146,6 @@ def fused_part(qkv: Tensor, name: str, options: Words) -> Tensor:
     return qkv[..., {**of_q, "k": slice(end, end + groups), "v": slice(end + groups, None)}[name], :]
 
 
-def shaped_parts(qkv: Tensor, options: Words) -> Tensors:
-    """Views with the shapes, dtype and device of q, k and v, for checks. The elements of q are others."""
-    k, v = (fused_part(qkv, name, options) for name in "kv")
-    return {"q": k[..., :1, :].expand(*k.shape[:-2], k.shape[-2] * options.q_per_group, -1), "k": k, "v": v}
-
-
 def fused_views(qkv: Tensor, options: Words, with_gate: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """The heads of q, k and v inside a fused tensor, (batch, seq, group, head of the group, dim).
 

@@ -23,9 +23,9 @@ from ..stages.rotate import label_of, rows_of
 
 def check_values(name: str, t: Tensors, o: Options) -> None:
     """Refuse positions outside of the table, slots outside of a cache, and tables and layouts that look mistaken."""
-    fail, q = Fail(name), next(iter(t.values()))
+    fail, (label, q) = Fail(name), next(iter(t.items()))
     batch, tokens, *_ = sizes_of(q, o.layout)
-    whole = {label: getattr(x, "full_tensor", lambda x=x: x)() for label, x in t.items() if label in TABLE_NAMES}
+    whole = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in t.items() if name in TABLE_NAMES}
     if "cu_seqlens" in whole:
         offsets = whole["cu_seqlens"].tolist()
         fail.when(offsets[0] != 0, f"cu_seqlens[0] is {offsets[0]}; cu_seqlens must ascend from 0")
@@ -33,7 +33,7 @@ def check_values(name: str, t: Tensors, o: Options) -> None:
             fail.when(first > end, f"cu_seqlens[{n}] falls from {first} to {end}; cu_seqlens must ascend from 0")
         own = partition.local_rows(offsets[-1], o.cp_rank, o.cp_size, RULE)
         of_rank = "" if o.cp_size == 1 else f", {own} of them on this rank"
-        fail.when(own > tokens, f"cu_seqlens ends at {offsets[-1]}{of_rank}, but q has {tokens} tokens")
+        fail.when(own > tokens, f"cu_seqlens ends at {offsets[-1]}{of_rank}, but {label} has {tokens} tokens")
     count, rows, beyond = rows_of(whole["cos"]), table_rows(tokens, q.device, whole, o), spare(tokens, whole, o)
     rows = turned(rows if beyond is None else rows[..., ~beyond], o)[0]
     lowest, highest = map(int, rows.aminmax()) if rows.numel() else (0, -1)
@@ -51,8 +51,8 @@ def check_values(name: str, t: Tensors, o: Options) -> None:
     other = {"bshd": "bhsd", "bhsd": "bshd"}.get(o.layout)
     alone = o.cp_size == 1 and not whole.keys() - {"cos", "sin"}  # the table has a row for each token
     if alone and other and count == q.shape[LAYOUT_AXES[other][1]] != tokens:
-        had = f"q has shape {tuple(q.shape)} and the table has {count} rows, as if q's layout were {other!r}"
-        fail(f"{had}, not {o.layout!r}; pass layout={other!r}, or a table with another number of rows")
+        had = f"{label} has shape {tuple(q.shape)} and the table has {count} rows, as if {label}'s layout"
+        fail(f"{had} were {other!r}, not {o.layout!r}; pass layout={other!r}, or a table with another number of rows")
 
 
 def _check_pairing(cos: Tensor, sin: Tensor, o: Options, fail: Fail) -> None:
@@ -62,8 +62,7 @@ def _check_pairing(cos: Tensor, sin: Tensor, o: Options, fail: Fail) -> None:
         table = "" if o.table == "cos_sin" else f"in {label_of('cos', o)} "
         fail(f"{table}row 0 of cos is 0 and row 0 of sin is not, as if they were exchanged; pass cos first, then sin")
     width, neighbours = cos.shape[-1], torch.equal(cos[..., ::2], cos[..., 1::2])
-    halves = torch.equal(cos[..., : width // 2], cos[..., width // 2 :])
-    if o.table != "cos_sin" or neighbours == halves:
+    if o.table != "cos_sin" or neighbours == torch.equal(cos[..., : width // 2], cos[..., width // 2 :]):
         return
     had = f"every entry of cos {'is there twice in a row' if neighbours else 'is there again in the second half'}"
     fail.when(width != o.rotary_dim, f"{had}, as in a full-width table, not a half-width one; pass rotary_dim={width}")

@@ -9,18 +9,16 @@ import torch
 from torch import Tensor
 
 from .. import torch_state as watch
-from ..base import views
 from ..base.arguments import refuse, refuse_beside
 from ..base.errors import InvalidInput
 from ..base.fit import FLOATS, Fail, named, sizes_of
 from ..base.layouts import LAYOUT_AXES, MAX_HEAD_DIM, MAX_TOKENS
 from ..base.memory import overlaps_itself, refuse_meeting, span
-from ..base.views import BLOCK_SCALES, FORMATS, PER_ITEM, TABLE_NAMES, Tensors
+from ..base.views import BLOCK_SCALES, FORMATS, PER_ITEM, TABLE_NAMES, Tensors, by_rank
 from ..plan.options import Options
 from ..sinks import cache, pages
-from ..stages import BEHIND, norm, positions, rotate, transform
+from ..stages import BEHIND, convert, norm, positions, rotate, transform
 from ..stages.convert import TENSORS as SCALES
-from ..stages.convert import converts_v
 
 LEARNED = ("cos", "sin", "second_cos", "second_sin", "q_factor")  # torch computes their gradients, from q and k too
 
@@ -29,7 +27,7 @@ def check_watched(op: Any, t: Tensors, o: Options) -> None:
     """Refuse tensors that torch does not let a call write, or that autograd cannot keep for a backward."""
     name, fail, differentiable = op.function, Fail(op.function), op.differentiable(t, o)
     fail.when(watch.has_tangent(t.values()), "forward-mode derivatives (jvp) are not supported; use the backward")
-    copied = "v" if o.ulysses_degree and not converts_v(t, o.dynamic_v) else ""
+    copied = "v" if o.ulysses_degree and not convert.converts_v(t, o.dynamic_v) else ""
     wanted = [label for label, x in t.items() if watch.wants_grad(x) and (differentiable or label != copied)]
     fixed = [label for label in (*LEARNED, *SCALES) if label in wanted]
     compiling = watch.is_compiling()
@@ -124,7 +122,7 @@ def check_pairs(t: Tensors, o: Options, fail: Fail) -> None:
     apart = "v" in t and ("k" not in t or t["v"].shape != t["k"].shape)
     names = ("bias", *"qkv", "q_out", "k_out", *["v_out"] * (not apart))  # v is copied after the launch
     for name in [x for x in names if x in t and PER_ITEM.get(t[x].dtype, 1) == 1]:
-        x, label = t[name], f"out's {name[0]}" if name.endswith("_out") else name
+        x, label = t[name], f"out's {name[0]}" if name.endswith("_out") else fail.main if name == "q" else name
         steps = [stride for size, stride in zip(x.shape[:-1], x.stride()) if size > 1]
         odd = x.stride(-1) != 1 or any(n % 2 for n in (x.shape[-1], x.storage_offset(), *steps))
         had = f"{label} has D={x.shape[-1]}, strides {tuple(x.stride())} and offset {x.storage_offset()}"
@@ -137,7 +135,7 @@ def check_pairs(t: Tensors, o: Options, fail: Fail) -> None:
 def check(op: Any, t: Tensors, o: Options) -> None:
     """Refuse tensors and options that do not fit together."""
     q, label = t["q"], op.label("q")
-    fail = Fail(op.function, label, q, o.layout)
+    fail = Fail(op.function, label, q, o.layout, op.main)
     check_heads({label: q, **({op.label("k"): t["k"]} if "k" in t else {})}, o, fail)
     positions.check(t, o.rotary_dim // 2, o, fail)
     rotate.check(t, o, op.said or "a cache" * ("k_cache" in t), fail)
@@ -148,7 +146,7 @@ def check(op: Any, t: Tensors, o: Options) -> None:
 def check_kv_cache(op: Any, t: Tensors, o: Options) -> None:
     """The rule of a call that stores k and v in caches."""
     k = t["k"]
-    fail = Fail(op.function, "k", k, o.layout)
+    fail = Fail(op.function, "k", k, o.layout, op.main)
     kv: Tensors = {label: t[label] for label in ("k", "v") if label in t}
     check_heads(kv, o, fail)
     heads, v_heads = (sizes_of(x, o.layout)[2] for x in (k, kv.get("v", k)))
@@ -181,15 +179,14 @@ def check_scale(op: Any, own: str, t: Tensors, o: Options) -> None:
 
 def check_whole_heads(op: Any, t: Tensors, o: Options) -> None:
     """The rule of a norm, and of other stages that need all elements of a head."""
-    fail, dim = Fail(op.function, op.label("q"), t["q"], o.layout), t["q"].shape[-1]
+    fail, dim = Fail(op.function, op.label("q"), t["q"], o.layout, op.main), t["q"].shape[-1]
     others = {"a cache": "k_cache" in t, "dynamic scales": o.computed or o.per_row}
     others[transform.LABEL] = getattr(o, transform.LABEL)
     if norm.sums_heads(t, o):
         beside = [x for x, given in others.items() if given]
         refuse_beside(op.function, ["across_heads"], beside, "pass mean_squares, or normalise before")
     norm.check(t, o, fail)
-    wrong = o.inverse and norm.normed(o)
-    fail.when(wrong, "inverse does not go with norm; rotate back in a call without a norm")
+    fail.when(o.inverse and norm.normed(o), "inverse does not go with norm; rotate back in a call without a norm")
     fail.when(o.group and dim % o.group, f"group is {o.group}; it must divide D={dim}")
     if o.out_dtype == "fp4" or ("k_cache" in t and PER_ITEM.get(t["k_cache"].dtype, 1) > 1):
         check_pairs(t, o, fail)
@@ -206,7 +203,7 @@ def check_results(op: Any, t: Tensors, o: Options) -> None:
             fail(f"{letter} is {named(x, o.layout)}; for {ranks} ranks it needs a multiple of {ranks} heads")
         if out is None:
             continue
-        *shape, dim = (views.by_rank(x, o.layout, ranks) if ranks else x).shape
+        *shape, dim = (by_rank(x, o.layout, ranks) if ranks else x).shape
         dtype, _, per_item = FORMATS[word] if word else (x.dtype, 0, 1)
         must = (*shape, dim // per_item)
         turned = out.shape != must and len(must) == 4 and out.shape == (must[0], *must[2:0:-1], must[3])

@@ -124,8 +124,7 @@ def compile_source(source: Source, arch: str, extra_options: tuple[str, ...] = (
         # CuPy's getCUBIN treats a cubin as a C string and drops the last byte, which is 0.
         return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError as error:
-        supported = [f"sm_{number}" for number in nvrtc.getSupportedArchs()]
-        if wrong := unsupported(arch, supported, nvrtc_version()):
+        if wrong := unsupported(arch, [f"sm_{number}" for number in nvrtc.getSupportedArchs()], nvrtc_version()):
             raise CompileError(f"{source.name}: {wrong}") from error
         lines = [f"{source.name} for {arch}: {error}", nvrtc.getProgramLog(program).strip()]
         _refused[wanted] = "\n".join([*lines, f"source: {_keep(source)}"])

@@ -152,9 +152,8 @@ class Kernel:
         From sm_90 on it uses programmatic dependent launch; the templates wait for earlier kernels (`dependents.cuh`).
         """
         overlaps = ctypes.pointer(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1))
-        config = _LaunchConfig(
-            (*grid, 1)[:3], (block, 1, 1), self._shared_bytes, None, overlaps, int(self._may_overlap)
-        )
+        sizes = (*grid, 1)[:3], (block, 1, 1), self._shared_bytes
+        config = _LaunchConfig(*sizes, None, overlaps, int(self._may_overlap))
         parameters = (ctypes.c_void_p * len(arguments))(*arguments)
         launch = _library().cuLaunchKernelEx  # its arguments are made once and reused
         where = (ctypes.byref(config), self._function, parameters, None)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..base.config import OWN_BUNDLE
 from ..base.errors import CacheError
@@ -66,8 +66,7 @@ class Key:
         return f"{self.stem}-{ANY}"
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One kernel, for listings. size: bytes of its files."""
 
     path: Path
@@ -148,8 +147,7 @@ def read_bundle(given: Path) -> dict[str, dict[str, bytes]]:
         if digest and (found := _sha(data)) != digest:
             raise ValueError(f"it has the SHA-256 {found}, not {digest}")
         with zipfile.ZipFile(io.BytesIO(data)) as file:
-            folders = {name.partition("/")[0] for name in file.namelist()}
-            for folder in sorted(filter(NAME.fullmatch, folders)):
+            for folder in sorted(filter(NAME.fullmatch, {name.partition("/")[0] for name in file.namelist()})):
                 entries[folder] = {name: file.read(f"{folder}/{name}") for name in FILES}
                 check(Path(folder), entries[folder])
     except Exception as error:  # for a damaged file zipfile raises errors of many types

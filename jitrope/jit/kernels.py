@@ -51,10 +51,8 @@ def get_kernel(spec: Spec, device: int) -> Kernel:
     if kernel is None:
         recording.note(spec)
         if torch.cuda.is_current_stream_capturing():
-            raise JitropeError(
-                f"{spec.name} is not loaded yet, and a kernel cannot be loaded while a CUDA graph is captured; "
-                "make the same call once before the capture"
-            )
+            text = "is not loaded yet, and a kernel cannot be loaded while a CUDA graph is captured"
+            raise JitropeError(f"{spec.name} {text}; make the same call once before the capture")
         with _build_lock:
             kernel = _kernels.get((spec, device)) or _load(spec, device)
             _kernels[spec, device] = kernel
@@ -116,13 +114,11 @@ def key_of(spec: Spec, arch: str) -> Key:
 
 def missing_kernel(spec: Spec, arch: str, cache: KernelCache) -> MissingKernel:
     """The error for a kernel that is in no cache and may not be compiled."""
-    text = shlex.quote(json.dumps(record_of([spec])))
-    command = f"echo {text} > missing.json && jitrope prewarm --from missing.json --arch {arch}"
+    record = shlex.quote(json.dumps(record_of([spec])))
+    command = f"echo {record} > missing.json && jitrope prewarm --from missing.json --arch {arch}"
     places = ", ".join(map(str, (cache.root, *(layer.root for layer in cache.system))))
-    message = (
-        f"{spec.name} for {arch} is not in {places}, and compiling is forbidden (JITROPE_NO_COMPILE or "
-        f"jitrope.configure). Where compiling is allowed, this command makes it:\n{command}"
-    )
+    text = "compiling is forbidden (JITROPE_NO_COMPILE or jitrope.configure). Where compiling is allowed, this command"
+    message = f"{spec.name} for {arch} is not in {places}, and {text} makes it:\n{command}"
     return MissingKernel(message, spec.to_dict(), arch, command)
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..base.errors import CompileError
 from ..base.spec import Spec, record_of
@@ -17,8 +16,7 @@ _HERE = Path(__file__).parent.resolve().parent  # a cache of files may have link
 TEMPLATE_PATHS = [_HERE / "templates", _HERE.parent / "templates"]  # in a wheel; in a checkout
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """The whole text of a kernel, its entry point and a readable name."""
 
     text: str

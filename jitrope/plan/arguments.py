@@ -55,8 +55,6 @@ OPTIONAL = {
 }
 """The addresses and the words of a stage, by its flag in the spec."""
 
-_COMMENT_COLUMN = 57
-
 
 def _ordered(stages: Collection[str]) -> tuple[tuple[Argument, ...], tuple[Argument, ...]]:
     """(the addresses, the words) of a kernel. stages: those of `OPTIONAL` that it has."""
@@ -75,7 +73,7 @@ def declarations(stages: Collection[str] = ()) -> str:
     lines = []
     for c_type, field, names in chain(*_ordered(stages)):
         line = f"    {c_type} {field}{f'[{len(names)}]' if len(names) > 1 else ''};"
-        lines.append(line if len(names) == 1 else f"{line:{_COMMENT_COLUMN}}// {', '.join(names)}")
+        lines.append(line if len(names) == 1 else f"{line:57}// {', '.join(names)}")
     return "\n".join(lines)
 
 

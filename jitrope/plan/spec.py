@@ -61,7 +61,6 @@ class Compiled(cache.Fields, Fields):
 
 
 SUM_LANES = 4  # threads that have the sums of a token's heads, by the layout of `wgmma`
-PROJECTION_THREADS = 384  # two groups of threads with sums, and one that copies
 
 
 def _bits(axis_of_pair: tuple[int, ...], axes: int) -> list[str]:
@@ -183,7 +182,7 @@ class RopeSpec(Compiled, Spec):
     def threads(self) -> int:
         """Threads of a block, in whole warps."""
         if self.projected:
-            return PROJECTION_THREADS
+            return 384  # two groups of threads with sums, and one that copies
         rows = self.tokens_per_block * (len(self.row_heads) or 1)
         return -(-rows * self.heads_per_block * self.team // 32) * 32
 

@@ -14,7 +14,7 @@ from ..checks.words import ONE_TABLE, rotates_heads, unexpected
 from ..plan.options import Options
 from ..sinks.cache import KVCache
 from ..sinks.results import Ulysses
-from ..sources.heads import OF_V, of_v_alone
+from ..sources.heads import OF_KV, OF_V, Heads, of_v_alone
 from ..sources.operation import Operation
 from ..sources.source import is_dense, joins_k
 from ..stages.convert import DynamicQuantize, Quantize, Scaled, converts_v
@@ -51,8 +51,7 @@ def gather(
         if word in ONE_TABLE:
             tensors[word] = words.pop(word)
         elif word == "q_scale":  # fp8 has a tensor of this name
-            factor: Any = scales(name, like, q_scale=words.pop(word)).get(word)
-            tensors["q_factor"] = factor
+            tensors.update(zip(["q_factor"], scales(name, like, q_scale=words.pop(word)).values()))
     if inplace is not False:
         words["inplace"] = inplace
     if positions is not None:
@@ -69,6 +68,7 @@ def gather(
         if value is not None:
             add(name, label, value, kind, tensors, words)
     if cache is not None and quantize is not None:  # k and v go to the cache, which has its own scales
+        refuse_beside(name, ["quantize"] * (op is OF_KV), ["q=None"], "leave it out")
         dynamic = "_global" * isinstance(quantize, DynamicQuantize)
         beside = [f"{letter}{dynamic}_scale" for letter in "kv" if f"{letter}_scale" in quantize.tensors]
         beside += ["v=True"] * ("dynamic_v" in quantize.words)
@@ -112,7 +112,7 @@ def sent(op: Operation, tensors: Tensors, words: dict[str, Any], quantize: Any =
         given = {letter: x for letter, x in items if x is not None}
         for letter, x in given.items():
             why = "goes to the cache" if "k_cache" in tensors and letter != "q" else "is None"
-            if why != "is None" or (op.name == "heads" and letter not in tensors):
+            if why != "is None" or (isinstance(op, Heads) and letter not in tensors):
                 refuse(op.function, f"out's {letter}", x, f"None, because {letter} {why}")
     per = "token" if quantize is None else quantize.per
     tensors.update({f"{letter}_out": x for letter, x in given.items()})

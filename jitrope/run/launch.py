@@ -203,8 +203,7 @@ def _offsets(op: Operation, named: Tensors, options: Options) -> dict[str, tuple
             found[f"{letter}_added"] = ("bias", part.data_ptr() - named["bias"].data_ptr())
     for cos, sin in (("cos", "sin"), ("second_cos", "second_sin")):
         if cos in named and sin not in named:
-            sines = table_pair(named[cos], None, options.table)[1]
-            found[sin] = (cos, sines.data_ptr() - named[cos].data_ptr())
+            found[sin] = (cos, table_pair(named[cos], None, options.table)[1].data_ptr() - named[cos].data_ptr())
     return found
 
 
@@ -266,7 +265,7 @@ def keep_spelled(key: Any, xs: Sequence[Tensor], out: Any, function: Any, tensor
         elif at is not None:
             names[at], own[name] = f"{name}_whole", _split(xs[at], y)
         elif name not in dict(form.twice):
-            if y.numel() and id(y) not in CONSTANTS:  # q may be empty
+            if id(y) not in CONSTANTS:
                 return home.keep(key)
             own[name] = y
     said = {id(None): "None", **{id(x): name for x, name in zip(xs, names)}}

@@ -23,8 +23,7 @@ def read(text: str) -> tuple[Operation, tuple[str, ...], tuple[str, ...], Option
     name, tensors, options = Call.parse(text)
     op = operation_of(name, tensors, options)
     written = op.written(tensors, options)
-    names = tuple([name for name in tensors if name not in written])
-    return op, names + written, written, options
+    return op, (*[name for name in tensors if name not in written], *written), written, options
 
 
 _spelled = lru_cache(maxsize=1024)(lambda name, tensors, options: str(Call.of(name, tensors, options)))

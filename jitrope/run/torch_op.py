@@ -35,24 +35,20 @@ def _launch_(tensors: Sequence[Tensor], written: Sequence[Tensor], text: str, si
 
 def _launch_or_record(keys: Any, tensors: Sequence[Tensor], text: str, sizes: Sequence[int]) -> Any:
     """A call that autograd may record. All others skip torch's Python layer of it, which takes longer than a launch."""
-    return _launch(tensors, text, sizes, watching=lambda: _recorded()(keys, tensors, text, sizes))
+    return _launch(tensors, text, sizes, record=lambda: _recorded()(keys, tensors, text, sizes))
 
 
 def _launch(
-    given: Sequence[Tensor],
-    text: str,
-    sizes: Sequence[int],
-    written: int = 0,
-    watching: Callable[[], Any] | None = None,
+    given: Sequence[Tensor], text: str, sizes: Sequence[int], written: int = 0, record: Callable[[], Any] | None = None
 ) -> Any:
     """Launch a call. One like a recent one is not read again (`replay`).
 
-    watching: makes a call that autograd records, or that more than autograd watches. Without it the dispatcher is
+    record: makes a call that autograd records, or that more than autograd watches. Without it the dispatcher is
         behind all that watches.
     """
     key = (text, len(given), written, *sizes)
     try:
-        recent = () if watching and watch.watched() else launch.local.recent[key]
+        recent = () if record and watch.watched() else launch.local.recent[key]
     except (KeyError, TypeError):  # a symbolic number has no hash
         recent = ()
     for replay in recent:
@@ -61,8 +57,8 @@ def _launch(
             return out
     op, tensors, options = given_to(text, sizes, given[: len(given) - written], given[len(given) - written :])
     plain, wants = watch.plain(tensors), watch.wants_grad(*given)
-    if watching is not None and (wants or not plain):
-        return watching()
+    if record is not None and (wants or not plain):
+        return record()
     prepared = launch.Prepared(op, options, tensors, tensors)
     returns = "" if written else f"[{', '.join(_outputs(op.made(tensors, options)))}]"
     return launch.function_of(prepared, tensors, key, None, returns, plain and not wants)(*given)

@@ -119,7 +119,7 @@ def lengths_of(t: Tensors) -> str:
 def check(t: Tensors, o: Words, fail: Fail) -> None:
     """Refuse slots, or a page table and its lengths, that do not fit the tokens and the cache."""
     device, (batch, seqlen, *_) = t["q"].device, sizes_of(t["q"], o.layout)
-    tokens, dtypes, owner = batch * seqlen, INTEGERS, "q"
+    tokens, dtypes, owner = batch * seqlen, INTEGERS, fail.main
     shapes: dict[str, list[tuple[int]]] = {"slot_mapping": []}  # []: a number for each token, with any axes
     if "page_table" in t:
         table, listed, of_cache = t["page_table"], "page_indptr" in t, tuple(t["k_cache"].shape)

@@ -7,10 +7,9 @@ from collections.abc import Container
 import torch
 from torch import Tensor
 
-from ..base import views
 from ..base.arguments import refuse_beside
 from ..base.fit import Fail
-from ..base.views import MEANS, Tensors, fused_part, fused_sizes, heads_per_group
+from ..base.views import MEANS, Tensors, bias_like, fused_part, fused_shape, fused_sizes, fused_views, heads_per_group
 from ..plan.options import Options
 from ..sinks.results import LETTERS
 from ..stages import bias, positions
@@ -52,13 +51,14 @@ class Fused(Operation):
 
     def reads(self, t: Tensors, o: Options) -> dict[str, Read]:
         """A gate that a kernel writes too is the second head of its head of q."""
-        found = dict(zip("qkv", views.fused_views(t["qkv"], o, self.writes_gate(t, o) and not sums_heads(t, o))))
+        found = dict(zip("qkv", fused_views(t["qkv"], o, self.writes_gate(t, o) and not sums_heads(t, o))))
         if o.per_row and not o.dynamic_v:
             del found["v"]
         return {letter: ("qkv", x) for letter, x in found.items()}
 
     def shaped(self, t: Tensors, o: Options) -> Tensors:
-        heads = views.shaped_parts(t["qkv"], o)
+        k, v = (fused_part(t["qkv"], letter, o) for letter in "kv")
+        heads = {"q": k[..., :1, :].expand(*k.shape[:-2], k.shape[-2] * o.q_per_group, -1), "k": k, "v": v}
         if "v_cache" not in t and ("k_cache" in t or not o.copy_v):
             del heads["v"]
         return {**heads, **{name: x for name, x in t.items() if name != "qkv"}}
@@ -101,12 +101,12 @@ class Fused(Operation):
 
     def put(self, t: Tensors, found: Tensors, o: Options) -> Tensors:
         qkv, own = join_qkv(found, o), t["qkv"]
-        biased = own + views.bias_like(t["bias"], own) if "bias" in t else own
+        biased = own + bias_like(t["bias"], own) if "bias" in t else own
         return {"qkv": own.copy_(positions.spare_stays(biased, qkv, t, o))}
 
     def empty(self, t: Tensors, o: Options) -> Tensors:
         *lead, groups, head_dim = t["dk"].shape
-        return {"qkv": t["dk"].new_empty((*lead, *views.fused_shape(groups, head_dim, o)))}
+        return {"qkv": t["dk"].new_empty((*lead, *fused_shape(groups, head_dim, o)))}
 
     def back(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
         """The gradients; that of the bias is the sum of qkv's over the tokens."""

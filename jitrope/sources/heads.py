@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Any
 
-from ..base.arguments import word
 from ..base.layouts import LAYOUT_AXES
-from ..base.views import Tensors, joined
+from ..base.views import MEANS, Tensors, joined
 from ..plan.options import Options
 from ..stages import positions
 from ..stages.norm import gradients_of_means, normed
 from .backward import Backward, named_back, overwrites, turned_back
 from .operation import Call, Operation
-from .source import OF_TABLES, is_dense, joins_k, tables_of
+from .source import OF_TABLES, joins_k, tables_of
 
 
 class Heads(Operation):
@@ -68,16 +67,39 @@ def of_v_alone(words: Mapping[str, Any]) -> dict[str, Any]:
 HEADS = Heads()
 HEADS_BACKWARD = Backward(HEADS)
 ROPE = Heads(function="apply_rope")
-OF_V = Heads(labels={"q": "v"})
+OF_V = Heads(labels={"q": "v"}, main="v")
 """v alone, which takes the place of q and is not rotated."""
-OF_KV = Heads(labels={"q": "k"})
-"""k and v alone: q has no heads."""
 
 
-def without_q(t: Tensors, words: Mapping[str, Any]) -> tuple[Heads, Tensors]:
-    """The operation and the tensors of a call without q."""
-    q: Any = t.get("k")
-    axis = LAYOUT_AXES[word("prepare_qkv", "layout", words.get("layout", "bshd"), LAYOUT_AXES)][2]
-    if is_dense(q) and q.dim() > axis:  # else a check refuses k
-        q = q.new_empty((*q.shape[:axis], 0, *q.shape[axis + 1 :]))
-    return OF_KV, {"q": q, **t}
+class Stored(Heads):
+    """k and v that go to a cache, without q: a kernel's q has no heads."""
+
+    name = "kv"
+    needed = ("k",)
+    labels = {"q": "k"}  # noqa: RUF012
+    main = "k"
+    lacks = ("q_factor", "q_weight", "q_bias", MEANS[0])
+
+    def beside(self, word: str, given: Container[str], o: Options) -> list[str]:
+        return ["q=None"] if word in self.lacks else super().beside(word, given, o)
+
+    def letters(self, given: Container[str], o: Options) -> tuple[str, ...]:
+        return ("q", *super().letters(given, o))
+
+    def shaped(self, t: Tensors, o: Options) -> Tensors:
+        means = {MEANS[0]: t[MEANS[1]]} if MEANS[1] in t else {}
+        return {**t, **means, "q": t["k"].narrow(LAYOUT_AXES[o.layout][2], 0, 0)}
+
+    named = shaped
+
+    def parts(self, t: Tensors, o: Options) -> list[tuple[Tensors, Options]]:
+        return [(self.shaped(t, o), o)]
+
+    def check(self, t: Tensors, o: Options) -> None:
+        """Refuse a wrong call. Sizes are those of k, which has heads."""
+        like_k = {**t, "q": t["k"]}
+        self.check_stages(like_k, o)
+        self.check_sink(like_k, o)
+
+
+OF_KV = Stored()

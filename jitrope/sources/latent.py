@@ -30,8 +30,7 @@ class Latent(Operation):
     def parts(self, t: Tensors, o: Options) -> list[tuple[Tensors, Options]]:
         """k is the first part of kv and the one head k_pe for every head; v is the rest of kv."""
         first, v = t["kv"].split([o.rotary_offset, o.v_dim], -1)
-        k = torch.cat((first, t["k_pe"].expand(*first.shape[:-1], -1)), -1)
-        return [({**t, "k": k, "v": v}, o)]
+        return [({**t, "k": torch.cat((first, t["k_pe"].expand(*first.shape[:-1], -1)), -1), "v": v}, o)]
 
     def check(self, t: Tensors, o: Options) -> None:
         q, kv, k_pe = (t[label] for label in self.needed)
@@ -40,9 +39,8 @@ class Latent(Operation):
         for label, x, heads, width in (("kv", kv, "H", "D"), ("k_pe", k_pe, 1, o.rotary_dim)):
             shape = [heads if axis == "h" else size for axis, size in zip(layout, q.shape)]
             use = "kv.unflatten(-1, (H, D))" if label == "kv" else f"k_pe.unsqueeze({LAYOUT_AXES[layout][2]})"
-            fail.unlike(
-                label, x, q.device, (q.dtype,), (*shape[:-1], width), hint=f"; pass {use}" * (x.dim() < q.dim())
-            )
+            hint = f"; pass {use}" * (x.dim() < q.dim())
+            fail.unlike(label, x, q.device, (q.dtype,), (*shape[:-1], width), hint=hint)
         if o.v_dim < 1 or kv.shape[-1] != o.rotary_offset + o.v_dim:
             had = f"q is {named(q, layout)}, k_pe {named(k_pe, layout)} and kv {named(kv, layout)}"
             fail(f"{had}; kv must be wider than q less k_pe, {o.rotary_offset}, by the elements of a head of v")

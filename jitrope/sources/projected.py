@@ -7,9 +7,7 @@ from collections.abc import Container
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Parameter
 
 from .. import torch_state as watch
 from ..base import config
@@ -35,9 +33,7 @@ class Projected(Fused):
 
     name = "projected"
     said, function = "a projection", "project_qkv"
-    needed: tuple[str, ...] = ("x", "weight")
-    heads: tuple[str, ...] = ("x", "weight")
-    kept = ("x", "weight")
+    needed = heads = kept = ("x", "weight")
     labels = {"q": "x", "k": "x"}  # noqa: RUF012
     lacks = ("shifts", "inplace")
     whole = True
@@ -71,7 +67,7 @@ class Projected(Fused):
         if not (whole and dense and x.dtype in (torch.float16, torch.bfloat16) and watch.wgmma_count(x.device)):
             return False
         read = [x.flatten(0, -2), weight.flatten(0, 1), *[t[name] for name in ALIGNED if name in t and t[name].dim()]]
-        real = all(type(y) in (Tensor, Parameter) for y in read) and not watch.transformed()  # others have no addresses
+        real = all(type(y) in (Tensor, torch.nn.Parameter) for y in read) and not watch.transformed()  # with addresses
         return not real or elements_per_access(read) >= VEC
 
     def head_dim(self, t: Tensors, o: Options) -> int:
@@ -122,8 +118,7 @@ PROJECTED = Projected()
 def of_linear(x: Tensor, weight: Tensor) -> Tensor:
     """A projection in torch. The words alone say what is rounded."""
     with watch.without_autocast(x):
-        found: Tensor = F.linear(x, weight)
-    return found
+        return torch.nn.functional.linear(x, weight)
 
 
 def projects(x: Tensor, weight: Tensor, norm: Any) -> bool:

@@ -24,6 +24,7 @@ class Source:
 
     name: str  # also in the texts of calls
     said = ""  # in messages, where a stage does not go with it
+    main = "q"  # in messages, the heads that have the sizes of the call
     function = "prepare_qkv"  # the user's
     needed: tuple[str, ...]  # tensors that each call has
     heads: tuple[str, ...] = ("q", "k", "v")  # its tensors; a kernel reads the first three as q, k and v

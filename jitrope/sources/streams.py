@@ -7,8 +7,7 @@ from ..base.views import MEANS, TABLE_NAMES, Tensors
 from ..checks.checks import check
 from ..plan.options import Options
 from ..sinks import cache, pages
-from ..stages import positions, scale
-from ..stages.convert import TENSORS as SCALES
+from ..stages import convert, positions, scale
 from .heads import HEADS
 from .operation import OUTS, Call, Operation
 
@@ -28,7 +27,7 @@ def names_of(stream: str) -> dict[str, str]:
 def of_stream(t: Tensors, o: Options, stream: str) -> tuple[Tensors, Options]:
     """One stream of a joint call as a separate call, with its tokens' part of the tables or of their rows."""
     own = {name: t[joint] for name, joint in names_of(stream).items() if joint in t}
-    own.update({name: t[name] for name in (*SCALES, *cache.TENSORS, *pages.TENSORS) if name in t})
+    own.update({name: t[name] for name in (*convert.TENSORS, *cache.TENSORS, *pages.TENSORS) if name in t})
     second, begin = stream == "second", t["first_q"].shape[1]
     prefix = "second_" if second and "second_cos" in t else ""
     tables: Tensors = {name: t[prefix + name] for name in ("cos", "sin") if prefix + name in t}
@@ -51,7 +50,7 @@ class Streams(Operation):
     lacks = ("inplace", "rotate_k", "shifts", "inverse", "layout", "check", "v_weight", *COUNTED, *MEANS)
 
     def shaped(self, t: Tensors, o: Options) -> Tensors:
-        found = {name: t[name] for name in (*SCALES, *OUTS) if name in t}
+        found = {name: t[name] for name in (*convert.TENSORS, *OUTS) if name in t}
         for letter in "qkv":
             x, tokens = t[f"first_{letter}"], t["first_q"].shape[1] + t["second_q"].shape[1]
             found[letter] = x.new_empty((1, 1, 1, x.shape[3])).expand(x.shape[0], tokens, x.shape[2], -1)
@@ -92,8 +91,7 @@ class Streams(Operation):
         end = saved["first_q"].shape[1]
         for stream, tokens in zip(STREAMS, (slice(0, end), slice(end, None))):
             (kept, own), names = of_stream(saved, o, stream), names_of(stream)
-            given = {name: x[:, tokens] for name, x in grads.items()}
-            of_heads = HEADS.back(call, kept, given, own)
+            of_heads = HEADS.back(call, kept, {name: x[:, tokens] for name, x in grads.items()}, own)
             found.update({names[name]: x for name, x in of_heads.items() if name in names})
         return found
 

@@ -18,7 +18,6 @@ from ..base.spec import DTYPES, OF_NORM
 from ..base.views import DTYPE_NAMES, MEANS, Tensors, canonical, elements_per_access, factor_view
 from ..values.asked import Value
 from . import positions
-from .positions import cleared
 
 ROUNDINGS = ("none", "once", "twice")
 KINDS = ("rms_norm", "layer_norm")
@@ -67,8 +66,8 @@ class Norm(Value):
             512 elements each (Wan, LTX).
         mean_squares: only with across_heads, if each rank has a part of the heads (tensor parallelism of Wan, LTX-2,
             MiniMax-M2): the means of x^2 of each token over the heads of all ranks. They are (q's, k's), in fp32,
-            (B, S), with "thd" (T); k's is None without k. Pass this rank's part of the weights. If all ranks have
-            equally many heads, in the default layout: `mean = q.float().square().mean((-2, -1))`, then
+            (B, S), with "thd" (T); k's is None without k, and q's without q. Pass this rank's part of the weights. If
+            all ranks have equally many heads, in the default layout: `mean = q.float().square().mean((-2, -1))`, then
             `all_reduce(mean, op=ReduceOp.AVG)`. They get a gradient, computed from q's (or k's) in its dtype. To train,
             use an all_reduce that passes it on, such as
             `torch.distributed.nn.functional.all_reduce(mean, op=ReduceOp.AVG)`. across_heads then also goes with a
@@ -125,7 +124,7 @@ class Norm(Value):
         self.tensors = {label: tensor("Norm", label, x) for label, x in weights.items() if x is not None}
         on = flags("Norm", across_heads=across_heads, zero_centered=zero_centered, after_rope=after_rope, v_norm=v_norm)
         layer = ["kind='layer_norm'"] if kind == "layer_norm" else []
-        apart = [label for label in self.tensors if label[0] not in of]
+        apart = [label for label in self.tensors if label[0] not in of or (of == "k_nope" and label == "k_bias")]
         if of in OF[3:]:
             apart += [label for label in on if label != "zero_centered"] + layer
         refuse_beside("Norm", apart, [f"of={of!r}"])
@@ -134,10 +133,10 @@ class Norm(Value):
             others += [] if "across_heads" in on else ["across_heads=False"]
             refuse_beside("Norm", ["mean_squares"], others)
             means: Any = mean_squares if isinstance(mean_squares, (list, tuple)) else ()
-            if len(means) != 2 or not isinstance(means[0], Tensor) or not isinstance(means[1], (Tensor, type(None))):
-                must = "those of q and k: two tensors, or a tensor and None"
-                refuse("Norm", "mean_squares", mean_squares, must)
-            self.tensors.update({name: x for name, x in zip(MEANS, means) if x is not None})
+            given = {name: x for name, x in zip(MEANS, means) if x is not None}
+            if len(means) != 2 or not given or not all(isinstance(x, Tensor) for x in given.values()):
+                refuse("Norm", "mean_squares", mean_squares, "those of q and k: two tensors, or a tensor and None")
+            self.tensors.update(given)
         rounding = word("Norm", "rounding", rounding, ROUNDINGS)
         none = "; torch.nn.RMSNorm(eps=None) has torch.finfo(torch.float32).eps" * (eps is None)
         if type(eps := number("Norm", "eps", eps, or_else=none)) is float and eps < 0:
@@ -191,7 +190,7 @@ def takes(letter: str, o: Words) -> bool:
 
 def sums_heads(t: Container[str], o: Words) -> bool:
     """Whether a kernel takes all heads of a token: a norm across heads without given means, or its gradient."""
-    return o.across_heads and (MEANS[0] not in t or "dq" in t)
+    return o.across_heads and ("dq" in t or not any(name in t for name in MEANS))
 
 
 def fields(t: Tensors, heads: Sequence[Tensor | None], o: Words) -> dict[str, Any]:
@@ -214,8 +213,8 @@ def fields(t: Tensors, heads: Sequence[Tensor | None], o: Words) -> dict[str, An
 
 def check(t: Tensors, o: Words, fail: Fail) -> None:
     """Refuse means, weights and biases that do not fit q, k, v and each other."""
-    for letter, name in zip("qk", MEANS) if any(name in t for name in MEANS) else ():
-        label = USERS_NAMES[name]
+    for name in MEANS[fail.main == "k" :] if any(name in t for name in MEANS) else ():
+        letter, label = name[0], USERS_NAMES[name]
         fail.when(letter in t and name not in t, f"{letter} is given, but {label} is not")
         fail.when(name in t and letter not in t, f"{label} is given, but {letter} is not")
         if name in t:
@@ -224,8 +223,9 @@ def check(t: Tensors, o: Words, fail: Fail) -> None:
             of = fail._replace(owner=letter, heads=t[letter])
             of.unlike(label, t[name], t[letter].device, (torch.float32,), shape)
     dim = t["q"].shape[-1]
-    fail.when(o.across_heads and dim > 512, f"q has D={dim}; across_heads goes with at most 512")
-    fail.when(o.of == "k" and "k" not in t, "the norm has of='k', but k is not given")
+    fail.when(o.across_heads and dim > 512, f"{fail.main} has D={dim}; across_heads goes with at most 512")
+    missing = "q" if fail.main == "k" else "k" if "k" not in t else ""
+    fail.when(o.of == missing, f"the norm has of={missing!r}, but {missing} is not given")
     fail.when(o.v_norm and "k_cache" in t and "v" not in t, "the norm has v_norm, but v is not given")
     if o.of == "v" and "v_cache" not in t:
         fail("the norm has of='v', which goes with a cache of v; without one pass v as q to a call of its own")
@@ -261,8 +261,7 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
     across, one, weight, bias, mean_square = _parameters(letter, t, o)
     rows = x if o.norm_rounding == "none" else x.to(t[letter].dtype)
     rows = rows.flatten(-2) if across else rows
-    same = {p.dtype for p in (weight, bias) if p is not None} <= {rows.dtype}
-    plain = same and mean_square is None and not one
+    plain = {p.dtype for p in (weight, bias) if p is not None} <= {rows.dtype} and mean_square is None and not one
     if o.norm_rounding == "once" and plain and o.norm_kind == "layer_norm":
         y = torch.nn.functional.layer_norm(rows, rows.shape[-1:], weight, bias, o.eps)
     elif o.norm_rounding == "once" and plain:
@@ -288,7 +287,7 @@ def back(letter: str, x: Tensor, grad: Tensor, t: Tensors, o: Words, found: Tens
         return grad
     rows, g = (y.float().flatten(-2) if across else y.float() for y in (x, grad))
     rows, scale = _centred(rows, o, mean_square)
-    y, g = (cleared(letter, part, t, o) for part in (rows * scale, g))
+    y, g = (positions.cleared(letter, part, t, o) for part in (rows * scale, g))
     tokens = tuple(range(g.dim() - 1))
     if bias is not None:
         found[f"{letter}_bias"] = g.sum(tokens)

@@ -110,7 +110,8 @@ class Mrope(Positions):
             token and axis. A is at most 4.
         mrope_section: the number of pairs of each axis, rotary_dim / 2 in all. A pair takes the id of its axis.
         mrope_interleaved: True: the pairs of axis a > 0 are a, a + A, a + 2A, ..., as many as its section has; all
-            others belong to axis 0 (Qwen3-VL). False: the pairs of a section are neighbours (Qwen2-VL).
+            others belong to axis 0 (Qwen3-VL). A section must have no more pairs than that. False: the pairs of a
+            section are neighbours (Qwen2-VL).
         axis_of_pair: in place of these the axis of each pair, in any order: [1, 2] * 22 + [0] * 20 (Ernie 4.5 VL).
 
     Raises:
@@ -181,7 +182,12 @@ def _axes(name: str, ids: Tensor, sections: Any, interleaved: Any, axes: Any) ->
             refuse(name, "mrope_section", sections, had)
         axes = [axis for axis, count in enumerate(pairs) for _ in range(count)]
         if interleaved:
-            axes = [n % len(pairs) if n < len(pairs) * pairs[n % len(pairs)] else 0 for n in range(len(axes))]
+            n, axes = len(pairs), [0] * len(axes)
+            for axis, count in enumerate(pairs[1:], 1):
+                if count > (most := len(axes[axis::n])):
+                    must = f"at most {most} for axis {axis}, to which mrope_interleaved gives one of {n} pairs"
+                    refuse(name, "mrope_section", sections, must)
+                axes[axis : n * count : n] = [axis] * count
     elif axes is not None:
         axes = wholes(name, "axis_of_pair", given := axes, 0)
         if not 0 < len(axes) <= MAX_PAIRS or max(axes) >= MAX_AXES:
@@ -269,7 +275,7 @@ def check(t: Tensors, pairs: int, o: Words, fail: Fail) -> None:
         fail.when(o.layout != "thd", f"cu_seqlens goes with layout 'thd', not {o.layout!r}; leave layout out")
         fail.when(rows < 0, "cu_seqlens is empty; it must have N + 1 offsets")
     elif size != 1 and seqlen % 2 != 0:
-        fail(f"q is {named(q, o.layout)}; with cp_size={size} S must be even, for two equal chunks")
+        fail(f"{fail.main} is {named(q, o.layout)}; with cp_size={size} S must be even, for two equal chunks")
     if "start_positions" in t:
         starts, like = t["start_positions"], "cu_seqlens" * ("cu_seqlens" in t)
         fail.unlike("start_positions", starts, q.device, INTEGERS, (rows,), contiguous=True, like=like)
@@ -314,9 +320,8 @@ def table_rows(tokens: int, device: torch.device, t: Tensors, o: Words) -> Tenso
 
 def turned(rows: Tensor, o: Words) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(the rows that tokens read, whether each is not rotated, whether it is rotated back along each axis)."""
-    below = rows[0] < 0
     if o.unrotated:
-        return rows.clamp(min=0), below, None
+        return rows.clamp(min=0), rows[0] < 0, None
     return (rows.abs(), None, rows < 0) if o.shifts else (rows, None, None)
 
 

@@ -14,7 +14,6 @@ from ..base.fit import FLOATS, USERS_NAMES, Fail, named, sizes_of
 from ..base.spec import DTYPES, OF_NORM
 from ..base.views import DTYPE_NAMES, Tensors, per_head, table_pair, table_view
 from . import positions
-from .positions import POSITIONS, TURNED, cleared, table_rows
 
 TABLES = ("cos_sin", "freqs", "cos_sin_cache", "freqs_cis")
 ROUNDINGS = ("fp32", "complex64", "complex128", "dtype", "addcmul")
@@ -157,7 +156,7 @@ def check(t: Tensors, o: Words, beside: str, fail: Fail) -> None:
     rows, needed = rows_of(cos), o.max_seqlen if "cu_seqlens" in t else seqlen * o.cp_size
     needed = (0 if "position_ids" in t else needed) - o.unrotated
     if not o.packed_table and rows < needed:
-        fail(f"q is {named(q, o.layout)} but {label} has {rows} rows; it needs {needed}; make it longer")
+        fail(f"{fail.main} is {named(q, o.layout)} but {label} has {rows} rows; it needs {needed}; make it longer")
     fail.when(rows <= 0 and seqlen != 0, f"{label} has no rows")
 
 
@@ -172,7 +171,7 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
     Products and the sum are rounded separately, as in torch's real multiplies; complex multiplies and the fused product
     of "addcmul" are torch's own. With "dtype" each step is rounded to the dtype of the call's heads.
     """
-    if letter not in TURNED:
+    if letter not in positions.TURNED:
         return x
     cos, sin, still = _turns(x.shape[1], t[letter].dtype, t, o)
     full = cos.shape[-1] == o.rotary_dim
@@ -180,7 +179,7 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
     sin0, sin1 = _members(sin, o.interleaved) if full else (sin, sin)
     heads = x.to(cos.dtype if o.rounding == "complex128" else torch.float32)
     if "cu_seqlens" in t:  # tokens after the last sequence may hold NaN, which must not reach the tables' gradients
-        heads = cleared(letter, heads, t, o)
+        heads = positions.cleared(letter, heads, t, o)
     first, end = o.rotary_offset, o.rotary_offset + o.rotary_dim
     x0, x1 = _members(heads[..., first:end], o.interleaved)
     if o.rounding.startswith("complex") and not full:  # torch's, which may round a row's last pairs otherwise
@@ -196,7 +195,7 @@ def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:
 
 def paired(letter: str, x: Tensor, o: Words, back: bool = False) -> Tensor:
     """Heads with their pairs as they are read -> as they are stored; `back`: the other way."""
-    if letter not in TURNED or o.interleaved_out is None:
+    if letter not in positions.TURNED or o.interleaved_out is None:
         return x
     read, stored = (o.interleaved_out, o.interleaved) if back else (o.interleaved, o.interleaved_out)
     first, end = o.rotary_offset, o.rotary_offset + o.rotary_dim
@@ -216,9 +215,9 @@ def _turns(tokens: int, dtype: torch.dtype, t: Tensors, o: Words) -> tuple[Tenso
     if o.rounding == "dtype":
         cos, sin = cos.to(dtype), sin.to(dtype)
     sin = _transposed(sin, o) if o.inverse else sin
-    if o.cp_size == 1 and not o.unrotated and POSITIONS.isdisjoint(t):
+    if o.cp_size == 1 and not o.unrotated and positions.POSITIONS.isdisjoint(t):
         return cos[:, :tokens], sin[:, :tokens], None
-    rows, still, back = positions.turned(table_rows(tokens, cos.device, t, o), o)
+    rows, still, back = positions.turned(positions.table_rows(tokens, cos.device, t, o), o)
     cos, sin = _gathered(cos, rows, o), _gathered(sin, rows, o)
     if back is not None:
         sin = torch.where(_of_axes([*back[..., None, None]], sin.shape[-1], o), _transposed(sin, o), sin)

@@ -36,10 +36,12 @@ class Fields:
 
 
 def check(t: Tensors, o: Words, fail: Fail) -> None:
-    """Refuse heads of another size."""
+    """Refuse heads of another size, and those whose rotated elements are stored apart: it mixes all of them."""
     dim = t["q"].shape[-1]
     if o.hadamard and (dim > MAX_DIM or dim & (dim - 1)):
-        fail(f"hadamard goes with a power of two of elements up to {MAX_DIM}; q has D={dim}, so leave it out")
+        fail(f"hadamard goes with a power of two of elements up to {MAX_DIM}; {fail.main} has D={dim}, so leave it out")
+    mixed = "hadamard does not go with k_pe_cache, because it mixes its elements with those of k_cache; leave it out"
+    fail.when(o.hadamard and "k_pe_cache" in t, mixed)
 
 
 def forward(letter: str, x: Tensor, t: Tensors, o: Words) -> Tensor:

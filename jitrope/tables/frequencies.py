@@ -185,8 +185,7 @@ def _longrope(p: Any) -> Found:
     if p.attention_factor is None:
         p.attention_factor = math.sqrt(1 + math.log(p.factor) / math.log(trained)) if p.factor > 1 else 1.0
     factors = p.long_factor if p.seq_len is not None and p.seq_len > trained else p.short_factor
-    each = torch.tensor(factors, dtype=torch.float32, device=p.device)
-    return 1.0 / (each * _powers(p)), p.attention_factor
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32, device=p.device) * _powers(p)), p.attention_factor
 
 
 def _proportional(p: Any) -> Found:

@@ -55,7 +55,7 @@ def specs_of(
     'bshd heads q k > rotate cos sin rotary_dim=128 > in_place'
 
     Args:
-        heads: those of q and k, as [32, 8], or of q alone, as 24.
+        heads: those of q and k, as [32, 8], also for a call without q, or of q alone, as 24.
         head_dim, dtype: the elements of a head; "fp32", "fp16" or "bf16".
         call: the text, as `KernelEvent.call` and `jitrope cache ls` have it. "": rope in fresh tensors.
         width: of cos and sin, "half" or "full".

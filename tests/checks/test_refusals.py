@@ -66,6 +66,7 @@ rope = partial(jitrope.apply_rope, q=Q, k=K, **T)
 packed = partial(jitrope.apply_rope, q=Q[0], k=None, **T)
 alone = partial(jitrope.prepare_qkv, q=Q, k=None, v=None, **T)
 qkv = partial(jitrope.prepare_qkv, q=Q, k=K, v=V, **T)
+without_q = partial(jitrope.prepare_qkv, q=None, k=K, v=V, cache=CACHE, **T)
 paged = partial(jitrope.prepare_qkv, q=Q[0], k=K[0], v=V[0], layout="thd", **T)
 fused = partial(jitrope.prepare_fused_qkv, qkv=QKV, heads=(4, 2), **T)
 joint = partial(jitrope.prepare_joint_qkv, first=HEADS, second=HEADS, cos=COS.repeat(2, 1), sin=SIN.repeat(2, 1))
@@ -78,6 +79,7 @@ correct = partial(thd.out_correction, out=K[0], out_per_step=K[0], lse=LSE, lse_
 add = partial(thd.grad_correction, grad=Q[0], grad_per_step=Q[0], cu_seqlens=CU, first_half="add", second_half="add")
 
 # Parts of many sentences.
+K_SIZES = "(B=2, S=6, H=2, D=8)"
 SIZES, FLOATS = "(B=2, S=6, H=4, D=8)", "float32 or float16 or bfloat16"
 TABLES = f"(P, 4|8) or (1|2, P, 4|8) or (1|2, P, 1, 4|8), {FLOATS}, on cpu like q"
 F32, INTS = "float32, on cpu", "int32 or int64"
@@ -270,6 +272,7 @@ REFUSALS[qkv] = [
     ({"quantize": Quantize(0.5)}, "k_scale is missing; pass it, because fp8 is stored divided by it"),
     # norms
     ({"norm": across(mean_squares=(MEANS[0], None))}, "k is given, but mean_squares' k is not"),
+    ({"norm": across(mean_squares=(None, MEANS[1]))}, "q is given, but mean_squares' q is not"),
     # conversions
     ({"quantize": Quantize(0.5, 0.5, 0.5), "v": None},
      "v is None; it must be a tensor, because quantize has a v_scale"),
@@ -322,6 +325,9 @@ REFUSALS[qkv] = [
         (of_pe(k_pe_cache=K_PE_CACHE.to(torch.float8_e4m3fn)),
          "k_pe_cache is float8_e4m3fn; it must be (12, 2, 4), float32, on cpu like k"),
         (of_pe(k_pe_cache=KC[..., 1:5]), f"k_cache and k_pe_cache {SHARED}"))],
+    *[({"cache": of_pe(), "v": None, **LAST_FOUR, **words}, "hadamard does not go with k_pe_cache, because it mixes "
+       "its elements with those of k_cache; leave it out")
+      for words in ({"hadamard": True}, {"quantize": Quantize(0.5, hadamard=True)})],
     ({"norm": Norm(of="k_nope"), **LAST_FOUR}, "the norm has of='k_nope', which goes with a cache"),
     ({"norm": Norm(of="k_nope"), "cache": CACHE}, f"a norm with of='k_nope' {LAST} 8, rotary_offset 0 and rotary_dim "
      "8"),
@@ -339,6 +345,41 @@ REFUSALS[qkv] = [
      "of ue8m0 in fp32 for 8 elements; they must match"),
     ({"cache": blocks(k_cache=BLOCKS.view(FP4).view(12, 2, 4, 2)[..., 0])},
      "k_cache has strides (16, 8, 2); the last must be 1")]  # fmt: skip
+REFUSALS[without_q] = [
+    # sizes are those of k, by its name
+    ({"k": K[:, :, 0]}, f"k is a tensor of shape (2, 6, 8), {F32}; it must be {AXES.replace(' q.', ' k.')}"),
+    ({"k": K.double()}, f"k is float64; it must be (B, S, H, D), {FLOATS}, on cpu"),
+    ({"k": None}, "k is None; it must be a tensor"),
+    ({"cos": COS[:5], "sin": SIN[:5]}, f"k is {K_SIZES} but cos has 5 rows; it needs 6; make it longer"),
+    ({"cos": COS.double()}, f"cos is float64; it must be (P, 4|8) or (1|2, P, 4|8) or (1|2, P, 1, 4|8), {FLOATS}, on "
+     "cpu like k; pass cos.float()"),
+    ({"positions": IDS[:4]}, f"positions is a tensor of shape (4,), int64, on cpu; it must be (6,) or (1|2, 6), "
+     f"{INTS}, on cpu like k {K_SIZES}; {PLACES}"),
+    ({"positions": Starts(cp_size=2), "k": K[:, :5], "v": V[:, :5]},
+     "k is (B=2, S=5, H=2, D=8); with cp_size=2 S must be even, for two equal chunks"),
+    ({"hadamard": True, "k": KV[..., :6], "v": KV[..., :6], "cos": COS[:, :3], "sin": SIN[:, :3]},
+     "hadamard goes with a power of two of elements up to 256; k has D=6, so leave it out"),
+    ({"norm": across(mean_squares=(None, MEANS[1])), "k": KV[..., :1].expand(2, 6, 4, 514), "rotary_dim": 8},
+     "k has D=514; across_heads goes with at most 512"),
+    ({"cache": stored(slot_mapping=W)}, f"slot_mapping is float32; it must be {INTS}, contiguous, on cpu like k"),
+    ({"positions": Packed(2 * CU), "layout": "thd", "k": K[0], "v": V[0], "check": True,
+      "cache": stored(slot_mapping=IDS)}, "cu_seqlens ends at 12, but k has 6 tokens"),
+    ({"k": K.transpose(1, 2), "v": V.transpose(1, 2), "cache": KVCache(*torch.zeros(2, 4, 6, 8), IDS[:4]),
+      "check": True}, "k has shape (2, 2, 6, 8) and the table has 6 rows, as if k's layout were 'bhsd', not 'bshd'; "
+     "pass layout='bhsd', or a table with another number of rows"),
+    # what has no effect without q
+    ({"q_scale": 2.0}, "q_scale does not go with q=None; leave it out"),
+    *[({"quantize": x}, "quantize does not go with q=None; leave it out")
+      for x in (Quantize(0.5), TWO, DynamicQuantize(), DynamicQuantize(per="head"))],
+    ({"norm": Norm(W, W)}, "q_weight does not go with q=None; leave it out"),
+    ({"norm": Norm(q_bias=W, kind="layer_norm")}, "q_bias does not go with q=None; leave it out"),
+    ({"norm": Norm(of="q")}, "the norm has of='q', but q is not given"),
+    ({"norm": across()}, "mean_squares' q does not go with q=None; leave it out"),
+    ({"out": (Q.clone(), None, None)},
+     f"out's q is a tensor of shape (2, 6, 4, 8), {F32}; it must be None, because q is None"),
+    ({"norm": across(mean_squares=(None, MEANS[1][:1]))}, f"mean_squares' k is a tensor of shape (1, 6), {F32}; it "
+     f"must be (2, 6), {F32} like k {K_SIZES}"),
+    ({"cache": None}, "q is None; it must be a tensor")]  # fmt: skip
 REFUSALS[paged] = [
     ({"cache": KVCache(*PAGES, pages(page_table=COS))},
      "page_table is float32; it must be (N, max_pages), int32 or int64, on cpu like k"),
@@ -417,6 +458,9 @@ REFUSALS[partial(Mrope, IDS)] = [
     ({"axis_of_pair": [0, 4]}, "axis_of_pair is [0, 4]; it must be the axis of each pair, from 0 to 3"),
     ({"axis_of_pair": [0], "mrope_section": (1,)}, "mrope_section does not go with axis_of_pair; leave one out"),
     ({"mrope_section": 4}, "mrope_section is 4; it must be a list or tuple of whole numbers")]  # fmt: skip
+REFUSALS[partial(Mrope, IDS.expand(3, 6))] = [
+    ({"mrope_section": (2, 20, 20), "mrope_interleaved": True}, "mrope_section is (2, 20, 20); it must be at most 14 "
+     "for axis 1, to which mrope_interleaved gives one of 3 pairs")]  # fmt: skip
 REFUSALS[Norm] = [
     ({"q_weight": "w"}, "q_weight is 'w'; it must be a tensor"),
     ({"eps": -10}, "eps is -10.0; it must be 0 or above"),
@@ -424,9 +468,12 @@ REFUSALS[Norm] = [
     ({"of": "v", "kind": "layer_norm"}, "kind='layer_norm' does not go with of='v'; leave one out"),
     ({"of": "k_nope", "after_rope": True}, "after_rope does not go with of='k_nope'; leave one out"),
     ({"of": "k_nope", "q_weight": W}, "q_weight does not go with of='k_nope'; leave one out"),
+    ({"of": "k_nope", "k_bias": W}, "k_bias does not go with of='k_nope'; leave one out"),
     ({"mean_squares": MEANS}, "mean_squares does not go with across_heads=False; leave one out"),
     ({"mean_squares": MEANS[:1], "across_heads": True},
      "mean_squares is a tuple of 1; it must be those of q and k: two tensors, or a tensor and None"),
+    ({"mean_squares": (None, None), "across_heads": True},
+     "mean_squares is (None, None); it must be those of q and k: two tensors, or a tensor and None"),
     ({"mean_squares": 0.5, "across_heads": True},
      "mean_squares is 0.5; it must be those of q and k: two tensors, or a tensor and None")]  # fmt: skip
 REFUSALS[stored] = [
@@ -845,7 +892,7 @@ OTHERS: list[tuple[Callable[[], Any], str]] = [
      "call 'bshd heads q > rotate cos sin > fresh' is given 0 tensors, 0 of them written, and 2 sizes; it needs 3, 0 "
      "and 2"),
     (lambda: op_call.read("bshd turn q > fresh"), "call has the source 'turn', or stages without a kernel; the sources "
-     "are heads, heads_backward, fused, fused_backward, latent, latent_backward, projected, streams"),
+     "are heads, heads_backward, kv, fused, fused_backward, latent, latent_backward, projected, streams"),
     *[(partial(Call.parse, text), f"call {told}") for text, told in {
         "": "is ''; it must be like 'bshd heads q k > rotate cos sin > fresh'",
         "bhds heads q > fresh": "is 'bhds heads q > fresh'; it must be like 'bshd heads q k > rotate cos sin > fresh'",

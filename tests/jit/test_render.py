@@ -230,10 +230,10 @@ def test_the_host_and_the_kernel_count_the_same_words(stages: tuple[str, ...]) -
         at += arguments.WORDS_OF.get(argument.c_type, 1) * len(argument.names)
     checks.append(f"static_assert(sizeof(Params) == {8 * at});")
     arch = f"sm_90{spec.features}"
-    compiler.compile_source(replace(source, text="\n".join([source.text, *checks])), arch)
+    compiler.compile_source(source._replace(text="\n".join([source.text, *checks])), arch)
     checks.append("static_assert(__builtin_offsetof(Params, cp_rank) == 8);")
     with pytest.raises(CompileError, match="static assertion failed"):
-        compiler.compile_source(replace(source, text="\n".join([source.text, *checks])), arch)
+        compiler.compile_source(source._replace(text="\n".join([source.text, *checks])), arch)
 
 
 def test_words_take_every_name_in_any_order() -> None:
@@ -289,7 +289,7 @@ def test_a_compile_error_names_the_templates_line(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_compile_error_has_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = replace(render.render(SPEC), text=render.render(SPEC).text.replace("HEAD_DIM = 128", "HEAD_DIM = nope"))
+    source = render.render(SPEC)._replace(text=render.render(SPEC).text.replace("HEAD_DIM = 128", "HEAD_DIM = nope"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(CompileError) as caught:
         compiler.compile_source(source, "sm_90")

@@ -23,7 +23,7 @@ from ..host.backend import DEVICE
 from ..results import places_of
 from ..sweep import Made
 
-NOT_SAID = ("q_mean_square", "k_block_scale", "page_indptr", "batch_indices")
+NOT_SAID = ("q_mean_square", "k_mean_square", "k_block_scale", "page_indptr", "batch_indices")
 """Tensors whose text does not say enough."""
 OF_TENSORS = {
     *("table_dtype", "table_vec", "table_step", "full_width", "per_head", "weight_dtype", "weight_vec", "vec", "wide"),
@@ -79,6 +79,8 @@ def test_specs_are_those_of_the_call() -> None:
         specs_of([32, 8], call="bshd heads > norm kind=no_norm > convert per_row > fresh")
     calls = [
         lambda: jitrope.prepare_qkv(q, k, v, cos, sin, norm=Norm(*weights), positions=ids, cache=slots, inplace=True),
+        lambda: jitrope.prepare_qkv(None, k, v, cos, sin, positions=ids, cache=slots),
+        lambda: jitrope.prepare_qkv(None, k, v, cos, sin, norm=Norm(k_weight=weights[1]), cache=slots),
         lambda: jitrope.prepare_qkv(q, k, None, cos, sin, norm=Norm(*weights, after_rope=True)),
         lambda: jitrope.prepare_qkv(
             *(q, k, None, cos[:, :32], sin[:, :32]),
