@@ -27,7 +27,7 @@ AXES: Axes = {
         *("latent", "streams", "two"),
     ),
     "norm": (
-        *("none", "rms", "layer", "l2", "across", "means", "after", "zero", "of_v", "of_q", "of_k", "v_norm", "k_nope"),
+        *("none", "rms", "after", "l2", "across", "means", "of_v", "zero", "layer", "of_q", "of_k", "v_norm", "k_nope"),
         *("once", "twice"),  # rounded to q's dtype after the weight, and before it too
     ),
     "table": ("rows", "batch", "per_head", "cache", "angles", "scaled", "cis", "none"),  # scaled: angles, and mscale
@@ -54,10 +54,10 @@ AXES: Axes = {
         *("slots", "pages", "indptr", "indices", "fp8_slots", "fp8_pages", "own", "of_k"),
         *("k_pe", "int8_blocks", "mx_blocks", "nvfp4_blocks", "record"),
     ),
-    "layout": ("bshd", "sbhd", "bhsd", "thd"),
+    "layout": ("bshd", "sbhd", "thd", "bhsd"),
     "dtype": ("bf16", "fp16", "fp32"),
-    "size": ("64", "6", "256", "128", "72", "80", "576"),
-    "heads": ("gqa", "mha", "odd", "many"),
+    "size": ("64", "6", "256", "80", "576", "128", "72"),
+    "heads": ("gqa", "odd", "mha", "many"),
     "weights": ("half", "weights_fp32"),  # half: q's dtype
     # sliced: of a wider tensor; turned: two axes are exchanged in memory; apart: of every second element;
     # offset: the address is that of the second element
