@@ -61,7 +61,7 @@ AXES: Axes = {
     "weights": ("half", "weights_fp32"),  # half: q's dtype
     # sliced: of a wider tensor; turned: two axes are exchanged in memory; apart: of every second element;
     # offset: the address is that of the second element
-    "strides": ("plain", "sliced", "turned", "apart", "expanded", "offset"),
+    "strides": ("plain", "apart", "turned", "sliced", "expanded", "offset"),
     "ints": ("int64", "int32"),
 }
 PLAIN: Case = {axis: values[0] for axis, values in AXES.items()}
