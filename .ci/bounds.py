@@ -160,7 +160,7 @@ with TemporaryDirectory() as folder:  # as installed: where Python may not write
 of_torch, ours = map(min, zip(*[map(float, run.stdout.split()) for run in runs[1:]]))
 
 BOUNDS = [  # what, its number here, its bound, and what is held while the bound is missed
-    ("code lines of the core", code - sum(parts[part] for part in NOT_CORE), 6000, 6599),
+    ("code lines of the core", code - sum(parts[part] for part in NOT_CORE), 6000, 6576),
     ("code lines of jitrope/", code, 10800, 10800),
     ("code lines of integrations", parts["integrations"], 1900, 1900),
     ("lines of integrations", sum(len(text.splitlines()) for text in hosts), 3200, 3200),

@@ -120,7 +120,7 @@ def require_apart(name: str, written: Tensors, read: Tensors, labels: dict[str, 
 def check_pairs(t: Tensors, o: Options, fail: Fail) -> None:
     """Refuse tensors whose elements cannot be taken in aligned pairs: fp4 stores two in a byte."""
     apart = "v" in t and ("k" not in t or t["v"].shape != t["k"].shape)
-    names = ("bias", *"qkv", "q_out", "k_out", *["v_out"] * (not apart))  # v is copied after the launch
+    names = ("bias", *"qkv", "q_out", "k_out", "k_pe_cache", *["v_out"] * (not apart))  # v is copied after the launch
     for name in [x for x in names if x in t and PER_ITEM.get(t[x].dtype, 1) == 1]:
         x, label = t[name], f"out's {name[0]}" if name.endswith("_out") else fail.main if name == "q" else name
         steps = [stride for size, stride in zip(x.shape[:-1], x.stride()) if size > 1]

@@ -59,14 +59,15 @@ class KVCache(Value):
             q stays in its dtype, is fp8 with `Quantize`, or has scales of the same kind with `DynamicQuantize`.
         scale_fmt: as in `DynamicQuantize`, for the scales beside the cache: "ue8m0" rounds them up to powers of two in
             torch.float32 (vLLM's word for the index cache of DeepSeek-V3.2). Scales of q must be of the same kind.
-        k_pe_cache: (slots, Hk, R) or (pages, rows, Hk, R), k's dtype; any strides. The R rotated elements of k go there
-            unconverted, and k_cache has the D - R others, in any of its formats. The rotated ones must be the last of a
-            head, and there is no v: k is the latent of MLA with k_pe behind it, and q is absorbed. Pass views of the
-            bytes that your attention reads. DeepSeek-V3.2's (FlashMLA's README; vLLM's fp8_ds_mla) are (pages, rows,
-            656): `k, scales, k_pe = x[:, :, None].split([512, 16, 128], -1)`, viewed as torch.float8_e4m3fn,
-            torch.float32 and k's dtype. In DeepSeek V4's a row is 448 + 128 bytes, and behind a page's rows 8 bytes for
-            each, whose first 7 are its scales in torch.float8_e8m0fnu. Where k_cache may have a k_scale (fp8, NVFP4),
-            k_pe_cache may be fp8 too, and holds k_pe / k_scale (FlashInfer's NVFP4 cache of MLA: 256, 32 and 64 bytes).
+        k_pe_cache: (slots, Hk, R) or (pages, rows, Hk, R), k's dtype; any strides, beside fp4 even ones. The R rotated
+            elements of k go there, and k_cache has the D - R others, in any of its formats. The rotated ones must be
+            the last of a head, and there is no v: k is the latent of MLA with k_pe behind it, and q is absorbed. Pass
+            views of the bytes that your attention reads. DeepSeek-V3.2's (FlashMLA's README; vLLM's fp8_ds_mla) are
+            (pages, rows, 656): `k, scales, k_pe = x[:, :, None].split([512, 16, 128], -1)`, viewed as
+            torch.float8_e4m3fn, torch.float32 and k's dtype. In DeepSeek V4's a row is 448 + 128 bytes, and behind a
+            page's rows 8 bytes for each, whose first 7 are its scales in torch.float8_e8m0fnu. k_pe_cache may also be
+            fp8 and hold k_pe / k_scale, beside an fp8 k_cache without block scales and beside NVFP4 (FlashInfer's cache
+            of MLA: 256, 32 and 64 bytes).
 
     Raises:
         InvalidInput: an argument has a wrong type, or one of two is missing.

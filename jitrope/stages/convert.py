@@ -58,7 +58,7 @@ class Quantize(Value):
         dtype: torch.float8_e4m3fn, at most 448, or torch.float8_e5m2, at most 57344. A cache has its own dtype.
         hadamard: multiply each head by the orthogonal Hadamard matrix first (Sylvester's order), which spreads large
             elements over the head (QuaRot, arXiv:2404.00456). The scores of q and k do not change; k is transformed in
-            a cache too, and v is not. D must be a power of two up to 256.
+            a cache too (which must have no k_pe_cache), and v is not. D must be a power of two up to 256.
 
     Raises:
         InvalidInput: an argument has a wrong type.

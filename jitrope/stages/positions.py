@@ -109,9 +109,9 @@ class Mrope(Positions):
         position_ids: int32 or int64, (A, S) or (A, B, S), with "thd" (A, T), on q's device: a row of the table for each
             token and axis. A is at most 4.
         mrope_section: the number of pairs of each axis, rotary_dim / 2 in all. A pair takes the id of its axis.
-        mrope_interleaved: True: the pairs of axis a > 0 are a, a + A, a + 2A, ..., as many as its section has; all
-            others belong to axis 0 (Qwen3-VL). A section must have no more pairs than that. False: the pairs of a
-            section are neighbours (Qwen2-VL).
+        mrope_interleaved: True: the pairs of axis a > 0 are a, a + A, a + 2A, ..., as many as its section says, and
+            there must be so many; all others belong to axis 0 (Qwen3-VL). False: the pairs of a section are neighbours
+            (Qwen2-VL).
         axis_of_pair: in place of these the axis of each pair, in any order: [1, 2] * 22 + [0] * 20 (Ernie 4.5 VL).
 
     Raises:
@@ -185,7 +185,7 @@ def _axes(name: str, ids: Tensor, sections: Any, interleaved: Any, axes: Any) ->
             n, axes = len(pairs), [0] * len(axes)
             for axis, count in enumerate(pairs[1:], 1):
                 if count > (most := len(axes[axis::n])):
-                    must = f"at most {most} for axis {axis}, to which mrope_interleaved gives one of {n} pairs"
+                    must = f"at most {most} for axis {axis}, because mrope_interleaved gives it one pair in {n}"
                     refuse(name, "mrope_section", sections, must)
                 axes[axis : n * count : n] = [axis] * count
     elif axes is not None:

@@ -46,8 +46,8 @@ def specs_of(
     """The kernels of a call, for both launches and any number of tokens, with contiguous tensors of one batch row.
 
     The call is made on meta tensors. A text leaves out dtypes and shapes: tables are fp32, or fp64 where they are
-    rounded as complex128. Weights have the dtype of q; positions and slots are int64, other integers int32. A scale is
-    one number, and a page has 16 rows. For other tensors use `jitrope.planning` or `jitrope.record`.
+    rounded as complex128. Weights and a k_pe_cache have the dtype of q; positions and slots are int64, other integers
+    int32. A scale is one number, and a page has 16 rows. For other tensors use `jitrope.planning` or `jitrope.record`.
 
     >>> [spec.launch for spec in prewarm.specs_of(heads=[32, 8])]
     ['token_linear', 'token_linear', 'grid_2d', 'grid_2d']

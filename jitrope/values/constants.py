@@ -60,9 +60,9 @@ def constant(make: Callable[..., Any]) -> Callable[..., Any]:
             return known[key]
         if (device.type == "cuda" and torch.cuda.is_current_stream_capturing()) or len(known) >= MOST_CONSTANTS:
             return make(device, *numbers)
-        found = known.setdefault(key, kept(make, *key))
-        CONSTANTS.update({id(x): x for x in (found if isinstance(found, tuple) else (found,))})
-        return found
+        made = kept(make, *key)
+        CONSTANTS.update({id(x): x for x in (made if isinstance(made, tuple) else (made,))})  # no thread has it yet
+        return known.setdefault(key, made)
 
     get.cache_clear = known.clear  # type: ignore[attr-defined]
     return get

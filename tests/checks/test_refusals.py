@@ -324,6 +324,9 @@ REFUSALS[qkv] = [
          "k_pe_cache is float16; it must be (12, 2, 4), float32, on cpu like k"),
         (of_pe(k_pe_cache=K_PE_CACHE.to(torch.float8_e4m3fn)),
          "k_pe_cache is float8_e4m3fn; it must be (12, 2, 4), float32, on cpu like k"),
+        (of_pe(k_cache=torch.zeros(12, 2, 2, dtype=torch.uint8).view(FP4), k_block_scale=torch.zeros(12, 2, 1),
+               k_pe_cache=torch.zeros(12, 2, 5)[..., 1:]),
+         "k_pe_cache has D=4, strides (10, 5, 1) and offset 1; fp4 needs aligned pairs of neighbouring elements"),
         (of_pe(k_pe_cache=KC[..., 1:5]), f"k_cache and k_pe_cache {SHARED}"))],
     *[({"cache": of_pe(), "v": None, **LAST_FOUR, **words}, "hadamard does not go with k_pe_cache, because it mixes "
        "its elements with those of k_cache; leave it out")
@@ -460,7 +463,7 @@ REFUSALS[partial(Mrope, IDS)] = [
     ({"mrope_section": 4}, "mrope_section is 4; it must be a list or tuple of whole numbers")]  # fmt: skip
 REFUSALS[partial(Mrope, IDS.expand(3, 6))] = [
     ({"mrope_section": (2, 20, 20), "mrope_interleaved": True}, "mrope_section is (2, 20, 20); it must be at most 14 "
-     "for axis 1, to which mrope_interleaved gives one of 3 pairs")]  # fmt: skip
+     "for axis 1, because mrope_interleaved gives it one pair in 3")]  # fmt: skip
 REFUSALS[Norm] = [
     ({"q_weight": "w"}, "q_weight is 'w'; it must be a tensor"),
     ({"eps": -10}, "eps is -10.0; it must be 0 or above"),
