@@ -272,7 +272,7 @@ def test_a_smoke_run_of_cp() -> None:
     cp_rows = json.loads(done.stdout)["rows"]
     parts = ("rows", "metadata", "step", "memory", "call", "balance")
     of = {part: [row for row in cp_rows if row["part"] == part] for part in parts}
-    assert [len(part) for part in of.values()] == [2 * 8, 3 * 3, 2 * 3, 2 * (4 + 3), 2 * 3 * 3, 2 * 2 * 2]
+    assert [len(part) for part in of.values()] == [2 * 8, 3 * 3, 2 * 3, 2 * (4 + 3), 2 * 3 * 3, 2 * 2 * 2 * 2]
     assert all(row["us"] > 0 and row["x"] > 0 and row["of"] == "COPY" for row in of["rows"])
     tables = (*cp.SECTION.tables[:3], cp.SECTION.tables[5])  # memory needs a GPU, ranks two
     assert all(bench.sections.markdown(table, cp_rows) for table in tables)

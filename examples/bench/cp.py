@@ -317,9 +317,12 @@ SECTION = Section(
             {x: of(lambda row: f"{row['MiB']:.0f} ({row['x']:.2f})", part="call", what=x) for x in Memory._fields},
         ),
         Table(
-            "padded to the longest: the busiest rank over the mean, 2 / 4 / 8 ranks",
-            mask_of,
-            {f"{cut}, {what}": of("x", what=f"{cut}, {what}") for cut in CUTS for what in ("pairs", "time")},
+            "padded to the longest: the busiest rank, 2 / 4 / 8 ranks",
+            lambda row: batch_of({**row, "case": mask_of(row)}),
+            {
+                **{f"{cut}, pairs over the mean": of("x", what=f"{cut}, pairs") for cut in CUTS},
+                "`separate_padding`, time over the other cut's": of("x", what="separate_padding, time"),
+            },
         ),
         Table(
             "real ranks, ms",

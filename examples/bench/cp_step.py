@@ -199,15 +199,19 @@ def call_rows(cp_size: int, mask: str, heads: Heads, batch: Batch) -> Rows:
 
 
 def balance_rows(cp_size: int, mask: str, heads: Heads, batch: Batch) -> Rows:
-    """The busiest rank of a padded batch over the mean, in pairs of a query and a key, and in the time of its step
-    between the collectives."""
+    """The busiest rank of padded batches, with the page's number of sequences and a fourth: its pairs of a query and a
+    key over the mean, and the time of its step between the collectives over that of the first cut."""
     found = []
-    for kind, apart in CUTS.items():
-        calls = [call_of(batch.padded(cp_size, rank, mask, apart), heads, batch) for rank in range(cp_size)]
-        us = [*turn_by_turn({str(n): _work(call, heads, batch) for n, call in enumerate(calls)}, 9).values()]
-        case, pairs = f"{mask} {heads[0]}/{heads[1]}, {calls[0].backend.name}", calls[0].schedule.balance()
-        for what, t, x in (("pairs", None, pairs), ("time", max(us), max(us) * cp_size / sum(us))):
-            found.append(row("balance", cp_size, case, f"{kind}, {what}", t, x=x, of="mean of the ranks"))
+    for count in (batch.sequences, max(1, batch.sequences // 4)):
+        own, times = batch._replace(sequences=count), list[float]()
+        for kind, apart in CUTS.items():
+            calls = [call_of(own.padded(cp_size, rank, mask, apart), heads, own) for rank in range(cp_size)]
+            us = turn_by_turn({str(n): _work(call, heads, own) for n, call in enumerate(calls)}, 9)
+            times.append(max(us.values()))
+            case, pairs = f"{count} {mask} {heads[0]}/{heads[1]}, {calls[0].backend.name}", calls[0].schedule.balance()
+            found.append(row("balance", cp_size, case, f"{kind}, pairs", x=pairs, of="mean of the ranks"))
+            ours = {"x": times[-1] / times[0], "of": next(iter(CUTS))}
+            found.append(row("balance", cp_size, case, f"{kind}, time", times[-1], **ours))
     return found
 
 
