@@ -369,8 +369,8 @@ class _Attention(torch.autograd.Function):
         for group in range(groups + 1):  # a group's gradients arrive during the attention of the next
             rows = packed(group) if group < groups else None
             if pending is not None:
-                sums.append(unpack_gradients(pending.wait(), call))
-                pending = None  # its rows are freed before more arrive
+                received, pending = [pending.wait()], None  # what was sent is freed now
+                sums.append(unpack_gradients(received.pop(), call))  # and what came before more arrives
             if rows is not None:
                 pending = all_to_all(rows, schedule.received, schedule.sent, schedule.ranks)
         dq, dk, dv = map(_together, (parts, *zip(*sums)))

@@ -150,7 +150,7 @@ class Schedule(Partition):
 
             kept     = q + t w + out + 4 Hq t                 (keep_gathered: K w in place of t w)
             forward  = R + max(S, K w)                        or, if more, K w + out + 4 Hq t
-            backward = max(R + max(S, K w), 2 K w + dq, K w + R + dq, dq + t w + 2 R)
+            backward = max(R + max(S, K w), 2 K w + dq, K w + R + dq, dq + 2 R, dq + t w + R)
 
         The code has the other cases; where they are kept, no rows arrive in the backward. 4 Hq t is the log-sum-exp,
         which only "flash" keeps. Not counted are what a backend takes for itself (FlashAttention 2: dq in fp32, and a
@@ -184,7 +184,7 @@ class Schedule(Partition):
         lse, grads, gather, left = hq // n * 4 * queries, q + kv, received + max(sent, seen), received + returned
         attend = lse + (all_out + max(all_q, out) if self.mask.extends else out)
         back, result = q + 2 * (all_q + all_out) * self.mask.extends, out + lse + held * seen
-        forward, backward = n * (result + (n > 1) * out), n * grads + max(left, (n > 1) * n * grads)
+        forward, backward = n * (result + (n > 1) * out), n * grads + max(left - kv, returned, (n > 1) * n * grads)
         for group in {max(n - 2, 0), n - 1}:  # the rows of the next group arrive, the gradients of the last one leave
             ahead, again = (group < n - 1) * (sent + received), 1 - held
             forward = max(forward, group * result + ahead + max(gather, seen + attend))
