@@ -269,8 +269,9 @@ SECTION = Section(
     and backward of attention on one rank without collectives, beside the attention's kernels alone. Peak memory is
     counted above q, k, v and dout: tensors alone, over those of TransformerEngine's algorithm by formula, and with the
     memory of the attention's kernels. FlashAttention 2 gives each query head a dK and a dV of its own before it adds up
-    those of a group: with 32/8 heads this raises the peak, and `head_groups=2` halves it. Real ranks run whole steps
-    with NCCL, each on a GPU of its own.
+    those of a group: with 32/8 heads this raises the peak, and `head_groups=2` halves it. Beside `Schedule.memory` the
+    memory of such kernels counts too. Padded batches have random lengths, padded to the longest: 16 times 4,096 tokens,
+    or 4 times 16,384. Real ranks run whole steps with NCCL, each on a GPU of its own.
     """,
     "jitrope bench cp`, and for real ranks `torchrun --nproc-per-node 2 -m jitrope bench cp --only step",
     (
