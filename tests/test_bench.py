@@ -13,7 +13,6 @@ import signal
 import struct
 import subprocess
 import sys
-import weakref
 from collections import Counter, defaultdict, namedtuple
 from contextlib import nullcontext
 from functools import partial
@@ -25,10 +24,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
 import jitrope
@@ -37,6 +34,7 @@ from examples.bench import cp, cp_step, diffusion, harness, hosts, kinds, plots,
 from jitrope.integrations import _host
 
 from . import fresh
+from .context_parallel.batches import Living
 from .hosts import missing, timm, triton, xdit
 from .ranks import on_ranks
 
@@ -624,22 +622,6 @@ def test_te_peak_by_hand() -> None:
     assert cp_step.te_peak(4, 2, (3, 1), 8) == 9 * 128 + 4 * 192 + 2 * 48
 
 
-class Live(TorchDispatchMode):
-    """Keeps the storages that live, by their address, and the bytes of all after each op."""
-
-    storages: weakref.WeakValueDictionary[int, torch.UntypedStorage]
-    totals: list[int]
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        if function is torch.ops._c10d_functional.wait_tensor.default:
-            return args[0]  # a fake one returns another tensor, a real one its argument
-        made = [x.untyped_storage() for x in tree_leaves(out) if isinstance(x, Tensor)]
-        self.storages.update({storage._cdata: storage for storage in made})
-        self.totals.append(sum(storage.nbytes() for storage in self.storages.values()))
-        return out
-
-
 @pytest.mark.parametrize("mask", ["causal", "window 512"])
 @pytest.mark.parametrize(("cp_size", "heads"), CASES)
 def test_share_of_te_peak(cp_size: int, heads: tuple[int, int], mask: str) -> None:
@@ -648,16 +630,13 @@ def test_share_of_te_peak(cp_size: int, heads: tuple[int, int], mask: str) -> No
     with FakeTensorMode():
         schedule = FULL.schedule(cp_size, mask)
         x = cp_step.local(schedule, heads, FULL)
-        live, given = Live(), [tensor.untyped_storage() for tensor in x]
-        live.storages, live.totals = weakref.WeakValueDictionary({s._cdata: s for s in given}), []
-        with cp_step.one_rank_of(schedule), live:
+        with cp_step.one_rank_of(schedule), Living() as living:
             cp_step._fresh_step(x, cp_size, mask, heads, FULL, cp_step.SHAPES, {})
-    assert {*live.storages} == {storage._cdata for storage in given}, "something stayed"
-    most = max(live.totals) - sum(storage.nbytes() for storage in given)
+    assert living.bytes == 0, "something stayed"
     assert len(x.q) * cp_size == FULL.tokens
     # Every step needs at least the keys and values that a rank sees, and their gradients.
     least = 2 * (x.k.nbytes + x.v.nbytes) * (cp_size if mask == "causal" else 1)
-    assert least < most <= 0.6 * cp_step.te_peak(len(x.q), cp_size, heads, FULL.head_dim)
+    assert least < living.most <= 0.6 * cp_step.te_peak(len(x.q), cp_size, heads, FULL.head_dim)
 
 
 def test_under_torchrun_only_the_step_is_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,17 @@
-"""Packed batches, which token is on which rank, what each sees, and attention in fp64 with an explicit mask."""
+"""Packed batches, which token is on which rank, what each sees, attention in fp64 with an explicit mask, and memory."""
 
 from __future__ import annotations
 
 import random
+import weakref
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from jitrope.base.partition import RULES, chunks_of, number_of_chunks
 from jitrope.context_parallel import Schedule, all_gather_attention
@@ -204,3 +207,29 @@ CASES = {
     "fp16": Batch(RAGGED, dtype=torch.float16, window=FULL),
     "flex": Batch(RAGGED, pads=8, **FLEX), "flex, two-sided": Batch(RAGGED, **FLEX, **TWO_SIDED),
 }  # fmt: skip
+
+
+class Living(TorchDispatchMode):
+    """Counts the bytes of the tensors that ops return, as long as they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes, self.most, self.known = 0, 0, set[int]()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        results = op(*args, **(kwargs or {}))
+        if op is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]  # a fake one returns another tensor, a real one its argument
+        for x in tree_leaves(results):
+            storage = x.untyped_storage() if isinstance(x, Tensor) else None
+            if storage is not None and storage._cdata not in given | self.known:
+                self.known.add(storage._cdata)
+                self.bytes += storage.nbytes()
+                weakref.finalize(storage, self.freed, storage._cdata, storage.nbytes())
+        self.most = max(self.most, self.bytes)
+        return results
+
+    def freed(self, storage: int, size: int) -> None:
+        self.known.discard(storage)
+        self.bytes -= size

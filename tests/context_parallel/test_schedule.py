@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import random
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from examples.bench import cp_step
 from jitrope.context_parallel import Schedule, all_gather_attention
-from jitrope.context_parallel.backends import BACKENDS, Backend, Case, Flash, Gradients, Result, Varlen, key_ranges
+from jitrope.context_parallel.backends import BACKENDS, Case, Flash, Varlen, key_ranges
 from jitrope.context_parallel.schedule import Memory
 from jitrope.thd.shape import Mask
 
-from .batches import CASES, Batch, dealt, random_batch, schedule_of, visible
+from .batches import CASES, Batch, Living, dealt, random_batch, schedule_of, visible
 
 
 @pytest.mark.parametrize("seed", range(96))
@@ -122,53 +115,6 @@ def test_padding_cut_apart_balances_the_work(cp_size: int, padded: float, apart:
 # ---- memory --------------------------------------------------------------------------------------------
 
 
-class Living(TorchDispatchMode):
-    """Counts the bytes of the tensors that ops return, as long as they live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes, self.most, self.known = 0, 0, set[int]()
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        results = op(*args, **(kwargs or {}))
-        for x in tree_leaves(results):
-            storage = x.untyped_storage() if isinstance(x, Tensor) else None
-            if storage is not None and storage._cdata not in given | self.known:
-                self.known.add(storage._cdata)
-                self.bytes += storage.nbytes()
-                weakref.finalize(storage, self.freed, storage._cdata, storage.nbytes())
-        self.most = max(self.most, self.bytes)
-        return results
-
-    def freed(self, storage: int, size: int) -> None:
-        self.known.discard(storage)
-        self.bytes -= size
-
-
-class Shapes(Backend):
-    """The tensors of "flash" that live outside its kernels, with any content."""
-
-    name = "shapes"
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
-        lse = q.new_empty(q.shape[1], len(q), dtype=torch.float32)
-        return Result(q.new_empty(*q.shape[:2], v.shape[2]), None, None, (lse,))
-
-    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, varlen: Varlen) -> Gradients:
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-@contextmanager
-def one_rank(cp_size: int, rank: int) -> Iterator[None]:
-    """A group whose other ranks are not there."""
-    dist.init_process_group("fake", rank=rank, world_size=cp_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 KINDS = ("causal", "full", "window", "two-sided", "to the right alone", "one long, short window",
          "one long, two-sided", "contiguous, causal", "contiguous, two-sided", "contiguous, short window",
          "padded, causal", "padded, full", "padded, two-sided", "apart, causal", "apart, two-sided",
@@ -179,12 +125,12 @@ KINDS = ("causal", "full", "window", "two-sided", "to the right alone", "one lon
 @pytest.mark.parametrize("name", KINDS)
 def test_memory_is_what_lives(name: str, ranks: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """To the byte, in both directions, with k and v kept or gathered again, in one head group and in several."""
-    monkeypatch.setitem(BACKENDS, "shapes", Shapes())
+    monkeypatch.setitem(BACKENDS, "shapes", cp_step.SHAPES)
     dtype, (*_, d, dv) = CASES[name].dtype, CASES[name].heads
     for keeps, (groups, hq, hk) in product((False, True), ((1, 4, 2), (2, 4, 2), (2, 2, 2), (4, 8, 4), (3, 3, 3))):
         words: dict[str, Any] = {"keep_gathered": keeps, "head_groups": groups}
-        with one_rank(*ranks):
-            schedule = schedule_of(CASES[name], group=dist.group.WORLD)
+        schedule = schedule_of(CASES[name], cp_size=ranks[0], cp_rank=ranks[1])
+        with cp_step.one_rank_of(schedule):
             sizes = ((hq, d), (hk, d), (hk, dv), (hq, dv))
             q, k, v, dout = (torch.randn(schedule.rows, *size, dtype=dtype).requires_grad_() for size in sizes)
             _ = schedule.segments, schedule.sum_rows  # the tables, once a batch
