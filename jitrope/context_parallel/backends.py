@@ -134,12 +134,12 @@ class Flash(Backend):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
         lengths, words = _given(varlen)
-        out, lse, state, unused, _ = _aten._flash_attention_forward(q, k, v, *lengths, False, **words)
+        out, lse, *state, _ = _aten._flash_attention_forward(q, k, v, *lengths, False, **words)
         reported = None
         if case.lse:  # rows without keys are +inf or -inf here, spare rows anything; the backward needs them unchanged
             spare = torch.arange(len(q), device=q.device) >= varlen.cu_seqlens_q[-1]
             reported = lse.masked_fill(lse.isinf() | spare, -torch.inf)
-        return Result(out, reported, None, (lse, state, unused))
+        return Result(out, reported, None, (lse, *state))
 
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, varlen: Varlen) -> Gradients:
         (lse, *state), (lengths, words), out = result.saved, _given(varlen), result.out
