@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,16 +11,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from jitrope.base.views import E8M0, FORMATS
+
 from . import peers as others
 from .harness import DEVICE, Call, bf16, twice
 from .rope import Shape
 
-FP8 = torch.float8_e4m3fn
+FP4, FP8 = FORMATS["fp4"].dtype, torch.float8_e4m3fn
 PAGE = 16
 RANKS = 4
 SECTIONS = (24, 20, 20)
-ROTARY = 64
-"""Rotated elements of a head of latent attention."""
+NORMED, ROTARY = 512, 64
+"""Elements that are normalised and rotated, of k of latent attention: all of DeepSeek-V4's 512."""
 
 
 class Inputs(NamedTuple):
@@ -118,12 +121,26 @@ def absorbed(shape: Shape, rotary_dim: int) -> Inputs:
     return own._replace(k=k_pe, v=v, caches=(cache, own.caches[2]))
 
 
-def records(shape: Shape, rotary_dim: int) -> Inputs:
-    """Return random inputs whose caches are views of DeepSeek-V3.2's records: latents in e4m3, their scales, k_pe."""
+def records(shape: Shape, rotary_dim: int, fp4: bool = False) -> Inputs:
+    """Return random inputs whose caches are views of DeepSeek-V3.2's records: latents in e4m3, their scales, k_pe.
+
+    fp4: of FlashInfer's records instead, with latents in NVFP4 and k_pe in e4m3.
+    """
     own = inputs(shape, rotary_dim)
-    whole = torch.zeros(*own.caches[0].shape[:3], 656, device=DEVICE, dtype=torch.uint8)
-    parts = zip(whole.split([512, 16, 128], -1), (FP8, torch.float32, torch.bfloat16))
-    return own._replace(caches=(*[part.view(dtype) for part, dtype in parts], own.caches[2]))
+    sizes, dtypes = ((256, 32, 64), (FP4, FP8, FP8)) if fp4 else ((512, 16, 128), (FP8, torch.float32, torch.bfloat16))
+    whole = torch.zeros(*own.caches[0].shape[:3], sum(sizes), device=DEVICE, dtype=torch.uint8)
+    return own._replace(caches=(*[x.view(y) for x, y in zip(whole.split(sizes, -1), dtypes)], own.caches[2]))
+
+
+def newer_records(shape: Shape, rotary_dim: int) -> Inputs:
+    """Return the same with DeepSeek-V4's records. The scales, powers of two, are behind the rows of a page."""
+    own = inputs(shape, rotary_dim)
+    pages, *of_page, _ = own.caches[0].shape
+    sizes = [math.prod(of_page) * n for n in (576, 8)]
+    whole = torch.zeros(pages, sum(sizes), device=DEVICE, dtype=torch.uint8)
+    rows, scales = (x.unflatten(-1, (*of_page, -1)) for x in whole.split(sizes, -1))
+    parts = rows[..., :448].view(FP8), scales[..., :7].view(E8M0), rows[..., 448:].view(torch.bfloat16)
+    return own._replace(caches=(*parts, own.caches[2]))
 
 
 # ---- stages ----------------------------------------------------------------------------------------------
@@ -285,15 +302,18 @@ def mla_decode(x: Inputs) -> Any:
 
 
 def record(x: Inputs) -> Any:
-    """k, [latent | rotated], as records after the latent's norm."""
+    """k, [latent | rotated], as records with latents in e4m3, after the norm of the first elements."""
     latents, scales, k_pe, slots = x.caches
     cos, sin = (table[x.ids[0]][:, None] for table in (x.cos, x.sin))
-    n = latents.shape[-1]
-    y = rms(x.k[..., :n], x.weights[1][:n]).float().unflatten(-1, (-1, 128))
-    unit = y.abs().amax(-1, keepdim=True) / 448
-    stored = (y / unit).to(FP8).flatten(-2), unit.squeeze(-1), others.rotate(x.k[..., n:], cos, sin, True)
-    for place, part in zip((latents.view(torch.uint8), scales, k_pe), stored):
-        place.flatten(0, 1)[slots] = part.view(place.dtype).flatten(0, 1)
+    y = torch.cat((rms(x.k[..., :NORMED], x.weights[1][:NORMED]), x.k[..., NORMED:]), -1)
+    latent, pe = y.tensor_split([latents.shape[-1]], -1)
+    groups = latent.float().unflatten(-1, (scales.shape[-1], -1))
+    unit = groups.abs().amax(-1, keepdim=True) / 448
+    if scales.dtype == E8M0:
+        unit = unit.log2().ceil().exp2()
+    stored = (groups / unit).to(FP8).flatten(-2), unit.squeeze(-1).to(scales.dtype), others.rotate(pe, cos, sin, True)
+    for place, part in zip((latents, scales, k_pe), stored):
+        place.view(torch.uint8).flatten(0, 1)[slots] = part.contiguous().view(torch.uint8).flatten(0, 1)
     return x.caches
 
 

@@ -27,7 +27,7 @@ from jitrope import (
 
 from . import chains
 from . import peers as others
-from .chains import RANKS, ROTARY, SECTIONS, Inputs, both, centered, layer, rms
+from .chains import NORMED, RANKS, ROTARY, SECTIONS, Inputs, both, centered, layer, rms
 from .harness import COPY, Call, Case, measure
 from .harness import rows as rows_of
 from .plots import Plot
@@ -136,14 +136,14 @@ def to_mla_fp8(x: Inputs) -> Any:
     return prepare_qkv(x.q, x.k, None, x.cos, x.sin, **words)[0]
 
 
-def to_record(x: Inputs) -> Any:
+def to_record(x: Inputs, **words: Any) -> Any:
     """k, [latent | rotated], alone."""
     latents, scales, k_pe, slots = x.caches
-    n = latents.shape[-1]
-    words: Any = {"positions": x.ids[0], "interleaved": True, "rotary_dim": ROTARY, "rotary_offset": n}
-    words["cache"] = KVCache(latents, None, slots, k_block_scale=scales, k_pe_cache=k_pe)
-    words["norm"] = Norm(k_weight=x.weights[1][:n], of="k_nope", rounding="once")
-    prepare_qkv(None, x.k, None, x.cos, x.sin, **words)
+    n = x.k.shape[-1] - ROTARY
+    norm = Norm(k_weight=x.weights[1][:NORMED], of="k_nope" if n == NORMED else "k", rounding="once")
+    cache = KVCache(latents, None, slots, k_block_scale=scales, k_pe_cache=k_pe, **words)
+    words = {"positions": x.ids[0], "interleaved": True, "rotary_dim": ROTARY, "rotary_offset": n}
+    prepare_qkv(None, x.k, None, x.cos, x.sin, norm=norm, cache=cache, **words)
     return x.caches
 
 
@@ -200,8 +200,8 @@ LAYER_NORM = ours(
 )
 FP8_WORDS: Any = {"tolerance": (2**-3, 2**-4)}
 INDEXER: Any = {"rotary_dim": 64, "tolerance": (2**-2, 2.0)}
-RECORD = (0, 2 + 656 / 576, 0)
 OF_RECORD: Any = {"rotary_dim": ROTARY, "tolerance": (2**-3, 2**-4)}
+RECORD: Any = to_record, chains.record, (0, 2 + 656 / 576, 0)
 PRESETS = {
     "qwen3": Preset(
         (1, 4096, 32, 8, 128), ours(lambda x: Norm(*x.weights, rounding="once")), both(lambda y, w, b: rms(y, w)),
@@ -249,9 +249,14 @@ PRESETS = {
     "deepseek-mla-decode-fp8": Preset(
         (1, 64, 128, 1, 576), to_mla_fp8, chains.mla_fp8, (3, 3, 0), rotary_dim=ROTARY, hot=True, **FP8_WORDS,
     ),
-    "deepseek-record": Preset((1, 4096, 1, 1, 576), to_record, chains.record, RECORD, make=chains.records, **OF_RECORD),
-    "deepseek-record-decode": Preset(
-        (1, 64, 1, 1, 576), to_record, chains.record, RECORD, make=chains.records, hot=True, **OF_RECORD,
+    "deepseek-record": Preset((1, 4096, 1, 1, 576), *RECORD, make=chains.records, **OF_RECORD),
+    "deepseek-record-decode": Preset((1, 64, 1, 1, 576), *RECORD, make=chains.records, hot=True, **OF_RECORD),
+    "deepseek-v4-record": Preset(
+        (1, 4096, 1, 1, 512), to_record, chains.record, (0, 2 + 583 / 512, 0), make=chains.newer_records, **OF_RECORD,
+    ),
+    "nvfp4-record": Preset(
+        (1, 4096, 1, 1, 576), partial(to_record, k_scale=0.05), None, (0, 2 + 352 / 576, 0), rotary_dim=ROTARY,
+        make=partial(chains.records, fp4=True),
     ),
     "qwen3.5": Preset(
         (1, 4096, 16, 2, 256), ours(lambda x: Norm(*x.weights, zero_centered=True, rounding="once"), rotary_dim=64),
