@@ -313,7 +313,7 @@ def record(x: Inputs) -> Any:
         unit = unit.log2().ceil().exp2()
     stored = (groups / unit).to(FP8).flatten(-2), unit.squeeze(-1).to(scales.dtype), others.rotate(pe, cos, sin, True)
     for place, part in zip((latents, scales, k_pe), stored):
-        place.view(torch.uint8).flatten(0, 1)[slots] = part.contiguous().view(torch.uint8).flatten(0, 1)
+        place.view(torch.uint8)[slots // PAGE, slots % PAGE] = part.contiguous().view(torch.uint8).flatten(0, 1)
     return x.caches
 
 
