@@ -200,8 +200,8 @@ LAYER_NORM = ours(
 )
 FP8_WORDS: Any = {"tolerance": (2**-3, 2**-4)}
 INDEXER: Any = {"rotary_dim": 64, "tolerance": (2**-2, 2.0)}
-OF_RECORD: Any = {"rotary_dim": ROTARY, "tolerance": (2**-3, 2**-4)}
-RECORD: Any = to_record, chains.record, (0, 2 + 656 / 576, 0)
+RECORD: Any = {"ours": to_record, "plain": chains.record, "rotary_dim": ROTARY, "tolerance": (2**-3, 2**-4)}
+V3_RECORD: Any = {"moved": (0, 2 + 656 / 576, 0), "make": chains.records, **RECORD}
 PRESETS = {
     "qwen3": Preset(
         (1, 4096, 32, 8, 128), ours(lambda x: Norm(*x.weights, rounding="once")), both(lambda y, w, b: rms(y, w)),
@@ -249,10 +249,10 @@ PRESETS = {
     "deepseek-mla-decode-fp8": Preset(
         (1, 64, 128, 1, 576), to_mla_fp8, chains.mla_fp8, (3, 3, 0), rotary_dim=ROTARY, hot=True, **FP8_WORDS,
     ),
-    "deepseek-record": Preset((1, 4096, 1, 1, 576), *RECORD, make=chains.records, **OF_RECORD),
-    "deepseek-record-decode": Preset((1, 64, 1, 1, 576), *RECORD, make=chains.records, hot=True, **OF_RECORD),
+    "deepseek-record": Preset((1, 4096, 1, 1, 576), **V3_RECORD),
+    "deepseek-record-decode": Preset((1, 64, 1, 1, 576), hot=True, **V3_RECORD),
     "deepseek-v4-record": Preset(
-        (1, 4096, 1, 1, 512), to_record, chains.record, (0, 2 + 583 / 512, 0), make=chains.newer_records, **OF_RECORD,
+        (1, 4096, 1, 1, 512), moved=(0, 2 + 583 / 512, 0), make=chains.newer_records, **RECORD,
     ),
     "nvfp4-record": Preset(
         (1, 4096, 1, 1, 576), partial(to_record, k_scale=0.05), None, (0, 2 + 352 / 576, 0), rotary_dim=ROTARY,

@@ -11,7 +11,7 @@ import os
 import re
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,8 @@ _ARCHS = _option("--arch", metavar="ARCH", type=_archs, help="such as sm_80,sm_9
 _JOBS = _option("--jobs", metavar="N", type=_count, default=os.cpu_count() or 1, help="default: all cores")
 _RECORDED = "a recorded run, or `cache ls --json`'s output; repeatable"
 _FROM = _option("--from", dest="files", metavar="FILE", type=Path, action="append", help=_RECORDED)
-_MODEL = _option("--model", metavar="PATH", type=Path, help="a config.json or its folder, or a pipeline's folder")
+_OF_MODEL = "a config.json or its folder, or a pipeline's folder; repeatable"
+_MODEL = _option("--model", dest="models", metavar="PATH", type=Path, action="append", help=_OF_MODEL)
 _BUNDLE = _option("path", metavar="FILE", type=Path, help="a file from `jitrope bundle write`")
 _CALL = (
     _option("call", metavar="CALL", nargs="*", help="a text, as `cache ls` prints it; default: fresh rope"),
@@ -195,25 +196,24 @@ def render(given: Options) -> None:
 def _specs(given: Options) -> list[Spec]:
     """The kernels of calls with --heads, of --model or of --from, one of which must be given."""
     words = {name: getattr(given, name) for name in _WORDS if getattr(given, name) is not None}
-    model = getattr(given, "model", None)
-    if sum(map(bool, (given.heads, model, given.files))) != 1:
-        raise argparse.ArgumentError(None, f"pass one of --heads, {'--model, ' * hasattr(given, 'model')}--from")
-    if not given.heads and (given.call or words.keys() - ({"dtype", "backward"} if model else set())):
+    models = getattr(given, "models", None)
+    if sum(map(bool, (given.heads, models, given.files))) != 1:
+        raise argparse.ArgumentError(None, f"pass one of --heads, {'--model, ' * hasattr(given, 'models')}--from")
+    if not given.heads and (given.call or words.keys() - ({"dtype", "backward"} if models else set())):
         raise argparse.ArgumentError(None, "a call and its options need --heads; --model takes --dtype and --backward")
     if given.files:
-        return _recorded(given.files)
-    if model:
-        return specs_of_model(model, **words)
+        return _each(read_record, given.files)
+    if models:
+        return _each(lambda path: specs_of_model(path, **words), models)
     try:
-        calls = itertools.product(given.heads, given.call or [""])
-        return [*dict.fromkeys(spec for heads, call in calls for spec in specs_of(heads, call=call, **words))]
+        return _each(lambda x: specs_of(x[0], call=x[1], **words), itertools.product(given.heads, given.call or [""]))
     except InvalidInput as error:
         raise argparse.ArgumentError(None, str(error)) from error
 
 
-def _recorded(files: list[Path]) -> list[Spec]:
-    """The kernels of records, each once."""
-    return [*dict.fromkeys(spec for file in files for spec in read_record(file))]
+def _each(read: Callable[[Any], Iterable[Spec]], given: Iterable[Any]) -> list[Spec]:
+    """What is read of all that is given, each kernel once."""
+    return [*dict.fromkeys(spec for x in given for spec in read(x))]
 
 
 # ---- cache ---------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ def bundle_write(given: Options) -> bool:
         jitrope bundle write --hub jitrope-hub --from run.json --arch sm_90
         JITROPE_SYSTEM_CACHE=kernels.zip JITROPE_NO_COMPILE=1 python serve.py
     """
-    work = [(spec, "") for spec in _recorded(given.files)] if given.files else _cached()
+    work = [(spec, "") for spec in _each(read_record, given.files)] if given.files else _cached()
     if given.files or given.arch:
         work = pairs(dict.fromkeys(spec for spec, _ in work), architectures(given.arch))
     write = bundle.write_hub if given.hub else bundle.write

@@ -261,6 +261,9 @@ def test_prewarm_of_a_model(jitrope: Run, tmp_path: Path, monkeypatch: pytest.Mo
     names = [kernel["name"] for kernel in jitrope(*command).data["kernels"]]
     assert names == [spec.name for spec in specs_of_model(tmp_path)]
     assert all(("_fp16_" if config is LLAMA else "_bf16_") in name for name in names)
+    (tmp_path / "other.json").write_text(json.dumps({**LLAMA, "num_attention_heads": 1, "dtype": "float32"}))
+    both = [kernel["name"] for kernel in jitrope(*command, "--model", "other.json").data["kernels"]]
+    assert both == [*names, *[spec.name for spec in specs_of_model(tmp_path / "other.json")]] != names
     names = [x["name"] for x in jitrope(*command, "--dtype", "fp32", "--backward").data["kernels"]]
     assert names == [spec.name for spec in specs_of_model(tmp_path, "fp32", backward=True)]
     assert any("backward" in name for name in names)
