@@ -204,7 +204,7 @@ def _rotary_dim(config: Any, rope_type: str, head_dim: int | None, partial: floa
             ignored = _get(config, "rope_parameters")  # by transformers 5
             _require(not ignored, "rotary_dim is not partial_rotary_factor's 1; leave it out")
             return arguments.whole("from_config", "config's rotary_dim", rotary_dim)
-        sizes = next((row for row in _SIZES if all(_get(config, name) for name in row)), ())
+        sizes, *_ = *[row for row in _SIZES if all(_get(config, name) for name in row)], ()
         _require(sizes, "config has neither head_dim nor hidden_size and num_attention_heads")
         head_dim, *divisors = (arguments.whole("from_config", f"config's {x}", _get(config, x), 1) for x in sizes)
         head_dim //= math.prod(divisors)

@@ -265,7 +265,8 @@ def segments(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, shape: Shape,
 
 def move(given: Move) -> None:
     """Move rows; see `Move`."""
-    own_ops.thd_rows(list(given.inputs), list(given.outputs), *given[2:-1], *given.shape)
+    inputs, outputs, *others, shape = given
+    own_ops.thd_rows(list(inputs), list(outputs), *others, *shape)
 
 
 def move_rows(inputs: Sequence[Tensor], outputs: Sequence[Tensor], index: Tensor | None) -> None:

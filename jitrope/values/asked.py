@@ -25,7 +25,7 @@ class Value:
 
     def __getattr__(self, name: str) -> Any:
         """An attribute that is missing because Dynamo traced the constructor, which runs now."""
-        if name.startswith("__") or self.asked is None or "tensors" in vars(self):
+        if name.startswith("__") or self.asked is None or "tensors" in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         args, words = self.asked
         type(self).__init__.__wrapped__(self, *args, **words)  # type: ignore[attr-defined]
