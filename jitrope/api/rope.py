@@ -72,8 +72,10 @@ def apply_rope(
         freqs: in place of cos and sin fp32 angles in radians: (P, W), (B, P, W), or (P, 1 or B, 1, W) (Megatron).
         freqs_cis: in place of cos and sin complex64 cos + i sin: (P, rotary_dim / 2), or with the axes of cos.
         check: True: refuse positions outside of the table, exchanged cos and sin, and tables of another pairing or
-            layout. It waits for the device, so it goes with no CUDA graph and no torch.compile.
-        rotary_dim: the number of rotated elements of a head, even; None: all from rotary_offset on.
+            layout. It waits for the device, so it goes with no CUDA graph and no torch.compile. Meta tensors and fake
+            ones have no values to check.
+        rotary_dim: the number of rotated elements of a head, even; None: as cos_sin_cache or freqs_cis is wide, else
+            all from rotary_offset on.
         rotary_offset: the first rotated element of a head. Elements outside do not change.
         out: (q_out, k_out), tensors to write and return, without a gradient; None: fresh ones. Each has its input's
             shape, or (ranks, B, S, H / ranks, D) for an all-to-all; `Ulysses` makes fresh ones for that.
@@ -124,8 +126,8 @@ def prepare_qkv(
         v: (B, S, Hk, D) in the default layout. With a cache it is stored unchanged; it may have a multiple of Hk heads,
             or be None for a cache of k alone. Otherwise it is returned as given. With `Norm(v_norm=True)` it is
             normalised, in the same launch if it is like k (`Norm`).
-        cos, sin: as in `apply_rope`. With another stage (norm, cache, quantize, out or q_scale) they may be omitted:
-            then q and k are not rotated (layers without rope, "NoPE"). Positions, rotary_dim and rotary_offset
+        cos, sin: as in `apply_rope`. With another stage (norm, cache, quantize, hadamard, out or q_scale) they may be
+            omitted: then q and k are not rotated (layers without rope, "NoPE"). Positions, rotary_dim and rotary_offset
             have no effect then.
         norm: RMSNorm or LayerNorm of q and k, before the rotation or after it. across_heads goes with a cache,
             `DynamicQuantize` and hadamard only with mean_squares.

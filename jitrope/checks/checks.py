@@ -96,7 +96,7 @@ def check_heads(heads: Tensors, o: Options, fail: Fail) -> None:
         if x.dim() != len(layout):
             flat = f", for (B, S, H * D) {label}.unflatten(-1, (H, D)), for (B, S, D) {label}.unsqueeze(2)"
             hint = '; for (T, H, D) pass layout="thd"' + flat * (layout == "bshd")
-            hint = "; Packed implies layout 'thd'" if layout == "thd" else hint
+            hint = "; the layout is 'thd', which Packed implies" if layout == "thd" else hint
         shape: Sequence[Any] = [size if axis != "h" else "H" for axis, size in zip(layout, q.shape)]
         dtypes, shape, like = (FLOATS, layout.upper(), first) if x is q else ((q.dtype,), shape, "")
         fail.unlike(label, x, q.device, dtypes, shape, like=like, hint=hint)

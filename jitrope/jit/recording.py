@@ -102,9 +102,8 @@ def tell(spec: Spec, arch: str, since: float, source: str) -> None:
     """Tell the callbacks of a kernel. since: its start, of `time.perf_counter`."""
     if _callbacks:
         seconds, text = time.perf_counter() - since, json.dumps(record_of([spec]))
-        event = KernelEvent(spec.name, arch, spec.call, text, seconds, source)
         for callback in [*_callbacks.values()]:
-            callback(event)
+            callback(KernelEvent(spec.name, arch, spec.call, text, seconds, source))
 
 
 def note(spec: Spec) -> None:

@@ -159,8 +159,7 @@ class _Call:
 
     def words(self, stages: Sequence[str]) -> list[int]:
         """The words of the argument block of a kernel with these stages."""
-        o = self.options
-        given: dict[str, Any] = {**o._asdict(), **vars(self), **self.strides, **self.given_scales}
+        given: dict[str, Any] = {**self.options._asdict(), **vars(self), **self.strides, **self.given_scales}
         if self.paged:
             table = self.tensors["page_table"]
             given.update(page_table_stride=table.stride(0), page_table_width=table.shape[-1])

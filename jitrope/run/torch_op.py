@@ -113,8 +113,10 @@ _recorded = cache(lambda: watch.autograd_of(watch.own_ops.prepare.default, _back
 
 def _each(count: int, dims: Sequence[int | None], tensors: Sequence[Tensor], *words: Any) -> list[Tensor]:
     """The results of each call of a batch, stacked: torch has no batching rule for lists."""
-    calls = [[x if dim is None else x.select(dim, n) for x, dim in zip(tensors, dims)] for n in range(count)]
-    return [torch.stack(outputs) for outputs in zip(*[watch.own_ops.prepare(xs, *words) for xs in calls])]
+    if not count:  # a call of zeros has the shapes of the results
+        tensors = [x if n is None else x.new_zeros((*x.shape[:n], 1, *x.shape[n + 1 :])) for x, n in zip(tensors, dims)]
+    calls = [[x if dim is None else x.select(dim, n) for x, dim in zip(tensors, dims)] for n in range(count or 1)]
+    return [torch.stack(outputs)[:count] for outputs in zip(*[watch.own_ops.prepare(xs, *words) for xs in calls])]
 
 
 def _vmap(info: Any, dims: Any, *given: Any) -> Any:

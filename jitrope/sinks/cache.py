@@ -175,8 +175,7 @@ def _is_apart(cache: Tensor) -> bool:
 
 def check_format(t: Tensors, o: Words, fail: Fail) -> None:
     """Refuse computed scales of q of another kind than those beside a cache, because one kernel computes both."""
-    dim = t["q"].shape[-1]
-    own, found = (o.out_dtype, o.group or dim, o.scale_out), convert.block_format(t, o)
+    own, found = (o.out_dtype, o.group or t["q"].shape[-1], o.scale_out), convert.block_format(t, o)
     if own != tuple(found):
         one, other = (f"{form} with a scale of {scale} for {group} elements" for form, group, scale in (own, found))
         text = f"quantize makes q {one}, but k_cache and k_block_scale are {other}; they must match"
@@ -213,8 +212,7 @@ def store(letter: str, x: Tensor, t: Tensors, o: Words, kept: Tensor, slot: Tens
         own = {name: y for name, y in t.items() if name not in BLOCK_SCALES}
         turned, _ = convert.cached(letter, last, {**own, "k_cache": pe}, o)
         _put(pe, slot, t["k_cache"].shape[1], indexed(turned).flatten(0, 1)[kept])
-    stored = convert.cached(letter, x, t, o)
-    for label, y in zip((f"{letter}_cache", f"{letter}_block_scale"), stored):
+    for label, y in zip((f"{letter}_cache", f"{letter}_block_scale"), convert.cached(letter, x, t, o)):
         if y is not None:
             _put(t[label], slot, t["k_cache"].shape[1], indexed(y).flatten(0, 1)[kept])
 

@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from ..base.layouts import LAYOUT_AXES
-from ..base.views import MEANS, Tensors, joined
+from ..base.views import MEANS, Tensors, by_rank, joined
 from ..plan.options import Options
 from ..stages import positions
 from ..stages.norm import gradients_of_means, normed
@@ -31,7 +31,8 @@ class Heads(Operation):
         if "v" in grads and (len(grads) < 3 or (copied and not o.ulysses_degree)):
             grad = grads.pop("v")
             if copied:
-                found["v"] = joined(grad, o.layout)
+                again = o.ulysses_degree > 0 and grad.dim() == len(o.layout)  # a gradient's gradient
+                found["v"] = by_rank(grad, o.layout, o.ulysses_degree) if again else joined(grad, o.layout)
             else:
                 v = saved["v"]
                 alone = Options(rotary_dim=v.shape[-1] // 2 * 2, **of_v_alone(o._asdict()), launch=o.launch)

@@ -79,7 +79,7 @@ class LatentBackward(Backward):
         rest.copy_(canonical(dv, layout))
 
     def back(self, call: Call, saved: Tensors, grads: Tensors, o: Options) -> Tensors:
-        raise JitropeError(f"{self.name} has no gradient")
+        raise JitropeError(f"{LATENT.function} has no second derivative")
 
 
 LATENT = Latent()

@@ -253,8 +253,7 @@ def block_format(t: Tensors, o: Words) -> tuple[str, int, str]:
     cache, scale = t["k_cache"], t[BLOCK_SCALES[0]]
     group = cache.shape[-1] * FORMATS[DTYPE_NAMES[cache.dtype]].per_item // scale.shape[-1]
     dtype = next(name for name, found in SCALES.items() if found == scale.dtype)
-    powers = o.scale_fmt == "ue8m0" and dtype == "fp32"
-    return DTYPE_NAMES[cache.dtype], group, "e8m0_fp32" if powers else dtype
+    return DTYPE_NAMES[cache.dtype], group, "e8m0_fp32" if o.scale_fmt == "ue8m0" and dtype == "fp32" else dtype
 
 
 def converts(given: Container[str], o: Words) -> bool:

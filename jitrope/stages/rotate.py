@@ -111,10 +111,10 @@ def check_moved(name: str, norm: bool, o: Words, rotate_k: bool) -> None:
 def check_dims(head_dim: int, o: Words, fail: Fail) -> None:
     """Refuse to rotate elements that a head does not have."""
     begin, end = o.rotary_offset, o.rotary_offset + o.rotary_dim
-    most = f"D - rotary_offset={head_dim - begin}" if begin else f"D={head_dim}"
-    had = f"rotary_dim{', by default D,' if end == head_dim and not begin else ''} is {o.rotary_dim}"
+    of = "D - rotary_offset" if begin else "D"
+    had = f"rotary_dim{f', by default {of},' if end == head_dim else ''} is {o.rotary_dim}"
     wrong = o.rotary_dim % 2 != 0 or not (begin < end <= head_dim)
-    fail.when(wrong, f"{had}; it must be even and from 2 to {most}")
+    fail.when(wrong, f"{had}; it must be even and from 2 to {of}={head_dim - begin}")
 
 
 def check(t: Tensors, o: Words, beside: str, fail: Fail) -> None:
@@ -274,7 +274,6 @@ def _of_axes(of_each: Sequence[Tensor], width: int, o: Words) -> Tensor:
         axes = [*o.axis_of_pair]
         if width == o.rotary_dim:
             axes = [axis for axis in axes for _ in "01"] if o.interleaved else axes * 2
-        columns = torch.tensor(axes, device=found.device)
         for axis, other in enumerate(others, 1):
-            found = torch.where(columns == axis, other, found)
+            found = torch.where(torch.tensor([x == axis for x in axes], device=found.device), other, found)
     return found

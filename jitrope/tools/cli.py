@@ -60,7 +60,7 @@ def _archs(text: str) -> list[str]:
     return list(dict.fromkeys(filter(None, found.values())))
 
 
-_heads = _value(r"\d+(,\d+)*", "32,8", lambda text: [*map(int, text.split(","))])
+_heads = _value(r"[1-9]\d*(,[1-9]\d*)*", "32,8", lambda text: [*map(int, text.split(","))])
 _count = _value(r"[1-9]\d*", "a whole number of at least 1, such as 8", int)
 _age = _value(r"\d{1,6}[dhm]", "30d, 12h or 45m", lambda text: float(text[:-1]) * _SECONDS[text[-1]])
 
@@ -77,7 +77,7 @@ _CALL = (
     _option("call", metavar="CALL", nargs="*", help="a text, as `cache ls` prints it; default: fresh rope"),
     _option("--heads", metavar="N,N", type=_heads, action="append", help="of q and k, as 32,8, or of q; repeatable"),
     _option("--head-dim", metavar="N", type=_count, help="elements of a head; default: 128"),
-    _option("--dtype", choices=DTYPES, help="default: the configuration's, else bf16"),
+    _option("--dtype", choices=DTYPES, help="default: bf16, of a --model its own"),
     _option("--width", choices=("half", "full"), help="width of cos and sin; default: half"),
     _option("--backward", action="store_true", default=None, help="also the gradient's; `render` prints its first"),
     _FROM,

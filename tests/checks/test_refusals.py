@@ -120,10 +120,12 @@ REFUSALS[rope] = [
     ({"q": Q[:1, :1].expand(65536, 32768, 4, 8), "k": None},
      "q has 2147483648 tokens; at most 2147483647 are possible"),
     ({"q": Q[..., :7], "k": None}, "rotary_dim, by default D, is 7; it must be even and from 2 to D=7"),
+    ({"rotary_offset": 1}, "rotary_dim, by default D - rotary_offset, is 7; it must be even and from 2 to "
+     "D - rotary_offset=7"),
     ({"q": Q.flatten(2), "k": None, "layout": "bhsd"}, "q is a tensor of shape (2, 6, 32), float32, on cpu; it must be "
      '(B, H, S, D), float32 or float16 or bfloat16, on cpu; for (T, H, D) pass layout="thd"'),
     ({"layout": "thd"}, "q is a tensor of shape (2, 6, 4, 8), float32, on cpu; it must be (T, H, D), float32 or "
-     "float16 or bfloat16, on cpu; Packed implies layout 'thd'"),
+     "float16 or bfloat16, on cpu; the layout is 'thd', which Packed implies"),
     ({"layout": "hsbd"}, "layout is 'hsbd'; it must be one of 'bshd', 'sbhd', 'bhsd', 'thd'"),
     # the rotated part
     ({"rotary_dim": 3}, "rotary_dim is 3; it must be even and from 2 to D=8"),
@@ -852,7 +854,7 @@ OTHERS: list[tuple[Callable[[], Any], str]] = [
      "a norm of q or k has no second derivative; compute the norm by itself; with a drop-in, enable(model, "
      "fuse_norm=False)"),
     (lambda: torch.autograd.grad(torch.autograd.grad(latent(q=LEAF)[0].sin().sum(), LEAF, create_graph=True)[0].sum(),
-                                 LEAF), "latent_backward has no gradient"),
+                                 LEAF), "prepare_mla_qkv has no second derivative"),
     (lambda: torch.vmap(lambda x: jitrope.prepare_qkv(x, None, None, quantize=DynamicQuantize())[0].scale)(LEAF[None])
      .sum().backward(), "prepare_qkv has no gradient"),
     (lambda: jitrope.integrations.transformers.enable(PIPELINE),

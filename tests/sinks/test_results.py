@@ -206,13 +206,15 @@ def test_a_normalised_v_beside_converted_heads_has_its_gradient(quantize: Any, d
     assert torch.equal(one, two)
 
 
+@pytest.mark.parametrize("letters", ["q", "v", "qv"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_second_derivative(device: str) -> None:
-    q, k, _, cos, sin = inputs(device, B, S, 4, D)
-    q.requires_grad_()
-    want = torch.stack(jitrope.apply_rope(q, k, cos, sin)[0].chunk(R, 2))
+def test_a_second_derivative(letters: str, device: str) -> None:
+    """Of some of q, k and v."""
+    *heads, cos, sin = inputs(device, B, S, 4, D)
+    leaves = [x.requires_grad_() for letter, x in zip("qkv", heads) if letter in letters]
+    want = [torch.stack(x.chunk(R, 2)) for x in jitrope.prepare_qkv(*heads, cos, sin)]
     found = []
-    for x in (jitrope.apply_rope(q, k, cos, sin, out=Ulysses(R))[0], want):
-        (first,) = torch.autograd.grad((x.float() ** 2).sum(), q, create_graph=True)
-        found.append(torch.autograd.grad((first.float() ** 3).sum(), q)[0])
+    for results in (jitrope.prepare_qkv(*heads, cos, sin, out=Ulysses(R)), want):
+        firsts = torch.autograd.grad(sum((x.float() ** 2).sum() for x in results), leaves, create_graph=True)
+        found.append(torch.autograd.grad(sum((x.float() ** 3).sum() for x in firsts), leaves))
     torch.testing.assert_close(*found)

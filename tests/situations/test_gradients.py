@@ -179,7 +179,7 @@ def test_double_backward(call: Call) -> None:
         return torch.autograd.grad(sum((g * noise(*g.shape).to(dtype)).sum() for g in once), given)
 
     if call.weights or call.name == "latent":
-        with pytest.raises(JitropeError, match=r"second derivative|latent_backward has no gradient"):
+        with pytest.raises(JitropeError, match="second derivative"):
             second(call, torch.float32)
         return
     for got, want in zip(second(call, torch.float32), second(call.expected, torch.float64), strict=True):

@@ -186,6 +186,8 @@ def test_vmap(call: Call) -> None:
     for n in range(2):
         args = {**plain, **{x: y[n] for x, y in stacked.items()}}
         call.compare(args, tuple([y[n] for y in results]), call.like(args))
+    none = mapped(*[x[:0] for x in stacked.values()])
+    assert [x.shape for x in none] == [(0, *x.shape[1:]) for x in results]
 
 
 NO_FORWARD = r"forward-mode derivatives \(jvp\) are not supported; use the backward"
