@@ -69,7 +69,7 @@ def all_gather_attention(
     >>> out = all_gather_attention(q, k, v, schedule)
 
     Args:
-        q: (t, Hq, D), this rank's rows in the order of `Partition`; fp16, bf16, fp32 or fp64.
+        q: (t, Hq, D), this rank's rows in the order of `Partition`; fp16, bf16, fp32, or without rope fp64.
         k, v: (t, Hk, D) and (t, Hk, Dv). Hk must divide Hq (GQA, MQA).
         schedule: the batch, its mask and the group, made once for all layers.
         layout: "thd", or "bshd" and "sbhd" with `Schedule.fixed`: (B, S / cp_size, H, D). The rows of a sequence are
@@ -85,8 +85,9 @@ def all_gather_attention(
         head_groups: gather the heads of k in this many groups, each during the attention of the previous group. This
             divides the memory for gathered keys.
         check: compare the arguments of all ranks (of rope only the rows of its tables), and check the lengths. If one
-            rank refuses its arguments, all ranks raise InvalidInput. A rank whose schedule has no group refuses at once
-            and tells nobody: the others wait until it ends, or for the group's timeout. This waits for the device.
+            rank refuses its arguments, all ranks raise InvalidInput. A rank without a `Schedule`, or whose schedule has
+            no group, refuses at once and tells nobody: the others wait until it ends, or for the group's timeout. This
+            waits for the device.
 
     Returns:
         out (t, Hq, Dv), in q's layout and dtype; with lse or max_logit a tuple of out, lse and max_logit in this order.
@@ -201,11 +202,11 @@ def _facts(call: Call) -> dict[str, Any]:
     return {
         "len(cu_seqlens)": len(schedule.cu_seqlens),
         "cu_seqlens_padded (is given)": schedule.cu_seqlens_padded is not None,
+        **{name: getattr(schedule.shape, name) for name in ("tokens", "rule")},
         "max_seqlen": schedule.max_seqlen,
         "rope (rows of its tables)": -1 if rotation is None else rotation.rows,
         "softmax_scale": call.scale,  # by default it follows from a head size
-        **{name: getattr(schedule.shape, name) for name in ("tokens", "rule")},
-        **schedule.mask._asdict(),
+        **{f"window's {side}": size for side, size in schedule.mask._asdict().items()},
         **{name: getattr(call, name) for name in ("head_groups", "keep_gathered")},
         **dict(zip(("dtype", "heads of q", "heads of k", "head size of q", "head size of v"), case[1:])),
         **{"wants a gradient": case.grad, "return_max_logit": case.max_logit},

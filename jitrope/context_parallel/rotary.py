@@ -79,6 +79,8 @@ def rotation_of(rope: Any, q: Tensor, k: Tensor, schedule: Schedule) -> Rotation
         return None
     if not isinstance(rope, Rope):
         arguments.refuse(NAME, "rope", rope, "a Rope")
+    if q.dtype == torch.float64:
+        fail("q is float64, which rope does not take; rotate q and k before, or leave rope out")
     words: dict[str, Any] = {"layout": "thd", **vars(rope)}
     tables = {word: words.pop(word) for word in ("cos", "sin", *ONE_TABLE)}
     tables = {word: arguments.tensor(NAME, word, x) for word, x in tables.items() if x is not None}
@@ -93,5 +95,5 @@ def rotation_of(rope: Any, q: Tensor, k: Tensor, schedule: Schedule) -> Rotation
     tables = {word: x.detach().resolve_conj().resolve_neg() for word, x in tables.items()}
     rotation = Rotation({**tables, **words, "positions": positions}, rows_of(canonical(tables)["cos"]))
     if schedule.longest is not None and rotation.rows < schedule.longest:
-        fail(f"rope's tables have {rotation.rows} rows; they must have max_seqlen={schedule.longest}")
+        fail(f"rope's tables have {rotation.rows} rows; they must have at least max_seqlen={schedule.longest}")
     return rotation

@@ -69,8 +69,12 @@ def ranks_of(function: str, group: Any, cp_size: int | None = None, cp_rank: int
     numbers = cp_size is not None or cp_rank is not None
     if numbers and group is not None:
         fail("group is given together with cp_size and cp_rank; pass either the group or the numbers")
-    if numbers or (group is None and not (dist.is_available() and dist.is_initialized())):
-        return Ranks(None, 1 if cp_size is None else cp_size, 0 if cp_rank is None else cp_rank)
+    if numbers:
+        if cp_size is None or cp_rank is None:
+            fail(f"cp_size is {cp_size} and cp_rank is {cp_rank}; pass both, or a group")
+        return Ranks(None, cp_size, cp_rank)
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return Ranks(None, 1, 0)
     group = dist.group.WORLD if group is None else group
     rank = dist.get_rank(group)
     if rank < 0:
@@ -146,15 +150,16 @@ class Partition:
     tensor([0, 1, 6, 7, 9])
 
     Args:
-        cu_seqlens: int32 or int64 offsets (N + 1) of the whole batch, from 0 and ascending.
+        cu_seqlens: int32 or int64 offsets (N + 1) of the whole batch, from 0 and ascending. Do not write to them while
+            this object lives, which makes its tables when they are needed.
         tokens: T, rows of the whole batch, including spare ones after the last sequence.
         group: a process group, or a DeviceMesh with one axis; default: torch's default group, or one process.
         cp_size, cp_rank: in place of group. `unshard` then works only for cp_size 1.
         cu_seqlens_padded: offsets that include padding after sequences. They then determine the cut.
         separate_padding: cut the tokens of a sequence and its padding apart, each into chunks, by both offsets. All
-            ranks then have equal work in padded batches too, and as many rows as without. It is for long sequences: of
-            4,096 tokens the busiest rank was slower than without (the page has times). A sequence's rows are the chunks
-            of its tokens, then those of its padding.
+            ranks then have equal work in padded batches too, under a causal or full mask, and as many rows as without.
+            It is for long sequences: of 4,096 tokens the busiest rank was slower than without (the page has times). A
+            sequence's rows are the chunks of its tokens, then those of its padding.
         rule: "dual_chunk" or "contiguous".
 
     Attributes:
@@ -246,7 +251,8 @@ def check_rows(of: Partition, fail: Fail, label: str, x: Tensor, whole: bool = F
     shape, device, has = of.shape, of.offsets.device, len(x) if x.dim() else "no"
     rows, where = (shape.tokens, "") if whole else (shape.rows, f", rank {shape.cp_rank} of {shape.cp_size}")
     if has != rows:
-        fail(f"{label} has {has} rows; it must have {rows} (tokens={shape.tokens}{where})")
+        hint = "; pass this rank's rows, schedule.shard(x)" * (has == shape.tokens and not whole)
+        fail(f"{label} has {has} rows; it must have {rows} (tokens={shape.tokens}{where}){hint}")
     if x.device != device:
         fail(f"{label} is on {x.device} but cu_seqlens on {device}")
     if not whole and shape.cp_size != 1 and of.ranks.group is None:

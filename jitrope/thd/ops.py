@@ -78,6 +78,8 @@ def require_written(label: str, x: Tensor, fail: Fail) -> None:
 
 def rows_of(x: Tensor) -> Tensor:
     """Return x, or a copy, with contiguous rows. There may be gaps between rows."""
+    if is_traced():  # Dynamo cannot ask this of every gradient
+        return x.contiguous()
     return x if len(x) == 0 or x[0].is_contiguous() else x.contiguous()
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from ..base import partition
 from ..base.partition import before, count
+from ..torch_state import is_traced
 
 Rows = tuple[tuple[int, ...], ...]
 
@@ -92,7 +93,8 @@ class Shape(NamedTuple):
         """
         if self.cp_size == 1 or mask.left < 0 or mask.right < 0:
             return None
-        known = type(self.tokens) is int and type(self.sequences) is int  # traced sizes are not kept: they may change
+        # traced sizes are not kept: they may change
+        known = not is_traced() and type(self.tokens) is int and type(self.sequences) is int
         return (_kept_exchange if known else _exchange)(self._replace(cp_rank=0), mask)
 
 

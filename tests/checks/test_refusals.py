@@ -611,7 +611,11 @@ REFUSALS[attend] = [
     ({"schedule": None}, "schedule is None; it must be a Schedule"),
     ({"schedule": Schedule(CU.to("meta"), 6)}, "q is on cpu but cu_seqlens on meta"),
     ({"schedule": Schedule(CU, 6, max_seqlen=7), "rope": Rope(freqs=ANGLES)},
-     "rope's tables have 6 rows; they must have max_seqlen=7"),
+     "rope's tables have 6 rows; they must have at least max_seqlen=7"),
+    ({"rope": Rope(freqs=ANGLES), **{x: y[0].double() for x, y in zip("qkv", (Q, K, V))}},
+     "q is float64, which rope does not take; rotate q and k before, or leave rope out"),
+    ({"schedule": Schedule(CU[:2] * 3, 6, cp_size=2, cp_rank=1)},
+     "q has 6 rows; it must have 3 (tokens=6, rank 1 of 2); pass this rank's rows, schedule.shard(x)"),
     ({"head_groups": 3}, "head_groups is 3, which does not divide k's H=2"),
     ({"backend": "best"}, "backend is 'best'; it must be one of 'auto', 'flash', 'flex', 'math'"),
     ({"backend": "flash"}, "backend 'flash' cannot do this: q is on cpu; it needs a CUDA device"),
@@ -624,6 +628,7 @@ REFUSALS[partial(Partition, tokens=6)] = [
     ({"cu_seqlens": [0, 6]}, "cu_seqlens is [0, 6]; it must be a tensor; pass torch.tensor(cu_seqlens)"),
     ({"cu_seqlens": W},
      "cu_seqlens is float32; it must be (sequences + 1,), int32 or int64, contiguous, on cpu like cu_seqlens_padded"),
+    ({"cu_seqlens": CU, "cp_size": 2}, "cp_size is 2 and cp_rank is None; pass both, or a group"),
     ({"cu_seqlens": CU[:1]}, "cu_seqlens has one offset; it must have those of one sequence at least")]  # fmt: skip
 REFUSALS[Partition(CU, 12, cp_size=2, cp_rank=0).unshard] = [
     ({"x": Q[0]}, "the Partition was made with cp_size and cp_rank; make it with a group"),

@@ -172,7 +172,7 @@ def test_differences_between_ranks_are_refused() -> None:
         with pytest.raises(InvalidInput, match=message):
             all_gather_attention(q, q, q, schedule, check=True, **words)
     all_gather_attention(q, q, q, schedule, check=True)
-    alone = Schedule(torch.tensor([0, 8]), 8, cp_size=1)
+    alone = Schedule(torch.tensor([0, 8]), 8, cp_size=1, cp_rank=0)
     with pytest.raises(InvalidInput, match="the schedule has no group, so check=True cannot ask"):
         all_gather_attention(q, q, q, alone, check=True)  # the other ranks would wait for this one
     all_gather_attention(q, q, q, alone)
@@ -224,7 +224,7 @@ def assert_compiled(batch: Batch, group: Any = None, device: str = "cpu") -> Non
 
 
 # By two ranks, and by all four.
-COMPILED = {"one long, short window": 1, "kept": 1, "groups": -1, "more ranks than tokens": -1}
+COMPILED = {"one long, short window": 1, "kept": 1, "groups": -1, "more ranks than tokens": -1, "two-sided": 1}
 
 
 @pytest.mark.tenth
@@ -232,6 +232,17 @@ COMPILED = {"one long, short window": 1, "kept": 1, "groups": -1, "more ranks th
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled(name: str) -> None:
     assert_compiled(CASES[name], GROUPS[COMPILED[name]])
+
+
+@pytest.mark.slow
+def test_compiled_flex() -> None:
+    schedule, (q, k) = Schedule(torch.tensor([0, 3, 10]), 10, window=(4, 0)), (torch.randn(10, n, 16) for n in (4, 2))
+    want = all_gather_attention(q, k, k, schedule)
+
+    def call() -> Tensor:
+        return all_gather_attention(q, k, k, schedule, backend="flex")  # type: ignore[no-any-return]
+
+    torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="aot_eager")(), want)
 
 
 # ---- all ranks in one process ------------------------------------------------------------------------
