@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 from ..base import arguments
 from ..base.fit import FLOATS, Fail
 from ..thd.shape import Mask
-from ..torch_state import is_traced
 
 NAME = "all_gather_attention"  # the name at the beginning of messages
 
@@ -196,12 +196,7 @@ class Flex(Backend):
         return dq, dk, dv
 
 
-def _module() -> Any:
-    import torch.nn.attention.flex_attention as module  # imports Dynamo, which cannot trace `cache`
-
-    return module
-
-
+_module = cache(partial(importlib.import_module, "torch.nn.attention.flex_attention"))  # imports Dynamo
 _compiled = cache(lambda: torch.compile(_module().flex_attention))
 
 
@@ -212,7 +207,7 @@ def _flex(inputs: Sequence[Tensor], low: Tensor, high: Tensor, scale: float, **w
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key >= low[query]) & (key < high[query])
 
-    attention = _compiled() if q.is_cuda and not is_traced() else _module().flex_attention
+    attention = _compiled() if q.is_cuda else _module().flex_attention
     out, aux = attention(
         *(x.transpose(0, 1)[None] for x in inputs),
         block_mask=_block_mask(low, high, len(k), visible),

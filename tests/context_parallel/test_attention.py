@@ -234,17 +234,6 @@ def test_compiled(name: str) -> None:
     assert_compiled(CASES[name], GROUPS[COMPILED[name]])
 
 
-@pytest.mark.slow
-def test_compiled_flex() -> None:
-    schedule, (q, k) = Schedule(torch.tensor([0, 3, 10]), 10, window=(4, 0)), (torch.randn(10, n, 16) for n in (4, 2))
-    want = all_gather_attention(q, k, k, schedule)
-
-    def call() -> Tensor:
-        return all_gather_attention(q, k, k, schedule, backend="flex")  # type: ignore[no-any-return]
-
-    torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="aot_eager")(), want)
-
-
 # ---- all ranks in one process ------------------------------------------------------------------------
 
 
