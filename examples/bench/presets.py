@@ -361,7 +361,8 @@ SECTION = Section(
     copy of Wan's v, and, backward, a copy of the gate of Qwen3.5. A decode step is hot. Liger normalises in two
     launches and rotates in a third. Megatron-core's kernels for latent attention are two, and rotate q in place; so
     does jitrope in the column beside them, where COPY is still of all of q. Its gradient rotates dq in place too. The
-    JSON has the calls (plain torch has no NVFP4): those of deepseek-indexer had Hadamard and no weights, and qwen3.5-fused returned a gate's view.
+    JSON has the calls (plain torch has no NVFP4): those of deepseek-indexer had Hadamard and no weights, and
+    qwen3.5-fused returned a gate's view.
     """,
     "jitrope bench presets",
     (
