@@ -360,9 +360,9 @@ SECTION = Section(
     and write. Each is one launch; a second one makes the key of DeepSeek's indexer, the scales of flux-fp8-heads, a
     copy of Wan's v, and, backward, a copy of the gate of Qwen3.5. A decode step is hot. Liger normalises in two
     launches and rotates in a third. Megatron-core's kernels for latent attention are two, and rotate q in place; so
-    does jitrope in the column beside them, where COPY is still of all of q. Its gradient rotates dq in place too. The
-    JSON has the calls (plain torch has no NVFP4): those of deepseek-indexer had Hadamard and no weights, and
-    qwen3.5-fused returned a gate's view.
+    does jitrope in the column beside them, where COPY is still of all of q. Its gradient rotates dq in place too.
+    `--json` prints the calls. Plain torch has no NVFP4. Rows of deepseek-indexer are of calls with Hadamard and without
+    weights, and qwen3.5-fused returned a gate's view.
     """,
     "jitrope bench presets",
     (

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from ..base import arguments
 from ..base.fit import FLOATS, Fail
 from ..thd.shape import Mask
+from ..torch_state import is_traced
 
 NAME = "all_gather_attention"  # the name at the beginning of messages
 
@@ -93,7 +93,8 @@ def key_ranges(varlen: Varlen, rows: int) -> tuple[Tensor, Tensor]:
     """(low, high), each (rows), int32: query i sees the keys [low_i, high_i), which may be none."""
     cu_q, cu_k, mask = varlen.cu_seqlens_q, varlen.cu_seqlens_k, varlen.mask
     row = torch.arange(rows, device=cu_q.device, dtype=cu_q.dtype)
-    segment = torch.searchsorted(cu_q[1:].contiguous(), row, right=True).clamp(max=len(cu_q) - 2)
+    # Of cu_q[1:] torch 2.11's Inductor reads cu_q.
+    segment = (torch.searchsorted(cu_q, row, right=True) - 1).clamp(0, len(cu_q) - 2)
     low, high = cu_k[segment], cu_k[segment + 1]
     key = high - (cu_q[segment + 1] - row)  # at the position of the query
     if mask.right >= 0:
@@ -196,7 +197,12 @@ class Flex(Backend):
         return dq, dk, dv
 
 
-_module = cache(partial(importlib.import_module, "torch.nn.attention.flex_attention"))  # imports Dynamo
+def _module() -> Any:
+    import torch.nn.attention.flex_attention as module  # imports Dynamo, which cannot trace `cache`
+
+    return module
+
+
 _compiled = cache(lambda: torch.compile(_module().flex_attention))
 
 
@@ -207,7 +213,7 @@ def _flex(inputs: Sequence[Tensor], low: Tensor, high: Tensor, scale: float, **w
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key >= low[query]) & (key < high[query])
 
-    attention = _compiled() if q.is_cuda else _module().flex_attention
+    attention = _compiled() if q.is_cuda and not is_traced() else _module().flex_attention
     out, aux = attention(
         *(x.transpose(0, 1)[None] for x in inputs),
         block_mask=_block_mask(low, high, len(k), visible),

@@ -301,6 +301,26 @@ LONG = Batch((137, 0, 641, 89, 1, 3), pads=8)
 
 @pytest.mark.gpu
 @pytest.mark.hardware
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_compiled_by_inductor(dtype: torch.dtype) -> None:
+    """With flash, and with flex."""
+    torch._dynamo.reset()
+    q, k = (torch.randn(1000, heads, 64, device="cuda", dtype=dtype) for heads in (4, 2))
+    schedule = Schedule(torch.tensor([0, 300, 1000], device="cuda"), 1000, window=(64, 0))
+    call = partial(all_gather_attention, schedule=schedule)
+    torch.testing.assert_close(torch.compile(call, fullgraph=True)(q, k, k), call(q, k, k))
+
+
+@pytest.mark.slow
+def test_compiled_flex() -> None:
+    q, k = (torch.randn(10, heads, 16) for heads in (4, 2))
+    call = partial(all_gather_attention, schedule=Schedule(torch.tensor([0, 3, 10]), 10, window=(4, 0)))
+    compiled = torch.compile(partial(call, backend="flex"), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, k), call(q, k, k))
+
+
+@pytest.mark.gpu
+@pytest.mark.hardware
 @pytest.mark.parametrize(("backend", "dtype"), BACKENDS_ON_GPU)
 @pytest.mark.parametrize("name", PLAIN)
 def test_backends_on_a_gpu(name: str, backend: str, dtype: torch.dtype) -> None:
