@@ -354,8 +354,7 @@ def sequences_of(tokens: int, t: Tensors, o: Words) -> Tensor:
     """The sequence of each of a packed batch's tokens; of those after the last sequence that one."""
     offsets = offsets_of(t, o)
     index = torch.arange(tokens, device=offsets.device)
-    # Of offsets[1:] torch 2.11's Inductor reads all offsets.
-    return (torch.searchsorted(offsets, index, right=True) - 1).clamp(0, len(offsets) - 2)
+    return torch.searchsorted(offsets[1:], index, right=True).clamp(max=len(offsets) - 2)
 
 
 def local_positions(index: Tensor, first: Tensor | int, end: Tensor | int, o: Words) -> Tensor:

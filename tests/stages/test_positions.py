@@ -153,18 +153,6 @@ def test_the_first_tokens_keep_their_bits(n: int, words: dict[str, Any], device:
         jitrope.apply_rope(q.clone(), None, angles.cos(), angles.sin(), unrotated=n, check=True, **words)
 
 
-@pytest.mark.gpu
-@pytest.mark.hardware
-def test_a_learned_table_of_packed_sequences_compiled_by_inductor() -> None:
-    torch._dynamo.reset()
-    q, cos, sin = (torch.randn(1000, *shape, device="cuda", requires_grad=True) for shape in ((4, 64), (32,), (32,)))
-    packed, found = Packed(tensor([0, 300, 1000], device="cuda")), []
-    for rope in (jitrope.apply_rope, torch.compile(jitrope.apply_rope, fullgraph=True)):
-        turned, _ = rope(q, None, cos, sin, positions=packed)
-        found.append((turned, *torch.autograd.grad(turned.sin().sum(), (q, cos, sin))))
-    torch.testing.assert_close(*found)
-
-
 def test_the_number_of_first_tokens_is_not_compiled() -> None:
     q, angles = torch.empty(2, 7, 4, 64, device="meta"), torch.empty(7, 32, device="meta")
     with jitrope.planning(["auto"]) as specs:
